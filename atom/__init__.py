@@ -1,0 +1,29 @@
+"""ATOM: an OpenAI-compatible LLM serving engine.
+
+Names are imported on first use: `atom` is both the public API on top of everything and the
+home of the leaf types below everything, and must not tie the two into a cycle.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from atom.engine_args import EngineArgs
+    from atom.llm_engine import LLMEngine
+    from atom.outputs import RequestOutput
+    from atom.sampling_params import SamplingParams
+
+__all__ = ["EngineArgs", "LLMEngine", "RequestOutput", "SamplingParams"]
+
+_HOMES = {
+    "EngineArgs": "atom.engine_args",
+    "LLMEngine": "atom.llm_engine",
+    "RequestOutput": "atom.outputs",
+    "SamplingParams": "atom.sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'atom' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,20 @@
+"""Everything an engine needs to know, as one frozen value that travels to every process."""
+
+from dataclasses import dataclass, field
+
+from atom.config.cache import CacheConfig
+from atom.config.device import DeviceConfig
+from atom.config.model import ModelConfig
+from atom.config.parallel import ParallelConfig
+from atom.config.scheduler import SchedulerConfig
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """One field for each concern."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)

@@ -1,0 +1,158 @@
+"""Messages between a frontend and an engine core.
+
+The core binds a ROUTER, each frontend connects a DEALER, and answers travel back on the
+same socket. Token ids travel as packed little-endian int32 (`pack_ids`), never as lists of
+Python integers: a long prompt is one memory copy on either side.
+"""
+
+from array import array
+from collections.abc import Iterable
+from enum import IntEnum
+
+import msgspec
+
+
+def pack_ids(ids: Iterable[int]) -> bytes:
+    """Token ids as little-endian int32 bytes."""
+    return array("i", ids).tobytes()
+
+
+def unpack_ids(data: bytes) -> "array[int]":
+    """The inverse of `pack_ids`; raises ValueError when the length is not a multiple of four."""
+    ids: array[int] = array("i")
+    ids.frombytes(data)
+    return ids
+
+
+class FinishReason(IntEnum):
+    """Why a request ended. `EOS` and `STOP_TOKEN` differ in which list held the id."""
+
+    EOS = 1
+    STOP_TOKEN = 2
+    MAX_TOKENS = 3
+    ABORTED = 4
+    ERROR = 5
+    STOP_STRING = 6  # seen by the frontend, on text; a core never sends it
+
+
+class Sampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """How one choice draws its tokens. Every field is resolved: there is no "unset" here."""
+
+    temperature: float
+    """0 is greedy."""
+    top_k: int
+    """0 is off."""
+    top_p: float
+    min_p: float
+    seed: int
+    """Unsigned 64 bit; drawn by the frontend when the client gave none."""
+    choice: int = 0
+    """Index among the `n` choices of one request: part of the random key."""
+
+
+class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
+    """A frontend makes itself known; the core answers `CoreReady` once a token can be made."""
+
+    frontend: int
+
+
+class AddRequest(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
+    """One choice to generate. Ids are unique among all live requests of a core."""
+
+    request_id: int
+    prompt_ids: bytes
+    max_tokens: int
+    """At least 1; prompt and max_tokens together fit max_model_len (the frontend checks)."""
+    sampling: Sampling
+    eos_token_ids: list[int] = []
+    """Ids that end the request with `EOS`; empty when end-of-sequence is ignored."""
+    stop_token_ids: list[int] = []
+    priority: int = 0
+    """Smaller runs first, under the priority policy."""
+
+
+class Abort(msgspec.Struct, tag=3, array_like=True, frozen=True, gc=False):
+    """Stop these requests; ids that already ended are no error. No answer is sent."""
+
+    request_ids: list[int]
+
+
+class CoreReady(msgspec.Struct, tag=10, array_like=True, frozen=True, gc=False):
+    """The core and all its workers can make tokens."""
+
+    max_model_len: int
+    kv_tokens: int
+    """Tokens that the KV cache holds in all."""
+    weight_bytes: list[int] = []
+    """Bytes of the weights on each worker rank."""
+
+
+class Finished(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The end of one request; comes with its last token, or alone for an error."""
+
+    request_id: int
+    reason: FinishReason
+    stop_token_id: int = -1
+    """The id that ended it, for `EOS` and `STOP_TOKEN`; that id is the last token sent."""
+    message: str = ""
+    """What went wrong, for `ERROR`."""
+
+
+class FirstToken(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What is known once a request's first token exists; sent with that token, once."""
+
+    request_id: int
+    cached_tokens: int
+    """Prompt tokens that came out of the prefix cache at first admission."""
+
+
+class TokenDeltas(msgspec.Struct, tag=11, array_like=True, frozen=True, gc=False):
+    """The new tokens of one step for one frontend, as columns.
+
+    `token_ids` is packed int32. Row i is request_ids[i]; it owns counts[i] ids, or exactly
+    one when `counts` is empty (the usual case).
+    """
+
+    step: int
+    request_ids: list[int]
+    token_ids: bytes
+    counts: list[int] = []
+    first: list[FirstToken] = []
+    finished: list[Finished] = []
+
+
+class CoreStats(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False):
+    """Counters since start and gauges of now; answers `GetStats`."""
+
+    steps: int
+    running: int
+    waiting: int
+    kv_blocks_used: int
+    kv_blocks_total: int
+    preemptions: int
+    prefill_preemptions: int
+    """Preemptions that hit a request still in prefill."""
+    prefix_queries: int
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hits: int
+    """Prompt tokens found there."""
+    chunked_prefills: int
+    """Steps' worth of prompt pieces that did not finish their prompt."""
+    overlapped_steps: int
+    """Steps sent to the workers before the previous step's result had come."""
+    prompt_tokens: int
+    generated_tokens: int
+
+
+class GetStats(msgspec.Struct, tag=4, array_like=True, frozen=True, gc=False):
+    """Ask for `CoreStats`."""
+
+
+class CoreDead(msgspec.Struct, tag=13, array_like=True, frozen=True, gc=False):
+    """The core ends; no further token comes from it. Its last message."""
+
+    reason: str
+
+
+ToCore = Hello | AddRequest | Abort | GetStats
+FromCore = CoreReady | TokenDeltas | CoreStats | CoreDead

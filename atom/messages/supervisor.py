@@ -1,0 +1,30 @@
+"""Messages from every child process to its supervisor (supervisor binds PULL, children PUSH)."""
+
+import msgspec
+
+
+class Ready(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
+    """`process` does its work from now on."""
+
+    process: str
+    detail: dict[str, int | str] = {}
+    """Figures for the banner."""
+
+
+class Progress(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
+    """Where a long phase of the start stands; drawn as a progress bar."""
+
+    process: str
+    phase: str
+    done: int
+    total: int
+
+
+class Dead(msgspec.Struct, tag=3, array_like=True, frozen=True, gc=False):
+    """`process` ends because of `reason`, one line a user can act on."""
+
+    process: str
+    reason: str
+
+
+ToSupervisor = Ready | Progress | Dead

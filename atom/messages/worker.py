@@ -1,0 +1,115 @@
+"""Messages between an engine core and its workers.
+
+The core binds a ROUTER, each worker connects a DEALER whose identity is its rank in four
+little-endian bytes. One encode per step: the same frame goes to every rank. Workers keep
+the batch: a `ScheduledBatch` carries only what changed, and which rows run.
+
+Start-up:   worker -> Loaded, core -> AllocateKV, worker -> WorkerReady
+Each step:  core -> ScheduledBatch, rank 0 -> BatchResult (any rank may send WorkerFailed)
+"""
+
+import msgspec
+
+from atom.messages.engine import Sampling
+
+
+class FullAttentionSpec(msgspec.Struct, tag="full", array_like=True, frozen=True, gc=False):
+    """KV of layers that attend to the whole context: one slot a token, kept to the end."""
+
+    block_size: int
+    bytes_per_block: int
+    """On this rank, over all layers of the group."""
+
+
+class SlidingWindowSpec(msgspec.Struct, tag="window", array_like=True, frozen=True, gc=False):
+    """KV of layers that attend to the last `window` tokens; blocks behind it are freed."""
+
+    block_size: int
+    bytes_per_block: int
+    window: int
+
+
+KVSpec = FullAttentionSpec | SlidingWindowSpec
+
+
+class NewRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A request takes a row of the persistent batch, whatever the row held before.
+
+    `token_ids` (packed int32) are all tokens known so far: the prompt, and for a resumed
+    request what it had generated. The first `computed` of them have their KV in the blocks.
+    The row draws a token in every step that computes its last known token.
+    """
+
+    row: int
+    token_ids: bytes
+    computed: int
+    block_ids: list[list[int]]
+    """One list for each KV group, in the order of the specs."""
+    sampling: Sampling
+
+
+class MoreBlocks(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Blocks appended to a row's tables, one list for each KV group."""
+
+    row: int
+    block_ids: list[list[int]]
+
+
+class ScheduledBatch(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
+    """One step: `rows[i]` computes its next `counts[i]` tokens.
+
+    `counts` empty means one each. Rows not named keep their state. A count that passes the
+    known tokens is a decode: its input id is the one that the row drew last, which never
+    leaves the device.
+    """
+
+    step: int
+    rows: list[int]
+    counts: list[int] = []
+    new_rows: list[NewRow] = []
+    more_blocks: list[MoreBlocks] = []
+
+
+class AllocateKV(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
+    """Make the KV tensors, `num_blocks[g]` blocks for group g, and warm up."""
+
+    num_blocks: list[int]
+    max_model_len: int
+    """Longest sequence that will ever be scheduled."""
+
+
+class Shutdown(msgspec.Struct, tag=3, array_like=True, frozen=True, gc=False):
+    """Leave the loop and exit 0."""
+
+
+class Loaded(msgspec.Struct, tag=10, array_like=True, frozen=True, gc=False):
+    """Weights are on the device; this much memory may hold KV."""
+
+    rank: int
+    kv_specs: list[KVSpec]
+    kv_bytes: int
+    weight_bytes: int
+
+
+class WorkerReady(msgspec.Struct, tag=11, array_like=True, frozen=True, gc=False):
+    """KV allocated and warm."""
+
+    rank: int
+
+
+class BatchResult(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False):
+    """Ids drawn in a step (packed int32): one for each row, in batch order, that drew."""
+
+    step: int
+    token_ids: bytes
+
+
+class WorkerFailed(msgspec.Struct, tag=13, array_like=True, frozen=True, gc=False):
+    """A rank cannot go on; `reason` is one line."""
+
+    rank: int
+    reason: str
+
+
+ToWorker = ScheduledBatch | AllocateKV | Shutdown
+FromWorker = Loaded | WorkerReady | BatchResult | WorkerFailed

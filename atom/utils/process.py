@@ -1,0 +1,92 @@
+"""Starting children that cannot outlive their parent, and reading what the parent said."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+_PR_SET_PDEATHSIG = 1
+_MAX_LAUNCH_BYTES = 16 * 1024 * 1024
+
+
+def spawn(
+    module: str,
+    launch: msgspec.Struct,
+    pass_fds: Sequence[int] = (),
+    env: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start `python -m module` and send it `launch`; the child reads it by `read_launch`.
+
+    The child's standard input stays open until this process ends or closes it.
+    """
+    frame = msgspec.json.encode(launch)
+    # PR_SET_PDEATHSIG follows the spawning *thread*: from any but the main one it would kill
+    # the child when that thread ends, so there the pipe's end alone must do.
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    parent = str(os.getpid()) if in_main_thread else ""
+    child = subprocess.Popen(
+        [sys.executable, "-m", module],
+        stdin=subprocess.PIPE,
+        pass_fds=pass_fds,
+        env={**os.environ, **(env or {}), "ATOM_PARENT_PID": parent},
+    )
+    assert child.stdin is not None
+    # A child that died at once is reported by its exit status, not by this write.
+    with contextlib.suppress(BrokenPipeError):
+        child.stdin.write(len(frame).to_bytes(4, "little") + frame)
+        child.stdin.flush()
+    return child
+
+
+def read_launch(kind: type[T]) -> T:
+    """In a child: the parent's launch frame. From here on the child ends with its parent.
+
+    Raises ValueError when standard input carries no such frame.
+    """
+    _die_with_parent()
+    size = int.from_bytes(_read_exactly(4), "little")
+    if not 0 < size <= _MAX_LAUNCH_BYTES:
+        raise ValueError("this module is started by atom-launch, not by hand")
+    launch = msgspec.json.decode(_read_exactly(size), type=kind)
+    threading.Thread(target=_exit_at_end_of_input, name="parent-watch", daemon=True).start()
+    return launch
+
+
+def ignore_terminal_interrupt() -> None:
+    """Ctrl-C reaches a whole process group; only the supervisor acts on it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _die_with_parent() -> None:
+    parent = os.environ.get("ATOM_PARENT_PID", "")
+    if not parent.isdigit():
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(parent):
+        os._exit(1)  # it died before prctl
+
+
+def _read_exactly(size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        piece = os.read(0, size - len(data))
+        if not piece:
+            raise ValueError("this module is started by atom-launch, not by hand")
+        data += piece
+    return data
+
+
+def _exit_at_end_of_input() -> None:
+    with contextlib.suppress(OSError):
+        while os.read(0, 4096):
+            pass
+    os._exit(1)
