@@ -1,6 +1,7 @@
 """What a caller of the library gets back."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -16,3 +17,48 @@ class RequestOutput:
     finish_reason: str | None = None
     """Raw: eos, stop_<id>, stop_sequence, max_tokens, aborted or error."""
     num_cached_tokens: int = 0
+    """Prompt tokens that came out of the prefix cache."""
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One choice of one request, from its submission to its end. Times are in seconds."""
+
+    request_id: int
+    prompt_token_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    num_cached_tokens: int = 0
+    submitted: float = 0.0
+    first_token: float = 0.0
+    finished: float = 0.0
+
+    @property
+    def ttft(self) -> float:
+        """Time to the first token."""
+        return self.first_token - self.submitted
+
+    @property
+    def latency(self) -> float:
+        """Time to the last token."""
+        return self.finished - self.submitted
+
+    @property
+    def tpot(self) -> float:
+        """Time for each token after the first; 0 for a single one."""
+        later = len(self.token_ids) - 1
+        return (self.finished - self.first_token) / later if later > 0 else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The form that `LLMEngine.generate` returns."""
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "latency": self.latency,
+            "finish_reason": self.finish_reason,
+            "num_tokens_input": len(self.prompt_token_ids),
+            "num_tokens_output": len(self.token_ids),
+            "ttft": self.ttft,
+            "tpot": self.tpot,
+        }

@@ -33,6 +33,8 @@ class SamplingParams:
     """Independent choices for the same prompt."""
     priority: int = 0
     """Smaller runs first under `--scheduling-policy priority`."""
+    stop_token_ids: list[int] | None = None
+    """End with the first of these ids; it is not part of the text."""
 
     def __post_init__(self) -> None:
         _require_number("temperature", self.temperature, 0.0, 100.0)
@@ -48,11 +50,11 @@ class SamplingParams:
         for text in self.stop_strings or ():
             if not isinstance(text, str) or not text:
                 raise ValueError("stop_strings must be non-empty strings")
+        for token_id in self.stop_token_ids or ():
+            _require_integer("stop_token_ids", token_id, 0, 1 << 31)
 
 
-def _require_number(
-    name: str, value: object, low: float, high: float, open_low: bool = False
-) -> None:
+def _require_number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
     valid = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not valid or not math.isfinite(value):  # type: ignore[arg-type]
         raise ValueError(f"{name} must be a finite number, not {value!r}")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from atom.config.cache import CacheConfig
 from atom.config.device import DeviceConfig
 from atom.config.model import ModelConfig
+from atom.config.observability import ObservabilityConfig
 from atom.config.parallel import ParallelConfig
 from atom.config.scheduler import SchedulerConfig
 
@@ -18,3 +19,4 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)

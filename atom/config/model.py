@@ -1,17 +1,20 @@
 """Which model runs, and how its numbers are kept."""
 
 from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    model: str = "Qwen/Qwen3-0.6B"
+    model: Annotated[str, Meta(min_length=1)] = "Qwen/Qwen3-0.6B"
     """A directory with a Hugging Face checkpoint, or one .gguf file."""
-    served_model_name: str | None = None
+    served_model_name: Annotated[str, Meta(min_length=1)] | None = None
     """Name that the API shows and accepts; the value of --model when absent."""
-    dtype: str = "auto"
-    """Compute dtype: auto, bfloat16, float16 or float32. auto takes the checkpoint's where the device computes in it."""
-    max_model_len: int | None = None
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Compute dtype. auto takes the checkpoint's where the device computes in it, else float32."""
+    max_model_len: Annotated[int, Meta(ge=2)] | None = None
     """Longest prompt and answer together, in tokens; the checkpoint's limit when absent."""
     load_dummy: bool = False
     """Fill the weights with random numbers instead of reading them."""

@@ -1,4 +1,7 @@
-"""Messages from every child process to its supervisor (supervisor binds PULL, children PUSH)."""
+"""Messages from every child process to its supervisor (supervisor binds PULL, children PUSH).
+
+`process` is the name that the supervisor gave: prepare, core, frontend, worker 0, worker 1, …
+"""
 
 import msgspec
 

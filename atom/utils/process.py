@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -22,7 +23,7 @@ def spawn(
     module: str,
     launch: msgspec.Struct,
     pass_fds: Sequence[int] = (),
-    env: Mapping[str, str] | None = None,
+    stdout: int | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start `python -m module` and send it `launch`; the child reads it by `read_launch`.
 
@@ -32,12 +33,17 @@ def spawn(
     # PR_SET_PDEATHSIG follows the spawning *thread*: from any but the main one it would kill
     # the child when that thread ends, so there the pipe's end alone must do.
     in_main_thread = threading.current_thread() is threading.main_thread()
-    parent = str(os.getpid()) if in_main_thread else ""
     child = subprocess.Popen(
-        [sys.executable, "-m", module],
+        # -P: a folder named like one of ours in the user's directory must not shadow it.
+        [sys.executable, "-P", "-m", module],
         stdin=subprocess.PIPE,
+        stdout=stdout,
         pass_fds=pass_fds,
-        env={**os.environ, **(env or {}), "ATOM_PARENT_PID": parent},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([_import_root(), *_inherited_python_path()]),
+            "ATOM_PARENT_PID": str(os.getpid()) if in_main_thread else "",
+        },
     )
     assert child.stdin is not None
     # A child that died at once is reported by its exit status, not by this write.
@@ -64,6 +70,14 @@ def read_launch(kind: type[T]) -> T:
 def ignore_terminal_interrupt() -> None:
     """Ctrl-C reaches a whole process group; only the supervisor acts on it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _import_root() -> str:
+    return str(Path(__file__).resolve().parents[2])
+
+
+def _inherited_python_path() -> list[str]:
+    return [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
 
 
 def _die_with_parent() -> None:

@@ -1,0 +1,1 @@
+"""One file for each model family, named as its `model_type`; `registry` finds them."""

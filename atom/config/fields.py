@@ -1,0 +1,140 @@
+"""What the configuration classes declare, as data: the one source of flags, checks and tables.
+
+A field is a line of a frozen dataclass with its docstring below. Its type says everything
+that a value must be: `Literal` choices, `| None`, and msgspec's `Meta` for ranges.
+"""
+
+import ast
+import inspect
+import math
+import operator
+import os
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from functools import cache
+from itertools import pairwise
+from textwrap import dedent
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from msgspec import Meta
+
+Scalar = str | int | float | bool
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; the text is one line that says what to change."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One setting: `kind` is its plain Python type, `choices` is empty when it has none."""
+
+    name: str
+    kind: type[Scalar]
+    default: Scalar | None
+    help: str
+    optional: bool
+    choices: tuple[str, ...]
+    limits: Meta
+
+    def parse(self, text: str) -> Any:
+        """The value that `text` spells on a command line; raises ConfigError."""
+        try:
+            value = self.kind(text)
+        except ValueError:
+            raise ConfigError(f"{text!r} is not {_KIND_NAMES[self.kind]}") from None
+        return self.check(value)
+
+    def check(self, value: Any) -> Any:
+        """Return `value` as a value of this field; raises ConfigError without the field's name."""
+        if value is None and self.optional:
+            return None
+        if self.kind is float and type(value) is int:
+            value = float(value)
+        if self.kind is str and isinstance(value, os.PathLike):
+            value = os.fspath(value)
+        if type(value) is not self.kind:
+            raise ConfigError(f"{value!r} is not {_KIND_NAMES[self.kind]}")
+        if self.choices and value not in self.choices:
+            raise ConfigError(f"{value!r} is none of {', '.join(self.choices)}")
+        self._check_limits(value)
+        return value
+
+    def _check_limits(self, value: Any) -> None:
+        if self.kind is float and not math.isfinite(value):
+            raise ConfigError(f"{value} is not a finite number")
+        for attribute, holds, words in _LIMITS:
+            limit = getattr(self.limits, attribute)
+            if limit is not None and not holds(value, limit):
+                raise ConfigError(f"{value} is out of range: it must be {words} {limit}")
+        if self.limits.min_length is not None and len(value) < self.limits.min_length:
+            raise ConfigError("an empty text is no value")
+        if self.name in _FURTHER_RULES:
+            fits, words = _FURTHER_RULES[self.name]
+            if not fits(value):
+                raise ConfigError(f"{value} does not fit: it must be {words}")
+
+
+_KIND_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "a switch (True or False)"}
+
+_LIMITS: tuple[tuple[str, Callable[[Any, Any], bool], str], ...] = (
+    ("ge", operator.ge, "at least"),
+    ("gt", operator.gt, "more than"),
+    ("le", operator.le, "at most"),
+    ("lt", operator.lt, "less than"),
+)
+
+# Rules that no Meta can say: field name -> (predicate, what a value must be).
+_FURTHER_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "block_size": (
+        lambda size: size & (size - 1) == 0 or size % 16 == 0,
+        "a power of two or a multiple of 16",
+    ),
+}
+
+
+def fields_of(config_class: Any) -> tuple[Field, ...]:
+    """The settings that one configuration class declares, in order."""
+    return _fields_of(config_class)
+
+
+@cache
+def _fields_of(config_class: Any) -> tuple[Field, ...]:
+    hints = get_type_hints(config_class, include_extras=True)
+    texts = dict(_docstrings(config_class))
+    return tuple(
+        _describe(field.name, hints[field.name], field.default, texts) for field in fields(config_class)
+    )
+
+
+def _describe(name: str, hint: Any, default: Any, texts: dict[str, str]) -> Field:
+    hint, optional = _without_none(hint)
+    limits = Meta()
+    if get_origin(hint) is Annotated:
+        hint, limits = get_args(hint)
+    choices: tuple[str, ...] = ()
+    if get_origin(hint) is Literal:
+        hint, choices = str, get_args(hint)
+    if name not in texts:
+        raise TypeError(f"configuration field {name} has no docstring")
+    return Field(name, hint, default, texts[name], optional, choices, limits)
+
+
+def _without_none(hint: Any) -> tuple[Any, bool]:
+    if get_origin(hint) in (Union, types.UnionType):
+        (kept,) = (part for part in get_args(hint) if part is not types.NoneType)
+        return kept, True
+    return hint, False
+
+
+def _docstrings(config_class: type[Any]) -> Iterator[tuple[str, str]]:
+    """Name and docstring of each field; Python keeps no docstring of a variable, its source does."""
+    (declaration,) = ast.parse(dedent(inspect.getsource(config_class))).body
+    assert isinstance(declaration, ast.ClassDef)
+    body = declaration.body
+    for statement, following in pairwise(body):
+        if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+            continue
+        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+            yield statement.target.id, inspect.cleandoc(str(following.value.value))

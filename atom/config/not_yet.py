@@ -1,0 +1,54 @@
+"""Settings that users of ATOM know by name and that this engine does not have (yet).
+
+They are refused in one line with the reason, unless the value asks for nothing.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """`neutral` is the text of the value that asks for nothing; None where there is none."""
+
+    reason: str
+    neutral: str | None = None
+    short: str | None = None
+
+
+_NO_SPECULATION = "speculative decoding is not supported yet"
+_NO_GRAPHS = "graph capture is not supported yet; every step runs eagerly"
+_NO_EXPERTS = "mixture-of-experts models are not supported yet"
+_NO_PROFILER = "profiling is not supported yet; --step-trace writes when each step ran"
+
+REFUSED: dict[str, Refusal] = {
+    "trust_remote_code": Refusal(
+        "code from a checkpoint is never run; a model needs a file in workers/models", "False"
+    ),
+    "data_parallel_size": Refusal(
+        "data parallelism is not supported yet; start one server for each replica", "1", "-dp"
+    ),
+    "pipeline_parallel_size": Refusal("pipeline parallelism is not supported yet; use -tp", "1", "-pp"),
+    "enable_expert_parallel": Refusal(_NO_EXPERTS, "False"),
+    "enable_dp_attention": Refusal("data parallel attention is not supported yet", "False"),
+    "cudagraph_capture_sizes": Refusal(_NO_GRAPHS, "[]"),
+    "cudagraph_mode": Refusal(_NO_GRAPHS, "NONE"),
+    "level": Refusal("compilation is not supported yet; only level 0 runs", "0"),
+    "torch_profiler_dir": Refusal(_NO_PROFILER),
+    "mark_trace": Refusal(_NO_PROFILER, "False"),
+    "method": Refusal(_NO_SPECULATION),
+    "num_speculative_tokens": Refusal(_NO_SPECULATION, "0"),
+    "draft_model": Refusal(_NO_SPECULATION),
+    "kv_transfer_config": Refusal("prefill and decode on separate servers are not supported yet", "{}"),
+    "hf_overrides": Refusal("settings of a checkpoint are changed in its config.json", "{}"),
+    "enable_chunked_prefill": Refusal(
+        "prompts are always computed in chunks; it cannot be turned off", "True"
+    ),
+}
+
+
+def refusal(name: str, value: object) -> str | None:
+    """Why `name` cannot have `value`; None when the value asks for nothing. KeyError if unknown."""
+    entry = REFUSED[name]
+    if value is None or str(value) == entry.neutral:
+        return None
+    return entry.reason

@@ -1,0 +1,36 @@
+"""Command line arguments of an engine, for scripts that make one.
+
+parser = argparse.ArgumentParser()
+EngineArgs.add_cli_args(parser)
+engine = EngineArgs.from_cli_args(parser.parse_args()).create_engine()
+"""
+
+import argparse
+from dataclasses import dataclass
+
+from atom.config.cli import add_engine_args, engine_config_from, explicit_fields
+from atom.config.engine import EngineConfig
+from atom.llm_engine import LLMEngine
+
+
+@dataclass(frozen=True)
+class EngineArgs:
+    """What the user chose: the configuration, and which of its fields were given by hand."""
+
+    config: EngineConfig
+    explicit: frozenset[str]
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add every engine flag to `parser`, and return it."""
+        add_engine_args(parser)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> "EngineArgs":
+        """Raises ConfigError, a ValueError, for a value outside its range."""
+        return cls(engine_config_from(args), frozenset(explicit_fields(args)))
+
+    def create_engine(self) -> LLMEngine:
+        """Start the engine; raises RuntimeError with the first cause when it cannot."""
+        return LLMEngine.from_config(self.config, set(self.explicit))

@@ -1,0 +1,261 @@
+"""Starts, watches and ends the processes of one engine.
+
+The tree is flat: every process is a child of the supervisor, so that it sees each death
+itself and can end the rest. It knows nothing about models or HTTP.
+
+    supervisor ─┬─ prepare    (ends once the checkpoint is plain files)
+                ├─ worker 0 … tp-1
+                ├─ core
+                └─ frontend   (absent under the library)
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from atom.config.checkpoint import Checkpoint
+from atom.config.engine import EngineConfig
+from atom.config.resolve import DeviceCapabilities
+from atom.config.server import ServerConfig
+from atom.messages.codec import Decoder
+from atom.messages.launch import CoreLaunch, FrontendLaunch, PrepareLaunch, WorkerLaunch
+from atom.messages.supervisor import Dead, Progress, Ready, ToSupervisor
+from atom.utils import envs
+from atom.utils.logger import get_logger
+from atom.utils.process import spawn
+
+PREPARE_DEADLINE_S = 3600.0
+START_DEADLINE_S = 3600.0
+STALL_NOTICE_S = 60.0
+ENGINE_STOP_S = 10.0
+_POLL_S = 0.1
+# How long a dying process's own words may trail its death.
+_LAST_WORDS_S = 0.3
+
+
+class StartError(RuntimeError):
+    """The engine cannot start, or ended; the text is one line a user can act on."""
+
+
+class PrepareAnswer(msgspec.Struct, frozen=True):
+    """The line that the preparation step prints: an error, or what it found."""
+
+    error: str = ""
+    checkpoint: Checkpoint | None = None
+    device: DeviceCapabilities | None = None
+
+
+@dataclass
+class Child:
+    """One running process and what it said last."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    ready: bool = False
+
+
+class Supervisor:
+    """Owns the run directory, the children and their status socket.
+
+    Use as a context manager, or call `close`. `on_progress` draws the progress bars.
+    """
+
+    def __init__(self, on_progress: Callable[[Progress], None] = lambda progress: None):
+        self.run_dir = Path(tempfile.mkdtemp(prefix="atom-"))  # mode 0700
+        self.details: dict[str, int | str] = {}
+        """Figures that children sent with their Ready, for the banner."""
+        self._children: dict[str, Child] = {}
+        self._deaths: list[Dead] = []
+        self._on_progress = on_progress
+        self._last_sign = time.monotonic()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(self.endpoint("supervisor"))
+        self._decoder = Decoder[ToSupervisor](ToSupervisor)
+
+    def __enter__(self) -> "Supervisor":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def endpoint(self, name: str) -> str:
+        """The local socket called `name`, in this engine's private directory."""
+        return f"ipc://{self.run_dir}/{name}"
+
+    def prepare(self, model: str) -> tuple[Checkpoint, DeviceCapabilities]:
+        """Turn `model` into plain files in a process that ends afterwards; raises StartError."""
+        launch = PrepareLaunch(model, envs.ATOM_CACHE_DIR, self.endpoint("supervisor"))
+        process = spawn("workers.prepare", launch, stdout=subprocess.PIPE)
+        self._children["prepare"] = Child("prepare", process)
+        output = self._output_of(process, f"preparing {model}")
+        del self._children["prepare"]
+        try:
+            answer = msgspec.json.decode(output, type=PrepareAnswer)
+        except msgspec.DecodeError:
+            raise StartError(f"preparing {model} failed: it {_how_it_ended(process.returncode)}") from None
+        if answer.error or answer.checkpoint is None or answer.device is None:
+            raise StartError(answer.error or f"preparing {model} gave no result")
+        return answer.checkpoint, answer.device
+
+    def _output_of(self, process: subprocess.Popen[bytes], task: str) -> bytes:
+        """All that a child writes until it ends; progress is shown meanwhile."""
+        assert process.stdout is not None and process.stdin is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        deadline = time.monotonic() + PREPARE_DEADLINE_S
+        output = b""
+        with process.stdout, process.stdin:
+            while process.poll() is None:
+                self._receive(_POLL_S)
+                output += process.stdout.read() or b""
+                if time.monotonic() > deadline:
+                    raise StartError(f"{task} took longer than {PREPARE_DEADLINE_S:.0f} s")
+            return output + (process.stdout.read() or b"")
+
+    def start_engine(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
+        """Start the core and its workers; `wait_ready` tells when they can work."""
+        workers, status = self.endpoint("workers"), self.endpoint("supervisor")
+        core = CoreLaunch(config, checkpoint, self.endpoint("core"), workers, status)
+        self._spawn("core", "engine_core.process", core)
+        for rank in range(config.parallel.tensor_parallel_size):
+            launch = WorkerLaunch(config, checkpoint, rank, workers, status, str(self.run_dir / "rendezvous"))
+            self._spawn(f"worker {rank}", "workers.main", launch)
+
+    def start_frontend(
+        self,
+        config: EngineConfig,
+        server: ServerConfig,
+        checkpoint: Checkpoint,
+        listener: socket.socket,
+    ) -> None:
+        """Start the HTTP side on a socket that is already listening."""
+        launch = FrontendLaunch(
+            config,
+            server,
+            checkpoint,
+            self.endpoint("core"),
+            self.endpoint("supervisor"),
+            listener.fileno(),
+        )
+        self._spawn("frontend", "frontend.main", launch, pass_fds=[listener.fileno()])
+
+    def wait_ready(self, names: set[str], stop: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until the named children are ready; False when `stop` said so first.
+
+        Raises StartError when a child ends or the deadline passes.
+        """
+        deadline = time.monotonic() + START_DEADLINE_S
+        while not stop():
+            waiting = sorted(name for name in names if not self._children[name].ready)
+            if not waiting:
+                return True
+            self.check()
+            now = time.monotonic()
+            if now > deadline:
+                raise StartError(f"not ready after {START_DEADLINE_S:.0f} s: {', '.join(waiting)}")
+            if now - self._last_sign > STALL_NOTICE_S:
+                self._last_sign = now
+                get_logger().info("still waiting for: %s", ", ".join(waiting))
+        return False
+
+    def check(self, wait_s: float = _POLL_S) -> None:
+        """Take in what children say, for up to `wait_s`; raises StartError if one has ended."""
+        self._receive(wait_s)
+        ended = [child for child in self._children.values() if child.process.poll() is not None]
+        if ended:
+            self._receive_all(_LAST_WORDS_S)
+            raise StartError(self._first_cause(ended))
+
+    def stop_frontend(self, timeout_s: float, hurry: Callable[[], bool]) -> None:
+        """Let the frontend finish what runs, at most `timeout_s`; at once when `hurry` says so."""
+        child = self._children.pop("frontend", None)
+        if child is None:
+            return
+        child.process.terminate()
+        deadline = time.monotonic() + timeout_s
+        while child.process.poll() is None and time.monotonic() < deadline and not hurry():
+            self.check()
+        _kill(child)
+
+    def close(self) -> None:
+        """End every child, politely first, and remove the run directory. May be called twice."""
+        polite = [child for child in self._children.values() if child.name in ("core", "frontend")]
+        for child in polite:
+            if child.process.poll() is None:
+                child.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + ENGINE_STOP_S
+        for child in self._children.values():
+            # Workers leave when the core tells them to; without a core nobody would.
+            if not polite or any(other.process.returncode for other in polite):
+                break
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(0.0, deadline - time.monotonic()))
+        for child in self._children.values():
+            _kill(child)
+        self._children.clear()
+        if not self._context.closed:
+            self._socket.close()
+            self._context.term()
+        shutil.rmtree(self.run_dir, ignore_errors=True)
+
+    def pids(self) -> dict[str, int]:
+        """Process ids of the children by name."""
+        return {name: child.process.pid for name, child in self._children.items()}
+
+    def _spawn(
+        self, name: str, module: str, launch: msgspec.Struct, pass_fds: list[int] | None = None
+    ) -> None:
+        self._children[name] = Child(name, spawn(module, launch, pass_fds or ()))
+
+    def _receive(self, wait_s: float) -> bool:
+        if not self._socket.poll(int(wait_s * 1000)):
+            return False
+        self._last_sign = time.monotonic()
+        match self._decoder.decode(self._socket.recv()):
+            case Ready(process, detail):
+                self._children[process].ready = True
+                self.details.update(detail)
+            case Progress() as progress:
+                self._on_progress(progress)
+            case Dead() as death:
+                self._deaths.append(death)
+        return True
+
+    def _receive_all(self, wait_s: float) -> None:
+        while self._receive(wait_s):
+            pass
+
+    def _first_cause(self, ended: list[Child]) -> str:
+        """A worker's own words before the core's, and anybody's before a bare exit status."""
+        if self._deaths:
+            death = min(self._deaths, key=lambda dead: dead.process == "core")
+            return f"{death.process}: {death.reason}"
+        child = min(ended, key=lambda child: child.name == "core")
+        return f"{child.name} {_how_it_ended(child.process.returncode)}"
+
+
+def _how_it_ended(status: int) -> str:
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"ended with exit status {status}"
+
+
+def _kill(child: Child) -> None:
+    if child.process.poll() is None:
+        child.process.kill()
+    child.process.wait()
+    if child.process.stdin is not None:
+        with contextlib.suppress(OSError):
+            child.process.stdin.close()

@@ -1,0 +1,254 @@
+"""Environment variables: one typed table, read on access.
+
+    from atom.utils import envs
+
+    if envs.ATOM_LOG_MORE: ...
+
+A variable that is unset or empty has its default. A value that does not parse raises
+ValueError on access. Nothing is cached: the environment of the moment counts.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+Value = bool | int | str
+
+
+class Area(Enum):
+    """What a variable steers: decides whether setting it can have an effect."""
+
+    ENGINE = "engine"
+    DATA_PARALLEL = "data parallelism"
+    AITER = "AITER kernels"
+    PLUGIN = "plugins"
+    PROFILER = "profiler"
+    BENCHMARK = "benchmarks"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One row of the table. `default` may be computed, when it depends on other variables."""
+
+    name: str
+    kind: type[bool] | type[int] | type[str]
+    default: Value | Callable[[], str]
+    area: Area
+    help: str
+
+    def default_value(self) -> Value:
+        """What an unset variable means, now."""
+        return self.default() if callable(self.default) else self.default
+
+    def parse(self, text: str) -> Value:
+        """Raises ValueError that names the variable, the text and what is accepted."""
+        if self.kind is bool:
+            return self._parse_bool(text)
+        if self.kind is int:
+            return self._parse_int(text)
+        return text
+
+    def _parse_bool(self, text: str) -> bool:
+        lowered = text.strip().lower()
+        if lowered in _TRUE or lowered in _FALSE:
+            return lowered in _TRUE
+        raise ValueError(f"{self.name}={text!r} is not a switch: use 1 or 0 (true, false, yes, no, on, off)")
+
+    def _parse_int(self, text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise ValueError(f"{self.name}={text!r} is not a number: use a whole number") from None
+        if value < 0:
+            raise ValueError(f"{self.name}={text!r} is negative: use a whole number from 0 up")
+        return value
+
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
+
+
+def _cache_dir() -> str:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return str(Path(base) / "atom")
+
+
+def _fusion(name: str, default: bool, help_text: str) -> Variable:
+    return Variable(name, bool, default, Area.AITER, help_text)
+
+
+VARIABLES: dict[str, Variable] = {
+    variable.name: variable
+    for variable in (
+        Variable(
+            "ATOM_CACHE_DIR",
+            str,
+            _cache_dir,
+            Area.ENGINE,
+            "Where converted checkpoints are kept; `atom` in XDG_CACHE_HOME (or ~/.cache) when unset.",
+        ),
+        Variable(
+            "ATOM_DISABLE_MMAP",
+            bool,
+            False,
+            Area.ENGINE,
+            "Read weight files instead of mapping them into memory, for file systems where mapping is slow.",
+        ),
+        Variable(
+            "ATOM_LOG_MORE",
+            bool,
+            False,
+            Area.ENGINE,
+            "Log lines name process id, file, line and function; failures come with a traceback.",
+        ),
+        Variable("ATOM_DP_SIZE", int, 1, Area.DATA_PARALLEL, "Number of data parallel ranks."),
+        Variable("ATOM_DP_RANK", int, 0, Area.DATA_PARALLEL, "Data parallel rank of this process."),
+        Variable(
+            "ATOM_DP_RANK_LOCAL",
+            int,
+            0,
+            Area.DATA_PARALLEL,
+            "Data parallel rank of this process on its host.",
+        ),
+        Variable(
+            "ATOM_DP_MASTER_IP",
+            str,
+            "127.0.0.1",
+            Area.DATA_PARALLEL,
+            "Address at which the data parallel ranks meet.",
+        ),
+        Variable(
+            "ATOM_DP_MASTER_PORT",
+            int,
+            29500,
+            Area.DATA_PARALLEL,
+            "TCP port at which the data parallel ranks meet.",
+        ),
+        Variable(
+            "ATOM_DISABLE_VLLM_PLUGIN",
+            bool,
+            False,
+            Area.PLUGIN,
+            "Register nothing when vLLM looks for plugins.",
+        ),
+        Variable(
+            "ATOM_DISABLE_VLLM_PLUGIN_ATTENTION",
+            bool,
+            False,
+            Area.PLUGIN,
+            "Leave vLLM its own attention, and keep the rest of the plugin.",
+        ),
+        _fusion("ATOM_USE_TRITON_GEMM", False, "FP4 matrix products by Triton instead of assembly kernels."),
+        _fusion("ATOM_USE_TRITON_MXFP4_BMM", False, "FP4 batched matrix products in MLA attention."),
+        _fusion(
+            "ATOM_ENABLE_ALLREDUCE_RMSNORM_FUSION",
+            True,
+            "One kernel for the tensor parallel all-reduce and the norm behind it.",
+        ),
+        _fusion(
+            "ATOM_ENABLE_DS_INPUT_RMSNORM_QUANT_FUSION",
+            True,
+            "DeepSeek: one kernel for the input norm and quantization.",
+        ),
+        _fusion(
+            "ATOM_ENABLE_DS_QKNORM_FUSION",
+            True,
+            "DeepSeek: one kernel for the norms of query and key in MLA attention.",
+        ),
+        _fusion(
+            "ATOM_ENABLE_DS_QKNORM_QUANT_FUSION",
+            True,
+            "DeepSeek: one kernel for the norms of query and key and quantization.",
+        ),
+        _fusion(
+            "ATOM_ENABLE_QK_NORM_ROPE_CACHE_QUANT_FUSION",
+            False,
+            "Qwen3-MoE: one kernel for query and key norm, rotary embedding and the quantized cache write.",
+        ),
+        _fusion(
+            "ATOM_ROPE_FUSED_QKNORM",
+            False,
+            "Qwen3-MoE: one kernel for query and key norm and rotary embedding.",
+        ),
+        _fusion(
+            "ATOM_LLAMA_ENABLE_AITER_TRITON_FUSED_RMSNORM_QUANT",
+            True,
+            "Llama: one Triton kernel for norm and quantization.",
+        ),
+        _fusion(
+            "ATOM_LLAMA_ENABLE_AITER_TRITON_FUSED_SILU_MUL_QUANT",
+            True,
+            "Llama: one Triton kernel for the gated activation and quantization.",
+        ),
+        Variable(
+            "ATOM_DUAL_STREAM_MOE_TOKEN_THRESHOLD",
+            int,
+            1024,
+            Area.AITER,
+            "Shared experts run on a second stream up to this many tokens; 0 never.",
+        ),
+        Variable("ATOM_TORCH_PROFILER_DIR", str, "", Area.PROFILER, "Where profiler traces are written."),
+        Variable(
+            "ATOM_PROFILER_MORE", bool, False, Area.PROFILER, "Traces also hold shapes, stacks and memory."
+        ),
+        Variable("OPENAI_API_KEY", str, "", Area.BENCHMARK, "Key that benchmarks send to the server."),
+        Variable(
+            "VLLM_USE_MODELSCOPE", bool, False, Area.BENCHMARK, "Benchmarks take tokenizers from ModelScope."
+        ),
+        Variable(
+            "SAVE_TO_PYTORCH_BENCHMARK_FORMAT",
+            bool,
+            False,
+            Area.BENCHMARK,
+            "Benchmarks save their results in PyTorch's format too.",
+        ),
+    )
+}
+
+
+def __getattr__(name: str) -> Any:
+    variable = VARIABLES.get(name)
+    if variable is None:
+        raise AttributeError(f"module 'atom.utils.envs' has no variable {name!r}")
+    text = os.environ.get(name, "")
+    return variable.parse(text) if text else variable.default_value()
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *VARIABLES]
+
+
+def is_set(name: str) -> bool:
+    """Whether the user gave the variable a value; raises KeyError for one that is not in the table."""
+    return bool(os.environ.get(VARIABLES[name].name))
+
+
+def startup_notes(device: str) -> list[str]:
+    """One line for each variable that is set away from its default and has no effect on `device`.
+
+    `device` is cpu or cuda. Raises ValueError for a value that does not parse.
+    """
+    notes = []
+    for name, variable in VARIABLES.items():
+        value = __getattr__(name)  # of every variable: a typing error is reported at start
+        reason = _no_effect(variable.area, device)
+        if reason and is_set(name) and value != variable.default_value():
+            notes.append(f"{name}={os.environ[name]} has no effect: {reason}")
+    return notes
+
+
+def acts(area: Area) -> bool:
+    """Whether this version reads the variables of an area."""
+    return area is Area.ENGINE
+
+
+def _no_effect(area: Area, device: str) -> str:
+    """Why variables of an area do nothing to an engine; empty when they act, or belong to other programs."""
+    if acts(area) or area in (Area.BENCHMARK, Area.PLUGIN):
+        return ""
+    if area is Area.AITER and device == "cpu":
+        return "AITER kernels are for AMD GPUs, and this engine computes on the CPU"
+    return f"this version has no {area.value} yet"

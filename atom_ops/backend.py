@@ -1,0 +1,49 @@
+"""Which provider runs each op on one device; settled once, when a worker starts."""
+
+from collections.abc import Sequence
+
+import torch
+
+from atom_ops.op import REFERENCE, REGISTRY
+
+_DEFAULT_ORDER = {
+    "cpu": ("onednn_packed", "sdpa_cpu"),
+    "cuda": ("aiter", "triton"),
+}
+
+
+def resolve(device: torch.device, order: Sequence[str] | None = None) -> dict[str, tuple[str, ...]]:
+    """Set every op's providers for `device`; returns op name -> provider names, first asked first.
+
+    `order` None takes whatever the device runs, in the default order. An explicit order is a
+    demand: a name that no op knows, or that cannot run on this device, raises ValueError.
+    The reference, `torch`, is always last.
+    """
+    names = tuple(_DEFAULT_ORDER.get(device.type, ())) if order is None else tuple(order)
+    if order is not None:
+        _require(names, device)
+    for each in REGISTRY.values():
+        known = (each.providers[name] for name in names if name in each.providers)
+        each.use([provider.name for provider in known if provider.supported(device)])
+    return {name: each.order for name, each in sorted(REGISTRY.items())}
+
+
+def table(resolved: dict[str, tuple[str, ...]]) -> str:
+    """What `resolve` returned, one line an op, for the log."""
+    width = max(map(len, resolved))
+    return "\n".join(f"{name:<{width}}  {' > '.join(order)}" for name, order in resolved.items())
+
+
+def _require(names: tuple[str, ...], device: torch.device) -> None:
+    for name in names:
+        holders = [each for each in REGISTRY.values() if name in each.providers]
+        if not holders:
+            known = sorted({known for each in REGISTRY.values() for known in each.providers})
+            raise ValueError(f"no op has a provider {name!r}; there are: {', '.join(known)}")
+        for each in holders:
+            provider = each.providers[name]
+            if name != REFERENCE and not provider.supported(device):
+                raise ValueError(
+                    f"provider {name!r} of op {each.name} cannot run on {device}: "
+                    f"it needs {provider.needs}"
+                )

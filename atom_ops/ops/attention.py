@@ -1,0 +1,138 @@
+"""Attention of new tokens to their requests' paged contexts.
+
+N items, L queries and C context tokens of an item, M tiles: see `attention_plan`.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atom_ops.op import Case, op
+from atom_ops.ops.attention_plan import AttentionPlan, WorkItems, plan_attention
+from atom_ops.ops.kv_cache import FP8, KVLayer, make_kv_layer, read_kv, write_kv
+from atom_ops.tolerances import REDUCTION
+
+__all__ = ["AttentionPlan", "masked_attention", "paged_attention", "plan_attention"]
+
+
+def _masked_case(heads: int, kv_heads: int, queries: int, mask_queries: int) -> Case:
+    def make(
+        dtype: torch.dtype, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+        q = torch.randn(3, heads, queries, 32, generator=generator).to(dtype)
+        k, v = torch.randn(2, 3, kv_heads, 40, 32, generator=generator).to(dtype)
+        hidden = torch.rand(3, 1, mask_queries, 40, generator=generator) < 0.4
+        hidden[1] = True
+        mask = torch.zeros(hidden.shape, dtype=dtype)
+        return q, k, v, mask.masked_fill_(hidden, torch.finfo(dtype).min / 2), 0.2
+
+    return Case(f"{heads}/{kv_heads}x{queries}", make)
+
+
+@op([_masked_case(9, 3, 5, 5), _masked_case(4, 4, 1, 1), _masked_case(2, 2, 3, 1)], REDUCTION)
+def masked_attention(
+    q_NHLE: Tensor, k_NKCE: Tensor, v_NKCE: Tensor, mask_N1LC: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale * q kᵀ + mask) v, and the log-sum-exp of those scores, [N, H, L] float32.
+
+    Query head h reads key/value head h // (H / K). The mask is finite and of q's dtype; its L
+    may be 1. Every tensor needs a contiguous last dimension only.
+    """
+    kv_heads = k_NKCE.shape[1]
+    q_NKGLE = q_NHLE.unflatten(1, (kv_heads, -1))
+    scores = torch.matmul(q_NKGLE, k_NKCE.unsqueeze(2).mT).float() * scale + mask_N1LC.unsqueeze(2)
+    lse = scores.logsumexp(-1)
+    weights = scores.softmax(-1).to(v_NKCE.dtype)
+    return torch.matmul(weights, v_NKCE.unsqueeze(2)).flatten(1, 2), lse.flatten(1, 2)
+
+
+@masked_attention.provider(
+    "sdpa_cpu", needs="a CPU", supported=lambda device: device.type == "cpu"
+)
+def _sdpa_cpu(
+    q_NHLE: Tensor, k_NKCE: Tensor, v_NKCE: Tensor, mask_N1LC: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q_NHLE, k_NKCE, v_NKCE, attn_mask=mask_N1LC, scale=scale
+    )
+    return out, lse
+
+
+def _paged_case(query_lens: list[int], context_lens: list[int], fp8: bool = False) -> Case:
+    def make(
+        dtype: torch.dtype, generator: torch.Generator
+    ) -> tuple[Tensor, KVLayer, AttentionPlan, float]:
+        block_size, per_row = 16, -(-max(context_lens) // 16)
+        blocks = torch.randperm(len(context_lens) * per_row + 3, generator=generator)
+        table = blocks[: len(context_lens) * per_row].view(-1, per_row)
+        device = torch.device("cpu")
+        cache = make_kv_layer(len(blocks), block_size, 3, 32, FP8 if fp8 else dtype, device)
+        k, v = torch.randn(2, len(blocks) * block_size, 3, 32, generator=generator).to(dtype)
+        write_kv(k, v, cache, torch.arange(len(k)))
+        q = torch.randn(sum(query_lens), 9, 32, generator=generator).to(dtype)
+        lens = np.array([query_lens, context_lens], np.int32)
+        host_table = table.numpy().astype(np.int32)
+        return q, cache, plan_attention(*lens, host_table, block_size, 9, 3, dtype, device), 0.18
+
+    return Case(f"{query_lens}of{context_lens}{'-fp8' if fp8 else ''}".replace(" ", ""), make)
+
+
+@op(
+    [
+        _paged_case([1, 1, 1], [1, 40, 700]),
+        _paged_case([37], [37]),
+        _paged_case([1, 20, 1, 5], [33, 300, 2, 5]),
+        _paged_case([1, 9], [64, 30], fp8=True),
+    ],
+    REDUCTION,
+)
+def paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: float) -> Tensor:
+    """softmax(scale * q kᵀ) v of every new token over its context up to itself, [T, H, E].
+
+    Query head h reads key/value head h // (H / K).
+    """
+    first = plan.groups[0]
+    if first.in_order:
+        return _attend(q_THE, cache, first, scale)
+    out_THE = torch.empty_like(q_THE)
+    for items in plan.groups:
+        tokens = items.queries_ML.flatten()
+        tokens = tokens if items.filled is None else tokens[items.filled]
+        out_THE.index_copy_(0, tokens, _attend(q_THE, cache, items, scale))
+    return out_THE
+
+
+def _attend(q_THE: Tensor, cache: KVLayer, items: WorkItems, scale: float) -> Tensor:
+    """Attention of the group's queries, padding left out, in the order of the group."""
+    (tiles, length), kv_heads = items.queries_ML.shape, cache.k.shape[2]
+    k_NCKE, v_NCKE = read_kv(cache, items.slots_NC, q_THE.dtype)
+    k_NKCE, v_NKCE = k_NCKE.transpose(1, 2), v_NCKE.transpose(1, 2)
+    whole = items.in_order and items.filled is None
+    q_MLHE = q_THE.unflatten(0, (tiles, length)) if whole else q_THE[items.queries_ML]
+    q_NLHE = q_MLHE if items.one_chunk else q_MLHE.index_select(0, items.tile_N)
+    if length == 1:
+        # The heads of a lone query stand as queries of their key/value head: G times fewer,
+        # G times larger products.
+        q_NKGE = q_NLHE.squeeze(1).unflatten(1, (kv_heads, -1))
+        out, lse = masked_attention(q_NKGE, k_NKCE, v_NKCE, items.mask_N1LC, scale)
+        out_NLHE, lse_NLH = out.flatten(1, 2).unsqueeze(1), lse.flatten(1, 2).unsqueeze(1)
+    else:
+        q_NHLE = q_NLHE.transpose(1, 2)
+        out, lse = masked_attention(q_NHLE, k_NKCE, v_NKCE, items.mask_N1LC, scale)
+        out_NLHE, lse_NLH = out.transpose(1, 2), lse.transpose(1, 2)
+    if not items.one_chunk:
+        out_NLHE = _merge(out_NLHE, lse_NLH, items.tile_N, tiles)
+    found = out_NLHE.flatten(0, 1)
+    return found if items.filled is None else found.index_select(0, items.filled)
+
+
+def _merge(out_NLHE: Tensor, lse_NLH: Tensor, tile_N: Tensor, tiles: int) -> Tensor:
+    """Attention over whole contexts from attention over their chunks, [M, L, H, E]."""
+    owner = tile_N[:, None, None].expand_as(lse_NLH)
+    lowest = lse_NLH.new_full((tiles, *lse_NLH.shape[1:]), -torch.inf)
+    top_MLH = lowest.scatter_reduce_(0, owner, lse_NLH, "amax")
+    weight_NLH = torch.exp(lse_NLH - top_MLH.index_select(0, tile_N))
+    total_MLH = torch.zeros_like(top_MLH).index_add_(0, tile_N, weight_NLH)
+    summed = total_MLH.new_zeros(tiles, *out_NLHE.shape[1:])
+    summed.index_add_(0, tile_N, out_NLHE * weight_NLH[..., None])
+    return summed.div_(total_MLH[..., None]).to(out_NLHE.dtype)

@@ -1,0 +1,28 @@
+"""Token embedding, whole or as one rank's part of the vocabulary."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from atom_ops.op import Case, op
+from atom_ops.tolerances import EXACT
+
+
+def _case(tokens: int, local: int, first_id: int) -> Case:
+    def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor, int]:
+        ids = torch.randint(0, local + first_id + 5, (tokens,), generator=generator)
+        return ids, torch.randn(local, 48, generator=generator).to(dtype), first_id
+
+    return Case(f"{tokens}x{local}+{first_id}", make)
+
+
+@op([_case(1, 100, 0), _case(50, 100, 37)], EXACT)
+def embedding(ids_T: Tensor, weight_VD: Tensor, first_id: int) -> Tensor:
+    """Rows of `weight_VD`, which holds the ids first_id … first_id + V - 1; zeros for others.
+
+    The zeros are what lets ranks with different parts of the vocabulary add up their results.
+    """
+    local_T = ids_T - first_id
+    outside_T = (local_T < 0) | (local_T >= weight_VD.shape[0])
+    found_TD = functional.embedding(local_T.masked_fill(outside_T, 0), weight_VD)
+    return found_TD.masked_fill_(outside_T[:, None], 0)

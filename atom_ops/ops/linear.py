@@ -1,0 +1,62 @@
+"""Matrix product with a weight that may be laid out for the device beforehand."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from atom_ops.op import Case, op
+from atom_ops.tolerances import REDUCTION
+
+
+def _case(tokens: int, inputs: int, outputs: int, with_bias: bool) -> Case:
+    def make(
+        dtype: torch.dtype, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        x = torch.randn(tokens, inputs, generator=generator).to(dtype)
+        weight = (torch.randn(outputs, inputs, generator=generator) / inputs**0.5).to(dtype)
+        bias = torch.randn(outputs, generator=generator).to(dtype) if with_bias else None
+        return x, weight, bias
+
+    return Case(f"{tokens}x{inputs}x{outputs}{'+bias' if with_bias else ''}", make)
+
+
+@op([_case(1, 576, 960, False), _case(5, 64, 49, True), _case(70, 128, 256, True)], REDUCTION)
+def linear(x_TI: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weightᵀ + bias, [T, I] -> [T, O]; `weight` [O, I] as `pack_linear_weight` returned it."""
+    return functional.linear(x_TI, weight, bias)
+
+
+_ONEDNN = "onednn_packed"
+_ROWS_HINT = 16  # a layout that serves 4 to 256 rows best and costs single rows little
+
+
+def pack_linear_weight(weight_OI: Tensor) -> Tensor:
+    """The weight as `linear` likes it best; opaque: only `linear` can read it.
+
+    Call after `backend.resolve`. It returns the same tensor where nothing better exists.
+    """
+    if _ONEDNN not in linear.order or not _onednn_packs(weight_OI.dtype):
+        return weight_OI
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), _ROWS_HINT)
+    return packed
+
+
+def _onednn_packs(dtype: torch.dtype) -> bool:
+    """Half precisions need the processor's own instructions for them."""
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return dtype == torch.float32
+
+
+@linear.provider(
+    _ONEDNN,
+    needs="a CPU and torch built with oneDNN",
+    supported=lambda device: device.type == "cpu" and torch.backends.mkldnn.is_available(),
+    supports=lambda x_TI, weight, bias=None: weight.is_mkldnn,
+    prepare=lambda x_TI, weight, bias=None: (x_TI, pack_linear_weight(weight), bias),
+)
+def _onednn_packed(x_TI: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, weight, bias, "none", [], "")
+    return product

@@ -1,0 +1,42 @@
+"""Root mean square normalisation."""
+
+import torch
+from torch import Tensor
+
+from atom_ops.op import Case, op
+
+
+def _cases(with_residual: bool) -> list[Case]:
+    def case(tokens: int, hidden: int) -> Case:
+        def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor | float, ...]:
+            rows = [
+                torch.randn(tokens, hidden, generator=generator).to(dtype)
+                for _ in range(2 if with_residual else 1)
+            ]
+            weight = torch.rand(hidden, generator=generator).to(dtype)
+            return (*rows, weight, 1e-5)
+
+        return Case(f"{tokens}x{hidden}", make)
+
+    return [case(1, 576), case(7, 64), case(33, 1024)]
+
+
+@op(_cases(with_residual=False))
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) * weight over the last dimension; any leading dimensions.
+
+    The mean and the division are in float32; the result is rounded to x's dtype before the
+    weight scales it, as Llama checkpoints were trained.
+    """
+    x = x_TD.float()
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return (x * scale).to(x_TD.dtype) * weight_D
+
+
+@op(_cases(with_residual=True))
+def add_rms_norm(
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual)."""
+    total_TD = x_TD + residual_TD
+    return rms_norm.reference(total_TD, weight_D, eps), total_TD

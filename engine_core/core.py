@@ -1,0 +1,155 @@
+"""The engine core without sockets: requests in, batches out, results in, tokens out.
+
+    core.add(message, frontend)  ->  refusal, if any
+    core.schedule()              ->  ScheduledBatch for the workers, or None
+    core.update(result)          ->  TokenDeltas for each frontend
+"""
+
+import time
+from array import array
+from collections.abc import Callable
+
+from atom.messages.engine import (
+    AddRequest,
+    CoreStats,
+    Finished,
+    FinishReason,
+    FirstToken,
+    TokenDeltas,
+    unpack_ids,
+)
+from atom.messages.worker import BatchResult, ScheduledBatch
+from engine_core.kv_cache_manager import KVCacheManager
+from engine_core.request import Request
+from engine_core.scheduler import Limits, Scheduler, StepOutcome
+
+
+class EngineCore:
+    """Policy of one engine. `frontend` is whatever bytes its owner addresses that frontend by."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        kv: KVCacheManager,
+        max_model_len: int,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """Raises ValueError for limits that make no sense."""
+        self._scheduler = Scheduler(limits, kv, clock)
+        self._kv = kv
+        self._max_model_len = max_model_len
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps whose result is not in."""
+        return self._scheduler.num_in_flight
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._scheduler.requests)
+
+    @property
+    def oldest_sent_at(self) -> float | None:
+        """When the oldest step in flight was handed out, on the core's clock."""
+        return self._scheduler.oldest_sent_at
+
+    def add(self, message: AddRequest, frontend: bytes) -> TokenDeltas | None:
+        """Queue a request. One that can never run is refused: the deltas returned end it with `ERROR`."""
+        problem = self._problem(message)
+        if problem is None:
+            try:
+                request = Request(message, frontend, self._kv.new_blocks())
+            except ValueError:
+                problem = f"prompt of {len(message.prompt_ids)} bytes is not a whole number of token ids"
+        if problem is not None:
+            refusal = Finished(message.request_id, FinishReason.ERROR, message=problem)
+            return TokenDeltas(self._scheduler.counters.steps, [], b"", finished=[refusal])
+        self._scheduler.add(request)
+        return None
+
+    def abort(self, request_ids: list[int]) -> None:
+        """End requests without an answer; unknown ids are ignored."""
+        for request_id in request_ids:
+            self._scheduler.abort(request_id)
+
+    def abort_frontend(self, frontend: bytes) -> int:
+        """End every request of a frontend that is gone; returns how many."""
+        ids = [r.request_id for r in self._scheduler.requests.values() if r.frontend == frontend]
+        self.abort(ids)
+        return len(ids)
+
+    def schedule(self) -> ScheduledBatch | None:
+        """The next step, or None when nothing can run now."""
+        return self._scheduler.schedule()
+
+    def update(self, result: BatchResult) -> dict[bytes, TokenDeltas]:
+        """What the result of the oldest step in flight means for each frontend.
+
+        Raises ValueError for a result that does not fit that step.
+        """
+        return _deltas(self._scheduler.complete(result.step, unpack_ids(result.token_ids)))
+
+    def stats(self) -> CoreStats:
+        """Counters since start and gauges of now."""
+        counters = self._scheduler.counters
+        return CoreStats(
+            steps=counters.steps,
+            running=self._scheduler.num_running,
+            waiting=self._scheduler.num_waiting,
+            kv_blocks_used=self._kv.num_used,
+            kv_blocks_total=self._kv.num_blocks,
+            preemptions=counters.preemptions,
+            prefill_preemptions=counters.prefill_preemptions,
+            prefix_queries=counters.prefix_queries,
+            prefix_hits=counters.prefix_hits,
+            chunked_prefills=counters.chunked_prefills,
+            overlapped_steps=counters.overlapped_steps,
+            prompt_tokens=counters.prompt_tokens,
+            generated_tokens=counters.generated_tokens,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the books disagree."""
+        self._scheduler.check_integrity()
+
+    def _problem(self, message: AddRequest) -> str | None:
+        """Why a request can never run."""
+        prompt, total = len(message.prompt_ids) // 4, len(message.prompt_ids) // 4 + message.max_tokens
+        if message.request_id in self._scheduler.requests:
+            return f"request id {message.request_id} is in use"
+        if prompt < 1 or message.max_tokens < 1:
+            return "a request needs a prompt and max_tokens of at least 1"
+        if total > self._max_model_len:
+            return (
+                f"a prompt of {prompt} tokens and max_tokens={message.max_tokens} "
+                f"exceed the context of {self._max_model_len} tokens"
+            )
+        if not self._kv.can_ever_hold(total - 1):  # the last token drawn is never computed
+            return f"the KV cache is too small for a sequence of {total} tokens"
+        return None
+
+
+def _deltas(outcome: StepOutcome) -> dict[bytes, TokenDeltas]:
+    requests = outcome.requests
+    frontends = {request.frontend for request in requests}
+    if len(frontends) == 1:
+        ids = [request.request_id for request in requests]
+        first = [message for _, message in outcome.first]
+        finished = [message for _, message in outcome.finished]
+        return {
+            frontends.pop(): TokenDeltas(outcome.step, ids, outcome.token_ids.tobytes(), [], first, finished)
+        }
+    return {frontend: _deltas_for(frontend, outcome) for frontend in frontends}
+
+
+def _deltas_for(frontend: bytes, outcome: StepOutcome) -> TokenDeltas:
+    ids: list[int] = []
+    token_ids: array[int] = array("i")
+    for request, token_id in zip(outcome.requests, outcome.token_ids, strict=True):
+        if request.frontend == frontend:
+            ids.append(request.request_id)
+            token_ids.append(token_id)
+    first: list[FirstToken] = [message for request, message in outcome.first if request.frontend == frontend]
+    finished = [message for request, message in outcome.finished if request.frontend == frontend]
+    return TokenDeltas(outcome.step, ids, token_ids.tobytes(), [], first, finished)

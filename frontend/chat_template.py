@@ -1,0 +1,105 @@
+"""Renders a conversation to prompt text by the checkpoint's own Jinja template.
+
+The template comes with the checkpoint, never from a request, and runs in Jinja's sandbox.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from atom.config.checkpoint import Checkpoint
+from frontend.errors import RequestError
+
+__all__ = ["ChatTemplate"]
+
+_TEMPLATE_FAULTS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+)
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+
+
+class ChatTemplate:
+    """One compiled template with the tokens it may name."""
+
+    def __init__(self, source: str, tokens: Mapping[str, str]):
+        """Raises ValueError for a template that does not compile."""
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"the chat template is broken in line {error.lineno}: {error}") from error
+        self._tokens = dict(tokens)
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> "ChatTemplate | None":
+        """None for a checkpoint without a template."""
+        if checkpoint.chat_template_file is None:
+            return None
+        source = Path(checkpoint.chat_template_file).read_text(encoding="utf-8")
+        return cls(source, checkpoint.template_tokens)
+
+    def render(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
+        """The prompt that asks for the assistant's next message.
+
+        `options` are the client's chat_template_kwargs. Raises RequestError with the
+        template's own words when it refuses the conversation.
+        """
+        taken = sorted(_RESERVED.union(self._tokens).intersection(options))
+        if taken:
+            raise RequestError(
+                f"chat_template_kwargs cannot set {', '.join(taken)}", param="chat_template_kwargs"
+            )
+        variables = {**self._tokens, **options, "messages": messages}
+        try:
+            return self._template.render(variables, tools=None, documents=None, add_generation_prompt=True)
+        except _TEMPLATE_FAULTS as error:
+            raise RequestError(
+                f"the chat template refuses these messages: {error}", param="messages"
+            ) from error
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}…{% endgeneration %}` marks what a model trains on; here just its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
+    )
+    environment.filters["tojson"] = _tojson
+    helpers: dict[str, Callable[[str], str]] = {
+        "raise_exception": _raise,
+        "strftime_now": lambda layout: datetime.now().strftime(layout),
+    }
+    environment.globals.update(helpers)
+    return environment
+
+
+def _tojson(value: Any, **layout: Any) -> str:
+    # Jinja's own filter escapes for HTML and for ASCII; models are trained on neither.
+    layout.setdefault("ensure_ascii", False)
+    return json.dumps(value, **layout)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,272 @@
+"""The link to one engine core, for all requests of this process.
+
+One task reads the core's steps, turns them into text and wakes each stream at most once a
+step. A stream keeps at most one pending update a choice: a lagging reader gets merged text,
+and never makes anybody else wait.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from types import TracebackType
+from typing import Any, cast
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from atom.messages.codec import Decoder, encode
+from atom.messages.engine import (
+    Abort,
+    AddRequest,
+    CoreDead,
+    CoreReady,
+    CoreStats,
+    FromCore,
+    GetStats,
+    Hello,
+    ToCore,
+    TokenDeltas,
+)
+from atom.utils.logger import get_logger
+from frontend.errors import ApiError, EngineDeadError, UnavailableError
+from frontend.output_processor import OutputProcessor, Update
+
+__all__ = ["EngineClient", "Stream"]
+
+# A silent core is asked for a sign of life, and given up long after: on a CPU one step of a
+# large model may take minutes, and the supervisor sees processes die by itself.
+_PROBE_AFTER_S = 30.0
+_GIVE_UP_AFTER_S = 1800.0
+_HEARTBEAT_MS = 5_000
+_HEARTBEAT_TIMEOUT_MS = 30_000
+# How long the core's own last message may trail the end of its connection.
+_LAST_WORDS_S = 0.3
+_ID_BITS = 40
+
+
+class Stream:
+    """The updates of one HTTP request, over all its choices."""
+
+    def __init__(self, request_ids: list[int], every_step: bool):
+        self.open = set(request_ids)
+        """Choices that have not ended."""
+        self.first_token_at = 0.0
+        self.last_token_at = 0.0
+        self._every_step = every_step
+        self._pending: dict[int, Update] = {}
+        self._error: ApiError | None = None
+        self._wake = asyncio.Event()
+
+    def put(self, update: Update, now: float) -> None:
+        """Add what is new; wakes the reader where it wants to know."""
+        if update.token_ids:
+            self.first_token_at = self.first_token_at or now
+            self.last_token_at = now
+        earlier = self._pending.get(update.request_id)
+        if earlier is None:
+            self._pending[update.request_id] = update
+        else:
+            earlier.merge(update)
+        if update.finished:
+            self.open.discard(update.request_id)
+        if self._every_step or not self.open or update.error:
+            self._wake.set()
+
+    def fail(self, error: ApiError) -> None:
+        """End the stream; the reader gets `error` after what is pending."""
+        self._error = error
+        self._wake.set()
+
+    def __aiter__(self) -> AsyncIterator[list[Update]]:
+        return self
+
+    async def __anext__(self) -> list[Update]:
+        """At most one update a choice. Raises the error that `fail` was given."""
+        if not self.open and not self._pending:
+            raise StopAsyncIteration
+        await self._wake.wait()  # bounded by the client's watch over the core
+        if self._error is not None and not self._pending:
+            raise self._error
+        updates = list(self._pending.values())
+        self._pending.clear()
+        if self._error is None:
+            self._wake.clear()
+        return updates
+
+
+class EngineClient:
+    """Sends requests to the core at `endpoint` and hands its tokens out.
+
+    `index` is this frontend's number, unique among those of the core. `on_ready` is called
+    with the core's limits once it can make tokens.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        index: int,
+        output: OutputProcessor,
+        on_ready: Callable[[CoreReady], None] = lambda ready: None,
+    ):
+        self._endpoint = endpoint
+        self._index = index
+        self._output = output
+        self._on_ready = on_ready
+        self._counter = itertools.count(index << _ID_BITS)
+        self._streams: dict[int, Stream] = {}
+        self._decoder = Decoder[FromCore](FromCore)
+        self._ready = False
+        self._death: EngineDeadError | None = None
+        self._last_sign = time.monotonic()
+
+    async def __aenter__(self) -> "EngineClient":
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        # Neither side may drop a message; what is in flight is bounded by the live requests.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(self._endpoint)
+        self._send(Hello(self._index))
+        self._tasks = [
+            asyncio.create_task(self._guard(self._read()), name="core-reader"),
+            asyncio.create_task(self._guard(self._watch_connection()), name="core-watch"),
+        ]
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._fail_all(EngineDeadError("the server is stopping"))
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0)
+        self._context.term()
+
+    def check_ready(self) -> None:
+        """Raises EngineDeadError or UnavailableError while no token can be made."""
+        if self._death is not None:
+            raise self._death
+        if not self._ready:
+            raise UnavailableError("the engine is still starting; try again shortly")
+
+    @property
+    def open_requests(self) -> int:
+        """Choices in progress."""
+        return len(self._streams)
+
+    def new_ids(self, count: int) -> list[int]:
+        """Request ids in ascending order, never used before."""
+        return list(itertools.islice(self._counter, count))
+
+    @contextlib.contextmanager
+    def open(
+        self, requests: list[AddRequest], stop_strings: list[str], every_step: bool = True
+    ) -> Iterator[Stream]:
+        """Send `requests`, and read them as one stream; leaving early aborts the rest.
+
+        Without `every_step` the stream wakes its reader once, when all choices have ended.
+        """
+        self.check_ready()
+        stream = Stream([request.request_id for request in requests], every_step)
+        for request in requests:
+            self._streams[request.request_id] = stream
+            self._output.add(request, stop_strings)
+            self._send(request)
+        try:
+            yield stream
+        finally:
+            self._abandon(sorted(stream.open))
+
+    def _abandon(self, request_ids: list[int]) -> None:
+        left = [request_id for request_id in request_ids if self._streams.pop(request_id, None)]
+        self._output.forget(left)
+        if left and self._death is None:
+            self._send(Abort(left))
+
+    def _send(self, message: ToCore) -> None:
+        # Done at once or an error at once: the send queue has no limit.
+        sent = cast("asyncio.Future[None]", self._socket.send(encode(message), zmq.DONTWAIT))
+        sent.result()
+
+    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
+        """Whatever ends a task of the link ends the engine for the clients: nobody may hang."""
+        try:
+            await work
+        except Exception as error:
+            get_logger().exception("the link to the engine core failed")
+            self._die(f"the link to the engine core failed: {error}")
+
+    async def _read(self) -> None:
+        while self._death is None:
+            try:
+                async with asyncio.timeout(_PROBE_AFTER_S):
+                    frame = await self._socket.recv()
+            except TimeoutError:
+                self._probe()
+                continue
+            self._last_sign = time.monotonic()
+            self._receive(self._decoder.decode(frame))
+
+    def _receive(self, message: FromCore) -> None:
+        match message:
+            case TokenDeltas():
+                self._deliver(message)
+            case CoreReady():
+                self._on_ready(message)
+                self._ready = True
+            case CoreDead(reason):
+                self._die(reason)
+            case CoreStats():
+                pass  # the sign of life that `_probe` asked for
+
+    def _deliver(self, deltas: TokenDeltas) -> None:
+        done = self._output.process(deltas)
+        for update in done.updates:
+            request_id = update.request_id
+            self._streams[request_id].put(update, self._last_sign)
+            if update.finished:
+                del self._streams[request_id]
+        if done.aborts:
+            self._send(Abort(done.aborts))
+
+    def _probe(self) -> None:
+        silence = time.monotonic() - self._last_sign
+        if silence > _GIVE_UP_AFTER_S:
+            self._die(f"no sign of life from the engine core for {silence:.0f} s")
+        elif self._streams:
+            self._send(GetStats())
+        else:
+            self._last_sign = time.monotonic()  # an idle core has nothing to say
+
+    async def _watch_connection(self) -> None:
+        while self._death is None:
+            await recv_monitor_message(self._monitor)  # only disconnections are monitored
+            if self._ready:
+                await asyncio.sleep(_LAST_WORDS_S)
+                self._die("the engine core closed its connection")
+
+    def _die(self, reason: str) -> None:
+        if self._death is None:
+            get_logger().error("the engine is gone: %s", reason)
+            self._death = EngineDeadError(reason)
+            self._fail_all(self._death)
+
+    def _fail_all(self, error: EngineDeadError) -> None:
+        streams = set(self._streams.values())
+        self._output.forget(self._streams)
+        self._streams.clear()
+        for stream in streams:
+            stream.fail(error)

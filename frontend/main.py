@@ -1,0 +1,90 @@
+"""`python -m frontend.main`: the HTTP process, started by the supervisor."""
+
+import asyncio
+import gc
+import signal
+import socket
+import sys
+
+import uvloop
+import zmq
+from aiohttp import web
+
+from atom.messages.codec import encode
+from atom.messages.launch import FrontendLaunch
+from atom.messages.supervisor import Dead, Ready, ToSupervisor
+from atom.utils.logger import get_logger, setup_logging
+from atom.utils.process import ignore_terminal_interrupt, read_launch
+from frontend import keys
+from frontend.app import create_app, start
+
+__all__ = ["main", "serve"]
+
+_PROCESS = "frontend"
+_STATUS_LINGER_MS = 1000
+
+
+def main() -> None:
+    """Exit status: 0 after SIGTERM, 1 when the server cannot start."""
+    launch = read_launch(FrontendLaunch)
+    ignore_terminal_interrupt()
+    setup_logging(_PROCESS)
+    try:
+        uvloop.run(serve(launch))
+    except (OSError, ValueError) as error:
+        _report(launch.supervisor, Dead(_PROCESS, str(error)))
+        sys.exit(1)
+
+
+async def serve(launch: FrontendLaunch) -> None:
+    """Answer requests until SIGTERM; then let running ones end within the shutdown timeout.
+
+    A second SIGTERM ends them at once.
+    """
+    stop = _StopSignal()
+    app = create_app(launch)
+    runner = await start(app, socket.socket(fileno=launch.listen_fd))
+    gc.collect()
+    gc.freeze()  # nothing made so far dies before the process does
+    try:
+        _report(launch.supervisor, Ready(_PROCESS))
+        await stop.first.wait()
+        await _drain(app, stop, launch.server.shutdown_timeout)
+    finally:
+        await runner.cleanup()
+
+
+async def _drain(app: web.Application, stop: "_StopSignal", timeout_s: float) -> None:
+    draining = asyncio.create_task(app[keys.LIFECYCLE].drain(timeout_s))
+    hurry = asyncio.create_task(stop.second.wait())
+    await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
+    hurry.cancel()
+    draining.cancel()
+    cut_off = app[keys.LIFECYCLE].running
+    if cut_off:
+        get_logger().warning("stopping with %d requests unfinished", cut_off)
+
+
+class _StopSignal:
+    """Counts SIGTERM: the first asks to finish, the second to hurry."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._count)
+
+    def _count(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
+def _report(supervisor: str, message: ToSupervisor) -> None:
+    context = zmq.Context()
+    with context.socket(zmq.PUSH) as status:
+        status.setsockopt(zmq.LINGER, _STATUS_LINGER_MS)
+        status.connect(supervisor)
+        status.send(encode(message), zmq.DONTWAIT)
+    context.term()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Honoured or refused: what becomes of each field of a request.
+
+A schema knows every documented field by name. Fields of its Struct are honoured; harmless ones
+cannot change the output and are taken without a word; the rest is refused unless the value asks
+for nothing. Nothing is ignored in silence: lenient servers say in `warnings` what they left out.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from frontend.errors import RequestError
+
+__all__ = ["Schema"]
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_raw_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+@dataclass(frozen=True)
+class Schema(Generic[T]):
+    """One kind of JSON object, and what is known about its fields."""
+
+    struct: type[T]
+    neutral: Mapping[str, tuple[Any, ...]]
+    """Documented fields that are not honoured yet, with the values beside null that ask for nothing."""
+    harmless: frozenset[str]
+
+    def decode(self, body: bytes, lenient: bool, where: str = "") -> tuple[T, list[str]]:
+        """(the request, warnings). Raises RequestError naming the field at fault.
+
+        `where` is put before field names, for objects inside a request.
+        """
+        try:
+            raw = _raw_object.decode(body)
+            warnings = self._check_fields(raw, lenient, where)
+            return msgspec.json.decode(body, type=self.struct), warnings
+        except msgspec.ValidationError as error:
+            raise _type_error(error, where) from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise RequestError(f"the body is not valid JSON: {error}") from None
+
+    def _check_fields(self, raw: dict[str, msgspec.Raw], lenient: bool, where: str) -> list[str]:
+        objections = []
+        for name in raw.keys() - set(self.struct.__struct_fields__) - self.harmless:
+            if name not in self.neutral:
+                objections.append((where + name, "is not a field that this server knows"))
+            elif not self._asks_for_nothing(name, raw[name]):
+                objections.append((where + name, "is not supported with this value"))
+        objections.sort()
+        texts = [f"'{name}' {problem}" for name, problem in objections]
+        if texts and not lenient:
+            raise RequestError(
+                f"{'; '.join(texts)}. Leave it out, or start the server with --lenient-fields "
+                "to have it left out with a warning",
+                param=objections[0][0],
+                code="unsupported_parameter",
+            )
+        return [f"{text} and was left out" for text in texts]
+
+    def _asks_for_nothing(self, name: str, raw: msgspec.Raw) -> bool:
+        value = msgspec.json.decode(raw)
+        return value is None or value in self.neutral[name]
+
+
+def _type_error(error: msgspec.ValidationError, where: str) -> RequestError:
+    """msgspec's "Expected `int`, got `str` - at `$.max_tokens`" with the field as `param`."""
+    text, _, path = str(error).rpartition(" - at ")
+    if not text:  # the object itself, or a field that it lacks
+        text, path = path, ""
+    field = path.strip("`").removeprefix("$").removeprefix(".").replace("[...]", "")
+    name = (where + field).rstrip(".")
+    if not name:
+        return RequestError(f"the body must be a JSON object: {text}")
+    return RequestError(f"'{name}': {text[0].lower()}{text[1:]}", param=name)

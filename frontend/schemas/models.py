@@ -1,0 +1,24 @@
+"""GET /v1/models."""
+
+from typing import Literal
+
+import msgspec
+
+__all__ = ["ModelCard", "ModelList"]
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """One served model."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    max_model_len: int
+    owned_by: Literal["atom"] = "atom"
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """All of them."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]

@@ -1,0 +1,106 @@
+"""Frames of a token stream, from a template that is rendered once a stream.
+
+Only the escaped text and, at the end, the reasons vary from frame to frame:
+
+    data: {"id":…,"choices":[{"index":0,"delta":{"content":   "text"   },"finish_reason":null}]}
+    └────────────────────── head ──────────────────────────┘           └──────── tail ────────┘
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from frontend.output_processor import Update
+from frontend.schemas.generation import Usage
+from frontend.serving.reasons import openai_reason
+
+__all__ = ["DONE", "ChunkShape", "ChunkTemplate", "error_frame"]
+
+DONE = b"data: [DONE]\n\n"
+_MARK = "\0"  # stands for the text while a template is rendered; JSON escapes it uniquely
+
+_encode = msgspec.json.Encoder().encode
+_escaped_mark = _encode(_MARK)
+
+ChunkShape = Callable[[str], dict[str, Any]]
+"""The part of a choice that holds new text, for example {"text": …}."""
+
+
+@dataclass(frozen=True)
+class ChunkHeader:
+    """What every chunk of one stream repeats."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    warnings: list[str]
+    include_usage: bool
+
+    def chunk(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> dict[str, Any]:
+        """One chunk as OpenAI lays it out."""
+        chunk: dict[str, Any] = {
+            "id": self.id,
+            "object": self.object,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+        if self.include_usage:
+            chunk["usage"] = usage
+        if self.warnings:
+            chunk["warnings"] = self.warnings
+        return chunk
+
+
+class ChunkTemplate:
+    """Renders the frames of one stream with `choices` choices."""
+
+    def __init__(self, header: ChunkHeader, choices: int, shape: ChunkShape):
+        self._header = header
+        self._shape = shape
+        self._pieces = [self._split(index) for index in range(choices)]
+
+    def text(self, index: int, text: str) -> bytes:
+        """A frame with new text of one choice."""
+        head, tail = self._pieces[index]
+        return b"%b%b%b" % (head, _encode(text), tail)
+
+    def end(self, index: int, update: Update) -> bytes:
+        """The last frame of one choice, with the text that came with its end."""
+        assert update.reason is not None
+        choice = self._choice(index, update.text, openai_reason(update.reason))
+        choice["stop_reason"] = update.stop_reason
+        choice["raw_finish_reason"] = update.reason
+        return self.frame([choice])
+
+    def ids(self, index: int, update: Update) -> bytes:
+        """A frame of token ids, for models without a tokenizer."""
+        reason = None if update.reason is None else openai_reason(update.reason)
+        choice = self._choice(index, "", reason)
+        choice["token_ids"] = update.token_ids.tolist()
+        if update.finished:
+            choice["raw_finish_reason"] = update.reason
+        return self.frame([choice])
+
+    def usage(self, usage: Usage) -> bytes:
+        """The frame after the last choice, with no choices."""
+        return self.frame([], usage)
+
+    def frame(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> bytes:
+        """Any chunk, rendered in full."""
+        return b"data: %b\n\n" % _encode(self._header.chunk(choices, usage))
+
+    def _choice(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
+        return {"index": index, **self._shape(text), "logprobs": None, "finish_reason": reason}
+
+    def _split(self, index: int) -> tuple[bytes, bytes]:
+        head, _, tail = self.frame([self._choice(index, _MARK, None)]).partition(_escaped_mark)
+        return head, tail
+
+
+def error_frame(body: bytes) -> bytes:
+    """An error object in the middle of a stream, which ends with it."""
+    return b"data: %b\n\n" % body

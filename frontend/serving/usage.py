@@ -1,0 +1,49 @@
+"""Counting the tokens and times of one request."""
+
+from frontend.engine_client import Stream
+from frontend.output_processor import Update
+from frontend.schemas.generation import PromptTokensDetails, Usage
+
+__all__ = ["Tally"]
+
+_DIGITS = 6  # microseconds
+
+
+class Tally:
+    """Counts over all choices of one HTTP request, which arrived at `started` (monotonic)."""
+
+    def __init__(self, prompt_tokens: int, choices: int, n: int, started: float):
+        self._prompt_tokens = prompt_tokens
+        self._tokens = [0] * choices
+        self._cached = 0
+        self._n = n
+        self._started = started
+
+    def begins(self, index: int) -> bool:
+        """Whether nothing was counted for choice `index` so far."""
+        return self._tokens[index] == 0
+
+    def add(self, index: int, update: Update) -> None:
+        """Count one update of choice `index`."""
+        self._tokens[index] += len(update.token_ids)
+        # The choices of one prompt share it: its tokens count once, and so do the cached ones.
+        if index % self._n == 0:
+            self._cached += update.cached_tokens
+
+    def usage(self, stream: Stream) -> Usage:
+        """The figures once the stream has ended."""
+        tokens = sum(self._tokens)
+        later = max(self._tokens) - 1
+        decoding = stream.last_token_at - stream.first_token_at
+        return Usage(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=tokens,
+            total_tokens=self._prompt_tokens + tokens,
+            prompt_tokens_details=PromptTokensDetails(self._cached),
+            ttft_s=self._since_start(stream.first_token_at),
+            tpot_s=round(decoding / later, _DIGITS) if later > 0 else 0.0,
+            latency_s=self._since_start(stream.last_token_at),
+        )
+
+    def _since_start(self, moment: float) -> float:
+        return round(max(moment - self._started, 0.0), _DIGITS)

@@ -1,0 +1,78 @@
+"""Imports point one way, every module can come first, and the torch-free parts are."""
+
+import json
+import subprocess
+import sys
+
+from tests.helpers.source import ROOT, module_name, package_files
+
+DEADLINE_S = 110
+TORCH_FREE = ("frontend", "engine_core", "atom.messages", "atom.config", "atom.utils")
+TORCH_FREE_MODULES = (
+    "atom.sampling_params",
+    "atom.outputs",
+    "atom.launch",
+    "atom.llm_engine",
+    "atom.engine_args",
+)
+HEAVY = ("torch", "transformers", "numpy")
+
+# Loads what others wrote once, then imports each of our modules in a fork that has none of ours:
+# as good as a new interpreter for finding cycles, and much faster beside torch.
+IMPORT_EACH_ALONE = """
+import importlib, json, os, sys, traceback
+import torch, zmq, aiohttp, msgspec, tokenizers
+failed = []
+for name in json.loads(sys.stdin.read()):
+    child = os.fork()
+    if child == 0:
+        try:
+            importlib.import_module(name)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        failed.append(name)
+print(json.dumps(failed))
+"""
+
+IMPORT_AND_LIST = """
+import importlib, json, sys
+for name in json.loads(sys.stdin.read()):
+    importlib.import_module(name)
+print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
+"""
+
+
+def run(code: str, modules: list[str]) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps(modules),
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        timeout=DEADLINE_S,
+        check=True,
+    )
+    found: list[str] = json.loads(done.stdout)
+    return found
+
+
+def test_every_module_can_be_imported_first() -> None:
+    assert run(IMPORT_EACH_ALONE, [module_name(path) for path in package_files()]) == []
+
+
+def test_torch_free_parts_do_not_load_torch() -> None:
+    names = [module_name(path) for path in package_files()]
+    modules = [name for name in names if name.startswith(TORCH_FREE) or name in TORCH_FREE_MODULES]
+    assert set(TORCH_FREE_MODULES) < set(modules)
+    assert not set(HEAVY) & set(run(IMPORT_AND_LIST, modules))
+
+
+def test_import_contracts() -> None:
+    code = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(cache_dir=None))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S
+    )
+    assert done.returncode == 0, done.stdout

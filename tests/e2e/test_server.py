@@ -1,0 +1,173 @@
+"""The server as a client meets it: 64 streams at once, SDK-shaped answers, a clean end."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.helpers.server import Server, is_alive, running_server
+from tests.helpers.smollm2 import NEW_TOKENS, PROMPTS, gguf_path
+
+pytestmark = pytest.mark.timeout(600)
+
+ARGS = (
+    "--model",
+    gguf_path(),
+    "--served-model-name",
+    "smollm2",
+    "--dtype",
+    "float32",
+    "--max-model-len",
+    "2048",
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running_server(*ARGS) as running:
+        yield running
+
+
+def body(prompt: str, **more: Any) -> dict[str, Any]:
+    return {
+        "model": "smollm2",
+        "prompt": prompt,
+        "temperature": 0,
+        "max_tokens": NEW_TOKENS,
+        "ignore_eos": True,
+        **more,
+    }
+
+
+async def stream_text(session: aiohttp.ClientSession, request: dict[str, Any]) -> str:
+    text = ""
+    async with session.post("/v1/completions", json={**request, "stream": True}) as answer:
+        assert answer.status == 200, await answer.text()
+        lines = [line.decode().strip() async for line in answer.content]
+    events = [line.removeprefix("data: ") for line in lines if line]
+    assert events[-1] == "[DONE]"
+    for event in events[:-1]:
+        for choice in json.loads(event)["choices"]:
+            text += choice["text"]
+    return text
+
+
+async def plain_text(session: aiohttp.ClientSession, request: dict[str, Any]) -> str:
+    async with session.post("/v1/completions", json=request) as answer:
+        assert answer.status == 200, await answer.text()
+        reply = await answer.json()
+    assert reply["usage"]["completion_tokens"] == NEW_TOKENS
+    return str(reply["choices"][0]["text"])
+
+
+def test_64_streams_equal_the_plain_answers(server: Server) -> None:
+    async def drive() -> None:
+        timeout = aiohttp.ClientTimeout(total=300)
+        async with aiohttp.ClientSession(server.url, timeout=timeout) as session:
+            short = PROMPTS[:21]
+            alone = [await plain_text(session, body(prompt)) for prompt in short[:4]]
+            crowd = [body(short[i % len(short)]) for i in range(64)]
+            streamed = await asyncio.gather(*(stream_text(session, each) for each in crowd))
+            plain = await asyncio.gather(*(plain_text(session, each) for each in crowd))
+        assert streamed == plain
+        assert streamed[:4] == alone
+
+    asyncio.run(drive())
+
+
+def test_chat_with_usage(server: Server) -> None:
+    async def drive() -> list[dict[str, Any]]:
+        request = {
+            "model": "smollm2",
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "temperature": 0,
+            "max_completion_tokens": 24,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        async with (
+            aiohttp.ClientSession(server.url) as session,
+            session.post("/v1/chat/completions", json=request) as answer,
+        ):
+            lines = [line.decode().strip() async for line in answer.content]
+        assert lines[-2 if not lines[-1] else -1] == "data: [DONE]"
+        return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+    events = asyncio.run(drive())
+    text = "".join(c["delta"].get("content") or "" for e in events for c in e["choices"])
+    assert "Paris" in text
+    usage = events[-1]["usage"]
+    assert usage["completion_tokens"] <= 24
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["latency_s"] >= usage["ttft_s"] > 0
+    assert "cached_tokens" in usage["prompt_tokens_details"]
+
+
+def test_frontend_and_core_run_without_torch(server: Server) -> None:
+    names = server.children()
+    torch_free = [
+        pid for pid, line in names.items() if "frontend.main" in line or "engine_core.process" in line
+    ]
+    workers = [pid for pid, line in names.items() if "workers.main" in line]
+    assert len(torch_free) == 2 and len(workers) == 1
+    for pid in torch_free:
+        with open(f"/proc/{pid}/maps") as maps:
+            assert "libtorch" not in maps.read()
+    with open(f"/proc/{workers[0]}/maps") as maps:
+        assert "libtorch" in maps.read()
+
+
+def test_sigterm_finishes_what_runs() -> None:
+    async def drive(server: Server) -> str:
+        async with aiohttp.ClientSession(server.url) as session:
+            task = asyncio.create_task(stream_text(session, body("Hello", max_tokens=64)))
+            await asyncio.sleep(0.5)
+            server.process.send_signal(signal.SIGTERM)
+            return await task
+
+    with running_server(*ARGS) as server:
+        children = server.children()
+        assert len(asyncio.run(drive(server))) > 0
+        assert server.process.wait(30) == 0
+        assert not [pid for pid in children if is_alive(pid)]
+
+
+def test_sigkill_of_the_launcher_leaves_nothing() -> None:
+    before = set(os.listdir("/dev/shm"))
+    with running_server(*ARGS, "-tp", "2") as server:
+        children = server.children()
+        assert len(children) == 4
+        server.process.kill()
+        deadline = time.monotonic() + 3
+        while any(is_alive(pid) for pid in children) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not [line for pid, line in children.items() if is_alive(pid)]
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--model", "/nonexistent/model"], "/nonexistent/model"),
+        (["--model", gguf_path(), "--max-model-len", "999999"], "8192"),
+        (["--model", gguf_path(), "-tp", "64"], "tensor"),
+        (["--model", gguf_path(), "--frobnicate"], "--frobnicate"),
+        (["--model", gguf_path(), "--enable-expert-parallel"], "--enable-expert-parallel"),
+        (["--model", gguf_path(), "--method", "mtp"], "--method"),
+    ],
+)
+def test_bad_configuration_is_one_line(args: list[str], words: str) -> None:
+    command = [sys.executable, "-m", "atom.entrypoints.openai_server", "--server-port", "0", *args]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    errors = [line for line in done.stderr.splitlines() if "error:" in line]
+    assert done.returncode in (1, 2)
+    assert len(errors) == 1 and words in errors[0]
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,122 @@
+"""A real model through the real processes: every way of running gives transformers' tokens."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from atom import LLMEngine, SamplingParams
+from atom.outputs import RequestOutput
+from atom.supervisor import Supervisor
+from tests.helpers.smollm2 import NEW_TOKENS, PROMPTS, Reference, gguf_path, references
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+SAMPLED = SamplingParams(
+    temperature=0.9, top_p=0.95, top_k=200, seed=1234, max_tokens=NEW_TOKENS, ignore_eos=True
+)
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@contextlib.contextmanager
+def engine(**options: Any) -> Iterator[LLMEngine]:
+    with LLMEngine(model=gguf_path(), dtype="float32", max_model_len=2048, **options) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Reference]:
+    with Supervisor() as supervisor:
+        checkpoint, _ = supervisor.prepare(gguf_path())
+    rows = references(checkpoint.directory)
+    assert min(row.min_gap for row in rows) > 2e-4, "a prompt is too close to a tie to compare"
+    return rows
+
+
+@pytest.fixture(scope="module")
+def sampled_alone() -> list[int]:
+    """The seeded request, alone in an engine that has seen nothing else."""
+    with engine() as made:
+        return made.generate([PROMPTS[1]], SAMPLED)[0]["token_ids"]
+
+
+def greedy_ids(made: LLMEngine, expected: list[Reference]) -> list[list[int]]:
+    outputs = made.generate([row.prompt_ids for row in expected], GREEDY)
+    return [output["token_ids"] for output in outputs]
+
+
+def test_one_worker_cold_and_warm(expected: list[Reference], sampled_alone: list[int]) -> None:
+    wanted = [row.greedy_ids for row in expected]
+    with engine() as made:
+        assert greedy_ids(made, expected) == wanted
+        cold = made.stats()
+        assert greedy_ids(made, expected) == wanted
+        warm = made.stats()
+        assert warm.prefix_hits - cold.prefix_hits >= 1600
+        assert warm.overlapped_steps > 0
+        crowd = made.generate(
+            [PROMPTS[i % len(PROMPTS[:21])] for i in range(63)] + [PROMPTS[1]], [GREEDY] * 63 + [SAMPLED]
+        )
+        assert [out["token_ids"] for out in crowd[:63]] == [wanted[i % 21] for i in range(63)]
+        assert crowd[63]["token_ids"] == sampled_alone
+
+
+def test_two_workers(expected: list[Reference], sampled_alone: list[int]) -> None:
+    with engine(tensor_parallel_size=2) as made:
+        assert greedy_ids(made, expected) == [row.greedy_ids for row in expected]
+        assert made.generate([PROMPTS[1]], SAMPLED)[0]["token_ids"] == sampled_alone
+        one, two = made.weight_bytes
+        assert 0.45 < one / (one + two) < 0.55
+        assert made.stats().overlapped_steps > 0
+
+
+def test_tiny_steps_without_prefix_cache(expected: list[Reference]) -> None:
+    with engine(max_num_batched_tokens=32, enable_prefix_caching=False) as made:
+        assert greedy_ids(made, expected) == [row.greedy_ids for row in expected]
+        stats = made.stats()
+        assert stats.chunked_prefills >= 1600 // 32
+        assert stats.prefix_hits == 0
+
+
+def test_preemption(expected: list[Reference], sampled_alone: list[int]) -> None:
+    """A cache that holds the longest request and little more."""
+    blocks = 2048 // 16 + 1
+    with engine(num_kv_blocks=blocks, max_num_batched_tokens=128) as made:
+        prompts = [row.prompt_ids for row in expected] * 3
+        outputs = made.generate(prompts, GREEDY)
+        assert [out["token_ids"] for out in outputs] == [row.greedy_ids for row in expected] * 3
+        crowd = made.generate([expected[1].prompt_ids, *prompts], [SAMPLED] + [GREEDY] * len(prompts))
+        assert crowd[0]["token_ids"] == sampled_alone
+        stats = made.stats()
+        assert stats.preemptions > 0
+        assert stats.prefill_preemptions > 0
+        assert stats.kv_blocks_total == blocks
+
+
+def test_fp8_cache_is_close(expected: list[Reference]) -> None:
+    """fp8 keeps the first tokens of most prompts, and the text sensible."""
+    with engine(kv_cache_dtype="fp8") as made:
+        ids = greedy_ids(made, expected)
+    same = sum(got[:8] == row.greedy_ids[:8] for got, row in zip(ids, expected, strict=True))
+    assert same >= len(expected) * 2 // 3
+    assert ids != [row.greedy_ids for row in expected], "nothing was rounded: is the cache fp8?"
+
+
+def test_library_streams_and_stops(expected: list[Reference]) -> None:
+    with engine() as made:
+        pieces: list[RequestOutput] = []
+        params = SamplingParams(temperature=0.0, max_tokens=40, stop_strings=[" Paris"], ignore_eos=True)
+        made.add_request(["The capital of France is"], params, stream_callback=pieces.append)
+        while not made.is_finished():
+            ended = made.step()
+        assert ended[0].text == "".join(piece.text for piece in pieces)
+        assert " Paris" not in ended[0].text
+        assert ended[0].finish_reason == "stop_sequence"
+        assert pieces[-1].finished
+        two = made.generate(["Hello"], SamplingParams(n=2, seed=7, max_tokens=8, ignore_eos=True))
+        assert two[0]["token_ids"] != two[1]["token_ids"]
+        with pytest.raises(ValueError, match="2048"):
+            made.generate([[1] * 2040], SamplingParams(max_tokens=64))
+        with pytest.raises(ValueError, match="vocabulary|token"):
+            made.generate([[10**6]], GREEDY)

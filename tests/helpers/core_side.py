@@ -1,0 +1,91 @@
+"""The engine core's half of the worker protocol, as plain as it gets: for driving workers."""
+
+import random
+from collections.abc import Callable, Sequence
+
+from atom.messages.engine import Sampling, pack_ids, unpack_ids
+from atom.messages.worker import MoreBlocks, NewRow, ScheduledBatch
+
+GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+
+Execute = Callable[[ScheduledBatch], bytes]
+"""Runs one step on a worker; gives the drawn ids, packed."""
+
+
+class CoreSide:
+    """Rows, their tokens and their blocks. Blocks are handed out in random order."""
+
+    def __init__(self, num_blocks: int, block_size: int, seed: int = 0):
+        self._block_size = block_size
+        self._free = list(range(num_blocks))
+        random.Random(seed).shuffle(self._free)
+        self._blocks: dict[int, int] = {}
+        self._fresh: dict[int, Sampling] = {}
+        self._drawers: list[int] = []
+        self._step = 0
+        self.known: dict[int, int] = {}
+        self.computed: dict[int, int] = {}
+        self.tokens: dict[int, list[int]] = {}
+
+    def add(self, row: int, ids: Sequence[int], sampling: Sampling = GREEDY) -> None:
+        """A request takes `row`; its blocks come with the first step that runs it."""
+        self.tokens[row] = list(ids)
+        self.known[row], self.computed[row], self._blocks[row] = len(ids), 0, 0
+        self._fresh[row] = sampling
+
+    def plan(self, counts: dict[int, int]) -> ScheduledBatch:
+        """The step that computes so many tokens of each row."""
+        new_rows, more_blocks = [], []
+        for row, count in counts.items():
+            end = self.computed[row] + count
+            needed = -(-end // self._block_size) - self._blocks[row]
+            blocks = [self._free.pop() for _ in range(needed)]
+            self._blocks[row] += needed
+            if row in self._fresh:
+                ids = pack_ids(self.tokens[row])
+                new_rows.append(NewRow(row, ids, self.computed[row], [blocks], self._fresh.pop(row)))
+            elif blocks:
+                more_blocks.append(MoreBlocks(row, [blocks]))
+            self.computed[row] = end
+        self._drawers = [row for row in counts if self.computed[row] >= self.known[row]]
+        self._step += 1
+        columns = [] if set(counts.values()) == {1} else list(counts.values())
+        return ScheduledBatch(self._step, list(counts), columns, new_rows, more_blocks)
+
+    def take(self, token_ids: bytes) -> None:
+        """The step's drawn ids, in batch order."""
+        for row, token in zip(self._drawers, unpack_ids(token_ids), strict=True):
+            self.tokens[row].append(token)
+
+    def generated(self, row: int) -> list[int]:
+        return self.tokens[row][self.known[row] :]
+
+
+def generate(
+    core: CoreSide,
+    execute: Execute,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    chunk: int,
+    stagger: int = 0,
+    sampling: Sampling = GREEDY,
+) -> list[list[int]]:
+    """`count` tokens for each prompt, in pieces of `chunk`; row i joins at step i * stagger.
+
+    With a stagger, prompt pieces run beside the decodes of earlier rows.
+    """
+    step = 0
+    while True:
+        for row, prompt in enumerate(prompts):
+            if row not in core.tokens and step >= row * stagger:
+                core.add(row, prompt, sampling)
+        counts = {
+            row: min(chunk, max(core.known[row] - core.computed[row], 1))
+            for row in core.tokens
+            if len(core.generated(row)) < count
+        }
+        if not counts and len(core.tokens) == len(prompts):
+            return [core.generated(row) for row in range(len(prompts))]
+        if counts:
+            core.take(execute(core.plan(counts)))
+        step += 1

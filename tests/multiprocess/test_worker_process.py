@@ -1,0 +1,185 @@
+"""`python -m workers.main` as real processes, with this test as their core and supervisor."""
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import zmq
+
+from atom.config.checkpoint import Checkpoint
+from atom.config.engine import EngineConfig
+from atom.messages.codec import Decoder, encode
+from atom.messages.launch import WorkerLaunch
+from atom.messages.supervisor import Dead, Progress, ToSupervisor
+from atom.messages.worker import (
+    AllocateKV,
+    BatchResult,
+    FromWorker,
+    Loaded,
+    ScheduledBatch,
+    Shutdown,
+    ToWorker,
+    WorkerFailed,
+    WorkerReady,
+)
+from atom.utils.process import spawn
+from tests.helpers.core_side import CoreSide, generate
+from tests.helpers.tiny_models import MAX_MODEL_LEN, engine_config, prompt_of, save_tiny, tiny
+
+DEADLINE_S = 90
+BLOCKS, BLOCK_SIZE = 64, 4
+PROMPT_LENGTHS = (21, 5, 40)
+
+
+class Workers:
+    """Worker processes of one engine, and the sockets that they connect to."""
+
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, directory: Path):
+        self._context = zmq.Context()
+        self.ranks = config.parallel.tensor_parallel_size
+        self._core = self._bind(zmq.ROUTER, f"ipc://{directory}/core")
+        self._core.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._supervisor = self._bind(zmq.PULL, f"ipc://{directory}/supervisor")
+        self._from_worker: Decoder[FromWorker] = Decoder(FromWorker)
+        self._to_supervisor: Decoder[ToSupervisor] = Decoder(ToSupervisor)
+        self.processes = [
+            spawn(
+                "workers.main",
+                WorkerLaunch(
+                    config=config,
+                    checkpoint=checkpoint,
+                    rank=rank,
+                    core=f"ipc://{directory}/core",
+                    supervisor=f"ipc://{directory}/supervisor",
+                    rendezvous=f"{directory}/rendezvous",
+                ),
+            )
+            for rank in range(self.ranks)
+        ]
+
+    def _bind(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.setsockopt(zmq.RCVTIMEO, DEADLINE_S * 1000)
+        socket.bind(endpoint)
+        return socket
+
+    def send(self, message: ToWorker) -> None:
+        for rank in range(self.ranks):
+            self._core.send_multipart([rank.to_bytes(4, "little"), encode(message)])
+
+    def receive(self) -> FromWorker:
+        _, frame = self._core.recv_multipart()
+        return self._from_worker.decode(frame)
+
+    def heard_by_supervisor(self) -> list[ToSupervisor]:
+        heard = []
+        while self._supervisor.poll(200):
+            heard.append(self._to_supervisor.decode(self._supervisor.recv()))
+        return heard
+
+    def start(self) -> list[Loaded]:
+        loaded = [self.receive() for _ in range(self.ranks)]
+        assert all(isinstance(each, Loaded) for each in loaded), loaded
+        self.send(AllocateKV([BLOCKS], MAX_MODEL_LEN))
+        assert {self.receive() for _ in range(self.ranks)} == {WorkerReady(r) for r in range(self.ranks)}
+        return sorted(loaded, key=lambda each: each.rank)
+
+    def execute(self, batch: ScheduledBatch) -> bytes:
+        self.send(batch)
+        result = self.receive()
+        assert isinstance(result, BatchResult) and result.step == batch.step, result
+        return result.token_ids
+
+    def exit_statuses(self) -> list[int]:
+        return [process.wait(DEADLINE_S) for process in self.processes]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait(DEADLINE_S)
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+        self._context.destroy(linger=0)
+
+
+@contextlib.contextmanager
+def started(config: EngineConfig, checkpoint: Checkpoint, directory: Path) -> Iterator[Workers]:
+    directory.mkdir(parents=True)
+    workers = Workers(config, checkpoint, directory)
+    try:
+        yield workers
+    finally:
+        workers.close()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """9 query and 3 KV heads: two ranks hold unequal shares."""
+    return save_tiny(tiny("llama-odd-gqa"), tmp_path_factory.mktemp("model"))[1]
+
+
+def run(workers: Workers) -> list[list[int]]:
+    prompts = [prompt_of(length, length) for length in PROMPT_LENGTHS]
+    return generate(CoreSide(BLOCKS, BLOCK_SIZE), workers.execute, prompts, 24, chunk=16, stagger=2)
+
+
+def test_two_ranks_draw_what_one_draws(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    with started(engine_config(tp=1), checkpoint, tmp_path / "one") as workers:
+        (whole,) = workers.start()
+        expected = run(workers)
+        heard = workers.heard_by_supervisor()
+        workers.send(Shutdown())
+        assert workers.exit_statuses() == [0]
+    with started(engine_config(tp=2), checkpoint, tmp_path / "two") as workers:
+        parts = workers.start()
+        assert run(workers) == expected
+        workers.send(Shutdown())
+        assert workers.exit_statuses() == [0, 0]
+    assert len({token for ids in expected for token in ids}) >= 16
+    assert sum(part.weight_bytes for part in parts) < 1.1 * whole.weight_bytes
+    phases = [(each.phase, each.done == each.total) for each in heard if isinstance(each, Progress)]
+    assert ("Loading weights", True) in phases and ("Warming up", True) in phases
+
+
+def test_sigterm_ends_a_worker_with_status_zero(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    with started(engine_config(), checkpoint, tmp_path / "run") as workers:
+        workers.start()
+        workers.processes[0].terminate()
+        assert workers.exit_statuses() == [0]
+
+
+def test_a_failure_reaches_core_and_supervisor_in_one_line(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    wrong = replace(checkpoint, model_type="mamba")
+    with started(engine_config(), wrong, tmp_path / "run") as workers:
+        failed = workers.receive()
+        assert failed == WorkerFailed(0, "model type 'mamba' is not supported; these are: llama, qwen3")
+        assert Dead("worker 0", failed.reason) in workers.heard_by_supervisor()
+        assert workers.exit_statuses() == [1]
+
+
+def test_a_batch_that_breaks_the_contract_ends_the_worker(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    with started(engine_config(), checkpoint, tmp_path / "run") as workers:
+        workers.start()
+        workers.send(ScheduledBatch(1, [999]))
+        failed = workers.receive()
+        assert isinstance(failed, WorkerFailed) and "999" in failed.reason
+        assert workers.exit_statuses() == [1]
+
+
+def test_a_worker_ends_with_its_parent(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    with started(engine_config(), checkpoint, tmp_path / "run") as workers:
+        workers.start()
+        workers.processes[0].stdin.close()
+        assert workers.exit_statuses() == [1]
+
+
+def test_torch_is_not_loaded_before_its_environment_is_set() -> None:
+    script = "import sys, workers.main; print('torch' in sys.modules)"
+    output = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=DEADLINE_S
+    ).stdout
+    assert output.strip() == "False"

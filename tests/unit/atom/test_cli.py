@@ -1,0 +1,174 @@
+"""The command line and the keyword arguments."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atom.config import cli, not_yet
+from atom.config.engine import EngineConfig
+from atom.config.fields import ConfigError, fields_of
+from atom.config.server import ServerConfig
+
+ALL_FIELDS = [field for concern in (*cli._concerns(), ServerConfig) for field in fields_of(concern)]
+
+
+def parse(*args: str) -> argparse.Namespace:
+    parser = cli.CommandLineParser(prog="atom-launch")
+    cli.add_engine_args(parser)
+    cli.add_server_args(parser)
+    return parser.parse_args(args)
+
+
+def engine(*args: str) -> EngineConfig:
+    return cli.engine_config_from(parse(*args))
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        parse(*args)
+    error = capsys.readouterr().err
+    assert end.value.code == 2
+    assert error.startswith("error: ") and error.count("\n") == 1
+    return error
+
+
+def test_no_arguments_give_the_declared_defaults() -> None:
+    namespace = parse()
+    assert cli.engine_config_from(namespace) == EngineConfig()
+    assert cli.server_config_from(namespace) == ServerConfig()
+    assert cli.explicit_fields(namespace) == set()
+    assert namespace.block_size == 16
+
+
+SAMPLES: dict[type, tuple[str, Any]] = {int: ("32", 32), float: ("0.5", 0.5), str: ("text", "text")}
+
+
+@pytest.mark.parametrize("field", ALL_FIELDS, ids=lambda field: field.name)
+def test_every_field_has_both_spellings(field: Any) -> None:
+    dashed, underscored = "--" + field.name.replace("_", "-"), "--" + field.name
+    for flag in (dashed, underscored):
+        if field.kind is bool:
+            assert getattr(parse(flag), field.name) is True
+            continue
+        text, value = (field.choices[-1],) * 2 if field.choices else SAMPLES[field.kind]
+        namespace = parse(flag, text)
+        assert getattr(namespace, field.name) == value
+        assert cli.explicit_fields(namespace) == {field.name}
+
+
+@pytest.mark.parametrize(
+    "flag", ["--no-enable-prefix-caching", "--no-enable_prefix_caching", "--no_enable_prefix_caching"]
+)
+def test_switches_turn_off(flag: str) -> None:
+    assert engine(flag).cache.enable_prefix_caching is False
+    assert engine(flag, "--enable_prefix_caching").cache.enable_prefix_caching is True
+
+
+def test_short_name_and_equals_sign() -> None:
+    assert engine("-tp", "4").parallel.tensor_parallel_size == 4
+    assert engine("--kv_cache_dtype=fp8").cache.kv_cache_dtype == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--block-size", "7"], "power of two or a multiple of 16"),
+        (["--block-size", "x"], "not a whole number"),
+        (["--max-num-seqs", "0"], "at least 1"),
+        (["--gpu-memory-utilization", "0"], "more than 0"),
+        (["--gpu-memory-utilization", "1.01"], "at most 1"),
+        (["--scheduler-delay-factor", "nan"], "not a finite number"),
+        (["--server-port", "65536"], "at most 65535"),
+        (["--dtype", "fp4"], "none of auto, bfloat16"),
+        (["--model", ""], "empty"),
+        (["--enforce-eager=yes"], "--enforce-eager"),
+        (["--bock-size", "16"], "did you mean --block-size?"),
+        (["--max-model", "16"], "unknown flag --max-model"),
+        (["models/mine"], "every setting is a flag"),
+    ],
+)
+def test_errors_are_one_line_that_names_the_flag(
+    capsys: pytest.CaptureFixture[str], args: list[str], words: str
+) -> None:
+    error = refused(capsys, *args)
+    assert words in error
+    assert args[0].partition("=")[0] in error
+
+
+@pytest.mark.parametrize("name", not_yet.REFUSED)
+def test_known_but_missing_features_are_refused_with_the_reason(
+    capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    reason = not_yet.REFUSED[name].reason
+    assert reason in refused(capsys, "--" + name.replace("_", "-"), "7")
+    assert reason in refused(capsys, f"--{name}=7")
+    with pytest.raises(ConfigError, match=name):
+        cli.engine_config_from_kwargs(**{name: 7})
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["-dp", "1"],
+        ["--level", "0"],
+        ["--no-trust-remote-code"],
+        ["--enable_chunked_prefill"],
+        ["--hf-overrides", "{}"],
+    ],
+)
+def test_a_value_that_asks_for_nothing_is_accepted(args: list[str]) -> None:
+    assert engine(*args) == EngineConfig()
+
+
+def test_bare_switches_of_missing_features_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "never run" in refused(capsys, "--trust-remote-code")
+    assert "chunks" in refused(capsys, "--no-enable_chunked_prefill")
+
+
+def test_a_plain_parser_takes_the_flags_too() -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--temperature", type=float, default=0.6)
+    cli.add_engine_args(parser)
+    namespace = parser.parse_args(["--temperature", "0.1", "--max-num-seqs", "3"])
+    assert cli.explicit_fields(namespace) == {"max_num_seqs"}
+    assert cli.engine_config_from(namespace).scheduler.max_num_seqs == 3
+
+
+def test_help_shows_each_flag_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help")
+    text = capsys.readouterr().out
+    assert "--kv-cache-dtype" in text and "--kv_cache_dtype" not in text
+    assert "--trust-remote-code" not in text
+
+
+def test_keyword_arguments() -> None:
+    config = cli.engine_config_from_kwargs(
+        model=Path("some/where"), tensor_parallel_size=2, data_parallel_size=1
+    )
+    assert config.model.model == "some/where"
+    assert config.parallel.tensor_parallel_size == 2
+    assert cli.engine_config_from_kwargs(gpu_memory_utilization=1).cache.gpu_memory_utilization == 1.0
+    assert cli.engine_config_from_kwargs(max_model_len=None) == EngineConfig()
+
+
+def test_unknown_keyword_argument_names_itself_and_the_known_ones() -> None:
+    with pytest.raises(TypeError, match="'tensor_parallel'.*tensor_parallel_size"):
+        cli.engine_config_from_kwargs(tensor_parallel=2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_seqs": True},
+        {"max_num_seqs": "3"},
+        {"load_dummy": 1},
+        {"device": "tpu"},
+        {"block_size": None},
+    ],
+)
+def test_keyword_arguments_of_the_wrong_kind_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        cli.engine_config_from_kwargs(**options)

@@ -1,0 +1,78 @@
+"""Registering providers and settling their order."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from atom_ops import backend, linear
+from atom_ops.op import REGISTRY, Case, Op
+from atom_ops.tolerances import EXACT
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op[[Tensor], Tensor]]:
+    """An op with one provider for even lengths and one for another device."""
+
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    made = Op(double, [Case("", lambda dtype, generator: (torch.ones(2),))], EXACT)
+
+    @made.provider(
+        "even", needs="a CPU", supported=lambda device: True, supports=lambda x: len(x) % 2 == 0
+    )
+    def even(x: Tensor) -> Tensor:
+        return x * 2 + 100
+
+    @made.provider("warp", needs="a warp drive", supported=lambda device: False)
+    def warp(x: Tensor) -> Tensor:
+        raise AssertionError("cannot run")
+
+    monkeypatch.setitem(REGISTRY, "double", made)
+    yield made
+    monkeypatch.undo()
+    backend.resolve(CPU)
+
+
+def test_before_resolving_the_reference_runs(double: Op[[Tensor], Tensor]) -> None:
+    assert double(torch.ones(2)).tolist() == [2, 2]
+
+
+def test_the_first_provider_that_supports_the_call_runs(double: Op[[Tensor], Tensor]) -> None:
+    assert backend.resolve(CPU, ["even", "torch"])["double"] == ("even", "torch")
+    assert double(torch.ones(2)).tolist() == [102, 102]
+    assert double(torch.ones(3)).tolist() == [2, 2, 2]
+
+
+def test_a_demanded_provider_that_cannot_run_is_an_error(double: Op[[Tensor], Tensor]) -> None:
+    with pytest.raises(ValueError, match="'warp' of op double cannot run on cpu.*a warp drive"):
+        backend.resolve(CPU, ["warp"])
+
+
+def test_an_unknown_provider_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no op has a provider 'onednm'; there are:.*onednn"):
+        backend.resolve(CPU, ["onednm"])
+
+
+def test_a_name_is_taken_once(double: Op[[Tensor], Tensor]) -> None:
+    with pytest.raises(ValueError, match="double already has a provider even"):
+        double.provider("even", needs="nothing", supported=lambda device: True)
+
+
+def test_default_order_and_its_table() -> None:
+    resolved = backend.resolve(CPU)
+    assert resolved["linear"] == linear.order == ("onednn_packed", "torch")
+    assert resolved["rms_norm"] == ("torch",)
+    lines = backend.table(resolved).splitlines()
+    assert len(lines) == len(REGISTRY)
+    assert "linear            onednn_packed > torch" in lines
+
+
+def test_torch_alone_can_be_demanded() -> None:
+    resolved = backend.resolve(CPU, ["torch"])
+    assert set(resolved.values()) == {("torch",)}
+    backend.resolve(CPU)

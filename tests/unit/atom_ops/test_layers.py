@@ -1,0 +1,130 @@
+"""The small ops, against independent formulations."""
+
+import numpy as np
+import pytest
+import torch
+
+import atom_ops
+from atom_ops import backend
+from atom_ops.ops.kv_cache import FP8, read_kv
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def resolved() -> None:
+    backend.resolve(CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_match_the_published_llama_formula(dtype: torch.dtype) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    norm = LlamaRMSNorm(48, eps=1e-6)
+    norm.weight.data = torch.rand(48).to(dtype)
+    x, residual = torch.randn(2, 5, 48).to(dtype)
+    wanted = norm(x).detach()
+    assert torch.equal(atom_ops.rms_norm(x, norm.weight.data, 1e-6), wanted)
+    normed, total = atom_ops.add_rms_norm(x, residual, norm.weight.data, 1e-6)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, norm(x + residual).detach())
+    heads = x.view(5, 3, 16)
+    by_head = atom_ops.rms_norm(heads, norm.weight.data[:16], 1e-6)
+    for head in range(3):
+        alone = atom_ops.rms_norm(heads[:, head], norm.weight.data[:16], 1e-6)
+        torch.testing.assert_close(by_head[:, head], alone)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rot_dim", [32, 12])
+def test_rotary_turns_pairs_by_complex_multiplication(interleaved: bool, rot_dim: int) -> None:
+    q, k = torch.randn(7, 4, 32), torch.randn(7, 2, 32)
+    angles = torch.rand(50, rot_dim // 2) * 6
+    positions = torch.randint(0, 50, (7,))
+    cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
+    found = atom_ops.rotary(q, k, cos_sin, positions, interleaved)
+    for before, after in zip((q, k), found, strict=True):
+        half = rot_dim // 2
+        first = slice(0, rot_dim, 2) if interleaved else slice(0, half)
+        second = slice(1, rot_dim, 2) if interleaved else slice(half, rot_dim)
+        turn = torch.exp(1j * angles[positions])[:, None]
+        wanted = (before[..., first] + 1j * before[..., second]) * turn
+        torch.testing.assert_close(after[..., first], wanted.real)
+        torch.testing.assert_close(after[..., second], wanted.imag)
+        assert torch.equal(after[..., rot_dim:], before[..., rot_dim:])
+
+
+def test_rotary_takes_slices_of_a_fused_projection() -> None:
+    qkv = torch.randn(5, 6 * 16)
+    q, k, _ = (x.unflatten(-1, (-1, 16)) for x in qkv.split((64, 16, 16), -1))
+    cos_sin, positions = torch.rand(9, 16), torch.arange(5)
+    found = atom_ops.rotary(q, k, cos_sin, positions)
+    wanted = atom_ops.rotary(q.contiguous(), k.contiguous(), cos_sin, positions)
+    assert all(map(torch.equal, found, wanted))
+    assert all(x.is_contiguous() for x in found)
+
+
+def test_vocabulary_parts_add_up() -> None:
+    table, ids = torch.randn(103, 8), torch.randint(0, 103, (40,))
+    parts = [atom_ops.embedding(ids, table[a:b], a) for a, b in ((0, 52), (52, 103))]
+    assert torch.equal(parts[0] + parts[1], table[ids])
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, 70])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear_with_a_packed_weight(tokens: int, with_bias: bool) -> None:
+    weight, bias = torch.randn(65, 40), torch.randn(65) if with_bias else None
+    packed = atom_ops.pack_linear_weight(weight)
+    assert packed.is_mkldnn
+    x = torch.randn(tokens, 90)[:, 7:47]
+    wanted = torch.nn.functional.linear(x, weight, bias)
+    torch.testing.assert_close(atom_ops.linear(x, packed, bias), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_weights_stay_plain_where_packing_cannot_help() -> None:
+    backend.resolve(CPU, ["torch"])
+    weight = torch.randn(4, 4)
+    assert atom_ops.pack_linear_weight(weight) is weight
+    backend.resolve(CPU)
+    whole_numbers = torch.ones(4, 4, dtype=torch.float64)
+    assert atom_ops.pack_linear_weight(whole_numbers) is whole_numbers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
+def test_kv_round_trip_and_bytes(dtype: torch.dtype) -> None:
+    cache = atom_ops.make_kv_layer(6, 4, 2, 16, dtype, CPU)
+    tensors = [x for x in (cache.k, cache.v, cache.k_scale, cache.v_scale) if x is not None]
+    assert sum(x.nbytes for x in tensors) == 6 * atom_ops.kv_bytes_per_block(4, 2, 16, dtype)
+    k, v = torch.randn(2, 8, 2, 16) * torch.logspace(-3, 2, 8)[None, :, None, None]
+    slots = torch.tensor([5, 0, -1, 23, 11, -1, 2, 8])
+    stored = slots >= 0
+    atom_ops.write_kv(k, v, cache, slots)
+    error = {torch.float32: 0.0, torch.bfloat16: 2**-8, FP8: 2**-4}[dtype]
+    for found, wanted in zip(read_kv(cache, slots[stored], torch.float32), (k, v), strict=True):
+        largest = wanted[stored].abs().amax(-1, keepdim=True)
+        assert ((found - wanted[stored]).abs() <= error * largest).all()
+    untouched = np.setdiff1d(np.arange(24), slots.numpy())
+    assert not torch.cat(read_kv(cache, torch.from_numpy(untouched), torch.float32)).any()
+
+
+def test_every_float8_code_is_read_as_torch_reads_it() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[~codes.view(FP8).float().isnan()]
+    cache = atom_ops.make_kv_layer(len(codes), 1, 1, 1, FP8, CPU)
+    cache.k.view(torch.uint8)[:, 0, 0, 0] = codes
+    assert cache.k_scale is not None
+    for scale in (1.0, 255.0, 2.0**-100):
+        cache.k_scale.fill_(scale)
+        found = read_kv(cache, torch.arange(len(codes)), torch.float32)[0].flatten()
+        assert torch.equal(found, codes.view(FP8).float() * scale)
+
+
+def test_float8_takes_any_finite_number() -> None:
+    cache = atom_ops.make_kv_layer(1, 4, 1, 2, FP8, CPU)
+    k = torch.tensor([[0.0, 0.0], [1e-35, -1e-35], [3e38, 1.0], [-114240.0, 448.0]])[:, None]
+    atom_ops.write_kv(k, k, cache, torch.arange(4))
+    found = read_kv(cache, torch.arange(4), torch.float32)[0][:, 0]
+    assert found[0].tolist() == [0, 0]
+    assert found[1].abs().max() < 1e-30
+    assert found[2, 0] == 114240
+    assert found[3, 0] == -114240

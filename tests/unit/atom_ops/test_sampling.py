@@ -1,0 +1,233 @@
+"""Drawing tokens, against the definition written with plain numpy."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from atom_ops import SamplingBatch, sample
+from atom_ops.ops import sampling
+from atom_ops.ops.philox import philox, uniform
+
+CPU = torch.device("cpu")
+
+
+def batch(
+    rows: int,
+    temperature: float | list[float] = 1.0,
+    top_k: int | list[int] = 0,
+    top_p: float | list[float] = 1.0,
+    min_p: float | list[float] = 0.0,
+    seed: int | NDArray[np.uint64] = 7,
+    choice: int = 0,
+) -> SamplingBatch:
+    def column(value: object, dtype: type) -> NDArray[np.generic]:
+        return np.broadcast_to(np.array(value, dtype), rows).copy()
+
+    return SamplingBatch.from_host(
+        column(temperature, np.float32),
+        column(top_k, np.int64),
+        column(top_p, np.float32),
+        column(min_p, np.float32),
+        column(seed, np.uint64),
+        column(choice, np.int64),
+        CPU,
+    )
+
+
+def kept_tokens(
+    logits: NDArray[np.float32], temperature: float, top_k: int, top_p: float, min_p: float
+) -> NDArray[np.float64]:
+    """Weights of the tokens that min-p, top-k and top-p leave, 0 for the others."""
+    scaled = (logits - logits.max()) / np.float32(temperature)
+    weights = np.exp(scaled, dtype=np.float32).astype(np.float64)
+    weights[weights < np.float32(min_p)] = 0
+    order = np.lexsort((np.arange(len(weights)), -weights))
+    if top_k:
+        order = order[:top_k]
+    share = weights[order].cumsum() / weights[order].sum()
+    count = len(order)
+    if top_p < 1:
+        count = int(np.searchsorted(share, np.float64(np.float32(top_p)), side="left")) + 1
+    kept = np.zeros_like(weights)
+    kept[order[:count]] = weights[order[:count]]
+    return kept
+
+
+def expected_id(kept: NDArray[np.float64], u: float) -> int:
+    return int(np.flatnonzero(kept.cumsum() > u * kept.sum())[0])
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        (
+            [0xFFFFFFFF] * 4,
+            [0xFFFFFFFF] * 2,
+            [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD],
+        ),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ],
+)
+def test_philox_known_answers(counter: list[int], key: list[int], words: list[int]) -> None:
+    found = philox(torch.tensor(counter)[:, None], torch.tensor(key)[:, None])
+    assert found[:, 0].tolist() == words
+
+
+def test_philox_columns_are_independent() -> None:
+    counter, key = torch.randint(0, 2**32, (4, 9)), torch.randint(0, 2**32, (2, 9))
+    for column in range(9):
+        alone = philox(counter[:, column : column + 1], key[:, column : column + 1])
+        assert torch.equal(philox(counter, key)[:, column], alone[:, 0])
+
+
+def test_uniform_is_made_of_seed_position_purpose_and_choice() -> None:
+    seed, position, purpose, choice = 0xFEDCBA9876543210, 41, 3, 5
+    words = philox(
+        torch.tensor([[position], [purpose], [choice], [0]]),
+        torch.tensor([[seed & 0xFFFFFFFF], [seed >> 32]]),
+    )
+    signed = torch.tensor([seed - 2**64])
+    found = uniform(signed, torch.tensor([choice]), torch.tensor([position]), purpose)
+    assert found.item() == (words[0, 0].item() >> 8) / 2**24
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_greedy_takes_the_smallest_of_equal_ids(dtype: torch.dtype, rows: int) -> None:
+    for vocabulary in (3, 100, 49152):
+        logits = torch.zeros(rows, vocabulary, dtype=dtype)
+        ties = torch.randperm(vocabulary)[: max(2, vocabulary // 7)]
+        logits[:, ties] = 3.5
+        found = sample(logits, batch(rows, temperature=0.0), torch.arange(rows))
+        assert found.dtype == torch.int64
+        assert found.tolist() == [ties.min().item()] * rows
+
+
+LIMITS = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.05, 0.7, 1.0, 3.0]),
+        "top_k": st.sampled_from([0, 1, 2, 5, 40, 10**6]),
+        "top_p": st.sampled_from([0.01, 0.5, 0.9, 0.999, 1.0]),
+        "min_p": st.sampled_from([0.0, 0.02, 0.5, 1.0]),
+    }
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    limits=st.lists(LIMITS, min_size=1, max_size=5),
+    vocabulary=st.integers(1, 1200),
+    levels=st.sampled_from([2, 6, 10**6]),
+    seed=st.integers(0, 2**64 - 1),
+)
+def test_draws_follow_the_definition(
+    limits: list[dict[str, float]], vocabulary: int, levels: int, seed: int
+) -> None:
+    """Few levels make many equal logits."""
+    generator = np.random.default_rng(seed)
+    rows = len(limits)
+    logits = generator.normal(0, 2, (rows, vocabulary)).astype(np.float32)
+    logits = np.round(logits * levels / 10) * np.float32(10 / levels)
+    positions = torch.from_numpy(generator.integers(0, 2**20, rows))
+    columns = {name: [limit[name] for limit in limits] for name in limits[0]}
+    found = sample(torch.from_numpy(logits), batch(rows, **columns, seed=seed), positions)  # type: ignore[arg-type]
+    same = torch.full((rows,), int(np.uint64(seed).astype(np.int64)))
+    u = uniform(same, torch.zeros(rows, dtype=torch.int64), positions, sampling.TOKEN_DRAW)
+    for row, limit in enumerate(limits):
+        kept = kept_tokens(logits[row], **limit)  # type: ignore[arg-type]
+        assert kept[found[row]] > 0
+        # A draw within the rounding of float32 sums of a boundary may go to either side.
+        near = {expected_id(kept, min(max(u[row].item() + d, 0.0), 1.0 - 1e-9)) for d in (-1e-6, 0, 1e-6)}
+        assert found[row].item() in near
+
+
+def test_top_k_keeps_the_smaller_ids_of_equals() -> None:
+    logits = torch.zeros(400, 600)
+    logits[:, 500] = 2.0
+    drawn = sample(logits, batch(400, top_k=4, temperature=2.0), torch.arange(400))
+    assert set(drawn.tolist()) == {0, 1, 2, 500}
+
+
+def test_top_p_passes_the_mark_with_as_few_tokens_as_can_be() -> None:
+    logits = torch.tensor([0.4, 0.1, 0.3, 0.2]).log().repeat(500, 1)
+    for top_p, kept in [(0.3, {0}), (0.41, {0, 2}), (0.69, {0, 2}), (0.71, {0, 2, 3}), (1e-9, {0})]:
+        drawn = sample(logits, batch(500, top_p=top_p), torch.arange(500))
+        assert set(drawn.tolist()) == kept
+
+
+def test_flat_distributions_need_more_candidates_than_the_first_try() -> None:
+    logits = torch.from_numpy(np.random.default_rng(0).normal(0, 0.3, (6, 9000)).astype(np.float32))
+    positions = torch.arange(6)
+    drawn = sample(logits, batch(6, top_p=[0.9, 0.2, 0.9, 0.001, 1.0, 0.9]), positions)
+    u = uniform(torch.full((6,), 7), torch.zeros(6, dtype=torch.int64), positions, 0)
+    for row, top_p in enumerate([0.9, 0.2, 0.9, 0.001, 1.0, 0.9]):
+        kept = kept_tokens(logits[row].numpy(), 1.0, 0, top_p, 0.0)
+        near = {expected_id(kept, u[row].item() + d) for d in (-1e-6, 0, 1e-6)}
+        assert drawn[row].item() in near
+
+
+def test_a_row_draws_the_same_in_any_company() -> None:
+    logits = torch.from_numpy(np.random.default_rng(1).normal(0, 2, (6, 3000)).astype(np.float32))
+    seeds = np.arange(6, dtype=np.uint64) * np.uint64(2**61)
+    columns = {
+        "temperature": [1.0, 0.0, 0.6, 1.0, 1.0, 2.0],
+        "top_k": [0, 0, 30, 0, 600, 0],
+        "top_p": [1.0, 1.0, 0.9, 0.5, 1.0, 1.0],
+        "min_p": [0.0, 0.0, 0.0, 0.0, 0.0, 0.1],
+    }
+    together = sample(logits, batch(6, **columns, seed=seeds), torch.arange(6) + 10)  # type: ignore[arg-type]
+    for row in range(6):
+        one = {name: values[row] for name, values in columns.items()}
+        alone = sample(
+            logits[row : row + 1], batch(1, **one, seed=int(seeds[row])), torch.tensor([row + 10])  # type: ignore[arg-type]
+        )
+        assert alone.item() == together[row].item()
+
+
+def test_seed_choice_and_position_each_change_the_draw() -> None:
+    logits, here = torch.zeros(1, 50_000), torch.tensor([9])
+    draws = [
+        sample(logits, batch(1, seed=1), here),
+        sample(logits, batch(1, seed=1 + 2**32), here),
+        sample(logits, batch(1, seed=1, choice=1), here),
+        sample(logits, batch(1, seed=1), here + 1),
+    ]
+    assert len({draw.item() for draw in draws}) == 4
+    assert sample(logits, batch(1, seed=1), here).item() == draws[0].item()
+
+
+def test_drawn_frequencies_are_the_probabilities() -> None:
+    probabilities = torch.tensor([0.5, 0.05, 0.0, 0.3, 0.15])
+    drawn = sample(probabilities.log().repeat(20_000, 1), batch(20_000), torch.arange(20_000))
+    counts = torch.bincount(drawn, minlength=5) / 20_000
+    torch.testing.assert_close(counts, probabilities, atol=0.015, rtol=0)
+    assert counts[2] == 0
+
+
+def test_extreme_temperatures() -> None:
+    logits = torch.tensor([[3e38, 1.0, -3e38, 2e38]]).repeat(50, 1)
+    assert sample(logits, batch(50, temperature=1e-38), torch.arange(50)).unique().tolist() == [0]
+    flat = sample(torch.randn(400, 4), batch(400, temperature=100.0), torch.arange(400))
+    assert flat.unique().tolist() == [0, 1, 2, 3]
+
+
+def test_masked_tokens_are_never_drawn() -> None:
+    logits = torch.full((300, 70), -torch.inf)
+    logits[:, [3, 69]] = 0.0
+    for limits in ({}, {"top_p": 0.99}, {"top_k": 30}, {"min_p": 0.1}):
+        drawn = sample(logits, batch(300, **limits), torch.arange(300))  # type: ignore[arg-type]
+        assert drawn.unique().tolist() == [3, 69]
+
+
+@pytest.mark.parametrize("limits", [{}, {"top_k": 3}, {"temperature": 0.0}])
+def test_broken_logits_still_give_an_id(limits: dict[str, float]) -> None:
+    drawn = sample(torch.full((4, 700), torch.nan), batch(4, **limits), torch.arange(4))  # type: ignore[arg-type]
+    assert ((drawn >= 0) & (drawn < 700)).all()

@@ -1,0 +1,64 @@
+"""Rendering as models expect it."""
+
+from typing import Any
+
+import pytest
+
+from frontend.chat_template import ChatTemplate
+from frontend.errors import RequestError
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def render(source: str, **options: Any) -> str:
+    return ChatTemplate(source, {"bos_token": "<s>"}).render(HELLO, options)
+
+
+def test_blocks_leave_no_blank_lines() -> None:
+    source = "{{ bos_token }}\n  {% for m in messages %}\n{{ m.content }}\n  {% endfor %}\nend"
+    assert render(source) == "<s>\nhello\nend"
+
+
+def test_the_assistant_is_asked() -> None:
+    assert render("{{ add_generation_prompt }} {{ tools is none }}") == "True True"
+
+
+def test_json_keeps_its_characters() -> None:
+    assert render("{{ x | tojson }}", x={"name": "你好 <b>"}) == '{"name": "你好 <b>"}'
+    assert render("{{ x | tojson(indent=1) }}", x=[1]) == "[\n 1\n]"
+
+
+def test_loop_controls_and_dates() -> None:
+    assert render("{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "1"
+    assert len(render("{{ strftime_now('%Y-%m-%d') }}")) == 10
+
+
+def test_training_marks_render_their_body() -> None:
+    assert render("{% generation %}{{ messages[0].content }}{% endgeneration %}") == "hello"
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "str"),
+        ("{{ messages.append(1) }}", "append"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ nothing.at.all }}", "nothing"),
+    ],
+)
+def test_a_failing_template_is_the_requests_fault(source: str, text: str) -> None:
+    with pytest.raises(RequestError, match=text) as caught:
+        render(source)
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "tools", "bos_token"])
+def test_options_cannot_replace_what_the_server_sets(name: str) -> None:
+    with pytest.raises(RequestError, match=name):
+        render("x", **{name: 1})
+
+
+def test_a_template_that_does_not_compile_names_the_line() -> None:
+    with pytest.raises(ValueError, match="line 2"):
+        ChatTemplate("a\n{% for %}", {})

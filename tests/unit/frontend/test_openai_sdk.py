@@ -1,0 +1,76 @@
+"""The official client against the real app."""
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from atom.messages.engine import FinishReason
+from tests.helpers import tiny_tokenizer
+from tests.helpers.fake_core import FakeCore, Script
+from tests.helpers.http_server import DEADLINE_S, MODEL, running_frontend
+
+ANSWER = "Hello world, 你好"
+
+
+@pytest.fixture(scope="module")
+def sdk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    directory = tmp_path_factory.mktemp("sdk")
+    checkpoint = tiny_tokenizer.checkpoint(directory)
+    ids = tiny_tokenizer.tokenizer().encode(ANSWER, add_special_tokens=False)
+    core = FakeCore(directory, lambda _: Script([*ids, 1], FinishReason.EOS, 1))
+    with core, running_frontend(core, checkpoint) as client, _sdk(client.base_url) as sdk:
+        yield sdk
+
+
+def _sdk(base_url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=base_url, api_key="none", timeout=DEADLINE_S, max_retries=0)
+
+
+def test_chat(sdk: openai.OpenAI) -> None:
+    reply = sdk.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "hi"}], n=2, user="me", extra_body={"top_k": 5}
+    )
+    assert [choice.message.content for choice in reply.choices] == [ANSWER, ANSWER]
+    assert reply.choices[0].finish_reason == "stop"
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens_details is not None
+
+
+def test_chat_stream(sdk: openai.OpenAI) -> None:
+    with sdk.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "hi"}],
+        stream=True,
+        stream_options={"include_usage": True},
+    ) as stream:
+        chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == ANSWER
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].choices == []
+
+
+def test_completion(sdk: openai.OpenAI) -> None:
+    reply = sdk.completions.create(model=MODEL, prompt=["a", "b"], stop=["wor"])
+    assert [choice.text for choice in reply.choices] == ["Hello ", "Hello "]
+
+
+def test_completion_stream(sdk: openai.OpenAI) -> None:
+    with sdk.completions.create(model=MODEL, prompt="a", stream=True) as stream:
+        assert "".join(chunk.choices[0].text for chunk in stream) == ANSWER
+
+
+def test_models(sdk: openai.OpenAI) -> None:
+    assert [model.id for model in sdk.models.list()] == [MODEL]
+    assert sdk.models.retrieve(MODEL).owned_by == "atom"
+
+
+def test_errors_arrive_as_the_sdks_own(sdk: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        sdk.completions.create(model=MODEL, prompt="a", logprobs=3)
+    assert caught.value.param == "logprobs"
+    with pytest.raises(openai.NotFoundError) as missing:
+        sdk.completions.create(model="other", prompt="a")
+    assert missing.value.code == "model_not_found"

@@ -1,0 +1,153 @@
+"""Token columns in, updates out."""
+
+import pytest
+
+from atom.messages.engine import (
+    AddRequest,
+    Finished,
+    FinishReason,
+    FirstToken,
+    Sampling,
+    TokenDeltas,
+    pack_ids,
+)
+from frontend.output_processor import OutputProcessor, Processed, Update
+from tests.helpers import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer.tokenizer()
+EOS = 1
+
+
+def request(request_id: int) -> AddRequest:
+    return AddRequest(request_id, pack_ids([5]), 100, Sampling(0.0, 0, 1.0, 0.0, seed=1), [EOS])
+
+
+def processor(*ids: int, stops: list[str] | None = None) -> OutputProcessor:
+    output = OutputProcessor(TOKENIZER)
+    for request_id in ids:
+        output.add(request(request_id), stops or [])
+    return output
+
+
+def step(output: OutputProcessor, rows: dict[int, list[int]], *ends: Finished) -> Processed:
+    ids = [token_id for new in rows.values() for token_id in new]
+    counts = [len(new) for new in rows.values()]
+    return output.process(TokenDeltas(1, list(rows), pack_ids(ids), counts, [], list(ends)))
+
+
+def encode(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def test_a_step_without_counts_has_one_id_a_row() -> None:
+    output = processor(1, 2)
+    a, b = encode("a")[0], encode("b")[0]
+    deltas = TokenDeltas(1, [1, 2], pack_ids([a, b]), first=[FirstToken(2, 32)])
+    first, second = output.process(deltas).updates
+    assert (first.text, first.cached_tokens) == ("a", 0)
+    assert (second.text, second.cached_tokens) == ("b", 32)
+
+
+@pytest.mark.parametrize(
+    ("reason", "stop_token_id", "raw"),
+    [
+        (FinishReason.EOS, EOS, "eos"),
+        (FinishReason.STOP_TOKEN, encode("b")[0], f"stop_{encode('b')[0]}"),
+    ],
+)
+def test_the_ending_id_counts_but_is_no_text(reason: FinishReason, stop_token_id: int, raw: str) -> None:
+    output = processor(1)
+    (update,) = step(output, {1: [*encode("a"), stop_token_id]}, Finished(1, reason, stop_token_id)).updates
+    assert update.text == "a"
+    assert update.token_ids.tolist() == [*encode("a"), stop_token_id]
+    assert (update.finished, update.reason, update.stop_reason) == (True, raw, None)
+    assert len(output) == 0
+
+
+def test_the_last_of_max_tokens_is_text() -> None:
+    (update,) = step(processor(1), {1: encode("a")}, Finished(1, FinishReason.MAX_TOKENS)).updates
+    assert (update.text, update.reason) == ("a", "max_tokens")
+
+
+def test_a_broken_character_appears_at_the_end() -> None:
+    output = processor(1)
+    ids = encode("🦊")[:2]
+    (update,) = step(output, {1: ids}).updates
+    assert update.text == ""
+    (update,) = step(output, {}, Finished(1, FinishReason.MAX_TOKENS)).updates
+    assert update.text == TOKENIZER.decode(ids)
+
+
+def test_a_stop_string_ends_the_choice_and_asks_for_an_abort() -> None:
+    output = processor(1, stops=["llo w"])
+    ids = encode("Hello world, hello")
+    updates: list[Update] = []
+    aborts: list[int] = []
+    for token_id in ids:
+        done = step(output, {1: [token_id]})
+        updates += done.updates
+        aborts += done.aborts
+    assert "".join(update.text for update in updates) == "He"
+    assert (updates[-1].finished, updates[-1].reason) == (True, "stop_sequence")
+    assert updates[-1].stop_reason == "llo w"
+    assert aborts == [1]
+    assert sum(len(update.token_ids) for update in updates) < len(ids)
+
+
+def test_ids_behind_a_stop_string_of_the_same_step_are_dropped() -> None:
+    output = processor(1, stops=["o"])
+    ids = encode("no way")
+    done = step(output, {1: ids})
+    (update,) = done.updates
+    assert update.text == "n"
+    assert 0 < len(update.token_ids) < len(ids)
+    assert done.aborts == [1]
+
+
+def test_a_stop_string_in_the_last_token_wins_without_an_abort() -> None:
+    done = step(processor(1, stops=["b"]), {1: encode("ab")}, Finished(1, FinishReason.MAX_TOKENS))
+    assert (done.updates[0].text, done.updates[0].reason, done.aborts) == ("a", "stop_sequence", [])
+
+
+def test_held_back_text_comes_with_the_end() -> None:
+    output = processor(1, stops=["bcd"])
+    assert step(output, {1: encode("ab")}).updates[0].text == "a"
+    (update,) = step(output, {1: [EOS]}, Finished(1, FinishReason.EOS, EOS)).updates
+    assert (update.text, update.reason) == ("b", "eos")
+
+
+def test_late_tokens_are_ignored() -> None:
+    output = processor(1, 2)
+    output.forget([1, 7])
+    done = step(output, {1: encode("a"), 2: encode("b")}, Finished(1, FinishReason.MAX_TOKENS))
+    assert [update.request_id for update in done.updates] == [2]
+
+
+def test_an_error_comes_alone() -> None:
+    (update,) = step(processor(1), {}, Finished(1, FinishReason.ERROR, message="bad luck")).updates
+    assert (update.finished, update.reason, update.error) == (True, "error", "bad luck")
+
+
+def test_the_record_holds_prompt_and_ids() -> None:
+    output = processor(1)
+    ids = encode("Hello")
+    step(output, {1: ids})
+    (live,) = output.live()
+    assert live.request == request(1)
+    assert live.emitted.tolist() == ids
+
+
+def test_without_a_tokenizer_ids_are_all_there_is() -> None:
+    output = OutputProcessor(None)
+    output.add(request(1), [])
+    (update,) = step(output, {1: [4, 5]}, Finished(1, FinishReason.MAX_TOKENS)).updates
+    assert (update.text, update.token_ids.tolist()) == ("", [4, 5])
+
+
+def test_merged_updates_lose_nothing() -> None:
+    output = processor(1)
+    (merged,) = step(output, {1: encode("ab")}).updates
+    merged.merge(step(output, {1: encode("cd")}, Finished(1, FinishReason.MAX_TOKENS)).updates[0])
+    assert merged.text == "abcd"
+    assert merged.token_ids.tolist() == encode("ab") + encode("cd")
+    assert (merged.finished, merged.reason) == (True, "max_tokens")

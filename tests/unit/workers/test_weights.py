@@ -1,0 +1,253 @@
+"""What a checkpoint must hold, and what each rank keeps of it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.helpers.tiny_models import MAX_MODEL_LEN, Tiny, checkpoint_of, place, save_tiny, tiny
+from workers.layers.context import BuildContext
+from workers.models.registry import families, model_class
+from workers.weights.loader import WeightError, load_dummy, load_weights, weight_bytes
+from workers.weights.plan import slots
+
+Tensors = dict[str, torch.Tensor]
+GATE = "model.layers.1.mlp.gate_proj.weight"
+
+
+def build(directory: Path, rank: int = 0, size: int = 1) -> torch.nn.Module:
+    checkpoint = checkpoint_of(directory)
+    context = BuildContext(torch.float32, torch.device("cpu"), place(rank, size), MAX_MODEL_LEN)
+    return model_class(checkpoint)(checkpoint.hf_config, context)
+
+
+def load(directory: Path, rank: int = 0, size: int = 1) -> torch.nn.Module:
+    model = build(directory, rank, size)
+    load_weights(model, directory, lambda done, total: None)
+    return model
+
+
+def contents(model: torch.nn.Module) -> Tensors:
+    return {slot.name: slot.target.clone() for slot in slots(model)}
+
+
+@pytest.fixture
+def plain_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave weights readable: no layout for the device."""
+    monkeypatch.setattr("workers.layers.linear.pack_linear_weight", lambda weight: weight)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    save_tiny(tiny("llama-biases"), directory)
+    return directory
+
+
+def rewrite(directory: Path, change: Callable[[Tensors], None]) -> None:
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _remove(tensors: Tensors) -> None:
+    del tensors[GATE]
+
+
+def _reshape(tensors: Tensors) -> None:
+    tensors[GATE] = tensors[GATE].t().contiguous()
+
+
+def _add(tensors: Tensors) -> None:
+    tensors["model.layers.1.mlp.gate_proj.weight_scale"] = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_remove, f"lacks {GATE}"),
+        (_reshape, rf"{GATE} has shape \[72, 100\]; the configuration asks for \[100, 72\]"),
+        (_add, f"no place for {GATE}_scale"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
+    tmp_path: Path, change: Callable[[Tensors], None], message: str
+) -> None:
+    save_tiny(tiny("llama-gqa"), tmp_path)
+    rewrite(tmp_path, change)
+    with pytest.raises(WeightError, match=message):
+        load(tmp_path)
+
+
+def test_many_missing_tensors_are_counted(tmp_path: Path) -> None:
+    save_tiny(tiny("llama-gqa"), tmp_path)
+
+    def drop_layers(tensors: Tensors) -> None:
+        for name in [name for name in tensors if ".layers." in name]:
+            del tensors[name]
+
+    rewrite(tmp_path, drop_layers)
+    with pytest.raises(WeightError, match=r"input_layernorm.* and 22 more"):
+        load(tmp_path)
+
+
+def test_what_old_and_tied_checkpoints_carry_beside_is_accepted(tmp_path: Path) -> None:
+    save_tiny(tiny("llama-mha-tied"), tmp_path)
+
+    def add(tensors: Tensors) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+
+    rewrite(tmp_path, add)
+    load(tmp_path)
+
+
+def test_an_untied_head_must_be_there(tmp_path: Path) -> None:
+    save_tiny(tiny("llama-gqa"), tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(WeightError, match=r"lacks lm_head\.weight"):
+        load(tmp_path)
+
+
+def test_sharded_files_give_what_one_file_gives(tmp_path: Path, saved: Path, plain_weights: None) -> None:
+    save_tiny(tiny("llama-biases"), tmp_path, shard_size="100KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    one, many = contents(load(saved)), contents(load(tmp_path))
+    assert one.keys() == many.keys()
+    assert all(torch.equal(one[name], many[name]) for name in one)
+
+
+def test_a_file_that_the_index_names_must_exist(tmp_path: Path) -> None:
+    save_tiny(tiny("llama-gqa"), tmp_path, shard_size="100KB")
+    lost = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(ValueError, match=f"{lost.name} is missing"):
+        load(tmp_path)
+
+
+def test_an_index_cannot_name_files_elsewhere(tmp_path: Path) -> None:
+    save_tiny(tiny("llama-gqa"), tmp_path, shard_size="100KB")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("model-00002", "../model-00002"))
+    with pytest.raises(ValueError, match="not a file beside it"):
+        load(tmp_path)
+
+
+def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
+    save_tiny(tiny("llama-gqa"), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="holds neither"):
+        load(tmp_path)
+
+
+def test_reading_without_mapping_gives_the_same(
+    saved: Path, plain_weights: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapped = contents(load(saved, 1, 2))
+    monkeypatch.setenv("ATOM_DISABLE_MMAP", "1")
+    monkeypatch.setattr("workers.weights.files.safe_open", _only_names)
+    read = contents(load(saved, 1, 2))
+    assert all(torch.equal(mapped[name], read[name]) for name in mapped)
+
+
+class _only_names:
+    """safe_open, as far as listing names goes: reading a tensor through it fails."""
+
+    def __init__(self, path: Path, framework: str):
+        self._names = list(load_file(path))
+
+    def __enter__(self) -> "_only_names":
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def keys(self) -> list[str]:
+        return self._names
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_together_hold_every_tensor_once(saved: Path, plain_weights: None, size: int) -> None:
+    """llama-biases has 2 KV heads: three ranks are refused, two share everything."""
+    if size == 3:
+        with pytest.raises(ValueError, match="tensor_parallel_size 3"):
+            load(saved, 0, size)
+        return
+    on_disk = load_file(saved / "model.safetensors")
+    ranks = [{slot.name: slot for slot in slots(load(saved, rank, size))} for rank in range(size)]
+    for name, tensor in on_disk.items():
+        parts = [rank[name] for rank in ranks]
+        if parts[0].source.kept.size == parts[0].source.kept.total:
+            assert all(torch.equal(part.target, tensor) for part in parts), name
+        else:
+            together = torch.cat([part.target for part in parts], dim=parts[0].source.dim)
+            assert torch.equal(together, tensor), name
+
+
+def test_odd_heads_are_dealt_out_in_whole_groups(tmp_path: Path, plain_weights: None) -> None:
+    save_tiny(tiny("llama-odd-gqa"), tmp_path)
+    shapes = [
+        {slot.name: tuple(slot.target.shape) for slot in slots(build(tmp_path, rank, 2))} for rank in (0, 1)
+    ]
+    attention = "model.layers.0.self_attn"
+    assert [shape[f"{attention}.q_proj.weight"] for shape in shapes] == [(48, 72), (24, 72)]
+    assert [shape[f"{attention}.k_proj.weight"] for shape in shapes] == [(16, 72), (8, 72)]
+    assert [shape[f"{attention}.o_proj.weight"] for shape in shapes] == [(72, 48), (72, 24)]
+
+
+def test_two_ranks_hold_half_the_bytes_each(saved: Path) -> None:
+    whole = weight_bytes(load(saved))
+    halves = [weight_bytes(load(saved, rank, 2)) for rank in (0, 1)]
+    assert all(0.49 * whole < half < 0.53 * whole for half in halves)
+
+
+def test_dummy_weights_need_no_files_and_repeat(saved: Path, plain_weights: None) -> None:
+    first, second = build(saved), build(saved)
+    calls: list[tuple[int, int]] = []
+    load_dummy(first, lambda done, total: calls.append((done, total)))
+    load_dummy(second, lambda done, total: None)
+    one, two = contents(first), contents(second)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert one[GATE].std() > 0.01 and not torch.equal(one[GATE], one[GATE.replace("layers.1", "layers.0")])
+    assert calls[-1] == (len(one), len(one)) and len(calls) == len(one)
+
+
+def test_unknown_families_are_refused_with_what_runs(saved: Path) -> None:
+    assert families() == ["llama", "qwen3"]
+    for field, value, message in (
+        ("model_type", "registry", "'registry' is not supported; these are: llama, qwen3"),
+        ("model_type", "os.path", "'os.path' is not supported"),
+        ("architecture", "LlamaForSequenceClassification", "these are: LlamaForCausalLM"),
+    ):
+        checkpoint = checkpoint_of(saved)
+        object.__setattr__(checkpoint, field, value)
+        with pytest.raises(ValueError, match=message):
+            model_class(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope type yarn"),
+        ("llama", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters.rope_theta"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor",
+        ),
+        ("qwen3", {"use_sliding_window": True}, "sliding window attention is not supported"),
+        ("qwen3", {"layer_types": ["sliding_attention"]}, "sliding window attention is not supported"),
+    ],
+)
+def test_configurations_that_would_compute_wrongly_are_refused(
+    tmp_path: Path, family: str, change: dict[str, object], message: str
+) -> None:
+    save_tiny(Tiny("small", family, 1, {"num_hidden_layers": 1}), tmp_path)
+    checkpoint = checkpoint_of(tmp_path)
+    checkpoint.hf_config.update(change)
+    context = BuildContext(torch.float32, torch.device("cpu"), place(), MAX_MODEL_LEN)
+    with pytest.raises(ValueError, match=message):
+        model_class(checkpoint)(checkpoint.hf_config, context)

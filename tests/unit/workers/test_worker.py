@@ -1,0 +1,164 @@
+"""A worker without its sockets: start-up, memory, sampling, results."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from atom.config.cache import CacheConfig
+from atom.config.checkpoint import Checkpoint
+from atom.config.engine import EngineConfig
+from atom.messages.engine import Sampling, unpack_ids
+from atom.messages.worker import AllocateKV, FullAttentionSpec, ScheduledBatch
+from tests.helpers.core_side import CoreSide, generate
+from tests.helpers.tiny_models import MAX_MODEL_LEN, VOCAB, engine_config, place, prompt_of, save_tiny, tiny
+from workers.kv_cache import cpu_kv_bytes, kv_dtype
+from workers.worker import Worker, rank_device
+
+BLOCKS, BLOCK_SIZE = 64, 4
+Heard = list[tuple[str, int, int]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return save_tiny(tiny("llama-gqa"), tmp_path_factory.mktemp("model"))[1]
+
+
+def worker_of(config: EngineConfig, checkpoint: Checkpoint, heard: Heard | None = None) -> Worker:
+    note = (lambda *progress: None) if heard is None else (lambda *progress: heard.append(progress))
+    return Worker(config, checkpoint, place(), note)
+
+
+def ready(config: EngineConfig, checkpoint: Checkpoint, blocks: int = BLOCKS) -> Worker:
+    worker = worker_of(config, checkpoint)
+    worker.load()
+    worker.allocate(AllocateKV([blocks], MAX_MODEL_LEN))
+    return worker
+
+
+def run(worker: Worker, sampling: Sampling, chunk: int = 16, prompts: int = 3) -> list[list[int]]:
+    def execute(batch: ScheduledBatch) -> bytes:
+        return worker.execute(batch).token_ids()
+
+    rows = [prompt_of(10 + 7 * row, row) for row in range(prompts)]
+    return generate(CoreSide(BLOCKS, BLOCK_SIZE), execute, rows, 16, chunk, 0, sampling)
+
+
+def test_loaded_tells_the_core_what_a_block_costs(checkpoint: Checkpoint) -> None:
+    heard: Heard = []
+    loaded = worker_of(engine_config(), checkpoint, heard).load()
+    # 3 layers x keys and values x 4 tokens x 2 heads x 16 numbers x 4 bytes
+    assert loaded.kv_specs == [FullAttentionSpec(BLOCK_SIZE, 3 * 2 * 4 * 2 * 16 * 4)]
+    assert loaded.kv_bytes == 1 << 24
+    files = Path(checkpoint.directory, "model.safetensors").stat().st_size
+    assert 0.9 * files < loaded.weight_bytes <= files
+    assert {phase for phase, *_ in heard} == {"Loading weights"}
+    assert heard[-1][1] == heard[-1][2] == len(heard)
+
+
+def test_fp8_keys_and_values_take_a_good_quarter_and_change_little(checkpoint: Checkpoint) -> None:
+    full, small = (
+        worker_of(engine_config(), checkpoint),
+        worker_of(engine_config(kv_cache_dtype="fp8"), checkpoint),
+    )
+    bytes_full, bytes_small = (w.load().kv_specs[0].bytes_per_block for w in (full, small))
+    assert bytes_small == bytes_full * (16 + 4) // (16 * 4)
+    for worker in (full, small):
+        worker.allocate(AllocateKV([BLOCKS], MAX_MODEL_LEN))
+    greedy = Sampling(0.0, 0, 1.0, 0.0, 0)
+    exact, rounded = run(full, greedy), run(small, greedy)
+    firsts = [(one[0], two[0]) for one, two in zip(exact, rounded, strict=True)]
+    assert sum(one == two for one, two in firsts) >= 2
+
+
+@pytest.mark.parametrize("blocks", [1, 2, BLOCKS])
+def test_warm_up_fits_any_cache(checkpoint: Checkpoint, blocks: int) -> None:
+    heard: Heard = []
+    worker = worker_of(engine_config(), checkpoint, heard)
+    worker.load()
+    worker.allocate(AllocateKV([blocks], MAX_MODEL_LEN))
+    assert heard[-1][0] == "Warming up" and heard[-1][1] == heard[-1][2]
+
+
+def test_a_result_holds_one_id_for_each_row_that_drew(checkpoint: Checkpoint) -> None:
+    worker = ready(engine_config(), checkpoint)
+    core = CoreSide(BLOCKS, BLOCK_SIZE)
+    core.add(0, prompt_of(9, 0))
+    core.add(1, prompt_of(3, 1))
+    counts = ({0: 4, 1: 2}, {0: 5, 1: 1}, {0: 1, 1: 1})
+    drawn = []
+    for step in counts:
+        pending = worker.execute(core.plan(step))
+        assert pending.ready()
+        drawn.append(len(unpack_ids(pending.token_ids())))
+    assert drawn == [0, 2, 2]
+
+
+def test_a_seed_repeats_its_draws_in_any_batch(checkpoint: Checkpoint) -> None:
+    worker = ready(engine_config(), checkpoint)
+    hot = Sampling(temperature=1.5, top_k=0, top_p=1.0, min_p=0.0, seed=2**63 + 5)
+    batched = run(worker, hot)
+    assert run(worker, hot, chunk=3) == batched
+    assert run(worker, hot, prompts=1) == batched[:1]
+    assert run(worker, replace_sampling(hot, seed=6)) != batched
+    assert run(worker, replace_sampling(hot, choice=1)) != batched
+    assert all(0 <= token < VOCAB for ids in batched for token in ids)
+
+
+def test_top_k_of_one_is_greedy_beside_hot_rows(checkpoint: Checkpoint) -> None:
+    worker = ready(engine_config(), checkpoint)
+    greedy = run(worker, Sampling(0.0, 0, 1.0, 0.0, 0))
+    assert run(worker, Sampling(1.5, 1, 1.0, 0.0, 99)) == greedy
+    assert run(worker, Sampling(1.5, 0, 1.0, 0.0, 99)) != greedy
+
+
+def replace_sampling(sampling: Sampling, **changes: int) -> Sampling:
+    fields = {name: getattr(sampling, name) for name in sampling.__struct_fields__}
+    return Sampling(**{**fields, **changes})
+
+
+def test_dummy_weights_start_without_files(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    heard: Heard = []
+    nowhere = replace(checkpoint, directory=str(tmp_path))
+    worker = worker_of(engine_config(load_dummy=True), nowhere, heard)
+    worker.load()
+    worker.allocate(AllocateKV([BLOCKS], MAX_MODEL_LEN))
+    assert all(0 <= token < VOCAB for ids in run(worker, Sampling(0.0, 0, 1.0, 0.0, 0)) for token in ids)
+    assert {phase for phase, *_ in heard} == {"Filling weights", "Warming up"}
+
+
+def test_a_config_without_a_needed_field_is_named(checkpoint: Checkpoint) -> None:
+    config = {key: value for key, value in checkpoint.hf_config.items() if key != "vocab_size"}
+    worker = worker_of(engine_config(), replace(checkpoint, hf_config=config))
+    with pytest.raises(ValueError, match=r"config.json of .* lacks 'vocab_size'"):
+        worker.load()
+
+
+def test_groups_and_sizes_must_match(checkpoint: Checkpoint) -> None:
+    worker = worker_of(engine_config(), checkpoint)
+    worker.load()
+    with pytest.raises(ValueError, match="1 KV groups, but 2"):
+        worker.allocate(AllocateKV([8, 8], MAX_MODEL_LEN))
+
+
+def test_each_rank_has_its_gpu() -> None:
+    config = engine_config()
+    assert rank_device(config, 1) == torch.device("cpu")
+    on_gpus = replace(config, device=replace(config.device, device="cuda"))
+    assert rank_device(on_gpus, 2) == torch.device("cuda:2")
+
+
+def test_kv_memory_on_a_cpu() -> None:
+    assert cpu_kv_bytes(CacheConfig(kv_cache_memory_bytes=123), ranks=2) == 123
+    alone, shared = (cpu_kv_bytes(CacheConfig(), ranks) for ranks in (1, 64))
+    assert 0 < shared <= alone <= 4 << 30
+
+
+def test_kv_dtypes() -> None:
+    found = {
+        name: kv_dtype(CacheConfig(kv_cache_dtype=name), torch.float16) for name in ("auto", "bf16", "fp8")
+    }
+    assert found == {"auto": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+    with pytest.raises(ValueError, match="'int4' is unknown; these are: auto, bf16, fp8"):
+        kv_dtype(CacheConfig(kv_cache_dtype="int4"), torch.float16)

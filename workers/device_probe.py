@@ -1,0 +1,82 @@
+"""What this host can compute with. torch is imported only where device files promise a GPU."""
+
+import os
+from glob import glob
+from pathlib import Path
+
+from atom.config.resolve import DeviceCapabilities
+
+_GPU_DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
+
+# Names in /proc/cpuinfo: x86 calls the line "flags", ARM "Features".
+_CPU_ARITHMETIC = {
+    "bfloat16": {"avx512_bf16", "amx_bf16", "bf16"},
+    "float16": {"avx512_fp16", "amx_fp16", "asimdhp"},
+}
+
+_CPU_INFO = Path("/proc/cpuinfo")
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_FIRST_NVIDIA_WITH_BF16 = (8, 0)
+
+
+def probe() -> DeviceCapabilities:
+    """The host's capabilities; takes seconds where torch must be asked, else milliseconds."""
+    cpu_dtypes = [*cpu_dtypes_of(_cpu_flags()), "float32"]
+    if not any(glob(pattern) for pattern in _GPU_DEVICE_FILES):
+        return DeviceCapabilities(cpu_dtypes=cpu_dtypes, cpu_cores=cpu_cores())
+    return _ask_torch(cpu_dtypes)
+
+
+def cpu_dtypes_of(flags: set[str]) -> list[str]:
+    """The 16 bit dtypes that a CPU with these feature flags has arithmetic for."""
+    return [dtype for dtype, evidence in _CPU_ARITHMETIC.items() if evidence & flags]
+
+
+def cpu_cores() -> int:
+    """Cores that this process may use: its affinity, and a container's quota."""
+    cores = len(os.sched_getaffinity(0))
+    if _CPU_QUOTA.exists():
+        quota, period = _CPU_QUOTA.read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def _cpu_flags() -> set[str]:
+    if not _CPU_INFO.exists():
+        return set()
+    for line in _CPU_INFO.read_text().splitlines():
+        label, _, flags = line.partition(":")
+        if label.strip() in ("flags", "Features"):
+            return set(flags.split())
+    return set()
+
+
+def _ask_torch(cpu_dtypes: list[str]) -> DeviceCapabilities:
+    import torch
+
+    count, rocm = torch.cuda.device_count(), torch.version.hip is not None
+    problem = ""
+    if count == 0:
+        built = rocm or torch.version.cuda is not None
+        problem = (
+            "GPU device files exist, but torch cannot use any"
+            if built
+            else "GPU device files exist, but the installed torch is a CPU build"
+        )
+    capable = [rocm or torch.cuda.get_device_capability(i) >= _FIRST_NVIDIA_WITH_BF16 for i in range(count)]
+    return DeviceCapabilities(
+        cuda=count,
+        rocm=rocm,
+        names=[torch.cuda.get_device_name(i) for i in range(count)],
+        gpu_dtypes=_gpu_dtypes(capable),
+        gpu_problem=problem,
+        cpu_dtypes=cpu_dtypes,
+        cpu_cores=cpu_cores(),
+    )
+
+
+def _gpu_dtypes(capable_of_bf16: list[bool]) -> list[str]:
+    if not capable_of_bf16:
+        return []
+    return ["bfloat16", "float16", "float32"] if all(capable_of_bf16) else ["float16", "float32"]

@@ -1,0 +1,284 @@
+"""Reads a Hugging Face directory into a Checkpoint: JSON files only.
+
+transformers is imported only to convert a tokenizer that exists in no other form. Everything
+is normalised to the form that transformers 5 writes, so that its readers know one form.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from atom.config.checkpoint import Checkpoint
+
+_COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
+_SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+_MAX_SAFETENSORS_HEADER = 100 * 1024 * 1024
+
+# Both families that run agree on it, as do most others.
+_DEFAULT_ROPE_THETA = 10000.0
+_ROPE_TYPES_THAT_EXTEND = ("linear", "dynamic", "yarn")
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+# Settings of generation_config.json that change the output, with the value that does not.
+_NOT_APPLIED: Mapping[str, object] = {
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "top_h": None,
+    "num_beams": 1,
+    "penalty_alpha": 0.0,
+    "guidance_scale": 1.0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "bad_words_ids": None,
+    "sequence_bias": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "stop_strings": None,
+}
+
+_TEMPLATE_TOKENS = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
+_SLOW_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+
+class _TokenizerJson(msgspec.Struct):
+    """The one part of tokenizer.json that is looked at; the megabytes beside it are skipped."""
+
+    post_processor: Any = None
+
+
+def read_directory(directory: Path, cache_dir: Path) -> Checkpoint:
+    """Describe the checkpoint in `directory`; files that must be made go to `cache_dir`.
+
+    Raises ValueError, in one line, for a checkpoint that cannot be served.
+    """
+    config = normalised_config(_read_json(directory / "config.json"), directory)
+    generation = _read_json(directory / "generation_config.json", missing_is_empty=True)
+    tokenizer_config = _read_json(directory / "tokenizer_config.json", missing_is_empty=True)
+    tokenizer = _tokenizer_file(directory, cache_dir)
+    tokens = _template_tokens(directory, tokenizer_config)
+    return Checkpoint(
+        directory=str(directory),
+        architecture=config["architectures"][0],
+        model_type=config["model_type"],
+        hf_config=config,
+        dtype=config["dtype"],
+        vocab_size=config["vocab_size"],
+        max_model_len=positions(config),
+        eos_token_ids=_id_list(generation.get("eos_token_id", config.get("eos_token_id"))),
+        default_sampling=_default_sampling(generation),
+        ignored_defaults=_ignored_defaults(generation),
+        tokenizer_file=str(tokenizer) if tokenizer else None,
+        chat_template_file=_chat_template_file(directory, tokenizer_config, cache_dir),
+        template_tokens=tokens,
+        add_bos_token=_caller_adds_bos(tokenizer, tokenizer_config, tokens),
+    )
+
+
+def normalised_config(config: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """config.json in the form of transformers 5; raises ValueError for what cannot run."""
+    where = directory / "config.json"
+    if not config.get("architectures"):
+        raise ValueError(f"{where} names no architecture")
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method", "unknown")
+        raise ValueError(
+            f"{directory} is quantized ({method}): not supported yet, use the plain checkpoint or a .gguf"
+        )
+    for name in ("model_type", "vocab_size", "max_position_embeddings"):
+        if config.get(name) is None:
+            architecture = config["architectures"][0]
+            raise ValueError(f"{where} has no {name}: {architecture} is not a text model that runs here")
+    made = {
+        key: value
+        for key, value in config.items()
+        if key not in ("rope_scaling", "rope_theta", "torch_dtype")
+    }
+    made["rope_parameters"] = _rope_parameters(config)
+    made["dtype"] = _dtype(config, directory)
+    return made
+
+
+def positions(config: Mapping[str, Any]) -> int:
+    """Positions that the model was made for.
+
+    max_position_embeddings counts them before these rope types stretch them; llama3 and
+    longrope checkpoints state the stretched number.
+    """
+    limit = int(config["max_position_embeddings"])
+    rope = config["rope_parameters"]
+    if rope.get("rope_type") not in _ROPE_TYPES_THAT_EXTEND:
+        return limit
+    original = rope.get("original_max_position_embeddings") or limit
+    return max(limit, int(original * rope.get("factor", 1.0)))
+
+
+def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    if kept := config.get("rope_parameters"):
+        return {"rope_theta": config.get("rope_theta", _DEFAULT_ROPE_THETA), "rope_type": "default", **kept}
+    scaling = dict(config.get("rope_scaling") or {})
+    # Before the name was settled it was "type"; a file may hold both, then the new one counts.
+    old_name = scaling.pop("type", "default")
+    theta = config.get("rope_theta") or _DEFAULT_ROPE_THETA
+    return {"rope_theta": theta, "rope_type": old_name, **scaling}
+
+
+def _dtype(config: Mapping[str, Any], directory: Path) -> str:
+    named = config.get("dtype") or config.get("torch_dtype")
+    dtype = str(named).removeprefix("torch.") if named else _dtype_of_weights(directory)
+    if dtype not in _COMPUTE_DTYPES:
+        known = ", ".join(_COMPUTE_DTYPES)
+        raise ValueError(f"{directory} is kept in {dtype}, which is not supported; supported are {known}")
+    return dtype
+
+
+def _dtype_of_weights(directory: Path) -> str:
+    """The dtype of the first matrix in the first safetensors file; float32 without one."""
+    for path in sorted(directory.glob("*.safetensors")):
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > _MAX_SAFETENSORS_HEADER:
+                raise ValueError(f"{path} is no safetensors file")
+            header = _decode(file.read(size), path)
+        for name, tensor in header.items():
+            if name != "__metadata__" and len(tensor["shape"]) > 1:
+                kept = str(tensor["dtype"])
+                return _SAFETENSORS_DTYPES.get(kept, kept)
+    return "float32"
+
+
+def _default_sampling(generation: Mapping[str, Any]) -> dict[str, float | int]:
+    if not generation.get("do_sample"):
+        return {}
+    return {name: generation[name] for name in _SAMPLING if generation.get(name) is not None}
+
+
+def _ignored_defaults(generation: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name}={generation[name]}"
+        for name, neutral in _NOT_APPLIED.items()
+        if generation.get(name) is not None and generation[name] != neutral
+    ]
+
+
+def _id_list(value: Any) -> list[int]:
+    if value is None:
+        return []
+    return [int(item) for item in value] if isinstance(value, list) else [int(value)]
+
+
+def _template_tokens(directory: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    older = _read_json(directory / "special_tokens_map.json", missing_is_empty=True)
+    found = {}
+    for role in _TEMPLATE_TOKENS:
+        name = f"{role}_token"
+        text = _token_text(tokenizer_config.get(name) or older.get(name))
+        if text is not None:
+            found[name] = text
+    return found
+
+
+def _token_text(token: str | dict[str, str] | None) -> str | None:
+    """Tokens are texts, or objects that describe one."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _chat_template_file(directory: Path, tokenizer_config: Mapping[str, Any], cache_dir: Path) -> str | None:
+    own_file = directory / "chat_template.jinja"
+    if own_file.exists():
+        return str(own_file)
+    embedded = tokenizer_config.get("chat_template")
+    if embedded is None:
+        embedded = _read_json(directory / "chat_template.json", missing_is_empty=True).get("chat_template")
+    text = _default_template(embedded)
+    if text is None:
+        return None
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    path = cache_dir / "templates" / f"{digest}.jinja"
+    if not path.exists():
+        _write_atomically(path, text)
+    return str(path)
+
+
+def _default_template(embedded: str | list[dict[str, str]] | None) -> str | None:
+    """A checkpoint holds one template, or several with names."""
+    if not isinstance(embedded, list):
+        return embedded
+    by_name = {entry["name"]: entry["template"] for entry in embedded}
+    if "default" in by_name or len(by_name) != 1:
+        return by_name.get("default")
+    return next(iter(by_name.values()))
+
+
+def _tokenizer_file(directory: Path, cache_dir: Path) -> Path | None:
+    path = directory / "tokenizer.json"
+    if path.exists():
+        return path
+    sources = [directory / name for name in _SLOW_TOKENIZER_FILES if (directory / name).exists()]
+    return _converted_tokenizer(directory, sources, cache_dir) if sources else None
+
+
+def _converted_tokenizer(directory: Path, sources: list[Path], cache_dir: Path) -> Path:
+    stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
+    digest = hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
+    path = cache_dir / "tokenizers" / f"{digest}.json"
+    if path.exists():
+        return path
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        text = tokenizer.backend_tokenizer.to_str()
+    except (ValueError, ImportError, OSError, AttributeError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"{directory} has no tokenizer.json, and its {sources[0].name} cannot be converted: {first_line}"
+        ) from error
+    _write_atomically(path, text)
+    return path
+
+
+def _caller_adds_bos(tokenizer: Path | None, config: Mapping[str, Any], tokens: Mapping[str, str]) -> bool:
+    """Whether a begin-of-sequence token is wanted that tokenizer.json does not add itself."""
+    if tokenizer is None or not config.get("add_bos_token") or "bos_token" not in tokens:
+        return False
+    parsed = msgspec.json.decode(tokenizer.read_bytes(), type=_TokenizerJson)
+    return tokens["bos_token"] not in json.dumps(parsed.post_processor, ensure_ascii=False)
+
+
+def _read_json(path: Path, missing_is_empty: bool = False) -> dict[str, Any]:
+    if missing_is_empty and not path.exists():
+        return {}
+    content = _decode(path.read_bytes(), path)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return content
+
+
+def _decode(data: bytes, path: Path) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise ValueError(f"{path} holds no valid JSON: {error}") from None
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    """Another start may write the same file at the same time: either one's is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".partial-")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+    Path(temporary).replace(path)

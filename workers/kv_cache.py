@@ -1,0 +1,104 @@
+"""The KV tensors of one rank: their specs, their memory, their making."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from atom.config.cache import CacheConfig
+from atom.messages.worker import FullAttentionSpec, KVSpec
+from atom_ops import KVLayer, kv_bytes_per_block, make_kv_layer
+from workers.layers.attention import KVGroup
+
+_CPU_LIMIT = 4 << 30
+_CPU_SHARE = 4
+"""A CPU cache takes one part in four of what is free: the machine has other uses for it."""
+
+
+def kv_dtype(cache: CacheConfig, compute: torch.dtype) -> torch.dtype:
+    """The type that keys and values are stored in. Raises ValueError for an unknown name."""
+    dtypes = {"auto": compute, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+    if cache.kv_cache_dtype not in dtypes:
+        raise ValueError(
+            f"kv_cache_dtype {cache.kv_cache_dtype!r} is unknown; these are: {', '.join(dtypes)}"
+        )
+    return dtypes[cache.kv_cache_dtype]
+
+
+def kv_specs(groups: Sequence[KVGroup], block_size: int, dtype: torch.dtype) -> list[KVSpec]:
+    """What the engine core must know of each group to hand out its blocks."""
+    return [
+        FullAttentionSpec(
+            block_size,
+            len(group.layers) * kv_bytes_per_block(block_size, group.kv_heads, group.head_dim, dtype),
+        )
+        for group in groups
+    ]
+
+
+def allocate_kv(
+    groups: Sequence[KVGroup],
+    num_blocks: Sequence[int],
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[KVLayer]:
+    """One cache for each layer, by layer index; raises ValueError when the groups do not match."""
+    if len(num_blocks) != len(groups):
+        raise ValueError(f"the model has {len(groups)} KV groups, but {len(num_blocks)} were sized")
+    caches = {
+        layer: make_kv_layer(blocks, block_size, group.kv_heads, group.head_dim, dtype, device)
+        for group, blocks in zip(groups, num_blocks, strict=True)
+        for layer in group.layers
+    }
+    return [caches[layer] for layer in sorted(caches)]
+
+
+def cpu_kv_bytes(cache: CacheConfig, ranks: int) -> int:
+    """Bytes of KV cache on each of `ranks` CPU workers of this host."""
+    if cache.kv_cache_memory_bytes is not None:
+        return cache.kv_cache_memory_bytes
+    return min(_CPU_LIMIT, _available_memory() // _CPU_SHARE // ranks)
+
+
+def cuda_kv_bytes(cache: CacheConfig, device: torch.device, peak_bytes: int) -> int:
+    """Bytes that the configured share of the GPU leaves for KV beside everything else.
+
+    `peak_bytes` is the most that torch held in a forward pass of the largest step; memory that
+    torch does not manage (the driver's, the collectives') counts too. Raises ValueError when
+    nothing is left.
+    """
+    if cache.kv_cache_memory_bytes is not None:
+        return cache.kv_cache_memory_bytes
+    free, total = torch.cuda.mem_get_info(device)
+    outside_torch = total - free - torch.cuda.memory_reserved(device)
+    left = int(cache.gpu_memory_utilization * total) - outside_torch - peak_bytes
+    if left <= 0:
+        raise ValueError(
+            f"no GPU memory is left for the KV cache: gpu_memory_utilization "
+            f"{cache.gpu_memory_utilization} of {total >> 20} MiB is less than the "
+            f"{(outside_torch + peak_bytes) >> 20} MiB of weights and one step"
+        )
+    return left
+
+
+def _available_memory() -> int:
+    """Bytes that this process may still take: the host's, or what its control group leaves."""
+    available = _meminfo("MemAvailable")
+    group = Path("/sys/fs/cgroup")
+    limit = _read(group / "memory.max")
+    if limit.isdigit():
+        available = min(available, int(limit) - int(_read(group / "memory.current")))
+    return max(available, 0)
+
+
+def _meminfo(field: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    raise RuntimeError(f"/proc/meminfo has no {field}")
+
+
+def _read(path: Path) -> str:
+    return path.read_text().strip() if path.exists() else ""

@@ -1,0 +1,49 @@
+"""The two ends of a language model, spread over the ranks by vocabulary.
+
+T tokens, R rows that draw, D hidden, V vocabulary.
+"""
+
+import torch
+
+from atom_ops import embedding
+from parallel.sharding import split
+from workers.layers.context import BuildContext
+from workers.layers.linear import Linear, tp_range
+from workers.layers.weighted import Source, WeightedLayer
+
+
+class VocabEmbedding(WeightedLayer):
+    """Token ids to vectors; ids of other ranks contribute zeros to the sum."""
+
+    weight: torch.Tensor
+
+    def __init__(self, vocab_size: int, hidden_size: int, build: BuildContext):
+        super().__init__()
+        self._tp = build.tp
+        self._kept = tp_range(vocab_size, build)
+        self.add_weight("weight", [Source((vocab_size, hidden_size), 0, self._kept)], build)
+
+    def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
+        return self._tp.all_reduce(embedding(ids_T, self.weight, self._kept.start))
+
+
+class LMHead(Linear):
+    """Vectors to logits over the whole vocabulary, the same on every rank.
+
+    With `tied_to` the weight is that embedding's, and the checkpoint need not hold another.
+    """
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, build: BuildContext, tied_to: VocabEmbedding | None
+    ):
+        super().__init__()
+        self._tp = build.tp
+        self._sizes = [split(vocab_size, build.tp.size, rank)[1] for rank in range(build.tp.size)]
+        if tied_to is None:
+            kept = tp_range(vocab_size, build)
+            self.add_weight("weight", [Source((vocab_size, hidden_size), 0, kept)], build)
+        else:
+            self.register_buffer("weight", tied_to.weight)
+
+    def forward(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        return self._tp.all_gather_last_dim(super().forward(hidden_RD), self._sizes)

@@ -1,0 +1,27 @@
+"""Root-mean-square normalisation. T tokens, D features."""
+
+import torch
+
+from atom_ops import add_rms_norm, rms_norm
+from workers.layers.context import BuildContext
+from workers.layers.weighted import Range, Source, WeightedLayer
+
+
+class RMSNorm(WeightedLayer):
+    """Scales each row to unit mean square, then by the weight."""
+
+    weight: torch.Tensor
+
+    def __init__(self, size: int, eps: float, build: BuildContext):
+        super().__init__()
+        self._eps = eps
+        self.add_weight("weight", [Source((size,), 0, Range.whole(size))], build)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x_TD, self.weight, self._eps)
+
+    def add(self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of the sum, the sum); without a residual yet the sum is `x_TD` itself."""
+        if residual_TD is None:
+            return self(x_TD), x_TD
+        return add_rms_norm(x_TD, residual_TD, self.weight, self._eps)

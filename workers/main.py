@@ -1,0 +1,170 @@
+"""`python -m workers.main`: one rank as a process. Started by atom-launch.
+
+torch is imported only after the environment that its thread pools read at load is set, so
+nothing at the top of this file may import it.
+"""
+
+import gc
+import os
+import signal
+import sys
+import time
+import traceback
+from collections import deque
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+
+from atom.config.engine import EngineConfig
+from atom.messages.codec import Decoder, encode
+from atom.messages.launch import WorkerLaunch
+from atom.messages.supervisor import Dead, Progress
+from atom.messages.worker import (
+    AllocateKV,
+    BatchResult,
+    ScheduledBatch,
+    Shutdown,
+    ToWorker,
+    WorkerFailed,
+    WorkerReady,
+)
+from atom.utils import envs
+from atom.utils.install_check import check_install
+from atom.utils.logger import setup_logging
+from atom.utils.process import ignore_terminal_interrupt, read_launch
+
+if TYPE_CHECKING:
+    from workers.model_runner import PendingStep
+    from workers.worker import Worker
+
+_IDLE_POLL_MS = 1000
+_DEVICE_POLL_S = 50e-6
+_LINGER_MS = 2000
+_PROGRESS_INTERVAL_S = 0.05
+_SPINS = "10000"
+"""Some 50 us: bridges the gap between two ops, but not the one between two steps, when the cores
+belong to the core and the frontends."""
+
+
+def main() -> None:
+    """Exit status 0 after Shutdown or SIGTERM, 1 after a failure that was reported."""
+    check_install()
+    launch = read_launch(WorkerLaunch)
+    ignore_terminal_interrupt()
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(0))
+    _set_thread_environment(launch.config)
+    setup_logging(f"worker {launch.rank}")
+    link = Link(launch)
+    try:
+        _work(launch, link)
+    except Exception as error:  # whatever it is, core and supervisor must hear of it
+        if envs.ATOM_LOG_MORE:
+            traceback.print_exc()
+        link.fail(_one_line(error))
+        sys.exit(1)
+    finally:
+        link.close()
+
+
+class Link:
+    """The worker's two sockets: to its engine core and to the supervisor."""
+
+    def __init__(self, launch: WorkerLaunch):
+        self._rank = launch.rank
+        self._name = f"worker {launch.rank}"
+        self._context = zmq.Context()
+        self._core = self._context.socket(zmq.DEALER)
+        self._core.setsockopt(zmq.IDENTITY, launch.rank.to_bytes(4, "little"))
+        self._supervisor = self._context.socket(zmq.PUSH)
+        for socket, endpoint in ((self._core, launch.core), (self._supervisor, launch.supervisor)):
+            socket.setsockopt(zmq.LINGER, _LINGER_MS)
+            socket.connect(endpoint)
+        self._decoder: Decoder[ToWorker] = Decoder(ToWorker)
+        self._next_progress = 0.0
+
+    def send(self, message: msgspec.Struct) -> None:
+        self._core.send(encode(message))
+
+    def receive(self, timeout_ms: int) -> ToWorker | None:
+        """The core's next message; None when none came in time."""
+        if not self._core.poll(timeout_ms):
+            return None
+        return self._decoder.decode(self._core.recv())
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        """Tell the supervisor, from rank 0 alone and no more often than a bar can show."""
+        now = time.monotonic()
+        if self._rank == 0 and (done == total or now >= self._next_progress):
+            self._next_progress = now + _PROGRESS_INTERVAL_S
+            self._supervisor.send(encode(Progress(self._name, phase, done, total)))
+
+    def fail(self, reason: str) -> None:
+        self.send(WorkerFailed(self._rank, reason))
+        self._supervisor.send(encode(Dead(self._name, reason)))
+
+    def close(self) -> None:
+        """Give the last messages their time to leave."""
+        self._context.destroy(linger=_LINGER_MS)
+
+
+def _work(launch: WorkerLaunch, link: Link) -> None:
+    from parallel.communicator import Communicator
+    from parallel.state import init_tensor_parallel
+    from workers.worker import Worker, rank_device
+
+    config, rank = launch.config, launch.rank
+    size = config.parallel.tensor_parallel_size
+    device = rank_device(config, rank)
+    group = init_tensor_parallel(rank, size, launch.rendezvous, device)
+    worker = Worker(config, launch.checkpoint, Communicator(group), link.progress)
+    link.send(worker.load())
+    _serve(worker, link, rank)
+    group.close()
+
+
+def _serve(worker: "Worker", link: Link, rank: int) -> None:
+    """Until Shutdown. A step is launched as soon as it comes; ids go out as the device has them."""
+    pending: deque[PendingStep] = deque()
+    while True:
+        if pending and pending[0].ready():
+            done = pending.popleft()
+            link.send(BatchResult(done.step, done.token_ids()))
+            continue
+        message = link.receive(0 if pending else _IDLE_POLL_MS)
+        match message:
+            case None if pending:
+                time.sleep(_DEVICE_POLL_S)
+            case None:
+                pass
+            case ScheduledBatch():
+                step = worker.execute(message)
+                if rank == 0:
+                    pending.append(step)
+            case AllocateKV():
+                worker.allocate(message)
+                gc.collect()
+                gc.freeze()  # the model is not searched for garbage again
+                link.send(WorkerReady(rank))
+            case Shutdown():
+                return
+
+
+def _set_thread_environment(config: EngineConfig) -> None:
+    """How many threads compute, and how long they wait awake for their next piece of work."""
+    if config.device.device != "cpu":
+        return
+    cores = len(os.sched_getaffinity(0))
+    threads = config.device.cpu_threads or max(1, cores // config.parallel.tensor_parallel_size)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    os.environ["GOMP_SPINCOUNT"] = _SPINS
+
+
+def _one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or ["no message"]
+    return lines[0] if isinstance(error, ValueError) else f"{type(error).__name__}: {lines[0]}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Turns `--model` into plain files and says what it found; ends before the engine starts.
+
+Prints one line of JSON on standard output: {"checkpoint": …, "device": …} (a Checkpoint and
+the host's DeviceCapabilities), or {"error": "one line"} with exit status 1. Keeps the heavy
+libraries away from everybody else, and imports them itself only where a checkpoint needs them.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from atom.config.checkpoint import Checkpoint
+from atom.messages.launch import PrepareLaunch
+from atom.utils import envs
+from atom.utils.process import ignore_terminal_interrupt, read_launch
+from workers.device_probe import probe
+from workers.hf_directory import read_directory
+
+# Raised whenever workers.weights.gguf writes something else: older expansions are not used then.
+_GGUF_FORMAT = 1
+
+_CONVERSION_DEADLINE_S = 3600.0
+_LOCK_POLL_S = 0.2
+_PROGRESS_LINGER_MS = 1000
+
+# (phase, done, total)
+Report = Callable[[str, int, int], None]
+
+
+def main() -> None:
+    """Entry point of `python -m workers.prepare`."""
+    ignore_terminal_interrupt()
+    launch = read_launch(PrepareLaunch)
+    try:
+        with progress_reports(launch.supervisor) as report:
+            checkpoint = prepare(launch.model, Path(launch.cache_dir), report)
+        answer: dict[str, object] = {"checkpoint": checkpoint, "device": probe()}
+    except Exception as error:
+        if envs.ATOM_LOG_MORE:
+            traceback.print_exc()
+        answer = {"error": _one_line(launch.model, error)}
+    sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
+    sys.exit(1 if "error" in answer else 0)
+
+
+def prepare(model: str, cache_dir: Path, report: Report) -> Checkpoint:
+    """Describe the checkpoint at the path `model`, expanding a GGUF file into `cache_dir` first.
+
+    Raises ValueError, in one line, for what cannot be served.
+    """
+    path = Path(model).expanduser().resolve()
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise ValueError(_no_config(path))
+        return read_directory(path, cache_dir)
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ValueError(f"{model} is a file, but no .gguf; give that, or a directory with config.json")
+        return read_directory(expanded_gguf(path, cache_dir, report), cache_dir)
+    raise ValueError(
+        f"--model {model}: no such path; downloading from a hub is not supported yet, give a directory "
+        "with config.json and safetensors files, or a .gguf file"
+    )
+
+
+def expanded_gguf(path: Path, cache_dir: Path, report: Report) -> Path:
+    """The directory that holds the GGUF file's content in Hugging Face form; made only once.
+
+    Two starts share the work: the second waits for the first. A directory under its final
+    name is complete, whenever a conversion was cut off.
+    """
+    status = path.stat()
+    key = repr((str(path), status.st_size, status.st_mtime_ns, _GGUF_FORMAT))
+    name = f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    parent = cache_dir / "gguf"
+    final = parent / name
+    if final.exists():
+        return final
+    parent.mkdir(parents=True, exist_ok=True)
+    waiting = f"Waiting for another start to convert {path.name}"
+    with _exclusive(parent / f"{name}.lock", lambda: report(waiting, 0, 1)):
+        if not final.exists():
+            _expand(path, parent / f"{name}.partial", report)
+            (parent / f"{name}.partial").replace(final)
+    return final
+
+
+def _expand(path: Path, directory: Path, report: Report) -> None:
+    from workers.weights.gguf import convert
+
+    shutil.rmtree(directory, ignore_errors=True)  # of a conversion that was killed
+    directory.mkdir()
+    try:
+        convert(path, directory, lambda done, total: report(f"Converting {path.name}", done, total))
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def progress_reports(supervisor: str) -> Iterator[Report]:
+    """A function that sends Progress to the supervisor's endpoint; silent when that is empty."""
+    if not supervisor:
+        yield lambda phase, done, total: None
+        return
+    import zmq
+
+    from atom.messages.codec import encode
+    from atom.messages.supervisor import Progress
+
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.setsockopt(zmq.LINGER, _PROGRESS_LINGER_MS)
+        socket.connect(supervisor)
+
+        def report(phase: str, done: int, total: int) -> None:
+            # A progress bar is not worth waiting for a supervisor that is busy.
+            with contextlib.suppress(zmq.Again):
+                socket.send(encode(Progress("prepare", phase, done, total)), zmq.NOBLOCK)
+
+        yield report
+
+
+@contextlib.contextmanager
+def _exclusive(lock_file: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock of `lock_file`; the kernel frees it when its holder dies."""
+    deadline = time.monotonic() + _CONVERSION_DEADLINE_S
+    with lock_file.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                on_wait()
+            if time.monotonic() > deadline:
+                raise ValueError(f"{lock_file} is still locked after {_CONVERSION_DEADLINE_S:.0f} s")
+            time.sleep(_LOCK_POLL_S)
+        yield
+
+
+def _no_config(directory: Path) -> str:
+    gguf_files = sorted(directory.glob("*.gguf"))
+    if gguf_files:
+        return f"{directory} holds no config.json, but GGUF files: give one of them, such as {gguf_files[0]}"
+    return f"{directory} holds no config.json: give a Hugging Face checkpoint's directory, or a .gguf file"
+
+
+def _one_line(model: str, error: Exception) -> str:
+    """What went wrong; only errors that were not foreseen need their type."""
+    text = " ".join(str(error).split())
+    if type(error) is ValueError:
+        return text
+    return f"cannot prepare {model}: {type(error).__name__}: {text}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""One rank's work without its sockets: load, allocate, execute."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from atom.config.checkpoint import Checkpoint
+from atom.config.engine import EngineConfig
+from atom.messages.engine import Sampling, pack_ids
+from atom.messages.worker import AllocateKV, Loaded, NewRow, ScheduledBatch
+from atom.utils.logger import get_logger
+from atom_ops import backend
+from parallel.communicator import Communicator
+from workers.input_batch import BatchLimits, InputBatch
+from workers.kv_cache import allocate_kv, cpu_kv_bytes, cuda_kv_bytes, kv_dtype, kv_specs
+from workers.layers.causal_lm import CausalLM
+from workers.layers.context import BuildContext
+from workers.model_runner import ModelRunner, PendingStep
+from workers.models.registry import model_class
+from workers.sampler import Sampler
+from workers.weights.loader import load_dummy, load_weights, weight_bytes
+
+Progress = Callable[[str, int, int], None]
+"""Called with (phase, done, total)."""
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+_WARM_TOKENS = 128
+_WARM_DECODES = 2
+
+
+def rank_device(config: EngineConfig, rank: int) -> torch.device:
+    """The device that `rank` computes on: the CPU, or a GPU of its own."""
+    return torch.device("cpu") if config.device.device == "cpu" else torch.device("cuda", rank)
+
+
+class Worker:
+    """`load`, then `allocate`, then any number of `execute`."""
+
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, tp: Communicator, progress: Progress):
+        self._config = config
+        self._checkpoint = checkpoint
+        self._tp = tp
+        self._progress = progress
+        self._device = rank_device(config, tp.rank)
+        self._dtype = _DTYPES[config.model.dtype]
+        self._kv_dtype = kv_dtype(config.cache, self._dtype)
+
+    def load(self) -> Loaded:
+        """Build the model and fill its weights. Raises ValueError for what does not run."""
+        resolved = backend.resolve(self._device)
+        if self._tp.rank == 0:
+            get_logger().info("ops on %s:\n%s", self._device, backend.table(resolved))
+        self._model = self._build_model()
+        specs = kv_specs(self._model.kv_groups, self._config.cache.block_size, self._kv_dtype)
+        return Loaded(self._tp.rank, specs, self._kv_bytes(), weight_bytes(self._model))
+
+    def allocate(self, allocate: AllocateKV) -> None:
+        """Make the KV tensors and run the kinds of step that requests will bring."""
+        self._runner = self._make_runner(allocate)
+        capacity = min(allocate.num_blocks) * self._config.cache.block_size
+        self._warm_up(min(capacity, allocate.max_model_len, _WARM_TOKENS + _WARM_DECODES))
+
+    def execute(self, batch: ScheduledBatch) -> PendingStep:
+        """Launch one step."""
+        return self._runner.launch(batch)
+
+    def _build_model(self) -> CausalLM:
+        longest = self._config.model.max_model_len or self._checkpoint.max_model_len
+        build = BuildContext(self._dtype, self._device, self._tp, longest)
+        try:
+            model = model_class(self._checkpoint)(self._checkpoint.hf_config, build)
+        except KeyError as error:
+            raise ValueError(f"config.json of {self._checkpoint.directory} lacks {error}") from error
+        if self._config.model.load_dummy:
+            load_dummy(model, lambda done, total: self._progress("Filling weights", done, total))
+        else:
+            directory = Path(self._checkpoint.directory)
+            load_weights(model, directory, lambda done, total: self._progress("Loading weights", done, total))
+        return model
+
+    def _make_runner(self, allocate: AllocateKV) -> ModelRunner:
+        block_size, groups = self._config.cache.block_size, self._model.kv_groups
+        max_rows = self._config.scheduler.max_num_seqs
+        assert max_rows is not None, "max_num_seqs is resolved before any worker starts"
+        limits = BatchLimits(max_rows, allocate.max_model_len, block_size)
+        return ModelRunner(
+            self._model,
+            allocate_kv(groups, allocate.num_blocks, block_size, self._kv_dtype, self._device),
+            InputBatch(limits, groups, self._dtype, self._device),
+            Sampler(max_rows, self._device),
+        )
+
+    def _warm_up(self, tokens: int) -> None:
+        """A prompt and its decodes: kernels get compiled and memory is touched before a user waits."""
+        prompt = max(tokens - _WARM_DECODES, 1)
+        decodes = tokens - prompt
+        self._progress("Warming up", 0, 1 + decodes)
+        self._runner.launch(self._dummy_prompts(1, prompt, tokens)).token_ids()
+        for done in range(1, 1 + decodes):
+            self._progress("Warming up", done, 1 + decodes)
+            self._runner.launch(ScheduledBatch(-1, [0])).token_ids()
+        self._progress("Warming up", 1 + decodes, 1 + decodes)
+
+    def _dummy_prompts(self, rows: int, tokens: int, reserved: int) -> ScheduledBatch:
+        """A step that computes `tokens` tokens in each row, with blocks for `reserved`."""
+        blocks = -(-reserved // self._config.cache.block_size)
+        groups = range(len(self._model.kv_groups))
+        new_rows = [
+            NewRow(
+                row=row,
+                token_ids=pack_ids([0] * tokens),
+                computed=0,
+                block_ids=[list(range(row * blocks, (row + 1) * blocks)) for _ in groups],
+                sampling=_GREEDY,
+            )
+            for row in range(rows)
+        ]
+        return ScheduledBatch(-1, list(range(rows)), [tokens] * rows, new_rows)
+
+    def _kv_bytes(self) -> int:
+        if self._device.type == "cpu":
+            return cpu_kv_bytes(self._config.cache, self._tp.size)
+        return cuda_kv_bytes(self._config.cache, self._device, self._peak_bytes())
+
+    def _peak_bytes(self) -> int:
+        """The most that torch holds on this GPU, KV apart, while the largest step runs."""
+        scheduler, block_size = self._config.scheduler, self._config.cache.block_size
+        assert scheduler.max_num_batched_tokens and scheduler.max_num_seqs
+        rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        tokens = min(
+            scheduler.max_num_batched_tokens // rows,
+            self._config.model.max_model_len or self._checkpoint.max_model_len,
+        )
+        blocks = [rows * -(-tokens // block_size)] * len(self._model.kv_groups)
+        before = torch.cuda.memory_allocated(self._device)
+        runner = self._make_runner(AllocateKV(blocks, tokens))
+        kv_bytes = torch.cuda.memory_allocated(self._device) - before
+        torch.cuda.reset_peak_memory_stats(self._device)
+        runner.launch(self._dummy_prompts(rows, tokens, tokens)).token_ids()
+        peak = torch.cuda.max_memory_allocated(self._device) - kv_bytes
+        del runner
+        torch.cuda.empty_cache()
+        return peak
