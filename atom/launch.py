@@ -13,7 +13,6 @@ import signal  # noqa: E402
 import socket  # noqa: E402
 import sys  # noqa: E402
 import time  # noqa: E402
-from importlib.metadata import PackageNotFoundError, version  # noqa: E402
 
 from atom.config.cli import (  # noqa: E402
     CommandLineParser,
@@ -32,6 +31,7 @@ from atom.supervisor import StartError, Supervisor  # noqa: E402
 from atom.utils import envs  # noqa: E402
 from atom.utils.logger import setup_logging  # noqa: E402
 from atom.utils.net import listen_socket  # noqa: E402
+from atom.utils.version import atom_version  # noqa: E402
 
 # What the frontend may take beyond its own deadline before it is killed.
 _STOP_MARGIN_S = 5.0
@@ -55,8 +55,9 @@ class Launcher:
             signal.signal(number, self._on_signal)
         listener = listen_socket(self.server.host, self.server.server_port)
         with listener, Supervisor(self._bars.update) as supervisor:
-            if self._start(supervisor, listener):
-                self._print_banner(supervisor, port=listener.getsockname()[1])
+            if not self._start(supervisor, listener):
+                return
+            self._print_banner(supervisor, port=listener.getsockname()[1])
             while not self._stopping():
                 supervisor.check()
             self._logger.info("stopping: running requests may finish")
@@ -84,7 +85,7 @@ class Launcher:
             ("layout", f"{config.parallel.tensor_parallel_size} x {config.device.device}"),
             (
                 "KV cache",
-                f"{details.get('kv_tokens', 0):,} tokens ({config.cache.kv_cache_dtype}), "
+                f"{details.get('kv_tokens', 0):,} tokens ({_kv_dtype(config)}), "
                 f"at most {details.get('max_model_len', 0):,} a request",
             ),
             (
@@ -94,7 +95,11 @@ class Launcher:
             ),
             ("ready", f"after {time.monotonic() - self.started:.1f} s at {url}"),
         ]
-        lines = [f"ATOM {_version()}", *(f"  {label:<9} {text}" for label, text in rows), *_try_it(url, name)]
+        lines = [
+            f"ATOM {atom_version()}",
+            *(f"  {label:<9} {text}" for label, text in rows),
+            *_try_it(url, name),
+        ]
         print("\n".join(lines), file=sys.stderr, flush=True)
         if self.server.host in ("0.0.0.0", "::"):
             self._logger.info(
@@ -113,7 +118,7 @@ def main() -> None:
     parser = CommandLineParser(prog="atom-launch", description="Serve a model over the OpenAI API.")
     add_engine_args(parser)
     add_server_args(parser)
-    parser.add_argument("--version", action="version", version=f"ATOM {_version()}")
+    parser.add_argument("--version", action="version", version=f"ATOM {atom_version()}")
     sys.exit(_run(parser.parse_args()))
 
 
@@ -130,6 +135,10 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _kv_dtype(config: EngineConfig) -> str:
+    return config.model.dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
+
+
 def _reachable(host: str) -> str:
     if host in ("0.0.0.0", "::"):
         return "127.0.0.1"
@@ -142,13 +151,6 @@ def _try_it(url: str, model: str) -> list[str]:
         "  try it:",
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
     ]
-
-
-def _version() -> str:
-    try:
-        return version("atom-serve")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 if __name__ == "__main__":

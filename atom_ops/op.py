@@ -50,9 +50,7 @@ class Op(Generic[P, R]):
     Before `backend.resolve` the order holds the reference alone.
     """
 
-    def __init__(
-        self, reference: Callable[P, R], cases: Sequence[Case], tolerances: Tolerances
-    ) -> None:
+    def __init__(self, reference: Callable[P, R], cases: Sequence[Case], tolerances: Tolerances) -> None:
         self.name = reference.__name__
         self.reference = reference
         self.cases = cases
@@ -102,9 +100,7 @@ class Op(Generic[P, R]):
 REGISTRY: dict[str, Op[..., Any]] = {}
 
 
-def op(
-    cases: Sequence[Case], tolerances: Tolerances = DEFAULT
-) -> Callable[[Callable[P, R]], Op[P, R]]:
+def op(cases: Sequence[Case], tolerances: Tolerances = DEFAULT) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Make the decorated torch function an op and enter it into `REGISTRY`."""
 
     def register(reference: Callable[P, R]) -> Op[P, R]:

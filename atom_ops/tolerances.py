@@ -15,9 +15,7 @@ class Tolerance:
 
 Tolerances = dict[torch.dtype, Tolerance]
 
-EXACT: Tolerances = {
-    dtype: Tolerance(0.0, 0.0) for dtype in (torch.float32, torch.float16, torch.bfloat16)
-}
+EXACT: Tolerances = {dtype: Tolerance(0.0, 0.0) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 """Moves numbers or picks ids; computes nothing."""
 
 DEFAULT: Tolerances = {

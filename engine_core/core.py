@@ -14,7 +14,6 @@ from atom.messages.engine import (
     CoreStats,
     Finished,
     FinishReason,
-    FirstToken,
     TokenDeltas,
     unpack_ids,
 )
@@ -38,6 +37,7 @@ class EngineCore:
         self._scheduler = Scheduler(limits, kv, clock)
         self._kv = kv
         self._max_model_len = max_model_len
+        self._frontends: set[bytes] = set()  # all that have live requests, at least
 
     @property
     def num_in_flight(self) -> int:
@@ -65,6 +65,7 @@ class EngineCore:
         if problem is not None:
             refusal = Finished(message.request_id, FinishReason.ERROR, message=problem)
             return TokenDeltas(self._scheduler.counters.steps, [], b"", finished=[refusal])
+        self._frontends.add(frontend)
         self._scheduler.add(request)
         return None
 
@@ -77,6 +78,7 @@ class EngineCore:
         """End every request of a frontend that is gone; returns how many."""
         ids = [r.request_id for r in self._scheduler.requests.values() if r.frontend == frontend]
         self.abort(ids)
+        self._frontends.discard(frontend)
         return len(ids)
 
     def schedule(self) -> ScheduledBatch | None:
@@ -88,7 +90,11 @@ class EngineCore:
 
         Raises ValueError for a result that does not fit that step.
         """
-        return _deltas(self._scheduler.complete(result.step, unpack_ids(result.token_ids)))
+        outcome = self._scheduler.complete(result.step, unpack_ids(result.token_ids))
+        if len(self._frontends) == 1:
+            return {frontend: _deltas(outcome) for frontend in self._frontends if outcome.requests}
+        frontends = {request.frontend for request in outcome.requests}
+        return {frontend: _deltas(_share(outcome, frontend)) for frontend in frontends}
 
     def stats(self) -> CoreStats:
         """Counters since start and gauges of now."""
@@ -130,26 +136,24 @@ class EngineCore:
         return None
 
 
-def _deltas(outcome: StepOutcome) -> dict[bytes, TokenDeltas]:
-    requests = outcome.requests
-    frontends = {request.frontend for request in requests}
-    if len(frontends) == 1:
-        ids = [request.request_id for request in requests]
-        first = [message for _, message in outcome.first]
-        finished = [message for _, message in outcome.finished]
-        return {
-            frontends.pop(): TokenDeltas(outcome.step, ids, outcome.token_ids.tobytes(), [], first, finished)
-        }
-    return {frontend: _deltas_for(frontend, outcome) for frontend in frontends}
+def _deltas(outcome: StepOutcome) -> TokenDeltas:
+    return TokenDeltas(
+        outcome.step,
+        [request.request_id for request in outcome.requests],
+        outcome.token_ids.tobytes(),
+        first=[message for _, message in outcome.first],
+        finished=[message for _, message in outcome.finished],
+    )
 
 
-def _deltas_for(frontend: bytes, outcome: StepOutcome) -> TokenDeltas:
-    ids: list[int] = []
-    token_ids: array[int] = array("i")
-    for request, token_id in zip(outcome.requests, outcome.token_ids, strict=True):
-        if request.frontend == frontend:
-            ids.append(request.request_id)
-            token_ids.append(token_id)
-    first: list[FirstToken] = [message for request, message in outcome.first if request.frontend == frontend]
-    finished = [message for request, message in outcome.finished if request.frontend == frontend]
-    return TokenDeltas(outcome.step, ids, token_ids.tobytes(), [], first, finished)
+def _share(outcome: StepOutcome, frontend: bytes) -> StepOutcome:
+    """The part of an outcome that belongs to one of several frontends."""
+    pairs = zip(outcome.requests, outcome.token_ids, strict=True)
+    own = [(request, token_id) for request, token_id in pairs if request.frontend == frontend]
+    return StepOutcome(
+        outcome.step,
+        [request for request, _ in own],
+        array("i", [token_id for _, token_id in own]),
+        [(request, first) for request, first in outcome.first if request.frontend == frontend],
+        [(request, finished) for request, finished in outcome.finished if request.frontend == frontend],
+    )

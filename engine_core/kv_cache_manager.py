@@ -110,20 +110,21 @@ class KVCacheManager:
         return hits * self.block_size
 
     def extend(self, blocks: RequestBlocks, start: int, end: int) -> list[list[int]] | None:
-        """Blocks for computing positions start .. end - 1; returns the new ones of each group.
+        """Blocks for computing positions start .. end - 1; returns the new ones of each group, if any.
 
         Gives back what a window no longer sees from `start` on. None when a group lacks room.
         """
         if self._has_windows:
             self._drop_invisible(blocks, start)
-        length = -(-end // self.block_size)
-        wanted = [length - len(table) for table in blocks.tables]
-        for pool, count in zip(self.pools, wanted, strict=True):
-            if count > pool.num_free:
+        missing = -(-end // self.block_size) - len(blocks.tables[0])  # all tables have one length
+        if missing == 0:
+            return []
+        for pool in self.pools:
+            if missing > pool.num_free:
                 return None
-        added = [pool.take(count) for pool, count in zip(self.pools, wanted, strict=True)]
-        for table, new in zip(blocks.tables, added, strict=True):
-            table += new
+        added = [pool.take(missing) for pool in self.pools]
+        for group, new in enumerate(added):
+            blocks.tables[group] += new
         return added
 
     def remember(self, blocks: RequestBlocks, token_ids: "array[int]", num_computed: int) -> None:
@@ -137,8 +138,10 @@ class KVCacheManager:
         self._digest(blocks, token_ids, num_full)
         for index in range(blocks.num_remembered, num_full):
             digest, content = blocks.digests[index], blocks.contents[index]
-            for pool, table, live in zip(self.pools, blocks.tables, blocks.first_live, strict=True):
-                if index >= live and not pool.remember(table[index], digest, content):
+            for group, pool in enumerate(self.pools):
+                if index < blocks.first_live[group]:
+                    continue
+                if not pool.remember(blocks.tables[group][index], digest, content):
                     blocks.collided = True
                     return
         blocks.num_remembered = num_full

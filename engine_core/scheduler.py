@@ -283,7 +283,7 @@ class Scheduler:
             self._preempt(victim, plan)
             if victim is request:
                 return False
-        if any(added):
+        if added:
             plan.more_blocks[request.request_id] = MoreBlocks(request.row, added)
         return True
 

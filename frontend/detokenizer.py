@@ -59,10 +59,12 @@ class StopFinder:
     become part of a stop string is held back.
     """
 
-    __slots__ = ("_held", "_stops")
+    __slots__ = ("_held", "_inner", "_stops")
 
     def __init__(self, stops: Sequence[str]):
         self._stops = stops
+        # Text whose last character is none of these holds no beginning of a stop string.
+        self._inner = frozenset("".join(stop[:-1] for stop in stops))
         self._held = ""
 
     def feed(self, piece: str) -> tuple[str, str | None]:
@@ -73,6 +75,9 @@ class StopFinder:
             _, at, stop = min(ends)
             self._held = ""
             return text[:at], stop
+        if text[-1:] not in self._inner:
+            self._held = ""
+            return text, None
         safe = len(text) - max(_overlap(text, stop) for stop in self._stops)
         self._held = text[safe:]
         return text[:safe], None

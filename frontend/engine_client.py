@@ -119,7 +119,7 @@ class EngineClient:
         self._streams: dict[int, Stream] = {}
         self._decoder = Decoder[FromCore](FromCore)
         self._ready = False
-        self._death: EngineDeadError | None = None
+        self._death: str | None = None
         self._last_sign = time.monotonic()
 
     async def __aenter__(self) -> "EngineClient":
@@ -149,7 +149,7 @@ class EngineClient:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._fail_all(EngineDeadError("the server is stopping"))
+        self._fail_all("the server is stopping")
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(0)
@@ -158,14 +158,9 @@ class EngineClient:
     def check_ready(self) -> None:
         """Raises EngineDeadError or UnavailableError while no token can be made."""
         if self._death is not None:
-            raise self._death
+            raise EngineDeadError(self._death)
         if not self._ready:
             raise UnavailableError("the engine is still starting; try again shortly")
-
-    @property
-    def open_requests(self) -> int:
-        """Choices in progress."""
-        return len(self._streams)
 
     def new_ids(self, count: int) -> list[int]:
         """Request ids in ascending order, never used before."""
@@ -261,12 +256,12 @@ class EngineClient:
     def _die(self, reason: str) -> None:
         if self._death is None:
             get_logger().error("the engine is gone: %s", reason)
-            self._death = EngineDeadError(reason)
-            self._fail_all(self._death)
+            self._death = reason
+            self._fail_all(reason)
 
-    def _fail_all(self, error: EngineDeadError) -> None:
+    def _fail_all(self, reason: str) -> None:
         streams = set(self._streams.values())
         self._output.forget(self._streams)
         self._streams.clear()
         for stream in streams:
-            stream.fail(error)
+            stream.fail(EngineDeadError(reason))

@@ -14,7 +14,7 @@ from atom.messages.codec import encode
 from atom.messages.launch import FrontendLaunch
 from atom.messages.supervisor import Dead, Ready, ToSupervisor
 from atom.utils.logger import get_logger, setup_logging
-from atom.utils.process import ignore_terminal_interrupt, read_launch
+from atom.utils.process import read_launch
 from frontend import keys
 from frontend.app import create_app, start
 
@@ -27,7 +27,6 @@ _STATUS_LINGER_MS = 1000
 def main() -> None:
     """Exit status: 0 after SIGTERM, 1 when the server cannot start."""
     launch = read_launch(FrontendLaunch)
-    ignore_terminal_interrupt()
     setup_logging(_PROCESS)
     try:
         uvloop.run(serve(launch))

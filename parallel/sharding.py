@@ -31,9 +31,7 @@ def head_shard(num_heads: int, num_kv_heads: int, tp: int, rank: int) -> HeadSha
     Raises ValueError when the heads cannot be dealt out so.
     """
     if num_heads % num_kv_heads:
-        raise ValueError(
-            f"{num_heads} query heads are no multiple of {num_kv_heads} key/value heads"
-        )
+        raise ValueError(f"{num_heads} query heads are no multiple of {num_kv_heads} key/value heads")
     group = num_heads // num_kv_heads
     if num_kv_heads >= tp:
         kv_start, kv_count = split(num_kv_heads, tp, rank)

@@ -32,7 +32,8 @@ from atom.messages.worker import (
 from atom.utils import envs
 from atom.utils.install_check import check_install
 from atom.utils.logger import setup_logging
-from atom.utils.process import ignore_terminal_interrupt, read_launch
+from atom.utils.process import read_launch
+from atom.utils.step_trace import StepTrace
 
 if TYPE_CHECKING:
     from workers.model_runner import PendingStep
@@ -42,16 +43,12 @@ _IDLE_POLL_MS = 1000
 _DEVICE_POLL_S = 50e-6
 _LINGER_MS = 2000
 _PROGRESS_INTERVAL_S = 0.05
-_SPINS = "10000"
-"""Some 50 us: bridges the gap between two ops, but not the one between two steps, when the cores
-belong to the core and the frontends."""
 
 
 def main() -> None:
     """Exit status 0 after Shutdown or SIGTERM, 1 after a failure that was reported."""
     check_install()
     launch = read_launch(WorkerLaunch)
-    ignore_terminal_interrupt()
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(0))
     _set_thread_environment(launch.config)
     setup_logging(f"worker {launch.rank}")
@@ -119,11 +116,13 @@ def _work(launch: WorkerLaunch, link: Link) -> None:
     group = init_tensor_parallel(rank, size, launch.rendezvous, device)
     worker = Worker(config, launch.checkpoint, Communicator(group), link.progress)
     link.send(worker.load())
-    _serve(worker, link, rank)
+    trace = StepTrace(config.observability.step_trace, f"worker-{rank}")
+    _serve(worker, link, rank, trace)
+    trace.close()
     group.close()
 
 
-def _serve(worker: "Worker", link: Link, rank: int) -> None:
+def _serve(worker: "Worker", link: Link, rank: int, trace: StepTrace) -> None:
     """Until Shutdown. A step is launched as soon as it comes; ids go out as the device has them."""
     pending: deque[PendingStep] = deque()
     while True:
@@ -138,7 +137,9 @@ def _serve(worker: "Worker", link: Link, rank: int) -> None:
             case None:
                 pass
             case ScheduledBatch():
+                trace.mark("start", message.step)
                 step = worker.execute(message)
+                trace.mark("end", message.step)
                 if rank == 0:
                     pending.append(step)
             case AllocateKV():
@@ -151,14 +152,18 @@ def _serve(worker: "Worker", link: Link, rank: int) -> None:
 
 
 def _set_thread_environment(config: EngineConfig) -> None:
-    """How many threads compute, and how long they wait awake for their next piece of work."""
+    """How many threads compute, and that they sleep while they wait.
+
+    The core, the frontends and often the clients share these cores: threads that wait awake for
+    one another are several times slower as soon as anything else runs. Who has cores to spare
+    may set OMP_WAIT_POLICY or GOMP_SPINCOUNT: the environment is left as it is.
+    """
     if config.device.device != "cpu":
         return
     cores = len(os.sched_getaffinity(0))
     threads = config.device.cpu_threads or max(1, cores // config.parallel.tensor_parallel_size)
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-    os.environ["GOMP_SPINCOUNT"] = _SPINS
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _one_line(error: Exception) -> str:

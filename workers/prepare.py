@@ -20,7 +20,7 @@ import msgspec
 from atom.config.checkpoint import Checkpoint
 from atom.messages.launch import PrepareLaunch
 from atom.utils import envs
-from atom.utils.process import ignore_terminal_interrupt, read_launch
+from atom.utils.process import read_launch
 from workers.device_probe import probe
 from workers.hf_directory import read_directory
 
@@ -37,7 +37,6 @@ Report = Callable[[str, int, int], None]
 
 def main() -> None:
     """Entry point of `python -m workers.prepare`."""
-    ignore_terminal_interrupt()
     launch = read_launch(PrepareLaunch)
     try:
         with progress_reports(launch.supervisor) as report:

@@ -38,6 +38,11 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
 class Worker:
     """`load`, then `allocate`, then any number of `execute`."""
 
+    _model: CausalLM
+    """From `load` on."""
+    _runner: ModelRunner
+    """From `allocate` on."""
+
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, tp: Communicator, progress: Progress):
         self._config = config
         self._checkpoint = checkpoint

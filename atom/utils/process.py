@@ -39,6 +39,8 @@ def spawn(
         stdin=subprocess.PIPE,
         stdout=stdout,
         pass_fds=pass_fds,
+        # Signals for a whole group (Ctrl-C, a service manager) are the supervisor's to act on.
+        process_group=0,
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join([_import_root(), *_inherited_python_path()]),
@@ -65,11 +67,6 @@ def read_launch(kind: type[T]) -> T:
     launch = msgspec.json.decode(_read_exactly(size), type=kind)
     threading.Thread(target=_exit_at_end_of_input, name="parent-watch", daemon=True).start()
     return launch
-
-
-def ignore_terminal_interrupt() -> None:
-    """Ctrl-C reaches a whole process group; only the supervisor acts on it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _import_root() -> str:

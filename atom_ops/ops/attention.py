@@ -16,9 +16,7 @@ __all__ = ["AttentionPlan", "masked_attention", "paged_attention", "plan_attenti
 
 
 def _masked_case(heads: int, kv_heads: int, queries: int, mask_queries: int) -> Case:
-    def make(
-        dtype: torch.dtype, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+    def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
         q = torch.randn(3, heads, queries, 32, generator=generator).to(dtype)
         k, v = torch.randn(2, 3, kv_heads, 40, 32, generator=generator).to(dtype)
         hidden = torch.rand(3, 1, mask_queries, 40, generator=generator) < 0.4
@@ -46,9 +44,7 @@ def masked_attention(
     return torch.matmul(weights, v_NKCE.unsqueeze(2)).flatten(1, 2), lse.flatten(1, 2)
 
 
-@masked_attention.provider(
-    "sdpa_cpu", needs="a CPU", supported=lambda device: device.type == "cpu"
-)
+@masked_attention.provider("sdpa_cpu", needs="a CPU", supported=lambda device: device.type == "cpu")
 def _sdpa_cpu(
     q_NHLE: Tensor, k_NKCE: Tensor, v_NKCE: Tensor, mask_N1LC: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -59,9 +55,7 @@ def _sdpa_cpu(
 
 
 def _paged_case(query_lens: list[int], context_lens: list[int], fp8: bool = False) -> Case:
-    def make(
-        dtype: torch.dtype, generator: torch.Generator
-    ) -> tuple[Tensor, KVLayer, AttentionPlan, float]:
+    def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, KVLayer, AttentionPlan, float]:
         block_size, per_row = 16, -(-max(context_lens) // 16)
         blocks = torch.randperm(len(context_lens) * per_row + 3, generator=generator)
         table = blocks[: len(context_lens) * per_row].view(-1, per_row)
@@ -70,9 +64,9 @@ def _paged_case(query_lens: list[int], context_lens: list[int], fp8: bool = Fals
         k, v = torch.randn(2, len(blocks) * block_size, 3, 32, generator=generator).to(dtype)
         write_kv(k, v, cache, torch.arange(len(k)))
         q = torch.randn(sum(query_lens), 9, 32, generator=generator).to(dtype)
-        lens = np.array([query_lens, context_lens], np.int32)
-        host_table = table.numpy().astype(np.int32)
-        return q, cache, plan_attention(*lens, host_table, block_size, 9, 3, dtype, device), 0.18
+        lens, host_table = np.array([query_lens, context_lens], np.int32), table.numpy().astype(np.int32)
+        plan = plan_attention(lens[0], lens[1], host_table, block_size, 9, 3, dtype, device)
+        return q, cache, plan, 0.18
 
     return Case(f"{query_lens}of{context_lens}{'-fp8' if fp8 else ''}".replace(" ", ""), make)
 
@@ -92,37 +86,36 @@ def paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: f
     Query head h reads key/value head h // (H / K).
     """
     first = plan.groups[0]
-    if first.in_order:
+    if first.tokens is None:
         return _attend(q_THE, cache, first, scale)
     out_THE = torch.empty_like(q_THE)
     for items in plan.groups:
-        tokens = items.queries_ML.flatten()
-        tokens = tokens if items.filled is None else tokens[items.filled]
-        out_THE.index_copy_(0, tokens, _attend(q_THE, cache, items, scale))
+        assert items.tokens is not None
+        out_THE.index_copy_(0, items.tokens, _attend(q_THE, cache, items, scale))
     return out_THE
 
 
 def _attend(q_THE: Tensor, cache: KVLayer, items: WorkItems, scale: float) -> Tensor:
     """Attention of the group's queries, padding left out, in the order of the group."""
-    (tiles, length), kv_heads = items.queries_ML.shape, cache.k.shape[2]
-    k_NCKE, v_NCKE = read_kv(cache, items.slots_NC, q_THE.dtype)
-    k_NKCE, v_NKCE = k_NCKE.transpose(1, 2), v_NCKE.transpose(1, 2)
-    whole = items.in_order and items.filled is None
-    q_MLHE = q_THE.unflatten(0, (tiles, length)) if whole else q_THE[items.queries_ML]
-    q_NLHE = q_MLHE if items.one_chunk else q_MLHE.index_select(0, items.tile_N)
+    count, _, length, chunk = items.mask_N1LC.shape
+    kv_heads, (heads, width) = cache.k.shape[2], q_THE.shape[1:]
+    k, v = read_kv(cache, items.slots, q_THE.dtype)
+    k_NKCE = k.view(count, chunk, kv_heads, width).transpose(1, 2)
+    v_NKCE = v.view(count, chunk, kv_heads, width).transpose(1, 2)
+    q = q_THE if items.queries is None else q_THE.index_select(0, items.queries)
     if length == 1:
         # The heads of a lone query stand as queries of their key/value head: G times fewer,
         # G times larger products.
-        q_NKGE = q_NLHE.squeeze(1).unflatten(1, (kv_heads, -1))
+        q_NKGE = q.view(count, kv_heads, -1, width)
         out, lse = masked_attention(q_NKGE, k_NKCE, v_NKCE, items.mask_N1LC, scale)
-        out_NLHE, lse_NLH = out.flatten(1, 2).unsqueeze(1), lse.flatten(1, 2).unsqueeze(1)
+        out, lse = out.reshape(count, 1, heads, width), lse.reshape(count, 1, heads)
     else:
-        q_NHLE = q_NLHE.transpose(1, 2)
+        q_NHLE = q.view(count, length, heads, width).transpose(1, 2)
         out, lse = masked_attention(q_NHLE, k_NKCE, v_NKCE, items.mask_N1LC, scale)
-        out_NLHE, lse_NLH = out.transpose(1, 2), lse.transpose(1, 2)
-    if not items.one_chunk:
-        out_NLHE = _merge(out_NLHE, lse_NLH, items.tile_N, tiles)
-    found = out_NLHE.flatten(0, 1)
+        out, lse = out.transpose(1, 2), lse.transpose(1, 2)
+    if items.tile_N is not None:
+        out = _merge(out, lse, items.tile_N, items.tiles)
+    found = out.flatten(0, 1)
     return found if items.filled is None else found.index_select(0, items.filled)
 
 

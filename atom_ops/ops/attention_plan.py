@@ -23,9 +23,9 @@ from torch import Tensor
 
 Ints = NDArray[np.int64]
 
-_TILES = (16, 32, 64, 128)
-_CHUNKS = (32, 64, 128, 256, 512)
-_LARGEST_PREFILL_CHUNK = 256
+_TILES = np.array([16, 32, 64, 128])
+_CHUNKS = np.array([32, 64, 128, 256, 512])
+_PREFILL_CHUNKS = _CHUNKS[:-1]
 # Work that comes with each item whatever its size, in tokens of padding it is worth.
 _TILE_COST = 16
 _CHUNK_COST = 32
@@ -36,23 +36,26 @@ _GROUP_LIMIT = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class WorkItems:
-    """N items of M tiles, computed by one attention call."""
+    """N items of M tiles, computed by one attention call.
 
-    queries_ML: Tensor
-    """int64: token of the step that each query of a tile is; padding repeats a tile's first."""
-    tile_N: Tensor
-    """int64: the tile of each item."""
-    slots_NC: Tensor
-    """int64: cache slots of an item's chunk. Padding repeats the row's first token, so that no
-    item ever reads what another request left in a block."""
+    Padding repeats the tile's first query and the row's first token, so that no item ever reads
+    what another request left in a block.
+    """
+
+    tiles: int
+    """M."""
+    slots: Tensor
+    """int64 [N * C]: cache slots of the items' chunks."""
     mask_N1LC: Tensor
     """Added to the scores: 0, or a finite number that hides the token from the query."""
+    queries: Tensor | None
+    """int64 [N * L]: the items' queries, as tokens of the step; None: the step's tokens in order."""
+    tile_N: Tensor | None
+    """int64: each item's tile; None: item i is the whole of tile i, there is nothing to merge."""
     filled: Tensor | None
-    """int64: which of the M x L queries are no padding; None when all are."""
-    one_chunk: bool
-    """Item i is the whole of tile i: there is nothing to merge."""
-    in_order: bool
-    """The queries are the tokens of the step, all of them, in order."""
+    """int64: which of the M * L queries are no padding; None: all."""
+    tokens: Tensor | None
+    """int64: the tokens that those queries are; None: the step's tokens in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +111,16 @@ def plan_attention(
     ([rows, max_blocks]; entries past the context are never read). Queries of row i follow
     those of row i - 1. `num_heads` and `num_kv_heads` are this rank's; `dtype` is the queries'.
     """
-    query_lens, context_lens = query_lens.astype(np.int64), context_lens.astype(np.int64)
-    ends = query_lens.cumsum()
+    queries, contexts = query_lens.astype(np.int64), context_lens.astype(np.int64)
+    ends = queries.cumsum()
     groups = []
-    for rows in (np.flatnonzero(query_lens == 1), np.flatnonzero(query_lens > 1)):
+    for rows in (np.flatnonzero(queries == 1), np.flatnonzero(queries > 1)):
         if not len(rows):
             continue
-        tiles = _cut(rows, query_lens[rows], (ends - query_lens)[rows], context_lens[rows])
+        tiles = _cut(rows, queries[rows], (ends - queries)[rows], contexts[rows])
         chunk = _chunk_length(tiles)
         for part in _bounded(tiles, chunk, num_heads, num_kv_heads):
-            items = _items(part, chunk, block_table, block_size, int(ends[-1]))
-            groups.append(_to_device(*items, dtype=dtype, device=device))
+            groups.append(_items(part, chunk, block_table, block_size, int(ends[-1]), dtype, device))
     return AttentionPlan(tuple(groups))
 
 
@@ -137,15 +139,18 @@ def _cut(rows: Ints, query_lens: Ints, first_tokens: Ints, context_lens: Ints) -
 
 
 def _tile_length(query_lens: Ints) -> int:
-    if query_lens.max() == 1:
-        return 1
-    return min(_TILES, key=lambda size: int((-(-query_lens // size)).sum()) * (size + _TILE_COST))
+    return 1 if query_lens.max() == 1 else _cheapest(query_lens, _TILES, _TILE_COST)
 
 
 def _chunk_length(tiles: _Tiles) -> int:
-    context = tiles.context
-    sizes = [size for size in _CHUNKS if tiles.length == 1 or size <= _LARGEST_PREFILL_CHUNK]
-    return min(sizes, key=lambda size: int((-(-context // size)).sum()) * (size + _CHUNK_COST))
+    sizes = _CHUNKS if tiles.length == 1 else _PREFILL_CHUNKS
+    return _cheapest(tiles.context, sizes, _CHUNK_COST)
+
+
+def _cheapest(lens: Ints, sizes: Ints, cost: int) -> int:
+    """The size to cut the lengths into that makes the least work, padding included."""
+    pieces = -(-lens[:, None] // sizes)
+    return int(sizes[(pieces.sum(0) * (sizes + cost)).argmin()])
 
 
 def _bounded(tiles: _Tiles, chunk: int, num_heads: int, num_kv_heads: int) -> Iterator[_Tiles]:
@@ -162,55 +167,51 @@ def _bounded(tiles: _Tiles, chunk: int, num_heads: int, num_kv_heads: int) -> It
 
 
 def _items(
-    tiles: _Tiles, chunk: int, block_table: NDArray[np.int32], block_size: int, num_tokens: int
-) -> tuple[Ints, Ints, Ints, NDArray[np.bool_], Ints | None, bool]:
-    """Columns of `WorkItems`; the mask as what is hidden, and `in_order` last."""
-    context = tiles.context
-    chunks = -(-context // chunk)
-    tile_N = np.repeat(np.arange(len(context)), chunks)
+    tiles: _Tiles,
+    chunk: int,
+    block_table: NDArray[np.int32],
+    block_size: int,
+    num_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> WorkItems:
+    def tensor(array: Ints | NDArray[np.bool_]) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    chunks = -(-tiles.context // chunk)
+    one_chunk = len(tiles.context) == chunks.sum()
+    tile_N = np.repeat(np.arange(len(chunks)), chunks)
     position_NC = (_counting(chunks) * chunk)[:, None] + np.arange(chunk)
 
     within_L = np.arange(tiles.length)
     filled_ML = within_L < tiles.queries[:, None]
-    queries_ML = tiles.first_token[:, None] + np.where(filled_ML, within_L, 0)
-    seen_NL = (tiles.first_position[:, None] + within_L)[tile_N]
+    queries_ML = tiles.first_token[:, None] + within_L * filled_ML
+    seen_NL = tiles.first_position[tile_N][:, None] + within_L
     hidden_NLC = position_NC[:, None, :] > seen_NL[:, :, None]
-
-    own_NC = np.where(position_NC < context[tile_N][:, None], position_NC, 0)
-    block_NC = block_table[tiles.row[tile_N][:, None], own_NC // block_size].astype(np.int64)
-    slots_NC = block_NC * block_size + own_NC % block_size
-
-    filled = None if filled_ML.all() else np.flatnonzero(filled_ML)
-    in_order = int(tiles.queries.sum()) == num_tokens
-    return queries_ML, tile_N, slots_NC, hidden_NLC, filled, in_order
-
-
-def _to_device(
-    queries_ML: Ints,
-    tile_N: Ints,
-    slots_NC: Ints,
-    hidden_NLC: NDArray[np.bool_],
-    filled: Ints | None,
-    in_order: bool,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> WorkItems:
-    def tensor(array: NDArray[np.int64] | NDArray[np.bool_]) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
-    # Finite: a query that an item hides entirely must get weight 0 in the merge, not NaN.
-    hide = torch.finfo(dtype).min / 2
     mask = torch.zeros(hidden_NLC.shape, dtype=dtype, device=device)
+    # Finite: a query that an item hides entirely must get weight 0 in the merge, not NaN.
+    mask.masked_fill_(tensor(hidden_NLC), torch.finfo(dtype).min / 2)
+
+    all_filled = bool(filled_ML.all())
+    in_order = int(tiles.queries.sum()) == num_tokens
+    as_they_are = in_order and all_filled and one_chunk
     return WorkItems(
-        queries_ML=tensor(queries_ML),
-        tile_N=tensor(tile_N),
-        slots_NC=tensor(slots_NC),
-        mask_N1LC=mask.masked_fill_(tensor(hidden_NLC), hide).unsqueeze(1),
-        filled=None if filled is None else tensor(filled),
-        one_chunk=len(tile_N) == len(queries_ML),
-        in_order=in_order,
+        tiles=len(chunks),
+        slots=tensor(_slots(tiles, tile_N, position_NC, block_table, block_size).ravel()),
+        mask_N1LC=mask.unsqueeze(1),
+        queries=None if as_they_are else tensor(queries_ML[tile_N].ravel()),
+        tile_N=None if one_chunk else tensor(tile_N),
+        filled=None if all_filled else tensor(np.flatnonzero(filled_ML)),
+        tokens=None if in_order else tensor(queries_ML[filled_ML]),
     )
+
+
+def _slots(
+    tiles: _Tiles, tile_N: Ints, position_NC: Ints, block_table: NDArray[np.int32], block_size: int
+) -> Ints:
+    own_NC = position_NC * (position_NC < tiles.context[tile_N][:, None])
+    block_NC, offset_NC = np.divmod(own_NC, block_size)
+    return block_table[tiles.row[tile_N][:, None], block_NC] * np.int64(block_size) + offset_NC
 
 
 def _counting(counts: Ints) -> Ints:

@@ -55,9 +55,7 @@ def kv_bytes_per_block(block_size: int, kv_heads: int, head_dim: int, dtype: tor
 
 
 def _case(kv_heads: int, head_dim: int, fp8: bool) -> Case:
-    def make(
-        dtype: torch.dtype, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor, KVLayer, Tensor]:
+    def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor, KVLayer, Tensor]:
         k, v = torch.randn(2, 7, kv_heads, head_dim, generator=generator).to(dtype)
         cache = make_kv_layer(5, 4, kv_heads, head_dim, FP8 if fp8 else dtype, torch.device("cpu"))
         slots = torch.randperm(20, generator=generator)[:7]
@@ -93,12 +91,8 @@ def _store(x_TKE: Tensor, cache: Tensor, scales: Tensor | None, slots_T: Tensor)
 
 
 def read_kv(cache: KVLayer, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values of the slots (int64, any shape) as `dtype`, [*slots, K, E] each."""
-    flat = slots.flatten()
-    shape = (*slots.shape, *cache.k.shape[2:])
-    k = _load(cache.k, cache.k_scale, flat, dtype)
-    v = _load(cache.v, cache.v_scale, flat, dtype)
-    return k.view(shape), v.view(shape)
+    """Keys and values of the slots (int64 [S]) as `dtype`, [S, K, E] each."""
+    return _load(cache.k, cache.k_scale, slots, dtype), _load(cache.v, cache.v_scale, slots, dtype)
 
 
 def _load(cache: Tensor, scales: Tensor | None, slots: Tensor, dtype: torch.dtype) -> Tensor:

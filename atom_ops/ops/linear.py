@@ -9,9 +9,7 @@ from atom_ops.tolerances import REDUCTION
 
 
 def _case(tokens: int, inputs: int, outputs: int, with_bias: bool) -> Case:
-    def make(
-        dtype: torch.dtype, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor | None]:
         x = torch.randn(tokens, inputs, generator=generator).to(dtype)
         weight = (torch.randn(outputs, inputs, generator=generator) / inputs**0.5).to(dtype)
         bias = torch.randn(outputs, generator=generator).to(dtype) if with_bias else None

@@ -29,14 +29,12 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     weight scales it, as Llama checkpoints were trained.
     """
     x = x_TD.float()
-    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    scale = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return (x * scale).to(x_TD.dtype) * weight_D
 
 
 @op(_cases(with_residual=True))
-def add_rms_norm(
-    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual)."""
     total_TD = x_TD + residual_TD
     return rms_norm.reference(total_TD, weight_D, eps), total_TD

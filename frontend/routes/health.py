@@ -1,9 +1,8 @@
 """GET /health (the process lives), /ready (a token can be made) and /version."""
 
-from importlib.metadata import PackageNotFoundError, version
-
 from aiohttp import web
 
+from atom.utils.version import atom_version
 from frontend.errors import ApiError
 from frontend.keys import CLIENT, LIFECYCLE
 
@@ -13,15 +12,7 @@ RETRY_AFTER_S = 2
 
 routes = web.RouteTableDef()
 
-
-def _installed_version() -> str:
-    try:
-        return version("atom-serve")
-    except PackageNotFoundError:
-        return "0+source"  # run from a source tree that was never installed
-
-
-_VERSION = _installed_version()
+_VERSION = atom_version()
 
 
 @routes.get("/health")

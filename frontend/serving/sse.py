@@ -16,7 +16,7 @@ from frontend.output_processor import Update
 from frontend.schemas.generation import Usage
 from frontend.serving.reasons import openai_reason
 
-__all__ = ["DONE", "ChunkShape", "ChunkTemplate", "error_frame"]
+__all__ = ["DONE", "ChunkHeader", "ChunkShape", "ChunkTemplate", "error_frame"]
 
 DONE = b"data: [DONE]\n\n"
 _MARK = "\0"  # stands for the text while a template is rendered; JSON escapes it uniquely

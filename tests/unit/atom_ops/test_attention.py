@@ -40,9 +40,7 @@ class Step:
         blocks = torch.randperm(sum(needed) + 5, generator=generator).numpy()
         # What lies behind a row's context must not matter: neither table entries nor memory.
         self.table = np.full((len(needed), max(needed) + 2), 10**6, np.int32)
-        self.cache = atom_ops.make_kv_layer(
-            sum(needed) + 5, block_size, kv_heads, 32, cache_dtype, CPU
-        )
+        self.cache = atom_ops.make_kv_layer(sum(needed) + 5, block_size, kv_heads, 32, cache_dtype, CPU)
         if cache_dtype != FP8:
             self.cache.k.fill_(torch.nan)
             self.cache.v.fill_(torch.nan)
@@ -173,7 +171,7 @@ def _gathered(context_lens: list[int]) -> int:
     lens = np.array(context_lens, np.int32)
     table: NDArray[np.int32] = np.zeros((len(lens), 300), np.int32)
     plan = atom_ops.plan_attention(np.ones_like(lens), lens, table, 16, 6, 2, torch.float32, CPU)
-    return sum(group.slots_NC.numel() for group in plan.groups)
+    return sum(group.slots.numel() for group in plan.groups)
 
 
 @pytest.mark.parametrize("context_lens", [[20] * 50, [100] * 50, [4000] + [30] * 60, [500] * 9])

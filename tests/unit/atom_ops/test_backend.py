@@ -22,9 +22,7 @@ def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op[[Tensor], Tensor]]:
 
     made = Op(double, [Case("", lambda dtype, generator: (torch.ones(2),))], EXACT)
 
-    @made.provider(
-        "even", needs="a CPU", supported=lambda device: True, supports=lambda x: len(x) % 2 == 0
-    )
+    @made.provider("even", needs="a CPU", supported=lambda device: True, supports=lambda x: len(x) % 2 == 0)
     def even(x: Tensor) -> Tensor:
         return x * 2 + 100
 

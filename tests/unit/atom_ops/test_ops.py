@@ -55,9 +55,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("op", "provider", "dtype", "case"), list(_pairs()))
-def test_agrees_with_reference(
-    op: Op[..., Any], provider: Provider, dtype: torch.dtype, case: Case
-) -> None:
+def test_agrees_with_reference(op: Op[..., Any], provider: Provider, dtype: torch.dtype, case: Case) -> None:
     """Results, and arguments that the op writes to."""
     if not provider.supported(CPU):
         pytest.skip(f"needs {provider.needs}")

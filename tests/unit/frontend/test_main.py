@@ -47,7 +47,7 @@ def started(directory: Path, script: Script) -> Iterator[Process]:
         frame = launch_frame(core, checkpoint, directory / "supervisor", listener.fileno())
         process = spawn("frontend.main", frame, pass_fds=[listener.fileno()])
         stack.callback(end, process)
-        assert supervisor.poll(DEADLINE_S * 1000), "the frontend said nothing"
+        assert supervisor.poll(int(DEADLINE_S * 1000)), "the frontend said nothing"
         message = Decoder[ToSupervisor](ToSupervisor).decode(supervisor.recv())
         yield Process(core, process, listener.getsockname()[1], message)
 

@@ -22,8 +22,10 @@ def test_whole_groups_are_dealt_out() -> None:
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "tp"),
-    [(9, 3, 1), (9, 3, 2), (9, 3, 3), (9, 3, 9), (32, 8, 4), (32, 8, 16), (16, 2, 8), (5, 5, 3)]
-    + [(12, 2, 8), (7, 1, 3)],
+    [
+        *[(9, 3, tp) for tp in (1, 2, 3, 9)],
+        *[(32, 8, 4), (32, 8, 16), (16, 2, 8), (5, 5, 3), (12, 2, 8), (7, 1, 3)],
+    ],
 )
 def test_every_query_head_is_somewhere_with_its_kv_head(heads: int, kv_heads: int, tp: int) -> None:
     shards = [head_shard(heads, kv_heads, tp, rank) for rank in range(tp)]

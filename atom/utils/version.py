@@ -1,0 +1,13 @@
+"""Which version of ATOM this is."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+DISTRIBUTION = "atom-serve"
+
+
+def atom_version() -> str:
+    """The installed version; 0+source for a source tree that was never installed."""
+    try:
+        return version(DISTRIBUTION)
+    except PackageNotFoundError:
+        return "0+source"

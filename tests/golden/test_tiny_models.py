@@ -1,0 +1,61 @@
+"""What tiny random models answer must not change unless somebody means it to.
+
+`python -m tests.golden.test_tiny_models` writes the answers anew.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from atom.messages.worker import AllocateKV, ScheduledBatch
+from tests.helpers.core_side import CoreSide, generate
+from tests.helpers.tiny_models import (
+    MAX_MODEL_LEN,
+    TINY_MODELS,
+    Tiny,
+    engine_config,
+    place,
+    prompt_of,
+    save_tiny,
+)
+from workers.worker import Worker
+
+GOLDEN = Path(__file__).with_name("tiny_models.json")
+BLOCKS, BLOCK_SIZE = 64, 16
+PROMPT_LENGTHS = (64, 5, 37)
+NEW_TOKENS = 32
+
+
+def answers(model: Tiny, directory: Path) -> list[list[int]]:
+    """Greedy ids of three prompts that run beside one another."""
+    _, checkpoint = save_tiny(model, directory)
+    worker = Worker(engine_config(block_size=BLOCK_SIZE), checkpoint, place(), lambda *progress: None)
+    worker.load()
+    worker.allocate(AllocateKV([BLOCKS], MAX_MODEL_LEN))
+
+    def execute(batch: ScheduledBatch) -> bytes:
+        return worker.execute(batch).token_ids()
+
+    prompts = [prompt_of(length, length) for length in PROMPT_LENGTHS]
+    return generate(CoreSide(BLOCKS, BLOCK_SIZE), execute, prompts, NEW_TOKENS, chunk=24, stagger=2)
+
+
+@pytest.mark.parametrize("model", TINY_MODELS, ids=lambda model: model.name)
+def test_answers_are_the_recorded_ones(model: Tiny, tmp_path: Path) -> None:
+    assert answers(model, tmp_path) == json.loads(GOLDEN.read_text())[model.name]
+
+
+def record() -> None:
+    """Write every model's answers."""
+    recorded = {}
+    for model in TINY_MODELS:
+        with tempfile.TemporaryDirectory() as directory:
+            recorded[model.name] = answers(model, Path(directory))
+    lines = (f"{json.dumps(name)}: {json.dumps(ids)}" for name, ids in recorded.items())
+    GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    record()

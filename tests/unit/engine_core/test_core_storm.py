@@ -1,0 +1,125 @@
+"""Whatever arrives, leaves and waits: every request gets exactly what it would have got alone."""
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from atom.messages.worker import FullAttentionSpec, KVSpec, SlidingWindowSpec
+from engine_core.scheduler import MAX_IN_FLIGHT, Limits
+from tests.helpers.core_driver import VOCABULARY, CoreDriver
+
+FULL = FullAttentionSpec(block_size=4, bytes_per_block=1)
+WINDOW = SlidingWindowSpec(block_size=4, bytes_per_block=1, window=6)
+NARROW = SlidingWindowSpec(block_size=4, bytes_per_block=1, window=1)
+LAYOUTS: dict[str, tuple[list[KVSpec], list[int]]] = {
+    "full": ([FULL], [14]),
+    "window": ([WINDOW], [13]),
+    "full and windows": ([FULL, WINDOW, NARROW], [15, 13, 12]),
+}
+MAX_MODEL_LEN = 48
+BUDGETS = (1, 3, 8, 64)
+
+
+def shared_prompt(seed: int, length: int) -> list[int]:
+    """Prompts of one seed begin alike."""
+    generator = random.Random(seed)
+    return [generator.randrange(VOCABULARY) for _ in range(length)]
+
+
+class Storm(RuleBasedStateMachine):
+    @initialize(
+        layout=st.sampled_from(sorted(LAYOUTS)),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        rows=st.integers(1, 6),
+        budget=st.sampled_from(BUDGETS),
+        caching=st.booleans(),
+    )
+    def start(self, layout: str, policy: str, rows: int, budget: int, caching: bool) -> None:
+        specs, blocks = LAYOUTS[layout]
+        self.driver = CoreDriver(specs, blocks, Limits(rows, budget, policy), MAX_MODEL_LEN, caching)
+        self.arrivals = 0
+
+    @rule(
+        seed=st.integers(0, 2),
+        length=st.integers(1, 30),
+        max_tokens=st.integers(1, 18),
+        eos=st.lists(st.integers(0, VOCABULARY - 1), max_size=1),
+        stop=st.lists(st.integers(0, VOCABULARY - 1), max_size=1),
+        priority=st.integers(-1, 1),
+        frontend=st.sampled_from([b"a", b"b"]),
+    )
+    def arrive(
+        self, seed: int, length: int, max_tokens: int, eos: list[int], stop: list[int], priority: int, frontend: bytes
+    ) -> None:
+        prompt = shared_prompt(seed, length)
+        assert self.driver.add(self.arrivals, prompt, max_tokens, eos, stop, priority, frontend) == ""
+        self.arrivals += 1
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.driver.live)
+    def abort(self, data: st.DataObject) -> None:
+        self.driver.abort(data.draw(st.sampled_from(sorted(self.driver.live))))
+
+    @rule()
+    @precondition(lambda self: len(self.driver.results) < MAX_IN_FLIGHT)
+    def send(self) -> None:
+        if not self.driver.send():
+            assert self.driver.results or not self.driver.live, "requests wait, and nothing runs"
+
+    @rule()
+    @precondition(lambda self: self.driver.results)
+    def deliver(self) -> None:
+        self.driver.deliver()
+
+    @invariant()
+    def books_agree(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.core.check_integrity()
+
+    def teardown(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.run()
+
+
+TestStorm = Storm.TestCase
+TestStorm.settings = settings(
+    max_examples=120, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+def storm(seed: int, layout: str, policy: str) -> Counter[str]:
+    """One random run; returns the core's counters."""
+    chance = random.Random(seed)
+    specs, blocks = LAYOUTS[layout]
+    limits = Limits(chance.randint(2, 6), chance.choice(BUDGETS), policy)
+    driver = CoreDriver(specs, blocks, limits, MAX_MODEL_LEN)
+    for request_id in range(40):
+        prompt = shared_prompt(chance.randrange(3), chance.randint(1, 30))
+        ids = [chance.randrange(VOCABULARY) for _ in range(chance.randrange(2))]
+        priority, frontend = chance.randrange(3), chance.choice([b"a", b"b"])
+        driver.add(request_id, prompt, chance.randint(1, 18), ids, [], priority, frontend)
+        for _ in range(chance.randrange(6)):
+            if len(driver.results) < MAX_IN_FLIGHT and chance.random() < 0.7:
+                driver.send()
+            elif driver.results:
+                driver.deliver()
+        if chance.random() < 0.1 and driver.live:
+            driver.abort(chance.choice(sorted(driver.live)))
+    driver.run()
+    stats = driver.core.stats()
+    return Counter({name: getattr(stats, name) for name in stats.__struct_fields__})
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_storm_meets_every_case(layout: str, policy: str) -> None:
+    totals: Counter[str] = Counter()
+    for seed in range(12):
+        totals += storm(seed, layout, policy)
+    for case in ("preemptions", "prefill_preemptions", "prefix_hits", "chunked_prefills", "overlapped_steps"):
+        assert totals[case] > 0, f"no {case} in {totals}"
+    assert totals["generated_tokens"] > 1000
