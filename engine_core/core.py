@@ -1,8 +1,8 @@
 """The engine core without sockets: requests in, batches out, results in, tokens out.
 
-    core.add(message, frontend)  ->  refusal, if any
-    core.schedule()              ->  ScheduledBatch for the workers, or None
-    core.update(result)          ->  TokenDeltas for each frontend
+core.add(message, frontend)  ->  refusal, if any
+core.schedule()              ->  ScheduledBatch for the workers, or None
+core.update(result)          ->  TokenDeltas for each frontend
 """
 
 import time

@@ -12,7 +12,7 @@ from engine_core.request import Request
 
 @dataclass(slots=True, frozen=True)
 class Decodes:
-    """The members of a step, as columns in batch order; shared by all steps until somebody joins or leaves."""
+    """The members of a step, as columns in batch order; reused until somebody joins or leaves."""
 
     requests: list[Request]
     rows: list[int]

@@ -10,6 +10,7 @@ Entries behind a window stay as placeholders, so that tables are indexed alike. 
 0 and means nothing: block 0 is a block like any other, and no token attends that far back.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -99,7 +100,7 @@ class KVCacheManager:
             [self._find(pool, blocks, index) for index in range(start, hits)]
             for pool, start in zip(self.pools, starts, strict=True)
         ]
-        if not self._has_room(len(token_ids), found):
+        if not self._has_room(len(token_ids), hits, found):
             return None
         for pool, start, group, table in zip(self.pools, starts, found, blocks.tables, strict=True):
             for block in group:
@@ -206,10 +207,11 @@ class KVCacheManager:
         assert block is not None, "the prefix was found a moment ago"
         return block
 
-    def _has_room(self, num_tokens: int, found: list[list[int]]) -> bool:
+    def _has_room(self, num_tokens: int, hits: int, found: list[list[int]]) -> bool:
         """Whether the free blocks, less the shared ones among them, hold what is to be computed."""
+        rest = -(-num_tokens // self.block_size) - hits
         for spec, pool, group in zip(self.specs, self.pools, found, strict=True):
-            new = peak_blocks(spec, num_tokens, self._max_chunk) - len(group)
+            new = min(rest, peak_blocks(spec, num_tokens, self._max_chunk) - len(group))
             if new > pool.num_free - sum(map(pool.is_free, group)):
                 return False
         return True

@@ -67,7 +67,9 @@ def cache_tokens(specs: Sequence[KVSpec], num_blocks: Sequence[int]) -> int:
     return min(blocks * spec.block_size for spec, blocks in full or pairs)
 
 
-def _most_useful(spec: KVSpec, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int | None:
+def _most_useful(
+    spec: KVSpec, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
+) -> int | None:
     """Blocks beyond this would never hold a visible token; None without a window."""
     if isinstance(spec, FullAttentionSpec):
         return None

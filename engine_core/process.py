@@ -1,217 +1,290 @@
-"""`python -m engine_core.process`: the engine core as a process. Started by atom-launch.
+"""`python -m engine_core.process`: an engine core with its sockets. Started by atom-launch.
 
-    start:  Loaded from every rank -> block counts -> AllocateKV -> WorkerReady from every rank
-    loop:   requests in -> steps out, at most two in flight -> results in -> tokens out
+    frontends   ROUTER  in:  Hello, AddRequest, Abort, GetStats
+                        out: CoreReady, TokenDeltas, CoreStats, CoreDead
+    workers     ROUTER  in:  Loaded, WorkerReady, BatchResult, WorkerFailed
+                        out: AllocateKV, ScheduledBatch, Shutdown
+    supervisor  PUSH    out: Ready, Dead
 
-It sleeps in one poll whenever there is nothing to send. A failure that is not a request's own
-ends the process: workers, frontends and the supervisor are told why.
+One thread, one loop: wait for either side, take in what came, hand out steps, answer.
 """
 
+import contextlib
 import gc
 import secrets
 import signal
-import socket
 import sys
 import time
 import traceback
+from types import FrameType
+from typing import TypeVar
 
 import zmq
 
-from atom.messages.engine import Abort, AddRequest, CoreDead, CoreReady, FromCore, GetStats, Hello, ToCore
+from atom.messages.codec import encode
+from atom.messages.engine import (
+    Abort,
+    AddRequest,
+    CoreDead,
+    CoreReady,
+    CoreStats,
+    GetStats,
+    Hello,
+    ToCore,
+    TokenDeltas,
+)
 from atom.messages.launch import CoreLaunch
-from atom.messages.supervisor import Dead, Ready
-from atom.messages.worker import AllocateKV, BatchResult, FromWorker, KVSpec, Loaded, Shutdown
+from atom.messages.supervisor import Dead, Ready, ToSupervisor
+from atom.messages.worker import (
+    AllocateKV,
+    BatchResult,
+    FromWorker,
+    Loaded,
+    Shutdown,
+    WorkerFailed,
+    WorkerReady,
+)
 from atom.utils import envs
+from atom.utils.install_check import check_install
 from atom.utils.logger import get_logger, setup_logging
 from atom.utils.process import read_launch
 from atom.utils.step_trace import StepTrace
 from engine_core.core import EngineCore
 from engine_core.kv_cache_manager import KVCacheManager
-from engine_core.kv_plan import cache_tokens, longest_sequence, plan_blocks
-from engine_core.links import FrontendLink, SupervisorLink, WorkerLink
-from engine_core.scheduler import Limits
+from engine_core.links import FrontendLink, LinkError, WorkerLink
+from engine_core.startup import CachePlan, StartupError, limits_of, plan_cache
 
-_PROCESS = "core"
-_IDLE_POLL_MS = 1000
-# On a CPU a step of a large model may take minutes; this is for workers that never answer.
-_STEP_DEADLINE_S = 1800.0
+StartMessage = TypeVar("StartMessage", Loaded, WorkerReady)
+
+_NAME = "core"
+_POLL_MS = 250  # also how long SIGTERM may wait while nothing happens
+_LOAD_DEADLINE_S = 3600.0
+_WARM_UP_DEADLINE_S = 1800.0
+_STEP_DEADLINE_S = 600.0
+_LINGER_MS = 2000
+
+
+class CoreFailure(RuntimeError):
+    """The engine cannot go on; one line."""
 
 
 class CoreProcess:
-    """Owns the sockets and the core between them."""
+    """An engine core, its frontends and its workers."""
 
     def __init__(self, launch: CoreLaunch):
+        self.stopping = False
+        """Set by a signal: leave the loop."""
         self._launch = launch
-        self._config = launch.config
+        self._num_ranks = launch.config.parallel.tensor_parallel_size
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._workers = WorkerLink(self._context, launch.workers, launch.config.parallel.tensor_parallel_size)
+        self._workers = WorkerLink(self._context, launch.workers, self._num_ranks)
         self._frontends = FrontendLink(self._context, launch.frontends)
-        self._supervisor = SupervisorLink(self._context, launch.supervisor)
-        self._trace = StepTrace(launch.config.observability.step_trace, _PROCESS)
-        self._known: set[bytes] = set()
-        self._stopping = False
-        self._checked = True
+        self._supervisor = self._context.socket(zmq.PUSH)
+        self._supervisor.connect(launch.supervisor)
+        self._poller = zmq.Poller()
+        self._poller.register(self._workers.socket, zmq.POLLIN)
+        self._trace = StepTrace(launch.config.observability.step_trace, _NAME)
+        self._connected: dict[bytes, int] = {}  # identity of each frontend that said Hello, and its number
+        self._dropped: set[bytes] = set()  # frontends that lost tokens and have not been told
+        self._checked_at_step = 0
 
-    def run(self) -> None:
-        """Serve until SIGTERM. Raises what ends the engine, after everybody was told."""
+    def run(self) -> int:
+        """Serve until a signal or a failure; returns the exit status."""
         try:
-            self._start()
-            self._watch_sigterm()
-            while not self._stopping:
-                self._turn()
-            self._workers.send(Shutdown())
-        except Exception as error:
-            self._tell_everybody(_one_line(error))
-            raise
+            started = self._start()
+            if started is not None:
+                self._serve(*started)
+            self._shut_workers_down()
+            return 0
+        except Exception as error:  # whatever it is, frontends and supervisor must hear of it
+            if envs.ATOM_LOG_MORE:
+                traceback.print_exc()
+            self._die(_one_line(error))
+            return 1
         finally:
             self._trace.close()
-            self._context.destroy()
+            self._context.destroy(linger=_LINGER_MS)
 
-    def _start(self) -> None:
-        loaded = self._workers.all_loaded()
-        scheduler = self._config.scheduler
-        budget, rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
-        assert budget and rows, "the scheduler's limits are resolved before any process starts"
-        specs = loaded[0].kv_specs
-        num_blocks = self._block_counts(loaded, budget, rows)
-        max_model_len = self._max_model_len(specs, num_blocks, budget)
-        self._workers.send(AllocateKV(num_blocks, max_model_len))
-        self._workers.all_ready()
-        caching = self._config.cache.enable_prefix_caching
-        kv = KVCacheManager(specs, num_blocks, budget, secrets.randbits(64), caching)
-        limits = Limits(rows, budget, scheduler.scheduling_policy, scheduler.scheduler_delay_factor)
-        self._core = EngineCore(limits, kv, max_model_len)
-        weight_bytes = [each.weight_bytes for each in loaded]
-        self._ready = CoreReady(max_model_len, cache_tokens(specs, num_blocks), weight_bytes)
-        self._poller = zmq.Poller()
-        for link in (self._workers, self._frontends):
-            self._poller.register(link.socket, zmq.POLLIN)
-        gc.collect()
-        gc.freeze()  # what exists now lives as long as the process
+    # Start
+
+    def _start(self) -> tuple[EngineCore, CoreReady] | None:
+        """Bring the workers up; None when a signal came first."""
+        config = self._launch.config
+        limits = limits_of(config)
+        loaded = self._gather(Loaded, _LOAD_DEADLINE_S, "to load the model")
+        if loaded is None:
+            return None
+        plan = plan_cache(config, self._launch.checkpoint.max_model_len, loaded)
+        kv = KVCacheManager(
+            plan.specs,
+            plan.num_blocks,
+            limits.max_num_batched_tokens,
+            secrets.randbits(64),
+            config.cache.enable_prefix_caching,
+        )
+        core = EngineCore(limits, kv, plan.max_model_len)
+        self._workers.send(AllocateKV(plan.num_blocks, plan.max_model_len))
+        if self._gather(WorkerReady, _WARM_UP_DEADLINE_S, "to warm up") is None:
+            return None
+        self._announce(plan)
+        return core, CoreReady(plan.max_model_len, plan.kv_tokens, [one.weight_bytes for one in loaded])
+
+    def _gather(self, kind: type[StartMessage], deadline_s: float, doing: str) -> list[StartMessage] | None:
+        """One message of a kind from every rank, by rank; None when a signal came first."""
+        got: dict[int, StartMessage] = {}
+        deadline = time.monotonic() + deadline_s
+        while len(got) < self._num_ranks:
+            if self.stopping:
+                return None
+            if time.monotonic() > deadline:
+                missing = ", ".join(str(rank) for rank in range(self._num_ranks) if rank not in got)
+                raise CoreFailure(f"waited {deadline_s:.0f} s for worker {missing} {doing}")
+            self._poller.poll(_POLL_MS)
+            for message in self._workers.receive():
+                if not isinstance(message, kind):
+                    raise _unexpected(message)
+                got[message.rank] = message
+        return [got[rank] for rank in sorted(got)]
+
+    def _announce(self, plan: CachePlan) -> None:
+        asked = self._launch.checkpoint.max_model_len
+        if self._launch.config.model.max_model_len is None and plan.max_model_len < asked:
+            get_logger().info(
+                "requests may have %d tokens instead of %d: the KV cache holds no more",
+                plan.max_model_len,
+                asked,
+            )
         detail: dict[str, int | str] = {
-            "kv_tokens": self._ready.kv_tokens,
-            "max_model_len": max_model_len,
-            "num_blocks": sum(num_blocks),
+            "kv_tokens": plan.kv_tokens,
+            "max_model_len": plan.max_model_len,
+            "num_blocks": " + ".join(map(str, plan.num_blocks)),
         }
-        self._supervisor.send(Ready(_PROCESS, detail))
+        self._report(Ready(_NAME, detail))
+        gc.collect()
+        gc.freeze()  # what exists now lives as long as the process: no need to look at it again
 
-    def _block_counts(self, loaded: list[Loaded], budget: int, rows: int) -> list[int]:
-        """What the rank with the least room can hold, unless the user says how many."""
-        if self._config.cache.num_kv_blocks is not None:
-            return [self._config.cache.num_kv_blocks] * len(loaded[0].kv_specs)
-        wanted = self._config.model.max_model_len or self._launch.checkpoint.max_model_len
-        plans = [plan_blocks(each.kv_specs, each.kv_bytes, rows, budget, wanted) for each in loaded]
-        counts = [min(group) for group in zip(*plans, strict=True)]
-        if 0 in counts:
-            smallest = min(each.kv_bytes for each in loaded)
-            raise ValueError(
-                f"{smallest / 2**20:.0f} MiB do not hold one KV block: raise "
-                "--gpu-memory-utilization or --kv-cache-memory-bytes"
-            )
-        return counts
+    # Work
 
-    def _max_model_len(self, specs: list[KVSpec], num_blocks: list[int], budget: int) -> int:
-        """The user's wish, or as much of the checkpoint's length as the cache holds."""
-        wish = self._config.model.max_model_len
-        wanted = wish or self._launch.checkpoint.max_model_len
-        longest = longest_sequence(specs, num_blocks, budget)
-        if longest is None or longest >= wanted:
-            return wanted
-        if wish is not None:
-            raise ValueError(
-                f"the KV cache holds {longest} tokens, fewer than --max-model-len {wish}: lower it to "
-                f"{longest}, or raise --kv-cache-memory-bytes or --gpu-memory-utilization"
-            )
-        get_logger().info("the KV cache holds %d tokens: no request may be longer", longest)
-        return longest
+    def _serve(self, core: EngineCore, ready: CoreReady) -> None:
+        """Until a signal. Frontends are heard from here on; what they sent before has waited."""
+        self._poller.register(self._frontends.socket, zmq.POLLIN)
+        while not self.stopping:
+            if not self._poller.poll(_POLL_MS):
+                self._while_quiet(core)
+            answers = [self._take_in(core, message) for message in self._workers.receive()]
+            for identity, message in self._frontends.receive():
+                self._hear(core, ready, identity, message)
+            while (batch := core.schedule()) is not None:
+                self._workers.send(batch)
+                self._trace.mark("sent", batch.step)
+            for deltas in answers:
+                for identity, delta in deltas.items():
+                    self._answer(core, identity, delta)
 
-    def _watch_sigterm(self) -> None:
-        """From here on SIGTERM ends the loop; its byte in the pipe ends a poll."""
-        self._signals, wake_up = socket.socketpair()
-        for end in (self._signals, wake_up):
-            end.setblocking(False)
-        self._wake_up = wake_up
-        self._poller.register(self._signals, zmq.POLLIN)
-        signal.set_wakeup_fd(wake_up.fileno())
-        signal.signal(signal.SIGTERM, self._on_sigterm)
+    def _take_in(self, core: EngineCore, message: FromWorker) -> dict[bytes, TokenDeltas]:
+        if not isinstance(message, BatchResult):
+            raise _unexpected(message)
+        self._trace.mark("result", message.step)
+        return core.update(message)
 
-    def _turn(self) -> None:
-        """Send a step if one can run, else wait; then take in whatever has come."""
-        batch = self._core.schedule()
-        if batch is not None:
-            self._workers.send(batch)
-            self._trace.mark("sent", batch.step)
-        if not self._poller.poll(0 if batch is not None else _IDLE_POLL_MS):
-            if batch is None:
-                self._look_around()
+    def _hear(self, core: EngineCore, ready: CoreReady, identity: bytes, message: ToCore) -> None:
+        if identity in self._dropped and not isinstance(message, Hello):
+            if self._frontends.send(identity, CoreDead("this frontend did not read its tokens in time")):
+                self._dropped.discard(identity)
             return
-        self._checked = False
-        while (request := self._frontends.receive()) is not None:
-            self._take_request(*request)
-        while (result := self._workers.receive()) is not None:
-            self._take_result(result)
-
-    def _take_result(self, result: FromWorker) -> None:
-        if not isinstance(result, BatchResult):
-            raise RuntimeError(f"a worker sent {type(result).__name__} between steps")
-        self._trace.mark("result", result.step)
-        for frontend, deltas in self._core.update(result).items():
-            self._send(frontend, deltas)
-
-    def _look_around(self) -> None:
-        """Nothing has happened for a while: are the workers stuck, or is it time to check the books?"""
-        sent_at = self._core.oldest_sent_at
-        if sent_at is not None and time.monotonic() - sent_at > _STEP_DEADLINE_S:
-            raise RuntimeError(f"no result of a step from the workers for {_STEP_DEADLINE_S:.0f} s")
-        if sent_at is None and not self._core.num_live and not self._checked:
-            self._core.check_integrity()
-            self._checked = True
-
-    def _take_request(self, frontend: bytes, message: ToCore) -> None:
         match message:
+            case Hello(number):
+                self._welcome(core, identity, number)
+                self._answer(core, identity, ready)
             case AddRequest():
-                refusal = self._core.add(message, frontend)
+                refusal = core.add(message, identity)
                 if refusal is not None:
-                    self._send(frontend, refusal)
+                    self._answer(core, identity, refusal)
             case Abort(request_ids):
-                self._core.abort(request_ids)
-            case Hello():
-                self._known.add(frontend)
-                self._send(frontend, self._ready)
+                core.abort(request_ids)
             case GetStats():
-                self._send(frontend, self._core.stats())
+                self._answer(core, identity, core.stats())
 
-    def _send(self, frontend: bytes, message: FromCore) -> None:
-        if not self._frontends.send(frontend, message):
-            aborted = self._core.abort_frontend(frontend)
-            self._known.discard(frontend)
-            get_logger().warning("a frontend is gone; %d of its requests were aborted", aborted)
+    def _welcome(self, core: EngineCore, identity: bytes, number: int) -> None:
+        """A frontend that comes back under a new identity has forgotten its old requests."""
+        for known, its_number in list(self._connected.items()):
+            if its_number == number and known != identity:
+                self._forget(core, known)
+        self._connected[identity] = number
+        self._dropped.discard(identity)
 
-    def _tell_everybody(self, reason: str) -> None:
-        for frontend in self._known:
-            self._frontends.send(frontend, CoreDead(reason))
-        self._supervisor.send(Dead(_PROCESS, reason))
+    def _answer(
+        self, core: EngineCore, identity: bytes, message: TokenDeltas | CoreReady | CoreStats
+    ) -> None:
+        """Send, or give the frontend up: a token is never lost while its request goes on."""
+        if not self._frontends.send(identity, message):
+            number = self._connected.get(identity, -1)
+            self._forget(core, identity)
+            self._dropped.add(identity)
+            get_logger().warning("frontend %d is gone or does not read: its requests are aborted", number)
 
-    def _on_sigterm(self, *_: object) -> None:
-        self._stopping = True
+    def _forget(self, core: EngineCore, identity: bytes) -> None:
+        core.abort_frontend(identity)
+        self._connected.pop(identity, None)
+
+    def _while_quiet(self, core: EngineCore) -> None:
+        """Nothing came for a while: make sure that the workers live, or check the books when idle."""
+        sent_at = core.oldest_sent_at
+        if sent_at is not None:
+            if time.monotonic() - sent_at > _STEP_DEADLINE_S:
+                raise CoreFailure(f"the workers have not answered a step for {_STEP_DEADLINE_S:.0f} s")
+            return
+        steps = core.stats().steps
+        if steps != self._checked_at_step:
+            self._checked_at_step = steps
+            core.check_integrity()
+
+    # End
+
+    def _shut_workers_down(self) -> None:
+        """Ranks that never came need no farewell."""
+        with contextlib.suppress(LinkError):
+            self._workers.send(Shutdown())
+
+    def _die(self, reason: str) -> None:
+        """Tell everybody: frontends, also those that nobody has listened to yet, and the supervisor."""
+        get_logger().error("the engine core ends: %s", reason)
+        for identity, message in self._frontends.receive():
+            if isinstance(message, Hello):
+                self._connected[identity] = message.frontend
+        for identity in self._connected:
+            self._frontends.send(identity, CoreDead(reason))
+        self._report(Dead(_NAME, reason))
+        self._shut_workers_down()
+
+    def _report(self, message: ToSupervisor) -> None:
+        self._supervisor.send(encode(message), zmq.DONTWAIT)
+
+
+def _unexpected(message: FromWorker) -> CoreFailure:
+    if isinstance(message, WorkerFailed):
+        return CoreFailure(f"worker {message.rank}: {message.reason}")
+    return CoreFailure(f"a worker sent {type(message).__name__} out of turn")
+
+
+def _one_line(error: Exception) -> str:
+    known = isinstance(error, CoreFailure | StartupError | LinkError)
+    text = " ".join(str(error).split())
+    return text if known else f"{type(error).__name__}: {text}"
 
 
 def main() -> None:
     """Exit status 0 after SIGTERM, 1 after a failure that was reported."""
+    check_install()
     launch = read_launch(CoreLaunch)
-    setup_logging(_PROCESS)
-    try:
-        CoreProcess(launch).run()
-    except Exception:
-        if envs.ATOM_LOG_MORE:
-            traceback.print_exc()
-        sys.exit(1)
+    setup_logging(_NAME)
+    process = CoreProcess(launch)
 
+    def stop(signum: int, frame: FrameType | None) -> None:
+        process.stopping = True
 
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    expected = isinstance(error, (ValueError, RuntimeError))
-    return text if expected else f"{type(error).__name__}: {text}"
+    signal.signal(signal.SIGTERM, stop)
+    sys.exit(process.run())
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ class RequestQueue:
     def __init__(self, policy: str):
         """Raises ValueError for an unknown policy."""
         if policy not in get_args(Policy):
-            raise ValueError(f"scheduling policy must be one of {', '.join(get_args(Policy))}, not {policy!r}")
+            raise ValueError(
+                f"scheduling policy must be one of {', '.join(get_args(Policy))}, not {policy!r}"
+            )
         self._by_priority = policy == "priority"
         self._heap: list[tuple[Rank, Request]] = []
         self._waiting: dict[int, Request] = {}  # in the order of entry; the heap may hold leavers

@@ -251,7 +251,7 @@ class Scheduler:
         return self.num_running > 0 and waited <= self._limits.delay_factor * self._prompt_step_s
 
     def _admit(self, request: Request, cached: int, budget: int, plan: _Plan) -> int:
-        """Give a row to a request with the first `cached` tokens in its blocks; returns the tokens it computes."""
+        """Start a request whose first `cached` tokens are in its blocks; returns the tokens it computes."""
         self._queue.remove(request)
         count = min(len(request.token_ids) - cached, budget)
         added = self._kv.extend(request.blocks, cached, cached + count)
@@ -277,7 +277,7 @@ class Scheduler:
         return self._limits.max_num_batched_tokens - len(self._cohort) - plan.num_tokens
 
     def _extend(self, request: Request, start: int, count: int, plan: _Plan) -> bool:
-        """Find blocks for the next `count` tokens, at the cost of whoever ranks last; False if that is itself."""
+        """Blocks for the next `count` tokens, at the cost of whoever ranks last; False if that is itself."""
         while (added := self._kv.extend(request.blocks, start, start + count)) is None:
             victim = max([*self._cohort.members(), *self._prefilling.values()], key=self._queue.rank)
             self._preempt(victim, plan)

@@ -118,7 +118,7 @@ class EngineClient:
         self._counter = itertools.count(index << _ID_BITS)
         self._streams: dict[int, Stream] = {}
         self._decoder = Decoder[FromCore](FromCore)
-        self._ready = False
+        self._ready = asyncio.Event()
         self._death: str | None = None
         self._last_sign = time.monotonic()
 
@@ -159,8 +159,12 @@ class EngineClient:
         """Raises EngineDeadError or UnavailableError while no token can be made."""
         if self._death is not None:
             raise EngineDeadError(self._death)
-        if not self._ready:
+        if not self._ready.is_set():
             raise UnavailableError("the engine is still starting; try again shortly")
+
+    async def wait_ready(self) -> None:
+        """Until the core can make tokens; the caller bounds the wait."""
+        await self._ready.wait()
 
     def new_ids(self, count: int) -> list[int]:
         """Request ids in ascending order, never used before."""
@@ -221,7 +225,7 @@ class EngineClient:
                 self._deliver(message)
             case CoreReady():
                 self._on_ready(message)
-                self._ready = True
+                self._ready.set()
             case CoreDead(reason):
                 self._die(reason)
             case CoreStats():
@@ -249,7 +253,7 @@ class EngineClient:
     async def _watch_connection(self) -> None:
         while self._death is None:
             await recv_monitor_message(self._monitor)  # only disconnections are monitored
-            if self._ready:
+            if self._ready.is_set():
                 await asyncio.sleep(_LAST_WORDS_S)
                 self._die("the engine core closed its connection")
 

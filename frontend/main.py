@@ -46,11 +46,18 @@ async def serve(launch: FrontendLaunch) -> None:
     gc.collect()
     gc.freeze()  # nothing made so far dies before the process does
     try:
-        _report(launch.supervisor, Ready(_PROCESS))
+        ready = asyncio.create_task(_report_ready(app, launch.supervisor))
         await stop.first.wait()
+        ready.cancel()
         await _drain(app, stop, launch.server.shutdown_timeout)
     finally:
         await runner.cleanup()
+
+
+async def _report_ready(app: web.Application, supervisor: str) -> None:
+    # However long it takes: the supervisor watches over the whole start.
+    await app[keys.CLIENT].wait_ready()
+    _report(supervisor, Ready(_PROCESS))
 
 
 async def _drain(app: web.Application, stop: "_StopSignal", timeout_s: float) -> None:

@@ -25,7 +25,7 @@ from workers.device_probe import probe
 from workers.hf_directory import read_directory
 
 # Raised whenever workers.weights.gguf writes something else: older expansions are not used then.
-_GGUF_FORMAT = 1
+_GGUF_FORMAT = 2
 
 _CONVERSION_DEADLINE_S = 3600.0
 _LOCK_POLL_S = 0.2
@@ -98,7 +98,7 @@ def _expand(path: Path, directory: Path, report: Report) -> None:
     shutil.rmtree(directory, ignore_errors=True)  # of a conversion that was killed
     directory.mkdir()
     try:
-        convert(path, directory, lambda done, total: report(f"Converting {path.name}", done, total))
+        convert(path, directory, report)
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise

@@ -210,8 +210,11 @@ def _slots(
     tiles: _Tiles, tile_N: Ints, position_NC: Ints, block_table: NDArray[np.int32], block_size: int
 ) -> Ints:
     own_NC = position_NC * (position_NC < tiles.context[tile_N][:, None])
-    block_NC, offset_NC = np.divmod(own_NC, block_size)
-    return block_table[tiles.row[tile_N][:, None], block_NC] * np.int64(block_size) + offset_NC
+    index_NC = own_NC // block_size
+    first_entry_N = tiles.row[tile_N] * block_table.shape[1]
+    block_NC = block_table.ravel().take(first_entry_N[:, None] + index_NC)
+    # block * block_size + own % block_size
+    return (block_NC - index_NC) * block_size + own_NC
 
 
 def _counting(counts: Ints) -> Ints:

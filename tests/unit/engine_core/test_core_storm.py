@@ -53,7 +53,14 @@ class Storm(RuleBasedStateMachine):
         frontend=st.sampled_from([b"a", b"b"]),
     )
     def arrive(
-        self, seed: int, length: int, max_tokens: int, eos: list[int], stop: list[int], priority: int, frontend: bytes
+        self,
+        seed: int,
+        length: int,
+        max_tokens: int,
+        eos: list[int],
+        stop: list[int],
+        priority: int,
+        frontend: bytes,
     ) -> None:
         prompt = shared_prompt(seed, length)
         assert self.driver.add(self.arrivals, prompt, max_tokens, eos, stop, priority, frontend) == ""

@@ -21,8 +21,6 @@ from atom.utils.process import spawn
 from workers import hf_directory
 from workers.prepare import expanded_gguf, prepare
 from workers.weights import gguf as gguf_module
-from workers.weights.gguf import halves_from_pairs, llama3_rope
-from workers.weights.gguf_tokenizer import TokenizerFiles, merges_from_scores
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -103,7 +101,7 @@ def test_dtype_in_its_old_form_and_from_the_weights(tmp_path: Path) -> None:
     assert old.dtype == old.hf_config["dtype"] == "float16"
     assert "torch_dtype" not in old.hf_config
     (tmp_path / "new").mkdir()
-    tensors = {"a": np.zeros(2, np.float32), "b": np.zeros((2, 2), np.float16)}
+    tensors: dict[str, Any] = {"a": np.zeros(2, np.float32), "b": np.zeros((2, 2), np.float16)}
     save_file(tensors, tmp_path / "new" / "model.safetensors")
     assert checkpoint_of(tmp_path / "new", {"dtype": None}).dtype == "float16"
 
@@ -231,7 +229,7 @@ def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN = 4, 2, 8, 32, 64
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
-TOKENS = [*BYTES, "hi", "12", "<|bos|>", "<|end|>"]
+TOKENS = [*BYTES, "hi", "12", "ĠĠ", "<|bos|>", "<|end|>"]
 
 
 def hf_weights(tied: bool = False) -> dict[str, np.ndarray]:
@@ -281,7 +279,7 @@ def write_gguf(
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("llama-bpe")
     writer.add_token_list(TOKENS)
-    writer.add_token_merges(["h i", "1 2"])
+    writer.add_token_merges(["h i", "1 2", "Ġ Ġ"])
     writer.add_token_types([1] * (len(TOKENS) - 2) + [3, 3])
     writer.add_bos_token_id(TOKENS.index("<|bos|>"))
     writer.add_eos_token_id(TOKENS.index("hi"))
@@ -367,9 +365,10 @@ def test_large_models_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.
     [
         ({"kind": "gemma3"}, "kind gemma3; supported are llama, qwen3"),
         ({"add_expert_count": 8}, "mixture of experts"),
-        ({"add_rope_dimension_count": 4}, "rotates 4 of 8"),
+        ({"add_rope_dimension_count": 4}, "cannot be expanded"),
         ({"add_tokenizer_pre": "unheard-of"}, "unheard-of"),
-        ({"add_tokenizer_model": "bert"}, "kind bert"),
+        ({"add_tokenizer_model": "llama", "add_add_space_prefix": False}, "without a space"),
+        ({"add_tokenizer_model": "bert"}, "cannot be expanded: .*'bert'"),
     ],
 )
 def test_ggufs_that_cannot_run_are_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
@@ -379,67 +378,56 @@ def test_ggufs_that_cannot_run_are_refused(tmp_path: Path, change: dict[str, Any
     assert not list((tmp_path / "cache").glob("gguf/*.partial"))
 
 
-def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "m.gguf", hf_weights() | {"blk.0.mystery.weight": np.zeros(4, np.float32)})
+def test_every_tensor_must_find_its_place(tmp_path: Path) -> None:
+    weights = hf_weights()
+    write_gguf(tmp_path / "more.gguf", weights | {"blk.0.mystery.weight": np.zeros(4, np.float32)})
     with pytest.raises(ValueError, match=r"'blk\.0\.mystery\.weight'"):
-        prepare(str(tmp_path / "m.gguf"), tmp_path / "cache", silent)
+        prepare(str(tmp_path / "more.gguf"), tmp_path / "cache", silent)
+    del weights["model.norm.weight"]
+    write_gguf(tmp_path / "fewer.gguf", weights)
+    with pytest.raises(ValueError, match=r"lacks model\.norm\.weight"):
+        prepare(str(tmp_path / "fewer.gguf"), tmp_path / "cache", silent)
 
 
-def test_llama3_rope_is_recovered_from_its_factors() -> None:
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    rope = {
+def test_llama3_rope_is_recovered_from_its_factors(tmp_path: Path) -> None:
+    # Of theta 1e6 and 8 dimensions: waves of 6, 199, 6283 and 198692 positions. The last is
+    # stretched by the whole factor, the third, between 8192 / 4 and 8192, by a part of it.
+    smooth = (8192 / (2 * np.pi * 1000) - 1) / (4 - 1)
+    factors = np.array([1, 1, 1 / ((1 - smooth) / 32 + smooth), 32], np.float32)
+    for name, stored in (("m", factors), ("odd", factors[::-1].copy())):
+        weights = hf_weights() | {"rope_freqs.weight": stored}
+        write_gguf(tmp_path / f"{name}.gguf", weights, add_rope_freq_base=1e6)
+    assert prepare(str(tmp_path / "m.gguf"), tmp_path / "cache", silent).hf_config["rope_parameters"] == {
         "rope_type": "llama3",
-        "rope_theta": 500000.0,
+        "rope_theta": 1e6,
         "factor": 32.0,
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    config = LlamaConfig(hidden_size=128, num_attention_heads=2, head_dim=64, rope_parameters=rope)
-    frequencies = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0].numpy()
-    factors = (500000.0 ** (-np.arange(0, 64, 2) / 64) / frequencies).astype(np.float32)
-    assert llama3_rope(500000.0, 64, factors) == pytest.approx(rope)
     with pytest.raises(ValueError, match="not those of Llama 3"):
-        llama3_rope(500000.0, 64, factors[::-1])
+        prepare(str(tmp_path / "odd.gguf"), tmp_path / "cache", silent)
 
 
-def test_halves_undo_pairs() -> None:
-    array = np.arange(48.0).reshape(24, 2)
-    np.testing.assert_array_equal(halves_from_pairs(as_pairs(array, 3), 3), array)
-
-
-def test_a_sentencepiece_vocabulary_merges_by_score() -> None:
-    tokens = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{i:02X}>" for i in range(256)),
-        "▁",
-        "a",
-        "b",
-        "c",
-        "ab",
-        "bc",
-        "▁abc",
-        "▁ab",
-    ]
-    scores = [0.0] * 263 + [-2.0, -1.0, -4.0, -3.0]
-    settings = {
-        "model": "llama",
-        "tokens": tokens,
-        "scores": scores,
-        "token_type": [2, 3, 3, *[6] * 256, *[1] * 8],
-        "bos_token_id": 1,
+def test_rope_scaling_is_kept(tmp_path: Path) -> None:
+    scaling = {
+        "add_rope_freq_base": 5e5,
+        "add_rope_scaling_type": gguf.RopeScalingType.YARN,
+        "add_rope_scaling_factor": 4.0,
+        "add_rope_scaling_orig_ctx_len": 128,
     }
-    values = {f"tokenizer.ggml.{key}": value for key, value in settings.items()}
-    tokenizer = TokenizerFiles(values.get, vocab_size=len(tokens)).tokenizer
-    # "bc" scores best, so that "ab" never forms.
-    assert tokenizer.encode("abc").tokens == ["<s>", "▁", "a", "bc"]
-    assert tokenizer.encode("ab é").tokens == ["<s>", "▁ab", "▁", "<0xC3>", "<0xA9>"]
-    assert tokenizer.decode(tokenizer.encode("ab é").ids) == "ab é"
-    assert merges_from_scores({"a": 0, "b": 1, "ab": 2}, [0.0, 0.0, -1.0]) == [("a", "b")]
+    write_gguf(tmp_path / "m.gguf", hf_weights(), **scaling)
+    rope = prepare(str(tmp_path / "m.gguf"), tmp_path / "cache", silent).hf_config["rope_parameters"]
+    expected = {"rope_theta": 5e5, "rope_type": "yarn", "factor": 4.0}
+    assert rope == expected | {"original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(("words", "tokens"), [("smollm", ["ĠĠ", "1", "2"]), ("qwen2", ["Ġ", "Ġ", "1", "2"])])
+def test_a_gguf_names_how_digits_are_cut(tmp_path: Path, words: str, tokens: list[str]) -> None:
+    write_gguf(tmp_path / "m.gguf", hf_weights(), add_tokenizer_pre=words)
+    file = prepare(str(tmp_path / "m.gguf"), tmp_path / "cache", silent).tokenizer_file
+    assert file is not None
+    assert Tokenizer.from_file(file).encode("  12", add_special_tokens=False).tokens == tokens
 
 
 # The cache
@@ -450,7 +438,7 @@ def test_an_expansion_is_shared_and_follows_its_file(tmp_path: Path) -> None:
     write_gguf(path, hf_weights())
     phases: list[str] = []
     first = expanded_gguf(path, cache, lambda phase, done, total: phases.append(phase))
-    assert set(phases) == {"Converting m.gguf"}
+    assert list(dict.fromkeys(phases)) == ["Expanding m.gguf", "Writing the expanded m.gguf"]
     phases.clear()
     assert expanded_gguf(path, cache, lambda phase, done, total: phases.append(phase)) == first
     assert phases == []

@@ -1,0 +1,93 @@
+"""From loaded workers to a sized KV cache."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from atom.config.engine import EngineConfig
+from atom.messages.worker import KVSpec, Loaded
+from engine_core.kv_plan import cache_tokens, longest_sequence, plan_blocks
+from engine_core.scheduler import Limits
+
+
+class StartupError(RuntimeError):
+    """The engine cannot start; one line that a user can act on."""
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """The KV cache of one engine."""
+
+    specs: list[KVSpec]
+    num_blocks: list[int]
+    max_model_len: int
+    """Longest sequence that will be accepted."""
+    kv_tokens: int
+
+
+def limits_of(config: EngineConfig) -> Limits:
+    """Raises StartupError where a default was left open."""
+    scheduler = config.scheduler
+    if scheduler.max_num_seqs is None or scheduler.max_num_batched_tokens is None:
+        raise StartupError("max_num_seqs and max_num_batched_tokens must have values before the core starts")
+    return Limits(
+        scheduler.max_num_seqs,
+        scheduler.max_num_batched_tokens,
+        scheduler.scheduling_policy,
+        scheduler.scheduler_delay_factor,
+    )
+
+
+def plan_cache(config: EngineConfig, model_max_len: int, loaded: Sequence[Loaded]) -> CachePlan:
+    """Blocks that every rank has room for. `model_max_len` is the checkpoint's own limit.
+
+    Raises StartupError when the cache would be too small for what was asked.
+    """
+    specs = loaded[0].kv_specs
+    for other in loaded[1:]:
+        if _shapes(other.kv_specs) != _shapes(specs):
+            raise StartupError(f"workers {loaded[0].rank} and {other.rank} disagree about the KV cache")
+    limits = limits_of(config)
+    max_model_len = config.model.max_model_len or model_max_len
+    num_blocks = _num_blocks(config.cache.num_kv_blocks, limits, max_model_len, loaded)
+    longest = longest_sequence(specs, num_blocks, limits.max_num_batched_tokens)
+    if longest is not None and longest < max_model_len:
+        if config.model.max_model_len is not None:
+            raise StartupError(
+                f"max_model_len {max_model_len} does not fit the KV cache of {longest} tokens: "
+                f"lower --max-model-len, or give the cache more by {_REMEDY}"
+            )
+        max_model_len = longest
+    return CachePlan(list(specs), num_blocks, max_model_len, cache_tokens(specs, num_blocks))
+
+
+_REMEDY = "--kv-cache-memory-bytes or --gpu-memory-utilization"
+
+
+def _num_blocks(
+    override: int | None, limits: Limits, max_model_len: int, loaded: Sequence[Loaded]
+) -> list[int]:
+    if override is not None:
+        return [override] * len(loaded[0].kv_specs)
+    plans = [
+        plan_blocks(
+            one.kv_specs,
+            one.kv_bytes,
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+            max_model_len,
+        )
+        for one in loaded
+    ]
+    for one, plan in zip(loaded, plans, strict=True):
+        if min(plan) < 1:
+            need = sum(spec.bytes_per_block for spec in one.kv_specs)
+            raise StartupError(
+                f"worker {one.rank} has {one.kv_bytes} bytes for the KV cache, and one block takes {need}: "
+                f"give the cache more by {_REMEDY}"
+            )
+    return [min(blocks) for blocks in zip(*plans, strict=True)]
+
+
+def _shapes(specs: Sequence[KVSpec]) -> list[tuple[type, int]]:
+    """What ranks must agree on; bytes may differ, since ranks may hold different numbers of heads."""
+    return [(type(spec), spec.block_size) for spec in specs]

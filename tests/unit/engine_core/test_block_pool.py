@@ -1,0 +1,119 @@
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_core.block_pool import BlockPool
+
+
+def test_takes_every_block_once_and_then_refuses() -> None:
+    pool = BlockPool(3)
+    assert sorted(pool.take(2) + pool.take(1)) == [0, 1, 2]
+    with pytest.raises(IndexError, match="1 blocks wanted, 0 free"):
+        pool.take(1)
+    pool.check_integrity({0: 1, 1: 1, 2: 1})
+
+
+def test_an_empty_pool_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one block"):
+        BlockPool(0)
+
+
+def test_the_cached_block_released_first_is_reused_first() -> None:
+    pool = BlockPool(3)
+    blocks = pool.take(3)
+    for block in blocks:
+        pool.remember(block, b"digest%d" % block, b"content%d" % block)
+    for block in reversed(blocks):
+        pool.release(block)
+    assert [pool.take(1)[0] for _ in blocks] == blocks[::-1]
+
+
+def test_a_block_of_unknown_content_is_reused_before_cached_ones() -> None:
+    pool = BlockPool(2)
+    cached, unknown = pool.take(2)
+    pool.remember(cached, b"d", b"c")
+    pool.release(cached)
+    pool.release(unknown)
+    assert pool.take(1) == [unknown]
+    assert pool.find(b"d", b"c") == cached
+
+
+def test_a_free_block_is_found_until_it_is_taken() -> None:
+    pool = BlockPool(1)
+    block = pool.take(1)[0]
+    pool.remember(block, b"d", b"c")
+    pool.release(block)
+    assert pool.find(b"d", b"c") == block
+    pool.take(1)
+    assert pool.find(b"d", b"c") is None
+
+
+def test_a_shared_block_is_free_when_its_last_user_leaves() -> None:
+    pool = BlockPool(2)
+    block = pool.take(1)[0]
+    pool.share(block)
+    pool.release(block)
+    assert not pool.is_free(block) and pool.num_free == 1
+    pool.release(block)
+    assert pool.is_free(block) and pool.num_free == 2
+
+
+def test_sharing_pulls_a_free_block_out_of_the_middle() -> None:
+    pool = BlockPool(5)
+    for block in pool.take(5):
+        pool.release(block)
+    pool.share(2)
+    pool.check_integrity({2: 1})
+    assert 2 not in pool.take(4)
+
+
+def test_a_hit_needs_equal_content_not_just_an_equal_digest() -> None:
+    pool = BlockPool(2)
+    first, second = pool.take(2)
+    assert pool.remember(first, b"d", b"content")
+    assert pool.find(b"d", b"other") is None
+    assert not pool.remember(second, b"d", b"other")
+    assert pool.remember(second, b"d", b"content")
+    assert pool.find(b"d", b"content") == first
+
+
+@pytest.mark.parametrize("damage", ["users", "links", "count", "digest"])
+def test_integrity_sees_damage(damage: str) -> None:
+    pool = BlockPool(4)
+    block = pool.take(1)[0]
+    pool.remember(block, b"d", b"c")
+    pool.check_integrity({block: 1})
+    if damage == "users":
+        pool._users[block] = 2
+    elif damage == "links":
+        pool._next[2] = 0
+    elif damage == "count":
+        pool.num_free += 1
+    else:
+        pool._digests[block] = b"x"
+    with pytest.raises(AssertionError):
+        pool.check_integrity({block: 1})
+
+
+@given(st.lists(st.tuples(st.sampled_from("take share release remember".split()), st.integers(0, 40)), max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_books_agree_after_any_sequence(steps: list[tuple[str, int]]) -> None:
+    pool, users = BlockPool(6), Counter[int]()
+    for kind, number in steps:
+        held = sorted(users)
+        if kind == "take" and number % 4 <= pool.num_free:
+            users.update(pool.take(number % 4))
+        elif kind == "share":
+            found = pool.find(b"%d" % (number % 5), b"")
+            if found is not None:
+                pool.share(found)
+                users[found] += 1
+        elif kind == "release" and held:
+            pool.release(held[number % len(held)])
+            users.subtract([held[number % len(held)]])
+        elif kind == "remember" and held and pool._digests[held[number % len(held)]] is None:
+            pool.remember(held[number % len(held)], b"%d" % (number % 5), b"")
+        users = +users
+        pool.check_integrity(users)

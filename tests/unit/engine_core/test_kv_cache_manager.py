@@ -1,0 +1,179 @@
+from array import array
+from collections.abc import Sequence
+
+import pytest
+
+from atom.messages.worker import FullAttentionSpec, KVSpec, SlidingWindowSpec
+from engine_core import kv_cache_manager
+from engine_core.block_pool import BlockPool
+from engine_core.kv_cache_manager import PLACEHOLDER, KVCacheManager, RequestBlocks
+
+FULL = FullAttentionSpec(block_size=4, bytes_per_block=1)
+WINDOW = SlidingWindowSpec(block_size=4, bytes_per_block=1, window=6)
+
+
+def manager(specs: Sequence[KVSpec] = (FULL,), blocks: int = 16, caching: bool = True, seed: int = 3) -> KVCacheManager:
+    return KVCacheManager(specs, [blocks] * len(specs), 64, seed, caching)
+
+
+def ids(*token_ids: int) -> "array[int]":
+    return array("i", token_ids)
+
+
+def computed(kv: KVCacheManager, token_ids: "array[int]") -> RequestBlocks:
+    """A sequence that is computed whole and may be shared."""
+    blocks = kv.new_blocks()
+    cached = kv.admit(blocks, token_ids)
+    assert cached is not None and kv.extend(blocks, cached, len(token_ids)) is not None
+    kv.remember(blocks, token_ids, len(token_ids))
+    return blocks
+
+
+def test_groups_need_one_block_size() -> None:
+    other = FullAttentionSpec(block_size=8, bytes_per_block=1)
+    with pytest.raises(ValueError, match=r"one common block size, not \[4, 8\]"):
+        manager([FULL, other])
+
+
+def test_extend_gives_a_block_for_every_started_one() -> None:
+    kv = manager([FULL, FULL])
+    blocks = kv.new_blocks()
+    assert kv.admit(blocks, ids(*range(5))) == 0
+    added = kv.extend(blocks, 0, 5)
+    assert added is not None and [len(group) for group in added] == [2, 2]
+    assert kv.extend(blocks, 5, 8) == []
+    assert [len(table) for table in blocks.tables] == [2, 2]
+    kv.check_integrity([blocks])
+
+
+def test_groups_get_blocks_together_or_not_at_all() -> None:
+    kv = KVCacheManager([FULL, FULL], [4, 2], 64, 3)
+    blocks = kv.new_blocks()
+    assert kv.extend(blocks, 0, 12) is None
+    assert blocks.tables == [[], []] and kv.num_used == 0
+
+
+def test_admission_needs_room_for_all_known_tokens() -> None:
+    kv = manager(blocks=3)
+    first = computed(kv, ids(*range(4)))
+    blocks = kv.new_blocks()
+    assert kv.admit(blocks, ids(*range(100, 109))) is None
+    assert blocks.tables == [[]]
+    assert kv.admit(blocks, ids(*range(100, 108))) == 0
+    kv.check_integrity([first, blocks])
+
+
+def test_a_common_beginning_is_shared_while_in_use_and_after() -> None:
+    kv = manager()
+    first = computed(kv, ids(*range(10)))
+    second = computed(kv, ids(*range(8), 50, 51))
+    assert second.tables[0][:2] == first.tables[0][:2] and second.tables[0][2] != first.tables[0][2]
+    kv.check_integrity([first, second])
+    kv.release(first)
+    kv.release(second)
+    assert kv.num_used == 0
+    assert kv.admit(kv.new_blocks(), ids(*range(10))) == 8
+
+
+def test_one_token_is_always_left_to_compute() -> None:
+    kv = manager()
+    computed(kv, ids(*range(8)))
+    assert kv.admit(kv.new_blocks(), ids(*range(8))) == 4
+    assert kv.admit(kv.new_blocks(), ids(*range(9))) == 8
+
+
+def test_hits_count_as_room() -> None:
+    kv = manager(blocks=3)
+    kv.release(computed(kv, ids(*range(9))))
+    blocks = kv.new_blocks()
+    assert kv.admit(blocks, ids(*range(12))) == 8
+    kv.check_integrity([blocks])
+    # The free blocks are now only one: hits that are free may not be counted twice.
+    assert kv.admit(kv.new_blocks(), ids(*range(8), 60, 61, 62, 63, 64)) is None
+
+
+def test_nothing_is_shared_with_caching_off() -> None:
+    kv = manager(caching=False)
+    computed(kv, ids(*range(8)))
+    assert kv.admit(kv.new_blocks(), ids(*range(8))) == 0
+
+
+def test_the_digest_covers_everything_before_a_block() -> None:
+    kv = manager()
+    computed(kv, ids(*range(8)))
+    assert kv.admit(kv.new_blocks(), ids(9, 9, 9, 9, *range(4, 8), 0)) == 0
+
+
+def test_the_seed_enters_the_digests() -> None:
+    digests = []
+    for seed in (1, 2):
+        kv = manager(seed=seed)
+        digests.append(computed(kv, ids(*range(8))).digests)
+    assert not set(digests[0]) & set(digests[1])
+
+
+def test_equal_digests_of_different_tokens_are_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache_manager, "xxh64_digest", lambda content, seed: b"the same")
+    kv = manager()
+    computed(kv, ids(*range(8)))
+    assert kv.admit(kv.new_blocks(), ids(7, 7, 7, 7, *range(4, 8), 0)) == 0
+    other = computed(kv, ids(7, 7, 7, 7, 8, 8, 8, 8, 9))
+    assert other.collided and other.num_remembered == 0
+
+
+def test_the_end_of_a_sequence_is_evicted_before_its_beginning() -> None:
+    kv = manager(blocks=5)
+    kv.release(computed(kv, ids(*range(16))))
+    blocks = kv.new_blocks()
+    assert kv.extend(blocks, 0, 12) is not None  # the never used block, and the last two of the four
+    kv.release(blocks)
+    assert kv.admit(kv.new_blocks(), ids(*range(17))) == 8
+
+
+def test_blocks_behind_the_window_come_back() -> None:
+    kv = manager([FULL, WINDOW])
+    blocks = kv.new_blocks()
+    kv.extend(blocks, 0, 12)
+    kv.extend(blocks, 12, 13)  # position 12 sees 7 .. 12
+    assert blocks.first_live == [0, 1]
+    assert blocks.tables[1][0] == PLACEHOLDER and len(blocks.tables[1]) == 4
+    assert kv.pools[1].num_free == 16 - 3 and kv.pools[0].num_free == 16 - 4
+    kv.check_integrity([blocks])
+
+
+def evict_all_but(pool: BlockPool, kept: list[int]) -> None:
+    """Make a pool whose blocks are all free forget the content of the others."""
+    for block in kept:
+        pool.share(block)
+    for block in [*pool.take(pool.num_free), *kept]:
+        pool.release(block)
+
+
+def test_a_window_group_needs_only_the_blocks_that_are_seen() -> None:
+    kv = manager([FULL, WINDOW])
+    first = computed(kv, ids(*range(24)))
+    seen = first.tables[1][4:6]  # position 24 sees 19 .. 24
+    kv.release(first)
+    evict_all_but(kv.pools[1], seen)
+    blocks = kv.new_blocks()
+    assert kv.admit(blocks, ids(*range(24), 99)) == 24
+    assert blocks.first_live == [0, 4] and blocks.tables[1] == [PLACEHOLDER] * 4 + seen
+    assert len(blocks.tables[0]) == 6
+    kv.check_integrity([blocks])
+
+
+def test_a_prefix_shrinks_to_what_all_groups_can_continue() -> None:
+    kv = manager([FULL, WINDOW])
+    first = computed(kv, ids(*range(24)))
+    kept = first.tables[1][1:4]
+    kv.release(first)
+    evict_all_but(kv.pools[1], kept)
+    # 24 and 20 tokens would need window blocks 5 and 4; 16 tokens need 2 and 3.
+    assert kv.admit(kv.new_blocks(), ids(*range(24), 99)) == 16
+
+
+def test_a_request_of_any_length_fits_a_window_group() -> None:
+    kv = KVCacheManager([WINDOW], [4], max_chunk=4, seed=1)
+    assert kv.can_ever_hold(10_000)
+    assert not KVCacheManager([WINDOW], [3], max_chunk=4, seed=1).can_ever_hold(10_000)
+    assert not KVCacheManager([FULL], [4], max_chunk=4, seed=1).can_ever_hold(17)
