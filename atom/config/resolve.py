@@ -71,6 +71,7 @@ def resolve(
     device = _device(config, capabilities, notes)
     dtype = _dtype(config.model.dtype, device, checkpoint, capabilities, notes)
     _check_length(config.model, checkpoint)
+    _check_ranks(config.parallel.tensor_parallel_size, checkpoint)
     notes += _without_effect(config, explicit, device)
     if checkpoint.ignored_defaults:
         names = ", ".join(checkpoint.ignored_defaults)
@@ -127,6 +128,15 @@ def _check_length(model: ModelConfig, checkpoint: Checkpoint) -> None:
         raise ConfigError(
             f"--max-model-len {model.max_model_len}: the checkpoint was made for {limit} positions; "
             f"use at most {limit}"
+        )
+
+
+def _check_ranks(ranks: int, checkpoint: Checkpoint) -> None:
+    heads = checkpoint.hf_config.get("num_attention_heads", ranks)
+    if ranks > heads:
+        raise ConfigError(
+            f"--tensor-parallel-size {ranks}: the model has {heads} attention heads to share out; "
+            f"use at most {heads}"
         )
 
 

@@ -29,9 +29,12 @@ _PREFILL_CHUNKS = _CHUNKS[:-1]
 # Work that comes with each item whatever its size, in tokens of padding it is worth.
 _TILE_COST = 16
 _CHUNK_COST = 32
-# Numbers a group may touch, in heads x tokens: bounds the memory of the gathered keys and values
-# to 256 MiB at 128 float32 numbers a head. A tile with a longer context is still one group.
-_GROUP_LIMIT = 1 << 18
+# Heads x tokens that a group may touch: bounds the memory of gathered keys and values, at 1 KiB
+# each for 128 float32 numbers a head. Prefills lose nothing by being cut early; decodes gather
+# little more than one layer of the cache holds, unless many share a prefix. A tile is never cut:
+# one with a longer context is still one group.
+_PREFILL_LIMIT = 1 << 18
+_DECODE_LIMIT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +161,11 @@ def _bounded(tiles: _Tiles, chunk: int, num_heads: int, num_kv_heads: int) -> It
     item_cost = num_kv_heads * chunk + num_heads * tiles.length
     cost = -(-tiles.context // chunk) * item_cost
     total = cost.cumsum()
+    limit = _DECODE_LIMIT if tiles.length == 1 else _PREFILL_LIMIT
     start = 0
     while start < len(cost):
         before = total[start] - cost[start]
-        stop = max(int(np.searchsorted(total, before + _GROUP_LIMIT, side="right")), start + 1)
+        stop = max(int(np.searchsorted(total, before + limit, side="right")), start + 1)
         yield tiles.part(slice(start, stop))
         start = stop
 

@@ -6,8 +6,10 @@ Slot s of the cache is offset s % block_size of block s // block_size:
     k_scale, v_scale   [num_blocks, block_size, K]        float32, for float8_e4m3fn only
 """
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,12 +42,20 @@ def make_kv_layer(
     """An empty cache. `dtype` float8_e4m3fn keeps one scale for each token and head."""
 
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(num_blocks, block_size, kv_heads, *shape, dtype=dtype, device=device)
+        return _zeros((num_blocks, block_size, kv_heads, *shape), dtype, device)
 
     k, v = empty(head_dim, dtype=dtype), empty(head_dim, dtype=dtype)
     if dtype != FP8:
         return KVLayer(k, v)
     return KVLayer(k, v, empty(dtype=torch.float32), empty(dtype=torch.float32))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # Unlike torch's, numpy's zeros take no memory before they are written to.
+    pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(pages).view(dtype).view(shape)
 
 
 def kv_bytes_per_block(block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -88,6 +88,7 @@ class SimulatedWorker:
                 prefixes.append(extend_prefix(prefixes[-1] if prefixes else ROOT, token_id))
             self._rows[new.row] = Row(token_ids, prefixes, new.computed, [list(t) for t in new.block_ids])
         for more in batch.more_blocks:
+            assert more.row in batch.rows, "blocks for a row that does not run"
             for table, added in zip(self._rows[more.row].tables, more.block_ids, strict=True):
                 table.extend(added)
 

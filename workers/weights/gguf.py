@@ -95,12 +95,12 @@ def _load(path: Path, reader: gguf.GGUFReader) -> tuple[Any, Any]:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(**source, **begins)
             _complete_tokenizer(tokenizer.backend_tokenizer, reader, words)
             model, info = AutoModelForCausalLM.from_pretrained(
-                **source, dtype=torch.float32, output_loading_info=True
+                **source, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
             )
     except (ValueError, NotImplementedError, RuntimeError, KeyError) as error:
         raise ValueError(f"{path.name} cannot be expanded: {' '.join(str(error).split())}") from error
-    if info["missing_keys"]:
-        raise ValueError(f"{path.name} lacks {min(info['missing_keys'])}, which its kind of model needs")
+    if lacking := info["missing_keys"] | {name for name, *_ in info["mismatched_keys"]}:
+        raise ValueError(f"{path.name} lacks {min(lacking)} in the shape that transformers expects")
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     kind = kinds[_value(reader, "general.architecture")]
     names = gguf.get_tensor_name_map(kind, model.config.num_hidden_layers)

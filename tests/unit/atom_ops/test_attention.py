@@ -131,7 +131,8 @@ def test_narrow_cache(cache_dtype: torch.dtype, error: float) -> None:
 
 
 def test_bounded_memory_makes_more_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_plan, "_GROUP_LIMIT", 20_000)
+    monkeypatch.setattr(attention_plan, "_PREFILL_LIMIT", 20_000)
+    monkeypatch.setattr(attention_plan, "_DECODE_LIMIT", 20_000)
     step = Step([300, 1, 1, 1, 40], [2000, 900, 500, 3000, 40])
     assert len(step.plan().groups) == 4
     torch.testing.assert_close(step.run().double(), step.expected(), atol=2e-6, rtol=1e-5)

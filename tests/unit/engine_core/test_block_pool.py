@@ -97,7 +97,11 @@ def test_integrity_sees_damage(damage: str) -> None:
         pool.check_integrity({block: 1})
 
 
-@given(st.lists(st.tuples(st.sampled_from("take share release remember".split()), st.integers(0, 40)), max_size=60))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["take", "share", "release", "remember"]), st.integers(0, 40)), max_size=60
+    )
+)
 @settings(max_examples=100, deadline=None)
 def test_books_agree_after_any_sequence(steps: list[tuple[str, int]]) -> None:
     pool, users = BlockPool(6), Counter[int]()

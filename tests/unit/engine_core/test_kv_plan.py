@@ -20,7 +20,9 @@ def test_a_window_counts_the_token_itself() -> None:
 def test_peak_is_what_the_worst_position_needs(window: int, chunk: int) -> None:
     spec = SlidingWindowSpec(block_size=4, bytes_per_block=1, window=window)
     worst = max(
-        -(-(start + chunk) // 4) - first_visible_block(spec, start) for start in range(200) if start + chunk < 300
+        -(-(start + chunk) // 4) - first_visible_block(spec, start)
+        for start in range(200)
+        if start + chunk < 300
     )
     assert peak_blocks(spec, 10_000, chunk) == worst
     assert peak_blocks(spec, 4, chunk) == 1
@@ -33,7 +35,9 @@ def test_full_groups_share_the_memory_evenly() -> None:
 
 
 def test_a_window_group_leaves_what_it_cannot_use_to_the_full_one() -> None:
-    full, window = plan_blocks([FULL, WINDOW], 100_000, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64)
+    full, window = plan_blocks(
+        [FULL, WINDOW], 100_000, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64
+    )
     assert window == 4 * 4 + 4
     assert full == (100_000 - window * 30) // 100
 

@@ -88,7 +88,6 @@ def test_a_second_sigterm_hurries(tmp_path: Path) -> None:
     with started(tmp_path, Script(ANSWER, reason=None)) as running:
         running.core.wait_for(lambda: running.client.exchange("GET", "/ready")[0] == 200)
         with contextlib.closing(begin_request(running)):
-            running.process.send_signal(signal.SIGINT)  # belongs to the supervisor
             running.process.send_signal(signal.SIGTERM)
             running.core.wait_for(lambda: running.client.exchange("GET", "/ready")[0] == 503)
             running.process.send_signal(signal.SIGTERM)

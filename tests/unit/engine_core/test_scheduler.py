@@ -1,0 +1,263 @@
+"""Rules of the scheduler, one at a time; test_core_storm.py lets them all meet."""
+
+import pytest
+
+from atom.messages.engine import FinishReason
+from atom.messages.worker import FullAttentionSpec, ScheduledBatch
+from engine_core.scheduler import Limits
+from tests.helpers.core_driver import GREEDY, VOCABULARY, CoreDriver
+from tests.helpers.simulated_worker import undisturbed
+
+FULL = FullAttentionSpec(block_size=4, bytes_per_block=1)
+
+
+def driver(blocks: int = 64, max_model_len: int = 64, **limits: object) -> CoreDriver:
+    settings: dict[str, object] = {"max_num_seqs": 8, "max_num_batched_tokens": 32, **limits}
+    return CoreDriver([FULL], [blocks], Limits(**settings), max_model_len)  # type: ignore[arg-type]
+
+
+def step(run: CoreDriver) -> ScheduledBatch:
+    """Schedule and execute one step, keeping the batch."""
+    batch = run.core.schedule()
+    assert batch is not None
+    run.results.append(run.worker.execute(batch))
+    run.core.check_integrity()
+    return batch
+
+
+def test_a_request_is_prefilled_and_decodes_without_waiting_for_ids() -> None:
+    run = driver()
+    run.add(1, range(6), max_tokens=3)
+    first = step(run)
+    assert (first.step, first.rows, first.counts) == (1, [0], [6])
+    assert first.new_rows[0].computed == 0 and first.new_rows[0].sampling == GREEDY
+    second = step(run)
+    assert (second.rows, second.counts, second.new_rows, second.more_blocks) == ([0], [], [], [])
+    assert run.core.schedule() is None, "two steps are in flight"
+    run.deliver()
+    assert run.live[1].received == undisturbed(range(6), 1, set(), VOCABULARY)
+    step(run)
+    run.deliver()
+    assert run.core.schedule() is None, "the third step drew the last token"
+    run.run()
+    assert run.core.stats().overlapped_steps == 2
+
+
+def test_a_prompt_is_cut_to_the_budget() -> None:
+    run = driver(max_num_batched_tokens=4)
+    run.add(1, range(10), max_tokens=1)
+    assert [step(run).counts for _ in range(2)] == [[4], [4]]
+    run.deliver()
+    assert step(run).counts == [2]
+    assert run.core.stats().chunked_prefills == 2
+    run.run()
+
+
+def test_running_requests_come_before_waiting_ones() -> None:
+    run = driver(max_num_batched_tokens=4)
+    run.add(1, [1, 2], max_tokens=8)
+    step(run)
+    run.add(2, [3, 4, 5, 6, 7], max_tokens=1)
+    batch = step(run)
+    assert batch.rows == [0, 1] and batch.counts == [1, 3]
+
+
+def test_a_tiny_budget_serves_many() -> None:
+    run = driver(blocks=600, max_num_seqs=512, max_num_batched_tokens=32)
+    for number in range(512):
+        run.add(number, [number % VOCABULARY, number // VOCABULARY, 1], max_tokens=3)
+    run.run()
+    assert len(run.done) == 512
+
+
+def test_no_more_rows_than_allowed() -> None:
+    run = driver(max_num_seqs=2)
+    for number in range(3):
+        run.add(number, [number], max_tokens=2)
+    assert len(step(run).rows) == 2
+    assert run.core.stats().waiting == 1
+    run.run()
+
+
+def test_a_later_request_hits_blocks_of_the_same_step() -> None:
+    run = driver()
+    run.add(1, range(10), max_tokens=2)
+    run.add(2, [*range(8), 70], max_tokens=2)
+    batch = step(run)
+    assert batch.counts == [10, 1]
+    assert batch.new_rows[1].computed == 8
+    assert batch.new_rows[0].block_ids[0][:2] == batch.new_rows[1].block_ids[0][:2]
+    run.run()
+    assert (run.done[1].cached_tokens, run.done[2].cached_tokens) == (0, 8)
+    assert (run.core.stats().prefix_hits, run.core.stats().prefix_queries) == (8, 19)
+
+
+def test_generated_blocks_are_hit_by_the_next_turn() -> None:
+    run = driver()
+    run.add(1, range(6), max_tokens=7)
+    run.run()
+    conversation = [*range(6), *run.done[1].received]  # 13 tokens, of which 12 were computed
+    run.add(2, [*conversation, 3], max_tokens=1)
+    run.run()
+    assert run.done[2].cached_tokens == 12
+
+
+def test_blocks_of_a_running_generation_are_hit_as_soon_as_they_are_full() -> None:
+    run = driver()
+    run.add(1, range(3), max_tokens=30)
+    for _ in range(8):
+        run.send()
+        run.deliver()
+    known = [*range(3), *run.live[1].received]
+    run.add(2, [*known, 1], max_tokens=1)
+    run.run()
+    assert run.done[2].cached_tokens == 8
+
+
+def test_a_stop_id_is_seen_late_and_what_follows_is_dropped() -> None:
+    expected = undisturbed([5, 6], 20, set(), VOCABULARY)
+    stop = expected[3]
+    length = expected.index(stop) + 1
+    run = driver()
+    run.add(1, [5, 6], max_tokens=20, eos=[stop])
+    while 1 in run.live:
+        run.send()
+        run.send()
+        run.deliver()
+    assert len(run.results) == 1, "one step too many is in flight"
+    assert run.done[1].received == expected[:length]
+    assert run.core.stats().kv_blocks_used > 0
+    run.deliver()
+    assert run.core.stats().kv_blocks_used == 0
+    assert run.core.stats().generated_tokens == length
+
+
+@pytest.mark.parametrize(
+    ("eos", "stop", "reason"), [(1, 0, FinishReason.EOS), (0, 1, FinishReason.STOP_TOKEN)]
+)
+def test_the_reason_tells_which_list_held_the_id(eos: int, stop: int, reason: FinishReason) -> None:
+    first = undisturbed([5], 1, set(), VOCABULARY)
+    run = driver()
+    run.add(1, [5], 9, eos=first if eos else [], stop=first if stop else [])
+    run.run()
+    finished = run.done[1].finished
+    assert finished is not None and (finished.reason, finished.stop_token_id) == (reason, first[0])
+
+
+def test_a_stop_id_that_is_also_the_last_token_counts_as_a_stop() -> None:
+    run = driver()
+    run.add(1, [5], 1, eos=undisturbed([5], 1, set(), VOCABULARY))
+    run.run()
+    finished = run.done[1].finished
+    assert finished is not None and finished.reason is FinishReason.EOS
+
+
+def test_the_last_admitted_is_preempted_and_keeps_its_tokens() -> None:
+    run = driver(blocks=5, max_model_len=20)
+    run.add(1, [1, 1, 1], max_tokens=10)
+    run.add(2, [2, 2, 2], max_tokens=10)
+    while run.send() and run.core.stats().preemptions == 0:
+        if len(run.results) == 2:
+            run.deliver()
+    assert run.core.stats().running == 1 and run.core.stats().waiting == 1
+    before = len(run.live[2].received)
+    run.deliver()  # a step that was under way when it was preempted
+    assert len(run.live[2].received) == before + 1
+    run.run()
+
+
+def test_priority_decides_who_waits_and_who_is_preempted() -> None:
+    run = driver(blocks=5, max_model_len=20, policy="priority")
+    run.add(1, [1, 1, 1], max_tokens=10, priority=5)
+    run.add(2, [2, 2, 2], max_tokens=10, priority=-5)
+    assert step(run).new_rows[0].token_ids == run.live[2].message.prompt_ids
+    run.run()
+    assert list(run.done) == [2, 1] and run.core.stats().preemptions > 0
+
+
+def test_a_preempted_prompt_is_counted() -> None:
+    run = driver(blocks=8, max_model_len=32, max_num_batched_tokens=5)
+    run.add(1, range(8), max_tokens=20)
+    run.add(2, range(40, 60), max_tokens=2)
+    run.run()
+    assert run.core.stats().prefill_preemptions > 0
+
+
+@pytest.mark.parametrize("moment", range(6))
+def test_abort_in_every_state(moment: int) -> None:
+    run = driver(blocks=12, max_num_batched_tokens=4, max_num_seqs=1)
+    run.add(1, range(6), max_tokens=3)  # queued, two chunks, decodes, draining
+    run.add(2, range(6), max_tokens=3)
+    for _ in range(moment):
+        run.send()
+        if len(run.results) == 2:
+            run.deliver()
+    run.abort(1)
+    run.abort(1)
+    run.run()
+    assert 2 in run.done
+
+
+def test_an_id_may_be_used_again_after_its_end() -> None:
+    run = driver()
+    run.add(1, range(6), max_tokens=9)
+    run.send()
+    run.send()
+    run.abort(1)
+    run.add(1, range(50, 53), max_tokens=4)
+    run.run()
+    assert len(run.done[1].received) == 4
+
+
+def test_new_prompts_are_held_back_while_others_run() -> None:
+    run = driver(delay_factor=2.0)
+    run.add(1, [1], max_tokens=20)
+    run.send()
+    run.clock.now += 3.0  # the prompt step takes 3 s
+    run.deliver()
+    run.add(2, [2], max_tokens=2)
+    run.send()
+    run.clock.now += 6.0
+    run.send()
+    assert run.core.stats().waiting == 1, "6 s are not more than 2 * 3 s"
+    run.deliver()
+    run.clock.now += 0.5
+    run.send()
+    assert run.core.stats().waiting == 0
+    run.run()
+
+
+def test_the_delay_does_not_hold_anybody_back_while_nothing_runs() -> None:
+    run = driver(delay_factor=1e9)
+    for number in range(3):
+        run.add(number, [number], max_tokens=1)
+        run.run()
+    assert len(run.done) == 3
+
+
+def test_a_wrong_result_is_refused() -> None:
+    run = driver()
+    run.add(1, [1], max_tokens=5)
+    run.send()
+    with pytest.raises(ValueError, match="out of order"):
+        run.core.update(type(run.results[0])(9, b""))
+    with pytest.raises(ValueError, match="gave 2 tokens for 1 rows"):
+        run.core.update(type(run.results[0])(1, b"\0" * 8))
+
+
+def test_steady_decode_reuses_its_rows_and_touches_nobody() -> None:
+    run = driver()
+    for number in range(4):
+        run.add(number, range(number * 9, number * 9 + 5), max_tokens=30)
+    step(run)
+    one, two = step(run), None
+    run.deliver()
+    two = step(run)
+    assert one.rows is two.rows and one.counts == two.counts == []
+    run.run()
+
+
+@pytest.mark.parametrize("limits", [{"max_num_seqs": 0}, {"max_num_batched_tokens": 0}, {"policy": "lifo"}])
+def test_senseless_limits(limits: dict[str, object]) -> None:
+    with pytest.raises(ValueError):
+        driver(**limits)

@@ -1,0 +1,60 @@
+import pytest
+
+from atom.config.cache import CacheConfig
+from atom.config.engine import EngineConfig
+from atom.config.model import ModelConfig
+from atom.config.scheduler import SchedulerConfig
+from atom.messages.worker import FullAttentionSpec, Loaded, SlidingWindowSpec
+from engine_core.startup import StartupError, limits_of, plan_cache
+
+FULL = FullAttentionSpec(block_size=16, bytes_per_block=1000)
+
+
+def config(max_model_len: int | None = None, num_kv_blocks: int | None = None) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(max_model_len=max_model_len),
+        cache=CacheConfig(num_kv_blocks=num_kv_blocks),
+        scheduler=SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=4),
+    )
+
+
+def test_the_poorest_rank_decides() -> None:
+    smaller = FullAttentionSpec(block_size=16, bytes_per_block=500)
+    loaded = [Loaded(0, [FULL], 90_000, 7), Loaded(1, [smaller], 40_000, 7)]
+    plan = plan_cache(config(), 1024, loaded)
+    assert (plan.num_blocks, plan.kv_tokens, plan.max_model_len) == ([80], 1280, 1024)
+
+
+def test_an_exact_number_overrides_memory() -> None:
+    plan = plan_cache(config(num_kv_blocks=7), 64, [Loaded(0, [FULL, FULL], 1, 7)])
+    assert plan.num_blocks == [7, 7]
+
+
+def test_a_small_cache_shortens_the_context() -> None:
+    assert plan_cache(config(), 1024, [Loaded(0, [FULL], 10_500, 7)]).max_model_len == 160
+
+
+def test_a_context_that_was_asked_for_is_not_shortened() -> None:
+    with pytest.raises(
+        StartupError, match="max_model_len 1024 does not fit the KV cache of 160 tokens: lower"
+    ):
+        plan_cache(config(max_model_len=1024), 4096, [Loaded(0, [FULL], 10_500, 7)])
+    assert plan_cache(config(max_model_len=160), 4096, [Loaded(0, [FULL], 10_500, 7)]).max_model_len == 160
+
+
+def test_no_room_for_one_block() -> None:
+    with pytest.raises(
+        StartupError, match="worker 1 has 999 bytes for the KV cache, and one block takes 1000"
+    ):
+        plan_cache(config(), 64, [Loaded(0, [FULL], 5000, 7), Loaded(1, [FULL], 999, 7)])
+
+
+def test_ranks_must_agree() -> None:
+    window = SlidingWindowSpec(block_size=16, bytes_per_block=1000, window=8)
+    with pytest.raises(StartupError, match="workers 0 and 1 disagree"):
+        plan_cache(config(), 64, [Loaded(0, [FULL], 5000, 7), Loaded(1, [window], 5000, 7)])
+
+
+def test_open_defaults_are_refused() -> None:
+    with pytest.raises(StartupError, match="must have values before the core starts"):
+        limits_of(EngineConfig())
