@@ -32,10 +32,10 @@ def resolve(device: torch.device, order: Sequence[str] | None = None) -> dict[st
     return {name: each.order for name, each in sorted(REGISTRY.items())}
 
 
-def table(resolved: dict[str, tuple[str, ...]]) -> str:
-    """What `resolve` returned, one line an op, for the log."""
-    width = max(map(len, resolved))
-    return "\n".join(f"{name:<{width}}  {' > '.join(order)}" for name, order in resolved.items())
+def summary(resolved: dict[str, tuple[str, ...]]) -> str:
+    """What `resolve` returned, in one line for the log; ops that only torch runs are not named."""
+    special = [f"{name}: {' > '.join(order)}" for name, order in resolved.items() if order != (REFERENCE,)]
+    return "; ".join([*special, f"every other op: {REFERENCE}"])
 
 
 def _require(names: tuple[str, ...], device: torch.device) -> None:

@@ -85,7 +85,7 @@ class CoreProcess:
         self._poller.register(self._workers.socket, zmq.POLLIN)
         self._trace = StepTrace(launch.config.observability.step_trace, _NAME)
         self._connected: dict[bytes, int] = {}  # identity of each frontend that said Hello, and its number
-        self._dropped: set[bytes] = set()  # frontends that lost tokens and have not been told
+        self._dropped: set[bytes] = set()  # frontends that lost tokens; a Hello starts anew
         self._checked_at_step = 0
 
     def run(self) -> int:
@@ -189,8 +189,7 @@ class CoreProcess:
 
     def _hear(self, core: EngineCore, ready: CoreReady, identity: bytes, message: ToCore) -> None:
         if identity in self._dropped and not isinstance(message, Hello):
-            if self._frontends.send(identity, CoreDead("this frontend did not read its tokens in time")):
-                self._dropped.discard(identity)
+            self._frontends.send(identity, CoreDead("this frontend did not read its tokens in time"))
             return
         match message:
             case Hello(number):

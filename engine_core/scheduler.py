@@ -293,7 +293,7 @@ class Scheduler:
         self.counters.prefill_preemptions += request.state is State.PREFILLING
         plan.preempted = True
         plan.chunks.pop(request.request_id, None)
-        pass
+        plan.more_blocks.pop(request.request_id, None)
         self._stop_running(request)
         self._give_back(request)
         request.state = State.WAITING

@@ -56,7 +56,7 @@ class Worker:
         """Build the model and fill its weights. Raises ValueError for what does not run."""
         resolved = backend.resolve(self._device)
         if self._tp.rank == 0:
-            get_logger().info("ops on %s:\n%s", self._device, backend.table(resolved))
+            get_logger().info("ops on %s: %s", self._device, backend.summary(resolved))
         self._model = self._build_model()
         specs = kv_specs(self._model.kv_groups, self._config.cache.block_size, self._kv_dtype)
         return Loaded(self._tp.rank, specs, self._kv_bytes(), weight_bytes(self._model))

@@ -2,78 +2,87 @@
 
     python -m atom.benchmarks.scheduler --running 256 1024 --steps 2000
 
-No model runs: the drawn ids are made up, and results come one step late, as in serving.
+No model runs: the drawn ids are made up, and results come one step late, as in serving. The
+sizes take turns, so that whatever else the machine does weighs on all of them alike.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import time
 from array import array
 
 from atom.messages.engine import AddRequest, Sampling, pack_ids
-from atom.messages.worker import BatchResult, FullAttentionSpec, ScheduledBatch
+from atom.messages.worker import BatchResult, FullAttentionSpec
 from engine_core.core import EngineCore
 from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.scheduler import Limits
 
 BLOCK_SIZE = 16
-WARMUP_STEPS = 64
 PROMPT_TOKENS = 100
+WARMUP_STEPS = 64
+TURN_STEPS = 50
 EOS = 2
 
 
-def steady_core(running: int, steps: int) -> EngineCore:
-    """A core whose `running` requests are all in decode, at different places in their blocks."""
-    max_tokens = steps + 4 * WARMUP_STEPS
-    blocks = running * ((PROMPT_TOKENS + BLOCK_SIZE + max_tokens) // BLOCK_SIZE + 1)
-    budget = running * (PROMPT_TOKENS + BLOCK_SIZE)  # all prompts in the first step
-    kv = KVCacheManager([FullAttentionSpec(BLOCK_SIZE, 1)], [blocks], budget, seed=1)
-    core = EngineCore(Limits(running, budget), kv, max_model_len=1 << 20)
-    greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
-    for index in range(running):
-        prompt = pack_ids([index, *range(PROMPT_TOKENS + index % BLOCK_SIZE)])
-        core.add(AddRequest(index, prompt, max_tokens, greedy, [EOS]), b"frontend")
-    return core
+class SteadyDecode:
+    """A core whose `running` requests all decode, each at another place in its block."""
 
+    def __init__(self, running: int, steps: int):
+        self.running = running
+        self.times: list[float] = []
+        """Microseconds of each step."""
+        max_tokens = steps + 2 * WARMUP_STEPS
+        blocks = running * ((PROMPT_TOKENS + BLOCK_SIZE + max_tokens) // BLOCK_SIZE + 1)
+        budget = running * (PROMPT_TOKENS + BLOCK_SIZE)  # all prompts in the first step
+        kv = KVCacheManager([FullAttentionSpec(BLOCK_SIZE, 1)], [blocks], budget, seed=1)
+        self._core = EngineCore(Limits(running, budget), kv, max_model_len=1 << 20)
+        greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+        for index in range(running):
+            prompt = pack_ids([index, *range(PROMPT_TOKENS - 1 + index % BLOCK_SIZE)])
+            self._core.add(AddRequest(index, prompt, max_tokens, greedy, [EOS]), b"frontend")
+        self._ids = array("i", range(1000, 1000 + running)).tobytes()
+        self._in_flight = self._schedule()
+        for _ in range(WARMUP_STEPS):
+            self._step()
 
-def measure(running: int, steps: int) -> list[float]:
-    """Microseconds of each of `steps` steps with `running` requests in steady decode."""
-    core = steady_core(running, steps)
-    ids = array("i", [1000 + index for index in range(running)]).tobytes()
-    pending = [_next(core)]
-    for _ in range(WARMUP_STEPS):
-        _turn(core, pending, ids)
-    times = []
-    for _ in range(steps):
-        began = time.perf_counter_ns()
-        _turn(core, pending, ids)
-        times.append((time.perf_counter_ns() - began) / 1000)
-    return times
+    def run(self, steps: int) -> None:
+        """Time `steps` steps."""
+        for _ in range(steps):
+            began = time.perf_counter_ns()
+            self._step()
+            self.times.append((time.perf_counter_ns() - began) / 1000)
 
+    def _step(self) -> None:
+        following = self._schedule()
+        self._core.update(BatchResult(self._in_flight, self._ids))
+        self._in_flight = following
 
-def _turn(core: EngineCore, pending: list[ScheduledBatch], ids: bytes) -> None:
-    """Hand out one step, then take in the result of the one before."""
-    pending.append(_next(core))
-    core.update(BatchResult(pending.pop(0).step, ids))
-
-
-def _next(core: EngineCore) -> ScheduledBatch:
-    batch = core.schedule()
-    assert batch is not None
-    return batch
+    def _schedule(self) -> int:
+        batch = self._core.schedule()
+        assert batch is not None and len(batch.rows) == self.running
+        return batch.step
 
 
 def report(running: list[int], steps: int) -> list[dict[str, float]]:
-    """One row for each number of running requests; `ratio` compares with the first row."""
-    rows: list[dict[str, float]] = []
-    for count in running:
-        times = sorted(measure(count, steps))
-        median = statistics.median(times)
-        p99 = times[int(0.99 * (len(times) - 1))]
-        base = rows[0]["median_us"] if rows else median
-        rows.append({"running": count, "median_us": median, "p99_us": p99, "ratio": median / base})
-    return rows
+    """One row for each number of running requests; `ratio` compares its median with the first row's."""
+    decodes = [SteadyDecode(count, steps) for count in running]
+    gc.collect()
+    gc.freeze()  # as the engine core does
+    for done in range(0, steps, TURN_STEPS):
+        for decode in decodes:
+            decode.run(min(TURN_STEPS, steps - done))
+    base = statistics.median(decodes[0].times)
+    return [
+        {
+            "running": decode.running,
+            "median_us": statistics.median(decode.times),
+            "p99_us": sorted(decode.times)[int(0.99 * (steps - 1))],
+            "ratio": statistics.median(decode.times) / base,
+        }
+        for decode in decodes
+    ]
 
 
 def main() -> None:
@@ -82,6 +91,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000, help="steps to time")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args()
+    if min(*args.running, args.steps) < 1:
+        parser.error("--running and --steps must be at least 1")
     rows = report(args.running, args.steps)
     if args.json:
         print(json.dumps(rows))

@@ -20,8 +20,9 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @contextlib.contextmanager
-def engine(**options: Any) -> Iterator[LLMEngine]:
-    with LLMEngine(model=gguf_path(), dtype="float32", max_model_len=2048, **options) as made:
+def engine(max_model_len: int = 2048, **options: Any) -> Iterator[LLMEngine]:
+    model = gguf_path()
+    with LLMEngine(model=model, dtype="float32", max_model_len=max_model_len, **options) as made:
         yield made
 
 
@@ -81,17 +82,19 @@ def test_tiny_steps_without_prefix_cache(expected: list[Reference]) -> None:
 
 def test_preemption(expected: list[Reference], sampled_alone: list[int]) -> None:
     """A cache that holds the longest request and little more."""
-    blocks = 2048 // 16 + 1
-    with engine(num_kv_blocks=blocks, max_num_batched_tokens=128) as made:
-        prompts = [row.prompt_ids for row in expected] * 3
-        outputs = made.generate(prompts, GREEDY)
-        assert [out["token_ids"] for out in outputs] == [row.greedy_ids for row in expected] * 3
-        crowd = made.generate([expected[1].prompt_ids, *prompts], [SAMPLED] + [GREEDY] * len(prompts))
-        assert crowd[0]["token_ids"] == sampled_alone
-        stats = made.stats()
-        assert stats.preemptions > 0
-        assert stats.prefill_preemptions > 0
-        assert stats.kv_blocks_total == blocks
+    blocks = 112
+    with engine(1728, num_kv_blocks=blocks, max_num_batched_tokens=128) as made:
+        # The long prompt gets in beside six short ones, and their growth pushes it out again.
+        rows = [*expected[:6], expected[-1], *expected[6:-1]]
+        assert greedy_ids(made, rows) == [row.greedy_ids for row in rows]
+        greedy = made.stats()
+        assert greedy.kv_blocks_total == blocks
+        assert greedy.prefill_preemptions > 0
+        assert greedy.preemptions > greedy.prefill_preemptions
+        # Four blocks each at the end: not all of these can stay.
+        crowd = made.generate([PROMPTS[1]] * 40, SAMPLED)
+        assert made.stats().preemptions > greedy.preemptions
+        assert [out["token_ids"] for out in crowd] == [sampled_alone] * 40
 
 
 def test_fp8_cache_is_close(expected: list[Reference]) -> None:

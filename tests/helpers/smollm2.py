@@ -4,7 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +19,9 @@ def gguf_path() -> str:
     (path,) = Path(spec.origin).parent.glob("*.gguf")
     return str(path)
 
+
+NUM_LONG = 2
+"""The last ones of PROMPTS are long."""
 
 _STORY = "The old lighthouse keeper climbed the stairs every evening and lit the lamp. "
 _TALE = "Chapter {}: the ship sailed on past island number {} while the crew sang. "
@@ -76,30 +79,30 @@ def _print_references(directory: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
-    rows = []
-    for text in PROMPTS:
-        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+    rows: list[dict[str, object]] = []
+    # Short prompts in one padded batch; long ones alone, for padding to them would cost minutes.
+    for texts in [PROMPTS[:-NUM_LONG], *([text] for text in PROMPTS[-NUM_LONG:])]:
+        batch = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
         with torch.inference_mode():
             out = model.generate(
-                **ids,
+                **batch,
                 do_sample=False,
                 max_new_tokens=NEW_TOKENS,
-                pad_token_id=0,
+                pad_token_id=tokenizer.pad_token_id,
                 output_logits=True,
                 return_dict_in_generate=True,
             )
-        best = torch.stack([step[0].float().topk(2).values for step in out.logits])
-        prompt_ids = ids["input_ids"][0].tolist()
-        rows.append(
-            {
-                "prompt_ids": prompt_ids,
-                "greedy_ids": out.sequences[0, len(prompt_ids) :].tolist(),
-                "min_gap": float((best[:, 0] - best[:, 1]).min()),
-            }
-        )
+        best = torch.stack([step.float().topk(2).values for step in out.logits], dim=1)
+        gaps = (best[..., 0] - best[..., 1]).amin(dim=1)
+        width = batch["input_ids"].shape[1]
+        for ids, mask, sequence, gap in zip(
+            batch["input_ids"], batch["attention_mask"], out.sequences, gaps, strict=True
+        ):
+            row = Reference(ids[mask.bool()].tolist(), sequence[width:].tolist(), float(gap))
+            rows.append(asdict(row))
     print(json.dumps(rows))
 
 

@@ -61,13 +61,13 @@ def test_a_name_is_taken_once(double: Op[[Tensor], Tensor]) -> None:
         double.provider("even", needs="nothing", supported=lambda device: True)
 
 
-def test_default_order_and_its_table() -> None:
+def test_default_order_and_its_summary() -> None:
     resolved = backend.resolve(CPU)
     assert resolved["linear"] == linear.order == ("onednn_packed", "torch")
     assert resolved["rms_norm"] == ("torch",)
-    lines = backend.table(resolved).splitlines()
-    assert len(lines) == len(REGISTRY)
-    assert "linear            onednn_packed > torch" in lines
+    summary = backend.summary(resolved)
+    assert "linear: onednn_packed > torch" in summary
+    assert "rms_norm" not in summary and summary.endswith("every other op: torch")
 
 
 def test_torch_alone_can_be_demanded() -> None:

@@ -1,5 +1,7 @@
 """Rules of the scheduler, one at a time; test_core_storm.py lets them all meet."""
 
+from typing import Any
+
 import pytest
 
 from atom.messages.engine import FinishReason
@@ -11,9 +13,9 @@ from tests.helpers.simulated_worker import undisturbed
 FULL = FullAttentionSpec(block_size=4, bytes_per_block=1)
 
 
-def driver(blocks: int = 64, max_model_len: int = 64, **limits: object) -> CoreDriver:
-    settings: dict[str, object] = {"max_num_seqs": 8, "max_num_batched_tokens": 32, **limits}
-    return CoreDriver([FULL], [blocks], Limits(**settings), max_model_len)  # type: ignore[arg-type]
+def driver(blocks: int = 64, max_model_len: int = 64, **limits: Any) -> CoreDriver:
+    settings: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 32, **limits}
+    return CoreDriver([FULL], [blocks], Limits(**settings), max_model_len)
 
 
 def step(run: CoreDriver) -> ScheduledBatch:
@@ -258,6 +260,20 @@ def test_steady_decode_reuses_its_rows_and_touches_nobody() -> None:
 
 
 @pytest.mark.parametrize("limits", [{"max_num_seqs": 0}, {"max_num_batched_tokens": 0}, {"policy": "lifo"}])
-def test_senseless_limits(limits: dict[str, object]) -> None:
+def test_senseless_limits(limits: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         driver(**limits)
+
+
+def test_blocks_of_a_victim_of_the_same_call_are_not_sent() -> None:
+    run = driver(blocks=3, max_model_len=12, policy="priority")
+    run.add(1, [1, 1, 1], max_tokens=8, priority=5)
+    run.send()
+    run.deliver()
+    run.add(2, [2, 2, 2, 2], max_tokens=8, priority=0)
+    run.send()
+    run.deliver()
+    # Both begin a block: the first to join takes the last free one, and loses it to the more urgent one.
+    batch = step(run)
+    assert batch.rows == [1] and [more.row for more in batch.more_blocks] == [1]
+    run.run()

@@ -1,0 +1,350 @@
+"""The engine core as a real process, between a real frontend socket and simulated workers."""
+
+import contextlib
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from atom.config.cache import CacheConfig
+from atom.config.checkpoint import Checkpoint
+from atom.config.engine import EngineConfig
+from atom.config.model import ModelConfig
+from atom.config.parallel import ParallelConfig
+from atom.config.scheduler import SchedulerConfig
+from atom.messages.codec import Decoder, encode
+from atom.messages.engine import (
+    Abort,
+    AddRequest,
+    CoreDead,
+    CoreReady,
+    CoreStats,
+    FinishReason,
+    FromCore,
+    GetStats,
+    Hello,
+    TokenDeltas,
+    pack_ids,
+    unpack_ids,
+)
+from atom.messages.launch import CoreLaunch
+from atom.messages.supervisor import Dead, Ready, ToSupervisor
+from atom.messages.worker import (
+    AllocateKV,
+    FullAttentionSpec,
+    Loaded,
+    ScheduledBatch,
+    Shutdown,
+    ToWorker,
+    WorkerFailed,
+    WorkerReady,
+)
+from atom.utils.process import spawn
+from tests.helpers.core_driver import GREEDY, VOCABULARY
+from tests.helpers.simulated_worker import SimulatedWorker, undisturbed
+
+DEADLINE_S = 20.0
+RANKS = 2
+SPEC = FullAttentionSpec(block_size=4, bytes_per_block=100)
+CONFIG = EngineConfig(
+    cache=CacheConfig(block_size=4, num_kv_blocks=32),
+    scheduler=SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=4),
+    parallel=ParallelConfig(tensor_parallel_size=RANKS),
+)
+CHECKPOINT = Checkpoint("", "LlamaForCausalLM", "llama", {}, "float32", VOCABULARY, max_model_len=100)
+
+
+class Peer:
+    """One socket of the test, with typed messages and a deadline on every wait."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]", union: Any):
+        self._socket = socket
+        self._decoder: Decoder[Any] = Decoder(union)
+
+    def send(self, message: msgspec.Struct) -> None:
+        self._socket.send(encode(message))
+
+    def receive(self) -> Any:
+        assert self._socket.poll(int(DEADLINE_S * 1000)), "no message in time"
+        return self._decoder.decode(self._socket.recv())
+
+    def has_message(self, within_s: float) -> bool:
+        return bool(self._socket.poll(int(within_s * 1000)))
+
+    def close(self) -> None:
+        self._socket.close(0)
+
+
+class Engine:
+    """A core process and everybody it talks to."""
+
+    def __init__(self, directory: Path, config: EngineConfig = CONFIG):
+        self._context = zmq.Context()
+        self._peers: list[Peer] = []
+        self._directory = directory
+        status = self._context.socket(zmq.PULL)
+        status.bind(self._endpoint("supervisor"))
+        self.supervisor = self._keep(Peer(status, ToSupervisor))
+        names = ("frontends", "workers", "supervisor")
+        launch = CoreLaunch(config, CHECKPOINT, *map(self._endpoint, names))
+        self.process: subprocess.Popen[bytes] = spawn("engine_core.process", launch)
+        self.workers = [self._connect("workers", ToWorker, bytes([rank, 0, 0, 0])) for rank in range(RANKS)]
+        self._simulation: SimulatedWorker | None = None
+
+    def frontend(self, number: int) -> Peer:
+        peer = self._connect("frontends", FromCore)
+        peer.send(Hello(number))
+        return peer
+
+    def load(self) -> list[AllocateKV]:
+        for rank, worker in enumerate(self.workers):
+            worker.send(Loaded(rank, [SPEC], 10_000, 1000 + rank))
+        return [worker.receive() for worker in self.workers]
+
+    def start(self) -> dict[str, int | str]:
+        """Bring the workers up; returns the figures of the banner."""
+        allocate = self.load()[0]
+        self._simulation = SimulatedWorker([SPEC], allocate.num_blocks, VOCABULARY, (4, 16))
+        for rank, worker in enumerate(self.workers):
+            worker.send(WorkerReady(rank))
+        ready = self.supervisor.receive()
+        assert isinstance(ready, Ready) and ready.process == "core"
+        return ready.detail
+
+    def work_until(self, done: Callable[[], bool]) -> None:
+        """Execute steps as they come; every rank must get the same ones."""
+        assert self._simulation is not None
+        deadline = time.monotonic() + DEADLINE_S
+        while not done():
+            assert time.monotonic() < deadline, "not done in time"
+            if self.workers[0].has_message(0.01):
+                batches = [worker.receive() for worker in self.workers]
+                assert isinstance(batches[0], ScheduledBatch) and batches[0] == batches[1]
+                self.workers[0].send(self._simulation.execute(batches[0]))
+
+    def exit_status(self) -> int:
+        return self.process.wait(DEADLINE_S)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        for peer in self._peers:
+            peer.close()
+        self._context.term()
+
+    def _connect(self, name: str, union: Any, identity: bytes = b"") -> Peer:
+        socket = self._context.socket(zmq.DEALER)
+        if identity:
+            socket.setsockopt(zmq.IDENTITY, identity)
+        socket.connect(self._endpoint(name))
+        return self._keep(Peer(socket, union))
+
+    def _endpoint(self, name: str) -> str:
+        return f"ipc://{self._directory}/{name}"
+
+    def _keep(self, peer: Peer) -> Peer:
+        self._peers.append(peer)
+        return peer
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+@pytest.fixture
+def engine(directory: Path) -> Iterator[Engine]:
+    engine = Engine(directory)
+    yield engine
+    engine.close()
+
+
+def request(number: int, prompt: list[int], max_tokens: int) -> AddRequest:
+    return AddRequest(number, pack_ids(prompt), max_tokens, GREEDY)
+
+
+def collect(frontend: Peer, tokens: dict[int, list[int]], reasons: dict[int, FinishReason]) -> None:
+    """Take in every delta that is there."""
+    while frontend.has_message(0):
+        deltas = frontend.receive()
+        assert isinstance(deltas, TokenDeltas)
+        for request_id, token_id in zip(deltas.request_ids, unpack_ids(deltas.token_ids), strict=True):
+            tokens.setdefault(request_id, []).append(token_id)
+        reasons.update({finished.request_id: finished.reason for finished in deltas.finished})
+
+
+def test_from_start_to_sigterm(engine: Engine) -> None:
+    early = engine.frontend(0)
+    detail = engine.start()
+    assert detail == {"kv_tokens": 128, "max_model_len": 100, "num_blocks": "32"}
+    assert early.receive() == CoreReady(100, 128, [1000, 1001])
+    late = engine.frontend(1)
+    assert isinstance(late.receive(), CoreReady)
+
+    prompts = {1: [1, 2, 3], 2: list(range(20)), 3: [4]}
+    early.send(request(1, prompts[1], 9))
+    late.send(request(2, prompts[2], 5))
+    late.send(request(3, prompts[3], 7))
+    early_got: dict[int, list[int]] = {}
+    late_got: dict[int, list[int]] = {}
+    reasons: dict[int, FinishReason] = {}
+
+    def done() -> bool:
+        collect(early, early_got, reasons)
+        collect(late, late_got, reasons)
+        return len(reasons) == 3
+
+    engine.work_until(done)
+    assert early_got == {1: undisturbed(prompts[1], 9, set(), VOCABULARY)}
+    assert late_got == {
+        2: undisturbed(prompts[2], 5, set(), VOCABULARY),
+        3: undisturbed(prompts[3], 7, set(), VOCABULARY),
+    }
+    early.send(GetStats())
+    stats = early.receive()
+    assert isinstance(stats, CoreStats)
+    assert (stats.generated_tokens, stats.running, stats.kv_blocks_used) == (21, 0, 0)
+    assert stats.overlapped_steps > 0
+
+    engine.process.send_signal(signal.SIGTERM)
+    assert [worker.receive() for worker in engine.workers] == [Shutdown(), Shutdown()]
+    assert engine.exit_status() == 0
+    assert not early.has_message(0)
+
+
+def test_no_tensor_library_is_loaded(engine: Engine) -> None:
+    engine.start()
+    maps = Path(f"/proc/{engine.process.pid}/maps").read_text()
+    assert "xxhash" in maps and "torch" not in maps and "numpy" not in maps
+
+
+def test_a_refused_request_is_answered_while_nothing_runs(engine: Engine) -> None:
+    engine.start()
+    frontend = engine.frontend(0)
+    frontend.receive()
+    frontend.send(request(1, [1] * 99, 50))
+    deltas = frontend.receive()
+    assert (
+        deltas.finished[0].reason is FinishReason.ERROR
+        and "context of 100 tokens" in deltas.finished[0].message
+    )
+
+
+def test_the_failure_of_a_worker_ends_the_core(engine: Engine) -> None:
+    engine.start()
+    frontend = engine.frontend(0)
+    frontend.receive()
+    engine.workers[1].send(WorkerFailed(1, "out of memory"))
+    assert frontend.receive() == CoreDead("worker 1: out of memory")
+    assert engine.supervisor.receive() == Dead("core", "worker 1: out of memory")
+    assert engine.exit_status() == 1
+
+
+def test_a_failure_at_start_reaches_whoever_waits(engine: Engine) -> None:
+    frontend = engine.frontend(0)
+    assert not frontend.has_message(0.5), "not ready, and says nothing"
+    engine.workers[0].send(WorkerFailed(0, "model.safetensors is damaged"))
+    assert engine.supervisor.receive() == Dead("core", "worker 0: model.safetensors is damaged")
+    assert frontend.receive() == CoreDead("worker 0: model.safetensors is damaged")
+    assert engine.exit_status() == 1
+
+
+def test_a_result_that_makes_no_sense_ends_the_core(engine: Engine) -> None:
+    engine.start()
+    engine.workers[0].send(WorkerReady(0))
+    assert engine.supervisor.receive() == Dead("core", "a worker sent WorkerReady out of turn")
+    assert engine.exit_status() == 1
+
+
+def test_sigterm_while_the_model_loads(engine: Engine) -> None:
+    engine.workers[0].send(Loaded(0, [SPEC], 10_000, 1))
+    frontend = engine.frontend(0)
+    assert not frontend.has_message(0.5), "not ready, and says nothing"
+    engine.process.send_signal(signal.SIGTERM)
+    assert engine.workers[0].receive() == Shutdown()
+    assert engine.exit_status() == 0
+
+
+def test_a_context_that_does_not_fit_is_one_clear_line(directory: Path) -> None:
+    engine = Engine(directory, replace(CONFIG, model=ModelConfig(max_model_len=200)))
+    try:
+        for rank, worker in enumerate(engine.workers):
+            worker.send(Loaded(rank, [SPEC], 10_000, 1))
+        dead = engine.supervisor.receive()
+        assert isinstance(dead, Dead)
+        assert dead.reason.startswith("max_model_len 200 does not fit the KV cache of 128 tokens")
+        assert engine.exit_status() == 1
+    finally:
+        engine.close()
+
+
+def test_the_requests_of_a_vanished_frontend_are_aborted(engine: Engine) -> None:
+    engine.start()
+    leaver, stayer = engine.frontend(0), engine.frontend(1)
+    leaver.receive()
+    stayer.receive()
+    leaver.send(request(1, [1, 2, 3], 90))
+    engine.work_until(lambda: leaver.has_message(0))
+    leaver.close()
+    stats: list[CoreStats] = []
+
+    def idle() -> bool:
+        stayer.send(GetStats())
+        stats.append(stayer.receive())
+        return stats[-1].running == 0
+
+    engine.work_until(idle)
+    assert stats[-1].generated_tokens < 90
+    stayer.send(request(2, [1, 2, 3], 4))
+    tokens: dict[int, list[int]] = {}
+    reasons: dict[int, FinishReason] = {}
+
+    def done() -> bool:
+        collect(stayer, tokens, reasons)
+        return bool(reasons)
+
+    engine.work_until(done)
+    assert tokens == {2: undisturbed([1, 2, 3], 4, set(), VOCABULARY)}
+
+
+def test_abort_stops_the_tokens(engine: Engine) -> None:
+    engine.start()
+    frontend = engine.frontend(0)
+    frontend.receive()
+    frontend.send(request(1, [1, 2, 3], 90))
+    engine.work_until(lambda: frontend.has_message(0))
+    frontend.send(Abort([1, 77]))
+    frontend.send(GetStats())
+    while not isinstance(message := frontend.receive(), CoreStats):
+        assert message.request_ids == [1]
+    assert (message.running, message.waiting) == (0, 0)
+
+
+def test_a_frontend_that_does_not_read_is_dropped_and_told(engine: Engine) -> None:
+    engine.start()
+    sleeper, reader = engine.frontend(0), engine.frontend(1)
+    assert isinstance(sleeper.receive(), CoreReady) and isinstance(reader.receive(), CoreReady)
+    too_long = request(1, [1] * 2000, 1)
+    for _ in range(20_000):  # each is answered by a refusal
+        sleeper.send(too_long)
+    answers = []
+    while sleeper.has_message(2.0):
+        answers.append(sleeper.receive())
+    assert 0 < sum(isinstance(answer, TokenDeltas) for answer in answers) < 20_000
+    sleeper.send(GetStats())
+    assert sleeper.receive() == CoreDead("this frontend did not read its tokens in time")
+    reader.send(GetStats())
+    assert isinstance(reader.receive(), CoreStats)
+    sleeper.send(Hello(0))
+    assert isinstance(sleeper.receive(), CoreReady)
