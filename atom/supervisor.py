@@ -151,16 +151,13 @@ class Supervisor:
         )
         self._spawn("frontend", "frontend.main", launch, pass_fds=[listener.fileno()])
 
-    def wait_ready(self, names: set[str], stop: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until the named children are ready; False when `stop` said so first.
+    def wait_ready(self, names: set[str]) -> None:
+        """Wait until the named children are ready.
 
         Raises StartError when a child ends or the deadline passes.
         """
         deadline = time.monotonic() + START_DEADLINE_S
-        while not stop():
-            waiting = sorted(name for name in names if not self._children[name].ready)
-            if not waiting:
-                return True
+        while waiting := sorted(name for name in names if not self._children[name].ready):
             self.check()
             now = time.monotonic()
             if now > deadline:
@@ -168,7 +165,6 @@ class Supervisor:
             if now - self._last_sign > STALL_NOTICE_S:
                 self._last_sign = now
                 get_logger().info("still waiting for: %s", ", ".join(waiting))
-        return False
 
     def check(self, wait_s: float = _POLL_S) -> None:
         """Take in what children say, for up to `wait_s`; raises StartError if one has ended."""
@@ -191,17 +187,13 @@ class Supervisor:
 
     def close(self) -> None:
         """End every child, politely first, and remove the run directory. May be called twice."""
-        polite = [child for child in self._children.values() if child.name in ("core", "frontend")]
-        for child in polite:
-            if child.process.poll() is None:
-                child.process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + ENGINE_STOP_S
-        for child in self._children.values():
-            # Workers leave when the core tells them to; without a core nobody would.
-            if not polite or any(other.process.returncode for other in polite):
-                break
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.process.wait(max(0.0, deadline - time.monotonic()))
+        living = [child for child in self._children.values() if child.process.poll() is None]
+        for child in living:
+            if not child.name.startswith("worker"):
+                child.process.terminate()
+        # Workers leave when the core tells them to; without a core there is nothing to wait for.
+        if any(child.name == "core" for child in living):
+            _wait_for(living, ENGINE_STOP_S)
         for child in self._children.values():
             _kill(child)
         self._children.clear()
@@ -250,6 +242,13 @@ def _how_it_ended(status: int) -> str:
     if status < 0:
         return f"was killed by {signal.Signals(-status).name}"
     return f"ended with exit status {status}"
+
+
+def _wait_for(children: list[Child], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    for child in children:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.process.wait(max(0.0, deadline - time.monotonic()))
 
 
 def _kill(child: Child) -> None:

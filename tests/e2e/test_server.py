@@ -13,8 +13,9 @@ from typing import Any
 import aiohttp
 import pytest
 
+from frontend.tokenizer import Tokenizer
 from tests.helpers.server import Server, is_alive, running_server
-from tests.helpers.smollm2 import NEW_TOKENS, PROMPTS, gguf_path
+from tests.helpers.smollm2 import NEW_TOKENS, NUM_LONG, PROMPTS, gguf_path, prepared, references
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -68,19 +69,23 @@ async def plain_text(session: aiohttp.ClientSession, request: dict[str, Any]) ->
     return str(reply["choices"][0]["text"])
 
 
-def test_64_streams_equal_the_plain_answers(server: Server) -> None:
-    async def drive() -> None:
+def test_64_streams_and_64_plain_answers_equal_the_reference(server: Server) -> None:
+    tokenizer = Tokenizer.from_checkpoint(prepared())
+    assert tokenizer is not None
+    short = list(zip(PROMPTS, references(), strict=True))[:-NUM_LONG]
+    crowd = [short[i % len(short)] for i in range(64)]
+    wanted = [tokenizer.decode(reference.greedy_ids) for _, reference in crowd]
+
+    async def drive() -> tuple[list[str], list[str]]:
         timeout = aiohttp.ClientTimeout(total=300)
         async with aiohttp.ClientSession(server.url, timeout=timeout) as session:
-            short = PROMPTS[:21]
-            alone = [await plain_text(session, body(prompt)) for prompt in short[:4]]
-            crowd = [body(short[i % len(short)]) for i in range(64)]
-            streamed = await asyncio.gather(*(stream_text(session, each) for each in crowd))
-            plain = await asyncio.gather(*(plain_text(session, each) for each in crowd))
-        assert streamed == plain
-        assert streamed[:4] == alone
+            streamed = await asyncio.gather(*(stream_text(session, body(prompt)) for prompt, _ in crowd))
+            plain = await asyncio.gather(*(plain_text(session, body(prompt)) for prompt, _ in crowd))
+        return streamed, plain
 
-    asyncio.run(drive())
+    streamed, plain = asyncio.run(drive())
+    assert streamed == wanted
+    assert plain == wanted
 
 
 def test_chat_with_usage(server: Server) -> None:

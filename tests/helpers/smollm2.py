@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
+from atom.config.checkpoint import Checkpoint
+from atom.supervisor import Supervisor
+
 NEW_TOKENS = 48
 REFERENCE_DEADLINE_S = 600
 
@@ -64,8 +67,16 @@ class Reference:
 
 
 @cache
-def references(directory: str) -> list[Reference]:
-    """Greedy continuations of PROMPTS, computed in a process of its own."""
+def prepared() -> Checkpoint:
+    """The model as the preparation step leaves it."""
+    with Supervisor() as supervisor:
+        return supervisor.prepare(gguf_path())[0]
+
+
+@cache
+def references() -> list[Reference]:
+    """Greedy continuations of PROMPTS, computed once, in a process of its own."""
+    directory = prepared().directory
     done = subprocess.run(
         [sys.executable, "-m", "tests.helpers.smollm2", directory],
         stdout=subprocess.PIPE,

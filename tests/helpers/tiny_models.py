@@ -123,7 +123,7 @@ def engine_config(
         cache=CacheConfig(
             block_size=block_size, kv_cache_dtype=kv_cache_dtype, kv_cache_memory_bytes=1 << 24
         ),
-        scheduler=SchedulerConfig(max_num_batched_tokens=512, max_num_seqs=8),
+        scheduler=SchedulerConfig(max_num_batched_tokens=512, max_num_seqs=64),
         parallel=ParallelConfig(tensor_parallel_size=tp),
         device=DeviceConfig(device="cpu", cpu_threads=1),
     )
