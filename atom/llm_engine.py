@@ -198,7 +198,7 @@ class LLMEngine:
         """
         if self._template is None:
             raise ValueError("this model has no chat template: give prompts instead of messages")
-        text = self._template.render(messages, **template_options)
+        text = self._template.render(messages, template_options)
         return self._input.encode(text, add_special_tokens=False)
 
     def pids(self) -> dict[str, int]:

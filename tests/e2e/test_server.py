@@ -176,3 +176,12 @@ def test_bad_configuration_is_one_line(args: list[str], words: str) -> None:
     assert done.returncode in (1, 2)
     assert len(errors) == 1 and words in errors[0]
     assert "Traceback" not in done.stderr
+
+
+def test_a_killed_worker_ends_the_server_with_the_cause() -> None:
+    with running_server(*ARGS) as server:
+        (worker,) = [pid for pid, line in server.children().items() if "workers.main" in line]
+        os.kill(worker, signal.SIGKILL)
+        assert server.process.wait(15) == 1
+        server.kill()
+        assert "error: worker 0 was killed by SIGKILL" in server.text()

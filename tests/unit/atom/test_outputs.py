@@ -1,0 +1,21 @@
+"""Times and the dictionary of a finished sequence."""
+
+from atom.outputs import Sequence
+
+
+def test_times_follow_from_the_marks() -> None:
+    done = Sequence(1, [5, 6], [7, 8, 9], "abc", "eos", submitted=1.0, first_token=1.5, finished=2.5)
+    assert done.as_dict() == {
+        "text": "abc",
+        "token_ids": [7, 8, 9],
+        "latency": 1.5,
+        "finish_reason": "eos",
+        "num_tokens_input": 2,
+        "num_tokens_output": 3,
+        "ttft": 0.5,
+        "tpot": 0.5,
+    }
+
+
+def test_one_token_has_no_time_between_tokens() -> None:
+    assert Sequence(1, [5], [7], first_token=1.0, finished=1.0).tpot == 0.0

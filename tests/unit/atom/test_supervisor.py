@@ -1,0 +1,88 @@
+"""Children that end: their own words come first, then a bare status; nothing is left behind."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from atom.messages.codec import encode
+from atom.messages.supervisor import Dead, Progress, Ready, ToSupervisor
+from atom.supervisor import Child, StartError, Supervisor
+
+
+@pytest.fixture
+def supervisor() -> Iterator[Supervisor]:
+    with Supervisor() as made:
+        yield made
+
+
+def add_child(supervisor: Supervisor, name: str, code: str) -> None:
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+    supervisor._children[name] = Child(name, process)
+
+
+def say(supervisor: Supervisor, *messages: ToSupervisor) -> None:
+    context = zmq.Context()
+    with context.socket(zmq.PUSH) as socket:
+        socket.connect(supervisor.endpoint("supervisor"))
+        for message in messages:
+            socket.send(encode(message))
+    context.term()
+
+
+def check_until_raised(supervisor: Supervisor) -> str:
+    with pytest.raises(StartError) as raised:
+        for _ in range(100):
+            supervisor.check()
+    return str(raised.value)
+
+
+def test_a_bare_exit_is_told_by_name_and_status(supervisor: Supervisor) -> None:
+    add_child(supervisor, "core", "import time; time.sleep(60)")
+    add_child(supervisor, "worker 1", "raise SystemExit(3)")
+    assert check_until_raised(supervisor) == "worker 1 ended with exit status 3"
+
+
+def test_a_signal_is_told_by_its_name(supervisor: Supervisor) -> None:
+    add_child(supervisor, "core", "import os; os.kill(os.getpid(), 9)")
+    assert check_until_raised(supervisor) == "core was killed by SIGKILL"
+
+
+def test_a_workers_words_come_before_the_cores(supervisor: Supervisor) -> None:
+    say(supervisor, Dead("core", "a worker failed"), Dead("worker 0", "no such tensor"))
+    add_child(supervisor, "core", "raise SystemExit(1)")
+    assert check_until_raised(supervisor) == "worker 0: no such tensor"
+
+
+def test_ready_brings_its_details(supervisor: Supervisor) -> None:
+    add_child(supervisor, "core", "import time; time.sleep(60)")
+    say(supervisor, Ready("core", {"kv_tokens": 7}))
+    supervisor.wait_ready({"core"})
+    assert supervisor.details == {"kv_tokens": 7}
+
+
+def test_progress_is_handed_on() -> None:
+    seen: list[Progress] = []
+    with Supervisor(seen.append) as supervisor:
+        say(supervisor, Progress("worker 0", "Loading", 1, 2))
+        supervisor.check(wait_s=5)
+    assert seen == [Progress("worker 0", "Loading", 1, 2)]
+
+
+def test_close_ends_children_and_removes_the_directory() -> None:
+    supervisor = Supervisor()
+    assert supervisor.run_dir.stat().st_mode & 0o777 == 0o700
+    add_child(supervisor, "worker 0", "import time; time.sleep(60)")
+    (child,) = supervisor._children.values()
+    supervisor.close()
+    assert child.process.returncode == -9
+    assert not supervisor.run_dir.exists()
+    supervisor.close()
+
+
+def test_a_missing_model_is_one_line(supervisor: Supervisor) -> None:
+    with pytest.raises(StartError, match="^--model /no/such/place: no such path") as raised:
+        supervisor.prepare("/no/such/place")
+    assert "\n" not in str(raised.value)
