@@ -8,7 +8,7 @@ import pytest
 
 from atom import LLMEngine, SamplingParams
 from atom.outputs import RequestOutput
-from tests.helpers.smollm2 import NEW_TOKENS, PROMPTS, Reference, gguf_path, references
+from tests.helpers.smollm2 import NEW_TOKENS, NUM_LONG, PROMPTS, Reference, gguf_path, references
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 SAMPLED = SamplingParams(
@@ -92,6 +92,14 @@ def test_preemption(expected: list[Reference], sampled_alone: list[int]) -> None
         crowd = made.generate([PROMPTS[1]] * 40, SAMPLED)
         assert made.stats().preemptions > greedy.preemptions
         assert [out["token_ids"] for out in crowd] == [sampled_alone] * 40
+
+
+def test_twins_share_blocks_that_are_still_being_computed(expected: list[Reference]) -> None:
+    story = expected[-NUM_LONG]
+    with engine() as made:
+        outputs = made.generate([story.prompt_ids] * 8, GREEDY)
+        assert [out["token_ids"] for out in outputs] == [story.greedy_ids] * 8
+        assert made.stats().prefix_hits == 7 * (len(story.prompt_ids) // 16 * 16)
 
 
 def test_fp8_cache_is_close(expected: list[Reference]) -> None:
