@@ -1,0 +1,46 @@
+"""The shipped unit: systemd accepts it, and its times and flags fit the server's."""
+
+import configparser
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from atom.config.cli import CommandLineParser, add_engine_args, add_server_args, server_config_from
+
+UNIT = Path(__file__).parents[3] / "deploy/systemd/atom.service"
+
+
+def service() -> configparser.SectionProxy:
+    parser = configparser.ConfigParser(interpolation=None, strict=False)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string(UNIT.read_text())
+    return parser["Service"]
+
+
+def test_the_command_line_is_one_that_the_server_takes() -> None:
+    parser = CommandLineParser()
+    add_engine_args(parser)
+    add_server_args(parser)
+    arguments = service()["ExecStart"].split()[1:]
+    server = server_config_from(parser.parse_args(arguments))
+    assert server.host == "127.0.0.1"
+    assert float(service()["TimeoutStopSec"]) > server.shutdown_timeout + 10
+
+
+def test_only_the_supervisor_is_told_to_stop() -> None:
+    assert service()["KillMode"] == "mixed"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not on this machine")
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    unit = tmp_path / "atom.service"
+    # verify looks whether the program exists.
+    unit.write_text(UNIT.read_text().replace("/srv/atom/.venv/bin/atom-launch", sys.executable))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "atom.service" not in done.stderr, done.stderr
