@@ -120,7 +120,7 @@ def test_one_attention_call_a_layer_whatever_the_batch(tmp_path: Path) -> None:
             core.add(row, prompt_of(3 + row % 9, seed=row))
         core.take(loaded.execute(core.plan({row: 3 + row % 9 for row in range(rows)})))
         batch = core.plan(dict.fromkeys(range(rows), 1))
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:
             loaded.execute(batch)
         calls = [event for event in profile.events() if "_scaled_dot_product" in event.name]
         assert len(calls) == layers
