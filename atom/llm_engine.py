@@ -97,6 +97,8 @@ class LLMEngine:
     def _connect(self) -> None:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        # Submitting never waits: what is queued is bounded by the prompts that the caller holds.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.connect(self._supervisor.endpoint("core"))
         self._decoder = Decoder[FromCore](FromCore)
         self._socket.send(encode(Hello(0)))
@@ -105,11 +107,13 @@ class LLMEngine:
         self.kv_tokens: int = ready.kv_tokens
         self.weight_bytes: list[int] = ready.weight_bytes
         self.tokenizer = Tokenizer.from_checkpoint(self.checkpoint)
-        self._input = InputProcessor(self.checkpoint, self.tokenizer, ready.max_model_len)
+        policy = self.config.scheduler.scheduling_policy
+        self._input = InputProcessor(self.checkpoint, self.tokenizer, ready.max_model_len, policy)
         self._output = OutputProcessor(self.tokenizer)
         self._template = ChatTemplate.from_checkpoint(self.checkpoint)
         self._request_ids = itertools.count()
         self._live: dict[int, tuple[Sequence, StreamCallback | None]] = {}
+        self._set_aside: list[Sequence] = []  # ended while `generate` waited for others
 
     def __enter__(self) -> "LLMEngine":
         return self
@@ -127,13 +131,21 @@ class LLMEngine:
         Returns one dictionary for each prompt, in order (`n` in a row where `n` > 1), with
         the keys text, token_ids, latency, finish_reason, num_tokens_input,
         num_tokens_output, ttft and tpot; times are in seconds. Raises ValueError for a
-        prompt that cannot be served, before any of them starts.
+        prompt that cannot be served, before any of them starts; RuntimeError when the engine
+        refuses one later.
         """
         ids = self.add_request(prompts, sampling_params or SamplingParams())
-        done: dict[int, Sequence] = {}
-        wanted = set(ids)
-        while wanted - done.keys():
-            done.update((sequence.request_id, sequence) for sequence in self.step())
+        missing, done, others = set(ids), {}, []
+        while missing:
+            for sequence in self.step():
+                if sequence.request_id in missing:
+                    missing.remove(sequence.request_id)
+                    done[sequence.request_id] = sequence
+                else:
+                    others.append(sequence)
+        self._set_aside = others
+        if failed := [sequence.error for sequence in done.values() if sequence.error]:
+            raise RuntimeError(f"{len(failed)} of {len(ids)} sequences failed: {failed[0]}")
         return [done[request_id].as_dict() for request_id in ids]
 
     def add_request(
@@ -162,6 +174,9 @@ class LLMEngine:
 
         Waits a fraction of a second when there is nothing new. Raises EngineDeadError.
         """
+        if self._set_aside:
+            ended, self._set_aside = self._set_aside, []
+            return ended
         if not self._socket.poll(int(_STEP_WAIT_S * 1000)):
             self._check_alive()
             return []
@@ -171,8 +186,8 @@ class LLMEngine:
         return []
 
     def is_finished(self) -> bool:
-        """Whether no submitted sequence is unfinished."""
-        return not self._live
+        """Whether every submitted sequence has ended and been returned."""
+        return not self._live and not self._set_aside
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """Give these sequences up; they produce no further output."""
@@ -238,8 +253,6 @@ class LLMEngine:
         ended = []
         for update in processed.updates:
             sequence, callback = self._live[update.request_id]
-            if update.error:
-                raise EngineDeadError(update.error)
             if update.token_ids and not sequence.token_ids:
                 sequence.first_token = now
                 sequence.num_cached_tokens = update.cached_tokens
@@ -247,7 +260,7 @@ class LLMEngine:
             sequence.text += update.text
             if update.finished:
                 sequence.finished = now
-                sequence.finish_reason = update.reason
+                sequence.finish_reason, sequence.error = update.reason, update.error
                 del self._live[update.request_id]
                 ended.append(sequence)
             if callback is not None:

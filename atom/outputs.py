@@ -30,6 +30,8 @@ class Sequence:
     text: str = ""
     finish_reason: str | None = None
     num_cached_tokens: int = 0
+    error: str = ""
+    """What went wrong, where `finish_reason` is error."""
     submitted: float = 0.0
     first_token: float = 0.0
     finished: float = 0.0

@@ -35,7 +35,9 @@ def create_app(launch: FrontendLaunch) -> web.Application:
     """The application for one model. Raises ValueError for unusable tokenizer or template files."""
     checkpoint, config = launch.checkpoint, launch.config.model
     tokenizer = Tokenizer.from_checkpoint(checkpoint)
-    inputs = InputProcessor(checkpoint, tokenizer, config.max_model_len or checkpoint.max_model_len)
+    longest = config.max_model_len or checkpoint.max_model_len
+    policy = launch.config.scheduler.scheduling_policy
+    inputs = InputProcessor(checkpoint, tokenizer, longest, policy)
     client = EngineClient(
         launch.core, launch.index, OutputProcessor(tokenizer), lambda ready: _adopt_limits(inputs, ready)
     )

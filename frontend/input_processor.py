@@ -13,10 +13,20 @@ __all__ = ["InputProcessor"]
 
 
 class InputProcessor:
-    """Knows the limits of one model. `max_model_len` may be lowered once the core told it."""
+    """Knows the limits of one model. `max_model_len` may be lowered once the core told it.
 
-    def __init__(self, checkpoint: Checkpoint, tokenizer: Tokenizer | None, max_model_len: int):
+    `scheduling_policy` is the core's: only one of them has a use for priorities.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        tokenizer: Tokenizer | None,
+        max_model_len: int,
+        scheduling_policy: str,
+    ):
         self.max_model_len = max_model_len
+        self._scheduling_policy = scheduling_policy
         self._tokenizer = tokenizer
         self._vocab_size = checkpoint.vocab_size
         self._eos_token_ids = list(checkpoint.eos_token_ids)
@@ -46,8 +56,10 @@ class InputProcessor:
     ) -> list[AddRequest]:
         """One request for each id: the choices of one prompt, which differ in `choice` only.
 
-        Raises RequestError for ids outside the vocabulary and lengths beyond the model's.
+        Raises RequestError for ids outside the vocabulary, lengths beyond the model's, and what
+        this engine has no means for.
         """
+        self._check_means(params)
         self._check_length(prompt_ids, params.max_tokens)
         self._check_vocabulary(prompt_ids, "prompt")
         stop_token_ids = list(params.stop_token_ids or ())
@@ -67,6 +79,19 @@ class InputProcessor:
             )
             for choice, request_id in enumerate(request_ids)
         ]
+
+    def _check_means(self, params: SamplingParams) -> None:
+        if params.priority and self._scheduling_policy != "priority":
+            raise RequestError(
+                f"priority {params.priority} has no effect under --scheduling-policy "
+                f"{self._scheduling_policy}: leave it out, or start with --scheduling-policy priority",
+                param="priority",
+            )
+        if params.stop_strings and self._tokenizer is None:
+            raise RequestError(
+                "this model has no tokenizer to find stop strings with: use stop_token_ids",
+                param="stop_strings",
+            )
 
     def _check_length(self, prompt_ids: Sequence[int], max_tokens: int) -> None:
         if max_tokens > self.room(prompt_ids):

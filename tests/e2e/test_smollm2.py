@@ -122,6 +122,13 @@ def test_library_streams_and_stops(expected: list[Reference]) -> None:
         assert " Paris" not in ended[0].text
         assert ended[0].finish_reason == "stop_sequence"
         assert pieces[-1].finished
+        (earlier,) = made.add_request(["Hello"], SamplingParams(max_tokens=2, ignore_eos=True))
+        made.generate(["Good morning"], SamplingParams(max_tokens=16, ignore_eos=True))
+        assert not made.is_finished()
+        assert [sequence.request_id for sequence in made.step()] == [earlier]
+        assert made.is_finished()
+        with pytest.raises(ValueError, match="--scheduling-policy priority"):
+            made.generate(["Hello"], SamplingParams(priority=3))
         two = made.generate(["Hello"], SamplingParams(n=2, seed=7, max_tokens=8, ignore_eos=True))
         assert two[0]["token_ids"] != two[1]["token_ids"]
         with pytest.raises(ValueError, match="2048"):

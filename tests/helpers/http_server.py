@@ -15,6 +15,7 @@ import uvloop
 from atom.config.checkpoint import Checkpoint
 from atom.config.engine import EngineConfig
 from atom.config.model import ModelConfig
+from atom.config.scheduler import SchedulerConfig
 from atom.config.server import ServerConfig
 from atom.messages.launch import FrontendLaunch
 from frontend.app import create_app, start
@@ -68,7 +69,7 @@ def running_frontend(
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     launch = FrontendLaunch(
-        EngineConfig(model=ModelConfig(model=MODEL)),
+        EngineConfig(model=ModelConfig(model=MODEL), scheduler=SchedulerConfig(scheduling_policy="priority")),
         server or ServerConfig(),
         checkpoint,
         core.endpoint,
@@ -93,7 +94,7 @@ def running_frontend(
 def launch_frame(core: FakeCore, checkpoint: Checkpoint, supervisor: Path, fd: int) -> FrontendLaunch:
     """What the supervisor would tell a frontend process."""
     return FrontendLaunch(
-        EngineConfig(model=ModelConfig(model=MODEL)),
+        EngineConfig(model=ModelConfig(model=MODEL), scheduler=SchedulerConfig(scheduling_policy="priority")),
         ServerConfig(shutdown_timeout=DEADLINE_S),
         checkpoint,
         core.endpoint,

@@ -15,7 +15,7 @@ from tests.helpers import tiny_tokenizer
 @pytest.fixture
 def inputs(tmp_path: Path) -> InputProcessor:
     checkpoint = tiny_tokenizer.checkpoint(tmp_path, eos_token_ids=[1, 7])
-    return InputProcessor(checkpoint, Tokenizer.from_checkpoint(checkpoint), max_model_len=100)
+    return InputProcessor(checkpoint, Tokenizer.from_checkpoint(checkpoint), 100, "priority")
 
 
 def test_choices_share_all_but_their_number(inputs: InputProcessor) -> None:
@@ -81,3 +81,16 @@ def test_a_broken_tokenizer_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="cannot read .*tokenizer.json"):
         Tokenizer.from_checkpoint(checkpoint)
+
+
+def test_priorities_need_the_policy_that_reads_them(tmp_path: Path) -> None:
+    inputs = InputProcessor(tiny_tokenizer.checkpoint(tmp_path), None, 100, "fcfs")
+    assert inputs.requests([3], SamplingParams(priority=0), [1])[0].priority == 0
+    with pytest.raises(RequestError, match="start with --scheduling-policy priority"):
+        inputs.requests([3], SamplingParams(priority=1), [1])
+
+
+def test_stop_strings_need_a_tokenizer(tmp_path: Path) -> None:
+    inputs = InputProcessor(tiny_tokenizer.checkpoint(tmp_path), None, 100, "fcfs")
+    with pytest.raises(RequestError, match="use stop_token_ids"):
+        inputs.requests([3], SamplingParams(stop_strings=["x"]), [1])
