@@ -8,7 +8,7 @@ engine = EngineArgs.from_cli_args(parser.parse_args()).create_engine()
 import argparse
 from dataclasses import dataclass
 
-from atom.config.cli import add_engine_args, engine_config_from, explicit_fields
+from atom.config.cli import add_engine_args, engine_config_from, explicit_fields, with_environment
 from atom.config.engine import EngineConfig
 from atom.llm_engine import LLMEngine
 
@@ -28,7 +28,11 @@ class EngineArgs:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> "EngineArgs":
-        """Raises ConfigError, a ValueError, for a value outside its range."""
+        """What the arguments leave out is taken from the ATOM_ variables.
+
+        Raises ConfigError, a ValueError, for a value outside its range.
+        """
+        args = with_environment(args)
         return cls(engine_config_from(args), frozenset(explicit_fields(args)))
 
     def create_engine(self) -> LLMEngine:

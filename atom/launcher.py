@@ -1,31 +1,45 @@
 """One run of the server: command line, start, banner, signals, exit status."""
 
+import os
 import signal
 import socket
 import sys
 import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
 
+from atom.config.checkpoint import Checkpoint
 from atom.config.cli import (
     CommandLineParser,
     ConfigError,
     add_engine_args,
+    add_program_args,
     add_server_args,
+    all_fields,
     engine_config_from,
     explicit_fields,
     server_config_from,
+    with_sources,
 )
 from atom.config.engine import EngineConfig
 from atom.config.resolve import resolve
 from atom.config.server import ServerConfig
+from atom.config.sources import unknown_variables
 from atom.progress import ProgressBars
 from atom.supervisor import StartError, Supervisor
 from atom.utils import envs
+from atom.utils.exit_status import ExitStatus
 from atom.utils.logger import setup_logging
 from atom.utils.net import listen_socket
+from atom.utils.open_files import raise_open_files_limit
 from atom.utils.version import atom_version
 
 # What the frontend may take beyond its own deadline before it is killed.
 _STOP_MARGIN_S = 5.0
+# How long the frontend still answers, with 503, after the engine died: balancers must see it.
+ENGINE_DEATH_HOLD_S = 3.0
+_HOLD_POLL_S = 0.05
 
 
 class Launcher:
@@ -42,30 +56,60 @@ class Launcher:
         self._serving = False
 
     def run(self) -> None:
-        """Serve until a signal; raises StartError or ConfigError when that is not possible."""
+        """Serve until a signal; raises StartError, ConfigError or OSError when that is not possible."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
+        raise_open_files_limit()
+        template = _template_file(self.server.chat_template)
         listener = listen_socket(self.server.host, self.server.server_port)
-        with listener, Supervisor(self._bars.update) as supervisor:
-            self._start(supervisor, listener)
+        port = listener.getsockname()[1]
+        with Supervisor(self._bars.update) as supervisor:
+            # Once the frontend has it: where nobody accepts, clients must not wait in a queue.
+            with listener:
+                self._start(supervisor, listener, template)
             self._serving = True
-            self._print_banner(supervisor, port=listener.getsockname()[1])
-            while not self._stops:
-                supervisor.check()
-            self._logger.info("stopping: running requests may finish")
-            timeout = self.server.shutdown_timeout + _STOP_MARGIN_S
-            supervisor.stop_frontend(timeout, hurry=lambda: self._stops > 1)
+            self._print_banner(supervisor, port)
+            try:
+                self._serve(supervisor)
+            except StartError as death:
+                self._outlive_engine(supervisor, str(death))
+                raise StartError(str(death)) from None  # of a running engine no other status is right
 
-    def _start(self, supervisor: Supervisor, listener: socket.socket) -> None:
-        checkpoint, capabilities = supervisor.prepare(self.config.model.model)
+    def _serve(self, supervisor: Supervisor) -> None:
+        while not self._stops:
+            supervisor.check()
+        self._logger.info("stopping: running requests may finish")
+        timeout = self.server.shutdown_timeout + _STOP_MARGIN_S
+        supervisor.stop_frontend(timeout, hurry=lambda: self._stops > 1)
+
+    def _outlive_engine(self, supervisor: Supervisor, cause: str) -> None:
+        """A process died: end the engine at once, and the frontend once its clients know."""
+        self._logger.error("%s: ending", cause)
+        supervisor.end_engine(cause)
+        stops, deadline = self._stops, time.monotonic() + ENGINE_DEATH_HOLD_S
+        while supervisor.lives("frontend") and self._stops == stops and time.monotonic() < deadline:
+            time.sleep(_HOLD_POLL_S)
+        supervisor.stop_frontend(_STOP_MARGIN_S, hurry=lambda: self._stops > stops)
+
+    def _start(self, supervisor: Supervisor, listener: socket.socket, template: str | None) -> None:
+        checkpoint, capabilities = supervisor.prepare(self.config.model)
+        if template is not None:
+            checkpoint = replace(checkpoint, chat_template_file=template)
         resolved = resolve(self.config, checkpoint, self.explicit, capabilities)
         self.config = resolved.config
-        for note in resolved.notes + envs.startup_notes(self.config.device.device):
-            self._logger.info(note)
+        self._log_notes(resolved.notes, checkpoint)
         supervisor.start_engine(self.config, checkpoint)
         supervisor.start_frontend(self.config, self.server, checkpoint, listener)
         supervisor.wait_ready({"core", "frontend"})
         self._bars.close()
+
+    def _log_notes(self, notes: list[str], checkpoint: Checkpoint) -> None:
+        notes = notes + envs.startup_notes(self.config.device.device)
+        notes += unknown_variables(all_fields(), os.environ)
+        if self.server.chat_template is not None and checkpoint.tokenizer_file is None:
+            notes.append("--chat-template has no effect: a checkpoint without a tokenizer serves token ids")
+        for note in notes:
+            self._logger.info(note)
 
     def _print_banner(self, supervisor: Supervisor, port: int) -> None:
         config, details = self.config, supervisor.details
@@ -92,14 +136,14 @@ class Launcher:
             *_try_it(url, name),
         ]
         print("\n".join(lines), file=sys.stderr, flush=True)
-        if self.server.host in ("0.0.0.0", "::"):
+        if self.server.host in ("0.0.0.0", "::") and self.server.api_key is None:
             self._logger.info(
-                "listening on every interface without a key: use --host 127.0.0.1 to stay local"
+                "listening on every interface without a key: use --host 127.0.0.1 to stay local, or --api-key"
             )
 
     def _on_signal(self, *_: object) -> None:
         self._stops += 1
-        if not self._serving:
+        if not self._serving and self._stops == 1:
             raise SystemExit(0)  # nobody is served yet: leave the start wherever it is
 
 
@@ -108,18 +152,41 @@ def run() -> int:
     parser = CommandLineParser(prog="atom-launch", description="Serve a model over the OpenAI API.")
     add_engine_args(parser)
     add_server_args(parser)
+    add_program_args(parser)
     parser.add_argument("--version", action="version", version=f"ATOM {atom_version()}")
     args = parser.parse_args()
     try:
-        config, server = engine_config_from(args), server_config_from(args)
-        Launcher(config, server, explicit_fields(args)).run()
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        args = with_sources(args)
+        Launcher(engine_config_from(args), server_config_from(args), explicit_fields(args)).run()
     except (StartError, ValueError, OSError) as error:
+        if envs.ATOM_LOG_MORE:
+            traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+        return _status_of(error)
+    return ExitStatus.DONE
+
+
+def _status_of(error: Exception) -> int:
+    """A ValueError that got here is about a setting or a variable; an OSError, about the host."""
+    if isinstance(error, StartError):
+        return error.status
+    return ExitStatus.USAGE if isinstance(error, ValueError) else ExitStatus.RESOURCES
+
+
+def _template_file(given: str | None) -> str | None:
+    """The absolute path of --chat-template; raises ConfigError for a file that is no template."""
+    if given is None:
+        return None
+    from frontend.chat_template import ChatTemplate
+
+    path = Path(given).expanduser().resolve()
+    try:
+        ChatTemplate(path.read_text(encoding="utf-8"), {})
+    except OSError as error:
+        raise ConfigError(f"--chat-template {given}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"--chat-template {given}: {error}") from None
+    return str(path)
 
 
 def _kv_dtype(config: EngineConfig) -> str:

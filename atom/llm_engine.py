@@ -32,7 +32,7 @@ from atom.messages.engine import (
     Hello,
     TokenDeltas,
 )
-from atom.outputs import RequestOutput, Sequence
+from atom.outputs import Logprobs, RequestOutput, Sequence
 from atom.progress import ProgressBars
 from atom.sampling_params import SamplingParams
 from atom.supervisor import Supervisor
@@ -40,7 +40,8 @@ from atom.utils import envs
 from atom.utils.logger import setup_logging
 from frontend.chat_template import ChatTemplate
 from frontend.input_processor import InputProcessor
-from frontend.output_processor import OutputProcessor
+from frontend.output_processor import OutputProcessor, TextOptions, Update
+from frontend.token_logprobs import TokenLogprob
 from frontend.tokenizer import Tokenizer
 
 Prompt = str | list[int]
@@ -81,7 +82,7 @@ class LLMEngine:
         self._supervisor = Supervisor(self._bars.update)
         self._context = zmq.Context()
         try:
-            self.checkpoint, capabilities = self._supervisor.prepare(config.model.model)
+            self.checkpoint, capabilities = self._supervisor.prepare(config.model)
             resolved = resolve(config, self.checkpoint, explicit, capabilities)
             for note in resolved.notes + envs.startup_notes(resolved.config.device.device):
                 self._logger.info(note)
@@ -130,9 +131,11 @@ class LLMEngine:
 
         Returns one dictionary for each prompt, in order (`n` in a row where `n` > 1), with
         the keys text, token_ids, latency, finish_reason, num_tokens_input,
-        num_tokens_output, ttft and tpot; times are in seconds. Raises ValueError for a
-        prompt that cannot be served, before any of them starts; RuntimeError when the engine
-        refuses one later.
+        num_tokens_output, ttft and tpot; times are in seconds. Where the parameters ask for
+        them there are also logprobs (one dictionary of id to log probability for each of
+        token_ids) and prompt_logprobs (for each prompt token; None for the first). Raises
+        ValueError for a prompt that cannot be served, before any of them starts; RuntimeError
+        when the engine refuses one later.
         """
         ids = self.add_request(prompts, sampling_params or SamplingParams())
         missing, done, others = set(ids), {}, []
@@ -205,15 +208,20 @@ class LLMEngine:
         stats: CoreStats = self._await_answer(CoreStats, _STATS_DEADLINE_S)
         return stats
 
-    def chat_prompt(self, messages: list[dict[str, Any]], **template_options: Any) -> list[int]:
+    @property
+    def template_options(self) -> frozenset[str]:
+        """The variables that the model's chat template reads; none without a template."""
+        return frozenset() if self._template is None else self._template.options
+
+    def chat_prompt(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """Token ids of a conversation in the model's chat template, ready for `generate`.
 
-        `template_options` (such as `enable_thinking`) go to the template. Raises ValueError
-        for a model without a template.
+        `options` (such as `enable_thinking`) go to the template. Raises ValueError for a model
+        without a template, and for an option that is not among `template_options`.
         """
         if self._template is None:
             raise ValueError("this model has no chat template: give prompts instead of messages")
-        text = self._template.render(messages, template_options)
+        text = self._template.render(messages, options)
         return self._input.encode(text, add_special_tokens=False)
 
     def pids(self) -> dict[str, int]:
@@ -240,9 +248,18 @@ class LLMEngine:
         params: SamplingParams,
         callback: StreamCallback | None,
     ) -> None:
-        sequence = Sequence(request.request_id, prompt_ids, submitted=time.monotonic())
+        sequence = Sequence(
+            request.request_id,
+            prompt_ids,
+            logprobs=None if params.logprobs is None else [],
+            prompt_logprobs=None if params.prompt_logprobs is None else [],
+            submitted=time.monotonic(),
+        )
         self._live[request.request_id] = (sequence, callback)
-        self._output.add(request, params.stop_strings or [])
+        text = TextOptions(
+            params.stop_strings or (), params.include_stop_str_in_output, params.skip_special_tokens
+        )
+        self._output.add(request, text)
         self._socket.send(encode(request))
 
     def _take(self, deltas: TokenDeltas) -> list[Sequence]:
@@ -258,13 +275,18 @@ class LLMEngine:
                 sequence.num_cached_tokens = update.cached_tokens
             sequence.token_ids.extend(update.token_ids)
             sequence.text += update.text
+            logprobs = [_as_logprobs(entry) for entry in update.logprobs]
+            if sequence.logprobs is not None:
+                sequence.logprobs += logprobs
+            if sequence.prompt_logprobs == [] and update.token_ids:
+                sequence.prompt_logprobs = [None, *map(_as_logprobs, update.prompt_logprobs)]
             if update.finished:
                 sequence.finished = now
                 sequence.finish_reason, sequence.error = update.reason, update.error
                 del self._live[update.request_id]
                 ended.append(sequence)
             if callback is not None:
-                callback(_as_output(update.request_id, update.token_ids, update.text, sequence))
+                callback(_as_output(update, logprobs, sequence))
         return ended
 
     def _receive(self) -> Any:
@@ -301,12 +323,17 @@ def _one_for_each(
     return params
 
 
-def _as_output(request_id: int, ids: Iterable[int], text: str, sequence: Sequence) -> RequestOutput:
+def _as_output(update: Update, logprobs: list[Logprobs], sequence: Sequence) -> RequestOutput:
     return RequestOutput(
-        request_id,
-        list(ids),
-        text,
+        update.request_id,
+        update.token_ids.tolist(),
+        update.text,
         finished=sequence.finish_reason is not None,
         finish_reason=sequence.finish_reason,
         num_cached_tokens=sequence.num_cached_tokens,
+        logprobs=logprobs,
     )
+
+
+def _as_logprobs(entry: TokenLogprob) -> Logprobs:
+    return {entry.token_id: entry.logprob} | dict(entry.top)

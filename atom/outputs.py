@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+Logprobs = dict[int, float]
+"""Log probabilities by id: the token's own comes first, then the most likely ones."""
+
 
 @dataclass(slots=True)
 class RequestOutput:
@@ -18,6 +21,8 @@ class RequestOutput:
     """Raw: eos, stop_<id>, stop_sequence, max_tokens, aborted or error."""
     num_cached_tokens: int = 0
     """Prompt tokens that came out of the prefix cache."""
+    logprobs: list[Logprobs] = field(default_factory=list)
+    """Of the tokens whose text is new, where asked for; all are there at the end."""
 
 
 @dataclass(slots=True)
@@ -32,6 +37,10 @@ class Sequence:
     num_cached_tokens: int = 0
     error: str = ""
     """What went wrong, where `finish_reason` is error."""
+    logprobs: list[Logprobs] | None = None
+    """One for each of `token_ids`, where asked for."""
+    prompt_logprobs: list[Logprobs | None] | None = None
+    """One for each of `prompt_token_ids`, where asked for; the first token has none."""
     submitted: float = 0.0
     first_token: float = 0.0
     finished: float = 0.0
@@ -53,8 +62,8 @@ class Sequence:
         return (self.finished - self.first_token) / later if later > 0 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """The form that `LLMEngine.generate` returns."""
-        return {
+        """The form that `LLMEngine.generate` returns; log probabilities only where asked for."""
+        fields: dict[str, Any] = {
             "text": self.text,
             "token_ids": self.token_ids,
             "latency": self.latency,
@@ -64,3 +73,8 @@ class Sequence:
             "ttft": self.ttft,
             "tpot": self.tpot,
         }
+        if self.logprobs is not None:
+            fields["logprobs"] = self.logprobs
+        if self.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = self.prompt_logprobs
+        return fields

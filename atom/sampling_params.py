@@ -1,16 +1,25 @@
 """What a caller may ask of one generation."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 SEED_LIMIT = 1 << 64
+MAX_LOGPROBS = 20
+MAX_STOP_TOKEN_IDS = 1024
+MAX_BIASES = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_LENGTH = 256
+
+_MAX_ID = (1 << 31) - 1
 
 
 @dataclass(slots=True)
 class SamplingParams:
     """Sampling and stopping of one request; every field is checked here, once.
 
-    Raises ValueError naming the field for a value outside its range.
+    Raises ValueError naming the field for a value outside its range. What depends on the
+    model, such as whether ids are in its vocabulary, is checked where the request is made.
     """
 
     temperature: float = 1.0
@@ -35,32 +44,96 @@ class SamplingParams:
     """Smaller runs first under `--scheduling-policy priority`."""
     stop_token_ids: list[int] | None = None
     """End with the first of these ids; it is not part of the text."""
+    presence_penalty: float = 0.0
+    """Taken once off the logits of ids that were generated; negative values favour them."""
+    frequency_penalty: float = 0.0
+    """Taken off for each time that an id was generated."""
+    repetition_penalty: float = 1.0
+    """Above 1 makes ids of the prompt and the output less likely, below 1 more."""
+    logit_bias: dict[int, float] | None = None
+    """Added to the logits of these ids."""
+    min_tokens: int = 0
+    """Neither end-of-sequence nor stop ids nor stop strings end the text before this many tokens."""
+    bad_words: list[str] | None = None
+    """Words that may not be generated, neither as they stand nor behind a space.
+
+    What is excluded are the token sequences that the tokenizer makes of them.
+    """
+    allowed_token_ids: list[int] | None = None
+    """Only these ids may be generated."""
+    logprobs: int | None = None
+    """Report the log probability of each token and of this many of the most likely ones."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string that ended the text, or the text of the stop id."""
+    skip_special_tokens: bool = True
+    """Leave special tokens such as end-of-turn marks out of the text."""
 
     def __post_init__(self) -> None:
         _require_number("temperature", self.temperature, 0.0, 100.0)
         _require_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _require_number("min_p", self.min_p, 0.0, 1.0)
-        _require_integer("top_k", self.top_k, -1, 1 << 31)
+        _require_integer("top_k", self.top_k, -1, _MAX_ID)
         _require_integer("max_tokens", self.max_tokens, 1, 1 << 31)
         _require_integer("n", self.n, 1, 128)
         _require_integer("priority", self.priority, -(1 << 31), 1 << 31)
         if self.seed is not None:
             # OpenAI's seeds are signed 64 bit; unsigned ones come from other engines.
             _require_integer("seed", self.seed, -(1 << 63), SEED_LIMIT - 1)
+        self._check_ends()
+        self._check_logits()
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                _require_integer(name, count, 0, MAX_LOGPROBS)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
+
+    def _check_ends(self) -> None:
         for text in self.stop_strings or ():
             if not isinstance(text, str) or not text:
                 raise ValueError("stop_strings must be non-empty strings")
+        _require_at_most("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         for token_id in self.stop_token_ids or ():
-            _require_integer("stop_token_ids", token_id, 0, 1 << 31)
+            _require_integer("stop_token_ids", token_id, 0, _MAX_ID)
+        _require_integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+
+    def _check_logits(self) -> None:
+        _require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _require_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _require_at_most("logit_bias", self.logit_bias, MAX_BIASES)
+        for token_id, bias in (self.logit_bias or {}).items():
+            _require_integer("logit_bias", token_id, 0, _MAX_ID)
+            _require_number("logit_bias", bias, -100.0, 100.0)
+        _require_at_most("bad_words", self.bad_words, MAX_BAD_WORDS)
+        for word in self.bad_words or ():
+            if not isinstance(word, str) or not word.strip() or len(word) > MAX_BAD_WORD_LENGTH:
+                raise ValueError(
+                    f"bad_words must be texts of 1 to {MAX_BAD_WORD_LENGTH} characters, not only spaces"
+                )
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise ValueError("allowed_token_ids is empty: no token could be generated")
+            for token_id in self.allowed_token_ids:
+                _require_integer("allowed_token_ids", token_id, 0, _MAX_ID)
 
 
 def _require_number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
     valid = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not valid or not math.isfinite(value):  # type: ignore[arg-type]
-        raise ValueError(f"{name} must be a finite number, not {value!r}")
+    if not valid or not _is_finite(value):  # type: ignore[arg-type]
+        raise ValueError(f"{name} must be a finite number, not {value!r:.40}")
     if not low <= value <= high or (open_low and value == low):  # type: ignore[operator]
         bracket = "(" if open_low else "["
         raise ValueError(f"{name} must be in {bracket}{low:g}, {high:g}], not {value!r}")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond the largest float
+        return False
 
 
 def _require_integer(name: str, value: object, low: int, high: int) -> None:
@@ -68,3 +141,8 @@ def _require_integer(name: str, value: object, low: int, high: int) -> None:
         raise ValueError(f"{name} must be an integer, not {value!r}")
     if not low <= value <= high:
         raise ValueError(f"{name} must be in [{low}, {high}], not {value}")
+
+
+def _require_at_most(name: str, values: Collection[object] | None, most: int) -> None:
+    if values is not None and len(values) > most:
+        raise ValueError(f"{name} has {len(values)} entries, at most {most} are allowed")

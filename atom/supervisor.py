@@ -11,29 +11,30 @@ itself and can end the rest. It knows nothing about models or HTTP.
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import zmq
 
 from atom.config.checkpoint import Checkpoint
 from atom.config.engine import EngineConfig
+from atom.config.model import ModelConfig
 from atom.config.resolve import DeviceCapabilities
 from atom.config.server import ServerConfig
-from atom.messages.codec import Decoder
+from atom.messages.codec import Decoder, encode
 from atom.messages.launch import CoreLaunch, FrontendLaunch, PrepareLaunch, WorkerLaunch
 from atom.messages.supervisor import Dead, Progress, Ready, ToSupervisor
+from atom.messages.worker import WorkerFailed
 from atom.utils import envs
+from atom.utils.exit_status import ExitStatus
 from atom.utils.logger import get_logger
 from atom.utils.process import spawn
+from atom.utils.run_directory import RunDirectory
 
 PREPARE_DEADLINE_S = 3600.0
 START_DEADLINE_S = 3600.0
@@ -42,10 +43,20 @@ ENGINE_STOP_S = 10.0
 _POLL_S = 0.1
 # How long a dying process's own words may trail its death.
 _LAST_WORDS_S = 0.3
+# What a core gets to tell its frontends why it ends, and a frontend to tell its clients.
+_FAREWELL_S = 1.0
+
+# Signals that no process sends itself; an abort may be its answer to another's end.
+_KILLS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
 
 
 class StartError(RuntimeError):
     """The engine cannot start, or ended; the text is one line a user can act on."""
+
+    def __init__(self, text: str, status: int = ExitStatus.FAILURE):
+        super().__init__(text)
+        self.status = status
+        """What the program should exit with."""
 
 
 class PrepareAnswer(msgspec.Struct, frozen=True):
@@ -63,6 +74,12 @@ class Child:
     name: str
     process: subprocess.Popen[bytes]
     ready: bool = False
+    leaving: bool = False
+    """It was told to end: that it does is no news."""
+
+    @property
+    def lives(self) -> bool:
+        return self.process.poll() is None
 
 
 class Supervisor:
@@ -72,7 +89,8 @@ class Supervisor:
     """
 
     def __init__(self, on_progress: Callable[[Progress], None] = lambda progress: None):
-        self.run_dir = Path(tempfile.mkdtemp(prefix="atom-"))  # mode 0700
+        self._directory = RunDirectory()
+        self.run_dir = self._directory.path
         self.details: dict[str, int | str] = {}
         """Figures that children sent with their Ready, for the banner."""
         self._children: dict[str, Child] = {}
@@ -95,9 +113,10 @@ class Supervisor:
         """The local socket called `name`, in this engine's private directory."""
         return f"ipc://{self.run_dir}/{name}"
 
-    def prepare(self, model: str) -> tuple[Checkpoint, DeviceCapabilities]:
-        """Turn `model` into plain files in a process that ends afterwards; raises StartError."""
-        launch = PrepareLaunch(model, envs.ATOM_CACHE_DIR, self.endpoint("supervisor"))
+    def prepare(self, config: ModelConfig) -> tuple[Checkpoint, DeviceCapabilities]:
+        """Turn the model into plain files in a process that ends afterwards; raises StartError."""
+        model = config.model
+        launch = PrepareLaunch(config, envs.ATOM_CACHE_DIR, self.endpoint("supervisor"))
         process = spawn("workers.prepare", launch, stdout=subprocess.PIPE)
         self._children["prepare"] = Child("prepare", process)
         output = self._output_of(process, f"preparing {model}")
@@ -105,9 +124,10 @@ class Supervisor:
         try:
             answer = msgspec.json.decode(output, type=PrepareAnswer)
         except msgspec.DecodeError:
-            raise StartError(f"preparing {model} failed: it {_how_it_ended(process.returncode)}") from None
+            raise StartError(f"preparing {model} failed: {_how_it_ended(process.returncode)}") from None
         if answer.error or answer.checkpoint is None or answer.device is None:
-            raise StartError(answer.error or f"preparing {model} gave no result")
+            text = answer.error or f"preparing {model} gave no result"
+            raise StartError(text, process.returncode or ExitStatus.FAILURE)
         return answer.checkpoint, answer.device
 
     def _output_of(self, process: subprocess.Popen[bytes], task: str) -> bytes:
@@ -169,30 +189,49 @@ class Supervisor:
     def check(self, wait_s: float = _POLL_S) -> None:
         """Take in what children say, for up to `wait_s`; raises StartError if one has ended."""
         self._receive(wait_s)
-        ended = [child for child in self._children.values() if child.process.poll() is not None]
-        if ended:
-            self._receive_all(_LAST_WORDS_S)
-            raise StartError(self._first_cause(ended))
+        if self._ended():
+            self._receive_for(_LAST_WORDS_S)
+            raise self._first_cause(self._ended())
+
+    def lives(self, name: str) -> bool:
+        """Whether the child of that name was started and has not ended."""
+        child = self._children.get(name)
+        return child is not None and child.lives
+
+    def end_engine(self, cause: str) -> None:
+        """End core and workers because of `cause`. A living core hands it on to its frontends first."""
+        engine = [child for child in self._children.values() if child.name != "frontend"]
+        for child in engine:
+            child.leaving = True
+        core = self._children.get("core")
+        if core is not None and core.lives:
+            self._tell_core(cause)
+            _wait_for([core], _FAREWELL_S)
+        for child in engine:
+            _kill(child)
 
     def stop_frontend(self, timeout_s: float, hurry: Callable[[], bool]) -> None:
         """Let the frontend finish what runs, at most `timeout_s`; at once when `hurry` says so."""
-        child = self._children.pop("frontend", None)
+        child = self._children.get("frontend")
         if child is None:
             return
+        child.leaving = True
         child.process.terminate()
         deadline = time.monotonic() + timeout_s
-        while child.process.poll() is None and time.monotonic() < deadline and not hurry():
+        while child.lives and time.monotonic() < deadline and not hurry():
             self.check()
+        child.process.terminate()  # a second time: it tells its clients that they are cut off
+        _wait_for([child], _FAREWELL_S)
         _kill(child)
 
     def close(self) -> None:
         """End every child, politely first, and remove the run directory. May be called twice."""
-        living = [child for child in self._children.values() if child.process.poll() is None]
+        living = [child for child in self._children.values() if child.lives]
         for child in living:
             if not child.name.startswith("worker"):
                 child.process.terminate()
-        # Workers leave when the core tells them to; without a core there is nothing to wait for.
-        if any(child.name == "core" for child in living):
+        # Workers leave when the core tells them to; a core that is not up yet tells nobody.
+        if any(child.name == "core" and child.ready for child in living):
             _wait_for(living, ENGINE_STOP_S)
         for child in self._children.values():
             _kill(child)
@@ -200,7 +239,7 @@ class Supervisor:
         if not self._context.closed:
             self._socket.close()
             self._context.term()
-        shutil.rmtree(self.run_dir, ignore_errors=True)
+        self._directory.close()
 
     def pids(self) -> dict[str, int]:
         """Process ids of the children by name."""
@@ -225,22 +264,51 @@ class Supervisor:
                 self._deaths.append(death)
         return True
 
-    def _receive_all(self, wait_s: float) -> None:
-        while self._receive(wait_s):
+    def _receive_for(self, wait_s: float) -> None:
+        """Take in what comes until nothing has come for `wait_s`, at most ten times as long."""
+        deadline = time.monotonic() + 10 * wait_s
+        while self._receive(wait_s) and time.monotonic() < deadline:
             pass
 
-    def _first_cause(self, ended: list[Child]) -> str:
-        """A worker's own words before the core's, and anybody's before a bare exit status."""
-        if self._deaths:
-            death = min(self._deaths, key=lambda dead: dead.process == "core")
-            return f"{death.process}: {death.reason}"
-        child = min(ended, key=lambda child: child.name == "core")
-        return f"{child.name} {_how_it_ended(child.process.returncode)}"
+    def _ended(self) -> list[Child]:
+        """Children that ended without being told to."""
+        return [child for child in self._children.values() if not (child.leaving or child.lives)]
+
+    def _first_cause(self, ended: list[Child]) -> StartError:
+        """What began it. A killed process makes its peers fail with many words; a worker, its core.
+
+        Hence: a kill, another's words than the core's, another that crashed, the core's words, a
+        bare exit status.
+        """
+        said = {dead.process: dead for dead in reversed(self._deaths)}
+        names = [
+            *(child.name for child in ended if -child.process.returncode in _KILLS),
+            *(name for name in said if name != "core"),
+            *(child.name for child in ended if child.name != "core" and child.process.returncode),
+            *said,
+            *(child.name for child in ended),
+        ]
+        name = names[0]
+        if (dead := said.get(name)) is not None:
+            return StartError(f"{name}: {dead.reason}", dead.status)
+        return StartError(f"{name}: {_how_it_ended(self._children[name].process.returncode)}")
+
+    def _tell_core(self, cause: str) -> None:
+        """In the place of a worker that could not say it itself; another cause it need not know."""
+        name, _, reason = cause.partition(": ")
+        rank = name.removeprefix("worker ")
+        if not rank.isdigit():
+            self._children["core"].process.terminate()  # nobody is left whom it could tell
+            return
+        with self._context.socket(zmq.DEALER) as workers:
+            workers.setsockopt(zmq.LINGER, int(_FAREWELL_S * 1000))
+            workers.connect(self.endpoint("workers"))
+            workers.send(encode(WorkerFailed(int(rank), reason)), zmq.DONTWAIT)
 
 
 def _how_it_ended(status: int) -> str:
     if status < 0:
-        return f"was killed by {signal.Signals(-status).name}"
+        return f"killed by {signal.Signals(-status).name}"
     return f"ended with exit status {status}"
 
 

@@ -10,14 +10,20 @@ from atom_ops.ops.attention import AttentionPlan, paged_attention, plan_attentio
 from atom_ops.ops.embedding import embedding
 from atom_ops.ops.kv_cache import KVLayer, kv_bytes_per_block, make_kv_layer, write_kv
 from atom_ops.ops.linear import linear, pack_linear_weight
+from atom_ops.ops.logit_rules import LogitRuleBatch, TokenRecord, record_drawn, rule_logits
+from atom_ops.ops.logprobs import TokenLogprobs, token_logprobs
 from atom_ops.ops.norm import add_rms_norm, rms_norm
-from atom_ops.ops.rotary import rotary
+from atom_ops.ops.rotary import rotary, rotation
 from atom_ops.ops.sampling import SamplingBatch, sample
+from atom_ops.transfer import to_device
 
 __all__ = [
     "AttentionPlan",
     "KVLayer",
+    "LogitRuleBatch",
     "SamplingBatch",
+    "TokenLogprobs",
+    "TokenRecord",
     "add_rms_norm",
     "embedding",
     "kv_bytes_per_block",
@@ -26,9 +32,14 @@ __all__ = [
     "pack_linear_weight",
     "paged_attention",
     "plan_attention",
+    "record_drawn",
     "rms_norm",
     "rotary",
+    "rotation",
+    "rule_logits",
     "sample",
     "silu_and_mul",
+    "to_device",
+    "token_logprobs",
     "write_kv",
 ]

@@ -6,7 +6,6 @@ core.update(result)          ->  TokenDeltas for each frontend
 """
 
 import time
-from array import array
 from collections.abc import Callable
 
 from atom.messages.engine import (
@@ -15,9 +14,9 @@ from atom.messages.engine import (
     Finished,
     FinishReason,
     TokenDeltas,
-    unpack_ids,
 )
 from atom.messages.worker import BatchResult, ScheduledBatch
+from engine_core.admission import check_request
 from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.request import Request
 from engine_core.scheduler import Limits, Scheduler, StepOutcome
@@ -56,14 +55,11 @@ class EngineCore:
 
     def add(self, message: AddRequest, frontend: bytes) -> TokenDeltas | None:
         """Queue a request. One that can never run is refused: the deltas returned end it with `ERROR`."""
-        problem = self._problem(message)
-        if problem is None:
-            try:
-                request = Request(message, frontend, self._kv.new_blocks())
-            except ValueError:
-                problem = f"prompt of {len(message.prompt_ids)} bytes is not a whole number of token ids"
-        if problem is not None:
-            refusal = Finished(message.request_id, FinishReason.ERROR, message=problem)
+        try:
+            self._check(message)
+            request = Request(message, frontend, self._kv.new_blocks(message.cache_salt))
+        except ValueError as error:
+            refusal = Finished(message.request_id, FinishReason.ERROR, message=str(error))
             return TokenDeltas(self._scheduler.counters.steps, [], b"", finished=[refusal])
         self._frontends.add(frontend)
         self._scheduler.add(request)
@@ -90,10 +86,11 @@ class EngineCore:
 
         Raises ValueError for a result that does not fit that step.
         """
-        outcome = self._scheduler.complete(result.step, unpack_ids(result.token_ids))
+        outcome = self._scheduler.complete(result)
         if len(self._frontends) == 1:
-            return {frontend: _deltas(outcome) for frontend in self._frontends if outcome.requests}
-        frontends = {request.frontend for request in outcome.requests}
+            return {frontend: _deltas(outcome) for frontend in self._frontends if outcome.brings_something}
+        frontends = {request.frontend for request in outcome.draws.requests}
+        frontends.update(request.frontend for request, _ in outcome.prompt_logprobs)
         return {frontend: _deltas(_share(outcome, frontend)) for frontend in frontends}
 
     def stats(self) -> CoreStats:
@@ -119,41 +116,37 @@ class EngineCore:
         """Raises AssertionError when the books disagree."""
         self._scheduler.check_integrity()
 
-    def _problem(self, message: AddRequest) -> str | None:
-        """Why a request can never run."""
-        prompt, total = len(message.prompt_ids) // 4, len(message.prompt_ids) // 4 + message.max_tokens
+    def _check(self, message: AddRequest) -> None:
+        """Raises ValueError, saying why a request can never run."""
         if message.request_id in self._scheduler.requests:
-            return f"request id {message.request_id} is in use"
-        if prompt < 1 or message.max_tokens < 1:
-            return "a request needs a prompt and max_tokens of at least 1"
-        if total > self._max_model_len:
-            return (
-                f"a prompt of {prompt} tokens and max_tokens={message.max_tokens} "
-                f"exceed the context of {self._max_model_len} tokens"
-            )
+            raise ValueError(f"request id {message.request_id} is in use")
+        check_request(message, self._max_model_len)
+        total = len(message.prompt_ids) // 4 + message.max_tokens
         if not self._kv.can_ever_hold(total - 1):  # the last token drawn is never computed
-            return f"the KV cache is too small for a sequence of {total} tokens"
-        return None
+            raise ValueError(f"the KV cache is too small for a sequence of {total} tokens")
 
 
 def _deltas(outcome: StepOutcome) -> TokenDeltas:
+    draws = outcome.draws
     return TokenDeltas(
         outcome.step,
-        [request.request_id for request in outcome.requests],
-        outcome.token_ids.tobytes(),
+        [request.request_id for request in draws.requests],
+        draws.token_ids.tobytes(),
         first=[message for _, message in outcome.first],
         finished=[message for _, message in outcome.finished],
+        logprobs=draws.logprobs,
+        prompt_logprobs=[piece for _, piece in outcome.prompt_logprobs],
     )
 
 
 def _share(outcome: StepOutcome, frontend: bytes) -> StepOutcome:
     """The part of an outcome that belongs to one of several frontends."""
-    pairs = zip(outcome.requests, outcome.token_ids, strict=True)
-    own = [(request, token_id) for request, token_id in pairs if request.frontend == frontend]
+    requests = outcome.draws.requests
+    own = [place for place, request in enumerate(requests) if request.frontend == frontend]
     return StepOutcome(
         outcome.step,
-        [request for request, _ in own],
-        array("i", [token_id for _, token_id in own]),
+        outcome.draws.select(own),
         [(request, first) for request, first in outcome.first if request.frontend == frontend],
         [(request, finished) for request, finished in outcome.finished if request.frontend == frontend],
+        [(request, piece) for request, piece in outcome.prompt_logprobs if request.frontend == frontend],
     )

@@ -21,6 +21,8 @@ from engine_core.block_pool import BlockPool
 from engine_core.kv_plan import first_visible_block, peak_blocks
 
 PLACEHOLDER = 0
+_SALT_MARK = bytes(8)
+"""Before every salt: a root so long is never mistaken for a digest, nor for no root."""
 
 
 @dataclass(slots=True)
@@ -30,6 +32,8 @@ class RequestBlocks:
     tables: list[list[int]]
     first_live: list[int]
     """For each group: entries of the table before this one were given back."""
+    root: bytes = b""
+    """Stands in the first block's content where others have the digest of the block before."""
     digests: list[bytes] = field(default_factory=list)
     contents: list[bytes] = field(default_factory=list)
     """What the digests are made from: the digest of the block before, and the token ids."""
@@ -77,9 +81,10 @@ class KVCacheManager:
         """Blocks of all groups that some request owns."""
         return sum(pool.num_blocks - pool.num_free for pool in self.pools)
 
-    def new_blocks(self) -> RequestBlocks:
-        """Empty tables for a new request."""
-        return RequestBlocks([[] for _ in self.specs], [0 for _ in self.specs])
+    def new_blocks(self, salt: str = "") -> RequestBlocks:
+        """Empty tables for a new request; it shares blocks only under its own salt."""
+        root = _SALT_MARK + salt.encode("utf-8", "surrogatepass") if salt else b""
+        return RequestBlocks([[] for _ in self.specs], [0 for _ in self.specs], root)
 
     def can_ever_hold(self, num_tokens: int) -> bool:
         """Whether a sequence of that length fits when it is alone."""
@@ -88,13 +93,13 @@ class KVCacheManager:
             for spec, pool in zip(self.specs, self.pools, strict=True)
         )
 
-    def admit(self, blocks: RequestBlocks, token_ids: "array[int]") -> int | None:
+    def admit(self, blocks: RequestBlocks, token_ids: "array[int]", may_hit: bool = True) -> int | None:
         """Give empty tables the cached beginning of `token_ids`; returns its length in tokens.
 
-        At least one token is left to compute. None, and nothing changes, when the free blocks
-        would not hold the rest.
+        At least one token is left to compute, and all of them unless it `may_hit` the cache.
+        None, and nothing changes, when the free blocks would not hold the rest.
         """
-        hits = self._longest_prefix(blocks, token_ids)
+        hits = self._longest_prefix(blocks, token_ids) if may_hit and self._caching else 0
         starts = [first_visible_block(spec, hits * self.block_size) for spec in self.specs]
         found = [
             [self._find(pool, blocks, index) for index in range(start, hits)]
@@ -170,8 +175,6 @@ class KVCacheManager:
 
     def _longest_prefix(self, blocks: RequestBlocks, token_ids: "array[int]") -> int:
         """Length in blocks of the longest beginning that every group can continue from."""
-        if not self._caching:
-            return 0
         length = (len(token_ids) - 1) // self.block_size
         self._digest(blocks, token_ids, length)
         windows = []
@@ -232,7 +235,7 @@ class KVCacheManager:
         """Make sure that the first `num_full` blocks have a digest."""
         size, digests = self.block_size, blocks.digests
         for index in range(len(digests), num_full):
-            parent = digests[-1] if digests else b""
+            parent = digests[-1] if digests else blocks.root
             content = parent + token_ids[index * size : (index + 1) * size].tobytes()
             blocks.contents.append(content)
             digests.append(xxh64_digest(content, self._seed))

@@ -26,14 +26,20 @@ class FrontendLink:
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str):
         self.socket = _bind(context, endpoint)
         self._decoder: Decoder[ToCore] = Decoder(ToCore)
+        self._garbled: set[bytes] = set()  # who was complained about; a flood must not fill the log
 
     def receive(self) -> Iterator[tuple[bytes, ToCore]]:
-        """What has come, up to a bound, with its sender. An undecodable frame is logged and dropped."""
+        """What has come, up to a bound, with its sender.
+
+        An undecodable frame is dropped; the first one of a frontend is logged.
+        """
         for identity, frame in _pending(self.socket):
             try:
                 yield identity, self._decoder.decode(frame)
             except WireError as error:
-                get_logger().error("a frontend sent an %s", error)
+                if identity not in self._garbled:
+                    self._garbled.add(identity)
+                    get_logger().error("a frontend sent an %s; more of its kind are dropped silently", error)
 
     def send(self, identity: bytes, message: msgspec.Struct) -> bool:
         """False when the frontend is gone or has not read for too long; nothing was sent then."""

@@ -45,6 +45,7 @@ from atom.messages.worker import (
     WorkerReady,
 )
 from atom.utils import envs
+from atom.utils.exit_status import ExitStatus
 from atom.utils.install_check import check_install
 from atom.utils.logger import get_logger, setup_logging
 from atom.utils.process import read_launch
@@ -99,7 +100,8 @@ class CoreProcess:
         except Exception as error:  # whatever it is, frontends and supervisor must hear of it
             if envs.ATOM_LOG_MORE:
                 traceback.print_exc()
-            self._die(_one_line(error))
+            lacking = isinstance(error, StartupError)
+            self._die(_one_line(error), ExitStatus.RESOURCES if lacking else ExitStatus.FAILURE)
             return 1
         finally:
             self._trace.close()
@@ -245,7 +247,7 @@ class CoreProcess:
         with contextlib.suppress(LinkError):
             self._workers.send(Shutdown())
 
-    def _die(self, reason: str) -> None:
+    def _die(self, reason: str, status: ExitStatus) -> None:
         """Tell everybody: frontends, also those that nobody has listened to yet, and the supervisor."""
         get_logger().error("the engine core ends: %s", reason)
         for identity, message in self._frontends.receive():
@@ -253,7 +255,7 @@ class CoreProcess:
                 self._connected[identity] = message.frontend
         for identity in self._connected:
             self._frontends.send(identity, CoreDead(reason))
-        self._report(Dead(_NAME, reason))
+        self._report(Dead(_NAME, reason, status))
         self._shut_workers_down()
 
     def _report(self, message: ToSupervisor) -> None:

@@ -28,6 +28,7 @@ class Request:
     """A request's tokens, limits and place in the schedule."""
 
     __slots__ = (
+        "admitted_at",
         "arrival",
         "arrived_at",
         "blocks",
@@ -41,6 +42,7 @@ class Request:
         "max_tokens",
         "priority",
         "prompt_length",
+        "prompt_logprobs",
         "request_id",
         "row",
         "sampling",
@@ -58,6 +60,8 @@ class Request:
         self.prompt_length = len(self.token_ids)
         self.max_tokens = message.max_tokens
         self.sampling: Sampling = message.sampling
+        self.prompt_logprobs = message.prompt_logprobs
+        """As in the message, until its prompt is handed out whole; -1 from then on."""
         self.priority = message.priority
         self.eos_ids = frozenset(message.eos_token_ids)
         self.stop_ids = self.eos_ids.union(message.stop_token_ids)
@@ -65,6 +69,8 @@ class Request:
         self.arrival = 0
         """Place in the order of arrival."""
         self.arrived_at = 0.0
+        self.admitted_at = 0.0
+        """When it was admitted first."""
         self.state = State.WAITING
         self.row = NO_ROW
         self.blocks = blocks

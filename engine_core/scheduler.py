@@ -12,19 +12,23 @@ drew is dropped.
 Workers execute steps in order. So blocks given back while a step in flight still touches them
 can serve the next step, and a block is shareable as soon as the step that fills it is certain.
 
+Who asks for the log probabilities of its prompt must have every position of it computed, since
+no cache keeps logits. Until that is handed out it hits no cached prefix; its own blocks are
+shared like anybody's.
+
         WAITING --> PREFILLING --> DECODING --> DRAINING --> ENDED
            ^------------+-------------'    preempted; ENDED also from every state, by abort
 """
 
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from atom.messages.engine import Finished, FinishReason, FirstToken
-from atom.messages.worker import MoreBlocks, NewRow, ScheduledBatch
+from atom.messages.engine import Finished, FinishReason, FirstToken, PromptLogprobs, unpack_ids
+from atom.messages.worker import BatchResult, MoreBlocks, NewRow, ScheduledBatch
 from engine_core.decode_cohort import DecodeCohort
+from engine_core.draws import Draws, fits, is_whole
 from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.request import NO_ROW, Request, State
 from engine_core.request_queue import RequestQueue
@@ -74,6 +78,8 @@ class _Step:
     """Those of `draws` whose known tokens are all computed by this step."""
     ending: list[Request]
     """Those of `draws` that reach their length limit."""
+    asking: dict[int, Request]
+    """By row, who gets log probabilities of its prompt; the row may be another's when they come."""
     has_chunks: bool
     sent_at: float
     stale: bool = False
@@ -85,11 +91,15 @@ class StepOutcome:
     """What one step's result brought."""
 
     step: int
-    requests: list[Request]
-    token_ids: "array[int]"
-    """One for each of `requests`."""
+    draws: Draws
     first: list[tuple[Request, FirstToken]]
     finished: list[tuple[Request, Finished]]
+    prompt_logprobs: list[tuple[Request, PromptLogprobs]]
+
+    @property
+    def brings_something(self) -> bool:
+        """A step of prompt pieces alone usually brings nothing."""
+        return bool(self.draws.requests or self.prompt_logprobs)
 
 
 class Scheduler:
@@ -167,28 +177,30 @@ class Scheduler:
             return None
         return self._hand_out(plan)
 
-    def complete(self, number: int, token_ids: "array[int]") -> StepOutcome:
-        """Take in the ids that the oldest step in flight drew.
+    def complete(self, result: BatchResult) -> StepOutcome:
+        """Take in what the oldest step in flight drew.
 
-        Raises ValueError when they do not belong to that step.
+        Raises ValueError when that does not belong to that step.
         """
-        if not self._in_flight or self._in_flight[0].number != number:
-            raise ValueError(f"result of step {number} came out of order")
+        if not self._in_flight or self._in_flight[0].number != result.step:
+            raise ValueError(f"result of step {result.step} came out of order")
         step = self._in_flight.popleft()
-        requests = step.draws
-        if len(token_ids) != len(requests):
-            raise ValueError(f"step {number} gave {len(token_ids)} tokens for {len(requests)} rows")
-        self._completed = number
-        self._time_prompts(step)
+        draws = Draws(step.draws, unpack_ids(result.token_ids), result.logprobs)
+        _check_fit(step, draws)
+        now = self._clock()
+        self._completed = step.number
+        self._time_prompts(step, now)
+        pieces = _owned(step, result.prompt_logprobs) if result.prompt_logprobs else []
         if step.stale:
-            requests, token_ids = _without_ended(requests, token_ids)
-        for request, token_id in zip(requests, token_ids, strict=True):
+            alive = [place for place, r in enumerate(step.draws) if r.state is not State.ENDED]
+            draws = draws.select(alive)
+        for request, token_id in zip(draws.requests, draws.token_ids, strict=True):
             request.token_ids.append(token_id)
-        self.counters.generated_tokens += len(token_ids)
-        first = _first_tokens(step.prefilled)
-        finished = self._finish(step, requests, token_ids)
+        self.counters.generated_tokens += len(draws.token_ids)
+        first = _first_tokens(step.prefilled, now)
+        finished = self._finish(step, draws)
         self._reclaim()
-        return StepOutcome(number, requests, token_ids, first, finished)
+        return StepOutcome(step.number, draws, first, finished, pieces)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless queue, cohort, rows and blocks agree."""
@@ -232,7 +244,8 @@ class Scheduler:
             request = self._queue.first()
             if request is None or not self._free_rows or not self._may_enter(request):
                 return
-            cached = self._kv.admit(request.blocks, request.token_ids)
+            may_hit = request.prompt_logprobs < 0
+            cached = self._kv.admit(request.blocks, request.token_ids, may_hit)
             if cached is None:
                 self._no_room = request, self._kv.num_releases
                 return
@@ -262,15 +275,19 @@ class Scheduler:
         request.computed = cached
         self._prefilling[request.request_id] = request
         plan.chunks[request.request_id] = request, count
-        tables = [list(table) for table in request.blocks.tables]
-        ids = request.token_ids.tobytes()
-        plan.new_rows.append(NewRow(request.row, ids, cached, tables, request.sampling))
+        plan.new_rows.append(_new_row(request, cached))
         if request.cached_tokens is None:
-            request.cached_tokens = cached
-            self.counters.prompt_tokens += request.prompt_length
+            self._count_admission(request, cached)
+        return count
+
+    def _count_admission(self, request: Request, cached: int) -> None:
+        """A request runs for the first time."""
+        request.cached_tokens = cached
+        request.admitted_at = self._clock()
+        self.counters.prompt_tokens += request.prompt_length
+        if request.prompt_logprobs < 0:
             self.counters.prefix_queries += request.prompt_length
             self.counters.prefix_hits += cached
-        return count
 
     def _budget(self, plan: _Plan) -> int:
         # The cohort alone never exceeds it: whoever joins had a token of the same budget before.
@@ -305,9 +322,11 @@ class Scheduler:
         rows, counts = decodes.rows, []
         draws, stop_ids = decodes.requests, decodes.stop_ids
         prefilled: list[Request] = []
+        asking: dict[int, Request] = {}
         if plan.chunks:
             rows = rows + [request.row for request, _ in plan.chunks.values()]
             counts = [1] * len(decodes.rows) + [count for _, count in plan.chunks.values()]
+            asking = {r.row: r for r, _ in plan.chunks.values() if r.prompt_logprobs >= 0}
             prefilled = self._advance_prefills(plan)
             draws = draws + prefilled
             stop_ids = stop_ids.union(*{request.stop_ids for request in prefilled})
@@ -318,8 +337,9 @@ class Scheduler:
             request.state = State.DRAINING
             request.last_step = self._last_step
         self._count_step(plan, len(prefilled))
+        has_chunks, now = bool(plan.chunks), self._clock()
         self._in_flight.append(
-            _Step(self._last_step, draws, stop_ids, prefilled, ending, bool(plan.chunks), self._clock())
+            _Step(self._last_step, draws, stop_ids, prefilled, ending, asking, has_chunks, now)
         )
         return ScheduledBatch(self._last_step, rows, counts, plan.new_rows, list(plan.more_blocks.values()))
 
@@ -327,6 +347,8 @@ class Scheduler:
         """Count the chunks as computed; returns whom that completes."""
         for request, count in plan.chunks.values():
             request.computed += count
+            if request.computed >= request.prompt_length:
+                request.prompt_logprobs = -1  # all of them are certain to come
         prefilled = [r for r, _ in plan.chunks.values() if r.computed == len(r.token_ids)]
         for request in prefilled:
             del self._prefilling[request.request_id]
@@ -348,13 +370,11 @@ class Scheduler:
 
     # Taking in results
 
-    def _finish(
-        self, step: _Step, requests: list[Request], token_ids: "array[int]"
-    ) -> list[tuple[Request, Finished]]:
+    def _finish(self, step: _Step, draws: Draws) -> list[tuple[Request, Finished]]:
         """End everybody whom this step's ids or length end."""
         finished = []
-        if not step.stop_ids.isdisjoint(token_ids):
-            for request, token_id in zip(requests, token_ids, strict=True):
+        if not step.stop_ids.isdisjoint(draws.token_ids):
+            for request, token_id in zip(draws.requests, draws.token_ids, strict=True):
                 if token_id in request.stop_ids:
                     reason = request.stop_reason(token_id)
                     finished.append((request, Finished(request.request_id, reason, token_id)))
@@ -403,23 +423,61 @@ class Scheduler:
         request.row = NO_ROW
         request.computed = 0
 
-    def _time_prompts(self, step: _Step) -> None:
-        now = self._clock()
+    def _time_prompts(self, step: _Step, now: float) -> None:
         if step.has_chunks:
             # It began when it was sent, or when the step before it was done.
             self._prompt_step_s = now - max(step.sent_at, self._completed_at)
         self._completed_at = now
 
 
-def _without_ended(requests: list[Request], token_ids: "array[int]") -> tuple[list[Request], "array[int]"]:
-    pairs = [(r, t) for r, t in zip(requests, token_ids, strict=True) if r.state is not State.ENDED]
-    return [request for request, _ in pairs], array("i", [token_id for _, token_id in pairs])
+def _new_row(request: Request, computed: int) -> NewRow:
+    return NewRow(
+        request.row,
+        request.token_ids.tobytes(),
+        computed,
+        [list(table) for table in request.blocks.tables],
+        request.sampling,
+        request.prompt_length,
+        request.prompt_logprobs,
+    )
 
 
-def _first_tokens(prefilled: list[Request]) -> list[tuple[Request, FirstToken]]:
+def _check_fit(step: _Step, draws: Draws) -> None:
+    """Raises ValueError when what came is not what the step's rows draw."""
+    drawn, expected = len(draws.token_ids), len(step.draws)
+    if drawn != expected:
+        raise ValueError(f"step {step.number} gave {drawn} tokens for {expected} rows")
+    if draws.logprobs is not None and not fits(draws.logprobs, expected):
+        raise ValueError(f"step {step.number} gave log probabilities that do not fit its draws")
+
+
+def _owned(step: _Step, pieces: list[PromptLogprobs]) -> list[tuple[Request, PromptLogprobs]]:
+    """The pieces of requests that have not ended, under their ids.
+
+    Raises ValueError for a piece that nobody asked for.
+    """
+    owned = []
+    for piece in pieces:
+        request = step.asking.get(piece.owner)
+        if request is None or not is_whole(piece.table):
+            raise ValueError(f"step {step.number} gave prompt log probabilities that fit no row")
+        if request.state is not State.ENDED:
+            owned.append((request, PromptLogprobs(request.request_id, piece.start, piece.table)))
+    return owned
+
+
+def _first_tokens(prefilled: list[Request], now: float) -> list[tuple[Request, FirstToken]]:
     """Of the requests that were computed to their end: who has got its very first token."""
     return [
-        (request, FirstToken(request.request_id, request.cached_tokens or 0))
+        (
+            request,
+            FirstToken(
+                request.request_id,
+                request.cached_tokens or 0,
+                queued_s=request.admitted_at - request.arrived_at,
+                prefill_s=now - request.admitted_at,
+            ),
+        )
         for request in prefilled
         if request.state is not State.ENDED and request.num_generated == 1
     ]

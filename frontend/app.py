@@ -10,58 +10,92 @@ from aiohttp import web
 from atom.messages.engine import CoreReady
 from atom.messages.launch import FrontendLaunch
 from frontend import keys
+from frontend.auth import ApiKeys
 from frontend.chat_template import ChatTemplate
+from frontend.connections import Listener
 from frontend.engine_client import EngineClient
 from frontend.input_processor import InputProcessor
 from frontend.lifecycle import Lifecycle
+from frontend.limits import HttpLimits
+from frontend.metrics import Metrics
 from frontend.output_processor import OutputProcessor
-from frontend.routes import generation, health, models
-from frontend.routes.errors import error_middleware
+from frontend.routes import generation, health, info, models, tokenization
+from frontend.routes.access import access_middleware
+from frontend.routes.errors import error_middleware, name_answer
 from frontend.serving.chat import ChatService
 from frontend.serving.completions import CompletionService
 from frontend.serving.generation import ServingOptions
-from frontend.serving.models import ModelService
+from frontend.serving.models import ModelService, fingerprint
+from frontend.serving.tokenization import TokenizationService
 from frontend.tokenizer import Tokenizer
 
 __all__ = ["create_app", "start"]
 
-MAX_BODY_BYTES = 32 * 1024 * 1024
 _TOKENIZER_THREADS = min(4, os.cpu_count() or 1)
 # How long handlers may take to end once draining is over, before they are cancelled.
 _CLEANUP_DEADLINE_S = 0.2
+_ROUTES = (generation.routes, tokenization.routes, models.routes, info.routes, health.routes)
 
 
-def create_app(launch: FrontendLaunch) -> web.Application:
-    """The application for one model. Raises ValueError for unusable tokenizer or template files."""
-    checkpoint, config = launch.checkpoint, launch.config.model
+def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.Application:
+    """The application for one model.
+
+    Raises ValueError for unusable API keys, tokenizer or template files.
+    """
+    limits = limits or HttpLimits()
+    app = web.Application(
+        client_max_size=limits.max_body_bytes, middlewares=[error_middleware, access_middleware]
+    )
+    app[keys.LAUNCH] = launch
+    app[keys.LIMITS] = limits
+    app[keys.API_KEYS] = ApiKeys(launch.server.api_key)
+    app[keys.LIFECYCLE] = Lifecycle()
+    app[keys.METRICS] = Metrics()
+    _add_services(app, launch)
+    for table in _ROUTES:
+        app.add_routes(table)
+    app.on_response_prepare.append(name_answer)
+    app.cleanup_ctx.append(_connection)
+    return app
+
+
+def _add_services(app: web.Application, launch: FrontendLaunch) -> None:
+    checkpoint, config, server = launch.checkpoint, launch.config.model, launch.server
     tokenizer = Tokenizer.from_checkpoint(checkpoint)
     longest = config.max_model_len or checkpoint.max_model_len
-    policy = launch.config.scheduler.scheduling_policy
-    inputs = InputProcessor(checkpoint, tokenizer, longest, policy)
+    inputs = InputProcessor(checkpoint, tokenizer, longest, launch.config.scheduler.scheduling_policy)
     client = EngineClient(
-        launch.core, launch.index, OutputProcessor(tokenizer), lambda ready: _adopt_limits(inputs, ready)
+        launch.core,
+        launch.index,
+        OutputProcessor(tokenizer),
+        app[keys.METRICS],
+        _capacity(launch),
+        lambda ready: _adopt_limits(inputs, ready),
     )
-    models_service = ModelService(config.served_model_name or config.model, inputs)
+    names = ModelService(config.served_model_name or config.model, inputs)
     options = ServingOptions(
         checkpoint.default_sampling,
-        launch.server.default_max_tokens,
-        launch.server.lenient_fields,
+        server.default_max_tokens,
+        server.lenient_fields,
         has_tokenizer=tokenizer is not None,
+        fingerprint=fingerprint(launch.config, checkpoint),
     )
     threads = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
-    parts = (client, inputs, models_service, options, threads)
-
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[error_middleware])
-    app[keys.LIFECYCLE] = Lifecycle()
+    parts = (client, inputs, names, options, threads)
+    chat = ChatService(*parts, ChatTemplate.from_checkpoint(checkpoint))
     app[keys.CLIENT] = client
-    app[keys.MODELS] = models_service
-    app[keys.CHAT] = ChatService(*parts, ChatTemplate.from_checkpoint(checkpoint))
+    app[keys.MODELS] = names
+    app[keys.CHAT] = chat
     app[keys.COMPLETIONS] = CompletionService(*parts)
-    for table in (generation.routes, models.routes, health.routes):
-        app.add_routes(table)
-    app.cleanup_ctx.append(_connection)
+    app[keys.TOKENIZATION] = TokenizationService(inputs, names, chat, threads)
     app.cleanup_ctx.append(lambda _: _pool(threads))
-    return app
+
+
+def _capacity(launch: FrontendLaunch) -> int:
+    """Choices that may be in progress: those that can run together, and the queue."""
+    running = launch.config.scheduler.max_num_seqs
+    assert running is not None, "the configuration was not resolved"
+    return running + launch.server.max_queued_requests
 
 
 async def start(app: web.Application, listener: socket.socket) -> web.AppRunner:
@@ -69,11 +103,10 @@ async def start(app: web.Application, listener: socket.socket) -> web.AppRunner:
     runner = web.AppRunner(
         app,
         handler_cancellation=True,  # a client that leaves must not keep the engine busy
-        access_log=None,
         shutdown_timeout=_CLEANUP_DEADLINE_S,
     )
     await runner.setup()
-    await web.SockSite(runner, listener, backlog=1024).start()
+    await Listener(runner, listener, app[keys.LIMITS], app[keys.METRICS]).start()
     return runner
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -25,9 +25,12 @@ _TEMPLATE_FAULTS = (
     ArithmeticError,
     AttributeError,
     LookupError,
+    RecursionError,
     TypeError,
     ValueError,
 )
+# Private characters, which no text should have, behind the message that is to be continued.
+_MARK = "\ue0c7\uf8a3"
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 
 
@@ -37,10 +40,14 @@ class ChatTemplate:
     def __init__(self, source: str, tokens: Mapping[str, str]):
         """Raises ValueError for a template that does not compile."""
         try:
-            self._template = _environment().from_string(source)
+            environment = _environment()
+            self._template = environment.from_string(source)
+            read = meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template is broken in line {error.lineno}: {error}") from error
         self._tokens = dict(tokens)
+        self.options = frozenset(read - _RESERVED - tokens.keys())
+        """The variables that a client may set: all that the template reads and the server does not."""
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> "ChatTemplate | None":
@@ -50,24 +57,45 @@ class ChatTemplate:
         source = Path(checkpoint.chat_template_file).read_text(encoding="utf-8")
         return cls(source, checkpoint.template_tokens)
 
-    def render(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
-        """The prompt that asks for the assistant's next message.
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        options: Mapping[str, Any],
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The conversation, and at its end what asks for the assistant's next message.
 
-        `options` are the client's chat_template_kwargs. Raises RequestError with the
-        template's own words when it refuses the conversation.
+        `options` are the client's variables. Raises RequestError for one that is not among
+        `self.options`, and with the template's own words when it refuses the conversation.
         """
-        taken = sorted(_RESERVED.union(self._tokens).intersection(options))
-        if taken:
+        if unread := sorted(options.keys() - self.options):
+            taken = [name for name in unread if name in _RESERVED.union(self._tokens)]
+            problem = "cannot be set" if taken else "not read by the template"
             raise RequestError(
-                f"chat_template_kwargs cannot set {', '.join(taken)}", param="chat_template_kwargs"
+                f"chat template options: {', '.join(taken or unread)} {problem}", param="chat_template_kwargs"
             )
         variables = {**self._tokens, **options, "messages": messages}
         try:
-            return self._template.render(variables, tools=None, documents=None, add_generation_prompt=True)
+            return self._template.render(
+                variables, tools=None, documents=None, add_generation_prompt=add_generation_prompt
+            )
         except _TEMPLATE_FAULTS as error:
             raise RequestError(
                 f"the chat template refuses these messages: {error}", param="messages"
             ) from error
+
+    def render_continued(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
+        """The conversation up to the end of the last message's content, for the model to go on there."""
+        last = messages[-1]
+        marked = [*messages[:-1], {**last, "content": f"{last['content']}{_MARK} "}]
+        before, mark, after = self.render(marked, options, add_generation_prompt=False).rpartition(_MARK)
+        if not mark:
+            raise RequestError(
+                "the chat template leaves out the last message: it cannot be continued",
+                param="continue_final_message",
+            )
+        # The mark's own space is gone where the template trims: then the content's end goes too.
+        return before if after.startswith(" ") else before.rstrip()
 
 
 class _GenerationBlock(Extension):

@@ -16,12 +16,13 @@ class Detokenizer:
     `ids` is the choice's record of tokens, to which its owner appends before each `feed`.
     """
 
-    __slots__ = ("_given", "_holding", "_ids", "_stream", "_tokenizer")
+    __slots__ = ("_given", "_holding", "_ids", "_skip_special", "_stream", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, ids: Sequence[int]):
+    def __init__(self, tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool = True):
         self._tokenizer = tokenizer
         self._ids = ids
-        self._stream = tokenizer.stream()
+        self._skip_special = skip_special_tokens
+        self._stream = tokenizer.stream((), skip_special_tokens)
         self._given = 0  # characters handed out
         self._holding = False  # ids at the end have no text yet
 
@@ -43,13 +44,16 @@ class Detokenizer:
         if not self._holding:
             return ""
         self._holding = False
-        return self._tokenizer.decode(self._ids)[self._given :]
+        return self._remainder()
 
     def _resume(self) -> str:
         # With byte-fallback vocabularies an invalid byte changes how the bytes before it decode,
         # which the stream refuses. What was handed out stays; the rest follows from its length.
-        self._stream = self._tokenizer.stream(self._ids[-_CONTEXT:])
-        return self._tokenizer.decode(self._ids)[self._given :]
+        self._stream = self._tokenizer.stream(self._ids[-_CONTEXT:], self._skip_special)
+        return self._remainder()
+
+    def _remainder(self) -> str:
+        return self._tokenizer.decode(self._ids, self._skip_special)[self._given :]
 
 
 class StopFinder:

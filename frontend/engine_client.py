@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, cast
 
@@ -31,8 +32,10 @@ from atom.messages.engine import (
     TokenDeltas,
 )
 from atom.utils.logger import get_logger
+from frontend.admission import Admission
 from frontend.errors import ApiError, EngineDeadError, UnavailableError
-from frontend.output_processor import OutputProcessor, Update
+from frontend.metrics import Metrics, Progress
+from frontend.output_processor import OutputProcessor, TextOptions, Update
 
 __all__ = ["EngineClient", "Stream"]
 
@@ -45,6 +48,7 @@ _HEARTBEAT_TIMEOUT_MS = 30_000
 # How long the core's own last message may trail the end of its connection.
 _LAST_WORDS_S = 0.3
 _ID_BITS = 40
+_BYTES_PER_ID = 4
 
 
 class Stream:
@@ -97,11 +101,20 @@ class Stream:
         return updates
 
 
+@dataclass(slots=True)
+class _Choice:
+    """One request that the core has."""
+
+    stream: Stream
+    progress: Progress
+
+
 class EngineClient:
     """Sends requests to the core at `endpoint` and hands its tokens out.
 
-    `index` is this frontend's number, unique among those of the core. `on_ready` is called
-    with the core's limits once it can make tokens.
+    `index` is this frontend's number, unique among those of the core; `capacity` bounds its
+    choices in progress, through `admission`. `on_ready` is called with the core's limits once it
+    can make tokens.
     """
 
     def __init__(
@@ -109,18 +122,29 @@ class EngineClient:
         endpoint: str,
         index: int,
         output: OutputProcessor,
+        metrics: Metrics,
+        capacity: int,
         on_ready: Callable[[CoreReady], None] = lambda ready: None,
     ):
+        self.limits: CoreReady | None = None
+        """What the core said when it was ready."""
+        self.admission = Admission(capacity, self.__len__)
         self._endpoint = endpoint
         self._index = index
         self._output = output
+        self._metrics = metrics
         self._on_ready = on_ready
         self._counter = itertools.count(index << _ID_BITS)
-        self._streams: dict[int, Stream] = {}
+        self._choices: dict[int, _Choice] = {}
+        self._scrapes: set[asyncio.Future[CoreStats]] = set()
         self._decoder = Decoder[FromCore](FromCore)
         self._ready = asyncio.Event()
         self._death: str | None = None
         self._last_sign = time.monotonic()
+
+    def __len__(self) -> int:
+        """Choices that the core has and that have not ended."""
+        return len(self._choices)
 
     async def __aenter__(self) -> "EngineClient":
         self._context = zmq.asyncio.Context()
@@ -156,15 +180,34 @@ class EngineClient:
         self._context.term()
 
     def check_ready(self) -> None:
-        """Raises EngineDeadError or UnavailableError while no token can be made."""
+        """Raises UnavailableError while no token can be made."""
         if self._death is not None:
-            raise EngineDeadError(self._death)
+            raise UnavailableError(f"the engine is gone: {self._death}", code="engine_dead")
         if not self._ready.is_set():
             raise UnavailableError("the engine is still starting; try again shortly")
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether tokens can be made."""
+        return self._ready.is_set() and self._death is None
 
     async def wait_ready(self) -> None:
         """Until the core can make tokens; the caller bounds the wait."""
         await self._ready.wait()
+
+    async def stats(self, timeout_s: float) -> CoreStats | None:
+        """The core's counters as of now; None when it does not answer in time."""
+        if not self.is_ready:
+            return None
+        answer = asyncio.get_running_loop().create_future()
+        self._scrapes.add(answer)
+        self._send(GetStats())
+        try:
+            return await asyncio.wait_for(answer, timeout_s)
+        except TimeoutError:
+            return None
+        finally:
+            self._scrapes.discard(answer)
 
     def new_ids(self, count: int) -> list[int]:
         """Request ids in ascending order, never used before."""
@@ -172,7 +215,7 @@ class EngineClient:
 
     @contextlib.contextmanager
     def open(
-        self, requests: list[AddRequest], stop_strings: list[str], every_step: bool = True
+        self, requests: list[AddRequest], text: TextOptions, every_step: bool = True
     ) -> Iterator[Stream]:
         """Send `requests`, and read them as one stream; leaving early aborts the rest.
 
@@ -180,20 +223,28 @@ class EngineClient:
         """
         self.check_ready()
         stream = Stream([request.request_id for request in requests], every_step)
-        for request in requests:
-            self._streams[request.request_id] = stream
-            self._output.add(request, stop_strings)
-            self._send(request)
         try:
+            for request in requests:
+                self._begin(request, text, stream)
             yield stream
         finally:
             self._abandon(sorted(stream.open))
 
+    def _begin(self, request: AddRequest, text: TextOptions, stream: Stream) -> None:
+        arrived_at = self.admission.begin(request.request_id)
+        progress = Progress(arrived_at, len(request.prompt_ids) // _BYTES_PER_ID)
+        self._choices[request.request_id] = _Choice(stream, progress)
+        self._output.add(request, text)
+        self._send(request)
+
     def _abandon(self, request_ids: list[int]) -> None:
-        left = [request_id for request_id in request_ids if self._streams.pop(request_id, None)]
+        left = [request_id for request_id in request_ids if self._choices.pop(request_id, None)]
         self._output.forget(left)
-        if left and self._death is None:
-            self._send(Abort(left))
+        if left:
+            self._metrics.aborted(len(left))
+            self.admission.ended(len(left))
+            if self._death is None:
+                self._send(Abort(left))
 
     def _send(self, message: ToCore) -> None:
         # Done at once or an error at once: the send queue has no limit.
@@ -224,28 +275,41 @@ class EngineClient:
             case TokenDeltas():
                 self._deliver(message)
             case CoreReady():
+                self.limits = message
                 self._on_ready(message)
                 self._ready.set()
             case CoreDead(reason):
                 self._die(reason)
-            case CoreStats():
-                pass  # the sign of life that `_probe` asked for
+            case CoreStats():  # for a scrape, or as the sign of life that `_probe` asked for
+                _answer_all(self._scrapes, message)
 
     def _deliver(self, deltas: TokenDeltas) -> None:
         done = self._output.process(deltas)
+        now, choices, metrics = self._last_sign, self._choices, self._metrics
+        for first in deltas.first:
+            if first.request_id in choices:
+                metrics.admitted(first)
         for update in done.updates:
-            request_id = update.request_id
-            self._streams[request_id].put(update, self._last_sign)
+            choice = choices[update.request_id]
+            if tokens := len(update.token_ids):
+                metrics.advanced(choice.progress, tokens, now)
+            choice.stream.put(update, now)
             if update.finished:
-                del self._streams[request_id]
+                self._end(update, choice, now)
         if done.aborts:
             self._send(Abort(done.aborts))
+
+    def _end(self, update: Update, choice: _Choice, now: float) -> None:
+        assert update.reason is not None
+        del self._choices[update.request_id]
+        self._metrics.finished(choice.progress, update.reason, now)
+        self.admission.ended()
 
     def _probe(self) -> None:
         silence = time.monotonic() - self._last_sign
         if silence > _GIVE_UP_AFTER_S:
             self._die(f"no sign of life from the engine core for {silence:.0f} s")
-        elif self._streams:
+        elif self._choices:
             self._send(GetStats())
         else:
             self._last_sign = time.monotonic()  # an idle core has nothing to say
@@ -264,8 +328,15 @@ class EngineClient:
             self._fail_all(reason)
 
     def _fail_all(self, reason: str) -> None:
-        streams = set(self._streams.values())
-        self._output.forget(self._streams)
-        self._streams.clear()
+        streams = {choice.stream for choice in self._choices.values()}
+        self._metrics.failed(len(self._choices))
+        self._output.forget(self._choices)
+        self._choices.clear()
         for stream in streams:
             stream.fail(EngineDeadError(reason))
+
+
+def _answer_all(waiting: Iterable["asyncio.Future[CoreStats]"], stats: CoreStats) -> None:
+    for answer in waiting:
+        if not answer.done():
+            answer.set_result(stats)

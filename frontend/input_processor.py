@@ -1,15 +1,17 @@
 """From a prompt to the core's request: every bound is checked here, before any message."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from atom.config.checkpoint import Checkpoint
-from atom.messages.engine import AddRequest, Sampling, pack_ids
+from atom.messages.engine import AddRequest, LogitRules, Sampling, pack_ids
 from atom.sampling_params import SEED_LIMIT, SamplingParams
 from frontend.errors import RequestError
 from frontend.tokenizer import Tokenizer
 
 __all__ = ["InputProcessor"]
+
+_NO_RULES = LogitRules()
 
 
 class InputProcessor:
@@ -26,16 +28,31 @@ class InputProcessor:
         scheduling_policy: str,
     ):
         self.max_model_len = max_model_len
+        self.tokenizer = tokenizer
         self._scheduling_policy = scheduling_policy
-        self._tokenizer = tokenizer
         self._vocab_size = checkpoint.vocab_size
         self._eos_token_ids = list(checkpoint.eos_token_ids)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text prompt. Raises RequestError where the model has no tokenizer."""
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise RequestError("this model has no tokenizer: send the prompt as token ids", param="prompt")
-        return self._tokenizer.encode(text, add_special_tokens)
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    def check_prompt(self, prompt_ids: Sequence[int]) -> None:
+        """Raises RequestError for a prompt that cannot be served, however short the answer."""
+        self.room(prompt_ids)
+        self.check_vocabulary(prompt_ids, "prompt")
+
+    def check_vocabulary(self, ids: Collection[int], param: str) -> None:
+        """Raises RequestError, naming `param`, for ids that the model does not have."""
+        for token_id in (min(ids), max(ids)):
+            if not 0 <= token_id < self._vocab_size:
+                raise RequestError(
+                    f"token id {token_id} in {param} is outside the vocabulary: "
+                    f"ids go from 0 to {self._vocab_size - 1}",
+                    param=param,
+                )
 
     def room(self, prompt_ids: Sequence[int]) -> int:
         """Tokens that fit behind this prompt; raises RequestError when none does."""
@@ -52,7 +69,11 @@ class InputProcessor:
         return room
 
     def requests(
-        self, prompt_ids: Sequence[int], params: SamplingParams, request_ids: Sequence[int]
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        request_ids: Sequence[int],
+        cache_salt: str = "",
     ) -> list[AddRequest]:
         """One request for each id: the choices of one prompt, which differ in `choice` only.
 
@@ -61,24 +82,74 @@ class InputProcessor:
         """
         self._check_means(params)
         self._check_length(prompt_ids, params.max_tokens)
-        self._check_vocabulary(prompt_ids, "prompt")
-        stop_token_ids = list(params.stop_token_ids or ())
-        if stop_token_ids:
-            self._check_vocabulary(stop_token_ids, "stop_token_ids")
+        for name, ids in (
+            ("prompt", prompt_ids),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias),
+            ("allowed_token_ids", params.allowed_token_ids),
+        ):
+            if ids:
+                self.check_vocabulary(ids, name)
         packed = pack_ids(prompt_ids)
         seed = _unsigned_seed(params.seed)
+        eos_token_ids = [] if params.ignore_eos else self._eos_token_ids
+        stop_token_ids = list(params.stop_token_ids or ())
+        rules = self._rules(params, [*eos_token_ids, *stop_token_ids])
         return [
             AddRequest(
                 request_id,
                 packed,
                 params.max_tokens,
-                _sampling(params, seed, choice),
-                eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
+                _sampling(params, seed, choice, rules),
+                eos_token_ids=eos_token_ids,
                 stop_token_ids=stop_token_ids,
                 priority=params.priority,
+                cache_salt=cache_salt,
+                prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
             )
             for choice, request_id in enumerate(request_ids)
         ]
+
+    def _rules(self, params: SamplingParams, end_ids: list[int]) -> LogitRules | None:
+        """None where nothing is asked for: such rows cost the sampler nothing."""
+        bias = params.logit_bias or {}
+        rules = LogitRules(
+            allowed_ids=pack_ids(sorted(set(params.allowed_token_ids or ()))),
+            bad_words=[ids for word in params.bad_words or () for ids in self._bad_word_ids(word)],
+            min_tokens=params.min_tokens,
+            end_ids=end_ids if params.min_tokens else [],
+            bias_ids=pack_ids(bias),
+            bias_values=[float(value) for value in bias.values()],
+            repetition_penalty=float(params.repetition_penalty),
+            frequency_penalty=float(params.frequency_penalty),
+            presence_penalty=float(params.presence_penalty),
+        )
+        if rules == _NO_RULES:
+            return None
+        self._check_something_is_left(params, rules)
+        return rules
+
+    def _bad_word_ids(self, word: str) -> list[list[int]]:
+        """How the word is written at the beginning of a text, and behind a space."""
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer to read bad_words with", param="bad_words")
+        plain = self.tokenizer.encode(word.lstrip(), add_special_tokens=False)
+        spaced = self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+        # A space that is a token of its own adds nothing: the rest is excluded already.
+        forms = [plain] if spaced[-len(plain) :] == plain else [plain, spaced]
+        if not all(forms):
+            raise RequestError(f"bad_words has {word!r}, which has no token", param="bad_words")
+        return forms
+
+    def _check_something_is_left(self, params: SamplingParams, rules: LogitRules) -> None:
+        excluded = {ids[0] for ids in rules.bad_words if len(ids) == 1}.union(rules.end_ids)
+        allowed: Collection[int] = params.allowed_token_ids or range(self._vocab_size)
+        if excluded and len(excluded) >= len(set(allowed)) and excluded.issuperset(allowed):
+            raise RequestError(
+                "allowed_token_ids has only ids that bad_words or min_tokens exclude: "
+                "no token could be generated",
+                param="allowed_token_ids",
+            )
 
     def _check_means(self, params: SamplingParams) -> None:
         if params.priority and self._scheduling_policy != "priority":
@@ -87,7 +158,7 @@ class InputProcessor:
                 f"{self._scheduling_policy}: leave it out, or start with --scheduling-policy priority",
                 param="priority",
             )
-        if params.stop_strings and self._tokenizer is None:
+        if params.stop_strings and self.tokenizer is None:
             raise RequestError(
                 "this model has no tokenizer to find stop strings with: use stop_token_ids",
                 param="stop_strings",
@@ -103,17 +174,8 @@ class InputProcessor:
                 code="context_length_exceeded",
             )
 
-    def _check_vocabulary(self, ids: Sequence[int], param: str) -> None:
-        for token_id in (min(ids), max(ids)):
-            if not 0 <= token_id < self._vocab_size:
-                raise RequestError(
-                    f"token id {token_id} in {param} is outside the vocabulary: "
-                    f"ids go from 0 to {self._vocab_size - 1}",
-                    param=param,
-                )
 
-
-def _sampling(params: SamplingParams, seed: int, choice: int) -> Sampling:
+def _sampling(params: SamplingParams, seed: int, choice: int, rules: LogitRules | None) -> Sampling:
     return Sampling(
         temperature=float(params.temperature),
         top_k=max(params.top_k, 0),
@@ -121,6 +183,8 @@ def _sampling(params: SamplingParams, seed: int, choice: int) -> Sampling:
         min_p=float(params.min_p),
         seed=seed,
         choice=choice,
+        rules=rules,
+        logprobs=-1 if params.logprobs is None else params.logprobs,
     )
 
 

@@ -4,15 +4,36 @@ from typing import Any
 
 from aiohttp import web
 
+from atom.messages.launch import FrontendLaunch
+from frontend.auth import ApiKeys
 from frontend.engine_client import EngineClient
 from frontend.lifecycle import Lifecycle
+from frontend.limits import HttpLimits
+from frontend.metrics import Metrics
 from frontend.serving.generation import GenerationService
 from frontend.serving.models import ModelService
+from frontend.serving.tokenization import TokenizationService
 
-__all__ = ["CHAT", "CLIENT", "COMPLETIONS", "LIFECYCLE", "MODELS"]
+__all__ = [
+    "API_KEYS",
+    "CHAT",
+    "CLIENT",
+    "COMPLETIONS",
+    "LAUNCH",
+    "LIFECYCLE",
+    "LIMITS",
+    "METRICS",
+    "MODELS",
+    "TOKENIZATION",
+]
 
+API_KEYS = web.AppKey("api_keys", ApiKeys)
 CHAT = web.AppKey("chat", GenerationService[Any])
 CLIENT = web.AppKey("client", EngineClient)
 COMPLETIONS = web.AppKey("completions", GenerationService[Any])
+LAUNCH = web.AppKey("launch", FrontendLaunch)
 LIFECYCLE = web.AppKey("lifecycle", Lifecycle)
+LIMITS = web.AppKey("limits", HttpLimits)
+METRICS = web.AppKey("metrics", Metrics)
 MODELS = web.AppKey("models", ModelService)
+TOKENIZATION = web.AppKey("tokenization", TokenizationService)

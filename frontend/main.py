@@ -13,6 +13,7 @@ from aiohttp import web
 from atom.messages.codec import encode
 from atom.messages.launch import FrontendLaunch
 from atom.messages.supervisor import Dead, Ready, ToSupervisor
+from atom.utils.exit_status import ExitStatus
 from atom.utils.logger import get_logger, setup_logging
 from atom.utils.process import read_launch
 from frontend import keys
@@ -31,7 +32,9 @@ def main() -> None:
     try:
         uvloop.run(serve(launch))
     except (OSError, ValueError) as error:
-        _report(launch.supervisor, Dead(_PROCESS, str(error)))
+        # A ValueError is about the checkpoint's tokenizer or template.
+        status = ExitStatus.MODEL if isinstance(error, ValueError) else ExitStatus.RESOURCES
+        _report(launch.supervisor, Dead(_PROCESS, str(error), status))
         sys.exit(1)
 
 

@@ -5,14 +5,22 @@ of live requests is the record that a replay needs: what was asked and every id 
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from atom.messages.engine import AddRequest, Finished, FinishReason, TokenDeltas, unpack_ids
+from atom.messages.engine import (
+    AddRequest,
+    DrawnLogprobs,
+    Finished,
+    FinishReason,
+    TokenDeltas,
+    unpack_ids,
+)
 from frontend.detokenizer import Detokenizer, StopFinder
+from frontend.token_logprobs import LogprobColumns, LogprobTrack, PromptRecord, TokenLogprob
 from frontend.tokenizer import Tokenizer
 
-__all__ = ["Live", "OutputProcessor", "Processed", "Update"]
+__all__ = ["Live", "OutputProcessor", "Processed", "TextOptions", "Update"]
 
 _RAW_REASONS = {
     FinishReason.EOS: "eos",
@@ -23,6 +31,16 @@ _RAW_REASONS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """How the ids of a request become its text."""
+
+    stop_strings: Sequence[str] = ()
+    include_stop: bool = False
+    """Keep the stop string, or the text of the id, that ended the choice."""
+    skip_special_tokens: bool = True
+
+
 @dataclass(slots=True)
 class Update:
     """What is new about one choice."""
@@ -31,7 +49,7 @@ class Update:
     token_ids: "array[int]"
     """The new ids, with the one that ended the choice."""
     text: str = ""
-    """The new text, without end-of-sequence and stop strings."""
+    """The new text, without what ended the choice unless it was asked for."""
     finished: bool = False
     reason: str | None = None
     """Why it ended: eos, stop_<id>, stop_sequence, max_tokens, aborted or error."""
@@ -41,6 +59,11 @@ class Update:
     """Prompt tokens from the prefix cache; comes with the first token."""
     error: str = ""
     """What went wrong, where `reason` is error."""
+    logprobs: list[TokenLogprob] | tuple[()] = ()
+    """Of the tokens whose text is in `text` and, at the end, of all that are left: those of a
+    stop string and the id that ended the choice have one, shown or not."""
+    prompt_logprobs: list[TokenLogprob] | tuple[()] = ()
+    """Of the prompt from its second token on; comes with the first token."""
 
     def merge(self, later: "Update") -> None:
         """Append what came after this update."""
@@ -51,6 +74,11 @@ class Update:
         self.reason = later.reason
         self.stop_reason = later.stop_reason
         self.error = later.error
+        if isinstance(self.logprobs, list):
+            self.logprobs.extend(later.logprobs)
+        else:
+            self.logprobs = later.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
 
 
 @dataclass(slots=True)
@@ -62,27 +90,53 @@ class Processed:
     """Choices that ended on a stop string, which the core must still be told."""
 
 
-@dataclass(slots=True)
 class Live:
     """One choice in progress: what was asked, and all ids since."""
 
-    request: AddRequest
-    emitted: "array[int]"
-    detokenizer: Detokenizer | None
-    stops: StopFinder | None
+    __slots__ = (
+        "_checked_from",
+        "_detokenizer",
+        "_include_stop",
+        "_stops",
+        "emitted",
+        "prompt",
+        "request",
+        "track",
+    )
 
-    def advance(self, ids: "array[int]") -> tuple[str, int, str | None]:
+    def __init__(self, request: AddRequest, tokenizer: Tokenizer | None, text: TextOptions):
+        sampling = request.sampling
+        self.request = request
+        self.emitted: array[int] = array("i")
+        self.track = LogprobTrack() if sampling.logprobs >= 0 else None
+        self.prompt = PromptRecord(request.prompt_logprobs, {}) if request.prompt_logprobs >= 0 else None
+        self._include_stop = text.include_stop
+        self._checked_from = sampling.rules.min_tokens if sampling.rules else 0
+        self._stops = StopFinder(text.stop_strings) if text.stop_strings else None
+        self._detokenizer = (
+            Detokenizer(tokenizer, self.emitted, text.skip_special_tokens) if tokenizer else None
+        )
+
+    def advance(
+        self, ids: "array[int]", logprobs: Sequence[TokenLogprob] = ()
+    ) -> tuple[str, int, str | None]:
         """Take new ids: (text to show, ids used, stop string that was completed).
 
-        Ids behind a completed stop string are not used.
+        Ids behind a completed stop string are not used. `logprobs` has one entry an id where
+        the request asks for them, and is empty elsewhere.
         """
-        if self.detokenizer is None:
+        if self._detokenizer is None:
             self.emitted.extend(ids)
+            for entry in logprobs[: len(ids)]:
+                self._track().place(entry, 0)
             return "", len(ids), None
         shown = ""
         for used, token_id in enumerate(ids, 1):
             self.emitted.append(token_id)
-            piece, stop = self._past_stops(self.detokenizer.feed())
+            decoded = self._detokenizer.feed()
+            if logprobs:
+                self._track().place(logprobs[used - 1], len(decoded))
+            piece, stop = self._past_stops(decoded)
             shown += piece
             if stop is not None:
                 return shown, used, stop
@@ -90,17 +144,41 @@ class Live:
 
     def finish(self) -> tuple[str, str | None]:
         """The text held back so far, and the stop string in it."""
-        if self.detokenizer is None:
+        if self._detokenizer is None:
             return "", None
-        piece, stop = self._past_stops(self.detokenizer.finish())
-        if stop is None and self.stops is not None:
-            piece += self.stops.finish()
+        piece, stop = self._past_stops(self._detokenizer.finish())
+        if stop is None and self._stops is not None:
+            piece += self._stops.finish()
         return piece, stop
 
+    def shown_ids(self, ids: "array[int]", end: Finished | None) -> "array[int]":
+        """The ids that become text: without the one that ended the choice, unless it is to stay."""
+        ended_by_id = end is not None and end.reason in (FinishReason.EOS, FinishReason.STOP_TOKEN)
+        return ids[:-1] if ended_by_id and not self._include_stop else ids
+
+    def shown_logprobs(
+        self, characters: int, unplaced: Sequence[TokenLogprob], finished: bool
+    ) -> list[TokenLogprob]:
+        """What goes with `characters` of shown text; `unplaced` tokens have no text at all."""
+        track = self._track()
+        for entry in unplaced:
+            track.place(entry, 0)
+        if finished or self._detokenizer is None:
+            return track.finish()
+        return track.release(characters)
+
+    def _track(self) -> LogprobTrack:
+        assert self.track is not None
+        return self.track
+
     def _past_stops(self, piece: str) -> tuple[str, str | None]:
-        if self.stops is None or not piece:
+        # Text of the first min_tokens tokens ends nothing, and begins no stop string either.
+        if self._stops is None or not piece:
             return piece, None
-        return self.stops.feed(piece)
+        if self._checked_from and len(self.emitted) <= self._checked_from:
+            return piece, None
+        shown, stop = self._stops.feed(piece)
+        return (shown + stop if stop is not None and self._include_stop else shown), stop
 
 
 class OutputProcessor:
@@ -113,12 +191,9 @@ class OutputProcessor:
     def __len__(self) -> int:
         return len(self._live)
 
-    def add(self, request: AddRequest, stop_strings: list[str]) -> None:
+    def add(self, request: AddRequest, text: TextOptions) -> None:
         """Follow `request` from now on."""
-        emitted = array("i")
-        detokenizer = Detokenizer(self._tokenizer, emitted) if self._tokenizer else None
-        stops = StopFinder(stop_strings) if stop_strings else None
-        self._live[request.request_id] = Live(request, emitted, detokenizer, stops)
+        self._live[request.request_id] = Live(request, self._tokenizer, text)
 
     def forget(self, request_ids: Iterable[int]) -> None:
         """Drop these choices; what still comes for them is ignored."""
@@ -135,56 +210,74 @@ class OutputProcessor:
         ids = unpack_ids(deltas.token_ids)
         ends = {end.request_id: end for end in deltas.finished}
         cached = {first.request_id: first.cached_tokens for first in deltas.first}
+        drawn = _Drawn(deltas.logprobs) if deltas.logprobs is not None else None
+        self._take_prompts(deltas)
         start = 0
         for row, request_id in enumerate(deltas.request_ids):
             stop = start + (deltas.counts[row] if deltas.counts else 1)
+            live = self._live.get(request_id)
             end = ends.pop(request_id, None)
-            self._advance(done, request_id, ids[start:stop], end, cached.get(request_id, 0))
+            if live is not None:
+                update = Update(request_id, ids[start:stop], cached_tokens=cached.get(request_id, 0))
+                logprobs = drawn.entries(live, start, stop) if drawn is not None and live.track else ()
+                self._advance(done, live, update, end, logprobs)
             start = stop
         for request_id, end in ends.items():
-            self._advance(done, request_id, array("i"), end, 0)
+            if (live := self._live.get(request_id)) is not None:
+                self._advance(done, live, Update(request_id, array("i")), end)
         return done
 
-    def _advance(
-        self, done: Processed, request_id: int, ids: "array[int]", end: Finished | None, cached: int
-    ) -> None:
-        live = self._live.get(request_id)
-        if live is None:
-            return
-        text, used, stop_string = live.advance(_without_end(ids, end))
-        if stop_string is not None:
-            update = Update(request_id, ids[:used], text, cached_tokens=cached)
-            self._end_on_string(done, update, stop_string, told=end is not None)
-            return
-        update = Update(request_id, ids, text, cached_tokens=cached)
-        if end is not None:
-            self._end(done, update, live, end)
-        else:
-            done.updates.append(update)
+    def _take_prompts(self, deltas: TokenDeltas) -> None:
+        for piece in deltas.prompt_logprobs:
+            live = self._live.get(piece.owner)
+            if live is not None and live.prompt is not None:
+                live.prompt.take(piece)
 
-    def _end(self, done: Processed, update: Update, live: Live, end: Finished) -> None:
-        tail, stop_string = live.finish()
-        update.text += tail
+    def _advance(
+        self,
+        done: Processed,
+        live: Live,
+        update: Update,
+        end: Finished | None,
+        logprobs: Sequence[TokenLogprob] = (),
+    ) -> None:
+        ids = update.token_ids
+        if live.prompt is not None and ids:
+            update.prompt_logprobs, live.prompt = live.prompt.finish(), None
+        update.text, used, stop_string = live.advance(live.shown_ids(ids, end), logprobs)
+        unplaced = logprobs[used:]
         if stop_string is not None:
-            self._end_on_string(done, update, stop_string, told=True)
-            return
-        update.finished, update.reason, update.error = True, _raw_reason(end), end.message
-        del self._live[update.request_id]
+            update.token_ids, unplaced = ids[:used], ()
+        elif end is not None:
+            tail, stop_string = live.finish()
+            update.text += tail
+        if stop_string is not None:
+            self._end_on_string(done, update, stop_string, told=end is not None)
+        elif end is not None:
+            update.finished, update.reason, update.error = True, _raw_reason(end), end.message
+            del self._live[update.request_id]
+        if live.track is not None:
+            update.logprobs = live.shown_logprobs(len(update.text), unplaced, update.finished)
         done.updates.append(update)
 
     def _end_on_string(self, done: Processed, update: Update, stop: str, told: bool) -> None:
         update.finished, update.stop_reason = True, stop
         update.reason = _RAW_REASONS[FinishReason.STOP_STRING]
         del self._live[update.request_id]
-        done.updates.append(update)
         if not told:
             done.aborts.append(update.request_id)
 
 
-def _without_end(ids: "array[int]", end: Finished | None) -> "array[int]":
-    """The ids that become text: all but the end-of-sequence or stop id."""
-    ended_by_id = end is not None and end.reason in (FinishReason.EOS, FinishReason.STOP_TOKEN)
-    return ids[:-1] if ended_by_id else ids
+class _Drawn:
+    """Finds the log probabilities of one step's drawn tokens."""
+
+    def __init__(self, drawn: DrawnLogprobs):
+        self._columns = LogprobColumns(drawn.table)
+        self._row_of = {draw: row for row, draw in enumerate(drawn.draws)}
+
+    def entries(self, live: Live, start: int, stop: int) -> list[TokenLogprob]:
+        top = live.request.sampling.logprobs
+        return [self._columns.row(self._row_of[draw], top) for draw in range(start, stop)]
 
 
 def _raw_reason(end: Finished) -> str:

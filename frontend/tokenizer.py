@@ -1,7 +1,11 @@
 """Text to token ids and back, from one tokenizer.json."""
 
-from collections.abc import Sequence
+import functools
+import json
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers.decoders import DecodeStream
@@ -9,6 +13,9 @@ from tokenizers.decoders import DecodeStream
 from atom.config.checkpoint import Checkpoint
 
 __all__ = ["Tokenizer"]
+
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+_CACHED_TOKENS = 1 << 16
 
 
 class Tokenizer:
@@ -20,6 +27,11 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._leading_id = leading_id
+        self._kinds = frozenset(_decoder_kinds(json.loads(backend.to_str())["decoder"]))
+        self._added = backend.get_added_tokens_decoder()
+        self._letter = backend.encode("a", add_special_tokens=False).ids[-1:]
+        self.token_bytes = functools.lru_cache(_CACHED_TOKENS)(self._token_bytes)
+        """The bytes that one id alone stands for, perhaps part of a character; cached."""
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> "Tokenizer | None":
@@ -46,14 +58,60 @@ class Tokenizer:
             ids.insert(0, self._leading_id)
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids` without special tokens."""
-        return self._backend.decode(ids, skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`."""
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def stream(self, context: Sequence[int] = ()) -> DecodeStream:
+    def stream(self, context: Sequence[int] = (), skip_special_tokens: bool = True) -> DecodeStream:
         """An incremental decoder that goes on after `context`."""
-        return DecodeStream(ids=list(context), skip_special_tokens=True)
+        return DecodeStream(ids=list(context), skip_special_tokens=skip_special_tokens)
 
     def step(self, stream: DecodeStream, token_id: int) -> str | None:
         """The text that `token_id` completes; None while a character is incomplete."""
         return stream.step(self._backend, token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """`token_bytes` as text, with replacement characters for parts of characters."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""  # the model's vocabulary is padded beyond the tokenizer's
+        if added := self._added.get(token_id):
+            return added.content.encode()
+        if "ByteLevel" in self._kinds:
+            return b"".join(_BYTE_OF.get(character) or character.encode() for character in token)
+        if "ByteFallback" in self._kinds and (byte := _BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(byte[1])
+        # Decoders treat the beginning of a text differently, so the token is put behind a letter.
+        before = self.decode(self._letter, skip_special_tokens=False)
+        both = self.decode([*self._letter, token_id], skip_special_tokens=False)
+        return both[len(before) :].encode()
+
+
+def _decoder_kinds(decoder: dict[str, Any] | None) -> Iterator[str]:
+    """The names of a decoder and of those that it consists of."""
+    if decoder is not None:
+        yield decoder["type"]
+        for part in decoder.get("decoders", ()):
+            yield from _decoder_kinds(part)
+
+
+def _byte_level_alphabet() -> dict[str, bytes]:
+    """Byte-level vocabularies write each byte as one printable character.
+
+    Bytes that Latin-1 prints stand for themselves; the others, in their order, for the
+    characters from U+0100 on.
+    """
+    alphabet, others = {}, 0
+    for byte in range(256):
+        if 0x21 <= byte <= 0x7E or (0xA1 <= byte <= 0xFF and byte != 0xAD):
+            alphabet[chr(byte)] = bytes([byte])
+        else:
+            alphabet[chr(0x100 + others)] = bytes([byte])
+            others += 1
+    return alphabet
+
+
+_BYTE_OF = _byte_level_alphabet()

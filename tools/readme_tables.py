@@ -39,6 +39,9 @@ def flag_tables() -> str:
     refused = [f"| `--{name.replace('_', '-')}` | {entry.reason} |" for name, entry in REFUSED.items()]
     return "\n".join(
         [
+            "Each has a variable, `ATOM_` and its name in capitals (`ATOM_MAX_NUM_SEQS=64`), and a key in "
+            "the file of `--config`. The command line overrides the variable, and the variable the file.",
+            "",
             "| flag | default | meaning |",
             "|---|---|---|",
             *rows,

@@ -15,19 +15,18 @@ from typing import Any
 import msgspec
 
 from atom.config.checkpoint import Checkpoint
+from workers.checkpoint_files import read_header
 
 _COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 _SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-_MAX_SAFETENSORS_HEADER = 100 * 1024 * 1024
 
 # Both families that run agree on it, as do most others.
 _DEFAULT_ROPE_THETA = 10000.0
 _ROPE_TYPES_THAT_EXTEND = ("linear", "dynamic", "yarn")
 
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # Settings of generation_config.json that change the output, with the value that does not.
 _NOT_APPLIED: Mapping[str, object] = {
-    "repetition_penalty": 1.0,
     "encoder_repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
     "typical_p": 1.0,
@@ -148,12 +147,7 @@ def _dtype(config: Mapping[str, Any], directory: Path) -> str:
 def _dtype_of_weights(directory: Path) -> str:
     """The dtype of the first matrix in the first safetensors file; float32 without one."""
     for path in sorted(directory.glob("*.safetensors")):
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if size > _MAX_SAFETENSORS_HEADER:
-                raise ValueError(f"{path} is no safetensors file")
-            header = _decode(file.read(size), path)
-        for name, tensor in header.items():
+        for name, tensor in read_header(path).items():
             if name != "__metadata__" and len(tensor["shape"]) > 1:
                 kept = str(tensor["dtype"])
                 return _SAFETENSORS_DTYPES.get(kept, kept)

@@ -4,7 +4,7 @@ A `ScheduledBatch` names only what changed; everything else is kept here, in num
 and, for the last drawn ids, on the device. Work over tokens is vectorised; Python loops run over
 changed rows only. Knows nothing of the model beyond its KV groups, and nothing of sampling.
 
-T tokens of a step, R rows that draw.
+T tokens of a step, R rows that draw, P tokens of prompts whose next tokens are scored.
 """
 
 from collections.abc import Sequence
@@ -40,8 +40,34 @@ class Draw:
     rows_R: torch.Tensor
     tokens_R: torch.Tensor
     """Index, among the step's tokens, of the token that each draw follows."""
+    positions: Rows
+    """Index that each drawn token will have in its sequence, on the host."""
     positions_R: torch.Tensor
-    """Index that each drawn token will have in its sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPiece:
+    """Tokens of one row whose next tokens are prompt tokens too."""
+
+    row: int
+    start: int
+    """Position of the first of the next tokens."""
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The tokens of one step at which the prompt's next token gets its log probability.
+
+    Pieces one after another, P tokens in all.
+    """
+
+    pieces: list[PromptPiece]
+    tokens_P: torch.Tensor
+    """Index among the step's tokens."""
+    next_ids_P: torch.Tensor
+    top: int
+    """The most that one of the rows asks for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +78,7 @@ class StepInputs:
     positions_T: torch.Tensor
     groups: list[GroupContext]
     draw: Draw | None
+    scored: Scored | None = None
 
 
 class BlockTable:
@@ -115,6 +142,8 @@ class InputBatch:
         self._token_ids = np.zeros((limits.max_rows, limits.max_model_len), np.int32)
         self._known = np.zeros(limits.max_rows, np.int64)
         self._computed = np.zeros(limits.max_rows, np.int64)
+        self._scored_until = np.zeros(limits.max_rows, np.int64)
+        self._scored_top = np.zeros(limits.max_rows, np.int64)
         self._tables = [BlockTable(limits) for _ in groups]
         self._last_ids = torch.zeros(limits.max_rows, dtype=torch.int64, device=device)
         self._cohort: _Cohort | None = None
@@ -147,6 +176,9 @@ class InputBatch:
         self._token_ids[new.row, : len(token_ids)] = token_ids
         self._known[new.row] = len(token_ids)
         self._computed[new.row] = new.computed
+        # The prompt's last token predicts no other one of the prompt.
+        self._scored_until[new.row] = new.prompt_length - 1 if new.prompt_logprobs >= 0 else 0
+        self._scored_top[new.row] = new.prompt_logprobs
         for table in self._tables:
             table.clear(new.row)
         self._append_blocks(new.row, new.block_ids)
@@ -165,7 +197,7 @@ class InputBatch:
         self._computed[cohort.rows] = context_lens
         slots = [table.slots(cohort.rows, positions) for table in self._tables]
         positions_T, *slots_T = self._upload(positions, *slots)
-        draw = Draw(cohort.rows, cohort.rows_R, cohort.tokens_R, positions_T + 1)
+        draw = Draw(cohort.rows, cohort.rows_R, cohort.tokens_R, context_lens, positions_T + 1)
         groups = self._group_contexts(slots_T, cohort.rows, cohort.ones, context_lens)
         return StepInputs(self._last_ids.index_select(0, cohort.rows_R), positions_T, groups, draw)
 
@@ -192,13 +224,29 @@ class InputBatch:
         draw = self._draw(rows, past_tokens + counts - 1, ends, ends >= known)
         self._cohort = _Cohort.of(batch.rows, draw) if decodes.all() and draw else None
         groups = self._group_contexts(slots_T, rows, counts, ends)
-        return StepInputs(ids_T, positions_T, groups, draw)
+        scored = self._scored(rows, starts, past_tokens, np.minimum(ends, self._scored_until[rows]) - starts)
+        return StepInputs(ids_T, positions_T, groups, draw, scored)
 
     def _draw(self, rows: Rows, last_tokens: Rows, positions: Rows, draws: NDArray[np.bool_]) -> Draw | None:
         if not draws.any():
             return None
-        rows = rows[draws]
-        return Draw(rows, *self._upload(rows, last_tokens[draws], positions[draws]))
+        rows, positions = rows[draws], positions[draws]
+        rows_R, tokens_R, positions_R = self._upload(rows, last_tokens[draws], positions)
+        return Draw(rows, rows_R, tokens_R, positions, positions_R)
+
+    def _scored(self, rows: Rows, starts: Rows, first_tokens: Rows, counts: Rows) -> Scored | None:
+        """`counts` may be negative: a row at whose tokens nothing is scored."""
+        which = np.flatnonzero(counts > 0)
+        if not len(which):
+            return None
+        rows, starts, counts = rows[which], starts[which], counts[which]
+        inside = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
+        tokens = first_tokens[which].repeat(counts) + inside
+        next_ids = self._token_ids[rows.repeat(counts), (starts + 1).repeat(counts) + inside]
+        columns = (rows.tolist(), (starts + 1).tolist(), counts.tolist())
+        pieces = [PromptPiece(*piece) for piece in zip(*columns, strict=True)]
+        tokens_P, next_ids_P = self._upload(tokens, next_ids)
+        return Scored(pieces, tokens_P, next_ids_P, int(self._scored_top[rows].max()))
 
     def _require_known(self, rows: Rows, ends: Rows, limits: Rows) -> None:
         wrong = np.flatnonzero(ends > limits)

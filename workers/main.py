@@ -22,7 +22,6 @@ from atom.messages.launch import WorkerLaunch
 from atom.messages.supervisor import Dead, Progress
 from atom.messages.worker import (
     AllocateKV,
-    BatchResult,
     ScheduledBatch,
     Shutdown,
     ToWorker,
@@ -30,13 +29,14 @@ from atom.messages.worker import (
     WorkerReady,
 )
 from atom.utils import envs
+from atom.utils.exit_status import ExitStatus
 from atom.utils.install_check import check_install
 from atom.utils.logger import setup_logging
 from atom.utils.process import read_launch
 from atom.utils.step_trace import StepTrace
 
 if TYPE_CHECKING:
-    from workers.model_runner import PendingStep
+    from workers.pending_step import PendingStep
     from workers.worker import Worker
 
 _IDLE_POLL_MS = 1000
@@ -59,7 +59,7 @@ def main() -> None:
     except Exception as error:  # whatever it is, core and supervisor must hear of it
         if envs.ATOM_LOG_MORE:
             traceback.print_exc()
-        link.fail(_one_line(error))
+        link.fail(_one_line(error), _status(error))
         sys.exit(1)
     finally:
         link.close()
@@ -97,9 +97,9 @@ class Link:
             self._next_progress = now + _PROGRESS_INTERVAL_S
             self._supervisor.send(encode(Progress(self._name, phase, done, total)))
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, status: ExitStatus) -> None:
         self.send(WorkerFailed(self._rank, reason))
-        self._supervisor.send(encode(Dead(self._name, reason)))
+        self._supervisor.send(encode(Dead(self._name, reason, status)))
 
     def close(self) -> None:
         """Give the last messages their time to leave."""
@@ -128,8 +128,7 @@ def _serve(worker: "Worker", link: Link, rank: int, trace: StepTrace) -> None:
     pending: deque[PendingStep] = deque()
     while True:
         if pending and pending[0].ready():
-            done = pending.popleft()
-            link.send(BatchResult(done.step, done.token_ids()))
+            link.send(pending.popleft().result())
             continue
         message = link.receive(0 if pending else _IDLE_POLL_MS)
         match message:
@@ -169,6 +168,13 @@ def _set_thread_environment(config: EngineConfig) -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     elif "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
+
+
+def _status(error: Exception) -> ExitStatus:
+    """A ValueError is about the checkpoint; torch names its own shortage of memory."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return ExitStatus.RESOURCES
+    return ExitStatus.MODEL if isinstance(error, ValueError) else ExitStatus.FAILURE
 
 
 def _one_line(error: Exception) -> str:

@@ -1,6 +1,7 @@
 """The order of one step; every part of it is somebody else's work.
 
-T tokens of the step, R rows that draw, D hidden, V vocabulary.
+T tokens of the step, R rows that draw, P tokens whose next prompt tokens are scored, D hidden,
+V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -8,37 +9,14 @@ from collections.abc import Sequence
 import torch
 
 from atom.messages.worker import ScheduledBatch
-from atom_ops import KVLayer
-from workers.input_batch import InputBatch
+from atom_ops import KVLayer, TokenLogprobs, token_logprobs
+from workers.input_batch import Draw, InputBatch, Scored
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import ForwardContext
-from workers.sampler import Sampler
+from workers.pending_step import PendingStep
+from workers.sampler import Drawn, Sampler
 
-
-class PendingStep:
-    """A step given to the device; its ids reach the host when the device gets there."""
-
-    def __init__(self, step: int, ids_R: torch.Tensor | None):
-        self.step = step
-        self._ids = ids_R
-        self._copied: torch.cuda.Event | None = None
-        if ids_R is not None and ids_R.is_cuda:
-            self._ids = torch.empty(ids_R.shape, dtype=torch.int32, pin_memory=True)
-            self._ids.copy_(ids_R, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-
-    def ready(self) -> bool:
-        """Whether `token_ids` returns at once."""
-        return self._copied is None or self._copied.query()
-
-    def token_ids(self) -> bytes:
-        """The drawn ids, packed int32, in batch order; waits for the device where it must."""
-        if self._ids is None:
-            return b""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._ids.to(torch.int32).numpy().astype("<i4", copy=False).tobytes()
+_SCORED_LOGITS = 1 << 24  # logits of prompt tokens held at a time: 64 MiB of float32
 
 
 class ModelRunner:
@@ -52,15 +30,34 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> PendingStep:
-        """Put one step on the device; does not wait for its ids."""
+        """Put one step on the device; does not wait for its results."""
         for new in batch.new_rows:
-            self._sampler.set_row(new.row, new.sampling)
+            self._sampler.set_row(new)
         step = self._inputs.apply(batch)
         context = ForwardContext(self._kv_layers, step.groups)
         hidden_TD = self._model(step.ids_T, step.positions_T, context)
-        if step.draw is None:
-            return PendingStep(batch.step, None)
-        logits_RV = self._model.compute_logits(hidden_TD.index_select(0, step.draw.tokens_R))
-        ids_R = self._sampler.draw(logits_RV, step.draw.rows, step.draw.positions_R)
-        self._inputs.keep(step.draw, ids_R)
-        return PendingStep(batch.step, ids_R)
+        drawn = self._draw(hidden_TD, step.draw) if step.draw else None
+        if step.scored is None:
+            return PendingStep(batch.step, drawn)
+        return PendingStep(batch.step, drawn, step.scored.pieces, self._score(hidden_TD, step.scored))
+
+    def _draw(self, hidden_TD: torch.Tensor, draw: Draw) -> Drawn:
+        logits_RV = self._model.compute_logits(hidden_TD.index_select(0, draw.tokens_R))
+        drawn = self._sampler.draw(logits_RV, draw)
+        self._inputs.keep(draw, drawn.ids_R)
+        return drawn
+
+    def _score(self, hidden_TD: torch.Tensor, scored: Scored) -> TokenLogprobs:
+        """Log probabilities of the prompt tokens that follow the scored ones.
+
+        Slice by slice: their logits together may take more memory than the model. Every rank
+        makes the same slices, for each takes part in the logits.
+        """
+        size = max(1, _SCORED_LOGITS // self._sampler.vocab_size)
+        slices = zip(scored.tokens_P.split(size), scored.next_ids_P.split(size), strict=True)
+        return TokenLogprobs.joined(
+            [
+                token_logprobs(self._model.compute_logits(hidden_TD.index_select(0, tokens)), ids, scored.top)
+                for tokens, ids in slices
+            ]
+        )

@@ -1,11 +1,12 @@
 """Turns `--model` into plain files and says what it found; ends before the engine starts.
 
 Prints one line of JSON on standard output: {"checkpoint": …, "device": …} (a Checkpoint and
-the host's DeviceCapabilities), or {"error": "one line"} with exit status 1. Keeps the heavy
+the host's DeviceCapabilities), or {"error": "one line"} with a status that is not 0. Keeps the heavy
 libraries away from everybody else, and imports them itself only where a checkpoint needs them.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import shutil
@@ -18,11 +19,15 @@ from pathlib import Path
 import msgspec
 
 from atom.config.checkpoint import Checkpoint
+from atom.config.model import ModelConfig
 from atom.messages.launch import PrepareLaunch
 from atom.utils import envs
+from atom.utils.exit_status import ExitStatus
 from atom.utils.process import read_launch
+from workers.checkpoint_files import check_weights
 from workers.device_probe import probe
 from workers.hf_directory import read_directory
+from workers.hub import HubError, UnreachableError, fetch, is_hub_name
 
 # Raised whenever workers.weights.gguf writes something else: older expansions are not used then.
 _GGUF_FORMAT = 2
@@ -31,6 +36,9 @@ _CONVERSION_DEADLINE_S = 3600.0
 _LOCK_POLL_S = 0.2
 _PROGRESS_LINGER_MS = 1000
 
+# What another start may find.
+_HOST_LACKS = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EROFS)
+
 # (phase, done, total)
 Report = Callable[[str, int, int], None]
 
@@ -38,36 +46,50 @@ Report = Callable[[str, int, int], None]
 def main() -> None:
     """Entry point of `python -m workers.prepare`."""
     launch = read_launch(PrepareLaunch)
+    status, answer = ExitStatus.DONE, dict[str, object]()
     try:
         with progress_reports(launch.supervisor) as report:
-            checkpoint = prepare(launch.model, Path(launch.cache_dir), report)
-        answer: dict[str, object] = {"checkpoint": checkpoint, "device": probe()}
+            checkpoint = prepare(launch.config, Path(launch.cache_dir), report)
+        answer = {"checkpoint": checkpoint, "device": probe()}
     except Exception as error:
         if envs.ATOM_LOG_MORE:
             traceback.print_exc()
-        answer = {"error": _one_line(launch.model, error)}
+        status = _status(error)
+        answer = {"error": _one_line(launch.config.model, error)}
     sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
-    sys.exit(1 if "error" in answer else 0)
+    sys.exit(status)
 
 
-def prepare(model: str, cache_dir: Path, report: Report) -> Checkpoint:
-    """Describe the checkpoint at the path `model`, expanding a GGUF file into `cache_dir` first.
+def prepare(config: ModelConfig, cache_dir: Path, report: Report) -> Checkpoint:
+    """Describe the checkpoint that `config` names, fetching it or expanding a GGUF file first.
 
-    Raises ValueError, in one line, for what cannot be served.
+    Raises ValueError, in one line, for what cannot be served; OSError for what the host lacks.
     """
+    directory = _directory(config, cache_dir, report)
+    if not (directory / "config.json").exists():
+        raise ValueError(_no_config(directory))
+    checkpoint = read_directory(directory, cache_dir)
+    if not config.load_dummy:
+        check_weights(directory)
+    return checkpoint
+
+
+def _directory(config: ModelConfig, cache_dir: Path, report: Report) -> Path:
+    """Where the model lies as a Hugging Face checkpoint."""
+    model = config.model
     path = Path(model).expanduser().resolve()
+    if not path.exists():
+        if not is_hub_name(model):
+            raise ValueError(
+                f"--model {model}: no such path; give a directory with config.json and safetensors files, "
+                "a .gguf file, or a name on the hub such as Qwen/Qwen3-0.6B"
+            )
+        path = fetch(model, config.revision, config.download_dir, report)
     if path.is_dir():
-        if not (path / "config.json").exists():
-            raise ValueError(_no_config(path))
-        return read_directory(path, cache_dir)
-    if path.is_file():
-        if path.suffix.lower() != ".gguf":
-            raise ValueError(f"{model} is a file, but no .gguf; give that, or a directory with config.json")
-        return read_directory(expanded_gguf(path, cache_dir, report), cache_dir)
-    raise ValueError(
-        f"--model {model}: no such path; downloading from a hub is not supported yet, give a directory "
-        "with config.json and safetensors files, or a .gguf file"
-    )
+        return path
+    if path.suffix.lower() != ".gguf":
+        raise ValueError(f"{model} is a file, but no .gguf; give that, or a directory with config.json")
+    return expanded_gguf(path, cache_dir, report)
 
 
 def expanded_gguf(path: Path, cache_dir: Path, report: Report) -> Path:
@@ -151,12 +173,30 @@ def _no_config(directory: Path) -> str:
     return f"{directory} holds no config.json: give a Hugging Face checkpoint's directory, or a .gguf file"
 
 
+def _status(error: Exception) -> ExitStatus:
+    lacking = isinstance(error, UnreachableError | MemoryError)
+    if lacking or (isinstance(error, OSError) and error.errno in _HOST_LACKS):
+        return ExitStatus.RESOURCES
+    return ExitStatus.MODEL if isinstance(error, ValueError | OSError) else ExitStatus.FAILURE
+
+
 def _one_line(model: str, error: Exception) -> str:
     """What went wrong; only errors that were not foreseen need their type."""
     text = " ".join(str(error).split())
-    if type(error) is ValueError:
+    if type(error) in (ValueError, HubError, UnreachableError):
         return text
+    if isinstance(error, OSError) and error.strerror:
+        place = f" ({error.filename})" if error.filename else ""
+        return f"cannot prepare {model}: {error.strerror}{place}{_remedy(error)}"
     return f"cannot prepare {model}: {type(error).__name__}: {text}"
+
+
+def _remedy(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ": make room, or choose another place with --download-dir or ATOM_CACHE_DIR"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return ": let this user read it"
+    return ""
 
 
 if __name__ == "__main__":

@@ -1,20 +1,66 @@
 """How every row draws: its settings, kept between steps, and the draw itself.
 
-R rows that draw in a step, V vocabulary.
+R rows that draw in a step, U of them with logit rules, Q of them asked for log probabilities,
+V vocabulary.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from atom.messages.engine import Sampling
-from atom_ops import SamplingBatch, sample
+from atom.messages.worker import NewRow
+from atom_ops import SamplingBatch, TokenLogprobs, sample, to_device, token_logprobs
+from workers.input_batch import BatchLimits, Draw, Rows
+from workers.ruled_rows import RuledDraw, RuledRows
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What the rows of a step drew."""
+
+    ids_R: torch.Tensor
+    """int64."""
+    asking: list[int]
+    """The Q draws whose log probabilities are wanted."""
+    logprobs: TokenLogprobs | None
+    """Of the Q; None where there are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asking:
+    """The draws whose log probabilities are wanted."""
+
+    draws: list[int]
+    draws_Q: torch.Tensor
+    top: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Ruled:
+    """The draws whose logits are changed first."""
+
+    draw: RuledDraw
+    settings: SamplingBatch
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Everything about a step's draws that depends on the rows alone."""
+
+    settings: SamplingBatch | None
+    """Of all rows, greedy for those with rules; None where all have rules."""
+    ruled: _Ruled | None
+    asking: _Asking | None
 
 
 class Sampler:
     """One column for each sampling setting, one entry for each row of the persistent batch."""
 
-    def __init__(self, max_rows: int, device: torch.device):
+    def __init__(self, limits: BatchLimits, vocab_size: int, device: torch.device):
+        max_rows = limits.max_rows
+        self.vocab_size = vocab_size
         self._device = device
         self._temperature = np.zeros(max_rows, np.float32)
         self._top_k = np.zeros(max_rows, np.int64)
@@ -22,32 +68,79 @@ class Sampler:
         self._min_p = np.zeros(max_rows, np.float32)
         self._seed = np.zeros(max_rows, np.uint64)
         self._choice = np.zeros(max_rows, np.int64)
-        self._gathered_rows: NDArray[np.int64] | None = None
+        self._logprobs = np.full(max_rows, -1, np.int64)
+        self._ruled_rows = RuledRows(vocab_size, limits.max_model_len, device)
+        self._planned_rows: Rows | None = None
 
-    def set_row(self, row: int, sampling: Sampling) -> None:
-        """A new request draws in `row`."""
-        self._gathered_rows = None
+    def set_row(self, new: NewRow) -> None:
+        """A new request draws in a row."""
+        row, sampling = new.row, new.sampling
+        self._planned_rows = None
         self._temperature[row] = sampling.temperature
         self._top_k[row] = sampling.top_k
         self._top_p[row] = sampling.top_p
         self._min_p[row] = sampling.min_p
         self._seed[row] = sampling.seed
         self._choice[row] = sampling.choice
+        self._logprobs[row] = sampling.logprobs
+        self._ruled_rows.set_row(new)
 
-    def draw(
-        self, logits_RV: torch.Tensor, rows: NDArray[np.int64], positions_R: torch.Tensor
-    ) -> torch.Tensor:
-        """Ids, int64 [R]; `positions_R` are the indices that they will have in their sequences.
+    def draw(self, logits_RV: torch.Tensor, draw: Draw) -> Drawn:
+        """One id for each row.
 
-        Passing the same `rows` array again saves gathering its settings again.
+        Passing the same `draw.rows` array again saves gathering their settings again.
         """
-        if rows is not self._gathered_rows:
-            self._gathered_rows, self._gathered = rows, self._gather(rows)
-        return sample(logits_RV, self._gathered, positions_R)
+        if draw.rows is not self._planned_rows:
+            self._planned_rows, self._plan = draw.rows, self._make_plan(draw.rows)
+        plan = self._plan
+        if plan.ruled is None:
+            ids_R = self._draw_plain(logits_RV, plan, draw)
+        else:
+            ids_R = self._draw_ruled(logits_RV, plan, plan.ruled, draw)
+        asking = plan.asking
+        if asking is None:
+            return Drawn(ids_R, [], None)
+        logits_QV = logits_RV.index_select(0, asking.draws_Q)
+        logprobs = token_logprobs(logits_QV, ids_R[asking.draws_Q], asking.top)
+        return Drawn(ids_R, asking.draws, logprobs)
 
-    def _gather(self, rows: NDArray[np.int64]) -> SamplingBatch:
+    def _draw_plain(self, logits_RV: torch.Tensor, plan: _Plan, draw: Draw) -> torch.Tensor:
+        assert plan.settings is not None, "rows without rules have settings"
+        return sample(logits_RV, plan.settings, draw.positions_R)
+
+    def _draw_ruled(self, logits_RV: torch.Tensor, plan: _Plan, ruled: _Ruled, draw: Draw) -> torch.Tensor:
+        rows_U = ruled.draw.rules.rows_U
+        positions_U = draw.positions_R[rows_U]
+        logits_UV = self._ruled_rows.apply(ruled.draw, logits_RV, draw.positions_R, draw.positions)
+        ids_U = sample(logits_UV, ruled.settings, positions_U)
+        self._ruled_rows.keep(ruled.draw, positions_U, ids_U)
+        if plan.settings is None:
+            return ids_U
+        return self._draw_plain(logits_RV, plan, draw).index_copy_(0, rows_U, ids_U)
+
+    def _make_plan(self, rows: Rows) -> _Plan:
+        asking = self._asking(rows)
+        draw = self._ruled_rows.gather(rows)
+        if draw is None:
+            return _Plan(self._settings(rows, self._temperature[rows]), None, asking)
+        which = rows[draw.rows]
+        ruled = _Ruled(draw, self._settings(which, self._temperature[which]))
+        if len(which) == len(rows):
+            return _Plan(None, ruled, asking)
+        temperature = self._temperature[rows]
+        temperature[draw.rows] = 0
+        return _Plan(self._settings(rows, temperature), ruled, asking)
+
+    def _asking(self, rows: Rows) -> _Asking | None:
+        wanted = self._logprobs[rows]
+        draws = np.flatnonzero(wanted >= 0)
+        if not len(draws):
+            return None
+        return _Asking(draws.tolist(), to_device(draws, self._device), int(wanted.max()))
+
+    def _settings(self, rows: Rows, temperature: NDArray[np.float32]) -> SamplingBatch:
         return SamplingBatch.from_host(
-            self._temperature[rows],
+            temperature,
             self._top_k[rows],
             self._top_p[rows],
             self._min_p[rows],

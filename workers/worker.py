@@ -16,8 +16,9 @@ from workers.input_batch import BatchLimits, InputBatch
 from workers.kv_cache import allocate_kv, cpu_kv_bytes, cuda_kv_bytes, kv_dtype, kv_specs
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
-from workers.model_runner import ModelRunner, PendingStep
+from workers.model_runner import ModelRunner
 from workers.models.registry import model_class
+from workers.pending_step import PendingStep
 from workers.sampler import Sampler
 from workers.weights.loader import load_dummy, load_weights, weight_bytes
 
@@ -94,7 +95,7 @@ class Worker:
             self._model,
             allocate_kv(groups, allocate.num_blocks, block_size, self._kv_dtype, self._device),
             InputBatch(limits, groups, self._dtype, self._device),
-            Sampler(max_rows, self._device),
+            Sampler(limits, self._checkpoint.vocab_size, self._device),
         )
 
     def _warm_up(self, tokens: int) -> None:
@@ -119,6 +120,7 @@ class Worker:
                 computed=0,
                 block_ids=[list(range(row * blocks, (row + 1) * blocks)) for _ in groups],
                 sampling=_GREEDY,
+                prompt_length=tokens,
             )
             for row in range(rows)
         ]

@@ -1,12 +1,15 @@
 """The command line and the keyword arguments, built from the configuration classes.
 
-Every flag is accepted with dashes and with underscores. Values that the user gave are told
-apart from defaults (`explicit_fields`), so that a choice without effect can be named.
+Every flag is accepted with dashes and with underscores, and has a variable and a key in the
+file of --config (see `sources`). Values that the user gave, by whichever way, are told apart
+from defaults (`explicit_fields`), so that a choice without effect can be named.
 """
 
 import argparse
 import difflib
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn, TypeVar
 
@@ -14,16 +17,21 @@ from atom.config.engine import EngineConfig
 from atom.config.fields import ConfigError, Field, fields_of
 from atom.config.not_yet import REFUSED, refusal
 from atom.config.server import ServerConfig
+from atom.config.sources import CONFIG_VARIABLE, environment_values, file_values, variable_of
 
 __all__ = [
     "CommandLineParser",
     "ConfigError",
     "add_engine_args",
+    "add_program_args",
     "add_server_args",
+    "all_fields",
     "engine_config_from",
     "engine_config_from_kwargs",
     "explicit_fields",
     "server_config_from",
+    "with_environment",
+    "with_sources",
 ]
 
 C = TypeVar("C")
@@ -31,13 +39,43 @@ C = TypeVar("C")
 _SHORT_NAMES = {"tensor_parallel_size": "-tp"}
 _EXPLICIT = "_explicit_fields"
 _BAD_COMMAND_LINE = 2
+_SHELLS = ("bash", "zsh", "tcsh")
+# Fields whose values a shell completes as paths, and how each shell says so.
+_PATHS = frozenset({"model", "download_dir", "step_trace", "chat_template"})
+_COMPLETE_PATHS = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
 
 
 class CommandLineParser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, with exit status 2."""
+    """An argument parser whose errors are one line, with exit status 2, and whose help can be asked."""
 
     def __init__(self, **options: Any):
-        super().__init__(allow_abbrev=False, **options)
+        super().__init__(allow_abbrev=False, add_help=False, **options)
+        self.add_argument(
+            "-h",
+            "--help",
+            action=_Help,
+            nargs="?",
+            metavar="TOPIC",
+            help="All flags; or a group's, or by a word.",
+        )
+
+    def format_topic(self, topic: str) -> str:
+        """Help on the group called `topic`, or on the flags that its word occurs in; empty if none."""
+        word = topic.lstrip("-").replace("_", "-").lower()
+        named = word in self.groups()
+        formatter = self._get_formatter()
+        for group in self._action_groups:
+            actions = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
+            formatter.start_section(group.title)
+            formatter.add_arguments(
+                action for action in actions if (group.title == word if named else _mentions(action, word))
+            )
+            formatter.end_section()
+        return formatter.format_help()
+
+    def groups(self) -> list[str]:
+        """Titles of the groups that hold flags."""
+        return [group.title or "" for group in self._action_groups if group._group_actions]
 
     def error(self, message: str) -> NoReturn:
         """Print `error: …` and exit."""
@@ -75,6 +113,54 @@ def add_server_args(parser: argparse.ArgumentParser) -> None:
     _add_group(parser, ServerConfig)
 
 
+def add_program_args(parser: argparse.ArgumentParser) -> None:
+    """Add what belongs to the program, not to a configuration class."""
+    config = parser.add_argument(
+        "--config", metavar="FILE", help=f"YAML file with a key for each flag. [env: {CONFIG_VARIABLE}]"
+    )
+    _complete_paths(config)
+    parser.add_argument(
+        "--print-completion",
+        action=_PrintCompletion,
+        choices=_SHELLS,
+        help="Print what makes this shell complete the flags, and end.",
+    )
+
+
+def all_fields() -> list[Field]:
+    """Every setting of engine and server."""
+    return [field for concern in (*_concerns(), ServerConfig) for field in fields_of(concern)]
+
+
+def with_sources(
+    namespace: argparse.Namespace, environ: Mapping[str, str] = os.environ
+) -> argparse.Namespace:
+    """The namespace with what the command line left to the environment and the --config file.
+
+    Raises ConfigError that names the variable, or the file and the key.
+    """
+    path = namespace.config or environ.get(CONFIG_VARIABLE)
+    from_file = file_values(path, all_fields()) if path else {}
+    return _filled(namespace, from_file | environment_values(all_fields(), environ))
+
+
+def with_environment(
+    namespace: argparse.Namespace, environ: Mapping[str, str] = os.environ
+) -> argparse.Namespace:
+    """As `with_sources`, for programs with engine flags alone and without --config."""
+    engine = [field for concern in _concerns() for field in fields_of(concern)]
+    return _filled(namespace, environment_values(engine, environ))
+
+
+def _filled(namespace: argparse.Namespace, values: dict[str, Any]) -> argparse.Namespace:
+    given = explicit_fields(namespace)
+    made = argparse.Namespace(**{**vars(namespace), _EXPLICIT: given | values.keys()})
+    for name, value in values.items():
+        if name not in given:
+            setattr(made, name, value)
+    return made
+
+
 def engine_config_from(namespace: argparse.Namespace) -> EngineConfig:
     """The engine's part of parsed arguments; raises ConfigError for a value that cannot be."""
     return _engine_config(vars(namespace))
@@ -100,7 +186,7 @@ def engine_config_from_kwargs(**options: Any) -> EngineConfig:
 
 
 def explicit_fields(namespace: argparse.Namespace) -> set[str]:
-    """Names of the fields that the command line gave."""
+    """Names of the fields that the user gave."""
     return set(getattr(namespace, _EXPLICIT, ()))
 
 
@@ -139,6 +225,36 @@ class _Refuse(argparse.Action):
             raise argparse.ArgumentError(None, f"{option_string}: {reason}")
 
 
+class _Help(argparse.Action):
+    """`--help`, `--help GROUP` and `--help WORD`."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        text = parser.format_help() if values is None else parser.format_topic(values)
+        if not text:
+            groups = ", ".join(parser.groups())
+            parser.error(f"--help {values}: no flag has to do with it; the groups are {groups}")
+        print(text, end="")
+        parser.exit()
+
+
+class _PrintCompletion(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        import shtab
+
+        print(shtab.complete(parser, values))
+        parser.exit()
+
+
+def _mentions(action: argparse.Action, word: str) -> bool:
+    """Whether a word in the names or in the help of a flag begins so."""
+    text = " ".join([*action.option_strings, action.help or ""]).lower()
+    return re.search(r"(?<![a-z0-9])" + re.escape(word), text) is not None
+
+
+def _complete_paths(action: argparse.Action) -> None:
+    action.complete = _COMPLETE_PATHS  # type: ignore[attr-defined]
+
+
 def _note_explicit(namespace: argparse.Namespace, name: str) -> None:
     vars(namespace).setdefault(_EXPLICIT, set()).add(name)
 
@@ -162,21 +278,24 @@ def _add_flag(group: argparse._ArgumentGroup, field: Field, flags: list[str], he
             *flags, dest=field.name, action=_Switch, nargs=0, default=field.default, help=help_text
         )
         return
-    group.add_argument(
+    action = group.add_argument(
         *flags,
         dest=field.name,
         action=_Store,
-        type=_parser_of(field, flags[0]),
+        type=_parser_of(field),
         default=field.default,
+        choices=field.choices or None,
         metavar="{" + ",".join(field.choices) + "}" if field.choices else _METAVARS[field.kind],
         help=help_text,
     )
+    if field.name in _PATHS:
+        _complete_paths(action)
 
 
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
-def _parser_of(field: Field, flag: str) -> Any:
+def _parser_of(field: Field) -> Any:
     def parse(text: str) -> Any:
         try:
             return field.parse(text)
@@ -207,7 +326,7 @@ def _help_of(field: Field) -> str:
         if field.default is None or (field.kind is bool and not field.default)
         else f" Default: {_shown(field)}."
     )
-    return (field.help + default).replace("%", "%%")
+    return f"{field.help}{default} [env: {variable_of(field.name)}]".replace("%", "%%")
 
 
 def _shown(field: Field) -> str:

@@ -39,7 +39,9 @@ class Field:
     limits: Meta
 
     def parse(self, text: str) -> Any:
-        """The value that `text` spells on a command line; raises ConfigError."""
+        """The value that `text` spells on a command line or in a variable; raises ConfigError."""
+        if self.kind is bool:
+            return parse_switch(text)
         try:
             value = self.kind(text)
         except ValueError:
@@ -75,6 +77,19 @@ class Field:
             if not fits(value):
                 raise ConfigError(f"{value} does not fit: it must be {words}")
 
+
+def parse_switch(text: str) -> bool:
+    """What a word for on or off means; raises ConfigError."""
+    word = text.strip().lower()
+    if word not in _SWITCH_WORDS:
+        raise ConfigError(f"{text!r} is not a switch: use 1 or 0 (true, false, yes, no, on, off)")
+    return _SWITCH_WORDS[word]
+
+
+_SWITCH_WORDS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
 
 _KIND_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "a switch (True or False)"}
 

@@ -9,7 +9,11 @@ from msgspec import Meta
 @dataclass(frozen=True)
 class ModelConfig:
     model: Annotated[str, Meta(min_length=1)] = "Qwen/Qwen3-0.6B"
-    """A directory with a Hugging Face checkpoint, or one .gguf file."""
+    """A Hugging Face checkpoint's directory, a .gguf file, or a hub's owner/name or owner/name:file.gguf."""
+    revision: Annotated[str, Meta(min_length=1)] | None = None
+    """Branch, tag or commit to fetch from the hub; its main branch when absent."""
+    download_dir: Annotated[str, Meta(min_length=1)] | None = None
+    """Where fetched checkpoints are kept; the hub library's own cache (HF_HOME) when absent."""
     served_model_name: Annotated[str, Meta(min_length=1)] | None = None
     """Name that the API shows and accepts; the value of --model when absent."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"

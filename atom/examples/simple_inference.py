@@ -34,8 +34,9 @@ def main() -> None:
 
 
 def chat_prompt(engine: LLMEngine, text: str) -> list[int]:
-    """One user message in the model's chat template."""
-    return engine.chat_prompt([{"role": "user", "content": text}], enable_thinking=True)
+    """One user message in the model's chat template, with thinking where the model knows it."""
+    options = {"enable_thinking": True} if "enable_thinking" in engine.template_options else {}
+    return engine.chat_prompt([{"role": "user", "content": text}], **options)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,32 @@ class FinishReason(IntEnum):
     STOP_STRING = 6  # seen by the frontend, on text; a core never sends it
 
 
+class LogitRules(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What changes the logits of a row before it draws, in this order.
+
+    allowed_ids, bad_words, min_tokens   the excluded ids get minus infinity
+    bias                                 is added
+    repetition, frequency, presence      penalties, for the ids that occurred
+    """
+
+    allowed_ids: bytes = b""
+    """Packed int32; only these may be drawn. Empty allows all."""
+    bad_words: list[list[int]] = []
+    """The last id of a sequence may not be drawn where the ids before it were generated last."""
+    min_tokens: int = 0
+    """Before this many tokens are generated, none of `end_ids` may be drawn."""
+    end_ids: list[int] = []
+    bias_ids: bytes = b""
+    """Packed int32; `bias_values` are added to their logits."""
+    bias_values: list[float] = []
+    repetition_penalty: float = 1.0
+    """Positive logits of ids in the prompt or the output are divided by it, negative multiplied."""
+    frequency_penalty: float = 0.0
+    """Taken off for each time that an id was generated."""
+    presence_penalty: float = 0.0
+    """Taken off once for each id that was generated."""
+
+
 class Sampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """How one choice draws its tokens. Every field is resolved: there is no "unset" here."""
 
@@ -48,6 +74,10 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Unsigned 64 bit; drawn by the frontend when the client gave none."""
     choice: int = 0
     """Index among the `n` choices of one request: part of the random key."""
+    rules: LogitRules | None = None
+    """None in the requests that ask for none of it."""
+    logprobs: int = -1
+    """Report each drawn token's log probability and this many of the most likely; -1 is off."""
 
 
 class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
@@ -69,6 +99,10 @@ class AddRequest(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
     stop_token_ids: list[int] = []
     priority: int = 0
     """Smaller runs first, under the priority policy."""
+    cache_salt: str = ""
+    """Requests share cached prompt beginnings only with those of the same salt."""
+    prompt_logprobs: int = -1
+    """Like `Sampling.logprobs`, for the prompt's own tokens from the second on; -1 is off."""
 
 
 class Abort(msgspec.Struct, tag=3, array_like=True, frozen=True, gc=False):
@@ -85,6 +119,40 @@ class CoreReady(msgspec.Struct, tag=10, array_like=True, frozen=True, gc=False):
     """Tokens that the KV cache holds in all."""
     weight_bytes: list[int] = []
     """Bytes of the weights on each worker rank."""
+
+
+class LogprobTable(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Log probabilities of N tokens given what precedes each, of the model's own logits.
+
+    Little-endian columns. Entry [i, 0] is token i itself; the rest of row i are the most likely
+    ids in its place, the most likely first. A reader takes as many of them as it asked for.
+    """
+
+    width: int
+    ids: bytes
+    """int32 [N, width]"""
+    values: bytes
+    """float32 [N, width]"""
+    ranks: bytes
+    """int32 [N]: 1 for a token that is itself the most likely."""
+
+
+class DrawnLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """For the drawn tokens of those rows that asked for it."""
+
+    draws: list[int]
+    """Token i of the table is the draw number draws[i] of the message."""
+    table: LogprobTable
+
+
+class PromptLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """For a piece of one prompt. After a preemption pieces may come again, cut differently."""
+
+    owner: int
+    """The row on the way to the core, the request id on the way to a frontend."""
+    start: int
+    """Position of the piece's first token in the prompt; at least 1."""
+    table: LogprobTable
 
 
 class Finished(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -104,6 +172,10 @@ class FirstToken(msgspec.Struct, array_like=True, frozen=True, gc=False):
     request_id: int
     cached_tokens: int
     """Prompt tokens that came out of the prefix cache at first admission."""
+    queued_s: float = 0.0
+    """Seconds between the request's arrival at the core and its first admission."""
+    prefill_s: float = 0.0
+    """Seconds between its first admission and this token."""
 
 
 class TokenDeltas(msgspec.Struct, tag=11, array_like=True, frozen=True, gc=False):
@@ -119,6 +191,9 @@ class TokenDeltas(msgspec.Struct, tag=11, array_like=True, frozen=True, gc=False
     counts: list[int] = []
     first: list[FirstToken] = []
     finished: list[Finished] = []
+    logprobs: DrawnLogprobs | None = None
+    """`draws` are indices into `token_ids`."""
+    prompt_logprobs: list[PromptLogprobs] = []
 
 
 class CoreStats(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False):

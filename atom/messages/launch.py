@@ -7,6 +7,7 @@ import msgspec
 
 from atom.config.checkpoint import Checkpoint
 from atom.config.engine import EngineConfig
+from atom.config.model import ModelConfig
 from atom.config.server import ServerConfig
 
 
@@ -52,7 +53,7 @@ class FrontendLaunch(msgspec.Struct, frozen=True):
 class PrepareLaunch(msgspec.Struct, frozen=True):
     """For `python -m workers.prepare`."""
 
-    model: str
+    config: ModelConfig
     cache_dir: str
     """Where converted checkpoints are kept."""
     supervisor: str

@@ -5,6 +5,8 @@
 
 import msgspec
 
+from atom.utils.exit_status import ExitStatus
+
 
 class Ready(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
     """`process` does its work from now on."""
@@ -28,6 +30,8 @@ class Dead(msgspec.Struct, tag=3, array_like=True, frozen=True, gc=False):
 
     process: str
     reason: str
+    status: int = ExitStatus.FAILURE
+    """What the program should exit with, if this was the first cause, at start."""
 
 
 ToSupervisor = Ready | Progress | Dead

@@ -10,7 +10,7 @@ Each step:  core -> ScheduledBatch, rank 0 -> BatchResult (any rank may send Wor
 
 import msgspec
 
-from atom.messages.engine import Sampling
+from atom.messages.engine import DrawnLogprobs, PromptLogprobs, Sampling
 
 
 class FullAttentionSpec(msgspec.Struct, tag="full", array_like=True, frozen=True, gc=False):
@@ -46,6 +46,11 @@ class NewRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     block_ids: list[list[int]]
     """One list for each KV group, in the order of the specs."""
     sampling: Sampling
+    prompt_length: int
+    """How many of `token_ids` are the prompt."""
+    prompt_logprobs: int = -1
+    """Report the log probabilities of prompt tokens that this row computes, and this many of the
+    most likely at each place; -1 is off."""
 
 
 class MoreBlocks(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -102,6 +107,10 @@ class BatchResult(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False
 
     step: int
     token_ids: bytes
+    logprobs: DrawnLogprobs | None = None
+    """`draws` are indices into `token_ids`."""
+    prompt_logprobs: list[PromptLogprobs] = []
+    """Owned by rows."""
 
 
 class WorkerFailed(msgspec.Struct, tag=13, array_like=True, frozen=True, gc=False):

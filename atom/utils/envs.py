@@ -15,6 +15,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from atom.config.fields import ConfigError, parse_switch
+
 Value = bool | int | str
 
 
@@ -52,10 +54,10 @@ class Variable:
         return text
 
     def _parse_bool(self, text: str) -> bool:
-        lowered = text.strip().lower()
-        if lowered in _TRUE or lowered in _FALSE:
-            return lowered in _TRUE
-        raise ValueError(f"{self.name}={text!r} is not a switch: use 1 or 0 (true, false, yes, no, on, off)")
+        try:
+            return parse_switch(text)
+        except ConfigError as error:
+            raise ValueError(f"{self.name}={error}") from None
 
     def _parse_int(self, text: str) -> int:
         try:
@@ -65,10 +67,6 @@ class Variable:
         if value < 0:
             raise ValueError(f"{self.name}={text!r} is negative: use a whole number from 0 up")
         return value
-
-
-_TRUE = frozenset({"1", "true", "yes", "on"})
-_FALSE = frozenset({"0", "false", "no", "off"})
 
 
 def _cache_dir() -> str:

@@ -44,7 +44,7 @@ def spawn(
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join([_import_root(), *_inherited_python_path()]),
-            "ATOM_PARENT_PID": str(os.getpid()) if in_main_thread else "",
+            "_ATOM_PARENT_PID": str(os.getpid()) if in_main_thread else "",
         },
     )
     assert child.stdin is not None
@@ -78,7 +78,7 @@ def _inherited_python_path() -> list[str]:
 
 
 def _die_with_parent() -> None:
-    parent = os.environ.get("ATOM_PARENT_PID", "")
+    parent = os.environ.get("_ATOM_PARENT_PID", "")
     if not parent.isdigit():
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -98,19 +98,18 @@ def paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: f
 def _attend(q_THE: Tensor, cache: KVLayer, items: WorkItems, scale: float) -> Tensor:
     """Attention of the group's queries, padding left out, in the order of the group."""
     count, _, length, chunk = items.mask_N1LC.shape
-    kv_heads, (heads, width) = cache.k.shape[2], q_THE.shape[1:]
-    k, v = read_kv(cache, items.slots, q_THE.dtype)
-    k_NKCE = k.view(count, chunk, kv_heads, width).transpose(1, 2)
-    v_NKCE = v.view(count, chunk, kv_heads, width).transpose(1, 2)
+    kv_heads, (heads, width) = cache.kv.shape[3], q_THE.shape[1:]
+    kv = read_kv(cache, items.slots, q_THE.dtype).view(count, chunk, 2, kv_heads, width)
+    k_NKCE, v_NKCE = kv.permute(2, 0, 3, 1, 4)
     q = q_THE if items.queries is None else q_THE.index_select(0, items.queries)
     if length == 1:
         # The heads of a lone query stand as queries of their key/value head: G times fewer,
         # G times larger products.
-        q_NKGE = q.view(count, kv_heads, -1, width)
+        q_NKGE = q.reshape(count, kv_heads, -1, width)
         out, lse = masked_attention(q_NKGE, k_NKCE, v_NKCE, items.mask_N1LC, scale)
         out, lse = out.reshape(count, 1, heads, width), lse.reshape(count, 1, heads)
     else:
-        q_NHLE = q.view(count, length, heads, width).transpose(1, 2)
+        q_NHLE = q.reshape(count, length, heads, width).transpose(1, 2)
         out, lse = masked_attention(q_NHLE, k_NKCE, v_NKCE, items.mask_N1LC, scale)
         out, lse = out.transpose(1, 2), lse.transpose(1, 2)
     if items.tile_N is not None:

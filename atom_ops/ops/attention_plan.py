@@ -24,11 +24,13 @@ from torch import Tensor
 Ints = NDArray[np.int64]
 
 _TILES = np.array([16, 32, 64, 128])
-_CHUNKS = np.array([32, 64, 128, 256, 512])
-_PREFILL_CHUNKS = _CHUNKS[:-1]
+_CHUNKS = np.arange(32, 513, 32)
+_PREFILL_CHUNKS = np.array([32, 64, 128, 256])
 # Work that comes with each item whatever its size, in tokens of padding it is worth.
 _TILE_COST = 16
 _CHUNK_COST = 32
+# Likewise for the merge, once, where a context has several chunks.
+_MERGE_COST = 512
 # Heads x tokens that a group may touch: bounds the memory of gathered keys and values, at 1 KiB
 # each for 128 float32 numbers a head. Prefills lose nothing by being cut early; decodes gather
 # little more than one layer of the cache holds, unless many share a prefix. A tile is never cut:
@@ -146,14 +148,16 @@ def _tile_length(query_lens: Ints) -> int:
 
 
 def _chunk_length(tiles: _Tiles) -> int:
-    sizes = _CHUNKS if tiles.length == 1 else _PREFILL_CHUNKS
-    return _cheapest(tiles.context, sizes, _CHUNK_COST)
+    if tiles.length > 1:
+        return _cheapest(tiles.context, _PREFILL_CHUNKS, _CHUNK_COST)
+    merging = np.where(tiles.context.max() > _CHUNKS, _MERGE_COST, 0)
+    return _cheapest(tiles.context, _CHUNKS, _CHUNK_COST, merging)
 
 
-def _cheapest(lens: Ints, sizes: Ints, cost: int) -> int:
+def _cheapest(lens: Ints, sizes: Ints, piece_cost: int, fixed_cost: Ints | int = 0) -> int:
     """The size to cut the lengths into that makes the least work, padding included."""
     pieces = -(-lens[:, None] // sizes)
-    return int(sizes[(pieces.sum(0) * (sizes + cost)).argmin()])
+    return int(sizes[(pieces.sum(0) * (sizes + piece_cost) + fixed_cost).argmin()])
 
 
 def _bounded(tiles: _Tiles, chunk: int, num_heads: int, num_kv_heads: int) -> Iterator[_Tiles]:

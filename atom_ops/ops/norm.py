@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from atom_ops.op import Case, op
 
@@ -28,9 +29,8 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     The mean and the division are in float32; the result is rounded to x's dtype before the
     weight scales it, as Llama checkpoints were trained.
     """
-    x = x_TD.float()
-    scale = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return (x * scale).to(x_TD.dtype) * weight_D
+    normed = functional.rms_norm(x_TD.float(), weight_D.shape, eps=eps)
+    return normed.to(x_TD.dtype) * weight_D
 
 
 @op(_cases(with_residual=True))

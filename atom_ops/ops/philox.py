@@ -4,6 +4,8 @@ The same four words for the same counter and key on every platform: 32-bit words
 int64 tensors and no product overflows.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -13,12 +15,19 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
+@cache
+def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Multipliers and key steps, [2, 1] each; copied to a device once, because that waits for it."""
+    columns = torch.tensor([_MULTIPLIERS, _KEY_STEPS], device=device)[:, :, None]
+    return columns[0], columns[1]
+
+
 def philox(counter_4R: Tensor, key_2R: Tensor) -> Tensor:
     """Four random words for each column, [4, R]; all words are 0 … 2**32 - 1 in int64."""
-    multiplier = counter_4R.new_tensor(_MULTIPLIERS)[:, None]
+    multiplier, key_step = _constants(counter_4R.device)
     upper, lower = multiplier >> 16, multiplier & 0xFFFF
     rounds = torch.arange(_ROUNDS, device=counter_4R.device)[:, None, None]
-    keys = (key_2R + rounds * counter_4R.new_tensor(_KEY_STEPS)[:, None]) & _WORD
+    keys = (key_2R + rounds * key_step) & _WORD
     even, odd = counter_4R[0::2], counter_4R[1::2]
     for key in keys:
         # 32 x 32 -> 64 bits, in two products of at most 48.

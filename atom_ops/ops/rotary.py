@@ -6,48 +6,34 @@ from torch import Tensor
 from atom_ops.op import Case, op
 
 
-def _case(heads: int, kv_heads: int, head_dim: int, rot_dim: int, interleaved: bool) -> Case:
-    def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
-        q = torch.randn(11, heads, head_dim, generator=generator).to(dtype)
-        k = torch.randn(11, kv_heads, head_dim, generator=generator).to(dtype)
-        angles = torch.rand(40, rot_dim // 2, generator=generator) * 6.3
-        positions = torch.randint(0, 40, (11,), generator=generator)
-        return q, k, torch.cat((angles.cos(), angles.sin()), -1), positions, interleaved
+def _case(heads: int, head_dim: int, rot_dim: int, interleaved: bool) -> Case:
+    def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, bool]:
+        x = torch.randn(11, heads, head_dim, generator=generator).to(dtype)
+        angles = torch.rand(11, 1, rot_dim // 2, generator=generator) * 6.3
+        return x, *rotation(angles.cos(), angles.sin(), interleaved), interleaved
 
     layout = "interleaved" if interleaved else "halves"
-    return Case(f"{heads}/{kv_heads}x{head_dim}r{rot_dim}-{layout}", make)
+    return Case(f"{heads}x{head_dim}r{rot_dim}-{layout}", make)
 
 
-@op([_case(9, 3, 64, 64, False), _case(4, 4, 32, 16, False), _case(4, 1, 32, 32, True)])
-def rotary(
-    q_THE: Tensor,
-    k_TKE: Tensor,
-    cos_sin_PR: Tensor,
-    positions_T: Tensor,
-    interleaved: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Turn the first R of the E numbers of every query and key head by their position's angles.
+def rotation(cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+    """What `rotary` takes, from one cosine and sine for each pair: [..., R/2] -> [..., R] twice.
 
-    `cos_sin_PR` is float32: R/2 cosines, then R/2 sines, for each position. Pair i is the
-    numbers (i, i + R/2), or (2i, 2i + 1) when `interleaved`. Computed in float32. The inputs
-    need a contiguous last dimension only.
+    Each pair's cosine twice, and its sine with a minus first.
     """
-    cos_T1r, sin_T1r = cos_sin_PR.index_select(0, positions_T).unsqueeze(1).chunk(2, dim=-1)
-    join = _alternate if interleaved else _append
-    cos_T1R, sin_T1R = join(cos_T1r, cos_T1r), join(-sin_T1r, sin_T1r)
-    return _turn(q_THE, cos_T1R, sin_T1R, interleaved), _turn(k_TKE, cos_T1R, sin_T1R, interleaved)
+    if interleaved:
+        return torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2)
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
-def _append(first: Tensor, second: Tensor) -> Tensor:
-    return torch.cat((first, second), -1)
+@op([_case(9, 64, 64, False), _case(4, 32, 16, False), _case(4, 32, 32, True)])
+def rotary(x_THE: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, interleaved: bool = False) -> Tensor:
+    """Turn the first R of the E numbers of every head by the angles of its token.
 
-
-def _alternate(first: Tensor, second: Tensor) -> Tensor:
-    return torch.stack((first, second), -1).flatten(-2)
-
-
-def _turn(x_THE: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, interleaved: bool) -> Tensor:
-    """x cos + x' sin, where x' has the two numbers of each pair exchanged."""
+    Cosines and sines are float32, as `rotation` makes them. Pair i is the numbers (i, i + R/2),
+    or (2i, 2i + 1) when `interleaved`. Computed in float32. `x_THE` needs a contiguous last
+    dimension only.
+    """
     rot_dim = cos_T1R.shape[-1]
     turned, rest = x_THE[..., :rot_dim], x_THE[..., rot_dim:]
     if interleaved:

@@ -14,6 +14,7 @@ from torch import Tensor
 from atom_ops.op import Case, op
 from atom_ops.ops.philox import uniform
 from atom_ops.tolerances import EXACT
+from atom_ops.transfer import to_device
 
 TOKEN_DRAW = 0
 """The purpose, in the random counter, of the draw that picks a token."""
@@ -66,7 +67,7 @@ class SamplingBatch:
         """
 
         def tensor(column: NDArray[np.generic]) -> Tensor:
-            return torch.from_numpy(column).to(device)
+            return to_device(column, device)
 
         random = np.flatnonzero(temperature > 0)
         limited = np.flatnonzero((top_k[random] > 0) | (top_p[random] < 1))
@@ -119,7 +120,7 @@ def sample(logits_RV: Tensor, batch: SamplingBatch, positions_R: Tensor) -> Tens
     probability left; u is `philox.uniform` of the row's seed, choice and position.
 
     Rows limited by top-k or top-p wait for the device; other rows do not. A row with NaN among
-    its logits draws some id of the vocabulary.
+    its logits, or with nothing but minus infinity, draws some id of the vocabulary.
     """
     top_R, greedy_R = _most_likely(logits_RV)
     if not len(batch.temperature_S):
@@ -127,7 +128,8 @@ def sample(logits_RV: Tensor, batch: SamplingBatch, positions_R: Tensor) -> Tens
     rows = batch.random_rows
     if rows is None:
         return _draw(logits_RV, top_R, batch, positions_R)
-    drawn_S = _draw(logits_RV[rows], top_R[rows], batch, positions_R[rows])
+    logits_SV = logits_RV.index_select(0, rows)  # indexing takes several times as long
+    drawn_S = _draw(logits_SV, top_R[rows], batch, positions_R[rows])
     return greedy_R.index_copy_(0, rows, drawn_S)
 
 
@@ -153,7 +155,7 @@ def _draw(logits_SV: Tensor, top_S: Tensor, batch: SamplingBatch, positions_S: T
     else:
         drawn_S = _first_id_above(weights_SW, u_S)
         drawn_S.index_copy_(0, rows, _draw_limited(weights_SW[rows], u_S[rows], batch))
-    # Without NaN in the logits there is nothing to clamp.
+    # Unless there are NaN in the logits, or no number at all, there is nothing to clamp.
     return drawn_S.clamp_(max=logits_SV.shape[1] - 1)
 
 
@@ -261,7 +263,8 @@ def _keep_prefix(weights_LW: Tensor, amount_LW: Tensor, wanted_L1: Tensor) -> No
     weights have equal amounts. Two histograms of the weights' bits find where it ends, in a tenth
     of the time of a sort.
     """
-    key_LW = (_BITS_OF_ONE - weights_LW.view(torch.int32)).clamp_(min=0)
+    # The bits of NaN, of either sign, would pass the ends of the histograms.
+    key_LW = (_BITS_OF_ONE - weights_LW.view(torch.int32)).clamp_(0, _BITS_OF_ONE)
     high_LW = key_LW >> _DIGIT
     high_L1, before_L1 = _bucket(high_LW, amount_LW, wanted_L1, (_BITS_OF_ONE >> _DIGIT) + 1)
     wanted_L1 = wanted_L1 - before_L1

@@ -2,20 +2,20 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine
 from typing import Any
 
 from aiohttp import web
 
-from frontend.errors import RequestError
-from frontend.keys import CHAT, COMPLETIONS, LIFECYCLE
+from frontend.admission import Place
+from frontend.keys import CHAT, CLIENT, COMPLETIONS, LIFECYCLE, METRICS
+from frontend.routes.access import TENANT
+from frontend.routes.bodies import read_body
+from frontend.routes.errors import client_request_id
+from frontend.routes.writing import EventStream, send_whole
+from frontend.serving.caller import Caller
 from frontend.serving.generation import GenerationService
 
 __all__ = ["routes"]
-
-BODY_DEADLINE_S = 60.0
-# A client that reads nothing for this long is gone for our purposes.
-WRITE_DEADLINE_S = 120.0
 
 routes = web.RouteTableDef()
 
@@ -33,63 +33,26 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 
 async def _generate(request: web.Request, service: GenerationService[Any]) -> web.StreamResponse:
-    with request.app[LIFECYCLE].admit():
-        job = await service.prepare(await _read_body(request))
-        if job.streaming:
-            return await _send_events(request, service.frames(job))
-        return await _send_whole(request, await service.answer(job))
-
-
-async def _read_body(request: web.Request) -> bytes:
+    client = request.app[CLIENT]
     try:
-        async with asyncio.timeout(BODY_DEADLINE_S):
-            return await request.read()
-    except TimeoutError:
-        raise RequestError(
-            f"the request body did not arrive within {BODY_DEADLINE_S:.0f} s", status=408
-        ) from None
+        with request.app[LIFECYCLE].admit():
+            client.check_ready()
+            client.admission.check()  # a full server reads no bodies
+            body = await read_body(request)
+            with client.admission.place() as place:
+                return await _answer(request, service, body, place)
+    except asyncio.CancelledError:
+        request.app[METRICS].disconnects += 1
+        raise
 
 
-async def _send_whole(request: web.Request, body: bytes) -> web.StreamResponse:
-    # Written here and not by aiohttp after the handler, so that draining waits for the last byte.
-    response = web.Response(body=body, content_type="application/json")
-    with contextlib.suppress(ConnectionError):
-        await response.prepare(request)
-        await _before_write_deadline(request, response.write_eof())
-    return response
-
-
-async def _send_events(request: web.Request, frames: AsyncGenerator[bytes, None]) -> web.StreamResponse:
-    response = web.StreamResponse(
-        headers={
-            "Content-Type": "text/event-stream; charset=utf-8",
-            "Cache-Control": "no-cache",
-            "X-Accel-Buffering": "no",  # nginx would hold the tokens back
-        }
-    )
-    async with contextlib.aclosing(frames):
-        # A client that leaves is no error: closing `frames` aborts its generation.
-        with contextlib.suppress(ConnectionError):
-            await response.prepare(request)
-            async for frame in frames:
-                await _write(request, response, frame)
-            await response.write_eof()
-    return response
-
-
-async def _write(request: web.Request, response: web.StreamResponse, frame: bytes) -> None:
-    transport = request.transport
-    if transport is not None and not transport.get_write_buffer_size():
-        await response.write(frame)  # cannot wait: nothing is queued before it
-    else:
-        await _before_write_deadline(request, response.write(frame))
-
-
-async def _before_write_deadline(request: web.Request, write: Coroutine[Any, Any, None]) -> None:
-    try:
-        async with asyncio.timeout(WRITE_DEADLINE_S):
-            await write
-    except TimeoutError:
-        if request.transport is not None:
-            request.transport.abort()
-        raise ConnectionResetError("the client does not read its answer") from None
+async def _answer(
+    request: web.Request, service: GenerationService[Any], body: bytes, place: Place
+) -> web.StreamResponse:
+    job = await service.prepare(body, Caller(request[TENANT], client_request_id(request)))
+    place.take([one.request_id for one in job.requests])
+    if not job.streaming:
+        return await send_whole(request, await service.answer(job))
+    # Closing the frames aborts the generation, however the stream ends.
+    async with contextlib.aclosing(service.frames(job)) as frames:
+        return await EventStream(request).send(frames)

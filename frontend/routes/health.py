@@ -1,18 +1,13 @@
-"""GET /health (the process lives), /ready (a token can be made) and /version."""
+"""GET /health (the process lives) and /ready (a token can be made)."""
 
 from aiohttp import web
 
-from atom.utils.version import atom_version
 from frontend.errors import ApiError
 from frontend.keys import CLIENT, LIFECYCLE
 
-__all__ = ["RETRY_AFTER_S", "routes"]
-
-RETRY_AFTER_S = 2
+__all__ = ["routes"]
 
 routes = web.RouteTableDef()
-
-_VERSION = atom_version()
 
 
 @routes.get("/health")
@@ -31,12 +26,6 @@ async def ready(request: web.Request) -> web.Response:
         return web.json_response(
             {"status": "unavailable", "reason": error.message},
             status=503,
-            headers={"Retry-After": str(RETRY_AFTER_S)},
+            headers={"Retry-After": str(error.retry_after_s)},
         )
     return web.json_response({"status": "ready"})
-
-
-@routes.get("/version")
-async def show_version(request: web.Request) -> web.Response:
-    """The version of this server."""
-    return web.json_response({"version": _VERSION})

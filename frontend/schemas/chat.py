@@ -5,9 +5,20 @@ from typing import Any, Literal
 import msgspec
 
 from frontend.schemas.fields import Schema
-from frontend.schemas.generation import HARMLESS, NEUTRAL, GenerationRequest, Usage
+from frontend.schemas.generation import HARMLESS, NEUTRAL, GenerationRequest, PromptLogprob, Usage
 
-__all__ = ["CHAT", "MESSAGE", "ChatAnswer", "ChatChoice", "ChatRequest", "Message", "Reply"]
+__all__ = [
+    "CHAT",
+    "MESSAGE",
+    "ChatAnswer",
+    "ChatChoice",
+    "ChatLogprobs",
+    "ChatRequest",
+    "ChatTokenLogprob",
+    "ChatTopLogprob",
+    "Message",
+    "Reply",
+]
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -15,7 +26,17 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     messages: list[msgspec.Raw] | None = None
     prompt: list[msgspec.Raw] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    """How many of the most likely tokens beside each one; needs `logprobs`."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Variables that the model's template reads by itself."""
+    reasoning_effort: str | None = None
+    """Another such variable."""
+    add_generation_prompt: bool | None = None
+    """Ask for a new message; true unless the final one is to be continued."""
+    continue_final_message: bool | None = None
+    """The reply goes on where the last message ends."""
 
 
 class Message(msgspec.Struct, kw_only=True):
@@ -37,6 +58,30 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     content: str
 
 
+class ChatTopLogprob(msgspec.Struct, frozen=True):
+    """One of the likely tokens."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    """Where a character is spread over tokens, only these can be joined."""
+
+
+class ChatTokenLogprob(msgspec.Struct, frozen=True):
+    """One token, and the most likely ones in its place, the most likely first."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[ChatTopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    """Of every generated token, those that ended the reply included."""
+
+    content: list[ChatTokenLogprob]
+
+
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     """One of the `n` replies."""
 
@@ -45,18 +90,23 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str
     raw_finish_reason: str
     stop_reason: str | None = None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    """Where asked for: the generated ids, with the one that ended the reply."""
 
 
-class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class ChatAnswer(msgspec.Struct, kw_only=True):
     """The body of a reply that is not streamed."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: list[PromptLogprob | None] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     warnings: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -64,28 +114,22 @@ CHAT = Schema(
     ChatRequest,
     neutral=NEUTRAL
     | {
-        "add_generation_prompt": (True,),
         "audio": (),
         "chat_template": (),
-        "continue_final_message": (False,),
         "documents": ([],),
-        "echo": (False,),
         "function_call": ("none", "auto"),
         "functions": ([],),
         "include_reasoning": (True,),
-        "logprobs": (False,),
         "media_io_kwargs": ({},),
         "mm_processor_kwargs": ({},),
         "moderation": (),
         "modalities": (["text"],),
         "reasoning": (),
-        "reasoning_effort": (),
         "separate_reasoning": (False,),
         "stream_reasoning": (True,),
         "thinking": (),
         "tool_choice": ("none", "auto"),
         "tools": ([],),
-        "top_logprobs": (0,),
         "verbosity": ("medium",),
         "web_search_options": (),
     },

@@ -5,8 +5,10 @@ cannot change the output and are taken without a word; the rest is refused unles
 for nothing. Nothing is ignored in silence: lenient servers say in `warnings` what they left out.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -36,6 +38,7 @@ class Schema(Generic[T]):
         """
         try:
             raw = _raw_object.decode(body)
+            self._refuse_duplicates(body, raw, where)
             warnings = self._check_fields(raw, lenient, where)
             return msgspec.json.decode(body, type=self.struct), warnings
         except msgspec.ValidationError as error:
@@ -43,9 +46,18 @@ class Schema(Generic[T]):
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise RequestError(f"the body is not valid JSON: {error}") from None
 
+    @cached_property
+    def _taken(self) -> frozenset[str]:
+        """Names that need no look at their value."""
+        return self.harmless.union(self.struct.__struct_fields__)
+
+    @cached_property
+    def _known(self) -> frozenset[str]:
+        return self._taken.union(self.neutral)
+
     def _check_fields(self, raw: dict[str, msgspec.Raw], lenient: bool, where: str) -> list[str]:
         objections = []
-        for name in raw.keys() - set(self.struct.__struct_fields__) - self.harmless:
+        for name in raw.keys() - self._taken:
             if name not in self.neutral:
                 objections.append((where + name, "is not a field that this server knows"))
             elif not self._asks_for_nothing(name, raw[name]):
@@ -61,9 +73,33 @@ class Schema(Generic[T]):
             )
         return [f"{text} and was left out" for text in texts]
 
+    def _refuse_duplicates(self, body: bytes, raw: dict[str, msgspec.Raw], where: str) -> None:
+        """A field that comes twice has no meaning that every reader would agree on.
+
+        The exact look costs a second parser, so only bodies that may hold one get it.
+        """
+        suspects = {name for name in raw if name in self._known and body.count(b'"%b"' % name.encode()) > 1}
+        if not suspects:
+            return
+        seen: set[str] = set()
+        for name in _names(body):
+            if name in suspects and name in seen:
+                raise RequestError(f"'{where}{name}' is there more than once", param=where + name)
+            seen.add(name)
+
     def _asks_for_nothing(self, name: str, raw: msgspec.Raw) -> bool:
         value = msgspec.json.decode(raw)
         return value is None or value in self.neutral[name]
+
+
+def _names(body: bytes) -> list[str]:
+    """The names in an object, as often as they are there."""
+    try:
+        # The hook sees inner objects first, the whole one last; integers stay text.
+        pairs: list[tuple[str, Any]] = json.loads(body, object_pairs_hook=list, parse_int=str)
+    except ValueError as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    return [name for name, _ in pairs]
 
 
 def _type_error(error: msgspec.ValidationError, where: str) -> RequestError:

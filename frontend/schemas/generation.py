@@ -1,6 +1,6 @@
 """What chat and completion requests have in common, and the parts of their answers."""
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -8,7 +8,9 @@ __all__ = [
     "HARMLESS",
     "NEUTRAL",
     "GenerationRequest",
+    "PromptLogprob",
     "PromptTokensDetails",
+    "RankedLogprob",
     "StreamOptions",
     "Usage",
 ]
@@ -22,7 +24,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
     """Padding against traffic analysis; only false can be honoured."""
     continuous_usage_stats: bool | None = None
-    """Usage in every chunk; only false can be honoured."""
+    """Usage so far in every chunk."""
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
@@ -44,6 +46,47 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     priority: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    """By token id, written as a JSON string."""
+    min_tokens: int | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | bool | None = None
+    """How many of the most likely tokens beside each one of the prompt; false is off."""
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    echo: bool | None = None
+    """Completions begin with their prompt, chat replies with the last message if it is the
+    assistant's."""
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Log probabilities name tokens `token_id:<id>`."""
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    """Keep so many tokens of a longer prompt; -1: what leaves room for the answer."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where the prompt is cut; left, and so its end is kept, where absent."""
+    cache_salt: str | None = None
+    """Requests share cached prompts only with those of the same salt."""
+    request_id: str | None = None
+    """Becomes part of the answer's id; wins over the X-Request-Id header."""
+
+
+class RankedLogprob(msgspec.Struct, frozen=True):
+    """One token that could stand at a place of the prompt."""
+
+    logprob: float
+    rank: int
+    """1 for the most likely."""
+    decoded_token: str | None
+    """None where the model has no tokenizer."""
+
+
+PromptLogprob = dict[str, RankedLogprob]
+"""By token id: the prompt's own token comes first, then the most likely ones."""
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -84,48 +127,31 @@ HARMLESS = frozenset(
 )
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_special_tokens": (True,),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "cache_salt": (),
     "custom_logit_processor": (),
     "custom_params": ({},),
     "data_parallel_rank": (),
     "detokenize": (True,),
     "early_stopping": (False,),
     "ebnf": (),
-    "frequency_penalty": (0,),
     "guided_choice": ([],),
     "guided_decoding_backend": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "include_stop_str_in_output": (False,),
     "kv_transfer_params": ({},),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
     "logprob_token_ids": ([],),
     "lora_path": (),
-    "min_tokens": (0,),
     "no_stop_trim": (False,),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (False,),
     "regex": (),
-    "repetition_penalty": (1,),
-    "request_id": (),
     "response_format": ({"type": "text"},),
     "return_hidden_states": (False,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
     "rid": (),
     "session_params": ({},),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "structured_outputs": ({},),
     "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
-    "truncation_side": (),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
 }

@@ -1,26 +1,45 @@
 """Chat: a conversation becomes a prompt by the checkpoint's template."""
 
 import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
+from atom.sampling_params import MAX_LOGPROBS
 from frontend.chat_template import ChatTemplate
 from frontend.engine_client import EngineClient
 from frontend.errors import RequestError
 from frontend.input_processor import InputProcessor
 from frontend.output_processor import Update
-from frontend.schemas.chat import CHAT, MESSAGE, ChatAnswer, ChatChoice, ChatRequest, Message, Reply
+from frontend.schemas.chat import (
+    CHAT,
+    MESSAGE,
+    ChatAnswer,
+    ChatChoice,
+    ChatLogprobs,
+    ChatRequest,
+    Message,
+    Reply,
+)
 from frontend.schemas.generation import Usage
-from frontend.serving.generation import GenerationService, Job, ServingOptions
+from frontend.serving.generation import GenerationService, ServingOptions
+from frontend.serving.job import Job
+from frontend.serving.logprobs import chat_logprobs, prompt_logprobs
 from frontend.serving.models import ModelService
+from frontend.serving.prompts import Prompt
 from frontend.serving.reasons import openai_reason
 from frontend.serving.sse import ChunkTemplate
+from frontend.token_logprobs import TokenLogprob
 
 __all__ = ["ChatService"]
 
 _DEFAULT_MAX_TOKENS = 8192
+_MAX_OPTIONS_BYTES = 64 * 1024
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+_ASSISTANT = "assistant"
 
 
 class ChatService(GenerationService[ChatRequest]):
@@ -42,16 +61,61 @@ class ChatService(GenerationService[ChatRequest]):
         super().__init__(client, inputs, models, options, threads)
         self._chat_template = template
 
-    def _prompts(self, request: ChatRequest, warnings: list[str]) -> list[list[int]]:
-        if self._chat_template is None:
+    def prompt_ids(self, request: ChatRequest, add_special_tokens: bool) -> list[int]:
+        """What the model would read of a conversation. Runs in any thread."""
+        request.add_special_tokens = add_special_tokens
+        return self._prompt(request, []).ids
+
+    def _prompts(self, request: ChatRequest, warnings: list[str]) -> list[Prompt]:
+        prompt = self._prompt(request, warnings)
+        return [replace(prompt, ids=self._fit(request, prompt.ids))]
+
+    def _prompt(self, request: ChatRequest, warnings: list[str]) -> Prompt:
+        template = self._chat_template
+        if template is None:
             raise RequestError(
                 "this model has no chat template: put chat_template.jinja into its directory, "
                 "or use /v1/completions",
                 param="messages",
             )
         messages = self._messages(request, warnings)
-        text = self._chat_template.render(messages, request.chat_template_kwargs or {})
-        return [self._inputs.encode(text, add_special_tokens=False)]
+        options = self._template_options(request, template, warnings)
+        if request.continue_final_message:
+            text = template.render_continued(messages, options)
+        else:
+            text = template.render(messages, options, request.add_generation_prompt is not False)
+        ids = self._inputs.encode(text, add_special_tokens=bool(request.add_special_tokens))
+        last = messages[-1]
+        return Prompt(ids, echo=last["content"] if last["role"] == _ASSISTANT else "")
+
+    def _template_options(
+        self, request: ChatRequest, template: ChatTemplate, warnings: list[str]
+    ) -> dict[str, Any]:
+        """The client's variables for the template. One that it does not read would change nothing."""
+        if request.continue_final_message and request.add_generation_prompt:
+            raise RequestError(
+                "'continue_final_message' and 'add_generation_prompt' exclude each other",
+                param="continue_final_message",
+            )
+        given = request.chat_template_kwargs or {}
+        if (size := len(msgspec.json.encode(given))) > _MAX_OPTIONS_BYTES:
+            raise RequestError(
+                f"'chat_template_kwargs' has {size} bytes, at most {_MAX_OPTIONS_BYTES} are allowed",
+                param="chat_template_kwargs",
+            )
+        options = [(name, f"chat_template_kwargs.{name}", value) for name, value in given.items()]
+        if request.reasoning_effort is not None:
+            options.append(("reasoning_effort", "reasoning_effort", _effort(request.reasoning_effort)))
+        unread = [field for name, field, _ in options if name not in template.options]
+        if unread and not self._options.lenient_fields:
+            readable = ", ".join(sorted(template.options)) or "no variable of a client"
+            raise RequestError(
+                f"'{unread[0]}' would change nothing: this model's chat template reads {readable}",
+                param=unread[0],
+                code="unsupported_parameter",
+            )
+        warnings += [f"'{field}' is not read by the chat template and was left out" for field in unread]
+        return {name: value for name, _, value in options if name in template.options}
 
     def _messages(self, request: ChatRequest, warnings: list[str]) -> list[dict[str, Any]]:
         if request.messages is not None and request.prompt is not None:
@@ -62,7 +126,7 @@ class ChatService(GenerationService[ChatRequest]):
         messages = []
         for index, raw in enumerate(raw_messages):
             where = f"messages[{index}]."
-            message, left_out = MESSAGE.decode(raw, self._options.lenient_fields, where)
+            message, left_out = MESSAGE.decode(bytes(raw), self._options.lenient_fields, where)
             warnings += left_out
             messages.append(_for_template(message, where))
         return messages
@@ -70,33 +134,72 @@ class ChatService(GenerationService[ChatRequest]):
     def _default_max_tokens(self) -> int:
         return _DEFAULT_MAX_TOKENS
 
+    def _top_logprobs(self, request: ChatRequest) -> int | None:
+        top = request.top_logprobs or 0
+        if not 0 <= top <= MAX_LOGPROBS:
+            raise RequestError(
+                f"'top_logprobs' must be in [0, {MAX_LOGPROBS}], not {top}", param="top_logprobs"
+            )
+        if request.logprobs:
+            return top
+        if top:
+            raise RequestError("'top_logprobs' needs 'logprobs': true", param="top_logprobs")
+        return None
+
     def _answer(self, job: Job, results: list[Update], usage: Usage) -> ChatAnswer:
-        return ChatAnswer(
+        shown, first = job.shown, results[0]
+        answer = ChatAnswer(
             id=job.id,
             created=job.created,
             model=self._models.name,
-            choices=[_choice(index, result) for index, result in enumerate(results)],
+            system_fingerprint=self._options.fingerprint,
+            choices=[self._choice(job, index, result) for index, result in enumerate(results)],
             usage=usage,
             warnings=job.warnings or msgspec.UNSET,
+        )
+        if shown.prompt_logprobs is not None:
+            answer.prompt_logprobs = prompt_logprobs(
+                shown.names, first.prompt_logprobs, shown.prompt_logprobs
+            )
+        if shown.prompt_ids:
+            answer.prompt_token_ids = job.prompt(0).ids
+        return answer
+
+    def _choice(self, job: Job, index: int, result: Update) -> ChatChoice:
+        assert result.reason is not None
+        shown = job.shown
+        return ChatChoice(
+            index=index,
+            message=Reply(content=job.echo(index) + result.text),
+            finish_reason=openai_reason(result.reason),
+            raw_finish_reason=result.reason,
+            stop_reason=result.stop_reason,
+            logprobs=None if shown.logprobs is None else self._logprobs(job, index, result.logprobs),
+            token_ids=result.token_ids.tolist() if shown.token_ids else msgspec.UNSET,
         )
 
     def _text(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text} if text else {}}
 
-    def _first_frame(self, template: ChunkTemplate, index: int) -> bytes:
-        delta = {"role": "assistant", "content": ""}
-        return template.frame([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+    def _logprobs(self, job: Job, index: int, entries: Sequence[TokenLogprob]) -> ChatLogprobs:
+        return chat_logprobs(job.shown.names, entries, job.shown.logprobs or 0)
+
+    def _first_frame(
+        self, template: ChunkTemplate, job: Job, index: int, update: Update, usage: Usage | None
+    ) -> bytes:
+        delta = {"role": _ASSISTANT, "content": job.echo(index)}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        more: dict[str, Any] = {"prompt_token_ids": job.prompt(index).ids} if job.shown.prompt_ids else {}
+        return template.frame([choice], usage, **more)
 
 
-def _choice(index: int, result: Update) -> ChatChoice:
-    assert result.reason is not None
-    return ChatChoice(
-        index=index,
-        message=Reply(content=result.text),
-        finish_reason=openai_reason(result.reason),
-        raw_finish_reason=result.reason,
-        stop_reason=result.stop_reason,
-    )
+def _effort(value: str) -> str:
+    if value not in _EFFORTS:
+        raise RequestError(
+            f"'reasoning_effort' must be one of {', '.join(_EFFORTS)}, not {value!r:.40}",
+            param="reasoning_effort",
+        )
+    return value
 
 
 def _for_template(message: Message, where: str) -> dict[str, Any]:
@@ -113,7 +216,7 @@ def _plain_text(message: Message, where: str) -> str:
     if isinstance(content, str):
         return content
     if content is None:
-        if message.tool_calls or message.role == "assistant":
+        if message.tool_calls or message.role == _ASSISTANT:
             return ""
         raise RequestError(f"'{where}content' is missing", param=f"{where}content")
     return "\n".join(_part_text(part, f"{where}content[{index}]") for index, part in enumerate(content))

@@ -1,12 +1,24 @@
 """Which models are served: one."""
 
+import hashlib
 import time
 
+import msgspec
+
+from atom.config.checkpoint import Checkpoint
+from atom.config.engine import EngineConfig
+from atom.utils.version import atom_version
 from frontend.errors import RequestError
 from frontend.input_processor import InputProcessor
 from frontend.schemas.models import ModelCard, ModelList
 
-__all__ = ["ModelService"]
+__all__ = ["ModelService", "fingerprint"]
+
+
+def fingerprint(config: EngineConfig, checkpoint: Checkpoint) -> str:
+    """Changes with whatever may change an answer: version, model, and how it runs."""
+    parts = msgspec.json.encode([atom_version(), config, checkpoint], order="deterministic")
+    return f"fp_{hashlib.sha256(parts).hexdigest()[:12]}"
 
 
 class ModelService:

@@ -36,6 +36,7 @@ class ChunkHeader:
     object: str
     created: int
     model: str
+    fingerprint: str
     warnings: list[str]
     include_usage: bool
 
@@ -46,9 +47,10 @@ class ChunkHeader:
             "object": self.object,
             "created": self.created,
             "model": self.model,
+            "system_fingerprint": self.fingerprint,
             "choices": choices,
         }
-        if self.include_usage:
+        if self.include_usage or usage is not None:
             chunk["usage"] = usage
         if self.warnings:
             chunk["warnings"] = self.warnings
@@ -70,28 +72,24 @@ class ChunkTemplate:
 
     def end(self, index: int, update: Update) -> bytes:
         """The last frame of one choice, with the text that came with its end."""
-        assert update.reason is not None
+        return self.frame([self.choice(index, update)])
+
+    def choice(self, index: int, update: Update) -> dict[str, Any]:
+        """What is new about one choice, to which details may be added before it goes into a frame."""
+        if update.reason is None:
+            return self._choice(index, update.text, None)
         choice = self._choice(index, update.text, openai_reason(update.reason))
         choice["stop_reason"] = update.stop_reason
         choice["raw_finish_reason"] = update.reason
-        return self.frame([choice])
-
-    def ids(self, index: int, update: Update) -> bytes:
-        """A frame of token ids, for models without a tokenizer."""
-        reason = None if update.reason is None else openai_reason(update.reason)
-        choice = self._choice(index, "", reason)
-        choice["token_ids"] = update.token_ids.tolist()
-        if update.finished:
-            choice["raw_finish_reason"] = update.reason
-        return self.frame([choice])
+        return choice
 
     def usage(self, usage: Usage) -> bytes:
         """The frame after the last choice, with no choices."""
         return self.frame([], usage)
 
-    def frame(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> bytes:
-        """Any chunk, rendered in full."""
-        return b"data: %b\n\n" % _encode(self._header.chunk(choices, usage))
+    def frame(self, choices: list[dict[str, Any]], usage: Usage | None = None, **more: Any) -> bytes:
+        """Any chunk, rendered in full; `more` are further fields of it."""
+        return b"data: %b\n\n" % _encode(self._header.chunk(choices, usage) | more)
 
     def _choice(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
         return {"index": index, **self._shape(text), "logprobs": None, "finish_reason": reason}

@@ -15,23 +15,25 @@ class Tally:
     def __init__(self, prompt_tokens: int, choices: int, n: int, started: float):
         self._prompt_tokens = prompt_tokens
         self._tokens = [0] * choices
+        self._begun = [False] * choices
         self._cached = 0
         self._n = n
         self._started = started
 
     def begins(self, index: int) -> bool:
         """Whether nothing was counted for choice `index` so far."""
-        return self._tokens[index] == 0
+        return not self._begun[index]
 
     def add(self, index: int, update: Update) -> None:
         """Count one update of choice `index`."""
+        self._begun[index] = True
         self._tokens[index] += len(update.token_ids)
         # The choices of one prompt share it: its tokens count once, and so do the cached ones.
         if index % self._n == 0:
             self._cached += update.cached_tokens
 
     def usage(self, stream: Stream) -> Usage:
-        """The figures once the stream has ended."""
+        """The figures so far, or in all once the stream has ended."""
         tokens = sum(self._tokens)
         later = max(self._tokens) - 1
         decoding = stream.last_token_at - stream.first_token_at

@@ -2,11 +2,9 @@
 
 import asyncio
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -145,43 +143,21 @@ def test_sigterm_finishes_what_runs() -> None:
         assert not [pid for pid in children if is_alive(pid)]
 
 
-def test_sigkill_of_the_launcher_leaves_nothing() -> None:
-    before = set(os.listdir("/dev/shm"))
-    with running_server(*ARGS, "-tp", "2") as server:
-        children = server.children()
-        assert len(children) == 4
-        server.process.kill()
-        deadline = time.monotonic() + 3
-        while any(is_alive(pid) for pid in children) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not [line for pid, line in children.items() if is_alive(pid)]
-    assert set(os.listdir("/dev/shm")) <= before
-
-
 @pytest.mark.parametrize(
-    ("args", "words"),
+    ("args", "words", "status"),
     [
-        (["--model", "/nonexistent/model"], "/nonexistent/model"),
-        (["--model", gguf_path(), "--max-model-len", "999999"], "8192"),
-        (["--model", gguf_path(), "-tp", "64"], "tensor"),
-        (["--model", gguf_path(), "--frobnicate"], "--frobnicate"),
-        (["--model", gguf_path(), "--enable-expert-parallel"], "--enable-expert-parallel"),
-        (["--model", gguf_path(), "--method", "mtp"], "--method"),
+        (["--model", "/nonexistent/model"], "/nonexistent/model", 3),
+        (["--model", gguf_path(), "--max-model-len", "999999"], "8192", 2),
+        (["--model", gguf_path(), "-tp", "64"], "tensor", 2),
+        (["--model", gguf_path(), "--frobnicate"], "--frobnicate", 2),
+        (["--model", gguf_path(), "--enable-expert-parallel"], "--enable-expert-parallel", 2),
+        (["--model", gguf_path(), "--method", "mtp"], "--method", 2),
     ],
 )
-def test_bad_configuration_is_one_line(args: list[str], words: str) -> None:
+def test_bad_configuration_is_one_line(args: list[str], words: str, status: int) -> None:
     command = [sys.executable, "-m", "atom.entrypoints.openai_server", "--server-port", "0", *args]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     errors = [line for line in done.stderr.splitlines() if "error:" in line]
-    assert done.returncode in (1, 2)
+    assert done.returncode == status
     assert len(errors) == 1 and words in errors[0]
     assert "Traceback" not in done.stderr
-
-
-def test_a_killed_worker_ends_the_server_with_the_cause() -> None:
-    with running_server(*ARGS) as server:
-        (worker,) = [pid for pid, line in server.children().items() if "workers.main" in line]
-        os.kill(worker, signal.SIGKILL)
-        assert server.process.wait(15) == 1
-        server.kill()
-        assert "error: worker 0 was killed by SIGKILL" in server.text()

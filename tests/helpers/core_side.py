@@ -20,18 +20,28 @@ class CoreSide:
         self._free = list(range(num_blocks))
         random.Random(seed).shuffle(self._free)
         self._blocks: dict[int, int] = {}
-        self._fresh: dict[int, Sampling] = {}
+        self._fresh: dict[int, tuple[Sampling, int, int]] = {}
         self._drawers: list[int] = []
         self._step = 0
         self.known: dict[int, int] = {}
         self.computed: dict[int, int] = {}
         self.tokens: dict[int, list[int]] = {}
 
-    def add(self, row: int, ids: Sequence[int], sampling: Sampling = GREEDY) -> None:
-        """A request takes `row`; its blocks come with the first step that runs it."""
+    def add(
+        self,
+        row: int,
+        ids: Sequence[int],
+        sampling: Sampling = GREEDY,
+        prompt_logprobs: int = -1,
+        generated: int = 0,
+    ) -> None:
+        """A request takes `row`; its blocks come with the first step that runs it.
+
+        The last `generated` ids are what it had generated before it was preempted.
+        """
         self.tokens[row] = list(ids)
         self.known[row], self.computed[row], self._blocks[row] = len(ids), 0, 0
-        self._fresh[row] = sampling
+        self._fresh[row] = sampling, len(ids) - generated, prompt_logprobs
 
     def plan(self, counts: dict[int, int]) -> ScheduledBatch:
         """The step that computes so many tokens of each row."""
@@ -43,7 +53,7 @@ class CoreSide:
             self._blocks[row] += needed
             if row in self._fresh:
                 ids = pack_ids(self.tokens[row])
-                new_rows.append(NewRow(row, ids, self.computed[row], [blocks], self._fresh.pop(row)))
+                new_rows.append(NewRow(row, ids, self.computed[row], [blocks], *self._fresh.pop(row)))
             elif blocks:
                 more_blocks.append(MoreBlocks(row, [blocks]))
             self.computed[row] = end

@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,16 +15,46 @@ from atom.messages.engine import (
     AddRequest,
     CoreDead,
     CoreReady,
+    CoreStats,
+    DrawnLogprobs,
     Finished,
     FinishReason,
     FirstToken,
+    GetStats,
     Hello,
+    LogprobTable,
+    PromptLogprobs,
     ToCore,
     TokenDeltas,
     pack_ids,
+    unpack_ids,
 )
 
 DEADLINE_S = 10.0
+VOCABULARY = 360
+
+
+def likely(token_id: int, count: int) -> list[tuple[int, float]]:
+    """What this core says in place of a token: even ids are the most likely, odd ones the second."""
+    first = [token_id, token_id + 1] if token_id % 2 == 0 else [token_id + 1, token_id]
+    ids = [*first, *(token_id + step for step in range(2, count))]
+    return [(i % VOCABULARY, -0.25 * rank) for rank, i in enumerate(ids[:count], 1)]
+
+
+def logprob(token_id: int) -> float:
+    """What this core says of the token itself."""
+    return dict(likely(token_id, 2))[token_id]
+
+
+def table(ids: Sequence[int], top: int) -> LogprobTable:
+    """The columns for these tokens; wider than asked for, as those of a mixed batch are."""
+    shown, values = array("i"), array("f")
+    for token_id in ids:
+        others = likely(token_id, top + 1)
+        shown.extend([token_id, *(other for other, _ in others)])
+        values.extend([logprob(token_id), *(value for _, value in others)])
+    ranks = pack_ids(1 + token_id % 2 for token_id in ids)
+    return LogprobTable(top + 2, shown.tobytes(), values.tobytes(), ranks)
 
 
 @dataclass
@@ -41,6 +72,7 @@ class Script:
 @dataclass
 class _Running:
     peer: bytes
+    request: AddRequest
     script: Script
     sent: int = 0
 
@@ -111,11 +143,16 @@ class FakeCore:
                     socket.send_multipart([peer, encode(ready)])
             case AddRequest():
                 self.requests.append(message)
-                self._running[message.request_id] = _Running(peer, self.script(message))
+                self._running[message.request_id] = _Running(peer, message, self.script(message))
+            case GetStats():
+                socket.send_multipart([peer, encode(self._stats())])
             case Abort(request_ids):
                 self.aborted.extend(request_ids)
                 for request_id in request_ids:
                     self._running.pop(request_id, None)
+
+    def _stats(self) -> CoreStats:
+        return CoreStats(self._step, len(self._running), 0, 0, 100, 0, 0, 0, 0, 0, 0, 0, 0)
 
     def _advance(self, socket: zmq.Socket[bytes]) -> None:
         for peer in {running.peer for running in self._running.values()}:
@@ -128,6 +165,8 @@ class FakeCore:
         counts: list[int] = []
         first: list[FirstToken] = []
         finished: list[Finished] = []
+        prompts: list[PromptLogprobs] = []
+        draws: list[int] = []
         for request_id, running in list(self._running.items()):
             if running.peer != peer:
                 continue
@@ -136,9 +175,12 @@ class FakeCore:
             if new:
                 rows.append(request_id)
                 counts.append(len(new))
+                if running.request.sampling.logprobs >= 0:
+                    draws += range(len(ids), len(ids) + len(new))
                 ids += new
                 if not running.sent:
                     first.append(FirstToken(request_id, script.cached))
+                    prompts += _prompt_pieces(running.request)
                 running.sent += len(new)
             if running.sent >= len(script.ids) and script.reason is not None:
                 end = Finished(request_id, script.reason, script.stop_token_id, script.message)
@@ -148,4 +190,15 @@ class FakeCore:
             return None
         self._step += 1
         short = [] if all(count == 1 for count in counts) else counts
-        return TokenDeltas(self._step, rows, pack_ids(ids), short, first, finished)
+        drawn = DrawnLogprobs(draws, table([ids[i] for i in draws], 20)) if draws else None
+        return TokenDeltas(self._step, rows, pack_ids(ids), short, first, finished, drawn, prompts)
+
+
+def _prompt_pieces(request: AddRequest) -> list[PromptLogprobs]:
+    """Two pieces that overlap, as after a preemption."""
+    top, ids = request.prompt_logprobs, unpack_ids(request.prompt_ids)
+    if top < 0:
+        return []
+    middle = len(ids) // 2
+    pieces = [(1, ids[1 : middle + 2]), (max(middle, 1), ids[max(middle, 1) :])]
+    return [PromptLogprobs(request.request_id, start, table(piece, top)) for start, piece in pieces if piece]

@@ -19,10 +19,15 @@ from atom.config.scheduler import SchedulerConfig
 from atom.config.server import ServerConfig
 from atom.messages.launch import FrontendLaunch
 from frontend.app import create_app, start
+from frontend.limits import HttpLimits
 from tests.helpers.fake_core import FakeCore
 
 MODEL = "org/tiny"
 DEADLINE_S = 10.0
+CONFIG = EngineConfig(
+    model=ModelConfig(model=MODEL),
+    scheduler=SchedulerConfig(scheduling_policy="priority", max_num_seqs=1),
+)
 
 
 class Client:
@@ -41,16 +46,21 @@ class Client:
         return self.call("POST", path, body)
 
     def exchange(
-        self, method: str, path: str, body: Any = None, raw: bytes | None = None
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        raw: bytes | None = None,
+        headers: dict[str, str] | None = None,
     ) -> tuple[int, bytes, dict[str, str]]:
         """(status, body, headers with lower-case names)."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_S)
         with contextlib.closing(connection):
             data = raw if raw is not None else None if body is None else json.dumps(body)
-            connection.request(method, path, data, {"Content-Type": "application/json"})
+            connection.request(method, path, data, {"Content-Type": "application/json", **(headers or {})})
             answer = connection.getresponse()
-            headers = {name.lower(): value for name, value in answer.getheaders()}
-            return answer.status, answer.read(), headers
+            received = {name.lower(): value for name, value in answer.getheaders()}
+            return answer.status, answer.read(), received
 
     def events(self, path: str, **body: Any) -> list[Any]:
         """The decoded events of a stream; the last one must be [DONE], and is left out."""
@@ -63,13 +73,24 @@ class Client:
 
 @contextlib.contextmanager
 def running_frontend(
-    core: FakeCore, checkpoint: Checkpoint, server: ServerConfig | None = None, wait: bool = True
+    core: FakeCore,
+    checkpoint: Checkpoint,
+    server: ServerConfig | None = None,
+    wait: bool = True,
+    limits: HttpLimits | None = None,
+    send_buffer: int | None = None,
 ) -> Iterator[Client]:
-    """The app in front of `core`; ready to serve unless `wait` is false."""
+    """The app in front of `core`; ready to serve unless `wait` is false.
+
+    Its engine runs one choice at a time, so `max_queued_requests` and one more may be inside.
+    `send_buffer` is how many bytes the kernel keeps for a client that does not read.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     port = listener.getsockname()[1]
     launch = FrontendLaunch(
-        EngineConfig(model=ModelConfig(model=MODEL), scheduler=SchedulerConfig(scheduling_policy="priority")),
+        CONFIG,
         server or ServerConfig(),
         checkpoint,
         core.endpoint,
@@ -77,7 +98,7 @@ def running_frontend(
         listener.fileno(),
     )
     stop, started = threading.Event(), threading.Event()
-    thread = threading.Thread(target=_serve, args=(launch, listener, started, stop))
+    thread = threading.Thread(target=_serve, args=(launch, limits, listener, started, stop))
     thread.start()
     try:
         assert started.wait(DEADLINE_S)
@@ -94,7 +115,7 @@ def running_frontend(
 def launch_frame(core: FakeCore, checkpoint: Checkpoint, supervisor: Path, fd: int) -> FrontendLaunch:
     """What the supervisor would tell a frontend process."""
     return FrontendLaunch(
-        EngineConfig(model=ModelConfig(model=MODEL), scheduler=SchedulerConfig(scheduling_policy="priority")),
+        CONFIG,
         ServerConfig(shutdown_timeout=DEADLINE_S),
         checkpoint,
         core.endpoint,
@@ -104,10 +125,14 @@ def launch_frame(core: FakeCore, checkpoint: Checkpoint, supervisor: Path, fd: i
 
 
 def _serve(
-    launch: FrontendLaunch, listener: socket.socket, started: threading.Event, stop: threading.Event
+    launch: FrontendLaunch,
+    limits: HttpLimits | None,
+    listener: socket.socket,
+    started: threading.Event,
+    stop: threading.Event,
 ) -> None:
     async def run() -> None:
-        runner = await start(create_app(launch), listener)
+        runner = await start(create_app(launch, limits), listener)
         started.set()
         while not stop.is_set():
             await asyncio.sleep(0.005)

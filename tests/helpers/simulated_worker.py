@@ -3,16 +3,21 @@
 A model that computes position p needs the KV of its own prefix in every position it sees. This
 worker checks exactly that, so a block that was shared wrongly, reused too early or lost makes
 it raise. The token it draws depends on the prefix alone: what a request generates must not
-depend on what else runs.
+depend on what else runs. Prefixes begin at the row's seed, so that tests can make the KV of
+equal tokens differ.
 """
 
-from collections.abc import Sequence
+import struct
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from atom.messages.engine import pack_ids, unpack_ids
-from atom.messages.worker import BatchResult, FullAttentionSpec, KVSpec, ScheduledBatch
+from atom.messages.engine import DrawnLogprobs, LogprobTable, PromptLogprobs, pack_ids, unpack_ids
+from atom.messages.worker import BatchResult, FullAttentionSpec, KVSpec, NewRow, ScheduledBatch
 
 ROOT = 0
+Scores = tuple[list[int], list[float], int]
+"""Ids, log probabilities and rank: one row of a `LogprobTable`."""
 
 
 def extend_prefix(prefix: int, token_id: int) -> int:
@@ -25,9 +30,42 @@ def draw(prefix: int, vocabulary: int) -> int:
     return (prefix >> 7) % vocabulary
 
 
-def undisturbed(prompt: Sequence[int], max_tokens: int, stop_ids: set[int], vocabulary: int) -> list[int]:
+def scores(prefix: int, token_id: int, width: int, vocabulary: int) -> Scores:
+    """What the worker says of a token behind a prefix; the numbers mean nothing, but are nobody else's."""
+    ids = [token_id, *((draw(prefix, vocabulary) + place) % vocabulary for place in range(width - 1))]
+    values = [-(extend_prefix(prefix, one) % 4096) / 64 for one in ids]  # exact in float32
+    return ids, values, 1 + prefix % 1000
+
+
+def pack_scores(rows: Sequence[Scores], width: int) -> LogprobTable:
+    """The table of these rows."""
+    ids = array("i", [one for row in rows for one in row[0]])
+    values = struct.pack(f"<{len(ids)}f", *(value for row in rows for value in row[1]))
+    return LogprobTable(width, ids.tobytes(), values, pack_ids(rank for _, _, rank in rows))
+
+
+def unpack_scores(table: LogprobTable) -> list[Scores]:
+    """The inverse of `pack_scores`."""
+    ids, ranks, width = unpack_ids(table.ids), unpack_ids(table.ranks), table.width
+    values = struct.unpack(f"<{len(ids)}f", table.values)
+    assert len(ids) == len(ranks) * width
+    cuts = [slice(row * width, (row + 1) * width) for row in range(len(ranks))]
+    return [(list(ids[cut]), list(values[cut]), rank) for cut, rank in zip(cuts, ranks, strict=True)]
+
+
+def prefixes_of(token_ids: Iterable[int], root: int = ROOT) -> list[int]:
+    """Entry n stands for the first n + 1 tokens."""
+    prefixes: list[int] = []
+    for token_id in token_ids:
+        prefixes.append(extend_prefix(prefixes[-1] if prefixes else root, token_id))
+    return prefixes
+
+
+def undisturbed(
+    prompt: Sequence[int], max_tokens: int, stop_ids: set[int], vocabulary: int, root: int = ROOT
+) -> list[int]:
     """What a request generates when it is alone."""
-    prefix = ROOT
+    prefix = root
     for token_id in prompt:
         prefix = extend_prefix(prefix, token_id)
     generated: list[int] = []
@@ -43,6 +81,7 @@ class Row:
 
     token_ids: list[int]
     prefixes: list[int]
+    new: NewRow
     computed: int
     tables: list[list[int]]
 
@@ -78,15 +117,17 @@ class SimulatedWorker:
             self._write(row, count)
         for row, count in work:
             self._read(row, count)
-        return BatchResult(batch.step, pack_ids(self._draw(work)))
+        prompt_logprobs = self._prompt_logprobs(batch.rows, counts)
+        drawers = self._draw(work)
+        ids = pack_ids(row.token_ids[-1] for row in drawers)
+        return BatchResult(batch.step, ids, self._drawn_logprobs(drawers), prompt_logprobs)
 
     def _apply(self, batch: ScheduledBatch) -> None:
         for new in batch.new_rows:
             token_ids = list(unpack_ids(new.token_ids))
-            prefixes: list[int] = []
-            for token_id in token_ids:
-                prefixes.append(extend_prefix(prefixes[-1] if prefixes else ROOT, token_id))
-            self._rows[new.row] = Row(token_ids, prefixes, new.computed, [list(t) for t in new.block_ids])
+            prefixes = prefixes_of(token_ids, new.sampling.seed)
+            tables = [list(table) for table in new.block_ids]
+            self._rows[new.row] = Row(token_ids, prefixes, new, new.computed, tables)
         for more in batch.more_blocks:
             assert more.row in batch.rows, "blocks for a row that does not run"
             for table, added in zip(self._rows[more.row].tables, more.block_ids, strict=True):
@@ -112,12 +153,37 @@ class SimulatedWorker:
         size = self._specs[group].block_size
         return row.tables[group][position // size] * size + position % size
 
-    def _draw(self, work: list[tuple[Row, int]]) -> list[int]:
-        drawn = []
+    def _draw(self, work: list[tuple[Row, int]]) -> list[Row]:
+        """Count the tokens as computed; returns the rows that draw, each with one token more."""
+        drawers = []
         for row, count in work:
             row.computed += count
             if row.computed == len(row.token_ids):
-                drawn.append(draw(row.prefixes[-1], self._vocabulary))
-                row.token_ids.append(drawn[-1])
-                row.prefixes.append(extend_prefix(row.prefixes[-1], drawn[-1]))
-        return drawn
+                row.token_ids.append(draw(row.prefixes[-1], self._vocabulary))
+                row.prefixes.append(extend_prefix(row.prefixes[-1], row.token_ids[-1]))
+                drawers.append(row)
+        return drawers
+
+    def _drawn_logprobs(self, drawers: list[Row]) -> DrawnLogprobs | None:
+        """As wide as whoever wants most."""
+        asking = [index for index, row in enumerate(drawers) if row.new.sampling.logprobs >= 0]
+        if not asking:
+            return None
+        width = 1 + max(drawers[index].new.sampling.logprobs for index in asking)
+        rows = [self._score(drawers[index], len(drawers[index].token_ids) - 1, width) for index in asking]
+        return DrawnLogprobs(asking, pack_scores(rows, width))
+
+    def _prompt_logprobs(self, numbers: list[int], counts: list[int]) -> list[PromptLogprobs]:
+        """Of the tokens that follow those computed, as far as the prompt goes."""
+        pieces = []
+        for number, count in zip(numbers, counts, strict=True):
+            row = self._rows[number]
+            start, end = row.computed + 1, min(row.computed + count + 1, row.new.prompt_length)
+            if row.new.prompt_logprobs >= 0 and start < end:
+                width = 1 + row.new.prompt_logprobs
+                table = pack_scores([self._score(row, at, width) for at in range(start, end)], width)
+                pieces.append(PromptLogprobs(number, start, table))
+        return pieces
+
+    def _score(self, row: Row, position: int, width: int) -> Scores:
+        return scores(row.prefixes[position - 1], row.token_ids[position], width, self._vocabulary)

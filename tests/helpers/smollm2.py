@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from atom.config.checkpoint import Checkpoint
+from atom.config.model import ModelConfig
 from atom.supervisor import Supervisor
 
 NEW_TOKENS = 48
@@ -70,7 +71,7 @@ class Reference:
 def prepared() -> Checkpoint:
     """The model as the preparation step leaves it."""
     with Supervisor() as supervisor:
-        return supervisor.prepare(gguf_path())[0]
+        return supervisor.prepare(ModelConfig(model=gguf_path()))[0]
 
 
 @cache

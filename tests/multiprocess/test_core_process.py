@@ -71,6 +71,9 @@ class Peer:
     def send(self, message: msgspec.Struct) -> None:
         self._socket.send(encode(message))
 
+    def send_frames(self, *frames: bytes) -> None:
+        self._socket.send_multipart(frames)
+
     def receive(self) -> Any:
         assert self._socket.poll(int(DEADLINE_S * 1000)), "no message in time"
         return self._decoder.decode(self._socket.recv())
@@ -128,6 +131,16 @@ class Engine:
                 batches = [worker.receive() for worker in self.workers]
                 assert isinstance(batches[0], ScheduledBatch) and batches[0] == batches[1]
                 self.workers[0].send(self._simulation.execute(batches[0]))
+
+    def work_until_quiet(self) -> int:
+        """Execute what still comes; returns how many steps that were."""
+        assert self._simulation is not None
+        steps = 0
+        while self.workers[0].has_message(0.5):
+            batches = [worker.receive() for worker in self.workers]
+            self.workers[0].send(self._simulation.execute(batches[0]))
+            steps += 1
+        return steps
 
     def exit_status(self) -> int:
         return self.process.wait(DEADLINE_S)
@@ -325,10 +338,64 @@ def test_abort_stops_the_tokens(engine: Engine) -> None:
     frontend.send(request(1, [1, 2, 3], 90))
     engine.work_until(lambda: frontend.has_message(0))
     frontend.send(Abort([1, 77]))
+    at_abort = stats_after_tokens_of_one(frontend)
+    assert (at_abort.running, at_abort.waiting) == (0, 0)
+    assert engine.work_until_quiet() <= 2, "steps were sent after the abort"
+    after = stats_after_tokens_of_one(frontend)
+    assert (after.steps, after.kv_blocks_used) == (at_abort.steps, 0)
+    assert not frontend.has_message(0.1)
+
+
+def stats_after_tokens_of_one(frontend: Peer) -> CoreStats:
+    """Tokens that were ready before may still come first, or right behind the abort."""
     frontend.send(GetStats())
     while not isinstance(message := frontend.receive(), CoreStats):
         assert message.request_ids == [1]
-    assert (message.running, message.waiting) == (0, 0)
+    return message
+
+
+def test_garbage_from_a_frontend_harms_nobody(engine: Engine) -> None:
+    engine.start()
+    hostile, decent = engine.frontend(0), engine.frontend(1)
+    hostile.receive()
+    decent.receive()
+    decent.send(request(1, [1, 2, 3], 20))
+    whole = encode(request(2, [1], 5))
+    for frame in (b"", b"\xc1", b"\0" * 4096, whole[:-3], whole.replace(b"\x02", b"\x63", 1)):
+        hostile.send_frames(frame)
+    hostile.send_frames(whole, whole)
+    hostile.send(AddRequest(3, b"12345", 5, GREEDY))
+    hostile.send(AddRequest(4, pack_ids([1]), 5, msgspec.structs.replace(GREEDY, seed=-1)))
+    refusals = [hostile.receive().finished[0] for _ in range(2)]
+    assert [refusal.request_id for refusal in refusals] == [3, 4]
+    assert "seed must be in" in refusals[1].message
+    tokens: dict[int, list[int]] = {}
+    reasons: dict[int, FinishReason] = {}
+
+    def done() -> bool:
+        collect(decent, tokens, reasons)
+        return bool(reasons)
+
+    engine.work_until(done)
+    assert tokens == {1: undisturbed([1, 2, 3], 20, set(), VOCABULARY)}
+
+
+def test_log_probabilities_and_times_reach_the_frontend(engine: Engine) -> None:
+    engine.start()
+    frontend = engine.frontend(0)
+    frontend.receive()
+    sampling = msgspec.structs.replace(GREEDY, logprobs=1)
+    frontend.send(AddRequest(1, pack_ids(range(20)), 1, sampling, prompt_logprobs=0))  # 16 tokens fit a step
+    engine.work_until(lambda: frontend.has_message(0))
+    first_piece = frontend.receive()
+    assert (first_piece.request_ids, [piece.start for piece in first_piece.prompt_logprobs]) == ([], [1])
+    engine.work_until(lambda: frontend.has_message(0))
+    last = frontend.receive()
+    assert [(piece.owner, piece.start) for piece in last.prompt_logprobs] == [(1, 17)]
+    assert last.logprobs.draws == [0] and unpack_ids(last.logprobs.table.ids)[:1] == unpack_ids(
+        last.token_ids
+    )
+    assert last.first[0].queued_s >= 0.0 and last.first[0].prefill_s > 0.0
 
 
 def test_a_frontend_that_does_not_read_is_dropped_and_told(engine: Engine) -> None:

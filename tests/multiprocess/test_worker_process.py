@@ -3,8 +3,9 @@
 import contextlib
 import subprocess
 import sys
+from array import array
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import zmq
 from atom.config.checkpoint import Checkpoint
 from atom.config.engine import EngineConfig
 from atom.messages.codec import Decoder, encode
+from atom.messages.engine import LogitRules, LogprobTable, Sampling, pack_ids, unpack_ids
 from atom.messages.launch import WorkerLaunch
 from atom.messages.supervisor import Dead, Progress, ToSupervisor
 from atom.messages.worker import (
@@ -26,6 +28,7 @@ from atom.messages.worker import (
     WorkerFailed,
     WorkerReady,
 )
+from atom.utils.exit_status import ExitStatus
 from atom.utils.process import spawn
 from tests.helpers.core_side import CoreSide, generate
 from tests.helpers.tiny_models import MAX_MODEL_LEN, engine_config, prompt_of, save_tiny, tiny
@@ -89,10 +92,13 @@ class Workers:
         return sorted(loaded, key=lambda each: each.rank)
 
     def execute(self, batch: ScheduledBatch) -> bytes:
+        return self.result(batch).token_ids
+
+    def result(self, batch: ScheduledBatch) -> BatchResult:
         self.send(batch)
         result = self.receive()
         assert isinstance(result, BatchResult) and result.step == batch.step, result
-        return result.token_ids
+        return result
 
     def exit_statuses(self) -> list[int]:
         return [process.wait(DEADLINE_S) for process in self.processes]
@@ -127,19 +133,58 @@ def run(workers: Workers) -> list[list[int]]:
     return generate(CoreSide(BLOCKS, BLOCK_SIZE), workers.execute, prompts, 24, chunk=16, stagger=2)
 
 
+@dataclass
+class Reported:
+    """Ids and log probabilities of requests that ask for all that a sampler has."""
+
+    ids: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    def add(self, table: LogprobTable) -> None:
+        self.ids += unpack_ids(table.ids) + unpack_ids(table.ranks)
+        self.values += array("f", table.values)
+
+
+def run_with_everything(workers: Workers) -> Reported:
+    rules = LogitRules(
+        bad_words=[[1, 2]],
+        min_tokens=5,
+        end_ids=[7],
+        bias_ids=pack_ids([9]),
+        bias_values=[2.0],
+        repetition_penalty=1.5,
+        frequency_penalty=0.5,
+    )
+    core, reported = CoreSide(BLOCKS, BLOCK_SIZE), Reported()
+    for row, length in enumerate(PROMPT_LENGTHS):
+        sampling = Sampling(0.8, 0, 1.0, 0.0, row, rules=rules if row % 2 else None, logprobs=2)
+        core.add(row, prompt_of(length, length), sampling, prompt_logprobs=1)
+    for _ in range(12):
+        counts = {row: min(7, max(core.known[row] - core.computed[row], 1)) for row in core.tokens}
+        result = workers.result(core.plan(counts))
+        core.take(result.token_ids)
+        reported.ids += unpack_ids(result.token_ids)
+        for each in (*result.prompt_logprobs, *filter(None, [result.logprobs])):
+            reported.add(each.table)
+    return reported
+
+
 def test_two_ranks_draw_what_one_draws(checkpoint: Checkpoint, tmp_path: Path) -> None:
     with started(engine_config(tp=1), checkpoint, tmp_path / "one") as workers:
         (whole,) = workers.start()
-        expected = run(workers)
+        expected, reported = run(workers), run_with_everything(workers)
         heard = workers.heard_by_supervisor()
         workers.send(Shutdown())
         assert workers.exit_statuses() == [0]
     with started(engine_config(tp=2), checkpoint, tmp_path / "two") as workers:
         parts = workers.start()
         assert run(workers) == expected
+        again = run_with_everything(workers)
         workers.send(Shutdown())
         assert workers.exit_statuses() == [0, 0]
     assert len({token for ids in expected for token in ids}) >= 16
+    assert again.ids == reported.ids and len(reported.values) > 2 * sum(PROMPT_LENGTHS)
+    assert again.values == pytest.approx(reported.values, abs=1e-4)
     assert sum(part.weight_bytes for part in parts) < 1.1 * whole.weight_bytes
     phases = [(each.phase, each.done == each.total) for each in heard if isinstance(each, Progress)]
     assert ("Loading weights", True) in phases and ("Warming up", True) in phases
@@ -157,7 +202,7 @@ def test_a_failure_reaches_core_and_supervisor_in_one_line(checkpoint: Checkpoin
     with started(engine_config(), wrong, tmp_path / "run") as workers:
         failed = workers.receive()
         assert failed == WorkerFailed(0, "model type 'mamba' is not supported; these are: llama, qwen3")
-        assert Dead("worker 0", failed.reason) in workers.heard_by_supervisor()
+        assert Dead("worker 0", failed.reason, ExitStatus.MODEL) in workers.heard_by_supervisor()
         assert workers.exit_statuses() == [1]
 
 

@@ -1,21 +1,34 @@
 """Rotary position embedding: the table of angles, once for all layers.
 
-P positions, R rotated features, T tokens, H query heads, K KV heads, E head features.
+P positions, R rotated features, T tokens, H heads, E head features.
 """
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from atom_ops import rotary
+from atom_ops import rotary, rotation
 from workers.layers.context import BuildContext
 
 
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The angles of one step's tokens, for all layers."""
+
+    cos_T1R: torch.Tensor
+    sin_T1R: torch.Tensor
+
+    def __call__(self, x_THE: torch.Tensor) -> torch.Tensor:
+        """Every head turned by the angles of its token."""
+        return rotary(x_THE, self.cos_T1R, self.sin_T1R)
+
+
 class RotaryEmbedding(nn.Module):
-    """Rotates queries and keys by the angles of their positions."""
+    """Positions to angles."""
 
     cos_sin_PR: torch.Tensor
 
@@ -26,10 +39,9 @@ class RotaryEmbedding(nn.Module):
         table = torch.cat((angles.cos(), angles.sin()), dim=-1)
         self.register_buffer("cos_sin_PR", table.to(build.device))
 
-    def forward(
-        self, q_THE: torch.Tensor, k_TKE: torch.Tensor, positions_T: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return rotary(q_THE, k_TKE, self.cos_sin_PR, positions_T)
+    def forward(self, positions_T: torch.Tensor) -> Rotation:
+        cos_T1r, sin_T1r = self.cos_sin_PR.index_select(0, positions_T).unsqueeze(1).chunk(2, dim=-1)
+        return Rotation(*rotation(cos_T1r, sin_T1r))
 
 
 def inverse_frequencies(head_dim: int, rope: Mapping[str, Any]) -> torch.Tensor:

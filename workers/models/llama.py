@@ -19,7 +19,7 @@ from workers.layers.context import BuildContext, ForwardContext
 from workers.layers.embedding import LMHead, VocabEmbedding
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, tp_range
 from workers.layers.norm import RMSNorm
-from workers.layers.rotary import RotaryEmbedding
+from workers.layers.rotary import RotaryEmbedding, Rotation
 from workers.layers.weighted import Range
 
 
@@ -69,19 +69,16 @@ class LlamaAttention(nn.Module):
         shard = head_shard(heads, kv_heads, build.tp.size, build.tp.rank)
         q = Range(heads * head_dim, shard.q_start * head_dim, shard.q_count * head_dim)
         kv = Range(kv_heads * head_dim, shard.kv_start * head_dim, shard.kv_count * head_dim)
-        self._split = [q.size, kv.size, kv.size]
+        self._heads, self._kv_heads = shard.q_count, shard.kv_count
         self._head_dim = head_dim
         self.qkv_proj = ColumnParallelLinear(args.hidden_size, [q, kv, kv], args.attention_bias, build)
         self.o_proj = RowParallelLinear(q, args.hidden_size, args.attention_bias, build)
         self.attention = Attention(layer, head_dim)
 
-    def forward(
-        self, x_TD: torch.Tensor, positions_T: torch.Tensor, rotary: RotaryEmbedding, ctx: ForwardContext
-    ) -> torch.Tensor:
-        q_THE, k_TKE, v_TKE = (
-            part.unflatten(-1, (-1, self._head_dim)) for part in self.qkv_proj(x_TD).split(self._split, -1)
-        )
-        q_THE, k_TKE = rotary(q_THE, k_TKE, positions_T)
+    def forward(self, x_TD: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
+        qkv = self.qkv_proj(x_TD).unflatten(-1, (-1, self._head_dim))
+        qk, v_TKE = qkv.split([self._heads + self._kv_heads, self._kv_heads], 1)
+        q_THE, k_TKE = rotation(qk).split([self._heads, self._kv_heads], 1)
         return self.o_proj(self.attention(q_THE, k_TKE, v_TKE, ctx).flatten(-2))
 
 
@@ -109,12 +106,11 @@ class LlamaDecoderLayer(nn.Module):
         self,
         x_TD: torch.Tensor,
         residual_TD: torch.Tensor | None,
-        positions_T: torch.Tensor,
-        rotary: RotaryEmbedding,
+        rotation: Rotation,
         ctx: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x_TD, residual_TD = self.input_layernorm.add(x_TD, residual_TD)
-        x_TD = self.self_attn(x_TD, positions_T, rotary, ctx)
+        x_TD = self.self_attn(x_TD, rotation, ctx)
         x_TD, residual_TD = self.post_attention_layernorm.add(x_TD, residual_TD)
         return self.mlp(x_TD), residual_TD
 
@@ -130,9 +126,10 @@ class LlamaModel(nn.Module):
         self.rotary = RotaryEmbedding(args.head_dim, args.rope_parameters, build)
 
     def forward(self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        rotation = self.rotary(positions_T)
         x_TD, residual_TD = self.embed_tokens(ids_T), None
         for layer in self.layers:
-            x_TD, residual_TD = layer(x_TD, residual_TD, positions_T, self.rotary, ctx)
+            x_TD, residual_TD = layer(x_TD, residual_TD, rotation, ctx)
         normed_TD, _ = self.norm.add(x_TD, residual_TD)
         return normed_TD
 

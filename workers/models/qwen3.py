@@ -19,7 +19,7 @@ from workers.layers.context import BuildContext, ForwardContext
 from workers.layers.embedding import LMHead, VocabEmbedding
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, tp_range
 from workers.layers.norm import RMSNorm
-from workers.layers.rotary import RotaryEmbedding
+from workers.layers.rotary import RotaryEmbedding, Rotation
 from workers.layers.weighted import Range
 
 
@@ -78,13 +78,11 @@ class Qwen3Attention(nn.Module):
         self.k_norm = RMSNorm(head_dim, args.rms_norm_eps, build)
         self.attention = Attention(layer, head_dim)
 
-    def forward(
-        self, x_TD: torch.Tensor, positions_T: torch.Tensor, rotary: RotaryEmbedding, ctx: ForwardContext
-    ) -> torch.Tensor:
+    def forward(self, x_TD: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
         q_THE, k_TKE, v_TKE = (
             part.unflatten(-1, (-1, self._head_dim)) for part in self.qkv_proj(x_TD).split(self._split, -1)
         )
-        q_THE, k_TKE = rotary(self.q_norm(q_THE), self.k_norm(k_TKE), positions_T)
+        q_THE, k_TKE = rotation(self.q_norm(q_THE)), rotation(self.k_norm(k_TKE))
         return self.o_proj(self.attention(q_THE, k_TKE, v_TKE, ctx).flatten(-2))
 
 
@@ -112,12 +110,11 @@ class Qwen3DecoderLayer(nn.Module):
         self,
         x_TD: torch.Tensor,
         residual_TD: torch.Tensor | None,
-        positions_T: torch.Tensor,
-        rotary: RotaryEmbedding,
+        rotation: Rotation,
         ctx: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x_TD, residual_TD = self.input_layernorm.add(x_TD, residual_TD)
-        x_TD = self.self_attn(x_TD, positions_T, rotary, ctx)
+        x_TD = self.self_attn(x_TD, rotation, ctx)
         x_TD, residual_TD = self.post_attention_layernorm.add(x_TD, residual_TD)
         return self.mlp(x_TD), residual_TD
 
@@ -133,9 +130,10 @@ class Qwen3Model(nn.Module):
         self.rotary = RotaryEmbedding(args.head_dim, args.rope_parameters, build)
 
     def forward(self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        rotation = self.rotary(positions_T)
         x_TD, residual_TD = self.embed_tokens(ids_T), None
         for layer in self.layers:
-            x_TD, residual_TD = layer(x_TD, residual_TD, positions_T, self.rotary, ctx)
+            x_TD, residual_TD = layer(x_TD, residual_TD, rotation, ctx)
         normed_TD, _ = self.norm.add(x_TD, residual_TD)
         return normed_TD
 

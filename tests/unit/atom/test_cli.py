@@ -1,12 +1,13 @@
 """The command line and the keyword arguments."""
 
 import argparse
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from atom.config import cli, not_yet
+from atom.config import cli, not_yet, sources
 from atom.config.engine import EngineConfig
 from atom.config.fields import ConfigError, fields_of
 from atom.config.server import ServerConfig
@@ -18,6 +19,7 @@ def parse(*args: str) -> argparse.Namespace:
     parser = cli.CommandLineParser(prog="atom-launch")
     cli.add_engine_args(parser)
     cli.add_server_args(parser)
+    cli.add_program_args(parser)
     return parser.parse_args(args)
 
 
@@ -136,12 +138,55 @@ def test_a_plain_parser_takes_the_flags_too() -> None:
     assert cli.engine_config_from(namespace).scheduler.max_num_seqs == 3
 
 
+def printed(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        parse(*args)
+    assert end.value.code in (None, 0)
+    return capsys.readouterr().out
+
+
 def test_help_shows_each_flag_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse("--help")
-    text = capsys.readouterr().out
+    text = printed(capsys, "--help")
     assert "--kv-cache-dtype" in text and "--kv_cache_dtype" not in text
     assert "--trust-remote-code" not in text
+    for field in ALL_FIELDS:
+        assert f"[env: {sources.variable_of(field.name)}]" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("args", [("--help", "cache"), ("--help=cache",), ("-h", "CACHE")])
+def test_help_on_a_group(capsys: pytest.CaptureFixture[str], args: tuple[str, ...]) -> None:
+    text = printed(capsys, *args)
+    assert text.startswith("cache:\n")
+    assert "--block-size" in text and "--max-num-seqs" not in text
+
+
+def test_help_by_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "--help", "port")
+    assert "--server-port" in text and "--lenient-fields" not in text  # which has un-supported ones
+    assert printed(capsys, "--help=--max_num_seqs").count("--max-num-seqs") == 1
+    assert "no flag has to do with it; the groups are" in refused(capsys, "--help", "frobnicate")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_shells_complete_flags_and_choices(capsys: pytest.CaptureFixture[str], shell: str) -> None:
+    text = printed(capsys, "--print-completion", shell)
+    assert "--kv-cache-dtype" in text and "--kv_cache_dtype" not in text
+    assert "bfloat16" in text
+    assert "--trust-remote-code" not in text
+
+
+def test_bash_takes_the_completion(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = tmp_path / "complete.bash"
+    script.write_text(printed(capsys, "--print-completion", "bash"))
+    asked = [
+        f"source {script}",
+        "COMP_WORDS=(atom-launch --kv-cache-dtype f) COMP_CWORD=2",
+        r"complete=$(complete -p atom-launch | sed 's/.*-F \([^ ]*\).*/\1/')",
+        "$complete atom-launch f --kv-cache-dtype",
+        "echo ${COMPREPLY[@]}",
+    ]
+    done = subprocess.run(["bash", "-c", "; ".join(asked)], capture_output=True, text=True, timeout=30)
+    assert done.stdout.strip() == "fp8", done.stderr
 
 
 def test_keyword_arguments() -> None:

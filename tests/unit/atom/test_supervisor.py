@@ -7,9 +7,12 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from atom.messages.codec import encode
+from atom.config.model import ModelConfig
+from atom.messages.codec import Decoder, encode
 from atom.messages.supervisor import Dead, Progress, Ready, ToSupervisor
+from atom.messages.worker import FromWorker, WorkerFailed
 from atom.supervisor import Child, StartError, Supervisor
+from atom.utils.exit_status import ExitStatus
 
 
 @pytest.fixture
@@ -32,6 +35,11 @@ def say(supervisor: Supervisor, *messages: ToSupervisor) -> None:
     context.term()
 
 
+def wait_for_ends(supervisor: Supervisor) -> None:
+    for child in supervisor._children.values():
+        child.process.wait(10)
+
+
 def check_until_raised(supervisor: Supervisor) -> str:
     with pytest.raises(StartError) as raised:
         for _ in range(100):
@@ -42,12 +50,12 @@ def check_until_raised(supervisor: Supervisor) -> str:
 def test_a_bare_exit_is_told_by_name_and_status(supervisor: Supervisor) -> None:
     add_child(supervisor, "core", "import time; time.sleep(60)")
     add_child(supervisor, "worker 1", "raise SystemExit(3)")
-    assert check_until_raised(supervisor) == "worker 1 ended with exit status 3"
+    assert check_until_raised(supervisor) == "worker 1: ended with exit status 3"
 
 
 def test_a_signal_is_told_by_its_name(supervisor: Supervisor) -> None:
     add_child(supervisor, "core", "import os; os.kill(os.getpid(), 9)")
-    assert check_until_raised(supervisor) == "core was killed by SIGKILL"
+    assert check_until_raised(supervisor) == "core: killed by SIGKILL"
 
 
 def test_a_workers_words_come_before_the_cores(supervisor: Supervisor) -> None:
@@ -84,5 +92,60 @@ def test_close_ends_children_and_removes_the_directory() -> None:
 
 def test_a_missing_model_is_one_line(supervisor: Supervisor) -> None:
     with pytest.raises(StartError, match="^--model /no/such/place: no such path") as raised:
-        supervisor.prepare("/no/such/place")
+        supervisor.prepare(ModelConfig(model="/no/such/place"))
     assert "\n" not in str(raised.value)
+    assert raised.value.status == ExitStatus.MODEL
+
+
+def test_words_bring_their_exit_status(supervisor: Supervisor) -> None:
+    say(supervisor, Dead("core", "no room", ExitStatus.RESOURCES))
+    add_child(supervisor, "core", "raise SystemExit(1)")
+    with pytest.raises(StartError, match="^core: no room$") as raised:
+        for _ in range(100):
+            supervisor.check()
+    assert raised.value.status == ExitStatus.RESOURCES
+
+
+def test_a_kill_comes_before_the_words_of_its_peers(supervisor: Supervisor) -> None:
+    say(supervisor, Dead("worker 1", "the other rank is gone"), Dead("core", "worker 1 failed"))
+    add_child(supervisor, "worker 0", "import os; os.kill(os.getpid(), 9)")
+    add_child(supervisor, "worker 1", "raise SystemExit(1)")
+    wait_for_ends(supervisor)
+    assert check_until_raised(supervisor) == "worker 0: killed by SIGKILL"
+
+
+def test_an_abort_may_be_an_answer_to_anothers_words(supervisor: Supervisor) -> None:
+    say(supervisor, Dead("worker 1", "no such tensor"))
+    add_child(supervisor, "worker 0", "import os, signal; os.kill(os.getpid(), signal.SIGABRT)")
+    wait_for_ends(supervisor)
+    assert check_until_raised(supervisor) == "worker 1: no such tensor"
+
+
+def test_a_core_hears_why_a_worker_died(supervisor: Supervisor) -> None:
+    add_child(supervisor, "core", "import time; time.sleep(60)")
+    add_child(supervisor, "frontend", "import time; time.sleep(60)")
+    context = zmq.Context()
+    with context.socket(zmq.ROUTER) as workers:
+        workers.bind(supervisor.endpoint("workers"))
+        supervisor.end_engine("worker 3: killed by SIGKILL")
+        _, frame = workers.recv_multipart()
+    context.term()
+    assert Decoder[FromWorker](FromWorker).decode(frame) == WorkerFailed(3, "killed by SIGKILL")
+    assert not supervisor.lives("core") and supervisor.lives("frontend")
+    supervisor.check()  # that the core ended is no news
+    supervisor.stop_frontend(5, hurry=lambda: False)
+    assert not supervisor.lives("frontend")
+    supervisor.check()
+
+
+def test_a_frontend_that_does_not_end_is_killed(supervisor: Supervisor) -> None:
+    ignore = "import signal, time; signal.signal(15, signal.SIG_IGN); print('x', flush=True); time.sleep(60)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", ignore], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        assert process.stdout.read(1) == b"x"
+        supervisor._children["frontend"] = Child("frontend", process)
+        supervisor.stop_frontend(60, hurry=lambda: True)
+    assert process.returncode == -9

@@ -42,8 +42,7 @@ class Step:
         self.table = np.full((len(needed), max(needed) + 2), 10**6, np.int32)
         self.cache = atom_ops.make_kv_layer(sum(needed) + 5, block_size, kv_heads, 32, cache_dtype, CPU)
         if cache_dtype != FP8:
-            self.cache.k.fill_(torch.nan)
-            self.cache.v.fill_(torch.nan)
+            self.cache.kv.fill_(torch.nan)
         self.rows: list[tuple[Tensor, Tensor]] = []
         used = 0
         for row, (count, length) in enumerate(zip(needed, context_lens, strict=True)):

@@ -38,30 +38,24 @@ def test_norms_match_the_published_llama_formula(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rot_dim", [32, 12])
 def test_rotary_turns_pairs_by_complex_multiplication(interleaved: bool, rot_dim: int) -> None:
-    q, k = torch.randn(7, 4, 32), torch.randn(7, 2, 32)
-    angles = torch.rand(50, rot_dim // 2) * 6
-    positions = torch.randint(0, 50, (7,))
-    cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
-    found = atom_ops.rotary(q, k, cos_sin, positions, interleaved)
-    for before, after in zip((q, k), found, strict=True):
-        half = rot_dim // 2
-        first = slice(0, rot_dim, 2) if interleaved else slice(0, half)
-        second = slice(1, rot_dim, 2) if interleaved else slice(half, rot_dim)
-        turn = torch.exp(1j * angles[positions])[:, None]
-        wanted = (before[..., first] + 1j * before[..., second]) * turn
-        torch.testing.assert_close(after[..., first], wanted.real)
-        torch.testing.assert_close(after[..., second], wanted.imag)
-        assert torch.equal(after[..., rot_dim:], before[..., rot_dim:])
+    x, angles = torch.randn(7, 4, 32), torch.rand(7, 1, rot_dim // 2) * 6
+    rotation = atom_ops.rotation(angles.cos(), angles.sin(), interleaved)
+    found = atom_ops.rotary(x, *rotation, interleaved)
+    half = rot_dim // 2
+    first = slice(0, rot_dim, 2) if interleaved else slice(0, half)
+    second = slice(1, rot_dim, 2) if interleaved else slice(half, rot_dim)
+    wanted = (x[..., first] + 1j * x[..., second]) * torch.exp(1j * angles)
+    torch.testing.assert_close(found[..., first], wanted.real)
+    torch.testing.assert_close(found[..., second], wanted.imag)
+    assert torch.equal(found[..., rot_dim:], x[..., rot_dim:])
 
 
 def test_rotary_takes_slices_of_a_fused_projection() -> None:
-    qkv = torch.randn(5, 6 * 16)
-    q, k, _ = (x.unflatten(-1, (-1, 16)) for x in qkv.split((64, 16, 16), -1))
-    cos_sin, positions = torch.rand(9, 16), torch.arange(5)
-    found = atom_ops.rotary(q, k, cos_sin, positions)
-    wanted = atom_ops.rotary(q.contiguous(), k.contiguous(), cos_sin, positions)
-    assert all(map(torch.equal, found, wanted))
-    assert all(x.is_contiguous() for x in found)
+    heads = torch.randn(5, 6, 16)[:, 1:4]
+    rotation = torch.rand(2, 5, 1, 16)
+    found = atom_ops.rotary(heads, *rotation)
+    assert torch.equal(found, atom_ops.rotary(heads.contiguous(), *rotation))
+    assert found.is_contiguous()
 
 
 def test_vocabulary_parts_add_up() -> None:
@@ -93,29 +87,28 @@ def test_weights_stay_plain_where_packing_cannot_help() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
 def test_kv_round_trip_and_bytes(dtype: torch.dtype) -> None:
     cache = atom_ops.make_kv_layer(6, 4, 2, 16, dtype, CPU)
-    tensors = [x for x in (cache.k, cache.v, cache.k_scale, cache.v_scale) if x is not None]
+    tensors = [cache.kv, *([] if cache.scale is None else [cache.scale])]
     assert sum(x.nbytes for x in tensors) == 6 * atom_ops.kv_bytes_per_block(4, 2, 16, dtype)
     k, v = torch.randn(2, 8, 2, 16) * torch.logspace(-3, 2, 8)[None, :, None, None]
-    slots = torch.tensor([5, 0, -1, 23, 11, -1, 2, 8])
-    stored = slots >= 0
+    slots = torch.tensor([5, 0, 7, 23, 11, 1, 2, 8])
     atom_ops.write_kv(k, v, cache, slots)
     error = {torch.float32: 0.0, torch.bfloat16: 2**-8, FP8: 2**-4}[dtype]
-    for found, wanted in zip(read_kv(cache, slots[stored], torch.float32), (k, v), strict=True):
-        largest = wanted[stored].abs().amax(-1, keepdim=True)
-        assert ((found - wanted[stored]).abs() <= error * largest).all()
+    for found, wanted in zip(read_kv(cache, slots, torch.float32).unbind(1), (k, v), strict=True):
+        largest = wanted.abs().amax(-1, keepdim=True)
+        assert ((found - wanted).abs() <= error * largest).all()
     untouched = np.setdiff1d(np.arange(24), slots.numpy())
-    assert not torch.cat(read_kv(cache, torch.from_numpy(untouched), torch.float32)).any()
+    assert not read_kv(cache, torch.from_numpy(untouched), torch.float32).any()
 
 
 def test_every_float8_code_is_read_as_torch_reads_it() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[~codes.view(FP8).float().isnan()]
     cache = atom_ops.make_kv_layer(len(codes), 1, 1, 1, FP8, CPU)
-    cache.k.view(torch.uint8)[:, 0, 0, 0] = codes
-    assert cache.k_scale is not None
+    cache.kv.view(torch.uint8)[:, 0, 0, 0, 0] = codes
+    assert cache.scale is not None
     for scale in (1.0, 255.0, 2.0**-100):
-        cache.k_scale.fill_(scale)
-        found = read_kv(cache, torch.arange(len(codes)), torch.float32)[0].flatten()
+        cache.scale.fill_(scale)
+        found = read_kv(cache, torch.arange(len(codes)), torch.float32)[:, 0].flatten()
         assert torch.equal(found, codes.view(FP8).float() * scale)
 
 
@@ -123,7 +116,7 @@ def test_float8_takes_any_finite_number() -> None:
     cache = atom_ops.make_kv_layer(1, 4, 1, 2, FP8, CPU)
     k = torch.tensor([[0.0, 0.0], [1e-35, -1e-35], [3e38, 1.0], [-114240.0, 448.0]])[:, None]
     atom_ops.write_kv(k, k, cache, torch.arange(4))
-    found = read_kv(cache, torch.arange(4), torch.float32)[0][:, 0]
+    found = read_kv(cache, torch.arange(4), torch.float32)[:, 0, 0]
     assert found[0].tolist() == [0, 0]
     assert found[1].abs().max() < 1e-30
     assert found[2, 0] == 114240

@@ -229,7 +229,10 @@ def test_masked_tokens_are_never_drawn() -> None:
         assert drawn.unique().tolist() == [3, 69]
 
 
-@pytest.mark.parametrize("limits", [{}, {"top_k": 3}, {"temperature": 0.0}])
-def test_broken_logits_still_give_an_id(limits: dict[str, float]) -> None:
-    drawn = sample(torch.full((4, 700), torch.nan), batch(4, **limits), torch.arange(4))
+@pytest.mark.parametrize("logit", [torch.nan, -torch.inf])
+@pytest.mark.parametrize(
+    "limits", [{}, {"top_k": 3}, {"top_k": 400}, {"top_p": 0.5}, {"min_p": 0.1}, {"temperature": 0.0}]
+)
+def test_broken_logits_still_give_an_id(limits: dict[str, float], logit: float) -> None:
+    drawn = sample(torch.full((4, 700), logit), batch(4, **limits), torch.arange(4))
     assert ((drawn >= 0) & (drawn < 700)).all()

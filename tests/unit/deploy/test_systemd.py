@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from atom.config.cli import CommandLineParser, add_engine_args, add_server_args, server_config_from
+from atom.utils.exit_status import ExitStatus
 
 UNIT = Path(__file__).parents[3] / "deploy/systemd/atom.service"
 
@@ -28,6 +29,12 @@ def test_the_command_line_is_one_that_the_server_takes() -> None:
     server = server_config_from(parser.parse_args(arguments))
     assert server.host == "127.0.0.1"
     assert float(service()["TimeoutStopSec"]) > server.shutdown_timeout + 10
+
+
+def test_what_a_restart_cannot_mend_is_not_restarted() -> None:
+    assert service()["RestartPreventExitStatus"].split() == [
+        str(int(status)) for status in (ExitStatus.USAGE, ExitStatus.MODEL)
+    ]
 
 
 def test_only_the_supervisor_is_told_to_stop() -> None:

@@ -1,9 +1,13 @@
+from typing import Any
+
+import msgspec
 import pytest
 
-from atom.messages.engine import AddRequest, FinishReason, unpack_ids
-from atom.messages.worker import FullAttentionSpec
+from atom.messages.engine import AddRequest, FinishReason, TokenDeltas, unpack_ids
+from atom.messages.worker import BatchResult, FullAttentionSpec
 from engine_core.scheduler import Limits
 from tests.helpers.core_driver import GREEDY, CoreDriver
+from tests.helpers.simulated_worker import unpack_scores
 
 FULL = FullAttentionSpec(block_size=4, bytes_per_block=1)
 
@@ -88,3 +92,127 @@ def test_stats() -> None:
     run.run()
     stats = run.core.stats()
     assert (stats.running, stats.kv_blocks_used, stats.generated_tokens) == (0, 0, 8)
+
+
+def asking(most_likely: int) -> dict[str, Any]:
+    return {"sampling": msgspec.structs.replace(GREEDY, logprobs=most_likely)}
+
+
+def one_step(run: CoreDriver) -> tuple[BatchResult, dict[bytes, TokenDeltas]]:
+    batch = run.core.schedule()
+    assert batch is not None
+    result = run.worker.execute(batch)
+    return result, run.core.update(result)
+
+
+def test_log_probabilities_pass_untouched_to_the_only_frontend() -> None:
+    run = driver(blocks=16)
+    run.add(1, [1], max_tokens=2)
+    run.add(2, [2], max_tokens=2, **asking(1))
+    result, deltas = one_step(run)
+    assert result.logprobs is not None and deltas[b"a"].logprobs is result.logprobs
+    assert deltas[b"a"].logprobs.draws == [1]
+
+
+def test_log_probabilities_are_cut_for_each_frontend_and_numbered_anew() -> None:
+    run = driver(blocks=16)
+    for number, frontend, most_likely in [(1, b"a", 2), (2, b"b", 0), (3, b"c", -1), (4, b"b", 1)]:
+        run.add(number, [number], max_tokens=2, frontend=frontend, **asking(most_likely))
+    result, deltas = one_step(run)
+    assert result.logprobs is not None
+    rows = unpack_scores(result.logprobs.table)
+    first, second, third = (deltas[frontend].logprobs for frontend in (b"a", b"b", b"c"))
+    assert first is not None and second is not None and third is None
+    assert (first.draws, unpack_scores(first.table)) == ([0], rows[:1])
+    assert (second.draws, unpack_scores(second.table)) == ([0, 1], rows[1:])
+
+
+def test_log_probabilities_of_an_ended_request_are_dropped() -> None:
+    run = driver(blocks=16)
+    for number in (1, 2, 3):
+        run.add(number, [number], max_tokens=5, **asking(0))
+    batch = run.core.schedule()
+    assert batch is not None
+    run.core.abort([2])
+    result = run.worker.execute(batch)
+    delta = run.core.update(result)[b"a"]
+    assert delta.request_ids == [1, 3] and delta.logprobs is not None and result.logprobs is not None
+    rows = unpack_scores(result.logprobs.table)
+    assert (delta.logprobs.draws, unpack_scores(delta.logprobs.table)) == ([0, 1], [rows[0], rows[2]])
+
+
+def test_prompt_pieces_of_a_step_that_draws_nothing_arrive() -> None:
+    run = CoreDriver([FULL], [16], Limits(4, 4), max_model_len=24)
+    run.add(7, range(6), max_tokens=1, prompt_logprobs=1)
+    _, deltas = one_step(run)
+    (piece,) = deltas[b"a"].prompt_logprobs
+    assert (deltas[b"a"].request_ids, piece.owner, piece.start) == ([], 7, 1)
+    assert len(unpack_scores(piece.table)) == 4  # tokens 1 .. 4, behind 0 .. 3
+    _, deltas = one_step(run)
+    (piece,) = deltas[b"a"].prompt_logprobs
+    assert (deltas[b"a"].request_ids, piece.start, len(unpack_scores(piece.table))) == ([7], 5, 1)
+
+
+def test_each_frontend_gets_the_pieces_of_its_own_prompts() -> None:
+    run = CoreDriver([FULL], [16], Limits(4, 8), max_model_len=24)
+    run.add(1, range(4), max_tokens=1, frontend=b"a", prompt_logprobs=0)
+    run.add(2, range(10, 16), max_tokens=1, frontend=b"b", prompt_logprobs=0)
+    _, deltas = one_step(run)  # 4 tokens of each
+    owners = {frontend: [one.owner for one in delta.prompt_logprobs] for frontend, delta in deltas.items()}
+    assert owners == {b"a": [1], b"b": [2]}
+    assert deltas[b"b"].request_ids == []
+
+
+def test_steps_of_prompt_pieces_alone_answer_nobody() -> None:
+    run = CoreDriver([FULL], [16], Limits(4, 4), max_model_len=24)
+    run.add(7, range(6), max_tokens=1)
+    assert one_step(run)[1] == {}
+
+
+def test_prompt_pieces_of_an_ended_request_are_dropped() -> None:
+    run = driver(blocks=16)
+    run.add(1, range(6), max_tokens=5, prompt_logprobs=0)
+    batch = run.core.schedule()
+    assert batch is not None
+    result = run.worker.execute(batch)
+    assert result.prompt_logprobs
+    run.core.abort([1])
+    assert run.core.update(result) == {}
+
+
+def test_log_probabilities_that_fit_nobody_are_an_error() -> None:
+    run = driver(blocks=16)
+    run.add(1, range(6), max_tokens=5, prompt_logprobs=0, **asking(0))
+    batch = run.core.schedule()
+    assert batch is not None
+    result = run.worker.execute(batch)
+    (piece,), drawn = result.prompt_logprobs, result.logprobs
+    assert drawn is not None
+    replace = msgspec.structs.replace
+    for wrong, message in [
+        (
+            replace(result, prompt_logprobs=[replace(piece, owner=3)]),
+            "prompt log probabilities that fit no row",
+        ),
+        (replace(result, logprobs=replace(drawn, draws=[1])), "do not fit its draws"),
+        (replace(result, logprobs=replace(drawn, draws=[0, 0])), "do not fit its draws"),
+    ]:
+        run = driver(blocks=16)
+        run.add(1, range(6), max_tokens=5, prompt_logprobs=0, **asking(0))
+        run.core.schedule()
+        with pytest.raises(ValueError, match=message):
+            run.core.update(wrong)
+
+
+def test_the_first_token_tells_how_long_everything_took() -> None:
+    run = CoreDriver([FULL], [16], Limits(4, 4), max_model_len=24)
+    run.add(1, range(6), max_tokens=1)
+    run.clock.now += 2.0  # in the queue
+    run.send()
+    run.clock.now += 0.25
+    run.deliver()
+    run.send()
+    run.clock.now += 0.5
+    run.deliver()
+    first = run.done[1].first
+    assert first is not None and (first.queued_s, first.prefill_s) == (2.0, 0.75)

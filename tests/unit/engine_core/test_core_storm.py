@@ -2,15 +2,18 @@
 
 import random
 from collections import Counter
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from atom.messages.worker import FullAttentionSpec, KVSpec, SlidingWindowSpec
+from engine_core.request import State
 from engine_core.scheduler import MAX_IN_FLIGHT, Limits
-from tests.helpers.core_driver import VOCABULARY, CoreDriver
+from tests.helpers.core_driver import GREEDY, VOCABULARY, CoreDriver
 
 FULL = FullAttentionSpec(block_size=4, bytes_per_block=1)
 WINDOW = SlidingWindowSpec(block_size=4, bytes_per_block=1, window=6)
@@ -24,6 +27,7 @@ MAX_MODEL_LEN = 48
 BUDGETS = (1, 3, 8, 64)
 
 
+SALTS = ("", "a", "b")
 PIECES = ([1, 2, 3, 4], [5, 6, 7, 0])
 
 
@@ -31,6 +35,12 @@ def shared_prompt(pattern: int, length: int) -> list[int]:
     """Block i is one of two pieces, as bit i of the pattern says: beginnings agree, and so do middles."""
     blocks = [PIECES[pattern >> index & 1] for index in range(-(-length // 4))]
     return [token_id for block in blocks for token_id in block][:length]
+
+
+def asking(logprobs: int, prompt_logprobs: int, salt: str) -> dict[str, Any]:
+    """Fields of a request."""
+    sampling = msgspec.structs.replace(GREEDY, logprobs=logprobs)
+    return {"sampling": sampling, "prompt_logprobs": prompt_logprobs, "cache_salt": salt}
 
 
 class Storm(RuleBasedStateMachine):
@@ -54,6 +64,7 @@ class Storm(RuleBasedStateMachine):
         stop=st.lists(st.integers(0, VOCABULARY - 1), max_size=1),
         priority=st.integers(-1, 1),
         frontend=st.sampled_from([b"a", b"b"]),
+        fields=st.builds(asking, st.integers(-1, 2), st.integers(-1, 2), st.sampled_from(SALTS)),
     )
     def arrive(
         self,
@@ -64,15 +75,20 @@ class Storm(RuleBasedStateMachine):
         stop: list[int],
         priority: int,
         frontend: bytes,
+        fields: dict[str, Any],
     ) -> None:
-        prompt = shared_prompt(pattern, length)
-        assert self.driver.add(self.arrivals, prompt, max_tokens, eos, stop, priority, frontend) == ""
+        prompt, number = shared_prompt(pattern, length), self.arrivals
+        assert self.driver.add(number, prompt, max_tokens, eos, stop, priority, frontend, **fields) == ""
         self.arrivals += 1
 
     @rule(data=st.data())
     @precondition(lambda self: self.driver.live)
     def abort(self, data: st.DataObject) -> None:
         self.driver.abort(data.draw(st.sampled_from(sorted(self.driver.live))))
+
+    @rule(frontend=st.sampled_from([b"a", b"b"]))
+    def lose_frontend(self, frontend: bytes) -> None:
+        self.driver.lose(frontend)
 
     @rule()
     @precondition(lambda self: len(self.driver.results) < MAX_IN_FLIGHT)
@@ -111,7 +127,8 @@ def storm(seed: int, layout: str, policy: str) -> Counter[str]:
         prompt = shared_prompt(chance.randrange(8), chance.randint(1, 30))
         ids = [chance.randrange(VOCABULARY) for _ in range(chance.randrange(2))]
         priority, frontend = chance.randrange(3), chance.choice([b"a", b"b"])
-        driver.add(request_id, prompt, chance.randint(1, 18), ids, [], priority, frontend)
+        fields = asking(chance.randint(-1, 2), chance.choice([-1, -1, -1, 0, 2]), chance.choice(SALTS))
+        driver.add(request_id, prompt, chance.randint(1, 18), ids, [], priority, frontend, **fields)
         for _ in range(chance.randrange(6)):
             if len(driver.results) < MAX_IN_FLIGHT and chance.random() < 0.7:
                 driver.send()
@@ -133,3 +150,30 @@ def test_storm_meets_every_case(layout: str, policy: str) -> None:
     for case in ("preemptions", "prefill_preemptions", "prefix_hits", "chunked_prefills", "overlapped_steps"):
         assert totals[case] > 0, f"no {case} in {totals}"
     assert totals["generated_tokens"] > 1000
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_a_thousand_requests_aborted_anywhere_leave_nothing(layout: str) -> None:
+    chance = random.Random(layout)
+    specs, blocks = LAYOUTS[layout]
+    driver = CoreDriver(specs, blocks, Limits(6, 8), MAX_MODEL_LEN)
+    aborted: Counter[State] = Counter()
+    for request_id in range(1000):
+        fields = asking(chance.randint(-1, 1), chance.randint(-1, 1), chance.choice(SALTS))
+        prompt = shared_prompt(chance.randrange(8), chance.randint(1, 30))
+        driver.add(request_id, prompt, chance.randint(1, 18), frontend=chance.choice([b"a", b"b"]), **fields)
+        for _ in range(chance.randrange(12)):
+            if len(driver.results) < MAX_IN_FLIGHT and chance.random() < 0.7:
+                driver.send()
+            elif driver.results:
+                driver.deliver()
+        if driver.live and chance.random() < 0.8:
+            victim = chance.choice(sorted(driver.live))
+            aborted[driver.core._scheduler.requests[victim].state] += 1
+            driver.abort(victim)
+    driver.run()  # checks that no block is in use and no request is live
+    driver.core.check_integrity()
+    stats = driver.core.stats()
+    assert min(aborted[state] for state in State if state is not State.ENDED) > 10, aborted
+    assert len(driver.done) > 100 and aborted.total() + len(driver.done) == 1000
+    assert (stats.running, stats.waiting) == (0, 0)

@@ -22,9 +22,9 @@ def ids(*token_ids: int) -> "array[int]":
     return array("i", token_ids)
 
 
-def computed(kv: KVCacheManager, token_ids: "array[int]") -> RequestBlocks:
+def computed(kv: KVCacheManager, token_ids: "array[int]", salt: str = "") -> RequestBlocks:
     """A sequence that is computed whole and may be shared."""
-    blocks = kv.new_blocks()
+    blocks = kv.new_blocks(salt)
     cached = kv.admit(blocks, token_ids)
     assert cached is not None and kv.extend(blocks, cached, len(token_ids)) is not None
     kv.remember(blocks, token_ids, len(token_ids))
@@ -113,6 +113,56 @@ def test_the_seed_enters_the_digests() -> None:
         kv = manager(seed=seed)
         digests.append(computed(kv, ids(*range(8))).digests)
     assert not set(digests[0]) & set(digests[1])
+
+
+@pytest.mark.parametrize("specs", [[FULL], [FULL, WINDOW]])
+def test_a_salt_keeps_equal_tokens_apart(specs: list[KVSpec]) -> None:
+    kv = manager(specs, blocks=32)
+    owners = [computed(kv, ids(*range(13)), salt) for salt in ("", "one", "two")]
+    blocks = [
+        tuple(table[live:]) for one in owners for table, live in zip(one.tables, one.first_live, strict=True)
+    ]
+    for group in range(len(specs)):
+        taken = [block for table in blocks[group :: len(specs)] for block in table]
+        assert len(set(taken)) == len(taken), "two salts share a block"
+    assert len({content for one in owners for content in one.contents}) == 9
+    for salt, hits in [("", 12), ("one", 12), ("two", 12), ("three", 0), ("on", 0)]:
+        again = kv.new_blocks(salt)
+        assert kv.admit(again, ids(*range(13))) == hits
+        kv.release(again)
+    kv.check_integrity(owners)
+
+
+def test_salts_are_told_apart_even_where_digests_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache_manager, "xxh64_digest", lambda content, seed: b"the same")
+    kv = manager()
+    computed(kv, ids(*range(8)), "one")
+    assert kv.admit(kv.new_blocks("two"), ids(*range(8))) == 0
+
+
+def test_a_salt_is_never_taken_for_a_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    beginning = ids(*range(4)).tobytes()
+    monkeypatch.setattr(
+        kv_cache_manager,
+        "xxh64_digest",
+        lambda content, seed: b"a digest" if content == beginning else content,
+    )
+    kv = manager()
+    first = computed(kv, ids(*range(8)))
+    assert first.digests[0] == b"a digest"
+    assert kv.admit(kv.new_blocks("a digest"), ids(*range(4, 9))) == 0
+
+
+def test_a_sequence_that_may_not_hit_computes_everything_and_is_remembered() -> None:
+    kv = manager()
+    first = computed(kv, ids(*range(10)))
+    blocks = kv.new_blocks()
+    assert kv.admit(blocks, ids(*range(12)), may_hit=False) == 0
+    assert kv.extend(blocks, 0, 12) is not None
+    assert not set(blocks.tables[0]) & set(first.tables[0])
+    kv.remember(blocks, ids(*range(12)), 12)
+    kv.check_integrity([first, blocks])
+    assert kv.admit(kv.new_blocks(), ids(*range(13))) == 12
 
 
 def test_equal_digests_of_different_tokens_are_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -277,3 +277,98 @@ def test_blocks_of_a_victim_of_the_same_call_are_not_sent() -> None:
     batch = step(run)
     assert batch.rows == [1] and [more.row for more in batch.more_blocks] == [1]
     run.run()
+
+
+STATES = {"queued": 0, "mid-prefill": 1, "decoding": 3, "draining": 4}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_an_aborted_request_is_in_no_later_step(state: str) -> None:
+    run = driver(max_num_batched_tokens=4)
+    run.add(1, range(6), max_tokens=3)  # two chunks, of which the second draws, and two decodes
+    rows = [row for _ in range(STATES[state]) for row in lone_step(run)]
+    assert set(rows) <= {0}
+    run.add(2, range(20, 26), max_tokens=9)
+    steps = run.core.stats().steps
+    run.abort(1)
+    assert len(run.results) <= 2, "what was sent before is all that the device still does"
+    later = []
+    while run.core.stats().steps < steps + 6:
+        if (batch := run.core.schedule()) is not None:
+            later.append(batch)
+            run.results.append(run.worker.execute(batch))
+        else:
+            run.deliver()
+    (entered,) = [new for batch in later for new in batch.new_rows]
+    assert entered.token_ids == run.live[2].message.prompt_ids
+    # The row of the aborted request may run again only as the other one's.
+    assert {row for batch in later for row in batch.rows} == {entered.row}
+    run.run()
+
+
+def lone_step(run: CoreDriver) -> list[int]:
+    if len(run.results) == 2:
+        run.deliver()
+    return step(run).rows
+
+
+def test_whoever_wants_log_probabilities_of_its_prompt_reads_no_cache() -> None:
+    run = driver()
+    run.add(1, range(10), max_tokens=1)
+    run.run()
+    run.add(2, range(10), max_tokens=1, prompt_logprobs=0)
+    new = step(run).new_rows[0]
+    assert (new.computed, new.prompt_length, new.prompt_logprobs) == (0, 10, 0)
+    run.run()
+    assert run.done[2].cached_tokens == 0
+    assert (run.core.stats().prefix_queries, run.core.stats().prefix_hits) == (10, 0)
+
+
+def test_others_hit_the_blocks_of_who_wants_log_probabilities() -> None:
+    run = driver()
+    run.add(1, range(10), max_tokens=1, prompt_logprobs=0)
+    run.add(2, range(10), max_tokens=1)
+    run.run()
+    assert run.done[2].cached_tokens == 8
+
+
+def entries_of(run: CoreDriver, request_id: int) -> list[tuple[int, int, int]]:
+    """Run to the end; (known tokens, computed, prompt_logprobs) whenever the request takes a row."""
+    prompt, entries = run.live[request_id].message.prompt_ids, []
+    while run.live:
+        batch = run.core.schedule()
+        if batch is None:
+            run.deliver()
+            continue
+        run.results.append(run.worker.execute(batch))
+        news = [new for new in batch.new_rows if new.token_ids.startswith(prompt)]
+        entries += [(len(new.token_ids) // 4, new.computed, new.prompt_logprobs) for new in news]
+    run.run()
+    return entries
+
+
+def test_preempted_after_its_prompt_it_does_not_ask_again_and_may_hit() -> None:
+    run = driver(blocks=6, max_model_len=24)
+    run.add(1, [1, 1, 1], max_tokens=14)
+    run.add(2, range(7), max_tokens=10, prompt_logprobs=1)
+    first, *again = entries_of(run, 2)
+    assert first == (7, 0, 1) and again
+    assert all(known > 7 and prompt_logprobs == -1 for known, _, prompt_logprobs in again)
+    assert any(computed > 0 for _, computed, _ in again), "nothing of it was left in the cache"
+
+
+def test_preempted_amid_its_prompt_it_asks_again_from_its_beginning() -> None:
+    run = driver(blocks=8, max_model_len=32, max_num_batched_tokens=5)
+    run.add(1, range(8), max_tokens=20)
+    run.add(2, range(40, 60), max_tokens=2, prompt_logprobs=1)
+    first, second, *_ = entries_of(run, 2)
+    assert run.core.stats().prefill_preemptions > 0
+    assert first == second == (20, 0, 1)
+
+
+def test_requests_share_under_the_same_salt_alone() -> None:
+    run = driver()
+    for number, salt in enumerate(["", "a", "b", "a", "", "b"]):
+        run.add(number, range(10), max_tokens=1, cache_salt=salt)
+        run.run()
+    assert [run.done[number].cached_tokens for number in range(6)] == [0, 0, 0, 8, 8, 8]

@@ -10,8 +10,12 @@ from frontend.errors import RequestError
 HELLO = [{"role": "user", "content": "hello"}]
 
 
+def template(source: str) -> ChatTemplate:
+    return ChatTemplate(source, {"bos_token": "<s>"})
+
+
 def render(source: str, **options: Any) -> str:
-    return ChatTemplate(source, {"bos_token": "<s>"}).render(HELLO, options)
+    return template(source).render(HELLO, options)
 
 
 def test_blocks_leave_no_blank_lines() -> None:
@@ -55,8 +59,37 @@ def test_a_failing_template_is_the_requests_fault(source: str, text: str) -> Non
 
 @pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "tools", "bos_token"])
 def test_options_cannot_replace_what_the_server_sets(name: str) -> None:
-    with pytest.raises(RequestError, match=name):
-        render("x", **{name: 1})
+    with pytest.raises(RequestError, match=f"{name} cannot be set"):
+        render("{{ messages }}{{ add_generation_prompt }}{{ tools }}{{ bos_token }}", **{name: 1})
+
+
+def test_options_are_the_variables_that_the_template_reads() -> None:
+    source = (
+        "{% if thinking is not defined %}{% set thinking = true %}{% endif %}{% set own = namespace(x=1) %}"
+        "{% macro say(what) %}{{ what }}{{ tone }}{% endmacro %}{{ bos_token }}{{ messages }}{{ thinking }}"
+    )
+    assert template(source).options == {"thinking", "tone"}
+    assert render("{{ thinking }}", thinking=False) == "False"
+    with pytest.raises(RequestError, match="tokenize not read by the template"):
+        render("x", tokenize=True)
+
+
+def test_the_final_message_can_be_continued() -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "Well, "}]
+    turns = "{% for m in messages %}<{{ m.role }}>CONTENT</>{% endfor %}"
+    loop = turns + "{% if add_generation_prompt %}!{% endif %}"
+    plain = template(loop.replace("CONTENT", "{{ m.content }}")).render_continued(messages, {})
+    assert plain == "<user>hello</><assistant>Well, "
+    trimmed = template(loop.replace("CONTENT", "{{ m.content | trim }}")).render_continued(messages, {})
+    assert trimmed == "<user>hello</><assistant>Well,"
+    with pytest.raises(RequestError, match="leaves out the last message") as caught:
+        template("{{ messages[0].content }}").render_continued(messages, {})
+    assert caught.value.param == "continue_final_message"
+
+
+def test_without_a_generation_prompt() -> None:
+    source = "{{ messages[0].content }}{% if add_generation_prompt %}!{% endif %}"
+    assert template(source).render(HELLO, {}, add_generation_prompt=False) == "hello"
 
 
 def test_a_template_that_does_not_compile_names_the_line() -> None:

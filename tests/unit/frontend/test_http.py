@@ -60,13 +60,15 @@ def client(core: FakeCore, checkpoint: Checkpoint) -> Iterator[Client]:
 
 def shape(events: list[Any]) -> list[Any]:
     """Events without what varies between runs."""
-    return [{key: value for key, value in event.items() if key not in ("id", "created")} for event in events]
+    varying = ("id", "created", "system_fingerprint")
+    return [{key: value for key, value in event.items() if key not in varying} for event in events]
 
 
 def test_a_completion(client: Client) -> None:
     status, answer = client.post("/v1/completions", prompt="tell", model=MODEL)
     assert status == 200
-    assert list(answer) == ["id", "object", "created", "model", "choices", "usage"]
+    assert list(answer) == ["id", "object", "created", "model", "system_fingerprint", "choices", "usage"]
+    assert re.fullmatch("fp_[0-9a-f]{12}", answer["system_fingerprint"])
     assert re.fullmatch("cmpl-[0-9a-f]{32}", answer["id"])
     assert (answer["object"], answer["model"]) == ("text_completion", MODEL)
     assert answer["choices"] == [
@@ -156,7 +158,8 @@ def test_the_bytes_of_a_completion_stream(client: Client) -> None:
     usage = json.loads(data.split(b"\n\n")[-3].removeprefix(b"data: "))["usage"]
     head = (
         f'data: {{"id":"{start["id"]}","object":"text_completion",'
-        f'"created":{start["created"]},"model":"org/tiny","choices":['
+        f'"created":{start["created"]},"model":"org/tiny",'
+        f'"system_fingerprint":"{start["system_fingerprint"]}","choices":['
     )
     first, second = (TOKENIZER.decode([token_id]) for token_id in encode(ANSWER)[:2])
     expected = [

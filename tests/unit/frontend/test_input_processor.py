@@ -1,10 +1,11 @@
 """The bounds that are checked before the core hears of a request."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from atom.messages.engine import unpack_ids
+from atom.messages.engine import LogitRules, pack_ids, unpack_ids
 from atom.sampling_params import SamplingParams
 from frontend.errors import RequestError
 from frontend.input_processor import InputProcessor
@@ -94,3 +95,70 @@ def test_stop_strings_need_a_tokenizer(tmp_path: Path) -> None:
     inputs = InputProcessor(tiny_tokenizer.checkpoint(tmp_path), None, 100, "fcfs")
     with pytest.raises(RequestError, match="use stop_token_ids"):
         inputs.requests([3], SamplingParams(stop_strings=["x"]), [1])
+
+
+def rules(inputs: InputProcessor, **params: Any) -> LogitRules | None:
+    return inputs.requests([3], SamplingParams(**params), [1])[0].sampling.rules
+
+
+def test_rules_are_only_there_where_asked_for(inputs: InputProcessor) -> None:
+    assert rules(inputs, temperature=0.5, stop_token_ids=[9], ignore_eos=True) is None
+    assert rules(inputs, presence_penalty=0.0, logit_bias={}, bad_words=[], min_tokens=0) is None
+
+
+def test_rules_carry_what_was_asked_for(inputs: InputProcessor) -> None:
+    asked = rules(
+        inputs,
+        presence_penalty=0.5,
+        frequency_penalty=-1,
+        repetition_penalty=1.5,
+        logit_bias={9: 3, 4: -1.5},
+        allowed_token_ids=[8, 5, 8],
+        min_tokens=2,
+        stop_token_ids=[11],
+    )
+    assert asked == LogitRules(
+        allowed_ids=pack_ids([5, 8]),
+        min_tokens=2,
+        end_ids=[1, 7, 11],
+        bias_ids=pack_ids([9, 4]),
+        bias_values=[3.0, -1.5],
+        repetition_penalty=1.5,
+        frequency_penalty=-1.0,
+        presence_penalty=0.5,
+    )
+
+
+def test_min_tokens_hold_no_id_that_ends_nothing(inputs: InputProcessor) -> None:
+    asked = rules(inputs, min_tokens=2, ignore_eos=True)
+    assert asked is not None
+    assert (asked.min_tokens, asked.end_ids) == (2, [])
+
+
+def test_bad_words_are_excluded_with_and_without_a_space(inputs: InputProcessor) -> None:
+    assert inputs.tokenizer is not None
+    plain, spaced = (inputs.tokenizer.encode(text, False) for text in ("fox", " fox"))
+    asked = rules(inputs, bad_words=[" fox"])
+    assert asked is not None
+    assert asked.bad_words == [plain] if spaced[-len(plain) :] == plain else [plain, spaced]
+
+
+@pytest.mark.parametrize("field", ["logit_bias", "allowed_token_ids"])
+def test_ids_of_rules_are_in_the_vocabulary(inputs: InputProcessor, field: str) -> None:
+    value = {360: 1.0} if field == "logit_bias" else [5, 360]
+    with pytest.raises(RequestError, match=f"360 in {field} is outside") as caught:
+        rules(inputs, **{field: value})
+    assert caught.value.param == field
+
+
+def test_something_must_be_left_to_draw(inputs: InputProcessor) -> None:
+    with pytest.raises(RequestError, match="no token could be generated"):
+        rules(inputs, allowed_token_ids=[1, 7], min_tokens=1)
+    assert rules(inputs, allowed_token_ids=[1, 7, 8], min_tokens=1) is not None
+
+
+def test_log_probabilities_and_salts_are_passed_on(inputs: InputProcessor) -> None:
+    (plain,) = inputs.requests([3], SamplingParams(), [1])
+    assert (plain.sampling.logprobs, plain.prompt_logprobs, plain.cache_salt) == (-1, -1, "")
+    (asking,) = inputs.requests([3], SamplingParams(logprobs=0, prompt_logprobs=5), [1], "pepper")
+    assert (asking.sampling.logprobs, asking.prompt_logprobs, asking.cache_salt) == (0, 5, "pepper")

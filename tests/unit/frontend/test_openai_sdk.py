@@ -7,7 +7,7 @@ import pytest
 
 from atom.messages.engine import FinishReason
 from tests.helpers import tiny_tokenizer
-from tests.helpers.fake_core import FakeCore, Script
+from tests.helpers.fake_core import FakeCore, Script, logprob
 from tests.helpers.http_server import DEADLINE_S, MODEL, running_frontend
 
 ANSWER = "Hello world, 你好"
@@ -67,10 +67,67 @@ def test_models(sdk: openai.OpenAI) -> None:
     assert sdk.models.retrieve(MODEL).owned_by == "atom"
 
 
+def test_chat_logprobs(sdk: openai.OpenAI) -> None:
+    reply = sdk.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "hi"}], logprobs=True, top_logprobs=3, n=2
+    )
+    for choice in reply.choices:
+        assert choice.logprobs is not None
+        entries = choice.logprobs.content
+        assert entries is not None
+        read = b"".join(bytes(entry.bytes or ()) for entry in entries[:-1])
+        assert read.decode() == choice.message.content == ANSWER
+        assert entries[-1].token == "</s>"
+        for entry in entries:
+            assert [top.logprob for top in entry.top_logprobs] == [-0.25, -0.5, -0.75]
+            assert entry.logprob in (-0.25, -0.5)
+
+
+def test_chat_stream_logprobs(sdk: openai.OpenAI) -> None:
+    with sdk.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "hi"}], logprobs=True, stream=True
+    ) as stream:
+        chunks = [choice for chunk in stream for choice in chunk.choices]
+    for choice in chunks[:-1]:  # every piece brings the log probabilities of just its tokens
+        entries = (choice.logprobs.content if choice.logprobs else None) or []
+        read = b"".join(bytes(entry.bytes or ()) for entry in entries)
+        assert read.decode() == choice.delta.content
+    assert chunks[-1].finish_reason == "stop"
+
+
+def test_completion_logprobs(sdk: openai.OpenAI) -> None:
+    (choice,) = sdk.completions.create(model=MODEL, prompt="a", logprobs=2).choices
+    columns = choice.logprobs
+    assert columns is not None
+    assert columns.tokens is not None
+    assert columns.top_logprobs is not None
+    assert columns.token_logprobs is not None
+    assert columns.text_offset is not None
+    for token, value, top, offset in zip(
+        columns.tokens, columns.token_logprobs, columns.top_logprobs, columns.text_offset, strict=True
+    ):
+        assert top[token] == value or token == "\ufffd"
+        assert choice.text[offset:].startswith(token) or token in ("\ufffd", "</s>")
+
+
+def test_echo_scores_a_prompt(sdk: openai.OpenAI) -> None:
+    reply = sdk.completions.create(
+        model=MODEL, prompt=[[40, 41, 42], [43, 44]], echo=True, logprobs=1, max_tokens=0
+    )
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == 0
+    for choice, ids in zip(reply.choices, ([40, 41, 42], [43, 44]), strict=True):
+        assert choice.finish_reason == "length"
+        assert choice.logprobs is not None
+        assert choice.logprobs.tokens is not None
+        assert "".join(choice.logprobs.tokens) == choice.text
+        assert choice.logprobs.token_logprobs == [None, *(logprob(token_id) for token_id in ids[1:])]
+
+
 def test_errors_arrive_as_the_sdks_own(sdk: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        sdk.completions.create(model=MODEL, prompt="a", logprobs=3)
-    assert caught.value.param == "logprobs"
+        sdk.completions.create(model=MODEL, prompt="a", suffix="b")
+    assert caught.value.param == "suffix"
     with pytest.raises(openai.NotFoundError) as missing:
         sdk.completions.create(model="other", prompt="a")
     assert missing.value.code == "model_not_found"

@@ -1,5 +1,6 @@
 """Token columns in, updates out."""
 
+import msgspec
 import pytest
 
 from atom.messages.engine import (
@@ -7,11 +8,12 @@ from atom.messages.engine import (
     Finished,
     FinishReason,
     FirstToken,
+    LogitRules,
     Sampling,
     TokenDeltas,
     pack_ids,
 )
-from frontend.output_processor import OutputProcessor, Processed, Update
+from frontend.output_processor import OutputProcessor, Processed, TextOptions, Update
 from tests.helpers import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer.tokenizer()
@@ -22,10 +24,20 @@ def request(request_id: int) -> AddRequest:
     return AddRequest(request_id, pack_ids([5]), 100, Sampling(0.0, 0, 1.0, 0.0, seed=1), [EOS])
 
 
-def processor(*ids: int, stops: list[str] | None = None) -> OutputProcessor:
+def processor(
+    *ids: int,
+    stops: list[str] | None = None,
+    include_stop: bool = False,
+    skip_special_tokens: bool = True,
+    min_tokens: int = 0,
+) -> OutputProcessor:
     output = OutputProcessor(TOKENIZER)
+    text = TextOptions(stops or (), include_stop, skip_special_tokens)
     for request_id in ids:
-        output.add(request(request_id), stops or [])
+        plain = request(request_id)
+        rules = LogitRules(min_tokens=min_tokens) if min_tokens else None
+        sampling = msgspec.structs.replace(plain.sampling, rules=rules)
+        output.add(msgspec.structs.replace(plain, sampling=sampling), text)
     return output
 
 
@@ -139,7 +151,7 @@ def test_the_record_holds_prompt_and_ids() -> None:
 
 def test_without_a_tokenizer_ids_are_all_there_is() -> None:
     output = OutputProcessor(None)
-    output.add(request(1), [])
+    output.add(request(1), TextOptions())
     (update,) = step(output, {1: [4, 5]}, Finished(1, FinishReason.MAX_TOKENS)).updates
     assert (update.text, update.token_ids.tolist()) == ("", [4, 5])
 
@@ -151,3 +163,34 @@ def test_merged_updates_lose_nothing() -> None:
     assert merged.text == "abcd"
     assert merged.token_ids.tolist() == encode("ab") + encode("cd")
     assert (merged.finished, merged.reason) == (True, "max_tokens")
+
+
+def test_a_stop_string_stays_where_asked_for() -> None:
+    (update,) = step(processor(1, stops=["o w"], include_stop=True), {1: encode("Hello world")}).updates
+    assert (update.text, update.stop_reason) == ("Hello w", "o w")
+
+
+@pytest.mark.parametrize(
+    ("include_stop", "skip_special_tokens", "text"),
+    [(False, True, "ab"), (True, True, "ab"), (False, False, "ab<s>"), (True, False, "ab<s></s>")],
+)
+def test_special_tokens_in_the_text(include_stop: bool, skip_special_tokens: bool, text: str) -> None:
+    output = processor(1, include_stop=include_stop, skip_special_tokens=skip_special_tokens)
+    end = Finished(1, FinishReason.EOS, EOS)
+    (update,) = step(output, {1: [*encode("ab<s>"), EOS]}, end).updates
+    assert update.text == text
+
+
+def test_the_text_of_a_stop_id_stays_where_asked_for() -> None:
+    b = encode("b")[0]
+    end = Finished(1, FinishReason.STOP_TOKEN, b)
+    (update,) = step(processor(1, include_stop=True), {1: [*encode("a"), b]}, end).updates
+    assert update.text == "ab"
+
+
+def test_the_first_tokens_end_nothing_on_a_string() -> None:
+    output = processor(1, stops=["a"], min_tokens=2)
+    assert step(output, {1: encode("a")}).updates[0].text == "a"
+    assert step(output, {1: encode("a")}).updates[0].text == "a"
+    (update,) = step(output, {1: encode("a")}).updates
+    assert (update.text, update.reason) == ("", "stop_sequence")

@@ -21,7 +21,7 @@ def make(groups: int = 1, max_rows: int = 8, max_model_len: int = 64) -> InputBa
 
 
 def new_row(row: int, ids: list[int], *blocks: list[int], computed: int = 0) -> NewRow:
-    return NewRow(row, pack_ids(ids), computed, list(blocks), GREEDY)
+    return NewRow(row, pack_ids(ids), computed, list(blocks), GREEDY, len(ids))
 
 
 def draw(batch: InputBatch, step: StepInputs, *ids: int) -> None:

@@ -1,7 +1,9 @@
 """From --model to a Checkpoint: directories, GGUF files, and what is refused."""
 
+import errno
 import json
 import multiprocessing
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,11 +17,13 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from atom.config.checkpoint import Checkpoint
+from atom.config.model import ModelConfig
 from atom.messages.launch import PrepareLaunch
 from atom.messages.supervisor import Progress
+from atom.utils.exit_status import ExitStatus
 from atom.utils.process import spawn
 from workers import hf_directory
-from workers.prepare import expanded_gguf, prepare
+from workers.prepare import _one_line, _status, expanded_gguf, prepare
 from workers.weights import gguf as gguf_module
 
 CONFIG: dict[str, Any] = {
@@ -42,11 +46,19 @@ def write(directory: Path, name: str, content: Any) -> None:
     (directory / name).write_text(content if isinstance(content, str) else json.dumps(content))
 
 
+def model(path: str | Path) -> ModelConfig:
+    return ModelConfig(model=str(path))
+
+
+def without_weights(path: str | Path) -> ModelConfig:
+    return ModelConfig(model=str(path), load_dummy=True)
+
+
 def checkpoint_of(directory: Path, config: dict[str, Any] | None = None, **files: Any) -> Checkpoint:
     write(directory, "config.json", CONFIG | (config or {}))
     for name, content in files.items():
         write(directory, f"{name}.json", content)
-    return prepare(str(directory), directory / "cache", silent)
+    return prepare(without_weights(directory), directory / "cache", silent)
 
 
 # Directories
@@ -115,12 +127,13 @@ def test_generation_config(tmp_path: Path) -> None:
         "top_k": None,
         "repetition_penalty": 1.1,
         "no_repeat_ngram_size": 0,
+        "typical_p": 0.9,
         "max_new_tokens": 5,
     }
     checkpoint = checkpoint_of(tmp_path, generation_config=generation)
     assert checkpoint.eos_token_ids == [7, 2]
-    assert checkpoint.default_sampling == {"temperature": 0.6, "top_p": 0.9}
-    assert checkpoint.ignored_defaults == ["repetition_penalty=1.1"]
+    assert checkpoint.default_sampling == {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}
+    assert checkpoint.ignored_defaults == ["typical_p=0.9"]
 
 
 def test_sampling_defaults_count_only_where_the_checkpoint_samples(tmp_path: Path) -> None:
@@ -184,7 +197,10 @@ def test_a_slow_tokenizer_is_converted_once(tmp_path: Path, monkeypatch: pytest.
     assert checkpoint.tokenizer_file is not None
     assert Tokenizer.from_file(checkpoint.tokenizer_file).encode("hi").ids == [256]
     monkeypatch.setitem(sys.modules, "transformers", None)  # importing it again would fail
-    assert prepare(str(tmp_path), tmp_path / "cache", silent).tokenizer_file == checkpoint.tokenizer_file
+    assert (
+        prepare(without_weights(tmp_path), tmp_path / "cache", silent).tokenizer_file
+        == checkpoint.tokenizer_file
+    )
 
 
 @pytest.mark.parametrize(
@@ -206,23 +222,23 @@ def test_configurations_that_cannot_run_are_refused(
 def test_broken_json_is_named(tmp_path: Path) -> None:
     write(tmp_path, "config.json", "{")
     with pytest.raises(ValueError, match=r"config\.json holds no valid JSON"):
-        prepare(str(tmp_path), tmp_path, silent)
+        prepare(without_weights(tmp_path), tmp_path, silent)
 
 
 def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
     write(tmp_path, "weights.bin", "x")
-    for model, words in (
-        ("Qwen/Qwen3-0.6B", "no such path; downloading from a hub is not supported"),
+    for path, words in (
+        ("./no/such/place", r"no such path; give .* a name on the hub"),
         (str(tmp_path / "weights.bin"), r"no \.gguf"),
         (str(tmp_path), "holds no config.json: give"),
     ):
         with pytest.raises(ValueError, match=words):
-            prepare(model, tmp_path, silent)
+            prepare(model(path), tmp_path, silent)
     write(tmp_path, "a.gguf", "x")
     with pytest.raises(ValueError, match=r"give one of them, such as .*a\.gguf"):
-        prepare(str(tmp_path), tmp_path, silent)
+        prepare(without_weights(tmp_path), tmp_path, silent)
     with pytest.raises(ValueError, match=r"a\.gguf is no readable GGUF file"):
-        prepare(str(tmp_path / "a.gguf"), tmp_path, silent)
+        prepare(model(tmp_path / "a.gguf"), tmp_path, silent)
 
 
 # GGUF files
@@ -304,7 +320,7 @@ def write_gguf(
 def test_a_gguf_becomes_the_weights_that_it_was_made_of(tmp_path: Path) -> None:
     weights = hf_weights()
     write_gguf(tmp_path / "m.gguf", weights)
-    checkpoint = prepare(str(tmp_path / "m.gguf"), tmp_path / "cache", silent)
+    checkpoint = prepare(model(tmp_path / "m.gguf"), tmp_path / "cache", silent)
     made = load_file(Path(checkpoint.directory) / "model.safetensors")
     assert made.keys() == weights.keys()
     for name, array in weights.items():
@@ -326,7 +342,7 @@ def test_a_gguf_becomes_the_weights_that_it_was_made_of(tmp_path: Path) -> None:
 
 def test_a_gguf_tokenizer_cuts_merges_and_frames(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", hf_weights(tied=True))
-    checkpoint = prepare(str(tmp_path / "m.gguf"), tmp_path / "cache", silent)
+    checkpoint = prepare(model(tmp_path / "m.gguf"), tmp_path / "cache", silent)
     assert checkpoint.hf_config["tie_word_embeddings"] is True
     assert checkpoint.tokenizer_file is not None
     tokenizer = Tokenizer.from_file(checkpoint.tokenizer_file)
@@ -339,7 +355,7 @@ def test_a_gguf_tokenizer_cuts_merges_and_frames(tmp_path: Path) -> None:
 def test_quantized_weights_are_expanded_and_served_in_16_bits(tmp_path: Path) -> None:
     weights = hf_weights()
     write_gguf(tmp_path / "m.gguf", weights, packed=gguf.GGMLQuantizationType.Q8_0)
-    checkpoint = prepare(str(tmp_path / "m.gguf"), tmp_path / "cache", silent)
+    checkpoint = prepare(model(tmp_path / "m.gguf"), tmp_path / "cache", silent)
     made = load_file(Path(checkpoint.directory) / "model.safetensors")
     assert checkpoint.dtype == "bfloat16"
     for name, array in weights.items():
@@ -351,7 +367,7 @@ def test_large_models_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(gguf_module, "MAX_SHARD_BYTES", 40_000)
     weights = hf_weights()
     write_gguf(tmp_path / "m.gguf", weights)
-    directory = Path(prepare(str(tmp_path / "m.gguf"), tmp_path / "cache", silent).directory)
+    directory = Path(prepare(model(tmp_path / "m.gguf"), tmp_path / "cache", silent).directory)
     index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
     assert index.keys() == weights.keys()
     assert len(set(index.values())) > 1
@@ -374,7 +390,7 @@ def test_large_models_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.
 def test_ggufs_that_cannot_run_are_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     write_gguf(tmp_path / "m.gguf", hf_weights(), **change)
     with pytest.raises(ValueError, match=words):
-        prepare(str(tmp_path / "m.gguf"), tmp_path / "cache", silent)
+        prepare(model(tmp_path / "m.gguf"), tmp_path / "cache", silent)
     assert not list((tmp_path / "cache").glob("gguf/*.partial"))
 
 
@@ -382,11 +398,11 @@ def test_every_tensor_must_find_its_place(tmp_path: Path) -> None:
     weights = hf_weights()
     write_gguf(tmp_path / "more.gguf", weights | {"blk.0.mystery.weight": np.zeros(4, np.float32)})
     with pytest.raises(ValueError, match=r"'blk\.0\.mystery\.weight'"):
-        prepare(str(tmp_path / "more.gguf"), tmp_path / "cache", silent)
+        prepare(model(tmp_path / "more.gguf"), tmp_path / "cache", silent)
     del weights["model.norm.weight"]
     write_gguf(tmp_path / "fewer.gguf", weights)
     with pytest.raises(ValueError, match=r"lacks model\.norm\.weight"):
-        prepare(str(tmp_path / "fewer.gguf"), tmp_path / "cache", silent)
+        prepare(model(tmp_path / "fewer.gguf"), tmp_path / "cache", silent)
 
 
 def test_llama3_rope_is_recovered_from_its_factors(tmp_path: Path) -> None:
@@ -397,7 +413,7 @@ def test_llama3_rope_is_recovered_from_its_factors(tmp_path: Path) -> None:
     for name, stored in (("m", factors), ("odd", factors[::-1].copy())):
         weights = hf_weights() | {"rope_freqs.weight": stored}
         write_gguf(tmp_path / f"{name}.gguf", weights, add_rope_freq_base=1e6)
-    assert prepare(str(tmp_path / "m.gguf"), tmp_path / "cache", silent).hf_config["rope_parameters"] == {
+    assert prepare(model(tmp_path / "m.gguf"), tmp_path / "cache", silent).hf_config["rope_parameters"] == {
         "rope_type": "llama3",
         "rope_theta": 1e6,
         "factor": 32.0,
@@ -406,7 +422,7 @@ def test_llama3_rope_is_recovered_from_its_factors(tmp_path: Path) -> None:
         "original_max_position_embeddings": 8192,
     }
     with pytest.raises(ValueError, match="not those of Llama 3"):
-        prepare(str(tmp_path / "odd.gguf"), tmp_path / "cache", silent)
+        prepare(model(tmp_path / "odd.gguf"), tmp_path / "cache", silent)
 
 
 def test_rope_scaling_is_kept(tmp_path: Path) -> None:
@@ -417,7 +433,7 @@ def test_rope_scaling_is_kept(tmp_path: Path) -> None:
         "add_rope_scaling_orig_ctx_len": 128,
     }
     write_gguf(tmp_path / "m.gguf", hf_weights(), **scaling)
-    rope = prepare(str(tmp_path / "m.gguf"), tmp_path / "cache", silent).hf_config["rope_parameters"]
+    rope = prepare(model(tmp_path / "m.gguf"), tmp_path / "cache", silent).hf_config["rope_parameters"]
     expected = {"rope_theta": 5e5, "rope_type": "yarn", "factor": 4.0}
     assert rope == expected | {"original_max_position_embeddings": 128}
 
@@ -425,7 +441,7 @@ def test_rope_scaling_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("words", "tokens"), [("smollm", ["ĠĠ", "1", "2"]), ("qwen2", ["Ġ", "Ġ", "1", "2"])])
 def test_a_gguf_names_how_digits_are_cut(tmp_path: Path, words: str, tokens: list[str]) -> None:
     write_gguf(tmp_path / "m.gguf", hf_weights(), add_tokenizer_pre=words)
-    file = prepare(str(tmp_path / "m.gguf"), tmp_path / "cache", silent).tokenizer_file
+    file = prepare(model(tmp_path / "m.gguf"), tmp_path / "cache", silent).tokenizer_file
     assert file is not None
     assert Tokenizer.from_file(file).encode("  12", add_special_tokens=False).tokens == tokens
 
@@ -478,8 +494,8 @@ def test_two_starts_make_one_expansion(tmp_path: Path) -> None:
 # The process
 
 
-def run_prepare(model: str, cache: Path) -> tuple[int, dict[str, Any]]:
-    child = spawn("workers.prepare", PrepareLaunch(model, str(cache), ""), stdout=subprocess.PIPE)
+def run_prepare(config: ModelConfig, cache: Path) -> tuple[int, dict[str, Any]]:
+    child = spawn("workers.prepare", PrepareLaunch(config, str(cache), ""), stdout=subprocess.PIPE)
     assert child.stdin is not None and child.stdout is not None
     with child.stdin, child.stdout:
         status = child.wait(timeout=DEADLINE_S)
@@ -489,13 +505,28 @@ def run_prepare(model: str, cache: Path) -> tuple[int, dict[str, Any]]:
 
 def test_the_process_answers_with_one_line(tmp_path: Path) -> None:
     write(tmp_path, "config.json", CONFIG)
-    status, answer = run_prepare(str(tmp_path), tmp_path)
+    status, answer = run_prepare(without_weights(tmp_path), tmp_path)
     assert status == 0
     assert msgspec.convert(answer["checkpoint"], Checkpoint).vocab_size == 300
     assert answer["device"]["cpu_cores"] >= 1
-    status, answer = run_prepare("no/such/model", tmp_path)
-    assert status == 1
+    status, answer = run_prepare(model("no/such/model"), tmp_path)
+    assert status == ExitStatus.MODEL
     assert answer.keys() == {"error"} and "\n" not in answer["error"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left", "big.bin"), ExitStatus.RESOURCES, r"\(big.bin\): make room"),
+        (PermissionError(errno.EACCES, "Permission denied", "w"), ExitStatus.MODEL, "let this user read it"),
+        (MemoryError(), ExitStatus.RESOURCES, "MemoryError"),
+        (ValueError("has\nlines"), ExitStatus.MODEL, "^has lines$"),
+        (KeyError("odd"), ExitStatus.FAILURE, "^cannot prepare here: KeyError: 'odd'$"),
+    ],
+)
+def test_kinds_of_failure(error: Exception, status: ExitStatus, words: str) -> None:
+    assert _status(error) is status
+    assert re.search(words, _one_line("here", error))
 
 
 def test_a_directory_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
@@ -503,7 +534,7 @@ def test_a_directory_needs_neither_torch_nor_transformers(tmp_path: Path) -> Non
     Tokenizer(models.BPE()).save(str(tmp_path / "tokenizer.json"))
     code = (
         "import sys; from pathlib import Path; import workers.prepare as p;"
-        f"p.prepare({str(tmp_path)!r}, Path('unused'), print);"
+        f"p.prepare(p.ModelConfig(model={str(tmp_path)!r}, load_dummy=True), Path('unused'), print);"
         "print({'torch', 'transformers', 'numpy', 'zmq'} & set(sys.modules))"
     )
     done = subprocess.run(

@@ -1,0 +1,26 @@
+"""The limit of open files: every connection of a client is one."""
+
+import resource
+
+_ENOUGH = 65536
+_NEEDED = 256
+
+
+class OpenFilesError(OSError):
+    """Too few files may be open; the text is one line that says what to change."""
+
+
+def raise_open_files_limit() -> None:
+    """Raise the soft limit as far as is useful and allowed, for this process and its children.
+
+    Raises OpenFilesError where even that is too little to serve anybody.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < _NEEDED:
+        raise OpenFilesError(
+            f"only {allowed} files may be open, and a server needs {_NEEDED}: raise the hard limit "
+            "(ulimit -Hn, or LimitNOFILE= of a systemd unit)"
+        )

@@ -1,0 +1,237 @@
+"""Rules that change what a row may draw, and the record of what it drew before.
+
+U rows with rules among the R that draw, N of them with a record, B bad words of up to J + 1 ids,
+E entries of lists that belong to several rows, M records, L ids in the longest one.
+Rules are sparse: a row names some ids, and only their logits are touched. Such lists hold flat
+places, u * V + id.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from atom_ops.op import Case, op
+from atom_ops.tolerances import EXACT
+
+ANY = -1
+"""In front of a bad word that is shorter than the longest: any id, or none, may stand there."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """Which ids occurred in some rows, twice: in their order, and counted."""
+
+    ids_ML: Tensor
+    """int32. The prompt's different ids, where they matter, then every generated id."""
+    seen_MV: Tensor
+    """int32: twice the times that an id was generated, plus 1 if the prompt's ids matter and have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRows:
+    """Where N rows keep their record."""
+
+    rows_N: Tensor
+    """int64: which of the U."""
+    records_N: Tensor
+    """int64: which of the M."""
+    offsets_N: Tensor
+    """int64: the token at position p of its sequence is entry p - offset of the record."""
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """float32 columns of the rows with a record; 1, 0 and 0 change nothing."""
+
+    repetition_N: Tensor
+    frequency_N: Tensor
+    presence_N: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedIds:
+    """Rows that may draw nothing but what their lists hold."""
+
+    rows: Tensor
+    """int64: which of the U."""
+    places_E: Tensor
+    """int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadWords:
+    """Sequences of two ids or more whose last id must not follow the others."""
+
+    rows_B: Tensor
+    """int64: which of the N."""
+    before_BJ: Tensor
+    """int64: the ids before the last, after as many `ANY` as it takes."""
+    begins_B: Tensor
+    """int64: the entry of the row's record that holds its first generated id."""
+    places_B: Tensor
+    """int64: of the last ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndIds:
+    """Ids that must not be drawn before some position."""
+
+    rows_E: Tensor
+    """int64: which of the U."""
+    until_E: Tensor
+    """int64: the first position where the id may be drawn."""
+    places_E: Tensor
+    """int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """Numbers that are added to logits; minus infinity forbids an id everywhere."""
+
+    places_E: Tensor
+    """int64."""
+    values_E: Tensor
+    """float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRuleBatch:
+    """The rules of the rows that have any. None is a kind of rule that no row has."""
+
+    rows_U: Tensor
+    """int64: which of the R."""
+    allowed: AllowedIds | None = None
+    bias: Bias | None = None
+    end_ids: EndIds | None = None
+    recorded: RecordedRows | None = None
+    bad_words: BadWords | None = None
+    """Needs `recorded`."""
+    penalties: Penalties | None = None
+    """Needs `recorded`."""
+
+
+def _case(rows: int, vocabulary: int) -> Case:
+    def make(
+        dtype: torch.dtype, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, LogitRuleBatch, TokenRecord, int]:
+        def pick(limit: int, *shape: int) -> Tensor:
+            return torch.randint(0, limit, shape, generator=generator)
+
+        logits = (torch.randn(rows + 1, vocabulary, generator=generator) * 4).to(dtype)
+        which = torch.arange(rows)
+        ids = pick(vocabulary, rows, 9).int()
+        seen = torch.zeros(rows, vocabulary, dtype=torch.int32)
+        seen.scatter_add_(1, ids.long(), torch.full_like(ids, 2)).scatter_(1, ids[:, :1].long(), 1)
+        rules = LogitRuleBatch(
+            rows_U=which + 1,
+            allowed=AllowedIds(which[:1], pick(vocabulary, vocabulary // 2)),
+            bias=Bias(which * vocabulary + pick(vocabulary, rows), torch.linspace(-3, 3, rows)),
+            end_ids=EndIds(which, which + 5, which * vocabulary + pick(vocabulary, rows)),
+            recorded=RecordedRows(which, which.flip(0), which % 3),
+            bad_words=BadWords(which, ids[:, 5:6].flip(0).long(), which % 2, which * vocabulary),
+            penalties=Penalties(*torch.rand(3, rows, generator=generator).add_(0.5)),
+        )
+        return logits, torch.full((rows + 1,), 6), rules, TokenRecord(ids, seen), 9
+
+    return Case(f"{rows}x{vocabulary}", make)
+
+
+@op([_case(1, 50), _case(17, 700)], EXACT)
+def rule_logits(
+    logits_RV: Tensor, positions_R: Tensor, rules: LogitRuleBatch, record: TokenRecord, longest: int
+) -> Tensor:
+    """The logits that the rows with rules draw from, float32 [U, V].
+
+    `positions_R` (int64) is the index that each drawn token will have in its sequence; no record of
+    these rows has more than `longest` ids. `atom.messages.engine.LogitRules` says what the rules
+    mean and in which order they apply.
+
+    Where rules exclude every id of a row, all of it is minus infinity: `sample` then draws some id
+    of the vocabulary.
+    """
+    logits_UV = logits_RV.index_select(0, rules.rows_U).float()
+    positions_U = positions_R.index_select(0, rules.rows_U)
+    flat = logits_UV.view(-1)
+    if rules.allowed is not None:
+        kept = flat[rules.allowed.places_E]
+        logits_UV.index_fill_(0, rules.allowed.rows, -torch.inf)
+        flat.index_copy_(0, rules.allowed.places_E, kept)
+    # Adding minus infinity instead of writing it lets lists name an id twice.
+    if rules.bias is not None:
+        flat.index_add_(0, rules.bias.places_E, rules.bias.values_E)
+    if rules.end_ids is not None:
+        early_E = positions_U[rules.end_ids.rows_E] < rules.end_ids.until_E
+        flat.index_add_(0, rules.end_ids.places_E, _infinite_where(early_E))
+    if rules.recorded is not None:
+        entries_N = positions_U[rules.recorded.rows_N] - rules.recorded.offsets_N
+        if rules.bad_words is not None:
+            complete_B = _completes(rules.bad_words, rules.recorded, record, entries_N)
+            flat.index_add_(0, rules.bad_words.places_B, _infinite_where(complete_B))
+        if rules.penalties is not None:
+            _penalise(logits_UV, rules.penalties, rules.recorded, record, longest)
+    return logits_UV
+
+
+def _infinite_where(excluded: Tensor) -> Tensor:
+    """What takes the excluded logits away and leaves the others."""
+    return torch.zeros(excluded.shape, device=excluded.device).masked_fill_(excluded, -torch.inf)
+
+
+def _completes(words: BadWords, rows: RecordedRows, record: TokenRecord, entries_N: Tensor) -> Tensor:
+    """Whether the ids before the last of each word are the ones generated last, bool [B]."""
+    back_J = torch.arange(-words.before_BJ.shape[1], 0, device=entries_N.device)
+    entries_BJ = entries_N[words.rows_B][:, None] + back_J
+    records_B1 = rows.records_N[words.rows_B][:, None]
+    last_BJ = record.ids_ML[records_B1, entries_BJ.clamp(min=0)]
+    generated_BJ = entries_BJ >= words.begins_B[:, None]
+    same_BJ = generated_BJ & (last_BJ == words.before_BJ)
+    return (same_BJ | (words.before_BJ == ANY)).all(-1)
+
+
+def _penalise(
+    logits_UV: Tensor, penalties: Penalties, rows: RecordedRows, record: TokenRecord, longest: int
+) -> None:
+    """Change the logits of the ids that occurred, in place.
+
+    Entries past the end of a record may hold any id: `seen` says whether it occurred. An id that
+    has several entries is given the same number several times.
+    """
+    vocabulary = logits_UV.shape[1]
+    ids_NL = record.ids_ML[:, :longest].index_select(0, rows.records_N).long()
+    seen_NL = record.seen_MV.view(-1)[rows.records_N[:, None] * vocabulary + ids_NL]
+    places_NL = rows.rows_N[:, None] * vocabulary + ids_NL
+    logits_NL = logits_UV.view(-1)[places_NL]
+    repetition_N1 = penalties.repetition_N[:, None]
+    repeated_NL = torch.where(logits_NL > 0, logits_NL / repetition_N1, logits_NL * repetition_N1)
+    logits_NL = torch.where(seen_NL > 0, repeated_NL, logits_NL)
+    times_NL = seen_NL >> 1
+    logits_NL -= penalties.frequency_N[:, None] * times_NL
+    logits_NL -= penalties.presence_N[:, None] * (times_NL > 0)
+    logits_UV.view(-1)[places_NL] = logits_NL
+
+
+def _record_case(rows: int, vocabulary: int) -> Case:
+    def make(
+        dtype: torch.dtype, generator: torch.Generator
+    ) -> tuple[TokenRecord, RecordedRows, Tensor, Tensor]:
+        which = torch.randperm(rows + 2, generator=generator)[:rows]
+        record = TokenRecord(
+            torch.zeros(rows + 2, 9, dtype=torch.int32),
+            torch.ones(rows + 2, vocabulary, dtype=torch.int32),
+        )
+        recorded = RecordedRows(torch.arange(rows), which, which % 4)
+        ids = torch.randint(0, vocabulary, (rows,), generator=generator)
+        return record, recorded, which % 4 + which % 9, ids
+
+    return Case(f"{rows}x{vocabulary}", make)
+
+
+@op([_record_case(1, 50), _record_case(17, 700)], EXACT)
+def record_drawn(record: TokenRecord, rows: RecordedRows, positions_U: Tensor, ids_U: Tensor) -> None:
+    """Enter each row's drawn id (int64) at its position (int64) into the record, in place."""
+    ids_N = ids_U[rows.rows_N]
+    entries_N = positions_U[rows.rows_N] - rows.offsets_N
+    record.ids_ML[rows.records_N, entries_N] = ids_N.int()
+    places_N = rows.records_N * record.seen_MV.shape[1] + ids_N
+    record.seen_MV.view(-1)[places_N] += 2

@@ -1,0 +1,65 @@
+"""What a request must be like so that it cannot harm the others.
+
+Frontends answer clients, and know more (the vocabulary, for one). What gets past them must cost
+that request only: a value that a worker's columns cannot take would end the engine.
+"""
+
+from atom.messages.engine import AddRequest, LogitRules, Sampling
+
+_MAX_INT32 = (1 << 31) - 1
+_MAX_UINT64 = (1 << 64) - 1
+_MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
+_MIN_FLOAT32 = 2.0**-126
+"""Smallest one above zero that has full precision."""
+
+
+def check_request(message: AddRequest, max_model_len: int) -> None:
+    """Raises ValueError, saying why a request can never run."""
+    if len(message.prompt_ids) % 4:
+        raise ValueError(f"prompt of {len(message.prompt_ids)} bytes is not a whole number of token ids")
+    prompt = len(message.prompt_ids) // 4
+    if prompt < 1 or message.max_tokens < 1:
+        raise ValueError("a request needs a prompt and max_tokens of at least 1")
+    if prompt + message.max_tokens > max_model_len:
+        raise ValueError(
+            f"a prompt of {prompt} tokens and max_tokens={message.max_tokens} "
+            f"exceed the context of {max_model_len} tokens"
+        )
+    _check_range("prompt_logprobs", message.prompt_logprobs, -1, _MAX_INT32)
+    _check_sampling(message.sampling)
+    if message.sampling.rules is not None:
+        _check_rules(message.sampling.rules)
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    _check_range("temperature", sampling.temperature, 0.0, _MAX_FLOAT32)
+    _check_range("top_k", sampling.top_k, 0, _MAX_INT32)
+    _check_range("top_p", sampling.top_p, 0.0, 1.0)
+    _check_range("min_p", sampling.min_p, 0.0, 1.0)
+    _check_range("seed", sampling.seed, 0, _MAX_UINT64)
+    _check_range("choice", sampling.choice, 0, _MAX_INT32)
+    _check_range("logprobs", sampling.logprobs, -1, _MAX_INT32)
+
+
+def _check_rules(rules: LogitRules) -> None:
+    if len(rules.allowed_ids) % 4:
+        raise ValueError(f"allowed_ids of {len(rules.allowed_ids)} bytes are not a whole number of token ids")
+    if len(rules.bias_ids) != 4 * len(rules.bias_values):
+        raise ValueError(
+            f"{len(rules.bias_values)} bias_values do not match bias_ids of {len(rules.bias_ids)} bytes"
+        )
+    if not all(rules.bad_words):
+        raise ValueError("a sequence of bad_words is empty")
+    _check_range("min_tokens", rules.min_tokens, 0, _MAX_INT32)
+    _check_range("repetition_penalty", rules.repetition_penalty, _MIN_FLOAT32, _MAX_FLOAT32)
+    _check_range("frequency_penalty", rules.frequency_penalty, -_MAX_FLOAT32, _MAX_FLOAT32)
+    _check_range("presence_penalty", rules.presence_penalty, -_MAX_FLOAT32, _MAX_FLOAT32)
+    for bias in rules.bias_values:
+        _check_range("bias_values", bias, -_MAX_FLOAT32, _MAX_FLOAT32)
+    for token_id in [*rules.end_ids, *(one for sequence in rules.bad_words for one in sequence)]:
+        _check_range("end_ids and bad_words", token_id, 0, _MAX_INT32)
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # so written, NaN is outside
+        raise ValueError(f"{name} must be in [{low:g}, {high:g}], not {value}")

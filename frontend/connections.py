@@ -1,0 +1,107 @@
+"""Connections: what arrives on a socket before, and beside, a request that a route can answer."""
+
+import asyncio
+import socket
+
+from aiohttp import http_exceptions, web
+
+from atom.utils.logger import get_logger
+from frontend.errors import InternalError, RequestError
+from frontend.limits import HttpLimits
+from frontend.metrics import Metrics
+from frontend.routes.errors import answer_of, name_answer, of_aiohttp
+from frontend.routes.writing import unbuffered, within
+
+__all__ = ["Listener"]
+
+_BACKLOG = 1024
+
+
+class Connection(web.RequestHandler):
+    """aiohttp's protocol, whose own answers are OpenAI's error object too."""
+
+    __slots__ = ("_metrics", "_write_deadline_s")
+
+    def __init__(
+        self, server: web.Server, loop: asyncio.AbstractEventLoop, limits: HttpLimits, metrics: Metrics
+    ):
+        super().__init__(
+            server,
+            loop=loop,
+            # Counted from the connection's start too, so heads that never end do not hold it.
+            keepalive_timeout=limits.idle_deadline_s,
+            max_line_size=limits.max_line_bytes,
+            max_field_size=limits.max_line_bytes,
+            max_headers=limits.max_headers,
+            access_log=None,  # type: ignore[arg-type]  # None is how aiohttp turns it off
+        )
+        self._metrics = metrics
+        self._write_deadline_s = limits.write_deadline_s
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The answer to what is no HTTP request; the connection ends with it."""
+        if request.writer.output_size:
+            raise ConnectionError("an answer has begun; another one cannot follow inside it")
+        if status >= 500:
+            get_logger().error("a connection failed", exc_info=exc)
+            response = answer_of(InternalError())
+        else:
+            response = answer_of(_broken_request(exc))
+        response.force_close()
+        return response
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Send what a handler returned; aiohttp's own exceptions become error objects first."""
+        if isinstance(resp, web.HTTPException):
+            resp = of_aiohttp(resp, "the request", 0)
+        if not resp.prepared:  # requests that never reached the application have no signals
+            await name_answer(request, resp)
+        self._metrics.responses[resp.status] += 1
+        sending = super().finish_response(request, resp, start_time)
+        transport = self.transport
+        if transport is None:
+            return await sending
+        with unbuffered(transport):
+            return await within(self._write_deadline_s, transport, self._metrics, sending)
+
+
+class Listener(web.BaseSite):
+    """Takes connections from a socket that is bound already."""
+
+    def __init__(self, runner: web.AppRunner, listener: socket.socket, limits: HttpLimits, metrics: Metrics):
+        super().__init__(runner, backlog=_BACKLOG)
+        self._listener = listener
+        self._limits = limits
+        self._metrics = metrics
+
+    @property
+    def name(self) -> str:
+        host, port = self._listener.getsockname()[:2]
+        return f"http://{host}:{port}"
+
+    async def start(self) -> None:
+        await super().start()
+        server = self._runner.server
+        assert server is not None
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            lambda: Connection(server, loop, self._limits, self._metrics),
+            sock=self._listener,
+            backlog=self._backlog,
+        )
+
+
+def _broken_request(exc: BaseException | None) -> RequestError:
+    if isinstance(exc, http_exceptions.LineTooLong):
+        return RequestError("a line of the request's head is too long", status=431)
+    # Parsers quote the offending bytes below their first line.
+    problem = str(getattr(exc, "message", "")).partition("\n")[0].rstrip(": ")
+    return RequestError(f"this is no HTTP/1.1 request: {problem or 'it cannot be read'}")

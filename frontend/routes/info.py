@@ -1,0 +1,65 @@
+"""GET /version, /server_info and /metrics: what runs here, and how it is doing."""
+
+import platform
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from atom.config.server import ServerConfig
+from atom.utils.version import atom_version
+from frontend.exposition import CONTENT_TYPE, Snapshot, expose
+from frontend.keys import CLIENT, LAUNCH, LIMITS, METRICS, MODELS
+
+__all__ = ["routes"]
+
+routes = web.RouteTableDef()
+
+_VERSION = atom_version()
+
+
+@routes.get("/version")
+async def show_version(request: web.Request) -> web.Response:
+    """The version of this server."""
+    return web.json_response({"version": _VERSION})
+
+
+@routes.get("/server_info")
+async def server_info(request: web.Request) -> web.Response:
+    """The configuration that that runs, without its keys."""
+    launch, ready = request.app[LAUNCH], request.app[CLIENT].limits
+    checkpoint = launch.checkpoint
+    info = {
+        "version": _VERSION,
+        "python": platform.python_version(),
+        "model": request.app[MODELS].name,
+        "architecture": checkpoint.architecture,
+        "vocab_size": checkpoint.vocab_size,
+        "engine": None if ready is None else msgspec.structs.asdict(ready),
+        "config": msgspec.to_builtins(launch.config),
+        "server": _without_keys(launch.server),
+    }
+    return web.Response(body=msgspec.json.encode(info), content_type="application/json")
+
+
+@routes.get("/metrics")
+async def metrics(request: web.Request) -> web.Response:
+    """Prometheus' text. Without an engine it still tells what this process knows."""
+    client = request.app[CLIENT]
+    stats = await client.stats(request.app[LIMITS].stats_deadline_s)
+    snapshot = Snapshot(
+        model=request.app[MODELS].name,
+        metrics=request.app[METRICS],
+        engine=stats,
+        engine_up=client.is_ready,
+        live=len(client),
+        refused=client.admission.refused,
+    )
+    return web.Response(body=expose(snapshot), headers={"Content-Type": CONTENT_TYPE})
+
+
+def _without_keys(server: ServerConfig) -> dict[str, Any]:
+    shown = asdict(server)
+    shown["api_key"] = server.api_key is not None
+    return shown

@@ -1,0 +1,101 @@
+"""Ten thousand bad requests: none is a 5xx, none tells about the inside, and the engine goes on."""
+
+import asyncio
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from tests.helpers.edges import Gauges, wait_until
+from tests.helpers.hostile import hostile_bodies
+from tests.helpers.random_server import ARGS, write_checkpoint
+from tests.helpers.server import Server, running_server
+
+pytestmark = pytest.mark.timeout(300)
+
+COUNT = 10_000
+BATCH = 500
+CONNECTIONS = 12
+SEED = 20_260_101
+MAX_GROWTH = 5 << 20
+# What answers may not show: this program's inside, whatever the request was.
+INSIDE = re.compile(r"Traceback|\.py\b|site-packages|/tmp/|/usr/|/home/|object at 0x|msgspec|aiohttp")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = write_checkpoint(
+        tmp_path_factory.mktemp("model"), hidden_size=48, intermediate_size=64, num_hidden_layers=1
+    )
+    limits = ("--max-model-len", "64", "--num-kv-blocks", "4096")
+    with running_server("--model", str(directory), *ARGS, *limits) as running:
+        yield running
+
+
+def check(path: str, sent: bytes, status: int, received: bytes) -> None:
+    """A usable answer or OpenAI's error object."""
+    text = received.decode()
+    where = f"{path} {sent[:300]!r} -> {status} {text[:500]}"
+    assert not INSIDE.search(text), where
+    if status != 200:
+        assert 400 <= status < 500, where
+        assert set(json.loads(text)["error"]) == {"message", "type", "param", "code"}, where
+        return
+    for event in text.split("\n\n") if text.startswith("data: ") else [text]:
+        if event and event != "data: [DONE]":
+            answer = json.loads(event.removeprefix("data: "))
+            assert answer.keys() & {"choices", "tokens", "prompt"}, where
+
+
+async def drive(session: aiohttp.ClientSession, bodies: Iterator[tuple[str, bytes]]) -> Counter[int]:
+    statuses: Counter[int] = Counter()
+
+    async def one_connection() -> None:
+        for path, body in bodies:
+            async with session.post(path, data=body) as answer:
+                received = await answer.read()
+            check(path, body, answer.status, received)
+            statuses[answer.status] += 1
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(CONNECTIONS):
+            group.create_task(one_connection())
+    return statuses
+
+
+def first(bodies: Iterator[tuple[str, bytes]], count: int) -> Iterator[tuple[str, bytes]]:
+    for _ in range(count):
+        yield next(bodies)
+
+
+def test_ten_thousand_hostile_bodies(server: Server) -> None:
+    frontend = psutil.Process(next(pid for pid, line in server.children().items() if "frontend.main" in line))
+    good: dict[str, Any] = {"prompt": "one two", "max_tokens": 8, "ignore_eos": True}
+    statuses: Counter[int] = Counter()
+    sizes = []
+
+    async def run() -> None:
+        bodies = hostile_bodies(SEED, COUNT)
+        steps = Gauges(server)["engine_steps_total"]
+        async with aiohttp.ClientSession(server.url, timeout=aiohttp.ClientTimeout(total=60)) as session:
+            for _ in range(COUNT // BATCH):
+                statuses.update(await drive(session, first(bodies, BATCH)))
+                async with session.post("/v1/completions", json=good) as answer:
+                    assert answer.status == 200
+                    assert (await answer.json())["usage"]["completion_tokens"] == 8
+                gauges = await asyncio.to_thread(Gauges, server)
+                assert gauges["engine_steps_total"] > steps
+                steps = gauges["engine_steps_total"]
+                sizes.append(frontend.memory_info().rss)
+
+    asyncio.run(run())
+    print(dict(statuses), "RSS in MiB:", [size >> 20 for size in sizes])
+    assert statuses[200] > COUNT // 20 and statuses[400] > COUNT // 20
+    assert sizes[-1] - sizes[-2] < MAX_GROWTH
+    wait_until(server, Gauges.is_idle, "idle")
+    assert "Traceback" not in server.text()

@@ -1,0 +1,227 @@
+"""The end of a server under load: by a signal, by the death of a process, by the launcher's."""
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers.random_server import ARGS, Crowd, seconds_until_unready, write_checkpoint
+from tests.helpers.server import Server, is_alive, running_server
+
+pytestmark = pytest.mark.timeout(240)
+
+STREAMS = 6
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_checkpoint(tmp_path_factory.mktemp("random") / "model"))
+
+
+@pytest.fixture
+def run_directories(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the servers of a test put theirs; short, since sockets lie in them."""
+    with tempfile.TemporaryDirectory(prefix="t-") as directory:
+        monkeypatch.setenv("TMPDIR", directory)
+        yield Path(directory)
+
+
+@pytest.fixture(autouse=True)
+def shared_memory_is_left_as_it_was() -> Iterator[None]:
+    before = set(os.listdir("/dev/shm"))
+    yield
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def port_of(server: Server) -> int:
+    return int(server.url.rpartition(":")[2])
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def pid_of(server: Server, module: str) -> int:
+    return next(pid for pid, line in sorted(server.children().items()) if module in line)
+
+
+def wait_until_gone(pids: list[int], limit_s: float) -> list[int]:
+    """Those that still live when the time is over."""
+    deadline = time.monotonic() + limit_s
+    while (left := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+def last_line(server: Server) -> str:
+    server.kill()
+    return server.log[-1].strip()
+
+
+@pytest.mark.parametrize(
+    ("victim", "args", "cause"),
+    [
+        ("workers.main", (), "worker 0: killed by SIGKILL"),
+        ("workers.main", ("-tp", "2"), "worker [01]: killed by SIGKILL"),
+        ("engine_core.process", (), "core: killed by SIGKILL"),
+        ("frontend.main", (), "frontend: killed by SIGKILL"),
+    ],
+)
+def test_a_dead_process_fails_its_requests_and_ends_the_server(
+    model: str, run_directories: Path, victim: str, args: tuple[str, ...], cause: str
+) -> None:
+    crowd = Crowd(STREAMS)
+
+    async def drive(server: Server) -> tuple[float, float]:
+        async with crowd.streaming(server):
+            os.kill(pid_of(server, victim), signal.SIGKILL)
+            killed = time.monotonic()
+            unready = await seconds_until_unready(server, limit_s=10)
+        return unready, time.monotonic() - killed
+
+    with running_server("--model", model, *ARGS, *args) as server:
+        children = list(server.children())
+        unready, ended = asyncio.run(drive(server))
+        status = server.process.wait(15)
+        assert wait_until_gone(children, 0) == []
+        line = last_line(server)
+    assert unready < 2 and ended < 5
+    assert crowd.ends.total() == STREAMS and not {"hung", "finished"} & crowd.ends.keys()
+    assert status == 1
+    assert re.fullmatch(f"error: {cause}", line)
+    if victim != "frontend.main":
+        assert crowd.ends == {"error event": STREAMS}
+    assert list(run_directories.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_drains_and_the_second_ends(
+    model: str, run_directories: Path, number: signal.Signals
+) -> None:
+    crowd = Crowd(STREAMS)
+
+    async def drive(server: Server) -> tuple[float, float]:
+        async with crowd.streaming(server):
+            server.process.send_signal(number)
+            unready = await seconds_until_unready(server, limit_s=10)
+            await asyncio.sleep(1)
+            assert not crowd.ends, "draining cut a request off"
+            server.process.send_signal(number)
+            asked = time.monotonic()
+        return unready, time.monotonic() - asked
+
+    with running_server("--model", model, *ARGS) as server:
+        children = list(server.children())
+        unready, ended = asyncio.run(drive(server))
+        assert server.process.wait(15) == 0
+        assert wait_until_gone(children, 0) == []
+    assert unready < 1 and ended < 3
+    assert crowd.ends.total() == STREAMS and not {"hung", "finished"} & crowd.ends.keys()
+    assert list(run_directories.iterdir()) == []
+
+
+def test_draining_ends_at_its_deadline(model: str, run_directories: Path) -> None:
+    crowd = Crowd(STREAMS)
+
+    async def drive(server: Server) -> None:
+        async with crowd.streaming(server):
+            server.process.terminate()
+
+    with running_server("--model", model, *ARGS, "--shutdown-timeout", "1") as server:
+        begun = time.monotonic()
+        asyncio.run(drive(server))
+        assert server.process.wait(15) == 0
+        assert 1 <= time.monotonic() - begun < 15
+    assert crowd.ends.total() == STREAMS and not {"hung", "finished"} & crowd.ends.keys()
+
+
+def test_draining_lets_requests_finish(model: str, run_directories: Path) -> None:
+    crowd = Crowd(STREAMS, max_tokens=200)
+
+    async def drive(server: Server) -> None:
+        async with crowd.streaming(server):
+            server.process.terminate()
+
+    with running_server("--model", model, *ARGS) as server:
+        asyncio.run(drive(server))
+        assert server.process.wait(15) == 0
+    assert crowd.ends == {"finished": STREAMS}
+
+
+def test_a_worker_that_dies_while_draining_ends_it(model: str, run_directories: Path) -> None:
+    crowd = Crowd(STREAMS)
+
+    async def drive(server: Server) -> None:
+        async with crowd.streaming(server):
+            server.process.terminate()
+            await asyncio.sleep(0.5)
+            os.kill(pid_of(server, "workers.main"), signal.SIGKILL)
+
+    with running_server("--model", model, *ARGS) as server:
+        asyncio.run(drive(server))
+        assert server.process.wait(15) == 1
+        assert last_line(server) == "error: worker 0: killed by SIGKILL"
+    assert crowd.ends == {"error event": STREAMS}
+
+
+def test_sigkill_of_the_launcher_leaves_nothing(model: str, run_directories: Path) -> None:
+    crowd = Crowd(STREAMS)
+
+    async def drive(server: Server) -> None:
+        async with crowd.streaming(server):
+            tree = psutil.Process(server.process.pid).children(recursive=True)
+            port = port_of(server)
+            server.process.kill()
+            deadline = time.monotonic() + 3
+            assert wait_until_gone([child.pid for child in tree], 3) == []
+            while is_listening(port) and time.monotonic() < deadline:  # the last thread closes it
+                time.sleep(0.02)
+            assert not is_listening(port)
+            assert len(tree) == 4
+
+    with running_server("--model", model, *ARGS, "-tp", "2") as server:
+        asyncio.run(drive(server))
+    assert crowd.ends.total() == STREAMS and not {"hung", "finished"} & crowd.ends.keys()
+    (left,) = run_directories.iterdir()
+    with running_server("--model", model, *ARGS) as server:
+        (own,) = run_directories.iterdir()
+        assert own != left
+        assert server.terminate() == 0
+    assert list(run_directories.iterdir()) == []
+
+
+def test_a_process_that_dies_at_start_is_the_cause(model: str, run_directories: Path) -> None:
+    server = Server("--model", model, *ARGS)
+    try:
+        deadline = time.monotonic() + 30
+        while not any("workers.main" in line for line in server.children().values()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.kill(pid_of(server, "workers.main"), signal.SIGKILL)
+        assert server.process.wait(5) == 1
+        assert last_line(server) == "error: worker 0: killed by SIGKILL"
+    finally:
+        server.kill()
+    assert list(run_directories.iterdir()) == []
+
+
+def test_three_starts_at_once_are_three_servers(model: str, run_directories: Path) -> None:
+    servers = [Server("--model", model, *ARGS) for _ in range(3)]
+    try:
+        for server in servers:
+            server.wait_ready()
+        assert len({port_of(server) for server in servers}) == 3
+        assert [server.terminate() for server in servers] == [0, 0, 0]
+    finally:
+        for server in servers:
+            server.kill()
+    assert list(run_directories.iterdir()) == []

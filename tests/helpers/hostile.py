@@ -1,0 +1,101 @@
+"""Request bodies that no client should send, by the thousand, repeatable from a seed."""
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from frontend.schemas.chat import CHAT
+from frontend.schemas.completions import COMPLETIONS
+from frontend.schemas.tokenization import DETOKENIZE, TOKENIZE
+
+_DEEP = 3000
+
+NASTY = [
+    *("null", "true", "false", "0", "-0.0", "-1", "1", "2", "3", "0.5", "1.5", "-2.5", "1e-400"),
+    *("1e400", "-1e400", "NaN", "Infinity", "-Infinity", "2147483648", "-2147483649"),
+    *("9223372036854775808", "18446744073709551616", "1" + "0" * 400, "0x10", "01", "1.", "+1"),
+    *('""', '" "', '"x"', '"none"', '"auto"', '"\\u0000"', '"a\\u0000b"', '"\\ud800"', '"\\udc00\\ud800"'),
+    *('"\\uffff"', '"😀"', '"\\ud83d\\ude00"', '"' + "x" * 5000 + '"', '"%s%n{0}{{}}"', '"../../etc"'),
+    *("[]", "[[]]", "[null]", "[1]", "[0, 1, 2]", '[1, "a"]', "[-1]", "[1099511627776]", "[1.5]", '["x"]'),
+    *('[""]', "[[1], [2]]", "[[1], []]", "[true]", "[" + "0, " * 5000 + "0]", '["x", "x"]', "[{}]"),
+    *("{}", '{"a": 1}', '{"1": 1}', '{"1": 1e400}', '{"99999999": 5}', '{"-1": 5}', '{"type": "text"}'),
+    *('{"type": "json_object"}', '{"role": "user", "content": "hi"}', '{"include_usage": true}'),
+    *("[" * _DEEP + "]" * _DEEP, '{"a":' * _DEEP + "1" + "}" * _DEEP, "[" * _DEEP, "tru", "'x'", ""),
+    '[{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}]',
+    '[{"role": "user", "content": "x"}, {"role": "user", "content": null}]',
+    '[{"role": "user"}]',
+    '[{"content": "x"}]',
+    '[{"role": 5, "content": "x"}]',
+    '[{"role": "assistant", "content": "x", "tool_calls": [{"function": {"arguments": "{"}}]}]',
+]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A route, what it takes at least, and every field that it knows."""
+
+    path: str
+    base: dict[str, str]
+    fields: list[str]
+
+
+def _target(path: str, schema: object, **base: object) -> Target:
+    known = {*schema.struct.__struct_fields__, *schema.neutral, *schema.harmless}  # type: ignore[attr-defined]
+    return Target(path, {name: json.dumps(value) for name, value in base.items()}, sorted(known))
+
+
+TARGETS = [
+    _target("/v1/completions", COMPLETIONS, prompt="one two", max_tokens=2),
+    _target("/v1/chat/completions", CHAT, messages=[{"role": "user", "content": "hi"}], max_tokens=2),
+    _target("/tokenize", TOKENIZE, prompt="one two"),
+    _target("/detokenize", DETOKENIZE, tokens=[5, 6]),
+]
+_WEIGHTS = [5, 5, 1, 1]
+
+
+def hostile_bodies(seed: int, count: int) -> Iterator[tuple[str, bytes]]:
+    """(path, body): first every field with every nasty value, then mixtures."""
+    source = random.Random(seed)
+    table = [
+        (target.path, _render({**target.base, name: value}))
+        for target in TARGETS
+        for name in target.fields
+        for value in NASTY
+    ]
+    source.shuffle(table)
+    yield from table[: count // 2]
+    for _ in range(count - min(len(table), count // 2)):
+        yield _mixture(source)
+
+
+def _mixture(source: random.Random) -> tuple[str, bytes]:
+    target = source.choices(TARGETS, _WEIGHTS)[0]
+    fields = dict(target.base)
+    for name in source.choices(target.fields, k=source.randrange(1, 5)):
+        fields[name] = source.choice(NASTY)
+    body = _render(fields)
+    match source.randrange(6):
+        case 0:
+            body = _damaged(source, body)
+        case 1:
+            body = source.randbytes(source.randrange(200))
+        case 2:
+            body = source.choice(NASTY).encode("utf-8", "surrogatepass")
+    return target.path, body
+
+
+def _render(fields: dict[str, str]) -> bytes:
+    return ("{" + ", ".join(f'"{name}": {value}' for name, value in fields.items()) + "}").encode()
+
+
+def _damaged(source: random.Random, body: bytes) -> bytes:
+    at = source.randrange(len(body))
+    match source.randrange(4):
+        case 0:
+            return body[:at]
+        case 1:
+            return body[:at] + bytes([source.randrange(256)]) + body[at + 1 :]
+        case 2:
+            return body[:at] + body[at + 1 :]
+    return body[:at] + body[source.randrange(len(body)) :]

@@ -1,0 +1,105 @@
+"""The app in front of a fake core, and what a request did to both."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from atom.messages.engine import AddRequest, FinishReason, LogitRules, unpack_ids
+from tests.helpers import tiny_tokenizer
+from tests.helpers.fake_core import FakeCore, Script
+from tests.helpers.http_server import Client, running_frontend
+
+TOKENIZER = tiny_tokenizer.tokenizer()
+EOS = 1
+ANSWER = "Hello <s>world, 你好🦊"
+MINIMAL: dict[str, dict[str, Any]] = {
+    "chat": {"messages": [{"role": "user", "content": "hi"}]},
+    "completions": {"prompt": "hi"},
+}
+PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+TEMPLATE = tiny_tokenizer.TEMPLATE + "{{ tone }}{{ reasoning_effort }}"
+
+
+@dataclass
+class Ran:
+    """One request that was answered."""
+
+    requests: list[AddRequest]
+    answer: dict[str, Any]
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """Of a stream, whose first event is `answer`."""
+
+    @property
+    def sent(self) -> AddRequest:
+        return self.requests[0]
+
+    @property
+    def rules(self) -> LogitRules:
+        return self.sent.sampling.rules or LogitRules()
+
+    @property
+    def prompt(self) -> str:
+        return TOKENIZER.decode(unpack_ids(self.sent.prompt_ids), skip_special_tokens=False)
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        choice: dict[str, Any] = self.answer["choices"][0]
+        return choice
+
+    @property
+    def text(self) -> str:
+        text: str = self.choice["text"] if "text" in self.choice else self.choice["message"]["content"]
+        return text
+
+
+@dataclass
+class Rig:
+    """Sends requests to the app."""
+
+    client: Client
+    core: FakeCore
+
+    def run(self, endpoint: str, **fields: Any) -> Ran:
+        """A request that is answered; fields that are None go as null."""
+        self.core.requests.clear()
+        body = MINIMAL[endpoint] | fields
+        if body.get("stream"):
+            events = self.client.events(PATHS[endpoint], **body)
+            return Ran(list(self.core.requests), events[0], events)
+        status, answer = self.client.post(PATHS[endpoint], **body)
+        assert status == 200, answer
+        return Ran(list(self.core.requests), answer)
+
+    def refused(self, endpoint: str, **fields: Any) -> dict[str, Any]:
+        """The error object of a request that must not reach the core."""
+        self.core.requests.clear()
+        status, answer = self.client.post(PATHS[endpoint], **(MINIMAL[endpoint] | fields))
+        assert status in (400, 404), answer
+        assert self.core.requests == []
+        assert answer["error"]["type"] == "invalid_request_error"
+        error: dict[str, Any] = answer["error"]
+        return error
+
+
+def script(request: AddRequest) -> Script:
+    """ANSWER, as far as the request's limit allows."""
+    ids = [*TOKENIZER.encode(ANSWER, add_special_tokens=False), EOS]
+    if request.max_tokens < len(ids):
+        return Script(ids[: request.max_tokens], FinishReason.MAX_TOKENS)
+    return Script(ids, FinishReason.EOS, EOS)
+
+
+@contextmanager
+def running_rig(directory: Path, **checkpoint: Any) -> Iterator[Rig]:
+    """A rig whose checkpoint has these fields."""
+    made = tiny_tokenizer.checkpoint(directory, max_model_len=10_000, **checkpoint)
+    (directory / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    with FakeCore(directory, script, max_model_len=10_000) as core, running_frontend(core, made) as client:
+        yield Rig(client, core)
+
+
+def body_of(endpoint: str, **fields: Any) -> bytes:
+    return json.dumps(MINIMAL[endpoint] | fields).encode()

@@ -1,0 +1,128 @@
+"""What is counted, and the text that scrapers get."""
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from atom.messages.engine import CoreStats, FirstToken
+from frontend.exposition import Snapshot, expose
+from frontend.metrics import Histogram, Metrics, Progress
+
+STATS = CoreStats(
+    steps=9,
+    running=2,
+    waiting=3,
+    kv_blocks_used=25,
+    kv_blocks_total=100,
+    preemptions=4,
+    prefill_preemptions=1,
+    prefix_queries=70,
+    prefix_hits=50,
+    chunked_prefills=6,
+    overlapped_steps=8,
+    prompt_tokens=1,
+    generated_tokens=1,
+)
+
+Samples = dict[tuple[str, tuple[str, ...]], float]
+
+
+def scrape(metrics: Metrics, engine: CoreStats | None) -> Samples:
+    """Values by sample name and by the labels that tell samples of one name apart."""
+    text = expose(Snapshot("tiny", metrics, engine, engine is not None, live=5, refused=7)).decode()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            if family.name.startswith(("atom:", "vllm:")) and "status" not in labels:
+                assert (labels.pop("model_name"), labels.pop("engine")) == ("tiny", "0")
+            found[sample.name, tuple(labels.values())] = sample.value
+    return found
+
+
+def test_a_value_on_a_bound_belongs_below_it() -> None:
+    histogram = Histogram([1.0, 2.0])
+    for value in (0.5, 1.0, 1.5, 2.0, 2.5):
+        histogram.observe(value)
+    assert (histogram.counts, histogram.sum) == ([2, 2, 1], 7.5)
+
+
+def test_a_life_of_a_choice() -> None:
+    metrics = Metrics()
+    progress = Progress(arrived_at=10.0, prompt_tokens=30)
+    metrics.admitted(FirstToken(1, 0, queued_s=0.25, prefill_s=0.5))
+    metrics.advanced(progress, 1, now=11.0)
+    metrics.advanced(progress, 1, now=11.1)
+    metrics.advanced(progress, 2, now=11.5)  # two tokens in one step
+    metrics.finished(progress, "max_tokens", now=12.0)
+    metrics.aborted(2)
+    metrics.failed(3)
+    found = scrape(metrics, None)
+    for prefix in ("atom:", "vllm:"):
+        assert found[f"{prefix}prompt_tokens_total", ()] == 30
+        assert found[f"{prefix}generation_tokens_total", ()] == 4
+        assert found[f"{prefix}request_success_total", ("length",)] == 1
+        assert found[f"{prefix}request_success_total", ("abort",)] == 2
+        assert found[f"{prefix}request_success_total", ("error",)] == 3
+        sums = {
+            name: found[f"{prefix}{name}_seconds_sum", ()]
+            for name in (
+                "time_to_first_token",
+                "inter_token_latency",
+                "e2e_request_latency",
+                "request_queue_time",
+                "request_prefill_time",
+                "request_decode_time",
+            )
+        }
+        assert list(sums.values()) == pytest.approx([1.0, 0.5, 2.0, 0.25, 0.5, 1.0])
+        assert found[f"{prefix}inter_token_latency_seconds_count", ()] == 3
+        assert found[f"{prefix}inter_token_latency_seconds_bucket", ("0.15",)] == 1
+        assert found[f"{prefix}inter_token_latency_seconds_bucket", ("0.3",)] == 3
+        assert found[f"{prefix}inter_token_latency_seconds_bucket", ("+Inf",)] == 3
+        assert found[f"{prefix}request_prompt_tokens_bucket", ("20.0",)] == 0
+        assert found[f"{prefix}request_prompt_tokens_bucket", ("50.0",)] == 1
+
+
+@pytest.mark.parametrize(
+    ("raw", "label"),
+    [
+        ("eos", "stop"),
+        ("stop_7", "stop"),
+        ("stop_sequence", "stop"),
+        ("aborted", "abort"),
+        ("error", "error"),
+    ],
+)
+def test_reasons_as_vllm_names_them(raw: str, label: str) -> None:
+    metrics = Metrics()
+    metrics.finished(Progress(0.0, 1), raw, now=1.0)
+    assert scrape(metrics, None)["vllm:request_success_total", (label,)] == 1
+
+
+def test_the_engines_part() -> None:
+    metrics = Metrics()
+    metrics.responses[429] += 1
+    found = scrape(metrics, STATS)
+    expected = {
+        "num_requests_running": 2,
+        "num_requests_waiting": 3,
+        "kv_cache_usage_perc": 0.25,
+        "prefix_cache_queries_total": 70,
+        "prefix_cache_hits_total": 50,
+        "num_preemptions_total": 4,
+    }
+    for name, value in expected.items():
+        assert found[f"atom:{name}", ()] == found[f"vllm:{name}", ()] == value
+    assert found["atom:engine_steps_total", ()] == 9
+    assert found["atom:engine_up", ()] == 1
+    assert found["atom:choices_live", ()] == 5
+    assert found["atom:requests_refused_total", ()] == 7
+    assert found["atom:http_responses_total", ("429",)] == 1
+    assert found["process_resident_memory_bytes", ()] > 1 << 20
+
+
+def test_without_an_engine_the_rest_is_still_told() -> None:
+    found = scrape(Metrics(), None)
+    assert found["atom:engine_up", ()] == 0
+    assert ("vllm:num_requests_running", ()) not in found
+    assert found["vllm:prompt_tokens_total", ()] == 0

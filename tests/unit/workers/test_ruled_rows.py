@@ -1,0 +1,203 @@
+"""Logit rules, against the definition written with plain Python."""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atom.messages.engine import LogitRules, Sampling, pack_ids, unpack_ids
+from atom.messages.worker import NewRow
+from workers.ruled_rows import RuledRows
+
+CPU = torch.device("cpu")
+VOCAB, MAX_LEN = 12, 40
+IDS = st.integers(0, VOCAB - 1)
+ID_LISTS = st.lists(IDS, max_size=6)
+PLAIN = Sampling(0.0, 0, 1.0, 0.0, 0)
+
+
+@st.composite
+def logit_rules(draw: st.DrawFn) -> LogitRules:
+    """Every rule half of the time."""
+
+    def maybe(strategy: st.SearchStrategy, neutral: object) -> object:
+        return draw(strategy) if draw(st.booleans()) else neutral
+
+    bias = maybe(st.dictionaries(IDS, st.floats(-100, 100, width=32), max_size=4), {})
+    penalty = st.floats(-2, 2, width=32)
+    return LogitRules(
+        allowed_ids=pack_ids(maybe(ID_LISTS, [])),
+        bad_words=maybe(st.lists(st.lists(IDS, min_size=1, max_size=4), max_size=5), []),
+        min_tokens=maybe(st.integers(0, 6), 0),
+        end_ids=maybe(ID_LISTS, []),
+        bias_ids=pack_ids(bias),
+        bias_values=list(bias.values()),
+        repetition_penalty=maybe(st.floats(0.125, 4, width=32), 1.0),
+        frequency_penalty=maybe(penalty, 0.0),
+        presence_penalty=maybe(penalty, 0.0),
+    )
+
+
+@dataclass
+class Sequence:
+    """One request as a definition sees it."""
+
+    rules: LogitRules | None
+    prompt: list[int]
+    generated: list[int] = field(default_factory=list)
+
+    def new_row(self, row: int) -> NewRow:
+        ids = pack_ids(self.prompt + self.generated)
+        sampling = Sampling(0.0, 0, 1.0, 0.0, 0, rules=self.rules)
+        return NewRow(row, ids, 0, [[]], sampling, len(self.prompt))
+
+    def expected(self, logits: list[float]) -> list[float]:
+        rules = self.rules
+        assert rules is not None
+        allowed, forbidden = set(unpack_ids(rules.allowed_ids)), set()
+        if len(self.generated) < rules.min_tokens:
+            forbidden |= set(rules.end_ids)
+        for word in rules.bad_words:
+            if len(word) == 1 or self.generated[-(len(word) - 1) :] == word[:-1]:
+                forbidden.add(word[-1])
+        bias = dict(zip(unpack_ids(rules.bias_ids), rules.bias_values, strict=True))
+        found = []
+        for token, logit in enumerate(logits):
+            if token in forbidden or (allowed and token not in allowed):
+                logit = -math.inf
+            logit += bias.get(token, 0.0)
+            if token in self.prompt or token in self.generated:
+                logit = logit / rules.repetition_penalty if logit > 0 else logit * rules.repetition_penalty
+            logit -= rules.frequency_penalty * self.generated.count(token)
+            logit -= rules.presence_penalty * (token in self.generated)
+            found.append(logit)
+        return found
+
+
+SEQUENCES = st.builds(
+    Sequence,
+    st.none() | logit_rules(),
+    st.lists(IDS, min_size=1, max_size=8),
+    st.lists(IDS, max_size=6),
+)
+
+
+def step(ruled: RuledRows, rows: dict[int, Sequence], drawn: list[int], seed: int) -> None:
+    """Compare the logits of all rows, then let each draw its id."""
+    order = np.array(list(rows), np.int64)
+    positions = np.array([len(s.prompt) + len(s.generated) for s in rows.values()], np.int64)
+    logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+    draw = ruled.gather(order)
+    which = [i for i, sequence in enumerate(rows.values()) if sequence.rules]
+    assert (draw is None) == (not which)
+    if draw is not None:
+        before, positions_R = logits.clone(), torch.from_numpy(positions)
+        found = ruled.apply(draw, logits, positions_R, positions)
+        sequences = list(rows.values())
+        expected = [sequences[i].expected(logits[i].tolist()) for i in which]
+        torch.testing.assert_close(found, torch.tensor(expected), atol=1e-4, rtol=1e-5)
+        assert torch.equal(before, logits)
+        ids = torch.tensor(drawn)[which]
+        ruled.keep(draw, positions_R[which], ids)
+    for sequence, token in zip(rows.values(), drawn, strict=True):
+        sequence.generated.append(token)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.lists(SEQUENCES, min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(0, 7), SEQUENCES), max_size=4),
+    st.lists(ID_LISTS.filter(len), min_size=4, max_size=12),
+)
+def test_rules_follow_their_definition(
+    first: list[Sequence], later: list[tuple[int, Sequence]], draws: list[list[int]]
+) -> None:
+    """Rows are taken over by other requests on the way, and one pauses now and then."""
+    ruled = RuledRows(VOCAB, MAX_LEN, CPU)
+    rows = dict(enumerate(first))
+    for row, sequence in rows.items():
+        ruled.set_row(sequence.new_row(row))
+    for number, ids in enumerate(draws):
+        if number % 3 == 2 and later:
+            row, sequence = later.pop()
+            ruled.set_row(sequence.new_row(row))
+            rows[row] = sequence
+        running = {row: rows[row] for row in rows if len(rows) == 1 or row != number % len(rows)}
+        step(ruled, running, (ids * len(rows))[: len(running)], seed=number)
+
+
+def test_a_preempted_row_goes_on_with_the_same_logits() -> None:
+    rules = LogitRules(
+        bad_words=[[3, 4, 5]],
+        min_tokens=6,
+        end_ids=[7],
+        repetition_penalty=1.5,
+        frequency_penalty=0.5,
+        presence_penalty=0.25,
+    )
+    sequence = Sequence(rules, [1, 1, 2, 9])
+    ruled = RuledRows(VOCAB, MAX_LEN, CPU)
+    ruled.set_row(sequence.new_row(0))
+    for number, token in enumerate([5, 3, 4, 3, 4]):
+        if number == 3:
+            ruled.set_row(Sequence(rules, [8], [8, 8]).new_row(0))  # another request meanwhile
+            ruled.set_row(sequence.new_row(2))
+        step(ruled, {2 if number >= 3 else 0: sequence}, [token], seed=number)
+
+
+def test_nothing_of_a_former_request_stays() -> None:
+    penal = LogitRules(repetition_penalty=2.0, frequency_penalty=2.0, bad_words=[[1, 2]])
+    ruled = RuledRows(VOCAB, MAX_LEN, CPU)
+    for number in range(3):
+        former = Sequence(penal, [1, 2, 3, 4, 5])
+        ruled.set_row(former.new_row(0))
+        for token in (1, 6, 7, 1):
+            step(ruled, {0: former}, [token], seed=number)
+        ruled.set_row(Sequence(None, [1]).new_row(0))
+        assert ruled.gather(np.array([0])) is None
+        step_of_new = Sequence(penal, [9])
+        ruled.set_row(step_of_new.new_row(0))
+        step(ruled, {0: step_of_new}, [2], seed=number)
+
+
+def test_records_are_made_by_need_and_used_again() -> None:
+    ruled = RuledRows(VOCAB, MAX_LEN, CPU)
+    penal, biased = LogitRules(presence_penalty=1.0), LogitRules(bias_ids=pack_ids([1]), bias_values=[2.0])
+    for row in range(100):
+        ruled.set_row(Sequence(biased if row % 2 else None, [1]).new_row(row))
+    assert len(ruled._record.seen_MV) == 0
+    for number in range(60):
+        ruled.set_row(Sequence(penal, [1]).new_row(number % 6))
+    assert len(ruled._record.seen_MV) == 8
+
+
+def test_a_word_is_not_bad_because_the_prompt_begins_it() -> None:
+    ruled = RuledRows(VOCAB, MAX_LEN, CPU)
+    sequence = Sequence(LogitRules(bad_words=[[2, 3, 4]], repetition_penalty=1.25), [5, 2])
+    ruled.set_row(sequence.new_row(0))
+    step(ruled, {0: sequence}, [3], seed=0)
+    found = ruled.apply(ruled.gather(np.array([0])), torch.zeros(1, VOCAB), torch.tensor([3]), np.array([3]))
+    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_small_biases_are_not_lost_in_short_floats(dtype: torch.dtype) -> None:
+    ruled = RuledRows(VOCAB, MAX_LEN, CPU)
+    rules = LogitRules(bias_ids=pack_ids([2]), bias_values=[0.001])
+    ruled.set_row(Sequence(rules, [1]).new_row(0))
+    draw = ruled.gather(np.array([0]))
+    found = ruled.apply(draw, torch.full((1, VOCAB), 30.0, dtype=dtype), torch.tensor([1]), np.array([1]))
+    assert found.argmax() == 2
+
+
+def test_nan_logits_break_nothing() -> None:
+    ruled = RuledRows(VOCAB, MAX_LEN, CPU)
+    sequence = Sequence(LogitRules(bad_words=[[1, 2], [3]], presence_penalty=1.0, min_tokens=3), [1], [1])
+    ruled.set_row(sequence.new_row(0))
+    draw = ruled.gather(np.array([0]))
+    found = ruled.apply(draw, torch.full((1, VOCAB), math.nan), torch.tensor([2]), np.array([2]))
+    assert found.shape == (1, VOCAB)

@@ -1,0 +1,57 @@
+"""Whether the safetensors files of a directory are whole, seen from their headers: nothing is loaded.
+
+8 bytes  size N of the header, little-endian
+N bytes  JSON: {"name": {"dtype": …, "shape": …, "data_offsets": [begin, end]}, …}
+rest     the tensors; the largest `end` is its size
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+_MAX_HEADER = 100 * 1024 * 1024
+_LENGTH_BYTES = 8
+
+
+def check_weights(directory: Path) -> None:
+    """Raise ValueError for a directory without safetensors files, or with one that is cut off."""
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ValueError(
+            f"{directory} holds no safetensors files: other forms (.bin, .pt) are not read, save the model "
+            "as safetensors (--load-dummy runs without weights)"
+        )
+    for path in files:
+        expected = _LENGTH_BYTES + _size_after_length(path)
+        actual = path.stat().st_size
+        if actual != expected:
+            raise ValueError(
+                f"{path} is damaged: it has {actual} bytes, and its header says {expected}; fetch it again"
+            )
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """The tensors by name, as the file describes them; ValueError for what is no safetensors file."""
+    return _header(path)[1]
+
+
+def _size_after_length(path: Path) -> int:
+    length, header = _header(path)
+    try:
+        ends = [int(tensor["data_offsets"][1]) for name, tensor in header.items() if name != "__metadata__"]
+    except (LookupError, TypeError, ValueError):
+        raise ValueError(f"{path} is no safetensors file: its header does not place the tensors") from None
+    return length + max(ends, default=0)
+
+
+def _header(path: Path) -> tuple[int, dict[str, Any]]:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        data = file.read(length) if length <= _MAX_HEADER else b""
+    try:
+        header = json.loads(data)
+    except ValueError:
+        raise ValueError(f"{path} is no whole safetensors file: its header is unreadable") from None
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} is no safetensors file: its header is no JSON object")
+    return length, header

@@ -1,0 +1,206 @@
+"""Fetches checkpoints from a Hugging Face hub into its local cache.
+
+The library's own variables hold: HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE and the rest.
+What is in the cache is not fetched again, and serves when the hub cannot be reached.
+"""
+
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+# (phase, done, total)
+Report = Callable[[str, int, int], None]
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# Weights in other forms, which may be many gigabytes, are left where they are.
+_WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "spiece.model", "vocab.txt", "merges.txt"]
+_UNWANTED = ["*/*"]  # copies for other programs: onnx/, original/, …
+# Read when the library is imported. Seconds for one answer of the hub; progress is drawn by us.
+_LIBRARY_DEFAULTS = {
+    "HF_HUB_ETAG_TIMEOUT": "5",
+    "HF_HUB_DOWNLOAD_TIMEOUT": "5",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+_BYTES_BAR = "huggingface_hub.snapshot_download"
+
+
+class HubError(ValueError):
+    """The hub has no such model for this user; one line that says what to do."""
+
+
+class UnreachableError(OSError):
+    """The hub cannot be asked, and the cache does not hold the model; one line."""
+
+
+def is_hub_name(model: str) -> bool:
+    """Whether `model` looks like owner/name, or like owner/name:file.gguf."""
+    return _NAME.fullmatch(model.partition(":")[0]) is not None
+
+
+def fetch(model: str, revision: str | None, cache_dir: str | None, report: Report) -> Path:
+    """The directory, or the GGUF file, that `model` names; `cache_dir` is the library's when None.
+
+    Raises HubError, UnreachableError or OSError.
+    """
+    for name, value in _LIBRARY_DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    from huggingface_hub import snapshot_download
+
+    repository, _, file = model.partition(":")
+    patterns = [file] if file else _WANTED
+    options: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir, "allow_patterns": patterns}
+    if not file:
+        options["ignore_patterns"] = _UNWANTED
+    silence = _silence(repository, revision)
+    options["local_files_only"] = silence is not None
+    with _errors_in_one_line(repository, revision, silence):
+        progress = _Progress(f"Downloading {repository}", _bytes_to_fetch(repository, options), report)
+        directory = Path(snapshot_download(repository, tqdm_class=progress.bar_class(), **options))
+        progress.finish()
+        if file and not (directory / file).is_file():
+            raise HubError(f"{repository} has no file {file}: {_gguf_files(repository, revision)}")
+        if not file and not (directory / "config.json").is_file():
+            raise HubError(f"{repository} has no config.json: {_gguf_files(repository, revision)}")
+    return directory / file if file else directory
+
+
+def _silence(repository: str, revision: str | None) -> Exception | None:
+    """Why the hub says nothing about the model; None when it answers, whatever that is.
+
+    Asked beforehand, because the library itself waits for this answer without a limit.
+    """
+    from huggingface_hub import HfApi, constants, errors
+
+    try:
+        HfApi().model_info(repository, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except errors.HfHubHTTPError:
+        return None
+    except errors.HFValidationError as error:
+        raise HubError(f"--model {repository}: {_first_line(error)}") from None
+    except Exception as error:
+        if isinstance(error, OSError) or _is_of_http_library(error):
+            return error
+        raise
+    return None
+
+
+def _bytes_to_fetch(repository: str, options: dict[str, Any]) -> int:
+    """0 when the cache must do, because the hub does not let this user see the model."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import DryRunError
+
+    if options["local_files_only"]:
+        return 0
+    try:
+        files = snapshot_download(repository, dry_run=True, **options)
+    except DryRunError:
+        return 0
+    return sum(file.file_size for file in files if file.will_download)
+
+
+def _gguf_files(repository: str, revision: str | None) -> str:
+    from huggingface_hub import HfApi
+
+    files = sorted(HfApi().list_repo_files(repository, revision=revision))
+    found = [file for file in files if file.endswith(".gguf")]
+    if not found:
+        return "give a model with config.json and safetensors files"
+    return f"name one of its GGUF files, such as --model {repository}:{found[0]}"
+
+
+@contextmanager
+def _errors_in_one_line(repository: str, revision: str | None, silence: Exception | None) -> Iterator[None]:
+    from huggingface_hub import constants, errors
+
+    try:
+        yield
+    except errors.GatedRepoError:
+        raise HubError(
+            f"{repository} is gated: accept its conditions at {constants.ENDPOINT}/{repository}, "
+            "and set HF_TOKEN to a token of that account"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise HubError(
+            f"--model {repository}: no such path, and {constants.ENDPOINT} has no such model or keeps it "
+            "private; check the name, or set HF_TOKEN"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise HubError(f"{repository} has no revision {revision}: check --revision") from None
+    except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError) as error:
+        raise _unreachable(repository, silence or error.__cause__ or error) from None
+    except Exception as error:
+        if isinstance(error, OSError | HubError) or not _is_of_http_library(error):
+            raise
+        raise UnreachableError(
+            f"the download of {repository} broke off ({_named(error)}): start again, it goes on from there"
+        ) from None
+
+
+def _unreachable(repository: str, cause: BaseException) -> UnreachableError:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return UnreachableError(
+            f"--model {repository}: no such path, not in the cache {constants.HF_HUB_CACHE}, and "
+            "HF_HUB_OFFLINE forbids to fetch it"
+        )
+    return UnreachableError(
+        f"--model {repository}: no such path, not in the cache, and {constants.ENDPOINT} cannot be asked "
+        f"({_named(cause)}); give a local directory, or connect"
+    )
+
+
+def _is_of_http_library(error: Exception) -> bool:
+    return type(error).__module__.startswith("httpx")
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]
+
+
+class _Progress:
+    """Adds up what the library's download threads report."""
+
+    def __init__(self, phase: str, total: int, report: Report):
+        self._phase = phase
+        self._total = total
+        self._report = report
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def add(self, size: int) -> None:
+        """`size` more bytes have come."""
+        with self._lock:
+            # The last byte is told by `finish`: files are still being put in their places.
+            self._done = min(self._done + size, self._total - 1)
+            if self._done > 0:
+                self._report(self._phase, self._done, self._total)
+
+    def finish(self) -> None:
+        if self._total:
+            self._report(self._phase, self._total, self._total)
+
+    def bar_class(self) -> type[Any]:
+        """What the library takes for a progress bar; draws nothing."""
+        from huggingface_hub.utils.tqdm import tqdm  # only to such a one the library tells a bar's name
+
+        progress = self
+
+        class Bar(tqdm):
+            def __init__(self, *args: Any, **options: Any):
+                self._counts = options.get("name") == _BYTES_BAR
+                super().__init__(*args, **options | {"disable": True})
+
+            def update(self, n: float | None = 1) -> None:
+                if self._counts and n:
+                    progress.add(int(n))
+
+        return Bar
