@@ -14,9 +14,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 INSTALLED := $(VENV)/.installed
 MODEL := $(VENV)/.model
+EVALUATION := .venv-evaluation
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
-.PHONY: help install serve test test-unit test-e2e lint type arch fmt readme bench-scheduler bench-throughput check clean
+.PHONY: help install serve test test-unit test-e2e test-evaluation lint type arch fmt readme bench-scheduler bench-throughput check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +52,18 @@ test-unit: install ## the fast tests alone
 test-e2e: install ## the tests with real processes and a real model
 	@$(BIN)/python -m pytest -q tests/multiprocess tests/e2e $(ARGS)
 
+# lm-eval brings many packages, which nothing else needs.
+$(EVALUATION)/.installed: constraints.txt
+	@test -x $(EVALUATION)/bin/python || { echo "making $(EVALUATION)"; $(PYTHON) -m venv $(EVALUATION); }
+	@$(EVALUATION)/bin/python -m pip --disable-pip-version-check install -qq "$$(grep '^torch==' constraints.txt)"
+	@$(EVALUATION)/bin/python -m pip --disable-pip-version-check install -qq \
+		"$$(grep '^torch==' constraints.txt)" "$$(grep '^transformers==' constraints.txt)" \
+		"lm-eval[api]==0.4.13" accelerate
+	@touch $@
+
+test-evaluation: install $(EVALUATION)/.installed ## lm-eval's numbers for the server beside transformers'
+	@$(BIN)/python -m tests.evaluation.compare --lm-eval $(EVALUATION)/bin/lm_eval
+
 lint: $(INSTALLED) ## ruff: rules and format
 	@$(BIN)/ruff check $(SOURCES)
 	@$(BIN)/ruff format --check $(SOURCES)
@@ -77,5 +90,5 @@ bench-throughput: install ## tokens a second of the small model, offline
 check: lint type test ## what CI runs
 
 clean: ## remove everything that these targets made
-	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(EVALUATION) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

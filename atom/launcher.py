@@ -34,6 +34,7 @@ from atom.utils.logger import setup_logging
 from atom.utils.net import listen_socket
 from atom.utils.open_files import raise_open_files_limit
 from atom.utils.version import atom_version
+from frontend.auth import ApiKeys
 
 # What the frontend may take beyond its own deadline before it is killed.
 _STOP_MARGIN_S = 5.0
@@ -61,6 +62,7 @@ class Launcher:
             signal.signal(number, self._on_signal)
         raise_open_files_limit()
         template = _template_file(self.server.chat_template)
+        ApiKeys(self.server.api_key)  # raises for keys that cannot be
         listener = listen_socket(self.server.host, self.server.server_port)
         port = listener.getsockname()[1]
         with Supervisor(self._bars.update) as supervisor:

@@ -35,13 +35,20 @@ def environment_values(fields: Iterable[Field], environ: Mapping[str, str]) -> d
             try:
                 values[field.name] = field.parse(text)
             except ConfigError as error:
-                raise ConfigError(f"{variable}: {error}") from None
+                raise ConfigError(f"{variable}: {error}{_service_link(text)}") from None
     for name in REFUSED:
         variable = variable_of(name)
         # A variable that is known by itself keeps its own meaning.
         if variable not in VARIABLES and (text := environ.get(variable, "")):
             _check_refused(variable, name, text)
     return values
+
+
+def _service_link(text: str) -> str:
+    """Kubernetes sets NAME_PORT and others for each service, in every pod of its namespace."""
+    if not text.startswith("tcp://"):
+        return ""
+    return " (set by Kubernetes for a service of that name: turn enableServiceLinks off in the pod)"
 
 
 def unknown_variables(fields: Iterable[Field], environ: Mapping[str, str]) -> list[str]:

@@ -27,7 +27,7 @@ async def show_version(request: web.Request) -> web.Response:
 
 @routes.get("/server_info")
 async def server_info(request: web.Request) -> web.Response:
-    """The configuration that that runs, without its keys."""
+    """The configuration that runs, without its keys."""
     launch, ready = request.app[LAUNCH], request.app[CLIENT].limits
     checkpoint = launch.checkpoint
     info = {

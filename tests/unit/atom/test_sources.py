@@ -85,6 +85,7 @@ def test_a_switch_is_turned_off_by_each_source(tmp_path: Path) -> None:
         ("ATOM_DTYPE", "fp4", "none of auto"),
         ("ATOM_TRUST_REMOTE_CODE", "1", "never run"),
         ("ATOM_DATA_PARALLEL_SIZE", "2", "one server for each replica"),
+        ("ATOM_PORT", "tcp://10.0.0.7:80", "set by Kubernetes for a service"),
     ],
 )
 def test_errors_name_the_variable(variable: str, text: str, words: str) -> None:
