@@ -24,7 +24,7 @@ from torch import Tensor
 Ints = NDArray[np.int64]
 
 _TILES = np.array([16, 32, 64, 128])
-_CHUNKS = np.arange(32, 513, 32)
+_CHUNKS = np.arange(32, 1025, 32)
 _PREFILL_CHUNKS = np.array([32, 64, 128, 256])
 # Work that comes with each item whatever its size, in tokens of padding it is worth.
 _TILE_COST = 16
