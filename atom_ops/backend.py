@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
+from atom_ops import triton_impl
 from atom_ops.op import REFERENCE, REGISTRY
 
 _DEFAULT_ORDER = {
@@ -21,6 +22,8 @@ def resolve(device: torch.device, order: Sequence[str] | None = None) -> dict[st
     The reference, `torch`, is always last. On a CPU the process also keeps the memory it frees,
     for the next op to use.
     """
+    if triton_impl.runs_on(device):
+        triton_impl.load()
     names = tuple(_DEFAULT_ORDER.get(device.type, ())) if order is None else tuple(order)
     if order is not None:
         _require(names, device)
@@ -36,6 +39,11 @@ def summary(resolved: dict[str, tuple[str, ...]]) -> str:
     """What `resolve` returned, in one line for the log; ops that only torch runs are not named."""
     special = [f"{name}: {' > '.join(order)}" for name, order in resolved.items() if order != (REFERENCE,)]
     return "; ".join([*special, f"every other op: {REFERENCE}"])
+
+
+def ran_in_torch() -> list[str]:
+    """Names of the ops that a call came to the reference of, since the last `resolve`."""
+    return sorted(each.name for each in REGISTRY.values() if each.ran_reference)
 
 
 def _require(names: tuple[str, ...], device: torch.device) -> None:
