@@ -97,7 +97,7 @@ class Worker:
         return ModelRunner(
             self._model,
             allocate_kv(groups, allocate.num_blocks, block_size, self._kv_dtype, self._device),
-            InputBatch(limits, groups, self._dtype, self._device),
+            InputBatch(limits, len(groups), self._device),
             Sampler(limits, self._checkpoint.vocab_size, self._device),
         )
 

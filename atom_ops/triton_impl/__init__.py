@@ -27,6 +27,7 @@ def load() -> None:
     if find_spec("triton") is None:
         return
     import atom_ops.triton_impl.activation
+    import atom_ops.triton_impl.attention
     import atom_ops.triton_impl.embedding
     import atom_ops.triton_impl.kv_cache
     import atom_ops.triton_impl.norm
