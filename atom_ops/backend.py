@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
+from atom_ops import triton_impl
 from atom_ops.op import REFERENCE, REGISTRY
 
 _DEFAULT_ORDER = {
@@ -21,6 +22,8 @@ def resolve(device: torch.device, order: Sequence[str] | None = None) -> dict[st
     The reference, `torch`, is always last. On a CPU the process also keeps the memory it frees,
     for the next op to use.
     """
+    if triton_impl.runs_on(device):
+        triton_impl.load()
     names = tuple(_DEFAULT_ORDER.get(device.type, ())) if order is None else tuple(order)
     if order is not None:
         _require(names, device)
