@@ -4,7 +4,7 @@ S rows with a temperature, L of them limited by top-k or top-p; W is V rounded u
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -32,24 +32,27 @@ _LIMIT_SLICE = 1 << 22  # weights looked at together: bounds the memory of the h
 class SamplingBatch:
     """How R rows draw. Made by `from_host`, so that the device is never asked who needs what."""
 
+    temperature_R: Tensor
+    """float32; 0 is greedy."""
+    top_k_R: Tensor
+    """int64; 0 is off."""
+    top_p_R: Tensor
+    """float32; 1 is off."""
+    min_p_R: Tensor
+    """float32; 0 is off."""
+    seed_R: Tensor
+    """int64: the bits of the unsigned 64-bit seed."""
+    choice_R: Tensor
+    """int64."""
     random_rows: Tensor | None
     """int64 [S]: the rows that are not greedy; None when that is all."""
-    temperature_S: Tensor
-    """float32."""
-    min_p_S: Tensor | None
-    """float32; None when none has one."""
-    seed_S: Tensor
-    """int64: the bits of the unsigned 64-bit seed."""
-    choice_S: Tensor
-    """int64."""
     limited_rows: Tensor | None
     """int64 [L]: which of the S have a top-k or a top-p; None when none has."""
-    top_k_L: Tensor
-    """int64; 0 is off."""
-    top_p_L: Tensor
-    """float64."""
+    any_random: bool
+    """Whether S is more than 0; the others are about the S rows too."""
     any_top_k: bool
     any_top_p: bool
+    any_min_p: bool
 
     @staticmethod
     def from_host(
@@ -71,18 +74,31 @@ class SamplingBatch:
 
         random = np.flatnonzero(temperature > 0)
         limited = np.flatnonzero((top_k[random] > 0) | (top_p[random] < 1))
-        min_p = min_p[random]
         return SamplingBatch(
+            temperature_R=tensor(temperature),
+            top_k_R=tensor(top_k),
+            top_p_R=tensor(top_p),
+            min_p_R=tensor(min_p),
+            seed_R=tensor(seed.view(np.int64)),
+            choice_R=tensor(choice),
             random_rows=None if len(random) == len(temperature) else tensor(random),
-            temperature_S=tensor(temperature[random]),
-            min_p_S=tensor(min_p) if min_p.any() else None,
-            seed_S=tensor(seed[random].view(np.int64)),
-            choice_S=tensor(choice[random]),
             limited_rows=tensor(limited) if len(limited) else None,
-            top_k_L=tensor(top_k[random][limited]),
-            top_p_L=tensor(top_p[random][limited].astype(np.float64)),
+            any_random=len(random) > 0,
             any_top_k=bool((top_k[random] > 0).any()),
             any_top_p=bool((top_p[random] < 1).any()),
+            any_min_p=bool((min_p[random] > 0).any()),
+        )
+
+    def only(self, rows: Tensor) -> "SamplingBatch":
+        """The same with the columns of these rows alone."""
+        return replace(
+            self,
+            temperature_R=self.temperature_R[rows],
+            top_k_R=self.top_k_R[rows],
+            top_p_R=self.top_p_R[rows],
+            min_p_R=self.min_p_R[rows],
+            seed_R=self.seed_R[rows],
+            choice_R=self.choice_R[rows],
         )
 
 
@@ -104,7 +120,7 @@ def _case(rows: int, vocabulary: int) -> Case:
     return Case(f"{rows}x{vocabulary}", make)
 
 
-@op([_case(1, 50), _case(40, 700)], EXACT)
+@op([_case(1, 50), _case(40, 700), _case(9, 4133)], EXACT)
 def sample(logits_RV: Tensor, batch: SamplingBatch, positions_R: Tensor) -> Tensor:
     """One token id for each row, int64 [R].
 
@@ -119,17 +135,18 @@ def sample(logits_RV: Tensor, batch: SamplingBatch, positions_R: Tensor) -> Tens
     Then it takes the first id, in id order, whose cumulative probability exceeds u times the
     probability left; u is `philox.uniform` of the row's seed, choice and position.
 
-    Rows limited by top-k or top-p wait for the device; other rows do not. A row with NaN among
-    its logits, or with nothing but minus infinity, draws some id of the vocabulary.
+    In this function, though in no faster provider, rows limited by top-k or top-p wait for the
+    device. A row with NaN among its logits, or with nothing but minus infinity, draws some id of
+    the vocabulary.
     """
     top_R, greedy_R = _most_likely(logits_RV)
-    if not len(batch.temperature_S):
+    if not batch.any_random:
         return greedy_R
     rows = batch.random_rows
     if rows is None:
         return _draw(logits_RV, top_R, batch, positions_R)
     logits_SV = logits_RV.index_select(0, rows)  # indexing takes several times as long
-    drawn_S = _draw(logits_SV, top_R[rows], batch, positions_R[rows])
+    drawn_S = _draw(logits_SV, top_R[rows], batch.only(rows), positions_R[rows])
     return greedy_R.index_copy_(0, rows, drawn_S)
 
 
@@ -145,8 +162,9 @@ def _most_likely(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _draw(logits_SV: Tensor, top_S: Tensor, batch: SamplingBatch, positions_S: Tensor) -> Tensor:
+    """`batch` has the columns of the S rows."""
     weights_SW = _weights(logits_SV, top_S, batch)
-    u_S = uniform(batch.seed_S, batch.choice_S, positions_S, TOKEN_DRAW)
+    u_S = uniform(batch.seed_R, batch.choice_R, positions_S, TOKEN_DRAW)
     rows = batch.limited_rows
     if rows is None:
         drawn_S = _first_id_above(weights_SW, u_S)
@@ -154,7 +172,7 @@ def _draw(logits_SV: Tensor, top_S: Tensor, batch: SamplingBatch, positions_S: T
         drawn_S = _draw_limited(weights_SW, u_S, batch)
     else:
         drawn_S = _first_id_above(weights_SW, u_S)
-        drawn_S.index_copy_(0, rows, _draw_limited(weights_SW[rows], u_S[rows], batch))
+        drawn_S.index_copy_(0, rows, _draw_limited(weights_SW[rows], u_S[rows], batch.only(rows)))
     # Unless there are NaN in the logits, or no number at all, there is nothing to clamp.
     return drawn_S.clamp_(max=logits_SV.shape[1] - 1)
 
@@ -170,9 +188,9 @@ def _weights(logits_SV: Tensor, top_S: Tensor, batch: SamplingBatch) -> Tensor:
     # The largest is taken off before the division, which then cannot overflow.
     torch.sub(logits_SV, top_S.float()[:, None], out=weights_SW[:, :vocabulary])
     weights_SW[:, vocabulary:] = -torch.inf
-    weights_SW.div_(batch.temperature_S[:, None]).exp_()
-    if batch.min_p_S is not None:
-        weights_SW.masked_fill_(weights_SW < batch.min_p_S[:, None], 0)
+    weights_SW.div_(batch.temperature_R[:, None]).exp_()
+    if batch.any_min_p:
+        weights_SW.masked_fill_(weights_SW < batch.min_p_R[:, None], 0)
     return weights_SW
 
 
@@ -202,15 +220,16 @@ def _first_above(reached: Tensor, target: Tensor) -> Tensor:
 
 
 def _draw_limited(weights_LW: Tensor, u_L: Tensor, batch: SamplingBatch) -> Tensor:
-    """Like `_first_id_above` among the tokens that top-k and top-p leave."""
-    drawn_L, settled_L = _draw_from_candidates(weights_LW, u_L, batch.top_k_L, batch.top_p_L)
+    """Like `_first_id_above` among the tokens that top-k and top-p leave; `batch` is of the L rows."""
+    top_k_L, top_p_L = batch.top_k_R, batch.top_p_R.double()
+    drawn_L, settled_L = _draw_from_candidates(weights_LW, u_L, top_k_L, top_p_L)
     size = max(1, _LIMIT_SLICE // weights_LW.shape[1])
     for rows in (~settled_L).nonzero().squeeze(1).split(size):
         part = weights_LW[rows]
         if batch.any_top_k:
-            _keep_top_k(part, batch.top_k_L[rows, None])
+            _keep_top_k(part, top_k_L[rows, None])
         if batch.any_top_p:
-            _keep_top_p(part, batch.top_p_L[rows, None])
+            _keep_top_p(part, top_p_L[rows, None])
         drawn_L[rows] = _first_id_above(part, u_L[rows])
     return drawn_L
 

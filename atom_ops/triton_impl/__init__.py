@@ -30,6 +30,8 @@ def load() -> None:
     import atom_ops.triton_impl.attention
     import atom_ops.triton_impl.embedding
     import atom_ops.triton_impl.kv_cache
+    import atom_ops.triton_impl.linear
     import atom_ops.triton_impl.norm
     import atom_ops.triton_impl.qkv
-    import atom_ops.triton_impl.rotary  # noqa: F401
+    import atom_ops.triton_impl.rotary
+    import atom_ops.triton_impl.sampling  # noqa: F401

@@ -1,0 +1,158 @@
+"""Triton kernels of `linear` for a few tokens, where reading the weight is all that takes time.
+
+O output features, I inputs, T tokens; a program makes a tile of outputs for every token.
+
+  vector  one token: products and sums on the ordinary units, all of a tile's columns at once
+  matrix  some tokens, on the matrix units: weight [rows, columns] x tokens [columns, 16]
+
+Inputs may be cut into parts, one program each; a second launch adds the parts in a fixed order.
+Which kernel, tile and cut serve a shape best is measured: see `tuned`.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atom_ops.ops.linear import linear
+from atom_ops.triton_impl import INTERPRETED
+from atom_ops.triton_impl.tuned import LINEAR, LinearPlan
+
+_ADDED_AT_ONCE = 512
+_INTERPRETED = (
+    LinearPlan(tokens=1, vector=True, rows=8, columns=64, warps=4, stages=1),
+    LinearPlan(tokens=4, vector=False, rows=16, columns=64, warps=4, stages=2, parts=3),
+    LinearPlan(tokens=128, vector=False, rows=32, columns=128, warps=4, stages=2),
+)
+
+
+@triton.jit
+def _finish(total, bias, out, place, output, inside, HAS_BIAS: tl.constexpr):
+    if HAS_BIAS:
+        total += tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _vector(
+    x, weight, bias, out, outputs, inputs,
+    HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    output_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column_C = tl.arange(0, COLUMNS)
+    inside_R = output_R < outputs
+    weight_RC = weight + output_R.to(tl.int64)[:, None] * inputs + column_C[None, :]
+    total_RC = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in tl.range(0, inputs, COLUMNS, num_stages=STAGES):
+        if EVEN:
+            part_RC = tl.load(weight_RC + start)
+            x_C = tl.load(x + start + column_C)
+        else:
+            valid_C = column_C < inputs - start
+            part_RC = tl.load(weight_RC + start, mask=inside_R[:, None] & valid_C[None, :], other=0.0)
+            x_C = tl.load(x + start + column_C, mask=valid_C, other=0.0)
+        total_RC += part_RC.to(tl.float32) * x_C.to(tl.float32)[None, :]
+    _finish(tl.sum(total_RC, 1), bias, out, output_R, output_R, inside_R, HAS_BIAS)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _matrix(
+    x, weight, bias, out, tokens, outputs, inputs, share,
+    HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    output_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    part = tl.program_id(1)
+    column_C = tl.arange(0, COLUMNS)
+    token_T = tl.arange(0, TOKENS)
+    inside_R, real_T = output_R < outputs, token_T < tokens
+    first = part * share
+    weight_RC = weight + output_R.to(tl.int64)[:, None] * inputs + column_C[None, :] + first
+    x_CT = x + token_T[None, :] * inputs + column_C[:, None] + first
+    total_RT = tl.zeros((ROWS, TOKENS), tl.float32)
+    for start in range(0, share, COLUMNS):
+        if EVEN:
+            tile_RC = tl.load(weight_RC + start)
+            tile_CT = tl.load(x_CT + start, mask=real_T[None, :], other=0.0)
+        else:
+            valid_C = column_C < inputs - first - start
+            tile_RC = tl.load(weight_RC + start, mask=inside_R[:, None] & valid_C[None, :], other=0.0)
+            tile_CT = tl.load(x_CT + start, mask=valid_C[:, None] & real_T[None, :], other=0.0)
+        total_RT = tl.dot(tile_RC, tile_CT, total_RT, input_precision="ieee")
+    place_RT = (part * tokens + token_T)[None, :] * outputs + output_R[:, None]
+    inside_RT = inside_R[:, None] & real_T[None, :]
+    _finish(total_RT, bias, out, place_RT, output_R[:, None], inside_RT, HAS_BIAS)
+
+
+@triton.jit
+def _add_parts(
+    parts, bias, out, size, outputs, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
+):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(parts + part * size + place, mask=inside, other=0.0)
+    _finish(total, bias, out, place, place % outputs, inside, HAS_BIAS)
+
+
+def multiply(plan: LinearPlan, x_TI: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`linear` as planned; at most `plan.tokens` tokens."""
+    tokens, inputs = x_TI.shape
+    outputs = len(weight)
+    out_TO = x_TI.new_empty(tokens, outputs)
+    share = triton.cdiv(inputs, plan.parts * plan.columns) * plan.columns
+    parts = triton.cdiv(inputs, share)
+    even = outputs % plan.rows == 0 and inputs % (parts * plan.columns) == 0
+    tile = {"EVEN": even, "ROWS": plan.rows, "COLUMNS": plan.columns, "num_warps": plan.warps}
+    grid = (triton.cdiv(outputs, plan.rows), parts)
+    if plan.vector:
+        _vector[grid[:1]](
+            x_TI, weight, bias, out_TO, outputs, inputs,
+            HAS_BIAS=bias is not None, STAGES=plan.stages, **tile,
+        )  # fmt: skip
+        return out_TO
+    tile |= {"TOKENS": max(16, triton.next_power_of_2(plan.tokens)), "num_stages": plan.stages}
+    if parts == 1:
+        _matrix[grid](
+            x_TI, weight, bias, out_TO, tokens, outputs, inputs, share, HAS_BIAS=bias is not None, **tile
+        )
+        return out_TO
+    sums = torch.empty(parts, tokens, outputs, dtype=torch.float32, device=x_TI.device)
+    _matrix[grid](x_TI, weight, None, sums, tokens, outputs, inputs, share, HAS_BIAS=False, **tile)
+    size = tokens * outputs
+    _add_parts[(triton.cdiv(size, _ADDED_AT_ONCE),)](
+        sums, bias, out_TO, size, outputs, PARTS=parts, HAS_BIAS=bias is not None, BLOCK=_ADDED_AT_ONCE
+    )
+    return out_TO
+
+
+@cache
+def _plans(device: torch.device) -> dict[tuple[int, int], tuple[LinearPlan, ...]]:
+    return LINEAR.get(torch.cuda.get_device_name(device), {}) if device.type == "cuda" else {}
+
+
+def _plan(x_TI: Tensor, weight: Tensor) -> LinearPlan | None:
+    """None where the vendor's library is faster, or nobody has measured."""
+    tokens = len(x_TI)
+    # Interpreted, a product of bfloat16 tiles is wrong.
+    dtypes = (torch.float32, torch.float16) if INTERPRETED else (torch.bfloat16, torch.float16)
+    if weight.dtype not in dtypes:
+        return None
+    plans = _INTERPRETED if INTERPRETED else _plans(weight.device).get(weight.shape, ())
+    return next((plan for plan in plans if 0 < tokens <= plan.tokens), None)
+
+
+@linear.provider(
+    "triton",
+    needs="a GPU that plans were measured on (or TRITON_INTERPRET=1)",
+    supported=lambda device: INTERPRETED or bool(_plans(device)),
+    supports=lambda x_TI, weight, bias=None: _plan(x_TI, weight) is not None,
+)
+def _linear(x_TI: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    plan = _plan(x_TI, weight)
+    assert plan is not None, "`supports` has asked"
+    return multiply(plan, x_TI, weight, bias)
