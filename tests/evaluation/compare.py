@@ -47,7 +47,7 @@ def main() -> int:
             f"model=smollm2,base_url={server.url}/v1/completions,num_concurrent=4,max_retries=1,"
             f"tokenizer_backend=huggingface,tokenizer={directory}",
         )
-    reference = lm_eval(command, "hf", f"pretrained={directory},dtype=float32,device=cpu")
+    reference = lm_eval(command, "hf", f"pretrained={directory},dtype=float32")
     return report(served, reference)
 
 
@@ -56,7 +56,7 @@ def lm_eval(command: str, model: str, model_args: str) -> Run:
     with tempfile.TemporaryDirectory() as output:
         subprocess.run(
             [command, "run", "--model", model, "--model_args", model_args, "--tasks", *TASKS,
-             "--include_path", "tasks", "--output_path", output, "--log_samples"],
+             "--include_path", "tasks", "--device", "cpu", "--output_path", output, "--log_samples"],
             cwd=_HERE,
             env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"},
             timeout=DEADLINE_S,
