@@ -24,10 +24,10 @@ from torch import Tensor
 
 from atom_ops.ops.attention import paged_attention
 from atom_ops.ops.attention_plan import AttentionPlan
-from atom_ops.ops.kv_cache import FP8, KVLayer
+from atom_ops.ops.kv_cache import KVLayer
 from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
 
-_ANY_ALIGNMENT = ["table", "contexts", "starts", "key_scales", "value_scales"]
+_ANY_ALIGNMENT = ["table", "contexts", "starts", "scales"]
 _LOG2_E = 1.4426950408889634
 # Stands for the highest of no scores: finite, for the difference of two must not be NaN.
 _LOWEST = tl.constexpr(-1.0e30)
@@ -54,8 +54,8 @@ def _widen(code, dtype: tl.constexpr):
 
 @triton.jit
 def _fold(
-    top_M, total_M, sum_ME, q_ME, seen_M, start, stop, block_N, keys, values, key_scales,
-    value_scales, block_stride, token_stride, scale_stride, score_scale,
+    top_M, total_M, sum_ME, q_ME, seen_M, start, stop, block_N, keys, scales,
+    block_stride, token_stride, half_stride, kv_heads, score_scale,
     WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
     SCALED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -72,17 +72,17 @@ def _fold(
     # What lies behind a context may be NaN, so it is not read: 0 * NaN would be NaN.
     if MASKED or WIDTH != BLOCK_E:
         k_NE = tl.load(keys + at_NE, mask=wanted_NE, other=0)
-        v_NE = tl.load(values + at_NE, mask=wanted_NE, other=0)
+        v_NE = tl.load(keys + half_stride + at_NE, mask=wanted_NE, other=0)
     else:
         k_NE = tl.load(keys + at_NE)
-        v_NE = tl.load(values + at_NE)
+        v_NE = tl.load(keys + half_stride + at_NE)
     if SCALED:
         k_NE = _widen(k_NE, q_ME.dtype)
         v_NE = _widen(v_NE, q_ME.dtype)
     score_MN = tl.dot(q_ME, tl.trans(k_NE.to(q_ME.dtype)), input_precision="ieee") * score_scale
     if SCALED:
-        slot_N = block_N * BLOCK_SIZE + offset_N
-        key_scale_N = tl.load(key_scales + slot_N * scale_stride, mask=exists_N, other=0.0)
+        scale_at_N = (block_N * BLOCK_SIZE + offset_N) * 2 * kv_heads
+        key_scale_N = tl.load(scales + scale_at_N, mask=exists_N, other=0.0)
         score_MN = score_MN * key_scale_N[None, :]
     if MASKED:
         score_MN = tl.where(token_N[None, :] <= seen_M[:, None], score_MN, float("-inf"))
@@ -92,7 +92,7 @@ def _fold(
     weight_MN = tl.exp2(score_MN - new_top_M[:, None])
     total_M = total_M * kept_M + tl.sum(weight_MN, 1)
     if SCALED:
-        value_scale_N = tl.load(value_scales + slot_N * scale_stride, mask=exists_N, other=0.0)
+        value_scale_N = tl.load(scales + kv_heads + scale_at_N, mask=exists_N, other=0.0)
         weight_MN = weight_MN * value_scale_N[None, :]
     sum_ME = tl.dot(
         weight_MN.to(q_ME.dtype), v_NE.to(q_ME.dtype), acc=sum_ME * kept_M[:, None], input_precision="ieee"
@@ -108,8 +108,8 @@ def _blocks_of(start, stop, table, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constex
 
 @triton.jit
 def _attend(
-    q_ME, seen_M, first, seen_by_all, stop, table, keys, values, key_scales,
-    value_scales, block_stride, token_stride, scale_stride, score_scale,
+    q_ME, seen_M, first, seen_by_all, stop, table, keys, scales,
+    block_stride, token_stride, half_stride, kv_heads, score_scale,
     WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
@@ -126,16 +126,16 @@ def _attend(
         block_N = next_block_N
         next_block_N = _blocks_of(start + BLOCK_N, stop, table, BLOCK_SIZE, BLOCK_N)
         top_M, total_M, sum_ME = _fold(
-            top_M, total_M, sum_ME, q_ME, seen_M, start, stop, block_N, keys, values, key_scales,
-            value_scales, block_stride, token_stride, scale_stride, score_scale,
+            top_M, total_M, sum_ME, q_ME, seen_M, start, stop, block_N, keys, scales,
+            block_stride, token_stride, half_stride, kv_heads, score_scale,
             WIDTH, BLOCK_SIZE, BLOCK_N, BLOCK_E, SCALED, False,
         )  # fmt: skip
     for start in range(seen_by_all, stop, BLOCK_N):
         block_N = next_block_N
         next_block_N = _blocks_of(start + BLOCK_N, stop, table, BLOCK_SIZE, BLOCK_N)
         top_M, total_M, sum_ME = _fold(
-            top_M, total_M, sum_ME, q_ME, seen_M, start, stop, block_N, keys, values, key_scales,
-            value_scales, block_stride, token_stride, scale_stride, score_scale,
+            top_M, total_M, sum_ME, q_ME, seen_M, start, stop, block_N, keys, scales,
+            block_stride, token_stride, half_stride, kv_heads, score_scale,
             WIDTH, BLOCK_SIZE, BLOCK_N, BLOCK_E, SCALED, True,
         )  # fmt: skip
     return top_M, total_M, sum_ME
@@ -160,8 +160,8 @@ def _store_output(out, at_ME, wanted_ME, total_M, sum_ME):
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_ANY_ALIGNMENT)
 def _short_rows(
-    q, out, keys, values, key_scales, value_scales, table, contexts, starts, parts, part_states, arrived,
-    q_token_stride, q_head_stride, table_stride, block_stride, token_stride, head_stride, scale_stride,
+    q, out, kv, scales, table, contexts, starts, parts, part_states, arrived,
+    q_token_stride, q_head_stride, table_stride, block_stride, token_stride, half_stride, head_stride,
     score_scale,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -193,8 +193,8 @@ def _short_rows(
     stop = tl.minimum(context, first + blocks_each * BLOCK_N)
     top_M, total_M, sum_ME = _attend(
         q_ME, context - length + m // GROUP, first, first, stop,
-        table + row.to(tl.int64) * table_stride, keys + head * head_stride, values + head * head_stride,
-        key_scales + head, value_scales + head, block_stride, token_stride, scale_stride, score_scale,
+        table + row.to(tl.int64) * table_stride, kv + head * head_stride, scales + head,
+        block_stride, token_stride, half_stride, tl.num_programs(0), score_scale,
         WIDTH, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_E, SCALED,
     )  # fmt: skip
 
@@ -262,8 +262,8 @@ def _row_of(number, starts, rows, TILE: tl.constexpr):
     do_not_specialize_on_alignment=_ANY_ALIGNMENT,
 )
 def _long_rows(
-    q, out, keys, values, key_scales, value_scales, table, contexts, starts,
-    q_token_stride, q_head_stride, table_stride, block_stride, token_stride, head_stride, scale_stride,
+    q, out, kv, scales, table, contexts, starts,
+    q_token_stride, q_head_stride, table_stride, block_stride, token_stride, half_stride, head_stride,
     score_scale, rows, shortest,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -301,16 +301,16 @@ def _long_rows(
         for first in range(0, stop, SPLIT_TOKENS):
             more_top_M, more_total_M, more_sum_ME = _attend(
                 q_ME, before + m // GROUP, first, first, tl.minimum(first + SPLIT_TOKENS, stop),
-                row_table, keys + head * head_stride, values + head * head_stride,
-                key_scales + head, value_scales + head, block_stride, token_stride, scale_stride, score_scale,
+                row_table, kv + head * head_stride, scales + head,
+                block_stride, token_stride, half_stride, tl.num_programs(1), score_scale,
                 WIDTH, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_E, SCALED,
             )  # fmt: skip
             top_M, total_M, sum_ME = _merge(top_M, total_M, sum_ME, more_top_M, more_total_M, more_sum_ME)
     else:
         top_M, total_M, sum_ME = _attend(
             q_ME, before + m // GROUP, 0, seen_by_all, stop,
-            row_table, keys + head * head_stride, values + head * head_stride,
-            key_scales + head, value_scales + head, block_stride, token_stride, scale_stride, score_scale,
+            row_table, kv + head * head_stride, scales + head,
+            block_stride, token_stride, half_stride, tl.num_programs(1), score_scale,
             WIDTH, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_E, SCALED,
         )  # fmt: skip
     out_at_ME = ((token_M * tl.num_programs(1) * GROUP + head_M) * WIDTH)[:, None] + feature_E[None, :]
@@ -339,7 +339,7 @@ def _short_blocks(group: int, width: int, dtype: torch.dtype, few: bool) -> _Blo
     """`few` programs wait for memory in turn, so each asks for much at once; many hide it."""
     queries = max(16, triton.next_power_of_2(group))
     if dtype == torch.float32:
-        return _Blocks(queries, 32, 4, 2, 2)
+        return _Blocks(queries, 32, 4, 2 if width <= 128 else 1, 2)
     if few:
         return _Blocks(queries, 128 if width <= 128 else 64, 4, 1, 2)
     return _Blocks(queries, 32, 4, 3, 4)
@@ -351,7 +351,8 @@ def _long_blocks(group: int, width: int, dtype: torch.dtype) -> _Blocks:
         return _Blocks(max(32, least), 32, 4, 1)
     if width > 128:
         return _Blocks(max(64, least), 32, 4, 2)
-    return _Blocks(max(128, least), 64, 8, 3)
+    # An MI300's local memory (64 KiB) holds one stage fewer.
+    return _Blocks(max(128, least), 64, 8, 3 if torch.version.hip is None else 2)
 
 
 def _supports(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: float) -> bool:
@@ -435,19 +436,20 @@ def _splits(plan: AttentionPlan, pairs: int, blocks: _Blocks, device: torch.devi
 
 
 def _tensors(q_THE: Tensor, out_THE: Tensor, cache: KVLayer, plan: AttentionPlan) -> tuple[Tensor, ...]:
-    kv = cache.kv.view(torch.uint8) if cache.kv.dtype == FP8 else cache.kv
-    # Without scales any tensor does: the kernel is compiled not to look at it.
-    scales = plan.context_lens_R.view(1, 1, 1, -1) if cache.scale is None else cache.scale
     return (
-        q_THE, out_THE, kv[:, :, 0], kv[:, :, 1], scales[:, :, 0], scales[:, :, -1],
-        plan.block_table_RW, plan.context_lens_R, plan.query_starts_R1,
-    )  # fmt: skip
+        q_THE,
+        out_THE,
+        cache.kv.view(torch.uint8) if cache.scale is not None else cache.kv,
+        # Without scales any tensor does: the kernel is compiled not to look at it.
+        plan.context_lens_R if cache.scale is None else cache.scale,
+        plan.block_table_RW,
+        plan.context_lens_R,
+        plan.query_starts_R1,
+    )
 
 
 def _strides(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan) -> tuple[int, ...]:
-    block, token, _, head, _ = cache.kv.stride()
-    scale = cache.scale.stride(1) if cache.scale is not None else 0
-    return q_THE.stride(0), q_THE.stride(1), plan.block_table_RW.stride(0), block, token, head, scale
+    return *q_THE.stride()[:2], plan.block_table_RW.stride(0), *cache.kv.stride()[:4]
 
 
 def _constants(
