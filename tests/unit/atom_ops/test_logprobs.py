@@ -6,9 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atom_ops import sample, token_logprobs
+from atom_ops import SamplingBatch, sample, token_logprobs
 from atom_ops.ops import logprobs
-from tests.unit.atom_ops.test_sampling import batch
 
 
 @settings(max_examples=100, deadline=None)
@@ -40,9 +39,15 @@ def test_values_order_and_ranks(
     torch.testing.assert_close(found.values_NW, expected, atol=2e-5, rtol=1e-5)
 
 
+def greedy(rows: int) -> SamplingBatch:
+    floats, ids = np.zeros(rows, np.float32), np.zeros(rows, np.int64)
+    seeds = np.zeros(rows, np.uint64)
+    return SamplingBatch.from_host(floats, ids, floats + 1, floats, seeds, ids, torch.device("cpu"))
+
+
 def test_a_greedy_draw_is_the_most_likely_token() -> None:
     logits = torch.randint(0, 3, (20, 500)).to(torch.bfloat16)
-    drawn = sample(logits, batch(20, temperature=0.0), torch.arange(20))
+    drawn = sample(logits, greedy(20), torch.arange(20))
     found = token_logprobs(logits, drawn, 1)
     assert torch.equal(found.ids_NW[:, 1], drawn) and (found.ranks_N == 1).all()
 
