@@ -26,4 +26,10 @@ def load() -> None:
     """Register the providers, where triton is installed; later calls do nothing."""
     if find_spec("triton") is None:
         return
-    import atom_ops.triton_impl.attention  # noqa: F401
+    import atom_ops.triton_impl.activation
+    import atom_ops.triton_impl.attention
+    import atom_ops.triton_impl.embedding
+    import atom_ops.triton_impl.kv_cache
+    import atom_ops.triton_impl.norm
+    import atom_ops.triton_impl.qkv
+    import atom_ops.triton_impl.rotary  # noqa: F401
