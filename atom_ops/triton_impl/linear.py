@@ -142,7 +142,7 @@ def _plan(x_TI: Tensor, weight: Tensor) -> LinearPlan | None:
     dtypes = (torch.float32, torch.float16) if INTERPRETED else (torch.bfloat16, torch.float16)
     if weight.dtype not in dtypes:
         return None
-    plans = _INTERPRETED if INTERPRETED else _plans(weight.device).get(tuple(weight.shape), ())
+    plans = _INTERPRETED if INTERPRETED else _plans(weight.device).get((weight.shape[0], weight.shape[1]), ())
     return next((plan for plan in plans if 0 < tokens <= plan.tokens), None)
 
 

@@ -58,7 +58,7 @@ class Step:
             k, v = torch.randn(2, length, kv_heads, width, generator=generator).to(dtype)
             position = np.arange(length)
             slots = self.table[row][position // block_size] * block_size + position % block_size
-            atom_ops.write_kv(k, v, self.cache, torch.from_numpy(slots.astype(np.int64)))
+            atom_ops.write_kv.reference(k, v, self.cache, torch.from_numpy(slots.astype(np.int64)))
             self.rows.append((k, v))
         self.q = torch.randn(sum(query_lens), heads, width, generator=generator).to(dtype).to(device)
         scale = self.cache.scale
