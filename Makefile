@@ -17,7 +17,7 @@ MODEL := $(VENV)/.model
 EVALUATION := .venv-evaluation
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
-.PHONY: help install serve test test-unit test-e2e test-evaluation lint type arch fmt readme bench-scheduler bench-throughput check clean
+.PHONY: help install serve test test-unit test-e2e test-evaluation test-kernels test-gpu lint type arch fmt readme bench-scheduler bench-throughput check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +63,12 @@ $(EVALUATION)/.installed: constraints.txt
 
 test-evaluation: install $(EVALUATION)/.installed ## lm-eval's numbers for the server beside transformers'
 	@$(BIN)/python -m tests.evaluation.compare --lm-eval $(EVALUATION)/bin/lm_eval
+
+test-kernels: $(INSTALLED) ## the Triton kernels in its interpreter, on the CPU
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/unit/atom_ops $(ARGS)
+
+test-gpu: $(INSTALLED) ## the kernels on a GPU
+	@$(BIN)/python -m pytest -q -m gpu tests/gpu $(ARGS)
 
 lint: $(INSTALLED) ## ruff: rules and format
 	@$(BIN)/ruff check $(SOURCES)

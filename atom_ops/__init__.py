@@ -13,12 +13,14 @@ from atom_ops.ops.linear import linear, pack_linear_weight
 from atom_ops.ops.logit_rules import LogitRuleBatch, TokenRecord, record_drawn, rule_logits
 from atom_ops.ops.logprobs import TokenLogprobs, token_logprobs
 from atom_ops.ops.norm import add_rms_norm, rms_norm
-from atom_ops.ops.rotary import rotary, rotation
+from atom_ops.ops.qkv import HeadNorms, rotate_and_write_kv
+from atom_ops.ops.rotary import rotary, rotation, rotation_at
 from atom_ops.ops.sampling import SamplingBatch, sample
 from atom_ops.transfer import to_device
 
 __all__ = [
     "AttentionPlan",
+    "HeadNorms",
     "KVLayer",
     "LogitRuleBatch",
     "SamplingBatch",
@@ -35,7 +37,9 @@ __all__ = [
     "record_drawn",
     "rms_norm",
     "rotary",
+    "rotate_and_write_kv",
     "rotation",
+    "rotation_at",
     "rule_logits",
     "sample",
     "silu_and_mul",

@@ -41,6 +41,11 @@ def summary(resolved: dict[str, tuple[str, ...]]) -> str:
     return "; ".join([*special, f"every other op: {REFERENCE}"])
 
 
+def ran_in_torch() -> list[str]:
+    """Names of the ops that a call came to the reference of, since the last `resolve`."""
+    return sorted(each.name for each in REGISTRY.values() if each.ran_reference)
+
+
 def _require(names: tuple[str, ...], device: torch.device) -> None:
     for name in names:
         holders = [each for each in REGISTRY.values() if name in each.providers]

@@ -60,6 +60,8 @@ class Op(Generic[P, R]):
             REFERENCE: Provider(REFERENCE, reference, "nothing", lambda device: True, None, None)
         }
         self._preferred: tuple[Provider, ...] = ()
+        self.ran_reference = False
+        """Whether a call came to the reference since the order was set."""
 
     def provider(
         self,
@@ -83,6 +85,7 @@ class Op(Generic[P, R]):
     def use(self, names: Sequence[str]) -> None:
         """Set the order; the reference comes last whether named or not."""
         self._preferred = tuple(self.providers[name] for name in names if name != REFERENCE)
+        self.ran_reference = False
 
     @property
     def order(self) -> tuple[str, ...]:
@@ -94,6 +97,7 @@ class Op(Generic[P, R]):
             if provider.supports is None or provider.supports(*args, **kwargs):
                 result: R = provider.function(*args, **kwargs)
                 return result
+        self.ran_reference = True
         return self.reference(*args, **kwargs)
 
 

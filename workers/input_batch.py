@@ -15,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from atom.messages.worker import MoreBlocks, NewRow, ScheduledBatch
-from atom_ops import AttentionPlan, plan_attention
-from workers.layers.attention import KVGroup
+from atom_ops import plan_attention
 from workers.layers.context import GroupContext
 
 Rows = NDArray[np.int64]
@@ -128,23 +127,14 @@ class _Cohort:
 class InputBatch:
     """Turns each `ScheduledBatch` into the inputs of one step."""
 
-    def __init__(
-        self,
-        limits: BatchLimits,
-        groups: Sequence[KVGroup],
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
-        self._limits = limits
-        self._groups = groups
-        self._dtype = dtype
+    def __init__(self, limits: BatchLimits, num_groups: int, device: torch.device):
         self._device = device
         self._token_ids = np.zeros((limits.max_rows, limits.max_model_len), np.int32)
         self._known = np.zeros(limits.max_rows, np.int64)
         self._computed = np.zeros(limits.max_rows, np.int64)
         self._scored_until = np.zeros(limits.max_rows, np.int64)
         self._scored_top = np.zeros(limits.max_rows, np.int64)
-        self._tables = [BlockTable(limits) for _ in groups]
+        self._tables = [BlockTable(limits) for _ in range(num_groups)]
         self._last_ids = torch.zeros(limits.max_rows, dtype=torch.int64, device=device)
         self._cohort: _Cohort | None = None
 
@@ -261,28 +251,13 @@ class InputBatch:
         counts: NDArray[np.int64],
         context_lens: NDArray[np.int64],
     ) -> list[GroupContext]:
+        query_lens, contexts = counts.astype(np.int32), context_lens.astype(np.int32)
         return [
-            GroupContext(slots, self._plan(group, table.rows(rows, context_lens), counts, context_lens))
-            for slots, group, table in zip(slots_T, self._groups, self._tables, strict=True)
+            GroupContext(
+                slots, plan_attention(query_lens, contexts, table.rows(rows, context_lens), self._device)
+            )
+            for slots, table in zip(slots_T, self._tables, strict=True)
         ]
-
-    def _plan(
-        self,
-        group: KVGroup,
-        table: NDArray[np.int32],
-        counts: NDArray[np.int64],
-        context_lens: NDArray[np.int64],
-    ) -> AttentionPlan:
-        return plan_attention(
-            counts.astype(np.int32),
-            context_lens.astype(np.int32),
-            table,
-            self._limits.block_size,
-            group.heads,
-            group.kv_heads,
-            self._dtype,
-            self._device,
-        )
 
     def _upload(self, *columns: NDArray[np.integer]) -> tuple[torch.Tensor, ...]:
         """Equally long integer columns as int64 tensors on the device, in one copy."""

@@ -67,6 +67,9 @@ class Worker:
         self._runner = self._make_runner(allocate)
         capacity = min(allocate.num_blocks) * self._config.cache.block_size
         self._warm_up(min(capacity, allocate.max_model_len, _WARM_TOKENS + _WARM_DECODES))
+        if self._device.type != "cpu" and self._tp.rank == 0:
+            names = ", ".join(backend.ran_in_torch()) or "none"
+            get_logger().info("ops that torch ran on %s, for want of a kernel: %s", self._device, names)
 
     def execute(self, batch: ScheduledBatch) -> PendingStep:
         """Launch one step."""
@@ -94,7 +97,7 @@ class Worker:
         return ModelRunner(
             self._model,
             allocate_kv(groups, allocate.num_blocks, block_size, self._kv_dtype, self._device),
-            InputBatch(limits, groups, self._dtype, self._device),
+            InputBatch(limits, len(groups), self._device),
             Sampler(limits, self._checkpoint.vocab_size, self._device),
         )
 

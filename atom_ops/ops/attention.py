@@ -54,21 +54,29 @@ def _sdpa_cpu(
     return out, lse
 
 
-def _paged_case(query_lens: list[int], context_lens: list[int], fp8: bool = False) -> Case:
+def _paged_case(
+    query_lens: list[int],
+    context_lens: list[int],
+    heads: tuple[int, int] = (9, 3),
+    width: int = 32,
+    fp8: bool = False,
+) -> Case:
+    """`heads` are query heads and key/value heads."""
+
     def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, KVLayer, AttentionPlan, float]:
         block_size, per_row = 16, -(-max(context_lens) // 16)
         blocks = torch.randperm(len(context_lens) * per_row + 3, generator=generator)
         table = blocks[: len(context_lens) * per_row].view(-1, per_row)
         device = torch.device("cpu")
-        cache = make_kv_layer(len(blocks), block_size, 3, 32, FP8 if fp8 else dtype, device)
-        k, v = torch.randn(2, len(blocks) * block_size, 3, 32, generator=generator).to(dtype)
+        cache = make_kv_layer(len(blocks), block_size, heads[1], width, FP8 if fp8 else dtype, device)
+        k, v = torch.randn(2, len(blocks) * block_size, heads[1], width, generator=generator).to(dtype)
         write_kv(k, v, cache, torch.arange(len(k)))
-        q = torch.randn(sum(query_lens), 9, 32, generator=generator).to(dtype)
+        q = torch.randn(sum(query_lens), heads[0], width, generator=generator).to(dtype)
         lens, host_table = np.array([query_lens, context_lens], np.int32), table.numpy().astype(np.int32)
-        plan = plan_attention(lens[0], lens[1], host_table, block_size, 9, 3, dtype, device)
-        return q, cache, plan, 0.18
+        return q, cache, plan_attention(lens[0], lens[1], host_table, device), width**-0.5
 
-    return Case(f"{query_lens}of{context_lens}{'-fp8' if fp8 else ''}".replace(" ", ""), make)
+    label = f"{heads[0]}/{heads[1]}x{width}-{query_lens}of{context_lens}{'-fp8' if fp8 else ''}"
+    return Case(label.replace(" ", ""), make)
 
 
 @op(
@@ -76,6 +84,8 @@ def _paged_case(query_lens: list[int], context_lens: list[int], fp8: bool = Fals
         _paged_case([1, 1, 1], [1, 40, 700]),
         _paged_case([37], [37]),
         _paged_case([1, 20, 1, 5], [33, 300, 2, 5]),
+        _paged_case([1, 70, 1], [200, 90, 17], (16, 8), 128),
+        _paged_case([1, 3, 40], [130, 65, 40], (32, 8), 80),
         _paged_case([1, 9], [64, 30], fp8=True),
     ],
     REDUCTION,
@@ -85,11 +95,12 @@ def paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: f
 
     Query head h reads key/value head h // (H / K).
     """
-    first = plan.groups[0]
-    if first.tokens is None:
-        return _attend(q_THE, cache, first, scale)
+    _, block_size, _, kv_heads, _ = cache.kv.shape
+    groups = plan.work_items(q_THE.shape[1], kv_heads, block_size, q_THE.dtype)
+    if groups[0].tokens is None:
+        return _attend(q_THE, cache, groups[0], scale)
     out_THE = torch.empty_like(q_THE)
-    for items in plan.groups:
+    for items in groups:
         assert items.tokens is not None
         out_THE.index_copy_(0, items.tokens, _attend(q_THE, cache, items, scale))
     return out_THE

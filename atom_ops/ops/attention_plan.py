@@ -1,7 +1,9 @@
-"""How one step's attention is cut into pieces of equal size.
+"""What one step attends to: whose context lies in which blocks, and how much of it there is.
 
-Rows of a batch bring any number of new tokens and any context. A row's new tokens are cut into
-tiles of L queries and its context into chunks of C tokens; one (tile, chunk) pair is an item:
+`AttentionPlan` says that on the device, row by row; a kernel that reads block tables needs no
+more. Batched attention of torch does: rows bring any number of new tokens and any context. For
+it a row's new tokens are cut into tiles of L queries and its context into chunks of C tokens;
+one (tile, chunk) pair is an item:
 
               chunk 0   chunk 1   chunk 2
     tile 0    item 0
@@ -10,16 +12,19 @@ tiles of L queries and its context into chunks of C tokens; one (tile, chunk) pa
 
 All items have one shape, so a group of them is one batched attention, whatever the rows were;
 items of one tile are merged by their log-sum-exp. Decodes (L = 1) and longer pieces are apart.
-This is host work on numpy arrays, once a step. It knows block tables, but no cache.
+This is host work on numpy arrays, once a step, and only where a step runs on items.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from atom_ops.transfer import to_device
 
 Ints = NDArray[np.int64]
 
@@ -64,11 +69,61 @@ class WorkItems:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """What one step attends to; the same for every layer. Made by `plan_attention`."""
+class HostRows:
+    """R rows of a step, as int32 arrays on the host."""
 
-    groups: tuple[WorkItems, ...]
-    """Each token of the step is a query of exactly one group."""
+    query_lens: NDArray[np.int32]
+    context_lens: NDArray[np.int32]
+    block_table: NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What R rows attend to in one step; the same for every layer that shares the block table.
+
+    Row r's queries are tokens `query_starts_R1[r]` … `query_starts_R1[r + 1]` - 1 of the step, the
+    last of its `context_lens_R[r]` tokens. A row of no queries is skipped; one of no context gets
+    zeros. So a captured graph runs with fewer rows than it was captured with, as long as the
+    numbers below still bound what the tensors hold: they choose what is launched.
+    """
+
+    block_table_RW: Tensor
+    """int32: token t of row r is kept in block `block_table_RW[r, t // block_size]`."""
+    context_lens_R: Tensor
+    """int32."""
+    query_starts_R1: Tensor
+    """int32."""
+    num_tokens: int
+    """Of the step: no less than `query_starts_R1[R]`."""
+    min_query_len: int
+    """No row with any queries has fewer."""
+    max_query_len: int
+    max_context_len: int
+    split_tokens: int = 0
+    """Contexts are computed in pieces of so many tokens (a multiple of 256), whatever the batch;
+    0: in pieces that suit the device and the batch."""
+    host: HostRows | None = None
+    """What the tensors hold, for `work_items`."""
+
+    def work_items(
+        self, num_heads: int, num_kv_heads: int, block_size: int, dtype: torch.dtype
+    ) -> tuple[WorkItems, ...]:
+        """Groups of items; each token of the step is a query of exactly one group.
+
+        Made at the first call and kept. `dtype` is the queries'. Raises ValueError for a plan
+        whose rows the host does not know.
+        """
+        key = (num_heads, num_kv_heads, block_size, dtype)
+        if key not in self._work:
+            if self.host is None:
+                raise ValueError("this attention plan has no host rows: only a paged kernel can run it")
+            device = self.context_lens_R.device
+            self._work[key] = _work_items(self.host, num_heads, num_kv_heads, block_size, dtype, device)
+        return self._work[key]
+
+    @cached_property
+    def _work(self) -> dict[tuple[int, int, int, torch.dtype], tuple[WorkItems, ...]]:
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,30 +158,58 @@ def plan_attention(
     query_lens: NDArray[np.int32],
     context_lens: NDArray[np.int32],
     block_table: NDArray[np.int32],
-    block_size: int,
-    num_heads: int,
-    num_kv_heads: int,
-    dtype: torch.dtype,
     device: torch.device,
 ) -> AttentionPlan:
-    """Plan one step from host arrays.
+    """Plan one step from host arrays, which stay as they are from then on.
 
     Row i brings `query_lens[i]` new tokens (at least 1), the last of its `context_lens[i]`
     tokens; all of these have their keys and values in the blocks `block_table[i]`
     ([rows, max_blocks]; entries past the context are never read). Queries of row i follow
-    those of row i - 1. `num_heads` and `num_kv_heads` are this rank's; `dtype` is the queries'.
+    those of row i - 1.
     """
-    queries, contexts = query_lens.astype(np.int64), context_lens.astype(np.int64)
+    starts = np.zeros(len(query_lens) + 1, np.int32)
+    query_lens.cumsum(out=starts[1:])
+    table_RW, contexts_R, starts_R1 = _upload((block_table, context_lens, starts), device)
+    return AttentionPlan(
+        block_table_RW=table_RW,
+        context_lens_R=contexts_R,
+        query_starts_R1=starts_R1,
+        num_tokens=int(starts[-1]),
+        min_query_len=int(query_lens.min()),
+        max_query_len=int(query_lens.max()),
+        max_context_len=int(context_lens.max()),
+        host=HostRows(query_lens, context_lens, block_table),
+    )
+
+
+def _upload(arrays: tuple[NDArray[np.int32], ...], device: torch.device) -> list[Tensor]:
+    """The arrays on the device, by one copy."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    together = to_device(np.concatenate([array.ravel() for array in arrays]), device)
+    parts = together.split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+def _work_items(
+    rows: HostRows,
+    num_heads: int,
+    num_kv_heads: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[WorkItems, ...]:
+    queries, contexts = rows.query_lens.astype(np.int64), rows.context_lens.astype(np.int64)
     ends = queries.cumsum()
     groups = []
-    for rows in (np.flatnonzero(queries == 1), np.flatnonzero(queries > 1)):
-        if not len(rows):
+    for chosen in (np.flatnonzero(queries == 1), np.flatnonzero(queries > 1)):
+        if not len(chosen):
             continue
-        tiles = _cut(rows, queries[rows], (ends - queries)[rows], contexts[rows])
+        tiles = _cut(chosen, queries[chosen], (ends - queries)[chosen], contexts[chosen])
         chunk = _chunk_length(tiles)
         for part in _bounded(tiles, chunk, num_heads, num_kv_heads):
-            groups.append(_items(part, chunk, block_table, block_size, int(ends[-1]), dtype, device))
-    return AttentionPlan(tuple(groups))
+            groups.append(_items(part, chunk, rows.block_table, block_size, int(ends[-1]), dtype, device))
+    return tuple(groups)
 
 
 def _cut(rows: Ints, query_lens: Ints, first_tokens: Ints, context_lens: Ints) -> _Tiles:

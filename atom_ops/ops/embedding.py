@@ -8,15 +8,15 @@ from atom_ops.op import Case, op
 from atom_ops.tolerances import EXACT
 
 
-def _case(tokens: int, local: int, first_id: int) -> Case:
+def _case(tokens: int, local: int, first_id: int, hidden: int) -> Case:
     def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor, int]:
         ids = torch.randint(0, local + first_id + 5, (tokens,), generator=generator)
-        return ids, torch.randn(local, 48, generator=generator).to(dtype), first_id
+        return ids, torch.randn(local, hidden, generator=generator).to(dtype), first_id
 
-    return Case(f"{tokens}x{local}+{first_id}", make)
+    return Case(f"{tokens}x{local}+{first_id}x{hidden}", make)
 
 
-@op([_case(1, 100, 0), _case(50, 100, 37)], EXACT)
+@op([_case(1, 100, 0, 48), _case(50, 100, 37, 48), _case(3, 20, 0, 2560)], EXACT)
 def embedding(ids_T: Tensor, weight_VD: Tensor, first_id: int) -> Tensor:
     """Rows of `weight_VD`, which holds the ids first_id … first_id + V - 1; zeros for others.
 

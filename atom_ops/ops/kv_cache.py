@@ -61,34 +61,57 @@ def kv_bytes_per_block(block_size: int, kv_heads: int, head_dim: int, dtype: tor
 
 def _case(kv_heads: int, head_dim: int, fp8: bool) -> Case:
     def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor, KVLayer, Tensor]:
-        k, v = torch.randn(2, 7, kv_heads, head_dim, generator=generator).to(dtype)
+        heads = torch.randn(7, 2 * kv_heads + 1, head_dim, generator=generator).to(dtype)
+        _, k, v = heads.split([1, kv_heads, kv_heads], 1)
         cache = make_kv_layer(5, 4, kv_heads, head_dim, FP8 if fp8 else dtype, torch.device("cpu"))
         return k, v, cache, torch.randperm(20, generator=generator)[:7]
 
     return Case(f"{kv_heads}x{head_dim}{'-fp8' if fp8 else ''}", make)
 
 
-@op([_case(3, 64, False), _case(1, 16, False), _case(2, 32, True)], EXACT)
+@op(
+    [_case(3, 64, False), _case(1, 16, False), _case(8, 128, False), _case(2, 32, True), _case(9, 80, True)],
+    EXACT,
+)
 def write_kv(k_TKE: Tensor, v_TKE: Tensor, cache: KVLayer, slots_T: Tensor) -> None:
     """Store each token's keys and values in its slot (int64).
 
     `k_TKE` and `v_TKE` need a contiguous last dimension only. The float8 scale makes a head's
-    largest magnitude the largest float8; magnitudes over 114240 saturate.
+    largest magnitude the largest float8; magnitudes over 114240 saturate. On a GPU a negative
+    slot stores nothing: the rows that a captured graph has to spare. On a CPU it is an error.
     """
     for half, x_TKE in enumerate((k_TKE, v_TKE)):
         numbers = cache.kv.flatten(0, 1).select(1, half)
         if cache.scale is not None:
             x_TKE, scale_TK = _to_float8(x_TKE)
-            cache.scale.flatten(0, 1).select(1, half).index_copy_(0, slots_T, scale_TK)
+            _store(cache.scale.flatten(0, 1).select(1, half), slots_T, scale_TK)
             numbers = numbers.view(torch.uint8)
-        numbers.index_copy_(0, slots_T, x_TKE.to(numbers.dtype))
+        _store(numbers, slots_T, x_TKE.to(numbers.dtype))
+
+
+def _store(stored: Tensor, slots_T: Tensor, new: Tensor) -> None:
+    if slots_T.is_cuda and len(slots_T):
+        slots_T, new = without_spare_rows(stored, slots_T, new)
+    stored.index_copy_(0, slots_T, new)
+
+
+def without_spare_rows(stored: Tensor, slots_T: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """Slots and numbers that store the same, but with a slot for each row; the device decides.
+
+    A row without a slot repeats what another row stores. If there is none, all of them store
+    what slot 0 holds already.
+    """
+    rows_T = torch.arange(len(slots_T), device=slots_T.device)
+    rows_T = torch.where(slots_T < 0, slots_T.argmax(), rows_T)
+    new = torch.where(slots_T.amax() < 0, stored[:1], new.index_select(0, rows_T))
+    return slots_T.index_select(0, rows_T).clamp_(min=0), new
 
 
 def _to_float8(x_TKE: Tensor) -> tuple[Tensor, Tensor]:
     """The codes, as the uint8 that index_copy_ can move, and their scales."""
     x_TKE = x_TKE.float()
     scale_TK = x_TKE.abs().amax(-1).div_(_FP8_MAX).clamp_(2.0**-100, _LARGEST_SCALE)
-    scaled = (x_TKE / scale_TK[..., None]).clamp_(-_FP8_MAX, _FP8_MAX)
+    scaled = (x_TKE * scale_TK.reciprocal()[..., None]).clamp_(-_FP8_MAX, _FP8_MAX)
     return scaled.to(FP8).view(torch.uint8), scale_TK
 
 

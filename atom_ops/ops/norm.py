@@ -8,18 +8,18 @@ from atom_ops.op import Case, op
 
 
 def _cases(with_residual: bool) -> list[Case]:
-    def case(tokens: int, hidden: int) -> Case:
+    def case(hidden: int, *leading: int) -> Case:
         def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor | float, ...]:
             rows = [
-                torch.randn(tokens, hidden, generator=generator).to(dtype)
+                torch.randn(*leading, hidden, generator=generator).to(dtype)
                 for _ in range(2 if with_residual else 1)
             ]
             weight = torch.rand(hidden, generator=generator).to(dtype)
             return (*rows, weight, 1e-5)
 
-        return Case(f"{tokens}x{hidden}", make)
+        return Case("x".join(map(str, (*leading, hidden))), make)
 
-    return [case(1, 576), case(7, 64), case(33, 1024)]
+    return [case(576, 1), case(64, 7), case(1024, 33), case(48, 3, 5), case(5120, 2), case(16384, 1)]
 
 
 @op(_cases(with_residual=False))

@@ -4,11 +4,12 @@ import torch
 from torch import Tensor
 
 from atom_ops.op import Case, op
+from atom_ops.tolerances import EXACT
 
 
 def _case(heads: int, head_dim: int, rot_dim: int, interleaved: bool) -> Case:
     def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, bool]:
-        x = torch.randn(11, heads, head_dim, generator=generator).to(dtype)
+        x = torch.randn(11, heads + 2, head_dim, generator=generator).to(dtype)[:, 1:-1]
         angles = torch.rand(11, 1, rot_dim // 2, generator=generator) * 6.3
         return x, *rotation(angles.cos(), angles.sin(), interleaved), interleaved
 
@@ -26,7 +27,25 @@ def rotation(cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tenso
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
-@op([_case(9, 64, 64, False), _case(4, 32, 16, False), _case(4, 32, 32, True)])
+def _table_case(positions: int, tokens: int, head_dim: int) -> Case:
+    def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        table = torch.randn(positions, head_dim, generator=generator)
+        return table, torch.randint(0, positions, (tokens,), generator=generator)
+
+    return Case(f"{tokens}of{positions}x{head_dim}", make)
+
+
+@op([_table_case(40, 1, 64), _table_case(300, 23, 80)], EXACT)
+def rotation_at(cos_sin_PR: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+    """The rotation of each token, from a float32 table of each position's cosines, then its sines.
+
+    Two of [T, 1, R], as `rotation` makes them.
+    """
+    cos_T1r, sin_T1r = cos_sin_PR.index_select(0, positions_T).unsqueeze(1).chunk(2, dim=-1)
+    return rotation(cos_T1r, sin_T1r)
+
+
+@op([_case(9, 64, 64, False), _case(4, 32, 16, False), _case(4, 32, 32, True), _case(5, 80, 80, False)])
 def rotary(x_THE: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, interleaved: bool = False) -> Tensor:
     """Turn the first R of the E numbers of every head by the angles of its token.
 

@@ -26,5 +26,12 @@ def load() -> None:
     """Register the providers, where triton is installed; later calls do nothing."""
     if find_spec("triton") is None:
         return
+    import atom_ops.triton_impl.activation
+    import atom_ops.triton_impl.attention
+    import atom_ops.triton_impl.embedding
+    import atom_ops.triton_impl.kv_cache
     import atom_ops.triton_impl.linear
+    import atom_ops.triton_impl.norm
+    import atom_ops.triton_impl.qkv
+    import atom_ops.triton_impl.rotary
     import atom_ops.triton_impl.sampling  # noqa: F401

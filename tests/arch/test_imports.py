@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 
 from tests.helpers.source import ROOT, module_name, package_files
 
@@ -60,7 +61,10 @@ def run(code: str, modules: list[str]) -> list[str]:
 
 
 def test_every_module_can_be_imported_first() -> None:
-    assert run(IMPORT_EACH_ALONE, [module_name(path) for path in package_files()]) == []
+    names = [module_name(path) for path in package_files()]
+    if find_spec("triton") is None:
+        names = [name for name in names if not name.startswith("atom_ops.triton_impl.")]
+    assert run(IMPORT_EACH_ALONE, names) == []
 
 
 def test_torch_free_parts_do_not_load_torch() -> None:

@@ -1,12 +1,13 @@
-"""Attention over the paged KV cache. T tokens, H query heads, K KV heads, E head features."""
+"""Attention over the paged KV cache. T tokens, O features of the fused projection."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from atom_ops import paged_attention, write_kv
+from atom_ops import HeadNorms, paged_attention, rotate_and_write_kv
 from workers.layers.context import ForwardContext
+from workers.layers.rotary import Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +23,9 @@ class KVGroup:
 
 
 class Attention(nn.Module):
-    """Writes the step's keys and values to the cache, then attends to each row's context.
+    """From a fused projection of queries, keys and values to what each token's heads attend to.
 
+    Writes the step's keys and values to the cache, then reads each row's whole context from it.
     Knows neither rows nor blocks: those are in the context's plan.
     """
 
@@ -34,8 +36,14 @@ class Attention(nn.Module):
         self._scale = head_dim**-0.5
 
     def forward(
-        self, q_THE: torch.Tensor, k_TKE: torch.Tensor, v_TKE: torch.Tensor, ctx: ForwardContext
+        self,
+        qkv_TO: torch.Tensor,
+        rotation: Rotation,
+        ctx: ForwardContext,
+        norms: HeadNorms | None = None,
     ) -> torch.Tensor:
+        """The heads' results side by side; `norms` apply to queries and keys before they turn."""
         cache, group = ctx.kv_layers[self._layer], ctx.groups[self._group]
-        write_kv(k_TKE, v_TKE, cache, group.slots_T)
-        return paged_attention(q_THE, cache, group.plan, self._scale)
+        cos_T1R, sin_T1R = rotation.cos_T1R, rotation.sin_T1R
+        q_THE = rotate_and_write_kv(qkv_TO, cos_T1R, sin_T1R, cache, group.slots_T, norms)
+        return paged_attention(q_THE, cache, group.plan, self._scale).flatten(-2)

@@ -14,14 +14,14 @@ class RMSNorm(WeightedLayer):
 
     def __init__(self, size: int, eps: float, build: BuildContext):
         super().__init__()
-        self._eps = eps
+        self.eps = eps
         self.add_weight("weight", [Source((size,), 0, Range.whole(size))], build)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x_TD, self.weight, self._eps)
+        return rms_norm(x_TD, self.weight, self.eps)
 
     def add(self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm of the sum, the sum); without a residual yet the sum is `x_TD` itself."""
         if residual_TD is None:
             return self(x_TD), x_TD
-        return add_rms_norm(x_TD, residual_TD, self.weight, self._eps)
+        return add_rms_norm(x_TD, residual_TD, self.weight, self.eps)

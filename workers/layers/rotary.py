@@ -1,6 +1,6 @@
 """Rotary position embedding: the table of angles, once for all layers.
 
-P positions, R rotated features, T tokens, H heads, E head features.
+P positions, R rotated features, T tokens.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from atom_ops import rotary, rotation
+from atom_ops import rotation_at
 from workers.layers.context import BuildContext
 
 
@@ -21,10 +21,6 @@ class Rotation:
 
     cos_T1R: torch.Tensor
     sin_T1R: torch.Tensor
-
-    def __call__(self, x_THE: torch.Tensor) -> torch.Tensor:
-        """Every head turned by the angles of its token."""
-        return rotary(x_THE, self.cos_T1R, self.sin_T1R)
 
 
 class RotaryEmbedding(nn.Module):
@@ -40,8 +36,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos_sin_PR", table.to(build.device))
 
     def forward(self, positions_T: torch.Tensor) -> Rotation:
-        cos_T1r, sin_T1r = self.cos_sin_PR.index_select(0, positions_T).unsqueeze(1).chunk(2, dim=-1)
-        return Rotation(*rotation(cos_T1r, sin_T1r))
+        return Rotation(*rotation_at(self.cos_sin_PR, positions_T))
 
 
 def inverse_frequencies(head_dim: int, rope: Mapping[str, Any]) -> torch.Tensor:

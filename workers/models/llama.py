@@ -1,7 +1,6 @@
 """Llama 2, 3 and 3.1, and what shares their graph (SmolLM2, TinyLlama, …).
 
-T tokens, R rows that draw, D hidden, H query heads, K KV heads, E head features, F MLP
-features, V vocabulary; H, K and F are this rank's.
+T tokens, R rows that draw, D hidden.
 """
 
 from collections.abc import Mapping
@@ -69,17 +68,12 @@ class LlamaAttention(nn.Module):
         shard = head_shard(heads, kv_heads, build.tp.size, build.tp.rank)
         q = Range(heads * head_dim, shard.q_start * head_dim, shard.q_count * head_dim)
         kv = Range(kv_heads * head_dim, shard.kv_start * head_dim, shard.kv_count * head_dim)
-        self._heads, self._kv_heads = shard.q_count, shard.kv_count
-        self._head_dim = head_dim
         self.qkv_proj = ColumnParallelLinear(args.hidden_size, [q, kv, kv], args.attention_bias, build)
         self.o_proj = RowParallelLinear(q, args.hidden_size, args.attention_bias, build)
         self.attention = Attention(layer, head_dim)
 
     def forward(self, x_TD: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
-        qkv = self.qkv_proj(x_TD).unflatten(-1, (-1, self._head_dim))
-        qk, v_TKE = qkv.split([self._heads + self._kv_heads, self._kv_heads], 1)
-        q_THE, k_TKE = rotation(qk).split([self._heads, self._kv_heads], 1)
-        return self.o_proj(self.attention(q_THE, k_TKE, v_TKE, ctx).flatten(-2))
+        return self.o_proj(self.attention(self.qkv_proj(x_TD), rotation, ctx))
 
 
 class LlamaMLP(nn.Module):

@@ -1,7 +1,6 @@
 """Qwen3 (dense): as Llama, with queries and keys normalised per head before rotation.
 
-T tokens, R rows that draw, D hidden, H query heads, K KV heads, E head features, F MLP
-features, V vocabulary; H, K and F are this rank's.
+T tokens, R rows that draw, D hidden.
 """
 
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
+from atom_ops import HeadNorms
 from parallel.sharding import head_shard
 from workers.layers.activation import gated_activation
 from workers.layers.attention import Attention, KVGroup
@@ -70,8 +70,6 @@ class Qwen3Attention(nn.Module):
         shard = head_shard(heads, kv_heads, build.tp.size, build.tp.rank)
         q = Range(heads * head_dim, shard.q_start * head_dim, shard.q_count * head_dim)
         kv = Range(kv_heads * head_dim, shard.kv_start * head_dim, shard.kv_count * head_dim)
-        self._split = [q.size, kv.size, kv.size]
-        self._head_dim = head_dim
         self.qkv_proj = ColumnParallelLinear(args.hidden_size, [q, kv, kv], args.attention_bias, build)
         self.o_proj = RowParallelLinear(q, args.hidden_size, args.attention_bias, build)
         self.q_norm = RMSNorm(head_dim, args.rms_norm_eps, build)
@@ -79,11 +77,8 @@ class Qwen3Attention(nn.Module):
         self.attention = Attention(layer, head_dim)
 
     def forward(self, x_TD: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
-        q_THE, k_TKE, v_TKE = (
-            part.unflatten(-1, (-1, self._head_dim)) for part in self.qkv_proj(x_TD).split(self._split, -1)
-        )
-        q_THE, k_TKE = rotation(self.q_norm(q_THE)), rotation(self.k_norm(k_TKE))
-        return self.o_proj(self.attention(q_THE, k_TKE, v_TKE, ctx).flatten(-2))
+        norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        return self.o_proj(self.attention(self.qkv_proj(x_TD), rotation, ctx, norms))
 
 
 class Qwen3MLP(nn.Module):

@@ -74,3 +74,13 @@ def test_torch_alone_can_be_demanded() -> None:
     resolved = backend.resolve(CPU, ["torch"])
     assert set(resolved.values()) == {("torch",)}
     backend.resolve(CPU)
+
+
+def test_ops_that_came_to_torch_are_named(double: Op[[Tensor], Tensor]) -> None:
+    backend.resolve(CPU, ["even", "torch"])
+    double(torch.ones(2))
+    assert "double" not in backend.ran_in_torch()
+    double(torch.ones(3))
+    assert "double" in backend.ran_in_torch()
+    backend.resolve(CPU, ["even", "torch"])
+    assert backend.ran_in_torch() == []

@@ -6,7 +6,7 @@ import torch
 
 import atom_ops
 from atom_ops import backend
-from atom_ops.ops.kv_cache import FP8, read_kv
+from atom_ops.ops.kv_cache import FP8, read_kv, without_spare_rows
 
 CPU = torch.device("cpu")
 
@@ -121,3 +121,37 @@ def test_float8_takes_any_finite_number() -> None:
     assert found[1].abs().max() < 1e-30
     assert found[2, 0] == 114240
     assert found[3, 0] == -114240
+
+
+@pytest.mark.parametrize("slots", [[4, -1, 0, -1], [-1, 2], [-1, -1], [3]])
+def test_rows_to_spare_store_nothing(slots: list[int]) -> None:
+    """What a GPU does without looking at the slots."""
+    stored, new = torch.arange(5.0)[:, None].repeat(1, 3), torch.randn(len(slots), 3)
+    wanted = stored.clone()
+    for row, slot in enumerate(slots):
+        if slot >= 0:
+            wanted[slot] = new[row]
+    targets, numbers = without_spare_rows(stored, torch.tensor(slots), new)
+    assert targets.min() >= 0
+    assert torch.equal(stored.index_copy(0, targets, numbers), wanted)
+
+
+@pytest.mark.parametrize("with_norms", [False, True])
+def test_a_projection_is_split_turned_and_stored(with_norms: bool) -> None:
+    heads, kv_heads, width, tokens = 5, 2, 16, 7
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * width)
+    angles = torch.rand(tokens, 1, width // 2) * 6
+    rotation = atom_ops.rotation(angles.cos(), angles.sin())
+    q, k, v = qkv.view(tokens, -1, width).split([heads, kv_heads, kv_heads], 1)
+    norms = None
+    if with_norms:
+        norms = atom_ops.HeadNorms(torch.rand(width), torch.rand(width), 1e-5)
+        q = atom_ops.rms_norm(q, norms.q_weight_E, 1e-5)
+        k = atom_ops.rms_norm(k, norms.k_weight_E, 1e-5)
+    cache = atom_ops.make_kv_layer(4, 4, kv_heads, width, torch.float32, CPU)
+    slots = torch.tensor([3, 0, 15, 7, 8, 1, 2])
+    found = atom_ops.rotate_and_write_kv(qkv, *rotation, cache, slots, norms)
+    assert torch.equal(found, atom_ops.rotary(q, *rotation))
+    stored_k, stored_v = read_kv(cache, slots, torch.float32).unbind(1)
+    assert torch.equal(stored_k, atom_ops.rotary(k, *rotation))
+    assert torch.equal(stored_v, v)

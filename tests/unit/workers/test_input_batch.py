@@ -8,16 +8,14 @@ from atom.messages.engine import pack_ids
 from atom.messages.worker import MoreBlocks, NewRow, ScheduledBatch
 from tests.helpers.core_side import GREEDY
 from workers.input_batch import BatchLimits, InputBatch, StepInputs
-from workers.layers.attention import KVGroup
 
 BLOCK = 4
 CPU = torch.device("cpu")
-GROUP = KVGroup(range(2), 4, 2, 8)
 
 
 def make(groups: int = 1, max_rows: int = 8, max_model_len: int = 64) -> InputBatch:
     limits = BatchLimits(max_rows, max_model_len, BLOCK)
-    return InputBatch(limits, [GROUP] * groups, torch.float32, CPU)
+    return InputBatch(limits, groups, CPU)
 
 
 def new_row(row: int, ids: list[int], *blocks: list[int], computed: int = 0) -> NewRow:

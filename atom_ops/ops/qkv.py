@@ -1,0 +1,73 @@
+"""What lies between a fused projection and attention."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from atom_ops.op import Case, op
+from atom_ops.ops.kv_cache import KVLayer, make_kv_layer, write_kv
+from atom_ops.ops.norm import rms_norm
+from atom_ops.ops.rotary import rotary, rotation
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Weights that queries and keys are normalised with, head by head."""
+
+    q_weight_E: Tensor
+    k_weight_E: Tensor
+    eps: float
+
+
+def _case(tokens: int, heads: int, kv_heads: int, head_dim: int, with_norms: bool) -> Case:
+    def make(
+        dtype: torch.dtype, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, Tensor, KVLayer, Tensor, HeadNorms | None]:
+        features = (heads + 2 * kv_heads) * head_dim
+        qkv = torch.randn(tokens, features + 32, generator=generator).to(dtype)[:, 16:-16]
+        angles = torch.rand(tokens, 1, head_dim // 2, generator=generator) * 6.3
+        cache = make_kv_layer(-(-tokens // 4) + 1, 4, kv_heads, head_dim, dtype, torch.device("cpu"))
+        slots = torch.randperm(tokens + 4, generator=generator)[:tokens]
+        weights = torch.rand(2, head_dim, generator=generator).to(dtype)
+        norms = HeadNorms(weights[0], weights[1], 1e-6) if with_norms else None
+        return qkv, *rotation(angles.cos(), angles.sin()), cache, slots, norms
+
+    return Case(f"{tokens}x{heads}/{kv_heads}x{head_dim}{'-norms' if with_norms else ''}", make)
+
+
+@op(
+    [
+        _case(7, 9, 3, 64, False),
+        _case(5, 16, 8, 128, True),
+        _case(1, 32, 8, 128, True),
+        _case(3, 4, 1, 80, True),
+        _case(4, 2, 2, 16, False),
+    ]
+)
+def rotate_and_write_kv(
+    qkv_TO: Tensor,
+    cos_T1R: Tensor,
+    sin_T1R: Tensor,
+    cache: KVLayer,
+    slots_T: Tensor,
+    norms: HeadNorms | None = None,
+) -> Tensor:
+    """Prepare a projection for attention: the rotated queries, [T, H, E]; the rest goes to the cache.
+
+    `qkv_TO` holds H query, K key and K value heads of E numbers, side by side; it needs a
+    contiguous last dimension only. Queries and keys are normalised if `norms` are given, then
+    turned (see `rotary`); keys and values are stored in the tokens' slots (see `write_kv`). The
+    result's heads are contiguous, its tokens need not be.
+    """
+    kv_heads, head_dim = cache.kv.shape[3:]
+    heads_TNE = qkv_TO.unflatten(1, (-1, head_dim))
+    q_heads = heads_TNE.shape[1] - 2 * kv_heads
+    qk_TNE, v_TKE = heads_TNE.split([q_heads + kv_heads, kv_heads], 1)
+    if norms is not None:
+        q_THE, k_TKE = qk_TNE.split([q_heads, kv_heads], 1)
+        normed = rms_norm(q_THE, norms.q_weight_E, norms.eps), rms_norm(k_TKE, norms.k_weight_E, norms.eps)
+        qk_TNE = torch.cat(normed, 1)
+    q_THE, k_TKE = rotary(qk_TNE, cos_T1R, sin_T1R).split([q_heads, kv_heads], 1)
+    write_kv(k_TKE, v_TKE, cache, slots_T)
+    return q_THE

@@ -1,0 +1,35 @@
+"""Gated activations: one program for a piece of a row."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atom_ops.ops.activation import silu_and_mul
+from atom_ops.triton_impl import NEEDS, runs_on
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _silu_and_mul(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    gate_ptr = x_ptr + row * (2 * SIZE) + column
+    gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptr + SIZE, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * SIZE + column, gate * tl.sigmoid(gate) * up, mask=inside)
+
+
+@silu_and_mul.provider(
+    "triton", needs=NEEDS, supported=runs_on, supports=lambda x_T2F: x_T2F.is_floating_point()
+)
+def _launch(x_T2F: Tensor) -> Tensor:
+    x_T2F = x_T2F.contiguous()
+    size = x_T2F.shape[-1] // 2
+    out_TF = x_T2F.new_empty((*x_T2F.shape[:-1], size))
+    if out_TF.numel():
+        block = min(triton.next_power_of_2(size), _BLOCK)
+        grid = (out_TF.numel() // size, triton.cdiv(size, block))
+        _silu_and_mul[grid](x_T2F, out_TF, SIZE=size, BLOCK=block, num_warps=4)
+    return out_TF

@@ -1,0 +1,67 @@
+"""Root mean square normalisation, alone and after an addition: one program for each row."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atom_ops.ops.norm import add_rms_norm, rms_norm
+from atom_ops.triton_impl import NEEDS, runs_on
+
+_MOST_FEATURES = 16384
+
+
+def _fits(x_TD: Tensor) -> bool:
+    return x_TD.is_floating_point() and x_TD.shape[-1] <= _MOST_FEATURES
+
+
+@triton.jit
+def _norm_rows(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * SIZE
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    x = tl.load(x_ptr + row + column, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + row + column, mask=inside, other=0.0)
+        # The sum is what later layers add to: its rounded value is what gets normalised.
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(total_ptr + row + column, x, mask=inside)
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
+    normed = (wide * scale).to(x.dtype).to(tl.float32)
+    tl.store(out_ptr + row + column, normed * weight.to(tl.float32), mask=inside)
+
+
+def _launch(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(normed, sum); without a residual the sum is `x_TD`."""
+    size = x_TD.shape[-1]
+    x_TD = x_TD.contiguous()
+    out_TD = torch.empty_like(x_TD, dtype=torch.result_type(x_TD, weight_D))
+    total_TD = x_TD if residual_TD is None else torch.empty_like(x_TD)
+    residual_TD = None if residual_TD is None else residual_TD.contiguous()
+    block = triton.next_power_of_2(size)
+    # One shape of program for each width, whatever the batch: a row's bits depend on the row alone.
+    warps = min(max(block // 512, 1), 16)
+    if x_TD.numel():
+        _norm_rows[(x_TD.numel() // size,)](
+            x_TD, residual_TD, weight_D, out_TD, total_TD, eps, SIZE=size, BLOCK=block, num_warps=warps
+        )
+    return out_TD, total_TD
+
+
+@rms_norm.provider("triton", needs=NEEDS, supported=runs_on, supports=lambda x_TD, weight_D, eps: _fits(x_TD))
+def _rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    return _launch(x_TD, None, weight_D, eps)[0]
+
+
+@add_rms_norm.provider(
+    "triton",
+    needs=NEEDS,
+    supported=runs_on,
+    supports=lambda x_TD, residual_TD, weight_D, eps: _fits(x_TD) and x_TD.dtype == residual_TD.dtype,
+)
+def _add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return _launch(x_TD, residual_TD, weight_D, eps)

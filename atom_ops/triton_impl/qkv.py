@@ -1,0 +1,147 @@
+"""From one fused projection to rotated queries and written keys and values, in one pass.
+
+A program takes some neighbouring heads of a token, of whatever kind. It holds each head as its
+two halves, which is how rotation pairs the features:
+
+    token of the projection   q0 q1 … | k0 k1 … | v0 v1 …      H + 2K heads
+                              └ queries └──────── a slot of the cache, in its order
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atom_ops.ops.kv_cache import KVLayer
+from atom_ops.ops.qkv import HeadNorms, rotate_and_write_kv
+from atom_ops.triton_impl import NEEDS, runs_on
+from atom_ops.triton_impl.kv_cache import float8_numbers, float8_scale
+
+# One shape of program, whatever the batch: a token's bits depend on the token alone.
+_HEADS = 8
+_WARPS = 4
+
+
+@triton.jit
+def _normed(low, high, q_weight_ptr, k_weight_ptr, eps, is_query, feature, HALF: tl.constexpr):
+    """Both halves of the heads over their root mean square, times the weight of their kind."""
+    inside = feature < HALF
+    q_low = tl.load(q_weight_ptr + feature, mask=inside, other=0.0).to(tl.float32)
+    q_high = tl.load(q_weight_ptr + HALF + feature, mask=inside, other=0.0).to(tl.float32)
+    k_low = tl.load(k_weight_ptr + feature, mask=inside, other=0.0).to(tl.float32)
+    k_high = tl.load(k_weight_ptr + HALF + feature, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(low * low + high * high, axis=1) / (2 * HALF) + eps)[:, None]
+    low = low * scale * tl.where(is_query, q_low[None, :], k_low[None, :])
+    high = high * scale * tl.where(is_query, q_high[None, :], k_high[None, :])
+    return low, high
+
+
+# Slots are one of several columns of an upload: their alignment follows the batch, and must
+# not bring a new compilation.
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
+def _rotate_and_write_kv(
+    qkv_ptr,
+    q_ptr,
+    kv_ptr,
+    scale_ptr,
+    slots_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    eps,
+    qkv_stride,
+    cos_stride,
+    sin_stride,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)
+    feature = tl.arange(0, BLOCK)
+    inside = (head < Q_HEADS + 2 * KV_HEADS)[:, None] & (feature < HALF)[None, :]
+    within = head[:, None] * (2 * HALF) + feature[None, :]
+    slot = tl.load(slots_ptr + token)
+    low_in = tl.load(qkv_ptr + token * qkv_stride + within, mask=inside, other=0.0)
+    high_in = tl.load(qkv_ptr + token * qkv_stride + within + HALF, mask=inside, other=0.0)
+    # A cosine stands for both halves; the sine has its plain sign in the second one.
+    cos = tl.load(cos_ptr + token * cos_stride + feature, mask=feature < HALF, other=0.0)[None, :]
+    sin = tl.load(sin_ptr + token * sin_stride + HALF + feature, mask=feature < HALF, other=0.0)[None, :]
+
+    is_query = (head < Q_HEADS)[:, None]
+    is_value = (head >= Q_HEADS + KV_HEADS)[:, None]
+    low, high = low_in.to(tl.float32), high_in.to(tl.float32)
+    if q_weight_ptr is not None:
+        low, high = _normed(low, high, q_weight_ptr, k_weight_ptr, eps, is_query, feature, HALF)
+    low_out = tl.where(is_value, low_in, (low * cos - high * sin).to(low_in.dtype))
+    high_out = tl.where(is_value, high_in, (high * cos + low * sin).to(low_in.dtype))
+
+    q_out = q_ptr + token * (Q_HEADS * 2 * HALF) + within
+    tl.store(q_out, low_out, mask=inside & is_query)
+    tl.store(q_out + HALF, high_out, mask=inside & is_query)
+    row = slot * (2 * KV_HEADS) + head - Q_HEADS
+    kept = inside & (head >= Q_HEADS)[:, None] & (slot >= 0)
+    if scale_ptr is not None:
+        low_out, high_out = low_out.to(tl.float32), high_out.to(tl.float32)
+        scale = float8_scale(tl.max(tl.maximum(tl.abs(low_out), tl.abs(high_out)), axis=1))
+        held = (head >= Q_HEADS) & (head < Q_HEADS + 2 * KV_HEADS) & (slot >= 0)
+        tl.store(scale_ptr + row, scale, mask=held)
+        low_out, high_out = float8_numbers(low_out, scale), float8_numbers(high_out, scale)
+    kv_out = kv_ptr + row[:, None] * (2 * HALF) + feature[None, :]
+    tl.store(kv_out, low_out.to(kv_ptr.dtype.element_ty), mask=kept)
+    tl.store(kv_out + HALF, high_out.to(kv_ptr.dtype.element_ty), mask=kept)
+
+
+def _takes(
+    qkv_TO: Tensor,
+    cos_T1R: Tensor,
+    sin_T1R: Tensor,
+    cache: KVLayer,
+    slots_T: Tensor,
+    norms: HeadNorms | None = None,
+) -> bool:
+    return (
+        cos_T1R.shape[-1] == cache.kv.shape[-1]
+        and qkv_TO.stride(1) == cos_T1R.stride(2) == sin_T1R.stride(2) == slots_T.stride(0) == 1
+        and cache.kv.is_contiguous()
+    )
+
+
+@rotate_and_write_kv.provider("triton", needs=NEEDS, supported=runs_on, supports=_takes)
+def _launch(
+    qkv_TO: Tensor,
+    cos_T1R: Tensor,
+    sin_T1R: Tensor,
+    cache: KVLayer,
+    slots_T: Tensor,
+    norms: HeadNorms | None = None,
+) -> Tensor:
+    kv_heads, size = cache.kv.shape[3:]
+    tokens, all_heads = qkv_TO.shape[0], qkv_TO.shape[1] // size
+    q_THE = qkv_TO.new_empty((tokens, all_heads - 2 * kv_heads, size))
+    if not tokens:
+        return q_THE
+    _rotate_and_write_kv[(tokens, triton.cdiv(all_heads, _HEADS))](
+        qkv_TO,
+        q_THE,
+        cache.kv,
+        cache.scale,
+        slots_T,
+        cos_T1R,
+        sin_T1R,
+        norms.q_weight_E if norms else None,
+        norms.k_weight_E if norms else None,
+        norms.eps if norms else 0.0,
+        qkv_TO.stride(0),
+        cos_T1R.stride(0),
+        sin_T1R.stride(0),
+        Q_HEADS=all_heads - 2 * kv_heads,
+        KV_HEADS=kv_heads,
+        HALF=size // 2,
+        HEADS_BLOCK=_HEADS,
+        BLOCK=triton.next_power_of_2(size // 2),
+        num_warps=_WARPS,
+    )
+    return q_THE

@@ -1,0 +1,135 @@
+"""Paged attention on a GPU: against the definition, captured, and bit by bit."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+import atom_ops
+from atom_ops import AttentionPlan, KVLayer, backend
+from atom_ops.ops.kv_cache import FP8
+from tests.helpers.paged_step import CPU, STEPS, Step
+
+GPU = torch.device("cuda", 0)
+BF16 = torch.bfloat16
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, BF16: 2e-2}
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+@pytest.fixture(autouse=True)
+def resolved() -> Iterator[None]:
+    backend.resolve(GPU, ["triton"])
+    yield
+    backend.resolve(CPU)
+
+
+def check(step: Step, error: float) -> None:
+    found = step.run()
+    assert found.dtype == step.dtype
+    torch.testing.assert_close(found.double().cpu(), step.expected(), atol=error, rtol=error)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("query_lens", "context_lens"), STEPS.values(), ids=STEPS)
+def test_follows_the_definition(query_lens: list[int], context_lens: list[int], dtype: torch.dtype) -> None:
+    step = Step(query_lens, context_lens, 8, 2, dtype=dtype, cache_dtype=dtype, width=64, device=GPU)
+    check(step, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("width", [16, 32, 80, 96, 128, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (16, 8), (32, 8), (20, 1)])
+def test_shapes_of_models(width: int, heads: int, kv_heads: int) -> None:
+    step = Step(
+        [1, 150, 1, 3],
+        [800, 150, 5, 9],
+        heads,
+        kv_heads,
+        dtype=BF16,
+        cache_dtype=BF16,
+        width=width,
+        device=GPU,
+    )
+    check(step, TOLERANCE[BF16])
+
+
+@pytest.mark.parametrize("block_size", [1, 7, 64, 256])
+def test_block_sizes(block_size: int) -> None:
+    step = Step([1, 20, 1], [300, 70, 5], block_size=block_size, dtype=BF16, cache_dtype=BF16, device=GPU)
+    check(step, TOLERANCE[BF16])
+
+
+@pytest.mark.parametrize("cache_dtype", [BF16, FP8])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_narrow_cache(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    """Beside the reference in float32, which reads the same rounded numbers."""
+    step = Step(
+        [1, 20, 1, 200], [700, 300, 5, 200], dtype=dtype, cache_dtype=cache_dtype, width=128, device=GPU
+    )
+    scale = step.cache.scale
+    cache = KVLayer(step.cache.kv.cpu(), None if scale is None else scale.cpu())
+    plan = atom_ops.plan_attention(step.query_lens, step.context_lens, step.table, CPU)
+    wanted = atom_ops.paged_attention.reference(step.q.float().cpu(), cache, plan, 0.2)
+    torch.testing.assert_close(step.run().float().cpu(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_one_captured_decode_serves_any_batch_that_fits() -> None:
+    """Fewer rows than captured: the rest have no context and get zeros."""
+    rows, width = 8, 200
+    table = torch.zeros(rows, width, dtype=torch.int32, device=GPU)
+    contexts = torch.zeros(rows, dtype=torch.int32, device=GPU)
+    starts = torch.arange(rows + 1, dtype=torch.int32, device=GPU)
+    plan = AttentionPlan(table, contexts, starts, rows, 1, 1, width * 16)
+    steps = [Step([1] * len(lens), lens, dtype=BF16, cache_dtype=BF16, device=GPU)
+             for lens in ([1, 40, 700], [3, 2000, 17, 16, 1, 900, 64, 65])]  # fmt: skip
+    blocks = max(len(step.cache.kv) for step in steps)
+    cache = atom_ops.make_kv_layer(blocks, 16, 2, 32, BF16, GPU)
+    q = torch.zeros(rows, 6, 32, dtype=BF16, device=GPU)
+    atom_ops.paged_attention(q, cache, plan, 0.2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = atom_ops.paged_attention(q, cache, plan, 0.2)
+    for step in (*steps, steps[0]):
+        count = len(step.q)
+        q[:count], q[count:] = step.q, torch.nan
+        cache.kv[: len(step.cache.kv)] = step.cache.kv
+        table[:count, : step.table.shape[1]] = torch.from_numpy(step.table)
+        contexts.zero_()[:count] = torch.from_numpy(step.context_lens)
+        graph.replay()
+        torch.testing.assert_close(out[:count].double().cpu(), step.expected(), atol=2e-2, rtol=2e-2)
+        assert not out[count:].any()
+
+
+@pytest.mark.parametrize("split_tokens", [256, 512])
+def test_fixed_splits_make_bits_independent_of_batch_and_phase(split_tokens: int) -> None:
+    """The last token of a prompt: as part of it, as a decode alone, as one of a batch."""
+
+    def last_token(step: Step, rows: list[int], query_len: int) -> torch.Tensor:
+        lens = np.full(len(rows), query_len, np.int32)
+        plan = atom_ops.plan_attention(lens, step.context_lens[rows], step.table[rows], GPU)
+        plan = dataclasses.replace(plan, split_tokens=split_tokens)
+        ends = torch.tensor(step.query_lens).cumsum(0)[rows]
+        tokens = torch.cat([torch.arange(end - query_len, end) for end in ends.tolist()])
+        found = atom_ops.paged_attention(step.q[tokens.to(GPU)], step.cache, plan, 0.2)
+        return found[query_len - 1 :: query_len]
+
+    lens = [1500, 900, 300, 70]
+    step = Step(lens, lens, 16, 8, dtype=BF16, cache_dtype=BF16, width=128, device=GPU)
+    together = last_token(step, [0, 1, 2, 3], 1)
+    for row in range(4):
+        for query_len in (1, 2, 40, 70):
+            assert torch.equal(last_token(step, [row], query_len)[0], together[row]), (row, query_len)
+    plan = dataclasses.replace(step.plan(), split_tokens=split_tokens)
+    whole = atom_ops.paged_attention(step.q, step.cache, plan, 0.2)
+    assert torch.equal(whole[torch.tensor(lens).cumsum(0).to(GPU) - 1], together)
+
+
+def test_repeats_itself() -> None:
+    step = Step([1] * 3 + [90], [3000, 500, 20, 90], dtype=BF16, cache_dtype=BF16, width=128, device=GPU)
+    first = step.run()
+    assert all(torch.equal(step.run(), first) for _ in range(20))

@@ -1,0 +1,49 @@
+"""Tiny models on a GPU: their logits beside transformers' on the CPU, in float32."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from atom.config.device import DeviceConfig
+from atom.messages.worker import AllocateKV
+from atom_ops import backend
+from parallel.communicator import Communicator
+from parallel.state import TPGroup
+from tests.helpers.core_side import CoreSide
+from tests.helpers.tiny_models import MAX_MODEL_LEN, engine_config, hf_logits, prompt_of, save_tiny, tiny
+from workers.layers.context import ForwardContext
+from workers.worker import Worker
+
+GPU = torch.device("cuda", 0)
+BLOCKS, BLOCK_SIZE = 64, 16
+OURS = {"rms_norm", "add_rms_norm", "silu_and_mul", "embedding", "rotation_at", "rotate_and_write_kv"}
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "llama-odd-gqa", "llama-llama3-rope", "qwen3", "qwen3-biases"])
+def test_logits_equal_at_every_position(name: str, tmp_path: Path) -> None:
+    reference, checkpoint = save_tiny(tiny(name), tmp_path)
+    config = dataclasses.replace(engine_config(block_size=BLOCK_SIZE), device=DeviceConfig(device="cuda"))
+    worker = Worker(config, checkpoint, Communicator(TPGroup(0, 1, GPU)), lambda *progress: None)
+    worker.load()
+    worker.allocate(AllocateKV([BLOCKS], MAX_MODEL_LEN))
+    assert not OURS & set(backend.ran_in_torch())
+    ids = prompt_of(64, seed=9)
+    core = CoreSide(BLOCKS, BLOCK_SIZE, seed=3)
+    core.add(0, ids)
+    runner, pieces = worker._runner, []
+    with torch.inference_mode():
+        for count in (40, 23, 1):
+            step = runner._inputs.apply(core.plan({0: count}))
+            hidden = runner._model(
+                step.ids_T, step.positions_T, ForwardContext(runner._kv_layers, step.groups)
+            )
+            pieces.append(runner._model.compute_logits(hidden).cpu())
+    torch.testing.assert_close(torch.cat(pieces), hf_logits(reference, ids), atol=2e-4, rtol=0)
+    backend.resolve(torch.device("cpu"))

@@ -1,0 +1,87 @@
+"""Random steps of paged attention, and what the definition says of them."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import atom_ops
+from atom_ops.ops import attention_plan
+from atom_ops.ops.kv_cache import FP8
+
+CPU = torch.device("cpu")
+
+STEPS = {
+    "one decode": ([1], [1]),
+    "decodes": ([1] * 5, [1, 16, 17, 600, 2000]),
+    "equal decodes": ([1] * 4, [32] * 4),
+    "fresh prompt": ([50], [50]),
+    "long prompt": ([700], [700]),
+    "chunk of a prompt": ([64], [500]),
+    "prompts": ([3, 130, 16, 2], [3, 130, 40, 900]),
+    "mixed": ([1, 40, 1, 1, 7, 1], [300, 40, 1, 900, 600, 65]),
+}
+
+
+class Step:
+    """A random step, with the keys and values of its rows also kept as plain tensors."""
+
+    def __init__(
+        self,
+        query_lens: list[int],
+        context_lens: list[int],
+        heads: int = 6,
+        kv_heads: int = 2,
+        block_size: int = 16,
+        cache_dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype = torch.float32,
+        width: int = 32,
+        device: torch.device = CPU,
+    ) -> None:
+        generator = torch.Generator().manual_seed(len(query_lens) * 1000 + sum(context_lens))
+        self.heads, self.kv_heads, self.dtype = heads, kv_heads, dtype
+        self.device = device
+        self.block_size = block_size
+        self.query_lens = np.array(query_lens, np.int32)
+        self.context_lens = np.array(context_lens, np.int32)
+        needed = [-(-length // block_size) for length in context_lens]
+        blocks = torch.randperm(sum(needed) + 5, generator=generator).numpy()
+        # What lies behind a row's context must not matter: neither table entries nor memory.
+        self.table = np.full((len(needed), max(needed) + 2), 10**6, np.int32)
+        self.cache = atom_ops.make_kv_layer(sum(needed) + 5, block_size, kv_heads, width, cache_dtype, CPU)
+        if cache_dtype != FP8:
+            self.cache.kv.fill_(torch.nan)
+        self.rows: list[tuple[Tensor, Tensor]] = []
+        used = 0
+        for row, (count, length) in enumerate(zip(needed, context_lens, strict=True)):
+            self.table[row, :count] = blocks[used : used + count]
+            used += count
+            k, v = torch.randn(2, length, kv_heads, width, generator=generator).to(dtype)
+            position = np.arange(length)
+            slots = self.table[row][position // block_size] * block_size + position % block_size
+            atom_ops.write_kv.reference(k, v, self.cache, torch.from_numpy(slots.astype(np.int64)))
+            self.rows.append((k, v))
+        self.q = torch.randn(sum(query_lens), heads, width, generator=generator).to(dtype).to(device)
+        scale = self.cache.scale
+        self.cache = atom_ops.KVLayer(self.cache.kv.to(device), None if scale is None else scale.to(device))
+
+    def plan(self) -> atom_ops.AttentionPlan:
+        return atom_ops.plan_attention(self.query_lens, self.context_lens, self.table, self.device)
+
+    def work(self) -> tuple[attention_plan.WorkItems, ...]:
+        return self.plan().work_items(self.heads, self.kv_heads, self.block_size, self.dtype)
+
+    def run(self) -> Tensor:
+        return atom_ops.paged_attention(self.q, self.cache, self.plan(), 0.2)
+
+    def expected(self) -> Tensor:
+        out, first = [], 0
+        for (k, v), count in zip(self.rows, self.query_lens.tolist(), strict=True):
+            group = self.heads // self.kv_heads
+            keys, values = (x.double().repeat_interleave(group, 1) for x in (k, v))
+            q = self.q[first : first + count].double().cpu()
+            scores = torch.einsum("qhe,khe->hqk", q, keys) * 0.2
+            ahead = torch.ones(count, len(k)).triu(len(k) - count + 1).bool()
+            weights = scores.masked_fill(ahead, -torch.inf).softmax(-1)
+            out.append(torch.einsum("hqk,khe->qhe", weights, values))
+            first += count
+        return torch.cat(out)
