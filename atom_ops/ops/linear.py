@@ -18,7 +18,17 @@ def _case(tokens: int, inputs: int, outputs: int, with_bias: bool) -> Case:
     return Case(f"{tokens}x{inputs}x{outputs}{'+bias' if with_bias else ''}", make)
 
 
-@op([_case(1, 576, 960, False), _case(5, 64, 49, True), _case(70, 128, 256, True)], REDUCTION)
+@op(
+    [
+        _case(1, 576, 960, False),
+        _case(1, 70, 49, True),
+        _case(5, 64, 49, True),
+        _case(7, 1000, 72, True),
+        _case(16, 1024, 4096, False),
+        _case(70, 128, 256, True),
+    ],
+    REDUCTION,
+)
 def linear(x_TI: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weightᵀ + bias, [T, I] -> [T, O]; `weight` [O, I] as `pack_linear_weight` returned it."""
     return functional.linear(x_TI, weight, bias)

@@ -23,7 +23,7 @@ from atom_ops.triton_impl.tuned import LINEAR, LinearPlan
 _ADDED_AT_ONCE = 512
 _INTERPRETED = (
     LinearPlan(tokens=1, vector=True, rows=8, columns=64, warps=4, stages=1),
-    LinearPlan(tokens=4, vector=False, rows=16, columns=64, warps=4, stages=2, parts=3),
+    LinearPlan(tokens=8, vector=False, rows=16, columns=64, warps=4, stages=2, parts=3),
     LinearPlan(tokens=128, vector=False, rows=32, columns=128, warps=4, stages=2),
 )
 

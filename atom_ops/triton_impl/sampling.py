@@ -3,17 +3,18 @@
 A row of V logits is cut into N spans of 128 ids.
 
   survey  one program for 16 spans of a row: each span's largest logit, and the sum of its weights
-  draw    one program for a row: looks at the N maxima, then at the few spans that matter
+  draw    one program for a row: looks at the N maxima, then at the spans that matter
 
-A weight is exp((logit - largest of the row) / temperature). Logits are compared by rank: a float's
-bits as an integer that sorts like the float, less the low bits that its dtype never sets.
-The kept tokens are those above a boundary rank and the first few at it. The boundary is found by
-bisection over ranks. It lies at or above the k-th largest of the spans' maxima, so the spans that
-lie below can be left out: the others are the shortlist. For top-p that k is a guess, which is made
-larger until the shortlist has enough mass.
+A weight is exp((logit - largest of the row) / temperature). The kept tokens are those above a
+boundary logit and the first few, called ties, at it. The boundary is found by narrowing a range
+of ranks; a rank is a float's bits as an integer that sorts like the float, less the low bits that
+its dtype never sets. The boundary of top-k lies at or above the k-th largest of the spans' maxima,
+so spans below that can be left out: the others are the shortlist. For top-p that k is a guess,
+which is made larger until the shortlist has enough mass.
 The split into programs depends on V alone: a row draws the same in any company.
 
-In the kernels `row` is (pointer to its logits, vocabulary, largest logit, 1 / temperature, min_p).
+In the kernels `row` is (pointer to its logits, vocabulary, largest logit, 1 / temperature, min_p),
+`shortlist` is three pointers with room for N entries: span, mass above the boundary, ties there.
 """
 
 import torch
@@ -25,8 +26,9 @@ from atom_ops.ops.sampling import TOKEN_DRAW, SamplingBatch, sample
 from atom_ops.triton_impl import NEEDS, runs_on
 
 _SPAN = tl.constexpr(128)
-_GROUP = tl.constexpr(16)  # spans that a program holds at a time
-_WARPS = 4
+_SURVEYED = tl.constexpr(16)  # spans of a program
+_GROUP = tl.constexpr(32)  # spans of the shortlist that are looked at together
+_SURVEY_WARPS, _DRAW_WARPS = 4, 8
 _UNSET_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 # Stands in for a maximum of minus infinity, which cannot be subtracted.
@@ -52,21 +54,22 @@ def _rank(logit, UNSET: tl.constexpr):
 
 
 @triton.jit
-def _logit_of_rank(rank, UNSET: tl.constexpr):
+def _logit(rank, UNSET: tl.constexpr):
     key = rank << UNSET
     bits = tl.where(key < 0, (key | ((1 << UNSET) - 1)) ^ 0x7FFFFFFF, key)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _weight(row, logit):
-    weight = tl.exp((logit - row[2]) * row[3])
-    return tl.where(weight < row[4], 0.0, weight)
+def _between(low, high):
+    """The middle, without overflow."""
+    return (low & high) + ((low ^ high) >> 1)
 
 
 @triton.jit
-def _weight_of_rank(row, rank, UNSET: tl.constexpr):
-    return _weight(row, _logit_of_rank(rank, UNSET)).to(tl.float64)
+def _weight(row, logit):
+    weight = tl.exp((logit - row[2]) * row[3])
+    return tl.where(weight < row[4], 0.0, weight)
 
 
 @triton.jit
@@ -85,7 +88,7 @@ def _uniform(seed, choice, position, PURPOSE: tl.constexpr):
 @triton.jit(do_not_specialize=["spans"])
 def _survey(logits, temperature_R, peaks_RN, masses_RN, vocabulary, spans, RANDOM: tl.constexpr):
     index = tl.program_id(1).to(tl.int64)
-    span_G = tl.program_id(0) * _GROUP + tl.arange(0, _GROUP)
+    span_G = tl.program_id(0) * _SURVEYED + tl.arange(0, _SURVEYED)
     id_GS = span_G[:, None] * _SPAN + tl.arange(0, _SPAN)[None, :]
     logits_GS = _load_logits(logits + index * vocabulary, id_GS, id_GS < vocabulary)
     peak_G = tl.max(logits_GS, 1)
@@ -109,179 +112,205 @@ def _most_likely(logits, vocabulary, peak_N, number_N, spans):
 
 
 @triton.jit
-def _first_above(reached, weight, id, target):
-    """The first id at which the running sum exceeds the target."""
-    return tl.min(tl.where((reached > target) & (weight > 0), id, _NOTHING), 0)
+def _entry_above(share_N, number_N, u):
+    """Where the running sum of shares first exceeds u times the total; the sum before it, and the target."""
+    reached_N = tl.cumsum(share_N, 0)
+    target = u * tl.max(reached_N, 0)
+    entry = tl.sum((reached_N <= target).to(tl.int32), 0)
+    return entry, tl.max(tl.where(number_N < entry, reached_N, 0.0), 0), target
 
 
 @triton.jit
-def _draw_freely(row, share_N, number_N, u, spans):
-    """An id among all, or -1 if none has a weight."""
+def _draw_from_span(row, span, boundary, ties, before, target):
+    """The first id of the span at which the running sum exceeds the target, or -1 if none has a weight."""
     logits, vocabulary = row[0], row[1]
-    reached_N = tl.cumsum(share_N, 0)
-    target = u * tl.max(reached_N, 0)
-    span = tl.minimum(tl.sum((reached_N <= target).to(tl.int32), 0), spans - 1)
-    before = tl.max(tl.where(number_N < span, reached_N, 0.0), 0)
-
     id_S = span * _SPAN + tl.arange(0, _SPAN)
-    weight_S = _weight(row, _load_logits(logits, id_S, id_S < vocabulary))
+    logits_S = _load_logits(logits, id_S, id_S < vocabulary)
+    equal_S = logits_S == boundary
+    kept_S = (logits_S > boundary) | (equal_S & (tl.cumsum(equal_S.to(tl.int32), 0) <= ties))
+    weight_S = tl.where(kept_S, _weight(row, logits_S), 0.0)
     reached_S = before + tl.cumsum(weight_S.to(tl.float64), 0)
-    found = _first_above(reached_S, weight_S, id_S, target)
+    found = tl.min(tl.where((reached_S > target) & (weight_S > 0), id_S, _NOTHING), 0)
     # The sums differ by roundings: stay where the span has an id with weight to give.
     last = tl.max(tl.where(weight_S > 0, id_S, -1), 0)
     return tl.where(found == _NOTHING, last, found)
 
 
 @triton.jit
-def _write_shortlist(shortlist, eligible_N, rank_N, number_N, count, lowest, highest):
-    """List, in their order, the eligible spans whose maxima are the `count` largest, or equal to these.
+def _draw_freely(row, share_N, number_N, u, spans):
+    """An id among all, or -1 if none has a weight."""
+    span, before, target = _entry_above(share_N, number_N, u)
+    return _draw_from_span(row, tl.minimum(span, spans - 1), -float("inf"), 0, before, target)
 
-    Returns how many, and the smallest of their ranks; `lowest` where `count` asks for all spans.
+
+@triton.jit
+def _write_shortlist(shortlist, peak_N, number_N, count, low, highest, UNSET: tl.constexpr):
+    """List the spans whose maxima are the `count` largest, or equal to these, but none below `low`.
+
+    Returns the length of the list and the rank from which on spans were taken.
     """
-    low, high = lowest, highest + 1
-    if count < number_N.shape[0]:
+    high = highest + 1
+    if count < tl.sum((peak_N >= _logit(low, UNSET)).to(tl.int32), 0):
         while low + 1 < high:
-            middle = (low & high) + ((low ^ high) >> 1)
-            enough = tl.sum((rank_N >= middle).to(tl.int32), 0) >= count
+            middle = _between(low, high)
+            enough = tl.sum((peak_N >= _logit(middle, UNSET)).to(tl.int32), 0) >= count
             low = tl.where(enough, middle, low)
             high = tl.where(enough, high, middle)
-    chosen_N = eligible_N & (rank_N >= low)
+    chosen_N = (peak_N >= _logit(low, UNSET)) & (peak_N > -float("inf"))
     place_N = tl.cumsum(chosen_N.to(tl.int32), 0) - 1
     tl.debug_barrier()  # a list before may still be read
-    tl.store(shortlist + place_N, number_N, mask=chosen_N)
+    tl.store(shortlist[0] + place_N, number_N, mask=chosen_N)
     tl.debug_barrier()
     return tl.sum(chosen_N.to(tl.int32), 0), low
 
 
 @triton.jit
 def _load_listed(row, shortlist, start, length):
-    """Logits of the next spans of the shortlist, [_GROUP, _SPAN], and their ids."""
+    """Logits of the next spans of the shortlist, [_GROUP, _SPAN]."""
     logits, vocabulary = row[0], row[1]
     entry_G = start + tl.arange(0, _GROUP)
-    span_G = tl.load(shortlist + entry_G, mask=entry_G < length, other=0)
+    span_G = tl.load(shortlist[0] + entry_G, mask=entry_G < length, other=0)
     id_GS = span_G[:, None] * _SPAN + tl.arange(0, _SPAN)[None, :]
-    return _load_logits(logits, id_GS, (entry_G < length)[:, None] & (id_GS < vocabulary)), id_GS
+    return _load_logits(logits, id_GS, (entry_G < length)[:, None] & (id_GS < vocabulary))
 
 
 @triton.jit
-def _from_rank(row, shortlist, length, rank, UNSET: tl.constexpr):
-    """Count and mass of the shortlist's tokens of this rank or above."""
-    count = tl.full([], 0, tl.int32)
-    mass = tl.full([], 0.0, tl.float64)
+def _split(row, shortlist, length, number_N, boundary):
+    """Of each listed span, float64 [N]: the mass above the boundary, and how many tokens are at it."""
     start = tl.full([], 0, tl.int32)
     while start < length:  # interpreted, a range cannot end at a computed number
-        logits_GS, _ids = _load_listed(row, shortlist, start, length)
-        counted_GS = _rank(logits_GS, UNSET) >= rank
-        weights_GS = tl.where(counted_GS, _weight(row, logits_GS), 0.0)
-        count += tl.sum(tl.sum(counted_GS.to(tl.int32), 1), 0)
-        mass += tl.sum(tl.sum(weights_GS, 1).to(tl.float64), 0)
+        logits_GS = _load_listed(row, shortlist, start, length)
+        above_GS = tl.where(logits_GS > boundary, _weight(row, logits_GS), 0.0)
+        entry_G = start + tl.arange(0, _GROUP)
+        tl.store(shortlist[1] + entry_G, tl.sum(above_GS, 1), mask=entry_G < length)
+        ties_G = tl.sum((logits_GS == boundary).to(tl.float32), 1)
+        tl.store(shortlist[2] + entry_G, ties_G, mask=entry_G < length)
         start += _GROUP
-    return count, mass
+    tl.debug_barrier()
+    above_N = tl.load(shortlist[1] + number_N, mask=number_N < length, other=0.0)
+    ties_N = tl.load(shortlist[2] + number_N, mask=number_N < length, other=0.0)
+    tl.debug_barrier()
+    return above_N.to(tl.float64), ties_N.to(tl.float64)
+
+
+@triton.jit
+def _amounts(row, shortlist, length, first, second, third, BY_MASS: tl.constexpr):
+    """Count or mass of the listed tokens that reach each of three logits."""
+    first_GS = tl.zeros((_GROUP, _SPAN), tl.float32)
+    second_GS = tl.zeros((_GROUP, _SPAN), tl.float32)
+    third_GS = tl.zeros((_GROUP, _SPAN), tl.float32)
+    start = tl.full([], 0, tl.int32)
+    while start < length:
+        logits_GS = _load_listed(row, shortlist, start, length)
+        amount_GS = _weight(row, logits_GS) if BY_MASS else tl.full((_GROUP, _SPAN), 1.0, tl.float32)
+        first_GS += tl.where(logits_GS >= first, amount_GS, 0.0)
+        second_GS += tl.where(logits_GS >= second, amount_GS, 0.0)
+        third_GS += tl.where(logits_GS >= third, amount_GS, 0.0)
+        start += _GROUP
+    return _total(first_GS), _total(second_GS), _total(third_GS)
+
+
+@triton.jit
+def _total(amount_GS):
+    return tl.sum(tl.sum(amount_GS, 1).to(tl.float64), 0)
 
 
 @triton.jit
 def _boundary(row, shortlist, length, wanted, low, highest, BY_MASS: tl.constexpr, UNSET: tl.constexpr):
-    """The largest rank from which on tokens, or their mass, add up to `wanted`, if `low` does.
+    """The largest rank from which on tokens, or their mass, add up to `wanted`, if from `low` on they do.
 
-    Also the count and the mass above that rank, and how many tokens have it.
+    Also what is above that rank.
     """
     high = highest + 1
-    count_low, _ = _from_rank(row, shortlist, length, low, UNSET)
-    count_high = tl.full([], 0, tl.int32)
-    mass_high = tl.full([], 0.0, tl.float64)
+    above = tl.full([], 0.0, tl.float64)
     while low + 1 < high:
-        middle = (low & high) + ((low ^ high) >> 1)
-        count, mass = _from_rank(row, shortlist, length, middle, UNSET)
-        enough = mass >= wanted if BY_MASS else count >= wanted
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
-        count_low = tl.where(enough, count, count_low)
-        count_high = tl.where(enough, count_high, count)
-        mass_high = tl.where(enough, mass_high, mass)
-    return low, count_high, mass_high, count_low - count_high
+        second = _between(low, high)
+        first, third = _between(low, second), _between(second, high)
+        amount_1, amount_2, amount_3 = _amounts(
+            row, shortlist, length, _logit(first, UNSET), _logit(second, UNSET), _logit(third, UNSET), BY_MASS
+        )
+        reach_1, reach_2, reach_3 = amount_1 >= wanted, amount_2 >= wanted, amount_3 >= wanted
+        above = tl.where(reach_3, above, tl.where(reach_2, amount_3, tl.where(reach_1, amount_2, amount_1)))
+        high = tl.where(reach_3, high, tl.where(reach_2, third, tl.where(reach_1, second, first)))
+        low = tl.where(reach_3, third, tl.where(reach_2, second, tl.where(reach_1, first, low)))
+    return low, above
 
 
 @triton.jit
-def _draw_listed(row, shortlist, length, rank, ties, target, UNSET: tl.constexpr):
-    """An id among those above `rank` and the first `ties` at it, or -1 if none has a weight."""
-    found = tl.full([], _NOTHING, tl.int32)
-    last = tl.full([], -1, tl.int32)
-    tied = tl.full([], 0, tl.int32)
-    reached = tl.full([], 0.0, tl.float64)
-    start = tl.full([], 0, tl.int32)
-    while (start < length) & (found == _NOTHING):
-        logits_GS, id_GS = _load_listed(row, shortlist, start, length)
-        logits_E = tl.reshape(logits_GS, [_GROUP * _SPAN])
-        id_E = tl.reshape(id_GS, [_GROUP * _SPAN])
-        rank_E = _rank(logits_E, UNSET)
-        equal_E = (rank_E == rank).to(tl.int32)
-        in_time_E = tied + tl.cumsum(equal_E, 0) <= ties
-        kept_E = (rank_E > rank) | ((rank_E == rank) & in_time_E)
-        weight_E = tl.where(kept_E, _weight(row, logits_E), 0.0)
-        reached_E = reached + tl.cumsum(weight_E.to(tl.float64), 0)
-        found = _first_above(reached_E, weight_E, id_E, target)
-        last = tl.maximum(last, tl.max(tl.where(weight_E > 0, id_E, -1), 0))
-        reached = tl.max(reached_E, 0)
-        tied += tl.sum(equal_E, 0)
-        start += _GROUP
-    return tl.where(found == _NOTHING, last, found)
+def _least_rank(row, top_p, mass, tokens, UNSET: tl.constexpr):
+    """A rank that the boundary of top-p cannot lie below.
 
-
-@triton.jit
-def _choose_spans(
-    row, shortlist, peak_N, share_N, number_N, top_k, top_p, highest, spans, UNSET: tl.constexpr
-):
-    """Write the shortlist; returns its length, a rank not above the boundary, and the mass before top-k.
-
-    What min-p leaves is short enough as it is.
+    Tokens lighter than (1 - p) * mass / tokens have less than (1 - p) * mass together.
     """
+    weight = (1.0 - top_p.to(tl.float64)) * mass / tokens
+    logit = row[2] + (tl.log(weight.to(tl.float32)) - 0.01) / row[3]
+    return _rank(tl.maximum(logit, -float("inf")), UNSET)
+
+
+@triton.jit
+def _choose_spans(row, shortlist, peak_N, number_N, mass, top_k, top_p, highest, UNSET: tl.constexpr):
+    """Write the shortlist; returns its length and a rank not above the boundary."""
     vocabulary, min_p = row[1], row[4]
     lowest = _rank(tl.full([], -float("inf"), tl.float32), UNSET)
-    eligible_N = (number_N < spans) & (_weight(row, peak_N) >= min_p)
-    rank_N = tl.where(eligible_N, _rank(peak_N, UNSET), lowest)
-
-    every = tl.full([], number_N.shape[0], tl.int64)
-    by_count = (top_k > 0) & (top_k < vocabulary)
-    by_guess = (top_p < 1) & (min_p == 0) & (by_count == 0)
-    count = tl.where(by_count, top_k, tl.where(by_guess, _FIRST_GUESS, every))
-    length, rank = _write_shortlist(shortlist, eligible_N, rank_N, number_N, count, lowest, highest)
-    mass = tl.sum(share_N, 0)
-    if min_p > 0:
-        _counted, mass = _from_rank(row, shortlist, length, lowest, UNSET)
-    elif by_guess:
+    count = tl.full([], _NOTHING, tl.int64)
+    wanted = tl.full([], 0.0, tl.float64)
+    if (top_k > 0) & (top_k < vocabulary):
+        count = top_k
+    elif (top_p < 1) & (min_p == 0):  # what min-p leaves is short enough as it is
+        count = tl.full([], _FIRST_GUESS, tl.int64)
         wanted = top_p.to(tl.float64) * mass
-        _counted, listed = _from_rank(row, shortlist, length, rank, UNSET)
-        while (listed < wanted) & (count < every):
-            count *= 8
-            length, rank = _write_shortlist(shortlist, eligible_N, rank_N, number_N, count, lowest, highest)
-            _counted, listed = _from_rank(row, shortlist, length, rank, UNSET)
-    return length, rank, mass
+        lowest = _least_rank(row, top_p, mass, vocabulary, UNSET)
+    length, rank = _write_shortlist(shortlist, peak_N, number_N, count, lowest, highest, UNSET)
+    listed = wanted
+    if wanted > 0:
+        listed = _mass_from(row, shortlist, length, number_N, rank, UNSET)
+    while (listed < wanted) & (rank > lowest):
+        count *= 8
+        length, rank = _write_shortlist(shortlist, peak_N, number_N, count, lowest, highest, UNSET)
+        listed = _mass_from(row, shortlist, length, number_N, rank, UNSET)
+    return length, rank
 
 
 @triton.jit
-def _draw_limited(
-    row, shortlist, peak_N, share_N, number_N, top_k, top_p, u, spans, UNSET: tl.constexpr
-):  # fmt: skip
+def _mass_from(row, shortlist, length, number_N, rank, UNSET: tl.constexpr):
+    boundary = _logit(rank, UNSET)
+    above_N, ties_N = _split(row, shortlist, length, number_N, boundary)
+    return tl.sum(above_N, 0) + tl.sum(ties_N, 0) * _weight(row, boundary)
+
+
+@triton.jit
+def _draw_limited(row, shortlist, peak_N, share_N, number_N, top_k, top_p, u, UNSET: tl.constexpr):
     """An id among those that min-p, top-k and top-p leave, or -1 if none has a weight."""
-    vocabulary, highest = row[1], _rank(row[2], UNSET)
-    length, rank, mass = _choose_spans(
-        row, shortlist, peak_N, share_N, number_N, top_k, top_p, highest, spans, UNSET
-    )
-    ties = tl.full([], _NOTHING, tl.int32)
-    if (top_k > 0) & (top_k < vocabulary):
-        rank, above, mass_above, equal = _boundary(row, shortlist, length, top_k, rank, highest, False, UNSET)
-        ties = tl.minimum(top_k.to(tl.int32) - above, equal)
-        mass = mass_above + ties * _weight_of_rank(row, rank, UNSET)
+    vocabulary, min_p = row[1], row[4]
+    by_count = (top_k > 0) & (top_k < vocabulary)
+    highest = _rank(row[2], UNSET)
+    peak_N = tl.where(_weight(row, peak_N) >= min_p, peak_N, -float("inf"))
+    mass = tl.sum(share_N, 0)
+    length, rank = _choose_spans(row, shortlist, peak_N, number_N, mass, top_k, top_p, highest, UNSET)
+    ties = tl.full([], _NOTHING, tl.int32).to(tl.float64)
+    if by_count:
+        rank, above = _boundary(row, shortlist, length, top_k, rank, highest, False, UNSET)
+        ties = top_k - above
+    boundary = _logit(rank, UNSET)
+    above_N, ties_N = _split(row, shortlist, length, number_N, boundary)
+    if by_count | (min_p > 0):
+        mass = tl.sum(above_N, 0) + tl.minimum(ties, tl.sum(ties_N, 0)) * _weight(row, boundary)
     if top_p < 1:
-        wanted = top_p.to(tl.float64) * mass
-        last_rank = rank
-        rank, above, mass_above, equal = _boundary(row, shortlist, length, wanted, rank, highest, True, UNSET)
-        each = _weight_of_rank(row, rank, UNSET)
-        needed = tl.where(each > 0, tl.ceil((wanted - mass_above) / each), equal.to(tl.float64))
-        needed = tl.minimum(tl.maximum(needed, 1.0), equal.to(tl.float64)).to(tl.int32)
+        wanted, last_rank = top_p.to(tl.float64) * mass, rank
+        least = _least_rank(row, top_p, mass, tl.where(by_count, top_k, vocabulary), UNSET)
+        rank, above = _boundary(row, shortlist, length, wanted, tl.maximum(rank, least), highest, True, UNSET)
+        boundary = _logit(rank, UNSET)
+        each = _weight(row, boundary).to(tl.float64)
+        needed = tl.where(each > 0, tl.maximum(tl.ceil((wanted - above) / each), 1.0), ties)
         ties = tl.where(rank > last_rank, needed, tl.minimum(needed, ties))
-        mass = mass_above + ties * each
-    return _draw_listed(row, shortlist, length, rank, ties, u * mass, UNSET)
+        above_N, ties_N = _split(row, shortlist, length, number_N, boundary)
+
+    kept_N = tl.maximum(tl.minimum(ties - (tl.cumsum(ties_N, 0) - ties_N), ties_N), 0.0)
+    entry, before, target = _entry_above(above_N + kept_N * _weight(row, boundary), number_N, u)
+    entry = tl.minimum(entry, length - 1)
+    span = tl.load(shortlist[0] + entry, mask=entry >= 0, other=0)
+    kept = tl.sum(tl.where(number_N == entry, kept_N, 0.0), 0)
+    return _draw_from_span(row, span, boundary, kept, before, target)
 
 
 @triton.jit(do_not_specialize=["spans"])
@@ -312,10 +341,9 @@ def _draw(
                 min_p = tl.load(min_p_R + index)
                 row = (row_logits, vocabulary, top, coldness, min_p)
                 if (top_k > 0) | (top_p < 1) | (min_p > 0):
-                    random = _draw_limited(
-                        row, shortlists_RN + index * spans, peak_N, share_N, number_N, top_k, top_p, u,
-                        spans, UNSET,
-                    )  # fmt: skip
+                    place = index * spans
+                    shortlist = (shortlists_RN + place, masses_RN + place, peaks_RN + place)
+                    random = _draw_limited(row, shortlist, peak_N, share_N, number_N, top_k, top_p, u, UNSET)
                 else:
                     random = _draw_freely(row, share_N, number_N, u, spans)
             else:
@@ -339,15 +367,15 @@ def _sample(logits_RV: Tensor, batch: SamplingBatch, positions_R: Tensor) -> Ten
     peaks_RN, masses_RN = torch.empty(2, rows, spans, dtype=torch.float32, device=device)
     shortlists_RN = torch.empty((rows, spans) if limited else 0, dtype=torch.int32, device=device)
     drawn_R = torch.empty(rows, dtype=torch.int64, device=device)
-    _survey[triton.cdiv(spans, _GROUP.value), rows](
+    _survey[triton.cdiv(spans, _SURVEYED.value), rows](
         logits_RV, batch.temperature_R, peaks_RN, masses_RN, vocabulary, spans,
-        RANDOM=batch.any_random, num_warps=_WARPS,
+        RANDOM=batch.any_random, num_warps=_SURVEY_WARPS,
     )  # fmt: skip
     _draw[(rows,)](
         logits_RV, peaks_RN, masses_RN, shortlists_RN,
         batch.temperature_R, batch.top_k_R, batch.top_p_R, batch.min_p_R, batch.seed_R, batch.choice_R,
         positions_R, drawn_R, vocabulary, spans,
         RANDOM=batch.any_random, LIMITED=limited, PURPOSE=TOKEN_DRAW, UNSET=_UNSET_BITS[logits_RV.dtype],
-        SPANS=max(32, triton.next_power_of_2(spans)), num_warps=_WARPS,
+        SPANS=max(32, triton.next_power_of_2(spans)), num_warps=_DRAW_WARPS,
     )  # fmt: skip
     return drawn_R

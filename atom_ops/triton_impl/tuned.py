@@ -5,18 +5,66 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LinearPlan:
-    """How `linear` multiplies with one shape of weight, for few tokens."""
+    """How `linear` multiplies one shape of weight with few tokens."""
 
     tokens: int
     """At most so many."""
     vector: bool
     """The kernel for one token; otherwise the one on the matrix units."""
     rows: int
-    """Of the weight, for each program; columns at a time; parts that the columns are cut into."""
+    """Of the weight, for each program."""
     columns: int
+    """Of the weight, at a time."""
     warps: int
     stages: int
+    """Loads in flight, counted in tiles."""
     parts: int = 1
+    """That the columns are cut into, to keep more programs busy."""
 
 
-LINEAR: dict[str, dict[tuple[int, int], tuple[LinearPlan, ...]]] = {}
+def _vector(rows: int, columns: int, warps: int, stages: int) -> LinearPlan:
+    return LinearPlan(1, True, rows, columns, warps, stages)
+
+
+def _matrix(tokens: int, rows: int, columns: int, warps: int, stages: int, parts: int = 1) -> LinearPlan:
+    return LinearPlan(tokens, False, rows, columns, warps, stages, parts)
+
+
+# (output features, input features) of a weight -> plans by rising tokens, 16-bit floats. One plan
+# serves 2 to 16 tokens, so that among these a token's bits do not depend on its company. A shape
+# or a number of tokens that is not here is faster in cuBLAS, or has not been measured.
+_LINEAR_H200 = {
+    # Qwen3-0.6B
+    (4096, 1024): (_vector(4, 1024, 4, 1), _matrix(16, 64, 128, 4, 6), _matrix(32, 64, 128, 4, 4)),
+    (1024, 2048): (_vector(4, 2048, 8, 1), _matrix(16, 16, 512, 2, 4), _matrix(32, 64, 128, 4, 6, 4)),
+    (6144, 1024): (_vector(8, 512, 4, 1), _matrix(16, 64, 128, 4, 6), _matrix(32, 64, 128, 4, 6)),
+    (1024, 3072): (_vector(4, 1024, 4, 1), _matrix(16, 16, 512, 2, 4), _matrix(32, 64, 128, 4, 4, 4)),
+    (151936, 1024): (
+        _vector(8, 512, 4, 4),
+        _matrix(16, 128, 128, 8, 3),
+        _matrix(32, 64, 128, 4, 4),
+        _matrix(64, 64, 64, 4, 6),
+    ),
+    # Qwen3-8B and Llama-3.1-8B
+    (6144, 4096): (_vector(8, 512, 4, 1), _matrix(16, 64, 128, 4, 6), _matrix(32, 64, 128, 4, 6)),
+    (4096, 4096): (_vector(4, 512, 2, 4), _matrix(16, 16, 512, 2, 4), _matrix(32, 64, 128, 4, 4, 2)),
+    (24576, 4096): (_vector(4, 1024, 4, 1),),
+    (28672, 4096): (_vector(16, 256, 4, 1),),
+    (4096, 12288): (_vector(8, 256, 2, 5), _matrix(16, 16, 512, 2, 4), _matrix(32, 64, 128, 4, 6, 2)),
+    (4096, 14336): (_vector(8, 256, 2, 5), _matrix(16, 16, 512, 2, 4)),
+    (151936, 4096): (
+        _vector(4, 1024, 4, 4),
+        _matrix(16, 64, 128, 4, 4),
+        _matrix(32, 64, 128, 4, 4),
+        _matrix(64, 128, 64, 4, 5),
+    ),
+    (128256, 4096): (
+        _vector(8, 1024, 8, 3),
+        _matrix(16, 128, 128, 8, 3),
+        _matrix(32, 64, 128, 4, 4),
+        _matrix(64, 128, 64, 4, 5),
+    ),
+}
+
+LINEAR = {"NVIDIA H200": _LINEAR_H200}
+"""By the name that the driver gives the GPU."""

@@ -18,6 +18,9 @@ from atom_ops.triton_impl import INTERPRETED
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
+# Interpreted kernels compute with numpy, which warns of infinities that are meant.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
 
 @dataclass(frozen=True)
 class Drawing:
@@ -151,7 +154,7 @@ LIMITS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=30 if INTERPRETED else 150, deadline=None)
+@settings(max_examples=12 if INTERPRETED else 150, deadline=None)
 @given(
     limits=st.lists(LIMITS, min_size=1, max_size=5),
     vocabulary=st.integers(1, 1200),
@@ -180,16 +183,18 @@ def test_draws_follow_the_definition(
 
 
 def test_top_k_keeps_the_smaller_ids_of_equals(draw: Drawing) -> None:
-    logits = torch.zeros(400, 600)
+    rows = 40 if draw.slow else 400
+    logits = torch.zeros(rows, 600)
     logits[:, 500] = 2.0
-    drawn = draw(logits, torch.arange(400), top_k=4, temperature=2.0)
+    drawn = draw(logits, torch.arange(rows), top_k=4, temperature=2.0)
     assert set(drawn.tolist()) == {0, 1, 2, 500}
 
 
 def test_top_p_passes_the_mark_with_as_few_tokens_as_can_be(draw: Drawing) -> None:
-    logits = torch.tensor([0.4, 0.1, 0.3, 0.2]).log().repeat(500, 1)
+    rows = 16 if draw.slow else 500
+    logits = torch.tensor([0.4, 0.1, 0.3, 0.2]).log().repeat(rows, 1)
     for top_p, kept in [(0.3, {0}), (0.41, {0, 2}), (0.69, {0, 2}), (0.71, {0, 2, 3}), (1e-9, {0})]:
-        drawn = draw(logits, torch.arange(500), top_p=top_p)
+        drawn = draw(logits, torch.arange(rows), top_p=top_p)
         assert set(drawn.tolist()) == kept
 
 
@@ -235,7 +240,7 @@ def test_seed_choice_and_position_each_change_the_draw(draw: Drawing) -> None:
 
 def test_drawn_frequencies_are_the_probabilities(draw: Drawing) -> None:
     probabilities = torch.tensor([0.5, 0.05, 0.0, 0.3, 0.15])
-    rows = 500 if draw.slow else 20_000
+    rows = 300 if draw.slow else 20_000
     drawn = draw(probabilities.log().repeat(rows, 1), torch.arange(rows))
     counts = torch.bincount(drawn, minlength=5) / rows
     torch.testing.assert_close(counts, probabilities, atol=2.1 / rows**0.5, rtol=0)
@@ -250,10 +255,11 @@ def test_extreme_temperatures(draw: Drawing) -> None:
 
 
 def test_masked_tokens_are_never_drawn(draw: Drawing) -> None:
-    logits = torch.full((300, 70), -torch.inf)
+    rows = 20 if draw.slow else 300
+    logits = torch.full((rows, 70), -torch.inf)
     logits[:, [3, 69]] = 0.0
     for limits in ({}, {"top_p": 0.99}, {"top_k": 30}, {"min_p": 0.1}):
-        drawn = draw(logits, torch.arange(300), **limits)  # type: ignore[arg-type]
+        drawn = draw(logits, torch.arange(rows), **limits)  # type: ignore[arg-type]
         assert drawn.unique().tolist() == [3, 69]
 
 
