@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atom_ops import sample, token_logprobs
+from atom_ops import token_logprobs
 from atom_ops.ops import logprobs
-from tests.unit.atom_ops.test_sampling import batch
+from tests.unit.atom_ops.test_sampling import Drawing
 
 
 @settings(max_examples=100, deadline=None)
@@ -42,7 +42,7 @@ def test_values_order_and_ranks(
 
 def test_a_greedy_draw_is_the_most_likely_token() -> None:
     logits = torch.randint(0, 3, (20, 500)).to(torch.bfloat16)
-    drawn = sample(logits, batch(20, temperature=0.0), torch.arange(20))
+    drawn = Drawing(torch.device("cpu"), slow=False)(logits, torch.arange(20), temperature=0.0)
     found = token_logprobs(logits, drawn, 1)
     assert torch.equal(found.ids_NW[:, 1], drawn) and (found.ranks_N == 1).all()
 
