@@ -62,6 +62,8 @@ class Drawing:
 )
 def draw(request: pytest.FixtureRequest) -> Iterator[Drawing]:
     name, device = request.param
+    if device == CUDA and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
     backend.resolve(device)
     if name not in sample.providers or not sample.providers[name].supported(device):
         pytest.skip(f"provider {name} does not run on {device} here")
