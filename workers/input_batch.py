@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from atom.messages.worker import MoreBlocks, NewRow, ScheduledBatch
-from atom_ops import plan_attention
+from atom_ops import plan_attention, to_device
 from workers.layers.context import GroupContext
 
 Rows = NDArray[np.int64]
@@ -261,8 +261,4 @@ class InputBatch:
 
     def _upload(self, *columns: NDArray[np.integer]) -> tuple[torch.Tensor, ...]:
         """Equally long integer columns as int64 tensors on the device, in one copy."""
-        host = torch.from_numpy(np.stack(columns).astype(np.int64, copy=False))
-        if self._device.type == "cpu":
-            return host.unbind()
-        # The pinned copy is kept from reuse by torch until the transfer is done.
-        return host.pin_memory().to(self._device, non_blocking=True).unbind()
+        return to_device(np.stack(columns).astype(np.int64, copy=False), self._device).unbind()

@@ -1,6 +1,5 @@
 """Every failure leaves as OpenAI's error object, and none with a traceback."""
 
-import re
 import secrets
 
 from aiohttp import web
@@ -8,6 +7,7 @@ from aiohttp.typedefs import Handler
 
 from atom.utils.logger import get_logger
 from frontend.errors import ApiError, InternalError, RequestError
+from frontend.serving.caller import REQUEST_ID
 
 __all__ = [
     "answer_of",
@@ -18,7 +18,6 @@ __all__ = [
 ]
 
 _REQUEST_ID = "X-Request-Id"
-_SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
 @web.middleware
@@ -63,7 +62,7 @@ def of_aiohttp(error: web.HTTPException, path: str, max_body_bytes: int) -> web.
 def client_request_id(request: web.BaseRequest) -> str | None:
     """The client's own name for its request, if it can go into a header and a log as it is."""
     given = request.headers.get(_REQUEST_ID, "")
-    return given if _SANE_ID.fullmatch(given) else None
+    return given if REQUEST_ID.fullmatch(given) else None
 
 
 async def name_answer(request: web.BaseRequest, response: web.StreamResponse) -> None:

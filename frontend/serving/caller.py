@@ -1,8 +1,12 @@
 """Who sent a request, as far as serving it depends on that."""
 
+import re
 from dataclasses import dataclass
 
-__all__ = ["Caller"]
+__all__ = ["REQUEST_ID", "Caller"]
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+"""What a client may call its request: it goes into headers and logs as it is."""
 
 
 @dataclass(frozen=True)
@@ -12,4 +16,4 @@ class Caller:
     tenant: str = ""
     """Stands for the API key that was used; callers of different keys share no cached prompts."""
     request_id: str | None = None
-    """The client's own name for this request, from its X-Request-Id header."""
+    """The client's own name for this request, from its X-Request-Id header; it fits REQUEST_ID."""

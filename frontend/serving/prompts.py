@@ -1,7 +1,6 @@
 """What a request is about: its prompts, cut to size, and the names that it goes by."""
 
 import hashlib
-import re
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,13 +8,12 @@ from dataclasses import dataclass
 from frontend.detokenizer import Detokenizer
 from frontend.errors import RequestError
 from frontend.schemas.generation import GenerationRequest
-from frontend.serving.caller import Caller
+from frontend.serving.caller import REQUEST_ID, Caller
 from frontend.tokenizer import Tokenizer
 
 __all__ = ["Prompt", "given_id", "salt", "text_offsets", "truncated"]
 
 _MAX_SALT_LENGTH = 1024
-_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(frozen=True)
@@ -76,13 +74,13 @@ def salt(cache_salt: str | None, caller: Caller) -> str:
 
 def given_id(request: GenerationRequest, caller: Caller) -> str | None:
     """The client's own name for its request: of the body, else of the header."""
-    for name, value in (("request_id", request.request_id), ("X-Request-Id", caller.request_id)):
-        if value is None:
-            continue
-        if not _ID.fullmatch(value):
-            raise RequestError(
-                f"'{name}' must be 1 to 128 letters, digits, dots, colons, hyphens or underscores",
-                param=name,
-            )
-        return value
-    return None
+    name = request.request_id
+    if name is None:
+        return caller.request_id
+    if not REQUEST_ID.fullmatch(name):
+        raise RequestError(
+            "'request_id' must be 1 to 128 letters, digits, dots, colons, hyphens or underscores, "
+            "and begin with a letter or a digit",
+            param="request_id",
+        )
+    return name

@@ -15,8 +15,6 @@ class KVGroup:
     """Layers that share one block table because they keep the same tokens, all in one shape."""
 
     layers: range
-    heads: int
-    """Query heads on this rank."""
     kv_heads: int
     """On this rank."""
     head_dim: int

@@ -150,7 +150,7 @@ class Qwen3ForCausalLM(CausalLM):
         )
         shard = head_shard(args.num_attention_heads, args.num_key_value_heads, build.tp.size, build.tp.rank)
         layers = range(args.num_hidden_layers)
-        self.kv_groups = [KVGroup(layers, shard.q_count, shard.kv_count, args.head_dim)]
+        self.kv_groups = [KVGroup(layers, shard.kv_count, args.head_dim)]
 
     def forward(self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         return self.model(ids_T, positions_T, ctx)

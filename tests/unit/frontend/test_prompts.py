@@ -27,8 +27,9 @@ def test_the_bodys_name_wins_over_the_headers() -> None:
     assert given_id(GenerationRequest(), Caller()) is None
     assert given_id(GenerationRequest(), caller) == "header"
     assert given_id(GenerationRequest(request_id="body"), caller) == "body"
-    with pytest.raises(RequestError, match="'X-Request-Id' must be 1 to 128 letters"):
-        given_id(GenerationRequest(), Caller(request_id="a/b"))
+    for bad in ("a/b", "-a", "", "a" * 129):
+        with pytest.raises(RequestError, match="'request_id' must be 1 to 128 letters"):
+            given_id(GenerationRequest(request_id=bad), caller)
 
 
 @pytest.mark.parametrize(
