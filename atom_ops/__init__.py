@@ -7,6 +7,7 @@ P positions. Tensors are contiguous unless a docstring says otherwise.
 
 from atom_ops.ops.activation import silu_and_mul
 from atom_ops.ops.attention import AttentionPlan, paged_attention, plan_attention
+from atom_ops.ops.decode_inputs import DecodeInputs, decode_inputs
 from atom_ops.ops.embedding import embedding
 from atom_ops.ops.kv_cache import KVLayer, kv_bytes_per_block, make_kv_layer, write_kv
 from atom_ops.ops.linear import linear, pack_linear_weight
@@ -20,6 +21,7 @@ from atom_ops.transfer import to_device
 
 __all__ = [
     "AttentionPlan",
+    "DecodeInputs",
     "HeadNorms",
     "KVLayer",
     "LogitRuleBatch",
@@ -27,6 +29,7 @@ __all__ = [
     "TokenLogprobs",
     "TokenRecord",
     "add_rms_norm",
+    "decode_inputs",
     "embedding",
     "kv_bytes_per_block",
     "linear",

@@ -14,20 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from atom.messages.worker import MoreBlocks, NewRow, ScheduledBatch
+from atom.messages.worker import NewRow, ScheduledBatch
 from atom_ops import plan_attention, to_device
+from workers.block_table import BatchLimits, BlockTable, Rows
 from workers.layers.context import GroupContext
-
-Rows = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class BatchLimits:
-    """Sizes that no step exceeds, and the units of the tables."""
-
-    max_rows: int
-    max_model_len: int
-    block_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,81 +70,94 @@ class StepInputs:
     scored: Scored | None = None
 
 
-class BlockTable:
-    """The blocks of every row in one KV group: position p lives in entry p // block_size."""
-
-    def __init__(self, limits: BatchLimits):
-        self._block_size = limits.block_size
-        entries = -(-limits.max_model_len // limits.block_size)
-        self._blocks = np.zeros((limits.max_rows, entries), np.int32)
-        self._counts = np.zeros(limits.max_rows, np.int64)
-
-    def clear(self, row: int) -> None:
-        self._counts[row] = 0
-
-    def append(self, row: int, block_ids: Sequence[int]) -> None:
-        start = self._counts[row]
-        self._blocks[row, start : start + len(block_ids)] = block_ids
-        self._counts[row] += len(block_ids)
-
-    def rows(self, rows: Rows, context_lens: NDArray[np.int64]) -> NDArray[np.int32]:
-        """The tables of these rows, as wide as the longest context needs."""
-        width = (int(context_lens.max()) - 1) // self._block_size + 1
-        return self._blocks[:, :width].take(rows, axis=0)
-
-    def slots(self, rows: Rows, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where the token of each (row, position) is kept."""
-        blocks = self._blocks[rows, positions // self._block_size].astype(np.int64)
-        return blocks * self._block_size + positions % self._block_size
-
-
 @dataclass(frozen=True, slots=True)
-class _Cohort:
+class Cohort:
     """Rows that all decode, ready to do so again as long as nobody joins or leaves."""
 
     names: list[int]
     rows: Rows
-    ones: NDArray[np.int64]
+    """As an array: the same object while the same rows decode on."""
     rows_R: torch.Tensor
     tokens_R: torch.Tensor
+    """0 … R - 1."""
 
-    @classmethod
-    def of(cls, names: list[int], draw: Draw) -> "_Cohort":
-        ones = np.ones(len(names), np.int64)
-        return cls(names, draw.rows, ones, draw.rows_R, draw.tokens_R)
+
+class DeviceRows:
+    """What every row drew last, on the device: the next step's inputs never leave it."""
+
+    def __init__(self, limits: BatchLimits, device: torch.device):
+        rows = limits.max_rows + 1
+        self.ids_N = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.positions_N = torch.full((rows,), -1, dtype=torch.int64, device=device)
+        """Of the ids, in their sequences; -1 for padding."""
+
+    def keep(self, rows_R: torch.Tensor, ids_R: torch.Tensor, positions_R: torch.Tensor) -> None:
+        """Remember the drawn ids: they are the rows' next inputs."""
+        self.ids_N.index_copy_(0, rows_R, ids_R)
+        self.positions_N.index_copy_(0, rows_R, positions_R)
 
 
 class InputBatch:
-    """Turns each `ScheduledBatch` into the inputs of one step."""
+    """Turns each `ScheduledBatch` into the inputs of one step: first `take`, then `step`."""
 
-    def __init__(self, limits: BatchLimits, num_groups: int, device: torch.device):
+    def __init__(self, limits: BatchLimits, num_groups: int, device: torch.device, split_tokens: int = 0):
+        """`split_tokens` goes to every AttentionPlan."""
+        self.limits = limits
+        self.device_rows = DeviceRows(limits, device)
+        self.tables = [BlockTable(limits) for _ in range(num_groups)]
         self._device = device
+        self.split_tokens = split_tokens
         self._token_ids = np.zeros((limits.max_rows, limits.max_model_len), np.int32)
         self._known = np.zeros(limits.max_rows, np.int64)
         self._computed = np.zeros(limits.max_rows, np.int64)
         self._scored_until = np.zeros(limits.max_rows, np.int64)
         self._scored_top = np.zeros(limits.max_rows, np.int64)
-        self._tables = [BlockTable(limits) for _ in range(num_groups)]
-        self._last_ids = torch.zeros(limits.max_rows, dtype=torch.int64, device=device)
-        self._cohort: _Cohort | None = None
+        self._cohort: Cohort | None = None
 
-    def apply(self, batch: ScheduledBatch) -> StepInputs:
-        """Take over what changed and make the step's inputs; the rows' counts move on.
+    def take(self, batch: ScheduledBatch) -> None:
+        """Take over what changed: new rows and new blocks.
 
         Raises ValueError or IndexError for a batch that breaks the contract of its message.
         """
         for new in batch.new_rows:
             self._admit(new)
         for more in batch.more_blocks:
-            self._extend(more)
-        cohort = self._cohort
-        if cohort and not batch.counts and not batch.new_rows and batch.rows == cohort.names:
-            return self._decode(cohort)
-        return self._assemble(batch)
+            self._append_blocks(more.row, more.block_ids)
+
+    def cohort(self, batch: ScheduledBatch) -> Cohort | None:
+        """The batch's rows, if each of them decodes."""
+        if batch.counts:
+            return None
+        if self._cohort and not batch.new_rows and batch.rows == self._cohort.names:
+            return self._cohort
+        rows = np.array(batch.rows, np.int64)
+        if (self._computed[rows] < self._known[rows]).any():
+            return None
+        rows_R, tokens_R = self._upload(rows, np.arange(len(rows)))
+        self._cohort = Cohort(batch.rows, rows, rows_R, tokens_R)
+        return self._cohort
+
+    def step(self, batch: ScheduledBatch) -> StepInputs:
+        """The inputs of a step whose changes were taken; the rows' counts move on.
+
+        Raises ValueError for more tokens than a row has.
+        """
+        cohort = self.cohort(batch)
+        return self._assemble(batch) if cohort is None else self._decode(cohort)
+
+    def advance(self, cohort: Cohort) -> Rows:
+        """The rows' counts move on by one token each.
+
+        For a step whose inputs the device makes by itself. Returns where the tokens that it draws
+        will stand.
+        """
+        drawn_positions = self._computed[cohort.rows] + 1
+        self._computed[cohort.rows] = drawn_positions
+        return drawn_positions
 
     def keep(self, draw: Draw, ids_R: torch.Tensor) -> None:
         """Remember the drawn ids: they are the rows' next inputs."""
-        self._last_ids.index_copy_(0, draw.rows_R, ids_R)
+        self.device_rows.keep(draw.rows_R, ids_R, draw.positions_R)
 
     def _admit(self, new: NewRow) -> None:
         token_ids = np.frombuffer(new.token_ids, np.dtype("<i4"))
@@ -169,27 +172,24 @@ class InputBatch:
         # The prompt's last token predicts no other one of the prompt.
         self._scored_until[new.row] = new.prompt_length - 1 if new.prompt_logprobs >= 0 else 0
         self._scored_top[new.row] = new.prompt_logprobs
-        for table in self._tables:
+        for table in self.tables:
             table.clear(new.row)
         self._append_blocks(new.row, new.block_ids)
 
-    def _extend(self, more: MoreBlocks) -> None:
-        self._append_blocks(more.row, more.block_ids)
-
     def _append_blocks(self, row: int, block_ids: Sequence[Sequence[int]]) -> None:
-        for table, blocks in zip(self._tables, block_ids, strict=True):
+        for table, blocks in zip(self.tables, block_ids, strict=True):
             table.append(row, blocks)
 
-    def _decode(self, cohort: _Cohort) -> StepInputs:
+    def _decode(self, cohort: Cohort) -> StepInputs:
         """One more token for the same rows, all of them past their known tokens."""
-        positions = self._computed[cohort.rows]
-        context_lens = positions + 1
-        self._computed[cohort.rows] = context_lens
-        slots = [table.slots(cohort.rows, positions) for table in self._tables]
+        context_lens = self.advance(cohort)
+        positions = context_lens - 1
+        slots = [table.slots(cohort.rows, positions) for table in self.tables]
         positions_T, *slots_T = self._upload(positions, *slots)
         draw = Draw(cohort.rows, cohort.rows_R, cohort.tokens_R, context_lens, positions_T + 1)
-        groups = self._group_contexts(slots_T, cohort.rows, cohort.ones, context_lens)
-        return StepInputs(self._last_ids.index_select(0, cohort.rows_R), positions_T, groups, draw)
+        groups = self._group_contexts(slots_T, cohort.rows, np.ones_like(positions), context_lens)
+        ids_T = self.device_rows.ids_N.index_select(0, cohort.rows_R)
+        return StepInputs(ids_T, positions_T, groups, draw)
 
     def _assemble(self, batch: ScheduledBatch) -> StepInputs:
         """Any mixture of prompt pieces and decodes."""
@@ -204,15 +204,15 @@ class InputBatch:
         past_tokens = counts.cumsum() - counts
         positions = np.arange(len(token_rows)) + (starts - past_tokens).repeat(counts)
         ids = self._token_ids[token_rows, positions]
-        slots = [table.slots(token_rows, positions) for table in self._tables]
+        slots = [table.slots(token_rows, positions) for table in self.tables]
         ids_T, positions_T, *slots_T = self._upload(ids, positions, *slots)
 
         decodes = starts >= known
         if decodes.any():
             where_T, rows_T = self._upload(past_tokens[decodes], rows[decodes])
-            ids_T.index_copy_(0, where_T, self._last_ids.index_select(0, rows_T))
+            ids_T.index_copy_(0, where_T, self.device_rows.ids_N.index_select(0, rows_T))
         draw = self._draw(rows, past_tokens + counts - 1, ends, ends >= known)
-        self._cohort = _Cohort.of(batch.rows, draw) if decodes.all() and draw else None
+        self._cohort = None
         groups = self._group_contexts(slots_T, rows, counts, ends)
         scored = self._scored(rows, starts, past_tokens, np.minimum(ends, self._scored_until[rows]) - starts)
         return StepInputs(ids_T, positions_T, groups, draw, scored)
@@ -252,12 +252,12 @@ class InputBatch:
         context_lens: NDArray[np.int64],
     ) -> list[GroupContext]:
         query_lens, contexts = counts.astype(np.int32), context_lens.astype(np.int32)
-        return [
-            GroupContext(
-                slots, plan_attention(query_lens, contexts, table.rows(rows, context_lens), self._device)
-            )
-            for slots, table in zip(slots_T, self._tables, strict=True)
-        ]
+        contexts_of_groups = []
+        for slots, table in zip(slots_T, self.tables, strict=True):
+            blocks = table.rows(rows, context_lens)
+            plan = plan_attention(query_lens, contexts, blocks, self._device, self.split_tokens)
+            contexts_of_groups.append(GroupContext(slots, plan))
+        return contexts_of_groups
 
     def _upload(self, *columns: NDArray[np.integer]) -> tuple[torch.Tensor, ...]:
         """Equally long integer columns as int64 tensors on the device, in one copy."""

@@ -10,7 +10,8 @@ import torch
 
 from atom.messages.worker import ScheduledBatch
 from atom_ops import KVLayer, TokenLogprobs, token_logprobs
-from workers.input_batch import Draw, InputBatch, Scored
+from workers.decode_graphs import DecodeGraphs
+from workers.input_batch import Cohort, Draw, InputBatch, Scored
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import ForwardContext
 from workers.pending_step import PendingStep
@@ -22,24 +23,47 @@ _SCORED_LOGITS = 1 << 24  # logits of prompt tokens held at a time: 64 MiB of fl
 class ModelRunner:
     """Runs steps one after another. Forward and sampling are apart: each may become a graph."""
 
-    def __init__(self, model: CausalLM, kv_layers: Sequence[KVLayer], inputs: InputBatch, sampler: Sampler):
+    def __init__(
+        self,
+        model: CausalLM,
+        kv_layers: Sequence[KVLayer],
+        inputs: InputBatch,
+        sampler: Sampler,
+        graphs: DecodeGraphs | None = None,
+    ):
+        """`graphs` are of the same model, cache and inputs, and captured."""
         self._model = model
         self._kv_layers = kv_layers
         self._inputs = inputs
         self._sampler = sampler
+        self._graphs = graphs
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         """Put one step on the device; does not wait for its results."""
         for new in batch.new_rows:
             self._sampler.set_row(new)
-        step = self._inputs.apply(batch)
+        self._inputs.take(batch)
+        cohort = self._inputs.cohort(batch)
+        if self._graphs and cohort and self._graphs.fit(cohort):
+            return PendingStep(batch.step, self._replay(self._graphs, cohort))
+        step = self._inputs.step(batch)
         context = ForwardContext(self._kv_layers, step.groups)
         hidden_TD = self._model(step.ids_T, step.positions_T, context)
         drawn = self._draw(hidden_TD, step.draw) if step.draw else None
         if step.scored is None:
             return PendingStep(batch.step, drawn)
         return PendingStep(batch.step, drawn, step.scored.pieces, self._score(hidden_TD, step.scored))
+
+    def _replay(self, graphs: DecodeGraphs, cohort: Cohort) -> Drawn:
+        """One more token for each of these rows."""
+        positions = self._inputs.advance(cohort)
+        forwarded = graphs.forward(cohort)
+        settings = self._sampler.plain_settings(cohort.rows)
+        if settings is not None and graphs.can_draw(settings):
+            return Drawn(graphs.draw(settings), [], None)
+        draw = Draw(cohort.rows, cohort.rows_R, cohort.tokens_R, positions, forwarded.positions_R)
+        return self._draw(forwarded.hidden_RD, draw)
 
     def _draw(self, hidden_TD: torch.Tensor, draw: Draw) -> Drawn:
         logits_RV = self._model.compute_logits(hidden_TD.index_select(0, draw.tokens_R))

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from atom.messages.worker import NewRow
 from atom_ops import SamplingBatch, TokenLogprobs, sample, to_device, token_logprobs
-from workers.input_batch import BatchLimits, Draw, Rows
+from workers.block_table import BatchLimits, Rows
+from workers.input_batch import Draw
 from workers.ruled_rows import RuledDraw, RuledRows
 
 
@@ -85,14 +86,20 @@ class Sampler:
         self._logprobs[row] = sampling.logprobs
         self._ruled_rows.set_row(new)
 
+    def plain_settings(self, rows: Rows) -> SamplingBatch | None:
+        """How these rows draw; None where one has logit rules or wants log probabilities.
+
+        The same array again gives the same object, as long as no request joins.
+        """
+        plan = self._plan_of(rows)
+        return plan.settings if plan.ruled is None and plan.asking is None else None
+
     def draw(self, logits_RV: torch.Tensor, draw: Draw) -> Drawn:
         """One id for each row.
 
         Passing the same `draw.rows` array again saves gathering their settings again.
         """
-        if draw.rows is not self._planned_rows:
-            self._planned_rows, self._plan = draw.rows, self._make_plan(draw.rows)
-        plan = self._plan
+        plan = self._plan_of(draw.rows)
         if plan.ruled is None:
             ids_R = self._draw_plain(logits_RV, plan, draw)
         else:
@@ -117,6 +124,11 @@ class Sampler:
         if plan.settings is None:
             return ids_U
         return self._draw_plain(logits_RV, plan, draw).index_copy_(0, rows_U, ids_U)
+
+    def _plan_of(self, rows: Rows) -> _Plan:
+        if rows is not self._planned_rows:
+            self._planned_rows, self._plan = rows, self._make_plan(rows)
+        return self._plan
 
     def _make_plan(self, rows: Rows) -> _Plan:
         asking = self._asking(rows)

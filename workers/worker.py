@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import torch
 
 from atom.config.checkpoint import Checkpoint
@@ -12,7 +13,9 @@ from atom.messages.worker import AllocateKV, Loaded, NewRow, ScheduledBatch
 from atom.utils.logger import get_logger
 from atom_ops import backend
 from parallel.communicator import Communicator
-from workers.input_batch import BatchLimits, InputBatch
+from workers.block_table import BatchLimits
+from workers.decode_graphs import DecodeGraphs, GraphRecorder
+from workers.input_batch import InputBatch
 from workers.kv_cache import allocate_kv, cpu_kv_bytes, cuda_kv_bytes, kv_dtype, kv_specs
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
@@ -64,7 +67,7 @@ class Worker:
 
     def allocate(self, allocate: AllocateKV) -> None:
         """Make the KV tensors and run the kinds of step that requests will bring."""
-        self._runner = self._make_runner(allocate)
+        self._runner = self._make_runner(allocate, self._capture_sizes())
         capacity = min(allocate.num_blocks) * self._config.cache.block_size
         self._warm_up(min(capacity, allocate.max_model_len, _WARM_TOKENS + _WARM_DECODES))
         if self._device.type != "cpu" and self._tp.rank == 0:
@@ -89,17 +92,26 @@ class Worker:
             load_weights(model, directory, lambda done, total: self._progress("Loading weights", done, total))
         return model
 
-    def _make_runner(self, allocate: AllocateKV) -> ModelRunner:
+    def _make_runner(self, allocate: AllocateKV, capture_sizes: list[int]) -> ModelRunner:
         block_size, groups = self._config.cache.block_size, self._model.kv_groups
         max_rows = self._config.scheduler.max_num_seqs
         assert max_rows is not None, "max_num_seqs is resolved before any worker starts"
         limits = BatchLimits(max_rows, allocate.max_model_len, block_size)
-        return ModelRunner(
-            self._model,
-            allocate_kv(groups, allocate.num_blocks, block_size, self._kv_dtype, self._device),
-            InputBatch(limits, len(groups), self._device),
-            Sampler(limits, self._checkpoint.vocab_size, self._device),
-        )
+        kv_layers = allocate_kv(groups, allocate.num_blocks, block_size, self._kv_dtype, self._device)
+        inputs = InputBatch(limits, len(groups), self._device)
+        sampler = Sampler(limits, self._checkpoint.vocab_size, self._device)
+        if not capture_sizes:
+            return ModelRunner(self._model, kv_layers, inputs, sampler)
+        graphs = DecodeGraphs(self._model, kv_layers, inputs, capture_sizes, GraphRecorder(), self._device)
+        graphs.capture(lambda done, total: self._progress("Capturing graphs", done, total))
+        return ModelRunner(self._model, kv_layers, inputs, sampler, graphs)
+
+    def _capture_sizes(self) -> list[int]:
+        """Rows of the decode steps that are captured; none where nothing is."""
+        device, max_rows = self._config.device, self._config.scheduler.max_num_seqs
+        assert max_rows is not None and device.cudagraph_capture_sizes is not None
+        sizes: list[int] = msgspec.json.decode(device.cudagraph_capture_sizes, type=list[int])
+        return sorted({min(size, max_rows) for size in sizes})
 
     def _warm_up(self, tokens: int) -> None:
         """A prompt and its decodes: kernels get compiled and memory is touched before a user waits."""
@@ -135,7 +147,7 @@ class Worker:
         return cuda_kv_bytes(self._config.cache, self._device, self._peak_bytes())
 
     def _peak_bytes(self) -> int:
-        """The most that torch holds on this GPU, KV apart, while the largest step runs."""
+        """The most that torch holds on this GPU, KV apart: while the largest step runs, and for graphs."""
         scheduler, block_size = self._config.scheduler, self._config.cache.block_size
         assert scheduler.max_num_batched_tokens and scheduler.max_num_seqs
         rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
@@ -145,11 +157,23 @@ class Worker:
         )
         blocks = [rows * -(-tokens // block_size)] * len(self._model.kv_groups)
         before = torch.cuda.memory_allocated(self._device)
-        runner = self._make_runner(AllocateKV(blocks, tokens))
+        runner = self._make_runner(AllocateKV(blocks, tokens), [])
         kv_bytes = torch.cuda.memory_allocated(self._device) - before
         torch.cuda.reset_peak_memory_stats(self._device)
         runner.launch(self._dummy_prompts(rows, tokens, tokens)).token_ids()
         peak = torch.cuda.max_memory_allocated(self._device) - kv_bytes
         del runner
         torch.cuda.empty_cache()
-        return peak
+        return peak + self._graph_bytes()
+
+    def _graph_bytes(self) -> int:
+        """What graphs keep for themselves: the largest one's memory serves the others too."""
+        sizes = self._capture_sizes()
+        if not sizes:
+            return 0
+        before = torch.cuda.memory_reserved(self._device)
+        runner = self._make_runner(AllocateKV([1] * len(self._model.kv_groups), 1), sizes[-1:])
+        taken = torch.cuda.memory_reserved(self._device) - before
+        del runner
+        torch.cuda.empty_cache()
+        return taken

@@ -13,4 +13,8 @@ class DeviceConfig:
     cpu_threads: Annotated[int, Meta(ge=1)] | None = None
     """Compute threads of each CPU worker; the cores shared out evenly when absent."""
     enforce_eager: bool = False
-    """Never capture or compile graphs."""
+    """Capture no graphs: every step is launched kernel by kernel."""
+    cudagraph_mode: Literal["FULL", "NONE"] = "FULL"
+    """Decode steps on a GPU as whole graphs, or none, as with --enforce-eager."""
+    cudagraph_capture_sizes: str | None = None
+    """Rows of a decode step to capture, such as [1,2,4,8]; up to 512 in steps of 1, 8 and 16 when absent."""

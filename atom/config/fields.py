@@ -9,6 +9,7 @@ import inspect
 import math
 import operator
 import os
+import re
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -105,6 +106,10 @@ _FURTHER_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "block_size": (
         lambda size: size & (size - 1) == 0 or size % 16 == 0,
         "a power of two or a multiple of 16",
+    ),
+    "cudagraph_capture_sizes": (
+        lambda text: re.fullmatch(r"\[\s*([1-9]\d{0,5}(\s*,\s*[1-9]\d{0,5})*)?\s*\]", text) is not None,
+        "a list of whole numbers from 1, as in [1,2,4,8]",
     ),
 }
 

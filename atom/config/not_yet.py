@@ -16,7 +16,6 @@ class Refusal:
 
 
 _NO_SPECULATION = "speculative decoding is not supported yet"
-_NO_GRAPHS = "graph capture is not supported yet; every step runs eagerly"
 _NO_EXPERTS = "mixture-of-experts models are not supported yet"
 _NO_PROFILER = "profiling is not supported yet; --step-trace writes when each step ran"
 
@@ -30,8 +29,6 @@ REFUSED: dict[str, Refusal] = {
     "pipeline_parallel_size": Refusal("pipeline parallelism is not supported yet; use -tp", "1", "-pp"),
     "enable_expert_parallel": Refusal(_NO_EXPERTS, "False"),
     "enable_dp_attention": Refusal("data parallel attention is not supported yet", "False"),
-    "cudagraph_capture_sizes": Refusal(_NO_GRAPHS, "[]"),
-    "cudagraph_mode": Refusal(_NO_GRAPHS, "NONE"),
     "level": Refusal("compilation is not supported yet; only level 0 runs", "0"),
     "torch_profiler_dir": Refusal(_NO_PROFILER),
     "mark_trace": Refusal(_NO_PROFILER, "False"),

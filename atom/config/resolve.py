@@ -57,6 +57,9 @@ _DEFAULTS: dict[Device, _DeviceDefaults] = {
     "cuda": _DeviceDefaults(max_num_batched_tokens=16384, max_num_seqs=512),
 }
 
+_GRAPH_FLAGS = ("enforce_eager", "cudagraph_mode", "cudagraph_capture_sizes")
+_MOST_CAPTURED = 512
+
 _CPU_DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -76,11 +79,12 @@ def resolve(
     if checkpoint.ignored_defaults:
         names = ", ".join(checkpoint.ignored_defaults)
         notes.append(f"generation_config.json also sets {names}: not supported, not applied")
+    scheduler = _scheduler(config.scheduler, _DEFAULTS[device])
     resolved = replace(
         config,
         model=_model(config.model, dtype),
-        scheduler=_scheduler(config.scheduler, _DEFAULTS[device]),
-        device=_threads(replace(config.device, device=device), config, capabilities),
+        scheduler=scheduler,
+        device=_threads(_graphs(replace(config.device, device=device), scheduler), config, capabilities),
     )
     return Resolved(resolved, notes)
 
@@ -152,6 +156,18 @@ def _scheduler(scheduler: SchedulerConfig, defaults: _DeviceDefaults) -> Schedul
     )
 
 
+def _graphs(device: DeviceConfig, scheduler: SchedulerConfig) -> DeviceConfig:
+    """The sizes to capture; none on a CPU, nor where the user wants none."""
+    if device.device == "cpu" or device.enforce_eager or device.cudagraph_mode == "NONE":
+        return replace(device, cudagraph_capture_sizes="[]")
+    if device.cudagraph_capture_sizes is not None:
+        return device
+    assert scheduler.max_num_seqs is not None
+    most = min(scheduler.max_num_seqs, _MOST_CAPTURED)
+    sizes = {1, 2, 4, *range(8, 256, 8), *range(256, _MOST_CAPTURED, 16), most}
+    return replace(device, cudagraph_capture_sizes=str(sorted(size for size in sizes if size <= most)))
+
+
 def _threads(device: DeviceConfig, config: EngineConfig, capabilities: DeviceCapabilities) -> DeviceConfig:
     if device.device == "cuda" or device.cpu_threads is not None:
         return device
@@ -165,11 +181,11 @@ def _without_effect(config: EngineConfig, explicit: set[str], device: Device) ->
     memory_rule = "kv_cache_memory_bytes" if cache.num_kv_blocks is None else "num_kv_blocks"
     memory_given = cache.num_kv_blocks is not None or cache.kv_cache_memory_bytes is not None
     reasons = {
-        "enforce_eager": "this version captures and compiles no graphs",
         "port": "all processes are on this host and talk over local sockets; HTTP is --server-port",
     }
     if device == "cpu":
         reasons["gpu_memory_utilization"] = "a CPU's KV cache is set by --kv-cache-memory-bytes"
+        reasons |= dict.fromkeys(_GRAPH_FLAGS, "graphs are for GPUs")
     else:
         reasons["cpu_threads"] = "the workers compute on GPUs"
         if memory_given:

@@ -159,13 +159,14 @@ def plan_attention(
     context_lens: NDArray[np.int32],
     block_table: NDArray[np.int32],
     device: torch.device,
+    split_tokens: int = 0,
 ) -> AttentionPlan:
     """Plan one step from host arrays, which stay as they are from then on.
 
     Row i brings `query_lens[i]` new tokens (at least 1), the last of its `context_lens[i]`
     tokens; all of these have their keys and values in the blocks `block_table[i]`
     ([rows, max_blocks]; entries past the context are never read). Queries of row i follow
-    those of row i - 1.
+    those of row i - 1. `split_tokens` is the plan's.
     """
     starts = np.zeros(len(query_lens) + 1, np.int32)
     query_lens.cumsum(out=starts[1:])
@@ -178,6 +179,7 @@ def plan_attention(
         min_query_len=int(query_lens.min()),
         max_query_len=int(query_lens.max()),
         max_context_len=int(context_lens.max()),
+        split_tokens=split_tokens,
         host=HostRows(query_lens, context_lens, block_table),
     )
 

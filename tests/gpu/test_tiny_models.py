@@ -40,7 +40,9 @@ def test_logits_equal_at_every_position(name: str, tmp_path: Path) -> None:
     runner, pieces = worker._runner, []
     with torch.inference_mode():
         for count in (40, 23, 1):
-            step = runner._inputs.apply(core.plan({0: count}))
+            batch = core.plan({0: count})
+            runner._inputs.take(batch)
+            step = runner._inputs.step(batch)
             hidden = runner._model(
                 step.ids_T, step.positions_T, ForwardContext(runner._kv_layers, step.groups)
             )

@@ -125,7 +125,7 @@ def engine_config(
         ),
         scheduler=SchedulerConfig(max_num_batched_tokens=512, max_num_seqs=64),
         parallel=ParallelConfig(tensor_parallel_size=tp),
-        device=DeviceConfig(device="cpu", cpu_threads=1),
+        device=DeviceConfig(device="cpu", cpu_threads=1, cudagraph_capture_sizes="[]"),
     )
 
 

@@ -1,5 +1,6 @@
 """What is decided once checkpoint and host are known."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -101,12 +102,33 @@ def test_a_context_beyond_the_checkpoint_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({"max_num_seqs": 20}, [1, 2, 4, 8, 16, 20]),
+        ({"max_num_seqs": 3, "cudagraph_capture_sizes": "[8, 1]"}, [8, 1]),
+        ({"enforce_eager": True}, []),
+        ({"cudagraph_mode": "NONE"}, []),
+        ({"device": "cpu"}, []),
+    ],
+)
+def test_sizes_of_captured_steps(options: dict[str, Any], sizes: list[int]) -> None:
+    found = resolved(GPUS, **options).config.device.cudagraph_capture_sizes
+    assert found is not None and json.loads(found) == sizes
+
+
+def test_up_to_512_rows_are_captured_by_default() -> None:
+    found = json.loads(resolved(GPUS, max_num_seqs=4000).config.device.cudagraph_capture_sizes or "")
+    assert found[:5] == [1, 2, 4, 8, 16] and found[-2:] == [496, 512] and len(found) == 51
+
+
+@pytest.mark.parametrize(
     ("host", "options", "named"),
     [
         (FAST_CPU, {"gpu_memory_utilization": 0.9}, "--gpu-memory-utilization"),
         (GPUS, {"gpu_memory_utilization": 0.9, "num_kv_blocks": 9}, "--gpu-memory-utilization"),
         (GPUS, {"cpu_threads": 2}, "--cpu-threads"),
-        (GPUS, {"enforce_eager": True}, "--enforce-eager"),
+        (FAST_CPU, {"enforce_eager": True}, "--enforce-eager"),
+        (FAST_CPU, {"cudagraph_capture_sizes": "[1]"}, "--cudagraph-capture-sizes"),
         (FAST_CPU, {"port": 8006}, "--port"),
         (FAST_CPU, {"num_kv_blocks": 9, "kv_cache_memory_bytes": 9}, "--kv-cache-memory-bytes"),
     ],

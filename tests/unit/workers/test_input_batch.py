@@ -7,7 +7,8 @@ import torch
 from atom.messages.engine import pack_ids
 from atom.messages.worker import MoreBlocks, NewRow, ScheduledBatch
 from tests.helpers.core_side import GREEDY
-from workers.input_batch import BatchLimits, InputBatch, StepInputs
+from workers.block_table import BatchLimits
+from workers.input_batch import InputBatch, StepInputs
 
 BLOCK = 4
 CPU = torch.device("cpu")
@@ -22,6 +23,11 @@ def new_row(row: int, ids: list[int], *blocks: list[int], computed: int = 0) -> 
     return NewRow(row, pack_ids(ids), computed, list(blocks), GREEDY, len(ids))
 
 
+def apply(batch: InputBatch, message: ScheduledBatch) -> StepInputs:
+    batch.take(message)
+    return batch.step(message)
+
+
 def draw(batch: InputBatch, step: StepInputs, *ids: int) -> None:
     assert step.draw is not None
     batch.keep(step.draw, torch.tensor(ids))
@@ -29,11 +35,11 @@ def draw(batch: InputBatch, step: StepInputs, *ids: int) -> None:
 
 def test_pieces_of_a_prompt() -> None:
     batch = make()
-    first = batch.apply(ScheduledBatch(1, [2], [3], [new_row(2, [10, 11, 12, 13, 14], [7, 5])]))
+    first = apply(batch, ScheduledBatch(1, [2], [3], [new_row(2, [10, 11, 12, 13, 14], [7, 5])]))
     assert first.ids_T.tolist() == [10, 11, 12] and first.positions_T.tolist() == [0, 1, 2]
     assert first.groups[0].slots_T.tolist() == [28, 29, 30]
     assert first.draw is None
-    second = batch.apply(ScheduledBatch(2, [2], [2]))
+    second = apply(batch, ScheduledBatch(2, [2], [2]))
     assert second.ids_T.tolist() == [13, 14] and second.groups[0].slots_T.tolist() == [31, 20]
     assert second.draw is not None
     assert second.draw.tokens_R.tolist() == [1] and second.draw.positions_R.tolist() == [5]
@@ -42,11 +48,11 @@ def test_pieces_of_a_prompt() -> None:
 def test_a_decode_feeds_on_the_last_drawn_id_at_its_place() -> None:
     batch = make()
     rows = [new_row(0, [1, 2], [0]), new_row(5, [3], [1])]
-    step = batch.apply(ScheduledBatch(1, [5, 0], [1, 2], rows))
+    step = apply(batch, ScheduledBatch(1, [5, 0], [1, 2], rows))
     assert step.ids_T.tolist() == [3, 1, 2]
     draw(batch, step, 50, 60)
     for position in (0, 1, 2):
-        step = batch.apply(ScheduledBatch(2 + position, [5, 0]))
+        step = apply(batch, ScheduledBatch(2 + position, [5, 0]))
         assert step.ids_T.tolist() == [50 + position, 60 + position]
         assert step.positions_T.tolist() == [1 + position, 2 + position]
         assert step.draw is not None
@@ -57,58 +63,58 @@ def test_a_decode_feeds_on_the_last_drawn_id_at_its_place() -> None:
 
 def test_prompt_pieces_and_decodes_in_one_step() -> None:
     batch = make()
-    draw(batch, batch.apply(ScheduledBatch(1, [0], [2], [new_row(0, [1, 2], [0])])), 90)
-    step = batch.apply(ScheduledBatch(2, [3, 0], [3, 1], [new_row(3, [4, 5, 6, 7], [8])]))
+    draw(batch, apply(batch, ScheduledBatch(1, [0], [2], [new_row(0, [1, 2], [0])])), 90)
+    step = apply(batch, ScheduledBatch(2, [3, 0], [3, 1], [new_row(3, [4, 5, 6, 7], [8])]))
     assert step.ids_T.tolist() == [4, 5, 6, 90]
     assert step.draw is not None
     assert step.draw.rows.tolist() == [0] and step.draw.tokens_R.tolist() == [3]
     draw(batch, step, 91)
-    step = batch.apply(ScheduledBatch(3, [0, 3]))
+    step = apply(batch, ScheduledBatch(3, [0, 3]))
     assert step.ids_T.tolist() == [91, 7] and step.draw is not None and len(step.draw.rows) == 2
 
 
 def test_a_prefix_that_is_cached_is_not_computed_again() -> None:
     batch = make()
     row = new_row(1, list(range(20, 29)), [3, 4, 9], computed=8)
-    step = batch.apply(ScheduledBatch(1, [1], [], [row]))
+    step = apply(batch, ScheduledBatch(1, [1], [], [row]))
     assert step.ids_T.tolist() == [28] and step.positions_T.tolist() == [8]
     assert step.groups[0].slots_T.tolist() == [36] and step.draw is not None
 
 
 def test_blocks_are_appended_to_each_group() -> None:
     batch = make(groups=2)
-    draw(batch, batch.apply(ScheduledBatch(1, [0], [4], [new_row(0, [1, 2, 3, 4], [6], [2])])), 5)
-    step = batch.apply(ScheduledBatch(2, [0], [], [], [MoreBlocks(0, [[1], [9]])]))
+    draw(batch, apply(batch, ScheduledBatch(1, [0], [4], [new_row(0, [1, 2, 3, 4], [6], [2])])), 5)
+    step = apply(batch, ScheduledBatch(2, [0], [], [], [MoreBlocks(0, [[1], [9]])]))
     assert [group.slots_T.tolist() for group in step.groups] == [[4], [36]]
 
 
 def test_a_new_request_takes_over_a_decoding_row() -> None:
     batch = make()
-    draw(batch, batch.apply(ScheduledBatch(1, [0], [2], [new_row(0, [1, 2], [0])])), 3)
-    draw(batch, batch.apply(ScheduledBatch(2, [0])), 4)
-    step = batch.apply(ScheduledBatch(3, [0], [], [new_row(0, [40, 41], [5])]))
+    draw(batch, apply(batch, ScheduledBatch(1, [0], [2], [new_row(0, [1, 2], [0])])), 3)
+    draw(batch, apply(batch, ScheduledBatch(2, [0])), 4)
+    step = apply(batch, ScheduledBatch(3, [0], [], [new_row(0, [40, 41], [5])]))
     assert step.ids_T.tolist() == [40] and step.draw is None
-    step = batch.apply(ScheduledBatch(4, [0]))
+    step = apply(batch, ScheduledBatch(4, [0]))
     assert step.ids_T.tolist() == [41] and step.groups[0].slots_T.tolist() == [21]
     draw(batch, step, 42)
-    assert batch.apply(ScheduledBatch(5, [0])).ids_T.tolist() == [42]
+    assert apply(batch, ScheduledBatch(5, [0])).ids_T.tolist() == [42]
 
 
 def test_rows_that_pause_keep_their_state() -> None:
     batch = make()
     rows = [new_row(row, [row], [row]) for row in range(3)]
-    draw(batch, batch.apply(ScheduledBatch(1, [0, 1, 2], [], rows)), 70, 71, 72)
-    draw(batch, batch.apply(ScheduledBatch(2, [0, 1, 2])), 80, 81, 82)
-    draw(batch, batch.apply(ScheduledBatch(3, [2])), 92)
-    step = batch.apply(ScheduledBatch(4, [2, 0, 1]))
+    draw(batch, apply(batch, ScheduledBatch(1, [0, 1, 2], [], rows)), 70, 71, 72)
+    draw(batch, apply(batch, ScheduledBatch(2, [0, 1, 2])), 80, 81, 82)
+    draw(batch, apply(batch, ScheduledBatch(3, [2])), 92)
+    step = apply(batch, ScheduledBatch(4, [2, 0, 1]))
     assert step.ids_T.tolist() == [92, 80, 81] and step.positions_T.tolist() == [3, 2, 2]
 
 
 def test_a_steady_decode_reuses_what_depends_on_the_rows_alone() -> None:
     batch = make()
     rows = [new_row(row, [row], [row]) for row in range(3)]
-    draw(batch, batch.apply(ScheduledBatch(1, [0, 1, 2], [], rows)), 1, 1, 1)
-    steps = [batch.apply(ScheduledBatch(2 + n, [0, 1, 2])) for n in range(2)]
+    draw(batch, apply(batch, ScheduledBatch(1, [0, 1, 2], [], rows)), 1, 1, 1)
+    steps = [apply(batch, ScheduledBatch(2 + n, [0, 1, 2])) for n in range(2)]
     assert steps[0].draw is not None and steps[1].draw is not None
     assert steps[0].draw.rows is steps[1].draw.rows
 
@@ -124,7 +130,7 @@ def test_a_steady_decode_reuses_what_depends_on_the_rows_alone() -> None:
 )
 def test_a_batch_that_breaks_the_contract_is_an_error(batch: ScheduledBatch, message: str) -> None:
     with pytest.raises((ValueError, IndexError), match=message):
-        make().apply(batch)
+        apply(make(), batch)
 
 
 def test_random_steps_equal_a_row_by_row_account() -> None:
@@ -150,7 +156,7 @@ def test_random_steps_equal_a_row_by_row_account() -> None:
                 want.append((tokens[row][position], position, slot))
             computed[row] += count
         columns = [] if set(counts) == {1} else counts
-        step = batch.apply(ScheduledBatch(number, chosen, columns, new_rows))
+        step = apply(batch, ScheduledBatch(number, chosen, columns, new_rows))
         got = (step.ids_T.tolist(), step.positions_T.tolist(), step.groups[0].slots_T.tolist())
         assert list(zip(*got, strict=True)) == want
         drawers = [row for row in chosen if computed[row] >= known[row]]

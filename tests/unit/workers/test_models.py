@@ -46,7 +46,9 @@ class Loaded:
         """Logits of every token of one step, not only of those that draw."""
         runner = self.worker._runner
         with torch.inference_mode():
-            step = runner._inputs.apply(core.plan(counts))
+            batch = core.plan(counts)
+            runner._inputs.take(batch)
+            step = runner._inputs.step(batch)
             context = ForwardContext(runner._kv_layers, step.groups)
             hidden = runner._model(step.ids_T, step.positions_T, context)
             return runner._model.compute_logits(hidden)

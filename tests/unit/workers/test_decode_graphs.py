@@ -1,0 +1,128 @@
+"""Decode steps on the device's own inputs, beside the same steps prepared by the host."""
+
+import random
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, cast
+
+import pytest
+import torch
+
+from atom.messages.engine import Sampling, unpack_ids
+from tests.helpers.core_side import GREEDY, CoreSide
+from workers.block_table import BatchLimits
+from workers.decode_graphs import DecodeGraphs
+from workers.input_batch import InputBatch
+from workers.layers.causal_lm import CausalLM
+from workers.layers.context import ForwardContext
+from workers.model_runner import ModelRunner
+from workers.sampler import Sampler
+
+CPU = torch.device("cpu")
+LIMITS = BatchLimits(max_rows=6, max_model_len=64, block_size=4)
+VOCAB = 97
+GROUPS = 2
+
+
+class Footprint:
+    """Stands for a model: its logits tell everything that a step gave it, rows apart."""
+
+    def __call__(self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        total_T = ids_T * 7 + positions_T * 3
+        for number, group in enumerate(ctx.groups):
+            plan = group.plan
+            lengths = plan.query_starts_R1.diff()
+            rows_T = torch.arange(len(lengths)).repeat_interleave(lengths)
+            used = (plan.context_lens_R + LIMITS.block_size - 1) // LIMITS.block_size
+            inside = torch.arange(plan.block_table_RW.shape[1]) < used[:, None]
+            of_row = (plan.block_table_RW * inside).sum(1) + 11 * plan.context_lens_R
+            total_T = total_T + (number + 2) * (group.slots_T + of_row[rows_T])
+        return total_T[:, None].float()
+
+    def compute_logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(hidden_RD[:, 0].long() % VOCAB, VOCAB).float() * 9
+
+
+def rerun(body: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
+    """What a captured graph does, without one: results come to the same tensors each time."""
+    first = body()
+
+    def replay() -> None:
+        for old, new in zip(tensors(first), tensors(body()), strict=True):
+            old.copy_(new)
+
+    return replay, first
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [getattr(value, field.name) for field in fields(value)]
+
+
+def runner(sizes: list[int] | None) -> ModelRunner:
+    model = cast(CausalLM, Footprint())
+    inputs = InputBatch(LIMITS, GROUPS, CPU)
+    sampler = Sampler(LIMITS, VOCAB, CPU)
+    if sizes is None:
+        return ModelRunner(model, [], inputs, sampler)
+    graphs = DecodeGraphs(model, [], inputs, sizes, rerun, CPU)
+    graphs.capture(lambda done, total: None)
+    return ModelRunner(model, [], inputs, sampler, graphs)
+
+
+class TwoGroups(CoreSide):
+    """Both groups use the same blocks."""
+
+    def plan(self, counts: dict[int, int]) -> Any:
+        batch = super().plan(counts)
+        for change in (*batch.new_rows, *batch.more_blocks):
+            change.block_ids.append([block + 1 for block in change.block_ids[0]])
+        return batch
+
+
+@pytest.mark.parametrize("sizes", [[1, 2, 4, 6], [4], [1]])
+def test_requests_that_come_and_go_get_the_same_tokens(sizes: list[int]) -> None:
+    """Rows join, decode, rest and leave at random; rows are taken again with other blocks."""
+    source = random.Random(5)
+    eager, captured = runner(None), runner(sizes)
+    core = TwoGroups(4000, LIMITS.block_size)
+    steps = 0
+    while steps < 150:
+        counts = {}
+        for row in source.sample(range(LIMITS.max_rows), source.randrange(1, LIMITS.max_rows + 1)):
+            if row not in core.tokens or (len(core.tokens[row]) > 50 or source.random() < 0.02):
+                prompt = [source.randrange(VOCAB) for _ in range(source.randrange(1, 20))]
+                core.add(row, prompt, source.choice([GREEDY, GREEDY, sampling(steps), biased()]))
+            counts[row] = min(max(core.known[row] - core.computed[row], 1), source.choice([1, 5, 20]))
+        for _ in range(source.choice([1, 1, 6])):
+            batch = core.plan(counts)
+            ids = captured.launch(batch).token_ids()
+            assert ids == eager.launch(batch).token_ids()
+            core.take(ids)
+            steps += 1
+            if any(core.computed[row] < core.known[row] or len(core.tokens[row]) > 60 for row in counts):
+                break
+            counts = dict.fromkeys(counts, 1)
+    assert captured._graphs is not None and captured._graphs._size > 0
+
+
+def sampling(seed: int) -> Sampling:
+    return Sampling(temperature=2.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed)
+
+
+def biased() -> Sampling:
+    return Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, logprobs=2)
+
+
+def test_padding_changes_nothing() -> None:
+    one = runner([6])
+    core = TwoGroups(100, LIMITS.block_size)
+    core.add(3, [5, 6, 7])
+    core.take(one.launch(core.plan({3: 3})).token_ids())
+    for _ in range(10):
+        core.take(one.launch(core.plan({3: 1})).token_ids())
+    rows = one._inputs.device_rows
+    assert rows.positions_N.tolist() == [-1, -1, -1, 13, -1, -1, -1]
+    assert rows.ids_N[3] == core.tokens[3][-1]
+    assert len(unpack_ids(one.launch(core.plan({3: 1})).token_ids())) == 1

@@ -1,0 +1,232 @@
+"""Decode steps as graphs: captured once for some numbers of rows, replayed for every step.
+
+    forward   rows -> inputs of their next tokens -> model -> hidden states
+    draw      hidden states -> logits -> ids, which are the rows' next inputs
+
+A step of R rows runs the graphs of the next captured size S >= R; the rows between are padding.
+The host writes nothing but the rows' indices, when these change, and new blocks. Drawing is apart
+because a step may need more than a graph can hold: logit rules, log probabilities.
+
+S rows of a captured size, R of them real, D hidden.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from atom_ops import AttentionPlan, KVLayer, SamplingBatch, decode_inputs, sample
+from atom_ops.op import REFERENCE
+from workers.input_batch import Cohort, InputBatch
+from workers.layers.causal_lm import CausalLM
+from workers.layers.context import ForwardContext, GroupContext
+
+Replay = Callable[[], object]
+
+
+class Recorder(Protocol):
+    """Runs a function and returns what runs it again, on the same memory, and its first result."""
+
+    def __call__(self, body: Callable[[], Any]) -> tuple[Replay, Any]: ...
+
+
+class GraphRecorder:
+    """Captures on the current GPU; all its graphs share one pool of memory.
+
+    Nothing else may run on the device meanwhile. Graphs are replayed in any order, one at a time.
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+
+    def __call__(self, body: Callable[[], Any]) -> tuple[Replay, Any]:
+        body()  # compiles the kernels, and lets libraries set themselves up
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                result = body()
+            finally:
+                graph.capture_end()
+        return graph.replay, result
+
+
+class Drawing(Enum):
+    """What a captured draw can do: each asks for the ones before it too."""
+
+    GREEDY = 0
+    FREE = 1
+    LIMITED = 2
+
+    @classmethod
+    def of(cls, settings: SamplingBatch) -> "Drawing":
+        if not settings.any_random:
+            return cls.GREEDY
+        limited = settings.any_top_k or settings.any_top_p or settings.any_min_p
+        return cls.LIMITED if limited else cls.FREE
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """What a captured forward pass leaves, until the next one."""
+
+    hidden_RD: torch.Tensor
+    positions_R: torch.Tensor
+    """Where the drawn tokens will stand."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Graphs:
+    """Of one size."""
+
+    rows_S: torch.Tensor
+    forward: Replay
+    forwarded: Forwarded
+    """S rows."""
+    draws: dict[Drawing, tuple[Replay, torch.Tensor]]
+    """How to draw, and where the ids are then."""
+
+
+class DecodeGraphs:
+    """The graphs of one model; `capture` first, then for each step `forward` and perhaps `draw`."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        kv_layers: Sequence[KVLayer],
+        inputs: InputBatch,
+        sizes: Sequence[int],
+        record: Recorder,
+        device: torch.device,
+    ):
+        """`sizes` rise, and are no more than `inputs` has rows."""
+        self._model = model
+        self._kv_layers = kv_layers
+        self._inputs = inputs
+        self._sizes = list(sizes)
+        self._record = record
+        self._tables = [table.mirror(device) for table in inputs.tables]
+        self._starts = torch.arange(self._sizes[-1] + 1, dtype=torch.int32, device=device)
+        self._settings_S = _blank_settings(self._sizes[-1], device)
+        self._graphs: dict[int, _Graphs] = {}
+        self._size = 0
+        self._cohort: Cohort | None = None
+        self._settings: SamplingBatch | None = None
+
+    @torch.inference_mode()
+    def capture(self, progress: Callable[[int, int], None]) -> None:
+        """Capture every size, the largest first: the smaller ones fit into the memory it took."""
+        for done, size in enumerate(reversed(self._sizes)):
+            progress(done, len(self._sizes))
+            self._graphs[size] = self._capture_size(size)
+        progress(len(self._sizes), len(self._sizes))
+
+    def fit(self, cohort: Cohort) -> bool:
+        """Whether a captured size holds so many rows."""
+        return len(cohort.names) <= self._sizes[-1]
+
+    def forward(self, cohort: Cohort) -> Forwarded:
+        """Launch the forward pass of the rows' next tokens."""
+        for table in self._inputs.tables:
+            table.refresh()
+        rows = len(cohort.names)
+        if cohort is not self._cohort:
+            self._cohort, self._settings = cohort, None
+            self._size = self._sizes[bisect_left(self._sizes, rows)]
+            rows_S = self._graphs[self._size].rows_S
+            rows_S.fill_(self._inputs.limits.padding_row)
+            rows_S[:rows].copy_(cohort.rows_R)
+        graphs = self._graphs[self._size]
+        graphs.forward()
+        return Forwarded(graphs.forwarded.hidden_RD[:rows], graphs.forwarded.positions_R[:rows])
+
+    def can_draw(self, settings: SamplingBatch) -> bool:
+        """Whether a captured draw serves these rows; never asks the device."""
+        return Drawing.of(settings) in _drawings()
+
+    def draw(self, settings: SamplingBatch) -> torch.Tensor:
+        """Launch the draws of the rows just forwarded, and keep their ids; int64 [R].
+
+        Passing the same `settings` again saves copying them.
+        """
+        assert self._cohort is not None, "forward comes first"
+        if settings is not self._settings:
+            self._settings = settings
+            if settings.any_random:
+                _copy_columns(settings, self._settings_S)
+        replay, ids_S = self._graphs[self._size].draws[Drawing.of(settings)]
+        replay()
+        return ids_S[: len(self._cohort.names)]
+
+    def _capture_size(self, size: int) -> _Graphs:
+        rows_S = torch.full_like(self._starts[:size], self._inputs.limits.padding_row, dtype=torch.int64)
+        forward, forwarded = self._record(lambda: self._forward(rows_S))
+        draws = {}
+        for drawing in _drawings():
+            draws[drawing] = self._record(lambda drawing=drawing: self._draw(rows_S, forwarded, drawing))
+        return _Graphs(rows_S, forward, forwarded, draws)
+
+    def _forward(self, rows_S: torch.Tensor) -> Forwarded:
+        limits, state, size = self._inputs.limits, self._inputs.device_rows, len(rows_S)
+        groups = []
+        for table in self._tables:
+            inputs = decode_inputs(rows_S, state.ids_N, state.positions_N, table, limits.block_size)
+            plan = AttentionPlan(
+                inputs.table_RW,
+                inputs.contexts_R,
+                self._starts[: size + 1],
+                num_tokens=size,
+                min_query_len=1,
+                max_query_len=1,
+                max_context_len=limits.max_model_len,
+                split_tokens=self._inputs.split_tokens,
+            )
+            groups.append(GroupContext(inputs.slots_R, plan))
+        context = ForwardContext(self._kv_layers, groups)
+        return Forwarded(self._model(inputs.ids_R, inputs.positions_R, context), inputs.drawn_positions_R)
+
+    def _draw(self, rows_S: torch.Tensor, forwarded: Forwarded, drawing: Drawing) -> torch.Tensor:
+        logits_SV = self._model.compute_logits(forwarded.hidden_RD)
+        settings = _first(self._settings_S, len(rows_S), drawing)
+        ids_S = sample(logits_SV, settings, forwarded.positions_R)
+        self._inputs.device_rows.keep(rows_S, ids_S, forwarded.positions_R)
+        return ids_S
+
+
+def _drawings() -> list[Drawing]:
+    """What can be captured: torch's own limits and random draws need to know the rows beforehand."""
+    return list(Drawing) if sample.order[0] != REFERENCE else [Drawing.GREEDY]
+
+
+def _blank_settings(rows: int, device: torch.device) -> SamplingBatch:
+    zeros, ones = np.zeros(rows, np.float32), np.ones(rows, np.float32)
+    whole = np.zeros(rows, np.int64)
+    return SamplingBatch.from_host(ones, whole, ones, zeros, whole.view(np.uint64), whole, device)
+
+
+_COLUMNS = ("temperature_R", "top_k_R", "top_p_R", "min_p_R", "seed_R", "choice_R")
+
+
+def _copy_columns(source: SamplingBatch, target: SamplingBatch) -> None:
+    for name in _COLUMNS:
+        column = getattr(source, name)
+        getattr(target, name)[: len(column)].copy_(column)
+
+
+def _first(settings: SamplingBatch, rows: int, drawing: Drawing) -> SamplingBatch:
+    limited = drawing is Drawing.LIMITED
+    return SamplingBatch(
+        *(getattr(settings, name)[:rows] for name in _COLUMNS),
+        random_rows=None,
+        limited_rows=None,
+        any_random=drawing is not Drawing.GREEDY,
+        any_top_k=limited,
+        any_top_p=limited,
+        any_min_p=limited,
+    )
