@@ -12,8 +12,9 @@ S rows of a captured size, R of them real, D hidden.
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -166,10 +167,10 @@ class DecodeGraphs:
 
     def _capture_size(self, size: int) -> _Graphs:
         rows_S = torch.full_like(self._starts[:size], self._inputs.limits.padding_row, dtype=torch.int64)
-        forward, forwarded = self._record(lambda: self._forward(rows_S))
+        forward, forwarded = self._record(partial(self._forward, rows_S))
         draws = {}
         for drawing in _drawings():
-            draws[drawing] = self._record(lambda drawing=drawing: self._draw(rows_S, forwarded, drawing))
+            draws[drawing] = self._record(partial(self._draw, rows_S, forwarded, drawing))
         return _Graphs(rows_S, forward, forwarded, draws)
 
     def _forward(self, rows_S: torch.Tensor) -> Forwarded:
@@ -220,11 +221,11 @@ def _copy_columns(source: SamplingBatch, target: SamplingBatch) -> None:
 
 
 def _first(settings: SamplingBatch, rows: int, drawing: Drawing) -> SamplingBatch:
+    columns = {name: getattr(settings, name)[:rows] for name in _COLUMNS}
     limited = drawing is Drawing.LIMITED
-    return SamplingBatch(
-        *(getattr(settings, name)[:rows] for name in _COLUMNS),
-        random_rows=None,
-        limited_rows=None,
+    return replace(
+        settings,
+        **columns,
         any_random=drawing is not Drawing.GREEDY,
         any_top_k=limited,
         any_top_p=limited,

@@ -69,6 +69,7 @@ def test_graphs_change_no_token(checkpoint: Checkpoint, sampling: Sampling) -> N
     assert sum(a == b for a, b in zip(found, wanted, strict=True)) >= len(wanted) - 2
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("sizes", ["[]", "[1,4,16]"])
 @pytest.mark.parametrize("sampling", [GREEDY, HOT, LIMITED], ids=["greedy", "hot", "limited"])
 def test_no_step_waits_for_the_device(checkpoint: Checkpoint, sizes: str, sampling: Sampling) -> None:
