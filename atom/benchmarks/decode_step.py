@@ -1,0 +1,185 @@
+"""What one decode step costs on a GPU, without the processes around it.
+
+    python -m atom.benchmarks.decode_step --model PATH --load-dummy --rows 1 64 256
+
+One worker runs in this process. For each number of rows:
+
+  device ms   steps queued one behind another, timed by events: what the device needs
+  ahead ms    as in serving: a step is launched while the one before runs, and its ids are awaited
+  launch ms   what the host does for a step
+  kernels     launches on the device for a step, and for a layer
+
+`--kernels` lists them. A step of R rows is what R requests bring that all decode.
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from atom import EngineArgs
+from atom.config.checkpoint import Checkpoint
+from atom.config.cli import CommandLineParser
+from atom.config.engine import EngineConfig
+from atom.config.resolve import resolve
+from atom.messages.engine import Sampling, pack_ids
+from atom.messages.worker import AllocateKV, NewRow, ScheduledBatch
+from atom.supervisor import Supervisor
+from atom_ops import backend
+from engine_core.startup import plan_cache
+from parallel.communicator import Communicator
+from parallel.state import TPGroup
+from workers.pending_step import PendingStep
+from workers.worker import Worker, rank_device
+
+_GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+_TRACED = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number of rows."""
+
+    rows: int
+    device_ms: float
+    ahead_ms: float
+    launch_ms: float
+    kernels: float
+    kernels_per_layer: float
+
+
+class Steps:
+    """A worker whose rows decode."""
+
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint):
+        self._config = config
+        self._checkpoint = checkpoint
+        self.layers = int(checkpoint.hf_config["num_hidden_layers"])
+        device = rank_device(config, 0)
+        self._worker = Worker(config, checkpoint, Communicator(TPGroup(0, 1, device)), _say)
+        loaded = self._worker.load()
+        plan = plan_cache(config, checkpoint.max_model_len, [loaded])
+        self._blocks = plan.num_blocks
+        self._worker.allocate(AllocateKV(plan.num_blocks, plan.max_model_len))
+
+    def start(self, rows: int, context: int, steps: int) -> None:
+        """Compute `rows` prompts of `context` random tokens; blocks are there for `steps` more."""
+        size = self._config.cache.block_size
+        each = -(-(context + steps) // size)
+        if rows * each > min(self._blocks):
+            raise SystemExit(f"error: {rows} rows of {context + steps} tokens do not fit the KV cache")
+        source = np.random.default_rng(rows)
+        new = [
+            NewRow(
+                row,
+                pack_ids(source.integers(0, self._checkpoint.vocab_size, context).tolist()),
+                0,
+                [list(range(row * each, (row + 1) * each)) for _ in self._blocks],
+                _GREEDY,
+                context,
+            )
+            for row in range(rows)
+        ]
+        self._names = list(range(rows))
+        self._worker.execute(ScheduledBatch(0, self._names, [context] * rows, new)).token_ids()
+
+    def launch(self) -> PendingStep:
+        """One more token for every row."""
+        return self._worker.execute(ScheduledBatch(1, self._names))
+
+    def device_ms(self, steps: int) -> float:
+        """Milliseconds from step to step while the device has nothing to wait for."""
+        first, last = torch.Event("cuda", enable_timing=True), torch.Event("cuda", enable_timing=True)
+        self.launch()  # the device is busy when the first event is queued
+        first.record()
+        for _ in range(steps):
+            pending = self.launch()
+        last.record()
+        pending.result()
+        torch.cuda.synchronize()
+        return float(first.elapsed_time(last)) / steps
+
+    def ahead_ms(self, steps: int) -> tuple[float, float]:
+        """Milliseconds of a step, and of launching it."""
+        launches = []
+        earlier = self.launch()
+        started = time.perf_counter()
+        for _ in range(steps):
+            before = time.perf_counter()
+            later = self.launch()
+            launches.append(time.perf_counter() - before)
+            earlier.result()
+            earlier = later
+        whole = time.perf_counter() - started
+        earlier.result()
+        return whole / steps * 1e3, statistics.median(launches) * 1e3
+
+    def kernels(self) -> Counter[str]:
+        """Names of the kernels of some steps, each with how often it ran in a step."""
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+            for _ in range(_TRACED):
+                self.launch().result()
+        names: Counter[str] = Counter()
+        for event in trace.key_averages():
+            if event.device_type.name == "CUDA" and not event.key.startswith("Mem"):
+                names[event.key] += event.count
+        return Counter({name: round(count / _TRACED) for name, count in names.items()})
+
+
+def measure(steps: Steps, rows: int, context: int, count: int) -> tuple[Row, Counter[str]]:
+    """Figures of one number of rows, and its kernels."""
+    steps.start(rows, context, 3 * count + 32)
+    for _ in range(8):
+        steps.launch()
+    ahead, launch = steps.ahead_ms(count)
+    device = steps.device_ms(count)
+    kernels = steps.kernels()
+    total = sum(kernels.values())
+    per_layer = round(total / steps.layers, 2)
+    return Row(rows, round(device, 4), round(ahead, 4), round(launch, 4), total, per_layer), kernels
+
+
+def main() -> None:
+    parser = CommandLineParser(prog="atom.benchmarks.decode_step", description=__doc__)
+    EngineArgs.add_cli_args(parser)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256], help="rows that decode")
+    parser.add_argument("--context", type=int, default=128, help="tokens of each row at first")
+    parser.add_argument("--steps", type=int, default=100, help="steps timed of each kind")
+    parser.add_argument("--kernels", action="store_true", help="name the kernels of a step")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    args = parser.parse_args()
+    given = EngineArgs.from_cli_args(args)
+    with Supervisor() as supervisor:
+        checkpoint, capabilities = supervisor.prepare(given.config.model)
+    config = resolve(given.config, checkpoint, set(given.explicit), capabilities).config
+    if config.device.device != "cuda" or config.parallel.tensor_parallel_size > 1:
+        parser.error("this measures one worker on one GPU: leave -tp at 1, on a machine with a GPU")
+    steps = Steps(config, checkpoint)
+    results = [measure(steps, rows, args.context, args.steps) for rows in args.rows]
+    if args.json:
+        print(json.dumps([asdict(row) | {"names": dict(names)} for row, names in results]))
+        return
+    print("rows  device ms  ahead ms  launch ms  kernels  a layer")
+    for row, names in results:
+        print(
+            f"{row.rows:>4}  {row.device_ms:>9.3f}  {row.ahead_ms:>8.3f}  {row.launch_ms:>9.3f}"
+            f"  {row.kernels:>7.0f}  {row.kernels_per_layer:>7.2f}"
+        )
+        if args.kernels:
+            print("".join(f"      {count:>5} x {name}\n" for name, count in names.most_common()), end="")
+    print(f"ops that torch ran, for want of a kernel: {', '.join(backend.ran_in_torch()) or 'none'}")
+
+
+def _say(phase: str, done: int, total: int) -> None:
+    if done == total:
+        print(f"{phase}: {total}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
