@@ -65,7 +65,7 @@ def cuda_kv_bytes(cache: CacheConfig, device: torch.device, peak_bytes: int) -> 
     """Bytes that the configured share of the GPU leaves for KV beside everything else.
 
     `peak_bytes` is the most that torch held in a forward pass of the largest step; memory that
-    torch does not manage (the driver's, the collectives') counts too. Raises ValueError when
+    torch does not manage (the driver's, the collectives') counts too. Raises MemoryError when
     nothing is left.
     """
     if cache.kv_cache_memory_bytes is not None:
@@ -74,10 +74,11 @@ def cuda_kv_bytes(cache: CacheConfig, device: torch.device, peak_bytes: int) -> 
     outside_torch = total - free - torch.cuda.memory_reserved(device)
     left = int(cache.gpu_memory_utilization * total) - outside_torch - peak_bytes
     if left <= 0:
-        raise ValueError(
+        raise MemoryError(
             f"no GPU memory is left for the KV cache: gpu_memory_utilization "
             f"{cache.gpu_memory_utilization} of {total >> 20} MiB is less than the "
-            f"{(outside_torch + peak_bytes) >> 20} MiB of weights and one step"
+            f"{(outside_torch + peak_bytes) >> 20} MiB of weights, graphs and one step: raise "
+            "--gpu-memory-utilization, lower --max-num-batched-tokens, or share the model out with -tp"
         )
     return left
 

@@ -171,7 +171,7 @@ def _set_thread_environment(config: EngineConfig) -> None:
 
 
 def _status(error: Exception) -> ExitStatus:
-    """A ValueError is about the checkpoint; torch names its own shortage of memory."""
+    """A ValueError is about the checkpoint; torch has a name of its own for a lack of memory."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return ExitStatus.RESOURCES
     return ExitStatus.MODEL if isinstance(error, ValueError) else ExitStatus.FAILURE
@@ -179,7 +179,7 @@ def _status(error: Exception) -> ExitStatus:
 
 def _one_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or ["no message"]
-    return lines[0] if isinstance(error, ValueError) else f"{type(error).__name__}: {lines[0]}"
+    return lines[0] if isinstance(error, ValueError | MemoryError) else f"{type(error).__name__}: {lines[0]}"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """One rank's work without its sockets: load, allocate, execute."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -34,6 +35,25 @@ _WARM_TOKENS = 128
 _WARM_DECODES = 2
 
 
+_SMALLER_STEPS = "lower --max-num-batched-tokens or --max-num-seqs, or share the model out with -tp"
+_SMALLER_CACHE = (
+    "lower --gpu-memory-utilization or --kv-cache-memory-bytes, or capture fewer --cudagraph-capture-sizes"
+)
+
+
+@contextlib.contextmanager
+def _room_on(device: torch.device, purpose: str, remedy: str) -> Iterator[None]:
+    """Turn torch's word for too little memory into ours."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        free, total = torch.cuda.mem_get_info(device)
+        raise MemoryError(
+            f"{device} has no room for {purpose}: {free >> 20} of its {total >> 20} MiB are free "
+            f"({torch.cuda.memory_allocated(device) >> 20} MiB are this worker's): {remedy}"
+        ) from None
+
+
 def rank_device(config: EngineConfig, rank: int) -> torch.device:
     """The device that `rank` computes on: the CPU, or a GPU of its own."""
     return torch.device("cpu") if config.device.device == "cpu" else torch.device("cuda", rank)
@@ -57,7 +77,26 @@ class Worker:
         self._kv_dtype = kv_dtype(config.cache, self._dtype)
 
     def load(self) -> Loaded:
-        """Build the model and fill its weights. Raises ValueError for what does not run."""
+        """Build the model, fill its weights and measure the largest step.
+
+        Raises ValueError for what does not run, MemoryError where the GPU is too small for it.
+        """
+        with _room_on(self._device, "the weights and one step", _SMALLER_STEPS):
+            return self._load()
+
+    def allocate(self, allocate: AllocateKV) -> None:
+        """Make the KV tensors, run the kinds of step that requests will bring, and capture graphs.
+
+        Raises MemoryError where the GPU is too small for it.
+        """
+        with _room_on(self._device, "the KV cache and graphs beside the model", _SMALLER_CACHE):
+            self._allocate(allocate)
+
+    def execute(self, batch: ScheduledBatch) -> PendingStep:
+        """Launch one step."""
+        return self._runner.launch(batch)
+
+    def _load(self) -> Loaded:
         resolved = backend.resolve(self._device)
         if self._tp.rank == 0:
             get_logger().info("ops on %s: %s", self._device, backend.summary(resolved))
@@ -65,18 +104,13 @@ class Worker:
         specs = kv_specs(self._model.kv_groups, self._config.cache.block_size, self._kv_dtype)
         return Loaded(self._tp.rank, specs, self._kv_bytes(), weight_bytes(self._model))
 
-    def allocate(self, allocate: AllocateKV) -> None:
-        """Make the KV tensors and run the kinds of step that requests will bring."""
+    def _allocate(self, allocate: AllocateKV) -> None:
         self._runner = self._make_runner(allocate, self._capture_sizes())
         capacity = min(allocate.num_blocks) * self._config.cache.block_size
         self._warm_up(min(capacity, allocate.max_model_len, _WARM_TOKENS + _WARM_DECODES))
         if self._device.type != "cpu" and self._tp.rank == 0:
             names = ", ".join(backend.ran_in_torch()) or "none"
             get_logger().info("ops that torch ran on %s, for want of a kernel: %s", self._device, names)
-
-    def execute(self, batch: ScheduledBatch) -> PendingStep:
-        """Launch one step."""
-        return self._runner.launch(batch)
 
     def _build_model(self) -> CausalLM:
         longest = self._config.model.max_model_len or self._checkpoint.max_model_len

@@ -18,3 +18,5 @@ class DeviceConfig:
     """Decode steps on a GPU as whole graphs, or none, as with --enforce-eager."""
     cudagraph_capture_sizes: str | None = None
     """Rows of a decode step to capture, such as [1,2,4,8]; up to 512 in steps of 1, 8 and 16 when absent."""
+    batch_invariant: bool = False
+    """On a GPU, compute so that a request's tokens do not depend on which others run with it; slower."""

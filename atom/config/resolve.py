@@ -73,6 +73,8 @@ def resolve(
     notes: list[str] = []
     device = _device(config, capabilities, notes)
     dtype = _dtype(config.model.dtype, device, checkpoint, capabilities, notes)
+    if config.device.batch_invariant and device == "cpu":
+        raise ConfigError("--batch-invariant needs a GPU: on a CPU sums are cut to suit each batch")
     _check_length(config.model, checkpoint)
     _check_ranks(config.parallel.tensor_parallel_size, checkpoint)
     notes += _without_effect(config, explicit, device)

@@ -12,8 +12,8 @@ from atom_ops import backend
 from parallel.communicator import Communicator
 from parallel.state import TPGroup
 from tests.helpers.core_side import CoreSide
+from tests.helpers.teacher_forcing import forced_logits
 from tests.helpers.tiny_models import MAX_MODEL_LEN, engine_config, hf_logits, prompt_of, save_tiny, tiny
-from workers.layers.context import ForwardContext
 from workers.worker import Worker
 
 GPU = torch.device("cuda", 0)
@@ -29,7 +29,9 @@ pytestmark = [
 @pytest.mark.parametrize("name", ["llama-gqa", "llama-odd-gqa", "llama-llama3-rope", "qwen3", "qwen3-biases"])
 def test_logits_equal_at_every_position(name: str, tmp_path: Path) -> None:
     reference, checkpoint = save_tiny(tiny(name), tmp_path)
-    config = dataclasses.replace(engine_config(block_size=BLOCK_SIZE), device=DeviceConfig(device="cuda"))
+    config = dataclasses.replace(
+        engine_config(block_size=BLOCK_SIZE), device=DeviceConfig(device="cuda", cudagraph_capture_sizes="[]")
+    )
     worker = Worker(config, checkpoint, Communicator(TPGroup(0, 1, GPU)), lambda *progress: None)
     worker.load()
     worker.allocate(AllocateKV([BLOCKS], MAX_MODEL_LEN))
@@ -37,15 +39,6 @@ def test_logits_equal_at_every_position(name: str, tmp_path: Path) -> None:
     ids = prompt_of(64, seed=9)
     core = CoreSide(BLOCKS, BLOCK_SIZE, seed=3)
     core.add(0, ids)
-    runner, pieces = worker._runner, []
-    with torch.inference_mode():
-        for count in (40, 23, 1):
-            batch = core.plan({0: count})
-            runner._inputs.take(batch)
-            step = runner._inputs.step(batch)
-            hidden = runner._model(
-                step.ids_T, step.positions_T, ForwardContext(runner._kv_layers, step.groups)
-            )
-            pieces.append(runner._model.compute_logits(hidden).cpu())
-    torch.testing.assert_close(torch.cat(pieces), hf_logits(reference, ids), atol=2e-4, rtol=0)
+    found = forced_logits(worker, core, 0, (40, 23, 1))
+    torch.testing.assert_close(found, hf_logits(reference, ids), atol=2e-4, rtol=0)
     backend.resolve(torch.device("cpu"))

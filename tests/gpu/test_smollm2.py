@@ -1,0 +1,109 @@
+"""The real small model on a GPU in bfloat16, beside transformers in float32 on the same GPU."""
+
+import dataclasses
+from collections.abc import Iterator
+from functools import cache
+from itertools import repeat
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from atom.config.cache import CacheConfig
+from atom.config.device import DeviceConfig
+from atom.config.engine import EngineConfig
+from atom.config.model import ModelConfig
+from atom.config.scheduler import SchedulerConfig
+from atom.messages.worker import AllocateKV, ScheduledBatch
+from atom_ops import backend
+from parallel.communicator import Communicator
+from parallel.state import TPGroup
+from tests.helpers.core_side import CoreSide, generate
+from tests.helpers.smollm2 import NEW_TOKENS, PROMPTS, prepared
+from tests.helpers.teacher_forcing import forced_logits
+from workers.worker import Worker
+
+GPU = torch.device("cuda", 0)
+BLOCKS, BLOCK_SIZE, LONGEST = 4096, 16, 2048
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def resolved() -> Iterator[None]:
+    yield
+    backend.resolve(torch.device("cpu"))
+
+
+@cache
+def exact() -> list[tuple[list[int], torch.Tensor]]:
+    """Prompts with their continuations, and the logits [tokens, V] of transformers in float32."""
+    directory = prepared().directory
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(GPU).eval()
+    texts = []
+    with torch.inference_mode():
+        for prompt in PROMPTS:
+            ids = tokenizer(prompt, return_tensors="pt").input_ids.to(GPU)
+            whole = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+            texts.append((whole[0].tolist(), model(whole).logits[0].cpu()))
+    return texts
+
+
+def worker(sizes: str, **device: bool) -> Worker:
+    config = EngineConfig(
+        model=ModelConfig(dtype="bfloat16", max_model_len=LONGEST),
+        cache=CacheConfig(block_size=BLOCK_SIZE, kv_cache_memory_bytes=1 << 30),
+        scheduler=SchedulerConfig(max_num_batched_tokens=4096, max_num_seqs=64),
+        device=DeviceConfig(device="cuda", cudagraph_capture_sizes=sizes, **device),
+    )
+    checkpoint = dataclasses.replace(prepared(), dtype="bfloat16")
+    made = Worker(config, checkpoint, Communicator(TPGroup(0, 1, GPU)), lambda *progress: None)
+    made.load()
+    made.allocate(AllocateKV([BLOCKS], LONGEST))
+    return made
+
+
+def continuations(made: Worker, prompts: list[list[int]]) -> list[list[int]]:
+    def execute(batch: ScheduledBatch) -> bytes:
+        return made.execute(batch).token_ids()
+
+    return generate(CoreSide(BLOCKS, BLOCK_SIZE), execute, prompts, NEW_TOKENS, 512, 1)
+
+
+@pytest.mark.parametrize("piece", [1, 300], ids=["token by token", "in pieces"])
+def test_close_to_float32(piece: int) -> None:
+    made = worker("[]")
+    divergence, tokens, wrong_gaps = 0.0, 0, []
+    for ids, wanted in exact():
+        core = CoreSide(BLOCKS, BLOCK_SIZE)
+        core.add(0, ids)
+        counts = [*repeat(piece, len(ids) // piece), *([len(ids) % piece] if len(ids) % piece else [])]
+        found = forced_logits(made, core, 0, counts)
+        likely, unlikely = wanted.log_softmax(-1), found.log_softmax(-1)
+        divergence += float((likely.exp() * (likely - unlikely)).sum())
+        tokens += len(ids)
+        wrong = found.argmax(-1) != wanted.argmax(-1)
+        best = wanted[wrong].topk(2).values
+        wrong_gaps += (best[:, 0] - best[:, 1]).tolist()
+    print(f"{tokens} tokens, mean KL {divergence / tokens:.2e}, {len(wrong_gaps)} mismatches")
+    assert divergence / tokens < 1e-3
+    assert max(wrong_gaps, default=0) < 0.1
+
+
+def test_graphs_change_no_token() -> None:
+    prompts = [ids[:-NEW_TOKENS] for ids, _ in exact()]
+    wanted = continuations(worker("[]"), prompts)
+    found = continuations(worker("[1,2,4,8,16,24]"), prompts)
+    assert found == wanted
+
+
+def test_most_continuations_are_those_of_float32() -> None:
+    texts = [ids for ids, _ in exact()]
+    found = continuations(worker("[1,2,4,8,16,24]"), [ids[:-NEW_TOKENS] for ids in texts])
+    same = [one == ids[-NEW_TOKENS:] for one, ids in zip(found, texts, strict=True)]
+    print(f"{sum(same)} of {len(same)} continuations equal")
+    assert sum(same) >= len(same) // 2
