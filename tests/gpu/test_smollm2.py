@@ -44,6 +44,7 @@ def exact() -> list[tuple[list[int], torch.Tensor]]:
     directory = prepared().directory
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(GPU).eval()
+    model.generation_config.eos_token_id = None
     texts = []
     with torch.inference_mode():
         for prompt in PROMPTS:

@@ -44,7 +44,12 @@ def test_no_arguments_give_the_declared_defaults() -> None:
     assert namespace.block_size == 16
 
 
-SAMPLES: dict[type, tuple[str, Any]] = {int: ("32", 32), float: ("0.5", 0.5), str: ("text", "text")}
+SAMPLES: dict[type | str, tuple[str, Any]] = {
+    int: ("32", 32),
+    float: ("0.5", 0.5),
+    str: ("text", "text"),
+    "cudagraph_capture_sizes": ("[1, 2]", "[1, 2]"),
+}
 
 
 @pytest.mark.parametrize("field", ALL_FIELDS, ids=lambda field: field.name)
@@ -54,7 +59,9 @@ def test_every_field_has_both_spellings(field: Any) -> None:
         if field.kind is bool:
             assert getattr(parse(flag), field.name) is True
             continue
-        text, value = (field.choices[-1],) * 2 if field.choices else SAMPLES[field.kind]
+        text, value = SAMPLES.get(field.name) or SAMPLES[field.kind]
+        if field.choices:
+            text = value = field.choices[-1]
         namespace = parse(flag, text)
         assert getattr(namespace, field.name) == value
         assert cli.explicit_fields(namespace) == {field.name}

@@ -7,6 +7,7 @@ import torch
 
 from atom.messages.worker import AllocateKV, ScheduledBatch
 from tests.helpers.core_side import CoreSide, generate
+from tests.helpers.teacher_forcing import step_logits
 from tests.helpers.tiny_models import (
     MAX_MODEL_LEN,
     TINY_MODELS,
@@ -19,7 +20,6 @@ from tests.helpers.tiny_models import (
     save_tiny,
     tiny,
 )
-from workers.layers.context import ForwardContext
 from workers.worker import Worker
 
 BLOCKS = 256
@@ -44,14 +44,7 @@ class Loaded:
 
     def logits(self, core: CoreSide, counts: dict[int, int]) -> torch.Tensor:
         """Logits of every token of one step, not only of those that draw."""
-        runner = self.worker._runner
-        with torch.inference_mode():
-            batch = core.plan(counts)
-            runner._inputs.take(batch)
-            step = runner._inputs.step(batch)
-            context = ForwardContext(runner._kv_layers, step.groups)
-            hidden = runner._model(step.ids_T, step.positions_T, context)
-            return runner._model.compute_logits(hidden)
+        return step_logits(self.worker, core.plan(counts))
 
 
 @pytest.fixture(scope="module", params=TINY_MODELS, ids=lambda model: model.name)
