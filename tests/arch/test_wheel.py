@@ -10,6 +10,7 @@ from tests.helpers.source import PACKAGES, ROOT
 
 DEADLINE_S = 100
 DATA_FILES = ("py.typed",)
+DATA_FOLDERS = ("atom/benchmarks",)  # JSON beside the modules that read it
 
 
 def sources() -> set[str]:
@@ -17,8 +18,12 @@ def sources() -> set[str]:
     return {
         str(path.relative_to(ROOT))
         for path in found
-        if path.suffix == ".py" or path.name in DATA_FILES or "static" in path.parts
+        if path.suffix == ".py" or path.name in DATA_FILES or "static" in path.parts or is_data(path)
     }
+
+
+def is_data(path: Path) -> bool:
+    return path.suffix == ".json" and any(path.is_relative_to(ROOT / folder) for folder in DATA_FOLDERS)
 
 
 def test_the_wheel_is_the_source(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ Coverage is strict: a tensor that is missing, has another shape or that nothing 
 error that names it. A wrong model must not start.
 """
 
+import math
 import zlib
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatch
@@ -42,7 +43,10 @@ def load_weights(model: CausalLM, directory: str | Path, progress: Progress) -> 
 
 
 def load_dummy(model: CausalLM, progress: Progress) -> None:
-    """Small random weights, the same at every start; scales of norms are one."""
+    """Random weights that keep the scale of what they are applied to; the same at every start.
+
+    Scales of norms are one, biases zero. Nothing but the device that holds them draws them.
+    """
     wanted = list(slots(model))
     for done, slot in enumerate(wanted, start=1):
         if len(slot.source.shape) == 1:
@@ -50,7 +54,8 @@ def load_dummy(model: CausalLM, progress: Progress) -> None:
         else:
             seed = zlib.crc32(f"{slot.name}:{slot.source.kept.start}".encode())
             generator = torch.Generator(slot.target.device).manual_seed(seed)
-            slot.target.uniform_(-0.05, 0.05, generator=generator)
+            bound = math.sqrt(3 / slot.source.shape[-1])  # a variance of 1 / inputs
+            slot.target.uniform_(-bound, bound, generator=generator)
         progress(done, len(wanted))
     _finish(model)
 

@@ -1,0 +1,91 @@
+"""`python -m atom.benchmarks.gpu_run`: one start of one model, and the rows that it measures.
+
+Started by `atom.benchmarks.gpu`, in a process of its own: what a row leaves behind on the device
+cannot reach another model, and the time from the process's start to a ready engine is a row too.
+"""
+
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from atom import LLMEngine, SamplingParams
+from atom.benchmarks.gpu_results import ResultFile, Settings, hardware, software
+from atom.benchmarks.gpu_rows import ROWS, Figure, Measured, Row, measure, shown, unit
+from atom.utils.process import read_launch
+
+_TERMINATED = 143
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """What one start is to do."""
+
+    model: str
+    path: str
+    """The model's directory."""
+    options: dict[str, Any]
+    results: str
+    rows: list[str]
+    """A ready row, if any, is the time of this start."""
+    shrink: int
+    started: float
+    """time.monotonic() of the moment that the process was asked for."""
+
+
+def main() -> None:
+    """Measure and write every row of the launch."""
+    launch = read_launch(Launch)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(_TERMINATED))
+    try:
+        run(launch)
+    except (RuntimeError, ValueError, OSError) as error:
+        sys.exit(f"error: {launch.model}: {error}")
+
+
+def run(launch: Launch) -> None:
+    """Raises RuntimeError or ValueError for an engine that cannot start or that fails."""
+    file = ResultFile(Path(launch.results), launch.model)
+    with LLMEngine(model=launch.path, **launch.options) as engine:
+        ready = time.monotonic() - launch.started
+        settings = Settings(hardware(engine.gpu_names), software(), launch.options, launch.shrink)
+        timer = EngineTimer(engine)
+        for row in [ROWS[name].shrunk(launch.shrink) for name in launch.rows]:
+            measured = Measured(ready, [ready], []) if row.figure is Figure.READY else measure(row, timer)
+            file.add(settings, row.name, measured)
+            print(_line(launch.model, row, measured), flush=True)
+
+
+class EngineTimer:
+    """Times greedy requests with random prompts, other ones in every call."""
+
+    def __init__(self, engine: LLMEngine):
+        self._engine = engine
+        self._source = random.Random(0)
+        self._vocabulary = range(engine.checkpoint.vocab_size)
+
+    def __call__(self, requests: int, input_len: int, output_len: int) -> float:
+        """Seconds until every request has `output_len` tokens; RuntimeError if one has not."""
+        prompts = [self._source.choices(self._vocabulary, k=input_len) for _ in range(requests)]
+        params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+        started = time.perf_counter()
+        outputs = self._engine.generate(prompts, params)
+        seconds = time.perf_counter() - started
+        generated = {output["num_tokens_output"] for output in outputs}
+        if generated != {output_len}:
+            raise RuntimeError(f"asked for {output_len} tokens each, generated were {sorted(generated)}")
+        return seconds
+
+
+def _line(model: str, row: Row, measured: Measured) -> str:
+    times = " ".join(f"{value:.3f}" for value in measured.seconds)
+    prompts = "".join(f" {value:.3f}" for value in measured.prompt_seconds)
+    taken_off = f", prompts{prompts}" if prompts else ""
+    return f"{model}  {row.name}: {shown(row, measured.value)} {unit(row)}  ({times}{taken_off} s)"
+
+
+if __name__ == "__main__":
+    main()
