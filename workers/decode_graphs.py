@@ -15,47 +15,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from atom_ops import AttentionPlan, KVLayer, SamplingBatch, decode_inputs, sample
 from atom_ops.op import REFERENCE
+from workers.graph_recorder import Recorder, Replay
 from workers.input_batch import Cohort, InputBatch
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import ForwardContext, GroupContext
-
-Replay = Callable[[], object]
-
-
-class Recorder(Protocol):
-    """Runs a function and returns what runs it again, on the same memory, and its first result."""
-
-    def __call__(self, body: Callable[[], Any]) -> tuple[Replay, Any]: ...
-
-
-class GraphRecorder:
-    """Captures on the current GPU; all its graphs share one pool of memory.
-
-    Nothing else may run on the device meanwhile. Graphs are replayed in any order, one at a time.
-    """
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()
-
-    def __call__(self, body: Callable[[], Any]) -> tuple[Replay, Any]:
-        body()  # compiles the kernels, and lets libraries set themselves up
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
-            try:
-                result = body()
-            finally:
-                graph.capture_end()
-        return graph.replay, result
 
 
 class Drawing(Enum):
@@ -121,12 +90,11 @@ class DecodeGraphs:
         self._settings: SamplingBatch | None = None
 
     @torch.inference_mode()
-    def capture(self, progress: Callable[[int, int], None]) -> None:
+    def capture(self, progress: Callable[[], None]) -> None:
         """Capture every size, the largest first: the smaller ones fit into the memory it took."""
-        for done, size in enumerate(reversed(self._sizes)):
-            progress(done, len(self._sizes))
+        for size in reversed(self._sizes):
             self._graphs[size] = self._capture_size(size)
-        progress(len(self._sizes), len(self._sizes))
+            progress()
 
     def fit(self, cohort: Cohort) -> bool:
         """Whether a captured size holds so many rows."""

@@ -5,19 +5,29 @@ V vocabulary.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from atom.messages.worker import ScheduledBatch
 from atom_ops import KVLayer, TokenLogprobs, token_logprobs
 from workers.decode_graphs import DecodeGraphs
-from workers.input_batch import Cohort, Draw, InputBatch, Scored
+from workers.input_batch import Cohort, Draw, InputBatch, Scored, StepInputs
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import ForwardContext
 from workers.pending_step import PendingStep
+from workers.prompt_graphs import PromptGraphs
 from workers.sampler import Drawn, Sampler
 
 _SCORED_LOGITS = 1 << 24  # logits of prompt tokens held at a time: 64 MiB of float32
+
+
+@dataclass(frozen=True, slots=True)
+class Graphs:
+    """What is captured of a model."""
+
+    decode: DecodeGraphs
+    prompts: PromptGraphs
 
 
 class ModelRunner:
@@ -29,7 +39,7 @@ class ModelRunner:
         kv_layers: Sequence[KVLayer],
         inputs: InputBatch,
         sampler: Sampler,
-        graphs: DecodeGraphs | None = None,
+        graphs: Graphs | None = None,
     ):
         """`graphs` are of the same model, cache and inputs, and captured."""
         self._model = model
@@ -45,15 +55,19 @@ class ModelRunner:
             self._sampler.set_row(new)
         self._inputs.take(batch)
         cohort = self._inputs.cohort(batch)
-        if self._graphs and cohort and self._graphs.fit(cohort):
-            return PendingStep(batch.step, self._replay(self._graphs, cohort))
+        if self._graphs and cohort and self._graphs.decode.fit(cohort):
+            return PendingStep(batch.step, self._replay(self._graphs.decode, cohort))
         step = self._inputs.step(batch)
-        context = ForwardContext(self._kv_layers, step.groups)
-        hidden_TD = self._model(step.ids_T, step.positions_T, context)
+        hidden_TD = self._forward(step)
         drawn = self._draw(hidden_TD, step.draw) if step.draw else None
         if step.scored is None:
             return PendingStep(batch.step, drawn)
         return PendingStep(batch.step, drawn, step.scored.pieces, self._score(hidden_TD, step.scored))
+
+    def _forward(self, step: StepInputs) -> torch.Tensor:
+        if self._graphs and self._graphs.prompts.fit(step):
+            return self._graphs.prompts.forward(step)
+        return self._model(step.ids_T, step.positions_T, ForwardContext(self._kv_layers, step.groups))
 
     def _replay(self, graphs: DecodeGraphs, cohort: Cohort) -> Drawn:
         """One more token for each of these rows."""

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -12,17 +13,19 @@ from atom.config.engine import EngineConfig
 from atom.messages.engine import Sampling, pack_ids
 from atom.messages.worker import AllocateKV, Loaded, NewRow, ScheduledBatch
 from atom.utils.logger import get_logger
-from atom_ops import backend
+from atom_ops import KVLayer, backend
 from parallel.communicator import Communicator
 from workers.block_table import BatchLimits
-from workers.decode_graphs import DecodeGraphs, GraphRecorder
+from workers.decode_graphs import DecodeGraphs
+from workers.graph_recorder import GraphRecorder
 from workers.input_batch import InputBatch
 from workers.kv_cache import allocate_kv, cpu_kv_bytes, cuda_kv_bytes, kv_dtype, kv_specs
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
-from workers.model_runner import ModelRunner
+from workers.model_runner import Graphs, ModelRunner
 from workers.models.registry import model_class
 from workers.pending_step import PendingStep
+from workers.prompt_graphs import PROMPT_SIZES, PromptGraphs
 from workers.sampler import Sampler
 from workers.weights.loader import load_dummy, load_weights, weight_bytes
 
@@ -134,11 +137,21 @@ class Worker:
         kv_layers = allocate_kv(groups, allocate.num_blocks, block_size, self._kv_dtype, self._device)
         inputs = InputBatch(limits, len(groups), self._device)
         sampler = Sampler(limits, self._checkpoint.vocab_size, self._device)
-        if not capture_sizes:
-            return ModelRunner(self._model, kv_layers, inputs, sampler)
-        graphs = DecodeGraphs(self._model, kv_layers, inputs, capture_sizes, GraphRecorder(), self._device)
-        graphs.capture(lambda done, total: self._progress("Capturing graphs", done, total))
+        graphs = self._capture(kv_layers, inputs, capture_sizes) if capture_sizes else None
         return ModelRunner(self._model, kv_layers, inputs, sampler, graphs)
+
+    def _capture(self, kv_layers: list[KVLayer], inputs: InputBatch, sizes: list[int]) -> Graphs:
+        """Graphs of decode steps of so many rows, and of the steps that bring prompts."""
+        most, record = self._config.scheduler.max_num_batched_tokens or 0, GraphRecorder()
+        tokens = [size for size in PROMPT_SIZES if size <= most] or [most]
+        decode = DecodeGraphs(self._model, kv_layers, inputs, sizes, record, self._device)
+        prompts = PromptGraphs(self._model, kv_layers, inputs, tokens, record, self._device)
+        total = len(sizes) + len(tokens)
+        done = count()
+        self._progress("Capturing graphs", 0, total)
+        for graphs in (prompts, decode):
+            graphs.capture(lambda: self._progress("Capturing graphs", next(done) + 1, total))
+        return Graphs(decode, prompts)
 
     def _capture_sizes(self) -> list[int]:
         """Rows of the decode steps that are captured; none where nothing is."""

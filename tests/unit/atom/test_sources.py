@@ -14,11 +14,12 @@ from atom.engine_args import EngineArgs
 from atom.utils.envs import VARIABLES
 
 FIELDS = cli.all_fields()
-SAMPLES: dict[type, tuple[str, Any]] = {
+SAMPLES: dict[type | str, tuple[str, Any]] = {
     int: ("32", 32),
     float: ("0.5", 0.5),
     str: ("text", "text"),
     bool: ("yes", True),
+    "cudagraph_capture_sizes": ("[1, 2]", "[1, 2]"),
 }
 
 
@@ -47,7 +48,9 @@ def error_of_file(directory: Path, text: str) -> str:
 
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
 def test_every_flag_has_a_variable_and_a_key(field: Field, tmp_path: Path) -> None:
-    text, value = (field.choices[-1],) * 2 if field.choices else SAMPLES[field.kind]
+    text, value = SAMPLES.get(field.name) or SAMPLES[field.kind]
+    if field.choices:
+        text = value = field.choices[-1]
     from_variable = given(**{f"ATOM_{field.name.upper()}": text})
     quoted = f"'{text}'" if field.kind is str else text
     path = config_file(tmp_path, f"{field.name.replace('_', '-')}: {quoted}\n")

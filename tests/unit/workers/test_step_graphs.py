@@ -10,12 +10,14 @@ import torch
 
 from atom.messages.engine import Sampling, unpack_ids
 from tests.helpers.core_side import GREEDY, CoreSide
+from workers import prompt_graphs
 from workers.block_table import BatchLimits
 from workers.decode_graphs import DecodeGraphs
 from workers.input_batch import InputBatch
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import ForwardContext
-from workers.model_runner import ModelRunner
+from workers.model_runner import Graphs, ModelRunner
+from workers.prompt_graphs import PromptGraphs
 from workers.sampler import Sampler
 
 CPU = torch.device("cpu")
@@ -33,6 +35,7 @@ class Footprint:
             plan = group.plan
             lengths = plan.query_starts_R1.diff()
             rows_T = torch.arange(len(lengths)).repeat_interleave(lengths)
+            rows_T = torch.cat((rows_T, rows_T.new_zeros(len(ids_T) - len(rows_T))))  # padding
             used = (plan.context_lens_R + LIMITS.block_size - 1) // LIMITS.block_size
             inside = torch.arange(plan.block_table_RW.shape[1]) < used[:, None]
             of_row = (plan.block_table_RW * inside).sum(1) + 11 * plan.context_lens_R
@@ -67,8 +70,10 @@ def runner(sizes: list[int] | None) -> ModelRunner:
     if sizes is None:
         return ModelRunner(model, [], inputs, sampler)
     graphs = DecodeGraphs(model, [], inputs, sizes, rerun, CPU)
-    graphs.capture(lambda done, total: None)
-    return ModelRunner(model, [], inputs, sampler, graphs)
+    prompts = PromptGraphs(model, [], inputs, [3, 8, 20], rerun, CPU)
+    for captured in (graphs, prompts):
+        captured.capture(lambda: None)
+    return ModelRunner(model, [], inputs, sampler, Graphs(graphs, prompts))
 
 
 class TwoGroups(CoreSide):
@@ -82,8 +87,11 @@ class TwoGroups(CoreSide):
 
 
 @pytest.mark.parametrize("sizes", [[1, 2, 4, 6], [4], [1]])
-def test_requests_that_come_and_go_get_the_same_tokens(sizes: list[int]) -> None:
+def test_requests_that_come_and_go_get_the_same_tokens(
+    sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows join, decode, rest and leave at random; rows are taken again with other blocks."""
+    monkeypatch.setattr(prompt_graphs, "_FEW_ROWS", 2)
     source = random.Random(5)
     eager, captured = runner(None), runner(sizes)
     core = TwoGroups(4000, LIMITS.block_size)
@@ -104,7 +112,7 @@ def test_requests_that_come_and_go_get_the_same_tokens(sizes: list[int]) -> None
             if any(core.computed[row] < core.known[row] or len(core.tokens[row]) > 60 for row in counts):
                 break
             counts = dict.fromkeys(counts, 1)
-    assert captured._graphs is not None and captured._graphs._size > 0
+    assert captured._graphs is not None and captured._graphs.decode._size > 0
 
 
 def sampling(seed: int) -> Sampling:
