@@ -60,7 +60,7 @@ def rerun(body: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
 def tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    return [getattr(value, field.name) for field in fields(value)]
+    return [getattr(value, field.name) for field in fields(value)] if value is not None else []
 
 
 def runner(sizes: list[int] | None) -> ModelRunner:
