@@ -275,8 +275,9 @@ class LLMEngine:
                 sequence.first_token = now
                 sequence.num_cached_tokens = update.cached_tokens
             sequence.token_ids.extend(update.token_ids)
-            sequence.text += update.text
-            logprobs = [_as_logprobs(entry) for entry in update.logprobs]
+            if update.text:
+                sequence.text += update.text
+            logprobs = [_as_logprobs(entry) for entry in update.logprobs] if update.logprobs else []
             if sequence.logprobs is not None:
                 sequence.logprobs += logprobs
             if sequence.prompt_logprobs == [] and update.token_ids:

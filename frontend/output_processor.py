@@ -8,6 +8,8 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from atom.messages.engine import (
     AddRequest,
     DrawnLogprobs,
@@ -41,9 +43,8 @@ class TextOptions:
     skip_special_tokens: bool = True
 
 
-@dataclass(slots=True)
-class Update:
-    """What is new about one choice."""
+class Update(msgspec.Struct, gc=False):
+    """What is new about one choice. There is one for every token, so it is cheap to make."""
 
     request_id: int
     token_ids: "array[int]"
@@ -99,6 +100,7 @@ class Live:
         "_include_stop",
         "_stops",
         "emitted",
+        "ids_alone",
         "prompt",
         "request",
         "track",
@@ -116,6 +118,8 @@ class Live:
         self._detokenizer = (
             Detokenizer(tokenizer, self.emitted, text.skip_special_tokens) if tokenizer else None
         )
+        self.ids_alone = not (self._detokenizer or self.track or self.prompt)
+        """Its updates carry neither text nor log probabilities."""
 
     def advance(
         self, ids: "array[int]", logprobs: Sequence[TokenLogprob] = ()
@@ -215,12 +219,15 @@ class OutputProcessor:
         start = 0
         for row, request_id in enumerate(deltas.request_ids):
             stop = start + (deltas.counts[row] if deltas.counts else 1)
-            live = self._live.get(request_id)
-            end = ends.pop(request_id, None)
-            if live is not None:
+            if (live := self._live.get(request_id)) is not None:
                 update = Update(request_id, ids[start:stop], cached_tokens=cached.get(request_id, 0))
-                logprobs = drawn.entries(live, start, stop) if drawn is not None and live.track else ()
-                self._advance(done, live, update, end, logprobs)
+                end = ends.pop(request_id, None)
+                if live.ids_alone and end is None:
+                    live.emitted.extend(update.token_ids)
+                    done.updates.append(update)
+                else:
+                    logprobs = drawn.entries(live, start, stop) if drawn is not None and live.track else ()
+                    self._advance(done, live, update, end, logprobs)
             start = stop
         for request_id, end in ends.items():
             if (live := self._live.get(request_id)) is not None:

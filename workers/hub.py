@@ -17,7 +17,8 @@ Report = Callable[[str, int, int], None]
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # Weights in other forms, which may be many gigabytes, are left where they are.
-_WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "spiece.model", "vocab.txt", "merges.txt"]
+_WANTED = ["*.json", "*.jinja", "tokenizer.model", "spiece.model", "vocab.txt", "merges.txt"]
+_WEIGHTS = ["*.safetensors"]
 _UNWANTED = ["*/*"]  # copies for other programs: onnx/, original/, …
 # Read when the library is imported. Seconds for one answer of the hub; progress is drawn by us.
 _LIBRARY_DEFAULTS = {
@@ -41,9 +42,12 @@ def is_hub_name(model: str) -> bool:
     return _NAME.fullmatch(model.partition(":")[0]) is not None
 
 
-def fetch(model: str, revision: str | None, cache_dir: str | None, report: Report) -> Path:
+def fetch(
+    model: str, revision: str | None, cache_dir: str | None, report: Report, weights: bool = True
+) -> Path:
     """The directory, or the GGUF file, that `model` names; `cache_dir` is the library's when None.
 
+    Without `weights` a directory's safetensors files stay where they are.
     Raises HubError, UnreachableError or OSError.
     """
     for name, value in _LIBRARY_DEFAULTS.items():
@@ -51,7 +55,7 @@ def fetch(model: str, revision: str | None, cache_dir: str | None, report: Repor
     from huggingface_hub import snapshot_download
 
     repository, _, file = model.partition(":")
-    patterns = [file] if file else _WANTED
+    patterns = [file] if file else _WANTED + _WEIGHTS * weights
     options: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir, "allow_patterns": patterns}
     if not file:
         options["ignore_patterns"] = _UNWANTED

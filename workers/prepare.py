@@ -84,7 +84,7 @@ def _directory(config: ModelConfig, cache_dir: Path, report: Report) -> Path:
                 f"--model {model}: no such path; give a directory with config.json and safetensors files, "
                 "a .gguf file, or a name on the hub such as Qwen/Qwen3-0.6B"
             )
-        path = fetch(model, config.revision, config.download_dir, report)
+        path = fetch(model, config.revision, config.download_dir, report, weights=not config.load_dummy)
     if path.is_dir():
         return path
     if path.suffix.lower() != ".gguf":

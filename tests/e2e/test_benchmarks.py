@@ -1,12 +1,42 @@
-"""The offline benchmark runs and reports what was asked for."""
+"""The offline benchmarks run and report what was asked for."""
 
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from atom import LLMEngine, SamplingParams
+from atom.benchmarks.gpu_rows import ROWS
 from tests.helpers.smollm2 import gguf_path
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
+
+
+@pytest.fixture
+def config_alone(tmp_path: Path) -> Path:
+    directory = tmp_path / "Tiny-1.5"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    return directory
 
 
 @pytest.mark.timeout(300)
@@ -19,3 +49,47 @@ def test_throughput_reports_every_concurrency() -> None:
     rows = json.loads(done.stdout)
     assert [row["concurrency"] for row in rows] == [1, 4]
     assert all(row["output_tokens_per_s"] > 0 and row["tpot_ms"] > 0 for row in rows)
+
+
+def run_gpu_benchmark(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    places = ["--results", str(folder / "results"), "--document", str(folder / "docs/benchmarks.md")]
+    command = [sys.executable, "-m", "atom.benchmarks.gpu", *places, *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.timeout(300)
+def test_the_gpu_benchmark_measures_what_is_missing_and_writes_the_document(
+    config_alone: Path, tmp_path: Path
+) -> None:
+    flags = ["--models", str(config_alone), "--shrink", "16", "--device", "cpu", "--max-model-len", "512"]
+    done = run_gpu_benchmark(tmp_path, *flags)
+    assert done.returncode == 0, done.stderr
+    file, document = tmp_path / "results/Tiny-1.5.json", tmp_path / "docs/benchmarks.md"
+    rows = json.loads(file.read_text())["rows"]
+    assert set(rows) == set(ROWS) and all(row["value"] > 0 for row in rows.values())
+    first = document.read_text()
+    assert "CPU: " in first and all(f"| `{name}` |" in first for name in ROWS)
+    again = run_gpu_benchmark(tmp_path, *flags)
+    assert again.returncode == 0 and "starting" not in again.stdout
+    assert document.read_text() == first and json.loads(file.read_text())["rows"] == rows
+    other = run_gpu_benchmark(tmp_path, *flags, "--max-num-seqs", "8")
+    assert other.returncode == 1 and "was measured with other options" in other.stderr
+
+
+@pytest.mark.timeout(120)
+def test_the_gpu_benchmark_keeps_its_time_limit(config_alone: Path, tmp_path: Path) -> None:
+    flags = ["--models", str(config_alone), "--device", "cpu", "--max-model-len", "512"]
+    done = run_gpu_benchmark(tmp_path, *flags, "--time-limit", "0.5", "--rows", "ready")
+    assert done.returncode == 1 and "out of time" in done.stderr
+
+
+@pytest.mark.timeout(120)
+def test_random_weights_need_a_config_alone_and_serve_ids_alone(config_alone: Path) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    with LLMEngine(model=str(config_alone), load_dummy=True, device="cpu") as engine:
+        outputs = engine.generate([[1, 2, 3], [4, 5, 6]], params)
+        assert [output["num_tokens_output"] for output in outputs] == [8, 8]
+        assert outputs[0]["token_ids"] != outputs[1]["token_ids"] and outputs[0]["text"] == ""
+        with pytest.raises(ValueError, match=r"no tokenizer: send the prompt as token ids$"):
+            engine.generate(["text"], params)
+        assert engine.gpu_names == []

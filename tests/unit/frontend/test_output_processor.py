@@ -152,8 +152,20 @@ def test_the_record_holds_prompt_and_ids() -> None:
 def test_without_a_tokenizer_ids_are_all_there_is() -> None:
     output = OutputProcessor(None)
     output.add(request(1), TextOptions())
-    (update,) = step(output, {1: [4, 5]}, Finished(1, FinishReason.MAX_TOKENS)).updates
-    assert (update.text, update.token_ids.tolist()) == ("", [4, 5])
+    (first,) = step(output, {1: [4, 5], 2: [9]}).updates
+    (last,) = step(output, {1: [6]}, Finished(1, FinishReason.MAX_TOKENS)).updates
+    assert (first.text, first.token_ids.tolist(), first.finished) == ("", [4, 5], False)
+    assert (last.text, last.token_ids.tolist(), last.finished) == ("", [6], True)
+    assert len(output) == 0
+
+
+def test_the_record_of_ids_alone_is_whole() -> None:
+    output = OutputProcessor(None)
+    output.add(request(1), TextOptions())
+    step(output, {1: [4, 5]})
+    step(output, {1: [6]})
+    (live,) = output.live()
+    assert live.emitted.tolist() == [4, 5, 6]
 
 
 def test_merged_updates_lose_nothing() -> None:

@@ -121,6 +121,15 @@ def test_revision_and_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert "has no revision old: check --revision" in error_of(tmp_path, revision="old")
 
 
+def test_random_weights_are_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeHub(NAME, FILES) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        assert prepared(tmp_path, load_dummy=True)[0] == 0
+        assert hub.fetched == {"config.json": 1, "chat_template.jinja": 1}
+        assert prepared(tmp_path)[0] == 0, "they are fetched once they are wanted"
+        assert hub.fetched["model.safetensors"] == 1
+
+
 def test_a_private_or_gated_model_opens_with_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for trouble, words in (("RepoNotFound", "no such model or keeps it private"), ("GatedRepo", "is gated")):
         with FakeHub(NAME, FILES, trouble) as hub:
