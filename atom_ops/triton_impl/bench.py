@@ -46,7 +46,6 @@ class GPUBench:
     def __init__(self, weights: Mapping[Shape, Sequence[Tensor]], multiply: Multiply = multiply) -> None:
         self._weights = weights
         self._multiply = multiply
-        self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
         self._cold: tuple[Shape, list[Tensor]] | None = None
 
@@ -79,7 +78,7 @@ class GPUBench:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(capture_error_mode="thread_local")
             try:
                 body()
             finally:
