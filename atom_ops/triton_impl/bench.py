@@ -33,7 +33,7 @@ def tune_linear(device: torch.device, weights: Iterable[Tensor], cache_dir: Path
     shapes = by_shape(weights)
     if is_measured(device) or not shapes:
         return
-    machine = Machine(torch.cuda.get_device_name(device), torch.__version__, triton.__version__)
+    machine = Machine(torch.cuda.get_device_name(device), str(torch.__version__), triton.__version__)
     file = PlanFile(cache_dir, machine, is_candidate)
     with torch.cuda.device(device):
         plans_on(device).update(tune(list(shapes), GPUBench(shapes), file, progress))

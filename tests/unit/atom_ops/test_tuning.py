@@ -1,5 +1,6 @@
 """Choosing plans and keeping them, with a stopwatch that knows its answers."""
 
+import contextlib
 import itertools
 import logging
 import multiprocessing
@@ -263,6 +264,24 @@ def test_nothing_is_tuned_on_a_cpu(tmp_path: Path) -> None:
     weights = [torch.zeros(64, 64, dtype=torch.bfloat16)]
     backend.tune(torch.device("cpu"), weights, tmp_path, silent)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_linear_follows_what_was_found_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = pytest.importorskip("atom_ops.triton_impl.bench", reason="needs triton")
+    fake, gpu = fast_up_to(16), torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(bench, "GPUBench", lambda weights: fake)
+    bench.plans_on.cache_clear()
+    weights = [torch.zeros(64, 128, dtype=torch.bfloat16)]
+    for _ in range(2):
+        bench.tune_linear(gpu, weights, tmp_path, silent)
+        (plans,) = bench.plans_on(gpu).values()
+        assert [(plan.least, plan.tokens) for plan in plans] == [(1, 1), (2, 16)]
+        bench.plans_on.cache_clear()
+    assert len(fake.measured) == len(CLASSES)
+    (file,) = (tmp_path / "tuned").glob("Some-GPU-*.json")
+    assert torch.__version__ in file.name
 
 
 def test_soundness() -> None:
