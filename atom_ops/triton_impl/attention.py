@@ -8,7 +8,9 @@ read once for all of them: query m of a program is token m // G, head m % G of t
     _long_rows    tiles of rows of many tokens. Bound by arithmetic; a program for each tile.
 
 A step takes either or both; each kernel passes over the other's rows. What is launched follows
-from the numbers of the plan alone, what is read and computed from its tensors.
+from the numbers of the plan alone, what is read and computed from its tensors. On Hopper GPUs a
+third kernel takes long prompts that a step brings whole, where the plan has host rows to find
+them by (`hopper_attention`).
 
 With `split_tokens` both kernels cut every context at the same places, use the same blocks and
 merge in the same order: then the bits of a token depend on neither its batch nor its phase.

@@ -41,6 +41,9 @@ from atom_ops.ops.attention_plan import AttentionPlan
 from atom_ops.ops.kv_cache import KVLayer
 from atom_ops.triton_impl.attention import WHOLE_PROMPT, row_of, widen
 
+WORTH_LAUNCHING = 4096
+"""Tokens of whole prompts in a step, for the host needs 100 us more for these two launches."""
+
 _TILE = 128
 _HALF = 64
 _STAGES = 2
@@ -270,11 +273,12 @@ class Prompts:
 def whole_prompts(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan) -> Prompts | None:
     """The rows that `attend` takes, whole prompts of at least WHOLE_PROMPT tokens.
 
-    None: there are none, or this device or these tensors do not suit.
+    None: there are too few, or this device or these tensors do not suit.
     """
     width = q_THE.shape[2]
     suits = (
         plan.host is not None
+        and plan.num_tokens >= WORTH_LAUNCHING
         and not plan.split_tokens
         and q_THE.dtype in (torch.bfloat16, torch.float16)
         and width in (64, 128)
@@ -288,9 +292,9 @@ def whole_prompts(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan) -> Prompts
     assert plan.host is not None
     query_lens = plan.host.query_lens
     whole = (query_lens >= WHOLE_PROMPT) & (query_lens == plan.host.context_lens)
-    rows = np.flatnonzero(whole)
-    if not len(rows):
+    if query_lens[whole].sum() < WORTH_LAUNCHING:
         return None
+    rows = np.flatnonzero(whole)
     first, stop = int(rows[0]), int(rows[-1]) + 1
     begin, num_tokens = int(query_lens[:first].sum()), int(query_lens[first:stop].sum())
     return Prompts(first, stop, begin, num_tokens, int(query_lens[~whole].max(initial=0)))

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -150,14 +151,25 @@ def by_other_kernels(step: Step) -> torch.Tensor:
     return atom_ops.paged_attention(step.q, step.cache, plan, 0.2)
 
 
-def require_prompts(step: Step) -> None:
+@pytest.fixture
+def prompts_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few their tokens are."""
     from atom_ops.triton_impl import hopper_attention
 
     if not hopper_attention.is_hopper(GPU):
         pytest.skip("needs a Hopper GPU")
-    assert hopper_attention.whole_prompts(step.q, step.cache, step.plan()) is not None
+    monkeypatch.setattr(hopper_attention, "WORTH_LAUNCHING", 1)
+    found = hopper_attention.whole_prompts
+
+    def insisting(*args: Any) -> Any:
+        prompts = found(*args)
+        assert prompts is not None or args[2].host is None
+        return prompts
+
+    monkeypatch.setattr(hopper_attention, "whole_prompts", insisting)
 
 
+@pytest.mark.usefixtures("prompts_apart")
 @pytest.mark.parametrize("dtype", [torch.float16, BF16])
 @pytest.mark.parametrize("heads", [(9, 3, 64), (16, 8, 128), (8, 1, 128)])
 @pytest.mark.parametrize(("query_lens", "context_lens"), PROMPTS.values(), ids=PROMPTS)
@@ -166,32 +178,31 @@ def test_whole_prompts(
 ) -> None:
     step = Step(query_lens, context_lens, *heads[:2], dtype=dtype, cache_dtype=dtype, width=heads[2],
                 device=GPU)  # fmt: skip
-    require_prompts(step)
     torch.testing.assert_close(
         step.run(), by_other_kernels(step), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
     )
 
 
+@pytest.mark.usefixtures("prompts_apart")
 def test_whole_prompts_follow_the_definition() -> None:
     step = Step(*PROMPTS["among others"], 4, 2, 7, dtype=BF16, cache_dtype=BF16, width=128, device=GPU)
-    require_prompts(step)
     check(step, TOLERANCE[BF16])
 
 
+@pytest.mark.usefixtures("prompts_apart")
 @pytest.mark.parametrize("dtype", [torch.float16, BF16])
 def test_whole_prompts_of_a_narrow_cache(dtype: torch.dtype) -> None:
     step = Step(*PROMPTS["among others"], 8, 2, dtype=dtype, cache_dtype=FP8, width=128, device=GPU)
-    require_prompts(step)
     torch.testing.assert_close(
         step.run(), by_other_kernels(step), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
     )
 
 
+@pytest.mark.usefixtures("prompts_apart")
 def test_whole_prompts_do_not_depend_on_their_step() -> None:
     """And repeat themselves: whatever the parties of a program do first."""
     together = Step([900, 1500, 640], [900, 1500, 640], 16, 8, dtype=BF16, cache_dtype=BF16, width=128,
                     device=GPU)  # fmt: skip
-    require_prompts(together)
     first = together.run()
     assert all(torch.equal(together.run(), first) for _ in range(20))
     lens, table = together.query_lens[1:2], together.table[1:2]
