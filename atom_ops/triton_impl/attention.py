@@ -8,7 +8,9 @@ read once for all of them: query m of a program is token m // G, head m % G of t
     _long_rows    tiles of rows of many tokens. Bound by arithmetic; a program for each tile.
 
 A step takes either or both; each kernel passes over the other's rows. What is launched follows
-from the numbers of the plan alone, what is read and computed from its tensors.
+from the numbers of the plan alone, what is read and computed from its tensors. On Hopper GPUs a
+third kernel takes long prompts that a step brings whole, where the plan has host rows to find
+them by (`hopper_attention`).
 
 With `split_tokens` both kernels cut every context at the same places, use the same blocks and
 merge in the same order: then the bits of a token depend on neither its batch nor its phase.
@@ -34,7 +36,7 @@ _LOWEST = tl.constexpr(-1.0e30)
 
 
 @triton.jit
-def _widen(code, dtype: tl.constexpr):
+def widen(code, dtype: tl.constexpr):
     """The numbers of float8_e4m3fn codes.
 
     A code moved to the top of a wider number (sign, four exponent bits, mantissa) is off by a
@@ -77,8 +79,8 @@ def _fold(
         k_NE = tl.load(keys + at_NE)
         v_NE = tl.load(keys + half_stride + at_NE)
     if SCALED:
-        k_NE = _widen(k_NE, q_ME.dtype)
-        v_NE = _widen(v_NE, q_ME.dtype)
+        k_NE = widen(k_NE, q_ME.dtype)
+        v_NE = widen(v_NE, q_ME.dtype)
     score_MN = tl.dot(q_ME, tl.trans(k_NE.to(q_ME.dtype)), input_precision="ieee") * score_scale
     if SCALED:
         scale_at_N = (block_N * BLOCK_SIZE + offset_N) * 2 * kv_heads
@@ -242,42 +244,48 @@ def _short_rows(
 
 
 @triton.jit
-def _row_of(number, starts, rows, TILE: tl.constexpr):
-    """The row that owns tile `number`: row r's first tile is starts[r] // TILE + r.
+def row_of(number, starts, begin, rows, TILE: tl.constexpr):
+    """The row that owns tile `number`: row r's first tile is (starts[r] - begin) // TILE + r.
 
     So each row has at least as many numbers as tiles, and their sum is known without looking.
+    `begin` is starts[0].
     """
     row = tl.full((), 0, tl.int32)
     behind = rows
     while behind - row > 1:
         middle = (row + behind) // 2
-        reached = tl.load(starts + middle) // TILE + middle <= number
+        reached = (tl.load(starts + middle) - begin) // TILE + middle <= number
         row = tl.where(reached, middle, row)
         behind = tl.where(reached, behind, middle)
     return row
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "rows", "shortest"],
+    do_not_specialize=["table_stride", "rows", "shortest", "whole"],
     do_not_specialize_on_alignment=_ANY_ALIGNMENT,
 )
 def _long_rows(
     q, out, kv, scales, table, contexts, starts,
     q_token_stride, q_head_stride, table_stride, block_stride, token_stride, half_stride, head_stride,
-    score_scale, rows, shortest,
+    score_scale, rows, shortest, whole,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
     SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (numbers of tiles, K). The last tiles of a row have the most to do and come first."""
+    """Grid (numbers of tiles, K). The last tiles of a row have the most to do and come first.
+
+    Passes over rows of fewer than `shortest` tokens, and over those of `whole` and more that are
+    their own context.
+    """
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
-    row = _row_of(number, starts, rows, TILE)
+    row = row_of(number, starts, 0, rows, TILE)
     first_token = tl.load(starts + row)
     length = tl.load(starts + row + 1) - first_token
     context = tl.load(contexts + row)
     tile_start = (number - first_token // TILE - row) * TILE
-    if (length < shortest) | (tile_start >= length):
+    elsewhere = (length < shortest) | ((length >= whole) & (length == context))
+    if elsewhere | (tile_start >= length):
         return
 
     m = tl.arange(0, BLOCK_M)
@@ -333,6 +341,9 @@ class _Blocks:
 
 _MERGED = 8
 _MOST_PAIRS = 1 << 18
+WHOLE_PROMPT = 512
+"""Tokens from which on a prompt that a step brings whole is worth gathering, on a Hopper."""
+_NO_ROW = (1 << 31) - 1
 
 
 def _short_blocks(group: int, width: int, dtype: torch.dtype, few: bool) -> _Blocks:
@@ -381,9 +392,29 @@ def _paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: 
         short_tile = short.queries // group
     if plan.min_query_len <= short_tile:
         _launch_short(out_THE, q_THE, cache, plan, scale, short, short_tile)
-    if plan.max_query_len > short_tile:
-        _launch_long(out_THE, q_THE, cache, plan, scale, long, short_tile + 1)
+    most, whole = _attend_to_prompts(out_THE, q_THE, cache, plan, scale)
+    if most > short_tile:
+        _launch_long(out_THE, q_THE, cache, plan, scale, long, short_tile + 1, whole)
     return out_THE
+
+
+def _attend_to_prompts(
+    out_THE: Tensor, q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: float
+) -> tuple[int, int]:
+    """Let a kernel made for this device take what rows it can.
+
+    Returns the most tokens of the other rows, and of how many tokens on a row that is its own
+    context was taken.
+    """
+    if plan.max_query_len >= WHOLE_PROMPT and q_THE.is_cuda and torch.version.hip is None:
+        # Its language comes with the Triton of NVIDIA GPUs alone.
+        from atom_ops.triton_impl import hopper_attention
+
+        prompts = hopper_attention.whole_prompts(q_THE, cache, plan)
+        if prompts is not None:
+            hopper_attention.attend(out_THE, q_THE, cache, plan, prompts, scale)
+            return prompts.others, WHOLE_PROMPT
+    return plan.max_query_len, _NO_ROW
 
 
 def _launch_short(
@@ -413,7 +444,7 @@ def _launch_short(
 
 def _launch_long(
     out_THE: Tensor, q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: float, blocks: _Blocks,
-    shortest: int,
+    shortest: int, whole: int,
 ) -> None:  # fmt: skip
     kv_heads, rows = cache.kv.shape[3], len(plan.context_lens_R)
     tile = blocks.queries * kv_heads // q_THE.shape[1]
@@ -423,6 +454,7 @@ def _launch_long(
         scale * _LOG2_E,
         rows,
         shortest,
+        whole,
         **_constants(q_THE, cache, plan, blocks, tile),
     )
 
