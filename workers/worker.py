@@ -194,15 +194,18 @@ class Worker:
         return cuda_kv_bytes(self._config.cache, self._device, self._peak_bytes())
 
     def _peak_bytes(self) -> int:
-        """The most that torch holds on this GPU, KV apart: while the largest step runs, and for graphs."""
-        scheduler, block_size = self._config.scheduler, self._config.cache.block_size
-        assert scheduler.max_num_batched_tokens and scheduler.max_num_seqs
-        rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-        tokens = min(
-            scheduler.max_num_batched_tokens // rows,
-            self._config.model.max_model_len or self._checkpoint.max_model_len,
-        )
-        blocks = [rows * -(-tokens // block_size)] * len(self._model.kv_groups)
+        """The most that torch holds on this GPU, KV apart: in the largest steps, and for graphs."""
+        scheduler = self._config.scheduler
+        most_tokens, most_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+        assert most_tokens and most_rows
+        longest = min(self._config.model.max_model_len or self._checkpoint.max_model_len, most_tokens)
+        many = min(most_rows, most_tokens)
+        shapes = {(many, min(most_tokens // many, longest)), (min(most_tokens // longest, most_rows), longest)}
+        return max(self._peak_of(rows, tokens) for rows, tokens in shapes) + self._graph_bytes()
+
+    def _peak_of(self, rows: int, tokens: int) -> int:
+        """Of a step that computes so many tokens in each row."""
+        blocks = [rows * -(-tokens // self._config.cache.block_size)] * len(self._model.kv_groups)
         before = torch.cuda.memory_allocated(self._device)
         runner = self._make_runner(AllocateKV(blocks, tokens), [])
         kv_bytes = torch.cuda.memory_allocated(self._device) - before
@@ -211,7 +214,7 @@ class Worker:
         peak = torch.cuda.max_memory_allocated(self._device) - kv_bytes
         del runner
         torch.cuda.empty_cache()
-        return peak + self._graph_bytes()
+        return peak
 
     def _graph_bytes(self) -> int:
         """What graphs keep for themselves: the largest one's memory serves the others too."""
