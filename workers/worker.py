@@ -200,8 +200,9 @@ class Worker:
         assert most_tokens and most_rows
         longest = min(self._config.model.max_model_len or self._checkpoint.max_model_len, most_tokens)
         many = min(most_rows, most_tokens)
-        shapes = {(many, min(most_tokens // many, longest)), (min(most_tokens // longest, most_rows), longest)}
-        return max(self._peak_of(rows, tokens) for rows, tokens in shapes) + self._graph_bytes()
+        short = self._peak_of(many, min(most_tokens // many, longest))
+        long = self._peak_of(min(most_tokens // longest, most_rows), longest)
+        return max(short, long) + self._graph_bytes()
 
     def _peak_of(self, rows: int, tokens: int) -> int:
         """Of a step that computes so many tokens in each row."""
