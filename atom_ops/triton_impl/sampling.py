@@ -16,7 +16,7 @@ graph. The split into programs depends on V alone: a row draws the same in any c
 
 In the kernels `row` is (pointer to its logits, vocabulary, largest logit, 1 / temperature, min_p)
 and `listed` a pointer with room for N spans, in the order of their ids. Letters of shapes: N spans
-of the row, W ranks of a pass, T ids looked at together.
+of the row, W ranks of a pass, G spans of S ids, or T ids, looked at together.
 """
 
 import torch
@@ -29,7 +29,7 @@ from atom_ops.triton_impl import NEEDS, runs_on
 
 _SPAN = tl.constexpr(256)
 _SURVEYED = tl.constexpr(16)  # spans of a program
-_TILE = tl.constexpr(4096)  # ids looked at together
+_GROUP = tl.constexpr(16)  # listed spans looked at together
 _WAYS = tl.constexpr(4)  # ranks of a pass
 _SURVEY_WARPS, _GREEDY_WARPS, _DRAW_WARPS = 4, 4, 16
 _UNSET_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
@@ -50,9 +50,8 @@ _COLUMNS = [
 
 @triton.jit
 def _load_logits(logits, id, vocabulary):
-    """float32; minus infinity past the vocabulary, and for NaN."""
-    logit = tl.load(logits + id, mask=id < vocabulary, other=-float("inf")).to(tl.float32)
-    return tl.where(logit == logit, logit, -float("inf"))
+    """float32; minus infinity past the vocabulary."""
+    return tl.load(logits + id, mask=id < vocabulary, other=-float("inf")).to(tl.float32)
 
 
 @triton.jit
@@ -71,8 +70,9 @@ def _logit(rank, UNSET: tl.constexpr):
 
 @triton.jit
 def _weight(row, logit):
+    """0 also for NaN."""
     weight = tl.exp((logit - row[2]) * row[3])
-    return tl.where(weight < row[4], 0.0, weight)
+    return tl.where(weight >= row[4], weight, 0.0)
 
 
 @triton.jit
@@ -89,6 +89,7 @@ def _survey(logits, temperature_R, peaks_RN, masses_RN, vocabulary, stride, span
     span_G = tl.program_id(0) * _SURVEYED + tl.arange(0, _SURVEYED)
     id_GS = span_G[:, None] * _SPAN + tl.arange(0, _SPAN)[None, :]
     logits_GS = _load_logits(logits + index * stride, id_GS, vocabulary)
+    logits_GS = tl.where(logits_GS == logits_GS, logits_GS, -float("inf"))
     peak_G = tl.max(logits_GS, 1)
     tl.store(peaks_RN + index * spans + span_G, peak_G, mask=span_G < spans)
     if RANDOM:
@@ -106,7 +107,8 @@ def _most_likely(logits, vocabulary, peak_N, number_N):
     span = tl.min(tl.where(peak_N == top, number_N, _NOTHING), 0)
     id_S = span * _SPAN + tl.arange(0, _SPAN)
     logit_S = _load_logits(logits, id_S, vocabulary)
-    return tl.min(tl.where(logit_S == top, id_S, _NOTHING), 0)
+    # Where all are NaN, none is the largest.
+    return tl.minimum(tl.min(tl.where(logit_S == top, id_S, _NOTHING), 0), vocabulary - 1)
 
 
 @triton.jit
@@ -144,25 +146,25 @@ def _list_spans(listed, peak_N, number_N, least):
 @triton.jit
 def _load_listed(row, listed, start, length):
     """The ids of the next listed spans and their logits; past the list minus infinity."""
-    vocabulary = row[1]
-    entry_T = start + tl.arange(0, _TILE) // _SPAN
-    past = tl.cdiv(vocabulary, _SPAN)
-    span_T = tl.load(listed + entry_T, mask=entry_T < length, other=past)
-    id_T = tl.max_contiguous(span_T * _SPAN + tl.arange(0, _TILE) % _SPAN, _SPAN)
-    return id_T, _load_logits(row[0], id_T, vocabulary)
+    entry_G = start + tl.arange(0, _GROUP)
+    span_G = tl.load(listed + entry_G, mask=entry_G < length, other=tl.cdiv(row[1], _SPAN))
+    id_GS = span_G[:, None] * _SPAN + tl.arange(0, _SPAN)[None, :]
+    return id_GS, _load_logits(row[0], id_GS, row[1])
 
 
 @triton.jit
 def _amounts(row, listed, length, logit_W, WHAT: tl.constexpr):
     """How many tokens of the listed spans, or how much weight, reach each of the logits: float64 [W]."""
-    total_WT = tl.zeros((_WAYS, _TILE), tl.float32)
+    total_WGS = tl.zeros((_WAYS, _GROUP, _SPAN), tl.float32)
     start = tl.full([], 0, tl.int32)
+    _, next_GS = _load_listed(row, listed, start, length)
     while start < length:
-        _, logit_T = _load_listed(row, listed, start, length)
-        amount_T = _weight(row, logit_T) if WHAT == _WEIGHTS else tl.full((_TILE,), 1.0, tl.float32)
-        total_WT += tl.where(logit_T[None, :] >= logit_W[:, None], amount_T[None, :], 0.0)
-        start += _TILE // _SPAN
-    return tl.sum(total_WT.to(tl.float64), 1)
+        logit_GS = next_GS
+        start += _GROUP
+        _, next_GS = _load_listed(row, listed, start, length)  # on its way during the sums
+        amount_GS = _weight(row, logit_GS) if WHAT == _WEIGHTS else tl.full((_GROUP, _SPAN), 1.0, tl.float32)
+        total_WGS += tl.where(logit_GS[None, :, :] >= logit_W[:, None, None], amount_GS[None, :, :], 0.0)
+    return tl.sum(tl.reshape(total_WGS, (_WAYS, _GROUP * _SPAN)).to(tl.float64), 1)
 
 
 @triton.jit
@@ -209,17 +211,19 @@ def _draw_listed(row, listed, length, boundary, ties, target):
     start, chosen = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     before, seen_before = reached, seen
     while (start < length) & (reached <= target):
-        _, logit_T = _load_listed(row, listed, start, length)
-        above = tl.sum(tl.where(logit_T > boundary, _weight(row, logit_T), 0.0).to(tl.float64), 0)
-        equal = tl.sum((logit_T == boundary).to(tl.int32), 0).to(tl.float64)
+        _, logit_GS = _load_listed(row, listed, start, length)
+        above_G = tl.sum(tl.where(logit_GS > boundary, _weight(row, logit_GS), 0.0), 1)
+        above = tl.sum(above_G.to(tl.float64), 0)
+        equal = tl.sum(tl.sum((logit_GS == boundary).to(tl.int32), 1), 0).to(tl.float64)
         mass = above + tl.maximum(tl.minimum(ties - seen, equal), 0.0) * at_boundary
         chosen = tl.where(mass > 0, start, chosen)
         before = tl.where(mass > 0, reached, before)
         seen_before = tl.where(mass > 0, seen, seen_before)
         reached += mass
         seen += equal
-        start += _TILE // _SPAN
-    id_T, logit_T = _load_listed(row, listed, chosen, length)
+        start += _GROUP
+    id_GS, logit_GS = _load_listed(row, listed, chosen, length)
+    id_T, logit_T = tl.reshape(id_GS, (_GROUP * _SPAN,)), tl.reshape(logit_GS, (_GROUP * _SPAN,))
     tie_T = tl.cumsum((logit_T == boundary).to(tl.int32), 0).to(tl.float64) + seen_before
     kept_T = (logit_T > boundary) | ((logit_T == boundary) & (tie_T <= ties))
     return _pick(id_T, tl.where(kept_T, _weight(row, logit_T), 0.0), before, target)
@@ -237,8 +241,9 @@ def _mass_above(row, listed, peak_N, number_N, rank, UNSET: tl.constexpr):
 def _draw_limited(row, listed, peak_N, number_N, mass, top_k, top_p, u, UNSET: tl.constexpr):
     """An id among those that min-p, top-k and top-p leave, or -1 if none has a weight."""
     vocabulary, top, min_p = row[1], row[2], row[4]
-    peak_N = tl.where(_weight(row, peak_N) < min_p, -float("inf"), peak_N)
-    rank = _rank(tl.full([], -float("inf"), tl.float32), UNSET)
+    # What is lighter than min-p, or than anything that could ever be drawn, is above no boundary.
+    least = (tl.log(tl.maximum(min_p, 1e-30)) - 0.01) / row[3]
+    rank = _rank(tl.maximum(top + least, _LOWEST), UNSET) - 1
     high = _rank(top, UNSET) + 1
     ties = tl.full([], 0.0, tl.float64)
     by_count = (top_k > 0) & (top_k < vocabulary)
