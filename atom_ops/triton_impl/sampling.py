@@ -30,7 +30,7 @@ from atom_ops.triton_impl import NEEDS, runs_on
 _SPAN = tl.constexpr(256)
 _SURVEYED = tl.constexpr(16)  # spans of a program
 _GROUP = tl.constexpr(16)  # listed spans looked at together
-_WAYS = tl.constexpr(4)  # ranks of a pass
+_WAYS = tl.constexpr(4)  # ranks of a pass; `_amounts` names them
 _SURVEY_WARPS, _GREEDY_WARPS, _DRAW_WARPS = 4, 4, 16
 _UNSET_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
@@ -153,9 +153,26 @@ def _load_listed(row, listed, start, length):
 
 
 @triton.jit
+def _one_of(number_W, which):
+    return tl.max(tl.where(tl.arange(0, _WAYS) == which, number_W, -float("inf")), 0)
+
+
+@triton.jit
+def _total(amount_GS):
+    return tl.sum(tl.sum(amount_GS, 1).to(tl.float64), 0)
+
+
+@triton.jit
 def _amounts(row, listed, length, logit_W, WHAT: tl.constexpr):
-    """How many tokens of the listed spans, or how much weight, reach each of the logits: float64 [W]."""
-    total_WGS = tl.zeros((_WAYS, _GROUP, _SPAN), tl.float32)
+    """How many tokens of the listed spans, or how much weight, reach each of the logits: float64 [W].
+
+    One sum for each of the logits: with a dimension for them the tiles would change their layout.
+    """
+    first, second, third, fourth = (
+        _one_of(logit_W, 0), _one_of(logit_W, 1), _one_of(logit_W, 2), _one_of(logit_W, 3)
+    )  # fmt: skip
+    first_GS = tl.zeros((_GROUP, _SPAN), tl.float32)
+    second_GS, third_GS, fourth_GS = first_GS, first_GS, first_GS
     start = tl.full([], 0, tl.int32)
     _, next_GS = _load_listed(row, listed, start, length)
     while start < length:
@@ -163,8 +180,13 @@ def _amounts(row, listed, length, logit_W, WHAT: tl.constexpr):
         start += _GROUP
         _, next_GS = _load_listed(row, listed, start, length)  # on its way during the sums
         amount_GS = _weight(row, logit_GS) if WHAT == _WEIGHTS else tl.full((_GROUP, _SPAN), 1.0, tl.float32)
-        total_WGS += tl.where(logit_GS[None, :, :] >= logit_W[:, None, None], amount_GS[None, :, :], 0.0)
-    return tl.sum(tl.reshape(total_WGS, (_WAYS, _GROUP * _SPAN)).to(tl.float64), 1)
+        first_GS += tl.where(logit_GS >= first, amount_GS, 0.0)
+        second_GS += tl.where(logit_GS >= second, amount_GS, 0.0)
+        third_GS += tl.where(logit_GS >= third, amount_GS, 0.0)
+        fourth_GS += tl.where(logit_GS >= fourth, amount_GS, 0.0)
+    way_W = tl.arange(0, _WAYS)
+    lower_W = tl.where(way_W == 0, _total(first_GS), _total(second_GS))
+    return tl.where(way_W < 2, lower_W, tl.where(way_W == 2, _total(third_GS), _total(fourth_GS)))
 
 
 @triton.jit
@@ -329,7 +351,8 @@ def _sample(logits_RV: Tensor, batch: SamplingBatch, positions_R: Tensor) -> Ten
         logits_RV, batch.temperature_R, peaks_RN, masses_RN, vocabulary, stride, spans,
         RANDOM=random, num_warps=_SURVEY_WARPS,
     )  # fmt: skip
-    warps = _DRAW_WARPS if limited else _GREEDY_WARPS
+    # All draws add up alike, whatever the rows beside them need.
+    warps = _DRAW_WARPS if random else _GREEDY_WARPS
     _draw[(rows,)](
         logits_RV, peaks_RN, masses_RN, listed_RN,
         batch.temperature_R, batch.top_k_R, batch.top_p_R, batch.min_p_R, batch.seed_R, batch.choice_R,
