@@ -34,4 +34,5 @@ def load() -> None:
     import atom_ops.triton_impl.linear
     import atom_ops.triton_impl.norm
     import atom_ops.triton_impl.qkv
-    import atom_ops.triton_impl.rotary  # noqa: F401
+    import atom_ops.triton_impl.rotary
+    import atom_ops.triton_impl.sampling  # noqa: F401
