@@ -8,6 +8,7 @@ P positions. Tensors are contiguous unless a docstring says otherwise.
 from atom_ops.ops.activation import silu_and_mul
 from atom_ops.ops.attention import AttentionPlan, paged_attention, plan_attention
 from atom_ops.ops.embedding import embedding
+from atom_ops.ops.fused_linear import add_norm_linear, silu_and_mul_linear
 from atom_ops.ops.kv_cache import KVLayer, kv_bytes_per_block, make_kv_layer, write_kv
 from atom_ops.ops.linear import linear, pack_linear_weight
 from atom_ops.ops.logit_rules import LogitRuleBatch, TokenRecord, record_drawn, rule_logits
@@ -26,6 +27,7 @@ __all__ = [
     "SamplingBatch",
     "TokenLogprobs",
     "TokenRecord",
+    "add_norm_linear",
     "add_rms_norm",
     "embedding",
     "kv_bytes_per_block",
@@ -43,6 +45,7 @@ __all__ = [
     "rule_logits",
     "sample",
     "silu_and_mul",
+    "silu_and_mul_linear",
     "to_device",
     "token_logprobs",
     "write_kv",

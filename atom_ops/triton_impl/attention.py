@@ -26,6 +26,7 @@ from atom_ops.ops.attention import paged_attention
 from atom_ops.ops.attention_plan import AttentionPlan
 from atom_ops.ops.kv_cache import KVLayer
 from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
+from atom_ops.triton_impl.overlap import begin, launch_options
 
 _ANY_ALIGNMENT = ["table", "contexts", "starts", "scales"]
 _LOG2_E = 1.4426950408889634
@@ -165,9 +166,10 @@ def _short_rows(
     score_scale,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
-    SCALED: tl.constexpr, MERGED: tl.constexpr,
+    SCALED: tl.constexpr, OVERLAP: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     """Grid (K, splits, R); a row of at most TILE tokens is one tile."""
+    begin(OVERLAP)
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_token = tl.load(starts + row)
     length = tl.load(starts + row + 1) - first_token
@@ -267,9 +269,10 @@ def _long_rows(
     score_scale, rows, shortest,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (numbers of tiles, K). The last tiles of a row have the most to do and come first."""
+    begin(OVERLAP)
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
     row = _row_of(number, starts, rows, TILE)
@@ -468,6 +471,7 @@ def _constants(
         "SCALED": cache.scale is not None,
         "num_warps": blocks.warps,
         "num_stages": blocks.stages,
+        **launch_options(q_THE.device),
     }
 
 

@@ -22,6 +22,19 @@ class LinearPlan:
     """That the columns are cut into, to keep more programs busy."""
 
 
+@dataclass(frozen=True, slots=True)
+class FusedPlan:
+    """How a product for one token is made together with what lies in front of it."""
+
+    rows: int
+    """Of the weight, for each program at a time."""
+    warps: int
+    columns: int = 0
+    """Of the weight, at a time; 0: all."""
+    tiles: int = 1
+    """Of `rows` rows, that a program makes one after another."""
+
+
 def _vector(rows: int, columns: int, warps: int, stages: int) -> LinearPlan:
     return LinearPlan(1, True, rows, columns, warps, stages)
 
@@ -68,3 +81,16 @@ _LINEAR_H200 = {
 
 LINEAR = {"NVIDIA H200": _LINEAR_H200}
 """By the name that the driver gives the GPU."""
+
+# As above, for one token: norm and product, or activation and product, in one kernel.
+NORM_LINEAR = {
+    "NVIDIA H200": {
+        (4096, 1024): FusedPlan(4, 4),
+        (6144, 1024): FusedPlan(8, 4),
+    }
+}
+SILU_LINEAR = {
+    "NVIDIA H200": {
+        (1024, 3072): FusedPlan(4, 4, 1024),
+    }
+}
