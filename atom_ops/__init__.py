@@ -8,6 +8,7 @@ P positions. Tensors are contiguous unless a docstring says otherwise.
 from atom_ops.ops.activation import silu_and_mul
 from atom_ops.ops.attention import AttentionPlan, paged_attention, plan_attention
 from atom_ops.ops.embedding import embedding
+from atom_ops.ops.fused_attention import attend_projection
 from atom_ops.ops.fused_linear import add_norm_linear, silu_and_mul_linear
 from atom_ops.ops.kv_cache import KVLayer, kv_bytes_per_block, make_kv_layer, write_kv
 from atom_ops.ops.linear import linear, pack_linear_weight
@@ -29,6 +30,7 @@ __all__ = [
     "TokenRecord",
     "add_norm_linear",
     "add_rms_norm",
+    "attend_projection",
     "embedding",
     "kv_bytes_per_block",
     "linear",

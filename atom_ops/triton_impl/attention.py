@@ -24,8 +24,11 @@ from torch import Tensor
 
 from atom_ops.ops.attention import paged_attention
 from atom_ops.ops.attention_plan import AttentionPlan
+from atom_ops.ops.fused_attention import attend_projection
 from atom_ops.ops.kv_cache import KVLayer
+from atom_ops.ops.qkv import HeadNorms
 from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
+from atom_ops.triton_impl.new_token import keep_token, turned_heads
 from atom_ops.triton_impl.overlap import begin, launch_options
 
 _ANY_ALIGNMENT = ["table", "contexts", "starts", "scales"]
@@ -159,16 +162,20 @@ def _store_output(out, at_ME, wanted_ME, total_M, sum_ME):
     tl.store(out + at_ME, out_ME.to(out.dtype.element_ty), mask=wanted_ME)
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_ANY_ALIGNMENT)
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=[*_ANY_ALIGNMENT, "slots"])
 def _short_rows(
     q, out, kv, scales, table, contexts, starts, parts, part_states, arrived,
     q_token_stride, q_head_stride, table_stride, block_stride, token_stride, half_stride, head_stride,
-    score_scale,
+    score_scale, cos, sin, slots, q_weight, k_weight, eps, cos_stride, sin_stride,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
     SCALED: tl.constexpr, OVERLAP: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (K, splits, R); a row of at most TILE tokens is one tile."""
+    """Grid (K, splits, R); a row of at most TILE tokens is one tile.
+
+    With `slots`, rows are of one token and `q` is the fused projection: queries get normalised
+    and turned on their way in, and the last split first stores the token's key and value.
+    """
     begin(OVERLAP)
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_token = tl.load(starts + row)
@@ -190,7 +197,21 @@ def _short_rows(
     token_M = (first_token + m // GROUP).to(tl.int64)
     head_M = head * GROUP + m % GROUP
     q_at_M = token_M * q_token_stride + head_M * q_head_stride
-    q_ME = tl.load(q + q_at_M[:, None] + feature_E[None, :], mask=wanted_ME, other=0.0)
+    if slots is None:
+        q_ME = tl.load(q + q_at_M[:, None] + feature_E[None, :], mask=wanted_ME, other=0.0)
+    else:
+        cos += first_token.to(tl.int64) * cos_stride
+        sin += first_token.to(tl.int64) * sin_stride
+        slot = tl.load(slots + first_token)
+        if (split == splits - 1) & (slot >= 0):
+            key_head = tl.num_programs(0) * GROUP + head
+            key = q + first_token.to(tl.int64) * q_token_stride + key_head * WIDTH
+            at = slot * token_stride + head * head_stride
+            keep_token(
+                key, key + tl.num_programs(0) * WIDTH, kv, at, half_stride, cos, sin, k_weight, eps,
+                WIDTH, BLOCK_E,
+            )  # fmt: skip
+        q_ME = turned_heads(q + q_at_M, wanted_M, cos, sin, q_weight, eps, WIDTH, BLOCK_E)
     first = split * blocks_each * BLOCK_N
     stop = tl.minimum(context, first + blocks_each * BLOCK_N)
     top_M, total_M, sum_ME = _attend(
@@ -334,6 +355,27 @@ class _Blocks:
     """For each processor, that splits make up where rows and heads are fewer."""
 
 
+@dataclass(frozen=True, slots=True)
+class _NewToken:
+    """What else it takes to start from the fused projection of single tokens."""
+
+    cos_T1R: Tensor
+    sin_T1R: Tensor
+    slots_T: Tensor
+    norms: HeadNorms | None
+
+    def arguments(self) -> tuple[Tensor | float | None, ...]:
+        """In the order of the kernel's parameters."""
+        q, k, eps = (
+            (self.norms.q_weight_E, self.norms.k_weight_E, self.norms.eps)
+            if self.norms
+            else (None, None, 0.0)
+        )
+        strides = self.cos_T1R.stride(0), self.sin_T1R.stride(0)
+        return self.cos_T1R, self.sin_T1R, self.slots_T, q, k, eps, *strides
+
+
+_NO_TOKEN = (None, None, None, None, None, 0.0, 0, 0)
 _MERGED = 8
 _MOST_PAIRS = 1 << 18
 
@@ -379,14 +421,68 @@ def _paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: 
     if plan.split_tokens:
         short, short_tile = long, 1
     else:
-        few = 2 * len(plan.context_lens_R) * kv_heads <= _processors(q_THE.device)
-        short = _short_blocks(group, width, q_THE.dtype, few)
-        short_tile = short.queries // group
+        short, short_tile = _short_for(q_THE, cache, plan)
     if plan.min_query_len <= short_tile:
         _launch_short(out_THE, q_THE, cache, plan, scale, short, short_tile)
     if plan.max_query_len > short_tile:
         _launch_long(out_THE, q_THE, cache, plan, scale, long, short_tile + 1)
     return out_THE
+
+
+def _takes_projection(
+    qkv_TO: Tensor,
+    cos_T1R: Tensor,
+    sin_T1R: Tensor,
+    cache: KVLayer,
+    slots_T: Tensor,
+    norms: HeadNorms | None,
+    plan: AttentionPlan,
+    scale: float,
+) -> bool:
+    """Single tokens, whose context is cut as suits the batch, in a cache as wide as the numbers."""
+    return (
+        plan.max_query_len == 1
+        and not plan.split_tokens
+        and cache.scale is None
+        and cache.kv.is_contiguous()
+        and cos_T1R.shape[-1] == cache.kv.shape[-1]
+        and qkv_TO.stride(1) == cos_T1R.stride(2) == sin_T1R.stride(2) == slots_T.stride(0) == 1
+        and _supports(_queries(qkv_TO, cache), cache, plan, scale)
+    )
+
+
+def _queries(qkv_TO: Tensor, cache: KVLayer) -> Tensor:
+    """A view of the projection's query heads."""
+    kv_heads, width = cache.kv.shape[3:]
+    heads_TNE = qkv_TO.unflatten(1, (-1, width))
+    return heads_TNE[:, : heads_TNE.shape[1] - 2 * kv_heads]
+
+
+@attend_projection.provider("triton", needs=NEEDS, supported=runs_on, supports=_takes_projection)
+def _attend_projection(
+    qkv_TO: Tensor,
+    cos_T1R: Tensor,
+    sin_T1R: Tensor,
+    cache: KVLayer,
+    slots_T: Tensor,
+    norms: HeadNorms | None,
+    plan: AttentionPlan,
+    scale: float,
+) -> Tensor:
+    q_THE = _queries(qkv_TO, cache)
+    out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
+    blocks, tile = _short_for(q_THE, cache, plan)
+    token = _NewToken(cos_T1R, sin_T1R, slots_T, norms)
+    _launch_short(out_THE, q_THE, cache, plan, scale, blocks, tile, token)
+    return out_THE
+
+
+def _short_for(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan) -> tuple[_Blocks, int]:
+    """How short rows are cut, and the most tokens of such a row."""
+    (_, heads, width), kv_heads = q_THE.shape, cache.kv.shape[3]
+    few = 2 * len(plan.context_lens_R) * kv_heads <= _processors(q_THE.device)
+    blocks = _short_blocks(heads // kv_heads, width, q_THE.dtype, few)
+    return blocks, blocks.queries // (heads // kv_heads)
 
 
 def _launch_short(
@@ -397,6 +493,7 @@ def _launch_short(
     scale: float,
     blocks: _Blocks,
     tile: int,
+    token: _NewToken | None = None,
 ) -> None:
     kv_heads, rows = cache.kv.shape[3], len(plan.context_lens_R)
     splits = _splits(plan, rows * kv_heads, blocks, q_THE.device)
@@ -409,6 +506,7 @@ def _launch_short(
         _arrived(q_THE.device),
         *_strides(q_THE, cache, plan),
         scale * _LOG2_E,
+        *(token.arguments() if token is not None else _NO_TOKEN),
         **_constants(q_THE, cache, plan, blocks, tile),
         MERGED=_MERGED,
     )

@@ -1,0 +1,51 @@
+"""What one attention program does first when it is given a projection: queries, keys and values.
+
+A head is held whole, beside a copy with its halves exchanged; so rotation is two products.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _exchanged(feature_E, WIDTH: tl.constexpr):
+    return tl.where(feature_E < WIDTH // 2, feature_E + WIDTH // 2, feature_E - WIDTH // 2)
+
+
+@triton.jit
+def turned_heads(heads_M, wanted_M, cos, sin, norm_weight, eps, WIDTH: tl.constexpr, BLOCK_E: tl.constexpr):
+    """The heads at pointers `heads_M`, normalised if there is a weight, then turned; [M, E]."""
+    feature_E = tl.arange(0, BLOCK_E)
+    other_E = _exchanged(feature_E, WIDTH)
+    inside_E = feature_E < WIDTH
+    wanted_ME = wanted_M[:, None] & inside_E[None, :]
+    x_in_ME = tl.load(heads_M[:, None] + feature_E[None, :], mask=wanted_ME, other=0.0)
+    x_ME = x_in_ME.to(tl.float32)
+    other_ME = tl.load(heads_M[:, None] + other_E[None, :], mask=wanted_ME, other=0.0).to(tl.float32)
+    cos_E = tl.load(cos + feature_E, mask=inside_E, other=0.0)
+    sin_E = tl.load(sin + feature_E, mask=inside_E, other=0.0)
+    if norm_weight is not None:
+        weight_E = tl.load(norm_weight + feature_E, mask=inside_E, other=0.0).to(tl.float32)
+        other_weight_E = tl.load(norm_weight + other_E, mask=inside_E, other=0.0).to(tl.float32)
+        scale_M = tl.rsqrt(tl.sum(x_ME * x_ME, 1) / WIDTH + eps)
+        x_ME = x_ME * scale_M[:, None] * weight_E[None, :]
+        other_ME = other_ME * scale_M[:, None] * other_weight_E[None, :]
+    return (x_ME * cos_E[None, :] + other_ME * sin_E[None, :]).to(x_in_ME.dtype)
+
+
+@triton.jit
+def keep_token(
+    key, value, kv, row, half_stride, cos, sin, norm_weight, eps,
+    WIDTH: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Store one head's turned key, and its value, at `row` of the cache; this program may read them."""
+    feature_E = tl.arange(0, BLOCK_E)
+    inside_E = feature_E < WIDTH
+    one_M = tl.zeros((1,), tl.int32)
+    key_ME = turned_heads(key + one_M, one_M == 0, cos, sin, norm_weight, eps, WIDTH, BLOCK_E)
+    value_E = tl.load(value + feature_E, mask=inside_E, other=0.0)
+    out_ME = (kv + row + one_M)[:, None] + feature_E[None, :]
+    tl.store(out_ME, key_ME.to(kv.dtype.element_ty), mask=inside_E[None, :])
+    tl.store(kv + row + half_stride + feature_E, value_E.to(kv.dtype.element_ty), mask=inside_E)
+    # The whole program's stores come before any of its loads.
+    tl.debug_barrier()
