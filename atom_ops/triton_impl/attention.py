@@ -24,9 +24,7 @@ from torch import Tensor
 
 from atom_ops.ops.attention import paged_attention
 from atom_ops.ops.attention_plan import AttentionPlan
-from atom_ops.ops.fused_attention import attend_projection
 from atom_ops.ops.kv_cache import KVLayer
-from atom_ops.ops.qkv import HeadNorms
 from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
 from atom_ops.triton_impl.new_token import keep_token, turned_heads
 from atom_ops.triton_impl.overlap import begin, launch_options
@@ -355,27 +353,9 @@ class _Blocks:
     """For each processor, that splits make up where rows and heads are fewer."""
 
 
-@dataclass(frozen=True, slots=True)
-class _NewToken:
-    """What else it takes to start from the fused projection of single tokens."""
-
-    cos_T1R: Tensor
-    sin_T1R: Tensor
-    slots_T: Tensor
-    norms: HeadNorms | None
-
-    def arguments(self) -> tuple[Tensor | float | None, ...]:
-        """In the order of the kernel's parameters."""
-        q, k, eps = (
-            (self.norms.q_weight_E, self.norms.k_weight_E, self.norms.eps)
-            if self.norms
-            else (None, None, 0.0)
-        )
-        strides = self.cos_T1R.stride(0), self.sin_T1R.stride(0)
-        return self.cos_T1R, self.sin_T1R, self.slots_T, q, k, eps, *strides
-
-
-_NO_TOKEN = (None, None, None, None, None, 0.0, 0, 0)
+NewToken = tuple[Tensor | float | None, ...]
+# The kernel's parameters from `cos` on.
+_NO_TOKEN: NewToken = (None, None, None, None, None, 0.0, 0, 0)
 _MERGED = 8
 _MOST_PAIRS = 1 << 18
 
@@ -400,7 +380,7 @@ def _long_blocks(group: int, width: int, dtype: torch.dtype) -> _Blocks:
     return _Blocks(max(128, least), 64, 8, 3 if torch.version.hip is None else 2)
 
 
-def _supports(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: float) -> bool:
+def supports(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: float) -> bool:
     kv_heads, width = cache.kv.shape[3:]
     if INTERPRETED and q_THE.dtype == torch.bfloat16:
         return False  # the interpreter's bfloat16 products are wrong
@@ -412,7 +392,7 @@ def _supports(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: float) 
     )
 
 
-@paged_attention.provider("triton", needs=NEEDS, supported=runs_on, supports=_supports)
+@paged_attention.provider("triton", needs=NEEDS, supported=runs_on, supports=supports)
 def _paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: float) -> Tensor:
     (_, heads, width), kv_heads = q_THE.shape, cache.kv.shape[3]
     group = heads // kv_heads
@@ -421,63 +401,15 @@ def _paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: 
     if plan.split_tokens:
         short, short_tile = long, 1
     else:
-        short, short_tile = _short_for(q_THE, cache, plan)
+        short, short_tile = short_for(q_THE, cache, plan)
     if plan.min_query_len <= short_tile:
-        _launch_short(out_THE, q_THE, cache, plan, scale, short, short_tile)
+        launch_short(out_THE, q_THE, cache, plan, scale, short, short_tile)
     if plan.max_query_len > short_tile:
         _launch_long(out_THE, q_THE, cache, plan, scale, long, short_tile + 1)
     return out_THE
 
 
-def _takes_projection(
-    qkv_TO: Tensor,
-    cos_T1R: Tensor,
-    sin_T1R: Tensor,
-    cache: KVLayer,
-    slots_T: Tensor,
-    norms: HeadNorms | None,
-    plan: AttentionPlan,
-    scale: float,
-) -> bool:
-    """Single tokens, whose context is cut as suits the batch, in a cache as wide as the numbers."""
-    return (
-        plan.max_query_len == 1
-        and not plan.split_tokens
-        and cache.scale is None
-        and cache.kv.is_contiguous()
-        and cos_T1R.shape[-1] == cache.kv.shape[-1]
-        and qkv_TO.stride(1) == cos_T1R.stride(2) == sin_T1R.stride(2) == slots_T.stride(0) == 1
-        and _supports(_queries(qkv_TO, cache), cache, plan, scale)
-    )
-
-
-def _queries(qkv_TO: Tensor, cache: KVLayer) -> Tensor:
-    """A view of the projection's query heads."""
-    kv_heads, width = cache.kv.shape[3:]
-    heads_TNE = qkv_TO.unflatten(1, (-1, width))
-    return heads_TNE[:, : heads_TNE.shape[1] - 2 * kv_heads]
-
-
-@attend_projection.provider("triton", needs=NEEDS, supported=runs_on, supports=_takes_projection)
-def _attend_projection(
-    qkv_TO: Tensor,
-    cos_T1R: Tensor,
-    sin_T1R: Tensor,
-    cache: KVLayer,
-    slots_T: Tensor,
-    norms: HeadNorms | None,
-    plan: AttentionPlan,
-    scale: float,
-) -> Tensor:
-    q_THE = _queries(qkv_TO, cache)
-    out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
-    blocks, tile = _short_for(q_THE, cache, plan)
-    token = _NewToken(cos_T1R, sin_T1R, slots_T, norms)
-    _launch_short(out_THE, q_THE, cache, plan, scale, blocks, tile, token)
-    return out_THE
-
-
-def _short_for(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan) -> tuple[_Blocks, int]:
+def short_for(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan) -> tuple[_Blocks, int]:
     """How short rows are cut, and the most tokens of such a row."""
     (_, heads, width), kv_heads = q_THE.shape, cache.kv.shape[3]
     few = 2 * len(plan.context_lens_R) * kv_heads <= _processors(q_THE.device)
@@ -485,7 +417,7 @@ def _short_for(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan) -> tuple[_Blo
     return blocks, blocks.queries // (heads // kv_heads)
 
 
-def _launch_short(
+def launch_short(
     out_THE: Tensor,
     q_THE: Tensor,
     cache: KVLayer,
@@ -493,7 +425,7 @@ def _launch_short(
     scale: float,
     blocks: _Blocks,
     tile: int,
-    token: _NewToken | None = None,
+    token: NewToken = _NO_TOKEN,
 ) -> None:
     kv_heads, rows = cache.kv.shape[3], len(plan.context_lens_R)
     splits = _splits(plan, rows * kv_heads, blocks, q_THE.device)
@@ -506,7 +438,7 @@ def _launch_short(
         _arrived(q_THE.device),
         *_strides(q_THE, cache, plan),
         scale * _LOG2_E,
-        *(token.arguments() if token is not None else _NO_TOKEN),
+        *token,
         **_constants(q_THE, cache, plan, blocks, tile),
         MERGED=_MERGED,
     )

@@ -28,7 +28,6 @@ def _add_norm_linear(
     COLUMNS: tl.constexpr, TILES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program multiplies TILES tiles of ROWS whole rows; it has one of them in flight."""
-    let_next_start(OVERLAP)
     column_C = tl.arange(0, COLUMNS)
     valid_C = column_C < INPUTS
     output_R = tl.program_id(0) * (TILES * ROWS) + tl.arange(0, ROWS)
@@ -44,6 +43,7 @@ def _add_norm_linear(
     wide_C = x_C.to(tl.float32)
     normed_C = (wide_C * tl.rsqrt(tl.sum(wide_C * wide_C) / INPUTS + eps)).to(x_C.dtype)
     normed_C = (normed_C.to(tl.float32) * scale_C).to(x_C.dtype).to(tl.float32)
+    let_next_start(OVERLAP)
     for tile in tl.static_range(TILES):
         tile_RC = next_RC
         if tile + 1 < TILES:
@@ -69,7 +69,6 @@ def _silu_and_mul_linear(
     COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program multiplies ROWS rows, COLUMNS columns at a time; it has one such tile in flight."""
-    let_next_start(OVERLAP)
     column_C = tl.arange(0, COLUMNS)
     output_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside_R = output_R < outputs
@@ -82,6 +81,7 @@ def _silu_and_mul_linear(
         part_C = _silu_part(x, ahead - COLUMNS + column_C, INPUTS, x.dtype.element_ty)
         total_RC += tile_RC.to(tl.float32) * part_C
         tile_RC = next_RC
+    let_next_start(OVERLAP)
     LAST: tl.constexpr = (INPUTS - 1) // COLUMNS * COLUMNS
     total_RC += tile_RC.to(tl.float32) * _silu_part(x, LAST + column_C, INPUTS, x.dtype.element_ty)
     finish(tl.sum(total_RC, 1), bias, out, output_R, output_R, inside_R, HAS_BIAS)

@@ -18,10 +18,17 @@ from torch import Tensor
 
 from atom_ops.ops.linear import linear
 from atom_ops.triton_impl import INTERPRETED
-from atom_ops.triton_impl.overlap import begin, fetch_rows, launch_options, let_next_start, wait
+from atom_ops.triton_impl.overlap import (
+    begin,
+    fetch_rows,
+    launch_options,
+    let_next_start,
+    wait,
+)
 from atom_ops.triton_impl.tuned import LINEAR, LinearPlan
 
 _ADDED_AT_ONCE = 512
+_FETCHED_BYTES = 16 << 20
 _INTERPRETED = (
     LinearPlan(tokens=1, vector=True, rows=8, columns=64, warps=4, stages=1),
     LinearPlan(tokens=8, vector=False, rows=16, columns=64, warps=4, stages=2, parts=3),
@@ -34,17 +41,6 @@ def finish(total, bias, out, place, output, inside, HAS_BIAS: tl.constexpr):
     if HAS_BIAS:
         total += tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _fetch_tiles(
-    weight, outputs, inputs, first, share, ROWS: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr
-):
-    """Everything that this program reads of the weight."""
-    if EVEN:
-        size: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
-        begins = weight + tl.program_id(0).to(tl.int64) * ROWS * inputs + first
-        fetch_rows(begins, ROWS, inputs * size, share * size, OVERLAP)
 
 
 @triton.jit
@@ -68,7 +64,6 @@ def _vector(
     HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    let_next_start(OVERLAP)
     output_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column_C = tl.arange(0, COLUMNS)
     inside_R = output_R < outputs
@@ -83,16 +78,17 @@ def _vector(
             x_C = x + ahead - COLUMNS + column_C
             total_RC += part_RC.to(tl.float32) * _x_part(x_C, column_C < inputs, EVEN)
             part_RC = next_RC
+        let_next_start(OVERLAP)
         last = tl.cdiv(inputs, COLUMNS) * COLUMNS - COLUMNS
         x_C = x + last + column_C
         total_RC += part_RC.to(tl.float32) * _x_part(x_C, column_C < inputs - last, EVEN)
     else:
-        _fetch_tiles(weight, outputs, inputs, 0, inputs, ROWS, EVEN, OVERLAP)
         wait(OVERLAP)
         for first in tl.range(0, inputs, COLUMNS, num_stages=STAGES):
             valid_C = column_C < inputs - first
             part_RC = weight_tile(weight_RC + first, inside_R, valid_C, EVEN)
             total_RC += part_RC.to(tl.float32) * _x_part(x + first + column_C, valid_C, EVEN)
+        let_next_start(OVERLAP)
     finish(tl.sum(total_RC, 1), bias, out, output_R, output_R, inside_R, HAS_BIAS)
 
 
@@ -100,9 +96,10 @@ def _vector(
 def _matrix(
     x, weight, bias, out, tokens, outputs, inputs, share,
     HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    TOKENS: tl.constexpr, OVERLAP: tl.constexpr,
+    TOKENS: tl.constexpr, OVERLAP: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
-    let_next_start(OVERLAP)
+    if FETCH:
+        let_next_start(OVERLAP)
     output_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     part = tl.program_id(1)
     column_C = tl.arange(0, COLUMNS)
@@ -112,7 +109,10 @@ def _matrix(
     weight_RC = weight + output_R.to(tl.int64)[:, None] * inputs + column_C[None, :] + first
     x_CT = x + token_T[None, :] * inputs + column_C[:, None] + first
     total_RT = tl.zeros((ROWS, TOKENS), tl.float32)
-    _fetch_tiles(weight, outputs, inputs, first, share, ROWS, EVEN, OVERLAP)
+    if FETCH:
+        size: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+        rows = weight + tl.program_id(0).to(tl.int64) * ROWS * inputs + first
+        fetch_rows(rows, ROWS, inputs * size, share * size, OVERLAP)
     wait(OVERLAP)
     for start in range(0, share, COLUMNS):
         if EVEN:
@@ -123,6 +123,8 @@ def _matrix(
             tile_RC = tl.load(weight_RC + start, mask=inside_R[:, None] & valid_C[None, :], other=0.0)
             tile_CT = tl.load(x_CT + start, mask=valid_C[:, None] & real_T[None, :], other=0.0)
         total_RT = tl.dot(tile_RC, tile_CT, total_RT, input_precision="ieee")
+    if not FETCH:
+        let_next_start(OVERLAP)
     place_RT = (part * tokens + token_T)[None, :] * outputs + output_R[:, None]
     inside_RT = inside_R[:, None] & real_T[None, :]
     finish(total_RT, bias, out, place_RT, output_R[:, None], inside_RT, HAS_BIAS)
@@ -160,6 +162,7 @@ def multiply(plan: LinearPlan, x_TI: Tensor, weight: Tensor, bias: Tensor | None
         )  # fmt: skip
         return out_TO
     tile |= {"TOKENS": max(16, triton.next_power_of_2(plan.tokens)), "num_stages": plan.stages}
+    tile["FETCH"] = even and weight.numel() * weight.element_size() <= _FETCHED_BYTES
     if parts == 1:
         _matrix[grid](
             x_TI, weight, bias, out_TO, tokens, outputs, inputs, share, HAS_BIAS=bias is not None, **tile
