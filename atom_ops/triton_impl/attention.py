@@ -155,6 +155,32 @@ def _merge(top_M, total_M, sum_ME, more_top_M, more_total_M, more_sum_ME):
 
 
 @triton.jit
+def _merge_parts(
+    parts, part_states, first_part, splits, wanted_M, wanted_ME,
+    BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, MERGED: tl.constexpr,
+):  # fmt: skip
+    """Sum of weights and weighted sum of values over all splits of a row, in their order."""
+    m = tl.arange(0, BLOCK_M)
+    part_ME = m[:, None] * BLOCK_E + tl.arange(0, BLOCK_E)[None, :]
+    top_M = tl.full((BLOCK_M,), _LOWEST, tl.float32)
+    total_M = tl.zeros((BLOCK_M,), tl.float32)
+    sum_ME = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
+    for first_split in range(0, splits, MERGED):
+        # Several at a time, for their loads to overlap; one that is not there changes nothing.
+        for next_split in tl.static_range(MERGED):
+            there = first_split + next_split < splits
+            part_at = (first_part + first_split + next_split) * BLOCK_M
+            states = part_states + part_at * 2 + m
+            more_top_M = tl.load(states, mask=wanted_M & there, other=_LOWEST, cache_modifier=".cg")
+            more_total_M = tl.load(states + BLOCK_M, mask=wanted_M & there, other=0.0, cache_modifier=".cg")
+            more_sum_ME = tl.load(
+                parts + part_at * BLOCK_E + part_ME, mask=wanted_ME & there, other=0.0, cache_modifier=".cg"
+            )
+            top_M, total_M, sum_ME = _merge(top_M, total_M, sum_ME, more_top_M, more_total_M, more_sum_ME)
+    return total_M, sum_ME
+
+
+@triton.jit
 def _store_output(out, at_ME, wanted_ME, total_M, sum_ME):
     out_ME = sum_ME / tl.where(total_M > 0.0, total_M, 1.0)[:, None]
     tl.store(out + at_ME, out_ME.to(out.dtype.element_ty), mask=wanted_ME)
@@ -198,16 +224,13 @@ def _short_rows(
     if slots is None:
         q_ME = tl.load(q + q_at_M[:, None] + feature_E[None, :], mask=wanted_ME, other=0.0)
     else:
-        cos += first_token.to(tl.int64) * cos_stride
-        sin += first_token.to(tl.int64) * sin_stride
-        slot = tl.load(slots + first_token)
-        if (split == splits - 1) & (slot >= 0):
-            key_head = tl.num_programs(0) * GROUP + head
-            key = q + first_token.to(tl.int64) * q_token_stride + key_head * WIDTH
-            at = slot * token_stride + head * head_stride
+        at = first_token.to(tl.int64)
+        cos += at * cos_stride
+        sin += at * sin_stride
+        if split == splits - 1:
             keep_token(
-                key, key + tl.num_programs(0) * WIDTH, kv, at, half_stride, cos, sin, k_weight, eps,
-                WIDTH, BLOCK_E,
+                q + at * q_token_stride, tl.load(slots + at), kv, head, token_stride, half_stride,
+                head_stride, cos, sin, k_weight, eps, GROUP, WIDTH, BLOCK_E,
             )  # fmt: skip
         q_ME = turned_heads(q + q_at_M, wanted_M, cos, sin, q_weight, eps, WIDTH, BLOCK_E)
     first = split * blocks_each * BLOCK_N
@@ -237,27 +260,10 @@ def _short_rows(
     before = tl.atomic_add(arrived + pair, 1, sem="acq_rel")
     tl.debug_barrier()
     if before == splits - 1:
-        top_M = tl.full((BLOCK_M,), _LOWEST, tl.float32)
-        total_M = tl.zeros((BLOCK_M,), tl.float32)
-        sum_ME = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
-        first_part = pair.to(tl.int64) * tl.num_programs(1)
-        for first_split in range(0, splits, MERGED):
-            # Several at a time, for their loads to overlap; one that is not there changes nothing.
-            for next_split in tl.static_range(MERGED):
-                there = first_split + next_split < splits
-                part_at = (first_part + first_split + next_split) * BLOCK_M
-                states = part_states + part_at * 2 + m
-                more_top_M = tl.load(states, mask=wanted_M & there, other=_LOWEST, cache_modifier=".cg")
-                more_total_M = tl.load(
-                    states + BLOCK_M, mask=wanted_M & there, other=0.0, cache_modifier=".cg"
-                )
-                more_sum_ME = tl.load(
-                    parts + part_at * BLOCK_E + part_ME,
-                    mask=wanted_ME & there,
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
-                top_M, total_M, sum_ME = _merge(top_M, total_M, sum_ME, more_top_M, more_total_M, more_sum_ME)
+        total_M, sum_ME = _merge_parts(
+            parts, part_states, pair.to(tl.int64) * tl.num_programs(1), splits, wanted_M, wanted_ME,
+            BLOCK_M, BLOCK_E, MERGED,
+        )  # fmt: skip
         _store_output(out, out_at_ME, wanted_ME, total_M, sum_ME)
         tl.store(arrived + pair, 0)
 

@@ -10,8 +10,12 @@ from atom_ops.ops.attention_plan import AttentionPlan
 from atom_ops.ops.fused_attention import attend_projection
 from atom_ops.ops.kv_cache import KVLayer
 from atom_ops.ops.qkv import HeadNorms
-from atom_ops.triton_impl import NEEDS, runs_on
+from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
 from atom_ops.triton_impl.attention import launch_short, short_for, supports
+
+# Rows times key/value heads between which one kernel was faster on an H200. Below, attention has
+# too few programs to give them more to do one after another; above, it has no time to spare.
+_FEWEST_PAIRS, _MOST_PAIRS = 16, 1024
 
 
 def _takes(
@@ -25,8 +29,10 @@ def _takes(
     scale: float,
 ) -> bool:
     """Single tokens, whose context is cut as suits the batch, in a cache as wide as the numbers."""
+    pairs = len(plan.context_lens_R) * cache.kv.shape[3]
     return (
         plan.max_query_len == 1
+        and (INTERPRETED or _FEWEST_PAIRS <= pairs <= _MOST_PAIRS)
         and not plan.split_tokens
         and cache.scale is None
         and cache.kv.is_contiguous()

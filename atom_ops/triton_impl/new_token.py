@@ -35,17 +35,22 @@ def turned_heads(heads_M, wanted_M, cos, sin, norm_weight, eps, WIDTH: tl.conste
 
 @triton.jit
 def keep_token(
-    key, value, kv, row, half_stride, cos, sin, norm_weight, eps,
-    WIDTH: tl.constexpr, BLOCK_E: tl.constexpr,
+    token, slot, kv, head, token_stride, half_stride, head_stride, cos, sin, norm_weight, eps,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Store one head's turned key, and its value, at `row` of the cache; this program may read them."""
+    """Store the key of key/value head `head`, turned, and its value; the same program may read them.
+
+    `token` points to the token's projection. A negative slot stores nothing.
+    """
     feature_E = tl.arange(0, BLOCK_E)
-    inside_E = feature_E < WIDTH
+    inside_E = (feature_E < WIDTH) & (slot >= 0)
+    heads = tl.num_programs(0)
+    key = token + (heads * GROUP + head) * WIDTH
     one_M = tl.zeros((1,), tl.int32)
     key_ME = turned_heads(key + one_M, one_M == 0, cos, sin, norm_weight, eps, WIDTH, BLOCK_E)
-    value_E = tl.load(value + feature_E, mask=inside_E, other=0.0)
-    out_ME = (kv + row + one_M)[:, None] + feature_E[None, :]
-    tl.store(out_ME, key_ME.to(kv.dtype.element_ty), mask=inside_E[None, :])
-    tl.store(kv + row + half_stride + feature_E, value_E.to(kv.dtype.element_ty), mask=inside_E)
-    # The whole program's stores come before any of its loads.
+    value_E = tl.load(key + heads * WIDTH + feature_E, mask=inside_E, other=0.0)
+    kept = kv + slot * token_stride + head * head_stride
+    tl.store((kept + one_M)[:, None] + feature_E[None, :], key_ME, mask=inside_E[None, :])
+    tl.store(kept + half_stride + feature_E, value_E, mask=inside_E)
+    # All of the program's stores come before any of its loads.
     tl.debug_barrier()

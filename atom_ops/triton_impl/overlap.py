@@ -4,8 +4,12 @@ NVIDIA GPUs from Hopper on can place a kernel's programs on processors that the 
 it leaves free, before that one is done. What the new programs need not wait for, weights in
 the first place, is on its way from memory by then.
 
-    let_next_start   the next kernel may come as soon as every program of this one has said so
     wait             until the kernels before this one are done and their results are visible
+    let_next_start   the next kernel may come as soon as every program of this one has said so
+    begin            both, for a kernel without weights worth asking for early
+
+Saying so too early makes a kernel share the memory's bandwidth with the one that waits for it:
+products of one token say it when they have asked for all of their weights.
 
 The rule, for every kernel that is launched with `launch_options`: each of its programs waits
 before it reads anything but weights, before it writes anything at all, and before it returns,
@@ -44,7 +48,6 @@ def wait(OVERLAP: tl.constexpr):
 
 @triton.jit
 def begin(OVERLAP: tl.constexpr):
-    """For kernels without weights worth fetching early."""
     let_next_start(OVERLAP)
     wait(OVERLAP)
 
