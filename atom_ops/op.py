@@ -50,18 +50,22 @@ class Op(Generic[P, R]):
     Before `backend.resolve` the order holds the reference alone.
     """
 
-    def __init__(self, reference: Callable[P, R], cases: Sequence[Case], tolerances: Tolerances) -> None:
+    def __init__(
+        self, reference: Callable[P, R], cases: Sequence[Case], tolerances: Tolerances, composed: bool = False
+    ) -> None:
         self.name = reference.__name__
         self.reference = reference
         self.cases = cases
         self.tolerances = tolerances
+        self.composed = composed
+        """Whether the reference calls other ops, each with providers of its own, and no torch."""
         self.__doc__ = reference.__doc__
         self.providers: dict[str, Provider] = {
             REFERENCE: Provider(REFERENCE, reference, "nothing", lambda device: True, None, None)
         }
         self._preferred: tuple[Provider, ...] = ()
         self.ran_reference = False
-        """Whether a call came to the reference since the order was set."""
+        """Whether a call came to the reference, and so to torch, since the order was set."""
 
     def provider(
         self,
@@ -97,18 +101,23 @@ class Op(Generic[P, R]):
             if provider.supports is None or provider.supports(*args, **kwargs):
                 result: R = provider.function(*args, **kwargs)
                 return result
-        self.ran_reference = True
+        self.ran_reference = not self.composed
         return self.reference(*args, **kwargs)
 
 
 REGISTRY: dict[str, Op[..., Any]] = {}
 
 
-def op(cases: Sequence[Case], tolerances: Tolerances = DEFAULT) -> Callable[[Callable[P, R]], Op[P, R]]:
-    """Make the decorated torch function an op and enter it into `REGISTRY`."""
+def op(
+    cases: Sequence[Case], tolerances: Tolerances = DEFAULT, composed: bool = False
+) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """Make the decorated function an op and enter it into `REGISTRY`.
+
+    `composed`: it calls other ops, and torch through these alone.
+    """
 
     def register(reference: Callable[P, R]) -> Op[P, R]:
-        made = Op(reference, cases, tolerances)
+        made = Op(reference, cases, tolerances, composed)
         if made.name in REGISTRY:
             raise ValueError(f"there are two ops named {made.name}")
         REGISTRY[made.name] = made

@@ -30,6 +30,8 @@ def load() -> None:
     import atom_ops.triton_impl.attention
     import atom_ops.triton_impl.decode_inputs
     import atom_ops.triton_impl.embedding
+    import atom_ops.triton_impl.fused_attention
+    import atom_ops.triton_impl.fused_linear
     import atom_ops.triton_impl.kv_cache
     import atom_ops.triton_impl.linear
     import atom_ops.triton_impl.norm

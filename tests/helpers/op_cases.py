@@ -11,7 +11,7 @@ from atom_ops import triton_impl
 from atom_ops.op import REFERENCE, REGISTRY, Case, Op, Provider
 
 CPU = torch.device("cpu")
-WRITERS = ("write_kv", "rotate_and_write_kv", "record_drawn")
+WRITERS = ("write_kv", "rotate_and_write_kv", "attend_projection", "record_drawn")
 """Ops that change their arguments."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
