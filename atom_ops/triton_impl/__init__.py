@@ -28,6 +28,7 @@ def load() -> None:
         return
     import atom_ops.triton_impl.activation
     import atom_ops.triton_impl.attention
+    import atom_ops.triton_impl.batch_invariant
     import atom_ops.triton_impl.embedding
     import atom_ops.triton_impl.kv_cache
     import atom_ops.triton_impl.linear
