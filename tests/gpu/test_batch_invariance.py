@@ -42,8 +42,11 @@ def product(shape: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, t
     return x, weight, torch.randn(shape[0], device=GPU, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [*((shape, BF16) for shape in SHAPES), *((shape, torch.float16) for shape in SHAPES[-4:])],
+    ids=str,
+)
 def test_products_of_any_number_of_tokens(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x, weight, bias = product(shape, dtype)
     whole, biased = atom_ops.linear(x, weight), atom_ops.linear(x, weight, bias)
