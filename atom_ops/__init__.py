@@ -7,6 +7,7 @@ P positions. Tensors are contiguous unless a docstring says otherwise.
 
 from atom_ops.ops.activation import silu_and_mul
 from atom_ops.ops.attention import AttentionPlan, paged_attention, plan_attention
+from atom_ops.ops.attention_plan import BATCH_INVARIANT_SPLIT
 from atom_ops.ops.decode_inputs import DecodeInputs, decode_inputs
 from atom_ops.ops.embedding import embedding
 from atom_ops.ops.fused_attention import attend_projection
@@ -22,6 +23,7 @@ from atom_ops.ops.sampling import SamplingBatch, sample
 from atom_ops.transfer import to_device
 
 __all__ = [
+    "BATCH_INVARIANT_SPLIT",
     "AttentionPlan",
     "DecodeInputs",
     "HeadNorms",

@@ -42,6 +42,8 @@ class Provider:
     """Whether it can run one call; None: any."""
     prepare: Callable[..., tuple[Any, ...]] | None
     """From the reference's arguments to this provider's, where these differ (a packed weight)."""
+    batch_invariant: bool = True
+    """A row's bits depend on that row alone (in attention: once the plan fixes `split_tokens`)."""
 
 
 class Op(Generic[P, R]):
@@ -75,13 +77,16 @@ class Op(Generic[P, R]):
         supported: Callable[[torch.device], bool],
         supports: Callable[P, bool] | None = None,
         prepare: Callable[P, tuple[Any, ...]] | None = None,
+        batch_invariant: bool = True,
     ) -> Callable[[Callable[P, R]], Callable[P, R]]:
         """Register the decorated function; raises ValueError for a name taken."""
         if name in self.providers:
             raise ValueError(f"op {self.name} already has a provider {name}")
 
         def register(function: Callable[P, R]) -> Callable[P, R]:
-            self.providers[name] = Provider(name, function, needs, supported, supports, prepare)
+            self.providers[name] = Provider(
+                name, function, needs, supported, supports, prepare, batch_invariant
+            )
             return function
 
         return register

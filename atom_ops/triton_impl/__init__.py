@@ -28,6 +28,7 @@ def load() -> None:
         return
     import atom_ops.triton_impl.activation
     import atom_ops.triton_impl.attention
+    import atom_ops.triton_impl.batch_invariant
     import atom_ops.triton_impl.decode_inputs
     import atom_ops.triton_impl.embedding
     import atom_ops.triton_impl.fused_attention

@@ -49,7 +49,7 @@ def _queries(qkv_TO: Tensor, cache: KVLayer) -> Tensor:
     return heads_TNE[:, : heads_TNE.shape[1] - 2 * kv_heads]
 
 
-@attend_projection.provider("triton", needs=NEEDS, supported=runs_on, supports=_takes)
+@attend_projection.provider("triton", needs=NEEDS, supported=runs_on, supports=_takes, batch_invariant=False)
 def _launch(
     qkv_TO: Tensor,
     cos_T1R: Tensor,

@@ -118,6 +118,7 @@ _NEEDS = "a GPU that plans were measured on (or TRITON_INTERPRET=1)"
         and (residual_TD is None or residual_TD.dtype == x_TD.dtype)
         and _plan("norm", x_TD, weight) is not None
     ),
+    batch_invariant=False,
 )
 def _launch_norm(
     x_TD: Tensor,
@@ -148,6 +149,7 @@ def _launch_norm(
     needs=_NEEDS,
     supported=lambda device: _runs_on("silu", device),
     supports=lambda x_T2F, weight, bias=None: _plan("silu", x_T2F, weight) is not None,
+    batch_invariant=False,
 )
 def _launch_silu(x_T2F: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     plan = _plan("silu", x_T2F, weight)

@@ -199,6 +199,7 @@ def _plan(x_TI: Tensor, weight: Tensor) -> LinearPlan | None:
     needs="a GPU that plans were measured on (or TRITON_INTERPRET=1)",
     supported=lambda device: INTERPRETED or bool(_plans(device)),
     supports=lambda x_TI, weight, bias=None: _plan(x_TI, weight) is not None,
+    batch_invariant=False,
 )
 def _linear(x_TI: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     plan = _plan(x_TI, weight)
