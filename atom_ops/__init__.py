@@ -7,8 +7,11 @@ P positions. Tensors are contiguous unless a docstring says otherwise.
 
 from atom_ops.ops.activation import silu_and_mul
 from atom_ops.ops.attention import AttentionPlan, paged_attention, plan_attention
+from atom_ops.ops.attention_plan import BATCH_INVARIANT_SPLIT
 from atom_ops.ops.decode_inputs import DecodeInputs, decode_inputs
 from atom_ops.ops.embedding import embedding
+from atom_ops.ops.fused_attention import attend_projection
+from atom_ops.ops.fused_linear import add_norm_linear, silu_and_mul_linear
 from atom_ops.ops.kv_cache import KVLayer, kv_bytes_per_block, make_kv_layer, write_kv
 from atom_ops.ops.linear import linear, pack_linear_weight
 from atom_ops.ops.logit_rules import LogitRuleBatch, TokenRecord, record_drawn, rule_logits
@@ -20,6 +23,7 @@ from atom_ops.ops.sampling import SamplingBatch, sample
 from atom_ops.transfer import to_device
 
 __all__ = [
+    "BATCH_INVARIANT_SPLIT",
     "AttentionPlan",
     "DecodeInputs",
     "HeadNorms",
@@ -28,7 +32,9 @@ __all__ = [
     "SamplingBatch",
     "TokenLogprobs",
     "TokenRecord",
+    "add_norm_linear",
     "add_rms_norm",
+    "attend_projection",
     "decode_inputs",
     "embedding",
     "kv_bytes_per_block",
@@ -46,6 +52,7 @@ __all__ = [
     "rule_logits",
     "sample",
     "silu_and_mul",
+    "silu_and_mul_linear",
     "to_device",
     "token_logprobs",
     "write_kv",

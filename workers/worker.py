@@ -14,7 +14,7 @@ from atom.messages.engine import Sampling, pack_ids
 from atom.messages.worker import AllocateKV, Loaded, NewRow, ScheduledBatch
 from atom.utils import envs
 from atom.utils.logger import get_logger
-from atom_ops import KVLayer, backend
+from atom_ops import BATCH_INVARIANT_SPLIT, KVLayer, backend
 from parallel.communicator import Communicator
 from workers.block_table import BatchLimits
 from workers.decode_graphs import DecodeGraphs
@@ -102,7 +102,7 @@ class Worker:
         return self._runner.launch(batch)
 
     def _load(self) -> Loaded:
-        resolved = backend.resolve(self._device)
+        resolved = backend.resolve(self._device, batch_invariant=self._config.device.batch_invariant)
         if self._tp.rank == 0:
             get_logger().info("ops on %s: %s", self._device, backend.summary(resolved))
         self._model = self._build_model()
@@ -145,7 +145,8 @@ class Worker:
         assert max_rows is not None, "max_num_seqs is resolved before any worker starts"
         limits = BatchLimits(max_rows, allocate.max_model_len, block_size)
         kv_layers = allocate_kv(groups, allocate.num_blocks, block_size, self._kv_dtype, self._device)
-        inputs = InputBatch(limits, len(groups), self._device)
+        split_tokens = BATCH_INVARIANT_SPLIT if self._config.device.batch_invariant else 0
+        inputs = InputBatch(limits, len(groups), self._device, split_tokens)
         sampler = Sampler(limits, self._checkpoint.vocab_size, self._device)
         graphs = self._capture(kv_layers, inputs, capture_sizes) if capture_sizes else None
         return ModelRunner(self._model, kv_layers, inputs, sampler, graphs)
@@ -204,15 +205,19 @@ class Worker:
         return cuda_kv_bytes(self._config.cache, self._device, self._peak_bytes())
 
     def _peak_bytes(self) -> int:
-        """The most that torch holds on this GPU, KV apart: while the largest step runs, and for graphs."""
-        scheduler, block_size = self._config.scheduler, self._config.cache.block_size
-        assert scheduler.max_num_batched_tokens and scheduler.max_num_seqs
-        rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-        tokens = min(
-            scheduler.max_num_batched_tokens // rows,
-            self._config.model.max_model_len or self._checkpoint.max_model_len,
-        )
-        blocks = [rows * -(-tokens // block_size)] * len(self._model.kv_groups)
+        """The most that torch holds on this GPU, KV apart: in the largest steps, and for graphs."""
+        scheduler = self._config.scheduler
+        most_tokens, most_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+        assert most_tokens and most_rows
+        longest = min(self._config.model.max_model_len or self._checkpoint.max_model_len, most_tokens)
+        many = min(most_rows, most_tokens)
+        short = self._peak_of(many, min(most_tokens // many, longest))
+        long = self._peak_of(min(most_tokens // longest, most_rows), longest)
+        return max(short, long) + self._graph_bytes()
+
+    def _peak_of(self, rows: int, tokens: int) -> int:
+        """Of a step that computes so many tokens in each row."""
+        blocks = [rows * -(-tokens // self._config.cache.block_size)] * len(self._model.kv_groups)
         before = torch.cuda.memory_allocated(self._device)
         runner = self._make_runner(AllocateKV(blocks, tokens), [])
         kv_bytes = torch.cuda.memory_allocated(self._device) - before
@@ -221,7 +226,7 @@ class Worker:
         peak = torch.cuda.max_memory_allocated(self._device) - kv_bytes
         del runner
         torch.cuda.empty_cache()
-        return peak + self._graph_bytes()
+        return peak
 
     def _graph_bytes(self) -> int:
         """What graphs keep for themselves: the largest one's memory serves the others too."""

@@ -8,7 +8,9 @@ read once for all of them: query m of a program is token m // G, head m % G of t
     _long_rows    tiles of rows of many tokens. Bound by arithmetic; a program for each tile.
 
 A step takes either or both; each kernel passes over the other's rows. What is launched follows
-from the numbers of the plan alone, what is read and computed from its tensors.
+from the numbers of the plan alone, what is read and computed from its tensors. On Hopper GPUs a
+third kernel takes long prompts that a step brings whole, where the plan has host rows to find
+them by (`hopper_attention`).
 
 With `split_tokens` both kernels cut every context at the same places, use the same blocks and
 merge in the same order: then the bits of a token depend on neither its batch nor its phase.
@@ -26,6 +28,8 @@ from atom_ops.ops.attention import paged_attention
 from atom_ops.ops.attention_plan import AttentionPlan
 from atom_ops.ops.kv_cache import KVLayer
 from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
+from atom_ops.triton_impl.new_token import keep_token, turned_heads
+from atom_ops.triton_impl.overlap import begin, launch_options
 
 _ANY_ALIGNMENT = ["table", "contexts", "starts", "scales"]
 _LOG2_E = 1.4426950408889634
@@ -34,7 +38,7 @@ _LOWEST = tl.constexpr(-1.0e30)
 
 
 @triton.jit
-def _widen(code, dtype: tl.constexpr):
+def widen(code, dtype: tl.constexpr):
     """The numbers of float8_e4m3fn codes.
 
     A code moved to the top of a wider number (sign, four exponent bits, mantissa) is off by a
@@ -77,8 +81,8 @@ def _fold(
         k_NE = tl.load(keys + at_NE)
         v_NE = tl.load(keys + half_stride + at_NE)
     if SCALED:
-        k_NE = _widen(k_NE, q_ME.dtype)
-        v_NE = _widen(v_NE, q_ME.dtype)
+        k_NE = widen(k_NE, q_ME.dtype)
+        v_NE = widen(v_NE, q_ME.dtype)
     score_MN = tl.dot(q_ME, tl.trans(k_NE.to(q_ME.dtype)), input_precision="ieee") * score_scale
     if SCALED:
         scale_at_N = (block_N * BLOCK_SIZE + offset_N) * 2 * kv_heads
@@ -153,21 +157,52 @@ def _merge(top_M, total_M, sum_ME, more_top_M, more_total_M, more_sum_ME):
 
 
 @triton.jit
+def _merge_parts(
+    parts, part_states, first_part, splits, wanted_M, wanted_ME,
+    BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, MERGED: tl.constexpr,
+):  # fmt: skip
+    """Sum of weights and weighted sum of values over all splits of a row, in their order."""
+    m = tl.arange(0, BLOCK_M)
+    part_ME = m[:, None] * BLOCK_E + tl.arange(0, BLOCK_E)[None, :]
+    top_M = tl.full((BLOCK_M,), _LOWEST, tl.float32)
+    total_M = tl.zeros((BLOCK_M,), tl.float32)
+    sum_ME = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
+    for first_split in range(0, splits, MERGED):
+        # Several at a time, for their loads to overlap; one that is not there changes nothing.
+        for next_split in tl.static_range(MERGED):
+            there = first_split + next_split < splits
+            part_at = (first_part + first_split + next_split) * BLOCK_M
+            states = part_states + part_at * 2 + m
+            more_top_M = tl.load(states, mask=wanted_M & there, other=_LOWEST, cache_modifier=".cg")
+            more_total_M = tl.load(states + BLOCK_M, mask=wanted_M & there, other=0.0, cache_modifier=".cg")
+            more_sum_ME = tl.load(
+                parts + part_at * BLOCK_E + part_ME, mask=wanted_ME & there, other=0.0, cache_modifier=".cg"
+            )
+            top_M, total_M, sum_ME = _merge(top_M, total_M, sum_ME, more_top_M, more_total_M, more_sum_ME)
+    return total_M, sum_ME
+
+
+@triton.jit
 def _store_output(out, at_ME, wanted_ME, total_M, sum_ME):
     out_ME = sum_ME / tl.where(total_M > 0.0, total_M, 1.0)[:, None]
     tl.store(out + at_ME, out_ME.to(out.dtype.element_ty), mask=wanted_ME)
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_ANY_ALIGNMENT)
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=[*_ANY_ALIGNMENT, "slots"])
 def _short_rows(
     q, out, kv, scales, table, contexts, starts, parts, part_states, arrived,
     q_token_stride, q_head_stride, table_stride, block_stride, token_stride, half_stride, head_stride,
-    score_scale,
+    score_scale, cos, sin, slots, q_weight, k_weight, eps, cos_stride, sin_stride,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
-    SCALED: tl.constexpr, MERGED: tl.constexpr,
+    SCALED: tl.constexpr, OVERLAP: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (K, splits, R); a row of at most TILE tokens is one tile."""
+    """Grid (K, splits, R); a row of at most TILE tokens is one tile.
+
+    With `slots`, rows are of one token and `q` is the fused projection: queries get normalised
+    and turned on their way in, and the last split first stores the token's key and value.
+    """
+    begin(OVERLAP)
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_token = tl.load(starts + row)
     length = tl.load(starts + row + 1) - first_token
@@ -188,7 +223,18 @@ def _short_rows(
     token_M = (first_token + m // GROUP).to(tl.int64)
     head_M = head * GROUP + m % GROUP
     q_at_M = token_M * q_token_stride + head_M * q_head_stride
-    q_ME = tl.load(q + q_at_M[:, None] + feature_E[None, :], mask=wanted_ME, other=0.0)
+    if slots is None:
+        q_ME = tl.load(q + q_at_M[:, None] + feature_E[None, :], mask=wanted_ME, other=0.0)
+    else:
+        at = first_token.to(tl.int64)
+        cos += at * cos_stride
+        sin += at * sin_stride
+        if split == splits - 1:
+            keep_token(
+                q + at * q_token_stride, tl.load(slots + at), kv, head, token_stride, half_stride,
+                head_stride, cos, sin, k_weight, eps, GROUP, WIDTH, BLOCK_E,
+            )  # fmt: skip
+        q_ME = turned_heads(q + q_at_M, wanted_M, cos, sin, q_weight, eps, WIDTH, BLOCK_E)
     first = split * blocks_each * BLOCK_N
     stop = tl.minimum(context, first + blocks_each * BLOCK_N)
     top_M, total_M, sum_ME = _attend(
@@ -216,68 +262,58 @@ def _short_rows(
     before = tl.atomic_add(arrived + pair, 1, sem="acq_rel")
     tl.debug_barrier()
     if before == splits - 1:
-        top_M = tl.full((BLOCK_M,), _LOWEST, tl.float32)
-        total_M = tl.zeros((BLOCK_M,), tl.float32)
-        sum_ME = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
-        first_part = pair.to(tl.int64) * tl.num_programs(1)
-        for first_split in range(0, splits, MERGED):
-            # Several at a time, for their loads to overlap; one that is not there changes nothing.
-            for next_split in tl.static_range(MERGED):
-                there = first_split + next_split < splits
-                part_at = (first_part + first_split + next_split) * BLOCK_M
-                states = part_states + part_at * 2 + m
-                more_top_M = tl.load(states, mask=wanted_M & there, other=_LOWEST, cache_modifier=".cg")
-                more_total_M = tl.load(
-                    states + BLOCK_M, mask=wanted_M & there, other=0.0, cache_modifier=".cg"
-                )
-                more_sum_ME = tl.load(
-                    parts + part_at * BLOCK_E + part_ME,
-                    mask=wanted_ME & there,
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
-                top_M, total_M, sum_ME = _merge(top_M, total_M, sum_ME, more_top_M, more_total_M, more_sum_ME)
+        total_M, sum_ME = _merge_parts(
+            parts, part_states, pair.to(tl.int64) * tl.num_programs(1), splits, wanted_M, wanted_ME,
+            BLOCK_M, BLOCK_E, MERGED,
+        )  # fmt: skip
         _store_output(out, out_at_ME, wanted_ME, total_M, sum_ME)
         tl.store(arrived + pair, 0)
 
 
 @triton.jit
-def _row_of(number, starts, rows, TILE: tl.constexpr):
-    """The row that owns tile `number`: row r's first tile is starts[r] // TILE + r.
+def row_of(number, starts, begin, rows, TILE: tl.constexpr):
+    """The row that owns tile `number`: row r's first tile is (starts[r] - begin) // TILE + r.
 
     So each row has at least as many numbers as tiles, and their sum is known without looking.
+    `begin` is starts[0].
     """
     row = tl.full((), 0, tl.int32)
     behind = rows
     while behind - row > 1:
         middle = (row + behind) // 2
-        reached = tl.load(starts + middle) // TILE + middle <= number
+        reached = (tl.load(starts + middle) - begin) // TILE + middle <= number
         row = tl.where(reached, middle, row)
         behind = tl.where(reached, behind, middle)
     return row
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "rows", "shortest"],
+    do_not_specialize=["table_stride", "rows", "shortest", "whole"],
     do_not_specialize_on_alignment=_ANY_ALIGNMENT,
 )
 def _long_rows(
     q, out, kv, scales, table, contexts, starts,
     q_token_stride, q_head_stride, table_stride, block_stride, token_stride, half_stride, head_stride,
-    score_scale, rows, shortest,
+    score_scale, rows, shortest, whole,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (numbers of tiles, K). The last tiles of a row have the most to do and come first."""
+    """Grid (numbers of tiles, K). The last tiles of a row have the most to do and come first.
+
+    Passes over rows of fewer than `shortest` tokens, and over those of `whole` and more that are
+    their own context.
+    """
+    begin(OVERLAP)
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
-    row = _row_of(number, starts, rows, TILE)
+    row = row_of(number, starts, 0, rows, TILE)
     first_token = tl.load(starts + row)
     length = tl.load(starts + row + 1) - first_token
     context = tl.load(contexts + row)
     tile_start = (number - first_token // TILE - row) * TILE
-    if (length < shortest) | (tile_start >= length):
+    elsewhere = (length < shortest) | ((length >= whole) & (length == context))
+    if elsewhere | (tile_start >= length):
         return
 
     m = tl.arange(0, BLOCK_M)
@@ -331,8 +367,14 @@ class _Blocks:
     """For each processor, that splits make up where rows and heads are fewer."""
 
 
+NewToken = tuple[Tensor | float | None, ...]
+# The kernel's parameters from `cos` on.
+_NO_TOKEN: NewToken = (None, None, None, None, None, 0.0, 0, 0)
 _MERGED = 8
 _MOST_PAIRS = 1 << 18
+WHOLE_PROMPT = 512
+"""Tokens from which on a prompt that a step brings whole is worth gathering, on a Hopper."""
+_NO_ROW = (1 << 31) - 1
 
 
 def _short_blocks(group: int, width: int, dtype: torch.dtype, few: bool) -> _Blocks:
@@ -355,7 +397,7 @@ def _long_blocks(group: int, width: int, dtype: torch.dtype) -> _Blocks:
     return _Blocks(max(128, least), 64, 8, 3 if torch.version.hip is None else 2)
 
 
-def _supports(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: float) -> bool:
+def supports(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: float) -> bool:
     kv_heads, width = cache.kv.shape[3:]
     if INTERPRETED and q_THE.dtype == torch.bfloat16:
         return False  # the interpreter's bfloat16 products are wrong
@@ -367,7 +409,7 @@ def _supports(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: float) 
     )
 
 
-@paged_attention.provider("triton", needs=NEEDS, supported=runs_on, supports=_supports)
+@paged_attention.provider("triton", needs=NEEDS, supported=runs_on, supports=supports)
 def _paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: float) -> Tensor:
     (_, heads, width), kv_heads = q_THE.shape, cache.kv.shape[3]
     group = heads // kv_heads
@@ -376,17 +418,43 @@ def _paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: 
     if plan.split_tokens:
         short, short_tile = long, 1
     else:
-        few = 2 * len(plan.context_lens_R) * kv_heads <= _processors(q_THE.device)
-        short = _short_blocks(group, width, q_THE.dtype, few)
-        short_tile = short.queries // group
+        short, short_tile = short_for(q_THE, cache, plan)
     if plan.min_query_len <= short_tile:
-        _launch_short(out_THE, q_THE, cache, plan, scale, short, short_tile)
-    if plan.max_query_len > short_tile:
-        _launch_long(out_THE, q_THE, cache, plan, scale, long, short_tile + 1)
+        launch_short(out_THE, q_THE, cache, plan, scale, short, short_tile)
+    most, whole = _attend_to_prompts(out_THE, q_THE, cache, plan, scale)
+    if most > short_tile:
+        _launch_long(out_THE, q_THE, cache, plan, scale, long, short_tile + 1, whole)
     return out_THE
 
 
-def _launch_short(
+def _attend_to_prompts(
+    out_THE: Tensor, q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: float
+) -> tuple[int, int]:
+    """Let a kernel made for this device take what rows it can.
+
+    Returns the most tokens of the other rows, and of how many tokens on a row that is its own
+    context was taken.
+    """
+    if plan.max_query_len >= WHOLE_PROMPT and q_THE.is_cuda and torch.version.hip is None:
+        # Its language comes with the Triton of NVIDIA GPUs alone.
+        from atom_ops.triton_impl import hopper_attention
+
+        prompts = hopper_attention.whole_prompts(q_THE, cache, plan)
+        if prompts is not None:
+            hopper_attention.attend(out_THE, q_THE, cache, plan, prompts, scale)
+            return prompts.others, WHOLE_PROMPT
+    return plan.max_query_len, _NO_ROW
+
+
+def short_for(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan) -> tuple[_Blocks, int]:
+    """How short rows are cut, and the most tokens of such a row."""
+    (_, heads, width), kv_heads = q_THE.shape, cache.kv.shape[3]
+    few = 2 * len(plan.context_lens_R) * kv_heads <= _processors(q_THE.device)
+    blocks = _short_blocks(heads // kv_heads, width, q_THE.dtype, few)
+    return blocks, blocks.queries // (heads // kv_heads)
+
+
+def launch_short(
     out_THE: Tensor,
     q_THE: Tensor,
     cache: KVLayer,
@@ -394,6 +462,7 @@ def _launch_short(
     scale: float,
     blocks: _Blocks,
     tile: int,
+    token: NewToken = _NO_TOKEN,
 ) -> None:
     kv_heads, rows = cache.kv.shape[3], len(plan.context_lens_R)
     splits = _splits(plan, rows * kv_heads, blocks, q_THE.device)
@@ -406,6 +475,7 @@ def _launch_short(
         _arrived(q_THE.device),
         *_strides(q_THE, cache, plan),
         scale * _LOG2_E,
+        *token,
         **_constants(q_THE, cache, plan, blocks, tile),
         MERGED=_MERGED,
     )
@@ -413,7 +483,7 @@ def _launch_short(
 
 def _launch_long(
     out_THE: Tensor, q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: float, blocks: _Blocks,
-    shortest: int,
+    shortest: int, whole: int,
 ) -> None:  # fmt: skip
     kv_heads, rows = cache.kv.shape[3], len(plan.context_lens_R)
     tile = blocks.queries * kv_heads // q_THE.shape[1]
@@ -423,6 +493,7 @@ def _launch_long(
         scale * _LOG2_E,
         rows,
         shortest,
+        whole,
         **_constants(q_THE, cache, plan, blocks, tile),
     )
 
@@ -468,6 +539,7 @@ def _constants(
         "SCALED": cache.scale is not None,
         "num_warps": blocks.warps,
         "num_stages": blocks.stages,
+        **launch_options(q_THE.device),
     }
 
 

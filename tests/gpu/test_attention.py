@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -133,3 +134,78 @@ def test_repeats_itself() -> None:
     step = Step([1] * 3 + [90], [3000, 500, 20, 90], dtype=BF16, cache_dtype=BF16, width=128, device=GPU)
     first = step.run()
     assert all(torch.equal(step.run(), first) for _ in range(20))
+
+
+# Rows that a step brings whole, beside the decodes and chunks that share it; some too short.
+PROMPTS = {
+    "one": ([512], [512]),
+    "not whole tiles": ([700, 513, 1030], [700, 513, 1030]),
+    "after decodes": ([1, 1, 1, 900, 640], [300, 1, 77, 900, 640]),
+    "among others": ([1, 600, 3, 530, 64, 1000, 5], [2000, 600, 3, 900, 64, 1000, 40]),
+}
+
+
+def by_other_kernels(step: Step) -> torch.Tensor:
+    """A plan without host rows leaves nothing to the kernel of whole prompts."""
+    plan = dataclasses.replace(step.plan(), host=None)
+    return atom_ops.paged_attention(step.q, step.cache, plan, 0.2)
+
+
+@pytest.fixture
+def prompts_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few their tokens are."""
+    from atom_ops.triton_impl import hopper_attention
+
+    if not hopper_attention.is_hopper(GPU):
+        pytest.skip("needs a Hopper GPU")
+    monkeypatch.setattr(hopper_attention, "WORTH_LAUNCHING", 1)
+    found = hopper_attention.whole_prompts
+
+    def insisting(*args: Any) -> Any:
+        prompts = found(*args)
+        assert prompts is not None or args[2].host is None
+        return prompts
+
+    monkeypatch.setattr(hopper_attention, "whole_prompts", insisting)
+
+
+@pytest.mark.usefixtures("prompts_apart")
+@pytest.mark.parametrize("dtype", [torch.float16, BF16])
+@pytest.mark.parametrize("heads", [(9, 3, 64), (16, 8, 128), (8, 1, 128)])
+@pytest.mark.parametrize(("query_lens", "context_lens"), PROMPTS.values(), ids=PROMPTS)
+def test_whole_prompts(
+    query_lens: list[int], context_lens: list[int], heads: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    step = Step(query_lens, context_lens, *heads[:2], dtype=dtype, cache_dtype=dtype, width=heads[2],
+                device=GPU)  # fmt: skip
+    torch.testing.assert_close(
+        step.run(), by_other_kernels(step), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+    )
+
+
+@pytest.mark.usefixtures("prompts_apart")
+def test_whole_prompts_follow_the_definition() -> None:
+    step = Step(*PROMPTS["among others"], 4, 2, 7, dtype=BF16, cache_dtype=BF16, width=128, device=GPU)
+    check(step, TOLERANCE[BF16])
+
+
+@pytest.mark.usefixtures("prompts_apart")
+@pytest.mark.parametrize("dtype", [torch.float16, BF16])
+def test_whole_prompts_of_a_narrow_cache(dtype: torch.dtype) -> None:
+    step = Step(*PROMPTS["among others"], 8, 2, dtype=dtype, cache_dtype=FP8, width=128, device=GPU)
+    torch.testing.assert_close(
+        step.run(), by_other_kernels(step), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+    )
+
+
+@pytest.mark.usefixtures("prompts_apart")
+def test_whole_prompts_do_not_depend_on_their_step() -> None:
+    """And repeat themselves: whatever the parties of a program do first."""
+    together = Step([900, 1500, 640], [900, 1500, 640], 16, 8, dtype=BF16, cache_dtype=BF16, width=128,
+                    device=GPU)  # fmt: skip
+    first = together.run()
+    assert all(torch.equal(together.run(), first) for _ in range(20))
+    lens, table = together.query_lens[1:2], together.table[1:2]
+    plan = atom_ops.plan_attention(lens, lens, table, GPU)
+    alone = atom_ops.paged_attention(together.q[900:2400], together.cache, plan, 0.2)
+    assert torch.equal(alone, first[900:2400])
