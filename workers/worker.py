@@ -134,8 +134,6 @@ class Worker:
 
     def _tune(self) -> None:
         """Before memory is measured: what tuning takes is free again by then."""
-        if self._config.device.batch_invariant:
-            return
         weights = [layer.weight for layer in self._model.modules() if isinstance(layer, Linear)]
         backend.tune(self._device, weights, Path(envs.ATOM_CACHE_DIR), self._progress)
 

@@ -46,7 +46,7 @@ _MATRIX = {
     32: ((32, 128, 4, 4), (64, 64, 4, 4), (64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 6)),
     64: ((64, 64, 4, 4), (64, 64, 4, 6), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 4, 5)),
 }
-_CUT = (64, 128, 4, 4)
+_CUT = (64, 128, 4, 3)
 """The tile whose columns are also tried cut into parts, where it alone leaves processors idle."""
 _PARTS = (2, 4)
 _FEW_PROGRAMS = 128

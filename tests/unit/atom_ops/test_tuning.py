@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from atom.utils.file_lock import exclusive
-from atom_ops import backend, linear
+from atom_ops import backend, linear, triton_impl
 from atom_ops.triton_impl.plan_file import Machine, PlanFile, Shape
 from atom_ops.triton_impl.tuned import LinearPlan
 from atom_ops.triton_impl.tuning import (
@@ -264,6 +264,16 @@ def test_nothing_is_tuned_on_a_cpu(tmp_path: Path) -> None:
     weights = [torch.zeros(64, 64, dtype=torch.bfloat16)]
     backend.tune(torch.device("cpu"), weights, tmp_path, silent)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_tuned_for_batch_invariant_products(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    triton_impl.load()
+    linear.use([backend.BATCH_INVARIANT])
+    weights = [torch.zeros(64, 64, dtype=torch.bfloat16)]
+    backend.tune(torch.device("cuda", 0), weights, tmp_path, silent)
+    assert list(tmp_path.iterdir()) == []
+    backend.resolve(torch.device("cpu"))
 
 
 def test_linear_follows_what_was_found_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
