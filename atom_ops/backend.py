@@ -55,9 +55,9 @@ def tune(
     """Measure how `linear` multiplies these weights best, where nobody has for this kind of GPU.
 
     Call after `resolve`, once the weights are in place; where that chose no provider that follows
-    plans (batch-invariant ones have a tile for everybody) there is nothing to do. What is found is kept in `cache_dir` and
-    read from there ever after, by all workers of this machine. `progress` is called with (phase,
-    done, total).
+    plans (batch-invariant ones have a tile for everybody) there is nothing to do. What is found is
+    kept in `cache_dir` and read from there ever after, by all workers of this machine. `progress`
+    is called with (phase, done, total).
     """
     if device.type == "cuda" and "triton" in REGISTRY["linear"].order:
         from atom_ops.triton_impl.bench import tune_linear

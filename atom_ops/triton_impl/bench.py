@@ -4,6 +4,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -57,7 +58,7 @@ class GPUBench:
             runnable = [plan for plan, works in zip(plans, ran, strict=True) if works]
         return [plan for plan in runnable if agrees(self._multiply, plan, weight)]
 
-    def stopwatch(self, plan: LinearPlan | None, shape: Shape, tokens: int) -> Callable[[int], float]:
+    def stopwatch(self, plan: LinearPlan | None, shape: Shape, tokens: int) -> "_Stopwatch":
         """Captures enough launches for the clock, each with a weight that no cache holds."""
         cold = self._cold_weights(shape)
         weights = list(islice(cycle(cold), max(len(cold), _FEWEST_LAUNCHES)))
@@ -70,8 +71,7 @@ class GPUBench:
                 else:
                     self._multiply(plan, x_TI, weight, None)
 
-        graph = self._capture(body)
-        return lambda rounds: _median_seconds(graph, rounds) / len(weights)
+        return _Stopwatch(self._capture(body), x_TI, weights)
 
     def _capture(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
         body()  # compiles kernels, and lets libraries set themselves up
@@ -96,6 +96,26 @@ class GPUBench:
             copies = [weights[0].clone() for _ in range(count - len(weights))]
             self._cold = shape, [*weights[:count], *copies]
         return self._cold[1]
+
+
+@dataclass(frozen=True)
+class _Stopwatch:
+    graph: torch.cuda.CUDAGraph
+    x_TI: Tensor
+    """The graph reads it and the weights, and holds neither."""
+    weights: Sequence[Tensor]
+
+    def __call__(self, rounds: int) -> float:
+        """Seconds for one product: the median of so many replays."""
+        starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(rounds)] for _ in range(2))
+        self.graph.replay()
+        for start, end in zip(starts, ends, strict=True):
+            start.record()
+            self.graph.replay()
+            end.record()
+        torch.cuda.synchronize()
+        milliseconds = statistics.median(map(torch.cuda.Event.elapsed_time, starts, ends))
+        return milliseconds / 1000 / len(self.weights)
 
 
 def tokens_for(weight: Tensor, tokens: int) -> Tensor:
@@ -127,17 +147,3 @@ def agrees(multiply: Multiply, plan: LinearPlan, weight: Tensor) -> bool:
             get_logger().warning("%s is wrong for a weight of %s: not used", plan, tuple(weight.shape))
             return False
     return True
-
-
-def _median_seconds(graph: torch.cuda.CUDAGraph, rounds: int) -> float:
-    """Of one replay."""
-    events = [
-        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(rounds)
-    ]
-    graph.replay()
-    for start, end in events:
-        start.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in events) / 1000

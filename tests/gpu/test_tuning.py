@@ -66,7 +66,7 @@ def test_products_agree_with_torch_and_the_next_start_measures_nothing(
     total = 4 * len(SHAPES)
     assert heard == [(PHASE, done, total) for done in range(total + 1)]
     found = dict(plans_on(GPU))
-    assert found.keys() == set(SHAPES) and found[SHAPES[0]]
+    assert found.keys() == set(SHAPES) and any(found.values())
     for weight in weights[:: len(weights) // len(SHAPES)]:
         for tokens in (1, 2, 5, 16, 17, 32, 33, 64, 65):
             x = torch.randn(tokens, weight.shape[1], device=GPU, dtype=dtype)
