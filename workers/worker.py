@@ -106,6 +106,9 @@ class Worker:
         if self._tp.rank == 0:
             get_logger().info("ops on %s: %s", self._device, backend.summary(resolved))
         self._model = self._build_model()
+        if self._device.type == "cuda":
+            # Kernels may read weights before what was launched ahead of them is done.
+            torch.cuda.synchronize(self._device)
         self._tune()
         specs = kv_specs(self._model.kv_groups, self._config.cache.block_size, self._kv_dtype)
         return Loaded(self._tp.rank, specs, self._kv_bytes(), weight_bytes(self._model))
