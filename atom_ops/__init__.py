@@ -2,13 +2,14 @@
 
 Shapes in names: T tokens, D hidden, H query heads, K key/value heads, E head dimension,
 F half of a gated projection, I and O in and out features, R rows that draw, V vocabulary,
-P positions. Tensors are contiguous unless a docstring says otherwise.
+P positions, X experts, J experts chosen per token. Tensors are contiguous unless a docstring says otherwise.
 """
 
-from atom_ops.ops.activation import silu_and_mul
+from atom_ops.ops.activation import clamped_swiglu, silu_and_mul
 from atom_ops.ops.attention import AttentionPlan, paged_attention, plan_attention
 from atom_ops.ops.decode_inputs import DecodeInputs, decode_inputs
 from atom_ops.ops.embedding import embedding
+from atom_ops.ops.experts import ClampedSwiglu, ExpertActivation, ExpertWeights, experts
 from atom_ops.ops.kv_cache import KVLayer, kv_bytes_per_block, make_kv_layer, write_kv
 from atom_ops.ops.linear import linear, pack_linear_weight
 from atom_ops.ops.logit_rules import LogitRuleBatch, TokenRecord, record_drawn, rule_logits
@@ -16,21 +17,28 @@ from atom_ops.ops.logprobs import TokenLogprobs, token_logprobs
 from atom_ops.ops.norm import add_rms_norm, rms_norm
 from atom_ops.ops.qkv import HeadNorms, rotate_and_write_kv
 from atom_ops.ops.rotary import rotary, rotation, rotation_at
+from atom_ops.ops.routing import RoutingRule, route
 from atom_ops.ops.sampling import SamplingBatch, sample
 from atom_ops.transfer import to_device
 
 __all__ = [
     "AttentionPlan",
+    "ClampedSwiglu",
     "DecodeInputs",
+    "ExpertActivation",
+    "ExpertWeights",
     "HeadNorms",
     "KVLayer",
     "LogitRuleBatch",
+    "RoutingRule",
     "SamplingBatch",
     "TokenLogprobs",
     "TokenRecord",
     "add_rms_norm",
+    "clamped_swiglu",
     "decode_inputs",
     "embedding",
+    "experts",
     "kv_bytes_per_block",
     "linear",
     "make_kv_layer",
@@ -43,6 +51,7 @@ __all__ = [
     "rotate_and_write_kv",
     "rotation",
     "rotation_at",
+    "route",
     "rule_logits",
     "sample",
     "silu_and_mul",
