@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from atom.config.checkpoint import Checkpoint
-from workers.checkpoint_files import read_header
+from workers.checkpoint_files import tensors_in
 
 _COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 _SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -147,8 +147,8 @@ def _dtype(config: Mapping[str, Any], directory: Path) -> str:
 def _dtype_of_weights(directory: Path) -> str:
     """The dtype of the first matrix in the first safetensors file; float32 without one."""
     for path in sorted(directory.glob("*.safetensors")):
-        for name, tensor in read_header(path).items():
-            if name != "__metadata__" and len(tensor["shape"]) > 1:
+        for tensor in tensors_in(path)[1].values():
+            if len(tensor["shape"]) > 1:
                 kept = str(tensor["dtype"])
                 return _SAFETENSORS_DTYPES.get(kept, kept)
     return "float32"

@@ -50,11 +50,17 @@ class ColumnParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """Each rank reads a part of the input features; the partial sums are added over the ranks."""
+    """Each rank reads a part of the input features; the partial sums are added over the ranks.
 
-    def __init__(self, inputs: Range, out_features: int, bias: bool, build: BuildContext):
+    Without `reduce` they stay partial: whoever adds them to others sums them all at once.
+    """
+
+    def __init__(
+        self, inputs: Range, out_features: int, bias: bool, build: BuildContext, reduce: bool = True
+    ):
         super().__init__()
         self._tp = build.tp
+        self._reduce = reduce
         self.add_weight("weight", [Source((out_features, inputs.total), 1, inputs)], build)
         if bias:
             self.add_weight("bias", [Source((out_features,), 0, Range.whole(out_features))], build)
@@ -62,4 +68,5 @@ class RowParallelLinear(Linear):
     def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
         # The bias belongs to the sum: one rank adds it.
         bias = self.bias if self._tp.rank == 0 else None
-        return self._tp.all_reduce(linear(x_TI, self.weight, bias))
+        partial_TO = linear(x_TI, self.weight, bias)
+        return self._tp.all_reduce(partial_TO) if self._reduce else partial_TO
