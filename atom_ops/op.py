@@ -42,6 +42,8 @@ class Provider:
     """Whether it can run one call; None: any."""
     prepare: Callable[..., tuple[Any, ...]] | None
     """From the reference's arguments to this provider's, where these differ (a packed weight)."""
+    batch_invariant: bool = True
+    """A row's bits depend on that row alone (in attention: once the plan fixes `split_tokens`)."""
 
 
 class Op(Generic[P, R]):
@@ -50,18 +52,22 @@ class Op(Generic[P, R]):
     Before `backend.resolve` the order holds the reference alone.
     """
 
-    def __init__(self, reference: Callable[P, R], cases: Sequence[Case], tolerances: Tolerances) -> None:
+    def __init__(
+        self, reference: Callable[P, R], cases: Sequence[Case], tolerances: Tolerances, composed: bool = False
+    ) -> None:
         self.name = reference.__name__
         self.reference = reference
         self.cases = cases
         self.tolerances = tolerances
+        self.composed = composed
+        """Whether the reference calls other ops, each with providers of its own, and no torch."""
         self.__doc__ = reference.__doc__
         self.providers: dict[str, Provider] = {
             REFERENCE: Provider(REFERENCE, reference, "nothing", lambda device: True, None, None)
         }
         self._preferred: tuple[Provider, ...] = ()
         self.ran_reference = False
-        """Whether a call came to the reference since the order was set."""
+        """Whether a call came to the reference, and so to torch, since the order was set."""
 
     def provider(
         self,
@@ -71,13 +77,16 @@ class Op(Generic[P, R]):
         supported: Callable[[torch.device], bool],
         supports: Callable[P, bool] | None = None,
         prepare: Callable[P, tuple[Any, ...]] | None = None,
+        batch_invariant: bool = True,
     ) -> Callable[[Callable[P, R]], Callable[P, R]]:
         """Register the decorated function; raises ValueError for a name taken."""
         if name in self.providers:
             raise ValueError(f"op {self.name} already has a provider {name}")
 
         def register(function: Callable[P, R]) -> Callable[P, R]:
-            self.providers[name] = Provider(name, function, needs, supported, supports, prepare)
+            self.providers[name] = Provider(
+                name, function, needs, supported, supports, prepare, batch_invariant
+            )
             return function
 
         return register
@@ -97,18 +106,23 @@ class Op(Generic[P, R]):
             if provider.supports is None or provider.supports(*args, **kwargs):
                 result: R = provider.function(*args, **kwargs)
                 return result
-        self.ran_reference = True
+        self.ran_reference = not self.composed
         return self.reference(*args, **kwargs)
 
 
 REGISTRY: dict[str, Op[..., Any]] = {}
 
 
-def op(cases: Sequence[Case], tolerances: Tolerances = DEFAULT) -> Callable[[Callable[P, R]], Op[P, R]]:
-    """Make the decorated torch function an op and enter it into `REGISTRY`."""
+def op(
+    cases: Sequence[Case], tolerances: Tolerances = DEFAULT, composed: bool = False
+) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """Make the decorated function an op and enter it into `REGISTRY`.
+
+    `composed`: it calls other ops, and torch through these alone.
+    """
 
     def register(reference: Callable[P, R]) -> Op[P, R]:
-        made = Op(reference, cases, tolerances)
+        made = Op(reference, cases, tolerances, composed)
         if made.name in REGISTRY:
             raise ValueError(f"there are two ops named {made.name}")
         REGISTRY[made.name] = made

@@ -13,7 +13,7 @@ from atom.config.engine import EngineConfig
 from atom.messages.engine import Sampling, pack_ids
 from atom.messages.worker import AllocateKV, Loaded, NewRow, ScheduledBatch
 from atom.utils.logger import get_logger
-from atom_ops import KVLayer, backend
+from atom_ops import BATCH_INVARIANT_SPLIT, KVLayer, backend
 from parallel.communicator import Communicator
 from workers.block_table import BatchLimits
 from workers.decode_graphs import DecodeGraphs
@@ -100,10 +100,13 @@ class Worker:
         return self._runner.launch(batch)
 
     def _load(self) -> Loaded:
-        resolved = backend.resolve(self._device)
+        resolved = backend.resolve(self._device, batch_invariant=self._config.device.batch_invariant)
         if self._tp.rank == 0:
             get_logger().info("ops on %s: %s", self._device, backend.summary(resolved))
         self._model = self._build_model()
+        if self._device.type == "cuda":
+            # Kernels may read weights before what was launched ahead of them is done.
+            torch.cuda.synchronize(self._device)
         specs = kv_specs(self._model.kv_groups, self._config.cache.block_size, self._kv_dtype)
         return Loaded(self._tp.rank, specs, self._kv_bytes(), weight_bytes(self._model))
 
@@ -135,7 +138,8 @@ class Worker:
         assert max_rows is not None, "max_num_seqs is resolved before any worker starts"
         limits = BatchLimits(max_rows, allocate.max_model_len, block_size)
         kv_layers = allocate_kv(groups, allocate.num_blocks, block_size, self._kv_dtype, self._device)
-        inputs = InputBatch(limits, len(groups), self._device)
+        split_tokens = BATCH_INVARIANT_SPLIT if self._config.device.batch_invariant else 0
+        inputs = InputBatch(limits, len(groups), self._device, split_tokens)
         sampler = Sampler(limits, self._checkpoint.vocab_size, self._device)
         graphs = self._capture(kv_layers, inputs, capture_sizes) if capture_sizes else None
         return ModelRunner(self._model, kv_layers, inputs, sampler, graphs)

@@ -44,7 +44,9 @@ def masked_attention(
     return torch.matmul(weights, v_NKCE.unsqueeze(2)).flatten(1, 2), lse.flatten(1, 2)
 
 
-@masked_attention.provider("sdpa_cpu", needs="a CPU", supported=lambda device: device.type == "cpu")
+@masked_attention.provider(
+    "sdpa_cpu", needs="a CPU", supported=lambda device: device.type == "cpu", batch_invariant=False
+)
 def _sdpa_cpu(
     q_NHLE: Tensor, k_NKCE: Tensor, v_NKCE: Tensor, mask_N1LC: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,9 @@ from torch import Tensor
 
 from atom_ops.transfer import to_device
 
+BATCH_INVARIANT_SPLIT = 512
+"""`split_tokens` of every plan where a row's bits must not depend on its batch or its phase."""
+
 Ints = NDArray[np.int64]
 
 _TILES = np.array([16, 32, 64, 128])

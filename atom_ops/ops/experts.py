@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from atom_ops.op import Case, op
 from atom_ops.ops.activation import clamped_swiglu, silu_and_mul
+from atom_ops.ops.linear import BATCH_INVARIANT, linear
 from atom_ops.tolerances import REDUCTION
 
 
@@ -99,10 +100,10 @@ def experts(
     """The weighted sum of each token's experts, [T, D] in x's dtype.
 
     `ids_TJ` int64 and `weights_TJ` float32 as `route` gave them. A token's result depends on its
-    own row alone, NaN in other rows included. Products are summed in float32, in the order of
-    `ids_TJ`. On a GPU nothing waits for the device.
+    own row alone, NaN in other rows included; to the last bit where `linear` is batch-invariant.
+    Choices are summed in float32. On a GPU nothing waits for the device.
     """
-    if x_TD.is_cuda and not _has_grouped_products(x_TD, weights):
+    if x_TD.is_cuda and (BATCH_INVARIANT in linear.order or not _has_grouped_products(x_TD, weights)):
         return _all_over_all(x_TD, ids_TJ, weights_TJ, weights, activation)
     tokens, chosen = ids_TJ.shape
     ids_P, order_P = ids_TJ.flatten().sort(stable=True)
@@ -167,9 +168,9 @@ def _all_over_all(
     for expert in range(weights.down_XDF.shape[0]):
         chosen_TJ = ids_TJ == expert
         share_T1 = weights_TJ.where(chosen_TJ, 0.0).sum(1, keepdim=True)
-        inner_T2F = functional.linear(x_TD, weights.gate_up_XOD[expert], _of(weights.gate_up_bias_XO, expert))
+        inner_T2F = linear(x_TD, weights.gate_up_XOD[expert], _of(weights.gate_up_bias_XO, expert))
         inner_TF = _activate(inner_T2F, activation)
-        y_TD = functional.linear(inner_TF, weights.down_XDF[expert], _of(weights.down_bias_XD, expert))
+        y_TD = linear(inner_TF, weights.down_XDF[expert], _of(weights.down_bias_XD, expert))
         # Not a factor of zero, which would keep another expert's infinity.
         out_TD += (y_TD.float() * share_T1).where(chosen_TJ.any(1, keepdim=True), 0.0)
     return out_TD.to(x_TD.dtype)

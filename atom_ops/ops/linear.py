@@ -34,6 +34,8 @@ def linear(x_TI: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return functional.linear(x_TI, weight, bias)
 
 
+BATCH_INVARIANT = "batch_invariant"
+"""The provider whose rows do not depend on how many there are; only demanded, never a default."""
 _ONEDNN = "onednn_packed"
 _ROWS_HINT = 16  # a layout that serves 4 to 256 rows best and costs single rows little
 
@@ -64,6 +66,7 @@ def _onednn_packs(dtype: torch.dtype) -> bool:
     supported=lambda device: device.type == "cpu" and torch.backends.mkldnn.is_available(),
     supports=lambda x_TI, weight, bias=None: weight.is_mkldnn,
     prepare=lambda x_TI, weight, bias=None: (x_TI, pack_linear_weight(weight), bias),
+    batch_invariant=False,
 )
 def _onednn_packed(x_TI: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, weight, bias, "none", [], "")

@@ -69,7 +69,8 @@ def _of_slice(logits_NV: Tensor, ids_N: Tensor, top: int) -> TokenLogprobs:
     ranks_N = (logits_NV > logits_N1).sum(-1) + 1
     if top:
         ids_NW = torch.cat((ids_NW, _most_likely(logits_NV, top)), dim=1)
-    values_NW = logits_NV.gather(1, ids_NW) - logits_NV.logsumexp(-1, keepdim=True)
+    # Not logsumexp: on a GPU that cuts a row into parts that depend on the number of rows.
+    values_NW = logits_NV.log_softmax(-1).gather(1, ids_NW)
     return TokenLogprobs(ids_NW, values_NW, ranks_N)
 
 

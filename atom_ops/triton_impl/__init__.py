@@ -28,10 +28,14 @@ def load() -> None:
         return
     import atom_ops.triton_impl.activation
     import atom_ops.triton_impl.attention
+    import atom_ops.triton_impl.batch_invariant
     import atom_ops.triton_impl.decode_inputs
     import atom_ops.triton_impl.embedding
+    import atom_ops.triton_impl.fused_attention
+    import atom_ops.triton_impl.fused_linear
     import atom_ops.triton_impl.kv_cache
     import atom_ops.triton_impl.linear
     import atom_ops.triton_impl.norm
     import atom_ops.triton_impl.qkv
-    import atom_ops.triton_impl.rotary  # noqa: F401
+    import atom_ops.triton_impl.rotary
+    import atom_ops.triton_impl.sampling  # noqa: F401

@@ -6,12 +6,14 @@ from torch import Tensor
 
 from atom_ops.ops.activation import silu_and_mul
 from atom_ops.triton_impl import NEEDS, runs_on
+from atom_ops.triton_impl.overlap import begin, launch_options
 
 _BLOCK = 1024
 
 
 @triton.jit
-def _silu_and_mul(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_mul(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
@@ -31,5 +33,7 @@ def _launch(x_T2F: Tensor) -> Tensor:
     if out_TF.numel():
         block = min(triton.next_power_of_2(size), _BLOCK)
         grid = (out_TF.numel() // size, triton.cdiv(size, block))
-        _silu_and_mul[grid](x_T2F, out_TF, SIZE=size, BLOCK=block, num_warps=4)
+        _silu_and_mul[grid](
+            x_T2F, out_TF, SIZE=size, BLOCK=block, num_warps=4, **launch_options(x_T2F.device)
+        )
     return out_TF

@@ -28,6 +28,8 @@ from atom_ops.ops.attention import paged_attention
 from atom_ops.ops.attention_plan import AttentionPlan
 from atom_ops.ops.kv_cache import KVLayer
 from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
+from atom_ops.triton_impl.new_token import keep_token, turned_heads
+from atom_ops.triton_impl.overlap import begin, launch_options
 
 _ANY_ALIGNMENT = ["table", "contexts", "starts", "scales"]
 _LOG2_E = 1.4426950408889634
@@ -155,21 +157,52 @@ def _merge(top_M, total_M, sum_ME, more_top_M, more_total_M, more_sum_ME):
 
 
 @triton.jit
+def _merge_parts(
+    parts, part_states, first_part, splits, wanted_M, wanted_ME,
+    BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, MERGED: tl.constexpr,
+):  # fmt: skip
+    """Sum of weights and weighted sum of values over all splits of a row, in their order."""
+    m = tl.arange(0, BLOCK_M)
+    part_ME = m[:, None] * BLOCK_E + tl.arange(0, BLOCK_E)[None, :]
+    top_M = tl.full((BLOCK_M,), _LOWEST, tl.float32)
+    total_M = tl.zeros((BLOCK_M,), tl.float32)
+    sum_ME = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
+    for first_split in range(0, splits, MERGED):
+        # Several at a time, for their loads to overlap; one that is not there changes nothing.
+        for next_split in tl.static_range(MERGED):
+            there = first_split + next_split < splits
+            part_at = (first_part + first_split + next_split) * BLOCK_M
+            states = part_states + part_at * 2 + m
+            more_top_M = tl.load(states, mask=wanted_M & there, other=_LOWEST, cache_modifier=".cg")
+            more_total_M = tl.load(states + BLOCK_M, mask=wanted_M & there, other=0.0, cache_modifier=".cg")
+            more_sum_ME = tl.load(
+                parts + part_at * BLOCK_E + part_ME, mask=wanted_ME & there, other=0.0, cache_modifier=".cg"
+            )
+            top_M, total_M, sum_ME = _merge(top_M, total_M, sum_ME, more_top_M, more_total_M, more_sum_ME)
+    return total_M, sum_ME
+
+
+@triton.jit
 def _store_output(out, at_ME, wanted_ME, total_M, sum_ME):
     out_ME = sum_ME / tl.where(total_M > 0.0, total_M, 1.0)[:, None]
     tl.store(out + at_ME, out_ME.to(out.dtype.element_ty), mask=wanted_ME)
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_ANY_ALIGNMENT)
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=[*_ANY_ALIGNMENT, "slots"])
 def _short_rows(
     q, out, kv, scales, table, contexts, starts, parts, part_states, arrived,
     q_token_stride, q_head_stride, table_stride, block_stride, token_stride, half_stride, head_stride,
-    score_scale,
+    score_scale, cos, sin, slots, q_weight, k_weight, eps, cos_stride, sin_stride,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
-    SCALED: tl.constexpr, MERGED: tl.constexpr,
+    SCALED: tl.constexpr, OVERLAP: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (K, splits, R); a row of at most TILE tokens is one tile."""
+    """Grid (K, splits, R); a row of at most TILE tokens is one tile.
+
+    With `slots`, rows are of one token and `q` is the fused projection: queries get normalised
+    and turned on their way in, and the last split first stores the token's key and value.
+    """
+    begin(OVERLAP)
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_token = tl.load(starts + row)
     length = tl.load(starts + row + 1) - first_token
@@ -190,7 +223,18 @@ def _short_rows(
     token_M = (first_token + m // GROUP).to(tl.int64)
     head_M = head * GROUP + m % GROUP
     q_at_M = token_M * q_token_stride + head_M * q_head_stride
-    q_ME = tl.load(q + q_at_M[:, None] + feature_E[None, :], mask=wanted_ME, other=0.0)
+    if slots is None:
+        q_ME = tl.load(q + q_at_M[:, None] + feature_E[None, :], mask=wanted_ME, other=0.0)
+    else:
+        at = first_token.to(tl.int64)
+        cos += at * cos_stride
+        sin += at * sin_stride
+        if split == splits - 1:
+            keep_token(
+                q + at * q_token_stride, tl.load(slots + at), kv, head, token_stride, half_stride,
+                head_stride, cos, sin, k_weight, eps, GROUP, WIDTH, BLOCK_E,
+            )  # fmt: skip
+        q_ME = turned_heads(q + q_at_M, wanted_M, cos, sin, q_weight, eps, WIDTH, BLOCK_E)
     first = split * blocks_each * BLOCK_N
     stop = tl.minimum(context, first + blocks_each * BLOCK_N)
     top_M, total_M, sum_ME = _attend(
@@ -218,27 +262,10 @@ def _short_rows(
     before = tl.atomic_add(arrived + pair, 1, sem="acq_rel")
     tl.debug_barrier()
     if before == splits - 1:
-        top_M = tl.full((BLOCK_M,), _LOWEST, tl.float32)
-        total_M = tl.zeros((BLOCK_M,), tl.float32)
-        sum_ME = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
-        first_part = pair.to(tl.int64) * tl.num_programs(1)
-        for first_split in range(0, splits, MERGED):
-            # Several at a time, for their loads to overlap; one that is not there changes nothing.
-            for next_split in tl.static_range(MERGED):
-                there = first_split + next_split < splits
-                part_at = (first_part + first_split + next_split) * BLOCK_M
-                states = part_states + part_at * 2 + m
-                more_top_M = tl.load(states, mask=wanted_M & there, other=_LOWEST, cache_modifier=".cg")
-                more_total_M = tl.load(
-                    states + BLOCK_M, mask=wanted_M & there, other=0.0, cache_modifier=".cg"
-                )
-                more_sum_ME = tl.load(
-                    parts + part_at * BLOCK_E + part_ME,
-                    mask=wanted_ME & there,
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
-                top_M, total_M, sum_ME = _merge(top_M, total_M, sum_ME, more_top_M, more_total_M, more_sum_ME)
+        total_M, sum_ME = _merge_parts(
+            parts, part_states, pair.to(tl.int64) * tl.num_programs(1), splits, wanted_M, wanted_ME,
+            BLOCK_M, BLOCK_E, MERGED,
+        )  # fmt: skip
         _store_output(out, out_at_ME, wanted_ME, total_M, sum_ME)
         tl.store(arrived + pair, 0)
 
@@ -270,13 +297,14 @@ def _long_rows(
     score_scale, rows, shortest, whole,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (numbers of tiles, K). The last tiles of a row have the most to do and come first.
 
     Passes over rows of fewer than `shortest` tokens, and over those of `whole` and more that are
     their own context.
     """
+    begin(OVERLAP)
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
     row = row_of(number, starts, 0, rows, TILE)
@@ -339,6 +367,9 @@ class _Blocks:
     """For each processor, that splits make up where rows and heads are fewer."""
 
 
+NewToken = tuple[Tensor | float | None, ...]
+# The kernel's parameters from `cos` on.
+_NO_TOKEN: NewToken = (None, None, None, None, None, 0.0, 0, 0)
 _MERGED = 8
 _MOST_PAIRS = 1 << 18
 WHOLE_PROMPT = 512
@@ -366,7 +397,7 @@ def _long_blocks(group: int, width: int, dtype: torch.dtype) -> _Blocks:
     return _Blocks(max(128, least), 64, 8, 3 if torch.version.hip is None else 2)
 
 
-def _supports(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: float) -> bool:
+def supports(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: float) -> bool:
     kv_heads, width = cache.kv.shape[3:]
     if INTERPRETED and q_THE.dtype == torch.bfloat16:
         return False  # the interpreter's bfloat16 products are wrong
@@ -378,7 +409,7 @@ def _supports(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: float) 
     )
 
 
-@paged_attention.provider("triton", needs=NEEDS, supported=runs_on, supports=_supports)
+@paged_attention.provider("triton", needs=NEEDS, supported=runs_on, supports=supports)
 def _paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: float) -> Tensor:
     (_, heads, width), kv_heads = q_THE.shape, cache.kv.shape[3]
     group = heads // kv_heads
@@ -387,11 +418,9 @@ def _paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: 
     if plan.split_tokens:
         short, short_tile = long, 1
     else:
-        few = 2 * len(plan.context_lens_R) * kv_heads <= _processors(q_THE.device)
-        short = _short_blocks(group, width, q_THE.dtype, few)
-        short_tile = short.queries // group
+        short, short_tile = short_for(q_THE, cache, plan)
     if plan.min_query_len <= short_tile:
-        _launch_short(out_THE, q_THE, cache, plan, scale, short, short_tile)
+        launch_short(out_THE, q_THE, cache, plan, scale, short, short_tile)
     most, whole = _attend_to_prompts(out_THE, q_THE, cache, plan, scale)
     if most > short_tile:
         _launch_long(out_THE, q_THE, cache, plan, scale, long, short_tile + 1, whole)
@@ -417,7 +446,15 @@ def _attend_to_prompts(
     return plan.max_query_len, _NO_ROW
 
 
-def _launch_short(
+def short_for(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan) -> tuple[_Blocks, int]:
+    """How short rows are cut, and the most tokens of such a row."""
+    (_, heads, width), kv_heads = q_THE.shape, cache.kv.shape[3]
+    few = 2 * len(plan.context_lens_R) * kv_heads <= _processors(q_THE.device)
+    blocks = _short_blocks(heads // kv_heads, width, q_THE.dtype, few)
+    return blocks, blocks.queries // (heads // kv_heads)
+
+
+def launch_short(
     out_THE: Tensor,
     q_THE: Tensor,
     cache: KVLayer,
@@ -425,6 +462,7 @@ def _launch_short(
     scale: float,
     blocks: _Blocks,
     tile: int,
+    token: NewToken = _NO_TOKEN,
 ) -> None:
     kv_heads, rows = cache.kv.shape[3], len(plan.context_lens_R)
     splits = _splits(plan, rows * kv_heads, blocks, q_THE.device)
@@ -437,6 +475,7 @@ def _launch_short(
         _arrived(q_THE.device),
         *_strides(q_THE, cache, plan),
         scale * _LOG2_E,
+        *token,
         **_constants(q_THE, cache, plan, blocks, tile),
         MERGED=_MERGED,
     )
@@ -500,6 +539,7 @@ def _constants(
         "SCALED": cache.scale is not None,
         "num_warps": blocks.warps,
         "num_stages": blocks.stages,
+        **launch_options(q_THE.device),
     }
 
 

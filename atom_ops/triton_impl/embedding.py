@@ -6,6 +6,7 @@ from torch import Tensor
 
 from atom_ops.ops.embedding import embedding
 from atom_ops.triton_impl import NEEDS, runs_on
+from atom_ops.triton_impl.overlap import begin, launch_options
 
 _BLOCK = 1024
 
@@ -14,8 +15,10 @@ _BLOCK = 1024
 # not bring a new compilation.
 @triton.jit(do_not_specialize_on_alignment=["ids_ptr"])
 def _gather(
-    ids_ptr, weight_ptr, out_ptr, first_id, ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
-):
+    ids_ptr, weight_ptr, out_ptr, first_id,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    begin(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
@@ -37,5 +40,8 @@ def _launch(ids_T: Tensor, weight_VD: Tensor, first_id: int) -> Tensor:
     if out_TD.numel():
         block = min(triton.next_power_of_2(size), _BLOCK)
         grid = (ids_T.numel(), triton.cdiv(size, block))
-        _gather[grid](ids_T, weight_VD, out_TD, first_id, ROWS=rows, SIZE=size, BLOCK=block, num_warps=4)
+        _gather[grid](
+            ids_T, weight_VD, out_TD, first_id,
+            ROWS=rows, SIZE=size, BLOCK=block, num_warps=4, **launch_options(ids_T.device),
+        )  # fmt: skip
     return out_TD

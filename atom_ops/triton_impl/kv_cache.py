@@ -6,6 +6,7 @@ from torch import Tensor
 
 from atom_ops.ops.kv_cache import KVLayer, write_kv
 from atom_ops.triton_impl import NEEDS, runs_on
+from atom_ops.triton_impl.overlap import begin, launch_options
 
 _HEADS = 8
 
@@ -64,7 +65,9 @@ def _write_kv(
     SIZE: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)
     slot = tl.load(slots_ptr + token)
@@ -103,4 +106,5 @@ def _launch(k_TKE: Tensor, v_TKE: Tensor, cache: KVLayer, slots_T: Tensor) -> No
         HEADS_BLOCK=heads_block,
         BLOCK=triton.next_power_of_2(size),
         num_warps=4,
+        **launch_options(k_TKE.device),
     )

@@ -18,9 +18,17 @@ from torch import Tensor
 
 from atom_ops.ops.linear import linear
 from atom_ops.triton_impl import INTERPRETED
+from atom_ops.triton_impl.overlap import (
+    begin,
+    fetch_rows,
+    launch_options,
+    let_next_start,
+    wait,
+)
 from atom_ops.triton_impl.tuned import LINEAR, LinearPlan
 
 _ADDED_AT_ONCE = 512
+_FETCHED_BYTES = 16 << 20
 _INTERPRETED = (
     LinearPlan(tokens=1, vector=True, rows=8, columns=64, warps=4, stages=1),
     LinearPlan(tokens=8, vector=False, rows=16, columns=64, warps=4, stages=2, parts=3),
@@ -29,41 +37,69 @@ _INTERPRETED = (
 
 
 @triton.jit
-def _finish(total, bias, out, place, output, inside, HAS_BIAS: tl.constexpr):
+def finish(total, bias, out, place, output, inside, HAS_BIAS: tl.constexpr):
     if HAS_BIAS:
         total += tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
+def weight_tile(weight_RC, inside_R, valid_C, EVEN: tl.constexpr):
+    if EVEN:
+        tile_RC = tl.load(weight_RC)
+    else:
+        tile_RC = tl.load(weight_RC, mask=inside_R[:, None] & valid_C[None, :], other=0.0)
+    return tile_RC
+
+
+@triton.jit
+def _x_part(x_C, valid_C, EVEN: tl.constexpr):
+    part_C = tl.load(x_C) if EVEN else tl.load(x_C, mask=valid_C, other=0.0)
+    return part_C.to(tl.float32)[None, :]
+
+
+@triton.jit
 def _vector(
     x, weight, bias, out, outputs, inputs,
     HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     output_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column_C = tl.arange(0, COLUMNS)
     inside_R = output_R < outputs
     weight_RC = weight + output_R.to(tl.int64)[:, None] * inputs + column_C[None, :]
     total_RC = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in tl.range(0, inputs, COLUMNS, num_stages=STAGES):
-        if EVEN:
-            part_RC = tl.load(weight_RC + start)
-            x_C = tl.load(x + start + column_C)
-        else:
-            valid_C = column_C < inputs - start
-            part_RC = tl.load(weight_RC + start, mask=inside_R[:, None] & valid_C[None, :], other=0.0)
-            x_C = tl.load(x + start + column_C, mask=valid_C, other=0.0)
-        total_RC += part_RC.to(tl.float32) * x_C.to(tl.float32)[None, :]
-    _finish(tl.sum(total_RC, 1), bias, out, output_R, output_R, inside_R, HAS_BIAS)
+    if STAGES == 1:
+        # One tile ahead in registers; the first comes while the kernel before is still at work.
+        part_RC = weight_tile(weight_RC, inside_R, column_C < inputs, EVEN)
+        wait(OVERLAP)
+        for ahead in tl.range(COLUMNS, inputs, COLUMNS, num_stages=1):
+            next_RC = weight_tile(weight_RC + ahead, inside_R, column_C < inputs - ahead, EVEN)
+            x_C = x + ahead - COLUMNS + column_C
+            total_RC += part_RC.to(tl.float32) * _x_part(x_C, column_C < inputs, EVEN)
+            part_RC = next_RC
+        let_next_start(OVERLAP)
+        last = tl.cdiv(inputs, COLUMNS) * COLUMNS - COLUMNS
+        x_C = x + last + column_C
+        total_RC += part_RC.to(tl.float32) * _x_part(x_C, column_C < inputs - last, EVEN)
+    else:
+        wait(OVERLAP)
+        for first in tl.range(0, inputs, COLUMNS, num_stages=STAGES):
+            valid_C = column_C < inputs - first
+            part_RC = weight_tile(weight_RC + first, inside_R, valid_C, EVEN)
+            total_RC += part_RC.to(tl.float32) * _x_part(x + first + column_C, valid_C, EVEN)
+        let_next_start(OVERLAP)
+    finish(tl.sum(total_RC, 1), bias, out, output_R, output_R, inside_R, HAS_BIAS)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _matrix(
     x, weight, bias, out, tokens, outputs, inputs, share,
     HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    TOKENS: tl.constexpr, OVERLAP: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
+    if FETCH:
+        let_next_start(OVERLAP)
     output_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     part = tl.program_id(1)
     column_C = tl.arange(0, COLUMNS)
@@ -73,6 +109,11 @@ def _matrix(
     weight_RC = weight + output_R.to(tl.int64)[:, None] * inputs + column_C[None, :] + first
     x_CT = x + token_T[None, :] * inputs + column_C[:, None] + first
     total_RT = tl.zeros((ROWS, TOKENS), tl.float32)
+    if FETCH:
+        size: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+        rows = weight + tl.program_id(0).to(tl.int64) * ROWS * inputs + first
+        fetch_rows(rows, ROWS, inputs * size, share * size, OVERLAP)
+    wait(OVERLAP)
     for start in range(0, share, COLUMNS):
         if EVEN:
             tile_RC = tl.load(weight_RC + start)
@@ -82,21 +123,25 @@ def _matrix(
             tile_RC = tl.load(weight_RC + start, mask=inside_R[:, None] & valid_C[None, :], other=0.0)
             tile_CT = tl.load(x_CT + start, mask=valid_C[:, None] & real_T[None, :], other=0.0)
         total_RT = tl.dot(tile_RC, tile_CT, total_RT, input_precision="ieee")
+    if not FETCH:
+        let_next_start(OVERLAP)
     place_RT = (part * tokens + token_T)[None, :] * outputs + output_R[:, None]
     inside_RT = inside_R[:, None] & real_T[None, :]
-    _finish(total_RT, bias, out, place_RT, output_R[:, None], inside_RT, HAS_BIAS)
+    finish(total_RT, bias, out, place_RT, output_R[:, None], inside_RT, HAS_BIAS)
 
 
 @triton.jit
 def _add_parts(
-    parts, bias, out, size, outputs, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
-):
+    parts, bias, out, size, outputs,
+    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    begin(OVERLAP)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
     total = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):
         total += tl.load(parts + part * size + place, mask=inside, other=0.0)
-    _finish(total, bias, out, place, place % outputs, inside, HAS_BIAS)
+    finish(total, bias, out, place, place % outputs, inside, HAS_BIAS)
 
 
 def multiply(plan: LinearPlan, x_TI: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -107,7 +152,8 @@ def multiply(plan: LinearPlan, x_TI: Tensor, weight: Tensor, bias: Tensor | None
     share = triton.cdiv(inputs, plan.parts * plan.columns) * plan.columns
     parts = triton.cdiv(inputs, share)
     even = outputs % plan.rows == 0 and inputs % (parts * plan.columns) == 0
-    tile = {"EVEN": even, "ROWS": plan.rows, "COLUMNS": plan.columns, "num_warps": plan.warps}
+    options = launch_options(x_TI.device)
+    tile = {"EVEN": even, "ROWS": plan.rows, "COLUMNS": plan.columns, "num_warps": plan.warps, **options}
     grid = (triton.cdiv(outputs, plan.rows), parts)
     if plan.vector:
         _vector[grid[:1]](
@@ -116,6 +162,7 @@ def multiply(plan: LinearPlan, x_TI: Tensor, weight: Tensor, bias: Tensor | None
         )  # fmt: skip
         return out_TO
     tile |= {"TOKENS": max(16, triton.next_power_of_2(plan.tokens)), "num_stages": plan.stages}
+    tile["FETCH"] = even and weight.numel() * weight.element_size() <= _FETCHED_BYTES
     if parts == 1:
         _matrix[grid](
             x_TI, weight, bias, out_TO, tokens, outputs, inputs, share, HAS_BIAS=bias is not None, **tile
@@ -125,8 +172,9 @@ def multiply(plan: LinearPlan, x_TI: Tensor, weight: Tensor, bias: Tensor | None
     _matrix[grid](x_TI, weight, None, sums, tokens, outputs, inputs, share, HAS_BIAS=False, **tile)
     size = tokens * outputs
     _add_parts[(triton.cdiv(size, _ADDED_AT_ONCE),)](
-        sums, bias, out_TO, size, outputs, PARTS=parts, HAS_BIAS=bias is not None, BLOCK=_ADDED_AT_ONCE
-    )
+        sums, bias, out_TO, size, outputs, PARTS=parts, HAS_BIAS=bias is not None, BLOCK=_ADDED_AT_ONCE,
+        **options,
+    )  # fmt: skip
     return out_TO
 
 
@@ -151,6 +199,7 @@ def _plan(x_TI: Tensor, weight: Tensor) -> LinearPlan | None:
     needs="a GPU that plans were measured on (or TRITON_INTERPRET=1)",
     supported=lambda device: INTERPRETED or bool(_plans(device)),
     supports=lambda x_TI, weight, bias=None: _plan(x_TI, weight) is not None,
+    batch_invariant=False,
 )
 def _linear(x_TI: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     plan = _plan(x_TI, weight)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from atom_ops.ops.norm import add_rms_norm, rms_norm
 from atom_ops.triton_impl import NEEDS, runs_on
+from atom_ops.triton_impl.overlap import launch_options, let_next_start, wait
 
 _MOST_FEATURES = 16384
 
@@ -17,13 +18,16 @@ def _fits(x_TD: Tensor) -> bool:
 
 @triton.jit
 def _norm_rows(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
-):
+    x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    let_next_start(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * SIZE
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
-    x = tl.load(x_ptr + row + column, mask=inside, other=0.0)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    wait(OVERLAP)
+    x = tl.load(x_ptr + row + column, mask=inside, other=0.0)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + row + column, mask=inside, other=0.0)
         # The sum is what later layers add to: its rounded value is what gets normalised.
@@ -47,8 +51,9 @@ def _launch(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: flo
     warps = min(max(block // 512, 1), 16)
     if x_TD.numel():
         _norm_rows[(x_TD.numel() // size,)](
-            x_TD, residual_TD, weight_D, out_TD, total_TD, eps, SIZE=size, BLOCK=block, num_warps=warps
-        )
+            x_TD, residual_TD, weight_D, out_TD, total_TD, eps,
+            SIZE=size, BLOCK=block, num_warps=warps, **launch_options(x_TD.device),
+        )  # fmt: skip
     return out_TD, total_TD
 
 

@@ -15,6 +15,7 @@ from atom_ops.ops.kv_cache import KVLayer
 from atom_ops.ops.qkv import HeadNorms, rotate_and_write_kv
 from atom_ops.triton_impl import NEEDS, runs_on
 from atom_ops.triton_impl.kv_cache import float8_numbers, float8_scale
+from atom_ops.triton_impl.overlap import begin, launch_options
 
 # One shape of program, whatever the batch: a token's bits depend on the token alone.
 _HEADS = 8
@@ -57,7 +58,9 @@ def _rotate_and_write_kv(
     HALF: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)
     feature = tl.arange(0, BLOCK)
@@ -143,5 +146,6 @@ def _launch(
         HEADS_BLOCK=_HEADS,
         BLOCK=triton.next_power_of_2(size // 2),
         num_warps=_WARPS,
+        **launch_options(qkv_TO.device),
     )
     return q_THE

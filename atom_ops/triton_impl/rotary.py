@@ -6,6 +6,7 @@ from torch import Tensor
 
 from atom_ops.ops.rotary import rotary, rotation_at
 from atom_ops.triton_impl import NEEDS, runs_on
+from atom_ops.triton_impl.overlap import begin, launch_options
 
 _HEADS = 8
 
@@ -13,7 +14,11 @@ _HEADS = 8
 # Positions may be one of several columns of an upload: their alignment follows the batch, and
 # must not bring a new compilation.
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
-def _look_up(table_ptr, positions_ptr, cos_ptr, sin_ptr, HALF: tl.constexpr, BLOCK: tl.constexpr):
+def _look_up(
+    table_ptr, positions_ptr, cos_ptr, sin_ptr,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    begin(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     feature = tl.arange(0, BLOCK)
     inside = feature < HALF
@@ -39,8 +44,9 @@ def _rotation_at(cos_sin_PR: Tensor, positions_T: Tensor) -> tuple[Tensor, Tenso
     if tokens:
         block = triton.next_power_of_2(size // 2)
         _look_up[(tokens,)](
-            cos_sin_PR, positions_T, cos_T1R, sin_T1R, HALF=size // 2, BLOCK=block, num_warps=1
-        )
+            cos_sin_PR, positions_T, cos_T1R, sin_T1R,
+            HALF=size // 2, BLOCK=block, num_warps=1, **launch_options(positions_T.device),
+        )  # fmt: skip
     return cos_T1R, sin_T1R
 
 
@@ -60,7 +66,9 @@ def _turn(
     INTERLEAVED: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)
     feature = tl.arange(0, BLOCK)
@@ -105,5 +113,6 @@ def _rotary(x_THE: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, interleaved: bool =
             HEADS_BLOCK=heads_block,
             BLOCK=triton.next_power_of_2(size),
             num_warps=4,
+            **launch_options(x_THE.device),
         )
     return out_THE

@@ -22,6 +22,19 @@ class LinearPlan:
     """That the columns are cut into, to keep more programs busy."""
 
 
+@dataclass(frozen=True, slots=True)
+class FusedPlan:
+    """How a product for one token is made together with what lies in front of it."""
+
+    rows: int
+    """Of the weight, for each program at a time."""
+    warps: int
+    columns: int = 0
+    """Of the weight, at a time; 0: all."""
+    tiles: int = 1
+    """Of `rows` rows, that a program makes one after another."""
+
+
 def _vector(rows: int, columns: int, warps: int, stages: int) -> LinearPlan:
     return LinearPlan(1, True, rows, columns, warps, stages)
 
@@ -46,9 +59,9 @@ _LINEAR_H200 = {
         _matrix(64, 64, 64, 4, 6),
     ),
     # Qwen3-8B and Llama-3.1-8B
-    (6144, 4096): (_vector(8, 512, 4, 1), _matrix(16, 64, 128, 4, 6), _matrix(32, 64, 128, 4, 6)),
-    (4096, 4096): (_vector(4, 512, 2, 4), _matrix(16, 16, 512, 2, 4), _matrix(32, 64, 128, 4, 4, 2)),
-    (24576, 4096): (_vector(4, 1024, 4, 1),),
+    (6144, 4096): (_vector(4, 1024, 4, 1), _matrix(16, 64, 128, 4, 6), _matrix(32, 64, 128, 4, 6)),
+    (4096, 4096): (_vector(4, 512, 2, 1), _matrix(16, 16, 512, 2, 4), _matrix(32, 64, 128, 4, 4, 2)),
+    (24576, 4096): (_vector(4, 512, 2, 1),),
     (28672, 4096): (_vector(16, 256, 4, 1),),
     (4096, 12288): (_vector(8, 256, 2, 5), _matrix(16, 16, 512, 2, 4), _matrix(32, 64, 128, 4, 6, 2)),
     (4096, 14336): (_vector(8, 256, 2, 5), _matrix(16, 16, 512, 2, 4)),
@@ -68,3 +81,17 @@ _LINEAR_H200 = {
 
 LINEAR = {"NVIDIA H200": _LINEAR_H200}
 """By the name that the driver gives the GPU."""
+
+# As above, for one token: norm and product, or activation and product, in one kernel.
+NORM_LINEAR = {
+    "NVIDIA H200": {
+        (4096, 1024): FusedPlan(8, 4),
+        (6144, 1024): FusedPlan(4, 4, tiles=2),
+        (6144, 4096): FusedPlan(4, 8, tiles=2),
+    }
+}
+SILU_LINEAR = {
+    "NVIDIA H200": {
+        (1024, 3072): FusedPlan(8, 8, 4096),
+    }
+}

@@ -14,17 +14,19 @@ from atom.config.device import DeviceConfig
 from atom.config.engine import EngineConfig
 from atom.config.model import ModelConfig
 from atom.config.scheduler import SchedulerConfig
+from atom.messages.engine import Sampling
 from atom.messages.worker import AllocateKV, ScheduledBatch
 from atom_ops import backend
 from parallel.communicator import Communicator
 from parallel.state import TPGroup
-from tests.helpers.core_side import CoreSide, generate
+from tests.helpers.core_side import GREEDY, CoreSide, generate
 from tests.helpers.smollm2 import NEW_TOKENS, PROMPTS, prepared
 from tests.helpers.teacher_forcing import forced_logits
 from workers.worker import Worker
 
 GPU = torch.device("cuda", 0)
 BLOCKS, BLOCK_SIZE, LONGEST = 4096, 16, 2048
+HOT = Sampling(temperature=1.0, top_k=0, top_p=0.95, min_p=0.0, seed=11)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -68,11 +70,15 @@ def worker(sizes: str, **device: bool) -> Worker:
     return made
 
 
-def continuations(made: Worker, prompts: list[list[int]]) -> list[list[int]]:
+def continuations(
+    made: Worker, prompts: list[list[int]], sampling: Sampling = GREEDY, count: int = NEW_TOKENS
+) -> list[list[int]]:
+    """One request joins in each step, so that pieces of prompts run beside decodes."""
+
     def execute(batch: ScheduledBatch) -> bytes:
         return made.execute(batch).token_ids()
 
-    return generate(CoreSide(BLOCKS, BLOCK_SIZE), execute, prompts, NEW_TOKENS, 512, 1)
+    return generate(CoreSide(BLOCKS, BLOCK_SIZE), execute, prompts, count, 512, 1, sampling)
 
 
 @pytest.mark.parametrize("piece", [1, 300], ids=["token by token", "in pieces"])
@@ -108,3 +114,18 @@ def test_most_continuations_are_those_of_float32() -> None:
     same = [one == ids[-NEW_TOKENS:] for one, ids in zip(found, texts, strict=True)]
     print(f"{sum(same)} of {len(same)} continuations equal")
     assert sum(same) >= len(same) // 2
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])
+def test_batch_invariant_requests_are_the_same_alone_together_and_resumed(sampling: Sampling) -> None:
+    made = worker("[1,2,4,8,16,32,64]", batch_invariant=True)
+    text = [token for ids, _ in exact() for token in ids]
+    prompts = [text[start : start + 5 + 7 * row] for row, start in enumerate(range(0, 64 * 11, 11))]
+    together = continuations(made, prompts, sampling)
+    assert len({tuple(ids) for ids in together}) > 40
+    alone = [continuations(made, [prompt], sampling)[0] for prompt in prompts]
+    assert alone == together
+    emitted = 20
+    resumed = [prompt + ids[:emitted] for prompt, ids in zip(prompts, together, strict=True)]
+    rest = continuations(made, resumed, sampling, NEW_TOKENS - emitted)
+    assert rest == [ids[emitted:] for ids in together]

@@ -11,7 +11,7 @@ from atom_ops import triton_impl
 from atom_ops.op import REFERENCE, REGISTRY, Case, Op, Provider
 
 CPU = torch.device("cpu")
-WRITERS = ("write_kv", "rotate_and_write_kv", "record_drawn")
+WRITERS = ("write_kv", "rotate_and_write_kv", "attend_projection", "record_drawn")
 """Ops that change their arguments."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -28,7 +28,7 @@ def table(device: torch.device) -> Iterator[Any]:
                 if provider.name == REFERENCE and (device, dtype) == (CPU, torch.float32):
                     continue  # what everything else is measured by
                 for case in op.cases:
-                    if provider.name == "triton" and device == CPU and not _interpretable(op, dtype, case):
+                    if _interpreted(provider, device) and not _interpretable(op, dtype, case):
                         continue
                     label = f"{op.name}-{provider.name}-{str(dtype)[6:]}-{case.label}"
                     yield pytest.param(op, provider, dtype, case, id=label)
@@ -65,6 +65,10 @@ def changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         fields = {f.name: changed(getattr(value, f.name), change) for f in dataclasses.fields(value)}
         return dataclasses.replace(value, **fields)
     return value
+
+
+def _interpreted(provider: Provider, device: torch.device) -> bool:
+    return device == CPU and provider.function.__module__.startswith(triton_impl.__name__)
 
 
 def _interpretable(op: Op[..., Any], dtype: torch.dtype, case: Case) -> bool:

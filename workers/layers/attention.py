@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from atom_ops import HeadNorms, paged_attention, rotate_and_write_kv
+from atom_ops import HeadNorms, attend_projection
 from workers.layers.context import ForwardContext
 from workers.layers.rotary import Rotation
 
@@ -43,5 +43,7 @@ class Attention(nn.Module):
         """The heads' results side by side; `norms` apply to queries and keys before they turn."""
         cache, group = ctx.kv_layers[self._layer], ctx.groups[self._group]
         cos_T1R, sin_T1R = rotation.cos_T1R, rotation.sin_T1R
-        q_THE = rotate_and_write_kv(qkv_TO, cos_T1R, sin_T1R, cache, group.slots_T, norms)
-        return paged_attention(q_THE, cache, group.plan, self._scale).flatten(-2)
+        out_THE = attend_projection(
+            qkv_TO, cos_T1R, sin_T1R, cache, group.slots_T, norms, group.plan, self._scale
+        )
+        return out_THE.flatten(-2)

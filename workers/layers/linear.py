@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from atom_ops import linear, pack_linear_weight
+from atom_ops import add_norm_linear, linear, pack_linear_weight
 from parallel.sharding import split
+from workers.layers.activation import GatedLinear
 from workers.layers.context import BuildContext
+from workers.layers.norm import RMSNorm
 from workers.layers.weighted import Range, Source, WeightedLayer
 
 
@@ -48,6 +50,12 @@ class ColumnParallelLinear(Linear):
         if bias:
             self.add_weight("bias", [Source((o.total,), 0, o) for o in outputs], build)
 
+    def after_norm(
+        self, norm: RMSNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the product of the sum's norm, the sum); without a residual yet the sum is `x_TD` itself."""
+        return add_norm_linear(x_TD, residual_TD, norm.weight, norm.eps, self.weight, self.bias)
+
 
 class RowParallelLinear(Linear):
     """Each rank reads a part of the input features; the partial sums are added over the ranks.
@@ -66,7 +74,16 @@ class RowParallelLinear(Linear):
             self.add_weight("bias", [Source((out_features,), 0, Range.whole(out_features))], build)
 
     def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
-        # The bias belongs to the sum: one rank adds it.
-        bias = self.bias if self._tp.rank == 0 else None
-        partial_TO = linear(x_TI, self.weight, bias)
+        return self._summed(linear(x_TI, self.weight, self._own_bias))
+
+    def after_gate(self, gated: GatedLinear, x_T2F: torch.Tensor) -> torch.Tensor:
+        """The product of a gated activation; `x_T2F` holds its gate beside what it lets through."""
+        return self._summed(gated(x_T2F, self.weight, self._own_bias))
+
+    def _summed(self, partial_TO: torch.Tensor) -> torch.Tensor:
         return self._tp.all_reduce(partial_TO) if self._reduce else partial_TO
+
+    @property
+    def _own_bias(self) -> torch.Tensor | None:
+        """The bias belongs to the sum: one rank adds it."""
+        return self.bias if self._tp.rank == 0 else None

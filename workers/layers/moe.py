@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from atom_ops import ExpertActivation, ExpertWeights, RoutingRule, experts, route
-from workers.layers.activation import gated_activation
+from workers.layers.activation import gated_linear
 from workers.layers.context import BuildContext
 from workers.layers.expert_forms import PER_EXPERT, ExpertForm, ExpertSizes, Part
 from workers.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, tp_range
@@ -98,7 +98,7 @@ class Experts(WeightedLayer):
 
     def __init__(self, args: MoEArgs, build: BuildContext):
         super().__init__()
-        gated_activation(args.hidden_act)  # raises for one that `experts` does not run
+        gated_linear(args.hidden_act)  # raises for one that `experts` does not run
         self._activation = args.activation
         self._count = args.num_experts
         # Of the partial sums one holds it.
@@ -157,7 +157,7 @@ class SharedExperts(nn.Module):
         hidden, features = args.hidden_size, tp_range(args.shared_features, build)
         self.gate_up_proj = ColumnParallelLinear(hidden, [features, features], False, build)
         self.down_proj = RowParallelLinear(features, hidden, False, build, reduce=False)
-        self._activation = gated_activation(args.hidden_act)
+        self._gated = gated_linear(args.hidden_act)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self._activation(self.gate_up_proj(x_TD)))
+        return self.down_proj.after_gate(self._gated, self.gate_up_proj(x_TD))

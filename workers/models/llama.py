@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from parallel.sharding import head_shard
-from workers.layers.activation import gated_activation
+from workers.layers.activation import gated_linear
 from workers.layers.attention import Attention, KVGroup
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext, ForwardContext
@@ -72,8 +72,9 @@ class LlamaAttention(nn.Module):
         self.o_proj = RowParallelLinear(q, args.hidden_size, args.attention_bias, build)
         self.attention = Attention(layer, head_dim)
 
-    def forward(self, x_TD: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
-        return self.o_proj(self.attention(self.qkv_proj(x_TD), rotation, ctx))
+    def forward(self, qkv_TO: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
+        """From `qkv_proj`'s result on."""
+        return self.o_proj(self.attention(qkv_TO, rotation, ctx))
 
 
 class LlamaMLP(nn.Module):
@@ -82,10 +83,11 @@ class LlamaMLP(nn.Module):
         features = tp_range(args.intermediate_size, build)
         self.gate_up_proj = ColumnParallelLinear(args.hidden_size, [features, features], args.mlp_bias, build)
         self.down_proj = RowParallelLinear(features, args.hidden_size, args.mlp_bias, build)
-        self._activation = gated_activation(args.hidden_act)
+        self._gated = gated_linear(args.hidden_act)
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self._activation(self.gate_up_proj(x_TD)))
+    def forward(self, gate_up_T2F: torch.Tensor) -> torch.Tensor:
+        """From `gate_up_proj`'s result on."""
+        return self.down_proj.after_gate(self._gated, gate_up_T2F)
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -103,10 +105,12 @@ class LlamaDecoderLayer(nn.Module):
         rotation: Rotation,
         ctx: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x_TD, residual_TD = self.input_layernorm.add(x_TD, residual_TD)
-        x_TD = self.self_attn(x_TD, rotation, ctx)
-        x_TD, residual_TD = self.post_attention_layernorm.add(x_TD, residual_TD)
-        return self.mlp(x_TD), residual_TD
+        norm = self.input_layernorm
+        qkv_TO, residual_TD = self.self_attn.qkv_proj.after_norm(norm, x_TD, residual_TD)
+        x_TD = self.self_attn(qkv_TO, rotation, ctx)
+        norm = self.post_attention_layernorm
+        gate_up_T2F, residual_TD = self.mlp.gate_up_proj.after_norm(norm, x_TD, residual_TD)
+        return self.mlp(gate_up_T2F), residual_TD
 
 
 class LlamaModel(nn.Module):

@@ -12,7 +12,7 @@ from torch import nn
 
 from atom_ops import HeadNorms
 from parallel.sharding import head_shard
-from workers.layers.activation import gated_activation
+from workers.layers.activation import gated_linear
 from workers.layers.attention import Attention, KVGroup
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext, ForwardContext
@@ -76,9 +76,10 @@ class Qwen3Attention(nn.Module):
         self.k_norm = RMSNorm(head_dim, args.rms_norm_eps, build)
         self.attention = Attention(layer, head_dim)
 
-    def forward(self, x_TD: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
+    def forward(self, qkv_TO: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
+        """From `qkv_proj`'s result on."""
         norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        return self.o_proj(self.attention(self.qkv_proj(x_TD), rotation, ctx, norms))
+        return self.o_proj(self.attention(qkv_TO, rotation, ctx, norms))
 
 
 class Qwen3MLP(nn.Module):
@@ -87,10 +88,11 @@ class Qwen3MLP(nn.Module):
         features = tp_range(args.intermediate_size, build)
         self.gate_up_proj = ColumnParallelLinear(args.hidden_size, [features, features], False, build)
         self.down_proj = RowParallelLinear(features, args.hidden_size, False, build)
-        self._activation = gated_activation(args.hidden_act)
+        self._gated = gated_linear(args.hidden_act)
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self._activation(self.gate_up_proj(x_TD)))
+    def forward(self, gate_up_T2F: torch.Tensor) -> torch.Tensor:
+        """From `gate_up_proj`'s result on."""
+        return self.down_proj.after_gate(self._gated, gate_up_T2F)
 
 
 class Qwen3DecoderLayer(nn.Module):
@@ -108,10 +110,12 @@ class Qwen3DecoderLayer(nn.Module):
         rotation: Rotation,
         ctx: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x_TD, residual_TD = self.input_layernorm.add(x_TD, residual_TD)
-        x_TD = self.self_attn(x_TD, rotation, ctx)
-        x_TD, residual_TD = self.post_attention_layernorm.add(x_TD, residual_TD)
-        return self.mlp(x_TD), residual_TD
+        norm = self.input_layernorm
+        qkv_TO, residual_TD = self.self_attn.qkv_proj.after_norm(norm, x_TD, residual_TD)
+        x_TD = self.self_attn(qkv_TO, rotation, ctx)
+        norm = self.post_attention_layernorm
+        gate_up_T2F, residual_TD = self.mlp.gate_up_proj.after_norm(norm, x_TD, residual_TD)
+        return self.mlp(gate_up_T2F), residual_TD
 
 
 class Qwen3Model(nn.Module):

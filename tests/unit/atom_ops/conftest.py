@@ -1,6 +1,7 @@
 """Small tensors: more threads would only wait for one another."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +18,23 @@ def one_thread() -> Iterator[None]:
 
 
 if triton_impl.INTERPRETED:
+    import numpy as np
+    import triton.language as tl
     from triton.runtime import interpreter
 
     patch_tensor = interpreter._patch_lang_tensor
+    splat = interpreter.InterpreterBuilder.create_splat
 
     def patch_tensor_and_index(tensor: type, *scope: object) -> None:
         """The interpreter's scalars are arrays of one element, which numpy takes for no index."""
         patch_tensor(tensor, *scope)
         tensor.__index__ = lambda self: self.handle.data.item()  # type: ignore[attr-defined]
 
+    def splat_truth(builder: object, block: object, scalar: Any) -> Any:
+        """A comparison of scalars keeps their type there, and as a block would be numbers, no mask."""
+        if scalar.data.dtype != np.bool_:
+            return splat(builder, block, scalar)
+        return interpreter.TensorHandle(np.full(block.shape, scalar.data), tl.int1)  # type: ignore[attr-defined]
+
     interpreter._patch_lang_tensor = patch_tensor_and_index
+    interpreter.InterpreterBuilder.create_splat = splat_truth

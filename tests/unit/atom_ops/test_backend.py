@@ -84,3 +84,16 @@ def test_ops_that_came_to_torch_are_named(double: Op[[Tensor], Tensor]) -> None:
     assert "double" in backend.ran_in_torch()
     backend.resolve(CPU, ["even", "torch"])
     assert backend.ran_in_torch() == []
+
+
+def test_an_op_that_calls_others_is_not_named_itself(double: Op[[Tensor], Tensor]) -> None:
+    backend.resolve(CPU, ["even", "torch"])
+
+    def twice(x: Tensor) -> Tensor:
+        return double(double(x))
+
+    quadruple = Op(twice, [], EXACT, composed=True)
+    assert quadruple(torch.ones(2)).tolist() == [304, 304]
+    assert not quadruple.ran_reference and "double" not in backend.ran_in_torch()
+    quadruple(torch.ones(3))
+    assert not quadruple.ran_reference and "double" in backend.ran_in_torch()

@@ -1,0 +1,89 @@
+"""Matrix products together with what lies in front of them.
+
+For a token or two it costs more to launch a small kernel, and to wait for it, than to repeat its
+work in every program of the next one. So these are ops of their own, though all they mean is
+others called in turn; that is also what runs wherever no provider gains from knowing both.
+"""
+
+import torch
+from torch import Tensor
+
+from atom_ops.op import Case, op
+from atom_ops.ops.activation import silu_and_mul
+from atom_ops.ops.linear import linear
+from atom_ops.ops.norm import add_rms_norm, rms_norm
+from atom_ops.tolerances import REDUCTION
+
+
+def _weight(
+    outputs: int, inputs: int, with_bias: bool, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Tensor, Tensor | None]:
+    weight = (torch.randn(outputs, inputs, generator=generator) / inputs**0.5).to(dtype)
+    return weight, torch.randn(outputs, generator=generator).to(dtype) if with_bias else None
+
+
+def _norm_case(tokens: int, inputs: int, outputs: int, with_residual: bool, with_bias: bool) -> Case:
+    def make(
+        dtype: torch.dtype, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor | None, Tensor, float, Tensor, Tensor | None]:
+        x, residual = torch.randn(2, tokens, inputs, generator=generator).to(dtype)
+        norm_weight = torch.rand(inputs, generator=generator).to(dtype)
+        return (
+            x, residual if with_residual else None, norm_weight, 1e-5,
+            *_weight(outputs, inputs, with_bias, dtype, generator),
+        )  # fmt: skip
+
+    options = f"{'-residual' if with_residual else ''}{'-bias' if with_bias else ''}"
+    return Case(f"{tokens}x{inputs}x{outputs}{options}", make)
+
+
+@op(
+    [
+        _norm_case(1, 576, 240, True, False),
+        _norm_case(1, 70, 49, False, True),
+        _norm_case(1, 256, 96, True, True),
+        _norm_case(3, 64, 40, True, True),
+        _norm_case(2, 64, 40, False, False),
+    ],
+    REDUCTION,
+    composed=True,
+)
+def add_norm_linear(
+    x_TD: Tensor,
+    residual_TD: Tensor | None,
+    norm_weight_D: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(linear(rms_norm(x + residual)), x + residual), [T, D] -> [T, O] and [T, D].
+
+    Without a residual the sum is `x_TD` itself. See `linear` for the weight.
+    """
+    if residual_TD is None:
+        return linear(rms_norm(x_TD, norm_weight_D, eps), weight, bias), x_TD
+    normed_TD, total_TD = add_rms_norm(x_TD, residual_TD, norm_weight_D, eps)
+    return linear(normed_TD, weight, bias), total_TD
+
+
+def _silu_case(tokens: int, inputs: int, outputs: int, with_bias: bool) -> Case:
+    def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor | None]:
+        x = torch.randn(tokens, 2 * inputs, generator=generator).to(dtype)
+        return x, *_weight(outputs, inputs, with_bias, dtype, generator)
+
+    return Case(f"{tokens}x{inputs}x{outputs}{'-bias' if with_bias else ''}", make)
+
+
+@op(
+    [
+        _silu_case(1, 1536, 64, False),
+        _silu_case(1, 70, 49, True),
+        _silu_case(1, 320, 96, False),
+        _silu_case(3, 40, 64, True),
+    ],
+    REDUCTION,
+    composed=True,
+)
+def silu_and_mul_linear(x_T2F: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """linear(silu(first half) * second half), [T, 2F] -> [T, O]. See `linear` for the weight."""
+    return linear(silu_and_mul(x_T2F), weight, bias)

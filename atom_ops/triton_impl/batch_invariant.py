@@ -1,0 +1,188 @@
+"""`linear` in Triton, whatever the batch: a token's bits depend on the token and the weight alone.
+
+    out[t, o] = ((x[t, 0:16] · w[o, 0:16] + x[t, 16:32] · w[o, 16:32]) + …) + bias[o]
+
+One kernel sums every element that way, over all inputs, in float32; no inputs are cut into parts.
+What a tile's size changes is who computes an element, not how: Hopper's matrix units were compared
+bit by bit over all the tiles below (tests/gpu/test_batch_invariance.py), so there each product takes
+the tile that suits it. Other devices have one tile for everything.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from atom_ops.ops.linear import BATCH_INVARIANT, linear
+from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a product is cut into programs, and compiled."""
+
+    tokens: int
+    outputs: int
+    inputs: int
+    """At a time."""
+    warps: int
+    stages: int
+    """Loads in flight, counted in tiles."""
+    cost: float = 1.0
+    """Of a tile on each processor at once, beside other sizes."""
+
+
+# In half precision, as measured on an H200.
+_HOPPER = (
+    Tile(64, 16, 256, 4, 4, cost=0.21),
+    Tile(64, 32, 256, 4, 4, cost=0.24),
+    Tile(64, 64, 128, 4, 6, cost=0.33),
+    Tile(64, 128, 128, 4, 4, cost=0.42),
+    Tile(128, 128, 64, 4, 5, cost=0.56),
+    Tile(128, 256, 64, 8, 3, cost=1.0),
+)
+_ANYWHERE = Tile(64, 64, 64, 4, 2)
+_FLOAT32 = Tile(64, 64, 32, 4, 2)
+_INTERPRETED = Tile(64, 256, 128, 4, 2)
+_GROUP = 16
+_LASTING_ROUNDS = 3
+_LASTING_TOKENS = 128
+
+
+@triton.jit
+def _place(number, tokens, outputs, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, GROUP: tl.constexpr):
+    """First token and first output of a tile: neighbours in number share what they read."""
+    tiles_t = tl.cdiv(tokens, BLOCK_T)
+    tiles_o = tl.cdiv(outputs, BLOCK_O)
+    first = number // (GROUP * tiles_o) * GROUP
+    height = tl.minimum(tiles_t - first, GROUP)
+    within = number % (GROUP * tiles_o)
+    return (first + within % height) * BLOCK_T, (within // height) * BLOCK_O
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _product(
+    x, weight, bias, out, tokens, outputs, inputs,
+    HAS_BIAS: tl.constexpr, DESCRIBED: tl.constexpr, X_DESCRIBED: tl.constexpr, LASTING: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """DESCRIBED: `weight` and `out` are tensor descriptors, else pointers; X_DESCRIBED: `x` is one."""
+    tiles = tl.cdiv(tokens, BLOCK_T) * tl.cdiv(outputs, BLOCK_O)
+    for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=LASTING):
+        first_t, first_o = _place(number, tokens, outputs, BLOCK_T, BLOCK_O, GROUP)
+        token_T = first_t + tl.arange(0, BLOCK_T)
+        output_O = first_o + tl.arange(0, BLOCK_O)
+        total_TO = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
+        for start in range(0, inputs, BLOCK_I):
+            input_I = start + tl.arange(0, BLOCK_I)
+            if X_DESCRIBED:
+                x_TI = x.load([first_t, start])
+            else:
+                x_TI = tl.load(
+                    x + token_T.to(tl.int64)[:, None] * inputs + input_I[None, :],
+                    mask=(token_T < tokens)[:, None] & (input_I < inputs)[None, :],
+                    other=0.0,
+                )
+            if DESCRIBED:
+                weight_OI = weight.load([first_o, start])
+            else:
+                weight_OI = tl.load(
+                    weight + output_O.to(tl.int64)[:, None] * inputs + input_I[None, :],
+                    mask=(output_O < outputs)[:, None] & (input_I < inputs)[None, :],
+                    other=0.0,
+                )
+            total_TO = tl.dot(x_TI, tl.trans(weight_OI), total_TO, input_precision="ieee")
+        if HAS_BIAS:
+            bias_O = tl.load(bias + output_O, mask=output_O < outputs, other=0.0)
+            total_TO += bias_O.to(tl.float32)[None, :]
+        if DESCRIBED:
+            out.store([first_t, first_o], total_TO.to(out.dtype))
+        else:
+            tl.store(
+                out + token_T.to(tl.int64)[:, None] * outputs + output_O[None, :],
+                total_TO.to(out.dtype.element_ty),
+                mask=(token_T < tokens)[:, None] & (output_O < outputs)[None, :],
+            )
+
+
+def multiply(tile: Tile, x_TI: Tensor, weight: Tensor, bias: Tensor | None, described: bool) -> Tensor:
+    """`linear` by that tile; at least one token.
+
+    `described`: tiles come and go through the unit of the chip that copies them. It is slow at
+    rows that are not there, so fewer tokens than a tile has are loaded without it.
+    """
+    (tokens, inputs), outputs = x_TI.shape, len(weight)
+    out_TO = x_TI.new_empty(tokens, outputs)
+    tiles = triton.cdiv(tokens, tile.tokens) * triton.cdiv(outputs, tile.outputs)
+    # From so many on, a program for each processor that takes one tile after another is quicker.
+    processors = _processors(x_TI.device)
+    lasting = described and tile.tokens >= _LASTING_TOKENS and tiles > _LASTING_ROUNDS * processors
+    x_described = described and tokens >= tile.tokens
+    x, w, out = x_TI, weight, out_TO
+    if x_described:
+        x = TensorDescriptor.from_tensor(x_TI, [tile.tokens, tile.inputs])
+    if described:
+        w = TensorDescriptor.from_tensor(weight, [tile.outputs, tile.inputs])
+        out = TensorDescriptor.from_tensor(out_TO, [tile.tokens, tile.outputs])
+    _product[(processors if lasting else tiles,)](
+        x, w, bias, out, tokens, outputs, inputs,
+        HAS_BIAS=bias is not None, DESCRIBED=described, X_DESCRIBED=x_described, LASTING=lasting,
+        BLOCK_T=tile.tokens, BLOCK_O=tile.outputs, BLOCK_I=tile.inputs, GROUP=_GROUP,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out_TO
+
+
+@cache
+def _choose(tokens: int, outputs: int, processors: int) -> Tile:
+    """The quickest on Hopper: tiles are computed in rounds of one for each processor."""
+
+    def cost(tile: Tile) -> float:
+        tiles = triton.cdiv(tokens, tile.tokens) * triton.cdiv(outputs, tile.outputs)
+        return triton.cdiv(tiles, processors) * tile.cost
+
+    return min(_HOPPER, key=cost)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def _tile(x_TI: Tensor, weight: Tensor, hopper: bool) -> Tile:
+    if INTERPRETED:
+        return _INTERPRETED
+    if weight.dtype == torch.float32:
+        return _FLOAT32
+    return _choose(len(x_TI), len(weight), _processors(weight.device)) if hopper else _ANYWHERE
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) == (9, 0)
+    )
+
+
+def _describable(*tensors: Tensor) -> bool:
+    """Rows that begin at multiples of 16 bytes."""
+    return all(
+        tensor.data_ptr() % 16 == 0 and tensor.stride(0) * tensor.element_size() % 16 == 0
+        for tensor in tensors
+    )
+
+
+@linear.provider(BATCH_INVARIANT, needs=NEEDS, supported=runs_on)
+def _linear(x_TI: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not len(x_TI):
+        return x_TI.new_empty(0, len(weight))
+    x_TI, weight = x_TI.contiguous(), weight.contiguous()
+    hopper = _is_hopper(weight.device)
+    described = hopper and weight.dtype.itemsize == 2 and len(weight) % 8 == 0 and _describable(x_TI, weight)
+    return multiply(_tile(x_TI, weight, hopper), x_TI, weight, bias, described)

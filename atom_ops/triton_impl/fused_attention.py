@@ -1,0 +1,72 @@
+"""Attention of single tokens straight from their fused projection.
+
+The kernel is that of short rows (see `attention`); it begins with what lies in `new_token`.
+"""
+
+import torch
+from torch import Tensor
+
+from atom_ops.ops.attention_plan import AttentionPlan
+from atom_ops.ops.fused_attention import attend_projection
+from atom_ops.ops.kv_cache import KVLayer
+from atom_ops.ops.qkv import HeadNorms
+from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
+from atom_ops.triton_impl.attention import launch_short, short_for, supports
+
+# Rows times key/value heads between which one kernel was faster on an H200. Below, attention has
+# too few programs to give them more to do one after another; above, it has no time to spare.
+_FEWEST_PAIRS, _MOST_PAIRS = 16, 1024
+
+
+def _takes(
+    qkv_TO: Tensor,
+    cos_T1R: Tensor,
+    sin_T1R: Tensor,
+    cache: KVLayer,
+    slots_T: Tensor,
+    norms: HeadNorms | None,
+    plan: AttentionPlan,
+    scale: float,
+) -> bool:
+    """Single tokens, whose context is cut as suits the batch, in a cache as wide as the numbers."""
+    pairs = len(plan.context_lens_R) * cache.kv.shape[3]
+    return (
+        plan.max_query_len == 1
+        and (INTERPRETED or _FEWEST_PAIRS <= pairs <= _MOST_PAIRS)
+        and not plan.split_tokens
+        and cache.scale is None
+        and cache.kv.is_contiguous()
+        and cos_T1R.shape[-1] == cache.kv.shape[-1]
+        and qkv_TO.stride(1) == cos_T1R.stride(2) == sin_T1R.stride(2) == slots_T.stride(0) == 1
+        and supports(_queries(qkv_TO, cache), cache, plan, scale)
+    )
+
+
+def _queries(qkv_TO: Tensor, cache: KVLayer) -> Tensor:
+    """A view of the projection's query heads."""
+    kv_heads, width = cache.kv.shape[3:]
+    heads_TNE = qkv_TO.unflatten(1, (-1, width))
+    return heads_TNE[:, : heads_TNE.shape[1] - 2 * kv_heads]
+
+
+@attend_projection.provider("triton", needs=NEEDS, supported=runs_on, supports=_takes, batch_invariant=False)
+def _launch(
+    qkv_TO: Tensor,
+    cos_T1R: Tensor,
+    sin_T1R: Tensor,
+    cache: KVLayer,
+    slots_T: Tensor,
+    norms: HeadNorms | None,
+    plan: AttentionPlan,
+    scale: float,
+) -> Tensor:
+    q_THE = _queries(qkv_TO, cache)
+    out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
+    blocks, tile = short_for(q_THE, cache, plan)
+    q_weight_E, k_weight_E, eps = (
+        (norms.q_weight_E, norms.k_weight_E, norms.eps) if norms is not None else (None, None, 0.0)
+    )
+    strides = cos_T1R.stride(0), sin_T1R.stride(0)
+    token = (cos_T1R, sin_T1R, slots_T, q_weight_E, k_weight_E, eps, *strides)
+    launch_short(out_THE, q_THE, cache, plan, scale, blocks, tile, token)
+    return out_THE

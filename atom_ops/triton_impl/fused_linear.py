@@ -1,0 +1,165 @@
+"""Triton kernels of a matrix product for one token together with what lies in front of it.
+
+Every program makes the whole prepared token for itself, from the cache, while its part of the
+weight is on its way from memory; it rounds where the separate kernels do. Program 0 alone keeps
+the sum that later layers add to.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atom_ops.ops.fused_linear import add_norm_linear, silu_and_mul_linear
+from atom_ops.triton_impl import INTERPRETED
+from atom_ops.triton_impl.linear import finish, weight_tile
+from atom_ops.triton_impl.overlap import launch_options, let_next_start, wait
+from atom_ops.triton_impl.tuned import NORM_LINEAR, SILU_LINEAR, FusedPlan
+
+_INTERPRETED = FusedPlan(rows=8, columns=64, warps=4, tiles=2)
+
+
+@triton.jit
+def _add_norm_linear(
+    x, residual, norm_weight, weight, bias, out, total, eps, outputs,
+    INPUTS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, TILES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A program multiplies TILES tiles of ROWS whole rows; it has one of them in flight."""
+    column_C = tl.arange(0, COLUMNS)
+    valid_C = column_C < INPUTS
+    output_R = tl.program_id(0) * (TILES * ROWS) + tl.arange(0, ROWS)
+    weight_RC = weight + output_R.to(tl.int64)[:, None] * INPUTS + column_C[None, :]
+    next_RC = weight_tile(weight_RC, output_R < outputs, valid_C, EVEN)
+    scale_C = tl.load(norm_weight + column_C, mask=valid_C, other=0.0).to(tl.float32)
+    wait(OVERLAP)
+    x_C = tl.load(x + column_C, mask=valid_C, other=0.0)
+    if residual is not None:
+        residual_C = tl.load(residual + column_C, mask=valid_C, other=0.0)
+        x_C = (x_C.to(tl.float32) + residual_C.to(tl.float32)).to(x_C.dtype)
+        tl.store(total + column_C, x_C, mask=valid_C & (tl.program_id(0) == 0))
+    wide_C = x_C.to(tl.float32)
+    normed_C = (wide_C * tl.rsqrt(tl.sum(wide_C * wide_C) / INPUTS + eps)).to(x_C.dtype)
+    normed_C = (normed_C.to(tl.float32) * scale_C).to(x_C.dtype).to(tl.float32)
+    let_next_start(OVERLAP)
+    for tile in tl.static_range(TILES):
+        tile_RC = next_RC
+        if tile + 1 < TILES:
+            ahead_R = output_R + (tile + 1) * ROWS
+            next_RC = weight_tile(weight_RC + (tile + 1) * ROWS * INPUTS, ahead_R < outputs, valid_C, EVEN)
+        at_R = output_R + tile * ROWS
+        sum_R = tl.sum(tile_RC.to(tl.float32) * normed_C[None, :], 1)
+        finish(sum_R, bias, out, at_R, at_R, at_R < outputs, HAS_BIAS)
+
+
+@triton.jit
+def _silu_part(x, column_C, INPUTS: tl.constexpr, dtype: tl.constexpr):
+    valid_C = column_C < INPUTS
+    gate_C = tl.load(x + column_C, mask=valid_C, other=0.0).to(tl.float32)
+    up_C = tl.load(x + INPUTS + column_C, mask=valid_C, other=0.0).to(tl.float32)
+    return (gate_C * tl.sigmoid(gate_C) * up_C).to(dtype).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _silu_and_mul_linear(
+    x, weight, bias, out, outputs,
+    INPUTS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A program multiplies ROWS rows, COLUMNS columns at a time; it has one such tile in flight."""
+    column_C = tl.arange(0, COLUMNS)
+    output_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside_R = output_R < outputs
+    weight_RC = weight + output_R.to(tl.int64)[:, None] * INPUTS + column_C[None, :]
+    total_RC = tl.zeros((ROWS, COLUMNS), tl.float32)
+    tile_RC = weight_tile(weight_RC, inside_R, column_C < INPUTS, EVEN)
+    wait(OVERLAP)
+    for ahead in tl.range(COLUMNS, INPUTS, COLUMNS, num_stages=1):
+        next_RC = weight_tile(weight_RC + ahead, inside_R, column_C < INPUTS - ahead, EVEN)
+        part_C = _silu_part(x, ahead - COLUMNS + column_C, INPUTS, x.dtype.element_ty)
+        total_RC += tile_RC.to(tl.float32) * part_C
+        tile_RC = next_RC
+    let_next_start(OVERLAP)
+    LAST: tl.constexpr = (INPUTS - 1) // COLUMNS * COLUMNS
+    total_RC += tile_RC.to(tl.float32) * _silu_part(x, LAST + column_C, INPUTS, x.dtype.element_ty)
+    finish(tl.sum(total_RC, 1), bias, out, output_R, output_R, inside_R, HAS_BIAS)
+
+
+@cache
+def _plans(table: str, device: torch.device) -> dict[tuple[int, int], FusedPlan]:
+    known = {"norm": NORM_LINEAR, "silu": SILU_LINEAR}[table]
+    return known.get(torch.cuda.get_device_name(device), {}) if device.type == "cuda" else {}
+
+
+def _plan(table: str, x: Tensor, weight: Tensor) -> FusedPlan | None:
+    """None where separate kernels are faster, or nobody has measured."""
+    if len(x) != 1 or not x.is_contiguous() or x.dtype != weight.dtype or not x.is_floating_point():
+        return None
+    if INTERPRETED:
+        return _INTERPRETED
+    return _plans(table, weight.device).get((weight.shape[0], weight.shape[1]))
+
+
+def _runs_on(table: str, device: torch.device) -> bool:
+    return INTERPRETED or bool(_plans(table, device))
+
+
+_NEEDS = "a GPU that plans were measured on (or TRITON_INTERPRET=1)"
+
+
+@add_norm_linear.provider(
+    "triton",
+    needs=_NEEDS,
+    supported=lambda device: _runs_on("norm", device),
+    supports=lambda x_TD, residual_TD, norm_weight_D, eps, weight, bias=None: (
+        x_TD.dtype == norm_weight_D.dtype
+        and (residual_TD is None or residual_TD.dtype == x_TD.dtype)
+        and _plan("norm", x_TD, weight) is not None
+    ),
+    batch_invariant=False,
+)
+def _launch_norm(
+    x_TD: Tensor,
+    residual_TD: Tensor | None,
+    norm_weight_D: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    plan = _plan("norm", x_TD, weight)
+    assert plan is not None, "`supports` has asked"
+    outputs, inputs = weight.shape
+    columns = triton.next_power_of_2(inputs)
+    out_TO = x_TD.new_empty(1, outputs)
+    total_TD = x_TD if residual_TD is None else torch.empty_like(x_TD)
+    each = plan.rows * plan.tiles
+    _add_norm_linear[(triton.cdiv(outputs, each),)](
+        x_TD, residual_TD, norm_weight_D, weight, bias, out_TO, total_TD, eps, outputs,
+        INPUTS=inputs, HAS_BIAS=bias is not None, EVEN=columns == inputs and outputs % each == 0,
+        ROWS=plan.rows, COLUMNS=columns, TILES=plan.tiles, num_warps=plan.warps,
+        **launch_options(x_TD.device),
+    )  # fmt: skip
+    return out_TO, total_TD
+
+
+@silu_and_mul_linear.provider(
+    "triton",
+    needs=_NEEDS,
+    supported=lambda device: _runs_on("silu", device),
+    supports=lambda x_T2F, weight, bias=None: _plan("silu", x_T2F, weight) is not None,
+    batch_invariant=False,
+)
+def _launch_silu(x_T2F: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    plan = _plan("silu", x_T2F, weight)
+    assert plan is not None, "`supports` has asked"
+    outputs, inputs = weight.shape
+    out_TO = x_T2F.new_empty(1, outputs)
+    _silu_and_mul_linear[(triton.cdiv(outputs, plan.rows),)](
+        x_T2F, weight, bias, out_TO, outputs,
+        INPUTS=inputs, HAS_BIAS=bias is not None,
+        EVEN=inputs % plan.columns == 0 and outputs % plan.rows == 0,
+        ROWS=plan.rows, COLUMNS=plan.columns, num_warps=plan.warps, **launch_options(x_T2F.device),
+    )  # fmt: skip
+    return out_TO

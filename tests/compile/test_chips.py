@@ -1,0 +1,139 @@
+"""Every kernel compiled for the chips it is meant for, without one: the shapes of three models."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from atom_ops import triton_impl
+from atom_ops.op import REGISTRY, Case
+from atom_ops.ops.attention_plan import BATCH_INVARIANT_SPLIT, AttentionPlan
+from atom_ops.ops.kv_cache import FP8, make_kv_layer
+from atom_ops.ops.qkv import HeadNorms
+from tests.helpers.chips import CHIPS, compiling_for
+from tests.helpers.op_cases import changed
+
+pytestmark = [
+    pytest.mark.compile,
+    # Triton 3.9 says at each compilation that its default will change.
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset"),
+    pytest.mark.skipif(
+        triton_impl.INTERPRETED or find_spec("triton") is None, reason="needs triton, not interpreted"
+    ),
+]
+
+META = torch.device("meta")
+BF16 = torch.bfloat16
+MODELS = {
+    # Query heads, key/value heads, width of a head, hidden size, half of a gated projection, with norms.
+    "Qwen3-0.6B": (16, 8, 128, 1024, 3072, True),
+    "Qwen3-8B": (32, 8, 128, 4096, 12288, True),
+    "Llama-3.1-8B": (32, 8, 128, 4096, 14336, False),
+}
+chips = pytest.mark.parametrize("chip", list(CHIPS))
+
+
+def run(op: str, *args: Any, **settings: Any) -> None:
+    REGISTRY[op].providers["triton"].function(*args, **settings)
+
+
+def tensor(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return tensor(*shape, dtype=dtype)
+
+
+def small_kernels(model: str, tokens: int) -> None:
+    heads, kv_heads, width, hidden, half, with_norms = MODELS[model]
+    x, weight = tensor(tokens, hidden), tensor(hidden)
+    run("embedding", ints(tokens, dtype=torch.int64), tensor(151936, hidden), 0)
+    run("rms_norm", x, weight, 1e-6)
+    run("add_rms_norm", x, x, weight, 1e-6)
+    run("silu_and_mul", tensor(tokens, 2 * half))
+    run("rotation_at", tensor(8192, width, dtype=torch.float32), ints(tokens, dtype=torch.int64))
+    cos, sin = tensor(2, tokens, 1, width, dtype=torch.float32)
+    norms = HeadNorms(tensor(width), tensor(width), 1e-6) if with_norms else None
+    qkv, slots = tensor(tokens, (heads + 2 * kv_heads) * width), ints(tokens, dtype=torch.int64)
+    for dtype in (BF16, FP8):
+        cache = make_kv_layer(64, 16, kv_heads, width, dtype, META)
+        run("rotate_and_write_kv", qkv, cos, sin, cache, slots, norms)
+        run("write_kv", tensor(tokens, kv_heads, width), tensor(tokens, kv_heads, width), cache, slots)
+
+
+def attention(model: str, split_tokens: int) -> None:
+    heads, kv_heads, width = MODELS[model][:3]
+    for dtype in (BF16, FP8):
+        cache = make_kv_layer(64, 16, kv_heads, width, dtype, META)
+        for rows, longest in ((1, 1), (256, 1), (4, 512)):
+            plan = AttentionPlan(
+                ints(rows, 64), ints(rows), ints(rows + 1), rows * longest, 1, longest, 1024, split_tokens
+            )
+            run("paged_attention", tensor(rows * longest, heads, width), cache, plan, 0.1)
+
+
+@chips
+@pytest.mark.parametrize("model", list(MODELS))
+def test_a_step_of_a_model(model: str, chip: str) -> None:
+    triton_impl.load()
+    with compiling_for(CHIPS[chip]) as compiled:
+        for tokens in (1, 16384):
+            small_kernels(model, tokens)
+        for split_tokens in (0, BATCH_INVARIANT_SPLIT):
+            attention(model, split_tokens)
+    check(compiled, chip)
+
+
+@chips
+def test_every_plan_and_tile_of_linear(chip: str) -> None:
+    triton_impl.load()
+    from atom_ops.triton_impl import batch_invariant, linear, tuned
+
+    x = tensor(256, 4096)
+    with compiling_for(CHIPS[chip]) as compiled:
+        if chip == "H200":
+            for (outputs, inputs), plans in tuned.LINEAR["NVIDIA H200"].items():
+                for plan in plans:
+                    x_TI = tensor(plan.tokens, inputs)
+                    linear.multiply(plan, x_TI, tensor(outputs, inputs), None)
+            for tile in batch_invariant._HOPPER:
+                for tokens in (1, 256, 16384):
+                    batch_invariant.multiply(tile, tensor(tokens, 4096), tensor(24576, 4096), None, True)
+        batch_invariant.multiply(batch_invariant._ANYWHERE, x, tensor(4096, 4096), tensor(4096), False)
+        batch_invariant.multiply(batch_invariant._FLOAT32, x.float(), tensor(4096, 4096).float(), None, False)
+    check(compiled, chip)
+
+
+def table() -> list[Any]:
+    triton_impl.load()
+    return [
+        pytest.param(provider, case, id=f"{op.name}-{provider.name}-{case.label}")
+        for op in REGISTRY.values()
+        for provider in op.providers.values()
+        for case in op.cases
+        if provider.function.__module__.startswith(triton_impl.__name__)
+    ]
+
+
+@chips
+def test_every_case_of_every_provider(chip: str) -> None:
+    with compiling_for(CHIPS[chip]) as compiled:
+        for row in table():
+            provider, case = row.values
+            args = arguments(case)
+            if provider.supports is None or provider.supports(*args):
+                provider.function(*args)
+    check(compiled, chip)
+
+
+def arguments(case: Case) -> tuple[Any, ...]:
+    given = case.make(BF16, torch.Generator().manual_seed(3))
+    return changed(given, lambda tensor: tensor.to(META))
+
+
+def check(compiled: dict[str, int], chip: str) -> None:
+    assert compiled
+    too_large = {name: size for name, size in compiled.items() if size > CHIPS[chip].local_memory}
+    assert not too_large
