@@ -17,7 +17,8 @@ _EXPONENT_OF_ONE = 127
 def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
     """The numbers in float32, [..., N]; exact, and as exact in bfloat16."""
     values = torch.tensor(_VALUES, device=blocks.device)
-    packed = blocks.int()
-    numbers = torch.stack([values[packed & 15], values[packed >> 4]], dim=-1).flatten(-2)
-    exponents = scales.int() - _EXPONENT_OF_ONE
-    return torch.ldexp(numbers, exponents.unsqueeze(-1)).flatten(-2)
+    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=-1)  # of every byte
+    exponents = torch.arange(256, device=blocks.device) - _EXPONENT_OF_ONE
+    powers = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+    numbers = pairs.index_select(0, blocks.flatten().int()).view(*scales.shape, BLOCK)
+    return numbers.mul_(powers[scales.int()].unsqueeze(-1)).flatten(-2)
