@@ -1,9 +1,11 @@
 """Which provider runs each op on one device; settled once, when a worker starts."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from atom_ops import triton_impl
 from atom_ops.op import REFERENCE, REGISTRY
@@ -42,6 +44,25 @@ def resolve(
         taken = (provider for provider in known if provider.batch_invariant or not batch_invariant)
         each.use([provider.name for provider in taken if provider.supported(device)])
     return {name: each.order for name, each in sorted(REGISTRY.items())}
+
+
+def tune(
+    device: torch.device,
+    weights: Iterable[Tensor],
+    cache_dir: Path,
+    progress: Callable[[str, int, int], None],
+) -> None:
+    """Measure how `linear` multiplies these weights best, where nobody has for this kind of GPU.
+
+    Call after `resolve`, once the weights are in place; where that chose no provider that follows
+    plans (batch-invariant ones have a tile for everybody) there is nothing to do. What is found is
+    kept in `cache_dir` and read from there ever after, by all workers of this machine. `progress`
+    is called with (phase, done, total).
+    """
+    if device.type == "cuda" and "triton" in REGISTRY["linear"].order:
+        from atom_ops.triton_impl.bench import tune_linear
+
+        tune_linear(device, weights, cache_dir, progress)
 
 
 def summary(resolved: dict[str, tuple[str, ...]]) -> str:

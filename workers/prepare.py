@@ -7,11 +7,9 @@ libraries away from everybody else, and imports them itself only where a checkpo
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import shutil
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +21,7 @@ from atom.config.model import ModelConfig
 from atom.messages.launch import PrepareLaunch
 from atom.utils import envs
 from atom.utils.exit_status import ExitStatus
+from atom.utils.file_lock import exclusive
 from atom.utils.process import read_launch
 from workers.checkpoint_files import check_weights
 from workers.device_probe import probe
@@ -33,7 +32,6 @@ from workers.hub import HubError, UnreachableError, fetch, is_hub_name
 _GGUF_FORMAT = 2
 
 _CONVERSION_DEADLINE_S = 3600.0
-_LOCK_POLL_S = 0.2
 _PROGRESS_LINGER_MS = 1000
 
 # What another start may find.
@@ -107,7 +105,7 @@ def expanded_gguf(path: Path, cache_dir: Path, report: Report) -> Path:
         return final
     parent.mkdir(parents=True, exist_ok=True)
     waiting = f"Waiting for another start to convert {path.name}"
-    with _exclusive(parent / f"{name}.lock", lambda: report(waiting, 0, 1)):
+    with exclusive(parent / f"{name}.lock", _CONVERSION_DEADLINE_S, lambda: report(waiting, 0, 1)):
         if not final.exists():
             _expand(path, parent / f"{name}.partial", report)
             (parent / f"{name}.partial").replace(final)
@@ -147,23 +145,6 @@ def progress_reports(supervisor: str) -> Iterator[Report]:
                 socket.send(encode(Progress("prepare", phase, done, total)), zmq.NOBLOCK)
 
         yield report
-
-
-@contextlib.contextmanager
-def _exclusive(lock_file: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock of `lock_file`; the kernel frees it when its holder dies."""
-    deadline = time.monotonic() + _CONVERSION_DEADLINE_S
-    with lock_file.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                on_wait()
-            if time.monotonic() > deadline:
-                raise ValueError(f"{lock_file} is still locked after {_CONVERSION_DEADLINE_S:.0f} s")
-            time.sleep(_LOCK_POLL_S)
-        yield
 
 
 def _no_config(directory: Path) -> str:

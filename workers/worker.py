@@ -12,6 +12,7 @@ from atom.config.checkpoint import Checkpoint
 from atom.config.engine import EngineConfig
 from atom.messages.engine import Sampling, pack_ids
 from atom.messages.worker import AllocateKV, Loaded, NewRow, ScheduledBatch
+from atom.utils import envs
 from atom.utils.logger import get_logger
 from atom_ops import BATCH_INVARIANT_SPLIT, KVLayer, backend
 from parallel.communicator import Communicator
@@ -22,6 +23,7 @@ from workers.input_batch import InputBatch
 from workers.kv_cache import allocate_kv, cpu_kv_bytes, cuda_kv_bytes, kv_dtype, kv_specs
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
+from workers.layers.linear import Linear
 from workers.model_runner import Graphs, ModelRunner
 from workers.models.registry import model_class
 from workers.pending_step import PendingStep
@@ -107,6 +109,7 @@ class Worker:
         if self._device.type == "cuda":
             # Kernels may read weights before what was launched ahead of them is done.
             torch.cuda.synchronize(self._device)
+        self._tune()
         specs = kv_specs(self._model.kv_groups, self._config.cache.block_size, self._kv_dtype)
         return Loaded(self._tp.rank, specs, self._kv_bytes(), weight_bytes(self._model))
 
@@ -131,6 +134,11 @@ class Worker:
             directory = Path(self._checkpoint.directory)
             load_weights(model, directory, lambda done, total: self._progress("Loading weights", done, total))
         return model
+
+    def _tune(self) -> None:
+        """Before memory is measured: what tuning takes is free again by then."""
+        weights = [layer.weight for layer in self._model.modules() if isinstance(layer, Linear)]
+        backend.tune(self._device, weights, Path(envs.ATOM_CACHE_DIR), self._progress)
 
     def _make_runner(self, allocate: AllocateKV, capture_sizes: list[int]) -> ModelRunner:
         block_size, groups = self._config.cache.block_size, self._model.kv_groups

@@ -86,7 +86,8 @@ VARIABLES: dict[str, Variable] = {
             str,
             _cache_dir,
             Area.ENGINE,
-            "Where converted checkpoints are kept; `atom` in XDG_CACHE_HOME (or ~/.cache) when unset.",
+            "Where converted checkpoints, and plans measured on this GPU, are kept; "
+            "`atom` in XDG_CACHE_HOME (or ~/.cache) when unset.",
         ),
         Variable(
             "ATOM_DISABLE_MMAP",

@@ -178,9 +178,15 @@ def multiply(plan: LinearPlan, x_TI: Tensor, weight: Tensor, bias: Tensor | None
     return out_TO
 
 
+def is_measured(device: torch.device) -> bool:
+    """Whether the plans of this kind of GPU are part of the program."""
+    return torch.cuda.get_device_name(device) in LINEAR
+
+
 @cache
-def _plans(device: torch.device) -> dict[tuple[int, int], tuple[LinearPlan, ...]]:
-    return LINEAR.get(torch.cuda.get_device_name(device), {}) if device.type == "cuda" else {}
+def plans_on(device: torch.device) -> dict[tuple[int, int], tuple[LinearPlan, ...]]:
+    """Plans by the weight's shape. Where no table is part of the program, `tuning` fills it."""
+    return dict(LINEAR.get(torch.cuda.get_device_name(device), {})) if device.type == "cuda" else {}
 
 
 def _plan(x_TI: Tensor, weight: Tensor) -> LinearPlan | None:
@@ -190,14 +196,16 @@ def _plan(x_TI: Tensor, weight: Tensor) -> LinearPlan | None:
     dtypes = (torch.float32, torch.float16) if INTERPRETED else (torch.bfloat16, torch.float16)
     if weight.dtype not in dtypes:
         return None
-    plans = _INTERPRETED if INTERPRETED else _plans(weight.device).get((weight.shape[0], weight.shape[1]), ())
-    return next((plan for plan in plans if 0 < tokens <= plan.tokens), None)
+    plans = (
+        _INTERPRETED if INTERPRETED else plans_on(weight.device).get((weight.shape[0], weight.shape[1]), ())
+    )
+    return next((plan for plan in plans if plan.least <= tokens <= plan.tokens), None)
 
 
 @linear.provider(
     "triton",
-    needs="a GPU that plans were measured on (or TRITON_INTERPRET=1)",
-    supported=lambda device: INTERPRETED or bool(_plans(device)),
+    needs="a GPU (or TRITON_INTERPRET=1)",
+    supported=lambda device: INTERPRETED or device.type == "cuda",
     supports=lambda x_TI, weight, bias=None: _plan(x_TI, weight) is not None,
     batch_invariant=False,
 )

@@ -1,6 +1,9 @@
-"""Settings of kernels, measured once on each kind of GPU: no machine tunes at start."""
+"""Settings of kernels, measured once on each kind of GPU.
 
-from dataclasses import dataclass
+A machine with a GPU that is named here never tunes at start; on others see `tuning`.
+"""
+
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -9,6 +12,8 @@ class LinearPlan:
 
     tokens: int
     """At most so many."""
+    least: int = field(default=1, kw_only=True)
+    """At least so many, where the plan before leaves a gap to torch."""
     vector: bool
     """The kernel for one token; otherwise the one on the matrix units."""
     rows: int

@@ -106,6 +106,21 @@ def test_every_plan_and_tile_of_linear(chip: str) -> None:
     check(compiled, chip)
 
 
+@chips
+def test_an_unknown_gpu_has_plans_to_choose_from(chip: str) -> None:
+    """For the tokens that need the most local memory; what does not fit is left out there."""
+    triton_impl.load()
+    from atom_ops.triton_impl import linear, tuning
+
+    least, tokens = tuning.CLASSES[-1]
+    fitting = 0
+    for plan in tuning.candidates((4096, 1024), least, tokens):
+        with compiling_for(CHIPS[chip]) as compiled:
+            linear.multiply(plan, tensor(tokens, 1024), tensor(4096, 1024), None)
+        fitting += max(compiled.values()) <= CHIPS[chip].local_memory
+    assert fitting >= 3
+
+
 def table() -> list[Any]:
     triton_impl.load()
     return [

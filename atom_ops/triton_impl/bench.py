@@ -1,0 +1,149 @@
+"""Times products on a GPU as a decode step finds them: replayed from a graph, weights out of the cache."""
+
+import os
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+from triton.errors import TritonError
+
+from atom.utils.logger import get_logger
+from atom_ops.ops.linear import linear
+from atom_ops.triton_impl.linear import is_measured, multiply, plans_on
+from atom_ops.triton_impl.plan_file import Machine, PlanFile, Shape
+from atom_ops.triton_impl.tuned import LinearPlan
+from atom_ops.triton_impl.tuning import Progress, by_shape, is_candidate, tune
+
+Multiply = Callable[[LinearPlan, Tensor, Tensor, Tensor | None], Tensor]
+
+_COLD_BYTES = 512 << 20
+"""More than the last cache of any GPU: a weight is read again only after so many other bytes."""
+_MOST_LAUNCHES, _FEWEST_LAUNCHES = 64, 4
+_COMPILERS = min(8, os.cpu_count() or 1)
+_SEED = 1
+
+
+def tune_linear(device: torch.device, weights: Iterable[Tensor], cache_dir: Path, progress: Progress) -> None:
+    """Give `linear` plans for these weights; where the program has a table for the GPU, nothing to do."""
+    shapes = by_shape(weights)
+    if is_measured(device) or not shapes:
+        return
+    machine = Machine(torch.cuda.get_device_name(device), str(torch.__version__), triton.__version__)
+    file = PlanFile(cache_dir, machine, is_candidate)
+    with torch.cuda.device(device):
+        plans_on(device).update(tune(list(shapes), GPUBench(shapes), file, progress))
+        torch.cuda.empty_cache()
+
+
+class GPUBench:
+    """The current GPU. Nothing else may run on it meanwhile."""
+
+    def __init__(self, weights: Mapping[Shape, Sequence[Tensor]], multiply: Multiply = multiply) -> None:
+        self._weights = weights
+        self._multiply = multiply
+        self._stream = torch.cuda.Stream()
+        self._cold: tuple[Shape, list[Tensor]] | None = None
+
+    def sound(self, plans: Sequence[LinearPlan], shape: Shape) -> list[LinearPlan]:
+        """Compiles all of them, several at a time."""
+        weight = self._weights[shape][0]
+        with ThreadPoolExecutor(_COMPILERS) as pool:
+            ran = pool.map(lambda plan: runs(self._multiply, plan, weight), plans)
+            runnable = [plan for plan, works in zip(plans, ran, strict=True) if works]
+        return [plan for plan in runnable if agrees(self._multiply, plan, weight)]
+
+    def stopwatch(self, plan: LinearPlan | None, shape: Shape, tokens: int) -> "_Stopwatch":
+        """Captures enough launches for the clock, each with a weight that no cache holds."""
+        cold = self._cold_weights(shape)
+        weights = list(islice(cycle(cold), max(len(cold), _FEWEST_LAUNCHES)))
+        x_TI = tokens_for(weights[0], tokens)
+
+        def body() -> None:
+            for weight in weights:
+                if plan is None:
+                    linear.reference(x_TI, weight)
+                else:
+                    self._multiply(plan, x_TI, weight, None)
+
+        return _Stopwatch(self._capture(body), x_TI, weights)
+
+    def _capture(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        body()  # compiles kernels, and lets libraries set themselves up
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                body()
+            finally:
+                graph.capture_end()
+        return graph
+
+    def _cold_weights(self, shape: Shape) -> list[Tensor]:
+        """The model's own, and copies where it has too few of them to fill the caches."""
+        if self._cold is None or self._cold[0] != shape:
+            self._cold = None
+            weights = self._weights[shape]
+            size = weights[0].numel() * weights[0].element_size()
+            room = torch.cuda.mem_get_info()[0] // (4 * size)
+            count = min(-(-_COLD_BYTES // size), _MOST_LAUNCHES, len(weights) + room)
+            copies = [weights[0].clone() for _ in range(count - len(weights))]
+            self._cold = shape, [*weights[:count], *copies]
+        return self._cold[1]
+
+
+@dataclass(frozen=True)
+class _Stopwatch:
+    graph: torch.cuda.CUDAGraph
+    x_TI: Tensor
+    """The graph reads it and the weights, and holds neither."""
+    weights: Sequence[Tensor]
+
+    def __call__(self, rounds: int) -> float:
+        """Seconds for one product: the median of so many replays."""
+        starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(rounds)] for _ in range(2))
+        self.graph.replay()
+        for start, end in zip(starts, ends, strict=True):
+            start.record()
+            self.graph.replay()
+            end.record()
+        torch.cuda.synchronize()
+        milliseconds = statistics.median(map(torch.cuda.Event.elapsed_time, starts, ends))
+        return milliseconds / 1000 / len(self.weights)
+
+
+def tokens_for(weight: Tensor, tokens: int) -> Tensor:
+    """[T, I], the same numbers at every call."""
+    generator = torch.Generator(weight.device).manual_seed(_SEED)
+    return torch.randn(tokens, weight.shape[1], generator=generator, device=weight.device, dtype=weight.dtype)
+
+
+def runs(multiply: Multiply, plan: LinearPlan, weight: Tensor) -> bool:
+    """Whether the plan compiles and launches; a kernel that asks for too much of the GPU does not."""
+    try:
+        with torch.cuda.device(weight.device if weight.is_cuda else -1):  # threads start on the first GPU
+            multiply(plan, tokens_for(weight, plan.tokens), weight, None)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except (TritonError, RuntimeError) as error:
+        get_logger().debug("%s does not run on %s: %s", plan, weight.device, error)
+        return False
+    return True
+
+
+def agrees(multiply: Multiply, plan: LinearPlan, weight: Tensor) -> bool:
+    """Whether torch's product is the same, within the op's tolerance, for the fewest and the most tokens."""
+    tolerance = linear.tolerances[weight.dtype]
+    for tokens in (plan.least, plan.tokens):
+        x_TI = tokens_for(weight, tokens)
+        found, wanted = multiply(plan, x_TI, weight, None), linear.reference(x_TI, weight)
+        if not torch.allclose(found, wanted, rtol=tolerance.relative, atol=tolerance.absolute):
+            get_logger().warning("%s is wrong for a weight of %s: not used", plan, tuple(weight.shape))
+            return False
+    return True

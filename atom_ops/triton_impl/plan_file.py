@@ -1,0 +1,117 @@
+"""Plans that were measured on this machine, kept for the next start.
+
+<cache directory>/tuned/NVIDIA-L40S-torch-2.11.0-triton-3.6.0.json        what was found
+<cache directory>/tuned/NVIDIA-L40S-torch-2.11.0-triton-3.6.0.json.lock   who measures, how far
+"""
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TextIO
+
+import msgspec
+
+from atom.utils.file_lock import exclusive
+from atom.utils.logger import get_logger
+from atom_ops.triton_impl.tuned import LinearPlan
+
+# Raised whenever the kernels, or what may be planned for them, change.
+_FORMAT = 1
+_DEADLINE_S = 600.0
+
+Shape = tuple[int, int]
+"""Output features, input features of a weight."""
+Plans = tuple[LinearPlan, ...]
+"""By rising tokens; tokens that none of them is for are faster in torch."""
+Table = dict[Shape, Plans]
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """What measured times depend on. No driver: its updates change nothing that matters here."""
+
+    gpu: str
+    torch: str
+    triton: str
+
+
+class _Entry(msgspec.Struct):
+    outputs: int
+    inputs: int
+    plans: Plans
+
+
+class _Content(msgspec.Struct):
+    format: int
+    machine: Machine
+    linear: list[_Entry]
+
+
+class PlanFile:
+    """Read by every worker; written by the one that holds the lock. Methods raise OSError."""
+
+    def __init__(self, cache_dir: Path, machine: Machine, known: Callable[[Shape, LinearPlan], bool]) -> None:
+        """`known` tells whether a plan is one that the kernels here may be asked for."""
+        parts = (machine.gpu, "torch", machine.torch, "triton", machine.triton)
+        name = "-".join(re.sub(r"[^A-Za-z0-9.+]+", "-", part) for part in parts)
+        self.path = cache_dir / "tuned" / f"{name}.json"
+        self._lock = self.path.with_name(f"{self.path.name}.lock")
+        self._machine = machine
+        self._known = known
+
+    def read(self) -> Table:
+        """What was found so far; nothing, and a line in the log, where the file is not to be trusted."""
+        try:
+            return self._table(self.path.read_bytes())
+        except FileNotFoundError:
+            return {}
+        except ValueError as error:
+            get_logger().warning("%s is not used, plans are measured anew: %s", self.path, error)
+            return {}
+
+    def write(self, table: Table) -> None:
+        """Readers see the old content or the new, never a part."""
+        entries = [_Entry(*shape, plans) for shape, plans in sorted(table.items())]
+        encoded = msgspec.json.encode(_Content(_FORMAT, self._machine, entries))
+        partial = self.path.with_name(f"{self.path.name}.{os.getpid()}.partial")
+        try:
+            partial.write_bytes(msgspec.json.format(encoded, indent=1) + b"\n")
+            partial.replace(self.path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def locked(self, on_wait: Callable[[int, int], None]) -> Iterator[Callable[[int, int], None]]:
+        """Alone among all workers of all engines; yields what tells the others (done, total).
+
+        They hear of it by `on_wait`, and get TimeoutError if it takes far too long.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+
+        def pass_on() -> None:
+            done, _, total = self._lock.read_text().partition(" ")
+            if done.isdigit() and total.isdigit():
+                on_wait(int(done), int(total))
+
+        with exclusive(self._lock, _DEADLINE_S, pass_on) as file:
+            yield lambda done, total: _note(file, f"{done} {total}")
+
+    def _table(self, content: bytes) -> Table:
+        found = msgspec.json.decode(content, type=_Content)
+        if found.format != _FORMAT:
+            raise ValueError(f"its format is {found.format}, this version's {_FORMAT}")
+        if found.machine != self._machine:
+            raise ValueError(f"it was made for {found.machine.gpu} by other versions or on another machine")
+        table = {(entry.outputs, entry.inputs): entry.plans for entry in found.linear}
+        for shape, plans in table.items():
+            for plan in plans:
+                if not self._known(shape, plan):
+                    raise ValueError(f"its plans for {shape} are not ones that would be measured: {plan}")
+        return table
+
+
+def _note(file: TextIO, text: str) -> None:
+    file.truncate(0)
+    file.write(text)
+    file.flush()

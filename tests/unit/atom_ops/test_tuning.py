@@ -1,0 +1,322 @@
+"""Choosing plans and keeping them, with a stopwatch that knows its answers."""
+
+import contextlib
+import itertools
+import logging
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from atom.utils.file_lock import exclusive
+from atom_ops import backend, linear, triton_impl
+from atom_ops.triton_impl.plan_file import Machine, PlanFile, Shape
+from atom_ops.triton_impl.tuned import LinearPlan
+from atom_ops.triton_impl.tuning import (
+    CLASSES,
+    PHASE,
+    by_shape,
+    candidates,
+    fastest,
+    is_candidate,
+    tune,
+)
+
+MACHINE = Machine("Some GPU 9000 (rev 2)", "2.11.0+cu130", "3.6.0")
+SHAPES: list[Shape] = [(4096, 1024), (1024, 2048)]
+DEADLINE_S = 60
+Heard = list[tuple[str, int, int]]
+
+
+class FakeBench:
+    """Torch takes 10 us; plans take what `seconds` says, and are sound unless it says None."""
+
+    def __init__(self, seconds: Callable[[LinearPlan], float | None] = lambda plan: 20e-6) -> None:
+        self._seconds = seconds
+        self.measured: list[tuple[Shape, int]] = []
+        self.rounds: dict[LinearPlan | None, list[int]] = {}
+
+    def sound(self, plans: Sequence[LinearPlan], shape: Shape) -> list[LinearPlan]:
+        return [plan for plan in plans if self._seconds(plan) is not None]
+
+    def stopwatch(self, plan: LinearPlan | None, shape: Shape, tokens: int) -> Callable[[int], float]:
+        if plan is None:
+            self.measured.append((shape, tokens))
+        taken = 10e-6 if plan is None else self._seconds(plan)
+        assert taken is not None
+
+        def watch(rounds: int) -> float:
+            self.rounds.setdefault(plan, []).append(rounds)
+            return taken
+
+        return watch
+
+
+def file_in(directory: Path, machine: Machine = MACHINE) -> PlanFile:
+    return PlanFile(directory, machine, is_candidate)
+
+
+def silent(phase: str, done: int, total: int) -> None:
+    pass
+
+
+def fast_up_to(tokens: int) -> FakeBench:
+    """Plans are twice as fast as torch for so many tokens, and half as fast for more."""
+    return FakeBench(lambda plan: 5e-6 if plan.tokens <= tokens else 20e-6)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (151936, 4096), (960, 576), (96, 320)], ids=str)
+@pytest.mark.parametrize(("least", "tokens"), CLASSES)
+def test_candidates_are_few_and_for_their_class_alone(shape: Shape, least: int, tokens: int) -> None:
+    plans = candidates(shape, least, tokens)
+    assert 2 <= len(plans) <= 12 and len(set(plans)) == len(plans)
+    assert {(plan.least, plan.tokens) for plan in plans} == {(least, tokens)}
+    assert all(plan.rows <= shape[0] for plan in plans)
+    assert tokens == 1 or not any(plan.vector for plan in plans)
+    assert all(is_candidate(shape, plan) for plan in plans)
+
+
+def test_classes_leave_no_gap() -> None:
+    assert CLASSES[0][0] == 1
+    assert all(least == before + 1 for (_, before), (least, _) in itertools.pairwise(CLASSES))
+
+
+def test_the_fastest_wins_and_the_hopeless_run_only_a_short_race() -> None:
+    plans = candidates(SHAPES[0], 2, 16)
+    times = dict.fromkeys(plans, 30e-6) | {plans[2]: 5.2e-6, plans[4]: 5e-6}
+    bench = FakeBench(times.__getitem__)
+    assert fastest(bench, SHAPES[0], 2, 16) == plans[4]
+    assert len(bench.rounds[plans[2]]) == 2
+    assert len(bench.rounds[plans[0]]) == len(bench.rounds[None]) == 1
+
+
+def test_a_plan_that_is_not_sound_never_wins() -> None:
+    plans = candidates(SHAPES[0], 1, 1)
+    times: dict[LinearPlan, float | None] = dict.fromkeys(plans, 9e-6)
+    assert fastest(FakeBench(times.__getitem__), SHAPES[0], 1, 1) == plans[0]
+    times[plans[0]] = None
+    assert fastest(FakeBench(times.__getitem__), SHAPES[0], 1, 1) == plans[1]
+    assert fastest(FakeBench(lambda plan: None), SHAPES[0], 1, 1) is None
+
+
+def test_torch_wins_draws_and_leaves_a_gap_in_the_plans(tmp_path: Path) -> None:
+    assert fastest(FakeBench(lambda plan: 10e-6), SHAPES[0], 1, 1) is None
+    bench = FakeBench(lambda plan: 5e-6 if plan.tokens in (1, 32) else 20e-6)
+    (plans,) = tune(SHAPES[:1], bench, file_in(tmp_path), silent).values()
+    assert [(plan.least, plan.tokens) for plan in plans] == [(1, 1), (17, 32)]
+
+
+def test_what_was_found_is_read_and_not_measured_again(tmp_path: Path) -> None:
+    heard: Heard = []
+    first = fast_up_to(16)
+    table = tune(SHAPES, first, file_in(tmp_path), lambda *progress: heard.append(progress))
+    assert heard == [(PHASE, done, 8) for done in range(9)]
+    assert first.measured == [(shape, tokens) for shape in SHAPES for _, tokens in CLASSES]
+    second = FakeBench()
+    heard.clear()
+    again = tune(SHAPES, second, file_in(tmp_path), lambda *progress: heard.append(progress))
+    assert (again, second.measured, heard) == (table, [], [])
+    third = FakeBench()
+    more = tune([SHAPES[0], (64, 64)], third, file_in(tmp_path), silent)
+    assert more == table | {(64, 64): ()}
+    assert {shape for shape, _ in third.measured} == {(64, 64)}
+    assert file_in(tmp_path).read() == more
+
+
+def test_the_file_says_what_it_is_for(tmp_path: Path) -> None:
+    file = file_in(tmp_path)
+    tune(SHAPES[:1], fast_up_to(1), file, silent)
+    assert file.path == tmp_path / "tuned" / "Some-GPU-9000-rev-2--torch-2.11.0+cu130-triton-3.6.0.json"
+    content = msgspec.json.decode(file.path.read_bytes())
+    assert content["machine"] == {"gpu": MACHINE.gpu, "torch": MACHINE.torch, "triton": MACHINE.triton}
+    (entry,) = content["linear"]
+    assert (entry["outputs"], entry["inputs"]) == SHAPES[0]
+    assert entry["plans"][0]["vector"] is True
+    assert {path.suffix for path in file.path.parent.iterdir()} == {".json", ".lock"}
+
+
+def changed(content: dict[str, object], **fields: object) -> bytes:
+    return msgspec.json.encode(content | fields)
+
+
+def replaced(content: dict[str, object], old: bytes, new: bytes) -> bytes:
+    return msgspec.json.encode(content).replace(old, new)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda content: b"", "truncated"),
+        (lambda content: msgspec.json.encode(content)[:-20], "truncated"),
+        (lambda content: b"\xff\xfe", "malformed"),
+        (lambda content: changed(content, format=0), "its format is 0"),
+        (lambda content: changed(content, machine={"gpu": "A", "torch": "1", "triton": "1"}), "made for A"),
+        (lambda content: changed(content, linear=[{"outputs": 4096}]), "missing required field"),
+        (lambda content: msgspec.json.encode(content).replace(b'"rows":4,', b'"rows":3,'), "rows=3"),
+        (
+            lambda content: msgspec.json.encode(content).replace(b'"rows":4,', b'"rows":"4",'),
+            "Expected `int`",
+        ),
+    ],
+)
+def test_a_broken_or_foreign_file_is_measured_anew(
+    spoil: Callable[[dict[str, object]], bytes],
+    reason: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    file = file_in(tmp_path)
+    table = tune(SHAPES, fast_up_to(64), file, silent)
+    file.path.write_bytes(spoil(msgspec.json.decode(file.path.read_bytes())))
+    bench = fast_up_to(64)
+    with caplog.at_level(logging.WARNING, "atom"):
+        assert tune(SHAPES, bench, file, silent) == table
+    assert len(bench.measured) == len(SHAPES) * len(CLASSES)
+    assert str(file.path) in caplog.messages[0] and reason in caplog.messages[0]
+    assert file.read() == table
+
+
+def test_other_versions_have_files_of_their_own(tmp_path: Path) -> None:
+    tune(SHAPES, fast_up_to(64), file_in(tmp_path), silent)
+    newer = msgspec.structs.replace(MACHINE, triton="3.9.0")
+    assert file_in(tmp_path, newer).read() == {}
+
+
+def test_without_a_place_for_the_file_nothing_is_measured(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tuned").write_text("a file in the way")
+    bench = fast_up_to(64)
+    with caplog.at_level(logging.WARNING, "atom"):
+        assert tune(SHAPES, bench, file_in(tmp_path), silent) == {}
+    assert bench.measured == [] and "ATOM_CACHE_DIR" in caplog.text
+
+
+def test_a_shape_that_is_done_survives_the_failure_of_the_next(tmp_path: Path) -> None:
+    class Failing(FakeBench):
+        def stopwatch(self, plan: LinearPlan | None, shape: Shape, tokens: int) -> Callable[[int], float]:
+            if shape == SHAPES[1]:
+                raise RuntimeError("the GPU is gone")
+            return super().stopwatch(plan, shape, tokens)
+
+    with pytest.raises(RuntimeError, match="the GPU is gone"):
+        tune(SHAPES, Failing(), file_in(tmp_path), silent)
+    assert file_in(tmp_path).read().keys() == {SHAPES[0]}
+    assert tune(SHAPES, FakeBench(), file_in(tmp_path), silent).keys() == set(SHAPES)
+
+
+def _tune_elsewhere(directory: Path, notes: Path) -> None:
+    class Slow(FakeBench):
+        def sound(self, plans: Sequence[LinearPlan], shape: Shape) -> list[LinearPlan]:
+            time.sleep(0.1)
+            return super().sound(plans, shape)
+
+    bench, heard = Slow(lambda plan: 5e-6), Heard()
+    table = tune(SHAPES, bench, file_in(directory), lambda *progress: heard.append(progress))
+    sizes = sorted((*shape, len(plans)) for shape, plans in table.items())
+    note = msgspec.json.encode((len(bench.measured), sizes, heard))
+    (notes / str(os.getpid())).write_bytes(note)
+
+
+def test_two_workers_measure_once_and_both_see_how_far_it_is(tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=_tune_elsewhere, args=(tmp_path, notes)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(DEADLINE_S)
+        assert worker.exitcode == 0
+    found = [msgspec.json.decode(path.read_bytes()) for path in notes.iterdir()]
+    assert sorted(measured for measured, *_ in found) == [0, len(SHAPES) * len(CLASSES)]
+    assert found[0][1] == found[1][1] == sorted([*shape, len(CLASSES)] for shape in SHAPES)
+    assert all(total == 8 for *_, heard in found for _, _, total in heard)
+
+
+def test_a_lock_that_never_comes_free_is_given_up(tmp_path: Path) -> None:
+    waits: list[float] = []
+    with (
+        exclusive(tmp_path / "lock", 1.0, lambda: None),
+        pytest.raises(TimeoutError, match="lock is still locked after 0 s"),
+        exclusive(tmp_path / "lock", 0.3, lambda: waits.append(time.monotonic())),
+    ):
+        raise AssertionError("two hold one lock")
+    assert len(waits) >= 2
+    with exclusive(tmp_path / "lock", 0.0, lambda: None):
+        pass
+
+
+def test_weights_are_counted_once_and_only_plain_half_precision_counts() -> None:
+    tied, other = (torch.zeros(8, 4, dtype=torch.bfloat16) for _ in range(2))
+    rest = [torch.zeros(8, 4), torch.zeros(4, 8, dtype=torch.bfloat16).T, torch.zeros(8, dtype=torch.half)]
+    assert by_shape([tied, other, tied, *rest]) == {(8, 4): [tied, other]}
+
+
+def test_nothing_is_tuned_on_a_cpu(tmp_path: Path) -> None:
+    backend.resolve(torch.device("cpu"))
+    weights = [torch.zeros(64, 64, dtype=torch.bfloat16)]
+    backend.tune(torch.device("cpu"), weights, tmp_path, silent)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_tuned_for_batch_invariant_products(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    triton_impl.load()
+    linear.use([backend.BATCH_INVARIANT])
+    weights = [torch.zeros(64, 64, dtype=torch.bfloat16)]
+    backend.tune(torch.device("cuda", 0), weights, tmp_path, silent)
+    assert list(tmp_path.iterdir()) == []
+    backend.resolve(torch.device("cpu"))
+
+
+def test_linear_follows_what_was_found_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = pytest.importorskip("atom_ops.triton_impl.bench", reason="needs triton")
+    fake, gpu = fast_up_to(16), torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(bench, "GPUBench", lambda weights: fake)
+    bench.plans_on.cache_clear()
+    weights = [torch.zeros(64, 128, dtype=torch.bfloat16)]
+    for _ in range(2):
+        bench.tune_linear(gpu, weights, tmp_path, silent)
+        (plans,) = bench.plans_on(gpu).values()
+        assert [(plan.least, plan.tokens) for plan in plans] == [(1, 1), (2, 16)]
+        bench.plans_on.cache_clear()
+    assert len(fake.measured) == len(CLASSES)
+    (file,) = (tmp_path / "tuned").glob("Some-GPU-*.json")
+    assert torch.__version__ in file.name
+
+
+def test_soundness() -> None:
+    bench = pytest.importorskip("atom_ops.triton_impl.bench", reason="needs triton")
+    weight = torch.randn(32, 64).mul_(1 / 8).half()
+    plan = LinearPlan(16, False, 16, 64, 4, 2, least=2)
+
+    def right(plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return linear.reference(x, weight, bias)
+
+    def wrong_for_many(plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return right(plan, x, weight, bias) + (0.1 if len(x) > 2 else 0.0)
+
+    def not_a_number(plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return right(plan, x, weight, bias) * float("nan")
+
+    def too_large(plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        raise bench.TritonError("out of resource: shared memory")
+
+    def no_memory(plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        raise torch.OutOfMemoryError("none left")
+
+    assert bench.runs(right, plan, weight) and bench.agrees(right, plan, weight)
+    assert not bench.agrees(wrong_for_many, plan, weight)
+    assert not bench.agrees(not_a_number, plan, weight)
+    assert not bench.runs(too_large, plan, weight)
+    with pytest.raises(torch.OutOfMemoryError):
+        bench.runs(no_memory, plan, weight)
