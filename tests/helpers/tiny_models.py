@@ -33,6 +33,8 @@ class Tiny:
     model_type: str
     seed: int
     config: dict[str, Any] = field(default_factory=dict)
+    scale: float = 1.5
+    """Of the matrices: below 1 tokens repeat, far above it they hang on the last bits."""
 
 
 _COMMON = {
@@ -85,7 +87,7 @@ def build_tiny(model: Tiny) -> torch.nn.Module:
         for name, weight in built.named_parameters():
             if weight.dim() > 1:
                 # A larger embedding would make a tied model repeat its last token.
-                weight.normal_(0, 0.2 if "embed" in name else 1.5 * weight.shape[1] ** -0.5)
+                weight.normal_(0, 0.2 if "embed" in name else model.scale * weight.shape[1] ** -0.5)
             elif name.endswith("bias"):
                 weight.normal_(0, 0.3)
             else:
