@@ -8,18 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.tiny_models import TINY_MODELS, Tiny, build_tiny
-
-PROVEN = Path(__file__).parents[1] / "models" / "proven.json"
-
-PROOFS = {
-    "mixed": "prompts of different lengths together",
-    "prefix": "prefix cache, cold and warm",
-    "chunked": "prompts in chunks of 16",
-    "preempted": "preempted and resumed",
-    "logits": "logits at every position",
-    "tensors": "every kind of tensor counts",
-}
-"""Each kind of proof by the name that tests give it, in the order of the table."""
+from tools.models_table import PROOFS
 
 
 def described(model: Tiny) -> dict[str, Any]:
@@ -49,7 +38,7 @@ class Proofs:
             "transformers": version("transformers"),
             "models": {model.name: self._entry(model) for model in TINY_MODELS},
         }
-        path.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
     def _entry(self, model: Tiny) -> dict[str, Any]:
         passed = self._passed[model.name]
