@@ -17,6 +17,7 @@ from atom.config.parallel import ParallelConfig
 from atom.config.scheduler import SchedulerConfig
 from parallel.communicator import Communicator
 from parallel.state import TPGroup
+from workers.hf_directory import normalised_config
 
 # Tiny matrices gain nothing from threads that wait for one another on a busy machine.
 torch.set_num_threads(1)
@@ -104,7 +105,7 @@ def save_tiny(model: Tiny, directory: Path, shard_size: str = "5GB") -> tuple[to
 
 def checkpoint_of(directory: Path) -> Checkpoint:
     """What the preparation step would find in a saved tiny model."""
-    config = json.loads((directory / "config.json").read_text())
+    config = normalised_config(json.loads((directory / "config.json").read_text()), directory)
     return Checkpoint(
         directory=str(directory),
         architecture=config["architectures"][0],
