@@ -1,8 +1,9 @@
 """Reads config.json, with what the user changes of it, under the names of transformers 5.
 
-    old                                            new
-    torch_dtype                                    dtype
-    rope_theta, rope_scaling {"type": …, …}        rope_parameters {"rope_theta": …, "rope_type": …, …}
+    old                                     new
+    torch_dtype                             dtype
+    rope_scaling {"type": …, …}             rope_parameters {"rope_type": …, …,
+    rope_theta, partial_rotary_factor           "rope_theta": …, "partial_rotary_factor": …}
 
 Both are brought into the new form before they are merged, else a change in the one form would
 leave a setting in the other as it is.
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 _FLAG = "--hf-overrides"
-_RENAMED = ("torch_dtype", "rope_theta", "rope_scaling")
+_RENAMED = ("torch_dtype", "rope_scaling", "rope_theta", "partial_rotary_factor")
 # Settings that every config has, whether or not its file names them.
 _IMPLIED = {"dtype", "rope_parameters"}
 _KINDS = {bool: "true or false", str: "a text", list: "a list", dict: "an object"}
@@ -50,17 +51,14 @@ def added_settings(directory: Path, overrides: Mapping[str, Any]) -> list[str]:
 
 
 def with_new_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with each old name replaced by its new one, which wins where both are given."""
+    """`config` with each old name replaced by its new one."""
     made = {name: value for name, value in config.items() if name not in _RENAMED}
     if made.get("dtype") is None and config.get("torch_dtype") is not None:
         made["dtype"] = config["torch_dtype"]
-    rope: dict[str, Any] = {}
-    if config.get("rope_theta") is not None:
-        rope["rope_theta"] = config["rope_theta"]
-    for name in ("rope_scaling", "rope_parameters"):
-        if name in config:
-            # null has always meant that nothing is scaled.
-            rope |= _with_rope_type(name, config[name] or {"rope_type": "default"})
+    rope = _stated_rope(config)
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if config.get(name) is not None:
+            rope.setdefault(name, config[name])
     if rope:
         made["rope_parameters"] = rope
     return made
@@ -79,10 +77,17 @@ def read_json(path: Path, missing_is_empty: bool = False) -> dict[str, Any]:
     return content
 
 
-def _with_rope_type(name: str, rope: Any) -> dict[str, Any]:
-    """Before the name was settled it was "type"; where both are given, the new one counts."""
+def _stated_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The object under its old or its new name; of two, the old one counts, as in transformers."""
+    given = [name for name in ("rope_scaling", "rope_parameters") if name in config]
+    if not given:
+        return {}
+    name = next((name for name in given if config[name]), given[0])
+    # null has always meant that nothing is scaled.
+    rope = config[name] or {"rope_type": "default"}
     if not isinstance(rope, dict):
         raise ValueError(f"{name} must be an object, not {rope!r:.40}")
+    # Before the name was settled it was "type"; where both are given, the new one counts.
     made = {key: value for key, value in rope.items() if key != "type"}
     return {"rope_type": rope["type"], **made} if "type" in rope else made
 

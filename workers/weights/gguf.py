@@ -21,7 +21,8 @@ from transformers.utils import logging
 
 MAX_SHARD_BYTES = 4 * 10**9
 
-# Those whose tensors and settings are known to survive the way through transformers.
+# In the GGUF's own words. Other families run from safetensors; for them it is not known what
+# transformers passes over.
 _KINDS = ("llama", "qwen3")
 
 _ROPE_FACTORS = "rope_freqs.weight"
