@@ -174,9 +174,16 @@ def _drawings() -> list[Drawing]:
 
 
 def _blank_settings(rows: int, device: torch.device) -> SamplingBatch:
-    zeros, ones = np.zeros(rows, np.float32), np.ones(rows, np.float32)
-    whole = np.zeros(rows, np.int64)
-    return SamplingBatch.from_host(ones, whole, ones, zeros, whole.view(np.uint64), whole, device)
+    ones = np.ones(rows, np.float32)
+    return SamplingBatch.from_host(
+        temperature=ones,
+        top_k=np.zeros(rows, np.int64),
+        top_p=ones.copy(),
+        min_p=np.zeros(rows, np.float32),
+        seed=np.zeros(rows, np.uint64),
+        choice=np.zeros(rows, np.int64),
+        device=device,
+    )
 
 
 _COLUMNS = ("temperature_R", "top_k_R", "top_p_R", "min_p_R", "seed_R", "choice_R")

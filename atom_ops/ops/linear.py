@@ -8,14 +8,19 @@ from atom_ops.op import Case, op
 from atom_ops.tolerances import REDUCTION
 
 
-def _case(tokens: int, inputs: int, outputs: int, with_bias: bool) -> Case:
-    def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor | None]:
+def _case(
+    tokens: int, inputs: int, outputs: int, with_bias: bool, out_dtype: torch.dtype | None = None
+) -> Case:
+    def make(
+        dtype: torch.dtype, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, Tensor | None, torch.dtype | None]:
         x = torch.randn(tokens, inputs, generator=generator).to(dtype)
         weight = (torch.randn(outputs, inputs, generator=generator) / inputs**0.5).to(dtype)
         bias = torch.randn(outputs, generator=generator).to(dtype) if with_bias else None
-        return x, weight, bias
+        return x, weight, bias, out_dtype
 
-    return Case(f"{tokens}x{inputs}x{outputs}{'+bias' if with_bias else ''}", make)
+    options = f"{'+bias' if with_bias else ''}{'->float32' if out_dtype else ''}"
+    return Case(f"{tokens}x{inputs}x{outputs}{options}", make)
 
 
 @op(
@@ -26,12 +31,26 @@ def _case(tokens: int, inputs: int, outputs: int, with_bias: bool) -> Case:
         _case(7, 1000, 72, True),
         _case(16, 1024, 4096, False),
         _case(70, 128, 256, True),
+        _case(1, 576, 160, False, torch.float32),
+        _case(6, 64, 49, True, torch.float32),
+        _case(130, 64, 200, False, torch.float32),
     ],
     REDUCTION,
 )
-def linear(x_TI: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weightᵀ + bias, [T, I] -> [T, O]; `weight` [O, I] as `pack_linear_weight` returned it."""
-    return functional.linear(x_TI, weight, bias)
+def linear(
+    x_TI: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """x @ weightᵀ + bias, [T, I] -> [T, O]; `weight` [O, I] as `pack_linear_weight` returned it.
+
+    The result is of `out_dtype`, or x's where that is None. On a GPU sums in float32 become a
+    float32 result without a rounding between.
+    """
+    if out_dtype in (None, x_TI.dtype):
+        return functional.linear(x_TI, weight, bias)
+    if out_dtype == torch.float32 and x_TI.is_cuda:
+        product = torch.mm(x_TI, weight.t(), out_dtype=torch.float32)
+        return product if bias is None else product + bias
+    return functional.linear(x_TI, weight, bias).to(out_dtype)
 
 
 BATCH_INVARIANT = "batch_invariant"
@@ -64,10 +83,17 @@ def _onednn_packs(dtype: torch.dtype) -> bool:
     _ONEDNN,
     needs="a CPU and torch built with oneDNN",
     supported=lambda device: device.type == "cpu" and torch.backends.mkldnn.is_available(),
-    supports=lambda x_TI, weight, bias=None: weight.is_mkldnn,
-    prepare=lambda x_TI, weight, bias=None: (x_TI, pack_linear_weight(weight), bias),
+    supports=lambda x_TI, weight, bias=None, out_dtype=None: weight.is_mkldnn,
+    prepare=lambda x_TI, weight, bias=None, out_dtype=None: (
+        x_TI,
+        pack_linear_weight(weight),
+        bias,
+        out_dtype,
+    ),
     batch_invariant=False,
 )
-def _onednn_packed(x_TI: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _onednn_packed(
+    x_TI: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, weight, bias, "none", [], "")
-    return product
+    return product if out_dtype is None else product.to(out_dtype)

@@ -26,11 +26,11 @@ def _cases(with_residual: bool) -> list[Case]:
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last dimension; any leading dimensions.
 
-    The mean and the division are in float32; the result is rounded to x's dtype before the
-    weight scales it, as Llama checkpoints were trained.
+    In float32 up to the result, which is rounded once: closer to the model in float32 than with
+    the rounding before the weight that some implementations have.
     """
-    normed = functional.rms_norm(x_TD.float(), weight_D.shape, eps=eps)
-    return normed.to(x_TD.dtype) * weight_D
+    normed = functional.rms_norm(x_TD.float(), weight_D.shape, weight_D.float(), eps)
+    return normed.to(torch.result_type(x_TD, weight_D))
 
 
 @op(_cases(with_residual=True))

@@ -67,10 +67,11 @@ def _place(number, tokens, outputs, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr
 @triton.jit(do_not_specialize=["tokens"])
 def _product(
     x, weight, bias, out, tokens, outputs, inputs,
-    HAS_BIAS: tl.constexpr, DESCRIBED: tl.constexpr, X_DESCRIBED: tl.constexpr, LASTING: tl.constexpr,
+    HAS_BIAS: tl.constexpr, DESCRIBED: tl.constexpr, X_DESCRIBED: tl.constexpr,
+    OUT_DESCRIBED: tl.constexpr, LASTING: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """DESCRIBED: `weight` and `out` are tensor descriptors, else pointers; X_DESCRIBED: `x` is one."""
+    """DESCRIBED: `weight` is a tensor descriptor, else a pointer; so for `x` and `out`."""
     tiles = tl.cdiv(tokens, BLOCK_T) * tl.cdiv(outputs, BLOCK_O)
     for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=LASTING):
         first_t, first_o = _place(number, tokens, outputs, BLOCK_T, BLOCK_O, GROUP)
@@ -99,7 +100,7 @@ def _product(
         if HAS_BIAS:
             bias_O = tl.load(bias + output_O, mask=output_O < outputs, other=0.0)
             total_TO += bias_O.to(tl.float32)[None, :]
-        if DESCRIBED:
+        if OUT_DESCRIBED:
             out.store([first_t, first_o], total_TO.to(out.dtype))
         else:
             tl.store(
@@ -109,28 +110,39 @@ def _product(
             )
 
 
-def multiply(tile: Tile, x_TI: Tensor, weight: Tensor, bias: Tensor | None, described: bool) -> Tensor:
+def multiply(
+    tile: Tile,
+    x_TI: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    described: bool,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     """`linear` by that tile; at least one token.
 
     `described`: tiles come and go through the unit of the chip that copies them. It is slow at
-    rows that are not there, so fewer tokens than a tile has are loaded without it.
+    rows that are not there, so fewer tokens than a tile has are loaded without it. A result wider
+    than its operands would take more local memory than the tiles leave.
     """
     (tokens, inputs), outputs = x_TI.shape, len(weight)
-    out_TO = x_TI.new_empty(tokens, outputs)
+    out_TO = x_TI.new_empty(tokens, outputs, dtype=out_dtype)
     tiles = triton.cdiv(tokens, tile.tokens) * triton.cdiv(outputs, tile.outputs)
     # From so many on, a program for each processor that takes one tile after another is quicker.
     processors = _processors(x_TI.device)
     lasting = described and tile.tokens >= _LASTING_TOKENS and tiles > _LASTING_ROUNDS * processors
     x_described = described and tokens >= tile.tokens
+    out_described = described and out_TO.dtype == x_TI.dtype
     x, w, out = x_TI, weight, out_TO
     if x_described:
         x = TensorDescriptor.from_tensor(x_TI, [tile.tokens, tile.inputs])
     if described:
         w = TensorDescriptor.from_tensor(weight, [tile.outputs, tile.inputs])
+    if out_described:
         out = TensorDescriptor.from_tensor(out_TO, [tile.tokens, tile.outputs])
     _product[(processors if lasting else tiles,)](
         x, w, bias, out, tokens, outputs, inputs,
-        HAS_BIAS=bias is not None, DESCRIBED=described, X_DESCRIBED=x_described, LASTING=lasting,
+        HAS_BIAS=bias is not None, DESCRIBED=described, X_DESCRIBED=x_described,
+        OUT_DESCRIBED=out_described, LASTING=lasting,
         BLOCK_T=tile.tokens, BLOCK_O=tile.outputs, BLOCK_I=tile.inputs, GROUP=_GROUP,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -179,10 +191,12 @@ def _describable(*tensors: Tensor) -> bool:
 
 
 @linear.provider(BATCH_INVARIANT, needs=NEEDS, supported=runs_on)
-def _linear(x_TI: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear(
+    x_TI: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
     if not len(x_TI):
-        return x_TI.new_empty(0, len(weight))
+        return x_TI.new_empty(0, len(weight), dtype=out_dtype)
     x_TI, weight = x_TI.contiguous(), weight.contiguous()
     hopper = _is_hopper(weight.device)
     described = hopper and weight.dtype.itemsize == 2 and len(weight) % 8 == 0 and _describable(x_TI, weight)
-    return multiply(_tile(x_TI, weight, hopper), x_TI, weight, bias, described)
+    return multiply(_tile(x_TI, weight, hopper), x_TI, weight, bias, described, out_dtype)

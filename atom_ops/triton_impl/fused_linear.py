@@ -41,8 +41,8 @@ def _add_norm_linear(
         x_C = (x_C.to(tl.float32) + residual_C.to(tl.float32)).to(x_C.dtype)
         tl.store(total + column_C, x_C, mask=valid_C & (tl.program_id(0) == 0))
     wide_C = x_C.to(tl.float32)
-    normed_C = (wide_C * tl.rsqrt(tl.sum(wide_C * wide_C) / INPUTS + eps)).to(x_C.dtype)
-    normed_C = (normed_C.to(tl.float32) * scale_C).to(x_C.dtype).to(tl.float32)
+    normed_C = wide_C * tl.rsqrt(tl.sum(wide_C * wide_C) / INPUTS + eps) * scale_C
+    normed_C = normed_C.to(x_C.dtype).to(tl.float32)
     let_next_start(OVERLAP)
     for tile in tl.static_range(TILES):
         tile_RC = next_RC

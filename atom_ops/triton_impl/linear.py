@@ -144,11 +144,17 @@ def _add_parts(
     finish(total, bias, out, place, place % outputs, inside, HAS_BIAS)
 
 
-def multiply(plan: LinearPlan, x_TI: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def multiply(
+    plan: LinearPlan,
+    x_TI: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     """`linear` as planned; at most `plan.tokens` tokens."""
     tokens, inputs = x_TI.shape
     outputs = len(weight)
-    out_TO = x_TI.new_empty(tokens, outputs)
+    out_TO = x_TI.new_empty(tokens, outputs, dtype=out_dtype)
     share = triton.cdiv(inputs, plan.parts * plan.columns) * plan.columns
     parts = triton.cdiv(inputs, share)
     even = outputs % plan.rows == 0 and inputs % (parts * plan.columns) == 0
@@ -206,10 +212,12 @@ def _plan(x_TI: Tensor, weight: Tensor) -> LinearPlan | None:
     "triton",
     needs="a GPU (or TRITON_INTERPRET=1)",
     supported=lambda device: INTERPRETED or device.type == "cuda",
-    supports=lambda x_TI, weight, bias=None: _plan(x_TI, weight) is not None,
+    supports=lambda x_TI, weight, bias=None, out_dtype=None: _plan(x_TI, weight) is not None,
     batch_invariant=False,
 )
-def _linear(x_TI: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear(
+    x_TI: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
     plan = _plan(x_TI, weight)
     assert plan is not None, "`supports` has asked"
-    return multiply(plan, x_TI, weight, bias)
+    return multiply(plan, x_TI, weight, bias, out_dtype)

@@ -35,8 +35,7 @@ def _norm_rows(
         tl.store(total_ptr + row + column, x, mask=inside)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
-    normed = (wide * scale).to(x.dtype).to(tl.float32)
-    tl.store(out_ptr + row + column, normed * weight.to(tl.float32), mask=inside)
+    tl.store(out_ptr + row + column, wide * scale * weight.to(tl.float32), mask=inside)
 
 
 def _launch(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:

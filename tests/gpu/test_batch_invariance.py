@@ -19,6 +19,8 @@ SHAPES = (
     # Qwen3-0.6B, Qwen3-8B and Llama-3.1-8B: outputs x inputs; the heads of the vocabulary cut short.
     *((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (20000, 1024)),
     *((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (28672, 4096), (4096, 14336), (151936, 4096)),
+    # SmolLM2-135M
+    *((960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576)),
     # Parts of four ranks, and sizes that no tile divides.
     *((1536, 4096), (4096, 3072), (1000, 520), (49, 70)),
 )
@@ -62,6 +64,15 @@ def test_products_of_any_number_of_tokens(shape: tuple[int, int], dtype: torch.d
     torch.testing.assert_close(biased, whole + bias, atol=0.06, rtol=0.02)
 
 
+@pytest.mark.parametrize("shape", [(151936, 1024), (49152, 576)], ids=str)
+def test_logits_in_float32(shape: tuple[int, int]) -> None:
+    x, weight, _ = product(shape, BF16)
+    whole = atom_ops.linear(x[:300], weight, None, torch.float32)
+    for tokens in (1, 2, 17, 64, 65, 200):
+        assert torch.equal(atom_ops.linear(x[:tokens], weight, None, torch.float32), whole[:tokens]), tokens
+    torch.testing.assert_close(whole.double(), x[:300].double() @ weight.double().T, atol=2e-3, rtol=1e-3)
+
+
 def test_products_in_float32() -> None:
     x, weight, bias = product((300, 520), torch.float32)
     whole = atom_ops.linear(x, weight, bias)
@@ -93,10 +104,12 @@ def test_a_captured_product_has_the_same_bits() -> None:
     assert torch.equal(out, atom_ops.linear(x, weight, bias)[100:148])
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 8), (32, 8)])
-def test_attention_of_a_decode_alone_in_a_batch_and_at_the_end_of_a_prompt(heads: int, kv_heads: int) -> None:
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(16, 8, 128), (32, 8, 128), (9, 3, 64)])
+def test_attention_of_a_decode_alone_in_a_batch_and_at_the_end_of_a_prompt(
+    heads: int, kv_heads: int, width: int
+) -> None:
     lens = [1500, 900, 512, 513, 70]
-    step = Step(lens, lens, heads, kv_heads, dtype=BF16, cache_dtype=BF16, width=128, device=GPU)
+    step = Step(lens, lens, heads, kv_heads, dtype=BF16, cache_dtype=BF16, width=width, device=GPU)
     ends = torch.tensor(lens).cumsum(0)
 
     def last_tokens(rows: list[int], query_lens: list[int]) -> torch.Tensor:

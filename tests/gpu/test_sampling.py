@@ -121,3 +121,22 @@ def test_nothing_waits_for_the_device(op: Op[..., Any]) -> None:
             op(*arguments)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocabulary", [49152, 151936])
+def test_a_row_draws_the_same_in_any_company_and_every_time(vocabulary: int, dtype: torch.dtype) -> None:
+    """Logits as language models have them: few tokens far above a long tail."""
+    peaks = torch.rand(64, 40, device=GPU).mul_(12)
+    logits = torch.randn(64, vocabulary, device=GPU).mul_(2.5)
+    logits.scatter_add_(1, torch.randint(0, vocabulary, (64, 40), device=GPU), peaks)
+    logits = logits.to(dtype)
+    for limits in ({"top_p": 0.95}, {"top_k": 50, "top_p": 0.9}, {"min_p": 0.02}, {}):
+        together = batch(64, [limits])
+        for start in range(0, 64 * 20, 64):
+            positions = torch.arange(start, start + 64, device=GPU)
+            wanted = kernel(logits, together, positions)
+            assert torch.equal(kernel(logits, together, positions), wanted)
+            for rows in (1, 5, 40):
+                first = kernel(logits[:rows], batch(rows, [limits]), positions[:rows])
+                assert torch.equal(first, wanted[:rows]), (limits, rows, start)

@@ -5,7 +5,7 @@ T tokens, R rows that draw, D hidden, V vocabulary.
 
 import torch
 
-from atom_ops import embedding
+from atom_ops import embedding, linear
 from parallel.sharding import split
 from workers.layers.context import BuildContext
 from workers.layers.linear import Linear, tp_range
@@ -28,7 +28,7 @@ class VocabEmbedding(WeightedLayer):
 
 
 class LMHead(Linear):
-    """Vectors to logits over the whole vocabulary, the same on every rank.
+    """Vectors to logits over the whole vocabulary, in float32, the same on every rank.
 
     With `tied_to` the weight is that embedding's, and the checkpoint need not hold another.
     """
@@ -46,4 +46,6 @@ class LMHead(Linear):
             self.register_buffer("weight", tied_to.weight)
 
     def forward(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        return self._tp.all_gather_last_dim(super().forward(hidden_RD), self._sizes)
+        # In float32: half precision would tie what the model tells apart.
+        logits_RV = linear(hidden_RD, self.weight, None, torch.float32)
+        return self._tp.all_gather_last_dim(logits_RV, self._sizes)
