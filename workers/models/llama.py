@@ -61,6 +61,12 @@ class LlamaArgs:
         )
 
 
+def kv_groups(args: LlamaArgs, build: BuildContext) -> list[KVGroup]:
+    """All layers keep the same."""
+    shard = head_shard(args.num_attention_heads, args.num_key_value_heads, build.tp.size, build.tp.rank)
+    return [KVGroup(range(args.num_hidden_layers), shard.kv_count, args.head_dim)]
+
+
 class LlamaAttention(nn.Module):
     def __init__(self, args: LlamaArgs, layer: int, build: BuildContext):
         super().__init__()
@@ -70,7 +76,7 @@ class LlamaAttention(nn.Module):
         kv = Range(kv_heads * head_dim, shard.kv_start * head_dim, shard.kv_count * head_dim)
         self.qkv_proj = ColumnParallelLinear(args.hidden_size, [q, kv, kv], args.attention_bias, build)
         self.o_proj = RowParallelLinear(q, args.hidden_size, args.attention_bias, build)
-        self.attention = Attention(layer, head_dim)
+        self.attention = Attention(layer, kv_groups(args, build))
 
     def forward(self, qkv_TO: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
         """From `qkv_proj`'s result on."""
@@ -147,9 +153,7 @@ class LlamaForCausalLM(CausalLM):
         self.lm_head = LMHead(
             args.vocab_size, args.hidden_size, build, self.model.embed_tokens if tied else None
         )
-        shard = head_shard(args.num_attention_heads, args.num_key_value_heads, build.tp.size, build.tp.rank)
-        layers = range(args.num_hidden_layers)
-        self.kv_groups = [KVGroup(layers, shard.kv_count, args.head_dim)]
+        self.kv_groups = kv_groups(args, build)
 
     def forward(self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         return self.model(ids_T, positions_T, ctx)

@@ -63,6 +63,12 @@ class Qwen3Args:
         )
 
 
+def kv_groups(args: Qwen3Args, build: BuildContext) -> list[KVGroup]:
+    """All layers keep the same."""
+    shard = head_shard(args.num_attention_heads, args.num_key_value_heads, build.tp.size, build.tp.rank)
+    return [KVGroup(range(args.num_hidden_layers), shard.kv_count, args.head_dim)]
+
+
 class Qwen3Attention(nn.Module):
     def __init__(self, args: Qwen3Args, layer: int, build: BuildContext):
         super().__init__()
@@ -74,7 +80,7 @@ class Qwen3Attention(nn.Module):
         self.o_proj = RowParallelLinear(q, args.hidden_size, args.attention_bias, build)
         self.q_norm = RMSNorm(head_dim, args.rms_norm_eps, build)
         self.k_norm = RMSNorm(head_dim, args.rms_norm_eps, build)
-        self.attention = Attention(layer, head_dim)
+        self.attention = Attention(layer, kv_groups(args, build))
 
     def forward(self, qkv_TO: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
         """From `qkv_proj`'s result on."""
@@ -152,9 +158,7 @@ class Qwen3ForCausalLM(CausalLM):
         self.lm_head = LMHead(
             args.vocab_size, args.hidden_size, build, self.model.embed_tokens if tied else None
         )
-        shard = head_shard(args.num_attention_heads, args.num_key_value_heads, build.tp.size, build.tp.rank)
-        layers = range(args.num_hidden_layers)
-        self.kv_groups = [KVGroup(layers, shard.kv_count, args.head_dim)]
+        self.kv_groups = kv_groups(args, build)
 
     def forward(self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         return self.model(ids_T, positions_T, ctx)
