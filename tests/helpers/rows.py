@@ -34,7 +34,7 @@ def served_rows(settings: list[Setting]) -> list[object]:
     ]
 
 
-def rows() -> list[object]:
+def model_rows() -> list[object]:
     """Parameters: the name of every row."""
     return [
         pytest.param(model.name, id=model.name, marks=_marks(in_every_run(model.name)))

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from atom.messages.worker import AllocateKV
 from tests.helpers.core_side import CoreSide
 from tests.helpers.reference import TOLERANCE
-from tests.helpers.rows import rows
+from tests.helpers.rows import model_rows
 from tests.helpers.teacher_forcing import forced_logits
 from tests.helpers.tiny_models import (
     MAX_MODEL_LEN,
@@ -68,7 +68,7 @@ def changed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.proves("tensors")
-@pytest.mark.parametrize("name", rows())
+@pytest.mark.parametrize("name", model_rows())
 def test_every_kind_of_tensor_counts(name: str, tmp_path: Path) -> None:
     save_tiny(tiny(name), tmp_path)
     (file,) = tmp_path.glob("*.safetensors")
