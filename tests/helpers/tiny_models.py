@@ -208,13 +208,18 @@ class Greedy:
     """Between the best and the second logit, over all steps."""
 
 
-def hf_greedy(model: torch.nn.Module, prompt: list[int], count: int) -> Greedy:
-    """Every token by a forward pass over everything before it: no cache, nothing shared."""
+def hf_greedy(model: torch.nn.Module, prompt: list[int], count: int, least_gap: float = 0.0) -> Greedy:
+    """Every token by a forward pass over everything before it: no cache, nothing shared.
+
+    Ends early where the two best logits differ by `least_gap` or less.
+    """
     ids, gaps = list(prompt), []
     for _ in range(count):
         best = hf_logits(model, ids)[-1].topk(2)
         ids.append(int(best.indices[0]))
         gaps.append(float(best.values[0] - best.values[1]))
+        if gaps[-1] <= least_gap:
+            break
     return Greedy(ids[len(prompt) :], min(gaps))
 
 
