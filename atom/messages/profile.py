@@ -10,6 +10,8 @@ class Profile(msgspec.Struct, tag=8, array_like=True, frozen=True, gc=False):
     """Start recording what the workers and their devices do, or stop and write it to files."""
 
     on: bool
+    number: int = 0
+    """The frontend's own, which the answer repeats."""
 
 
 class RankTrace(msgspec.Struct, tag=18, array_like=True, frozen=True, gc=False):
@@ -19,7 +21,7 @@ class RankTrace(msgspec.Struct, tag=18, array_like=True, frozen=True, gc=False):
     on: bool
     directory: str = ""
     file: str = ""
-    """Name of the trace in `directory`; empty after a start."""
+    """Name of the trace in `directory`; empty after a start, and where nothing was recorded."""
     steps: int = 0
     elapsed_s: float = 0.0
     """From the start of the recording to its stop."""
@@ -30,8 +32,10 @@ class RankTrace(msgspec.Struct, tag=18, array_like=True, frozen=True, gc=False):
 class ProfileAnswer(msgspec.Struct, tag=19, array_like=True, frozen=True, gc=False):
     """What became of a frontend's `Profile`, on all ranks."""
 
+    number: int
     on: bool
     traces: list[RankTrace] = []
+    """By rank."""
     refusal: str = ""
     """Why it makes no sense now: nothing was done."""
     error: str = ""
