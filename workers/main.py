@@ -193,7 +193,7 @@ def _set_profiler_environment(config: EngineConfig) -> None:
     And a GPU's tracing library that is taken down and set up again fails with captured graphs.
     """
     if config.observability.torch_profiler_dir is not None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         os.environ.setdefault("TEARDOWN_CUPTI", "0")
 
 
