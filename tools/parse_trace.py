@@ -56,17 +56,17 @@ def write(kind: str, steps: list[Step], layer: int) -> bool:
     breakdown = break_down(step, layer)
     path = Path(f"{kind}_breakdown.xlsx")
     write_workbook(breakdown, kind, path)
-    print(
-        f"{path}: layer {layer} of {step.label}, {breakdown.total_us:.1f} us; {averages(breakdown.averaged)}"
-    )
+    print(f"{path}: layer {layer} of {step.label}, {breakdown.total_us:.1f} us")
+    print(f"  averages: {averages(breakdown.averaged)}")
     return True
 
 
 def averages(layers: list[int]) -> str:
     """What the averages are of."""
     if not layers:
-        return "no averages: the layers run different kernels"
-    return f"averages of layers {', '.join(map(str, layers))}"
+        return "none, the layers run different kernels"
+    every = "every other one of " if layers[1:] and layers[1] - layers[0] == 2 else ""
+    return f"over {every}layers {layers[0]} to {layers[-1]}"
 
 
 if __name__ == "__main__":
