@@ -1,9 +1,11 @@
 """What one rank records, and what the steps and modules in it are called."""
 
 import re
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from atom.traces.events import read_events
 from atom.traces.steps import captures_of, read_steps, steps_of
 from tests.helpers.core_side import GREEDY, CoreSide, generate
 from tests.helpers.tiny_models import MAX_MODEL_LEN, engine_config, place, prompt_of, save_tiny, tiny
+from workers import profiler
 from workers.marks import MarkedRecorder
 from workers.profiler import TraceRecorder
 from workers.step_label import step_label
@@ -138,6 +141,27 @@ def test_more_is_recorded_on_demand(
     assert not any("Input Dims" in (event.args or {}) for event in plain)
     assert any("Input Dims" in (event.args or {}) for event in more)
     assert {event.cat for event in more} - {event.cat for event in plain} >= {"python_function"}
+
+
+def test_steps_go_on_while_a_trace_is_written(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, may_end, write = worker_of(checkpoint, tmp_path), threading.Event(), profiler._write
+
+    def slowly(recorded: Any, path: Path) -> None:
+        assert may_end.wait(DEADLINE_S)
+        write(recorded, path)
+
+    monkeypatch.setattr(profiler, "_write", slowly)
+    assert worker.traces is not None
+    worker.traces.switch(True)
+    assert answer_of(worker.traces).on
+    expected = run(worker)
+    worker.traces.switch(False)
+    assert run(worker) == expected
+    assert worker.traces.writing and worker.traces.take() is None
+    may_end.set()
+    assert answer_of(worker.traces).steps == 4
 
 
 def test_a_switch_turned_twice(tmp_path: Path) -> None:
