@@ -31,7 +31,7 @@ from workers.pending_step import PendingStep
 from workers.profiler import TraceRecorder
 from workers.prompt_graphs import PROMPT_SIZES, PromptGraphs
 from workers.sampler import Sampler
-from workers.weights.loader import load_dummy, load_weights, weight_bytes
+from workers.weights.loader import WeightError, load_dummy, load_weights, weight_bytes
 
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total)."""
@@ -144,8 +144,7 @@ class Worker:
         if self._config.model.load_dummy:
             load_dummy(model, lambda done, total: self._progress("Filling weights", done, total))
         else:
-            directory = Path(self._checkpoint.directory)
-            load_weights(model, directory, lambda done, total: self._progress("Loading weights", done, total))
+            self._load_weights(model)
         if self._marked:
             mark_modules(model)
         return model
@@ -154,6 +153,18 @@ class Worker:
     def _marked(self) -> bool:
         """Whether traces name the modules."""
         return self._config.observability.mark_trace and self.traces is not None
+
+    def _load_weights(self, model: CausalLM) -> None:
+        directory, changes = Path(self._checkpoint.directory), self._config.model.hf_overrides
+        try:
+            load_weights(model, directory, lambda done, total: self._progress("Loading weights", done, total))
+        except WeightError as error:
+            if changes is None:
+                raise
+            raise WeightError(
+                f"{error}; with --hf-overrides {changes} the weights must still fit, or be left out with "
+                "--load-dummy"
+            ) from None
 
     def _tune(self) -> None:
         """Before memory is measured: what tuning takes is free again by then."""
