@@ -2,14 +2,15 @@
 
 Shapes in names: T tokens, D hidden, H query heads, K key/value heads, E head dimension,
 F half of a gated projection, I and O in and out features, R rows that draw, V vocabulary,
-P positions. Tensors are contiguous unless a docstring says otherwise.
+P positions, X experts, J experts chosen per token. Tensors are contiguous unless a docstring says otherwise.
 """
 
-from atom_ops.ops.activation import silu_and_mul
+from atom_ops.ops.activation import clamped_swiglu, silu_and_mul
 from atom_ops.ops.attention import AttentionPlan, paged_attention, plan_attention
 from atom_ops.ops.attention_plan import BATCH_INVARIANT_SPLIT
 from atom_ops.ops.decode_inputs import DecodeInputs, decode_inputs
 from atom_ops.ops.embedding import embedding
+from atom_ops.ops.experts import ClampedSwiglu, ExpertActivation, ExpertWeights, experts
 from atom_ops.ops.fused_attention import attend_projection
 from atom_ops.ops.fused_linear import add_norm_linear, silu_and_mul_linear
 from atom_ops.ops.kv_cache import KVLayer, kv_bytes_per_block, make_kv_layer, write_kv
@@ -19,24 +20,31 @@ from atom_ops.ops.logprobs import TokenLogprobs, token_logprobs
 from atom_ops.ops.norm import add_rms_norm, rms_norm
 from atom_ops.ops.qkv import HeadNorms, rotate_and_write_kv
 from atom_ops.ops.rotary import rotary, rotation, rotation_at
+from atom_ops.ops.routing import RoutingRule, route
 from atom_ops.ops.sampling import SamplingBatch, sample
 from atom_ops.transfer import to_device
 
 __all__ = [
     "BATCH_INVARIANT_SPLIT",
     "AttentionPlan",
+    "ClampedSwiglu",
     "DecodeInputs",
+    "ExpertActivation",
+    "ExpertWeights",
     "HeadNorms",
     "KVLayer",
     "LogitRuleBatch",
+    "RoutingRule",
     "SamplingBatch",
     "TokenLogprobs",
     "TokenRecord",
     "add_norm_linear",
     "add_rms_norm",
     "attend_projection",
+    "clamped_swiglu",
     "decode_inputs",
     "embedding",
+    "experts",
     "kv_bytes_per_block",
     "linear",
     "make_kv_layer",
@@ -49,6 +57,7 @@ __all__ = [
     "rotate_and_write_kv",
     "rotation",
     "rotation_at",
+    "route",
     "rule_logits",
     "sample",
     "silu_and_mul",

@@ -22,7 +22,7 @@ def check_weights(directory: Path) -> None:
             "as safetensors (--load-dummy runs without weights)"
         )
     for path in files:
-        expected = _LENGTH_BYTES + _size_after_length(path)
+        expected = _size(path)
         actual = path.stat().st_size
         if actual != expected:
             raise ValueError(
@@ -30,18 +30,23 @@ def check_weights(directory: Path) -> None:
             )
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """The tensors by name, as the file describes them; ValueError for what is no safetensors file."""
-    return _header(path)[1]
+def tensors_in(path: Path) -> tuple[int, dict[str, Any]]:
+    """Where the tensors start, in bytes, and the tensors by name, as the file describes them.
 
-
-def _size_after_length(path: Path) -> int:
+    Raises ValueError for what is no safetensors file.
+    """
     length, header = _header(path)
+    described = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+    return _LENGTH_BYTES + length, described
+
+
+def _size(path: Path) -> int:
+    start, tensors = tensors_in(path)
     try:
-        ends = [int(tensor["data_offsets"][1]) for name, tensor in header.items() if name != "__metadata__"]
+        ends = [int(tensor["data_offsets"][1]) for tensor in tensors.values()]
     except (LookupError, TypeError, ValueError):
         raise ValueError(f"{path} is no safetensors file: its header does not place the tensors") from None
-    return length + max(ends, default=0)
+    return start + max(ends, default=0)
 
 
 def _header(path: Path) -> tuple[int, dict[str, Any]]:

@@ -15,9 +15,11 @@ from typing import Any
 import msgspec
 
 from atom.config.checkpoint import Checkpoint
-from workers.checkpoint_files import read_header
+from workers.checkpoint_files import tensors_in
 
 _COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
+_QUANTIZED_THAT_RUN = (("gpt_oss", "mxfp4"),)
+_PACKED = "U8"
 _SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 # Both families that run agree on it, as do most others.
@@ -92,11 +94,6 @@ def normalised_config(config: dict[str, Any], directory: Path) -> dict[str, Any]
     where = directory / "config.json"
     if not config.get("architectures"):
         raise ValueError(f"{where} names no architecture")
-    if quantization := config.get("quantization_config"):
-        method = quantization.get("quant_method", "unknown")
-        raise ValueError(
-            f"{directory} is quantized ({method}): not supported yet, use the plain checkpoint or a .gguf"
-        )
     for name in ("model_type", "vocab_size", "max_position_embeddings"):
         if config.get(name) is None:
             architecture = config["architectures"][0]
@@ -104,11 +101,25 @@ def normalised_config(config: dict[str, Any], directory: Path) -> dict[str, Any]
     made = {
         key: value
         for key, value in config.items()
-        if key not in ("rope_scaling", "rope_theta", "torch_dtype")
+        if key not in ("rope_scaling", "rope_theta", "torch_dtype", "quantization_config")
     }
+    made.update(_quantization(config, directory))
     made["rope_parameters"] = _rope_parameters(config)
     made["dtype"] = _dtype(config, directory)
     return made
+
+
+def _quantization(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """How the weights are packed, by its name alone: which ones are is the family's to know."""
+    quantization = config.get("quantization_config")
+    if not quantization:
+        return {}
+    method = quantization.get("quant_method", "unknown")
+    if (config.get("model_type"), method) not in _QUANTIZED_THAT_RUN:
+        raise ValueError(
+            f"{directory} is quantized ({method}): not supported yet, use the plain checkpoint or a .gguf"
+        )
+    return {"quantization_config": {"quant_method": method}}
 
 
 def positions(config: Mapping[str, Any]) -> int:
@@ -145,10 +156,10 @@ def _dtype(config: Mapping[str, Any], directory: Path) -> str:
 
 
 def _dtype_of_weights(directory: Path) -> str:
-    """The dtype of the first matrix in the first safetensors file; float32 without one."""
+    """The dtype of the first matrix in the first safetensors file that is not packed, else float32."""
     for path in sorted(directory.glob("*.safetensors")):
-        for name, tensor in read_header(path).items():
-            if name != "__metadata__" and len(tensor["shape"]) > 1:
+        for tensor in tensors_in(path)[1].values():
+            if len(tensor["shape"]) > 1 and tensor["dtype"] != _PACKED:
                 kept = str(tensor["dtype"])
                 return _SAFETENSORS_DTYPES.get(kept, kept)
     return "float32"

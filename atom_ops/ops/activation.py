@@ -19,3 +19,21 @@ def silu_and_mul(x_T2F: Tensor) -> Tensor:
     """silu(first half) * second half, [T, 2F] -> [T, F]."""
     gate_TF, up_TF = x_T2F.chunk(2, dim=-1)
     return functional.silu(gate_TF) * up_TF
+
+
+def _clamped_case(tokens: int, width: int, limit: float) -> Case:
+    def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, float, float]:
+        return (3 * torch.randn(tokens, 2 * width, generator=generator)).to(dtype), limit, 1.702
+
+    return Case(f"{tokens}x{width}-limit{limit}", make)
+
+
+@op([_clamped_case(1, 1440, 7.0), _clamped_case(9, 40, 2.5), _clamped_case(64, 256, 7.0)])
+def clamped_swiglu(x_T2F: Tensor, limit: float, alpha: float) -> Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate), gate the first half, up the second, [T, 2F] -> [T, F].
+
+    The gate is at most `limit`, up lies between -limit and limit. GPT-OSS activates its experts so.
+    """
+    gate_TF, up_TF = x_T2F.chunk(2, dim=-1)
+    gate_TF = gate_TF.clamp(max=limit)
+    return (up_TF.clamp(-limit, limit) + 1) * (gate_TF * torch.sigmoid(alpha * gate_TF))

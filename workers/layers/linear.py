@@ -58,21 +58,30 @@ class ColumnParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """Each rank reads a part of the input features; the partial sums are added over the ranks."""
+    """Each rank reads a part of the input features; the partial sums are added over the ranks.
 
-    def __init__(self, inputs: Range, out_features: int, bias: bool, build: BuildContext):
+    Without `reduce` they stay partial: whoever adds them to others sums them all at once.
+    """
+
+    def __init__(
+        self, inputs: Range, out_features: int, bias: bool, build: BuildContext, reduce: bool = True
+    ):
         super().__init__()
         self._tp = build.tp
+        self._reduce = reduce
         self.add_weight("weight", [Source((out_features, inputs.total), 1, inputs)], build)
         if bias:
             self.add_weight("bias", [Source((out_features,), 0, Range.whole(out_features))], build)
 
     def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
-        return self._tp.all_reduce(linear(x_TI, self.weight, self._own_bias))
+        return self._summed(linear(x_TI, self.weight, self._own_bias))
 
     def after_gate(self, gated: GatedLinear, x_T2F: torch.Tensor) -> torch.Tensor:
         """The product of a gated activation; `x_T2F` holds its gate beside what it lets through."""
-        return self._tp.all_reduce(gated(x_T2F, self.weight, self._own_bias))
+        return self._summed(gated(x_T2F, self.weight, self._own_bias))
+
+    def _summed(self, partial_TO: torch.Tensor) -> torch.Tensor:
+        return self._tp.all_reduce(partial_TO) if self._reduce else partial_TO
 
     @property
     def _own_bias(self) -> torch.Tensor | None:

@@ -1,19 +1,35 @@
 """The safetensors files of a checkpoint directory."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
-import safetensors.torch
 import torch
 from safetensors import safe_open
 
 from atom.utils import envs
+from workers.checkpoint_files import tensors_in
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 class _Index(msgspec.Struct):
@@ -21,11 +37,12 @@ class _Index(msgspec.Struct):
 
 
 class TensorFile(Protocol):
-    """An open file; reads only what is asked for where it is mapped into memory."""
+    """An open file; reads only what is asked for."""
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor: ...
+    def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        """The part of a tensor within these ranges, one for each of its first dimensions."""
 
 
 class _Mapped:
@@ -40,22 +57,44 @@ class _Mapped:
         return tensor
 
 
-class _Whole:
-    def __init__(self, tensors: dict[str, torch.Tensor]):
-        self._tensors = tensors
+class _Read:
+    """Reads the rows asked for into memory of their own; no page of the file is mapped."""
+
+    def __init__(self, path: Path, file: BufferedReader):
+        self._path = path
+        self._file = file
+        self._start, self._tensors = tensors_in(path)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
+        return tuple(self._described(name)["shape"])
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        return self._tensors[name][index]
+        described, rows = self._described(name), index[0]
+        first, last, _ = rows.indices(described["shape"][0])
+        shape = (last - first, *described["shape"][1:])
+        dtype = _DTYPES[described["dtype"]]
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        content = torch.empty(shape[0] * row_bytes, dtype=torch.uint8)
+        self._file.seek(self._start + described["data_offsets"][0] + first * row_bytes)
+        if self._file.readinto(content.numpy().data) != len(content):
+            raise ValueError(f"{self._path} ends within {name}: it was cut off while it was read")
+        return content.view(dtype).view(shape)[(slice(None), *index[1:])]
+
+    def _described(self, name: str) -> dict[str, Any]:
+        if name not in self._tensors:
+            raise ValueError(f"{self._path} does not hold {name}, which {_INDEX} places there")
+        described: dict[str, Any] = self._tensors[name]
+        if described["dtype"] not in _DTYPES:
+            raise ValueError(f"{name} in {self._path} is kept in {described['dtype']}, which is not read")
+        return described
 
 
 @contextmanager
 def open_file(path: Path) -> Iterator[TensorFile]:
-    """Mapped into memory, or read as a whole under ATOM_DISABLE_MMAP (slow network mounts)."""
+    """Mapped into memory, or read piece by piece under ATOM_DISABLE_MMAP (slow network mounts)."""
     if envs.ATOM_DISABLE_MMAP:
-        yield _Whole(safetensors.torch.load(path.read_bytes()))
+        with path.open("rb") as stream:
+            yield _Read(path, stream)
     else:
         with safe_open(path, framework="pt") as file:
             yield _Mapped(file)
@@ -69,8 +108,7 @@ def tensors_by_file(directory: Path) -> dict[Path, list[str]]:
     single = directory / _SINGLE
     if not single.exists():
         raise ValueError(f"{directory} holds neither {_INDEX} nor {_SINGLE}")
-    with safe_open(single, framework="pt") as file:
-        return {single: list(file.keys())}
+    return {single: list(tensors_in(single)[1])}
 
 
 def _from_index(directory: Path, index: Path) -> dict[Path, list[str]]:

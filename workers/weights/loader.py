@@ -6,13 +6,15 @@ error that names it. A wrong model must not start.
 
 import math
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
 
 from workers.layers.causal_lm import CausalLM
+from workers.layers.weighted import DiskTensor
 from workers.weights.files import TensorFile, open_file, tensors_by_file
 from workers.weights.plan import Slot, slots, weighted_layers
 
@@ -27,18 +29,22 @@ class WeightError(ValueError):
 
 
 def load_weights(model: CausalLM, directory: str | Path, progress: Progress) -> None:
-    """Read this rank's part of every tensor, cast to the compute dtype. Raises `WeightError`."""
-    wanted = {slot.name: slot for slot in slots(model)}
-    files = tensors_by_file(Path(directory))
-    _check_names(model, wanted, files.values())
+    """Read this rank's part of every tensor, cast to the compute dtype. Raises `WeightError`.
+
+    Beside the weights there is never more in memory than one tensor, and the pages of one file
+    that is mapped.
+    """
+    wanted = list(slots(model))
+    places = {name: path for path, names in tensors_by_file(Path(directory)).items() for name in names}
+    _check_names(model, {part.name for slot in wanted for part in slot.parts}, places)
     done = 0
-    for path, names in files.items():
-        with open_file(path) as file:
-            for name in names:
-                if name in wanted:
-                    _fill(wanted[name], file)
-                    done += 1
-                    progress(done, len(wanted))
+    for paths, together in _by_files(wanted, places).items():
+        with ExitStack() as stack:
+            files = {path: stack.enter_context(open_file(path)) for path in paths}
+            for slot in together:
+                _fill(slot, [files[places[part.name]] for part in slot.parts])
+                done += 1
+                progress(done, len(wanted))
     _finish(model)
 
 
@@ -63,29 +69,49 @@ def load_dummy(model: CausalLM, progress: Progress) -> None:
 def weight_bytes(model: CausalLM) -> int:
     """Bytes of all weights on this rank, a shared one counted once."""
     weights = {
-        id(weight): weight
-        for _, layer in weighted_layers(model)
-        for weight in (layer.get_buffer("weight"), getattr(layer, "bias", None))
-        if weight is not None
+        id(weight): weight for _, layer in weighted_layers(model) for weight in layer.buffers(recurse=False)
     }
     return sum(weight.numel() * weight.element_size() for weight in weights.values())
 
 
-def _fill(slot: Slot, file: TensorFile) -> None:
-    shape = file.shape(slot.name)
-    if not slot.fits(shape):
-        raise WeightError(
-            f"{slot.name} has shape {list(shape)}; the configuration asks for {list(slot.source.shape)}"
-        )
-    slot.target.copy_(file.read(slot.name, slot.index))
+def _by_files(wanted: list[Slot], places: Mapping[str, Path]) -> dict[tuple[Path, ...], list[Slot]]:
+    """The slots that are filled from the same files: nearly always one, two where a shard ends."""
+    found: dict[tuple[Path, ...], list[Slot]] = {}
+    for slot in wanted:
+        paths = tuple(sorted({places[part.name] for part in slot.parts}))
+        found.setdefault(paths, []).append(slot)
+    return found
 
 
-def _check_names(model: CausalLM, wanted: Iterable[str], present: Iterable[Iterable[str]]) -> None:
-    found = {name for names in present for name in names}
-    missing = sorted(set(wanted) - found)
+def _fill(slot: Slot, files: list[TensorFile]) -> None:
+    """Read the parts, each from its file, and put together what this rank keeps of them."""
+    source = slot.source
+    for part, file in zip(slot.parts, files, strict=True):
+        if (shape := file.shape(part.name)) != part.shape:
+            raise WeightError(
+                f"{part.name} has shape {list(shape)}; the configuration asks for {list(part.shape)}"
+            )
+    if source.decode is None:
+        slot.target.copy_(_read(files[0], slot.parts[0], source.index))
+        return
+    # Decoded where it is needed: packed numbers travel faster.
+    whole = [slice(None)]
+    parts = [_read(file, part, whole) for file, part in zip(files, slot.parts, strict=True)]
+    decoded = source.decode(*(part.to(slot.target.device) for part in parts))
+    slot.target.copy_(decoded[source.index])
+
+
+def _read(file: TensorFile, part: DiskTensor, index: Sequence[slice]) -> torch.Tensor:
+    if part.entry is None:
+        return file.read(part.name, tuple(index))
+    return file.read(part.name, (slice(part.entry, part.entry + 1), *index))[0]
+
+
+def _check_names(model: CausalLM, wanted: set[str], places: Mapping[str, Path]) -> None:
+    missing = sorted(wanted - places.keys())
     if missing:
         raise WeightError(f"the checkpoint lacks {_listed(missing)}")
-    unused = sorted(found - set(wanted))
+    unused = sorted(places.keys() - wanted)
     unused = [name for name in unused if not any(fnmatch(name, pattern) for pattern in model.unused_on_disk)]
     if unused:
         raise WeightError(f"the model has no place for {_listed(unused)} of the checkpoint")

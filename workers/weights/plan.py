@@ -1,31 +1,24 @@
 """Which tensors of a checkpoint fill which buffers of a model, and what each rank keeps of them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from workers.layers.causal_lm import CausalLM
-from workers.layers.weighted import Source, WeightedLayer
+from workers.layers.weighted import DiskTensor, Source, WeightedLayer
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of one tensor on disk: `target` takes the range that `source` keeps of it."""
+    """The place of one source: `target` takes the range that it keeps."""
 
     name: str
+    """On disk, where it is there as itself; else one of its own."""
     source: Source
     target: torch.Tensor
-
-    def fits(self, shape: tuple[int, ...]) -> bool:
-        return shape == self.source.shape
-
-    @property
-    def index(self) -> tuple[slice, ...]:
-        """The kept range, as an index into the tensor on disk."""
-        kept = self.source.kept
-        rest = [slice(None)] * self.source.dim
-        return (*rest, slice(kept.start, kept.start + kept.size))
+    parts: tuple[DiskTensor, ...]
+    """The tensors to read, by their whole names."""
 
 
 def weighted_layers(model: CausalLM) -> Iterator[tuple[str, WeightedLayer]]:
@@ -36,11 +29,27 @@ def weighted_layers(model: CausalLM) -> Iterator[tuple[str, WeightedLayer]]:
 
 
 def slots(model: CausalLM) -> Iterator[Slot]:
-    """Every tensor that the model needs. A fused projection needs each of its parts' tensors."""
+    """Every matrix that the model needs. A fused projection needs each of its parts'."""
     for path, layer in weighted_layers(model):
         parent, _, last = path.rpartition(".")
-        parts = model.packed_modules_mapping.get(last, (last,))
+        modules = model.packed_modules_mapping.get(last, (last,))
         for weight, sources in layer.sources.items():
-            for index, (part, source) in enumerate(zip(parts, sources, strict=True)):
-                name = ".".join(filter(None, (parent, part, weight)))
-                yield Slot(name, source, layer.destination(weight, index))
+            targets = layer.destinations(weight)
+            if sources[0].parts:
+                yield from _composed(path, weight, sources, targets)
+                continue
+            for module, source, target in zip(modules, sources, targets, strict=True):
+                name = _joined(parent, module, weight)
+                yield Slot(name, source, target, (DiskTensor(name, source.shape),))
+
+
+def _composed(
+    path: str, weight: str, sources: tuple[Source, ...], targets: list[torch.Tensor]
+) -> Iterator[Slot]:
+    for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        parts = tuple(replace(part, name=_joined(path, part.name)) for part in source.parts)
+        yield Slot(_joined(path, str(number), weight), source, target, parts)
+
+
+def _joined(*names: str) -> str:
+    return ".".join(filter(None, names))

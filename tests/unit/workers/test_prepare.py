@@ -203,11 +203,27 @@ def test_a_slow_tokenizer_is_converted_once(tmp_path: Path, monkeypatch: pytest.
     )
 
 
+def test_packed_experts_of_gpt_oss_are_kept_by_the_name_of_their_form(tmp_path: Path) -> None:
+    """As published: no dtype is named, and bytes say nothing about it."""
+    packed = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    config = {"model_type": "gpt_oss", "dtype": None, "quantization_config": packed}
+    blocks = np.zeros((2, 64, 2, 16), np.uint8)
+    save_file({"a.blocks": blocks, "b.weight": np.zeros((4, 4), np.float16)}, tmp_path / "model.safetensors")
+    checkpoint = checkpoint_of(tmp_path, config)
+    assert checkpoint.hf_config["quantization_config"] == {"quant_method": "mxfp4"}
+    assert checkpoint.dtype == "float16"
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
         ({"architectures": []}, "names no architecture"),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantized \(awq\)"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, r"quantized \(mxfp4\)"),
+        (
+            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "fp8"}},
+            r"quantized \(fp8\): not supported yet",
+        ),
         ({"vocab_size": None}, "has no vocab_size: LlamaForCausalLM"),
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn, which is not supported"),
     ],

@@ -1,0 +1,180 @@
+"""The gated MLPs of a mixture of experts, each over the tokens that chose it.
+
+T tokens, J experts per token, P = T * J pairs of both, X experts, D hidden, F features of an expert.
+
+    tokens, chosen      sorted by expert       two products per expert     back, weighted
+    t0: e2 e0           e0: t0 t1              [2, D] -> [2, F] -> [2, D]   t0 = w e2(t0) + w e0(t0)
+    t1: e0 e1           e1: t1                 [1, D] -> [1, F] -> [1, D]   t1 = w e0(t1) + w e1(t1)
+                        e2: t0                 [1, D] -> [1, F] -> [1, D]
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from atom_ops.op import Case, op
+from atom_ops.ops.activation import clamped_swiglu, silu_and_mul
+from atom_ops.ops.linear import BATCH_INVARIANT, linear
+from atom_ops.tolerances import REDUCTION
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """All experts of a layer, side by side."""
+
+    gate_up_XOD: Tensor
+    """[X, 2F, D]: the gate's rows, then up's."""
+    down_XDF: Tensor
+    gate_up_bias_XO: Tensor | None = None
+    down_bias_XD: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedSwiglu:
+    """See `clamped_swiglu`."""
+
+    limit: float
+    alpha: float
+
+
+ExpertActivation = ClampedSwiglu | None
+"""Between an expert's two products; None: `silu_and_mul`."""
+
+
+def _case(
+    tokens: int,
+    chosen: int,
+    experts: int,
+    sizes: tuple[int, int],
+    activation: ExpertActivation = None,
+    idle: int = 0,
+) -> Case:
+    """`idle` experts are chosen by no token."""
+    hidden, features = sizes
+    with_bias = activation is not None
+
+    def make(
+        dtype: torch.dtype, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, Tensor, ExpertWeights, ExpertActivation]:
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        weights = ExpertWeights(
+            (normal(experts, 2 * features, hidden) / hidden**0.5).to(dtype),
+            (normal(experts, hidden, features) / features**0.5).to(dtype),
+            normal(experts, 2 * features).to(dtype) if with_bias else None,
+            normal(experts, hidden).to(dtype) if with_bias else None,
+        )
+        picked = [torch.randperm(experts - idle, generator=generator)[:chosen] for _ in range(tokens)]
+        shares = torch.rand(tokens, chosen, generator=generator)
+        x = normal(tokens, hidden).to(dtype)
+        return x, torch.stack(picked), shares / shares.sum(1, keepdim=True), weights, activation
+
+    kind = "clamped" if activation else "silu"
+    return Case(f"{tokens}x{chosen}of{experts}x{hidden}x{features}-{kind}", make)
+
+
+_GPT_OSS = ClampedSwiglu(7.0, 1.702)
+
+
+@op(
+    [
+        _case(1, 2, 8, (64, 96)),
+        _case(7, 8, 60, (48, 24), idle=20),
+        _case(70, 4, 16, (128, 64)),
+        _case(5, 1, 3, (33, 17)),
+        _case(1, 4, 32, (96, 48), _GPT_OSS),
+        _case(19, 2, 5, (72, 40), _GPT_OSS, idle=2),
+    ],
+    REDUCTION,
+)
+def experts(
+    x_TD: Tensor,
+    ids_TJ: Tensor,
+    weights_TJ: Tensor,
+    weights: ExpertWeights,
+    activation: ExpertActivation = None,
+) -> Tensor:
+    """The weighted sum of each token's experts, [T, D] in x's dtype.
+
+    `ids_TJ` int64 and `weights_TJ` float32 as `route` gave them. A token's result depends on its
+    own row alone, NaN in other rows included; to the last bit where `linear` is batch-invariant.
+    Choices are summed in float32. On a GPU nothing waits for the device.
+    """
+    if x_TD.is_cuda and (BATCH_INVARIANT in linear.order or not _has_grouped_products(x_TD, weights)):
+        return _all_over_all(x_TD, ids_TJ, weights_TJ, weights, activation)
+    tokens, chosen = ids_TJ.shape
+    ids_P, order_P = ids_TJ.flatten().sort(stable=True)
+    numbers_X = torch.arange(weights.down_XDF.shape[0], device=x_TD.device)
+    ends_X = torch.searchsorted(ids_P, numbers_X, right=True, out_int32=True)
+    x_PD = x_TD[order_P // chosen]
+    inner_PO = _grouped_linear(x_PD, weights.gate_up_XOD, weights.gate_up_bias_XO, ids_P, ends_X)
+    inner_PF = _activate(inner_PO, activation)
+    sorted_PD = _grouped_linear(inner_PF, weights.down_XDF, weights.down_bias_XD, ids_P, ends_X)
+    out_PD = torch.empty_like(sorted_PD)
+    out_PD[order_P] = sorted_PD
+    out_TJD = out_PD.unflatten(0, (tokens, chosen)).float()
+    return (out_TJD * weights_TJ.unsqueeze(-1)).sum(1).to(x_TD.dtype)
+
+
+def _activate(x_P2F: Tensor, activation: ExpertActivation) -> Tensor:
+    if activation is None:
+        return silu_and_mul(x_P2F)
+    return clamped_swiglu(x_P2F, activation.limit, activation.alpha)
+
+
+def _grouped_linear(
+    x_PI: Tensor, weight_XOI: Tensor, bias_XO: Tensor | None, ids_P: Tensor, ends_X: Tensor
+) -> Tensor:
+    """Each row times the weight of its expert, [P, O]; expert e has the rows up to ends_X[e]."""
+    if x_PI.is_cuda:
+        out_PO = functional.grouped_mm(x_PI, weight_XOI.transpose(1, 2), offs=ends_X)
+    else:
+        out_PO = x_PI.new_empty(x_PI.shape[0], weight_XOI.shape[1])
+        start = 0
+        for expert, end in enumerate(ends_X.tolist()):
+            if end > start:
+                torch.mm(x_PI[start:end], weight_XOI[expert].t(), out=out_PO[start:end])
+            start = end
+    return out_PO if bias_XO is None else out_PO + bias_XO[ids_P]
+
+
+def _has_grouped_products(x_TD: Tensor, weights: ExpertWeights) -> bool:
+    """Whether torch multiplies group by group on this GPU without asking it for the groups' sizes.
+
+    It has kernels for bfloat16 on Hopper and Blackwell, over rows of whole 16 bytes; everything
+    else it does in a loop on the host, which waits for the device.
+    """
+    widths = (weights.gate_up_XOD.shape[2], weights.down_XDF.shape[2])
+    return (
+        x_TD.dtype == torch.bfloat16
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(x_TD.device)[0] in (9, 10)
+        and all(width % 8 == 0 for width in widths)
+    )
+
+
+def _all_over_all(
+    x_TD: Tensor,
+    ids_TJ: Tensor,
+    weights_TJ: Tensor,
+    weights: ExpertWeights,
+    activation: ExpertActivation,
+) -> Tensor:
+    """Every expert over every token, kept where it was chosen: X / J times the work, no waiting."""
+    out_TD = torch.zeros_like(x_TD, dtype=torch.float32)
+    for expert in range(weights.down_XDF.shape[0]):
+        chosen_TJ = ids_TJ == expert
+        share_T1 = weights_TJ.where(chosen_TJ, 0.0).sum(1, keepdim=True)
+        inner_T2F = linear(x_TD, weights.gate_up_XOD[expert], _of(weights.gate_up_bias_XO, expert))
+        inner_TF = _activate(inner_T2F, activation)
+        y_TD = linear(inner_TF, weights.down_XDF[expert], _of(weights.down_bias_XD, expert))
+        # Not a factor of zero, which would keep another expert's infinity.
+        out_TD += (y_TD.float() * share_T1).where(chosen_TJ.any(1, keepdim=True), 0.0)
+    return out_TD.to(x_TD.dtype)
+
+
+def _of(biases: Tensor | None, expert: int) -> Tensor | None:
+    return None if biases is None else biases[expert]

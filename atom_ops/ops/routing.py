@@ -1,0 +1,102 @@
+"""Which experts a token goes to, and how much each of them counts."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from atom_ops.op import Case, op
+
+Scoring = Literal["softmax", "sigmoid", "softmax_of_chosen"]
+
+_TINY = 1e-20  # a sum of scores that vanish is still divided by
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRule:
+    """How a model family turns router logits into a choice."""
+
+    top_k: int
+    """Experts per token, J."""
+    scoring: Scoring
+    """softmax over all experts, sigmoid of each, or softmax over the chosen ones' logits alone."""
+    renormalise: bool = False
+    """Divide the chosen scores by their sum. softmax_of_chosen needs it not."""
+    scale: float = 1.0
+    """Factor on every weight."""
+    groups: int = 1
+    """Experts side by side form groups of equal size; a token chooses within its best groups."""
+    kept_groups: int = 1
+
+    def __post_init__(self) -> None:
+        if self.groups < 1 or not 1 <= self.kept_groups <= self.groups:
+            raise ValueError(f"{self.kept_groups} of {self.groups} groups of experts cannot be kept")
+
+    def check(self, experts: int) -> None:
+        """Raise ValueError when so many experts cannot be chosen from by this rule."""
+        if experts % self.groups:
+            raise ValueError(f"{experts} experts do not form {self.groups} groups of one size")
+        if self.groups > 1 and experts < 2 * self.groups:
+            raise ValueError(f"{self.groups} groups of {experts} experts have no two experts each")
+        if not 1 <= self.top_k <= experts // self.groups * self.kept_groups:
+            raise ValueError(
+                f"a token cannot choose {self.top_k} of {experts} experts"
+                f" ({self.kept_groups} of {self.groups} groups)"
+            )
+
+
+def _case(tokens: int, experts: int, rule: RoutingRule, with_bias: bool = False) -> Case:
+    def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, RoutingRule, Tensor | None]:
+        # Distinct even in bfloat16: which of two equal experts is chosen is up to the provider.
+        steps = torch.stack([torch.randperm(experts, generator=generator) for _ in range(tokens)])
+        logits = (8 * steps / experts - 4).to(dtype)
+        bias = torch.rand(experts, generator=generator) if with_bias else None
+        return logits, rule, bias
+
+    return Case(f"{tokens}x{experts}-top{rule.top_k}-{rule.scoring}-{rule.groups}groups", make)
+
+
+@op(
+    [
+        _case(1, 128, RoutingRule(8, "softmax", renormalise=True)),
+        _case(33, 60, RoutingRule(4, "softmax")),
+        _case(7, 8, RoutingRule(2, "softmax", renormalise=True)),
+        _case(5, 160, RoutingRule(8, "sigmoid", renormalise=True, scale=2.5), with_bias=True),
+        _case(9, 256, RoutingRule(8, "sigmoid", True, 2.5, groups=8, kept_groups=4), with_bias=True),
+        _case(17, 32, RoutingRule(4, "softmax_of_chosen")),
+    ]
+)
+def route(logits_TX: Tensor, rule: RoutingRule, bias_X: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Experts of each token, int64 [T, J], and their weights, float32 [T, J].
+
+    `bias_X` is added to the scores only for the choice; the weights come from the scores
+    themselves. With groups, those with the largest sum of their two best scores are kept.
+    Everything is in float32. The order within a token is free.
+    """
+    logits_TX = logits_TX.float()
+    if rule.scoring == "softmax_of_chosen":
+        ids_TJ = _biased(logits_TX, bias_X).topk(rule.top_k, dim=-1).indices
+        return ids_TJ, logits_TX.gather(1, ids_TJ).softmax(-1) * rule.scale
+    scores_TX = logits_TX.softmax(-1) if rule.scoring == "softmax" else logits_TX.sigmoid()
+    choice_TX = _in_best_groups(_biased(scores_TX, bias_X), rule)
+    ids_TJ = choice_TX.topk(rule.top_k, dim=-1).indices
+    weights_TJ = scores_TX.gather(1, ids_TJ)
+    if rule.renormalise:
+        weights_TJ = weights_TJ / (weights_TJ.sum(-1, keepdim=True) + _TINY)
+    return ids_TJ, weights_TJ * rule.scale
+
+
+def _biased(scores_TX: Tensor, bias_X: Tensor | None) -> Tensor:
+    return scores_TX if bias_X is None else scores_TX + bias_X
+
+
+def _in_best_groups(scores_TX: Tensor, rule: RoutingRule) -> Tensor:
+    """The scores, -inf outside each token's best groups."""
+    if rule.groups == 1:
+        return scores_TX
+    scores_TGX = scores_TX.unflatten(1, (rule.groups, -1))
+    best_TG = scores_TGX.topk(2, dim=-1).values.sum(-1)
+    kept_TG = best_TG.topk(rule.kept_groups, dim=-1).indices
+    lost_TG = torch.ones_like(best_TG, dtype=torch.bool).scatter(1, kept_TG, False)
+    return scores_TGX.masked_fill(lost_TG.unsqueeze(-1), float("-inf")).flatten(1)

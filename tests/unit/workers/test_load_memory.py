@@ -1,0 +1,31 @@
+"""Loading needs little memory beside the weights, whatever form they come in."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.load_memory import FEATURES, HIDDEN, MB, measured, write
+
+LAYERS = 3
+SHARD = 30 * MB
+_SPARE = 16 * MB
+"""Of the interpreter: modules imported late, arenas of the allocator."""
+_LARGEST = {
+    "dense": 16384 * HIDDEN * 2,
+    "experts": FEATURES * HIDDEN * 2,
+    # One expert's gate: every second row is taken, looked up in float32, and scaled in place.
+    "packed": FEATURES * HIDDEN * (1 + 4),
+}
+"""Bytes of what is read at once."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "mapped"), [("dense", False), ("experts", False), ("packed", False), ("experts", True)]
+)
+def test_little_is_needed_beside_the_weights(tmp_path: Path, kind: str, mapped: bool) -> None:
+    write(kind, LAYERS, tmp_path, SHARD)
+    assert len(list(tmp_path.glob("*.safetensors"))) >= 2
+    found = measured(kind, LAYERS, tmp_path, mapped)
+    assert found["weights"] > 150 * MB
+    assert found["beside"] < _LARGEST[kind] + (SHARD if mapped else 0) + _SPARE
+    assert found["beside_in_own_pages"] < _LARGEST[kind] + _SPARE

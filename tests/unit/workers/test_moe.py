@@ -1,0 +1,295 @@
+"""The mixture of experts and its weights, against transformers' modules and what these save."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from atom_ops import ClampedSwiglu, RoutingRule
+from tests.helpers.tiny_models import MAX_MODEL_LEN, place
+from workers.layers.causal_lm import CausalLM
+from workers.layers.context import BuildContext
+from workers.layers.expert_forms import Interleaved, InterleavedMXFP4, PerExpert
+from workers.layers.moe import MoE, MoEArgs
+from workers.layers.quantization.mxfp4 import dequantise
+from workers.weights.loader import WeightError, load_dummy, load_weights, weight_bytes
+from workers.weights.plan import slots
+
+HIDDEN, FEATURES, COUNT = 64, 96, 6
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A transformers config with one mixture, the module in it, and what we build for it."""
+
+    model_type: str
+    config: dict[str, Any]
+    module: str
+    args: dict[str, Any]
+    names: Mapping[str, tuple[str, ...]]
+    files: str = "mlp"
+
+
+_PLAIN = {"gate_up_proj": ("gate_proj", "up_proj")}
+FAMILIES = {
+    "qwen3_moe": Family(
+        "qwen3_moe",
+        {"num_experts": COUNT, "num_experts_per_tok": 3, "norm_topk_prob": True},
+        "mlp",
+        {"rule": RoutingRule(3, "softmax", renormalise=True)},
+        _PLAIN,
+    ),
+    "mixtral": Family(
+        "mixtral",
+        {"num_local_experts": COUNT, "num_experts_per_tok": 2},
+        "mlp",
+        {"rule": RoutingRule(2, "softmax", renormalise=True), "form": PerExpert("w1", "w3", "w2")},
+        _PLAIN,
+        "block_sparse_moe",
+    ),
+    "glm4_moe": Family(
+        "glm4_moe",
+        {"n_routed_experts": COUNT, "num_experts_per_tok": 2, "n_shared_experts": 2, "n_group": 1,
+         "topk_group": 1, "routed_scaling_factor": 2.5, "first_k_dense_replace": 0},
+        "mlp",
+        {"rule": RoutingRule(2, "sigmoid", renormalise=True, scale=2.5), "correction_bias": True,
+         "router_dtype": torch.float32, "shared_features": 2 * FEATURES},
+        _PLAIN,
+    ),
+    "gpt_oss": Family(
+        "gpt_oss",
+        {"num_local_experts": COUNT, "num_experts_per_tok": 4},
+        "mlp",
+        {"rule": RoutingRule(4, "softmax_of_chosen"), "activation": ClampedSwiglu(7.0, 1.702),
+         "router_bias": True, "expert_bias": True, "form": Interleaved()},
+        _PLAIN | {"gate": ("router",)},
+    ),
+}  # fmt: skip
+
+
+class OneLayer(CausalLM):
+    """A model of a mixture alone, at the place where checkpoints hold that of layer 0."""
+
+    packed_modules_mapping: ClassVar[Mapping[str, tuple[str, ...]]]
+
+    def __init__(self, config: Mapping[str, Any], build: BuildContext):
+        super().__init__(config, build)
+        family: Family = config["family"]
+        self.packed_modules_mapping = family.names  # type: ignore[misc]
+        self.unused_on_disk = ("*norm*", "*self_attn*", "*embed_tokens*", "lm_head*")
+        args = MoEArgs(HIDDEN, COUNT, FEATURES, **{**family.args, **config.get("args", {})})
+        layer = nn.Module()
+        layer.add_module(family.files, MoE(args, build))
+        self.model = nn.Module()
+        self.model.layers = nn.ModuleList([layer])
+        self.moe = layer.get_submodule(family.files)
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+    def compute_logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def build(family: Family, rank: int = 0, size: int = 1, **args: Any) -> OneLayer:
+    context = BuildContext(torch.float32, torch.device("cpu"), place(rank, size), MAX_MODEL_LEN)
+    return OneLayer({"family": family, "args": args}, context)
+
+
+def load(family: Family, directory: Path, rank: int = 0, size: int = 1, **args: Any) -> OneLayer:
+    model = build(family, rank, size, **args)
+    load_weights(model, directory, lambda done, total: None)
+    return model
+
+
+def save(family: Family, directory: Path, shard_size: str = "5GB") -> nn.Module:
+    """transformers' mixture, whose model is saved in `directory`."""
+    config = AutoConfig.for_model(
+        family.model_type, vocab_size=16, hidden_size=HIDDEN, intermediate_size=FEATURES,
+        moe_intermediate_size=FEATURES, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, **family.config,
+    )  # fmt: skip
+    config._experts_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.3)
+    model.save_pretrained(directory, max_shard_size=shard_size)
+    return model.model.layers[0].get_submodule(family.module)
+
+
+def answer(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        found = module(x[None])
+    return (found[0] if isinstance(found, tuple) else found)[0]
+
+
+def inputs(tokens: int = 13) -> torch.Tensor:
+    return torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> Family:
+    return FAMILIES[request.param]
+
+
+@pytest.mark.parametrize("unmapped", ["0", "1"])
+def test_a_saved_mixture_gives_what_transformers_gives(
+    tmp_path: Path, family: Family, unmapped: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATOM_DISABLE_MMAP", unmapped)
+    reference = save(family, tmp_path)
+    model = load(family, tmp_path)
+    torch.testing.assert_close(model.moe(inputs()), answer(reference, inputs()), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_the_ranks_parts_add_up(tmp_path: Path, family: Family, size: int) -> None:
+    """`place` forms no group, so every rank's sum stays partial; 96 features over 5 ranks are uneven."""
+    reference = save(family, tmp_path)
+    parts = []
+    for rank in range(size):
+        moe = load(family, tmp_path, rank, size).moe
+        moe._tp = place()
+        parts.append(moe(inputs()))
+    torch.testing.assert_close(sum(parts), answer(reference, inputs()), atol=1e-4, rtol=1e-5)
+
+
+def test_every_kind_of_tensor_counts(tmp_path: Path, family: Family) -> None:
+    save(family, tmp_path)
+    model = load(family, tmp_path)
+    before = model.moe(inputs())
+    buffers = {name: buffer for name, buffer in model.moe.named_buffers() if not buffer.is_mkldnn}
+    assert len(buffers) >= 2
+    for name, buffer in buffers.items():
+        kept = buffer.clone()
+        buffer += 0.5 * torch.randn(buffer.shape, generator=torch.Generator().manual_seed(1))
+        assert (model.moe(inputs()) - before).abs().max() > 1e-3, name
+        buffer.copy_(kept)
+
+
+def test_whole_names_are_wanted(tmp_path: Path, family: Family) -> None:
+    """Each is missed by its name, and one too many is named."""
+    save(family, tmp_path)
+    path = tmp_path / "model.safetensors"
+    whole = load_file(path)
+    mixture = [name for name in whole if f".{family.files}." in name]
+    for name in {mixture[0], mixture[len(mixture) // 2], mixture[-1]}:
+        save_file({other: tensor for other, tensor in whole.items() if other != name}, path)
+        with pytest.raises(WeightError, match=f"lacks {name}"):
+            load(family, tmp_path)
+        save_file(whole | {name: torch.zeros(3, 5)}, path)
+        with pytest.raises(WeightError, match=rf"{name} has shape \[3, 5\]; the configuration asks for"):
+            load(family, tmp_path)
+    extra = f"model.layers.0.{family.files}.experts.{COUNT}.gate_proj.weight"
+    save_file(whole | {extra: torch.zeros(1)}, path)
+    with pytest.raises(WeightError, match=f"no place for {extra}"):
+        load(family, tmp_path)
+
+
+def _packed(matrices: Tensors) -> tuple[Tensors, Tensors]:
+    """Random MXFP4 tensors in the place of the matrices, and the numbers they stand for."""
+    generator = torch.Generator().manual_seed(3)
+    magnitudes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    packed, plain = {}, {}
+    for name, matrix in matrices.items():
+        experts, inputs_, outputs = matrix.shape
+        codes = torch.randint(0, 16, (experts, outputs, inputs_), generator=generator)
+        scales = torch.randint(120, 126, (experts, outputs, inputs_ // 32), generator=generator)
+        blocks = (codes[..., 0::2] + 16 * codes[..., 1::2]).unflatten(-1, (-1, 16))
+        packed[f"{name}_blocks"] = blocks.to(torch.uint8)
+        packed[f"{name}_scales"] = scales.to(torch.uint8)
+        sign = torch.where(codes >= 8, -1.0, 1.0)
+        values = sign * torch.tensor(magnitudes)[codes % 8]
+        plain[name] = (
+            (values * (2.0 ** (scales - 127)).repeat_interleave(32, -1)).transpose(1, 2).contiguous()
+        )
+    return packed, plain
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2), (2, 5)])
+def test_packed_experts_are_what_the_plain_ones_are(tmp_path: Path, rank: int, size: int) -> None:
+    """Blocks of 32 are cut anywhere: 96 features over 5 ranks."""
+    family = FAMILIES["gpt_oss"]
+    save(family, tmp_path)
+    path = tmp_path / "model.safetensors"
+    whole = load_file(path)
+    names = [f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    packed, plain = _packed({name: whole.pop(name) for name in names})
+    save_file(whole | plain, path)
+    wanted = load(family, tmp_path, rank, size)
+    save_file(whole | packed, path)
+    found = load(family, tmp_path, rank, size, form=InterleavedMXFP4())
+    for name, buffer in wanted.moe.experts.named_buffers():
+        assert torch.equal(buffer, found.moe.experts.get_buffer(name)), name
+
+
+def test_packed_values_are_transformers() -> None:
+    generator = torch.Generator().manual_seed(1)
+    blocks = torch.randint(0, 256, (2, 6, 3, 16), generator=generator).to(torch.uint8)
+    scales = torch.randint(1, 250, (2, 6, 3), generator=generator).to(torch.uint8)
+    wanted = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16).transpose(1, 2)
+    assert torch.equal(dequantise(blocks, scales).bfloat16(), wanted)
+
+
+def test_packed_experts_need_whole_blocks() -> None:
+    family = FAMILIES["gpt_oss"]
+    context = BuildContext(torch.float32, torch.device("cpu"), place(), MAX_MODEL_LEN)
+    args = MoEArgs(HIDDEN, COUNT, 40, **{**family.args, "form": InterleavedMXFP4()})
+    with pytest.raises(ValueError, match="experts of 40 inputs: not a multiple of 32"):
+        MoE(args, context)
+
+
+def test_parts_in_two_files_are_put_together(tmp_path: Path) -> None:
+    """The index may end a shard between the blocks of a tensor and their scales."""
+    family = FAMILIES["gpt_oss"]
+    save(family, tmp_path)
+    path = tmp_path / "model.safetensors"
+    whole = load_file(path)
+    names = [f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    packed, _ = _packed({name: whole.pop(name) for name in names})
+    save_file(whole | packed, path)
+    wanted = load(family, tmp_path, form=InterleavedMXFP4())
+    path.unlink()
+    shards: dict[str, Tensors] = {"a.safetensors": whole, "b.safetensors": {}}
+    for name, tensor in packed.items():
+        shards["a.safetensors" if name.endswith("blocks") else "b.safetensors"][name] = tensor
+    for name, tensors in shards.items():
+        save_file(tensors, tmp_path / name)
+    weight_map = {name: file for file, tensors in shards.items() for name in tensors}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    found = load(family, tmp_path, form=InterleavedMXFP4())
+    assert torch.equal(found.moe(inputs()), wanted.moe(inputs()))
+
+
+def test_dummies_differ_by_expert_and_repeat(family: Family) -> None:
+    models = [build(family), build(family)]
+    for model in models:
+        load_dummy(model, lambda done, total: None)
+    one, two = ({slot.name: slot.target for slot in slots(model)} for model in models)
+    matrices = [tensor for name, tensor in one.items() if ".experts." in name and tensor.dim() == 2]
+    assert len(matrices) == 3 * COUNT
+    assert len({float(tensor.sum()) for tensor in matrices}) == 3 * COUNT
+    assert all(tensor.std() > 0.01 for tensor in matrices)
+    assert all(torch.equal(one[name], two[name]) for name in one if not one[name].is_mkldnn)
+    assert models[0].moe(inputs()).isfinite().all()
+
+
+def test_bytes_of_all_buffers_count(family: Family) -> None:
+    model = build(family)
+    assert weight_bytes(model) == sum(buffer.nbytes for buffer in model.buffers())
+
+
+def test_an_activation_that_does_not_run_is_refused(family: Family) -> None:
+    with pytest.raises(ValueError, match="hidden_act gelu is not supported"):
+        build(family, hidden_act="gelu")
