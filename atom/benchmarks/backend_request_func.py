@@ -127,10 +127,10 @@ async def _request(
                 await _follow(response, backend, output, started)
             else:
                 await _take_whole(response, backend, output, started)
+    except TimeoutError:  # before OSError, which it is one of
+        output.error = "no end of the answer in time"
     except (aiohttp.ClientError, OSError) as error:
         output.error = f"{type(error).__name__}: {error}"
-    except TimeoutError:
-        output.error = "no end of the answer in time"
     except msgspec.DecodeError as error:
         output.error = f"the server sent something that is no answer: {error}"
     output.success = not output.error

@@ -1,5 +1,7 @@
 """Server-sent events out of pieces of any size."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,7 +35,7 @@ def test_cuts_and_line_ends_change_nothing(
         stream += noise + line_end if noise else b""
         stream += b"".join(start + line + line_end for line in lines) + line_end
     edges = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
-    pieces = [stream[begin:end] for begin, end in zip(edges, edges[1:], strict=False)]
+    pieces = [stream[begin:end] for begin, end in itertools.pairwise(edges)]
     assert read(pieces) == [b"\n".join(lines) for lines in events]
 
 
