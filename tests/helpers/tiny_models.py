@@ -1,6 +1,7 @@
 """Tiny random models, saved as Hugging Face checkpoints, and transformers' answers about them."""
 
 import json
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from atom.config.parallel import ParallelConfig
 from atom.config.scheduler import SchedulerConfig
 from parallel.communicator import Communicator
 from parallel.state import TPGroup
+from workers.hf_directory import normalised_config
 
 # Tiny matrices gain nothing from threads that wait for one another on a busy machine.
 torch.set_num_threads(1)
@@ -33,6 +35,8 @@ class Tiny:
     model_type: str
     seed: int
     config: dict[str, Any] = field(default_factory=dict)
+    scale: float = 1.5
+    """Of the matrices: below 1 tokens repeat, far above it they hang on the last bits."""
 
 
 _COMMON = {
@@ -56,6 +60,32 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+_DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+_YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+}
+_ODD_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
+_MHA_TIED = {"num_key_value_heads": 4, "tie_word_embeddings": True}
+_QWEN3_MOE = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 28,
+    "norm_topk_prob": True,
+}
+_MIXTRAL = {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}
+_GLM4_MOE = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 28,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
 
 TINY_MODELS = [
     Tiny("llama-gqa", "llama", 11),
@@ -65,10 +95,33 @@ TINY_MODELS = [
     Tiny("llama-linear-rope", "llama", 5, {"rope_parameters": _LINEAR_ROPE}),
     Tiny("llama-llama3-rope", "llama", 6, {"rope_parameters": _LLAMA3_ROPE}),
     Tiny("llama-biases", "llama", 27, {"attention_bias": True, "mlp_bias": True}),
+    Tiny("llama-yarn-rope", "llama", 2, {"rope_parameters": _YARN_ROPE}),
+    Tiny("mistral", "mistral", 3, {"sliding_window": None}),
+    Tiny("mistral-odd-gqa-dynamic-rope", "mistral", 1,
+         _ODD_HEADS | {"sliding_window": None, "rope_parameters": _DYNAMIC_ROPE}),
+    Tiny("mistral-mha-tied", "mistral", 1, _MHA_TIED | {"sliding_window": None}),
+    Tiny("qwen2", "qwen2", 1),
+    Tiny("qwen2-mha-tied", "qwen2", 2, _MHA_TIED),
+    Tiny("qwen2-odd-gqa-untruncated-yarn-rope", "qwen2", 2,
+         _ODD_HEADS | {"rope_parameters": _YARN_ROPE | {"truncate": False}}),
     Tiny("qwen3", "qwen3", 8),
-    Tiny("qwen3-tied-wide-heads", "qwen3", 149, {"tie_word_embeddings": True, "head_dim": 32}),
-    Tiny("qwen3-biases", "qwen3", 110, {"attention_bias": True}),
-]
+    Tiny("qwen3-mha-tied-wide-heads", "qwen3", 5, _MHA_TIED | {"head_dim": 32}),
+    Tiny("qwen3-odd-gqa-biases", "qwen3", 64, _ODD_HEADS | {"attention_bias": True}),
+    Tiny("qwen3-moe", "qwen3_moe", 3, _QWEN3_MOE),
+    Tiny("qwen3-moe-dense-first-odd-gqa", "qwen3_moe", 42,
+         _QWEN3_MOE | _ODD_HEADS | {"mlp_only_layers": [0], "norm_topk_prob": False, "attention_bias": True}),
+    Tiny("qwen3-moe-every-second-mha-tied", "qwen3_moe", 7,
+         _QWEN3_MOE | _MHA_TIED | {"decoder_sparse_step": 2}),
+    Tiny("mixtral", "mixtral", 2, _MIXTRAL),
+    Tiny("mixtral-odd-gqa-tied", "mixtral", 1, _MIXTRAL | _ODD_HEADS | {"tie_word_embeddings": True}),
+    Tiny("mixtral-mha", "mixtral", 1, _MIXTRAL | {"num_key_value_heads": 4}),
+    Tiny("glm4-moe", "glm4_moe", 1, _GLM4_MOE),
+    Tiny("glm4-moe-norms-groups-mha", "glm4_moe", 1,
+         _GLM4_MOE | {"use_qk_norm": True, "attention_bias": True, "num_key_value_heads": 4, "n_group": 4,
+                      "topk_group": 2, "n_shared_experts": 2, "norm_topk_prob": False}),
+    Tiny("glm4-moe-odd-gqa-tied", "glm4_moe", 1,
+         _GLM4_MOE | _ODD_HEADS | {"tie_word_embeddings": True, "first_k_dense_replace": 2}),
+]  # fmt: skip
 
 
 def tiny(name: str) -> Tiny:
@@ -76,20 +129,33 @@ def tiny(name: str) -> Tiny:
     return next(model for model in TINY_MODELS if model.name == name)
 
 
+def tiny_config(model: Tiny) -> Any:
+    """As transformers reads it."""
+    # A config writes into what it is given.
+    return AutoConfig.for_model(model.model_type, **deepcopy({**_COMMON, **model.config}))
+
+
 def build_tiny(model: Tiny) -> torch.nn.Module:
     """The transformers model, float32. Weights are large enough that tokens differ clearly."""
-    config = AutoConfig.for_model(model.model_type, **{**_COMMON, **model.config})
+    config = tiny_config(model)
+    # One expert after another: what its fused products give on a CPU differs by version.
+    config._experts_implementation = "eager"
     torch.manual_seed(model.seed)
     built = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, weight in built.named_parameters():
-            if weight.dim() > 1:
-                # A larger embedding would make a tied model repeat its last token.
-                weight.normal_(0, 0.2 if "embed" in name else 1.5 * weight.shape[1] ** -0.5)
-            elif name.endswith("bias"):
+            if name.endswith("bias"):
                 weight.normal_(0, 0.3)
+            elif weight.dim() > 1:
+                # A larger embedding would make a tied model repeat its last token.
+                weight.normal_(0, 0.2 if "embed" in name else model.scale * weight.shape[-1] ** -0.5)
+            elif name.endswith("sinks"):
+                weight.normal_(0, 2)
             else:
                 weight.uniform_(0.5, 1.5)
+        for name, buffer in built.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.3)
     return built
 
 
@@ -102,7 +168,7 @@ def save_tiny(model: Tiny, directory: Path, shard_size: str = "5GB") -> tuple[to
 
 def checkpoint_of(directory: Path) -> Checkpoint:
     """What the preparation step would find in a saved tiny model."""
-    config = json.loads((directory / "config.json").read_text())
+    config = normalised_config(json.loads((directory / "config.json").read_text()), directory)
     return Checkpoint(
         directory=str(directory),
         architecture=config["architectures"][0],
@@ -149,13 +215,18 @@ class Greedy:
     """Between the best and the second logit, over all steps."""
 
 
-def hf_greedy(model: torch.nn.Module, prompt: list[int], count: int) -> Greedy:
-    """Every token by a forward pass over everything before it: no cache, nothing shared."""
+def hf_greedy(model: torch.nn.Module, prompt: list[int], count: int, least_gap: float = 0.0) -> Greedy:
+    """Every token by a forward pass over everything before it: no cache, nothing shared.
+
+    Ends early where the two best logits differ by `least_gap` or less.
+    """
     ids, gaps = list(prompt), []
     for _ in range(count):
         best = hf_logits(model, ids)[-1].topk(2)
         ids.append(int(best.indices[0]))
         gaps.append(float(best.values[0] - best.values[1]))
+        if gaps[-1] <= least_gap:
+            break
     return Greedy(ids[len(prompt) :], min(gaps))
 
 
