@@ -40,7 +40,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[Server]:
-    with running_server("--model", str(model), *SERVER_FLAGS) as running:
+    traces = ("--torch-profiler-dir", str(model.parent / "traces"))
+    with running_server("--model", str(model), *SERVER_FLAGS, *traces) as running:
         yield running
 
 
@@ -91,6 +92,13 @@ def test_other_ways_to_ask_our_server(server: Server, model: Path, tmp_path: Pat
     result = result_of(tmp_path, *common, *lengths, *flags)
     assert result["errors"] == [""] * 6 and result["output_lens"] == [8] * 6
     assert result["input_lens"] == [30] * 6 and all(len(gaps) <= 7 for gaps in result["itls"])
+
+
+def test_the_profiler_runs_during_the_benchmark(server: Server, model: Path, tmp_path: Path) -> None:
+    lengths = ["--random-input-len", 8, "--random-output-len", 4, "--num-prompts", 4]
+    common = ["--model", model, "--base-url", server.url, "--dataset-name", "random"]
+    assert run(tmp_path, *common, *lengths, "--profile") == 0
+    assert len(list((model.parent / "traces").rglob("*.pt.trace.json.gz"))) == 1
 
 
 def test_a_model_without_tokenizer_is_sent_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,7 +115,7 @@ def save_plot(points: Sequence[Point], title: str, path: Path) -> None:
     for point in points:
         place = (point.interactivity, point.output_throughput)
         axes.annotate(str(point.concurrency), place, xytext=(5, 5), textcoords="offset points")
-    axes.set_title(title)
+    axes.set_title(f"{title}: a point for each concurrency")
     axes.set_xlabel("interactivity: tokens/s a user (1 / median TPOT)")
     axes.set_ylabel("throughput: output tokens/s")
     axes.set_xlim(left=0)
