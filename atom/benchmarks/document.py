@@ -86,7 +86,7 @@ def _serving(figures: Figures) -> str:
         f"{figures['completed']} requests in {figures['duration']:.1f} s, request rate "
         f"{figures['request_rate']}, at most {figures['max_concurrency'] or 'all'} at once: "
         f"{figures['request_throughput']:.2f} requests/s, {figures['output_throughput']:.1f} output "
-        f"tokens/s, {figures['total_token_throughput']:.1f} tokens/s with {figures['total_input_tokens']} of prompts."
+        f"tokens/s, {figures['total_token_throughput']:.1f} tokens/s with prompts."
     )
     metrics = [name for name in ("ttft", "tpot", "itl", "e2el") if f"mean_{name}_ms" in figures]
     if not metrics:
