@@ -21,17 +21,22 @@ def test_norms_match_the_published_llama_formula(dtype: torch.dtype) -> None:
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     norm = LlamaRMSNorm(48, eps=1e-6)
-    norm.weight.data = torch.rand(48).to(dtype)
+    weight = torch.rand(48).to(dtype)
+    norm.weight.data = weight.float()
     x, residual = torch.randn(2, 5, 48).to(dtype)
-    wanted = norm(x).detach()
-    assert torch.equal(atom_ops.rms_norm(x, norm.weight.data, 1e-6), wanted)
-    normed, total = atom_ops.add_rms_norm(x, residual, norm.weight.data, 1e-6)
+
+    def published(rows: torch.Tensor) -> torch.Tensor:
+        """In float32, and rounded once."""
+        return norm(rows.float()).detach().to(dtype)
+
+    torch.testing.assert_close(atom_ops.rms_norm(x, weight, 1e-6), published(x))
+    normed, total = atom_ops.add_rms_norm(x, residual, weight, 1e-6)
     assert torch.equal(total, x + residual)
-    assert torch.equal(normed, norm(x + residual).detach())
+    torch.testing.assert_close(normed, published(x + residual))
     heads = x.view(5, 3, 16)
-    by_head = atom_ops.rms_norm(heads, norm.weight.data[:16], 1e-6)
+    by_head = atom_ops.rms_norm(heads, weight[:16], 1e-6)
     for head in range(3):
-        alone = atom_ops.rms_norm(heads[:, head], norm.weight.data[:16], 1e-6)
+        alone = atom_ops.rms_norm(heads[:, head], weight[:16], 1e-6)
         torch.testing.assert_close(by_head[:, head], alone)
 
 

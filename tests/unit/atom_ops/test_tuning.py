@@ -175,6 +175,7 @@ def test_a_broken_or_foreign_file_is_measured_anew(
     table = tune(SHAPES, fast_up_to(64), file, silent)
     file.path.write_bytes(spoil(msgspec.json.decode(file.path.read_bytes())))
     bench = fast_up_to(64)
+    caplog.clear()
     with caplog.at_level(logging.WARNING, "atom"):
         assert tune(SHAPES, bench, file, silent) == table
     assert len(bench.measured) == len(SHAPES) * len(CLASSES)
