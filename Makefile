@@ -107,3 +107,35 @@ fmt: $(INSTALLED) ## put the sources into shape
 readme: $(INSTALLED) ## write the README's tables of flags and variables anew
 	@$(BIN)/python -m tools.readme_tables
 
+models: $(INSTALLED) ## run test-models, and write what it proves to docs/models.md
+	@$(BIN)/python -m pytest -q tests/models --record tests/models/proven.json $(ARGS)
+	@$(BIN)/python -m tools.models_table
+
+bench-latency: install ## milliseconds of a batch, a first and a later token of the small model, offline
+	@$(BIN)/python -m atom.benchmarks.latency --model $(SMALL) --input-len 128 --output-len 64 \
+		--num-iters-warmup 1 --num-iters 5 $(ARGS)
+
+bench-throughput: install ## requests and tokens a second of the small model, offline
+	@$(BIN)/python -m atom.benchmarks.throughput --model $(SMALL) --input-len 128 --output-len 64 \
+		--num-prompts 64 $(ARGS)
+
+bench-kernels: $(INSTALLED) ## every op with every provider, beside what the device can do
+	@$(BIN)/python -m atom.benchmarks.kernels $(ARGS)
+
+bench-scheduler: $(INSTALLED) ## microseconds that the scheduler takes for a step
+	@$(BIN)/python -m atom.benchmarks.scheduler $(ARGS)
+
+bench-gpu: $(INSTALLED) ## the engine on a GPU, beside vLLM's figures; writes docs/benchmarks.md
+	@$(BIN)/python -m atom.benchmarks.gpu $(ARGS)
+
+bench-step: $(INSTALLED) ## what a decode step takes on a GPU, and its kernels; --model PATH in ARGS
+	@$(BIN)/python -m atom.benchmarks.decode_step $(ARGS)
+
+bench-document: $(INSTALLED) ## write docs/benchmarks.md anew from docs/benchmarks; a result to keep: FILE in ARGS
+	@$(BIN)/python -m atom.benchmarks.record $(ARGS)
+
+check: lint type test test-tokenizers ## what CI runs
+
+clean: ## remove everything that these targets made
+	@rm -rf $(VENV) $(EVALUATION) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

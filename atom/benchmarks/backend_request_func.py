@@ -25,7 +25,18 @@ from atom.benchmarks.serving.events import Part
 from atom.benchmarks.serving.sse import EventSplitter
 from atom.utils import envs
 
-__all__ = ["ASYNC_REQUEST_FUNCS", "BACKENDS", "Backend", "RequestFuncInput", "RequestFuncOutput"]
+__all__ = [
+    "ASYNC_REQUEST_FUNCS",
+    "BACKENDS",
+    "Backend",
+    "RequestFuncInput",
+    "RequestFuncOutput",
+    "async_request_deepspeed_mii",
+    "async_request_openai_chat_completions",
+    "async_request_openai_completions",
+    "async_request_tgi",
+    "async_request_trt_llm",
+]
 
 _DONE = b"[DONE]"
 _ERROR_BYTES = 2000
@@ -106,19 +117,20 @@ async def _request(
     """Send, time, and turn every failure into `error`."""
     output = RequestFuncOutput(prompt_len=request.prompt_len)
     body = msgspec.json.encode(backend.payload(request) | (request.extra_body or {}))
+    headers = _headers()
     started = time.perf_counter()
     try:
-        async with session.post(request.api_url, data=body, headers=_headers()) as response:
+        async with session.post(request.api_url, data=body, headers=headers) as response:
             if response.status != 200:
                 output.error = await _refusal(response)
             elif backend.streams:
                 await _follow(response, backend, output, started)
             else:
                 await _take_whole(response, backend, output, started)
+    except TimeoutError:  # before OSError, which it is one of
+        output.error = "no end of the answer in time"
     except (aiohttp.ClientError, OSError) as error:
         output.error = f"{type(error).__name__}: {error}"
-    except TimeoutError:
-        output.error = "no end of the answer in time"
     except msgspec.DecodeError as error:
         output.error = f"the server sent something that is no answer: {error}"
     output.success = not output.error
@@ -256,27 +268,29 @@ def _mii_payload(request: RequestFuncInput) -> dict[str, Any]:
     }
 
 
-_OPENAI = Backend(
-    _completions_payload,
-    events.completions,
-    ("completions", "profile"),
-    takes_ids=True,
-    beams=True,
-    logprobs=True,
-)
-BACKENDS: dict[str, Backend] = {
-    "vllm": _OPENAI,
-    "openai": _OPENAI,
+BACKENDS: dict[str, Backend] = dict.fromkeys(
+    ("vllm", "openai", "sglang", "lmdeploy", "scalellm"),
+    Backend(
+        _completions_payload,
+        events.completions,
+        ("completions", "profile"),
+        takes_ids=True,
+        beams=True,
+        logprobs=True,
+    ),
+) | {
     "openai-chat": Backend(_chat_payload, events.chat, ("chat/completions", "profile"), logprobs=True),
-    "sglang": _OPENAI,
-    "lmdeploy": _OPENAI,
-    "scalellm": _OPENAI,
     "tgi": Backend(_tgi_payload, events.tgi, ("generate_stream",)),
     "tensorrt-llm": Backend(_tensorrt_payload, events.tensorrt_llm, ("generate_stream",)),
-    "deepspeed-mii": Backend(
-        _mii_payload, events.deepspeed_mii, ("",), streams=False, ignores_eos=False
-    ),
+    "deepspeed-mii": Backend(_mii_payload, events.deepspeed_mii, ("",), streams=False, ignores_eos=False),
 }
 ASYNC_REQUEST_FUNCS: dict[str, RequestFunc] = {
     name: partial(_request, backend) for name, backend in BACKENDS.items()
 }
+
+# The names that scripts import.
+async_request_openai_completions = ASYNC_REQUEST_FUNCS["openai"]
+async_request_openai_chat_completions = ASYNC_REQUEST_FUNCS["openai-chat"]
+async_request_tgi = ASYNC_REQUEST_FUNCS["tgi"]
+async_request_trt_llm = ASYNC_REQUEST_FUNCS["tensorrt-llm"]
+async_request_deepspeed_mii = ASYNC_REQUEST_FUNCS["deepspeed-mii"]

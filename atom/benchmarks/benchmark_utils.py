@@ -9,7 +9,9 @@ _STATISTICS = ("median", "mean", "std", "p99")
 _METRICS = ("ttft", "tpot", "itl")
 
 
-def convert_to_pytorch_benchmark_format(args: argparse.Namespace, result: dict[str, Any]) -> list[dict[str, Any]]:
+def convert_to_pytorch_benchmark_format(
+    args: argparse.Namespace, result: dict[str, Any]
+) -> list[dict[str, Any]]:
     """One record for each statistic of `result` that was asked for."""
     keys = [f"{statistic}_{metric}_ms" for metric in _METRICS for statistic in _STATISTICS]
     return [

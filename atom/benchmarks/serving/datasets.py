@@ -212,7 +212,9 @@ def _hf(args: argparse.Namespace, source: TextSource) -> list[SampleRequest]:
 
 def _rows(args: argparse.Namespace) -> Iterable[Any]:
     """Rows in an order drawn by the seed; of a hub's dataset they are streamed."""
-    if args.dataset_path and Path(args.dataset_path).suffix in (".json", ".jsonl"):
+    if not args.dataset_path:
+        raise BenchmarkError("--dataset-name hf needs --dataset-path: a dataset on the hub, or a file")
+    if Path(args.dataset_path).suffix in (".json", ".jsonl"):
         rows = _read_json(args)
         random.Random(args.seed).shuffle(rows)
         return rows
@@ -220,10 +222,8 @@ def _rows(args: argparse.Namespace) -> Iterable[Any]:
         from datasets import load_dataset
     except ModuleNotFoundError:
         raise BenchmarkError(
-            "--dataset-name hf needs the package datasets (pip install datasets), or a local .json or .jsonl file"
+            f"{args.dataset_path} is no .json or .jsonl file: to look on the hub, pip install datasets"
         ) from None
-    if not args.dataset_path:
-        raise BenchmarkError("--dataset-name hf needs --dataset-path: a dataset on the hub, or a file")
     try:
         dataset = load_dataset(
             args.dataset_path, name=args.hf_subset, split=args.hf_split or "train", streaming=True
@@ -240,7 +240,9 @@ def _picture(row: Any, backend: str) -> dict[str, Any] | None:
     if image is None:
         return None
     if backend != "openai-chat":
-        raise BenchmarkError(f"this dataset has pictures, which --backend {backend} takes none of: use openai-chat")
+        raise BenchmarkError(
+            f"this dataset has pictures, which --backend {backend} takes none of: use openai-chat"
+        )
     if isinstance(image, str):
         return {"type": "image_url", "image_url": {"url": image}}
     return {"type": "image_url", "image_url": {"url": _data_url(image)}}
@@ -274,16 +276,15 @@ def _read_json(args: argparse.Namespace) -> list[Any]:
     """A list of objects, or one object a line."""
     text = _read_text(args)
     try:
-        rows = [json.loads(line) for line in text.splitlines() if line] if _is_lines(args) else json.loads(text)
+        if Path(args.dataset_path).suffix == ".jsonl":
+            rows = [json.loads(line) for line in text.splitlines() if line]
+        else:
+            rows = json.loads(text)
     except ValueError as error:
         raise BenchmarkError(f"--dataset-path {args.dataset_path} is no JSON: {error}") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise BenchmarkError(f"--dataset-path {args.dataset_path}: a list of conversations was expected")
     return rows
-
-
-def _is_lines(args: argparse.Namespace) -> bool:
-    return Path(args.dataset_path).suffix == ".jsonl"
 
 
 DATASETS: dict[str, Callable[[argparse.Namespace, TextSource], list[SampleRequest]]] = {

@@ -52,6 +52,10 @@ def _check_backend(args: argparse.Namespace) -> None:
     if not args.endpoint.endswith(backend.endings):
         endings = " or ".join(ending for ending in backend.endings)
         raise BenchmarkError(f"--backend {args.backend} needs an --endpoint that ends with {endings}")
+    if not backend.streams:
+        print(
+            f"--backend {args.backend} answers in one piece: TTFT and ITL stay 0, TPOT is of the whole answer"
+        )
     if args.ignore_eos and not backend.ignores_eos:
         raise BenchmarkError(f"--backend {args.backend} cannot be told to --ignore-eos")
     if args.best_of != 1 and args.backend != "tgi" and not backend.beams:
@@ -68,7 +72,9 @@ def _check_random(args: argparse.Namespace) -> None:
     if args.use_chat_template and args.dataset_name != "random":
         raise BenchmarkError("--use-chat-template is for --dataset-name random")
     if args.use_chat_template and args.backend == "openai-chat":
-        raise BenchmarkError("--backend openai-chat applies the template itself: leave --use-chat-template out")
+        raise BenchmarkError(
+            "--backend openai-chat applies the template itself: leave --use-chat-template out"
+        )
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +104,10 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         help=f"Requests to send; {DEFAULT_PROMPTS} when absent, and in a sweep ten times the concurrency.",
     )
     group.add_argument(
-        "--request-rate", type=_positive, default=float("inf"), help="Requests a second; inf sends all at once."
+        "--request-rate",
+        type=_positive,
+        default=float("inf"),
+        help="Requests a second; inf sends all at once.",
     )
     group.add_argument(
         "--burstiness",
@@ -185,7 +194,13 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--save-detailed", action="store_true", help="With lengths, times, text and error of each request."
     )
-    group.add_argument("--metadata", nargs="+", type=_pair, metavar="KEY=VALUE", help="Put into the file.")
+    group.add_argument(
+        "--metadata",
+        nargs="+",
+        type=_pair,
+        metavar="KEY=VALUE",
+        help="Put into the file; figures of the run are kept.",
+    )
     group.add_argument("--result-dir", default=".", help="Directory of the files.")
     group.add_argument(
         "--result-filename", help="Name of the JSON file; backend, rate, model and date when absent."

@@ -19,6 +19,8 @@ __all__ = ["Load", "Send", "arrival_times", "open_session", "post_profile", "run
 _REQUEST_DEADLINE_S = 6 * 3600.0
 _PROFILE_DEADLINE_S = 600.0
 _READ_BYTES = 1 << 18
+# Servers close idle connections after five seconds or more; a request must not meet that moment.
+_KEEPALIVE_S = 3.0
 
 Send = Callable[[RequestFuncInput], Awaitable[RequestFuncOutput]]
 
@@ -52,7 +54,7 @@ def arrival_times(count: int, load: Load) -> list[float]:
 @contextlib.asynccontextmanager
 async def open_session(max_concurrency: int | None) -> AsyncIterator[aiohttp.ClientSession]:
     """Connections are kept for the requests that follow, and are as many as may be in flight."""
-    connector = aiohttp.TCPConnector(limit=max_concurrency or 0)
+    connector = aiohttp.TCPConnector(limit=max_concurrency or 0, keepalive_timeout=_KEEPALIVE_S)
     timeout = aiohttp.ClientTimeout(total=_REQUEST_DEADLINE_S)
     async with aiohttp.ClientSession(
         connector=connector, timeout=timeout, read_bufsize=_READ_BYTES

@@ -7,7 +7,14 @@ import numpy as np
 
 from atom.benchmarks.backend_request_func import RequestFuncOutput
 
-__all__ = ["METRICS", "SLO_METRICS", "BenchmarkMetrics", "Distribution", "calculate_metrics", "percentile_name"]
+__all__ = [
+    "METRICS",
+    "SLO_METRICS",
+    "BenchmarkMetrics",
+    "Distribution",
+    "calculate_metrics",
+    "percentile_name",
+]
 
 METRICS = {
     "ttft": ("TTFT", "Time to First Token"),

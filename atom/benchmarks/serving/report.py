@@ -69,8 +69,7 @@ def make_result(
         "best_of": args.best_of,
         "num_prompts": len(outputs),
     }
-    for key, value in args.metadata or []:
-        result.setdefault(key, value)
+    result |= dict(args.metadata or [])
     result |= {
         "request_rate": "inf" if args.request_rate == float("inf") else args.request_rate,
         "burstiness": args.burstiness,

@@ -107,7 +107,7 @@ def _auto(name: str, mode: str, trust_remote_code: bool) -> Any:
 
 def _mistral(name: str) -> Any:
     try:
-        import mistral_common  # type: ignore[import-not-found]  # noqa: F401
+        import mistral_common  # noqa: F401
     except ModuleNotFoundError:
         raise BenchmarkError(
             "--tokenizer-mode mistral needs the package mistral-common: pip install mistral-common"
@@ -122,7 +122,9 @@ def _from_modelscope(name: str) -> str:
     try:
         from modelscope import snapshot_download
     except ModuleNotFoundError:
-        raise BenchmarkError("VLLM_USE_MODELSCOPE needs the package modelscope: unset it, or install it") from None
+        raise BenchmarkError(
+            "VLLM_USE_MODELSCOPE needs the package modelscope: unset it, or install it"
+        ) from None
     weights = ["*.safetensors", "*.bin", "*.pt", "*.gguf", "*.h5", "*.msgpack"]
     directory: str = snapshot_download(model_id=name, ignore_file_pattern=weights)
     return directory
