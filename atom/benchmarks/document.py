@@ -167,9 +167,10 @@ def _scheduler(figures: Figures) -> str:
 
 def _accuracy(figures: Figures) -> str:
     line = (
-        f"Model {figures['model']}, {figures['dtype']}. {figures['answers']} answers; different texts: "
-        f"{figures['different_texts']}, different greedy flags: {figures['different_flags']}, largest "
-        f"difference of {figures['scores']} log probabilities: {figures['largest_difference']:.1e}."
+        f"Model {figures['model']}, {figures['dtype']}; {figures['harness']}. "
+        f"{figures['answers']} answers; different texts: {figures['different_texts']}, "
+        f"different greedy flags: {figures['different_flags']}, largest difference of "
+        f"{figures['scores']} log probabilities: {figures['largest_difference']:.1e}."
     )
     rows = [
         [row["task"], row["metric"], f"{row['server']:.4f}", f"{row['transformers']:.4f}"]

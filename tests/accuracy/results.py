@@ -18,13 +18,17 @@ class Run:
 
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     answers: dict[str, list[Any]] = field(default_factory=dict)
+    harness: str = ""
+    """Versions of what asked."""
 
 
 def read_run(output: Path) -> Run:
     """From lm-eval's --output_path, written with --log_samples."""
     run = Run()
     (results,) = output.rglob("results_*.json")
-    for task, metrics in json.loads(results.read_text())["results"].items():
+    content = json.loads(results.read_text())
+    run.harness = f"lm-eval {content['lm_eval_version']}, transformers {content['transformers_version']}"
+    for task, metrics in content["results"].items():
         run.metrics[task] = {
             name.partition(",")[0]: value
             for name, value in metrics.items()
@@ -62,6 +66,7 @@ def compared(served: Run, reference: Run) -> dict[str, Any]:
     if not (rows and texts and scores):
         raise ValueError("lm-eval wrote no metrics, no texts or no log probabilities")
     return {
+        "harness": reference.harness,
         "rows": rows,
         "answers": len(pairs),
         "scores": len(scores),
