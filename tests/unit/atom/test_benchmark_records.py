@@ -42,8 +42,8 @@ RESULTS: dict[str, dict[str, Any]] = {
     },
     "scheduler": {"rows": [{"running": 1024, "median_us": 120.04, "p99_us": 300.0, "ratio": 1.0}]},
     "accuracy": {
-        "model": "M", "dtype": "float32", "harness": "lm-eval 1", "answers": 140, "scores": 112, "different_texts": 0,
-        "different_flags": 0, "largest_difference": 7e-5,
+        "model": "M", "dtype": "float32", "harness": "lm-eval 1", "answers": 140, "scores": 112,
+        "different_texts": 0, "different_flags": 0, "largest_difference": 7e-5,
         "rows": [{"task": "capitals", "metric": "acc", "server": 0.75, "transformers": 0.75}],
     },
 }  # fmt: skip
