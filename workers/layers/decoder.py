@@ -61,11 +61,13 @@ class DecoderArgs:
 def common_fields(config: Mapping[str, Any], partial_rotary: bool = False) -> dict[str, Any]:
     """The fields of `DecoderArgs` that every family keeps under one name in config.json.
 
+    A family's own rope_theta and partial_rotary_factor stand beside rope_parameters, which go first.
     `partial_rotary`: whether the family can turn a part of each head only. Raises KeyError for a
     missing field, ValueError for one that asks for what the family cannot do.
     """
     heads = config["num_attention_heads"]
-    rope = {"rope_theta": _BASE_OF_MOST, **config["rope_parameters"]}
+    stated = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if name in config}
+    rope = {"rope_theta": _BASE_OF_MOST, **stated, **config["rope_parameters"]}
     if rope.get("partial_rotary_factor", 1.0) != 1.0 and not partial_rotary:
         raise ValueError(f"{config['model_type']} with a partial_rotary_factor other than 1 is not supported")
     return {
