@@ -116,7 +116,7 @@ def _waits(body: Call) -> bool:
 def _recorded(body: Call) -> Call | None:
     """What replays it; None for calls that the driver lets no graph hold."""
     try:
-        return GraphRecorder()(body)[0]
+        return GraphRecorder()(body, "kernel benchmark")[0]
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
