@@ -54,7 +54,7 @@ from atom.utils.step_trace import StepTrace
 from engine_core.core import EngineCore
 from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.links import FrontendLink, LinkError, WorkerLink
-from engine_core.profiling import Outcome, Profiling
+from engine_core.profiling import LONGEST_S, Outcome, Profiling
 from engine_core.startup import CachePlan, StartupError, limits_of, plan_cache
 
 StartMessage = TypeVar("StartMessage", Loaded, WorkerReady)
@@ -186,7 +186,7 @@ class CoreProcess:
             for deltas in answers:
                 for identity, delta in deltas.items():
                     self._answer(core, identity, delta)
-            if self._profiling.awaited:
+            if self._profiling.is_timed:
                 self._conclude(core, self._profiling.overdue())
 
     def _take_in(self, core: EngineCore, message: FromWorker) -> dict[bytes, TokenDeltas]:
@@ -222,13 +222,17 @@ class CoreProcess:
                     self._answer(core, identity, out_of_turn)
 
     def _conclude(self, core: EngineCore, outcome: Outcome | None) -> None:
-        """Profiling is on or off on all ranks, or one of them could not."""
+        """Profiling is on or off on all ranks, or one of them could not, or it has lasted too long."""
         if outcome is None:
             return
-        if outcome.undo:
+        if outcome.stop:
+            reason = outcome.answer.error or f"it was on for {LONGEST_S:.0f} s"
+            get_logger().warning("profiling is turned off: %s", reason)
             self._workers.send(Profile(False))
         if outcome.frontend is not None:
             self._answer(core, outcome.frontend, outcome.answer)
+        elif outcome.answer.error:
+            get_logger().warning("a profile that nobody waits for: %s", outcome.answer.error)
 
     def _welcome(self, core: EngineCore, identity: bytes, number: int) -> None:
         """A frontend that comes back under a new identity has forgotten its old requests."""

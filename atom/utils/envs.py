@@ -243,12 +243,12 @@ def startup_notes(device: str) -> list[str]:
 
 def acts(area: Area) -> bool:
     """Whether this version reads the variables of an area."""
-    return area is Area.ENGINE
+    return area in (Area.ENGINE, Area.BENCHMARK)
 
 
 def _no_effect(area: Area, device: str) -> str:
     """Why variables of an area do nothing to an engine; empty when they act, or belong to other programs."""
-    if acts(area) or area in (Area.BENCHMARK, Area.PLUGIN):
+    if acts(area) or area is Area.PLUGIN:
         return ""
     if area is Area.AITER and device == "cpu":
         return "AITER kernels are for AMD GPUs, and this engine computes on the CPU"

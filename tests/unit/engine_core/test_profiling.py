@@ -40,14 +40,13 @@ def refusal(profiling: Profiling, on: bool) -> str:
 
 
 def test_a_profile_from_start_to_stop(profiling: Profiling) -> None:
-    assert profiling.ask(Profile(True, 1), A) is None and profiling.awaited
+    assert profiling.ask(Profile(True, 1), A) is None and profiling.is_timed
     assert all_ranks(profiling, True) == Outcome(
         A, ProfileAnswer(1, True, [RankTrace(0, True), RankTrace(1, True)])
     )
-    assert not profiling.awaited
     assert profiling.ask(Profile(False, 2), B) is None
     outcome = all_ranks(profiling, False)
-    assert (outcome.frontend, outcome.answer.number, outcome.undo) == (B, 2, False)
+    assert (outcome.frontend, outcome.answer.number, outcome.stop) == (B, 2, False) and not profiling.is_timed
     assert profiling.ask(Profile(True, 3), A) is None
 
 
@@ -69,7 +68,7 @@ def test_a_rank_that_cannot_start_stops_the_others(profiling: Profiling) -> None
     profiling.ask(Profile(True, 1), A)
     profiling.take(RankTrace(0, True))
     outcome = profiling.take(RankTrace(1, True, error="no space"))
-    assert outcome is not None and outcome.undo
+    assert outcome is not None and outcome.stop
     assert outcome.frontend == A and outcome.answer.error == "worker 1: no space"
     assert "being written" in refusal(profiling, True)
     assert all_ranks(profiling, False).frontend is None
@@ -82,7 +81,7 @@ def test_a_trace_that_cannot_be_written_is_reported(profiling: Profiling) -> Non
     profiling.ask(Profile(False), A)
     profiling.take(RankTrace(0, False, error="no space"))
     outcome = profiling.take(RankTrace(1, False, file="f"))
-    assert outcome is not None and not outcome.undo
+    assert outcome is not None and not outcome.stop
     assert outcome.answer.error == "worker 0: no space" and outcome.answer.traces[1].file == "f"
     assert profiling.ask(Profile(True), A) is None
 
@@ -96,8 +95,28 @@ def test_nobody_waits_for_ever(profiling: Profiling, clock: Clock) -> None:
     outcome = profiling.overdue()
     assert outcome is not None and outcome.frontend == A and outcome.answer.number == 5
     assert outcome.answer.error == "waited 300 s for worker 1 to start or write its trace"
-    assert profiling.overdue() is None and not profiling.awaited
+    assert profiling.overdue() is None and not profiling.is_timed
     assert "being started" in refusal(profiling, True)
     late = profiling.take(RankTrace(1, True))
     assert late is not None and late.frontend is None
     assert profiling.ask(Profile(False), A) is None
+
+
+def test_a_recording_that_nobody_ends_is_ended_and_its_traces_are_kept(
+    profiling: Profiling, clock: Clock
+) -> None:
+    profiling.ask(Profile(True, 1), A)
+    all_ranks(profiling, True)
+    clock.now = 599.0
+    assert profiling.is_timed and profiling.overdue() is None
+    clock.now = 600.0
+    outcome = profiling.overdue()
+    assert outcome is not None and outcome.stop and outcome.frontend is None
+    assert profiling.overdue() is None
+    assert "being written" in refusal(profiling, False)
+    traces = [RankTrace(rank, False, file=f"f{rank}") for rank in range(RANKS)]
+    for trace in traces:
+        profiling.take(trace)
+    assert profiling.ask(Profile(False, 2), B) == ProfileAnswer(2, False, traces)
+    assert refusal(profiling, False) == "profiling is not on"
+    assert profiling.ask(Profile(True, 3), A) is None
