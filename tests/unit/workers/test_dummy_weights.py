@@ -34,7 +34,7 @@ def logits_of(model: Tiny, directory: Path) -> torch.Tensor:
     worker = Worker(engine_config(load_dummy=True), checkpoint_of(directory), place(), lambda *progress: None)
     groups = worker.load().kv_specs
     worker.allocate(AllocateKV([BLOCKS] * len(groups), MAX_MODEL_LEN))
-    core = CoreSide(BLOCKS, BLOCK_SIZE, seed=3)
+    core = CoreSide(BLOCKS, BLOCK_SIZE, groups=len(groups))
     core.add(0, prompt_of(TOKENS, seed=1))
     return step_logits(worker, core.plan({0: TOKENS}))
 
