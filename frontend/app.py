@@ -14,12 +14,13 @@ from frontend.auth import ApiKeys
 from frontend.chat_template import ChatTemplate
 from frontend.connections import Listener
 from frontend.engine_client import EngineClient
+from frontend.harmony import Harmony
 from frontend.input_processor import InputProcessor
 from frontend.lifecycle import Lifecycle
 from frontend.limits import HttpLimits
 from frontend.metrics import Metrics
 from frontend.output_processor import OutputProcessor
-from frontend.routes import generation, health, info, models, tokenization
+from frontend.routes import generation, health, info, models, profile, tokenization
 from frontend.routes.access import access_middleware
 from frontend.routes.errors import error_middleware, name_answer
 from frontend.serving.chat import ChatService
@@ -34,7 +35,7 @@ __all__ = ["create_app", "start"]
 _TOKENIZER_THREADS = min(4, os.cpu_count() or 1)
 # How long handlers may take to end once draining is over, before they are cancelled.
 _CLEANUP_DEADLINE_S = 0.2
-_ROUTES = (generation.routes, tokenization.routes, models.routes, info.routes, health.routes)
+_ROUTES = (generation.routes, tokenization.routes, models.routes, info.routes, health.routes, profile.routes)
 
 
 def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.Application:
@@ -82,7 +83,8 @@ def _add_services(app: web.Application, launch: FrontendLaunch) -> None:
     )
     threads = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
     parts = (client, inputs, names, options, threads)
-    chat = ChatService(*parts, ChatTemplate.from_checkpoint(checkpoint))
+    reply_format = Harmony.from_checkpoint(checkpoint, tokenizer)
+    chat = ChatService(*parts, ChatTemplate.from_checkpoint(checkpoint), reply_format)
     app[keys.CLIENT] = client
     app[keys.MODELS] = names
     app[keys.CHAT] = chat

@@ -38,14 +38,17 @@ best logits.
 |---|---|
 | mixed lengths | 32 greedy tokens each of prompts of 5, 37 and 64 tokens that run together |
 | chunks of 16 | the same with 16 tokens a step, in blocks of 4 |
-| prefix cache | the same with nothing cached, all cached, and for prompts that go on from an answer |
-| preempted | the same with a KV cache for one of them only, so that some are stopped and resumed |
+| prefix cache | the same with nothing cached, and with the prompt cached |
+| preempted | the same with a KV cache that holds the longest alone, so that some are stopped and resumed |
 | logits | log probabilities at every position, also of the 20 likeliest others, within 0.0001 |
 | tensors | the logits after a change of one tensor of each kind in the checkpoint, which does change them |
 
+The first configuration of each family is also served with room for all prompts, computed whole, and for
+prompts that go on from a cached answer.
+
 Rope types whose frequencies depend on the length of a text (dynamic, longrope) take those of
-`--max-model-len` for every text, and transformers those of each text: they are equal, and proven, up to the
-length before scaling.
+`--max-model-len` for every text, since cached keys stay as they are; transformers takes those of each text.
+They are equal as long as `--max-model-len` is no longer than the length before scaling.
 
 Numbers below are the tensor-parallel sizes that passed.
 """

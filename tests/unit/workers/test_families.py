@@ -20,7 +20,7 @@ def test_what_runs_is_what_the_model_files_declare() -> None:
     assert {family: list(names) for family, names in architectures().items()} == declared
 
 
-def test_every_family_is_among_the_tiny_models() -> None:
+def test_every_family_has_tiny_models_that_prove_it() -> None:
     assert families() == sorted({model.model_type for model in TINY_MODELS})
 
 
