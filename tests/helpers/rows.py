@@ -9,7 +9,7 @@ from tests.helpers.served import Setting
 from tests.helpers.tiny_models import TINY_MODELS
 
 ON_TWO_RANKS = "qwen3"
-"""The row that every run also serves with two workers, and whose every kind of tensor it changes."""
+"""The row that every run also serves with two workers; the slower tests of workers run over it alone."""
 
 FIRST_OF_FAMILIES = tuple({model.model_type: model.name for model in reversed(TINY_MODELS)}.values())
 """The rows that stand for their families in every run."""

@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers.core_side import generate
 from tests.helpers.reference import NEW_TOKENS, TOLERANCE, Reference, ReferenceOf
-from tests.helpers.rows import model_rows
+from tests.helpers.rows import ON_TWO_RANKS, model_rows
 from tests.helpers.teacher_forcing import TinyWorker, forced_logits, step_logits
 
 
@@ -22,7 +22,7 @@ def test_every_position_in_pieces_and_together(name: str, reference_of: Referenc
 
 
 @pytest.mark.proves("mixed")
-@pytest.mark.parametrize("name", model_rows())
+@pytest.mark.parametrize("name", model_rows([ON_TWO_RANKS]))
 @pytest.mark.parametrize(("piece", "stagger"), [(16, 3), (7, 5)], ids=str)
 def test_prompts_join_decodes(name: str, piece: int, stagger: int, reference_of: ReferenceOf) -> None:
     reference = reference_of(name)
