@@ -46,11 +46,12 @@ serve: install ## serve the small model on HOST:PORT (127.0.0.1:8000); more flag
 		--served-model-name smollm2-135m-instruct --host $(HOST) --server-port $(PORT) $(ARGS)
 
 test: install ## every test that needs no GPU, then the kernels interpreted
-	@$(BIN)/python -m pytest -q -m "not gpu and not compile and not models" $(ARGS)
+	@$(MAKE) --no-print-directory test-unit
+	@$(BIN)/python -m pytest -q -m "not models" tests/golden tests/models tests/multiprocess tests/e2e $(ARGS)
 	@$(MAKE) --no-print-directory test-kernels ARGS=
 
-test-unit: install ## the fast tests alone
-	@$(BIN)/python -m pytest -q -m "not models" tests/unit $(ARGS)
+test-unit: install ## the fast tests alone, on all cores
+	@$(PARALLEL) -m "not models" tests/arch tests/unit $(ARGS)
 
 test-models: $(INSTALLED) ## every configuration of every model family, through the engine
 	@$(BIN)/python -m pytest -q tests/models $(ARGS)
@@ -82,7 +83,7 @@ accuracy: install $(EVALUATION)/.installed ## lm-eval's numbers for the server b
 	@$(BIN)/python -m tests.accuracy.compare --lm-eval $(EVALUATION)/bin/lm_eval $(ARGS)
 
 test-kernels: $(INSTALLED) ## the Triton kernels in its interpreter, on the CPU
-	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/unit/atom_ops -k "triton or batch_invarian" $(ARGS)
+	@TRITON_INTERPRET=1 $(PARALLEL) tests/unit/atom_ops -k "triton or batch_invarian" $(ARGS)
 
 test-compile: $(INSTALLED) ## the Triton kernels compiled for an H200 and an MI300, without either
 	@$(BIN)/python -m pytest -q -m compile tests/compile $(ARGS)
