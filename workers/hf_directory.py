@@ -22,9 +22,9 @@ _QUANTIZED_THAT_RUN = (("gpt_oss", "mxfp4"),)
 _PACKED = "U8"
 _SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
-# Both families that run agree on it, as do most others.
-_DEFAULT_ROPE_THETA = 10000.0
 _ROPE_TYPES_THAT_EXTEND = ("linear", "dynamic", "yarn")
+_ROPE_TYPES_WITH_ORIGINAL = ("llama3", "yarn", "longrope")
+_MOVED = ("rope_scaling", "rope_theta", "partial_rotary_factor", "torch_dtype", "quantization_config")
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # Settings of generation_config.json that change the output, with the value that does not.
@@ -98,13 +98,9 @@ def normalised_config(config: dict[str, Any], directory: Path) -> dict[str, Any]
         if config.get(name) is None:
             architecture = config["architectures"][0]
             raise ValueError(f"{where} has no {name}: {architecture} is not a text model that runs here")
-    made = {
-        key: value
-        for key, value in config.items()
-        if key not in ("rope_scaling", "rope_theta", "torch_dtype", "quantization_config")
-    }
+    made = {key: value for key, value in config.items() if key not in _MOVED}
     made.update(_quantization(config, directory))
-    made["rope_parameters"] = _rope_parameters(config)
+    made["rope_parameters"] = _rope_parameters(config, where)
     made["dtype"] = _dtype(config, directory)
     return made
 
@@ -136,14 +132,36 @@ def positions(config: Mapping[str, Any]) -> int:
     return max(limit, int(original * rope.get("factor", 1.0)))
 
 
-def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    if kept := config.get("rope_parameters"):
-        return {"rope_theta": config.get("rope_theta", _DEFAULT_ROPE_THETA), "rope_type": "default", **kept}
-    scaling = dict(config.get("rope_scaling") or {})
+def _rope_parameters(config: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    """All that is said about rotation, wherever an older version kept it; nothing is made up.
+
+    A base that is not stated is the family's own.
+    """
+    stated = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if any(isinstance(value, Mapping) for value in stated.values()):
+        raise ValueError(f"{where} has rope_parameters for each type of layer, which is not supported")
+    rope = {name: value for name, value in stated.items() if value is not None}
     # Before the name was settled it was "type"; a file may hold both, then the new one counts.
-    old_name = scaling.pop("type", "default")
-    theta = config.get("rope_theta") or _DEFAULT_ROPE_THETA
-    return {"rope_theta": theta, "rope_type": old_name, **scaling}
+    old_name = rope.pop("type", "default")
+    rope.setdefault("rope_type", old_name)
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if config.get(name) is not None:
+            rope.setdefault(name, config[name])
+    return rope | _trained_length(config, rope)
+
+
+def _trained_length(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """How long sequences were before scaling began, and by what factor they grow."""
+    limit = config["max_position_embeddings"]
+    if rope["rope_type"] == "dynamic":
+        return {"original_max_position_embeddings": limit}
+    if rope["rope_type"] not in _ROPE_TYPES_WITH_ORIGINAL:
+        return {}
+    original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    found = {"original_max_position_embeddings": original or limit}
+    if rope["rope_type"] != "llama3" and "factor" not in rope and original:
+        found["factor"] = limit / original
+    return found
 
 
 def _dtype(config: Mapping[str, Any], directory: Path) -> str:

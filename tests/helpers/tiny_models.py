@@ -17,6 +17,7 @@ from atom.config.parallel import ParallelConfig
 from atom.config.scheduler import SchedulerConfig
 from parallel.communicator import Communicator
 from parallel.state import TPGroup
+from workers.hf_directory import normalised_config
 
 # Tiny matrices gain nothing from threads that wait for one another on a busy machine.
 torch.set_num_threads(1)
@@ -33,6 +34,8 @@ class Tiny:
     model_type: str
     seed: int
     config: dict[str, Any] = field(default_factory=dict)
+    scale: float = 1.5
+    """Of the matrices: below 1 tokens repeat, far above it they hang on the last bits."""
 
 
 _COMMON = {
@@ -85,7 +88,7 @@ def build_tiny(model: Tiny) -> torch.nn.Module:
         for name, weight in built.named_parameters():
             if weight.dim() > 1:
                 # A larger embedding would make a tied model repeat its last token.
-                weight.normal_(0, 0.2 if "embed" in name else 1.5 * weight.shape[1] ** -0.5)
+                weight.normal_(0, 0.2 if "embed" in name else model.scale * weight.shape[1] ** -0.5)
             elif name.endswith("bias"):
                 weight.normal_(0, 0.3)
             else:
@@ -102,7 +105,7 @@ def save_tiny(model: Tiny, directory: Path, shard_size: str = "5GB") -> tuple[to
 
 def checkpoint_of(directory: Path) -> Checkpoint:
     """What the preparation step would find in a saved tiny model."""
-    config = json.loads((directory / "config.json").read_text())
+    config = normalised_config(json.loads((directory / "config.json").read_text()), directory)
     return Checkpoint(
         directory=str(directory),
         architecture=config["architectures"][0],

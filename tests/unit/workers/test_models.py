@@ -7,10 +7,10 @@ import torch
 
 from atom.messages.worker import AllocateKV, ScheduledBatch
 from tests.helpers.core_side import CoreSide, generate
+from tests.helpers.rows import model_rows
 from tests.helpers.teacher_forcing import step_logits
 from tests.helpers.tiny_models import (
     MAX_MODEL_LEN,
-    TINY_MODELS,
     Tiny,
     engine_config,
     hf_greedy,
@@ -47,9 +47,9 @@ class Loaded:
         return step_logits(self.worker, core.plan(counts))
 
 
-@pytest.fixture(scope="module", params=TINY_MODELS, ids=lambda model: model.name)
+@pytest.fixture(scope="module", params=model_rows())
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    return Loaded(request.param, tmp_path_factory.mktemp(request.param.name))
+    return Loaded(tiny(request.param), tmp_path_factory.mktemp(request.param))
 
 
 def fresh_core() -> CoreSide:

@@ -70,7 +70,7 @@ def test_a_bare_directory(tmp_path: Path) -> None:
     assert (checkpoint.dtype, checkpoint.vocab_size, checkpoint.max_model_len) == ("bfloat16", 300, 2048)
     assert checkpoint.eos_token_ids == [2]
     assert checkpoint.tokenizer_file is None and checkpoint.chat_template_file is None
-    assert checkpoint.hf_config["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
+    assert checkpoint.hf_config["rope_parameters"] == {"rope_type": "default"}
 
 
 @pytest.mark.parametrize(
@@ -84,18 +84,38 @@ def test_a_bare_directory(tmp_path: Path) -> None:
         ),
         (
             {"rope_scaling": {"type": "linear", "rope_type": "llama3", "factor": 8.0}},
-            {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0},
+            {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 2048},
             2048,
         ),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}},
-            {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
             2048,
         ),
         (
-            {"rope_parameters": {"rope_type": "linear", "rope_theta": 3.0, "factor": 4.0}},
+            {"rope_scaling": {"type": "yarn", "factor": None, "original_max_position_embeddings": 512}},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+            2048,
+        ),
+        (
+            {"original_max_position_embeddings": 1024, "rope_scaling": {"type": "longrope"}},
+            {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 1024},
+            2048,
+        ),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 3.0}},
+            {"rope_type": "dynamic", "factor": 3.0, "original_max_position_embeddings": 2048},
+            6144,
+        ),
+        (
+            {"rope_theta": 7.0, "rope_parameters": {"rope_type": "linear", "rope_theta": 3.0, "factor": 4.0}},
             {"rope_type": "linear", "rope_theta": 3.0, "factor": 4.0},
             8192,
+        ),
+        (
+            {"rope_theta": 3.0, "partial_rotary_factor": 0.5, "rope_scaling": None},
+            {"rope_type": "default", "rope_theta": 3.0, "partial_rotary_factor": 0.5},
+            2048,
         ),
     ],
 )
@@ -105,7 +125,12 @@ def test_rope_in_its_old_and_new_form(
     checkpoint = checkpoint_of(tmp_path, old)
     assert checkpoint.hf_config["rope_parameters"] == new
     assert checkpoint.max_model_len == positions
-    assert not {"rope_scaling", "rope_theta"} & checkpoint.hf_config.keys()
+    assert not {"rope_scaling", "rope_theta", "partial_rotary_factor"} & checkpoint.hf_config.keys()
+
+
+def test_rope_of_each_type_of_layer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="rope_parameters for each type of layer"):
+        checkpoint_of(tmp_path, {"rope_parameters": {"full_attention": {"rope_type": "default"}}})
 
 
 def test_dtype_in_its_old_form_and_from_the_weights(tmp_path: Path) -> None:

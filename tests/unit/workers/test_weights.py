@@ -215,9 +215,9 @@ def test_dummy_weights_need_no_files_and_repeat(saved: Path, plain_weights: None
 
 
 def test_unknown_families_are_refused_with_what_runs(saved: Path) -> None:
-    assert families() == ["llama", "qwen3"]
+    assert families() == ["llama", "mistral", "qwen2", "qwen3"]
     for field, value, message in (
-        ("model_type", "registry", "'registry' is not supported; these are: llama, qwen3"),
+        ("model_type", "registry", "'registry' is not supported; these are: llama, mistral, qwen2, qwen3"),
         ("model_type", "os.path", "'os.path' is not supported"),
         ("architecture", "LlamaForSequenceClassification", "these are: LlamaForCausalLM"),
     ):
@@ -231,15 +231,16 @@ def test_unknown_families_are_refused_with_what_runs(saved: Path) -> None:
     ("family", "change", "message"),
     [
         ("llama", {"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope type yarn"),
-        ("llama", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters.rope_theta"),
+        ("llama", {"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}}, "rope type mrope is not"),
+        ("llama", {"rope_parameters": {"rope_type": "linear"}}, "lacks rope_parameters.factor"),
         (
             "llama",
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-            "partial_rotary_factor",
+            "llama with a partial_rotary_factor",
         ),
-        ("qwen3", {"use_sliding_window": True}, "sliding window attention is not supported"),
-        ("qwen3", {"layer_types": ["sliding_attention"]}, "sliding window attention is not supported"),
+        ("qwen3", {"layer_types": ["sliding_attention"]}, "sliding_window says nothing"),
+        ("qwen2", {"layer_types": ["full_attention"] * 2}, "for each of the 1 layers"),
+        ("qwen2", {"layer_types": ["linear_attention"]}, "must be one of full_attention"),
     ],
 )
 def test_configurations_that_would_compute_wrongly_are_refused(

@@ -1,0 +1,85 @@
+"""Every kind of tensor of every family counts, and counts as it does in transformers.
+
+One tensor of each kind is changed on disk. The kinds come from the checkpoint: all tensors whose
+names differ only in numbers are one kind.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from transformers import AutoModelForCausalLM
+
+from atom.messages.worker import AllocateKV
+from tests.helpers.core_side import CoreSide
+from tests.helpers.reference import TOLERANCE
+from tests.helpers.rows import model_rows
+from tests.helpers.teacher_forcing import forced_logits
+from tests.helpers.tiny_models import (
+    MAX_MODEL_LEN,
+    checkpoint_of,
+    engine_config,
+    hf_logits,
+    place,
+    prompt_of,
+    save_tiny,
+    tiny,
+)
+from workers.worker import Worker
+
+BLOCKS, BLOCK_SIZE = 64, 4
+IDS = prompt_of(64, seed=9)
+CHANGE = 0.3
+LEAST_EFFECT = 100 * TOLERANCE
+
+Tensors = dict[str, torch.Tensor]
+
+
+def kinds(names: list[str]) -> dict[str, str]:
+    """Each kind, and the tensor that stands for it: one in the middle of its like."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(name)
+    return {kind: sorted(found)[len(found) // 2] for kind, found in alike.items()}
+
+
+def ours(directory: Path) -> torch.Tensor:
+    """Logits [T, V] of our worker."""
+    worker = Worker(
+        engine_config(block_size=BLOCK_SIZE), checkpoint_of(directory), place(), lambda *progress: None
+    )
+    groups = len(worker.load().kv_specs)
+    worker.allocate(AllocateKV([BLOCKS] * groups, MAX_MODEL_LEN))
+    core = CoreSide(BLOCKS, BLOCK_SIZE)
+    core.add(0, IDS)
+    return forced_logits(worker, core, 0, [len(IDS)])
+
+
+def theirs(directory: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    return hf_logits(model, IDS)
+
+
+def changed(tensor: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return tensor + CHANGE * torch.randn(tensor.shape, generator=generator)
+
+
+@pytest.mark.proves("tensors")
+@pytest.mark.parametrize("name", model_rows())
+def test_every_kind_of_tensor_counts(name: str, tmp_path: Path) -> None:
+    save_tiny(tiny(name), tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    whole: Tensors = safetensors.torch.load(file.read_bytes())
+    before = ours(tmp_path)
+    torch.testing.assert_close(before, theirs(tmp_path), atol=TOLERANCE, rtol=0)
+    for kind, changes in kinds(list(whole)).items():
+        tensors = whole | {changes: changed(whole[changes])}
+        safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+        found = ours(tmp_path)
+        assert (found - before).abs().max() > LEAST_EFFECT, f"{kind} has no effect"
+        torch.testing.assert_close(
+            found, theirs(tmp_path), atol=2 * TOLERANCE, rtol=0, msg=lambda text, k=kind: f"{k}: {text}"
+        )

@@ -1,0 +1,98 @@
+"""Writes docs/models.md from what the tests of models have proven.
+
+python -m tools.models_table
+"""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).resolve().parents[1]
+DOCUMENT = _ROOT / "docs" / "models.md"
+PROVEN = _ROOT / "tests" / "models" / "proven.json"
+
+PROOFS = {
+    "mixed": "mixed lengths",
+    "chunked": "chunks of 16",
+    "prefix": "prefix cache",
+    "preempted": "preempted",
+    "logits": "logits",
+    "tensors": "tensors",
+}
+"""Column headings of the kinds of proof."""
+
+_HEAD = """\
+# Models
+
+`model_type` and the architecture in a checkpoint's config.json decide whether it runs; anything else is
+refused by name at start, with the list of what runs. `make models` writes this page from the results of
+`tests/models`, last on {date} with transformers {transformers} and torch {torch}.
+
+Each configuration is a tiny random model that transformers saves and the engine serves, with all its
+processes, in float32 on a CPU. Transformers computes the expected answers without any cache. A configuration
+counts only if each answer has at least 16 distinct tokens of 32, and never less than 0.001 between the two
+best logits.
+
+| proof | what equals transformers' |
+|---|---|
+| mixed lengths | 32 greedy tokens each of prompts of 5, 37 and 64 tokens that run together |
+| chunks of 16 | the same with 16 tokens a step, in blocks of 4 |
+| prefix cache | the same with nothing cached, all cached, and for prompts that go on from an answer |
+| preempted | the same with a KV cache for one of them only, so that some are stopped and resumed |
+| logits | log probabilities at every position, also of the 20 likeliest others, within 0.0001 |
+| tensors | the logits after a change of one tensor of each kind in the checkpoint, which does change them |
+
+Numbers below are the tensor-parallel sizes that passed.
+"""
+
+
+def main() -> None:
+    DOCUMENT.parent.mkdir(exist_ok=True)
+    DOCUMENT.write_text(document(json.loads(PROVEN.read_text(encoding="utf-8"))), encoding="utf-8")
+
+
+def document(record: dict[str, Any]) -> str:
+    """The whole page."""
+    families: dict[str, list[str]] = defaultdict(list)
+    for name, entry in record["models"].items():
+        families[entry["family"]].append(name)
+    sections = [_overview(record, families)]
+    sections += [_section(family, record["models"], names) for family, names in families.items()]
+    return "\n".join([_HEAD.format(**record), *sections])
+
+
+def _overview(record: dict[str, Any], families: dict[str, list[str]]) -> str:
+    """One line for each family: what all its configurations stood."""
+    rows = []
+    for family, names in families.items():
+        entries = [record["models"][name] for name in names]
+        architectures = ", ".join(sorted({f"`{entry['architecture']}`" for entry in entries}))
+        rows.append([f"`{family}`", architectures, str(len(names)), *_stood_by_all(entries)])
+    return _table(["model_type", "architectures", "configurations", *PROOFS.values()], rows)
+
+
+def _stood_by_all(entries: list[dict[str, Any]]) -> list[str]:
+    cells = []
+    for proof in PROOFS:
+        sizes = set.intersection(*(set(entry["proven"][proof]) for entry in entries))
+        cells.append(", ".join(map(str, sorted(sizes))))
+    return cells
+
+
+def _section(family: str, entries: dict[str, Any], names: list[str]) -> str:
+    rows = [[f"`{name}`", _settings(entries[name]["config"])] for name in names]
+    return f"## {family}\n\n" + _table(["configuration", "differs from the common one in"], rows)
+
+
+def _settings(config: dict[str, Any]) -> str:
+    return ", ".join(f"`{key}={json.dumps(value)}`" for key, value in config.items()) or "nothing"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

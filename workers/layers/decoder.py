@@ -1,0 +1,223 @@
+"""The decoder that most families share: pre-norm, rotary attention, then a gated MLP or experts.
+
+    x ──┬─ input_layernorm ─ self_attn ─┬─ post_attention_layernorm ─ mlp ─┬── …
+        └───────────── + ───────────────┴────────────── + ─────────────────┘
+
+A family is this with other arguments, and with another `mlp` where it has one. Modules are named
+as in checkpoints. A block takes the norm in front of it: most can run it together with their
+first matrix product.
+
+T tokens, R rows that draw, D hidden, O features of the fused projection.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import nn
+
+from atom_ops import HeadNorms
+from parallel.sharding import head_shard
+from workers.layers.activation import gated_linear
+from workers.layers.attention import Attention, KVGroup
+from workers.layers.causal_lm import CausalLM
+from workers.layers.context import BuildContext, ForwardContext
+from workers.layers.embedding import LMHead, VocabEmbedding
+from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, tp_range
+from workers.layers.norm import RMSNorm
+from workers.layers.rotary import RotaryEmbedding, Rotation
+from workers.layers.weighted import Range
+from workers.layers.window import Windows
+
+_BASE_OF_MOST = 10000.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderArgs:
+    """What sets one decoder apart from another. The second part is for the family to know."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    hidden_act: str
+    rope_parameters: Mapping[str, Any]
+    tie_word_embeddings: bool
+
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """Whether queries and keys are normalised, head by head, before they turn."""
+    windows: Windows = ()
+    """Empty: every layer sees all that came before."""
+
+
+def common_fields(config: Mapping[str, Any], partial_rotary: bool = False) -> dict[str, Any]:
+    """The fields of `DecoderArgs` that every family keeps under one name in config.json.
+
+    `partial_rotary`: whether the family can turn a part of each head only. Raises KeyError for a
+    missing field, ValueError for one that asks for what the family cannot do.
+    """
+    heads = config["num_attention_heads"]
+    rope = {"rope_theta": _BASE_OF_MOST, **config["rope_parameters"]}
+    if rope.get("partial_rotary_factor", 1.0) != 1.0 and not partial_rotary:
+        raise ValueError(f"{config['model_type']} with a partial_rotary_factor other than 1 is not supported")
+    return {
+        "vocab_size": config["vocab_size"],
+        "hidden_size": config["hidden_size"],
+        "intermediate_size": config["intermediate_size"],
+        "num_hidden_layers": config["num_hidden_layers"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "rms_norm_eps": config["rms_norm_eps"],
+        "hidden_act": config.get("hidden_act", "silu"),
+        "rope_parameters": rope,
+        "tie_word_embeddings": config.get("tie_word_embeddings", False),
+    }
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, args: DecoderArgs, layer: int, build: BuildContext):
+        super().__init__()
+        heads, kv_heads, head_dim = args.num_attention_heads, args.num_key_value_heads, args.head_dim
+        shard = head_shard(heads, kv_heads, build.tp.size, build.tp.rank)
+        q = Range(heads * head_dim, shard.q_start * head_dim, shard.q_count * head_dim)
+        kv = Range(kv_heads * head_dim, shard.kv_start * head_dim, shard.kv_count * head_dim)
+        self.qkv_proj = ColumnParallelLinear(args.hidden_size, [q, kv, kv], args.qkv_bias, build)
+        self.o_proj = RowParallelLinear(q, args.hidden_size, args.o_bias, build)
+        self.q_norm = RMSNorm(head_dim, args.rms_norm_eps, build) if args.qk_norm else None
+        self.k_norm = RMSNorm(head_dim, args.rms_norm_eps, build) if args.qk_norm else None
+        self.attention = Attention(layer, head_dim)
+
+    def after_norm(
+        self,
+        norm: RMSNorm,
+        x_TD: torch.Tensor,
+        residual_TD: torch.Tensor | None,
+        rotation: Rotation,
+        ctx: ForwardContext,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(attention of the sum's norm, the sum); see `ColumnParallelLinear.after_norm`."""
+        qkv_TO, residual_TD = self.qkv_proj.after_norm(norm, x_TD, residual_TD)
+        return self.o_proj(self.attention(qkv_TO, rotation, ctx, self._head_norms())), residual_TD
+
+    def _head_norms(self) -> HeadNorms | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+
+
+class FeedForward(Protocol):
+    """What a decoder layer holds beside attention."""
+
+    def after_norm(
+        self, norm: RMSNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the result for the sum's norm, the sum)."""
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x))."""
+
+    def __init__(self, args: DecoderArgs, build: BuildContext):
+        super().__init__()
+        features = tp_range(args.intermediate_size, build)
+        self.gate_up_proj = ColumnParallelLinear(args.hidden_size, [features, features], args.mlp_bias, build)
+        self.down_proj = RowParallelLinear(features, args.hidden_size, args.mlp_bias, build)
+        self._gated = gated_linear(args.hidden_act)
+
+    def after_norm(
+        self, norm: RMSNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `FeedForward`."""
+        gate_up_T2F, residual_TD = self.gate_up_proj.after_norm(norm, x_TD, residual_TD)
+        return self.down_proj.after_gate(self._gated, gate_up_T2F), residual_TD
+
+
+class DecoderLayer(nn.Module):
+    """Attention, then a feed-forward block, each on the norm of what came before and added to it."""
+
+    mlp: FeedForward
+
+    def __init__(self, args: DecoderArgs, layer: int, mlp: FeedForward, build: BuildContext):
+        super().__init__()
+        self.input_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps, build)
+        self.self_attn = SelfAttention(args, layer, build)
+        self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps, build)
+        self.mlp = mlp
+
+    def forward(
+        self,
+        x_TD: torch.Tensor,
+        residual_TD: torch.Tensor | None,
+        rotation: Rotation,
+        ctx: ForwardContext,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(what is still to be added, the sum so far)."""
+        x_TD, residual_TD = self.self_attn.after_norm(self.input_layernorm, x_TD, residual_TD, rotation, ctx)
+        return self.mlp.after_norm(self.post_attention_layernorm, x_TD, residual_TD)
+
+
+class Decoder(nn.Module):
+    """From token ids to normalised hidden states."""
+
+    def __init__(self, args: DecoderArgs, mlps: Sequence[FeedForward], build: BuildContext):
+        super().__init__()
+        self.embed_tokens = VocabEmbedding(args.vocab_size, args.hidden_size, build)
+        self.layers = nn.ModuleList(DecoderLayer(args, layer, mlp, build) for layer, mlp in enumerate(mlps))
+        self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps, build)
+        self.rotary = RotaryEmbedding(args.head_dim, args.rope_parameters, build)
+
+    def forward(self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """[T, D]."""
+        rotation = self.rotary(positions_T)
+        x_TD, residual_TD = self.embed_tokens(ids_T), None
+        for layer in self.layers:
+            x_TD, residual_TD = layer(x_TD, residual_TD, rotation, ctx)
+        normed_TD, _ = self.norm.add(x_TD, residual_TD)
+        return normed_TD
+
+
+class DecoderLM(CausalLM):
+    """A decoder and its head: base of the classes in model files, which read config.json."""
+
+    packed_modules_mapping: ClassVar = {
+        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "gate_up_proj": ("gate_proj", "up_proj"),
+    }
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        args: DecoderArgs,
+        build: BuildContext,
+        mlp: Callable[[int], FeedForward] | None = None,
+    ):
+        """`args` are read from `config`; `mlp` makes a layer's feed-forward block, else `GatedMLP` does."""
+        super().__init__(config, build)
+        if any(args.windows):
+            raise ValueError("sliding window attention is not supported")
+        tied = args.tie_word_embeddings
+        layers = range(args.num_hidden_layers)
+        self.unused_on_disk = ("*.rotary_emb.inv_freq", *(("lm_head.weight",) if tied else ()))
+        self.model = Decoder(args, [mlp(layer) if mlp else GatedMLP(args, build) for layer in layers], build)
+        self.lm_head = LMHead(
+            args.vocab_size, args.hidden_size, build, self.model.embed_tokens if tied else None
+        )
+        shard = head_shard(args.num_attention_heads, args.num_key_value_heads, build.tp.size, build.tp.rank)
+        self.kv_groups = [KVGroup(layers, shard.kv_count, args.head_dim)]
+
+    def forward(self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        return self.model(ids_T, positions_T, ctx)
+
+    def compute_logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(hidden_RD)

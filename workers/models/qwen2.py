@@ -1,0 +1,22 @@
+"""Qwen2 and Qwen2.5: as Llama, with biases on queries, keys and values."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from workers.layers.context import BuildContext
+from workers.layers.decoder import DecoderArgs, DecoderLM, common_fields
+from workers.layers.window import windows_of_types
+
+_DEFAULTS = {"rms_norm_eps": 1e-6}
+
+
+class Qwen2ForCausalLM(DecoderLM):
+    """The biases are no option; the last layers may have a window."""
+
+    def __init__(self, config: Mapping[str, Any], build: BuildContext):
+        stated = {**_DEFAULTS, **config}
+        args = DecoderArgs(**common_fields(stated), qkv_bias=True, windows=windows_of_types(stated))
+        super().__init__(config, args, build)
+
+
+ARCHITECTURES = {"Qwen2ForCausalLM": Qwen2ForCausalLM}
