@@ -6,7 +6,7 @@ P positions, X experts, J experts chosen per token. Tensors are contiguous unles
 """
 
 from atom_ops.ops.activation import clamped_swiglu, silu_and_mul
-from atom_ops.ops.attention import AttentionPlan, paged_attention, plan_attention
+from atom_ops.ops.attention import AttentionPlan, AttentionRule, paged_attention, plan_attention
 from atom_ops.ops.attention_plan import BATCH_INVARIANT_SPLIT
 from atom_ops.ops.decode_inputs import DecodeInputs, decode_inputs
 from atom_ops.ops.embedding import embedding
@@ -27,6 +27,7 @@ from atom_ops.transfer import to_device
 __all__ = [
     "BATCH_INVARIANT_SPLIT",
     "AttentionPlan",
+    "AttentionRule",
     "ClampedSwiglu",
     "DecodeInputs",
     "ExpertActivation",

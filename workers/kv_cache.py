@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from atom.config.cache import CacheConfig
-from atom.messages.worker import FullAttentionSpec, KVSpec
+from atom.messages.worker import FullAttentionSpec, KVSpec, SlidingWindowSpec
 from atom_ops import KVLayer, kv_bytes_per_block, make_kv_layer
 from workers.layers.attention import KVGroup
 
@@ -27,13 +27,15 @@ def kv_dtype(cache: CacheConfig, compute: torch.dtype) -> torch.dtype:
 
 def kv_specs(groups: Sequence[KVGroup], block_size: int, dtype: torch.dtype) -> list[KVSpec]:
     """What the engine core must know of each group to hand out its blocks."""
-    return [
-        FullAttentionSpec(
-            block_size,
-            len(group.layers) * kv_bytes_per_block(block_size, group.kv_heads, group.head_dim, dtype),
-        )
-        for group in groups
-    ]
+    return [_spec(group, block_size, dtype) for group in groups]
+
+
+def _spec(group: KVGroup, block_size: int, dtype: torch.dtype) -> KVSpec:
+    layer_bytes = kv_bytes_per_block(block_size, group.kv_heads, group.head_dim, dtype)
+    size = len(group.layers) * layer_bytes
+    if group.window:
+        return SlidingWindowSpec(block_size, size, group.window)
+    return FullAttentionSpec(block_size, size)
 
 
 def allocate_kv(

@@ -3,6 +3,8 @@
 N items, L queries and C context tokens of an item, M tiles: see `attention_plan`.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,7 +14,20 @@ from atom_ops.ops.attention_plan import AttentionPlan, WorkItems, plan_attention
 from atom_ops.ops.kv_cache import FP8, KVLayer, make_kv_layer, read_kv, write_kv
 from atom_ops.tolerances import REDUCTION
 
-__all__ = ["AttentionPlan", "masked_attention", "paged_attention", "plan_attention"]
+__all__ = ["AttentionPlan", "AttentionRule", "masked_attention", "paged_attention", "plan_attention"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRule:
+    """How one layer attends, whatever the step."""
+
+    scale: float
+    """Of the products of queries and keys."""
+    window: int = 0
+    """How many tokens one token sees, itself the last of them; 0: all up to itself."""
+    sinks_H: Tensor | None = None
+    """One more score for each query head, not scaled: it takes its part of the softmax's weight and
+    brings no value."""
 
 
 def _masked_case(heads: int, kv_heads: int, queries: int, mask_queries: int) -> Case:
@@ -62,10 +77,14 @@ def _paged_case(
     heads: tuple[int, int] = (9, 3),
     width: int = 32,
     fp8: bool = False,
+    window: int = 0,
+    sinks: bool = False,
 ) -> Case:
     """`heads` are query heads and key/value heads."""
 
-    def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, KVLayer, AttentionPlan, float]:
+    def make(
+        dtype: torch.dtype, generator: torch.Generator
+    ) -> tuple[Tensor, KVLayer, AttentionPlan, AttentionRule]:
         block_size, per_row = 16, -(-max(context_lens) // 16)
         blocks = torch.randperm(len(context_lens) * per_row + 3, generator=generator)
         table = blocks[: len(context_lens) * per_row].view(-1, per_row)
@@ -75,9 +94,12 @@ def _paged_case(
         write_kv(k, v, cache, torch.arange(len(k)))
         q = torch.randn(sum(query_lens), heads[0], width, generator=generator).to(dtype)
         lens, host_table = np.array([query_lens, context_lens], np.int32), table.numpy().astype(np.int32)
-        return q, cache, plan_attention(lens[0], lens[1], host_table, device), width**-0.5
+        sinks_H = torch.randn(heads[0], generator=generator).to(dtype) if sinks else None
+        rule = AttentionRule(width**-0.5, window, sinks_H)
+        return q, cache, plan_attention(lens[0], lens[1], host_table, device), rule
 
-    label = f"{heads[0]}/{heads[1]}x{width}-{query_lens}of{context_lens}{'-fp8' if fp8 else ''}"
+    more = f"{f'-window{window}' if window else ''}{'-sinks' if sinks else ''}{'-fp8' if fp8 else ''}"
+    label = f"{heads[0]}/{heads[1]}x{width}-{query_lens}of{context_lens}{more}"
     return Case(label.replace(" ", ""), make)
 
 
@@ -89,26 +111,31 @@ def _paged_case(
         _paged_case([1, 70, 1], [200, 90, 17], (16, 8), 128),
         _paged_case([1, 3, 40], [130, 65, 40], (32, 8), 80),
         _paged_case([1, 9], [64, 30], fp8=True),
+        _paged_case([1, 20, 1, 5], [33, 300, 700, 5], window=24),
+        _paged_case([1, 70, 1], [200, 190, 17], (16, 2), 64, window=128, sinks=True),
+        _paged_case([1, 40], [300, 40], sinks=True),
+        _paged_case([1, 9], [64, 30], window=7, sinks=True, fp8=True),
     ],
     REDUCTION,
 )
-def paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: float) -> Tensor:
-    """softmax(scale * q kᵀ) v of every new token over its context up to itself, [T, H, E].
+def paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule) -> Tensor:
+    """softmax(scale * q kᵀ) v of every new token over what it sees of its context, [T, H, E].
 
-    Query head h reads key/value head h // (H / K).
+    Query head h reads key/value head h // (H / K). Entries of block tables that lie wholly before
+    the windows of a row's new tokens are never read.
     """
     _, block_size, _, kv_heads, _ = cache.kv.shape
-    groups = plan.work_items(q_THE.shape[1], kv_heads, block_size, q_THE.dtype)
+    groups = plan.work_items(q_THE.shape[1], kv_heads, block_size, q_THE.dtype, rule.window)
     if groups[0].tokens is None:
-        return _attend(q_THE, cache, groups[0], scale)
+        return _attend(q_THE, cache, groups[0], rule)
     out_THE = torch.empty_like(q_THE)
     for items in groups:
         assert items.tokens is not None
-        out_THE.index_copy_(0, items.tokens, _attend(q_THE, cache, items, scale))
+        out_THE.index_copy_(0, items.tokens, _attend(q_THE, cache, items, rule))
     return out_THE
 
 
-def _attend(q_THE: Tensor, cache: KVLayer, items: WorkItems, scale: float) -> Tensor:
+def _attend(q_THE: Tensor, cache: KVLayer, items: WorkItems, rule: AttentionRule) -> Tensor:
     """Attention of the group's queries, padding left out, in the order of the group."""
     count, _, length, chunk = items.mask_N1LC.shape
     kv_heads, (heads, width) = cache.kv.shape[3], q_THE.shape[1:]
@@ -119,20 +146,22 @@ def _attend(q_THE: Tensor, cache: KVLayer, items: WorkItems, scale: float) -> Te
         # The heads of a lone query stand as queries of their key/value head: G times fewer,
         # G times larger products.
         q_NKGE = q.reshape(count, kv_heads, -1, width)
-        out, lse = masked_attention(q_NKGE, k_NKCE, v_NKCE, items.mask_N1LC, scale)
+        out, lse = masked_attention(q_NKGE, k_NKCE, v_NKCE, items.mask_N1LC, rule.scale)
         out, lse = out.reshape(count, 1, heads, width), lse.reshape(count, 1, heads)
     else:
         q_NHLE = q.reshape(count, length, heads, width).transpose(1, 2)
-        out, lse = masked_attention(q_NHLE, k_NKCE, v_NKCE, items.mask_N1LC, scale)
+        out, lse = masked_attention(q_NHLE, k_NKCE, v_NKCE, items.mask_N1LC, rule.scale)
         out, lse = out.transpose(1, 2), lse.transpose(1, 2)
     if items.tile_N is not None:
-        out = _merge(out, lse, items.tile_N, items.tiles)
+        out, lse = _merge(out, lse, items.tile_N, items.tiles)
+    if rule.sinks_H is not None:
+        out = _beside_sinks(out, lse, rule.sinks_H)
     found = out.flatten(0, 1)
     return found if items.filled is None else found.index_select(0, items.filled)
 
 
-def _merge(out_NLHE: Tensor, lse_NLH: Tensor, tile_N: Tensor, tiles: int) -> Tensor:
-    """Attention over whole contexts from attention over their chunks, [M, L, H, E]."""
+def _merge(out_NLHE: Tensor, lse_NLH: Tensor, tile_N: Tensor, tiles: int) -> tuple[Tensor, Tensor]:
+    """Attention over whole contexts from attention over their chunks, [M, L, H, E], and its log-sum-exp."""
     owner = tile_N[:, None, None].expand_as(lse_NLH)
     lowest = lse_NLH.new_full((tiles, *lse_NLH.shape[1:]), -torch.inf)
     top_MLH = lowest.scatter_reduce_(0, owner, lse_NLH, "amax")
@@ -140,4 +169,11 @@ def _merge(out_NLHE: Tensor, lse_NLH: Tensor, tile_N: Tensor, tiles: int) -> Ten
     total_MLH = torch.zeros_like(top_MLH).index_add_(0, tile_N, weight_NLH)
     summed = total_MLH.new_zeros(tiles, *out_NLHE.shape[1:])
     summed.index_add_(0, tile_N, out_NLHE * weight_NLH[..., None])
-    return summed.div_(total_MLH[..., None]).to(out_NLHE.dtype)
+    return summed.div_(total_MLH[..., None]).to(out_NLHE.dtype), top_MLH + total_MLH.log()
+
+
+def _beside_sinks(out_MLHE: Tensor, lse_MLH: Tensor, sinks_H: Tensor) -> Tensor:
+    """What is left of the results when sinks take their part of the weight."""
+    # exp(lse) / (exp(lse) + exp(sink))
+    left_MLH = torch.sigmoid(lse_MLH - sinks_H.float())
+    return (out_MLHE * left_MLH[..., None]).to(out_MLHE.dtype)

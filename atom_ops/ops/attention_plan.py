@@ -10,6 +10,8 @@ one (tile, chunk) pair is an item:
     tile 1    item 1    item 2                  a chunk that lies behind all of a
     tile 2    item 3    item 4    item 5        tile's queries makes no item
 
+Under a window a tile's chunks begin with the first token that one of its queries sees.
+
 All items have one shape, so a group of them is one batched attention, whatever the rows were;
 items of one tile are merged by their log-sum-exp. Decodes (L = 1) and longer pieces are apart.
 This is host work on numpy arrays, once a step, and only where a step runs on items.
@@ -51,7 +53,7 @@ _DECODE_LIMIT = 1 << 20
 class WorkItems:
     """N items of M tiles, computed by one attention call.
 
-    Padding repeats the tile's first query and the row's first token, so that no item ever reads
+    Padding repeats the tile's first query and the first token it sees, so that no item ever reads
     what another request left in a block.
     """
 
@@ -80,6 +82,17 @@ class HostRows:
     block_table: NDArray[np.int32]
 
 
+@dataclass(frozen=True, slots=True)
+class _WorkKey:
+    """What items depend on beside the step."""
+
+    num_heads: int
+    num_kv_heads: int
+    block_size: int
+    dtype: torch.dtype
+    window: int
+
+
 @dataclass(frozen=True)
 class AttentionPlan:
     """What R rows attend to in one step; the same for every layer that shares the block table.
@@ -91,7 +104,8 @@ class AttentionPlan:
     """
 
     block_table_RW: Tensor
-    """int32: token t of row r is kept in block `block_table_RW[r, t // block_size]`."""
+    """int32: token t of row r is kept in block `block_table_RW[r, t // block_size]`; entries of tokens
+    that no query sees any more mean nothing."""
     context_lens_R: Tensor
     """int32."""
     query_starts_R1: Tensor
@@ -109,23 +123,23 @@ class AttentionPlan:
     """What the tensors hold, for `work_items`."""
 
     def work_items(
-        self, num_heads: int, num_kv_heads: int, block_size: int, dtype: torch.dtype
+        self, num_heads: int, num_kv_heads: int, block_size: int, dtype: torch.dtype, window: int = 0
     ) -> tuple[WorkItems, ...]:
         """Groups of items; each token of the step is a query of exactly one group.
 
-        Made at the first call and kept. `dtype` is the queries'. Raises ValueError for a plan
-        whose rows the host does not know.
+        Made at the first call and kept. `dtype` is the queries', `window` the layer's. Raises
+        ValueError for a plan whose rows the host does not know.
         """
-        key = (num_heads, num_kv_heads, block_size, dtype)
+        key = _WorkKey(num_heads, num_kv_heads, block_size, dtype, window)
         if key not in self._work:
             if self.host is None:
                 raise ValueError("this attention plan has no host rows: only a paged kernel can run it")
             device = self.context_lens_R.device
-            self._work[key] = _work_items(self.host, num_heads, num_kv_heads, block_size, dtype, device)
+            self._work[key] = _work_items(self.host, key, device)
         return self._work[key]
 
     @cached_property
-    def _work(self) -> dict[tuple[int, int, int, torch.dtype], tuple[WorkItems, ...]]:
+    def _work(self) -> dict[_WorkKey, tuple[WorkItems, ...]]:
         return {}
 
 
@@ -139,13 +153,20 @@ class _Tiles:
     """Of the step."""
     first_position: Ints
     """In its row's context."""
+    first_seen: Ints
+    """Position of the first token that its first query sees."""
     queries: Ints
     """Real ones, 1 … length."""
 
     @property
     def context(self) -> Ints:
-        """Tokens that the last query of each tile sees."""
+        """Tokens up to the last query of each tile."""
         return self.first_position + self.queries
+
+    @property
+    def seen(self) -> Ints:
+        """Tokens of those that one query or another sees."""
+        return self.context - self.first_seen
 
     def part(self, where: slice) -> "_Tiles":
         return _Tiles(
@@ -153,6 +174,7 @@ class _Tiles:
             self.row[where],
             self.first_token[where],
             self.first_position[where],
+            self.first_seen[where],
             self.queries[where],
         )
 
@@ -196,37 +218,32 @@ def _upload(arrays: tuple[NDArray[np.int32], ...], device: torch.device) -> list
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
-def _work_items(
-    rows: HostRows,
-    num_heads: int,
-    num_kv_heads: int,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> tuple[WorkItems, ...]:
+def _work_items(rows: HostRows, key: _WorkKey, device: torch.device) -> tuple[WorkItems, ...]:
     queries, contexts = rows.query_lens.astype(np.int64), rows.context_lens.astype(np.int64)
     ends = queries.cumsum()
     groups = []
     for chosen in (np.flatnonzero(queries == 1), np.flatnonzero(queries > 1)):
         if not len(chosen):
             continue
-        tiles = _cut(chosen, queries[chosen], (ends - queries)[chosen], contexts[chosen])
+        tiles = _cut(chosen, queries[chosen], (ends - queries)[chosen], contexts[chosen], key.window)
         chunk = _chunk_length(tiles)
-        for part in _bounded(tiles, chunk, num_heads, num_kv_heads):
-            groups.append(_items(part, chunk, rows.block_table, block_size, int(ends[-1]), dtype, device))
+        for part in _bounded(tiles, chunk, key):
+            groups.append(_items(part, chunk, rows.block_table, key, int(ends[-1]), device))
     return tuple(groups)
 
 
-def _cut(rows: Ints, query_lens: Ints, first_tokens: Ints, context_lens: Ints) -> _Tiles:
+def _cut(rows: Ints, query_lens: Ints, first_tokens: Ints, context_lens: Ints, window: int) -> _Tiles:
     length = _tile_length(query_lens)
     counts = -(-query_lens // length)
     offset = _counting(counts) * length
     owner = np.repeat(np.arange(len(rows)), counts)
+    first_position = (context_lens - query_lens)[owner] + offset
     return _Tiles(
         length,
         rows[owner],
         first_tokens[owner] + offset,
-        (context_lens - query_lens)[owner] + offset,
+        first_position,
+        (first_position - window + 1).clip(min=0) if window else np.zeros_like(first_position),
         np.minimum(query_lens[owner] - offset, length),
     )
 
@@ -237,9 +254,9 @@ def _tile_length(query_lens: Ints) -> int:
 
 def _chunk_length(tiles: _Tiles) -> int:
     if tiles.length > 1:
-        return _cheapest(tiles.context, _PREFILL_CHUNKS, _CHUNK_COST)
-    merging = np.where(tiles.context.max() > _CHUNKS, _MERGE_COST, 0)
-    return _cheapest(tiles.context, _CHUNKS, _CHUNK_COST, merging)
+        return _cheapest(tiles.seen, _PREFILL_CHUNKS, _CHUNK_COST)
+    merging = np.where(tiles.seen.max() > _CHUNKS, _MERGE_COST, 0)
+    return _cheapest(tiles.seen, _CHUNKS, _CHUNK_COST, merging)
 
 
 def _cheapest(lens: Ints, sizes: Ints, piece_cost: int, fixed_cost: Ints | int = 0) -> int:
@@ -248,10 +265,10 @@ def _cheapest(lens: Ints, sizes: Ints, piece_cost: int, fixed_cost: Ints | int =
     return int(sizes[(pieces.sum(0) * (sizes + piece_cost) + fixed_cost).argmin()])
 
 
-def _bounded(tiles: _Tiles, chunk: int, num_heads: int, num_kv_heads: int) -> Iterator[_Tiles]:
+def _bounded(tiles: _Tiles, chunk: int, key: _WorkKey) -> Iterator[_Tiles]:
     """Runs of tiles whose items together stay within the limit."""
-    item_cost = num_kv_heads * chunk + num_heads * tiles.length
-    cost = -(-tiles.context // chunk) * item_cost
+    item_cost = key.num_kv_heads * chunk + key.num_heads * tiles.length
+    cost = -(-tiles.seen // chunk) * item_cost
     total = cost.cumsum()
     limit = _DECODE_LIMIT if tiles.length == 1 else _PREFILL_LIMIT
     start = 0
@@ -266,34 +283,35 @@ def _items(
     tiles: _Tiles,
     chunk: int,
     block_table: NDArray[np.int32],
-    block_size: int,
+    key: _WorkKey,
     num_tokens: int,
-    dtype: torch.dtype,
     device: torch.device,
 ) -> WorkItems:
     def tensor(array: Ints | NDArray[np.bool_]) -> Tensor:
         return torch.from_numpy(array).to(device)
 
-    chunks = -(-tiles.context // chunk)
-    one_chunk = len(tiles.context) == chunks.sum()
+    chunks = -(-tiles.seen // chunk)
+    one_chunk = len(chunks) == chunks.sum()
     tile_N = np.repeat(np.arange(len(chunks)), chunks)
-    position_NC = (_counting(chunks) * chunk)[:, None] + np.arange(chunk)
+    position_NC = (tiles.first_seen[tile_N] + _counting(chunks) * chunk)[:, None] + np.arange(chunk)
 
     within_L = np.arange(tiles.length)
     filled_ML = within_L < tiles.queries[:, None]
     queries_ML = tiles.first_token[:, None] + within_L * filled_ML
     seen_NL = tiles.first_position[tile_N][:, None] + within_L
     hidden_NLC = position_NC[:, None, :] > seen_NL[:, :, None]
-    mask = torch.zeros(hidden_NLC.shape, dtype=dtype, device=device)
+    if key.window:
+        hidden_NLC |= position_NC[:, None, :] <= seen_NL[:, :, None] - key.window
+    mask = torch.zeros(hidden_NLC.shape, dtype=key.dtype, device=device)
     # Finite: a query that an item hides entirely must get weight 0 in the merge, not NaN.
-    mask.masked_fill_(tensor(hidden_NLC), torch.finfo(dtype).min / 2)
+    mask.masked_fill_(tensor(hidden_NLC), torch.finfo(key.dtype).min / 2)
 
     all_filled = bool(filled_ML.all())
     in_order = int(tiles.queries.sum()) == num_tokens
     as_they_are = in_order and all_filled and one_chunk
     return WorkItems(
         tiles=len(chunks),
-        slots=tensor(_slots(tiles, tile_N, position_NC, block_table, block_size).ravel()),
+        slots=tensor(_slots(tiles, tile_N, position_NC, block_table, key.block_size).ravel()),
         mask_N1LC=mask.unsqueeze(1),
         queries=None if as_they_are else tensor(queries_ML[tile_N].ravel()),
         tile_N=None if one_chunk else tensor(tile_N),
@@ -305,7 +323,8 @@ def _items(
 def _slots(
     tiles: _Tiles, tile_N: Ints, position_NC: Ints, block_table: NDArray[np.int32], block_size: int
 ) -> Ints:
-    own_NC = position_NC * (position_NC < tiles.context[tile_N][:, None])
+    exists_NC = position_NC < tiles.context[tile_N][:, None]
+    own_NC = np.where(exists_NC, position_NC, tiles.first_seen[tile_N][:, None])
     index_NC = own_NC // block_size
     first_entry_N = tiles.row[tile_N] * block_table.shape[1]
     block_NC = block_table.ravel().take(first_entry_N[:, None] + index_NC)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from atom_ops.op import Case, op
-from atom_ops.ops.attention import paged_attention, plan_attention
+from atom_ops.ops.attention import AttentionRule, paged_attention, plan_attention
 from atom_ops.ops.attention_plan import AttentionPlan
 from atom_ops.ops.kv_cache import KVLayer, make_kv_layer
 from atom_ops.ops.qkv import HeadNorms, rotate_and_write_kv
@@ -16,9 +16,14 @@ from atom_ops.tolerances import REDUCTION
 
 
 def _case(
-    query_lens: list[int], context_lens: list[int], heads: tuple[int, int], width: int, with_norms: bool
+    query_lens: list[int],
+    context_lens: list[int],
+    heads: tuple[int, int],
+    width: int,
+    with_norms: bool,
+    window: int = 0,
 ) -> Case:
-    """`heads` are query heads and key/value heads."""
+    """`heads` are query heads and key/value heads; with a window come sinks."""
 
     def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
         tokens, block_size, per_row = sum(query_lens), 16, -(-max(context_lens) // 16)
@@ -40,9 +45,12 @@ def _case(
         plan = plan_attention(lens[0], lens[1], table.numpy().astype(np.int32), cpu)
         norms = HeadNorms(weights[0], weights[1], 1e-6) if with_norms else None
         rotated = rotation(angles.cos(), angles.sin())
-        return qkv, *rotated, cache, torch.tensor(slots), norms, plan, width**-0.5
+        sinks_H = torch.randn(heads[0], generator=generator).to(dtype) if window else None
+        rule = AttentionRule(width**-0.5, window, sinks_H)
+        return qkv, *rotated, cache, torch.tensor(slots), norms, plan, rule
 
-    label = f"{heads[0]}/{heads[1]}x{width}-{query_lens}of{context_lens}{'-norms' if with_norms else ''}"
+    more = f"{'-norms' if with_norms else ''}{f'-window{window}-sinks' if window else ''}"
+    label = f"{heads[0]}/{heads[1]}x{width}-{query_lens}of{context_lens}{more}"
     return Case(label.replace(" ", ""), make)
 
 
@@ -52,6 +60,7 @@ def _case(
         _case([1, 1], [129, 16], (16, 8), 128, True),
         _case([1], [64], (4, 1), 80, True),
         _case([1, 5], [33, 12], (4, 2), 32, True),
+        _case([1, 1, 1], [1, 40, 700], (16, 2), 64, False, window=128),
     ],
     REDUCTION,
     composed=True,
@@ -64,8 +73,8 @@ def attend_projection(
     slots_T: Tensor,
     norms: HeadNorms | None,
     plan: AttentionPlan,
-    scale: float,
+    rule: AttentionRule,
 ) -> Tensor:
     """`rotate_and_write_kv`, then `paged_attention` of the queries it returns, [T, H, E]."""
     q_THE = rotate_and_write_kv(qkv_TO, cos_T1R, sin_T1R, cache, slots_T, norms)
-    return paged_attention(q_THE, cache, plan, scale)
+    return paged_attention(q_THE, cache, plan, rule)

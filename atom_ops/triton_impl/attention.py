@@ -12,6 +12,9 @@ from the numbers of the plan alone, what is read and computed from its tensors. 
 third kernel takes long prompts that a step brings whole, where the plan has host rows to find
 them by (`hopper_attention`).
 
+Under a window a program begins with the first token that one of its queries sees, and reads no
+entry of a table before that. Sinks join once, when all of a context is summed.
+
 With `split_tokens` both kernels cut every context at the same places, use the same blocks and
 merge in the same order: then the bits of a token depend on neither its batch nor its phase.
 """
@@ -24,15 +27,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atom_ops.ops.attention import paged_attention
+from atom_ops.ops.attention import AttentionRule, paged_attention
 from atom_ops.ops.attention_plan import AttentionPlan
 from atom_ops.ops.kv_cache import KVLayer
 from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
 from atom_ops.triton_impl.new_token import keep_token, turned_heads
 from atom_ops.triton_impl.overlap import begin, launch_options
 
-_ANY_ALIGNMENT = ["table", "contexts", "starts", "scales"]
-_LOG2_E = 1.4426950408889634
+_ANY_ALIGNMENT = ["table", "contexts", "starts", "scales", "sinks"]
+_LOG2_E = tl.constexpr(1.4426950408889634)
 # Stands for the highest of no scores: finite, for the difference of two must not be NaN.
 _LOWEST = tl.constexpr(-1.0e30)
 
@@ -57,23 +60,35 @@ def widen(code, dtype: tl.constexpr):
 
 
 @triton.jit
+def _reach(position, WINDOW: tl.constexpr, SPLIT_TOKENS: tl.constexpr):
+    """The first token that a query at `position` sees, and where its first split or block begins."""
+    oldest = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
+    return oldest, oldest // SPLIT_TOKENS * SPLIT_TOKENS if SPLIT_TOKENS > 0 else oldest
+
+
+@triton.jit
+def _exists(token_N, oldest, stop, WINDOW: tl.constexpr):
+    return (token_N >= oldest) & (token_N < stop) if WINDOW > 0 else token_N < stop
+
+
+@triton.jit
 def _fold(
-    top_M, total_M, sum_ME, q_ME, seen_M, start, stop, block_N, keys, scales,
+    top_M, total_M, sum_ME, q_ME, seen_M, oldest, start, stop, block_N, keys, scales,
     block_stride, token_stride, half_stride, kv_heads, score_scale,
     WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
-    SCALED: tl.constexpr, MASKED: tl.constexpr,
+    SCALED: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Take tokens start … start + BLOCK_N - 1 of the context, in their blocks, into the softmax.
 
-    MASKED: some of these may not exist (from `stop` on) or not be seen by every query.
+    MASKED: some of these may not exist (before `oldest`, from `stop` on) or not be seen by every query.
     """
     token_N = start + tl.arange(0, BLOCK_N)
     feature_E = tl.arange(0, BLOCK_E)
-    exists_N = token_N < stop
+    exists_N = _exists(token_N, oldest, stop, WINDOW)
     wanted_NE = exists_N[:, None] & (feature_E[None, :] < WIDTH)
     offset_N = token_N % BLOCK_SIZE
     at_NE = (block_N * block_stride + offset_N * token_stride)[:, None] + feature_E[None, :]
-    # What lies behind a context may be NaN, so it is not read: 0 * NaN would be NaN.
+    # What lies outside may be NaN, so it is not read: 0 * NaN would be NaN.
     if MASKED or WIDTH != BLOCK_E:
         k_NE = tl.load(keys + at_NE, mask=wanted_NE, other=0)
         v_NE = tl.load(keys + half_stride + at_NE, mask=wanted_NE, other=0)
@@ -90,6 +105,8 @@ def _fold(
         score_MN = score_MN * key_scale_N[None, :]
     if MASKED:
         score_MN = tl.where(token_N[None, :] <= seen_M[:, None], score_MN, float("-inf"))
+    if WINDOW > 0:
+        score_MN = tl.where(token_N[None, :] > seen_M[:, None] - WINDOW, score_MN, float("-inf"))
 
     new_top_M = tl.maximum(top_M, tl.max(score_MN, 1))
     kept_M = tl.exp2(top_M - new_top_M)
@@ -105,42 +122,46 @@ def _fold(
 
 
 @triton.jit
-def _blocks_of(start, stop, table, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def _blocks_of(
+    oldest, start, stop, table, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr
+):
     token_N = start + tl.arange(0, BLOCK_N)
-    return tl.load(table + token_N // BLOCK_SIZE, mask=token_N < stop, other=0).to(tl.int64)
+    exists_N = _exists(token_N, oldest, stop, WINDOW)
+    return tl.load(table + token_N // BLOCK_SIZE, mask=exists_N, other=0).to(tl.int64)
 
 
 @triton.jit
 def _attend(
-    q_ME, seen_M, first, seen_by_all, stop, table, keys, scales,
+    q_ME, seen_M, oldest, first, seen_by_all, stop, table, keys, scales,
     block_stride, token_stride, half_stride, kv_heads, score_scale,
     WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_E: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK_E: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Highest score, sum of weights and weighted sum of values over tokens first … stop - 1.
 
-    Tokens before `seen_by_all`, whole blocks of them, exist and are seen by every query.
+    Tokens before `seen_by_all`, whole blocks of them, exist and are seen by every query; under a
+    window that is `first`. No query sees a token before `oldest`.
     """
     top_M = tl.full((BLOCK_M,), _LOWEST, tl.float32)
     total_M = tl.zeros((BLOCK_M,), tl.float32)
     sum_ME = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
     # One step ahead, so that keys and values need not wait for their addresses.
-    next_block_N = _blocks_of(first, stop, table, BLOCK_SIZE, BLOCK_N)
+    next_block_N = _blocks_of(oldest, first, stop, table, BLOCK_SIZE, BLOCK_N, WINDOW)
     for start in range(first, seen_by_all, BLOCK_N):
         block_N = next_block_N
-        next_block_N = _blocks_of(start + BLOCK_N, stop, table, BLOCK_SIZE, BLOCK_N)
+        next_block_N = _blocks_of(oldest, start + BLOCK_N, stop, table, BLOCK_SIZE, BLOCK_N, WINDOW)
         top_M, total_M, sum_ME = _fold(
-            top_M, total_M, sum_ME, q_ME, seen_M, start, stop, block_N, keys, scales,
+            top_M, total_M, sum_ME, q_ME, seen_M, oldest, start, stop, block_N, keys, scales,
             block_stride, token_stride, half_stride, kv_heads, score_scale,
-            WIDTH, BLOCK_SIZE, BLOCK_N, BLOCK_E, SCALED, False,
+            WIDTH, BLOCK_SIZE, BLOCK_N, BLOCK_E, SCALED, WINDOW, False,
         )  # fmt: skip
     for start in range(seen_by_all, stop, BLOCK_N):
         block_N = next_block_N
-        next_block_N = _blocks_of(start + BLOCK_N, stop, table, BLOCK_SIZE, BLOCK_N)
+        next_block_N = _blocks_of(oldest, start + BLOCK_N, stop, table, BLOCK_SIZE, BLOCK_N, WINDOW)
         top_M, total_M, sum_ME = _fold(
-            top_M, total_M, sum_ME, q_ME, seen_M, start, stop, block_N, keys, scales,
+            top_M, total_M, sum_ME, q_ME, seen_M, oldest, start, stop, block_N, keys, scales,
             block_stride, token_stride, half_stride, kv_heads, score_scale,
-            WIDTH, BLOCK_SIZE, BLOCK_N, BLOCK_E, SCALED, True,
+            WIDTH, BLOCK_SIZE, BLOCK_N, BLOCK_E, SCALED, WINDOW, True,
         )  # fmt: skip
     return top_M, total_M, sum_ME
 
@@ -161,7 +182,7 @@ def _merge_parts(
     parts, part_states, first_part, splits, wanted_M, wanted_ME,
     BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
-    """Sum of weights and weighted sum of values over all splits of a row, in their order."""
+    """Highest score, sum of weights and weighted sum of values over all splits of a row, in their order."""
     m = tl.arange(0, BLOCK_M)
     part_ME = m[:, None] * BLOCK_E + tl.arange(0, BLOCK_E)[None, :]
     top_M = tl.full((BLOCK_M,), _LOWEST, tl.float32)
@@ -179,23 +200,26 @@ def _merge_parts(
                 parts + part_at * BLOCK_E + part_ME, mask=wanted_ME & there, other=0.0, cache_modifier=".cg"
             )
             top_M, total_M, sum_ME = _merge(top_M, total_M, sum_ME, more_top_M, more_total_M, more_sum_ME)
-    return total_M, sum_ME
+    return top_M, total_M, sum_ME
 
 
 @triton.jit
-def _store_output(out, at_ME, wanted_ME, total_M, sum_ME):
+def _store_output(out, at_ME, wanted_ME, top_M, total_M, sum_ME, sinks, head_M):
+    if sinks is not None:
+        sink_M = tl.load(sinks + head_M).to(tl.float32) * _LOG2_E
+        top_M, total_M, sum_ME = _merge(top_M, total_M, sum_ME, sink_M, 1.0, tl.zeros_like(sum_ME))
     out_ME = sum_ME / tl.where(total_M > 0.0, total_M, 1.0)[:, None]
     tl.store(out + at_ME, out_ME.to(out.dtype.element_ty), mask=wanted_ME)
 
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=[*_ANY_ALIGNMENT, "slots"])
 def _short_rows(
-    q, out, kv, scales, table, contexts, starts, parts, part_states, arrived,
+    q, out, kv, scales, table, contexts, starts, sinks, parts, part_states, arrived,
     q_token_stride, q_head_stride, table_stride, block_stride, token_stride, half_stride, head_stride,
     score_scale, cos, sin, slots, q_weight, k_weight, eps, cos_stride, sin_stride,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
-    SCALED: tl.constexpr, OVERLAP: tl.constexpr, MERGED: tl.constexpr,
+    SCALED: tl.constexpr, WINDOW: tl.constexpr, OVERLAP: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     """Grid (K, splits, R); a row of at most TILE tokens is one tile.
 
@@ -207,7 +231,8 @@ def _short_rows(
     first_token = tl.load(starts + row)
     length = tl.load(starts + row + 1) - first_token
     context = tl.load(contexts + row)
-    blocks = tl.cdiv(context, BLOCK_N)
+    oldest, origin = _reach(context - length, WINDOW, SPLIT_TOKENS)
+    blocks = tl.cdiv(context - origin, BLOCK_N)
     if SPLIT_TOKENS > 0:
         blocks_each = SPLIT_TOKENS // BLOCK_N
     else:
@@ -235,19 +260,19 @@ def _short_rows(
                 head_stride, cos, sin, k_weight, eps, GROUP, WIDTH, BLOCK_E,
             )  # fmt: skip
         q_ME = turned_heads(q + q_at_M, wanted_M, cos, sin, q_weight, eps, WIDTH, BLOCK_E)
-    first = split * blocks_each * BLOCK_N
+    first = origin + split * blocks_each * BLOCK_N
     stop = tl.minimum(context, first + blocks_each * BLOCK_N)
     top_M, total_M, sum_ME = _attend(
-        q_ME, context - length + m // GROUP, first, first, stop,
+        q_ME, context - length + m // GROUP, oldest, first, first, stop,
         table + row.to(tl.int64) * table_stride, kv + head * head_stride, scales + head,
         block_stride, token_stride, half_stride, tl.num_programs(0), score_scale,
-        WIDTH, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_E, SCALED,
+        WIDTH, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_E, SCALED, WINDOW,
     )  # fmt: skip
 
     heads = tl.num_programs(0)
     out_at_ME = ((token_M * heads * GROUP + head_M) * WIDTH)[:, None] + feature_E[None, :]
     if splits == 1:
-        _store_output(out, out_at_ME, wanted_ME, total_M, sum_ME)
+        _store_output(out, out_at_ME, wanted_ME, top_M, total_M, sum_ME, sinks, head_M)
         return
 
     # parts [R, K, splits, BLOCK_M, BLOCK_E]; part_states [R, K, splits, 2, BLOCK_M]
@@ -262,11 +287,11 @@ def _short_rows(
     before = tl.atomic_add(arrived + pair, 1, sem="acq_rel")
     tl.debug_barrier()
     if before == splits - 1:
-        total_M, sum_ME = _merge_parts(
+        top_M, total_M, sum_ME = _merge_parts(
             parts, part_states, pair.to(tl.int64) * tl.num_programs(1), splits, wanted_M, wanted_ME,
             BLOCK_M, BLOCK_E, MERGED,
         )  # fmt: skip
-        _store_output(out, out_at_ME, wanted_ME, total_M, sum_ME)
+        _store_output(out, out_at_ME, wanted_ME, top_M, total_M, sum_ME, sinks, head_M)
         tl.store(arrived + pair, 0)
 
 
@@ -292,12 +317,12 @@ def row_of(number, starts, begin, rows, TILE: tl.constexpr):
     do_not_specialize_on_alignment=_ANY_ALIGNMENT,
 )
 def _long_rows(
-    q, out, kv, scales, table, contexts, starts,
+    q, out, kv, scales, table, contexts, starts, sinks,
     q_token_stride, q_head_stride, table_stride, block_stride, token_stride, half_stride, head_stride,
     score_scale, rows, shortest, whole,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
-    SCALED: tl.constexpr, OVERLAP: tl.constexpr,
+    SCALED: tl.constexpr, WINDOW: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (numbers of tiles, K). The last tiles of a row have the most to do and come first.
 
@@ -327,30 +352,31 @@ def _long_rows(
     q_ME = tl.load(q + q_at_M[:, None] + feature_E[None, :], mask=wanted_ME, other=0.0)
     before = context - length + tile_start
     stop = tl.minimum(before + TILE, context)
-    seen_by_all = tl.maximum(before + 1, 0) // BLOCK_N * BLOCK_N
+    oldest, origin = _reach(before, WINDOW, SPLIT_TOKENS)
+    seen_by_all = origin if WINDOW > 0 else tl.maximum(before + 1, 0) // BLOCK_N * BLOCK_N
     row_table = table + row.to(tl.int64) * table_stride
 
     if SPLIT_TOKENS > 0:
         top_M = tl.full((BLOCK_M,), _LOWEST, tl.float32)
         total_M = tl.zeros((BLOCK_M,), tl.float32)
         sum_ME = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
-        for first in range(0, stop, SPLIT_TOKENS):
+        for first in range(origin, stop, SPLIT_TOKENS):
             more_top_M, more_total_M, more_sum_ME = _attend(
-                q_ME, before + m // GROUP, first, first, tl.minimum(first + SPLIT_TOKENS, stop),
+                q_ME, before + m // GROUP, oldest, first, first, tl.minimum(first + SPLIT_TOKENS, stop),
                 row_table, kv + head * head_stride, scales + head,
                 block_stride, token_stride, half_stride, tl.num_programs(1), score_scale,
-                WIDTH, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_E, SCALED,
+                WIDTH, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_E, SCALED, WINDOW,
             )  # fmt: skip
             top_M, total_M, sum_ME = _merge(top_M, total_M, sum_ME, more_top_M, more_total_M, more_sum_ME)
     else:
         top_M, total_M, sum_ME = _attend(
-            q_ME, before + m // GROUP, 0, seen_by_all, stop,
+            q_ME, before + m // GROUP, oldest, origin, seen_by_all, stop,
             row_table, kv + head * head_stride, scales + head,
             block_stride, token_stride, half_stride, tl.num_programs(1), score_scale,
-            WIDTH, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_E, SCALED,
+            WIDTH, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_E, SCALED, WINDOW,
         )  # fmt: skip
     out_at_ME = ((token_M * tl.num_programs(1) * GROUP + head_M) * WIDTH)[:, None] + feature_E[None, :]
-    _store_output(out, out_at_ME, wanted_ME, total_M, sum_ME)
+    _store_output(out, out_at_ME, wanted_ME, top_M, total_M, sum_ME, sinks, head_M)
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,7 +423,7 @@ def _long_blocks(group: int, width: int, dtype: torch.dtype) -> _Blocks:
     return _Blocks(max(128, least), 64, 8, 3 if torch.version.hip is None else 2)
 
 
-def supports(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: float) -> bool:
+def supports(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule) -> bool:
     kv_heads, width = cache.kv.shape[3:]
     if INTERPRETED and q_THE.dtype == torch.bfloat16:
         return False  # the interpreter's bfloat16 products are wrong
@@ -410,7 +436,7 @@ def supports(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: float) -
 
 
 @paged_attention.provider("triton", needs=NEEDS, supported=runs_on, supports=supports)
-def _paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: float) -> Tensor:
+def _paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule) -> Tensor:
     (_, heads, width), kv_heads = q_THE.shape, cache.kv.shape[3]
     group = heads // kv_heads
     out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
@@ -420,15 +446,15 @@ def _paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: 
     else:
         short, short_tile = short_for(q_THE, cache, plan)
     if plan.min_query_len <= short_tile:
-        launch_short(out_THE, q_THE, cache, plan, scale, short, short_tile)
-    most, whole = _attend_to_prompts(out_THE, q_THE, cache, plan, scale)
+        launch_short(out_THE, q_THE, cache, plan, rule, short, short_tile)
+    most, whole = _attend_to_prompts(out_THE, q_THE, cache, plan, rule)
     if most > short_tile:
-        _launch_long(out_THE, q_THE, cache, plan, scale, long, short_tile + 1, whole)
+        _launch_long(out_THE, q_THE, cache, plan, rule, long, short_tile + 1, whole)
     return out_THE
 
 
 def _attend_to_prompts(
-    out_THE: Tensor, q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: float
+    out_THE: Tensor, q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule
 ) -> tuple[int, int]:
     """Let a kernel made for this device take what rows it can.
 
@@ -439,9 +465,9 @@ def _attend_to_prompts(
         # Its language comes with the Triton of NVIDIA GPUs alone.
         from atom_ops.triton_impl import hopper_attention
 
-        prompts = hopper_attention.whole_prompts(q_THE, cache, plan)
+        prompts = hopper_attention.whole_prompts(q_THE, cache, plan, rule)
         if prompts is not None:
-            hopper_attention.attend(out_THE, q_THE, cache, plan, prompts, scale)
+            hopper_attention.attend(out_THE, q_THE, cache, plan, prompts, rule.scale)
             return prompts.others, WHOLE_PROMPT
     return plan.max_query_len, _NO_ROW
 
@@ -459,54 +485,58 @@ def launch_short(
     q_THE: Tensor,
     cache: KVLayer,
     plan: AttentionPlan,
-    scale: float,
+    rule: AttentionRule,
     blocks: _Blocks,
     tile: int,
     token: NewToken = _NO_TOKEN,
 ) -> None:
     kv_heads, rows = cache.kv.shape[3], len(plan.context_lens_R)
-    splits = _splits(plan, rows * kv_heads, blocks, q_THE.device)
+    seen = rule.window + tile - 1 if rule.window else plan.max_context_len
+    splits = _splits(plan, seen, rows * kv_heads, blocks, q_THE.device)
     padded = triton.next_power_of_2(q_THE.shape[2])
     parts = rows * kv_heads * splits * blocks.queries if splits > 1 else 0
     _short_rows[(kv_heads, splits, rows)](
-        *_tensors(q_THE, out_THE, cache, plan),
+        *_tensors(q_THE, out_THE, cache, plan, rule),
         torch.empty(parts * padded, dtype=torch.float32, device=q_THE.device),
         torch.empty(parts * 2, dtype=torch.float32, device=q_THE.device),
         _arrived(q_THE.device),
         *_strides(q_THE, cache, plan),
-        scale * _LOG2_E,
+        rule.scale * _LOG2_E.value,
         *token,
-        **_constants(q_THE, cache, plan, blocks, tile),
+        **_constants(q_THE, cache, plan, rule, blocks, tile),
         MERGED=_MERGED,
     )
 
 
 def _launch_long(
-    out_THE: Tensor, q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, scale: float, blocks: _Blocks,
+    out_THE: Tensor, q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule, blocks: _Blocks,
     shortest: int, whole: int,
 ) -> None:  # fmt: skip
     kv_heads, rows = cache.kv.shape[3], len(plan.context_lens_R)
     tile = blocks.queries * kv_heads // q_THE.shape[1]
     _long_rows[(plan.num_tokens // tile + rows, kv_heads)](
-        *_tensors(q_THE, out_THE, cache, plan),
+        *_tensors(q_THE, out_THE, cache, plan, rule),
         *_strides(q_THE, cache, plan),
-        scale * _LOG2_E,
+        rule.scale * _LOG2_E.value,
         rows,
         shortest,
         whole,
-        **_constants(q_THE, cache, plan, blocks, tile),
+        **_constants(q_THE, cache, plan, rule, blocks, tile),
     )
 
 
-def _splits(plan: AttentionPlan, pairs: int, blocks: _Blocks, device: torch.device) -> int:
-    """Programs for each (row, key/value head)."""
+def _splits(plan: AttentionPlan, seen: int, pairs: int, blocks: _Blocks, device: torch.device) -> int:
+    """Programs for each (row, key/value head); no row sees more than `seen` tokens."""
     if plan.split_tokens:
-        return triton.cdiv(plan.max_context_len, plan.split_tokens)
+        touched = triton.cdiv(seen - 1, plan.split_tokens) + 1  # begun anywhere in a piece
+        return min(touched, triton.cdiv(plan.max_context_len, plan.split_tokens))
     wanted = blocks.programs * _processors(device) // pairs
-    return max(1, min(wanted, triton.cdiv(plan.max_context_len, blocks.tokens)))
+    return max(1, min(wanted, triton.cdiv(min(seen, plan.max_context_len), blocks.tokens)))
 
 
-def _tensors(q_THE: Tensor, out_THE: Tensor, cache: KVLayer, plan: AttentionPlan) -> tuple[Tensor, ...]:
+def _tensors(
+    q_THE: Tensor, out_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule
+) -> tuple[Tensor | None, ...]:
     return (
         q_THE,
         out_THE,
@@ -516,6 +546,7 @@ def _tensors(q_THE: Tensor, out_THE: Tensor, cache: KVLayer, plan: AttentionPlan
         plan.block_table_RW,
         plan.context_lens_R,
         plan.query_starts_R1,
+        rule.sinks_H,
     )
 
 
@@ -524,7 +555,7 @@ def _strides(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan) -> tuple[int, .
 
 
 def _constants(
-    q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, blocks: _Blocks, tile: int
+    q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule, blocks: _Blocks, tile: int
 ) -> dict[str, int | bool]:
     heads, width = q_THE.shape[1:]
     return {
@@ -537,6 +568,7 @@ def _constants(
         "BLOCK_N": blocks.tokens,
         "BLOCK_E": triton.next_power_of_2(width),
         "SCALED": cache.scale is not None,
+        "WINDOW": rule.window,
         "num_warps": blocks.warps,
         "num_stages": blocks.stages,
         **launch_options(q_THE.device),

@@ -6,6 +6,7 @@ The kernel is that of short rows (see `attention`); it begins with what lies in 
 import torch
 from torch import Tensor
 
+from atom_ops.ops.attention import AttentionRule
 from atom_ops.ops.attention_plan import AttentionPlan
 from atom_ops.ops.fused_attention import attend_projection
 from atom_ops.ops.kv_cache import KVLayer
@@ -26,7 +27,7 @@ def _takes(
     slots_T: Tensor,
     norms: HeadNorms | None,
     plan: AttentionPlan,
-    scale: float,
+    rule: AttentionRule,
 ) -> bool:
     """Single tokens, whose context is cut as suits the batch, in a cache as wide as the numbers."""
     pairs = len(plan.context_lens_R) * cache.kv.shape[3]
@@ -38,7 +39,7 @@ def _takes(
         and cache.kv.is_contiguous()
         and cos_T1R.shape[-1] == cache.kv.shape[-1]
         and qkv_TO.stride(1) == cos_T1R.stride(2) == sin_T1R.stride(2) == slots_T.stride(0) == 1
-        and supports(_queries(qkv_TO, cache), cache, plan, scale)
+        and supports(_queries(qkv_TO, cache), cache, plan, rule)
     )
 
 
@@ -58,7 +59,7 @@ def _launch(
     slots_T: Tensor,
     norms: HeadNorms | None,
     plan: AttentionPlan,
-    scale: float,
+    rule: AttentionRule,
 ) -> Tensor:
     q_THE = _queries(qkv_TO, cache)
     out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
@@ -68,5 +69,5 @@ def _launch(
     )
     strides = cos_T1R.stride(0), sin_T1R.stride(0)
     token = (cos_T1R, sin_T1R, slots_T, q_weight_E, k_weight_E, eps, *strides)
-    launch_short(out_THE, q_THE, cache, plan, scale, blocks, tile, token)
+    launch_short(out_THE, q_THE, cache, plan, rule, blocks, tile, token)
     return out_THE

@@ -37,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from atom_ops.ops.attention import AttentionRule
 from atom_ops.ops.attention_plan import AttentionPlan
 from atom_ops.ops.kv_cache import KVLayer
 from atom_ops.triton_impl.attention import WHOLE_PROMPT, row_of, widen
@@ -270,16 +271,18 @@ class Prompts:
     """The most tokens of any row that is not attended to here."""
 
 
-def whole_prompts(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan) -> Prompts | None:
+def whole_prompts(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule) -> Prompts | None:
     """The rows that `attend` takes, whole prompts of at least WHOLE_PROMPT tokens.
 
-    None: there are too few, or this device or these tensors do not suit.
+    None: there are too few, or this device, these tensors or this rule do not suit.
     """
     width = q_THE.shape[2]
     suits = (
         plan.host is not None
         and plan.num_tokens >= WORTH_LAUNCHING
         and not plan.split_tokens
+        and not rule.window
+        and rule.sinks_H is None
         and q_THE.dtype in (torch.bfloat16, torch.float16)
         and width in (64, 128)
         and q_THE.stride(1) == width

@@ -8,6 +8,7 @@ import torch
 
 from atom_ops import triton_impl
 from atom_ops.op import REGISTRY, Case
+from atom_ops.ops.attention import AttentionRule
 from atom_ops.ops.attention_plan import BATCH_INVARIANT_SPLIT, AttentionPlan
 from atom_ops.ops.kv_cache import FP8, make_kv_layer
 from atom_ops.ops.qkv import HeadNorms
@@ -71,7 +72,9 @@ def attention(model: str, split_tokens: int) -> None:
             plan = AttentionPlan(
                 ints(rows, 64), ints(rows), ints(rows + 1), rows * longest, 1, longest, 1024, split_tokens
             )
-            run("paged_attention", tensor(rows * longest, heads, width), cache, plan, 0.1)
+            q_THE = tensor(rows * longest, heads, width)
+            run("paged_attention", q_THE, cache, plan, AttentionRule(0.1))
+            run("paged_attention", q_THE, cache, plan, AttentionRule(0.1, 128, tensor(heads)))
 
 
 @chips

@@ -43,6 +43,23 @@ def test_follows_the_definition(query_lens: list[int], context_lens: list[int], 
     check(step, TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("heads", [(8, 2, 64), (64, 8, 64), (9, 3, 128)])
+@pytest.mark.parametrize(("window", "sinks"), [(1, False), (20, True), (128, True), (500, False), (0, True)])
+@pytest.mark.parametrize(("query_lens", "context_lens"), STEPS.values(), ids=STEPS)
+def test_windows_and_sinks(
+    query_lens: list[int],
+    context_lens: list[int],
+    window: int,
+    sinks: bool,
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+) -> None:
+    step = Step(query_lens, context_lens, *heads[:2], dtype=dtype, cache_dtype=dtype, width=heads[2],
+                device=GPU, window=window, sinks=sinks)  # fmt: skip
+    check(step, TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("width", [16, 32, 80, 96, 128, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (16, 8), (32, 8), (20, 1)])
 def test_shapes_of_models(width: int, heads: int, kv_heads: int) -> None:
@@ -75,26 +92,30 @@ def test_narrow_cache(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     scale = step.cache.scale
     cache = KVLayer(step.cache.kv.cpu(), None if scale is None else scale.cpu())
     plan = atom_ops.plan_attention(step.query_lens, step.context_lens, step.table, CPU)
-    wanted = atom_ops.paged_attention.reference(step.q.float().cpu(), cache, plan, 0.2)
+    wanted = atom_ops.paged_attention.reference(step.q.float().cpu(), cache, plan, step.rule)
     torch.testing.assert_close(step.run().float().cpu(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-def test_one_captured_decode_serves_any_batch_that_fits() -> None:
-    """Fewer rows than captured: the rest have no context and get zeros."""
+@pytest.mark.parametrize("window", [0, 40])
+def test_one_captured_decode_serves_any_batch_that_fits(window: int) -> None:
+    """Fewer rows than captured: the rest have no context and get zeros. Sinks come with the window."""
     rows, width = 8, 200
     table = torch.zeros(rows, width, dtype=torch.int32, device=GPU)
     contexts = torch.zeros(rows, dtype=torch.int32, device=GPU)
     starts = torch.arange(rows + 1, dtype=torch.int32, device=GPU)
     plan = AttentionPlan(table, contexts, starts, rows, 1, 1, width * 16)
-    steps = [Step([1] * len(lens), lens, dtype=BF16, cache_dtype=BF16, device=GPU)
+    steps = [Step([1] * len(lens), lens, dtype=BF16, cache_dtype=BF16, device=GPU, window=window)
              for lens in ([1, 40, 700], [3, 2000, 17, 16, 1, 900, 64, 65])]  # fmt: skip
+    rule = dataclasses.replace(steps[0].rule, sinks_H=torch.randn(6, device=GPU).to(BF16) if window else None)
+    for step in steps:
+        step.rule = rule
     blocks = max(len(step.cache.kv) for step in steps)
     cache = atom_ops.make_kv_layer(blocks, 16, 2, 32, BF16, GPU)
     q = torch.zeros(rows, 6, 32, dtype=BF16, device=GPU)
-    atom_ops.paged_attention(q, cache, plan, 0.2)
+    atom_ops.paged_attention(q, cache, plan, rule)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = atom_ops.paged_attention(q, cache, plan, 0.2)
+        out = atom_ops.paged_attention(q, cache, plan, rule)
     for step in (*steps, steps[0]):
         count = len(step.q)
         q[:count], q[count:] = step.q, torch.nan
@@ -106,8 +127,11 @@ def test_one_captured_decode_serves_any_batch_that_fits() -> None:
         assert not out[count:].any()
 
 
+@pytest.mark.parametrize(("window", "sinks"), [(0, False), (0, True), (200, True), (600, False)])
 @pytest.mark.parametrize("split_tokens", [256, 512])
-def test_fixed_splits_make_bits_independent_of_batch_and_phase(split_tokens: int) -> None:
+def test_fixed_splits_make_bits_independent_of_batch_and_phase(
+    split_tokens: int, window: int, sinks: bool
+) -> None:
     """The last token of a prompt: as part of it, as a decode alone, as one of a batch."""
 
     def last_token(step: Step, rows: list[int], query_len: int) -> torch.Tensor:
@@ -116,17 +140,18 @@ def test_fixed_splits_make_bits_independent_of_batch_and_phase(split_tokens: int
         plan = dataclasses.replace(plan, split_tokens=split_tokens)
         ends = torch.tensor(step.query_lens).cumsum(0)[rows]
         tokens = torch.cat([torch.arange(end - query_len, end) for end in ends.tolist()])
-        found = atom_ops.paged_attention(step.q[tokens.to(GPU)], step.cache, plan, 0.2)
+        found = atom_ops.paged_attention(step.q[tokens.to(GPU)], step.cache, plan, step.rule)
         return found[query_len - 1 :: query_len]
 
     lens = [1500, 900, 300, 70]
-    step = Step(lens, lens, 16, 8, dtype=BF16, cache_dtype=BF16, width=128, device=GPU)
+    step = Step(lens, lens, 16, 8, dtype=BF16, cache_dtype=BF16, width=128, device=GPU, window=window,
+                sinks=sinks)  # fmt: skip
     together = last_token(step, [0, 1, 2, 3], 1)
     for row in range(4):
         for query_len in (1, 2, 40, 70):
             assert torch.equal(last_token(step, [row], query_len)[0], together[row]), (row, query_len)
     plan = dataclasses.replace(step.plan(), split_tokens=split_tokens)
-    whole = atom_ops.paged_attention(step.q, step.cache, plan, 0.2)
+    whole = atom_ops.paged_attention(step.q, step.cache, plan, step.rule)
     assert torch.equal(whole[torch.tensor(lens).cumsum(0).to(GPU) - 1], together)
 
 
@@ -148,7 +173,7 @@ PROMPTS = {
 def by_other_kernels(step: Step) -> torch.Tensor:
     """A plan without host rows leaves nothing to the kernel of whole prompts."""
     plan = dataclasses.replace(step.plan(), host=None)
-    return atom_ops.paged_attention(step.q, step.cache, plan, 0.2)
+    return atom_ops.paged_attention(step.q, step.cache, plan, step.rule)
 
 
 @pytest.fixture
@@ -207,5 +232,5 @@ def test_whole_prompts_do_not_depend_on_their_step() -> None:
     assert all(torch.equal(together.run(), first) for _ in range(20))
     lens, table = together.query_lens[1:2], together.table[1:2]
     plan = atom_ops.plan_attention(lens, lens, table, GPU)
-    alone = atom_ops.paged_attention(together.q[900:2400], together.cache, plan, 0.2)
+    alone = atom_ops.paged_attention(together.q[900:2400], together.cache, plan, together.rule)
     assert torch.equal(alone, first[900:2400])

@@ -118,7 +118,9 @@ def test_attention_of_a_decode_alone_in_a_batch_and_at_the_end_of_a_prompt(
         )
         plan = dataclasses.replace(plan, split_tokens=BATCH_INVARIANT_SPLIT)
         q = torch.cat([step.q[ends[r] - n : ends[r]] for r, n in zip(rows, query_lens, strict=True)])
-        return atom_ops.paged_attention(q, step.cache, plan, 0.2)[torch.tensor(query_lens).cumsum(0) - 1]
+        return atom_ops.paged_attention(q, step.cache, plan, step.rule)[
+            torch.tensor(query_lens).cumsum(0) - 1
+        ]
 
     decodes = last_tokens([0, 1, 2, 3, 4], [1] * 5)
     assert torch.equal(last_tokens([0, 1, 2, 3, 4], lens), decodes)

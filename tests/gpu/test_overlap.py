@@ -80,8 +80,11 @@ def test_activation_and_product_are_the_separate_kernels(shape: tuple[int, int])
     torch.testing.assert_close(found, wanted, atol=1e-2, rtol=1e-2)
 
 
-def decode(rows: int, context: int, with_norms: bool) -> tuple[Any, ...]:
-    """Arguments of `attend_projection`: 32 query heads, 8 key/value heads of 128; the last row is spare."""
+def decode(rows: int, context: int, with_norms: bool, window: int = 0) -> tuple[Any, ...]:
+    """Arguments of `attend_projection`: 32 query heads, 8 key/value heads of 128; the last row is spare.
+
+    With a window come sinks.
+    """
     blocks = -(-context // 16)
     cache = atom_ops.make_kv_layer(rows * blocks, 16, 8, 128, BF16, GPU)
     cache.kv.copy_(torch.randn(cache.kv.shape, device=GPU))
@@ -94,13 +97,16 @@ def decode(rows: int, context: int, with_norms: bool) -> tuple[Any, ...]:
     weights = torch.rand(2, 128, device=GPU).to(BF16)
     norms = HeadNorms(weights[0], weights[1], 1e-6) if with_norms else None
     rotation = atom_ops.rotation(angles.cos(), angles.sin())
-    return randn(rows, 48 * 128), *rotation, cache, slots, norms, plan, 128**-0.5
+    rule = atom_ops.AttentionRule(128**-0.5, window, randn(32) if window else None)
+    return randn(rows, 48 * 128), *rotation, cache, slots, norms, plan, rule
 
 
-@pytest.mark.parametrize("with_norms", [True, False])
+@pytest.mark.parametrize(("with_norms", "window"), [(True, 0), (False, 0), (False, 128), (True, 500)])
 @pytest.mark.parametrize(("rows", "context"), [(2, 8), (3, 1500), (8, 129), (64, 700), (128, 128)])
-def test_attention_of_a_projection_is_the_separate_kernels(rows: int, context: int, with_norms: bool) -> None:
-    args = decode(rows, context, with_norms)
+def test_attention_of_a_projection_is_the_separate_kernels(
+    rows: int, context: int, with_norms: bool, window: int
+) -> None:
+    args = decode(rows, context, with_norms, window)
     cache = args[3]
     assert fused(atom_ops.attend_projection, *args)
     before = cache.kv.clone()

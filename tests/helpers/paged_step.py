@@ -36,16 +36,21 @@ class Step:
         dtype: torch.dtype = torch.float32,
         width: int = 32,
         device: torch.device = CPU,
+        window: int = 0,
+        sinks: bool = False,
     ) -> None:
         generator = torch.Generator().manual_seed(len(query_lens) * 1000 + sum(context_lens))
         self.heads, self.kv_heads, self.dtype = heads, kv_heads, dtype
+        sinks_H = (2 * torch.randn(heads, generator=generator)).to(dtype).to(device) if sinks else None
+        self.rule = atom_ops.AttentionRule(0.2, window, sinks_H)
         self.device = device
         self.block_size = block_size
         self.query_lens = np.array(query_lens, np.int32)
         self.context_lens = np.array(context_lens, np.int32)
         needed = [-(-length // block_size) for length in context_lens]
         blocks = torch.randperm(sum(needed) + 5, generator=generator).numpy()
-        # What lies behind a row's context must not matter: neither table entries nor memory.
+        # What no query sees must not matter, behind a row's context and before its window: neither
+        # table entries nor memory.
         self.table = np.full((len(needed), max(needed) + 2), 10**6, np.int32)
         self.cache = atom_ops.make_kv_layer(sum(needed) + 5, block_size, kv_heads, width, cache_dtype, CPU)
         if cache_dtype != FP8:
@@ -53,12 +58,16 @@ class Step:
         self.rows: list[tuple[Tensor, Tensor]] = []
         used = 0
         for row, (count, length) in enumerate(zip(needed, context_lens, strict=True)):
-            self.table[row, :count] = blocks[used : used + count]
+            seen = max(length - query_lens[row] - window + 1, 0) if window else 0
+            live = slice(seen // block_size, count)
+            self.table[row, live] = blocks[used : used + count][live]
             used += count
             k, v = torch.randn(2, length, kv_heads, width, generator=generator).to(dtype)
-            position = np.arange(length)
+            position = np.arange(seen, length)
             slots = self.table[row][position // block_size] * block_size + position % block_size
-            atom_ops.write_kv.reference(k, v, self.cache, torch.from_numpy(slots.astype(np.int64)))
+            atom_ops.write_kv.reference(
+                k[seen:], v[seen:], self.cache, torch.from_numpy(slots.astype(np.int64))
+            )
             self.rows.append((k, v))
         self.q = torch.randn(sum(query_lens), heads, width, generator=generator).to(dtype).to(device)
         scale = self.cache.scale
@@ -68,10 +77,12 @@ class Step:
         return atom_ops.plan_attention(self.query_lens, self.context_lens, self.table, self.device)
 
     def work(self) -> tuple[attention_plan.WorkItems, ...]:
-        return self.plan().work_items(self.heads, self.kv_heads, self.block_size, self.dtype)
+        return self.plan().work_items(
+            self.heads, self.kv_heads, self.block_size, self.dtype, self.rule.window
+        )
 
     def run(self) -> Tensor:
-        return atom_ops.paged_attention(self.q, self.cache, self.plan(), 0.2)
+        return atom_ops.paged_attention(self.q, self.cache, self.plan(), self.rule)
 
     def expected(self) -> Tensor:
         out, first = [], 0
@@ -79,9 +90,18 @@ class Step:
             group = self.heads // self.kv_heads
             keys, values = (x.double().repeat_interleave(group, 1) for x in (k, v))
             q = self.q[first : first + count].double().cpu()
-            scores = torch.einsum("qhe,khe->hqk", q, keys) * 0.2
-            ahead = torch.ones(count, len(k)).triu(len(k) - count + 1).bool()
-            weights = scores.masked_fill(ahead, -torch.inf).softmax(-1)
+            scores = torch.einsum("qhe,khe->hqk", q, keys) * self.rule.scale
+            hidden = torch.ones(count, len(k)).triu(len(k) - count + 1).bool()
+            if self.rule.window:
+                hidden |= torch.ones(count, len(k)).tril(len(k) - count - self.rule.window).bool()
+            weights = self._softmax(scores.masked_fill(hidden, -torch.inf))
             out.append(torch.einsum("hqk,khe->qhe", weights, values))
             first += count
         return torch.cat(out)
+
+    def _softmax(self, scores_HQC: Tensor) -> Tensor:
+        """Sinks stand beside a row's scores, and are dropped again."""
+        if self.rule.sinks_H is None:
+            return scores_HQC.softmax(-1)
+        sinks_HQ1 = self.rule.sinks_H.double().cpu()[:, None, None].expand(*scores_HQC.shape[:2], 1)
+        return torch.cat([scores_HQC, sinks_HQ1], -1).softmax(-1)[..., :-1]

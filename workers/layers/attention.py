@@ -1,11 +1,12 @@
 """Attention over the paged KV cache. T tokens, O features of the fused projection."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from atom_ops import HeadNorms, attend_projection
+from atom_ops import AttentionRule, HeadNorms, attend_projection
 from workers.layers.context import ForwardContext
 from workers.layers.rotary import Rotation
 
@@ -14,24 +15,41 @@ from workers.layers.rotary import Rotation
 class KVGroup:
     """Layers that share one block table because they keep the same tokens, all in one shape."""
 
-    layers: range
+    layers: Sequence[int]
     kv_heads: int
     """On this rank."""
     head_dim: int
+    window: int = 0
+    """How many tokens one token of these layers sees, itself the last of them; 0: all up to itself.
+
+    Blocks that no window reaches any more are handed to others."""
+
+
+def group_by_window(windows: Sequence[int], kv_heads: int, head_dim: int) -> list[KVGroup]:
+    """The groups of layers that differ in nothing but `windows`, the window of each layer.
+
+    In the order of their first layers.
+    """
+    return [
+        KVGroup([layer for layer, own in enumerate(windows) if own == window], kv_heads, head_dim, window)
+        for window in dict.fromkeys(windows)
+    ]
 
 
 class Attention(nn.Module):
     """From a fused projection of queries, keys and values to what each token's heads attend to.
 
-    Writes the step's keys and values to the cache, then reads each row's whole context from it.
+    Writes the step's keys and values to the cache, then reads from it what each row's tokens see.
     Knows neither rows nor blocks: those are in the context's plan.
     """
 
-    def __init__(self, layer: int, head_dim: int, group: int = 0):
+    def __init__(self, layer: int, head_dim: int, windows: Sequence[int] = ()):
+        """`windows` are those of all layers, as given to `group_by_window`; none: no layer has one."""
         super().__init__()
         self._layer = layer
-        self._group = group
         self._scale = head_dim**-0.5
+        self._window = windows[layer] if windows else 0
+        self._group = list(dict.fromkeys(windows)).index(self._window) if windows else 0
 
     def forward(
         self,
@@ -39,11 +57,15 @@ class Attention(nn.Module):
         rotation: Rotation,
         ctx: ForwardContext,
         norms: HeadNorms | None = None,
+        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The heads' results side by side; `norms` apply to queries and keys before they turn."""
+        """The heads' results side by side.
+
+        `norms` apply to queries and keys before they turn; `sinks_H` are the scores that this
+        rank's query heads give to nothing.
+        """
         cache, group = ctx.kv_layers[self._layer], ctx.groups[self._group]
         cos_T1R, sin_T1R = rotation.cos_T1R, rotation.sin_T1R
-        out_THE = attend_projection(
-            qkv_TO, cos_T1R, sin_T1R, cache, group.slots_T, norms, group.plan, self._scale
-        )
+        rule = AttentionRule(self._scale, self._window, sinks_H)
+        out_THE = attend_projection(qkv_TO, cos_T1R, sin_T1R, cache, group.slots_T, norms, group.plan, rule)
         return out_THE.flatten(-2)

@@ -29,6 +29,21 @@ def test_follows_the_definition(query_lens: list[int], context_lens: list[int]) 
     torch.testing.assert_close(step.run().double(), step.expected(), atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("window", "sinks"), [(1, False), (20, True), (128, False), (500, True), (0, True)])
+@pytest.mark.parametrize(("query_lens", "context_lens"), STEPS.values(), ids=STEPS)
+def test_windows_and_sinks(query_lens: list[int], context_lens: list[int], window: int, sinks: bool) -> None:
+    """What lies before a window is poisoned: entries of block tables, and the rest of its first block."""
+    step = Step(query_lens, context_lens, window=window, sinks=sinks)
+    torch.testing.assert_close(step.run().double(), step.expected(), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [9, 100])
+@pytest.mark.parametrize("block_size", [1, 7, 64])
+def test_windows_of_other_blocks_and_heads(window: int, block_size: int) -> None:
+    step = Step([1, 20, 1, 150], [300, 70, 5, 400], 9, 3, block_size, window=window, sinks=True)
+    torch.testing.assert_close(step.run().double(), step.expected(), atol=2e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 4), (8, 1)])
 def test_head_groups(heads: int, kv_heads: int) -> None:
     step = Step([1, 20, 1], [80, 20, 5], heads, kv_heads)
@@ -41,9 +56,10 @@ def test_block_sizes(block_size: int) -> None:
     torch.testing.assert_close(step.run().double(), step.expected(), atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("window", [0, 30])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype) -> None:
-    step = Step([1, 20, 1], [700, 300, 5], dtype=dtype, cache_dtype=dtype)
+def test_half_precision(dtype: torch.dtype, window: int) -> None:
+    step = Step([1, 20, 1], [700, 300, 5], dtype=dtype, cache_dtype=dtype, window=window, sinks=window > 0)
     found = step.run()
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), step.expected(), atol=0.02, rtol=0.02)
@@ -64,6 +80,9 @@ def test_bounded_memory_makes_more_calls(monkeypatch: pytest.MonkeyPatch) -> Non
     step = Step([300, 1, 1, 1, 40], [2000, 900, 500, 3000, 40])
     assert len(step.work()) == 4
     torch.testing.assert_close(step.run().double(), step.expected(), atol=2e-6, rtol=1e-5)
+    step = Step([300, 1, 1, 1, 40], [2000, 900, 500, 3000, 40], window=300, sinks=True)
+    assert len(step.work()) == 2, "a window leaves less to gather"
+    torch.testing.assert_close(step.run().double(), step.expected(), atol=2e-6, rtol=1e-5)
 
 
 class Calls(TorchDispatchMode):
@@ -83,7 +102,7 @@ def _calls(query_lens: list[int], context_lens: list[int]) -> Counter[object]:
     step = Step(query_lens, context_lens)
     plan = step.plan()
     with Calls() as calls:
-        atom_ops.paged_attention(step.q, step.cache, plan, 0.2)
+        atom_ops.paged_attention(step.q, step.cache, plan, step.rule)
     return calls.count
 
 
@@ -96,13 +115,22 @@ def test_work_does_not_grow_with_requests() -> None:
     assert many[SDPA] == 2
 
 
-def _gathered(context_lens: list[int]) -> int:
+def _decodes(context_lens: list[int]) -> atom_ops.AttentionPlan:
     lens = np.array(context_lens, np.int32)
-    table: NDArray[np.int32] = np.zeros((len(lens), 300), np.int32)
-    plan = atom_ops.plan_attention(np.ones_like(lens), lens, table, CPU)
-    return sum(group.slots.numel() for group in plan.work_items(6, 2, 16, torch.float32))
+    table: NDArray[np.int32] = np.zeros((len(lens), -(-max(context_lens) // 16)), np.int32)
+    return atom_ops.plan_attention(np.ones_like(lens), lens, table, CPU)
+
+
+def _gathered(plan: atom_ops.AttentionPlan, window: int = 0) -> int:
+    return sum(group.slots.numel() for group in plan.work_items(6, 2, 16, torch.float32, window))
 
 
 @pytest.mark.parametrize("context_lens", [[20] * 50, [100] * 50, [4000] + [30] * 60, [500] * 9])
 def test_little_padding(context_lens: list[int]) -> None:
-    assert _gathered(context_lens) <= 1.7 * sum(context_lens)
+    assert _gathered(_decodes(context_lens)) <= 1.7 * sum(context_lens)
+
+
+def test_a_window_bounds_the_work() -> None:
+    plan = _decodes([60, 128, 129, 5000, 60_000])
+    assert _gathered(plan, window=128) == 5 * 128
+    assert _gathered(plan) > 60_000, "layers of one plan each have items of their own"

@@ -71,7 +71,7 @@ def test_attention(invariant: None, query_len: int, dtype: torch.dtype) -> None:
         plan = dataclasses.replace(plan, split_tokens=BATCH_INVARIANT_SPLIT)
         ends = torch.tensor(lens).cumsum(0)[rows].tolist()
         q = torch.cat([step.q[end - query_len : end] for end in ends])
-        return atom_ops.paged_attention(q, step.cache, plan, 0.2).view(len(rows), -1)
+        return atom_ops.paged_attention(q, step.cache, plan, step.rule).view(len(rows), -1)
 
     together = attended([0, 1, 2])
     for row in range(3):
