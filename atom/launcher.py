@@ -117,8 +117,10 @@ class Launcher:
         config, details = self.config, supervisor.details
         url = f"http://{_reachable(self.server.host)}:{port}"
         name = config.model.served_model_name or config.model.model
+        changes = config.model.hf_overrides
         rows = [
             ("model", f"{name} ({config.model.dtype})"),
+            *([("overrides", changes)] if changes not in (None, "{}") else []),
             ("layout", f"{config.parallel.tensor_parallel_size} x {config.device.device}"),
             (
                 "KV cache",

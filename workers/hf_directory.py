@@ -16,6 +16,7 @@ import msgspec
 
 from atom.config.checkpoint import Checkpoint
 from workers.checkpoint_files import tensors_in
+from workers.hf_config import added_settings, read_config, read_json
 
 _COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 _QUANTIZED_THAT_RUN = (("gpt_oss", "mxfp4"),)
@@ -24,7 +25,6 @@ _SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 _ROPE_TYPES_THAT_EXTEND = ("linear", "dynamic", "yarn")
 _ROPE_TYPES_WITH_ORIGINAL = ("llama3", "yarn", "longrope")
-_MOVED = ("rope_scaling", "rope_theta", "partial_rotary_factor", "torch_dtype", "quantization_config")
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # Settings of generation_config.json that change the output, with the value that does not.
@@ -61,14 +61,15 @@ class _TokenizerJson(msgspec.Struct):
     post_processor: Any = None
 
 
-def read_directory(directory: Path, cache_dir: Path) -> Checkpoint:
+def read_directory(directory: Path, cache_dir: Path, overrides: Mapping[str, Any]) -> Checkpoint:
     """Describe the checkpoint in `directory`; files that must be made go to `cache_dir`.
 
+    `overrides` are merged into config.json.
     Raises ValueError, in one line, for a checkpoint that cannot be served.
     """
-    config = normalised_config(_read_json(directory / "config.json"), directory)
-    generation = _read_json(directory / "generation_config.json", missing_is_empty=True)
-    tokenizer_config = _read_json(directory / "tokenizer_config.json", missing_is_empty=True)
+    config = normalised_config(read_config(directory, overrides), directory)
+    generation = read_json(directory / "generation_config.json", missing_is_empty=True)
+    tokenizer_config = read_json(directory / "tokenizer_config.json", missing_is_empty=True)
     tokenizer = _tokenizer_file(directory, cache_dir)
     tokens = _template_tokens(directory, tokenizer_config)
     return Checkpoint(
@@ -79,9 +80,10 @@ def read_directory(directory: Path, cache_dir: Path) -> Checkpoint:
         dtype=config["dtype"],
         vocab_size=config["vocab_size"],
         max_model_len=positions(config),
-        eos_token_ids=_id_list(generation.get("eos_token_id", config.get("eos_token_id"))),
+        eos_token_ids=_id_list(_first_given("eos_token_id", overrides, generation, config)),
         default_sampling=_default_sampling(generation),
         ignored_defaults=_ignored_defaults(generation),
+        added_settings=added_settings(directory, overrides),
         tokenizer_file=str(tokenizer) if tokenizer else None,
         chat_template_file=_chat_template_file(directory, tokenizer_config, cache_dir),
         template_tokens=tokens,
@@ -90,15 +92,15 @@ def read_directory(directory: Path, cache_dir: Path) -> Checkpoint:
 
 
 def normalised_config(config: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """config.json in the form of transformers 5; raises ValueError for what cannot run."""
+    """What `read_config` gives, completed as transformers 5 does; ValueError for what cannot run."""
     where = directory / "config.json"
-    if not config.get("architectures"):
-        raise ValueError(f"{where} names no architecture")
-    for name in ("model_type", "vocab_size", "max_position_embeddings"):
-        if config.get(name) is None:
-            architecture = config["architectures"][0]
-            raise ValueError(f"{where} has no {name}: {architecture} is not a text model that runs here")
-    made = {key: value for key, value in config.items() if key not in _MOVED}
+    for name in ("vocab_size", "max_position_embeddings"):
+        value = config.get(name)
+        if value is None:
+            raise ValueError(f"{where} has no {name}, without which nothing can be served")
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{where}: {name} must be a whole number from 1, not {value!r:.40}")
+    made = {key: value for key, value in config.items() if key != "quantization_config"}
     made.update(_quantization(config, directory))
     made["rope_parameters"] = _rope_parameters(config, where)
     made["dtype"] = _dtype(config, directory)
@@ -133,20 +135,11 @@ def positions(config: Mapping[str, Any]) -> int:
 
 
 def _rope_parameters(config: Mapping[str, Any], where: Path) -> dict[str, Any]:
-    """All that is said about rotation, wherever an older version kept it; nothing is made up.
-
-    A base that is not stated is the family's own.
-    """
-    stated = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    """All that is said about rotation; nothing is made up: a base that is not stated is the family's own."""
+    stated = config.get("rope_parameters", {})
     if any(isinstance(value, Mapping) for value in stated.values()):
         raise ValueError(f"{where} has rope_parameters for each type of layer, which is not supported")
-    rope = {name: value for name, value in stated.items() if value is not None}
-    # Before the name was settled it was "type"; a file may hold both, then the new one counts.
-    old_name = rope.pop("type", "default")
-    rope.setdefault("rope_type", old_name)
-    for name in ("rope_theta", "partial_rotary_factor"):
-        if config.get(name) is not None:
-            rope.setdefault(name, config[name])
+    rope = {"rope_type": "default"} | {name: value for name, value in stated.items() if value is not None}
     return rope | _trained_length(config, rope)
 
 
@@ -165,7 +158,7 @@ def _trained_length(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[
 
 
 def _dtype(config: Mapping[str, Any], directory: Path) -> str:
-    named = config.get("dtype") or config.get("torch_dtype")
+    named = config.get("dtype")
     dtype = str(named).removeprefix("torch.") if named else _dtype_of_weights(directory)
     if dtype not in _COMPUTE_DTYPES:
         known = ", ".join(_COMPUTE_DTYPES)
@@ -197,6 +190,10 @@ def _ignored_defaults(generation: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _first_given(name: str, *places: Mapping[str, Any]) -> Any:
+    return next((place[name] for place in places if name in place), None)
+
+
 def _id_list(value: Any) -> list[int]:
     if value is None:
         return []
@@ -204,7 +201,7 @@ def _id_list(value: Any) -> list[int]:
 
 
 def _template_tokens(directory: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    older = _read_json(directory / "special_tokens_map.json", missing_is_empty=True)
+    older = read_json(directory / "special_tokens_map.json", missing_is_empty=True)
     found = {}
     for role in _TEMPLATE_TOKENS:
         name = f"{role}_token"
@@ -225,7 +222,7 @@ def _chat_template_file(directory: Path, tokenizer_config: Mapping[str, Any], ca
         return str(own_file)
     embedded = tokenizer_config.get("chat_template")
     if embedded is None:
-        embedded = _read_json(directory / "chat_template.json", missing_is_empty=True).get("chat_template")
+        embedded = read_json(directory / "chat_template.json", missing_is_empty=True).get("chat_template")
     text = _default_template(embedded)
     if text is None:
         return None
@@ -280,22 +277,6 @@ def _caller_adds_bos(tokenizer: Path | None, config: Mapping[str, Any], tokens: 
         return False
     parsed = msgspec.json.decode(tokenizer.read_bytes(), type=_TokenizerJson)
     return tokens["bos_token"] not in json.dumps(parsed.post_processor, ensure_ascii=False)
-
-
-def _read_json(path: Path, missing_is_empty: bool = False) -> dict[str, Any]:
-    if missing_is_empty and not path.exists():
-        return {}
-    content = _decode(path.read_bytes(), path)
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no JSON object")
-    return content
-
-
-def _decode(data: bytes, path: Path) -> Any:
-    try:
-        return json.loads(data)
-    except ValueError as error:
-        raise ValueError(f"{path} holds no valid JSON: {error}") from None
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -14,11 +14,14 @@ from typing import Any
 
 # (phase, done, total)
 Report = Callable[[str, int, int], None]
+Accept = Callable[[Path], None]
+"""Raises ValueError for a directory whose config.json describes a model that does not run."""
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # Weights in other forms, which may be many gigabytes, are left where they are.
 _WANTED = ["*.json", "*.jinja", "tokenizer.model", "spiece.model", "vocab.txt", "merges.txt"]
 _WEIGHTS = ["*.safetensors"]
+_CONFIG = "config.json"
 _UNWANTED = ["*/*"]  # copies for other programs: onnx/, original/, …
 # Read when the library is imported. Seconds for one answer of the hub; progress is drawn by us.
 _LIBRARY_DEFAULTS = {
@@ -43,12 +46,18 @@ def is_hub_name(model: str) -> bool:
 
 
 def fetch(
-    model: str, revision: str | None, cache_dir: str | None, report: Report, weights: bool = True
+    model: str,
+    revision: str | None,
+    cache_dir: str | None,
+    report: Report,
+    accept: Accept,
+    weights: bool = True,
 ) -> Path:
     """The directory, or the GGUF file, that `model` names; `cache_dir` is the library's when None.
 
+    `accept` is called with a directory that holds config.json, before anything else is fetched.
     Without `weights` a directory's safetensors files stay where they are.
-    Raises HubError, UnreachableError or OSError.
+    Raises HubError, UnreachableError or OSError, and whatever `accept` does.
     """
     for name, value in _LIBRARY_DEFAULTS.items():
         os.environ.setdefault(name, value)
@@ -62,14 +71,24 @@ def fetch(
     silence = _silence(repository, revision)
     options["local_files_only"] = silence is not None
     with _errors_in_one_line(repository, revision, silence):
+        if not file:
+            _fetch_config(repository, revision, options, accept)
         progress = _Progress(f"Downloading {repository}", _bytes_to_fetch(repository, options), report)
         directory = Path(snapshot_download(repository, tqdm_class=progress.bar_class(), **options))
         progress.finish()
         if file and not (directory / file).is_file():
             raise HubError(f"{repository} has no file {file}: {_gguf_files(repository, revision)}")
-        if not file and not (directory / "config.json").is_file():
-            raise HubError(f"{repository} has no config.json: {_gguf_files(repository, revision)}")
     return directory / file if file else directory
+
+
+def _fetch_config(repository: str, revision: str | None, options: dict[str, Any], accept: Accept) -> None:
+    """A model that does not run shall not cost gigabytes."""
+    from huggingface_hub import snapshot_download
+
+    directory = Path(snapshot_download(repository, **options | {"allow_patterns": [_CONFIG]}))
+    if not (directory / _CONFIG).is_file():
+        raise HubError(f"{repository} has no {_CONFIG}: {_gguf_files(repository, revision)}")
+    accept(directory)
 
 
 def _silence(repository: str, revision: str | None) -> Exception | None:

@@ -11,12 +11,14 @@ import hashlib
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from atom.config.checkpoint import Checkpoint
+from atom.config.fields import json_object
 from atom.config.model import ModelConfig
 from atom.messages.launch import PrepareLaunch
 from atom.utils import envs
@@ -25,8 +27,10 @@ from atom.utils.file_lock import exclusive
 from atom.utils.process import read_launch
 from workers.checkpoint_files import check_weights
 from workers.device_probe import probe
+from workers.families import check_runs
+from workers.hf_config import read_config
 from workers.hf_directory import read_directory
-from workers.hub import HubError, UnreachableError, fetch, is_hub_name
+from workers.hub import Accept, HubError, UnreachableError, fetch, is_hub_name
 
 # Raised whenever workers.weights.gguf writes something else: older expansions are not used then.
 _GGUF_FORMAT = 2
@@ -63,17 +67,24 @@ def prepare(config: ModelConfig, cache_dir: Path, report: Report) -> Checkpoint:
 
     Raises ValueError, in one line, for what cannot be served; OSError for what the host lacks.
     """
-    directory = _directory(config, cache_dir, report)
+    overrides = json_object(config.hf_overrides or "{}")
+    directory = _directory(config, cache_dir, report, lambda fetched: _check_runs(fetched, overrides))
     if not (directory / "config.json").exists():
         raise ValueError(_no_config(directory))
-    checkpoint = read_directory(directory, cache_dir)
+    _check_runs(directory, overrides)
+    checkpoint = read_directory(directory, cache_dir, overrides)
     if not config.load_dummy:
         check_weights(directory)
     return checkpoint
 
 
-def _directory(config: ModelConfig, cache_dir: Path, report: Report) -> Path:
-    """Where the model lies as a Hugging Face checkpoint."""
+def _check_runs(directory: Path, overrides: Mapping[str, Any]) -> None:
+    config = read_config(directory, overrides)
+    check_runs(config["architectures"][0], config.get("model_type"), own_code="auto_map" in config)
+
+
+def _directory(config: ModelConfig, cache_dir: Path, report: Report, accept: Accept) -> Path:
+    """Where the model lies as a Hugging Face checkpoint; `accept` is asked before one is fetched."""
     model = config.model
     path = Path(model).expanduser().resolve()
     if not path.exists():
@@ -82,7 +93,8 @@ def _directory(config: ModelConfig, cache_dir: Path, report: Report) -> Path:
                 f"--model {model}: no such path; give a directory with config.json and safetensors files, "
                 "a .gguf file, or a name on the hub such as Qwen/Qwen3-0.6B"
             )
-        path = fetch(model, config.revision, config.download_dir, report, weights=not config.load_dummy)
+        weights = not config.load_dummy
+        path = fetch(model, config.revision, config.download_dir, report, accept, weights)
     if path.is_dir():
         return path
     if path.suffix.lower() != ".gguf":

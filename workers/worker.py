@@ -29,7 +29,7 @@ from workers.models.registry import model_class
 from workers.pending_step import PendingStep
 from workers.prompt_graphs import PROMPT_SIZES, PromptGraphs
 from workers.sampler import Sampler
-from workers.weights.loader import load_dummy, load_weights, weight_bytes
+from workers.weights.loader import WeightError, load_dummy, load_weights, weight_bytes
 
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total)."""
@@ -131,9 +131,20 @@ class Worker:
         if self._config.model.load_dummy:
             load_dummy(model, lambda done, total: self._progress("Filling weights", done, total))
         else:
-            directory = Path(self._checkpoint.directory)
-            load_weights(model, directory, lambda done, total: self._progress("Loading weights", done, total))
+            self._load_weights(model)
         return model
+
+    def _load_weights(self, model: CausalLM) -> None:
+        directory, changes = Path(self._checkpoint.directory), self._config.model.hf_overrides
+        try:
+            load_weights(model, directory, lambda done, total: self._progress("Loading weights", done, total))
+        except WeightError as error:
+            if changes is None:
+                raise
+            raise WeightError(
+                f"{error}; with --hf-overrides {changes} the weights must still fit, or be left out with "
+                "--load-dummy"
+            ) from None
 
     def _tune(self) -> None:
         """Before memory is measured: what tuning takes is free again by then."""

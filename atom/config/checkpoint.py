@@ -28,6 +28,8 @@ class Checkpoint:
     """temperature, top_p, top_k, min_p of generation_config.json, where it samples."""
     ignored_defaults: list[str] = field(default_factory=list)
     """Settings of generation_config.json that this engine does not know; named at start."""
+    added_settings: list[str] = field(default_factory=list)
+    """Changes of settings that config.json does not have, in a line each; named at start."""
     tokenizer_file: str | None = None
     """A tokenizer.json; None serves token ids only."""
     chat_template_file: str | None = None

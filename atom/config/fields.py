@@ -6,6 +6,7 @@ that a value must be: `Literal` choices, `| None`, and msgspec's `Meta` for rang
 
 import ast
 import inspect
+import json
 import math
 import operator
 import os
@@ -16,7 +17,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from itertools import pairwise
 from textwrap import dedent
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from msgspec import Meta
 
@@ -25,6 +26,10 @@ Scalar = str | int | float | bool
 
 class ConfigError(ValueError):
     """A configuration that cannot run; the text is one line that says what to change."""
+
+
+OBJECT = Meta(extra={"holds": "a JSON object"})
+"""Marks a text that spells a JSON object; Python and YAML may give the object itself."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,8 @@ class Field:
             value = float(value)
         if self.kind is str and isinstance(value, os.PathLike):
             value = os.fspath(value)
+        if self.limits == OBJECT:
+            return object_text(value)
         if type(value) is not self.kind:
             raise ConfigError(f"{value!r} is not {_KIND_NAMES[self.kind]}")
         if self.choices and value not in self.choices:
@@ -77,6 +84,43 @@ class Field:
             fits, words = _FURTHER_RULES[self.name]
             if not fits(value):
                 raise ConfigError(f"{value} does not fit: it must be {words}")
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The object that `text` spells; raises ConfigError, also for a name that is given twice."""
+    try:
+        value = json.loads(text, object_pairs_hook=_each_once, parse_constant=_no_number)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{text!r:.80} is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{text!r:.80} is no JSON object, such as {_OBJECT_EXAMPLE}")
+    return value
+
+
+def object_text(value: Any) -> str:
+    """`value`, an object or its text, as plain JSON text; raises ConfigError."""
+    if not isinstance(value, str | dict):
+        raise ConfigError(f"{value!r:.80} is no JSON object, such as {_OBJECT_EXAMPLE}")
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{value!r:.80} cannot be written as JSON: {error}") from None
+    return json.dumps(json_object(text), ensure_ascii=False)
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{name} is given twice")
+    return dict(pairs)
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ConfigError(f"{text} is no number in JSON")
+
+
+_OBJECT_EXAMPLE = '{"max_position_embeddings": 8192}'
 
 
 def parse_switch(text: str) -> bool:

@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from atom.config.fields import OBJECT
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -20,5 +22,9 @@ class ModelConfig:
     """Compute dtype. auto takes the checkpoint's where the device computes in it, else float32."""
     max_model_len: Annotated[int, Meta(ge=2)] | None = None
     """Longest prompt and answer together, in tokens; the checkpoint's limit when absent."""
+    hf_overrides: Annotated[str, OBJECT] | None = None
+    """JSON object merged into config.json, such as '{"rope_parameters": {"factor": 2.0}}'."""
+    trust_remote_code: bool = False
+    """Accepted for scripts that have it, without effect: code from a checkpoint is never run."""
     load_dummy: bool = False
     """Fill the weights with random numbers instead of reading them."""

@@ -16,18 +16,14 @@ class Refusal:
 
 
 _NO_SPECULATION = "speculative decoding is not supported yet"
-_NO_EXPERTS = "mixture-of-experts models are not supported yet"
 _NO_PROFILER = "profiling is not supported yet; --step-trace writes when each step ran"
 
 REFUSED: dict[str, Refusal] = {
-    "trust_remote_code": Refusal(
-        "code from a checkpoint is never run; a model needs a file in workers/models", "False"
-    ),
     "data_parallel_size": Refusal(
         "data parallelism is not supported yet; start one server for each replica", "1", "-dp"
     ),
     "pipeline_parallel_size": Refusal("pipeline parallelism is not supported yet; use -tp", "1", "-pp"),
-    "enable_expert_parallel": Refusal(_NO_EXPERTS, "False"),
+    "enable_expert_parallel": Refusal("expert parallelism is not supported yet; use -tp", "False"),
     "enable_dp_attention": Refusal("data parallel attention is not supported yet", "False"),
     "level": Refusal("compilation is not supported yet; only level 0 runs", "0"),
     "torch_profiler_dir": Refusal(_NO_PROFILER),
@@ -36,7 +32,6 @@ REFUSED: dict[str, Refusal] = {
     "num_speculative_tokens": Refusal(_NO_SPECULATION, "0"),
     "draft_model": Refusal(_NO_SPECULATION),
     "kv_transfer_config": Refusal("prefill and decode on separate servers are not supported yet", "{}"),
-    "hf_overrides": Refusal("settings of a checkpoint are changed in its config.json", "{}"),
     "enable_chunked_prefill": Refusal(
         "prompts are always computed in chunks; it cannot be turned off", "True"
     ),

@@ -81,6 +81,7 @@ def resolve(
     if checkpoint.ignored_defaults:
         names = ", ".join(checkpoint.ignored_defaults)
         notes.append(f"generation_config.json also sets {names}: not supported, not applied")
+    notes += checkpoint.added_settings
     scheduler = _scheduler(config.scheduler, _DEFAULTS[device])
     resolved = replace(
         config,
@@ -192,6 +193,8 @@ def _without_effect(config: EngineConfig, explicit: set[str], device: Device) ->
         reasons["cpu_threads"] = "the workers compute on GPUs"
         if memory_given:
             reasons["gpu_memory_utilization"] = f"--{memory_rule.replace('_', '-')} sets the KV cache"
+    if config.model.trust_remote_code:
+        reasons["trust_remote_code"] = "code from a checkpoint is never run"
     if cache.num_kv_blocks is not None:
         reasons["kv_cache_memory_bytes"] = "--num-kv-blocks overrides it"
     return [

@@ -74,7 +74,16 @@ def save_weights(directory: Path) -> Path:
 def test_unknown_architecture(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "m", architectures=["MambaForCausalLM"], model_type="mamba")
     error = failure("--model", str(model), *ARGS, status=ExitStatus.MODEL)
-    assert "'mamba' is not supported; these are: llama, qwen3" in error
+    assert "architecture MambaForCausalLM is not supported; these run: " in error
+    assert "LlamaForCausalLM" in error
+
+
+def test_overrides_that_weights_do_not_fit(model: Path) -> None:
+    save_weights(model)
+    flags = ("--model", str(model), "--device", "cpu", "--hf-overrides", '{"num_hidden_layers": 2}')
+    error = failure(*flags, status=ExitStatus.MODEL)
+    assert "the checkpoint lacks model.layers.0" in error
+    assert '--hf-overrides {"num_hidden_layers": 2}' in error and "--load-dummy" in error
 
 
 def test_broken_config(model: Path) -> None:

@@ -198,10 +198,11 @@ def test_sigterm_ends_a_worker_with_status_zero(checkpoint: Checkpoint, tmp_path
 
 
 def test_a_failure_reaches_core_and_supervisor_in_one_line(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    wrong = replace(checkpoint, model_type="mamba")
+    wrong = replace(checkpoint, architecture="MambaForCausalLM", model_type="mamba")
     with started(engine_config(), wrong, tmp_path / "run") as workers:
         failed = workers.receive()
-        assert failed == WorkerFailed(0, "model type 'mamba' is not supported; these are: llama, qwen3")
+        assert isinstance(failed, WorkerFailed)
+        assert failed.reason.startswith("architecture MambaForCausalLM is not supported; these run: ")
         assert Dead("worker 0", failed.reason, ExitStatus.MODEL) in workers.heard_by_supervisor()
         assert workers.exit_statuses() == [1]
 

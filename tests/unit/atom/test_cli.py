@@ -49,6 +49,7 @@ SAMPLES: dict[type | str, tuple[str, Any]] = {
     float: ("0.5", 0.5),
     str: ("text", "text"),
     "cudagraph_capture_sizes": ("[1, 2]", "[1, 2]"),
+    "hf_overrides": ('{"a":{"b":[1]}}', '{"a": {"b": [1]}}'),
 }
 
 
@@ -93,6 +94,10 @@ def test_short_name_and_equals_sign() -> None:
         (["--dtype", "fp4"], "none of auto, bfloat16"),
         (["--model", ""], "empty"),
         (["--enforce-eager=yes"], "--enforce-eager"),
+        (["--hf-overrides", "{'a': 1}"], "is no JSON: Expecting property name"),
+        (["--hf-overrides", "[1]"], "is no JSON object, such as {"),
+        (["--hf-overrides", '{"a": NaN}'], "NaN is no number in JSON"),
+        (["--hf-overrides", '{"b": {"a": 1, "a": 2}}'], "a is given twice"),
         (["--bock-size", "16"], "did you mean --block-size?"),
         (["--max-model", "16"], "unknown flag --max-model"),
         (["models/mine"], "every setting is a flag"),
@@ -124,7 +129,6 @@ def test_known_but_missing_features_are_refused_with_the_reason(
         ["--level", "0"],
         ["--no-trust-remote-code"],
         ["--enable_chunked_prefill"],
-        ["--hf-overrides", "{}"],
     ],
 )
 def test_a_value_that_asks_for_nothing_is_accepted(args: list[str]) -> None:
@@ -132,7 +136,7 @@ def test_a_value_that_asks_for_nothing_is_accepted(args: list[str]) -> None:
 
 
 def test_bare_switches_of_missing_features_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "never run" in refused(capsys, "--trust-remote-code")
+    assert "not supported yet" in refused(capsys, "--enable-expert-parallel")
     assert "chunks" in refused(capsys, "--no-enable_chunked_prefill")
 
 
@@ -155,7 +159,7 @@ def printed(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 def test_help_shows_each_flag_once(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "--help")
     assert "--kv-cache-dtype" in text and "--kv_cache_dtype" not in text
-    assert "--trust-remote-code" not in text
+    assert "--draft-model" not in text
     for field in ALL_FIELDS:
         assert f"[env: {sources.variable_of(field.name)}]" in " ".join(text.split())
 
@@ -179,7 +183,7 @@ def test_shells_complete_flags_and_choices(capsys: pytest.CaptureFixture[str], s
     text = printed(capsys, "--print-completion", shell)
     assert "--kv-cache-dtype" in text and "--kv_cache_dtype" not in text
     assert "bfloat16" in text
-    assert "--trust-remote-code" not in text
+    assert "--draft-model" not in text
 
 
 def test_bash_takes_the_completion(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -204,6 +208,21 @@ def test_keyword_arguments() -> None:
     assert config.parallel.tensor_parallel_size == 2
     assert cli.engine_config_from_kwargs(gpu_memory_utilization=1).cache.gpu_memory_utilization == 1.0
     assert cli.engine_config_from_kwargs(max_model_len=None) == EngineConfig()
+
+
+def test_overrides_may_be_an_object_or_its_text() -> None:
+    for given in ({"rope_parameters": {"factor": 2.0}}, '{"rope_parameters":{"factor":2.0}}'):
+        config = cli.engine_config_from_kwargs(hf_overrides=given)
+        assert config.model.hf_overrides == '{"rope_parameters": {"factor": 2.0}}'
+    wrong: list[tuple[Any, str]] = [
+        ({"a": {1, 2}}, "cannot be written as JSON"),
+        ({"a": float("inf")}, "cannot be written as JSON"),
+        ([1], "no JSON object"),
+        ("", "no JSON"),
+    ]
+    for value, words in wrong:
+        with pytest.raises(ConfigError, match=f"hf_overrides: .*{words}"):
+            cli.engine_config_from_kwargs(hf_overrides=value)
 
 
 def test_unknown_keyword_argument_names_itself_and_the_known_ones() -> None:

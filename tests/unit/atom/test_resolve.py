@@ -48,6 +48,17 @@ def test_defaults_on_a_gpu() -> None:
     assert result.notes == []
 
 
+def test_code_of_a_checkpoint_is_asked_for_in_vain() -> None:
+    (note,) = resolved(trust_remote_code=True, device="cpu", dtype="float32").notes
+    assert note == "--trust-remote-code has no effect: code from a checkpoint is never run"
+    assert resolved(trust_remote_code=False, device="cpu", dtype="float32").notes == []
+
+
+def test_settings_that_config_json_does_not_have_are_named() -> None:
+    added = replace(CHECKPOINT, dtype="float32", added_settings=["--hf-overrides adds slip"])
+    assert resolved(CPU, added).notes == ["--hf-overrides adds slip"]
+
+
 def test_what_the_user_chose_stays() -> None:
     chosen = {"max_num_seqs": 3, "max_num_batched_tokens": 32, "cpu_threads": 1, "max_model_len": 4096}
     result = resolved(FAST_CPU, served_model_name="name", **chosen)

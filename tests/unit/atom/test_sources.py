@@ -20,6 +20,7 @@ SAMPLES: dict[type | str, tuple[str, Any]] = {
     str: ("text", "text"),
     bool: ("yes", True),
     "cudagraph_capture_sizes": ("[1, 2]", "[1, 2]"),
+    "hf_overrides": ('{"a": {"b": [1]}}', '{"a": {"b": [1]}}'),
 }
 
 
@@ -86,7 +87,7 @@ def test_a_switch_is_turned_off_by_each_source(tmp_path: Path) -> None:
         ("ATOM_MAX_NUM_SEQS", "0", "at least 1"),
         ("ATOM_LOAD_DUMMY", "maybe", "not a switch: use 1 or 0"),
         ("ATOM_DTYPE", "fp4", "none of auto"),
-        ("ATOM_TRUST_REMOTE_CODE", "1", "never run"),
+        ("ATOM_ENABLE_EXPERT_PARALLEL", "1", "use -tp"),
         ("ATOM_DATA_PARALLEL_SIZE", "2", "one server for each replica"),
         ("ATOM_PORT", "tcp://10.0.0.7:80", "set by Kubernetes for a service"),
     ],
@@ -97,7 +98,7 @@ def test_errors_name_the_variable(variable: str, text: str, words: str) -> None:
 
 
 def test_variables_that_ask_for_nothing_are_accepted() -> None:
-    asked = {"ATOM_TRUST_REMOTE_CODE": "no", "ATOM_DATA_PARALLEL_SIZE": "1", "ATOM_LEVEL": "0"}
+    asked = {"ATOM_ENABLE_EXPERT_PARALLEL": "no", "ATOM_DATA_PARALLEL_SIZE": "1", "ATOM_LEVEL": "0"}
     assert environment_values(FIELDS, asked) == {}
 
 
@@ -142,7 +143,7 @@ def test_variables_that_nothing_reads_are_named() -> None:
         ("dtype: [auto]", "FILE: dtype: ['auto'] is not a text"),
         ("dtype: auto\ndtype: float32", "FILE: dtype is given twice (line 1)"),
         ("block-size: 16\nblock_size: 32", "FILE: block_size is given twice"),
-        ("trust-remote-code: true", "FILE: trust-remote-code: code from a checkpoint is never run"),
+        ("hf-overrides: [1]", "FILE: hf-overrides: [1] is no JSON object, such as {"),
         ("data-parallel-size: 2", "FILE: data-parallel-size: data parallelism is not supported yet"),
         ("- max-num-seqs", "FILE: it must hold lines of the form `flag: value`"),
         ("1: 2", "FILE: it must hold lines of the form `flag: value`"),
@@ -155,9 +156,15 @@ def test_errors_name_file_and_key(tmp_path: Path, text: str, words: str) -> None
 
 
 def test_a_file_may_ask_for_nothing(tmp_path: Path) -> None:
-    text = "# nothing\ntrust-remote-code: false\ndata_parallel_size: 1\nmax-model-len: null\n"
+    text = "# nothing\nlevel: 0\ndata_parallel_size: 1\nmax-model-len: null\n"
     assert file_values(config_file(tmp_path, text), FIELDS) == {"max_model_len": None}
     assert file_values(config_file(tmp_path, ""), FIELDS) == {}
+
+
+def test_a_file_may_spell_overrides_as_an_object(tmp_path: Path) -> None:
+    text = "hf-overrides:\n  num_hidden_layers: 2\n  rope_parameters: {factor: 2.0}\n"
+    expected = '{"num_hidden_layers": 2, "rope_parameters": {"factor": 2.0}}'
+    assert file_values(config_file(tmp_path, text), FIELDS) == {"hf_overrides": expected}
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import json
 from tests.helpers.proven import described
 from tests.helpers.tiny_models import TINY_MODELS
 from tools.models_table import DOCUMENT, PROVEN, document
-from workers.models.registry import families
+from workers.families import families
 
 RECORD = json.loads(PROVEN.read_text(encoding="utf-8"))
 

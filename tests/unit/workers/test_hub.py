@@ -130,6 +130,21 @@ def test_random_weights_are_not_fetched(tmp_path: Path, monkeypatch: pytest.Monk
         assert hub.fetched["model.safetensors"] == 1
 
 
+def test_weights_of_what_does_not_run_are_not_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = CONFIG | {"architectures": ["MambaForCausalLM"], "auto_map": {"AutoModel": "m.M"}}
+    with FakeHub(NAME, FILES | {"config.json": json.dumps(config).encode(), "m.py": b"1/0"}) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        error = error_of(tmp_path)
+        assert error.startswith("architecture MambaForCausalLM is not supported; the checkpoint's own code")
+        assert "LlamaForCausalLM" in error
+        assert hub.fetched == {"config.json": 1}
+        overrides = '{"architectures": ["LlamaForCausalLM"]}'
+        assert prepared(tmp_path, hf_overrides=overrides)[0] == 0, "the user says that it is one"
+        assert hub.fetched["model.safetensors"] == 1 and hub.fetched["m.py"] == 0
+
+
 def test_a_private_or_gated_model_opens_with_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for trouble, words in (("RepoNotFound", "no such model or keeps it private"), ("GatedRepo", "is gated")):
         with FakeHub(NAME, FILES, trouble) as hub:
@@ -195,7 +210,7 @@ def test_progress_grows_to_the_size_of_the_files(tmp_path: Path) -> None:
     with FakeHub(NAME, FILES) as hub:
         code = (
             "import json; from pathlib import Path; from workers.hub import fetch; told = [];"
-            f"fetch({NAME!r}, None, {str(tmp_path / 'here')!r}, lambda *each: told.append(each));"
+            f"fetch({NAME!r}, None, {str(tmp_path / 'here')!r}, lambda *each: told.append(each), bool);"
             "print(json.dumps(told))"
         )
         done = subprocess.run(
@@ -206,7 +221,7 @@ def test_progress_grows_to_the_size_of_the_files(tmp_path: Path) -> None:
             env=os.environ | {"HF_ENDPOINT": hub.url, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
     told = json.loads(done.stdout)
-    size = sum(len(FILES[name]) for name in ("config.json", "model.safetensors", "chat_template.jinja"))
+    size = sum(len(FILES[name]) for name in ("model.safetensors", "chat_template.jinja"))
     assert {phase for phase, _, _ in told} == {f"Downloading {NAME}"}
     assert {total for _, _, total in told} == {size}
     counts = [done for _, done, _ in told]

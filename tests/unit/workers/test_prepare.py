@@ -1,19 +1,17 @@
-"""From --model to a Checkpoint: directories, GGUF files, and what is refused."""
+"""From --model to a Checkpoint: directories, the process that reads them, and what is refused."""
 
 import errno
 import json
-import multiprocessing
 import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import gguf
 import msgspec
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from atom.config.checkpoint import Checkpoint
@@ -23,8 +21,7 @@ from atom.messages.supervisor import Progress
 from atom.utils.exit_status import ExitStatus
 from atom.utils.process import spawn
 from workers import hf_directory
-from workers.prepare import _one_line, _status, expanded_gguf, prepare
-from workers.weights import gguf as gguf_module
+from workers.prepare import _one_line, _status, prepare
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -234,9 +231,12 @@ def test_packed_experts_of_gpt_oss_are_kept_by_the_name_of_their_form(tmp_path: 
     config = {"model_type": "gpt_oss", "dtype": None, "quantization_config": packed}
     blocks = np.zeros((2, 64, 2, 16), np.uint8)
     save_file({"a.blocks": blocks, "b.weight": np.zeros((4, 4), np.float16)}, tmp_path / "model.safetensors")
-    checkpoint = checkpoint_of(tmp_path, config)
-    assert checkpoint.hf_config["quantization_config"] == {"quant_method": "mxfp4"}
-    assert checkpoint.dtype == "float16"
+    read = hf_directory.normalised_config(CONFIG | config, tmp_path)
+    assert read["quantization_config"] == {"quant_method": "mxfp4"}
+    assert read["dtype"] == "float16"
+    other = config | {"quantization_config": {"quant_method": "fp8"}}
+    with pytest.raises(ValueError, match=r"quantized \(fp8\): not supported yet"):
+        hf_directory.normalised_config(CONFIG | other, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -245,11 +245,7 @@ def test_packed_experts_of_gpt_oss_are_kept_by_the_name_of_their_form(tmp_path: 
         ({"architectures": []}, "names no architecture"),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantized \(awq\)"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, r"quantized \(mxfp4\)"),
-        (
-            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "fp8"}},
-            r"quantized \(fp8\): not supported yet",
-        ),
-        ({"vocab_size": None}, "has no vocab_size: LlamaForCausalLM"),
+        ({"vocab_size": None}, r"config\.json has no vocab_size"),
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn, which is not supported"),
     ],
 )
@@ -280,256 +276,6 @@ def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
         prepare(without_weights(tmp_path), tmp_path, silent)
     with pytest.raises(ValueError, match=r"a\.gguf is no readable GGUF file"):
         prepare(model(tmp_path / "a.gguf"), tmp_path, silent)
-
-
-# GGUF files
-
-HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN = 4, 2, 8, 32, 64
-BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
-TOKENS = [*BYTES, "hi", "12", "ĠĠ", "<|bos|>", "<|end|>"]
-
-
-def hf_weights(tied: bool = False) -> dict[str, np.ndarray]:
-    """Random weights of a one-layer Llama under their Hugging Face names."""
-    random = np.random.default_rng(0)
-    layer = "model.layers.0."
-    shapes = {
-        "model.embed_tokens.weight": (len(TOKENS), HIDDEN),
-        "model.norm.weight": (HIDDEN,),
-        **({} if tied else {"lm_head.weight": (len(TOKENS), HIDDEN)}),
-        layer + "input_layernorm.weight": (HIDDEN,),
-        layer + "post_attention_layernorm.weight": (HIDDEN,),
-        layer + "self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
-        layer + "self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-        layer + "self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-        layer + "self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
-        layer + "mlp.gate_proj.weight": (FFN, HIDDEN),
-        layer + "mlp.up_proj.weight": (FFN, HIDDEN),
-        layer + "mlp.down_proj.weight": (HIDDEN, FFN),
-    }
-    return {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
-
-
-def as_pairs(array: np.ndarray, heads: int) -> np.ndarray:
-    """The order of rows that a GGUF has: written out, row by row."""
-    made = np.empty_like(array)
-    dim = array.shape[0] // heads
-    for head in range(heads):
-        for i in range(dim // 2):
-            made[head * dim + 2 * i] = array[head * dim + i]
-            made[head * dim + 2 * i + 1] = array[head * dim + dim // 2 + i]
-    return made
-
-
-def write_gguf(
-    path: Path, weights: dict[str, np.ndarray], kind: str = "llama", packed: Any = None, **more: Any
-) -> None:
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 1)
-    writer = gguf.GGUFWriter(path, kind)
-    writer.add_block_count(1)
-    writer.add_context_length(512)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(FFN)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("llama-bpe")
-    writer.add_token_list(TOKENS)
-    writer.add_token_merges(["h i", "1 2", "Ġ Ġ"])
-    writer.add_token_types([1] * (len(TOKENS) - 2) + [3, 3])
-    writer.add_bos_token_id(TOKENS.index("<|bos|>"))
-    writer.add_eos_token_id(TOKENS.index("hi"))
-    writer.add_eot_token_id(TOKENS.index("<|end|>"))
-    writer.add_chat_template("{{ messages }}")
-    for key, value in more.items():
-        getattr(writer, key)(value)
-    for name, array in weights.items():
-        if ".q_proj" in name or ".k_proj" in name:
-            array = as_pairs(array, HEADS if ".q_proj" in name else KV_HEADS)
-        stored = names.get_name(name, try_suffixes=(".weight",)) or name
-        if packed is not None and array.ndim > 1:
-            writer.add_tensor(stored, gguf.quants.quantize(array, packed), raw_dtype=packed)
-        else:
-            writer.add_tensor(stored, array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def test_a_gguf_becomes_the_weights_that_it_was_made_of(tmp_path: Path) -> None:
-    weights = hf_weights()
-    write_gguf(tmp_path / "m.gguf", weights)
-    checkpoint = prepare(model(tmp_path / "m.gguf"), tmp_path / "cache", silent)
-    made = load_file(Path(checkpoint.directory) / "model.safetensors")
-    assert made.keys() == weights.keys()
-    for name, array in weights.items():
-        np.testing.assert_array_equal(made[name], array, err_msg=name)
-    config = checkpoint.hf_config
-    assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (4, 2, 8)
-    assert (config["tie_word_embeddings"], config["attention_bias"]) == (False, False)
-    assert (checkpoint.dtype, checkpoint.vocab_size, checkpoint.max_model_len) == (
-        "float32",
-        len(TOKENS),
-        512,
-    )
-    assert checkpoint.eos_token_ids == [TOKENS.index("hi"), TOKENS.index("<|end|>")]
-    assert checkpoint.template_tokens["bos_token"] == "<|bos|>"
-    assert checkpoint.add_bos_token is False  # tokenizer.json adds it itself
-    assert checkpoint.chat_template_file is not None
-    assert Path(checkpoint.chat_template_file).read_text() == "{{ messages }}"
-
-
-def test_a_gguf_tokenizer_cuts_merges_and_frames(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "m.gguf", hf_weights(tied=True))
-    checkpoint = prepare(model(tmp_path / "m.gguf"), tmp_path / "cache", silent)
-    assert checkpoint.hf_config["tie_word_embeddings"] is True
-    assert checkpoint.tokenizer_file is not None
-    tokenizer = Tokenizer.from_file(checkpoint.tokenizer_file)
-    assert tokenizer.encode("hi<|end|>").tokens == ["<|bos|>", "hi", "<|end|>"]
-    assert tokenizer.encode("1212", add_special_tokens=False).tokens == ["12", "1", "2"]  # words of 3 digits
-    text = "naïve 中文 🍕\n"
-    assert tokenizer.decode(tokenizer.encode(text).ids) == text
-
-
-def test_quantized_weights_are_expanded_and_served_in_16_bits(tmp_path: Path) -> None:
-    weights = hf_weights()
-    write_gguf(tmp_path / "m.gguf", weights, packed=gguf.GGMLQuantizationType.Q8_0)
-    checkpoint = prepare(model(tmp_path / "m.gguf"), tmp_path / "cache", silent)
-    made = load_file(Path(checkpoint.directory) / "model.safetensors")
-    assert checkpoint.dtype == "bfloat16"
-    for name, array in weights.items():
-        assert made[name].dtype == np.float32
-        np.testing.assert_allclose(made[name], array, atol=0.03, err_msg=name)
-
-
-def test_large_models_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_module, "MAX_SHARD_BYTES", 40_000)
-    weights = hf_weights()
-    write_gguf(tmp_path / "m.gguf", weights)
-    directory = Path(prepare(model(tmp_path / "m.gguf"), tmp_path / "cache", silent).directory)
-    index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
-    assert index.keys() == weights.keys()
-    assert len(set(index.values())) > 1
-    for file_name in set(index.values()):
-        found = load_file(directory / file_name)
-        assert found.keys() == {name for name, file in index.items() if file == file_name}
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"kind": "gemma3"}, "kind gemma3; supported are llama, qwen3"),
-        ({"add_expert_count": 8}, "mixture of experts"),
-        ({"add_rope_dimension_count": 4}, "lacks .*_proj.weight in the shape"),
-        ({"add_tokenizer_pre": "unheard-of"}, "unheard-of"),
-        ({"add_tokenizer_model": "llama", "add_add_space_prefix": False}, "without a space"),
-        ({"add_tokenizer_model": "bert"}, "cannot be expanded: .*'bert'"),
-    ],
-)
-def test_ggufs_that_cannot_run_are_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
-    write_gguf(tmp_path / "m.gguf", hf_weights(), **change)
-    with pytest.raises(ValueError, match=words):
-        prepare(model(tmp_path / "m.gguf"), tmp_path / "cache", silent)
-    assert not list((tmp_path / "cache").glob("gguf/*.partial"))
-
-
-def test_every_tensor_must_find_its_place(tmp_path: Path) -> None:
-    weights = hf_weights()
-    write_gguf(tmp_path / "more.gguf", weights | {"blk.0.mystery.weight": np.zeros(4, np.float32)})
-    with pytest.raises(ValueError, match=r"'blk\.0\.mystery\.weight'"):
-        prepare(model(tmp_path / "more.gguf"), tmp_path / "cache", silent)
-    del weights["model.norm.weight"]
-    write_gguf(tmp_path / "fewer.gguf", weights)
-    with pytest.raises(ValueError, match=r"lacks model\.norm\.weight"):
-        prepare(model(tmp_path / "fewer.gguf"), tmp_path / "cache", silent)
-
-
-def test_llama3_rope_is_recovered_from_its_factors(tmp_path: Path) -> None:
-    # Of theta 1e6 and 8 dimensions: waves of 6, 199, 6283 and 198692 positions. The last is
-    # stretched by the whole factor, the third, between 8192 / 4 and 8192, by a part of it.
-    smooth = (8192 / (2 * np.pi * 1000) - 1) / (4 - 1)
-    factors = np.array([1, 1, 1 / ((1 - smooth) / 32 + smooth), 32], np.float32)
-    for name, stored in (("m", factors), ("odd", factors[::-1].copy())):
-        weights = hf_weights() | {"rope_freqs.weight": stored}
-        write_gguf(tmp_path / f"{name}.gguf", weights, add_rope_freq_base=1e6)
-    assert prepare(model(tmp_path / "m.gguf"), tmp_path / "cache", silent).hf_config["rope_parameters"] == {
-        "rope_type": "llama3",
-        "rope_theta": 1e6,
-        "factor": 32.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    with pytest.raises(ValueError, match="not those of Llama 3"):
-        prepare(model(tmp_path / "odd.gguf"), tmp_path / "cache", silent)
-
-
-def test_rope_scaling_is_kept(tmp_path: Path) -> None:
-    scaling = {
-        "add_rope_freq_base": 5e5,
-        "add_rope_scaling_type": gguf.RopeScalingType.YARN,
-        "add_rope_scaling_factor": 4.0,
-        "add_rope_scaling_orig_ctx_len": 128,
-    }
-    write_gguf(tmp_path / "m.gguf", hf_weights(), **scaling)
-    rope = prepare(model(tmp_path / "m.gguf"), tmp_path / "cache", silent).hf_config["rope_parameters"]
-    expected = {"rope_theta": 5e5, "rope_type": "yarn", "factor": 4.0}
-    assert rope == expected | {"original_max_position_embeddings": 128}
-
-
-@pytest.mark.parametrize(("words", "tokens"), [("smollm", ["ĠĠ", "1", "2"]), ("qwen2", ["Ġ", "Ġ", "1", "2"])])
-def test_a_gguf_names_how_digits_are_cut(tmp_path: Path, words: str, tokens: list[str]) -> None:
-    write_gguf(tmp_path / "m.gguf", hf_weights(), add_tokenizer_pre=words)
-    file = prepare(model(tmp_path / "m.gguf"), tmp_path / "cache", silent).tokenizer_file
-    assert file is not None
-    assert Tokenizer.from_file(file).encode("  12", add_special_tokens=False).tokens == tokens
-
-
-# The cache
-
-
-def test_an_expansion_is_shared_and_follows_its_file(tmp_path: Path) -> None:
-    path, cache = tmp_path / "m.gguf", tmp_path / "cache"
-    write_gguf(path, hf_weights())
-    phases: list[str] = []
-    first = expanded_gguf(path, cache, lambda phase, done, total: phases.append(phase))
-    assert list(dict.fromkeys(phases)) == ["Expanding m.gguf", "Writing the expanded m.gguf"]
-    phases.clear()
-    assert expanded_gguf(path, cache, lambda phase, done, total: phases.append(phase)) == first
-    assert phases == []
-    write_gguf(path, hf_weights(tied=True))
-    assert expanded_gguf(path, cache, silent) != first
-
-
-def test_what_a_killed_conversion_left_is_removed(tmp_path: Path) -> None:
-    path, cache = tmp_path / "m.gguf", tmp_path / "cache"
-    write_gguf(path, hf_weights())
-    directory = expanded_gguf(path, cache, silent)
-    partial = directory.with_name(directory.name + ".partial")
-    directory.rename(partial)
-    (partial / "leftover").write_text("x")
-    assert expanded_gguf(path, cache, silent) == directory
-    assert not (directory / "leftover").exists() and not partial.exists()
-
-
-def _expand_elsewhere(path: Path, cache: Path) -> None:
-    expanded_gguf(path, cache, silent)
-
-
-def test_two_starts_make_one_expansion(tmp_path: Path) -> None:
-    path, cache = tmp_path / "m.gguf", tmp_path / "cache"
-    write_gguf(path, hf_weights())
-    context = multiprocessing.get_context("spawn")
-    starts = [context.Process(target=_expand_elsewhere, args=(path, cache)) for _ in range(2)]
-    for start in starts:
-        start.start()
-    for start in starts:
-        start.join(DEADLINE_S)
-        assert start.exitcode == 0
-    made = [entry for entry in (cache / "gguf").iterdir() if entry.is_dir()]
-    assert made == [expanded_gguf(path, cache, silent)]
 
 
 # The process

@@ -1,0 +1,49 @@
+"""What runs, and what is refused by name without torch."""
+
+import importlib
+import pkgutil
+
+import pytest
+
+import workers.models
+from workers.families import architectures, check_runs, families
+
+
+def test_what_runs_is_what_the_model_files_declare() -> None:
+    """It is read from their text: importing them takes torch."""
+    declared = {}
+    for module in pkgutil.iter_modules(workers.models.__path__):
+        table = getattr(importlib.import_module(f"workers.models.{module.name}"), "ARCHITECTURES", None)
+        if table is not None:
+            declared[module.name] = list(table)
+    assert {family: list(names) for family, names in architectures().items()} == declared
+    assert {"llama", "qwen3"} <= set(families())
+
+
+def test_what_runs_is_accepted() -> None:
+    for family, names in architectures().items():
+        for name in names:
+            check_runs(name, family)
+            check_runs(name, family, own_code=True)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_type", "own_code", "words"),
+    [
+        (
+            "MambaForCausalLM",
+            "mamba",
+            False,
+            "MambaForCausalLM is not supported; these run: .*Qwen3ForCausal",
+        ),
+        ("OwnModel", None, True, r"own code \(auto_map\) is never run; these run: .*LlamaForCausalLM"),
+        ("LlamaForCausalLM", None, False, 'as model type llama, not None; .*{"model_type": "llama"}'),
+        ("LlamaForCausalLM", "qwen3", False, "runs as model type llama, not qwen3"),
+        ("LlamaForSequenceClassification", "llama", False, "is not supported"),
+    ],
+)
+def test_what_does_not_run_is_refused_with_what_does(
+    architecture: str, model_type: str | None, own_code: bool, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_runs(architecture, model_type, own_code)

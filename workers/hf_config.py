@@ -1,0 +1,120 @@
+"""Reads config.json, with what the user changes of it, under the names of transformers 5.
+
+    old                                     new
+    torch_dtype                             dtype
+    rope_scaling {"type": …, …}             rope_parameters {"rope_type": …, …,
+    rope_theta, partial_rotary_factor           "rope_theta": …, "partial_rotary_factor": …}
+
+Both are brought into the new form before they are merged, else a change in the one form would
+leave a setting in the other as it is.
+"""
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_FLAG = "--hf-overrides"
+_RENAMED = ("torch_dtype", "rope_scaling", "rope_theta", "partial_rotary_factor")
+# Settings that every config has, whether or not its file names them.
+_IMPLIED = {"dtype", "rope_parameters"}
+_KINDS = {bool: "true or false", str: "a text", list: "a list", dict: "an object"}
+
+
+def read_config(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of config.json, merged with `overrides` (object by object; a list is replaced).
+
+    Raises ValueError for a file that names no architecture, and for an override of another kind.
+    """
+    path = directory / "config.json"
+    config, changes = with_new_names(read_json(path)), with_new_names(overrides)
+    _check_kinds(config, changes, "")
+    merged = _merged(config, changes)
+    named = merged.get("architectures")
+    if not isinstance(named, list) or not named or not isinstance(named[0], str):
+        raise ValueError(f"{path} names no architecture")
+    return merged
+
+
+def added_settings(directory: Path, overrides: Mapping[str, Any]) -> list[str]:
+    """A line for each override of a setting that config.json does not have: perhaps a slip."""
+    config = with_new_names(read_json(directory / "config.json"))
+    known = sorted(config.keys() | _IMPLIED)
+    lines = []
+    for name in with_new_names(overrides):
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f": did you mean {near[0]}?" if near else ""
+            lines.append(f"{_FLAG} adds {name}, which config.json does not have{hint}")
+    return lines
+
+
+def with_new_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` with each old name replaced by its new one."""
+    made = {name: value for name, value in config.items() if name not in _RENAMED}
+    if made.get("dtype") is None and config.get("torch_dtype") is not None:
+        made["dtype"] = config["torch_dtype"]
+    rope = _stated_rope(config)
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if config.get(name) is not None:
+            rope.setdefault(name, config[name])
+    if rope:
+        made["rope_parameters"] = rope
+    return made
+
+
+def read_json(path: Path, missing_is_empty: bool = False) -> dict[str, Any]:
+    """The object in a JSON file. Raises ValueError that names the file."""
+    if missing_is_empty and not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} holds no valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return content
+
+
+def _stated_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The object under its old or its new name; of two, the old one counts, as in transformers."""
+    given = [name for name in ("rope_scaling", "rope_parameters") if name in config]
+    if not given:
+        return {}
+    name = next((name for name in given if config[name]), given[0])
+    # null has always meant that nothing is scaled.
+    rope = config[name] or {"rope_type": "default"}
+    if not isinstance(rope, dict):
+        raise ValueError(f"{name} must be an object, not {rope!r:.40}")
+    # Before the name was settled it was "type"; where both are given, the new one counts.
+    made = {key: value for key, value in rope.items() if key != "type"}
+    return {"rope_type": rope["type"], **made} if "type" in rope else made
+
+
+def _merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    made = dict(config)
+    for name, value in changes.items():
+        old = made.get(name)
+        if isinstance(old, dict) and isinstance(value, dict):
+            value = _merged(old, value)
+        made[name] = value
+    return made
+
+
+def _check_kinds(config: Mapping[str, Any], changes: Mapping[str, Any], where: str) -> None:
+    """A value takes the place of one of its kind; null goes with everything."""
+    for name, value in changes.items():
+        old = config.get(name)
+        if old is None or value is None:
+            continue
+        if _kind(value) != _kind(old):
+            raise ValueError(
+                f"{_FLAG}: {where}{name} must be {_kind(old)} as in config.json, not {value!r:.40}"
+            )
+        if isinstance(value, dict):
+            _check_kinds(old, value, f"{where}{name}.")
+
+
+def _kind(value: object) -> str:
+    return _KINDS.get(type(value), "a number")
