@@ -19,6 +19,8 @@ _FLAG = "--hf-overrides"
 _RENAMED = ("torch_dtype", "rope_scaling", "rope_theta", "partial_rotary_factor")
 # Settings that every config has, whether or not its file names them.
 _IMPLIED = {"dtype", "rope_parameters"}
+# May be one id or a list of them, whatever the file has.
+_OF_TWO_KINDS = ("eos_token_id",)
 _KINDS = {bool: "true or false", str: "a text", list: "a list", dict: "an object"}
 
 
@@ -106,7 +108,7 @@ def _check_kinds(config: Mapping[str, Any], changes: Mapping[str, Any], where: s
     """A value takes the place of one of its kind; null goes with everything."""
     for name, value in changes.items():
         old = config.get(name)
-        if old is None or value is None:
+        if old is None or value is None or name in _OF_TWO_KINDS:
             continue
         if _kind(value) != _kind(old):
             raise ValueError(

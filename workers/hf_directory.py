@@ -16,6 +16,7 @@ import msgspec
 
 from atom.config.checkpoint import Checkpoint
 from workers.checkpoint_files import tensors_in
+from workers.config_values import check_values, id_list
 from workers.hf_config import added_settings, read_config, read_json
 
 _COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
@@ -80,7 +81,7 @@ def read_directory(directory: Path, cache_dir: Path, overrides: Mapping[str, Any
         dtype=config["dtype"],
         vocab_size=config["vocab_size"],
         max_model_len=positions(config),
-        eos_token_ids=_id_list(_first_given("eos_token_id", overrides, generation, config)),
+        eos_token_ids=_end_ids(directory, overrides, generation, config),
         default_sampling=_default_sampling(generation),
         ignored_defaults=_ignored_defaults(generation),
         added_settings=added_settings(directory, overrides),
@@ -94,12 +95,7 @@ def read_directory(directory: Path, cache_dir: Path, overrides: Mapping[str, Any
 def normalised_config(config: dict[str, Any], directory: Path) -> dict[str, Any]:
     """What `read_config` gives, completed as transformers 5 does; ValueError for what cannot run."""
     where = directory / "config.json"
-    for name in ("vocab_size", "max_position_embeddings"):
-        value = config.get(name)
-        if value is None:
-            raise ValueError(f"{where} has no {name}, without which nothing can be served")
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{where}: {name} must be a whole number from 1, not {value!r:.40}")
+    check_values(config, where)
     made = {key: value for key, value in config.items() if key != "quantization_config"}
     made.update(_quantization(config, directory))
     made["rope_parameters"] = _rope_parameters(config, where)
@@ -190,14 +186,13 @@ def _ignored_defaults(generation: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _first_given(name: str, *places: Mapping[str, Any]) -> Any:
-    return next((place[name] for place in places if name in place), None)
-
-
-def _id_list(value: Any) -> list[int]:
-    if value is None:
-        return []
-    return [int(item) for item in value] if isinstance(value, list) else [int(value)]
+def _end_ids(
+    directory: Path, overrides: Mapping[str, Any], generation: Mapping[str, Any], config: Mapping[str, Any]
+) -> list[int]:
+    """The ids that end an answer, less those outside the vocabulary: no answer can hold them."""
+    name = "eos_token_id"
+    value = next((place[name] for place in (overrides, generation, config) if name in place), None)
+    return [token for token in id_list(value, name, directory) if 0 <= token < config["vocab_size"]]
 
 
 def _template_tokens(directory: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
@@ -260,7 +255,7 @@ def _converted_tokenizer(directory: Path, sources: list[Path], cache_dir: Path) 
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         text = tokenizer.backend_tokenizer.to_str()
     except (ValueError, ImportError, OSError, AttributeError) as error:
         first_line = str(error).strip().partition("\n")[0]

@@ -20,20 +20,25 @@ class HeadNorms:
     eps: float
 
 
-def _case(tokens: int, heads: int, kv_heads: int, head_dim: int, with_norms: bool) -> Case:
+def _case(
+    tokens: int, heads: int, kv_heads: int, head_dim: int, with_norms: bool, turned: int | None = None
+) -> Case:
+    """`turned` features of each head, by default all."""
+    width = head_dim if turned is None else turned
+
     def make(
         dtype: torch.dtype, generator: torch.Generator
     ) -> tuple[Tensor, Tensor, Tensor, KVLayer, Tensor, HeadNorms | None]:
         features = (heads + 2 * kv_heads) * head_dim
         qkv = torch.randn(tokens, features + 32, generator=generator).to(dtype)[:, 16:-16]
-        angles = torch.rand(tokens, 1, head_dim // 2, generator=generator) * 6.3
+        angles = torch.rand(tokens, 1, width // 2, generator=generator) * 6.3
         cache = make_kv_layer(-(-tokens // 4) + 1, 4, kv_heads, head_dim, dtype, torch.device("cpu"))
         slots = torch.randperm(tokens + 4, generator=generator)[:tokens]
         weights = torch.rand(2, head_dim, generator=generator).to(dtype)
         norms = HeadNorms(weights[0], weights[1], 1e-6) if with_norms else None
         return qkv, *rotation(angles.cos(), angles.sin()), cache, slots, norms
 
-    return Case(f"{tokens}x{heads}/{kv_heads}x{head_dim}{'-norms' if with_norms else ''}", make)
+    return Case(f"{tokens}x{heads}/{kv_heads}x{head_dim}r{width}{'-norms' if with_norms else ''}", make)
 
 
 @op(
@@ -43,6 +48,8 @@ def _case(tokens: int, heads: int, kv_heads: int, head_dim: int, with_norms: boo
         _case(1, 32, 8, 128, True),
         _case(3, 4, 1, 80, True),
         _case(4, 2, 2, 16, False),
+        _case(3, 6, 2, 128, True, 64),
+        _case(5, 4, 2, 80, False, 20),
     ]
 )
 def rotate_and_write_kv(
@@ -57,8 +64,8 @@ def rotate_and_write_kv(
 
     `qkv_TO` holds H query, K key and K value heads of E numbers, side by side; it needs a
     contiguous last dimension only. Queries and keys are normalised if `norms` are given, then
-    turned (see `rotary`); keys and values are stored in the tokens' slots (see `write_kv`). The
-    result's heads are contiguous, its tokens need not be.
+    turned, all of a head or its first numbers (see `rotary`); keys and values are stored in the
+    tokens' slots (see `write_kv`). The result's heads are contiguous, its tokens need not be.
     """
     kv_heads, head_dim = cache.kv.shape[3:]
     heads_TNE = qkv_TO.unflatten(1, (-1, head_dim))

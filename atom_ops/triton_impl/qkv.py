@@ -1,10 +1,15 @@
 """From one fused projection to rotated queries and written keys and values, in one pass.
 
-A program takes some neighbouring heads of a token, of whatever kind. It holds each head as its
-two halves, which is how rotation pairs the features:
+A program takes some neighbouring heads of a token, of whatever kind:
 
     token of the projection   q0 q1 … | k0 k1 … | v0 v1 …      H + 2K heads
                               └ queries └──────── a slot of the cache, in its order
+
+It holds each head as two halves, whose features rotation pairs one by one. Where only the first
+features of a head turn, the rest is dealt out behind them, and turns by no angle:
+
+    head      t0 t1 | u0 u1 | r0 r1 r2 | s0 s1 s2
+    halves    t0 t1 r0 r1 r2      u0 u1 s0 s1 s2
 """
 
 import triton
@@ -23,13 +28,15 @@ _WARPS = 4
 
 
 @triton.jit
-def _normed(low, high, q_weight_ptr, k_weight_ptr, eps, is_query, feature, HALF: tl.constexpr):
+def _normed(
+    low, high, q_weight_ptr, k_weight_ptr, eps, is_query, feature, at_low, at_high, HALF: tl.constexpr
+):  # fmt: skip
     """Both halves of the heads over their root mean square, times the weight of their kind."""
     inside = feature < HALF
-    q_low = tl.load(q_weight_ptr + feature, mask=inside, other=0.0).to(tl.float32)
-    q_high = tl.load(q_weight_ptr + HALF + feature, mask=inside, other=0.0).to(tl.float32)
-    k_low = tl.load(k_weight_ptr + feature, mask=inside, other=0.0).to(tl.float32)
-    k_high = tl.load(k_weight_ptr + HALF + feature, mask=inside, other=0.0).to(tl.float32)
+    q_low = tl.load(q_weight_ptr + at_low, mask=inside, other=0.0).to(tl.float32)
+    q_high = tl.load(q_weight_ptr + at_high, mask=inside, other=0.0).to(tl.float32)
+    k_low = tl.load(k_weight_ptr + at_low, mask=inside, other=0.0).to(tl.float32)
+    k_high = tl.load(k_weight_ptr + at_high, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(low * low + high * high, axis=1) / (2 * HALF) + eps)[:, None]
     low = low * scale * tl.where(is_query, q_low[None, :], k_low[None, :])
     high = high * scale * tl.where(is_query, q_high[None, :], k_high[None, :])
@@ -56,6 +63,7 @@ def _rotate_and_write_kv(
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -64,26 +72,35 @@ def _rotate_and_write_kv(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)
     feature = tl.arange(0, BLOCK)
+    if PAIRS == HALF:
+        at_low, at_high = feature, feature + HALF
+    else:
+        at_low = tl.where(feature < PAIRS, feature, feature + PAIRS)
+        at_high = tl.where(feature < PAIRS, feature + PAIRS, feature + HALF)
     inside = (head < Q_HEADS + 2 * KV_HEADS)[:, None] & (feature < HALF)[None, :]
-    within = head[:, None] * (2 * HALF) + feature[None, :]
+    low_within = head[:, None] * (2 * HALF) + at_low[None, :]
+    high_within = head[:, None] * (2 * HALF) + at_high[None, :]
     slot = tl.load(slots_ptr + token)
-    low_in = tl.load(qkv_ptr + token * qkv_stride + within, mask=inside, other=0.0)
-    high_in = tl.load(qkv_ptr + token * qkv_stride + within + HALF, mask=inside, other=0.0)
+    low_in = tl.load(qkv_ptr + token * qkv_stride + low_within, mask=inside, other=0.0)
+    high_in = tl.load(qkv_ptr + token * qkv_stride + high_within, mask=inside, other=0.0)
     # A cosine stands for both halves; the sine has its plain sign in the second one.
-    cos = tl.load(cos_ptr + token * cos_stride + feature, mask=feature < HALF, other=0.0)[None, :]
-    sin = tl.load(sin_ptr + token * sin_stride + HALF + feature, mask=feature < HALF, other=0.0)[None, :]
+    turns = feature < PAIRS
+    cos = tl.load(cos_ptr + token * cos_stride + feature, mask=turns, other=1.0)[None, :]
+    sin = tl.load(sin_ptr + token * sin_stride + PAIRS + feature, mask=turns, other=0.0)[None, :]
 
     is_query = (head < Q_HEADS)[:, None]
     is_value = (head >= Q_HEADS + KV_HEADS)[:, None]
     low, high = low_in.to(tl.float32), high_in.to(tl.float32)
     if q_weight_ptr is not None:
-        low, high = _normed(low, high, q_weight_ptr, k_weight_ptr, eps, is_query, feature, HALF)
+        low, high = _normed(
+            low, high, q_weight_ptr, k_weight_ptr, eps, is_query, feature, at_low, at_high, HALF
+        )
     low_out = tl.where(is_value, low_in, (low * cos - high * sin).to(low_in.dtype))
     high_out = tl.where(is_value, high_in, (high * cos + low * sin).to(low_in.dtype))
 
-    q_out = q_ptr + token * (Q_HEADS * 2 * HALF) + within
-    tl.store(q_out, low_out, mask=inside & is_query)
-    tl.store(q_out + HALF, high_out, mask=inside & is_query)
+    q_out = q_ptr + token * (Q_HEADS * 2 * HALF)
+    tl.store(q_out + low_within, low_out, mask=inside & is_query)
+    tl.store(q_out + high_within, high_out, mask=inside & is_query)
     row = slot * (2 * KV_HEADS) + head - Q_HEADS
     kept = inside & (head >= Q_HEADS)[:, None] & (slot >= 0)
     if scale_ptr is not None:
@@ -92,9 +109,9 @@ def _rotate_and_write_kv(
         held = (head >= Q_HEADS) & (head < Q_HEADS + 2 * KV_HEADS) & (slot >= 0)
         tl.store(scale_ptr + row, scale, mask=held)
         low_out, high_out = float8_numbers(low_out, scale), float8_numbers(high_out, scale)
-    kv_out = kv_ptr + row[:, None] * (2 * HALF) + feature[None, :]
-    tl.store(kv_out, low_out.to(kv_ptr.dtype.element_ty), mask=kept)
-    tl.store(kv_out + HALF, high_out.to(kv_ptr.dtype.element_ty), mask=kept)
+    kv_out = kv_ptr + row[:, None] * (2 * HALF)
+    tl.store(kv_out + at_low[None, :], low_out.to(kv_ptr.dtype.element_ty), mask=kept)
+    tl.store(kv_out + at_high[None, :], high_out.to(kv_ptr.dtype.element_ty), mask=kept)
 
 
 def _takes(
@@ -106,7 +123,7 @@ def _takes(
     norms: HeadNorms | None = None,
 ) -> bool:
     return (
-        cos_T1R.shape[-1] == cache.kv.shape[-1]
+        cos_T1R.shape[-1] <= cache.kv.shape[-1]
         and qkv_TO.stride(1) == cos_T1R.stride(2) == sin_T1R.stride(2) == slots_T.stride(0) == 1
         and cache.kv.is_contiguous()
     )
@@ -143,6 +160,7 @@ def _launch(
         Q_HEADS=all_heads - 2 * kv_heads,
         KV_HEADS=kv_heads,
         HALF=size // 2,
+        PAIRS=cos_T1R.shape[-1] // 2,
         HEADS_BLOCK=_HEADS,
         BLOCK=triton.next_power_of_2(size // 2),
         num_warps=_WARPS,

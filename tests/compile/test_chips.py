@@ -61,6 +61,7 @@ def small_kernels(model: str, tokens: int) -> None:
     for dtype in (BF16, FP8):
         cache = make_kv_layer(64, 16, kv_heads, width, dtype, META)
         run("rotate_and_write_kv", qkv, cos, sin, cache, slots, norms)
+        run("rotate_and_write_kv", qkv, cos[..., : width // 2], sin[..., : width // 2], cache, slots, norms)
         run("write_kv", tensor(tokens, kv_heads, width), tensor(tokens, kv_heads, width), cache, slots)
 
 

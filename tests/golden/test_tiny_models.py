@@ -11,6 +11,7 @@ import pytest
 
 from atom.messages.worker import AllocateKV, ScheduledBatch
 from tests.helpers.core_side import CoreSide, generate
+from tests.helpers.rows import model_rows
 from tests.helpers.tiny_models import (
     MAX_MODEL_LEN,
     TINY_MODELS,
@@ -19,6 +20,7 @@ from tests.helpers.tiny_models import (
     place,
     prompt_of,
     save_tiny,
+    tiny,
 )
 from workers.worker import Worker
 
@@ -42,9 +44,9 @@ def answers(model: Tiny, directory: Path) -> list[list[int]]:
     return generate(CoreSide(BLOCKS, BLOCK_SIZE), execute, prompts, NEW_TOKENS, chunk=24, stagger=2)
 
 
-@pytest.mark.parametrize("model", TINY_MODELS, ids=lambda model: model.name)
-def test_answers_are_the_recorded_ones(model: Tiny, tmp_path: Path) -> None:
-    assert answers(model, tmp_path) == json.loads(GOLDEN.read_text())[model.name]
+@pytest.mark.parametrize("name", model_rows())
+def test_answers_are_the_recorded_ones(name: str, tmp_path: Path) -> None:
+    assert answers(tiny(name), tmp_path) == json.loads(GOLDEN.read_text())[name]
 
 
 def record() -> None:

@@ -13,12 +13,12 @@ Execute = Callable[[ScheduledBatch], bytes]
 
 
 class CoreSide:
-    """Rows, their tokens and their blocks. Blocks are handed out in random order."""
+    """Rows, their tokens and their blocks. Blocks of each KV group are handed out in random order."""
 
-    def __init__(self, num_blocks: int, block_size: int, seed: int = 0):
+    def __init__(self, num_blocks: int, block_size: int, seed: int = 0, groups: int = 1):
         self._block_size = block_size
-        self._free = list(range(num_blocks))
-        random.Random(seed).shuffle(self._free)
+        shuffled = random.Random(seed)
+        self._free = [shuffled.sample(range(num_blocks), num_blocks) for _ in range(groups)]
         self._blocks: dict[int, int] = {}
         self._fresh: dict[int, tuple[Sampling, int, int]] = {}
         self._drawers: list[int] = []
@@ -49,13 +49,13 @@ class CoreSide:
         for row, count in counts.items():
             end = self.computed[row] + count
             needed = -(-end // self._block_size) - self._blocks[row]
-            blocks = [self._free.pop() for _ in range(needed)]
+            blocks = [[free.pop() for _ in range(needed)] for free in self._free]
             self._blocks[row] += needed
             if row in self._fresh:
                 ids = pack_ids(self.tokens[row])
-                new_rows.append(NewRow(row, ids, self.computed[row], [blocks], *self._fresh.pop(row)))
-            elif blocks:
-                more_blocks.append(MoreBlocks(row, [blocks]))
+                new_rows.append(NewRow(row, ids, self.computed[row], blocks, *self._fresh.pop(row)))
+            elif needed:
+                more_blocks.append(MoreBlocks(row, blocks))
             self.computed[row] = end
         self._drawers = [row for row in counts if self.computed[row] >= self.known[row]]
         self._step += 1

@@ -4,7 +4,9 @@ A row of the table of models proves something only if its tokens differ clearly:
 why one does not.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from tests.helpers.tiny_models import Greedy, Tiny, build_tiny, hf_greedy, hf_lo
 NEW_TOKENS = 32
 PROMPT_LENGTHS = (5, 37, 64)
 """The middle one ends inside a block, the last one at a border; all go on across some."""
+PROMPTS = [prompt_of(length, length) for length in PROMPT_LENGTHS]
 MOST_TOKENS = max(PROMPT_LENGTHS) + NEW_TOKENS
 
 LEAST_DISTINCT = 16
@@ -54,19 +57,25 @@ class Reference:
         return [answer.greedy.ids for answer in self.answers]
 
 
+ReferenceOf = Callable[[str], Reference]
+"""By the name of a row."""
+
+
 def make_reference(model: Tiny, directory: Path) -> Reference:
     """Saves the row in `directory`. AssertionError for one that would prove little."""
     built = build_tiny(model)
     built.save_pretrained(directory)
-    found = Reference(directory, [_answer(built, length) for length in PROMPT_LENGTHS], windows(built.config))
-    why = problems([answer.greedy for answer in found.answers], found.windows)
+    greedy = _greedy(built)
+    why = problems(greedy, windows(built.config))
     assert not why, f"{model.name} proves little: {'; '.join(why)} (python -m tests.models.find_seed)"
-    return found
+    return Reference(directory, list(map(partial(_answer, built), PROMPTS, greedy)), windows(built.config))
 
 
-def _answer(model: torch.nn.Module, length: int) -> Answer:
-    prompt = prompt_of(length, length)
-    greedy = hf_greedy(model, prompt, NEW_TOKENS)
+def _greedy(model: torch.nn.Module) -> list[Greedy]:
+    return [hf_greedy(model, prompt, NEW_TOKENS, LEAST_GAP) for prompt in PROMPTS]
+
+
+def _answer(model: torch.nn.Module, prompt: list[int], greedy: Greedy) -> Answer:
     return Answer(prompt, greedy, hf_logits(model, prompt + greedy.ids).log_softmax(-1))
 
 
@@ -82,17 +91,17 @@ def problems(answers: list[Greedy], widths: list[int | None]) -> list[str]:
     """Why comparing these answers would prove little; none for a good row."""
     distinct = min(len(set(greedy.ids)) for greedy in answers)
     gap = min(greedy.smallest_gap for greedy in answers)
-    widest = max((width for width in widths if width), default=0)
+    crossed = range(min(PROMPT_LENGTHS) + 1, min(PROMPT_LENGTHS) + NEW_TOKENS)
     checks = {
-        f"{distinct} distinct ids of {NEW_TOKENS}, fewer than {LEAST_DISTINCT}": distinct >= LEAST_DISTINCT,
         f"the best two logits differ by {gap:.1e}, no more than {LEAST_GAP:.0e}": gap > LEAST_GAP,
-        f"no prompt leaves a window of {widest} tokens": widest < max(PROMPT_LENGTHS),
+        f"{distinct} distinct ids of {NEW_TOKENS}, fewer than {LEAST_DISTINCT}": distinct >= LEAST_DISTINCT,
     }
+    for width in filter(None, widths):
+        checks[f"the shortest answer does not leave a window of {width} tokens"] = width in crossed
     return [problem for problem, fine in checks.items() if not fine]
 
 
 def problems_of(model: Tiny) -> list[str]:
     """The same for any row."""
     built = build_tiny(model)
-    greedy = [hf_greedy(built, prompt_of(length, length), NEW_TOKENS) for length in PROMPT_LENGTHS]
-    return problems(greedy, windows(built.config))
+    return problems(_greedy(built), windows(built.config))

@@ -70,6 +70,8 @@ class Counted:
     """What happened during some requests."""
 
     preemptions: int
+    preempted_answers: int
+    """Preemptions of requests that had tokens of their own already."""
     prefix_hits: int
     chunked_prefills: int
 
@@ -77,9 +79,14 @@ class Counted:
     def between(cls, before: CoreStats, after: CoreStats) -> "Counted":
         return cls(
             after.preemptions - before.preemptions,
+            _answering(after) - _answering(before),
             after.prefix_hits - before.prefix_hits,
             after.chunked_prefills - before.chunked_prefills,
         )
+
+
+def _answering(stats: CoreStats) -> int:
+    return stats.preemptions - stats.prefill_preemptions
 
 
 @contextmanager

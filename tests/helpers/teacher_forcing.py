@@ -1,13 +1,35 @@
 """A worker's logits at every place of a given text, not only where it draws."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 
-from atom.messages.worker import ScheduledBatch
+from atom.messages.worker import AllocateKV, ScheduledBatch
 from tests.helpers.core_side import CoreSide
+from tests.helpers.tiny_models import MAX_MODEL_LEN, checkpoint_of, engine_config, place
 from workers.layers.context import ForwardContext
 from workers.worker import Worker
+
+BLOCKS, BLOCK_SIZE = 256, 4
+
+
+class TinyWorker:
+    """A worker of a saved tiny model, on the CPU."""
+
+    def __init__(self, directory: Path):
+        self.worker = Worker(
+            engine_config(block_size=BLOCK_SIZE), checkpoint_of(directory), place(), lambda *progress: None
+        )
+        self._groups = len(self.worker.load().kv_specs)
+        self.worker.allocate(AllocateKV([BLOCKS] * self._groups, MAX_MODEL_LEN))
+
+    def execute(self, batch: ScheduledBatch) -> bytes:
+        return self.worker.execute(batch).token_ids()
+
+    def core(self) -> CoreSide:
+        """With every block free."""
+        return CoreSide(BLOCKS, BLOCK_SIZE, groups=self._groups)
 
 
 @torch.inference_mode()

@@ -1,6 +1,7 @@
 """Tiny random models, saved as Hugging Face checkpoints, and transformers' answers about them."""
 
 import json
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,32 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+_DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+_YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+}
+_ODD_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
+_MHA_TIED = {"num_key_value_heads": 4, "tie_word_embeddings": True}
+_QWEN3_MOE = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 28,
+    "norm_topk_prob": True,
+}
+_MIXTRAL = {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}
+_GLM4_MOE = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 28,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
 
 TINY_MODELS = [
     Tiny("llama-gqa", "llama", 11),
@@ -68,10 +95,31 @@ TINY_MODELS = [
     Tiny("llama-linear-rope", "llama", 5, {"rope_parameters": _LINEAR_ROPE}),
     Tiny("llama-llama3-rope", "llama", 6, {"rope_parameters": _LLAMA3_ROPE}),
     Tiny("llama-biases", "llama", 27, {"attention_bias": True, "mlp_bias": True}),
+    Tiny("llama-yarn-rope", "llama", 2, {"rope_parameters": _YARN_ROPE}),
+    Tiny("mistral", "mistral", 3, {"sliding_window": None}),
+    Tiny("mistral-odd-gqa-dynamic-rope", "mistral", 1,
+         _ODD_HEADS | {"sliding_window": None, "rope_parameters": _DYNAMIC_ROPE}),
+    Tiny("qwen2", "qwen2", 1),
+    Tiny("qwen2-mha-tied", "qwen2", 2, _MHA_TIED),
+    Tiny("qwen2-untruncated-yarn-rope", "qwen2", 1,
+         {"num_attention_heads": 6, "head_dim": 12, "rope_parameters": _YARN_ROPE | {"truncate": False}}),
     Tiny("qwen3", "qwen3", 8),
-    Tiny("qwen3-tied-wide-heads", "qwen3", 149, {"tie_word_embeddings": True, "head_dim": 32}),
+    Tiny("qwen3-tied-wide-heads", "qwen3", 5, {"tie_word_embeddings": True, "head_dim": 32}),
     Tiny("qwen3-biases", "qwen3", 110, {"attention_bias": True}),
-]
+    Tiny("qwen3-moe", "qwen3_moe", 3, _QWEN3_MOE),
+    Tiny("qwen3-moe-dense-first-odd-gqa", "qwen3_moe", 42,
+         _QWEN3_MOE | _ODD_HEADS | {"mlp_only_layers": [0], "norm_topk_prob": False, "attention_bias": True}),
+    Tiny("qwen3-moe-every-second-mha-tied", "qwen3_moe", 7,
+         _QWEN3_MOE | _MHA_TIED | {"decoder_sparse_step": 2}),
+    Tiny("mixtral", "mixtral", 2, _MIXTRAL),
+    Tiny("mixtral-odd-gqa-tied", "mixtral", 1, _MIXTRAL | _ODD_HEADS | {"tie_word_embeddings": True}),
+    Tiny("glm4-moe", "glm4_moe", 1, _GLM4_MOE),
+    Tiny("glm4-moe-norms-groups-mha", "glm4_moe", 1,
+         _GLM4_MOE | {"use_qk_norm": True, "attention_bias": True, "num_key_value_heads": 4, "n_group": 4,
+                      "topk_group": 2, "n_shared_experts": 2, "norm_topk_prob": False}),
+    Tiny("glm4-moe-odd-gqa-tied", "glm4_moe", 1,
+         _GLM4_MOE | _ODD_HEADS | {"tie_word_embeddings": True, "first_k_dense_replace": 2}),
+]  # fmt: skip
 
 
 def tiny(name: str) -> Tiny:
@@ -81,18 +129,26 @@ def tiny(name: str) -> Tiny:
 
 def build_tiny(model: Tiny) -> torch.nn.Module:
     """The transformers model, float32. Weights are large enough that tokens differ clearly."""
-    config = AutoConfig.for_model(model.model_type, **{**_COMMON, **model.config})
+    # A config writes into what it is given.
+    config = AutoConfig.for_model(model.model_type, **deepcopy({**_COMMON, **model.config}))
+    # One expert after another: what its fused products give on a CPU differs by version.
+    config._experts_implementation = "eager"
     torch.manual_seed(model.seed)
     built = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, weight in built.named_parameters():
-            if weight.dim() > 1:
-                # A larger embedding would make a tied model repeat its last token.
-                weight.normal_(0, 0.2 if "embed" in name else model.scale * weight.shape[1] ** -0.5)
-            elif name.endswith("bias"):
+            if name.endswith("bias"):
                 weight.normal_(0, 0.3)
+            elif weight.dim() > 1:
+                # A larger embedding would make a tied model repeat its last token.
+                weight.normal_(0, 0.2 if "embed" in name else model.scale * weight.shape[-1] ** -0.5)
+            elif name.endswith("sinks"):
+                weight.normal_(0, 2)
             else:
                 weight.uniform_(0.5, 1.5)
+        for name, buffer in built.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.3)
     return built
 
 
@@ -152,13 +208,18 @@ class Greedy:
     """Between the best and the second logit, over all steps."""
 
 
-def hf_greedy(model: torch.nn.Module, prompt: list[int], count: int) -> Greedy:
-    """Every token by a forward pass over everything before it: no cache, nothing shared."""
+def hf_greedy(model: torch.nn.Module, prompt: list[int], count: int, least_gap: float = 0.0) -> Greedy:
+    """Every token by a forward pass over everything before it: no cache, nothing shared.
+
+    Ends early where the two best logits differ by `least_gap` or less.
+    """
     ids, gaps = list(prompt), []
     for _ in range(count):
         best = hf_logits(model, ids)[-1].topk(2)
         ids.append(int(best.indices[0]))
         gaps.append(float(best.values[0] - best.values[1]))
+        if gaps[-1] <= least_gap:
+            break
     return Greedy(ids[len(prompt) :], min(gaps))
 
 

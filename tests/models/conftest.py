@@ -1,17 +1,16 @@
 """One reference for each row, one engine for all cases of a row and a setting, and the record."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.helpers.proven import Proofs
-from tests.helpers.reference import Reference, make_reference
+from tests.helpers.reference import ReferenceOf, make_reference
 from tests.helpers.served import Served, Setting, served
 from tests.helpers.tiny_models import tiny
-
-ReferenceOf = Callable[[str], Reference]
 
 _PROOFS = pytest.StashKey[Proofs]()
 
@@ -50,11 +49,18 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = yield
     marker = item.get_closest_marker("proves")
     if marker and report.when == "call" and report.passed:
-        (row,) = item.callspec.params.values()
-        name, tp = (row, 1) if isinstance(row, str) else (row[0], row[1].tp)
+        name, tp = _row(item.callspec.params)
         for proof in marker.args:
             item.config.stash[_PROOFS].add(name, tp, proof)
     return report
+
+
+def _row(params: dict[str, Any]) -> tuple[str, int]:
+    """The name of the row that a test is about, and the number of ranks."""
+    if "name" in params:
+        return params["name"], 1
+    ((name, setting),) = params.values()
+    return name, setting.tp
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -1,22 +1,45 @@
 """Every family through the real engine, beside transformers: greedy ids and log probabilities.
 
-Cases that differ only per request share one engine. A roomy engine computes prompts whole; a
-tight one in chunks of 16, with no more KV blocks than its longest request needs.
+Cases that differ only per request share one engine. A tight one computes prompts in chunks of 16,
+with no more KV blocks than its longest request needs; a roomy one computes them whole.
 """
 
 import pytest
 
 from atom.sampling_params import MAX_LOGPROBS
 from tests.helpers.reference import TOLERANCE
-from tests.helpers.rows import served_rows
-from tests.helpers.served import CHUNK, Served, Setting, ids_of, worst_difference
+from tests.helpers.rows import roomy_rows, tight_rows
+from tests.helpers.served import CHUNK, Served, ids_of, worst_difference
 
-each_roomy = pytest.mark.parametrize(
-    "roomy", served_rows([Setting(1, tight=False), Setting(2, tight=False)]), indirect=True
-)
-each_tight = pytest.mark.parametrize(
-    "tight", served_rows([Setting(1, tight=True), Setting(2, tight=True)]), indirect=True
-)
+each_roomy = pytest.mark.parametrize("roomy", roomy_rows(), indirect=True)
+each_tight = pytest.mark.parametrize("tight", tight_rows(), indirect=True)
+
+
+@each_tight
+@pytest.mark.proves("chunked", "prefix")
+def test_alone_in_chunks_and_out_of_the_prefix_cache(tight: Served) -> None:
+    longest = tight.reference.answers[-1]
+    cold, counted = tight.generate([longest.prompt])
+    assert counted.chunked_prefills >= len(longest.prompt) // CHUNK - 1 and counted.prefix_hits == 0
+    assert ids_of(cold) == [longest.greedy.ids]
+    warm, counted = tight.generate([longest.prompt])
+    assert counted.prefix_hits > len(longest.prompt) // 2
+    assert ids_of(warm) == [longest.greedy.ids]
+
+
+@each_tight
+@pytest.mark.proves("mixed", "preempted")
+def test_preempted_and_resumed(tight: Served) -> None:
+    outputs, counted = tight.generate(tight.reference.prompts)
+    assert counted.preempted_answers > 0
+    assert ids_of(outputs) == tight.reference.ids
+
+
+@each_tight
+@pytest.mark.proves("logits")
+def test_log_probabilities_of_chunks(tight: Served) -> None:
+    check_prompt_logprobs(tight)
+    check_drawn_logprobs(tight)
 
 
 @each_roomy
@@ -48,30 +71,6 @@ def test_going_on_from_a_cached_answer(roomy: Served) -> None:
 def test_log_probabilities_of_whole_prompts(roomy: Served) -> None:
     check_prompt_logprobs(roomy)
     check_drawn_logprobs(roomy)
-
-
-@each_tight
-@pytest.mark.proves("chunked")
-def test_alone_in_chunks(tight: Served) -> None:
-    longest = tight.reference.answers[-1]
-    outputs, counted = tight.generate([longest.prompt])
-    assert counted.chunked_prefills >= len(longest.prompt) // CHUNK - 1 and counted.preemptions == 0
-    assert ids_of(outputs) == [longest.greedy.ids]
-
-
-@each_tight
-@pytest.mark.proves("mixed", "preempted")
-def test_preempted_and_resumed(tight: Served) -> None:
-    outputs, counted = tight.generate(tight.reference.prompts)
-    assert counted.preemptions > 0
-    assert ids_of(outputs) == tight.reference.ids
-
-
-@each_tight
-@pytest.mark.proves("logits")
-def test_log_probabilities_of_chunks(tight: Served) -> None:
-    check_prompt_logprobs(tight)
-    check_drawn_logprobs(tight)
 
 
 def check_prompt_logprobs(model: Served) -> None:

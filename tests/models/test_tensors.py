@@ -12,24 +12,11 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM
 
-from atom.messages.worker import AllocateKV
-from tests.helpers.core_side import CoreSide
 from tests.helpers.reference import TOLERANCE
-from tests.helpers.rows import model_rows
-from tests.helpers.teacher_forcing import forced_logits
-from tests.helpers.tiny_models import (
-    MAX_MODEL_LEN,
-    checkpoint_of,
-    engine_config,
-    hf_logits,
-    place,
-    prompt_of,
-    save_tiny,
-    tiny,
-)
-from workers.worker import Worker
+from tests.helpers.rows import ON_TWO_RANKS, model_rows
+from tests.helpers.teacher_forcing import TinyWorker, forced_logits
+from tests.helpers.tiny_models import hf_logits, prompt_of, save_tiny, tiny
 
-BLOCKS, BLOCK_SIZE = 64, 4
 IDS = prompt_of(64, seed=9)
 CHANGE = 0.3
 LEAST_EFFECT = 100 * TOLERANCE
@@ -47,14 +34,10 @@ def kinds(names: list[str]) -> dict[str, str]:
 
 def ours(directory: Path) -> torch.Tensor:
     """Logits [T, V] of our worker."""
-    worker = Worker(
-        engine_config(block_size=BLOCK_SIZE), checkpoint_of(directory), place(), lambda *progress: None
-    )
-    groups = len(worker.load().kv_specs)
-    worker.allocate(AllocateKV([BLOCKS] * groups, MAX_MODEL_LEN))
-    core = CoreSide(BLOCKS, BLOCK_SIZE)
+    tiny_worker = TinyWorker(directory)
+    core = tiny_worker.core()
     core.add(0, IDS)
-    return forced_logits(worker, core, 0, [len(IDS)])
+    return forced_logits(tiny_worker.worker, core, 0, [len(IDS)])
 
 
 def theirs(directory: Path) -> torch.Tensor:
@@ -68,7 +51,7 @@ def changed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.proves("tensors")
-@pytest.mark.parametrize("name", model_rows())
+@pytest.mark.parametrize("name", model_rows([ON_TWO_RANKS]))
 def test_every_kind_of_tensor_counts(name: str, tmp_path: Path) -> None:
     save_tiny(tiny(name), tmp_path)
     (file,) = tmp_path.glob("*.safetensors")

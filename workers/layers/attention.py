@@ -25,14 +25,15 @@ class KVGroup:
     Blocks that no window reaches any more are handed to others."""
 
 
-def group_by_window(windows: Sequence[int], kv_heads: int, head_dim: int) -> list[KVGroup]:
-    """The groups of layers that differ in nothing but `windows`, the window of each layer.
+def group_by_window(windows: Sequence[int | None], kv_heads: int, head_dim: int) -> list[KVGroup]:
+    """The groups of layers that differ in nothing but `windows`, the window of each layer (None or 0: none).
 
     In the order of their first layers.
     """
+    of_layer = [window or 0 for window in windows]
     return [
-        KVGroup([layer for layer, own in enumerate(windows) if own == window], kv_heads, head_dim, window)
-        for window in dict.fromkeys(windows)
+        KVGroup([layer for layer, own in enumerate(of_layer) if own == window], kv_heads, head_dim, window)
+        for window in dict.fromkeys(of_layer)
     ]
 
 
@@ -43,13 +44,13 @@ class Attention(nn.Module):
     Knows neither rows nor blocks: those are in the context's plan.
     """
 
-    def __init__(self, layer: int, head_dim: int, windows: Sequence[int] = ()):
-        """`windows` are those of all layers, as given to `group_by_window`; none: no layer has one."""
+    def __init__(self, layer: int, groups: Sequence[KVGroup]):
+        """`groups` are all of the model's; one of them has the layer."""
         super().__init__()
         self._layer = layer
-        self._scale = head_dim**-0.5
-        self._window = windows[layer] if windows else 0
-        self._group = list(dict.fromkeys(windows)).index(self._window) if windows else 0
+        self._group = next(number for number, group in enumerate(groups) if layer in group.layers)
+        self._scale = groups[self._group].head_dim ** -0.5
+        self._window = groups[self._group].window
 
     def forward(
         self,

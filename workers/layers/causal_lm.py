@@ -19,6 +19,8 @@ class CausalLM(nn.Module, ABC):
 
     packed_modules_mapping: ClassVar[Mapping[str, tuple[str, ...]]]
     """Fused module -> the modules on disk that are stacked into it, in this order."""
+    renamed_on_disk: ClassVar[Mapping[str, str]] = {}
+    """Module -> its name on disk, where a family calls by another name what others share."""
     kv_groups: list[KVGroup]
     """Every attention layer belongs to one of them."""
     unused_on_disk: tuple[str, ...] = ()

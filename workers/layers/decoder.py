@@ -20,14 +20,14 @@ from torch import nn
 from atom_ops import HeadNorms
 from parallel.sharding import head_shard
 from workers.layers.activation import gated_linear
-from workers.layers.attention import Attention, KVGroup
+from workers.layers.attention import Attention, KVGroup, group_by_window
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext, ForwardContext
 from workers.layers.embedding import LMHead, VocabEmbedding
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, tp_range
 from workers.layers.norm import RMSNorm
 from workers.layers.rotary import RotaryEmbedding, Rotation
-from workers.layers.weighted import Range
+from workers.layers.weighted import Range, Source, WeightedLayer
 from workers.layers.window import Windows
 
 _BASE_OF_MOST = 10000.0
@@ -56,16 +56,20 @@ class DecoderArgs:
     """Whether queries and keys are normalised, head by head, before they turn."""
     windows: Windows = ()
     """Empty: every layer sees all that came before."""
+    sinks: bool = False
+    """Whether each query head has a score for nothing, learned, beside those for tokens."""
 
 
 def common_fields(config: Mapping[str, Any], partial_rotary: bool = False) -> dict[str, Any]:
     """The fields of `DecoderArgs` that every family keeps under one name in config.json.
 
+    A family's own rope_theta and partial_rotary_factor stand beside rope_parameters, which go first.
     `partial_rotary`: whether the family can turn a part of each head only. Raises KeyError for a
     missing field, ValueError for one that asks for what the family cannot do.
     """
     heads = config["num_attention_heads"]
-    rope = {"rope_theta": _BASE_OF_MOST, **config["rope_parameters"]}
+    stated = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if name in config}
+    rope = {"rope_theta": _BASE_OF_MOST, **stated, **config["rope_parameters"]}
     if rope.get("partial_rotary_factor", 1.0) != 1.0 and not partial_rotary:
         raise ValueError(f"{config['model_type']} with a partial_rotary_factor other than 1 is not supported")
     return {
@@ -83,10 +87,19 @@ def common_fields(config: Mapping[str, Any], partial_rotary: bool = False) -> di
     }
 
 
-class SelfAttention(nn.Module):
+def kv_groups(args: DecoderArgs, build: BuildContext) -> list[KVGroup]:
+    """One for the layers of each window."""
+    shard = head_shard(args.num_attention_heads, args.num_key_value_heads, build.tp.size, build.tp.rank)
+    windows = args.windows or (None,) * args.num_hidden_layers
+    return group_by_window(windows, shard.kv_count, args.head_dim)
+
+
+class SelfAttention(WeightedLayer):
     """Grouped-query attention with rotary positions."""
 
-    def __init__(self, args: DecoderArgs, layer: int, build: BuildContext):
+    sinks: torch.Tensor | None
+
+    def __init__(self, args: DecoderArgs, layer: int, groups: Sequence[KVGroup], build: BuildContext):
         super().__init__()
         heads, kv_heads, head_dim = args.num_attention_heads, args.num_key_value_heads, args.head_dim
         shard = head_shard(heads, kv_heads, build.tp.size, build.tp.rank)
@@ -96,7 +109,10 @@ class SelfAttention(nn.Module):
         self.o_proj = RowParallelLinear(q, args.hidden_size, args.o_bias, build)
         self.q_norm = RMSNorm(head_dim, args.rms_norm_eps, build) if args.qk_norm else None
         self.k_norm = RMSNorm(head_dim, args.rms_norm_eps, build) if args.qk_norm else None
-        self.attention = Attention(layer, head_dim)
+        self.register_buffer("sinks", None)
+        if args.sinks:
+            self.add_weight("sinks", [Source((heads,), 0, Range(heads, shard.q_start, shard.q_count))], build)
+        self.attention = Attention(layer, groups)
 
     def after_norm(
         self,
@@ -108,7 +124,8 @@ class SelfAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(attention of the sum's norm, the sum); see `ColumnParallelLinear.after_norm`."""
         qkv_TO, residual_TD = self.qkv_proj.after_norm(norm, x_TD, residual_TD)
-        return self.o_proj(self.attention(qkv_TO, rotation, ctx, self._head_norms())), residual_TD
+        out_TO = self.attention(qkv_TO, rotation, ctx, self._head_norms(), self.sinks)
+        return self.o_proj(out_TO), residual_TD
 
     def _head_norms(self) -> HeadNorms | None:
         if self.q_norm is None or self.k_norm is None:
@@ -148,10 +165,10 @@ class DecoderLayer(nn.Module):
 
     mlp: FeedForward
 
-    def __init__(self, args: DecoderArgs, layer: int, mlp: FeedForward, build: BuildContext):
+    def __init__(self, args: DecoderArgs, attention: SelfAttention, mlp: FeedForward, build: BuildContext):
         super().__init__()
         self.input_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps, build)
-        self.self_attn = SelfAttention(args, layer, build)
+        self.self_attn = attention
         self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps, build)
         self.mlp = mlp
 
@@ -170,10 +187,10 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """From token ids to normalised hidden states."""
 
-    def __init__(self, args: DecoderArgs, mlps: Sequence[FeedForward], build: BuildContext):
+    def __init__(self, args: DecoderArgs, layers: Sequence[DecoderLayer], build: BuildContext):
         super().__init__()
         self.embed_tokens = VocabEmbedding(args.vocab_size, args.hidden_size, build)
-        self.layers = nn.ModuleList(DecoderLayer(args, layer, mlp, build) for layer, mlp in enumerate(mlps))
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps, build)
         self.rotary = RotaryEmbedding(args.head_dim, args.rope_parameters, build)
 
@@ -204,17 +221,22 @@ class DecoderLM(CausalLM):
     ):
         """`args` are read from `config`; `mlp` makes a layer's feed-forward block, else `GatedMLP` does."""
         super().__init__(config, build)
-        if any(args.windows):
-            raise ValueError("sliding window attention is not supported")
+        self.kv_groups = kv_groups(args, build)
+        layers = [
+            DecoderLayer(
+                args,
+                SelfAttention(args, layer, self.kv_groups, build),
+                mlp(layer) if mlp else GatedMLP(args, build),
+                build,
+            )
+            for layer in range(args.num_hidden_layers)
+        ]
+        self.model = Decoder(args, layers, build)
         tied = args.tie_word_embeddings
-        layers = range(args.num_hidden_layers)
-        self.unused_on_disk = ("*.rotary_emb.inv_freq", *(("lm_head.weight",) if tied else ()))
-        self.model = Decoder(args, [mlp(layer) if mlp else GatedMLP(args, build) for layer in layers], build)
         self.lm_head = LMHead(
             args.vocab_size, args.hidden_size, build, self.model.embed_tokens if tied else None
         )
-        shard = head_shard(args.num_attention_heads, args.num_key_value_heads, build.tp.size, build.tp.rank)
-        self.kv_groups = [KVGroup(layers, shard.kv_count, args.head_dim)]
+        self.unused_on_disk = ("*.rotary_emb.inv_freq", *(("lm_head.weight",) if tied else ()))
 
     def forward(self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         return self.model(ids_T, positions_T, ctx)

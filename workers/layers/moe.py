@@ -17,6 +17,7 @@ from workers.layers.activation import gated_linear
 from workers.layers.context import BuildContext
 from workers.layers.expert_forms import PER_EXPERT, ExpertForm, ExpertSizes, Part
 from workers.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, tp_range
+from workers.layers.norm import RMSNorm
 from workers.layers.weighted import Range, Source, WeightedLayer
 
 
@@ -46,7 +47,7 @@ class MoEArgs:
 class MoE(nn.Module):
     """Its parts are named as on disk: gate, experts, shared_experts.
 
-    A family whose names differ says so in its packed_modules_mapping ("gate": ("router",)).
+    A family that calls one differently says so in its `renamed_on_disk`.
     """
 
     def __init__(self, args: MoEArgs, build: BuildContext):
@@ -55,6 +56,13 @@ class MoE(nn.Module):
         self.gate = Router(args, build)
         self.experts = Experts(args, build)
         self.shared_experts = SharedExperts(args, build) if args.shared_features else None
+
+    def after_norm(
+        self, norm: RMSNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the result for the sum's norm, the sum); without a residual yet the sum is `x_TD` itself."""
+        normed_TD, residual_TD = norm.add(x_TD, residual_TD)
+        return self(normed_TD), residual_TD
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         out_TD = self.experts(x_TD, *self.gate.choose(x_TD))

@@ -10,8 +10,9 @@ Windows = tuple[int | None, ...]
 
 
 def same_window(config: Mapping[str, Any]) -> Windows:
-    """`sliding_window` in every layer; its absence means that there is none."""
-    return (config.get("sliding_window"),) * config["num_hidden_layers"]
+    """`sliding_window` in every layer, unless the configuration says that it is not in use."""
+    in_use = config.get("use_sliding_window", True)
+    return (config.get("sliding_window") if in_use else None,) * config["num_hidden_layers"]
 
 
 def windows_of_types(config: Mapping[str, Any]) -> Windows:

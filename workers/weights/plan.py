@@ -30,7 +30,8 @@ def weighted_layers(model: CausalLM) -> Iterator[tuple[str, WeightedLayer]]:
 
 def slots(model: CausalLM) -> Iterator[Slot]:
     """Every matrix that the model needs. A fused projection needs each of its parts'."""
-    for path, layer in weighted_layers(model):
+    for module_path, layer in weighted_layers(model):
+        path = ".".join(model.renamed_on_disk.get(name, name) for name in module_path.split("."))
         parent, _, last = path.rpartition(".")
         modules = model.packed_modules_mapping.get(last, (last,))
         for weight, sources in layer.sources.items():

@@ -106,6 +106,17 @@ def test_dtype_in_either_form(tmp_path: Path) -> None:
         assert checkpoint_of(tmp_path, {name: "float16"}).dtype == "float16"
 
 
+def test_null_leaves_a_derived_setting_to_the_others(tmp_path: Path) -> None:
+    nulls = {"head_dim": None, "num_key_value_heads": None, "tie_word_embeddings": None}
+    assert nulls.items() <= checkpoint_of(tmp_path, nulls).hf_config.items()
+
+
+def test_ends_outside_the_vocabulary_are_left_out(tmp_path: Path) -> None:
+    """Else a rule that forbids the end for a while would reach beyond the logits."""
+    assert checkpoint_of(tmp_path, {"eos_token_id": [2, -1, 300, 299]}).eos_token_ids == [2, 299]
+    assert checkpoint_of(tmp_path, {"vocab_size": 2}).eos_token_ids == []
+
+
 def test_an_end_of_sequence_id_counts_more_than_generation_config(tmp_path: Path) -> None:
     generation = {"eos_token_id": [7, 8]}
     assert checkpoint_of(tmp_path, {}, generation_config=generation).eos_token_ids == [7, 8]
@@ -122,8 +133,29 @@ def test_an_end_of_sequence_id_counts_more_than_generation_config(tmp_path: Path
         ({"architectures": "Llama"}, "architectures must be a list"),
         ({"rope_parameters": {"rope_type": 3}}, "rope_parameters.rope_type must be a text"),
         ({"rope_scaling": 2.0}, "rope_scaling must be an object, not 2.0"),
-        ({"max_position_embeddings": 0}, "max_position_embeddings must be a whole number from 1, not 0"),
+        (
+            {"max_position_embeddings": 0},
+            "max_position_embeddings must be a whole number from 1 to 2147483647, not 0",
+        ),
         ({"max_position_embeddings": 8192.5}, "max_position_embeddings must be a whole number"),
+        (
+            {"max_position_embeddings": 2**70},
+            "max_position_embeddings must be a whole number from 1 to 21474",
+        ),
+        ({"hidden_size": "64"}, 'hidden_size must be a whole number from 1 to 2147483647, not "64"'),
+        (
+            {"num_hidden_layers": None},
+            "num_hidden_layers must be a whole number from 1 to 2147483647, not null",
+        ),
+        ({"num_attention_heads": 0}, "num_attention_heads must be a whole number"),
+        ({"head_dim": 2.0}, "head_dim must be a whole number"),
+        ({"attention_bias": "yes"}, 'attention_bias must be true or false, not "yes"'),
+        ({"rms_norm_eps": True}, "rms_norm_eps must be a number above 0, not true"),
+        ({"rms_norm_eps": None}, "rms_norm_eps must be a number above 0, not null"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_theta must be a number above 0, not 0"),
+        ({"rope_parameters": {"factor": [2]}}, r"factor must be a number above 0, not \[2\]"),
+        ({"eos_token_id": "</s>"}, 'eos_token_id must be a token id or a list of them, not "</s>"'),
+        ({"eos_token_id": [1, "x"]}, r'eos_token_id must be a token id or a list of them, not \[1, "x"\]'),
         ({"vocab_size": None}, "has no vocab_size"),
         ({"architectures": []}, "names no architecture"),
         ({"architectures": [1]}, "names no architecture"),

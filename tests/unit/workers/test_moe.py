@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -35,26 +35,22 @@ class Family:
     config: dict[str, Any]
     module: str
     args: dict[str, Any]
-    names: Mapping[str, tuple[str, ...]]
-    files: str = "mlp"
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
 
-_PLAIN = {"gate_up_proj": ("gate_proj", "up_proj")}
 FAMILIES = {
     "qwen3_moe": Family(
         "qwen3_moe",
         {"num_experts": COUNT, "num_experts_per_tok": 3, "norm_topk_prob": True},
         "mlp",
         {"rule": RoutingRule(3, "softmax", renormalise=True)},
-        _PLAIN,
     ),
     "mixtral": Family(
         "mixtral",
         {"num_local_experts": COUNT, "num_experts_per_tok": 2},
         "mlp",
         {"rule": RoutingRule(2, "softmax", renormalise=True), "form": PerExpert("w1", "w3", "w2")},
-        _PLAIN,
-        "block_sparse_moe",
+        {"mlp": "block_sparse_moe"},
     ),
     "glm4_moe": Family(
         "glm4_moe",
@@ -63,7 +59,6 @@ FAMILIES = {
         "mlp",
         {"rule": RoutingRule(2, "sigmoid", renormalise=True, scale=2.5), "correction_bias": True,
          "router_dtype": torch.float32, "shared_features": 2 * FEATURES},
-        _PLAIN,
     ),
     "gpt_oss": Family(
         "gpt_oss",
@@ -71,7 +66,7 @@ FAMILIES = {
         "mlp",
         {"rule": RoutingRule(4, "softmax_of_chosen"), "activation": ClampedSwiglu(7.0, 1.702),
          "router_bias": True, "expert_bias": True, "form": Interleaved()},
-        _PLAIN | {"gate": ("router",)},
+        {"gate": "router"},
     ),
 }  # fmt: skip
 
@@ -79,19 +74,19 @@ FAMILIES = {
 class OneLayer(CausalLM):
     """A model of a mixture alone, at the place where checkpoints hold that of layer 0."""
 
-    packed_modules_mapping: ClassVar[Mapping[str, tuple[str, ...]]]
+    packed_modules_mapping: ClassVar = {"gate_up_proj": ("gate_proj", "up_proj")}
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext):
         super().__init__(config, build)
         family: Family = config["family"]
-        self.packed_modules_mapping = family.names  # type: ignore[misc]
+        self.renamed_on_disk = family.renamed  # type: ignore[misc]
         self.unused_on_disk = ("*norm*", "*self_attn*", "*embed_tokens*", "lm_head*")
         args = MoEArgs(HIDDEN, COUNT, FEATURES, **{**family.args, **config.get("args", {})})
         layer = nn.Module()
-        layer.add_module(family.files, MoE(args, build))
+        layer.mlp = MoE(args, build)
         self.model = nn.Module()
         self.model.layers = nn.ModuleList([layer])
-        self.moe = layer.get_submodule(family.files)
+        self.moe = layer.mlp
 
     def forward(self, *args: Any) -> torch.Tensor:
         raise NotImplementedError
@@ -183,7 +178,8 @@ def test_whole_names_are_wanted(tmp_path: Path, family: Family) -> None:
     save(family, tmp_path)
     path = tmp_path / "model.safetensors"
     whole = load_file(path)
-    mixture = [name for name in whole if f".{family.files}." in name]
+    files = family.renamed.get("mlp", "mlp")
+    mixture = [name for name in whole if f".{files}." in name]
     for name in {mixture[0], mixture[len(mixture) // 2], mixture[-1]}:
         save_file({other: tensor for other, tensor in whole.items() if other != name}, path)
         with pytest.raises(WeightError, match=f"lacks {name}"):
@@ -191,7 +187,7 @@ def test_whole_names_are_wanted(tmp_path: Path, family: Family) -> None:
         save_file(whole | {name: torch.zeros(3, 5)}, path)
         with pytest.raises(WeightError, match=rf"{name} has shape \[3, 5\]; the configuration asks for"):
             load(family, tmp_path)
-    extra = f"model.layers.0.{family.files}.experts.{COUNT}.gate_proj.weight"
+    extra = f"model.layers.0.{files}.experts.{COUNT}.gate_proj.weight"
     save_file(whole | {extra: torch.zeros(1)}, path)
     with pytest.raises(WeightError, match=f"no place for {extra}"):
         load(family, tmp_path)

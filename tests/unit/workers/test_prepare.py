@@ -225,6 +225,16 @@ def test_a_slow_tokenizer_is_converted_once(tmp_path: Path, monkeypatch: pytest.
     )
 
 
+def test_code_of_a_tokenizer_is_never_run(tmp_path: Path) -> None:
+    """transformers would ask on the terminal, or run it."""
+    (tmp_path / "own.py").write_text("from pathlib import Path\nPath(__file__ + '.ran').touch()\n")
+    write(tmp_path, "vocab.txt", "a")
+    own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    with pytest.raises(ValueError, match=r"no tokenizer.json, and its vocab.txt cannot be converted"):
+        checkpoint_of(tmp_path, tokenizer_config=own)
+    assert not list(tmp_path.glob("*.ran"))
+
+
 def test_packed_experts_of_gpt_oss_are_kept_by_the_name_of_their_form(tmp_path: Path) -> None:
     """As published: no dtype is named, and bytes say nothing about it."""
     packed = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}

@@ -7,7 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.helpers.tiny_models import MAX_MODEL_LEN, Tiny, checkpoint_of, place, save_tiny, tiny
+from tests.helpers.tiny_models import (
+    MAX_MODEL_LEN,
+    TINY_MODELS,
+    Tiny,
+    checkpoint_of,
+    place,
+    save_tiny,
+    tiny,
+)
 from workers.layers.context import BuildContext
 from workers.models.registry import model_class
 from workers.weights.loader import WeightError, load_dummy, load_weights, weight_bytes

@@ -1,0 +1,61 @@
+"""What settings of config.json must be, in every family that has them.
+
+A wrong one would otherwise show up far from here, as an error of torch, or not at all.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_NEEDED = ("vocab_size", "max_position_embeddings")
+_COUNTS = (*_NEEDED, "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_DERIVED_COUNTS = ("num_key_value_heads", "head_dim")
+_SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
+_OF_ROPE = ("rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor")
+_HIGHEST_COUNT = 2**31 - 1
+_HIGHEST_NUMBER = 1e30  # float32 is left far behind
+
+
+def check_values(config: Mapping[str, Any], where: Path) -> None:
+    """Raise ValueError, naming the file and the setting, for the first that cannot be."""
+    for name in _NEEDED:
+        if config.get(name) is None:
+            raise ValueError(f"{where} has no {name}, without which nothing can be served")
+    count = f"a whole number from 1 to {_HIGHEST_COUNT}"
+    rope = config.get("rope_parameters", {})
+    for settings, names, holds, kind in (
+        (config, _COUNTS, _is_count, count),
+        (_not_null(config), _DERIVED_COUNTS, _is_count, count),
+        (_not_null(config), _SWITCHES, _is_switch, "true or false"),
+        (config, ("rms_norm_eps",), _is_positive, "a number above 0"),
+        (_not_null(rope), _OF_ROPE, _is_positive, "a number above 0"),
+    ):
+        for name in names:
+            if name in settings and not holds(settings[name]):
+                raise ValueError(f"{where}: {name} must be {kind}, not {json.dumps(settings[name]):.40}")
+
+
+def id_list(value: Any, name: str, where: Path) -> list[int]:
+    """Token ids, given as one, as a list or as null. Raises ValueError."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int for token in ids):
+        raise ValueError(f"{where}: {name} must be a token id or a list of them, not {json.dumps(value):.40}")
+    return ids
+
+
+def _not_null(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Where null says the same as nothing."""
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 1 <= value <= _HIGHEST_COUNT
+
+
+def _is_switch(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and value is not True and 0 < value < _HIGHEST_NUMBER
