@@ -160,7 +160,7 @@ class LatentAttention(nn.Module):
         nope, heads = self._args.nope_dim, q_THE.shape[1]
         rows_TK = read_latent(cache, group.slots_T, q_THE.dtype)
         latent_TC, key_TR = rows_TK.tensor_split([self._args.kv_lora_rank], 1)
-        kv_THX = linear(latent_TC, self.kv_b_proj.weight).unflatten(1, (heads, -1))
+        kv_THX = linear(latent_TC.contiguous(), self.kv_b_proj.weight).unflatten(1, (heads, -1))
         k_nope_THN, v_THV = kv_THX.tensor_split([nope], 2)
         k_THE = torch.cat((k_nope_THN, key_TR[:, None].expand(-1, heads, -1)), 2)
         turned_THR = rotary(q_THE[..., nope:], rotation.cos_T1R, rotation.sin_T1R, self._args.interleaved)
