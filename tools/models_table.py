@@ -43,6 +43,10 @@ best logits.
 | logits | log probabilities at every position, also of the 20 likeliest others, within 0.0001 |
 | tensors | the logits after a change of one tensor of each kind in the checkpoint, which does change them |
 
+Rope types whose frequencies depend on the length of a text (dynamic, longrope) take those of
+`--max-model-len` for every text, and transformers those of each text: they are equal, and proven, up to the
+length before scaling.
+
 Numbers below are the tensor-parallel sizes that passed.
 """
 

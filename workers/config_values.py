@@ -10,7 +10,7 @@ from typing import Any
 
 _NEEDED = ("vocab_size", "max_position_embeddings")
 _COUNTS = (*_NEEDED, "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_DERIVED_COUNTS = ("num_key_value_heads", "head_dim")
+_DERIVED_COUNTS = ("num_key_value_heads", "head_dim", "sliding_window")
 _SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
 _OF_ROPE = ("rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor")
 _HIGHEST_COUNT = 2**31 - 1

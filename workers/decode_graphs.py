@@ -135,10 +135,11 @@ class DecodeGraphs:
 
     def _capture_size(self, size: int) -> _Graphs:
         rows_S = torch.full_like(self._starts[:size], self._inputs.limits.padding_row, dtype=torch.int64)
-        forward, forwarded = self._record(partial(self._forward, rows_S))
+        forward, forwarded = self._record(partial(self._forward, rows_S), f"bs_{size}")
         draws = {}
         for drawing in _drawings():
-            draws[drawing] = self._record(partial(self._draw, rows_S, forwarded, drawing))
+            draw = partial(self._draw, rows_S, forwarded, drawing)
+            draws[drawing] = self._record(draw, f"bs_{size}_draw_{drawing.name.lower()}")
         return _Graphs(rows_S, forward, forwarded, draws)
 
     def _forward(self, rows_S: torch.Tensor) -> Forwarded:

@@ -9,9 +9,12 @@ Replay = Callable[[], object]
 
 
 class Recorder(Protocol):
-    """Runs a function and returns what runs it again, on the same memory, and its first result."""
+    """Runs a function and returns what runs it again, on the same memory, and its first result.
 
-    def __call__(self, body: Callable[[], Any]) -> tuple[Replay, Any]: ...
+    `name` tells the captured functions of one engine apart, in traces.
+    """
+
+    def __call__(self, body: Callable[[], Any], name: str) -> tuple[Replay, Any]: ...
 
 
 class GraphRecorder:
@@ -26,7 +29,7 @@ class GraphRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
-    def __call__(self, body: Callable[[], Any]) -> tuple[Replay, Any]:
+    def __call__(self, body: Callable[[], Any], name: str) -> tuple[Replay, Any]:
         body()  # compiles the kernels, and lets libraries set themselves up
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

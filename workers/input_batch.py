@@ -124,6 +124,11 @@ class InputBatch:
         for more in batch.more_blocks:
             self._append_blocks(more.row, more.block_ids)
 
+    def lengths(self, batch: ScheduledBatch) -> list[tuple[int, int]]:
+        """Tokens of each of the batch's rows, before it is taken: (computed, known)."""
+        new = {row.row: (row.computed, len(row.token_ids) // 4) for row in batch.new_rows}
+        return [new.get(row) or (int(self._computed[row]), int(self._known[row])) for row in batch.rows]
+
     def cohort(self, batch: ScheduledBatch) -> Cohort | None:
         """The batch's rows, if each of them decodes."""
         if batch.counts:

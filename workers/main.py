@@ -19,6 +19,7 @@ import zmq
 from atom.config.engine import EngineConfig
 from atom.messages.codec import Decoder, encode
 from atom.messages.launch import WorkerLaunch
+from atom.messages.profile import Profile, RankTrace
 from atom.messages.supervisor import Dead, Progress
 from atom.messages.worker import (
     AllocateKV,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from workers.worker import Worker
 
 _IDLE_POLL_MS = 1000
+_WRITING_POLL_MS = 20
 _DEVICE_POLL_S = 50e-6
 _LINGER_MS = 2000
 _PROGRESS_INTERVAL_S = 0.05
@@ -52,6 +54,7 @@ def main() -> None:
     launch = read_launch(WorkerLaunch)
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(0))
     _set_thread_environment(launch.config)
+    _set_profiler_environment(launch.config)
     setup_logging(f"worker {launch.rank}")
     link = Link(launch)
     try:
@@ -118,19 +121,29 @@ def _work(launch: WorkerLaunch, link: Link) -> None:
     worker = Worker(config, launch.checkpoint, Communicator(group), link.progress)
     link.send(worker.load())
     trace = StepTrace(config.observability.step_trace, f"worker-{rank}")
-    _serve(worker, link, rank, trace)
-    trace.close()
+    try:
+        _serve(worker, link, rank, trace)
+    finally:
+        trace.close()
+        if worker.traces is not None:
+            worker.traces.close()
     group.close()
 
 
 def _serve(worker: "Worker", link: Link, rank: int, trace: StepTrace) -> None:
     """Until Shutdown. A step is launched as soon as it comes; ids go out as the device has them."""
     pending: deque[PendingStep] = deque()
+    traces = worker.traces
     while True:
         if pending and pending[0].ready():
             link.send(pending.popleft().result())
             continue
-        message = link.receive(0 if pending else _IDLE_POLL_MS)
+        idle_ms = _IDLE_POLL_MS
+        if traces is not None:
+            idle_ms = _WRITING_POLL_MS if traces.writing else idle_ms
+            while (answer := traces.take()) is not None:
+                link.send(answer)
+        message = link.receive(0 if pending else idle_ms)
         match message:
             case None if pending:
                 time.sleep(_DEVICE_POLL_S)
@@ -147,6 +160,10 @@ def _serve(worker: "Worker", link: Link, rank: int, trace: StepTrace) -> None:
                 gc.collect()
                 gc.freeze()  # the model is not searched for garbage again
                 link.send(WorkerReady(rank))
+            case Profile(on) if traces is not None:
+                traces.switch(on)
+            case Profile(on):
+                link.send(RankTrace(rank, on, error="the worker has no directory for traces"))
             case Shutdown():
                 return
 
@@ -168,6 +185,16 @@ def _set_thread_environment(config: EngineConfig) -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     elif "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
+
+
+def _set_profiler_environment(config: EngineConfig) -> None:
+    """Torch's profiler writes a line of its own at each start and stop.
+
+    And a GPU's tracing library that is taken down and set up again fails with captured graphs.
+    """
+    if config.observability.torch_profiler_dir is not None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+        os.environ.setdefault("TEARDOWN_CUPTI", "0")
 
 
 def _status(error: Exception) -> ExitStatus:

@@ -18,6 +18,7 @@ from workers.layers.context import CacheLayer, ForwardContext
 from workers.pending_step import PendingStep
 from workers.prompt_graphs import PromptGraphs
 from workers.sampler import Drawn, Sampler
+from workers.step_label import step_label
 
 _SCORED_LOGITS = 1 << 24  # logits of prompt tokens held at a time: 64 MiB of float32
 
@@ -63,6 +64,10 @@ class ModelRunner:
         if step.scored is None:
             return PendingStep(batch.step, drawn)
         return PendingStep(batch.step, drawn, step.scored.pieces, self._score(hidden_TD, step.scored))
+
+    def label(self, batch: ScheduledBatch) -> str:
+        """What a trace calls the step that `batch` is about to become."""
+        return step_label(batch, self._inputs.lengths(batch))
 
     def _forward(self, step: StepInputs) -> torch.Tensor:
         if self._graphs and self._graphs.prompts.fit(step):

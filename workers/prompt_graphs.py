@@ -66,7 +66,8 @@ class PromptGraphs:
         self._hidden_TD = self._run(self._sizes[-1], self._row_sizes[-1])
         for tokens in reversed(self._sizes):
             for rows in reversed(self._row_sizes):
-                self._graphs[tokens, rows], _ = self._record(partial(self._capture, tokens, rows))
+                forward = partial(self._capture, tokens, rows)
+                self._graphs[tokens, rows], _ = self._record(forward, f"tok_{tokens}_bs_{rows}")
             progress()
 
     def fit(self, step: StepInputs) -> bool:

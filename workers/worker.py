@@ -18,15 +18,17 @@ from atom_ops import BATCH_INVARIANT_SPLIT, backend
 from parallel.communicator import Communicator
 from workers.block_table import BatchLimits
 from workers.decode_graphs import DecodeGraphs
-from workers.graph_recorder import GraphRecorder
+from workers.graph_recorder import GraphRecorder, Recorder
 from workers.input_batch import InputBatch
 from workers.kv_cache import allocate_kv, cpu_kv_bytes, cuda_kv_bytes, kv_dtype, kv_specs
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext, CacheLayer
 from workers.layers.linear import Linear
+from workers.marks import MarkedRecorder, mark_modules
 from workers.model_runner import Graphs, ModelRunner
 from workers.models.registry import model_class
 from workers.pending_step import PendingStep
+from workers.profiler import TraceRecorder
 from workers.prompt_graphs import PROMPT_SIZES, PromptGraphs
 from workers.sampler import Sampler
 from workers.weights.loader import WeightError, load_dummy, load_weights, weight_bytes
@@ -73,6 +75,8 @@ class Worker:
     """From `allocate` on."""
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, tp: Communicator, progress: Progress):
+        self.traces: TraceRecorder | None = None
+        """Where the configuration names a directory for them."""
         self._config = config
         self._checkpoint = checkpoint
         self._tp = tp
@@ -80,6 +84,9 @@ class Worker:
         self._device = rank_device(config, tp.rank)
         self._dtype = _DTYPES[config.model.dtype]
         self._kv_dtype = kv_dtype(config.cache, self._dtype)
+        if config.observability.torch_profiler_dir is not None:
+            directory, model = config.observability.torch_profiler_dir, config.model.model
+            self.traces = TraceRecorder(directory, model, tp.rank, self._device)
 
     def load(self) -> Loaded:
         """Build the model, fill its weights and measure the largest step.
@@ -99,7 +106,10 @@ class Worker:
 
     def execute(self, batch: ScheduledBatch) -> PendingStep:
         """Launch one step."""
-        return self._runner.launch(batch)
+        if self.traces is None or not self.traces.recording:
+            return self._runner.launch(batch)
+        with self.traces.step(self._runner.label(batch)):
+            return self._runner.launch(batch)
 
     def _load(self) -> Loaded:
         resolved = backend.resolve(self._device, batch_invariant=self._config.device.batch_invariant)
@@ -114,9 +124,12 @@ class Worker:
         return Loaded(self._tp.rank, specs, self._kv_bytes(), weight_bytes(self._model))
 
     def _allocate(self, allocate: AllocateKV) -> None:
-        self._runner = self._make_runner(allocate, self._capture_sizes())
+        with self._tracing_captures():
+            self._runner = self._make_runner(allocate, self._capture_sizes())
         capacity = min(allocate.num_blocks) * self._config.cache.block_size
         self._warm_up(min(capacity, allocate.max_model_len, _WARM_TOKENS + _WARM_DECODES))
+        if self.traces is not None:
+            self.traces.prepare()
         if self._device.type != "cpu" and self._tp.rank == 0:
             names = ", ".join(backend.ran_in_torch()) or "none"
             get_logger().info("ops that torch ran on %s, for want of a kernel: %s", self._device, names)
@@ -132,7 +145,14 @@ class Worker:
             load_dummy(model, lambda done, total: self._progress("Filling weights", done, total))
         else:
             self._load_weights(model)
+        if self._marked:
+            mark_modules(model)
         return model
+
+    @property
+    def _marked(self) -> bool:
+        """Whether traces name the modules."""
+        return self._config.observability.mark_trace and self.traces is not None
 
     def _load_weights(self, model: CausalLM) -> None:
         directory, changes = Path(self._checkpoint.directory), self._config.model.hf_overrides
@@ -165,7 +185,8 @@ class Worker:
 
     def _capture(self, kv_layers: list[CacheLayer], inputs: InputBatch, sizes: list[int]) -> Graphs:
         """Graphs of decode steps of so many rows, and of the steps that bring prompts."""
-        most, record = self._config.scheduler.max_num_batched_tokens or 0, GraphRecorder()
+        most = self._config.scheduler.max_num_batched_tokens or 0
+        record: Recorder = MarkedRecorder(GraphRecorder()) if self._marked else GraphRecorder()
         tokens = [size for size in PROMPT_SIZES if size <= most] or [most]
         decode = DecodeGraphs(self._model, kv_layers, inputs, sizes, record, self._device)
         prompts = PromptGraphs(self._model, kv_layers, inputs, tokens, record, self._device)
@@ -175,6 +196,12 @@ class Worker:
         for graphs in (prompts, decode):
             graphs.capture(lambda: self._progress("Capturing graphs", next(done) + 1, total))
         return Graphs(decode, prompts)
+
+    def _tracing_captures(self) -> contextlib.AbstractContextManager[None]:
+        """A replay does not say which module its kernels belong to: their capture does."""
+        if self.traces is None or not self._marked or not self._capture_sizes():
+            return contextlib.nullcontext()
+        return self.traces.capture()
 
     def _capture_sizes(self) -> list[int]:
         """Rows of the decode steps that are captured; none where nothing is."""

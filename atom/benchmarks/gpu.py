@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from atom import EngineArgs
-from atom.benchmarks.gpu_document import document, terminal_table
+from atom.benchmarks.document import write_document
+from atom.benchmarks.gpu_document import terminal_table
 from atom.benchmarks.gpu_results import ResultFile, SettingsError
 from atom.benchmarks.gpu_rows import READY, READY_FIRST, ROWS, Figure
 from atom.benchmarks.gpu_run import Launch
+from atom.benchmarks.serving.errors import BenchmarkError
 from atom.config.cli import CommandLineParser, explicit_fields, with_environment
 from atom.config.fields import ConfigError
 from atom.utils.process import spawn
@@ -34,10 +36,6 @@ _OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 16384,
 }
 _STOP_S = 20.0
-
-
-class BenchmarkError(RuntimeError):
-    """A model whose rows are not all measured; one line."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +67,11 @@ def main() -> None:
         jobs = _jobs(args)
         failures = [] if args.document_only else _measure(jobs, args.time_limit, args.fresh)
         results = {job.file.model: content for job in jobs if (content := job.file.read()) is not None}
-    except (ConfigError, SettingsError) as error:
+        print(terminal_table(results))
+        if results:
+            write_document(args.results, args.document)
+    except (ConfigError, SettingsError, BenchmarkError) as error:
         sys.exit(f"error: {error}")
-    print(terminal_table(results))
-    if results:
-        args.document.parent.mkdir(parents=True, exist_ok=True)
-        args.document.write_text(document(results), encoding="utf-8")
     if failures:
         sys.exit("\n".join(f"error: {failure}" for failure in failures))
 

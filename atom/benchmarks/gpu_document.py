@@ -1,4 +1,4 @@
-"""The GPU benchmark's results for people: the table on the terminal, and docs/benchmarks.md.
+"""The GPU benchmark's results for people: the table on the terminal, and its part of docs/benchmarks.md.
 
 Figures of others, floors and marks stand in recorded.json, with where they come from.
 """
@@ -75,21 +75,20 @@ def terminal_table(results: dict[str, Content]) -> str:
     )
 
 
-def document(results: dict[str, Content]) -> str:
-    """docs/benchmarks.md from the results by model."""
+def gpu_section(results: dict[str, Content]) -> str:
+    """The part of docs/benchmarks.md that shows the results by model."""
     about = recorded()
     parts = [
-        "# Benchmarks on a GPU",
-        f"Written by `{COMMAND}` (`make bench-gpu`) from its results; change neither by hand.",
+        "## Offline engine on a GPU",
+        f"Measured by `{COMMAND}` (`make bench-gpu`).",
         _INTRODUCTION,
         *(_section(model, content) for model, content in results.items()),
-        "## Where the other columns come from",
         f"**vLLM {about.vllm.version}**: measured {about.vllm.date} on {about.vllm.hardware}; "
         f"{about.vllm.software}. {about.vllm.settings}.",
         f"**Floor**: {about.floors.derivation}",
         "**Mark**: what this engine is to reach at least; in brackets what it aims for.",
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts)
 
 
 _HEADER = ["ATOM", "unit", "vLLM", "ATOM against vLLM", "floor", "mark"]
@@ -125,7 +124,7 @@ def _section(model: str, content: Content) -> str:
         for (row, entry), line in zip(entries, _lines(model, content), strict=True)
     ]
     table = "\n".join("| " + " | ".join(line) + " |" for line in (columns, rule, *cells))
-    return "\n\n".join([f"## {model}", "\n".join(facts), table])
+    return "\n\n".join([f"### {model}", "\n".join(facts), table])
 
 
 def _lines(model: str, content: Content) -> list[list[str]]:

@@ -4,7 +4,6 @@ Started by `atom.benchmarks.gpu`, in a process of its own: what a row leaves beh
 cannot reach another model, and the time from the process's start to a ready engine is a row too.
 """
 
-import random
 import signal
 import sys
 import time
@@ -12,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from atom import LLMEngine, SamplingParams
-from atom.benchmarks.gpu_results import ResultFile, Settings, hardware, software
+from atom import LLMEngine
+from atom.benchmarks.gpu_results import ResultFile, Settings
 from atom.benchmarks.gpu_rows import ROWS, Figure, Measured, Row, measure, shown, unit
+from atom.benchmarks.machine import hardware, software
+from atom.benchmarks.offline import fixed_length, random_prompts, timed
 from atom.utils.process import read_launch
 
 _TERMINATED = 143
@@ -64,20 +66,12 @@ class EngineTimer:
 
     def __init__(self, engine: LLMEngine):
         self._engine = engine
-        self._source = random.Random(0)
-        self._vocabulary = range(engine.checkpoint.vocab_size)
+        self._draw = np.random.default_rng(0)
 
     def __call__(self, requests: int, input_len: int, output_len: int) -> float:
         """Seconds until every request has `output_len` tokens; RuntimeError if one has not."""
-        prompts = [self._source.choices(self._vocabulary, k=input_len) for _ in range(requests)]
-        params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
-        started = time.perf_counter()
-        outputs = self._engine.generate(prompts, params)
-        seconds = time.perf_counter() - started
-        generated = {output["num_tokens_output"] for output in outputs}
-        if generated != {output_len}:
-            raise RuntimeError(f"asked for {output_len} tokens each, generated were {sorted(generated)}")
-        return seconds
+        prompts = random_prompts(self._engine, self._draw, requests, input_len)
+        return timed(self._engine, prompts, [fixed_length(output_len, temperature=0.0)] * requests).seconds
 
 
 def _line(model: str, row: Row, measured: Measured) -> str:

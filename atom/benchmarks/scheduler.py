@@ -8,11 +8,16 @@ sizes take turns, so that whatever else the machine does weighs on all of them a
 
 import argparse
 import gc
-import json
 import statistics
 import time
 from array import array
+from typing import Any
 
+from tqdm import trange
+
+from atom.benchmarks.arguments import add_output_flag, positive, single_line_errors
+from atom.benchmarks.report import report, write
+from atom.config.cli import CommandLineParser
 from atom.messages.engine import AddRequest, Sampling, pack_ids
 from atom.messages.worker import BatchResult, FullAttentionSpec
 from engine_core.core import EngineCore
@@ -65,12 +70,12 @@ class SteadyDecode:
         return batch.step
 
 
-def report(running: list[int], steps: int) -> list[dict[str, float]]:
+def measure(running: list[int], steps: int) -> list[dict[str, float]]:
     """One row for each number of running requests; `ratio` compares its median with the first row's."""
     decodes = [SteadyDecode(count, steps) for count in running]
     gc.collect()
     gc.freeze()  # as the engine core does
-    for done in range(0, steps, TURN_STEPS):
+    for done in trange(0, steps, TURN_STEPS, desc="steps", leave=False, disable=None):
         for decode in decodes:
             decode.run(min(TURN_STEPS, steps - done))
     base = statistics.median(decodes[0].times)
@@ -86,20 +91,29 @@ def report(running: list[int], steps: int) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="atom.benchmarks.scheduler", description="Cost of the engine core.")
-    parser.add_argument("--running", type=int, nargs="+", default=[256, 1024], help="requests in decode")
-    parser.add_argument("--steps", type=int, default=2000, help="steps to time")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser = CommandLineParser(
+        prog="atom.benchmarks.scheduler",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--running", type=positive, nargs="+", default=[256, 1024], help="requests in decode")
+    parser.add_argument("--steps", type=positive, default=2000, help="steps to time")
+    add_output_flag(parser)
     args = parser.parse_args()
-    if min(*args.running, args.steps) < 1:
-        parser.error("--running and --steps must be at least 1")
-    rows = report(args.running, args.steps)
-    if args.json:
-        print(json.dumps(rows))
-        return
-    print(f"{'running':>8} {'median us':>10} {'p99 us':>10} {'ratio':>6}")
-    for row in rows:
-        print(f"{row['running']:>8} {row['median_us']:>10.1f} {row['p99_us']:>10.1f} {row['ratio']:>6.2f}")
+    with single_line_errors():
+        result = report("scheduler", [], {"rows": measure(args.running, args.steps)})
+        print(text(result))
+        write(args.output_json, result)
+
+
+def text(result: dict[str, Any]) -> str:
+    """The rows for people."""
+    lines = [f"{'running':>8} {'median us':>10} {'p99 us':>10} {'ratio':>6}"]
+    lines += [
+        f"{row['running']:>8} {row['median_us']:>10.1f} {row['p99_us']:>10.1f} {row['ratio']:>6.2f}"
+        for row in result["rows"]
+    ]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

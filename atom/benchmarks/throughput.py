@@ -1,91 +1,134 @@
-"""Tokens a second of the offline engine at several numbers of requests at once.
+"""How many requests and tokens a second the offline engine gets through when all come at once.
 
-    python -m atom.benchmarks.throughput --model PATH --concurrency 1 16 64
+    python -m atom.benchmarks.throughput --model PATH --input-len 512 --output-len 128 --num-prompts 256
+    python -m atom.benchmarks.throughput --model PATH --dataset-name sharegpt --dataset-path FILE
 
-Prompts are random token ids, different in every round, so that nothing comes out of the prefix
-cache. The numbers take turns for `--rounds` rounds; medians are printed.
+All requests are submitted together; the engine runs as many of them as --max-num-seqs lets it.
+Random prompts are token ids, sharegpt's are texts with the lengths of their answers, or --output-len.
+A single request is run untimed before. Tokens are drawn at temperature 1, past ends of sequence.
 """
 
-import json
-import random
-import statistics
-import time
-from dataclasses import asdict, dataclass
+import argparse
+from pathlib import Path
+from typing import Any
 
-from atom import EngineArgs, LLMEngine, SamplingParams
+import numpy as np
+
+from atom import LLMEngine
+from atom.benchmarks.arguments import add_output_flag, not_negative, positive, single_line_errors
+from atom.benchmarks.offline import Run, benchmark_parser, fixed_length, random_prompts, running_engine, timed
+from atom.benchmarks.report import report, write
+from atom.benchmarks.serving.datasets import SampleRequest, TextSource, load_requests
+from atom.benchmarks.serving.tokenizer import load_tokenizer
 from atom.config.cli import CommandLineParser
 
-
-@dataclass(frozen=True)
-class Row:
-    """Medians over the rounds at one concurrency."""
-
-    concurrency: int
-    output_tokens_per_s: float
-    """All output tokens over the whole time, prompts included."""
-    tpot_ms: float
-    """Time between two tokens of one request."""
-    ttft_ms: float
-    """Time to the first token."""
+RANDOM_INPUT_LEN, RANDOM_OUTPUT_LEN = 1024, 128
 
 
 def main() -> None:
-    parser = CommandLineParser(prog="atom.benchmarks.throughput", description=__doc__)
-    EngineArgs.add_cli_args(parser)
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64], help="requests at once")
-    parser.add_argument("--input-len", type=int, default=16, help="tokens of each prompt")
-    parser.add_argument("--output-len", type=int, default=64, help="tokens generated for each request")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each concurrency")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser = _parser()
     args = parser.parse_args()
-    with EngineArgs.from_cli_args(args).create_engine() as engine:
-        rows = measure(engine, args.concurrency, args.rounds, args.input_len, args.output_len)
-    print(json.dumps([asdict(row) for row in rows]) if args.json else table(rows))
+    if conflict := _conflict(args):
+        parser.error(conflict)
+    with single_line_errors():
+        with running_engine(parser, args) as engine:
+            run = measure(engine, requests_of(args, engine), args.n)
+            gpus = engine.gpu_names
+        result = report("throughput", gpus, figures(run, args))
+        print(text(result))
+        write(args.output_json, result)
 
 
-def measure(
-    engine: LLMEngine, concurrencies: list[int], rounds: int, input_len: int, output_len: int
-) -> list[Row]:
-    """One Row for each concurrency."""
-    source = random.Random(0)
-    run(engine, source, max(concurrencies), input_len, 2)  # warm up
-    results: dict[int, list[Row]] = {count: [] for count in concurrencies}
-    for _ in range(rounds):
-        for count in concurrencies:
-            results[count].append(run(engine, source, count, input_len, output_len))
-    return [median(rows) for rows in results.values()]
-
-
-def run(engine: LLMEngine, source: random.Random, count: int, input_len: int, output_len: int) -> Row:
-    """One batch of `count` requests that start together."""
-    vocabulary = engine.checkpoint.vocab_size
-    prompts = [[source.randrange(vocabulary) for _ in range(input_len)] for _ in range(count)]
-    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
-    started = time.perf_counter()
-    outputs = engine.generate(prompts, params)
-    seconds = time.perf_counter() - started
-    return Row(
-        concurrency=count,
-        output_tokens_per_s=round(count * output_len / seconds, 1),
-        tpot_ms=round(statistics.median(output["tpot"] for output in outputs) * 1e3, 2),
-        ttft_ms=round(statistics.median(output["ttft"] for output in outputs) * 1e3, 1),
+def _parser() -> CommandLineParser:
+    parser, group = benchmark_parser("throughput", __doc__)
+    add = group.add_argument
+    add("--dataset-name", choices=["random", "sharegpt"], default="random", help="where requests come from")
+    add("--dataset-path", "--dataset", type=Path, metavar="FILE", help="the ShareGPT JSON file")
+    add("--input-len", type=positive, help=f"tokens of a random prompt (default {RANDOM_INPUT_LEN})")
+    add(
+        "--output-len",
+        type=positive,
+        help=f"tokens generated for each request (default {RANDOM_OUTPUT_LEN}, or as the data set says)",
     )
+    add(
+        "--prefix-len", type=not_negative, default=0, help="tokens that all random prompts begin with, on top"
+    )
+    add("--num-prompts", type=positive, default=1000, help="requests")
+    add("--n", type=positive, default=1, help="choices for each request")
+    add("--seed", type=not_negative, default=0, help="of the prompts")
+    add_output_flag(group)
+    return parser
 
 
-def median(rows: list[Row]) -> Row:
-    """Field by field."""
-    columns = zip(*(asdict(row).values() for row in rows), strict=True)
-    return Row(*(statistics.median(column) for column in columns))
+def _conflict(args: argparse.Namespace) -> str:
+    """Why the flags do not go together; empty when they do."""
+    if args.dataset_name == "random":
+        return "--dataset-path is for --dataset-name sharegpt" if args.dataset_path else ""
+    if args.dataset_path is None:
+        return "--dataset-name sharegpt needs --dataset-path, its JSON file"
+    if not args.dataset_path.is_file():
+        return f"--dataset-path {args.dataset_path}: there is no such file"
+    if args.input_len is not None or args.prefix_len:
+        return "--input-len and --prefix-len are for random prompts: sharegpt's are as long as they are"
+    return ""
 
 
-def table(rows: list[Row]) -> str:
-    """The rows for people to read."""
-    lines = ["concurrency  output tok/s  TPOT ms  TTFT ms"]
-    lines += [
-        f"{row.concurrency:>11}  {row.output_tokens_per_s:>12.1f}  {row.tpot_ms:>7.2f}  {row.ttft_ms:>7.1f}"
-        for row in rows
-    ]
-    return "\n".join(lines)
+def requests_of(args: argparse.Namespace, engine: LLMEngine) -> list[SampleRequest]:
+    """Raises BenchmarkError for a file that has none, or a model without a tokenizer for it."""
+    wanted = argparse.Namespace(
+        dataset_name=args.dataset_name,
+        dataset_path=args.dataset_path,
+        num_prompts=args.num_prompts,
+        seed=args.seed,
+        sharegpt_output_len=args.output_len,
+        random_input_len=args.input_len or RANDOM_INPUT_LEN,
+        random_output_len=args.output_len or RANDOM_OUTPUT_LEN,
+        random_prefix_len=args.prefix_len,
+        random_range_ratio=1.0,
+        use_chat_template=False,
+    )
+    # Ids need no tokenizer, and are exactly as long as they are to be.
+    named = args.dataset_name != "random" and engine.checkpoint.tokenizer_file is not None
+    tokenizer = load_tokenizer(engine.checkpoint.directory) if named else None
+    return load_requests(wanted, TextSource(tokenizer, engine.checkpoint.vocab_size))
+
+
+def measure(engine: LLMEngine, requests: list[SampleRequest], n: int = 1) -> Run:
+    """All of them at once, after one like the first, which leaves nothing in the prefix cache for them."""
+    prompts: list[Any] = [request.prompt for request in requests]
+    params = [fixed_length(request.output_len, n) for request in requests]
+    other = np.random.default_rng(len(requests))
+    timed(engine, random_prompts(engine, other, 1, requests[0].prompt_len), params[:1])
+    return timed(engine, prompts, params, phase="requests")
+
+
+def figures(run: Run, args: argparse.Namespace) -> dict[str, Any]:
+    """Rates over the whole time, prompts included. A request of n choices is one request."""
+    requests = len(run.sequences) // args.n
+    prompts = run.input_tokens // args.n
+    tokens = prompts + run.output_tokens
+    return {
+        "dataset": args.dataset_name,
+        "elapsed_time": run.seconds,
+        "num_requests": requests,
+        "total_num_tokens": tokens,
+        "total_input_tokens": prompts,
+        "total_output_tokens": run.output_tokens,
+        "requests_per_second": requests / run.seconds,
+        "tokens_per_second": tokens / run.seconds,
+        "output_tokens_per_second": run.output_tokens / run.seconds,
+    }
+
+
+def text(result: dict[str, Any]) -> str:
+    """The figures for people."""
+    return (
+        f"{result['num_requests']} requests, {result['total_input_tokens']} prompt tokens and "
+        f"{result['total_output_tokens']} generated tokens in {result['elapsed_time']:.2f} s\n"
+        f"Throughput: {result['requests_per_second']:.2f} requests/s, "
+        f"{result['tokens_per_second']:.2f} total tokens/s, "
+        f"{result['output_tokens_per_second']:.2f} output tokens/s"
+    )
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ _EXPLICIT = "_explicit_fields"
 _BAD_COMMAND_LINE = 2
 _SHELLS = ("bash", "zsh", "tcsh")
 # Fields whose values a shell completes as paths, and how each shell says so.
-_PATHS = frozenset({"model", "download_dir", "step_trace", "chat_template"})
+_PATHS = frozenset({"model", "download_dir", "step_trace", "torch_profiler_dir", "chat_template"})
 _COMPLETE_PATHS = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
 
 

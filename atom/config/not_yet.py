@@ -16,7 +16,6 @@ class Refusal:
 
 
 _NO_SPECULATION = "speculative decoding is not supported yet"
-_NO_PROFILER = "profiling is not supported yet; --step-trace writes when each step ran"
 
 REFUSED: dict[str, Refusal] = {
     "data_parallel_size": Refusal(
@@ -26,8 +25,6 @@ REFUSED: dict[str, Refusal] = {
     "enable_expert_parallel": Refusal("expert parallelism is not supported yet; use -tp", "False"),
     "enable_dp_attention": Refusal("data parallel attention is not supported yet", "False"),
     "level": Refusal("compilation is not supported yet; only level 0 runs", "0"),
-    "torch_profiler_dir": Refusal(_NO_PROFILER),
-    "mark_trace": Refusal(_NO_PROFILER, "False"),
     "method": Refusal(_NO_SPECULATION),
     "num_speculative_tokens": Refusal(_NO_SPECULATION, "0"),
     "draft_model": Refusal(_NO_SPECULATION),

@@ -193,6 +193,8 @@ def _without_effect(config: EngineConfig, explicit: set[str], device: Device) ->
         reasons["cpu_threads"] = "the workers compute on GPUs"
         if memory_given:
             reasons["gpu_memory_utilization"] = f"--{memory_rule.replace('_', '-')} sets the KV cache"
+    if config.observability.torch_profiler_dir is None:
+        reasons["mark_trace"] = "traces are written only with --torch-profiler-dir"
     if config.model.trust_remote_code:
         reasons["trust_remote_code"] = "code from a checkpoint is never run"
     if cache.num_kv_blocks is not None:

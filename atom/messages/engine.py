@@ -11,6 +11,8 @@ from enum import IntEnum
 
 import msgspec
 
+from atom.messages.profile import Profile, ProfileAnswer
+
 
 def pack_ids(ids: Iterable[int]) -> bytes:
     """Token ids as little-endian int32 bytes."""
@@ -229,5 +231,5 @@ class CoreDead(msgspec.Struct, tag=13, array_like=True, frozen=True, gc=False):
     reason: str
 
 
-ToCore = Hello | AddRequest | Abort | GetStats
-FromCore = CoreReady | TokenDeltas | CoreStats | CoreDead
+ToCore = Hello | AddRequest | Abort | GetStats | Profile
+FromCore = CoreReady | TokenDeltas | CoreStats | CoreDead | ProfileAnswer

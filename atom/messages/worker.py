@@ -6,11 +6,13 @@ the batch: a `ScheduledBatch` carries only what changed, and which rows run.
 
 Start-up:   worker -> Loaded, core -> AllocateKV, worker -> WorkerReady
 Each step:  core -> ScheduledBatch, rank 0 -> BatchResult (any rank may send WorkerFailed)
+Any time:   core -> Profile, worker -> RankTrace (of a stop, steps later: when its file is written)
 """
 
 import msgspec
 
 from atom.messages.engine import DrawnLogprobs, PromptLogprobs, Sampling
+from atom.messages.profile import Profile, RankTrace
 
 
 class FullAttentionSpec(msgspec.Struct, tag="full", array_like=True, frozen=True, gc=False):
@@ -120,5 +122,5 @@ class WorkerFailed(msgspec.Struct, tag=13, array_like=True, frozen=True, gc=Fals
     reason: str
 
 
-ToWorker = ScheduledBatch | AllocateKV | Shutdown
-FromWorker = Loaded | WorkerReady | BatchResult | WorkerFailed
+ToWorker = ScheduledBatch | AllocateKV | Shutdown | Profile
+FromWorker = Loaded | WorkerReady | BatchResult | WorkerFailed | RankTrace

@@ -27,7 +27,6 @@ class Area(Enum):
     DATA_PARALLEL = "data parallelism"
     AITER = "AITER kernels"
     PLUGIN = "plugins"
-    PROFILER = "profiler"
     BENCHMARK = "benchmarks"
 
 
@@ -189,9 +188,12 @@ VARIABLES: dict[str, Variable] = {
             Area.AITER,
             "Shared experts run on a second stream up to this many tokens; 0 never.",
         ),
-        Variable("ATOM_TORCH_PROFILER_DIR", str, "", Area.PROFILER, "Where profiler traces are written."),
         Variable(
-            "ATOM_PROFILER_MORE", bool, False, Area.PROFILER, "Traces also hold shapes, stacks and memory."
+            "ATOM_PROFILER_MORE",
+            bool,
+            False,
+            Area.ENGINE,
+            "Profiler traces also hold shapes, stacks and memory; costs far more time.",
         ),
         Variable("OPENAI_API_KEY", str, "", Area.BENCHMARK, "Key that benchmarks send to the server."),
         Variable(
@@ -241,12 +243,12 @@ def startup_notes(device: str) -> list[str]:
 
 def acts(area: Area) -> bool:
     """Whether this version reads the variables of an area."""
-    return area is Area.ENGINE
+    return area in (Area.ENGINE, Area.BENCHMARK)
 
 
 def _no_effect(area: Area, device: str) -> str:
     """Why variables of an area do nothing to an engine; empty when they act, or belong to other programs."""
-    if acts(area) or area in (Area.BENCHMARK, Area.PLUGIN):
+    if acts(area) or area is Area.PLUGIN:
         return ""
     if area is Area.AITER and device == "cpu":
         return "AITER kernels are for AMD GPUs, and this engine computes on the CPU"

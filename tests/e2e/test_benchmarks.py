@@ -39,16 +39,69 @@ def config_alone(tmp_path: Path) -> Path:
     return directory
 
 
+def run_benchmark(name: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"atom.benchmarks.{name}", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
 @pytest.mark.timeout(300)
-def test_throughput_reports_every_concurrency() -> None:
-    flags = ["--model", gguf_path(), "--max-model-len", "128", "--concurrency", "1", "4"]
-    lengths = ["--input-len", "8", "--output-len", "6", "--rounds", "2", "--json"]
-    command = [sys.executable, "-m", "atom.benchmarks.throughput", *flags, *lengths]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+def test_latency_measures_a_batch(config_alone: Path, tmp_path: Path) -> None:
+    file = tmp_path / "latency.json"
+    model = ["--model", str(config_alone), "--load-dummy", "--device", "cpu"]
+    batch = ["--batch-size", "3", "--input-len", "8", "--output-len", "6", "--n", "2"]
+    counts = ["--num-iters-warmup", "1", "--num-iters", "4", "--output-json", str(file)]
+    done = run_benchmark("latency", *model, *batch, *counts)
     assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)
-    assert [row["concurrency"] for row in rows] == [1, 4]
-    assert all(row["output_tokens_per_s"] > 0 and row["tpot_ms"] > 0 for row in rows)
+    result = json.loads(file.read_text())
+    assert len(result["latencies"]) == 4
+    assert 0 < result["avg_ttft"] < result["avg_latency"] and result["avg_tpot"] > 0
+    assert result["output_tokens_per_second"] == pytest.approx(4 * 3 * 2 * 6 / sum(result["latencies"]))
+    assert f"--model {config_alone.name} --load-dummy" in result["command"]
+    too_long = run_benchmark("latency", *model, "--input-len", "512", "--output-len", "6")
+    assert too_long.returncode == 1 and too_long.stderr.splitlines()[-1].startswith(
+        "error: the model's maximum"
+    )
+
+
+@pytest.mark.timeout(300)
+def test_throughput_of_random_prompts(config_alone: Path, tmp_path: Path) -> None:
+    file = tmp_path / "throughput.json"
+    model = ["--model", str(config_alone), "--load-dummy", "--device", "cpu", "--output-json", str(file)]
+    lengths = ["--input-len", "8", "--output-len", "6", "--prefix-len", "4", "--num-prompts", "20"]
+    done = run_benchmark("throughput", *model, *lengths)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(file.read_text())
+    assert (result["num_requests"], result["total_input_tokens"], result["total_output_tokens"]) == (
+        20,
+        240,
+        120,
+    )
+    assert result["tokens_per_second"] == pytest.approx(360 / result["elapsed_time"])
+    assert "20 requests, 240 prompt tokens and 120 generated tokens" in done.stdout
+
+
+@pytest.mark.timeout(300)
+def test_throughput_of_conversations(tmp_path: Path) -> None:
+    turns = [
+        ("Say the alphabet, please.", "a b c d e f"),
+        ("Now count to five for me.", "one two three four five"),
+    ]
+    rows = [
+        {"conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": said}]}
+        for asked, said in turns
+    ]
+    data, file = tmp_path / "sharegpt.json", tmp_path / "throughput.json"
+    data.write_text(json.dumps(rows))
+    flags = ["--model", gguf_path(), "--max-model-len", "128", "--dataset-name", "sharegpt"]
+    places = ["--dataset-path", str(data), "--output-json", str(file)]
+    done = run_benchmark("throughput", *flags, *places, "--num-prompts", "2")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(file.read_text())
+    assert (result["dataset"], result["num_requests"], result["total_output_tokens"]) == (
+        "sharegpt",
+        2,
+        6 + 5,
+    )
 
 
 def run_gpu_benchmark(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:

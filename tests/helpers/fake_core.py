@@ -29,6 +29,7 @@ from atom.messages.engine import (
     pack_ids,
     unpack_ids,
 )
+from atom.messages.profile import Profile, ProfileAnswer
 
 DEADLINE_S = 10.0
 VOCABULARY = 360
@@ -88,6 +89,8 @@ class FakeCore:
     step_s: float = 0.0005
     requests: list[AddRequest] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
+    profile: Callable[[Profile], ProfileAnswer | None] = lambda message: None
+    profiles: list[Profile] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.endpoint = f"ipc://{self.directory}/core"
@@ -146,6 +149,10 @@ class FakeCore:
                 self._running[message.request_id] = _Running(peer, message, self.script(message))
             case GetStats():
                 socket.send_multipart([peer, encode(self._stats())])
+            case Profile():
+                self.profiles.append(message)
+                if (answer := self.profile(message)) is not None:
+                    socket.send_multipart([peer, encode(answer)])
             case Abort(request_ids):
                 self.aborted.extend(request_ids)
                 for request_id in request_ids:

@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import uvloop
 from atom.config.checkpoint import Checkpoint
 from atom.config.engine import EngineConfig
 from atom.config.model import ModelConfig
+from atom.config.observability import ObservabilityConfig
 from atom.config.scheduler import SchedulerConfig
 from atom.config.server import ServerConfig
 from atom.messages.launch import FrontendLaunch
@@ -79,6 +81,7 @@ def running_frontend(
     wait: bool = True,
     limits: HttpLimits | None = None,
     send_buffer: int | None = None,
+    observability: ObservabilityConfig | None = None,
 ) -> Iterator[Client]:
     """The app in front of `core`; ready to serve unless `wait` is false.
 
@@ -90,7 +93,7 @@ def running_frontend(
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     port = listener.getsockname()[1]
     launch = FrontendLaunch(
-        CONFIG,
+        replace(CONFIG, observability=observability or CONFIG.observability),
         server or ServerConfig(),
         checkpoint,
         core.endpoint,

@@ -91,13 +91,13 @@ def problems(answers: list[Greedy], widths: list[int | None]) -> list[str]:
     """Why comparing these answers would prove little; none for a good row."""
     distinct = min(len(set(greedy.ids)) for greedy in answers)
     gap = min(greedy.smallest_gap for greedy in answers)
-    crossed = range(min(PROMPT_LENGTHS) + 1, min(PROMPT_LENGTHS) + NEW_TOKENS)
     checks = {
         f"the best two logits differ by {gap:.1e}, no more than {LEAST_GAP:.0e}": gap > LEAST_GAP,
         f"{distinct} distinct ids of {NEW_TOKENS}, fewer than {LEAST_DISTINCT}": distinct >= LEAST_DISTINCT,
     }
     for width in filter(None, widths):
-        checks[f"the shortest answer does not leave a window of {width} tokens"] = width in crossed
+        crosses = any(0 <= width - length < NEW_TOKENS - 1 for length in PROMPT_LENGTHS)
+        checks[f"no answer crosses the border of a window of {width} tokens"] = crosses
     return [problem for problem, fine in checks.items() if not fine]
 
 

@@ -32,7 +32,13 @@ class Setting:
 
     def options(self, windows: list[int | None]) -> dict[str, Any]:
         """For `LLMEngine`."""
-        common = {"tensor_parallel_size": self.tp, "device": "cpu", "dtype": "float32", "cpu_threads": 1}
+        common = {
+            "tensor_parallel_size": self.tp,
+            "device": "cpu",
+            "dtype": "float32",
+            "cpu_threads": 1,
+            "max_model_len": MOST_TOKENS,
+        }
         if not self.tight:
             return common | {"max_num_batched_tokens": 512, "max_num_seqs": 8, "num_kv_blocks": 64}
         return common | {

@@ -67,6 +67,7 @@ _YARN_ROPE = {
     "factor": 8.0,
     "original_max_position_embeddings": 32,
 }
+_UNTRUNCATED_ROPE = _YARN_ROPE | {"truncate": False}
 _ODD_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
 _MHA_TIED = {"num_key_value_heads": 4, "tie_word_embeddings": True}
 _QWEN3_MOE = {
@@ -105,6 +106,7 @@ _DEEPSEEK = {
 }
 _THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}
 _DEEPSEEK_YARN = _YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.0}
+_GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 20}
 
 TINY_MODELS = [
     Tiny("llama-gqa", "llama", 11),
@@ -118,13 +120,18 @@ TINY_MODELS = [
     Tiny("mistral", "mistral", 3, {"sliding_window": None}),
     Tiny("mistral-odd-gqa-dynamic-rope", "mistral", 1,
          _ODD_HEADS | {"sliding_window": None, "rope_parameters": _DYNAMIC_ROPE}),
+    Tiny("mistral-mha-tied", "mistral", 1, _MHA_TIED | {"sliding_window": None}),
+    Tiny("mistral-window", "mistral", 2, {"sliding_window": 20}),
+    Tiny("mistral-window-mha-tied", "mistral", 1, _MHA_TIED | {"sliding_window": 33}),
     Tiny("qwen2", "qwen2", 1),
     Tiny("qwen2-mha-tied", "qwen2", 2, _MHA_TIED),
-    Tiny("qwen2-untruncated-yarn-rope", "qwen2", 1,
-         {"num_attention_heads": 6, "head_dim": 12, "rope_parameters": _YARN_ROPE | {"truncate": False}}),
+    Tiny("qwen2-odd-gqa-untruncated-yarn-rope", "qwen2", 2,
+         _ODD_HEADS | {"rope_parameters": _UNTRUNCATED_ROPE}),
+    Tiny("qwen2-window-in-last-layers", "qwen2", 3,
+         {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 21}),
     Tiny("qwen3", "qwen3", 8),
-    Tiny("qwen3-tied-wide-heads", "qwen3", 5, {"tie_word_embeddings": True, "head_dim": 32}),
-    Tiny("qwen3-biases", "qwen3", 110, {"attention_bias": True}),
+    Tiny("qwen3-mha-tied-wide-heads", "qwen3", 5, _MHA_TIED | {"head_dim": 32}),
+    Tiny("qwen3-odd-gqa-biases", "qwen3", 64, _ODD_HEADS | {"attention_bias": True}),
     Tiny("qwen3-moe", "qwen3_moe", 3, _QWEN3_MOE),
     Tiny("qwen3-moe-dense-first-odd-gqa", "qwen3_moe", 42,
          _QWEN3_MOE | _ODD_HEADS | {"mlp_only_layers": [0], "norm_topk_prob": False, "attention_bias": True}),
@@ -132,6 +139,8 @@ TINY_MODELS = [
          _QWEN3_MOE | _MHA_TIED | {"decoder_sparse_step": 2}),
     Tiny("mixtral", "mixtral", 2, _MIXTRAL),
     Tiny("mixtral-odd-gqa-tied", "mixtral", 1, _MIXTRAL | _ODD_HEADS | {"tie_word_embeddings": True}),
+    Tiny("mixtral-mha", "mixtral", 1, _MIXTRAL | {"num_key_value_heads": 4}),
+    Tiny("mixtral-window", "mixtral", 2, _MIXTRAL | {"sliding_window": 24}),
     Tiny("glm4-moe", "glm4_moe", 1, _GLM4_MOE),
     Tiny("glm4-moe-norms-groups-mha", "glm4_moe", 1,
          _GLM4_MOE | {"use_qk_norm": True, "attention_bias": True, "num_key_value_heads": 4, "n_group": 4,
@@ -150,6 +159,12 @@ TINY_MODELS = [
     Tiny("deepseek-v3-biases-halves-tied", "deepseek_v3", 1,
          _DEEPSEEK | {"attention_bias": True, "tie_word_embeddings": True, "rope_interleave": False,
                       "v_head_dim": 36, "first_k_dense_replace": 0}),
+    Tiny("gpt-oss", "gpt_oss", 2, _GPT_OSS),
+    Tiny("gpt-oss-odd-gqa-untruncated-yarn-rope", "gpt_oss", 1,
+         _GPT_OSS | _ODD_HEADS | {"num_hidden_layers": 4, "rope_parameters": _UNTRUNCATED_ROPE}),
+    Tiny("gpt-oss-mha-tied-windows-everywhere", "gpt_oss", 3,
+         _GPT_OSS | _MHA_TIED | {"sliding_window": 33, "attention_bias": False,
+                                 "layer_types": ["sliding_attention"] * 3}),
 ]  # fmt: skip
 
 
@@ -158,10 +173,15 @@ def tiny(name: str) -> Tiny:
     return next(model for model in TINY_MODELS if model.name == name)
 
 
+def tiny_config(model: Tiny) -> Any:
+    """As transformers reads it."""
+    # A config writes into what it is given.
+    return AutoConfig.for_model(model.model_type, **deepcopy({**_COMMON, **model.config}))
+
+
 def build_tiny(model: Tiny) -> torch.nn.Module:
     """The transformers model, float32. Weights are large enough that tokens differ clearly."""
-    # A config writes into what it is given.
-    config = AutoConfig.for_model(model.model_type, **deepcopy({**_COMMON, **model.config}))
+    config = tiny_config(model)
     # One expert after another: what its fused products give on a CPU differs by version.
     config._experts_implementation = "eager"
     torch.manual_seed(model.seed)

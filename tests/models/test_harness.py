@@ -1,6 +1,8 @@
 """The comparison itself: it refuses rows that prove little, and sees what is wrong."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -8,9 +10,45 @@ import torch
 from atom.sampling_params import MAX_LOGPROBS
 from tests.helpers.reference import TOLERANCE, problems, problems_of
 from tests.helpers.served import worst_difference
-from tests.helpers.tiny_models import Greedy, tiny
+from tests.helpers.tiny_models import TINY_MODELS, Greedy, tiny, tiny_config
+from workers.families import families
 
 GOOD = Greedy(list(range(32)), smallest_gap=0.1)
+
+TRAITS: dict[str, Callable[[Any], bool]] = {
+    "an odd number of heads": lambda config: config.num_attention_heads % 2 == 1,
+    "query heads that share key heads": lambda config: (
+        config.num_key_value_heads < config.num_attention_heads
+    ),
+    "a key head for each query head": lambda config: config.num_key_value_heads == config.num_attention_heads,
+}
+OPTIONAL_TRAITS: dict[str, Callable[[Any], bool]] = {
+    "first_k_dense_replace": lambda config: config.first_k_dense_replace > 1,
+    "mlp_only_layers": lambda config: 0 in config.mlp_only_layers,
+    "decoder_sparse_step": lambda config: config.decoder_sparse_step > 1,
+    "n_shared_experts": lambda config: config.n_shared_experts > 1,
+    "n_group": lambda config: config.n_group > config.topk_group > 1,
+}
+"""Of families with that setting."""
+CHOICES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_qk_norm", "norm_topk_prob")
+"""Some row has each, and some row does not, in families with that setting."""
+
+
+def configs(family: str) -> list[Any]:
+    return [tiny_config(model) for model in TINY_MODELS if model.model_type == family]
+
+
+@pytest.mark.parametrize("family", families())
+def test_rows_of_a_family_cover_what_checkpoints_vary(family: str) -> None:
+    found = configs(family)
+    expected = TRAITS | {name: trait for name, trait in OPTIONAL_TRAITS.items() if hasattr(found[0], name)}
+    missing = [name for name, trait in expected.items() if not any(map(trait, found))]
+    one_way = [
+        name
+        for name in CHOICES
+        if hasattr(found[0], name) and len({getattr(config, name) for config in found}) == 1
+    ]
+    assert not missing + one_way, "add rows to tests/helpers/tiny_models.py"
 
 
 @pytest.mark.parametrize(
@@ -18,11 +56,11 @@ GOOD = Greedy(list(range(32)), smallest_gap=0.1)
     [
         (Greedy([1, 2] * 16, 0.1), None, "2 distinct ids"),
         (Greedy(GOOD.ids, 1e-4), None, "differ by 1.0e-04"),
-        (GOOD, 64, "window of 64"),
+        (GOOD, 96, "window of 96"),
     ],
 )
 def test_rows_that_prove_little(answer: Greedy, window: int | None, said: str) -> None:
-    assert problems([GOOD], [None, 24]) == []
+    assert problems([GOOD], [None, 5, 24, 37, 67]) == []
     (problem,) = problems([GOOD, answer], [None, window])
     assert said in problem
 

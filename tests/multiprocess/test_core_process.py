@@ -17,6 +17,7 @@ from atom.config.cache import CacheConfig
 from atom.config.checkpoint import Checkpoint
 from atom.config.engine import EngineConfig
 from atom.config.model import ModelConfig
+from atom.config.observability import ObservabilityConfig
 from atom.config.parallel import ParallelConfig
 from atom.config.scheduler import SchedulerConfig
 from atom.messages.codec import Decoder, encode
@@ -35,6 +36,7 @@ from atom.messages.engine import (
     unpack_ids,
 )
 from atom.messages.launch import CoreLaunch
+from atom.messages.profile import Profile, ProfileAnswer, RankTrace
 from atom.messages.supervisor import Dead, Ready, ToSupervisor
 from atom.messages.worker import (
     AllocateKV,
@@ -252,6 +254,58 @@ def test_a_refused_request_is_answered_while_nothing_runs(engine: Engine) -> Non
         deltas.finished[0].reason is FinishReason.ERROR
         and "context of 100 tokens" in deltas.finished[0].message
     )
+
+
+@pytest.fixture
+def traced(directory: Path) -> Iterator[Engine]:
+    engine = Engine(directory, replace(CONFIG, observability=ObservabilityConfig(torch_profiler_dir="x")))
+    yield engine
+    engine.close()
+
+
+def test_a_profile_goes_to_all_ranks_and_back_to_who_asked(traced: Engine) -> None:
+    traced.start()
+    asker, other = traced.frontend(0), traced.frontend(1)
+    asker.receive(), other.receive()
+    asker.send(Profile(True, 7))
+    assert [worker.receive() for worker in traced.workers] == [Profile(True, 7)] * RANKS
+    other.send(Profile(True, 8))
+    refused = other.receive()
+    assert isinstance(refused, ProfileAnswer) and refused.number == 8 and "being started" in refused.refusal
+    for rank, worker in enumerate(traced.workers):
+        worker.send(RankTrace(rank, True))
+    assert asker.receive() == ProfileAnswer(7, True, [RankTrace(0, True), RankTrace(1, True)])
+    other.send(request(1, [1, 2], 3))
+    tokens: dict[int, list[int]] = {}
+    reasons: dict[int, FinishReason] = {}
+
+    def done() -> bool:
+        collect(other, tokens, reasons)
+        return bool(reasons)
+
+    traced.work_until(done)
+    assert tokens == {1: undisturbed([1, 2], 3, set(), VOCABULARY)}
+
+
+def test_when_one_rank_cannot_record_all_stop(traced: Engine) -> None:
+    traced.start()
+    frontend = traced.frontend(0)
+    frontend.receive()
+    frontend.send(Profile(True, 1))
+    assert [worker.receive() for worker in traced.workers] == [Profile(True, 1)] * RANKS
+    traced.workers[0].send(RankTrace(0, True))
+    traced.workers[1].send(RankTrace(1, True, error="no space"))
+    assert [worker.receive() for worker in traced.workers] == [Profile(False)] * RANKS
+    assert frontend.receive().error == "worker 1: no space"
+
+
+def test_without_a_directory_no_worker_hears_of_profiles(engine: Engine) -> None:
+    engine.start()
+    frontend = engine.frontend(0)
+    frontend.receive()
+    frontend.send(Profile(True, 1))
+    assert "--torch-profiler-dir" in frontend.receive().refusal
+    assert not engine.workers[0].has_message(0.1)
 
 
 def test_the_failure_of_a_worker_ends_the_core(engine: Engine) -> None:

@@ -32,7 +32,6 @@ from atom.utils.exit_status import ExitStatus
 from atom.utils.process import spawn
 from tests.helpers.core_side import CoreSide, generate
 from tests.helpers.tiny_models import MAX_MODEL_LEN, engine_config, prompt_of, save_tiny, tiny
-from workers.models.registry import families
 
 DEADLINE_S = 90
 BLOCKS, BLOCK_SIZE = 64, 4

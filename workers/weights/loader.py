@@ -22,6 +22,9 @@ Progress = Callable[[int, int], None]
 """Called with (tensors done, tensors in all)."""
 
 _NAMED_AT_MOST = 5
+_HEAD = "lm_head.weight"
+# Of what random layers add, in terms of an embedding: of a hundred layers as much as of one vector.
+_ADDED = 0.1
 
 
 class WeightError(ValueError):
@@ -52,8 +55,12 @@ def load_dummy(model: CausalLM, progress: Progress) -> None:
     """Random weights that keep the scale of what they are applied to; the same at every start.
 
     Scales of norms are one, biases zero. Nothing but the device that holds them draws them.
+    What a layer adds is kept small beside the embeddings, else all tokens soon look alike, and
+    choose the same few experts. Not so where the head is the embedding: it would find the last
+    token again, and nothing else.
     """
     wanted = list(slots(model))
+    has_own_head = any(slot.name == _HEAD for slot in wanted)
     for done, slot in enumerate(wanted, start=1):
         if len(slot.source.shape) == 1:
             slot.target.fill_(0.0 if slot.name.endswith("bias") else 1.0)
@@ -61,6 +68,8 @@ def load_dummy(model: CausalLM, progress: Progress) -> None:
             seed = zlib.crc32(f"{slot.name}:{slot.source.kept.start}".encode())
             generator = torch.Generator(slot.target.device).manual_seed(seed)
             bound = math.sqrt(3 / slot.source.shape[-1])  # a variance of 1 / inputs
+            if has_own_head and slot.source.dim == 1:  # cut by its inputs: its result is added
+                bound *= _ADDED / math.sqrt(slot.source.shape[0])
             slot.target.uniform_(-bound, bound, generator=generator)
         progress(done, len(wanted))
     _finish(model)

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from atom.benchmarks.gpu import Job
-from atom.benchmarks.gpu_document import document, recorded, speed_up, terminal_table
+from atom.benchmarks.gpu_document import gpu_section, recorded, speed_up, terminal_table
 from atom.benchmarks.gpu_results import Content, Entry, ResultFile, Settings, SettingsError
 from atom.benchmarks.gpu_rows import READY, READY_FIRST, ROWS, Measured, figure_of, measure, shown
 
@@ -116,7 +116,7 @@ def results(shrink: int = 1) -> dict[str, Content]:
 
 
 def test_the_document_puts_each_figure_beside_the_recorded_ones() -> None:
-    text = document(results())
+    text = gpu_section(results())
     lines = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| `")}
     assert list(lines) == ["`batch-1`", "`prefill-64x4096`", "`ready`"]
     cells = [cell.strip() for cell in lines["`batch-1`"].split("|")[2:-1]]
@@ -129,7 +129,7 @@ def test_the_document_puts_each_figure_beside_the_recorded_ones() -> None:
 
 
 def test_a_trial_is_called_one_and_compared_with_nothing() -> None:
-    text = document(results(shrink=8))
+    text = gpu_section(results(shrink=8))
     assert "A trial: requests and lengths divided by 8" in text and "--shrink 8" in text
     assert "40,545" not in text
 

@@ -59,10 +59,11 @@ def test_products(invariant: None, inputs: int, outputs: int, dtype: torch.dtype
 @interpreted
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("query_len", [1, 40])
-def test_attention(invariant: None, query_len: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("window", [0, 200, 600])
+def test_attention(invariant: None, window: int, query_len: int, dtype: torch.dtype) -> None:
     """Of one phase; a decode and a prompt stand elsewhere in their tiles, which numpy minds."""
     lens = [600, 70, 1030]
-    step = Step(lens, lens, 4, 2, dtype=dtype, cache_dtype=dtype)
+    step = Step(lens, lens, 4, 2, dtype=dtype, cache_dtype=dtype, window=window, sinks=window > 0)
 
     def attended(rows: list[int]) -> torch.Tensor:
         plan = atom_ops.plan_attention(

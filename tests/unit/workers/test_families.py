@@ -6,6 +6,7 @@ import pkgutil
 import pytest
 
 import workers.models
+from tests.helpers.tiny_models import TINY_MODELS
 from workers.families import architectures, check_runs, families
 
 
@@ -17,7 +18,10 @@ def test_what_runs_is_what_the_model_files_declare() -> None:
         if table is not None:
             declared[module.name] = list(table)
     assert {family: list(names) for family, names in architectures().items()} == declared
-    assert {"llama", "qwen3"} <= set(families())
+
+
+def test_every_family_has_tiny_models_that_prove_it() -> None:
+    assert families() == sorted({model.model_type for model in TINY_MODELS})
 
 
 def test_what_runs_is_accepted() -> None:

@@ -1,12 +1,16 @@
 """What holds for models whatever their family. What each family answers: tests/models."""
 
+import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import load, save_file
+from transformers import AutoModelForCausalLM
 
 from tests.helpers.core_side import generate
-from tests.helpers.teacher_forcing import TinyWorker
-from tests.helpers.tiny_models import hf_greedy, prompt_of, save_tiny, tiny
+from tests.helpers.mxfp4 import packed_experts
+from tests.helpers.teacher_forcing import TinyWorker, forced_logits
+from tests.helpers.tiny_models import Tiny, hf_greedy, hf_logits, prompt_of, save_tiny, tiny
 
 
 class Loaded(TinyWorker):
@@ -50,3 +54,29 @@ def test_a_resumed_request_goes_on_as_if_undisturbed(tmp_path: Path) -> None:
     whole = hf_greedy(loaded.reference, prompt, 12).ids
     resumed = generate(loaded.core(), loaded.execute, [prompt + whole[:5]], 7, chunk=16)
     assert resumed == [whole[5:]]
+
+
+def test_gpt_oss_with_packed_experts(tmp_path: Path) -> None:
+    """As it is published: the numbers are those that the packed ones stand for."""
+    model = Tiny(
+        "packed", "gpt_oss", 1, tiny("gpt-oss").config | {"hidden_size": 64, "intermediate_size": 96}
+    )
+    save_tiny(model, tmp_path)
+    weights, settings = tmp_path / "model.safetensors", tmp_path / "config.json"
+    whole = load(weights.read_bytes())
+    matrices = {name: tensor for name, tensor in whole.items() if name.endswith(("up_proj", "down_proj"))}
+    packed, plain = packed_experts(matrices)
+    save_file(whole | plain, weights, metadata={"format": "pt"})
+    ids = prompt_of(48, seed=4)
+    expected = hf_logits(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), ids)
+
+    kept = {name: tensor for name, tensor in whole.items() if name not in matrices}
+    save_file(kept | packed, weights, metadata={"format": "pt"})
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    config = json.loads(settings.read_text()) | {"quantization_config": quantization}
+    settings.write_text(json.dumps(config))
+    ours = TinyWorker(tmp_path)
+    core = ours.core()
+    core.add(0, ids)
+    found = forced_logits(ours.worker, core, 0, [30, 18])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)

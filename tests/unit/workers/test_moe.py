@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from atom_ops import ClampedSwiglu, RoutingRule
+from tests.helpers.mxfp4 import packed_experts
 from tests.helpers.tiny_models import MAX_MODEL_LEN, place
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
@@ -193,26 +194,6 @@ def test_whole_names_are_wanted(tmp_path: Path, family: Family) -> None:
         load(family, tmp_path)
 
 
-def _packed(matrices: Tensors) -> tuple[Tensors, Tensors]:
-    """Random MXFP4 tensors in the place of the matrices, and the numbers they stand for."""
-    generator = torch.Generator().manual_seed(3)
-    magnitudes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-    packed, plain = {}, {}
-    for name, matrix in matrices.items():
-        experts, inputs_, outputs = matrix.shape
-        codes = torch.randint(0, 16, (experts, outputs, inputs_), generator=generator)
-        scales = torch.randint(120, 126, (experts, outputs, inputs_ // 32), generator=generator)
-        blocks = (codes[..., 0::2] + 16 * codes[..., 1::2]).unflatten(-1, (-1, 16))
-        packed[f"{name}_blocks"] = blocks.to(torch.uint8)
-        packed[f"{name}_scales"] = scales.to(torch.uint8)
-        sign = torch.where(codes >= 8, -1.0, 1.0)
-        values = sign * torch.tensor(magnitudes)[codes % 8]
-        plain[name] = (
-            (values * (2.0 ** (scales - 127)).repeat_interleave(32, -1)).transpose(1, 2).contiguous()
-        )
-    return packed, plain
-
-
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2), (2, 5)])
 def test_packed_experts_are_what_the_plain_ones_are(tmp_path: Path, rank: int, size: int) -> None:
     """Blocks of 32 are cut anywhere: 96 features over 5 ranks."""
@@ -221,7 +202,7 @@ def test_packed_experts_are_what_the_plain_ones_are(tmp_path: Path, rank: int, s
     path = tmp_path / "model.safetensors"
     whole = load_file(path)
     names = [f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
-    packed, plain = _packed({name: whole.pop(name) for name in names})
+    packed, plain = packed_experts({name: whole.pop(name) for name in names})
     save_file(whole | plain, path)
     wanted = load(family, tmp_path, rank, size)
     save_file(whole | packed, path)
@@ -253,7 +234,7 @@ def test_parts_in_two_files_are_put_together(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     whole = load_file(path)
     names = [f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
-    packed, _ = _packed({name: whole.pop(name) for name in names})
+    packed, _ = packed_experts({name: whole.pop(name) for name in names})
     save_file(whole | packed, path)
     wanted = load(family, tmp_path, form=InterleavedMXFP4())
     path.unlink()

@@ -46,7 +46,7 @@ class Footprint:
         return torch.nn.functional.one_hot(hidden_RD[:, 0].long() % VOCAB, VOCAB).float() * 9
 
 
-def rerun(body: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
+def rerun(body: Callable[[], Any], name: str) -> tuple[Callable[[], object], Any]:
     """What a captured graph does, without one: results come to the same tensors each time."""
     first = body()
 

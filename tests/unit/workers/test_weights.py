@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers.tiny_models import (
     MAX_MODEL_LEN,
-    TINY_MODELS,
     Tiny,
     checkpoint_of,
     place,

@@ -1,0 +1,45 @@
+"""What the command lines of the benchmarks share."""
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator
+
+from atom.benchmarks.report import OUTPUT_FLAG, writable_file
+from atom.benchmarks.serving.errors import BenchmarkError
+
+__all__ = ["add_output_flag", "not_negative", "positive", "single_line_errors"]
+
+
+def add_output_flag(group: argparse._ActionsContainer) -> None:
+    """The file that a benchmark's figures are written to."""
+    group.add_argument(OUTPUT_FLAG, type=writable_file, metavar="FILE", help="write the figures as JSON")
+
+
+def positive(text: str) -> int:
+    """A number of the command line."""
+    return _at_least(1, text)
+
+
+def not_negative(text: str) -> int:
+    """A number of the command line that may be 0."""
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{number} is less than {least}")
+    return number
+
+
+@contextlib.contextmanager
+def single_line_errors() -> Iterator[None]:
+    """What a benchmark cannot do ends the process with `error: …` and exit status 1."""
+    try:
+        yield
+    except (BenchmarkError, ValueError, RuntimeError, OSError) as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,93 @@
+"""Measure a server that runs: throughput, and how long its callers wait.
+
+    python -m atom.benchmarks.benchmark_serving --model PATH --backend vllm \\
+        --dataset-name random --random-input-len 1024 --random-output-len 1024 \\
+        --num-prompts 1280 --max-concurrency 128 --ignore-eos --save-result
+
+    flags ─▶ data set ─▶ requests ─▶ load: one asyncio loop, a connection for each request in flight
+                                       └─▶ outputs ─▶ metrics ─▶ table, JSON file
+
+`--sweep 1 4 16 64` does a run at each of these concurrencies, and ends with a table and a plot of
+throughput against interactivity.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from itertools import islice
+
+import uvloop
+
+from atom.benchmarks.serving.datasets import SampleRequest, TextSource, load_requests
+from atom.benchmarks.serving.errors import BenchmarkError
+from atom.benchmarks.serving.flags import check, make_parser
+from atom.benchmarks.serving.metrics import BenchmarkMetrics
+from atom.benchmarks.serving.report import failures, make_result, result_lines, write_result
+from atom.benchmarks.serving.run import benchmark, text_source
+from atom.benchmarks.serving.sweep import Point, check_plotting, point_args, table, write_sweep
+from atom.utils.open_files import OpenFilesError, raise_open_files_limit
+
+__all__ = ["BenchmarkMetrics", "main"]
+
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status: 1 where the benchmark could not be run, or no request came through."""
+    args = make_parser().parse_args(argv)
+    try:
+        check(args)
+        raise_open_files_limit()
+        return uvloop.run(_sweep(args) if args.sweep else _single(args))
+    except (BenchmarkError, OpenFilesError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+async def _single(args: argparse.Namespace) -> int:
+    source = text_source(args)
+    metrics = await _measure(args, load_requests(args, source), source)
+    return 0 if metrics.completed else 1
+
+
+async def _sweep(args: argparse.Namespace) -> int:
+    """No prompt is sent twice, so that no run finds what an earlier one left in the prefix cache."""
+    check_plotting()
+    source, runs = text_source(args), point_args(args)
+    needed = sum(run.num_prompts for run in runs)
+    drawn = load_requests(argparse.Namespace(**vars(args) | {"num_prompts": needed}), source)
+    if len(drawn) < needed:
+        raise BenchmarkError(f"this sweep needs {needed} prompts: set a smaller --num-prompts")
+    samples = iter(drawn)
+    points = []
+    for run in runs:
+        metrics = await _measure(run, list(islice(samples, run.num_prompts)), source)
+        if not metrics.completed:
+            return 1
+        points.append(Point.of(run.max_concurrency, metrics))
+    print(*table(points), sep="\n")
+    for path in write_sweep(args, points, datetime.now().strftime("%Y%m%d-%H%M%S")):
+        print(f"Written: {path}")
+    return 0
+
+
+async def _measure(
+    args: argparse.Namespace, samples: Sequence[SampleRequest], source: TextSource
+) -> BenchmarkMetrics:
+    """One run, shown and saved."""
+    run = await benchmark(args, samples, source.tokenizer)
+    print(*result_lines(args, run.metrics), sep="\n")
+    for line in failures(run.outputs):
+        print(line, file=sys.stderr)
+    if args.save_result:
+        result = make_result(args, run.metrics, run.outputs, run.speculation, datetime.now())
+        for path in write_result(args, result):
+            print(f"Written: {path}")
+    return run.metrics
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""The shapes that a model calls the ops in, step by step."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atom.benchmarks.serving.errors import BenchmarkError
+
+__all__ = ["MODELS", "STEPS", "ModelShape", "StepShape", "model_shape"]
+
+_SHIPPED = Path(__file__).with_name("models")
+MODELS = sorted(path.name for path in _SHIPPED.iterdir())
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a decoder, as one worker has them."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    features: int
+    """Of half a gated projection."""
+    vocab: int
+    head_norms: bool = False
+    """Whether queries and keys are normalised."""
+    experts: int = 0
+    chosen: int = 0
+    """Experts of each token."""
+    expert_features: int = 0
+
+    @property
+    def qkv(self) -> int:
+        """Features of the fused projection."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
+        """From a config.json; KeyError for a size that it lacks."""
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        experts = config.get("num_local_experts") or config.get("num_experts") or 0
+        return cls(
+            hidden,
+            heads,
+            config.get("num_key_value_heads") or heads,
+            config.get("head_dim") or hidden // heads,
+            config["intermediate_size"],
+            config["vocab_size"],
+            head_norms=str(config.get("model_type", "")).startswith("qwen3"),
+            experts=experts,
+            chosen=config["num_experts_per_tok"] if experts else 0,
+            expert_features=config.get("moe_intermediate_size") or config["intermediate_size"],
+        )
+
+
+def model_shape(model: str) -> ModelShape:
+    """Of a shipped configuration by its name, or of a directory with config.json; BenchmarkError else."""
+    path = (_SHIPPED / model if model in MODELS else Path(model)) / "config.json"
+    if not path.is_file():
+        raise BenchmarkError(
+            f"--model {model}: no directory with config.json; shipped are {', '.join(MODELS)}"
+        )
+    try:
+        return ModelShape.from_config(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError) as error:
+        raise BenchmarkError(f"{path} does not give a decoder's sizes: {error!r}") from None
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """One step: rows that each bring new tokens, which are the last ones of their context."""
+
+    name: str
+    rows: int
+    new: int
+    """Tokens of each row."""
+    context: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.new
+
+    @property
+    def seen(self) -> int:
+        """Pairs of a new token and a token that it attends to."""
+        before = self.context - self.new
+        return self.rows * (self.new * before + self.new * (self.new + 1) // 2)
+
+    @property
+    def blocks_per_row(self) -> int:
+        return -(-self.context // BLOCK_SIZE)
+
+    def block_table(self) -> NDArray[np.int32]:
+        """[rows, blocks]: every block once, in random order."""
+        count = self.rows * self.blocks_per_row
+        table: NDArray[np.int32] = np.random.default_rng(1).permutation(count).astype(np.int32)
+        return table.reshape(self.rows, self.blocks_per_row)
+
+    def slots(self) -> NDArray[np.int64]:
+        """Where the new tokens' keys and values go, [tokens]."""
+        at = np.arange(self.context - self.new, self.context)
+        slots: NDArray[np.int64] = self.block_table()[:, at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
+        return slots.astype(np.int64).ravel()
+
+
+STEPS = {
+    step.name: step
+    for step in (
+        StepShape("decode-1", 1, 1, 1024),
+        StepShape("decode-16", 16, 1, 1024),
+        StepShape("decode-64", 64, 1, 1024),
+        StepShape("decode-256", 256, 1, 1024),
+        StepShape("prefill-256", 1, 256, 256),
+        StepShape("prefill-1024", 1, 1024, 1024),
+        StepShape("prefill-4096", 1, 4096, 4096),
+        StepShape("prefill-8x1024", 8, 1024, 1024),
+    )
+}

@@ -1,0 +1,232 @@
+"""How long every op takes with each of its providers, and how far that is from what the device can do.
+
+    python -m atom.benchmarks.kernels --model Qwen3-0.6B --shapes decode-1 decode-64 prefill-1024
+
+First the device's own rates are measured: a copy's bytes a second, and a matrix product's operations
+a second. An op's floor is the time that its bytes or its operations take at these rates, whichever is
+longer; *of roofline* is that floor over the time it took. A read alone is faster than a copy, and
+caches are faster than memory, so more than 100 % can be seen.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from atom.benchmarks.arguments import add_output_flag, single_line_errors
+from atom.benchmarks.kernel_clock import Clock, Roofline, measure_roofline
+from atom.benchmarks.kernel_shapes import MODELS, STEPS, ModelShape, StepShape, model_shape
+from atom.benchmarks.kernel_work import Inputs, Work, bytes_of, works
+from atom.benchmarks.report import report, write
+from atom.benchmarks.serving.errors import BenchmarkError
+from atom.config.cli import CommandLineParser
+from atom_ops import backend, triton_impl
+from atom_ops.op import REFERENCE, REGISTRY, Op, Provider
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_COLD_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}
+_MOST_COPIES = 32
+_SHAPES = ("decode-1", "decode-64", "prefill-1024")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One provider, and one call of its op."""
+
+    op: Op[..., Any]
+    provider: Provider
+    step: StepShape
+    work: Work
+
+    @property
+    def provider_name(self) -> str:
+        return "composed" if self.op.composed and self.provider.name == REFERENCE else self.provider.name
+
+
+def main() -> None:
+    args = _parser().parse_args()
+    with single_line_errors():
+        device = _device(args.device)
+        dtype = DTYPES[args.dtype or ("float32" if device.type == "cpu" else "bfloat16")]
+        shape = model_shape(args.model)
+        backend.resolve(device)
+        jobs = list(select(args.ops, shape, [STEPS[name] for name in args.shapes], dtype, device))
+        bench = Bench(device, dtype, Clock(device, args.seconds))
+        print(bench.line(), flush=True)
+        rows = bench.run(jobs)
+        gpus = [torch.cuda.get_device_name(device)] if device.type == "cuda" else []
+        result = report("kernels", gpus, {"model": args.model, **bench.facts(), "rows": rows})
+        print(text(result))
+        write(args.output_json, result)
+
+
+def _parser() -> CommandLineParser:
+    parser = CommandLineParser(
+        prog="atom.benchmarks.kernels",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", default=MODELS[-1], help=f"{', '.join(MODELS)}, or a directory with config.json")
+    add("--shapes", nargs="+", choices=list(STEPS), default=list(_SHAPES), help="steps: rows or tokens")
+    add(
+        "--ops", nargs="+", choices=sorted(REGISTRY), default=sorted(REGISTRY), help="which ops", metavar="OP"
+    )
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
+    add("--dtype", choices=list(DTYPES), help="of the arguments; float32 on a CPU, else bfloat16")
+    add("--seconds", type=_seconds, default=0.2, help="how long to time each call")
+    add_output_flag(parser)
+    return parser
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 <= seconds <= 60:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 60")
+    return seconds
+
+
+def _device(name: str) -> torch.device:
+    there = torch.cuda.is_available()
+    if name == "cuda" and not there:
+        raise BenchmarkError("--device cuda: torch sees no GPU here; use --device cpu")
+    if triton_impl.INTERPRETED:
+        raise BenchmarkError("TRITON_INTERPRET=1: an interpreted kernel's time means nothing; unset it")
+    return torch.device("cuda" if there and name != "cpu" else "cpu")
+
+
+def select(
+    ops: list[str], model: ModelShape, steps: list[StepShape], dtype: torch.dtype, device: torch.device
+) -> Iterator[Job]:
+    """Every provider that runs on the device with every call of its op; equal calls once."""
+    for name in sorted(ops):
+        op = REGISTRY[name]
+        seen: set[str] = set()
+        for step in steps:
+            for work in works(op, model, step, dtype):
+                if work.label in seen:
+                    continue
+                seen.add(work.label)
+                for provider in op.providers.values():
+                    if provider.supported(device):
+                        yield Job(op, provider, step, work)
+
+
+class Bench:
+    """A device whose rates are known."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, clock: Clock):
+        self._device = device
+        self._dtype = dtype
+        self._clock = clock
+        self.roofline: Roofline = measure_roofline(clock, device, dtype)
+
+    def line(self) -> str:
+        """The rates for people."""
+        dtype, threads = str(self._dtype)[6:], torch.get_num_threads()
+        where = f"CPU, {threads} threads" if self._device.type == "cpu" else torch.cuda.get_device_name()
+        return (
+            f"{where}: copies {self.roofline.bytes_per_s / 1e9:.1f} GB/s, "
+            f"multiplies {self.roofline.flops_per_s / 1e12:.3f} TFLOP/s in {dtype}"
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """What every row depends on."""
+        return {
+            "device": self._device.type,
+            "dtype": str(self._dtype)[6:],
+            "threads": torch.get_num_threads(),
+            "copy_bytes_per_s": self.roofline.bytes_per_s,
+            "matmul_flops_per_s": self.roofline.flops_per_s,
+        }
+
+    @torch.inference_mode()
+    def run(self, jobs: list[Job]) -> list[dict[str, Any]]:
+        """A row for each job; none where the provider does not take it, or memory is too small."""
+        rows = []
+        for job in tqdm(jobs, desc="kernels", leave=False, disable=None):
+            try:
+                row = self._row(job)
+            except torch.OutOfMemoryError:
+                print(f"left out: {job.op.name} {job.work.label}: no memory for it", file=sys.stderr)
+                continue
+            if row is not None:
+                rows.append(row)
+        return rows
+
+    def _row(self, job: Job) -> dict[str, Any] | None:
+        given = self._arguments(job)
+        mine = self._prepared(job, given)
+        if job.provider.supports is not None and not job.provider.supports(*mine):
+            return None
+        moved = job.work.moved
+        result = job.provider.function(*mine)
+        if moved is None:
+            moved = bytes_of(given) + bytes_of(result)
+        calls = self._calls(job, mine, moved)
+        timing = self._clock.time(calls)
+        row = {
+            "op": job.op.name,
+            "provider": job.provider_name,
+            "step": job.step.name if job.work.flops is not None else "",
+            "shape": job.work.label,
+            "microseconds": timing.median * 1e6,
+            "best_microseconds": timing.best * 1e6,
+            "timed": timing.how,
+        }
+        flops = job.work.flops
+        if flops is None:
+            return row
+        return row | {
+            "bytes": moved,
+            "flops": flops,
+            "bound": self.roofline.bound(moved, flops),
+            "floor_microseconds": self.roofline.floor(moved, flops) * 1e6,
+            "of_roofline": self.roofline.floor(moved, flops) / timing.median,
+        }
+
+    def _calls(self, job: Job, first: tuple[Any, ...], moved: float) -> list[Callable[[], object]]:
+        """The same call on as many arguments as it takes to leave the caches."""
+        size = max(moved, 1.0)
+        room = torch.cuda.mem_get_info()[0] / 2 / size if self._device.type == "cuda" else _MOST_COPIES
+        copies = int(min(_COLD_BYTES[self._device.type] // size, _MOST_COPIES, room))
+        sets = [first, *(self._prepared(job, self._arguments(job)) for _ in range(copies - 1))]
+        return [partial(job.provider.function, *arguments) for arguments in sets]
+
+    def _arguments(self, job: Job) -> tuple[Any, ...]:
+        generator = torch.Generator(self._device).manual_seed(1)
+        return job.work.make(Inputs(self._dtype, self._device, generator))
+
+    def _prepared(self, job: Job, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return job.provider.prepare(*given) if job.provider.prepare else given
+
+
+def text(result: dict[str, Any]) -> str:
+    """The rows for people."""
+    widths = [
+        max((len(row[key]) for row in result["rows"]), default=0) for key in ("op", "provider", "shape")
+    ]
+    lines = []
+    for row in result["rows"]:
+        names = [
+            row[key].ljust(width) for key, width in zip(("op", "provider", "shape"), widths, strict=True)
+        ]
+        line = "  ".join([*names, f"{row['microseconds']:>11.1f} us"])
+        if "bytes" in row:
+            rate = row["bytes"] / row["microseconds"] / 1e3
+            flops = row["flops"] / row["microseconds"] / 1e6
+            line += f"  {rate:>8.1f} GB/s  {flops:>8.3f} TFLOP/s  {row['of_roofline']:>6.1%} {row['bound']}"
+        lines.append(line + ("" if row["timed"] != "launches" else "  (launches)"))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

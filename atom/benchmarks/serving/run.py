@@ -1,0 +1,136 @@
+"""One run against a server: warm up, load it, and work out what came of it."""
+
+import argparse
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import aiohttp
+
+from atom.benchmarks.backend_request_func import (
+    ASYNC_REQUEST_FUNCS,
+    BACKENDS,
+    RequestFuncInput,
+    RequestFuncOutput,
+)
+from atom.benchmarks.serving.datasets import SampleRequest, TextSource
+from atom.benchmarks.serving.errors import BenchmarkError
+from atom.benchmarks.serving.load import Load, Send, open_session, post_profile, run_load, warm_up
+from atom.benchmarks.serving.metrics import BenchmarkMetrics, calculate_metrics
+from atom.benchmarks.serving.speculation import Speculation, read_speculation
+from atom.benchmarks.serving.tokenizer import (
+    PromptTokenizer,
+    has_tokenizer,
+    load_tokenizer,
+    vocabulary_size,
+)
+
+__all__ = ["Run", "benchmark", "count_tokens", "request_inputs", "server_url", "text_source"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of a run."""
+
+    metrics: BenchmarkMetrics
+    outputs: list[RequestFuncOutput]
+    """In the order of the requests."""
+    speculation: Speculation | None
+    """Drafts of this run; None where the server counts none."""
+
+
+def text_source(args: argparse.Namespace) -> TextSource:
+    """The tokenizer of --tokenizer or --model, or the vocabulary of a model without one.
+
+    Raises BenchmarkError.
+    """
+    if args.tokenizer is not None or has_tokenizer(args.model):
+        name = args.tokenizer or args.model
+        tokenizer = load_tokenizer(name, args.tokenizer_mode, args.trust_remote_code)
+        return TextSource(tokenizer, tokenizer.vocab_size)
+    size = vocabulary_size(args.model)
+    if size is None:
+        raise BenchmarkError(f"{args.model} has no tokenizer and no vocab_size: give a --tokenizer")
+    if not BACKENDS[args.backend].takes_ids:
+        raise BenchmarkError(
+            f"{args.model} has no tokenizer, and --backend {args.backend} takes text alone: "
+            "give a --tokenizer, or use --backend vllm"
+        )
+    print(f"{args.model} has no tokenizer: prompts are sent as token ids")
+    return TextSource(None, size)
+
+
+def server_url(args: argparse.Namespace) -> str:
+    """Without a slash at the end."""
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    return (args.base_url or f"http://{host}:{args.port}").rstrip("/")
+
+
+def request_inputs(args: argparse.Namespace, samples: Sequence[SampleRequest]) -> list[RequestFuncInput]:
+    """What is sent for each sample; with --lora-modules one of them is drawn for each."""
+    draw = random.Random(args.seed)
+    extra = {"use_beam_search": True} if args.use_beam_search else None
+    return [
+        RequestFuncInput(
+            prompt=sample.prompt,
+            api_url=server_url(args) + args.endpoint,
+            prompt_len=sample.prompt_len,
+            output_len=sample.output_len,
+            model=args.model,
+            model_name=draw.choice(args.lora_modules) if args.lora_modules else args.served_model_name,
+            best_of=args.best_of,
+            logprobs=args.logprobs,
+            extra_body=extra,
+            multi_modal_content=sample.multi_modal_content,
+            ignore_eos=args.ignore_eos,
+        )
+        for sample in samples
+    ]
+
+
+async def benchmark(
+    args: argparse.Namespace, samples: Sequence[SampleRequest], tokenizer: PromptTokenizer | None
+) -> Run:
+    """Send `samples` as the flags of the load say. Raises BenchmarkError."""
+    requests = request_inputs(args, samples)
+    base_url = server_url(args)
+    load = Load(args.request_rate, args.burstiness, args.max_concurrency, args.seed)
+    at_once = "no limit" if args.max_concurrency is None else f"{args.max_concurrency} at most"
+    print(
+        f"{len(requests)} requests, {args.request_rate} a second (burstiness {args.burstiness}), "
+        f"in flight at once: {at_once}",
+        flush=True,
+    )
+    async with open_session(args.max_concurrency) as session:
+        send = _sender(args.backend, session)
+        await warm_up(send, requests[0], args.num_warmups)
+        before = await read_speculation(session, base_url)
+        if args.profile:
+            await post_profile(session, f"{base_url}/start_profile")
+        outputs, seconds = await run_load(send, requests, load, not args.disable_tqdm)
+        if args.profile:
+            await post_profile(session, f"{base_url}/stop_profile")
+        after = await read_speculation(session, base_url)
+    count_tokens(outputs, tokenizer)
+    metrics = calculate_metrics(outputs, seconds, args.metric_percentiles, dict(args.goodput or []))
+    return Run(metrics, outputs, after - before if before and after else None)
+
+
+def count_tokens(outputs: Sequence[RequestFuncOutput], tokenizer: PromptTokenizer | None) -> None:
+    """Where the server did not count: by the tokenizer, or without one an event for a token."""
+    uncounted = [output for output in outputs if output.success and output.output_tokens is None]
+    if not uncounted:
+        return
+    if tokenizer is None:
+        counts = [output.events for output in uncounted]
+    else:
+        counts = [len(ids) for ids in tokenizer.encode_all([output.generated_text for output in uncounted])]
+    for output, count in zip(uncounted, counts, strict=True):
+        output.output_tokens = count
+    how = "events were counted" if tokenizer is None else "the tokenizer counted"
+    print(f"The server gave no usage for {len(uncounted)} answers: {how}")
+
+
+def _sender(backend: str, session: aiohttp.ClientSession) -> Send:
+    function = ASYNC_REQUEST_FUNCS[backend]
+    return lambda request: function(request, session)

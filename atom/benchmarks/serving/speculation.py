@@ -1,0 +1,60 @@
+"""How many drafted tokens a server took, read off its /metrics before and after a run."""
+
+import re
+from dataclasses import dataclass
+
+import aiohttp
+
+__all__ = ["Speculation", "read_speculation"]
+
+_DEADLINE_S = 10.0
+_COUNTERS = {
+    "drafts": "spec_decode_num_drafts",
+    "drafted": "spec_decode_num_draft_tokens",
+    "accepted": "spec_decode_num_accepted_tokens",
+}
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Counts since the server's start; a difference is that of a run."""
+
+    drafts: float
+    drafted: float
+    accepted: float
+
+    def __sub__(self, earlier: "Speculation") -> "Speculation":
+        return Speculation(
+            self.drafts - earlier.drafts, self.drafted - earlier.drafted, self.accepted - earlier.accepted
+        )
+
+    @property
+    def accept_length(self) -> float | None:
+        """Tokens of a step, the one that needs no draft included; None without drafts."""
+        return 1 + self.accepted / self.drafts if self.drafts else None
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """The part of all drafted tokens that was taken."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    @classmethod
+    def parse(cls, exposition: str) -> "Speculation | None":
+        """From Prometheus' text, all labels together; None if the counters are not there."""
+        sums = {}
+        for field, name in _COUNTERS.items():
+            values = re.findall(rf"^vllm:{name}_total(?:\{{.*\}})? (\S+)", exposition, re.MULTILINE)
+            if not values:
+                return None
+            sums[field] = sum(map(float, values))
+        return cls(**sums)
+
+
+async def read_speculation(session: aiohttp.ClientSession, base_url: str) -> Speculation | None:
+    """None from a server that counts no drafts, or shows no metrics."""
+    timeout = aiohttp.ClientTimeout(total=_DEADLINE_S)
+    try:
+        async with session.get(f"{base_url}/metrics", timeout=timeout) as response:
+            return Speculation.parse(await response.text()) if response.status == 200 else None
+    except (aiohttp.ClientError, OSError, TimeoutError, UnicodeDecodeError):
+        return None

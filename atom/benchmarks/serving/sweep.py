@@ -1,0 +1,142 @@
+"""Runs at several concurrencies, as a table and as a plot of throughput against interactivity."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atom.benchmarks.serving.errors import BenchmarkError
+from atom.benchmarks.serving.metrics import BenchmarkMetrics
+
+__all__ = ["Point", "check_plotting", "point_args", "save_plot", "table", "write_sweep"]
+
+_PROMPTS_PER_STREAM = 10
+_COLUMNS = (
+    "concurrency",
+    "requests",
+    "output tok/s",
+    "total tok/s",
+    "tok/s a user",
+    "TTFT ms",
+    "TPOT ms",
+    "E2EL ms",
+)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run at one concurrency. Latencies are medians in milliseconds."""
+
+    concurrency: int
+    completed: int
+    output_throughput: float
+    total_throughput: float
+    ttft: float
+    tpot: float
+    e2el: float
+    goodput: float | None
+    """Requests a second that met every goal; None without --goodput."""
+
+    @classmethod
+    def of(cls, concurrency: int, metrics: BenchmarkMetrics) -> "Point":
+        found = metrics.distributions
+        return cls(
+            concurrency,
+            metrics.completed,
+            metrics.output_throughput,
+            metrics.total_token_throughput,
+            found["ttft"].median,
+            found["tpot"].median,
+            found["e2el"].median,
+            metrics.request_goodput,
+        )
+
+    @property
+    def interactivity(self) -> float:
+        """Tokens a second that one user sees; 0 where answers had but one token."""
+        return 1e3 / self.tpot if self.tpot else 0.0
+
+
+def point_args(args: argparse.Namespace) -> list[argparse.Namespace]:
+    """The flags of each run, from the lowest concurrency up."""
+    return [_at(args, concurrency) for concurrency in sorted(set(args.sweep))]
+
+
+def _at(args: argparse.Namespace, concurrency: int) -> argparse.Namespace:
+    name = args.result_filename
+    changed: dict[str, Any] = {
+        "max_concurrency": concurrency,
+        "num_prompts": args.num_prompts or _PROMPTS_PER_STREAM * concurrency,
+        "result_filename": name and f"{name.removesuffix('.json')}-concurrency{concurrency}.json",
+    }
+    return argparse.Namespace(**vars(args) | changed)
+
+
+def table(points: Sequence[Point]) -> list[str]:
+    """Markdown, aligned for terminals."""
+    with_goodput = any(point.goodput is not None for point in points)
+    header = [*_COLUMNS, "goodput req/s"] if with_goodput else [*_COLUMNS]
+    rows = [header, ["-" * (len(name) - 1) + ":" for name in header]]
+    for point in points:
+        figures = [point.output_throughput, point.total_throughput, point.interactivity]
+        figures += [point.ttft, point.tpot, point.e2el]
+        if with_goodput:
+            figures.append(point.goodput or 0.0)
+        rows.append([str(point.concurrency), str(point.completed), *(f"{figure:.2f}" for figure in figures)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        f"| {' | '.join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))} |"
+        for row in rows
+    ]
+
+
+def check_plotting() -> None:
+    """Before anything is measured. Raises BenchmarkError where the plot could not be drawn."""
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError:
+        raise BenchmarkError(
+            "--sweep draws with the package matplotlib: pip install 'atom-serve[bench]'"
+        ) from None
+
+
+def save_plot(points: Sequence[Point], title: str, path: Path) -> None:
+    """A PNG: output tokens a second over tokens a second that one user sees, a point for each run."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot(
+        [point.interactivity for point in points], [point.output_throughput for point in points], marker="o"
+    )
+    for point in points:
+        place = (point.interactivity, point.output_throughput)
+        axes.annotate(str(point.concurrency), place, xytext=(5, 5), textcoords="offset points")
+    axes.set_title(f"{title}: a point for each concurrency")
+    axes.set_xlabel("interactivity: tokens/s a user (1 / median TPOT)")
+    axes.set_ylabel("throughput: output tokens/s")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150, format="png")
+
+
+def write_sweep(args: argparse.Namespace, points: Sequence[Point], date: str) -> list[Path]:
+    """The table as Markdown and the plot, beside the runs' own files. Raises BenchmarkError."""
+    base_model = args.model.rstrip("/").split("/")[-1]
+    name = f"{args.backend}-{args.request_rate}qps-sweep-{base_model}-{date}"
+    if args.result_filename:
+        name = f"{args.result_filename.removesuffix('.json')}-sweep"
+    directory = Path(args.result_dir)
+    # The name may hold dots, which with_suffix would cut.
+    text, plot = directory / f"{name}.md", directory / f"{name}.png"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        text.write_text("\n".join(table(points)) + "\n", encoding="utf-8")
+        save_plot(points, base_model, plot)
+    except OSError as error:
+        raise BenchmarkError(f"cannot write the sweep: {error}") from None
+    return [text, plot]

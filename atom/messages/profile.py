@@ -1,0 +1,42 @@
+"""Messages about profiling, which travel from a frontend through the core to every worker and back.
+
+frontend -> Profile -> core -> Profile -> workers, RankTrace -> core, ProfileAnswer -> frontend
+"""
+
+import msgspec
+
+
+class Profile(msgspec.Struct, tag=8, array_like=True, frozen=True, gc=False):
+    """Start recording what the workers and their devices do, or stop and write it to files."""
+
+    on: bool
+    number: int = 0
+    """The frontend's own, which the answer repeats."""
+
+
+class RankTrace(msgspec.Struct, tag=18, array_like=True, frozen=True, gc=False):
+    """One rank has done as `Profile` told it: it records, or its trace is written."""
+
+    rank: int
+    on: bool
+    directory: str = ""
+    file: str = ""
+    """Name of the trace in `directory`; empty after a start, and where nothing was recorded."""
+    steps: int = 0
+    elapsed_s: float = 0.0
+    """From the start of the recording to its stop."""
+    error: str = ""
+    """Why it could not, in one line."""
+
+
+class ProfileAnswer(msgspec.Struct, tag=19, array_like=True, frozen=True, gc=False):
+    """What became of a frontend's `Profile`, on all ranks."""
+
+    number: int
+    on: bool
+    traces: list[RankTrace] = []
+    """By rank."""
+    refusal: str = ""
+    """Why it makes no sense now: nothing was done."""
+    error: str = ""
+    """Why one of the ranks could not do it."""

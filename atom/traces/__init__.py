@@ -1,0 +1,1 @@
+"""Reads the traces that workers write: which step, layer and module the time went to."""

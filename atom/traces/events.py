@@ -1,0 +1,82 @@
+"""A trace file as typed events, and which of them lie within which."""
+
+import gzip
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+_SLACK_NS = 2
+"""Times are decimals in the file and floats here: ends may seem to pass beginnings by so much."""
+
+
+class TraceError(ValueError):
+    """A file that is no trace, or lacks what is asked for; one line that says what to do."""
+
+
+class Event(msgspec.Struct, gc=False):
+    """One entry of Chrome's trace format; times in microseconds."""
+
+    name: str = ""
+    ph: str = ""
+    cat: str = ""
+    ts: float = 0.0
+    dur: float = 0.0
+    pid: int | str = 0
+    tid: int | str = 0
+    args: dict[str, Any] | None = None
+
+    @property
+    def start_ns(self) -> int:
+        return round(self.ts * 1000)
+
+    @property
+    def end_ns(self) -> int:
+        return self.start_ns + self.duration_ns
+
+    @property
+    def duration_ns(self) -> int:
+        return round(self.dur * 1000)
+
+    @property
+    def correlation(self) -> int:
+        """Same for a launch and what it launched; 0 where there is none."""
+        return int((self.args or {}).get("correlation", 0))
+
+
+class _File(msgspec.Struct):
+    traceEvents: list[Event]
+
+
+def read_events(path: Path) -> list[Event]:
+    """Every event of a trace that lasts, by thread and time; the file may be compressed.
+
+    Raises TraceError for another kind of file, OSError.
+    """
+    try:
+        data = path.read_bytes()
+        if data[:2] == b"\x1f\x8b":
+            data = gzip.decompress(data)
+        # Names of Python files may hold anything, and the writer passes their bytes on.
+        text = data.decode(errors="replace")
+        events = msgspec.json.decode(text, type=_File).traceEvents
+    except (msgspec.DecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise TraceError(f"{path} is no trace of torch's profiler: {error}") from error
+    lasting = [event for event in events if event.ph == "X"]
+    lasting.sort(key=lambda event: (str(event.pid), str(event.tid), event.start_ns, -event.duration_ns))
+    return lasting
+
+
+def nested(events: Iterable[Event]) -> Iterator[tuple[Event, list[Event]]]:
+    """Each event with those around it, outermost first; `events` as `read_events` sorts them."""
+    around: list[Event] = []
+    thread: tuple[int | str, int | str] = ("", "")
+    for event in events:
+        if (event.pid, event.tid) != thread:
+            thread, around = (event.pid, event.tid), []
+        while around and event.start_ns >= around[-1].end_ns - _SLACK_NS:
+            around.pop()
+        yield event, around
+        around.append(event)

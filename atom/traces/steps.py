@@ -1,0 +1,168 @@
+"""The steps of a trace, and the kernels of each step with the module that they belong to.
+
+    host     prefill[…] > MODULE > … > launch ──correlation──▶ kernel       a step launched one by one
+    host     decode[…] > replay_graph_NAME > launch ──▶ kernel kernel …     a captured one
+    capture  capture_graph_NAME > MODULE > … > launch                       … whose modules are known here
+
+A captured graph's kernels run in the order of its launches. Where the trace holds no kernels, on a
+CPU, operators stand for them: the outermost ones, so that no time is counted twice.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from atom.traces.events import Event, TraceError, nested, read_events
+
+_STEP = re.compile(r"(\w+)\[.*\]")
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
+_MOMENT = re.compile(r"_ts_(\d{8}_\d{6}_\d{3})")
+_LAUNCH = re.compile(r"launch.*kernel|memcpy|memset", re.IGNORECASE)
+_HOST_CALLS = ("cuda_runtime", "cuda_driver", "hip_runtime", "hip_driver")
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_REPLAY, _CAPTURE = "replay_graph_", "capture_graph_"
+Captures = dict[str, list[str]]
+"""For each captured graph its launches: the module of each, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """Something that ran; `module` is the path of the innermost module around its launch, or empty."""
+
+    name: str
+    module: str
+    start_ns: int
+    duration_ns: int
+
+
+@dataclass(slots=True)
+class Step:
+    """One step, named as `prefill[bs=1 tok=7 ctx=[7]]`."""
+
+    kind: str
+    label: str
+    start_ns: int
+    duration_ns: int
+    """On the host."""
+    kernels: list[Kernel] = field(default_factory=list)
+    """By their start."""
+
+    @property
+    def kernel_ns(self) -> int:
+        """What the kernels took together."""
+        return sum(kernel.duration_ns for kernel in self.kernels)
+
+
+def read_steps(path: Path, capture: Path | None = None) -> list[Step]:
+    """The steps of a trace, by time. `capture` defaults to the newest capture trace beside it.
+
+    Raises TraceError, OSError.
+    """
+    events = read_events(path)
+    source = capture or newest_capture(path)
+    steps = steps_of(events, captures_of(read_events(source)) if source else {})
+    if not steps:
+        raise TraceError(f"{path} holds no step: record while the engine generates")
+    return steps
+
+
+def newest_capture(path: Path) -> Path | None:
+    """The last trace of captured graphs, in the folder of `path`, that was begun before it."""
+    begun = _moment(path)
+    found = [(_moment(other), other) for other in path.parent.glob(f"{_CAPTURE}*.json.gz") if other != path]
+    return max((one for one in found if not begun or one[0] <= begun), default=("", None))[1]
+
+
+def _moment(path: Path) -> str:
+    """When a trace was begun, by its name; empty where the name does not say."""
+    found = _MOMENT.search(path.name)
+    return found[1] if found else ""
+
+
+def steps_of(events: Sequence[Event], captures: Captures) -> list[Step]:
+    """Raises TraceError where a replay does not fit its capture."""
+    device: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        if event.cat in _DEVICE:
+            device[event.correlation].append(event)
+    on_host = not device
+    steps: dict[int, Step] = {}
+    for event, around in nested(event for event in events if event.cat not in _DEVICE):
+        outer = next((one for one in around if _is_step(one)), None)
+        if outer is None:
+            if _is_step(event):
+                steps[id(event)] = _new_step(event)
+            continue
+        step = steps[id(outer)]
+        if event.cat in _HOST_CALLS and event.correlation:
+            step.kernels += _launched(device.pop(event.correlation, []), around, captures)
+        elif event.cat == "cpu_op" and on_host and not any(one.cat == "cpu_op" for one in around):
+            step.kernels.append(_as_kernel(event, _module(around)))
+    for step in steps.values():
+        step.kernels.sort(key=lambda kernel: kernel.start_ns)
+    return sorted(steps.values(), key=lambda step: step.start_ns)
+
+
+def captures_of(events: Iterable[Event]) -> Captures:
+    """Each graph's last capture: what runs before it under the same name only warms up."""
+    found: dict[str, tuple[int, list[str]]] = {}
+    for event, around in nested(events):
+        if event.cat == "user_annotation" and event.name.startswith(_CAPTURE):
+            name = event.name.removeprefix(_CAPTURE)
+            if name not in found or found[name][0] < event.start_ns:
+                found[name] = (event.start_ns, [])
+        elif _is_launch(event) and not any(_is_launch(one) for one in around):
+            graph = next((one for one in around if one.name.startswith(_CAPTURE)), None)
+            if graph is not None and found[name_of(graph)][0] == graph.start_ns:
+                found[name_of(graph)][1].append(_module(around))
+    return {name: modules for name, (_, modules) in found.items()}
+
+
+def name_of(capture: Event) -> str:
+    """What a captured graph is called."""
+    return capture.name.removeprefix(_CAPTURE)
+
+
+def _launched(kernels: list[Event], around: list[Event], captures: Captures) -> list[Kernel]:
+    """What one call of the host started: one kernel, or all of a graph."""
+    replay = next((one for one in around if one.name.startswith(_REPLAY)), None)
+    if replay is None or len(kernels) < 2:
+        return [_as_kernel(kernel, _module(around)) for kernel in kernels]
+    graph = replay.name.removeprefix(_REPLAY)
+    modules = captures.get(graph)
+    if modules is None:
+        raise TraceError(f"no capture trace tells the modules of graph {graph}: record with --mark-trace")
+    if len(modules) != len(kernels):
+        raise TraceError(
+            f"graph {graph} was captured with {len(modules)} launches and ran {len(kernels)} kernels: "
+            "the capture trace is another run's"
+        )
+    kernels.sort(key=lambda kernel: kernel.start_ns)
+    return [_as_kernel(kernel, module) for kernel, module in zip(kernels, modules, strict=True)]
+
+
+def _is_step(event: Event) -> bool:
+    return event.cat == "user_annotation" and _STEP.fullmatch(event.name) is not None
+
+
+def _is_launch(event: Event) -> bool:
+    return event.cat in _HOST_CALLS and _LAUNCH.search(event.name) is not None
+
+
+def _new_step(event: Event) -> Step:
+    return Step(event.name.partition("[")[0], event.name, event.start_ns, event.duration_ns)
+
+
+def _as_kernel(event: Event, module: str) -> Kernel:
+    return Kernel(event.name.replace("aiter::", ""), module, event.start_ns, event.duration_ns)
+
+
+def _module(around: list[Event]) -> str:
+    for event in reversed(around):
+        if event.name.startswith((_REPLAY, _CAPTURE)):
+            break
+        if event.cat == "user_annotation" and _MODULE.fullmatch(event.name):
+            return event.name
+    return ""

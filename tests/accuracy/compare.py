@@ -1,0 +1,97 @@
+"""lm-eval's numbers for a server, beside those of its own transformers backend on the same model.
+
+    python -m tests.accuracy.compare --lm-eval path/to/lm_eval
+
+Runs a multiple-choice task (log probabilities) and a generation task (text) both ways in float32,
+without a hub; the server is asked as users ask it. Exit status 1 where a metric, an answer or a
+greedy flag differs, or a log probability by more than the tolerance.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from atom.benchmarks.arguments import add_output_flag, single_line_errors
+from atom.benchmarks.report import report, write
+from atom.benchmarks.serving.errors import BenchmarkError
+from atom.config.cli import CommandLineParser
+from atom.config.model import ModelConfig
+from atom.supervisor import Supervisor
+from tests.accuracy.results import TASKS, Run, compared, equal, read_run, text
+from tests.helpers.server import running_server
+from tests.helpers.smollm2 import gguf_path
+
+DEADLINE_S = 1800
+MODULE = "tests.accuracy.compare"
+_HERE = Path(__file__).parent
+
+
+def main() -> int:
+    args = _parser().parse_args()
+    with single_line_errors():
+        figures = compare(_command(args.lm_eval), args.model or gguf_path(), args.num_concurrent)
+        command = f"python -m {MODULE} --lm-eval lm_eval --model {figures['model']}"
+        result = report("accuracy", [], figures, command)
+        print(text(result))
+        write(args.output_json, result)
+    return 0 if equal(result) else 1
+
+
+def _parser() -> CommandLineParser:
+    parser = CommandLineParser(
+        prog=MODULE, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--lm-eval", required=True, help="the lm_eval command")
+    add("--model", help="directory or .gguf file; SmolLM2-135M-Instruct when absent")
+    add("--num-concurrent", type=int, default=8, help="requests that lm-eval sends at once")
+    add_output_flag(parser)
+    return parser
+
+
+def _command(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        raise BenchmarkError(f"--lm-eval {name}: no such command; `make accuracy` installs it")
+    return os.path.abspath(found)
+
+
+def compare(command: str, model: str, concurrent: int) -> dict[str, Any]:
+    """Both runs, and how they differ."""
+    with Supervisor() as supervisor:
+        directory = supervisor.prepare(ModelConfig(model=model))[0].directory
+    # Served under the name of its directory, the model's name tells lm-eval where its tokenizer is.
+    flags = ("--model", directory, "--dtype", "float32", "--max-model-len", "2048", "--device", "cpu")
+    with running_server(*flags, "--served-model-name", directory) as server:
+        served = lm_eval(
+            command,
+            "local-completions",
+            f"model={directory},base_url={server.url}/v1/completions,num_concurrent={concurrent},"
+            "max_retries=3,tokenized_requests=False",
+        )
+    reference = lm_eval(command, "hf", f"pretrained={directory},dtype=float32")
+    return {"model": Path(model).stem, "dtype": "float32", **compared(served, reference)}
+
+
+def lm_eval(command: str, model: str, model_args: str) -> Run:
+    """One run of every task."""
+    with tempfile.TemporaryDirectory() as output:
+        done = subprocess.run(
+            [command, "run", "--model", model, "--model_args", model_args, "--tasks", *TASKS,
+             "--include_path", "tasks", "--device", "cpu", "--output_path", output, "--log_samples"],
+            cwd=_HERE,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"},
+            timeout=DEADLINE_S,
+        )  # fmt: skip
+        if done.returncode:
+            raise BenchmarkError(f"lm-eval on {model} ended with exit status {done.returncode}")
+        return read_run(Path(output))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""An engine core and a worker in one process, without sockets; what nobody may read is poisoned."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from atom.messages.engine import AddRequest, LogprobTable, TokenDeltas, pack_ids, unpack_ids
+from atom.messages.worker import AllocateKV, BatchResult
+from engine_core.core import EngineCore
+from engine_core.kv_cache_manager import KVCacheManager
+from engine_core.scheduler import MAX_IN_FLIGHT, Limits
+from tests.helpers.core_driver import GREEDY
+from tests.helpers.tiny_models import MAX_MODEL_LEN
+from workers.worker import Worker
+
+
+@dataclass
+class Answer:
+    token_ids: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    prompt_logprobs: dict[int, float] = field(default_factory=dict)
+    """Of the prompt's own tokens, by position."""
+
+
+class WholeEngine:
+    """`add` requests, then `run` until all have ended."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        num_blocks: Sequence[int],
+        max_tokens: int = 16,
+        max_rows: int = 8,
+        caching: bool = True,
+    ):
+        """`max_tokens` are computed in one step."""
+        specs = worker.load().kv_specs
+        worker.allocate(AllocateKV(list(num_blocks), MAX_MODEL_LEN))
+        self.kv = KVCacheManager(specs, num_blocks, max_tokens, seed=7, enable_prefix_caching=caching)
+        self.core = EngineCore(Limits(max_rows, max_tokens), self.kv, MAX_MODEL_LEN)
+        self.answers: dict[int, Answer] = {}
+        self.most_used = [0] * len(specs)
+        """Of each group's blocks."""
+        self._worker = worker
+        self._results: deque[BatchResult] = deque()
+
+    def add(self, number: int, prompt: list[int], count: int, prompt_logprobs: int = -1) -> None:
+        """A greedy request for `count` tokens."""
+        message = AddRequest(number, pack_ids(prompt), count, GREEDY, prompt_logprobs=prompt_logprobs)
+        assert self.core.add(message, b"a") is None
+        self.answers[number] = Answer()
+
+    def run(self) -> None:
+        """Two steps in flight whenever there is work for them."""
+        while self.core.num_live or self._results:
+            while len(self._results) < MAX_IN_FLIGHT and self._send():
+                pass
+            for deltas in self.core.update(self._results.popleft()).values():
+                self._take(deltas)
+
+    def _send(self) -> bool:
+        batch = self.core.schedule()
+        if batch is None:
+            return False
+        self.core.check_integrity()
+        self._poison()
+        self._results.append(self._worker.execute(batch).result())
+        return True
+
+    def _poison(self) -> None:
+        """Whoever reads a block that belongs to nobody gets NaN, and draws nonsense."""
+        for number, (group, pool) in enumerate(
+            zip(self._worker._model.kv_groups, self.kv.pools, strict=True)
+        ):
+            self.most_used[number] = max(self.most_used[number], pool.num_blocks - pool.num_free)
+            nobodys = [
+                block for block in range(pool.num_blocks) if pool.is_free(block) and not pool._digests[block]
+            ]
+            for layer in group.layers:
+                self._worker._runner._kv_layers[layer].kv[nobodys] = torch.nan
+
+    def _take(self, deltas: TokenDeltas) -> None:
+        for number, token_id in zip(deltas.request_ids, unpack_ids(deltas.token_ids), strict=True):
+            self.answers[number].token_ids.append(token_id)
+        for first in deltas.first:
+            self.answers[first.request_id].cached_tokens = first.cached_tokens
+        for piece in deltas.prompt_logprobs:
+            values = _own_values(piece.table)
+            self.answers[piece.owner].prompt_logprobs.update(enumerate(values, start=piece.start))
+
+
+def _own_values(table: LogprobTable) -> list[float]:
+    """Log probabilities of the tokens themselves."""
+    values = torch.frombuffer(bytearray(table.values), dtype=torch.float32)
+    found: list[float] = values.view(-1, table.width)[:, 0].tolist()
+    return found

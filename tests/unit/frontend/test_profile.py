@@ -1,0 +1,95 @@
+"""POST /start_profile and /stop_profile, in front of a core that answers as told."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atom.config.observability import ObservabilityConfig
+from atom.config.server import ServerConfig
+from atom.messages.profile import Profile, ProfileAnswer, RankTrace
+from tests.helpers import tiny_tokenizer
+from tests.helpers.fake_core import FakeCore, Script
+from tests.helpers.http_server import running_frontend
+
+TRACES = [RankTrace(rank, False, f"/traces/rank_{rank}", "t.json.gz", 12, 1.23456) for rank in (0, 1)]
+
+
+def answer(message: Profile) -> ProfileAnswer:
+    return ProfileAnswer(message.number, message.on, [] if message.on else TRACES)
+
+
+def refusal(message: Profile) -> ProfileAnswer:
+    return ProfileAnswer(message.number, message.on, refusal="profiling is on already")
+
+
+def failure(message: Profile) -> ProfileAnswer:
+    return ProfileAnswer(message.number, message.on, error="worker 1: no space")
+
+
+def serving(core: FakeCore, directory: Path, profiler: bool = True, key: str | None = None) -> Any:
+    traces = ObservabilityConfig(torch_profiler_dir="/traces" if profiler else None)
+    checkpoint = tiny_tokenizer.checkpoint(directory)
+    return running_frontend(core, checkpoint, ServerConfig(api_key=key), observability=traces)
+
+
+def core_of(directory: Path, profile: Any) -> FakeCore:
+    return FakeCore(directory, lambda request: Script([]), profile=profile)
+
+
+def test_start_and_stop(tmp_path: Path) -> None:
+    with core_of(tmp_path, answer) as core, serving(core, tmp_path) as client:
+        started = client.post("/start_profile")
+        stopped = client.call("POST", "/stop_profile", raw=b"whatever a client sends")
+    assert started == (200, {"status": "success", "message": "Profiling started"})
+    assert stopped[0] == 200 and stopped[1]["message"] == "Profiling stopped"
+    assert stopped[1]["traces"][1] == {
+        "rank": 1,
+        "trace_dir": "/traces/rank_1",
+        "trace": "t.json.gz",
+        "steps": 12,
+        "elapsed": 1.235,
+    }
+    assert [message.on for message in core.profiles] == [True, False]
+    assert len({message.number for message in core.profiles}) == 2
+
+
+@pytest.mark.parametrize(
+    ("core_says", "status", "code", "words"),
+    [(refusal, 409, "profiler_state", "on already"), (failure, 500, "profiler_failed", "worker 1: no space")],
+)
+def test_what_the_core_cannot_do_is_an_error(
+    tmp_path: Path, core_says: Any, status: int, code: str, words: str
+) -> None:
+    with core_of(tmp_path, core_says) as core, serving(core, tmp_path) as client:
+        got, body = client.post("/start_profile")
+    assert (got, body["error"]["code"]) == (status, code)
+    assert words in body["error"]["message"]
+
+
+def test_without_a_directory_there_is_no_profiler(tmp_path: Path) -> None:
+    with core_of(tmp_path, answer) as core, serving(core, tmp_path, profiler=False) as client:
+        for path in ("/start_profile", "/stop_profile"):
+            status, body = client.post(path)
+            assert (status, body["error"]["code"]) == (404, "no_profiler")
+            assert "--torch-profiler-dir" in body["error"]["message"]
+    assert core.profiles == []
+
+
+def test_a_key_is_asked_for(tmp_path: Path) -> None:
+    with core_of(tmp_path, answer) as core, serving(core, tmp_path, key="secret") as client:
+        assert client.post("/start_profile")[0] == 401
+        assert core.profiles == []
+        headers = {"Authorization": "Bearer secret"}
+        assert client.exchange("POST", "/start_profile", {}, headers=headers)[0] == 200
+        assert client.exchange("GET", "/start_profile", headers=headers)[0] == 405
+
+
+def test_a_core_that_dies_meanwhile_leaves_nobody_waiting(tmp_path: Path) -> None:
+    def die(message: Profile) -> None:
+        core.die("killed")
+
+    core = core_of(tmp_path, die)
+    with core, serving(core, tmp_path) as client:
+        status, body = client.post("/stop_profile")
+    assert (status, body["error"]["code"]) == (500, "engine_dead")

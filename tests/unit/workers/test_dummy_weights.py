@@ -1,0 +1,66 @@
+"""--load-dummy in every family: a configuration alone, and activations that keep their scale."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from atom.messages.worker import AllocateKV
+from tests.helpers.core_side import CoreSide
+from tests.helpers.rows import FIRST_OF_FAMILIES
+from tests.helpers.teacher_forcing import step_logits
+from tests.helpers.tiny_models import (
+    MAX_MODEL_LEN,
+    Tiny,
+    checkpoint_of,
+    engine_config,
+    place,
+    prompt_of,
+    save_tiny,
+    tiny,
+)
+from workers.layers.moe import Router
+from workers.worker import Worker
+
+BLOCKS, BLOCK_SIZE, TOKENS = 64, 4, 96
+EXPERTS, CHOSEN, LAYERS = 32, 4, 16
+
+
+def logits_of(model: Tiny, directory: Path) -> torch.Tensor:
+    """Logits [T, V] of a prompt, from a directory that holds a configuration and nothing else."""
+    save_tiny(model, directory)
+    for path in [path for path in directory.iterdir() if path.name != "config.json"]:
+        path.unlink()
+    worker = Worker(engine_config(load_dummy=True), checkpoint_of(directory), place(), lambda *progress: None)
+    groups = worker.load().kv_specs
+    worker.allocate(AllocateKV([BLOCKS] * len(groups), MAX_MODEL_LEN))
+    core = CoreSide(BLOCKS, BLOCK_SIZE, seed=3)
+    core.add(0, prompt_of(TOKENS, seed=1))
+    return step_logits(worker, core.plan({0: TOKENS}))
+
+
+@pytest.mark.parametrize("name", FIRST_OF_FAMILIES)
+def test_random_weights_need_a_configuration_alone(name: str, tmp_path: Path) -> None:
+    logits_TV = logits_of(tiny(name), tmp_path)
+    assert 0.8 < logits_TV.std() < 1.25
+    # No id stands out whatever came before it.
+    assert logits_TV.mean(0).std() < 0.3 * logits_TV.std()
+
+
+def test_tokens_stay_apart_through_many_layers_and_use_all_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[torch.Tensor] = []
+    choose = Router.choose
+
+    def noted(router: Router, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = choose(router, x_TD)
+        chosen.append(found[0])
+        return found
+
+    monkeypatch.setattr(Router, "choose", noted)
+    mixture = {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": 24}
+    logits_of(Tiny("deep", "qwen3_moe", 1, {**mixture, "num_hidden_layers": LAYERS}), tmp_path)
+    for ids_TJ in chosen[-LAYERS:]:
+        share = ids_TJ.flatten().bincount(minlength=EXPERTS) / ids_TJ.numel() * EXPERTS
+        assert share.min() > 0.1 and share.max() < 3

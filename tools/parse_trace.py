@@ -1,0 +1,73 @@
+"""What the kernels of one layer took, in a prefill and in a decode step, as two Excel files.
+
+python tools/parse_trace.py TRACE [--layer N]
+
+TRACE is a file that a server with --torch-profiler-dir and --mark-trace wrote, whose name begins
+with the model's. Writes prefill_breakdown.xlsx and decode_breakdown.xlsx into this directory, from
+the first step of each kind.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from atom.traces.breakdown import break_down
+from atom.traces.events import TraceError
+from atom.traces.steps import Step, read_steps
+from atom.traces.workbook import write_workbook
+
+KINDS = ("prefill", "decode")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("filepath", type=Path, metavar="TRACE")
+    parser.add_argument("--layer", type=layer_number, default=3, metavar="N", help="from 0; default 3")
+    parser.add_argument(
+        "--capture-trace", type=Path, help="of the graphs; default: the newest capture_graph_* beside TRACE"
+    )
+    args = parser.parse_args()
+    try:
+        steps = read_steps(args.filepath, args.capture_trace)
+        written = [write(kind, steps, args.layer) for kind in KINDS]
+    except ModuleNotFoundError as error:
+        sys.exit(f"error: {error.name} is not installed: pip install 'atom-serve[traces]'")
+    except (TraceError, OSError) as error:
+        sys.exit(f"error: {error}")
+    if not any(written):
+        sys.exit(f"error: {args.filepath} has neither a prefill nor a decode step")
+
+
+def layer_number(text: str) -> int:
+    """A layer's number; ArgumentTypeError for what cannot be one."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a layer: they count from 0")
+    return int(text)
+
+
+def write(kind: str, steps: list[Step], layer: int) -> bool:
+    """Write the file of one kind of step; False where the trace has no such step."""
+    step = next((step for step in steps if step.kind == kind), None)
+    if step is None:
+        print(f"no {kind} step: no {kind}_breakdown.xlsx")
+        return False
+    breakdown = break_down(step, layer)
+    path = Path(f"{kind}_breakdown.xlsx")
+    write_workbook(breakdown, kind, path)
+    print(f"{path}: layer {layer} of {step.label}, {breakdown.total_us:.1f} us")
+    print(f"  averages: {averages(breakdown.averaged)}")
+    return True
+
+
+def averages(layers: list[int]) -> str:
+    """What the averages are of."""
+    if not layers:
+        return "none, the layers run different kernels"
+    every = "every other one of " if layers[1:] and layers[1] - layers[0] == 2 else ""
+    return f"over {every}layers {layers[0]} to {layers[-1]}"
+
+
+if __name__ == "__main__":
+    main()

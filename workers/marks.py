@@ -1,0 +1,47 @@
+"""Names in traces: which module of the model, and which captured graph, a kernel belongs to.
+
+in a step      MODULE                             its path in the model, such as model.layers.3.mlp
+               replay_graph_NAME                  a captured graph is launched
+in a capture   capture_graph_NAME > … > MODULE    what that graph's launches belong to
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from torch import nn
+from torch.autograd.profiler import record_function
+
+from workers.graph_recorder import Recorder, Replay
+
+_ENTRIES = ("forward", "after_norm", "after_gate", "add", "choose")
+"""Methods that compute: a fused layer takes the place of its neighbour's call."""
+
+
+def mark_modules(model: nn.Module) -> None:
+    """Let every module name what it computes, from now on."""
+    for path, module in model.named_modules():
+        for entry in _ENTRIES:
+            method = getattr(module, entry, None)
+            if path and method is not None and getattr(type(module), entry) is not nn.Module.forward:
+                setattr(module, entry, _named(path, method))
+
+
+class MarkedRecorder:
+    """Another recorder, whose captures and replays are named."""
+
+    def __init__(self, record: Recorder):
+        self._record = record
+
+    def __call__(self, body: Callable[[], Any], name: str) -> tuple[Replay, Any]:
+        replay, result = self._record(_named(f"capture_graph_{name}", body), name)
+        return _named(f"replay_graph_{name}", replay), result
+
+
+def _named(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(compute)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        with record_function(name):
+            return compute(*args, **kwargs)
+
+    return named
