@@ -67,17 +67,14 @@ def small_kernels(model: str, tokens: int) -> None:
         run("write_kv", tensor(tokens, kv_heads, width), tensor(tokens, kv_heads, width), cache, slots)
 
 
-def attention(model: str, split_tokens: int) -> None:
-    heads, kv_heads, width = MODELS[model][:3]
+def attention(heads: int, kv_heads: int, width: int, rule: AttentionRule, split_tokens: int) -> None:
     for dtype in (BF16, FP8):
         cache = make_kv_layer(64, 16, kv_heads, width, dtype, META)
         for rows, longest in ((1, 1), (256, 1), (4, 512)):
             plan = AttentionPlan(
                 ints(rows, 64), ints(rows), ints(rows + 1), rows * longest, 1, longest, 1024, split_tokens
             )
-            q_THE = tensor(rows * longest, heads, width)
-            run("paged_attention", q_THE, cache, plan, AttentionRule(0.1))
-            run("paged_attention", q_THE, cache, plan, AttentionRule(0.1, 128, tensor(heads)))
+            run("paged_attention", tensor(rows * longest, heads, width), cache, plan, rule)
 
 
 def latent_attention(heads: int, split_tokens: int) -> None:
@@ -125,7 +122,17 @@ def test_a_step_of_a_model(model: str, chip: str) -> None:
         for tokens in (1, 16384):
             small_kernels(model, tokens)
         for split_tokens in (0, BATCH_INVARIANT_SPLIT):
-            attention(model, split_tokens)
+            attention(*MODELS[model][:3], AttentionRule(0.1), split_tokens)
+    check(compiled, chip)
+
+
+@chips
+def test_windows_and_sinks(chip: str) -> None:
+    """With the heads of GPT-OSS."""
+    triton_impl.load()
+    with compiling_for(CHIPS[chip]) as compiled:
+        for split_tokens in (0, BATCH_INVARIANT_SPLIT):
+            attention(64, 8, 64, AttentionRule(0.1, 128, tensor(64)), split_tokens)
     check(compiled, chip)
 
 

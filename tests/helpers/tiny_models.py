@@ -70,6 +70,7 @@ _YARN_ROPE = {
 _UNTRUNCATED_ROPE = _YARN_ROPE | {"truncate": False}
 _ODD_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
 _MHA_TIED = {"num_key_value_heads": 4, "tie_word_embeddings": True}
+_WINDOW_23 = {"use_sliding_window": True, "sliding_window": 23}
 _QWEN3_MOE = {
     "num_experts": 8,
     "num_experts_per_tok": 3,
@@ -120,7 +121,6 @@ TINY_MODELS = [
     Tiny("mistral", "mistral", 3, {"sliding_window": None}),
     Tiny("mistral-odd-gqa-dynamic-rope", "mistral", 1,
          _ODD_HEADS | {"sliding_window": None, "rope_parameters": _DYNAMIC_ROPE}),
-    Tiny("mistral-mha-tied", "mistral", 1, _MHA_TIED | {"sliding_window": None}),
     Tiny("mistral-window", "mistral", 2, {"sliding_window": 20}),
     Tiny("mistral-window-mha-tied", "mistral", 1, _MHA_TIED | {"sliding_window": 33}),
     Tiny("qwen2", "qwen2", 1),
@@ -131,16 +131,17 @@ TINY_MODELS = [
          {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 21}),
     Tiny("qwen3", "qwen3", 8),
     Tiny("qwen3-mha-tied-wide-heads", "qwen3", 5, _MHA_TIED | {"head_dim": 32}),
-    Tiny("qwen3-odd-gqa-biases", "qwen3", 64, _ODD_HEADS | {"attention_bias": True}),
+    Tiny("qwen3-odd-gqa-biases-windows", "qwen3", 64,
+         _ODD_HEADS | {"attention_bias": True, "use_sliding_window": True, "sliding_window": 22,
+                       "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     Tiny("qwen3-moe", "qwen3_moe", 3, _QWEN3_MOE),
     Tiny("qwen3-moe-dense-first-odd-gqa", "qwen3_moe", 42,
          _QWEN3_MOE | _ODD_HEADS | {"mlp_only_layers": [0], "norm_topk_prob": False, "attention_bias": True}),
-    Tiny("qwen3-moe-every-second-mha-tied", "qwen3_moe", 7,
-         _QWEN3_MOE | _MHA_TIED | {"decoder_sparse_step": 2}),
+    Tiny("qwen3-moe-every-second-mha-tied-window", "qwen3_moe", 4,
+         _QWEN3_MOE | _MHA_TIED | _WINDOW_23 | {"decoder_sparse_step": 2}),
     Tiny("mixtral", "mixtral", 2, _MIXTRAL),
     Tiny("mixtral-odd-gqa-tied", "mixtral", 1, _MIXTRAL | _ODD_HEADS | {"tie_word_embeddings": True}),
-    Tiny("mixtral-mha", "mixtral", 1, _MIXTRAL | {"num_key_value_heads": 4}),
-    Tiny("mixtral-window", "mixtral", 2, _MIXTRAL | {"sliding_window": 24}),
+    Tiny("mixtral-window-mha", "mixtral", 2, _MIXTRAL | {"sliding_window": 24, "num_key_value_heads": 4}),
     Tiny("glm4-moe", "glm4_moe", 1, _GLM4_MOE),
     Tiny("glm4-moe-norms-groups-mha", "glm4_moe", 1,
          _GLM4_MOE | {"use_qk_norm": True, "attention_bias": True, "num_key_value_heads": 4, "n_group": 4,
