@@ -11,6 +11,8 @@ from atom_ops.op import REGISTRY, Case
 from atom_ops.ops.attention import AttentionRule
 from atom_ops.ops.attention_plan import BATCH_INVARIANT_SPLIT, AttentionPlan
 from atom_ops.ops.kv_cache import FP8, make_kv_layer
+from atom_ops.ops.latent_cache import LatentNorms, make_latent_layer
+from atom_ops.ops.linear import BATCH_INVARIANT
 from atom_ops.ops.qkv import HeadNorms
 from tests.helpers.chips import CHIPS, compiling_for
 from tests.helpers.op_cases import changed
@@ -76,6 +78,43 @@ def attention(model: str, split_tokens: int) -> None:
             q_THE = tensor(rows * longest, heads, width)
             run("paged_attention", q_THE, cache, plan, AttentionRule(0.1))
             run("paged_attention", q_THE, cache, plan, AttentionRule(0.1, 128, tensor(heads)))
+
+
+def latent_attention(heads: int, split_tokens: int) -> None:
+    """DeepSeek-V3's, with so many heads on a rank."""
+    query, latent, rope, nope, value = 1536, 512, 64, 128, 128
+    norms = LatentNorms(tensor(query), tensor(latent), 1e-6)
+    expansion = tensor(heads, nope + value, latent)
+    for dtype in (BF16, FP8):
+        cache = make_latent_layer(64, 16, latent, rope, dtype, META)
+        for rows, longest in ((1, 1), (256, 1), (4, 512)):
+            tokens = rows * longest
+            plan = AttentionPlan(
+                ints(rows, 64), ints(rows), ints(rows + 1), tokens, 1, longest, 1024, split_tokens
+            )
+            turn = tensor(2, tokens, 1, rope, dtype=torch.float32)
+            slots, latents = ints(tokens, dtype=torch.int64), tensor(tokens, query + latent + rope)
+            run("norm_and_write_latents", latents, norms, *turn, cache, slots, True)
+            run("write_latent", latents[:, query:], norms.kv_weight_C, 1e-6, *turn, cache, slots, True)
+            q_THE = tensor(tokens, heads, nope + rope)
+            for provider in ("triton", BATCH_INVARIANT):
+                absorb, expand = (
+                    REGISTRY[op].providers[provider] for op in ("absorb_queries", "expand_values")
+                )
+                q_THK = absorb.function(q_THE, expansion[:, :nope], *turn, True)
+                expand.function(q_THK[..., :latent], expansion[:, nope:])
+            run("latent_attention", q_THK, cache, plan, 0.1)
+            run("prompt_attention", q_THE, q_THE, tensor(tokens, heads, value), plan, 0.1)
+
+
+@chips
+@pytest.mark.parametrize("heads", [16, 128])
+def test_latent_attention(heads: int, chip: str) -> None:
+    triton_impl.load()
+    with compiling_for(CHIPS[chip]) as compiled:
+        for split_tokens in (0, BATCH_INVARIANT_SPLIT):
+            latent_attention(heads, split_tokens)
+    check(compiled, chip)
 
 
 @chips

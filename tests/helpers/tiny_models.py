@@ -87,7 +87,6 @@ _GLM4_MOE = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 2.5,
 }
-_GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 20}
 _DEEPSEEK = {
     "num_key_value_heads": 4,
     "head_dim": 8,
@@ -107,6 +106,7 @@ _DEEPSEEK = {
 }
 _THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}
 _DEEPSEEK_YARN = _YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.0}
+_GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 20}
 
 TINY_MODELS = [
     Tiny("llama-gqa", "llama", 11),
@@ -147,12 +147,6 @@ TINY_MODELS = [
                       "topk_group": 2, "n_shared_experts": 2, "norm_topk_prob": False}),
     Tiny("glm4-moe-odd-gqa-tied", "glm4_moe", 1,
          _GLM4_MOE | _ODD_HEADS | {"tie_word_embeddings": True, "first_k_dense_replace": 2}),
-    Tiny("gpt-oss", "gpt_oss", 2, _GPT_OSS),
-    Tiny("gpt-oss-odd-gqa-untruncated-yarn-rope", "gpt_oss", 1,
-         _GPT_OSS | _ODD_HEADS | {"num_hidden_layers": 4, "rope_parameters": _UNTRUNCATED_ROPE}),
-    Tiny("gpt-oss-mha-tied-windows-everywhere", "gpt_oss", 3,
-         _GPT_OSS | _MHA_TIED | {"sliding_window": 33, "attention_bias": False,
-                                 "layer_types": ["sliding_attention"] * 3}),
     Tiny("deepseek-v2-lite", "deepseek_v2", 1,
          _DEEPSEEK | {"q_lora_rank": None, "n_shared_experts": 2, "routed_scaling_factor": 1.0}),
     Tiny("deepseek-v2-groups-yarn", "deepseek_v2", 1,
@@ -165,6 +159,12 @@ TINY_MODELS = [
     Tiny("deepseek-v3-biases-halves-tied", "deepseek_v3", 1,
          _DEEPSEEK | {"attention_bias": True, "tie_word_embeddings": True, "rope_interleave": False,
                       "v_head_dim": 36, "first_k_dense_replace": 0}),
+    Tiny("gpt-oss", "gpt_oss", 2, _GPT_OSS),
+    Tiny("gpt-oss-odd-gqa-untruncated-yarn-rope", "gpt_oss", 1,
+         _GPT_OSS | _ODD_HEADS | {"num_hidden_layers": 4, "rope_parameters": _UNTRUNCATED_ROPE}),
+    Tiny("gpt-oss-mha-tied-windows-everywhere", "gpt_oss", 3,
+         _GPT_OSS | _MHA_TIED | {"sliding_window": 33, "attention_bias": False,
+                                 "layer_types": ["sliding_attention"] * 3}),
 ]  # fmt: skip
 
 
