@@ -90,6 +90,38 @@ def _slots_of(start, stop, table, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexp
 
 
 @triton.jit
+def _attend(
+    q_MC, q_MR, seen_M, first, seen_by_all, stop, table, rows, scales, score_scale,
+    LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Highest score, sum of weights and weighted sum of latents over tokens first … stop - 1.
+
+    Tokens before `seen_by_all`, whole blocks of them, exist and are seen by every query.
+    """
+    top_M = tl.full((BLOCK_M,), _LOWEST, tl.float32)
+    total_M = tl.zeros((BLOCK_M,), tl.float32)
+    sum_MC = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+    # One step ahead, so that rows need not wait for their addresses.
+    next_slot_N = _slots_of(first, stop, table, BLOCK_SIZE, BLOCK_N)
+    for start in range(first, seen_by_all, BLOCK_N):
+        slot_N = next_slot_N
+        next_slot_N = _slots_of(start + BLOCK_N, stop, table, BLOCK_SIZE, BLOCK_N)
+        top_M, total_M, sum_MC = _fold(
+            top_M, total_M, sum_MC, q_MC, q_MR, seen_M, start, stop, slot_N, rows, scales, score_scale,
+            LATENT, ROPE, BLOCK_N, BLOCK_C, BLOCK_R, SCALED, False,
+        )  # fmt: skip
+    for start in range(seen_by_all, stop, BLOCK_N):
+        slot_N = next_slot_N
+        next_slot_N = _slots_of(start + BLOCK_N, stop, table, BLOCK_SIZE, BLOCK_N)
+        top_M, total_M, sum_MC = _fold(
+            top_M, total_M, sum_MC, q_MC, q_MR, seen_M, start, stop, slot_N, rows, scales, score_scale,
+            LATENT, ROPE, BLOCK_N, BLOCK_C, BLOCK_R, SCALED, True,
+        )  # fmt: skip
+    return top_M, total_M, sum_MC
+
+
+@triton.jit
 def _share(context, splits, BLOCK_N: tl.constexpr):
     """Tokens of one split, of so many that there may be."""
     blocks = tl.cdiv(context, BLOCK_N)
@@ -153,25 +185,10 @@ def _latent_rows(
     seen_by_all = first + (seen_by_all - first) // BLOCK_N * BLOCK_N
     seen_M = before + m // HEADS
     table += row.to(tl.int64) * table_stride
-    top_M = tl.full((BLOCK_M,), _LOWEST, tl.float32)
-    total_M = tl.zeros((BLOCK_M,), tl.float32)
-    sum_MC = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
-    # One step ahead, so that rows need not wait for their addresses.
-    next_slot_N = _slots_of(first, stop, table, BLOCK_SIZE, BLOCK_N)
-    for start in range(first, seen_by_all, BLOCK_N):
-        slot_N = next_slot_N
-        next_slot_N = _slots_of(start + BLOCK_N, stop, table, BLOCK_SIZE, BLOCK_N)
-        top_M, total_M, sum_MC = _fold(
-            top_M, total_M, sum_MC, q_MC, q_MR, seen_M, start, stop, slot_N, rows, scales, score_scale,
-            LATENT, ROPE, BLOCK_N, BLOCK_C, BLOCK_R, SCALED, False,
-        )  # fmt: skip
-    for start in range(seen_by_all, stop, BLOCK_N):
-        slot_N = next_slot_N
-        next_slot_N = _slots_of(start + BLOCK_N, stop, table, BLOCK_SIZE, BLOCK_N)
-        top_M, total_M, sum_MC = _fold(
-            top_M, total_M, sum_MC, q_MC, q_MR, seen_M, start, stop, slot_N, rows, scales, score_scale,
-            LATENT, ROPE, BLOCK_N, BLOCK_C, BLOCK_R, SCALED, True,
-        )  # fmt: skip
+    top_M, total_M, sum_MC = _attend(
+        q_MC, q_MR, seen_M, first, seen_by_all, stop, table, rows, scales, score_scale,
+        LATENT, ROPE, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_C, BLOCK_R, SCALED,
+    )  # fmt: skip
 
     if SHORT and parts is not None:
         # parts [R, TILE, H, splits, C]; part_states [R, TILE, H, splits, 2]
@@ -245,8 +262,8 @@ _LEAST_SPLIT = 128
 
 def _blocks(heads: int, dtype: torch.dtype, queries: int) -> _Blocks:
     """With `queries` side by side, heads and tokens, or with one token's heads where these are more."""
-    if dtype == torch.float32 or torch.version.hip is not None:
-        # Little local memory, for so wide rows or in so small a processor.
+    if (dtype == torch.float32 and not INTERPRETED) or torch.version.hip is not None:
+        # Little local memory, for such wide numbers or in so small a processor.
         padded = min(triton.next_power_of_2(heads), 16)
         return _Blocks(padded, 16 // padded, 16, 4, 1, 2)
     padded = min(triton.next_power_of_2(heads), _MOST_HEADS)
