@@ -90,6 +90,29 @@ def _rank(score):
     return tl.where(bits < 0, ~bits, bits | -0x80000000).to(tl.uint32, bitcast=True)
 
 
+@triton.jit
+def _next_digit(least, left, scores, seen, SHIFT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The least rank with its digit at SHIFT, and how many are chosen of those that share it so far."""
+    digit_B = tl.arange(0, 256)
+    found_B = tl.zeros((256,), tl.int32)
+    for start in range(0, seen, BLOCK_N):
+        position_N = start + tl.arange(0, BLOCK_N)
+        counted_N = position_N < seen
+        rank_N = _rank(tl.load(scores + position_N, mask=counted_N, other=0.0))
+        if SHIFT < 24:
+            counted_N = counted_N & ((rank_N >> (SHIFT + 8)) == least)
+        digit_N = ((rank_N >> SHIFT) & 0xFF).to(tl.int32)
+        found_B += tl.histogram(tl.where(counted_N, digit_N, 0), 256)
+        # Those that do not count have been found in digit 0.
+        others = BLOCK_N - tl.sum(counted_N.to(tl.int32), 0)
+        found_B -= tl.where(digit_B == 0, others, 0)
+    above_B = tl.sum(found_B, 0) - tl.cumsum(found_B, 0)
+    here_B = (above_B < left) & (above_B + found_B >= left)
+    digit = tl.sum(tl.where(here_B, digit_B, 0), 0)
+    left -= tl.sum(tl.where(here_B, above_B, 0), 0)
+    return (least << 8) | digit.to(tl.uint32), left
+
+
 @triton.jit(
     do_not_specialize=["first_token", "table_stride", "rows", "count"],
     do_not_specialize_on_alignment=_ANY_ALIGNMENT,
@@ -112,26 +135,8 @@ def _choose(
     least = tl.zeros((), tl.uint32)
     left = chosen
     if seen > count:
-        digit_B = tl.arange(0, 256)
         for turn in tl.static_range(4):
-            shift: tl.constexpr = 24 - 8 * turn
-            found_B = tl.zeros((256,), tl.int32)
-            for start in range(0, seen, BLOCK_N):
-                position_N = start + tl.arange(0, BLOCK_N)
-                rank_N = _rank(tl.load(scores + position_N, mask=position_N < seen, other=0.0))
-                counted_N = position_N < seen
-                if turn > 0:
-                    counted_N = counted_N & ((rank_N >> (shift + 8)) == least)
-                digit_N = ((rank_N >> shift) & 0xFF).to(tl.int32)
-                found_B += tl.histogram(tl.where(counted_N, digit_N, 0), 256)
-                # Those that do not count have been found in digit 0.
-                others = BLOCK_N - tl.sum(counted_N.to(tl.int32), 0)
-                found_B -= tl.where(digit_B == 0, others, 0)
-            above_B = tl.sum(found_B, 0) - tl.cumsum(found_B, 0)
-            here_B = (above_B < left) & (above_B + found_B >= left)
-            digit = tl.sum(tl.where(here_B, digit_B, 0), 0)
-            left -= tl.sum(tl.where(here_B, above_B, 0), 0)
-            least = (least << 8) | digit.to(tl.uint32)
+            least, left = _next_digit(least, left, scores, seen, 24 - 8 * turn, BLOCK_N)
 
     taken, equal = 0, 0
     for start in range(0, seen, BLOCK_N):
