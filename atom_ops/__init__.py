@@ -13,6 +13,13 @@ from atom_ops.ops.embedding import embedding
 from atom_ops.ops.experts import ClampedSwiglu, ExpertActivation, ExpertWeights, experts
 from atom_ops.ops.fused_attention import attend_projection
 from atom_ops.ops.fused_linear import add_norm_linear, silu_and_mul_linear
+from atom_ops.ops.index_keys import (
+    IndexKeys,
+    IndexNorm,
+    index_bytes_per_block,
+    make_index_keys,
+    write_index_keys,
+)
 from atom_ops.ops.kv_cache import KVLayer, kv_bytes_per_block, make_kv_layer, write_kv
 from atom_ops.ops.latent_attention import absorb_queries, expand_values, latent_attention, prompt_attention
 from atom_ops.ops.latent_cache import (
@@ -32,17 +39,21 @@ from atom_ops.ops.qkv import HeadNorms, rotate_and_write_kv
 from atom_ops.ops.rotary import rotary, rotation, rotation_at
 from atom_ops.ops.routing import RoutingRule, route
 from atom_ops.ops.sampling import SamplingBatch, sample
+from atom_ops.ops.sparse_attention import ChosenTokens, index_topk, sparse_latent_attention
 from atom_ops.transfer import to_device
 
 __all__ = [
     "BATCH_INVARIANT_SPLIT",
     "AttentionPlan",
     "AttentionRule",
+    "ChosenTokens",
     "ClampedSwiglu",
     "DecodeInputs",
     "ExpertActivation",
     "ExpertWeights",
     "HeadNorms",
+    "IndexKeys",
+    "IndexNorm",
     "KVLayer",
     "LatentLayer",
     "LatentNorms",
@@ -60,10 +71,13 @@ __all__ = [
     "embedding",
     "expand_values",
     "experts",
+    "index_bytes_per_block",
+    "index_topk",
     "kv_bytes_per_block",
     "latent_attention",
     "latent_bytes_per_block",
     "linear",
+    "make_index_keys",
     "make_kv_layer",
     "make_latent_layer",
     "norm_and_write_latents",
@@ -83,8 +97,10 @@ __all__ = [
     "sample",
     "silu_and_mul",
     "silu_and_mul_linear",
+    "sparse_latent_attention",
     "to_device",
     "token_logprobs",
+    "write_index_keys",
     "write_kv",
     "write_latent",
 ]

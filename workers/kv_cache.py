@@ -1,13 +1,21 @@
 """The KV tensors of one rank: their specs, their memory, their making."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from atom.config.cache import CacheConfig
 from atom.messages.worker import FullAttentionSpec, KVSpec, SlidingWindowSpec
-from atom_ops import kv_bytes_per_block, latent_bytes_per_block, make_kv_layer, make_latent_layer
+from atom_ops import (
+    index_bytes_per_block,
+    kv_bytes_per_block,
+    latent_bytes_per_block,
+    make_index_keys,
+    make_kv_layer,
+    make_latent_layer,
+)
 from workers.layers.cache_groups import CacheGroup, LatentGroup
 from workers.layers.context import CacheLayer
 
@@ -34,7 +42,9 @@ def kv_specs(groups: Sequence[CacheGroup], block_size: int, dtype: torch.dtype) 
 def _spec(group: CacheGroup, block_size: int, dtype: torch.dtype) -> KVSpec:
     if isinstance(group, LatentGroup):
         layer_bytes = latent_bytes_per_block(block_size, group.latent_width, group.rope_width, dtype)
-        return FullAttentionSpec(block_size, len(group.layers) * layer_bytes)
+        index_bytes = index_bytes_per_block(block_size, group.index_width, dtype)
+        size = len(group.layers) * layer_bytes + len(group.indexed) * index_bytes
+        return FullAttentionSpec(block_size, size)
     layer_bytes = kv_bytes_per_block(block_size, group.kv_heads, group.head_dim, dtype)
     size = len(group.layers) * layer_bytes
     if group.window:
@@ -43,11 +53,14 @@ def _spec(group: CacheGroup, block_size: int, dtype: torch.dtype) -> KVSpec:
 
 
 def _make_layer(
-    group: CacheGroup, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    layer: int, group: CacheGroup, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> CacheLayer:
     if isinstance(group, LatentGroup):
         widths = group.latent_width, group.rope_width
-        return make_latent_layer(num_blocks, block_size, *widths, dtype, device)
+        made = make_latent_layer(num_blocks, block_size, *widths, dtype, device)
+        if layer not in group.indexed:
+            return made
+        return replace(made, index=make_index_keys(num_blocks, block_size, group.index_width, dtype, device))
     return make_kv_layer(num_blocks, block_size, group.kv_heads, group.head_dim, dtype, device)
 
 
@@ -62,7 +75,7 @@ def allocate_kv(
     if len(num_blocks) != len(groups):
         raise ValueError(f"the model has {len(groups)} KV groups, but {len(num_blocks)} were sized")
     caches = {
-        layer: _make_layer(group, blocks, block_size, dtype, device)
+        layer: _make_layer(layer, group, blocks, block_size, dtype, device)
         for group, blocks in zip(groups, num_blocks, strict=True)
         for layer in group.layers
     }

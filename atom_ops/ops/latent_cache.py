@@ -6,6 +6,8 @@ share.
 
     rows    [num_blocks, block_size, C + R]     compute dtype, bfloat16 or float8_e4m3fn
     scale   [num_blocks, block_size]            float32, for float8_e4m3fn only
+
+A layer that chooses tokens keeps their index keys in the same slots.
 """
 
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from atom_ops.op import Case, op
+from atom_ops.ops.index_keys import IndexKeys
 from atom_ops.ops.kv_cache import FP8, float8_codes, float8_numbers, store, zeros
 from atom_ops.ops.norm import rms_norm
 from atom_ops.ops.rotary import rotary, rotation
@@ -28,6 +31,8 @@ class LatentLayer:
     latent_width: int
     """C: the first numbers of a row are the latent, the others the rotated key."""
     scale: Tensor | None = None
+    index: IndexKeys | None = None
+    """Of a layer that chooses what sparse attention reads."""
 
 
 @dataclass(frozen=True, slots=True)

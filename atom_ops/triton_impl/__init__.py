@@ -33,6 +33,7 @@ def load() -> None:
     import atom_ops.triton_impl.embedding
     import atom_ops.triton_impl.fused_attention
     import atom_ops.triton_impl.fused_linear
+    import atom_ops.triton_impl.index_keys
     import atom_ops.triton_impl.kv_cache
     import atom_ops.triton_impl.latent_attention
     import atom_ops.triton_impl.latent_cache
@@ -42,4 +43,5 @@ def load() -> None:
     import atom_ops.triton_impl.prompt_attention
     import atom_ops.triton_impl.qkv
     import atom_ops.triton_impl.rotary
-    import atom_ops.triton_impl.sampling  # noqa: F401
+    import atom_ops.triton_impl.sampling
+    import atom_ops.triton_impl.sparse_attention  # noqa: F401

@@ -273,15 +273,21 @@ def _blocks(heads: int, dtype: torch.dtype, queries: int) -> _Blocks:
     return _Blocks(padded, tile, 32, 8, 2)
 
 
-def _supports(q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, scale: float) -> bool:
+def takes(q_THK: Tensor, cache: LatentLayer) -> bool:
+    """Whether `attend_latents` runs for them."""
     if INTERPRETED and q_THK.dtype == torch.bfloat16:
         return False  # the interpreter's bfloat16 products are wrong
     rope = q_THK.shape[2] - cache.latent_width
     return cache.latent_width <= 512 and 0 < rope <= 128 and q_THK.stride(2) == 1
 
 
-@latent_attention.provider("triton", needs=NEEDS, supported=runs_on, supports=_supports)
-def _latent_attention(q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, scale: float) -> Tensor:
+@latent_attention.provider(
+    "triton",
+    needs=NEEDS,
+    supported=runs_on,
+    supports=lambda q_THK, cache, plan, scale: takes(q_THK, cache),
+)
+def attend_latents(q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, scale: float) -> Tensor:
     heads = q_THK.shape[1]
     out_THC = q_THK.new_empty(*q_THK.shape[:2], cache.latent_width)
     if not len(q_THK):

@@ -10,10 +10,12 @@ from atom_ops import triton_impl
 from atom_ops.op import REGISTRY, Case
 from atom_ops.ops.attention import AttentionRule
 from atom_ops.ops.attention_plan import BATCH_INVARIANT_SPLIT, AttentionPlan
+from atom_ops.ops.index_keys import IndexNorm, make_index_keys
 from atom_ops.ops.kv_cache import FP8, make_kv_layer
 from atom_ops.ops.latent_cache import LatentNorms, make_latent_layer
 from atom_ops.ops.linear import BATCH_INVARIANT
 from atom_ops.ops.qkv import HeadNorms
+from atom_ops.ops.sparse_attention import ChosenTokens
 from tests.helpers.chips import CHIPS, compiling_for
 from tests.helpers.op_cases import changed
 
@@ -102,6 +104,34 @@ def latent_attention(heads: int, split_tokens: int) -> None:
                 expand.function(q_THK[..., :latent], expansion[:, nope:])
             run("latent_attention", q_THK, cache, plan, 0.1)
             run("prompt_attention", q_THE, q_THE, tensor(tokens, heads, value), plan, 0.1)
+
+
+def sparse_attention(index_heads: int, heads: int) -> None:
+    """The 2048 tokens that DeepSeek-V3.2 or GLM-5 chooses, with so many heads of attention on a rank."""
+    latent, rope, width, count = 512, 64, 128, 2048
+    norm = IndexNorm(tensor(width), tensor(width), 1e-6)
+    for dtype in (BF16, FP8):
+        cache = make_latent_layer(64, 16, latent, rope, dtype, META)
+        keys = make_index_keys(64, 16, width, dtype, META)
+        for rows, longest in ((1, 1), (256, 1), (4, 512)):
+            tokens = rows * longest
+            plan = AttentionPlan(ints(rows, 512), ints(rows), ints(rows + 1), tokens, 1, longest, 8192)
+            turn = tensor(2, tokens, 1, rope, dtype=torch.float32)
+            slots = ints(tokens, dtype=torch.int64)
+            run("write_index_keys", tensor(tokens, width), norm, *turn, keys, slots, False)
+            weights = tensor(tokens, index_heads, dtype=torch.float32)
+            run("index_topk", tensor(tokens, index_heads, width), weights, keys, plan, count)
+            chosen = ChosenTokens(ints(tokens, count), ints(tokens))
+            run("sparse_latent_attention", tensor(tokens, heads, latent + rope), cache, chosen, 0.1)
+
+
+@chips
+@pytest.mark.parametrize(("index_heads", "heads"), [(64, 16), (64, 128), (32, 8)])
+def test_sparse_attention(index_heads: int, heads: int, chip: str) -> None:
+    triton_impl.load()
+    with compiling_for(CHIPS[chip]) as compiled:
+        sparse_attention(index_heads, heads)
+    check(compiled, chip)
 
 
 @chips

@@ -107,6 +107,8 @@ _DEEPSEEK = {
 }
 _THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}
 _DEEPSEEK_YARN = _YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.0}
+# With few heads many scores are 0 exactly, and transformers leaves open which of these are chosen.
+_INDEXED = _DEEPSEEK | {"index_topk": 16, "index_n_heads": 24, "index_head_dim": 20}
 _GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 20}
 
 TINY_MODELS = [
@@ -160,6 +162,16 @@ TINY_MODELS = [
     Tiny("deepseek-v3-biases-halves-tied", "deepseek_v3", 1,
          _DEEPSEEK | {"attention_bias": True, "tie_word_embeddings": True, "rope_interleave": False,
                       "v_head_dim": 36, "first_k_dense_replace": 0}),
+    Tiny("deepseek-v3.2", "deepseek_v32", 2, _INDEXED | {"n_group": 4, "topk_group": 2}),
+    Tiny("deepseek-v3.2-yarn-odd-heads-biases", "deepseek_v32", 1,
+         _INDEXED | _THREE_HEADS | {"rope_parameters": _DEEPSEEK_YARN, "attention_bias": True,
+                                    "index_n_heads": 19, "index_head_dim": 8, "index_topk": 33,
+                                    "norm_topk_prob": False, "first_k_dense_replace": 2}),
+    Tiny("glm-5", "glm_moe_dsa", 2,
+         _INDEXED | {"num_hidden_layers": 4, "index_topk_freq": 2, "v_head_dim": 28}),
+    Tiny("glm-5-pattern-tied", "glm_moe_dsa", 1,
+         _INDEXED | {"index_topk_pattern": "FSS", "tie_word_embeddings": True, "n_shared_experts": 2,
+                     "mlp_layer_types": ["dense", "sparse", "dense"]}),
     Tiny("gpt-oss", "gpt_oss", 2, _GPT_OSS),
     Tiny("gpt-oss-odd-gqa-untruncated-yarn-rope", "gpt_oss", 1,
          _GPT_OSS | _ODD_HEADS | {"num_hidden_layers": 4, "rope_parameters": _UNTRUNCATED_ROPE}),

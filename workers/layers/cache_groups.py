@@ -13,6 +13,9 @@ class LatentGroup:
     layers: Sequence[int]
     latent_width: int
     rope_width: int
+    index_width: int = 0
+    indexed: Sequence[int] = ()
+    """Those of the layers that keep an index key of so many numbers beside each row."""
 
 
 CacheGroup = KVGroup | LatentGroup

@@ -4,11 +4,11 @@ Both travel as arguments; nothing in the workers reads a global.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from atom_ops import AttentionPlan, KVLayer, LatentLayer
+from atom_ops import AttentionPlan, ChosenTokens, KVLayer, LatentLayer
 from parallel.communicator import Communicator
 
 CacheLayer = KVLayer | LatentLayer
@@ -35,6 +35,14 @@ class GroupContext:
     plan: AttentionPlan
 
 
+@dataclass(slots=True)
+class Choice:
+    """What sparse attention reads, from the layer that chose it to those that share it."""
+
+    tokens: ChosenTokens | None = None
+    """None: all that is seen."""
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
     """What attention needs in one step."""
@@ -43,3 +51,5 @@ class ForwardContext:
     """By layer index."""
     groups: Sequence[GroupContext]
     """By KV group."""
+    choice: Choice = field(default_factory=Choice)
+    """Of the latest layer that made one."""

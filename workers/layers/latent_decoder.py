@@ -1,7 +1,7 @@
 """The decoder of DeepSeek's models and their like: latent attention, experts in all but the first layers."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from workers.layers.context import BuildContext
 from workers.layers.decoder import DecoderArgs, DecoderLM, FeedForward, GatedMLP, Mixers, common_fields
 from workers.layers.mla import LATENT_MODULES, LatentArgs, LatentAttention, latent_groups
 from workers.layers.moe import MoE, MoEArgs
+from workers.layers.sparse_mla import IndexerArgs, sparse_mixers
 
 _DEFAULTS = {
     "rms_norm_eps": 1e-6,
@@ -22,6 +23,20 @@ _DEFAULTS = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
+CORRECTED_DEFAULTS = {
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1,
+}
+"""Of DeepSeek V3 and of what has its experts."""
+_INDEX_DEFAULTS = {"index_head_dim": 128, "index_topk": 2048}
 
 
 class LatentDecoderLM(DecoderLM):
@@ -30,24 +45,58 @@ class LatentDecoderLM(DecoderLM):
     packed_modules_mapping = {**DecoderLM.packed_modules_mapping, **LATENT_MODULES}
 
     def __init__(
-        self, stated: Mapping[str, Any], rule: RoutingRule, build: BuildContext, correction_bias: bool
+        self,
+        stated: Mapping[str, Any],
+        rule: RoutingRule,
+        build: BuildContext,
+        correction_bias: bool,
+        indexer: IndexerArgs | None = None,
     ):
-        """`stated` is config.json with the family's defaults; see `MoEArgs` for `correction_bias`."""
+        """`stated` is config.json with the family's defaults; see `MoEArgs` for `correction_bias`.
+
+        With an indexer attention is sparse.
+        """
         stated = {**_DEFAULTS, **stated}
         _refuse(stated)
         args = decoder_args(stated)
         latent = latent_args(stated)
-        groups = latent_groups(latent, args.num_hidden_layers)
+        mixers = sparse_mixers(latent, indexer, build) if indexer else _mixers(latent, args, build)
         moe = moe_args(stated, rule, correction_bias)
 
         def mlp(layer: int) -> FeedForward:
-            return MoE(moe, build) if layer >= stated["first_k_dense_replace"] else GatedMLP(args, build)
+            return MoE(moe, build) if _has_experts(stated, layer) else GatedMLP(args, build)
 
-        mixers = Mixers(groups, lambda layer: LatentAttention(latent, layer, groups, build))
         super().__init__(stated, args, build, mlp, mixers)
         # Layers behind the last one predict further tokens.
         first, count = args.num_hidden_layers, stated.get("num_nextn_predict_layers") or 0
         self.unused_on_disk += tuple(f"model.layers.{layer}.*" for layer in range(first, first + count))
+
+
+class IndexedDecoderLM(LatentDecoderLM):
+    """Experts as in DeepSeek V3, and sparse attention."""
+
+    def __init__(
+        self, config: Mapping[str, Any], build: BuildContext, kinds: Sequence[str], interleaved: bool
+    ):
+        """`config` is config.json with the family's defaults.
+
+        `kinds` are the layers': "full" for one that chooses what it attends to, "shared" for one
+        that takes over the choice before it; `interleaved` is the indexer's rotation.
+        """
+        stated = {**CORRECTED_DEFAULTS, **_INDEX_DEFAULTS, **config}
+        check_value(stated, "rope_interleave", True)
+        check_value(stated, "indexer_rope_interleave", interleaved)
+        layers = stated["num_hidden_layers"]
+        if len(kinds) != layers or not {"full", "shared"}.issuperset(kinds):
+            raise ValueError(f"indexer_types must be full or shared for each of {layers} layers: {kinds}")
+        indexer = IndexerArgs(
+            heads=stated["index_n_heads"],
+            width=stated["index_head_dim"],
+            most=stated["index_topk"],
+            interleaved=interleaved,
+            chooses=[kind == "full" for kind in kinds],
+        )
+        super().__init__(stated, corrected_rule(stated), build, correction_bias=True, indexer=indexer)
 
 
 def decoder_args(stated: Mapping[str, Any]) -> DecoderArgs:
@@ -100,6 +149,18 @@ def routing_rule(stated: Mapping[str, Any], scoring: str, **more: Any) -> Routin
     )
 
 
+def corrected_rule(stated: Mapping[str, Any]) -> RoutingRule:
+    """Sigmoid scores with a correction, in the best groups: the rule of DeepSeek V3."""
+    check_value(stated, "topk_method", "noaux_tc")
+    return routing_rule(
+        stated,
+        "sigmoid",
+        renormalise=stated["norm_topk_prob"],
+        groups=stated["n_group"] or 1,
+        kept_groups=stated["topk_group"] or 1,
+    )
+
+
 def check_value(stated: Mapping[str, Any], name: str, *runs: object) -> None:
     """Raise ValueError for a field that is there and is none of the values that run."""
     if name in stated and stated[name] not in runs:
@@ -112,6 +173,16 @@ def check_value(stated: Mapping[str, Any], name: str, *runs: object) -> None:
 def _refuse(stated: Mapping[str, Any]) -> None:
     check_value(stated, "mlp_bias", False)
     check_value(stated, "moe_layer_freq", 1)
+
+
+def _mixers(latent: LatentArgs, args: DecoderArgs, build: BuildContext) -> Mixers:
+    groups = latent_groups(latent, args.num_hidden_layers)
+    return Mixers(groups, lambda layer: LatentAttention(latent, layer, groups, build))
+
+
+def _has_experts(stated: Mapping[str, Any], layer: int) -> bool:
+    kinds = stated.get("mlp_layer_types")
+    return kinds[layer] == "sparse" if kinds else layer >= stated["first_k_dense_replace"]
 
 
 def _sharpening(rope: Mapping[str, Any]) -> float:

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 from atom_ops import (
+    AttentionPlan,
+    ChosenTokens,
     LatentLayer,
     LatentNorms,
     absorb_queries,
@@ -28,6 +30,7 @@ from atom_ops import (
     prompt_attention,
     read_latent,
     rotary,
+    sparse_latent_attention,
     write_latent,
 )
 from parallel.sharding import head_shard
@@ -108,16 +111,10 @@ class LatentAttention(nn.Module):
         """(attention of the sum's norm, the sum); see `ColumnParallelLinear.after_norm`."""
         cache, group = ctx.kv_layers[self._layer], ctx.groups[self._group]
         assert isinstance(cache, LatentLayer)
-        q_TO, residual_TD = self._queries(norm, x_TD, residual_TD, rotation, cache, group.slots_T)
-        q_THE = q_TO.unflatten(1, (-1, self._args.nope_dim + self._args.rope_dim))
-        # Bits that depend on no phase need one form for all of them.
-        if group.plan.whole_prompts and not group.plan.split_tokens:
-            out_THV = self._expanded(q_THE, rotation, cache, group)
-        else:
-            out_THV = self._absorbed(q_THE, rotation, cache, group)
-        return self.o_proj(out_THV.flatten(1)), residual_TD
+        q_THE, residual_TD = self.queries(norm, x_TD, residual_TD, rotation, cache, group.slots_T)
+        return self.attend(q_THE, rotation, cache, group), residual_TD
 
-    def _queries(
+    def queries(
         self,
         norm: RMSNorm,
         x_TD: torch.Tensor,
@@ -126,32 +123,67 @@ class LatentAttention(nn.Module):
         cache: LatentLayer,
         slots_T: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(all heads' queries side by side, the sum); writes the step's rows on the way."""
+        """([T, H, E], the sum); writes the step's rows on the way."""
         turn, interleaved = (rotation.cos_T1R, rotation.sin_T1R), self._args.interleaved
         kv_norm = self.kv_a_layernorm
         if self._args.q_lora_rank is None:
             both_TO, residual_TD = self.q_kv_a_proj.after_norm(norm, x_TD, residual_TD)
             q_TO, row_TK = both_TO.tensor_split([both_TO.shape[1] - cache.rows.shape[2]], 1)
             write_latent(row_TK, kv_norm.weight, kv_norm.eps, *turn, cache, slots_T, interleaved)
-            return q_TO, residual_TD
+            return q_TO.unflatten(1, (-1, self._args.nope_dim + self._args.rope_dim)), residual_TD
         latents_TN, residual_TD = self.qkv_a_proj.after_norm(norm, x_TD, residual_TD)
+        return self.expand_queries(self.write(latents_TN, rotation, cache, slots_T)), residual_TD
+
+    def write(
+        self, latents_TN: torch.Tensor, rotation: Rotation, cache: LatentLayer, slots_T: torch.Tensor
+    ) -> torch.Tensor:
+        """The queries' normalised latents [T, Q], from both latents and the key; the rest is written."""
+        turn, interleaved = (rotation.cos_T1R, rotation.sin_T1R), self._args.interleaved
+        kv_norm = self.kv_a_layernorm
         if self._args.fused_norms:
             norms = LatentNorms(self.q_a_layernorm.weight, kv_norm.weight, kv_norm.eps)
-            q_TQ = norm_and_write_latents(latents_TN, norms, *turn, cache, slots_T, interleaved)
+            return norm_and_write_latents(latents_TN, norms, *turn, cache, slots_T, interleaved)
+        q_TQ, row_TK = latents_TN.tensor_split([latents_TN.shape[1] - cache.rows.shape[2]], 1)
+        write_latent(row_TK, kv_norm.weight, kv_norm.eps, *turn, cache, slots_T, interleaved)
+        return self.q_a_layernorm(q_TQ)
+
+    def expand_queries(self, q_TQ: torch.Tensor) -> torch.Tensor:
+        """[T, H, E], of their normalised latents."""
+        return self.q_b_proj(q_TQ).unflatten(1, (-1, self._args.nope_dim + self._args.rope_dim))
+
+    def attend(
+        self,
+        q_THE: torch.Tensor,
+        rotation: Rotation,
+        cache: LatentLayer,
+        group: GroupContext,
+        chosen: ChosenTokens | None = None,
+    ) -> torch.Tensor:
+        """The attention's result [T, D], over all that each token sees or over what is chosen of that."""
+        # Bits that depend on no phase need one form for all of them.
+        if chosen is None and group.plan.whole_prompts and not group.plan.split_tokens:
+            out_THV = self._expanded(q_THE, rotation, cache, group)
         else:
-            q_TQ, row_TK = latents_TN.tensor_split([self._args.q_lora_rank], 1)
-            q_TQ = self.q_a_layernorm(q_TQ)
-            write_latent(row_TK, kv_norm.weight, kv_norm.eps, *turn, cache, slots_T, interleaved)
-        return self.q_b_proj(q_TQ), residual_TD
+            out_THV = self._absorbed(q_THE, rotation, cache, group.plan, chosen)
+        return self.o_proj(out_THV.flatten(1))
 
     def _absorbed(
-        self, q_THE: torch.Tensor, rotation: Rotation, cache: LatentLayer, group: GroupContext
+        self,
+        q_THE: torch.Tensor,
+        rotation: Rotation,
+        cache: LatentLayer,
+        plan: AttentionPlan,
+        chosen: ChosenTokens | None,
     ) -> torch.Tensor:
         """[T, H, V], from the cache alone."""
         key_HNC, value_HVC = self.kv_b_proj.by_head()
         turn, interleaved = (rotation.cos_T1R, rotation.sin_T1R), self._args.interleaved
         q_THK = absorb_queries(q_THE, key_HNC, *turn, interleaved)
-        return expand_values(latent_attention(q_THK, cache, group.plan, self._args.scale), value_HVC)
+        if chosen is None:
+            sum_THC = latent_attention(q_THK, cache, plan, self._args.scale)
+        else:
+            sum_THC = sparse_latent_attention(q_THK, cache, chosen, self._args.scale)
+        return expand_values(sum_THC, value_HVC)
 
     def _expanded(
         self, q_THE: torch.Tensor, rotation: Rotation, cache: LatentLayer, group: GroupContext

@@ -6,24 +6,33 @@ P positions, R rotated features of a head (its first ones), T tokens.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
-from atom_ops import rotation_at
+from atom_ops import rotation, rotation_at
 from workers.layers.context import BuildContext
 
 Rope = Mapping[str, Any]
 """`rope_parameters` of config.json."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rotation:
-    """The angles of one step's tokens, for all layers."""
+    """The angles of one step's tokens, for all layers; see `rotation`."""
 
     cos_T1R: torch.Tensor
     sin_T1R: torch.Tensor
+    interleaved: bool = False
+
+    @cached_property
+    def halves(self) -> "Rotation":
+        """The same angles for features of both halves."""
+        if not self.interleaved:
+            return self
+        return Rotation(*rotation(self.cos_T1R[..., ::2], self.sin_T1R[..., 1::2]))
 
 
 class RotaryEmbedding(nn.Module):
@@ -41,7 +50,8 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos_sin_PR", table.to(build.device))
 
     def forward(self, positions_T: torch.Tensor) -> Rotation:
-        return Rotation(*rotation_at(self.cos_sin_PR, positions_T, self._interleaved))
+        cos_T1R, sin_T1R = rotation_at(self.cos_sin_PR, positions_T, self._interleaved)
+        return Rotation(cos_T1R, sin_T1R, self._interleaved)
 
 
 def rope_frequencies(head_dim: int, rope: Rope, longest: int) -> tuple[torch.Tensor, float]:

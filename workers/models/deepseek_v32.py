@@ -1,0 +1,20 @@
+"""DeepSeek V3.2: V3 with sparse attention."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from workers.layers.context import BuildContext
+from workers.layers.latent_decoder import IndexedDecoderLM
+
+_DEFAULTS = {"index_n_heads": 64}
+
+
+class DeepseekV32ForCausalLM(IndexedDecoderLM):
+    """Every layer chooses; its indexer turns features of both halves."""
+
+    def __init__(self, config: Mapping[str, Any], build: BuildContext):
+        stated = {**_DEFAULTS, **config}
+        super().__init__(stated, build, ["full"] * config["num_hidden_layers"], interleaved=False)
+
+
+ARCHITECTURES = {"DeepseekV32ForCausalLM": DeepseekV32ForCausalLM}

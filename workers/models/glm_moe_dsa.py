@@ -1,0 +1,43 @@
+"""GLM-5: sparse attention, some of whose layers share their choice of tokens."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from workers.layers.context import BuildContext
+from workers.layers.latent_decoder import IndexedDecoderLM
+
+_DEFAULTS = {
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "rms_norm_eps": 1e-5,
+    "index_n_heads": 32,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_KINDS = {"F": "full", "S": "shared"}
+
+
+class GlmMoeDsaForCausalLM(IndexedDecoderLM):
+    """Its indexer turns neighbouring features, as its attention does."""
+
+    def __init__(self, config: Mapping[str, Any], build: BuildContext):
+        super().__init__({**_DEFAULTS, **config}, build, indexer_kinds(config), interleaved=True)
+
+
+def indexer_kinds(config: Mapping[str, Any]) -> list[str]:
+    """By layer: "full" for one that chooses, "shared" for one that takes over the choice before it.
+
+    Listed, written as a pattern of letters, or from some layer on every so many layers.
+    """
+    if config.get("indexer_types") is not None:
+        return list(config["indexer_types"])
+    pattern = config.get("index_topk_pattern")
+    if pattern is not None:
+        return [_KINDS.get(letter, letter) for letter in pattern]
+    every, first = max(config.get("index_topk_freq", 1), 1), config.get("index_skip_topk_offset", 2)
+    layers = range(config["num_hidden_layers"])
+    return ["shared" if max(layer - first + 1, 0) % every else "full" for layer in layers]
+
+
+ARCHITECTURES = {"GlmMoeDsaForCausalLM": GlmMoeDsaForCausalLM}
