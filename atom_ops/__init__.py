@@ -14,6 +14,16 @@ from atom_ops.ops.experts import ClampedSwiglu, ExpertActivation, ExpertWeights,
 from atom_ops.ops.fused_attention import attend_projection
 from atom_ops.ops.fused_linear import add_norm_linear, silu_and_mul_linear
 from atom_ops.ops.kv_cache import KVLayer, kv_bytes_per_block, make_kv_layer, write_kv
+from atom_ops.ops.latent_attention import absorb_queries, expand_values, latent_attention, prompt_attention
+from atom_ops.ops.latent_cache import (
+    LatentLayer,
+    LatentNorms,
+    latent_bytes_per_block,
+    make_latent_layer,
+    norm_and_write_latents,
+    read_latent,
+    write_latent,
+)
 from atom_ops.ops.linear import linear, pack_linear_weight
 from atom_ops.ops.logit_rules import LogitRuleBatch, TokenRecord, record_drawn, rule_logits
 from atom_ops.ops.logprobs import TokenLogprobs, token_logprobs
@@ -34,24 +44,34 @@ __all__ = [
     "ExpertWeights",
     "HeadNorms",
     "KVLayer",
+    "LatentLayer",
+    "LatentNorms",
     "LogitRuleBatch",
     "RoutingRule",
     "SamplingBatch",
     "TokenLogprobs",
     "TokenRecord",
+    "absorb_queries",
     "add_norm_linear",
     "add_rms_norm",
     "attend_projection",
     "clamped_swiglu",
     "decode_inputs",
     "embedding",
+    "expand_values",
     "experts",
     "kv_bytes_per_block",
+    "latent_attention",
+    "latent_bytes_per_block",
     "linear",
     "make_kv_layer",
+    "make_latent_layer",
+    "norm_and_write_latents",
     "pack_linear_weight",
     "paged_attention",
     "plan_attention",
+    "prompt_attention",
+    "read_latent",
     "record_drawn",
     "rms_norm",
     "rotary",
@@ -66,4 +86,5 @@ __all__ = [
     "to_device",
     "token_logprobs",
     "write_kv",
+    "write_latent",
 ]

@@ -19,12 +19,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from atom_ops import AttentionPlan, KVLayer, SamplingBatch, decode_inputs, sample
+from atom_ops import AttentionPlan, SamplingBatch, decode_inputs, sample
 from atom_ops.op import REFERENCE
 from workers.graph_recorder import Recorder, Replay
 from workers.input_batch import Cohort, InputBatch
 from workers.layers.causal_lm import CausalLM
-from workers.layers.context import ForwardContext, GroupContext
+from workers.layers.context import CacheLayer, ForwardContext, GroupContext
 
 
 class Drawing(Enum):
@@ -69,7 +69,7 @@ class DecodeGraphs:
     def __init__(
         self,
         model: CausalLM,
-        kv_layers: Sequence[KVLayer],
+        kv_layers: Sequence[CacheLayer],
         inputs: InputBatch,
         sizes: Sequence[int],
         record: Recorder,

@@ -7,8 +7,9 @@ import torch
 
 from atom.config.cache import CacheConfig
 from atom.messages.worker import FullAttentionSpec, KVSpec, SlidingWindowSpec
-from atom_ops import KVLayer, kv_bytes_per_block, make_kv_layer
-from workers.layers.attention import KVGroup
+from atom_ops import kv_bytes_per_block, latent_bytes_per_block, make_kv_layer, make_latent_layer
+from workers.layers.cache_groups import CacheGroup, LatentGroup
+from workers.layers.context import CacheLayer
 
 _CPU_LIMIT = 4 << 30
 _CPU_SHARE = 4
@@ -25,12 +26,15 @@ def kv_dtype(cache: CacheConfig, compute: torch.dtype) -> torch.dtype:
     return dtypes[cache.kv_cache_dtype]
 
 
-def kv_specs(groups: Sequence[KVGroup], block_size: int, dtype: torch.dtype) -> list[KVSpec]:
+def kv_specs(groups: Sequence[CacheGroup], block_size: int, dtype: torch.dtype) -> list[KVSpec]:
     """What the engine core must know of each group to hand out its blocks."""
     return [_spec(group, block_size, dtype) for group in groups]
 
 
-def _spec(group: KVGroup, block_size: int, dtype: torch.dtype) -> KVSpec:
+def _spec(group: CacheGroup, block_size: int, dtype: torch.dtype) -> KVSpec:
+    if isinstance(group, LatentGroup):
+        layer_bytes = latent_bytes_per_block(block_size, group.latent_width, group.rope_width, dtype)
+        return FullAttentionSpec(block_size, len(group.layers) * layer_bytes)
     layer_bytes = kv_bytes_per_block(block_size, group.kv_heads, group.head_dim, dtype)
     size = len(group.layers) * layer_bytes
     if group.window:
@@ -38,18 +42,27 @@ def _spec(group: KVGroup, block_size: int, dtype: torch.dtype) -> KVSpec:
     return FullAttentionSpec(block_size, size)
 
 
+def _make_layer(
+    group: CacheGroup, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> CacheLayer:
+    if isinstance(group, LatentGroup):
+        widths = group.latent_width, group.rope_width
+        return make_latent_layer(num_blocks, block_size, *widths, dtype, device)
+    return make_kv_layer(num_blocks, block_size, group.kv_heads, group.head_dim, dtype, device)
+
+
 def allocate_kv(
-    groups: Sequence[KVGroup],
+    groups: Sequence[CacheGroup],
     num_blocks: Sequence[int],
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> list[KVLayer]:
+) -> list[CacheLayer]:
     """One cache for each layer, by layer index; raises ValueError when the groups do not match."""
     if len(num_blocks) != len(groups):
         raise ValueError(f"the model has {len(groups)} KV groups, but {len(num_blocks)} were sized")
     caches = {
-        layer: make_kv_layer(blocks, block_size, group.kv_heads, group.head_dim, dtype, device)
+        layer: _make_layer(group, blocks, block_size, dtype, device)
         for group, blocks in zip(groups, num_blocks, strict=True)
         for layer in group.layers
     }

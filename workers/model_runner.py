@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from atom.messages.worker import ScheduledBatch
-from atom_ops import KVLayer, TokenLogprobs, token_logprobs
+from atom_ops import TokenLogprobs, token_logprobs
 from workers.decode_graphs import DecodeGraphs
 from workers.input_batch import Cohort, Draw, InputBatch, Scored, StepInputs
 from workers.layers.causal_lm import CausalLM
-from workers.layers.context import ForwardContext
+from workers.layers.context import CacheLayer, ForwardContext
 from workers.pending_step import PendingStep
 from workers.prompt_graphs import PromptGraphs
 from workers.sampler import Drawn, Sampler
@@ -37,7 +37,7 @@ class ModelRunner:
     def __init__(
         self,
         model: CausalLM,
-        kv_layers: Sequence[KVLayer],
+        kv_layers: Sequence[CacheLayer],
         inputs: InputBatch,
         sampler: Sampler,
         graphs: Graphs | None = None,

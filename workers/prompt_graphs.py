@@ -15,11 +15,11 @@ from functools import partial
 
 import torch
 
-from atom_ops import AttentionPlan, KVLayer
+from atom_ops import AttentionPlan
 from workers.graph_recorder import Recorder, Replay
 from workers.input_batch import InputBatch, StepInputs
 from workers.layers.causal_lm import CausalLM
-from workers.layers.context import ForwardContext, GroupContext
+from workers.layers.context import CacheLayer, ForwardContext, GroupContext
 
 PROMPT_SIZES = (16, 32, 64, *range(128, 512, 64), *range(512, 1024, 128), *range(1024, 2049, 256))
 """Tokens of the captured steps: with more, a device takes longer than its host on any model."""
@@ -34,7 +34,7 @@ class PromptGraphs:
     def __init__(
         self,
         model: CausalLM,
-        kv_layers: Sequence[KVLayer],
+        kv_layers: Sequence[CacheLayer],
         inputs: InputBatch,
         sizes: Sequence[int],
         record: Recorder,

@@ -14,7 +14,7 @@ from atom.messages.engine import Sampling, pack_ids
 from atom.messages.worker import AllocateKV, Loaded, NewRow, ScheduledBatch
 from atom.utils import envs
 from atom.utils.logger import get_logger
-from atom_ops import BATCH_INVARIANT_SPLIT, KVLayer, backend
+from atom_ops import BATCH_INVARIANT_SPLIT, backend
 from parallel.communicator import Communicator
 from workers.block_table import BatchLimits
 from workers.decode_graphs import DecodeGraphs
@@ -22,7 +22,7 @@ from workers.graph_recorder import GraphRecorder, Recorder
 from workers.input_batch import InputBatch
 from workers.kv_cache import allocate_kv, cpu_kv_bytes, cuda_kv_bytes, kv_dtype, kv_specs
 from workers.layers.causal_lm import CausalLM
-from workers.layers.context import BuildContext
+from workers.layers.context import BuildContext, CacheLayer
 from workers.layers.linear import Linear
 from workers.marks import MarkedRecorder, mark_modules
 from workers.model_runner import Graphs, ModelRunner
@@ -183,7 +183,7 @@ class Worker:
         graphs = self._capture(kv_layers, inputs, capture_sizes) if capture_sizes else None
         return ModelRunner(self._model, kv_layers, inputs, sampler, graphs)
 
-    def _capture(self, kv_layers: list[KVLayer], inputs: InputBatch, sizes: list[int]) -> Graphs:
+    def _capture(self, kv_layers: list[CacheLayer], inputs: InputBatch, sizes: list[int]) -> Graphs:
         """Graphs of decode steps of so many rows, and of the steps that bring prompts."""
         most = self._config.scheduler.max_num_batched_tokens or 0
         record: Recorder = MarkedRecorder(GraphRecorder()) if self._marked else GraphRecorder()

@@ -3,6 +3,7 @@
 N items, L queries and C context tokens of an item, M tiles: see `attention_plan`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -126,28 +127,33 @@ def paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: At
     """
     _, block_size, _, kv_heads, _ = cache.kv.shape
     groups = plan.work_items(q_THE.shape[1], kv_heads, block_size, q_THE.dtype, rule.window)
-    if groups[0].tokens is None:
-        return _attend(q_THE, cache, groups[0], rule)
-    out_THE = torch.empty_like(q_THE)
-    for items in groups:
-        assert items.tokens is not None
-        out_THE.index_copy_(0, items.tokens, _attend(q_THE, cache, items, rule))
-    return out_THE
+    return in_step_order(groups, lambda items: _attend(q_THE, cache, items, rule))
 
 
 def _attend(q_THE: Tensor, cache: KVLayer, items: WorkItems, rule: AttentionRule) -> Tensor:
-    """Attention of the group's queries, padding left out, in the order of the group."""
-    count, _, length, chunk = items.mask_N1LC.shape
-    kv_heads, (heads, width) = cache.kv.shape[3], q_THE.shape[1:]
+    count, _, _, chunk = items.mask_N1LC.shape
+    kv_heads, width = cache.kv.shape[3:]
     kv = read_kv(cache, items.slots, q_THE.dtype).view(count, chunk, 2, kv_heads, width)
     k_NKCE, v_NKCE = kv.permute(2, 0, 3, 1, 4)
+    return attend_items(q_THE, k_NKCE, v_NKCE, items, rule)
+
+
+def attend_items(
+    q_THE: Tensor, k_NKCE: Tensor, v_NKCE: Tensor, items: WorkItems, rule: AttentionRule
+) -> Tensor:
+    """Attention of the group's queries to the items' keys and values.
+
+    Padding is left out, the order is the group's.
+    """
+    count, _, length, _ = items.mask_N1LC.shape
+    kv_heads, (heads, width) = k_NKCE.shape[1], q_THE.shape[1:]
     q = q_THE if items.queries is None else q_THE.index_select(0, items.queries)
     if length == 1:
         # The heads of a lone query stand as queries of their key/value head: G times fewer,
         # G times larger products.
         q_NKGE = q.reshape(count, kv_heads, -1, width)
         out, lse = masked_attention(q_NKGE, k_NKCE, v_NKCE, items.mask_N1LC, rule.scale)
-        out, lse = out.reshape(count, 1, heads, width), lse.reshape(count, 1, heads)
+        out, lse = out.reshape(count, 1, heads, -1), lse.reshape(count, 1, heads)
     else:
         q_NHLE = q.reshape(count, length, heads, width).transpose(1, 2)
         out, lse = masked_attention(q_NHLE, k_NKCE, v_NKCE, items.mask_N1LC, rule.scale)
@@ -158,6 +164,18 @@ def _attend(q_THE: Tensor, cache: KVLayer, items: WorkItems, rule: AttentionRule
         out = _beside_sinks(out, lse, rule.sinks_H)
     found = out.flatten(0, 1)
     return found if items.filled is None else found.index_select(0, items.filled)
+
+
+def in_step_order(groups: tuple[WorkItems, ...], attend: Callable[[WorkItems], Tensor]) -> Tensor:
+    """The results [T, …] of all groups, each found by `attend`."""
+    found = [attend(items) for items in groups]
+    if groups[0].tokens is None:
+        return found[0]
+    out_T = found[0].new_empty((sum(map(len, found)), *found[0].shape[1:]))
+    for items, of_group in zip(groups, found, strict=True):
+        assert items.tokens is not None
+        out_T.index_copy_(0, items.tokens, of_group)
+    return out_T
 
 
 def _merge(out_NLHE: Tensor, lse_NLH: Tensor, tile_N: Tensor, tiles: int) -> tuple[Tensor, Tensor]:

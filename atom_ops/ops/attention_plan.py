@@ -39,6 +39,8 @@ _PREFILL_CHUNKS = np.array([32, 64, 128, 256])
 # Work that comes with each item whatever its size, in tokens of padding it is worth.
 _TILE_COST = 16
 _CHUNK_COST = 32
+_OWN_TOKENS = 0
+"""In place of a block size: keys lie as the step's tokens do, and no block table says where."""
 # Likewise for the merge, once, where a context has several chunks.
 _MERGE_COST = 512
 # Heads x tokens that a group may touch: bounds the memory of gathered keys and values, at 1 KiB
@@ -130,7 +132,18 @@ class AttentionPlan:
         Made at the first call and kept. `dtype` is the queries', `window` the layer's. Raises
         ValueError for a plan whose rows the host does not know.
         """
-        key = _WorkKey(num_heads, num_kv_heads, block_size, dtype, window)
+        return self._made(_WorkKey(num_heads, num_kv_heads, block_size, dtype, window))
+
+    def prompt_items(self, num_heads: int, dtype: torch.dtype) -> tuple[WorkItems, ...]:
+        """As `work_items`, where `whole_prompts`: slots are tokens of the step itself."""
+        return self._made(_WorkKey(num_heads, num_heads, _OWN_TOKENS, dtype, 0))
+
+    @cached_property
+    def whole_prompts(self) -> bool:
+        """Whether every row is known to bring all of its context as new tokens."""
+        return self.host is not None and np.array_equal(self.host.query_lens, self.host.context_lens)
+
+    def _made(self, key: _WorkKey) -> tuple[WorkItems, ...]:
         if key not in self._work:
             if self.host is None:
                 raise ValueError("this attention plan has no host rows: only a paged kernel can run it")
@@ -325,6 +338,8 @@ def _slots(
 ) -> Ints:
     exists_NC = position_NC < tiles.context[tile_N][:, None]
     own_NC = np.where(exists_NC, position_NC, tiles.first_seen[tile_N][:, None])
+    if block_size == _OWN_TOKENS:
+        return (tiles.first_token - tiles.first_position)[tile_N][:, None] + own_NC
     index_NC = own_NC // block_size
     first_entry_N = tiles.row[tile_N] * block_table.shape[1]
     block_NC = block_table.ravel().take(first_entry_N[:, None] + index_NC)

@@ -41,11 +41,12 @@ def make_kv_layer(
     """An empty cache. `dtype` float8_e4m3fn keeps one scale for each token and head."""
 
     shape = (num_blocks, block_size, 2, kv_heads)
-    scale = _zeros(shape, torch.float32, device) if dtype == FP8 else None
-    return KVLayer(_zeros((*shape, head_dim), dtype, device), scale)
+    scale = zeros(shape, torch.float32, device) if dtype == FP8 else None
+    return KVLayer(zeros((*shape, head_dim), dtype, device), scale)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A cache's memory."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # Unlike torch's, numpy's zeros take no memory before they are written to.
@@ -83,13 +84,14 @@ def write_kv(k_TKE: Tensor, v_TKE: Tensor, cache: KVLayer, slots_T: Tensor) -> N
     for half, x_TKE in enumerate((k_TKE, v_TKE)):
         numbers = cache.kv.flatten(0, 1).select(1, half)
         if cache.scale is not None:
-            x_TKE, scale_TK = _to_float8(x_TKE)
-            _store(cache.scale.flatten(0, 1).select(1, half), slots_T, scale_TK)
+            x_TKE, scale_TK = float8_codes(x_TKE)
+            store(cache.scale.flatten(0, 1).select(1, half), slots_T, scale_TK)
             numbers = numbers.view(torch.uint8)
-        _store(numbers, slots_T, x_TKE.to(numbers.dtype))
+        store(numbers, slots_T, x_TKE.to(numbers.dtype))
 
 
-def _store(stored: Tensor, slots_T: Tensor, new: Tensor) -> None:
+def store(stored: Tensor, slots_T: Tensor, new: Tensor) -> None:
+    """stored[slots] = new, slot by slot; on a GPU a negative slot stores nothing."""
     if slots_T.is_cuda and len(slots_T):
         slots_T, new = without_spare_rows(stored, slots_T, new)
     stored.index_copy_(0, slots_T, new)
@@ -107,12 +109,12 @@ def without_spare_rows(stored: Tensor, slots_T: Tensor, new: Tensor) -> tuple[Te
     return slots_T.index_select(0, rows_T).clamp_(min=0), new
 
 
-def _to_float8(x_TKE: Tensor) -> tuple[Tensor, Tensor]:
-    """The codes, as the uint8 that index_copy_ can move, and their scales."""
-    x_TKE = x_TKE.float()
-    scale_TK = x_TKE.abs().amax(-1).div_(_FP8_MAX).clamp_(2.0**-100, _LARGEST_SCALE)
-    scaled = (x_TKE * scale_TK.reciprocal()[..., None]).clamp_(-_FP8_MAX, _FP8_MAX)
-    return scaled.to(FP8).view(torch.uint8), scale_TK
+def float8_codes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of [..., E], as the uint8 that index_copy_ can move, and their scales [...]."""
+    x = x.float()
+    scale = x.abs().amax(-1).div_(_FP8_MAX).clamp_(2.0**-100, _LARGEST_SCALE)
+    scaled = (x * scale.reciprocal()[..., None]).clamp_(-_FP8_MAX, _FP8_MAX)
+    return scaled.to(FP8).view(torch.uint8), scale
 
 
 def read_kv(cache: KVLayer, slots_S: Tensor, dtype: torch.dtype) -> Tensor:
@@ -120,7 +122,11 @@ def read_kv(cache: KVLayer, slots_S: Tensor, dtype: torch.dtype) -> Tensor:
     if cache.scale is None:
         return cache.kv.flatten(0, 1).index_select(0, slots_S).to(dtype)
     codes = cache.kv.view(torch.int8).flatten(0, 1).index_select(0, slots_S)
-    scale = cache.scale.flatten(0, 1).index_select(0, slots_S)
+    return float8_numbers(codes, cache.scale.flatten(0, 1).index_select(0, slots_S), dtype)
+
+
+def float8_numbers(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """What float8_e4m3fn codes (int8, [..., E]) stand for; `scale` [...] is the caller's to lose."""
     # A float8_e4m3 code moved to the top of a float32 (sign, four exponent bits, mantissa) is
     # the number times 2**-120, subnormals included: ten times as fast as torch's conversion.
     # Widening repeats the sign bit; the mask takes the copies out again.

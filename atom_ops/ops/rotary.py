@@ -27,22 +27,22 @@ def rotation(cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tenso
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
-def _table_case(positions: int, tokens: int, head_dim: int) -> Case:
-    def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _table_case(positions: int, tokens: int, head_dim: int, interleaved: bool = False) -> Case:
+    def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor, bool]:
         table = torch.randn(positions, head_dim, generator=generator)
-        return table, torch.randint(0, positions, (tokens,), generator=generator)
+        return table, torch.randint(0, positions, (tokens,), generator=generator), interleaved
 
-    return Case(f"{tokens}of{positions}x{head_dim}", make)
+    return Case(f"{tokens}of{positions}x{head_dim}{'-interleaved' if interleaved else ''}", make)
 
 
-@op([_table_case(40, 1, 64), _table_case(300, 23, 80)], EXACT)
-def rotation_at(cos_sin_PR: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+@op([_table_case(40, 1, 64), _table_case(300, 23, 80), _table_case(300, 9, 64, interleaved=True)], EXACT)
+def rotation_at(cos_sin_PR: Tensor, positions_T: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
     """The rotation of each token, from a float32 table of each position's cosines, then its sines.
 
     Two of [T, 1, R], as `rotation` makes them.
     """
     cos_T1r, sin_T1r = cos_sin_PR.index_select(0, positions_T).unsqueeze(1).chunk(2, dim=-1)
-    return rotation(cos_T1r, sin_T1r)
+    return rotation(cos_T1r, sin_T1r, interleaved)
 
 
 @op([_case(9, 64, 64, False), _case(4, 32, 16, False), _case(4, 32, 32, True), _case(5, 80, 80, False)])

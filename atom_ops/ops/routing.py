@@ -28,6 +28,8 @@ class RoutingRule:
     groups: int = 1
     """Experts side by side form groups of equal size; a token chooses within its best groups."""
     kept_groups: int = 1
+    group_best: int = 2
+    """Groups are ranked by the sum of so many of their best scores."""
 
     def __post_init__(self) -> None:
         if self.groups < 1 or not 1 <= self.kept_groups <= self.groups:
@@ -37,8 +39,8 @@ class RoutingRule:
         """Raise ValueError when so many experts cannot be chosen from by this rule."""
         if experts % self.groups:
             raise ValueError(f"{experts} experts do not form {self.groups} groups of one size")
-        if self.groups > 1 and experts < 2 * self.groups:
-            raise ValueError(f"{self.groups} groups of {experts} experts have no two experts each")
+        if self.groups > 1 and experts < self.group_best * self.groups:
+            raise ValueError(f"{self.groups} groups of {experts} experts have no {self.group_best} each")
         if not 1 <= self.top_k <= experts // self.groups * self.kept_groups:
             raise ValueError(
                 f"a token cannot choose {self.top_k} of {experts} experts"
@@ -64,6 +66,7 @@ def _case(tokens: int, experts: int, rule: RoutingRule, with_bias: bool = False)
         _case(7, 8, RoutingRule(2, "softmax", renormalise=True)),
         _case(5, 160, RoutingRule(8, "sigmoid", renormalise=True, scale=2.5), with_bias=True),
         _case(9, 256, RoutingRule(8, "sigmoid", True, 2.5, groups=8, kept_groups=4), with_bias=True),
+        _case(9, 64, RoutingRule(6, "softmax", scale=16.0, groups=8, kept_groups=3, group_best=1)),
         _case(17, 32, RoutingRule(4, "softmax_of_chosen")),
     ]
 )
@@ -71,8 +74,8 @@ def route(logits_TX: Tensor, rule: RoutingRule, bias_X: Tensor | None = None) ->
     """Experts of each token, int64 [T, J], and their weights, float32 [T, J].
 
     `bias_X` is added to the scores only for the choice; the weights come from the scores
-    themselves. With groups, those with the largest sum of their two best scores are kept.
-    Everything is in float32. The order within a token is free.
+    themselves. With groups, those with the largest sum of their best scores are kept. Everything
+    is in float32. The order within a token is free.
     """
     logits_TX = logits_TX.float()
     if rule.scoring == "softmax_of_chosen":
@@ -96,7 +99,7 @@ def _in_best_groups(scores_TX: Tensor, rule: RoutingRule) -> Tensor:
     if rule.groups == 1:
         return scores_TX
     scores_TGX = scores_TX.unflatten(1, (rule.groups, -1))
-    best_TG = scores_TGX.topk(2, dim=-1).values.sum(-1)
+    best_TG = scores_TGX.topk(rule.group_best, dim=-1).values.sum(-1)
     kept_TG = best_TG.topk(rule.kept_groups, dim=-1).indices
     lost_TG = torch.ones_like(best_TG, dtype=torch.bool).scatter(1, kept_TG, False)
     return scores_TGX.masked_fill(lost_TG.unsqueeze(-1), float("-inf")).flatten(1)

@@ -34,8 +34,12 @@ def load() -> None:
     import atom_ops.triton_impl.fused_attention
     import atom_ops.triton_impl.fused_linear
     import atom_ops.triton_impl.kv_cache
+    import atom_ops.triton_impl.latent_attention
+    import atom_ops.triton_impl.latent_cache
+    import atom_ops.triton_impl.latent_heads
     import atom_ops.triton_impl.linear
     import atom_ops.triton_impl.norm
+    import atom_ops.triton_impl.prompt_attention
     import atom_ops.triton_impl.qkv
     import atom_ops.triton_impl.rotary
     import atom_ops.triton_impl.sampling  # noqa: F401

@@ -16,36 +16,42 @@ _HEADS = 8
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
 def _look_up(
     table_ptr, positions_ptr, cos_ptr, sin_ptr,
-    HALF: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     begin(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     feature = tl.arange(0, BLOCK)
+    first, second = feature, feature + HALF
+    if INTERLEAVED:
+        first, second = 2 * feature, 2 * feature + 1
     inside = feature < HALF
     row = table_ptr + tl.load(positions_ptr + token) * (2 * HALF) + feature
     cos = tl.load(row, mask=inside, other=0.0)
     sin = tl.load(row + HALF, mask=inside, other=0.0)
-    out = token * (2 * HALF) + feature
-    tl.store(cos_ptr + out, cos, mask=inside)
-    tl.store(cos_ptr + out + HALF, cos, mask=inside)
-    tl.store(sin_ptr + out, -sin, mask=inside)
-    tl.store(sin_ptr + out + HALF, sin, mask=inside)
+    out = token * (2 * HALF)
+    tl.store(cos_ptr + out + first, cos, mask=inside)
+    tl.store(cos_ptr + out + second, cos, mask=inside)
+    tl.store(sin_ptr + out + first, -sin, mask=inside)
+    tl.store(sin_ptr + out + second, sin, mask=inside)
 
 
 @rotation_at.provider(
     "triton",
     needs=NEEDS,
     supported=runs_on,
-    supports=lambda cos_sin_PR, positions_T: cos_sin_PR.is_contiguous() and positions_T.is_contiguous(),
+    supports=lambda cos_sin_PR, positions_T, interleaved=False: (
+        cos_sin_PR.is_contiguous() and positions_T.is_contiguous()
+    ),
 )
-def _rotation_at(cos_sin_PR: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+def _rotation_at(cos_sin_PR: Tensor, positions_T: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
     tokens, size = len(positions_T), cos_sin_PR.shape[1]
     cos_T1R, sin_T1R = cos_sin_PR.new_empty((2, tokens, 1, size)).unbind()
     if tokens:
         block = triton.next_power_of_2(size // 2)
         _look_up[(tokens,)](
             cos_sin_PR, positions_T, cos_T1R, sin_T1R,
-            HALF=size // 2, BLOCK=block, num_warps=1, **launch_options(positions_T.device),
+            HALF=size // 2, INTERLEAVED=interleaved, BLOCK=block, num_warps=1,
+            **launch_options(positions_T.device),
         )  # fmt: skip
     return cos_T1R, sin_T1R
 

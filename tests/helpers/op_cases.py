@@ -11,7 +11,10 @@ from atom_ops import triton_impl
 from atom_ops.op import REFERENCE, REGISTRY, Case, Op, Provider
 
 CPU = torch.device("cpu")
-WRITERS = ("write_kv", "rotate_and_write_kv", "attend_projection", "record_drawn")
+WRITERS = (
+    *("write_kv", "rotate_and_write_kv", "attend_projection", "record_drawn"),
+    *("write_latent", "norm_and_write_latents"),
+)
 """Ops that change their arguments."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

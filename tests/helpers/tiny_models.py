@@ -88,6 +88,25 @@ _GLM4_MOE = {
     "routed_scaling_factor": 2.5,
 }
 _GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 20}
+_DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "q_lora_rank": 36,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 28,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
+_THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}
+_DEEPSEEK_YARN = _YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.0}
 
 TINY_MODELS = [
     Tiny("llama-gqa", "llama", 11),
@@ -134,6 +153,18 @@ TINY_MODELS = [
     Tiny("gpt-oss-mha-tied-windows-everywhere", "gpt_oss", 3,
          _GPT_OSS | _MHA_TIED | {"sliding_window": 33, "attention_bias": False,
                                  "layer_types": ["sliding_attention"] * 3}),
+    Tiny("deepseek-v2-lite", "deepseek_v2", 1,
+         _DEEPSEEK | {"q_lora_rank": None, "n_shared_experts": 2, "routed_scaling_factor": 1.0}),
+    Tiny("deepseek-v2-groups-yarn", "deepseek_v2", 1,
+         _DEEPSEEK | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+                      "rope_parameters": _DEEPSEEK_YARN}),
+    Tiny("deepseek-v3", "deepseek_v3", 1, _DEEPSEEK | {"n_group": 4, "topk_group": 2}),
+    Tiny("deepseek-v3-yarn-odd-heads", "deepseek_v3", 2,
+         _DEEPSEEK | _THREE_HEADS | {"rope_parameters": _DEEPSEEK_YARN, "first_k_dense_replace": 2,
+                                     "norm_topk_prob": False, "n_shared_experts": 2}),
+    Tiny("deepseek-v3-biases-halves-tied", "deepseek_v3", 1,
+         _DEEPSEEK | {"attention_bias": True, "tie_word_embeddings": True, "rope_interleave": False,
+                      "v_head_dim": 36, "first_k_dense_replace": 0}),
 ]  # fmt: skip
 
 

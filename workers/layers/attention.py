@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from atom_ops import AttentionRule, HeadNorms, attend_projection
+from atom_ops import AttentionRule, HeadNorms, KVLayer, attend_projection
 from workers.layers.context import ForwardContext
 from workers.layers.rotary import Rotation
 
@@ -66,6 +66,7 @@ class Attention(nn.Module):
         rank's query heads give to nothing.
         """
         cache, group = ctx.kv_layers[self._layer], ctx.groups[self._group]
+        assert isinstance(cache, KVLayer)
         cos_T1R, sin_T1R = rotation.cos_T1R, rotation.sin_T1R
         rule = AttentionRule(self._scale, self._window, sinks_H)
         out_THE = attend_projection(qkv_TO, cos_T1R, sin_T1R, cache, group.slots_T, norms, group.plan, rule)

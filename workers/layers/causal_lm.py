@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from workers.layers.attention import KVGroup
+from workers.layers.cache_groups import CacheGroup
 from workers.layers.context import BuildContext, ForwardContext
 
 
@@ -21,7 +21,7 @@ class CausalLM(nn.Module, ABC):
     """Fused module -> the modules on disk that are stacked into it, in this order."""
     renamed_on_disk: ClassVar[Mapping[str, str]] = {}
     """Module -> its name on disk, where a family calls by another name what others share."""
-    kv_groups: list[KVGroup]
+    kv_groups: list[CacheGroup]
     """Every attention layer belongs to one of them."""
     unused_on_disk: tuple[str, ...] = ()
     """Patterns of tensors that a sound checkpoint may hold though the model has no use for them."""

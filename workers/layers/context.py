@@ -8,8 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from atom_ops import AttentionPlan, KVLayer
+from atom_ops import AttentionPlan, KVLayer, LatentLayer
 from parallel.communicator import Communicator
+
+CacheLayer = KVLayer | LatentLayer
+"""What one layer keeps of its tokens."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class GroupContext:
 class ForwardContext:
     """What attention needs in one step."""
 
-    kv_layers: Sequence[KVLayer]
+    kv_layers: Sequence[CacheLayer]
     """By layer index."""
     groups: Sequence[GroupContext]
     """By KV group."""

@@ -3,9 +3,9 @@
     x ──┬─ input_layernorm ─ self_attn ─┬─ post_attention_layernorm ─ mlp ─┬── …
         └───────────── + ───────────────┴────────────── + ─────────────────┘
 
-A family is this with other arguments, and with another `mlp` where it has one. Modules are named
-as in checkpoints. A block takes the norm in front of it: most can run it together with their
-first matrix product.
+A family is this with other arguments, and with another `mlp` or other `mixers` where it has them.
+Modules are named as in checkpoints. A block takes the norm in front of it: most can run it
+together with their first matrix product.
 
 T tokens, R rows that draw, D hidden, O features of the fused projection.
 """
@@ -21,6 +21,7 @@ from atom_ops import HeadNorms
 from parallel.sharding import head_shard
 from workers.layers.activation import gated_linear
 from workers.layers.attention import Attention, KVGroup, group_by_window
+from workers.layers.cache_groups import CacheGroup
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext, ForwardContext
 from workers.layers.embedding import LMHead, VocabEmbedding
@@ -56,6 +57,8 @@ class DecoderArgs:
     """Whether queries and keys are normalised, head by head, before they turn."""
     windows: Windows = ()
     """Empty: every layer sees all that came before."""
+    rope_interleaved: bool = False
+    """Whether neighbouring features turn together, or those of both halves."""
     sinks: bool = False
     """Whether each query head has a score for nothing, learned, beside those for tokens."""
 
@@ -133,6 +136,30 @@ class SelfAttention(WeightedLayer):
         return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
 
+class Mixer(Protocol):
+    """What a decoder layer lets tokens see one another with."""
+
+    def after_norm(
+        self,
+        norm: RMSNorm,
+        x_TD: torch.Tensor,
+        residual_TD: torch.Tensor | None,
+        rotation: Rotation,
+        ctx: ForwardContext,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the result for the sum's norm, the sum)."""
+
+
+@dataclass(frozen=True)
+class Mixers:
+    """What a family has in the place of `SelfAttention`."""
+
+    groups: list[CacheGroup]
+    """Of all layers."""
+    make: Callable[[int], Mixer]
+    """For one layer."""
+
+
 class FeedForward(Protocol):
     """What a decoder layer holds beside attention."""
 
@@ -163,9 +190,10 @@ class GatedMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention, then a feed-forward block, each on the norm of what came before and added to it."""
 
+    self_attn: Mixer
     mlp: FeedForward
 
-    def __init__(self, args: DecoderArgs, attention: SelfAttention, mlp: FeedForward, build: BuildContext):
+    def __init__(self, args: DecoderArgs, attention: Mixer, mlp: FeedForward, build: BuildContext):
         super().__init__()
         self.input_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps, build)
         self.self_attn = attention
@@ -192,7 +220,7 @@ class Decoder(nn.Module):
         self.embed_tokens = VocabEmbedding(args.vocab_size, args.hidden_size, build)
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps, build)
-        self.rotary = RotaryEmbedding(args.head_dim, args.rope_parameters, build)
+        self.rotary = RotaryEmbedding(args.head_dim, args.rope_parameters, build, args.rope_interleaved)
 
     def forward(self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """[T, D]."""
@@ -202,6 +230,11 @@ class Decoder(nn.Module):
             x_TD, residual_TD = layer(x_TD, residual_TD, rotation, ctx)
         normed_TD, _ = self.norm.add(x_TD, residual_TD)
         return normed_TD
+
+
+def _self_attention(args: DecoderArgs, build: BuildContext) -> Mixers:
+    groups = kv_groups(args, build)
+    return Mixers([*groups], lambda layer: SelfAttention(args, layer, groups, build))
 
 
 class DecoderLM(CausalLM):
@@ -218,14 +251,16 @@ class DecoderLM(CausalLM):
         args: DecoderArgs,
         build: BuildContext,
         mlp: Callable[[int], FeedForward] | None = None,
+        mixers: Mixers | None = None,
     ):
         """`args` are read from `config`; `mlp` makes a layer's feed-forward block, else `GatedMLP` does."""
         super().__init__(config, build)
-        self.kv_groups = kv_groups(args, build)
+        mixers = mixers or _self_attention(args, build)
+        self.kv_groups = mixers.groups
         layers = [
             DecoderLayer(
                 args,
-                SelfAttention(args, layer, self.kv_groups, build),
+                mixers.make(layer),
                 mlp(layer) if mlp else GatedMLP(args, build),
                 build,
             )

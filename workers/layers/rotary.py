@@ -31,15 +31,17 @@ class RotaryEmbedding(nn.Module):
 
     cos_sin_PR: torch.Tensor
 
-    def __init__(self, head_dim: int, rope: Rope, build: BuildContext):
+    def __init__(self, head_dim: int, rope: Rope, build: BuildContext, interleaved: bool = False):
+        """`interleaved`: pairs are neighbouring features, not those of both halves."""
         super().__init__()
+        self._interleaved = interleaved
         frequencies, amplitude = rope_frequencies(head_dim, rope, build.max_positions)
         angles = torch.outer(torch.arange(build.max_positions, dtype=torch.float32), frequencies)
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * amplitude
         self.register_buffer("cos_sin_PR", table.to(build.device))
 
     def forward(self, positions_T: torch.Tensor) -> Rotation:
-        return Rotation(*rotation_at(self.cos_sin_PR, positions_T))
+        return Rotation(*rotation_at(self.cos_sin_PR, positions_T, self._interleaved))
 
 
 def rope_frequencies(head_dim: int, rope: Rope, longest: int) -> tuple[torch.Tensor, float]:

@@ -118,7 +118,7 @@ def test_rows_without_numbers_still_choose_experts_that_exist(scoring: Any) -> N
     ("rule", "message"),
     [
         (RoutingRule(2, "sigmoid", groups=3), "8 experts do not form 3 groups"),
-        (RoutingRule(2, "sigmoid", groups=8), "no two experts each"),
+        (RoutingRule(2, "sigmoid", groups=8), "have no 2 each"),
         (RoutingRule(3, "sigmoid", groups=4), "cannot choose 3 of 8 experts"),
         (RoutingRule(9, "softmax"), "cannot choose 9 of 8 experts"),
     ],

@@ -1,0 +1,196 @@
+"""Multi-head latent attention: keys and values of all heads come from one latent a token.
+
+    key of head h     [W_UK[h] latent | rotated key, the same for all heads]
+    value of head h    W_UV[h] latent
+
+Two forms give the same numbers. Expanded, keys and values of every head are made, and attention
+is the ordinary one (`prompt_attention`): best where all tokens are new. Absorbed, W_UK moves to
+the queries' side (`absorb_queries`) and W_UV behind the sum over tokens (`expand_values`); then
+one row of the cache serves all heads (`latent_attention`), and nothing is made of a context.
+
+T tokens, H heads, N features of a key or query that come from the latent, R that are rotated,
+E = N + R, V of a value, C of the latent, K = C + R.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from atom_ops.op import Case, op
+from atom_ops.ops.attention import AttentionRule, attend_items, in_step_order
+from atom_ops.ops.attention_plan import AttentionPlan, WorkItems, plan_attention
+from atom_ops.ops.kv_cache import FP8
+from atom_ops.ops.latent_cache import LatentLayer, make_latent_layer, read_latent, write_latent
+from atom_ops.ops.rotary import rotary, rotation
+from atom_ops.tolerances import REDUCTION
+
+_CPU = torch.device("cpu")
+# Numbers of a head that plans count as one, when they bound what is gathered.
+_HEAD = 128
+
+
+def _absorb_case(tokens: int, heads: int, widths: tuple[int, int, int], interleaved: bool = True) -> Case:
+    """`widths` are N, R and C."""
+
+    def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor | bool, ...]:
+        nope, rope, latent = widths
+        q = torch.randn(tokens, heads, nope + rope, generator=generator).to(dtype)
+        expansion = torch.randn(heads, nope + 16, latent, generator=generator) / nope**0.5
+        angles = torch.rand(tokens, 1, rope // 2, generator=generator) * 6.3
+        turn = rotation(angles.cos(), angles.sin(), interleaved)
+        return q, expansion.to(dtype)[:, :nope], *turn, interleaved
+
+    return Case(f"{tokens}x{heads}x{'+'.join(map(str, widths))}{'' if interleaved else '-halves'}", make)
+
+
+@op(
+    [
+        _absorb_case(1, 16, (128, 64, 512)),
+        _absorb_case(19, 3, (128, 64, 512)),
+        _absorb_case(70, 5, (24, 16, 40)),
+        _absorb_case(4, 2, (192, 64, 512), interleaved=False),
+    ],
+    REDUCTION,
+)
+def absorb_queries(
+    q_THE: Tensor, key_HNC: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, interleaved: bool = False
+) -> Tensor:
+    """Queries for rows of the cache, [T, H, C + R]: each head's first N numbers times its W_UK, the
+    others turned (see `rotary`).
+
+    `q_THE` and `key_HNC` need a contiguous last dimension only.
+    """
+    nope = key_HNC.shape[1]
+    latent_HTC = torch.bmm(q_THE[..., :nope].transpose(0, 1), key_HNC)
+    turned_THR = rotary.reference(q_THE[..., nope:], cos_T1R, sin_T1R, interleaved)
+    return torch.cat((latent_HTC.transpose(0, 1), turned_THR), -1)
+
+
+def _expand_case(tokens: int, heads: int, latent: int, value: int) -> Case:
+    def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        latents = torch.randn(tokens, heads, latent, generator=generator).to(dtype)
+        expansion = torch.randn(heads, value + 16, latent, generator=generator) / latent**0.5
+        return latents, expansion.to(dtype)[:, 16:]
+
+    return Case(f"{tokens}x{heads}x{latent}-{value}", make)
+
+
+@op(
+    [_expand_case(1, 16, 512, 128), _expand_case(19, 3, 512, 128), _expand_case(70, 5, 40, 24)],
+    REDUCTION,
+)
+def expand_values(latent_THC: Tensor, value_HVC: Tensor) -> Tensor:
+    """Each head's weighted sum of latents times its W_UV, [T, H, V].
+
+    Both need a contiguous last dimension only.
+    """
+    return torch.bmm(latent_THC.transpose(0, 1), value_HVC.mT).transpose(0, 1).contiguous()
+
+
+def _plan(query_lens: list[int], context_lens: list[int], table: Tensor) -> AttentionPlan:
+    lens = np.array([query_lens, context_lens], np.int32)
+    return plan_attention(lens[0], lens[1], table.numpy().astype(np.int32), _CPU)
+
+
+def _latent_case(
+    query_lens: list[int],
+    context_lens: list[int],
+    heads: int,
+    widths: tuple[int, int] = (512, 64),
+    fp8: bool = False,
+) -> Case:
+    """`widths` are C and R."""
+
+    def make(
+        dtype: torch.dtype, generator: torch.Generator
+    ) -> tuple[Tensor, LatentLayer, AttentionPlan, float]:
+        block_size, per_row, (latent, rope) = 16, -(-max(context_lens) // 16), widths
+        blocks = torch.randperm(len(context_lens) * per_row + 3, generator=generator)
+        table = blocks[: len(context_lens) * per_row].view(-1, per_row)
+        cache = make_latent_layer(len(blocks), block_size, latent, rope, FP8 if fp8 else dtype, _CPU)
+        rows = torch.randn(len(blocks) * block_size, latent + rope, generator=generator).to(dtype)
+        still = rotation(torch.ones(len(rows), 1, rope // 2), torch.zeros(len(rows), 1, rope // 2))
+        weight = torch.ones(latent, dtype=dtype)
+        write_latent.reference(rows, weight, 1e-6, *still, cache, torch.arange(len(rows)))
+        q = torch.randn(sum(query_lens), heads, latent + rope, generator=generator).to(dtype)
+        return q, cache, _plan(query_lens, context_lens, table), (latent + rope) ** -0.5
+
+    label = f"{heads}x{widths[0]}+{widths[1]}-{query_lens}of{context_lens}{'-fp8' if fp8 else ''}"
+    return Case(label.replace(" ", ""), make)
+
+
+@op(
+    [
+        _latent_case([1, 1, 1], [1, 40, 700], 16),
+        _latent_case([1, 1], [130, 65], 5, (40, 8)),
+        _latent_case([37], [37], 3, (64, 16)),
+        _latent_case([1, 20, 1, 5], [33, 300, 2, 5], 8, (128, 32)),
+        _latent_case([1, 3], [200, 90], 72, (64, 16)),
+        _latent_case([1, 9], [64, 30], 16, fp8=True),
+    ],
+    REDUCTION,
+)
+def latent_attention(q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, scale: float) -> Tensor:
+    """Each head's weighted sum of the latents that a new token sees, [T, H, C].
+
+    The weights are softmax(scale * q kᵀ) over whole rows k of the cache. Every row of the step may
+    bring any number of new tokens.
+    """
+    heads, width = q_THK.shape[1:]
+    worth = -(-width // _HEAD)
+    groups = plan.work_items(heads * worth, worth, cache.rows.shape[1], q_THK.dtype)
+    rule = AttentionRule(scale)
+
+    def attend(items: WorkItems) -> Tensor:
+        count, _, _, chunk = items.mask_N1LC.shape
+        rows_N1CK = read_latent(cache, items.slots, q_THK.dtype).view(count, 1, chunk, width)
+        # A value is the beginning of its key; the rest of the sums is cut off again.
+        return attend_items(q_THK, rows_N1CK, rows_N1CK, items, rule)
+
+    return in_step_order(groups, attend)[..., : cache.latent_width].contiguous()
+
+
+def _prompt_case(lens: list[int], heads: int, width: int, value_width: int) -> Case:
+    def make(
+        dtype: torch.dtype, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, Tensor, AttentionPlan, float]:
+        q, k = torch.randn(2, sum(lens), heads, width, generator=generator).to(dtype)
+        both = torch.randn(sum(lens), heads, 8 + value_width, generator=generator).to(dtype)
+        no_table = torch.zeros(len(lens), 0)
+        return q, k, both[..., 8:], _plan(lens, lens, no_table), width**-0.5
+
+    return Case(f"{heads}x{width}+{value_width}-{lens}".replace(" ", ""), make)
+
+
+@op(
+    [
+        _prompt_case([1], 2, 192, 128),
+        _prompt_case([5, 130, 1, 33], 3, 192, 128),
+        _prompt_case([70, 2], 2, 24, 16),
+        _prompt_case([90], 1, 16, 24),
+    ],
+    REDUCTION,
+)
+def prompt_attention(
+    q_THE: Tensor, k_THE: Tensor, v_THV: Tensor, plan: AttentionPlan, scale: float
+) -> Tensor:
+    """softmax(scale * q kᵀ) v of every token over its row up to itself, [T, H, V].
+
+    For steps whose `plan.whole_prompts`: nothing is read but the step's own keys and values. All
+    three need a contiguous last dimension only.
+    """
+    heads, width = k_THE.shape[1], max(k_THE.shape[2], v_THV.shape[2])
+    # Of one width: the fastest attention of CPUs knows no other.
+    q, k, v = (functional.pad(x, (0, width - x.shape[2])) for x in (q_THE, k_THE, v_THV))
+    rule = AttentionRule(scale)
+
+    def attend(items: WorkItems) -> Tensor:
+        count, _, _, chunk = items.mask_N1LC.shape
+        k_NHCE, v_NHCE = (
+            x.index_select(0, items.slots).view(count, chunk, heads, width).transpose(1, 2) for x in (k, v)
+        )
+        return attend_items(q, k_NHCE, v_NHCE, items, rule)
+
+    groups = plan.prompt_items(heads, q_THE.dtype)
+    return in_step_order(groups, attend)[..., : v_THV.shape[2]].contiguous()

@@ -1,0 +1,164 @@
+"""The paged cache of one layer of multi-head latent attention.
+
+Slot s of the cache is offset s % block_size of block s // block_size. It holds one row for a
+token, whatever the number of heads: its normalised latent, then its rotated key, which all heads
+share.
+
+    rows    [num_blocks, block_size, C + R]     compute dtype, bfloat16 or float8_e4m3fn
+    scale   [num_blocks, block_size]            float32, for float8_e4m3fn only
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from atom_ops.op import Case, op
+from atom_ops.ops.kv_cache import FP8, float8_codes, float8_numbers, store, zeros
+from atom_ops.ops.norm import rms_norm
+from atom_ops.ops.rotary import rotary, rotation
+from atom_ops.tolerances import DEFAULT
+
+
+@dataclass(frozen=True, slots=True)
+class LatentLayer:
+    """One layer's cache; a stored number x stands for x * scale where there are scales."""
+
+    rows: Tensor
+    latent_width: int
+    """C: the first numbers of a row are the latent, the others the rotated key."""
+    scale: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LatentNorms:
+    """How queries' and keys' latents are normalised."""
+
+    q_weight_Q: Tensor
+    kv_weight_C: Tensor
+    eps: float
+
+
+def make_latent_layer(
+    num_blocks: int,
+    block_size: int,
+    latent_width: int,
+    rope_width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LatentLayer:
+    """An empty cache. `dtype` float8_e4m3fn keeps one scale for each token."""
+    shape = (num_blocks, block_size)
+    scale = zeros(shape, torch.float32, device) if dtype == FP8 else None
+    return LatentLayer(zeros((*shape, latent_width + rope_width), dtype, device), latent_width, scale)
+
+
+def latent_bytes_per_block(block_size: int, latent_width: int, rope_width: int, dtype: torch.dtype) -> int:
+    """Bytes of one block of one layer: rows and their scales."""
+    scale_bytes = torch.float32.itemsize if dtype == FP8 else 0
+    return block_size * ((latent_width + rope_width) * dtype.itemsize + scale_bytes)
+
+
+def _case(
+    tokens: int,
+    query: int,
+    latent: int,
+    rope: int,
+    interleaved: bool = True,
+) -> Case:
+    """`query` numbers of a latent of queries stand before the latent of keys; 0: none does."""
+
+    def make(
+        dtype: torch.dtype, generator: torch.Generator
+    ) -> tuple[Tensor | LatentLayer | LatentNorms | float | bool, ...]:
+        width = query + latent + rope
+        latents = (3 * torch.randn(tokens, width + 32, generator=generator)).to(dtype)[:, 16:-16]
+        angles = torch.rand(tokens, 1, rope // 2, generator=generator) * 6.3
+        turn = rotation(angles.cos(), angles.sin(), interleaved)
+        cache = make_latent_layer(-(-tokens // 4) + 1, 4, latent, rope, dtype, torch.device("cpu"))
+        slots = torch.randperm(tokens + 4, generator=generator)[:tokens]
+        weights = torch.rand(query + latent, generator=generator).to(dtype)
+        q_weight, kv_weight = weights.split([query, latent])
+        if not query:
+            return latents, kv_weight, 1e-6, *turn, cache, slots, interleaved
+        return latents, LatentNorms(q_weight, kv_weight, 1e-6), *turn, cache, slots, interleaved
+
+    layout = "interleaved" if interleaved else "halves"
+    return Case(f"{tokens}x{query}+{latent}+{rope}-{layout}", make)
+
+
+@op(
+    [
+        _case(1, 0, 512, 64),
+        _case(13, 0, 512, 64),
+        _case(5, 0, 32, 16, interleaved=False),
+        _case(4, 0, 40, 8),
+    ],
+    DEFAULT,
+)
+def write_latent(
+    latents_TK: Tensor,
+    weight_C: Tensor,
+    eps: float,
+    cos_T1R: Tensor,
+    sin_T1R: Tensor,
+    cache: LatentLayer,
+    slots_T: Tensor,
+    interleaved: bool = False,
+) -> None:
+    """Normalise each token's latent, turn its key, and store both in its slot (int64).
+
+    A row of `latents_TK` is C + R numbers: the latent, then the key; it needs a contiguous last
+    dimension only. The norm is `rms_norm`, the rotation `rotary`. The float8 scale makes a row's
+    largest magnitude the largest float8. On a GPU a negative slot stores nothing, on a CPU it is
+    an error.
+    """
+    latent_TC, key_TR = latents_TK.split([cache.latent_width, latents_TK.shape[1] - cache.latent_width], 1)
+    normed_TC = rms_norm.reference(latent_TC, weight_C, eps)
+    turned_T1R = rotary.reference(key_TR.unsqueeze(1), cos_T1R, sin_T1R, interleaved)
+    row_TK = torch.cat((normed_TC, turned_T1R.squeeze(1)), 1)
+    rows = cache.rows.flatten(0, 1)
+    if cache.scale is not None:
+        row_TK, scale_T = float8_codes(row_TK)
+        store(cache.scale.flatten(), slots_T, scale_T)
+        rows = rows.view(torch.uint8)
+    store(rows, slots_T, row_TK.to(rows.dtype))
+
+
+@op(
+    [
+        _case(1, 1536, 512, 64),
+        _case(13, 96, 40, 8),
+        _case(5, 24, 32, 16, interleaved=False),
+    ],
+    DEFAULT,
+)
+def norm_and_write_latents(
+    latents_TN: Tensor,
+    norms: LatentNorms,
+    cos_T1R: Tensor,
+    sin_T1R: Tensor,
+    cache: LatentLayer,
+    slots_T: Tensor,
+    interleaved: bool = False,
+) -> Tensor:
+    """The normalised latents of the queries, [T, Q]; those of keys and values are written.
+
+    A row of `latents_TN` is Q + C + R numbers: the latent of the queries, then what
+    `write_latent` takes.
+    """
+    q_width = len(norms.q_weight_Q)
+    rest_TK = latents_TN[:, q_width:]
+    write_latent.reference(
+        rest_TK, norms.kv_weight_C, norms.eps, cos_T1R, sin_T1R, cache, slots_T, interleaved
+    )
+    return rms_norm.reference(latents_TN[:, :q_width], norms.q_weight_Q, norms.eps)
+
+
+def read_latent(cache: LatentLayer, slots_S: Tensor, dtype: torch.dtype) -> Tensor:
+    """The rows of the slots (int64) as `dtype`, [S, C + R]."""
+    rows = cache.rows.flatten(0, 1)
+    if cache.scale is None:
+        return rows.index_select(0, slots_S).to(dtype)
+    codes = rows.view(torch.int8).index_select(0, slots_S)
+    return float8_numbers(codes, cache.scale.flatten().index_select(0, slots_S), dtype)

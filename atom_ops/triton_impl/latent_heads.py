@@ -1,0 +1,196 @@
+"""Between a head's own numbers and latents: a matrix for each head, a few tokens or many.
+
+queries   T x N  by  W_UK[h] N x C      ─► the first C numbers of a query for rows of the cache;
+                                          one more program turns the others
+values    T x C  by  W_UV[h]ᵀ C x V     ─► what a head found
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atom_ops.ops.latent_attention import absorb_queries, expand_values
+from atom_ops.ops.linear import BATCH_INVARIANT
+from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
+from atom_ops.triton_impl.overlap import launch_options, let_next_start, wait
+
+_OUTPUTS = 128
+_INPUTS = 128
+_WARPS = 4
+_SAME_FOR_ALL = 32
+_TOKENS = (16, 32, 64)
+
+
+@triton.jit
+def _turn_heads(
+    q, out, cos, sin, token_T, tokens, q_stride, out_stride,
+    ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """`q` and `out` point to the first turned number of the head."""
+    feature_R = tl.arange(0, BLOCK_R)
+    if INTERLEAVED:
+        other_R = feature_R ^ 1
+    else:
+        other_R = tl.where(feature_R < ROPE // 2, feature_R + ROPE // 2, feature_R - ROPE // 2)
+    inside_TR = (token_T < tokens)[:, None] & (feature_R < ROPE)[None, :]
+    rows_T1 = q + token_T.to(tl.int64)[:, None] * q_stride
+    x_TR = tl.load(rows_T1 + feature_R[None, :], mask=inside_TR, other=0.0).to(tl.float32)
+    exchanged_TR = tl.load(rows_T1 + other_R[None, :], mask=inside_TR, other=0.0).to(tl.float32)
+    at_TR = token_T[:, None] * ROPE + feature_R[None, :]
+    cos_TR = tl.load(cos + at_TR, mask=inside_TR, other=0.0)
+    sin_TR = tl.load(sin + at_TR, mask=inside_TR, other=0.0)
+    out_TR = out + token_T.to(tl.int64)[:, None] * out_stride + feature_R[None, :]
+    tl.store(out_TR, (x_TR * cos_TR + exchanged_TR * sin_TR).to(out.dtype.element_ty), mask=inside_TR)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _absorb(
+    q, weight, cos, sin, out, tokens,
+    q_stride, q_head_stride, weight_head_stride, weight_stride, out_stride,
+    NOPE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (pieces of C, and one for R; H; tiles of tokens)."""
+    let_next_start(OVERLAP)
+    piece, head = tl.program_id(0), tl.program_id(1)
+    token_T = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
+    q += head * q_head_stride
+    out += head * (LATENT + ROPE)
+    if piece == tl.num_programs(0) - 1:
+        wait(OVERLAP)
+        _turn_heads(
+            q + NOPE, out + LATENT, cos, sin, token_T, tokens, q_stride, out_stride,
+            ROPE, INTERLEAVED, BLOCK_R,
+        )  # fmt: skip
+    else:
+        feature_N = tl.arange(0, BLOCK_N)
+        latent_C = piece * BLOCK_C + tl.arange(0, BLOCK_C)
+        weight_at_NC = feature_N[:, None] * weight_stride + latent_C[None, :]
+        inside_NC = (feature_N < NOPE)[:, None] & (latent_C < LATENT)[None, :]
+        weight += head.to(tl.int64) * weight_head_stride
+        weight_NC = tl.load(weight + weight_at_NC, mask=inside_NC, other=0.0)
+        wait(OVERLAP)
+        inside_TN = (token_T < tokens)[:, None] & (feature_N < NOPE)[None, :]
+        q_at_TN = token_T.to(tl.int64)[:, None] * q_stride + feature_N[None, :]
+        q_TN = tl.load(q + q_at_TN, mask=inside_TN, other=0.0)
+        out_TC = tl.dot(q_TN, weight_NC, input_precision="ieee")
+        out_at_TC = token_T.to(tl.int64)[:, None] * out_stride + latent_C[None, :]
+        inside_TC = (token_T < tokens)[:, None] & (latent_C < LATENT)[None, :]
+        tl.store(out + out_at_TC, out_TC.to(out.dtype.element_ty), mask=inside_TC)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _expand(
+    x, weight, out, tokens, x_stride, x_head_stride, weight_head_stride, weight_stride, out_stride,
+    LATENT: tl.constexpr, VALUE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Grid (pieces of V, H, tiles of tokens)."""
+    let_next_start(OVERLAP)
+    wait(OVERLAP)
+    head = tl.program_id(1)
+    token_T = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
+    value_V = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    x += head * x_head_stride
+    weight += head.to(tl.int64) * weight_head_stride
+    total_TV = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
+    for first in range(0, LATENT, BLOCK_C):
+        latent_C = first + tl.arange(0, BLOCK_C)
+        inside_TC = (token_T < tokens)[:, None] & (latent_C < LATENT)[None, :]
+        inside_VC = (value_V < VALUE)[:, None] & (latent_C < LATENT)[None, :]
+        x_at_TC = token_T.to(tl.int64)[:, None] * x_stride + latent_C[None, :]
+        x_TC = tl.load(x + x_at_TC, mask=inside_TC, other=0.0)
+        weight_VC = tl.load(
+            weight + value_V[:, None] * weight_stride + latent_C[None, :], mask=inside_VC, other=0.0
+        )
+        total_TV = tl.dot(x_TC, tl.trans(weight_VC), total_TV, input_precision="ieee")
+    out_at_TV = token_T.to(tl.int64)[:, None] * out_stride + head * VALUE + value_V[None, :]
+    inside_TV = (token_T < tokens)[:, None] & (value_V < VALUE)[None, :]
+    tl.store(out + out_at_TV, total_TV.to(out.dtype.element_ty), mask=inside_TV)
+
+
+def _block(size: int, most: int) -> int:
+    """What the matrix units take: a power of two, 16 or more."""
+    return min(max(triton.next_power_of_2(size), 16), most)
+
+
+def _tile(tokens: int) -> int:
+    return next((size for size in _TOKENS if tokens <= size), _TOKENS[-1])
+
+
+def _last_contiguous(*tensors: Tensor) -> bool:
+    return all(tensor.stride(-1) == 1 for tensor in tensors)
+
+
+def _multiplies(x: Tensor) -> bool:
+    """The interpreter's bfloat16 products are wrong."""
+    return not (INTERPRETED and x.dtype == torch.bfloat16)
+
+
+def _absorbs(
+    q_THE: Tensor, key_HNC: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, interleaved: bool = False
+) -> bool:
+    fits = key_HNC.shape[1] <= 256 and cos_T1R.is_contiguous() and sin_T1R.is_contiguous()
+    return fits and _last_contiguous(q_THE, key_HNC) and _multiplies(q_THE)
+
+
+def _launch_absorb(
+    q_THE: Tensor, key_HNC: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, interleaved: bool, tile: int
+) -> Tensor:
+    (tokens, heads, width), (_, nope, latent) = q_THE.shape, key_HNC.shape
+    rope = width - nope
+    out_THK = q_THE.new_empty(tokens, heads, latent + rope)
+    piece = _block(latent, _OUTPUTS)
+    if tokens:
+        _absorb[(triton.cdiv(latent, piece) + 1, heads, triton.cdiv(tokens, tile))](
+            q_THE, key_HNC, cos_T1R, sin_T1R, out_THK, tokens,
+            *q_THE.stride()[:2], *key_HNC.stride()[:2], out_THK.stride(0),
+            NOPE=nope, LATENT=latent, ROPE=rope, INTERLEAVED=interleaved,
+            BLOCK_T=tile, BLOCK_N=_block(nope, 256), BLOCK_C=piece, BLOCK_R=triton.next_power_of_2(rope),
+            num_warps=_WARPS, **launch_options(q_THE.device),
+        )  # fmt: skip
+    return out_THK
+
+
+@absorb_queries.provider("triton", needs=NEEDS, supported=runs_on, supports=_absorbs, batch_invariant=False)
+def _absorb_queries(
+    q_THE: Tensor, key_HNC: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, interleaved: bool = False
+) -> Tensor:
+    return _launch_absorb(q_THE, key_HNC, cos_T1R, sin_T1R, interleaved, _tile(len(q_THE)))
+
+
+@absorb_queries.provider(BATCH_INVARIANT, needs=NEEDS, supported=runs_on, supports=_absorbs)
+def _absorb_alike(
+    q_THE: Tensor, key_HNC: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, interleaved: bool = False
+) -> Tensor:
+    return _launch_absorb(q_THE, key_HNC, cos_T1R, sin_T1R, interleaved, _SAME_FOR_ALL)
+
+
+def _expands(latent_THC: Tensor, value_HVC: Tensor) -> bool:
+    return _last_contiguous(latent_THC, value_HVC) and _multiplies(latent_THC)
+
+
+def _launch_expand(latent_THC: Tensor, value_HVC: Tensor, tile: int) -> Tensor:
+    (tokens, heads, latent), value = latent_THC.shape, value_HVC.shape[1]
+    out_THV = latent_THC.new_empty(tokens, heads, value)
+    piece = _block(value, _OUTPUTS)
+    if tokens:
+        _expand[(triton.cdiv(value, piece), heads, triton.cdiv(tokens, tile))](
+            latent_THC, value_HVC, out_THV, tokens,
+            *latent_THC.stride()[:2], *value_HVC.stride()[:2], out_THV.stride(0),
+            LATENT=latent, VALUE=value, BLOCK_T=tile, BLOCK_C=_block(latent, _INPUTS), BLOCK_V=piece,
+            num_warps=_WARPS, num_stages=2, **launch_options(latent_THC.device),
+        )  # fmt: skip
+    return out_THV
+
+
+@expand_values.provider("triton", needs=NEEDS, supported=runs_on, supports=_expands, batch_invariant=False)
+def _expand_values(latent_THC: Tensor, value_HVC: Tensor) -> Tensor:
+    return _launch_expand(latent_THC, value_HVC, _tile(len(latent_THC)))
+
+
+@expand_values.provider(BATCH_INVARIANT, needs=NEEDS, supported=runs_on, supports=_expands)
+def _expand_alike(latent_THC: Tensor, value_HVC: Tensor) -> Tensor:
+    return _launch_expand(latent_THC, value_HVC, _SAME_FOR_ALL)

@@ -1,0 +1,40 @@
+"""DeepSeek V2 and V2-Lite."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from workers.layers.context import BuildContext
+from workers.layers.latent_decoder import LatentDecoderLM, check_value, routing_rule
+
+_DEFAULTS = {
+    "n_shared_experts": 2,
+    "n_routed_experts": 64,
+    "moe_intermediate_size": 1407,
+    "first_k_dense_replace": 0,
+    "topk_method": "greedy",
+    "n_group": None,
+    "topk_group": None,
+    "routed_scaling_factor": 1.0,
+}
+_GREEDY, _IN_GROUPS = "greedy", "group_limited_greedy"
+
+
+class DeepseekV2ForCausalLM(LatentDecoderLM):
+    """Experts are chosen by a softmax over all of them, in the groups of the best ones or anywhere."""
+
+    def __init__(self, config: Mapping[str, Any], build: BuildContext):
+        stated = {**_DEFAULTS, **config}
+        check_value(stated, "topk_method", _GREEDY, _IN_GROUPS)
+        check_value(stated, "norm_topk_prob", False)
+        grouped = stated["topk_method"] == _IN_GROUPS
+        rule = routing_rule(
+            stated,
+            "softmax",
+            groups=stated["n_group"] if grouped else 1,
+            kept_groups=stated["topk_group"] if grouped else 1,
+            group_best=1,
+        )
+        super().__init__(stated, rule, build, correction_bias=False)
+
+
+ARCHITECTURES = {"DeepseekV2ForCausalLM": DeepseekV2ForCausalLM}
