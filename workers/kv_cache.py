@@ -6,9 +6,15 @@ from pathlib import Path
 import torch
 
 from atom.config.cache import CacheConfig
-from atom.messages.worker import FullAttentionSpec, KVSpec, SlidingWindowSpec
-from atom_ops import kv_bytes_per_block, latent_bytes_per_block, make_kv_layer, make_latent_layer
-from workers.layers.cache_groups import CacheGroup, LatentGroup
+from atom.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
+from atom_ops import (
+    kv_bytes_per_block,
+    latent_bytes_per_block,
+    make_kv_layer,
+    make_latent_layer,
+    make_state_layer,
+)
+from workers.layers.cache_groups import CacheGroup, LatentGroup, StateGroup
 from workers.layers.context import CacheLayer
 
 _CPU_LIMIT = 4 << 30
@@ -32,6 +38,8 @@ def kv_specs(groups: Sequence[CacheGroup], block_size: int, dtype: torch.dtype) 
 
 
 def _spec(group: CacheGroup, block_size: int, dtype: torch.dtype) -> KVSpec:
+    if isinstance(group, StateGroup):
+        return RecurrentStateSpec(len(group.layers) * group.shape.bytes)
     if isinstance(group, LatentGroup):
         layer_bytes = latent_bytes_per_block(block_size, group.latent_width, group.rope_width, dtype)
         return FullAttentionSpec(block_size, len(group.layers) * layer_bytes)
@@ -45,6 +53,8 @@ def _spec(group: CacheGroup, block_size: int, dtype: torch.dtype) -> KVSpec:
 def _make_layer(
     group: CacheGroup, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> CacheLayer:
+    if isinstance(group, StateGroup):
+        return make_state_layer(num_blocks, group.shape, device)
     if isinstance(group, LatentGroup):
         widths = group.latent_width, group.rope_width
         return make_latent_layer(num_blocks, block_size, *widths, dtype, device)

@@ -42,7 +42,7 @@ def _launch(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: flo
     """(normed, sum); without a residual the sum is `x_TD`."""
     size = x_TD.shape[-1]
     x_TD = x_TD.contiguous()
-    out_TD = torch.empty_like(x_TD, dtype=torch.result_type(x_TD, weight_D))
+    out_TD = torch.empty_like(x_TD)
     total_TD = x_TD if residual_TD is None else torch.empty_like(x_TD)
     residual_TD = None if residual_TD is None else residual_TD.contiguous()
     block = triton.next_power_of_2(size)

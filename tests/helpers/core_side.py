@@ -15,10 +15,14 @@ Execute = Callable[[ScheduledBatch], bytes]
 class CoreSide:
     """Rows, their tokens and their blocks. Blocks of each KV group are handed out in random order."""
 
-    def __init__(self, num_blocks: int, block_size: int, seed: int = 0, groups: int = 1):
+    def __init__(
+        self, num_blocks: int, block_size: int, seed: int = 0, groups: int = 1, states: Sequence[int] = ()
+    ):
+        """Of the `groups`, those numbered `states` keep one slot a request."""
         self._block_size = block_size
         shuffled = random.Random(seed)
         self._free = [shuffled.sample(range(num_blocks), num_blocks) for _ in range(groups)]
+        self._states = states
         self._blocks: dict[int, int] = {}
         self._fresh: dict[int, tuple[Sampling, int, int]] = {}
         self._drawers: list[int] = []
@@ -49,7 +53,10 @@ class CoreSide:
         for row, count in counts.items():
             end = self.computed[row] + count
             needed = -(-end // self._block_size) - self._blocks[row]
-            blocks = [[free.pop() for _ in range(needed)] for free in self._free]
+            blocks = [
+                [free.pop() for _ in range(row in self._fresh if group in self._states else needed)]
+                for group, free in enumerate(self._free)
+            ]
             self._blocks[row] += needed
             if row in self._fresh:
                 ids = pack_ids(self.tokens[row])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from atom.messages.worker import AllocateKV, ScheduledBatch
+from atom.messages.worker import AllocateKV, RecurrentStateSpec, ScheduledBatch
 from tests.helpers.core_side import CoreSide
 from tests.helpers.tiny_models import MAX_MODEL_LEN, checkpoint_of, engine_config, place
 from workers.layers.context import ForwardContext
@@ -21,7 +21,9 @@ class TinyWorker:
         self.worker = Worker(
             engine_config(block_size=BLOCK_SIZE), checkpoint_of(directory), place(), lambda *progress: None
         )
-        self._groups = len(self.worker.load().kv_specs)
+        specs = self.worker.load().kv_specs
+        self._groups = len(specs)
+        self._states = [number for number, spec in enumerate(specs) if isinstance(spec, RecurrentStateSpec)]
         self.worker.allocate(AllocateKV([BLOCKS] * self._groups, MAX_MODEL_LEN))
 
     def execute(self, batch: ScheduledBatch) -> bytes:
@@ -29,7 +31,7 @@ class TinyWorker:
 
     def core(self) -> CoreSide:
         """With every block free."""
-        return CoreSide(BLOCKS, BLOCK_SIZE, groups=self._groups)
+        return CoreSide(BLOCKS, BLOCK_SIZE, groups=self._groups, states=self._states)
 
 
 @torch.inference_mode()

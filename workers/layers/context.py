@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from atom_ops import AttentionPlan, KVLayer, LatentLayer
+from atom_ops import AttentionPlan, KVLayer, LatentLayer, StateLayer, StatePlan
 from parallel.communicator import Communicator
 
-CacheLayer = KVLayer | LatentLayer
-"""What one layer keeps of its tokens."""
+CacheLayer = KVLayer | LatentLayer | StateLayer
+"""What one layer keeps of its tokens, or of its requests."""
 
 
 @dataclass(frozen=True)
@@ -41,5 +41,5 @@ class ForwardContext:
 
     kv_layers: Sequence[CacheLayer]
     """By layer index."""
-    groups: Sequence[GroupContext]
-    """By KV group."""
+    groups: Sequence[GroupContext | StatePlan]
+    """By KV group; a plan where it keeps states."""

@@ -75,6 +75,8 @@ class LatentArgs:
 class LatentAttention(nn.Module):
     """Latents are the same on every rank; heads are dealt out."""
 
+    name_on_disk = "self_attn"
+
     def __init__(self, args: LatentArgs, layer: int, groups: Sequence[CacheGroup], build: BuildContext):
         """`groups` are all of the model's; one of them has the layer."""
         super().__init__()
@@ -107,7 +109,7 @@ class LatentAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(attention of the sum's norm, the sum); see `ColumnParallelLinear.after_norm`."""
         cache, group = ctx.kv_layers[self._layer], ctx.groups[self._group]
-        assert isinstance(cache, LatentLayer)
+        assert isinstance(cache, LatentLayer) and isinstance(group, GroupContext)
         q_TO, residual_TD = self._queries(norm, x_TD, residual_TD, rotation, cache, group.slots_T)
         q_THE = q_TO.unflatten(1, (-1, self._args.nope_dim + self._args.rope_dim))
         # Bits that depend on no phase need one form for all of them.

@@ -11,7 +11,7 @@ import torch
 from atom.messages.engine import Sampling, unpack_ids
 from tests.helpers.core_side import GREEDY, CoreSide
 from workers import prompt_graphs
-from workers.block_table import BatchLimits
+from workers.block_table import BatchLimits, BlockTable
 from workers.decode_graphs import DecodeGraphs
 from workers.input_batch import InputBatch
 from workers.layers.causal_lm import CausalLM
@@ -65,7 +65,7 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 def runner(sizes: list[int] | None) -> ModelRunner:
     model = cast(CausalLM, Footprint())
-    inputs = InputBatch(LIMITS, GROUPS, CPU)
+    inputs = InputBatch(LIMITS, [BlockTable(LIMITS) for _ in range(GROUPS)], CPU)
     sampler = Sampler(LIMITS, VOCAB, CPU)
     if sizes is None:
         return ModelRunner(model, [], inputs, sampler)
