@@ -18,6 +18,7 @@ from atom.config.parallel import ParallelConfig
 from atom.config.scheduler import SchedulerConfig
 from parallel.communicator import Communicator
 from parallel.state import TPGroup
+from workers.families import keeps_states
 from workers.hf_directory import normalised_config
 
 # Tiny matrices gain nothing from threads that wait for one another on a busy machine.
@@ -248,6 +249,7 @@ def checkpoint_of(directory: Path) -> Checkpoint:
         dtype="float32",
         vocab_size=config["vocab_size"],
         max_model_len=config["max_position_embeddings"],
+        keeps_states=keeps_states(config["model_type"]),
     )
 
 
