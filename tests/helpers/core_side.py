@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from atom.messages.engine import Sampling, pack_ids, unpack_ids
-from atom.messages.worker import MoreBlocks, NewRow, ScheduledBatch
+from atom.messages.worker import KVSpec, MoreBlocks, NewRow, RecurrentStateSpec, ScheduledBatch
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
@@ -30,6 +30,12 @@ class CoreSide:
         self.known: dict[int, int] = {}
         self.computed: dict[int, int] = {}
         self.tokens: dict[int, list[int]] = {}
+
+    @classmethod
+    def of_specs(cls, specs: Sequence[KVSpec], num_blocks: int, block_size: int, seed: int = 0) -> "CoreSide":
+        """With so many blocks, or slots, in each group."""
+        states = [number for number, spec in enumerate(specs) if isinstance(spec, RecurrentStateSpec)]
+        return cls(num_blocks, block_size, seed, len(specs), states)
 
     def add(
         self,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from atom.messages.worker import AllocateKV, RecurrentStateSpec, ScheduledBatch
+from atom.messages.worker import AllocateKV, ScheduledBatch
 from tests.helpers.core_side import CoreSide
 from tests.helpers.tiny_models import MAX_MODEL_LEN, checkpoint_of, engine_config, place
 from workers.layers.context import ForwardContext
@@ -21,17 +21,15 @@ class TinyWorker:
         self.worker = Worker(
             engine_config(block_size=BLOCK_SIZE), checkpoint_of(directory), place(), lambda *progress: None
         )
-        specs = self.worker.load().kv_specs
-        self._groups = len(specs)
-        self._states = [number for number, spec in enumerate(specs) if isinstance(spec, RecurrentStateSpec)]
-        self.worker.allocate(AllocateKV([BLOCKS] * self._groups, MAX_MODEL_LEN))
+        self._specs = self.worker.load().kv_specs
+        self.worker.allocate(AllocateKV([BLOCKS] * len(self._specs), MAX_MODEL_LEN))
 
     def execute(self, batch: ScheduledBatch) -> bytes:
         return self.worker.execute(batch).token_ids()
 
     def core(self) -> CoreSide:
         """With every block free."""
-        return CoreSide(BLOCKS, BLOCK_SIZE, groups=self._groups, states=self._states)
+        return CoreSide.of_specs(self._specs, BLOCKS, BLOCK_SIZE)
 
 
 @torch.inference_mode()

@@ -20,6 +20,7 @@ from atom_ops import (
     gated_rms_norm,
     make_state_layer,
     plan_states,
+    triton_impl,
 )
 from atom_ops.ops.recurrent_state import StateShape
 
@@ -78,6 +79,7 @@ def steps(pieces: list[list[int]]) -> Any:
 PIECES = {
     "whole": [[150], [3], [64], [1]],
     "chunks": [[64, 64, 22], [2, 1], [1, 63], [1]],
+    "tokens": [[1] * length for length in LENGTHS],
     "prompts beside decodes": [[20] + [1] * 130, [1, 1, 1], [64], [1]],
 }
 
@@ -109,16 +111,26 @@ def test_rows_in_pieces_are_transformers(name: str, host: bool) -> None:
     assert states.conv[[2, 4]].isnan().all() and states.recurrent[[2, 4]].isnan().all(), "nobody's slots"
 
 
-def test_padding_of_a_captured_step_touches_no_slot() -> None:
+@pytest.mark.parametrize("provider", ["torch", "triton"])
+@pytest.mark.parametrize("pieces", ["chunks", "tokens"])
+def test_padding_of_a_captured_step_touches_no_slot(pieces: str, provider: str) -> None:
     """Three rows without a slot, and tokens behind the last row's."""
-    plan, ranges = next(steps(PIECES["chunks"]))
+    if provider == "triton":
+        if not triton_impl.runs_on(CPU):
+            pytest.skip("needs a GPU or the interpreter")
+        triton_impl.load()
+    conv, rule = (op.providers[provider].function for op in (causal_conv, gated_delta_rule))
+    plan, ranges = next(steps(PIECES[pieces]))
     x = torch.cat([TEXTS[row][taken] for row, taken in ranges.items()])
     gates = torch.cat([GATES[row][taken] for row, taken in ranges.items()])
     alone, padded = make_state_layer(6, SHAPE, CPU), make_state_layer(6, SHAPE, CPU)
-    wider = padded_plan(plan, rows=3, tokens=7)
-    more_x, more_gates = (torch.cat((a, torch.full((7, a.shape[1]), 9.0))) for a in (x, gates))
+    spare = 1 if pieces == "tokens" else 0  # a captured decode has a token in every row
+    wider = padded_plan(plan, rows=3, spare=spare, tokens=3 * spare or 7)
+    more_x, more_gates = (
+        torch.cat((a, torch.full((wider.num_tokens - len(a), a.shape[1]), torch.nan))) for a in (x, gates)
+    )
     wanted, found = (
-        gated_delta_rule(causal_conv(x_TC, WEIGHT, states.conv, given), more, DECAY, states.recurrent, given)
+        rule(conv(x_TC, WEIGHT, states.conv, given), more, DECAY, states.recurrent, given)
         for states, given, x_TC, more in ((alone, plan, x, gates), (padded, wider, more_x, more_gates))
     )
     torch.testing.assert_close(found[: len(x)], wanted)
@@ -126,13 +138,19 @@ def test_padding_of_a_captured_step_touches_no_slot() -> None:
     torch.testing.assert_close(padded.recurrent, alone.recurrent)
 
 
-def padded_plan(plan: StatePlan, rows: int, tokens: int) -> StatePlan:
+def padded_plan(plan: StatePlan, rows: int, spare: int, tokens: int) -> StatePlan:
+    """`spare` tokens in each row without a slot, of `tokens` more in all."""
     return StatePlan(
         torch.cat((plan.slots_R, plan.slots_R.new_full((rows,), -1))),
         torch.cat((plan.fresh_R, plan.fresh_R.new_zeros(rows))),
-        torch.cat((plan.query_starts_R1, plan.query_starts_R1[-1:].expand(rows))),
+        torch.cat(
+            (
+                plan.query_starts_R1,
+                plan.query_starts_R1[-1] + spare * torch.arange(1, rows + 1, dtype=torch.int32),
+            )
+        ),
         num_tokens=plan.num_tokens + tokens,
-        max_query_len=plan.max_query_len + tokens,
+        max_query_len=1 if spare else plan.max_query_len + tokens,
     )
 
 
