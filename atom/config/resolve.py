@@ -76,6 +76,11 @@ def resolve(
     dtype = _dtype(config.model.dtype, device, checkpoint, capabilities, notes)
     if config.device.batch_invariant and device == "cpu":
         raise ConfigError("--batch-invariant needs a GPU: on a CPU sums are cut to suit each batch")
+    if config.device.batch_invariant and checkpoint.keeps_states:
+        raise ConfigError(
+            f"--batch-invariant: {checkpoint.model_type} computes its recurrent states in the pieces that "
+            "each step brings, and their bits depend on these; leave it out"
+        )
     _check_length(config.model, checkpoint)
     _check_ranks(config.parallel.tensor_parallel_size, checkpoint)
     cache = _cache(config.cache, checkpoint, explicit, notes)

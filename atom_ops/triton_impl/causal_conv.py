@@ -41,12 +41,14 @@ def _one_token_each(
     states += slot * ((TAPS - 1) * CHANNELS) + channel_C
     newest_C = tl.load(x + token * x_stride + channel_C, mask=inside_C, other=0.0)
     taps_C = weight + channel_C * TAPS
-    total_C = newest_C.to(tl.float32) * tl.load(taps_C + TAPS - 1, mask=inside_C, other=0.0).to(tl.float32)
+    total_C = tl.zeros((BLOCK_C,), tl.float32)
     for tap in tl.static_range(TAPS - 1):
         seen_C = tl.load(states + tap * CHANNELS, mask=known_C, other=0.0)
         total_C += seen_C.to(tl.float32) * tl.load(taps_C + tap, mask=inside_C, other=0.0).to(tl.float32)
         if tap > 0:
             tl.store(states + (tap - 1) * CHANNELS, seen_C, mask=kept_C)
+    # In the order of `_any_tokens`, so that both give the same bits.
+    total_C += newest_C.to(tl.float32) * tl.load(taps_C + TAPS - 1, mask=inside_C, other=0.0).to(tl.float32)
     tl.store(states + (TAPS - 2) * CHANNELS, newest_C, mask=kept_C)
     tl.store(out + token * CHANNELS + channel_C, _silu(total_C).to(out.dtype.element_ty), mask=inside_C)
 

@@ -165,3 +165,9 @@ def test_states_cannot_be_shared() -> None:
     assert resolved(CPU, stateful, enable_prefix_caching=False).notes == []
     with pytest.raises(ConfigError, match="--enable-prefix-caching: qwen3_next keeps .*; leave it out"):
         resolved(CPU, stateful, enable_prefix_caching=True)
+
+
+def test_states_depend_on_the_pieces_they_are_computed_in() -> None:
+    stateful = replace(CHECKPOINT, model_type="qwen3_next", keeps_states=True)
+    with pytest.raises(ConfigError, match="--batch-invariant: qwen3_next computes its recurrent states"):
+        resolved(GPUS, stateful, batch_invariant=True)
