@@ -107,7 +107,7 @@ fmt: $(INSTALLED) ## put the sources into shape
 readme: $(INSTALLED) ## write the README's tables of flags and variables anew
 	@$(BIN)/python -m tools.readme_tables
 
-models: $(INSTALLED) ## run test-models, and write what it proves to docs/models.md
+models: $(INSTALLED) ## run test-models, record what it proves and write docs/models.md; ARGS="-k NAME" for a part
 	@$(BIN)/python -m pytest -q tests/models --record tests/models/proven.json $(ARGS)
 	@$(BIN)/python -m tools.models_table
 

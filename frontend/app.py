@@ -14,6 +14,7 @@ from frontend.auth import ApiKeys
 from frontend.chat_template import ChatTemplate
 from frontend.connections import Listener
 from frontend.engine_client import EngineClient
+from frontend.harmony import Harmony
 from frontend.input_processor import InputProcessor
 from frontend.lifecycle import Lifecycle
 from frontend.limits import HttpLimits
@@ -82,7 +83,8 @@ def _add_services(app: web.Application, launch: FrontendLaunch) -> None:
     )
     threads = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
     parts = (client, inputs, names, options, threads)
-    chat = ChatService(*parts, ChatTemplate.from_checkpoint(checkpoint))
+    reply_format = Harmony.from_checkpoint(checkpoint, tokenizer)
+    chat = ChatService(*parts, ChatTemplate.from_checkpoint(checkpoint), reply_format)
     app[keys.CLIENT] = client
     app[keys.MODELS] = names
     app[keys.CHAT] = chat

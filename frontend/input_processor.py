@@ -139,7 +139,8 @@ class InputProcessor:
         forms = [plain] if spaced[-len(plain) :] == plain else [plain, spaced]
         if not all(forms):
             raise RequestError(f"bad_words has {word!r}, which has no token", param="bad_words")
-        return forms
+        # A tokenizer may know more tokens than the model: those are never generated anyway.
+        return [ids for ids in forms if max(ids) < self._vocab_size]
 
     def _check_something_is_left(self, params: SamplingParams, rules: LogitRules) -> None:
         excluded = {ids[0] for ids in rules.bad_words if len(ids) == 1}.union(rules.end_ids)

@@ -7,6 +7,7 @@ of live requests is the record that a replay needs: what was asked and every id 
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,6 +20,7 @@ from atom.messages.engine import (
     unpack_ids,
 )
 from frontend.detokenizer import Detokenizer, StopFinder
+from frontend.harmony import Harmony
 from frontend.token_logprobs import LogprobColumns, LogprobTrack, PromptRecord, TokenLogprob
 from frontend.tokenizer import Tokenizer
 
@@ -41,6 +43,8 @@ class TextOptions:
     include_stop: bool = False
     """Keep the stop string, or the text of the id, that ended the choice."""
     skip_special_tokens: bool = True
+    format: Harmony | None = None
+    """Tells reasoning from text; None: all is text."""
 
 
 class Update(msgspec.Struct, gc=False):
@@ -65,11 +69,14 @@ class Update(msgspec.Struct, gc=False):
     stop string and the id that ended the choice have one, shown or not."""
     prompt_logprobs: list[TokenLogprob] | tuple[()] = ()
     """Of the prompt from its second token on; comes with the first token."""
+    reasoning: str = ""
+    """The new text that led to `text`, where the model's format tells them apart."""
 
     def merge(self, later: "Update") -> None:
         """Append what came after this update."""
         self.token_ids.extend(later.token_ids)
         self.text += later.text
+        self.reasoning += later.reasoning
         self.cached_tokens += later.cached_tokens
         self.finished = later.finished
         self.reason = later.reason
@@ -91,10 +98,22 @@ class Processed:
     """Choices that ended on a stop string, which the core must still be told."""
 
 
+class Advanced(NamedTuple):
+    """What new ids brought."""
+
+    text: str
+    reasoning: str
+    used: int
+    """How many of the ids."""
+    stop: str | None
+    """The stop string that was completed; reasoning completes none."""
+
+
 class Live:
     """One choice in progress: what was asked, and all ids since."""
 
     __slots__ = (
+        "_channels",
         "_checked_from",
         "_detokenizer",
         "_include_stop",
@@ -115,16 +134,15 @@ class Live:
         self._include_stop = text.include_stop
         self._checked_from = sampling.rules.min_tokens if sampling.rules else 0
         self._stops = StopFinder(text.stop_strings) if text.stop_strings else None
+        self._channels = text.format.channels() if text.format else None
         self._detokenizer = (
             Detokenizer(tokenizer, self.emitted, text.skip_special_tokens) if tokenizer else None
         )
         self.ids_alone = not (self._detokenizer or self.track or self.prompt)
         """Its updates carry neither text nor log probabilities."""
 
-    def advance(
-        self, ids: "array[int]", logprobs: Sequence[TokenLogprob] = ()
-    ) -> tuple[str, int, str | None]:
-        """Take new ids: (text to show, ids used, stop string that was completed).
+    def advance(self, ids: "array[int]", logprobs: Sequence[TokenLogprob] = ()) -> "Advanced":
+        """Take new ids.
 
         Ids behind a completed stop string are not used. `logprobs` has one entry an id where
         the request asks for them, and is empty elsewhere.
@@ -133,27 +151,33 @@ class Live:
             self.emitted.extend(ids)
             for entry in logprobs[: len(ids)]:
                 self._track().place(entry, 0)
-            return "", len(ids), None
-        shown = ""
+            return Advanced("", "", len(ids), None)
+        shown = reasoning = ""
         for used, token_id in enumerate(ids, 1):
             self.emitted.append(token_id)
-            decoded = self._detokenizer.feed()
+            decoded, thought = self._detokenizer.feed(), ""
+            if self._channels is not None:
+                decoded, thought = self._channels.sort(token_id, decoded)
+                reasoning += thought
             if logprobs:
-                self._track().place(logprobs[used - 1], len(decoded))
+                self._track().place(logprobs[used - 1], len(decoded) + len(thought))
             piece, stop = self._past_stops(decoded)
             shown += piece
             if stop is not None:
-                return shown, used, stop
-        return shown, len(ids), None
+                return Advanced(shown, reasoning, used, stop)
+        return Advanced(shown, reasoning, len(ids), None)
 
-    def finish(self) -> tuple[str, str | None]:
-        """The text held back so far, and the stop string in it."""
+    def finish(self) -> "Advanced":
+        """What was held back so far."""
         if self._detokenizer is None:
-            return "", None
-        piece, stop = self._past_stops(self._detokenizer.finish())
+            return Advanced("", "", 0, None)
+        decoded, thought = self._detokenizer.finish(), ""
+        if self._channels is not None:
+            decoded, thought = self._channels.rest(decoded)
+        piece, stop = self._past_stops(decoded)
         if stop is None and self._stops is not None:
             piece += self._stops.finish()
-        return piece, stop
+        return Advanced(piece, thought, 0, stop)
 
     def shown_ids(self, ids: "array[int]", end: Finished | None) -> "array[int]":
         """The ids that become text: without the one that ended the choice, unless it is to stay."""
@@ -251,20 +275,23 @@ class OutputProcessor:
         ids = update.token_ids
         if live.prompt is not None and ids:
             update.prompt_logprobs, live.prompt = live.prompt.finish(), None
-        update.text, used, stop_string = live.advance(live.shown_ids(ids, end), logprobs)
+        update.text, update.reasoning, used, stop_string = live.advance(live.shown_ids(ids, end), logprobs)
         unplaced = logprobs[used:]
         if stop_string is not None:
             update.token_ids, unplaced = ids[:used], ()
         elif end is not None:
-            tail, stop_string = live.finish()
-            update.text += tail
+            tail = live.finish()
+            update.text += tail.text
+            update.reasoning += tail.reasoning
+            stop_string = tail.stop
         if stop_string is not None:
             self._end_on_string(done, update, stop_string, told=end is not None)
         elif end is not None:
             update.finished, update.reason, update.error = True, _raw_reason(end), end.message
             del self._live[update.request_id]
         if live.track is not None:
-            update.logprobs = live.shown_logprobs(len(update.text), unplaced, update.finished)
+            shown = len(update.text) + len(update.reasoning)
+            update.logprobs = live.shown_logprobs(shown, unplaced, update.finished)
         done.updates.append(update)
 
     def _end_on_string(self, done: Processed, update: Update, stop: str, told: bool) -> None:

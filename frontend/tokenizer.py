@@ -58,6 +58,10 @@ class Tokenizer:
             ids.insert(0, self._leading_id)
         return ids
 
+    def added_id(self, text: str) -> int | None:
+        """The id of the token that was added to the vocabulary as `text`."""
+        return next((i for i, token in self._added.items() if token.content == text), None)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`."""
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)

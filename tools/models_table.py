@@ -27,7 +27,7 @@ _HEAD = """\
 
 `model_type` and the architecture in a checkpoint's config.json decide whether it runs; anything else is
 refused by name at start, with the list of what runs. `make models` writes this page from the results of
-`tests/models`, last on {date} with transformers {transformers} and torch {torch}.
+`tests/models`.
 
 Each configuration is a tiny random model that transformers saves and the engine serves, with all its
 processes, in float32 on a CPU. Transformers computes the expected answers without any cache. A configuration
@@ -38,14 +38,17 @@ best logits.
 |---|---|
 | mixed lengths | 32 greedy tokens each of prompts of 5, 37 and 64 tokens that run together |
 | chunks of 16 | the same with 16 tokens a step, in blocks of 4 |
-| prefix cache | the same with nothing cached, all cached, and for prompts that go on from an answer |
-| preempted | the same with a KV cache for one of them only, so that some are stopped and resumed |
+| prefix cache | the same with nothing cached, and with the prompt cached |
+| preempted | the same with a KV cache that holds the longest alone, so that some are stopped and resumed |
 | logits | log probabilities at every position, also of the 20 likeliest others, within 0.0001 |
 | tensors | the logits after a change of one tensor of each kind in the checkpoint, which does change them |
 
+The first configuration of each family is also served with room for all prompts, computed whole, and for
+prompts that go on from a cached answer.
+
 Rope types whose frequencies depend on the length of a text (dynamic, longrope) take those of
-`--max-model-len` for every text, and transformers those of each text: they are equal, and proven, up to the
-length before scaling.
+`--max-model-len` for every text, since cached keys stay as they are; transformers takes those of each text.
+They are equal as long as `--max-model-len` is no longer than the length before scaling.
 
 Numbers below are the tensor-parallel sizes that passed.
 """
@@ -59,21 +62,27 @@ def main() -> None:
 def document(record: dict[str, Any]) -> str:
     """The whole page."""
     families: dict[str, list[str]] = defaultdict(list)
-    for name, entry in record["models"].items():
+    for name, entry in record.items():
         families[entry["family"]].append(name)
     sections = [_overview(record, families)]
-    sections += [_section(family, record["models"], names) for family, names in families.items()]
-    return "\n".join([_HEAD.format(**record), *sections])
+    sections += [_section(family, record, names) for family, names in families.items()]
+    return "\n".join([_HEAD, *sections])
 
 
 def _overview(record: dict[str, Any], families: dict[str, list[str]]) -> str:
     """One line for each family: what all its configurations stood."""
     rows = []
     for family, names in families.items():
-        entries = [record["models"][name] for name in names]
-        architectures = ", ".join(sorted({f"`{entry['architecture']}`" for entry in entries}))
+        entries = [record[name] for name in names]
+        architectures = ", ".join(f"`{name}`" for name in _values(entries, "architecture"))
         rows.append([f"`{family}`", architectures, str(len(names)), *_stood_by_all(entries)])
-    return _table(["model_type", "architectures", "configurations", *PROOFS.values()], rows)
+        rows[-1] += [min(_values(entries, "date")), ", ".join(_values(entries, "transformers"))]
+    head = ["model_type", "architectures", "configurations", *PROOFS.values(), "date", "transformers"]
+    return _table(head, rows)
+
+
+def _values(entries: list[dict[str, Any]], field: str) -> list[str]:
+    return sorted({entry[field] for entry in entries})
 
 
 def _stood_by_all(entries: list[dict[str, Any]]) -> list[str]:

@@ -19,6 +19,39 @@ BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True)
+class LatentShape:
+    """The widths of latent attention."""
+
+    query: int | None
+    """Of the queries' latent; None: they have none."""
+    latent: int
+    """Of the keys' and values'."""
+    nope: int
+    """Of a query, from its latent."""
+    rope: int
+    """Of a query and a key, turned."""
+    value: int
+
+    @property
+    def row(self) -> int:
+        """Numbers of a token in the cache."""
+        return self.latent + self.rope
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "LatentShape | None":
+        """None for a model that keeps keys and values; KeyError for a size that is missing."""
+        if "kv_lora_rank" not in config:
+            return None
+        return cls(
+            config.get("q_lora_rank"),
+            config["kv_lora_rank"],
+            config["qk_nope_head_dim"],
+            config["qk_rope_head_dim"],
+            config["v_head_dim"],
+        )
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """The sizes of a decoder, as one worker has them."""
 
@@ -35,6 +68,7 @@ class ModelShape:
     chosen: int = 0
     """Experts of each token."""
     expert_features: int = 0
+    latent: LatentShape | None = None
 
     @property
     def qkv(self) -> int:
@@ -45,7 +79,8 @@ class ModelShape:
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
         """From a config.json; KeyError for a size that it lacks."""
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
-        experts = config.get("num_local_experts") or config.get("num_experts") or 0
+        names = ("num_local_experts", "num_experts", "n_routed_experts")
+        experts = next((config[name] for name in names if config.get(name)), 0)
         return cls(
             hidden,
             heads,
@@ -57,6 +92,7 @@ class ModelShape:
             experts=experts,
             chosen=config["num_experts_per_tok"] if experts else 0,
             expert_features=config.get("moe_intermediate_size") or config["intermediate_size"],
+            latent=LatentShape.from_config(config),
         )
 
 
@@ -117,6 +153,9 @@ STEPS = {
         StepShape("decode-16", 16, 1, 1024),
         StepShape("decode-64", 64, 1, 1024),
         StepShape("decode-256", 256, 1, 1024),
+        StepShape("decode-1x4096", 1, 1, 4096),
+        StepShape("decode-64x4096", 64, 1, 4096),
+        StepShape("decode-256x4096", 256, 1, 4096),
         StepShape("prefill-256", 1, 256, 256),
         StepShape("prefill-1024", 1, 1024, 1024),
         StepShape("prefill-4096", 1, 4096, 4096),

@@ -6,14 +6,15 @@ written once. T tokens, R rows that draw, and the rest as in `atom_ops`.
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from atom.benchmarks.kernel_inputs import Inputs, Work, plan_of, slots_of
 from atom.benchmarks.kernel_shapes import BLOCK_SIZE, ModelShape, StepShape
+from atom.benchmarks.latent_work import LATENT_WORKS, latent_products
 from atom_ops import (
     AttentionRule,
     ExpertWeights,
@@ -23,8 +24,6 @@ from atom_ops import (
     SamplingBatch,
     make_kv_layer,
     pack_linear_weight,
-    plan_attention,
-    rotation,
 )
 from atom_ops.op import REGISTRY, Op
 
@@ -34,45 +33,11 @@ _EPS = 1e-6
 _POSITIONS = 8192
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """Makes random arguments on the device."""
-
-    dtype: torch.dtype
-    device: torch.device
-    generator: torch.Generator
-
-    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.randn(shape, dtype=dtype or self.dtype, device=self.device, generator=self.generator)
-
-    def weight(self, outputs: int, inputs: int) -> Tensor:
-        return self.normal(outputs, inputs).div_(inputs**0.5)
-
-    def ids(self, limit: int, *shape: int) -> Tensor:
-        """int64."""
-        return torch.randint(0, limit, shape, device=self.device, generator=self.generator)
-
-    def turns(self, tokens: int, width: int) -> tuple[Tensor, Tensor]:
-        """A rotation for each token."""
-        angles = self.normal(tokens, 1, width // 2, dtype=torch.float32)
-        return rotation(angles.cos(), angles.sin())
-
-
-@dataclass(frozen=True)
-class Work:
-    """One call of an op."""
-
-    label: str
-    make: Callable[[Inputs], tuple[Any, ...]]
-    flops: float | None = 0.0
-    """None: not known, and nor are the bytes: it gets a time alone."""
-    moved: float | None = None
-    """Bytes; None: every argument is read whole, and every result written."""
-
-
 def works(op: Op[..., Any], model: ModelShape, step: StepShape, dtype: torch.dtype) -> list[Work]:
     """The calls of one op in one step; an op whose shapes no model gives has its own test table's."""
     table = _WORKS.get(op.name)
+    if model.latent and op.name in _OF_KEYS_AND_VALUES:
+        table = None
     if table is not None and (found := table(model, step, dtype.itemsize)):
         return found
     return [Work(f"own case {case.label}", _from_case(case.make), flops=None) for case in op.cases]
@@ -117,7 +82,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 def _products(model: ModelShape) -> dict[str, tuple[int, int]]:
     """Inputs and outputs of a layer's products, by their names."""
-    products = {
+    products = latent_products(model) or {
         "qkv": (model.hidden, model.qkv),
         "o": (model.heads * model.head_dim, model.hidden),
     }
@@ -151,7 +116,9 @@ def _add_norm_linear(model: ModelShape, step: StepShape, size: int) -> list[Work
         return Work(f"{name} {tokens}x{hidden}x{outputs}", make, 2.0 * tokens * hidden * outputs, moved)
 
     products = _products(model)
-    return [work(name, products[name][1]) for name in ("qkv", "gate_up") if name in products]
+    return [
+        work(name, products[name][1]) for name in ("qkv", "qkv_a", "q_kv_a", "gate_up") if name in products
+    ]
 
 
 def _silu_and_mul_linear(model: ModelShape, step: StepShape, size: int) -> list[Work]:
@@ -210,7 +177,7 @@ def _rotary(model: ModelShape, step: StepShape, size: int) -> list[Work]:
 
 
 def _rotation_at(model: ModelShape, step: StepShape, size: int) -> list[Work]:
-    tokens, width = step.tokens, model.head_dim
+    tokens, width = step.tokens, model.latent.rope if model.latent else model.head_dim
     return [
         Work(
             f"{tokens}x{width}",
@@ -228,15 +195,6 @@ def _cache(model: ModelShape, step: StepShape, inputs: Inputs) -> KVLayer:
     return cache
 
 
-def _slots(step: StepShape, inputs: Inputs) -> Tensor:
-    return torch.from_numpy(step.slots()).to(inputs.device)
-
-
-def _plan(step: StepShape, inputs: Inputs) -> Any:
-    new, context = (np.full(step.rows, count, np.int32) for count in (step.new, step.context))
-    return plan_attention(new, context, step.block_table(), inputs.device)
-
-
 def _kv_bytes(model: ModelShape, tokens: int, size: int) -> int:
     return 2 * tokens * model.kv_heads * model.head_dim * size
 
@@ -247,7 +205,7 @@ def _write_kv(model: ModelShape, step: StepShape, size: int) -> list[Work]:
         Work(
             "x".join(map(str, shape)),
             lambda make: (
-                make.normal(*shape), make.normal(*shape), _cache(model, step, make), _slots(step, make)
+                make.normal(*shape), make.normal(*shape), _cache(model, step, make), slots_of(step, make)
             ),
             moved=2 * _kv_bytes(model, step.tokens, size) + 8 * step.tokens,
         )
@@ -262,7 +220,7 @@ def _projected(model: ModelShape, step: StepShape, inputs: Inputs) -> tuple[Any,
         inputs.normal(step.tokens, model.qkv),
         *inputs.turns(step.tokens, model.head_dim),
         _cache(model, step, inputs),
-        _slots(step, inputs),
+        slots_of(step, inputs),
         norms,
     )
 
@@ -293,7 +251,7 @@ def _attention_flops(model: ModelShape, step: StepShape) -> float:
 def _paged_attention(model: ModelShape, step: StepShape, size: int) -> list[Work]:
     def make(inputs: Inputs) -> tuple[Any, ...]:
         q = inputs.normal(step.tokens, model.heads, model.head_dim)
-        return q, _cache(model, step, inputs), _plan(step, inputs), AttentionRule(model.head_dim**-0.5)
+        return q, _cache(model, step, inputs), plan_of(step, inputs), AttentionRule(model.head_dim**-0.5)
 
     queries = 2 * step.tokens * model.heads * model.head_dim * size
     moved = queries + _kv_bytes(model, step.rows * step.context, size)
@@ -302,7 +260,7 @@ def _paged_attention(model: ModelShape, step: StepShape, size: int) -> list[Work
 
 def _attend_projection(model: ModelShape, step: StepShape, size: int) -> list[Work]:
     def make(inputs: Inputs) -> tuple[Any, ...]:
-        return *_projected(model, step, inputs), _plan(step, inputs), AttentionRule(model.head_dim**-0.5)
+        return *_projected(model, step, inputs), plan_of(step, inputs), AttentionRule(model.head_dim**-0.5)
 
     before = step.rows * (step.context - step.new)
     moved = _projected_bytes(model, step, size) + _kv_bytes(model, before, size)
@@ -412,5 +370,8 @@ _WORKS: dict[str, Callable[[ModelShape, StepShape, int], list[Work]]] = {
     "silu_and_mul_linear": _silu_and_mul_linear,
     "token_logprobs": _token_logprobs,
     "write_kv": _write_kv,
+    **LATENT_WORKS,
 }
+_OF_KEYS_AND_VALUES = ("attend_projection", "paged_attention", "rotate_and_write_kv", "rotary", "write_kv")
+"""Ops that a model of latent attention does not call with whole heads."""
 assert _WORKS.keys() <= REGISTRY.keys()

@@ -151,9 +151,11 @@ VARIABLES: dict[str, Variable] = {
             True,
             "DeepSeek: one kernel for the input norm and quantization.",
         ),
-        _fusion(
+        Variable(
             "ATOM_ENABLE_DS_QKNORM_FUSION",
+            bool,
             True,
+            Area.ENGINE,
             "DeepSeek: one kernel for the norms of query and key in MLA attention.",
         ),
         _fusion(

@@ -127,7 +127,7 @@ def _latent_case(
         _latent_case([37], [37], 3, (64, 16)),
         _latent_case([1, 20, 1, 5], [33, 300, 2, 5], 8, (128, 32)),
         _latent_case([1, 3], [200, 90], 72, (64, 16)),
-        _latent_case([1, 9], [64, 30], 16, fp8=True),
+        _latent_case([1, 9], [64, 30], 16, (64, 16), fp8=True),
     ],
     REDUCTION,
 )

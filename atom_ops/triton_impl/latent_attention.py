@@ -37,22 +37,17 @@ _LOWEST = tl.constexpr(-1.0e30)
 
 @triton.jit
 def _fold(
-    top_M, total_M, sum_MC, q_MC, q_MR, seen_M, start, stop, table, rows, scales, score_scale,
-    LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    top_M, total_M, sum_MC, q_MC, q_MR, seen_M, start, stop, slot_N, rows, scales, score_scale,
+    LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Take tokens start … start + BLOCK_N - 1 of the context, in their blocks, into the softmax.
+    """Take tokens start … start + BLOCK_N - 1 of the context, in their slots, into the softmax.
 
     MASKED: some of these may not exist (from `stop` on) or not be seen by every query.
     """
     token_N = start + tl.arange(0, BLOCK_N)
     feature_C, feature_R = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
     exists_N = token_N < stop
-    if MASKED:
-        block_N = tl.load(table + token_N // BLOCK_SIZE, mask=exists_N, other=0).to(tl.int64)
-    else:
-        block_N = tl.load(table + token_N // BLOCK_SIZE).to(tl.int64)
-    slot_N = block_N * BLOCK_SIZE + token_N % BLOCK_SIZE
     row_N1 = rows + slot_N[:, None] * (LATENT + ROPE)
     # What lies outside may be NaN, so it is not read: 0 * NaN would be NaN.
     if MASKED or LATENT != BLOCK_C:
@@ -85,6 +80,45 @@ def _fold(
         weight_MN = weight_MN * scale_N[None, :]
     sum_MC = tl.dot(weight_MN.to(q_MC.dtype), latent_NC, sum_MC * kept_M[:, None], input_precision="ieee")
     return new_top_M, total_M, sum_MC
+
+
+@triton.jit
+def _slots_of(start, stop, table, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    token_N = start + tl.arange(0, BLOCK_N)
+    block_N = tl.load(table + token_N // BLOCK_SIZE, mask=token_N < stop, other=0).to(tl.int64)
+    return block_N * BLOCK_SIZE + token_N % BLOCK_SIZE
+
+
+@triton.jit
+def _attend(
+    q_MC, q_MR, seen_M, first, seen_by_all, stop, table, rows, scales, score_scale,
+    LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Highest score, sum of weights and weighted sum of latents over tokens first … stop - 1.
+
+    Tokens before `seen_by_all`, whole blocks of them, exist and are seen by every query.
+    """
+    top_M = tl.full((BLOCK_M,), _LOWEST, tl.float32)
+    total_M = tl.zeros((BLOCK_M,), tl.float32)
+    sum_MC = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+    # One step ahead, so that rows need not wait for their addresses.
+    next_slot_N = _slots_of(first, stop, table, BLOCK_SIZE, BLOCK_N)
+    for start in range(first, seen_by_all, BLOCK_N):
+        slot_N = next_slot_N
+        next_slot_N = _slots_of(start + BLOCK_N, stop, table, BLOCK_SIZE, BLOCK_N)
+        top_M, total_M, sum_MC = _fold(
+            top_M, total_M, sum_MC, q_MC, q_MR, seen_M, start, stop, slot_N, rows, scales, score_scale,
+            LATENT, ROPE, BLOCK_N, BLOCK_C, BLOCK_R, SCALED, False,
+        )  # fmt: skip
+    for start in range(seen_by_all, stop, BLOCK_N):
+        slot_N = next_slot_N
+        next_slot_N = _slots_of(start + BLOCK_N, stop, table, BLOCK_SIZE, BLOCK_N)
+        top_M, total_M, sum_MC = _fold(
+            top_M, total_M, sum_MC, q_MC, q_MR, seen_M, start, stop, slot_N, rows, scales, score_scale,
+            LATENT, ROPE, BLOCK_N, BLOCK_C, BLOCK_R, SCALED, True,
+        )  # fmt: skip
+    return top_M, total_M, sum_MC
 
 
 @triton.jit
@@ -151,19 +185,10 @@ def _latent_rows(
     seen_by_all = first + (seen_by_all - first) // BLOCK_N * BLOCK_N
     seen_M = before + m // HEADS
     table += row.to(tl.int64) * table_stride
-    top_M = tl.full((BLOCK_M,), _LOWEST, tl.float32)
-    total_M = tl.zeros((BLOCK_M,), tl.float32)
-    sum_MC = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
-    for start in range(first, seen_by_all, BLOCK_N):
-        top_M, total_M, sum_MC = _fold(
-            top_M, total_M, sum_MC, q_MC, q_MR, seen_M, start, stop, table, rows, scales, score_scale,
-            LATENT, ROPE, BLOCK_SIZE, BLOCK_N, BLOCK_C, BLOCK_R, SCALED, False,
-        )  # fmt: skip
-    for start in range(seen_by_all, stop, BLOCK_N):
-        top_M, total_M, sum_MC = _fold(
-            top_M, total_M, sum_MC, q_MC, q_MR, seen_M, start, stop, table, rows, scales, score_scale,
-            LATENT, ROPE, BLOCK_SIZE, BLOCK_N, BLOCK_C, BLOCK_R, SCALED, True,
-        )  # fmt: skip
+    top_M, total_M, sum_MC = _attend(
+        q_MC, q_MR, seen_M, first, seen_by_all, stop, table, rows, scales, score_scale,
+        LATENT, ROPE, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_C, BLOCK_R, SCALED,
+    )  # fmt: skip
 
     if SHORT and parts is not None:
         # parts [R, TILE, H, splits, C]; part_states [R, TILE, H, splits, 2]
@@ -237,8 +262,8 @@ _LEAST_SPLIT = 128
 
 def _blocks(heads: int, dtype: torch.dtype, queries: int) -> _Blocks:
     """With `queries` side by side, heads and tokens, or with one token's heads where these are more."""
-    if dtype == torch.float32 or torch.version.hip is not None:
-        # Little local memory, for so wide rows or in so small a processor.
+    if (dtype == torch.float32 and not INTERPRETED) or torch.version.hip is not None:
+        # Little local memory, for such wide numbers or in so small a processor.
         padded = min(triton.next_power_of_2(heads), 16)
         return _Blocks(padded, 16 // padded, 16, 4, 1, 2)
     padded = min(triton.next_power_of_2(heads), _MOST_HEADS)

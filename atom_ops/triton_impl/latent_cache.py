@@ -44,6 +44,26 @@ def _turned(x_ptr, cos_ptr, sin_ptr, SIZE: tl.constexpr, INTERLEAVED: tl.constex
     return (x.to(tl.float32) * cos + exchanged * sin).to(x.dtype)
 
 
+@triton.jit
+def _write_row(
+    x_ptr, rows_ptr, scale_ptr, slot, cos_ptr, sin_ptr, weight_ptr, eps,
+    LATENT: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    LATENT_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    latent = _normed(x_ptr, weight_ptr, eps, LATENT, LATENT_BLOCK)
+    key = _turned(x_ptr + LATENT, cos_ptr, sin_ptr, ROPE, INTERLEAVED, ROPE_BLOCK)
+    if scale_ptr is not None:
+        latent, key = latent.to(tl.float32), key.to(tl.float32)
+        scale = float8_scale(tl.maximum(tl.max(tl.abs(latent), axis=1), tl.max(tl.abs(key), axis=1)))
+        tl.store(scale_ptr + slot + tl.arange(0, 1), scale, mask=slot + tl.arange(0, 1) >= 0)
+        latent, key = float8_numbers(latent, scale), float8_numbers(key, scale)
+    row = rows_ptr + slot * (LATENT + ROPE)
+    of_latent, of_key = tl.arange(0, LATENT_BLOCK)[None, :], tl.arange(0, ROPE_BLOCK)[None, :]
+    latent_kept, key_kept = (of_latent < LATENT) & (slot >= 0), (of_key < ROPE) & (slot >= 0)
+    tl.store(row + of_latent, latent.to(rows_ptr.dtype.element_ty), mask=latent_kept)
+    tl.store(row + LATENT + of_key, key.to(rows_ptr.dtype.element_ty), mask=key_kept)
+
+
 # Slots are one of several columns of an upload: their alignment follows the batch, and must
 # not bring a new compilation.
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
@@ -58,30 +78,18 @@ def _write_latents(
     begin(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     x_ptr += token * x_stride
-    if tl.program_id(1) == 1:
-        q = _normed(x_ptr, q_weight_ptr, eps, QUERY, QUERY_BLOCK)
-        feature = tl.arange(0, QUERY_BLOCK)[None, :]
-        tl.store(q_ptr + token * QUERY + feature, q, mask=feature < QUERY)
-    else:
-        slot = tl.load(slots_ptr + token)
-        latent = _normed(x_ptr + QUERY, weight_ptr, eps, LATENT, LATENT_BLOCK)
-        key = _turned(
-            x_ptr + QUERY + LATENT, cos_ptr + token * cos_stride, sin_ptr + token * sin_stride,
-            ROPE, INTERLEAVED, ROPE_BLOCK,
+    if tl.program_id(1) == 0:
+        _write_row(
+            x_ptr + QUERY, rows_ptr, scale_ptr, tl.load(slots_ptr + token), cos_ptr + token * cos_stride,
+            sin_ptr + token * sin_stride, weight_ptr, eps, LATENT, ROPE, INTERLEAVED,
+            LATENT_BLOCK, ROPE_BLOCK,
         )  # fmt: skip
-        if scale_ptr is not None:
-            latent, key = latent.to(tl.float32), key.to(tl.float32)
-            largest = tl.maximum(tl.max(tl.abs(latent), axis=1), tl.max(tl.abs(key), axis=1))
-            scale = float8_scale(largest)
-            tl.store(scale_ptr + slot + tl.arange(0, 1), scale, mask=tl.arange(0, 1) + slot >= 0)
-            latent, key = float8_numbers(latent, scale), float8_numbers(key, scale)
-        row = rows_ptr + slot * (LATENT + ROPE)
-        feature = tl.arange(0, LATENT_BLOCK)[None, :]
-        kept = (feature < LATENT) & (slot >= 0)
-        tl.store(row + feature, latent.to(rows_ptr.dtype.element_ty), mask=kept)
-        feature = tl.arange(0, ROPE_BLOCK)[None, :]
-        kept = (feature < ROPE) & (slot >= 0)
-        tl.store(row + LATENT + feature, key.to(rows_ptr.dtype.element_ty), mask=kept)
+    # Not one condition: only the outer one is settled when the kernel is compiled.
+    if q_ptr is not None:  # noqa: SIM102
+        if tl.program_id(1) == 1:
+            q = _normed(x_ptr, q_weight_ptr, eps, QUERY, QUERY_BLOCK)
+            of_query = tl.arange(0, QUERY_BLOCK)[None, :]
+            tl.store(q_ptr + token * QUERY + of_query, q, mask=of_query < QUERY)
 
 
 def _fit(x_TN: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, cache: LatentLayer, slots_T: Tensor) -> bool:

@@ -114,7 +114,7 @@ class _Blocks:
 
 
 def _blocks(dtype: torch.dtype) -> _Blocks:
-    if dtype == torch.float32:
+    if dtype == torch.float32 and not INTERPRETED:
         return _Blocks(32, 16, 4, 1)
     if torch.version.hip is not None:
         return _Blocks(128, 32, 4, 1)

@@ -56,6 +56,10 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
     role: Literal["assistant"] = "assistant"
     content: str
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    """What led to the content, where the model's format tells them apart."""
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    """The same under its older name, which clients still read."""
 
 
 class ChatTopLogprob(msgspec.Struct, frozen=True):

@@ -12,8 +12,9 @@ from atom.sampling_params import MAX_LOGPROBS
 from frontend.chat_template import ChatTemplate
 from frontend.engine_client import EngineClient
 from frontend.errors import RequestError
+from frontend.harmony import Harmony
 from frontend.input_processor import InputProcessor
-from frontend.output_processor import Update
+from frontend.output_processor import TextOptions, Update
 from frontend.schemas.chat import (
     CHAT,
     MESSAGE,
@@ -57,9 +58,11 @@ class ChatService(GenerationService[ChatRequest]):
         options: ServingOptions,
         threads: ThreadPoolExecutor,
         template: ChatTemplate | None,
+        reply_format: Harmony | None = None,
     ):
         super().__init__(client, inputs, models, options, threads)
         self._chat_template = template
+        self._format = reply_format
 
     def prompt_ids(self, request: ChatRequest, add_special_tokens: bool) -> list[int]:
         """What the model would read of a conversation. Runs in any thread."""
@@ -170,7 +173,7 @@ class ChatService(GenerationService[ChatRequest]):
         shown = job.shown
         return ChatChoice(
             index=index,
-            message=Reply(content=job.echo(index) + result.text),
+            message=_reply(job.echo(index) + result.text, result.reasoning),
             finish_reason=openai_reason(result.reason),
             raw_finish_reason=result.reason,
             stop_reason=result.stop_reason,
@@ -178,8 +181,16 @@ class ChatService(GenerationService[ChatRequest]):
             token_ids=result.token_ids.tolist() if shown.token_ids else msgspec.UNSET,
         )
 
-    def _text(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text} if text else {}}
+    def _text_options(self, request: ChatRequest) -> TextOptions:
+        """With special tokens the reply is shown as the model wrote it."""
+        plain = super()._text_options(request)
+        return replace(plain, format=self._format) if plain.skip_special_tokens else plain
+
+    def _news(self, update: Update) -> dict[str, Any]:
+        delta = {"content": update.text} if update.text else {}
+        if said := update.reasoning:
+            delta |= {"reasoning": said, "reasoning_content": said}
+        return {"delta": delta}
 
     def _logprobs(self, job: Job, index: int, entries: Sequence[TokenLogprob]) -> ChatLogprobs:
         return chat_logprobs(job.shown.names, entries, job.shown.logprobs or 0)
@@ -191,6 +202,11 @@ class ChatService(GenerationService[ChatRequest]):
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         more: dict[str, Any] = {"prompt_token_ids": job.prompt(index).ids} if job.shown.prompt_ids else {}
         return template.frame([choice], usage, **more)
+
+
+def _reply(content: str, reasoning: str) -> Reply:
+    said = reasoning or msgspec.UNSET
+    return Reply(content=content, reasoning=said, reasoning_content=said)
 
 
 def _effort(value: str) -> str:

@@ -107,8 +107,8 @@ class CompletionService(GenerationService[CompletionRequest]):
             )
         return choice
 
-    def _text(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    def _news(self, update: Update) -> dict[str, Any]:
+        return {"text": update.text}
 
     def _logprobs(self, job: Job, index: int, entries: Sequence[TokenLogprob]) -> CompletionLogprobs:
         top = job.shown.logprobs or 0

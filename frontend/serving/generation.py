@@ -160,7 +160,7 @@ class GenerationService(ABC, Generic[R]):
         """The body of a reply that is not streamed."""
 
     @abstractmethod
-    def _text(self, text: str) -> dict[str, Any]:
+    def _news(self, update: Update) -> dict[str, Any]:
         """The part of a chunk's choice that holds text."""
 
     @abstractmethod
@@ -194,7 +194,7 @@ class GenerationService(ABC, Generic[R]):
             warnings=job.warnings,
             include_usage=job.include_usage,
         )
-        return ChunkTemplate(header, len(job.requests), self._text)
+        return ChunkTemplate(header, len(job.requests), self._news)
 
     def _render(
         self, template: ChunkTemplate, job: Job, tally: Tally, updates: list[Update], stream: Stream
@@ -211,8 +211,8 @@ class GenerationService(ABC, Generic[R]):
             if details:
                 usage = tally.usage(stream) if shown.continuous_usage else None
                 frames.append(self._detailed_frame(template, job, index, update, usage))
-            elif update.finished:
-                frames.append(template.end(index, update))
+            elif update.finished or update.reasoning:
+                frames.append(template.update(index, update))
             elif update.text:
                 frames.append(template.text(index, update.text))
         return b"".join(frames)
@@ -222,7 +222,7 @@ class GenerationService(ABC, Generic[R]):
     ) -> bytes:
         """A chunk with more than text; nothing while there is nothing to tell."""
         shows_ids = bool(job.shown.token_ids and update.token_ids)
-        if not (update.finished or update.text or update.logprobs or shows_ids):
+        if not (update.finished or update.text or update.reasoning or update.logprobs or shows_ids):
             return b""
         choice = template.choice(index, update)
         if update.logprobs:

@@ -6,6 +6,7 @@ Only the escaped text and, at the end, the reasons vary from frame to frame:
     └────────────────────── head ──────────────────────────┘           └──────── tail ────────┘
 """
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +25,8 @@ _MARK = "\0"  # stands for the text while a template is rendered; JSON escapes i
 _encode = msgspec.json.Encoder().encode
 _escaped_mark = _encode(_MARK)
 
-ChunkShape = Callable[[str], dict[str, Any]]
-"""The part of a choice that holds new text, for example {"text": …}."""
+ChunkShape = Callable[[Update], dict[str, Any]]
+"""The part of a choice that holds what an update brings, for example {"text": …}."""
 
 
 @dataclass(frozen=True)
@@ -70,15 +71,15 @@ class ChunkTemplate:
         head, tail = self._pieces[index]
         return b"%b%b%b" % (head, _encode(text), tail)
 
-    def end(self, index: int, update: Update) -> bytes:
-        """The last frame of one choice, with the text that came with its end."""
+    def update(self, index: int, update: Update) -> bytes:
+        """A frame with all that is new about one choice, its end included."""
         return self.frame([self.choice(index, update)])
 
     def choice(self, index: int, update: Update) -> dict[str, Any]:
         """What is new about one choice, to which details may be added before it goes into a frame."""
         if update.reason is None:
-            return self._choice(index, update.text, None)
-        choice = self._choice(index, update.text, openai_reason(update.reason))
+            return self._choice(index, update, None)
+        choice = self._choice(index, update, openai_reason(update.reason))
         choice["stop_reason"] = update.stop_reason
         choice["raw_finish_reason"] = update.reason
         return choice
@@ -91,11 +92,12 @@ class ChunkTemplate:
         """Any chunk, rendered in full; `more` are further fields of it."""
         return b"data: %b\n\n" % _encode(self._header.chunk(choices, usage) | more)
 
-    def _choice(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
-        return {"index": index, **self._shape(text), "logprobs": None, "finish_reason": reason}
+    def _choice(self, index: int, update: Update, reason: str | None) -> dict[str, Any]:
+        return {"index": index, **self._shape(update), "logprobs": None, "finish_reason": reason}
 
     def _split(self, index: int) -> tuple[bytes, bytes]:
-        head, _, tail = self.frame([self._choice(index, _MARK, None)]).partition(_escaped_mark)
+        marked = Update(0, array("i"), _MARK)
+        head, _, tail = self.frame([self._choice(index, marked, None)]).partition(_escaped_mark)
         return head, tail
 
 

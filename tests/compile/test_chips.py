@@ -11,6 +11,8 @@ from atom_ops.op import REGISTRY, Case
 from atom_ops.ops.attention import AttentionRule
 from atom_ops.ops.attention_plan import BATCH_INVARIANT_SPLIT, AttentionPlan
 from atom_ops.ops.kv_cache import FP8, make_kv_layer
+from atom_ops.ops.latent_cache import LatentNorms, make_latent_layer
+from atom_ops.ops.linear import BATCH_INVARIANT
 from atom_ops.ops.qkv import HeadNorms
 from tests.helpers.chips import CHIPS, compiling_for
 from tests.helpers.op_cases import changed
@@ -65,17 +67,51 @@ def small_kernels(model: str, tokens: int) -> None:
         run("write_kv", tensor(tokens, kv_heads, width), tensor(tokens, kv_heads, width), cache, slots)
 
 
-def attention(model: str, split_tokens: int) -> None:
-    heads, kv_heads, width = MODELS[model][:3]
+def attention(heads: int, kv_heads: int, width: int, rule: AttentionRule, split_tokens: int) -> None:
     for dtype in (BF16, FP8):
         cache = make_kv_layer(64, 16, kv_heads, width, dtype, META)
         for rows, longest in ((1, 1), (256, 1), (4, 512)):
             plan = AttentionPlan(
                 ints(rows, 64), ints(rows), ints(rows + 1), rows * longest, 1, longest, 1024, split_tokens
             )
-            q_THE = tensor(rows * longest, heads, width)
-            run("paged_attention", q_THE, cache, plan, AttentionRule(0.1))
-            run("paged_attention", q_THE, cache, plan, AttentionRule(0.1, 128, tensor(heads)))
+            run("paged_attention", tensor(rows * longest, heads, width), cache, plan, rule)
+
+
+def latent_attention(heads: int, split_tokens: int) -> None:
+    """DeepSeek-V3's, with so many heads on a rank."""
+    query, latent, rope, nope, value = 1536, 512, 64, 128, 128
+    norms = LatentNorms(tensor(query), tensor(latent), 1e-6)
+    expansion = tensor(heads, nope + value, latent)
+    for dtype in (BF16, FP8):
+        cache = make_latent_layer(64, 16, latent, rope, dtype, META)
+        for rows, longest in ((1, 1), (256, 1), (4, 512)):
+            tokens = rows * longest
+            plan = AttentionPlan(
+                ints(rows, 64), ints(rows), ints(rows + 1), tokens, 1, longest, 1024, split_tokens
+            )
+            turn = tensor(2, tokens, 1, rope, dtype=torch.float32)
+            slots, latents = ints(tokens, dtype=torch.int64), tensor(tokens, query + latent + rope)
+            run("norm_and_write_latents", latents, norms, *turn, cache, slots, True)
+            run("write_latent", latents[:, query:], norms.kv_weight_C, 1e-6, *turn, cache, slots, True)
+            q_THE = tensor(tokens, heads, nope + rope)
+            for provider in ("triton", BATCH_INVARIANT):
+                absorb, expand = (
+                    REGISTRY[op].providers[provider] for op in ("absorb_queries", "expand_values")
+                )
+                q_THK = absorb.function(q_THE, expansion[:, :nope], *turn, True)
+                expand.function(q_THK[..., :latent], expansion[:, nope:])
+            run("latent_attention", q_THK, cache, plan, 0.1)
+            run("prompt_attention", q_THE, q_THE, tensor(tokens, heads, value), plan, 0.1)
+
+
+@chips
+@pytest.mark.parametrize("heads", [16, 128])
+def test_latent_attention(heads: int, chip: str) -> None:
+    triton_impl.load()
+    with compiling_for(CHIPS[chip]) as compiled:
+        for split_tokens in (0, BATCH_INVARIANT_SPLIT):
+            latent_attention(heads, split_tokens)
+    check(compiled, chip)
 
 
 @chips
@@ -86,7 +122,17 @@ def test_a_step_of_a_model(model: str, chip: str) -> None:
         for tokens in (1, 16384):
             small_kernels(model, tokens)
         for split_tokens in (0, BATCH_INVARIANT_SPLIT):
-            attention(model, split_tokens)
+            attention(*MODELS[model][:3], AttentionRule(0.1), split_tokens)
+    check(compiled, chip)
+
+
+@chips
+def test_windows_and_sinks(chip: str) -> None:
+    """With the heads of GPT-OSS."""
+    triton_impl.load()
+    with compiling_for(CHIPS[chip]) as compiled:
+        for split_tokens in (0, BATCH_INVARIANT_SPLIT):
+            attention(64, 8, 64, AttentionRule(0.1, 128, tensor(64)), split_tokens)
     check(compiled, chip)
 
 

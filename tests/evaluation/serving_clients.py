@@ -105,6 +105,8 @@ def _compare(args: argparse.Namespace, url: str) -> None:
     for turn in range(args.rounds):
         for name, command in clients.items():
             found[name].append(_measure(args, command, url, seed=turn))
+            shown = ", ".join(f"{metric} {found[name][-1][f'median_{metric}_ms']:.2f}" for metric in _METRICS)
+            print(f"{name}: {shown}", flush=True)
     keys = [f"median_{metric}_ms" for metric in _METRICS] + ["output_throughput"]
     print(f"{'':<20}{'ours':>10}{'vllm':>10}  difference")
     for key in keys:

@@ -9,39 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from atom.messages.worker import AllocateKV, ScheduledBatch
-from tests.helpers.core_side import CoreSide, generate
+from tests.helpers.core_side import generate
 from tests.helpers.rows import model_rows
-from tests.helpers.tiny_models import (
-    MAX_MODEL_LEN,
-    TINY_MODELS,
-    Tiny,
-    engine_config,
-    place,
-    prompt_of,
-    save_tiny,
-    tiny,
-)
-from workers.worker import Worker
+from tests.helpers.teacher_forcing import TinyWorker
+from tests.helpers.tiny_models import TINY_MODELS, Tiny, prompt_of, save_tiny, tiny
 
 GOLDEN = Path(__file__).with_name("tiny_models.json")
-BLOCKS, BLOCK_SIZE = 64, 16
 PROMPT_LENGTHS = (64, 5, 37)
 NEW_TOKENS = 32
 
 
 def answers(model: Tiny, directory: Path) -> list[list[int]]:
     """Greedy ids of three prompts that run beside one another."""
-    _, checkpoint = save_tiny(model, directory)
-    worker = Worker(engine_config(block_size=BLOCK_SIZE), checkpoint, place(), lambda *progress: None)
-    worker.load()
-    worker.allocate(AllocateKV([BLOCKS], MAX_MODEL_LEN))
-
-    def execute(batch: ScheduledBatch) -> bytes:
-        return worker.execute(batch).token_ids()
-
+    save_tiny(model, directory)
+    worker = TinyWorker(directory)
     prompts = [prompt_of(length, length) for length in PROMPT_LENGTHS]
-    return generate(CoreSide(BLOCKS, BLOCK_SIZE), execute, prompts, NEW_TOKENS, chunk=24, stagger=2)
+    return generate(worker.core(), worker.execute, prompts, NEW_TOKENS, chunk=24, stagger=2)
 
 
 @pytest.mark.parametrize("name", model_rows())

@@ -35,7 +35,7 @@ class Heads:
     window: int
 
 
-WIDE, NARROW = Heads(4, 2, 16, 0), Heads(6, 3, 8, WINDOW)
+WIDE, NARROW = Heads(4, 2, 32, 0), Heads(6, 3, 16, WINDOW)
 LAYERS = (NARROW, WIDE, NARROW, WIDE, NARROW)
 GROUPS = [KVGroup([1, 3], WIDE.keys, WIDE.width), KVGroup([0, 2, 4], NARROW.keys, NARROW.width, WINDOW)]
 

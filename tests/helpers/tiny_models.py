@@ -71,6 +71,7 @@ _YARN_ROPE = {
 _UNTRUNCATED_ROPE = _YARN_ROPE | {"truncate": False}
 _ODD_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
 _MHA_TIED = {"num_key_value_heads": 4, "tie_word_embeddings": True}
+_WINDOW_23 = {"use_sliding_window": True, "sliding_window": 23}
 _QWEN3_MOE = {
     "num_experts": 8,
     "num_experts_per_tok": 3,
@@ -88,7 +89,6 @@ _GLM4_MOE = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 2.5,
 }
-_GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 20}
 _DEEPSEEK = {
     "num_key_value_heads": 4,
     "head_dim": 8,
@@ -121,6 +121,7 @@ _QWEN3_NEXT = {
 }
 _THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}
 _DEEPSEEK_YARN = _YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.0}
+_GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 20}
 
 TINY_MODELS = [
     Tiny("llama-gqa", "llama", 11),
@@ -134,7 +135,6 @@ TINY_MODELS = [
     Tiny("mistral", "mistral", 3, {"sliding_window": None}),
     Tiny("mistral-odd-gqa-dynamic-rope", "mistral", 1,
          _ODD_HEADS | {"sliding_window": None, "rope_parameters": _DYNAMIC_ROPE}),
-    Tiny("mistral-mha-tied", "mistral", 1, _MHA_TIED | {"sliding_window": None}),
     Tiny("mistral-window", "mistral", 2, {"sliding_window": 20}),
     Tiny("mistral-window-mha-tied", "mistral", 1, _MHA_TIED | {"sliding_window": 33}),
     Tiny("qwen2", "qwen2", 1),
@@ -145,28 +145,23 @@ TINY_MODELS = [
          {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 21}),
     Tiny("qwen3", "qwen3", 8),
     Tiny("qwen3-mha-tied-wide-heads", "qwen3", 5, _MHA_TIED | {"head_dim": 32}),
-    Tiny("qwen3-odd-gqa-biases", "qwen3", 64, _ODD_HEADS | {"attention_bias": True}),
+    Tiny("qwen3-odd-gqa-biases-windows", "qwen3", 64,
+         _ODD_HEADS | {"attention_bias": True, "use_sliding_window": True, "sliding_window": 22,
+                       "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     Tiny("qwen3-moe", "qwen3_moe", 3, _QWEN3_MOE),
     Tiny("qwen3-moe-dense-first-odd-gqa", "qwen3_moe", 42,
          _QWEN3_MOE | _ODD_HEADS | {"mlp_only_layers": [0], "norm_topk_prob": False, "attention_bias": True}),
-    Tiny("qwen3-moe-every-second-mha-tied", "qwen3_moe", 7,
-         _QWEN3_MOE | _MHA_TIED | {"decoder_sparse_step": 2}),
+    Tiny("qwen3-moe-every-second-mha-tied-window", "qwen3_moe", 4,
+         _QWEN3_MOE | _MHA_TIED | _WINDOW_23 | {"decoder_sparse_step": 2}),
     Tiny("mixtral", "mixtral", 2, _MIXTRAL),
     Tiny("mixtral-odd-gqa-tied", "mixtral", 1, _MIXTRAL | _ODD_HEADS | {"tie_word_embeddings": True}),
-    Tiny("mixtral-mha", "mixtral", 1, _MIXTRAL | {"num_key_value_heads": 4}),
-    Tiny("mixtral-window", "mixtral", 2, _MIXTRAL | {"sliding_window": 24}),
+    Tiny("mixtral-window-mha", "mixtral", 2, _MIXTRAL | {"sliding_window": 24, "num_key_value_heads": 4}),
     Tiny("glm4-moe", "glm4_moe", 1, _GLM4_MOE),
     Tiny("glm4-moe-norms-groups-mha", "glm4_moe", 1,
          _GLM4_MOE | {"use_qk_norm": True, "attention_bias": True, "num_key_value_heads": 4, "n_group": 4,
                       "topk_group": 2, "n_shared_experts": 2, "norm_topk_prob": False}),
     Tiny("glm4-moe-odd-gqa-tied", "glm4_moe", 1,
          _GLM4_MOE | _ODD_HEADS | {"tie_word_embeddings": True, "first_k_dense_replace": 2}),
-    Tiny("gpt-oss", "gpt_oss", 2, _GPT_OSS),
-    Tiny("gpt-oss-odd-gqa-untruncated-yarn-rope", "gpt_oss", 1,
-         _GPT_OSS | _ODD_HEADS | {"num_hidden_layers": 4, "rope_parameters": _UNTRUNCATED_ROPE}),
-    Tiny("gpt-oss-mha-tied-windows-everywhere", "gpt_oss", 3,
-         _GPT_OSS | _MHA_TIED | {"sliding_window": 33, "attention_bias": False,
-                                 "layer_types": ["sliding_attention"] * 3}),
     Tiny("deepseek-v2-lite", "deepseek_v2", 1,
          _DEEPSEEK | {"q_lora_rank": None, "n_shared_experts": 2, "routed_scaling_factor": 1.0}),
     Tiny("deepseek-v2-groups-yarn", "deepseek_v2", 1,
@@ -179,6 +174,12 @@ TINY_MODELS = [
     Tiny("deepseek-v3-biases-halves-tied", "deepseek_v3", 1,
          _DEEPSEEK | {"attention_bias": True, "tie_word_embeddings": True, "rope_interleave": False,
                       "v_head_dim": 36, "first_k_dense_replace": 0}),
+    Tiny("gpt-oss", "gpt_oss", 2, _GPT_OSS),
+    Tiny("gpt-oss-odd-gqa-untruncated-yarn-rope", "gpt_oss", 1,
+         _GPT_OSS | _ODD_HEADS | {"num_hidden_layers": 4, "rope_parameters": _UNTRUNCATED_ROPE}),
+    Tiny("gpt-oss-mha-tied-windows-everywhere", "gpt_oss", 3,
+         _GPT_OSS | _MHA_TIED | {"sliding_window": 33, "attention_bias": False,
+                                 "layer_types": ["sliding_attention"] * 3}),
     Tiny("qwen3-next", "qwen3_next", 1, _QWEN3_NEXT),
     Tiny("qwen3-next-odd-heads-biases", "qwen3_next", 1,
          _QWEN3_NEXT | {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16,

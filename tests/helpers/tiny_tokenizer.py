@@ -1,5 +1,6 @@
 """A byte-level tokenizer and a checkpoint around it, made on the spot."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,14 @@ TEMPLATE = (
 )
 
 
-def build() -> tokenizers.Tokenizer:
+def build(tags: Sequence[str] = ()) -> tokenizers.Tokenizer:
     """Every byte is a token, so that any text can be encoded and split inside characters."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=360,
-        special_tokens=[BOS, EOS],
+        special_tokens=[BOS, EOS, *tags],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -42,9 +43,9 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(build())
 
 
-def checkpoint(directory: Path, **changes: Any) -> Checkpoint:
-    """A checkpoint whose tokenizer and template lie in `directory`."""
-    backend = build()
+def checkpoint(directory: Path, tags: Sequence[str] = (), **changes: Any) -> Checkpoint:
+    """A checkpoint whose tokenizer and template lie in `directory`; `tags` are further special tokens."""
+    backend = build(tags)
     backend.save(str(directory / "tokenizer.json"))
     (directory / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     fields: dict[str, Any] = {

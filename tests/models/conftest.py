@@ -37,7 +37,7 @@ def _served(name: str, setting: Setting, reference_of: ReferenceOf) -> Iterator[
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--record", type=Path, help="write what was proven to this file; needs every test")
+    parser.addoption("--record", type=Path, help="enter into this file the rows that stood all their tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -48,10 +48,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     report = yield
     marker = item.get_closest_marker("proves")
-    if marker and report.when == "call" and report.passed:
+    if marker:
         name, tp = _row(item.callspec.params)
-        for proof in marker.args:
-            item.config.stash[_PROOFS].add(name, tp, proof)
+        proofs = item.config.stash[_PROOFS]
+        if report.failed:
+            proofs.fail(name)
+        elif report.when == "call":
+            for proof in marker.args:
+                proofs.add(name, tp, proof)
     return report
 
 
@@ -63,7 +67,8 @@ def _row(params: dict[str, Any]) -> tuple[str, int]:
     return name, setting.tp
 
 
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    path = session.config.getoption("--record")
-    if path and exitstatus == pytest.ExitCode.OK:
-        session.config.stash[_PROOFS].write(path)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    path = config.getoption("--record")
+    if path:
+        recorded = config.stash[_PROOFS].update(path)
+        terminalreporter.write_line(f"{len(recorded)} rows recorded in {path}: {', '.join(recorded)}")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from atom.sampling_params import MAX_LOGPROBS
-from tests.helpers.reference import TOLERANCE, problems, problems_of
+from tests.helpers.reference import TOLERANCE, problems, problems_of, windows
 from tests.helpers.served import worst_difference
 from tests.helpers.tiny_models import TINY_MODELS, Greedy, tiny, tiny_config
 from workers.families import families
@@ -27,6 +27,7 @@ OPTIONAL_TRAITS: dict[str, Callable[[Any], bool]] = {
     "mlp_only_layers": lambda config: 0 in config.mlp_only_layers,
     "decoder_sparse_step": lambda config: config.decoder_sparse_step > 1,
     "n_shared_experts": lambda config: config.n_shared_experts > 1,
+    "sliding_window": lambda config: any(windows(config)),
     "n_group": lambda config: config.n_group > config.topk_group > 1,
 }
 """Of families with that setting."""

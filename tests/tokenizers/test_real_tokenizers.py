@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from atom.config.checkpoint import Checkpoint
 from frontend.chat_template import ChatTemplate
 from frontend.detokenizer import Detokenizer
+from frontend.harmony import Harmony
 from frontend.tokenizer import Tokenizer
 from workers.hf_directory import read_directory
 
@@ -98,7 +100,7 @@ def load(files: Path, directory: Path) -> Both:
         "max_position_embeddings": 4096,
     }
     (directory / "config.json").write_text(json.dumps(config))
-    checkpoint = read_directory(directory, directory / "cache")
+    checkpoint = read_directory(directory, directory / "cache", {})
     tokenizer = Tokenizer.from_checkpoint(checkpoint)
     assert tokenizer is not None
     # Where transformers falls back to its generic class it forgets this setting of the checkpoint.
@@ -157,3 +159,23 @@ def test_thinking_is_switched_off_as_there(both: Both) -> None:
     ours = both.template.render([USER], {"enable_thinking": False})
     assert ours == both.render([USER], add_generation_prompt=True, enable_thinking=False)
     assert ours != both.template.render([USER], {})
+
+
+def test_a_reply_of_gpt_oss_is_sorted_by_its_channels(both: Both) -> None:
+    if both.tokenizer.added_id("<|channel|>") is None:
+        pytest.skip("a model without channels")
+    checkpoint = Checkpoint("", "GptOssForCausalLM", "gpt_oss", {}, "bfloat16", 201088, 131072)
+    harmony = Harmony.from_checkpoint(checkpoint, both.tokenizer)
+    assert harmony is not None
+    reply = (
+        "<|channel|>analysis<|message|>2 + 2 is easy.<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>It is 4. 你好 🦊<|return|>"
+    )
+    channels, record = harmony.channels(), array("i")
+    detokenizer = Detokenizer(both.tokenizer, record)
+    content = reasoning = ""
+    for token_id in both.tokenizer.encode(reply, add_special_tokens=False):
+        record.append(token_id)
+        text, thought = channels.sort(token_id, detokenizer.feed())
+        content, reasoning = content + text, reasoning + thought
+    assert (content, reasoning) == ("It is 4. 你好 🦊", "2 + 2 is easy.")

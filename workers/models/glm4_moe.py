@@ -44,7 +44,7 @@ class Glm4MoeForCausalLM(DecoderLM):
             return MoE(moe, build) if layer >= stated["first_k_dense_replace"] else GatedMLP(args, build)
 
         super().__init__(config, args, build, mlp)
-        first, count = args.num_hidden_layers, stated["num_nextn_predict_layers"]
+        first, count = args.num_hidden_layers, stated["num_nextn_predict_layers"] or 0
         predicting = range(first, first + count)
         self.unused_on_disk += tuple(f"model.layers.{layer}.*" for layer in predicting)
 

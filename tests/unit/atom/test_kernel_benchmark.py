@@ -11,7 +11,7 @@ import torch
 
 from atom.benchmarks import kernel_clock, kernels
 from atom.benchmarks.kernel_clock import Clock, Roofline, Timing
-from atom.benchmarks.kernel_shapes import MODELS, STEPS, ModelShape, StepShape, model_shape
+from atom.benchmarks.kernel_shapes import MODELS, STEPS, LatentShape, ModelShape, StepShape, model_shape
 from atom.benchmarks.kernel_work import Inputs, bytes_of, works
 from atom.benchmarks.serving.errors import BenchmarkError
 from atom_ops import backend
@@ -19,11 +19,12 @@ from atom_ops.op import REGISTRY
 
 CPU = torch.device("cpu")
 DENSE = ModelShape(64, 4, 2, 16, 96, 160, head_norms=True)
+LATENT = dataclasses.replace(DENSE, latent=LatentShape(40, 32, 12, 8, 20))
 MIXED = dataclasses.replace(DENSE, experts=8, chosen=2, expert_features=24)
 STEP_SHAPES = [StepShape("decode", 3, 1, 40), StepShape("prefill", 2, 33, 48)]
 
 
-@pytest.mark.parametrize("model", [DENSE, MIXED], ids=["dense", "mixed"])
+@pytest.mark.parametrize("model", [DENSE, MIXED, LATENT], ids=["dense", "mixed", "latent"])
 @pytest.mark.parametrize("step", STEP_SHAPES, ids=lambda step: step.name)
 @pytest.mark.parametrize("name", sorted(REGISTRY))
 def test_every_op_runs_on_what_is_made_for_it(name: str, model: ModelShape, step: StepShape) -> None:
@@ -53,6 +54,10 @@ def test_operations_and_bytes_are_those_of_paper() -> None:
     assert work_of("paged_attention", DENSE, decode, "").moved == read + 2 * 3 * 64 * 4
     assert work_of("embedding", DENSE, decode, "").moved == 3 * (2 * 64 * 4 + 8)
     assert work_of("experts", MIXED, decode, "").flops == 6 * 3 * 2 * 64 * 24
+    # A row of the cache is read once for all heads, and serves as key and as value.
+    decode_moved = work_of("latent_attention", LATENT, decode, "4 heads").moved
+    assert decode_moved == 4 * (3 * 40 * 40 + 3 * 4 * (40 + 32))
+    assert work_of("latent_attention", LATENT, decode, "4 heads").flops == 2 * 3 * 40 * 4 * (40 + 32)
     one = work_of("experts", MIXED, StepShape("one", 1, 1, 8), "")
     assert one.moved == pytest.approx(4 * (3 * 2 * 64 * 24 + 2 * 64) + 12 * 2)
 
@@ -65,7 +70,7 @@ def test_slots_are_those_of_the_block_table() -> None:
 
 
 def test_sizes_come_from_configurations(tmp_path: Path) -> None:
-    assert {model_shape(name).hidden for name in MODELS} == {1024, 4096}
+    assert {model_shape(name).hidden for name in MODELS} == {1024, 4096, 7168}
     assert model_shape("Qwen3-0.6B").head_norms and not model_shape("Llama-3.1-8B").head_norms
     with pytest.raises(BenchmarkError, match="no directory with config.json; shipped are"):
         model_shape("Qwen3-0.7B")

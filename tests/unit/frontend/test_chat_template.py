@@ -63,6 +63,14 @@ def test_options_cannot_replace_what_the_server_sets(name: str) -> None:
         render("{{ messages }}{{ add_generation_prompt }}{{ tools }}{{ bos_token }}", **{name: 1})
 
 
+def test_a_variable_for_which_a_macro_has_a_default_is_an_option() -> None:
+    default = "{% if effort is not defined %}{% set effort = 'medium' %}{% endif %}"
+    source = "{% macro head() %}" + default + "Effort: {{ effort }}{% endmacro %}{{ head() }}"
+    assert template(source).options == {"effort"}
+    assert render(source) == "Effort: medium"
+    assert render(source, effort="high") == "Effort: high"
+
+
 def test_options_are_the_variables_that_the_template_reads() -> None:
     source = (
         "{% if thinking is not defined %}{% set thinking = true %}{% endif %}{% set own = namespace(x=1) %}"

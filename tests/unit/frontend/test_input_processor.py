@@ -1,5 +1,6 @@
 """The bounds that are checked before the core hears of a request."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,14 @@ def test_bad_words_are_excluded_with_and_without_a_space(inputs: InputProcessor)
     asked = rules(inputs, bad_words=[" fox"])
     assert asked is not None
     assert asked.bad_words == [plain] if spaced[-len(plain) :] == plain else [plain, spaced]
+
+
+def test_bad_words_that_only_the_tokenizer_knows_need_no_rule(tmp_path: Path) -> None:
+    checkpoint = tiny_tokenizer.checkpoint(tmp_path)
+    tokenizer = Tokenizer.from_checkpoint(checkpoint)
+    beyond = min(min(tokenizer.encode(text, False)) for text in ("fox", " fox"))
+    small = InputProcessor(replace(checkpoint, vocab_size=beyond), tokenizer, 100, "fcfs")
+    assert rules(small, bad_words=["fox"]) is None
 
 
 @pytest.mark.parametrize("field", ["logit_bias", "allowed_token_ids"])

@@ -1,6 +1,8 @@
 """--load-dummy in every family: a configuration alone, and activations that keep their scale."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,11 +28,13 @@ BLOCKS, BLOCK_SIZE, TOKENS = 64, 4, 96
 EXPERTS, CHOSEN, LAYERS = 32, 4, 16
 
 
-def logits_of(model: Tiny, directory: Path) -> torch.Tensor:
-    """Logits [T, V] of a prompt, from a directory that holds a configuration and nothing else."""
+def logits_of(model: Tiny, directory: Path, changes: dict[str, Any] | None = None) -> torch.Tensor:
+    """Logits [T, V] of a prompt, from a directory that holds a configuration, changed, and nothing else."""
     save_tiny(model, directory)
     for path in [path for path in directory.iterdir() if path.name != "config.json"]:
         path.unlink()
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | (changes or {})))
     worker = Worker(engine_config(load_dummy=True), checkpoint_of(directory), place(), lambda *progress: None)
     specs = worker.load().kv_specs
     worker.allocate(AllocateKV([BLOCKS] * len(specs), MAX_MODEL_LEN))
@@ -45,6 +49,13 @@ def test_random_weights_need_a_configuration_alone(name: str, tmp_path: Path) ->
     assert 0.8 < logits_TV.std() < 1.25
     # No id stands out whatever came before it.
     assert logits_TV.mean(0).std() < 0.3 * logits_TV.std()
+
+
+def test_of_packed_experts_there_is_nothing_to_unpack(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    packed = {"quantization_config": {"quant_method": "mxfp4"}}
+    plain = logits_of(tiny("gpt-oss"), tmp_path / "plain", sizes)
+    assert torch.equal(logits_of(tiny("gpt-oss"), tmp_path / "packed", sizes | packed), plain)
 
 
 def test_tokens_stay_apart_through_many_layers_and_use_all_experts(

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers.tiny_models import (
     MAX_MODEL_LEN,
+    TINY_MODELS,
     Tiny,
     checkpoint_of,
     place,
@@ -110,6 +111,16 @@ def test_what_old_and_tied_checkpoints_carry_beside_is_accepted(tmp_path: Path) 
 
     rewrite(tmp_path, add)
     load(tmp_path)
+
+
+def test_layers_that_predict_further_tokens_are_left_on_disk(tmp_path: Path) -> None:
+    """GLM-4-MoE keeps them behind the last layer, as many as its configuration says."""
+    save_tiny(tiny("glm4-moe"), tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.update({"model.layers.3.eh_proj.weight": torch.ones(2, 4)}))
+    load(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.update({"model.layers.4.eh_proj.weight": torch.ones(2, 4)}))
+    with pytest.raises(WeightError, match=r"no place for model\.layers\.4\.eh_proj"):
+        load(tmp_path)
 
 
 def test_an_untied_head_must_be_there(tmp_path: Path) -> None:
@@ -219,6 +230,20 @@ def test_dummy_weights_need_no_files_and_repeat(saved: Path, plain_weights: None
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert one[GATE].std() > 0.01 and not torch.equal(one[GATE], one[GATE.replace("layers.1", "layers.0")])
     assert calls[-1] == (len(one), len(one)) and len(calls) == len(one)
+
+
+@pytest.mark.parametrize("family", sorted({model.model_type for model in TINY_MODELS}))
+def test_dummy_weights_of_every_family_fill_all_buffers(
+    tmp_path: Path, plain_weights: None, family: str
+) -> None:
+    (row, *_) = (model for model in TINY_MODELS if model.model_type == family)
+    save_tiny(row, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    model = build(tmp_path)
+    for slot in slots(model):
+        slot.target.fill_(float("nan"))
+    load_dummy(model, lambda done, total: None)
+    assert all(tensor.isfinite().all() for tensor in contents(model).values())
 
 
 def test_unknown_families_are_refused_with_what_runs(saved: Path) -> None:

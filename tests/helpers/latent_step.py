@@ -1,0 +1,87 @@
+"""Random steps of latent attention, and what the definition says of them."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import atom_ops
+from atom_ops import LatentLayer
+from atom_ops.ops.kv_cache import FP8
+
+CPU = torch.device("cpu")
+SCALE = 0.2
+
+
+class LatentStep:
+    """Rows with contexts of any length, all of them written to the cache by `write_latent`.
+
+    What no query sees is poisoned: table entries behind a context, and memory that no row owns.
+    """
+
+    def __init__(
+        self,
+        query_lens: list[int],
+        context_lens: list[int],
+        heads: int = 4,
+        widths: tuple[int, int] = (32, 16),
+        block_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        cache_dtype: torch.dtype | None = None,
+        device: torch.device = CPU,
+    ) -> None:
+        """`widths` are the latent's and the rotated key's."""
+        generator = torch.Generator().manual_seed(len(query_lens) * 1000 + sum(context_lens))
+        latent, rope = widths
+        self.heads, self.dtype, self.device = heads, dtype, device
+        self.query_lens = np.array(query_lens, np.int32)
+        self.context_lens = np.array(context_lens, np.int32)
+        needed = [-(-length // block_size) for length in context_lens]
+        blocks = torch.randperm(sum(needed) + 5, generator=generator).numpy()
+        self.table = np.full((len(needed), max(needed) + 2), 10**6, np.int32)
+        kept_as = cache_dtype or dtype
+        cache = atom_ops.make_latent_layer(sum(needed) + 5, block_size, latent, rope, kept_as, CPU)
+        if kept_as != FP8:
+            cache.rows.fill_(torch.nan)
+        slots, used = [], 0
+        for row, (count, length) in enumerate(zip(needed, context_lens, strict=True)):
+            self.table[row, :count] = blocks[used : used + count]
+            used += count
+            position = np.arange(length)
+            slots.append(self.table[row][position // block_size] * block_size + position % block_size)
+        self.slots = torch.from_numpy(np.concatenate(slots).astype(np.int64))
+        raw = torch.randn(sum(context_lens), latent + rope, generator=generator).to(dtype)
+        angles = torch.rand(len(raw), 1, rope // 2, generator=generator) * 6.3
+        turn = atom_ops.rotation(angles.cos(), angles.sin(), interleaved=True)
+        weight = (0.5 + torch.rand(latent, generator=generator)).to(dtype)
+        atom_ops.write_latent.reference(raw, weight, 1e-6, *turn, cache, self.slots, True)
+        normed = raw[:, :latent].double()
+        normed = normed * (normed.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+        even, odd = raw[:, latent::2].double(), raw[:, latent + 1 :: 2].double()
+        cos, sin = angles[:, 0].cos().double(), angles[:, 0].sin().double()
+        key = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(1)
+        self.rows = torch.cat((normed, key), 1).split(context_lens)
+        self.latent = latent
+        self.q = torch.randn(sum(query_lens), heads, latent + rope, generator=generator).to(dtype).to(device)
+        scale = None if cache.scale is None else cache.scale.to(device)
+        self.cache: LatentLayer = replace(cache, rows=cache.rows.to(device), scale=scale)
+
+    def plan(self, split_tokens: int = 0) -> atom_ops.AttentionPlan:
+        lens = self.query_lens, self.context_lens
+        return atom_ops.plan_attention(*lens, self.table, self.device, split_tokens)
+
+    def run(self, split_tokens: int = 0) -> Tensor:
+        return atom_ops.latent_attention(self.q, self.cache, self.plan(split_tokens), SCALE)
+
+    def expected(self) -> Tensor:
+        """Row by row: every weight from all of a row of the cache, every value from its beginning."""
+        out, first = [], 0
+        for rows, count in zip(self.rows, self.query_lens.tolist(), strict=True):
+            q = self.q[first : first + count].double().cpu()
+            scores = torch.einsum("qhk,ck->hqc", q, rows) * SCALE
+            hidden = torch.ones(count, len(rows)).triu(len(rows) - count + 1).bool()
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            out.append(torch.einsum("hqc,cl->qhl", weights, rows[:, : self.latent]))
+            first += count
+        return torch.cat(out)
