@@ -2,17 +2,20 @@
 
 Shapes in names: T tokens, D hidden, H query heads, K key/value heads, E head dimension,
 F half of a gated projection, I and O in and out features, R rows that draw, V vocabulary,
-P positions, X experts, J experts chosen per token. Tensors are contiguous unless a docstring says otherwise.
+P positions, X experts, J experts chosen per token; recurrent layers have letters of their own.
+Tensors are contiguous unless a docstring says otherwise.
 """
 
-from atom_ops.ops.activation import clamped_swiglu, silu_and_mul
+from atom_ops.ops.activation import clamped_swiglu, sigmoid_and_mul, silu_and_mul
 from atom_ops.ops.attention import AttentionPlan, AttentionRule, paged_attention, plan_attention
 from atom_ops.ops.attention_plan import BATCH_INVARIANT_SPLIT
+from atom_ops.ops.causal_conv import causal_conv
 from atom_ops.ops.decode_inputs import DecodeInputs, decode_inputs
 from atom_ops.ops.embedding import embedding
 from atom_ops.ops.experts import ClampedSwiglu, ExpertActivation, ExpertWeights, experts
 from atom_ops.ops.fused_attention import attend_projection
 from atom_ops.ops.fused_linear import add_norm_linear, silu_and_mul_linear
+from atom_ops.ops.gated_delta_rule import DecayWeights, gated_delta_rule
 from atom_ops.ops.index_keys import (
     IndexKeys,
     IndexNorm,
@@ -34,8 +37,9 @@ from atom_ops.ops.latent_cache import (
 from atom_ops.ops.linear import linear, pack_linear_weight
 from atom_ops.ops.logit_rules import LogitRuleBatch, TokenRecord, record_drawn, rule_logits
 from atom_ops.ops.logprobs import TokenLogprobs, token_logprobs
-from atom_ops.ops.norm import add_rms_norm, rms_norm
+from atom_ops.ops.norm import add_rms_norm, gated_rms_norm, rms_norm
 from atom_ops.ops.qkv import HeadNorms, rotate_and_write_kv
+from atom_ops.ops.recurrent_state import StateLayer, StatePlan, StateShape, make_state_layer, plan_states
 from atom_ops.ops.rotary import rotary, rotation, rotation_at
 from atom_ops.ops.routing import RoutingRule, route
 from atom_ops.ops.sampling import SamplingBatch, sample
@@ -48,6 +52,7 @@ __all__ = [
     "AttentionRule",
     "ChosenTokens",
     "ClampedSwiglu",
+    "DecayWeights",
     "DecodeInputs",
     "ExpertActivation",
     "ExpertWeights",
@@ -60,17 +65,23 @@ __all__ = [
     "LogitRuleBatch",
     "RoutingRule",
     "SamplingBatch",
+    "StateLayer",
+    "StatePlan",
+    "StateShape",
     "TokenLogprobs",
     "TokenRecord",
     "absorb_queries",
     "add_norm_linear",
     "add_rms_norm",
     "attend_projection",
+    "causal_conv",
     "clamped_swiglu",
     "decode_inputs",
     "embedding",
     "expand_values",
     "experts",
+    "gated_delta_rule",
+    "gated_rms_norm",
     "index_bytes_per_block",
     "index_topk",
     "kv_bytes_per_block",
@@ -80,10 +91,12 @@ __all__ = [
     "make_index_keys",
     "make_kv_layer",
     "make_latent_layer",
+    "make_state_layer",
     "norm_and_write_latents",
     "pack_linear_weight",
     "paged_attention",
     "plan_attention",
+    "plan_states",
     "prompt_attention",
     "read_latent",
     "record_drawn",
@@ -95,6 +108,7 @@ __all__ = [
     "route",
     "rule_logits",
     "sample",
+    "sigmoid_and_mul",
     "silu_and_mul",
     "silu_and_mul_linear",
     "sparse_latent_attention",

@@ -6,8 +6,11 @@ A request has one table for each group; entry i holds positions i * block_size a
     full          block 7       | block 2       | block 9       | block 4
     window        (given back)  | (given back)  | block 1       | block 3
 
+    state         slot 5
+
 Entries behind a window stay as placeholders, so that tables are indexed alike. Their value is
 0 and means nothing: block 0 is a block like any other, and no token attends that far back.
+A recurrent state is one slot from the first token to the last; it comes out of a pool like blocks.
 """
 
 from array import array
@@ -16,9 +19,9 @@ from dataclasses import dataclass, field
 
 from xxhash import xxh64_digest
 
-from atom.messages.worker import FullAttentionSpec, KVSpec, SlidingWindowSpec
+from atom.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
 from engine_core.block_pool import BlockPool
-from engine_core.kv_plan import first_visible_block, peak_blocks
+from engine_core.kv_plan import covering_blocks, first_visible_block, holds_states, peak_blocks
 
 PLACEHOLDER = 0
 _SALT_MARK = bytes(8)
@@ -56,11 +59,13 @@ class KVCacheManager:
     ):
         """`max_chunk` is the most tokens of one request in one step; `seed` enters every digest.
 
-        Raises ValueError for groups of different block sizes.
+        Raises ValueError for groups of different block sizes, and for prefix caching of states.
         """
-        sizes = {spec.block_size for spec in specs}
+        sizes = {spec.block_size for spec in specs if not isinstance(spec, RecurrentStateSpec)}
         if len(sizes) != 1:
             raise ValueError(f"KV groups must have one common block size, not {sorted(sizes)}")
+        if enable_prefix_caching and holds_states(specs):
+            raise ValueError("recurrent states cannot be shared: prefix caching must be off")
         self.block_size = sizes.pop()
         self.specs = list(specs)
         self.pools = [BlockPool(blocks) for blocks in num_blocks]
@@ -100,7 +105,7 @@ class KVCacheManager:
         None, and nothing changes, when the free blocks would not hold the rest.
         """
         hits = self._longest_prefix(blocks, token_ids) if may_hit and self._caching else 0
-        starts = [first_visible_block(spec, hits * self.block_size) for spec in self.specs]
+        starts = [self._first_visible(spec, hits * self.block_size) for spec in self.specs]
         found = [
             [self._find(pool, blocks, index) for index in range(start, hits)]
             for pool, start in zip(self.pools, starts, strict=True)
@@ -122,13 +127,16 @@ class KVCacheManager:
         """
         if self._has_windows:
             self._drop_invisible(blocks, start)
-        missing = -(-end // self.block_size) - len(blocks.tables[0])  # all tables have one length
-        if missing == 0:
+        missing = [
+            covering_blocks(spec, end) - len(table)
+            for spec, table in zip(self.specs, blocks.tables, strict=True)
+        ]
+        if not any(missing):
             return []
-        for pool in self.pools:
-            if missing > pool.num_free:
+        for pool, count in zip(self.pools, missing, strict=True):
+            if count > pool.num_free:
                 return None
-        added = [pool.take(missing) for pool in self.pools]
+        added = [pool.take(count) for pool, count in zip(self.pools, missing, strict=True)]
         for group, new in enumerate(added):
             blocks.tables[group] += new
         return added
@@ -173,6 +181,14 @@ class KVCacheManager:
                     users[block] = users.get(block, 0) + 1
             pool.check_integrity(users)
 
+    def check_covers(self, blocks: RequestBlocks, num_tokens: int) -> None:
+        """Raises AssertionError unless the tables are as long as so many tokens make them."""
+        for spec, table in zip(self.specs, blocks.tables, strict=True):
+            assert len(table) == covering_blocks(spec, num_tokens), "a table does not fit its tokens"
+
+    def _first_visible(self, spec: KVSpec, position: int) -> int:
+        return 0 if isinstance(spec, RecurrentStateSpec) else first_visible_block(spec, position)
+
     def _longest_prefix(self, blocks: RequestBlocks, token_ids: "array[int]") -> int:
         """Length in blocks of the longest beginning that every group can continue from."""
         length = (len(token_ids) - 1) // self.block_size
@@ -181,7 +197,7 @@ class KVCacheManager:
         for spec, pool in zip(self.specs, self.pools, strict=True):
             if isinstance(spec, FullAttentionSpec):
                 length = self._cached_run(pool, blocks, length)
-            else:
+            elif isinstance(spec, SlidingWindowSpec):
                 windows.append((spec, pool))
         runs = [(spec, self._runs(pool, blocks, length)) for spec, pool in windows]
         while length and not all(
@@ -221,7 +237,7 @@ class KVCacheManager:
 
     def _drop_invisible(self, blocks: RequestBlocks, start: int) -> None:
         for group, spec in enumerate(self.specs):
-            live, visible = blocks.first_live[group], first_visible_block(spec, start)
+            live, visible = blocks.first_live[group], self._first_visible(spec, start)
             if visible <= live:
                 continue
             table = blocks.tables[group]

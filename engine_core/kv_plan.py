@@ -2,10 +2,29 @@
 
 from collections.abc import Sequence
 
-from atom.messages.worker import FullAttentionSpec, KVSpec, SlidingWindowSpec
+from atom.messages.worker import (
+    FullAttentionSpec,
+    KVSpec,
+    PagedSpec,
+    RecurrentStateSpec,
+    SlidingWindowSpec,
+)
+
+_MOST_STATE = 2
+"""States take no more than one part in so many of the memory: requests need blocks, too."""
 
 
-def first_visible_block(spec: KVSpec, position: int) -> int:
+def holds_states(specs: Sequence[KVSpec]) -> bool:
+    """Whether some group keeps something that no two requests can share."""
+    return any(isinstance(spec, RecurrentStateSpec) for spec in specs)
+
+
+def unit_bytes(spec: KVSpec) -> int:
+    """Bytes of one block, or of one slot."""
+    return spec.bytes_per_slot if isinstance(spec, RecurrentStateSpec) else spec.bytes_per_block
+
+
+def first_visible_block(spec: PagedSpec, position: int) -> int:
     """Index of the first block that a token at `position` attends to.
 
     A window counts the token itself: position p sees p - window + 1 .. p.
@@ -15,12 +34,17 @@ def first_visible_block(spec: KVSpec, position: int) -> int:
     return max(0, position - spec.window + 1) // spec.block_size
 
 
+def covering_blocks(spec: KVSpec, num_tokens: int) -> int:
+    """Length of the table of a sequence of so many tokens (at least 1), placeholders counted."""
+    return 1 if isinstance(spec, RecurrentStateSpec) else _ceil_div(num_tokens, spec.block_size)
+
+
 def peak_blocks(spec: KVSpec, num_tokens: int, max_chunk: int) -> int:
     """Most blocks that one sequence of `num_tokens` holds at a time, computed in steps of `max_chunk`."""
-    whole = _ceil_div(num_tokens, spec.block_size)
-    if isinstance(spec, FullAttentionSpec):
-        return whole
-    return min(whole, _window_peak(spec, max_chunk))
+    whole = covering_blocks(spec, num_tokens)
+    if isinstance(spec, SlidingWindowSpec):
+        return min(whole, _window_peak(spec, max_chunk))
+    return whole
 
 
 def plan_blocks(
@@ -33,8 +57,32 @@ def plan_blocks(
     """Blocks for each group so that together they fill at most `kv_bytes`.
 
     All groups get the same number, except that a window group stops at what `max_num_seqs`
-    requests can use. A budget below one block of each group gives zeros.
+    requests can use. Before them groups of states get a slot for each of these requests, or as
+    many as half of the memory holds. A budget below one block of each group gives zeros.
     """
+    states = [spec.bytes_per_slot for spec in specs if isinstance(spec, RecurrentStateSpec)]
+    slots = _num_slots(sum(states), kv_bytes, max_num_seqs) if states else 0
+    paged = [spec for spec in specs if not isinstance(spec, RecurrentStateSpec)]
+    blocks = iter(
+        _plan_paged(
+            paged, kv_bytes - slots * sum(states), max_num_seqs, max_num_batched_tokens, max_model_len
+        )
+    )
+    return [slots if isinstance(spec, RecurrentStateSpec) else next(blocks) for spec in specs]
+
+
+def _num_slots(bytes_of_one: int, kv_bytes: int, max_num_seqs: int) -> int:
+    """One slot, where there is room for it at all, may take more than its part."""
+    return min(max_num_seqs, max(kv_bytes // _MOST_STATE // bytes_of_one, 1), kv_bytes // bytes_of_one)
+
+
+def _plan_paged(
+    specs: Sequence[PagedSpec],
+    kv_bytes: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+) -> list[int]:
     limits = [_most_useful(spec, max_num_seqs, max_num_batched_tokens, max_model_len) for spec in specs]
 
     def counts(blocks: int) -> list[int]:
@@ -54,21 +102,21 @@ def longest_sequence(specs: Sequence[KVSpec], num_blocks: Sequence[int], max_chu
     """Tokens of the longest sequence that the blocks can hold; None when any length fits."""
     lengths = [
         blocks * spec.block_size
-        for spec, blocks in zip(specs, num_blocks, strict=True)
-        if isinstance(spec, FullAttentionSpec) or _window_peak(spec, max_chunk) > blocks
+        for spec, blocks in _paged(specs, num_blocks)
+        if _limits_length(spec, blocks, max_chunk)
     ]
     return min(lengths, default=None)
 
 
 def cache_tokens(specs: Sequence[KVSpec], num_blocks: Sequence[int]) -> int:
     """Tokens whose whole context the cache holds: the groups without a window decide, where there are any."""
-    pairs = list(zip(specs, num_blocks, strict=True))
+    pairs = _paged(specs, num_blocks)
     full = [pair for pair in pairs if isinstance(pair[0], FullAttentionSpec)]
     return min(blocks * spec.block_size for spec, blocks in full or pairs)
 
 
 def _most_useful(
-    spec: KVSpec, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
+    spec: PagedSpec, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
 ) -> int | None:
     """Blocks beyond this would never hold a visible token; None without a window."""
     if isinstance(spec, FullAttentionSpec):
@@ -76,6 +124,15 @@ def _most_useful(
     resting = _ceil_div(spec.window, spec.block_size) + 2  # window, and a block begun at either end
     each = min(resting, _ceil_div(max_model_len, spec.block_size))
     return max_num_seqs * each + _ceil_div(max_num_batched_tokens, spec.block_size)
+
+
+def _paged(specs: Sequence[KVSpec], num_blocks: Sequence[int]) -> list[tuple[PagedSpec, int]]:
+    pairs = zip(specs, num_blocks, strict=True)
+    return [(spec, blocks) for spec, blocks in pairs if not isinstance(spec, RecurrentStateSpec)]
+
+
+def _limits_length(spec: PagedSpec, blocks: int, max_chunk: int) -> bool:
+    return isinstance(spec, FullAttentionSpec) or _window_peak(spec, max_chunk) > blocks
 
 
 def _window_peak(spec: SlidingWindowSpec, max_chunk: int) -> int:

@@ -213,6 +213,8 @@ class Scheduler:
         assert all(r.state is State.PREFILLING for r in self._prefilling.values())
         assert all(r.state is State.ENDED for r in self._leaving)
         self._cohort.check_integrity()
+        for member in self._cohort.members():
+            self._kv.check_covers(member.blocks, self._cohort.computed(member))
         self._kv.check_integrity([request.blocks for request in holding])
 
     # Planning a step

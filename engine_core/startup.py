@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from atom.config.engine import EngineConfig
-from atom.messages.worker import KVSpec, Loaded
-from engine_core.kv_plan import cache_tokens, longest_sequence, plan_blocks
+from atom.messages.worker import KVSpec, Loaded, RecurrentStateSpec
+from engine_core.kv_plan import cache_tokens, longest_sequence, plan_blocks, unit_bytes
 from engine_core.scheduler import Limits
 
 
@@ -67,7 +67,8 @@ def _num_blocks(
     override: int | None, limits: Limits, max_model_len: int, loaded: Sequence[Loaded]
 ) -> list[int]:
     if override is not None:
-        return [override] * len(loaded[0].kv_specs)
+        specs = loaded[0].kv_specs
+        return [limits.max_num_seqs if isinstance(spec, RecurrentStateSpec) else override for spec in specs]
     plans = [
         plan_blocks(
             one.kv_specs,
@@ -80,7 +81,7 @@ def _num_blocks(
     ]
     for one, plan in zip(loaded, plans, strict=True):
         if min(plan) < 1:
-            need = sum(spec.bytes_per_block for spec in one.kv_specs)
+            need = sum(map(unit_bytes, one.kv_specs))
             raise StartupError(
                 f"worker {one.rank} has {one.kv_bytes} bytes for the KV cache, and one block takes {need}: "
                 f"give the cache more by {_REMEDY}"
@@ -88,6 +89,6 @@ def _num_blocks(
     return [min(blocks) for blocks in zip(*plans, strict=True)]
 
 
-def _shapes(specs: Sequence[KVSpec]) -> list[tuple[type, int]]:
+def _shapes(specs: Sequence[KVSpec]) -> list[tuple[type, int | None]]:
     """What ranks must agree on; bytes may differ, since ranks may hold different numbers of heads."""
-    return [(type(spec), spec.block_size) for spec in specs]
+    return [(type(spec), None if isinstance(spec, RecurrentStateSpec) else spec.block_size) for spec in specs]

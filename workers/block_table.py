@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from atom_ops import to_device
-
-Rows = NDArray[np.int64]
+from atom_ops import plan_attention, to_device
+from workers.group_rows import GroupRows, Rows, StepRows
+from workers.layers.context import GroupContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class BatchLimits:
         return -(-self.max_model_len // self.block_size)
 
 
-class BlockTable:
+class BlockTable(GroupRows):
     """Position p of a row lives in the block of its entry p // block_size."""
 
     def __init__(self, limits: BatchLimits):
@@ -51,6 +51,15 @@ class BlockTable:
         if self._mirror is not None:
             self._stale[row] = min(start, self._stale.get(row, start))
 
+    def token_columns(self, rows: Rows, positions: Rows) -> list[Rows]:
+        return [self.slots(rows, positions)]
+
+    def context(self, columns: Sequence[torch.Tensor], step: StepRows) -> GroupContext:
+        (slots_T,) = columns
+        blocks = self.rows(step.rows, step.ends)
+        counts, ends = step.counts.astype(np.int32), step.ends.astype(np.int32)
+        return GroupContext(slots_T, plan_attention(counts, ends, blocks, step.device, step.split_tokens))
+
     def rows(self, rows: Rows, context_lens: NDArray[np.int64]) -> NDArray[np.int32]:
         """The tables of these rows, as wide as the longest context needs."""
         width = (int(context_lens.max()) - 1) // self._block_size + 1
@@ -62,16 +71,12 @@ class BlockTable:
         return blocks * self._block_size + positions % self._block_size
 
     def mirror(self, device: torch.device) -> torch.Tensor:
-        """int32 [max_rows + 1, entries]: the table on `device`, where `refresh` brings what changed.
-
-        To be asked for once, before any row has blocks. The last row, of padding, stays 0.
-        """
+        """int32 [max_rows + 1, entries]; the last row, of padding, stays 0."""
         rows, entries = self._blocks.shape
         self._mirror = torch.zeros(rows + 1, entries, dtype=torch.int32, device=device)
         return self._mirror
 
     def refresh(self) -> None:
-        """Copy the entries that changed since the last call into the mirror; waits for nothing."""
         if self._mirror is None or not self._stale:
             return
         width = self._blocks.shape[1]

@@ -19,12 +19,13 @@ from functools import partial
 import numpy as np
 import torch
 
-from atom_ops import AttentionPlan, SamplingBatch, decode_inputs, sample
+from atom_ops import AttentionPlan, DecodeInputs, SamplingBatch, StatePlan, decode_inputs, sample
 from atom_ops.op import REFERENCE
 from workers.graph_recorder import Recorder, Replay
 from workers.input_batch import Cohort, InputBatch
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import CacheLayer, ForwardContext, GroupContext
+from workers.state_slots import StateSlots
 
 
 class Drawing(Enum):
@@ -81,7 +82,7 @@ class DecodeGraphs:
         self._inputs = inputs
         self._sizes = list(sizes)
         self._record = record
-        self._tables = [table.mirror(device) for table in inputs.tables]
+        self._mirrors = [table.mirror(device) for table in inputs.tables]
         self._starts = torch.arange(self._sizes[-1] + 1, dtype=torch.int32, device=device)
         self._settings_S = _blank_settings(self._sizes[-1], device)
         self._graphs: dict[int, _Graphs] = {}
@@ -143,23 +144,37 @@ class DecodeGraphs:
         return _Graphs(rows_S, forward, forwarded, draws)
 
     def _forward(self, rows_S: torch.Tensor) -> Forwarded:
-        limits, state, size = self._inputs.limits, self._inputs.device_rows, len(rows_S)
-        groups = []
-        for table in self._tables:
-            inputs = decode_inputs(rows_S, state.ids_N, state.positions_N, table, limits.block_size)
-            plan = AttentionPlan(
-                inputs.table_RW,
-                inputs.contexts_R,
-                self._starts[: size + 1],
-                num_tokens=size,
-                min_query_len=1,
-                max_query_len=1,
-                max_context_len=limits.max_model_len,
-                split_tokens=self._inputs.split_tokens,
-            )
-            groups.append(GroupContext(inputs.slots_R, plan))
+        limits, state = self._inputs.limits, self._inputs.device_rows
+        groups: list[GroupContext | StatePlan] = []
+        inputs: DecodeInputs | None = None
+        for rows, mirror in zip(self._inputs.tables, self._mirrors, strict=True):
+            if isinstance(rows, StateSlots):
+                groups.append(self._state_plan(mirror.index_select(0, rows_S)))
+                continue
+            inputs = decode_inputs(rows_S, state.ids_N, state.positions_N, mirror, limits.block_size)
+            groups.append(GroupContext(inputs.slots_R, self._attention_plan(inputs)))
+        assert inputs is not None, "every model has a group of blocks"
         context = ForwardContext(self._kv_layers, groups)
         return Forwarded(self._model(inputs.ids_R, inputs.positions_R, context), inputs.drawn_positions_R)
+
+    def _attention_plan(self, inputs: DecodeInputs) -> AttentionPlan:
+        size = len(inputs.contexts_R)
+        return AttentionPlan(
+            inputs.table_RW,
+            inputs.contexts_R,
+            self._starts[: size + 1],
+            num_tokens=size,
+            min_query_len=1,
+            max_query_len=1,
+            max_context_len=self._inputs.limits.max_model_len,
+            split_tokens=self._inputs.split_tokens,
+        )
+
+    def _state_plan(self, slots_S: torch.Tensor) -> StatePlan:
+        """Nobody's first token is a decode."""
+        size = len(slots_S)
+        none_S = torch.zeros_like(slots_S, dtype=torch.bool)
+        return StatePlan(slots_S, none_S, self._starts[: size + 1], num_tokens=size, max_query_len=1)
 
     def _draw(self, rows_S: torch.Tensor, forwarded: Forwarded, drawing: Drawing) -> torch.Tensor:
         logits_SV = self._model.compute_logits(forwarded.hidden_RD)

@@ -17,6 +17,7 @@ import msgspec
 from atom.config.checkpoint import Checkpoint
 from workers.checkpoint_files import tensors_in
 from workers.config_values import check_values, id_list
+from workers.families import keeps_states
 from workers.hf_config import added_settings, read_config, read_json
 
 _COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
@@ -88,6 +89,7 @@ def read_directory(directory: Path, cache_dir: Path, overrides: Mapping[str, Any
         tokenizer_file=str(tokenizer) if tokenizer else None,
         chat_template_file=_chat_template_file(directory, tokenizer_config, cache_dir),
         template_tokens=tokens,
+        keeps_states=keeps_states(config["model_type"]),
         add_bos_token=_caller_adds_bos(tokenizer, tokenizer_config, tokens),
     )
 

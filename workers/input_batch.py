@@ -9,14 +9,16 @@ T tokens of a step, R rows that draw, P tokens of prompts whose next tokens are 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from atom.messages.worker import NewRow, ScheduledBatch
-from atom_ops import plan_attention, to_device
-from workers.block_table import BatchLimits, BlockTable, Rows
+from atom_ops import StatePlan, to_device
+from workers.block_table import BatchLimits
+from workers.group_rows import GroupRows, Rows, StepRows
 from workers.layers.context import GroupContext
 
 
@@ -65,7 +67,7 @@ class StepInputs:
 
     ids_T: torch.Tensor
     positions_T: torch.Tensor
-    groups: list[GroupContext]
+    groups: list[GroupContext | StatePlan]
     draw: Draw | None
     scored: Scored | None = None
 
@@ -100,11 +102,13 @@ class DeviceRows:
 class InputBatch:
     """Turns each `ScheduledBatch` into the inputs of one step: first `take`, then `step`."""
 
-    def __init__(self, limits: BatchLimits, num_groups: int, device: torch.device, split_tokens: int = 0):
-        """`split_tokens` goes to every AttentionPlan."""
+    def __init__(
+        self, limits: BatchLimits, tables: Sequence[GroupRows], device: torch.device, split_tokens: int = 0
+    ):
+        """`tables` are of the KV groups, empty; `split_tokens` goes to every AttentionPlan."""
         self.limits = limits
         self.device_rows = DeviceRows(limits, device)
-        self.tables = [BlockTable(limits) for _ in range(num_groups)]
+        self.tables = list(tables)
         self._device = device
         self.split_tokens = split_tokens
         self._token_ids = np.zeros((limits.max_rows, limits.max_model_len), np.int32)
@@ -189,10 +193,11 @@ class InputBatch:
         """One more token for the same rows, all of them past their known tokens."""
         context_lens = self.advance(cohort)
         positions = context_lens - 1
-        slots = [table.slots(cohort.rows, positions) for table in self.tables]
-        positions_T, *slots_T = self._upload(positions, *slots)
+        columns = [table.token_columns(cohort.rows, positions) for table in self.tables]
+        positions_T, *columns_T = self._upload(positions, *chain(*columns))
         draw = Draw(cohort.rows, cohort.rows_R, cohort.tokens_R, context_lens, positions_T + 1)
-        groups = self._group_contexts(slots_T, cohort.rows, np.ones_like(positions), context_lens)
+        step = StepRows(cohort.rows, np.ones_like(positions), context_lens, self._device, self.split_tokens)
+        groups = self._contexts(columns, columns_T, step)
         ids_T = self.device_rows.ids_N.index_select(0, cohort.rows_R)
         return StepInputs(ids_T, positions_T, groups, draw)
 
@@ -209,8 +214,8 @@ class InputBatch:
         past_tokens = counts.cumsum() - counts
         positions = np.arange(len(token_rows)) + (starts - past_tokens).repeat(counts)
         ids = self._token_ids[token_rows, positions]
-        slots = [table.slots(token_rows, positions) for table in self.tables]
-        ids_T, positions_T, *slots_T = self._upload(ids, positions, *slots)
+        columns = [table.token_columns(token_rows, positions) for table in self.tables]
+        ids_T, positions_T, *columns_T = self._upload(ids, positions, *chain(*columns))
 
         decodes = starts >= known
         if decodes.any():
@@ -218,7 +223,8 @@ class InputBatch:
             ids_T.index_copy_(0, where_T, self.device_rows.ids_N.index_select(0, rows_T))
         draw = self._draw(rows, past_tokens + counts - 1, ends, ends >= known)
         self._cohort = None
-        groups = self._group_contexts(slots_T, rows, counts, ends)
+        step = StepRows(rows, counts, ends, self._device, self.split_tokens)
+        groups = self._contexts(columns, columns_T, step)
         scored = self._scored(rows, starts, past_tokens, np.minimum(ends, self._scored_until[rows]) - starts)
         return StepInputs(ids_T, positions_T, groups, draw, scored)
 
@@ -249,20 +255,15 @@ class InputBatch:
             row, end, limit = rows[wrong[0]], ends[wrong[0]], limits[wrong[0]]
             raise ValueError(f"row {row}: tokens up to {end} are scheduled, {limit} are known")
 
-    def _group_contexts(
-        self,
-        slots_T: Sequence[torch.Tensor],
-        rows: Rows,
-        counts: NDArray[np.int64],
-        context_lens: NDArray[np.int64],
-    ) -> list[GroupContext]:
-        query_lens, contexts = counts.astype(np.int32), context_lens.astype(np.int32)
-        contexts_of_groups = []
-        for slots, table in zip(slots_T, self.tables, strict=True):
-            blocks = table.rows(rows, context_lens)
-            plan = plan_attention(query_lens, contexts, blocks, self._device, self.split_tokens)
-            contexts_of_groups.append(GroupContext(slots, plan))
-        return contexts_of_groups
+    def _contexts(
+        self, columns: Sequence[Sequence[Rows]], columns_T: Sequence[torch.Tensor], step: StepRows
+    ) -> list[GroupContext | StatePlan]:
+        """Each group's, from its own `columns`, which are `columns_T` on the device, one after another."""
+        uploaded = iter(columns_T)
+        return [
+            table.context([next(uploaded) for _ in own], step)
+            for table, own in zip(self.tables, columns, strict=True)
+        ]
 
     def _upload(self, *columns: NDArray[np.integer]) -> tuple[torch.Tensor, ...]:
         """Equally long integer columns as int64 tensors on the device, in one copy."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from atom.config.cache import CacheConfig
-from atom.messages.worker import FullAttentionSpec, KVSpec, SlidingWindowSpec
+from atom.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
 from atom_ops import (
     index_bytes_per_block,
     kv_bytes_per_block,
@@ -15,8 +15,9 @@ from atom_ops import (
     make_index_keys,
     make_kv_layer,
     make_latent_layer,
+    make_state_layer,
 )
-from workers.layers.cache_groups import CacheGroup, LatentGroup
+from workers.layers.cache_groups import CacheGroup, LatentGroup, StateGroup
 from workers.layers.context import CacheLayer
 
 _CPU_LIMIT = 4 << 30
@@ -40,6 +41,8 @@ def kv_specs(groups: Sequence[CacheGroup], block_size: int, dtype: torch.dtype) 
 
 
 def _spec(group: CacheGroup, block_size: int, dtype: torch.dtype) -> KVSpec:
+    if isinstance(group, StateGroup):
+        return RecurrentStateSpec(len(group.layers) * group.shape.bytes)
     if isinstance(group, LatentGroup):
         layer_bytes = latent_bytes_per_block(block_size, group.latent_width, group.rope_width, dtype)
         index_bytes = index_bytes_per_block(block_size, group.index_width, dtype)
@@ -55,6 +58,8 @@ def _spec(group: CacheGroup, block_size: int, dtype: torch.dtype) -> KVSpec:
 def _make_layer(
     layer: int, group: CacheGroup, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> CacheLayer:
+    if isinstance(group, StateGroup):
+        return make_state_layer(num_blocks, group.shape, device)
     if isinstance(group, LatentGroup):
         widths = group.latent_width, group.rope_width
         made = make_latent_layer(num_blocks, block_size, *widths, dtype, device)

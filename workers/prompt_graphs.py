@@ -5,6 +5,7 @@ the host made for it is copied to where the graphs look:
 
     tokens   0 … T - 1 | padding: no slot, no row            ids, positions, slots
     rows     0 … R - 1 | padding: no queries, no context     contexts, query starts, block tables
+                                  or slot                    or slots of states
 
 Padding costs time with the tokens, so their numbers are captured closely; rows cost little.
 """
@@ -15,11 +16,13 @@ from functools import partial
 
 import torch
 
-from atom_ops import AttentionPlan
+from atom_ops import AttentionPlan, StatePlan
+from workers.block_table import BatchLimits
 from workers.graph_recorder import Recorder, Replay
 from workers.input_batch import InputBatch, StepInputs
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import CacheLayer, ForwardContext, GroupContext
+from workers.state_slots import NO_SLOT, StateSlots
 
 PROMPT_SIZES = (16, 32, 64, *range(128, 512, 64), *range(512, 1024, 128), *range(1024, 2049, 256))
 """Tokens of the captured steps: with more, a device takes longer than its host on any model."""
@@ -41,22 +44,21 @@ class PromptGraphs:
         device: torch.device,
     ):
         """`sizes` are numbers of tokens, and rise."""
-        limits, num_groups = inputs.limits, len(inputs.tables)
+        limits = inputs.limits
         self._model = model
         self._kv_layers = kv_layers
-        self._limits = limits
-        self._split_tokens = inputs.split_tokens
         self._record = record
         self._sizes = list(sizes)
         self._row_sizes = sorted({min(_FEW_ROWS, limits.max_rows), limits.max_rows})
         tokens, rows = self._sizes[-1], limits.max_rows
         self._ids_T = torch.zeros(tokens, dtype=torch.int64, device=device)
         self._positions_T = torch.zeros_like(self._ids_T)
-        self._slots_T = [torch.full_like(self._ids_T, -1) for _ in range(num_groups)]
-        self._contexts_R = torch.zeros(rows, dtype=torch.int32, device=device)
         self._starts_R1 = torch.zeros(rows + 1, dtype=torch.int32, device=device)
-        self._tables_RW = [
-            torch.zeros(rows, limits.num_entries, dtype=torch.int32, device=device) for _ in range(num_groups)
+        self._groups: list[_Blocks | _States] = [
+            _States(rows, self._starts_R1)
+            if isinstance(table, StateSlots)
+            else _Blocks(tokens, limits, inputs.split_tokens, self._starts_R1)
+            for table in inputs.tables
         ]
         self._graphs: dict[tuple[int, int], Replay] = {}
 
@@ -76,20 +78,16 @@ class PromptGraphs:
 
     def forward(self, step: StepInputs) -> torch.Tensor:
         """Launch the step's forward pass; hidden states [T, D], until the next one."""
-        tokens, rows = len(step.ids_T), len(step.groups[0].plan.context_lens_R)
+        starts_R1 = _query_starts(step.groups[0])
+        tokens, rows = len(step.ids_T), len(starts_R1) - 1
         size = self._sizes[bisect_left(self._sizes, tokens)]
         row_size = self._row_sizes[bisect_left(self._row_sizes, rows)]
         self._ids_T[:tokens].copy_(step.ids_T)
         self._positions_T[:tokens].copy_(step.positions_T)
-        plan = step.groups[0].plan
-        self._contexts_R[:rows].copy_(plan.context_lens_R)
-        self._contexts_R[rows:row_size].fill_(0)
-        self._starts_R1[: rows + 1].copy_(plan.query_starts_R1)
+        self._starts_R1[: rows + 1].copy_(starts_R1)
         self._starts_R1[rows + 1 : row_size + 1].fill_(tokens)
-        for group, slots_T, table_RW in zip(step.groups, self._slots_T, self._tables_RW, strict=True):
-            slots_T[:tokens].copy_(group.slots_T)
-            slots_T[tokens:size].fill_(-1)
-            table_RW[:rows, : group.plan.block_table_RW.shape[1]].copy_(group.plan.block_table_RW)
+        for place, group in zip(self._groups, step.groups, strict=True):
+            place.take(group, size, row_size)
         self._graphs[size, row_size]()
         return self._hidden_TD[:tokens]
 
@@ -97,18 +95,67 @@ class PromptGraphs:
         self._hidden_TD[:tokens].copy_(self._run(tokens, rows))
 
     def _run(self, tokens: int, rows: int) -> torch.Tensor:
-        groups = []
-        for slots_T, table_RW in zip(self._slots_T, self._tables_RW, strict=True):
-            plan = AttentionPlan(
-                table_RW[:rows],
-                self._contexts_R[:rows],
-                self._starts_R1[: rows + 1],
-                num_tokens=tokens,
-                min_query_len=1,
-                max_query_len=tokens,
-                max_context_len=self._limits.max_model_len,
-                split_tokens=self._split_tokens,
-            )
-            groups.append(GroupContext(slots_T[:tokens], plan))
-        context = ForwardContext(self._kv_layers, groups)
+        context = ForwardContext(self._kv_layers, [place.context(tokens, rows) for place in self._groups])
         return self._model(self._ids_T[:tokens], self._positions_T[:tokens], context)
+
+
+class _Blocks:
+    """Where the graphs look for what a step says of one group's blocks."""
+
+    def __init__(self, tokens: int, limits: BatchLimits, split_tokens: int, starts_R1: torch.Tensor):
+        rows, device = limits.max_rows, starts_R1.device
+        self._limits = limits
+        self._split_tokens = split_tokens
+        self._starts_R1 = starts_R1
+        self._slots_T = torch.full((tokens,), -1, dtype=torch.int64, device=device)
+        self._contexts_R = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._table_RW = torch.zeros(rows, limits.num_entries, dtype=torch.int32, device=device)
+
+    def take(self, group: GroupContext | StatePlan, size: int, row_size: int) -> None:
+        assert isinstance(group, GroupContext)
+        plan, tokens = group.plan, len(group.slots_T)
+        rows, width = plan.block_table_RW.shape
+        self._slots_T[:tokens].copy_(group.slots_T)
+        self._slots_T[tokens:size].fill_(-1)
+        self._contexts_R[:rows].copy_(plan.context_lens_R)
+        self._contexts_R[rows:row_size].fill_(0)
+        self._table_RW[:rows, :width].copy_(plan.block_table_RW)
+
+    def context(self, tokens: int, rows: int) -> GroupContext:
+        plan = AttentionPlan(
+            self._table_RW[:rows],
+            self._contexts_R[:rows],
+            self._starts_R1[: rows + 1],
+            num_tokens=tokens,
+            min_query_len=1,
+            max_query_len=tokens,
+            max_context_len=self._limits.max_model_len,
+            split_tokens=self._split_tokens,
+        )
+        return GroupContext(self._slots_T[:tokens], plan)
+
+
+class _States:
+    """The same of one group's states."""
+
+    def __init__(self, rows: int, starts_R1: torch.Tensor):
+        self._starts_R1 = starts_R1
+        self._slots_R = torch.full((rows,), NO_SLOT, dtype=torch.int64, device=starts_R1.device)
+        self._fresh_R = torch.zeros(rows, dtype=torch.bool, device=starts_R1.device)
+
+    def take(self, plan: GroupContext | StatePlan, size: int, row_size: int) -> None:
+        assert isinstance(plan, StatePlan)
+        rows = len(plan.slots_R)
+        self._slots_R[:rows].copy_(plan.slots_R)
+        self._slots_R[rows:row_size].fill_(NO_SLOT)
+        self._fresh_R[:rows].copy_(plan.fresh_R)
+
+    def context(self, tokens: int, rows: int) -> StatePlan:
+        slots_R, fresh_R = self._slots_R[:rows], self._fresh_R[:rows]
+        return StatePlan(
+            slots_R, fresh_R, self._starts_R1[: rows + 1], num_tokens=tokens, max_query_len=tokens
+        )
+
+
+def _query_starts(group: GroupContext | StatePlan) -> torch.Tensor:
+    return group.query_starts_R1 if isinstance(group, StatePlan) else group.plan.query_starts_R1

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from atom.messages.worker import NewRow
 from atom_ops import SamplingBatch, TokenLogprobs, sample, to_device, token_logprobs
-from workers.block_table import BatchLimits, Rows
+from workers.block_table import BatchLimits
+from workers.group_rows import Rows
 from workers.input_batch import Draw
 from workers.ruled_rows import RuledDraw, RuledRows
 

@@ -16,11 +16,13 @@ from atom.utils import envs
 from atom.utils.logger import get_logger
 from atom_ops import BATCH_INVARIANT_SPLIT, backend
 from parallel.communicator import Communicator
-from workers.block_table import BatchLimits
+from workers.block_table import BatchLimits, BlockTable
 from workers.decode_graphs import DecodeGraphs
 from workers.graph_recorder import GraphRecorder, Recorder
+from workers.group_rows import GroupRows
 from workers.input_batch import InputBatch
 from workers.kv_cache import allocate_kv, cpu_kv_bytes, cuda_kv_bytes, kv_dtype, kv_specs
+from workers.layers.cache_groups import CacheGroup, StateGroup
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext, CacheLayer
 from workers.layers.linear import Linear
@@ -31,6 +33,7 @@ from workers.pending_step import PendingStep
 from workers.profiler import TraceRecorder
 from workers.prompt_graphs import PROMPT_SIZES, PromptGraphs
 from workers.sampler import Sampler
+from workers.state_slots import StateSlots
 from workers.weights.loader import WeightError, load_dummy, load_weights, weight_bytes
 
 Progress = Callable[[str, int, int], None]
@@ -64,6 +67,10 @@ def _room_on(device: torch.device, purpose: str, remedy: str) -> Iterator[None]:
 def rank_device(config: EngineConfig, rank: int) -> torch.device:
     """The device that `rank` computes on: the CPU, or a GPU of its own."""
     return torch.device("cpu") if config.device.device == "cpu" else torch.device("cuda", rank)
+
+
+def _rows_of(group: CacheGroup, limits: BatchLimits) -> GroupRows:
+    return StateSlots(limits) if isinstance(group, StateGroup) else BlockTable(limits)
 
 
 class Worker:
@@ -126,7 +133,9 @@ class Worker:
     def _allocate(self, allocate: AllocateKV) -> None:
         with self._tracing_captures():
             self._runner = self._make_runner(allocate, self._capture_sizes())
-        capacity = min(allocate.num_blocks) * self._config.cache.block_size
+        sized = zip(self._model.kv_groups, allocate.num_blocks, strict=True)
+        fewest = min(blocks for group, blocks in sized if not isinstance(group, StateGroup))
+        capacity = fewest * self._config.cache.block_size
         self._warm_up(min(capacity, allocate.max_model_len, _WARM_TOKENS + _WARM_DECODES))
         if self.traces is not None:
             self.traces.prepare()
@@ -178,7 +187,8 @@ class Worker:
         limits = BatchLimits(max_rows, allocate.max_model_len, block_size)
         kv_layers = allocate_kv(groups, allocate.num_blocks, block_size, self._kv_dtype, self._device)
         split_tokens = BATCH_INVARIANT_SPLIT if self._config.device.batch_invariant else 0
-        inputs = InputBatch(limits, len(groups), self._device, split_tokens)
+        tables = [_rows_of(group, limits) for group in groups]
+        inputs = InputBatch(limits, tables, self._device, split_tokens)
         sampler = Sampler(limits, self._checkpoint.vocab_size, self._device)
         graphs = self._capture(kv_layers, inputs, capture_sizes) if capture_sizes else None
         return ModelRunner(self._model, kv_layers, inputs, sampler, graphs)
@@ -224,13 +234,16 @@ class Worker:
     def _dummy_prompts(self, rows: int, tokens: int, reserved: int) -> ScheduledBatch:
         """A step that computes `tokens` tokens in each row, with blocks for `reserved`."""
         blocks = -(-reserved // self._config.cache.block_size)
-        groups = range(len(self._model.kv_groups))
+        groups = self._model.kv_groups
         new_rows = [
             NewRow(
                 row=row,
                 token_ids=pack_ids([0] * tokens),
                 computed=0,
-                block_ids=[list(range(row * blocks, (row + 1) * blocks)) for _ in groups],
+                block_ids=[
+                    [row] if isinstance(group, StateGroup) else list(range(row * blocks, (row + 1) * blocks))
+                    for group in groups
+                ],
                 sampling=_GREEDY,
                 prompt_length=tokens,
             )
@@ -256,7 +269,8 @@ class Worker:
 
     def _peak_of(self, rows: int, tokens: int) -> int:
         """Of a step that computes so many tokens in each row."""
-        blocks = [rows * -(-tokens // self._config.cache.block_size)] * len(self._model.kv_groups)
+        of_row = -(-tokens // self._config.cache.block_size)
+        blocks = [rows if isinstance(group, StateGroup) else rows * of_row for group in self._model.kv_groups]
         before = torch.cuda.memory_allocated(self._device)
         runner = self._make_runner(AllocateKV(blocks, tokens), [])
         kv_bytes = torch.cuda.memory_allocated(self._device) - before

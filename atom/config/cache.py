@@ -13,7 +13,7 @@ class CacheConfig:
     kv_cache_dtype: Literal["auto", "bf16", "fp8"] = "auto"
     """Type of stored keys and values. auto takes the compute dtype."""
     enable_prefix_caching: bool = True
-    """Share the KV blocks of equal prompt beginnings."""
+    """Share the KV blocks of equal prompt beginnings; off where a model keeps recurrent states."""
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """Fraction of a GPU's memory that weights and KV cache may fill together."""
     kv_cache_memory_bytes: Annotated[int, Meta(ge=1)] | None = None

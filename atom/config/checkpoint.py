@@ -35,5 +35,7 @@ class Checkpoint:
     chat_template_file: str | None = None
     template_tokens: dict[str, str] = field(default_factory=dict)
     """bos_token, eos_token, … as chat templates name them."""
+    keeps_states: bool = False
+    """Whether it has recurrent layers: of their states equal beginnings can share nothing."""
     add_bos_token: bool = False
     """Not needed by tokenizer.json's own post-processor; for tokenizers that leave it to the caller."""

@@ -8,6 +8,7 @@ result is a function of the arguments alone.
 from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
+from atom.config.cache import CacheConfig
 from atom.config.checkpoint import Checkpoint
 from atom.config.device import DeviceConfig
 from atom.config.engine import EngineConfig
@@ -75,8 +76,14 @@ def resolve(
     dtype = _dtype(config.model.dtype, device, checkpoint, capabilities, notes)
     if config.device.batch_invariant and device == "cpu":
         raise ConfigError("--batch-invariant needs a GPU: on a CPU sums are cut to suit each batch")
+    if config.device.batch_invariant and checkpoint.keeps_states:
+        raise ConfigError(
+            f"--batch-invariant: {checkpoint.model_type} computes its recurrent states in the pieces that "
+            "each step brings, and their bits depend on these; leave it out"
+        )
     _check_length(config.model, checkpoint)
     _check_ranks(config.parallel.tensor_parallel_size, checkpoint)
+    cache = _cache(config.cache, checkpoint, explicit, notes)
     notes += _without_effect(config, explicit, device)
     if checkpoint.ignored_defaults:
         names = ", ".join(checkpoint.ignored_defaults)
@@ -86,6 +93,7 @@ def resolve(
     resolved = replace(
         config,
         model=_model(config.model, dtype),
+        cache=cache,
         scheduler=scheduler,
         device=_threads(_graphs(replace(config.device, device=device), scheduler), config, capabilities),
     )
@@ -145,6 +153,17 @@ def _check_ranks(ranks: int, checkpoint: Checkpoint) -> None:
             f"--tensor-parallel-size {ranks}: the model has {heads} attention heads to share out; "
             f"use at most {heads}"
         )
+
+
+def _cache(cache: CacheConfig, checkpoint: Checkpoint, explicit: set[str], notes: list[str]) -> CacheConfig:
+    """Without prefix caching where a request's past is a state: equal beginnings can share no part of it."""
+    if not checkpoint.keeps_states or not cache.enable_prefix_caching:
+        return cache
+    reason = f"{checkpoint.model_type} keeps a recurrent state of each request, which no other can share"
+    if "enable_prefix_caching" in explicit:
+        raise ConfigError(f"--enable-prefix-caching: {reason}; leave it out")
+    notes.append(f"prefix caching is off: {reason}")
+    return replace(cache, enable_prefix_caching=False)
 
 
 def _model(model: ModelConfig, dtype: Dtype) -> ModelConfig:

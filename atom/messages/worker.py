@@ -31,7 +31,19 @@ class SlidingWindowSpec(msgspec.Struct, tag="window", array_like=True, frozen=Tr
     window: int
 
 
-KVSpec = FullAttentionSpec | SlidingWindowSpec
+class RecurrentStateSpec(msgspec.Struct, tag="state", array_like=True, frozen=True, gc=False):
+    """State of layers that sum up all they have read: one slot a request, however long it is.
+
+    A group's blocks are its slots. Nothing of a state can be shared: it stands for a whole sequence.
+    """
+
+    bytes_per_slot: int
+    """On this rank, over all layers of the group."""
+
+
+PagedSpec = FullAttentionSpec | SlidingWindowSpec
+"""Groups that keep something of each token, block by block."""
+KVSpec = FullAttentionSpec | SlidingWindowSpec | RecurrentStateSpec
 
 
 class NewRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -46,7 +58,7 @@ class NewRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     token_ids: bytes
     computed: int
     block_ids: list[list[int]]
-    """One list for each KV group, in the order of the specs."""
+    """One list for each KV group, in the order of the specs; of a recurrent state its only slot."""
     sampling: Sampling
     prompt_length: int
     """How many of `token_ids` are the prompt."""

@@ -37,3 +37,20 @@ def clamped_swiglu(x_T2F: Tensor, limit: float, alpha: float) -> Tensor:
     gate_TF, up_TF = x_T2F.chunk(2, dim=-1)
     gate_TF = gate_TF.clamp(max=limit)
     return (up_TF.clamp(-limit, limit) + 1) * (gate_TF * torch.sigmoid(alpha * gate_TF))
+
+
+def _sigmoid_case(tokens: int, width: int, gates: int) -> Case:
+    def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        x = torch.randn(tokens, width, generator=generator).to(dtype)
+        return x, torch.randn(tokens, gates + 16, generator=generator).to(dtype)[:, 8:-8]
+
+    return Case(f"{tokens}x{width}by{gates}", make)
+
+
+@op([_sigmoid_case(1, 4096, 4096), _sigmoid_case(9, 40, 40), _sigmoid_case(64, 256, 1)])
+def sigmoid_and_mul(x_TF: Tensor, gate_TG: Tensor) -> Tensor:
+    """x * sigmoid(gate), [T, F]: a gate for each number, or one for each token (G = 1).
+
+    The gate needs a contiguous last dimension only.
+    """
+    return (x_TF.float() * gate_TG.float().sigmoid()).to(x_TF.dtype)

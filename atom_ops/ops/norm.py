@@ -26,11 +26,12 @@ def _cases(with_residual: bool) -> list[Case]:
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last dimension; any leading dimensions.
 
-    In float32 up to the result, which is rounded once: closer to the model in float32 than with
+    The weight may have more digits than x; the result has as many as x. In float32 up to the result, which
+    is rounded once: closer to the model in float32 than with
     the rounding before the weight that some implementations have.
     """
     normed = functional.rms_norm(x_TD.float(), weight_D.shape, weight_D.float(), eps)
-    return normed.to(torch.result_type(x_TD, weight_D))
+    return normed.to(x_TD.dtype)
 
 
 @op(_cases(with_residual=True))
@@ -38,3 +39,21 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
     """(rms_norm(x + residual), x + residual)."""
     total_TD = x_TD + residual_TD
     return rms_norm.reference(total_TD, weight_D, eps), total_TD
+
+
+def _gated_case(hidden: int, *leading: int) -> Case:
+    def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor | float, ...]:
+        x, wide = (
+            torch.randn(*leading, size, generator=generator).to(dtype) for size in (hidden, 2 * hidden)
+        )
+        weight = torch.rand(hidden, generator=generator).to(dtype)
+        return x, wide[..., hidden:], weight, 1e-5
+
+    return Case("x".join(map(str, (*leading, hidden))), make)
+
+
+@op([_gated_case(128, 1, 32), _gated_case(16, 7, 3), _gated_case(40, 33)])
+def gated_rms_norm(x_TD: Tensor, gate_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """rms_norm(x) * silu(gate), rounded once. The gate needs a contiguous last dimension only."""
+    normed = functional.rms_norm(x_TD.float(), weight_D.shape, weight_D.float(), eps)
+    return (normed * functional.silu(gate_TD.float())).to(x_TD.dtype)

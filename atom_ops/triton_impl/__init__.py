@@ -29,10 +29,12 @@ def load() -> None:
     import atom_ops.triton_impl.activation
     import atom_ops.triton_impl.attention
     import atom_ops.triton_impl.batch_invariant
+    import atom_ops.triton_impl.causal_conv
     import atom_ops.triton_impl.decode_inputs
     import atom_ops.triton_impl.embedding
     import atom_ops.triton_impl.fused_attention
     import atom_ops.triton_impl.fused_linear
+    import atom_ops.triton_impl.gated_delta_rule
     import atom_ops.triton_impl.index_keys
     import atom_ops.triton_impl.kv_cache
     import atom_ops.triton_impl.latent_attention

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atom_ops.ops.activation import silu_and_mul
+from atom_ops.ops.activation import sigmoid_and_mul, silu_and_mul
 from atom_ops.triton_impl import NEEDS, runs_on
 from atom_ops.triton_impl.overlap import begin, launch_options
 
@@ -36,4 +36,37 @@ def _launch(x_T2F: Tensor) -> Tensor:
         _silu_and_mul[grid](
             x_T2F, out_TF, SIZE=size, BLOCK=block, num_warps=4, **launch_options(x_T2F.device)
         )
+    return out_TF
+
+
+@triton.jit
+def _sigmoid_and_mul(
+    x_ptr, gate_ptr, out_ptr, gate_stride,
+    GATES: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    begin(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    x = tl.load(x_ptr + row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    of_column = column if GATES > 1 else column * 0
+    gate = tl.load(gate_ptr + row * gate_stride + of_column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * SIZE + column, x * tl.sigmoid(gate), mask=inside)
+
+
+@sigmoid_and_mul.provider(
+    "triton",
+    needs=NEEDS,
+    supported=runs_on,
+    supports=lambda x_TF, gate_TG: x_TF.is_floating_point() and gate_TG.stride(1) == 1,
+)
+def _launch_sigmoid(x_TF: Tensor, gate_TG: Tensor) -> Tensor:
+    x_TF = x_TF.contiguous()
+    (rows, size), out_TF = x_TF.shape, x_TF.new_empty(x_TF.shape)
+    if out_TF.numel():
+        block = min(triton.next_power_of_2(size), _BLOCK)
+        _sigmoid_and_mul[(rows, triton.cdiv(size, block))](
+            x_TF, gate_TG, out_TF, gate_TG.stride(0),
+            GATES=gate_TG.shape[1], SIZE=size, BLOCK=block, num_warps=4, **launch_options(x_TF.device),
+        )  # fmt: skip
     return out_TF

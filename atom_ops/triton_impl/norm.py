@@ -1,11 +1,11 @@
-"""Root mean square normalisation, alone and after an addition: one program for each row."""
+"""Root mean square normalisation, alone, after an addition and with a gate: one program for each row."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from atom_ops.ops.norm import add_rms_norm, rms_norm
+from atom_ops.ops.norm import add_rms_norm, gated_rms_norm, rms_norm
 from atom_ops.triton_impl import NEEDS, runs_on
 from atom_ops.triton_impl.overlap import launch_options, let_next_start, wait
 
@@ -42,7 +42,7 @@ def _launch(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: flo
     """(normed, sum); without a residual the sum is `x_TD`."""
     size = x_TD.shape[-1]
     x_TD = x_TD.contiguous()
-    out_TD = torch.empty_like(x_TD, dtype=torch.result_type(x_TD, weight_D))
+    out_TD = torch.empty_like(x_TD)
     total_TD = x_TD if residual_TD is None else torch.empty_like(x_TD)
     residual_TD = None if residual_TD is None else residual_TD.contiguous()
     block = triton.next_power_of_2(size)
@@ -69,3 +69,41 @@ def _rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 )
 def _add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return _launch(x_TD, residual_TD, weight_D, eps)
+
+
+@triton.jit
+def _gated_norm_rows(
+    x_ptr, gate_ptr, weight_ptr, out_ptr, eps, gate_stride, gate_head_stride,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    let_next_start(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    wait(OVERLAP)
+    gate_ptr += row // HEADS * gate_stride + row % HEADS * gate_head_stride
+    x = tl.load(x_ptr + row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
+    tl.store(out_ptr + row * SIZE + column, x * scale * weight * gate * tl.sigmoid(gate), mask=inside)
+
+
+@gated_rms_norm.provider(
+    "triton",
+    needs=NEEDS,
+    supported=runs_on,
+    supports=lambda x_TD, gate_TD, weight_D, eps: _fits(x_TD) and x_TD.dim() <= 3 and gate_TD.stride(-1) == 1,
+)
+def _gated_rms_norm(x_TD: Tensor, gate_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    x_TD, size = x_TD.contiguous(), x_TD.shape[-1]
+    out_TD = torch.empty_like(x_TD)
+    heads = x_TD.shape[1] if x_TD.dim() == 3 else 1
+    head_stride = gate_TD.stride(1) if x_TD.dim() == 3 else 0
+    if x_TD.numel():
+        _gated_norm_rows[(x_TD.numel() // size,)](
+            x_TD, gate_TD, weight_D, out_TD, eps, gate_TD.stride(0), head_stride,
+            HEADS=heads, SIZE=size, BLOCK=triton.next_power_of_2(size),
+            num_warps=min(max(size // 512, 1), 16), **launch_options(x_TD.device),
+        )  # fmt: skip
+    return out_TD

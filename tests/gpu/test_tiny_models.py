@@ -18,7 +18,10 @@ from workers.worker import Worker
 
 GPU = torch.device("cuda", 0)
 BLOCKS, BLOCK_SIZE = 64, 16
+PLAIN = ("llama-gqa", "llama-odd-gqa", "llama-llama3-rope", "qwen3", "qwen3-odd-gqa-biases")
+STATEFUL = ("qwen3-next", "qwen3-next-odd-heads-biases", "qwen3-next-every-second-mha-tied")
 OURS = {"rms_norm", "add_rms_norm", "silu_and_mul", "embedding", "rotation_at", "rotate_and_write_kv"}
+OURS |= {"causal_conv", "gated_delta_rule", "gated_rms_norm", "sigmoid_and_mul"}
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,18 +29,18 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "llama-odd-gqa", "llama-llama3-rope", "qwen3", "qwen3-biases"])
+@pytest.mark.parametrize("name", [*PLAIN, *STATEFUL])
 def test_logits_equal_at_every_position(name: str, tmp_path: Path) -> None:
     reference, checkpoint = save_tiny(tiny(name), tmp_path)
     config = dataclasses.replace(
         engine_config(block_size=BLOCK_SIZE), device=DeviceConfig(device="cuda", cudagraph_capture_sizes="[]")
     )
     worker = Worker(config, checkpoint, Communicator(TPGroup(0, 1, GPU)), lambda *progress: None)
-    worker.load()
-    worker.allocate(AllocateKV([BLOCKS], MAX_MODEL_LEN))
+    specs = worker.load().kv_specs
+    worker.allocate(AllocateKV([BLOCKS] * len(specs), MAX_MODEL_LEN))
     assert not OURS & set(backend.ran_in_torch())
     ids = prompt_of(64, seed=9)
-    core = CoreSide(BLOCKS, BLOCK_SIZE, seed=3)
+    core = CoreSide.of_specs(specs, BLOCKS, BLOCK_SIZE, seed=3)
     core.add(0, ids)
     found = forced_logits(worker, core, 0, (40, 23, 1))
     torch.testing.assert_close(found, hf_logits(reference, ids), atol=2e-4, rtol=0)

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from atom.messages.engine import Sampling, pack_ids, unpack_ids
-from atom.messages.worker import MoreBlocks, NewRow, ScheduledBatch
+from atom.messages.worker import KVSpec, MoreBlocks, NewRow, RecurrentStateSpec, ScheduledBatch
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
@@ -15,10 +15,14 @@ Execute = Callable[[ScheduledBatch], bytes]
 class CoreSide:
     """Rows, their tokens and their blocks. Blocks of each KV group are handed out in random order."""
 
-    def __init__(self, num_blocks: int, block_size: int, seed: int = 0, groups: int = 1):
+    def __init__(
+        self, num_blocks: int, block_size: int, seed: int = 0, groups: int = 1, states: Sequence[int] = ()
+    ):
+        """Of the `groups`, those numbered `states` keep one slot a request."""
         self._block_size = block_size
         shuffled = random.Random(seed)
         self._free = [shuffled.sample(range(num_blocks), num_blocks) for _ in range(groups)]
+        self._states = states
         self._blocks: dict[int, int] = {}
         self._fresh: dict[int, tuple[Sampling, int, int]] = {}
         self._drawers: list[int] = []
@@ -26,6 +30,12 @@ class CoreSide:
         self.known: dict[int, int] = {}
         self.computed: dict[int, int] = {}
         self.tokens: dict[int, list[int]] = {}
+
+    @classmethod
+    def of_specs(cls, specs: Sequence[KVSpec], num_blocks: int, block_size: int, seed: int = 0) -> "CoreSide":
+        """With so many blocks, or slots, in each group."""
+        states = [number for number, spec in enumerate(specs) if isinstance(spec, RecurrentStateSpec)]
+        return cls(num_blocks, block_size, seed, len(specs), states)
 
     def add(
         self,
@@ -49,7 +59,10 @@ class CoreSide:
         for row, count in counts.items():
             end = self.computed[row] + count
             needed = -(-end // self._block_size) - self._blocks[row]
-            blocks = [[free.pop() for _ in range(needed)] for free in self._free]
+            blocks = [
+                [free.pop() for _ in range(row in self._fresh if group in self._states else needed)]
+                for group, free in enumerate(self._free)
+            ]
             self._blocks[row] += needed
             if row in self._fresh:
                 ids = pack_ids(self.tokens[row])

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tests.helpers.tiny_models import Greedy, Tiny, build_tiny, hf_greedy, hf_logits, prompt_of
+from workers.families import keeps_states
 
 NEW_TOKENS = 32
 PROMPT_LENGTHS = (5, 37, 64)
@@ -47,6 +48,8 @@ class Reference:
     answers: list[Answer]
     windows: list[int | None]
     """The tokens that each layer sees; None for all."""
+    keeps_states: bool
+    """Then nothing is ever found in a prefix cache."""
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -68,7 +71,8 @@ def make_reference(model: Tiny, directory: Path) -> Reference:
     greedy = _greedy(built)
     why = problems(greedy, windows(built.config))
     assert not why, f"{model.name} proves little: {'; '.join(why)} (python -m tests.models.find_seed)"
-    return Reference(directory, list(map(partial(_answer, built), PROMPTS, greedy)), windows(built.config))
+    answers = list(map(partial(_answer, built), PROMPTS, greedy))
+    return Reference(directory, answers, windows(built.config), keeps_states(model.model_type))
 
 
 def _greedy(model: torch.nn.Module) -> list[Greedy]:

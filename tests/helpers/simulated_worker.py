@@ -13,7 +13,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from atom.messages.engine import DrawnLogprobs, LogprobTable, PromptLogprobs, pack_ids, unpack_ids
-from atom.messages.worker import BatchResult, FullAttentionSpec, KVSpec, NewRow, ScheduledBatch
+from atom.messages.worker import (
+    BatchResult,
+    FullAttentionSpec,
+    KVSpec,
+    NewRow,
+    RecurrentStateSpec,
+    ScheduledBatch,
+)
 
 ROOT = 0
 Scores = tuple[list[int], list[float], int]
@@ -95,7 +102,8 @@ class SimulatedWorker:
         """`limits`: most rows, and most tokens in a step."""
         self._specs = list(specs)
         self._slots: list[list[int | None]] = [
-            [None] * (blocks * spec.block_size) for spec, blocks in zip(specs, num_blocks, strict=True)
+            [None] * (blocks * (1 if isinstance(spec, RecurrentStateSpec) else spec.block_size))
+            for spec, blocks in zip(specs, num_blocks, strict=True)
         ]
         self._vocabulary = vocabulary
         self._max_rows, self._max_tokens = limits
@@ -112,6 +120,8 @@ class SimulatedWorker:
         assert all(0 <= row < self._max_rows for row in batch.rows), "a row is out of range"
         assert 0 < sum(counts) <= self._max_tokens and min(counts) > 0, "the step breaks the token budget"
         work = [(self._rows[row], count) for row, count in zip(batch.rows, counts, strict=True)]
+        for row, count in work:
+            self._advance_states(row, count)
         # Each layer writes the KV of all rows before any of them attends.
         for row, count in work:
             self._write(row, count)
@@ -133,14 +143,28 @@ class SimulatedWorker:
             for table, added in zip(self._rows[more.row].tables, more.block_ids, strict=True):
                 table.extend(added)
 
+    def _advance_states(self, row: Row, count: int) -> None:
+        """A row's first token starts a state; every other one needs the state behind the one before."""
+        for group, spec in enumerate(self._specs):
+            if isinstance(spec, RecurrentStateSpec):
+                (slot,) = row.tables[group]
+                before = row.prefixes[row.computed - 1] if row.computed else None
+                found = self._slots[group][slot]
+                assert row.computed == 0 or found == before, f"step {self._step}: a foreign state"
+                self._slots[group][slot] = row.prefixes[row.computed + count - 1]
+
     def _write(self, row: Row, count: int) -> None:
         assert row.computed + count <= len(row.token_ids), "a row computes a token that nobody knows"
-        for group in range(len(self._specs)):
+        for group, spec in enumerate(self._specs):
+            if isinstance(spec, RecurrentStateSpec):
+                continue
             for position in range(row.computed, row.computed + count):
                 self._slots[group][self._slot(row, group, position)] = row.prefixes[position]
 
     def _read(self, row: Row, count: int) -> None:
         for group, spec in enumerate(self._specs):
+            if isinstance(spec, RecurrentStateSpec):
+                continue
             end = row.computed + count
             first = 0 if isinstance(spec, FullAttentionSpec) else max(0, row.computed - spec.window + 1)
             for position in range(first, end):
@@ -150,7 +174,9 @@ class SimulatedWorker:
                 )
 
     def _slot(self, row: Row, group: int, position: int) -> int:
-        size = self._specs[group].block_size
+        spec = self._specs[group]
+        assert not isinstance(spec, RecurrentStateSpec)
+        size = spec.block_size
         return row.tables[group][position // size] * size + position % size
 
     def _draw(self, work: list[tuple[Row, int]]) -> list[Row]:

@@ -21,15 +21,15 @@ class TinyWorker:
         self.worker = Worker(
             engine_config(block_size=BLOCK_SIZE), checkpoint_of(directory), place(), lambda *progress: None
         )
-        self._groups = len(self.worker.load().kv_specs)
-        self.worker.allocate(AllocateKV([BLOCKS] * self._groups, MAX_MODEL_LEN))
+        self._specs = self.worker.load().kv_specs
+        self.worker.allocate(AllocateKV([BLOCKS] * len(self._specs), MAX_MODEL_LEN))
 
     def execute(self, batch: ScheduledBatch) -> bytes:
         return self.worker.execute(batch).token_ids()
 
     def core(self) -> CoreSide:
         """With every block free."""
-        return CoreSide(BLOCKS, BLOCK_SIZE, groups=self._groups)
+        return CoreSide.of_specs(self._specs, BLOCKS, BLOCK_SIZE)
 
 
 @torch.inference_mode()

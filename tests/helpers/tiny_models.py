@@ -18,6 +18,7 @@ from atom.config.parallel import ParallelConfig
 from atom.config.scheduler import SchedulerConfig
 from parallel.communicator import Communicator
 from parallel.state import TPGroup
+from workers.families import keeps_states
 from workers.hf_directory import normalised_config
 
 # Tiny matrices gain nothing from threads that wait for one another on a busy machine.
@@ -105,6 +106,19 @@ _DEEPSEEK = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 2.5,
 }
+_QWEN3_NEXT = {
+    "num_hidden_layers": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 28,
+    "shared_expert_intermediate_size": 20,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
 _THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}
 _DEEPSEEK_YARN = _YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.0}
 # With few heads many scores are 0 exactly, and transformers leaves open which of these are chosen.
@@ -178,6 +192,16 @@ TINY_MODELS = [
     Tiny("gpt-oss-mha-tied-windows-everywhere", "gpt_oss", 3,
          _GPT_OSS | _MHA_TIED | {"sliding_window": 33, "attention_bias": False,
                                  "layer_types": ["sliding_attention"] * 3}),
+    Tiny("qwen3-next", "qwen3_next", 1, _QWEN3_NEXT),
+    Tiny("qwen3-next-odd-heads-biases", "qwen3_next", 1,
+         _QWEN3_NEXT | {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16,
+                        "attention_bias": True, "linear_num_key_heads": 3, "linear_num_value_heads": 3,
+                        "mlp_only_layers": [0], "norm_topk_prob": False}),
+    Tiny("qwen3-next-every-second-mha-tied", "qwen3_next", 1,
+         _QWEN3_NEXT | _MHA_TIED | {"num_hidden_layers": 5, "decoder_sparse_step": 2,
+                                    "linear_num_value_heads": 6, "linear_conv_kernel_dim": 3,
+                                    "layer_types": ["full_attention", "linear_attention"] * 2
+                                                   + ["linear_attention"]}),
 ]  # fmt: skip
 
 
@@ -208,6 +232,10 @@ def build_tiny(model: Tiny) -> torch.nn.Module:
                 weight.normal_(0, 0.2 if "embed" in name else model.scale * weight.shape[-1] ** -0.5)
             elif name.endswith("sinks"):
                 weight.normal_(0, 2)
+            elif name.endswith("A_log"):
+                weight.uniform_(-4, -1)  # a state that remembers dozens of tokens
+            elif not weight.any():
+                weight.uniform_(-0.5, 0.5)  # of a zero-centred norm
             else:
                 weight.uniform_(0.5, 1.5)
         for name, buffer in built.named_buffers():
@@ -234,6 +262,7 @@ def checkpoint_of(directory: Path) -> Checkpoint:
         dtype="float32",
         vocab_size=config["vocab_size"],
         max_model_len=config["max_position_embeddings"],
+        keeps_states=keeps_states(config["model_type"]),
     )
 
 

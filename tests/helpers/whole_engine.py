@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -79,7 +79,10 @@ class WholeEngine:
                 block for block in range(pool.num_blocks) if pool.is_free(block) and not pool._digests[block]
             ]
             for layer in group.layers:
-                self._worker._runner._kv_layers[layer].kv[nobodys] = torch.nan
+                cache = self._worker._runner._kv_layers[layer]
+                for part in fields(cache):
+                    if (tensor := getattr(cache, part.name)) is not None:
+                        tensor[nobodys] = torch.nan
 
     def _take(self, deltas: TokenDeltas) -> None:
         for number, token_id in zip(deltas.request_ids, unpack_ids(deltas.token_ids), strict=True):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from atom_ops import AttentionRule, HeadNorms, KVLayer, attend_projection
-from workers.layers.context import ForwardContext
+from workers.layers.context import ForwardContext, GroupContext
 from workers.layers.rotary import Rotation
 
 
@@ -66,7 +66,7 @@ class Attention(nn.Module):
         rank's query heads give to nothing.
         """
         cache, group = ctx.kv_layers[self._layer], ctx.groups[self._group]
-        assert isinstance(cache, KVLayer)
+        assert isinstance(cache, KVLayer) and isinstance(group, GroupContext)
         cos_T1R, sin_T1R = rotation.cos_T1R, rotation.sin_T1R
         rule = AttentionRule(self._scale, self._window, sinks_H)
         out_THE = attend_projection(qkv_TO, cos_T1R, sin_T1R, cache, group.slots_T, norms, group.plan, rule)

@@ -1,8 +1,9 @@
-"""What the layers of a model keep of each token."""
+"""What the layers of a model keep of each token, or of each request."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from atom_ops import StateShape
 from workers.layers.attention import KVGroup
 
 
@@ -18,5 +19,14 @@ class LatentGroup:
     """Those of the layers that keep an index key of so many numbers beside each row."""
 
 
-CacheGroup = KVGroup | LatentGroup
-"""Layers that share one block table because they keep the same tokens, all in one shape."""
+@dataclass(frozen=True, slots=True)
+class StateGroup:
+    """Recurrent layers: one state a request, however long it is."""
+
+    layers: Sequence[int]
+    shape: StateShape
+    """On this rank."""
+
+
+CacheGroup = KVGroup | LatentGroup | StateGroup
+"""Layers that share one block table because they keep the same tokens, all in one shape; or one slot."""

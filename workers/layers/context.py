@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from atom_ops import AttentionPlan, ChosenTokens, KVLayer, LatentLayer
+from atom_ops import AttentionPlan, ChosenTokens, KVLayer, LatentLayer, StateLayer, StatePlan
 from parallel.communicator import Communicator
 
-CacheLayer = KVLayer | LatentLayer
-"""What one layer keeps of its tokens."""
+CacheLayer = KVLayer | LatentLayer | StateLayer
+"""What one layer keeps of its tokens, or of its requests."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ForwardContext:
 
     kv_layers: Sequence[CacheLayer]
     """By layer index."""
-    groups: Sequence[GroupContext]
-    """By KV group."""
+    groups: Sequence[GroupContext | StatePlan]
+    """By KV group; a plan where it keeps states."""
     choice: Choice = field(default_factory=Choice)
     """Of the latest layer that made one."""

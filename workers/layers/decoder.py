@@ -59,6 +59,8 @@ class DecoderArgs:
     """Empty: every layer sees all that came before."""
     rope_interleaved: bool = False
     """Whether neighbouring features turn together, or those of both halves."""
+    zero_centred_norms: bool = False
+    """Whether norms are on disk as what they have more than one."""
     sinks: bool = False
     """Whether each query head has a score for nothing, learned, beside those for tokens."""
 
@@ -97,8 +99,16 @@ def kv_groups(args: DecoderArgs, build: BuildContext) -> list[KVGroup]:
     return group_by_window(windows, shard.kv_count, args.head_dim)
 
 
+def kv_group(args: DecoderArgs, layers: Sequence[int], build: BuildContext) -> KVGroup:
+    """Of layers that see all that came before."""
+    shard = head_shard(args.num_attention_heads, args.num_key_value_heads, build.tp.size, build.tp.rank)
+    return KVGroup(layers, shard.kv_count, args.head_dim)
+
+
 class SelfAttention(WeightedLayer):
     """Grouped-query attention with rotary positions."""
+
+    name_on_disk = "self_attn"
 
     sinks: torch.Tensor | None
 
@@ -138,6 +148,9 @@ class SelfAttention(WeightedLayer):
 
 class Mixer(Protocol):
     """What a decoder layer lets tokens see one another with."""
+
+    name_on_disk: str
+    """In its layer."""
 
     def after_norm(
         self,
@@ -190,14 +203,14 @@ class GatedMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention, then a feed-forward block, each on the norm of what came before and added to it."""
 
-    self_attn: Mixer
     mlp: FeedForward
 
     def __init__(self, args: DecoderArgs, attention: Mixer, mlp: FeedForward, build: BuildContext):
         super().__init__()
-        self.input_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps, build)
-        self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps, build)
+        self.input_layernorm = _norm(args, build)
+        setattr(self, attention.name_on_disk, attention)
+        self._mixer = attention.name_on_disk
+        self.post_attention_layernorm = _norm(args, build)
         self.mlp = mlp
 
     def forward(
@@ -208,8 +221,13 @@ class DecoderLayer(nn.Module):
         ctx: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(what is still to be added, the sum so far)."""
-        x_TD, residual_TD = self.self_attn.after_norm(self.input_layernorm, x_TD, residual_TD, rotation, ctx)
+        mixer: Mixer = getattr(self, self._mixer)
+        x_TD, residual_TD = mixer.after_norm(self.input_layernorm, x_TD, residual_TD, rotation, ctx)
         return self.mlp.after_norm(self.post_attention_layernorm, x_TD, residual_TD)
+
+
+def _norm(args: DecoderArgs, build: BuildContext) -> RMSNorm:
+    return RMSNorm(args.hidden_size, args.rms_norm_eps, build, args.zero_centred_norms)
 
 
 class Decoder(nn.Module):
@@ -219,7 +237,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = VocabEmbedding(args.vocab_size, args.hidden_size, build)
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps, build)
+        self.norm = _norm(args, build)
         self.rotary = RotaryEmbedding(args.head_dim, args.rope_parameters, build, args.rope_interleaved)
 
     def forward(self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:

@@ -57,6 +57,28 @@ class ColumnParallelLinear(Linear):
         return add_norm_linear(x_TD, residual_TD, norm.weight, norm.eps, self.weight, self.bias)
 
 
+class ReorderedLinear(ColumnParallelLinear):
+    """Its features come in another order than the checkpoint's rows."""
+
+    def __init__(
+        self,
+        in_features: int,
+        outputs: Sequence[Range],
+        bias: bool,
+        build: BuildContext,
+        order: torch.Tensor,
+    ):
+        """Feature i is row `order[i]` of those that this rank keeps."""
+        super().__init__(in_features, outputs, bias, build)
+        self._order = order.to(build.device)
+
+    def finish_loading(self) -> None:
+        self.weight = self.weight.index_select(0, self._order)
+        if self.bias is not None:
+            self.bias = self.bias.index_select(0, self._order)
+        super().finish_loading()
+
+
 class RowParallelLinear(Linear):
     """Each rank reads a part of the input features; the partial sums are added over the ranks.
 

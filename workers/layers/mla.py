@@ -78,6 +78,8 @@ class LatentArgs:
 class LatentAttention(nn.Module):
     """Latents are the same on every rank; heads are dealt out."""
 
+    name_on_disk = "self_attn"
+
     def __init__(self, args: LatentArgs, layer: int, groups: Sequence[CacheGroup], build: BuildContext):
         """`groups` are all of the model's; one of them has the layer."""
         super().__init__()
@@ -110,7 +112,7 @@ class LatentAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(attention of the sum's norm, the sum); see `ColumnParallelLinear.after_norm`."""
         cache, group = ctx.kv_layers[self._layer], ctx.groups[self._group]
-        assert isinstance(cache, LatentLayer)
+        assert isinstance(cache, LatentLayer) and isinstance(group, GroupContext)
         q_THE, residual_TD = self.queries(norm, x_TD, residual_TD, rotation, cache, group.slots_T)
         return self.attend(q_THE, rotation, cache, group), residual_TD
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from atom_ops import ExpertActivation, ExpertWeights, RoutingRule, experts, route
+from atom_ops import ExpertActivation, ExpertWeights, RoutingRule, experts, route, sigmoid_and_mul
 from workers.layers.activation import gated_linear
 from workers.layers.context import BuildContext
 from workers.layers.expert_forms import PER_EXPERT, ExpertForm, ExpertSizes, Part
@@ -41,6 +41,8 @@ class MoEArgs:
     expert_bias: bool = False
     shared_features: int = 0
     """Intermediate size of all shared experts together; 0: there are none."""
+    shared_gate: bool = False
+    """Whether a gate says, token by token, how much of the shared experts counts."""
     form: ExpertForm = PER_EXPERT
 
 
@@ -56,6 +58,7 @@ class MoE(nn.Module):
         self.gate = Router(args, build)
         self.experts = Experts(args, build)
         self.shared_experts = SharedExperts(args, build) if args.shared_features else None
+        self.shared_expert_gate = SharedGate(args, build) if args.shared_gate else None
 
     def after_norm(
         self, norm: RMSNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
@@ -67,8 +70,13 @@ class MoE(nn.Module):
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         out_TD = self.experts(x_TD, *self.gate.choose(x_TD))
         if self.shared_experts is not None:
-            out_TD = out_TD + self.shared_experts(x_TD)
+            out_TD = out_TD + self._shared(self.shared_experts, x_TD)
         return self._tp.all_reduce(out_TD)
+
+    def _shared(self, shared: "SharedExperts", x_TD: torch.Tensor) -> torch.Tensor:
+        if self.shared_expert_gate is None:
+            return shared(x_TD)
+        return sigmoid_and_mul(shared(x_TD), self.shared_expert_gate(x_TD))
 
 
 class Router(Linear):
@@ -169,3 +177,11 @@ class SharedExperts(nn.Module):
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         return self.down_proj.after_gate(self._gated, self.gate_up_proj(x_TD))
+
+
+class SharedGate(Linear):
+    """One number a token, the same on every rank."""
+
+    def __init__(self, args: MoEArgs, build: BuildContext):
+        super().__init__()
+        self.add_weight("weight", [Source((1, args.hidden_size), 0, Range.whole(1))], build)

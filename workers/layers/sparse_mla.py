@@ -143,7 +143,7 @@ class SparseLatentAttention(LatentAttention):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `LatentAttention`."""
         cache, group = ctx.kv_layers[self._layer], ctx.groups[self._group]
-        assert isinstance(cache, LatentLayer)
+        assert isinstance(cache, LatentLayer) and isinstance(group, GroupContext)
         if self.indexer is None:
             q_THE, residual_TD = self.queries(norm, x_TD, residual_TD, rotation, cache, group.slots_T)
         else:

@@ -154,3 +154,20 @@ def test_choices_without_effect_get_one_line(
 def test_settings_of_the_checkpoint_that_are_not_applied_are_named() -> None:
     checkpoint = replace(CHECKPOINT, ignored_defaults=["repetition_penalty=1.1"])
     assert "repetition_penalty=1.1" in resolved(FAST_CPU, checkpoint).notes[0]
+
+
+def test_states_cannot_be_shared() -> None:
+    stateful = replace(CHECKPOINT, model_type="qwen3_next", dtype="float32", keeps_states=True)
+    made = resolved(CPU, stateful)
+    assert made.config.cache.enable_prefix_caching is False
+    (note,) = made.notes
+    assert note.startswith("prefix caching is off: qwen3_next keeps a recurrent state")
+    assert resolved(CPU, stateful, enable_prefix_caching=False).notes == []
+    with pytest.raises(ConfigError, match="--enable-prefix-caching: qwen3_next keeps .*; leave it out"):
+        resolved(CPU, stateful, enable_prefix_caching=True)
+
+
+def test_states_depend_on_the_pieces_they_are_computed_in() -> None:
+    stateful = replace(CHECKPOINT, model_type="qwen3_next", keeps_states=True)
+    with pytest.raises(ConfigError, match="--batch-invariant: qwen3_next computes its recurrent states"):
+        resolved(GPUS, stateful, batch_invariant=True)

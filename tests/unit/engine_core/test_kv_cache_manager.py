@@ -3,12 +3,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from atom.messages.worker import FullAttentionSpec, KVSpec, SlidingWindowSpec
+from atom.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
 from engine_core import kv_cache_manager
 from engine_core.block_pool import BlockPool
 from engine_core.kv_cache_manager import PLACEHOLDER, KVCacheManager, RequestBlocks
 
 FULL = FullAttentionSpec(block_size=4, bytes_per_block=1)
+STATE = RecurrentStateSpec(bytes_per_slot=1)
 WINDOW = SlidingWindowSpec(block_size=4, bytes_per_block=1, window=6)
 
 
@@ -230,3 +231,27 @@ def test_a_request_of_any_length_fits_a_window_group() -> None:
     assert kv.can_ever_hold(10_000)
     assert not KVCacheManager([WINDOW], [2], max_chunk=4, seed=1).can_ever_hold(10_000)
     assert not KVCacheManager([FULL], [4], max_chunk=4, seed=1).can_ever_hold(17)
+
+
+def test_a_state_is_one_slot_from_the_first_token_to_the_last() -> None:
+    kv = KVCacheManager([STATE, FULL], [2, 8], 64, 3, enable_prefix_caching=False)
+    owners = [kv.new_blocks() for _ in range(2)]
+    for blocks in owners:
+        assert kv.admit(blocks, ids(*range(5))) == 0
+        added = kv.extend(blocks, 0, 5)
+        assert added is not None and [len(group) for group in added] == [1, 2]
+        assert kv.extend(blocks, 5, 8) == []
+    added = kv.extend(owners[0], 8, 9)
+    assert added is not None and [len(group) for group in added] == [0, 1]
+    kv.check_covers(owners[0], 9)
+    kv.check_integrity(owners)
+    assert kv.admit(kv.new_blocks(), ids(1)) is None, "no slot is free"
+    kv.release(owners[0])
+    third = kv.new_blocks()
+    assert kv.admit(third, ids(1)) == 0 and kv.extend(third, 0, 1) is not None
+    kv.check_integrity([owners[1], third])
+
+
+def test_states_are_not_shared() -> None:
+    with pytest.raises(ValueError, match="states cannot be shared: prefix caching must be off"):
+        manager([FULL, STATE])

@@ -1,9 +1,10 @@
 import pytest
 
-from atom.messages.worker import FullAttentionSpec, KVSpec, SlidingWindowSpec
+from atom.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
 from engine_core.kv_plan import cache_tokens, first_visible_block, longest_sequence, peak_blocks, plan_blocks
 
 FULL = FullAttentionSpec(block_size=4, bytes_per_block=100)
+STATE = RecurrentStateSpec(bytes_per_slot=1000)
 WINDOW = SlidingWindowSpec(block_size=4, bytes_per_block=30, window=6)
 
 
@@ -60,3 +61,21 @@ def test_longest_sequence_and_capacity() -> None:
     assert longest_sequence([FULL, WINDOW], [5, 2], 4) == 8
     assert cache_tokens([FULL, WINDOW], [5, 4]) == 20
     assert cache_tokens([WINDOW], [4]) == 16
+
+
+def test_states_get_a_slot_for_every_request_before_blocks_get_the_rest() -> None:
+    assert plan_blocks([FULL, STATE], 10_050, 4, 16, 64) == [60, 4]
+    assert plan_blocks([STATE, FULL, STATE], 20_000, 4, 16, 64) == [4, 120, 4]
+
+
+@pytest.mark.parametrize(
+    ("kv_bytes", "planned"), [(6000, [30, 3]), (1500, [5, 1]), (1050, [0, 1]), (999, [9, 0])]
+)
+def test_states_leave_half_of_the_memory_or_are_one(kv_bytes: int, planned: list[int]) -> None:
+    assert plan_blocks([FULL, STATE], kv_bytes, 64, 16, 64) == planned
+
+
+def test_states_limit_no_length() -> None:
+    assert longest_sequence([STATE, FULL], [1, 5], 4) == 20
+    assert cache_tokens([FULL, STATE], [5, 1]) == 20
+    assert peak_blocks(STATE, 10_000, 16) == 1

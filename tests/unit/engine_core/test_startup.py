@@ -4,7 +4,7 @@ from atom.config.cache import CacheConfig
 from atom.config.engine import EngineConfig
 from atom.config.model import ModelConfig
 from atom.config.scheduler import SchedulerConfig
-from atom.messages.worker import FullAttentionSpec, Loaded, SlidingWindowSpec
+from atom.messages.worker import FullAttentionSpec, Loaded, RecurrentStateSpec, SlidingWindowSpec
 from engine_core.startup import StartupError, limits_of, plan_cache
 
 FULL = FullAttentionSpec(block_size=16, bytes_per_block=1000)
@@ -58,3 +58,12 @@ def test_ranks_must_agree() -> None:
 def test_open_defaults_are_refused() -> None:
     with pytest.raises(StartupError, match="must have values before the core starts"):
         limits_of(EngineConfig())
+
+
+def test_states_are_as_many_as_requests() -> None:
+    state = RecurrentStateSpec(bytes_per_slot=700)
+    assert plan_cache(config(num_kv_blocks=7), 64, [Loaded(0, [FULL, state], 1, 7)]).num_blocks == [7, 4]
+    richer = [Loaded(0, [FULL, state], 12_000, 7), Loaded(1, [FULL, state], 90_000, 7)]
+    assert plan_cache(config(), 64, richer).num_blocks == [9, 4]
+    with pytest.raises(StartupError, match="500 bytes for the KV cache, and one block takes 1700"):
+        plan_cache(config(), 64, [Loaded(0, [FULL, state], 500, 7)])

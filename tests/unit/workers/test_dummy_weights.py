@@ -36,9 +36,9 @@ def logits_of(model: Tiny, directory: Path, changes: dict[str, Any] | None = Non
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | (changes or {})))
     worker = Worker(engine_config(load_dummy=True), checkpoint_of(directory), place(), lambda *progress: None)
-    groups = worker.load().kv_specs
-    worker.allocate(AllocateKV([BLOCKS] * len(groups), MAX_MODEL_LEN))
-    core = CoreSide(BLOCKS, BLOCK_SIZE, groups=len(groups))
+    specs = worker.load().kv_specs
+    worker.allocate(AllocateKV([BLOCKS] * len(specs), MAX_MODEL_LEN))
+    core = CoreSide.of_specs(specs, BLOCKS, BLOCK_SIZE, seed=3)
     core.add(0, prompt_of(TOKENS, seed=1))
     return step_logits(worker, core.plan({0: TOKENS}))
 

@@ -7,7 +7,7 @@ import pytest
 
 import workers.models
 from tests.helpers.tiny_models import TINY_MODELS
-from workers.families import architectures, check_runs, families
+from workers.families import architectures, check_runs, families, keeps_states
 
 
 def tables() -> dict[str, dict[str, type]]:
@@ -24,6 +24,15 @@ def test_what_runs_is_what_the_model_files_declare() -> None:
     """It is read from their text: importing them takes torch."""
     declared = {family: list(table) for family, table in tables().items()}
     assert {family: list(names) for family, names in architectures().items()} == declared
+
+
+def test_families_that_keep_states_say_so() -> None:
+    of_files = {
+        family: getattr(importlib.import_module(f"workers.models.{family}"), "KEEPS_STATES", False)
+        for family in families()
+    }
+    assert {family: keeps_states(family) for family in families()} == of_files
+    assert of_files["qwen3_next"] is True and of_files["qwen3"] is False
 
 
 def test_every_family_has_tiny_models_that_prove_it() -> None:

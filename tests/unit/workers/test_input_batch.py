@@ -7,7 +7,7 @@ import torch
 from atom.messages.engine import pack_ids
 from atom.messages.worker import MoreBlocks, NewRow, ScheduledBatch
 from tests.helpers.core_side import GREEDY
-from workers.block_table import BatchLimits
+from workers.block_table import BatchLimits, BlockTable
 from workers.input_batch import InputBatch, StepInputs
 
 BLOCK = 4
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 def make(groups: int = 1, max_rows: int = 8, max_model_len: int = 64) -> InputBatch:
     limits = BatchLimits(max_rows, max_model_len, BLOCK)
-    return InputBatch(limits, groups, CPU)
+    return InputBatch(limits, [BlockTable(limits) for _ in range(groups)], CPU)
 
 
 def new_row(row: int, ids: list[int], *blocks: list[int], computed: int = 0) -> NewRow:

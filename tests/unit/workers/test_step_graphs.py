@@ -9,21 +9,29 @@ import pytest
 import torch
 
 from atom.messages.engine import Sampling, unpack_ids
+from atom.messages.worker import NewRow
+from atom_ops import StatePlan
 from tests.helpers.core_side import GREEDY, CoreSide
 from workers import prompt_graphs
-from workers.block_table import BatchLimits
+from workers.block_table import BatchLimits, BlockTable
 from workers.decode_graphs import DecodeGraphs
+from workers.group_rows import GroupRows
 from workers.input_batch import InputBatch
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import ForwardContext
 from workers.model_runner import Graphs, ModelRunner
 from workers.prompt_graphs import PromptGraphs
 from workers.sampler import Sampler
+from workers.state_slots import StateSlots
 
 CPU = torch.device("cpu")
 LIMITS = BatchLimits(max_rows=6, max_model_len=64, block_size=4)
 VOCAB = 97
-GROUPS = 2
+
+
+def tables() -> list[GroupRows]:
+    """Two groups of blocks, one of states."""
+    return [BlockTable(LIMITS), StateSlots(LIMITS), BlockTable(LIMITS)]
 
 
 class Footprint:
@@ -32,6 +40,11 @@ class Footprint:
     def __call__(self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         total_T = ids_T * 7 + positions_T * 3
         for number, group in enumerate(ctx.groups):
+            if isinstance(group, StatePlan):
+                assert group.num_tokens == len(ids_T)
+                of_row = 13 * group.slots_R + 17 * group.fresh_R
+                total_T = total_T + of_row[group.row_T]
+                continue
             plan = group.plan
             lengths = plan.query_starts_R1.diff()
             rows_T = torch.arange(len(lengths)).repeat_interleave(lengths)
@@ -65,7 +78,7 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 def runner(sizes: list[int] | None) -> ModelRunner:
     model = cast(CausalLM, Footprint())
-    inputs = InputBatch(LIMITS, GROUPS, CPU)
+    inputs = InputBatch(LIMITS, tables(), CPU)
     sampler = Sampler(LIMITS, VOCAB, CPU)
     if sizes is None:
         return ModelRunner(model, [], inputs, sampler)
@@ -77,11 +90,13 @@ def runner(sizes: list[int] | None) -> ModelRunner:
 
 
 class TwoGroups(CoreSide):
-    """Both groups use the same blocks."""
+    """Both groups use the same blocks; a new row's state takes another slot than the last one's."""
 
     def plan(self, counts: dict[int, int]) -> Any:
         batch = super().plan(counts)
         for change in (*batch.new_rows, *batch.more_blocks):
+            is_new = isinstance(change, NewRow)
+            change.block_ids.append([7 * batch.step + change.row] if is_new else [])
             change.block_ids.append([block + 1 for block in change.block_ids[0]])
         return batch
 

@@ -1,0 +1,130 @@
+"""What recurrent layers keep of a request: one slot, whatever its length.
+
+    conv        [S, W - 1, C]      the convolution's last inputs, oldest first; compute dtype
+    recurrent   [S, N, E, F]       float32, a matrix for each value head: key by value features
+
+S slots, W taps of the convolution, C channels, N value heads.
+
+`StatePlan` says on the device which rows of a step go on from which slots; the rows' tokens lie one
+row after another, as in an `AttentionPlan`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from atom_ops.ops.kv_cache import without_spare_rows, zeros
+from atom_ops.transfer import to_device
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayer:
+    """One layer's states."""
+
+    conv: Tensor
+    recurrent: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """Of one slot of one layer."""
+
+    channels: int
+    taps: int
+    """Of the convolution: it remembers one input fewer."""
+    heads: int
+    key_features: int
+    value_features: int
+    dtype: torch.dtype
+    """Of the convolution's inputs."""
+
+    @property
+    def bytes(self) -> int:
+        conv = (self.taps - 1) * self.channels * self.dtype.itemsize
+        return conv + self.heads * self.key_features * self.value_features * torch.float32.itemsize
+
+
+def make_state_layer(num_slots: int, shape: StateShape, device: torch.device) -> StateLayer:
+    """Slots that no request has used."""
+    heads = shape.heads, shape.key_features, shape.value_features
+    return StateLayer(
+        zeros((num_slots, shape.taps - 1, shape.channels), shape.dtype, device),
+        zeros((num_slots, *heads), torch.float32, device),
+    )
+
+
+@dataclass(frozen=True)
+class StatePlan:
+    """Which states R rows go on from in one step, and leave behind.
+
+    Row r's tokens are `query_starts_R1[r]` … `query_starts_R1[r + 1]` - 1 of the step. A row
+    without a slot (-1) reads and writes none, and its results mean nothing; nor do those of tokens
+    behind the last row's. So a captured graph runs with fewer rows than it was captured with, as
+    long as the numbers below still bound what the tensors hold.
+    """
+
+    slots_R: Tensor
+    """int64."""
+    fresh_R: Tensor
+    """bool: the row starts a sequence, from a state of zeros, whatever its slot holds."""
+    query_starts_R1: Tensor
+    """int32."""
+    num_tokens: int
+    max_query_len: int
+    query_lens: NDArray[np.int32] | None = None
+    """On the host, where it knows them; then every row has a slot."""
+
+    @cached_property
+    def row_T(self) -> Tensor:
+        """int64: the row of each token; behind the last row's, that row."""
+        tokens = torch.arange(self.num_tokens, device=self.slots_R.device)
+        rows = torch.searchsorted(self.query_starts_R1[1:].long(), tokens, right=True)
+        return rows.clamp_(max=len(self.slots_R) - 1)
+
+    def alike(self) -> Iterator[tuple[Tensor, int]]:
+        """Rows to compute together (int64), and the most tokens that one of them has.
+
+        Rows of one token are apart where the host can tell them.
+        """
+        if self.query_lens is None:
+            yield torch.arange(len(self.slots_R), device=self.slots_R.device), self.max_query_len
+            return
+        for rows in (np.flatnonzero(self.query_lens == 1), np.flatnonzero(self.query_lens > 1)):
+            if len(rows):
+                yield to_device(rows, self.slots_R.device), int(self.query_lens[rows].max())
+
+    def read(self, states: Tensor, rows: Tensor) -> Tensor:
+        """The states [S, …] that these rows go on from."""
+        found = states.index_select(0, self.slots_R.index_select(0, rows).clamp(min=0))
+        fresh = self.fresh_R.index_select(0, rows).view(-1, *[1] * (states.dim() - 1))
+        return found.masked_fill(fresh, 0.0)
+
+    def write(self, states: Tensor, rows: Tensor, new: Tensor) -> None:
+        """Leave the rows' new states behind."""
+        slots = self.slots_R.index_select(0, rows)
+        if self.query_lens is None:
+            slots, new = without_spare_rows(states, slots, new)
+        states.index_copy_(0, slots, new.to(states.dtype))
+
+
+def plan_states(
+    query_lens: NDArray[np.int32], slots: NDArray[np.int64], fresh: NDArray[np.bool_], device: torch.device
+) -> StatePlan:
+    """Plan one step from host arrays: row i brings `query_lens[i]` new tokens (at least 1)."""
+    starts = np.zeros(len(query_lens) + 1, np.int64)
+    query_lens.cumsum(out=starts[1:])
+    packed = to_device(np.concatenate((slots, fresh, starts)).astype(np.int64, copy=False), device)
+    slots_R, fresh_R, starts_R1 = packed.split([len(slots), len(fresh), len(starts)])
+    return StatePlan(
+        slots_R=slots_R,
+        fresh_R=fresh_R.bool(),
+        query_starts_R1=starts_R1.int(),
+        num_tokens=int(starts[-1]),
+        max_query_len=int(query_lens.max()),
+        query_lens=query_lens,
+    )

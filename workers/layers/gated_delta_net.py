@@ -1,0 +1,159 @@
+"""Linear attention by gated delta networks: what a layer knows of a request's past is one state.
+
+On disk the projections' rows stand together by key head, which N / K value heads belong to:
+
+    in_proj_qkvz    query | key | values | z        of key head 0, then of key head 1, …
+    in_proj_ba      rates | decays
+
+Here all of a kind stand together, so that the convolution, the rule and the norm each find theirs in
+one piece: queries | keys | values | z | rates | decays. Ranks share the key heads out.
+
+T tokens, C channels of the convolution, W its taps, O features of the projection, K key heads, N value
+heads, E key and F value features.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from atom_ops import (
+    DecayWeights,
+    StateLayer,
+    StatePlan,
+    StateShape,
+    causal_conv,
+    gated_delta_rule,
+    gated_rms_norm,
+)
+from workers.layers.context import BuildContext, ForwardContext
+from workers.layers.linear import ReorderedLinear, RowParallelLinear, tp_range
+from workers.layers.norm import RMSNorm
+from workers.layers.rotary import Rotation
+from workers.layers.weighted import DiskTensor, Range, Source, WeightedLayer
+
+DELTA_MODULES = {"in_proj": ("in_proj_qkvz", "in_proj_ba")}
+"""For `packed_modules_mapping`."""
+
+
+@dataclass(frozen=True)
+class DeltaArgs:
+    """Of the whole layer, all ranks together."""
+
+    hidden_size: int
+    key_heads: int
+    value_heads: int
+    key_features: int
+    value_features: int
+    taps: int
+    eps: float
+
+    def heads_of(self, build: BuildContext) -> tuple[Range, Range]:
+        """This rank's key and value heads. Raises ValueError where it would have none."""
+        if self.value_heads % self.key_heads:
+            raise ValueError(f"{self.value_heads} value heads are no multiple of {self.key_heads} key heads")
+        if build.tp.size > self.key_heads:
+            raise ValueError(
+                f"tensor_parallel_size {build.tp.size} does not fit {self.key_heads} key heads of linear "
+                f"attention: it must be at most {self.key_heads}"
+            )
+        keys = tp_range(self.key_heads, build)
+        return keys, _wider(keys, self.value_heads // self.key_heads)
+
+
+def state_shape(args: DeltaArgs, build: BuildContext) -> StateShape:
+    """What a layer keeps of a request on this rank."""
+    keys, values = args.heads_of(build)
+    channels = 2 * keys.size * args.key_features + values.size * args.value_features
+    sizes = args.key_features, args.value_features
+    return StateShape(channels, args.taps, values.size, *sizes, build.dtype)
+
+
+class GatedDeltaNet(WeightedLayer):
+    """Projection, convolution, gated delta rule, gated norm, projection."""
+
+    name_on_disk = "linear_attn"
+
+    A_log: torch.Tensor
+    dt_bias: torch.Tensor
+
+    def __init__(self, args: DeltaArgs, layer: int, group: int, build: BuildContext):
+        """`group` is the number of the layer's KV group."""
+        super().__init__()
+        keys, values = args.heads_of(build)
+        self._layer, self._group = layer, group
+        self._heads, self._value_features = values.size, args.value_features
+        values_of_key = args.value_heads // args.key_heads
+        features = 2 * (args.key_features + values_of_key * args.value_features)
+        self.in_proj = ReorderedLinear(
+            args.hidden_size,
+            [_wider(keys, features), _wider(keys, 2 * values_of_key)],
+            False,
+            build,
+            _by_kind(keys.size, values_of_key, args),
+        )
+        self.conv1d = _Convolution(args, build)
+        for name in ("A_log", "dt_bias"):
+            self.add_weight(name, [Source((args.value_heads,), 0, values)], build, torch.float32)
+        self.norm = RMSNorm(args.value_features, args.eps, build)
+        self.out_proj = RowParallelLinear(_wider(values, args.value_features), args.hidden_size, False, build)
+
+    def after_norm(
+        self,
+        norm: RMSNorm,
+        x_TD: torch.Tensor,
+        residual_TD: torch.Tensor | None,
+        rotation: Rotation,
+        ctx: ForwardContext,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the result for the sum's norm, the sum). Positions do not turn anything here."""
+        states, plan = ctx.kv_layers[self._layer], ctx.groups[self._group]
+        assert isinstance(states, StateLayer) and isinstance(plan, StatePlan)
+        all_TO, residual_TD = self.in_proj.after_norm(norm, x_TD, residual_TD)
+        sizes = [states.conv.shape[2], self._heads * self._value_features, 2 * self._heads]
+        qkv_TC, z_TO, gates_T2N = all_TO.split(sizes, 1)
+        mixed_TC = causal_conv(qkv_TC, self.conv1d.weight.squeeze(1), states.conv, plan)
+        decay = DecayWeights(self.A_log, self.dt_bias)
+        out_TNF = gated_delta_rule(mixed_TC, gates_T2N, decay, states.recurrent, plan)
+        z_TNF = z_TO.unflatten(1, (self._heads, self._value_features))
+        normed_TNF = gated_rms_norm(out_TNF, z_TNF, self.norm.weight, self.norm.eps)
+        return self.out_proj(normed_TNF.flatten(1)), residual_TD
+
+
+class _Convolution(WeightedLayer):
+    """Taps of this rank's channels: queries, keys and values are three pieces of the tensor on disk."""
+
+    weight: torch.Tensor
+
+    def __init__(self, args: DeltaArgs, build: BuildContext):
+        super().__init__()
+        keys, values = args.heads_of(build)
+        key, value = _wider(keys, args.key_features), _wider(values, args.value_features)
+        shape = (2 * key.total + value.total, 1, args.taps)
+        pieces = ((0, key), (key.total, key), (2 * key.total, value))
+        self.add_weight(
+            "weight",
+            [
+                Source(
+                    shape, 0, Range(shape[0], first + kept.start, kept.size), (DiskTensor("weight", shape),)
+                )
+                for first, kept in pieces
+            ],
+            build,
+        )
+
+
+def _wider(heads: Range, features: int) -> Range:
+    """The features of these heads."""
+    return Range(heads.total * features, heads.start * features, heads.size * features)
+
+
+def _by_kind(key_heads: int, values_of_key: int, args: DeltaArgs) -> torch.Tensor:
+    """The projections' rows, in_proj_ba's behind in_proj_qkvz's, kind by kind."""
+    wide = values_of_key * args.value_features
+    first = torch.arange(key_heads * 2 * (args.key_features + wide)).view(key_heads, -1)
+    second = torch.arange(key_heads * 2 * values_of_key).view(key_heads, -1) + first.numel()
+    kinds = (
+        *first.split([args.key_features, args.key_features, wide, wide], 1),
+        *second.split([values_of_key, values_of_key], 1),
+    )
+    return torch.cat([kind.flatten() for kind in kinds])

@@ -1,0 +1,54 @@
+"""The slot of every row in a group of recurrent layers, on the host and, where asked for, on the device."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from atom_ops import StatePlan, plan_states, to_device
+from workers.block_table import BatchLimits
+from workers.group_rows import GroupRows, Rows, StepRows
+
+NO_SLOT = -1
+
+
+class StateSlots(GroupRows):
+    """A row's state lives in one slot, and starts with its first token."""
+
+    def __init__(self, limits: BatchLimits):
+        self._slots = np.full(limits.max_rows, NO_SLOT, np.int64)
+        self._mirror: torch.Tensor | None = None
+        self._stale: set[int] = set()  # rows whose slot the mirror lacks
+
+    def clear(self, row: int) -> None:
+        self._slots[row] = NO_SLOT
+
+    def append(self, row: int, block_ids: Sequence[int]) -> None:
+        """Raises ValueError for a second slot."""
+        if not block_ids:
+            return
+        if len(block_ids) > 1 or self._slots[row] != NO_SLOT:
+            raise ValueError(f"row {row}: a request has one slot for its state")
+        self._slots[row] = block_ids[0]
+        if self._mirror is not None:
+            self._stale.add(row)
+
+    def token_columns(self, rows: Rows, positions: Rows) -> list[Rows]:
+        return []
+
+    def context(self, columns: Sequence[torch.Tensor], step: StepRows) -> StatePlan:
+        is_fresh = step.ends == step.counts
+        return plan_states(step.counts.astype(np.int32), self._slots[step.rows], is_fresh, step.device)
+
+    def mirror(self, device: torch.device) -> torch.Tensor:
+        """int64 [max_rows + 1]; padding has no slot, ever."""
+        self._mirror = torch.full((len(self._slots) + 1,), NO_SLOT, dtype=torch.int64, device=device)
+        return self._mirror
+
+    def refresh(self) -> None:
+        if self._mirror is None or not self._stale:
+            return
+        rows = np.array(sorted(self._stale), np.int64)
+        self._stale.clear()
+        changed = to_device(np.stack((rows, self._slots[rows])), self._mirror.device)
+        self._mirror.index_copy_(0, changed[0], changed[1])
