@@ -19,8 +19,9 @@ SDPA = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 @pytest.fixture(params=["sdpa_cpu", "torch", *(["triton"] if triton_impl.INTERPRETED else [])], autouse=True)
-def provider(request: pytest.FixtureRequest) -> None:
+def provider(request: pytest.FixtureRequest) -> str:
     backend.resolve(CPU, [request.param])
+    return str(request.param)
 
 
 @pytest.mark.parametrize(("query_lens", "context_lens"), STEPS.values(), ids=STEPS)
@@ -31,8 +32,12 @@ def test_follows_the_definition(query_lens: list[int], context_lens: list[int]) 
 
 @pytest.mark.parametrize(("window", "sinks"), [(1, False), (20, True), (128, False), (500, True), (0, True)])
 @pytest.mark.parametrize(("query_lens", "context_lens"), STEPS.values(), ids=STEPS)
-def test_windows_and_sinks(query_lens: list[int], context_lens: list[int], window: int, sinks: bool) -> None:
+def test_windows_and_sinks(
+    query_lens: list[int], context_lens: list[int], window: int, sinks: bool, provider: str
+) -> None:
     """What lies before a window is poisoned: entries of block tables, and the rest of its first block."""
+    if provider == "triton" and sum(query_lens) > 300 and window not in (20, 128):
+        pytest.skip("takes the interpreter long, and other steps have this window")
     step = Step(query_lens, context_lens, window=window, sinks=sinks)
     torch.testing.assert_close(step.run().double(), step.expected(), atol=2e-6, rtol=1e-5)
 

@@ -185,7 +185,7 @@ def test_draws_follow_the_definition(
 
 
 def test_top_k_keeps_the_smaller_ids_of_equals(draw: Drawing) -> None:
-    rows = 40 if draw.slow else 400
+    rows = 24 if draw.slow else 400
     logits = torch.zeros(rows, 600)
     logits[:, 500] = 2.0
     drawn = draw(logits, torch.arange(rows), top_k=4, temperature=2.0)
@@ -195,7 +195,8 @@ def test_top_k_keeps_the_smaller_ids_of_equals(draw: Drawing) -> None:
 def test_top_p_passes_the_mark_with_as_few_tokens_as_can_be(draw: Drawing) -> None:
     rows = 16 if draw.slow else 500
     logits = torch.tensor([0.4, 0.1, 0.3, 0.2]).log().repeat(rows, 1)
-    for top_p, kept in [(0.3, {0}), (0.41, {0, 2}), (0.69, {0, 2}), (0.71, {0, 2, 3}), (1e-9, {0})]:
+    marks = [(0.3, {0}), (0.41, {0, 2}), (0.69, {0, 2}), (0.71, {0, 2, 3}), (1e-9, {0})]
+    for top_p, kept in marks[1::2] if draw.slow else marks:
         drawn = draw(logits, torch.arange(rows), top_p=top_p)
         assert set(drawn.tolist()) == kept
 
@@ -252,12 +253,13 @@ def test_drawn_frequencies_are_the_probabilities(draw: Drawing) -> None:
 def test_extreme_temperatures(draw: Drawing) -> None:
     logits = torch.tensor([[3e38, 1.0, -3e38, 2e38]]).repeat(50, 1)
     assert draw(logits, torch.arange(50), temperature=1e-38).unique().tolist() == [0]
-    flat = draw(torch.randn(400, 4), torch.arange(400), temperature=100.0)
+    rows = 60 if draw.slow else 400
+    flat = draw(torch.randn(rows, 4), torch.arange(rows), temperature=100.0)
     assert flat.unique().tolist() == [0, 1, 2, 3]
 
 
 def test_masked_tokens_are_never_drawn(draw: Drawing) -> None:
-    rows = 20 if draw.slow else 300
+    rows = 10 if draw.slow else 300
     logits = torch.full((rows, 70), -torch.inf)
     logits[:, [3, 69]] = 0.0
     for limits in ({}, {"top_p": 0.99}, {"top_k": 30}, {"min_p": 0.1}):
