@@ -21,7 +21,7 @@ EVALUATION := .venv-accuracy
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
-.PHONY: help install serve test test-unit test-e2e test-models test-tokenizers accuracy test-kernels test-compile test-gpu lint type arch fmt readme models bench-latency bench-throughput bench-kernels bench-scheduler bench-serving bench-gpu bench-step bench-document check clean
+.PHONY: help install serve test test-unit test-e2e test-slow test-models test-tokenizers accuracy test-kernels test-compile test-gpu lint type arch fmt readme models bench-latency bench-throughput bench-kernels bench-scheduler bench-serving bench-gpu bench-step bench-document check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,9 +47,9 @@ serve: install ## serve the small model on HOST:PORT (127.0.0.1:8000); more flag
 	@exec $(BIN)/atom-launch --model $(SMALL) \
 		--served-model-name smollm2-135m-instruct --host $(HOST) --server-port $(PORT) $(ARGS)
 
-test: install ## every test that needs no GPU, then the kernels interpreted
+test: install ## every test that needs neither a GPU nor minutes, then the kernels interpreted
 	@$(MAKE) --no-print-directory test-unit
-	@$(BIN)/python -m pytest -q -m "not models" tests/golden tests/models tests/multiprocess tests/e2e $(ARGS)
+	@$(BIN)/python -m pytest -q -m "not models and not slow" tests/golden tests/models tests/multiprocess tests/e2e $(ARGS)
 	@$(MAKE) --no-print-directory test-kernels ARGS=
 
 test-unit: install ## the fast tests alone, on all cores
@@ -60,6 +60,9 @@ test-models: $(INSTALLED) ## every configuration of every model family, through 
 
 test-e2e: install ## the tests with real processes and a real model
 	@$(BIN)/python -m pytest -q tests/multiprocess tests/e2e $(ARGS)
+
+test-slow: install ## those of them that take minutes, which `make test` leaves out
+	@$(BIN)/python -m pytest -q -m slow tests/e2e $(ARGS)
 
 # Of each package only the tokenizer's own files stay: the rest is JavaScript, many times as large.
 $(TOKENIZERS)/.fetched: tests/tokenizers/package.json $(INSTALLED)

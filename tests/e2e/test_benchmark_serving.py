@@ -78,6 +78,7 @@ def test_the_documented_command_gives_every_documented_key(
     assert "Serving Benchmark Result" in done.stdout and "Successful requests:" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -101,6 +102,7 @@ def test_the_profiler_runs_during_the_benchmark(server: Server, model: Path, tmp
     assert len(list((model.parent / "traces").rglob("*.pt.trace.json.gz"))) == 1
 
 
+@pytest.mark.slow
 def test_a_model_without_tokenizer_is_sent_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = random_server.write_checkpoint(tmp_path / "ids", **SMALL)
     for name in ("tokenizer.json", "chat_template.jinja"):
@@ -120,6 +122,7 @@ def clock_flags(model: Path, url: str) -> list[object]:
     return ["--model", model, "--base-url", url, "--dataset-name", "random", *lengths]
 
 
+@pytest.mark.slow
 def test_the_clock_is_reported(model: Path, tmp_path: Path) -> None:
     with running_clock(ttft_ms=400, itl_ms=50) as url:
         flags = ["--num-prompts", 16, "--max-concurrency", 8, "--percentile-metrics", "ttft,tpot,itl,e2el"]
@@ -131,6 +134,7 @@ def test_the_clock_is_reported(model: Path, tmp_path: Path) -> None:
     assert result["request_goodput"] == result["request_throughput"]
 
 
+@pytest.mark.slow
 def test_a_sweep(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with running_clock(ttft_ms=20, itl_ms=5) as url:
         flags = ["--sweep", 4, 1, "--num-prompts", 8, "--save-result"]
@@ -145,6 +149,7 @@ def test_a_sweep(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert [row.split("|")[1].strip() for row in rows[2:]] == ["1", "4"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

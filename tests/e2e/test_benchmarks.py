@@ -64,6 +64,7 @@ def test_latency_measures_a_batch(config_alone: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_throughput_of_random_prompts(config_alone: Path, tmp_path: Path) -> None:
     file = tmp_path / "throughput.json"
     model = ["--model", str(config_alone), "--load-dummy", "--device", "cpu", "--output-json", str(file)]
@@ -81,6 +82,7 @@ def test_throughput_of_random_prompts(config_alone: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_throughput_of_conversations(tmp_path: Path) -> None:
     turns = [
         ("Say the alphabet, please.", "a b c d e f"),
