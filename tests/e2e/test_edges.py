@@ -140,6 +140,7 @@ async def _one_of_many(server: Server, source: random.Random) -> None:
     await peer.close(abruptly=source.random() < 0.5)
 
 
+@pytest.mark.slow
 def test_a_thousand_clients_leave_nothing_behind(server: Server) -> None:
     source = random.Random(7)
     before = Gauges(server)

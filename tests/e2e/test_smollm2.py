@@ -69,6 +69,7 @@ def test_two_workers(expected: list[Reference], sampled_alone: list[int]) -> Non
         assert made.stats().overlapped_steps > 0
 
 
+@pytest.mark.slow
 def test_tiny_steps_without_prefix_cache(expected: list[Reference]) -> None:
     with engine(max_num_batched_tokens=32, enable_prefix_caching=False) as made:
         assert greedy_ids(made, expected) == [row.greedy_ids for row in expected]
