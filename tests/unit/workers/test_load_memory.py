@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.helpers.load_memory import FEATURES, HIDDEN, MB, measured, write
 
@@ -28,8 +27,8 @@ def test_little_is_needed_beside_the_weights(tmp_path: Path, kind: str, mapped: 
     assert len(list(tmp_path.glob("*.safetensors"))) >= 2
     found = measured(kind, LAYERS, tmp_path, mapped)
     assert found["weights"] > 150 * MB
-    # Packed for the processor's bfloat16 instructions, the largest matrix is there in both forms.
-    packed = _LARGEST[kind] if kind == "dense" and torch.ops.mkldnn._is_mkldnn_bf16_supported() else 0
-    allowed = _LARGEST[kind] + packed + _SPARE
+    # Twice the largest: the allocator may keep what was freed, and where the processor multiplies
+    # bfloat16 the largest dense matrix is packed when all is read.
+    allowed = 2 * _LARGEST[kind] + _SPARE
     assert found["beside"] < allowed + (SHARD if mapped else 0)
     assert found["beside_in_own_pages"] < allowed
