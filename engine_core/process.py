@@ -65,6 +65,7 @@ _LOAD_DEADLINE_S = 3600.0
 _WARM_UP_DEADLINE_S = 1800.0
 _STEP_DEADLINE_S = 600.0
 _LINGER_MS = 2000
+_HELLO_MS = 500  # a frontend that started with the core tries every 100 ms to reach it
 
 
 class CoreFailure(RuntimeError):
@@ -281,6 +282,8 @@ class CoreProcess:
     def _die(self, reason: str, status: ExitStatus) -> None:
         """Tell everybody: frontends, also those that nobody has listened to yet, and the supervisor."""
         get_logger().error("the engine core ends: %s", reason)
+        if not self._connected:
+            self._frontends.socket.poll(_HELLO_MS)
         for identity, message in self._frontends.receive():
             if isinstance(message, Hello):
                 self._connected[identity] = message.frontend
