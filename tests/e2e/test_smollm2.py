@@ -53,16 +53,15 @@ def test_one_worker_cold_and_warm(expected: list[Reference], sampled_alone: list
         warm = made.stats()
         assert warm.prefix_hits - cold.prefix_hits >= 1600
         assert warm.overlapped_steps > 0
-        crowd = made.generate(
-            [PROMPTS[i % len(PROMPTS[:21])] for i in range(63)] + [PROMPTS[1]], [GREEDY] * 63 + [SAMPLED]
-        )
-        assert [out["token_ids"] for out in crowd[:63]] == [wanted[i % 21] for i in range(63)]
-        assert crowd[63]["token_ids"] == sampled_alone
+        crowd = made.generate([PROMPTS[i % 5] for i in range(31)] + [PROMPTS[1]], [GREEDY] * 31 + [SAMPLED])
+        assert [out["token_ids"] for out in crowd[:31]] == [wanted[i % 5] for i in range(31)]
+        assert crowd[31]["token_ids"] == sampled_alone
 
 
 def test_two_workers(expected: list[Reference], sampled_alone: list[int]) -> None:
+    some = expected[::2]
     with engine(tensor_parallel_size=2) as made:
-        assert greedy_ids(made, expected) == [row.greedy_ids for row in expected]
+        assert greedy_ids(made, some) == [row.greedy_ids for row in some]
         assert made.generate([PROMPTS[1]], SAMPLED)[0]["token_ids"] == sampled_alone
         one, two = made.weight_bytes
         assert 0.45 < one / (one + two) < 0.55
@@ -83,16 +82,16 @@ def test_preemption(expected: list[Reference], sampled_alone: list[int]) -> None
     blocks = 112
     with engine(1728, num_kv_blocks=blocks, max_num_batched_tokens=128) as made:
         # The long prompt gets in beside six short ones, and their growth pushes it out again.
-        rows = [*expected[:6], expected[-1], *expected[6:-1]]
+        rows = [*expected[:6], expected[-1], *expected[6:12]]
         assert greedy_ids(made, rows) == [row.greedy_ids for row in rows]
         greedy = made.stats()
         assert greedy.kv_blocks_total == blocks
         assert greedy.prefill_preemptions > 0
         assert greedy.preemptions > greedy.prefill_preemptions
         # Four blocks each at the end: not all of these can stay.
-        crowd = made.generate([PROMPTS[1]] * 40, SAMPLED)
+        crowd = made.generate([PROMPTS[1]] * 32, SAMPLED)
         assert made.stats().preemptions > greedy.preemptions
-        assert [out["token_ids"] for out in crowd] == [sampled_alone] * 40
+        assert [out["token_ids"] for out in crowd] == [sampled_alone] * 32
 
 
 def test_twins_share_blocks_that_are_still_being_computed(expected: list[Reference]) -> None:
@@ -105,11 +104,12 @@ def test_twins_share_blocks_that_are_still_being_computed(expected: list[Referen
 
 def test_fp8_cache_is_close(expected: list[Reference]) -> None:
     """fp8 keeps the first tokens of most prompts, and the text sensible."""
+    some = expected[::2]
     with engine(kv_cache_dtype="fp8") as made:
-        ids = greedy_ids(made, expected)
-    same = sum(got[:8] == row.greedy_ids[:8] for got, row in zip(ids, expected, strict=True))
-    assert same >= len(expected) * 2 // 3
-    assert ids != [row.greedy_ids for row in expected], "nothing was rounded: is the cache fp8?"
+        ids = greedy_ids(made, some)
+    same = sum(got[:8] == row.greedy_ids[:8] for got, row in zip(ids, some, strict=True))
+    assert same >= len(some) * 2 // 3
+    assert ids != [row.greedy_ids for row in some], "nothing was rounded: is the cache fp8?"
 
 
 def test_library_streams_and_stops(expected: list[Reference]) -> None:

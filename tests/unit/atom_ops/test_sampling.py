@@ -156,7 +156,7 @@ LIMITS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=12 if INTERPRETED else 150, deadline=None)
+@settings(max_examples=7 if INTERPRETED else 150, deadline=None)
 @given(
     limits=st.lists(LIMITS, min_size=1, max_size=5),
     vocabulary=st.integers(1, 1200),
@@ -185,7 +185,7 @@ def test_draws_follow_the_definition(
 
 
 def test_top_k_keeps_the_smaller_ids_of_equals(draw: Drawing) -> None:
-    rows = 24 if draw.slow else 400
+    rows = 14 if draw.slow else 400
     logits = torch.zeros(rows, 600)
     logits[:, 500] = 2.0
     drawn = draw(logits, torch.arange(rows), top_k=4, temperature=2.0)
@@ -193,7 +193,7 @@ def test_top_k_keeps_the_smaller_ids_of_equals(draw: Drawing) -> None:
 
 
 def test_top_p_passes_the_mark_with_as_few_tokens_as_can_be(draw: Drawing) -> None:
-    rows = 16 if draw.slow else 500
+    rows = 11 if draw.slow else 500
     logits = torch.tensor([0.4, 0.1, 0.3, 0.2]).log().repeat(rows, 1)
     marks = [(0.3, {0}), (0.41, {0, 2}), (0.69, {0, 2}), (0.71, {0, 2, 3}), (1e-9, {0})]
     for top_p, kept in marks[1::2] if draw.slow else marks:
@@ -259,7 +259,7 @@ def test_extreme_temperatures(draw: Drawing) -> None:
 
 
 def test_masked_tokens_are_never_drawn(draw: Drawing) -> None:
-    rows = 10 if draw.slow else 300
+    rows = 5 if draw.slow else 300
     logits = torch.full((rows, 70), -torch.inf)
     logits[:, [3, 69]] = 0.0
     for limits in ({}, {"top_p": 0.99}, {"top_k": 30}, {"min_p": 0.1}):
