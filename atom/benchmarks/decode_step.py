@@ -9,14 +9,14 @@ One worker runs in this process. For each number of rows:
   launch ms   what the host does for a step
   kernels     launches on the device for a step, and for a layer
 
-`--kernels` lists them. A step of R rows is what R requests bring that all decode.
+`--kernels` lists them, each with how often it runs in a step and the microseconds of all its runs.
+A step of R rows is what R requests bring that all decode.
 """
 
 import json
 import statistics
 import sys
 import time
-from collections import Counter
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -40,6 +40,16 @@ from workers.worker import Worker, rank_device
 
 _GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 _TRACED = 4
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One of the kernels of a step."""
+
+    name: str
+    runs: int
+    microseconds: float
+    """Of all its runs together."""
 
 
 @dataclass(frozen=True)
@@ -120,19 +130,20 @@ class Steps:
         earlier.result()
         return whole / steps * 1e3, statistics.median(launches) * 1e3
 
-    def kernels(self) -> Counter[str]:
-        """Names of the kernels of some steps, each with how often it ran in a step."""
+    def kernels(self) -> list[Kernel]:
+        """What runs on the device in a step, the longest first."""
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
             for _ in range(_TRACED):
                 self.launch().result()
-        names: Counter[str] = Counter()
-        for event in trace.key_averages():
-            if event.device_type.name == "CUDA" and not event.key.startswith("Mem"):
-                names[event.key] += event.count
-        return Counter({name: round(count / _TRACED) for name, count in names.items()})
+        found = [
+            Kernel(event.key, round(event.count / _TRACED), round(event.self_device_time_total / _TRACED, 1))
+            for event in trace.key_averages()
+            if event.device_type.name == "CUDA" and not event.key.startswith("Mem")
+        ]
+        return sorted(found, key=lambda kernel: -kernel.microseconds)
 
 
-def measure(steps: Steps, rows: int, context: int, count: int) -> tuple[Row, Counter[str]]:
+def measure(steps: Steps, rows: int, context: int, count: int) -> tuple[Row, list[Kernel]]:
     """Figures of one number of rows, and its kernels."""
     steps.start(rows, context, 3 * count + 32)
     for _ in range(8):
@@ -140,7 +151,7 @@ def measure(steps: Steps, rows: int, context: int, count: int) -> tuple[Row, Cou
     ahead, launch = steps.ahead_ms(count)
     device = steps.device_ms(count)
     kernels = steps.kernels()
-    total = sum(kernels.values())
+    total = sum(kernel.runs for kernel in kernels)
     per_layer = round(total / steps.layers, 2)
     return Row(rows, round(device, 4), round(ahead, 4), round(launch, 4), total, per_layer), kernels
 
@@ -163,16 +174,18 @@ def main() -> None:
     steps = Steps(config, checkpoint)
     results = [measure(steps, rows, args.context, args.steps) for rows in args.rows]
     if args.json:
-        print(json.dumps([asdict(row) | {"names": dict(names)} for row, names in results]))
+        listed = [asdict(row) | {"list": [asdict(one) for one in kernels]} for row, kernels in results]
+        print(json.dumps(listed))
         return
     print("rows  device ms  ahead ms  launch ms  kernels  a layer")
-    for row, names in results:
+    for row, kernels in results:
         print(
             f"{row.rows:>4}  {row.device_ms:>9.3f}  {row.ahead_ms:>8.3f}  {row.launch_ms:>9.3f}"
             f"  {row.kernels:>7.0f}  {row.kernels_per_layer:>7.2f}"
         )
         if args.kernels:
-            print("".join(f"      {count:>5} x {name}\n" for name, count in names.most_common()), end="")
+            for one in kernels:
+                print(f"      {one.microseconds:>8.1f} us  {one.runs:>4} x {one.name}")
     print(f"ops that torch ran, for want of a kernel: {', '.join(backend.ran_in_torch()) or 'none'}")
 
 
