@@ -48,8 +48,8 @@ serve: install ## serve the small model on HOST:PORT (127.0.0.1:8000); more flag
 		--served-model-name smollm2-135m-instruct --host $(HOST) --server-port $(PORT) $(ARGS)
 
 test: install ## every test that needs neither a GPU nor minutes, then the kernels interpreted
-	@$(MAKE) --no-print-directory test-unit
-	@$(BIN)/python -m pytest -q -m "not models and not slow" tests/golden tests/models tests/multiprocess tests/e2e $(ARGS)
+	@$(PARALLEL) -m "not models" tests/models tests/golden tests/arch tests/unit $(ARGS)
+	@$(BIN)/python -m pytest -q -m "not slow" tests/multiprocess tests/e2e $(ARGS)
 	@$(MAKE) --no-print-directory test-kernels ARGS=
 
 test-unit: install ## the fast tests alone, on all cores

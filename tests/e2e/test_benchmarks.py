@@ -44,6 +44,7 @@ def run_benchmark(name: str, *flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_latency_measures_a_batch(config_alone: Path, tmp_path: Path) -> None:
     file = tmp_path / "latency.json"

@@ -56,7 +56,7 @@ def reference(ids: list[list[int]]) -> list[list[tuple[float, bool]]]:
     return rows
 
 
-@pytest.mark.parametrize("max_tokens", [0, 1])
+@pytest.mark.parametrize("max_tokens", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_scores_are_those_of_transformers(sdk: openai.OpenAI, max_tokens: int) -> None:
     wanted = prompts()
     expected = reference([ids for ids, _ in wanted])

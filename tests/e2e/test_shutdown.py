@@ -214,6 +214,7 @@ def test_a_process_that_dies_at_start_is_the_cause(model: str, run_directories: 
     assert list(run_directories.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_three_starts_at_once_are_three_servers(model: str, run_directories: Path) -> None:
     servers = [Server("--model", model, *ARGS) for _ in range(3)]
     try:

@@ -77,6 +77,7 @@ def test_tiny_steps_without_prefix_cache(expected: list[Reference]) -> None:
         assert stats.prefix_hits == 0
 
 
+@pytest.mark.slow
 def test_preemption(expected: list[Reference], sampled_alone: list[int]) -> None:
     """A cache that holds the longest request and little more."""
     blocks = 112
@@ -94,6 +95,7 @@ def test_preemption(expected: list[Reference], sampled_alone: list[int]) -> None
         assert [out["token_ids"] for out in crowd] == [sampled_alone] * 32
 
 
+@pytest.mark.slow
 def test_twins_share_blocks_that_are_still_being_computed(expected: list[Reference]) -> None:
     story = expected[-NUM_LONG]
     with engine() as made:
@@ -102,6 +104,7 @@ def test_twins_share_blocks_that_are_still_being_computed(expected: list[Referen
         assert made.stats().prefix_hits == 7 * (len(story.prompt_ids) // 16 * 16)
 
 
+@pytest.mark.slow
 def test_fp8_cache_is_close(expected: list[Reference]) -> None:
     """fp8 keeps the first tokens of most prompts, and the text sensible."""
     some = expected[::2]
