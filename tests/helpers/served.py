@@ -25,6 +25,7 @@ class Setting:
     tp: int
     tight: bool
     """Steps of `CHUNK` tokens, and no more KV blocks than the longest request needs."""
+    device: str = "cpu"
 
     @property
     def name(self) -> str:
@@ -32,13 +33,14 @@ class Setting:
 
     def options(self, windows: list[int | None]) -> dict[str, Any]:
         """For `LLMEngine`."""
-        common = {
+        common: dict[str, Any] = {
             "tensor_parallel_size": self.tp,
-            "device": "cpu",
+            "device": self.device,
             "dtype": "float32",
-            "cpu_threads": 1,
             "max_model_len": MOST_TOKENS,
         }
+        if self.device == "cpu":
+            common["cpu_threads"] = 1
         if not self.tight:
             return common | {"max_num_batched_tokens": 512, "max_num_seqs": 8, "num_kv_blocks": 64}
         return common | {
