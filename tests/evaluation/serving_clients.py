@@ -2,21 +2,28 @@
 
     python -m tests.evaluation.serving_clients ceiling
     python -m tests.evaluation.serving_clients agree --vllm path/to/vllm --model DIR [--base-url URL]
+    python -m tests.evaluation.serving_clients agree --vllm path/to/vllm --model DIR --steady
 
 `ceiling` has a server whose tokens come by the clock feed many streams at a rising rate: the client
 keeps up as long as it reports the clock's time per token. `agree` lets our client and
-`vllm bench serve` measure by turns, a server of ours or else that clock, and prints medians.
+`vllm bench serve` measure by turns, a server of ours or else that clock, and prints medians. With
+`--steady` that is a server of a tiny model whose steps take a fixed time: on a machine whose pace
+changes from minute to minute no two runs of one client agree.
 """
 
 import argparse
+import contextlib
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import uvloop
 
@@ -24,9 +31,13 @@ from atom.benchmarks.backend_request_func import ASYNC_REQUEST_FUNCS, RequestFun
 from atom.benchmarks.serving.load import Load, open_session, run_load
 from atom.benchmarks.serving.metrics import calculate_metrics
 from atom.utils.open_files import raise_open_files_limit
+from tests.helpers.random_server import write_checkpoint
+from tests.helpers.server import running_server
 from tests.helpers.token_clock import running_clock
 
 _TTFT_MS, _ITL_MS = 500.0, 50.0
+_PROMPT_MS, _STEP_MS = 100.0, 20.0
+_TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 _GAPS_MS = (400, 200, 100, 80, 60, 50, 40, 30)
 _SECONDS = 8
 _METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -42,6 +53,7 @@ def main() -> None:
     agree_parser = commands.add_parser("agree")
     agree_parser.add_argument("--vllm", required=True, help="the vllm command")
     agree_parser.add_argument("--model", required=True, help="directory with the tokenizer, and served name")
+    agree_parser.add_argument("--steady", action="store_true", help="a server of ours, of fixed steps")
     agree_parser.add_argument("--base-url", help="a server of that model; a clock when absent")
     agree_parser.add_argument("--rounds", type=int, default=5)
     agree_parser.add_argument("--num-prompts", type=int, default=40)
@@ -88,12 +100,35 @@ async def _drive(streams: int, tokens: int, gap_ms: float) -> tuple[float, float
 
 def agree(args: argparse.Namespace) -> None:
     """The medians of both clients, metric by metric."""
+    if args.steady:
+        with _steady_server(Path(args.model)) as (args.model, url):
+            _compare(args, url)
+        return
     if args.base_url:
         _compare(args, args.base_url)
         return
     with running_clock(_TTFT_MS, _ITL_MS) as url:
         print(f"clock: first token after {_TTFT_MS:g} ms, then one every {_ITL_MS:g} ms")
         _compare(args, url)
+
+
+@contextlib.contextmanager
+def _steady_server(model: Path) -> Iterator[tuple[str, str]]:
+    """The directory of a tiny model with that one's tokenizer, which is also its served name; the URL."""
+    with tempfile.TemporaryDirectory() as folder:
+        vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+        write_checkpoint(Path(folder), vocab_size=vocabulary, **_TINY)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(model / name, folder)
+        pace = {
+            "STEADY_STEP_MS": f"{_STEP_MS}",
+            "STEADY_PROMPT_MS": f"{_PROMPT_MS}",
+            "PYTHONPATH": str(Path(__file__).with_name("steady")),
+        }
+        served = ("--model", folder, "--served-model-name", folder, "--load-dummy", "--device", "cpu")
+        with patch.dict(os.environ, pace), running_server(*served) as server:
+            print(f"a server whose steps take {_STEP_MS:g} ms, with prompts {_PROMPT_MS:g} ms")
+            yield folder, server.url
 
 
 def _compare(args: argparse.Namespace, url: str) -> None:
