@@ -174,7 +174,7 @@ def main() -> None:
     steps = Steps(config, checkpoint)
     results = [measure(steps, rows, args.context, args.steps) for rows in args.rows]
     if args.json:
-        listed = [asdict(row) | {"list": [asdict(one) for one in kernels]} for row, kernels in results]
+        listed = [asdict(row) | {"times": [asdict(one) for one in kernels]} for row, kernels in results]
         print(json.dumps(listed))
         return
     print("rows  device ms  ahead ms  launch ms  kernels  a layer")
