@@ -137,6 +137,9 @@ class DecodeGraphs:
     def _capture_size(self, size: int) -> _Graphs:
         rows_S = torch.full_like(self._starts[:size], self._inputs.limits.padding_row, dtype=torch.int64)
         forward, forwarded = self._record(partial(self._forward, rows_S), f"bs_{size}")
+        # Capturing computes nothing. The draws below run once, and would keep whatever lies in that
+        # memory as the padding's position: padding with a position is a row, which writes to block 0.
+        forward()
         draws = {}
         for drawing in _drawings():
             draw = partial(self._draw, rows_S, forwarded, drawing)

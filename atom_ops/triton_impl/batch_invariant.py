@@ -51,6 +51,8 @@ _INTERPRETED = Tile(64, 256, 128, 4, 2)
 _GROUP = 16
 _LASTING_ROUNDS = 3
 _LASTING_TOKENS = 128
+_LOCAL_BYTES = 227 << 10
+"""That a program may have on Hopper."""
 
 
 @triton.jit
@@ -144,9 +146,18 @@ def multiply(
         HAS_BIAS=bias is not None, DESCRIBED=described, X_DESCRIBED=x_described,
         OUT_DESCRIBED=out_described, LASTING=lasting,
         BLOCK_T=tile.tokens, BLOCK_O=tile.outputs, BLOCK_I=tile.inputs, GROUP=_GROUP,
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=_stages(tile, x_TI, out_TO),
     )  # fmt: skip
     return out_TO
+
+
+def _stages(tile: Tile, x_TI: Tensor, out_TO: Tensor) -> int:
+    """A result wider than its operands passes through local memory on its way out, beside the loads."""
+    if out_TO.dtype == x_TI.dtype:
+        return tile.stages
+    stage = (tile.tokens + tile.outputs) * tile.inputs * x_TI.element_size()
+    room = _LOCAL_BYTES - tile.tokens * tile.outputs * out_TO.element_size()
+    return min(tile.stages, room // stage)
 
 
 @cache

@@ -11,7 +11,7 @@ from atom_ops import AttentionPlan, backend
 from atom_ops.op import REGISTRY
 from atom_ops.ops.kv_cache import FP8
 from atom_ops.ops.linear import BATCH_INVARIANT
-from tests.helpers.latent_step import CPU, SCALE, LatentStep
+from tests.helpers.latent_step import CPU, LatentStep
 from tests.helpers.paged_step import STEPS
 
 GPU = torch.device("cuda", 0)
@@ -62,7 +62,7 @@ def test_narrow_cache(dtype: torch.dtype, heads: int) -> None:
     assert step.cache.scale is not None
     cache = replace(step.cache, rows=step.cache.rows.cpu(), scale=step.cache.scale.cpu())
     plan = atom_ops.plan_attention(step.query_lens, step.context_lens, step.table, CPU)
-    wanted = atom_ops.latent_attention.reference(step.q.float().cpu(), cache, plan, SCALE)
+    wanted = atom_ops.latent_attention.reference(step.q.float().cpu(), cache, plan, step.scale)
     torch.testing.assert_close(step.run().float().cpu(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
@@ -81,10 +81,11 @@ def test_one_captured_decode_serves_any_batch_that_fits(heads: int) -> None:
     blocks = max(len(step.cache.rows) for step in steps)
     cache = atom_ops.make_latent_layer(blocks, 16, *DEEPSEEK, BF16, GPU)
     q = torch.zeros(rows, heads, sum(DEEPSEEK), dtype=BF16, device=GPU)
-    atom_ops.latent_attention(q, cache, plan, SCALE)
+    scale = steps[0].scale
+    atom_ops.latent_attention(q, cache, plan, scale)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = atom_ops.latent_attention(q, cache, plan, SCALE)
+        out = atom_ops.latent_attention(q, cache, plan, scale)
     for step in (*steps, steps[0]):
         count = len(step.q)
         q[:count], q[count:] = step.q, torch.nan

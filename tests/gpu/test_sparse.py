@@ -9,7 +9,7 @@ import atom_ops
 from atom_ops import ChosenTokens, backend
 from atom_ops.ops.kv_cache import FP8
 from tests.helpers.index_step import IndexStep, with_spare_tokens
-from tests.helpers.latent_step import CPU, SCALE
+from tests.helpers.latent_step import CPU
 
 GPU = torch.device("cuda", 0)
 BF16 = torch.bfloat16
@@ -94,7 +94,7 @@ def test_captured_with_rows_to_spare() -> None:
 
     def run() -> tuple[ChosenTokens, torch.Tensor]:
         chosen = atom_ops.index_topk(index_q, weights, step.index, plan, COUNT)
-        return chosen, atom_ops.sparse_latent_attention(q, step.cache, chosen, SCALE)
+        return chosen, atom_ops.sparse_latent_attention(q, step.cache, chosen, step.scale)
 
     run()
     torch.cuda.synchronize()
@@ -121,5 +121,5 @@ def test_bits_depend_on_no_other_row(dtype: torch.dtype) -> None:
     for row in range(len(lens)):
         one = slice(row, row + 1)
         chosen = ChosenTokens(together.slots_TJ[one], together.counts_T[one], 512)
-        alone = atom_ops.sparse_latent_attention(step.q[one], step.cache, chosen, SCALE)
+        alone = atom_ops.sparse_latent_attention(step.q[one], step.cache, chosen, step.scale)
         assert torch.equal(alone[0], out[row])

@@ -84,8 +84,10 @@ def test_no_step_waits_for_the_device(checkpoint: Checkpoint, sizes: str, sampli
         *[{0: 1, 1: 1, 2: 1}] * 20,
         {0: 1, 2: 1},
     ]
+    one_by_one = []
     for counts in steps:  # compiles what they need
-        core.take(made.execute(core.plan(counts)).token_ids())
+        one_by_one.append(made.execute(core.plan(counts)).token_ids())
+        core.take(one_by_one[-1])
     core = CoreSide(BLOCKS, BLOCK_SIZE)
     for row in range(3):
         core.add(row, prompt_of(20 + row, seed=row), sampling)
@@ -96,4 +98,6 @@ def test_no_step_waits_for_the_device(checkpoint: Checkpoint, sizes: str, sampli
             pending.append(made.execute(core.plan(counts)))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert all(len(step.token_ids()) for step in pending[1:])
+    assert [step.token_ids() for step in pending] == one_by_one
+    assert all(len(ids) for ids in one_by_one[1:])
+    assert made._runner._inputs.device_rows.positions_N[-1] == -1  # padding stays padding

@@ -8,7 +8,7 @@ from torch import Tensor
 import atom_ops
 from atom_ops import ChosenTokens, IndexKeys
 from atom_ops.ops.kv_cache import FP8, float8_codes
-from tests.helpers.latent_step import CPU, SCALE, LatentStep
+from tests.helpers.latent_step import CPU, LatentStep
 
 
 class IndexStep(LatentStep):
@@ -79,7 +79,7 @@ class IndexStep(LatentStep):
         return slots
 
     def attend(self, chosen: ChosenTokens) -> Tensor:
-        return atom_ops.sparse_latent_attention(self.q, self.cache, chosen, SCALE)
+        return atom_ops.sparse_latent_attention(self.q, self.cache, chosen, self.scale)
 
     def attended(self, chosen: list[list[int]]) -> Tensor:
         """Token by token: every weight from all of a row of the cache, every value from its beginning."""
@@ -87,7 +87,7 @@ class IndexStep(LatentStep):
         out = []
         for token, positions in enumerate(chosen):
             rows = self.rows[owner[token]][positions]
-            weights = (self.q[token].double().cpu() @ rows.T * SCALE).softmax(-1)
+            weights = (self.q[token].double().cpu() @ rows.T * self.scale).softmax(-1)
             out.append(weights @ rows[:, : self.latent])
         return torch.stack(out)
 

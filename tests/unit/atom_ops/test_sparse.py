@@ -9,7 +9,7 @@ from atom_ops.ops import sparse_attention
 from atom_ops.ops.index_keys import read_index_keys
 from atom_ops.ops.kv_cache import FP8
 from tests.helpers.index_step import IndexStep, with_spare_tokens
-from tests.helpers.latent_step import CPU, SCALE
+from tests.helpers.latent_step import CPU
 
 STEPS = {
     "decodes": ([1] * 4, [1, 16, 17, 300]),
@@ -77,7 +77,7 @@ def test_spare_rows_and_tokens_choose_nothing_and_read_nothing() -> None:
     found = atom_ops.index_topk(pad[0], pad[1], step.index, plan, COUNT)
     assert torch.equal(found.slots_TJ[:-spare], step.slots_of(step.chosen(COUNT), COUNT))
     assert found.slots_TJ[-spare:].eq(-1).all() and found.counts_T[-spare:].eq(0).all()
-    out = atom_ops.sparse_latent_attention(pad[2], step.cache, found, SCALE)
+    out = atom_ops.sparse_latent_attention(pad[2], step.cache, found, step.scale)
     assert torch.equal(out[-spare:], torch.zeros_like(out[-spare:]))
     torch.testing.assert_close(out[:-spare].double(), step.attended(step.chosen(COUNT)), atol=5e-6, rtol=1e-5)
 
@@ -107,7 +107,7 @@ def test_bits_depend_on_no_other_row(provider: str) -> None:
     for row in range(3):
         one = ChosenTokens(chosen.slots_TJ[row : row + 1], chosen.counts_T[row : row + 1], 512)
         q = together.q[row : row + 1]
-        alone = atom_ops.sparse_latent_attention(q, together.cache, one, SCALE)
+        alone = atom_ops.sparse_latent_attention(q, together.cache, one, together.scale)
         assert torch.equal(alone[0], out[row])
 
 
