@@ -4,7 +4,8 @@ python tools/parse_trace.py TRACE [--layer N]
 
 TRACE is a file that a server with --torch-profiler-dir and --mark-trace wrote, whose name begins
 with the model's. Writes prefill_breakdown.xlsx and decode_breakdown.xlsx into this directory, from
-the first step of each kind.
+the first step of each kind. A kernel's time is from the end of those before it on its stream, for one
+that is launched early waits there, and its duration in the trace counts the wait.
 """
 
 import argparse

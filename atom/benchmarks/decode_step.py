@@ -9,7 +9,8 @@ One worker runs in this process. For each number of rows:
   launch ms   what the host does for a step
   kernels     launches on the device for a step, and for a layer
 
-`--kernels` lists them, each with how often it runs in a step and the microseconds of all its runs.
+`--kernels` lists them, each with how often it runs in a step and the microseconds of all its runs:
+of each from the end of those before it on its stream, for one that is launched early waits there.
 A step of R rows is what R requests bring that all decode.
 """
 
@@ -17,10 +18,13 @@ import json
 import statistics
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from atom import EngineArgs
@@ -31,6 +35,7 @@ from atom.config.resolve import resolve
 from atom.messages.engine import Sampling, pack_ids
 from atom.messages.worker import AllocateKV, NewRow, ScheduledBatch
 from atom.supervisor import Supervisor
+from atom.traces.stream_time import times_without_waiting
 from atom_ops import backend
 from engine_core.startup import plan_cache
 from parallel.communicator import Communicator
@@ -49,7 +54,7 @@ class Kernel:
     name: str
     runs: int
     microseconds: float
-    """Of all its runs together."""
+    """Of all its runs together, without their wait for the kernels before them."""
 
 
 @dataclass(frozen=True)
@@ -135,12 +140,31 @@ class Steps:
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
             for _ in range(_TRACED):
                 self.launch().result()
-        found = [
-            Kernel(event.key, round(event.count / _TRACED), round(event.self_device_time_total / _TRACED, 1))
-            for event in trace.key_averages()
-            if event.device_type.name == "CUDA" and not event.key.startswith("Mem")
-        ]
-        return sorted(found, key=lambda kernel: -kernel.microseconds)
+        return kernels_of(trace.events(), _TRACED)
+
+
+def kernels_of(events: Iterable[FunctionEvent], steps: int) -> list[Kernel]:
+    """What ran on the device in each of so many steps, the longest first."""
+    # Ranges that the host marked are shown on the device too, around kernels, and are none.
+    on_device = [one for one in events if one.device_type.name == "CUDA" and not one.is_user_annotation]
+    on_device.sort(key=lambda one: one.time_range.start)
+    spans = [
+        (
+            (one.device_index, one.device_resource_id),
+            round(one.time_range.start * 1e3),
+            round(one.time_range.end * 1e3),
+        )
+        for one in on_device
+    ]
+    times: dict[str, list[int]] = defaultdict(list)
+    for one, time_ns in zip(on_device, times_without_waiting(spans), strict=True):
+        if not one.key.startswith("Mem"):
+            times[one.key].append(time_ns)
+    found = [
+        Kernel(name, round(len(runs) / steps), round(sum(runs) / steps / 1e3, 1))
+        for name, runs in times.items()
+    ]
+    return sorted(found, key=lambda kernel: -kernel.microseconds)
 
 
 def measure(steps: Steps, rows: int, context: int, count: int) -> tuple[Row, list[Kernel]]:

@@ -5,16 +5,18 @@
     capture  capture_graph_NAME > MODULE > … > launch                       … whose modules are known here
 
 A captured graph's kernels run in the order of its launches. Where the trace holds no kernels, on a
-CPU, operators stand for them: the outermost ones, so that no time is counted twice.
+CPU, operators stand for them: the outermost ones, so that no time is counted twice. A kernel's time
+is from the end of those before it on its stream: until then it can only have waited.
 """
 
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from atom.traces.events import Event, TraceError, nested, read_events
+from atom.traces.stream_time import times_without_waiting
 
 _STEP = re.compile(r"(\w+)\[.*\]")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
@@ -35,6 +37,7 @@ class Kernel:
     module: str
     start_ns: int
     duration_ns: int
+    """Without its wait for the kernels before it on its stream."""
 
 
 @dataclass(slots=True)
@@ -83,10 +86,7 @@ def _moment(path: Path) -> str:
 
 def steps_of(events: Sequence[Event], captures: Captures) -> list[Step]:
     """Raises TraceError where a replay does not fit its capture."""
-    device: dict[int, list[Event]] = defaultdict(list)
-    for event in events:
-        if event.cat in _DEVICE:
-            device[event.correlation].append(event)
+    device = _kernels_by_correlation(events)
     on_host = not device
     steps: dict[int, Step] = {}
     for event, around in nested(event for event in events if event.cat not in _DEVICE):
@@ -99,7 +99,7 @@ def steps_of(events: Sequence[Event], captures: Captures) -> list[Step]:
         if event.cat in _HOST_CALLS and event.correlation:
             step.kernels += _launched(device.pop(event.correlation, []), around, captures)
         elif event.cat == "cpu_op" and on_host and not any(one.cat == "cpu_op" for one in around):
-            step.kernels.append(_as_kernel(event, _module(around)))
+            step.kernels.append(_as_kernel(event, event.duration_ns, _module(around)))
     for step in steps.values():
         step.kernels.sort(key=lambda kernel: kernel.start_ns)
     return sorted(steps.values(), key=lambda step: step.start_ns)
@@ -125,11 +125,24 @@ def name_of(capture: Event) -> str:
     return capture.name.removeprefix(_CAPTURE)
 
 
-def _launched(kernels: list[Event], around: list[Event], captures: Captures) -> list[Kernel]:
+def _kernels_by_correlation(events: Iterable[Event]) -> dict[int, list[Kernel]]:
+    """What ran on the devices, its modules yet unknown; `events` as `read_events` sorts them."""
+    on_device = [event for event in events if event.cat in _DEVICE]
+    # On a device's events pid is the device and tid the stream.
+    times = times_without_waiting(
+        ((event.pid, event.tid), event.start_ns, event.end_ns) for event in on_device
+    )
+    found: dict[int, list[Kernel]] = defaultdict(list)
+    for event, time in zip(on_device, times, strict=True):
+        found[event.correlation].append(_as_kernel(event, time))
+    return found
+
+
+def _launched(kernels: list[Kernel], around: list[Event], captures: Captures) -> list[Kernel]:
     """What one call of the host started: one kernel, or all of a graph."""
     replay = next((one for one in around if one.name.startswith(_REPLAY)), None)
     if replay is None or len(kernels) < 2:
-        return [_as_kernel(kernel, _module(around)) for kernel in kernels]
+        return [replace(kernel, module=_module(around)) for kernel in kernels]
     graph = replay.name.removeprefix(_REPLAY)
     modules = captures.get(graph)
     if modules is None:
@@ -140,7 +153,7 @@ def _launched(kernels: list[Event], around: list[Event], captures: Captures) -> 
             "the capture trace is another run's"
         )
     kernels.sort(key=lambda kernel: kernel.start_ns)
-    return [_as_kernel(kernel, module) for kernel, module in zip(kernels, modules, strict=True)]
+    return [replace(kernel, module=module) for kernel, module in zip(kernels, modules, strict=True)]
 
 
 def _is_step(event: Event) -> bool:
@@ -155,8 +168,8 @@ def _new_step(event: Event) -> Step:
     return Step(event.name.partition("[")[0], event.name, event.start_ns, event.duration_ns)
 
 
-def _as_kernel(event: Event, module: str) -> Kernel:
-    return Kernel(event.name.replace("aiter::", ""), module, event.start_ns, event.duration_ns)
+def _as_kernel(event: Event, time_ns: int, module: str = "") -> Kernel:
+    return Kernel(event.name.replace("aiter::", ""), module, event.start_ns, time_ns)
 
 
 def _module(around: list[Event]) -> str:

@@ -26,7 +26,7 @@ def report(title: str, steps: Sequence[Step]) -> str:
 def _phases(kinds: dict[str, list[Step]]) -> list[str]:
     lines = [
         "Times in milliseconds. *Step*: from its begin to its end on the host. *Kernels*: what ran for it, "
-        "added up.",
+        "added up, without what a kernel waited for those before it.",
         "",
         "| phase | steps | step, mean | median | min | max | all steps | kernels, mean | kernels in all |",
         "|---|---|---|---|---|---|---|---|---|",

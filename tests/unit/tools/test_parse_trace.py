@@ -164,6 +164,37 @@ def test_without_kernels_the_outermost_operators_count(
     assert totals[-1][:3] == ("TOTAL", 2, 24)
 
 
+def overlapping_steps(trace: HandMadeTrace) -> None:
+    """Two streams, each busy for 50 of the first step's microseconds; the second step is placed early."""
+    norm = partial(trace.place, ("norm", 0.0, 10.0))
+    products = partial(trace.place, ("gemm", 2.0, 30.0), ("inside", 5.0, 25.0), ("gemm", 28.0, 45.0))
+    beside = partial(trace.place, ("expert", 0.0, 40.0), ("expert", 30.0, 50.0), stream=8)
+    after_a_gap = partial(trace.place, ("draw", 60.0, 65.0))
+    layer = partial(trace.range, "model.layers.0.mlp", norm, products, beside)
+    trace.range("decode[bs=1 tok=1 d=1]", layer, after_a_gap)
+    trace.range("decode[bs=1 tok=1 d=1]", partial(trace.place, ("norm", 62.0, 73.0)))
+
+
+def test_kernels_that_overlap_count_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    trace = HandMadeTrace()
+    overlapping_steps(trace)
+    path = str(trace.write(tmp_path / RUN))
+    run(monkeypatch, parse_trace, path, "--layer", "0")
+    layer, totals = sheets("decode_breakdown.xlsx").values()
+    assert sorted(row[1:3] for row in layer[1:-1]) == [
+        *(("expert", 10), ("expert", 40)),
+        *(("gemm", 15), ("gemm", 20), ("inside", 0), ("norm", 10)),
+    ]
+    assert [row[:3] for row in totals[1:]] == [
+        *(("expert", 2, 50), ("gemm", 2, 35), ("norm", 1, 10), ("draw", 1, 5), ("inside", 1, 0)),
+        ("TOTAL", 7, 100),
+    ]
+    run(monkeypatch, analyze_trace_summary, path, "--output", "report.md")
+    report = Path("report.md").read_text()
+    assert "| 0.054 | 0.108 |" in report, "both steps' kernels: 100 and 8 microseconds"
+    assert "| norm | 2 | 0.018 | 9.0 |" in report
+
+
 def unmarked(trace: HandMadeTrace) -> None:
     trace.range("decode[bs=1 tok=1 d=1]", partial(trace.launch, ("k", 1.0)))
 
