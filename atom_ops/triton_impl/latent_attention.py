@@ -256,13 +256,16 @@ class _Blocks:
 
 
 _MOST_HEADS = 64
+_MOST_NUMBERS = 576
+"""Of a row, of which local memory holds two times 64 beside 64 queries."""
 _AT_ONCE = 8
 _LEAST_SPLIT = 128
 
 
-def _blocks(heads: int, dtype: torch.dtype, queries: int) -> _Blocks:
+def _blocks(q_THK: Tensor, cache: LatentLayer, queries: int) -> _Blocks:
     """With `queries` side by side, heads and tokens, or with one token's heads where these are more."""
-    if (dtype == torch.float32 and not INTERPRETED) or torch.version.hip is not None:
+    heads, numbers = q_THK.shape[1:]
+    if (q_THK.dtype == torch.float32 and not INTERPRETED) or torch.version.hip is not None:
         # Little local memory, for such wide numbers or in so small a processor.
         padded = min(triton.next_power_of_2(heads), 16)
         return _Blocks(padded, 16 // padded, 16, 4, 1, 2)
@@ -270,7 +273,8 @@ def _blocks(heads: int, dtype: torch.dtype, queries: int) -> _Blocks:
     tile = max(queries // padded, 1)
     if padded * tile < 64:
         return _Blocks(padded, tile, 32, 4, 3, 2)
-    return _Blocks(padded, tile, 32, 8, 2)
+    tokens = 64 if cache.scale is None and numbers <= _MOST_NUMBERS else 32
+    return _Blocks(padded, tile, tokens, 8, 2)
 
 
 def takes(q_THK: Tensor, cache: LatentLayer) -> bool:
@@ -288,15 +292,14 @@ def takes(q_THK: Tensor, cache: LatentLayer) -> bool:
     supports=lambda q_THK, cache, plan, scale: takes(q_THK, cache),
 )
 def attend_latents(q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, scale: float) -> Tensor:
-    heads = q_THK.shape[1]
     out_THC = q_THK.new_empty(*q_THK.shape[:2], cache.latent_width)
     if not len(q_THK):
         return out_THC
-    long = _blocks(heads, q_THK.dtype, 64)
+    long = _blocks(q_THK, cache, 64)
     if plan.split_tokens:
         _launch_long(out_THC, q_THK, cache, plan, scale, long, 0)
         return out_THC
-    short = _blocks(heads, q_THK.dtype, 16)
+    short = _blocks(q_THK, cache, 16)
     if plan.min_query_len <= short.tile:
         _launch_short(out_THC, q_THK, cache, plan, scale, short)
     if plan.max_query_len > short.tile:

@@ -34,7 +34,8 @@ class LatentStep:
         generator = torch.Generator().manual_seed(len(query_lens) * 1000 + sum(context_lens))
         latent, rope = widths
         self.heads, self.dtype, self.device = heads, dtype, device
-        self.scale = 1.4 * (latent + rope) ** -0.5  # scores differ clearly, and rounded rows change none of them much
+        # Scores differ clearly, and rounded rows change none of them much.
+        self.scale = 1.4 * (latent + rope) ** -0.5
         self.query_lens = np.array(query_lens, np.int32)
         self.context_lens = np.array(context_lens, np.int32)
         needed = [-(-length // block_size) for length in context_lens]
