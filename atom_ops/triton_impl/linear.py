@@ -25,7 +25,7 @@ from atom_ops.triton_impl.overlap import (
     let_next_start,
     wait,
 )
-from atom_ops.triton_impl.tuned import LINEAR, LinearPlan
+from atom_ops.triton_impl.tuned import LINEAR, EvenPlan, LinearPlan
 
 _ADDED_AT_ONCE = 512
 _FETCHED_BYTES = 16 << 20
@@ -190,12 +190,12 @@ def is_measured(device: torch.device) -> bool:
 
 
 @cache
-def plans_on(device: torch.device) -> dict[tuple[int, int], tuple[LinearPlan, ...]]:
+def plans_on(device: torch.device) -> dict[tuple[int, int], tuple[LinearPlan | EvenPlan, ...]]:
     """Plans by the weight's shape. Where no table is part of the program, `tuning` fills it."""
     return dict(LINEAR.get(torch.cuda.get_device_name(device), {})) if device.type == "cuda" else {}
 
 
-def _plan(x_TI: Tensor, weight: Tensor) -> LinearPlan | None:
+def _plan(x_TI: Tensor, weight: Tensor) -> LinearPlan | EvenPlan | None:
     """None where the vendor's library is faster, or nobody has measured."""
     tokens = len(x_TI)
     # Interpreted, a product of bfloat16 tiles is wrong.
@@ -220,4 +220,8 @@ def _linear(
 ) -> Tensor:
     plan = _plan(x_TI, weight)
     assert plan is not None, "`supports` has asked"
+    if isinstance(plan, EvenPlan):
+        from atom_ops.triton_impl import hopper_linear  # Gluon is not everywhere
+
+        return hopper_linear.multiply(plan, x_TI, weight, bias, out_dtype)
     return multiply(plan, x_TI, weight, bias, out_dtype)

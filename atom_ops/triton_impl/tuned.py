@@ -28,6 +28,26 @@ class LinearPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class EvenPlan:
+    """How a product is dealt out evenly to the processors of a Hopper: see `hopper_linear`."""
+
+    tokens: int
+    """At most so many."""
+    tile: int
+    """Tokens of a tile."""
+    rows: int
+    """Of the weight, for each consumer."""
+    columns: int
+    """Of the weight, at a step."""
+    stages: int
+    """Steps in flight."""
+    consumers: int
+    programs: int
+    registers: int = 96
+    """Of a thread; fewer let the kernel in front share the processor."""
+
+
+@dataclass(frozen=True, slots=True)
 class FusedPlan:
     """How a product for one token is made together with what lies in front of it."""
 
