@@ -13,7 +13,7 @@ from atom_ops.ops.linear import BATCH_INVARIANT, linear
 
 _DEFAULT_ORDER = {
     "cpu": ("onednn_packed", "sdpa_cpu"),
-    "cuda": ("aiter", "triton"),
+    "cuda": ("aiter", "triton", "blas"),
 }
 
 

@@ -53,6 +53,14 @@ def linear(
     return functional.linear(x_TI, weight, bias).to(out_dtype)
 
 
+@linear.provider("blas", needs="a GPU", supported=lambda device: device.type == "cuda", batch_invariant=False)
+def _library(
+    x_TI: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """The GPU maker's own (cuBLAS, hipBLASLt), which torch calls: chosen for many tokens, no stopgap."""
+    return linear.reference(x_TI, weight, bias, out_dtype)
+
+
 BATCH_INVARIANT = "batch_invariant"
 """The provider whose rows do not depend on how many there are; only demanded, never a default."""
 _ONEDNN = "onednn_packed"

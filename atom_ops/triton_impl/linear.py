@@ -6,6 +6,7 @@ O output features, I inputs, T tokens; a program makes a tile of outputs for eve
   matrix  some tokens, on the matrix units: weight [rows, columns] x tokens [columns, 16]
 
 Inputs may be cut into parts, one program each; a second launch adds the parts in a fixed order.
+For more tokens on a Hopper see `hopper_linear`.
 Which kernel, tile and cut serve a shape best is measured: see `tuned`.
 """
 
@@ -25,7 +26,7 @@ from atom_ops.triton_impl.overlap import (
     let_next_start,
     wait,
 )
-from atom_ops.triton_impl.tuned import LINEAR, LinearPlan
+from atom_ops.triton_impl.tuned import LINEAR, EvenPlan, LinearPlan
 
 _ADDED_AT_ONCE = 512
 _FETCHED_BYTES = 16 << 20
@@ -145,13 +146,17 @@ def _add_parts(
 
 
 def multiply(
-    plan: LinearPlan,
+    plan: LinearPlan | EvenPlan,
     x_TI: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`linear` as planned; at most `plan.tokens` tokens."""
+    if isinstance(plan, EvenPlan):
+        from atom_ops.triton_impl import hopper_linear  # its language is not everywhere
+
+        return hopper_linear.multiply(plan, x_TI, weight, bias, out_dtype)
     tokens, inputs = x_TI.shape
     outputs = len(weight)
     out_TO = x_TI.new_empty(tokens, outputs, dtype=out_dtype)
@@ -190,12 +195,12 @@ def is_measured(device: torch.device) -> bool:
 
 
 @cache
-def plans_on(device: torch.device) -> dict[tuple[int, int], tuple[LinearPlan, ...]]:
+def plans_on(device: torch.device) -> dict[tuple[int, int], tuple[LinearPlan | EvenPlan, ...]]:
     """Plans by the weight's shape. Where no table is part of the program, `tuning` fills it."""
     return dict(LINEAR.get(torch.cuda.get_device_name(device), {})) if device.type == "cuda" else {}
 
 
-def _plan(x_TI: Tensor, weight: Tensor) -> LinearPlan | None:
+def _plan(x_TI: Tensor, weight: Tensor) -> LinearPlan | EvenPlan | None:
     """None where the vendor's library is faster, or nobody has measured."""
     tokens = len(x_TI)
     # Interpreted, a product of bfloat16 tiles is wrong.

@@ -28,6 +28,22 @@ class LinearPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class EvenPlan:
+    """How a product is dealt out evenly to the processors of a Hopper: see `hopper_linear`."""
+
+    least: int
+    tokens: int
+    """At most so many, and so many in a tile."""
+    rows: int
+    """Of the weight, in a tile."""
+    columns: int
+    """Of the weight, at a step."""
+    stages: int
+    """Steps in flight."""
+    programs: int
+
+
+@dataclass(frozen=True, slots=True)
 class FusedPlan:
     """How a product for one token is made together with what lies in front of it."""
 
@@ -48,15 +64,40 @@ def _matrix(tokens: int, rows: int, columns: int, warps: int, stages: int, parts
     return LinearPlan(tokens, False, rows, columns, warps, stages, parts)
 
 
+def _even(columns: int, stages: int, programs: int) -> EvenPlan:
+    """For 33 to 64 tokens."""
+    return EvenPlan(33, 64, 64, columns, stages, programs)
+
+
 # (output features, input features) of a weight -> plans by rising tokens, 16-bit floats. One plan
 # serves 2 to 16 tokens, so that among these a token's bits do not depend on its company. A shape
 # or a number of tokens that is not here is faster in cuBLAS, or has not been measured.
-_LINEAR_H200 = {
+_LINEAR_H200: dict[tuple[int, int], tuple[LinearPlan | EvenPlan, ...]] = {
     # Qwen3-0.6B
-    (4096, 1024): (_vector(4, 1024, 4, 1), _matrix(16, 64, 128, 4, 6), _matrix(32, 64, 128, 4, 4)),
-    (1024, 2048): (_vector(4, 2048, 8, 1), _matrix(16, 16, 512, 2, 4), _matrix(32, 64, 128, 4, 6, 4)),
-    (6144, 1024): (_vector(8, 512, 4, 1), _matrix(16, 64, 128, 4, 6), _matrix(32, 64, 128, 4, 6)),
-    (1024, 3072): (_vector(4, 1024, 4, 1), _matrix(16, 16, 512, 2, 4), _matrix(32, 64, 128, 4, 4, 4)),
+    (4096, 1024): (
+        _vector(4, 1024, 4, 1),
+        _matrix(16, 64, 128, 4, 6),
+        _matrix(32, 64, 128, 4, 4),
+        _even(128, 6, 64),
+    ),
+    (1024, 2048): (
+        _vector(4, 2048, 8, 1),
+        _matrix(16, 16, 512, 2, 4),
+        _matrix(32, 64, 128, 4, 6, 4),
+        _even(128, 6, 64),
+    ),
+    (6144, 1024): (
+        _vector(8, 512, 4, 1),
+        _matrix(16, 64, 128, 4, 6),
+        _matrix(32, 64, 128, 4, 6),
+        _even(128, 6, 96),
+    ),
+    (1024, 3072): (
+        _vector(4, 1024, 4, 1),
+        _matrix(16, 16, 512, 2, 4),
+        _matrix(32, 64, 128, 4, 4, 4),
+        _even(128, 6, 64),
+    ),
     (151936, 1024): (
         _vector(8, 512, 4, 4),
         _matrix(16, 128, 128, 8, 3),
@@ -65,11 +106,21 @@ _LINEAR_H200 = {
     ),
     # Qwen3-8B and Llama-3.1-8B
     (6144, 4096): (_vector(4, 1024, 4, 1), _matrix(16, 64, 128, 4, 6), _matrix(32, 64, 128, 4, 6)),
-    (4096, 4096): (_vector(4, 512, 2, 1), _matrix(16, 16, 512, 2, 4), _matrix(32, 64, 128, 4, 4, 2)),
-    (24576, 4096): (_vector(4, 512, 2, 1),),
+    (4096, 4096): (
+        _vector(4, 512, 2, 1),
+        _matrix(16, 16, 512, 2, 4),
+        _matrix(32, 64, 128, 4, 4, 2),
+        _even(128, 6, 64),
+    ),
+    (24576, 4096): (_vector(4, 512, 2, 1), _even(128, 6, 128)),
     (28672, 4096): (_vector(16, 256, 4, 1),),
-    (4096, 12288): (_vector(8, 256, 2, 5), _matrix(16, 16, 512, 2, 4), _matrix(32, 64, 128, 4, 6, 2)),
-    (4096, 14336): (_vector(8, 256, 2, 5), _matrix(16, 16, 512, 2, 4)),
+    (4096, 12288): (
+        _vector(8, 256, 2, 5),
+        _matrix(16, 16, 512, 2, 4),
+        _matrix(32, 64, 128, 4, 6, 2),
+        _even(128, 6, 128),
+    ),
+    (4096, 14336): (_vector(8, 256, 2, 5), _matrix(16, 16, 512, 2, 4), _even(128, 6, 128)),
     (151936, 4096): (
         _vector(4, 1024, 4, 4),
         _matrix(16, 64, 128, 4, 4),

@@ -177,10 +177,13 @@ def test_every_plan_and_tile_of_linear(chip: str) -> None:
             for (outputs, inputs), plans in tuned.LINEAR["NVIDIA H200"].items():
                 for plan in plans:
                     x_TI = tensor(plan.tokens, inputs)
-                    linear.multiply(plan, x_TI, tensor(outputs, inputs), None)
+                    for out_dtype in (None, torch.float32):
+                        linear.multiply(plan, x_TI, tensor(outputs, inputs), None, out_dtype)
             for tile in batch_invariant._HOPPER:
                 for tokens in (1, 256, 16384):
-                    batch_invariant.multiply(tile, tensor(tokens, 4096), tensor(24576, 4096), None, True)
+                    x_TI, weight = tensor(tokens, 4096), tensor(24576, 4096)
+                    for out_dtype in (None, torch.float32):
+                        batch_invariant.multiply(tile, x_TI, weight, None, True, out_dtype)
         batch_invariant.multiply(batch_invariant._ANYWHERE, x, tensor(4096, 4096), tensor(4096), False)
         batch_invariant.multiply(batch_invariant._FLOAT32, x.float(), tensor(4096, 4096).float(), None, False)
     check(compiled, chip)

@@ -34,7 +34,7 @@ def test_every_plan_is_as_exact_as_the_library(shape: tuple[int, int], dtype: to
     provider = linear.providers["triton"]
     weight = torch.randn(shape, device=GPU).mul_(shape[1] ** -0.5).to(dtype)
     bias = torch.randn(shape[0], device=GPU, dtype=dtype)
-    for tokens in (1, 2, 5, 16, 32, 64):
+    for tokens in (1, 2, 5, 16, 32, 33, 60, 64):
         x = torch.randn(tokens, shape[1], device=GPU, dtype=dtype)
         if provider.supports is None or not provider.supports(x, weight):
             continue
@@ -72,4 +72,21 @@ def test_a_captured_product_follows_its_inputs_and_company_changes_no_bit() -> N
     torch.cuda.synchronize()
     assert torch.equal(out, linear(x, weight))
     assert torch.equal(out[3:5], linear(x[3:5].clone(), weight))
+    backend.resolve(CPU)
+
+
+@pytest.mark.skipif((4096, 4096) not in planned(), reason="needs a GPU with measured plans")
+@pytest.mark.parametrize("shape", planned(), ids=str)
+def test_parts_of_products_are_added_in_one_order(shape: tuple[int, int]) -> None:
+    """Again and again, in a graph, each after the other: the workspace is as it was each time."""
+    backend.resolve(GPU)
+    weight = torch.randn(shape, device=GPU).mul_(shape[1] ** -0.5).bfloat16()
+    x = torch.randn(64, shape[1], device=GPU, dtype=torch.bfloat16)
+    first = linear(x, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [linear(x, weight) for _ in range(5)]
+    for _ in range(20):
+        graph.replay()
+    assert all(torch.equal(out, first) for out in outs)
     backend.resolve(CPU)

@@ -1,0 +1,294 @@
+"""`linear` for some dozens of tokens on Hopper: every processor reads the same share of the weight.
+
+Output tiles are too few, or too many by a bit, to keep all processors at work. So it is not tiles
+that are dealt out, but steps: a step multiplies some columns of a tile's weights, and a program
+takes as many in a row as every other does, wherever tiles begin.
+
+    tiles       |     0     |     1     |     2     |  each of `steps` steps
+    programs    |   0   |   1   |   2   |   3   |
+
+A program keeps the tiles that are all its own. Of the others each program writes its part, float32,
+and when it has done all its steps, it adds the parts of some of their tokens, always in the order
+of the programs. Whether a number has come is seen from the number itself: between launches the
+workspace holds NOT_THERE, a NaN that no product yields, and who has read a part puts it back. So
+nobody asks for an order of memory accesses, which would cost more than the reading. It needs all
+programs at work at the same time, so there are no more than processors.
+
+The bulk copy engine brings weights and tokens into a ring in shared memory. The parties meet at
+barriers only:
+
+    copies      1 warp     weights of the first steps come before the kernel in front is done
+    products    4 warps    weight [ROWS, COLUMNS] x tokens [COLUMNS, TOKENS]
+
+Written in Gluon, which has no interpreter.
+"""
+
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from atom_ops.triton_impl.overlap import launch_options
+from atom_ops.triton_impl.tuned import EvenPlan
+
+_SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_REGISTERS = 96
+"""Of a thread: few enough for the kernel in front to share the processor."""
+_MOST_PROGRAMS = 132
+_MOST_SUMS = 64 * 64
+"""Of a tile."""
+_NOT_THERE = gl.constexpr(0x7FC0_5EED)
+# Later versions of Triton give these two other names.
+_load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+@gluon.jit
+def _wait(OVERLAP: gl.constexpr):
+    """As in `overlap`, which Gluon cannot call."""
+    if OVERLAP:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def _let_next_start(OVERLAP: gl.constexpr):
+    if OVERLAP:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def _copy(
+    weight_desc, x_desc, weights, x, ready, free, first, stop, steps,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    size: gl.constexpr = weight_desc.block_type.nbytes + x_desc.block_type.nbytes
+    early = gl.minimum(stop - first, STAGES)
+    for i in range(early):
+        tile, step = (first + i) // steps, (first + i) % steps
+        mbarrier.expect(ready.index(i), size)
+        _load_tile(weight_desc, [tile * ROWS, step * COLUMNS], ready.index(i), weights.index(i))
+    _wait(OVERLAP)
+    for i in range(early):
+        _load_tile(x_desc, [0, (first + i) % steps * COLUMNS], ready.index(i), x.index(i))
+    for i in range(early, stop - first):
+        slot, round = i % STAGES, i // STAGES
+        tile, step = (first + i) // steps, (first + i) % steps
+        barrier = ready.index(slot)
+        mbarrier.wait(free.index(slot), (round & 1) ^ 1)
+        mbarrier.expect(barrier, size)
+        _load_tile(weight_desc, [tile * ROWS, step * COLUMNS], barrier, weights.index(slot))
+        _load_tile(x_desc, [0, step * COLUMNS], barrier, x.index(slot))
+    _let_next_start(OVERLAP)
+
+
+@gluon.jit
+def _store(
+    total_RT, bias, out, first_output, first_token, outputs, tokens,
+    ROWS: gl.constexpr, TOKENS: gl.constexpr, HAS_BIAS: gl.constexpr,
+):  # fmt: skip
+    """Outputs lie side by side in `out`."""
+    stored: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    output_R = first_output + gl.arange(0, ROWS, gl.SliceLayout(1, stored))
+    token_T = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, stored))
+    if HAS_BIAS:
+        total_RT = gl.convert_layout(total_RT, stored)
+        bias_R = gl.load(bias + output_R, mask=output_R < outputs, other=0.0)
+        total_RT += bias_R.to(gl.float32)[:, None]
+        out_RT = total_RT.to(out.dtype.element_ty)
+    else:
+        out_RT = gl.convert_layout(total_RT.to(out.dtype.element_ty), stored)
+    inside_RT = (output_R < outputs)[:, None] & (token_T < tokens)[None, :]
+    gl.store(out + token_T.to(gl.int64)[None, :] * outputs + output_R[:, None], out_RT, mask=inside_RT)
+
+
+@gluon.jit
+def _program_of(step, all_steps):
+    """The one that takes this step: program p begins at p * all_steps // programs."""
+    return ((step + 1) * gl.num_programs(0) - 1) // all_steps
+
+
+@gluon.jit
+def _add_parts(
+    parts, bias, out, tile, steps, all_steps, outputs, tokens,
+    ROWS: gl.constexpr, TOKENS: gl.constexpr, PIECE: gl.constexpr, MOST_PARTS: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+):  # fmt: skip
+    """Of a tile that several programs have parts of: this program's share of its tokens."""
+    loaded: gl.constexpr = gl.BlockedLayout([1, 4], [128 // PIECE, PIECE // 4], [4, 1], [1, 0])
+    first = _program_of(tile * steps, all_steps)
+    count = _program_of(tile * steps + steps - 1, all_steps) - first + 1
+    row_R = gl.arange(0, ROWS, gl.SliceLayout(1, loaded))
+    token_P = gl.arange(0, PIECE, gl.SliceLayout(0, loaded))
+    # A program's first part is its 0th; only the tile's first program may have begun before the tile.
+    begun_before = (first * all_steps // gl.num_programs(0) < tile * steps).to(gl.int32)
+    for piece in range(gl.program_id(0) - first, TOKENS // PIECE, count):
+        at_RP = row_R[:, None] * TOKENS + piece * PIECE + token_P[None, :]
+        total_RP = gl.zeros([ROWS, PIECE], gl.float32, loaded)
+        missing = 1
+        while missing > 0:
+            total_RP = gl.zeros([ROWS, PIECE], gl.float32, loaded)
+            missing_RP = gl.zeros([ROWS, PIECE], gl.int32, loaded)
+            for i in gl.static_range(MOST_PARTS):
+                number = (first + i) * 2 + (begun_before if i == 0 else 0)
+                exists_RP = (at_RP >= 0) & (i < count)
+                part_RP = gl.load(parts + number * (ROWS * TOKENS) + at_RP, exists_RP, 0, volatile=True)
+                missing_RP |= (part_RP == _NOT_THERE).to(gl.int32)
+                total_RP += part_RP.to(gl.float32, bitcast=True)
+            missing = gl.max(gl.max(missing_RP, 1), 0)
+        for i in gl.static_range(MOST_PARTS):
+            number = (first + i) * 2 + (begun_before if i == 0 else 0)
+            none_RP = gl.full([ROWS, PIECE], _NOT_THERE, gl.int32, loaded)
+            gl.store(parts + number * (ROWS * TOKENS) + at_RP, none_RP, (at_RP >= 0) & (i < count))
+        _store(
+            total_RP, bias, out, tile * ROWS, piece * PIECE, outputs, tokens, ROWS, PIECE, HAS_BIAS,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _multiply(
+    weights, x, ready, free, parts, bias, out, first, stop, steps, all_steps, outputs, tokens,
+    ROWS: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, PIECE: gl.constexpr,
+    MOST_PARTS: gl.constexpr, HAS_BIAS: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    _wait(OVERLAP)
+    i = 0
+    at = first
+    while at < stop:
+        tile = at // steps
+        behind = i + gl.minimum(tile * steps + steps, stop) - at
+        begun = i
+        total_RT = gl.zeros([ROWS, TOKENS], gl.float32, sums)
+        for i in range(begun, behind):
+            slot = i % STAGES
+            mbarrier.wait(ready.index(slot), i // STAGES & 1)
+            total_RT = warpgroup_mma(
+                weights.index(slot), x.index(slot).permute((1, 0)), total_RT,
+                is_async=True,
+            )  # fmt: skip
+            total_RT = warpgroup_mma_wait(1, deps=[total_RT])
+            _meet()
+            mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), pred=i > begun)
+        total_RT = warpgroup_mma_wait(0, deps=[total_RT])
+        _meet()
+        mbarrier.arrive(free.index((behind + STAGES - 1) % STAGES))
+        if behind - begun == steps:
+            _store(total_RT, bias, out, tile * ROWS, 0, outputs, tokens, ROWS, TOKENS, HAS_BIAS)
+        else:
+            number = gl.program_id(0) * 2 + (at > first).to(gl.int32)
+            row_R = gl.arange(0, ROWS, gl.SliceLayout(1, sums))
+            token_T = gl.arange(0, TOKENS, gl.SliceLayout(0, sums))
+            part = parts + number * (ROWS * TOKENS)
+            part_RT = total_RT.to(gl.int32, bitcast=True)
+            gl.store(part + row_R[:, None] * TOKENS + token_T[None, :], part_RT)
+        at += behind - begun
+        i = behind
+
+    if MOST_PARTS > 1:
+        tile = first // steps
+        if (first > tile * steps) | (stop < tile * steps + steps):
+            _add_parts(
+                parts, bias, out, tile, steps, all_steps, outputs, tokens,
+                ROWS, TOKENS, PIECE, MOST_PARTS, HAS_BIAS,
+            )  # fmt: skip
+        last_tile = (stop - 1) // steps
+        if (last_tile > tile) & (stop < last_tile * steps + steps):
+            _add_parts(
+                parts, bias, out, last_tile, steps, all_steps, outputs, tokens,
+                ROWS, TOKENS, PIECE, MOST_PARTS, HAS_BIAS,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _barriers(STAGES: gl.constexpr):
+    made = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(made.index(slot), count=1)
+    return made
+
+
+@gluon.jit(do_not_specialize=["tokens"])
+def _even(
+    weight_desc, x_desc, bias, out, parts, outputs, tokens, steps, all_steps,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+    PIECE: gl.constexpr, MOST_PARTS: gl.constexpr, HAS_BIAS: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """Grid (programs,), no more than processors; each has steps to do."""
+    first = gl.program_id(0) * all_steps // gl.num_programs(0)
+    stop = (gl.program_id(0) + 1) * all_steps // gl.num_programs(0)
+    weights = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, ROWS, COLUMNS], weight_desc.layout)
+    x = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TOKENS, COLUMNS], x_desc.layout)
+    ready, free = _barriers(STAGES), _barriers(STAGES)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                weights, x, ready, free, parts, bias, out, first, stop, steps, all_steps, outputs, tokens,
+                ROWS, TOKENS, STAGES, PIECE, MOST_PARTS, HAS_BIAS, OVERLAP,
+            )),
+            (_copy, (
+                weight_desc, x_desc, weights, x, ready, free, first, stop, steps,
+                ROWS, COLUMNS, STAGES, OVERLAP,
+            )),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
+
+
+@cache
+def _workspace(device: torch.device) -> Tensor:
+    """NOT_THERE between launches, which share one stream."""
+    return torch.full((_MOST_PROGRAMS * 2 * _MOST_SUMS,), _NOT_THERE.value, dtype=torch.int32, device=device)
+
+
+def multiply(
+    plan: EvenPlan, x_TI: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """`linear` as planned."""
+    x_TI = x_TI.contiguous()
+    (tokens, inputs), outputs = x_TI.shape, len(weight)
+    out_TO = x_TI.new_empty(tokens, outputs, dtype=out_dtype or x_TI.dtype)
+    steps = triton.cdiv(inputs, plan.columns)
+    all_steps = triton.cdiv(outputs, plan.rows) * steps
+    programs = min(plan.programs, all_steps)
+    assert programs <= _MOST_PROGRAMS and plan.rows * plan.tokens <= _MOST_SUMS, "the workspace holds no more"
+    fewest = all_steps // programs
+    most_parts = 1 if all_steps % programs == 0 and fewest % steps == 0 else (steps - 2) // fewest + 2
+    _even[(programs,)](
+        TensorDescriptor.from_tensor(weight, [plan.rows, plan.columns], _SWIZZLED),
+        TensorDescriptor.from_tensor(x_TI, [plan.tokens, plan.columns], _SWIZZLED),
+        out_TO if bias is None else bias,
+        out_TO,
+        _workspace(x_TI.device),
+        outputs,
+        tokens,
+        steps,
+        all_steps,
+        ROWS=plan.rows,
+        COLUMNS=plan.columns,
+        TOKENS=plan.tokens,
+        STAGES=plan.stages,
+        PIECE=min(16, plan.tokens // 4),
+        MOST_PARTS=most_parts,
+        HAS_BIAS=bias is not None,
+        num_warps=4,
+        maxnreg=_REGISTERS,
+        **launch_options(x_TI.device),
+    )
+    return out_TO
