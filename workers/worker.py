@@ -89,6 +89,8 @@ class Worker:
         self._tp = tp
         self._progress = progress
         self._device = rank_device(config, tp.rank)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # kernels and graphs go to the current one
         self._dtype = _DTYPES[config.model.dtype]
         self._kv_dtype = kv_dtype(config.cache, self._dtype)
         if config.observability.torch_profiler_dir is not None:
