@@ -25,7 +25,7 @@ from workers.layers.context import CacheLayer, ForwardContext, GroupContext
 from workers.state_slots import NO_SLOT, StateSlots
 
 PROMPT_SIZES = (16, 32, 64, *range(128, 512, 64), *range(512, 1024, 128), *range(1024, 2049, 256))
-"""Tokens of the captured steps: with more, a device takes longer than its host on any model."""
+"""Tokens of the captured steps: with more, only the smallest models take a device less time than its host."""
 
 _FEW_ROWS = 16
 """With few rows attention cuts long contexts into more parts."""
