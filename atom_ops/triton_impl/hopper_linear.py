@@ -86,10 +86,10 @@ def _copy(
     for i in range(early):
         _load_tile(x_desc, [0, (first + i) % steps * COLUMNS], ready.index(i), x.index(i))
     for i in range(early, stop - first):
-        slot, round = i % STAGES, i // STAGES
+        slot = i % STAGES
         tile, step = (first + i) // steps, (first + i) % steps
         barrier = ready.index(slot)
-        mbarrier.wait(free.index(slot), (round & 1) ^ 1)
+        mbarrier.wait(free.index(slot), (i // STAGES & 1) ^ 1)
         mbarrier.expect(barrier, size)
         _load_tile(weight_desc, [tile * ROWS, step * COLUMNS], barrier, weights.index(slot))
         _load_tile(x_desc, [0, step * COLUMNS], barrier, x.index(slot))
@@ -260,7 +260,7 @@ def _workspace(device: torch.device) -> Tensor:
 def multiply(
     plan: EvenPlan, x_TI: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """`linear` as planned."""
+    """`linear` as planned; at most `plan.tokens` tokens."""
     x_TI = x_TI.contiguous()
     (tokens, inputs), outputs = x_TI.shape, len(weight)
     out_TO = x_TI.new_empty(tokens, outputs, dtype=out_dtype or x_TI.dtype)

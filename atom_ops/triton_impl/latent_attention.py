@@ -273,6 +273,7 @@ def _blocks(q_THK: Tensor, cache: LatentLayer, queries: int) -> _Blocks:
     tile = max(queries // padded, 1)
     if padded * tile < 64:
         return _Blocks(padded, tile, 32, 4, 3, 2)
+    # Rows of a narrow cache are widened first, which takes more room.
     tokens = 64 if cache.scale is None and numbers <= _MOST_NUMBERS else 32
     return _Blocks(padded, tile, tokens, 8, 2)
 

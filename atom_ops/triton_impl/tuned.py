@@ -32,6 +32,7 @@ class EvenPlan:
     """How a product is dealt out evenly to the processors of a Hopper: see `hopper_linear`."""
 
     least: int
+    """At least so many tokens."""
     tokens: int
     """At most so many, and so many in a tile."""
     rows: int
@@ -41,6 +42,7 @@ class EvenPlan:
     stages: int
     """Steps in flight."""
     programs: int
+    """No more than the GPU has processors: they wait for each other."""
 
 
 @dataclass(frozen=True, slots=True)
