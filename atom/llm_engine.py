@@ -32,7 +32,7 @@ from atom.messages.engine import (
     Hello,
     TokenDeltas,
 )
-from atom.messages.profile import Profile, ProfileAnswer
+from atom.messages.profile import Profile, ProfileResult
 from atom.outputs import Logprobs, RequestOutput, Sequence
 from atom.progress import ProgressBars
 from atom.sampling_params import SamplingParams
@@ -225,9 +225,9 @@ class LLMEngine:
         """
         return [f"{trace.directory}/{trace.file}" for trace in self._profile(False).traces]
 
-    def _profile(self, on: bool) -> ProfileAnswer:
+    def _profile(self, on: bool) -> ProfileResult:
         self._socket.send(encode(Profile(on)))
-        answer: ProfileAnswer = self._await_answer(ProfileAnswer, _PROFILE_DEADLINE_S)
+        answer: ProfileResult = self._await_answer(ProfileResult, _PROFILE_DEADLINE_S)
         if answer.refusal or answer.error:
             raise RuntimeError(answer.refusal or f"profiling failed: {answer.error}")
         return answer

@@ -59,7 +59,7 @@ class StartError(RuntimeError):
         """What the program should exit with."""
 
 
-class PrepareAnswer(msgspec.Struct, frozen=True):
+class PrepareResult(msgspec.Struct, frozen=True):
     """The line that the preparation step prints: an error, or what it found."""
 
     error: str = ""
@@ -122,7 +122,7 @@ class Supervisor:
         output = self._output_of(process, f"preparing {model}")
         del self._children["prepare"]
         try:
-            answer = msgspec.json.decode(output, type=PrepareAnswer)
+            answer = msgspec.json.decode(output, type=PrepareResult)
         except msgspec.DecodeError:
             raise StartError(f"preparing {model} failed: {_how_it_ended(process.returncode)}") from None
         if answer.error or answer.checkpoint is None or answer.device is None:

@@ -35,7 +35,12 @@ from atom_ops.ops.latent_cache import (
     write_latent,
 )
 from atom_ops.ops.linear import linear, pack_linear_weight
-from atom_ops.ops.logit_rules import LogitRuleBatch, TokenRecord, record_drawn, rule_logits
+from atom_ops.ops.logits_processors import (
+    LogitsProcessorBatch,
+    TokenRecord,
+    apply_logits_processors,
+    record_sampled,
+)
 from atom_ops.ops.logprobs import TokenLogprobs, token_logprobs
 from atom_ops.ops.norm import add_rms_norm, gated_rms_norm, rms_norm
 from atom_ops.ops.qkv import HeadNorms, rotate_and_write_kv
@@ -62,7 +67,7 @@ __all__ = [
     "KVLayer",
     "LatentLayer",
     "LatentNorms",
-    "LogitRuleBatch",
+    "LogitsProcessorBatch",
     "RoutingRule",
     "SamplingBatch",
     "StateLayer",
@@ -73,6 +78,7 @@ __all__ = [
     "absorb_queries",
     "add_norm_linear",
     "add_rms_norm",
+    "apply_logits_processors",
     "attend_projection",
     "causal_conv",
     "clamped_swiglu",
@@ -99,14 +105,13 @@ __all__ = [
     "plan_states",
     "prompt_attention",
     "read_latent",
-    "record_drawn",
+    "record_sampled",
     "rms_norm",
     "rotary",
     "rotate_and_write_kv",
     "rotation",
     "rotation_at",
     "route",
-    "rule_logits",
     "sample",
     "sigmoid_and_mul",
     "silu_and_mul",

@@ -4,7 +4,7 @@ Frontends answer clients, and know more (the vocabulary, for one). What gets pas
 that request only: a value that a worker's columns cannot take would end the engine.
 """
 
-from atom.messages.engine import AddRequest, LogitRules, Sampling
+from atom.messages.engine import AddRequest, LogitsProcessors, Sampling
 
 _MAX_INT32 = (1 << 31) - 1
 _MAX_UINT64 = (1 << 64) - 1
@@ -27,8 +27,8 @@ def check_request(message: AddRequest, max_model_len: int) -> None:
         )
     _check_range("prompt_logprobs", message.prompt_logprobs, -1, _MAX_INT32)
     _check_sampling(message.sampling)
-    if message.sampling.rules is not None:
-        _check_rules(message.sampling.rules)
+    if message.sampling.logits_processors is not None:
+        _check_rules(message.sampling.logits_processors)
 
 
 def _check_sampling(sampling: Sampling) -> None:
@@ -37,11 +37,11 @@ def _check_sampling(sampling: Sampling) -> None:
     _check_range("top_p", sampling.top_p, 0.0, 1.0)
     _check_range("min_p", sampling.min_p, 0.0, 1.0)
     _check_range("seed", sampling.seed, 0, _MAX_UINT64)
-    _check_range("choice", sampling.choice, 0, _MAX_INT32)
+    _check_range("sequence", sampling.sequence, 0, _MAX_INT32)
     _check_range("logprobs", sampling.logprobs, -1, _MAX_INT32)
 
 
-def _check_rules(rules: LogitRules) -> None:
+def _check_rules(rules: LogitsProcessors) -> None:
     if len(rules.allowed_ids) % 4:
         raise ValueError(f"allowed_ids of {len(rules.allowed_ids)} bytes are not a whole number of token ids")
     if len(rules.bias_ids) != 4 * len(rules.bias_values):

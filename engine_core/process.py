@@ -1,7 +1,7 @@
 """`python -m engine_core.process`: an engine core with its sockets. Started by atom-launch.
 
     frontends   ROUTER  in:  Hello, AddRequest, Abort, GetStats, Profile
-                        out: CoreReady, TokenDeltas, CoreStats, CoreDead, ProfileAnswer
+                        out: CoreReady, TokenDeltas, CoreStats, CoreDead, ProfileResult
     workers     ROUTER  in:  Loaded, WorkerReady, BatchResult, WorkerFailed, RankTrace
                         out: AllocateKV, ScheduledBatch, Shutdown, Profile
     supervisor  PUSH    out: Ready, Dead
@@ -34,7 +34,7 @@ from atom.messages.engine import (
     TokenDeltas,
 )
 from atom.messages.launch import CoreLaunch
-from atom.messages.profile import Profile, ProfileAnswer, RankTrace
+from atom.messages.profile import Profile, ProfileResult, RankTrace
 from atom.messages.supervisor import Dead, Ready, ToSupervisor
 from atom.messages.worker import (
     AllocateKV,
@@ -247,7 +247,7 @@ class CoreProcess:
         self,
         core: EngineCore,
         identity: bytes,
-        message: TokenDeltas | CoreReady | CoreStats | ProfileAnswer,
+        message: TokenDeltas | CoreReady | CoreStats | ProfileResult,
     ) -> None:
         """Send, or give the frontend up: a token is never lost while its request goes on."""
         if not self._frontends.send(identity, message):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from atom.messages.profile import Profile, ProfileAnswer, RankTrace
+from atom.messages.profile import Profile, ProfileResult, RankTrace
 
 _DEADLINE_S = 300.0
 LONGEST_S = 600.0
@@ -32,7 +32,7 @@ class Outcome:
 
     frontend: bytes | None
     """None where nobody waits."""
-    answer: ProfileAnswer
+    answer: ProfileResult
     stop: bool = False
 
 
@@ -57,14 +57,14 @@ class Profiling:
         """Whether `overdue` may have something to say."""
         return self._frontend is not None or self._state is _State.ON
 
-    def ask(self, message: Profile, frontend: bytes) -> ProfileAnswer | None:
+    def ask(self, message: Profile, frontend: bytes) -> ProfileResult | None:
         """None: hand the message on to the workers. Else the answer: they have nothing to do."""
         if not message.on and self._left:
             traces, self._left = self._left, []
-            return ProfileAnswer(message.number, False, traces)
+            return ProfileResult(message.number, False, traces)
         refusal = self._refusal(message.on)
         if refusal:
-            return ProfileAnswer(message.number, message.on, refusal=refusal)
+            return ProfileResult(message.number, message.on, refusal=refusal)
         self._frontend, self._number, self._asked_at = frontend, message.number, self._clock()
         self._begin(_State.STARTING if message.on else _State.STOPPING)
         self._left = []
@@ -85,7 +85,7 @@ class Profiling:
             self._state, self._started_at = _State.ON if starting else _State.OFF, self._clock()
         if not starting and self._frontend is None:
             self._left = [trace for trace in traces if trace.file]
-        return self._outcome(ProfileAnswer(self._number, starting, traces, error=error), undo)
+        return self._outcome(ProfileResult(self._number, starting, traces, error=error), undo)
 
     def overdue(self) -> Outcome | None:
         """A recording that has lasted too long, or a frontend that has waited too long.
@@ -94,12 +94,12 @@ class Profiling:
         """
         if self._state is _State.ON and self._clock() - self._started_at >= LONGEST_S:
             self._begin(_State.STOPPING)
-            return self._outcome(ProfileAnswer(0, False), stop=True)
+            return self._outcome(ProfileResult(0, False), stop=True)
         if self._frontend is None or self._clock() - self._asked_at < _DEADLINE_S:
             return None
         missing = ", ".join(str(rank) for rank in range(self._num_ranks) if rank not in self._got)
         error = f"waited {_DEADLINE_S:.0f} s for worker {missing} to start or write its trace"
-        return self._outcome(ProfileAnswer(self._number, self._state is _State.STARTING, error=error))
+        return self._outcome(ProfileResult(self._number, self._state is _State.STARTING, error=error))
 
     def _refusal(self, on: bool) -> str:
         if not self._available:
@@ -114,6 +114,6 @@ class Profiling:
         self._state = state
         self._got = {}
 
-    def _outcome(self, answer: ProfileAnswer, stop: bool = False) -> Outcome:
+    def _outcome(self, answer: ProfileResult, stop: bool = False) -> Outcome:
         frontend, self._frontend = self._frontend, None
         return Outcome(frontend, answer, stop)

@@ -27,11 +27,11 @@ from dataclasses import dataclass, field
 
 from atom.messages.engine import Finished, FinishReason, FirstToken, PromptLogprobs, unpack_ids
 from atom.messages.worker import BatchResult, MoreBlocks, NewRow, ScheduledBatch
-from engine_core.decode_cohort import DecodeCohort
-from engine_core.draws import Draws, fits, is_whole
+from engine_core.decode_batch import DecodeBatch
 from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.request import NO_ROW, Request, State
 from engine_core.request_queue import RequestQueue
+from engine_core.sampled_tokens import SampledTokens, fits, is_whole
 from engine_core.stats import Counters
 
 MAX_IN_FLIGHT = 2
@@ -91,7 +91,7 @@ class StepOutcome:
     """What one step's result brought."""
 
     step: int
-    draws: Draws
+    draws: SampledTokens
     first: list[tuple[Request, FirstToken]]
     finished: list[tuple[Request, Finished]]
     prompt_logprobs: list[tuple[Request, PromptLogprobs]]
@@ -115,7 +115,7 @@ class Scheduler:
         self._kv = kv
         self._clock = clock
         self._queue = RequestQueue(limits.policy)
-        self._cohort = DecodeCohort(kv.block_size)
+        self._decode_batch = DecodeBatch(kv.block_size)
         self._prefilling: dict[int, Request] = {}
         self._free_rows = list(range(limits.max_num_seqs))[::-1]
         self._in_flight: deque[_Step] = deque()
@@ -130,7 +130,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Requests with tokens left to schedule that own a row."""
-        return len(self._cohort) + len(self._prefilling)
+        return len(self._decode_batch) + len(self._prefilling)
 
     @property
     def num_waiting(self) -> int:
@@ -173,7 +173,7 @@ class Scheduler:
             self._kv.remember(request.blocks, request.token_ids, request.computed + count)
         if not plan.preempted:
             self._admit_waiting(plan)
-        if not plan.chunks and not self._cohort:
+        if not plan.chunks and not self._decode_batch:
             return None
         return self._hand_out(plan)
 
@@ -185,7 +185,7 @@ class Scheduler:
         if not self._in_flight or self._in_flight[0].number != result.step:
             raise ValueError(f"result of step {result.step} came out of order")
         step = self._in_flight.popleft()
-        draws = Draws(step.draws, unpack_ids(result.token_ids), result.logprobs)
+        draws = SampledTokens(step.draws, unpack_ids(result.token_ids), result.logprobs)
         _check_fit(step, draws)
         now = self._clock()
         self._completed = step.number
@@ -208,23 +208,25 @@ class Scheduler:
         holding = [r for r in live if r.state is not State.WAITING] + list(self._leaving)
         rows = [request.row for request in holding] + self._free_rows
         assert sorted(rows) == list(range(self._limits.max_num_seqs)), "rows are lost or shared"
-        assert len(self._cohort) == sum(r.state is State.DECODING for r in live), "cohort and states differ"
+        assert len(self._decode_batch) == sum(r.state is State.DECODING for r in live), (
+            "cohort and states differ"
+        )
         assert len(self._queue) == sum(r.state is State.WAITING for r in live), "queue and states differ"
         assert all(r.state is State.PREFILLING for r in self._prefilling.values())
         assert all(r.state is State.ENDED for r in self._leaving)
-        self._cohort.check_integrity()
-        for member in self._cohort.members():
-            self._kv.check_covers(member.blocks, self._cohort.computed(member))
+        self._decode_batch.check_integrity()
+        for member in self._decode_batch.members():
+            self._kv.check_covers(member.blocks, self._decode_batch.computed(member))
         self._kv.check_integrity([request.blocks for request in holding])
 
     # Planning a step
 
     def _extend_decodes(self, plan: _Plan) -> None:
         """Give a block to each member of the cohort that begins one, and share the one it filled."""
-        for request in self._cohort.needing_block():
+        for request in self._decode_batch.needing_block():
             if request.state is not State.DECODING:
                 continue  # preempted a moment ago, for another's block
-            computed = self._cohort.computed(request)
+            computed = self._decode_batch.computed(request)
             # At most one step is in flight, so every id before `computed` is known.
             self._kv.remember(request.blocks, request.token_ids, computed)
             self._extend(request, computed, 1, plan)
@@ -293,12 +295,12 @@ class Scheduler:
 
     def _budget(self, plan: _Plan) -> int:
         # The cohort alone never exceeds it: whoever joins had a token of the same budget before.
-        return self._limits.max_num_batched_tokens - len(self._cohort) - plan.num_tokens
+        return self._limits.max_num_batched_tokens - len(self._decode_batch) - plan.num_tokens
 
     def _extend(self, request: Request, start: int, count: int, plan: _Plan) -> bool:
         """Blocks for the next `count` tokens, at the cost of whoever ranks last; False if that is itself."""
         while (added := self._kv.extend(request.blocks, start, start + count)) is None:
-            victim = max([*self._cohort.members(), *self._prefilling.values()], key=self._queue.rank)
+            victim = max([*self._decode_batch.members(), *self._prefilling.values()], key=self._queue.rank)
             self._preempt(victim, plan)
             if victim is request:
                 return False
@@ -320,7 +322,7 @@ class Scheduler:
 
     def _hand_out(self, plan: _Plan) -> ScheduledBatch:
         self._last_step += 1
-        decodes, ending = self._cohort.advance()
+        decodes, ending = self._decode_batch.advance()
         rows, counts = decodes.rows, []
         draws, stop_ids = decodes.requests, decodes.stop_ids
         prefilled: list[Request] = []
@@ -362,7 +364,7 @@ class Scheduler:
         if steps == 0:
             return False
         request.state = State.DECODING
-        self._cohort.join(request, steps)
+        self._decode_batch.join(request, steps)
         return True
 
     def _count_step(self, plan: _Plan, num_prefilled: int) -> None:
@@ -372,7 +374,7 @@ class Scheduler:
 
     # Taking in results
 
-    def _finish(self, step: _Step, draws: Draws) -> list[tuple[Request, Finished]]:
+    def _finish(self, step: _Step, draws: SampledTokens) -> list[tuple[Request, Finished]]:
         """End everybody whom this step's ids or length end."""
         finished = []
         if not step.stop_ids.isdisjoint(draws.token_ids):
@@ -402,7 +404,7 @@ class Scheduler:
     def _stop_running(self, request: Request) -> None:
         """Take a request that owns a row out of the schedule; later steps will not name it."""
         if request.state is State.DECODING:
-            self._cohort.leave(request)
+            self._decode_batch.leave(request)
         elif request.state is State.PREFILLING:
             del self._prefilling[request.request_id]
         if request.state is not State.DRAINING:
@@ -444,7 +446,7 @@ def _new_row(request: Request, computed: int) -> NewRow:
     )
 
 
-def _check_fit(step: _Step, draws: Draws) -> None:
+def _check_fit(step: _Step, draws: SampledTokens) -> None:
     """Raises ValueError when what came is not what the step's rows draw."""
     drawn, expected = len(draws.token_ids), len(step.draws)
     if drawn != expected:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from frontend.errors import OverloadedError, RequestError
 
-__all__ = ["Admission", "Place"]
+__all__ = ["Admission", "AdmissionSlot"]
 
 _MEMORY_S = 10.0
 _MIN_RETRY_S, _MAX_RETRY_S = 1, 60
@@ -17,7 +17,7 @@ class Admission:
     """Places for choices. A choice has one from the moment it is let in until it ends.
 
     `live` tells how many choices the engine has. Request by request: `place` before its body is
-    looked into, `Place.take` once its choices are known, `begin` as each goes to the engine.
+    looked into, `AdmissionSlot.take` once its choices are known, `begin` as each goes to the engine.
     """
 
     def __init__(self, capacity: int, live: Callable[[], int]):
@@ -25,7 +25,7 @@ class Admission:
         """Requests that were sent away because all places were taken."""
         self._capacity = capacity
         self._live = live
-        self._coming: dict[int, Place] = {}  # choices with a place that the engine does not have yet
+        self._coming: dict[int, AdmissionSlot] = {}  # choices with a place that the engine does not have yet
         self._uncounted = 0
         self._ends = _Recent()
         self._refusals = _Recent()
@@ -43,10 +43,10 @@ class Admission:
         )
 
     @contextlib.contextmanager
-    def place(self) -> Iterator["Place"]:
+    def place(self) -> Iterator["AdmissionSlot"]:
         """Keep one place for the block; raises OverloadedError while there is none."""
         self.check()
-        place = Place(self)
+        place = AdmissionSlot(self)
         self._uncounted += 1
         try:
             yield place
@@ -62,7 +62,7 @@ class Admission:
         """So many choices have ended: the pace of this tells others when to come back."""
         self._ends.add(count)
 
-    def _count(self, place: "Place", request_ids: Sequence[int]) -> None:
+    def _count(self, place: "AdmissionSlot", request_ids: Sequence[int]) -> None:
         if len(request_ids) > self._capacity:
             raise RequestError(
                 f"{len(request_ids)} choices in one request, but this server takes {self._capacity} at most: "
@@ -88,7 +88,7 @@ class Admission:
         return min(max(wait, _MIN_RETRY_S), _MAX_RETRY_S)
 
 
-class Place:
+class AdmissionSlot:
     """One request on its way into the engine."""
 
     def __init__(self, admission: Admission):

@@ -31,7 +31,7 @@ from atom.messages.engine import (
     ToCore,
     TokenDeltas,
 )
-from atom.messages.profile import Profile, ProfileAnswer
+from atom.messages.profile import Profile, ProfileResult
 from atom.utils.logger import get_logger
 from frontend.admission import Admission
 from frontend.errors import ApiError, EngineDeadError, EngineError, UnavailableError
@@ -140,7 +140,7 @@ class EngineClient:
         self._counter = itertools.count(index << _ID_BITS)
         self._choices: dict[int, _Choice] = {}
         self._scrapes: set[asyncio.Future[CoreStats]] = set()
-        self._profiles: dict[int, asyncio.Future[ProfileAnswer]] = {}
+        self._profiles: dict[int, asyncio.Future[ProfileResult]] = {}
         self._decoder = Decoder[FromCore](FromCore)
         self._ready = asyncio.Event()
         self._death: str | None = None
@@ -213,7 +213,7 @@ class EngineClient:
         finally:
             self._scrapes.discard(answer)
 
-    async def profile(self, on: bool) -> ProfileAnswer:
+    async def profile(self, on: bool) -> ProfileResult:
         """Have the workers record what they compute, or stop and write it.
 
         Raises UnavailableError without an engine, EngineError when it does not answer.
@@ -303,7 +303,7 @@ class EngineClient:
                 self._die(reason)
             case CoreStats():  # for a scrape, or as the sign of life that `_probe` asked for
                 _answer_all(self._scrapes, message)
-            case ProfileAnswer(number):
+            case ProfileResult(number):
                 answer = self._profiles.get(number)
                 if answer is not None and not answer.done():
                     answer.set_result(message)

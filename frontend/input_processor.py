@@ -4,14 +4,14 @@ import secrets
 from collections.abc import Collection, Sequence
 
 from atom.config.checkpoint import Checkpoint
-from atom.messages.engine import AddRequest, LogitRules, Sampling, pack_ids
+from atom.messages.engine import AddRequest, LogitsProcessors, Sampling, pack_ids
 from atom.sampling_params import SEED_LIMIT, SamplingParams
 from frontend.errors import RequestError
 from frontend.tokenizer import Tokenizer
 
 __all__ = ["InputProcessor"]
 
-_NO_RULES = LogitRules()
+_NO_RULES = LogitsProcessors()
 
 
 class InputProcessor:
@@ -75,7 +75,7 @@ class InputProcessor:
         request_ids: Sequence[int],
         cache_salt: str = "",
     ) -> list[AddRequest]:
-        """One request for each id: the choices of one prompt, which differ in `choice` only.
+        """One request for each id: the choices of one prompt, which differ in `sequence` only.
 
         Raises RequestError for ids outside the vocabulary, lengths beyond the model's, and what
         this engine has no means for.
@@ -100,20 +100,20 @@ class InputProcessor:
                 request_id,
                 packed,
                 params.max_tokens,
-                _sampling(params, seed, choice, rules),
+                _sampling(params, seed, sequence, rules),
                 eos_token_ids=eos_token_ids,
                 stop_token_ids=stop_token_ids,
                 priority=params.priority,
                 cache_salt=cache_salt,
                 prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
             )
-            for choice, request_id in enumerate(request_ids)
+            for sequence, request_id in enumerate(request_ids)
         ]
 
-    def _rules(self, params: SamplingParams, end_ids: list[int]) -> LogitRules | None:
+    def _rules(self, params: SamplingParams, end_ids: list[int]) -> LogitsProcessors | None:
         """None where nothing is asked for: such rows cost the sampler nothing."""
         bias = params.logit_bias or {}
-        rules = LogitRules(
+        rules = LogitsProcessors(
             allowed_ids=pack_ids(sorted(set(params.allowed_token_ids or ()))),
             bad_words=[ids for word in params.bad_words or () for ids in self._bad_word_ids(word)],
             min_tokens=params.min_tokens,
@@ -142,7 +142,7 @@ class InputProcessor:
         # A tokenizer may know more tokens than the model: those are never generated anyway.
         return [ids for ids in forms if max(ids) < self._vocab_size]
 
-    def _check_something_is_left(self, params: SamplingParams, rules: LogitRules) -> None:
+    def _check_something_is_left(self, params: SamplingParams, rules: LogitsProcessors) -> None:
         excluded = {ids[0] for ids in rules.bad_words if len(ids) == 1}.union(rules.end_ids)
         allowed: Collection[int] = params.allowed_token_ids or range(self._vocab_size)
         if excluded and len(excluded) >= len(set(allowed)) and excluded.issuperset(allowed):
@@ -176,15 +176,15 @@ class InputProcessor:
             )
 
 
-def _sampling(params: SamplingParams, seed: int, choice: int, rules: LogitRules | None) -> Sampling:
+def _sampling(params: SamplingParams, seed: int, sequence: int, rules: LogitsProcessors | None) -> Sampling:
     return Sampling(
         temperature=float(params.temperature),
         top_k=max(params.top_k, 0),
         top_p=float(params.top_p),
         min_p=float(params.min_p),
         seed=seed,
-        choice=choice,
-        rules=rules,
+        sequence=sequence,
+        logits_processors=rules,
         logprobs=-1 if params.logprobs is None else params.logprobs,
     )
 

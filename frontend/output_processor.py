@@ -13,9 +13,9 @@ import msgspec
 
 from atom.messages.engine import (
     AddRequest,
-    DrawnLogprobs,
     Finished,
     FinishReason,
+    SampledLogprobs,
     TokenDeltas,
     unpack_ids,
 )
@@ -24,7 +24,7 @@ from frontend.harmony import Harmony
 from frontend.token_logprobs import LogprobColumns, LogprobTrack, PromptRecord, TokenLogprob
 from frontend.tokenizer import Tokenizer
 
-__all__ = ["Live", "OutputProcessor", "Processed", "TextOptions", "Update"]
+__all__ = ["OutputProcessor", "Processed", "RequestState", "TextOptions", "Update"]
 
 _RAW_REASONS = {
     FinishReason.EOS: "eos",
@@ -109,7 +109,7 @@ class Advanced(NamedTuple):
     """The stop string that was completed; reasoning completes none."""
 
 
-class Live:
+class RequestState:
     """One choice in progress: what was asked, and all ids since."""
 
     __slots__ = (
@@ -132,7 +132,7 @@ class Live:
         self.track = LogprobTrack() if sampling.logprobs >= 0 else None
         self.prompt = PromptRecord(request.prompt_logprobs, {}) if request.prompt_logprobs >= 0 else None
         self._include_stop = text.include_stop
-        self._checked_from = sampling.rules.min_tokens if sampling.rules else 0
+        self._checked_from = sampling.logits_processors.min_tokens if sampling.logits_processors else 0
         self._stops = StopFinder(text.stop_strings) if text.stop_strings else None
         self._channels = text.format.channels() if text.format else None
         self._detokenizer = (
@@ -214,21 +214,21 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
-        self._live: dict[int, Live] = {}
+        self._live: dict[int, RequestState] = {}
 
     def __len__(self) -> int:
         return len(self._live)
 
     def add(self, request: AddRequest, text: TextOptions) -> None:
         """Follow `request` from now on."""
-        self._live[request.request_id] = Live(request, self._tokenizer, text)
+        self._live[request.request_id] = RequestState(request, self._tokenizer, text)
 
     def forget(self, request_ids: Iterable[int]) -> None:
         """Drop these choices; what still comes for them is ignored."""
         for request_id in request_ids:
             self._live.pop(request_id, None)
 
-    def live(self) -> list[Live]:
+    def live(self) -> list[RequestState]:
         """The record of every choice in progress."""
         return list(self._live.values())
 
@@ -267,7 +267,7 @@ class OutputProcessor:
     def _advance(
         self,
         done: Processed,
-        live: Live,
+        live: RequestState,
         update: Update,
         end: Finished | None,
         logprobs: Sequence[TokenLogprob] = (),
@@ -305,11 +305,11 @@ class OutputProcessor:
 class _Drawn:
     """Finds the log probabilities of one step's drawn tokens."""
 
-    def __init__(self, drawn: DrawnLogprobs):
+    def __init__(self, drawn: SampledLogprobs):
         self._columns = LogprobColumns(drawn.table)
-        self._row_of = {draw: row for row, draw in enumerate(drawn.draws)}
+        self._row_of = {draw: row for row, draw in enumerate(drawn.indices)}
 
-    def entries(self, live: Live, start: int, stop: int) -> list[TokenLogprob]:
+    def entries(self, live: RequestState, start: int, stop: int) -> list[TokenLogprob]:
         top = live.request.sampling.logprobs
         return [self._columns.row(self._row_of[draw], top) for draw in range(start, stop)]
 

@@ -4,7 +4,7 @@
     draw      hidden states -> logits -> ids, which are the rows' next inputs
 
 A step of R rows runs the graphs of the next captured size S >= R; the rows between are padding.
-The host writes nothing but the rows' indices, when these change, and new blocks. Drawing is apart
+The host writes nothing but the rows' indices, when these change, and new blocks. SamplingKind is apart
 because a step may need more than a graph can hold: logit rules, log probabilities.
 
 S rows of a captured size, R of them real, D hidden.
@@ -22,13 +22,13 @@ import torch
 from atom_ops import AttentionPlan, DecodeInputs, SamplingBatch, StatePlan, decode_inputs, sample
 from atom_ops.op import REFERENCE
 from workers.graph_recorder import Recorder, Replay
-from workers.input_batch import Cohort, InputBatch
+from workers.input_batch import DecodeBatch, InputBatch
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import CacheLayer, ForwardContext, GroupContext
 from workers.state_slots import StateSlots
 
 
-class Drawing(Enum):
+class SamplingKind(Enum):
     """What a captured draw can do: each asks for the ones before it too."""
 
     GREEDY = 0
@@ -36,7 +36,7 @@ class Drawing(Enum):
     LIMITED = 2
 
     @classmethod
-    def of(cls, settings: SamplingBatch) -> "Drawing":
+    def of(cls, settings: SamplingBatch) -> "SamplingKind":
         if not settings.any_random:
             return cls.GREEDY
         limited = settings.any_top_k or settings.any_top_p or settings.any_min_p
@@ -60,7 +60,7 @@ class _Graphs:
     forward: Replay
     forwarded: Forwarded
     """S rows."""
-    draws: dict[Drawing, tuple[Replay, torch.Tensor]]
+    draws: dict[SamplingKind, tuple[Replay, torch.Tensor]]
     """How to draw, and where the ids are then."""
 
 
@@ -87,7 +87,7 @@ class DecodeGraphs:
         self._settings_S = _blank_settings(self._sizes[-1], device)
         self._graphs: dict[int, _Graphs] = {}
         self._size = 0
-        self._cohort: Cohort | None = None
+        self._decode_batch: DecodeBatch | None = None
         self._settings: SamplingBatch | None = None
 
     @torch.inference_mode()
@@ -97,42 +97,42 @@ class DecodeGraphs:
             self._graphs[size] = self._capture_size(size)
             progress()
 
-    def fit(self, cohort: Cohort) -> bool:
+    def fit(self, decode_batch: DecodeBatch) -> bool:
         """Whether a captured size holds so many rows."""
-        return len(cohort.names) <= self._sizes[-1]
+        return len(decode_batch.names) <= self._sizes[-1]
 
-    def forward(self, cohort: Cohort) -> Forwarded:
+    def forward(self, decode_batch: DecodeBatch) -> Forwarded:
         """Launch the forward pass of the rows' next tokens."""
         for table in self._inputs.tables:
             table.refresh()
-        rows = len(cohort.names)
-        if cohort is not self._cohort:
-            self._cohort, self._settings = cohort, None
+        rows = len(decode_batch.names)
+        if decode_batch is not self._decode_batch:
+            self._decode_batch, self._settings = decode_batch, None
             self._size = self._sizes[bisect_left(self._sizes, rows)]
             rows_S = self._graphs[self._size].rows_S
             rows_S.fill_(self._inputs.limits.padding_row)
-            rows_S[:rows].copy_(cohort.rows_R)
+            rows_S[:rows].copy_(decode_batch.rows_R)
         graphs = self._graphs[self._size]
         graphs.forward()
         return Forwarded(graphs.forwarded.hidden_RD[:rows], graphs.forwarded.positions_R[:rows])
 
-    def can_draw(self, settings: SamplingBatch) -> bool:
+    def can_sample(self, settings: SamplingBatch) -> bool:
         """Whether a captured draw serves these rows; never asks the device."""
-        return Drawing.of(settings) in _drawings()
+        return SamplingKind.of(settings) in _sampling_kinds()
 
     def draw(self, settings: SamplingBatch) -> torch.Tensor:
         """Launch the draws of the rows just forwarded, and keep their ids; int64 [R].
 
         Passing the same `settings` again saves copying them.
         """
-        assert self._cohort is not None, "forward comes first"
+        assert self._decode_batch is not None, "forward comes first"
         if settings is not self._settings:
             self._settings = settings
             if settings.any_random:
                 _copy_columns(settings, self._settings_S)
-        replay, ids_S = self._graphs[self._size].draws[Drawing.of(settings)]
+        replay, ids_S = self._graphs[self._size].draws[SamplingKind.of(settings)]
         replay()
-        return ids_S[: len(self._cohort.names)]
+        return ids_S[: len(self._decode_batch.names)]
 
     def _capture_size(self, size: int) -> _Graphs:
         rows_S = torch.full_like(self._starts[:size], self._inputs.limits.padding_row, dtype=torch.int64)
@@ -141,7 +141,7 @@ class DecodeGraphs:
         # memory as the padding's position: padding with a position is a row, which writes to block 0.
         forward()
         draws = {}
-        for drawing in _drawings():
+        for drawing in _sampling_kinds():
             draw = partial(self._draw, rows_S, forwarded, drawing)
             draws[drawing] = self._record(draw, f"bs_{size}_draw_{drawing.name.lower()}")
         return _Graphs(rows_S, forward, forwarded, draws)
@@ -158,7 +158,7 @@ class DecodeGraphs:
             groups.append(GroupContext(inputs.slots_R, self._attention_plan(inputs)))
         assert inputs is not None, "every model has a group of blocks"
         context = ForwardContext(self._kv_layers, groups)
-        return Forwarded(self._model(inputs.ids_R, inputs.positions_R, context), inputs.drawn_positions_R)
+        return Forwarded(self._model(inputs.ids_R, inputs.positions_R, context), inputs.sampled_positions_R)
 
     def _attention_plan(self, inputs: DecodeInputs) -> AttentionPlan:
         size = len(inputs.contexts_R)
@@ -179,7 +179,7 @@ class DecodeGraphs:
         none_S = torch.zeros_like(slots_S, dtype=torch.bool)
         return StatePlan(slots_S, none_S, self._starts[: size + 1], num_tokens=size, max_query_len=1)
 
-    def _draw(self, rows_S: torch.Tensor, forwarded: Forwarded, drawing: Drawing) -> torch.Tensor:
+    def _draw(self, rows_S: torch.Tensor, forwarded: Forwarded, drawing: SamplingKind) -> torch.Tensor:
         logits_SV = self._model.compute_logits(forwarded.hidden_RD)
         settings = _first(self._settings_S, len(rows_S), drawing)
         ids_S = sample(logits_SV, settings, forwarded.positions_R)
@@ -187,9 +187,9 @@ class DecodeGraphs:
         return ids_S
 
 
-def _drawings() -> list[Drawing]:
+def _sampling_kinds() -> list[SamplingKind]:
     """What can be captured: torch's own limits and random draws need to know the rows beforehand."""
-    return list(Drawing) if sample.order[0] != REFERENCE else [Drawing.GREEDY]
+    return list(SamplingKind) if sample.order[0] != REFERENCE else [SamplingKind.GREEDY]
 
 
 def _blank_settings(rows: int, device: torch.device) -> SamplingBatch:
@@ -200,12 +200,12 @@ def _blank_settings(rows: int, device: torch.device) -> SamplingBatch:
         top_p=ones.copy(),
         min_p=np.zeros(rows, np.float32),
         seed=np.zeros(rows, np.uint64),
-        choice=np.zeros(rows, np.int64),
+        sequence=np.zeros(rows, np.int64),
         device=device,
     )
 
 
-_COLUMNS = ("temperature_R", "top_k_R", "top_p_R", "min_p_R", "seed_R", "choice_R")
+_COLUMNS = ("temperature_R", "top_k_R", "top_p_R", "min_p_R", "seed_R", "sequence_R")
 
 
 def _copy_columns(source: SamplingBatch, target: SamplingBatch) -> None:
@@ -214,13 +214,13 @@ def _copy_columns(source: SamplingBatch, target: SamplingBatch) -> None:
         getattr(target, name)[: len(column)].copy_(column)
 
 
-def _first(settings: SamplingBatch, rows: int, drawing: Drawing) -> SamplingBatch:
+def _first(settings: SamplingBatch, rows: int, drawing: SamplingKind) -> SamplingBatch:
     columns = {name: getattr(settings, name)[:rows] for name in _COLUMNS}
-    limited = drawing is Drawing.LIMITED
+    limited = drawing is SamplingKind.LIMITED
     return replace(
         settings,
         **columns,
-        any_random=drawing is not Drawing.GREEDY,
+        any_random=drawing is not SamplingKind.GREEDY,
         any_top_k=limited,
         any_top_p=limited,
         any_min_p=limited,

@@ -23,7 +23,7 @@ from workers.layers.context import GroupContext
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class SamplingRows:
     """The rows of one step that draw a token."""
 
     rows: Rows
@@ -37,7 +37,7 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptPiece:
+class PromptChunk:
     """Tokens of one row whose next tokens are prompt tokens too."""
 
     row: int
@@ -47,13 +47,13 @@ class PromptPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class PromptLogprobRows:
     """The tokens of one step at which the prompt's next token gets its log probability.
 
     Pieces one after another, P tokens in all.
     """
 
-    pieces: list[PromptPiece]
+    pieces: list[PromptChunk]
     tokens_P: torch.Tensor
     """Index among the step's tokens."""
     next_ids_P: torch.Tensor
@@ -68,12 +68,12 @@ class StepInputs:
     ids_T: torch.Tensor
     positions_T: torch.Tensor
     groups: list[GroupContext | StatePlan]
-    draw: Draw | None
-    scored: Scored | None = None
+    draw: SamplingRows | None
+    scored: PromptLogprobRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Cohort:
+class DecodeBatch:
     """Rows that all decode, ready to do so again as long as nobody joins or leaves."""
 
     names: list[int]
@@ -116,7 +116,7 @@ class InputBatch:
         self._computed = np.zeros(limits.max_rows, np.int64)
         self._scored_until = np.zeros(limits.max_rows, np.int64)
         self._scored_top = np.zeros(limits.max_rows, np.int64)
-        self._cohort: Cohort | None = None
+        self._decode_batch: DecodeBatch | None = None
 
     def take(self, batch: ScheduledBatch) -> None:
         """Take over what changed: new rows and new blocks.
@@ -133,38 +133,38 @@ class InputBatch:
         new = {row.row: (row.computed, len(row.token_ids) // 4) for row in batch.new_rows}
         return [new.get(row) or (int(self._computed[row]), int(self._known[row])) for row in batch.rows]
 
-    def cohort(self, batch: ScheduledBatch) -> Cohort | None:
+    def decode_batch(self, batch: ScheduledBatch) -> DecodeBatch | None:
         """The batch's rows, if each of them decodes."""
         if batch.counts:
             return None
-        if self._cohort and not batch.new_rows and batch.rows == self._cohort.names:
-            return self._cohort
+        if self._decode_batch and not batch.new_rows and batch.rows == self._decode_batch.names:
+            return self._decode_batch
         rows = np.array(batch.rows, np.int64)
         if (self._computed[rows] < self._known[rows]).any():
             return None
         rows_R, tokens_R = self._upload(rows, np.arange(len(rows)))
-        self._cohort = Cohort(batch.rows, rows, rows_R, tokens_R)
-        return self._cohort
+        self._decode_batch = DecodeBatch(batch.rows, rows, rows_R, tokens_R)
+        return self._decode_batch
 
     def step(self, batch: ScheduledBatch) -> StepInputs:
         """The inputs of a step whose changes were taken; the rows' counts move on.
 
         Raises ValueError for more tokens than a row has.
         """
-        cohort = self.cohort(batch)
-        return self._assemble(batch) if cohort is None else self._decode(cohort)
+        decode_batch = self.decode_batch(batch)
+        return self._assemble(batch) if decode_batch is None else self._decode(decode_batch)
 
-    def advance(self, cohort: Cohort) -> Rows:
+    def advance(self, decode_batch: DecodeBatch) -> Rows:
         """The rows' counts move on by one token each.
 
         For a step whose inputs the device makes by itself. Returns where the tokens that it draws
         will stand.
         """
-        drawn_positions = self._computed[cohort.rows] + 1
-        self._computed[cohort.rows] = drawn_positions
+        drawn_positions = self._computed[decode_batch.rows] + 1
+        self._computed[decode_batch.rows] = drawn_positions
         return drawn_positions
 
-    def keep(self, draw: Draw, ids_R: torch.Tensor) -> None:
+    def keep(self, draw: SamplingRows, ids_R: torch.Tensor) -> None:
         """Remember the drawn ids: they are the rows' next inputs."""
         self.device_rows.keep(draw.rows_R, ids_R, draw.positions_R)
 
@@ -189,16 +189,20 @@ class InputBatch:
         for table, blocks in zip(self.tables, block_ids, strict=True):
             table.append(row, blocks)
 
-    def _decode(self, cohort: Cohort) -> StepInputs:
+    def _decode(self, decode_batch: DecodeBatch) -> StepInputs:
         """One more token for the same rows, all of them past their known tokens."""
-        context_lens = self.advance(cohort)
+        context_lens = self.advance(decode_batch)
         positions = context_lens - 1
-        columns = [table.token_columns(cohort.rows, positions) for table in self.tables]
+        columns = [table.token_columns(decode_batch.rows, positions) for table in self.tables]
         positions_T, *columns_T = self._upload(positions, *chain(*columns))
-        draw = Draw(cohort.rows, cohort.rows_R, cohort.tokens_R, context_lens, positions_T + 1)
-        step = StepRows(cohort.rows, np.ones_like(positions), context_lens, self._device, self.split_tokens)
+        draw = SamplingRows(
+            decode_batch.rows, decode_batch.rows_R, decode_batch.tokens_R, context_lens, positions_T + 1
+        )
+        step = StepRows(
+            decode_batch.rows, np.ones_like(positions), context_lens, self._device, self.split_tokens
+        )
         groups = self._contexts(columns, columns_T, step)
-        ids_T = self.device_rows.ids_N.index_select(0, cohort.rows_R)
+        ids_T = self.device_rows.ids_N.index_select(0, decode_batch.rows_R)
         return StepInputs(ids_T, positions_T, groups, draw)
 
     def _assemble(self, batch: ScheduledBatch) -> StepInputs:
@@ -222,20 +226,22 @@ class InputBatch:
             where_T, rows_T = self._upload(past_tokens[decodes], rows[decodes])
             ids_T.index_copy_(0, where_T, self.device_rows.ids_N.index_select(0, rows_T))
         draw = self._draw(rows, past_tokens + counts - 1, ends, ends >= known)
-        self._cohort = None
+        self._decode_batch = None
         step = StepRows(rows, counts, ends, self._device, self.split_tokens)
         groups = self._contexts(columns, columns_T, step)
         scored = self._scored(rows, starts, past_tokens, np.minimum(ends, self._scored_until[rows]) - starts)
         return StepInputs(ids_T, positions_T, groups, draw, scored)
 
-    def _draw(self, rows: Rows, last_tokens: Rows, positions: Rows, draws: NDArray[np.bool_]) -> Draw | None:
+    def _draw(
+        self, rows: Rows, last_tokens: Rows, positions: Rows, draws: NDArray[np.bool_]
+    ) -> SamplingRows | None:
         if not draws.any():
             return None
         rows, positions = rows[draws], positions[draws]
         rows_R, tokens_R, positions_R = self._upload(rows, last_tokens[draws], positions)
-        return Draw(rows, rows_R, tokens_R, positions, positions_R)
+        return SamplingRows(rows, rows_R, tokens_R, positions, positions_R)
 
-    def _scored(self, rows: Rows, starts: Rows, first_tokens: Rows, counts: Rows) -> Scored | None:
+    def _scored(self, rows: Rows, starts: Rows, first_tokens: Rows, counts: Rows) -> PromptLogprobRows | None:
         """`counts` may be negative: a row at whose tokens nothing is scored."""
         which = np.flatnonzero(counts > 0)
         if not len(which):
@@ -245,9 +251,9 @@ class InputBatch:
         tokens = first_tokens[which].repeat(counts) + inside
         next_ids = self._token_ids[rows.repeat(counts), (starts + 1).repeat(counts) + inside]
         columns = (rows.tolist(), (starts + 1).tolist(), counts.tolist())
-        pieces = [PromptPiece(*piece) for piece in zip(*columns, strict=True)]
+        pieces = [PromptChunk(*piece) for piece in zip(*columns, strict=True)]
         tokens_P, next_ids_P = self._upload(tokens, next_ids)
-        return Scored(pieces, tokens_P, next_ids_P, int(self._scored_top[rows].max()))
+        return PromptLogprobRows(pieces, tokens_P, next_ids_P, int(self._scored_top[rows].max()))
 
     def _require_known(self, rows: Rows, ends: Rows, limits: Rows) -> None:
         wrong = np.flatnonzero(ends > limits)

@@ -12,12 +12,12 @@ import torch
 from atom.messages.worker import ScheduledBatch
 from atom_ops import TokenLogprobs, token_logprobs
 from workers.decode_graphs import DecodeGraphs
-from workers.input_batch import Cohort, Draw, InputBatch, Scored, StepInputs
+from workers.input_batch import DecodeBatch, InputBatch, PromptLogprobRows, SamplingRows, StepInputs
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import CacheLayer, ForwardContext
 from workers.pending_step import PendingStep
 from workers.prompt_graphs import PromptGraphs
-from workers.sampler import Drawn, Sampler
+from workers.sampler import Sampler, SamplerOutput
 from workers.step_label import step_label
 
 _SCORED_LOGITS = 1 << 24  # logits of prompt tokens held at a time: 64 MiB of float32
@@ -55,9 +55,9 @@ class ModelRunner:
         for new in batch.new_rows:
             self._sampler.set_row(new)
         self._inputs.take(batch)
-        cohort = self._inputs.cohort(batch)
-        if self._graphs and cohort and self._graphs.decode.fit(cohort):
-            return PendingStep(batch.step, self._replay(self._graphs.decode, cohort))
+        decode_batch = self._inputs.decode_batch(batch)
+        if self._graphs and decode_batch and self._graphs.decode.fit(decode_batch):
+            return PendingStep(batch.step, self._replay(self._graphs.decode, decode_batch))
         step = self._inputs.step(batch)
         hidden_TD = self._forward(step)
         drawn = self._draw(hidden_TD, step.draw) if step.draw else None
@@ -74,23 +74,25 @@ class ModelRunner:
             return self._graphs.prompts.forward(step)
         return self._model(step.ids_T, step.positions_T, ForwardContext(self._kv_layers, step.groups))
 
-    def _replay(self, graphs: DecodeGraphs, cohort: Cohort) -> Drawn:
+    def _replay(self, graphs: DecodeGraphs, decode_batch: DecodeBatch) -> SamplerOutput:
         """One more token for each of these rows."""
-        positions = self._inputs.advance(cohort)
-        forwarded = graphs.forward(cohort)
-        settings = self._sampler.plain_settings(cohort.rows)
-        if settings is not None and graphs.can_draw(settings):
-            return Drawn(graphs.draw(settings), [], None)
-        draw = Draw(cohort.rows, cohort.rows_R, cohort.tokens_R, positions, forwarded.positions_R)
+        positions = self._inputs.advance(decode_batch)
+        forwarded = graphs.forward(decode_batch)
+        settings = self._sampler.plain_settings(decode_batch.rows)
+        if settings is not None and graphs.can_sample(settings):
+            return SamplerOutput(graphs.draw(settings), [], None)
+        draw = SamplingRows(
+            decode_batch.rows, decode_batch.rows_R, decode_batch.tokens_R, positions, forwarded.positions_R
+        )
         return self._draw(forwarded.hidden_RD, draw)
 
-    def _draw(self, hidden_TD: torch.Tensor, draw: Draw) -> Drawn:
+    def _draw(self, hidden_TD: torch.Tensor, draw: SamplingRows) -> SamplerOutput:
         logits_RV = self._model.compute_logits(hidden_TD.index_select(0, draw.tokens_R))
         drawn = self._sampler.draw(logits_RV, draw)
         self._inputs.keep(draw, drawn.ids_R)
         return drawn
 
-    def _score(self, hidden_TD: torch.Tensor, scored: Scored) -> TokenLogprobs:
+    def _score(self, hidden_TD: torch.Tensor, scored: PromptLogprobRows) -> TokenLogprobs:
         """Log probabilities of the prompt tokens that follow the scored ones.
 
         Slice by slice: their logits together may take more memory than the model. Every rank

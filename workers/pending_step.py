@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from atom.messages.engine import DrawnLogprobs, LogprobTable, PromptLogprobs
+from atom.messages.engine import LogprobTable, PromptLogprobs, SampledLogprobs
 from atom.messages.worker import BatchResult
 from atom_ops import TokenLogprobs
-from workers.input_batch import PromptPiece
-from workers.sampler import Drawn
+from workers.input_batch import PromptChunk
+from workers.sampler import SamplerOutput
 
 
 class PendingStep:
@@ -19,8 +19,8 @@ class PendingStep:
     def __init__(
         self,
         step: int,
-        drawn: Drawn | None = None,
-        pieces: list[PromptPiece] | None = None,
+        drawn: SamplerOutput | None = None,
+        pieces: list[PromptChunk] | None = None,
         prompt: TokenLogprobs | None = None,
     ):
         self.step = step
@@ -46,7 +46,7 @@ class PendingStep:
         token_ids = b"" if self._ids is None else _packed(self._ids, "<i4")
         logprobs = None
         if self._logprobs is not None:
-            logprobs = DrawnLogprobs(self._asking, self._logprobs.table(0, len(self._asking)))
+            logprobs = SampledLogprobs(self._asking, self._logprobs.table(0, len(self._asking)))
         return BatchResult(self.step, token_ids, logprobs, self._prompt_logprobs())
 
     def token_ids(self) -> bytes:

@@ -14,12 +14,12 @@ from atom.messages.worker import NewRow
 from atom_ops import SamplingBatch, TokenLogprobs, sample, to_device, token_logprobs
 from workers.block_table import BatchLimits
 from workers.group_rows import Rows
-from workers.input_batch import Draw
-from workers.ruled_rows import RuledDraw, RuledRows
+from workers.input_batch import SamplingRows
+from workers.logits_processor_state import LogitsProcessorRows, LogitsProcessorState
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SamplerOutput:
     """What the rows of a step drew."""
 
     ids_R: torch.Tensor
@@ -40,10 +40,10 @@ class _Asking:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ruled:
+class _ProcessedRows:
     """The draws whose logits are changed first."""
 
-    draw: RuledDraw
+    draw: LogitsProcessorRows
     settings: SamplingBatch
 
 
@@ -53,7 +53,7 @@ class _Plan:
 
     settings: SamplingBatch | None
     """Of all rows, greedy for those with rules; None where all have rules."""
-    ruled: _Ruled | None
+    ruled: _ProcessedRows | None
     asking: _Asking | None
 
 
@@ -69,9 +69,9 @@ class Sampler:
         self._top_p = np.ones(max_rows, np.float32)
         self._min_p = np.zeros(max_rows, np.float32)
         self._seed = np.zeros(max_rows, np.uint64)
-        self._choice = np.zeros(max_rows, np.int64)
+        self._sequence = np.zeros(max_rows, np.int64)
         self._logprobs = np.full(max_rows, -1, np.int64)
-        self._ruled_rows = RuledRows(vocab_size, limits.max_model_len, device)
+        self._logits_processors = LogitsProcessorState(vocab_size, limits.max_model_len, device)
         self._planned_rows: Rows | None = None
 
     def set_row(self, new: NewRow) -> None:
@@ -83,9 +83,9 @@ class Sampler:
         self._top_p[row] = sampling.top_p
         self._min_p[row] = sampling.min_p
         self._seed[row] = sampling.seed
-        self._choice[row] = sampling.choice
+        self._sequence[row] = sampling.sequence
         self._logprobs[row] = sampling.logprobs
-        self._ruled_rows.set_row(new)
+        self._logits_processors.set_row(new)
 
     def plain_settings(self, rows: Rows) -> SamplingBatch | None:
         """How these rows draw; None where one has logit rules or wants log probabilities.
@@ -95,36 +95,38 @@ class Sampler:
         plan = self._plan_of(rows)
         return plan.settings if plan.ruled is None and plan.asking is None else None
 
-    def draw(self, logits_RV: torch.Tensor, draw: Draw) -> Drawn:
+    def draw(self, logits_RV: torch.Tensor, draw: SamplingRows) -> SamplerOutput:
         """One id for each row.
 
         Passing the same `draw.rows` array again saves gathering their settings again.
         """
         plan = self._plan_of(draw.rows)
         if plan.ruled is None:
-            ids_R = self._draw_plain(logits_RV, plan, draw)
+            ids_R = self._sample_plain(logits_RV, plan, draw)
         else:
-            ids_R = self._draw_ruled(logits_RV, plan, plan.ruled, draw)
+            ids_R = self._sample_processed(logits_RV, plan, plan.ruled, draw)
         asking = plan.asking
         if asking is None:
-            return Drawn(ids_R, [], None)
+            return SamplerOutput(ids_R, [], None)
         logits_QV = logits_RV.index_select(0, asking.draws_Q)
         logprobs = token_logprobs(logits_QV, ids_R[asking.draws_Q], asking.top)
-        return Drawn(ids_R, asking.draws, logprobs)
+        return SamplerOutput(ids_R, asking.draws, logprobs)
 
-    def _draw_plain(self, logits_RV: torch.Tensor, plan: _Plan, draw: Draw) -> torch.Tensor:
+    def _sample_plain(self, logits_RV: torch.Tensor, plan: _Plan, draw: SamplingRows) -> torch.Tensor:
         assert plan.settings is not None, "rows without rules have settings"
         return sample(logits_RV, plan.settings, draw.positions_R)
 
-    def _draw_ruled(self, logits_RV: torch.Tensor, plan: _Plan, ruled: _Ruled, draw: Draw) -> torch.Tensor:
+    def _sample_processed(
+        self, logits_RV: torch.Tensor, plan: _Plan, ruled: _ProcessedRows, draw: SamplingRows
+    ) -> torch.Tensor:
         rows_U = ruled.draw.rules.rows_U
         positions_U = draw.positions_R[rows_U]
-        logits_UV = self._ruled_rows.apply(ruled.draw, logits_RV, draw.positions_R, draw.positions)
+        logits_UV = self._logits_processors.apply(ruled.draw, logits_RV, draw.positions_R, draw.positions)
         ids_U = sample(logits_UV, ruled.settings, positions_U)
-        self._ruled_rows.keep(ruled.draw, positions_U, ids_U)
+        self._logits_processors.keep(ruled.draw, positions_U, ids_U)
         if plan.settings is None:
             return ids_U
-        return self._draw_plain(logits_RV, plan, draw).index_copy_(0, rows_U, ids_U)
+        return self._sample_plain(logits_RV, plan, draw).index_copy_(0, rows_U, ids_U)
 
     def _plan_of(self, rows: Rows) -> _Plan:
         if rows is not self._planned_rows:
@@ -133,11 +135,11 @@ class Sampler:
 
     def _make_plan(self, rows: Rows) -> _Plan:
         asking = self._asking(rows)
-        draw = self._ruled_rows.gather(rows)
+        draw = self._logits_processors.gather(rows)
         if draw is None:
             return _Plan(self._settings(rows, self._temperature[rows]), None, asking)
         which = rows[draw.rows]
-        ruled = _Ruled(draw, self._settings(which, self._temperature[which]))
+        ruled = _ProcessedRows(draw, self._settings(which, self._temperature[which]))
         if len(which) == len(rows):
             return _Plan(None, ruled, asking)
         temperature = self._temperature[rows]
@@ -158,6 +160,6 @@ class Sampler:
             self._top_p[rows],
             self._min_p[rows],
             self._seed[rows],
-            self._choice[rows],
+            self._sequence[rows],
             self._device,
         )

@@ -39,7 +39,7 @@ _STOP_S = 20.0
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerateRequest:
     """One model and what is asked of it."""
 
     file: ResultFile
@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _jobs(args: argparse.Namespace) -> list[Job]:
+def _jobs(args: argparse.Namespace) -> list[GenerateRequest]:
     """Raises ConfigError for what cannot be, before anything starts."""
     args = with_environment(args)
     given = explicit_fields(args)
@@ -101,7 +101,9 @@ def _jobs(args: argparse.Namespace) -> list[Job]:
         raise ConfigError(f"--shrink {args.shrink}: at least 1")
     options = _OPTIONS | {name: getattr(args, name) for name in sorted(given)}
     return [
-        Job(ResultFile(args.results, Path(name).name), _directory(name), options, args.rows, args.shrink)
+        GenerateRequest(
+            ResultFile(args.results, Path(name).name), _directory(name), options, args.rows, args.shrink
+        )
         for name in args.models
     ]
 
@@ -116,7 +118,7 @@ def _directory(model: str) -> str:
     return str(path.resolve())
 
 
-def _measure(jobs: list[Job], time_limit_s: float, fresh: bool) -> list[str]:
+def _measure(jobs: list[GenerateRequest], time_limit_s: float, fresh: bool) -> list[str]:
     """Run every job; returns why some have no results."""
     failures = []
     for job in jobs:
@@ -132,7 +134,7 @@ def _measure(jobs: list[Job], time_limit_s: float, fresh: bool) -> list[str]:
     return failures
 
 
-def _start(job: Job, rows: list[str], deadline: float) -> None:
+def _start(job: GenerateRequest, rows: list[str], deadline: float) -> None:
     """One start of the engine. Raises BenchmarkError when it fails or takes too long."""
     model = job.file.model
     print(f"{model}  starting for {', '.join(_in_order(rows)) or 'warm caches'}", flush=True)

@@ -328,7 +328,7 @@ def _sample(model: ModelShape, step: StepShape, size: int) -> list[Work]:
                 top_p=np.full(rows, top_p, np.float32),
                 min_p=np.zeros(rows, np.float32),
                 seed=np.arange(rows, dtype=np.uint64),
-                choice=np.zeros(rows, np.int64),
+                sequence=np.zeros(rows, np.int64),
                 device=inputs.device,
             )
             logits = inputs.normal(rows, vocab, dtype=torch.float32).mul_(4)

@@ -35,7 +35,7 @@ _SHAPES = ("decode-1", "decode-64", "prefill-1024")
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerateRequest:
     """One provider, and one call of its op."""
 
     op: Op[..., Any]
@@ -105,7 +105,7 @@ def _device(name: str) -> torch.device:
 
 def select(
     ops: list[str], model: ModelShape, steps: list[StepShape], dtype: torch.dtype, device: torch.device
-) -> Iterator[Job]:
+) -> Iterator[GenerateRequest]:
     """Every provider that runs on the device with every call of its op; equal calls once."""
     for name in sorted(ops):
         op = REGISTRY[name]
@@ -117,7 +117,7 @@ def select(
                 seen.add(work.label)
                 for provider in op.providers.values():
                     if provider.supported(device):
-                        yield Job(op, provider, step, work)
+                        yield GenerateRequest(op, provider, step, work)
 
 
 class Bench:
@@ -149,7 +149,7 @@ class Bench:
         }
 
     @torch.inference_mode()
-    def run(self, jobs: list[Job]) -> list[dict[str, Any]]:
+    def run(self, jobs: list[GenerateRequest]) -> list[dict[str, Any]]:
         """A row for each job; none where the provider does not take it, or memory is too small."""
         rows = []
         for job in tqdm(jobs, desc="kernels", leave=False, disable=None):
@@ -162,7 +162,7 @@ class Bench:
                 rows.append(row)
         return rows
 
-    def _row(self, job: Job) -> dict[str, Any] | None:
+    def _row(self, job: GenerateRequest) -> dict[str, Any] | None:
         given = self._arguments(job)
         mine = self._prepared(job, given)
         if job.provider.supports is not None and not job.provider.supports(*mine):
@@ -193,7 +193,9 @@ class Bench:
             "of_roofline": self.roofline.floor(moved, flops) / timing.median,
         }
 
-    def _calls(self, job: Job, first: tuple[Any, ...], moved: float) -> list[Callable[[], object]]:
+    def _calls(
+        self, job: GenerateRequest, first: tuple[Any, ...], moved: float
+    ) -> list[Callable[[], object]]:
         """The same call on as many arguments as it takes to leave the caches."""
         size = max(moved, 1.0)
         room = torch.cuda.mem_get_info()[0] / 2 / size if self._device.type == "cuda" else _MOST_COPIES
@@ -201,11 +203,11 @@ class Bench:
         sets = [first, *(self._prepared(job, self._arguments(job)) for _ in range(copies - 1))]
         return [partial(job.provider.function, *arguments) for arguments in sets]
 
-    def _arguments(self, job: Job) -> tuple[Any, ...]:
+    def _arguments(self, job: GenerateRequest) -> tuple[Any, ...]:
         generator = torch.Generator(self._device).manual_seed(1)
         return job.work.make(Inputs(self._dtype, self._device, generator))
 
-    def _prepared(self, job: Job, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _prepared(self, job: GenerateRequest, given: tuple[Any, ...]) -> tuple[Any, ...]:
         return job.provider.prepare(*given) if job.provider.prepare else given
 
 

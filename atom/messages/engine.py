@@ -11,7 +11,7 @@ from enum import IntEnum
 
 import msgspec
 
-from atom.messages.profile import Profile, ProfileAnswer
+from atom.messages.profile import Profile, ProfileResult
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
@@ -37,7 +37,7 @@ class FinishReason(IntEnum):
     STOP_STRING = 6  # seen by the frontend, on text; a core never sends it
 
 
-class LogitRules(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class LogitsProcessors(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What changes the logits of a row before it draws, in this order.
 
     allowed_ids, bad_words, min_tokens   the excluded ids get minus infinity
@@ -74,12 +74,12 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
     min_p: float
     seed: int
     """Unsigned 64 bit; drawn by the frontend when the client gave none."""
-    choice: int = 0
-    """Index among the `n` choices of one request: part of the random key."""
-    rules: LogitRules | None = None
-    """None in the requests that ask for none of it."""
+    sequence: int = 0
+    """Index among the `n` sequences of one request: part of the random key."""
+    logits_processors: LogitsProcessors | None = None
+    """None when the request sets none of them."""
     logprobs: int = -1
-    """Report each drawn token's log probability and this many of the most likely; -1 is off."""
+    """Report each sampled token's log probability and this many of the most likely; -1 is off."""
 
 
 class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
@@ -139,11 +139,11 @@ class LogprobTable(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """int32 [N]: 1 for a token that is itself the most likely."""
 
 
-class DrawnLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """For the drawn tokens of those rows that asked for it."""
+class SampledLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Log probabilities of the sampled tokens whose requests want them."""
 
-    draws: list[int]
-    """Token i of the table is the draw number draws[i] of the message."""
+    indices: list[int]
+    """Row i of the table belongs to sampled token `indices[i]` of the message."""
     table: LogprobTable
 
 
@@ -193,8 +193,8 @@ class TokenDeltas(msgspec.Struct, tag=11, array_like=True, frozen=True, gc=False
     counts: list[int] = []
     first: list[FirstToken] = []
     finished: list[Finished] = []
-    logprobs: DrawnLogprobs | None = None
-    """`draws` are indices into `token_ids`."""
+    logprobs: SampledLogprobs | None = None
+    """`indices` point into `token_ids`."""
     prompt_logprobs: list[PromptLogprobs] = []
 
 
@@ -232,4 +232,4 @@ class CoreDead(msgspec.Struct, tag=13, array_like=True, frozen=True, gc=False):
 
 
 ToCore = Hello | AddRequest | Abort | GetStats | Profile
-FromCore = CoreReady | TokenDeltas | CoreStats | CoreDead | ProfileAnswer
+FromCore = CoreReady | TokenDeltas | CoreStats | CoreDead | ProfileResult

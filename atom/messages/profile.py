@@ -1,6 +1,6 @@
 """Messages about profiling, which travel from a frontend through the core to every worker and back.
 
-frontend -> Profile -> core -> Profile -> workers, RankTrace -> core, ProfileAnswer -> frontend
+frontend -> Profile -> core -> Profile -> workers, RankTrace -> core, ProfileResult -> frontend
 """
 
 import msgspec
@@ -29,7 +29,7 @@ class RankTrace(msgspec.Struct, tag=18, array_like=True, frozen=True, gc=False):
     """Why it could not, in one line."""
 
 
-class ProfileAnswer(msgspec.Struct, tag=19, array_like=True, frozen=True, gc=False):
+class ProfileResult(msgspec.Struct, tag=19, array_like=True, frozen=True, gc=False):
     """What became of a frontend's `Profile`, on all ranks."""
 
     number: int

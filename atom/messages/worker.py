@@ -11,7 +11,7 @@ Any time:   core -> Profile, worker -> RankTrace (of a stop, steps later: when i
 
 import msgspec
 
-from atom.messages.engine import DrawnLogprobs, PromptLogprobs, Sampling
+from atom.messages.engine import PromptLogprobs, SampledLogprobs, Sampling
 from atom.messages.profile import Profile, RankTrace
 
 
@@ -121,8 +121,8 @@ class BatchResult(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False
 
     step: int
     token_ids: bytes
-    logprobs: DrawnLogprobs | None = None
-    """`draws` are indices into `token_ids`."""
+    logprobs: SampledLogprobs | None = None
+    """`indices` point into `token_ids`."""
     prompt_logprobs: list[PromptLogprobs] = []
     """Owned by rows."""
 

@@ -23,7 +23,7 @@ class DecodeInputs:
     """int32: tokens of each row, this one included."""
     table_RW: Tensor
     """int32: the rows' blocks; 0 behind the context."""
-    drawn_positions_R: Tensor
+    sampled_positions_R: Tensor
     """int64: where the tokens drawn next will stand; -1 for padding."""
 
 

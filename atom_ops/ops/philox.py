@@ -39,7 +39,7 @@ def philox(counter_4R: Tensor, key_2R: Tensor) -> Tensor:
     return torch.stack((even[0], odd[0], even[1], odd[1]))
 
 
-def uniform(seed_R: Tensor, choice_R: Tensor, position_R: Tensor, purpose: int) -> Tensor:
+def uniform(seed_R: Tensor, sequence_R: Tensor, position_R: Tensor, purpose: int) -> Tensor:
     """One number in [0, 1) for each row: a multiple of 2**-24, float64.
 
     A function of the arguments alone. `seed_R` holds the bits of unsigned 64-bit seeds.
@@ -49,7 +49,7 @@ def uniform(seed_R: Tensor, choice_R: Tensor, position_R: Tensor, purpose: int) 
         (
             position_R & _WORD,
             torch.full_like(position_R, purpose),
-            choice_R & _WORD,
+            sequence_R & _WORD,
             torch.zeros_like(position_R),
         )
     )

@@ -1,4 +1,4 @@
-"""Drawing the next token of every row.
+"""SamplingKind the next token of every row.
 
 S rows with a temperature, L of them limited by top-k or top-p; W is V rounded up to whole spans.
 """
@@ -42,7 +42,7 @@ class SamplingBatch:
     """float32; 0 is off."""
     seed_R: Tensor
     """int64: the bits of the unsigned 64-bit seed."""
-    choice_R: Tensor
+    sequence_R: Tensor
     """int64."""
     random_rows: Tensor | None
     """int64 [S]: the rows that are not greedy; None when that is all."""
@@ -61,7 +61,7 @@ class SamplingBatch:
         top_p: NDArray[np.float32],
         min_p: NDArray[np.float32],
         seed: NDArray[np.uint64],
-        choice: NDArray[np.int64],
+        sequence: NDArray[np.int64],
         device: torch.device,
     ) -> "SamplingBatch":
         """Columns of the rows that draw in one step, [R] each, copied to `device`.
@@ -80,7 +80,7 @@ class SamplingBatch:
             top_p_R=tensor(top_p),
             min_p_R=tensor(min_p),
             seed_R=tensor(seed.view(np.int64)),
-            choice_R=tensor(choice),
+            sequence_R=tensor(sequence),
             random_rows=None if len(random) == len(temperature) else tensor(random),
             limited_rows=tensor(limited) if len(limited) else None,
             any_random=len(random) > 0,
@@ -98,7 +98,7 @@ class SamplingBatch:
             top_p_R=self.top_p_R[rows],
             min_p_R=self.min_p_R[rows],
             seed_R=self.seed_R[rows],
-            choice_R=self.choice_R[rows],
+            sequence_R=self.sequence_R[rows],
         )
 
 
@@ -112,7 +112,7 @@ def _case(rows: int, vocabulary: int) -> Case:
             top_p=np.where(which % 5 == 2, 0.8, 1.0).astype(np.float32),
             min_p=np.where(which % 7 == 3, 0.05, 0.0).astype(np.float32),
             seed=(which * 2**59).astype(np.uint64),
-            choice=which % 2,
+            sequence=which % 2,
             device=torch.device("cpu"),
         )
         return logits, batch, torch.randint(0, 5000, (rows,), generator=generator)
@@ -133,7 +133,7 @@ def sample(logits_RV: Tensor, batch: SamplingBatch, positions_R: Tensor) -> Tens
       top-p   all but the shortest run of most likely tokens that has at least top_p of the
               probability that is left, and at least one token.
     Then it takes the first id, in id order, whose cumulative probability exceeds u times the
-    probability left; u is `philox.uniform` of the row's seed, choice and position.
+    probability left; u is `philox.uniform` of the row's seed, sequence and position.
 
     In this function, though in no faster provider, rows limited by top-k or top-p wait for the
     device. A row with NaN among its logits, or with nothing but minus infinity, draws some id of
@@ -164,7 +164,7 @@ def _most_likely(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
 def _draw(logits_SV: Tensor, top_S: Tensor, batch: SamplingBatch, positions_S: Tensor) -> Tensor:
     """`batch` has the columns of the S rows."""
     weights_SW = _weights(logits_SV, top_S, batch)
-    u_S = uniform(batch.seed_R, batch.choice_R, positions_S, TOKEN_DRAW)
+    u_S = uniform(batch.seed_R, batch.sequence_R, positions_S, TOKEN_DRAW)
     rows = batch.limited_rows
     if rows is None:
         drawn_S = _first_id_above(weights_SW, u_S)

@@ -44,7 +44,7 @@ _COLDEST = tl.constexpr(1e-30)
 _NOTHING = tl.constexpr(0x7FFFFFFF)  # an id that is none
 
 _COLUMNS = [
-    "temperature_R", "top_k_R", "top_p_R", "min_p_R", "seed_R", "choice_R", "positions_R",
+    "temperature_R", "top_k_R", "top_p_R", "min_p_R", "seed_R", "sequence_R", "positions_R",
 ]  # fmt: skip
 
 
@@ -76,10 +76,10 @@ def _weight(row, logit):
 
 
 @triton.jit
-def _uniform(seed, choice, position, PURPOSE: tl.constexpr):
+def _uniform(seed, sequence, position, PURPOSE: tl.constexpr):
     """`philox.uniform` of one row."""
     purpose, zero = tl.full([], PURPOSE, tl.uint32), tl.full([], 0, tl.uint32)
-    word, _, _, _ = tl.philox(seed, position.to(tl.uint32), purpose, choice.to(tl.uint32), zero)
+    word, _, _, _ = tl.philox(seed, position.to(tl.uint32), purpose, sequence.to(tl.uint32), zero)
     return (word >> 8).to(tl.float64) * 5.9604644775390625e-08
 
 
@@ -296,7 +296,7 @@ def _draw_limited(row, listed, peak_N, number_N, mass, top_k, top_p, u, UNSET: t
 @triton.jit(do_not_specialize=["spans"], do_not_specialize_on_alignment=_COLUMNS)
 def _draw(
     logits, peaks_RN, masses_RN, listed_RN,
-    temperature_R, top_k_R, top_p_R, min_p_R, seed_R, choice_R, positions_R, drawn_R,
+    temperature_R, top_k_R, top_p_R, min_p_R, seed_R, sequence_R, positions_R, drawn_R,
     vocabulary, stride, spans,
     RANDOM: tl.constexpr, LIMITED: tl.constexpr, PURPOSE: tl.constexpr, UNSET: tl.constexpr,
     SPANS: tl.constexpr,
@@ -313,8 +313,8 @@ def _draw(
             coldness = 1.0 / tl.maximum(temperature, _COLDEST)
             mass_N = tl.load(masses_RN + index * spans + number_N, mask=number_N < spans, other=0.0)
             share_N = mass_N.to(tl.float64) * tl.exp((peak_N - top) * coldness).to(tl.float64)
-            seed, choice = tl.load(seed_R + index), tl.load(choice_R + index)
-            u = _uniform(seed, choice, tl.load(positions_R + index), PURPOSE)
+            seed, sequence = tl.load(seed_R + index), tl.load(sequence_R + index)
+            u = _uniform(seed, sequence, tl.load(positions_R + index), PURPOSE)
             min_p = tl.load(min_p_R + index) if LIMITED else 0.0
             row = (logits, vocabulary, top, coldness, min_p)
             if LIMITED:
@@ -355,7 +355,7 @@ def _sample(logits_RV: Tensor, batch: SamplingBatch, positions_R: Tensor) -> Ten
     warps = _DRAW_WARPS if random else _GREEDY_WARPS
     _draw[(rows,)](
         logits_RV, peaks_RN, masses_RN, listed_RN,
-        batch.temperature_R, batch.top_k_R, batch.top_p_R, batch.min_p_R, batch.seed_R, batch.choice_R,
+        batch.temperature_R, batch.top_k_R, batch.top_p_R, batch.min_p_R, batch.seed_R, batch.sequence_R,
         positions_R, drawn_R, vocabulary, stride, spans,
         RANDOM=random, LIMITED=limited, PURPOSE=TOKEN_DRAW, UNSET=_UNSET_BITS[logits_RV.dtype],
         SPANS=max(1024, triton.next_power_of_2(spans)), num_warps=warps,

@@ -6,7 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
-from frontend.admission import Place
+from frontend.admission import AdmissionSlot
 from frontend.keys import CHAT, CLIENT, COMPLETIONS, LIFECYCLE, METRICS
 from frontend.routes.access import TENANT
 from frontend.routes.bodies import read_body
@@ -47,7 +47,7 @@ async def _generate(request: web.Request, service: GenerationService[Any]) -> we
 
 
 async def _answer(
-    request: web.Request, service: GenerationService[Any], body: bytes, place: Place
+    request: web.Request, service: GenerationService[Any], body: bytes, place: AdmissionSlot
 ) -> web.StreamResponse:
     job = await service.prepare(body, Caller(request[TENANT], client_request_id(request)))
     place.take([one.request_id for one in job.requests])

@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from atom.messages.profile import ProfileAnswer, RankTrace
+from atom.messages.profile import ProfileResult, RankTrace
 from frontend.errors import EngineError, RequestError
 from frontend.keys import CLIENT, LAUNCH, LIFECYCLE
 
@@ -31,7 +31,7 @@ async def stop_profile(request: web.Request) -> web.Response:
     return web.json_response({"status": "success", "message": "Profiling stopped", "traces": traces})
 
 
-async def _switch(request: web.Request, on: bool) -> ProfileAnswer:
+async def _switch(request: web.Request, on: bool) -> ProfileResult:
     """Raises RequestError (404 without a directory for traces, 409 out of turn), EngineError."""
     if request.app[LAUNCH].config.observability.torch_profiler_dir is None:
         text = "this server writes no profiles: start it with --torch-profiler-dir"

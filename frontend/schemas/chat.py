@@ -10,10 +10,10 @@ from frontend.schemas.generation import HARMLESS, NEUTRAL, GenerationRequest, Pr
 __all__ = [
     "CHAT",
     "MESSAGE",
-    "ChatAnswer",
     "ChatChoice",
     "ChatLogprobs",
     "ChatRequest",
+    "ChatResponse",
     "ChatTokenLogprob",
     "ChatTopLogprob",
     "Message",
@@ -99,7 +99,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     """Where asked for: the generated ids, with the one that ended the reply."""
 
 
-class ChatAnswer(msgspec.Struct, kw_only=True):
+class ChatResponse(msgspec.Struct, kw_only=True):
     """The body of a reply that is not streamed."""
 
     id: str

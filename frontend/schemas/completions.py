@@ -9,10 +9,10 @@ from frontend.schemas.generation import HARMLESS, NEUTRAL, GenerationRequest, Pr
 
 __all__ = [
     "COMPLETIONS",
-    "CompletionAnswer",
     "CompletionChoice",
     "CompletionLogprobs",
     "CompletionRequest",
+    "CompletionResponse",
 ]
 
 
@@ -55,7 +55,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[PromptLogprob | None] | msgspec.UnsetType = msgspec.UNSET
 
 
-class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class CompletionResponse(msgspec.Struct, frozen=True, kw_only=True):
     """The body of a reply that is not streamed."""
 
     id: str

@@ -9,10 +9,10 @@ from frontend.schemas.fields import Schema
 __all__ = [
     "DETOKENIZE",
     "TOKENIZE",
-    "DetokenizeAnswer",
     "DetokenizeRequest",
-    "TokenizeAnswer",
+    "DetokenizeResponse",
     "TokenizeRequest",
+    "TokenizeResponse",
 ]
 
 
@@ -32,7 +32,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
     """The ids, and how many a request may have with its answer."""
 
     count: int
@@ -48,7 +48,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     tokens: list[int]
 
 
-class DetokenizeAnswer(msgspec.Struct, frozen=True):
+class DetokenizeResponse(msgspec.Struct, frozen=True):
     """Their text, special tokens included."""
 
     prompt: str

@@ -18,16 +18,16 @@ from frontend.output_processor import TextOptions, Update
 from frontend.schemas.chat import (
     CHAT,
     MESSAGE,
-    ChatAnswer,
     ChatChoice,
     ChatLogprobs,
     ChatRequest,
+    ChatResponse,
     Message,
     Reply,
 )
 from frontend.schemas.generation import Usage
+from frontend.serving.generate_request import GenerateRequest
 from frontend.serving.generation import GenerationService, ServingOptions
-from frontend.serving.job import Job
 from frontend.serving.logprobs import chat_logprobs, prompt_logprobs
 from frontend.serving.models import ModelService
 from frontend.serving.prompts import Prompt
@@ -149,9 +149,9 @@ class ChatService(GenerationService[ChatRequest]):
             raise RequestError("'top_logprobs' needs 'logprobs': true", param="top_logprobs")
         return None
 
-    def _answer(self, job: Job, results: list[Update], usage: Usage) -> ChatAnswer:
+    def _answer(self, job: GenerateRequest, results: list[Update], usage: Usage) -> ChatResponse:
         shown, first = job.shown, results[0]
-        answer = ChatAnswer(
+        answer = ChatResponse(
             id=job.id,
             created=job.created,
             model=self._models.name,
@@ -168,7 +168,7 @@ class ChatService(GenerationService[ChatRequest]):
             answer.prompt_token_ids = job.prompt(0).ids
         return answer
 
-    def _choice(self, job: Job, index: int, result: Update) -> ChatChoice:
+    def _choice(self, job: GenerateRequest, index: int, result: Update) -> ChatChoice:
         assert result.reason is not None
         shown = job.shown
         return ChatChoice(
@@ -192,11 +192,11 @@ class ChatService(GenerationService[ChatRequest]):
             delta |= {"reasoning": said, "reasoning_content": said}
         return {"delta": delta}
 
-    def _logprobs(self, job: Job, index: int, entries: Sequence[TokenLogprob]) -> ChatLogprobs:
+    def _logprobs(self, job: GenerateRequest, index: int, entries: Sequence[TokenLogprob]) -> ChatLogprobs:
         return chat_logprobs(job.shown.names, entries, job.shown.logprobs or 0)
 
     def _first_frame(
-        self, template: ChunkTemplate, job: Job, index: int, update: Update, usage: Usage | None
+        self, template: ChunkTemplate, job: GenerateRequest, index: int, update: Update, usage: Usage | None
     ) -> bytes:
         delta = {"role": _ASSISTANT, "content": job.echo(index)}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

@@ -9,14 +9,14 @@ from frontend.errors import RequestError
 from frontend.output_processor import Update
 from frontend.schemas.completions import (
     COMPLETIONS,
-    CompletionAnswer,
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
+    CompletionResponse,
 )
 from frontend.schemas.generation import Usage
+from frontend.serving.generate_request import GenerateRequest, ResponseOptions
 from frontend.serving.generation import GenerationService
-from frontend.serving.job import Job, Shown
 from frontend.serving.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
 from frontend.serving.prompts import Prompt
 from frontend.serving.reasons import openai_reason
@@ -67,13 +67,13 @@ class CompletionService(GenerationService[CompletionRequest]):
     def _scores_only(self, request: CompletionRequest) -> bool:
         return bool(request.echo) and answer_limit(request) == 0
 
-    def _prompt_logprobs(self, shown: Shown) -> int | None:
+    def _prompt_logprobs(self, shown: ResponseOptions) -> int | None:
         echoed = shown.logprobs if shown.echo else None
         counts = [count for count in (shown.prompt_logprobs, echoed) if count is not None]
         return max(counts, default=None)
 
-    def _answer(self, job: Job, results: list[Update], usage: Usage) -> CompletionAnswer:
-        return CompletionAnswer(
+    def _answer(self, job: GenerateRequest, results: list[Update], usage: Usage) -> CompletionResponse:
+        return CompletionResponse(
             id=job.id,
             created=job.created,
             model=self._models.name,
@@ -83,7 +83,7 @@ class CompletionService(GenerationService[CompletionRequest]):
             warnings=job.warnings or msgspec.UNSET,
         )
 
-    def _choice(self, job: Job, index: int, result: Update) -> CompletionChoice:
+    def _choice(self, job: GenerateRequest, index: int, result: Update) -> CompletionChoice:
         assert result.reason is not None
         shown = job.shown
         choice = CompletionChoice(
@@ -110,16 +110,18 @@ class CompletionService(GenerationService[CompletionRequest]):
     def _news(self, update: Update) -> dict[str, Any]:
         return {"text": update.text}
 
-    def _logprobs(self, job: Job, index: int, entries: Sequence[TokenLogprob]) -> CompletionLogprobs:
+    def _logprobs(
+        self, job: GenerateRequest, index: int, entries: Sequence[TokenLogprob]
+    ) -> CompletionLogprobs:
         top = job.shown.logprobs or 0
         return completion_logprobs(job.shown.names, entries, top, offset=len(job.echo(index)))
 
-    def _echoed_logprobs(self, job: Job, index: int, update: Update) -> CompletionLogprobs:
+    def _echoed_logprobs(self, job: GenerateRequest, index: int, update: Update) -> CompletionLogprobs:
         top = job.shown.logprobs or 0
         return echoed_logprobs(job.shown.names, job.prompt(index), update.prompt_logprobs, top)
 
     def _first_frame(
-        self, template: ChunkTemplate, job: Job, index: int, update: Update, usage: Usage | None
+        self, template: ChunkTemplate, job: GenerateRequest, index: int, update: Update, usage: Usage | None
     ) -> bytes:
         shown = job.shown
         if not (shown.echo or shown.prompt_ids):

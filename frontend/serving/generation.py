@@ -25,13 +25,13 @@ from frontend.output_processor import TextOptions, Update
 from frontend.schemas.fields import Schema
 from frontend.schemas.generation import GenerationRequest, Usage
 from frontend.serving.caller import Caller
-from frontend.serving.job import Job, Shown
+from frontend.serving.generate_request import GenerateRequest, ResponseOptions
 from frontend.serving.logprobs import TokenNames
 from frontend.serving.models import ModelService
 from frontend.serving.prompts import Prompt, given_id, salt, text_offsets, truncated
 from frontend.serving.sampling import answer_limit, sampling_params, stop_strings
 from frontend.serving.sse import DONE, ChunkHeader, ChunkTemplate, error_frame
-from frontend.serving.usage import Tally
+from frontend.serving.usage import UsageCounter
 from frontend.token_logprobs import TokenLogprob
 
 __all__ = ["GenerationService", "ServingOptions"]
@@ -83,7 +83,7 @@ class GenerationService(ABC, Generic[R]):
         self._options = options
         self._threads = threads
 
-    async def prepare(self, body: bytes, caller: Caller = Caller()) -> Job:  # noqa: B008 (it is frozen)
+    async def prepare(self, body: bytes, caller: Caller = Caller()) -> GenerateRequest:  # noqa: B008 (it is frozen)
         """Check and tokenize. Raises ApiError, before the engine hears of the request."""
         started = time.monotonic()
         self._client.check_ready()
@@ -95,7 +95,7 @@ class GenerationService(ABC, Generic[R]):
         prompts = await self._off_loop(len(body), lambda: self._read(request, shown, warnings))
         params = [self._params(request, shown, prompt) for prompt in prompts]
         _check_amounts(prompts, params[0], shown)
-        return Job(
+        return GenerateRequest(
             id=self.id_prefix + name,
             created=int(time.time()),
             requests=self._requests(prompts, params, cache_salt),
@@ -109,7 +109,7 @@ class GenerationService(ABC, Generic[R]):
             started=started,
         )
 
-    async def answer(self, job: Job) -> bytes:
+    async def answer(self, job: GenerateRequest) -> bytes:
         """The whole reply as JSON. Cancelling aborts the generation."""
         tally = job.tally()
         results = [Update(request.request_id, array("i")) for request in job.requests]
@@ -127,7 +127,7 @@ class GenerationService(ABC, Generic[R]):
             lambda: msgspec.json.encode(self._answer(job, results, usage)),
         )
 
-    async def frames(self, job: Job) -> AsyncGenerator[bytes, None]:
+    async def frames(self, job: GenerateRequest) -> AsyncGenerator[bytes, None]:
         """The reply as server-sent events. Close it to abort the generation."""
         template = self._template(job)
         tally = job.tally()
@@ -156,7 +156,7 @@ class GenerationService(ABC, Generic[R]):
         """How many of the most likely tokens to show beside each one; None shows none at all."""
 
     @abstractmethod
-    def _answer(self, job: Job, results: list[Update], usage: Usage) -> msgspec.Struct:
+    def _answer(self, job: GenerateRequest, results: list[Update], usage: Usage) -> msgspec.Struct:
         """The body of a reply that is not streamed."""
 
     @abstractmethod
@@ -164,12 +164,12 @@ class GenerationService(ABC, Generic[R]):
         """The part of a chunk's choice that holds text."""
 
     @abstractmethod
-    def _logprobs(self, job: Job, index: int, entries: Sequence[TokenLogprob]) -> msgspec.Struct:
+    def _logprobs(self, job: GenerateRequest, index: int, entries: Sequence[TokenLogprob]) -> msgspec.Struct:
         """Log probabilities of tokens of one choice."""
 
     @abstractmethod
     def _first_frame(
-        self, template: ChunkTemplate, job: Job, index: int, update: Update, usage: Usage | None
+        self, template: ChunkTemplate, job: GenerateRequest, index: int, update: Update, usage: Usage | None
     ) -> bytes:
         """What goes before the first text of a choice, whose first tokens `update` brings."""
 
@@ -184,7 +184,7 @@ class GenerationService(ABC, Generic[R]):
         answer = limit if limit is not None else min(self._usual_max_tokens(), longest // 2)
         return truncated(ids, request, longest, answer)
 
-    def _template(self, job: Job) -> ChunkTemplate:
+    def _template(self, job: GenerateRequest) -> ChunkTemplate:
         header = ChunkHeader(
             id=job.id,
             object=self.chunk_object,
@@ -197,7 +197,12 @@ class GenerationService(ABC, Generic[R]):
         return ChunkTemplate(header, len(job.requests), self._news)
 
     def _render(
-        self, template: ChunkTemplate, job: Job, tally: Tally, updates: list[Update], stream: Stream
+        self,
+        template: ChunkTemplate,
+        job: GenerateRequest,
+        tally: UsageCounter,
+        updates: list[Update],
+        stream: Stream,
     ) -> bytes:
         """All frames of one wake-up, for one write."""
         frames, shown, details = [], job.shown, job.shown.details
@@ -218,7 +223,7 @@ class GenerationService(ABC, Generic[R]):
         return b"".join(frames)
 
     def _detailed_frame(
-        self, template: ChunkTemplate, job: Job, index: int, update: Update, usage: Usage | None
+        self, template: ChunkTemplate, job: GenerateRequest, index: int, update: Update, usage: Usage | None
     ) -> bytes:
         """A chunk with more than text; nothing while there is nothing to tell."""
         shows_ids = bool(job.shown.token_ids and update.token_ids)
@@ -238,12 +243,12 @@ class GenerationService(ABC, Generic[R]):
         skip_special = request.skip_special_tokens is not False
         return TextOptions(stops, bool(request.include_stop_str_in_output), skip_special)
 
-    def _shown(self, request: R) -> Shown:
+    def _shown(self, request: R) -> ResponseOptions:
         _check_stream_options(request)
         has_tokenizer = self._options.has_tokenizer
         if request.echo and not has_tokenizer:
             raise RequestError("this model has no tokenizer to show the prompt's text with", param="echo")
-        return Shown(
+        return ResponseOptions(
             names=TokenNames(self._inputs.tokenizer, bool(request.return_tokens_as_token_ids)),
             logprobs=self._top_logprobs(request),
             prompt_logprobs=_prompt_logprobs(request),
@@ -254,13 +259,13 @@ class GenerationService(ABC, Generic[R]):
             continuous_usage=bool(request.stream_options and request.stream_options.continuous_usage_stats),
         )
 
-    def _read(self, request: R, shown: Shown, warnings: list[str]) -> list[Prompt]:
+    def _read(self, request: R, shown: ResponseOptions, warnings: list[str]) -> list[Prompt]:
         prompts = self._prompts(request, warnings)
         for prompt in prompts:
             self._inputs.check_prompt(prompt.ids)
         return [self._echoed(request, shown, prompt) for prompt in prompts] if shown.echo else prompts
 
-    def _echoed(self, request: R, shown: Shown, prompt: Prompt) -> Prompt:
+    def _echoed(self, request: R, shown: ResponseOptions, prompt: Prompt) -> Prompt:
         tokenizer, skip_special = self._inputs.tokenizer, request.skip_special_tokens is not False
         assert tokenizer is not None  # `_shown` refuses echo without one
         echo = tokenizer.decode(prompt.ids, skip_special) if prompt.echo is None else prompt.echo
@@ -268,7 +273,7 @@ class GenerationService(ABC, Generic[R]):
         offsets = text_offsets(tokenizer, prompt.ids, skip_special) if asks else ()
         return dataclasses.replace(prompt, echo=echo, offsets=offsets)
 
-    def _params(self, request: R, shown: Shown, prompt: Prompt) -> SamplingParams:
+    def _params(self, request: R, shown: ResponseOptions, prompt: Prompt) -> SamplingParams:
         limit = 1 if shown.score_only else answer_limit(request)
         if limit is None:
             limit = min(self._usual_max_tokens(), self._inputs.room(prompt.ids))
@@ -280,7 +285,7 @@ class GenerationService(ABC, Generic[R]):
             prompt_logprobs=self._prompt_logprobs(shown),
         )
 
-    def _prompt_logprobs(self, shown: Shown) -> int | None:
+    def _prompt_logprobs(self, shown: ResponseOptions) -> int | None:
         """How many log probabilities the engine is asked for at each place of the prompt."""
         return shown.prompt_logprobs
 
@@ -302,7 +307,7 @@ class GenerationService(ABC, Generic[R]):
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
-def _check_amounts(prompts: list[Prompt], params: SamplingParams, shown: Shown) -> None:
+def _check_amounts(prompts: list[Prompt], params: SamplingParams, shown: ResponseOptions) -> None:
     """What each field allows may be too much in all. The prompts share all but max_tokens."""
     n = params.n
     if n * len(prompts) > MAX_CHOICES:

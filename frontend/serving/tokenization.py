@@ -11,9 +11,9 @@ from frontend.schemas.chat import ChatRequest
 from frontend.schemas.tokenization import (
     DETOKENIZE,
     TOKENIZE,
-    DetokenizeAnswer,
-    TokenizeAnswer,
+    DetokenizeResponse,
     TokenizeRequest,
+    TokenizeResponse,
 )
 from frontend.serving.chat import ChatService
 from frontend.serving.models import ModelService
@@ -37,19 +37,19 @@ class TokenizationService:
         self._chat = chat
         self._threads = threads
 
-    async def tokenize(self, body: bytes) -> TokenizeAnswer:
+    async def tokenize(self, body: bytes) -> TokenizeResponse:
         """Raises RequestError for a body that does not say what to tokenize."""
         request, _ = TOKENIZE.decode(body, lenient=False)
         self._models.check(request.model)
         ids = await self._off_loop(lambda: self._ids(request))
-        return TokenizeAnswer(
+        return TokenizeResponse(
             count=len(ids),
             max_model_len=self._inputs.max_model_len,
             tokens=ids,
             token_strs=[self._known().token_text(i) for i in ids] if request.return_token_strs else None,
         )
 
-    async def detokenize(self, body: bytes) -> DetokenizeAnswer:
+    async def detokenize(self, body: bytes) -> DetokenizeResponse:
         """Raises RequestError for ids outside the vocabulary."""
         request, _ = DETOKENIZE.decode(body, lenient=False)
         self._models.check(request.model)
@@ -57,7 +57,7 @@ class TokenizationService:
         if request.tokens:
             self._inputs.check_vocabulary(request.tokens, "tokens")
         text = await self._off_loop(lambda: tokenizer.decode(request.tokens, skip_special_tokens=False))
-        return DetokenizeAnswer(text)
+        return DetokenizeResponse(text)
 
     def _ids(self, request: TokenizeRequest) -> list[int]:
         if (request.prompt is None) == (request.messages is None):

@@ -4,12 +4,12 @@ from frontend.engine_client import Stream
 from frontend.output_processor import Update
 from frontend.schemas.generation import PromptTokensDetails, Usage
 
-__all__ = ["Tally"]
+__all__ = ["UsageCounter"]
 
 _DIGITS = 6  # microseconds
 
 
-class Tally:
+class UsageCounter:
     """Counts over all choices of one HTTP request, which arrived at `started` (monotonic)."""
 
     def __init__(self, prompt_tokens: int, choices: int, n: int, started: float):

@@ -1,4 +1,4 @@
-"""Drawing tokens on a GPU at sizes of real models, beside the reference on the same device."""
+"""SamplingKind tokens on a GPU at sizes of real models, beside the reference on the same device."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from atom_ops import SamplingBatch, backend, record_drawn, rule_logits, sample, token_logprobs
+from atom_ops import SamplingBatch, apply_logits_processors, backend, record_sampled, sample, token_logprobs
 from atom_ops.op import Op
 from tests.helpers.op_cases import changed
 
@@ -102,14 +102,16 @@ def test_a_captured_draw_follows_its_inputs() -> None:
         logits.normal_(0, 3)
         positions += 7
         others = batch(rows, limits[turn:] + limits[:turn])
-        for column in ("temperature_R", "top_k_R", "top_p_R", "min_p_R", "seed_R", "choice_R"):
+        for column in ("temperature_R", "top_k_R", "top_p_R", "min_p_R", "seed_R", "sequence_R"):
             getattr(settings, column).copy_(getattr(others, column))
         graph.replay()
         assert torch.equal(drawn, kernel(logits, others, positions))
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
-@pytest.mark.parametrize("op", [sample, rule_logits, record_drawn, token_logprobs], ids=lambda op: op.name)
+@pytest.mark.parametrize(
+    "op", [sample, apply_logits_processors, record_sampled, token_logprobs], ids=lambda op: op.name
+)
 def test_nothing_waits_for_the_device(op: Op[..., Any]) -> None:
     for case in op.cases:
         given = case.make(torch.float32, torch.Generator().manual_seed(3))

@@ -178,7 +178,7 @@ class CoreDriver:
     def _take_scores(self, frontend: bytes, delta: TokenDeltas) -> None:
         if delta.logprobs is not None:
             rows = unpack_scores(delta.logprobs.table)
-            for index, row in zip(delta.logprobs.draws, rows, strict=True):
+            for index, row in zip(delta.logprobs.indices, rows, strict=True):
                 sent = self.live[delta.request_ids[index]]
                 sent.scores[len(sent.received) - 1] = row
         for piece in delta.prompt_logprobs:

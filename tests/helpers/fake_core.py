@@ -16,7 +16,6 @@ from atom.messages.engine import (
     CoreDead,
     CoreReady,
     CoreStats,
-    DrawnLogprobs,
     Finished,
     FinishReason,
     FirstToken,
@@ -24,12 +23,13 @@ from atom.messages.engine import (
     Hello,
     LogprobTable,
     PromptLogprobs,
+    SampledLogprobs,
     ToCore,
     TokenDeltas,
     pack_ids,
     unpack_ids,
 )
-from atom.messages.profile import Profile, ProfileAnswer
+from atom.messages.profile import Profile, ProfileResult
 
 DEADLINE_S = 10.0
 VOCABULARY = 360
@@ -89,7 +89,7 @@ class FakeCore:
     step_s: float = 0.0005
     requests: list[AddRequest] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
-    profile: Callable[[Profile], ProfileAnswer | None] = lambda message: None
+    profile: Callable[[Profile], ProfileResult | None] = lambda message: None
     profiles: list[Profile] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -197,7 +197,7 @@ class FakeCore:
             return None
         self._step += 1
         short = [] if all(count == 1 for count in counts) else counts
-        drawn = DrawnLogprobs(draws, table([ids[i] for i in draws], 20)) if draws else None
+        drawn = SampledLogprobs(draws, table([ids[i] for i in draws], 20)) if draws else None
         return TokenDeltas(self._step, rows, pack_ids(ids), short, first, finished, drawn, prompts)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atom.messages.engine import AddRequest, FinishReason, LogitRules, unpack_ids
+from atom.messages.engine import AddRequest, FinishReason, LogitsProcessors, unpack_ids
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
 from tests.helpers.http_server import Client, running_frontend
@@ -37,8 +37,8 @@ class Ran:
         return self.requests[0]
 
     @property
-    def rules(self) -> LogitRules:
-        return self.sent.sampling.rules or LogitRules()
+    def rules(self) -> LogitsProcessors:
+        return self.sent.sampling.logits_processors or LogitsProcessors()
 
     @property
     def prompt(self) -> str:

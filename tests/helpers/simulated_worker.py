@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from atom.messages.engine import DrawnLogprobs, LogprobTable, PromptLogprobs, pack_ids, unpack_ids
+from atom.messages.engine import LogprobTable, PromptLogprobs, SampledLogprobs, pack_ids, unpack_ids
 from atom.messages.worker import (
     BatchResult,
     FullAttentionSpec,
@@ -190,14 +190,14 @@ class SimulatedWorker:
                 drawers.append(row)
         return drawers
 
-    def _drawn_logprobs(self, drawers: list[Row]) -> DrawnLogprobs | None:
+    def _drawn_logprobs(self, drawers: list[Row]) -> SampledLogprobs | None:
         """As wide as whoever wants most."""
         asking = [index for index, row in enumerate(drawers) if row.new.sampling.logprobs >= 0]
         if not asking:
             return None
         width = 1 + max(drawers[index].new.sampling.logprobs for index in asking)
         rows = [self._score(drawers[index], len(drawers[index].token_ids) - 1, width) for index in asking]
-        return DrawnLogprobs(asking, pack_scores(rows, width))
+        return SampledLogprobs(asking, pack_scores(rows, width))
 
     def _prompt_logprobs(self, numbers: list[int], counts: list[int]) -> list[PromptLogprobs]:
         """Of the tokens that follow those computed, as far as the prompt goes."""

@@ -36,7 +36,7 @@ from atom.messages.engine import (
     unpack_ids,
 )
 from atom.messages.launch import CoreLaunch
-from atom.messages.profile import Profile, ProfileAnswer, RankTrace
+from atom.messages.profile import Profile, ProfileResult, RankTrace
 from atom.messages.supervisor import Dead, Ready, ToSupervisor
 from atom.messages.worker import (
     AllocateKV,
@@ -271,10 +271,10 @@ def test_a_profile_goes_to_all_ranks_and_back_to_who_asked(traced: Engine) -> No
     assert [worker.receive() for worker in traced.workers] == [Profile(True, 7)] * RANKS
     other.send(Profile(True, 8))
     refused = other.receive()
-    assert isinstance(refused, ProfileAnswer) and refused.number == 8 and "being started" in refused.refusal
+    assert isinstance(refused, ProfileResult) and refused.number == 8 and "being started" in refused.refusal
     for rank, worker in enumerate(traced.workers):
         worker.send(RankTrace(rank, True))
-    assert asker.receive() == ProfileAnswer(7, True, [RankTrace(0, True), RankTrace(1, True)])
+    assert asker.receive() == ProfileResult(7, True, [RankTrace(0, True), RankTrace(1, True)])
     other.send(request(1, [1, 2], 3))
     tokens: dict[int, list[int]] = {}
     reasons: dict[int, FinishReason] = {}
@@ -446,7 +446,7 @@ def test_log_probabilities_and_times_reach_the_frontend(engine: Engine) -> None:
     engine.work_until(lambda: frontend.has_message(0))
     last = frontend.receive()
     assert [(piece.owner, piece.start) for piece in last.prompt_logprobs] == [(1, 17)]
-    assert last.logprobs.draws == [0] and unpack_ids(last.logprobs.table.ids)[:1] == unpack_ids(
+    assert last.logprobs.indices == [0] and unpack_ids(last.logprobs.table.ids)[:1] == unpack_ids(
         last.token_ids
     )
     assert last.first[0].queued_s >= 0.0 and last.first[0].prefill_s > 0.0

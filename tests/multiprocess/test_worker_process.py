@@ -14,7 +14,7 @@ import zmq
 from atom.config.checkpoint import Checkpoint
 from atom.config.engine import EngineConfig
 from atom.messages.codec import Decoder, encode
-from atom.messages.engine import LogitRules, LogprobTable, Sampling, pack_ids, unpack_ids
+from atom.messages.engine import LogitsProcessors, LogprobTable, Sampling, pack_ids, unpack_ids
 from atom.messages.launch import WorkerLaunch
 from atom.messages.supervisor import Dead, Progress, ToSupervisor
 from atom.messages.worker import (
@@ -146,7 +146,7 @@ class Reported:
 
 
 def run_with_everything(workers: Workers) -> Reported:
-    rules = LogitRules(
+    rules = LogitsProcessors(
         bad_words=[[1, 2]],
         min_tokens=5,
         end_ids=[7],
@@ -157,7 +157,7 @@ def run_with_everything(workers: Workers) -> Reported:
     )
     core, reported = CoreSide(BLOCKS, BLOCK_SIZE), Reported()
     for row, length in enumerate(PROMPT_LENGTHS):
-        sampling = Sampling(0.8, 0, 1.0, 0.0, row, rules=rules if row % 2 else None, logprobs=2)
+        sampling = Sampling(0.8, 0, 1.0, 0.0, row, logits_processors=rules if row % 2 else None, logprobs=2)
         core.add(row, prompt_of(length, length), sampling, prompt_logprobs=1)
     for _ in range(12):
         counts = {row: min(7, max(core.known[row] - core.computed[row], 1)) for row in core.tokens}

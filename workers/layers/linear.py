@@ -30,7 +30,7 @@ class Linear(WeightedLayer):
         super().__init__()
         self.register_buffer("bias", None)
 
-    def finish_loading(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Exchange the plain weight for the layout that the matrix product is fastest in."""
         self.weight = pack_linear_weight(self.weight)
 
@@ -72,11 +72,11 @@ class ReorderedLinear(ColumnParallelLinear):
         super().__init__(in_features, outputs, bias, build)
         self._order = order.to(build.device)
 
-    def finish_loading(self) -> None:
+    def process_weights_after_loading(self) -> None:
         self.weight = self.weight.index_select(0, self._order)
         if self.bias is not None:
             self.bias = self.bias.index_select(0, self._order)
-        super().finish_loading()
+        super().process_weights_after_loading()
 
 
 class RowParallelLinear(Linear):

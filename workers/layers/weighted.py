@@ -92,5 +92,5 @@ class WeightedLayer(nn.Module):
         buffer: torch.Tensor = self.get_buffer(name)
         return list(buffer.split(rows))
 
-    def finish_loading(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Called once all weights of the model are in place: bring them into their final form."""

@@ -133,4 +133,4 @@ def _listed(names: list[str]) -> str:
 
 def _finish(model: CausalLM) -> None:
     for _, layer in weighted_layers(model):
-        layer.finish_loading()
+        layer.process_weights_after_loading()

@@ -1,4 +1,4 @@
-"""Drawing tokens by every provider, against the definition written with plain numpy."""
+"""SamplingKind tokens by every provider, against the definition written with plain numpy."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @dataclass(frozen=True)
-class Drawing:
+class SamplingKind:
     """One provider on one device."""
 
     device: torch.device
@@ -38,7 +38,7 @@ class Drawing:
         top_p: float | list[float] = 1.0,
         min_p: float | list[float] = 0.0,
         seed: int | NDArray[np.uint64] = 7,
-        choice: int = 0,
+        sequence: int = 0,
     ) -> Tensor:
         def column(value: object, dtype: type) -> NDArray[np.generic]:
             return np.broadcast_to(np.array(value, dtype), len(logits)).copy()
@@ -49,7 +49,7 @@ class Drawing:
             column(top_p, np.float32),
             column(min_p, np.float32),
             column(seed, np.uint64),
-            column(choice, np.int64),
+            column(sequence, np.int64),
             self.device,
         )
         return sample(logits.to(self.device), batch, positions.to(self.device)).cpu()
@@ -60,7 +60,7 @@ class Drawing:
     params=[("torch", CPU), ("triton", CPU), pytest.param(("triton", CUDA), marks=pytest.mark.gpu)],
     ids=["torch-cpu", "triton-cpu", "triton-gpu"],
 )
-def draw(request: pytest.FixtureRequest) -> Iterator[Drawing]:
+def draw(request: pytest.FixtureRequest) -> Iterator[SamplingKind]:
     name, device = request.param
     if device == CUDA and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
@@ -68,7 +68,7 @@ def draw(request: pytest.FixtureRequest) -> Iterator[Drawing]:
     if name not in sample.providers or not sample.providers[name].supported(device):
         pytest.skip(f"provider {name} does not run on {device} here")
     sample.use([name])
-    yield Drawing(device, slow=name == "triton" and device == CPU)
+    yield SamplingKind(device, slow=name == "triton" and device == CPU)
     backend.resolve(CPU)
 
 
@@ -124,19 +124,19 @@ def test_philox_columns_are_independent() -> None:
 
 
 def test_uniform_is_made_of_seed_position_purpose_and_choice() -> None:
-    seed, position, purpose, choice = 0xFEDCBA9876543210, 41, 3, 5
+    seed, position, purpose, sequence = 0xFEDCBA9876543210, 41, 3, 5
     words = philox(
-        torch.tensor([[position], [purpose], [choice], [0]]),
+        torch.tensor([[position], [purpose], [sequence], [0]]),
         torch.tensor([[seed & 0xFFFFFFFF], [seed >> 32]]),
     )
     signed = torch.tensor([seed - 2**64])
-    found = uniform(signed, torch.tensor([choice]), torch.tensor([position]), purpose)
+    found = uniform(signed, torch.tensor([sequence]), torch.tensor([position]), purpose)
     assert found.item() == (words[0, 0].item() >> 8) / 2**24
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 5])
-def test_greedy_takes_the_smallest_of_equal_ids(draw: Drawing, dtype: torch.dtype, rows: int) -> None:
+def test_greedy_takes_the_smallest_of_equal_ids(draw: SamplingKind, dtype: torch.dtype, rows: int) -> None:
     for vocabulary in (3, 100, 997, 151936):
         logits = torch.zeros(rows, vocabulary, dtype=dtype)
         ties = torch.randperm(vocabulary)[: max(2, vocabulary // 7)]
@@ -164,7 +164,7 @@ LIMITS = st.fixed_dictionaries(
     seed=st.integers(0, 2**64 - 1),
 )
 def test_draws_follow_the_definition(
-    draw: Drawing, limits: list[dict[str, float]], vocabulary: int, levels: int, seed: int
+    draw: SamplingKind, limits: list[dict[str, float]], vocabulary: int, levels: int, seed: int
 ) -> None:
     """Few levels make many equal logits."""
     generator = np.random.default_rng(seed)
@@ -184,7 +184,7 @@ def test_draws_follow_the_definition(
         assert found[row].item() in near
 
 
-def test_top_k_keeps_the_smaller_ids_of_equals(draw: Drawing) -> None:
+def test_top_k_keeps_the_smaller_ids_of_equals(draw: SamplingKind) -> None:
     rows = 14 if draw.slow else 400
     logits = torch.zeros(rows, 600)
     logits[:, 500] = 2.0
@@ -192,7 +192,7 @@ def test_top_k_keeps_the_smaller_ids_of_equals(draw: Drawing) -> None:
     assert set(drawn.tolist()) == {0, 1, 2, 500}
 
 
-def test_top_p_passes_the_mark_with_as_few_tokens_as_can_be(draw: Drawing) -> None:
+def test_top_p_passes_the_mark_with_as_few_tokens_as_can_be(draw: SamplingKind) -> None:
     rows = 11 if draw.slow else 500
     logits = torch.tensor([0.4, 0.1, 0.3, 0.2]).log().repeat(rows, 1)
     marks = [(0.3, {0}), (0.41, {0, 2}), (0.69, {0, 2}), (0.71, {0, 2, 3}), (1e-9, {0})]
@@ -201,7 +201,7 @@ def test_top_p_passes_the_mark_with_as_few_tokens_as_can_be(draw: Drawing) -> No
         assert set(drawn.tolist()) == kept
 
 
-def test_flat_distributions_need_more_candidates_than_the_first_try(draw: Drawing) -> None:
+def test_flat_distributions_need_more_candidates_than_the_first_try(draw: SamplingKind) -> None:
     logits = torch.from_numpy(np.random.default_rng(0).normal(0, 0.3, (6, 9000)).astype(np.float32))
     positions = torch.arange(6)
     drawn = draw(logits, positions, top_p=[0.9, 0.2, 0.9, 0.001, 1.0, 0.9])
@@ -212,7 +212,7 @@ def test_flat_distributions_need_more_candidates_than_the_first_try(draw: Drawin
         assert drawn[row].item() in near
 
 
-def test_a_row_draws_the_same_in_any_company(draw: Drawing) -> None:
+def test_a_row_draws_the_same_in_any_company(draw: SamplingKind) -> None:
     logits = torch.from_numpy(np.random.default_rng(1).normal(0, 2, (6, 3000)).astype(np.float32))
     seeds = np.arange(6, dtype=np.uint64) * np.uint64(2**61)
     columns = {
@@ -229,19 +229,19 @@ def test_a_row_draws_the_same_in_any_company(draw: Drawing) -> None:
         assert alone.item() == together[row].item()
 
 
-def test_seed_choice_and_position_each_change_the_draw(draw: Drawing) -> None:
+def test_seed_sequence_and_position_each_change_the_draw(draw: SamplingKind) -> None:
     logits, here = torch.zeros(1, 50_000), torch.tensor([9])
     draws = [
         draw(logits, here, seed=1),
         draw(logits, here, seed=1 + 2**32),
-        draw(logits, here, seed=1, choice=1),
+        draw(logits, here, seed=1, sequence=1),
         draw(logits, here + 1, seed=1),
     ]
     assert len({draw.item() for draw in draws}) == 4
     assert draw(logits, here, seed=1).item() == draws[0].item()
 
 
-def test_drawn_frequencies_are_the_probabilities(draw: Drawing) -> None:
+def test_drawn_frequencies_are_the_probabilities(draw: SamplingKind) -> None:
     probabilities = torch.tensor([0.5, 0.05, 0.0, 0.3, 0.15])
     rows = 300 if draw.slow else 20_000
     drawn = draw(probabilities.log().repeat(rows, 1), torch.arange(rows))
@@ -250,7 +250,7 @@ def test_drawn_frequencies_are_the_probabilities(draw: Drawing) -> None:
     assert counts[2] == 0
 
 
-def test_extreme_temperatures(draw: Drawing) -> None:
+def test_extreme_temperatures(draw: SamplingKind) -> None:
     logits = torch.tensor([[3e38, 1.0, -3e38, 2e38]]).repeat(50, 1)
     assert draw(logits, torch.arange(50), temperature=1e-38).unique().tolist() == [0]
     rows = 60 if draw.slow else 400
@@ -258,7 +258,7 @@ def test_extreme_temperatures(draw: Drawing) -> None:
     assert flat.unique().tolist() == [0, 1, 2, 3]
 
 
-def test_masked_tokens_are_never_drawn(draw: Drawing) -> None:
+def test_masked_tokens_are_never_drawn(draw: SamplingKind) -> None:
     rows = 5 if draw.slow else 300
     logits = torch.full((rows, 70), -torch.inf)
     logits[:, [3, 69]] = 0.0
@@ -271,6 +271,6 @@ def test_masked_tokens_are_never_drawn(draw: Drawing) -> None:
 @pytest.mark.parametrize(
     "limits", [{}, {"top_k": 3}, {"top_k": 400}, {"top_p": 0.5}, {"min_p": 0.1}, {"temperature": 0.0}]
 )
-def test_broken_logits_still_give_an_id(draw: Drawing, limits: dict[str, float], logit: float) -> None:
+def test_broken_logits_still_give_an_id(draw: SamplingKind, limits: dict[str, float], logit: float) -> None:
     drawn = draw(torch.full((4, 700), logit), torch.arange(4), **limits)  # type: ignore[arg-type]
     assert ((drawn >= 0) & (drawn < 700)).all()

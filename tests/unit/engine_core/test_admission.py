@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atom.messages.codec import Decoder, encode
-from atom.messages.engine import Abort, AddRequest, FinishReason, GetStats, LogitRules, ToCore, pack_ids
+from atom.messages.engine import Abort, AddRequest, FinishReason, GetStats, LogitsProcessors, ToCore, pack_ids
 from atom.messages.worker import FullAttentionSpec, ScheduledBatch
 from engine_core.admission import check_request
 from engine_core.links import FrontendLink
@@ -32,7 +32,7 @@ def with_sampling(**fields: Any) -> AddRequest:
 
 
 def with_rules(**fields: Any) -> AddRequest:
-    return with_sampling(rules=LogitRules(**fields))
+    return with_sampling(logits_processors=LogitsProcessors(**fields))
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def with_rules(**fields: Any) -> AddRequest:
         (with_sampling(top_p=1.5), "top_p"),
         (with_sampling(min_p=math.inf), "min_p"),
         (with_sampling(seed=-1), "seed"),
-        (with_sampling(choice=-1), "choice"),
+        (with_sampling(sequence=-1), "sequence"),
         (with_sampling(logprobs=-2), "logprobs"),
         (with_rules(allowed_ids=b"123"), "allowed_ids of 3 bytes"),
         (with_rules(bias_ids=pack_ids([1, 2]), bias_values=[1.0]), "1 bias_values do not match"),
@@ -97,14 +97,14 @@ def resolved(kind: type[msgspec.Struct], **strategies: st.SearchStrategy[Any]) -
     fields = {name: st.one_of(st.just(...), strategy) for name, strategy in strategies.items()}
 
     def build(values: dict[str, Any]) -> msgspec.Struct:
-        decent = {LogitRules: LogitRules(), type(GREEDY): GREEDY, AddRequest: GOOD}[kind]
+        decent = {LogitsProcessors: LogitsProcessors(), type(GREEDY): GREEDY, AddRequest: GOOD}[kind]
         return replace(decent, **{name: value for name, value in values.items() if value is not ...})
 
     return st.fixed_dictionaries(fields).map(build)
 
 
 RULES = resolved(
-    LogitRules,
+    LogitsProcessors,
     allowed_ids=IDS,
     bad_words=st.lists(INTS, max_size=3),
     min_tokens=WIRE_INT,
@@ -122,8 +122,8 @@ SAMPLING = resolved(
     top_p=WIRE_FLOAT,
     min_p=WIRE_FLOAT,
     seed=WIRE_INT,
-    choice=WIRE_INT,
-    rules=st.one_of(st.none(), RULES),
+    sequence=WIRE_INT,
+    logits_processors=st.one_of(st.none(), RULES),
     logprobs=st.integers(-2, 3),
 )
 REQUESTS = resolved(
@@ -143,10 +143,10 @@ REQUESTS = resolved(
 def check_columns(message: AddRequest) -> None:
     """Raises unless the values fit the columns of a worker's batch."""
     sampling = message.sampling
-    assert struct.pack("<Q", sampling.seed) and struct.pack("<ii", sampling.top_k, sampling.choice)
+    assert struct.pack("<Q", sampling.seed) and struct.pack("<ii", sampling.top_k, sampling.sequence)
     floats = [sampling.temperature, sampling.top_p, sampling.min_p]
-    if sampling.rules is not None:
-        rules = sampling.rules
+    if sampling.logits_processors is not None:
+        rules = sampling.logits_processors
         floats += [*rules.bias_values, rules.repetition_penalty, rules.frequency_penalty]
         floats.append(rules.presence_penalty)
         integers = [*rules.end_ids, rules.min_tokens, *chain(*rules.bad_words)]

@@ -111,7 +111,7 @@ def test_log_probabilities_pass_untouched_to_the_only_frontend() -> None:
     run.add(2, [2], max_tokens=2, **asking(1))
     result, deltas = one_step(run)
     assert result.logprobs is not None and deltas[b"a"].logprobs is result.logprobs
-    assert deltas[b"a"].logprobs.draws == [1]
+    assert deltas[b"a"].logprobs.indices == [1]
 
 
 def test_log_probabilities_are_cut_for_each_frontend_and_numbered_anew() -> None:
@@ -123,8 +123,8 @@ def test_log_probabilities_are_cut_for_each_frontend_and_numbered_anew() -> None
     rows = unpack_scores(result.logprobs.table)
     first, second, third = (deltas[frontend].logprobs for frontend in (b"a", b"b", b"c"))
     assert first is not None and second is not None and third is None
-    assert (first.draws, unpack_scores(first.table)) == ([0], rows[:1])
-    assert (second.draws, unpack_scores(second.table)) == ([0, 1], rows[1:])
+    assert (first.indices, unpack_scores(first.table)) == ([0], rows[:1])
+    assert (second.indices, unpack_scores(second.table)) == ([0, 1], rows[1:])
 
 
 def test_log_probabilities_of_an_ended_request_are_dropped() -> None:
@@ -138,7 +138,7 @@ def test_log_probabilities_of_an_ended_request_are_dropped() -> None:
     delta = run.core.update(result)[b"a"]
     assert delta.request_ids == [1, 3] and delta.logprobs is not None and result.logprobs is not None
     rows = unpack_scores(result.logprobs.table)
-    assert (delta.logprobs.draws, unpack_scores(delta.logprobs.table)) == ([0, 1], [rows[0], rows[2]])
+    assert (delta.logprobs.indices, unpack_scores(delta.logprobs.table)) == ([0, 1], [rows[0], rows[2]])
 
 
 def test_prompt_pieces_of_a_step_that_draws_nothing_arrive() -> None:
@@ -194,8 +194,8 @@ def test_log_probabilities_that_fit_nobody_are_an_error() -> None:
             replace(result, prompt_logprobs=[replace(piece, owner=3)]),
             "prompt log probabilities that fit no row",
         ),
-        (replace(result, logprobs=replace(drawn, draws=[1])), "do not fit its draws"),
-        (replace(result, logprobs=replace(drawn, draws=[0, 0])), "do not fit its draws"),
+        (replace(result, logprobs=replace(drawn, indices=[1])), "do not fit its draws"),
+        (replace(result, logprobs=replace(drawn, indices=[0, 0])), "do not fit its draws"),
     ]:
         run = driver(blocks=16)
         run.add(1, range(6), max_tokens=5, prompt_logprobs=0, **asking(0))

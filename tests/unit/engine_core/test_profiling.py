@@ -2,7 +2,7 @@
 
 import pytest
 
-from atom.messages.profile import Profile, ProfileAnswer, RankTrace
+from atom.messages.profile import Profile, ProfileResult, RankTrace
 from engine_core.profiling import Outcome, Profiling
 
 RANKS = 2
@@ -42,7 +42,7 @@ def refusal(profiling: Profiling, on: bool) -> str:
 def test_a_profile_from_start_to_stop(profiling: Profiling) -> None:
     assert profiling.ask(Profile(True, 1), A) is None and profiling.is_timed
     assert all_ranks(profiling, True) == Outcome(
-        A, ProfileAnswer(1, True, [RankTrace(0, True), RankTrace(1, True)])
+        A, ProfileResult(1, True, [RankTrace(0, True), RankTrace(1, True)])
     )
     assert profiling.ask(Profile(False, 2), B) is None
     outcome = all_ranks(profiling, False)
@@ -117,6 +117,6 @@ def test_a_recording_that_nobody_ends_is_ended_and_its_traces_are_kept(
     traces = [RankTrace(rank, False, file=f"f{rank}") for rank in range(RANKS)]
     for trace in traces:
         profiling.take(trace)
-    assert profiling.ask(Profile(False, 2), B) == ProfileAnswer(2, False, traces)
+    assert profiling.ask(Profile(False, 2), B) == ProfileResult(2, False, traces)
     assert refusal(profiling, False) == "profiling is not on"
     assert profiling.ask(Profile(True, 3), A) is None

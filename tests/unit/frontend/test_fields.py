@@ -41,7 +41,7 @@ BOTH: dict[str, Row] = {
     "min_p": Row(0.1, lambda ran: ran.sent.sampling.min_p == 0.1, neutral=(0,)),
     "seed": Row(-2, lambda ran: ran.sent.sampling.seed == (1 << 64) - 2),
     "n": Row(
-        2, lambda ran: [r.sampling.choice for r in ran.requests] == [0, 1] == _indices(ran), neutral=(1,)
+        2, lambda ran: [r.sampling.sequence for r in ran.requests] == [0, 1] == _indices(ran), neutral=(1,)
     ),
     "max_tokens": Row(4, lambda ran: ran.sent.max_tokens == 4 and ran.choice["finish_reason"] == "length"),
     "max_completion_tokens": Row(4, lambda ran: ran.sent.max_tokens == 4),
@@ -299,7 +299,11 @@ def test_the_sdk_knows_no_field_that_we_do_not() -> None:
 def test_requests_that_ask_for_nothing_carry_nothing(rig: Rig) -> None:
     for endpoint in SCHEMAS:
         sent = rig.run(endpoint).sent
-        assert (sent.sampling.rules, sent.sampling.logprobs, sent.prompt_logprobs) == (None, -1, -1)
+        assert (sent.sampling.logits_processors, sent.sampling.logprobs, sent.prompt_logprobs) == (
+            None,
+            -1,
+            -1,
+        )
         assert sent.cache_salt == ""
 
 

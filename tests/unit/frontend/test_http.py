@@ -129,7 +129,7 @@ def test_forms_of_prompts(client: Client, core: FakeCore, prompt: Any, count: in
     status, answer = client.post("/v1/completions", prompt=prompt, n=2)
     assert status == 200
     assert [choice["index"] for choice in answer["choices"]] == list(range(2 * count))
-    assert [request.sampling.choice for request in core.requests] == [0, 1] * count
+    assert [request.sampling.sequence for request in core.requests] == [0, 1] * count
     assert answer["usage"]["prompt_tokens"] == sum(len(r.prompt_ids) // 4 for r in core.requests[::2])
 
 

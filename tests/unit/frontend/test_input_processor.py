@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from atom.messages.engine import LogitRules, pack_ids, unpack_ids
+from atom.messages.engine import LogitsProcessors, pack_ids, unpack_ids
 from atom.sampling_params import SamplingParams
 from frontend.errors import RequestError
 from frontend.input_processor import InputProcessor
@@ -24,7 +24,7 @@ def test_choices_share_all_but_their_number(inputs: InputProcessor) -> None:
     params = SamplingParams(max_tokens=5, n=3, temperature=0.5, top_k=-1, stop_token_ids=[9], priority=2)
     requests = inputs.requests([3, 4], params, [10, 11, 12])
     assert [request.request_id for request in requests] == [10, 11, 12]
-    assert [request.sampling.choice for request in requests] == [0, 1, 2]
+    assert [request.sampling.sequence for request in requests] == [0, 1, 2]
     assert len({request.sampling.seed for request in requests}) == 1
     first = requests[0]
     assert unpack_ids(first.prompt_ids).tolist() == [3, 4]
@@ -98,8 +98,8 @@ def test_stop_strings_need_a_tokenizer(tmp_path: Path) -> None:
         inputs.requests([3], SamplingParams(stop_strings=["x"]), [1])
 
 
-def rules(inputs: InputProcessor, **params: Any) -> LogitRules | None:
-    return inputs.requests([3], SamplingParams(**params), [1])[0].sampling.rules
+def rules(inputs: InputProcessor, **params: Any) -> LogitsProcessors | None:
+    return inputs.requests([3], SamplingParams(**params), [1])[0].sampling.logits_processors
 
 
 def test_rules_are_only_there_where_asked_for(inputs: InputProcessor) -> None:
@@ -118,7 +118,7 @@ def test_rules_carry_what_was_asked_for(inputs: InputProcessor) -> None:
         min_tokens=2,
         stop_token_ids=[11],
     )
-    assert asked == LogitRules(
+    assert asked == LogitsProcessors(
         allowed_ids=pack_ids([5, 8]),
         min_tokens=2,
         end_ids=[1, 7, 11],

@@ -8,7 +8,7 @@ from atom.messages.engine import (
     Finished,
     FinishReason,
     FirstToken,
-    LogitRules,
+    LogitsProcessors,
     Sampling,
     TokenDeltas,
     pack_ids,
@@ -35,8 +35,8 @@ def processor(
     text = TextOptions(stops or (), include_stop, skip_special_tokens)
     for request_id in ids:
         plain = request(request_id)
-        rules = LogitRules(min_tokens=min_tokens) if min_tokens else None
-        sampling = msgspec.structs.replace(plain.sampling, rules=rules)
+        rules = LogitsProcessors(min_tokens=min_tokens) if min_tokens else None
+        sampling = msgspec.structs.replace(plain.sampling, logits_processors=rules)
         output.add(msgspec.structs.replace(plain, sampling=sampling), text)
     return output
 

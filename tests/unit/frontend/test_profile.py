@@ -7,7 +7,7 @@ import pytest
 
 from atom.config.observability import ObservabilityConfig
 from atom.config.server import ServerConfig
-from atom.messages.profile import Profile, ProfileAnswer, RankTrace
+from atom.messages.profile import Profile, ProfileResult, RankTrace
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
 from tests.helpers.http_server import running_frontend
@@ -15,16 +15,16 @@ from tests.helpers.http_server import running_frontend
 TRACES = [RankTrace(rank, False, f"/traces/rank_{rank}", "t.json.gz", 12, 1.23456) for rank in (0, 1)]
 
 
-def answer(message: Profile) -> ProfileAnswer:
-    return ProfileAnswer(message.number, message.on, [] if message.on else TRACES)
+def answer(message: Profile) -> ProfileResult:
+    return ProfileResult(message.number, message.on, [] if message.on else TRACES)
 
 
-def refusal(message: Profile) -> ProfileAnswer:
-    return ProfileAnswer(message.number, message.on, refusal="profiling is on already")
+def refusal(message: Profile) -> ProfileResult:
+    return ProfileResult(message.number, message.on, refusal="profiling is on already")
 
 
-def failure(message: Profile) -> ProfileAnswer:
-    return ProfileAnswer(message.number, message.on, error="worker 1: no space")
+def failure(message: Profile) -> ProfileResult:
+    return ProfileResult(message.number, message.on, error="worker 1: no space")
 
 
 def serving(core: FakeCore, directory: Path, profiler: bool = True, key: str | None = None) -> Any:

@@ -14,7 +14,7 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from atom.messages.engine import LogitRules, LogprobTable, Sampling, pack_ids, unpack_ids
+from atom.messages.engine import LogitsProcessors, LogprobTable, Sampling, pack_ids, unpack_ids
 from atom.messages.worker import AllocateKV, BatchResult, ScheduledBatch
 from tests.helpers.core_side import GREEDY, CoreSide, generate
 from tests.helpers.tiny_models import (
@@ -73,15 +73,15 @@ def fresh_core() -> CoreSide:
     return CoreSide(BLOCKS, BLOCK_SIZE, seed=3)
 
 
-def greedy(rules: LogitRules | None = None, logprobs: int = -1) -> Sampling:
-    return Sampling(0.0, 0, 1.0, 0.0, 0, rules=rules, logprobs=logprobs)
+def greedy(rules: LogitsProcessors | None = None, logprobs: int = -1) -> Sampling:
+    return Sampling(0.0, 0, 1.0, 0.0, 0, logits_processors=rules, logprobs=logprobs)
 
 
-def hot(rules: LogitRules | None = None, seed: int = 11, logprobs: int = -1) -> Sampling:
-    return Sampling(1.3, 0, 1.0, 0.0, seed, rules=rules, logprobs=logprobs)
+def hot(rules: LogitsProcessors | None = None, seed: int = 11, logprobs: int = -1) -> Sampling:
+    return Sampling(1.3, 0, 1.0, 0.0, seed, logits_processors=rules, logprobs=logprobs)
 
 
-def agrees(loaded: Loaded, rules: LogitRules, processors: Processors) -> None:
+def agrees(loaded: Loaded, rules: LogitsProcessors, processors: Processors) -> None:
     """With transformers, and in all but one prompt not with the answers without rules."""
     found = loaded.run(greedy(rules))
     assert found == [loaded.expected(prompt, processors(len(prompt))) for prompt in PROMPTS]
@@ -90,13 +90,13 @@ def agrees(loaded: Loaded, rules: LogitRules, processors: Processors) -> None:
 
 
 def test_repetition_penalty(loaded: Loaded) -> None:
-    rules = LogitRules(repetition_penalty=1.7)
+    rules = LogitsProcessors(repetition_penalty=1.7)
     agrees(loaded, rules, lambda length: [RepetitionPenaltyLogitsProcessor(1.7)])
 
 
 def test_min_tokens(loaded: Loaded) -> None:
     ends = sorted({token for ids in loaded.run(greedy()) for token in ids[:8]})
-    rules = LogitRules(min_tokens=12, end_ids=ends)
+    rules = LogitsProcessors(min_tokens=12, end_ids=ends)
     agrees(
         loaded,
         rules,
@@ -108,36 +108,36 @@ def test_min_tokens(loaded: Loaded) -> None:
 def test_bad_words(loaded: Loaded) -> None:
     plain = loaded.run(greedy())
     words = [ids[3:5] for ids in plain] + [ids[9:13] for ids in plain] + [[ids[15]] for ids in plain]
-    agrees(loaded, LogitRules(bad_words=words), lambda length: [NoBadWordsLogitsProcessor(words)])
+    agrees(loaded, LogitsProcessors(bad_words=words), lambda length: [NoBadWordsLogitsProcessor(words)])
 
 
 def test_allowed_ids_and_bias(loaded: Loaded) -> None:
     allowed = list(range(40, 60))
-    found = loaded.run(hot(LogitRules(allowed_ids=pack_ids(allowed))))
+    found = loaded.run(hot(LogitsProcessors(allowed_ids=pack_ids(allowed))))
     assert {token for ids in found for token in ids} <= set(allowed)
-    rules = LogitRules(bias_ids=pack_ids([77]), bias_values=[100.0])
+    rules = LogitsProcessors(bias_ids=pack_ids([77]), bias_values=[100.0])
     assert loaded.run(greedy(rules)) == [[77] * NEW_TOKENS] * len(PROMPTS)
 
 
 def test_presence_keeps_ids_from_coming_again(loaded: Loaded) -> None:
-    found = loaded.run(greedy(LogitRules(presence_penalty=1000.0)))
+    found = loaded.run(greedy(LogitsProcessors(presence_penalty=1000.0)))
     assert all(len(set(ids)) == NEW_TOKENS for ids in found)
-    allowed = LogitRules(allowed_ids=pack_ids([1, 2, 3]), frequency_penalty=1000.0)
+    allowed = LogitsProcessors(allowed_ids=pack_ids([1, 2, 3]), frequency_penalty=1000.0)
     for ids in loaded.run(greedy(allowed)):
         assert all(sorted(ids[i : i + 3]) == [1, 2, 3] for i in range(0, NEW_TOKENS, 3))
 
 
 def test_a_row_that_may_draw_nothing_draws_an_id(loaded: Loaded) -> None:
-    rules = LogitRules(allowed_ids=pack_ids([5]), bad_words=[[5]])
+    rules = LogitsProcessors(allowed_ids=pack_ids([5]), bad_words=[[5]])
     for settings in ({}, {"top_k": 3}, {"top_p": 0.4}, {"min_p": 0.2}, {"temperature": 0.0}):
         chosen = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 1, **settings}
-        found = loaded.run(Sampling(**chosen, rules=rules))
+        found = loaded.run(Sampling(**chosen, logits_processors=rules))
         assert all(0 <= token < VOCAB for ids in found for token in ids)
 
 
 def test_rows_without_rules_draw_as_if_alone(loaded: Loaded) -> None:
     """Beside rows with rules, and whatever those rows held before."""
-    rules = LogitRules(repetition_penalty=1.9, bias_ids=pack_ids([3]), bias_values=[5.0])
+    rules = LogitsProcessors(repetition_penalty=1.9, bias_ids=pack_ids([3]), bias_values=[5.0])
     alone, ruled = loaded.run(hot()), loaded.run(hot(rules))
     core = fresh_core()
     for row, prompt in enumerate(PROMPTS):
@@ -154,7 +154,7 @@ def test_rows_without_rules_draw_as_if_alone(loaded: Loaded) -> None:
 
 @pytest.mark.parametrize("cut", [1, 7, 20])
 def test_a_preempted_request_draws_the_same_ids(loaded: Loaded, cut: int) -> None:
-    rules = LogitRules(
+    rules = LogitsProcessors(
         bad_words=[[1, 2], [7, 8, 9]],
         min_tokens=15,
         end_ids=list(range(20, 40)),
@@ -194,7 +194,7 @@ def check(table: LogprobTable, logits: torch.Tensor, tokens: list[int], top: int
 
 def test_logprobs_of_drawn_tokens(loaded: Loaded) -> None:
     """Of the model's own logits, rules or not; rows that did not ask have none."""
-    rules = LogitRules(presence_penalty=1.5, bias_ids=pack_ids([9]), bias_values=[3.0])
+    rules = LogitsProcessors(presence_penalty=1.5, bias_ids=pack_ids([9]), bias_values=[3.0])
     core = fresh_core()
     asks = {0: hot(logprobs=2), 1: hot(), 2: hot(rules, logprobs=5)}
     for row, sampling in asks.items():

@@ -102,7 +102,7 @@ def test_a_seed_repeats_its_draws_in_any_batch(checkpoint: Checkpoint) -> None:
     assert run(worker, hot, chunk=3) == batched
     assert run(worker, hot, prompts=1) == batched[:1]
     assert run(worker, replace_sampling(hot, seed=6)) != batched
-    assert run(worker, replace_sampling(hot, choice=1)) != batched
+    assert run(worker, replace_sampling(hot, sequence=1)) != batched
     assert all(0 <= token < VOCAB for ids in batched for token in ids)
 
 

@@ -96,7 +96,7 @@ class Bias:
 
 
 @dataclass(frozen=True, slots=True)
-class LogitRuleBatch:
+class LogitsProcessorBatch:
     """The rules of the rows that have any. None is a kind of rule that no row has."""
 
     rows_U: Tensor
@@ -114,7 +114,7 @@ class LogitRuleBatch:
 def _case(rows: int, vocabulary: int) -> Case:
     def make(
         dtype: torch.dtype, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor, LogitRuleBatch, TokenRecord, int]:
+    ) -> tuple[Tensor, Tensor, LogitsProcessorBatch, TokenRecord, int]:
         def pick(limit: int, *shape: int) -> Tensor:
             return torch.randint(0, limit, shape, generator=generator)
 
@@ -123,7 +123,7 @@ def _case(rows: int, vocabulary: int) -> Case:
         ids = pick(vocabulary, rows, 9).int()
         seen = torch.zeros(rows, vocabulary, dtype=torch.int32)
         seen.scatter_add_(1, ids.long(), torch.full_like(ids, 2)).scatter_(1, ids[:, :1].long(), 1)
-        rules = LogitRuleBatch(
+        rules = LogitsProcessorBatch(
             rows_U=which + 1,
             allowed=AllowedIds(which[:1], pick(vocabulary, vocabulary // 2)),
             bias=Bias(which * vocabulary + pick(vocabulary, rows), torch.linspace(-3, 3, rows)),
@@ -138,13 +138,13 @@ def _case(rows: int, vocabulary: int) -> Case:
 
 
 @op([_case(1, 50), _case(17, 700)], EXACT)
-def rule_logits(
-    logits_RV: Tensor, positions_R: Tensor, rules: LogitRuleBatch, record: TokenRecord, longest: int
+def apply_logits_processors(
+    logits_RV: Tensor, positions_R: Tensor, rules: LogitsProcessorBatch, record: TokenRecord, longest: int
 ) -> Tensor:
     """The logits that the rows with rules draw from, float32 [U, V].
 
     `positions_R` (int64) is the index that each drawn token will have in its sequence; no record of
-    these rows has more than `longest` ids. `atom.messages.engine.LogitRules` says what the rules
+    these rows has more than `longest` ids. `atom.messages.engine.LogitsProcessors` says what the rules
     mean and in which order they apply.
 
     Where rules exclude every id of a row, all of it is minus infinity: `sample` then draws some id
@@ -228,7 +228,7 @@ def _record_case(rows: int, vocabulary: int) -> Case:
 
 
 @op([_record_case(1, 50), _record_case(17, 700)], EXACT)
-def record_drawn(record: TokenRecord, rows: RecordedRows, positions_U: Tensor, ids_U: Tensor) -> None:
+def record_sampled(record: TokenRecord, rows: RecordedRows, positions_U: Tensor, ids_U: Tensor) -> None:
     """Enter each row's drawn id (int64) at its position (int64) into the record, in place."""
     ids_N = ids_U[rows.rows_N]
     entries_N = positions_U[rows.rows_N] - rows.offsets_N

@@ -10,17 +10,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from atom.messages.engine import LogitRules
+from atom.messages.engine import LogitsProcessors
 from atom.messages.worker import NewRow
-from atom_ops import LogitRuleBatch, TokenRecord, record_drawn, rule_logits, to_device
-from atom_ops.ops.logit_rules import ANY, AllowedIds, BadWords, Bias, EndIds, Penalties, RecordedRows
+from atom_ops import LogitsProcessorBatch, TokenRecord, apply_logits_processors, record_sampled, to_device
+from atom_ops.ops.logits_processors import ANY, AllowedIds, BadWords, Bias, EndIds, Penalties, RecordedRows
 
 Ids = NDArray[np.int64]
 _FIRST_RECORDS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class RowRules:
+class RowLogitsProcessors:
     """One row's rules as arrays, ready to be joined with those of other rows."""
 
     allowed: Ids
@@ -43,19 +43,19 @@ class RowRules:
 
 
 @dataclass(frozen=True, slots=True)
-class RuledDraw:
+class LogitsProcessorRows:
     """Those of a step's rows that have rules."""
 
     rows: Ids
     """Which of the R."""
-    rules: LogitRuleBatch
+    rules: LogitsProcessorBatch
     recorded: Ids
     """Which of the R have a record."""
     offsets: Ids
     """Of those."""
 
 
-class RuledRows:
+class LogitsProcessorState:
     """Rules and records of the rows of the persistent batch.
 
     Penalties, and bad words of several ids, need a record on the device. Records are made as
@@ -67,7 +67,7 @@ class RuledRows:
     def __init__(self, vocab_size: int, max_model_len: int, device: torch.device):
         self._vocab_size = vocab_size
         self._device = device
-        self._rows: dict[int, RowRules] = {}
+        self._rows: dict[int, RowLogitsProcessors] = {}
         self._free: list[int] = []
         self._record = TokenRecord(
             torch.zeros(0, max_model_len, dtype=torch.int32, device=device),
@@ -79,11 +79,11 @@ class RuledRows:
         former = self._rows.pop(new.row, None)
         if former is not None and former.record >= 0:
             self._free.append(former.record)
-        rules = new.sampling.rules
+        rules = new.sampling.logits_processors
         if rules is not None:
             self._rows[new.row] = self._admit(rules, new)
 
-    def gather(self, rows: Ids) -> RuledDraw | None:
+    def gather(self, rows: Ids) -> LogitsProcessorRows | None:
         """What `apply` needs to know of the rows that draw; None where none of them has rules."""
         if not self._rows:
             return None
@@ -93,7 +93,7 @@ class RuledRows:
         members = [self._rows[row] for row in rows[which].tolist()]
         recorded = [u for u, member in enumerate(members) if member.record >= 0]
         keepers = [members[u] for u in recorded]
-        batch = LogitRuleBatch(
+        batch = LogitsProcessorBatch(
             rows_U=to_device(which, self._device),
             allowed=self._allowed(members),
             bias=self._bias(members),
@@ -103,28 +103,28 @@ class RuledRows:
             penalties=self._penalties(keepers),
         )
         offsets = np.array([keeper.offset for keeper in keepers], np.int64)
-        return RuledDraw(which, batch, which[np.array(recorded, np.int64)], offsets)
+        return LogitsProcessorRows(which, batch, which[np.array(recorded, np.int64)], offsets)
 
     def apply(
-        self, draw: RuledDraw, logits_RV: torch.Tensor, positions_R: torch.Tensor, positions: Ids
+        self, draw: LogitsProcessorRows, logits_RV: torch.Tensor, positions_R: torch.Tensor, positions: Ids
     ) -> torch.Tensor:
         """Logits of the ruled rows, float32 [U, V]; `positions` are the same [R] on the host."""
         longest = int((positions[draw.recorded] - draw.offsets).max(initial=0))
-        return rule_logits(logits_RV, positions_R, draw.rules, self._record, longest)
+        return apply_logits_processors(logits_RV, positions_R, draw.rules, self._record, longest)
 
-    def keep(self, draw: RuledDraw, positions_U: torch.Tensor, ids_U: torch.Tensor) -> None:
+    def keep(self, draw: LogitsProcessorRows, positions_U: torch.Tensor, ids_U: torch.Tensor) -> None:
         """Enter the ids that the ruled rows drew into their records."""
         if draw.rules.recorded is not None:
-            record_drawn(self._record, draw.rules.recorded, positions_U, ids_U)
+            record_sampled(self._record, draw.rules.recorded, positions_U, ids_U)
 
-    def _admit(self, rules: LogitRules, new: NewRow) -> RowRules:
+    def _admit(self, rules: LogitsProcessors, new: NewRow) -> RowLogitsProcessors:
         penalties = (rules.repetition_penalty, rules.frequency_penalty, rules.presence_penalty)
         words = [word for word in rules.bad_words if len(word) > 1]
         banned = [word[0] for word in rules.bad_words if len(word) == 1]
         token_ids = _ids(new.token_ids)
         prompt = np.unique(token_ids[: new.prompt_length]) if rules.repetition_penalty != 1 else _ids(b"")
         needs_record = bool(words) or penalties != (1, 0, 0)
-        return RowRules(
+        return RowLogitsProcessors(
             allowed=_ids(rules.allowed_ids),
             bias_ids=np.concatenate([_ids(rules.bias_ids), np.array(banned, np.int64)]),
             bias_values=np.array([*rules.bias_values, *[-np.inf] * len(banned)], np.float32),
@@ -161,21 +161,21 @@ class RuledRows:
         )
         self._free.extend(range(before, before + more))
 
-    def _allowed(self, members: Sequence[RowRules]) -> AllowedIds | None:
+    def _allowed(self, members: Sequence[RowLogitsProcessors]) -> AllowedIds | None:
         rows = np.array([u for u, member in enumerate(members) if len(member.allowed)], np.int64)
         if not len(rows):
             return None
         places = self._places(enumerate(member.allowed for member in members))
         return AllowedIds(to_device(rows, self._device), to_device(places, self._device))
 
-    def _bias(self, members: Sequence[RowRules]) -> Bias | None:
+    def _bias(self, members: Sequence[RowLogitsProcessors]) -> Bias | None:
         places = self._places(enumerate(member.bias_ids for member in members))
         if not len(places):
             return None
         values = np.concatenate([member.bias_values for member in members])
         return Bias(to_device(places, self._device), to_device(values, self._device))
 
-    def _end_ids(self, members: Sequence[RowRules]) -> EndIds | None:
+    def _end_ids(self, members: Sequence[RowLogitsProcessors]) -> EndIds | None:
         places = self._places(enumerate(member.end_ids for member in members))
         if not len(places):
             return None
@@ -184,14 +184,14 @@ class RuledRows:
         rows = np.repeat(np.arange(len(members)), counts)
         return EndIds(*to_device(np.stack([rows, until, places]), self._device))
 
-    def _recorded(self, which: Sequence[int], keepers: Sequence[RowRules]) -> RecordedRows | None:
+    def _recorded(self, which: Sequence[int], keepers: Sequence[RowLogitsProcessors]) -> RecordedRows | None:
         if not keepers:
             return None
         records = [keeper.record for keeper in keepers]
         offsets = [keeper.offset for keeper in keepers]
         return RecordedRows(*to_device(np.array([which, records, offsets], np.int64), self._device))
 
-    def _bad_words(self, which: Sequence[int], keepers: Sequence[RowRules]) -> BadWords | None:
+    def _bad_words(self, which: Sequence[int], keepers: Sequence[RowLogitsProcessors]) -> BadWords | None:
         owned = [(n, word) for n, keeper in enumerate(keepers) for word in keeper.words]
         if not owned:
             return None
@@ -204,7 +204,7 @@ class RuledRows:
         columns = to_device(np.array([rows, begins, places], np.int64), self._device)
         return BadWords(columns[0], to_device(before, self._device), columns[1], columns[2])
 
-    def _penalties(self, keepers: Sequence[RowRules]) -> Penalties | None:
+    def _penalties(self, keepers: Sequence[RowLogitsProcessors]) -> Penalties | None:
         if all(keeper.penalties == (1, 0, 0) for keeper in keepers):
             return None
         columns = np.array([keeper.penalties for keeper in keepers], np.float32).T.copy()

@@ -11,7 +11,7 @@ from engine_core.request import Request
 
 
 @dataclass(slots=True, frozen=True)
-class Decodes:
+class DecodeRows:
     """The members of a step, as columns in batch order; reused until somebody joins or leaves."""
 
     requests: list[Request]
@@ -20,7 +20,7 @@ class Decodes:
     """Every id that ends any of them."""
 
 
-class DecodeCohort:
+class DecodeBatch:
     """Who decodes now, and when each of them needs attention."""
 
     def __init__(self, block_size: int):
@@ -28,7 +28,7 @@ class DecodeCohort:
         self._members: dict[int, Request] = {}
         self._needs_block: list[dict[int, Request]] = [{} for _ in range(block_size)]
         self._ends_at: dict[int, dict[int, Request]] = {}
-        self._decodes: Decodes | None = None
+        self._decodes: DecodeRows | None = None
 
     def __len__(self) -> int:
         return len(self._members)
@@ -65,7 +65,7 @@ class DecodeCohort:
         """Members whose next token is the first of a block."""
         return list(self._needs_block[self._tick % len(self._needs_block)].values())
 
-    def advance(self) -> tuple[Decodes, list[Request]]:
+    def advance(self) -> tuple[DecodeRows, list[Request]]:
         """Hand out one token of every member; returns them, and who thereby left for good."""
         if self._decodes is None:
             self._decodes = self._columns()
@@ -88,9 +88,9 @@ class DecodeCohort:
     def _block_slot(self, request: Request) -> dict[int, Request]:
         return self._needs_block[-request.decode_offset % len(self._needs_block)]
 
-    def _columns(self) -> Decodes:
+    def _columns(self) -> DecodeRows:
         requests = list(self._members.values())
-        return Decodes(
+        return DecodeRows(
             requests,
             [request.row for request in requests],
             frozenset().union(*{request.stop_ids for request in requests}),

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atom.messages.engine import LogitRules, Sampling, pack_ids, unpack_ids
+from atom.messages.engine import LogitsProcessors, Sampling, pack_ids, unpack_ids
 from atom.messages.worker import NewRow
-from workers.ruled_rows import RuledRows
+from workers.logits_processor_state import LogitsProcessorState
 
 CPU = torch.device("cpu")
 VOCAB, MAX_LEN = 12, 40
@@ -21,7 +21,7 @@ PLAIN = Sampling(0.0, 0, 1.0, 0.0, 0)
 
 
 @st.composite
-def logit_rules(draw: st.DrawFn) -> LogitRules:
+def logits_processors(draw: st.DrawFn) -> LogitsProcessors:
     """Every rule half of the time."""
 
     def maybe(strategy: st.SearchStrategy, neutral: object) -> object:
@@ -29,7 +29,7 @@ def logit_rules(draw: st.DrawFn) -> LogitRules:
 
     bias = maybe(st.dictionaries(IDS, st.floats(-100, 100, width=32), max_size=4), {})
     penalty = st.floats(-2, 2, width=32)
-    return LogitRules(
+    return LogitsProcessors(
         allowed_ids=pack_ids(maybe(ID_LISTS, [])),
         bad_words=maybe(st.lists(st.lists(IDS, min_size=1, max_size=4), max_size=5), []),
         min_tokens=maybe(st.integers(0, 6), 0),
@@ -46,13 +46,13 @@ def logit_rules(draw: st.DrawFn) -> LogitRules:
 class Sequence:
     """One request as a definition sees it."""
 
-    rules: LogitRules | None
+    rules: LogitsProcessors | None
     prompt: list[int]
     generated: list[int] = field(default_factory=list)
 
     def new_row(self, row: int) -> NewRow:
         ids = pack_ids(self.prompt + self.generated)
-        sampling = Sampling(0.0, 0, 1.0, 0.0, 0, rules=self.rules)
+        sampling = Sampling(0.0, 0, 1.0, 0.0, 0, logits_processors=self.rules)
         return NewRow(row, ids, 0, [[]], sampling, len(self.prompt))
 
     def expected(self, logits: list[float]) -> list[float]:
@@ -80,13 +80,13 @@ class Sequence:
 
 SEQUENCES = st.builds(
     Sequence,
-    st.none() | logit_rules(),
+    st.none() | logits_processors(),
     st.lists(IDS, min_size=1, max_size=8),
     st.lists(IDS, max_size=6),
 )
 
 
-def step(ruled: RuledRows, rows: dict[int, Sequence], drawn: list[int], seed: int) -> None:
+def step(ruled: LogitsProcessorState, rows: dict[int, Sequence], drawn: list[int], seed: int) -> None:
     """Compare the logits of all rows, then let each draw its id."""
     order = np.array(list(rows), np.int64)
     positions = np.array([len(s.prompt) + len(s.generated) for s in rows.values()], np.int64)
@@ -117,7 +117,7 @@ def test_rules_follow_their_definition(
     first: list[Sequence], later: list[tuple[int, Sequence]], draws: list[list[int]]
 ) -> None:
     """Rows are taken over by other requests on the way, and one pauses now and then."""
-    ruled = RuledRows(VOCAB, MAX_LEN, CPU)
+    ruled = LogitsProcessorState(VOCAB, MAX_LEN, CPU)
     rows = dict(enumerate(first))
     for row, sequence in rows.items():
         ruled.set_row(sequence.new_row(row))
@@ -131,7 +131,7 @@ def test_rules_follow_their_definition(
 
 
 def test_a_preempted_row_goes_on_with_the_same_logits() -> None:
-    rules = LogitRules(
+    rules = LogitsProcessors(
         bad_words=[[3, 4, 5]],
         min_tokens=6,
         end_ids=[7],
@@ -140,7 +140,7 @@ def test_a_preempted_row_goes_on_with_the_same_logits() -> None:
         presence_penalty=0.25,
     )
     sequence = Sequence(rules, [1, 1, 2, 9])
-    ruled = RuledRows(VOCAB, MAX_LEN, CPU)
+    ruled = LogitsProcessorState(VOCAB, MAX_LEN, CPU)
     ruled.set_row(sequence.new_row(0))
     for number, token in enumerate([5, 3, 4, 3, 4]):
         if number == 3:
@@ -150,8 +150,8 @@ def test_a_preempted_row_goes_on_with_the_same_logits() -> None:
 
 
 def test_nothing_of_a_former_request_stays() -> None:
-    penal = LogitRules(repetition_penalty=2.0, frequency_penalty=2.0, bad_words=[[1, 2]])
-    ruled = RuledRows(VOCAB, MAX_LEN, CPU)
+    penal = LogitsProcessors(repetition_penalty=2.0, frequency_penalty=2.0, bad_words=[[1, 2]])
+    ruled = LogitsProcessorState(VOCAB, MAX_LEN, CPU)
     for number in range(3):
         former = Sequence(penal, [1, 2, 3, 4, 5])
         ruled.set_row(former.new_row(0))
@@ -165,8 +165,11 @@ def test_nothing_of_a_former_request_stays() -> None:
 
 
 def test_records_are_made_by_need_and_used_again() -> None:
-    ruled = RuledRows(VOCAB, MAX_LEN, CPU)
-    penal, biased = LogitRules(presence_penalty=1.0), LogitRules(bias_ids=pack_ids([1]), bias_values=[2.0])
+    ruled = LogitsProcessorState(VOCAB, MAX_LEN, CPU)
+    penal, biased = (
+        LogitsProcessors(presence_penalty=1.0),
+        LogitsProcessors(bias_ids=pack_ids([1]), bias_values=[2.0]),
+    )
     for row in range(100):
         ruled.set_row(Sequence(biased if row % 2 else None, [1]).new_row(row))
     assert len(ruled._record.seen_MV) == 0
@@ -176,8 +179,8 @@ def test_records_are_made_by_need_and_used_again() -> None:
 
 
 def test_a_word_is_not_bad_because_the_prompt_begins_it() -> None:
-    ruled = RuledRows(VOCAB, MAX_LEN, CPU)
-    sequence = Sequence(LogitRules(bad_words=[[2, 3, 4]], repetition_penalty=1.25), [5, 2])
+    ruled = LogitsProcessorState(VOCAB, MAX_LEN, CPU)
+    sequence = Sequence(LogitsProcessors(bad_words=[[2, 3, 4]], repetition_penalty=1.25), [5, 2])
     ruled.set_row(sequence.new_row(0))
     step(ruled, {0: sequence}, [3], seed=0)
     found = ruled.apply(ruled.gather(np.array([0])), torch.zeros(1, VOCAB), torch.tensor([3]), np.array([3]))
@@ -186,8 +189,8 @@ def test_a_word_is_not_bad_because_the_prompt_begins_it() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_small_biases_are_not_lost_in_short_floats(dtype: torch.dtype) -> None:
-    ruled = RuledRows(VOCAB, MAX_LEN, CPU)
-    rules = LogitRules(bias_ids=pack_ids([2]), bias_values=[0.001])
+    ruled = LogitsProcessorState(VOCAB, MAX_LEN, CPU)
+    rules = LogitsProcessors(bias_ids=pack_ids([2]), bias_values=[0.001])
     ruled.set_row(Sequence(rules, [1]).new_row(0))
     draw = ruled.gather(np.array([0]))
     found = ruled.apply(draw, torch.full((1, VOCAB), 30.0, dtype=dtype), torch.tensor([1]), np.array([1]))
@@ -195,8 +198,10 @@ def test_small_biases_are_not_lost_in_short_floats(dtype: torch.dtype) -> None:
 
 
 def test_nan_logits_break_nothing() -> None:
-    ruled = RuledRows(VOCAB, MAX_LEN, CPU)
-    sequence = Sequence(LogitRules(bad_words=[[1, 2], [3]], presence_penalty=1.0, min_tokens=3), [1], [1])
+    ruled = LogitsProcessorState(VOCAB, MAX_LEN, CPU)
+    sequence = Sequence(
+        LogitsProcessors(bad_words=[[1, 2], [3]], presence_penalty=1.0, min_tokens=3), [1], [1]
+    )
     ruled.set_row(sequence.new_row(0))
     draw = ruled.gather(np.array([0]))
     found = ruled.apply(draw, torch.full((1, VOCAB), math.nan), torch.tensor([2]), np.array([2]))

@@ -7,13 +7,13 @@ from atom.messages.engine import AddRequest
 from frontend.output_processor import TextOptions, Update
 from frontend.serving.logprobs import TokenNames
 from frontend.serving.prompts import Prompt
-from frontend.serving.usage import Tally
+from frontend.serving.usage import UsageCounter
 
-__all__ = ["Job", "Shown"]
+__all__ = ["GenerateRequest", "ResponseOptions"]
 
 
 @dataclass(frozen=True)
-class Shown:
+class ResponseOptions:
     """What an answer has beside the generated text."""
 
     names: TokenNames
@@ -34,7 +34,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerateRequest:
     """`requests[i]` makes choice i, which goes on after `prompts[i // n]`."""
 
     id: str
@@ -42,17 +42,17 @@ class Job:
     requests: list[AddRequest]
     prompts: list[Prompt]
     text: TextOptions
-    shown: Shown
+    shown: ResponseOptions
     n: int
     streaming: bool
     include_usage: bool
     warnings: list[str]
     started: float
 
-    def tally(self) -> Tally:
+    def tally(self) -> UsageCounter:
         """A fresh count for this job."""
         tokens = sum(len(prompt.ids) for prompt in self.prompts)
-        return Tally(tokens, len(self.requests), self.n, self.started)
+        return UsageCounter(tokens, len(self.requests), self.n, self.started)
 
     def index(self, update: Update) -> int:
         """The choice that an update belongs to: ids of one job follow each other."""

@@ -3,33 +3,33 @@
 from array import array
 from dataclasses import dataclass
 
-from atom.messages.engine import DrawnLogprobs, LogprobTable
+from atom.messages.engine import LogprobTable, SampledLogprobs
 from engine_core.request import Request
 
 _ITEM = 4  # bytes of an int32, and of a float32
 
 
 @dataclass(slots=True, frozen=True)
-class Draws:
+class SampledTokens:
     """Columns in batch order."""
 
     requests: list[Request]
     token_ids: "array[int]"
     """One for each of `requests`."""
-    logprobs: DrawnLogprobs | None
+    logprobs: SampledLogprobs | None
     """Of those who asked; indices into `token_ids`. Usually nobody did."""
 
-    def select(self, kept: list[int]) -> "Draws":
+    def select(self, kept: list[int]) -> "SampledTokens":
         """Only the draws at these places."""
         logprobs = self.logprobs and _select(self.logprobs, kept)
         ids = array("i", [self.token_ids[place] for place in kept])
-        return Draws([self.requests[place] for place in kept], ids, logprobs)
+        return SampledTokens([self.requests[place] for place in kept], ids, logprobs)
 
 
-def fits(logprobs: DrawnLogprobs, num_draws: int) -> bool:
+def fits(logprobs: SampledLogprobs, num_draws: int) -> bool:
     """Whether the table has one row for each index, and the indices name draws of the step."""
-    return is_whole(logprobs.table, len(logprobs.draws)) and all(
-        0 <= draw < num_draws for draw in logprobs.draws
+    return is_whole(logprobs.table, len(logprobs.indices)) and all(
+        0 <= draw < num_draws for draw in logprobs.indices
     )
 
 
@@ -40,16 +40,16 @@ def is_whole(table: LogprobTable, num_rows: int | None = None) -> bool:
     return (len(table.ids), len(table.values), len(table.ranks)) == (cells, cells, rows * _ITEM)
 
 
-def _select(logprobs: DrawnLogprobs, kept: list[int]) -> DrawnLogprobs | None:
+def _select(logprobs: SampledLogprobs, kept: list[int]) -> SampledLogprobs | None:
     """The rows of the kept draws, under their new numbers; None where no row is left."""
     number = {place: index for index, place in enumerate(kept)}
-    rows = [row for row, draw in enumerate(logprobs.draws) if draw in number]
+    rows = [row for row, draw in enumerate(logprobs.indices) if draw in number]
     if not rows:
         return None
     table = logprobs.table
     cells = table.width * _ITEM
-    return DrawnLogprobs(
-        [number[logprobs.draws[row]] for row in rows],
+    return SampledLogprobs(
+        [number[logprobs.indices[row]] for row in rows],
         LogprobTable(
             table.width,
             _rows(table.ids, rows, cells),
