@@ -205,7 +205,7 @@ def test_logprobs_of_drawn_tokens(loaded: Loaded) -> None:
         results.append(loaded.worker.execute(core.plan(dict.fromkeys(asks, 1))).result())
         core.take(results[-1].token_ids)
     for step, result in enumerate(results):
-        assert result.logprobs is not None and result.logprobs.draws == [0, 2]
+        assert result.logprobs is not None and result.logprobs.indices == [0, 2]
         drawn = unpack_ids(result.token_ids)
         befores = [core.tokens[row][: core.known[row] + step] for row in (0, 2)]
         logits = torch.stack([hf_logits(loaded.reference, before)[-1] for before in befores])
