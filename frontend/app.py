@@ -72,6 +72,7 @@ def _add_services(app: web.Application, launch: FrontendLaunch) -> None:
         app[keys.METRICS],
         _capacity(launch),
         lambda ready: _adopt_limits(inputs, ready),
+        launch.config.reliability.hang_timeout,
     )
     names = ModelService(config.served_model_name or config.model, inputs)
     options = ServingOptions(
