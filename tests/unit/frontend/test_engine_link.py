@@ -71,7 +71,7 @@ def test_streams_wait_while_the_core_is_silent_and_go_on_afterwards(tmp_path: Pa
                 await until(lambda: stream.first_token_at)
                 core.frozen.set()
                 await until(lambda: not client.is_ready)
-                with pytest.raises(UnavailableError, match="has not responded for 3 s"):
+                with pytest.raises(UnavailableError, match="the engine core has not responded for"):
                     client.check_ready()
                 assert not reader.done()
                 core.frozen.clear()
