@@ -46,6 +46,7 @@ from atom.messages.worker import (
     WorkerReady,
 )
 from atom.utils import envs
+from atom.utils.errors import one_line
 from atom.utils.exit_status import ExitStatus
 from atom.utils.install_check import check_install
 from atom.utils.logger import get_logger, setup_logging
@@ -106,7 +107,8 @@ class CoreProcess:
             if envs.ATOM_LOG_MORE:
                 traceback.print_exc()
             lacking = isinstance(error, StartupError)
-            self._die(_one_line(error), ExitStatus.RESOURCES if lacking else ExitStatus.FAILURE)
+            reason = one_line(error, CoreFailure, StartupError, LinkError)
+            self._die(reason, ExitStatus.RESOURCES if lacking else ExitStatus.FAILURE)
             return 1
         finally:
             self._trace.close()
@@ -300,12 +302,6 @@ def _unexpected(message: FromWorker) -> CoreFailure:
     if isinstance(message, WorkerFailed):
         return CoreFailure(f"worker {message.rank}: {message.reason}")
     return CoreFailure(f"a worker sent {type(message).__name__} out of turn")
-
-
-def _one_line(error: Exception) -> str:
-    known = isinstance(error, CoreFailure | StartupError | LinkError)
-    text = " ".join(str(error).split())
-    return text if known else f"{type(error).__name__}: {text}"
 
 
 def main() -> None:

@@ -30,6 +30,7 @@ from atom.messages.worker import (
     WorkerReady,
 )
 from atom.utils import envs
+from atom.utils.errors import one_line
 from atom.utils.exit_status import ExitStatus
 from atom.utils.install_check import check_install
 from atom.utils.logger import setup_logging
@@ -62,7 +63,7 @@ def main() -> None:
     except Exception as error:  # whatever it is, core and supervisor must hear of it
         if envs.ATOM_LOG_MORE:
             traceback.print_exc()
-        link.fail(_one_line(error), _status(error))
+        link.fail(one_line(error, ValueError, MemoryError), _status(error))
         sys.exit(1)
     finally:
         link.close()
@@ -202,11 +203,6 @@ def _status(error: Exception) -> ExitStatus:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return ExitStatus.RESOURCES
     return ExitStatus.MODEL if isinstance(error, ValueError) else ExitStatus.FAILURE
-
-
-def _one_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or ["no message"]
-    return lines[0] if isinstance(error, ValueError | MemoryError) else f"{type(error).__name__}: {lines[0]}"
 
 
 if __name__ == "__main__":

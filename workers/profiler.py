@@ -24,6 +24,7 @@ from torch.autograd.profiler import profile, record_function
 
 from atom.messages.profile import RankTrace
 from atom.utils import envs
+from atom.utils.errors import one_line
 
 _UNFIT = re.compile(r"[^A-Za-z0-9_.-]")
 _COMPRESSION = 3  # a third of the time of 6, for files a tenth larger
@@ -75,7 +76,7 @@ class TraceRecorder:
             else:
                 self._stop()
         except (OSError, RuntimeError) as error:
-            self._answer(on, error=_one_line(error))
+            self._answer(on, error=one_line(error, OSError, RuntimeError))
 
     def take(self) -> RankTrace | None:
         """The next answer."""
@@ -129,7 +130,7 @@ class TraceRecorder:
         try:
             _write(recorded, self._directory / name)
         except (OSError, RuntimeError) as error:
-            self._answer(False, error=_one_line(error))
+            self._answer(False, error=one_line(error, OSError, RuntimeError))
         else:
             self._answer(False, name, steps, elapsed_s)
 
@@ -168,7 +169,3 @@ def _write(recorded: profile, path: Path) -> None:
     finally:
         plain.unlink(missing_ok=True)
         packed.unlink(missing_ok=True)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
