@@ -1,4 +1,4 @@
-"""What cannot start says why in one line, soon, with a status for its kind, and leaves nothing."""
+"""A failed start prints its cause in one line, soon, exits with the status for it and leaves nothing behind."""
 
 import json
 import os
