@@ -314,8 +314,8 @@ def test_the_process_answers_with_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "status", "words"),
     [
-        (OSError(errno.ENOSPC, "No space left", "big.bin"), ExitStatus.RESOURCES, r"\(big.bin\): free some space"),
-        (PermissionError(errno.EACCES, "Permission denied", "w"), ExitStatus.MODEL, "give this user permission"),
+        (OSError(errno.ENOSPC, "No space left", "big.bin"), ExitStatus.RESOURCES, r"\(big.bin\): free some"),
+        (PermissionError(errno.EACCES, "Permission denied", "w"), ExitStatus.MODEL, "give this user"),
         (MemoryError(), ExitStatus.RESOURCES, "MemoryError"),
         (ValueError("has\nlines"), ExitStatus.MODEL, "^has lines$"),
         (KeyError("odd"), ExitStatus.FAILURE, "^cannot prepare here: KeyError: 'odd'$"),
