@@ -22,6 +22,7 @@ from atom.config.fields import json_object
 from atom.config.model import ModelConfig
 from atom.messages.launch import PrepareLaunch
 from atom.utils import envs
+from atom.utils.errors import one_line
 from atom.utils.exit_status import ExitStatus
 from atom.utils.file_lock import exclusive
 from atom.utils.process import read_launch
@@ -57,7 +58,7 @@ def main() -> None:
         if envs.ATOM_LOG_MORE:
             traceback.print_exc()
         status = _status(error)
-        result = {"error": _one_line(launch.config.model, error)}
+        result = {"error": _reason(launch.config.model, error)}
     sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
     sys.exit(status)
 
@@ -172,15 +173,14 @@ def _status(error: Exception) -> ExitStatus:
     return ExitStatus.MODEL if isinstance(error, ValueError | OSError) else ExitStatus.FAILURE
 
 
-def _one_line(model: str, error: Exception) -> str:
-    """The error in one line; unexpected errors with their type."""
-    text = " ".join(str(error).split())
+def _reason(model: str, error: Exception) -> str:
+    """The error on one line; unexpected errors with the name of their type."""
     if type(error) in (ValueError, HubError, UnreachableError):
-        return text
+        return one_line(error, type(error))
     if isinstance(error, OSError) and error.strerror:
         place = f" ({error.filename})" if error.filename else ""
         return f"cannot prepare {model}: {error.strerror}{place}{_remedy(error)}"
-    return f"cannot prepare {model}: {type(error).__name__}: {text}"
+    return f"cannot prepare {model}: {one_line(error)}"
 
 
 def _remedy(error: OSError) -> str:

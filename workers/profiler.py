@@ -23,6 +23,7 @@ from torch.autograd.profiler import profile, record_function
 
 from atom.messages.profile import RankTrace
 from atom.utils import envs
+from atom.utils.errors import one_line
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
 _COMPRESSION = 3  # a third of the time of level 6, for files a tenth larger
@@ -74,7 +75,7 @@ class TraceRecorder:
             else:
                 self._stop()
         except (OSError, RuntimeError) as error:
-            self._add_result(on, error=_one_line(error))
+            self._add_result(on, error=one_line(error, OSError, RuntimeError))
 
     def next_result(self) -> RankTrace | None:
         """The next result; None if there is none yet."""
@@ -128,7 +129,7 @@ class TraceRecorder:
         try:
             _write(recorded, self._directory / name)
         except (OSError, RuntimeError) as error:
-            self._add_result(False, error=_one_line(error))
+            self._add_result(False, error=one_line(error, OSError, RuntimeError))
         else:
             self._add_result(False, name, steps, elapsed_s)
 
@@ -166,7 +167,3 @@ def _write(recorded: profile, path: Path) -> None:
     finally:
         plain.unlink(missing_ok=True)
         packed.unlink(missing_ok=True)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

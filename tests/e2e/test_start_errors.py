@@ -1,4 +1,4 @@
-"""What cannot start says why in one line, soon, with a status for its kind, and leaves nothing."""
+"""A failed start prints its cause in one line, soon, exits with the status for it and leaves nothing behind."""
 
 import json
 import os
@@ -180,4 +180,4 @@ def test_errors_of_variables_and_files(good: Path, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(json.dumps({"max-num-sequences": 3}))
     error = failure(*flags, "--config", str(file), status=ExitStatus.USAGE)
-    assert f"{file}: max-num-sequences is no setting: did you mean max_num_seqs?" in error
+    assert f"{file}: max-num-sequences is not a setting: did you mean max_num_seqs?" in error

@@ -88,7 +88,7 @@ class Peer:
 
 
 class Engine:
-    """A core process and everybody it talks to."""
+    """A core process with its workers, frontends and supervisor."""
 
     def __init__(self, directory: Path, config: EngineConfig = CONFIG):
         self._context = zmq.Context()
@@ -190,7 +190,7 @@ def request(number: int, prompt: list[int], max_tokens: int) -> AddRequest:
 
 
 def collect(frontend: Peer, tokens: dict[int, list[int]], reasons: dict[int, FinishReason]) -> None:
-    """Take in every delta that is there."""
+    """Receive all pending deltas."""
     while frontend.has_message(0):
         deltas = frontend.receive()
         assert isinstance(deltas, TokenDeltas)
@@ -263,7 +263,7 @@ def traced(directory: Path) -> Iterator[Engine]:
     engine.close()
 
 
-def test_a_profile_goes_to_all_ranks_and_back_to_who_asked(traced: Engine) -> None:
+def test_a_profile_goes_to_all_ranks_and_its_result_to_the_requesting_frontend(traced: Engine) -> None:
     traced.start()
     asker, other = traced.frontend(0), traced.frontend(1)
     asker.receive(), other.receive()
@@ -299,7 +299,7 @@ def test_when_one_rank_cannot_record_all_stop(traced: Engine) -> None:
     assert frontend.receive().error == "worker 1: no space"
 
 
-def test_without_a_directory_no_worker_hears_of_profiles(engine: Engine) -> None:
+def test_without_a_directory_profiles_are_refused_by_the_core(engine: Engine) -> None:
     engine.start()
     frontend = engine.frontend(0)
     frontend.receive()
@@ -318,9 +318,9 @@ def test_the_failure_of_a_worker_ends_the_core(engine: Engine) -> None:
     assert engine.exit_status() == 1
 
 
-def test_a_failure_at_start_reaches_whoever_waits(engine: Engine) -> None:
+def test_a_failure_at_start_reaches_a_waiting_frontend(engine: Engine) -> None:
     frontend = engine.frontend(0)
-    assert not frontend.has_message(0.5), "not ready, and says nothing"
+    assert not frontend.has_message(0.5), "a message before the core is ready"
     engine.workers[0].send(WorkerFailed(0, "model.safetensors is damaged"))
     assert engine.supervisor.receive() == Dead("core", "worker 0: model.safetensors is damaged")
     assert frontend.receive() == CoreDead("worker 0: model.safetensors is damaged")
@@ -337,7 +337,7 @@ def test_a_result_that_makes_no_sense_ends_the_core(engine: Engine) -> None:
 def test_sigterm_while_the_model_loads(engine: Engine) -> None:
     engine.workers[0].send(Loaded(0, [SPEC], 10_000, 1))
     frontend = engine.frontend(0)
-    assert not frontend.has_message(0.5), "not ready, and says nothing"
+    assert not frontend.has_message(0.5), "a message before the core is ready"
     engine.process.send_signal(signal.SIGTERM)
     assert engine.workers[0].receive() == Shutdown()
     assert engine.exit_status() == 0
@@ -356,7 +356,7 @@ def test_a_context_that_does_not_fit_is_one_clear_line(directory: Path) -> None:
         engine.close()
 
 
-def test_the_requests_of_a_vanished_frontend_are_aborted(engine: Engine) -> None:
+def test_the_requests_of_a_frontend_that_is_gone_are_aborted(engine: Engine) -> None:
     engine.start()
     leaver, stayer = engine.frontend(0), engine.frontend(1)
     leaver.receive()
@@ -408,7 +408,7 @@ def stats_after_tokens_of_one(frontend: Peer) -> CoreStats:
     return message
 
 
-def test_garbage_from_a_frontend_harms_nobody(engine: Engine) -> None:
+def test_undecodable_frames_of_a_frontend_do_not_disturb_others(engine: Engine) -> None:
     engine.start()
     hostile, decent = engine.frontend(0), engine.frontend(1)
     hostile.receive()

@@ -78,11 +78,11 @@ class Workers:
         _, frame = self._core.recv_multipart()
         return self._from_worker.decode(frame)
 
-    def heard_by_supervisor(self) -> list[ToSupervisor]:
-        heard = []
+    def supervisor_messages(self) -> list[ToSupervisor]:
+        messages = []
         while self._supervisor.poll(200):
-            heard.append(self._to_supervisor.decode(self._supervisor.recv()))
-        return heard
+            messages.append(self._to_supervisor.decode(self._supervisor.recv()))
+        return messages
 
     def start(self) -> list[Loaded]:
         loaded = [self.receive() for _ in range(self.ranks)]
@@ -135,7 +135,7 @@ def run(workers: Workers) -> list[list[int]]:
 
 @dataclass
 class Reported:
-    """Ids and log probabilities of requests that ask for all that a sampler has."""
+    """Ids and log probabilities of requests that use every feature of the sampler."""
 
     ids: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
@@ -173,7 +173,7 @@ def test_two_ranks_draw_what_one_draws(checkpoint: Checkpoint, tmp_path: Path) -
     with started(engine_config(tp=1), checkpoint, tmp_path / "one") as workers:
         (whole,) = workers.start()
         expected, reported = run(workers), run_with_everything(workers)
-        heard = workers.heard_by_supervisor()
+        messages = workers.supervisor_messages()
         workers.send(Shutdown())
         assert workers.exit_statuses() == [0]
     with started(engine_config(tp=2), checkpoint, tmp_path / "two") as workers:
@@ -186,7 +186,7 @@ def test_two_ranks_draw_what_one_draws(checkpoint: Checkpoint, tmp_path: Path) -
     assert again.ids == reported.ids and len(reported.values) > 2 * sum(PROMPT_LENGTHS)
     assert again.values == pytest.approx(reported.values, abs=1e-4)
     assert sum(part.weight_bytes for part in parts) < 1.1 * whole.weight_bytes
-    phases = [(each.phase, each.done == each.total) for each in heard if isinstance(each, Progress)]
+    phases = [(each.phase, each.done == each.total) for each in messages if isinstance(each, Progress)]
     assert ("Loading weights", True) in phases and ("Warming up", True) in phases
 
 
@@ -203,7 +203,7 @@ def test_a_failure_reaches_core_and_supervisor_in_one_line(checkpoint: Checkpoin
         failed = workers.receive()
         assert isinstance(failed, WorkerFailed)
         assert failed.reason.startswith("architecture MambaForCausalLM is not supported; supported are: ")
-        assert Dead("worker 0", failed.reason, ExitStatus.MODEL) in workers.heard_by_supervisor()
+        assert Dead("worker 0", failed.reason, ExitStatus.MODEL) in workers.supervisor_messages()
         assert workers.exit_statuses() == [1]
 
 

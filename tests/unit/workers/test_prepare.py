@@ -21,7 +21,7 @@ from atom.messages.supervisor import Progress
 from atom.utils.exit_status import ExitStatus
 from atom.utils.process import spawn
 from workers import hf_directory
-from workers.prepare import _one_line, _status, prepare
+from workers.prepare import _reason, _status, prepare
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -323,7 +323,7 @@ def test_the_process_answers_with_one_line(tmp_path: Path) -> None:
 )
 def test_kinds_of_failure(error: Exception, status: ExitStatus, words: str) -> None:
     assert _status(error) is status
-    assert re.search(words, _one_line("here", error))
+    assert re.search(words, _reason("here", error))
 
 
 def test_a_directory_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
