@@ -14,7 +14,7 @@ from workers.decode_graphs import DecodeGraphs
 from workers.input_batch import DecodeBatch, InputBatch, PromptLogprobRows, SamplingRows, StepInputs
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import CacheLayer, ForwardContext
-from workers.pending_step import PendingStep
+from workers.pending_step import PendingStep, RecordEvent
 from workers.prompt_graphs import PromptGraphs
 from workers.sampler import Sampler, SamplerOutput
 from workers.step_label import step_label
@@ -39,6 +39,7 @@ class ModelRunner:
         kv_layers: Sequence[CacheLayer],
         inputs: InputBatch,
         sampler: Sampler,
+        record_event: RecordEvent,
         graphs: Graphs | None = None,
     ):
         """`graphs` are captured, of the same model, KV cache and inputs."""
@@ -46,6 +47,7 @@ class ModelRunner:
         self._kv_layers = kv_layers
         self._inputs = inputs
         self._sampler = sampler
+        self._record_event = record_event
         self._graphs = graphs
 
     @torch.inference_mode()
@@ -56,14 +58,20 @@ class ModelRunner:
         self._inputs.take(batch)
         decode_batch = self._inputs.decode_batch(batch)
         if self._graphs and decode_batch and self._graphs.decode.fits(decode_batch):
-            return PendingStep(batch.step, self._replay(self._graphs.decode, decode_batch))
+            return PendingStep(
+                batch.step, self._record_event, self._replay(self._graphs.decode, decode_batch)
+            )
         step = self._inputs.step(batch)
         hidden_TD = self._forward(step)
         sampled = self._sample(hidden_TD, step.draw) if step.draw else None
         if step.scored is None:
-            return PendingStep(batch.step, sampled)
+            return PendingStep(batch.step, self._record_event, sampled)
         return PendingStep(
-            batch.step, sampled, step.scored.pieces, self._prompt_logprobs(hidden_TD, step.scored)
+            batch.step,
+            self._record_event,
+            sampled,
+            step.scored.pieces,
+            self._prompt_logprobs(hidden_TD, step.scored),
         )
 
     def label(self, batch: ScheduledBatch) -> str:

@@ -1,6 +1,8 @@
 """A launched step and its results."""
 
+from collections.abc import Callable
 from itertools import accumulate
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,12 +15,40 @@ from workers.input_batch import PromptChunk
 from workers.sampler import SamplerOutput
 
 
+class DeviceEvent(Protocol):
+    """A point in the work of a device, such as `torch.cuda.Event`."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+RecordEvent = Callable[[], DeviceEvent | None]
+"""Records an event behind all work launched so far; None on a device that completes work at launch."""
+
+
+def event_recorder(device: torch.device) -> RecordEvent:
+    """Records events on the current stream of `device`."""
+
+    def record() -> DeviceEvent:
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    return record if device.type == "cuda" else lambda: None
+
+
 class PendingStep:
-    """Copies a step's results to the host; waits for the device in `result` alone."""
+    """Copies a step's results to the host; waits for the device in `result` alone.
+
+    Every step has an event, also one that samples nothing: the engine core bounds the steps in
+    flight, and measures their time, by their results.
+    """
 
     def __init__(
         self,
         step: int,
+        record_event: RecordEvent,
         sampled: SamplerOutput | None = None,
         chunks: list[PromptChunk] | None = None,
         prompt_logprobs: TokenLogprobs | None = None,
@@ -29,20 +59,16 @@ class PendingStep:
         self._logprobs = None if sampled is None or sampled.logprobs is None else _Columns(sampled.logprobs)
         self._chunks = chunks or []
         self._prompt = None if prompt_logprobs is None else _Columns(prompt_logprobs)
-        self._copied: torch.cuda.Event | None = None
-        some = sampled.ids_R if sampled else prompt_logprobs.ids_NW if prompt_logprobs else None
-        if some is not None and some.is_cuda:
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+        self._done = record_event()
 
     def ready(self) -> bool:
         """Whether `result` returns without waiting."""
-        return self._copied is None or self._copied.query()
+        return self._done is None or self._done.query()
 
     def result(self) -> BatchResult:
         """The step's result; waits until the device has it."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        if self._done is not None:
+            self._done.synchronize()
         token_ids = b"" if self._ids is None else _packed(self._ids, "<i4")
         logprobs = None
         if self._logprobs is not None:

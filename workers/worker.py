@@ -29,7 +29,7 @@ from workers.layers.linear import Linear
 from workers.marks import MarkedRecorder, mark_modules
 from workers.model_runner import Graphs, ModelRunner
 from workers.models.registry import model_class
-from workers.pending_step import PendingStep
+from workers.pending_step import PendingStep, event_recorder
 from workers.profiler import TraceRecorder
 from workers.prompt_graphs import PROMPT_SIZES, PromptGraphs
 from workers.sampler import Sampler
@@ -193,7 +193,7 @@ class Worker:
         inputs = InputBatch(limits, tables, self._device, split_tokens)
         sampler = Sampler(limits, self._checkpoint.vocab_size, self._device)
         graphs = self._capture(kv_layers, inputs, capture_sizes) if capture_sizes else None
-        return ModelRunner(self._model, kv_layers, inputs, sampler, graphs)
+        return ModelRunner(self._model, kv_layers, inputs, sampler, event_recorder(self._device), graphs)
 
     def _capture(self, kv_layers: list[CacheLayer], inputs: InputBatch, sizes: list[int]) -> Graphs:
         """Capture graphs of decode steps with `sizes` rows, and of prefill and mixed steps."""
