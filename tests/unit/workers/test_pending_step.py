@@ -1,7 +1,5 @@
 """Launched steps on a device that works asynchronously, with a fake for its events."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
