@@ -142,8 +142,8 @@ def _serve(worker: "Worker", link: Link, rank: int, trace: StepTrace) -> None:
         idle_ms = _IDLE_POLL_MS
         if traces is not None:
             idle_ms = _WRITING_POLL_MS if traces.writing else idle_ms
-            while (trace_message := traces.take()) is not None:
-                link.send(trace_message)
+            while (trace_result := traces.next_result()) is not None:
+                link.send(trace_result)
         message = link.receive(0 if pending else idle_ms)
         match message:
             case None if pending:
