@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from atom_ops import AttentionPlan, ChosenTokens, KVLayer, LatentLayer, StateLayer, StatePlan
+from atom_ops import AttentionPlan, KVLayer, LatentLayer, StateLayer, StatePlan, TopKIndices
 from parallel.communicator import Communicator
 
 CacheLayer = KVLayer | LatentLayer | StateLayer
@@ -39,7 +39,7 @@ class GroupContext:
 class Choice:
     """What sparse attention reads, from the layer that chose it to those that share it."""
 
-    tokens: ChosenTokens | None = None
+    tokens: TopKIndices | None = None
     """None: all that is seen."""
 
 

@@ -19,9 +19,9 @@ from torch import nn
 
 from atom_ops import (
     AttentionPlan,
-    ChosenTokens,
     LatentLayer,
     LatentNorms,
+    TopKIndices,
     absorb_queries,
     expand_values,
     latent_attention,
@@ -159,7 +159,7 @@ class LatentAttention(nn.Module):
         rotation: Rotation,
         cache: LatentLayer,
         group: GroupContext,
-        chosen: ChosenTokens | None = None,
+        chosen: TopKIndices | None = None,
     ) -> torch.Tensor:
         """The attention's result [T, D], over all that each token sees or over what is chosen of that."""
         # Bits that depend on no phase need one form for all of them.
@@ -175,7 +175,7 @@ class LatentAttention(nn.Module):
         rotation: Rotation,
         cache: LatentLayer,
         plan: AttentionPlan,
-        chosen: ChosenTokens | None,
+        chosen: TopKIndices | None,
     ) -> torch.Tensor:
         """[T, H, V], from the cache alone."""
         key_HNC, value_HVC = self.kv_b_proj.by_head()
