@@ -48,11 +48,6 @@ class EngineCore:
         """Requests that have not ended."""
         return len(self._scheduler.requests)
 
-    @property
-    def oldest_sent_at(self) -> float | None:
-        """When the oldest step in flight was handed out, on the core's clock."""
-        return self._scheduler.oldest_sent_at
-
     def add(self, message: AddRequest, frontend: bytes) -> TokenDeltas | None:
         """Queue a request. One that can never run is refused: the deltas returned end it with `ERROR`."""
         try:

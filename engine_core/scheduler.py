@@ -142,11 +142,6 @@ class Scheduler:
         """Steps whose result is not in."""
         return len(self._in_flight)
 
-    @property
-    def oldest_sent_at(self) -> float | None:
-        """When the oldest step in flight was handed out, on the scheduler's clock."""
-        return self._in_flight[0].sent_at if self._in_flight else None
-
     def add(self, request: Request) -> None:
         """Queue a request that fits; its id must not be live."""
         request.arrival = self._num_arrivals
