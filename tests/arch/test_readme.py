@@ -42,10 +42,8 @@ DOCUMENTED_FLAGS = [
 ]
 
 
-def read_json(path: str) -> dict[str, dict[str, dict[str, float]]]:
-    content: dict[str, dict[str, dict[str, float]]] = json.loads(
-        Path(ROOT / path).read_text(encoding="utf-8")
-    )
+def read_json(path: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((ROOT / path).read_text(encoding="utf-8"))
     return content
 
 
