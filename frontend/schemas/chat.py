@@ -5,7 +5,7 @@ from typing import Any, Literal
 import msgspec
 
 from frontend.schemas.fields import Schema
-from frontend.schemas.generation import HARMLESS, NEUTRAL, GenerationRequest, PromptLogprob, Usage
+from frontend.schemas.generation import HARMLESS, NESTED, NEUTRAL, GenerationRequest, PromptLogprob, Usage
 
 __all__ = [
     "CHAT",
@@ -139,6 +139,7 @@ CHAT = Schema(
     },
     # Has no effect without tools.
     harmless=HARMLESS | {"parallel_tool_calls"},
+    nested=NESTED | {"chat_template_kwargs": None},
 )
 
 MESSAGE = Schema(

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from frontend.schemas.fields import Schema
-from frontend.schemas.generation import HARMLESS, NEUTRAL, GenerationRequest, PromptLogprob, Usage
+from frontend.schemas.generation import HARMLESS, NESTED, NEUTRAL, GenerationRequest, PromptLogprob, Usage
 
 __all__ = [
     "COMPLETIONS",
@@ -75,4 +75,5 @@ COMPLETIONS = Schema(
         "suffix": ("",),
     },
     harmless=HARMLESS,
+    nested=NESTED,
 )

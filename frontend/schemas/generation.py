@@ -4,8 +4,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from frontend.schemas.fields import Schema
+
 __all__ = [
     "HARMLESS",
+    "NESTED",
     "NEUTRAL",
     "GenerationRequest",
     "PromptLogprob",
@@ -16,7 +19,7 @@ __all__ = [
 ]
 
 
-class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StreamOptions(msgspec.Struct, frozen=True):
     """Additional contents of a stream."""
 
     include_usage: bool | None = None
@@ -109,6 +112,12 @@ class Usage(msgspec.Struct, frozen=True):
     latency_s: float
     """Time to the last token."""
 
+
+NESTED: dict[str, Schema[Any] | None] = {
+    "logit_bias": None,
+    "stream_options": Schema(StreamOptions, neutral={}, harmless=frozenset()),
+}
+"""Fields of both endpoints that hold an object, with its schema."""
 
 HARMLESS = frozenset(
     {
