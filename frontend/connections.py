@@ -61,7 +61,7 @@ class Connection(web.RequestHandler):
     ) -> tuple[web.StreamResponse, bool]:
         """Send a handler's response; aiohttp's own exceptions are turned into error objects first."""
         if isinstance(resp, web.HTTPException):
-            resp = http_exception_response(resp, "the request", 0)
+            resp = http_exception_response(resp, "the request")
         if not resp.prepared:  # the request never reached the application and its signals
             await add_request_id(request, resp)
         self._metrics.responses[resp.status] += 1

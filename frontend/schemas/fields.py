@@ -5,8 +5,10 @@ other fields are refused unless their value is null or neutral. No field is drop
 --lenient-fields, dropped fields are listed in the response's `warnings`.
 """
 
+import contextlib
 import heapq
 import re
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,6 +31,10 @@ _MAX_OBJECTIONS = 8
 _MAX_NEUTRAL_BYTES = 64
 _NULL = b"null"
 _SMALL = 4096
+_LARGE = 1 << 16
+# Parsing holds the GIL for milliseconds per MiB: threads that parse large bodies take turns, so that the
+# event loop waits for one of them at most.
+_one_large_body = threading.Lock()
 _INTEGRAL = re.compile(rb"(-?\d{1,20})\.0{1,20}")
 _NAME = re.compile(rb'[\s{,]*+("(?:[^"\\]++|\\.)*+")\s*+:\s*+')
 _END = re.compile(rb"[\s{]*+\}")
@@ -44,13 +50,19 @@ class Schema(Generic[T]):
     harmless: frozenset[str]
     nested: Mapping[str, "Schema[Any] | None"] = field(default_factory=dict)
     """Supported fields that hold an object, with its schema; None for any unique names."""
+    harmless_types: Mapping[str, Any] = field(default_factory=dict)
+    """Harmless fields whose type is checked, with a decoder."""
 
     def decode(self, body: bytes, lenient: bool, where: str = "") -> tuple[T, list[str]]:
         """(the object, warnings). Raises RequestError naming the field at fault.
 
         `where` is the path of the object in the request, a prefix of field names in errors.
         """
-        check_structure(body)
+        with _one_large_body if len(body) > _LARGE else contextlib.nullcontext():
+            check_structure(body)
+            return self._decode(body, lenient, where)
+
+    def _decode(self, body: bytes, lenient: bool, where: str) -> tuple[T, list[str]]:
         try:
             raw = _raw_object.decode(body)
             warnings = self._check(body, raw, lenient, where)
@@ -69,7 +81,8 @@ class Schema(Generic[T]):
         try:
             return msgspec.json.decode(body, type=self.struct)
         except msgspec.ValidationError:
-            integral = {name: msgspec.Raw(match[1]) for name in raw if (match := _INTEGRAL.fullmatch(raw[name]))}
+            found = {name: _INTEGRAL.fullmatch(value) for name, value in raw.items()}
+            integral = {name: msgspec.Raw(match[1]) for name, match in found.items() if match}
             if not integral:
                 raise
         # An integer written as a float, such as 16.0, is accepted as in other servers.
@@ -78,6 +91,11 @@ class Schema(Generic[T]):
     def _check(self, body: bytes, raw: dict[str, msgspec.Raw], lenient: bool, where: str) -> list[str]:
         check_unique(body, raw, where)
         warnings = self._check_fields(raw, lenient, where)
+        for name in self.harmless_types.keys() & raw.keys():
+            try:
+                self.harmless_types[name].decode(raw[name])
+            except msgspec.ValidationError as error:
+                raise _type_error(error, where + name) from None
         for name in self.nested.keys() & raw.keys():
             value, schema = bytes(raw[name]), self.nested[name]
             if not value.startswith(b"{"):
@@ -127,9 +145,8 @@ def check_unique(body: bytes, raw: dict[str, msgspec.Raw], where: str) -> None:
     The decoder keeps the last of two values. The loop steps from name to name over the values in `raw`:
     at a duplicate, either the value in `body` is another one, or the name was seen before.
     """
-    if len(body) <= _SMALL and b"\\" not in body:  # names without escapes can be counted
-        if all(body.count(b'"%b"' % name.encode()) == 1 for name in raw):
-            return
+    if len(body) <= _SMALL and b"\\" not in body and all(body.count(b'"%b"' % n.encode()) == 1 for n in raw):
+        return  # without escapes, each name is written in one way
     name, position, seen = "", 0, set[str]()
     while (match := _NAME.match(body, position)) is not None:
         name, position = _text.decode(match[1]), match.end()
@@ -151,6 +168,7 @@ def _type_error(error: msgspec.ValidationError, where: str) -> RequestError:
     text, _, path = str(error).rpartition(" - at ")
     if not text:  # the object itself, or a missing field
         text, path = path, ""
+    path = path.removeprefix("`key` in ")
     field = path.strip("`").removeprefix("$").removeprefix(".").replace("[...]", "")
     name = (where + field).rstrip(".")
     if not name:

@@ -1,13 +1,15 @@
 """Fields that chat and completion requests share, and parts of their responses."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from frontend.schemas.fields import Schema
 
 __all__ = [
     "HARMLESS",
+    "HARMLESS_TYPES",
     "NESTED",
     "NEUTRAL",
     "GenerationRequest",
@@ -134,6 +136,12 @@ HARMLESS = frozenset(
         "user",
     }
 )
+
+_Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+]
+HARMLESS_TYPES = {"metadata": msgspec.json.Decoder(_Metadata | None)}
+"""Types of harmless fields that OpenAI limits."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "custom_logit_processor": (),

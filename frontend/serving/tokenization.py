@@ -39,7 +39,7 @@ class TokenizationService:
 
     async def tokenize(self, body: bytes) -> TokenizeResponse:
         """Token ids of a text or a conversation. Raises RequestError for an invalid body."""
-        request, _ = TOKENIZE.decode(body, lenient=False)
+        request, _ = await self._off_loop(lambda: TOKENIZE.decode(body, lenient=False))
         self._models.check(request.model)
         ids = await self._off_loop(lambda: self._ids(request))
         return TokenizeResponse(
@@ -51,7 +51,7 @@ class TokenizationService:
 
     async def detokenize(self, body: bytes) -> DetokenizeResponse:
         """The text of ids. Raises RequestError for ids outside the vocabulary."""
-        request, _ = DETOKENIZE.decode(body, lenient=False)
+        request, _ = await self._off_loop(lambda: DETOKENIZE.decode(body, lenient=False))
         self._models.check(request.model)
         tokenizer = self._tokenizer()
         if request.tokens:
