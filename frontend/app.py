@@ -9,6 +9,7 @@ from atom.messages.engine import CoreReady
 from atom.messages.launch import FrontendLaunch
 from frontend import keys
 from frontend.auth import ApiKeys
+from frontend.body_memory import BodyMemory
 from frontend.chat_template import ChatTemplate
 from frontend.connections import Listener
 from frontend.engine_client import EngineClient
@@ -33,6 +34,8 @@ __all__ = ["create_app", "start"]
 
 # Seconds that handlers get to end after draining, before they are cancelled.
 _CLEANUP_DEADLINE_S = 0.2
+# JSON bytes: English text has 4 to 5 per token, Chinese as \u escapes about 9.
+_BYTES_PER_TOKEN = 16
 _ROUTES = (generation.routes, tokenization.routes, models.routes, info.routes, health.routes, profile.routes)
 
 
@@ -41,12 +44,11 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
 
     Raises ValueError for unusable API keys, tokenizer or template files.
     """
-    limits = limits or HttpLimits()
-    app = web.Application(
-        client_max_size=limits.max_body_bytes, middlewares=[error_middleware, access_middleware]
-    )
+    limits = limits or HttpLimits(max_body_bytes=_max_body_bytes(launch))
+    app = web.Application(middlewares=[error_middleware, access_middleware])
     app[keys.LAUNCH] = launch
     app[keys.LIMITS] = limits
+    app[keys.BODY_MEMORY] = BodyMemory(max(limits.max_body_memory, 2 * limits.max_body_bytes))
     app[keys.API_KEYS] = ApiKeys(launch.server.api_key)
     app[keys.LIFECYCLE] = Lifecycle()
     app[keys.METRICS] = Metrics()
@@ -89,6 +91,12 @@ def _add_services(app: web.Application, launch: FrontendLaunch) -> None:
     app[keys.COMPLETIONS] = CompletionService(*parts)
     app[keys.TOKENIZATION] = TokenizationService(inputs, models_service, chat, executor)
     app.cleanup_ctx.append(lambda _: _shut_down(executor))
+
+
+def _max_body_bytes(launch: FrontendLaunch) -> int:
+    """As configured, else enough for the longest prompt in any common text."""
+    longest = launch.config.model.max_model_len or launch.checkpoint.max_model_len
+    return launch.server.max_body_bytes or max(HttpLimits.max_body_bytes, longest * _BYTES_PER_TOKEN)
 
 
 def _capacity(launch: FrontendLaunch) -> int:

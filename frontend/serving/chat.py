@@ -23,6 +23,7 @@ from frontend.schemas.chat import (
     ChatResponse,
     Message,
     Reply,
+    check_part,
 )
 from frontend.schemas.generation import Usage
 from frontend.serving.generate_request import GenerateRequest
@@ -256,6 +257,7 @@ def _part_text(part: dict[str, Any], where: str) -> str:
         )
     if not isinstance(text, str):
         raise RequestError(f"'{where}.text' must be a string", param=f"{where}.text")
+    check_part(part, where)
     return text
 
 
