@@ -48,6 +48,7 @@ from atom.messages.worker import (
     WorkerReady,
 )
 from atom.utils import envs
+from atom.utils.errors import one_line
 from atom.utils.exit_status import ExitStatus
 from atom.utils.install_check import check_install
 from atom.utils.liveness import Beats, PeerMonitor, SilenceTimer, beat_interval
@@ -118,7 +119,7 @@ class CoreProcess:
             if envs.ATOM_LOG_MORE:
                 traceback.print_exc()
             status = ExitStatus.RESOURCES if isinstance(error, StartupError) else ExitStatus.FAILURE
-            self._report_failure(_one_line(error), status)
+            self._report_failure(one_line(error, CoreFailure, StartupError, LinkError), status)
             return 1
         finally:
             self._trace.close()
@@ -344,12 +345,6 @@ def _unexpected(message: FromWorker) -> CoreFailure:
     if isinstance(message, WorkerFailed):
         return CoreFailure(f"worker {message.rank}: {message.reason}")
     return CoreFailure(f"a worker sent {type(message).__name__} out of turn")
-
-
-def _one_line(error: Exception) -> str:
-    known = isinstance(error, CoreFailure | StartupError | LinkError)
-    text = " ".join(str(error).split())
-    return text if known else f"{type(error).__name__}: {text}"
 
 
 def main() -> None:

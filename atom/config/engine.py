@@ -1,4 +1,4 @@
-"""Everything an engine needs to know, as one frozen value that travels to every process."""
+"""The whole engine configuration, one frozen value that every process receives."""
 
 from dataclasses import dataclass, field
 

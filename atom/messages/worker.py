@@ -117,8 +117,20 @@ class WorkerReady(msgspec.Struct, tag=11, array_like=True, frozen=True, gc=False
     rank: int
 
 
+class RowFailure(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A row whose step failed on the worker, for example for lack of device memory."""
+
+    row: int
+    reason: str
+    """One line, for the client."""
+
+
 class BatchResult(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False):
-    """Ids drawn in a step (packed int32): one for each row, in batch order, that drew."""
+    """The result of one step.
+
+    `token_ids` (packed int32) has one sampled id for each sampling row, in batch order. A failed
+    row has none.
+    """
 
     step: int
     token_ids: bytes
@@ -126,6 +138,8 @@ class BatchResult(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False
     """`indices` point into `token_ids`."""
     prompt_logprobs: list[PromptLogprobs] = []
     """Owned by rows."""
+    failed: list[RowFailure] = []
+    """Rows of the step whose requests end with an error. Their KV of this step is not valid."""
 
 
 class WorkerFailed(msgspec.Struct, tag=13, array_like=True, frozen=True, gc=False):

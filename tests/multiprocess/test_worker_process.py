@@ -207,7 +207,7 @@ def test_a_failure_reaches_core_and_supervisor_in_one_line(checkpoint: Checkpoin
     with started(engine_config(), wrong, tmp_path / "run") as workers:
         failed = workers.receive()
         assert isinstance(failed, WorkerFailed)
-        assert failed.reason.startswith("architecture MambaForCausalLM is not supported; these run: ")
+        assert failed.reason.startswith("architecture MambaForCausalLM is not supported; supported are: ")
         assert Dead("worker 0", failed.reason, ExitStatus.MODEL) in workers.supervisor_messages()
         assert workers.exit_statuses() == [1]
 
