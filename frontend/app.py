@@ -72,6 +72,7 @@ def _add_services(app: web.Application, launch: FrontendLaunch) -> None:
         app[keys.METRICS],
         _capacity(launch),
         lambda ready: _set_max_model_len(inputs, ready),
+        launch.config.reliability.hang_timeout,
     )
     models_service = ModelService(config.served_model_name or config.model, inputs)
     options = ServingOptions(
