@@ -1,4 +1,4 @@
-"""Settings from variables and files: which one counts, and what is wrong with those that do not."""
+"""Settings from environment variables and files: precedence and errors."""
 
 import argparse
 from pathlib import Path
