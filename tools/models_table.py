@@ -1,4 +1,4 @@
-"""Writes docs/models.md from what the tests of models have proven.
+"""Writes docs/models.md from the results of tests/models.
 
 python -m tools.models_table
 """
@@ -20,7 +20,7 @@ PROOFS = {
     "logits": "logits",
     "tensors": "tensors",
 }
-"""Column headings of the kinds of proof."""
+"""Column headings of the kinds of test."""
 
 _HEAD = """\
 # Models
@@ -30,27 +30,27 @@ refused by name at start, with the list of what runs. `make models` writes this 
 `tests/models`.
 
 Each configuration is a tiny random model that transformers saves and the engine serves, with all its
-processes, in float32 on a CPU. Transformers computes the expected answers without any cache. A configuration
-counts only if each answer has at least 16 distinct tokens of 32, and never less than 0.001 between the two
-best logits.
+processes, in float32 on a CPU. Transformers computes the expected results without a cache. A configuration
+counts only if each result has at least 16 distinct tokens of 32, and a top-2 margin of at least 0.001 at
+every step.
 
-| proof | what equals transformers' |
+| test | what equals transformers |
 |---|---|
 | mixed lengths | 32 greedy tokens each of prompts of 5, 37 and 64 tokens that run together |
 | chunks of 16 | the same with 16 tokens a step, in blocks of 4 |
-| prefix cache | the same with nothing cached, and with the prompt cached |
-| preempted | the same with a KV cache that holds the longest alone, so that some are stopped and resumed |
-| logits | log probabilities at every position, also of the 20 likeliest others, within 0.0001 |
-| tensors | the logits after a change of one tensor of each kind in the checkpoint, which does change them |
+| prefix cache | the same with an empty prefix cache, and with the prompt cached |
+| preempted | the same with a KV cache for the longest request only, so that others are preempted |
+| logits | log probabilities at every position, also of the top 20 tokens, within 0.0001 |
+| tensors | the logits after changing one tensor of each kind in the checkpoint, which must change them |
 
-The first configuration of each family is also served with room for all prompts, computed whole, and for
-prompts that go on from a cached answer.
+The first configuration of each family is also tested with whole prompts in one step, and with prompts
+that continue a cached result.
 
-Rope types whose frequencies depend on the length of a text (dynamic, longrope) take those of
-`--max-model-len` for every text, since cached keys stay as they are; transformers takes those of each text.
-They are equal as long as `--max-model-len` is no longer than the length before scaling.
+RoPE types whose frequencies depend on the sequence length (dynamic, longrope) use those of
+`--max-model-len` for every sequence, because cached keys cannot change; transformers uses each sequence's
+length. They are equal if `--max-model-len` is at most the original context length.
 
-Numbers below are the tensor-parallel sizes that passed.
+The numbers below are the tensor-parallel sizes that passed.
 """
 
 
@@ -70,12 +70,12 @@ def document(record: dict[str, Any]) -> str:
 
 
 def _overview(record: dict[str, Any], families: dict[str, list[str]]) -> str:
-    """One line for each family: what all its configurations stood."""
+    """One line for each family: the tests that all its configurations passed."""
     rows = []
     for family, names in families.items():
         entries = [record[name] for name in names]
         architectures = ", ".join(f"`{name}`" for name in _values(entries, "architecture"))
-        rows.append([f"`{family}`", architectures, str(len(names)), *_stood_by_all(entries)])
+        rows.append([f"`{family}`", architectures, str(len(names)), *_passed_by_all(entries)])
         rows[-1] += [min(_values(entries, "date")), ", ".join(_values(entries, "transformers"))]
     head = ["model_type", "architectures", "configurations", *PROOFS.values(), "date", "transformers"]
     return _table(head, rows)
@@ -85,7 +85,7 @@ def _values(entries: list[dict[str, Any]], field: str) -> list[str]:
     return sorted({entry[field] for entry in entries})
 
 
-def _stood_by_all(entries: list[dict[str, Any]]) -> list[str]:
+def _passed_by_all(entries: list[dict[str, Any]]) -> list[str]:
     cells = []
     for proof in PROOFS:
         sizes = set.intersection(*(set(entry["proven"][proof]) for entry in entries))

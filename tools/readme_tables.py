@@ -22,7 +22,7 @@ def main() -> None:
 
 
 def with_tables(readme: str) -> str:
-    """The README's text with what is between its markers made anew; ValueError if one is missing."""
+    """The README's text with new tables between its markers; ValueError for a missing marker."""
     for marker, table in (("flags", flag_tables()), ("environment", environment_table())):
         begin, end = f"<!-- {marker}:begin -->", f"<!-- {marker}:end -->"
         before, found_begin, rest = readme.partition(begin)
@@ -34,7 +34,7 @@ def with_tables(readme: str) -> str:
 
 
 def flag_tables() -> str:
-    """The flags by concern, then those that are known and refused."""
+    """The flags by concern, then the flags that are refused."""
     rows = [_flag_row(field) for field in _all_fields()]
     refused = [f"| `--{name.replace('_', '-')}` | {entry.reason} |" for name, entry in REFUSED.items()]
     return "\n".join(
