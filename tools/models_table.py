@@ -1,4 +1,4 @@
-"""Writes docs/models.md from the results of tests/models.
+"""Writes docs/models.md from the recorded results of tests/models.
 
 python -m tools.models_table
 """
@@ -20,37 +20,47 @@ PROOFS = {
     "logits": "logits",
     "tensors": "tensors",
 }
-"""Column headings of the kinds of test."""
+"""Kinds of test, and their column headings."""
 
 _HEAD = """\
 # Models
 
 `model_type` and the architecture in a checkpoint's config.json decide whether it runs; anything else is
-refused by name at start, with the list of what runs. `make models` writes this page from the results of
-`tests/models`.
+refused at start, with the list of supported architectures. `make models` writes this page from the
+results of `tests/models`.
+
+## Files
+
+- A directory with `config.json` and safetensors, as one file or as shards with an index; from the Hugging
+  Face hub, or local.
+- For Llama and Qwen3, a GGUF file. It is converted once, to float32, into `ATOM_CACHE_DIR`.
+- A missing, unused or misshaped tensor is an error that names it.
+- `generation_config.json` gives the end-of-sequence ids and the default sampling parameters.
+- Without a tokenizer the server takes and returns token ids.
+- RoPE types: default, linear, dynamic, llama3, yarn and longrope. Dynamic and longrope choose their
+  frequencies once, for `--max-model-len`, because cached keys are not recomputed; transformers chooses
+  them for each text. They agree if `--max-model-len` is not above the length before scaling.
+
+## What is tested
 
 Each configuration is a tiny random model that transformers saves and the engine serves, with all its
-processes, in float32 on a CPU. Transformers computes the expected results without a cache. A configuration
-counts only if each result has at least 16 distinct tokens of 32, and a top-2 margin of at least 0.001 at
-every step.
+processes, in float32 on a CPU. The expected tokens come from transformers without a cache. A configuration
+counts only if each output has at least 16 distinct tokens of 32 and a top-2 margin of at least 0.001
+everywhere.
 
-| test | what equals transformers |
+| test | what equals transformers' |
 |---|---|
 | mixed lengths | 32 greedy tokens each of prompts of 5, 37 and 64 tokens that run together |
-| chunks of 16 | the same with 16 tokens a step, in blocks of 4 |
-| prefix cache | the same with an empty prefix cache, and with the prompt cached |
-| preempted | the same with a KV cache for the longest request only, so that others are preempted |
-| logits | log probabilities at every position, also of the top 20 tokens, within 0.0001 |
-| tensors | the logits after changing one tensor of each kind in the checkpoint, which must change them |
+| chunks of 16 | the same with 16 tokens per step, in blocks of 4 |
+| prefix cache | the same with an empty cache, and with the prompt cached |
+| preempted | the same with a KV cache for the longest request only: others are preempted and resumed |
+| logits | log probabilities at every position, also of the top 20, within 0.0001 |
+| tensors | the logits after a change of one tensor of each kind in the checkpoint, which changes them |
 
-The first configuration of each family is also tested with whole prompts in one step, and with prompts
-that continue a cached result.
+The first configuration of each family also runs with room for all prompts at once, and with prompts that
+continue a cached output.
 
-RoPE types whose frequencies depend on the sequence length (dynamic, longrope) use those of
-`--max-model-len` for every sequence, because cached keys cannot change; transformers uses each sequence's
-length. They are equal if `--max-model-len` is at most the original context length.
-
-The numbers below are the tensor-parallel sizes that passed.
+Numbers below are the tensor parallel sizes that passed.
 """
 
 
@@ -70,7 +80,7 @@ def document(record: dict[str, Any]) -> str:
 
 
 def _overview(record: dict[str, Any], families: dict[str, list[str]]) -> str:
-    """One line for each family: the tests that all its configurations passed."""
+    """A row per family: the tensor parallel sizes that passed with all its configurations."""
     rows = []
     for family, names in families.items():
         entries = [record[name] for name in names]
