@@ -101,7 +101,10 @@ def test_only_the_first_objections_are_reported() -> None:
         (rb'{"prompt": ["\n"], "prompt": ["\n"]}', "prompt"),
         (rb'{"zzz": null, "zzz": null}', "zzz"),
         (rb'{"logit_bias": {"5": 1, "\u0035": 2}}', "logit_bias.5"),
-        (rb'{"stream_options": {"include_usage": true, "include_usage": false}}', "stream_options.include_usage"),
+        (
+            rb'{"stream_options": {"include_usage": true, "include_usage": false}}',
+            "stream_options.include_usage",
+        ),
     ],
 )
 def test_duplicate_names_are_refused(body: bytes, name: str) -> None:
@@ -177,7 +180,9 @@ def test_a_declared_size_above_the_limit_is_refused_at_once(client: Client) -> N
 
 def test_a_chunked_body_above_the_limit_is_a_413(client: Client) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
-    status, _, _ = raw_answer(client, head + b"20000\r\n" + b" " * 0x20000 + b"\r\n" + b"100000\r\n" + b" " * 0x100000)
+    status, _, _ = raw_answer(
+        client, head + b"20000\r\n" + b" " * 0x20000 + b"\r\n" + b"100000\r\n" + b" " * 0x100000
+    )
     assert status == 413
 
 
