@@ -1,9 +1,7 @@
 """Builds the HTTP application of one model and starts serving it."""
 
-import os
 import socket
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 
 from aiohttp import web
 
@@ -29,11 +27,11 @@ from frontend.serving.completions import CompletionService
 from frontend.serving.generation import ServingOptions
 from frontend.serving.models import ModelService, fingerprint
 from frontend.serving.tokenization import TokenizationService
+from frontend.text_executor import TextExecutor
 from frontend.tokenizer import Tokenizer
 
 __all__ = ["create_app", "start"]
 
-_TOKENIZER_THREADS = min(4, os.cpu_count() or 1)
 # Seconds that handlers get to end after draining, before they are cancelled.
 _CLEANUP_DEADLINE_S = 1.0
 # JSON bytes: English text has 4 to 5 per token, Chinese as \u escapes about 9.
@@ -75,6 +73,7 @@ def _add_services(app: web.Application, launch: FrontendLaunch) -> None:
         app[keys.METRICS],
         _capacity(launch),
         lambda ready: _set_max_model_len(inputs, ready),
+        launch.config.reliability.hang_timeout,
     )
     models_service = ModelService(config.served_model_name or config.model, inputs)
     options = ServingOptions(
@@ -84,16 +83,16 @@ def _add_services(app: web.Application, launch: FrontendLaunch) -> None:
         has_tokenizer=tokenizer is not None,
         fingerprint=fingerprint(launch.config, checkpoint),
     )
-    threads = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
-    parts = (client, inputs, models_service, options, threads)
+    executor = TextExecutor()
+    parts = (client, inputs, models_service, options, executor)
     reply_format = Harmony.from_checkpoint(checkpoint, tokenizer)
     chat = ChatService(*parts, ChatTemplate.from_checkpoint(checkpoint), reply_format)
     app[keys.CLIENT] = client
     app[keys.MODELS] = models_service
     app[keys.CHAT] = chat
     app[keys.COMPLETIONS] = CompletionService(*parts)
-    app[keys.TOKENIZATION] = TokenizationService(inputs, models_service, chat, threads)
-    app.cleanup_ctx.append(lambda _: _shut_down(threads))
+    app[keys.TOKENIZATION] = TokenizationService(inputs, models_service, chat, executor)
+    app.cleanup_ctx.append(lambda _: _shut_down(executor))
 
 
 def _max_body_bytes(launch: FrontendLaunch) -> int:
@@ -137,6 +136,6 @@ async def _engine_link(app: web.Application) -> AsyncIterator[None]:
         yield
 
 
-async def _shut_down(threads: ThreadPoolExecutor) -> AsyncIterator[None]:
+async def _shut_down(executor: TextExecutor) -> AsyncIterator[None]:
     yield
-    threads.shutdown(wait=False, cancel_futures=True)
+    executor.shutdown()

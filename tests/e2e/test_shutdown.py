@@ -103,7 +103,7 @@ def test_a_dead_process_fails_its_requests_and_ends_the_server(
     assert list(run_directories.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_first_signal_drains_and_the_second_ends(
     model: str, run_directories: Path, number: signal.Signals
 ) -> None:

@@ -13,7 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
 from atom_ops import ClampedSwiglu, ExpertActivation, ExpertWeights, RoutingRule, experts, route
-from atom_ops.ops.experts import _all_over_all
+from atom_ops.ops.experts import _dense_fallback
 
 HIDDEN = 24
 
@@ -158,11 +158,11 @@ def test_experts_are_transformers(made: Any, tokens: int) -> None:
         wanted = module(x, ids, shares)
     found = experts(x, ids, shares, weights, activation)
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-5)
-    everywhere = _all_over_all(x, ids, shares, weights, activation)
+    everywhere = _dense_fallback(x, ids, shares, weights, activation)
     torch.testing.assert_close(everywhere, wanted, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("function", [experts, _all_over_all])
+@pytest.mark.parametrize("function", [experts, _dense_fallback])
 def test_padding_does_not_disturb_real_rows(function: Any) -> None:
     _, weights, activation = _gpt_oss()
     x, ids, shares = _inputs(9, 12, 3)
@@ -179,7 +179,7 @@ def test_an_expert_that_was_not_chosen_adds_nothing_however_large() -> None:
     wanted = experts(x, ids, shares, weights, activation)
     weights.down_XDF[7:] = float("inf")
     assert torch.equal(experts(x, ids, shares, weights, activation), wanted)
-    torch.testing.assert_close(_all_over_all(x, ids, shares, weights, activation), wanted)
+    torch.testing.assert_close(_dense_fallback(x, ids, shares, weights, activation), wanted)
 
 
 def test_choices_are_summed_in_32_bits() -> None:
