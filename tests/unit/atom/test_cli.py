@@ -45,7 +45,7 @@ def test_defaults_are_the_declared_ones() -> None:
 
 
 SAMPLES: dict[type | str, tuple[str, Any]] = {
-    int: ("32", 32),
+    int: ("1024", 1024),
     float: ("0.5", 0.5),
     str: ("text", "text"),
     "max_body_bytes": ("2048", 2048),
