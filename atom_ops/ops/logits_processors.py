@@ -18,6 +18,10 @@ ANY = -1
 """In front of a bad word that is shorter than the longest: any id, or none, may stand there."""
 
 
+_RECORD_SLICE = 1 << 22
+"""Entries of records looked at together: bounds the memory of penalties to some 200 MB."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
     """Which ids occurred in some rows, twice: in their order, and counted."""
@@ -192,23 +196,32 @@ def _completes(words: BadWords, rows: RecordedRows, record: TokenRecord, entries
 def _penalise(
     logits_UV: Tensor, penalties: Penalties, rows: RecordedRows, record: TokenRecord, longest: int
 ) -> None:
-    """Change the logits of the ids that occurred, in place.
+    """Change the logits of the ids that occurred, in place; by slices of rows, which bound the memory.
 
     Entries past the end of a record may hold any id: `seen` says whether it occurred. An id that
     has several entries is given the same number several times.
     """
-    vocabulary = logits_UV.shape[1]
-    ids_NL = record.ids_ML[:, :longest].index_select(0, rows.records_N).long()
-    seen_NL = record.seen_MV.view(-1)[rows.records_N[:, None] * vocabulary + ids_NL]
-    places_NL = rows.rows_N[:, None] * vocabulary + ids_NL
-    logits_NL = logits_UV.view(-1)[places_NL]
-    repetition_N1 = penalties.repetition_N[:, None]
-    repeated_NL = torch.where(logits_NL > 0, logits_NL / repetition_N1, logits_NL * repetition_N1)
-    logits_NL = torch.where(seen_NL > 0, repeated_NL, logits_NL)
-    times_NL = seen_NL >> 1
-    logits_NL -= penalties.frequency_N[:, None] * times_NL
-    logits_NL -= penalties.presence_N[:, None] * (times_NL > 0)
-    logits_UV.view(-1)[places_NL] = logits_NL
+    size = max(1, _RECORD_SLICE // max(longest, 1))
+    columns = (
+        rows.rows_N,
+        rows.records_N,
+        penalties.repetition_N,
+        penalties.frequency_N,
+        penalties.presence_N,
+    )
+    for rows_N, records_N, *values_N in zip(*(column.split(size) for column in columns), strict=True):
+        repetition_N1, frequency_N1, presence_N1 = (value_N[:, None] for value_N in values_N)
+        vocabulary = logits_UV.shape[1]
+        ids_NL = record.ids_ML[:, :longest].index_select(0, records_N).long()
+        seen_NL = record.seen_MV.view(-1)[records_N[:, None] * vocabulary + ids_NL]
+        places_NL = rows_N[:, None] * vocabulary + ids_NL
+        logits_NL = logits_UV.view(-1)[places_NL]
+        repeated_NL = torch.where(logits_NL > 0, logits_NL / repetition_N1, logits_NL * repetition_N1)
+        logits_NL = torch.where(seen_NL > 0, repeated_NL, logits_NL)
+        times_NL = seen_NL >> 1
+        logits_NL -= frequency_N1 * times_NL
+        logits_NL -= presence_N1 * (times_NL > 0)
+        logits_UV.view(-1)[places_NL] = logits_NL
 
 
 def _record_case(rows: int, vocabulary: int) -> Case:
