@@ -121,9 +121,7 @@ class LogitsProcessorState:
         penalties = (rules.repetition_penalty, rules.frequency_penalty, rules.presence_penalty)
         words = [word for word in rules.bad_words if len(word) > 1]
         banned = [word[0] for word in rules.bad_words if len(word) == 1]
-        token_ids = _ids(new.token_ids)
-        prompt = np.unique(token_ids[: new.prompt_length]) if rules.repetition_penalty != 1 else _ids(b"")
-        needs_record = bool(words) or penalties != (1, 0, 0)
+        prompt = _ids(new.prompt_ids)
         return RowLogitsProcessors(
             allowed=_ids(rules.allowed_ids),
             bias_ids=np.concatenate([_ids(rules.bias_ids), np.array(banned, np.int64)]),
@@ -132,7 +130,7 @@ class LogitsProcessorState:
             end_ids=np.array(rules.end_ids if rules.min_tokens else [], np.int64),
             end_until=new.prompt_length + rules.min_tokens,
             penalties=penalties,
-            record=self._new_record(prompt, token_ids[new.prompt_length :]) if needs_record else -1,
+            record=self._new_record(prompt, _ids(new.output_ids)) if rules.needs_output_ids else -1,
             offset=new.prompt_length - len(prompt),
             begin=len(prompt),
         )

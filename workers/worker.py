@@ -240,7 +240,7 @@ class Worker:
         new_rows = [
             NewRow(
                 row=row,
-                token_ids=pack_ids([0] * tokens),
+                num_known=tokens,
                 computed=0,
                 block_ids=[
                     [row] if isinstance(group, StateGroup) else list(range(row * blocks, (row + 1) * blocks))
@@ -251,7 +251,8 @@ class Worker:
             )
             for row in range(rows)
         ]
-        return ScheduledBatch(-1, list(range(rows)), [tokens] * rows, new_rows)
+        ids = pack_ids([0] * (rows * tokens))
+        return ScheduledBatch(-1, list(range(rows)), [tokens] * rows, new_rows, token_ids=ids)
 
     def _kv_bytes(self) -> int:
         if self._device.type == "cpu":
