@@ -61,11 +61,6 @@ class EngineCore:
         """Sequences that have not ended."""
         return len(self._scheduler.requests)
 
-    @property
-    def oldest_sent_at(self) -> float | None:
-        """When the oldest step in flight was scheduled, on the core's clock."""
-        return self._scheduler.oldest_sent_at
-
     def add(self, message: AddRequest, frontend: bytes) -> TokenDeltas | None:
         """Queue the sequences of a request.
 

@@ -98,11 +98,6 @@ class Scheduler:
         return len(self._in_flight)
 
     @property
-    def oldest_sent_at(self) -> float | None:
-        """When the oldest step in flight was scheduled, on the scheduler's clock."""
-        return self._in_flight[0].sent_at if self._in_flight else None
-
-    @property
     def has_sliced_work(self) -> bool:
         """Whether another `schedule` call is useful at once: blocks to hash or to free are left."""
         return self._kv.has_blocks_to_free or (self._is_preparing and len(self._in_flight) < MAX_IN_FLIGHT)

@@ -1,4 +1,4 @@
-"""Puts the parts of the HTTP side together."""
+"""Builds the HTTP application of one model and starts serving it."""
 
 import os
 import socket
@@ -22,7 +22,7 @@ from frontend.metrics import Metrics
 from frontend.output_processor import OutputProcessor
 from frontend.routes import generation, health, info, models, profile, tokenization
 from frontend.routes.access import access_middleware
-from frontend.routes.errors import error_middleware, name_answer
+from frontend.routes.errors import add_request_id, error_middleware
 from frontend.serving.chat import ChatService
 from frontend.serving.completions import CompletionService
 from frontend.serving.generation import ServingOptions
@@ -33,7 +33,7 @@ from frontend.tokenizer import Tokenizer
 __all__ = ["create_app", "start"]
 
 _TOKENIZER_THREADS = min(4, os.cpu_count() or 1)
-# How long handlers may take to end once draining is over, before they are cancelled.
+# Seconds that handlers get to end after draining, before they are cancelled.
 _CLEANUP_DEADLINE_S = 0.2
 _ROUTES = (generation.routes, tokenization.routes, models.routes, info.routes, health.routes, profile.routes)
 
@@ -55,25 +55,25 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
     _add_services(app, launch)
     for table in _ROUTES:
         app.add_routes(table)
-    app.on_response_prepare.append(name_answer)
-    app.cleanup_ctx.append(_connection)
+    app.on_response_prepare.append(add_request_id)
+    app.cleanup_ctx.append(_engine_link)
     return app
 
 
 def _add_services(app: web.Application, launch: FrontendLaunch) -> None:
     checkpoint, config, server = launch.checkpoint, launch.config.model, launch.server
     tokenizer = Tokenizer.from_checkpoint(checkpoint)
-    longest = config.max_model_len or checkpoint.max_model_len
-    inputs = InputProcessor(checkpoint, tokenizer, longest, launch.config.scheduler.scheduling_policy)
+    max_model_len = config.max_model_len or checkpoint.max_model_len
+    inputs = InputProcessor(checkpoint, tokenizer, max_model_len, launch.config.scheduler.scheduling_policy)
     client = EngineClient(
         launch.core,
         launch.index,
         OutputProcessor(tokenizer),
         app[keys.METRICS],
         _capacity(launch),
-        lambda ready: _adopt_limits(inputs, ready),
+        lambda ready: _set_max_model_len(inputs, ready),
     )
-    names = ModelService(config.served_model_name or config.model, inputs)
+    models_service = ModelService(config.served_model_name or config.model, inputs)
     options = ServingOptions(
         checkpoint.default_sampling,
         server.default_max_tokens,
@@ -82,29 +82,29 @@ def _add_services(app: web.Application, launch: FrontendLaunch) -> None:
         fingerprint=fingerprint(launch.config, checkpoint),
     )
     threads = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
-    parts = (client, inputs, names, options, threads)
+    parts = (client, inputs, models_service, options, threads)
     reply_format = Harmony.from_checkpoint(checkpoint, tokenizer)
     chat = ChatService(*parts, ChatTemplate.from_checkpoint(checkpoint), reply_format)
     app[keys.CLIENT] = client
-    app[keys.MODELS] = names
+    app[keys.MODELS] = models_service
     app[keys.CHAT] = chat
     app[keys.COMPLETIONS] = CompletionService(*parts)
-    app[keys.TOKENIZATION] = TokenizationService(inputs, names, chat, threads)
-    app.cleanup_ctx.append(lambda _: _pool(threads))
+    app[keys.TOKENIZATION] = TokenizationService(inputs, models_service, chat, threads)
+    app.cleanup_ctx.append(lambda _: _shut_down(threads))
 
 
 def _capacity(launch: FrontendLaunch) -> int:
-    """Choices that may be in progress: those that can run together, and the queue."""
+    """Choices that may be in progress: running and queued."""
     running = launch.config.scheduler.max_num_seqs
     assert running is not None, "the configuration was not resolved"
     return running + launch.server.max_queued_requests
 
 
 async def start(app: web.Application, listener: socket.socket) -> web.AppRunner:
-    """Serve `app` on a socket that is bound already; `cleanup` of the runner ends it."""
+    """Serve `app` on the bound socket `listener` until `cleanup` of the returned runner."""
     runner = web.AppRunner(
         app,
-        handler_cancellation=True,  # a client that leaves must not keep the engine busy
+        handler_cancellation=True,  # a disconnect aborts the client's requests
         shutdown_timeout=_CLEANUP_DEADLINE_S,
     )
     await runner.setup()
@@ -112,15 +112,15 @@ async def start(app: web.Application, listener: socket.socket) -> web.AppRunner:
     return runner
 
 
-def _adopt_limits(inputs: InputProcessor, ready: CoreReady) -> None:
+def _set_max_model_len(inputs: InputProcessor, ready: CoreReady) -> None:
     inputs.max_model_len = ready.max_model_len
 
 
-async def _connection(app: web.Application) -> AsyncIterator[None]:
+async def _engine_link(app: web.Application) -> AsyncIterator[None]:
     async with app[keys.CLIENT]:
         yield
 
 
-async def _pool(threads: ThreadPoolExecutor) -> AsyncIterator[None]:
+async def _shut_down(threads: ThreadPoolExecutor) -> AsyncIterator[None]:
     yield
     threads.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Typed keys of what the routes find in the application."""
+"""Typed keys of the objects that routes read from the application."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Whether this process takes new work, and when its running work is done."""
+"""Counts running requests, and refuses new ones during shutdown."""
 
 import asyncio
 import contextlib
@@ -10,11 +10,11 @@ __all__ = ["Lifecycle"]
 
 
 class Lifecycle:
-    """Counts the requests that are being answered; after `drain` it lets no new one in."""
+    """Counts the requests in progress; after `drain` it admits no new ones."""
 
     def __init__(self) -> None:
         self.running = 0
-        """Requests that are being answered."""
+        """Requests in progress."""
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -26,7 +26,7 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def admit(self) -> Iterator[None]:
-        """Hold a request for the block; raises UnavailableError once the server is stopping."""
+        """Count one request during the block; raises UnavailableError once the server is stopping."""
         self.check_open()
         self.running += 1
         self._idle.clear()
@@ -38,7 +38,7 @@ class Lifecycle:
                 self._idle.set()
 
     async def drain(self, timeout_s: float) -> None:
-        """Let nothing new in, and wait for the rest to end, at most `timeout_s`."""
+        """Admit no new requests, and wait up to `timeout_s` for the running ones to finish."""
         self._draining = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)

@@ -1,4 +1,4 @@
-"""What this host can compute with. torch is imported only where device files promise a GPU."""
+"""The capabilities of this host. torch is imported only if device files indicate a GPU."""
 
 import os
 from glob import glob
@@ -9,7 +9,7 @@ from atom.config.resolve import DeviceCapabilities
 _GPU_DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
 
 # Names in /proc/cpuinfo: x86 calls the line "flags", ARM "Features".
-_CPU_ARITHMETIC = {
+_CPU_DTYPE_FLAGS = {
     "bfloat16": {"avx512_bf16", "amx_bf16", "bf16"},
     "float16": {"avx512_fp16", "amx_fp16", "asimdhp"},
 }
@@ -20,20 +20,20 @@ _FIRST_NVIDIA_WITH_BF16 = (8, 0)
 
 
 def probe() -> DeviceCapabilities:
-    """The host's capabilities; takes seconds where torch must be asked, else milliseconds."""
+    """The host's capabilities; takes seconds with a GPU, because torch is imported, else milliseconds."""
     cpu_dtypes = [*cpu_dtypes_of(_cpu_flags()), "float32"]
     if not any(glob(pattern) for pattern in _GPU_DEVICE_FILES):
         return DeviceCapabilities(cpu_dtypes=cpu_dtypes, cpu_cores=cpu_cores())
-    return _ask_torch(cpu_dtypes)
+    return _probe_gpus(cpu_dtypes)
 
 
 def cpu_dtypes_of(flags: set[str]) -> list[str]:
-    """The 16 bit dtypes that a CPU with these feature flags has arithmetic for."""
-    return [dtype for dtype, evidence in _CPU_ARITHMETIC.items() if evidence & flags]
+    """The 16-bit dtypes that a CPU with these feature flags computes natively."""
+    return [dtype for dtype, wanted in _CPU_DTYPE_FLAGS.items() if wanted & flags]
 
 
 def cpu_cores() -> int:
-    """Cores that this process may use: its affinity, and a container's quota."""
+    """Cores that this process may use: of its affinity and its container's quota, the smaller."""
     cores = len(os.sched_getaffinity(0))
     if _CPU_QUOTA.exists():
         quota, period = _CPU_QUOTA.read_text().split()
@@ -52,7 +52,7 @@ def _cpu_flags() -> set[str]:
     return set()
 
 
-def _ask_torch(cpu_dtypes: list[str]) -> DeviceCapabilities:
+def _probe_gpus(cpu_dtypes: list[str]) -> DeviceCapabilities:
     import torch
 
     count, rocm = torch.cuda.device_count(), torch.version.hip is not None

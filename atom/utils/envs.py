@@ -5,7 +5,7 @@
     if envs.ATOM_LOG_MORE: ...
 
 A variable that is unset or empty has its default. A value that does not parse raises
-ValueError on access. Nothing is cached: the environment of the moment counts.
+ValueError on access. Nothing is cached.
 """
 
 import os
@@ -21,7 +21,7 @@ Value = bool | int | str
 
 
 class Area(Enum):
-    """What a variable steers: decides whether setting it can have an effect."""
+    """The part of the program that reads a variable; decides whether setting it can have an effect."""
 
     ENGINE = "engine"
     DATA_PARALLEL = "data parallelism"
@@ -32,7 +32,7 @@ class Area(Enum):
 
 @dataclass(frozen=True)
 class Variable:
-    """One row of the table. `default` may be computed, when it depends on other variables."""
+    """One row of the table. A callable `default` is computed on access."""
 
     name: str
     kind: type[bool] | type[int] | type[str]
@@ -41,7 +41,7 @@ class Variable:
     help: str
 
     def default_value(self) -> Value:
-        """What an unset variable means, now."""
+        """The value of the variable when it is unset."""
         return self.default() if callable(self.default) else self.default
 
     def parse(self, text: str) -> Value:
@@ -225,7 +225,7 @@ def __dir__() -> list[str]:
 
 
 def is_set(name: str) -> bool:
-    """Whether the user gave the variable a value; raises KeyError for one that is not in the table."""
+    """Whether the variable is set; raises KeyError for an unknown variable."""
     return bool(os.environ.get(VARIABLES[name].name))
 
 
@@ -236,7 +236,7 @@ def startup_notes(device: str) -> list[str]:
     """
     notes = []
     for name, variable in VARIABLES.items():
-        value = __getattr__(name)  # of every variable: a typing error is reported at start
+        value = __getattr__(name)  # parses every variable: typing errors are reported at start
         reason = _no_effect(variable.area, device)
         if reason and is_set(name) and value != variable.default_value():
             notes.append(f"{name}={os.environ[name]} has no effect: {reason}")
@@ -249,7 +249,7 @@ def acts(area: Area) -> bool:
 
 
 def _no_effect(area: Area, device: str) -> str:
-    """Why variables of an area do nothing to an engine; empty when they act, or belong to other programs."""
+    """Why variables of an area have no effect on an engine; empty when they act or are for other programs."""
     if acts(area) or area is Area.PLUGIN:
         return ""
     if area is Area.AITER and device == "cpu":

@@ -1,4 +1,4 @@
-"""Request bodies. They are read as JSON whatever their Content-Type says."""
+"""Reading of request bodies; their Content-Type is ignored."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ __all__ = ["read_body"]
 
 
 async def read_body(request: web.Request) -> bytes:
-    """The whole body. Raises RequestError for one that is late or broken on the way."""
+    """The whole body. Raises RequestError for a late or malformed one."""
     deadline_s = request.app[LIMITS].body_deadline_s
     try:
         async with asyncio.timeout(deadline_s):
@@ -19,4 +19,6 @@ async def read_body(request: web.Request) -> bytes:
     except TimeoutError:
         raise RequestError(f"the request body did not arrive within {deadline_s:g} s", status=408) from None
     except (web.RequestPayloadError, http_exceptions.HttpProcessingError):
-        raise RequestError("the request body breaks its own encoding or length") from None
+        raise RequestError(
+            "the request body does not match its Content-Encoding, Transfer-Encoding or Content-Length"
+        ) from None

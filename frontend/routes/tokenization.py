@@ -13,15 +13,15 @@ routes = web.RouteTableDef()
 
 @routes.post("/tokenize")
 async def tokenize(request: web.Request) -> web.Response:
-    """Ids of a text or of a conversation."""
+    """Token ids of a text or of a conversation."""
     return _json(await request.app[TOKENIZATION].tokenize(await read_body(request)))
 
 
 @routes.post("/detokenize")
 async def detokenize(request: web.Request) -> web.Response:
-    """Text of ids."""
+    """Text of token ids."""
     return _json(await request.app[TOKENIZATION].detokenize(await read_body(request)))
 
 
-def _json(answer: msgspec.Struct) -> web.Response:
-    return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+def _json(body: msgspec.Struct) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")

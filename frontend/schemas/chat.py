@@ -28,19 +28,19 @@ class ChatRequest(GenerationRequest, kw_only=True):
     prompt: list[msgspec.Raw] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    """How many of the most likely tokens beside each one; needs `logprobs`."""
+    """Number of top tokens per generated token; requires `logprobs`."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Variables that the model's template reads by itself."""
+    """Variables of the model's chat template."""
     reasoning_effort: str | None = None
-    """Another such variable."""
+    """A further template variable."""
     add_generation_prompt: bool | None = None
-    """Ask for a new message; true unless the final one is to be continued."""
+    """Begin a new assistant message; defaults to true unless the last message is continued."""
     continue_final_message: bool | None = None
-    """The reply goes on where the last message ends."""
+    """Continue the last message."""
 
 
 class Message(msgspec.Struct, kw_only=True):
-    """One turn of the conversation."""
+    """One message of the conversation."""
 
     role: str
     content: str | list[dict[str, Any]] | None = None
@@ -57,22 +57,22 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str
     reasoning: str | msgspec.UnsetType = msgspec.UNSET
-    """What led to the content, where the model's format tells them apart."""
+    """The reasoning, for models whose format separates it from the content."""
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
-    """The same under its older name, which clients still read."""
+    """Older name of `reasoning`, for existing clients."""
 
 
 class ChatTopLogprob(msgspec.Struct, frozen=True):
-    """One of the likely tokens."""
+    """One of the top tokens."""
 
     token: str
     logprob: float
     bytes: list[int] | None
-    """Where a character is spread over tokens, only these can be joined."""
+    """UTF-8 bytes: a token may hold part of a character."""
 
 
 class ChatTokenLogprob(msgspec.Struct, frozen=True):
-    """One token, and the most likely ones in its place, the most likely first."""
+    """One token, and the top tokens at its position, most likely first."""
 
     token: str
     logprob: float
@@ -81,7 +81,7 @@ class ChatTokenLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):
-    """Of every generated token, those that ended the reply included."""
+    """Log probabilities of all generated tokens, including stop tokens."""
 
     content: list[ChatTokenLogprob]
 
@@ -96,11 +96,11 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: str | None = None
     logprobs: ChatLogprobs | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    """Where asked for: the generated ids, with the one that ended the reply."""
+    """With `return_token_ids`: the generated ids, including the stop token."""
 
 
 class ChatResponse(msgspec.Struct, kw_only=True):
-    """The body of a reply that is not streamed."""
+    """The body of a non-streaming response."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -137,13 +137,13 @@ CHAT = Schema(
         "verbosity": ("medium",),
         "web_search_options": (),
     },
-    # Without tools there is nothing that could run in parallel.
+    # Has no effect without tools.
     harmless=HARMLESS | {"parallel_tool_calls"},
 )
 
 MESSAGE = Schema(
     Message,
     neutral={"audio": (), "function_call": (), "partial": (False,), "prefix": (False,), "weight": (1,)},
-    # What clients send back from earlier replies, and no template reads.
+    # Parts of earlier replies that clients send back; templates do not read them.
     harmless=frozenset({"annotations", "id", "refusal"}),
 )

@@ -1,8 +1,8 @@
-"""Honoured or refused: what becomes of each field of a request.
+"""Decoding of JSON objects with a rule for every field.
 
-A schema knows every documented field by name. Fields of its Struct are honoured; harmless ones
-cannot change the output and are taken without a word; the rest is refused unless the value asks
-for nothing. Nothing is ignored in silence: lenient servers say in `warnings` what they left out.
+Fields of the Struct are supported. Harmless fields cannot change the output and are accepted. All
+other fields are refused unless their value is null or neutral. No field is dropped silently: with
+--lenient-fields, dropped fields are listed in the response's `warnings`.
 """
 
 import json
@@ -24,17 +24,17 @@ _raw_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 @dataclass(frozen=True)
 class Schema(Generic[T]):
-    """One kind of JSON object, and what is known about its fields."""
+    """The fields of one kind of JSON object."""
 
     struct: type[T]
     neutral: Mapping[str, tuple[Any, ...]]
-    """Documented fields that are not honoured yet, with the values beside null that ask for nothing."""
+    """Known unsupported fields, with their accepted values beside null."""
     harmless: frozenset[str]
 
     def decode(self, body: bytes, lenient: bool, where: str = "") -> tuple[T, list[str]]:
-        """(the request, warnings). Raises RequestError naming the field at fault.
+        """(the object, warnings). Raises RequestError naming the field at fault.
 
-        `where` is put before field names, for objects inside a request.
+        `where` is the path of the object in the request, a prefix of field names in errors.
         """
         try:
             raw = _raw_object.decode(body)
@@ -47,20 +47,20 @@ class Schema(Generic[T]):
             raise RequestError(f"the body is not valid JSON: {error}") from None
 
     @cached_property
-    def _taken(self) -> frozenset[str]:
-        """Names that need no look at their value."""
+    def _accepted(self) -> frozenset[str]:
+        """Fields accepted with any value of the right type."""
         return self.harmless.union(self.struct.__struct_fields__)
 
     @cached_property
     def _known(self) -> frozenset[str]:
-        return self._taken.union(self.neutral)
+        return self._accepted.union(self.neutral)
 
     def _check_fields(self, raw: dict[str, msgspec.Raw], lenient: bool, where: str) -> list[str]:
         objections = []
-        for name in raw.keys() - self._taken:
+        for name in raw.keys() - self._accepted:
             if name not in self.neutral:
                 objections.append((where + name, "is not a field that this server knows"))
-            elif not self._asks_for_nothing(name, raw[name]):
+            elif not self._is_neutral(name, raw[name]):
                 objections.append((where + name, "is not supported with this value"))
         objections.sort()
         texts = [f"'{name}' {problem}" for name, problem in objections]
@@ -87,7 +87,7 @@ class Schema(Generic[T]):
                 raise RequestError(f"'{where}{name}' is there more than once", param=where + name)
             seen.add(name)
 
-    def _asks_for_nothing(self, name: str, raw: msgspec.Raw) -> bool:
+    def _is_neutral(self, name: str, raw: msgspec.Raw) -> bool:
         value = msgspec.json.decode(raw)
         return value is None or value in self.neutral[name]
 

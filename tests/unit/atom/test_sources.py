@@ -1,4 +1,4 @@
-"""Settings from variables and files: which one counts, and what is wrong with those that do not."""
+"""Settings from environment variables and files: precedence and errors."""
 
 import argparse
 from pathlib import Path
@@ -86,10 +86,10 @@ def test_a_switch_is_turned_off_by_each_source(tmp_path: Path) -> None:
         ("ATOM_MAX_NUM_SEQS", "many", "'many' is not a whole number"),
         ("ATOM_MAX_NUM_SEQS", "0", "at least 1"),
         ("ATOM_LOAD_DUMMY", "maybe", "not a switch: use 1 or 0"),
-        ("ATOM_DTYPE", "fp4", "none of auto"),
+        ("ATOM_DTYPE", "fp4", "not one of auto"),
         ("ATOM_ENABLE_EXPERT_PARALLEL", "1", "use -tp"),
-        ("ATOM_DATA_PARALLEL_SIZE", "2", "one server for each replica"),
-        ("ATOM_PORT", "tcp://10.0.0.7:80", "set by Kubernetes for a service"),
+        ("ATOM_DATA_PARALLEL_SIZE", "2", "one server per replica"),
+        ("ATOM_PORT", "tcp://10.0.0.7:80", "Kubernetes sets it for a service"),
     ],
 )
 def test_errors_name_the_variable(variable: str, text: str, words: str) -> None:
@@ -120,16 +120,16 @@ def test_variables_that_nothing_reads_are_named() -> None:
         "ATOM_LEVEL": "0",
     }
     assert unknown_variables(FIELDS, environ) == [
-        "ATOM_MAX_SEQS is set, and nothing reads it: did you mean ATOM_MAX_NUM_SEQS?",
-        "ATOM_ZZZZZZZZ is set, and nothing reads it: no variable has a similar name",
+        "ATOM_MAX_SEQS is set but unknown: did you mean ATOM_MAX_NUM_SEQS?",
+        "ATOM_ZZZZZZZZ is set but unknown: no variable has a similar name",
     ]
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("max-num-sequences: 3", "FILE: max-num-sequences is no setting: did you mean max_num_seqs?"),
-        ("frobnicate: 3", "FILE: frobnicate is no setting: see --help"),
+        ("max-num-sequences: 3", "FILE: max-num-sequences is not a setting: did you mean max_num_seqs?"),
+        ("frobnicate: 3", "FILE: frobnicate is not a setting: see --help"),
         ("max-num-seqs: many", "FILE: max-num-seqs: 'many' is not a whole number"),
         ("max-num-seqs: 1.5", "FILE: max-num-seqs: 1.5 is not a whole number"),
         ("max-num-seqs: true", "FILE: max-num-seqs: True is not a whole number"),
@@ -137,14 +137,14 @@ def test_variables_that_nothing_reads_are_named() -> None:
         ("load-dummy: 'yes'", "FILE: load-dummy: 'yes' is not a switch"),
         ("served-model-name: 123", "FILE: served-model-name: 123 is not a text; put it in quotes"),
         ("block-size:", "FILE: block-size: None is not a whole number"),
-        ("scheduler: {max-num-seqs: 3}", "FILE: scheduler is no setting"),
+        ("scheduler: {max-num-seqs: 3}", "FILE: scheduler is not a setting"),
         ("dtype: [auto]", "FILE: dtype: ['auto'] is not a text"),
         ("dtype: auto\ndtype: float32", "FILE: dtype is given twice (line 1)"),
         ("block-size: 16\nblock_size: 32", "FILE: block_size is given twice"),
-        ("hf-overrides: [1]", "FILE: hf-overrides: [1] is no JSON object, such as {"),
+        ("hf-overrides: [1]", "FILE: hf-overrides: [1] is not a JSON object, such as {"),
         ("data-parallel-size: 2", "FILE: data-parallel-size: data parallelism is not supported yet"),
-        ("- max-num-seqs", "FILE: it must hold lines of the form `flag: value`"),
-        ("1: 2", "FILE: it must hold lines of the form `flag: value`"),
+        ("- max-num-seqs", "FILE: it must contain lines of the form `flag: value`"),
+        ("1: 2", "FILE: it must contain lines of the form `flag: value`"),
         ("a: b: c", "FILE: mapping values are not allowed here (line 1)"),
         ("model: !!python/object:os.system x", "FILE: could not determine a constructor"),
     ],

@@ -1,4 +1,4 @@
-"""The process itself: start, readiness, draining, and what it does not import."""
+"""The frontend process: start, readiness, draining and imports."""
 
 import contextlib
 import http.client
@@ -47,7 +47,7 @@ def started(directory: Path, script: Script) -> Iterator[Process]:
         frame = launch_frame(core, checkpoint, directory / "supervisor", listener.fileno())
         process = spawn("frontend.main", frame, pass_fds=[listener.fileno()])
         stack.callback(end, process)
-        assert supervisor.poll(int(DEADLINE_S * 1000)), "the frontend said nothing"
+        assert supervisor.poll(int(DEADLINE_S * 1000)), "the frontend sent no message"
         message = Decoder[ToSupervisor](ToSupervisor).decode(supervisor.recv())
         yield Process(core, process, listener.getsockname()[1], message)
 
@@ -60,7 +60,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def begin_request(running: Process) -> http.client.HTTPConnection:
-    """A request that the core has received."""
+    """Send a request, and wait until the core has received it."""
     connection = http.client.HTTPConnection("127.0.0.1", running.client.port, timeout=DEADLINE_S)
     connection.request("POST", "/v1/completions", json.dumps({"prompt": "go"}))
     requests: list[AddRequest] = running.core.requests
@@ -84,7 +84,7 @@ def test_sigterm_lets_running_requests_end_and_takes_no_new_ones(tmp_path: Path)
         assert running.process.wait(DEADLINE_S) == 0
 
 
-def test_a_second_sigterm_hurries(tmp_path: Path) -> None:
+def test_a_second_sigterm_ends_draining(tmp_path: Path) -> None:
     with started(tmp_path, Script(ANSWER, reason=None)) as running:
         running.core.wait_for(lambda: running.client.exchange("GET", "/ready")[0] == 200)
         with contextlib.closing(begin_request(running)):
@@ -102,7 +102,7 @@ def test_a_broken_template_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
         assert running.process.wait(DEADLINE_S) == 1
 
 
-def test_heavy_libraries_stay_out() -> None:
+def test_heavy_libraries_are_not_imported() -> None:
     code = (
         "import sys, frontend.main;"
         "print(sorted({'torch', 'transformers', 'numpy', 'pydantic'} & sys.modules.keys()))"
