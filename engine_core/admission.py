@@ -52,7 +52,8 @@ def _check_processors(processors: LogitsProcessors) -> None:
         )
     if len(processors.bias_ids) != 4 * len(processors.bias_values):
         raise ValueError(
-            f"{len(processors.bias_values)} bias_values do not match bias_ids of {len(processors.bias_ids)} bytes"
+            f"{len(processors.bias_values)} bias_values do not match "
+            f"bias_ids of {len(processors.bias_ids)} bytes"
         )
     if not all(processors.bad_words):
         raise ValueError("a sequence of bad_words is empty")

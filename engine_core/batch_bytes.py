@@ -57,7 +57,7 @@ def check_frames(max_num_seqs: int, max_num_batched_tokens: int, block_size: int
 
 
 def row_bytes(settings: SharedSettings, prompt_ids: int, output_ids: int, num_blocks: int) -> int:
-    """Most bytes of a `NewRow` with so many ids, if its logits processors need them, and blocks of all groups."""
+    """Most bytes of a `NewRow`; `num_blocks` of all groups, ids only if logits processors need them."""
     ids = prompt_ids * settings.needs_prompt_ids + output_ids * settings.needs_output_ids
     return _HEADERS + settings.sampling_bytes + _INT * num_blocks + _ID * ids
 

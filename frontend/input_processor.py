@@ -7,7 +7,8 @@ import secrets
 from collections.abc import Collection, Sequence
 
 from atom.config.checkpoint import Checkpoint
-from atom.messages.engine import AddRequest, LogitsProcessors, Sampling, pack_ids
+from atom.messages.codec import encode
+from atom.messages.engine import MAX_ADD_REQUEST_BYTES, AddRequest, LogitsProcessors, Sampling, pack_ids
 from atom.sampling_params import SEED_LIMIT, SamplingParams
 from frontend.errors import RequestError
 from frontend.tokenizer import Tokenizer
@@ -72,17 +73,17 @@ class InputProcessor:
             )
         return room
 
-    def requests(
+    def request(
         self,
         prompt_ids: Sequence[int],
         params: SamplingParams,
         request_ids: Sequence[int],
         cache_salt: str = "",
-    ) -> list[AddRequest]:
-        """One request per id: the `n` sequences of one prompt, which differ in `sequence` only.
+    ) -> AddRequest:
+        """The request for the `n` sequences of one prompt, one for each id.
 
-        Raises RequestError for ids outside the vocabulary, too many tokens, and parameters that
-        need a tokenizer or another scheduling policy.
+        Raises RequestError for ids outside the vocabulary, too many tokens, parameters that need a
+        tokenizer or another scheduling policy, and more bytes than a message may have.
         """
         self._check_support(params)
         self._check_length(prompt_ids, params.max_tokens)
@@ -99,20 +100,24 @@ class InputProcessor:
         eos_token_ids = [] if params.ignore_eos else self._eos_token_ids
         stop_token_ids = list(params.stop_token_ids or ())
         logits_processors = self._logits_processors(params, [*eos_token_ids, *stop_token_ids])
-        return [
-            AddRequest(
-                request_id,
-                packed,
-                params.max_tokens,
-                _sampling(params, seed, sequence, logits_processors),
-                eos_token_ids=eos_token_ids,
-                stop_token_ids=stop_token_ids,
-                priority=params.priority,
-                cache_salt=cache_salt,
-                prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+        request = AddRequest(
+            list(request_ids),
+            packed,
+            params.max_tokens,
+            _sampling(params, seed, logits_processors),
+            eos_token_ids=eos_token_ids,
+            stop_token_ids=stop_token_ids,
+            priority=params.priority,
+            cache_salt=cache_salt,
+            prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+        )
+        if (size := len(encode(request))) > MAX_ADD_REQUEST_BYTES:
+            raise RequestError(
+                f"the prompt and its parameters take {size} bytes inside the server, and at most "
+                f"{MAX_ADD_REQUEST_BYTES} are possible: send a shorter prompt, or fewer parameters",
+                param="prompt",
             )
-            for sequence, request_id in enumerate(request_ids)
-        ]
+        return request
 
     def _logits_processors(self, params: SamplingParams, end_ids: list[int]) -> LogitsProcessors | None:
         """None if all have their neutral value: such rows cost the sampler nothing."""
@@ -180,16 +185,13 @@ class InputProcessor:
             )
 
 
-def _sampling(
-    params: SamplingParams, seed: int, sequence: int, processors: LogitsProcessors | None
-) -> Sampling:
+def _sampling(params: SamplingParams, seed: int, processors: LogitsProcessors | None) -> Sampling:
     return Sampling(
         temperature=float(params.temperature),
         top_k=max(params.top_k, 0),
         top_p=float(params.top_p),
         min_p=float(params.min_p),
         seed=seed,
-        sequence=sequence,
         logits_processors=processors,
         logprobs=-1 if params.logprobs is None else params.logprobs,
     )

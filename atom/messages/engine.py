@@ -170,7 +170,7 @@ class SampledLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class PromptLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Log probabilities of a chunk of one prompt. After a preemption chunks may come again, cut differently."""
+    """Log probabilities of a chunk of one prompt. After a preemption they may come again, cut differently."""
 
     owner: int
     """From a worker the row, from a core the request id."""

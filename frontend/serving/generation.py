@@ -112,7 +112,7 @@ class GenerationService(ABC, Generic[R]):
     async def answer(self, request: GenerateRequest) -> bytes:
         """The complete response as JSON. Cancelling aborts the generation."""
         counter = request.usage_counter()
-        results = [Update(add_request.request_id, array("i")) for add_request in request.requests]
+        results = [Update(request_id, array("i")) for request_id in request.request_ids]
         with self._client.open(request.requests, request.text, every_step=False) as stream:
             async for updates in stream:
                 for update in updates:
@@ -201,7 +201,7 @@ class GenerationService(ABC, Generic[R]):
             warnings=request.warnings,
             include_usage=request.include_usage,
         )
-        return ChunkTemplate(header, len(request.requests), self._delta)
+        return ChunkTemplate(header, len(request.request_ids), self._delta)
 
     def _render(
         self,
@@ -310,7 +310,7 @@ class GenerationService(ABC, Generic[R]):
         requests = []
         for prompt, options in zip(prompts, params, strict=True):
             ids = self._client.new_ids(options.n)
-            requests += self._inputs.requests(prompt.ids, options, ids, cache_salt)
+            requests.append(self._inputs.request(prompt.ids, options, ids, cache_salt))
         return requests
 
     async def _off_loop(self, size: int, work: Callable[[], T]) -> T:
