@@ -21,7 +21,7 @@ EVALUATION := .venv-accuracy
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
-.PHONY: help install serve test test-unit test-e2e test-slow test-models test-tokenizers accuracy test-kernels test-compile test-gpu lint type arch fmt readme models bench-latency bench-throughput bench-kernels bench-scheduler bench-serving bench-gpu bench-step bench-document check clean
+.PHONY: help install serve test test-unit test-e2e test-slow test-models test-tokenizers accuracy test-kernels test-compile test-gpu lint type arch fmt docs models bench-latency bench-throughput bench-kernels bench-scheduler bench-serving bench-gpu bench-step bench-document check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -110,8 +110,8 @@ fmt: $(INSTALLED) ## put the sources into shape
 	@$(BIN)/ruff check --fix --quiet $(SOURCES)
 	@$(BIN)/ruff format --quiet $(SOURCES)
 
-readme: $(INSTALLED) ## write the README's tables of flags and variables anew
-	@$(BIN)/python -m tools.readme_tables
+docs: $(INSTALLED) ## write the tables of flags and variables in docs/
+	@$(BIN)/python -m tools.docs_tables
 
 models: $(INSTALLED) ## run test-models, record what it proves and write docs/models.md; ARGS="-k NAME" for a part
 	@$(BIN)/python -m pytest -q tests/models --record tests/models/proven.json $(ARGS)
@@ -142,8 +142,9 @@ bench-gpu: $(INSTALLED) ## the engine on a GPU, beside vLLM's figures; writes do
 bench-step: $(INSTALLED) ## what a decode step takes on a GPU, and its kernels; --model PATH in ARGS
 	@$(BIN)/python -m atom.benchmarks.decode_step $(ARGS)
 
-bench-document: $(INSTALLED) ## write docs/benchmarks.md anew from docs/benchmarks; a result to keep: FILE in ARGS
+bench-document: $(INSTALLED) ## write docs/benchmarks.md and the picture from docs/benchmarks; add a result: FILE in ARGS
 	@$(BIN)/python -m atom.benchmarks.record $(ARGS)
+	@$(BIN)/python -m atom.benchmarks.serving.picture
 
 check: lint type test test-tokenizers ## what CI runs
 

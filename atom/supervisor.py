@@ -28,10 +28,11 @@ from atom.config.resolve import DeviceCapabilities
 from atom.config.server import ServerConfig
 from atom.messages.codec import Decoder, encode
 from atom.messages.launch import CoreLaunch, FrontendLaunch, PrepareLaunch, WorkerLaunch
-from atom.messages.supervisor import Dead, Progress, Ready, ToSupervisor
+from atom.messages.supervisor import Beat, Dead, Progress, Ready, ToSupervisor
 from atom.messages.worker import WorkerFailed
 from atom.utils import envs
 from atom.utils.exit_status import ExitStatus
+from atom.utils.liveness import PeerMonitor
 from atom.utils.logger import get_logger
 from atom.utils.process import spawn
 from atom.utils.run_directory import RunDirectory
@@ -97,6 +98,7 @@ class Supervisor:
         self._deaths: list[Dead] = []
         self._on_progress = on_progress
         self._last_received = time.monotonic()
+        self._monitor: PeerMonitor | None = None
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -146,6 +148,7 @@ class Supervisor:
 
     def start_engine(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
         """Start the core and its workers; `wait_ready` waits for them."""
+        self._monitor = PeerMonitor(config.reliability.hang_timeout)
         workers, status = self.endpoint("workers"), self.endpoint("supervisor")
         core = CoreLaunch(config, checkpoint, self.endpoint("core"), workers, status)
         self._spawn("core", "engine_core.process", core)
@@ -187,8 +190,12 @@ class Supervisor:
                 get_logger().info("still waiting for: %s", ", ".join(waiting))
 
     def check(self, wait_s: float = _POLL_S) -> None:
-        """Process the children's messages for up to `wait_s`; raises StartError if a child has ended."""
+        """Process the children's messages for up to `wait_s`.
+
+        Raises StartError if a child has ended or the core hangs.
+        """
         self._receive(wait_s)
+        self._check_hung()
         if self._unexpected_ends():
             self._receive_for(_FINAL_MESSAGE_S)
             raise self._root_cause(self._unexpected_ends())
@@ -256,8 +263,10 @@ class Supervisor:
     def _receive(self, wait_s: float) -> bool:
         if not self._socket.poll(int(wait_s * 1000)):
             return False
-        self._last_received = time.monotonic()
-        match self._decoder.decode(self._socket.recv()):
+        message = self._decoder.decode(self._socket.recv())
+        if not isinstance(message, Beat):
+            self._last_received = time.monotonic()
+        match message:
             case Ready(process, detail):
                 self._children[process].ready = True
                 self.details.update(detail)
@@ -265,7 +274,20 @@ class Supervisor:
                 self._on_progress(progress)
             case Dead() as death:
                 self._deaths.append(death)
+            case Beat(process) if self._monitor is not None:
+                self._monitor.seen(process)
         return True
+
+    def _check_hung(self) -> None:
+        """Raises StartError for a hung core; a hung frontend is logged. The core monitors its workers."""
+        if self._monitor is None:
+            return
+        while self._receive(0):  # beats that came while this process was stopped or busy
+            pass
+        self._monitor.update()
+        core = self._children.get("core")
+        if core is not None and not core.stopping and (reason := self._monitor.hung("core")):
+            raise StartError(reason)
 
     def _receive_for(self, wait_s: float) -> None:
         """Process messages until none has come for `wait_s`, at most ten times as long."""

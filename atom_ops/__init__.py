@@ -48,14 +48,13 @@ from atom_ops.ops.recurrent_state import StateLayer, StatePlan, StateShape, make
 from atom_ops.ops.rotary import rotary, rotation, rotation_at
 from atom_ops.ops.routing import RoutingRule, route
 from atom_ops.ops.sampling import SamplingBatch, sample
-from atom_ops.ops.sparse_attention import ChosenTokens, index_topk, sparse_latent_attention
+from atom_ops.ops.sparse_attention import TopKIndices, index_topk, sparse_latent_attention
 from atom_ops.transfer import to_device
 
 __all__ = [
     "BATCH_INVARIANT_SPLIT",
     "AttentionPlan",
     "AttentionRule",
-    "ChosenTokens",
     "ClampedSwiglu",
     "DecayWeights",
     "DecodeInputs",
@@ -75,6 +74,7 @@ __all__ = [
     "StateShape",
     "TokenLogprobs",
     "TokenRecord",
+    "TopKIndices",
     "absorb_queries",
     "add_norm_linear",
     "add_rms_norm",

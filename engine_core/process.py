@@ -1,10 +1,10 @@
 """`python -m engine_core.process`: an engine core with its sockets. Started by atom-launch.
 
     frontends   ROUTER  in:  Hello, AddRequest, Abort, GetStats, Profile
-                        out: CoreReady, TokenDeltas, CoreStats, CoreDead, ProfileResult
-    workers     ROUTER  in:  Loaded, WorkerReady, BatchResult, WorkerFailed, RankTrace
+                        out: CoreReady, CoreStalled, TokenDeltas, CoreStats, CoreDead, ProfileResult
+    workers     ROUTER  in:  Loaded, WorkerReady, BatchResult, WorkerFailed, WorkerBeat, RankTrace
                         out: AllocateKV, ScheduledBatch, Shutdown, Profile
-    supervisor  PUSH    out: Ready, Dead
+    supervisor  PUSH    out: Ready, Dead, Beat
 
 One thread runs one loop: wait for messages, process them, schedule steps, send the results.
 """
@@ -27,6 +27,7 @@ from atom.messages.engine import (
     AddRequest,
     CoreDead,
     CoreReady,
+    CoreStalled,
     CoreStats,
     GetStats,
     Hello,
@@ -35,13 +36,14 @@ from atom.messages.engine import (
 )
 from atom.messages.launch import CoreLaunch
 from atom.messages.profile import Profile, ProfileResult, RankTrace
-from atom.messages.supervisor import Dead, Ready, ToSupervisor
+from atom.messages.supervisor import Beat, Dead, Ready, ToSupervisor
 from atom.messages.worker import (
     AllocateKV,
     BatchResult,
     FromWorker,
     Loaded,
     Shutdown,
+    WorkerBeat,
     WorkerFailed,
     WorkerReady,
 )
@@ -49,6 +51,7 @@ from atom.utils import envs
 from atom.utils.errors import one_line
 from atom.utils.exit_status import ExitStatus
 from atom.utils.install_check import check_install
+from atom.utils.liveness import Beats, PeerMonitor, SilenceTimer, beat_interval
 from atom.utils.logger import get_logger, setup_logging
 from atom.utils.process import read_launch
 from atom.utils.step_trace import StepTrace
@@ -64,7 +67,7 @@ _NAME = "core"
 _POLL_MS = 250  # also how long SIGTERM may wait while nothing happens
 _LOAD_DEADLINE_S = 3600.0
 _WARM_UP_DEADLINE_S = 1800.0
-_STEP_DEADLINE_S = 600.0
+_MAX_GAP_S = 1.0  # of the step timer: while the core itself is stopped, no step takes longer
 _LINGER_MS = 2000
 _HELLO_MS = 500  # a connecting frontend retries every 100 ms
 
@@ -86,13 +89,22 @@ class CoreProcess:
         self._frontends = FrontendLink(self._context, launch.frontends)
         self._supervisor = self._context.socket(zmq.PUSH)
         self._supervisor.connect(launch.supervisor)
+        timeouts = launch.config.reliability
+        interval = beat_interval(timeouts.hang_timeout)
+        self._beats = Beats(self._context, zmq.PUSH, launch.supervisor, Beat(_NAME), interval)
+        self._worker_monitor = PeerMonitor(timeouts.hang_timeout)
+        self._step_timer = SilenceTimer(_MAX_GAP_S)
+        self._step_timeout_s = timeouts.step_timeout
+        self._step_done = False
         self._poller = zmq.Poller()
         self._poller.register(self._workers.socket, zmq.POLLIN)
         self._trace = StepTrace(launch.config.observability.step_trace, _NAME)
         traced = launch.config.observability.torch_profiler_dir is not None
         self._profiling = Profiling(self._num_ranks, traced)
         self._connected: dict[bytes, int] = {}  # number of each connected frontend, by identity
-        self._dropped: set[bytes] = set()  # frontends that did not read their tokens, until their next Hello
+        self._dropped: dict[
+            bytes, int
+        ] = {}  # frontends that did not read their tokens, until their next Hello
         self._checked_at_step = 0
 
     def run(self) -> int:
@@ -148,7 +160,10 @@ class CoreProcess:
                 missing = ", ".join(str(rank) for rank in range(self._num_ranks) if rank not in got)
                 raise CoreFailure(f"waited {deadline_s:.0f} s for worker {missing} {doing}")
             self._poller.poll(_POLL_MS)
+            self._beats.send_if_due()
             for message in self._workers.receive():
+                if isinstance(message, WorkerBeat):
+                    continue
                 if not isinstance(message, kind):
                     raise _unexpected(message)
                 got[message.rank] = message
@@ -176,9 +191,11 @@ class CoreProcess:
     def _serve(self, core: EngineCore, ready: CoreReady) -> None:
         """Run the engine until a signal. Messages that frontends sent earlier are received from here on."""
         self._poller.register(self._frontends.socket, zmq.POLLIN)
+        for rank in range(self._num_ranks):
+            self._worker_monitor.seen(_worker(rank))
         while not self.stopping:
-            if not self._poller.poll(_POLL_MS):
-                self._check_idle(core)
+            if not self._poller.poll(0 if core.has_sliced_work else _POLL_MS):
+                self._check_integrity(core)
             results = [self._process_worker_message(core, message) for message in self._workers.receive()]
             for identity, message in self._frontends.receive():
                 self._process_frontend_message(core, ready, identity, message)
@@ -190,14 +207,20 @@ class CoreProcess:
                     self._send_to_frontend(core, identity, deltas)
             if self._profiling.is_timed:
                 self._finish_profile(core, self._profiling.overdue())
+            self._beats.send_if_due()
+            self._check_workers(core, ready)
 
     def _process_worker_message(self, core: EngineCore, message: FromWorker) -> dict[bytes, TokenDeltas]:
+        if isinstance(message, WorkerBeat):
+            self._worker_monitor.seen(_worker(message.rank))
+            return {}
         if isinstance(message, RankTrace):
             self._finish_profile(core, self._profiling.add_trace(message))
             return {}
         if not isinstance(message, BatchResult):
             raise _unexpected(message)
         self._trace.mark("result", message.step)
+        self._step_done = True
         return core.update(message)
 
     def _process_frontend_message(
@@ -209,7 +232,7 @@ class CoreProcess:
         match message:
             case Hello(number):
                 self._register_frontend(core, identity, number)
-                self._send_to_frontend(core, identity, ready)
+                self._send_to_frontend(core, identity, self._status(ready))
             case AddRequest():
                 refusal = core.add(message, identity)
                 if refusal is not None:
@@ -244,19 +267,19 @@ class CoreProcess:
             if its_number == number and known != identity:
                 self._remove_frontend(core, known)
         self._connected[identity] = number
-        self._dropped.discard(identity)
+        self._dropped = {known: dropped for known, dropped in self._dropped.items() if dropped != number}
 
     def _send_to_frontend(
         self,
         core: EngineCore,
         identity: bytes,
-        message: TokenDeltas | CoreReady | CoreStats | ProfileResult,
+        message: TokenDeltas | CoreReady | CoreStalled | CoreStats | ProfileResult,
     ) -> None:
         """Send, or abort all requests of a frontend that cannot be reached: no token may be lost."""
         if not self._frontends.send(identity, message):
             number = self._connected.get(identity, -1)
             self._remove_frontend(core, identity)
-            self._dropped.add(identity)
+            self._dropped[identity] = number
             get_logger().warning(
                 "frontend %d is gone or does not read its tokens: its requests are aborted", number
             )
@@ -265,17 +288,29 @@ class CoreProcess:
         core.abort_frontend(identity)
         self._connected.pop(identity, None)
 
-    def _check_idle(self, core: EngineCore) -> None:
-        """After a quiet poll: check the deadline of the oldest step, or the integrity of an idle core."""
-        sent_at = core.oldest_sent_at
-        if sent_at is not None:
-            if time.monotonic() - sent_at > _STEP_DEADLINE_S:
-                raise CoreFailure(f"the workers have not finished a step for {_STEP_DEADLINE_S:.0f} s")
+    def _check_workers(self, core: EngineCore, ready: CoreReady) -> None:
+        """Raises CoreFailure for a hung worker or step; notifies frontends of unresponsive workers."""
+        seen = self._step_done or not core.num_in_flight
+        self._step_done = False
+        if self._step_timer.update(seen) > self._step_timeout_s:
+            raise CoreFailure(f"the workers have not finished a step for {self._step_timeout_s:.0f} s")
+        if self._worker_monitor.update():
+            for identity in list(self._connected):
+                self._send_to_frontend(core, identity, self._status(ready))
+        if reason := self._worker_monitor.hung():
+            raise CoreFailure(reason)
+
+    def _status(self, ready: CoreReady) -> CoreReady | CoreStalled:
+        reason = self._worker_monitor.unresponsive
+        return CoreStalled(reason) if reason else ready
+
+    def _check_integrity(self, core: EngineCore) -> None:
+        """Check the integrity of an idle core slice by slice, once after its last step."""
+        if core.num_in_flight or core.has_sliced_work:
             return
         steps = core.stats().steps
-        if steps != self._checked_at_step:
+        if steps != self._checked_at_step and core.check_integrity_slice():
             self._checked_at_step = steps
-            core.check_integrity()
 
     # End
 
@@ -299,6 +334,10 @@ class CoreProcess:
 
     def _send_to_supervisor(self, message: ToSupervisor) -> None:
         self._supervisor.send(encode(message), zmq.DONTWAIT)
+
+
+def _worker(rank: int) -> str:
+    return f"worker {rank}"
 
 
 def _unexpected(message: FromWorker) -> CoreFailure:

@@ -12,8 +12,9 @@ from aiohttp import web
 
 from atom.messages.codec import encode
 from atom.messages.launch import FrontendLaunch
-from atom.messages.supervisor import Dead, Ready, ToSupervisor
+from atom.messages.supervisor import Beat, Dead, Ready, ToSupervisor
 from atom.utils.exit_status import ExitStatus
+from atom.utils.liveness import Beats, beat_interval
 from atom.utils.logger import get_logger, setup_logging
 from atom.utils.process import read_launch
 from frontend import keys
@@ -50,9 +51,11 @@ async def serve(launch: FrontendLaunch) -> None:
     gc.freeze()  # objects made so far live as long as the process
     try:
         ready = asyncio.create_task(_report_ready(app, launch.supervisor))
+        beats = asyncio.create_task(_send_beats(launch))
         await stop.first.wait()
         ready.cancel()
         await _drain(app, stop, launch.server.shutdown_timeout)
+        beats.cancel()
     finally:
         await runner.cleanup()
 
@@ -61,6 +64,19 @@ async def _report_ready(app: web.Application, supervisor: str) -> None:
     # No deadline here: the supervisor bounds the whole start.
     await app[keys.CLIENT].wait_ready()
     _report(supervisor, Ready(_PROCESS))
+
+
+async def _send_beats(launch: FrontendLaunch) -> None:
+    """A sign of life from the event loop, for the supervisor."""
+    interval = beat_interval(launch.config.reliability.hang_timeout)
+    with zmq.Context() as context:
+        beats = Beats(context, zmq.PUSH, launch.supervisor, Beat(_PROCESS), interval)
+        try:
+            while True:
+                beats.send_if_due()
+                await asyncio.sleep(interval)
+        finally:
+            beats.close()
 
 
 async def _drain(app: web.Application, stop: "_StopSignal", timeout_s: float) -> None:

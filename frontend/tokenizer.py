@@ -1,4 +1,4 @@
-"""Text to token ids and back, from one tokenizer.json."""
+"""Encodes text and decodes token ids with a tokenizer.json."""
 
 import functools
 import json
@@ -22,7 +22,7 @@ class Tokenizer:
     """A checkpoint's tokenizer. Encoding releases the GIL, and may run in any thread."""
 
     def __init__(self, backend: tokenizers.Tokenizer, leading_id: int | None = None):
-        """`leading_id` is put before prompts whose own post-processor does not do so."""
+        """`leading_id` is put before prompts if the post-processor does not do so."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -31,11 +31,11 @@ class Tokenizer:
         self._added = backend.get_added_tokens_decoder()
         self._letter = backend.encode("a", add_special_tokens=False).ids[-1:]
         self.token_bytes = functools.lru_cache(_CACHED_TOKENS)(self._token_bytes)
-        """The bytes that one id alone stands for, perhaps part of a character; cached."""
+        """The bytes of one id, perhaps part of a character; cached."""
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> "Tokenizer | None":
-        """None for a checkpoint that serves token ids only; ValueError for a broken file."""
+        """None for a checkpoint without a tokenizer. Raises ValueError for an invalid file."""
         if checkpoint.tokenizer_file is None:
             return None
         try:
@@ -47,19 +47,19 @@ class Tokenizer:
             leading_id = backend.token_to_id(checkpoint.template_tokens.get("bos_token", ""))
             if leading_id is None:
                 raise ValueError(
-                    f"{checkpoint.tokenizer_file} has no id for the bos_token that prompts begin with"
+                    f"{checkpoint.tokenizer_file} has no id for the bos_token (add_bos_token is set)"
                 )
         return cls(backend, leading_id)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; with special tokens, as a plain prompt begins and ends."""
+        """Token ids of `text`, by default with the special tokens at the beginning and end of prompts."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         if add_special_tokens and self._leading_id is not None and ids[:1] != [self._leading_id]:
             ids.insert(0, self._leading_id)
         return ids
 
     def added_id(self, text: str) -> int | None:
-        """The id of the token that was added to the vocabulary as `text`."""
+        """The id of the added token `text`; None if there is none."""
         return next((i for i, token in self._added.items() if token.content == text), None)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -67,7 +67,7 @@ class Tokenizer:
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def stream(self, context: Sequence[int] = (), skip_special_tokens: bool = True) -> DecodeStream:
-        """An incremental decoder that goes on after `context`."""
+        """An incremental decoder that continues after `context`."""
         return DecodeStream(ids=list(context), skip_special_tokens=skip_special_tokens)
 
     def step(self, stream: DecodeStream, token_id: int) -> str | None:
@@ -81,21 +81,21 @@ class Tokenizer:
     def _token_bytes(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id)
         if token is None:
-            return b""  # the model's vocabulary is padded beyond the tokenizer's
+            return b""  # the model's vocabulary is padded
         if added := self._added.get(token_id):
             return added.content.encode()
         if "ByteLevel" in self._kinds:
             return b"".join(_BYTE_OF.get(character) or character.encode() for character in token)
         if "ByteFallback" in self._kinds and (byte := _BYTE_TOKEN.fullmatch(token)):
             return bytes.fromhex(byte[1])
-        # Decoders treat the beginning of a text differently, so the token is put behind a letter.
+        # Decoders treat the beginning of a text differently, so decode the token after a letter.
         before = self.decode(self._letter, skip_special_tokens=False)
         both = self.decode([*self._letter, token_id], skip_special_tokens=False)
         return both[len(before) :].encode()
 
 
 def _decoder_kinds(decoder: dict[str, Any] | None) -> Iterator[str]:
-    """The names of a decoder and of those that it consists of."""
+    """The types of a decoder and its parts."""
     if decoder is not None:
         yield decoder["type"]
         for part in decoder.get("decoders", ()):
@@ -105,8 +105,7 @@ def _decoder_kinds(decoder: dict[str, Any] | None) -> Iterator[str]:
 def _byte_level_alphabet() -> dict[str, bytes]:
     """Byte-level vocabularies write each byte as one printable character.
 
-    Bytes that Latin-1 prints stand for themselves; the others, in their order, for the
-    characters from U+0100 on.
+    Printable Latin-1 bytes map to themselves, the others in order to U+0100 and up.
     """
     alphabet, others = {}, 0
     for byte in range(256):

@@ -47,16 +47,28 @@ def profile_batch(
     for row, count in enumerate(counts):
         blocks = list(range(first_block, first_block + -(-count // block_size)))
         first_block += len(blocks)
-        length, prompt_length = count, count
+        num_known, prompt_length, prompt_logprobs = count, count, MAX_LOGPROBS
         if row == len(counts) - 1 and max_model_len - 1 > count:
-            length, prompt_length = max_model_len - 1, 1
-            blocks = (blocks * -(-length // block_size))[: -(-length // block_size)]
+            num_known, prompt_length, prompt_logprobs = max_model_len - 1, 1, -1
+            blocks = (blocks * -(-num_known // block_size))[: -(-num_known // block_size)]
         block_ids = [[row] if isinstance(group, StateGroup) else blocks for group in groups]
-        token_ids = pack_ids(token % vocab_size for token in range(length))
+        prompt_ids = pack_ids(range(min(prompt_length, vocab_size)))
+        output_ids = pack_ids(token % vocab_size for token in range(num_known - prompt_length))
         new_rows.append(
-            NewRow(row, token_ids, length - count, block_ids, sampling, prompt_length, MAX_LOGPROBS)
+            NewRow(
+                row,
+                num_known,
+                num_known - count,
+                block_ids,
+                sampling,
+                prompt_length,
+                prompt_logprobs,
+                prompt_ids,
+                output_ids,
+            )
         )
-    return ScheduledBatch(-1, list(range(len(counts))), list(counts), new_rows)
+    token_ids = pack_ids(token % vocab_size for count in counts for token in range(count))
+    return ScheduledBatch(-1, list(range(len(counts))), list(counts), new_rows, token_ids=token_ids)
 
 
 def _profile_sampling(vocab_size: int) -> Sampling:

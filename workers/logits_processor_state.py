@@ -121,13 +121,10 @@ class LogitsProcessorState:
         penalties = (processors.repetition_penalty, processors.frequency_penalty, processors.presence_penalty)
         words = [word for word in processors.bad_words if len(word) > 1]
         banned = [word[0] for word in processors.bad_words if len(word) == 1]
-        token_ids = _ids(new.token_ids)
-        prompt = (
-            np.unique(token_ids[: new.prompt_length]) if processors.repetition_penalty != 1 else _ids(b"")
-        )
-        needs_record = bool(words) or penalties != (1, 0, 0)
+        prompt = _ids(new.prompt_ids)
+        needs_record = processors.needs_output_ids
         if needs_record:
-            self._fill_record(new.row, prompt, token_ids[new.prompt_length :])
+            self._fill_record(new.row, prompt, _ids(new.output_ids))
         return RowLogitsProcessors(
             allowed=_ids(processors.allowed_ids),
             bias_ids=np.concatenate([_ids(processors.bias_ids), np.array(banned, np.int64)]),

@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections import deque
@@ -26,6 +27,7 @@ from atom.messages.worker import (
     ScheduledBatch,
     Shutdown,
     ToWorker,
+    WorkerBeat,
     WorkerFailed,
     WorkerReady,
 )
@@ -33,6 +35,7 @@ from atom.utils import envs
 from atom.utils.errors import one_line
 from atom.utils.exit_status import ExitStatus
 from atom.utils.install_check import check_install
+from atom.utils.liveness import Beats, beat_interval
 from atom.utils.logger import setup_logging
 from atom.utils.process import read_launch
 from atom.utils.step_trace import StepTrace
@@ -73,7 +76,7 @@ def main() -> None:
 
 
 class Link:
-    """The worker's two sockets: to its engine core and to the supervisor."""
+    """The worker's sockets: to its engine core, to the supervisor, and for beats."""
 
     def __init__(self, launch: WorkerLaunch):
         self._rank = launch.rank
@@ -87,6 +90,13 @@ class Link:
             socket.connect(endpoint)
         self._decoder: Decoder[ToWorker] = Decoder(ToWorker)
         self._next_progress = 0.0
+        self._closing = threading.Event()
+        interval = beat_interval(launch.config.reliability.hang_timeout)
+        self._beats = Beats(self._context, zmq.DEALER, launch.core, WorkerBeat(launch.rank), interval)
+        self._beat_thread = threading.Thread(
+            target=self._send_beats, args=(interval,), name="beats", daemon=True
+        )
+        self._beat_thread.start()
 
     def send(self, message: msgspec.Struct) -> None:
         self._core.send(encode(message))
@@ -110,7 +120,15 @@ class Link:
 
     def close(self) -> None:
         """Close the sockets once the last messages are sent."""
+        self._closing.set()
+        self._beat_thread.join()
         self._context.destroy(linger=_LINGER_MS)
+
+    def _send_beats(self, interval_s: float) -> None:
+        """Runs in a thread of its own: a step may take minutes, and releases the GIL meanwhile."""
+        while not self._closing.wait(interval_s):
+            self._beats.send_if_due()
+        self._beats.close()
 
 
 def _work(launch: WorkerLaunch, link: Link) -> None:

@@ -256,8 +256,8 @@ class Worker:
         blocks = list(range(-(-reserved // self._config.cache.block_size)))
         groups = self._model.kv_groups
         block_ids = [[0] if isinstance(group, StateGroup) else blocks for group in groups]
-        row = NewRow(0, pack_ids([0] * prompt), 0, block_ids, _GREEDY, prompt)
-        return ScheduledBatch(-1, [0], [prompt], [row])
+        row = NewRow(0, prompt, 0, block_ids, _GREEDY, prompt)
+        return ScheduledBatch(-1, [0], [prompt], [row], token_ids=pack_ids([0] * prompt))
 
     def _kv_bytes(self) -> int:
         if self._device.type == "cpu":

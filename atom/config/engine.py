@@ -7,6 +7,7 @@ from atom.config.device import DeviceConfig
 from atom.config.model import ModelConfig
 from atom.config.observability import ObservabilityConfig
 from atom.config.parallel import ParallelConfig
+from atom.config.reliability import ReliabilityConfig
 from atom.config.scheduler import SchedulerConfig
 
 
@@ -20,3 +21,4 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+    reliability: ReliabilityConfig = field(default_factory=ReliabilityConfig)

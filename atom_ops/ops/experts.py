@@ -103,16 +103,16 @@ def experts(
     own row alone, NaN in other rows included; to the last bit where `linear` is batch-invariant.
     Choices are summed in float32. On a GPU nothing waits for the device.
     """
-    if x_TD.is_cuda and (BATCH_INVARIANT in linear.order or not _has_grouped_products(x_TD, weights)):
-        return _all_over_all(x_TD, ids_TJ, weights_TJ, weights, activation)
+    if x_TD.is_cuda and (BATCH_INVARIANT in linear.order or not _has_grouped_gemm(x_TD, weights)):
+        return _dense_fallback(x_TD, ids_TJ, weights_TJ, weights, activation)
     tokens, chosen = ids_TJ.shape
     ids_P, order_P = ids_TJ.flatten().sort(stable=True)
     numbers_X = torch.arange(weights.down_XDF.shape[0], device=x_TD.device)
     ends_X = torch.searchsorted(ids_P, numbers_X, right=True, out_int32=True)
     x_PD = x_TD[order_P // chosen]
-    inner_PO = _grouped_linear(x_PD, weights.gate_up_XOD, weights.gate_up_bias_XO, ids_P, ends_X)
+    inner_PO = _grouped_gemm(x_PD, weights.gate_up_XOD, weights.gate_up_bias_XO, ids_P, ends_X)
     inner_PF = _activate(inner_PO, activation)
-    sorted_PD = _grouped_linear(inner_PF, weights.down_XDF, weights.down_bias_XD, ids_P, ends_X)
+    sorted_PD = _grouped_gemm(inner_PF, weights.down_XDF, weights.down_bias_XD, ids_P, ends_X)
     out_PD = torch.empty_like(sorted_PD)
     out_PD[order_P] = sorted_PD
     out_TJD = out_PD.unflatten(0, (tokens, chosen)).float()
@@ -125,7 +125,7 @@ def _activate(x_P2F: Tensor, activation: ExpertActivation) -> Tensor:
     return clamped_swiglu(x_P2F, activation.limit, activation.alpha)
 
 
-def _grouped_linear(
+def _grouped_gemm(
     x_PI: Tensor, weight_XOI: Tensor, bias_XO: Tensor | None, ids_P: Tensor, ends_X: Tensor
 ) -> Tensor:
     """Each row times the weight of its expert, [P, O]; expert e has the rows up to ends_X[e]."""
@@ -141,7 +141,7 @@ def _grouped_linear(
     return out_PO if bias_XO is None else out_PO + bias_XO[ids_P]
 
 
-def _has_grouped_products(x_TD: Tensor, weights: ExpertWeights) -> bool:
+def _has_grouped_gemm(x_TD: Tensor, weights: ExpertWeights) -> bool:
     """Whether torch multiplies group by group on this GPU without asking it for the groups' sizes.
 
     It has kernels for bfloat16 on Hopper and Blackwell, over rows of whole 16 bytes; everything
@@ -156,7 +156,7 @@ def _has_grouped_products(x_TD: Tensor, weights: ExpertWeights) -> bool:
     )
 
 
-def _all_over_all(
+def _dense_fallback(
     x_TD: Tensor,
     ids_TJ: Tensor,
     weights_TJ: Tensor,
@@ -168,13 +168,13 @@ def _all_over_all(
     for expert in range(weights.down_XDF.shape[0]):
         chosen_TJ = ids_TJ == expert
         share_T1 = weights_TJ.where(chosen_TJ, 0.0).sum(1, keepdim=True)
-        inner_T2F = linear(x_TD, weights.gate_up_XOD[expert], _of(weights.gate_up_bias_XO, expert))
+        inner_T2F = linear(x_TD, weights.gate_up_XOD[expert], _bias_of(weights.gate_up_bias_XO, expert))
         inner_TF = _activate(inner_T2F, activation)
-        y_TD = linear(inner_TF, weights.down_XDF[expert], _of(weights.down_bias_XD, expert))
+        y_TD = linear(inner_TF, weights.down_XDF[expert], _bias_of(weights.down_bias_XD, expert))
         # Not a factor of zero, which would keep another expert's infinity.
         out_TD += (y_TD.float() * share_T1).where(chosen_TJ.any(1, keepdim=True), 0.0)
     return out_TD.to(x_TD.dtype)
 
 
-def _of(biases: Tensor | None, expert: int) -> Tensor | None:
+def _bias_of(biases: Tensor | None, expert: int) -> Tensor | None:
     return None if biases is None else biases[expert]

@@ -93,11 +93,11 @@ def write_kv(k_TKE: Tensor, v_TKE: Tensor, cache: KVLayer, slots_T: Tensor) -> N
 def store(stored: Tensor, slots_T: Tensor, new: Tensor) -> None:
     """stored[slots] = new, slot by slot; on a GPU a negative slot stores nothing."""
     if slots_T.is_cuda and len(slots_T):
-        slots_T, new = without_spare_rows(stored, slots_T, new)
+        slots_T, new = without_padding_rows(stored, slots_T, new)
     stored.index_copy_(0, slots_T, new)
 
 
-def without_spare_rows(stored: Tensor, slots_T: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+def without_padding_rows(stored: Tensor, slots_T: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     """Slots and numbers that store the same, but with a slot for each row; the device decides.
 
     A row without a slot repeats what another row stores. If there is none, all of them store

@@ -68,13 +68,13 @@ def _of_slice(logits_NV: Tensor, ids_N: Tensor, top: int) -> TokenLogprobs:
     logits_N1 = logits_NV.gather(1, ids_NW)
     ranks_N = (logits_NV > logits_N1).sum(-1) + 1
     if top:
-        ids_NW = torch.cat((ids_NW, _most_likely(logits_NV, top)), dim=1)
+        ids_NW = torch.cat((ids_NW, _top_ids(logits_NV, top)), dim=1)
     # Not logsumexp: on a GPU that cuts a row into parts that depend on the number of rows.
     values_NW = logits_NV.log_softmax(-1).gather(1, ids_NW)
     return TokenLogprobs(ids_NW, values_NW, ranks_N)
 
 
-def _most_likely(logits_NV: Tensor, top: int) -> Tensor:
+def _top_ids(logits_NV: Tensor, top: int) -> Tensor:
     """Ids by falling logit, then rising id, [N, top].
 
     torch.topk leaves the order of equals open, so it is given keys that are never equal: the bits

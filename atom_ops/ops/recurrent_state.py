@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from atom_ops.ops.kv_cache import without_spare_rows, zeros
+from atom_ops.ops.kv_cache import without_padding_rows, zeros
 from atom_ops.transfer import to_device
 
 
@@ -108,7 +108,7 @@ class StatePlan:
         """Leave the rows' new states behind."""
         slots = self.slots_R.index_select(0, rows)
         if self.query_lens is None:
-            slots, new = without_spare_rows(states, slots, new)
+            slots, new = without_padding_rows(states, slots, new)
         states.index_copy_(0, slots, new.to(states.dtype))
 
 

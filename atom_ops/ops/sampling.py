@@ -16,7 +16,7 @@ from atom_ops.ops.philox import uniform
 from atom_ops.tolerances import EXACT
 from atom_ops.transfer import to_device
 
-TOKEN_DRAW = 0
+SAMPLE_TOKEN = 0
 """The purpose, in the random counter, of the draw that picks a token."""
 
 _SPAN = 256
@@ -25,7 +25,7 @@ _CANDIDATES = 256
 _BITS_OF_ONE = 0x3F800000
 _DIGIT = 15
 _DIGIT_MASK = (1 << _DIGIT) - 1
-_LIMIT_SLICE = 1 << 22  # weights looked at together: bounds the memory of the histograms' indices
+_FILTER_SLICE = 1 << 22  # weights looked at together: bounds the memory of the histograms' indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class SamplingBatch:
     """int64."""
     random_rows: Tensor | None
     """int64 [S]: the rows that are not greedy; None when that is all."""
-    limited_rows: Tensor | None
+    filtered_rows: Tensor | None
     """int64 [L]: which of the S have a top-k or a top-p; None when none has."""
     any_random: bool
     """Whether S is more than 0; the others are about the S rows too."""
@@ -73,7 +73,7 @@ class SamplingBatch:
             return to_device(column, device)
 
         random = np.flatnonzero(temperature > 0)
-        limited = np.flatnonzero((top_k[random] > 0) | (top_p[random] < 1))
+        filtered = np.flatnonzero((top_k[random] > 0) | (top_p[random] < 1))
         return SamplingBatch(
             temperature_R=tensor(temperature),
             top_k_R=tensor(top_k),
@@ -82,7 +82,7 @@ class SamplingBatch:
             seed_R=tensor(seed.view(np.int64)),
             sequence_R=tensor(sequence),
             random_rows=None if len(random) == len(temperature) else tensor(random),
-            limited_rows=tensor(limited) if len(limited) else None,
+            filtered_rows=tensor(filtered) if len(filtered) else None,
             any_random=len(random) > 0,
             any_top_k=bool((top_k[random] > 0).any()),
             any_top_p=bool((top_p[random] < 1).any()),
@@ -124,7 +124,7 @@ def _case(rows: int, vocabulary: int) -> Case:
 def sample(logits_RV: Tensor, batch: SamplingBatch, positions_R: Tensor) -> Tensor:
     """One token id for each row, int64 [R].
 
-    `positions_R` (int64) is the index that the drawn token will have in its sequence.
+    `positions_R` (int64) is the index that the sampled token will have in its sequence.
 
     A greedy row takes the most likely token, the smallest id among equals. Any other row divides
     its logits by its temperature and drops tokens in this order:
@@ -139,18 +139,18 @@ def sample(logits_RV: Tensor, batch: SamplingBatch, positions_R: Tensor) -> Tens
     device. A row with NaN among its logits, or with nothing but minus infinity, draws some id of
     the vocabulary.
     """
-    top_R, greedy_R = _most_likely(logits_RV)
+    top_R, greedy_R = _top1(logits_RV)
     if not batch.any_random:
         return greedy_R
     rows = batch.random_rows
     if rows is None:
-        return _draw(logits_RV, top_R, batch, positions_R)
+        return _sample_rows(logits_RV, top_R, batch, positions_R)
     logits_SV = logits_RV.index_select(0, rows)  # indexing takes several times as long
-    drawn_S = _draw(logits_SV, top_R[rows], batch.only(rows), positions_R[rows])
-    return greedy_R.index_copy_(0, rows, drawn_S)
+    sampled_S = _sample_rows(logits_SV, top_R[rows], batch.only(rows), positions_R[rows])
+    return greedy_R.index_copy_(0, rows, sampled_S)
 
 
-def _most_likely(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+def _top1(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     """The largest logit of each row and the first id that has it.
 
     By spans of ids, because a maximum without its index takes a tenth of the time.
@@ -161,20 +161,20 @@ def _most_likely(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     return top_R, span_R * spans.shape[2] + best.max(-1).indices
 
 
-def _draw(logits_SV: Tensor, top_S: Tensor, batch: SamplingBatch, positions_S: Tensor) -> Tensor:
+def _sample_rows(logits_SV: Tensor, top_S: Tensor, batch: SamplingBatch, positions_S: Tensor) -> Tensor:
     """`batch` has the columns of the S rows."""
     weights_SW = _weights(logits_SV, top_S, batch)
-    u_S = uniform(batch.seed_R, batch.sequence_R, positions_S, TOKEN_DRAW)
-    rows = batch.limited_rows
+    u_S = uniform(batch.seed_R, batch.sequence_R, positions_S, SAMPLE_TOKEN)
+    rows = batch.filtered_rows
     if rows is None:
-        drawn_S = _first_id_above(weights_SW, u_S)
+        sampled_S = _first_id_above(weights_SW, u_S)
     elif len(rows) == len(u_S):
-        drawn_S = _draw_limited(weights_SW, u_S, batch)
+        sampled_S = _sample_filtered(weights_SW, u_S, batch)
     else:
-        drawn_S = _first_id_above(weights_SW, u_S)
-        drawn_S.index_copy_(0, rows, _draw_limited(weights_SW[rows], u_S[rows], batch.only(rows)))
+        sampled_S = _first_id_above(weights_SW, u_S)
+        sampled_S.index_copy_(0, rows, _sample_filtered(weights_SW[rows], u_S[rows], batch.only(rows)))
     # Unless there are NaN in the logits, or no number at all, there is nothing to clamp.
-    return drawn_S.clamp_(max=logits_SV.shape[1] - 1)
+    return sampled_S.clamp_(max=logits_SV.shape[1] - 1)
 
 
 def _weights(logits_SV: Tensor, top_S: Tensor, batch: SamplingBatch) -> Tensor:
@@ -219,25 +219,25 @@ def _first_above(reached: Tensor, target: Tensor) -> Tensor:
     return found.clamp_(max=reached.shape[1] - 1)
 
 
-def _draw_limited(weights_LW: Tensor, u_L: Tensor, batch: SamplingBatch) -> Tensor:
+def _sample_filtered(weights_LW: Tensor, u_L: Tensor, batch: SamplingBatch) -> Tensor:
     """Like `_first_id_above` among the tokens that top-k and top-p leave; `batch` is of the L rows."""
     top_k_L, top_p_L = batch.top_k_R, batch.top_p_R.double()
-    drawn_L, settled_L = _draw_from_candidates(weights_LW, u_L, top_k_L, top_p_L)
-    size = max(1, _LIMIT_SLICE // weights_LW.shape[1])
-    for rows in (~settled_L).nonzero().squeeze(1).split(size):
-        part = weights_LW[rows]
+    sampled_L, complete_L = _sample_candidates(weights_LW, u_L, top_k_L, top_p_L)
+    size = max(1, _FILTER_SLICE // weights_LW.shape[1])
+    for rows in (~complete_L).nonzero().squeeze(1).split(size):
+        chunk = weights_LW[rows]
         if batch.any_top_k:
-            _keep_top_k(part, top_k_L[rows, None])
+            _keep_top_k(chunk, top_k_L[rows, None])
         if batch.any_top_p:
-            _keep_top_p(part, top_p_L[rows, None])
-        drawn_L[rows] = _first_id_above(part, u_L[rows])
-    return drawn_L
+            _keep_top_p(chunk, top_p_L[rows, None])
+        sampled_L[rows] = _first_id_above(chunk, u_L[rows])
+    return sampled_L
 
 
-def _draw_from_candidates(
+def _sample_candidates(
     weights_LW: Tensor, u_L: Tensor, top_k_L: Tensor, top_p_L: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Ids drawn among the few most likely tokens, and whether no other token could matter."""
+    """Ids sampled among the few most likely tokens, and whether no other token could matter."""
     size = min(_CANDIDATES, weights_LW.shape[1])
     values, ids = weights_LW.topk(size, sorted=False)
     ids, by_id = ids.sort(-1)
@@ -255,11 +255,11 @@ def _draw_from_candidates(
     # Tokens as likely as the last candidate may exist outside, with smaller ids.
     least_kept_L = values.gather(1, kept.sum(-1, keepdim=True) - 1).squeeze(1)
     least_L = values[:, -1]
-    settled_L = (least_L == 0) | ((least_kept_L > least_L) & (top_k_L <= size))
+    complete_L = (least_L == 0) | ((least_kept_L > least_L) & (top_k_L <= size))
 
     weights_by_id = torch.empty_like(values).scatter_(1, by_value, values * kept)
     reached = weights_by_id.cumsum(-1, dtype=torch.float64)
-    return ids.gather(1, _first_above(reached, u_L[:, None] * reached[:, -1:])).squeeze(1), settled_L
+    return ids.gather(1, _first_above(reached, u_L[:, None] * reached[:, -1:])).squeeze(1), complete_L
 
 
 def _keep_top_k(weights_LW: Tensor, top_k_L1: Tensor) -> None:

@@ -30,7 +30,7 @@ _AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class ChosenTokens:
+class TopKIndices:
     """What each token of a step attends to."""
 
     slots_TJ: Tensor
@@ -41,7 +41,7 @@ class ChosenTokens:
     """As in the plan that they were chosen by."""
 
 
-def _choice_case(
+def _topk_case(
     query_lens: list[int],
     context_lens: list[int],
     count: int,
@@ -85,18 +85,18 @@ def _plan(
 
 @op(
     [
-        _choice_case([1, 1, 1], [1, 17, 300], 16),
-        _choice_case([37, 1, 5], [90, 64, 5], 32, 3, 24),
-        _choice_case([3, 20], [600, 33], 64, 64, 128),
-        _choice_case([8], [40], 64),
-        _choice_case([1, 9], [333, 100], 20, kind="ties"),
-        _choice_case([1, 4], [90, 64], 16, 32, 128, kind="fp8"),
+        _topk_case([1, 1, 1], [1, 17, 300], 16),
+        _topk_case([37, 1, 5], [90, 64, 5], 32, 3, 24),
+        _topk_case([3, 20], [600, 33], 64, 64, 128),
+        _topk_case([8], [40], 64),
+        _topk_case([1, 9], [333, 100], 20, kind="ties"),
+        _topk_case([1, 4], [90, 64], 16, 32, 128, kind="fp8"),
     ],
     EXACT,
 )
 def index_topk(
     q_TGI: Tensor, weights_TG: Tensor, keys: IndexKeys, plan: AttentionPlan, count: int
-) -> ChosenTokens:
+) -> TopKIndices:
     """The `count` tokens of the highest scores among those that each new token sees, or all of these.
 
     Of equal scores the earlier tokens' count as higher. Scores are computed in float32; weights
@@ -108,19 +108,19 @@ def index_topk(
     slots_TJ = torch.full((tokens, count), -1, dtype=torch.int32, device=q_TGI.device)
     counts_T = (last_T + 1).clamp_(max=count).int()
     block_size = keys.keys.shape[1]
-    for part in _parts(tokens, seen_by_most * max(heads, width)):
-        seen_TS = position_S <= last_T[part, None]
-        block_TS = plan.block_table_RW[row_T[part]][:, position_S // block_size].long()
+    for chunk in _chunks(tokens, seen_by_most * max(heads, width)):
+        seen_TS = position_S <= last_T[chunk, None]
+        block_TS = plan.block_table_RW[row_T[chunk]][:, position_S // block_size].long()
         slot_TS = (block_TS * block_size + position_S % block_size).masked_fill_(~seen_TS, 0)
         key_TSI = read_index_keys(keys, slot_TS.flatten()).view(*slot_TS.shape, width)
-        product_TGS = torch.bmm(q_TGI[part].float(), key_TSI.mT).relu_()
-        score_TS = torch.bmm(weights_TG[part, None], product_TGS).squeeze(1)
-        taken_TS = _highest(score_TS.masked_fill_(~seen_TS, -torch.inf), count) & seen_TS
+        dot_TGS = torch.bmm(q_TGI[chunk].float(), key_TSI.mT).relu_()
+        score_TS = torch.bmm(weights_TG[chunk, None], dot_TGS).squeeze(1)
+        selected_TS = _highest(score_TS.masked_fill_(~seen_TS, -torch.inf), count) & seen_TS
         # What is not taken goes to a column that is cut off again.
-        place_TS = torch.where(taken_TS, taken_TS.cumsum(1) - 1, count)
+        place_TS = torch.where(selected_TS, selected_TS.cumsum(1) - 1, count)
         wide_TJ = slots_TJ.new_full((len(place_TS), count + 1), -1)
-        slots_TJ[part] = wide_TJ.scatter_(1, place_TS, slot_TS.int())[:, :count]
-    return ChosenTokens(slots_TJ, counts_T, plan.split_tokens)
+        slots_TJ[chunk] = wide_TJ.scatter_(1, place_TS, slot_TS.int())[:, :count]
+    return TopKIndices(slots_TJ, counts_T, plan.split_tokens)
 
 
 def _positions(plan: AttentionPlan, tokens: int) -> tuple[Tensor, Tensor]:
@@ -128,10 +128,10 @@ def _positions(plan: AttentionPlan, tokens: int) -> tuple[Tensor, Tensor]:
     token_T = torch.arange(tokens, device=plan.query_starts_R1.device)
     ends_R = plan.query_starts_R1[1:].long()
     row_T = torch.searchsorted(ends_R, token_T, right=True)
-    spare_T = row_T == len(ends_R)
+    padding_T = row_T == len(ends_R)
     row_T = row_T.clamp_(max=len(ends_R) - 1)
     last_T = plan.context_lens_R[row_T] - ends_R[row_T] + token_T
-    return row_T, last_T.masked_fill_(spare_T, -1).clamp_(min=-1)
+    return row_T, last_T.masked_fill_(padding_T, -1).clamp_(min=-1)
 
 
 def _highest(score_TS: Tensor, count: int) -> Tensor:
@@ -144,7 +144,7 @@ def _highest(score_TS: Tensor, count: int) -> Tensor:
     return above_TS | (equal_TS & (equal_TS.cumsum(1) <= left_T1))
 
 
-def _parts(tokens: int, cost: int) -> Iterator[slice]:
+def _chunks(tokens: int, cost: int) -> Iterator[slice]:
     """The tokens in pieces; one costs so many numbers."""
     step = max(_AT_ONCE // max(cost, 1), 1)
     return (slice(start, start + step) for start in range(0, tokens, step))
@@ -157,7 +157,7 @@ def _sparse_case(
 
     def make(
         dtype: torch.dtype, generator: torch.Generator
-    ) -> tuple[Tensor, LatentLayer, ChosenTokens, float]:
+    ) -> tuple[Tensor, LatentLayer, TopKIndices, float]:
         latent, rope = widths
         blocks, width = 40, latent + rope
         cache = make_latent_layer(blocks, 16, latent, rope, FP8 if fp8 else dtype, _CPU)
@@ -170,7 +170,7 @@ def _sparse_case(
         counts_T = torch.tensor(counts, dtype=torch.int32)
         slots[torch.arange(most) >= counts_T[:, None]] = -1
         q = torch.randn(len(counts), heads, width, generator=generator).to(dtype)
-        return q, cache, ChosenTokens(slots, counts_T), width**-0.5
+        return q, cache, TopKIndices(slots, counts_T), width**-0.5
 
     label = f"{heads}x{widths[0]}+{widths[1]}-{counts}of{most}{'-fp8' if fp8 else ''}"
     return Case(label.replace(" ", ""), make)
@@ -185,7 +185,7 @@ def _sparse_case(
     ],
     REDUCTION,
 )
-def sparse_latent_attention(q_THK: Tensor, cache: LatentLayer, chosen: ChosenTokens, scale: float) -> Tensor:
+def sparse_latent_attention(q_THK: Tensor, cache: LatentLayer, chosen: TopKIndices, scale: float) -> Tensor:
     """Each head's weighted sum of the latents of the chosen tokens, [T, H, C]; 0 of none.
 
     The weights are softmax(scale * q kᵀ) over whole rows k of the cache.
@@ -193,14 +193,14 @@ def sparse_latent_attention(q_THK: Tensor, cache: LatentLayer, chosen: ChosenTok
     tokens, most = chosen.slots_TJ.shape
     heads, width = q_THK.shape[1:]
     out_THC = q_THK.new_empty(tokens, heads, cache.latent_width)
-    for part in _parts(tokens, most * max(heads, width)):
-        hidden_T1J = (chosen.slots_TJ[part] < 0).unsqueeze(1)
+    for chunk in _chunks(tokens, most * max(heads, width)):
+        hidden_T1J = (chosen.slots_TJ[chunk] < 0).unsqueeze(1)
         # Never a row that is not chosen: it might hold anything.
-        first_T1 = chosen.slots_TJ[part, :1].clamp(min=0)
-        slot_TJ = torch.where(hidden_T1J.squeeze(1), first_T1, chosen.slots_TJ[part])
+        first_T1 = chosen.slots_TJ[chunk, :1].clamp(min=0)
+        slot_TJ = torch.where(hidden_T1J.squeeze(1), first_T1, chosen.slots_TJ[chunk])
         rows_TJK = read_latent(cache, slot_TJ.flatten().long(), q_THK.dtype).view(*slot_TJ.shape, width)
-        score_THJ = torch.bmm(q_THK[part], rows_TJK.mT).float() * scale
+        score_THJ = torch.bmm(q_THK[chunk], rows_TJK.mT).float() * scale
         weight_THJ = score_THJ.masked_fill_(hidden_T1J, torch.finfo(torch.float32).min).softmax(-1)
         sum_THC = torch.bmm(weight_THJ.to(q_THK.dtype), rows_TJK[..., : cache.latent_width])
-        out_THC[part] = sum_THC.masked_fill_(hidden_T1J[..., :1], 0)
+        out_THC[chunk] = sum_THC.masked_fill_(hidden_T1J[..., :1], 0)
     return out_THC

@@ -67,7 +67,7 @@ def _place(number, tokens, outputs, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _product(
+def _gemm(
     x, weight, bias, out, tokens, outputs, inputs,
     HAS_BIAS: tl.constexpr, DESCRIBED: tl.constexpr, X_DESCRIBED: tl.constexpr,
     OUT_DESCRIBED: tl.constexpr, LASTING: tl.constexpr,
@@ -130,8 +130,8 @@ def multiply(
     out_TO = x_TI.new_empty(tokens, outputs, dtype=out_dtype)
     tiles = triton.cdiv(tokens, tile.tokens) * triton.cdiv(outputs, tile.outputs)
     # From so many on, a program for each processor that takes one tile after another is quicker.
-    processors = _processors(x_TI.device)
-    lasting = described and tile.tokens >= _LASTING_TOKENS and tiles > _LASTING_ROUNDS * processors
+    num_sms = _num_sms(x_TI.device)
+    lasting = described and tile.tokens >= _LASTING_TOKENS and tiles > _LASTING_ROUNDS * num_sms
     x_described = described and tokens >= tile.tokens
     out_described = described and out_TO.dtype == x_TI.dtype
     x, w, out = x_TI, weight, out_TO
@@ -141,7 +141,7 @@ def multiply(
         w = TensorDescriptor.from_tensor(weight, [tile.outputs, tile.inputs])
     if out_described:
         out = TensorDescriptor.from_tensor(out_TO, [tile.tokens, tile.outputs])
-    _product[(processors if lasting else tiles,)](
+    _gemm[(num_sms if lasting else tiles,)](
         x, w, bias, out, tokens, outputs, inputs,
         HAS_BIAS=bias is not None, DESCRIBED=described, X_DESCRIBED=x_described,
         OUT_DESCRIBED=out_described, LASTING=lasting,
@@ -161,18 +161,18 @@ def _stages(tile: Tile, x_TI: Tensor, out_TO: Tensor) -> int:
 
 
 @cache
-def _choose(tokens: int, outputs: int, processors: int) -> Tile:
+def _choose(tokens: int, outputs: int, num_sms: int) -> Tile:
     """The quickest on Hopper: tiles are computed in rounds of one for each processor."""
 
     def cost(tile: Tile) -> float:
         tiles = triton.cdiv(tokens, tile.tokens) * triton.cdiv(outputs, tile.outputs)
-        return triton.cdiv(tiles, processors) * tile.cost
+        return triton.cdiv(tiles, num_sms) * tile.cost
 
     return min(_HOPPER, key=cost)
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
@@ -181,7 +181,7 @@ def _tile(x_TI: Tensor, weight: Tensor, hopper: bool) -> Tile:
         return _INTERPRETED
     if weight.dtype == torch.float32:
         return _FLOAT32
-    return _choose(len(x_TI), len(weight), _processors(weight.device)) if hopper else _ANYWHERE
+    return _choose(len(x_TI), len(weight), _num_sms(weight.device)) if hopper else _ANYWHERE
 
 
 @cache

@@ -15,7 +15,7 @@ from triton.errors import TritonError
 
 from atom.utils.logger import get_logger
 from atom_ops.ops.linear import linear
-from atom_ops.triton_impl.linear import is_measured, multiply, plans_on
+from atom_ops.triton_impl.linear import has_table, multiply, plans_on
 from atom_ops.triton_impl.plan_file import Machine, PlanFile, Shape
 from atom_ops.triton_impl.tuned import LinearPlan
 from atom_ops.triton_impl.tuning import Progress, by_shape, is_candidate, tune
@@ -32,7 +32,7 @@ _SEED = 1
 def tune_linear(device: torch.device, weights: Iterable[Tensor], cache_dir: Path, progress: Progress) -> None:
     """Give `linear` plans for these weights; where the program has a table for the GPU, nothing to do."""
     shapes = by_shape(weights)
-    if is_measured(device) or not shapes:
+    if has_table(device) or not shapes:
         return
     machine = Machine(torch.cuda.get_device_name(device), str(torch.__version__), triton.__version__)
     file = PlanFile(cache_dir, machine, is_candidate)
@@ -50,13 +50,13 @@ class GPUBench:
         self._stream = torch.cuda.Stream()
         self._cold: tuple[Shape, list[Tensor]] | None = None
 
-    def sound(self, plans: Sequence[LinearPlan], shape: Shape) -> list[LinearPlan]:
+    def valid_plans(self, plans: Sequence[LinearPlan], shape: Shape) -> list[LinearPlan]:
         """Compiles all of them, several at a time."""
         weight = self._weights[shape][0]
         with ThreadPoolExecutor(_COMPILERS) as pool:
             ran = pool.map(lambda plan: runs(self._multiply, plan, weight), plans)
             runnable = [plan for plan, works in zip(plans, ran, strict=True) if works]
-        return [plan for plan in runnable if agrees(self._multiply, plan, weight)]
+        return [plan for plan in runnable if matches_torch(self._multiply, plan, weight)]
 
     def stopwatch(self, plan: LinearPlan | None, shape: Shape, tokens: int) -> "_Stopwatch":
         """Captures enough launches for the clock, each with a weight that no cache holds."""
@@ -137,7 +137,7 @@ def runs(multiply: Multiply, plan: LinearPlan, weight: Tensor) -> bool:
     return True
 
 
-def agrees(multiply: Multiply, plan: LinearPlan, weight: Tensor) -> bool:
+def matches_torch(multiply: Multiply, plan: LinearPlan, weight: Tensor) -> bool:
     """Whether torch's product is the same, within the op's tolerance, for the fewest and the most tokens."""
     tolerance = linear.tolerances[weight.dtype]
     for tokens in (plan.least, plan.tokens):

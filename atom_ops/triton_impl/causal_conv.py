@@ -12,7 +12,7 @@ from torch import Tensor
 from atom_ops.ops.causal_conv import causal_conv
 from atom_ops.ops.recurrent_state import StatePlan
 from atom_ops.triton_impl import NEEDS, runs_on
-from atom_ops.triton_impl.overlap import begin, launch_options
+from atom_ops.triton_impl.pdl import launch_options, pdl_begin
 
 _STEP_CHANNELS = 256
 _TILE_CHANNELS = 64
@@ -28,10 +28,10 @@ def _silu(x):
 @triton.jit(do_not_specialize_on_alignment=["slots", "starts", "fresh"])
 def _one_token_each(
     x, weight, states, slots, fresh, starts, out, x_stride,
-    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK_C: tl.constexpr, OVERLAP: tl.constexpr,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (R, pieces of C)."""
-    begin(OVERLAP)
+    pdl_begin(PDL)
     row = tl.program_id(0)
     channel_C = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside_C = channel_C < CHANNELS
@@ -57,10 +57,10 @@ def _one_token_each(
 def _any_tokens(
     x, weight, states, slots, fresh, starts, out, tokens, rows, x_stride,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
-    SEARCH: tl.constexpr, OVERLAP: tl.constexpr,
+    SEARCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of T, pieces of C). `SEARCH` halvings find the row of any token."""
-    begin(OVERLAP)
+    pdl_begin(PDL)
     token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     channel_C = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside_T, inside_C = token_T < tokens, channel_C < CHANNELS
@@ -93,12 +93,12 @@ def _any_tokens(
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "starts", "fresh"])
-def _remember(
+def _store_inputs(
     x, states, slots, fresh, starts, x_stride,
-    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK_C: tl.constexpr, OVERLAP: tl.constexpr,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (R, pieces of C)."""
-    begin(OVERLAP)
+    pdl_begin(PDL)
     row = tl.program_id(0)
     channel_C = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside_C = channel_C < CHANNELS
@@ -117,12 +117,12 @@ def _remember(
         tl.store(states + place * CHANNELS, tl.where(position >= 0, new_C, old_C), mask=inside_C & is_live)
 
 
-def _takes(x_TC: Tensor, weight_CW: Tensor, conv_SWC: Tensor, plan: StatePlan) -> bool:
+def _supports(x_TC: Tensor, weight_CW: Tensor, conv_SWC: Tensor, plan: StatePlan) -> bool:
     in_order = weight_CW.is_contiguous() and conv_SWC.is_contiguous()
     return x_TC.stride(1) == 1 and x_TC.dtype == conv_SWC.dtype and weight_CW.shape[1] > 1 and in_order
 
 
-@causal_conv.provider("triton", needs=NEEDS, supported=runs_on, supports=_takes)
+@causal_conv.provider("triton", needs=NEEDS, supported=runs_on, supports=_supports)
 def _launch(x_TC: Tensor, weight_CW: Tensor, conv_SWC: Tensor, plan: StatePlan) -> Tensor:
     (tokens, channels), taps, rows = x_TC.shape, weight_CW.shape[1], len(plan.slots_R)
     out_TC = x_TC.new_empty(tokens, channels)
@@ -140,5 +140,5 @@ def _launch(x_TC: Tensor, weight_CW: Tensor, conv_SWC: Tensor, plan: StatePlan) 
         x_TC, weight_CW, conv_SWC, *where, out_TC, tokens, rows, x_TC.stride(0),
         BLOCK_T=_TILE_TOKENS, BLOCK_C=tile, SEARCH=rows.bit_length(), **settings,
     )  # fmt: skip
-    _remember[by_row](x_TC, conv_SWC, *where, x_TC.stride(0), BLOCK_C=block, **settings)
+    _store_inputs[by_row](x_TC, conv_SWC, *where, x_TC.stride(0), BLOCK_C=block, **settings)
     return out_TC

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from atom_ops.ops.embedding import embedding
 from atom_ops.triton_impl import NEEDS, runs_on
-from atom_ops.triton_impl.overlap import begin, launch_options
+from atom_ops.triton_impl.pdl import launch_options, pdl_begin
 
 _BLOCK = 1024
 
@@ -16,9 +16,9 @@ _BLOCK = 1024
 @triton.jit(do_not_specialize_on_alignment=["ids_ptr"])
 def _gather(
     ids_ptr, weight_ptr, out_ptr, first_id,
-    ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAP)
+    pdl_begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE

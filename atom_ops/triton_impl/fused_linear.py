@@ -14,8 +14,8 @@ from torch import Tensor
 
 from atom_ops.ops.fused_linear import add_norm_linear, silu_and_mul_linear
 from atom_ops.triton_impl import INTERPRETED
-from atom_ops.triton_impl.linear import finish, weight_tile
-from atom_ops.triton_impl.overlap import launch_options, let_next_start, wait
+from atom_ops.triton_impl.linear import store_outputs, weight_tile
+from atom_ops.triton_impl.pdl import launch_options, pdl_launch_dependents, pdl_wait
 from atom_ops.triton_impl.tuned import NORM_LINEAR, SILU_LINEAR, FusedPlan
 
 _INTERPRETED = FusedPlan(rows=8, columns=64, warps=4, tiles=2)
@@ -25,7 +25,7 @@ _INTERPRETED = FusedPlan(rows=8, columns=64, warps=4, tiles=2)
 def _add_norm_linear(
     x, residual, norm_weight, weight, bias, out, total, eps, outputs,
     INPUTS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, TILES: tl.constexpr, OVERLAP: tl.constexpr,
+    COLUMNS: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program multiplies TILES tiles of ROWS whole rows; it has one of them in flight."""
     column_C = tl.arange(0, COLUMNS)
@@ -34,7 +34,7 @@ def _add_norm_linear(
     weight_RC = weight + output_R.to(tl.int64)[:, None] * INPUTS + column_C[None, :]
     next_RC = weight_tile(weight_RC, output_R < outputs, valid_C, EVEN)
     scale_C = tl.load(norm_weight + column_C, mask=valid_C, other=0.0).to(tl.float32)
-    wait(OVERLAP)
+    pdl_wait(PDL)
     x_C = tl.load(x + column_C, mask=valid_C, other=0.0)
     if residual is not None:
         residual_C = tl.load(residual + column_C, mask=valid_C, other=0.0)
@@ -43,7 +43,7 @@ def _add_norm_linear(
     wide_C = x_C.to(tl.float32)
     normed_C = wide_C * tl.rsqrt(tl.sum(wide_C * wide_C) / INPUTS + eps) * scale_C
     normed_C = normed_C.to(x_C.dtype).to(tl.float32)
-    let_next_start(OVERLAP)
+    pdl_launch_dependents(PDL)
     for tile in tl.static_range(TILES):
         tile_RC = next_RC
         if tile + 1 < TILES:
@@ -51,11 +51,11 @@ def _add_norm_linear(
             next_RC = weight_tile(weight_RC + (tile + 1) * ROWS * INPUTS, ahead_R < outputs, valid_C, EVEN)
         at_R = output_R + tile * ROWS
         sum_R = tl.sum(tile_RC.to(tl.float32) * normed_C[None, :], 1)
-        finish(sum_R, bias, out, at_R, at_R, at_R < outputs, HAS_BIAS)
+        store_outputs(sum_R, bias, out, at_R, at_R, at_R < outputs, HAS_BIAS)
 
 
 @triton.jit
-def _silu_part(x, column_C, INPUTS: tl.constexpr, dtype: tl.constexpr):
+def _silu_chunk(x, column_C, INPUTS: tl.constexpr, dtype: tl.constexpr):
     valid_C = column_C < INPUTS
     gate_C = tl.load(x + column_C, mask=valid_C, other=0.0).to(tl.float32)
     up_C = tl.load(x + INPUTS + column_C, mask=valid_C, other=0.0).to(tl.float32)
@@ -66,7 +66,7 @@ def _silu_part(x, column_C, INPUTS: tl.constexpr, dtype: tl.constexpr):
 def _silu_and_mul_linear(
     x, weight, bias, out, outputs,
     INPUTS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+    COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program multiplies ROWS rows, COLUMNS columns at a time; it has one such tile in flight."""
     column_C = tl.arange(0, COLUMNS)
@@ -75,16 +75,16 @@ def _silu_and_mul_linear(
     weight_RC = weight + output_R.to(tl.int64)[:, None] * INPUTS + column_C[None, :]
     total_RC = tl.zeros((ROWS, COLUMNS), tl.float32)
     tile_RC = weight_tile(weight_RC, inside_R, column_C < INPUTS, EVEN)
-    wait(OVERLAP)
+    pdl_wait(PDL)
     for ahead in tl.range(COLUMNS, INPUTS, COLUMNS, num_stages=1):
         next_RC = weight_tile(weight_RC + ahead, inside_R, column_C < INPUTS - ahead, EVEN)
-        part_C = _silu_part(x, ahead - COLUMNS + column_C, INPUTS, x.dtype.element_ty)
+        part_C = _silu_chunk(x, ahead - COLUMNS + column_C, INPUTS, x.dtype.element_ty)
         total_RC += tile_RC.to(tl.float32) * part_C
         tile_RC = next_RC
-    let_next_start(OVERLAP)
+    pdl_launch_dependents(PDL)
     LAST: tl.constexpr = (INPUTS - 1) // COLUMNS * COLUMNS
-    total_RC += tile_RC.to(tl.float32) * _silu_part(x, LAST + column_C, INPUTS, x.dtype.element_ty)
-    finish(tl.sum(total_RC, 1), bias, out, output_R, output_R, inside_R, HAS_BIAS)
+    total_RC += tile_RC.to(tl.float32) * _silu_chunk(x, LAST + column_C, INPUTS, x.dtype.element_ty)
+    store_outputs(tl.sum(total_RC, 1), bias, out, output_R, output_R, inside_R, HAS_BIAS)
 
 
 @cache

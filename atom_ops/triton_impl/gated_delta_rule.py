@@ -13,7 +13,7 @@ from torch import Tensor
 from atom_ops.ops.gated_delta_rule import NORM_EPS, DecayWeights, gated_delta_rule
 from atom_ops.ops.recurrent_state import StatePlan
 from atom_ops.triton_impl import NEEDS, runs_on
-from atom_ops.triton_impl.overlap import begin, launch_options
+from atom_ops.triton_impl.pdl import launch_options, pdl_begin
 
 _CHUNK = 16
 _FEATURES = 32
@@ -32,10 +32,10 @@ def _fade(step, a_log, dt_bias):
 def _one_token_each(
     qkv, gates, a_log, dt_bias, states, slots, fresh, starts, out, qkv_stride, gates_stride, scale,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_F: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_F: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (R, N, pieces of F)."""
-    begin(OVERLAP)
+    pdl_begin(PDL)
     row, head = tl.program_id(0), tl.program_id(1)
     key_E = tl.arange(0, BLOCK_E)
     value_F = tl.program_id(2) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -88,10 +88,10 @@ def _solve(system_CC, wanted_CF, CHUNK: tl.constexpr):
 def _any_tokens(
     qkv, gates, a_log, dt_bias, states, slots, fresh, starts, out, qkv_stride, gates_stride, scale,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_F: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_F: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (pieces of F, N, R)."""
-    begin(OVERLAP)
+    pdl_begin(PDL)
     head, row = tl.program_id(1), tl.program_id(2)
     slot, start = tl.load(slots + row), tl.load(starts + row)
     length = tl.load(starts + row + 1) - start
@@ -139,14 +139,14 @@ def _any_tokens(
     tl.store(states + at_EF, state_EF, mask=inside_EF)
 
 
-def _takes(
+def _supports(
     qkv_TC: Tensor, gates_T2N: Tensor, decay: DecayWeights, recurrent_SNEF: Tensor, plan: StatePlan
 ) -> bool:
     in_order = recurrent_SNEF.is_contiguous() and qkv_TC.stride(1) == gates_T2N.stride(1) == 1
     return in_order and qkv_TC.is_floating_point() and recurrent_SNEF.shape[2] <= _MOST_KEY_FEATURES
 
 
-@gated_delta_rule.provider("triton", needs=NEEDS, supported=runs_on, supports=_takes)
+@gated_delta_rule.provider("triton", needs=NEEDS, supported=runs_on, supports=_supports)
 def _launch(
     qkv_TC: Tensor, gates_T2N: Tensor, decay: DecayWeights, recurrent_SNEF: Tensor, plan: StatePlan
 ) -> Tensor:

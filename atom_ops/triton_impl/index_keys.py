@@ -7,7 +7,7 @@ from torch import Tensor
 from atom_ops.ops.index_keys import IndexKeys, IndexNorm, write_index_keys
 from atom_ops.triton_impl import NEEDS, runs_on
 from atom_ops.triton_impl.kv_cache import float8_numbers, float8_scale
-from atom_ops.triton_impl.overlap import begin, launch_options
+from atom_ops.triton_impl.pdl import launch_options, pdl_begin
 
 _MOST_FEATURES = 1024
 
@@ -28,9 +28,9 @@ def _write_index_keys(
     x_ptr, keys_ptr, scale_ptr, slots_ptr, cos_ptr, sin_ptr, weight_ptr, bias_ptr, eps,
     x_stride, cos_stride, sin_stride,
     SIZE: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAP)
+    pdl_begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     x_ptr += token * x_stride

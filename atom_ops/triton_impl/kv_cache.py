@@ -6,7 +6,7 @@ from torch import Tensor
 
 from atom_ops.ops.kv_cache import KVLayer, write_kv
 from atom_ops.triton_impl import NEEDS, runs_on
-from atom_ops.triton_impl.overlap import begin, launch_options
+from atom_ops.triton_impl.pdl import launch_options, pdl_begin
 
 _HEADS = 8
 
@@ -65,9 +65,9 @@ def _write_kv(
     SIZE: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    begin(OVERLAP)
+    pdl_begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)
     slot = tl.load(slots_ptr + token)
@@ -81,11 +81,11 @@ def _write_kv(
         _store_heads(v_ptr, v_head_stride, kv_ptr, scale_ptr, row + HEADS, head, wanted, SIZE, BLOCK)
 
 
-def _takes(k_TKE: Tensor, v_TKE: Tensor, cache: KVLayer, slots_T: Tensor) -> bool:
+def _supports(k_TKE: Tensor, v_TKE: Tensor, cache: KVLayer, slots_T: Tensor) -> bool:
     return k_TKE.stride(2) == v_TKE.stride(2) == slots_T.stride(0) == 1 and cache.kv.is_contiguous()
 
 
-@write_kv.provider("triton", needs=NEEDS, supported=runs_on, supports=_takes)
+@write_kv.provider("triton", needs=NEEDS, supported=runs_on, supports=_supports)
 def _launch(k_TKE: Tensor, v_TKE: Tensor, cache: KVLayer, slots_T: Tensor) -> None:
     tokens, heads, size = k_TKE.shape
     if not tokens:

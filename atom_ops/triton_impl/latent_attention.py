@@ -26,8 +26,9 @@ from atom_ops.ops.attention_plan import AttentionPlan
 from atom_ops.ops.latent_attention import latent_attention
 from atom_ops.ops.latent_cache import LatentLayer
 from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
-from atom_ops.triton_impl.attention import row_of, widen
-from atom_ops.triton_impl.overlap import begin, launch_options
+from atom_ops.triton_impl.fp8 import decode_fp8
+from atom_ops.triton_impl.pdl import launch_options, pdl_begin
+from atom_ops.triton_impl.tiles import row_of_tile
 
 _ANY_ALIGNMENT = ["table", "contexts", "starts", "scales"]
 _LOG2_E = 1.4426950408889634
@@ -62,7 +63,7 @@ def _fold(
     else:
         key_NR = tl.load(row_N1 + LATENT + feature_R[None, :])
     if SCALED:
-        latent_NC, key_NR = widen(latent_NC, q_MC.dtype), widen(key_NR, q_MC.dtype)
+        latent_NC, key_NR = decode_fp8(latent_NC, q_MC.dtype), decode_fp8(key_NR, q_MC.dtype)
     latent_NC, key_NR = latent_NC.to(q_MC.dtype), key_NR.to(q_MC.dtype)
     score_MN = tl.dot(q_MR, tl.trans(key_NR), input_precision="ieee")
     score_MN = tl.dot(q_MC, tl.trans(latent_NC), score_MN, input_precision="ieee") * score_scale
@@ -137,13 +138,13 @@ def _latent_rows(
     q_token_stride, q_head_stride, table_stride, score_scale, heads, rows_of_step, shortest,
     LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     HEADS: tl.constexpr, SHORT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_R: tl.constexpr, SCALED: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_R: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of heads, splits, rows of the step or numbers of tiles).
 
     SHORT: takes rows of at most TILE tokens; otherwise those of `shortest` and more, whole.
     """
-    begin(OVERLAP)
+    pdl_begin(PDL)
     if SHORT:
         row = tl.program_id(2)
         first_token = tl.load(starts + row)
@@ -151,7 +152,7 @@ def _latent_rows(
     else:
         # The last tiles of a row have the most to do and come first.
         number = tl.num_programs(2) - 1 - tl.program_id(2)
-        row = row_of(number, starts, 0, rows_of_step, TILE)
+        row = row_of_tile(number, starts, 0, rows_of_step, TILE)
         first_token = tl.load(starts + row)
         tile_start = (number - first_token // TILE - row) * TILE
     length = tl.load(starts + row + 1) - first_token
@@ -207,10 +208,10 @@ def _latent_rows(
 def _combine(
     out, contexts, starts, parts, part_states, heads, splits,
     LATENT: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_S: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_S: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (H, R * TILE): attention over whole contexts from that over their splits."""
-    begin(OVERLAP)
+    pdl_begin(PDL)
     head, row = tl.program_id(0), tl.program_id(1) // TILE
     inside = tl.program_id(1) % TILE
     first_token = tl.load(starts + row)
@@ -278,7 +279,7 @@ def _blocks(q_THK: Tensor, cache: LatentLayer, queries: int) -> _Blocks:
     return _Blocks(padded, tile, tokens, 8, 2)
 
 
-def takes(q_THK: Tensor, cache: LatentLayer) -> bool:
+def supports_latents(q_THK: Tensor, cache: LatentLayer) -> bool:
     """Whether `attend_latents` runs for them."""
     if INTERPRETED and q_THK.dtype == torch.bfloat16:
         return False  # the interpreter's bfloat16 products are wrong
@@ -290,7 +291,7 @@ def takes(q_THK: Tensor, cache: LatentLayer) -> bool:
     "triton",
     needs=NEEDS,
     supported=runs_on,
-    supports=lambda q_THK, cache, plan, scale: takes(q_THK, cache),
+    supports=lambda q_THK, cache, plan, scale: supports_latents(q_THK, cache),
 )
 def attend_latents(q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, scale: float) -> Tensor:
     out_THC = q_THK.new_empty(*q_THK.shape[:2], cache.latent_width)
@@ -345,7 +346,7 @@ def _launch_long(
 
 def _splits(plan: AttentionPlan, programs: int, blocks: _Blocks, device: torch.device) -> int:
     """Programs for each context."""
-    wanted = blocks.programs * _processors(device) // programs
+    wanted = blocks.programs * _num_sms(device) // programs
     return max(1, min(wanted, triton.cdiv(plan.max_context_len, max(_LEAST_SPLIT, blocks.tokens))))
 
 
@@ -391,7 +392,7 @@ def _constants(q_THK: Tensor, cache: LatentLayer, blocks: _Blocks) -> dict[str, 
 
 
 @kept
-def _processors(device: torch.device) -> int:
+def _num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return 16  # interpreted: enough for several splits
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -11,7 +11,7 @@ from torch import Tensor
 from atom_ops.ops.latent_cache import LatentLayer, LatentNorms, norm_and_write_latents, write_latent
 from atom_ops.triton_impl import NEEDS, runs_on
 from atom_ops.triton_impl.kv_cache import float8_numbers, float8_scale
-from atom_ops.triton_impl.overlap import begin, launch_options
+from atom_ops.triton_impl.pdl import launch_options, pdl_begin
 
 _MOST_FEATURES = 16384
 
@@ -29,7 +29,7 @@ def _normed(x_ptr, weight_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _turned(x_ptr, cos_ptr, sin_ptr, SIZE: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
+def _rope(x_ptr, cos_ptr, sin_ptr, SIZE: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
     """[1, BLOCK] numbers of x's dtype."""
     feature = tl.arange(0, BLOCK)[None, :]
     inside = feature < SIZE
@@ -51,7 +51,7 @@ def _write_row(
     LATENT_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     latent = _normed(x_ptr, weight_ptr, eps, LATENT, LATENT_BLOCK)
-    key = _turned(x_ptr + LATENT, cos_ptr, sin_ptr, ROPE, INTERLEAVED, ROPE_BLOCK)
+    key = _rope(x_ptr + LATENT, cos_ptr, sin_ptr, ROPE, INTERLEAVED, ROPE_BLOCK)
     if scale_ptr is not None:
         latent, key = latent.to(tl.float32), key.to(tl.float32)
         scale = float8_scale(tl.maximum(tl.max(tl.abs(latent), axis=1), tl.max(tl.abs(key), axis=1)))
@@ -72,10 +72,10 @@ def _write_latents(
     x_stride, cos_stride, sin_stride,
     QUERY: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr,
     QUERY_BLOCK: tl.constexpr, LATENT_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (T, 2), or (T, 1) where queries have no latent."""
-    begin(OVERLAP)
+    pdl_begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     x_ptr += token * x_stride
     if tl.program_id(1) == 0:

@@ -13,7 +13,7 @@ from torch import Tensor
 from atom_ops.ops.latent_attention import absorb_queries, expand_values
 from atom_ops.ops.linear import BATCH_INVARIANT
 from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
-from atom_ops.triton_impl.overlap import launch_options, let_next_start, wait
+from atom_ops.triton_impl.pdl import launch_options, pdl_launch_dependents, pdl_wait
 
 _OUTPUTS = 128
 _INPUTS = 128
@@ -23,7 +23,7 @@ _TOKENS = (16, 32, 64)
 
 
 @triton.jit
-def _turn_heads(
+def _rope_heads(
     q, out, cos, sin, token_T, tokens, q_stride, out_stride,
     ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -50,17 +50,17 @@ def _absorb(
     q_stride, q_head_stride, weight_head_stride, weight_stride, out_stride,
     NOPE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (pieces of C, and one for R; H; tiles of tokens)."""
-    let_next_start(OVERLAP)
+    pdl_launch_dependents(PDL)
     piece, head = tl.program_id(0), tl.program_id(1)
     token_T = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     q += head * q_head_stride
     out += head * (LATENT + ROPE)
     if piece == tl.num_programs(0) - 1:
-        wait(OVERLAP)
-        _turn_heads(
+        pdl_wait(PDL)
+        _rope_heads(
             q + NOPE, out + LATENT, cos, sin, token_T, tokens, q_stride, out_stride,
             ROPE, INTERLEAVED, BLOCK_R,
         )  # fmt: skip
@@ -71,7 +71,7 @@ def _absorb(
         inside_NC = (feature_N < NOPE)[:, None] & (latent_C < LATENT)[None, :]
         weight += head.to(tl.int64) * weight_head_stride
         weight_NC = tl.load(weight + weight_at_NC, mask=inside_NC, other=0.0)
-        wait(OVERLAP)
+        pdl_wait(PDL)
         inside_TN = (token_T < tokens)[:, None] & (feature_N < NOPE)[None, :]
         q_at_TN = token_T.to(tl.int64)[:, None] * q_stride + feature_N[None, :]
         q_TN = tl.load(q + q_at_TN, mask=inside_TN, other=0.0)
@@ -85,11 +85,11 @@ def _absorb(
 def _expand(
     x, weight, out, tokens, x_stride, x_head_stride, weight_head_stride, weight_stride, out_stride,
     LATENT: tl.constexpr, VALUE: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (pieces of V, H, tiles of tokens)."""
-    let_next_start(OVERLAP)
-    wait(OVERLAP)
+    pdl_launch_dependents(PDL)
+    pdl_wait(PDL)
     head = tl.program_id(1)
     token_T = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     value_V = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -124,16 +124,16 @@ def _last_contiguous(*tensors: Tensor) -> bool:
     return all(tensor.stride(-1) == 1 for tensor in tensors)
 
 
-def _multiplies(x: Tensor) -> bool:
+def _has_dot(x: Tensor) -> bool:
     """The interpreter's bfloat16 products are wrong."""
     return not (INTERPRETED and x.dtype == torch.bfloat16)
 
 
-def _absorbs(
+def _supports_absorb(
     q_THE: Tensor, key_HNC: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, interleaved: bool = False
 ) -> bool:
     fits = key_HNC.shape[1] <= 256 and cos_T1R.is_contiguous() and sin_T1R.is_contiguous()
-    return fits and _last_contiguous(q_THE, key_HNC) and _multiplies(q_THE)
+    return fits and _last_contiguous(q_THE, key_HNC) and _has_dot(q_THE)
 
 
 def _launch_absorb(
@@ -154,22 +154,24 @@ def _launch_absorb(
     return out_THK
 
 
-@absorb_queries.provider("triton", needs=NEEDS, supported=runs_on, supports=_absorbs, batch_invariant=False)
+@absorb_queries.provider(
+    "triton", needs=NEEDS, supported=runs_on, supports=_supports_absorb, batch_invariant=False
+)
 def _absorb_queries(
     q_THE: Tensor, key_HNC: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, interleaved: bool = False
 ) -> Tensor:
     return _launch_absorb(q_THE, key_HNC, cos_T1R, sin_T1R, interleaved, _tile(len(q_THE)))
 
 
-@absorb_queries.provider(BATCH_INVARIANT, needs=NEEDS, supported=runs_on, supports=_absorbs)
-def _absorb_alike(
+@absorb_queries.provider(BATCH_INVARIANT, needs=NEEDS, supported=runs_on, supports=_supports_absorb)
+def _absorb_batch_invariant(
     q_THE: Tensor, key_HNC: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, interleaved: bool = False
 ) -> Tensor:
     return _launch_absorb(q_THE, key_HNC, cos_T1R, sin_T1R, interleaved, _SAME_FOR_ALL)
 
 
-def _expands(latent_THC: Tensor, value_HVC: Tensor) -> bool:
-    return _last_contiguous(latent_THC, value_HVC) and _multiplies(latent_THC)
+def _supports_expand(latent_THC: Tensor, value_HVC: Tensor) -> bool:
+    return _last_contiguous(latent_THC, value_HVC) and _has_dot(latent_THC)
 
 
 def _launch_expand(latent_THC: Tensor, value_HVC: Tensor, tile: int) -> Tensor:
@@ -186,11 +188,13 @@ def _launch_expand(latent_THC: Tensor, value_HVC: Tensor, tile: int) -> Tensor:
     return out_THV
 
 
-@expand_values.provider("triton", needs=NEEDS, supported=runs_on, supports=_expands, batch_invariant=False)
+@expand_values.provider(
+    "triton", needs=NEEDS, supported=runs_on, supports=_supports_expand, batch_invariant=False
+)
 def _expand_values(latent_THC: Tensor, value_HVC: Tensor) -> Tensor:
     return _launch_expand(latent_THC, value_HVC, _tile(len(latent_THC)))
 
 
-@expand_values.provider(BATCH_INVARIANT, needs=NEEDS, supported=runs_on, supports=_expands)
-def _expand_alike(latent_THC: Tensor, value_HVC: Tensor) -> Tensor:
+@expand_values.provider(BATCH_INVARIANT, needs=NEEDS, supported=runs_on, supports=_supports_expand)
+def _expand_batch_invariant(latent_THC: Tensor, value_HVC: Tensor) -> Tensor:
     return _launch_expand(latent_THC, value_HVC, _SAME_FOR_ALL)

@@ -13,7 +13,7 @@ def _exchanged(feature_E, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def turned_heads(heads_M, wanted_M, cos, sin, norm_weight, eps, WIDTH: tl.constexpr, BLOCK_E: tl.constexpr):
+def rope_heads(heads_M, wanted_M, cos, sin, norm_weight, eps, WIDTH: tl.constexpr, BLOCK_E: tl.constexpr):
     """The heads at pointers `heads_M`, normalised if there is a weight, then turned; [M, E]."""
     feature_E = tl.arange(0, BLOCK_E)
     other_E = _exchanged(feature_E, WIDTH)
@@ -34,7 +34,7 @@ def turned_heads(heads_M, wanted_M, cos, sin, norm_weight, eps, WIDTH: tl.conste
 
 
 @triton.jit
-def keep_token(
+def write_new_token(
     token, slot, kv, head, token_stride, half_stride, head_stride, cos, sin, norm_weight, eps,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -47,7 +47,7 @@ def keep_token(
     heads = tl.num_programs(0)
     key = token + (heads * GROUP + head) * WIDTH
     one_M = tl.zeros((1,), tl.int32)
-    key_ME = turned_heads(key + one_M, one_M == 0, cos, sin, norm_weight, eps, WIDTH, BLOCK_E)
+    key_ME = rope_heads(key + one_M, one_M == 0, cos, sin, norm_weight, eps, WIDTH, BLOCK_E)
     value_E = tl.load(key + heads * WIDTH + feature_E, mask=inside_E, other=0.0)
     kept = kv + slot * token_stride + head * head_stride
     tl.store((kept + one_M)[:, None] + feature_E[None, :], key_ME, mask=inside_E[None, :])

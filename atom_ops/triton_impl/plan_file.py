@@ -17,8 +17,8 @@ from atom.utils.file_lock import exclusive
 from atom.utils.logger import get_logger
 from atom_ops.triton_impl.tuned import LinearPlan
 
-# Raised whenever the kernels, or what may be planned for them, change.
-_FORMAT = 1
+# Raise it whenever the kernels or the candidate plans change.
+_FORMAT = 2
 _DEADLINE_S = 600.0
 
 Shape = tuple[int, int]

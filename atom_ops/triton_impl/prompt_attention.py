@@ -14,15 +14,15 @@ from torch import Tensor
 from atom_ops.ops.attention_plan import AttentionPlan
 from atom_ops.ops.latent_attention import prompt_attention
 from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
-from atom_ops.triton_impl.attention import row_of
-from atom_ops.triton_impl.overlap import begin, launch_options
+from atom_ops.triton_impl.pdl import launch_options, pdl_begin
+from atom_ops.triton_impl.tiles import row_of_tile
 
 _LOG2_E = 1.4426950408889634
 _LOWEST = tl.constexpr(-1.0e30)
 
 
 @triton.jit
-def _piece(x, token_M, behind, stride, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _load_chunk(x, token_M, behind, stride, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Numbers first … first + BLOCK - 1 of the tokens before `behind`."""
     feature_E = tl.arange(0, BLOCK)
     wanted_ME = (token_M < behind)[:, None] & (feature_E < WIDTH - first)[None, :]
@@ -40,10 +40,10 @@ def _fold(
     """Take tokens start … start + BLOCK_N - 1 of the row into the softmax."""
     place_N = start + tl.arange(0, BLOCK_N)
     token_N, behind = first_token + place_N, first_token + length
-    k_NE = _piece(k, token_N, behind, k_stride, 0, WIDTH, BLOCK_E)
+    k_NE = _load_chunk(k, token_N, behind, k_stride, 0, WIDTH, BLOCK_E)
     score_MN = tl.dot(q_ME, tl.trans(k_NE), input_precision="ieee")
     if BLOCK_REST > 0:
-        k_NR = _piece(k, token_N, behind, k_stride, BLOCK_E, WIDTH, BLOCK_REST)
+        k_NR = _load_chunk(k, token_N, behind, k_stride, BLOCK_E, WIDTH, BLOCK_REST)
         score_MN = tl.dot(rest_ME, tl.trans(k_NR), score_MN, input_precision="ieee")
     score_MN = score_MN * score_scale
     if MASKED:
@@ -52,7 +52,7 @@ def _fold(
     kept_M = tl.exp2(top_M - new_top_M)
     weight_MN = tl.exp2(score_MN - new_top_M[:, None])
     total_M = total_M * kept_M + tl.sum(weight_MN, 1)
-    v_NV = _piece(v, token_N, behind, v_stride, 0, VALUE, BLOCK_V)
+    v_NV = _load_chunk(v, token_N, behind, v_stride, 0, VALUE, BLOCK_V)
     sum_MV = tl.dot(weight_MN.to(v_NV.dtype), v_NV, sum_MV * kept_M[:, None], input_precision="ieee")
     return new_top_M, total_M, sum_MV
 
@@ -62,13 +62,13 @@ def _prompts(
     q, k, v, out, starts, q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
     out_stride, score_scale, rows,
     WIDTH: tl.constexpr, VALUE: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_V: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (H, numbers of tiles). The last tiles of a row have the most to do and come first."""
-    begin(OVERLAP)
+    pdl_begin(PDL)
     head = tl.program_id(0)
     number = tl.num_programs(1) - 1 - tl.program_id(1)
-    row = row_of(number, starts, 0, rows, TILE)
+    row = row_of_tile(number, starts, 0, rows, TILE)
     first_token = tl.load(starts + row)
     length = tl.load(starts + row + 1) - first_token
     tile_start = (number - first_token // TILE - row) * TILE
@@ -80,10 +80,10 @@ def _prompts(
     v += head * v_head_stride
     place_M = tile_start + tl.arange(0, TILE)
     token_M, behind = first_token + place_M, first_token + length
-    q_ME = _piece(q, token_M, behind, q_stride, 0, WIDTH, BLOCK_E)
+    q_ME = _load_chunk(q, token_M, behind, q_stride, 0, WIDTH, BLOCK_E)
     rest_ME = q_ME
     if BLOCK_REST > 0:
-        rest_ME = _piece(q, token_M, behind, q_stride, BLOCK_E, WIDTH, BLOCK_REST)
+        rest_ME = _load_chunk(q, token_M, behind, q_stride, BLOCK_E, WIDTH, BLOCK_REST)
     top_M = tl.full((TILE,), _LOWEST, tl.float32)
     total_M = tl.zeros((TILE,), tl.float32)
     sum_MV = tl.zeros((TILE, BLOCK_V), tl.float32)
@@ -104,7 +104,7 @@ def _prompts(
 
 
 @dataclass(frozen=True, slots=True)
-class _Blocks:
+class _KernelConfig:
     """A tile of queries, a multiple of the tokens that are taken at a time."""
 
     tile: int
@@ -113,15 +113,15 @@ class _Blocks:
     stages: int
 
 
-def _blocks(dtype: torch.dtype) -> _Blocks:
+def _config(dtype: torch.dtype) -> _KernelConfig:
     if dtype == torch.float32 and not INTERPRETED:
-        return _Blocks(32, 16, 4, 1)
+        return _KernelConfig(32, 16, 4, 1)
     if torch.version.hip is not None:
-        return _Blocks(128, 32, 4, 1)
-    return _Blocks(128, 64, 8, 2)
+        return _KernelConfig(128, 32, 4, 1)
+    return _KernelConfig(128, 64, 8, 2)
 
 
-def _pieces(width: int) -> tuple[int, int]:
+def _chunks(width: int) -> tuple[int, int]:
     """The two powers of two that a key is taken in; the second is 0 where the first is enough."""
     first = max(triton.next_power_of_2(width), 16)
     if first - width < first // 4:
@@ -145,8 +145,8 @@ def _prompt_attention(
 ) -> Tensor:
     (tokens, heads, width), value = q_THE.shape, v_THV.shape[2]
     out_THV = q_THE.new_empty(tokens, heads, value)
-    blocks, rows = _blocks(q_THE.dtype), len(plan.context_lens_R)
-    block, rest = _pieces(width)
+    blocks, rows = _config(q_THE.dtype), len(plan.context_lens_R)
+    block, rest = _chunks(width)
     if tokens:
         _prompts[(heads, tokens // blocks.tile + rows)](
             q_THE, k_THE, v_THV, out_THV, plan.query_starts_R1,

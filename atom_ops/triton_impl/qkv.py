@@ -20,7 +20,7 @@ from atom_ops.ops.kv_cache import KVLayer
 from atom_ops.ops.qkv import HeadNorms, rotate_and_write_kv
 from atom_ops.triton_impl import NEEDS, runs_on
 from atom_ops.triton_impl.kv_cache import float8_numbers, float8_scale
-from atom_ops.triton_impl.overlap import begin, launch_options
+from atom_ops.triton_impl.pdl import launch_options, pdl_begin
 
 # One shape of program, whatever the batch: a token's bits depend on the token alone.
 _HEADS = 8
@@ -66,9 +66,9 @@ def _rotate_and_write_kv(
     PAIRS: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    begin(OVERLAP)
+    pdl_begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)
     feature = tl.arange(0, BLOCK)
@@ -114,7 +114,7 @@ def _rotate_and_write_kv(
     tl.store(kv_out + at_high[None, :], high_out.to(kv_ptr.dtype.element_ty), mask=kept)
 
 
-def _takes(
+def _supports(
     qkv_TO: Tensor,
     cos_T1R: Tensor,
     sin_T1R: Tensor,
@@ -129,7 +129,7 @@ def _takes(
     )
 
 
-@rotate_and_write_kv.provider("triton", needs=NEEDS, supported=runs_on, supports=_takes)
+@rotate_and_write_kv.provider("triton", needs=NEEDS, supported=runs_on, supports=_supports)
 def _launch(
     qkv_TO: Tensor,
     cos_T1R: Tensor,

@@ -1,7 +1,7 @@
 """Sparse attention in Triton: scores of an indexer, the choice of the highest, attention to these.
 
     _index_scores     a program for a token and some of what it sees; scores lie in a workspace
-    _choose           a program for a token. The least score to be chosen is found digit by digit, as
+    _select_topk           a program for a token. The least score to be chosen is found digit by digit, as
                       in a radix sort: four passes, each a histogram of 8 bits of the scores that
                       share the digits found so far. One more pass writes what is chosen, in order.
 
@@ -19,11 +19,11 @@ from torch import Tensor
 from atom_ops.ops.attention_plan import AttentionPlan
 from atom_ops.ops.index_keys import IndexKeys
 from atom_ops.ops.latent_cache import LatentLayer
-from atom_ops.ops.sparse_attention import ChosenTokens, index_topk, sparse_latent_attention
+from atom_ops.ops.sparse_attention import TopKIndices, index_topk, sparse_latent_attention
 from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
-from atom_ops.triton_impl.attention import widen
-from atom_ops.triton_impl.latent_attention import attend_latents, takes
-from atom_ops.triton_impl.overlap import begin, launch_options
+from atom_ops.triton_impl.fp8 import decode_fp8
+from atom_ops.triton_impl.latent_attention import attend_latents, supports_latents
+from atom_ops.triton_impl.pdl import launch_options, pdl_begin
 
 _ANY_ALIGNMENT = ["table", "contexts", "starts", "scales"]
 
@@ -50,10 +50,10 @@ def _index_scores(
     q, weights, keys, scales, table, contexts, starts, scores,
     first_token, q_token_stride, q_head_stride, weight_stride, table_stride, score_stride, rows, count,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens of the piece, programs for each)."""
-    begin(OVERLAP)
+    pdl_begin(PDL)
     token = first_token + tl.program_id(0)
     row, seen = _row_and_seen(token, contexts, starts, rows)
     first = tl.program_id(1) * BLOCK_N
@@ -75,7 +75,7 @@ def _index_scores(
         wanted_NI = exists_N[:, None] & (feature_I < WIDTH)[None, :]
         key_NI = tl.load(keys + slot_N[:, None] * WIDTH + feature_I[None, :], mask=wanted_NI, other=0)
         if SCALED:
-            key_NI = widen(key_NI, q_GI.dtype)
+            key_NI = decode_fp8(key_NI, q_GI.dtype)
         product_GN = tl.dot(q_GI, tl.trans(key_NI.to(q_GI.dtype)), input_precision="ieee")
         score_N = tl.sum(tl.maximum(product_GN, 0.0) * weight_G[:, None], 0)
         if SCALED:
@@ -117,13 +117,13 @@ def _next_digit(least, left, scores, seen, SHIFT: tl.constexpr, BLOCK_N: tl.cons
     do_not_specialize=["first_token", "table_stride", "rows", "count"],
     do_not_specialize_on_alignment=_ANY_ALIGNMENT,
 )
-def _choose(
+def _select_topk(
     scores, table, contexts, starts, slots, counts,
     first_token, table_stride, score_stride, rows, count,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens of the piece)."""
-    begin(OVERLAP)
+    pdl_begin(PDL)
     token = first_token + tl.program_id(0)
     row, seen = _row_and_seen(token, contexts, starts, rows)
     chosen = tl.minimum(seen, count)
@@ -175,21 +175,21 @@ def _supports(q_TGI: Tensor, weights_TG: Tensor, keys: IndexKeys, plan: Attentio
 @index_topk.provider("triton", needs=NEEDS, supported=runs_on, supports=_supports)
 def _index_topk(
     q_TGI: Tensor, weights_TG: Tensor, keys: IndexKeys, plan: AttentionPlan, count: int
-) -> ChosenTokens:
+) -> TopKIndices:
     tokens, longest = len(q_TGI), plan.max_context_len
     slots_TJ = torch.empty(tokens, count, dtype=torch.int32, device=q_TGI.device)
     counts_T = torch.empty(tokens, dtype=torch.int32, device=q_TGI.device)
-    for first, size in _pieces(tokens, longest):
+    for first, size in _chunks(tokens, longest):
         scores_NS = torch.empty(size, longest, dtype=torch.float32, device=q_TGI.device)
         if longest > count:
             _launch_scores(q_TGI, weights_TG, keys, plan, count, scores_NS, first)
-        _choose[(size,)](
+        _select_topk[(size,)](
             scores_NS, plan.block_table_RW, plan.context_lens_R, plan.query_starts_R1, slots_TJ, counts_T,
             first, plan.block_table_RW.stride(0), longest, len(plan.context_lens_R), count,
             BLOCK_SIZE=keys.keys.shape[1], BLOCK_N=_SCORES, num_warps=8,
             **launch_options(q_TGI.device),
         )  # fmt: skip
-    return ChosenTokens(slots_TJ, counts_T, plan.split_tokens)
+    return TopKIndices(slots_TJ, counts_T, plan.split_tokens)
 
 
 def _launch_scores(
@@ -213,7 +213,7 @@ def _launch_scores(
     )  # fmt: skip
 
 
-def _pieces(tokens: int, longest: int) -> Iterator[tuple[int, int]]:
+def _chunks(tokens: int, longest: int) -> Iterator[tuple[int, int]]:
     """First token and number of tokens whose scores fit in the workspace together."""
     step = max(_WORKSPACE // max(longest, 1), 1)
     return ((first, min(step, tokens - first)) for first in range(0, tokens, step))
@@ -223,18 +223,18 @@ def _pieces(tokens: int, longest: int) -> Iterator[tuple[int, int]]:
     "triton",
     needs=NEEDS,
     supported=runs_on,
-    supports=lambda q_THK, cache, chosen, scale: takes(q_THK, cache),
+    supports=lambda q_THK, cache, chosen, scale: supports_latents(q_THK, cache),
 )
-def _sparse_latent_attention(q_THK: Tensor, cache: LatentLayer, chosen: ChosenTokens, scale: float) -> Tensor:
+def _sparse_latent_attention(q_THK: Tensor, cache: LatentLayer, chosen: TopKIndices, scale: float) -> Tensor:
     blocks_of_one = LatentLayer(
         cache.rows.flatten(0, 1).unsqueeze(1),
         cache.latent_width,
         None if cache.scale is None else cache.scale.view(-1, 1),
     )
-    return attend_latents(q_THK, blocks_of_one, _plan_of(chosen), scale)
+    return attend_latents(q_THK, blocks_of_one, _plan_from(chosen), scale)
 
 
-def _plan_of(chosen: ChosenTokens) -> AttentionPlan:
+def _plan_from(chosen: TopKIndices) -> AttentionPlan:
     """Each token a row of its own, the chosen ones its context."""
     tokens, most = chosen.slots_TJ.shape
     return AttentionPlan(

@@ -23,13 +23,13 @@ class LinearPlan:
     warps: int
     stages: int
     """Loads in flight, counted in tiles."""
-    parts: int = 1
+    split_k: int = 1
     """That the columns are cut into, to keep more programs busy."""
 
 
 @dataclass(frozen=True, slots=True)
-class EvenPlan:
-    """How a product is dealt out evenly to the processors of a Hopper: see `hopper_linear`."""
+class StreamKPlan:
+    """How a product is dealt out evenly to the num_sms of a Hopper: see `hopper_linear`."""
 
     least: int
     """At least so many tokens."""
@@ -42,7 +42,7 @@ class EvenPlan:
     stages: int
     """Steps in flight."""
     programs: int
-    """No more than the GPU has processors: they wait for each other."""
+    """No more than the GPU has num_sms: they wait for each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,82 +58,82 @@ class FusedPlan:
     """Of `rows` rows, that a program makes one after another."""
 
 
-def _vector(rows: int, columns: int, warps: int, stages: int) -> LinearPlan:
+def _gemv(rows: int, columns: int, warps: int, stages: int) -> LinearPlan:
     return LinearPlan(1, True, rows, columns, warps, stages)
 
 
-def _matrix(tokens: int, rows: int, columns: int, warps: int, stages: int, parts: int = 1) -> LinearPlan:
-    return LinearPlan(tokens, False, rows, columns, warps, stages, parts)
+def _gemm(tokens: int, rows: int, columns: int, warps: int, stages: int, split_k: int = 1) -> LinearPlan:
+    return LinearPlan(tokens, False, rows, columns, warps, stages, split_k)
 
 
-def _even(columns: int, stages: int, programs: int) -> EvenPlan:
+def _stream_k(columns: int, stages: int, programs: int) -> StreamKPlan:
     """For 33 to 64 tokens."""
-    return EvenPlan(33, 64, 64, columns, stages, programs)
+    return StreamKPlan(33, 64, 64, columns, stages, programs)
 
 
 # (output features, input features) of a weight -> plans by rising tokens, 16-bit floats. One plan
 # serves 2 to 16 tokens, so that among these a token's bits do not depend on its company. A shape
 # or a number of tokens that is not here is faster in cuBLAS, or has not been measured.
-_LINEAR_H200: dict[tuple[int, int], tuple[LinearPlan | EvenPlan, ...]] = {
+_LINEAR_H200: dict[tuple[int, int], tuple[LinearPlan | StreamKPlan, ...]] = {
     # Qwen3-0.6B
     (4096, 1024): (
-        _vector(4, 1024, 4, 1),
-        _matrix(16, 64, 128, 4, 6),
-        _matrix(32, 64, 128, 4, 4),
-        _even(128, 6, 64),
+        _gemv(4, 1024, 4, 1),
+        _gemm(16, 64, 128, 4, 6),
+        _gemm(32, 64, 128, 4, 4),
+        _stream_k(128, 6, 64),
     ),
     (1024, 2048): (
-        _vector(4, 2048, 8, 1),
-        _matrix(16, 16, 512, 2, 4),
-        _matrix(32, 64, 128, 4, 6, 4),
-        _even(128, 6, 64),
+        _gemv(4, 2048, 8, 1),
+        _gemm(16, 16, 512, 2, 4),
+        _gemm(32, 64, 128, 4, 6, 4),
+        _stream_k(128, 6, 64),
     ),
     (6144, 1024): (
-        _vector(8, 512, 4, 1),
-        _matrix(16, 64, 128, 4, 6),
-        _matrix(32, 64, 128, 4, 6),
-        _even(128, 6, 96),
+        _gemv(8, 512, 4, 1),
+        _gemm(16, 64, 128, 4, 6),
+        _gemm(32, 64, 128, 4, 6),
+        _stream_k(128, 6, 96),
     ),
     (1024, 3072): (
-        _vector(4, 1024, 4, 1),
-        _matrix(16, 16, 512, 2, 4),
-        _matrix(32, 64, 128, 4, 4, 4),
-        _even(128, 6, 64),
+        _gemv(4, 1024, 4, 1),
+        _gemm(16, 16, 512, 2, 4),
+        _gemm(32, 64, 128, 4, 4, 4),
+        _stream_k(128, 6, 64),
     ),
     (151936, 1024): (
-        _vector(8, 512, 4, 4),
-        _matrix(16, 128, 128, 8, 3),
-        _matrix(32, 64, 128, 4, 4),
-        _matrix(64, 64, 64, 4, 6),
+        _gemv(8, 512, 4, 4),
+        _gemm(16, 128, 128, 8, 3),
+        _gemm(32, 64, 128, 4, 4),
+        _gemm(64, 64, 64, 4, 6),
     ),
     # Qwen3-8B and Llama-3.1-8B
-    (6144, 4096): (_vector(4, 1024, 4, 1), _matrix(16, 64, 128, 4, 6), _matrix(32, 64, 128, 4, 6)),
+    (6144, 4096): (_gemv(4, 1024, 4, 1), _gemm(16, 64, 128, 4, 6), _gemm(32, 64, 128, 4, 6)),
     (4096, 4096): (
-        _vector(4, 512, 2, 1),
-        _matrix(16, 16, 512, 2, 4),
-        _matrix(32, 64, 128, 4, 4, 2),
-        _even(128, 6, 64),
+        _gemv(4, 512, 2, 1),
+        _gemm(16, 16, 512, 2, 4),
+        _gemm(32, 64, 128, 4, 4, 2),
+        _stream_k(128, 6, 64),
     ),
-    (24576, 4096): (_vector(4, 512, 2, 1), _even(128, 6, 128)),
-    (28672, 4096): (_vector(16, 256, 4, 1),),
+    (24576, 4096): (_gemv(4, 512, 2, 1), _stream_k(128, 6, 128)),
+    (28672, 4096): (_gemv(16, 256, 4, 1),),
     (4096, 12288): (
-        _vector(8, 256, 2, 5),
-        _matrix(16, 16, 512, 2, 4),
-        _matrix(32, 64, 128, 4, 6, 2),
-        _even(128, 6, 128),
+        _gemv(8, 256, 2, 5),
+        _gemm(16, 16, 512, 2, 4),
+        _gemm(32, 64, 128, 4, 6, 2),
+        _stream_k(128, 6, 128),
     ),
-    (4096, 14336): (_vector(8, 256, 2, 5), _matrix(16, 16, 512, 2, 4), _even(128, 6, 128)),
+    (4096, 14336): (_gemv(8, 256, 2, 5), _gemm(16, 16, 512, 2, 4), _stream_k(128, 6, 128)),
     (151936, 4096): (
-        _vector(4, 1024, 4, 4),
-        _matrix(16, 64, 128, 4, 4),
-        _matrix(32, 64, 128, 4, 4),
-        _matrix(64, 128, 64, 4, 5),
+        _gemv(4, 1024, 4, 4),
+        _gemm(16, 64, 128, 4, 4),
+        _gemm(32, 64, 128, 4, 4),
+        _gemm(64, 128, 64, 4, 5),
     ),
     (128256, 4096): (
-        _vector(8, 1024, 8, 3),
-        _matrix(16, 128, 128, 8, 3),
-        _matrix(32, 64, 128, 4, 4),
-        _matrix(64, 128, 64, 4, 5),
+        _gemv(8, 1024, 8, 3),
+        _gemm(16, 128, 128, 8, 3),
+        _gemm(32, 64, 128, 4, 4),
+        _gemm(64, 128, 64, 4, 5),
     ),
 }
 

@@ -2,7 +2,7 @@
 
 For each shape of weight and each class of tokens a few plans run against torch's own product:
 
-  sound      they compile for this GPU, and torch agrees with their results
+  valid_plans      they compile for this GPU, and torch matches_torch with their results
   qualified  in a short race, not much slower than the fastest
   fastest    in a longer one; where that is torch, no plan is kept
 """
@@ -47,7 +47,7 @@ _MATRIX = {
     64: ((64, 64, 4, 4), (64, 64, 4, 6), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 4, 5)),
 }
 _CUT = (64, 128, 4, 3)
-"""The tile whose columns are also tried cut into parts, where it alone leaves processors idle."""
+"""The tile whose columns are also tried cut into split_k, where it alone leaves num_sms idle."""
 _PARTS = (2, 4)
 _FEW_PROGRAMS = 128
 
@@ -62,7 +62,7 @@ PHASE = "Tuning products"
 class Bench(Protocol):
     """A GPU with the weights that are to be multiplied."""
 
-    def sound(self, plans: Sequence[LinearPlan], shape: Shape) -> list[LinearPlan]:
+    def valid_plans(self, plans: Sequence[LinearPlan], shape: Shape) -> list[LinearPlan]:
         """Those that run on this GPU and give what torch gives, within the op's tolerance."""
 
     def stopwatch(self, plan: LinearPlan | None, shape: Shape, tokens: int) -> Callable[[int], float]:
@@ -73,20 +73,20 @@ def candidates(shape: Shape, least: int, tokens: int) -> list[LinearPlan]:
     """What is worth trying for a class of tokens."""
     outputs, inputs = shape
 
-    def matrix(tile: tuple[int, int, int, int], parts: int = 1) -> LinearPlan:
-        return LinearPlan(tokens, False, *tile, parts, least=least)
+    def matrix(tile: tuple[int, int, int, int], split_k: int = 1) -> LinearPlan:
+        return LinearPlan(tokens, False, *tile, split_k, least=least)
 
     plans = [LinearPlan(tokens, True, *tile, least=least) for tile in _VECTOR] if tokens == 1 else []
     tiles = _MATRIX[max(tokens, 16)]
     plans += map(matrix, tiles if tokens > 1 else tiles[1:3])
     if tokens > 1 and -(-outputs // _CUT[0]) < _FEW_PROGRAMS:
-        plans += [matrix(_CUT, parts) for parts in _PARTS]
-    return [plan for plan in plans if plan.rows <= outputs and plan.columns * plan.parts < 2 * inputs]
+        plans += [matrix(_CUT, split_k) for split_k in _PARTS]
+    return [plan for plan in plans if plan.rows <= outputs and plan.columns * plan.split_k < 2 * inputs]
 
 
 def fastest(bench: Bench, shape: Shape, least: int, tokens: int) -> LinearPlan | None:
     """The plan that wins this class; None for torch, which also wins draws."""
-    entrants = [None, *bench.sound(candidates(shape, least, tokens), shape)]
+    entrants = [None, *bench.valid_plans(candidates(shape, least, tokens), shape)]
     watches = [(plan, bench.stopwatch(plan, shape, tokens)) for plan in entrants]
     short = [watch(_SHORT) for _, watch in watches]
     limit = min(short) * _QUALIFIED

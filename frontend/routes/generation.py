@@ -50,7 +50,7 @@ async def _respond(
     request: web.Request, service: GenerationService[Any], body: bytes, slot: AdmissionSlot
 ) -> web.StreamResponse:
     job = await service.prepare(body, Caller(request[TENANT], client_request_id(request)))
-    slot.reserve([one.request_id for one in job.requests])
+    slot.reserve(job.request_ids)
     if not job.streaming:
         return await send_json(request, await service.answer(job))
     # Closing `frames` aborts the generation.

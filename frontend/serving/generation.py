@@ -1,6 +1,6 @@
-"""The life of a generation request, whatever its endpoint: check, tokenize, run, count.
+"""Generation requests of both endpoints: check, tokenize, run, respond.
 
-An endpoint brings its schema and says how its prompts, choices and chunks look.
+Subclasses define the schema, the prompts, and the form of choices and chunks.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ from frontend.schemas.fields import Schema
 from frontend.schemas.generation import GenerationRequest, Usage
 from frontend.serving.caller import Caller
 from frontend.serving.generate_request import GenerateRequest, ResponseOptions
-from frontend.serving.logprobs import TokenNames
+from frontend.serving.logprobs import TokenFormatter
 from frontend.serving.models import ModelService
 from frontend.serving.prompts import Prompt, given_id, salt, text_offsets, truncated
-from frontend.serving.sampling import answer_limit, sampling_params, stop_strings
+from frontend.serving.sampling import requested_max_tokens, sampling_params, stop_strings
 from frontend.serving.sse import DONE, ChunkHeader, ChunkTemplate, error_frame
 from frontend.serving.usage import UsageCounter
 from frontend.token_logprobs import TokenLogprob
@@ -40,30 +40,30 @@ R = TypeVar("R", bound=GenerationRequest)
 T = TypeVar("T")
 
 MAX_CHOICES = 1024
-# Log probabilities of prompts, counted with their alternatives: some hundred MB while an answer is made.
+# Prompt logprobs of one request, top tokens included: some hundred MB while a response is encoded.
 MAX_PROMPT_LOGPROBS = 1 << 20
-# Ids that go to the engine with all choices of a request: 64 MiB.
+# `allowed_token_ids` of all sequences of a request: 64 MiB in messages.
 MAX_ALLOWED_IDS = 1 << 24
-# Tokenizing this much takes about a millisecond, ten times what a hop to a thread costs.
+# Tokenizing this much takes about 1 ms, ten times the cost of using a thread.
 _INLINE_BYTES = 2048
-# What an answer of this many tokens takes to encode is about as long.
+# Encoding a response with this many log probabilities takes about 1 ms too.
 _INLINE_LOGPROBS = 256
 
 
 @dataclass(frozen=True)
 class ServingOptions:
-    """What the operator chose."""
+    """Settings of the operator and the checkpoint."""
 
     default_sampling: dict[str, float | int]
     default_max_tokens: int | None
     lenient_fields: bool
     has_tokenizer: bool
     fingerprint: str
-    """Same for two servers that give the same answers."""
+    """Equal for two servers that generate the same responses."""
 
 
 class GenerationService(ABC, Generic[R]):
-    """Answers one kind of request body."""
+    """Serves one kind of request body."""
 
     schema: ClassVar[Schema[Any]]
     id_prefix: ClassVar[str]
@@ -84,24 +84,24 @@ class GenerationService(ABC, Generic[R]):
         self._threads = threads
 
     async def prepare(self, body: bytes, caller: Caller = Caller()) -> GenerateRequest:  # noqa: B008 (it is frozen)
-        """Check and tokenize. Raises ApiError, before the engine hears of the request."""
+        """Check and tokenize a request. Raises ApiError; the engine is not involved yet."""
         started = time.monotonic()
         self._client.check_ready()
         request, warnings = self.schema.decode(body, self._options.lenient_fields)
         self._models.check(request.model)
-        text, shown = self._text_options(request), self._shown(request)
+        text, options = self._text_options(request), self._response_options(request)
         name = given_id(request, caller) or secrets.token_hex(16)
         cache_salt = salt(request.cache_salt, caller)
-        prompts = await self._off_loop(len(body), lambda: self._read(request, shown, warnings))
-        params = [self._params(request, shown, prompt) for prompt in prompts]
-        _check_amounts(prompts, params[0], shown)
+        prompts = await self._off_loop(len(body), lambda: self._read_prompts(request, options, warnings))
+        params = [self._params(request, options, prompt) for prompt in prompts]
+        _check_amounts(prompts, params[0], options)
         return GenerateRequest(
             id=self.id_prefix + name,
             created=int(time.time()),
             requests=self._requests(prompts, params, cache_salt),
             prompts=prompts,
             text=text,
-            shown=shown,
+            options=options,
             n=params[0].n,
             streaming=bool(request.stream),
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
@@ -109,113 +109,120 @@ class GenerationService(ABC, Generic[R]):
             started=started,
         )
 
-    async def answer(self, job: GenerateRequest) -> bytes:
-        """The whole reply as JSON. Cancelling aborts the generation."""
-        tally = job.tally()
-        results = [Update(request.request_id, array("i")) for request in job.requests]
-        with self._client.open(job.requests, job.text, every_step=False) as stream:
+    async def answer(self, request: GenerateRequest) -> bytes:
+        """The complete response as JSON. Cancelling aborts the generation."""
+        counter = request.usage_counter()
+        results = [Update(request_id, array("i")) for request_id in request.request_ids]
+        with self._client.open(request.requests, request.text, every_step=False) as stream:
             async for updates in stream:
                 for update in updates:
                     _raise_error(update)
-                    index = job.index(update)
-                    tally.add(index, job.fit_to_show(update))
+                    index = request.index(update)
+                    counter.add(index, request.visible(update))
                     results[index].merge(update)
-        usage = tally.usage(stream)
+        usage = counter.usage(stream)
         size = sum(len(result.logprobs) + len(result.prompt_logprobs) for result in results)
         return await self._off_loop(
             size * _INLINE_BYTES // _INLINE_LOGPROBS,
-            lambda: msgspec.json.encode(self._answer(job, results, usage)),
+            lambda: msgspec.json.encode(self._response(request, results, usage)),
         )
 
-    async def frames(self, job: GenerateRequest) -> AsyncGenerator[bytes, None]:
-        """The reply as server-sent events. Close it to abort the generation."""
-        template = self._template(job)
-        tally = job.tally()
-        with self._client.open(job.requests, job.text) as stream:
+    async def frames(self, request: GenerateRequest) -> AsyncGenerator[bytes, None]:
+        """The response as server-sent events. Closing the generator aborts the generation."""
+        template = self._template(request)
+        counter = request.usage_counter()
+        with self._client.open(request.requests, request.text) as stream:
             try:
                 async for updates in stream:
-                    if frames := self._render(template, job, tally, updates, stream):
+                    if frames := self._render(template, request, counter, updates, stream):
                         yield frames
             except ApiError as error:
                 yield error_frame(error.body())
                 return
-        if job.include_usage:
-            yield template.usage(tally.usage(stream))
+        if request.include_usage:
+            yield template.usage(counter.usage(stream))
         yield DONE
 
     @abstractmethod
     def _prompts(self, request: R, warnings: list[str]) -> list[Prompt]:
-        """Every prompt; runs in any thread, and may append to `warnings`."""
+        """All prompts; runs in a thread, and may append to `warnings`."""
 
     @abstractmethod
     def _default_max_tokens(self) -> int:
-        """The length of answers where neither request nor operator names one."""
+        """max_tokens where neither request nor operator sets it."""
 
     @abstractmethod
     def _top_logprobs(self, request: R) -> int | None:
-        """How many of the most likely tokens to show beside each one; None shows none at all."""
+        """Number of top tokens per generated token; None: no log probabilities."""
 
     @abstractmethod
-    def _answer(self, job: GenerateRequest, results: list[Update], usage: Usage) -> msgspec.Struct:
-        """The body of a reply that is not streamed."""
+    def _response(self, request: GenerateRequest, results: list[Update], usage: Usage) -> msgspec.Struct:
+        """The body of a non-streaming response."""
 
     @abstractmethod
-    def _news(self, update: Update) -> dict[str, Any]:
-        """The part of a chunk's choice that holds text."""
+    def _delta(self, update: Update) -> dict[str, Any]:
+        """The part of a chunk's choice that contains the new text."""
 
     @abstractmethod
-    def _logprobs(self, job: GenerateRequest, index: int, entries: Sequence[TokenLogprob]) -> msgspec.Struct:
-        """Log probabilities of tokens of one choice."""
+    def _logprobs(
+        self, request: GenerateRequest, index: int, entries: Sequence[TokenLogprob]
+    ) -> msgspec.Struct:
+        """Log probabilities of tokens of choice `index`."""
 
     @abstractmethod
     def _first_frame(
-        self, template: ChunkTemplate, job: GenerateRequest, index: int, update: Update, usage: Usage | None
+        self,
+        template: ChunkTemplate,
+        request: GenerateRequest,
+        index: int,
+        update: Update,
+        usage: Usage | None,
     ) -> bytes:
-        """What goes before the first text of a choice, whose first tokens `update` brings."""
+        """The frame before the first text of choice `index`; `update` is its first one."""
 
     def _scores_only(self, request: R) -> bool:
-        """Whether the request wants no token generated; only endpoints that show prompts allow it."""
+        """Whether the request only scores its prompt: `echo` with max_tokens 0."""
         return False
 
-    def _fit(self, request: R, ids: list[int]) -> list[int]:
-        """What the request wants to keep of a prompt."""
-        limit, longest = answer_limit(request), self._inputs.max_model_len
-        # Without a word about the answer's length, it shall not crowd out the prompt.
-        answer = limit if limit is not None else min(self._usual_max_tokens(), longest // 2)
-        return truncated(ids, request, longest, answer)
+    def _truncate(self, request: R, ids: list[int]) -> list[int]:
+        """`ids`, truncated as the request says."""
+        max_tokens, max_model_len = requested_max_tokens(request), self._inputs.max_model_len
+        if max_tokens is None:  # a default never takes more than half of the context
+            max_tokens = min(self._default_limit(), max_model_len // 2)
+        return truncated(ids, request, max_model_len, max_tokens)
 
-    def _template(self, job: GenerateRequest) -> ChunkTemplate:
+    def _template(self, request: GenerateRequest) -> ChunkTemplate:
         header = ChunkHeader(
-            id=job.id,
+            id=request.id,
             object=self.chunk_object,
-            created=job.created,
+            created=request.created,
             model=self._models.name,
             fingerprint=self._options.fingerprint,
-            warnings=job.warnings,
-            include_usage=job.include_usage,
+            warnings=request.warnings,
+            include_usage=request.include_usage,
         )
-        return ChunkTemplate(header, len(job.requests), self._news)
+        return ChunkTemplate(header, len(request.request_ids), self._delta)
 
     def _render(
         self,
         template: ChunkTemplate,
-        job: GenerateRequest,
-        tally: UsageCounter,
+        request: GenerateRequest,
+        counter: UsageCounter,
         updates: list[Update],
         stream: Stream,
     ) -> bytes:
-        """All frames of one wake-up, for one write."""
-        frames, shown, details = [], job.shown, job.shown.details
+        """All frames of `updates`, for one write."""
+        frames, options, details = [], request.options, request.options.details
         for update in updates:
             _raise_error(update)
-            index = job.index(update)
-            if tally.begins(index):
-                usage = tally.usage(stream) if shown.continuous_usage else None
-                frames.append(self._first_frame(template, job, index, update, usage))
-            tally.add(index, job.fit_to_show(update))
+            index = request.index(update)
+            if counter.is_first(index):
+                usage = counter.usage(stream) if options.continuous_usage else None
+                frames.append(self._first_frame(template, request, index, update, usage))
+            counter.add(index, request.visible(update))
             if details:
-                usage = tally.usage(stream) if shown.continuous_usage else None
-                frames.append(self._detailed_frame(template, job, index, update, usage))
+                usage = counter.usage(stream) if options.continuous_usage else None
+                frames.append(self._detailed_frame(template, request, index, update, usage))
             elif update.finished or update.reasoning:
                 frames.append(template.update(index, update))
             elif update.text:
@@ -223,16 +230,21 @@ class GenerationService(ABC, Generic[R]):
         return b"".join(frames)
 
     def _detailed_frame(
-        self, template: ChunkTemplate, job: GenerateRequest, index: int, update: Update, usage: Usage | None
+        self,
+        template: ChunkTemplate,
+        request: GenerateRequest,
+        index: int,
+        update: Update,
+        usage: Usage | None,
     ) -> bytes:
-        """A chunk with more than text; nothing while there is nothing to tell."""
-        shows_ids = bool(job.shown.token_ids and update.token_ids)
+        """A chunk with more than text; empty if `update` has nothing to show."""
+        shows_ids = bool(request.options.token_ids and update.token_ids)
         if not (update.finished or update.text or update.reasoning or update.logprobs or shows_ids):
             return b""
         choice = template.choice(index, update)
         if update.logprobs:
-            choice["logprobs"] = self._logprobs(job, index, update.logprobs)
-        if job.shown.token_ids:
+            choice["logprobs"] = self._logprobs(request, index, update.logprobs)
+        if request.options.token_ids:
             choice["token_ids"] = update.token_ids.tolist()
         return template.frame([choice], usage)
 
@@ -243,13 +255,13 @@ class GenerationService(ABC, Generic[R]):
         skip_special = request.skip_special_tokens is not False
         return TextOptions(stops, bool(request.include_stop_str_in_output), skip_special)
 
-    def _shown(self, request: R) -> ResponseOptions:
+    def _response_options(self, request: R) -> ResponseOptions:
         _check_stream_options(request)
         has_tokenizer = self._options.has_tokenizer
         if request.echo and not has_tokenizer:
-            raise RequestError("this model has no tokenizer to show the prompt's text with", param="echo")
+            raise RequestError("'echo' needs a tokenizer, and this model has none", param="echo")
         return ResponseOptions(
-            names=TokenNames(self._inputs.tokenizer, bool(request.return_tokens_as_token_ids)),
+            tokens=TokenFormatter(self._inputs.tokenizer, bool(request.return_tokens_as_token_ids)),
             logprobs=self._top_logprobs(request),
             prompt_logprobs=_prompt_logprobs(request),
             echo=bool(request.echo),
@@ -259,37 +271,37 @@ class GenerationService(ABC, Generic[R]):
             continuous_usage=bool(request.stream_options and request.stream_options.continuous_usage_stats),
         )
 
-    def _read(self, request: R, shown: ResponseOptions, warnings: list[str]) -> list[Prompt]:
+    def _read_prompts(self, request: R, options: ResponseOptions, warnings: list[str]) -> list[Prompt]:
         prompts = self._prompts(request, warnings)
         for prompt in prompts:
             self._inputs.check_prompt(prompt.ids)
-        return [self._echoed(request, shown, prompt) for prompt in prompts] if shown.echo else prompts
+        return [self._with_echo(request, options, prompt) for prompt in prompts] if options.echo else prompts
 
-    def _echoed(self, request: R, shown: ResponseOptions, prompt: Prompt) -> Prompt:
+    def _with_echo(self, request: R, options: ResponseOptions, prompt: Prompt) -> Prompt:
         tokenizer, skip_special = self._inputs.tokenizer, request.skip_special_tokens is not False
-        assert tokenizer is not None  # `_shown` refuses echo without one
+        assert tokenizer is not None  # `_response_options` refuses echo without one
         echo = tokenizer.decode(prompt.ids, skip_special) if prompt.echo is None else prompt.echo
-        asks = shown.logprobs is not None
-        offsets = text_offsets(tokenizer, prompt.ids, skip_special) if asks else ()
+        scored = options.logprobs is not None
+        offsets = text_offsets(tokenizer, prompt.ids, skip_special) if scored else ()
         return dataclasses.replace(prompt, echo=echo, offsets=offsets)
 
-    def _params(self, request: R, shown: ResponseOptions, prompt: Prompt) -> SamplingParams:
-        limit = 1 if shown.score_only else answer_limit(request)
+    def _params(self, request: R, options: ResponseOptions, prompt: Prompt) -> SamplingParams:
+        limit = 1 if options.score_only else requested_max_tokens(request)
         if limit is None:
-            limit = min(self._usual_max_tokens(), self._inputs.room(prompt.ids))
+            limit = min(self._default_limit(), self._inputs.room(prompt.ids))
         return sampling_params(
             request,
             self._options.default_sampling,
             max_tokens=limit,
-            logprobs=shown.logprobs,
-            prompt_logprobs=self._prompt_logprobs(shown),
+            logprobs=options.logprobs,
+            prompt_logprobs=self._prompt_logprobs(options),
         )
 
-    def _prompt_logprobs(self, shown: ResponseOptions) -> int | None:
-        """How many log probabilities the engine is asked for at each place of the prompt."""
-        return shown.prompt_logprobs
+    def _prompt_logprobs(self, options: ResponseOptions) -> int | None:
+        """Number of top tokens per prompt token; None: no prompt logprobs."""
+        return options.prompt_logprobs
 
-    def _usual_max_tokens(self) -> int:
+    def _default_limit(self) -> int:
         return self._options.default_max_tokens or self._default_max_tokens()
 
     def _requests(
@@ -298,7 +310,7 @@ class GenerationService(ABC, Generic[R]):
         requests = []
         for prompt, options in zip(prompts, params, strict=True):
             ids = self._client.new_ids(options.n)
-            requests += self._inputs.requests(prompt.ids, options, ids, cache_salt)
+            requests.append(self._inputs.request(prompt.ids, options, ids, cache_salt))
         return requests
 
     async def _off_loop(self, size: int, work: Callable[[], T]) -> T:
@@ -307,8 +319,8 @@ class GenerationService(ABC, Generic[R]):
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
-def _check_amounts(prompts: list[Prompt], params: SamplingParams, shown: ResponseOptions) -> None:
-    """What each field allows may be too much in all. The prompts share all but max_tokens."""
+def _check_amounts(prompts: list[Prompt], params: SamplingParams, options: ResponseOptions) -> None:
+    """Limits on the whole request. All prompts have the same parameters except max_tokens."""
     n = params.n
     if n * len(prompts) > MAX_CHOICES:
         raise RequestError(
@@ -319,7 +331,7 @@ def _check_amounts(prompts: list[Prompt], params: SamplingParams, shown: Respons
         raise RequestError(
             f"{1 + params.prompt_logprobs} log probabilities for each of {tokens} prompt tokens are more "
             f"than {MAX_PROMPT_LOGPROBS}: send fewer prompts at once, or ask for fewer",
-            param="logprobs" if shown.prompt_logprobs is None else "prompt_logprobs",
+            param="logprobs" if options.prompt_logprobs is None else "prompt_logprobs",
         )
     allowed = len(params.allowed_token_ids or ())
     if n * len(prompts) * allowed > MAX_ALLOWED_IDS:

@@ -1,4 +1,4 @@
-"""What a request is about: its prompts, cut to size, and the names that it goes by."""
+"""Prompts of a request: truncation, text offsets, cache salt, request id."""
 
 import hashlib
 from array import array
@@ -22,13 +22,13 @@ class Prompt:
 
     ids: list[int]
     echo: str | None = None
-    """What `echo` shows of it; None is the text of `ids`."""
+    """The text for `echo`; None: the decoded `ids`."""
     offsets: Sequence[int] = ()
-    """Where in `echo` each id's text begins, for requests that want to know."""
+    """Where in `echo` the text of each id begins; only for requests with echoed log probabilities."""
 
 
-def truncated(ids: list[int], request: GenerationRequest, max_model_len: int, answer: int) -> list[int]:
-    """The part of `ids` that `truncate_prompt_tokens` leaves; -1 leaves room for `answer` tokens."""
+def truncated(ids: list[int], request: GenerationRequest, max_model_len: int, max_tokens: int) -> list[int]:
+    """The ids that `truncate_prompt_tokens` keeps; -1 leaves room for `max_tokens` generated tokens."""
     limit = request.truncate_prompt_tokens
     if limit is None:
         if request.truncation_side is not None:
@@ -39,26 +39,26 @@ def truncated(ids: list[int], request: GenerationRequest, max_model_len: int, an
             f"'truncate_prompt_tokens' must be -1 or in [1, {max_model_len}], not {limit}",
             param="truncate_prompt_tokens",
         )
-    keep = max(max_model_len - answer, 1) if limit == -1 else limit
+    keep = max(max_model_len - max_tokens, 1) if limit == -1 else limit
     return ids[:keep] if request.truncation_side == "right" else ids[-keep:]
 
 
 def text_offsets(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
-    """The characters of text before each id."""
-    record: array[int] = array("i")
-    detokenizer = Detokenizer(tokenizer, record, skip_special_tokens)
+    """The number of characters before the text of each id."""
+    decoded: array[int] = array("i")
+    detokenizer = Detokenizer(tokenizer, decoded, skip_special_tokens)
     offsets, total = [], 0
     for token_id in ids:
-        record.append(token_id)
+        decoded.append(token_id)
         offsets.append(total)
         total += len(detokenizer.feed())
     return offsets
 
 
 def salt(cache_salt: str | None, caller: Caller) -> str:
-    """Sets a caller's cached prompts apart from those of other tenants and other salts.
+    """The prefix cache's salt for one tenant and `cache_salt`; empty where there is neither.
 
-    Empty, and so shared with all others that are, where there is neither tenant nor salt.
+    Only requests with equal salts share cached blocks.
     """
     if cache_salt is not None and not 0 < len(cache_salt) <= _MAX_SALT_LENGTH:
         raise RequestError(
@@ -67,13 +67,13 @@ def salt(cache_salt: str | None, caller: Caller) -> str:
         )
     if cache_salt is None and not caller.tenant:
         return ""
-    # The length tells where the tenant ends, so that no two pairs look the same.
+    # The length marks the end of the tenant, so that different pairs give different strings.
     pair = f"{len(caller.tenant)}:{caller.tenant}{cache_salt or ''}"
     return hashlib.sha256(pair.encode()).hexdigest()
 
 
 def given_id(request: GenerationRequest, caller: Caller) -> str | None:
-    """The client's own name for its request: of the body, else of the header."""
+    """The client's request id: from the body, else from the header."""
     name = request.request_id
     if name is None:
         return caller.request_id

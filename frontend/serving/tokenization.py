@@ -1,4 +1,4 @@
-"""Text to ids and back without generating: what a prompt costs, and what ids mean."""
+"""Tokenize and detokenize without generating."""
 
 import asyncio
 from collections.abc import Callable
@@ -27,7 +27,7 @@ _CHAT_FIELDS = ("messages", "add_generation_prompt", "continue_final_message", "
 
 
 class TokenizationService:
-    """POST /tokenize and /detokenize. Needs no engine."""
+    """POST /tokenize and /detokenize. The engine is not involved."""
 
     def __init__(
         self, inputs: InputProcessor, models: ModelService, chat: ChatService, threads: ThreadPoolExecutor
@@ -38,7 +38,7 @@ class TokenizationService:
         self._threads = threads
 
     async def tokenize(self, body: bytes) -> TokenizeResponse:
-        """Raises RequestError for a body that does not say what to tokenize."""
+        """Token ids of a text or a conversation. Raises RequestError for an invalid body."""
         request, _ = TOKENIZE.decode(body, lenient=False)
         self._models.check(request.model)
         ids = await self._off_loop(lambda: self._ids(request))
@@ -46,14 +46,14 @@ class TokenizationService:
             count=len(ids),
             max_model_len=self._inputs.max_model_len,
             tokens=ids,
-            token_strs=[self._known().token_text(i) for i in ids] if request.return_token_strs else None,
+            token_strs=[self._tokenizer().token_text(i) for i in ids] if request.return_token_strs else None,
         )
 
     async def detokenize(self, body: bytes) -> DetokenizeResponse:
-        """Raises RequestError for ids outside the vocabulary."""
+        """The text of ids. Raises RequestError for ids outside the vocabulary."""
         request, _ = DETOKENIZE.decode(body, lenient=False)
         self._models.check(request.model)
-        tokenizer = self._known()
+        tokenizer = self._tokenizer()
         if request.tokens:
             self._inputs.check_vocabulary(request.tokens, "tokens")
         text = await self._off_loop(lambda: tokenizer.decode(request.tokens, skip_special_tokens=False))
@@ -70,9 +70,9 @@ class TokenizationService:
                 raise RequestError(f"'{name}' belongs to 'messages', not to 'prompt'", param=name)
         return self._inputs.encode(request.prompt, request.add_special_tokens is not False)
 
-    def _known(self) -> Tokenizer:
+    def _tokenizer(self) -> Tokenizer:
         if self._inputs.tokenizer is None:
-            raise RequestError("this model has no tokenizer: it takes and gives token ids")
+            raise RequestError("this model has no tokenizer: it accepts and returns token ids only")
         return self._inputs.tokenizer
 
     async def _off_loop(self, work: Callable[[], T]) -> T:

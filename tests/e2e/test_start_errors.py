@@ -1,4 +1,4 @@
-"""A failed start prints its cause in one line, soon, exits with the status for it and leaves nothing behind."""
+"""A failed start prints its cause in one line, exits with the status for it and leaves nothing behind."""
 
 import json
 import os

@@ -93,7 +93,7 @@ def test_a_captured_draw_follows_its_inputs() -> None:
     rows, limits = 9, list(LIMITS.values())
     logits = torch.randn(rows, 151936, device=GPU, dtype=torch.bfloat16)
     positions = torch.arange(rows, device=GPU)
-    settings = dataclasses.replace(batch(rows, limits), random_rows=None, limited_rows=None)
+    settings = dataclasses.replace(batch(rows, limits), random_rows=None, filtered_rows=None)
     kernel(logits, settings, positions)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import atom_ops
-from atom_ops import ChosenTokens, backend
+from atom_ops import TopKIndices, backend
 from atom_ops.ops.kv_cache import FP8
 from tests.helpers.index_step import IndexStep, with_spare_tokens
 from tests.helpers.latent_step import CPU
@@ -92,7 +92,7 @@ def test_captured_with_rows_to_spare() -> None:
     plan = with_spare_tokens(step, spare)
     index_q, weights, q = (torch.cat((x, x[:spare])) for x in (step.index_q, step.weights, step.q))
 
-    def run() -> tuple[ChosenTokens, torch.Tensor]:
+    def run() -> tuple[TopKIndices, torch.Tensor]:
         chosen = atom_ops.index_topk(index_q, weights, step.index, plan, COUNT)
         return chosen, atom_ops.sparse_latent_attention(q, step.cache, chosen, step.scale)
 
@@ -120,6 +120,6 @@ def test_bits_depend_on_no_other_row(dtype: torch.dtype) -> None:
     out = step.attend(together)
     for row in range(len(lens)):
         one = slice(row, row + 1)
-        chosen = ChosenTokens(together.slots_TJ[one], together.counts_T[one], 512)
+        chosen = TopKIndices(together.slots_TJ[one], together.counts_T[one], 512)
         alone = atom_ops.sparse_latent_attention(step.q[one], step.cache, chosen, step.scale)
         assert torch.equal(alone[0], out[row])

@@ -90,7 +90,7 @@ def test_a_plan_that_asks_for_too_much_of_the_gpu_is_left_out() -> None:
     shape = SHAPES[0]
     fits = LinearPlan(16, False, 64, 128, 4, 3, least=2)
     immense = LinearPlan(16, False, 256, 512, 4, 6, least=2)
-    assert GPUBench({shape: some_weights(torch.bfloat16)[:3]}).sound([immense, fits], shape) == [fits]
+    assert GPUBench({shape: some_weights(torch.bfloat16)[:3]}).valid_plans([immense, fits], shape) == [fits]
 
 
 def test_a_gpu_with_a_table_is_never_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

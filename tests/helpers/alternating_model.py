@@ -21,7 +21,7 @@ from workers.layers.embedding import LMHead, VocabEmbedding
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear
 from workers.layers.norm import RMSNorm
 from workers.layers.rotary import RotaryEmbedding, Rotation
-from workers.layers.weighted import Range, Source, WeightedLayer
+from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer
 
 HIDDEN, EPS, BASE = 48, 1e-6, 10000.0
 WINDOW = 10
@@ -46,7 +46,7 @@ class _Layer(WeightedLayer):
     def __init__(self, number: int, build: BuildContext):
         super().__init__()
         heads = LAYERS[number]
-        q, kv = (Range.whole(count * heads.width) for count in (heads.queries, heads.keys))
+        q, kv = (ShardRange.whole(count * heads.width) for count in (heads.queries, heads.keys))
         self.norm = RMSNorm(HIDDEN, EPS, build)
         self.qkv_proj = ColumnParallelLinear(HIDDEN, [q, kv, kv], False, build)
         self.o_proj = RowParallelLinear(q, HIDDEN, False, build)
@@ -55,7 +55,7 @@ class _Layer(WeightedLayer):
         if not heads.window:
             self.sinks = None
         else:
-            self.add_weight("sinks", [Source((heads.queries,), 0, Range.whole(heads.queries))], build)
+            self.add_weight("sinks", [ShardSpec((heads.queries,), 0, ShardRange.whole(heads.queries))], build)
 
     def forward(
         self, x_TD: Tensor, residual_TD: Tensor | None, rotation: Rotation, ctx: ForwardContext

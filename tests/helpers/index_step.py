@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import atom_ops
-from atom_ops import ChosenTokens, IndexKeys
+from atom_ops import IndexKeys, TopKIndices
 from atom_ops.ops.kv_cache import FP8, float8_codes
 from tests.helpers.latent_step import CPU, LatentStep
 
@@ -53,7 +53,7 @@ class IndexStep(LatentStep):
         self.index = IndexKeys(cache.keys.to(device), None if cache.scale is None else cache.scale.to(device))
         self.keys = keys.double().split(context_lens)
 
-    def choose(self, count: int, split_tokens: int = 0) -> ChosenTokens:
+    def choose(self, count: int, split_tokens: int = 0) -> TopKIndices:
         return atom_ops.index_topk(self.index_q, self.weights, self.index, self.plan(split_tokens), count)
 
     def chosen(self, count: int) -> list[list[int]]:
@@ -78,7 +78,7 @@ class IndexStep(LatentStep):
             slots[token, : len(positions)] = rows[owner[token]][positions].int()
         return slots
 
-    def attend(self, chosen: ChosenTokens) -> Tensor:
+    def attend(self, chosen: TopKIndices) -> Tensor:
         return atom_ops.sparse_latent_attention(self.q, self.cache, chosen, self.scale)
 
     def attended(self, chosen: list[list[int]]) -> Tensor:

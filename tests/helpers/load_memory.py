@@ -23,11 +23,11 @@ from parallel.communicator import Communicator
 from parallel.state import TPGroup
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
-from workers.layers.expert_forms import InterleavedMXFP4
+from workers.layers.expert_layouts import InterleavedMXFP4
 from workers.layers.moe import MoE, MoEArgs
 from workers.models.llama import LlamaForCausalLM
 from workers.weights.loader import load_weights, weight_bytes
-from workers.weights.plan import slots
+from workers.weights.plan import load_targets
 
 MB = 1 << 20
 HIDDEN, FEATURES = 1024, 768
@@ -43,7 +43,7 @@ _KINDS = {
     "experts": MoEArgs(HIDDEN, 16, FEATURES, RoutingRule(2, "softmax")),
     "packed": MoEArgs(
         HIDDEN, 16, FEATURES, RoutingRule(2, "softmax_of_chosen"),
-        activation=ClampedSwiglu(7.0, 1.702), form=InterleavedMXFP4(),
+        activation=ClampedSwiglu(7.0, 1.702), layout=InterleavedMXFP4(),
     ),
 }  # fmt: skip
 
@@ -75,7 +75,11 @@ def build(kind: str, layers: int, device: str) -> CausalLM:
 
 def write(kind: str, layers: int, directory: Path, shard_bytes: int) -> None:
     """Random tensors of every name that the model wants, in files of at most so many bytes or one tensor."""
-    shapes = {part.name: part.shape for slot in slots(build(kind, layers, "meta")) for part in slot.parts}
+    shapes = {
+        tensor.name: tensor.shape
+        for target in load_targets(build(kind, layers, "meta"))
+        for tensor in target.tensors
+    }
     weight_map: dict[str, str] = {}
     shard: dict[str, torch.Tensor] = {}
     files = 0

@@ -19,6 +19,7 @@ from atom.config.engine import EngineConfig
 from atom.config.model import ModelConfig
 from atom.config.observability import ObservabilityConfig
 from atom.config.parallel import ParallelConfig
+from atom.config.reliability import ReliabilityConfig
 from atom.config.scheduler import SchedulerConfig
 from atom.messages.codec import Decoder, encode
 from atom.messages.engine import (
@@ -26,6 +27,7 @@ from atom.messages.engine import (
     AddRequest,
     CoreDead,
     CoreReady,
+    CoreStalled,
     CoreStats,
     FinishReason,
     FromCore,
@@ -37,14 +39,16 @@ from atom.messages.engine import (
 )
 from atom.messages.launch import CoreLaunch
 from atom.messages.profile import Profile, ProfileResult, RankTrace
-from atom.messages.supervisor import Dead, Ready, ToSupervisor
+from atom.messages.supervisor import Beat, Dead, Ready, ToSupervisor
 from atom.messages.worker import (
     AllocateKV,
     FullAttentionSpec,
     Loaded,
+    NewRow,
     ScheduledBatch,
     Shutdown,
     ToWorker,
+    WorkerBeat,
     WorkerFailed,
     WorkerReady,
 )
@@ -116,12 +120,19 @@ class Engine:
     def start(self) -> dict[str, int | str]:
         """Bring the workers up; returns the figures of the banner."""
         allocate = self.load()[0]
-        self._simulation = SimulatedWorker([SPEC], allocate.num_blocks, VOCABULARY, (4, 16))
+        self._simulation = SimulatedWorker([SPEC], allocate.num_blocks, VOCABULARY, (4, 16), known_ids)
         for rank, worker in enumerate(self.workers):
             worker.send(WorkerReady(rank))
-        ready = self.supervisor.receive()
+        ready = self.report()
         assert isinstance(ready, Ready) and ready.process == "core"
         return ready.detail
+
+    def report(self) -> Ready | Dead:
+        """The core's next message to the supervisor that is no beat."""
+        while isinstance(message := self.supervisor.receive(), Beat):
+            pass
+        assert isinstance(message, Ready | Dead)
+        return message
 
     def work_until(self, done: Callable[[], bool]) -> None:
         """Execute steps as they come; every rank must get the same ones."""
@@ -185,8 +196,18 @@ def engine(directory: Path) -> Iterator[Engine]:
     engine.close()
 
 
+PROMPTS: list[list[int]] = []
+
+
+def known_ids(new: NewRow, ids: list[int]) -> list[int]:
+    """The prompt of a new row that computes `ids` first."""
+    computed = slice(new.computed, new.computed + len(ids))
+    return next(one for one in PROMPTS if len(one) == new.num_known and one[computed] == ids)
+
+
 def request(number: int, prompt: list[int], max_tokens: int) -> AddRequest:
-    return AddRequest(number, pack_ids(prompt), max_tokens, GREEDY)
+    PROMPTS.append(prompt)
+    return AddRequest([number], pack_ids(prompt), max_tokens, GREEDY)
 
 
 def collect(frontend: Peer, tokens: dict[int, list[int]], reasons: dict[int, FinishReason]) -> None:
@@ -314,7 +335,7 @@ def test_the_failure_of_a_worker_ends_the_core(engine: Engine) -> None:
     frontend.receive()
     engine.workers[1].send(WorkerFailed(1, "out of memory"))
     assert frontend.receive() == CoreDead("worker 1: out of memory")
-    assert engine.supervisor.receive() == Dead("core", "worker 1: out of memory")
+    assert engine.report() == Dead("core", "worker 1: out of memory")
     assert engine.exit_status() == 1
 
 
@@ -322,7 +343,7 @@ def test_a_failure_at_start_reaches_a_waiting_frontend(engine: Engine) -> None:
     frontend = engine.frontend(0)
     assert not frontend.has_message(0.5), "a message before the core is ready"
     engine.workers[0].send(WorkerFailed(0, "model.safetensors is damaged"))
-    assert engine.supervisor.receive() == Dead("core", "worker 0: model.safetensors is damaged")
+    assert engine.report() == Dead("core", "worker 0: model.safetensors is damaged")
     assert frontend.receive() == CoreDead("worker 0: model.safetensors is damaged")
     assert engine.exit_status() == 1
 
@@ -330,11 +351,12 @@ def test_a_failure_at_start_reaches_a_waiting_frontend(engine: Engine) -> None:
 def test_a_result_that_makes_no_sense_ends_the_core(engine: Engine) -> None:
     engine.start()
     engine.workers[0].send(WorkerReady(0))
-    assert engine.supervisor.receive() == Dead("core", "a worker sent WorkerReady out of turn")
+    assert engine.report() == Dead("core", "a worker sent WorkerReady out of turn")
     assert engine.exit_status() == 1
 
 
 def test_sigterm_while_the_model_loads(engine: Engine) -> None:
+    assert engine.supervisor.receive() == Beat("core")  # it waits for its workers now
     engine.workers[0].send(Loaded(0, [SPEC], 10_000, 1))
     frontend = engine.frontend(0)
     assert not frontend.has_message(0.5), "a message before the core is ready"
@@ -348,7 +370,7 @@ def test_a_context_that_does_not_fit_is_one_clear_line(directory: Path) -> None:
     try:
         for rank, worker in enumerate(engine.workers):
             worker.send(Loaded(rank, [SPEC], 10_000, 1))
-        dead = engine.supervisor.receive()
+        dead = engine.report()
         assert isinstance(dead, Dead)
         assert dead.reason.startswith("max_model_len 200 does not fit the KV cache of 128 tokens")
         assert engine.exit_status() == 1
@@ -418,8 +440,8 @@ def test_undecodable_frames_of_a_frontend_do_not_disturb_others(engine: Engine) 
     for frame in (b"", b"\xc1", b"\0" * 4096, whole[:-3], whole.replace(b"\x02", b"\x63", 1)):
         hostile.send_frames(frame)
     hostile.send_frames(whole, whole)
-    hostile.send(AddRequest(3, b"12345", 5, GREEDY))
-    hostile.send(AddRequest(4, pack_ids([1]), 5, msgspec.structs.replace(GREEDY, seed=-1)))
+    hostile.send(AddRequest([3], b"12345", 5, GREEDY))
+    hostile.send(AddRequest([4], pack_ids([1]), 5, msgspec.structs.replace(GREEDY, seed=-1)))
     refusals = [hostile.receive().finished[0] for _ in range(2)]
     assert [refusal.request_id for refusal in refusals] == [3, 4]
     assert "seed must be in" in refusals[1].message
@@ -439,7 +461,10 @@ def test_log_probabilities_and_times_reach_the_frontend(engine: Engine) -> None:
     frontend = engine.frontend(0)
     frontend.receive()
     sampling = msgspec.structs.replace(GREEDY, logprobs=1)
-    frontend.send(AddRequest(1, pack_ids(range(20)), 1, sampling, prompt_logprobs=0))  # 16 tokens fit a step
+    PROMPTS.append(list(range(20)))
+    frontend.send(
+        AddRequest([1], pack_ids(range(20)), 1, sampling, prompt_logprobs=0)
+    )  # 16 tokens fit a step
     engine.work_until(lambda: frontend.has_message(0))
     first_piece = frontend.receive()
     assert (first_piece.request_ids, [piece.start for piece in first_piece.prompt_logprobs]) == ([], [1])
@@ -469,3 +494,67 @@ def test_a_frontend_that_does_not_read_is_dropped_and_told(engine: Engine) -> No
     assert isinstance(reader.receive(), CoreStats)
     sleeper.send(Hello(0))
     assert isinstance(sleeper.receive(), CoreReady)
+
+
+def started_with(directory: Path, **timeouts: float) -> Engine:
+    engine = Engine(directory, replace(CONFIG, reliability=ReliabilityConfig(**timeouts)))
+    engine.start()
+    return engine
+
+
+def test_a_hung_step_is_detected_while_requests_arrive(directory: Path) -> None:
+    engine = started_with(directory, step_timeout=1.0)
+    try:
+        frontend = engine.frontend(0)
+        frontend.receive()
+        frontend.send(request(1, [1, 2, 3], 9))
+        engine.workers[0].receive()  # the step that is never finished
+        deadline = time.monotonic() + DEADLINE_S
+        number = 2
+        while not frontend.has_message(0.05):  # well below the time of a quiet poll
+            assert time.monotonic() < deadline, "the hung step was not detected"
+            frontend.send(request(number, [1, 2, 3], 9))
+            frontend.send(Abort([number]))
+            number += 1
+        assert frontend.receive() == CoreDead("the workers have not finished a step for 1 s")
+        assert engine.exit_status() == 1
+    finally:
+        engine.close()
+
+
+def test_an_unresponsive_worker_is_reported_until_it_responds_again(directory: Path) -> None:
+    engine = started_with(directory, hang_timeout=12.0)
+    try:
+        frontend = engine.frontend(0)
+        ready = frontend.receive()
+        assert isinstance(ready, CoreReady)
+        while not frontend.has_message(0.1):
+            engine.workers[0].send(WorkerBeat(0))
+        assert frontend.receive() == CoreStalled("worker 1 has not responded for 2 s")
+        late = engine.frontend(1)
+        assert isinstance(late.receive(), CoreStalled)
+        engine.workers[1].send(WorkerBeat(1))
+        assert frontend.receive() == late.receive() == ready
+        late.send(GetStats())
+        assert isinstance(late.receive(), CoreStats)
+    finally:
+        engine.close()
+
+
+def test_a_hung_worker_ends_the_core(directory: Path) -> None:
+    engine = started_with(directory, hang_timeout=1.5)
+    try:
+        frontend = engine.frontend(0)
+        messages = [frontend.receive()]
+        deadline = time.monotonic() + DEADLINE_S
+        while not isinstance(messages[-1], CoreDead):
+            assert time.monotonic() < deadline, "the hung worker was not detected"
+            engine.workers[0].send(WorkerBeat(0))
+            if frontend.has_message(0.01):
+                messages.append(frontend.receive())
+        assert [type(message) for message in messages] == [CoreReady, CoreStalled, CoreDead]
+        assert messages[-1] == CoreDead("worker 1 has not responded for 2 s")
+        assert engine.report() == Dead("core", "worker 1 has not responded for 2 s")
+        assert engine.exit_status() == 1
+    finally:
+        engine.close()

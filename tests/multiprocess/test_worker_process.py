@@ -25,6 +25,7 @@ from atom.messages.worker import (
     ScheduledBatch,
     Shutdown,
     ToWorker,
+    WorkerBeat,
     WorkerFailed,
     WorkerReady,
 )
@@ -75,8 +76,12 @@ class Workers:
             self._core.send_multipart([rank.to_bytes(4, "little"), encode(message)])
 
     def receive(self) -> FromWorker:
-        _, frame = self._core.recv_multipart()
-        return self._from_worker.decode(frame)
+        """The next message that is no beat."""
+        while True:
+            _, frame = self._core.recv_multipart()
+            message = self._from_worker.decode(frame)
+            if not isinstance(message, WorkerBeat):
+                return message
 
     def supervisor_messages(self) -> list[ToSupervisor]:
         messages = []

@@ -176,6 +176,6 @@ def test_a_reply_of_gpt_oss_is_sorted_by_its_channels(both: Both) -> None:
     content = reasoning = ""
     for token_id in both.tokenizer.encode(reply, add_special_tokens=False):
         record.append(token_id)
-        text, thought = channels.sort(token_id, detokenizer.feed())
+        text, thought = channels.split(token_id, detokenizer.feed())
         content, reasoning = content + text, reasoning + thought
     assert (content, reasoning) == ("It is 4. 你好 🦊", "2 + 2 is easy.")

@@ -1,1 +1,1 @@
-"""Building blocks of models, each spread over the tensor-parallel ranks where that helps."""
+"""Layers that models are built of, sharded over the tensor-parallel ranks where that helps."""

@@ -13,39 +13,39 @@ from workers.layers.rotary import Rotation
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers that share one block table because they keep the same tokens, all in one shape."""
+    """Attention layers that share one block table: they cache the same tokens, in the same shape."""
 
     layers: Sequence[int]
     kv_heads: int
-    """On this rank."""
+    """KV heads on this rank."""
     head_dim: int
     window: int = 0
-    """How many tokens one token of these layers sees, itself the last of them; 0: all up to itself.
+    """Sliding window in tokens, the current token included; 0: full attention.
 
-    Blocks that no window reaches any more are handed to others."""
+    Blocks that have left the window are freed."""
 
 
 def group_by_window(windows: Sequence[int | None], kv_heads: int, head_dim: int) -> list[KVGroup]:
-    """The groups of layers that differ in nothing but `windows`, the window of each layer (None or 0: none).
+    """One group for each distinct window, in the order of their first layers.
 
-    In the order of their first layers.
+    `windows` has the sliding window of each layer; None or 0: full attention.
     """
-    of_layer = [window or 0 for window in windows]
+    by_layer = [window or 0 for window in windows]
     return [
-        KVGroup([layer for layer, own in enumerate(of_layer) if own == window], kv_heads, head_dim, window)
-        for window in dict.fromkeys(of_layer)
+        KVGroup([layer for layer, own in enumerate(by_layer) if own == window], kv_heads, head_dim, window)
+        for window in dict.fromkeys(by_layer)
     ]
 
 
 class Attention(nn.Module):
-    """From a fused projection of queries, keys and values to what each token's heads attend to.
+    """Paged attention over a fused QKV projection.
 
-    Writes the step's keys and values to the cache, then reads from it what each row's tokens see.
-    Knows neither rows nor blocks: those are in the context's plan.
+    Writes the step's keys and values to the KV cache, then attends over the cache. Requests and block
+    tables are described by the context's attention plan alone.
     """
 
     def __init__(self, layer: int, groups: Sequence[KVGroup]):
-        """`groups` are all of the model's; one of them has the layer."""
+        """`groups` are all KV groups of the model; one of them contains `layer`."""
         super().__init__()
         self._layer = layer
         self._group = next(number for number, group in enumerate(groups) if layer in group.layers)
@@ -60,10 +60,10 @@ class Attention(nn.Module):
         norms: HeadNorms | None = None,
         sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The heads' results side by side.
+        """The attention output [T, H * E], heads side by side.
 
-        `norms` apply to queries and keys before they turn; `sinks_H` are the scores that this
-        rank's query heads give to nothing.
+        `norms` apply to queries and keys before RoPE; `sinks_H` are the attention-sink logits of this
+        rank's query heads.
         """
         cache, group = ctx.kv_layers[self._layer], ctx.groups[self._group]
         assert isinstance(cache, KVLayer) and isinstance(group, GroupContext)

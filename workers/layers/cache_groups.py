@@ -1,4 +1,4 @@
-"""What the layers of a model keep of each token, or of each request."""
+"""Groups of layers by what they cache: keys and values, latents, or recurrent states."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,24 +9,24 @@ from workers.layers.attention import KVGroup
 
 @dataclass(frozen=True, slots=True)
 class LatentGroup:
-    """Layers of latent attention: one row a token for all heads, the same on every rank."""
+    """MLA layers: one cached row per token for all heads, the same on every rank."""
 
     layers: Sequence[int]
     latent_width: int
     rope_width: int
     index_width: int = 0
     indexed: Sequence[int] = ()
-    """Those of the layers that keep an index key of so many numbers beside each row."""
+    """The layers with an indexer: they also cache an index key of `index_width` numbers per token."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateGroup:
-    """Recurrent layers: one state a request, however long it is."""
+    """Recurrent layers: one state of fixed size per request."""
 
     layers: Sequence[int]
     shape: StateShape
-    """On this rank."""
+    """Of the state on this rank."""
 
 
 CacheGroup = KVGroup | LatentGroup | StateGroup
-"""Layers that share one block table because they keep the same tokens, all in one shape; or one slot."""
+"""Layers that share one block table, or one state slot per request."""

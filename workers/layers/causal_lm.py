@@ -1,4 +1,4 @@
-"""What every language model offers to the runner, the loader and the KV cache."""
+"""The interface of every language model to the runner, the weight loader and the KV cache."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -14,21 +14,21 @@ from workers.layers.context import BuildContext, ForwardContext
 class CausalLM(nn.Module, ABC):
     """Base of the classes in `ARCHITECTURES` of a model file.
 
-    T tokens, R rows that draw, D hidden, V vocabulary.
+    T tokens, R sampling rows, D hidden, V vocabulary.
     """
 
     packed_modules_mapping: ClassVar[Mapping[str, tuple[str, ...]]]
-    """Fused module -> the modules on disk that are stacked into it, in this order."""
+    """Fused module -> the checkpoint's modules that are stacked into it, in this order."""
     renamed_on_disk: ClassVar[Mapping[str, str]] = {}
-    """Module -> its name on disk, where a family calls by another name what others share."""
+    """Module name -> its name in the checkpoint, where the two differ."""
     kv_groups: list[CacheGroup]
-    """Every attention layer belongs to one of them."""
+    """Every layer that caches something belongs to exactly one."""
     unused_on_disk: tuple[str, ...] = ()
-    """Patterns of tensors that a sound checkpoint may hold though the model has no use for them."""
+    """Patterns of tensors that a checkpoint may hold and that are not loaded."""
 
     @abstractmethod
     def __init__(self, config: Mapping[str, Any], build: BuildContext):
-        """`config` is config.json; raises KeyError or ValueError for what it lacks or asks for."""
+        """`config` is config.json. Raises KeyError (missing field) or ValueError (unsupported)."""
         super().__init__()
 
     @abstractmethod

@@ -1,6 +1,6 @@
-"""What a model is built for, and what one forward pass carries beside the tokens.
+"""Arguments of building a model and of one forward pass, beside its configuration and the tokens.
 
-Both travel as arguments; nothing in the workers reads a global.
+Both are passed as arguments; nothing in the workers reads a global.
 """
 
 from collections.abc import Sequence
@@ -8,27 +8,27 @@ from dataclasses import dataclass, field
 
 import torch
 
-from atom_ops import AttentionPlan, ChosenTokens, KVLayer, LatentLayer, StateLayer, StatePlan
+from atom_ops import AttentionPlan, KVLayer, LatentLayer, StateLayer, StatePlan, TopKIndices
 from parallel.communicator import Communicator
 
 CacheLayer = KVLayer | LatentLayer | StateLayer
-"""What one layer keeps of its tokens, or of its requests."""
+"""The cache of one layer."""
 
 
 @dataclass(frozen=True)
 class BuildContext:
-    """Where and how the layers of one rank are made."""
+    """Dtype, device and tensor-parallel group that the layers of this rank are built for."""
 
     dtype: torch.dtype
     device: torch.device
     tp: Communicator
     max_positions: int
-    """Longest sequence that will ever run: the size of the rotary tables."""
+    """Length of the longest sequence: the size of the RoPE tables."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupContext:
-    """One KV group's share of a step: where its tokens are written, and how they are read."""
+    """What the layers of one KV group need in a step: where tokens are cached, and how to attend."""
 
     slots_T: torch.Tensor
     """int64: block * block_size + offset of each token."""
@@ -36,20 +36,20 @@ class GroupContext:
 
 
 @dataclass(slots=True)
-class Choice:
-    """What sparse attention reads, from the layer that chose it to those that share it."""
+class SharedTopK:
+    """The tokens that sparse attention reads: written by layers with an indexer, read by those without."""
 
-    tokens: ChosenTokens | None = None
-    """None: all that is seen."""
+    tokens: TopKIndices | None = None
+    """None: all tokens up to the current one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """What attention needs in one step."""
+    """KV caches and attention metadata of one step."""
 
     kv_layers: Sequence[CacheLayer]
     """By layer index."""
     groups: Sequence[GroupContext | StatePlan]
-    """By KV group; a plan where it keeps states."""
-    choice: Choice = field(default_factory=Choice)
-    """Of the latest layer that made one."""
+    """By KV group; a `StatePlan` for groups of recurrent layers."""
+    topk_indices: SharedTopK = field(default_factory=SharedTopK)
+    """Of the latest layer with an indexer."""

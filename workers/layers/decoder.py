@@ -1,13 +1,13 @@
-"""The decoder that most families share: pre-norm, rotary attention, then a gated MLP or experts.
+"""The decoder that most families share: pre-norm attention with RoPE, then a gated MLP or experts.
 
     x ──┬─ input_layernorm ─ self_attn ─┬─ post_attention_layernorm ─ mlp ─┬── …
         └───────────── + ───────────────┴────────────── + ─────────────────┘
 
-A family is this with other arguments, and with another `mlp` or other `mixers` where it has them.
-Modules are named as in checkpoints. A block takes the norm in front of it: most can run it
-together with their first matrix product.
+A family passes its arguments, and its own `mlp` or `token_mixers` where it differs. A token mixer is
+the layer's attention or linear attention. Modules are named as in checkpoints. Each block receives the
+norm in front of it, because most fuse it with their first matmul.
 
-T tokens, R rows that draw, D hidden, O features of the fused projection.
+T tokens, R sampling rows, D hidden, O features of the fused projection.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,15 +28,15 @@ from workers.layers.embedding import LMHead, VocabEmbedding
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, tp_range
 from workers.layers.norm import RMSNorm
 from workers.layers.rotary import RotaryEmbedding, Rotation
-from workers.layers.weighted import Range, Source, WeightedLayer
+from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer
 from workers.layers.window import Windows
 
-_BASE_OF_MOST = 10000.0
+_DEFAULT_ROPE_THETA = 10000.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderArgs:
-    """What sets one decoder apart from another. The second part is for the family to know."""
+    """The parameters of a decoder. The fields without a default come from `common_fields`."""
 
     vocab_size: int
     hidden_size: int
@@ -54,27 +54,27 @@ class DecoderArgs:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """Whether queries and keys are normalised, head by head, before they turn."""
+    """Whether each head's queries and keys are normalised before RoPE."""
     windows: Windows = ()
-    """Empty: every layer sees all that came before."""
+    """Sliding window of each layer; empty: full attention in every layer."""
     rope_interleaved: bool = False
-    """Whether neighbouring features turn together, or those of both halves."""
+    """RoPE style: pairs of neighbouring features (GPT-J), or of both halves (NeoX)."""
     zero_centred_norms: bool = False
-    """Whether norms are on disk as what they have more than one."""
+    """Whether the checkpoint stores RMSNorm weights minus one."""
     sinks: bool = False
-    """Whether each query head has a score for nothing, learned, beside those for tokens."""
+    """Whether each query head has a learned attention-sink logit."""
 
 
 def common_fields(config: Mapping[str, Any], partial_rotary: bool = False) -> dict[str, Any]:
-    """The fields of `DecoderArgs` that every family keeps under one name in config.json.
+    """The fields of `DecoderArgs` that have the same name in every family's config.json.
 
-    A family's own rope_theta and partial_rotary_factor stand beside rope_parameters, which go first.
-    `partial_rotary`: whether the family can turn a part of each head only. Raises KeyError for a
-    missing field, ValueError for one that asks for what the family cannot do.
+    rope_parameters take precedence over rope_theta and partial_rotary_factor at the top level.
+    `partial_rotary`: whether the family supports RoPE on a part of each head. Raises KeyError for a
+    missing field, ValueError for an unsupported value.
     """
     heads = config["num_attention_heads"]
-    stated = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if name in config}
-    rope = {"rope_theta": _BASE_OF_MOST, **stated, **config["rope_parameters"]}
+    top_level = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if name in config}
+    rope = {"rope_theta": _DEFAULT_ROPE_THETA, **top_level, **config["rope_parameters"]}
     if rope.get("partial_rotary_factor", 1.0) != 1.0 and not partial_rotary:
         raise ValueError(f"{config['model_type']} with a partial_rotary_factor other than 1 is not supported")
     return {
@@ -93,20 +93,20 @@ def common_fields(config: Mapping[str, Any], partial_rotary: bool = False) -> di
 
 
 def kv_groups(args: DecoderArgs, build: BuildContext) -> list[KVGroup]:
-    """One for the layers of each window."""
+    """One group for each distinct window."""
     shard = head_shard(args.num_attention_heads, args.num_key_value_heads, build.tp.size, build.tp.rank)
     windows = args.windows or (None,) * args.num_hidden_layers
     return group_by_window(windows, shard.kv_count, args.head_dim)
 
 
 def kv_group(args: DecoderArgs, layers: Sequence[int], build: BuildContext) -> KVGroup:
-    """Of layers that see all that came before."""
+    """The group of `layers` with full attention."""
     shard = head_shard(args.num_attention_heads, args.num_key_value_heads, build.tp.size, build.tp.rank)
     return KVGroup(layers, shard.kv_count, args.head_dim)
 
 
 class SelfAttention(WeightedLayer):
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention with RoPE."""
 
     name_on_disk = "self_attn"
 
@@ -116,15 +116,17 @@ class SelfAttention(WeightedLayer):
         super().__init__()
         heads, kv_heads, head_dim = args.num_attention_heads, args.num_key_value_heads, args.head_dim
         shard = head_shard(heads, kv_heads, build.tp.size, build.tp.rank)
-        q = Range(heads * head_dim, shard.q_start * head_dim, shard.q_count * head_dim)
-        kv = Range(kv_heads * head_dim, shard.kv_start * head_dim, shard.kv_count * head_dim)
+        q = ShardRange(heads * head_dim, shard.q_start * head_dim, shard.q_count * head_dim)
+        kv = ShardRange(kv_heads * head_dim, shard.kv_start * head_dim, shard.kv_count * head_dim)
         self.qkv_proj = ColumnParallelLinear(args.hidden_size, [q, kv, kv], args.qkv_bias, build)
         self.o_proj = RowParallelLinear(q, args.hidden_size, args.o_bias, build)
         self.q_norm = RMSNorm(head_dim, args.rms_norm_eps, build) if args.qk_norm else None
         self.k_norm = RMSNorm(head_dim, args.rms_norm_eps, build) if args.qk_norm else None
         self.register_buffer("sinks", None)
         if args.sinks:
-            self.add_weight("sinks", [Source((heads,), 0, Range(heads, shard.q_start, shard.q_count))], build)
+            self.add_weight(
+                "sinks", [ShardSpec((heads,), 0, ShardRange(heads, shard.q_start, shard.q_count))], build
+            )
         self.attention = Attention(layer, groups)
 
     def after_norm(
@@ -135,7 +137,7 @@ class SelfAttention(WeightedLayer):
         rotation: Rotation,
         ctx: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(attention of the sum's norm, the sum); see `ColumnParallelLinear.after_norm`."""
+        """(attention output for norm(x + residual), x + residual)."""
         qkv_TO, residual_TD = self.qkv_proj.after_norm(norm, x_TD, residual_TD)
         out_TO = self.attention(qkv_TO, rotation, ctx, self._head_norms(), self.sinks)
         return self.o_proj(out_TO), residual_TD
@@ -146,11 +148,11 @@ class SelfAttention(WeightedLayer):
         return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
 
-class Mixer(Protocol):
-    """What a decoder layer lets tokens see one another with."""
+class TokenMixer(Protocol):
+    """A decoder layer's attention, or what stands in its place."""
 
     name_on_disk: str
-    """In its layer."""
+    """Its name within the layer."""
 
     def after_norm(
         self,
@@ -160,26 +162,26 @@ class Mixer(Protocol):
         rotation: Rotation,
         ctx: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the result for the sum's norm, the sum)."""
+        """(output for norm(x + residual), x + residual)."""
 
 
 @dataclass(frozen=True)
-class Mixers:
-    """What a family has in the place of `SelfAttention`."""
+class TokenMixers:
+    """The token mixers of a family that does not use `SelfAttention` in every layer."""
 
     groups: list[CacheGroup]
-    """Of all layers."""
-    make: Callable[[int], Mixer]
-    """For one layer."""
+    """Cache groups of all layers."""
+    make: Callable[[int], TokenMixer]
+    """Makes the token mixer of a layer."""
 
 
 class FeedForward(Protocol):
-    """What a decoder layer holds beside attention."""
+    """A decoder layer's MLP or mixture of experts."""
 
     def after_norm(
         self, norm: RMSNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the result for the sum's norm, the sum)."""
+        """(output for norm(x + residual), x + residual)."""
 
 
 class GatedMLP(nn.Module):
@@ -201,15 +203,15 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then a feed-forward block, each on the norm of what came before and added to it."""
+    """Pre-norm attention, then a pre-norm feed-forward block, each added to the residual stream."""
 
     mlp: FeedForward
 
-    def __init__(self, args: DecoderArgs, attention: Mixer, mlp: FeedForward, build: BuildContext):
+    def __init__(self, args: DecoderArgs, attention: TokenMixer, mlp: FeedForward, build: BuildContext):
         super().__init__()
         self.input_layernorm = _norm(args, build)
         setattr(self, attention.name_on_disk, attention)
-        self._mixer = attention.name_on_disk
+        self._token_mixer = attention.name_on_disk
         self.post_attention_layernorm = _norm(args, build)
         self.mlp = mlp
 
@@ -220,9 +222,9 @@ class DecoderLayer(nn.Module):
         rotation: Rotation,
         ctx: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what is still to be added, the sum so far)."""
-        mixer: Mixer = getattr(self, self._mixer)
-        x_TD, residual_TD = mixer.after_norm(self.input_layernorm, x_TD, residual_TD, rotation, ctx)
+        """(output of the MLP, residual); the caller adds them."""
+        token_mixer: TokenMixer = getattr(self, self._token_mixer)
+        x_TD, residual_TD = token_mixer.after_norm(self.input_layernorm, x_TD, residual_TD, rotation, ctx)
         return self.mlp.after_norm(self.post_attention_layernorm, x_TD, residual_TD)
 
 
@@ -231,7 +233,7 @@ def _norm(args: DecoderArgs, build: BuildContext) -> RMSNorm:
 
 
 class Decoder(nn.Module):
-    """From token ids to normalised hidden states."""
+    """Maps token ids to normalised hidden states."""
 
     def __init__(self, args: DecoderArgs, layers: Sequence[DecoderLayer], build: BuildContext):
         super().__init__()
@@ -250,13 +252,13 @@ class Decoder(nn.Module):
         return normed_TD
 
 
-def _self_attention(args: DecoderArgs, build: BuildContext) -> Mixers:
+def _self_attention(args: DecoderArgs, build: BuildContext) -> TokenMixers:
     groups = kv_groups(args, build)
-    return Mixers([*groups], lambda layer: SelfAttention(args, layer, groups, build))
+    return TokenMixers([*groups], lambda layer: SelfAttention(args, layer, groups, build))
 
 
 class DecoderLM(CausalLM):
-    """A decoder and its head: base of the classes in model files, which read config.json."""
+    """A decoder and its LM head: base of most classes in model files."""
 
     packed_modules_mapping: ClassVar = {
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -269,16 +271,16 @@ class DecoderLM(CausalLM):
         args: DecoderArgs,
         build: BuildContext,
         mlp: Callable[[int], FeedForward] | None = None,
-        mixers: Mixers | None = None,
+        token_mixers: TokenMixers | None = None,
     ):
-        """`args` are read from `config`; `mlp` makes a layer's feed-forward block, else `GatedMLP` does."""
+        """`mlp` makes the feed-forward block of a layer, by default a `GatedMLP`."""
         super().__init__(config, build)
-        mixers = mixers or _self_attention(args, build)
-        self.kv_groups = mixers.groups
+        token_mixers = token_mixers or _self_attention(args, build)
+        self.kv_groups = token_mixers.groups
         layers = [
             DecoderLayer(
                 args,
-                mixers.make(layer),
+                token_mixers.make(layer),
                 mlp(layer) if mlp else GatedMLP(args, build),
                 build,
             )

@@ -1,6 +1,6 @@
-"""The two ends of a language model, spread over the ranks by vocabulary.
+"""Token embedding and LM head, sharded over the ranks by vocabulary.
 
-T tokens, R rows that draw, D hidden, V vocabulary.
+T tokens, R sampling rows, D hidden, V vocabulary.
 """
 
 import torch
@@ -9,11 +9,11 @@ from atom_ops import embedding, linear
 from parallel.sharding import split
 from workers.layers.context import BuildContext
 from workers.layers.linear import Linear, tp_range
-from workers.layers.weighted import Source, WeightedLayer
+from workers.layers.weighted import ShardSpec, WeightedLayer
 
 
 class VocabEmbedding(WeightedLayer):
-    """Token ids to vectors; ids of other ranks contribute zeros to the sum."""
+    """Maps token ids to vectors; ids of other ranks contribute zeros to the all-reduce."""
 
     weight: torch.Tensor
 
@@ -21,16 +21,16 @@ class VocabEmbedding(WeightedLayer):
         super().__init__()
         self._tp = build.tp
         self._kept = tp_range(vocab_size, build)
-        self.add_weight("weight", [Source((vocab_size, hidden_size), 0, self._kept)], build)
+        self.add_weight("weight", [ShardSpec((vocab_size, hidden_size), 0, self._kept)], build)
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
         return self._tp.all_reduce(embedding(ids_T, self.weight, self._kept.start))
 
 
 class LMHead(Linear):
-    """Vectors to logits over the whole vocabulary, in float32, the same on every rank.
+    """Maps hidden states to float32 logits over the whole vocabulary, the same on every rank.
 
-    With `tied_to` the weight is that embedding's, and the checkpoint need not hold another.
+    With `tied_to` it uses that embedding's weight and loads none.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class LMHead(Linear):
         self._sizes = [split(vocab_size, build.tp.size, rank)[1] for rank in range(build.tp.size)]
         if tied_to is None:
             kept = tp_range(vocab_size, build)
-            self.add_weight("weight", [Source((vocab_size, hidden_size), 0, kept)], build)
+            self.add_weight("weight", [ShardSpec((vocab_size, hidden_size), 0, kept)], build)
         else:
             self.register_buffer("weight", tied_to.weight)
 
     def forward(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        # In float32: half precision would tie what the model tells apart.
+        # float32, because rounding logits to 16 bits makes different tokens tie.
         logits_RV = linear(hidden_RD, self.weight, None, torch.float32)
         return self._tp.all_gather_last_dim(logits_RV, self._sizes)

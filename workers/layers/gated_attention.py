@@ -1,7 +1,7 @@
-"""Attention whose result each token gates itself.
+"""Attention whose output is multiplied by a sigmoid gate computed from the same token.
 
-On disk a head's gate stands behind its query, [query 0, gate 0, query 1, gate 1, …]; here all gates
-come last, so that what is in front of them is an ordinary fused projection.
+In the checkpoint each head's gate follows its query, [query 0, gate 0, query 1, gate 1, …]. Here all
+gates come last, so that the features in front of them are an ordinary fused QKV projection.
 
 T tokens, O features of the fused projection, H query heads.
 """
@@ -19,11 +19,11 @@ from workers.layers.decoder import DecoderArgs
 from workers.layers.linear import ReorderedLinear, RowParallelLinear
 from workers.layers.norm import RMSNorm
 from workers.layers.rotary import Rotation
-from workers.layers.weighted import Range
+from workers.layers.weighted import ShardRange
 
 
 class GatedAttention(nn.Module):
-    """Grouped-query attention with normalised heads; its result counts as its gate's sigmoid says."""
+    """Grouped-query attention with Q/K norms and a sigmoid gate on its output."""
 
     name_on_disk = "self_attn"
 
@@ -31,9 +31,9 @@ class GatedAttention(nn.Module):
         super().__init__()
         heads, kv_heads, head_dim = args.num_attention_heads, args.num_key_value_heads, args.head_dim
         shard = head_shard(heads, kv_heads, build.tp.size, build.tp.rank)
-        q = Range(heads * head_dim, shard.q_start * head_dim, shard.q_count * head_dim)
-        gated = Range(2 * q.total, 2 * q.start, 2 * q.size)
-        kv = Range(kv_heads * head_dim, shard.kv_start * head_dim, shard.kv_count * head_dim)
+        q = ShardRange(heads * head_dim, shard.q_start * head_dim, shard.q_count * head_dim)
+        gated = ShardRange(2 * q.total, 2 * q.start, 2 * q.size)
+        kv = ShardRange(kv_heads * head_dim, shard.kv_start * head_dim, shard.kv_count * head_dim)
         order = _gates_last(shard.q_count, head_dim, 2 * kv.size)
         self.qkv_proj = ReorderedLinear(args.hidden_size, [gated, kv, kv], args.qkv_bias, build, order)
         self.o_proj = RowParallelLinear(q, args.hidden_size, args.o_bias, build)
@@ -50,7 +50,7 @@ class GatedAttention(nn.Module):
         rotation: Rotation,
         ctx: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(attention of the sum's norm, the sum); see `ColumnParallelLinear.after_norm`."""
+        """(attention output for norm(x + residual), x + residual)."""
         all_TO, residual_TD = self.qkv_proj.after_norm(norm, x_TD, residual_TD)
         qkv_TO, gate_TO = all_TO.split([all_TO.shape[1] - self._gates, self._gates], 1)
         norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
@@ -59,7 +59,7 @@ class GatedAttention(nn.Module):
 
 
 def _gates_last(heads: int, head_dim: int, others: int) -> torch.Tensor:
-    """The rows of queries, of all else, and then of gates."""
+    """The order of rows: queries, the `others` rows of keys and values, gates."""
     queries_HE = torch.arange(heads)[:, None] * 2 * head_dim + torch.arange(head_dim)
     behind = torch.arange(others) + 2 * heads * head_dim
     return torch.cat((queries_HE.flatten(), behind, (queries_HE + head_dim).flatten()))

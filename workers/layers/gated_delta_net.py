@@ -1,15 +1,15 @@
-"""Linear attention by gated delta networks: what a layer knows of a request's past is one state.
+"""Linear attention by gated delta networks: a layer keeps one recurrent state per request.
 
-On disk the projections' rows stand together by key head, which N / K value heads belong to:
+In the checkpoint the rows of the projections are grouped by key head, each with its N / K value heads:
 
     in_proj_qkvz    query | key | values | z        of key head 0, then of key head 1, …
-    in_proj_ba      rates | decays
+    in_proj_ba      b (beta) | a (decay)
 
-Here all of a kind stand together, so that the convolution, the rule and the norm each find theirs in
-one piece: queries | keys | values | z | rates | decays. Ranks share the key heads out.
+Here they are grouped by kind, queries | keys | values | z | b | a, so that the convolution, the delta
+rule and the norm each read a contiguous slice. Key heads are sharded over the ranks.
 
-T tokens, C channels of the convolution, W its taps, O features of the projection, K key heads, N value
-heads, E key and F value features.
+T tokens, C channels of the convolution, W its kernel size, O features of the projection, K key heads,
+N value heads, E key and F value features.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from workers.layers.context import BuildContext, ForwardContext
 from workers.layers.linear import ReorderedLinear, RowParallelLinear, tp_range
 from workers.layers.norm import RMSNorm
 from workers.layers.rotary import Rotation
-from workers.layers.weighted import DiskTensor, Range, Source, WeightedLayer
+from workers.layers.weighted import CheckpointTensor, ShardRange, ShardSpec, WeightedLayer
 
 DELTA_MODULES = {"in_proj": ("in_proj_qkvz", "in_proj_ba")}
 """For `packed_modules_mapping`."""
@@ -37,39 +37,41 @@ DELTA_MODULES = {"in_proj": ("in_proj_qkvz", "in_proj_ba")}
 
 @dataclass(frozen=True)
 class DeltaArgs:
-    """Of the whole layer, all ranks together."""
+    """Sizes of a layer, before sharding."""
 
     hidden_size: int
     key_heads: int
     value_heads: int
     key_features: int
     value_features: int
-    taps: int
+    conv_kernel_size: int
     eps: float
 
-    def heads_of(self, build: BuildContext) -> tuple[Range, Range]:
-        """This rank's key and value heads. Raises ValueError where it would have none."""
+    def local_heads(self, build: BuildContext) -> tuple[ShardRange, ShardRange]:
+        """This rank's key and value heads. Raises ValueError where the heads cannot be sharded."""
         if self.value_heads % self.key_heads:
-            raise ValueError(f"{self.value_heads} value heads are no multiple of {self.key_heads} key heads")
+            raise ValueError(
+                f"{self.value_heads} value heads are not a multiple of {self.key_heads} key heads"
+            )
         if build.tp.size > self.key_heads:
             raise ValueError(
                 f"tensor_parallel_size {build.tp.size} does not fit {self.key_heads} key heads of linear "
                 f"attention: it must be at most {self.key_heads}"
             )
         keys = tp_range(self.key_heads, build)
-        return keys, _wider(keys, self.value_heads // self.key_heads)
+        return keys, keys.scaled(self.value_heads // self.key_heads)
 
 
 def state_shape(args: DeltaArgs, build: BuildContext) -> StateShape:
-    """What a layer keeps of a request on this rank."""
-    keys, values = args.heads_of(build)
+    """Shape of the state per request on this rank."""
+    keys, values = args.local_heads(build)
     channels = 2 * keys.size * args.key_features + values.size * args.value_features
     sizes = args.key_features, args.value_features
-    return StateShape(channels, args.taps, values.size, *sizes, build.dtype)
+    return StateShape(channels, args.conv_kernel_size, values.size, *sizes, build.dtype)
 
 
 class GatedDeltaNet(WeightedLayer):
-    """Projection, convolution, gated delta rule, gated norm, projection."""
+    """Input projection, causal convolution, gated delta rule, gated norm, output projection."""
 
     name_on_disk = "linear_attn"
 
@@ -77,25 +79,25 @@ class GatedDeltaNet(WeightedLayer):
     dt_bias: torch.Tensor
 
     def __init__(self, args: DeltaArgs, layer: int, group: int, build: BuildContext):
-        """`group` is the number of the layer's KV group."""
+        """`group` is the index of the layer's KV group."""
         super().__init__()
-        keys, values = args.heads_of(build)
+        keys, values = args.local_heads(build)
         self._layer, self._group = layer, group
         self._heads, self._value_features = values.size, args.value_features
         values_of_key = args.value_heads // args.key_heads
         features = 2 * (args.key_features + values_of_key * args.value_features)
         self.in_proj = ReorderedLinear(
             args.hidden_size,
-            [_wider(keys, features), _wider(keys, 2 * values_of_key)],
+            [keys.scaled(features), keys.scaled(2 * values_of_key)],
             False,
             build,
             _by_kind(keys.size, values_of_key, args),
         )
         self.conv1d = _Convolution(args, build)
         for name in ("A_log", "dt_bias"):
-            self.add_weight(name, [Source((args.value_heads,), 0, values)], build, torch.float32)
+            self.add_weight(name, [ShardSpec((args.value_heads,), 0, values)], build, torch.float32)
         self.norm = RMSNorm(args.value_features, args.eps, build)
-        self.out_proj = RowParallelLinear(_wider(values, args.value_features), args.hidden_size, False, build)
+        self.out_proj = RowParallelLinear(values.scaled(args.value_features), args.hidden_size, False, build)
 
     def after_norm(
         self,
@@ -105,7 +107,7 @@ class GatedDeltaNet(WeightedLayer):
         rotation: Rotation,
         ctx: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the result for the sum's norm, the sum). Positions do not turn anything here."""
+        """(output for norm(x + residual), x + residual). `rotation` is unused: there is no RoPE here."""
         states, plan = ctx.kv_layers[self._layer], ctx.groups[self._group]
         assert isinstance(states, StateLayer) and isinstance(plan, StatePlan)
         all_TO, residual_TD = self.in_proj.after_norm(norm, x_TD, residual_TD)
@@ -120,21 +122,24 @@ class GatedDeltaNet(WeightedLayer):
 
 
 class _Convolution(WeightedLayer):
-    """Taps of this rank's channels: queries, keys and values are three pieces of the tensor on disk."""
+    """Depthwise kernels of this rank's channels; in the checkpoint one tensor: queries, keys, values."""
 
     weight: torch.Tensor
 
     def __init__(self, args: DeltaArgs, build: BuildContext):
         super().__init__()
-        keys, values = args.heads_of(build)
-        key, value = _wider(keys, args.key_features), _wider(values, args.value_features)
-        shape = (2 * key.total + value.total, 1, args.taps)
+        keys, values = args.local_heads(build)
+        key, value = keys.scaled(args.key_features), values.scaled(args.value_features)
+        shape = (2 * key.total + value.total, 1, args.conv_kernel_size)
         pieces = ((0, key), (key.total, key), (2 * key.total, value))
         self.add_weight(
             "weight",
             [
-                Source(
-                    shape, 0, Range(shape[0], first + kept.start, kept.size), (DiskTensor("weight", shape),)
+                ShardSpec(
+                    shape,
+                    0,
+                    ShardRange(shape[0], first + kept.start, kept.size),
+                    (CheckpointTensor("weight", shape),),
                 )
                 for first, kept in pieces
             ],
@@ -142,13 +147,8 @@ class _Convolution(WeightedLayer):
         )
 
 
-def _wider(heads: Range, features: int) -> Range:
-    """The features of these heads."""
-    return Range(heads.total * features, heads.start * features, heads.size * features)
-
-
 def _by_kind(key_heads: int, values_of_key: int, args: DeltaArgs) -> torch.Tensor:
-    """The projections' rows, in_proj_ba's behind in_proj_qkvz's, kind by kind."""
+    """The order of rows: those of in_proj_qkvz followed by in_proj_ba, grouped by kind."""
     wide = values_of_key * args.value_features
     first = torch.arange(key_heads * 2 * (args.key_features + wide)).view(key_heads, -1)
     second = torch.arange(key_heads * 2 * values_of_key).view(key_heads, -1) + first.numel()

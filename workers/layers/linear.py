@@ -1,6 +1,6 @@
-"""Linear layers, spread over the tensor-parallel ranks by output rows or by input columns.
+"""Linear layers, sharded over the tensor-parallel ranks by output rows or by input columns.
 
-T tokens, I input features, O output features; all counts in `forward` are this rank's.
+T tokens, I input features, O output features; in `forward` all sizes are this rank's.
 """
 
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from parallel.sharding import split
 from workers.layers.activation import GatedLinear
 from workers.layers.context import BuildContext
 from workers.layers.norm import RMSNorm
-from workers.layers.weighted import Range, Source, WeightedLayer
+from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer
 
 
-def tp_range(total: int, build: BuildContext) -> Range:
-    """This rank's share of a dimension that may be cut anywhere."""
-    return Range(total, *split(total, build.tp.size, build.tp.rank))
+def tp_range(total: int, build: BuildContext) -> ShardRange:
+    """This rank's range of a dimension that may be split anywhere."""
+    return ShardRange(total, *split(total, build.tp.size, build.tp.rank))
 
 
 class Linear(WeightedLayer):
@@ -31,7 +31,7 @@ class Linear(WeightedLayer):
         self.register_buffer("bias", None)
 
     def process_weights_after_loading(self) -> None:
-        """Exchange the plain weight for the layout that the matrix product is fastest in."""
+        """Replace the plain weight by the layout that the matmul is fastest with."""
         self.weight = pack_linear_weight(self.weight)
 
     def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
@@ -39,36 +39,36 @@ class Linear(WeightedLayer):
 
 
 class ColumnParallelLinear(Linear):
-    """Each rank makes a part of the output features; several projections may be fused.
+    """Each rank computes a part of the output features; several projections may be fused.
 
     `outputs` has one range for each fused projection, in the order of packed_modules_mapping.
     """
 
-    def __init__(self, in_features: int, outputs: Sequence[Range], bias: bool, build: BuildContext):
+    def __init__(self, in_features: int, outputs: Sequence[ShardRange], bias: bool, build: BuildContext):
         super().__init__()
-        self.add_weight("weight", [Source((o.total, in_features), 0, o) for o in outputs], build)
+        self.add_weight("weight", [ShardSpec((o.total, in_features), 0, o) for o in outputs], build)
         if bias:
-            self.add_weight("bias", [Source((o.total,), 0, o) for o in outputs], build)
+            self.add_weight("bias", [ShardSpec((o.total,), 0, o) for o in outputs], build)
 
     def after_norm(
         self, norm: RMSNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the product of the sum's norm, the sum); without a residual yet the sum is `x_TD` itself."""
+        """(linear(norm(x + residual)), x + residual); without a residual `x_TD` stands for the sum."""
         return add_norm_linear(x_TD, residual_TD, norm.weight, norm.eps, self.weight, self.bias)
 
 
 class ReorderedLinear(ColumnParallelLinear):
-    """Its features come in another order than the checkpoint's rows."""
+    """Its output features are in another order than the checkpoint's rows."""
 
     def __init__(
         self,
         in_features: int,
-        outputs: Sequence[Range],
+        outputs: Sequence[ShardRange],
         bias: bool,
         build: BuildContext,
         order: torch.Tensor,
     ):
-        """Feature i is row `order[i]` of those that this rank keeps."""
+        """Output feature i is row `order[i]` of the rows that this rank keeps."""
         super().__init__(in_features, outputs, bias, build)
         self._order = order.to(build.device)
 
@@ -80,32 +80,32 @@ class ReorderedLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear(Linear):
-    """Each rank reads a part of the input features; the partial sums are added over the ranks.
+    """Each rank multiplies a part of the input features; the partial sums are all-reduced.
 
-    Without `reduce` they stay partial: whoever adds them to others sums them all at once.
+    Without `reduce` they stay partial, for a caller that adds other partial sums before the all-reduce.
     """
 
     def __init__(
-        self, inputs: Range, out_features: int, bias: bool, build: BuildContext, reduce: bool = True
+        self, inputs: ShardRange, out_features: int, bias: bool, build: BuildContext, reduce: bool = True
     ):
         super().__init__()
         self._tp = build.tp
         self._reduce = reduce
-        self.add_weight("weight", [Source((out_features, inputs.total), 1, inputs)], build)
+        self.add_weight("weight", [ShardSpec((out_features, inputs.total), 1, inputs)], build)
         if bias:
-            self.add_weight("bias", [Source((out_features,), 0, Range.whole(out_features))], build)
+            self.add_weight("bias", [ShardSpec((out_features,), 0, ShardRange.whole(out_features))], build)
 
     def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
-        return self._summed(linear(x_TI, self.weight, self._own_bias))
+        return self._summed(linear(x_TI, self.weight, self._rank_bias))
 
     def after_gate(self, gated: GatedLinear, x_T2F: torch.Tensor) -> torch.Tensor:
-        """The product of a gated activation; `x_T2F` holds its gate beside what it lets through."""
-        return self._summed(gated(x_T2F, self.weight, self._own_bias))
+        """linear(activation(gate) * up), where `x_T2F` holds gate and up side by side."""
+        return self._summed(gated(x_T2F, self.weight, self._rank_bias))
 
     def _summed(self, partial_TO: torch.Tensor) -> torch.Tensor:
         return self._tp.all_reduce(partial_TO) if self._reduce else partial_TO
 
     @property
-    def _own_bias(self) -> torch.Tensor | None:
-        """The bias belongs to the sum: one rank adds it."""
+    def _rank_bias(self) -> torch.Tensor | None:
+        """The bias is added once, by rank 0."""
         return self.bias if self._tp.rank == 0 else None

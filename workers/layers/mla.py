@@ -1,14 +1,14 @@
-"""Multi-head latent attention: a token keeps one latent and one rotated key for all heads.
+"""Multi-head latent attention (MLA): one latent and one RoPE key are cached per token, for all heads.
 
-    x ─ q_a ─ norm ─ q_b ───────► queries: N + R numbers a head
+    x ─ q_a ─ norm ─ q_b ───────► queries: N + R numbers per head
     x ─ kv_a ─┬─ latent ─ norm ─┬► a row of the cache ─ kv_b ─► keys and values of every head
-              └─ key ─── turn ──┘
+              └─ key ─── RoPE ──┘
 
-Where a step brings all that its tokens see, keys and values of every head are made (expanded);
-elsewhere queries go to the latents (absorbed). See `atom_ops.ops.latent_attention`.
+Steps of whole prompts expand the latents to keys and values of every head; all others absorb kv_b
+into the queries and attend over the latents. See `atom_ops.ops.latent_attention`.
 
-T tokens, D hidden, H heads (this rank's), N features of a query from its latent, R turned ones,
-E = N + R, V of a value, C of the keys' latent, Q of the queries'.
+T tokens, D hidden, H heads (this rank's), N query features without RoPE, R with RoPE, E = N + R,
+V features of a value, C of the KV latent, Q of the query latent.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ from torch import nn
 
 from atom_ops import (
     AttentionPlan,
-    ChosenTokens,
     LatentLayer,
     LatentNorms,
+    TopKIndices,
     absorb_queries,
     expand_values,
     latent_attention,
@@ -39,7 +39,7 @@ from workers.layers.context import BuildContext, ForwardContext, GroupContext
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear
 from workers.layers.norm import RMSNorm
 from workers.layers.rotary import Rotation
-from workers.layers.weighted import Range, Source, WeightedLayer
+from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer
 
 LATENT_MODULES = {
     "qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
@@ -50,12 +50,12 @@ LATENT_MODULES = {
 
 @dataclass(frozen=True, kw_only=True)
 class LatentArgs:
-    """What sets one family's latent attention apart from another's."""
+    """The parameters of MLA."""
 
     hidden_size: int
     num_heads: int
     q_lora_rank: int | None
-    """Q; None: queries are made of the hidden state at once."""
+    """Q; None: queries are projected from the hidden state directly."""
     kv_lora_rank: int
     """C."""
     nope_dim: int
@@ -66,41 +66,41 @@ class LatentArgs:
     """V."""
     scale: float
     bias: bool = False
-    """Of the projections to latents, and of the output."""
+    """Of the projections to the latents, and of the output projection."""
     interleaved: bool = True
-    """Whether neighbouring numbers turn together, or those of both halves."""
+    """RoPE style: pairs of neighbouring features (GPT-J), or of both halves (NeoX)."""
     eps: float = 1e-6
-    """Of the latents' norms: no configuration states it."""
+    """Of the latents' norms; config.json has no field for it."""
     fused_norms: bool = True
-    """Whether one launch normalises both latents."""
+    """Whether one kernel normalises both latents."""
 
 
 class LatentAttention(nn.Module):
-    """Latents are the same on every rank; heads are dealt out."""
+    """Latents are replicated on every rank; heads are sharded."""
 
     name_on_disk = "self_attn"
 
     def __init__(self, args: LatentArgs, layer: int, groups: Sequence[CacheGroup], build: BuildContext):
-        """`groups` are all of the model's; one of them has the layer."""
+        """`groups` are all cache groups of the model; one of them contains `layer`."""
         super().__init__()
         self._args, self._layer = args, layer
         self._group = next(number for number, group in enumerate(groups) if layer in group.layers)
         shard = head_shard(args.num_heads, args.num_heads, build.tp.size, build.tp.rank)
-        heads = Range(args.num_heads, shard.q_start, shard.q_count)
-        queries = _times(heads, args.nope_dim + args.rope_dim)
-        row = Range.whole(args.kv_lora_rank + args.rope_dim)
+        heads = ShardRange(args.num_heads, shard.q_start, shard.q_count)
+        queries = heads.scaled(args.nope_dim + args.rope_dim)
+        row = ShardRange.whole(args.kv_lora_rank + args.rope_dim)
         if args.q_lora_rank is None:
             if args.bias:
                 raise ValueError("attention_bias without q_lora_rank is not supported")
             self.q_kv_a_proj = ColumnParallelLinear(args.hidden_size, [queries, row], False, build)
         else:
-            latents = [Range.whole(args.q_lora_rank), row]
+            latents = [ShardRange.whole(args.q_lora_rank), row]
             self.qkv_a_proj = ColumnParallelLinear(args.hidden_size, latents, args.bias, build)
             self.q_a_layernorm = RMSNorm(args.q_lora_rank, args.eps, build)
             self.q_b_proj = ColumnParallelLinear(args.q_lora_rank, [queries], False, build)
         self.kv_a_layernorm = RMSNorm(args.kv_lora_rank, args.eps, build)
         self.kv_b_proj = LatentExpansion(args, heads, build)
-        self.o_proj = RowParallelLinear(_times(heads, args.v_dim), args.hidden_size, args.bias, build)
+        self.o_proj = RowParallelLinear(heads.scaled(args.v_dim), args.hidden_size, args.bias, build)
 
     def after_norm(
         self,
@@ -110,7 +110,7 @@ class LatentAttention(nn.Module):
         rotation: Rotation,
         ctx: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(attention of the sum's norm, the sum); see `ColumnParallelLinear.after_norm`."""
+        """(attention output for norm(x + residual), x + residual)."""
         cache, group = ctx.kv_layers[self._layer], ctx.groups[self._group]
         assert isinstance(cache, LatentLayer) and isinstance(group, GroupContext)
         q_THE, residual_TD = self.queries(norm, x_TD, residual_TD, rotation, cache, group.slots_T)
@@ -125,13 +125,13 @@ class LatentAttention(nn.Module):
         cache: LatentLayer,
         slots_T: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """([T, H, E], the sum); writes the step's rows on the way."""
-        turn, interleaved = (rotation.cos_T1R, rotation.sin_T1R), self._args.interleaved
+        """(queries [T, H, E] before RoPE, x + residual); also writes the step's cache rows."""
+        cos_sin, interleaved = (rotation.cos_T1R, rotation.sin_T1R), self._args.interleaved
         kv_norm = self.kv_a_layernorm
         if self._args.q_lora_rank is None:
             both_TO, residual_TD = self.q_kv_a_proj.after_norm(norm, x_TD, residual_TD)
             q_TO, row_TK = both_TO.tensor_split([both_TO.shape[1] - cache.rows.shape[2]], 1)
-            write_latent(row_TK, kv_norm.weight, kv_norm.eps, *turn, cache, slots_T, interleaved)
+            write_latent(row_TK, kv_norm.weight, kv_norm.eps, *cos_sin, cache, slots_T, interleaved)
             return q_TO.unflatten(1, (-1, self._args.nope_dim + self._args.rope_dim)), residual_TD
         latents_TN, residual_TD = self.qkv_a_proj.after_norm(norm, x_TD, residual_TD)
         return self.expand_queries(self.write(latents_TN, rotation, cache, slots_T)), residual_TD
@@ -139,18 +139,18 @@ class LatentAttention(nn.Module):
     def write(
         self, latents_TN: torch.Tensor, rotation: Rotation, cache: LatentLayer, slots_T: torch.Tensor
     ) -> torch.Tensor:
-        """The queries' normalised latents [T, Q], from both latents and the key; the rest is written."""
-        turn, interleaved = (rotation.cos_T1R, rotation.sin_T1R), self._args.interleaved
+        """Write the KV latents and keys to the cache; returns the normalised query latents [T, Q]."""
+        cos_sin, interleaved = (rotation.cos_T1R, rotation.sin_T1R), self._args.interleaved
         kv_norm = self.kv_a_layernorm
         if self._args.fused_norms:
             norms = LatentNorms(self.q_a_layernorm.weight, kv_norm.weight, kv_norm.eps)
-            return norm_and_write_latents(latents_TN, norms, *turn, cache, slots_T, interleaved)
+            return norm_and_write_latents(latents_TN, norms, *cos_sin, cache, slots_T, interleaved)
         q_TQ, row_TK = latents_TN.tensor_split([latents_TN.shape[1] - cache.rows.shape[2]], 1)
-        write_latent(row_TK, kv_norm.weight, kv_norm.eps, *turn, cache, slots_T, interleaved)
+        write_latent(row_TK, kv_norm.weight, kv_norm.eps, *cos_sin, cache, slots_T, interleaved)
         return self.q_a_layernorm(q_TQ)
 
     def expand_queries(self, q_TQ: torch.Tensor) -> torch.Tensor:
-        """[T, H, E], of their normalised latents."""
+        """Queries [T, H, E] before RoPE, from their normalised latents."""
         return self.q_b_proj(q_TQ).unflatten(1, (-1, self._args.nope_dim + self._args.rope_dim))
 
     def attend(
@@ -159,10 +159,10 @@ class LatentAttention(nn.Module):
         rotation: Rotation,
         cache: LatentLayer,
         group: GroupContext,
-        chosen: ChosenTokens | None = None,
+        chosen: TopKIndices | None = None,
     ) -> torch.Tensor:
-        """The attention's result [T, D], over all that each token sees or over what is chosen of that."""
-        # Bits that depend on no phase need one form for all of them.
+        """Attention output [T, D] over all tokens up to each one, or over the `chosen` of them."""
+        # With batch invariance prefill and decode must use the same computation: the absorbed one.
         if chosen is None and group.plan.whole_prompts and not group.plan.split_tokens:
             out_THV = self._expanded(q_THE, rotation, cache, group)
         else:
@@ -175,12 +175,12 @@ class LatentAttention(nn.Module):
         rotation: Rotation,
         cache: LatentLayer,
         plan: AttentionPlan,
-        chosen: ChosenTokens | None,
+        chosen: TopKIndices | None,
     ) -> torch.Tensor:
-        """[T, H, V], from the cache alone."""
+        """Attention output [T, H, V] over the latents in the cache."""
         key_HNC, value_HVC = self.kv_b_proj.by_head()
-        turn, interleaved = (rotation.cos_T1R, rotation.sin_T1R), self._args.interleaved
-        q_THK = absorb_queries(q_THE, key_HNC, *turn, interleaved)
+        cos_sin, interleaved = (rotation.cos_T1R, rotation.sin_T1R), self._args.interleaved
+        q_THK = absorb_queries(q_THE, key_HNC, *cos_sin, interleaved)
         if chosen is None:
             sum_THC = latent_attention(q_THK, cache, plan, self._args.scale)
         else:
@@ -190,40 +190,35 @@ class LatentAttention(nn.Module):
     def _expanded(
         self, q_THE: torch.Tensor, rotation: Rotation, cache: LatentLayer, group: GroupContext
     ) -> torch.Tensor:
-        """[T, H, V], from the step's own rows, as the cache keeps them."""
+        """Attention output [T, H, V] over keys and values expanded from the step's own cache rows."""
         nope, heads = self._args.nope_dim, q_THE.shape[1]
         rows_TK = read_latent(cache, group.slots_T, q_THE.dtype)
         latent_TC, key_TR = rows_TK.tensor_split([self._args.kv_lora_rank], 1)
         kv_THX = linear(latent_TC.contiguous(), self.kv_b_proj.weight).unflatten(1, (heads, -1))
         k_nope_THN, v_THV = kv_THX.tensor_split([nope], 2)
         k_THE = torch.cat((k_nope_THN, key_TR[:, None].expand(-1, heads, -1)), 2)
-        turned_THR = rotary(q_THE[..., nope:], rotation.cos_T1R, rotation.sin_T1R, self._args.interleaved)
-        q_THE = torch.cat((q_THE[..., :nope], turned_THR), 2)
+        rope_THR = rotary(q_THE[..., nope:], rotation.cos_T1R, rotation.sin_T1R, self._args.interleaved)
+        q_THE = torch.cat((q_THE[..., :nope], rope_THR), 2)
         return prompt_attention(q_THE, k_THE, v_THV, group.plan, self._args.scale)
 
 
 class LatentExpansion(WeightedLayer):
-    """From latents to keys and values of this rank's heads: of each head N rows, then V."""
+    """kv_b_proj: maps latents to keys and values of this rank's heads; per head N rows, then V rows."""
 
     weight: torch.Tensor
 
-    def __init__(self, args: LatentArgs, heads: Range, build: BuildContext):
+    def __init__(self, args: LatentArgs, heads: ShardRange, build: BuildContext):
         super().__init__()
         self._heads, self._nope = heads.size, args.nope_dim
-        rows = _times(heads, args.nope_dim + args.v_dim)
-        self.add_weight("weight", [Source((rows.total, args.kv_lora_rank), 0, rows)], build)
+        rows = heads.scaled(args.nope_dim + args.v_dim)
+        self.add_weight("weight", [ShardSpec((rows.total, args.kv_lora_rank), 0, rows)], build)
 
     def by_head(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """W_UK [H, N, C] and W_UV [H, V, C], in place."""
+        """W_UK [H, N, C] and W_UV [H, V, C], as views of the weight."""
         key_HNC, value_HVC = self.weight.unflatten(0, (self._heads, -1)).tensor_split([self._nope], 1)
         return key_HNC, value_HVC
 
 
 def latent_groups(args: LatentArgs, layers: int) -> list[CacheGroup]:
-    """One: all layers keep rows of one shape."""
+    """One group with all layers."""
     return [LatentGroup(range(layers), args.kv_lora_rank, args.rope_dim)]
-
-
-def _times(heads: Range, width: int) -> Range:
-    """The features of these heads, `width` of each."""
-    return Range(heads.total * width, heads.start * width, heads.size * width)

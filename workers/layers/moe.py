@@ -1,10 +1,9 @@
-"""A mixture of experts in place of a decoder layer's MLP.
+"""Mixture of experts.
 
-A router sends each token to a few of many small gated MLPs; a shared one may see every token.
-Over tensor-parallel ranks every expert's features are cut, as a plain MLP's are.
+A router selects a few of many small gated MLPs for each token; shared experts run for every token.
+Each expert's features are sharded over the tensor-parallel ranks, as those of a dense MLP.
 
-T tokens, D hidden, X experts, J experts per token, F features of an expert (this rank's, in
-`forward`).
+T tokens, D hidden, X experts, J experts per token, F features of an expert (in `forward` this rank's).
 """
 
 from dataclasses import dataclass
@@ -15,15 +14,15 @@ from torch import nn
 from atom_ops import ExpertActivation, ExpertWeights, RoutingRule, experts, route, sigmoid_and_mul
 from workers.layers.activation import gated_linear
 from workers.layers.context import BuildContext
-from workers.layers.expert_forms import PER_EXPERT, ExpertForm, ExpertSizes, Part
+from workers.layers.expert_layouts import PER_EXPERT, ExpertLayout, ExpertSizes, Part
 from workers.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, tp_range
 from workers.layers.norm import RMSNorm
-from workers.layers.weighted import Range, Source, WeightedLayer
+from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer
 
 
 @dataclass(frozen=True)
 class MoEArgs:
-    """What sets one family's mixture apart from another's."""
+    """The parameters of a mixture of experts."""
 
     hidden_size: int
     num_experts: int
@@ -32,24 +31,24 @@ class MoEArgs:
     rule: RoutingRule
     hidden_act: str = "silu"
     activation: ExpertActivation = None
-    """In place of `hidden_act`, for the routed experts."""
+    """Replaces `hidden_act` in the routed experts."""
     router_bias: bool = False
     router_dtype: torch.dtype | None = None
-    """What the router computes in; None: as the model."""
+    """Dtype of the router; None: the model's."""
     correction_bias: bool = False
-    """Whether e_score_correction_bias has a say in the choice."""
+    """Whether e_score_correction_bias is added to the scores when experts are selected."""
     expert_bias: bool = False
     shared_features: int = 0
-    """Intermediate size of all shared experts together; 0: there are none."""
+    """Intermediate size of all shared experts together; 0: no shared experts."""
     shared_gate: bool = False
-    """Whether a gate says, token by token, how much of the shared experts counts."""
-    form: ExpertForm = PER_EXPERT
+    """Whether the shared experts' output is multiplied by a sigmoid gate per token."""
+    layout: ExpertLayout = PER_EXPERT
 
 
 class MoE(nn.Module):
-    """Its parts are named as on disk: gate, experts, shared_experts.
+    """Router (`gate`), routed experts and shared experts.
 
-    A family that calls one differently says so in its `renamed_on_disk`.
+    Families whose checkpoints use other names list them in `renamed_on_disk`.
     """
 
     def __init__(self, args: MoEArgs, build: BuildContext):
@@ -63,12 +62,12 @@ class MoE(nn.Module):
     def after_norm(
         self, norm: RMSNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the result for the sum's norm, the sum); without a residual yet the sum is `x_TD` itself."""
+        """(output for norm(x + residual), x + residual); without a residual `x_TD` stands for the sum."""
         normed_TD, residual_TD = norm.add(x_TD, residual_TD)
         return self(normed_TD), residual_TD
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        out_TD = self.experts(x_TD, *self.gate.choose(x_TD))
+        out_TD = self.experts(x_TD, *self.gate.select_experts(x_TD))
         if self.shared_experts is not None:
             out_TD = out_TD + self._shared(self.shared_experts, x_TD)
         return self._tp.all_reduce(out_TD)
@@ -80,7 +79,7 @@ class MoE(nn.Module):
 
 
 class Router(Linear):
-    """Chooses each token's experts; every rank holds all of it and chooses the same."""
+    """Selects each token's experts; replicated, so that every rank selects the same."""
 
     e_score_correction_bias: torch.Tensor | None
 
@@ -88,45 +87,47 @@ class Router(Linear):
         super().__init__()
         args.rule.check(args.num_experts)
         self._rule = args.rule
-        everyone = Range.whole(args.num_experts)
+        all_experts = ShardRange.whole(args.num_experts)
         dtype = args.router_dtype
-        self.add_weight("weight", [Source((args.num_experts, args.hidden_size), 0, everyone)], build, dtype)
+        self.add_weight(
+            "weight", [ShardSpec((args.num_experts, args.hidden_size), 0, all_experts)], build, dtype
+        )
         if args.router_bias:
-            self.add_weight("bias", [Source((args.num_experts,), 0, everyone)], build, dtype)
+            self.add_weight("bias", [ShardSpec((args.num_experts,), 0, all_experts)], build, dtype)
         self.register_buffer("e_score_correction_bias", None)
         if args.correction_bias:
-            # Its differences are smaller than 16 bits tell apart.
-            correction = [Source((args.num_experts,), 0, everyone)]
+            # float32: rounding it to 16 bits changes which experts are selected.
+            correction = [ShardSpec((args.num_experts,), 0, all_experts)]
             self.add_weight("e_score_correction_bias", correction, build, torch.float32)
         self._dtype = dtype or build.dtype
 
-    def choose(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids [T, J] and weights [T, J] of the experts."""
+    def select_experts(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids [T, J] and weights [T, J] of the selected experts."""
         return route(self(x_TD.to(self._dtype)), self._rule, self.e_score_correction_bias)
 
 
 class Experts(WeightedLayer):
-    """All experts' matrices, side by side; the result is this rank's part of the sum.
+    """The routed experts, their matrices stacked; the output is this rank's partial sum.
 
-    Each matrix is a source of its own, so that no more than one is ever read at a time: gate of
-    expert 0, up of 0, gate of 1, … fill the rows of [X * 2F, D], which is [X, 2F, D].
+    Each matrix is a shard of its own, so that loading reads one at a time: gate of expert 0, up of 0,
+    gate of 1, … fill the rows of [X * 2F, D], viewed as [X, 2F, D].
     """
 
     def __init__(self, args: MoEArgs, build: BuildContext):
         super().__init__()
-        gated_linear(args.hidden_act)  # raises for one that `experts` does not run
+        gated_linear(args.hidden_act)  # raises ValueError for one that `experts` does not support
         self._activation = args.activation
         self._count = args.num_experts
-        # Of the partial sums one holds it.
+        # The bias is added once, by rank 0.
         self._adds_bias = args.expert_bias and build.tp.rank == 0
-        sources = _ExpertSources(args, build)
-        self.add_weight("gate_up", sources.matrices("gate", "up"), build)
-        self.add_weight("down", sources.matrices("down"), build)
+        shards = _ExpertShards(args, build)
+        self.add_weight("gate_up", shards.matrices("gate", "up"), build)
+        self.add_weight("down", shards.matrices("down"), build)
         self.register_buffer("gate_up_bias", None)
         self.register_buffer("down_bias", None)
         if args.expert_bias:
-            self.add_weight("gate_up_bias", sources.biases("gate", "up"), build)
-            self.add_weight("down_bias", sources.biases("down"), build)
+            self.add_weight("gate_up_bias", shards.biases("gate", "up"), build)
+            self.add_weight("down_bias", shards.biases("down"), build)
 
     def forward(self, x_TD: torch.Tensor, ids_TJ: torch.Tensor, weights_TJ: torch.Tensor) -> torch.Tensor:
         weights = ExpertWeights(
@@ -141,32 +142,34 @@ class Experts(WeightedLayer):
         return self.get_buffer(name).unflatten(0, (self._count, -1))
 
 
-class _ExpertSources:
-    """What is read into the buffers of `Experts`, in the order of the experts."""
+class _ExpertShards:
+    """The shards that fill the buffers of `Experts`, in the order of the experts."""
 
     def __init__(self, args: MoEArgs, build: BuildContext):
-        self._form = args.form
+        self._layout = args.layout
         self._sizes = ExpertSizes(args.num_experts, args.hidden_size, args.expert_features)
         self._features = tp_range(args.expert_features, build)
 
-    def matrices(self, *parts: Part) -> list[Source]:
+    def matrices(self, *parts: Part) -> list[ShardSpec]:
         return [self._matrix(part, expert) for expert in range(self._sizes.experts) for part in parts]
 
-    def biases(self, *parts: Part) -> list[Source]:
+    def biases(self, *parts: Part) -> list[ShardSpec]:
         return [self._bias(part, expert) for expert in range(self._sizes.experts) for part in parts]
 
-    def _matrix(self, part: Part, expert: int) -> Source:
-        stored = self._form.matrix(part, expert, self._sizes)
-        return Source(self._sizes.matrix(part), 1 if part == "down" else 0, self._features, *stored)
+    def _matrix(self, part: Part, expert: int) -> ShardSpec:
+        tensors_and_decode = self._layout.matrix(part, expert, self._sizes)
+        return ShardSpec(
+            self._sizes.matrix(part), 1 if part == "down" else 0, self._features, *tensors_and_decode
+        )
 
-    def _bias(self, part: Part, expert: int) -> Source:
-        stored = self._form.bias(part, expert, self._sizes)
-        kept = Range.whole(self._sizes.hidden) if part == "down" else self._features
-        return Source(self._sizes.matrix(part)[:1], 0, kept, *stored)
+    def _bias(self, part: Part, expert: int) -> ShardSpec:
+        tensors_and_decode = self._layout.bias(part, expert, self._sizes)
+        kept = ShardRange.whole(self._sizes.hidden) if part == "down" else self._features
+        return ShardSpec(self._sizes.matrix(part)[:1], 0, kept, *tensors_and_decode)
 
 
 class SharedExperts(nn.Module):
-    """One gated MLP that every token passes; the result is this rank's part of the sum."""
+    """One gated MLP that runs for every token; the output is this rank's partial sum."""
 
     def __init__(self, args: MoEArgs, build: BuildContext):
         super().__init__()
@@ -180,8 +183,8 @@ class SharedExperts(nn.Module):
 
 
 class SharedGate(Linear):
-    """One number a token, the same on every rank."""
+    """Gate of the shared experts: one number per token, replicated on every rank."""
 
     def __init__(self, args: MoEArgs, build: BuildContext):
         super().__init__()
-        self.add_weight("weight", [Source((1, args.hidden_size), 0, Range.whole(1))], build)
+        self.add_weight("weight", [ShardSpec((1, args.hidden_size), 0, ShardRange.whole(1))], build)

@@ -4,13 +4,14 @@ import torch
 
 from atom_ops import add_rms_norm, rms_norm
 from workers.layers.context import BuildContext
-from workers.layers.weighted import DiskTensor, Range, Source, WeightedLayer
+from workers.layers.weighted import CheckpointTensor, ShardRange, ShardSpec, WeightedLayer
 
 
 class RMSNorm(WeightedLayer):
-    """Scales each row to unit mean square, then by the weight.
+    """RMSNorm over the last dimension.
 
-    A zero-centred one is on disk as what it has more than one; it keeps the digits that adding one takes.
+    `zero_centred`: the checkpoint stores weight - 1; the weight is kept in float32, because 1 + w in
+    16 bits would lose digits of w.
     """
 
     weight: torch.Tensor
@@ -18,22 +19,22 @@ class RMSNorm(WeightedLayer):
     def __init__(self, size: int, eps: float, build: BuildContext, zero_centred: bool = False):
         super().__init__()
         self.eps = eps
-        whole = Range.whole(size)
+        whole = ShardRange.whole(size)
         if zero_centred:
-            source = Source((size,), 0, whole, (DiskTensor("weight", (size,)),), _one_more)
-            self.add_weight("weight", [source], build, torch.float32)
+            shard = ShardSpec((size,), 0, whole, (CheckpointTensor("weight", (size,)),), _add_one)
+            self.add_weight("weight", [shard], build, torch.float32)
         else:
-            self.add_weight("weight", [Source((size,), 0, whole)], build)
+            self.add_weight("weight", [ShardSpec((size,), 0, whole)], build)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         return rms_norm(x_TD, self.weight, self.eps)
 
     def add(self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm of the sum, the sum); without a residual yet the sum is `x_TD` itself."""
+        """(norm(x + residual), x + residual); without a residual `x_TD` stands for the sum."""
         if residual_TD is None:
             return self(x_TD), x_TD
         return add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
 
 
-def _one_more(weight_D: torch.Tensor) -> torch.Tensor:
+def _add_one(weight_D: torch.Tensor) -> torch.Tensor:
     return weight_D.float() + 1.0

@@ -1,6 +1,6 @@
-"""Rotary position embedding: the table of angles, once for all layers.
+"""RoPE: one table of cosines and sines for all layers.
 
-P positions, R rotated features of a head (its first ones), T tokens.
+P positions, R rotary dimension of a head (its first R features), T tokens.
 """
 
 import math
@@ -21,32 +21,32 @@ Rope = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Rotation:
-    """The angles of one step's tokens, for all layers; see `rotation`."""
+    """Cosines and sines at the positions of one step's tokens, for all layers; see `atom_ops.rotation`."""
 
     cos_T1R: torch.Tensor
     sin_T1R: torch.Tensor
     interleaved: bool = False
 
     @cached_property
-    def halves(self) -> "Rotation":
-        """The same angles for features of both halves."""
+    def half_split(self) -> "Rotation":
+        """The same angles for pairs of features of both halves (NeoX)."""
         if not self.interleaved:
             return self
         return Rotation(*rotation(self.cos_T1R[..., ::2], self.sin_T1R[..., 1::2]))
 
 
 class RotaryEmbedding(nn.Module):
-    """Positions to angles."""
+    """Maps positions to a `Rotation`."""
 
     cos_sin_PR: torch.Tensor
 
     def __init__(self, head_dim: int, rope: Rope, build: BuildContext, interleaved: bool = False):
-        """`interleaved`: pairs are neighbouring features, not those of both halves."""
+        """`interleaved`: pairs are neighbouring features (GPT-J), not features of both halves (NeoX)."""
         super().__init__()
         self._interleaved = interleaved
-        frequencies, amplitude = rope_frequencies(head_dim, rope, build.max_positions)
+        frequencies, attention_factor = rope_frequencies(head_dim, rope, build.max_positions)
         angles = torch.outer(torch.arange(build.max_positions, dtype=torch.float32), frequencies)
-        table = torch.cat((angles.cos(), angles.sin()), dim=-1) * amplitude
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor
         self.register_buffer("cos_sin_PR", table.to(build.device))
 
     def forward(self, positions_T: torch.Tensor) -> Rotation:
@@ -55,17 +55,15 @@ class RotaryEmbedding(nn.Module):
 
 
 def rope_frequencies(head_dim: int, rope: Rope, longest: int) -> tuple[torch.Tensor, float]:
-    """Radians per position of each feature pair, fp32 [R / 2] on the CPU, and the factor on their
-    cosines and sines.
+    """(radians per position of each feature pair, float32 [R / 2] on the CPU; factor on cosines and sines).
 
-    `longest` is the length of the longest sequence that will ever run. Types whose frequencies
-    depend on a sequence's length take those of the longest for all of them: a cached key has
-    been turned once, whatever its sequence grows to. Raises ValueError for a type that does not
-    run and for a parameter that is missing.
+    `longest` is the length of the longest sequence. Types whose frequencies depend on the length use
+    `longest` for every sequence, because RoPE is applied to a key once, before it is cached. Raises
+    ValueError for an unsupported type and for a missing parameter.
     """
     kind = rope.get("rope_type", "default")
     if kind not in _TYPES:
-        raise ValueError(f"rope type {kind} is not supported; these are: {', '.join(_TYPES)}")
+        raise ValueError(f"rope type {kind} is not supported; supported: {', '.join(_TYPES)}")
     width = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     try:
         return _TYPES[kind](width, rope, longest)
@@ -82,47 +80,48 @@ def _default(width: int, rope: Rope, longest: int) -> tuple[torch.Tensor, float]
 
 
 def _linear(width: int, rope: Rope, longest: int) -> tuple[torch.Tensor, float]:
-    """As if positions were closer together."""
+    """Positions divided by `factor`."""
     return _geometric(width, rope["rope_theta"]) / rope["factor"], 1.0
 
 
 def _dynamic(width: int, rope: Rope, longest: int) -> tuple[torch.Tensor, float]:
-    """A base that grows with the length from where the model was trained to; below it, the default."""
+    """NTK scaling: theta grows with the length beyond original_max_position_embeddings."""
     factor = rope["factor"]
-    times = max(longest / rope["original_max_position_embeddings"], 1.0)
-    growth = (factor * times - (factor - 1)) ** (width / (width - 2))
+    ratio = max(longest / rope["original_max_position_embeddings"], 1.0)
+    growth = (factor * ratio - (factor - 1)) ** (width / (width - 2))
     return _geometric(width, rope["rope_theta"] * growth), 1.0
 
 
 def _llama3(width: int, rope: Rope, longest: int) -> tuple[torch.Tensor, float]:
-    """Slow rotations are stretched by `factor`, fast ones kept, those between blended."""
+    """Low frequencies are divided by `factor`, high ones kept, those between interpolated."""
     frequencies = _geometric(width, rope["rope_theta"])
     factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
-    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    rotations = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    kept = ((rotations - low) / (high - low)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / factor), 1.0
 
 
 def _yarn(width: int, rope: Rope, longest: int) -> tuple[torch.Tensor, float]:
-    """As llama3, but blended linearly between two pairs of features, by their number."""
+    """As llama3, but interpolated linearly by the index of the feature pair."""
     frequencies, factor = _geometric(width, rope["rope_theta"]), rope["factor"]
 
-    def pair_that_turns(times: float) -> float:
-        wave = rope["original_max_position_embeddings"] / (2 * math.pi * times)
-        return width * math.log(wave) / (2 * math.log(rope["rope_theta"]))
+    def correction_dim(rotations: float) -> float:
+        """The feature pair that makes so many rotations over the original context length."""
+        wavelength = rope["original_max_position_embeddings"] / (2 * math.pi * rotations)
+        return width * math.log(wavelength) / (2 * math.log(rope["rope_theta"]))
 
-    first, last = pair_that_turns(rope.get("beta_fast") or 32), pair_that_turns(rope.get("beta_slow") or 1)
+    first, last = correction_dim(rope.get("beta_fast") or 32), correction_dim(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, width - 1)
-    stretched = ((torch.arange(len(frequencies)) - first) / ((last - first) or 0.001)).clamp(0, 1)
-    return frequencies * (1 - stretched + stretched / factor), _yarn_amplitude(rope)
+    interpolated = ((torch.arange(len(frequencies)) - first) / ((last - first) or 0.001)).clamp(0, 1)
+    return frequencies * (1 - interpolated + interpolated / factor), _yarn_attention_factor(rope)
 
 
-def _yarn_amplitude(rope: Rope) -> float:
-    """Longer contexts spread attention thinner; larger cosines and sines sharpen it again."""
-    if (stated := rope.get("attention_factor")) is not None:
-        return float(stated)
+def _yarn_attention_factor(rope: Rope) -> float:
+    """YaRN's mscale on cosines and sines: it sharpens attention over longer contexts."""
+    if (factor := rope.get("attention_factor")) is not None:
+        return float(factor)
     growth = 0.1 * math.log(max(rope["factor"], 1.0))
     mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
     if mscale and all_dim:
@@ -131,13 +130,13 @@ def _yarn_amplitude(rope: Rope) -> float:
 
 
 def _longrope(width: int, rope: Rope, longest: int) -> tuple[torch.Tensor, float]:
-    """A factor of its own for each pair, from one list for short sequences and one for long ones."""
+    """One factor per feature pair, from a list for short or a list for long contexts."""
     original = rope["original_max_position_embeddings"]
     factors = torch.tensor(rope["long_factor"] if longest > original else rope["short_factor"])
-    amplitude = rope.get("attention_factor")
-    if amplitude is None:
-        amplitude = math.sqrt(1 + math.log(max(rope["factor"], 1.0)) / math.log(original))
-    return _geometric(width, rope["rope_theta"]) / factors, amplitude
+    attention_factor = rope.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = math.sqrt(1 + math.log(max(rope["factor"], 1.0)) / math.log(original))
+    return _geometric(width, rope["rope_theta"]) / factors, attention_factor
 
 
 _TYPES: Mapping[str, Callable[[int, Rope, int], tuple[torch.Tensor, float]]] = {

@@ -1,14 +1,14 @@
-"""Latent attention to the tokens that an indexer chooses: small heads that score all a token sees.
+"""Sparse MLA: attention to the top-k tokens by the score of an indexer, a few small heads.
 
-    x ─────────── wk ─ norm ─ turn ─► an index key of the token, beside its latent
-    q's latent ── wq_b ─ turn ──────► queries of the indexer's heads ─┐
-    x ─────────── weights_proj ─────► a weight for each of them ──────┴► index_topk ─► slots
+    x ─────────── wk ─ norm ─ RoPE ─► index key of the token, cached beside its latent
+    query latent ─ wq_b ─ RoPE ─────► queries of the indexer's heads ─┐
+    x ─────────── weights_proj ─────► a weight for each head ─────────┴► index_topk ─► slots
 
-A layer without an indexer reads what the layer before it chose. Where a step sees no more tokens
-than would be chosen, all are read, and nothing is scored. Every rank holds the whole indexer and
-chooses the same.
+A layer without an indexer uses the top-k indices of the layer before it. Where no context is longer
+than k, all tokens are read and nothing is scored. The indexer is replicated, so that every rank
+selects the same tokens.
 
-T tokens, D hidden, Q the queries' latent, G heads of the indexer, I numbers of its keys.
+T tokens, D hidden, Q query latent, G heads of the indexer, I features of an index key.
 """
 
 from collections.abc import Sequence
@@ -18,54 +18,54 @@ import torch
 from torch import nn
 
 from atom_ops import (
-    ChosenTokens,
     IndexKeys,
     IndexNorm,
     LatentLayer,
+    TopKIndices,
     index_topk,
     rotary,
     write_index_keys,
 )
 from workers.layers.cache_groups import CacheGroup, LatentGroup
 from workers.layers.context import BuildContext, ForwardContext, GroupContext
-from workers.layers.decoder import Mixers
+from workers.layers.decoder import TokenMixers
 from workers.layers.linear import ColumnParallelLinear, Linear
 from workers.layers.mla import LatentArgs, LatentAttention
 from workers.layers.norm import RMSNorm
 from workers.layers.rotary import Rotation
-from workers.layers.weighted import Range, Source, WeightedLayer
+from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexerArgs:
-    """What sets one family's choice of tokens apart from another's."""
+    """The parameters of the indexer."""
 
     heads: int
     """G."""
     width: int
     """I."""
-    most: int
-    """Tokens that a token attends to."""
+    topk: int
+    """Number of tokens that a token attends to."""
     interleaved: bool
-    """Whether neighbouring numbers turn together, or those of both halves."""
-    chooses: Sequence[bool]
-    """By layer; one that does not takes over the choice of the layer before."""
+    """RoPE style: pairs of neighbouring features (GPT-J), or of both halves (NeoX)."""
+    has_indexer: Sequence[bool]
+    """By layer; a layer without one shares the top-k indices of the layer before."""
 
     def __post_init__(self) -> None:
-        if not self.chooses[0]:
-            raise ValueError("the first layer has no indexer, and none before it whose choice it could share")
+        if not self.has_indexer[0]:
+            raise ValueError("the first layer has no indexer, and no layer before it to share indices with")
 
 
 class Indexer(nn.Module):
-    """Writes the step's index keys, and chooses."""
+    """Writes the step's index keys to the cache and selects the top-k tokens."""
 
     def __init__(self, args: IndexerArgs, latent: LatentArgs, build: BuildContext):
         super().__init__()
         self._args = args
-        # Of both products of a score, in one.
+        # Scales the query-key product and the head weights at once.
         self._scale = args.width**-0.5 * args.heads**-0.5
         assert latent.q_lora_rank is not None
-        queries, key = Range.whole(args.heads * args.width), Range.whole(args.width)
+        queries, key = ShardRange.whole(args.heads * args.width), ShardRange.whole(args.width)
         self.wq_b = ColumnParallelLinear(latent.q_lora_rank, [queries], False, build)
         self.wk = ColumnParallelLinear(latent.hidden_size, [key], False, build)
         self.k_norm = LayerNorm(args.width, build)
@@ -78,21 +78,21 @@ class Indexer(nn.Module):
         rotation: Rotation,
         keys: IndexKeys,
         group: GroupContext,
-    ) -> ChosenTokens | None:
-        """What each token attends to; None for all that it sees."""
+    ) -> TopKIndices | None:
+        """The tokens that each token attends to; None: all up to itself."""
         interleaved, plan = self._args.interleaved, group.plan
-        rotation = rotation if interleaved else rotation.halves
-        turn = rotation.cos_T1R, rotation.sin_T1R
-        write_index_keys(self.wk(x_TD), self.k_norm.terms, *turn, keys, group.slots_T, interleaved)
-        # Bits that depend on no other row need one form for all lengths.
-        if plan.max_context_len <= self._args.most and not plan.split_tokens:
+        rotation = rotation if interleaved else rotation.half_split
+        cos_sin = rotation.cos_T1R, rotation.sin_T1R
+        write_index_keys(self.wk(x_TD), self.k_norm.terms, *cos_sin, keys, group.slots_T, interleaved)
+        # With batch invariance all lengths must use the same computation: the scored one.
+        if plan.max_context_len <= self._args.topk and not plan.split_tokens:
             return None
-        q_TGI = rotary(self.wq_b(q_TQ).unflatten(1, (self._args.heads, -1)), *turn, interleaved)
-        return index_topk(q_TGI, self.weights_proj(x_TD) * self._scale, keys, plan, self._args.most)
+        q_TGI = rotary(self.wq_b(q_TQ).unflatten(1, (self._args.heads, -1)), *cos_sin, interleaved)
+        return index_topk(q_TGI, self.weights_proj(x_TD) * self._scale, keys, plan, self._args.topk)
 
 
 class LayerNorm(WeightedLayer):
-    """Mean 0 and variance 1, then weight and bias."""
+    """LayerNorm with weight and bias."""
 
     weight: torch.Tensor
     bias: torch.Tensor
@@ -100,27 +100,29 @@ class LayerNorm(WeightedLayer):
     def __init__(self, size: int, build: BuildContext):
         super().__init__()
         for name in ("weight", "bias"):
-            self.add_weight(name, [Source((size,), 0, Range.whole(size))], build)
+            self.add_weight(name, [ShardSpec((size,), 0, ShardRange.whole(size))], build)
 
     @property
     def terms(self) -> IndexNorm:
-        # No configuration states this eps.
+        # config.json has no field for this eps.
         return IndexNorm(self.weight, self.bias, 1e-6)
 
 
 class HeadWeights(Linear):
-    """A weight for each head of an indexer, [T, G]; in float32, for the choice hangs on it."""
+    """A weight for each head of the indexer, [T, G]; float32, since it decides which tokens are selected."""
 
     def __init__(self, hidden_size: int, heads: int, build: BuildContext):
         super().__init__()
-        self.add_weight("weight", [Source((heads, hidden_size), 0, Range.whole(heads))], build, torch.float32)
+        self.add_weight(
+            "weight", [ShardSpec((heads, hidden_size), 0, ShardRange.whole(heads))], build, torch.float32
+        )
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         return super().forward(x_TD.float())
 
 
 class SparseLatentAttention(LatentAttention):
-    """Latent attention to what its indexer chooses, or to what was chosen for the layer before."""
+    """MLA to the top-k tokens of its own indexer, or to those of the layer before."""
 
     def __init__(
         self,
@@ -131,7 +133,7 @@ class SparseLatentAttention(LatentAttention):
         build: BuildContext,
     ):
         super().__init__(latent, layer, groups, build)
-        self.indexer = Indexer(args, latent, build) if args.chooses[layer] else None
+        self.indexer = Indexer(args, latent, build) if args.has_indexer[layer] else None
 
     def after_norm(
         self,
@@ -141,7 +143,7 @@ class SparseLatentAttention(LatentAttention):
         rotation: Rotation,
         ctx: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `LatentAttention`."""
+        """(attention output for norm(x + residual), x + residual)."""
         cache, group = ctx.kv_layers[self._layer], ctx.groups[self._group]
         assert isinstance(cache, LatentLayer) and isinstance(group, GroupContext)
         if self.indexer is None:
@@ -150,18 +152,18 @@ class SparseLatentAttention(LatentAttention):
             assert cache.index is not None
             normed_TD, residual_TD = norm.add(x_TD, residual_TD)
             q_TQ = self.write(self.qkv_a_proj(normed_TD), rotation, cache, group.slots_T)
-            ctx.choice.tokens = self.indexer(normed_TD, q_TQ, rotation, cache.index, group)
+            ctx.topk_indices.tokens = self.indexer(normed_TD, q_TQ, rotation, cache.index, group)
             q_THE = self.expand_queries(q_TQ)
-        return self.attend(q_THE, rotation, cache, group, ctx.choice.tokens), residual_TD
+        return self.attend(q_THE, rotation, cache, group, ctx.topk_indices.tokens), residual_TD
 
 
-def sparse_mixers(latent: LatentArgs, args: IndexerArgs, build: BuildContext) -> Mixers:
-    """One block table for all layers: what one chose is found there by the next."""
+def sparse_token_mixers(latent: LatentArgs, args: IndexerArgs, build: BuildContext) -> TokenMixers:
+    """One cache group for all layers, so that shared top-k slots mean the same blocks in each."""
     if latent.q_lora_rank is None:
         raise ValueError("an indexer without q_lora_rank is not supported")
-    layers = range(len(args.chooses))
-    indexed = [layer for layer in layers if args.chooses[layer]]
+    layers = range(len(args.has_indexer))
+    indexed = [layer for layer in layers if args.has_indexer[layer]]
     groups: list[CacheGroup] = [
         LatentGroup(layers, latent.kv_lora_rank, latent.rope_dim, args.width, indexed)
     ]
-    return Mixers(groups, lambda layer: SparseLatentAttention(latent, args, layer, groups, build))
+    return TokenMixers(groups, lambda layer: SparseLatentAttention(latent, args, layer, groups, build))

@@ -1,15 +1,15 @@
-"""Layers whose tensors come from a checkpoint, and what each rank keeps of them.
+"""Layers with weights: which checkpoint tensors fill them, and the shard that each rank keeps.
 
-A layer does not read files. It declares, for each of its weights, the tensors on disk that
-are stacked into it and the range that this rank keeps; `workers.weights` does the reading.
+A layer does not read files. For each of its weights it declares the checkpoint tensors that are
+stacked into it and the range that this rank keeps; `workers.weights` reads them.
 
-    disk:  q_proj.weight [9*E, D]   k_proj.weight [3*E, D]   v_proj.weight [3*E, D]
-                 | rows 0..6*E            | rows 0..2*E            | rows 0..2*E
-                 v                        v                        v
-    rank 0: qkv_proj.weight [(6+2+2)*E, D]
+    checkpoint:  q_proj.weight [9*E, D]   k_proj.weight [3*E, D]   v_proj.weight [3*E, D]
+                       | rows 0..6*E            | rows 0..2*E            | rows 0..2*E
+                       v                        v                        v
+    rank 0:      qkv_proj.weight [(6+2+2)*E, D]
 
-Most matrices are on disk as themselves, under the name of their layer. Those that are not (one
-of many in a tensor, transposed, packed) say from which tensors they are made, and how.
+Most matrices are stored as they are used, under the name of their layer. For the others (one expert
+of a stacked tensor, transposed, quantized) the shard names the tensors to read and how to decode them.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,40 +22,46 @@ from workers.layers.context import BuildContext
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
-    """The entries `start .. start + size` that a rank keeps of a dimension of `total`."""
+class ShardRange:
+    """The entries `start .. start + size` that a rank keeps of a dimension of size `total`."""
 
     total: int
     start: int
     size: int
 
     @classmethod
-    def whole(cls, total: int) -> "Range":
+    def whole(cls, total: int) -> "ShardRange":
+        """The whole dimension: not sharded."""
         return cls(total, 0, total)
+
+    def scaled(self, width: int) -> "ShardRange":
+        """The same share of a dimension that has `width` entries for each of these."""
+        return ShardRange(self.total * width, self.start * width, self.size * width)
 
 
 @dataclass(frozen=True, slots=True)
-class DiskTensor:
-    """A tensor on disk, or one entry of its first dimension."""
+class CheckpointTensor:
+    """A tensor of the checkpoint, or one entry of its first dimension."""
 
     name: str
-    """Below the layer's own name."""
+    """Relative to the layer's name."""
     shape: tuple[int, ...]
     """Of the whole tensor."""
     entry: int | None = None
+    """Index into the first dimension; None: the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """One matrix or vector of a checkpoint, and the range of it that this rank keeps along `dim`."""
+class ShardSpec:
+    """One matrix or vector of the checkpoint, and the range of it that this rank keeps along `dim`."""
 
     shape: tuple[int, ...]
     dim: int
-    kept: Range
-    parts: tuple[DiskTensor, ...] = ()
-    """What it is made from; empty: it is on disk as itself, under the name of the layer's weight."""
+    kept: ShardRange
+    tensors: tuple[CheckpointTensor, ...] = ()
+    """The tensors it is decoded from; empty: one tensor of this shape, named as the layer's weight."""
     decode: Callable[..., torch.Tensor] | None = None
-    """From the parts to `shape`; None: the only part is of that shape."""
+    """Maps `tensors` to a tensor of `shape`; None: the only tensor has that shape already."""
 
     @property
     def kept_shape(self) -> tuple[int, ...]:
@@ -63,34 +69,34 @@ class Source:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """The kept range, as an index into the whole."""
+        """The kept range, as an index into the whole tensor."""
         return (*[slice(None)] * self.dim, slice(self.kept.start, self.kept.start + self.kept.size))
 
 
 class WeightedLayer(nn.Module):
-    """Base of every layer with weights. `sources[name]` fill buffer `name`, stacked along rows."""
+    """Base of every layer with weights. The shards `shards[name]` fill buffer `name`, stacked along rows."""
 
-    sources: dict[str, tuple[Source, ...]]
+    shards: dict[str, tuple[ShardSpec, ...]]
 
     def __init__(self) -> None:
         super().__init__()
-        self.sources = {}
+        self.shards = {}
 
     def add_weight(
-        self, name: str, sources: Sequence[Source], build: BuildContext, dtype: torch.dtype | None = None
+        self, name: str, shards: Sequence[ShardSpec], build: BuildContext, dtype: torch.dtype | None = None
     ) -> None:
-        """Make the buffer `name`, uninitialised, in the shape that its sources fill."""
-        rows = sum(source.kept_shape[0] for source in sources)
-        shape = (rows, *sources[0].kept_shape[1:])
+        """Register the uninitialised buffer `name`, large enough for its shards."""
+        rows = sum(shard.kept_shape[0] for shard in shards)
+        shape = (rows, *shards[0].kept_shape[1:])
         buffer = torch.empty(shape, dtype=dtype or build.dtype, device=build.device)
         self.register_buffer(name, buffer)
-        self.sources[name] = tuple(sources)
+        self.shards[name] = tuple(shards)
 
-    def destinations(self, name: str) -> list[torch.Tensor]:
-        """The rows of buffer `name` that each of its sources fills."""
-        rows = [source.kept_shape[0] for source in self.sources[name]]
+    def shard_views(self, name: str) -> list[torch.Tensor]:
+        """The rows of buffer `name` that each of its shards fills."""
+        rows = [shard.kept_shape[0] for shard in self.shards[name]]
         buffer: torch.Tensor = self.get_buffer(name)
         return list(buffer.split(rows))
 
     def process_weights_after_loading(self) -> None:
-        """Called once all weights of the model are in place: bring them into their final form."""
+        """Convert the weights to the layout that `forward` needs; called once all of them are loaded."""

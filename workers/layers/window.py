@@ -1,4 +1,4 @@
-"""How far back each layer looks, as config.json says it: a number of tokens, or None for all."""
+"""The sliding window of each layer from config.json: a number of tokens, or None for full attention."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ Windows = tuple[int | None, ...]
 
 
 def same_window(config: Mapping[str, Any]) -> Windows:
-    """`sliding_window` in every layer, unless the configuration says that it is not in use."""
+    """`sliding_window` in every layer, unless use_sliding_window is false."""
     in_use = config.get("use_sliding_window", True)
     return (config.get("sliding_window") if in_use else None,) * config["num_hidden_layers"]
 
@@ -18,8 +18,8 @@ def same_window(config: Mapping[str, Any]) -> Windows:
 def windows_of_types(config: Mapping[str, Any]) -> Windows:
     """`sliding_window` in the layers that `layer_types` names, or in those from max_window_layers on.
 
-    The second is the older form; both only count with `use_sliding_window`. Raises KeyError and
-    ValueError for what does not fit together.
+    The second form is the older one; both need `use_sliding_window`. Raises KeyError for a missing
+    field, ValueError for inconsistent ones.
     """
     layers = config["num_hidden_layers"]
     in_use = config.get("use_sliding_window", False)
@@ -31,11 +31,13 @@ def windows_of_types(config: Mapping[str, Any]) -> Windows:
 
 
 def windows_by_type(types: list[str], window: int | None, layers: int) -> Windows:
-    """The window in every sliding layer. Raises ValueError for types that do not fit."""
+    """`window` in every sliding layer. Raises ValueError for inconsistent `types`."""
     if len(types) != layers or not set(types) <= {_FULL, _SLIDING}:
         raise ValueError(
             f"layer_types must be one of {_FULL}, {_SLIDING} for each of the {layers} layers: {types}"
         )
     if window is None and _SLIDING in types:
-        raise ValueError(f"layer_types has {_SLIDING}, but sliding_window says nothing (or is not in use)")
+        raise ValueError(
+            f"layer_types has {_SLIDING}, but sliding_window is not set (or use_sliding_window is false)"
+        )
     return tuple(window if kind == _SLIDING else None for kind in types)

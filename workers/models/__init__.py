@@ -1,1 +1,1 @@
-"""One file for each model family, named as its `model_type`; `registry` finds them."""
+"""One file per model family, named as its `model_type`; `registry` finds it by that name."""

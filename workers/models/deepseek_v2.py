@@ -20,21 +20,21 @@ _GREEDY, _IN_GROUPS = "greedy", "group_limited_greedy"
 
 
 class DeepseekV2ForCausalLM(LatentDecoderLM):
-    """Experts are chosen by a softmax over all of them, in the groups of the best ones or anywhere."""
+    """Softmax routing over all experts (greedy), or within the best groups (group_limited_greedy)."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext):
-        stated = {**_DEFAULTS, **config}
-        check_value(stated, "topk_method", _GREEDY, _IN_GROUPS)
-        check_value(stated, "norm_topk_prob", False)
-        grouped = stated["topk_method"] == _IN_GROUPS
+        config = {**_DEFAULTS, **config}
+        check_value(config, "topk_method", _GREEDY, _IN_GROUPS)
+        check_value(config, "norm_topk_prob", False)
+        grouped = config["topk_method"] == _IN_GROUPS
         rule = routing_rule(
-            stated,
+            config,
             "softmax",
-            groups=stated["n_group"] if grouped else 1,
-            kept_groups=stated["topk_group"] if grouped else 1,
+            groups=config["n_group"] if grouped else 1,
+            kept_groups=config["topk_group"] if grouped else 1,
             group_best=1,
         )
-        super().__init__(stated, rule, build, correction_bias=False)
+        super().__init__(config, rule, build, correction_bias=False)
 
 
 ARCHITECTURES = {"DeepseekV2ForCausalLM": DeepseekV2ForCausalLM}

@@ -4,17 +4,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from workers.layers.context import BuildContext
-from workers.layers.latent_decoder import IndexedDecoderLM
+from workers.layers.latent_decoder import SparseLatentDecoderLM
 
 _DEFAULTS = {"index_n_heads": 64}
 
 
-class DeepseekV32ForCausalLM(IndexedDecoderLM):
-    """Every layer chooses; its indexer turns features of both halves."""
+class DeepseekV32ForCausalLM(SparseLatentDecoderLM):
+    """Every layer has an indexer, with NeoX-style RoPE."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext):
-        stated = {**_DEFAULTS, **config}
-        super().__init__(stated, build, ["full"] * config["num_hidden_layers"], interleaved=False)
+        config = {**_DEFAULTS, **config}
+        super().__init__(config, build, ["full"] * config["num_hidden_layers"], interleaved=False)
 
 
 ARCHITECTURES = {"DeepseekV32ForCausalLM": DeepseekV32ForCausalLM}

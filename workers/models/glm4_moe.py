@@ -1,4 +1,4 @@
-"""GLM-4.5 to 4.7 (with experts): a part of each head turns, and experts are chosen by sigmoid scores."""
+"""GLM-4.5 to 4.7 (MoE): partial rotary dimension and sigmoid routing."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,47 +26,47 @@ _DEFAULTS = {
 
 
 class Glm4MoeForCausalLM(DecoderLM):
-    """The first layers are dense; in the others every token also passes the shared experts.
+    """The first layers are dense; the others have routed and shared experts.
 
-    The layers behind the last one predict further tokens; they are not loaded.
+    The layers for multi-token prediction, which follow the last layer, are not loaded.
     """
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext):
-        stated = {**_DEFAULTS, **config}
+        config = {**_DEFAULTS, **config}
         args = DecoderArgs(
-            **common_fields(stated, partial_rotary=True),
-            qkv_bias=stated["attention_bias"],
-            qk_norm=stated["use_qk_norm"],
+            **common_fields(config, partial_rotary=True),
+            qkv_bias=config["attention_bias"],
+            qk_norm=config["use_qk_norm"],
         )
-        moe = _moe_args(stated)
+        moe = _moe_args(config)
 
         def mlp(layer: int) -> FeedForward:
-            return MoE(moe, build) if layer >= stated["first_k_dense_replace"] else GatedMLP(args, build)
+            return MoE(moe, build) if layer >= config["first_k_dense_replace"] else GatedMLP(args, build)
 
         super().__init__(config, args, build, mlp)
-        first, count = args.num_hidden_layers, stated["num_nextn_predict_layers"] or 0
-        predicting = range(first, first + count)
-        self.unused_on_disk += tuple(f"model.layers.{layer}.*" for layer in predicting)
+        first, count = args.num_hidden_layers, config["num_nextn_predict_layers"] or 0
+        mtp_layers = range(first, first + count)
+        self.unused_on_disk += tuple(f"model.layers.{layer}.*" for layer in mtp_layers)
 
 
-def _moe_args(stated: Mapping[str, Any]) -> MoEArgs:
+def _moe_args(config: Mapping[str, Any]) -> MoEArgs:
     rule = RoutingRule(
-        stated["num_experts_per_tok"],
+        config["num_experts_per_tok"],
         "sigmoid",
-        renormalise=stated["norm_topk_prob"],
-        scale=stated["routed_scaling_factor"],
-        groups=stated["n_group"],
-        kept_groups=stated["topk_group"],
+        renormalise=config["norm_topk_prob"],
+        scale=config["routed_scaling_factor"],
+        groups=config["n_group"],
+        kept_groups=config["topk_group"],
     )
     return MoEArgs(
-        hidden_size=stated["hidden_size"],
-        num_experts=stated["n_routed_experts"],
-        expert_features=stated["moe_intermediate_size"],
+        hidden_size=config["hidden_size"],
+        num_experts=config["n_routed_experts"],
+        expert_features=config["moe_intermediate_size"],
         rule=rule,
-        hidden_act=stated.get("hidden_act", "silu"),
+        hidden_act=config.get("hidden_act", "silu"),
         router_dtype=torch.float32,
         correction_bias=True,
-        shared_features=stated["n_shared_experts"] * stated["moe_intermediate_size"],
+        shared_features=config["n_shared_experts"] * config["moe_intermediate_size"],
     )
 
 

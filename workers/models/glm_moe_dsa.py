@@ -1,10 +1,10 @@
-"""GLM-5: sparse attention, some of whose layers share their choice of tokens."""
+"""GLM-5: sparse MLA; some layers share the top-k indices of the layer before."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from workers.layers.context import BuildContext
-from workers.layers.latent_decoder import IndexedDecoderLM
+from workers.layers.latent_decoder import SparseLatentDecoderLM
 
 _DEFAULTS = {
     "q_lora_rank": 2048,
@@ -18,17 +18,17 @@ _DEFAULTS = {
 _KINDS = {"F": "full", "S": "shared"}
 
 
-class GlmMoeDsaForCausalLM(IndexedDecoderLM):
-    """Its indexer turns neighbouring features, as its attention does."""
+class GlmMoeDsaForCausalLM(SparseLatentDecoderLM):
+    """The indexer has GPT-J-style RoPE, as the attention."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext):
         super().__init__({**_DEFAULTS, **config}, build, indexer_kinds(config), interleaved=True)
 
 
 def indexer_kinds(config: Mapping[str, Any]) -> list[str]:
-    """By layer: "full" for one that chooses, "shared" for one that takes over the choice before it.
+    """By layer: "full" for one with an indexer, "shared" for one that uses the indices of the layer before.
 
-    Listed, written as a pattern of letters, or from some layer on every so many layers.
+    From indexer_types, else index_topk_pattern, else index_topk_freq and index_skip_topk_offset.
     """
     if config.get("indexer_types") is not None:
         return list(config["indexer_types"])

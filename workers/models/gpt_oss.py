@@ -1,4 +1,4 @@
-"""GPT-OSS: windows in every second layer, a score for nothing in each head, biases everywhere."""
+"""GPT-OSS: sliding windows in every second layer, attention sinks, biases in all projections."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from atom_ops import ClampedSwiglu, RoutingRule
 from workers.layers.context import BuildContext
 from workers.layers.decoder import DecoderArgs, DecoderLM, common_fields
-from workers.layers.expert_forms import Interleaved, InterleavedMXFP4
+from workers.layers.expert_layouts import Interleaved, InterleavedMXFP4
 from workers.layers.moe import MoE, MoEArgs
 from workers.layers.window import windows_by_type
 
@@ -20,22 +20,22 @@ _DEFAULTS = {
 
 
 class GptOssForCausalLM(DecoderLM):
-    """Every layer has experts and nothing beside them. As published they are packed."""
+    """Routed experts in every layer; published checkpoints store them in MXFP4."""
 
     renamed_on_disk: ClassVar = {"gate": "router"}
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext):
-        stated = {**_DEFAULTS, **config}
-        layers, bias = stated["num_hidden_layers"], stated["attention_bias"]
-        types = stated.get("layer_types") or _alternating(layers)
+        config = {**_DEFAULTS, **config}
+        layers, bias = config["num_hidden_layers"], config["attention_bias"]
+        types = config.get("layer_types") or _alternating(layers)
         args = DecoderArgs(
-            **common_fields(stated),
+            **common_fields(config),
             qkv_bias=bias,
             o_bias=bias,
             sinks=True,
-            windows=windows_by_type(types, stated["sliding_window"], layers),
+            windows=windows_by_type(types, config["sliding_window"], layers),
         )
-        moe = _moe_args(stated)
+        moe = _moe_args(config)
         super().__init__(config, args, build, lambda layer: MoE(moe, build))
 
 
@@ -43,17 +43,17 @@ def _alternating(layers: int) -> list[str]:
     return ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
 
 
-def _moe_args(stated: Mapping[str, Any]) -> MoEArgs:
-    packed = "quantization_config" in stated
+def _moe_args(config: Mapping[str, Any]) -> MoEArgs:
+    quantized = "quantization_config" in config
     return MoEArgs(
-        hidden_size=stated["hidden_size"],
-        num_experts=stated["num_local_experts"],
-        expert_features=stated["intermediate_size"],
-        rule=RoutingRule(stated["num_experts_per_tok"], "softmax_of_chosen"),
-        activation=ClampedSwiglu(stated["swiglu_limit"], stated["swiglu_alpha"]),
+        hidden_size=config["hidden_size"],
+        num_experts=config["num_local_experts"],
+        expert_features=config["intermediate_size"],
+        rule=RoutingRule(config["num_experts_per_tok"], "softmax_of_chosen"),
+        activation=ClampedSwiglu(config["swiglu_limit"], config["swiglu_alpha"]),
         router_bias=True,
         expert_bias=True,
-        form=InterleavedMXFP4() if packed else Interleaved(),
+        layout=InterleavedMXFP4() if quantized else Interleaved(),
     )
 
 

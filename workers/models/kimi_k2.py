@@ -1,4 +1,4 @@
-"""Kimi-K2: DeepSeek V3 by another name."""
+"""Kimi-K2: the architecture of DeepSeek V3."""
 
 from workers.models.deepseek_v3 import DeepseekV3ForCausalLM
 

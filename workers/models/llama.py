@@ -1,4 +1,4 @@
-"""Llama 2, 3 and 3.1, and what shares their graph (SmolLM2, TinyLlama, …)."""
+"""Llama 2, 3 and 3.1, and models with the same architecture (SmolLM2, TinyLlama, …)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,12 +10,12 @@ _DEFAULTS = {"rms_norm_eps": 1e-6, "attention_bias": False, "mlp_bias": False}
 
 
 class LlamaForCausalLM(DecoderLM):
-    """The plain decoder; biases where the configuration asks for them."""
+    """The plain decoder, with optional biases."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext):
-        stated = {**_DEFAULTS, **config}
-        bias = stated["attention_bias"]
-        args = DecoderArgs(**common_fields(stated), qkv_bias=bias, o_bias=bias, mlp_bias=stated["mlp_bias"])
+        config = {**_DEFAULTS, **config}
+        bias = config["attention_bias"]
+        args = DecoderArgs(**common_fields(config), qkv_bias=bias, o_bias=bias, mlp_bias=config["mlp_bias"])
         super().__init__(config, args, build)
 
 

@@ -1,4 +1,4 @@
-"""Mistral: as Llama, without biases; every layer may look back over a window only."""
+"""Mistral: as Llama, without biases, with an optional sliding window."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,16 +7,16 @@ from workers.layers.context import BuildContext
 from workers.layers.decoder import DecoderArgs, DecoderLM, common_fields
 from workers.layers.window import same_window
 
-# A configuration that has no window says so: the first Mistral had one.
+# Configurations without a window set sliding_window to null; the default is that of the first Mistral.
 _DEFAULTS = {"rms_norm_eps": 1e-6, "sliding_window": 4096}
 
 
 class MistralForCausalLM(DecoderLM):
-    """One window for all layers, or none."""
+    """One sliding window for all layers, or none."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext):
-        stated = {**_DEFAULTS, **config}
-        args = DecoderArgs(**common_fields(stated), windows=same_window(stated))
+        config = {**_DEFAULTS, **config}
+        args = DecoderArgs(**common_fields(config), windows=same_window(config))
         super().__init__(config, args, build)
 
 

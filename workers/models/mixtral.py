@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from atom_ops import RoutingRule
 from workers.layers.context import BuildContext
 from workers.layers.decoder import DecoderArgs, DecoderLM, common_fields
-from workers.layers.expert_forms import PerExpert
+from workers.layers.expert_layouts import PerExpert
 from workers.layers.moe import MoE, MoEArgs
 from workers.layers.window import same_window
 
@@ -14,20 +14,20 @@ _DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "n
 
 
 class MixtralForCausalLM(DecoderLM):
-    """The chosen experts' weights are always brought to a sum of one."""
+    """The weights of the selected experts are renormalised to a sum of one."""
 
     renamed_on_disk: ClassVar = {"mlp": "block_sparse_moe"}
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext):
-        stated = {**_DEFAULTS, **config}
-        args = DecoderArgs(**common_fields(stated), windows=same_window(stated))
+        config = {**_DEFAULTS, **config}
+        args = DecoderArgs(**common_fields(config), windows=same_window(config))
         moe = MoEArgs(
             hidden_size=args.hidden_size,
-            num_experts=stated["num_local_experts"],
+            num_experts=config["num_local_experts"],
             expert_features=args.intermediate_size,
-            rule=RoutingRule(stated["num_experts_per_tok"], "softmax", renormalise=True),
+            rule=RoutingRule(config["num_experts_per_tok"], "softmax", renormalise=True),
             hidden_act=args.hidden_act,
-            form=PerExpert(gate="w1", up="w3", down="w2"),
+            layout=PerExpert(gate="w1", up="w3", down="w2"),
         )
         super().__init__(config, args, build, lambda layer: MoE(moe, build))
 

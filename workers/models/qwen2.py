@@ -11,11 +11,11 @@ _DEFAULTS = {"rms_norm_eps": 1e-6}
 
 
 class Qwen2ForCausalLM(DecoderLM):
-    """The biases are no option; the last layers may have a window."""
+    """Always with QKV biases; the last layers may have a sliding window."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext):
-        stated = {**_DEFAULTS, **config}
-        args = DecoderArgs(**common_fields(stated), qkv_bias=True, windows=windows_of_types(stated))
+        config = {**_DEFAULTS, **config}
+        args = DecoderArgs(**common_fields(config), qkv_bias=True, windows=windows_of_types(config))
         super().__init__(config, args, build)
 
 

@@ -1,4 +1,4 @@
-"""Qwen3 (dense): as Llama, with queries and keys normalised head by head before they turn."""
+"""Qwen3 (dense): as Llama, with Q/K norms before RoPE."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,17 +11,17 @@ _DEFAULTS = {"head_dim": 128, "rms_norm_eps": 1e-6, "attention_bias": False}
 
 
 class Qwen3ForCausalLM(DecoderLM):
-    """No biases unless the configuration asks for them; the last layers may have a window."""
+    """Optional biases; the last layers may have a sliding window."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext):
-        stated = {**_DEFAULTS, **config}
-        bias = stated["attention_bias"]
+        config = {**_DEFAULTS, **config}
+        bias = config["attention_bias"]
         args = DecoderArgs(
-            **common_fields(stated),
+            **common_fields(config),
             qkv_bias=bias,
             o_bias=bias,
             qk_norm=True,
-            windows=windows_of_types(stated),
+            windows=windows_of_types(config),
         )
         super().__init__(config, args, build)
 

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with a mixture of experts in most layers, or in all."""
+"""Qwen3-MoE: Qwen3 with a mixture of experts in most or all layers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,28 +20,28 @@ _DEFAULTS = {
 
 
 class Qwen3MoeForCausalLM(DecoderLM):
-    """Scores are a softmax over all experts; every `decoder_sparse_step`-th layer has some."""
+    """Softmax routing; every `decoder_sparse_step`-th layer has experts."""
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext):
-        stated = {**_DEFAULTS, **config}
-        bias = stated["attention_bias"]
+        config = {**_DEFAULTS, **config}
+        bias = config["attention_bias"]
         args = DecoderArgs(
-            **common_fields(stated),
+            **common_fields(config),
             qkv_bias=bias,
             o_bias=bias,
             qk_norm=True,
-            windows=same_window(stated),
+            windows=same_window(config),
         )
-        experts = stated["num_experts"] if "num_experts" in stated else stated["num_local_experts"]
+        experts = config["num_experts"] if "num_experts" in config else config["num_local_experts"]
         moe = MoEArgs(
             hidden_size=args.hidden_size,
             num_experts=experts,
-            expert_features=stated["moe_intermediate_size"],
-            rule=RoutingRule(stated["num_experts_per_tok"], "softmax", renormalise=stated["norm_topk_prob"]),
+            expert_features=config["moe_intermediate_size"],
+            rule=RoutingRule(config["num_experts_per_tok"], "softmax", renormalise=config["norm_topk_prob"]),
             hidden_act=args.hidden_act,
         )
-        dense = stated["mlp_only_layers"] or []
-        every = stated["decoder_sparse_step"]
+        dense = config["mlp_only_layers"] or []
+        every = config["decoder_sparse_step"]
 
         def mlp(layer: int) -> FeedForward:
             sparse = experts > 0 and (layer + 1) % every == 0 and layer not in dense

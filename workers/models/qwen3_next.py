@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated delta networks in most layers, gated attention in every fourth, experts in all."""
+"""Qwen3-Next: gated delta networks in most layers, gated attention in the others, experts in all."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -11,8 +11,8 @@ from workers.layers.decoder import (
     DecoderLM,
     FeedForward,
     GatedMLP,
-    Mixer,
-    Mixers,
+    TokenMixer,
+    TokenMixers,
     common_fields,
     kv_group,
 )
@@ -41,78 +41,81 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 
 
 class Qwen3NextForCausalLM(DecoderLM):
-    """The tensors that predict further tokens (mtp) are not loaded."""
+    """The tensors for multi-token prediction (mtp.*) are not loaded."""
 
     packed_modules_mapping: ClassVar = {**DecoderLM.packed_modules_mapping, **DELTA_MODULES}
     renamed_on_disk: ClassVar = {"shared_experts": "shared_expert"}
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext):
-        stated = {**_DEFAULTS, **config}
-        bias = stated["attention_bias"]
+        config = {**_DEFAULTS, **config}
+        bias = config["attention_bias"]
         args = DecoderArgs(
-            **common_fields(stated, partial_rotary=True), qkv_bias=bias, o_bias=bias, zero_centred_norms=True
+            **common_fields(config, partial_rotary=True), qkv_bias=bias, o_bias=bias, zero_centred_norms=True
         )
-        moe = _moe_args(stated)
-        dense, every = stated["mlp_only_layers"] or [], stated["decoder_sparse_step"]
+        moe = _moe_args(config)
+        dense, every = config["mlp_only_layers"] or [], config["decoder_sparse_step"]
 
         def mlp(layer: int) -> FeedForward:
             sparse = moe.num_experts > 0 and (layer + 1) % every == 0 and layer not in dense
             return MoE(moe, build) if sparse else GatedMLP(args, build)
 
-        super().__init__(config, args, build, mlp, _mixers(stated, args, build))
+        super().__init__(config, args, build, mlp, _token_mixers(config, args, build))
         self.unused_on_disk += ("mtp.*",)
 
 
-def _mixers(stated: Mapping[str, Any], args: DecoderArgs, build: BuildContext) -> Mixers:
-    kinds = _layer_types(stated)
+def _token_mixers(config: Mapping[str, Any], args: DecoderArgs, build: BuildContext) -> TokenMixers:
+    kinds = _layer_types(config)
     full = [layer for layer, kind in enumerate(kinds) if kind == _FULL]
     linear = [layer for layer, kind in enumerate(kinds) if kind == _LINEAR]
-    delta = _delta_args(stated)
-    blocks = kv_group(args, full, build)
+    delta = _delta_args(config)
+    attention_group = kv_group(args, full, build)
 
-    def make(layer: int) -> Mixer:
+    def make(layer: int) -> TokenMixer:
         if layer in full:
-            return GatedAttention(args, layer, [blocks], build)
+            return GatedAttention(args, layer, [attention_group], build)
         return GatedDeltaNet(delta, layer, 1, build)
 
-    return Mixers([blocks, StateGroup(linear, state_shape(delta, build))] if linear else [blocks], make)
+    return TokenMixers(
+        [attention_group, StateGroup(linear, state_shape(delta, build))] if linear else [attention_group],
+        make,
+    )
 
 
-def _layer_types(stated: Mapping[str, Any]) -> list[str]:
-    """Raises ValueError for kinds of layers that do not run, and where none attends to all tokens."""
-    layers, every = stated["num_hidden_layers"], stated["full_attention_interval"]
-    kinds = stated.get("layer_types") or [
+def _layer_types(config: Mapping[str, Any]) -> list[str]:
+    """The kind of each layer. Raises ValueError for unknown kinds and where no layer has full attention."""
+    layers, every = config["num_hidden_layers"], config["full_attention_interval"]
+    kinds = config.get("layer_types") or [
         _LINEAR if (layer + 1) % every else _FULL for layer in range(layers)
     ]
     if len(kinds) != layers or not {_FULL} <= {*kinds} <= {_FULL, _LINEAR}:
         raise ValueError(
-            f"{stated['model_type']} with layer_types {kinds} is not supported: they must say {_LINEAR} or "
+            f"{config['model_type']} with layer_types {kinds} is not supported: they must be {_LINEAR} or "
             f"{_FULL} (at least once) for each of {layers} layers"
         )
     return list(kinds)
 
 
-def _delta_args(stated: Mapping[str, Any]) -> DeltaArgs:
+def _delta_args(config: Mapping[str, Any]) -> DeltaArgs:
     return DeltaArgs(
-        hidden_size=stated["hidden_size"],
-        key_heads=stated["linear_num_key_heads"],
-        value_heads=stated["linear_num_value_heads"],
-        key_features=stated["linear_key_head_dim"],
-        value_features=stated["linear_value_head_dim"],
-        taps=stated["linear_conv_kernel_dim"],
-        eps=stated["rms_norm_eps"],
+        hidden_size=config["hidden_size"],
+        key_heads=config["linear_num_key_heads"],
+        value_heads=config["linear_num_value_heads"],
+        key_features=config["linear_key_head_dim"],
+        value_features=config["linear_value_head_dim"],
+        conv_kernel_size=config["linear_conv_kernel_dim"],
+        eps=config["rms_norm_eps"],
     )
 
 
-def _moe_args(stated: Mapping[str, Any]) -> MoEArgs:
-    experts = stated["num_experts"] if "num_experts" in stated else stated["num_local_experts"]
+def _moe_args(config: Mapping[str, Any]) -> MoEArgs:
+    experts = config["num_experts"] if "num_experts" in config else config["num_local_experts"]
     return MoEArgs(
-        hidden_size=stated["hidden_size"],
+        hidden_size=config["hidden_size"],
         num_experts=experts,
-        expert_features=stated["moe_intermediate_size"],
-        rule=RoutingRule(stated["num_experts_per_tok"], "softmax", renormalise=stated["norm_topk_prob"]),
-        hidden_act=stated.get("hidden_act", "silu"),
-        shared_features=stated["shared_expert_intermediate_size"],
+        expert_features=config["moe_intermediate_size"],
+        rule=RoutingRule(config["num_experts_per_tok"], "softmax", renormalise=config["norm_topk_prob"]),
+        hidden_act=config.get("hidden_act", "silu"),
+        shared_features=config["shared_expert_intermediate_size"],
         shared_gate=True,
     )
 

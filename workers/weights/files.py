@@ -37,7 +37,7 @@ class _Index(msgspec.Struct):
 
 
 class TensorFile(Protocol):
-    """An open file; reads only what is asked for."""
+    """An open file; reads only the requested range."""
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
@@ -45,7 +45,7 @@ class TensorFile(Protocol):
         """The part of a tensor within these ranges, one for each of its first dimensions."""
 
 
-class _Mapped:
+class _MappedFile:
     def __init__(self, file: Any):
         self._file = file
 
@@ -57,8 +57,8 @@ class _Mapped:
         return tensor
 
 
-class _Read:
-    """Reads the rows asked for into memory of their own; no page of the file is mapped."""
+class _UnmappedFile:
+    """Reads the requested rows into newly allocated memory; maps no page of the file."""
 
     def __init__(self, path: Path, file: BufferedReader):
         self._path = path
@@ -66,38 +66,38 @@ class _Read:
         self._start, self._tensors = tensors_in(path)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._described(name)["shape"])
+        return tuple(self._header(name)["shape"])
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        described, rows = self._described(name), index[0]
-        first, last, _ = rows.indices(described["shape"][0])
-        shape = (last - first, *described["shape"][1:])
-        dtype = _DTYPES[described["dtype"]]
+        header, rows = self._header(name), index[0]
+        first, last, _ = rows.indices(header["shape"][0])
+        shape = (last - first, *header["shape"][1:])
+        dtype = _DTYPES[header["dtype"]]
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         content = torch.empty(shape[0] * row_bytes, dtype=torch.uint8)
-        self._file.seek(self._start + described["data_offsets"][0] + first * row_bytes)
+        self._file.seek(self._start + header["data_offsets"][0] + first * row_bytes)
         if self._file.readinto(content.numpy().data) != len(content):
-            raise ValueError(f"{self._path} ends within {name}: it was cut off while it was read")
+            raise ValueError(f"{self._path} ends within {name}: the file was truncated while it was read")
         return content.view(dtype).view(shape)[(slice(None), *index[1:])]
 
-    def _described(self, name: str) -> dict[str, Any]:
+    def _header(self, name: str) -> dict[str, Any]:
         if name not in self._tensors:
             raise ValueError(f"{self._path} does not hold {name}, which {_INDEX} places there")
-        described: dict[str, Any] = self._tensors[name]
-        if described["dtype"] not in _DTYPES:
-            raise ValueError(f"{name} in {self._path} is kept in {described['dtype']}, which is not read")
-        return described
+        header: dict[str, Any] = self._tensors[name]
+        if header["dtype"] not in _DTYPES:
+            raise ValueError(f"{name} in {self._path} has dtype {header['dtype']}, which is not supported")
+        return header
 
 
 @contextmanager
 def open_file(path: Path) -> Iterator[TensorFile]:
-    """Mapped into memory, or read piece by piece under ATOM_DISABLE_MMAP (slow network mounts)."""
+    """A safetensors file, mapped into memory; with ATOM_DISABLE_MMAP (slow network mounts) read by ranges."""
     if envs.ATOM_DISABLE_MMAP:
         with path.open("rb") as stream:
-            yield _Read(path, stream)
+            yield _UnmappedFile(path, stream)
     else:
         with safe_open(path, framework="pt") as file:
-            yield _Mapped(file)
+            yield _MappedFile(file)
 
 
 def tensors_by_file(directory: Path) -> dict[Path, list[str]]:

@@ -1,7 +1,7 @@
 """Expands a GGUF file with transformers into config.json, safetensors and tokenizer.json.
 
-The weights become float32, whatever the file packs them in; the engine rounds them to its
-compute dtype when it loads them. What transformers passes over silently is set right or refused.
+All weights are converted to float32; the engine rounds them to its compute dtype when it loads them.
+What transformers ignores silently is corrected here or refused.
 """
 
 import contextlib
@@ -21,15 +21,15 @@ from transformers.utils import logging
 
 MAX_SHARD_BYTES = 4 * 10**9
 
-# In the GGUF's own words. Other families run from safetensors; for them it is not known what
-# transformers passes over.
-_KINDS = ("llama", "qwen3")
+# Values of general.architecture. Other families run from safetensors only: what transformers ignores
+# of their GGUF files has not been checked.
+_ARCHITECTURES = ("llama", "qwen3")
 
 _ROPE_FACTORS = "rope_freqs.weight"
-# A GGUF keeps only the divisors of the frequencies; of Llama 3.1 and later, these made them.
+# A GGUF file holds the divisors of the frequencies alone; for Llama 3.1 and later these parameters gave them.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_LLAMA3_WORDS = ("llama-bpe", "llama3", "llama-v3")
-_GPT2_WORDS = ("default", "gpt-2")
+_LLAMA3_PRETOKENIZERS = ("llama-bpe", "llama3", "llama-v3")
+_GPT2_PRETOKENIZERS = ("default", "gpt-2")
 
 # (phase, done, total)
 Report = Callable[[str, int, int], None]
@@ -65,17 +65,19 @@ def convert(path: Path, directory: Path, report: Report) -> None:
 
 
 def _open(path: Path) -> gguf.GGUFReader:
-    """Refuses by the metadata alone, before anything is expanded."""
+    """The opened file. Raises ValueError for an unsupported one, from its metadata alone."""
     try:
         reader = gguf.GGUFReader(path)
     except (ValueError, IndexError) as error:
-        raise ValueError(f"{path} is no readable GGUF file: {error}") from None
-    kind = _value(reader, "general.architecture", "(none)")
-    if kind not in _KINDS:
-        raise ValueError(f"{path.name} holds a model of kind {kind}; supported are {', '.join(_KINDS)}")
+        raise ValueError(f"{path} is not a readable GGUF file: {error}") from None
+    architecture = _value(reader, "general.architecture", "(none)")
+    if architecture not in _ARCHITECTURES:
+        raise ValueError(
+            f"{path.name} has the architecture {architecture}; supported: {', '.join(_ARCHITECTURES)}"
+        )
     if _value(reader, "split.count", 1) > 1:
         raise ValueError(f"{path.name} is one part of a split model; merge the parts into one file first")
-    if _value(reader, f"{kind}.expert_count", 0) > 0:
+    if _value(reader, f"{architecture}.expert_count", 0) > 0:
         raise ValueError(f"{path.name} is a mixture of experts, which is not supported yet")
     return reader
 
@@ -86,16 +88,17 @@ def _value(reader: gguf.GGUFReader, key: str, default: Any = None) -> Any:
 
 
 def _load(path: Path, reader: gguf.GGUFReader) -> tuple[Any, Any]:
-    """The tokenizer and the float32 model; every tensor of the file is in the model, and no other."""
+    """(tokenizer, float32 model). Raises ValueError unless the file has exactly the model's tensors."""
     logging.set_verbosity_error()
-    words = _value(reader, "tokenizer.ggml.pre", "default")
-    begins = {"add_bos_token": True} if words in _LLAMA3_WORDS else {}  # unless the file says otherwise
+    pre_tokenizer = _value(reader, "tokenizer.ggml.pre", "default")
+    # The default for Llama 3; the file's own metadata takes precedence.
+    add_bos = {"add_bos_token": True} if pre_tokenizer in _LLAMA3_PRETOKENIZERS else {}
     source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name, "local_files_only": True}
     try:
-        # transformers draws bars of its own.
+        # Hide transformers' own progress bars.
         with contextlib.redirect_stderr(io.StringIO()):
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(**source, **begins)
-            _complete_tokenizer(tokenizer.backend_tokenizer, reader, words)
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(**source, **add_bos)
+            _complete_tokenizer(tokenizer.backend_tokenizer, reader, pre_tokenizer)
             model, info = AutoModelForCausalLM.from_pretrained(
                 **source, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
             )
@@ -103,35 +106,38 @@ def _load(path: Path, reader: gguf.GGUFReader) -> tuple[Any, Any]:
         raise ValueError(f"{path.name} cannot be expanded: {' '.join(str(error).split())}") from error
     if lacking := info["missing_keys"] | {name for name, *_ in info["mismatched_keys"]}:
         raise ValueError(f"{path.name} lacks {min(lacking)} in the shape that transformers expects")
-    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-    kind = kinds[_value(reader, "general.architecture")]
-    names = gguf.get_tensor_name_map(kind, model.config.num_hidden_layers)
+    architectures = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    architecture = architectures[_value(reader, "general.architecture")]
+    names = gguf.get_tensor_name_map(architecture, model.config.num_hidden_layers)
     used = {names.get_name(name, try_suffixes=(".weight", ".bias")) for name in model.state_dict()}
     if unused := {tensor.name for tensor in reader.tensors} - used - {_ROPE_FACTORS}:
         raise ValueError(f"{path.name} holds a tensor {min(unused)!r}, which is not supported")
     return tokenizer, model
 
 
-def _complete_tokenizer(backend: Any, reader: gguf.GGUFReader, words: str) -> None:
-    """Set what transformers leaves out; `words` names the file's way of cutting text."""
+def _complete_tokenizer(backend: Any, reader: gguf.GGUFReader, pre_tokenizer: str) -> None:
+    """Set what transformers leaves out for this `pre_tokenizer` (tokenizer.ggml.pre)."""
     if _value(reader, "tokenizer.ggml.model") != "gpt2":
         if not _value(reader, "tokenizer.ggml.add_space_prefix", True):
-            raise ValueError("its tokenizer starts texts without a space, which is not supported")
+            raise ValueError("add_space_prefix = false is not supported")
         return
-    if words == "smollm":
-        bytes_of_words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if pre_tokenizer == "smollm":
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
         digits = pre_tokenizers.Digits(individual_digits=True)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, bytes_of_words])
-    elif words == "qwen2":
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    elif pre_tokenizer == "qwen2":
         backend.normalizer = normalizers.NFC()
-    elif words in _LLAMA3_WORDS:
+    elif pre_tokenizer in _LLAMA3_PRETOKENIZERS:
         backend.model.ignore_merges = True
-    elif isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel) and words not in _GPT2_WORDS:
-        raise ValueError(f"its tokenizer cuts words as {words!r}, which is not supported")
+    elif (
+        isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel)
+        and pre_tokenizer not in _GPT2_PRETOKENIZERS
+    ):
+        raise ValueError(f"its pre-tokenizer {pre_tokenizer!r} is not supported")
 
 
 def _config(reader: gguf.GGUFReader, model: Any) -> dict[str, Any]:
-    """config.json; its dtype is the one to compute in, which for quantized weights is of 16 bits."""
+    """Contents of config.json; dtype is the compute dtype: bfloat16 unless all matrices are float32."""
     read = model.config.to_dict()
     kinds = {tensor.tensor_type for tensor in reader.tensors if len(tensor.shape) > 1}
     return {key: read[key] for key in read if key not in ("quantization_config", "_model_name_or_path")} | {
@@ -142,7 +148,7 @@ def _config(reader: gguf.GGUFReader, model: Any) -> dict[str, Any]:
 
 
 def _rope(reader: gguf.GGUFReader, config: Any) -> dict[str, Any]:
-    """The rope parameters with the scaling, which transformers leaves in the file."""
+    """rope_parameters with the file's scaling, which transformers does not read."""
     plain: dict[str, Any] = config.rope_parameters
     factors = [torch.tensor(tensor.data) for tensor in reader.tensors if tensor.name == _ROPE_FACTORS]
     if factors:

@@ -1,7 +1,7 @@
-"""Fills a model's weights, from safetensors files or with random numbers.
+"""Loads a model's weights from safetensors files, or fills them with random numbers.
 
-Coverage is strict: a tensor that is missing, has another shape or that nothing uses is an
-error that names it. A wrong model must not start.
+Loading is strict: a tensor that is missing, unused or of another shape raises `WeightError` with its
+name, so that a wrong model never starts.
 """
 
 import math
@@ -14,17 +14,17 @@ from pathlib import Path
 import torch
 
 from workers.layers.causal_lm import CausalLM
-from workers.layers.weighted import DiskTensor
+from workers.layers.weighted import CheckpointTensor
 from workers.weights.files import TensorFile, open_file, tensors_by_file
-from workers.weights.plan import Slot, slots, weighted_layers
+from workers.weights.plan import LoadTarget, load_targets, weighted_layers
 
 Progress = Callable[[int, int], None]
 """Called with (tensors done, tensors in all)."""
 
-_NAMED_AT_MOST = 5
-_HEAD = "lm_head.weight"
-# Of what random layers add, in terms of an embedding: of a hundred layers as much as of one vector.
-_ADDED = 0.1
+_MAX_LISTED_NAMES = 5
+_LM_HEAD = "lm_head.weight"
+# Scale of what a random layer adds to the residual stream: a hundred layers add as much as one embedding.
+_RESIDUAL_SCALE = 0.1
 
 
 class WeightError(ValueError):
@@ -32,105 +32,111 @@ class WeightError(ValueError):
 
 
 def load_weights(model: CausalLM, directory: str | Path, progress: Progress) -> None:
-    """Read this rank's part of every tensor, cast to the compute dtype. Raises `WeightError`.
+    """Load this rank's shard of every tensor, cast to the compute dtype. Raises `WeightError`.
 
-    Beside the weights there is never more in memory than one tensor, and the pages of one file
-    that is mapped.
+    Memory needed beside the weights: one tensor, and the mapped pages of one file.
     """
-    wanted = list(slots(model))
-    places = {name: path for path, names in tensors_by_file(Path(directory)).items() for name in names}
-    _check_names(model, {part.name for slot in wanted for part in slot.parts}, places)
+    targets = list(load_targets(model))
+    file_of = {name: path for path, names in tensors_by_file(Path(directory)).items() for name in names}
+    _check_names(model, {tensor.name for target in targets for tensor in target.tensors}, file_of)
     done = 0
-    for paths, together in _by_files(wanted, places).items():
+    for paths, group in _by_files(targets, file_of).items():
         with ExitStack() as stack:
             files = {path: stack.enter_context(open_file(path)) for path in paths}
-            for slot in together:
-                _fill(slot, [files[places[part.name]] for part in slot.parts])
+            for target in group:
+                _load(target, [files[file_of[tensor.name]] for tensor in target.tensors])
                 done += 1
-                progress(done, len(wanted))
-    _finish(model)
+                progress(done, len(targets))
+    _process_weights(model)
 
 
 def load_dummy(model: CausalLM, progress: Progress) -> None:
-    """Random weights that keep the scale of what they are applied to; the same at every start.
+    """Fill the weights with random numbers that keep the scale of activations; equal at every start.
 
-    Scales of norms are one, biases zero. Nothing but the device that holds them draws them.
-    What a layer adds is kept small beside the embeddings, else all tokens soon look alike, and
-    choose the same few experts. Not so where the head is the embedding: it would find the last
-    token again, and nothing else.
+    Norm weights are one, biases zero. The numbers are generated on the device that holds the weights.
+    What each layer adds to the residual stream is small beside the embeddings; otherwise all tokens
+    soon look alike and are routed to the same few experts. With tied embeddings it is not scaled
+    down, because the LM head would then predict the last token again.
     """
-    wanted = list(slots(model))
-    has_own_head = any(slot.name == _HEAD for slot in wanted)
-    for done, slot in enumerate(wanted, start=1):
-        if len(slot.source.shape) == 1:
-            slot.target.fill_(0.0 if slot.name.endswith("bias") else 1.0)
-        else:
-            seed = zlib.crc32(f"{slot.name}:{slot.source.kept.start}".encode())
-            generator = torch.Generator(slot.target.device).manual_seed(seed)
-            bound = math.sqrt(3 / slot.source.shape[-1])  # a variance of 1 / inputs
-            if has_own_head and slot.source.dim == 1:  # cut by its inputs: its result is added
-                bound *= _ADDED / math.sqrt(slot.source.shape[0])
-            slot.target.uniform_(-bound, bound, generator=generator)
-        progress(done, len(wanted))
-    _finish(model)
+    targets = list(load_targets(model))
+    has_lm_head = any(target.name == _LM_HEAD for target in targets)
+    for done, target in enumerate(targets, start=1):
+        _fill_randomly(target, has_lm_head)
+        progress(done, len(targets))
+    _process_weights(model)
+
+
+def _fill_randomly(target: LoadTarget, has_lm_head: bool) -> None:
+    shape = target.shard.shape
+    if len(shape) == 1:
+        target.buffer.fill_(0.0 if target.name.endswith("bias") else 1.0)
+        return
+    seed = zlib.crc32(f"{target.name}:{target.shard.kept.start}".encode())
+    generator = torch.Generator(target.buffer.device).manual_seed(seed)
+    bound = math.sqrt(3 / shape[-1])  # a variance of 1 / inputs
+    if has_lm_head and target.shard.dim == 1:  # row parallel: the output is added to the residual stream
+        bound *= _RESIDUAL_SCALE / math.sqrt(shape[0])
+    target.buffer.uniform_(-bound, bound, generator=generator)
 
 
 def weight_bytes(model: CausalLM) -> int:
-    """Bytes of all weights on this rank, a shared one counted once."""
+    """Bytes of all weights on this rank; a tied weight counts once."""
     weights = {
         id(weight): weight for _, layer in weighted_layers(model) for weight in layer.buffers(recurse=False)
     }
     return sum(weight.numel() * weight.element_size() for weight in weights.values())
 
 
-def _by_files(wanted: list[Slot], places: Mapping[str, Path]) -> dict[tuple[Path, ...], list[Slot]]:
-    """The slots that are filled from the same files: nearly always one, two where a shard ends."""
-    found: dict[tuple[Path, ...], list[Slot]] = {}
-    for slot in wanted:
-        paths = tuple(sorted({places[part.name] for part in slot.parts}))
-        found.setdefault(paths, []).append(slot)
-    return found
+def _by_files(
+    targets: list[LoadTarget], file_of: Mapping[str, Path]
+) -> dict[tuple[Path, ...], list[LoadTarget]]:
+    """Targets grouped by the files they are read from: nearly always one, two at a file's end."""
+    groups: dict[tuple[Path, ...], list[LoadTarget]] = {}
+    for target in targets:
+        paths = tuple(sorted({file_of[tensor.name] for tensor in target.tensors}))
+        groups.setdefault(paths, []).append(target)
+    return groups
 
 
-def _fill(slot: Slot, files: list[TensorFile]) -> None:
-    """Read the parts, each from its file, and put together what this rank keeps of them."""
-    source = slot.source
-    for part, file in zip(slot.parts, files, strict=True):
-        if (shape := file.shape(part.name)) != part.shape:
+def _load(target: LoadTarget, files: list[TensorFile]) -> None:
+    """Read the target's tensors, each from its file, and copy the kept range into the buffer."""
+    shard = target.shard
+    for tensor, file in zip(target.tensors, files, strict=True):
+        if (shape := file.shape(tensor.name)) != tensor.shape:
             raise WeightError(
-                f"{part.name} has shape {list(shape)}; the configuration asks for {list(part.shape)}"
+                f"{tensor.name} has shape {list(shape)}; the configuration asks for {list(tensor.shape)}"
             )
-    if source.decode is None:
-        slot.target.copy_(_read(files[0], slot.parts[0], source.index))
+    if shard.decode is None:
+        target.buffer.copy_(_read(files[0], target.tensors[0], shard.index))
         return
-    # Decoded where it is needed: packed numbers travel faster.
+    # Decoded on the device: the quantized form is smaller to copy.
     whole = [slice(None)]
-    parts = [_read(file, part, whole) for file, part in zip(files, slot.parts, strict=True)]
-    decoded = source.decode(*(part.to(slot.target.device) for part in parts))
-    slot.target.copy_(decoded[source.index])
+    parts = [_read(file, tensor, whole) for file, tensor in zip(files, target.tensors, strict=True)]
+    decoded = shard.decode(*(part.to(target.buffer.device) for part in parts))
+    target.buffer.copy_(decoded[shard.index])
 
 
-def _read(file: TensorFile, part: DiskTensor, index: Sequence[slice]) -> torch.Tensor:
-    if part.entry is None:
-        return file.read(part.name, tuple(index))
-    return file.read(part.name, (slice(part.entry, part.entry + 1), *index))[0]
+def _read(file: TensorFile, tensor: CheckpointTensor, index: Sequence[slice]) -> torch.Tensor:
+    if tensor.entry is None:
+        return file.read(tensor.name, tuple(index))
+    return file.read(tensor.name, (slice(tensor.entry, tensor.entry + 1), *index))[0]
 
 
-def _check_names(model: CausalLM, wanted: set[str], places: Mapping[str, Path]) -> None:
-    missing = sorted(wanted - places.keys())
+def _check_names(model: CausalLM, needed: set[str], file_of: Mapping[str, Path]) -> None:
+    missing = sorted(needed - file_of.keys())
     if missing:
         raise WeightError(f"the checkpoint lacks {_listed(missing)}")
-    unused = sorted(places.keys() - wanted)
+    unused = sorted(file_of.keys() - needed)
     unused = [name for name in unused if not any(fnmatch(name, pattern) for pattern in model.unused_on_disk)]
     if unused:
-        raise WeightError(f"the model has no place for {_listed(unused)} of the checkpoint")
+        raise WeightError(f"the checkpoint holds tensors that the model does not use: {_listed(unused)}")
 
 
 def _listed(names: list[str]) -> str:
-    more = len(names) - _NAMED_AT_MOST
-    return ", ".join(names[:_NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - _MAX_LISTED_NAMES
+    return ", ".join(names[:_MAX_LISTED_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
-def _finish(model: CausalLM) -> None:
+def _process_weights(model: CausalLM) -> None:
     for _, layer in weighted_layers(model):
         layer.process_weights_after_loading()

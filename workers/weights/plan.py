@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint fill which buffers of a model, and what each rank keeps of them."""
+"""Which checkpoint tensors fill which buffers of a model, and the shard that this rank keeps of them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -6,50 +6,50 @@ from dataclasses import dataclass, replace
 import torch
 
 from workers.layers.causal_lm import CausalLM
-from workers.layers.weighted import DiskTensor, Source, WeightedLayer
+from workers.layers.weighted import CheckpointTensor, ShardSpec, WeightedLayer
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """The place of one source: `target` takes the range that it keeps."""
+class LoadTarget:
+    """Where one shard is loaded to: `buffer` receives the range that `shard` keeps."""
 
     name: str
-    """On disk, where it is there as itself; else one of its own."""
-    source: Source
-    target: torch.Tensor
-    parts: tuple[DiskTensor, ...]
-    """The tensors to read, by their whole names."""
+    """Of the checkpoint tensor, or made from the layer's name where several tensors are decoded."""
+    shard: ShardSpec
+    buffer: torch.Tensor
+    tensors: tuple[CheckpointTensor, ...]
+    """The checkpoint tensors to read, with their full names."""
 
 
 def weighted_layers(model: CausalLM) -> Iterator[tuple[str, WeightedLayer]]:
-    """Every layer with weights, by its path."""
+    """(module path, layer) of every layer with weights."""
     for path, module in model.named_modules():
         if isinstance(module, WeightedLayer):
             yield path, module
 
 
-def slots(model: CausalLM) -> Iterator[Slot]:
-    """Every matrix that the model needs. A fused projection needs each of its parts'."""
+def load_targets(model: CausalLM) -> Iterator[LoadTarget]:
+    """One for each matrix or vector to load; a fused projection has one for each tensor stacked into it."""
     for module_path, layer in weighted_layers(model):
         path = ".".join(model.renamed_on_disk.get(name, name) for name in module_path.split("."))
         parent, _, last = path.rpartition(".")
         modules = model.packed_modules_mapping.get(last, (last,))
-        for weight, sources in layer.sources.items():
-            targets = layer.destinations(weight)
-            if sources[0].parts:
-                yield from _composed(path, weight, sources, targets)
+        for weight, shards in layer.shards.items():
+            buffers = layer.shard_views(weight)
+            if shards[0].tensors:
+                yield from _decoded_targets(path, weight, shards, buffers)
                 continue
-            for module, source, target in zip(modules, sources, targets, strict=True):
+            for module, shard, buffer in zip(modules, shards, buffers, strict=True):
                 name = _joined(parent, module, weight)
-                yield Slot(name, source, target, (DiskTensor(name, source.shape),))
+                yield LoadTarget(name, shard, buffer, (CheckpointTensor(name, shard.shape),))
 
 
-def _composed(
-    path: str, weight: str, sources: tuple[Source, ...], targets: list[torch.Tensor]
-) -> Iterator[Slot]:
-    for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
-        parts = tuple(replace(part, name=_joined(path, part.name)) for part in source.parts)
-        yield Slot(_joined(path, str(number), weight), source, target, parts)
+def _decoded_targets(
+    path: str, weight: str, shards: tuple[ShardSpec, ...], buffers: list[torch.Tensor]
+) -> Iterator[LoadTarget]:
+    for number, (shard, buffer) in enumerate(zip(shards, buffers, strict=True)):
+        tensors = tuple(replace(tensor, name=_joined(path, tensor.name)) for tensor in shard.tensors)
+        yield LoadTarget(_joined(path, str(number), weight), shard, buffer, tensors)
 
 
 def _joined(*names: str) -> str:

@@ -6,7 +6,7 @@ import torch
 
 import atom_ops
 from atom_ops import backend
-from atom_ops.ops.kv_cache import FP8, read_kv, without_spare_rows
+from atom_ops.ops.kv_cache import FP8, read_kv, without_padding_rows
 
 CPU = torch.device("cpu")
 
@@ -136,7 +136,7 @@ def test_rows_to_spare_store_nothing(slots: list[int]) -> None:
     for row, slot in enumerate(slots):
         if slot >= 0:
             wanted[slot] = new[row]
-    targets, numbers = without_spare_rows(stored, torch.tensor(slots), new)
+    targets, numbers = without_padding_rows(stored, torch.tensor(slots), new)
     assert targets.min() >= 0
     assert torch.equal(stored.index_copy(0, targets, numbers), wanted)
 

@@ -175,7 +175,7 @@ def test_draws_follow_the_definition(
     columns = {name: [limit[name] for limit in limits] for name in limits[0]}
     found = draw(torch.from_numpy(logits), positions, **columns, seed=seed)  # type: ignore[arg-type]
     same = torch.full((rows,), int(np.uint64(seed).astype(np.int64)))
-    u = uniform(same, torch.zeros(rows, dtype=torch.int64), positions, sampling.TOKEN_DRAW)
+    u = uniform(same, torch.zeros(rows, dtype=torch.int64), positions, sampling.SAMPLE_TOKEN)
     for row, limit in enumerate(limits):
         kept = kept_tokens(logits[row], **limit)  # type: ignore[arg-type]
         assert kept[found[row]] > 0

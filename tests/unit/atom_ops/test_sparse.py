@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import atom_ops
-from atom_ops import ChosenTokens, IndexNorm, backend, triton_impl
+from atom_ops import IndexNorm, TopKIndices, backend, triton_impl
 from atom_ops.ops import sparse_attention
 from atom_ops.ops.index_keys import read_index_keys
 from atom_ops.ops.kv_cache import FP8
@@ -105,7 +105,7 @@ def test_bits_depend_on_no_other_row(provider: str) -> None:
     out = together.attend(chosen)
     assert chosen.split_tokens == 512
     for row in range(3):
-        one = ChosenTokens(chosen.slots_TJ[row : row + 1], chosen.counts_T[row : row + 1], 512)
+        one = TopKIndices(chosen.slots_TJ[row : row + 1], chosen.counts_T[row : row + 1], 512)
         q = together.q[row : row + 1]
         alone = atom_ops.sparse_latent_attention(q, together.cache, one, together.scale)
         assert torch.equal(alone[0], out[row])

@@ -35,14 +35,14 @@ Heard = list[tuple[str, int, int]]
 
 
 class FakeBench:
-    """Torch takes 10 us; plans take what `seconds` says, and are sound unless it says None."""
+    """Torch takes 10 us; plans take what `seconds` says, and are valid_plans unless it says None."""
 
     def __init__(self, seconds: Callable[[LinearPlan], float | None] = lambda plan: 20e-6) -> None:
         self._seconds = seconds
         self.measured: list[tuple[Shape, int]] = []
         self.rounds: dict[LinearPlan | None, list[int]] = {}
 
-    def sound(self, plans: Sequence[LinearPlan], shape: Shape) -> list[LinearPlan]:
+    def valid_plans(self, plans: Sequence[LinearPlan], shape: Shape) -> list[LinearPlan]:
         return [plan for plan in plans if self._seconds(plan) is not None]
 
     def stopwatch(self, plan: LinearPlan | None, shape: Shape, tokens: int) -> Callable[[int], float]:
@@ -214,9 +214,9 @@ def test_a_shape_that_is_done_survives_the_failure_of_the_next(tmp_path: Path) -
 
 def _tune_elsewhere(directory: Path, notes: Path) -> None:
     class Slow(FakeBench):
-        def sound(self, plans: Sequence[LinearPlan], shape: Shape) -> list[LinearPlan]:
+        def valid_plans(self, plans: Sequence[LinearPlan], shape: Shape) -> list[LinearPlan]:
             time.sleep(0.1)
-            return super().sound(plans, shape)
+            return super().valid_plans(plans, shape)
 
     bench, heard = Slow(lambda plan: 5e-6), Heard()
     table = tune(SHAPES, bench, file_in(directory), lambda *progress: heard.append(progress))
@@ -315,9 +315,9 @@ def test_soundness() -> None:
     def no_memory(plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         raise torch.OutOfMemoryError("none left")
 
-    assert bench.runs(right, plan, weight) and bench.agrees(right, plan, weight)
-    assert not bench.agrees(wrong_for_many, plan, weight)
-    assert not bench.agrees(not_a_number, plan, weight)
+    assert bench.runs(right, plan, weight) and bench.matches_torch(right, plan, weight)
+    assert not bench.matches_torch(wrong_for_many, plan, weight)
+    assert not bench.matches_torch(not_a_number, plan, weight)
     assert not bench.runs(too_large, plan, weight)
     with pytest.raises(torch.OutOfMemoryError):
         bench.runs(no_memory, plan, weight)

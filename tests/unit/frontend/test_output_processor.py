@@ -21,7 +21,7 @@ EOS = 1
 
 
 def request(request_id: int) -> AddRequest:
-    return AddRequest(request_id, pack_ids([5]), 100, Sampling(0.0, 0, 1.0, 0.0, seed=1), [EOS])
+    return AddRequest([request_id], pack_ids([5]), 100, Sampling(0.0, 0, 1.0, 0.0, seed=1), [EOS])
 
 
 def processor(
@@ -140,15 +140,6 @@ def test_an_error_comes_alone() -> None:
     assert (update.finished, update.reason, update.error) == (True, "error", "bad luck")
 
 
-def test_the_record_holds_prompt_and_ids() -> None:
-    output = processor(1)
-    ids = encode("Hello")
-    step(output, {1: ids})
-    (live,) = output.live()
-    assert live.request == request(1)
-    assert live.emitted.tolist() == ids
-
-
 def test_without_a_tokenizer_ids_are_all_there_is() -> None:
     output = OutputProcessor(None)
     output.add(request(1), TextOptions())
@@ -157,15 +148,6 @@ def test_without_a_tokenizer_ids_are_all_there_is() -> None:
     assert (first.text, first.token_ids.tolist(), first.finished) == ("", [4, 5], False)
     assert (last.text, last.token_ids.tolist(), last.finished) == ("", [6], True)
     assert len(output) == 0
-
-
-def test_the_record_of_ids_alone_is_whole() -> None:
-    output = OutputProcessor(None)
-    output.add(request(1), TextOptions())
-    step(output, {1: [4, 5]})
-    step(output, {1: [6]})
-    (live,) = output.live()
-    assert live.emitted.tolist() == [4, 5, 6]
 
 
 def test_merged_updates_lose_nothing() -> None:

@@ -45,7 +45,7 @@ def test_the_bodys_name_wins_over_the_headers() -> None:
 )
 def test_truncation(limit: int | None, side: Literal["left", "right"] | None, kept: list[int]) -> None:
     request = GenerationRequest(truncate_prompt_tokens=limit, truncation_side=side)
-    assert truncated([1, 2, 3, 4, 5, 6], request, max_model_len=10, answer=5) == kept
+    assert truncated([1, 2, 3, 4, 5, 6], request, max_model_len=10, max_tokens=5) == kept
 
 
 def test_offsets_are_where_texts_begin() -> None:

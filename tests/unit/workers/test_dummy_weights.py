@@ -62,14 +62,14 @@ def test_tokens_stay_apart_through_many_layers_and_use_all_experts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen: list[torch.Tensor] = []
-    choose = Router.choose
+    select = Router.select_experts
 
-    def noted(router: Router, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        found = choose(router, x_TD)
+    def recorded(router: Router, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = select(router, x_TD)
         chosen.append(found[0])
         return found
 
-    monkeypatch.setattr(Router, "choose", noted)
+    monkeypatch.setattr(Router, "select_experts", recorded)
     mixture = {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": 24}
     logits_of(Tiny("deep", "qwen3_moe", 1, {**mixture, "num_hidden_layers": LAYERS}), tmp_path)
     for ids_TJ in chosen[-LAYERS:]:

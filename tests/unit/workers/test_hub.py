@@ -171,7 +171,7 @@ def test_gguf_repositories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert "has no file other.gguf: name one of its GGUF files" in error_of(
             tmp_path, f"{NAME}:other.gguf"
         )
-        assert "model-Q8_0.gguf is no readable GGUF file" in error_of(tmp_path, f"{NAME}:model-Q8_0.gguf")
+        assert "model-Q8_0.gguf is not a readable GGUF file" in error_of(tmp_path, f"{NAME}:model-Q8_0.gguf")
         assert hub.fetched == {"model-Q8_0.gguf": 1}
 
 

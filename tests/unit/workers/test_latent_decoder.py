@@ -125,7 +125,7 @@ def test_layers_that_predict_further_tokens_stay_on_disk(tmp_path: Path) -> None
     [
         (DeepseekV3ForCausalLM, {"topk_method": "greedy"}, "topk_method greedy is not supported"),
         (DeepseekV3ForCausalLM, {"scoring_func": "softmax"}, "scoring_func softmax is not supported"),
-        (DeepseekV3ForCausalLM, {"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported; these are: 1"),
+        (DeepseekV3ForCausalLM, {"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported; supported: 1"),
         (DeepseekV2ForCausalLM, {"norm_topk_prob": True}, "norm_topk_prob True is not supported"),
         (DeepseekV2ForCausalLM, {"mlp_bias": True}, "mlp_bias True is not supported"),
         (DeepseekV3ForCausalLM, {"q_lora_rank": None, "attention_bias": True}, "without q_lora_rank"),

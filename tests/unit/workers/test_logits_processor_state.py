@@ -54,9 +54,11 @@ class Sequence:
     generated: list[int] = field(default_factory=list)
 
     def new_row(self, row: int) -> NewRow:
-        ids = pack_ids(self.prompt + self.generated)
         sampling = Sampling(0.0, 0, 1.0, 0.0, 0, logits_processors=self.rules)
-        return NewRow(row, ids, 0, [[]], sampling, len(self.prompt))
+        known, rules = len(self.prompt) + len(self.generated), self.rules
+        prompt = pack_ids(set(self.prompt)) if rules and rules.needs_prompt_ids else b""
+        output = pack_ids(self.generated) if rules and rules.needs_output_ids else b""
+        return NewRow(row, known, 0, [[]], sampling, len(self.prompt), -1, prompt, output)
 
     def expected(self, logits: list[float]) -> list[float]:
         rules = self.rules

@@ -284,7 +284,7 @@ def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
     write(tmp_path, "a.gguf", "x")
     with pytest.raises(ValueError, match=r"give one of them, such as .*a\.gguf"):
         prepare(without_weights(tmp_path), tmp_path, silent)
-    with pytest.raises(ValueError, match=r"a\.gguf is no readable GGUF file"):
+    with pytest.raises(ValueError, match=r"a\.gguf is not a readable GGUF file"):
         prepare(model(tmp_path / "a.gguf"), tmp_path, silent)
 
 

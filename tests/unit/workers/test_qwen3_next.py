@@ -68,7 +68,7 @@ def test_tensors_that_predict_further_tokens_are_set_aside(tmp_path: Path) -> No
     safetensors.torch.save_file(tensors | more, file, metadata={"format": "pt"})
     worker_of(tmp_path).load()
     safetensors.torch.save_file(tensors | {"other.weight": torch.ones(2)}, file, metadata={"format": "pt"})
-    with pytest.raises(WeightError, match="no place for other.weight"):
+    with pytest.raises(WeightError, match="does not use: other.weight"):
         worker_of(tmp_path).load()
 
 
@@ -82,9 +82,9 @@ def test_the_interval_of_full_attention_stands_for_kinds_of_layers(tmp_path: Pat
 @pytest.mark.parametrize(
     ("changes", "tp", "message"),
     [
-        ({"layer_types": ["linear_attention"] * 4}, 1, "layer_types .* is not supported: they must say"),
+        ({"layer_types": ["linear_attention"] * 4}, 1, "layer_types .* is not supported: they must be"),
         ({"layer_types": ["full_attention"] * 3}, 1, "for each of 4 layers"),
-        ({"linear_num_value_heads": 3}, 1, "3 value heads are no multiple of 2 key heads"),
+        ({"linear_num_value_heads": 3}, 1, "3 value heads are not a multiple of 2 key heads"),
         ({}, 4, "tensor_parallel_size 4 does not fit 2 key heads of linear attention"),
     ],
 )

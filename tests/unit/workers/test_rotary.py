@@ -106,18 +106,18 @@ def test_longrope_has_a_list_for_long_sequences(longest: int, stated: dict[str, 
     check(rope_frequencies(64, rope, longest), expected(64, rope, longest))
 
 
-def test_cosines_and_sines_bear_the_amplitude() -> None:
+def test_cosines_and_sines_are_multiplied_by_the_attention_factor() -> None:
     build = BuildContext(torch.float32, torch.device("cpu"), place(), 50)
     rotation = RotaryEmbedding(64, GPT_OSS, build)(torch.tensor([7, 49]))
-    frequencies, amplitude = rope_frequencies(64, GPT_OSS, 50)
+    frequencies, attention_factor = rope_frequencies(64, GPT_OSS, 50)
     angles = torch.tensor([[[7.0]], [[49.0]]]) * frequencies
-    assert amplitude > 1.3
-    torch.testing.assert_close(rotation.cos_T1R[..., 32:], angles.cos() * amplitude)
-    torch.testing.assert_close(rotation.sin_T1R[..., 32:], angles.sin() * amplitude)
+    assert attention_factor > 1.3
+    torch.testing.assert_close(rotation.cos_T1R[..., 32:], angles.cos() * attention_factor)
+    torch.testing.assert_close(rotation.sin_T1R[..., 32:], angles.sin() * attention_factor)
 
 
 def test_what_is_missing_is_named() -> None:
     with pytest.raises(ValueError, match=r"lacks rope_parameters\.original_max_position_embeddings"):
         rope_frequencies(64, {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}, 10)
-    with pytest.raises(ValueError, match="rope type mrope is not supported; these are: default, linear"):
+    with pytest.raises(ValueError, match="rope type mrope is not supported; supported: default, linear"):
         rope_frequencies(64, {"rope_type": "mrope", "rope_theta": 1e4}, 10)

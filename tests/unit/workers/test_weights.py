@@ -1,4 +1,4 @@
-"""What a checkpoint must hold, and what each rank keeps of it."""
+"""What a checkpoint must contain, and the shards that each rank loads of it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.helpers.tiny_models import (
 from workers.layers.context import BuildContext
 from workers.models.registry import model_class
 from workers.weights.loader import WeightError, load_dummy, load_weights, weight_bytes
-from workers.weights.plan import slots
+from workers.weights.plan import load_targets
 
 Tensors = dict[str, torch.Tensor]
 GATE = "model.layers.1.mlp.gate_proj.weight"
@@ -38,7 +38,7 @@ def load(directory: Path, rank: int = 0, size: int = 1) -> torch.nn.Module:
 
 
 def contents(model: torch.nn.Module) -> Tensors:
-    return {slot.name: slot.target.clone() for slot in slots(model)}
+    return {target.name: target.buffer.clone() for target in load_targets(model)}
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def _add(tensors: Tensors) -> None:
     [
         (_remove, f"lacks {GATE}"),
         (_reshape, rf"{GATE} has shape \[72, 100\]; the configuration asks for \[100, 72\]"),
-        (_add, f"no place for {GATE}_scale"),
+        (_add, f"does not use: {GATE}_scale"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
@@ -119,7 +119,7 @@ def test_layers_that_predict_further_tokens_are_left_on_disk(tmp_path: Path) -> 
     rewrite(tmp_path, lambda tensors: tensors.update({"model.layers.3.eh_proj.weight": torch.ones(2, 4)}))
     load(tmp_path)
     rewrite(tmp_path, lambda tensors: tensors.update({"model.layers.4.eh_proj.weight": torch.ones(2, 4)}))
-    with pytest.raises(WeightError, match=r"no place for model\.layers\.4\.eh_proj"):
+    with pytest.raises(WeightError, match=r"does not use: model\.layers\.4\.eh_proj"):
         load(tmp_path)
 
 
@@ -194,20 +194,23 @@ def test_ranks_together_hold_every_tensor_once(saved: Path, plain_weights: None,
             load(saved, 0, size)
         return
     on_disk = load_file(saved / "model.safetensors")
-    ranks = [{slot.name: slot for slot in slots(load(saved, rank, size))} for rank in range(size)]
+    ranks = [
+        {target.name: target for target in load_targets(load(saved, rank, size))} for rank in range(size)
+    ]
     for name, tensor in on_disk.items():
         parts = [rank[name] for rank in ranks]
-        if parts[0].source.kept.size == parts[0].source.kept.total:
-            assert all(torch.equal(part.target, tensor) for part in parts), name
+        if parts[0].shard.kept.size == parts[0].shard.kept.total:
+            assert all(torch.equal(part.buffer, tensor) for part in parts), name
         else:
-            together = torch.cat([part.target for part in parts], dim=parts[0].source.dim)
+            together = torch.cat([part.buffer for part in parts], dim=parts[0].shard.dim)
             assert torch.equal(together, tensor), name
 
 
 def test_odd_heads_are_dealt_out_in_whole_groups(tmp_path: Path, plain_weights: None) -> None:
     save_tiny(tiny("llama-odd-gqa"), tmp_path)
     shapes = [
-        {slot.name: tuple(slot.target.shape) for slot in slots(build(tmp_path, rank, 2))} for rank in (0, 1)
+        {target.name: tuple(target.buffer.shape) for target in load_targets(build(tmp_path, rank, 2))}
+        for rank in (0, 1)
     ]
     attention = "model.layers.0.self_attn"
     assert [shape[f"{attention}.q_proj.weight"] for shape in shapes] == [(48, 72), (24, 72)]
@@ -240,8 +243,8 @@ def test_dummy_weights_of_every_family_fill_all_buffers(
     save_tiny(row, tmp_path)
     (tmp_path / "model.safetensors").unlink()
     model = build(tmp_path)
-    for slot in slots(model):
-        slot.target.fill_(float("nan"))
+    for target in load_targets(model):
+        target.buffer.fill_(float("nan"))
     load_dummy(model, lambda done, total: None)
     assert all(tensor.isfinite().all() for tensor in contents(model).values())
 
@@ -273,7 +276,7 @@ def test_unknown_families_are_refused_with_what_runs(saved: Path) -> None:
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
             "llama with a partial_rotary_factor",
         ),
-        ("qwen3", {"layer_types": ["sliding_attention"]}, "sliding_window says nothing"),
+        ("qwen3", {"layer_types": ["sliding_attention"]}, "sliding_window is not set"),
         ("qwen2", {"layer_types": ["full_attention"] * 2}, "for each of the 1 layers"),
         ("qwen2", {"layer_types": ["linear_attention"]}, "must be one of full_attention"),
     ],

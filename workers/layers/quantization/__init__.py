@@ -1,1 +1,1 @@
-"""Packed forms of weights."""
+"""Quantization schemes."""

@@ -1,7 +1,7 @@
-"""MXFP4 (OCP microscaling): numbers of 4 bits, 32 of them under one scale.
+"""MXFP4 (OCP microscaling): 4-bit floats in blocks of 32 that share a scale.
 
-blocks [..., N/32, 16] u8    low half: even element, high half: odd; 1 sign, 2 exponent, 1 mantissa bit
-scales [..., N/32] u8        the exponent of 2, plus 127
+blocks [..., N/32, 16] u8    low nibble: even element, high nibble: odd; 1 sign, 2 exponent, 1 mantissa bit
+scales [..., N/32] u8        exponent of 2, plus 127
 """
 
 import torch
@@ -14,10 +14,10 @@ _VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 _EXPONENT_OF_ONE = 127
 
 
-def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
-    """The numbers in float32, [..., N]; exact, and as exact in bfloat16."""
+def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
+    """The values in float32, [..., N]; exact, also when rounded to bfloat16."""
     values = torch.tensor(_VALUES, device=blocks.device)
-    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=-1)  # of every byte
+    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=-1)  # by byte
     exponents = torch.arange(256, device=blocks.device) - _EXPONENT_OF_ONE
     powers = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
     numbers = pairs.index_select(0, blocks.flatten().int()).view(*scales.shape, BLOCK)

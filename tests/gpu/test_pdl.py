@@ -134,7 +134,7 @@ def chain(x: Tensor, weights: list[Tensor], scale: Tensor) -> Callable[[], Tenso
 
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 def test_a_captured_chain_never_reads_too_early(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from atom_ops.triton_impl import overlap
+    from atom_ops.triton_impl import pdl
 
     x, scale = randn(tokens, 1024), torch.rand(1024, device=GPU).to(BF16)
     weights = [weight(*shape) for _ in range(12) for shape in ((6144, 1024), (1024, 3072))]
@@ -148,10 +148,10 @@ def test_a_captured_chain_never_reads_too_early(tokens: int, monkeypatch: pytest
         x.copy_(torch.randn(tokens, 1024, generator=torch.Generator().manual_seed(seed)))
         graph.replay()
         found.append(out.clone())
-    overlap.launch_options.cache_clear()
-    monkeypatch.setattr(overlap, "_HOPPER", (99, 0))
+    pdl.launch_options.cache_clear()
+    monkeypatch.setattr(pdl, "_HOPPER", (99, 0))
     for seed in range(20):
         x.copy_(torch.randn(tokens, 1024, generator=torch.Generator().manual_seed(seed)))
         torch.cuda.synchronize()
         assert torch.equal(run(), found[seed])
-    overlap.launch_options.cache_clear()
+    pdl.launch_options.cache_clear()

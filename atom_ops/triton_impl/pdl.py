@@ -1,11 +1,11 @@
 """A kernel that starts while the one before it still runs: programmatic dependent launch.
 
-NVIDIA GPUs from Hopper on can place a kernel's programs on processors that the kernel before
+NVIDIA GPUs from Hopper on can place a kernel's programs on num_sms that the kernel before
 it leaves free, before that one is done. What the new programs need not wait for, weights in
 the first place, is on its way from memory by then.
 
     wait             until the kernels before this one are done and their results are visible
-    let_next_start   the next kernel may come as soon as every program of this one has said so
+    pdl_launch_dependents   the next kernel may come as soon as every program of this one has said so
     begin            both, for a kernel without weights worth asking for early
 
 Saying so too early makes a kernel share the memory's bandwidth with the one that waits for it:
@@ -19,7 +19,7 @@ tensor, a workspace) is written while an older kernel reads it, and a kernel lau
 ordinary way, which waits for all of its predecessor, still finds everything before it done.
 Weights are what no kernel of a step writes; after loading them the host waits for the device.
 
-Elsewhere (OVERLAP false) both words compile to nothing.
+Elsewhere (PDL false) both words compile to nothing.
 """
 
 from functools import cache
@@ -35,31 +35,31 @@ _HOPPER = (9, 0)
 
 
 @triton.jit
-def let_next_start(OVERLAP: tl.constexpr):
-    if OVERLAP:
+def pdl_launch_dependents(PDL: tl.constexpr):
+    if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
-def wait(OVERLAP: tl.constexpr):
-    if OVERLAP:
+def pdl_wait(PDL: tl.constexpr):
+    if PDL:
         gdc_wait()
 
 
 @triton.jit
-def begin(OVERLAP: tl.constexpr):
-    let_next_start(OVERLAP)
-    wait(OVERLAP)
+def pdl_begin(PDL: tl.constexpr):
+    pdl_launch_dependents(PDL)
+    pdl_wait(PDL)
 
 
 @triton.jit
-def fetch_rows(first, rows, stride, size, OVERLAP: tl.constexpr):
+def prefetch_rows(first, rows, stride, size, PDL: tl.constexpr):
     """Bring `size` bytes of each of the rows, `stride` bytes apart, nearer: into the L2 cache.
 
     A thread asks for one row, so there may not be more of these than threads; nobody waits for
     them. `first` points to weights; it and both counts of bytes are multiples of 16.
     """
-    if OVERLAP:
+    if PDL:
         tl.inline_asm_elementwise(
             """{
             .reg .pred mine;
@@ -83,7 +83,7 @@ def fetch_rows(first, rows, stride, size, OVERLAP: tl.constexpr):
 def launch_options(device: torch.device) -> dict[str, bool]:
     """The arguments that every kernel here is launched with."""
     if INTERPRETED or device.type != "cuda" or torch.version.hip is not None:
-        return {"OVERLAP": False}
+        return {"PDL": False}
     if torch.cuda.get_device_capability(device) < _HOPPER:
-        return {"OVERLAP": False}
-    return {"OVERLAP": True, "launch_pdl": True}
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
