@@ -242,7 +242,7 @@ def test_stalled_clients_cost_little_and_are_disconnected_alone(
             connection.connect(("127.0.0.1", client.port))
             connection.sendall(post_head(len(body)) + body)
         core.wait_for(lambda: len(core.requests) == STALLED * CHOICES)
-        stalled = {request.request_id for request in core.requests}
+        stalled = {request.request_ids[0] for request in core.requests}
         growth = []
         deadline = time.monotonic() + 4 * DEADLINE_S
         while not stalled <= set(core.aborted):
