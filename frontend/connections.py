@@ -140,6 +140,9 @@ class Connection(web.RequestHandler):
         if request.content.exception() is not None:
             self._lingering_time = 0.0  # nothing can be read after a malformed body
             resp.force_close()
+        elif not request.content.is_eof() and "Content-Encoding" in request.headers:
+            self._lingering_time = 0.0  # the rest of a refused body is not decompressed
+            resp.force_close()
         if self._is_half_closed and not self._messages:
             resp.force_close()
         self._is_extended = False

@@ -1,6 +1,6 @@
 """The event loop's longest hold while a server receives the worst request bodies.
 
-python -m tests.evaluation.worst_bodies [--repeats N]
+python -m tests.evaluation.worst_bodies [--repeats N] [--only TEXT]
 
 Starts a real server with a tiny random model, sends each body of the catalogue and prints its status, its
 time, the longest hold of the event loop (the upper bound of the highest bucket of
@@ -31,20 +31,23 @@ _BUCKET = re.compile(r'^atom:event_loop_lag_seconds_bucket\{.*le="([^"]+)".*\} (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--only", default="", help="bodies whose name contains this text")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         model = write_checkpoint(Path(directory), hidden_size=48, intermediate_size=64, num_hidden_layers=1)
         with running_server("--model", str(model), *ARGS) as server:
             pid = next(pid for pid, line in server.children().items() if "frontend.main" in line)
-            is_good = asyncio.run(_measure(server.url, psutil.Process(pid), repeats))
+            is_good = asyncio.run(_measure(server.url, psutil.Process(pid), args.repeats, args.only))
     sys.exit(0 if is_good else 1)
 
 
-async def _measure(url: str, frontend: psutil.Process, repeats: int) -> bool:
+async def _measure(url: str, frontend: psutil.Process, repeats: int, only: str) -> bool:
     is_good, longest = True, 0.0
     print(f"{'body':40} {'MiB':>6} {'status':>6} {'s':>6} {'hold ms':>8} {'RSS MiB':>8}")
     async with aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=120)) as session:
         for case in worst_bodies():
+            if only not in case.name:
+                continue
             runs = [await _one(session, case) for _ in range(repeats)]
             status, seconds, hold = min(runs, key=lambda run: run[2])
             rss = frontend.memory_info().rss >> 20

@@ -91,7 +91,10 @@ def _structures() -> list[Case]:
         ),
         Case("bad_words", COMPLETIONS, filled(b'{"prompt":"x","bad_words":[', b'"a",', b'"a"]}', 60_000)),
         Case(
-            "allowed ids", COMPLETIONS, filled(b'{"prompt":"x","allowed_token_ids":[', b"5,", b"5]}", 10**6)
+            "one million allowed ids",
+            COMPLETIONS,
+            filled(b'{"prompt":"x","max_tokens":1,"allowed_token_ids":[', b"5,", b"5]}", 10**6),
+            (200, 400),
         ),
         Case("detokenize", DETOKENIZE, filled(b'{"tokens":[', b"12,", b"5]}", MAX_VALUES - 8)),
         Case("no JSON", COMPLETIONS, b"\xff" * SIZE),
