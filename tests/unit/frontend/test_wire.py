@@ -24,7 +24,9 @@ from tests.helpers.wire import error_of, metric, post_head, raw_answer, read_ans
 TOKENIZER = tiny_tokenizer.tokenizer()
 FLOOD = [5] * 200_000
 STALLED, CHOICES = 200, 8
-SHORT = HttpLimits(body_deadline_s=0.3, idle_deadline_s=0.5, write_deadline_s=0.5, silence_s=0.2)
+SHORT = HttpLimits(
+    body_deadline_s=0.3, head_deadline_s=0.5, keepalive_s=0.5, write_deadline_s=0.5, silence_s=0.2
+)
 
 
 def answer_by_prompt(request: AddRequest) -> Script:
