@@ -33,7 +33,7 @@ from frontend.tokenizer import Tokenizer
 __all__ = ["create_app", "start"]
 
 # Seconds that handlers get to end after draining, before they are cancelled.
-_CLEANUP_DEADLINE_S = 0.2
+_CLEANUP_DEADLINE_S = 1.0
 # JSON bytes: English text has 4 to 5 per token, Chinese as \u escapes about 9.
 _BYTES_PER_TOKEN = 16
 _ROUTES = (generation.routes, tokenization.routes, models.routes, info.routes, health.routes, profile.routes)
@@ -56,6 +56,7 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
     for table in _ROUTES:
         app.add_routes(table)
     app.on_response_prepare.append(add_request_id)
+    app.on_response_prepare.append(_close_while_draining)
     app.cleanup_ctx.append(_engine_link)
     return app
 
@@ -105,6 +106,13 @@ def _capacity(launch: FrontendLaunch) -> int:
     running = launch.config.scheduler.max_num_seqs
     assert running is not None, "the configuration was not resolved"
     return running + launch.server.max_queued_requests
+
+
+async def _close_while_draining(request: web.Request, response: web.StreamResponse) -> None:
+    """Let clients open no further request on a connection that ends soon."""
+    if request.app[keys.LIFECYCLE].is_draining:
+        response.force_close()
+        response.headers["Connection"] = "close"  # aiohttp has written its own headers before
 
 
 async def start(app: web.Application, listener: socket.socket) -> web.AppRunner:

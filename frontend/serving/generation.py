@@ -17,6 +17,7 @@ import msgspec
 
 from atom.messages.engine import AddRequest
 from atom.sampling_params import SamplingParams
+from frontend.detokenizer import decode
 from frontend.engine_client import EngineClient, Stream
 from frontend.errors import ApiError, EngineError, RequestError
 from frontend.input_processor import MAX_EXCESS_TOKENS, InputProcessor
@@ -304,7 +305,7 @@ class GenerationService(ABC, Generic[R]):
     def _with_echo(self, request: R, options: ResponseOptions, prompt: Prompt) -> Prompt:
         tokenizer, skip_special = self._inputs.tokenizer, request.skip_special_tokens is not False
         assert tokenizer is not None  # `_response_options` refuses echo without one
-        echo = tokenizer.decode(prompt.ids, skip_special) if prompt.echo is None else prompt.echo
+        echo = decode(tokenizer, prompt.ids, skip_special) if prompt.echo is None else prompt.echo
         scored = options.logprobs is not None
         offsets = text_offsets(tokenizer, prompt.ids, skip_special) if scored else ()
         return dataclasses.replace(prompt, echo=echo, offsets=offsets)

@@ -45,7 +45,7 @@ def test_defaults_are_the_declared_ones() -> None:
 
 
 SAMPLES: dict[type | str, tuple[str, Any]] = {
-    int: ("32", 32),
+    int: ("1024", 1024),
     float: ("0.5", 0.5),
     str: ("text", "text"),
     "cudagraph_capture_sizes": ("[1, 2]", "[1, 2]"),

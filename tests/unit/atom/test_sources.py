@@ -15,7 +15,7 @@ from atom.utils.envs import VARIABLES
 
 FIELDS = cli.all_fields()
 SAMPLES: dict[type | str, tuple[str, Any]] = {
-    int: ("32", 32),
+    int: ("1024", 1024),
     float: ("0.5", 0.5),
     str: ("text", "text"),
     bool: ("yes", True),
