@@ -15,6 +15,7 @@ from atom.config.device import DeviceConfig
 from atom.config.engine import EngineConfig
 from atom.config.model import ModelConfig
 from atom.config.parallel import ParallelConfig
+from atom.config.resolve import Dtype
 from atom.config.scheduler import SchedulerConfig
 from parallel.communicator import Communicator
 from parallel.state import TPGroup
@@ -270,11 +271,15 @@ def checkpoint_of(directory: Path) -> Checkpoint:
 
 
 def engine_config(
-    tp: int = 1, block_size: int = 4, kv_cache_dtype: str = "auto", load_dummy: bool = False
+    tp: int = 1,
+    block_size: int = 4,
+    kv_cache_dtype: str = "auto",
+    load_dummy: bool = False,
+    dtype: Dtype = "float32",
 ) -> EngineConfig:
-    """A resolved configuration for float32 on the CPU."""
+    """A resolved configuration for the CPU."""
     return EngineConfig(
-        model=ModelConfig(dtype="float32", max_model_len=MAX_MODEL_LEN, load_dummy=load_dummy),
+        model=ModelConfig(dtype=dtype, max_model_len=MAX_MODEL_LEN, load_dummy=load_dummy),
         cache=CacheConfig(
             block_size=block_size, kv_cache_dtype=kv_cache_dtype, kv_cache_memory_bytes=1 << 24
         ),

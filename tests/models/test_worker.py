@@ -13,7 +13,7 @@ from tests.helpers.teacher_forcing import TinyWorker, forced_logits, step_logits
 
 @pytest.mark.proves("logits")
 @pytest.mark.parametrize("name", model_rows())
-def test_every_position_in_pieces_and_together(name: str, reference_of: ReferenceOf) -> None:
+def test_every_position_in_chunks_and_together(name: str, reference_of: ReferenceOf) -> None:
     reference = reference_of(name)
     tiny = TinyWorker(reference.directory)
     for piece in (64, 16, 7, 1):
