@@ -25,7 +25,7 @@ ISA_TESTS := tests/golden tests/models/test_worker.py::test_every_position_in_ch
 	$(addprefix tests/unit/atom_ops/test_,ops.py layers.py attention.py moe.py logprobs.py)
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
-.PHONY: help install serve test test-isa test-unit test-e2e test-slow test-models test-tokenizers accuracy test-kernels test-compile test-gpu lint type arch fmt readme models bench-latency bench-throughput bench-kernels bench-scheduler bench-serving bench-gpu bench-step bench-document check clean
+.PHONY: help install serve test test-isa test-unit test-e2e test-slow test-models test-tokenizers accuracy test-kernels test-compile test-gpu lint type arch fmt docs models bench-latency bench-throughput bench-kernels bench-scheduler bench-serving bench-gpu bench-step bench-document check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -110,15 +110,15 @@ lint: $(INSTALLED) ## ruff: rules and format
 type: $(INSTALLED) ## mypy --strict
 	@$(BIN)/mypy
 
-arch: $(INSTALLED) ## imports, sizes, wire rules, wheel, README tables
+arch: $(INSTALLED) ## imports, sizes, wire rules, wheel, documents
 	@$(BIN)/python -m pytest -q tests/arch $(ARGS)
 
 fmt: $(INSTALLED) ## put the sources into shape
 	@$(BIN)/ruff check --fix --quiet $(SOURCES)
 	@$(BIN)/ruff format --quiet $(SOURCES)
 
-readme: $(INSTALLED) ## write the README's tables of flags and variables anew
-	@$(BIN)/python -m tools.readme_tables
+docs: $(INSTALLED) ## write the tables of flags and variables in docs/
+	@$(BIN)/python -m tools.docs_tables
 
 models: $(INSTALLED) ## run test-models, record what it proves and write docs/models.md; ARGS="-k NAME" for a part
 	@$(BIN)/python -m pytest -q tests/models --record tests/models/proven.json $(ARGS)
@@ -149,8 +149,9 @@ bench-gpu: $(INSTALLED) ## the engine on a GPU, beside vLLM's figures; writes do
 bench-step: $(INSTALLED) ## what a decode step takes on a GPU, and its kernels; --model PATH in ARGS
 	@$(BIN)/python -m atom.benchmarks.decode_step $(ARGS)
 
-bench-document: $(INSTALLED) ## write docs/benchmarks.md anew from docs/benchmarks; a result to keep: FILE in ARGS
+bench-document: $(INSTALLED) ## write docs/benchmarks.md and the picture from docs/benchmarks; add a result: FILE in ARGS
 	@$(BIN)/python -m atom.benchmarks.record $(ARGS)
+	@$(BIN)/python -m atom.benchmarks.serving.picture
 
 check: lint type test test-tokenizers ## what CI runs
 

@@ -1,4 +1,4 @@
-"""Command line arguments of an engine, for scripts that make one.
+"""Command line arguments of an engine, for scripts that create one.
 
 parser = argparse.ArgumentParser()
 EngineArgs.add_cli_args(parser)
@@ -15,7 +15,7 @@ from atom.llm_engine import LLMEngine
 
 @dataclass(frozen=True)
 class EngineArgs:
-    """What the user chose: the configuration, and which of its fields were given by hand."""
+    """The configuration, and the names of the fields that the user set."""
 
     config: EngineConfig
     explicit: frozenset[str]
@@ -28,7 +28,7 @@ class EngineArgs:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> "EngineArgs":
-        """What the arguments leave out is taken from the ATOM_ variables.
+        """Arguments that are absent are taken from the ATOM_ environment variables.
 
         Raises ConfigError, a ValueError, for a value outside its range.
         """
@@ -36,5 +36,5 @@ class EngineArgs:
         return cls(engine_config_from(args), frozenset(explicit_fields(args)))
 
     def create_engine(self) -> LLMEngine:
-        """Start the engine; raises RuntimeError with the first cause when it cannot."""
+        """Start the engine; raises RuntimeError with the root cause when it cannot."""
         return LLMEngine.from_config(self.config, set(self.explicit))

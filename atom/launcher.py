@@ -36,9 +36,9 @@ from atom.utils.open_files import raise_open_files_limit
 from atom.utils.version import atom_version
 from frontend.auth import ApiKeys
 
-# What the frontend may take beyond its own deadline before it is killed.
+# Time beyond the frontend's own deadline before it is killed.
 _STOP_MARGIN_S = 5.0
-# How long the frontend still answers, with 503, after the engine died: balancers must see it.
+# After the engine's death the frontend responds with 503 for this long, so that load balancers see it.
 ENGINE_DEATH_HOLD_S = 3.0
 _HOLD_POLL_S = 0.05
 
@@ -57,16 +57,19 @@ class Launcher:
         self._serving = False
 
     def run(self) -> None:
-        """Serve until a signal; raises StartError, ConfigError or OSError when that is not possible."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        """Serve until a signal. Raises StartError, ConfigError or OSError."""
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
             signal.signal(number, self._on_signal)
         raise_open_files_limit()
         template = _template_file(self.server.chat_template)
-        ApiKeys(self.server.api_key)  # raises for keys that cannot be
+        ApiKeys(self.server.api_key)  # raises ValueError for unusable keys
         listener = listen_socket(self.server.host, self.server.server_port)
         port = listener.getsockname()[1]
         with Supervisor(self._bars.update) as supervisor:
-            # Once the frontend has it: where nobody accepts, clients must not wait in a queue.
+            # Closed here once the frontend has it, so that connections are refused when the frontend is dead.
             with listener:
                 self._start(supervisor, listener, template)
             self._serving = True
@@ -74,8 +77,8 @@ class Launcher:
             try:
                 self._serve(supervisor)
             except StartError as death:
-                self._outlive_engine(supervisor, str(death))
-                raise StartError(str(death)) from None  # of a running engine no other status is right
+                self._stop_after_death(supervisor, str(death))
+                raise StartError(str(death)) from None  # a running engine that died exits with status 1
 
     def _serve(self, supervisor: Supervisor) -> None:
         while not self._stops:
@@ -84,12 +87,12 @@ class Launcher:
         timeout = self.server.shutdown_timeout + _STOP_MARGIN_S
         supervisor.stop_frontend(timeout, hurry=lambda: self._stops > 1)
 
-    def _outlive_engine(self, supervisor: Supervisor, cause: str) -> None:
-        """A process died: end the engine at once, and the frontend once its clients know."""
+    def _stop_after_death(self, supervisor: Supervisor, cause: str) -> None:
+        """After the death of a process, stop the engine, then the frontend once its clients have errors."""
         self._logger.error("%s: ending", cause)
         supervisor.end_engine(cause)
         stops, deadline = self._stops, time.monotonic() + ENGINE_DEATH_HOLD_S
-        while supervisor.lives("frontend") and self._stops == stops and time.monotonic() < deadline:
+        while supervisor.is_alive("frontend") and self._stops == stops and time.monotonic() < deadline:
             time.sleep(_HOLD_POLL_S)
         supervisor.stop_frontend(_STOP_MARGIN_S, hurry=lambda: self._stops > stops)
 
@@ -148,11 +151,11 @@ class Launcher:
     def _on_signal(self, *_: object) -> None:
         self._stops += 1
         if not self._serving and self._stops == 1:
-            raise SystemExit(0)  # nobody is served yet: leave the start wherever it is
+            raise SystemExit(0)  # not serving yet: stop the start at any point
 
 
 def run() -> int:
-    """Serve as the command line says; returns the exit status."""
+    """Serve with the options of the command line; returns the exit status."""
     parser = CommandLineParser(prog="atom-launch", description="Serve a model over the OpenAI API.")
     add_engine_args(parser)
     add_server_args(parser)
@@ -171,14 +174,14 @@ def run() -> int:
 
 
 def _status_of(error: Exception) -> int:
-    """A ValueError that got here is about a setting or a variable; an OSError, about the host."""
+    """A ValueError is about a setting or a variable, an OSError about the host."""
     if isinstance(error, StartError):
         return error.status
     return ExitStatus.USAGE if isinstance(error, ValueError) else ExitStatus.RESOURCES
 
 
 def _template_file(given: str | None) -> str | None:
-    """The absolute path of --chat-template; raises ConfigError for a file that is no template."""
+    """The absolute path of --chat-template; raises ConfigError for an unusable file."""
     if given is None:
         return None
     from frontend.chat_template import ChatTemplate

@@ -6,8 +6,7 @@
         for output in engine.generate(["Hello"], SamplingParams(max_tokens=32)):
             print(output["text"])
 
-The object belongs to one thread: it talks to the engine core when `step` is called, and only
-then.
+The object belongs to one thread, and receives from the engine core only while a method runs.
 """
 
 import itertools
@@ -20,7 +19,6 @@ import zmq
 from atom.config.cli import engine_config_from_kwargs
 from atom.config.engine import EngineConfig
 from atom.config.resolve import DeviceCapabilities, resolve
-from atom.messages.codec import Decoder, encode
 from atom.messages.engine import (
     Abort,
     AddRequest,
@@ -29,7 +27,6 @@ from atom.messages.engine import (
     CoreStats,
     FromCore,
     GetStats,
-    Hello,
     TokenDeltas,
 )
 from atom.messages.profile import Profile, ProfileResult
@@ -40,6 +37,7 @@ from atom.supervisor import Supervisor
 from atom.utils import envs
 from atom.utils.logger import setup_logging
 from frontend.chat_template import ChatTemplate
+from frontend.core_link import CoreLink
 from frontend.input_processor import InputProcessor
 from frontend.output_processor import OutputProcessor, TextOptions, Update
 from frontend.token_logprobs import TokenLogprob
@@ -55,7 +53,7 @@ _PROFILE_DEADLINE_S = 330.0
 
 
 class EngineDeadError(RuntimeError):
-    """The engine's processes ended; the text says which one and why."""
+    """The engine's processes have ended; the text names the process and the cause."""
 
 
 class LLMEngine:
@@ -64,7 +62,7 @@ class LLMEngine:
     `LLMEngine(model, **options)` takes every field of the configuration classes by its name
     (`tensor_parallel_size`, `kv_cache_dtype`, `device`, `dtype`, …) and starts the engine's
     processes; an unknown name is a TypeError, a bad value a ValueError, and an engine that
-    cannot start a RuntimeError with the first cause.
+    cannot start a RuntimeError with the root cause.
     """
 
     def __init__(self, model: str, **options: Any):
@@ -99,14 +97,9 @@ class LLMEngine:
             raise
 
     def _connect(self) -> None:
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        # Submitting never waits: what is queued is bounded by the prompts that the caller holds.
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.connect(self._supervisor.endpoint("core"))
-        self._decoder = Decoder[FromCore](FromCore)
-        self._socket.send(encode(Hello(0)))
-        ready = self._await_answer(CoreReady, _CORE_READY_DEADLINE_S)
+        self._link = CoreLink(self._context, self._supervisor.endpoint("core"), 0)
+        self._link.connect()
+        ready = self._wait_for(CoreReady, _CORE_READY_DEADLINE_S)
         self.max_model_len: int = ready.max_model_len
         self.kv_tokens: int = ready.kv_tokens
         self.weight_bytes: list[int] = ready.weight_bytes
@@ -116,8 +109,8 @@ class LLMEngine:
         self._output = OutputProcessor(self.tokenizer)
         self._template = ChatTemplate.from_checkpoint(self.checkpoint)
         self._request_ids = itertools.count()
-        self._live: dict[int, tuple[Sequence, StreamCallback | None]] = {}
-        self._set_aside: list[Sequence] = []  # ended while `generate` waited for others
+        self._running: dict[int, tuple[Sequence, StreamCallback | None]] = {}
+        self._finished_early: list[Sequence] = []  # returned by the next `step`
 
     def __enter__(self) -> "LLMEngine":
         return self
@@ -130,12 +123,12 @@ class LLMEngine:
         prompts: list[str] | list[list[int]],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
     ) -> list[dict[str, Any]]:
-        """Generate for all prompts (texts, or lists of token ids) and wait for the end.
+        """Generate for all prompts (texts, or lists of token ids) and wait until all have finished.
 
         Returns one dictionary for each prompt, in order (`n` in a row where `n` > 1), with
         the keys text, token_ids, latency, finish_reason, num_tokens_input,
-        num_tokens_output, ttft and tpot; times are in seconds. Where the parameters ask for
-        them there are also logprobs (one dictionary of id to log probability for each of
+        num_tokens_output, ttft and tpot; times are in seconds. When
+        requested there are also logprobs (one dictionary of id to log probability for each of
         token_ids) and prompt_logprobs (for each prompt token; None for the first). Raises
         ValueError for a prompt that cannot be served, before any of them starts; RuntimeError
         when the engine refuses one later.
@@ -149,7 +142,7 @@ class LLMEngine:
                     done[sequence.request_id] = sequence
                 else:
                     others.append(sequence)
-        self._set_aside = others
+        self._finished_early = others
         if failed := [sequence.error for sequence in done.values() if sequence.error]:
             raise RuntimeError(f"{len(failed)} of {len(ids)} sequences failed: {failed[0]}")
         return [done[request_id].as_dict() for request_id in ids]
@@ -160,7 +153,7 @@ class LLMEngine:
         sampling_params_list: SamplingParams | list[SamplingParams],
         stream_callback: StreamCallback | None = None,
     ) -> list[int]:
-        """Submit prompts; `step` makes them advance. Returns the ids of the new sequences.
+        """Submit prompts; `step` receives their output. Returns the ids of the new sequences.
 
         `stream_callback` is called within `step` with a RequestOutput for every piece of
         output. Raises ValueError, and submits nothing, when one of the prompts is bad.
@@ -176,71 +169,66 @@ class LLMEngine:
         return [request.request_id for _, _, requests in prepared for request in requests]
 
     def step(self) -> list[Sequence]:
-        """Take in what the engine made since the last call; returns the sequences that ended.
+        """Receive new output; returns the sequences that have finished.
 
-        Waits a fraction of a second when there is nothing new. Raises EngineDeadError.
+        Waits a fraction of a second when there is none. Raises EngineDeadError.
         """
-        if self._set_aside:
-            ended, self._set_aside = self._set_aside, []
+        if self._finished_early:
+            ended, self._finished_early = self._finished_early, []
             return ended
-        if not self._socket.poll(int(_STEP_WAIT_S * 1000)):
-            self._check_alive()
-            return []
-        match self._receive():
-            case TokenDeltas() as deltas:
-                return self._take(deltas)
-        return []
+        message = self._receive()
+        return self._process_deltas(message) if isinstance(message, TokenDeltas) else []
 
     def is_finished(self) -> bool:
-        """Whether every submitted sequence has ended and been returned."""
-        return not self._live and not self._set_aside
+        """Whether every submitted sequence has finished and been returned."""
+        return not self._running and not self._finished_early
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """Give these sequences up; they produce no further output."""
-        known = [request_id for request_id in request_ids if request_id in self._live]
+        """Stop these sequences; they produce no further output."""
+        known = [request_id for request_id in request_ids if request_id in self._running]
         for request_id in known:
-            del self._live[request_id]
+            del self._running[request_id]
         self._output.forget(known)
-        self._socket.send(encode(Abort(known)))
+        self._link.send(Abort(known))
 
     def stats(self) -> CoreStats:
-        """The engine core's counters. Only while nothing is in progress."""
-        if self._live:
-            raise RuntimeError("stats() needs an idle engine: finish or abort what runs first")
-        self._socket.send(encode(GetStats()))
-        stats: CoreStats = self._await_answer(CoreStats, _STATS_DEADLINE_S)
+        """The engine core's counters. Raises RuntimeError while sequences are running."""
+        if self._running:
+            raise RuntimeError("stats() needs an idle engine: finish or abort the running sequences first")
+        self._link.send(GetStats())
+        stats: CoreStats = self._wait_for(CoreStats, _STATS_DEADLINE_S)
         return stats
 
     def start_profile(self) -> None:
-        """Record what the workers compute from now on; needs `torch_profiler_dir`.
+        """Start profiling on all workers; needs `torch_profiler_dir`.
 
-        Raises RuntimeError where that makes no sense or fails.
+        Raises RuntimeError when profiling is on already or fails.
         """
         self._profile(True)
 
     def stop_profile(self) -> list[str]:
-        """End the recording; returns the paths of the traces, one for each rank.
+        """Stop profiling; returns the paths of the traces, one for each rank.
 
         Raises RuntimeError as `start_profile` does.
         """
         return [f"{trace.directory}/{trace.file}" for trace in self._profile(False).traces]
 
     def _profile(self, on: bool) -> ProfileResult:
-        self._socket.send(encode(Profile(on)))
-        answer: ProfileResult = self._await_answer(ProfileResult, _PROFILE_DEADLINE_S)
-        if answer.refusal or answer.error:
-            raise RuntimeError(answer.refusal or f"profiling failed: {answer.error}")
-        return answer
+        self._link.send(Profile(on))
+        result: ProfileResult = self._wait_for(ProfileResult, _PROFILE_DEADLINE_S)
+        if result.refusal or result.error:
+            raise RuntimeError(result.refusal or f"profiling failed: {result.error}")
+        return result
 
     @property
     def template_options(self) -> frozenset[str]:
-        """The variables that the model's chat template reads; none without a template."""
+        """Names of the variables that the model's chat template reads; empty without a template."""
         return frozenset() if self._template is None else self._template.options
 
     def chat_prompt(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """Token ids of a conversation in the model's chat template, ready for `generate`.
 
-        `options` (such as `enable_thinking`) go to the template. Raises ValueError for a model
+        `options` (such as `enable_thinking`) are passed to the template. Raises ValueError for a model
         without a template, and for an option that is not among `template_options`.
         """
         if self._template is None:
@@ -279,21 +267,21 @@ class LLMEngine:
             prompt_logprobs=None if params.prompt_logprobs is None else [],
             submitted=time.monotonic(),
         )
-        self._live[request.request_id] = (sequence, callback)
+        self._running[request.request_id] = (sequence, callback)
         text = TextOptions(
             params.stop_strings or (), params.include_stop_str_in_output, params.skip_special_tokens
         )
         self._output.add(request, text)
-        self._socket.send(encode(request))
+        self._link.send(request)
 
-    def _take(self, deltas: TokenDeltas) -> list[Sequence]:
+    def _process_deltas(self, deltas: TokenDeltas) -> list[Sequence]:
         processed = self._output.process(deltas)
         if processed.aborts:
-            self._socket.send(encode(Abort(processed.aborts)))
+            self._link.send(Abort(processed.aborts))
         now = time.monotonic()
         ended = []
         for update in processed.updates:
-            sequence, callback = self._live[update.request_id]
+            sequence, callback = self._running[update.request_id]
             if update.token_ids and not sequence.token_ids:
                 sequence.first_token = now
                 sequence.num_cached_tokens = update.cached_tokens
@@ -308,31 +296,31 @@ class LLMEngine:
             if update.finished:
                 sequence.finished = now
                 sequence.finish_reason, sequence.error = update.reason, update.error
-                del self._live[update.request_id]
+                del self._running[update.request_id]
                 ended.append(sequence)
             if callback is not None:
                 callback(_as_output(update, logprobs, sequence))
         return ended
 
-    def _receive(self) -> Any:
-        message = self._decoder.decode(self._socket.recv())
+    def _receive(self) -> FromCore | None:
+        """The next message; None when none came in a fraction of a second. Raises EngineDeadError."""
+        message = self._link.receive(_STEP_WAIT_S)
         if isinstance(message, CoreDead):
             raise EngineDeadError(message.reason)
+        if message is None:
+            self._check_alive()
         return message
 
-    def _await_answer(self, kind: type[Any], timeout_s: float) -> Any:
-        """The next message of that kind; output that comes before it is kept for `step`."""
+    def _wait_for(self, kind: type[Any], timeout_s: float) -> Any:
+        """The next message of type `kind`; sequences that finish before it are kept for `step`."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            if self._socket.poll(int(_STEP_WAIT_S * 1000)):
-                message = self._receive()
-                if isinstance(message, kind):
-                    return message
-                if isinstance(message, TokenDeltas):
-                    self._set_aside += self._take(message)
-            else:
-                self._check_alive()
-        raise EngineDeadError(f"the engine core gave no {kind.__name__} within {timeout_s:.0f} s")
+            message = self._receive()
+            if isinstance(message, kind):
+                return message
+            if isinstance(message, TokenDeltas):
+                self._finished_early += self._process_deltas(message)
+        raise EngineDeadError(f"the engine core sent no {kind.__name__} within {timeout_s:.0f} s")
 
     def _check_alive(self) -> None:
         try:
@@ -342,7 +330,7 @@ class LLMEngine:
 
 
 def _used_gpus(config: EngineConfig, capabilities: DeviceCapabilities) -> list[str]:
-    """Names of the GPUs that the workers compute on; none on a CPU."""
+    """Names of the workers' GPUs; empty on a CPU."""
     count = config.parallel.tensor_parallel_size if config.device.device == "cuda" else 0
     return capabilities.names[:count]
 

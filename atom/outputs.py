@@ -1,33 +1,33 @@
-"""What a caller of the library gets back."""
+"""Results of the library."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 Logprobs = dict[int, float]
-"""Log probabilities by id: the token's own comes first, then the most likely ones."""
+"""Log probabilities by token id: the sampled token first, then the most likely ones."""
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What is new about one request; given to stream callbacks."""
+    """New output of one sequence; given to stream callbacks."""
 
     request_id: int
     output_tokens: list[int] = field(default_factory=list)
-    """The ids that are new since the last callback."""
+    """Ids since the last callback."""
     text: str = ""
-    """The text that is new since the last callback."""
+    """Text since the last callback."""
     finished: bool = False
     finish_reason: str | None = None
     """Raw: eos, stop_<id>, stop_sequence, max_tokens, aborted or error."""
     num_cached_tokens: int = 0
-    """Prompt tokens that came out of the prefix cache."""
+    """Prompt tokens that were found in the prefix cache."""
     logprobs: list[Logprobs] = field(default_factory=list)
-    """Of the tokens whose text is new, where asked for; all are there at the end."""
+    """Of the tokens of `text`, when requested."""
 
 
 @dataclass(slots=True)
 class Sequence:
-    """One choice of one request, from its submission to its end. Times are in seconds."""
+    """One sequence of one request, from its submission to its end. Times are in seconds."""
 
     request_id: int
     prompt_token_ids: list[int]
@@ -36,11 +36,11 @@ class Sequence:
     finish_reason: str | None = None
     num_cached_tokens: int = 0
     error: str = ""
-    """What went wrong, where `finish_reason` is error."""
+    """The error message, when `finish_reason` is error."""
     logprobs: list[Logprobs] | None = None
-    """One for each of `token_ids`, where asked for."""
+    """One for each of `token_ids`, when requested."""
     prompt_logprobs: list[Logprobs | None] | None = None
-    """One for each of `prompt_token_ids`, where asked for; the first token has none."""
+    """One for each of `prompt_token_ids`, when requested; None for the first token."""
     submitted: float = 0.0
     first_token: float = 0.0
     finished: float = 0.0
@@ -62,7 +62,7 @@ class Sequence:
         return (self.finished - self.first_token) / later if later > 0 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """The form that `LLMEngine.generate` returns; log probabilities only where asked for."""
+        """The form that `LLMEngine.generate` returns; log probabilities only when requested."""
         fields: dict[str, Any] = {
             "text": self.text,
             "token_ids": self.token_ids,

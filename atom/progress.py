@@ -1,4 +1,4 @@
-"""Progress of long phases at start: bars on a terminal, one line for each phase elsewhere."""
+"""Progress of the phases of a start: bars on a terminal, else one line for each phase."""
 
 import sys
 import time
@@ -18,7 +18,7 @@ class ProgressBars:
         self._bar: tqdm[None] | None = None
 
     def update(self, progress: Progress) -> None:
-        """Show where a phase stands; a finished phase stays as one line."""
+        """Update the bar of a phase; a finished phase leaves one line."""
         if (progress.process, progress.phase) != self._phase:
             self._open(progress)
         if self._bar is not None:

@@ -1,4 +1,4 @@
-"""What a caller may ask of one generation."""
+"""Sampling parameters of one request."""
 
 import math
 from collections.abc import Collection
@@ -18,8 +18,8 @@ _MAX_ID = (1 << 31) - 1
 class SamplingParams:
     """Sampling and stopping of one request; every field is checked here, once.
 
-    Raises ValueError naming the field for a value outside its range. What depends on the
-    model, such as whether ids are in its vocabulary, is checked where the request is made.
+    Raises ValueError naming the field for a value outside its range. Limits that
+    depend on the model, such as the vocabulary, are checked when the request is submitted.
     """
 
     temperature: float = 1.0
@@ -27,27 +27,27 @@ class SamplingParams:
     max_tokens: int = 64
     """Tokens to generate at most."""
     ignore_eos: bool = False
-    """Go on past the end-of-sequence token."""
+    """Continue past the end-of-sequence token."""
     stop_strings: list[str] | None = None
     """End before the first of these appears in the text; it is not part of the result."""
     top_p: float = 1.0
-    """Keep the smallest set of most likely tokens whose probabilities add up to this."""
+    """Keep the smallest set of most likely tokens whose probabilities sum to at least this."""
     top_k: int = -1
     """Keep this many most likely tokens; -1 or 0 keeps all."""
     min_p: float = 0.0
     """Drop tokens less likely than this fraction of the most likely one."""
     seed: int | None = None
-    """Makes the draws repeatable; drawn at random where absent."""
+    """Makes sampling repeatable; chosen at random when absent."""
     n: int = 1
-    """Independent choices for the same prompt."""
+    """Independent sequences for the same prompt."""
     priority: int = 0
     """Smaller runs first under `--scheduling-policy priority`."""
     stop_token_ids: list[int] | None = None
     """End with the first of these ids; it is not part of the text."""
     presence_penalty: float = 0.0
-    """Taken once off the logits of ids that were generated; negative values favour them."""
+    """Subtracted once from the logits of generated ids; negative values favour them."""
     frequency_penalty: float = 0.0
-    """Taken off for each time that an id was generated."""
+    """Subtracted from the logits of an id for each time it was generated."""
     repetition_penalty: float = 1.0
     """Above 1 makes ids of the prompt and the output less likely, below 1 more."""
     logit_bias: dict[int, float] | None = None
@@ -55,9 +55,9 @@ class SamplingParams:
     min_tokens: int = 0
     """Neither end-of-sequence nor stop ids nor stop strings end the text before this many tokens."""
     bad_words: list[str] | None = None
-    """Words that may not be generated, neither as they stand nor behind a space.
+    """Words that may not be generated, with or without a space before them.
 
-    What is excluded are the token sequences that the tokenizer makes of them.
+    Their token sequences are excluded.
     """
     allowed_token_ids: list[int] | None = None
     """Only these ids may be generated."""

@@ -1,7 +1,7 @@
-"""Starts, watches and ends the processes of one engine.
+"""Starts, monitors and stops the processes of one engine.
 
-The tree is flat: every process is a child of the supervisor, so that it sees each death
-itself and can end the rest. It knows nothing about models or HTTP.
+All processes are direct children of the supervisor, so that it detects the death of each one
+and can stop the others. It knows nothing about models or HTTP.
 
     supervisor ─┬─ prepare    (ends once the checkpoint is plain files)
                 ├─ worker 0 … tp-1
@@ -28,10 +28,11 @@ from atom.config.resolve import DeviceCapabilities
 from atom.config.server import ServerConfig
 from atom.messages.codec import Decoder, encode
 from atom.messages.launch import CoreLaunch, FrontendLaunch, PrepareLaunch, WorkerLaunch
-from atom.messages.supervisor import Dead, Progress, Ready, ToSupervisor
+from atom.messages.supervisor import Beat, Dead, Progress, Ready, ToSupervisor
 from atom.messages.worker import WorkerFailed
 from atom.utils import envs
 from atom.utils.exit_status import ExitStatus
+from atom.utils.liveness import PeerMonitor
 from atom.utils.logger import get_logger
 from atom.utils.process import spawn
 from atom.utils.run_directory import RunDirectory
@@ -41,26 +42,28 @@ START_DEADLINE_S = 3600.0
 STALL_NOTICE_S = 60.0
 ENGINE_STOP_S = 10.0
 _POLL_S = 0.1
-# How long a dying process's own words may trail its death.
-_LAST_WORDS_S = 0.3
-# What a core gets to tell its frontends why it ends, and a frontend to tell its clients.
-_FAREWELL_S = 1.0
+# How long the last message of a process may arrive after its end.
+_FINAL_MESSAGE_S = 0.3
+# Time for a core to send its frontends the cause.
+_NOTIFY_S = 1.0
+# Time for a frontend to send its clients error events after the second SIGTERM.
+_CLIENT_ERRORS_S = 5.0
 
-# Signals that no process sends itself; an abort may be its answer to another's end.
-_KILLS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
+# Signals of a process's own fault or from outside. SIGABRT is missing: NCCL aborts when another rank dies.
+_KILL_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
 
 
 class StartError(RuntimeError):
-    """The engine cannot start, or ended; the text is one line a user can act on."""
+    """The engine could not start, or has ended; the text is one line a user can act on."""
 
     def __init__(self, text: str, status: int = ExitStatus.FAILURE):
         super().__init__(text)
         self.status = status
-        """What the program should exit with."""
+        """Exit status for the program."""
 
 
 class PrepareResult(msgspec.Struct, frozen=True):
-    """The line that the preparation step prints: an error, or what it found."""
+    """The line that the preparation step prints: an error, or the checkpoint and the device."""
 
     error: str = ""
     checkpoint: Checkpoint | None = None
@@ -69,34 +72,35 @@ class PrepareResult(msgspec.Struct, frozen=True):
 
 @dataclass
 class Child:
-    """One running process and what it said last."""
+    """One child process."""
 
     name: str
     process: subprocess.Popen[bytes]
     ready: bool = False
-    leaving: bool = False
-    """It was told to end: that it does is no news."""
+    stopping: bool = False
+    """It was told to stop: its end is expected."""
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         return self.process.poll() is None
 
 
 class Supervisor:
-    """Owns the run directory, the children and their status socket.
+    """Owns the run directory, the child processes and their status socket.
 
-    Use as a context manager, or call `close`. `on_progress` draws the progress bars.
+    Use as a context manager, or call `close`. `on_progress` receives the progress of loading.
     """
 
     def __init__(self, on_progress: Callable[[Progress], None] = lambda progress: None):
         self._directory = RunDirectory()
         self.run_dir = self._directory.path
         self.details: dict[str, int | str] = {}
-        """Figures that children sent with their Ready, for the banner."""
+        """Figures for the banner, from the Ready messages."""
         self._children: dict[str, Child] = {}
         self._deaths: list[Dead] = []
         self._on_progress = on_progress
-        self._last_sign = time.monotonic()
+        self._last_received = time.monotonic()
+        self._monitor: PeerMonitor | None = None
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -114,7 +118,7 @@ class Supervisor:
         return f"ipc://{self.run_dir}/{name}"
 
     def prepare(self, config: ModelConfig) -> tuple[Checkpoint, DeviceCapabilities]:
-        """Turn the model into plain files in a process that ends afterwards; raises StartError."""
+        """Run the preparation step in a process of its own; raises StartError."""
         model = config.model
         launch = PrepareLaunch(config, envs.ATOM_CACHE_DIR, self.endpoint("supervisor"))
         process = spawn("workers.prepare", launch, stdout=subprocess.PIPE)
@@ -122,16 +126,16 @@ class Supervisor:
         output = self._output_of(process, f"preparing {model}")
         del self._children["prepare"]
         try:
-            answer = msgspec.json.decode(output, type=PrepareResult)
+            result = msgspec.json.decode(output, type=PrepareResult)
         except msgspec.DecodeError:
             raise StartError(f"preparing {model} failed: {_how_it_ended(process.returncode)}") from None
-        if answer.error or answer.checkpoint is None or answer.device is None:
-            text = answer.error or f"preparing {model} gave no result"
+        if result.error or result.checkpoint is None or result.device is None:
+            text = result.error or f"preparing {model} gave no result"
             raise StartError(text, process.returncode or ExitStatus.FAILURE)
-        return answer.checkpoint, answer.device
+        return result.checkpoint, result.device
 
     def _output_of(self, process: subprocess.Popen[bytes], task: str) -> bytes:
-        """All that a child writes until it ends; progress is shown meanwhile."""
+        """Everything a child prints until it ends; its progress messages are processed meanwhile."""
         assert process.stdout is not None and process.stdin is not None
         os.set_blocking(process.stdout.fileno(), False)
         deadline = time.monotonic() + PREPARE_DEADLINE_S
@@ -145,7 +149,8 @@ class Supervisor:
             return output + (process.stdout.read() or b"")
 
     def start_engine(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
-        """Start the core and its workers; `wait_ready` tells when they can work."""
+        """Start the core and its workers; `wait_ready` waits for them."""
+        self._monitor = PeerMonitor(config.reliability.hang_timeout)
         workers, status = self.endpoint("workers"), self.endpoint("supervisor")
         core = CoreLaunch(config, checkpoint, self.endpoint("core"), workers, status)
         self._spawn("core", "engine_core.process", core)
@@ -182,57 +187,64 @@ class Supervisor:
             now = time.monotonic()
             if now > deadline:
                 raise StartError(f"not ready after {START_DEADLINE_S:.0f} s: {', '.join(waiting)}")
-            if now - self._last_sign > STALL_NOTICE_S:
-                self._last_sign = now
+            if now - self._last_received > STALL_NOTICE_S:
+                self._last_received = now
                 get_logger().info("still waiting for: %s", ", ".join(waiting))
 
     def check(self, wait_s: float = _POLL_S) -> None:
-        """Take in what children say, for up to `wait_s`; raises StartError if one has ended."""
-        self._receive(wait_s)
-        if self._ended():
-            self._receive_for(_LAST_WORDS_S)
-            raise self._first_cause(self._ended())
+        """Process the children's messages for up to `wait_s`.
 
-    def lives(self, name: str) -> bool:
+        Raises StartError if a child has ended or the core hangs.
+        """
+        self._receive(wait_s)
+        self._check_hung()
+        if self._unexpected_ends():
+            self._receive_for(_FINAL_MESSAGE_S)
+            raise self._root_cause(self._unexpected_ends())
+
+    def is_alive(self, name: str) -> bool:
         """Whether the child of that name was started and has not ended."""
         child = self._children.get(name)
-        return child is not None and child.lives
+        return child is not None and child.is_alive
 
     def end_engine(self, cause: str) -> None:
-        """End core and workers because of `cause`. A living core hands it on to its frontends first."""
+        """Stop the core and its workers. A running core first sends `cause` to its frontends."""
         engine = [child for child in self._children.values() if child.name != "frontend"]
         for child in engine:
-            child.leaving = True
+            child.stopping = True
         core = self._children.get("core")
-        if core is not None and core.lives:
-            self._tell_core(cause)
-            _wait_for([core], _FAREWELL_S)
+        if core is not None and core.is_alive:
+            self._send_cause_to_core(cause)
+            _wait_for([core], _NOTIFY_S)
         for child in engine:
             _kill(child)
 
     def stop_frontend(self, timeout_s: float, hurry: Callable[[], bool]) -> None:
-        """Let the frontend finish what runs, at most `timeout_s`; at once when `hurry` says so."""
+        """Stop the frontend after its running requests, at most `timeout_s`, or once `hurry()` is true."""
         child = self._children.get("frontend")
         if child is None:
             return
-        child.leaving = True
+        child.stopping = True
         child.process.terminate()
         deadline = time.monotonic() + timeout_s
-        while child.lives and time.monotonic() < deadline and not hurry():
+        while child.is_alive and time.monotonic() < deadline and not hurry():
             self.check()
-        child.process.terminate()  # a second time: it tells its clients that they are cut off
-        _wait_for([child], _FAREWELL_S)
+        child.process.terminate()  # the second SIGTERM: it ends its running requests with errors
+        _wait_for([child], _CLIENT_ERRORS_S)
         _kill(child)
 
     def close(self) -> None:
-        """End every child, politely first, and remove the run directory. May be called twice."""
-        living = [child for child in self._children.values() if child.lives]
-        for child in living:
+        """Stop every child, with SIGKILL where SIGTERM was not enough, and remove the run directory.
+
+        May be called twice.
+        """
+        running = [child for child in self._children.values() if child.is_alive]
+        for child in running:
             if not child.name.startswith("worker"):
                 child.process.terminate()
-        # Workers leave when the core tells them to; a core that is not up yet tells nobody.
-        if any(child.name == "core" and child.ready for child in living):
-            _wait_for(living, ENGINE_STOP_S)
+        # The core sends Shutdown to its workers, but only once it is ready.
+        if any(child.name == "core" and child.ready for child in running):
+            _wait_for(running, ENGINE_STOP_S)
         for child in self._children.values():
             _kill(child)
         self._children.clear()
@@ -253,8 +265,10 @@ class Supervisor:
     def _receive(self, wait_s: float) -> bool:
         if not self._socket.poll(int(wait_s * 1000)):
             return False
-        self._last_sign = time.monotonic()
-        match self._decoder.decode(self._socket.recv()):
+        message = self._decoder.decode(self._socket.recv())
+        if not isinstance(message, Beat):
+            self._last_received = time.monotonic()
+        match message:
             case Ready(process, detail):
                 self._children[process].ready = True
                 self.details.update(detail)
@@ -262,46 +276,59 @@ class Supervisor:
                 self._on_progress(progress)
             case Dead() as death:
                 self._deaths.append(death)
+            case Beat(process) if self._monitor is not None:
+                self._monitor.seen(process)
         return True
 
+    def _check_hung(self) -> None:
+        """Raises StartError for a hung core; a hung frontend is logged. The core monitors its workers."""
+        if self._monitor is None:
+            return
+        while self._receive(0):  # beats that came while this process was stopped or busy
+            pass
+        self._monitor.update()
+        core = self._children.get("core")
+        if core is not None and not core.stopping and (reason := self._monitor.hung("core")):
+            raise StartError(reason)
+
     def _receive_for(self, wait_s: float) -> None:
-        """Take in what comes until nothing has come for `wait_s`, at most ten times as long."""
+        """Process messages until none has come for `wait_s`, at most ten times as long."""
         deadline = time.monotonic() + 10 * wait_s
         while self._receive(wait_s) and time.monotonic() < deadline:
             pass
 
-    def _ended(self) -> list[Child]:
-        """Children that ended without being told to."""
-        return [child for child in self._children.values() if not (child.leaving or child.lives)]
+    def _unexpected_ends(self) -> list[Child]:
+        """Children that ended without being told to stop."""
+        return [child for child in self._children.values() if not (child.stopping or child.is_alive)]
 
-    def _first_cause(self, ended: list[Child]) -> StartError:
-        """What began it. A killed process makes its peers fail with many words; a worker, its core.
+    def _root_cause(self, ended: list[Child]) -> StartError:
+        """The first cause. A dead process makes the others fail, and they report that as errors of their own.
 
-        Hence: a kill, another's words than the core's, another that crashed, the core's words, a
-        bare exit status.
+        Hence the order: a killed process, an error report other than the core's, a crashed process
+        other than the core, the core's report, an exit status alone.
         """
-        said = {dead.process: dead for dead in reversed(self._deaths)}
+        reports = {dead.process: dead for dead in reversed(self._deaths)}
         names = [
-            *(child.name for child in ended if -child.process.returncode in _KILLS),
-            *(name for name in said if name != "core"),
+            *(child.name for child in ended if -child.process.returncode in _KILL_SIGNALS),
+            *(name for name in reports if name != "core"),
             *(child.name for child in ended if child.name != "core" and child.process.returncode),
-            *said,
+            *reports,
             *(child.name for child in ended),
         ]
         name = names[0]
-        if (dead := said.get(name)) is not None:
+        if (dead := reports.get(name)) is not None:
             return StartError(f"{name}: {dead.reason}", dead.status)
         return StartError(f"{name}: {_how_it_ended(self._children[name].process.returncode)}")
 
-    def _tell_core(self, cause: str) -> None:
-        """In the place of a worker that could not say it itself; another cause it need not know."""
+    def _send_cause_to_core(self, cause: str) -> None:
+        """Send the WorkerFailed that a dead worker could not send; without a dead worker, stop the core."""
         name, _, reason = cause.partition(": ")
         rank = name.removeprefix("worker ")
         if not rank.isdigit():
-            self._children["core"].process.terminate()  # nobody is left whom it could tell
+            self._children["core"].process.terminate()
             return
         with self._context.socket(zmq.DEALER) as workers:
-            workers.setsockopt(zmq.LINGER, int(_FAREWELL_S * 1000))
+            workers.setsockopt(zmq.LINGER, int(_NOTIFY_S * 1000))
             workers.connect(self.endpoint("workers"))
             workers.send(encode(WorkerFailed(int(rank), reason)), zmq.DONTWAIT)
 

@@ -1,8 +1,8 @@
-"""Kernels: every op the workers call, and nothing that knows a model.
+"""Kernels: every op that the workers call, independent of any model.
 
-Shapes in names: T tokens, D hidden, H query heads, K key/value heads, E head dimension,
-F half of a gated projection, I and O in and out features, R rows that draw, V vocabulary,
-P positions, X experts, J experts chosen per token; recurrent layers have letters of their own.
+Shape suffixes: T tokens, D hidden size, H query heads, K key/value heads, E head dimension,
+F half of a gated projection, I and O input and output features, R sampling rows, V vocabulary,
+P positions, X experts, J top-k experts of a token; recurrent layers have letters of their own.
 Tensors are contiguous unless a docstring says otherwise.
 """
 
@@ -48,14 +48,13 @@ from atom_ops.ops.recurrent_state import StateLayer, StatePlan, StateShape, make
 from atom_ops.ops.rotary import rotary, rotation, rotation_at
 from atom_ops.ops.routing import RoutingRule, route
 from atom_ops.ops.sampling import SamplingBatch, sample
-from atom_ops.ops.sparse_attention import ChosenTokens, index_topk, sparse_latent_attention
+from atom_ops.ops.sparse_attention import TopKIndices, index_topk, sparse_latent_attention
 from atom_ops.transfer import to_device
 
 __all__ = [
     "BATCH_INVARIANT_SPLIT",
     "AttentionPlan",
     "AttentionRule",
-    "ChosenTokens",
     "ClampedSwiglu",
     "DecayWeights",
     "DecodeInputs",
@@ -75,6 +74,7 @@ __all__ = [
     "StateShape",
     "TokenLogprobs",
     "TokenRecord",
+    "TopKIndices",
     "absorb_queries",
     "add_norm_linear",
     "add_rms_norm",

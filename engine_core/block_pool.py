@@ -3,10 +3,10 @@
 The free list is doubly linked through two flat lists, so that taking the oldest block,
 giving one back and pulling a cached one out of the middle are all O(1):
 
-    sentinel <-> unknown content ... <-> cached, oldest ... <-> cached, newest <-> sentinel
+    sentinel <-> unknown hash_input ... <-> cached, oldest ... <-> cached, newest <-> sentinel
                  ^ take() starts here
 
-A free block keeps its content until it is taken: that is the prefix cache.
+A free block keeps its hash_input until it is taken: that is the prefix cache.
 """
 
 
@@ -20,14 +20,14 @@ class BlockPool:
         self.num_free = num_blocks
         self._users = [0] * num_blocks
         self._digests: list[bytes | None] = [None] * num_blocks
-        self._contents = [b""] * num_blocks
+        self._hash_inputs = [b""] * num_blocks
         self._block_of: dict[bytes, int] = {}
         ring = num_blocks + 1  # the last entry is the sentinel
         self._next = [(block + 1) % ring for block in range(ring)]
         self._previous = [(block - 1) % ring for block in range(ring)]
 
-    def take(self, count: int) -> list[int]:
-        """The `count` free blocks that were used longest ago, for one user; their content is forgotten.
+    def allocate(self, count: int) -> list[int]:
+        """The `count` free blocks that were used longest ago, for one user; their hash_input is forgotten.
 
         Raises IndexError when fewer are free.
         """
@@ -39,7 +39,7 @@ class BlockPool:
             taken.append(block)
             self._users[block] = 1
             if self._digests[block] is not None:
-                self._forget(block)
+                self._uncache(block)
             block = following[block]
         following[sentinel], self._previous[block] = block, sentinel
         self.num_free -= count
@@ -51,10 +51,10 @@ class BlockPool:
             self._unlink(block)
         self._users[block] += 1
 
-    def release(self, block: int) -> None:
+    def free(self, block: int) -> None:
         """One user fewer; the last one frees it.
 
-        A block of unknown content is reused next, one that may be hit again as late as possible.
+        A block of unknown hash_input is reused next, one that may be hit again as late as possible.
         """
         self._users[block] -= 1
         if self._users[block] == 0:
@@ -65,25 +65,25 @@ class BlockPool:
         """Whether nobody uses the block."""
         return self._users[block] == 0
 
-    def remember(self, block: int, digest: bytes, content: bytes) -> bool:
-        """Let `find` return this block for `content`.
+    def cache(self, block: int, digest: bytes, hash_input: bytes) -> bool:
+        """Let `find` return this block for `hash_input`.
 
-        An equal block that is known already stays the known one. False when another content
+        An equal block that is known already stays the known one. False when another hash_input
         has the same digest: then nothing that follows in this sequence may be remembered
         either, since a digest stands for all that precedes it.
         """
         known = self._block_of.get(digest)
         if known is not None:
-            return self._contents[known] == content
+            return self._hash_inputs[known] == hash_input
         self._block_of[digest] = block
         self._digests[block] = digest
-        self._contents[block] = content
+        self._hash_inputs[block] = hash_input
         return True
 
-    def find(self, digest: bytes, content: bytes) -> int | None:
-        """A block that holds exactly `content`."""
+    def find(self, digest: bytes, hash_input: bytes) -> int | None:
+        """A block that holds exactly `hash_input`."""
         block = self._block_of.get(digest)
-        if block is None or self._contents[block] != content:
+        if block is None or self._hash_inputs[block] != hash_input:
             return None
         return block
 
@@ -121,9 +121,9 @@ class BlockPool:
         self._next[before], self._previous[after] = after, before
         self.num_free -= 1
 
-    def _forget(self, block: int) -> None:
+    def _uncache(self, block: int) -> None:
         digest = self._digests[block]
         assert digest is not None
         del self._block_of[digest]
         self._digests[block] = None
-        self._contents[block] = b""
+        self._hash_inputs[block] = b""

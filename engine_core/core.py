@@ -48,11 +48,6 @@ class EngineCore:
         """Requests that have not ended."""
         return len(self._scheduler.requests)
 
-    @property
-    def oldest_sent_at(self) -> float | None:
-        """When the oldest step in flight was handed out, on the core's clock."""
-        return self._scheduler.oldest_sent_at
-
     def add(self, message: AddRequest, frontend: bytes) -> TokenDeltas | None:
         """Queue a request. One that can never run is refused: the deltas returned end it with `ERROR`."""
         try:
@@ -86,10 +81,10 @@ class EngineCore:
 
         Raises ValueError for a result that does not fit that step.
         """
-        outcome = self._scheduler.complete(result)
+        outcome = self._scheduler.update(result)
         if len(self._frontends) == 1:
-            return {frontend: _deltas(outcome) for frontend in self._frontends if outcome.brings_something}
-        frontends = {request.frontend for request in outcome.draws.requests}
+            return {frontend: _deltas(outcome) for frontend in self._frontends if outcome.has_output}
+        frontends = {request.frontend for request in outcome.sampled.requests}
         frontends.update(request.frontend for request, _ in outcome.prompt_logprobs)
         return {frontend: _deltas(_share(outcome, frontend)) for frontend in frontends}
 
@@ -127,26 +122,26 @@ class EngineCore:
 
 
 def _deltas(outcome: StepOutcome) -> TokenDeltas:
-    draws = outcome.draws
+    sampled = outcome.sampled
     return TokenDeltas(
         outcome.step,
-        [request.request_id for request in draws.requests],
-        draws.token_ids.tobytes(),
+        [request.request_id for request in sampled.requests],
+        sampled.token_ids.tobytes(),
         first=[message for _, message in outcome.first],
         finished=[message for _, message in outcome.finished],
-        logprobs=draws.logprobs,
-        prompt_logprobs=[piece for _, piece in outcome.prompt_logprobs],
+        logprobs=sampled.logprobs,
+        prompt_logprobs=[chunk for _, chunk in outcome.prompt_logprobs],
     )
 
 
 def _share(outcome: StepOutcome, frontend: bytes) -> StepOutcome:
     """The part of an outcome that belongs to one of several frontends."""
-    requests = outcome.draws.requests
+    requests = outcome.sampled.requests
     own = [place for place, request in enumerate(requests) if request.frontend == frontend]
     return StepOutcome(
         outcome.step,
-        outcome.draws.select(own),
+        outcome.sampled.select(own),
         [(request, first) for request, first in outcome.first if request.frontend == frontend],
         [(request, finished) for request, finished in outcome.finished if request.frontend == frontend],
-        [(request, piece) for request, piece in outcome.prompt_logprobs if request.frontend == frontend],
+        [(request, chunk) for request, chunk in outcome.prompt_logprobs if request.frontend == frontend],
     )

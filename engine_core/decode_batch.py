@@ -24,72 +24,74 @@ class DecodeBatch:
     """Who decodes now, and when each of them needs attention."""
 
     def __init__(self, block_size: int):
-        self._tick = 0
-        self._members: dict[int, Request] = {}
+        self._step = 0
+        self._requests: dict[int, Request] = {}
         self._needs_block: list[dict[int, Request]] = [{} for _ in range(block_size)]
         self._ends_at: dict[int, dict[int, Request]] = {}
-        self._decodes: DecodeRows | None = None
+        self._rows: DecodeRows | None = None
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self._requests)
 
-    def members(self) -> list[Request]:
+    def requests(self) -> list[Request]:
         """All members, in the order they joined."""
-        return list(self._members.values())
+        return list(self._requests.values())
 
-    def join(self, request: Request, steps: int) -> None:
+    def add(self, request: Request, steps: int) -> None:
         """Decode from the next tick on, for at most `steps` >= 1 ticks; `computed` says where it stands."""
-        request.decode_offset = request.computed - self._tick
-        request.last_tick = self._tick + steps - 1
-        self._members[request.request_id] = request
+        request.decode_offset = request.computed - self._step
+        request.last_decode_step = self._step + steps - 1
+        self._requests[request.request_id] = request
         self._block_slot(request)[request.request_id] = request
-        self._ends_at.setdefault(request.last_tick, {})[request.request_id] = request
-        self._decodes = None
+        self._ends_at.setdefault(request.last_decode_step, {})[request.request_id] = request
+        self._rows = None
 
-    def leave(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         """Stop decoding; `computed` is valid again."""
         request.computed = self.computed(request)
-        del self._members[request.request_id]
+        del self._requests[request.request_id]
         del self._block_slot(request)[request.request_id]
-        ending = self._ends_at[request.last_tick]
+        ending = self._ends_at[request.last_decode_step]
         del ending[request.request_id]
         if not ending:
-            del self._ends_at[request.last_tick]
-        self._decodes = None
+            del self._ends_at[request.last_decode_step]
+        self._rows = None
 
     def computed(self, request: Request) -> int:
         """Tokens of a member that were handed out for computing."""
-        return request.decode_offset + self._tick
+        return request.decode_offset + self._step
 
     def needing_block(self) -> list[Request]:
         """Members whose next token is the first of a block."""
-        return list(self._needs_block[self._tick % len(self._needs_block)].values())
+        return list(self._needs_block[self._step % len(self._needs_block)].values())
 
     def advance(self) -> tuple[DecodeRows, list[Request]]:
         """Hand out one token of every member; returns them, and who thereby left for good."""
-        if self._decodes is None:
-            self._decodes = self._columns()
-        decodes = self._decodes
-        ending = list(self._ends_at.get(self._tick, {}).values())
-        self._tick += 1
+        if self._rows is None:
+            self._rows = self._columns()
+        decodes = self._rows
+        ending = list(self._ends_at.get(self._step, {}).values())
+        self._step += 1
         for request in ending:
-            self.leave(request)
+            self.remove(request)
         return decodes, ending
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless the calendars hold exactly the members."""
-        assert sum(map(len, self._needs_block)) == len(self._members), "block calendar and members differ"
-        assert sum(map(len, self._ends_at.values())) == len(self._members), "end calendar and members differ"
-        for request_id, request in self._members.items():
+        assert sum(map(len, self._needs_block)) == len(self._requests), "block calendar and members differ"
+        assert sum(map(len, self._ends_at.values())) == len(self._requests), "end calendar and members differ"
+        for request_id, request in self._requests.items():
             assert self._block_slot(request).get(request_id) is request, "a member misses its block tick"
-            assert self._ends_at[request.last_tick].get(request_id) is request, "a member misses its end"
-            assert request.last_tick >= self._tick, "a member has outlived its last tick"
+            assert self._ends_at[request.last_decode_step].get(request_id) is request, (
+                "a member misses its end"
+            )
+            assert request.last_decode_step >= self._step, "a member has outlived its last tick"
 
     def _block_slot(self, request: Request) -> dict[int, Request]:
         return self._needs_block[-request.decode_offset % len(self._needs_block)]
 
     def _columns(self) -> DecodeRows:
-        requests = list(self._members.values())
+        requests = list(self._requests.values())
         return DecodeRows(
             requests,
             [request.row for request in requests],

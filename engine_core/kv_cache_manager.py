@@ -36,14 +36,14 @@ class RequestBlocks:
     first_live: list[int]
     """For each group: entries of the table before this one were given back."""
     root: bytes = b""
-    """Stands in the first block's content where others have the digest of the block before."""
+    """Stands in the first block's hash_input where others have the digest of the block before."""
     digests: list[bytes] = field(default_factory=list)
-    contents: list[bytes] = field(default_factory=list)
+    hash_inputs: list[bytes] = field(default_factory=list)
     """What the digests are made from: the digest of the block before, and the token ids."""
-    num_remembered: int = 0
+    num_cached: int = 0
     """Leading blocks that the prefix cache has been told about."""
     collided: bool = False
-    """Another content has one of the digests: nothing further may enter the cache."""
+    """Another hash_input has one of the digests: nothing further may enter the cache."""
 
 
 class KVCacheManager:
@@ -69,7 +69,7 @@ class KVCacheManager:
         self.block_size = sizes.pop()
         self.specs = list(specs)
         self.pools = [BlockPool(blocks) for blocks in num_blocks]
-        self.num_releases = 0
+        self.num_frees = 0
         """Grows whenever blocks come back; room that was missing is still missing while it stands."""
         self._max_chunk = max_chunk
         self._seed = seed & ((1 << 64) - 1)
@@ -117,7 +117,7 @@ class KVCacheManager:
                 pool.share(block)
             table[:] = [PLACEHOLDER] * start + group
         blocks.first_live[:] = starts
-        blocks.num_remembered = hits
+        blocks.num_cached = hits
         return hits * self.block_size
 
     def extend(self, blocks: RequestBlocks, start: int, end: int) -> list[list[int]] | None:
@@ -136,39 +136,39 @@ class KVCacheManager:
         for pool, count in zip(self.pools, missing, strict=True):
             if count > pool.num_free:
                 return None
-        added = [pool.take(count) for pool, count in zip(self.pools, missing, strict=True)]
+        added = [pool.allocate(count) for pool, count in zip(self.pools, missing, strict=True)]
         for group, new in enumerate(added):
             blocks.tables[group] += new
         return added
 
-    def remember(self, blocks: RequestBlocks, token_ids: "array[int]", num_computed: int) -> None:
+    def cache(self, blocks: RequestBlocks, token_ids: "array[int]", num_computed: int) -> None:
         """Let others share the full blocks among the first `num_computed` tokens.
 
         Their computation must be certain: done, under way, or part of the batch being planned.
         """
         num_full = num_computed // self.block_size
-        if not self._caching or num_full <= blocks.num_remembered or blocks.collided:
+        if not self._caching or num_full <= blocks.num_cached or blocks.collided:
             return
         self._digest(blocks, token_ids, num_full)
-        for index in range(blocks.num_remembered, num_full):
-            digest, content = blocks.digests[index], blocks.contents[index]
+        for index in range(blocks.num_cached, num_full):
+            digest, hash_input = blocks.digests[index], blocks.hash_inputs[index]
             for group, pool in enumerate(self.pools):
                 if index < blocks.first_live[group]:
                     continue
-                if not pool.remember(blocks.tables[group][index], digest, content):
+                if not pool.cache(blocks.tables[group][index], digest, hash_input):
                     blocks.collided = True
                     return
-        blocks.num_remembered = num_full
+        blocks.num_cached = num_full
 
-    def release(self, blocks: RequestBlocks) -> None:
+    def free(self, blocks: RequestBlocks) -> None:
         """Give everything back, last blocks first: a sequence loses its cached end before its beginning."""
         for pool, table, live in zip(self.pools, blocks.tables, blocks.first_live, strict=True):
             for block in reversed(table[live:]):
-                pool.release(block)
+                pool.free(block)
             table.clear()
         blocks.first_live[:] = [0] * len(self.specs)
-        blocks.num_remembered = 0
-        self.num_releases += 1
+        blocks.num_cached = 0
+        self.num_frees += 1
 
     def check_integrity(self, owners: Sequence[RequestBlocks]) -> None:
         """Raises AssertionError unless the pools agree with the tables of all owners."""
@@ -209,7 +209,7 @@ class KVCacheManager:
     def _cached_run(self, pool: BlockPool, blocks: RequestBlocks, limit: int) -> int:
         """Leading blocks, up to `limit`, that the pool holds."""
         for index in range(limit):
-            if pool.find(blocks.digests[index], blocks.contents[index]) is None:
+            if pool.find(blocks.digests[index], blocks.hash_inputs[index]) is None:
                 return index
         return limit
 
@@ -217,12 +217,12 @@ class KVCacheManager:
         """Entry n: how many blocks right before block n the pool holds without a gap."""
         runs = [0]
         for index in range(length):
-            held = pool.find(blocks.digests[index], blocks.contents[index]) is not None
+            held = pool.find(blocks.digests[index], blocks.hash_inputs[index]) is not None
             runs.append(runs[-1] + 1 if held else 0)
         return runs
 
     def _find(self, pool: BlockPool, blocks: RequestBlocks, index: int) -> int:
-        block = pool.find(blocks.digests[index], blocks.contents[index])
+        block = pool.find(blocks.digests[index], blocks.hash_inputs[index])
         assert block is not None, "the prefix was found a moment ago"
         return block
 
@@ -242,16 +242,16 @@ class KVCacheManager:
                 continue
             table = blocks.tables[group]
             for index in range(live, visible):
-                self.pools[group].release(table[index])
+                self.pools[group].free(table[index])
                 table[index] = PLACEHOLDER
             blocks.first_live[group] = visible
-            self.num_releases += 1
+            self.num_frees += 1
 
     def _digest(self, blocks: RequestBlocks, token_ids: "array[int]", num_full: int) -> None:
         """Make sure that the first `num_full` blocks have a digest."""
         size, digests = self.block_size, blocks.digests
         for index in range(len(digests), num_full):
             parent = digests[-1] if digests else blocks.root
-            content = parent + token_ids[index * size : (index + 1) * size].tobytes()
-            blocks.contents.append(content)
-            digests.append(xxh64_digest(content, self._seed))
+            hash_input = parent + token_ids[index * size : (index + 1) * size].tobytes()
+            blocks.hash_inputs.append(hash_input)
+            digests.append(xxh64_digest(hash_input, self._seed))

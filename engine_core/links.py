@@ -1,4 +1,4 @@
-"""The sockets of an engine core. Nothing here blocks; the owner polls."""
+"""The sockets of an engine core. Nothing here blocks; the caller polls."""
 
 from collections.abc import Iterator
 
@@ -10,39 +10,42 @@ from atom.messages.engine import ToCore
 from atom.messages.worker import FromWorker
 from atom.utils.logger import get_logger
 
-# Steps that may wait for a frontend that does not read: minutes of decoding, some ten megabytes.
+# Messages queued for a frontend that does not read: minutes of decoding, some ten megabytes.
 _FRONTEND_QUEUE = 10_000
-_MOST_AT_ONCE = 1024
-"""Messages taken in between two steps, so that a flood of requests does not hold up the running ones."""
+_MAX_MESSAGES = 1024
+"""Received between two steps, so that a flood of requests does not delay the running ones."""
 
 
 class LinkError(RuntimeError):
-    """A peer that the engine cannot do without is gone or talks nonsense."""
+    """A worker is gone or sent an undecodable frame."""
 
 
 class FrontendLink:
-    """All frontends. A frontend is addressed by the identity that its connection has."""
+    """The socket to all frontends; a frontend is addressed by the identity of its connection."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str):
         self.socket = _bind(context, endpoint)
         self._decoder: Decoder[ToCore] = Decoder(ToCore)
-        self._garbled: set[bytes] = set()  # who was complained about; a flood must not fill the log
+        self._logged: set[bytes] = set()  # frontends with a logged bad frame: a flood must not fill the log
 
     def receive(self) -> Iterator[tuple[bytes, ToCore]]:
-        """What has come, up to a bound, with its sender.
+        """Received messages with their senders, up to a bound.
 
-        An undecodable frame is dropped; the first one of a frontend is logged.
+        Undecodable frames are dropped; the first of each frontend is logged.
         """
         for identity, frame in _pending(self.socket):
             try:
                 yield identity, self._decoder.decode(frame)
             except WireError as error:
-                if identity not in self._garbled:
-                    self._garbled.add(identity)
-                    get_logger().error("a frontend sent an %s; more of its kind are dropped silently", error)
+                if identity not in self._logged:
+                    self._logged.add(identity)
+                    get_logger().error(
+                        "a frontend sent an %s; its further undecodable frames are not logged",
+                        error,
+                    )
 
     def send(self, identity: bytes, message: msgspec.Struct) -> bool:
-        """False when the frontend is gone or has not read for too long; nothing was sent then."""
+        """Returns False, and sends nothing, when the frontend is gone or its queue is full."""
         try:
             self.socket.send_multipart([identity, encode(message)], zmq.DONTWAIT)
         except zmq.ZMQError as error:
@@ -53,7 +56,7 @@ class FrontendLink:
 
 
 class WorkerLink:
-    """All worker ranks, addressed by rank."""
+    """The socket to all worker ranks."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, num_ranks: int):
         self.socket = _bind(context, endpoint)
@@ -61,7 +64,7 @@ class WorkerLink:
         self._decoder: Decoder[FromWorker] = Decoder(FromWorker)
 
     def receive(self) -> Iterator[FromWorker]:
-        """What has come, up to a bound. Raises LinkError for an undecodable frame."""
+        """Received messages, up to a bound. Raises LinkError for an undecodable frame."""
         for identity, frame in _pending(self.socket):
             try:
                 yield self._decoder.decode(frame)
@@ -69,7 +72,7 @@ class WorkerLink:
                 raise LinkError(f"worker {int.from_bytes(identity, 'little')} sent an {error}") from error
 
     def send(self, message: msgspec.Struct) -> None:
-        """The same frame to every rank. Raises LinkError when one is gone; the others got it."""
+        """Send one frame to every rank. Raises LinkError when ranks are gone; the others still receive it."""
         frame, gone = encode(message), []
         for rank, identity in enumerate(self._identities):
             try:
@@ -90,7 +93,7 @@ def _bind(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> "zmq.Sock
 
 
 def _pending(socket: "zmq.Socket[bytes]") -> Iterator[tuple[bytes, bytes]]:
-    for _ in range(_MOST_AT_ONCE):
+    for _ in range(_MAX_MESSAGES):
         try:
             identity, *frames = socket.recv_multipart(zmq.DONTWAIT)
         except zmq.Again:

@@ -1,12 +1,12 @@
 """`python -m engine_core.process`: an engine core with its sockets. Started by atom-launch.
 
     frontends   ROUTER  in:  Hello, AddRequest, Abort, GetStats, Profile
-                        out: CoreReady, TokenDeltas, CoreStats, CoreDead, ProfileResult
-    workers     ROUTER  in:  Loaded, WorkerReady, BatchResult, WorkerFailed, RankTrace
+                        out: CoreReady, CoreStalled, TokenDeltas, CoreStats, CoreDead, ProfileResult
+    workers     ROUTER  in:  Loaded, WorkerReady, BatchResult, WorkerFailed, WorkerBeat, RankTrace
                         out: AllocateKV, ScheduledBatch, Shutdown, Profile
-    supervisor  PUSH    out: Ready, Dead
+    supervisor  PUSH    out: Ready, Dead, Beat
 
-One thread, one loop: wait for either side, take in what came, hand out steps, answer.
+One thread runs one loop: wait for messages, process them, schedule steps, send the results.
 """
 
 import contextlib
@@ -27,6 +27,7 @@ from atom.messages.engine import (
     AddRequest,
     CoreDead,
     CoreReady,
+    CoreStalled,
     CoreStats,
     GetStats,
     Hello,
@@ -35,19 +36,22 @@ from atom.messages.engine import (
 )
 from atom.messages.launch import CoreLaunch
 from atom.messages.profile import Profile, ProfileResult, RankTrace
-from atom.messages.supervisor import Dead, Ready, ToSupervisor
+from atom.messages.supervisor import Beat, Dead, Ready, ToSupervisor
 from atom.messages.worker import (
     AllocateKV,
     BatchResult,
     FromWorker,
     Loaded,
     Shutdown,
+    WorkerBeat,
     WorkerFailed,
     WorkerReady,
 )
 from atom.utils import envs
+from atom.utils.errors import one_line
 from atom.utils.exit_status import ExitStatus
 from atom.utils.install_check import check_install
+from atom.utils.liveness import Beats, PeerMonitor, SilenceTimer, beat_interval
 from atom.utils.logger import get_logger, setup_logging
 from atom.utils.process import read_launch
 from atom.utils.step_trace import StepTrace
@@ -63,13 +67,13 @@ _NAME = "core"
 _POLL_MS = 250  # also how long SIGTERM may wait while nothing happens
 _LOAD_DEADLINE_S = 3600.0
 _WARM_UP_DEADLINE_S = 1800.0
-_STEP_DEADLINE_S = 600.0
+_MAX_GAP_S = 1.0  # of the step timer: while the core itself is stopped, no step takes longer
 _LINGER_MS = 2000
-_HELLO_MS = 500  # a frontend that started with the core tries every 100 ms to reach it
+_HELLO_MS = 500  # a connecting frontend retries every 100 ms
 
 
 class CoreFailure(RuntimeError):
-    """The engine cannot go on; one line."""
+    """The engine must end; the text is one line."""
 
 
 class CoreProcess:
@@ -85,13 +89,22 @@ class CoreProcess:
         self._frontends = FrontendLink(self._context, launch.frontends)
         self._supervisor = self._context.socket(zmq.PUSH)
         self._supervisor.connect(launch.supervisor)
+        timeouts = launch.config.reliability
+        interval = beat_interval(timeouts.hang_timeout)
+        self._beats = Beats(self._context, zmq.PUSH, launch.supervisor, Beat(_NAME), interval)
+        self._worker_monitor = PeerMonitor(timeouts.hang_timeout)
+        self._step_timer = SilenceTimer(_MAX_GAP_S)
+        self._step_timeout_s = timeouts.step_timeout
+        self._step_done = False
         self._poller = zmq.Poller()
         self._poller.register(self._workers.socket, zmq.POLLIN)
         self._trace = StepTrace(launch.config.observability.step_trace, _NAME)
         traced = launch.config.observability.torch_profiler_dir is not None
         self._profiling = Profiling(self._num_ranks, traced)
-        self._connected: dict[bytes, int] = {}  # identity of each frontend that said Hello, and its number
-        self._dropped: set[bytes] = set()  # frontends that lost tokens; a Hello starts anew
+        self._connected: dict[bytes, int] = {}  # number of each connected frontend, by identity
+        self._dropped: dict[
+            bytes, int
+        ] = {}  # frontends that did not read their tokens, until their next Hello
         self._checked_at_step = 0
 
     def run(self) -> int:
@@ -102,11 +115,11 @@ class CoreProcess:
                 self._serve(*started)
             self._shut_workers_down()
             return 0
-        except Exception as error:  # whatever it is, frontends and supervisor must hear of it
+        except Exception as error:  # of any kind: frontends and supervisor need the cause
             if envs.ATOM_LOG_MORE:
                 traceback.print_exc()
-            lacking = isinstance(error, StartupError)
-            self._die(_one_line(error), ExitStatus.RESOURCES if lacking else ExitStatus.FAILURE)
+            status = ExitStatus.RESOURCES if isinstance(error, StartupError) else ExitStatus.FAILURE
+            self._report_failure(one_line(error, CoreFailure, StartupError, LinkError), status)
             return 1
         finally:
             self._trace.close()
@@ -115,10 +128,10 @@ class CoreProcess:
     # Start
 
     def _start(self) -> tuple[EngineCore, CoreReady] | None:
-        """Bring the workers up; None when a signal came first."""
+        """Wait for the workers to load and warm up. Returns None when a signal came first."""
         config = self._launch.config
         limits = limits_of(config)
-        loaded = self._gather(Loaded, _LOAD_DEADLINE_S, "to load the model")
+        loaded = self._collect(Loaded, _LOAD_DEADLINE_S, "to load the model")
         if loaded is None:
             return None
         plan = plan_cache(config, self._launch.checkpoint.max_model_len, loaded)
@@ -131,13 +144,13 @@ class CoreProcess:
         )
         core = EngineCore(limits, kv, plan.max_model_len)
         self._workers.send(AllocateKV(plan.num_blocks, plan.max_model_len))
-        if self._gather(WorkerReady, _WARM_UP_DEADLINE_S, "to warm up") is None:
+        if self._collect(WorkerReady, _WARM_UP_DEADLINE_S, "to warm up") is None:
             return None
-        self._announce(plan)
+        self._report_ready(plan)
         return core, CoreReady(plan.max_model_len, plan.kv_tokens, [one.weight_bytes for one in loaded])
 
-    def _gather(self, kind: type[StartMessage], deadline_s: float, doing: str) -> list[StartMessage] | None:
-        """One message of a kind from every rank, by rank; None when a signal came first."""
+    def _collect(self, kind: type[StartMessage], deadline_s: float, doing: str) -> list[StartMessage] | None:
+        """Wait for a message of type `kind` from every rank; returns them by rank, or None after a signal."""
         got: dict[int, StartMessage] = {}
         deadline = time.monotonic() + deadline_s
         while len(got) < self._num_ranks:
@@ -147,125 +160,153 @@ class CoreProcess:
                 missing = ", ".join(str(rank) for rank in range(self._num_ranks) if rank not in got)
                 raise CoreFailure(f"waited {deadline_s:.0f} s for worker {missing} {doing}")
             self._poller.poll(_POLL_MS)
+            self._beats.send_if_due()
             for message in self._workers.receive():
+                if isinstance(message, WorkerBeat):
+                    continue
                 if not isinstance(message, kind):
                     raise _unexpected(message)
                 got[message.rank] = message
         return [got[rank] for rank in sorted(got)]
 
-    def _announce(self, plan: CachePlan) -> None:
-        asked = self._launch.checkpoint.max_model_len
-        if self._launch.config.model.max_model_len is None and plan.max_model_len < asked:
+    def _report_ready(self, plan: CachePlan) -> None:
+        trained = self._launch.checkpoint.max_model_len
+        if self._launch.config.model.max_model_len is None and plan.max_model_len < trained:
             get_logger().info(
-                "requests may have %d tokens instead of %d: the KV cache holds no more",
+                "max_model_len is %d instead of %d: the KV cache holds no more tokens",
                 plan.max_model_len,
-                asked,
+                trained,
             )
         detail: dict[str, int | str] = {
             "kv_tokens": plan.kv_tokens,
             "max_model_len": plan.max_model_len,
             "num_blocks": " + ".join(map(str, plan.num_blocks)),
         }
-        self._report(Ready(_NAME, detail))
+        self._send_to_supervisor(Ready(_NAME, detail))
         gc.collect()
-        gc.freeze()  # what exists now lives as long as the process: no need to look at it again
+        gc.freeze()  # everything so far lives as long as the process
 
     # Work
 
     def _serve(self, core: EngineCore, ready: CoreReady) -> None:
-        """Until a signal. Frontends are heard from here on; what they sent before has waited."""
+        """Run the engine until a signal. Messages that frontends sent earlier are received from here on."""
         self._poller.register(self._frontends.socket, zmq.POLLIN)
+        for rank in range(self._num_ranks):
+            self._worker_monitor.seen(_worker(rank))
         while not self.stopping:
             if not self._poller.poll(_POLL_MS):
-                self._while_quiet(core)
-            answers = [self._take_in(core, message) for message in self._workers.receive()]
+                self._check_integrity(core)
+            results = [self._process_worker_message(core, message) for message in self._workers.receive()]
             for identity, message in self._frontends.receive():
-                self._hear(core, ready, identity, message)
+                self._process_frontend_message(core, ready, identity, message)
             while (batch := core.schedule()) is not None:
                 self._workers.send(batch)
                 self._trace.mark("sent", batch.step)
-            for deltas in answers:
-                for identity, delta in deltas.items():
-                    self._answer(core, identity, delta)
+            for result in results:
+                for identity, deltas in result.items():
+                    self._send_to_frontend(core, identity, deltas)
             if self._profiling.is_timed:
-                self._conclude(core, self._profiling.overdue())
+                self._finish_profile(core, self._profiling.overdue())
+            self._beats.send_if_due()
+            self._check_workers(core, ready)
 
-    def _take_in(self, core: EngineCore, message: FromWorker) -> dict[bytes, TokenDeltas]:
+    def _process_worker_message(self, core: EngineCore, message: FromWorker) -> dict[bytes, TokenDeltas]:
+        if isinstance(message, WorkerBeat):
+            self._worker_monitor.seen(_worker(message.rank))
+            return {}
         if isinstance(message, RankTrace):
-            self._conclude(core, self._profiling.take(message))
+            self._finish_profile(core, self._profiling.add_trace(message))
             return {}
         if not isinstance(message, BatchResult):
             raise _unexpected(message)
         self._trace.mark("result", message.step)
+        self._step_done = True
         return core.update(message)
 
-    def _hear(self, core: EngineCore, ready: CoreReady, identity: bytes, message: ToCore) -> None:
+    def _process_frontend_message(
+        self, core: EngineCore, ready: CoreReady, identity: bytes, message: ToCore
+    ) -> None:
         if identity in self._dropped and not isinstance(message, Hello):
             self._frontends.send(identity, CoreDead("this frontend did not read its tokens in time"))
             return
         match message:
             case Hello(number):
-                self._welcome(core, identity, number)
-                self._answer(core, identity, ready)
+                self._register_frontend(core, identity, number)
+                self._send_to_frontend(core, identity, self._status(ready))
             case AddRequest():
                 refusal = core.add(message, identity)
                 if refusal is not None:
-                    self._answer(core, identity, refusal)
+                    self._send_to_frontend(core, identity, refusal)
             case Abort(request_ids):
                 core.abort(request_ids)
             case GetStats():
-                self._answer(core, identity, core.stats())
+                self._send_to_frontend(core, identity, core.stats())
             case Profile():
-                out_of_turn = self._profiling.ask(message, identity)
-                if out_of_turn is None:
+                result = self._profiling.request(message, identity)
+                if result is None:
                     self._workers.send(message)
                 else:
-                    self._answer(core, identity, out_of_turn)
+                    self._send_to_frontend(core, identity, result)
 
-    def _conclude(self, core: EngineCore, outcome: Outcome | None) -> None:
-        """Profiling is on or off on all ranks, or one of them could not, or it has lasted too long."""
+    def _finish_profile(self, core: EngineCore, outcome: Outcome | None) -> None:
+        """Send the result of a profile request; stop a recording that failed or lasted too long."""
         if outcome is None:
             return
         if outcome.stop:
-            reason = outcome.answer.error or f"it was on for {LONGEST_S:.0f} s"
+            reason = outcome.result.error or f"it was on for {LONGEST_S:.0f} s"
             get_logger().warning("profiling is turned off: %s", reason)
             self._workers.send(Profile(False))
         if outcome.frontend is not None:
-            self._answer(core, outcome.frontend, outcome.answer)
-        elif outcome.answer.error:
-            get_logger().warning("a profile that nobody waits for: %s", outcome.answer.error)
+            self._send_to_frontend(core, outcome.frontend, outcome.result)
+        elif outcome.result.error:
+            get_logger().warning("profiling failed: %s", outcome.result.error)
 
-    def _welcome(self, core: EngineCore, identity: bytes, number: int) -> None:
-        """A frontend that comes back under a new identity has forgotten its old requests."""
+    def _register_frontend(self, core: EngineCore, identity: bytes, number: int) -> None:
+        """Add a frontend. After a reconnect its identity is new: requests of the old one are aborted."""
         for known, its_number in list(self._connected.items()):
             if its_number == number and known != identity:
-                self._forget(core, known)
+                self._remove_frontend(core, known)
         self._connected[identity] = number
-        self._dropped.discard(identity)
+        self._dropped = {known: dropped for known, dropped in self._dropped.items() if dropped != number}
 
-    def _answer(
+    def _send_to_frontend(
         self,
         core: EngineCore,
         identity: bytes,
-        message: TokenDeltas | CoreReady | CoreStats | ProfileResult,
+        message: TokenDeltas | CoreReady | CoreStalled | CoreStats | ProfileResult,
     ) -> None:
-        """Send, or give the frontend up: a token is never lost while its request goes on."""
+        """Send, or abort all requests of a frontend that cannot be reached: no token may be lost."""
         if not self._frontends.send(identity, message):
             number = self._connected.get(identity, -1)
-            self._forget(core, identity)
-            self._dropped.add(identity)
-            get_logger().warning("frontend %d is gone or does not read: its requests are aborted", number)
+            self._remove_frontend(core, identity)
+            self._dropped[identity] = number
+            get_logger().warning(
+                "frontend %d is gone or does not read its tokens: its requests are aborted", number
+            )
 
-    def _forget(self, core: EngineCore, identity: bytes) -> None:
+    def _remove_frontend(self, core: EngineCore, identity: bytes) -> None:
         core.abort_frontend(identity)
         self._connected.pop(identity, None)
 
-    def _while_quiet(self, core: EngineCore) -> None:
-        """Nothing came for a while: make sure that the workers live, or check the books when idle."""
-        sent_at = core.oldest_sent_at
-        if sent_at is not None:
-            if time.monotonic() - sent_at > _STEP_DEADLINE_S:
-                raise CoreFailure(f"the workers have not answered a step for {_STEP_DEADLINE_S:.0f} s")
+    def _check_workers(self, core: EngineCore, ready: CoreReady) -> None:
+        """Raises CoreFailure for a hung worker or step; notifies frontends of unresponsive workers."""
+        seen = self._step_done or not core.num_in_flight
+        self._step_done = False
+        if self._step_timer.update(seen) > self._step_timeout_s:
+            raise CoreFailure(f"the workers have not finished a step for {self._step_timeout_s:.0f} s")
+        if self._worker_monitor.update():
+            for identity in list(self._connected):
+                self._send_to_frontend(core, identity, self._status(ready))
+        if reason := self._worker_monitor.hung():
+            raise CoreFailure(reason)
+
+    def _status(self, ready: CoreReady) -> CoreReady | CoreStalled:
+        reason = self._worker_monitor.unresponsive
+        return CoreStalled(reason) if reason else ready
+
+    def _check_integrity(self, core: EngineCore) -> None:
+        """Check the integrity of an idle core, once after its last step."""
+        if core.num_in_flight:
             return
         steps = core.stats().steps
         if steps != self._checked_at_step:
@@ -275,12 +316,12 @@ class CoreProcess:
     # End
 
     def _shut_workers_down(self) -> None:
-        """Ranks that never came need no farewell."""
+        """Ranks that never connected are skipped."""
         with contextlib.suppress(LinkError):
             self._workers.send(Shutdown())
 
-    def _die(self, reason: str, status: ExitStatus) -> None:
-        """Tell everybody: frontends, also those that nobody has listened to yet, and the supervisor."""
+    def _report_failure(self, reason: str, status: ExitStatus) -> None:
+        """Send the cause to the supervisor and all frontends, also those whose Hello was not received yet."""
         get_logger().error("the engine core ends: %s", reason)
         if not self._connected:
             self._frontends.socket.poll(_HELLO_MS)
@@ -289,23 +330,21 @@ class CoreProcess:
                 self._connected[identity] = message.frontend
         for identity in self._connected:
             self._frontends.send(identity, CoreDead(reason))
-        self._report(Dead(_NAME, reason, status))
+        self._send_to_supervisor(Dead(_NAME, reason, status))
         self._shut_workers_down()
 
-    def _report(self, message: ToSupervisor) -> None:
+    def _send_to_supervisor(self, message: ToSupervisor) -> None:
         self._supervisor.send(encode(message), zmq.DONTWAIT)
+
+
+def _worker(rank: int) -> str:
+    return f"worker {rank}"
 
 
 def _unexpected(message: FromWorker) -> CoreFailure:
     if isinstance(message, WorkerFailed):
         return CoreFailure(f"worker {message.rank}: {message.reason}")
     return CoreFailure(f"a worker sent {type(message).__name__} out of turn")
-
-
-def _one_line(error: Exception) -> str:
-    known = isinstance(error, CoreFailure | StartupError | LinkError)
-    text = " ".join(str(error).split())
-    return text if known else f"{type(error).__name__}: {text}"
 
 
 def main() -> None:

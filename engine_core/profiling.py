@@ -1,10 +1,10 @@
-"""Whether the workers record traces: one switch for all ranks, turned for one frontend at a time.
+"""The state of profiling: on or off for all ranks together, switched by one frontend at a time.
 
-    off ──ask(on)──▶ starting ──all ranks──▶ on ──ask(off)──▶ stopping ──all ranks──▶ off
-                        └─────────────a rank could not─────────────▲
+    off ──start──▶ starting ──all ranks──▶ on ──stop──▶ stopping ──all ranks──▶ off
+                      └──────────a rank failed─────────────▲
 
-A recording that nobody ends would fill the memory: it is ended after a while, and whoever asks for
-its end later gets the traces all the same.
+A recording fills memory, so it is stopped after `LONGEST_S`; a stop request that comes later still
+gets its traces.
 """
 
 import time
@@ -16,7 +16,7 @@ from atom.messages.profile import Profile, ProfileResult, RankTrace
 
 _DEADLINE_S = 300.0
 LONGEST_S = 600.0
-"""A recording lasts no longer."""
+"""Longest recording, in seconds."""
 
 
 class _State(Enum):
@@ -28,16 +28,16 @@ class _State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a frontend is to hear; and whether the workers must be told to stop."""
+    """The result of a request, and whether the workers must stop recording."""
 
     frontend: bytes | None
-    """None where nobody waits."""
-    answer: ProfileResult
+    """The frontend that waits for it, if any."""
+    result: ProfileResult
     stop: bool = False
 
 
 class Profiling:
-    """Says what to tell the workers and what to answer; knows no sockets."""
+    """Decides what the workers do and what frontends receive; has no sockets."""
 
     def __init__(self, num_ranks: int, available: bool, clock: Callable[[], float] = time.monotonic):
         """`available`: the workers have a directory for traces."""
@@ -47,35 +47,38 @@ class Profiling:
         self._state = _State.OFF
         self._frontend: bytes | None = None
         self._number = 0
-        self._asked_at = 0.0
+        self._requested_at = 0.0
         self._started_at = 0.0
-        self._got: dict[int, RankTrace] = {}
-        self._left: list[RankTrace] = []  # of a recording that was ended unasked
+        self._traces: dict[int, RankTrace] = {}
+        self._unclaimed: list[RankTrace] = []  # of a recording that was stopped for its length
 
     @property
     def is_timed(self) -> bool:
-        """Whether `overdue` may have something to say."""
+        """Whether a deadline runs: call `overdue` regularly."""
         return self._frontend is not None or self._state is _State.ON
 
-    def ask(self, message: Profile, frontend: bytes) -> ProfileResult | None:
-        """None: hand the message on to the workers. Else the answer: they have nothing to do."""
-        if not message.on and self._left:
-            traces, self._left = self._left, []
+    def request(self, message: Profile, frontend: bytes) -> ProfileResult | None:
+        """Handle a frontend's request.
+
+        Returns None when the message must go to the workers, else the result to send back.
+        """
+        if not message.on and self._unclaimed:
+            traces, self._unclaimed = self._unclaimed, []
             return ProfileResult(message.number, False, traces)
         refusal = self._refusal(message.on)
         if refusal:
             return ProfileResult(message.number, message.on, refusal=refusal)
-        self._frontend, self._number, self._asked_at = frontend, message.number, self._clock()
+        self._frontend, self._number, self._requested_at = frontend, message.number, self._clock()
         self._begin(_State.STARTING if message.on else _State.STOPPING)
-        self._left = []
+        self._unclaimed = []
         return None
 
-    def take(self, trace: RankTrace) -> Outcome | None:
-        """A rank's answer; an outcome with the last one."""
-        self._got[trace.rank] = trace
-        if len(self._got) < self._num_ranks:
+    def add_trace(self, trace: RankTrace) -> Outcome | None:
+        """Add a rank's response; returns the outcome once all ranks have responded."""
+        self._traces[trace.rank] = trace
+        if len(self._traces) < self._num_ranks:
             return None
-        traces = [self._got[rank] for rank in sorted(self._got)]
+        traces = [self._traces[rank] for rank in sorted(self._traces)]
         error = next((f"worker {one.rank}: {one.error}" for one in traces if one.error), "")
         starting = self._state is _State.STARTING
         undo = starting and bool(error)
@@ -84,20 +87,20 @@ class Profiling:
         else:
             self._state, self._started_at = _State.ON if starting else _State.OFF, self._clock()
         if not starting and self._frontend is None:
-            self._left = [trace for trace in traces if trace.file]
+            self._unclaimed = [trace for trace in traces if trace.file]
         return self._outcome(ProfileResult(self._number, starting, traces, error=error), undo)
 
     def overdue(self) -> Outcome | None:
-        """A recording that has lasted too long, or a frontend that has waited too long.
+        """The outcome of a recording that lasted too long, or of a request that timed out.
 
-        The ranks of the latter may still finish.
+        In the second case the workers may still finish.
         """
         if self._state is _State.ON and self._clock() - self._started_at >= LONGEST_S:
             self._begin(_State.STOPPING)
             return self._outcome(ProfileResult(0, False), stop=True)
-        if self._frontend is None or self._clock() - self._asked_at < _DEADLINE_S:
+        if self._frontend is None or self._clock() - self._requested_at < _DEADLINE_S:
             return None
-        missing = ", ".join(str(rank) for rank in range(self._num_ranks) if rank not in self._got)
+        missing = ", ".join(str(rank) for rank in range(self._num_ranks) if rank not in self._traces)
         error = f"waited {_DEADLINE_S:.0f} s for worker {missing} to start or write its trace"
         return self._outcome(ProfileResult(self._number, self._state is _State.STARTING, error=error))
 
@@ -112,8 +115,8 @@ class Profiling:
 
     def _begin(self, state: _State) -> None:
         self._state = state
-        self._got = {}
+        self._traces = {}
 
-    def _outcome(self, answer: ProfileResult, stop: bool = False) -> Outcome:
+    def _outcome(self, result: ProfileResult, stop: bool = False) -> Outcome:
         frontend, self._frontend = self._frontend, None
-        return Outcome(frontend, answer, stop)
+        return Outcome(frontend, result, stop)

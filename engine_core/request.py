@@ -37,8 +37,8 @@ class Request:
         "decode_offset",
         "eos_ids",
         "frontend",
+        "last_decode_step",
         "last_step",
-        "last_tick",
         "max_tokens",
         "priority",
         "prompt_length",
@@ -81,7 +81,7 @@ class Request:
         self.last_step = 0
         """Once it stops running: the last step that may touch it."""
         self.decode_offset = 0
-        self.last_tick = 0
+        self.last_decode_step = 0
 
     @property
     def num_generated(self) -> int:

@@ -20,16 +20,16 @@ class SampledTokens:
     """Of those who asked; indices into `token_ids`. Usually nobody did."""
 
     def select(self, kept: list[int]) -> "SampledTokens":
-        """Only the draws at these places."""
+        """Only the sampled at these places."""
         logprobs = self.logprobs and _select(self.logprobs, kept)
         ids = array("i", [self.token_ids[place] for place in kept])
         return SampledTokens([self.requests[place] for place in kept], ids, logprobs)
 
 
-def fits(logprobs: SampledLogprobs, num_draws: int) -> bool:
-    """Whether the table has one row for each index, and the indices name draws of the step."""
+def fits(logprobs: SampledLogprobs, num_sampled: int) -> bool:
+    """Whether the table has one row for each index, and the indices name sampled of the step."""
     return is_whole(logprobs.table, len(logprobs.indices)) and all(
-        0 <= draw < num_draws for draw in logprobs.indices
+        0 <= draw < num_sampled for draw in logprobs.indices
     )
 
 
@@ -41,7 +41,7 @@ def is_whole(table: LogprobTable, num_rows: int | None = None) -> bool:
 
 
 def _select(logprobs: SampledLogprobs, kept: list[int]) -> SampledLogprobs | None:
-    """The rows of the kept draws, under their new numbers; None where no row is left."""
+    """The rows of the kept sampled, under their new numbers; None where no row is left."""
     number = {place: index for index, place in enumerate(kept)}
     rows = [row for row, draw in enumerate(logprobs.indices) if draw in number]
     if not rows:

@@ -70,20 +70,20 @@ class _Step:
     """A batch in flight: what its result will mean."""
 
     number: int
-    draws: list[Request]
-    """Who draws a token, in batch order."""
+    sampled: list[Request]
+    """Who sampled a token, in batch order."""
     stop_ids: frozenset[int]
     """Every id that ends any of them."""
     prefilled: list[Request]
-    """Those of `draws` whose known tokens are all computed by this step."""
+    """Those of `sampled` whose known tokens are all computed by this step."""
     ending: list[Request]
-    """Those of `draws` that reach their length limit."""
-    asking: dict[int, Request]
+    """Those of `sampled` that reach their length limit."""
+    wants_prompt_logprobs: dict[int, Request]
     """By row, who gets log probabilities of its prompt; the row may be another's when they come."""
     has_chunks: bool
     sent_at: float
     stale: bool = False
-    """Some of `draws` may have ended since."""
+    """Some of `sampled` may have ended since."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -91,15 +91,15 @@ class StepOutcome:
     """What one step's result brought."""
 
     step: int
-    draws: SampledTokens
+    sampled: SampledTokens
     first: list[tuple[Request, FirstToken]]
     finished: list[tuple[Request, Finished]]
     prompt_logprobs: list[tuple[Request, PromptLogprobs]]
 
     @property
-    def brings_something(self) -> bool:
-        """A step of prompt pieces alone usually brings nothing."""
-        return bool(self.draws.requests or self.prompt_logprobs)
+    def has_output(self) -> bool:
+        """A step of prompt chunks alone usually brings nothing."""
+        return bool(self.sampled.requests or self.prompt_logprobs)
 
 
 class Scheduler:
@@ -119,7 +119,7 @@ class Scheduler:
         self._prefilling: dict[int, Request] = {}
         self._free_rows = list(range(limits.max_num_seqs))[::-1]
         self._in_flight: deque[_Step] = deque()
-        self._leaving: list[Request] = []  # ended; row and blocks still to be given back
+        self._ended: list[Request] = []  # ended; row and blocks still to be given back
         self._last_step = 0
         self._completed = 0
         self._completed_at = clock()
@@ -142,11 +142,6 @@ class Scheduler:
         """Steps whose result is not in."""
         return len(self._in_flight)
 
-    @property
-    def oldest_sent_at(self) -> float | None:
-        """When the oldest step in flight was handed out, on the scheduler's clock."""
-        return self._in_flight[0].sent_at if self._in_flight else None
-
     def add(self, request: Request) -> None:
         """Queue a request that fits; its id must not be live."""
         request.arrival = self._num_arrivals
@@ -160,7 +155,7 @@ class Scheduler:
         request = self.requests.get(request_id)
         if request is not None:
             self._end(request)
-            self._reclaim()
+            self._free_ended()
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step; None when there is nothing to run or `MAX_IN_FLIGHT` steps are out."""
@@ -170,14 +165,14 @@ class Scheduler:
         self._extend_decodes(plan)
         self._continue_prefills(plan)
         for request, count in plan.chunks.values():  # from here on nobody is preempted
-            self._kv.remember(request.blocks, request.token_ids, request.computed + count)
+            self._kv.cache(request.blocks, request.token_ids, request.computed + count)
         if not plan.preempted:
             self._admit_waiting(plan)
         if not plan.chunks and not self._decode_batch:
             return None
-        return self._hand_out(plan)
+        return self._dispatch(plan)
 
-    def complete(self, result: BatchResult) -> StepOutcome:
+    def update(self, result: BatchResult) -> StepOutcome:
         """Take in what the oldest step in flight drew.
 
         Raises ValueError when that does not belong to that step.
@@ -185,27 +180,27 @@ class Scheduler:
         if not self._in_flight or self._in_flight[0].number != result.step:
             raise ValueError(f"result of step {result.step} came out of order")
         step = self._in_flight.popleft()
-        draws = SampledTokens(step.draws, unpack_ids(result.token_ids), result.logprobs)
-        _check_fit(step, draws)
+        sampled = SampledTokens(step.sampled, unpack_ids(result.token_ids), result.logprobs)
+        _check_fit(step, sampled)
         now = self._clock()
         self._completed = step.number
         self._time_prompts(step, now)
-        pieces = _owned(step, result.prompt_logprobs) if result.prompt_logprobs else []
+        chunks = _prompt_logprobs_of(step, result.prompt_logprobs) if result.prompt_logprobs else []
         if step.stale:
-            alive = [place for place, r in enumerate(step.draws) if r.state is not State.ENDED]
-            draws = draws.select(alive)
-        for request, token_id in zip(draws.requests, draws.token_ids, strict=True):
+            alive = [place for place, r in enumerate(step.sampled) if r.state is not State.ENDED]
+            sampled = sampled.select(alive)
+        for request, token_id in zip(sampled.requests, sampled.token_ids, strict=True):
             request.token_ids.append(token_id)
-        self.counters.generated_tokens += len(draws.token_ids)
+        self.counters.generated_tokens += len(sampled.token_ids)
         first = _first_tokens(step.prefilled, now)
-        finished = self._finish(step, draws)
-        self._reclaim()
-        return StepOutcome(step.number, draws, first, finished, pieces)
+        finished = self._finish(step, sampled)
+        self._free_ended()
+        return StepOutcome(step.number, sampled, first, finished, chunks)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless queue, cohort, rows and blocks agree."""
         live = self.requests.values()
-        holding = [r for r in live if r.state is not State.WAITING] + list(self._leaving)
+        holding = [r for r in live if r.state is not State.WAITING] + list(self._ended)
         rows = [request.row for request in holding] + self._free_rows
         assert sorted(rows) == list(range(self._limits.max_num_seqs)), "rows are lost or shared"
         assert len(self._decode_batch) == sum(r.state is State.DECODING for r in live), (
@@ -213,9 +208,9 @@ class Scheduler:
         )
         assert len(self._queue) == sum(r.state is State.WAITING for r in live), "queue and states differ"
         assert all(r.state is State.PREFILLING for r in self._prefilling.values())
-        assert all(r.state is State.ENDED for r in self._leaving)
+        assert all(r.state is State.ENDED for r in self._ended)
         self._decode_batch.check_integrity()
-        for member in self._decode_batch.members():
+        for member in self._decode_batch.requests():
             self._kv.check_covers(member.blocks, self._decode_batch.computed(member))
         self._kv.check_integrity([request.blocks for request in holding])
 
@@ -228,7 +223,7 @@ class Scheduler:
                 continue  # preempted a moment ago, for another's block
             computed = self._decode_batch.computed(request)
             # At most one step is in flight, so every id before `computed` is known.
-            self._kv.remember(request.blocks, request.token_ids, computed)
+            self._kv.cache(request.blocks, request.token_ids, computed)
             self._extend(request, computed, 1, plan)
 
     def _continue_prefills(self, plan: _Plan) -> None:
@@ -246,24 +241,24 @@ class Scheduler:
         budget = self._budget(plan)
         while budget:
             request = self._queue.first()
-            if request is None or not self._free_rows or not self._may_enter(request):
+            if request is None or not self._free_rows or not self._may_be_admitted(request):
                 return
             may_hit = request.prompt_logprobs < 0
             cached = self._kv.admit(request.blocks, request.token_ids, may_hit)
             if cached is None:
-                self._no_room = request, self._kv.num_releases
+                self._no_room = request, self._kv.num_frees
                 return
             budget -= self._admit(request, cached, budget, plan)
 
-    def _may_enter(self, request: Request) -> bool:
+    def _may_be_admitted(self, request: Request) -> bool:
         if request.last_step > self._completed:
             return False  # some of its tokens are still under way
-        if self._no_room == (request, self._kv.num_releases):
+        if self._no_room == (request, self._kv.num_frees):
             return False
         is_new = request.cached_tokens is None
-        return not (is_new and self._limits.delay_factor > 0 and self._holds_new_prompts())
+        return not (is_new and self._limits.delay_factor > 0 and self._delays_new_prompts())
 
-    def _holds_new_prompts(self) -> bool:
+    def _delays_new_prompts(self) -> bool:
         waited = self._clock() - self._queue.oldest_arrival()
         return self.num_running > 0 and waited <= self._limits.delay_factor * self._prompt_step_s
 
@@ -273,7 +268,7 @@ class Scheduler:
         count = min(len(request.token_ids) - cached, budget)
         added = self._kv.extend(request.blocks, cached, cached + count)
         assert added is not None, "admitted without room"
-        self._kv.remember(request.blocks, request.token_ids, cached + count)
+        self._kv.cache(request.blocks, request.token_ids, cached + count)
         request.row = self._free_rows.pop()
         request.state = State.PREFILLING
         request.computed = cached
@@ -300,7 +295,7 @@ class Scheduler:
     def _extend(self, request: Request, start: int, count: int, plan: _Plan) -> bool:
         """Blocks for the next `count` tokens, at the cost of whoever ranks last; False if that is itself."""
         while (added := self._kv.extend(request.blocks, start, start + count)) is None:
-            victim = max([*self._decode_batch.members(), *self._prefilling.values()], key=self._queue.rank)
+            victim = max([*self._decode_batch.requests(), *self._prefilling.values()], key=self._queue.rank)
             self._preempt(victim, plan)
             if victim is request:
                 return False
@@ -316,23 +311,23 @@ class Scheduler:
         plan.chunks.pop(request.request_id, None)
         plan.more_blocks.pop(request.request_id, None)
         self._stop_running(request)
-        self._give_back(request)
+        self._free(request)
         request.state = State.WAITING
         self._queue.add(request)
 
-    def _hand_out(self, plan: _Plan) -> ScheduledBatch:
+    def _dispatch(self, plan: _Plan) -> ScheduledBatch:
         self._last_step += 1
         decodes, ending = self._decode_batch.advance()
         rows, counts = decodes.rows, []
-        draws, stop_ids = decodes.requests, decodes.stop_ids
+        sampled, stop_ids = decodes.requests, decodes.stop_ids
         prefilled: list[Request] = []
-        asking: dict[int, Request] = {}
+        wants_prompt_logprobs: dict[int, Request] = {}
         if plan.chunks:
             rows = rows + [request.row for request, _ in plan.chunks.values()]
             counts = [1] * len(decodes.rows) + [count for _, count in plan.chunks.values()]
-            asking = {r.row: r for r, _ in plan.chunks.values() if r.prompt_logprobs >= 0}
+            wants_prompt_logprobs = {r.row: r for r, _ in plan.chunks.values() if r.prompt_logprobs >= 0}
             prefilled = self._advance_prefills(plan)
-            draws = draws + prefilled
+            sampled = sampled + prefilled
             stop_ids = stop_ids.union(*{request.stop_ids for request in prefilled})
         for request in prefilled:
             if not self._start_decoding(request):
@@ -343,7 +338,9 @@ class Scheduler:
         self._count_step(plan, len(prefilled))
         has_chunks, now = bool(plan.chunks), self._clock()
         self._in_flight.append(
-            _Step(self._last_step, draws, stop_ids, prefilled, ending, asking, has_chunks, now)
+            _Step(
+                self._last_step, sampled, stop_ids, prefilled, ending, wants_prompt_logprobs, has_chunks, now
+            )
         )
         return ScheduledBatch(self._last_step, rows, counts, plan.new_rows, list(plan.more_blocks.values()))
 
@@ -364,7 +361,7 @@ class Scheduler:
         if steps == 0:
             return False
         request.state = State.DECODING
-        self._decode_batch.join(request, steps)
+        self._decode_batch.add(request, steps)
         return True
 
     def _count_step(self, plan: _Plan, num_prefilled: int) -> None:
@@ -374,11 +371,11 @@ class Scheduler:
 
     # Taking in results
 
-    def _finish(self, step: _Step, draws: SampledTokens) -> list[tuple[Request, Finished]]:
+    def _finish(self, step: _Step, sampled: SampledTokens) -> list[tuple[Request, Finished]]:
         """End everybody whom this step's ids or length end."""
         finished = []
-        if not step.stop_ids.isdisjoint(draws.token_ids):
-            for request, token_id in zip(draws.requests, draws.token_ids, strict=True):
+        if not step.stop_ids.isdisjoint(sampled.token_ids):
+            for request, token_id in zip(sampled.requests, sampled.token_ids, strict=True):
                 if token_id in request.stop_ids:
                     reason = request.stop_reason(token_id)
                     finished.append((request, Finished(request.request_id, reason, token_id)))
@@ -396,7 +393,7 @@ class Scheduler:
             self._queue.remove(request)
         else:
             self._stop_running(request)
-            self._leaving.append(request)
+            self._ended.append(request)
         request.state = State.ENDED
         for step in self._in_flight:
             step.stale |= step.number <= request.last_step
@@ -404,25 +401,25 @@ class Scheduler:
     def _stop_running(self, request: Request) -> None:
         """Take a request that owns a row out of the schedule; later steps will not name it."""
         if request.state is State.DECODING:
-            self._decode_batch.leave(request)
+            self._decode_batch.remove(request)
         elif request.state is State.PREFILLING:
             del self._prefilling[request.request_id]
         if request.state is not State.DRAINING:
             request.last_step = self._last_step
 
-    def _reclaim(self) -> None:
+    def _free_ended(self) -> None:
         """Take row and blocks of ended requests that no step in flight touches."""
-        leaving, self._leaving = self._leaving, []
+        leaving, self._ended = self._ended, []
         for request in leaving:
             if request.last_step <= self._completed:
-                self._give_back(request)
+                self._free(request)
             else:
-                self._leaving.append(request)
+                self._ended.append(request)
 
-    def _give_back(self, request: Request) -> None:
+    def _free(self, request: Request) -> None:
         known_and_computed = min(request.computed, len(request.token_ids))
-        self._kv.remember(request.blocks, request.token_ids, known_and_computed)
-        self._kv.release(request.blocks)
+        self._kv.cache(request.blocks, request.token_ids, known_and_computed)
+        self._kv.free(request.blocks)
         self._free_rows.append(request.row)
         request.row = NO_ROW
         request.computed = 0
@@ -446,27 +443,27 @@ def _new_row(request: Request, computed: int) -> NewRow:
     )
 
 
-def _check_fit(step: _Step, draws: SampledTokens) -> None:
+def _check_fit(step: _Step, sampled: SampledTokens) -> None:
     """Raises ValueError when what came is not what the step's rows draw."""
-    drawn, expected = len(draws.token_ids), len(step.draws)
+    drawn, expected = len(sampled.token_ids), len(step.sampled)
     if drawn != expected:
         raise ValueError(f"step {step.number} gave {drawn} tokens for {expected} rows")
-    if draws.logprobs is not None and not fits(draws.logprobs, expected):
-        raise ValueError(f"step {step.number} gave log probabilities that do not fit its draws")
+    if sampled.logprobs is not None and not fits(sampled.logprobs, expected):
+        raise ValueError(f"step {step.number} gave log probabilities that do not fit its sampled tokens")
 
 
-def _owned(step: _Step, pieces: list[PromptLogprobs]) -> list[tuple[Request, PromptLogprobs]]:
-    """The pieces of requests that have not ended, under their ids.
+def _prompt_logprobs_of(step: _Step, chunks: list[PromptLogprobs]) -> list[tuple[Request, PromptLogprobs]]:
+    """The chunks of requests that have not ended, under their ids.
 
-    Raises ValueError for a piece that nobody asked for.
+    Raises ValueError for a chunk that nobody asked for.
     """
     owned = []
-    for piece in pieces:
-        request = step.asking.get(piece.owner)
-        if request is None or not is_whole(piece.table):
+    for chunk in chunks:
+        request = step.wants_prompt_logprobs.get(chunk.owner)
+        if request is None or not is_whole(chunk.table):
             raise ValueError(f"step {step.number} gave prompt log probabilities that fit no row")
         if request.state is not State.ENDED:
-            owned.append((request, PromptLogprobs(request.request_id, piece.start, piece.table)))
+            owned.append((request, PromptLogprobs(request.request_id, chunk.start, chunk.table)))
     return owned
 
 

@@ -10,7 +10,7 @@ from engine_core.scheduler import Limits
 
 
 class StartupError(RuntimeError):
-    """The engine cannot start; one line that a user can act on."""
+    """The engine cannot start; the text is one line a user can act on."""
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,12 @@ class CachePlan:
     specs: list[KVSpec]
     num_blocks: list[int]
     max_model_len: int
-    """Longest sequence that will be accepted."""
+    """Longest sequence that is accepted."""
     kv_tokens: int
 
 
 def limits_of(config: EngineConfig) -> Limits:
-    """Raises StartupError where a default was left open."""
+    """The scheduler's limits. Raises StartupError where the configuration was not resolved."""
     scheduler = config.scheduler
     if scheduler.max_num_seqs is None or scheduler.max_num_batched_tokens is None:
         raise StartupError("max_num_seqs and max_num_batched_tokens must have values before the core starts")
@@ -38,9 +38,9 @@ def limits_of(config: EngineConfig) -> Limits:
 
 
 def plan_cache(config: EngineConfig, model_max_len: int, loaded: Sequence[Loaded]) -> CachePlan:
-    """Blocks that every rank has room for. `model_max_len` is the checkpoint's own limit.
+    """The KV cache that fits every rank. `model_max_len` is the checkpoint's own limit.
 
-    Raises StartupError when the cache would be too small for what was asked.
+    Raises StartupError when the cache would be too small for the configuration.
     """
     specs = loaded[0].kv_specs
     for other in loaded[1:]:
@@ -54,7 +54,7 @@ def plan_cache(config: EngineConfig, model_max_len: int, loaded: Sequence[Loaded
         if config.model.max_model_len is not None:
             raise StartupError(
                 f"max_model_len {max_model_len} does not fit the KV cache of {longest} tokens: "
-                f"lower --max-model-len, or give the cache more by {_REMEDY}"
+                f"lower --max-model-len, or give the cache more memory with {_REMEDY}"
             )
         max_model_len = longest
     return CachePlan(list(specs), num_blocks, max_model_len, cache_tokens(specs, num_blocks))
@@ -84,11 +84,11 @@ def _num_blocks(
             need = sum(map(unit_bytes, one.kv_specs))
             raise StartupError(
                 f"worker {one.rank} has {one.kv_bytes} bytes for the KV cache, and one block takes {need}: "
-                f"give the cache more by {_REMEDY}"
+                f"give the cache more memory with {_REMEDY}"
             )
     return [min(blocks) for blocks in zip(*plans, strict=True)]
 
 
 def _shapes(specs: Sequence[KVSpec]) -> list[tuple[type, int | None]]:
-    """What ranks must agree on; bytes may differ, since ranks may hold different numbers of heads."""
+    """What must be equal on all ranks; bytes may differ, since ranks may hold different numbers of heads."""
     return [(type(spec), None if isinstance(spec, RecurrentStateSpec) else spec.block_size) for spec in specs]

@@ -1,4 +1,4 @@
-"""How many requests may be inside at once: those that run, and a bounded queue behind them."""
+"""Admission control: bounds the running and queued sequences of this process."""
 
 import contextlib
 import math
@@ -9,105 +9,106 @@ from frontend.errors import OverloadedError, RequestError
 
 __all__ = ["Admission", "AdmissionSlot"]
 
-_MEMORY_S = 10.0
+_RATE_WINDOW_S = 10.0
 _MIN_RETRY_S, _MAX_RETRY_S = 1, 60
 
 
 class Admission:
-    """Places for choices. A choice has one from the moment it is let in until it ends.
+    """Admits at most `capacity` sequences; each counts from its admission until it ends.
 
-    `live` tells how many choices the engine has. Request by request: `place` before its body is
-    looked into, `AdmissionSlot.take` once its choices are known, `begin` as each goes to the engine.
+    `live` returns the number of sequences that the engine has. A request calls `slot` before its body
+    is read, `AdmissionSlot.reserve` once the number of its sequences is known, and `begin` as each
+    sequence is sent to the engine.
     """
 
     def __init__(self, capacity: int, live: Callable[[], int]):
         self.refused = 0
-        """Requests that were sent away because all places were taken."""
+        """Requests refused because the server was full."""
         self._capacity = capacity
         self._live = live
-        self._coming: dict[int, AdmissionSlot] = {}  # choices with a place that the engine does not have yet
-        self._uncounted = 0
-        self._ends = _Recent()
-        self._refusals = _Recent()
+        self._reserved: dict[int, AdmissionSlot] = {}  # by request id: reserved, not yet sent to the engine
+        self._slots = 0
+        self._finished = _DecayingCount()
+        self._refusals = _DecayingCount()
 
     def check(self, count: int = 1) -> None:
-        """Raises OverloadedError while there is no room for `count` more choices."""
-        taken = self._live() + len(self._coming) + self._uncounted
+        """Raises OverloadedError if `count` more sequences exceed the capacity."""
+        taken = self._live() + len(self._reserved) + self._slots
         if taken + count <= self._capacity:
             return
         self.refused += 1
         self._refusals.add(count)
         raise OverloadedError(
-            f"the server is at its limit of {self._capacity} requests that run or wait; try again later",
+            f"the server is at its limit of {self._capacity} running and queued requests; try again later",
             self._retry_after_s(),
         )
 
     @contextlib.contextmanager
-    def place(self) -> Iterator["AdmissionSlot"]:
-        """Keep one place for the block; raises OverloadedError while there is none."""
+    def slot(self) -> Iterator["AdmissionSlot"]:
+        """Reserve one sequence for the block; raises OverloadedError when the server is full."""
         self.check()
-        place = AdmissionSlot(self)
-        self._uncounted += 1
+        slot = AdmissionSlot(self)
+        self._slots += 1
         try:
-            yield place
+            yield slot
         finally:
-            place.leave()
+            slot.release()
 
     def begin(self, request_id: int) -> float:
-        """The engine counts this choice from now on; tells when its request arrived."""
-        place = self._coming.pop(request_id, None)
-        return time.monotonic() if place is None else place.arrived_at
+        """The engine counts this sequence from now on; returns its request's arrival time."""
+        slot = self._reserved.pop(request_id, None)
+        return time.monotonic() if slot is None else slot.arrived_at
 
     def ended(self, count: int = 1) -> None:
-        """So many choices have ended: the pace of this tells others when to come back."""
-        self._ends.add(count)
+        """Count finished sequences: their rate determines Retry-After."""
+        self._finished.add(count)
 
-    def _count(self, place: "AdmissionSlot", request_ids: Sequence[int]) -> None:
+    def _reserve(self, slot: "AdmissionSlot", request_ids: Sequence[int]) -> None:
         if len(request_ids) > self._capacity:
             raise RequestError(
                 f"{len(request_ids)} choices in one request, but this server takes {self._capacity} at most: "
-                "ask for fewer, or start it with a larger --max-queued-requests"
+                "request fewer, or start the server with a larger --max-queued-requests"
             )
-        self.check(len(request_ids) - 1)  # one place is its own already
-        self._uncounted -= 1
-        self._coming.update(dict.fromkeys(request_ids, place))
+        self.check(len(request_ids) - 1)  # the slot itself reserves one
+        self._slots -= 1
+        self._reserved.update(dict.fromkeys(request_ids, slot))
 
     def _release(self, request_ids: Sequence[int] | None) -> None:
         if request_ids is None:
-            self._uncounted -= 1
+            self._slots -= 1
             return
         for request_id in request_ids:
-            self._coming.pop(request_id, None)
+            self._reserved.pop(request_id, None)
 
     def _retry_after_s(self) -> int:
-        """Until those who were just sent away would all have found a place."""
-        pace = self._ends.count() / _MEMORY_S
-        if not pace:
+        """Time in which the recently refused requests could all be admitted."""
+        rate = self._finished.count() / _RATE_WINDOW_S
+        if not rate:
             return _MIN_RETRY_S
-        wait = math.ceil(self._refusals.count() / pace)
+        wait = math.ceil(self._refusals.count() / rate)
         return min(max(wait, _MIN_RETRY_S), _MAX_RETRY_S)
 
 
 class AdmissionSlot:
-    """One request on its way into the engine."""
+    """The reservation of one request."""
 
     def __init__(self, admission: Admission):
         self.arrived_at = time.monotonic()
         self._admission = admission
         self._request_ids: Sequence[int] | None = None
 
-    def take(self, request_ids: Sequence[int]) -> None:
-        """Places for all choices. Raises OverloadedError, or RequestError if there never are as many."""
-        self._admission._count(self, request_ids)
+    def reserve(self, request_ids: Sequence[int]) -> None:
+        """Reserve all sequences. Raises OverloadedError, or RequestError above the capacity."""
+        self._admission._reserve(self, request_ids)
         self._request_ids = request_ids
 
-    def leave(self) -> None:
-        """Give back what the engine has not got."""
+    def release(self) -> None:
+        """Release the sequences that were not sent to the engine."""
         self._admission._release(self._request_ids)
 
 
-class _Recent:
-    """A count that forgets: what was added t seconds ago weighs exp(-t / _MEMORY_S)."""
+class _DecayingCount:
+    """A count with exponential decay: the weight after t seconds is exp(-t / _RATE_WINDOW_S)."""
 
     def __init__(self) -> None:
         self._value = 0.0
@@ -118,4 +119,4 @@ class _Recent:
         self._at = time.monotonic()
 
     def count(self) -> float:
-        return self._value * math.exp((self._at - time.monotonic()) / _MEMORY_S)
+        return self._value * math.exp((self._at - time.monotonic()) / _RATE_WINDOW_S)

@@ -1,9 +1,7 @@
-"""Puts the parts of the HTTP side together."""
+"""Builds the HTTP application of one model and starts serving it."""
 
-import os
 import socket
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 
 from aiohttp import web
 
@@ -11,6 +9,7 @@ from atom.messages.engine import CoreReady
 from atom.messages.launch import FrontendLaunch
 from frontend import keys
 from frontend.auth import ApiKeys
+from frontend.body_memory import BodyMemory
 from frontend.chat_template import ChatTemplate
 from frontend.connections import Listener
 from frontend.engine_client import EngineClient
@@ -22,19 +21,21 @@ from frontend.metrics import Metrics
 from frontend.output_processor import OutputProcessor
 from frontend.routes import generation, health, info, models, profile, tokenization
 from frontend.routes.access import access_middleware
-from frontend.routes.errors import error_middleware, name_answer
+from frontend.routes.errors import add_request_id, error_middleware
 from frontend.serving.chat import ChatService
 from frontend.serving.completions import CompletionService
 from frontend.serving.generation import ServingOptions
 from frontend.serving.models import ModelService, fingerprint
 from frontend.serving.tokenization import TokenizationService
+from frontend.text_executor import TextExecutor
 from frontend.tokenizer import Tokenizer
 
 __all__ = ["create_app", "start"]
 
-_TOKENIZER_THREADS = min(4, os.cpu_count() or 1)
-# How long handlers may take to end once draining is over, before they are cancelled.
-_CLEANUP_DEADLINE_S = 0.2
+# Seconds that handlers get to end after draining, before they are cancelled.
+_CLEANUP_DEADLINE_S = 1.0
+# JSON bytes: English text has 4 to 5 per token, Chinese as \u escapes about 9.
+_BYTES_PER_TOKEN = 16
 _ROUTES = (generation.routes, tokenization.routes, models.routes, info.routes, health.routes, profile.routes)
 
 
@@ -43,37 +44,38 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
 
     Raises ValueError for unusable API keys, tokenizer or template files.
     """
-    limits = limits or HttpLimits()
-    app = web.Application(
-        client_max_size=limits.max_body_bytes, middlewares=[error_middleware, access_middleware]
-    )
+    limits = limits or HttpLimits(max_body_bytes=_max_body_bytes(launch))
+    app = web.Application(middlewares=[error_middleware, access_middleware])
     app[keys.LAUNCH] = launch
     app[keys.LIMITS] = limits
+    app[keys.BODY_MEMORY] = BodyMemory(max(limits.max_body_memory, 2 * limits.max_body_bytes))
     app[keys.API_KEYS] = ApiKeys(launch.server.api_key)
     app[keys.LIFECYCLE] = Lifecycle()
     app[keys.METRICS] = Metrics()
     _add_services(app, launch)
     for table in _ROUTES:
         app.add_routes(table)
-    app.on_response_prepare.append(name_answer)
-    app.cleanup_ctx.append(_connection)
+    app.on_response_prepare.append(add_request_id)
+    app.on_response_prepare.append(_close_while_draining)
+    app.cleanup_ctx.append(_engine_link)
     return app
 
 
 def _add_services(app: web.Application, launch: FrontendLaunch) -> None:
     checkpoint, config, server = launch.checkpoint, launch.config.model, launch.server
     tokenizer = Tokenizer.from_checkpoint(checkpoint)
-    longest = config.max_model_len or checkpoint.max_model_len
-    inputs = InputProcessor(checkpoint, tokenizer, longest, launch.config.scheduler.scheduling_policy)
+    max_model_len = config.max_model_len or checkpoint.max_model_len
+    inputs = InputProcessor(checkpoint, tokenizer, max_model_len, launch.config.scheduler.scheduling_policy)
     client = EngineClient(
         launch.core,
         launch.index,
         OutputProcessor(tokenizer),
         app[keys.METRICS],
         _capacity(launch),
-        lambda ready: _adopt_limits(inputs, ready),
+        lambda ready: _set_max_model_len(inputs, ready),
+        launch.config.reliability.hang_timeout,
     )
-    names = ModelService(config.served_model_name or config.model, inputs)
+    models_service = ModelService(config.served_model_name or config.model, inputs)
     options = ServingOptions(
         checkpoint.default_sampling,
         server.default_max_tokens,
@@ -81,30 +83,43 @@ def _add_services(app: web.Application, launch: FrontendLaunch) -> None:
         has_tokenizer=tokenizer is not None,
         fingerprint=fingerprint(launch.config, checkpoint),
     )
-    threads = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
-    parts = (client, inputs, names, options, threads)
+    executor = TextExecutor()
+    parts = (client, inputs, models_service, options, executor)
     reply_format = Harmony.from_checkpoint(checkpoint, tokenizer)
     chat = ChatService(*parts, ChatTemplate.from_checkpoint(checkpoint), reply_format)
     app[keys.CLIENT] = client
-    app[keys.MODELS] = names
+    app[keys.MODELS] = models_service
     app[keys.CHAT] = chat
     app[keys.COMPLETIONS] = CompletionService(*parts)
-    app[keys.TOKENIZATION] = TokenizationService(inputs, names, chat, threads)
-    app.cleanup_ctx.append(lambda _: _pool(threads))
+    app[keys.TOKENIZATION] = TokenizationService(inputs, models_service, chat, executor)
+    app.cleanup_ctx.append(lambda _: _shut_down(executor))
+
+
+def _max_body_bytes(launch: FrontendLaunch) -> int:
+    """As configured, else enough for the longest prompt in any common text."""
+    longest = launch.config.model.max_model_len or launch.checkpoint.max_model_len
+    return launch.server.max_body_bytes or max(HttpLimits.max_body_bytes, longest * _BYTES_PER_TOKEN)
 
 
 def _capacity(launch: FrontendLaunch) -> int:
-    """Choices that may be in progress: those that can run together, and the queue."""
+    """Choices that may be in progress: running and queued."""
     running = launch.config.scheduler.max_num_seqs
     assert running is not None, "the configuration was not resolved"
     return running + launch.server.max_queued_requests
 
 
+async def _close_while_draining(request: web.Request, response: web.StreamResponse) -> None:
+    """Let clients open no further request on a connection that ends soon."""
+    if request.app[keys.LIFECYCLE].is_draining:
+        response.force_close()
+        response.headers["Connection"] = "close"  # aiohttp has written its own headers before
+
+
 async def start(app: web.Application, listener: socket.socket) -> web.AppRunner:
-    """Serve `app` on a socket that is bound already; `cleanup` of the runner ends it."""
+    """Serve `app` on the bound socket `listener` until `cleanup` of the returned runner."""
     runner = web.AppRunner(
         app,
-        handler_cancellation=True,  # a client that leaves must not keep the engine busy
+        handler_cancellation=True,  # a disconnect aborts the client's requests
         shutdown_timeout=_CLEANUP_DEADLINE_S,
     )
     await runner.setup()
@@ -112,15 +127,15 @@ async def start(app: web.Application, listener: socket.socket) -> web.AppRunner:
     return runner
 
 
-def _adopt_limits(inputs: InputProcessor, ready: CoreReady) -> None:
+def _set_max_model_len(inputs: InputProcessor, ready: CoreReady) -> None:
     inputs.max_model_len = ready.max_model_len
 
 
-async def _connection(app: web.Application) -> AsyncIterator[None]:
+async def _engine_link(app: web.Application) -> AsyncIterator[None]:
     async with app[keys.CLIENT]:
         yield
 
 
-async def _pool(threads: ThreadPoolExecutor) -> AsyncIterator[None]:
+async def _shut_down(executor: TextExecutor) -> AsyncIterator[None]:
     yield
-    threads.shutdown(wait=False, cancel_futures=True)
+    executor.shutdown()

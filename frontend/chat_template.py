@@ -1,6 +1,6 @@
-"""Renders a conversation to prompt text by the checkpoint's own Jinja template.
+"""Renders a conversation with the checkpoint's Jinja chat template.
 
-The template comes with the checkpoint, never from a request, and runs in Jinja's sandbox.
+Templates are never taken from requests, and run in Jinja's sandbox.
 """
 
 import json
@@ -20,7 +20,7 @@ from frontend.errors import RequestError
 
 __all__ = ["ChatTemplate"]
 
-_TEMPLATE_FAULTS = (
+_TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
     AttributeError,
@@ -29,13 +29,13 @@ _TEMPLATE_FAULTS = (
     TypeError,
     ValueError,
 )
-# Private characters, which no text should have, behind the message that is to be continued.
+# Private-use characters that mark the end of the message to be continued.
 _MARK = "\ue0c7\uf8a3"
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 
 
 class ChatTemplate:
-    """One compiled template with the tokens it may name."""
+    """One compiled template and the special tokens that it may use."""
 
     def __init__(self, source: str, tokens: Mapping[str, str]):
         """Raises ValueError for a template that does not compile."""
@@ -47,7 +47,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template is broken in line {error.lineno}: {error}") from error
         self._tokens = dict(tokens)
         self.options = frozenset(read - _RESERVED - tokens.keys())
-        """The variables that a client may set: all that the template reads and the server does not."""
+        """The variables that clients may set: all that the template reads except the server's."""
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> "ChatTemplate | None":
@@ -63,10 +63,10 @@ class ChatTemplate:
         options: Mapping[str, Any],
         add_generation_prompt: bool = True,
     ) -> str:
-        """The conversation, and at its end what asks for the assistant's next message.
+        """The prompt text, with the beginning of an assistant message if `add_generation_prompt`.
 
-        `options` are the client's variables. Raises RequestError for one that is not among
-        `self.options`, and with the template's own words when it refuses the conversation.
+        `options` are the client's variables. Raises RequestError for one that is not in
+        `self.options`, and with the template's message if it refuses the conversation.
         """
         if unread := sorted(options.keys() - self.options):
             taken = [name for name in unread if name in _RESERVED.union(self._tokens)]
@@ -79,13 +79,13 @@ class ChatTemplate:
             return self._template.render(
                 variables, tools=None, documents=None, add_generation_prompt=add_generation_prompt
             )
-        except _TEMPLATE_FAULTS as error:
+        except _TEMPLATE_ERRORS as error:
             raise RequestError(
                 f"the chat template refuses these messages: {error}", param="messages"
             ) from error
 
     def render_continued(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
-        """The conversation up to the end of the last message's content, for the model to go on there."""
+        """The prompt text up to the end of the last message's content, which the model continues."""
         last = messages[-1]
         marked = [*messages[:-1], {**last, "content": f"{last['content']}{_MARK} "}]
         before, mark, after = self.render(marked, options, add_generation_prompt=False).rpartition(_MARK)
@@ -94,12 +94,12 @@ class ChatTemplate:
                 "the chat template leaves out the last message: it cannot be continued",
                 param="continue_final_message",
             )
-        # The mark's own space is gone where the template trims: then the content's end goes too.
+        # A template that trims contents removes the space after the mark: then trim the content too.
         return before if after.startswith(" ") else before.rstrip()
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}…{% endgeneration %}` marks what a model trains on; here just its body."""
+    """`{% generation %}…{% endgeneration %}` marks training text; here it renders its body."""
 
     tags = {"generation"}
 
@@ -124,7 +124,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _tojson(value: Any, **layout: Any) -> str:
-    # Jinja's own filter escapes for HTML and for ASCII; models are trained on neither.
+    # Jinja's own filter escapes for HTML and ASCII; models are not trained on that.
     layout.setdefault("ensure_ascii", False)
     return json.dumps(value, **layout)
 

@@ -1,4 +1,4 @@
-"""Connections: what arrives on a socket before, and beside, a request that a route can answer."""
+"""HTTP connections: limits, deadlines and the errors of requests that reach no route."""
 
 import asyncio
 import socket
@@ -9,8 +9,8 @@ from atom.utils.logger import get_logger
 from frontend.errors import InternalError, RequestError
 from frontend.limits import HttpLimits
 from frontend.metrics import Metrics
-from frontend.routes.errors import answer_of, name_answer, of_aiohttp
-from frontend.routes.writing import unbuffered, within
+from frontend.routes.errors import add_request_id, error_response, http_exception_response
+from frontend.routes.writing import unbuffered, with_deadline
 
 __all__ = ["Listener"]
 
@@ -18,7 +18,7 @@ _BACKLOG = 1024
 
 
 class Connection(web.RequestHandler):
-    """aiohttp's protocol, whose own answers are OpenAI's error object too."""
+    """aiohttp's protocol with deadlines; its own error responses are OpenAI error objects too."""
 
     __slots__ = ("_metrics", "_write_deadline_s")
 
@@ -28,7 +28,7 @@ class Connection(web.RequestHandler):
         super().__init__(
             server,
             loop=loop,
-            # Counted from the connection's start too, so heads that never end do not hold it.
+            # Also bounds the time until the first request's head is complete.
             keepalive_timeout=limits.idle_deadline_s,
             max_line_size=limits.max_line_bytes,
             max_field_size=limits.max_line_bytes,
@@ -45,36 +45,39 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The answer to what is no HTTP request; the connection ends with it."""
+        """The response to input that is not a valid HTTP request; it closes the connection."""
         if request.writer.output_size:
-            raise ConnectionError("an answer has begun; another one cannot follow inside it")
+            raise ConnectionError("the response has begun: an error response cannot follow inside it")
         if status >= 500:
             get_logger().error("a connection failed", exc_info=exc)
-            response = answer_of(InternalError())
+            response = error_response(InternalError())
         else:
-            response = answer_of(_broken_request(exc))
+            response = error_response(_broken_request(exc))
         response.force_close()
         return response
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Send what a handler returned; aiohttp's own exceptions become error objects first."""
+        """Send a handler's response; aiohttp's own exceptions are turned into error objects first."""
         if isinstance(resp, web.HTTPException):
-            resp = of_aiohttp(resp, "the request", 0)
-        if not resp.prepared:  # requests that never reached the application have no signals
-            await name_answer(request, resp)
+            resp = http_exception_response(resp, "the request")
+        if not resp.prepared:  # the request never reached the application and its signals
+            await add_request_id(request, resp)
+        if request.content.exception() is not None:
+            self._lingering_time = 0.0  # nothing can be read after a malformed body
+            resp.force_close()
         self._metrics.responses[resp.status] += 1
         sending = super().finish_response(request, resp, start_time)
         transport = self.transport
         if transport is None:
             return await sending
         with unbuffered(transport):
-            return await within(self._write_deadline_s, transport, self._metrics, sending)
+            return await with_deadline(self._write_deadline_s, transport, self._metrics, sending)
 
 
 class Listener(web.BaseSite):
-    """Takes connections from a socket that is bound already."""
+    """Accepts connections from a bound socket."""
 
     def __init__(self, runner: web.AppRunner, listener: socket.socket, limits: HttpLimits, metrics: Metrics):
         super().__init__(runner, backlog=_BACKLOG)
@@ -102,6 +105,6 @@ class Listener(web.BaseSite):
 def _broken_request(exc: BaseException | None) -> RequestError:
     if isinstance(exc, http_exceptions.LineTooLong):
         return RequestError("a line of the request's head is too long", status=431)
-    # Parsers quote the offending bytes below their first line.
+    # The parser quotes the offending bytes below the first line.
     problem = str(getattr(exc, "message", "")).partition("\n")[0].rstrip(": ")
-    return RequestError(f"this is no HTTP/1.1 request: {problem or 'it cannot be read'}")
+    return RequestError(f"this is not a valid HTTP/1.1 request: {problem or 'it cannot be parsed'}")

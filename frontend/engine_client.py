@@ -1,24 +1,22 @@
 """The link to one engine core, for all requests of this process.
 
-One task reads the core's steps, turns them into text and wakes each stream at most once a
-step. A stream keeps at most one pending update a choice: a lagging reader gets merged text,
-and never makes anybody else wait.
+One task receives the tokens of each step, detokenizes them and wakes each stream at most once a
+step. A stream keeps at most one pending update for each sequence: a slow reader gets merged text
+and delays no other request.
 """
 
 import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, cast
 
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from atom.messages.codec import Decoder, encode
 from atom.messages.engine import (
     Abort,
     AddRequest,
@@ -27,39 +25,36 @@ from atom.messages.engine import (
     CoreStats,
     FromCore,
     GetStats,
-    Hello,
-    ToCore,
     TokenDeltas,
 )
 from atom.messages.profile import Profile, ProfileResult
+from atom.utils.liveness import PeerMonitor, beat_interval
 from atom.utils.logger import get_logger
 from frontend.admission import Admission
+from frontend.core_link import CoreLink, LinkState
 from frontend.errors import ApiError, EngineDeadError, EngineError, UnavailableError
 from frontend.metrics import Metrics, Progress
 from frontend.output_processor import OutputProcessor, TextOptions, Update
 
 __all__ = ["EngineClient", "Stream"]
 
-# A silent core is asked for a sign of life, and given up long after: on a CPU one step of a
-# large model may take minutes, and the supervisor sees processes die by itself.
-_PROBE_AFTER_S = 30.0
-_GIVE_UP_AFTER_S = 1800.0
-# Longer than the core's own: its words say more.
+# Longer than the core's own deadline, whose error message is more specific.
 _PROFILE_DEADLINE_S = 330.0
-_HEARTBEAT_MS = 5_000
-_HEARTBEAT_TIMEOUT_MS = 30_000
-# How long the core's own last message may trail the end of its connection.
-_LAST_WORDS_S = 0.3
+# How long the core's last message may arrive after the end of its connection.
+_FINAL_MESSAGE_S = 0.3
+# Between the end of a connection and the next one.
+_RECONNECT_S = 1.0
+_CORE = "the engine core"
 _ID_BITS = 40
 _BYTES_PER_ID = 4
 
 
 class Stream:
-    """The updates of one HTTP request, over all its choices."""
+    """The updates of one HTTP request, over all its sequences."""
 
     def __init__(self, request_ids: list[int], every_step: bool):
         self.open = set(request_ids)
-        """Choices that have not ended."""
+        """Ids of the sequences that have not ended."""
         self.first_token_at = 0.0
         self.last_token_at = 0.0
         self._every_step = every_step
@@ -68,7 +63,7 @@ class Stream:
         self._wake = asyncio.Event()
 
     def put(self, update: Update, now: float) -> None:
-        """Add what is new; wakes the reader where it wants to know."""
+        """Add an update, and wake the reader if it waits for every step or all sequences have ended."""
         if update.token_ids:
             self.first_token_at = self.first_token_at or now
             self.last_token_at = now
@@ -83,7 +78,7 @@ class Stream:
             self._wake.set()
 
     def fail(self, error: ApiError) -> None:
-        """End the stream; the reader gets `error` after what is pending."""
+        """End the stream; the reader gets the pending updates and then `error`."""
         self._error = error
         self._wake.set()
 
@@ -91,7 +86,7 @@ class Stream:
         return self
 
     async def __anext__(self) -> list[Update]:
-        """At most one update a choice. Raises the error that `fail` was given."""
+        """At most one update for each sequence. Raises the error given to `fail`."""
         if not self.open and not self._pending:
             raise StopAsyncIteration
         await self._wake.wait()  # bounded by the client's watch over the core
@@ -105,19 +100,22 @@ class Stream:
 
 
 @dataclass(slots=True)
-class _Choice:
-    """One request that the core has."""
+class _Sequence:
+    """One sequence that the core generates."""
 
     stream: Stream
     progress: Progress
 
 
 class EngineClient:
-    """Sends requests to the core at `endpoint` and hands its tokens out.
+    """Sends requests to the core at `endpoint` and distributes its tokens to streams.
 
-    `index` is this frontend's number, unique among those of the core; `capacity` bounds its
-    choices in progress, through `admission`. `on_ready` is called with the core's limits once it
-    can make tokens.
+    `index` is this frontend's number, unique among the frontends of the core; `capacity` bounds the
+    sequences in progress, through `admission`. `on_ready` is called with the core's limits once it
+    is ready.
+
+    While the core is silent, running streams wait; after `hang_timeout` they fail and the client
+    connects again. So it does after every end of the connection.
     """
 
     def __init__(
@@ -128,44 +126,30 @@ class EngineClient:
         metrics: Metrics,
         capacity: int,
         on_ready: Callable[[CoreReady], None] = lambda ready: None,
+        hang_timeout: float = 60.0,
     ):
-        self.limits: CoreReady | None = None
-        """What the core said when it was ready."""
         self.admission = Admission(capacity, self.__len__)
-        self._endpoint = endpoint
-        self._index = index
+        self._context = zmq.asyncio.Context()
+        self._link = CoreLink(self._context, endpoint, index)
+        self._hang_timeout_s = hang_timeout
         self._output = output
         self._metrics = metrics
         self._on_ready = on_ready
         self._counter = itertools.count(index << _ID_BITS)
-        self._choices: dict[int, _Choice] = {}
+        self._sequences: dict[int, _Sequence] = {}
         self._scrapes: set[asyncio.Future[CoreStats]] = set()
         self._profiles: dict[int, asyncio.Future[ProfileResult]] = {}
-        self._decoder = Decoder[FromCore](FromCore)
         self._ready = asyncio.Event()
-        self._death: str | None = None
-        self._last_sign = time.monotonic()
+        self._received_at = 0.0
+        self._core_monitor = PeerMonitor(hang_timeout)
 
     def __len__(self) -> int:
-        """Choices that the core has and that have not ended."""
-        return len(self._choices)
+        """Number of sequences in progress."""
+        return len(self._sequences)
 
     async def __aenter__(self) -> "EngineClient":
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        # Neither side may drop a message; what is in flight is bounded by the live requests.
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._socket.connect(self._endpoint)
-        self._send(Hello(self._index))
-        self._tasks = [
-            asyncio.create_task(self._guard(self._read()), name="core-reader"),
-            asyncio.create_task(self._guard(self._watch_connection()), name="core-watch"),
-        ]
+        self._link.connect()
+        self._task = asyncio.create_task(self._run(), name="core-link")
         return self
 
     async def __aexit__(
@@ -174,38 +158,37 @@ class EngineClient:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
         self._fail_all("the server is stopping")
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close(0)
+        self._link.close()
         self._context.term()
 
+    @property
+    def limits(self) -> CoreReady | None:
+        """The core's limits; None until it was ready for the first time."""
+        return self._link.limits
+
     def check_ready(self) -> None:
-        """Raises UnavailableError while no token can be made."""
-        if self._death is not None:
-            raise UnavailableError(f"the engine is gone: {self._death}", code="engine_dead")
-        if not self._ready.is_set():
-            raise UnavailableError("the engine is still starting; try again shortly")
+        """Raises UnavailableError while the engine cannot generate."""
+        self._link.check_ready()
 
     @property
     def is_ready(self) -> bool:
-        """Whether tokens can be made."""
-        return self._ready.is_set() and self._death is None
+        """Whether the engine can generate."""
+        return self._link.is_ready
 
     async def wait_ready(self) -> None:
-        """Until the core can make tokens; the caller bounds the wait."""
+        """Wait until the core is ready; the caller bounds the wait."""
         await self._ready.wait()
 
     async def stats(self, timeout_s: float) -> CoreStats | None:
-        """The core's counters as of now; None when it does not answer in time."""
+        """The core's current counters; None when it does not respond in time."""
         if not self.is_ready:
             return None
         answer = asyncio.get_running_loop().create_future()
         self._scrapes.add(answer)
-        self._send(GetStats())
+        self._link.send(GetStats())
         try:
             return await asyncio.wait_for(answer, timeout_s)
         except TimeoutError:
@@ -214,95 +197,126 @@ class EngineClient:
             self._scrapes.discard(answer)
 
     async def profile(self, on: bool) -> ProfileResult:
-        """Have the workers record what they compute, or stop and write it.
+        """Start recording profiler traces on all workers, or stop and write them.
 
-        Raises UnavailableError without an engine, EngineError when it does not answer.
+        Raises UnavailableError without an engine, EngineError when it does not respond.
         """
         self.check_ready()
         (number,) = self.new_ids(1)
         answer = asyncio.get_running_loop().create_future()
         self._profiles[number] = answer
-        self._send(Profile(on, number))
+        self._link.send(Profile(on, number))
         try:
             return await asyncio.wait_for(answer, _PROFILE_DEADLINE_S)
         except TimeoutError:
-            raise EngineError(f"the engine core did not answer within {_PROFILE_DEADLINE_S:.0f} s") from None
+            raise EngineError(f"the engine core did not respond within {_PROFILE_DEADLINE_S:.0f} s") from None
         finally:
             del self._profiles[number]
 
     def new_ids(self, count: int) -> list[int]:
-        """Request ids in ascending order, never used before."""
+        """New unique request ids, ascending."""
         return list(itertools.islice(self._counter, count))
 
     @contextlib.contextmanager
     def open(
         self, requests: list[AddRequest], text: TextOptions, every_step: bool = True
     ) -> Iterator[Stream]:
-        """Send `requests`, and read them as one stream; leaving early aborts the rest.
+        """Send `requests` and read their results as one stream; on exit unfinished ones are aborted.
 
-        Without `every_step` the stream wakes its reader once, when all choices have ended.
+        Without `every_step` the stream wakes its reader once, when all sequences have ended. If the
+        engine is not ready any more, the stream fails at once.
         """
-        self.check_ready()
         stream = Stream([request.request_id for request in requests], every_step)
         try:
-            for request in requests:
-                self._begin(request, text, stream)
+            try:
+                self.check_ready()
+            except UnavailableError as error:
+                self._metrics.failed(len(requests))
+                stream.fail(error)
+            else:
+                for request in requests:
+                    self._submit(request, text, stream)
             yield stream
         finally:
-            self._abandon(sorted(stream.open))
+            self._abort(sorted(stream.open))
 
-    def _begin(self, request: AddRequest, text: TextOptions, stream: Stream) -> None:
+    def _submit(self, request: AddRequest, text: TextOptions, stream: Stream) -> None:
         arrived_at = self.admission.begin(request.request_id)
         progress = Progress(arrived_at, len(request.prompt_ids) // _BYTES_PER_ID)
-        self._choices[request.request_id] = _Choice(stream, progress)
+        self._sequences[request.request_id] = _Sequence(stream, progress)
         self._output.add(request, text)
-        self._send(request)
+        self._link.send(request)
 
-    def _abandon(self, request_ids: list[int]) -> None:
-        left = [request_id for request_id in request_ids if self._choices.pop(request_id, None)]
-        self._output.forget(left)
-        if left:
-            self._metrics.aborted(len(left))
-            self.admission.ended(len(left))
-            if self._death is None:
-                self._send(Abort(left))
+    def _abort(self, request_ids: list[int]) -> None:
+        running = [request_id for request_id in request_ids if self._sequences.pop(request_id, None)]
+        self._output.forget(running)
+        if running:
+            self._metrics.aborted(len(running))
+            self.admission.ended(len(running))
+            self._link.send(Abort(running))
 
-    def _send(self, message: ToCore) -> None:
-        # Done at once or an error at once: the send queue has no limit.
-        sent = cast("asyncio.Future[None]", self._socket.send(encode(message), zmq.DONTWAIT))
-        sent.result()
+    async def _run(self) -> None:
+        """Keep a connection to the core: the end of one fails its requests and opens the next."""
+        while True:
+            reason = await self._serve_connection()
+            get_logger().error("the connection to the engine core has ended: %s", reason)
+            self._link.mark_dead(reason)
+            self._link.close()
+            self._fail_all(reason)
+            await asyncio.sleep(_RECONNECT_S)
+            self._link.connect()
 
-    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
-        """Whatever ends a task of the link ends the engine for the clients: nobody may hang."""
+    async def _serve_connection(self) -> str:
+        """Process messages until the connection ends; returns the reason."""
+        self._core_monitor = PeerMonitor(self._hang_timeout_s)
+        work = (self._read(), self._wait_until_closed(), self._watch_silence())
+        tasks = [asyncio.create_task(each) for each in work]
         try:
-            await work
-        except Exception as error:
-            get_logger().exception("the link to the engine core failed")
-            self._die(f"the link to the engine core failed: {error}")
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return next(_reason(task) for task in tasks if task.done())
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read(self) -> None:
-        while self._death is None:
-            try:
-                async with asyncio.timeout(_PROBE_AFTER_S):
-                    frame = await self._socket.recv()
-            except TimeoutError:
-                self._probe()
-                continue
-            self._last_sign = time.monotonic()
-            self._receive(self._decoder.decode(frame))
+    async def _read(self) -> str:
+        while True:
+            message = self._link.decode(await self._link.socket.recv())
+            self._received_at = time.monotonic()
+            self._core_monitor.seen(_CORE)
+            if isinstance(message, CoreDead):
+                return message.reason
+            self._process(message)
 
-    def _receive(self, message: FromCore) -> None:
+    async def _wait_until_closed(self) -> str:
+        monitor = self._link.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        try:
+            await recv_monitor_message(monitor)
+            await asyncio.sleep(_FINAL_MESSAGE_S)
+        finally:
+            self._link.socket.disable_monitor()
+            monitor.close(0)
+        return f"{_CORE} closed its connection"
+
+    async def _watch_silence(self) -> str:
+        """Ask the core for its counters about every second: a core that runs responds at once."""
+        while not (reason := self._core_monitor.hung()):
+            await asyncio.sleep(beat_interval(self._hang_timeout_s))
+            if self._link.state is not LinkState.CONNECTING:
+                self._link.send(GetStats())
+                self._core_monitor.update()
+                self._link.silence = self._core_monitor.unresponsive
+        return reason
+
+    def _process(self, message: FromCore) -> None:
         match message:
             case TokenDeltas():
                 self._deliver(message)
             case CoreReady():
-                self.limits = message
                 self._on_ready(message)
                 self._ready.set()
-            case CoreDead(reason):
-                self._die(reason)
-            case CoreStats():  # for a scrape, or as the sign of life that `_probe` asked for
-                _answer_all(self._scrapes, message)
+            case CoreStats():
+                _resolve(self._scrapes, message)
             case ProfileResult(number):
                 answer = self._profiles.get(number)
                 if answer is not None and not answer.done():
@@ -310,53 +324,31 @@ class EngineClient:
 
     def _deliver(self, deltas: TokenDeltas) -> None:
         done = self._output.process(deltas)
-        now, choices, metrics = self._last_sign, self._choices, self._metrics
+        now, sequences, metrics = self._received_at, self._sequences, self._metrics
         for first in deltas.first:
-            if first.request_id in choices:
+            if first.request_id in sequences:
                 metrics.admitted(first)
         for update in done.updates:
-            choice = choices[update.request_id]
+            sequence = sequences[update.request_id]
             if tokens := len(update.token_ids):
-                metrics.advanced(choice.progress, tokens, now)
-            choice.stream.put(update, now)
+                metrics.advanced(sequence.progress, tokens, now)
+            sequence.stream.put(update, now)
             if update.finished:
-                self._end(update, choice, now)
+                self._finish(update, sequence, now)
         if done.aborts:
-            self._send(Abort(done.aborts))
+            self._link.send(Abort(done.aborts))
 
-    def _end(self, update: Update, choice: _Choice, now: float) -> None:
+    def _finish(self, update: Update, sequence: _Sequence, now: float) -> None:
         assert update.reason is not None
-        del self._choices[update.request_id]
-        self._metrics.finished(choice.progress, update.reason, now)
+        del self._sequences[update.request_id]
+        self._metrics.finished(sequence.progress, update.reason, now)
         self.admission.ended()
 
-    def _probe(self) -> None:
-        silence = time.monotonic() - self._last_sign
-        if silence > _GIVE_UP_AFTER_S:
-            self._die(f"no sign of life from the engine core for {silence:.0f} s")
-        elif self._choices:
-            self._send(GetStats())
-        else:
-            self._last_sign = time.monotonic()  # an idle core has nothing to say
-
-    async def _watch_connection(self) -> None:
-        while self._death is None:
-            await recv_monitor_message(self._monitor)  # only disconnections are monitored
-            if self._ready.is_set():
-                await asyncio.sleep(_LAST_WORDS_S)
-                self._die("the engine core closed its connection")
-
-    def _die(self, reason: str) -> None:
-        if self._death is None:
-            get_logger().error("the engine is gone: %s", reason)
-            self._death = reason
-            self._fail_all(reason)
-
     def _fail_all(self, reason: str) -> None:
-        streams = {choice.stream for choice in self._choices.values()}
-        self._metrics.failed(len(self._choices))
-        self._output.forget(self._choices)
-        self._choices.clear()
+        streams = {sequence.stream for sequence in self._sequences.values()}
+        self._metrics.failed(len(self._sequences))
+        self._output.forget(self._sequences)
+        self._sequences.clear()
         for stream in streams:
             stream.fail(EngineDeadError(reason))
         for answer in self._profiles.values():
@@ -364,7 +356,19 @@ class EngineClient:
                 answer.set_exception(EngineDeadError(reason))
 
 
-def _answer_all(waiting: Iterable["asyncio.Future[CoreStats]"], stats: CoreStats) -> None:
+def _resolve(waiting: Iterable["asyncio.Future[CoreStats]"], stats: CoreStats) -> None:
     for answer in waiting:
         if not answer.done():
             answer.set_result(stats)
+
+
+def _reason(task: "asyncio.Task[str]") -> str:
+    """Why a task of a connection ended; an error is logged, of whatever type.
+
+    A panic of a native extension is a BaseException, but no Exception.
+    """
+    error = task.exception()
+    if error is None:
+        return task.result()
+    get_logger().error("the link to the engine core failed", exc_info=error)
+    return f"the link to the engine core failed: {error}"

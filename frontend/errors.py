@@ -1,25 +1,25 @@
-"""What can go wrong with a request, and how the client reads it.
+"""The exceptions that become OpenAI error objects.
 
-ApiError                 one answer with OpenAI's error object
-├─ RequestError          the client's doing: 400, 401, 404, 408, 413 (a ValueError for the library)
-├─ OverloadedError       429 with Retry-After: as many requests are waiting as may wait
-├─ InternalError         500: a fault of this program
+ApiError                 base: an HTTP status and OpenAI's error object
+├─ RequestError          the request is at fault: 400, 401, 403, 404, 408, 413 (also a ValueError)
+├─ OverloadedError       429 with Retry-After: the queue is full
+├─ InternalError         500: a bug in this program
 ├─ UnavailableError      503 with Retry-After: starting, stopping or without an engine
 └─ EngineError           500: the engine failed this request
-   └─ EngineDeadError    the engine went away under it; code engine_dead
+   └─ EngineDeadError    the engine ended while it ran the request; code engine_dead
 """
 
 from typing import ClassVar
 
 import msgspec
 
-# An answer quotes what the client sent; it need not send all of it back.
+# Error messages quote the request; longer ones are cut.
 _MAX_MESSAGE = 2000
 _MAX_PARAM = 200
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
-    """The inside of OpenAI's error object."""
+    """The `error` member of OpenAI's error object."""
 
     message: str
     type: str
@@ -28,7 +28,7 @@ class ErrorInfo(msgspec.Struct, frozen=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """OpenAI's error object: the body of every answer that is not 2xx."""
+    """OpenAI's error object: the body of every response that is not 2xx."""
 
     error: ErrorInfo
 
@@ -39,7 +39,7 @@ class ApiError(Exception):
     status = 500
     kind: ClassVar[str] = "server_error"
     retry_after_s: int | None = None
-    """When trying again may help, for the Retry-After header."""
+    """Value of the Retry-After header, in seconds."""
 
     def __init__(
         self,
@@ -64,14 +64,14 @@ class ApiError(Exception):
 
 
 class RequestError(ApiError, ValueError):
-    """The request cannot be served as it stands."""
+    """The request is invalid."""
 
     status = 400
     kind = "invalid_request_error"
 
 
 class OverloadedError(ApiError):
-    """The queue is full. OpenAI's words for it: type requests, code rate_limit_exceeded."""
+    """The queue is full. OpenAI uses type requests and code rate_limit_exceeded."""
 
     status = 429
     kind = "requests"
@@ -82,14 +82,14 @@ class OverloadedError(ApiError):
 
 
 class InternalError(ApiError):
-    """Something that must not happen; what it was stands in the log only."""
+    """A bug; only the log has its details."""
 
     def __init__(self) -> None:
         super().__init__("internal error; the server's log has the details", code="internal_error")
 
 
 class UnavailableError(ApiError):
-    """No token can be made right now; trying again later may help."""
+    """The server cannot generate tokens now; a later retry may succeed."""
 
     status = 503
     retry_after_s = 2
@@ -100,13 +100,13 @@ class EngineError(ApiError):
 
 
 class EngineDeadError(EngineError):
-    """The engine ended; no request can be finished any more."""
+    """The engine process ended."""
 
     def __init__(self, reason: str):
         super().__init__(f"the engine is gone: {reason}", code="engine_dead")
 
 
 def _printable(text: str, limit: int) -> str:
-    """Text that JSON can carry: a request line may hold bytes that are no UTF-8."""
+    """`text` cut to `limit` characters; surrogates, from request lines that are not UTF-8, are replaced."""
     clipped = text if len(text) <= limit else text[: limit - 1] + "…"
     return clipped.encode(errors="replace").decode()

@@ -1,6 +1,7 @@
-"""Prometheus' text: this process's counts and the engine's, under our names and vLLM's.
+"""Prometheus text of this process's and the engine's metrics.
 
-The boards, scalers and gateways that exist read `vllm:*`, so what means the same has both names.
+Metrics with the same meaning as in vLLM are exported as both `atom:*` and `vllm:*`, so that existing
+dashboards, autoscalers and gateways work.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,20 +31,20 @@ _Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one scrape shows; `engine` is None while the engine does not answer."""
+    """The values of one scrape; `engine` is None while the engine does not respond."""
 
     model: str
     metrics: Metrics
     engine: CoreStats | None
     engine_up: bool
     live: int
-    """Choices of this process that have not ended."""
+    """Unfinished sequences of this process."""
     refused: int
-    """Requests that were answered 429."""
+    """Requests refused with 429."""
 
 
 def expose(snapshot: Snapshot) -> bytes:
-    """The body of an answer to GET /metrics, of type CONTENT_TYPE."""
+    """The body of GET /metrics, of type CONTENT_TYPE."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(snapshot))
     registry.register(_process)
@@ -63,76 +64,86 @@ class _Collector(Collector):
             yield from self._engine(self._snapshot.engine)
 
     def _requests(self, metrics: Metrics) -> Iterator[Metric]:
-        yield from self._counter("prompt_tokens", "Prompt tokens of begun requests", metrics.prompt_tokens)
+        yield from self._counter("prompt_tokens", "Prompt tokens of started requests", metrics.prompt_tokens)
         yield from self._counter("generation_tokens", "Generated tokens", metrics.generated_tokens)
         labels = [*self._labels, "finished_reason"]
         for name in _both("request_success"):
-            family = CounterMetricFamily(name, "Ended choices by how they ended", labels=labels)
-            for reason, count in sorted(metrics.ended.items()):
+            family = CounterMetricFamily(name, "Finished sequences by reason", labels=labels)
+            for reason, count in sorted(metrics.finish_reasons.items()):
                 family.add_metric([*self._labels.values(), reason], count)
             yield family
-        yield from self._histogram("request_prompt_tokens", "Tokens of a prompt", metrics.prompt_lengths)
-        yield from self._histogram("request_generation_tokens", "Tokens of an answer", metrics.answer_lengths)
+        yield from self._histogram(
+            "request_prompt_tokens", "Prompt tokens per sequence", metrics.prompt_lengths
+        )
+        yield from self._histogram(
+            "request_generation_tokens", "Generated tokens per sequence", metrics.generation_lengths
+        )
 
     def _times(self, metrics: Metrics) -> Iterator[Metric]:
         for name, text, histogram in (
             (
                 "time_to_first_token",
-                "From arrival to the first token",
+                "Time from arrival to the first token",
                 metrics.time_to_first_token,
             ),
-            ("inter_token_latency", "Between two tokens of a choice", metrics.inter_token),
-            ("e2e_request_latency", "From arrival to a choice's end", metrics.latency),
-            ("request_queue_time", "Waiting in the engine", metrics.queue_time),
-            ("request_prefill_time", "From leaving the queue to the first token", metrics.prefill_time),
-            ("request_decode_time", "From the first token to the last", metrics.decode_time),
+            ("inter_token_latency", "Time between two tokens of a sequence", metrics.inter_token),
+            ("e2e_request_latency", "Time from arrival to the end of a sequence", metrics.latency),
+            ("request_queue_time", "Time in the waiting queue", metrics.queue_time),
+            ("request_prefill_time", "Time from scheduling to the first token", metrics.prefill_time),
+            ("request_decode_time", "Time from the first token to the last", metrics.decode_time),
         ):
             yield from self._histogram(f"{name}_seconds", f"{text}, in seconds", histogram)
 
     def _server(self) -> Iterator[Metric]:
         snapshot = self._snapshot
-        yield self._one(GaugeMetricFamily, "atom:engine_up", "Whether tokens can be made", snapshot.engine_up)
-        yield self._one(GaugeMetricFamily, "atom:choices_live", "Choices that have not ended", snapshot.live)
+        yield self._one(
+            GaugeMetricFamily, "atom:engine_up", "Whether the engine can generate tokens", snapshot.engine_up
+        )
+        yield self._one(GaugeMetricFamily, "atom:choices_live", "Unfinished sequences", snapshot.live)
         yield self._one(
             CounterMetricFamily,
             "atom:requests_refused",
-            "Requests answered 429",
+            "Requests refused with 429",
             snapshot.refused,
         )
         yield self._one(
             CounterMetricFamily,
             "atom:client_disconnects",
-            "Clients that left before their answer was complete",
+            "Clients that disconnected before their response was complete",
             snapshot.metrics.disconnects,
         )
         yield self._one(
             CounterMetricFamily,
             "atom:stalled_clients",
-            "Clients cut off because they did not read their answer",
+            "Clients disconnected because they did not read their response",
             snapshot.metrics.stalled,
         )
-        responses = CounterMetricFamily("atom:http_responses", "HTTP answers by status", labels=["status"])
+        responses = CounterMetricFamily("atom:http_responses", "HTTP responses by status", labels=["status"])
         for status, count in sorted(snapshot.metrics.responses.items()):
             responses.add_metric([str(status)], count)
         yield responses
 
     def _engine(self, stats: CoreStats) -> Iterator[Metric]:
         usage = stats.kv_blocks_used / max(stats.kv_blocks_total, 1)
-        yield from self._gauge("num_requests_running", "Choices being computed", stats.running)
-        yield from self._gauge("num_requests_waiting", "Choices that wait for room", stats.waiting)
-        yield from self._gauge("kv_cache_usage_perc", "Part of the KV cache in use, 1 is full", usage)
-        yield from self._counter("prefix_cache_queries", "Prompt tokens looked up", stats.prefix_queries)
-        yield from self._counter("prefix_cache_hits", "Prompt tokens found in the cache", stats.prefix_hits)
-        yield from self._counter("num_preemptions", "Choices put back to make room", stats.preemptions)
+        yield from self._gauge("num_requests_running", "Running sequences", stats.running)
+        yield from self._gauge("num_requests_waiting", "Waiting sequences", stats.waiting)
+        yield from self._gauge("kv_cache_usage_perc", "Fraction of the KV cache in use", usage)
+        yield from self._counter(
+            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache", stats.prefix_queries
+        )
+        yield from self._counter(
+            "prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.prefix_hits
+        )
+        yield from self._counter("num_preemptions", "Preempted sequences", stats.preemptions)
         for name, text, count in (
-            ("engine_steps", "Steps of the engine", stats.steps),
-            ("overlapped_steps", "Steps begun before the one before was done", stats.overlapped_steps),
-            ("chunked_prefills", "Steps that computed a part of a prompt", stats.chunked_prefills),
-            ("prefill_preemptions", "Preemptions of choices in prefill", stats.prefill_preemptions),
+            ("engine_steps", "Engine steps", stats.steps),
+            ("overlapped_steps", "Steps launched before the previous one finished", stats.overlapped_steps),
+            ("chunked_prefills", "Steps with a partial prefill", stats.chunked_prefills),
+            ("prefill_preemptions", "Preemptions during prefill", stats.prefill_preemptions),
         ):
             yield self._one(CounterMetricFamily, f"atom:{name}", text, count)
-        yield self._one(GaugeMetricFamily, "atom:kv_blocks_used", "Blocks in use", stats.kv_blocks_used)
-        yield self._one(GaugeMetricFamily, "atom:kv_blocks", "Blocks of the KV cache", stats.kv_blocks_total)
+        yield self._one(GaugeMetricFamily, "atom:kv_blocks_used", "KV blocks in use", stats.kv_blocks_used)
+        yield self._one(GaugeMetricFamily, "atom:kv_blocks", "KV blocks in total", stats.kv_blocks_total)
 
     def _gauge(self, name: str, text: str, value: float) -> Iterator[Metric]:
         return (self._one(GaugeMetricFamily, each, text, value) for each in _both(name))

@@ -1,23 +1,40 @@
-"""From a prompt to the core's request: every bound is checked here, before any message."""
+"""Builds the engine core's requests from prompts and sampling parameters.
+
+All limits are checked here, before anything is sent.
+"""
 
 import secrets
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from atom.config.checkpoint import Checkpoint
 from atom.messages.engine import AddRequest, LogitsProcessors, Sampling, pack_ids
 from atom.sampling_params import SEED_LIMIT, SamplingParams
 from frontend.errors import RequestError
-from frontend.tokenizer import Tokenizer
+from frontend.tokenizer import Tokenizer, TooManyTokensError
 
-__all__ = ["InputProcessor"]
+__all__ = ["MAX_EXCESS_TOKENS", "CheckedParams", "InputProcessor"]
 
-_NO_RULES = LogitsProcessors()
+# Texts to be truncated or only tokenized may have this many tokens beyond the context length.
+MAX_EXCESS_TOKENS = 1 << 18
+
+_NEUTRAL = LogitsProcessors()
+
+
+@dataclass(frozen=True)
+class CheckedParams:
+    """What all requests of one SamplingParams share. Made by `InputProcessor.check_params`."""
+
+    eos_token_ids: list[int]
+    stop_token_ids: list[int]
+    logits_processors: LogitsProcessors | None
 
 
 class InputProcessor:
-    """Knows the limits of one model. `max_model_len` may be lowered once the core told it.
+    """Checks and encodes requests for one model.
 
-    `scheduling_policy` is the core's: only one of them has a use for priorities.
+    `max_model_len` may be lowered when the engine core is ready. `scheduling_policy` is the
+    core's: only "priority" reads priorities.
     """
 
     def __init__(
@@ -33,19 +50,34 @@ class InputProcessor:
         self._vocab_size = checkpoint.vocab_size
         self._eos_token_ids = list(checkpoint.eos_token_ids)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text prompt. Raises RequestError where the model has no tokenizer."""
+    def encode(self, text: str, add_special_tokens: bool = True, excess: int = 0) -> list[int]:
+        """Token ids of `text`.
+
+        Raises RequestError for a model without a tokenizer, and for a text that has more than
+        `excess` tokens beyond the context length: long texts are not even tokenized then.
+        """
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer: send the prompt as token ids", param="prompt")
-        return self.tokenizer.encode(text, add_special_tokens)
+        limit = self.max_model_len + excess
+        try:
+            return self.tokenizer.encode(text, add_special_tokens, limit)
+        except TooManyTokensError as error:
+            if not excess:
+                raise self._too_long(f"{'' if error.exact else 'more than '}{error.count}") from None
+            raise RequestError(
+                f"the text has more than {limit} tokens: at most {excess} beyond the model's context length "
+                f"of {self.max_model_len} are tokenized; send less text",
+                param="prompt",
+                code="context_length_exceeded",
+            ) from None
 
     def check_prompt(self, prompt_ids: Sequence[int]) -> None:
-        """Raises RequestError for a prompt that cannot be served, however short the answer."""
+        """Raises RequestError for a prompt that is empty, too long or outside the vocabulary."""
         self.room(prompt_ids)
         self.check_vocabulary(prompt_ids, "prompt")
 
     def check_vocabulary(self, ids: Collection[int], param: str) -> None:
-        """Raises RequestError, naming `param`, for ids that the model does not have."""
+        """Raises RequestError with `param` for ids outside the vocabulary."""
         for token_id in (min(ids), max(ids)):
             if not 0 <= token_id < self._vocab_size:
                 raise RequestError(
@@ -55,18 +87,32 @@ class InputProcessor:
                 )
 
     def room(self, prompt_ids: Sequence[int]) -> int:
-        """Tokens that fit behind this prompt; raises RequestError when none does."""
+        """How many tokens can be generated after this prompt. Raises RequestError if none can."""
         if not prompt_ids:
             raise RequestError("the prompt is empty: at least one token is needed", param="prompt")
         room = self.max_model_len - len(prompt_ids)
         if room < 1:
-            raise RequestError(
-                f"the model's maximum context length is {self.max_model_len} tokens, and the prompt "
-                f"alone has {len(prompt_ids)}: shorten it to at most {self.max_model_len - 1}",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+            raise self._too_long(str(len(prompt_ids)))
         return room
+
+    def check_params(self, params: SamplingParams) -> CheckedParams:
+        """What the requests of all prompts with `params` share.
+
+        Raises RequestError for ids outside the vocabulary, and for parameters that need a
+        tokenizer or another scheduling policy.
+        """
+        self._check_support(params)
+        for name, ids in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias),
+            ("allowed_token_ids", params.allowed_token_ids),
+        ):
+            if ids:
+                self.check_vocabulary(ids, name)
+        eos_token_ids = [] if params.ignore_eos else self._eos_token_ids
+        stop_token_ids = list(params.stop_token_ids or ())
+        processors = self._logits_processors(params, [*eos_token_ids, *stop_token_ids])
+        return CheckedParams(eos_token_ids, stop_token_ids, processors)
 
     def requests(
         self,
@@ -74,35 +120,27 @@ class InputProcessor:
         params: SamplingParams,
         request_ids: Sequence[int],
         cache_salt: str = "",
+        checked: CheckedParams | None = None,
     ) -> list[AddRequest]:
-        """One request for each id: the choices of one prompt, which differ in `sequence` only.
+        """One request per id: the `n` sequences of one prompt, which differ in `sequence` only.
 
-        Raises RequestError for ids outside the vocabulary, lengths beyond the model's, and what
-        this engine has no means for.
+        `checked` is the result of `check_params` for parameters that differ in max_tokens at
+        most. Raises RequestError as `check_params` does, and for prompts that are too long or
+        have ids outside the vocabulary.
         """
-        self._check_means(params)
+        checked = checked or self.check_params(params)
         self._check_length(prompt_ids, params.max_tokens)
-        for name, ids in (
-            ("prompt", prompt_ids),
-            ("stop_token_ids", params.stop_token_ids),
-            ("logit_bias", params.logit_bias),
-            ("allowed_token_ids", params.allowed_token_ids),
-        ):
-            if ids:
-                self.check_vocabulary(ids, name)
+        self.check_vocabulary(prompt_ids, "prompt")
         packed = pack_ids(prompt_ids)
         seed = _unsigned_seed(params.seed)
-        eos_token_ids = [] if params.ignore_eos else self._eos_token_ids
-        stop_token_ids = list(params.stop_token_ids or ())
-        rules = self._rules(params, [*eos_token_ids, *stop_token_ids])
         return [
             AddRequest(
                 request_id,
                 packed,
                 params.max_tokens,
-                _sampling(params, seed, sequence, rules),
-                eos_token_ids=eos_token_ids,
-                stop_token_ids=stop_token_ids,
+                _sampling(params, seed, sequence, checked.logits_processors),
+                eos_token_ids=checked.eos_token_ids,
+                stop_token_ids=checked.stop_token_ids,
                 priority=params.priority,
                 cache_salt=cache_salt,
                 prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
@@ -110,10 +148,18 @@ class InputProcessor:
             for sequence, request_id in enumerate(request_ids)
         ]
 
-    def _rules(self, params: SamplingParams, end_ids: list[int]) -> LogitsProcessors | None:
-        """None where nothing is asked for: such rows cost the sampler nothing."""
+    def _too_long(self, count: str) -> RequestError:
+        return RequestError(
+            f"the model's maximum context length is {self.max_model_len} tokens, and the prompt "
+            f"alone has {count}: shorten it to at most {self.max_model_len - 1}",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+
+    def _logits_processors(self, params: SamplingParams, end_ids: list[int]) -> LogitsProcessors | None:
+        """None if all have their neutral value: such rows cost the sampler nothing."""
         bias = params.logit_bias or {}
-        rules = LogitsProcessors(
+        processors = LogitsProcessors(
             allowed_ids=pack_ids(sorted(set(params.allowed_token_ids or ()))),
             bad_words=[ids for word in params.bad_words or () for ids in self._bad_word_ids(word)],
             min_tokens=params.min_tokens,
@@ -124,13 +170,13 @@ class InputProcessor:
             frequency_penalty=float(params.frequency_penalty),
             presence_penalty=float(params.presence_penalty),
         )
-        if rules == _NO_RULES:
+        if processors == _NEUTRAL:
             return None
-        self._check_something_is_left(params, rules)
-        return rules
+        self._check_allowed_remain(params, processors)
+        return processors
 
     def _bad_word_ids(self, word: str) -> list[list[int]]:
-        """How the word is written at the beginning of a text, and behind a space."""
+        """The ids of `word` at the beginning of a text, and after a space."""
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer to read bad_words with", param="bad_words")
         plain = self.tokenizer.encode(word.lstrip(), add_special_tokens=False)
@@ -139,11 +185,11 @@ class InputProcessor:
         forms = [plain] if spaced[-len(plain) :] == plain else [plain, spaced]
         if not all(forms):
             raise RequestError(f"bad_words has {word!r}, which has no token", param="bad_words")
-        # A tokenizer may know more tokens than the model: those are never generated anyway.
+        # Ids beyond the model's vocabulary are never sampled.
         return [ids for ids in forms if max(ids) < self._vocab_size]
 
-    def _check_something_is_left(self, params: SamplingParams, rules: LogitsProcessors) -> None:
-        excluded = {ids[0] for ids in rules.bad_words if len(ids) == 1}.union(rules.end_ids)
+    def _check_allowed_remain(self, params: SamplingParams, processors: LogitsProcessors) -> None:
+        excluded = {ids[0] for ids in processors.bad_words if len(ids) == 1}.union(processors.end_ids)
         allowed: Collection[int] = params.allowed_token_ids or range(self._vocab_size)
         if excluded and len(excluded) >= len(set(allowed)) and excluded.issuperset(allowed):
             raise RequestError(
@@ -152,7 +198,7 @@ class InputProcessor:
                 param="allowed_token_ids",
             )
 
-    def _check_means(self, params: SamplingParams) -> None:
+    def _check_support(self, params: SamplingParams) -> None:
         if params.priority and self._scheduling_policy != "priority":
             raise RequestError(
                 f"priority {params.priority} has no effect under --scheduling-policy "
@@ -169,14 +215,16 @@ class InputProcessor:
         if max_tokens > self.room(prompt_ids):
             raise RequestError(
                 f"the model's maximum context length is {self.max_model_len} tokens, but "
-                f"{len(prompt_ids) + max_tokens} were asked for: {len(prompt_ids)} in the prompt and "
+                f"{len(prompt_ids) + max_tokens} were requested: {len(prompt_ids)} in the prompt and "
                 f"{max_tokens} to generate; lower max_tokens or shorten the prompt",
                 param="max_tokens",
                 code="context_length_exceeded",
             )
 
 
-def _sampling(params: SamplingParams, seed: int, sequence: int, rules: LogitsProcessors | None) -> Sampling:
+def _sampling(
+    params: SamplingParams, seed: int, sequence: int, processors: LogitsProcessors | None
+) -> Sampling:
     return Sampling(
         temperature=float(params.temperature),
         top_k=max(params.top_k, 0),
@@ -184,7 +232,7 @@ def _sampling(params: SamplingParams, seed: int, sequence: int, rules: LogitsPro
         min_p=float(params.min_p),
         seed=seed,
         sequence=sequence,
-        logits_processors=rules,
+        logits_processors=processors,
         logprobs=-1 if params.logprobs is None else params.logprobs,
     )
 

@@ -1,4 +1,4 @@
-"""How long and how large a conversation over HTTP may be."""
+"""Size limits and deadlines of HTTP connections."""
 
 from dataclasses import dataclass
 
@@ -7,19 +7,21 @@ __all__ = ["HttpLimits"]
 
 @dataclass(frozen=True)
 class HttpLimits:
-    """Seconds and bytes."""
+    """In bytes and seconds."""
 
-    max_body_bytes: int = 32 * 1024 * 1024
+    max_body_bytes: int = 8 * 1024 * 1024
+    max_body_memory: int = 256 * 1024 * 1024
+    """Of all bodies that are being received or parsed."""
     max_line_bytes: int = 8190
-    """Of the request line, and of each header."""
+    """Of the request line and of each header."""
     max_headers: int = 128
     body_deadline_s: float = 60.0
-    """Until a request's body has arrived."""
+    """For receiving a request's whole body."""
     idle_deadline_s: float = 75.0
-    """A connection without a complete request head for this long is closed."""
+    """A connection that has sent no complete request head for this long is closed."""
     write_deadline_s: float = 120.0
-    """A client that reads nothing for this long is gone for our purposes."""
+    """A client that reads nothing of its response for this long is disconnected."""
     silence_s: float = 15.0
-    """A stream that has nothing to say sends a comment, so that proxies keep it open."""
+    """A stream without tokens for this long sends an SSE comment, so that proxies keep it open."""
     stats_deadline_s: float = 1.0
-    """How long a scrape of the metrics waits for the engine's part."""
+    """How long GET /metrics waits for the engine's counters."""

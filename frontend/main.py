@@ -12,8 +12,9 @@ from aiohttp import web
 
 from atom.messages.codec import encode
 from atom.messages.launch import FrontendLaunch
-from atom.messages.supervisor import Dead, Ready, ToSupervisor
+from atom.messages.supervisor import Beat, Dead, Ready, ToSupervisor
 from atom.utils.exit_status import ExitStatus
+from atom.utils.liveness import Beats, beat_interval
 from atom.utils.logger import get_logger, setup_logging
 from atom.utils.process import read_launch
 from frontend import keys
@@ -23,6 +24,8 @@ __all__ = ["main", "serve"]
 
 _PROCESS = "frontend"
 _STATUS_LINGER_MS = 1000
+# For sending the error responses of requests that did not finish in time.
+_LAST_RESPONSES_S = 2.0
 
 
 def main() -> None:
@@ -39,7 +42,7 @@ def main() -> None:
 
 
 async def serve(launch: FrontendLaunch) -> None:
-    """Answer requests until SIGTERM; then let running ones end within the shutdown timeout.
+    """Serve requests until SIGTERM; then running requests get the shutdown timeout to finish.
 
     A second SIGTERM ends them at once.
     """
@@ -47,35 +50,51 @@ async def serve(launch: FrontendLaunch) -> None:
     app = create_app(launch)
     runner = await start(app, socket.socket(fileno=launch.listen_fd))
     gc.collect()
-    gc.freeze()  # nothing made so far dies before the process does
+    gc.freeze()  # objects made so far live as long as the process
     try:
         ready = asyncio.create_task(_report_ready(app, launch.supervisor))
+        beats = asyncio.create_task(_send_beats(launch))
         await stop.first.wait()
         ready.cancel()
         await _drain(app, stop, launch.server.shutdown_timeout)
+        beats.cancel()
     finally:
         await runner.cleanup()
 
 
 async def _report_ready(app: web.Application, supervisor: str) -> None:
-    # However long it takes: the supervisor watches over the whole start.
+    # No deadline here: the supervisor bounds the whole start.
     await app[keys.CLIENT].wait_ready()
     _report(supervisor, Ready(_PROCESS))
 
 
+async def _send_beats(launch: FrontendLaunch) -> None:
+    """A sign of life from the event loop, for the supervisor."""
+    interval = beat_interval(launch.config.reliability.hang_timeout)
+    with zmq.Context() as context:
+        beats = Beats(context, zmq.PUSH, launch.supervisor, Beat(_PROCESS), interval)
+        try:
+            while True:
+                beats.send_if_due()
+                await asyncio.sleep(interval)
+        finally:
+            beats.close()
+
+
 async def _drain(app: web.Application, stop: "_StopSignal", timeout_s: float) -> None:
     draining = asyncio.create_task(app[keys.LIFECYCLE].drain(timeout_s))
-    hurry = asyncio.create_task(stop.second.wait())
-    await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
-    hurry.cancel()
+    second_signal = asyncio.create_task(stop.second.wait())
+    await asyncio.wait({draining, second_signal}, return_when=asyncio.FIRST_COMPLETED)
+    second_signal.cancel()
     draining.cancel()
-    cut_off = app[keys.LIFECYCLE].running
-    if cut_off:
-        get_logger().warning("stopping with %d requests unfinished", cut_off)
+    unfinished = app[keys.LIFECYCLE].running
+    if unfinished:
+        get_logger().warning("stopping with %d requests unfinished", unfinished)
+        await app[keys.LIFECYCLE].interrupt(_LAST_RESPONSES_S)
 
 
 class _StopSignal:
-    """Counts SIGTERM: the first asks to finish, the second to hurry."""
+    """SIGTERM: the first starts draining, the second ends it."""
 
     def __init__(self) -> None:
         self.first = asyncio.Event()

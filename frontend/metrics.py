@@ -1,7 +1,7 @@
-"""What this process counts while it serves.
+"""Counters and histograms of this process.
 
-Plain integers and lists, touched by the event loop's thread alone: a token costs one bisection.
-`frontend.exposition` turns them into Prometheus' text when somebody asks.
+Plain integers and lists, used by the event loop's thread only: one bisection a token.
+`frontend.exposition` formats them for Prometheus.
 """
 
 from bisect import bisect_left
@@ -13,18 +13,18 @@ from atom.messages.engine import FirstToken
 
 __all__ = ["Histogram", "Metrics", "Progress"]
 
-# vLLM's words for how a choice ended; whatever else ended it is a stop.
-_ENDS = {"max_tokens": "length", "aborted": "abort", "error": "error"}
+# vLLM's labels of finish reasons; all others are "stop".
+_FINISH_LABELS = {"max_tokens": "length", "aborted": "abort", "error": "error"}
 
 
 class Histogram:
-    """Counts values by the bucket whose upper bound is the first that is not below them."""
+    """Counts values in buckets with inclusive upper bounds."""
 
     def __init__(self, bounds: list[float]):
         assert all(low < high for low, high in pairwise(bounds))
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
-        """The last one counts what is above every bound."""
+        """One more than bounds: the last counts the values above all bounds."""
         self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
@@ -35,7 +35,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class Progress:
-    """One choice as the metrics see it. Moments are of the monotonic clock."""
+    """Timestamps (monotonic clock) and token counts of one sequence."""
 
     arrived_at: float
     prompt_tokens: int
@@ -45,7 +45,7 @@ class Progress:
 
 
 def _series(steps: tuple[float, ...], first: int, last: int) -> list[float]:
-    """The same steps in every decade from 10**first on, up to 10**last."""
+    """The same steps in every decade from 10**first to 10**last."""
     bounds = [float(f"{step}e{decade}") for decade in range(first, last) for step in steps]
     return [*bounds, float(f"1e{last}")]
 
@@ -64,18 +64,18 @@ def _token_counts() -> Histogram:
 
 @dataclass
 class Metrics:
-    """Counters and histograms since this process began."""
+    """Counters and histograms since the start of this process."""
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
-    ended: Counter[str] = field(default_factory=Counter)
-    """Choices by how they ended: stop, length, abort or error."""
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+    """Sequences by finish reason: stop, length, abort or error."""
     responses: Counter[int] = field(default_factory=Counter)
-    """HTTP answers by status."""
+    """HTTP responses by status."""
     disconnects: int = 0
-    """Clients that left before their answer was complete."""
+    """Clients that disconnected before their response was complete."""
     stalled: int = 0
-    """Clients that were cut off because they did not read their answer."""
+    """Clients disconnected because they did not read their response."""
     time_to_first_token: Histogram = field(default_factory=_seconds)
     inter_token: Histogram = field(default_factory=_fine_seconds)
     latency: Histogram = field(default_factory=_seconds)
@@ -83,15 +83,15 @@ class Metrics:
     prefill_time: Histogram = field(default_factory=_seconds)
     decode_time: Histogram = field(default_factory=_seconds)
     prompt_lengths: Histogram = field(default_factory=_token_counts)
-    answer_lengths: Histogram = field(default_factory=_token_counts)
+    generation_lengths: Histogram = field(default_factory=_token_counts)
 
     def admitted(self, first: FirstToken) -> None:
-        """A choice has left queue and prefill behind."""
+        """Count queue and prefill times of a sequence with its first token."""
         self.queue_time.observe(first.queued_s)
         self.prefill_time.observe(first.prefill_s)
 
     def advanced(self, progress: Progress, tokens: int, now: float) -> None:
-        """A choice has new tokens."""
+        """Count new tokens of a sequence."""
         self.generated_tokens += tokens
         progress.tokens += tokens
         if progress.last_token_at:
@@ -103,18 +103,18 @@ class Metrics:
         progress.last_token_at = now
 
     def finished(self, progress: Progress, reason: str, now: float) -> None:
-        """A choice has ended, for the raw `reason` of its update."""
-        self.ended[_ENDS.get(reason, "stop")] += 1
+        """Count a finished sequence; `reason` is the raw finish reason."""
+        self.finish_reasons[_FINISH_LABELS.get(reason, "stop")] += 1
         self.latency.observe(now - progress.arrived_at)
         self.prompt_lengths.observe(progress.prompt_tokens)
-        self.answer_lengths.observe(progress.tokens)
+        self.generation_lengths.observe(progress.tokens)
         if progress.tokens:
             self.decode_time.observe(now - progress.first_token_at)
 
     def aborted(self, count: int) -> None:
-        """Choices that their client gave up."""
-        self.ended["abort"] += count
+        """Count sequences aborted by their client."""
+        self.finish_reasons["abort"] += count
 
     def failed(self, count: int) -> None:
-        """Choices that the end of the engine or of this process cut short."""
-        self.ended["error"] += count
+        """Count sequences ended by the end of the engine or of this process."""
+        self.finish_reasons["error"] += count

@@ -1,9 +1,10 @@
-"""From the core's token columns to text and ends, for many requests at once.
+"""Turns the engine core's tokens into text and finish reasons, for all requests of a step.
 
-It does no input or output: the HTTP frontend and the synchronous library share it. Its table
-of live requests is the record that a replay needs: what was asked and every id emitted since.
+It does no I/O: the HTTP frontend and the library share it. Its request states hold what a
+replay needs: the request and all ids generated so far.
 """
 
+import asyncio
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +20,10 @@ from atom.messages.engine import (
     TokenDeltas,
     unpack_ids,
 )
+from atom.utils.logger import get_logger
 from frontend.detokenizer import Detokenizer, StopFinder
 from frontend.harmony import Harmony
-from frontend.token_logprobs import LogprobColumns, LogprobTrack, PromptRecord, TokenLogprob
+from frontend.token_logprobs import LogprobColumns, LogprobTrack, PromptLogprobTrack, TokenLogprob
 from frontend.tokenizer import Tokenizer
 
 __all__ = ["OutputProcessor", "Processed", "RequestState", "TextOptions", "Update"]
@@ -37,43 +39,43 @@ _RAW_REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """How the ids of a request become its text."""
+    """How the text of a request is made from its ids."""
 
     stop_strings: Sequence[str] = ()
     include_stop: bool = False
-    """Keep the stop string, or the text of the id, that ended the choice."""
+    """Keep the stop string, or the text of the stop token."""
     skip_special_tokens: bool = True
     format: Harmony | None = None
-    """Tells reasoning from text; None: all is text."""
+    """Separates reasoning from content; None: all text is content."""
 
 
 class Update(msgspec.Struct, gc=False):
-    """What is new about one choice. There is one for every token, so it is cheap to make."""
+    """New tokens and text of one sequence."""
 
     request_id: int
     token_ids: "array[int]"
-    """The new ids, with the one that ended the choice."""
+    """The new ids, including the stop token."""
     text: str = ""
-    """The new text, without what ended the choice unless it was asked for."""
+    """The new text, without stop string or stop token unless `include_stop` is set."""
     finished: bool = False
     reason: str | None = None
-    """Why it ended: eos, stop_<id>, stop_sequence, max_tokens, aborted or error."""
-    stop_reason: str | None = None
-    """The stop string that ended it."""
+    """Why it finished: eos, stop_<id>, stop_sequence, max_tokens, aborted or error."""
+    stop_reason: str | int | None = None
+    """The stop string, or the id of `stop_token_ids`, that ended it."""
     cached_tokens: int = 0
-    """Prompt tokens from the prefix cache; comes with the first token."""
+    """Prompt tokens from the prefix cache; set with the first token."""
     error: str = ""
-    """What went wrong, where `reason` is error."""
+    """The error message, where `reason` is error."""
     logprobs: list[TokenLogprob] | tuple[()] = ()
-    """Of the tokens whose text is in `text` and, at the end, of all that are left: those of a
-    stop string and the id that ended the choice have one, shown or not."""
+    """Of the tokens whose text is in `text`; the last update has all that remain, including
+    those of the stop string or stop token."""
     prompt_logprobs: list[TokenLogprob] | tuple[()] = ()
-    """Of the prompt from its second token on; comes with the first token."""
+    """Of the prompt from its second token on; set with the first token."""
     reasoning: str = ""
-    """The new text that led to `text`, where the model's format tells them apart."""
+    """The new reasoning text, where the model's format separates it."""
 
     def merge(self, later: "Update") -> None:
-        """Append what came after this update."""
+        """Append the following update to this one."""
         self.token_ids.extend(later.token_ids)
         self.text += later.text
         self.reasoning += later.reasoning
@@ -91,227 +93,251 @@ class Update(msgspec.Struct, gc=False):
 
 @dataclass(slots=True)
 class Processed:
-    """The outcome of one step."""
+    """The result of one step."""
 
     updates: list[Update] = field(default_factory=list)
     aborts: list[int] = field(default_factory=list)
-    """Choices that ended on a stop string, which the core must still be told."""
+    """Requests that ended here (stop string or error) and must be aborted in the core."""
 
 
-class Advanced(NamedTuple):
-    """What new ids brought."""
+class NewText(NamedTuple):
+    """The result of decoding new ids."""
 
     text: str
     reasoning: str
     used: int
-    """How many of the ids."""
+    """How many of the ids were decoded."""
     stop: str | None
-    """The stop string that was completed; reasoning completes none."""
+    """The stop string that was found; reasoning is not searched."""
 
 
 class RequestState:
-    """One choice in progress: what was asked, and all ids since."""
+    """One running sequence: its request and all ids generated so far."""
 
     __slots__ = (
         "_channels",
-        "_checked_from",
         "_detokenizer",
         "_include_stop",
+        "_min_tokens",
         "_stops",
         "emitted",
-        "ids_alone",
-        "prompt",
+        "ids_only",
+        "logprobs",
+        "prompt_logprobs",
         "request",
-        "track",
     )
 
     def __init__(self, request: AddRequest, tokenizer: Tokenizer | None, text: TextOptions):
         sampling = request.sampling
         self.request = request
         self.emitted: array[int] = array("i")
-        self.track = LogprobTrack() if sampling.logprobs >= 0 else None
-        self.prompt = PromptRecord(request.prompt_logprobs, {}) if request.prompt_logprobs >= 0 else None
+        self.logprobs = LogprobTrack() if sampling.logprobs >= 0 else None
+        self.prompt_logprobs = (
+            PromptLogprobTrack(request.prompt_logprobs, {}) if request.prompt_logprobs >= 0 else None
+        )
         self._include_stop = text.include_stop
-        self._checked_from = sampling.logits_processors.min_tokens if sampling.logits_processors else 0
+        self._min_tokens = sampling.logits_processors.min_tokens if sampling.logits_processors else 0
         self._stops = StopFinder(text.stop_strings) if text.stop_strings else None
         self._channels = text.format.channels() if text.format else None
-        self._detokenizer = (
-            Detokenizer(tokenizer, self.emitted, text.skip_special_tokens) if tokenizer else None
-        )
-        self.ids_alone = not (self._detokenizer or self.track or self.prompt)
-        """Its updates carry neither text nor log probabilities."""
+        self._detokenizer = Detokenizer(tokenizer, text.skip_special_tokens) if tokenizer else None
+        self.ids_only = not (self._detokenizer or self.logprobs or self.prompt_logprobs)
+        """Its updates have neither text nor log probabilities."""
 
-    def advance(self, ids: "array[int]", logprobs: Sequence[TokenLogprob] = ()) -> "Advanced":
-        """Take new ids.
+    def append(self, ids: "array[int]", logprobs: Sequence[TokenLogprob] = ()) -> NewText:
+        """Decode new ids, up to the end of a stop string.
 
-        Ids behind a completed stop string are not used. `logprobs` has one entry an id where
-        the request asks for them, and is empty elsewhere.
+        `logprobs` has one entry per id, or is empty if the request has none.
         """
         if self._detokenizer is None:
             self.emitted.extend(ids)
             for entry in logprobs[: len(ids)]:
-                self._track().place(entry, 0)
-            return Advanced("", "", len(ids), None)
-        shown = reasoning = ""
+                self._track().add(entry, 0)
+            return NewText("", "", len(ids), None)
+        content = reasoning = ""
         for used, token_id in enumerate(ids, 1):
             self.emitted.append(token_id)
-            decoded, thought = self._detokenizer.feed(), ""
+            text, thought = self._detokenizer.feed(token_id), ""
             if self._channels is not None:
-                decoded, thought = self._channels.sort(token_id, decoded)
+                text, thought = self._channels.split(token_id, text)
                 reasoning += thought
             if logprobs:
-                self._track().place(logprobs[used - 1], len(decoded) + len(thought))
-            piece, stop = self._past_stops(decoded)
-            shown += piece
+                self._track().add(logprobs[used - 1], len(text) + len(thought))
+            piece, stop = self._check_stops(text)
+            content += piece
             if stop is not None:
-                return Advanced(shown, reasoning, used, stop)
-        return Advanced(shown, reasoning, len(ids), None)
+                return NewText(content, reasoning, used, stop)
+        return NewText(content, reasoning, len(ids), None)
 
-    def finish(self) -> "Advanced":
-        """What was held back so far."""
+    def finish(self) -> NewText:
+        """The text held back so far."""
         if self._detokenizer is None:
-            return Advanced("", "", 0, None)
-        decoded, thought = self._detokenizer.finish(), ""
+            return NewText("", "", 0, None)
+        text, thought = self._detokenizer.finish(), ""
         if self._channels is not None:
-            decoded, thought = self._channels.rest(decoded)
-        piece, stop = self._past_stops(decoded)
+            text, thought = self._channels.split_rest(text)
+        piece, stop = self._check_stops(text)
         if stop is None and self._stops is not None:
             piece += self._stops.finish()
-        return Advanced(piece, thought, 0, stop)
+        return NewText(piece, thought, 0, stop)
 
-    def shown_ids(self, ids: "array[int]", end: Finished | None) -> "array[int]":
-        """The ids that become text: without the one that ended the choice, unless it is to stay."""
+    def visible_ids(self, ids: "array[int]", end: Finished | None) -> "array[int]":
+        """The ids whose text is returned: without the stop token, unless `include_stop` is set."""
         ended_by_id = end is not None and end.reason in (FinishReason.EOS, FinishReason.STOP_TOKEN)
         return ids[:-1] if ended_by_id and not self._include_stop else ids
 
-    def shown_logprobs(
-        self, characters: int, unplaced: Sequence[TokenLogprob], finished: bool
+    def release_logprobs(
+        self, characters: int, without_text: Sequence[TokenLogprob], finished: bool
     ) -> list[TokenLogprob]:
-        """What goes with `characters` of shown text; `unplaced` tokens have no text at all."""
+        """Log probabilities of the next `characters` of text; `without_text` are tokens with no text."""
         track = self._track()
-        for entry in unplaced:
-            track.place(entry, 0)
+        for entry in without_text:
+            track.add(entry, 0)
         if finished or self._detokenizer is None:
             return track.finish()
         return track.release(characters)
 
     def _track(self) -> LogprobTrack:
-        assert self.track is not None
-        return self.track
+        assert self.logprobs is not None
+        return self.logprobs
 
-    def _past_stops(self, piece: str) -> tuple[str, str | None]:
-        # Text of the first min_tokens tokens ends nothing, and begins no stop string either.
+    def _check_stops(self, piece: str) -> tuple[str, str | None]:
+        # The text of the first min_tokens tokens is no part of a stop string.
         if self._stops is None or not piece:
             return piece, None
-        if self._checked_from and len(self.emitted) <= self._checked_from:
+        if self._min_tokens and len(self.emitted) <= self._min_tokens:
             return piece, None
         shown, stop = self._stops.feed(piece)
         return (shown + stop if stop is not None and self._include_stop else shown), stop
 
 
 class OutputProcessor:
-    """Owns every live choice. Without a tokenizer updates carry ids and no text."""
+    """Holds the state of all running sequences. Without a tokenizer updates have ids only."""
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
-        self._live: dict[int, RequestState] = {}
+        self._states: dict[int, RequestState] = {}
 
     def __len__(self) -> int:
-        return len(self._live)
+        return len(self._states)
 
     def add(self, request: AddRequest, text: TextOptions) -> None:
-        """Follow `request` from now on."""
-        self._live[request.request_id] = RequestState(request, self._tokenizer, text)
+        """Register `request`."""
+        self._states[request.request_id] = RequestState(request, self._tokenizer, text)
 
     def forget(self, request_ids: Iterable[int]) -> None:
-        """Drop these choices; what still comes for them is ignored."""
+        """Drop these requests; later tokens of theirs are ignored."""
         for request_id in request_ids:
-            self._live.pop(request_id, None)
-
-    def live(self) -> list[RequestState]:
-        """The record of every choice in progress."""
-        return list(self._live.values())
+            self._states.pop(request_id, None)
 
     def process(self, deltas: TokenDeltas) -> Processed:
-        """Take in one step. Tokens of choices that ended or were forgotten are ignored."""
+        """Process one step. Tokens of finished or dropped requests are ignored.
+
+        A request whose tokens cannot be processed ends with an error and is aborted; all others
+        go on.
+        """
         done = Processed()
         ids = unpack_ids(deltas.token_ids)
         ends = {end.request_id: end for end in deltas.finished}
         cached = {first.request_id: first.cached_tokens for first in deltas.first}
-        drawn = _Drawn(deltas.logprobs) if deltas.logprobs is not None else None
-        self._take_prompts(deltas)
+        sampled = _StepLogprobs(deltas.logprobs) if deltas.logprobs is not None else None
+        self._add_prompt_logprobs(deltas, done)
         start = 0
         for row, request_id in enumerate(deltas.request_ids):
             stop = start + (deltas.counts[row] if deltas.counts else 1)
-            if (live := self._live.get(request_id)) is not None:
+            if (state := self._states.get(request_id)) is not None:
                 update = Update(request_id, ids[start:stop], cached_tokens=cached.get(request_id, 0))
                 end = ends.pop(request_id, None)
-                if live.ids_alone and end is None:
-                    live.emitted.extend(update.token_ids)
-                    done.updates.append(update)
-                else:
-                    logprobs = drawn.entries(live, start, stop) if drawn is not None and live.track else ()
-                    self._advance(done, live, update, end, logprobs)
+                try:
+                    if state.ids_only and end is None:
+                        state.emitted.extend(update.token_ids)
+                        done.updates.append(update)
+                    else:
+                        scored = sampled if state.logprobs is not None else None
+                        logprobs = scored.entries(state, start, stop) if scored is not None else ()
+                        self._advance(done, state, update, end, logprobs)
+                except BaseException as error:
+                    self._fail(done, request_id, error, core_finished=end is not None)
             start = stop
         for request_id, end in ends.items():
-            if (live := self._live.get(request_id)) is not None:
-                self._advance(done, live, Update(request_id, array("i")), end)
+            if (state := self._states.get(request_id)) is not None:
+                try:
+                    self._advance(done, state, Update(request_id, array("i")), end)
+                except BaseException as error:
+                    self._fail(done, request_id, error, core_finished=True)
         return done
 
-    def _take_prompts(self, deltas: TokenDeltas) -> None:
-        for piece in deltas.prompt_logprobs:
-            live = self._live.get(piece.owner)
-            if live is not None and live.prompt is not None:
-                live.prompt.take(piece)
+    def _add_prompt_logprobs(self, deltas: TokenDeltas, done: Processed) -> None:
+        for chunk in deltas.prompt_logprobs:
+            state = self._states.get(chunk.owner)
+            if state is not None and state.prompt_logprobs is not None:
+                try:
+                    state.prompt_logprobs.add(chunk)
+                except BaseException as error:
+                    self._fail(done, chunk.owner, error, core_finished=False)
+
+    def _fail(self, done: Processed, request_id: int, error: BaseException, core_finished: bool) -> None:
+        """End one request with an error. A panic of a native extension is not an Exception."""
+        if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)):
+            raise error
+        get_logger().error("request %d failed while its tokens became text", request_id, exc_info=error)
+        self._states.pop(request_id, None)
+        message = f"the generated tokens could not be processed: {type(error).__name__}; see the server's log"
+        update = Update(request_id, array("i"), finished=True, error=message)
+        update.reason = _RAW_REASONS[FinishReason.ERROR]
+        done.updates.append(update)
+        if not core_finished and request_id not in done.aborts:
+            done.aborts.append(request_id)
 
     def _advance(
         self,
         done: Processed,
-        live: RequestState,
+        state: RequestState,
         update: Update,
         end: Finished | None,
         logprobs: Sequence[TokenLogprob] = (),
     ) -> None:
         ids = update.token_ids
-        if live.prompt is not None and ids:
-            update.prompt_logprobs, live.prompt = live.prompt.finish(), None
-        update.text, update.reasoning, used, stop_string = live.advance(live.shown_ids(ids, end), logprobs)
-        unplaced = logprobs[used:]
+        if state.prompt_logprobs is not None and ids:
+            update.prompt_logprobs, state.prompt_logprobs = state.prompt_logprobs.finish(), None
+        update.text, update.reasoning, used, stop_string = state.append(state.visible_ids(ids, end), logprobs)
+        without_text = logprobs[used:]
         if stop_string is not None:
-            update.token_ids, unplaced = ids[:used], ()
+            update.token_ids, without_text = ids[:used], ()
         elif end is not None:
-            tail = live.finish()
+            tail = state.finish()
             update.text += tail.text
             update.reasoning += tail.reasoning
             stop_string = tail.stop
         if stop_string is not None:
-            self._end_on_string(done, update, stop_string, told=end is not None)
+            self._finish_on_stop(done, update, stop_string, core_finished=end is not None)
         elif end is not None:
             update.finished, update.reason, update.error = True, _raw_reason(end), end.message
-            del self._live[update.request_id]
-        if live.track is not None:
-            shown = len(update.text) + len(update.reasoning)
-            update.logprobs = live.shown_logprobs(shown, unplaced, update.finished)
+            if end.reason is FinishReason.STOP_TOKEN:
+                update.stop_reason = end.stop_token_id
+            del self._states[update.request_id]
+        if state.logprobs is not None:
+            characters = len(update.text) + len(update.reasoning)
+            update.logprobs = state.release_logprobs(characters, without_text, update.finished)
         done.updates.append(update)
 
-    def _end_on_string(self, done: Processed, update: Update, stop: str, told: bool) -> None:
+    def _finish_on_stop(self, done: Processed, update: Update, stop: str, core_finished: bool) -> None:
         update.finished, update.stop_reason = True, stop
         update.reason = _RAW_REASONS[FinishReason.STOP_STRING]
-        del self._live[update.request_id]
-        if not told:
+        del self._states[update.request_id]
+        if not core_finished:
             done.aborts.append(update.request_id)
 
 
-class _Drawn:
-    """Finds the log probabilities of one step's drawn tokens."""
+class _StepLogprobs:
+    """The log probabilities of one step's sampled tokens."""
 
-    def __init__(self, drawn: SampledLogprobs):
-        self._columns = LogprobColumns(drawn.table)
-        self._row_of = {draw: row for row, draw in enumerate(drawn.indices)}
+    def __init__(self, logprobs: SampledLogprobs):
+        self._columns = LogprobColumns(logprobs.table)
+        self._row_of = {index: row for row, index in enumerate(logprobs.indices)}
 
-    def entries(self, live: RequestState, start: int, stop: int) -> list[TokenLogprob]:
-        top = live.request.sampling.logprobs
-        return [self._columns.row(self._row_of[draw], top) for draw in range(start, stop)]
+    def entries(self, state: RequestState, start: int, stop: int) -> list[TokenLogprob]:
+        top = state.request.sampling.logprobs
+        return [self._columns.row(self._row_of[index], top) for index in range(start, stop)]
 
 
 def _raw_reason(end: Finished) -> str:

@@ -1,7 +1,6 @@
-"""Log probabilities: out of the wire's columns, and held back as long as the text is.
+"""Log probabilities of tokens, released together with the tokens' text.
 
-What is shown of a token comes no earlier than its text, so that every piece of a stream has
-the text and the log probabilities of the same tokens.
+Each chunk of a stream has the text and the log probabilities of the same tokens.
 """
 
 from array import array
@@ -11,24 +10,24 @@ from typing import NamedTuple
 
 from atom.messages.engine import LogprobTable, PromptLogprobs
 
-__all__ = ["LogprobColumns", "LogprobTrack", "PromptRecord", "TokenLogprob"]
+__all__ = ["LogprobColumns", "LogprobTrack", "PromptLogprobTrack", "TokenLogprob"]
 
 
 class TokenLogprob(NamedTuple):
-    """One token, and what was likely in its place."""
+    """One token with its log probability and the top tokens at its position."""
 
     token_id: int
     logprob: float
     rank: int
     """1 for the most likely token."""
     top: list[tuple[int, float]]
-    """Ids with their log probabilities, the most likely first."""
+    """(id, log probability), most likely first."""
     offset: int = 0
-    """Characters of the generated text before this token's."""
+    """Where the token's text begins in the generated text, in characters."""
 
 
 class LogprobColumns:
-    """Reads rows out of a table as it came over the wire."""
+    """Reads rows of a LogprobTable."""
 
     def __init__(self, table: LogprobTable):
         self._width = table.width
@@ -41,7 +40,7 @@ class LogprobColumns:
         return len(self._ranks)
 
     def row(self, index: int, top: int) -> TokenLogprob:
-        """Token `index` with the `top` most likely ones."""
+        """Row `index` with `top` top tokens."""
         start = index * self._width
         stop = start + min(1 + top, self._width)
         ids, values = self._ids[start:stop], self._values[start:stop]
@@ -50,53 +49,53 @@ class LogprobColumns:
 
 
 class LogprobTrack:
-    """The generated tokens of one choice whose text was not shown yet."""
+    """Holds the log probabilities of one sequence until their tokens' text is released."""
 
-    __slots__ = ("_decoded", "_shown", "_waiting")
+    __slots__ = ("_decoded", "_released", "_waiting")
 
     def __init__(self) -> None:
         self._decoded = 0
-        self._shown = 0
+        self._released = 0
         self._waiting: deque[tuple[int, TokenLogprob]] = deque()
 
-    def place(self, entry: TokenLogprob, characters: int) -> None:
-        """The next token of the text, which completed so many characters.
+    def add(self, entry: TokenLogprob, characters: int) -> None:
+        """Append the next token, whose id completed this many characters.
 
-        One that completed none (it is part of a character, or special) waits for the next one.
+        A token without text (part of a character, or special) is released with the next one.
         """
         start = self._decoded
         self._decoded += characters
         self._waiting.append((max(self._decoded, start + 1), entry._replace(offset=start)))
 
     def release(self, characters: int) -> list[TokenLogprob]:
-        """What belongs to this many characters more of shown text."""
-        self._shown += characters
+        """The tokens of the next `characters` characters of released text."""
+        self._released += characters
         out = []
-        while self._waiting and self._waiting[0][0] <= self._shown:
+        while self._waiting and self._waiting[0][0] <= self._released:
             out.append(self._waiting.popleft()[1])
         return out
 
     def finish(self) -> list[TokenLogprob]:
-        """All that is left."""
+        """All remaining tokens."""
         out = [entry for _, entry in self._waiting]
         self._waiting.clear()
         return out
 
 
 @dataclass(slots=True)
-class PromptRecord:
-    """The log probabilities of one prompt's tokens, which come in pieces, perhaps repeatedly."""
+class PromptLogprobTrack:
+    """Collects the prompt logprobs of one request from chunks; a chunk may arrive again."""
 
     top: int
     entries: dict[int, TokenLogprob]
-    """By position; a prompt's first token has none."""
+    """By position; the first prompt token has none."""
 
-    def take(self, piece: PromptLogprobs) -> None:
-        """Add one piece, in the place of whatever was there."""
-        columns = LogprobColumns(piece.table)
+    def add(self, chunk: PromptLogprobs) -> None:
+        """Add one chunk; it replaces earlier entries of the same positions."""
+        columns = LogprobColumns(chunk.table)
         for index in range(len(columns)):
-            self.entries[piece.start + index] = columns.row(index, self.top)
+            self.entries[chunk.start + index] = columns.row(index, self.top)
 
     def finish(self) -> list[TokenLogprob]:
-        """All of them in order, once the prompt is computed."""
+        """All entries by position; to be called when the prompt is computed."""
         return [self.entries[position] for position in sorted(self.entries)]

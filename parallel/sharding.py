@@ -1,20 +1,20 @@
-"""Who holds what: contiguous shares of dimensions, heads and vocabulary."""
+"""Contiguous shards of dimensions, attention heads and the vocabulary."""
 
 from dataclasses import dataclass
 
 
 def split(total: int, parts: int, rank: int) -> tuple[int, int]:
-    """(start, size) of the share of `rank` among `parts` as even ones as there can be.
+    """(start, size) of the shard of `rank` when `total` is split into `parts`.
 
-    The first total % parts shares are one longer.
+    The first total % parts shards are one longer.
     """
-    share, extra = divmod(total, parts)
-    return rank * share + min(rank, extra), share + (rank < extra)
+    size, extra = divmod(total, parts)
+    return rank * size + min(rank, extra), size + (rank < extra)
 
 
 @dataclass(frozen=True)
 class HeadShard:
-    """One rank's attention heads; key/value heads may be shared with other ranks."""
+    """The attention heads of one rank; key/value heads may be replicated on other ranks."""
 
     q_start: int
     q_count: int
@@ -25,23 +25,23 @@ class HeadShard:
 def head_shard(num_heads: int, num_kv_heads: int, tp: int, rank: int) -> HeadShard:
     """The heads of `rank` among `tp` ranks.
 
-    With a key/value head for every rank, whole groups are dealt out, as evenly as they go: 9
-    query and 3 key/value heads over 2 ranks give 6 with 2 and 3 with 1. With fewer, each
-    key/value head is held by several ranks, which share its query heads evenly.
-    Raises ValueError when the heads cannot be dealt out so.
+    With at least `tp` key/value heads, whole groups are split as evenly as possible: 9 query and 3
+    key/value heads over 2 ranks give 6 with 2 and 3 with 1. With fewer, each key/value head is
+    replicated on several ranks, which split its query heads evenly.
+    Raises ValueError if the heads cannot be split this way.
     """
     if num_heads % num_kv_heads:
-        raise ValueError(f"{num_heads} query heads are no multiple of {num_kv_heads} key/value heads")
+        raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} key/value heads")
     group = num_heads // num_kv_heads
     if num_kv_heads >= tp:
         kv_start, kv_count = split(num_kv_heads, tp, rank)
         return HeadShard(kv_start * group, kv_count * group, kv_start, kv_count)
-    sharers, uneven = divmod(tp, num_kv_heads)
-    if uneven or sharers > group:
+    replicas, uneven = divmod(tp, num_kv_heads)
+    if uneven or replicas > group:
         raise ValueError(
             f"tensor_parallel_size {tp} does not fit {num_heads} query and {num_kv_heads} "
             f"key/value heads: it must be at most {num_kv_heads}, or a multiple of it up to {num_heads}"
         )
-    kv_start, member = divmod(rank, sharers)
-    start, count = split(group, sharers, member)
+    kv_start, replica = divmod(rank, replicas)
+    start, count = split(group, replicas, replica)
     return HeadShard(kv_start * group + start, count, kv_start, 1)

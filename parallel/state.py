@@ -11,16 +11,16 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class TPGroup:
-    """This process's place among the ranks that share every layer."""
+    """This process's rank in the group."""
 
     rank: int
     size: int
     device: torch.device
 
     def close(self) -> None:
-        """Leave the group; collectives on it fail from here on."""
-        # torch's default group is this one. Holding on to the object here would keep gloo's
-        # threads alive past their group, which now and then aborts the process at its exit.
+        """Leave the group; later collectives fail."""
+        # This is torch's default group. A reference to it would keep gloo's threads alive after the
+        # group is destroyed, which occasionally aborts the process at exit.
         if self.size > 1:
             dist.destroy_process_group()
 
@@ -28,11 +28,11 @@ class TPGroup:
 def init_tensor_parallel(
     rank: int, size: int, rendezvous_file: str | Path, device: torch.device, timeout: float = 300.0
 ) -> TPGroup:
-    """Meet the other ranks; returns when all are there.
+    """Join the other ranks; returns when all have joined.
 
     The ranks find one another through `rendezvous_file`, which must not exist before the first
-    of them opens it. `timeout`, in seconds, bounds the meeting and every later collective;
-    whoever passes it gets torch's RuntimeError. All ranks are on this host: gloo is bound to
+    of them opens it. `timeout`, in seconds, applies to joining and to every later collective, which
+    then raise torch's RuntimeError. All ranks are on this host: gloo is bound to
     the loopback interface unless GLOO_SOCKET_IFNAME names another.
     """
     if not 0 <= rank < size:

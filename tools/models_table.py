@@ -1,4 +1,4 @@
-"""Writes docs/models.md from what the tests of models have proven.
+"""Writes docs/models.md from the recorded results of tests/models.
 
 python -m tools.models_table
 """
@@ -20,37 +20,47 @@ PROOFS = {
     "logits": "logits",
     "tensors": "tensors",
 }
-"""Column headings of the kinds of proof."""
+"""Kinds of test, and their column headings."""
 
 _HEAD = """\
 # Models
 
 `model_type` and the architecture in a checkpoint's config.json decide whether it runs; anything else is
-refused by name at start, with the list of what runs. `make models` writes this page from the results of
-`tests/models`.
+refused at start, with the list of supported architectures. `make models` writes this page from the
+results of `tests/models`.
+
+## Files
+
+- A directory with `config.json` and safetensors, as one file or as shards with an index; from the Hugging
+  Face hub, or local.
+- For Llama and Qwen3, a GGUF file. It is converted once, to float32, into `ATOM_CACHE_DIR`.
+- A missing, unused or misshaped tensor is an error that names it.
+- `generation_config.json` gives the end-of-sequence ids and the default sampling parameters.
+- Without a tokenizer the server takes and returns token ids.
+- RoPE types: default, linear, dynamic, llama3, yarn and longrope. Dynamic and longrope choose their
+  frequencies once, for `--max-model-len`, because cached keys are not recomputed; transformers chooses
+  them for each text. They agree if `--max-model-len` is not above the length before scaling.
+
+## What is tested
 
 Each configuration is a tiny random model that transformers saves and the engine serves, with all its
-processes, in float32 on a CPU. Transformers computes the expected answers without any cache. A configuration
-counts only if each answer has at least 16 distinct tokens of 32, and never less than 0.001 between the two
-best logits.
+processes, in float32 on a CPU. The expected tokens come from transformers without a cache. A configuration
+counts only if each output has at least 16 distinct tokens of 32 and a top-2 margin of at least 0.001
+everywhere.
 
-| proof | what equals transformers' |
+| test | what equals transformers' |
 |---|---|
 | mixed lengths | 32 greedy tokens each of prompts of 5, 37 and 64 tokens that run together |
-| chunks of 16 | the same with 16 tokens a step, in blocks of 4 |
-| prefix cache | the same with nothing cached, and with the prompt cached |
-| preempted | the same with a KV cache that holds the longest alone, so that some are stopped and resumed |
-| logits | log probabilities at every position, also of the 20 likeliest others, within 0.0001 |
-| tensors | the logits after a change of one tensor of each kind in the checkpoint, which does change them |
+| chunks of 16 | the same with 16 tokens per step, in blocks of 4 |
+| prefix cache | the same with an empty cache, and with the prompt cached |
+| preempted | the same with a KV cache for the longest request only: others are preempted and resumed |
+| logits | log probabilities at every position, also of the top 20, within 0.0001 |
+| tensors | the logits after a change of one tensor of each kind in the checkpoint, which changes them |
 
-The first configuration of each family is also served with room for all prompts, computed whole, and for
-prompts that go on from a cached answer.
+The first configuration of each family also runs with room for all prompts at once, and with prompts that
+continue a cached output.
 
-Rope types whose frequencies depend on the length of a text (dynamic, longrope) take those of
-`--max-model-len` for every text, since cached keys stay as they are; transformers takes those of each text.
-They are equal as long as `--max-model-len` is no longer than the length before scaling.
-
-Numbers below are the tensor-parallel sizes that passed.
+Numbers below are the tensor parallel sizes that passed.
 """
 
 
@@ -70,12 +80,12 @@ def document(record: dict[str, Any]) -> str:
 
 
 def _overview(record: dict[str, Any], families: dict[str, list[str]]) -> str:
-    """One line for each family: what all its configurations stood."""
+    """A row per family: the tensor parallel sizes that passed with all its configurations."""
     rows = []
     for family, names in families.items():
         entries = [record[name] for name in names]
         architectures = ", ".join(f"`{name}`" for name in _values(entries, "architecture"))
-        rows.append([f"`{family}`", architectures, str(len(names)), *_stood_by_all(entries)])
+        rows.append([f"`{family}`", architectures, str(len(names)), *_passed_by_all(entries)])
         rows[-1] += [min(_values(entries, "date")), ", ".join(_values(entries, "transformers"))]
     head = ["model_type", "architectures", "configurations", *PROOFS.values(), "date", "transformers"]
     return _table(head, rows)
@@ -85,7 +95,7 @@ def _values(entries: list[dict[str, Any]], field: str) -> list[str]:
     return sorted({entry[field] for entry in entries})
 
 
-def _stood_by_all(entries: list[dict[str, Any]]) -> list[str]:
+def _passed_by_all(entries: list[dict[str, Any]]) -> list[str]:
     cells = []
     for proof in PROOFS:
         sizes = set.intersection(*(set(entry["proven"][proof]) for entry in entries))

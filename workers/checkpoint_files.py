@@ -1,8 +1,8 @@
-"""Whether the safetensors files of a directory are whole, seen from their headers: nothing is loaded.
+"""Checks by their headers that the safetensors files of a directory are complete.
 
 8 bytes  size N of the header, little-endian
 N bytes  JSON: {"name": {"dtype": …, "shape": …, "data_offsets": [begin, end]}, …}
-rest     the tensors; the largest `end` is its size
+rest     the tensors; the largest `end` is the size of this part
 """
 
 import json
@@ -14,12 +14,12 @@ _LENGTH_BYTES = 8
 
 
 def check_weights(directory: Path) -> None:
-    """Raise ValueError for a directory without safetensors files, or with one that is cut off."""
+    """Raise ValueError if the directory has no safetensors files or a truncated one."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ValueError(
-            f"{directory} holds no safetensors files: other forms (.bin, .pt) are not read, save the model "
-            "as safetensors (--load-dummy runs without weights)"
+            f"{directory} has no safetensors files: other formats (.bin, .pt) are not supported, save the "
+            "model as safetensors (--load-dummy runs without weights)"
         )
     for path in files:
         expected = _size(path)
@@ -31,9 +31,9 @@ def check_weights(directory: Path) -> None:
 
 
 def tensors_in(path: Path) -> tuple[int, dict[str, Any]]:
-    """Where the tensors start, in bytes, and the tensors by name, as the file describes them.
+    """The byte where the tensors start, and the header's entry of each tensor by name.
 
-    Raises ValueError for what is no safetensors file.
+    Raises ValueError if it is not a safetensors file.
     """
     length, header = _header(path)
     described = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
@@ -45,7 +45,7 @@ def _size(path: Path) -> int:
     try:
         ends = [int(tensor["data_offsets"][1]) for tensor in tensors.values()]
     except (LookupError, TypeError, ValueError):
-        raise ValueError(f"{path} is no safetensors file: its header does not place the tensors") from None
+        raise ValueError(f"{path} is not a safetensors file: the header has no tensor offsets") from None
     return start + max(ends, default=0)
 
 
@@ -56,7 +56,7 @@ def _header(path: Path) -> tuple[int, dict[str, Any]]:
     try:
         header = json.loads(data)
     except ValueError:
-        raise ValueError(f"{path} is no whole safetensors file: its header is unreadable") from None
+        raise ValueError(f"{path} is not a complete safetensors file: its header is unreadable") from None
     if not isinstance(header, dict):
-        raise ValueError(f"{path} is no safetensors file: its header is no JSON object")
+        raise ValueError(f"{path} is not a safetensors file: its header is not a JSON object")
     return length, header

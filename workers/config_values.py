@@ -1,6 +1,6 @@
-"""What settings of config.json must be, in every family that has them.
+"""Checks the values of config.json that several model families use.
 
-A wrong one would otherwise show up far from here, as an error of torch, or not at all.
+A wrong one would otherwise fail much later, with an error of torch, or not at all.
 """
 
 import json
@@ -8,28 +8,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_NEEDED = ("vocab_size", "max_position_embeddings")
-_COUNTS = (*_NEEDED, "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_REQUIRED = ("vocab_size", "max_position_embeddings")
+_COUNTS = (*_REQUIRED, "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _DERIVED_COUNTS = ("num_key_value_heads", "head_dim", "sliding_window")
 _SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
-_OF_ROPE = ("rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor")
-_HIGHEST_COUNT = 2**31 - 1
-_HIGHEST_NUMBER = 1e30  # float32 is left far behind
+_ROPE_NUMBERS = ("rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor")
+_MAX_COUNT = 2**31 - 1
+_MAX_NUMBER = 1e30
 
 
 def check_values(config: Mapping[str, Any], where: Path) -> None:
     """Raise ValueError, naming the file and the setting, for the first that cannot be."""
-    for name in _NEEDED:
+    for name in _REQUIRED:
         if config.get(name) is None:
-            raise ValueError(f"{where} has no {name}, without which nothing can be served")
-    count = f"a whole number from 1 to {_HIGHEST_COUNT}"
+            raise ValueError(f"{where} has no {name}, which is required")
+    count = f"a whole number from 1 to {_MAX_COUNT}"
     rope = config.get("rope_parameters", {})
     for settings, names, holds, kind in (
         (config, _COUNTS, _is_count, count),
-        (_not_null(config), _DERIVED_COUNTS, _is_count, count),
-        (_not_null(config), _SWITCHES, _is_switch, "true or false"),
+        (_without_nulls(config), _DERIVED_COUNTS, _is_count, count),
+        (_without_nulls(config), _SWITCHES, _is_switch, "true or false"),
         (config, ("rms_norm_eps",), _is_positive, "a number above 0"),
-        (_not_null(rope), _OF_ROPE, _is_positive, "a number above 0"),
+        (_without_nulls(rope), _ROPE_NUMBERS, _is_positive, "a number above 0"),
     ):
         for name in names:
             if name in settings and not holds(settings[name]):
@@ -37,20 +37,20 @@ def check_values(config: Mapping[str, Any], where: Path) -> None:
 
 
 def id_list(value: Any, name: str, where: Path) -> list[int]:
-    """Token ids, given as one, as a list or as null. Raises ValueError."""
+    """Token ids, given as one id, a list or null. Raises ValueError."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int for token in ids):
-        raise ValueError(f"{where}: {name} must be a token id or a list of them, not {json.dumps(value):.40}")
+        raise ValueError(f"{where}: {name} must be a token id or a list of ids, not {json.dumps(value):.40}")
     return ids
 
 
-def _not_null(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Where null says the same as nothing."""
+def _without_nulls(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings` without nulls, which mean the default."""
     return {name: value for name, value in settings.items() if value is not None}
 
 
 def _is_count(value: object) -> bool:
-    return type(value) is int and 1 <= value <= _HIGHEST_COUNT
+    return type(value) is int and 1 <= value <= _MAX_COUNT
 
 
 def _is_switch(value: object) -> bool:
@@ -58,4 +58,4 @@ def _is_switch(value: object) -> bool:
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and value is not True and 0 < value < _HIGHEST_NUMBER
+    return isinstance(value, int | float) and value is not True and 0 < value < _MAX_NUMBER

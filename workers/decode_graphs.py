@@ -1,11 +1,11 @@
-"""Decode steps as graphs: captured once for some numbers of rows, replayed for every step.
+"""CUDA graphs of decode steps, captured for some batch sizes.
 
     forward   rows -> inputs of their next tokens -> model -> hidden states
-    draw      hidden states -> logits -> ids, which are the rows' next inputs
+    sample    hidden states -> logits -> ids, which are the rows' next inputs
 
-A step of R rows runs the graphs of the next captured size S >= R; the rows between are padding.
-The host writes nothing but the rows' indices, when these change, and new blocks. SamplingKind is apart
-because a step may need more than a graph can hold: logit rules, log probabilities.
+A step of R rows replays the graphs of the next captured size S >= R; rows R to S are padding.
+The host writes only the row indices, when they change, and new blocks. Sampling has its own graphs
+because logits processors and log probabilities are not captured.
 
 S rows of a captured size, R of them real, D hidden.
 """
@@ -29,43 +29,44 @@ from workers.state_slots import StateSlots
 
 
 class SamplingKind(Enum):
-    """What a captured draw can do: each asks for the ones before it too."""
+    """What a captured sampler supports; each kind includes the ones before it."""
 
     GREEDY = 0
-    FREE = 1
-    LIMITED = 2
+    TEMPERATURE = 1
+    TRUNCATED = 2
+    """Top-k, top-p or min-p."""
 
     @classmethod
     def of(cls, settings: SamplingBatch) -> "SamplingKind":
         if not settings.any_random:
             return cls.GREEDY
-        limited = settings.any_top_k or settings.any_top_p or settings.any_min_p
-        return cls.LIMITED if limited else cls.FREE
+        truncated = settings.any_top_k or settings.any_top_p or settings.any_min_p
+        return cls.TRUNCATED if truncated else cls.TEMPERATURE
 
 
 @dataclass(frozen=True, slots=True)
-class Forwarded:
-    """What a captured forward pass leaves, until the next one."""
+class ForwardOutput:
+    """Output of a captured forward pass; the next pass overwrites it."""
 
     hidden_RD: torch.Tensor
     positions_R: torch.Tensor
-    """Where the drawn tokens will stand."""
+    """Positions of the tokens to sample."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Graphs:
-    """Of one size."""
+class _SizeGraphs:
+    """The graphs of one captured size."""
 
     rows_S: torch.Tensor
     forward: Replay
-    forwarded: Forwarded
+    output: ForwardOutput
     """S rows."""
-    draws: dict[SamplingKind, tuple[Replay, torch.Tensor]]
-    """How to draw, and where the ids are then."""
+    samplers: dict[SamplingKind, tuple[Replay, torch.Tensor]]
+    """Replay and sampled ids [S] of each kind."""
 
 
 class DecodeGraphs:
-    """The graphs of one model; `capture` first, then for each step `forward` and perhaps `draw`."""
+    """The graphs of one model: `capture` once, then for each step `forward` and, if it can, `sample`."""
 
     def __init__(
         self,
@@ -76,33 +77,33 @@ class DecodeGraphs:
         record: Recorder,
         device: torch.device,
     ):
-        """`sizes` rise, and are no more than `inputs` has rows."""
+        """`sizes` are ascending and at most the rows of `inputs`."""
         self._model = model
         self._kv_layers = kv_layers
         self._inputs = inputs
         self._sizes = list(sizes)
         self._record = record
-        self._mirrors = [table.mirror(device) for table in inputs.tables]
+        self._device_tables = [table.mirror(device) for table in inputs.tables]
         self._starts = torch.arange(self._sizes[-1] + 1, dtype=torch.int32, device=device)
         self._settings_S = _blank_settings(self._sizes[-1], device)
-        self._graphs: dict[int, _Graphs] = {}
+        self._graphs: dict[int, _SizeGraphs] = {}
         self._size = 0
         self._decode_batch: DecodeBatch | None = None
         self._settings: SamplingBatch | None = None
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[], None]) -> None:
-        """Capture every size, the largest first: the smaller ones fit into the memory it took."""
+        """Capture every size, the largest first: smaller ones reuse its memory."""
         for size in reversed(self._sizes):
             self._graphs[size] = self._capture_size(size)
             progress()
 
-    def fit(self, decode_batch: DecodeBatch) -> bool:
-        """Whether a captured size holds so many rows."""
+    def fits(self, decode_batch: DecodeBatch) -> bool:
+        """Whether a captured size is large enough."""
         return len(decode_batch.names) <= self._sizes[-1]
 
-    def forward(self, decode_batch: DecodeBatch) -> Forwarded:
-        """Launch the forward pass of the rows' next tokens."""
+    def forward(self, decode_batch: DecodeBatch) -> ForwardOutput:
+        """Launch the forward pass of each row's next token."""
         for table in self._inputs.tables:
             table.refresh()
         rows = len(decode_batch.names)
@@ -114,51 +115,54 @@ class DecodeGraphs:
             rows_S[:rows].copy_(decode_batch.rows_R)
         graphs = self._graphs[self._size]
         graphs.forward()
-        return Forwarded(graphs.forwarded.hidden_RD[:rows], graphs.forwarded.positions_R[:rows])
+        return ForwardOutput(graphs.output.hidden_RD[:rows], graphs.output.positions_R[:rows])
 
     def can_sample(self, settings: SamplingBatch) -> bool:
-        """Whether a captured draw serves these rows; never asks the device."""
+        """Whether a captured sampler supports these settings; does not wait for the device."""
         return SamplingKind.of(settings) in _sampling_kinds()
 
-    def draw(self, settings: SamplingBatch) -> torch.Tensor:
-        """Launch the draws of the rows just forwarded, and keep their ids; int64 [R].
+    def sample(self, settings: SamplingBatch) -> torch.Tensor:
+        """Launch sampling for the last forward pass; returns ids, int64 [R], valid until the next.
 
-        Passing the same `settings` again saves copying them.
+        Copies `settings` only if they are another object than in the last step.
         """
         assert self._decode_batch is not None, "forward comes first"
         if settings is not self._settings:
             self._settings = settings
             if settings.any_random:
                 _copy_columns(settings, self._settings_S)
-        replay, ids_S = self._graphs[self._size].draws[SamplingKind.of(settings)]
+        replay, ids_S = self._graphs[self._size].samplers[SamplingKind.of(settings)]
         replay()
         return ids_S[: len(self._decode_batch.names)]
 
-    def _capture_size(self, size: int) -> _Graphs:
+    def _capture_size(self, size: int) -> _SizeGraphs:
         rows_S = torch.full_like(self._starts[:size], self._inputs.limits.padding_row, dtype=torch.int64)
-        forward, forwarded = self._record(partial(self._forward, rows_S), f"bs_{size}")
-        # Capturing computes nothing. The draws below run once, and would keep whatever lies in that
-        # memory as the padding's position: padding with a position is a row, which writes to block 0.
+        forward, output = self._record(partial(self._forward, rows_S), f"bs_{size}")
+        # Capturing computes nothing, but recording a sampler runs it once. Without this replay it would
+        # store uninitialised memory as the padding row's position, and a padding row with a position
+        # writes to block 0.
         forward()
-        draws = {}
-        for drawing in _sampling_kinds():
-            draw = partial(self._draw, rows_S, forwarded, drawing)
-            draws[drawing] = self._record(draw, f"bs_{size}_draw_{drawing.name.lower()}")
-        return _Graphs(rows_S, forward, forwarded, draws)
+        samplers = {}
+        for kind in _sampling_kinds():
+            body = partial(self._sample, rows_S, output, kind)
+            samplers[kind] = self._record(body, f"bs_{size}_sample_{kind.name.lower()}")
+        return _SizeGraphs(rows_S, forward, output, samplers)
 
-    def _forward(self, rows_S: torch.Tensor) -> Forwarded:
+    def _forward(self, rows_S: torch.Tensor) -> ForwardOutput:
         limits, state = self._inputs.limits, self._inputs.device_rows
         groups: list[GroupContext | StatePlan] = []
         inputs: DecodeInputs | None = None
-        for rows, mirror in zip(self._inputs.tables, self._mirrors, strict=True):
-            if isinstance(rows, StateSlots):
-                groups.append(self._state_plan(mirror.index_select(0, rows_S)))
+        for table, device_table in zip(self._inputs.tables, self._device_tables, strict=True):
+            if isinstance(table, StateSlots):
+                groups.append(self._state_plan(device_table.index_select(0, rows_S)))
                 continue
-            inputs = decode_inputs(rows_S, state.ids_N, state.positions_N, mirror, limits.block_size)
+            inputs = decode_inputs(rows_S, state.ids_N, state.positions_N, device_table, limits.block_size)
             groups.append(GroupContext(inputs.slots_R, self._attention_plan(inputs)))
         assert inputs is not None, "every model has a group of blocks"
         context = ForwardContext(self._kv_layers, groups)
-        return Forwarded(self._model(inputs.ids_R, inputs.positions_R, context), inputs.sampled_positions_R)
+        return ForwardOutput(
+            self._model(inputs.ids_R, inputs.positions_R, context), inputs.sampled_positions_R
+        )
 
     def _attention_plan(self, inputs: DecodeInputs) -> AttentionPlan:
         size = len(inputs.contexts_R)
@@ -174,21 +178,21 @@ class DecodeGraphs:
         )
 
     def _state_plan(self, slots_S: torch.Tensor) -> StatePlan:
-        """Nobody's first token is a decode."""
+        """No row is fresh: a decode is never the first token of a sequence."""
         size = len(slots_S)
         none_S = torch.zeros_like(slots_S, dtype=torch.bool)
         return StatePlan(slots_S, none_S, self._starts[: size + 1], num_tokens=size, max_query_len=1)
 
-    def _draw(self, rows_S: torch.Tensor, forwarded: Forwarded, drawing: SamplingKind) -> torch.Tensor:
-        logits_SV = self._model.compute_logits(forwarded.hidden_RD)
-        settings = _first(self._settings_S, len(rows_S), drawing)
-        ids_S = sample(logits_SV, settings, forwarded.positions_R)
-        self._inputs.device_rows.keep(rows_S, ids_S, forwarded.positions_R)
+    def _sample(self, rows_S: torch.Tensor, output: ForwardOutput, kind: SamplingKind) -> torch.Tensor:
+        logits_SV = self._model.compute_logits(output.hidden_RD)
+        settings = _first(self._settings_S, len(rows_S), kind)
+        ids_S = sample(logits_SV, settings, output.positions_R)
+        self._inputs.device_rows.keep(rows_S, ids_S, output.positions_R)
         return ids_S
 
 
 def _sampling_kinds() -> list[SamplingKind]:
-    """What can be captured: torch's own limits and random draws need to know the rows beforehand."""
+    """Kinds that can be captured: torch's own sampler depends on which rows are random or truncated."""
     return list(SamplingKind) if sample.order[0] != REFERENCE else [SamplingKind.GREEDY]
 
 
@@ -214,14 +218,14 @@ def _copy_columns(source: SamplingBatch, target: SamplingBatch) -> None:
         getattr(target, name)[: len(column)].copy_(column)
 
 
-def _first(settings: SamplingBatch, rows: int, drawing: SamplingKind) -> SamplingBatch:
+def _first(settings: SamplingBatch, rows: int, kind: SamplingKind) -> SamplingBatch:
     columns = {name: getattr(settings, name)[:rows] for name in _COLUMNS}
-    limited = drawing is SamplingKind.LIMITED
+    truncated = kind is SamplingKind.TRUNCATED
     return replace(
         settings,
         **columns,
-        any_random=drawing is not SamplingKind.GREEDY,
-        any_top_k=limited,
-        any_top_p=limited,
-        any_min_p=limited,
+        any_random=kind is not SamplingKind.GREEDY,
+        any_top_k=truncated,
+        any_top_p=truncated,
+        any_min_p=truncated,
     )

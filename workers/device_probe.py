@@ -1,7 +1,4 @@
-"""The devices and dtypes that this host can compute with.
-
-torch is imported only where device files promise a GPU; importing it takes seconds.
-"""
+"""The capabilities of this host. torch is imported only if device files indicate a GPU."""
 
 import os
 from glob import glob
@@ -12,7 +9,7 @@ from atom.config.resolve import DeviceCapabilities
 _GPU_DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
 
 # Names in /proc/cpuinfo: x86 calls the line "flags", ARM "Features".
-_CPU_ARITHMETIC = {
+_CPU_DTYPE_FLAGS = {
     "bfloat16": {"avx512_bf16", "amx_bf16", "bf16"},
     "float16": {"avx512_fp16", "amx_fp16", "asimdhp"},
 }
@@ -30,11 +27,11 @@ _FIRST_NVIDIA_WITH_BF16 = (8, 0)
 
 
 def probe() -> DeviceCapabilities:
-    """The host's capabilities; takes seconds where torch must be asked, else milliseconds."""
+    """The host's capabilities; takes seconds with a GPU, because torch is imported, else milliseconds."""
     cpu_dtypes = [*cpu_dtypes_of(_cpu_flags(), _onednn_limit()), "float32"]
     if not any(glob(pattern) for pattern in _GPU_DEVICE_FILES):
         return DeviceCapabilities(cpu_dtypes=cpu_dtypes, cpu_cores=cpu_cores())
-    return _ask_torch(cpu_dtypes)
+    return _probe_gpus(cpu_dtypes)
 
 
 def cpu_dtypes_of(flags: set[str], onednn_limit: str = "") -> list[str]:
@@ -45,8 +42,8 @@ def cpu_dtypes_of(flags: set[str], onednn_limit: str = "") -> list[str]:
     limited = {"bfloat16": _ISA_WITHOUT_16_BITS, "float16": _ISA_WITHOUT_FLOAT16}
     return [
         dtype
-        for dtype, evidence in _CPU_ARITHMETIC.items()
-        if evidence & flags and onednn_limit.lower() not in limited[dtype]
+        for dtype, wanted in _CPU_DTYPE_FLAGS.items()
+        if wanted & flags and onednn_limit.lower() not in limited[dtype]
     ]
 
 
@@ -74,7 +71,7 @@ def _cpu_flags() -> set[str]:
     return set()
 
 
-def _ask_torch(cpu_dtypes: list[str]) -> DeviceCapabilities:
+def _probe_gpus(cpu_dtypes: list[str]) -> DeviceCapabilities:
     import torch
 
     count, rocm = torch.cuda.device_count(), torch.version.hip is not None

@@ -1,7 +1,7 @@
-"""Which models run, read from the model files without running them: they import torch.
+"""The supported models, parsed from the model files without importing them (they import torch).
 
-A family is a file of `workers/models` that declares ARCHITECTURES; its name is the `model_type`
-of config.json. One whose layers keep recurrent states declares KEEPS_STATES = True, too.
+A model family is a file of `workers/models` that declares ARCHITECTURES; its name is the `model_type`
+of config.json. Families with recurrent states declare KEEPS_STATES = True.
 """
 
 import ast
@@ -10,43 +10,45 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-_TABLE, _STATES = "ARCHITECTURES", "KEEPS_STATES"
+_ARCHITECTURES, _KEEPS_STATES = "ARCHITECTURES", "KEEPS_STATES"
 
 
 @cache
 def architectures() -> Mapping[str, Sequence[str]]:
     """The architectures of each model_type, as config.json names them."""
-    return {path.stem: names for path in _files() if (names := tuple(map(str, _declared(path, _TABLE))))}
+    return {
+        path.stem: names for path in _files() if (names := tuple(map(str, _declared(path, _ARCHITECTURES))))
+    }
 
 
 def families() -> list[str]:
-    """Every model_type that runs."""
+    """Every supported model_type."""
     return sorted(architectures())
 
 
 @cache
 def keeps_states(model_type: str) -> bool:
-    """Whether layers of the family sum up what they have read, so that no part of it can be shared."""
-    return any(_declared(path, _STATES) == (True,) for path in _files() if path.stem == model_type)
+    """Whether the family has layers with recurrent states, whose prefixes cannot be cached."""
+    return any(_declared(path, _KEEPS_STATES) == (True,) for path in _files() if path.stem == model_type)
 
 
-def check_runs(architecture: str, model_type: str | None, own_code: bool = False) -> None:
-    """Raise ValueError, with what runs, for an architecture that has no model file.
+def check_supported(architecture: str, model_type: str | None, own_code: bool = False) -> None:
+    """Raise ValueError for an architecture without a model file.
 
-    `own_code` says that the checkpoint brings Python files of its own (`auto_map`).
+    `own_code` says that the checkpoint has Python files (`auto_map`).
     """
-    running = architectures()
-    if architecture in running.get(model_type or "", ()):
+    supported = architectures()
+    if architecture in supported.get(model_type or "", ()):
         return
-    for family, names in running.items():
+    for family, names in supported.items():
         if architecture in names:
             raise ValueError(
-                f"architecture {architecture} runs as model type {family}, not {model_type}; if it is "
-                f'the same model, add --hf-overrides \'{{"model_type": "{family}"}}\''
+                f"architecture {architecture} is supported as model type {family}, not {model_type}; if it "
+                f'is the same model, add --hf-overrides \'{{"model_type": "{family}"}}\''
             )
     code = "; the checkpoint's own code (auto_map) is never run" if own_code else ""
-    runs = ", ".join(sorted(name for names in running.values() for name in names))
-    raise ValueError(f"architecture {architecture} is not supported{code}; these run: {runs}")
+    known = ", ".join(sorted(name for names in supported.values() for name in names))
+    raise ValueError(f"architecture {architecture} is not supported{code}; supported are: {known}")
 
 
 def _files() -> list[Path]:
@@ -56,7 +58,7 @@ def _files() -> list[Path]:
 
 
 def _declared(path: Path, wanted: str) -> tuple[object, ...]:
-    """What the file assigns to a name: the keys of a table, or one value; empty where it does not."""
+    """What the file assigns to a name: the keys of a dict, or one constant; empty if nothing."""
     for statement in ast.parse(path.read_bytes()).body:
         match statement:
             case (

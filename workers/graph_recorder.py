@@ -1,4 +1,4 @@
-"""Captures what the device runs, to run it again without the host."""
+"""CUDA graph capture."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -9,20 +9,19 @@ Replay = Callable[[], object]
 
 
 class Recorder(Protocol):
-    """Runs a function and returns what runs it again, on the same memory, and its first result.
+    """Captures a function; returns its replay and its result, which every replay overwrites.
 
-    `name` tells the captured functions of one engine apart, in traces.
+    `name` names the graph in traces.
     """
 
     def __call__(self, body: Callable[[], Any], name: str) -> tuple[Replay, Any]: ...
 
 
 class GraphRecorder:
-    """Captures on the current GPU; all its graphs share one pool of memory.
+    """Captures on the current GPU; all graphs share one memory pool.
 
-    So they are replayed one at a time, in any order, and nothing that a graph leaves outlives the
-    next one's replay unless it is a result that somebody still holds. Nothing else may run on the
-    device while it captures.
+    Replays must not overlap. A replay may overwrite what other graphs computed, except for results
+    that are still referenced. Nothing else may run on the device during a capture.
     """
 
     def __init__(self) -> None:
@@ -30,7 +29,7 @@ class GraphRecorder:
         self._stream = torch.cuda.Stream()
 
     def __call__(self, body: Callable[[], Any], name: str) -> tuple[Replay, Any]:
-        body()  # compiles the kernels, and lets libraries set themselves up
+        body()  # compiles kernels and initialises libraries outside the capture
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):

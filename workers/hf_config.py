@@ -1,12 +1,12 @@
-"""Reads config.json, with what the user changes of it, under the names of transformers 5.
+"""Reads config.json with the user's overrides, under the names of transformers 5.
 
     old                                     new
     torch_dtype                             dtype
     rope_scaling {"type": …, …}             rope_parameters {"rope_type": …, …,
     rope_theta, partial_rotary_factor           "rope_theta": …, "partial_rotary_factor": …}
 
-Both are brought into the new form before they are merged, else a change in the one form would
-leave a setting in the other as it is.
+Both are converted before they are merged: otherwise an override with an old name would not replace
+a setting with a new one.
 """
 
 import difflib
@@ -17,17 +17,17 @@ from typing import Any
 
 _FLAG = "--hf-overrides"
 _RENAMED = ("torch_dtype", "rope_scaling", "rope_theta", "partial_rotary_factor")
-# Settings that every config has, whether or not its file names them.
+# Settings that every config has, also if config.json does not state them.
 _IMPLIED = {"dtype", "rope_parameters"}
-# May be one id or a list of them, whatever the file has.
-_OF_TWO_KINDS = ("eos_token_id",)
-_KINDS = {bool: "true or false", str: "a text", list: "a list", dict: "an object"}
+# May be one id or a list of ids, whichever config.json has.
+_ANY_KIND = ("eos_token_id",)
+_KINDS = {bool: "true or false", str: "a string", list: "a list", dict: "an object"}
 
 
 def read_config(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of config.json, merged with `overrides` (object by object; a list is replaced).
 
-    Raises ValueError for a file that names no architecture, and for an override of another kind.
+    Raises ValueError if no architecture is named, and for an override of another type.
     """
     path = directory / "config.json"
     config, changes = with_new_names(read_json(path)), with_new_names(overrides)
@@ -40,7 +40,7 @@ def read_config(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
 
 
 def added_settings(directory: Path, overrides: Mapping[str, Any]) -> list[str]:
-    """A line for each override of a setting that config.json does not have: perhaps a slip."""
+    """A warning for each override of a setting that config.json does not have: possibly a typo."""
     config = with_new_names(read_json(directory / "config.json"))
     known = sorted(config.keys() | _IMPLIED)
     lines = []
@@ -53,11 +53,11 @@ def added_settings(directory: Path, overrides: Mapping[str, Any]) -> list[str]:
 
 
 def with_new_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with each old name replaced by its new one."""
+    """`config` with old names replaced by new ones."""
     made = {name: value for name, value in config.items() if name not in _RENAMED}
     if made.get("dtype") is None and config.get("torch_dtype") is not None:
         made["dtype"] = config["torch_dtype"]
-    rope = _stated_rope(config)
+    rope = _rope_object(config)
     for name in ("rope_theta", "partial_rotary_factor"):
         if config.get(name) is not None:
             rope.setdefault(name, config[name])
@@ -67,29 +67,29 @@ def with_new_names(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_json(path: Path, missing_is_empty: bool = False) -> dict[str, Any]:
-    """The object in a JSON file. Raises ValueError that names the file."""
+    """The object in a JSON file. Raises ValueError with the file's name."""
     if missing_is_empty and not path.exists():
         return {}
     try:
         content = json.loads(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} holds no valid JSON: {error}") from None
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no JSON object")
+        raise ValueError(f"{path} is not a JSON object")
     return content
 
 
-def _stated_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The object under its old or its new name; of two, the old one counts, as in transformers."""
+def _rope_object(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The RoPE object under its old or new name; the old one has precedence, as in transformers."""
     given = [name for name in ("rope_scaling", "rope_parameters") if name in config]
     if not given:
         return {}
     name = next((name for name in given if config[name]), given[0])
-    # null has always meant that nothing is scaled.
+    # null means no scaling.
     rope = config[name] or {"rope_type": "default"}
     if not isinstance(rope, dict):
         raise ValueError(f"{name} must be an object, not {rope!r:.40}")
-    # Before the name was settled it was "type"; where both are given, the new one counts.
+    # "type" is the older name of "rope_type"; if both are given, "rope_type" is used.
     made = {key: value for key, value in rope.items() if key != "type"}
     return {"rope_type": rope["type"], **made} if "type" in rope else made
 
@@ -105,10 +105,10 @@ def _merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def _check_kinds(config: Mapping[str, Any], changes: Mapping[str, Any], where: str) -> None:
-    """A value takes the place of one of its kind; null goes with everything."""
+    """Raise ValueError for an override of another type than the setting; null is always allowed."""
     for name, value in changes.items():
         old = config.get(name)
-        if old is None or value is None or name in _OF_TWO_KINDS:
+        if old is None or value is None or name in _ANY_KIND:
             continue
         if _kind(value) != _kind(old):
             raise ValueError(

@@ -1,7 +1,7 @@
 """Reads a Hugging Face directory into a Checkpoint: JSON files only.
 
-transformers is imported only to convert a tokenizer that exists in no other form. Everything
-is normalised to the form that transformers 5 writes, so that its readers know one form.
+transformers is imported only to convert a slow tokenizer. The config is normalised to the form that
+transformers 5 writes.
 """
 
 import hashlib
@@ -21,15 +21,15 @@ from workers.families import keeps_states
 from workers.hf_config import added_settings, read_config, read_json
 
 _COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
-_QUANTIZED_THAT_RUN = (("gpt_oss", "mxfp4"),)
+_SUPPORTED_QUANTIZATION = (("gpt_oss", "mxfp4"),)
 _PACKED = "U8"
 _SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
-_ROPE_TYPES_THAT_EXTEND = ("linear", "dynamic", "yarn")
-_ROPE_TYPES_WITH_ORIGINAL = ("llama3", "yarn", "longrope")
+_EXTENDING_ROPE_TYPES = ("linear", "dynamic", "yarn")
+_ROPE_TYPES_WITH_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-# Settings of generation_config.json that change the output, with the value that does not.
+# Settings of generation_config.json that are not supported, with their neutral values.
 _NOT_APPLIED: Mapping[str, object] = {
     "encoder_repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
@@ -58,16 +58,16 @@ _SLOW_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.m
 
 
 class _TokenizerJson(msgspec.Struct):
-    """The one part of tokenizer.json that is looked at; the megabytes beside it are skipped."""
+    """The only part of tokenizer.json that is decoded."""
 
     post_processor: Any = None
 
 
 def read_directory(directory: Path, cache_dir: Path, overrides: Mapping[str, Any]) -> Checkpoint:
-    """Describe the checkpoint in `directory`; files that must be made go to `cache_dir`.
+    """Describe the checkpoint in `directory`; converted files are written to `cache_dir`.
 
     `overrides` are merged into config.json.
-    Raises ValueError, in one line, for a checkpoint that cannot be served.
+    Raises ValueError, in one line, for an unsupported checkpoint.
     """
     config = normalised_config(read_config(directory, overrides), directory)
     generation = read_json(directory / "generation_config.json", missing_is_empty=True)
@@ -90,12 +90,12 @@ def read_directory(directory: Path, cache_dir: Path, overrides: Mapping[str, Any
         chat_template_file=_chat_template_file(directory, tokenizer_config, cache_dir),
         template_tokens=tokens,
         keeps_states=keeps_states(config["model_type"]),
-        add_bos_token=_caller_adds_bos(tokenizer, tokenizer_config, tokens),
+        add_bos_token=_add_bos(tokenizer, tokenizer_config, tokens),
     )
 
 
 def normalised_config(config: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """What `read_config` gives, completed as transformers 5 does; ValueError for what cannot run."""
+    """`config` completed as transformers 5 does. Raises ValueError for unsupported settings."""
     where = directory / "config.json"
     check_values(config, where)
     made = {key: value for key, value in config.items() if key != "quantization_config"}
@@ -106,12 +106,12 @@ def normalised_config(config: dict[str, Any], directory: Path) -> dict[str, Any]
 
 
 def _quantization(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """How the weights are packed, by its name alone: which ones are is the family's to know."""
+    """The quantization method; model files know which weights it applies to."""
     quantization = config.get("quantization_config")
     if not quantization:
         return {}
     method = quantization.get("quant_method", "unknown")
-    if (config.get("model_type"), method) not in _QUANTIZED_THAT_RUN:
+    if (config.get("model_type"), method) not in _SUPPORTED_QUANTIZATION:
         raise ValueError(
             f"{directory} is quantized ({method}): not supported yet, use the plain checkpoint or a .gguf"
         )
@@ -119,34 +119,34 @@ def _quantization(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def positions(config: Mapping[str, Any]) -> int:
-    """Positions that the model was made for.
+    """The context length of the model.
 
-    max_position_embeddings counts them before these rope types stretch them; llama3 and
-    longrope checkpoints state the stretched number.
+    max_position_embeddings is the length before these RoPE types extend it; llama3 and longrope
+    checkpoints state the extended length.
     """
     limit = int(config["max_position_embeddings"])
     rope = config["rope_parameters"]
-    if rope.get("rope_type") not in _ROPE_TYPES_THAT_EXTEND:
+    if rope.get("rope_type") not in _EXTENDING_ROPE_TYPES:
         return limit
     original = rope.get("original_max_position_embeddings") or limit
     return max(limit, int(original * rope.get("factor", 1.0)))
 
 
 def _rope_parameters(config: Mapping[str, Any], where: Path) -> dict[str, Any]:
-    """All that is said about rotation; nothing is made up: a base that is not stated is the family's own."""
+    """The RoPE settings; a missing theta is left to the model file's default."""
     stated = config.get("rope_parameters", {})
     if any(isinstance(value, Mapping) for value in stated.values()):
-        raise ValueError(f"{where} has rope_parameters for each type of layer, which is not supported")
+        raise ValueError(f"{where} has separate rope_parameters for each layer type, which is not supported")
     rope = {"rope_type": "default"} | {name: value for name, value in stated.items() if value is not None}
     return rope | _trained_length(config, rope)
 
 
 def _trained_length(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
-    """How long sequences were before scaling began, and by what factor they grow."""
+    """The context length before RoPE scaling, and the scaling factor."""
     limit = config["max_position_embeddings"]
     if rope["rope_type"] == "dynamic":
         return {"original_max_position_embeddings": limit}
-    if rope["rope_type"] not in _ROPE_TYPES_WITH_ORIGINAL:
+    if rope["rope_type"] not in _ROPE_TYPES_WITH_ORIGINAL_LENGTH:
         return {}
     original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
     found = {"original_max_position_embeddings": original or limit}
@@ -160,17 +160,17 @@ def _dtype(config: Mapping[str, Any], directory: Path) -> str:
     dtype = str(named).removeprefix("torch.") if named else _dtype_of_weights(directory)
     if dtype not in _COMPUTE_DTYPES:
         known = ", ".join(_COMPUTE_DTYPES)
-        raise ValueError(f"{directory} is kept in {dtype}, which is not supported; supported are {known}")
+        raise ValueError(f"{directory} has dtype {dtype}, which is not supported; supported are {known}")
     return dtype
 
 
 def _dtype_of_weights(directory: Path) -> str:
-    """The dtype of the first matrix in the first safetensors file that is not packed, else float32."""
+    """The dtype of the first matrix that is not packed; float32 if there is none."""
     for path in sorted(directory.glob("*.safetensors")):
         for tensor in tensors_in(path)[1].values():
             if len(tensor["shape"]) > 1 and tensor["dtype"] != _PACKED:
-                kept = str(tensor["dtype"])
-                return _SAFETENSORS_DTYPES.get(kept, kept)
+                dtype = str(tensor["dtype"])
+                return _SAFETENSORS_DTYPES.get(dtype, dtype)
     return "float32"
 
 
@@ -191,7 +191,7 @@ def _ignored_defaults(generation: Mapping[str, Any]) -> list[str]:
 def _end_ids(
     directory: Path, overrides: Mapping[str, Any], generation: Mapping[str, Any], config: Mapping[str, Any]
 ) -> list[int]:
-    """The ids that end an answer, less those outside the vocabulary: no answer can hold them."""
+    """The end-of-sequence ids that are inside the vocabulary."""
     name = "eos_token_id"
     value = next((place[name] for place in (overrides, generation, config) if name in place), None)
     return [token for token in id_list(value, name, directory) if 0 <= token < config["vocab_size"]]
@@ -209,7 +209,7 @@ def _template_tokens(directory: Path, tokenizer_config: Mapping[str, Any]) -> di
 
 
 def _token_text(token: str | dict[str, str] | None) -> str | None:
-    """Tokens are texts, or objects that describe one."""
+    """The text of a token that is given as a string or as an object."""
     return token.get("content") if isinstance(token, dict) else token
 
 
@@ -231,7 +231,7 @@ def _chat_template_file(directory: Path, tokenizer_config: Mapping[str, Any], ca
 
 
 def _default_template(embedded: str | list[dict[str, str]] | None) -> str | None:
-    """A checkpoint holds one template, or several with names."""
+    """The template, or of several named ones the default."""
     if not isinstance(embedded, list):
         return embedded
     by_name = {entry["name"]: entry["template"] for entry in embedded}
@@ -268,8 +268,8 @@ def _converted_tokenizer(directory: Path, sources: list[Path], cache_dir: Path) 
     return path
 
 
-def _caller_adds_bos(tokenizer: Path | None, config: Mapping[str, Any], tokens: Mapping[str, str]) -> bool:
-    """Whether a begin-of-sequence token is wanted that tokenizer.json does not add itself."""
+def _add_bos(tokenizer: Path | None, config: Mapping[str, Any], tokens: Mapping[str, str]) -> bool:
+    """Whether the frontend must add the begin-of-sequence token that tokenizer.json does not add."""
     if tokenizer is None or not config.get("add_bos_token") or "bos_token" not in tokens:
         return False
     parsed = msgspec.json.decode(tokenizer.read_bytes(), type=_TokenizerJson)
@@ -277,7 +277,7 @@ def _caller_adds_bos(tokenizer: Path | None, config: Mapping[str, Any], tokens: 
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    """Another start may write the same file at the same time: either one's is whole."""
+    """Write the complete file, also if another process writes it at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".partial-")
     with os.fdopen(handle, "w", encoding="utf-8") as file:

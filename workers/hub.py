@@ -1,7 +1,7 @@
-"""Fetches checkpoints from a Hugging Face hub into its local cache.
+"""Downloads checkpoints from a Hugging Face hub into the local cache.
 
-The library's own variables hold: HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE and the rest.
-What is in the cache is not fetched again, and serves when the hub cannot be reached.
+HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE and the library's other variables apply.
+Cached files are not downloaded again, and are used when the hub cannot be reached.
 """
 
 import os
@@ -15,15 +15,15 @@ from typing import Any
 # (phase, done, total)
 Report = Callable[[str, int, int], None]
 Accept = Callable[[Path], None]
-"""Raises ValueError for a directory whose config.json describes a model that does not run."""
+"""Raises ValueError for a directory whose config.json describes an unsupported model."""
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-# Weights in other forms, which may be many gigabytes, are left where they are.
+# Weights in other formats, which may be many gigabytes, are not downloaded.
 _WANTED = ["*.json", "*.jinja", "tokenizer.model", "spiece.model", "vocab.txt", "merges.txt"]
 _WEIGHTS = ["*.safetensors"]
 _CONFIG = "config.json"
-_UNWANTED = ["*/*"]  # copies for other programs: onnx/, original/, …
-# Read when the library is imported. Seconds for one answer of the hub; progress is drawn by us.
+_UNWANTED = ["*/*"]  # copies in other formats: onnx/, original/, …
+# Read when the library is imported. Timeouts in seconds; we display the progress ourselves.
 _LIBRARY_DEFAULTS = {
     "HF_HUB_ETAG_TIMEOUT": "5",
     "HF_HUB_DOWNLOAD_TIMEOUT": "5",
@@ -33,11 +33,11 @@ _BYTES_BAR = "huggingface_hub.snapshot_download"
 
 
 class HubError(ValueError):
-    """The hub has no such model for this user; one line that says what to do."""
+    """The hub has no such model for this user. One line that says what to do."""
 
 
 class UnreachableError(OSError):
-    """The hub cannot be asked, and the cache does not hold the model; one line."""
+    """The hub cannot be reached, and the model is not in the cache. One line."""
 
 
 def is_hub_name(model: str) -> bool:
@@ -53,11 +53,11 @@ def fetch(
     accept: Accept,
     weights: bool = True,
 ) -> Path:
-    """The directory, or the GGUF file, that `model` names; `cache_dir` is the library's when None.
+    """Download `model`; returns its directory or GGUF file. `cache_dir` None is the library's cache.
 
-    `accept` is called with a directory that holds config.json, before anything else is fetched.
-    Without `weights` a directory's safetensors files stay where they are.
-    Raises HubError, UnreachableError or OSError, and whatever `accept` does.
+    `accept` is called with a directory that has config.json before anything else is downloaded.
+    Without `weights` safetensors files are not downloaded.
+    Raises HubError, UnreachableError, OSError, and what `accept` raises.
     """
     for name, value in _LIBRARY_DEFAULTS.items():
         os.environ.setdefault(name, value)
@@ -68,9 +68,9 @@ def fetch(
     options: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir, "allow_patterns": patterns}
     if not file:
         options["ignore_patterns"] = _UNWANTED
-    silence = _silence(repository, revision)
-    options["local_files_only"] = silence is not None
-    with _errors_in_one_line(repository, revision, silence):
+    reason = _why_unreachable(repository, revision)
+    options["local_files_only"] = reason is not None
+    with _errors_in_one_line(repository, revision, reason):
         if not file:
             _fetch_config(repository, revision, options, accept)
         progress = _Progress(f"Downloading {repository}", _bytes_to_fetch(repository, options), report)
@@ -82,7 +82,7 @@ def fetch(
 
 
 def _fetch_config(repository: str, revision: str | None, options: dict[str, Any], accept: Accept) -> None:
-    """A model that does not run shall not cost gigabytes."""
+    """Download config.json alone and check it, before gigabytes of weights are downloaded."""
     from huggingface_hub import snapshot_download
 
     directory = Path(snapshot_download(repository, **options | {"allow_patterns": [_CONFIG]}))
@@ -91,10 +91,10 @@ def _fetch_config(repository: str, revision: str | None, options: dict[str, Any]
     accept(directory)
 
 
-def _silence(repository: str, revision: str | None) -> Exception | None:
-    """Why the hub says nothing about the model; None when it answers, whatever that is.
+def _why_unreachable(repository: str, revision: str | None) -> Exception | None:
+    """Why the hub cannot be reached; None if it responds, even with an error.
 
-    Asked beforehand, because the library itself waits for this answer without a limit.
+    Checked first, because the library's own request has no timeout.
     """
     from huggingface_hub import HfApi, constants, errors
 
@@ -105,14 +105,14 @@ def _silence(repository: str, revision: str | None) -> Exception | None:
     except errors.HFValidationError as error:
         raise HubError(f"--model {repository}: {_first_line(error)}") from None
     except Exception as error:
-        if isinstance(error, OSError) or _is_of_http_library(error):
+        if isinstance(error, OSError) or _is_http_library_error(error):
             return error
         raise
     return None
 
 
 def _bytes_to_fetch(repository: str, options: dict[str, Any]) -> int:
-    """0 when the cache must do, because the hub does not let this user see the model."""
+    """Bytes to download; 0 if only the cache can be used."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import DryRunError
 
@@ -136,30 +136,30 @@ def _gguf_files(repository: str, revision: str | None) -> str:
 
 
 @contextmanager
-def _errors_in_one_line(repository: str, revision: str | None, silence: Exception | None) -> Iterator[None]:
+def _errors_in_one_line(repository: str, revision: str | None, reason: Exception | None) -> Iterator[None]:
     from huggingface_hub import constants, errors
 
     try:
         yield
     except errors.GatedRepoError:
         raise HubError(
-            f"{repository} is gated: accept its conditions at {constants.ENDPOINT}/{repository}, "
+            f"{repository} is gated: accept its terms at {constants.ENDPOINT}/{repository}, "
             "and set HF_TOKEN to a token of that account"
         ) from None
     except errors.RepositoryNotFoundError:
         raise HubError(
-            f"--model {repository}: no such path, and {constants.ENDPOINT} has no such model or keeps it "
+            f"--model {repository}: no such path, and {constants.ENDPOINT} has no such model, or it is "
             "private; check the name, or set HF_TOKEN"
         ) from None
     except errors.RevisionNotFoundError:
         raise HubError(f"{repository} has no revision {revision}: check --revision") from None
     except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError) as error:
-        raise _unreachable(repository, silence or error.__cause__ or error) from None
+        raise _unreachable(repository, reason or error.__cause__ or error) from None
     except Exception as error:
-        if isinstance(error, OSError | HubError) or not _is_of_http_library(error):
+        if isinstance(error, OSError | HubError) or not _is_http_library_error(error):
             raise
         raise UnreachableError(
-            f"the download of {repository} broke off ({_named(error)}): start again, it goes on from there"
+            f"the download of {repository} failed ({_with_type(error)}): start again to continue it"
         ) from None
 
 
@@ -169,19 +169,19 @@ def _unreachable(repository: str, cause: BaseException) -> UnreachableError:
     if constants.HF_HUB_OFFLINE:
         return UnreachableError(
             f"--model {repository}: no such path, not in the cache {constants.HF_HUB_CACHE}, and "
-            "HF_HUB_OFFLINE forbids to fetch it"
+            "HF_HUB_OFFLINE forbids downloading it"
         )
     return UnreachableError(
-        f"--model {repository}: no such path, not in the cache, and {constants.ENDPOINT} cannot be asked "
-        f"({_named(cause)}); give a local directory, or connect"
+        f"--model {repository}: no such path, not in the cache, and {constants.ENDPOINT} cannot be reached "
+        f"({_with_type(cause)}); give a local directory, or check the network"
     )
 
 
-def _is_of_http_library(error: Exception) -> bool:
+def _is_http_library_error(error: Exception) -> bool:
     return type(error).__module__.startswith("httpx")
 
 
-def _named(error: BaseException) -> str:
+def _with_type(error: BaseException) -> str:
     return f"{type(error).__name__}: {_first_line(error)}"
 
 
@@ -190,7 +190,7 @@ def _first_line(error: BaseException) -> str:
 
 
 class _Progress:
-    """Adds up what the library's download threads report."""
+    """Sums the progress of the library's download threads."""
 
     def __init__(self, phase: str, total: int, report: Report):
         self._phase = phase
@@ -200,9 +200,9 @@ class _Progress:
         self._lock = threading.Lock()
 
     def add(self, size: int) -> None:
-        """`size` more bytes have come."""
+        """`size` more bytes were downloaded."""
         with self._lock:
-            # The last byte is told by `finish`: files are still being put in their places.
+            # `finish` reports the last byte: until then files are still being moved into place.
             self._done = min(self._done + size, self._total - 1)
             if self._done > 0:
                 self._report(self._phase, self._done, self._total)
@@ -212,8 +212,8 @@ class _Progress:
             self._report(self._phase, self._total, self._total)
 
     def bar_class(self) -> type[Any]:
-        """What the library takes for a progress bar; draws nothing."""
-        from huggingface_hub.utils.tqdm import tqdm  # only to such a one the library tells a bar's name
+        """A progress bar class for the library that displays nothing."""
+        from huggingface_hub.utils.tqdm import tqdm  # the library passes names only to subclasses
 
         progress = self
 

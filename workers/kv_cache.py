@@ -1,4 +1,4 @@
-"""The KV tensors of one rank: their specs, their memory, their making."""
+"""The KV cache of one rank: specs, memory budget, allocation."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,21 +22,21 @@ from workers.layers.context import CacheLayer
 
 _CPU_LIMIT = 4 << 30
 _CPU_SHARE = 4
-"""A CPU cache takes one part in four of what is free: the machine has other uses for it."""
+"""The default KV cache on a CPU is this fraction (1 / 4) of the available memory."""
 
 
 def kv_dtype(cache: CacheConfig, compute: torch.dtype) -> torch.dtype:
-    """The type that keys and values are stored in. Raises ValueError for an unknown name."""
+    """The dtype of the KV cache. Raises ValueError for an unknown name."""
     dtypes = {"auto": compute, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
     if cache.kv_cache_dtype not in dtypes:
         raise ValueError(
-            f"kv_cache_dtype {cache.kv_cache_dtype!r} is unknown; these are: {', '.join(dtypes)}"
+            f"kv_cache_dtype {cache.kv_cache_dtype!r} is unknown; known are: {', '.join(dtypes)}"
         )
     return dtypes[cache.kv_cache_dtype]
 
 
 def kv_specs(groups: Sequence[CacheGroup], block_size: int, dtype: torch.dtype) -> list[KVSpec]:
-    """What the engine core must know of each group to hand out its blocks."""
+    """The KV spec of each group, from which the engine core allocates blocks."""
     return [_spec(group, block_size, dtype) for group in groups]
 
 
@@ -76,7 +76,7 @@ def allocate_kv(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[CacheLayer]:
-    """One cache for each layer, by layer index; raises ValueError when the groups do not match."""
+    """The caches of all layers, by layer index. Raises ValueError for another number of groups."""
     if len(num_blocks) != len(groups):
         raise ValueError(f"the model has {len(groups)} KV groups, but {len(num_blocks)} were sized")
     caches = {
@@ -95,11 +95,10 @@ def cpu_kv_bytes(cache: CacheConfig, ranks: int) -> int:
 
 
 def cuda_kv_bytes(cache: CacheConfig, device: torch.device, peak_bytes: int) -> int:
-    """Bytes that the configured share of the GPU leaves for KV beside everything else.
+    """Bytes of `gpu_memory_utilization` that are left for the KV cache.
 
-    `peak_bytes` is the most that torch held in a forward pass of the largest step; memory that
-    torch does not manage (the driver's, the collectives') counts too. Raises MemoryError when
-    nothing is left.
+    `peak_bytes` is torch's peak memory in the largest step. Memory that torch does not manage
+    (driver, collectives) is subtracted too. Raises MemoryError if nothing is left.
     """
     if cache.kv_cache_memory_bytes is not None:
         return cache.kv_cache_memory_bytes
@@ -111,13 +110,13 @@ def cuda_kv_bytes(cache: CacheConfig, device: torch.device, peak_bytes: int) -> 
             f"no GPU memory is left for the KV cache: gpu_memory_utilization "
             f"{cache.gpu_memory_utilization} of {total >> 20} MiB is less than the "
             f"{(outside_torch + peak_bytes) >> 20} MiB of weights, graphs and one step: raise "
-            "--gpu-memory-utilization, lower --max-num-batched-tokens, or share the model out with -tp"
+            "--gpu-memory-utilization, lower --max-num-batched-tokens, or use more GPUs with -tp"
         )
     return left
 
 
 def _available_memory() -> int:
-    """Bytes that this process may still take: the host's, or what its control group leaves."""
+    """Bytes that this process can still allocate: of the host, or of its control group's limit."""
     available = _meminfo("MemAvailable")
     group = Path("/sys/fs/cgroup")
     limit = _read(group / "memory.max")

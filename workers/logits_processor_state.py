@@ -1,6 +1,6 @@
-"""The rows whose requests change their logits: their rules, and the record of what they drew.
+"""Logits processors of the rows of the persistent batch, and the token records they need.
 
-R rows that draw, U of them with rules, N of those with a record, V vocabulary.
+R rows sampled in a step, U of them with logits processors, N of the U with a token record, V vocabulary.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,21 +21,21 @@ _FIRST_RECORDS = 4
 
 @dataclass(frozen=True, slots=True)
 class RowLogitsProcessors:
-    """One row's rules as arrays, ready to be joined with those of other rows."""
+    """One row's logits processors as arrays, ready to be joined with those of other rows."""
 
     allowed: Ids
     bias_ids: Ids
-    """With the bad words of one id, which are forbidden whatever came before."""
+    """Including bad words of one id, with a bias of minus infinity."""
     bias_values: NDArray[np.float32]
     words: list[list[int]]
     """Bad words of two ids or more."""
     end_ids: Ids
     end_until: int
-    """First position where one of `end_ids` may be drawn."""
+    """First position where one of `end_ids` may be sampled."""
     penalties: tuple[float, float, float]
     """Repetition, frequency, presence."""
     record: int
-    """-1 for a row that needs none."""
+    """Index of the row's token record; -1 if it needs none."""
     offset: int
     """The token at position p of the sequence is entry p - offset of the record."""
     begin: int
@@ -44,22 +44,22 @@ class RowLogitsProcessors:
 
 @dataclass(frozen=True, slots=True)
 class LogitsProcessorRows:
-    """Those of a step's rows that have rules."""
+    """The rows of a step that have logits processors."""
 
-    rows: Ids
+    indices: Ids
     """Which of the R."""
-    rules: LogitsProcessorBatch
+    batch: LogitsProcessorBatch
     recorded: Ids
-    """Which of the R have a record."""
+    """Which of the R have a token record."""
     offsets: Ids
-    """Of those."""
+    """Of these records."""
 
 
 class LogitsProcessorState:
-    """Rules and records of the rows of the persistent batch.
+    """Logits processors and token records of all rows.
 
-    Penalties, and bad words of several ids, need a record on the device. Records are made as
-    rows need them and used again by later ones, so that they take 4 * (V + max_model_len) bytes
+    Penalties, and bad words of several ids, need a record on the device. Records are allocated on
+    demand and reused by later rows, so that they take 4 * (V + max_model_len) bytes
     for each row that has had one at the busiest time, rounded up to a power of two of rows:
     0.7 MB a row for 151,936 ids and sequences of 32,768.
     """
@@ -75,62 +75,64 @@ class LogitsProcessorState:
         )
 
     def set_row(self, new: NewRow) -> None:
-        """A new request takes a row; what the row held before is forgotten."""
+        """Set the logits processors of a row that a new request takes."""
         former = self._rows.pop(new.row, None)
         if former is not None and former.record >= 0:
             self._free.append(former.record)
-        rules = new.sampling.logits_processors
-        if rules is not None:
-            self._rows[new.row] = self._admit(rules, new)
+        processors = new.sampling.logits_processors
+        if processors is not None:
+            self._rows[new.row] = self._add(processors, new)
 
     def gather(self, rows: Ids) -> LogitsProcessorRows | None:
-        """What `apply` needs to know of the rows that draw; None where none of them has rules."""
+        """What `apply` needs for these rows; None if none of them has logits processors."""
         if not self._rows:
             return None
         which = np.array([i for i, row in enumerate(rows.tolist()) if row in self._rows], np.int64)
         if not len(which):
             return None
-        members = [self._rows[row] for row in rows[which].tolist()]
-        recorded = [u for u, member in enumerate(members) if member.record >= 0]
-        keepers = [members[u] for u in recorded]
+        processors = [self._rows[row] for row in rows[which].tolist()]
+        which_recorded = [u for u, row in enumerate(processors) if row.record >= 0]
+        recorded = [processors[u] for u in which_recorded]
         batch = LogitsProcessorBatch(
             rows_U=to_device(which, self._device),
-            allowed=self._allowed(members),
-            bias=self._bias(members),
-            end_ids=self._end_ids(members),
-            recorded=self._recorded(recorded, keepers),
-            bad_words=self._bad_words(recorded, keepers),
-            penalties=self._penalties(keepers),
+            allowed=self._allowed(processors),
+            bias=self._bias(processors),
+            end_ids=self._end_ids(processors),
+            recorded=self._recorded(which_recorded, recorded),
+            bad_words=self._bad_words(which_recorded, recorded),
+            penalties=self._penalties(recorded),
         )
-        offsets = np.array([keeper.offset for keeper in keepers], np.int64)
-        return LogitsProcessorRows(which, batch, which[np.array(recorded, np.int64)], offsets)
+        offsets = np.array([row.offset for row in recorded], np.int64)
+        return LogitsProcessorRows(which, batch, which[np.array(which_recorded, np.int64)], offsets)
 
     def apply(
-        self, draw: LogitsProcessorRows, logits_RV: torch.Tensor, positions_R: torch.Tensor, positions: Ids
+        self, rows: LogitsProcessorRows, logits_RV: torch.Tensor, positions_R: torch.Tensor, positions: Ids
     ) -> torch.Tensor:
-        """Logits of the ruled rows, float32 [U, V]; `positions` are the same [R] on the host."""
-        longest = int((positions[draw.recorded] - draw.offsets).max(initial=0))
-        return apply_logits_processors(logits_RV, positions_R, draw.rules, self._record, longest)
+        """Processed logits, float32 [U, V]; `positions` [R] is `positions_R` on the host."""
+        longest = int((positions[rows.recorded] - rows.offsets).max(initial=0))
+        return apply_logits_processors(logits_RV, positions_R, rows.batch, self._record, longest)
 
-    def keep(self, draw: LogitsProcessorRows, positions_U: torch.Tensor, ids_U: torch.Tensor) -> None:
-        """Enter the ids that the ruled rows drew into their records."""
-        if draw.rules.recorded is not None:
-            record_sampled(self._record, draw.rules.recorded, positions_U, ids_U)
+    def record(self, rows: LogitsProcessorRows, positions_U: torch.Tensor, ids_U: torch.Tensor) -> None:
+        """Add the sampled ids of the U rows to their records."""
+        if rows.batch.recorded is not None:
+            record_sampled(self._record, rows.batch.recorded, positions_U, ids_U)
 
-    def _admit(self, rules: LogitsProcessors, new: NewRow) -> RowLogitsProcessors:
-        penalties = (rules.repetition_penalty, rules.frequency_penalty, rules.presence_penalty)
-        words = [word for word in rules.bad_words if len(word) > 1]
-        banned = [word[0] for word in rules.bad_words if len(word) == 1]
+    def _add(self, processors: LogitsProcessors, new: NewRow) -> RowLogitsProcessors:
+        penalties = (processors.repetition_penalty, processors.frequency_penalty, processors.presence_penalty)
+        words = [word for word in processors.bad_words if len(word) > 1]
+        banned = [word[0] for word in processors.bad_words if len(word) == 1]
         token_ids = _ids(new.token_ids)
-        prompt = np.unique(token_ids[: new.prompt_length]) if rules.repetition_penalty != 1 else _ids(b"")
+        prompt = (
+            np.unique(token_ids[: new.prompt_length]) if processors.repetition_penalty != 1 else _ids(b"")
+        )
         needs_record = bool(words) or penalties != (1, 0, 0)
         return RowLogitsProcessors(
-            allowed=_ids(rules.allowed_ids),
-            bias_ids=np.concatenate([_ids(rules.bias_ids), np.array(banned, np.int64)]),
-            bias_values=np.array([*rules.bias_values, *[-np.inf] * len(banned)], np.float32),
+            allowed=_ids(processors.allowed_ids),
+            bias_ids=np.concatenate([_ids(processors.bias_ids), np.array(banned, np.int64)]),
+            bias_values=np.array([*processors.bias_values, *[-np.inf] * len(banned)], np.float32),
             words=words,
-            end_ids=np.array(rules.end_ids if rules.min_tokens else [], np.int64),
-            end_until=new.prompt_length + rules.min_tokens,
+            end_ids=np.array(processors.end_ids if processors.min_tokens else [], np.int64),
+            end_until=new.prompt_length + processors.min_tokens,
             penalties=penalties,
             record=self._new_record(prompt, token_ids[new.prompt_length :]) if needs_record else -1,
             offset=new.prompt_length - len(prompt),
@@ -138,7 +140,7 @@ class LogitsProcessorState:
         )
 
     def _new_record(self, prompt: Ids, generated: Ids) -> int:
-        """A record that holds these ids and nothing of its former row."""
+        """Index of a record that holds exactly these ids."""
         if not self._free:
             self._grow()
         record = self._free.pop()
@@ -151,7 +153,7 @@ class LogitsProcessorState:
         return record
 
     def _grow(self) -> None:
-        """Twice as many records."""
+        """Double the number of records."""
         ids_ML, seen_MV = self._record.ids_ML, self._record.seen_MV
         before = len(ids_ML)
         more = before or _FIRST_RECORDS
@@ -161,57 +163,57 @@ class LogitsProcessorState:
         )
         self._free.extend(range(before, before + more))
 
-    def _allowed(self, members: Sequence[RowLogitsProcessors]) -> AllowedIds | None:
-        rows = np.array([u for u, member in enumerate(members) if len(member.allowed)], np.int64)
+    def _allowed(self, processors: Sequence[RowLogitsProcessors]) -> AllowedIds | None:
+        rows = np.array([u for u, row in enumerate(processors) if len(row.allowed)], np.int64)
         if not len(rows):
             return None
-        places = self._places(enumerate(member.allowed for member in members))
-        return AllowedIds(to_device(rows, self._device), to_device(places, self._device))
+        flat_ids = self._flat_ids(enumerate(row.allowed for row in processors))
+        return AllowedIds(to_device(rows, self._device), to_device(flat_ids, self._device))
 
-    def _bias(self, members: Sequence[RowLogitsProcessors]) -> Bias | None:
-        places = self._places(enumerate(member.bias_ids for member in members))
-        if not len(places):
+    def _bias(self, processors: Sequence[RowLogitsProcessors]) -> Bias | None:
+        flat_ids = self._flat_ids(enumerate(row.bias_ids for row in processors))
+        if not len(flat_ids):
             return None
-        values = np.concatenate([member.bias_values for member in members])
-        return Bias(to_device(places, self._device), to_device(values, self._device))
+        values = np.concatenate([row.bias_values for row in processors])
+        return Bias(to_device(flat_ids, self._device), to_device(values, self._device))
 
-    def _end_ids(self, members: Sequence[RowLogitsProcessors]) -> EndIds | None:
-        places = self._places(enumerate(member.end_ids for member in members))
-        if not len(places):
+    def _end_ids(self, processors: Sequence[RowLogitsProcessors]) -> EndIds | None:
+        flat_ids = self._flat_ids(enumerate(row.end_ids for row in processors))
+        if not len(flat_ids):
             return None
-        counts = [len(member.end_ids) for member in members]
-        until = np.repeat([member.end_until for member in members], counts)
-        rows = np.repeat(np.arange(len(members)), counts)
-        return EndIds(*to_device(np.stack([rows, until, places]), self._device))
+        counts = [len(row.end_ids) for row in processors]
+        until = np.repeat([row.end_until for row in processors], counts)
+        rows = np.repeat(np.arange(len(processors)), counts)
+        return EndIds(*to_device(np.stack([rows, until, flat_ids]), self._device))
 
-    def _recorded(self, which: Sequence[int], keepers: Sequence[RowLogitsProcessors]) -> RecordedRows | None:
-        if not keepers:
+    def _recorded(self, which: Sequence[int], recorded: Sequence[RowLogitsProcessors]) -> RecordedRows | None:
+        if not recorded:
             return None
-        records = [keeper.record for keeper in keepers]
-        offsets = [keeper.offset for keeper in keepers]
+        records = [row.record for row in recorded]
+        offsets = [row.offset for row in recorded]
         return RecordedRows(*to_device(np.array([which, records, offsets], np.int64), self._device))
 
-    def _bad_words(self, which: Sequence[int], keepers: Sequence[RowLogitsProcessors]) -> BadWords | None:
-        owned = [(n, word) for n, keeper in enumerate(keepers) for word in keeper.words]
-        if not owned:
+    def _bad_words(self, which: Sequence[int], recorded: Sequence[RowLogitsProcessors]) -> BadWords | None:
+        words = [(n, word) for n, row in enumerate(recorded) for word in row.words]
+        if not words:
             return None
-        before = np.full((len(owned), max(len(word) for _, word in owned) - 1), ANY, np.int64)
-        for b, (_, word) in enumerate(owned):
+        before = np.full((len(words), max(len(word) for _, word in words) - 1), ANY, np.int64)
+        for b, (_, word) in enumerate(words):
             before[b, before.shape[1] - len(word) + 1 :] = word[:-1]
-        rows = [n for n, _ in owned]
-        begins = [keepers[n].begin for n in rows]
-        places = [which[n] * self._vocab_size + word[-1] for n, word in owned]
-        columns = to_device(np.array([rows, begins, places], np.int64), self._device)
+        rows = [n for n, _ in words]
+        begins = [recorded[n].begin for n in rows]
+        flat_ids = [which[n] * self._vocab_size + word[-1] for n, word in words]
+        columns = to_device(np.array([rows, begins, flat_ids], np.int64), self._device)
         return BadWords(columns[0], to_device(before, self._device), columns[1], columns[2])
 
-    def _penalties(self, keepers: Sequence[RowLogitsProcessors]) -> Penalties | None:
-        if all(keeper.penalties == (1, 0, 0) for keeper in keepers):
+    def _penalties(self, recorded: Sequence[RowLogitsProcessors]) -> Penalties | None:
+        if all(row.penalties == (1, 0, 0) for row in recorded):
             return None
-        columns = np.array([keeper.penalties for keeper in keepers], np.float32).T.copy()
+        columns = np.array([row.penalties for row in recorded], np.float32).T.copy()
         return Penalties(*to_device(columns, self._device))
 
-    def _places(self, lists: Iterable[tuple[int, Ids]]) -> Ids:
-        """Where the ids of each (row, ids) are among all logits of the ruled rows."""
+    def _flat_ids(self, lists: Iterable[tuple[int, Ids]]) -> Ids:
+        """Indices of each (row, ids) into the flattened logits [U * V]."""
         return np.concatenate([u * self._vocab_size + ids for u, ids in lists])
 
 

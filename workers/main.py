@@ -1,13 +1,14 @@
 """`python -m workers.main`: one rank as a process. Started by atom-launch.
 
-torch is imported only after the environment that its thread pools read at load is set, so
-nothing at the top of this file may import it.
+torch is imported after the environment of its thread pools is set, so nothing at the top of this
+file may import it.
 """
 
 import gc
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections import deque
@@ -26,12 +27,15 @@ from atom.messages.worker import (
     ScheduledBatch,
     Shutdown,
     ToWorker,
+    WorkerBeat,
     WorkerFailed,
     WorkerReady,
 )
 from atom.utils import envs
+from atom.utils.errors import one_line
 from atom.utils.exit_status import ExitStatus
 from atom.utils.install_check import check_install
+from atom.utils.liveness import Beats, beat_interval
 from atom.utils.logger import setup_logging
 from atom.utils.process import read_launch
 from atom.utils.step_trace import StepTrace
@@ -46,6 +50,8 @@ _DEVICE_POLL_S = 50e-6
 _LINGER_MS = 2000
 _PROGRESS_INTERVAL_S = 0.05
 _SPIN_COUNT = "10000"
+_KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")  # of torch, of oneDNN
+_CACHED_KERNELS = "256"
 
 
 def main() -> None:
@@ -54,22 +60,23 @@ def main() -> None:
     launch = read_launch(WorkerLaunch)
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(0))
     _set_thread_environment(launch.config)
+    _set_kernel_cache_environment(launch.config)
     _set_profiler_environment(launch.config)
     setup_logging(f"worker {launch.rank}")
     link = Link(launch)
     try:
         _work(launch, link)
-    except Exception as error:  # whatever it is, core and supervisor must hear of it
+    except Exception as error:  # of any kind: core and supervisor need the cause
         if envs.ATOM_LOG_MORE:
             traceback.print_exc()
-        link.fail(_one_line(error), _status(error))
+        link.fail(one_line(error, ValueError, MemoryError), _status(error))
         sys.exit(1)
     finally:
         link.close()
 
 
 class Link:
-    """The worker's two sockets: to its engine core and to the supervisor."""
+    """The worker's sockets: to its engine core, to the supervisor, and for beats."""
 
     def __init__(self, launch: WorkerLaunch):
         self._rank = launch.rank
@@ -83,18 +90,25 @@ class Link:
             socket.connect(endpoint)
         self._decoder: Decoder[ToWorker] = Decoder(ToWorker)
         self._next_progress = 0.0
+        self._closing = threading.Event()
+        interval = beat_interval(launch.config.reliability.hang_timeout)
+        self._beats = Beats(self._context, zmq.DEALER, launch.core, WorkerBeat(launch.rank), interval)
+        self._beat_thread = threading.Thread(
+            target=self._send_beats, args=(interval,), name="beats", daemon=True
+        )
+        self._beat_thread.start()
 
     def send(self, message: msgspec.Struct) -> None:
         self._core.send(encode(message))
 
     def receive(self, timeout_ms: int) -> ToWorker | None:
-        """The core's next message; None when none came in time."""
+        """The core's next message; None after the timeout."""
         if not self._core.poll(timeout_ms):
             return None
         return self._decoder.decode(self._core.recv())
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        """Tell the supervisor, from rank 0 alone and no more often than a bar can show."""
+        """Send progress to the supervisor, from rank 0 alone and at most 20 times a second."""
         now = time.monotonic()
         if self._rank == 0 and (done == total or now >= self._next_progress):
             self._next_progress = now + _PROGRESS_INTERVAL_S
@@ -105,8 +119,16 @@ class Link:
         self._supervisor.send(encode(Dead(self._name, reason, status)))
 
     def close(self) -> None:
-        """Give the last messages their time to leave."""
+        """Close the sockets once the last messages are sent."""
+        self._closing.set()
+        self._beat_thread.join()
         self._context.destroy(linger=_LINGER_MS)
+
+    def _send_beats(self, interval_s: float) -> None:
+        """Runs in a thread of its own: a step may take minutes, and releases the GIL meanwhile."""
+        while not self._closing.wait(interval_s):
+            self._beats.send_if_due()
+        self._beats.close()
 
 
 def _work(launch: WorkerLaunch, link: Link) -> None:
@@ -131,7 +153,7 @@ def _work(launch: WorkerLaunch, link: Link) -> None:
 
 
 def _serve(worker: "Worker", link: Link, rank: int, trace: StepTrace) -> None:
-    """Until Shutdown. A step is launched as soon as it comes; ids go out as the device has them."""
+    """Run until Shutdown: launch each step when it comes, send its result when the device has it."""
     pending: deque[PendingStep] = deque()
     traces = worker.traces
     while True:
@@ -141,8 +163,8 @@ def _serve(worker: "Worker", link: Link, rank: int, trace: StepTrace) -> None:
         idle_ms = _IDLE_POLL_MS
         if traces is not None:
             idle_ms = _WRITING_POLL_MS if traces.writing else idle_ms
-            while (answer := traces.take()) is not None:
-                link.send(answer)
+            while (trace_result := traces.next_result()) is not None:
+                link.send(trace_result)
         message = link.receive(0 if pending else idle_ms)
         match message:
             case None if pending:
@@ -158,7 +180,7 @@ def _serve(worker: "Worker", link: Link, rank: int, trace: StepTrace) -> None:
             case AllocateKV():
                 worker.allocate(message)
                 gc.collect()
-                gc.freeze()  # the model is not searched for garbage again
+                gc.freeze()  # exclude the model from garbage collection
                 link.send(WorkerReady(rank))
             case Profile(on) if traces is not None:
                 traces.switch(on)
@@ -169,12 +191,11 @@ def _serve(worker: "Worker", link: Link, rank: int, trace: StepTrace) -> None:
 
 
 def _set_thread_environment(config: EngineConfig) -> None:
-    """How many threads compute, and how they wait for one another.
+    """The number of OpenMP threads, and how long they spin between two operators.
 
-    Between two operators a thread waits awake for some microseconds before it sleeps: sleeping at
-    once costs a quarter of the speed, waiting long takes the cores that core, frontend and
-    clients need. With more threads than cores sleeping at once is right. What the user's
-    environment says about either stays.
+    Without spinning a quarter of the speed is lost; long spinning takes CPU time from the core, the
+    frontend and clients. With more threads than cores, spinning is off. Values that the user's
+    environment sets are kept.
     """
     if config.device.device != "cpu":
         return
@@ -187,10 +208,21 @@ def _set_thread_environment(config: EngineConfig) -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
 
 
-def _set_profiler_environment(config: EngineConfig) -> None:
-    """Torch's profiler writes a line of its own at each start and stop.
+def _set_kernel_cache_environment(config: EngineConfig) -> None:
+    """Bound the kernels that torch and oneDNN cache, one for each weight shape and number of tokens.
 
-    And a GPU's tracing library that is taken down and set up again fails with captured graphs.
+    By default each caches 1024, of up to half a megabyte: a worker would grow by hundreds of megabytes
+    as steps of new sizes come, and fragment its heap. Compiling one again takes about a millisecond.
+    """
+    if config.device.device == "cpu":
+        for cache in _KERNEL_CACHES:
+            os.environ.setdefault(cache, _CACHED_KERNELS)
+
+
+def _set_profiler_environment(config: EngineConfig) -> None:
+    """Silence the lines that torch's profiler prints at each start and stop.
+
+    And keep CUPTI loaded between recordings: setting it up again fails with captured graphs.
     """
     if config.observability.torch_profiler_dir is not None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
@@ -198,15 +230,10 @@ def _set_profiler_environment(config: EngineConfig) -> None:
 
 
 def _status(error: Exception) -> ExitStatus:
-    """A ValueError is about the checkpoint; torch has a name of its own for a lack of memory."""
+    """A ValueError is about the checkpoint; torch has its own type for a lack of memory."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return ExitStatus.RESOURCES
     return ExitStatus.MODEL if isinstance(error, ValueError) else ExitStatus.FAILURE
-
-
-def _one_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or ["no message"]
-    return lines[0] if isinstance(error, ValueError | MemoryError) else f"{type(error).__name__}: {lines[0]}"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Names in traces: which module of the model, and which captured graph, a kernel belongs to.
+"""Names in traces: the module, and the captured graph, that a kernel belongs to.
 
-in a step      MODULE                             its path in the model, such as model.layers.3.mlp
-               replay_graph_NAME                  a captured graph is launched
-in a capture   capture_graph_NAME > … > MODULE    what that graph's launches belong to
+in a step      MODULE                             path in the model, such as model.layers.3.mlp
+               replay_graph_NAME                  launch of a captured graph
+in a capture   capture_graph_NAME > … > MODULE    modules of that graph's kernels
 """
 
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from torch.autograd.profiler import record_function
 from workers.graph_recorder import Recorder, Replay
 
 _ENTRIES = ("forward", "after_norm", "after_gate", "add", "select_experts")
-"""Methods that compute: a fused layer takes the place of its neighbour's call."""
+"""Methods that launch kernels: fused layers call others than `forward`."""
 
 
 def mark_modules(model: nn.Module) -> None:
-    """Let every module name what it computes, from now on."""
+    """Record the name of each module around its calls."""
     for path, module in model.named_modules():
         for entry in _ENTRIES:
             method = getattr(module, entry, None)
@@ -28,7 +28,7 @@ def mark_modules(model: nn.Module) -> None:
 
 
 class MarkedRecorder:
-    """Another recorder, whose captures and replays are named."""
+    """Wraps a recorder; its captures and replays are named in traces."""
 
     def __init__(self, record: Recorder):
         self._record = record

@@ -1,7 +1,6 @@
-"""The order of one step; every part of it is somebody else's work.
+"""Runs the steps of one rank: update the batch, forward pass, sampling, prompt log probabilities.
 
-T tokens of the step, R rows that draw, P tokens whose next prompt tokens are scored, D hidden,
-V vocabulary.
+T tokens of the step, R sampled rows, P tokens with prompt log probabilities, D hidden, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -15,24 +14,24 @@ from workers.decode_graphs import DecodeGraphs
 from workers.input_batch import DecodeBatch, InputBatch, PromptLogprobRows, SamplingRows, StepInputs
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import CacheLayer, ForwardContext
-from workers.pending_step import PendingStep
+from workers.pending_step import PendingStep, RecordEvent
 from workers.prompt_graphs import PromptGraphs
 from workers.sampler import Sampler, SamplerOutput
 from workers.step_label import step_label
 
-_SCORED_LOGITS = 1 << 24  # logits of prompt tokens held at a time: 64 MiB of float32
+_LOGITS_PER_SLICE = 1 << 24  # logits of prompt tokens held at a time: 64 MiB of float32
 
 
 @dataclass(frozen=True, slots=True)
 class Graphs:
-    """What is captured of a model."""
+    """The captured graphs of a model."""
 
     decode: DecodeGraphs
     prompts: PromptGraphs
 
 
 class ModelRunner:
-    """Runs steps one after another. Forward and sampling are apart: each may become a graph."""
+    """Runs steps one after another. Forward pass and sampling are separate: each may be a graph."""
 
     def __init__(
         self,
@@ -40,69 +39,79 @@ class ModelRunner:
         kv_layers: Sequence[CacheLayer],
         inputs: InputBatch,
         sampler: Sampler,
+        record_event: RecordEvent,
         graphs: Graphs | None = None,
     ):
-        """`graphs` are of the same model, cache and inputs, and captured."""
+        """`graphs` are captured, of the same model, KV cache and inputs."""
         self._model = model
         self._kv_layers = kv_layers
         self._inputs = inputs
         self._sampler = sampler
+        self._record_event = record_event
         self._graphs = graphs
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> PendingStep:
-        """Put one step on the device; does not wait for its results."""
+        """Launch one step on the device; does not wait for its results."""
         for new in batch.new_rows:
             self._sampler.set_row(new)
         self._inputs.take(batch)
         decode_batch = self._inputs.decode_batch(batch)
-        if self._graphs and decode_batch and self._graphs.decode.fit(decode_batch):
-            return PendingStep(batch.step, self._replay(self._graphs.decode, decode_batch))
+        if self._graphs and decode_batch and self._graphs.decode.fits(decode_batch):
+            return PendingStep(
+                batch.step, self._record_event, self._replay(self._graphs.decode, decode_batch)
+            )
         step = self._inputs.step(batch)
         hidden_TD = self._forward(step)
-        drawn = self._draw(hidden_TD, step.draw) if step.draw else None
+        sampled = self._sample(hidden_TD, step.draw) if step.draw else None
         if step.scored is None:
-            return PendingStep(batch.step, drawn)
-        return PendingStep(batch.step, drawn, step.scored.pieces, self._score(hidden_TD, step.scored))
+            return PendingStep(batch.step, self._record_event, sampled)
+        return PendingStep(
+            batch.step,
+            self._record_event,
+            sampled,
+            step.scored.pieces,
+            self._prompt_logprobs(hidden_TD, step.scored),
+        )
 
     def label(self, batch: ScheduledBatch) -> str:
-        """What a trace calls the step that `batch` is about to become."""
+        """The name of the step in traces; called before `launch`."""
         return step_label(batch, self._inputs.lengths(batch))
 
     def _forward(self, step: StepInputs) -> torch.Tensor:
-        if self._graphs and self._graphs.prompts.fit(step):
+        if self._graphs and self._graphs.prompts.fits(step):
             return self._graphs.prompts.forward(step)
         return self._model(step.ids_T, step.positions_T, ForwardContext(self._kv_layers, step.groups))
 
     def _replay(self, graphs: DecodeGraphs, decode_batch: DecodeBatch) -> SamplerOutput:
-        """One more token for each of these rows."""
+        """Compute and sample the next token of each row."""
         positions = self._inputs.advance(decode_batch)
-        forwarded = graphs.forward(decode_batch)
+        output = graphs.forward(decode_batch)
         settings = self._sampler.plain_settings(decode_batch.rows)
         if settings is not None and graphs.can_sample(settings):
-            return SamplerOutput(graphs.draw(settings), [], None)
-        draw = SamplingRows(
-            decode_batch.rows, decode_batch.rows_R, decode_batch.tokens_R, positions, forwarded.positions_R
+            return SamplerOutput(graphs.sample(settings), [], None)
+        sampling = SamplingRows(
+            decode_batch.rows, decode_batch.rows_R, decode_batch.tokens_R, positions, output.positions_R
         )
-        return self._draw(forwarded.hidden_RD, draw)
+        return self._sample(output.hidden_RD, sampling)
 
-    def _draw(self, hidden_TD: torch.Tensor, draw: SamplingRows) -> SamplerOutput:
-        logits_RV = self._model.compute_logits(hidden_TD.index_select(0, draw.tokens_R))
-        drawn = self._sampler.draw(logits_RV, draw)
-        self._inputs.keep(draw, drawn.ids_R)
-        return drawn
+    def _sample(self, hidden_TD: torch.Tensor, sampling: SamplingRows) -> SamplerOutput:
+        logits_RV = self._model.compute_logits(hidden_TD.index_select(0, sampling.tokens_R))
+        sampled = self._sampler.sample(logits_RV, sampling)
+        self._inputs.keep(sampling, sampled.ids_R)
+        return sampled
 
-    def _score(self, hidden_TD: torch.Tensor, scored: PromptLogprobRows) -> TokenLogprobs:
-        """Log probabilities of the prompt tokens that follow the scored ones.
+    def _prompt_logprobs(self, hidden_TD: torch.Tensor, rows: PromptLogprobRows) -> TokenLogprobs:
+        """Log probabilities of the prompt tokens `rows.next_ids_P`.
 
-        Slice by slice: their logits together may take more memory than the model. Every rank
-        makes the same slices, for each takes part in the logits.
+        Computed in slices: all logits together may need more memory than the model. Every rank
+        makes the same slices, because each computes a shard of the logits.
         """
-        size = max(1, _SCORED_LOGITS // self._sampler.vocab_size)
-        slices = zip(scored.tokens_P.split(size), scored.next_ids_P.split(size), strict=True)
+        size = max(1, _LOGITS_PER_SLICE // self._sampler.vocab_size)
+        slices = zip(rows.tokens_P.split(size), rows.next_ids_P.split(size), strict=True)
         return TokenLogprobs.joined(
             [
-                token_logprobs(self._model.compute_logits(hidden_TD.index_select(0, tokens)), ids, scored.top)
+                token_logprobs(self._model.compute_logits(hidden_TD.index_select(0, tokens)), ids, rows.top)
                 for tokens, ids in slices
             ]
         )

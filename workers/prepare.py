@@ -1,8 +1,8 @@
-"""Turns `--model` into plain files and says what it found; ends before the engine starts.
+"""Turns `--model` into plain files and describes them; runs before the engine starts.
 
 Prints one line of JSON on standard output: {"checkpoint": …, "device": …} (a Checkpoint and
-the host's DeviceCapabilities), or {"error": "one line"} with a status that is not 0. Keeps the heavy
-libraries away from everybody else, and imports them itself only where a checkpoint needs them.
+the host's DeviceCapabilities), or {"error": "one line"} with a nonzero exit status. The heavy
+libraries are imported only in this process, and only if the checkpoint needs them.
 """
 
 import contextlib
@@ -22,24 +22,25 @@ from atom.config.fields import json_object
 from atom.config.model import ModelConfig
 from atom.messages.launch import PrepareLaunch
 from atom.utils import envs
+from atom.utils.errors import one_line
 from atom.utils.exit_status import ExitStatus
 from atom.utils.file_lock import exclusive
 from atom.utils.process import read_launch
 from workers.checkpoint_files import check_weights
 from workers.device_probe import probe
-from workers.families import check_runs
+from workers.families import check_supported
 from workers.hf_config import read_config
 from workers.hf_directory import read_directory
 from workers.hub import Accept, HubError, UnreachableError, fetch, is_hub_name
 
-# Raised whenever workers.weights.gguf writes something else: older expansions are not used then.
+# To be increased when workers.weights.gguf changes its output, so that older conversions are not used.
 _GGUF_FORMAT = 2
 
 _CONVERSION_DEADLINE_S = 3600.0
 _PROGRESS_LINGER_MS = 1000
 
-# What another start may find.
-_HOST_LACKS = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EROFS)
+# Errors of the host, not of the checkpoint: a later start may succeed.
+_HOST_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EROFS)
 
 # (phase, done, total)
 Report = Callable[[str, int, int], None]
@@ -48,43 +49,43 @@ Report = Callable[[str, int, int], None]
 def main() -> None:
     """Entry point of `python -m workers.prepare`."""
     launch = read_launch(PrepareLaunch)
-    status, answer = ExitStatus.DONE, dict[str, object]()
+    status, result = ExitStatus.DONE, dict[str, object]()
     try:
         with progress_reports(launch.supervisor) as report:
             checkpoint = prepare(launch.config, Path(launch.cache_dir), report)
-        answer = {"checkpoint": checkpoint, "device": probe()}
+        result = {"checkpoint": checkpoint, "device": probe()}
     except Exception as error:
         if envs.ATOM_LOG_MORE:
             traceback.print_exc()
         status = _status(error)
-        answer = {"error": _one_line(launch.config.model, error)}
-    sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
+        result = {"error": _reason(launch.config.model, error)}
+    sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
     sys.exit(status)
 
 
 def prepare(config: ModelConfig, cache_dir: Path, report: Report) -> Checkpoint:
-    """Describe the checkpoint that `config` names, fetching it or expanding a GGUF file first.
+    """Describe the checkpoint that `config` names; downloads it or converts a GGUF file first.
 
-    Raises ValueError, in one line, for what cannot be served; OSError for what the host lacks.
+    Raises ValueError, in one line, for an unsupported checkpoint; OSError for an error of the host.
     """
     overrides = json_object(config.hf_overrides or "{}")
-    directory = _directory(config, cache_dir, report, lambda fetched: _check_runs(fetched, overrides))
+    directory = _directory(config, cache_dir, report, lambda found: _check_supported(found, overrides))
     if not (directory / "config.json").exists():
         raise ValueError(_no_config(directory))
-    _check_runs(directory, overrides)
+    _check_supported(directory, overrides)
     checkpoint = read_directory(directory, cache_dir, overrides)
     if not config.load_dummy:
         check_weights(directory)
     return checkpoint
 
 
-def _check_runs(directory: Path, overrides: Mapping[str, Any]) -> None:
+def _check_supported(directory: Path, overrides: Mapping[str, Any]) -> None:
     config = read_config(directory, overrides)
-    check_runs(config["architectures"][0], config.get("model_type"), own_code="auto_map" in config)
+    check_supported(config["architectures"][0], config.get("model_type"), own_code="auto_map" in config)
 
 
 def _directory(config: ModelConfig, cache_dir: Path, report: Report, accept: Accept) -> Path:
-    """Where the model lies as a Hugging Face checkpoint; `accept` is asked before one is fetched."""
+    """The Hugging Face directory of the model; a download calls `accept` before it loads weights."""
     model = config.model
     path = Path(model).expanduser().resolve()
     if not path.exists():
@@ -98,15 +99,14 @@ def _directory(config: ModelConfig, cache_dir: Path, report: Report, accept: Acc
     if path.is_dir():
         return path
     if path.suffix.lower() != ".gguf":
-        raise ValueError(f"{model} is a file, but no .gguf; give that, or a directory with config.json")
-    return expanded_gguf(path, cache_dir, report)
+        raise ValueError(f"{model} is a file, but not a .gguf file; give one or a directory with config.json")
+    return converted_gguf(path, cache_dir, report)
 
 
-def expanded_gguf(path: Path, cache_dir: Path, report: Report) -> Path:
-    """The directory that holds the GGUF file's content in Hugging Face form; made only once.
+def converted_gguf(path: Path, cache_dir: Path, report: Report) -> Path:
+    """The directory with the GGUF file's content in Hugging Face form; converted only once.
 
-    Two starts share the work: the second waits for the first. A directory under its final
-    name is complete, whenever a conversion was cut off.
+    A second process waits for the first. A directory gets its final name only when it is complete.
     """
     status = path.stat()
     key = repr((str(path), status.st_size, status.st_mtime_ns, _GGUF_FORMAT))
@@ -119,15 +119,15 @@ def expanded_gguf(path: Path, cache_dir: Path, report: Report) -> Path:
     waiting = f"Waiting for another start to convert {path.name}"
     with exclusive(parent / f"{name}.lock", _CONVERSION_DEADLINE_S, lambda: report(waiting, 0, 1)):
         if not final.exists():
-            _expand(path, parent / f"{name}.partial", report)
+            _convert(path, parent / f"{name}.partial", report)
             (parent / f"{name}.partial").replace(final)
     return final
 
 
-def _expand(path: Path, directory: Path, report: Report) -> None:
+def _convert(path: Path, directory: Path, report: Report) -> None:
     from workers.weights.gguf import convert
 
-    shutil.rmtree(directory, ignore_errors=True)  # of a conversion that was killed
+    shutil.rmtree(directory, ignore_errors=True)  # left by a killed conversion
     directory.mkdir()
     try:
         convert(path, directory, report)
@@ -138,7 +138,7 @@ def _expand(path: Path, directory: Path, report: Report) -> None:
 
 @contextlib.contextmanager
 def progress_reports(supervisor: str) -> Iterator[Report]:
-    """A function that sends Progress to the supervisor's endpoint; silent when that is empty."""
+    """A function that sends Progress to the supervisor; does nothing if the endpoint is empty."""
     if not supervisor:
         yield lambda phase, done, total: None
         return
@@ -152,7 +152,7 @@ def progress_reports(supervisor: str) -> Iterator[Report]:
         socket.connect(supervisor)
 
         def report(phase: str, done: int, total: int) -> None:
-            # A progress bar is not worth waiting for a supervisor that is busy.
+            # Progress is dropped rather than waiting for a busy supervisor.
             with contextlib.suppress(zmq.Again):
                 socket.send(encode(Progress("prepare", phase, done, total)), zmq.NOBLOCK)
 
@@ -162,33 +162,32 @@ def progress_reports(supervisor: str) -> Iterator[Report]:
 def _no_config(directory: Path) -> str:
     gguf_files = sorted(directory.glob("*.gguf"))
     if gguf_files:
-        return f"{directory} holds no config.json, but GGUF files: give one of them, such as {gguf_files[0]}"
-    return f"{directory} holds no config.json: give a Hugging Face checkpoint's directory, or a .gguf file"
+        return f"{directory} has no config.json but GGUF files: give one of them, such as {gguf_files[0]}"
+    return f"{directory} has no config.json: give a Hugging Face checkpoint's directory, or a .gguf file"
 
 
 def _status(error: Exception) -> ExitStatus:
-    lacking = isinstance(error, UnreachableError | MemoryError)
-    if lacking or (isinstance(error, OSError) and error.errno in _HOST_LACKS):
+    host_error = isinstance(error, UnreachableError | MemoryError)
+    if host_error or (isinstance(error, OSError) and error.errno in _HOST_ERRORS):
         return ExitStatus.RESOURCES
     return ExitStatus.MODEL if isinstance(error, ValueError | OSError) else ExitStatus.FAILURE
 
 
-def _one_line(model: str, error: Exception) -> str:
-    """What went wrong; only errors that were not foreseen need their type."""
-    text = " ".join(str(error).split())
+def _reason(model: str, error: Exception) -> str:
+    """The error on one line; unexpected errors with the name of their type."""
     if type(error) in (ValueError, HubError, UnreachableError):
-        return text
+        return one_line(error, type(error))
     if isinstance(error, OSError) and error.strerror:
         place = f" ({error.filename})" if error.filename else ""
         return f"cannot prepare {model}: {error.strerror}{place}{_remedy(error)}"
-    return f"cannot prepare {model}: {type(error).__name__}: {text}"
+    return f"cannot prepare {model}: {one_line(error)}"
 
 
 def _remedy(error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ": make room, or choose another place with --download-dir or ATOM_CACHE_DIR"
+        return ": free some space, or choose another directory with --download-dir or ATOM_CACHE_DIR"
     if error.errno in (errno.EACCES, errno.EPERM):
-        return ": let this user read it"
+        return ": give this user permission to read it"
     return ""
 
 

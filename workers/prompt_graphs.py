@@ -1,13 +1,13 @@
-"""Steps with pieces of prompts as graphs: launching their kernels one by one takes longer than they.
+"""CUDA graphs of prefill and mixed steps, whose kernels take less time than launching them one by one.
 
-A step of T tokens in R rows runs the graph of the next captured numbers of tokens and rows. What
-the host made for it is copied to where the graphs look:
+A step of T tokens in R rows replays the graph of the next captured numbers of tokens and rows. Its
+inputs are copied to the graphs' static buffers:
 
     tokens   0 … T - 1 | padding: no slot, no row            ids, positions, slots
     rows     0 … R - 1 | padding: no queries, no context     contexts, query starts, block tables
                                   or slot                    or slots of states
 
-Padding costs time with the tokens, so their numbers are captured closely; rows cost little.
+Padding tokens cost time, so many numbers of tokens are captured; padding rows cost little.
 """
 
 from bisect import bisect_left
@@ -25,14 +25,14 @@ from workers.layers.context import CacheLayer, ForwardContext, GroupContext
 from workers.state_slots import NO_SLOT, StateSlots
 
 PROMPT_SIZES = (16, 32, 64, *range(128, 512, 64), *range(512, 1024, 128), *range(1024, 2049, 256))
-"""Tokens of the captured steps: with more, only the smallest models take a device less time than its host."""
+"""Tokens of the captured steps. With more tokens, kernels of all but tiny models outlast their launches."""
 
 _FEW_ROWS = 16
-"""With few rows attention cuts long contexts into more parts."""
+"""With few rows attention splits long contexts into more parts."""
 
 
 class PromptGraphs:
-    """The graphs of one model; `capture` first, then `forward` for every step that fits."""
+    """The graphs of one model: `capture` once, then `forward` for every step that fits."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class PromptGraphs:
         record: Recorder,
         device: torch.device,
     ):
-        """`sizes` are numbers of tokens, and rise."""
+        """`sizes` are numbers of tokens, ascending."""
         limits = inputs.limits
         self._model = model
         self._kv_layers = kv_layers
@@ -54,17 +54,17 @@ class PromptGraphs:
         self._ids_T = torch.zeros(tokens, dtype=torch.int64, device=device)
         self._positions_T = torch.zeros_like(self._ids_T)
         self._starts_R1 = torch.zeros(rows + 1, dtype=torch.int32, device=device)
-        self._groups: list[_Blocks | _States] = [
-            _States(rows, self._starts_R1)
+        self._groups: list[_BlockBuffers | _StateBuffers] = [
+            _StateBuffers(rows, self._starts_R1)
             if isinstance(table, StateSlots)
-            else _Blocks(tokens, limits, inputs.split_tokens, self._starts_R1)
+            else _BlockBuffers(tokens, limits, inputs.split_tokens, self._starts_R1)
             for table in inputs.tables
         ]
         self._graphs: dict[tuple[int, int], Replay] = {}
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[], None]) -> None:
-        """Capture every size, the largest first: the smaller ones fit into the memory it took."""
+        """Capture every size, the largest first: smaller ones reuse its memory."""
         self._hidden_TD = self._run(self._sizes[-1], self._row_sizes[-1])
         for tokens in reversed(self._sizes):
             for rows in reversed(self._row_sizes):
@@ -72,12 +72,12 @@ class PromptGraphs:
                 self._graphs[tokens, rows], _ = self._record(forward, f"tok_{tokens}_bs_{rows}")
             progress()
 
-    def fit(self, step: StepInputs) -> bool:
-        """Whether a captured size holds the step."""
+    def fits(self, step: StepInputs) -> bool:
+        """Whether a captured size is large enough."""
         return len(step.ids_T) <= self._sizes[-1]
 
     def forward(self, step: StepInputs) -> torch.Tensor:
-        """Launch the step's forward pass; hidden states [T, D], until the next one."""
+        """Launch the step's forward pass; returns hidden states [T, D], which the next pass overwrites."""
         starts_R1 = _query_starts(step.groups[0])
         tokens, rows = len(step.ids_T), len(starts_R1) - 1
         size = self._sizes[bisect_left(self._sizes, tokens)]
@@ -86,8 +86,8 @@ class PromptGraphs:
         self._positions_T[:tokens].copy_(step.positions_T)
         self._starts_R1[: rows + 1].copy_(starts_R1)
         self._starts_R1[rows + 1 : row_size + 1].fill_(tokens)
-        for place, group in zip(self._groups, step.groups, strict=True):
-            place.take(group, size, row_size)
+        for buffers, group in zip(self._groups, step.groups, strict=True):
+            buffers.copy_from(group, size, row_size)
         self._graphs[size, row_size]()
         return self._hidden_TD[:tokens]
 
@@ -95,12 +95,12 @@ class PromptGraphs:
         self._hidden_TD[:tokens].copy_(self._run(tokens, rows))
 
     def _run(self, tokens: int, rows: int) -> torch.Tensor:
-        context = ForwardContext(self._kv_layers, [place.context(tokens, rows) for place in self._groups])
+        context = ForwardContext(self._kv_layers, [buffers.context(tokens, rows) for buffers in self._groups])
         return self._model(self._ids_T[:tokens], self._positions_T[:tokens], context)
 
 
-class _Blocks:
-    """Where the graphs look for what a step says of one group's blocks."""
+class _BlockBuffers:
+    """Static inputs of one group of blocks."""
 
     def __init__(self, tokens: int, limits: BatchLimits, split_tokens: int, starts_R1: torch.Tensor):
         rows, device = limits.max_rows, starts_R1.device
@@ -111,7 +111,7 @@ class _Blocks:
         self._contexts_R = torch.zeros(rows, dtype=torch.int32, device=device)
         self._table_RW = torch.zeros(rows, limits.num_entries, dtype=torch.int32, device=device)
 
-    def take(self, group: GroupContext | StatePlan, size: int, row_size: int) -> None:
+    def copy_from(self, group: GroupContext | StatePlan, size: int, row_size: int) -> None:
         assert isinstance(group, GroupContext)
         plan, tokens = group.plan, len(group.slots_T)
         rows, width = plan.block_table_RW.shape
@@ -135,15 +135,15 @@ class _Blocks:
         return GroupContext(self._slots_T[:tokens], plan)
 
 
-class _States:
-    """The same of one group's states."""
+class _StateBuffers:
+    """Static inputs of one group of recurrent states."""
 
     def __init__(self, rows: int, starts_R1: torch.Tensor):
         self._starts_R1 = starts_R1
         self._slots_R = torch.full((rows,), NO_SLOT, dtype=torch.int64, device=starts_R1.device)
         self._fresh_R = torch.zeros(rows, dtype=torch.bool, device=starts_R1.device)
 
-    def take(self, plan: GroupContext | StatePlan, size: int, row_size: int) -> None:
+    def copy_from(self, plan: GroupContext | StatePlan, size: int, row_size: int) -> None:
         assert isinstance(plan, StatePlan)
         rows = len(plan.slots_R)
         self._slots_R[:rows].copy_(plan.slots_R)

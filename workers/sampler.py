@@ -1,6 +1,6 @@
-"""How every row draws: its settings, kept between steps, and the draw itself.
+"""Sampling parameters of every row of the persistent batch, and the sampler.
 
-R rows that draw in a step, U of them with logit rules, Q of them asked for log probabilities,
+R rows sampled in a step, U of them with logits processors, Q of them with log probabilities,
 V vocabulary.
 """
 
@@ -20,41 +20,44 @@ from workers.logits_processor_state import LogitsProcessorRows, LogitsProcessorS
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """What the rows of a step drew."""
+    """The sampled tokens of a step."""
 
     ids_R: torch.Tensor
     """int64."""
-    asking: list[int]
-    """The Q draws whose log probabilities are wanted."""
+    logprob_indices: list[int]
+    """Which of the R tokens have log probabilities, Q in all."""
     logprobs: TokenLogprobs | None
-    """Of the Q; None where there are none."""
+    """Of these Q tokens; None if Q is 0."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Asking:
-    """The draws whose log probabilities are wanted."""
+class _LogprobRows:
+    """The rows whose requests want log probabilities."""
 
-    draws: list[int]
-    draws_Q: torch.Tensor
+    indices: list[int]
+    """Which of the R."""
+    indices_Q: torch.Tensor
     top: int
+    """The largest number of most likely tokens that one of them wants."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ProcessedRows:
-    """The draws whose logits are changed first."""
+    """The rows with logits processors."""
 
-    draw: LogitsProcessorRows
+    processors: LogitsProcessorRows
     settings: SamplingBatch
+    """Of these U rows."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    """Everything about a step's draws that depends on the rows alone."""
+class _SamplingPlan:
+    """What sampling needs to know of a step's rows; valid until the rows change."""
 
     settings: SamplingBatch | None
-    """Of all rows, greedy for those with rules; None where all have rules."""
-    ruled: _ProcessedRows | None
-    asking: _Asking | None
+    """Of all R rows, greedy for rows with logits processors; None if every row has some."""
+    processed: _ProcessedRows | None
+    logprobs: _LogprobRows | None
 
 
 class Sampler:
@@ -75,7 +78,7 @@ class Sampler:
         self._planned_rows: Rows | None = None
 
     def set_row(self, new: NewRow) -> None:
-        """A new request draws in a row."""
+        """Set the sampling parameters of a row that a new request takes."""
         row, sampling = new.row, new.sampling
         self._planned_rows = None
         self._temperature[row] = sampling.temperature
@@ -88,70 +91,77 @@ class Sampler:
         self._logits_processors.set_row(new)
 
     def plain_settings(self, rows: Rows) -> SamplingBatch | None:
-        """How these rows draw; None where one has logit rules or wants log probabilities.
+        """Settings of rows that a captured graph can sample.
 
-        The same array again gives the same object, as long as no request joins.
+        None if a row has logits processors or log probabilities. Returns the same object for the
+        same array until a row is set.
         """
         plan = self._plan_of(rows)
-        return plan.settings if plan.ruled is None and plan.asking is None else None
+        return plan.settings if plan.processed is None and plan.logprobs is None else None
 
-    def draw(self, logits_RV: torch.Tensor, draw: SamplingRows) -> SamplerOutput:
-        """One id for each row.
+    def sample(self, logits_RV: torch.Tensor, sampling: SamplingRows) -> SamplerOutput:
+        """Sample one token for each row.
 
-        Passing the same `draw.rows` array again saves gathering their settings again.
+        Settings are gathered only if `sampling.rows` is another array than in the last step.
         """
-        plan = self._plan_of(draw.rows)
-        if plan.ruled is None:
-            ids_R = self._sample_plain(logits_RV, plan, draw)
+        plan = self._plan_of(sampling.rows)
+        if plan.processed is None:
+            ids_R = self._sample_plain(logits_RV, plan, sampling)
         else:
-            ids_R = self._sample_processed(logits_RV, plan, plan.ruled, draw)
-        asking = plan.asking
-        if asking is None:
+            ids_R = self._sample_processed(logits_RV, plan, plan.processed, sampling)
+        wanted = plan.logprobs
+        if wanted is None:
             return SamplerOutput(ids_R, [], None)
-        logits_QV = logits_RV.index_select(0, asking.draws_Q)
-        logprobs = token_logprobs(logits_QV, ids_R[asking.draws_Q], asking.top)
-        return SamplerOutput(ids_R, asking.draws, logprobs)
+        logits_QV = logits_RV.index_select(0, wanted.indices_Q)
+        logprobs = token_logprobs(logits_QV, ids_R[wanted.indices_Q], wanted.top)
+        return SamplerOutput(ids_R, wanted.indices, logprobs)
 
-    def _sample_plain(self, logits_RV: torch.Tensor, plan: _Plan, draw: SamplingRows) -> torch.Tensor:
-        assert plan.settings is not None, "rows without rules have settings"
-        return sample(logits_RV, plan.settings, draw.positions_R)
+    def _sample_plain(
+        self, logits_RV: torch.Tensor, plan: _SamplingPlan, sampling: SamplingRows
+    ) -> torch.Tensor:
+        assert plan.settings is not None, "rows without logits processors have settings"
+        return sample(logits_RV, plan.settings, sampling.positions_R)
 
     def _sample_processed(
-        self, logits_RV: torch.Tensor, plan: _Plan, ruled: _ProcessedRows, draw: SamplingRows
+        self, logits_RV: torch.Tensor, plan: _SamplingPlan, processed: _ProcessedRows, sampling: SamplingRows
     ) -> torch.Tensor:
-        rows_U = ruled.draw.rules.rows_U
-        positions_U = draw.positions_R[rows_U]
-        logits_UV = self._logits_processors.apply(ruled.draw, logits_RV, draw.positions_R, draw.positions)
-        ids_U = sample(logits_UV, ruled.settings, positions_U)
-        self._logits_processors.keep(ruled.draw, positions_U, ids_U)
+        processors = processed.processors
+        rows_U = processors.batch.rows_U
+        positions_U = sampling.positions_R[rows_U]
+        logits_UV = self._logits_processors.apply(
+            processors, logits_RV, sampling.positions_R, sampling.positions
+        )
+        ids_U = sample(logits_UV, processed.settings, positions_U)
+        self._logits_processors.record(processors, positions_U, ids_U)
         if plan.settings is None:
             return ids_U
-        return self._sample_plain(logits_RV, plan, draw).index_copy_(0, rows_U, ids_U)
+        return self._sample_plain(logits_RV, plan, sampling).index_copy_(0, rows_U, ids_U)
 
-    def _plan_of(self, rows: Rows) -> _Plan:
+    def _plan_of(self, rows: Rows) -> _SamplingPlan:
         if rows is not self._planned_rows:
             self._planned_rows, self._plan = rows, self._make_plan(rows)
         return self._plan
 
-    def _make_plan(self, rows: Rows) -> _Plan:
-        asking = self._asking(rows)
-        draw = self._logits_processors.gather(rows)
-        if draw is None:
-            return _Plan(self._settings(rows, self._temperature[rows]), None, asking)
-        which = rows[draw.rows]
-        ruled = _ProcessedRows(draw, self._settings(which, self._temperature[which]))
-        if len(which) == len(rows):
-            return _Plan(None, ruled, asking)
+    def _make_plan(self, rows: Rows) -> _SamplingPlan:
+        logprobs = self._logprob_rows(rows)
+        processors = self._logits_processors.gather(rows)
+        if processors is None:
+            return _SamplingPlan(self._settings(rows, self._temperature[rows]), None, logprobs)
+        with_processors = rows[processors.indices]
+        settings = self._settings(with_processors, self._temperature[with_processors])
+        processed = _ProcessedRows(processors, settings)
+        if len(with_processors) == len(rows):
+            return _SamplingPlan(None, processed, logprobs)
         temperature = self._temperature[rows]
-        temperature[draw.rows] = 0
-        return _Plan(self._settings(rows, temperature), ruled, asking)
+        temperature[processors.indices] = 0
+        return _SamplingPlan(self._settings(rows, temperature), processed, logprobs)
 
-    def _asking(self, rows: Rows) -> _Asking | None:
-        wanted = self._logprobs[rows]
-        draws = np.flatnonzero(wanted >= 0)
-        if not len(draws):
+    def _logprob_rows(self, rows: Rows) -> _LogprobRows | None:
+        top = self._logprobs[rows]
+        indices = np.flatnonzero(top >= 0)
+        if not len(indices):
             return None
-        return _Asking(draws.tolist(), to_device(draws, self._device), int(wanted.max()))
+        return _LogprobRows(indices.tolist(), to_device(indices, self._device), int(top.max()))
 
     def _settings(self, rows: Rows, temperature: NDArray[np.float32]) -> SamplingBatch:
         return SamplingBatch.from_host(

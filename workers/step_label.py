@@ -1,13 +1,13 @@
-"""What a trace calls a step.
+"""Names of steps in traces.
 
-decode[bs=8 tok=8 d=8]               every row draws its next token
-prefill[bs=2 tok=300 ctx=[200,100]]  pieces of prompts; ctx: how far each of these prompts is then
-prefill[bs=9 tok=308 ctx=[300] d=8]  with rows beside that draw their next token
+decode[bs=8 tok=8 d=8]               8 decode rows
+prefill[bs=2 tok=300 ctx=[200,100]]  2 prompt chunks; ctx: tokens of each prompt computed after the step
+prefill[bs=9 tok=308 ctx=[300] d=8]  a mixed step: one prompt chunk, 8 decode rows
 """
 
 from atom.messages.worker import ScheduledBatch
 
-_MOST_CONTEXTS = 16
+_MAX_CONTEXTS = 16
 
 
 def step_label(batch: ScheduledBatch, lengths: list[tuple[int, int]]) -> str:
@@ -19,6 +19,6 @@ def step_label(batch: ScheduledBatch, lengths: list[tuple[int, int]]) -> str:
     decodes = len(counts) - len(contexts)
     if not contexts:
         return f"decode[{size} d={decodes}]"
-    shown = ",".join(map(str, contexts[:_MOST_CONTEXTS]))
-    rest = ",…" if len(contexts) > _MOST_CONTEXTS else ""
+    shown = ",".join(map(str, contexts[:_MAX_CONTEXTS]))
+    rest = ",…" if len(contexts) > _MAX_CONTEXTS else ""
     return f"prefill[{size} ctx=[{shown}{rest}]" + (f" d={decodes}]" if decodes else "]")

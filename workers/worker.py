@@ -1,4 +1,4 @@
-"""One rank's work without its sockets: load, allocate, execute."""
+"""A worker without its sockets: load the model, allocate the KV cache, execute steps."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ from workers.layers.linear import Linear
 from workers.marks import MarkedRecorder, mark_modules
 from workers.model_runner import Graphs, ModelRunner
 from workers.models.registry import model_class
-from workers.pending_step import PendingStep
+from workers.pending_step import PendingStep, event_recorder
 from workers.profiler import TraceRecorder
 from workers.prompt_graphs import PROMPT_SIZES, PromptGraphs
 from workers.sampler import Sampler
@@ -45,27 +45,27 @@ _WARM_TOKENS = 128
 _WARM_DECODES = 2
 
 
-_SMALLER_STEPS = "lower --max-num-batched-tokens or --max-num-seqs, or share the model out with -tp"
+_SMALLER_STEPS = "lower --max-num-batched-tokens or --max-num-seqs, or use more GPUs with -tp"
 _SMALLER_CACHE = (
     "lower --gpu-memory-utilization or --kv-cache-memory-bytes, or capture fewer --cudagraph-capture-sizes"
 )
 
 
 @contextlib.contextmanager
-def _room_on(device: torch.device, purpose: str, remedy: str) -> Iterator[None]:
-    """Turn torch's word for too little memory into ours."""
+def _explain_out_of_memory(device: torch.device, purpose: str, remedy: str) -> Iterator[None]:
+    """Turn torch.OutOfMemoryError into a MemoryError that says what to do."""
     try:
         yield
     except torch.OutOfMemoryError:
         free, total = torch.cuda.mem_get_info(device)
         raise MemoryError(
-            f"{device} has no room for {purpose}: {free >> 20} of its {total >> 20} MiB are free "
-            f"({torch.cuda.memory_allocated(device) >> 20} MiB are this worker's): {remedy}"
+            f"{device} has too little memory for {purpose}: {free >> 20} of its {total >> 20} MiB are free "
+            f"({torch.cuda.memory_allocated(device) >> 20} MiB are allocated by this worker): {remedy}"
         ) from None
 
 
 def rank_device(config: EngineConfig, rank: int) -> torch.device:
-    """The device that `rank` computes on: the CPU, or a GPU of its own."""
+    """The device of `rank`: the CPU, or one GPU for each rank."""
     return torch.device("cpu") if config.device.device == "cpu" else torch.device("cuda", rank)
 
 
@@ -74,23 +74,23 @@ def _rows_of(group: CacheGroup, limits: BatchLimits) -> GroupRows:
 
 
 class Worker:
-    """`load`, then `allocate`, then any number of `execute`."""
+    """Call `load`, then `allocate`, then `execute` for each step."""
 
     _model: CausalLM
-    """From `load` on."""
+    """Set by `load`."""
     _runner: ModelRunner
-    """From `allocate` on."""
+    """Set by `allocate`."""
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, tp: Communicator, progress: Progress):
         self.traces: TraceRecorder | None = None
-        """Where the configuration names a directory for them."""
+        """None unless the configuration names a directory for traces."""
         self._config = config
         self._checkpoint = checkpoint
         self._tp = tp
         self._progress = progress
         self._device = rank_device(config, tp.rank)
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # kernels and graphs go to the current one
+            torch.cuda.set_device(self._device)  # kernels and graphs are launched on the current device
         self._dtype = _DTYPES[config.model.dtype]
         self._kv_dtype = kv_dtype(config.cache, self._dtype)
         if config.observability.torch_profiler_dir is not None:
@@ -98,19 +98,19 @@ class Worker:
             self.traces = TraceRecorder(directory, model, tp.rank, self._device)
 
     def load(self) -> Loaded:
-        """Build the model, fill its weights and measure the largest step.
+        """Build the model, load its weights and measure the memory of the largest step.
 
-        Raises ValueError for what does not run, MemoryError where the GPU is too small for it.
+        Raises ValueError for a model that is not supported, MemoryError if the GPU is too small.
         """
-        with _room_on(self._device, "the weights and one step", _SMALLER_STEPS):
+        with _explain_out_of_memory(self._device, "the weights and one step", _SMALLER_STEPS):
             return self._load()
 
     def allocate(self, allocate: AllocateKV) -> None:
-        """Make the KV tensors, run the kinds of step that requests will bring, and capture graphs.
+        """Allocate the KV cache, capture graphs and run warm-up steps.
 
-        Raises MemoryError where the GPU is too small for it.
+        Raises MemoryError if the GPU is too small.
         """
-        with _room_on(self._device, "the KV cache and graphs beside the model", _SMALLER_CACHE):
+        with _explain_out_of_memory(self._device, "the KV cache and graphs beside the model", _SMALLER_CACHE):
             self._allocate(allocate)
 
     def execute(self, batch: ScheduledBatch) -> PendingStep:
@@ -126,7 +126,7 @@ class Worker:
             get_logger().info("ops on %s: %s", self._device, backend.summary(resolved))
         self._model = self._build_model()
         if self._device.type == "cuda":
-            # Kernels may read weights before what was launched ahead of them is done.
+            # Kernels with programmatic dependent launch may read weights before earlier kernels end.
             torch.cuda.synchronize(self._device)
         self._tune()
         specs = kv_specs(self._model.kv_groups, self._config.cache.block_size, self._kv_dtype)
@@ -136,14 +136,14 @@ class Worker:
         with self._tracing_captures():
             self._runner = self._make_runner(allocate, self._capture_sizes())
         sized = zip(self._model.kv_groups, allocate.num_blocks, strict=True)
-        fewest = min(blocks for group, blocks in sized if not isinstance(group, StateGroup))
-        capacity = fewest * self._config.cache.block_size
+        num_blocks = min(blocks for group, blocks in sized if not isinstance(group, StateGroup))
+        capacity = num_blocks * self._config.cache.block_size
         self._warm_up(min(capacity, allocate.max_model_len, _WARM_TOKENS + _WARM_DECODES))
         if self.traces is not None:
             self.traces.prepare()
         if self._device.type != "cpu" and self._tp.rank == 0:
             names = ", ".join(backend.ran_in_torch()) or "none"
-            get_logger().info("ops that torch ran on %s, for want of a kernel: %s", self._device, names)
+            get_logger().info("ops on %s that fell back to torch: %s", self._device, names)
 
     def _build_model(self) -> CausalLM:
         longest = self._config.model.max_model_len or self._checkpoint.max_model_len
@@ -162,7 +162,7 @@ class Worker:
 
     @property
     def _marked(self) -> bool:
-        """Whether traces name the modules."""
+        """Whether traces name modules."""
         return self._config.observability.mark_trace and self.traces is not None
 
     def _load_weights(self, model: CausalLM) -> None:
@@ -178,7 +178,7 @@ class Worker:
             ) from None
 
     def _tune(self) -> None:
-        """Before memory is measured: what tuning takes is free again by then."""
+        """Tune kernels; before memory is measured, so that its temporary memory is free again."""
         weights = [layer.weight for layer in self._model.modules() if isinstance(layer, Linear)]
         backend.tune(self._device, weights, Path(envs.ATOM_CACHE_DIR), self._progress)
 
@@ -193,10 +193,10 @@ class Worker:
         inputs = InputBatch(limits, tables, self._device, split_tokens)
         sampler = Sampler(limits, self._checkpoint.vocab_size, self._device)
         graphs = self._capture(kv_layers, inputs, capture_sizes) if capture_sizes else None
-        return ModelRunner(self._model, kv_layers, inputs, sampler, graphs)
+        return ModelRunner(self._model, kv_layers, inputs, sampler, event_recorder(self._device), graphs)
 
     def _capture(self, kv_layers: list[CacheLayer], inputs: InputBatch, sizes: list[int]) -> Graphs:
-        """Graphs of decode steps of so many rows, and of the steps that bring prompts."""
+        """Capture graphs of decode steps with `sizes` rows, and of prefill and mixed steps."""
         most = self._config.scheduler.max_num_batched_tokens or 0
         record: Recorder = MarkedRecorder(GraphRecorder()) if self._marked else GraphRecorder()
         tokens = [size for size in PROMPT_SIZES if size <= most] or [most]
@@ -210,31 +210,31 @@ class Worker:
         return Graphs(decode, prompts)
 
     def _tracing_captures(self) -> contextlib.AbstractContextManager[None]:
-        """A replay does not say which module its kernels belong to: their capture does."""
+        """Trace the captures: the replay of a graph does not name the modules of its kernels."""
         if self.traces is None or not self._marked or not self._capture_sizes():
             return contextlib.nullcontext()
         return self.traces.capture()
 
     def _capture_sizes(self) -> list[int]:
-        """Rows of the decode steps that are captured; none where nothing is."""
+        """Rows of the decode steps to capture; empty without graphs."""
         device, max_rows = self._config.device, self._config.scheduler.max_num_seqs
         assert max_rows is not None and device.cudagraph_capture_sizes is not None
         sizes: list[int] = msgspec.json.decode(device.cudagraph_capture_sizes, type=list[int])
         return sorted({min(size, max_rows) for size in sizes})
 
     def _warm_up(self, tokens: int) -> None:
-        """A prompt and its decodes: kernels get compiled and memory is touched before a user waits."""
+        """Run a prompt and its decode steps: compiles kernels and touches memory before the first request."""
         prompt = max(tokens - _WARM_DECODES, 1)
         decodes = tokens - prompt
         self._progress("Warming up", 0, 1 + decodes)
-        self._runner.launch(self._dummy_prompts(1, prompt, tokens)).token_ids()
+        self._runner.launch(self._prefill_batch(1, prompt, tokens)).token_ids()
         for done in range(1, 1 + decodes):
             self._progress("Warming up", done, 1 + decodes)
             self._runner.launch(ScheduledBatch(-1, [0])).token_ids()
         self._progress("Warming up", 1 + decodes, 1 + decodes)
 
-    def _dummy_prompts(self, rows: int, tokens: int, reserved: int) -> ScheduledBatch:
-        """A step that computes `tokens` tokens in each row, with blocks for `reserved`."""
+    def _prefill_batch(self, rows: int, tokens: int, reserved: int) -> ScheduledBatch:
+        """A step that prefills `rows` prompts of `tokens` tokens each, with blocks for `reserved` tokens."""
         blocks = -(-reserved // self._config.cache.block_size)
         groups = self._model.kv_groups
         new_rows = [
@@ -259,7 +259,7 @@ class Worker:
         return cuda_kv_bytes(self._config.cache, self._device, self._peak_bytes())
 
     def _peak_bytes(self) -> int:
-        """The most that torch holds on this GPU, KV apart: in the largest steps, and for graphs."""
+        """Peak memory that torch allocates on this GPU without KV: in the largest steps, and for graphs."""
         scheduler = self._config.scheduler
         most_tokens, most_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
         assert most_tokens and most_rows
@@ -270,27 +270,29 @@ class Worker:
         return max(short, long) + self._graph_bytes()
 
     def _peak_of(self, rows: int, tokens: int) -> int:
-        """Of a step that computes so many tokens in each row."""
-        of_row = -(-tokens // self._config.cache.block_size)
-        blocks = [rows if isinstance(group, StateGroup) else rows * of_row for group in self._model.kv_groups]
+        """Peak memory of a step that computes `tokens` tokens in each of `rows` rows."""
+        row_blocks = -(-tokens // self._config.cache.block_size)
+        blocks = [
+            rows if isinstance(group, StateGroup) else rows * row_blocks for group in self._model.kv_groups
+        ]
         before = torch.cuda.memory_allocated(self._device)
         runner = self._make_runner(AllocateKV(blocks, tokens), [])
         kv_bytes = torch.cuda.memory_allocated(self._device) - before
         torch.cuda.reset_peak_memory_stats(self._device)
-        runner.launch(self._dummy_prompts(rows, tokens, tokens)).token_ids()
+        runner.launch(self._prefill_batch(rows, tokens, tokens)).token_ids()
         peak = torch.cuda.max_memory_allocated(self._device) - kv_bytes
         del runner
         torch.cuda.empty_cache()
         return peak
 
     def _graph_bytes(self) -> int:
-        """What graphs keep for themselves: the largest one's memory serves the others too."""
+        """Memory of the captured graphs: smaller ones reuse the memory of the largest."""
         sizes = self._capture_sizes()
         if not sizes:
             return 0
         before = torch.cuda.memory_reserved(self._device)
         runner = self._make_runner(AllocateKV([1] * len(self._model.kv_groups), 1), sizes[-1:])
-        taken = torch.cuda.memory_reserved(self._device) - before
+        graph_bytes = torch.cuda.memory_reserved(self._device) - before
         del runner
         torch.cuda.empty_cache()
-        return taken
+        return graph_bytes

@@ -9,14 +9,14 @@ from msgspec import Meta
 @dataclass(frozen=True)
 class CacheConfig:
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
-    """Tokens in one KV block: a power of two, or a multiple of 16."""
+    """Tokens per KV block: a power of two or a multiple of 16."""
     kv_cache_dtype: Literal["auto", "bf16", "fp8"] = "auto"
-    """Type of stored keys and values. auto takes the compute dtype."""
+    """Dtype of the KV cache. auto takes the compute dtype."""
     enable_prefix_caching: bool = True
-    """Share the KV blocks of equal prompt beginnings; off where a model keeps recurrent states."""
+    """Reuse the cached KV blocks of a common prompt prefix; off for models with recurrent layers."""
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
-    """Fraction of a GPU's memory that weights and KV cache may fill together."""
+    """Fraction of a GPU's memory for weights, activations and KV cache together."""
     kv_cache_memory_bytes: Annotated[int, Meta(ge=1)] | None = None
-    """Bytes of KV cache on each worker; measured on a GPU, up to 4 GiB on a CPU when absent."""
+    """KV cache of each worker in bytes. If unset: what a GPU has left, up to 4 GiB on a CPU."""
     num_kv_blocks: Annotated[int, Meta(ge=1)] | None = None
-    """Exact number of KV blocks, overriding every memory rule."""
+    """Exact number of KV blocks; overrides the other memory settings."""

@@ -1,8 +1,8 @@
-"""The command line and the keyword arguments, built from the configuration classes.
+"""Command line and keyword arguments, built from the configuration classes.
 
 Every flag is accepted with dashes and with underscores, and has a variable and a key in the
-file of --config (see `sources`). Values that the user gave, by whichever way, are told apart
-from defaults (`explicit_fields`), so that a choice without effect can be named.
+file of --config (see `sources`). `explicit_fields` distinguishes values that the user set from
+defaults, so that a setting without effect can be reported.
 """
 
 import argparse
@@ -40,13 +40,13 @@ _SHORT_NAMES = {"tensor_parallel_size": "-tp"}
 _EXPLICIT = "_explicit_fields"
 _BAD_COMMAND_LINE = 2
 _SHELLS = ("bash", "zsh", "tcsh")
-# Fields whose values a shell completes as paths, and how each shell says so.
+# Fields that a shell completes as paths, and the completion function of each shell.
 _PATHS = frozenset({"model", "download_dir", "step_trace", "torch_profiler_dir", "chat_template"})
 _COMPLETE_PATHS = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
 
 
 class CommandLineParser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, with exit status 2, and whose help can be asked."""
+    """Prints errors on one line with exit status 2, and has `--help TOPIC`."""
 
     def __init__(self, **options: Any):
         super().__init__(allow_abbrev=False, add_help=False, **options)
@@ -56,11 +56,11 @@ class CommandLineParser(argparse.ArgumentParser):
             action=_Help,
             nargs="?",
             metavar="TOPIC",
-            help="All flags; or a group's, or by a word.",
+            help="Show all flags, those of a group, or those that mention a word.",
         )
 
     def format_topic(self, topic: str) -> str:
-        """Help on the group called `topic`, or on the flags that its word occurs in; empty if none."""
+        """Help on the group `topic`, or else on the flags that mention the word; empty if there are none."""
         word = topic.lstrip("-").replace("_", "-").lower()
         named = word in self.groups()
         formatter = self._get_formatter()
@@ -74,7 +74,7 @@ class CommandLineParser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def groups(self) -> list[str]:
-        """Titles of the groups that hold flags."""
+        """Titles of the groups that have flags."""
         return [group.title or "" for group in self._action_groups if group._group_actions]
 
     def error(self, message: str) -> NoReturn:
@@ -84,7 +84,7 @@ class CommandLineParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """As argparse, with the nearest known flag beside an unknown one."""
+        """As argparse; the error for an unknown flag names the nearest known one."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(self._unknown(unknown[0]))
@@ -93,14 +93,14 @@ class CommandLineParser(argparse.ArgumentParser):
     def _unknown(self, argument: str) -> str:
         name = argument.partition("=")[0].replace("_", "-")
         if not name.startswith("-"):
-            return f"unexpected argument {argument!r}: every setting is a flag, see --help"
+            return f"unexpected argument {argument!r}: all settings are flags, see --help"
         flags = [flag for action in self._actions for flag in action.option_strings if "_" not in flag]
         near = difflib.get_close_matches(name, flags, n=1)
         return f"unknown flag {argument}: " + (f"did you mean {near[0]}?" if near else "see --help")
 
 
 def add_engine_args(parser: argparse.ArgumentParser) -> None:
-    """Add a group of flags for each concern of the engine, and the names that are refused."""
+    """Add a group of flags per engine configuration class, and the refused flags."""
     for concern in _concerns():
         _add_group(parser, concern)
     for name, entry in REFUSED.items():
@@ -109,35 +109,35 @@ def add_engine_args(parser: argparse.ArgumentParser) -> None:
 
 
 def add_server_args(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the HTTP side."""
+    """Add the flags of the HTTP server."""
     _add_group(parser, ServerConfig)
 
 
 def add_program_args(parser: argparse.ArgumentParser) -> None:
-    """Add what belongs to the program, not to a configuration class."""
+    """Add --config and --print-completion."""
     config = parser.add_argument(
-        "--config", metavar="FILE", help=f"YAML file with a key for each flag. [env: {CONFIG_VARIABLE}]"
+        "--config", metavar="FILE", help=f"YAML file with one key per flag. [env: {CONFIG_VARIABLE}]"
     )
     _complete_paths(config)
     parser.add_argument(
         "--print-completion",
         action=_PrintCompletion,
         choices=_SHELLS,
-        help="Print what makes this shell complete the flags, and end.",
+        help="Print a completion script for this shell and exit.",
     )
 
 
 def all_fields() -> list[Field]:
-    """Every setting of engine and server."""
+    """Every field of the engine and server configuration."""
     return [field for concern in (*_concerns(), ServerConfig) for field in fields_of(concern)]
 
 
 def with_sources(
     namespace: argparse.Namespace, environ: Mapping[str, str] = os.environ
 ) -> argparse.Namespace:
-    """The namespace with what the command line left to the environment and the --config file.
+    """The namespace, with values from the environment and the --config file where a flag is absent.
 
-    Raises ConfigError that names the variable, or the file and the key.
+    Raises ConfigError with the variable, or the file and the key.
     """
     path = namespace.config or environ.get(CONFIG_VARIABLE)
     from_file = file_values(path, all_fields()) if path else {}
@@ -147,7 +147,7 @@ def with_sources(
 def with_environment(
     namespace: argparse.Namespace, environ: Mapping[str, str] = os.environ
 ) -> argparse.Namespace:
-    """As `with_sources`, for programs with engine flags alone and without --config."""
+    """As `with_sources`, for programs with engine flags only and without --config."""
     engine = [field for concern in _concerns() for field in fields_of(concern)]
     return _filled(namespace, environment_values(engine, environ))
 
@@ -162,36 +162,36 @@ def _filled(namespace: argparse.Namespace, values: dict[str, Any]) -> argparse.N
 
 
 def engine_config_from(namespace: argparse.Namespace) -> EngineConfig:
-    """The engine's part of parsed arguments; raises ConfigError for a value that cannot be."""
+    """The engine configuration of parsed arguments. Raises ConfigError for an invalid value."""
     return _engine_config(vars(namespace))
 
 
 def server_config_from(namespace: argparse.Namespace) -> ServerConfig:
-    """The server's part of parsed arguments; raises ConfigError for a value that cannot be."""
+    """The server configuration of parsed arguments. Raises ConfigError for an invalid value."""
     return _build(ServerConfig, vars(namespace))
 
 
 def engine_config_from_kwargs(**options: Any) -> EngineConfig:
-    """A configuration from flat field names.
+    """The engine configuration of keyword arguments named like the fields.
 
-    Raises TypeError for an unknown name, ConfigError for a value that cannot be.
+    Raises TypeError for an unknown name, ConfigError for an invalid value.
     """
     known = [field.name for concern in _concerns() for field in fields_of(concern)]
     for name, value in options.items():
         if name in REFUSED and (reason := refusal(name, value)):
             raise ConfigError(f"{name}={value!r}: {reason}")
         if name not in known and name not in REFUSED:
-            raise TypeError(f"unknown setting {name!r}; known are {', '.join(sorted(known))}")
+            raise TypeError(f"unknown setting {name!r}; known settings: {', '.join(sorted(known))}")
     return _engine_config(options)
 
 
 def explicit_fields(namespace: argparse.Namespace) -> set[str]:
-    """Names of the fields that the user gave."""
+    """Names of the fields that the user set."""
     return set(getattr(namespace, _EXPLICIT, ()))
 
 
 def flags_of(field: Field) -> list[str]:
-    """The spellings to show: the flag with dashes, and its short name."""
+    """The documented spellings: the flag with dashes, and its short or negated form."""
     flag = "--" + field.name.replace("_", "-")
     if field.kind is bool and field.default:
         return [flag, "--no-" + flag[2:]]
@@ -200,7 +200,7 @@ def flags_of(field: Field) -> list[str]:
 
 
 class _Store(argparse.Action):
-    """Stores a value and notes that the user gave it."""
+    """Stores a value and records that the user set it."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         _note_explicit(namespace, self.dest)
@@ -216,7 +216,7 @@ class _Switch(argparse.Action):
 
 
 class _Refuse(argparse.Action):
-    """A known name that this engine cannot serve, unless its value asks for nothing."""
+    """Refuses a flag of `REFUSED`, except with its neutral value."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         bare = values is None
@@ -232,7 +232,7 @@ class _Help(argparse.Action):
         text = parser.format_help() if values is None else parser.format_topic(values)
         if not text:
             groups = ", ".join(parser.groups())
-            parser.error(f"--help {values}: no flag has to do with it; the groups are {groups}")
+            parser.error(f"--help {values}: no flag mentions it; the groups are {groups}")
         print(text, end="")
         parser.exit()
 
@@ -246,7 +246,7 @@ class _PrintCompletion(argparse.Action):
 
 
 def _mentions(action: argparse.Action, word: str) -> bool:
-    """Whether a word in the names or in the help of a flag begins so."""
+    """Whether a word in the names or the help of a flag starts with `word`."""
     text = " ".join([*action.option_strings, action.help or ""]).lower()
     return re.search(r"(?<![a-z0-9])" + re.escape(word), text) is not None
 
@@ -266,10 +266,10 @@ def _concerns() -> list[type[Any]]:
 def _add_group(parser: argparse.ArgumentParser, config_class: type[Any]) -> None:
     group = parser.add_argument_group(config_class.__name__.removesuffix("Config").lower())
     for field in fields_of(config_class):
-        shown, *twins = _spelling_sets(field)
+        shown, *hidden = _spelling_sets(field)
         _add_flag(group, field, shown, _help_of(field))
-        for twin in twins:
-            _add_flag(group, field, twin, argparse.SUPPRESS)
+        for spellings in hidden:
+            _add_flag(group, field, spellings, argparse.SUPPRESS)
 
 
 def _add_flag(group: argparse._ArgumentGroup, field: Field, flags: list[str], help_text: str) -> None:
@@ -306,15 +306,15 @@ def _parser_of(field: Field) -> Any:
 
 
 def _spelling_sets(field: Field) -> list[list[str]]:
-    """First the spellings that --help shows, then the twins with underscores."""
+    """First the spellings that --help shows, then those with underscores."""
     shown = flags_of(field)
     every = _spellings(field.name) if field.kind is bool else _spellings(field.name)[:2]
-    twins = [flag for flag in every if flag not in shown]
-    return [shown, twins] if twins else [shown]
+    hidden = [flag for flag in every if flag not in shown]
+    return [shown, hidden] if hidden else [shown]
 
 
 def _spellings(name: str) -> list[str]:
-    """With dashes and underscores, plain and negated; each once."""
+    """With dashes and with underscores, plain and negated, without duplicates."""
     dashed = name.replace("_", "-")
     every = [f"--{dashed}", f"--{name}", f"--no-{dashed}", f"--no-{name}", f"--no_{name}"]
     return list(dict.fromkeys(every))

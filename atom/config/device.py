@@ -1,4 +1,4 @@
-"""Where the workers compute."""
+"""The device that the workers run on."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -9,14 +9,14 @@ from msgspec import Meta
 @dataclass(frozen=True)
 class DeviceConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; cuda means NVIDIA and ROCm alike. auto takes a GPU where torch sees one."""
+    """Device of the workers; cuda is NVIDIA and ROCm. auto uses a GPU if torch finds one."""
     cpu_threads: Annotated[int, Meta(ge=1)] | None = None
-    """Compute threads of each CPU worker; the cores shared out evenly when absent."""
+    """Compute threads of each CPU worker. If unset: the cores divided by the number of workers."""
     enforce_eager: bool = False
-    """Capture no graphs: every step is launched kernel by kernel."""
+    """Do not capture GPU graphs; launch every kernel of every step."""
     cudagraph_mode: Literal["FULL", "NONE"] = "FULL"
-    """Decode steps on a GPU as whole graphs, or none, as with --enforce-eager."""
+    """FULL captures whole decode steps as GPU graphs; NONE captures nothing, as --enforce-eager."""
     cudagraph_capture_sizes: str | None = None
-    """Rows of a decode step to capture, such as [1,2,4,8]; up to 512 in steps of 1, 8 and 16 when absent."""
+    """Decode batch sizes to capture, such as [1,2,4,8]. If unset: up to 512 in steps of 1, 8 and 16."""
     batch_invariant: bool = False
-    """On a GPU, compute so that a request's tokens do not depend on which others run with it; slower."""
+    """On a GPU, make a request's logits independent of the other requests in the batch; slower."""

@@ -1,4 +1,4 @@
-"""Everything an engine needs to know, as one frozen value that travels to every process."""
+"""The whole engine configuration, one frozen value that every process receives."""
 
 from dataclasses import dataclass, field
 
@@ -7,6 +7,7 @@ from atom.config.device import DeviceConfig
 from atom.config.model import ModelConfig
 from atom.config.observability import ObservabilityConfig
 from atom.config.parallel import ParallelConfig
+from atom.config.reliability import ReliabilityConfig
 from atom.config.scheduler import SchedulerConfig
 
 
@@ -20,3 +21,4 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+    reliability: ReliabilityConfig = field(default_factory=ReliabilityConfig)

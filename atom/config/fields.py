@@ -1,7 +1,7 @@
-"""What the configuration classes declare, as data: the one source of flags, checks and tables.
+"""The fields of the configuration classes: the source of flags, checks and documentation.
 
-A field is a line of a frozen dataclass with its docstring below. Its type says everything
-that a value must be: `Literal` choices, `| None`, and msgspec's `Meta` for ranges.
+A field is an annotated line of a frozen dataclass, followed by its docstring. The annotation
+defines the accepted values: `Literal` choices, `| None`, and msgspec's `Meta` for ranges.
 """
 
 import ast
@@ -25,16 +25,16 @@ Scalar = str | int | float | bool
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run; the text is one line that says what to change."""
+    """An invalid configuration; the text is one line that says what to change."""
 
 
 OBJECT = Meta(extra={"holds": "a JSON object"})
-"""Marks a text that spells a JSON object; Python and YAML may give the object itself."""
+"""Marks a text with a JSON object; Python and YAML may pass the object itself."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """One setting: `kind` is its plain Python type, `choices` is empty when it has none."""
+    """One setting: `kind` is its Python type, `choices` its allowed texts or empty."""
 
     name: str
     kind: type[Scalar]
@@ -45,7 +45,7 @@ class Field:
     limits: Meta
 
     def parse(self, text: str) -> Any:
-        """The value that `text` spells on a command line or in a variable; raises ConfigError."""
+        """The value of `text` from a command line or a variable. Raises ConfigError."""
         if self.kind is bool:
             return parse_switch(text)
         try:
@@ -55,7 +55,7 @@ class Field:
         return self.check(value)
 
     def check(self, value: Any) -> Any:
-        """Return `value` as a value of this field; raises ConfigError without the field's name."""
+        """`value`, checked and converted to the field's type. Raises ConfigError without the field's name."""
         if value is None and self.optional:
             return None
         if self.kind is float and type(value) is int:
@@ -67,7 +67,7 @@ class Field:
         if type(value) is not self.kind:
             raise ConfigError(f"{value!r} is not {_KIND_NAMES[self.kind]}")
         if self.choices and value not in self.choices:
-            raise ConfigError(f"{value!r} is none of {', '.join(self.choices)}")
+            raise ConfigError(f"{value!r} is not one of {', '.join(self.choices)}")
         self._check_limits(value)
         return value
 
@@ -79,28 +79,28 @@ class Field:
             if limit is not None and not holds(value, limit):
                 raise ConfigError(f"{value} is out of range: it must be {words} {limit}")
         if self.limits.min_length is not None and len(value) < self.limits.min_length:
-            raise ConfigError("an empty text is no value")
+            raise ConfigError("it must not be empty")
         if self.name in _FURTHER_RULES:
             fits, words = _FURTHER_RULES[self.name]
             if not fits(value):
-                raise ConfigError(f"{value} does not fit: it must be {words}")
+                raise ConfigError(f"{value} is invalid: it must be {words}")
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """The object that `text` spells; raises ConfigError, also for a name that is given twice."""
+    """The JSON object in `text`. Raises ConfigError, also for a duplicate name."""
     try:
         value = json.loads(text, object_pairs_hook=_each_once, parse_constant=_no_number)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{text!r:.80} is no JSON: {error}") from None
+        raise ConfigError(f"{text!r:.80} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{text!r:.80} is no JSON object, such as {_OBJECT_EXAMPLE}")
+        raise ConfigError(f"{text!r:.80} is not a JSON object, such as {_OBJECT_EXAMPLE}")
     return value
 
 
 def object_text(value: Any) -> str:
-    """`value`, an object or its text, as plain JSON text; raises ConfigError."""
+    """`value`, an object or its JSON text, as JSON text. Raises ConfigError."""
     if not isinstance(value, str | dict):
-        raise ConfigError(f"{value!r:.80} is no JSON object, such as {_OBJECT_EXAMPLE}")
+        raise ConfigError(f"{value!r:.80} is not a JSON object, such as {_OBJECT_EXAMPLE}")
     try:
         text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -117,14 +117,14 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(text: str) -> NoReturn:
-    raise ConfigError(f"{text} is no number in JSON")
+    raise ConfigError(f"{text} is not a JSON number")
 
 
 _OBJECT_EXAMPLE = '{"max_position_embeddings": 8192}'
 
 
 def parse_switch(text: str) -> bool:
-    """What a word for on or off means; raises ConfigError."""
+    """The value of a word for on or off. Raises ConfigError."""
     word = text.strip().lower()
     if word not in _SWITCH_WORDS:
         raise ConfigError(f"{text!r} is not a switch: use 1 or 0 (true, false, yes, no, on, off)")
@@ -145,7 +145,7 @@ _LIMITS: tuple[tuple[str, Callable[[Any, Any], bool], str], ...] = (
     ("lt", operator.lt, "less than"),
 )
 
-# Rules that no Meta can say: field name -> (predicate, what a value must be).
+# Rules that Meta cannot express: field name -> (predicate, what a value must be).
 _FURTHER_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "block_size": (
         lambda size: size & (size - 1) == 0 or size % 16 == 0,
@@ -159,7 +159,7 @@ _FURTHER_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def fields_of(config_class: Any) -> tuple[Field, ...]:
-    """The settings that one configuration class declares, in order."""
+    """The fields of a configuration class, in order."""
     return _fields_of(config_class)
 
 
@@ -193,7 +193,7 @@ def _without_none(hint: Any) -> tuple[Any, bool]:
 
 
 def _docstrings(config_class: type[Any]) -> Iterator[tuple[str, str]]:
-    """Name and docstring of each field; Python keeps no docstring of a variable, its source does."""
+    """Name and docstring of each field, parsed from the source: Python does not keep them."""
     (declaration,) = ast.parse(dedent(inspect.getsource(config_class))).body
     assert isinstance(declaration, ast.ClassDef)
     body = declaration.body

@@ -1,4 +1,4 @@
-"""Which model runs, and how its numbers are kept."""
+"""The model and its dtype."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -11,20 +11,20 @@ from atom.config.fields import OBJECT
 @dataclass(frozen=True)
 class ModelConfig:
     model: Annotated[str, Meta(min_length=1)] = "Qwen/Qwen3-0.6B"
-    """A Hugging Face checkpoint's directory, a .gguf file, or a hub's owner/name or owner/name:file.gguf."""
+    """Checkpoint directory, .gguf file, or name on the hub: owner/name or owner/name:file.gguf."""
     revision: Annotated[str, Meta(min_length=1)] | None = None
-    """Branch, tag or commit to fetch from the hub; its main branch when absent."""
+    """Branch, tag or commit on the hub. If unset: the main branch."""
     download_dir: Annotated[str, Meta(min_length=1)] | None = None
-    """Where fetched checkpoints are kept; the hub library's own cache (HF_HOME) when absent."""
+    """Directory for downloaded checkpoints. If unset: the hub library's cache (HF_HOME)."""
     served_model_name: Annotated[str, Meta(min_length=1)] | None = None
-    """Name that the API shows and accepts; the value of --model when absent."""
+    """Model name in the API. If unset: the value of --model."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Compute dtype. auto takes the checkpoint's where the device computes in it, else float32."""
+    """Compute dtype. auto takes the checkpoint's if the device supports it, else float16 (GPU) or float32."""
     max_model_len: Annotated[int, Meta(ge=2)] | None = None
-    """Longest prompt and answer together, in tokens; the checkpoint's limit when absent."""
+    """Context length: most tokens of prompt and output together. If unset: the checkpoint's."""
     hf_overrides: Annotated[str, OBJECT] | None = None
-    """JSON object merged into config.json, such as '{"rope_parameters": {"factor": 2.0}}'."""
+    """JSON object to merge into config.json, such as '{"rope_parameters": {"factor": 2.0}}'."""
     trust_remote_code: bool = False
-    """Accepted for scripts that have it, without effect: code from a checkpoint is never run."""
+    """No effect, accepted for existing scripts: code from a checkpoint is never run."""
     load_dummy: bool = False
-    """Fill the weights with random numbers instead of reading them."""
+    """Initialize the weights with random numbers instead of loading them."""

@@ -1,4 +1,4 @@
-"""What the engine writes down about itself."""
+"""Traces that the engine writes."""
 
 from dataclasses import dataclass
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class ObservabilityConfig:
     step_trace: str | None = None
-    """Directory for files of JSON lines on when each step was sent, computed and answered."""
+    """Directory for JSON lines with the times at which each step was sent, computed and returned."""
     torch_profiler_dir: str | None = None
-    """Directory for profiler traces, a folder for each rank; lets profiling be started and stopped."""
+    """Directory for profiler traces, with a folder per rank; enables /start_profile."""
     mark_trace: bool = False
-    """Profiler traces also say which module of the model each kernel belongs to."""
+    """Record in profiler traces which module of the model launched each kernel."""

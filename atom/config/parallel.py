@@ -1,4 +1,4 @@
-"""How the model is spread over processes."""
+"""How the model is split over processes."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -9,6 +9,6 @@ from msgspec import Meta
 @dataclass(frozen=True)
 class ParallelConfig:
     tensor_parallel_size: Annotated[int, Meta(ge=1)] = 1
-    """Worker processes that share every layer."""
+    """Number of workers that every layer is split over."""
     port: Annotated[int, Meta(ge=1, le=65535)] | None = None
-    """Base of the internal TCP ports between nodes; one host needs none. HTTP is --server-port."""
+    """First internal TCP port between nodes; unused on one host. The HTTP port is --server-port."""

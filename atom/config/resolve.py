@@ -1,8 +1,8 @@
-"""From what the user asked for to what this host runs: no `auto` and no rule is left open.
+"""Resolves `auto` and unset fields for a checkpoint and a host.
 
-What only a worker can measure (KV memory) or only the core can settle (a context that the KV
-cache cannot hold) stays None. Nothing is probed here: the preparation step did, and the
-result is a function of the arguments alone.
+The size of the KV cache, which a worker measures, and a context length that depends on it stay
+None. Nothing is probed here: the preparation step did that, and the result depends on the
+arguments alone.
 """
 
 from dataclasses import dataclass, field, replace
@@ -22,26 +22,26 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 
 @dataclass(frozen=True)
 class DeviceCapabilities:
-    """What the preparation step found out about the host."""
+    """The host, as the preparation step found it."""
 
     cuda: int = 0
     """GPUs that torch can use, NVIDIA or ROCm."""
     rocm: bool = False
     names: list[str] = field(default_factory=list)
-    """One for each GPU."""
+    """One name per GPU."""
     gpu_dtypes: list[str] = field(default_factory=list)
-    """Compute dtypes that every one of the GPUs has arithmetic for."""
+    """Compute dtypes that all GPUs support."""
     gpu_problem: str = ""
-    """Why torch sees no GPU although the host seems to have one."""
+    """Why torch cannot use the GPU that the host seems to have."""
     cpu_dtypes: list[str] = field(default_factory=lambda: ["float32"])
-    """Compute dtypes that the CPU has arithmetic for."""
+    """Compute dtypes with native CPU instructions."""
     cpu_cores: int = 1
     """Cores that this process may use."""
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """The configuration to run, and a line for the user on each choice that needs one."""
+    """The resolved configuration, and log lines for the user."""
 
     config: EngineConfig
     notes: list[str]
@@ -67,19 +67,19 @@ _CPU_DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16"}
 def resolve(
     config: EngineConfig, checkpoint: Checkpoint, explicit: set[str], capabilities: DeviceCapabilities
 ) -> Resolved:
-    """Decide everything that the user left open; `explicit` names the fields that were given.
+    """Resolve every field that the user did not set; `explicit` are the names of those set.
 
-    Raises ConfigError for a choice that this checkpoint or this host cannot serve.
+    Raises ConfigError for a setting that the checkpoint or the host does not support.
     """
     notes: list[str] = []
     device = _device(config, capabilities, notes)
     dtype = _dtype(config.model.dtype, device, checkpoint, capabilities, notes)
     if config.device.batch_invariant and device == "cpu":
-        raise ConfigError("--batch-invariant needs a GPU: on a CPU sums are cut to suit each batch")
+        raise ConfigError("--batch-invariant needs a GPU: on a CPU the order of sums depends on the batch")
     if config.device.batch_invariant and checkpoint.keeps_states:
         raise ConfigError(
-            f"--batch-invariant: {checkpoint.model_type} computes its recurrent states in the pieces that "
-            "each step brings, and their bits depend on these; leave it out"
+            f"--batch-invariant: {checkpoint.model_type} computes its recurrent states in the chunks of each "
+            "step, and rounding depends on the chunks; omit the flag"
         )
     _check_length(config.model, checkpoint)
     _check_ranks(config.parallel.tensor_parallel_size, checkpoint)
@@ -87,7 +87,7 @@ def resolve(
     notes += _without_effect(config, explicit, device)
     if checkpoint.ignored_defaults:
         names = ", ".join(checkpoint.ignored_defaults)
-        notes.append(f"generation_config.json also sets {names}: not supported, not applied")
+        notes.append(f"generation_config.json also sets {names}: not supported, ignored")
     notes += checkpoint.added_settings
     scheduler = _scheduler(config.scheduler, _DEFAULTS[device])
     resolved = replace(
@@ -106,14 +106,14 @@ def _device(config: EngineConfig, capabilities: DeviceCapabilities, notes: list[
         return "cpu"
     if capabilities.cuda == 0:
         if wanted == "cuda":
-            problem = capabilities.gpu_problem or "this host has none"
+            problem = capabilities.gpu_problem or "this host has no GPU"
             raise ConfigError(f"--device cuda needs a GPU: {problem}; use --device cpu")
         if capabilities.gpu_problem:
             notes.append(f"computing on the CPU: {capabilities.gpu_problem}")
         return "cpu"
     if ranks > capabilities.cuda:
         raise ConfigError(
-            f"--tensor-parallel-size {ranks} needs {ranks} GPUs and torch sees {capabilities.cuda}; "
+            f"--tensor-parallel-size {ranks} needs {ranks} GPUs, torch found {capabilities.cuda}; "
             f"use at most {capabilities.cuda}"
         )
     return "cuda"
@@ -129,11 +129,11 @@ def _dtype(
     if dtype in native:
         return cast(Dtype, dtype)
     if wanted != "auto":
-        notes.append(f"--dtype {wanted}: {place} has no {arithmetic} arithmetic, expect it to be slow")
+        notes.append(f"--dtype {wanted}: {place} has no {arithmetic} instructions, so it is slow")
         return cast(Dtype, dtype)
-    # On a GPU the other 16 bit type keeps half the memory; a CPU without one computes in float32.
+    # float16 needs half the memory of float32; on a CPU only float32 is fast then.
     chosen: Dtype = "float16" if device == "cuda" and "float16" in native else "float32"
-    notes.append(f"{place} has no {arithmetic} arithmetic: computing in {chosen} (--dtype {dtype} insists)")
+    notes.append(f"{place} has no {arithmetic} instructions: using {chosen} (--dtype {dtype} overrides this)")
     return chosen
 
 
@@ -141,7 +141,7 @@ def _check_length(model: ModelConfig, checkpoint: Checkpoint) -> None:
     limit = checkpoint.max_model_len
     if model.max_model_len is not None and model.max_model_len > limit:
         raise ConfigError(
-            f"--max-model-len {model.max_model_len}: the checkpoint was made for {limit} positions; "
+            f"--max-model-len {model.max_model_len}: the checkpoint supports {limit} tokens; "
             f"use at most {limit}"
         )
 
@@ -150,18 +150,17 @@ def _check_ranks(ranks: int, checkpoint: Checkpoint) -> None:
     heads = checkpoint.hf_config.get("num_attention_heads", ranks)
     if ranks > heads:
         raise ConfigError(
-            f"--tensor-parallel-size {ranks}: the model has {heads} attention heads to share out; "
-            f"use at most {heads}"
+            f"--tensor-parallel-size {ranks}: the model has {heads} attention heads; use at most {heads}"
         )
 
 
 def _cache(cache: CacheConfig, checkpoint: Checkpoint, explicit: set[str], notes: list[str]) -> CacheConfig:
-    """Without prefix caching where a request's past is a state: equal beginnings can share no part of it."""
+    """Prefix caching is turned off for recurrent layers: their state is not stored per block."""
     if not checkpoint.keeps_states or not cache.enable_prefix_caching:
         return cache
-    reason = f"{checkpoint.model_type} keeps a recurrent state of each request, which no other can share"
+    reason = f"{checkpoint.model_type} has recurrent layers, whose state is not cached per block"
     if "enable_prefix_caching" in explicit:
-        raise ConfigError(f"--enable-prefix-caching: {reason}; leave it out")
+        raise ConfigError(f"--enable-prefix-caching: {reason}; omit the flag")
     notes.append(f"prefix caching is off: {reason}")
     return replace(cache, enable_prefix_caching=False)
 
@@ -179,7 +178,7 @@ def _scheduler(scheduler: SchedulerConfig, defaults: _DeviceDefaults) -> Schedul
 
 
 def _graphs(device: DeviceConfig, scheduler: SchedulerConfig) -> DeviceConfig:
-    """The sizes to capture; none on a CPU, nor where the user wants none."""
+    """Sets the batch sizes to capture; none on a CPU or where graphs are turned off."""
     if device.device == "cpu" or device.enforce_eager or device.cudagraph_mode == "NONE":
         return replace(device, cudagraph_capture_sizes="[]")
     if device.cudagraph_capture_sizes is not None:
@@ -193,27 +192,27 @@ def _graphs(device: DeviceConfig, scheduler: SchedulerConfig) -> DeviceConfig:
 def _threads(device: DeviceConfig, config: EngineConfig, capabilities: DeviceCapabilities) -> DeviceConfig:
     if device.device == "cuda" or device.cpu_threads is not None:
         return device
-    share = capabilities.cpu_cores // config.parallel.tensor_parallel_size
-    return replace(device, cpu_threads=max(1, share))
+    threads = capabilities.cpu_cores // config.parallel.tensor_parallel_size
+    return replace(device, cpu_threads=max(1, threads))
 
 
 def _without_effect(config: EngineConfig, explicit: set[str], device: Device) -> list[str]:
-    """A line for each choice of the user that changes nothing here."""
+    """A log line for each explicit setting that has no effect here."""
     cache = config.cache
     memory_rule = "kv_cache_memory_bytes" if cache.num_kv_blocks is None else "num_kv_blocks"
     memory_given = cache.num_kv_blocks is not None or cache.kv_cache_memory_bytes is not None
     reasons = {
-        "port": "all processes are on this host and talk over local sockets; HTTP is --server-port",
+        "port": "all processes are on this host and use local sockets; the HTTP port is --server-port",
     }
     if device == "cpu":
-        reasons["gpu_memory_utilization"] = "a CPU's KV cache is set by --kv-cache-memory-bytes"
-        reasons |= dict.fromkeys(_GRAPH_FLAGS, "graphs are for GPUs")
+        reasons["gpu_memory_utilization"] = "on a CPU, --kv-cache-memory-bytes sets the KV cache"
+        reasons |= dict.fromkeys(_GRAPH_FLAGS, "graphs are captured on GPUs only")
     else:
-        reasons["cpu_threads"] = "the workers compute on GPUs"
+        reasons["cpu_threads"] = "the workers run on GPUs"
         if memory_given:
             reasons["gpu_memory_utilization"] = f"--{memory_rule.replace('_', '-')} sets the KV cache"
     if config.observability.torch_profiler_dir is None:
-        reasons["mark_trace"] = "traces are written only with --torch-profiler-dir"
+        reasons["mark_trace"] = "it needs --torch-profiler-dir"
     if config.model.trust_remote_code:
         reasons["trust_remote_code"] = "code from a checkpoint is never run"
     if cache.num_kv_blocks is not None:

@@ -1,4 +1,4 @@
-"""The HTTP side."""
+"""The HTTP server."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -11,16 +11,18 @@ class ServerConfig:
     host: Annotated[str, Meta(min_length=1)] = "0.0.0.0"
     """Address to listen on."""
     server_port: Annotated[int, Meta(ge=0, le=65535)] = 8000
-    """HTTP port; 0 takes a free one, which the start-up banner shows."""
+    """HTTP port; 0 takes a free port, which the start-up banner shows."""
     default_max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    """max_tokens of requests that name none; chat min(8192, what fits) and completions 256 when absent."""
+    """Default of a request's max_tokens. If unset: min(8192, what fits) for chat, 256 for completions."""
     lenient_fields: bool = False
-    """Answer unsupported request fields with a `warnings` list instead of refusing the request."""
+    """Accept unsupported request fields and list them as `warnings` in the response."""
     api_key: Annotated[str, Meta(min_length=1)] | None = None
-    """Key that clients must send, or several with commas between; ATOM_API_KEY keeps it out of `ps`."""
+    """API key, or several separated by commas. Set ATOM_API_KEY instead to hide it from `ps`."""
     max_queued_requests: Annotated[int, Meta(ge=0)] = 1024
-    """Requests that may wait beyond the running ones; more are answered 429 with Retry-After."""
+    """Most waiting requests; further ones get status 429 with Retry-After."""
+    max_body_bytes: Annotated[int, Meta(ge=1024)] | None = None
+    """Largest request body. If unset: 8 MiB, or 16 bytes per token of the context length if that is more."""
     chat_template: Annotated[str, Meta(min_length=1)] | None = None
-    """File with a Jinja chat template, instead of the checkpoint's."""
+    """Jinja chat template file that replaces the checkpoint's."""
     shutdown_timeout: Annotated[float, Meta(ge=0)] = 30.0
-    """Seconds that running requests get to finish after SIGTERM."""
+    """Seconds that running requests may take to finish after SIGTERM."""

@@ -1,9 +1,8 @@
-"""Settings that are not on the command line: from the environment, and from a file.
+"""Settings from the environment and from the file of --config.
 
-    command line  over  ATOM_<FIELD>  over  the file of --config  over  the default
-
-A variable that is empty counts as unset. The file is flat YAML: one key for each flag, with
-dashes or underscores. Everything given is checked, also what something else overrides.
+Precedence: command line, ATOM_<FIELD>, the file, the default. An empty variable counts as unset.
+The file is flat YAML with one key per flag, spelled with dashes or underscores. Every value is
+checked, also one that is overridden.
 """
 
 import difflib
@@ -27,7 +26,7 @@ def variable_of(name: str) -> str:
 
 
 def environment_values(fields: Iterable[Field], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Values of the fields whose variable is set; raises ConfigError that names the variable."""
+    """Values by field name, from the variables that are set. Raises ConfigError with the variable."""
     values = {}
     for field in fields:
         variable = variable_of(field.name)
@@ -38,32 +37,32 @@ def environment_values(fields: Iterable[Field], environ: Mapping[str, str]) -> d
                 raise ConfigError(f"{variable}: {error}{_service_link(text)}") from None
     for name in REFUSED:
         variable = variable_of(name)
-        # A variable that is known by itself keeps its own meaning.
+        # A variable of the same name in VARIABLES has its own meaning.
         if variable not in VARIABLES and (text := environ.get(variable, "")):
             _check_refused(variable, name, text)
     return values
 
 
 def _service_link(text: str) -> str:
-    """Kubernetes sets NAME_PORT and others for each service, in every pod of its namespace."""
+    """A hint for values like ATOM_PORT=tcp://…, which Kubernetes sets for a service called atom."""
     if not text.startswith("tcp://"):
         return ""
-    return " (set by Kubernetes for a service of that name: turn enableServiceLinks off in the pod)"
+    return " (Kubernetes sets it for a service of that name: set enableServiceLinks to false in the pod)"
 
 
 def unknown_variables(fields: Iterable[Field], environ: Mapping[str, str]) -> list[str]:
-    """A line for each ATOM_ variable that nothing reads."""
+    """A log line for each ATOM_ variable that is not known."""
     names = [field.name for field in fields] + list(REFUSED)
     known = {*map(variable_of, names), *VARIABLES, CONFIG_VARIABLE}
     return [
-        f"{name} is set, and nothing reads it: {_nearest(name, known, 'no variable has a similar name')}"
+        f"{name} is set but unknown: {_nearest(name, known, 'no variable has a similar name')}"
         for name in sorted(environ)
         if name.startswith(_PREFIX) and environ[name] and name not in known
     ]
 
 
 def file_values(path: str, fields: Iterable[Field]) -> dict[str, Any]:
-    """Values of the fields that the file names; raises ConfigError that names file and key."""
+    """Values by field name, from the file. Raises ConfigError with file and key."""
     by_name = {field.name: field for field in fields}
     values: dict[str, Any] = {}
     for key, value in _read(path).items():
@@ -73,7 +72,7 @@ def file_values(path: str, fields: Iterable[Field]) -> dict[str, Any]:
         if name in REFUSED:
             _check_refused(where, name, value)
         elif name not in by_name:
-            raise ConfigError(f"{where} is no setting: {_nearest(name, by_name, 'see --help')}")
+            raise ConfigError(f"{where} is not a setting: {_nearest(name, by_name, 'see --help')}")
         else:
             values[name] = _checked(by_name[name], value, where)
     return values
@@ -103,7 +102,7 @@ def _nearest(name: str, known: Iterable[str], otherwise: str) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain data only, and no key twice: YAML itself would let the last one win."""
+    """Loads plain data, and raises for a duplicate key, of which YAML keeps the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [str(self.construct_object(key, deep=True)) for key, _ in node.value]
@@ -121,19 +120,18 @@ def _read(path: str) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise ConfigError(f"--config {path}: the file is not UTF-8 text") from None
     try:
-        # A subclass of the safe loader.
-        content = yaml.load(text, _Loader)
+        content = yaml.load(text, _Loader)  # a subclass of SafeLoader
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: {_problem(error)}") from None
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ConfigError(f"{path}: it must hold lines of the form `flag: value`")
+        raise ConfigError(f"{path}: it must contain lines of the form `flag: value`")
     return content
 
 
 def _problem(error: yaml.YAMLError) -> str:
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem is None:
-        return "it is no YAML: " + " ".join(str(error).split())
+        return "it is not YAML: " + " ".join(str(error).split())
     mark = error.problem_mark
     return error.problem + (f" (line {mark.line + 1})" if mark is not None else "")

@@ -1,4 +1,4 @@
-"""Generate with one batch while every worker records a trace, and say where the traces are.
+"""Generate one batch with profiling on all workers, and print the paths of the traces.
 
 python -m atom.examples.profile_offline --model PATH --bs 4 --input-length 128 --output-length 32
 """
@@ -13,7 +13,7 @@ from atom.config.cli import CommandLineParser
 DEFAULT_DIRECTORY = "./profiler_traces"
 TEXT = (
     "A river begins as rain on a hill. It gathers in small streams, and the streams meet in the valley, "
-    "where a town has stood for as long as anybody can remember. "
+    "where an old town stands on both banks. "
 )
 
 
@@ -56,11 +56,11 @@ def _with_directory(args: EngineArgs) -> EngineArgs:
 
 
 def _prompts(engine: LLMEngine, count: int, length: int, at_random: bool) -> list[list[int]]:
-    """No two begin alike: a cached prefix would not be computed."""
+    """Prompts with different beginnings, so that none is found in the prefix cache."""
     if at_random or engine.tokenizer is None:
-        dice = random.Random(0)
+        generator = random.Random(0)
         vocabulary = engine.checkpoint.vocab_size
-        return [[dice.randrange(vocabulary) for _ in range(length)] for _ in range(count)]
+        return [[generator.randrange(vocabulary) for _ in range(length)] for _ in range(count)]
     texts = [f"{number}. " + TEXT * length for number in range(count)]
     return [engine.tokenizer.encode(text)[:length] for text in texts]
 

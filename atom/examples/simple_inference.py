@@ -1,4 +1,4 @@
-"""Generate for four prompts, English and Chinese, with any engine flag.
+"""Answer four prompts, three in English and one in Chinese; takes any engine flag.
 
 python -m atom.examples.simple_inference --model PATH --temperature 0.6
 """
@@ -7,10 +7,10 @@ from atom import EngineArgs, LLMEngine, SamplingParams
 from atom.config.cli import CommandLineParser
 
 PROMPTS = [
-    "Introduce yourself.",
-    "List all prime numbers below 50.",
-    "1 + 2 + 3 = ? Explain how you add them.",
-    "用一句话介绍北京。",
+    "Why does bread dough rise? Answer in two sentences.",
+    "A train leaves at 9:40 and arrives at 11:05. How long does it travel?",
+    "Name three rivers that flow through more than one country.",
+    "请用一句话解释为什么天空是蓝色的。",
 ]
 
 
@@ -25,7 +25,7 @@ def main() -> None:
         prompts = [chat_prompt(engine, text) for text in PROMPTS]
         engine.generate([prompts[0]], SamplingParams(max_tokens=4))
         for prompt, output in zip(PROMPTS, engine.generate(prompts, params), strict=True):
-            print(f"\nPrompt: {prompt}\nAnswer: {output['text']}")
+            print(f"\nPrompt:   {prompt}\nResponse: {output['text']}")
             print(
                 f"({output['num_tokens_input']} tokens in, {output['num_tokens_output']} out, "
                 f"first after {output['ttft']:.3f} s, {output['tpot'] * 1e3:.1f} ms a token, "
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def chat_prompt(engine: LLMEngine, text: str) -> list[int]:
-    """One user message in the model's chat template, with thinking where the model knows it."""
+    """One user message in the model's chat template, with thinking where the template supports it."""
     options = {"enable_thinking": True} if "enable_thinking" in engine.template_options else {}
     return engine.chat_prompt([{"role": "user", "content": text}], **options)
 

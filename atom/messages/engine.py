@@ -231,5 +231,11 @@ class CoreDead(msgspec.Struct, tag=13, array_like=True, frozen=True, gc=False):
     reason: str
 
 
+class CoreStalled(msgspec.Struct, tag=14, array_like=True, frozen=True, gc=False):
+    """A worker does not respond: the engine cannot generate until the next `CoreReady`, or `CoreDead`."""
+
+    reason: str
+
+
 ToCore = Hello | AddRequest | Abort | GetStats | Profile
-FromCore = CoreReady | TokenDeltas | CoreStats | CoreDead | ProfileResult
+FromCore = CoreReady | CoreStalled | TokenDeltas | CoreStats | CoreDead | ProfileResult

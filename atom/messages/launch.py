@@ -1,6 +1,6 @@
-"""What a parent tells a child it starts: one frame on the child's standard input.
+"""The launch message of each kind of child process: one frame on its standard input.
 
-The pipe stays open behind the frame: its end is the parent's end.
+The pipe stays open: its end means that the parent has ended.
 """
 
 import msgspec
@@ -22,7 +22,7 @@ class WorkerLaunch(msgspec.Struct, frozen=True):
     supervisor: str
     """ZMQ endpoint of the supervisor's socket."""
     rendezvous: str
-    """File that the tensor-parallel ranks meet at (a torch FileStore)."""
+    """File for the rendezvous of the tensor-parallel ranks (a torch FileStore)."""
 
 
 class CoreLaunch(msgspec.Struct, frozen=True):

@@ -11,11 +11,11 @@ class Profile(msgspec.Struct, tag=8, array_like=True, frozen=True, gc=False):
 
     on: bool
     number: int = 0
-    """The frontend's own, which the answer repeats."""
+    """Chosen by the frontend; the result repeats it."""
 
 
 class RankTrace(msgspec.Struct, tag=18, array_like=True, frozen=True, gc=False):
-    """One rank has done as `Profile` told it: it records, or its trace is written."""
+    """One rank has carried out a `Profile`: it records, or its trace is written."""
 
     rank: int
     on: bool
@@ -26,17 +26,17 @@ class RankTrace(msgspec.Struct, tag=18, array_like=True, frozen=True, gc=False):
     elapsed_s: float = 0.0
     """From the start of the recording to its stop."""
     error: str = ""
-    """Why it could not, in one line."""
+    """Why it failed, in one line."""
 
 
 class ProfileResult(msgspec.Struct, tag=19, array_like=True, frozen=True, gc=False):
-    """What became of a frontend's `Profile`, on all ranks."""
+    """The result of a frontend's `Profile`, on all ranks."""
 
     number: int
     on: bool
     traces: list[RankTrace] = []
     """By rank."""
     refusal: str = ""
-    """Why it makes no sense now: nothing was done."""
+    """Why the request was refused; nothing was done."""
     error: str = ""
-    """Why one of the ranks could not do it."""
+    """Why one of the ranks failed."""

@@ -9,7 +9,7 @@ from atom.utils.exit_status import ExitStatus
 
 
 class Ready(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
-    """`process` does its work from now on."""
+    """`process` is ready."""
 
     process: str
     detail: dict[str, int | str] = {}
@@ -17,7 +17,7 @@ class Ready(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
 
 
 class Progress(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
-    """Where a long phase of the start stands; drawn as a progress bar."""
+    """Progress of a long phase of the start, for a progress bar."""
 
     process: str
     phase: str
@@ -26,12 +26,18 @@ class Progress(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
 
 
 class Dead(msgspec.Struct, tag=3, array_like=True, frozen=True, gc=False):
-    """`process` ends because of `reason`, one line a user can act on."""
+    """`process` ends because of `reason`: one line a user can act on."""
 
     process: str
     reason: str
     status: int = ExitStatus.FAILURE
-    """What the program should exit with, if this was the first cause, at start."""
+    """Exit status for the program, if this was the root cause of a failed start."""
 
 
-ToSupervisor = Ready | Progress | Dead
+class Beat(msgspec.Struct, tag=4, array_like=True, frozen=True, gc=False):
+    """A sign of life of `process` about every second, from its main loop."""
+
+    process: str
+
+
+ToSupervisor = Ready | Progress | Dead | Beat

@@ -6,7 +6,8 @@ the batch: a `ScheduledBatch` carries only what changed, and which rows run.
 
 Start-up:   worker -> Loaded, core -> AllocateKV, worker -> WorkerReady
 Each step:  core -> ScheduledBatch, rank 0 -> BatchResult (any rank may send WorkerFailed)
-Any time:   core -> Profile, worker -> RankTrace (of a stop, steps later: when its file is written)
+Any time:   worker -> WorkerBeat (from a second socket)
+            core -> Profile, worker -> RankTrace (of a stop, steps later: when its file is written)
 """
 
 import msgspec
@@ -116,8 +117,20 @@ class WorkerReady(msgspec.Struct, tag=11, array_like=True, frozen=True, gc=False
     rank: int
 
 
+class RowFailure(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A row whose step failed on the worker, for example for lack of device memory."""
+
+    row: int
+    reason: str
+    """One line, for the client."""
+
+
 class BatchResult(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False):
-    """Ids drawn in a step (packed int32): one for each row, in batch order, that drew."""
+    """The result of one step.
+
+    `token_ids` (packed int32) has one sampled id for each sampling row, in batch order. A failed
+    row has none.
+    """
 
     step: int
     token_ids: bytes
@@ -125,6 +138,8 @@ class BatchResult(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False
     """`indices` point into `token_ids`."""
     prompt_logprobs: list[PromptLogprobs] = []
     """Owned by rows."""
+    failed: list[RowFailure] = []
+    """Rows of the step whose requests end with an error. Their KV of this step is not valid."""
 
 
 class WorkerFailed(msgspec.Struct, tag=13, array_like=True, frozen=True, gc=False):
@@ -134,5 +149,11 @@ class WorkerFailed(msgspec.Struct, tag=13, array_like=True, frozen=True, gc=Fals
     reason: str
 
 
+class WorkerBeat(msgspec.Struct, tag=14, array_like=True, frozen=True, gc=False):
+    """A sign of life about every second, from a thread of its own: also while a step computes."""
+
+    rank: int
+
+
 ToWorker = ScheduledBatch | AllocateKV | Shutdown | Profile
-FromWorker = Loaded | WorkerReady | BatchResult | WorkerFailed | RankTrace
+FromWorker = Loaded | WorkerReady | BatchResult | WorkerFailed | WorkerBeat | RankTrace

@@ -5,7 +5,7 @@
     if envs.ATOM_LOG_MORE: ...
 
 A variable that is unset or empty has its default. A value that does not parse raises
-ValueError on access. Nothing is cached: the environment of the moment counts.
+ValueError on access. Nothing is cached.
 """
 
 import os
@@ -21,7 +21,7 @@ Value = bool | int | str
 
 
 class Area(Enum):
-    """What a variable steers: decides whether setting it can have an effect."""
+    """The part of the program that reads a variable; decides whether setting it can have an effect."""
 
     ENGINE = "engine"
     DATA_PARALLEL = "data parallelism"
@@ -32,7 +32,7 @@ class Area(Enum):
 
 @dataclass(frozen=True)
 class Variable:
-    """One row of the table. `default` may be computed, when it depends on other variables."""
+    """One row of the table. A callable `default` is computed on access."""
 
     name: str
     kind: type[bool] | type[int] | type[str]
@@ -41,7 +41,7 @@ class Variable:
     help: str
 
     def default_value(self) -> Value:
-        """What an unset variable means, now."""
+        """The value of the variable when it is unset."""
         return self.default() if callable(self.default) else self.default
 
     def parse(self, text: str) -> Value:
@@ -85,8 +85,8 @@ VARIABLES: dict[str, Variable] = {
             str,
             _cache_dir,
             Area.ENGINE,
-            "Where converted checkpoints, and plans measured on this GPU, are kept; "
-            "`atom` in XDG_CACHE_HOME (or ~/.cache) when unset.",
+            "Directory for converted checkpoints and measured GEMM plans. "
+            "If unset: `atom` in XDG_CACHE_HOME or ~/.cache.",
         ),
         Variable(
             "ATOM_DISABLE_MMAP",
@@ -100,7 +100,7 @@ VARIABLES: dict[str, Variable] = {
             bool,
             False,
             Area.ENGINE,
-            "Log lines name process id, file, line and function; failures come with a traceback.",
+            "Log process id, file, line and function, and tracebacks of failures.",
         ),
         Variable("ATOM_DP_SIZE", int, 1, Area.DATA_PARALLEL, "Number of data parallel ranks."),
         Variable("ATOM_DP_RANK", int, 0, Area.DATA_PARALLEL, "Data parallel rank of this process."),
@@ -130,21 +130,21 @@ VARIABLES: dict[str, Variable] = {
             bool,
             False,
             Area.PLUGIN,
-            "Register nothing when vLLM looks for plugins.",
+            "Do not register with vLLM as a plugin.",
         ),
         Variable(
             "ATOM_DISABLE_VLLM_PLUGIN_ATTENTION",
             bool,
             False,
             Area.PLUGIN,
-            "Leave vLLM its own attention, and keep the rest of the plugin.",
+            "Keep vLLM's own attention, and register the rest of the plugin.",
         ),
-        _fusion("ATOM_USE_TRITON_GEMM", False, "FP4 matrix products by Triton instead of assembly kernels."),
-        _fusion("ATOM_USE_TRITON_MXFP4_BMM", False, "FP4 batched matrix products in MLA attention."),
+        _fusion("ATOM_USE_TRITON_GEMM", False, "FP4 GEMMs with Triton instead of assembly kernels."),
+        _fusion("ATOM_USE_TRITON_MXFP4_BMM", False, "FP4 batched GEMMs in MLA."),
         _fusion(
             "ATOM_ENABLE_ALLREDUCE_RMSNORM_FUSION",
             True,
-            "One kernel for the tensor parallel all-reduce and the norm behind it.",
+            "One kernel for the tensor parallel all-reduce and the following norm.",
         ),
         _fusion(
             "ATOM_ENABLE_DS_INPUT_RMSNORM_QUANT_FUSION",
@@ -195,18 +195,22 @@ VARIABLES: dict[str, Variable] = {
             bool,
             False,
             Area.ENGINE,
-            "Profiler traces also hold shapes, stacks and memory; costs far more time.",
+            "Add shapes, stacks and memory to profiler traces; much slower.",
         ),
-        Variable("OPENAI_API_KEY", str, "", Area.BENCHMARK, "Key that benchmarks send to the server."),
+        Variable("OPENAI_API_KEY", str, "", Area.BENCHMARK, "API key that benchmarks send to the server."),
         Variable(
-            "VLLM_USE_MODELSCOPE", bool, False, Area.BENCHMARK, "Benchmarks take tokenizers from ModelScope."
+            "VLLM_USE_MODELSCOPE",
+            bool,
+            False,
+            Area.BENCHMARK,
+            "Benchmarks download tokenizers from ModelScope.",
         ),
         Variable(
             "SAVE_TO_PYTORCH_BENCHMARK_FORMAT",
             bool,
             False,
             Area.BENCHMARK,
-            "Benchmarks save their results in PyTorch's format too.",
+            "Benchmarks also save results in PyTorch's format.",
         ),
     )
 }
@@ -225,7 +229,7 @@ def __dir__() -> list[str]:
 
 
 def is_set(name: str) -> bool:
-    """Whether the user gave the variable a value; raises KeyError for one that is not in the table."""
+    """Whether the variable is set; raises KeyError for an unknown variable."""
     return bool(os.environ.get(VARIABLES[name].name))
 
 
@@ -236,7 +240,7 @@ def startup_notes(device: str) -> list[str]:
     """
     notes = []
     for name, variable in VARIABLES.items():
-        value = __getattr__(name)  # of every variable: a typing error is reported at start
+        value = __getattr__(name)  # parses every variable: typing errors are reported at start
         reason = _no_effect(variable.area, device)
         if reason and is_set(name) and value != variable.default_value():
             notes.append(f"{name}={os.environ[name]} has no effect: {reason}")
@@ -249,7 +253,7 @@ def acts(area: Area) -> bool:
 
 
 def _no_effect(area: Area, device: str) -> str:
-    """Why variables of an area do nothing to an engine; empty when they act, or belong to other programs."""
+    """Why variables of an area have no effect on an engine; empty when they act or are for other programs."""
     if acts(area) or area is Area.PLUGIN:
         return ""
     if area is Area.AITER and device == "cpu":

@@ -1,18 +1,18 @@
-"""What the exit status of `atom-launch` says, and that of the processes behind it."""
+"""Exit status of `atom-launch` and of its child processes."""
 
 from enum import IntEnum
 
 
 class ExitStatus(IntEnum):
-    """Restarting without a change helps after FAILURE, and perhaps after RESOURCES."""
+    """A restart without a change may help after FAILURE, and perhaps after RESOURCES."""
 
     DONE = 0
-    """Ended by SIGTERM or SIGINT."""
+    """Ended by SIGTERM, SIGINT or SIGHUP."""
     FAILURE = 1
-    """The engine died, or could not start for a reason that is none of the others."""
+    """The engine died, or could not start for another reason than those below."""
     USAGE = 2
-    """The command line, a variable or the configuration file asks for what cannot be."""
+    """The command line, an environment variable or the configuration file is invalid."""
     MODEL = 3
-    """The model cannot be had or served: no such checkpoint, a broken file, an unknown architecture."""
+    """The model cannot be served: no such checkpoint, a broken file, an unknown architecture."""
     RESOURCES = 4
-    """The host lacks something: the port, memory, disk space, file descriptors."""
+    """The host lacks a resource: the port, memory, disk space, file descriptors."""

@@ -1,4 +1,4 @@
-"""One process at a time, by a file that all of them can reach."""
+"""Mutual exclusion between processes by a lock file."""
 
 import contextlib
 import fcntl
@@ -12,11 +12,10 @@ _POLL_S = 0.2
 
 @contextlib.contextmanager
 def exclusive(path: Path, deadline_s: float, on_wait: Callable[[], None]) -> Iterator[TextIO]:
-    """Hold the lock of `path`, which is made if need be; the kernel frees it when its holder dies.
+    """Hold the lock of `path`, created if absent; the kernel releases it when its holder dies.
 
-    Yields the file, for the holder to write what those who wait may want to read. `on_wait` is
-    called again and again while another process holds the lock; after `deadline_s` seconds of
-    that comes TimeoutError.
+    Yields the file, in which the holder may write for the processes that wait. `on_wait` is called
+    repeatedly while another process holds the lock; raises TimeoutError after `deadline_s` seconds.
     """
     deadline = time.monotonic() + deadline_s
     with path.open("a") as file:

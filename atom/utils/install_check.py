@@ -1,7 +1,7 @@
 """Guards against other distributions that install packages named like ours.
 
-Our import names are plain ones, and pip lets one distribution overwrite another's files
-without a word. Imports nothing of ours: a foreign package could break exactly that.
+Our packages have common names, and pip lets one distribution overwrite another's files silently.
+This module imports no other module of ours, since a foreign package could break such an import.
 """
 
 import re
@@ -16,7 +16,7 @@ _OURS_IN_RECORD = re.compile(rf"^({'|'.join(PACKAGES)})/", re.MULTILINE)
 def check_install() -> None:
     """Raise SystemExit with one line when another distribution owns one of our names.
 
-    A source tree that is not installed passes: nothing owns the names then.
+    A source tree that is not installed passes.
     """
     for distribution in distributions():
         owned = _owned(distribution)
@@ -29,10 +29,10 @@ def check_install() -> None:
 
 
 def _owned(distribution: Distribution) -> set[str]:
-    """Which of our names a distribution installs.
+    """The names of ours that a distribution installs.
 
-    importlib.metadata.packages_distributions answers the same, but takes apart every path of
-    every distribution: ten times slower beside torch.
+    importlib.metadata.packages_distributions gives the same, but parses every path of every
+    distribution: ten times slower with torch installed.
     """
     top_level = distribution.read_text("top_level.txt")
     if top_level is not None:

@@ -11,7 +11,7 @@ _VERBOSE = (
 
 
 def setup_logging(process_label: str) -> logging.Logger:
-    """Configure and return the root of ATOM's loggers; ATOM_LOG_MORE=1 says who and where."""
+    """Configure and return the root of ATOM's loggers; ATOM_LOG_MORE=1 adds process id, file and line."""
     from atom.utils import envs
 
     handler = logging.StreamHandler(sys.stderr)

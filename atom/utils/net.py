@@ -1,4 +1,4 @@
-"""Listening sockets: bound once by the supervisor, then handed to the process that serves."""
+"""Listening sockets: bound once by the supervisor, then passed to the frontend."""
 
 import contextlib
 import errno
@@ -14,7 +14,7 @@ _REMEDIES = {
 
 
 class ListenError(OSError):
-    """The address cannot be listened on; the text is one line that says what to change."""
+    """Listening on the address failed; the text is one line with the remedy."""
 
 
 def listen_socket(host: str, port: int) -> socket.socket:

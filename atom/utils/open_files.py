@@ -1,4 +1,4 @@
-"""The limit of open files: every connection of a client is one."""
+"""The limit of open files; every client connection uses one."""
 
 import resource
 
@@ -7,13 +7,13 @@ _NEEDED = 256
 
 
 class OpenFilesError(OSError):
-    """Too few files may be open; the text is one line that says what to change."""
+    """The limit of open files is too low; the text is one line with the remedy."""
 
 
 def raise_open_files_limit() -> None:
     """Raise the soft limit as far as is useful and allowed, for this process and its children.
 
-    Raises OpenFilesError where even that is too little to serve anybody.
+    Raises OpenFilesError when the hard limit is too low for a server.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)

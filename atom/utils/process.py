@@ -1,4 +1,4 @@
-"""Starting children that cannot outlive their parent, and reading what the parent said."""
+"""Starts child processes that cannot outlive their parent, and reads the launch message in them."""
 
 import contextlib
 import ctypes
@@ -30,16 +30,16 @@ def spawn(
     The child's standard input stays open until this process ends or closes it.
     """
     frame = msgspec.json.encode(launch)
-    # PR_SET_PDEATHSIG follows the spawning *thread*: from any but the main one it would kill
-    # the child when that thread ends, so there the pipe's end alone must do.
+    # PR_SET_PDEATHSIG is bound to the spawning *thread*: from another than the main thread it would
+    # kill the child when that thread ends. There the end of the pipe alone ends the child.
     in_main_thread = threading.current_thread() is threading.main_thread()
     child = subprocess.Popen(
-        # -P: a folder named like one of ours in the user's directory must not shadow it.
+        # -P: a folder in the working directory must not shadow one of our packages.
         [sys.executable, "-P", "-m", module],
         stdin=subprocess.PIPE,
         stdout=stdout,
         pass_fds=pass_fds,
-        # Signals for a whole group (Ctrl-C, a service manager) are the supervisor's to act on.
+        # Signals to the supervisor's process group (Ctrl-C, a service manager) must not reach the child.
         process_group=0,
         env={
             **os.environ,
@@ -48,7 +48,7 @@ def spawn(
         },
     )
     assert child.stdin is not None
-    # A child that died at once is reported by its exit status, not by this write.
+    # The exit status of a child that has died already is reported later.
     with contextlib.suppress(BrokenPipeError):
         child.stdin.write(len(frame).to_bytes(4, "little") + frame)
         child.stdin.flush()
@@ -56,9 +56,9 @@ def spawn(
 
 
 def read_launch(kind: type[T]) -> T:
-    """In a child: the parent's launch frame. From here on the child ends with its parent.
+    """Read the parent's launch frame. From here on this process ends with its parent.
 
-    Raises ValueError when standard input carries no such frame.
+    Raises ValueError when standard input holds no such frame.
     """
     _die_with_parent()
     size = int.from_bytes(_read_exactly(4), "little")
@@ -83,7 +83,7 @@ def _die_with_parent() -> None:
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(parent):
-        os._exit(1)  # it died before prctl
+        os._exit(1)  # the parent died before prctl
 
 
 def _read_exactly(size: int) -> bytes:

@@ -1,9 +1,9 @@
-"""A private directory for the sockets of one engine, and the removal of those that were left behind.
+"""A private directory for the sockets of one engine, and the removal of leftover ones.
 
     <temporary directory>/atom-run-XXXXXXXX    mode 0700, its inode locked by its owner
 
-The kernel frees the lock when the owner dies, however it dies. The next engine of the same
-user removes every such directory that nobody locks.
+The kernel releases the lock when the owner dies. The next engine of the same user removes every
+such directory without a lock.
 """
 
 import contextlib
@@ -15,15 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _PREFIX = "atom-run-"
-# Of a directory that has no lock yet: no sweep looks at it.
+# A directory that has no lock yet; `_sweep` skips it.
 _UNLOCKED_PREFIX = "atom-new-"
-# A local socket's path has this many bytes at most (sun_path), and the longest of ours needs some.
-_LONGEST_SOCKET_PATH = 107
+# Limit of the path of a local socket in bytes (sun_path), and the longest name we append.
+_MAX_SOCKET_PATH = 107
 _LONGEST_NAME = len("/supervisor")
 
 
 class RunDirectory:
-    """`path` exists until `close`. Raises OSError where it cannot be made."""
+    """`path` exists until `close`. Raises OSError when it cannot be created."""
 
     def __init__(self) -> None:
         parent = Path(tempfile.gettempdir())
@@ -33,7 +33,7 @@ class RunDirectory:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.path = made.with_name(_PREFIX + made.name.removeprefix(_UNLOCKED_PREFIX))
         made.rename(self.path)
-        if len(os.fsencode(self.path)) + _LONGEST_NAME > _LONGEST_SOCKET_PATH:
+        if len(os.fsencode(self.path)) + _LONGEST_NAME > _MAX_SOCKET_PATH:
             self.close()
             raise OSError(f"the path {parent} is too long for local sockets: set TMPDIR to a shorter one")
 
@@ -47,7 +47,10 @@ class RunDirectory:
 
 def _sweep(parent: Path) -> None:
     for path in parent.glob(_PREFIX + "*"):
-        with contextlib.suppress(OSError), _open_directory(path) as directory:  # another's, or gone already
+        with (
+            contextlib.suppress(OSError),
+            _open_directory(path) as directory,
+        ):  # of another user, or removed already
             if os.fstat(directory).st_uid != os.getuid():
                 continue
             fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""When each step was sent, computed and answered, for measuring overlap and idle time.
+"""Records when each step was sent, computed and finished, to measure overlap and idle time.
 
-One JSON line an event: {"step": 7, "event": "sent", "t": seconds}. The clock is the machine's
-monotonic one, so that the files of different processes on one host can be compared.
+One JSON line for each event: {"step": 7, "event": "sent", "t": seconds}. `t` is the monotonic
+clock of the host, which all its processes share.
 """
 
 import os
@@ -20,11 +20,11 @@ class StepTrace:
             self._file = open(Path(directory, f"{process}.jsonl"), "w", buffering=1)
 
     def mark(self, event: str, step: int) -> None:
-        """Note that `event` happens to `step` now."""
+        """Write that `event` happens to `step` now."""
         if self._file is not None:
             self._file.write(f'{{"step": {step}, "event": "{event}", "t": {time.monotonic():.6f}}}\n')
 
     def close(self) -> None:
-        """Write out what is buffered."""
+        """Flush and close the file."""
         if self._file is not None:
             self._file.close()

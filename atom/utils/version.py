@@ -1,4 +1,4 @@
-"""Which version of ATOM this is."""
+"""ATOM's version."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -6,7 +6,7 @@ DISTRIBUTION = "atom-serve"
 
 
 def atom_version() -> str:
-    """The installed version; 0+source for a source tree that was never installed."""
+    """The installed version; 0+source for a source tree that is not installed."""
     try:
         return version(DISTRIBUTION)
     except PackageNotFoundError:

@@ -1,8 +1,8 @@
-"""The gated MLPs of a mixture of experts, each over the tokens that chose it.
+"""Mixture of experts: the gated MLP of each expert over the tokens routed to it.
 
-T tokens, J experts per token, P = T * J pairs of both, X experts, D hidden, F features of an expert.
+T tokens, J experts per token, P = T * J (token, expert) pairs, X experts, D hidden, F expert features.
 
-    tokens, chosen      sorted by expert       two products per expert     back, weighted
+    tokens, experts     sorted by expert       two GEMMs per expert        unsorted, weighted
     t0: e2 e0           e0: t0 t1              [2, D] -> [2, F] -> [2, D]   t0 = w e2(t0) + w e0(t0)
     t1: e0 e1           e1: t1                 [1, D] -> [1, F] -> [1, D]   t1 = w e0(t1) + w e1(t1)
                         e2: t0                 [1, D] -> [1, F] -> [1, D]
@@ -22,7 +22,7 @@ from atom_ops.tolerances import REDUCTION
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """All experts of a layer, side by side."""
+    """The weights of all experts of a layer."""
 
     gate_up_XOD: Tensor
     """[X, 2F, D]: the gate's rows, then up's."""
@@ -40,7 +40,7 @@ class ClampedSwiglu:
 
 
 ExpertActivation = ClampedSwiglu | None
-"""Between an expert's two products; None: `silu_and_mul`."""
+"""Between an expert's two GEMMs; None: `silu_and_mul`."""
 
 
 def _case(
@@ -51,7 +51,7 @@ def _case(
     activation: ExpertActivation = None,
     idle: int = 0,
 ) -> Case:
-    """`idle` experts are chosen by no token."""
+    """The last `idle` experts get no token."""
     hidden, features = sizes
     with_bias = activation is not None
 
@@ -99,20 +99,20 @@ def experts(
 ) -> Tensor:
     """The weighted sum of each token's experts, [T, D] in x's dtype.
 
-    `ids_TJ` int64 and `weights_TJ` float32 as `route` gave them. A token's result depends on its
-    own row alone, NaN in other rows included; to the last bit where `linear` is batch-invariant.
-    Choices are summed in float32. On a GPU nothing waits for the device.
+    `ids_TJ` int64 and `weights_TJ` float32 as returned by `route`. NaN in one row does not reach
+    other rows; with a batch-invariant `linear` a row's bits depend on that row alone. Experts'
+    results are summed in float32. Does not synchronise with a GPU.
     """
-    if x_TD.is_cuda and (BATCH_INVARIANT in linear.order or not _has_grouped_products(x_TD, weights)):
-        return _all_over_all(x_TD, ids_TJ, weights_TJ, weights, activation)
+    if x_TD.is_cuda and (BATCH_INVARIANT in linear.order or not _has_grouped_gemm(x_TD, weights)):
+        return _dense_fallback(x_TD, ids_TJ, weights_TJ, weights, activation)
     tokens, chosen = ids_TJ.shape
     ids_P, order_P = ids_TJ.flatten().sort(stable=True)
     numbers_X = torch.arange(weights.down_XDF.shape[0], device=x_TD.device)
     ends_X = torch.searchsorted(ids_P, numbers_X, right=True, out_int32=True)
     x_PD = x_TD[order_P // chosen]
-    inner_PO = _grouped_linear(x_PD, weights.gate_up_XOD, weights.gate_up_bias_XO, ids_P, ends_X)
+    inner_PO = _grouped_gemm(x_PD, weights.gate_up_XOD, weights.gate_up_bias_XO, ids_P, ends_X)
     inner_PF = _activate(inner_PO, activation)
-    sorted_PD = _grouped_linear(inner_PF, weights.down_XDF, weights.down_bias_XD, ids_P, ends_X)
+    sorted_PD = _grouped_gemm(inner_PF, weights.down_XDF, weights.down_bias_XD, ids_P, ends_X)
     out_PD = torch.empty_like(sorted_PD)
     out_PD[order_P] = sorted_PD
     out_TJD = out_PD.unflatten(0, (tokens, chosen)).float()
@@ -125,10 +125,10 @@ def _activate(x_P2F: Tensor, activation: ExpertActivation) -> Tensor:
     return clamped_swiglu(x_P2F, activation.limit, activation.alpha)
 
 
-def _grouped_linear(
+def _grouped_gemm(
     x_PI: Tensor, weight_XOI: Tensor, bias_XO: Tensor | None, ids_P: Tensor, ends_X: Tensor
 ) -> Tensor:
-    """Each row times the weight of its expert, [P, O]; expert e has the rows up to ends_X[e]."""
+    """Grouped GEMM: each row times the weight of its expert, [P, O]; expert e's rows end at ends_X[e]."""
     if x_PI.is_cuda:
         out_PO = functional.grouped_mm(x_PI, weight_XOI.transpose(1, 2), offs=ends_X)
     else:
@@ -141,11 +141,11 @@ def _grouped_linear(
     return out_PO if bias_XO is None else out_PO + bias_XO[ids_P]
 
 
-def _has_grouped_products(x_TD: Tensor, weights: ExpertWeights) -> bool:
-    """Whether torch multiplies group by group on this GPU without asking it for the groups' sizes.
+def _has_grouped_gemm(x_TD: Tensor, weights: ExpertWeights) -> bool:
+    """Whether torch's grouped GEMM runs on this GPU without synchronising.
 
-    It has kernels for bfloat16 on Hopper and Blackwell, over rows of whole 16 bytes; everything
-    else it does in a loop on the host, which waits for the device.
+    Its kernels need bfloat16 on Hopper or Blackwell and rows of a multiple of 16 bytes; otherwise
+    torch loops over the groups on the host, which synchronises.
     """
     widths = (weights.gate_up_XOD.shape[2], weights.down_XDF.shape[2])
     return (
@@ -156,25 +156,25 @@ def _has_grouped_products(x_TD: Tensor, weights: ExpertWeights) -> bool:
     )
 
 
-def _all_over_all(
+def _dense_fallback(
     x_TD: Tensor,
     ids_TJ: Tensor,
     weights_TJ: Tensor,
     weights: ExpertWeights,
     activation: ExpertActivation,
 ) -> Tensor:
-    """Every expert over every token, kept where it was chosen: X / J times the work, no waiting."""
+    """Dense fallback: every expert over every token, X / J times the work, without a synchronisation."""
     out_TD = torch.zeros_like(x_TD, dtype=torch.float32)
     for expert in range(weights.down_XDF.shape[0]):
         chosen_TJ = ids_TJ == expert
         share_T1 = weights_TJ.where(chosen_TJ, 0.0).sum(1, keepdim=True)
-        inner_T2F = linear(x_TD, weights.gate_up_XOD[expert], _of(weights.gate_up_bias_XO, expert))
+        inner_T2F = linear(x_TD, weights.gate_up_XOD[expert], _bias_of(weights.gate_up_bias_XO, expert))
         inner_TF = _activate(inner_T2F, activation)
-        y_TD = linear(inner_TF, weights.down_XDF[expert], _of(weights.down_bias_XD, expert))
-        # Not a factor of zero, which would keep another expert's infinity.
+        y_TD = linear(inner_TF, weights.down_XDF[expert], _bias_of(weights.down_bias_XD, expert))
+        # `where` and not a factor of 0, because 0 * inf would be NaN.
         out_TD += (y_TD.float() * share_T1).where(chosen_TJ.any(1, keepdim=True), 0.0)
     return out_TD.to(x_TD.dtype)
 
 
-def _of(biases: Tensor | None, expert: int) -> Tensor | None:
+def _bias_of(biases: Tensor | None, expert: int) -> Tensor | None:
     return None if biases is None else biases[expert]

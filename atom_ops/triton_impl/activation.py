@@ -1,4 +1,4 @@
-"""Gated activations: one program for a piece of a row."""
+"""Gated activations: one program for a block of a row."""
 
 import triton
 import triton.language as tl
@@ -6,14 +6,14 @@ from torch import Tensor
 
 from atom_ops.ops.activation import sigmoid_and_mul, silu_and_mul
 from atom_ops.triton_impl import NEEDS, runs_on
-from atom_ops.triton_impl.overlap import begin, launch_options
+from atom_ops.triton_impl.pdl import launch_options, pdl_begin
 
 _BLOCK = 1024
 
 
 @triton.jit
-def _silu_and_mul(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    begin(OVERLAP)
+def _silu_and_mul(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    pdl_begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
@@ -42,9 +42,9 @@ def _launch(x_T2F: Tensor) -> Tensor:
 @triton.jit
 def _sigmoid_and_mul(
     x_ptr, gate_ptr, out_ptr, gate_stride,
-    GATES: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    GATES: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAP)
+    pdl_begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE

@@ -1,8 +1,8 @@
-"""Short convolutions: a step of single tokens in one launch, any other in two.
+"""Causal convolution: a step of single tokens in one launch, any other step in two.
 
-decode     one program for some channels of a row: sum, and what the row remembers moves up by one
-otherwise  tiles of tokens, of whatever rows, which only read what rows remember; then, row by
-           row, what they remember from now on
+decode     one program for some channels of a row: sum, then shift the row's state by one
+otherwise  tiles of tokens across rows, which only read the state; then a second launch that
+           writes the new state of each row
 """
 
 import triton
@@ -12,7 +12,7 @@ from torch import Tensor
 from atom_ops.ops.causal_conv import causal_conv
 from atom_ops.ops.recurrent_state import StatePlan
 from atom_ops.triton_impl import NEEDS, runs_on
-from atom_ops.triton_impl.overlap import begin, launch_options
+from atom_ops.triton_impl.pdl import launch_options, pdl_begin
 
 _STEP_CHANNELS = 256
 _TILE_CHANNELS = 64
@@ -24,14 +24,14 @@ def _silu(x):
     return x * tl.sigmoid(x)
 
 
-# Numbers of rows and tokens, and where they begin, follow the batch: they bring no new compilation.
+# Numbers and offsets of rows and tokens change with the batch; they must not cause a recompilation.
 @triton.jit(do_not_specialize_on_alignment=["slots", "starts", "fresh"])
 def _one_token_each(
     x, weight, states, slots, fresh, starts, out, x_stride,
-    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK_C: tl.constexpr, OVERLAP: tl.constexpr,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R, pieces of C)."""
-    begin(OVERLAP)
+    """Grid (R, blocks of C)."""
+    pdl_begin(PDL)
     row = tl.program_id(0)
     channel_C = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside_C = channel_C < CHANNELS
@@ -47,7 +47,7 @@ def _one_token_each(
         total_C += seen_C.to(tl.float32) * tl.load(taps_C + tap, mask=inside_C, other=0.0).to(tl.float32)
         if tap > 0:
             tl.store(states + (tap - 1) * CHANNELS, seen_C, mask=kept_C)
-    # In the order of `_any_tokens`, so that both give the same bits.
+    # The same order of additions as in `_any_tokens`, for the same bits.
     total_C += newest_C.to(tl.float32) * tl.load(taps_C + TAPS - 1, mask=inside_C, other=0.0).to(tl.float32)
     tl.store(states + (TAPS - 2) * CHANNELS, newest_C, mask=kept_C)
     tl.store(out + token * CHANNELS + channel_C, _silu(total_C).to(out.dtype.element_ty), mask=inside_C)
@@ -57,14 +57,14 @@ def _one_token_each(
 def _any_tokens(
     x, weight, states, slots, fresh, starts, out, tokens, rows, x_stride,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
-    SEARCH: tl.constexpr, OVERLAP: tl.constexpr,
+    SEARCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of T, pieces of C). `SEARCH` halvings find the row of any token."""
-    begin(OVERLAP)
+    """Grid (tiles of T, blocks of C). `SEARCH` steps of bisection find the row of any token."""
+    pdl_begin(PDL)
     token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     channel_C = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside_T, inside_C = token_T < tokens, channel_C < CHANNELS
-    # The number of rows that end at the token or before it.
+    # A token's row is the number of rows that end at the token or before it.
     row_T, past_T = tl.zeros((BLOCK_T,), tl.int32), tl.zeros((BLOCK_T,), tl.int32) + rows
     for _ in tl.static_range(SEARCH):
         middle_T = (row_T + past_T) // 2
@@ -93,12 +93,12 @@ def _any_tokens(
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "starts", "fresh"])
-def _remember(
+def _store_inputs(
     x, states, slots, fresh, starts, x_stride,
-    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK_C: tl.constexpr, OVERLAP: tl.constexpr,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R, pieces of C)."""
-    begin(OVERLAP)
+    """Grid (R, blocks of C)."""
+    pdl_begin(PDL)
     row = tl.program_id(0)
     channel_C = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside_C = channel_C < CHANNELS
@@ -108,7 +108,7 @@ def _remember(
     is_live = (slot >= 0) & (length > 0)
     is_known = is_live & (tl.load(fresh + row) == 0)
     for place in tl.static_range(TAPS - 1):
-        # Everything that is read from the slot lies behind everything that was written to it.
+        # In place: entry `place` is loaded from a higher index, which is not overwritten yet.
         position = length + place - (TAPS - 1)
         x_at_C = (start + position).to(tl.int64) * x_stride + channel_C
         new_C = tl.load(x + x_at_C, mask=inside_C & is_live & (position >= 0), other=0.0)
@@ -117,12 +117,12 @@ def _remember(
         tl.store(states + place * CHANNELS, tl.where(position >= 0, new_C, old_C), mask=inside_C & is_live)
 
 
-def _takes(x_TC: Tensor, weight_CW: Tensor, conv_SWC: Tensor, plan: StatePlan) -> bool:
+def _supports(x_TC: Tensor, weight_CW: Tensor, conv_SWC: Tensor, plan: StatePlan) -> bool:
     in_order = weight_CW.is_contiguous() and conv_SWC.is_contiguous()
     return x_TC.stride(1) == 1 and x_TC.dtype == conv_SWC.dtype and weight_CW.shape[1] > 1 and in_order
 
 
-@causal_conv.provider("triton", needs=NEEDS, supported=runs_on, supports=_takes)
+@causal_conv.provider("triton", needs=NEEDS, supported=runs_on, supports=_supports)
 def _launch(x_TC: Tensor, weight_CW: Tensor, conv_SWC: Tensor, plan: StatePlan) -> Tensor:
     (tokens, channels), taps, rows = x_TC.shape, weight_CW.shape[1], len(plan.slots_R)
     out_TC = x_TC.new_empty(tokens, channels)
@@ -140,5 +140,5 @@ def _launch(x_TC: Tensor, weight_CW: Tensor, conv_SWC: Tensor, plan: StatePlan) 
         x_TC, weight_CW, conv_SWC, *where, out_TC, tokens, rows, x_TC.stride(0),
         BLOCK_T=_TILE_TOKENS, BLOCK_C=tile, SEARCH=rows.bit_length(), **settings,
     )  # fmt: skip
-    _remember[by_row](x_TC, conv_SWC, *where, x_TC.stride(0), BLOCK_C=block, **settings)
+    _store_inputs[by_row](x_TC, conv_SWC, *where, x_TC.stride(0), BLOCK_C=block, **settings)
     return out_TC

@@ -1,4 +1,4 @@
-"""Token embedding: one program for a piece of a row."""
+"""Token embedding: one program for a block of a row."""
 
 import triton
 import triton.language as tl
@@ -6,19 +6,18 @@ from torch import Tensor
 
 from atom_ops.ops.embedding import embedding
 from atom_ops.triton_impl import NEEDS, runs_on
-from atom_ops.triton_impl.overlap import begin, launch_options
+from atom_ops.triton_impl.pdl import launch_options, pdl_begin
 
 _BLOCK = 1024
 
 
-# Ids may be one of several columns of an upload: their alignment follows the batch, and must
-# not bring a new compilation.
+# Ids may be a slice of a larger upload: their alignment changes and must not cause a recompilation.
 @triton.jit(do_not_specialize_on_alignment=["ids_ptr"])
 def _gather(
     ids_ptr, weight_ptr, out_ptr, first_id,
-    ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAP)
+    pdl_begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE

@@ -1,6 +1,6 @@
-"""Attention of single tokens straight from their fused projection.
+"""Decode attention directly from the QKV projection.
 
-The kernel is that of short rows (see `attention`); it begins with what lies in `new_token`.
+The decode kernel of `attention_kernels`, which starts with the functions of `new_token`.
 """
 
 import torch
@@ -12,14 +12,13 @@ from atom_ops.ops.fused_attention import attend_projection
 from atom_ops.ops.kv_cache import KVLayer
 from atom_ops.ops.qkv import HeadNorms
 from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
-from atom_ops.triton_impl.attention import launch_short, short_for, supports
+from atom_ops.triton_impl.attention import decode_config, launch_decode, supports
 
-# Rows times key/value heads between which one kernel was faster on an H200. Below, attention has
-# too few programs to give them more to do one after another; above, it has no time to spare.
-_FEWEST_PAIRS, _MOST_PAIRS = 16, 1024
+# Rows times key/value heads between which one kernel was faster than two on an H200.
+_MIN_PAIRS, _MAX_PAIRS = 16, 1024
 
 
-def _takes(
+def _supports(
     qkv_TO: Tensor,
     cos_T1R: Tensor,
     sin_T1R: Tensor,
@@ -29,11 +28,11 @@ def _takes(
     plan: AttentionPlan,
     rule: AttentionRule,
 ) -> bool:
-    """Single tokens, whose context is cut as suits the batch, in a cache as wide as the numbers."""
+    """Rows of single tokens, without batch invariance, and a cache of the compute dtype."""
     pairs = len(plan.context_lens_R) * cache.kv.shape[3]
     return (
         plan.max_query_len == 1
-        and (INTERPRETED or _FEWEST_PAIRS <= pairs <= _MOST_PAIRS)
+        and (INTERPRETED or _MIN_PAIRS <= pairs <= _MAX_PAIRS)
         and not plan.split_tokens
         and cache.scale is None
         and cache.kv.is_contiguous()
@@ -50,7 +49,9 @@ def _queries(qkv_TO: Tensor, cache: KVLayer) -> Tensor:
     return heads_TNE[:, : heads_TNE.shape[1] - 2 * kv_heads]
 
 
-@attend_projection.provider("triton", needs=NEEDS, supported=runs_on, supports=_takes, batch_invariant=False)
+@attend_projection.provider(
+    "triton", needs=NEEDS, supported=runs_on, supports=_supports, batch_invariant=False
+)
 def _launch(
     qkv_TO: Tensor,
     cos_T1R: Tensor,
@@ -63,11 +64,11 @@ def _launch(
 ) -> Tensor:
     q_THE = _queries(qkv_TO, cache)
     out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
-    blocks, tile = short_for(q_THE, cache, plan)
+    config, tile = decode_config(q_THE, cache, plan)
     q_weight_E, k_weight_E, eps = (
         (norms.q_weight_E, norms.k_weight_E, norms.eps) if norms is not None else (None, None, 0.0)
     )
     strides = cos_T1R.stride(0), sin_T1R.stride(0)
     token = (cos_T1R, sin_T1R, slots_T, q_weight_E, k_weight_E, eps, *strides)
-    launch_short(out_THE, q_THE, cache, plan, rule, blocks, tile, token)
+    launch_decode(out_THE, q_THE, cache, plan, rule, config, tile, token)
     return out_THE

@@ -1,8 +1,7 @@
-"""Triton kernels of a matrix product for one token together with what lies in front of it.
+"""GEMV for one token fused with the norm or the activation before it.
 
-Every program makes the whole prepared token for itself, from the cache, while its part of the
-weight is on its way from memory; it rounds where the separate kernels do. Program 0 alone keeps
-the sum that later layers add to.
+Every program computes the whole input vector, which is in the L2 cache, while its weights are being
+loaded; it rounds where the separate kernels do. Only program 0 writes the residual sum.
 """
 
 from functools import cache
@@ -14,8 +13,8 @@ from torch import Tensor
 
 from atom_ops.ops.fused_linear import add_norm_linear, silu_and_mul_linear
 from atom_ops.triton_impl import INTERPRETED
-from atom_ops.triton_impl.linear import finish, weight_tile
-from atom_ops.triton_impl.overlap import launch_options, let_next_start, wait
+from atom_ops.triton_impl.linear import store_outputs, weight_tile
+from atom_ops.triton_impl.pdl import launch_options, pdl_launch_dependents, pdl_wait
 from atom_ops.triton_impl.tuned import NORM_LINEAR, SILU_LINEAR, FusedPlan
 
 _INTERPRETED = FusedPlan(rows=8, columns=64, warps=4, tiles=2)
@@ -25,16 +24,16 @@ _INTERPRETED = FusedPlan(rows=8, columns=64, warps=4, tiles=2)
 def _add_norm_linear(
     x, residual, norm_weight, weight, bias, out, total, eps, outputs,
     INPUTS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, TILES: tl.constexpr, OVERLAP: tl.constexpr,
+    COLUMNS: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program multiplies TILES tiles of ROWS whole rows; it has one of them in flight."""
+    """A program multiplies TILES tiles of ROWS whole rows, and loads one tile ahead."""
     column_C = tl.arange(0, COLUMNS)
     valid_C = column_C < INPUTS
     output_R = tl.program_id(0) * (TILES * ROWS) + tl.arange(0, ROWS)
     weight_RC = weight + output_R.to(tl.int64)[:, None] * INPUTS + column_C[None, :]
     next_RC = weight_tile(weight_RC, output_R < outputs, valid_C, EVEN)
     scale_C = tl.load(norm_weight + column_C, mask=valid_C, other=0.0).to(tl.float32)
-    wait(OVERLAP)
+    pdl_wait(PDL)
     x_C = tl.load(x + column_C, mask=valid_C, other=0.0)
     if residual is not None:
         residual_C = tl.load(residual + column_C, mask=valid_C, other=0.0)
@@ -43,7 +42,7 @@ def _add_norm_linear(
     wide_C = x_C.to(tl.float32)
     normed_C = wide_C * tl.rsqrt(tl.sum(wide_C * wide_C) / INPUTS + eps) * scale_C
     normed_C = normed_C.to(x_C.dtype).to(tl.float32)
-    let_next_start(OVERLAP)
+    pdl_launch_dependents(PDL)
     for tile in tl.static_range(TILES):
         tile_RC = next_RC
         if tile + 1 < TILES:
@@ -51,11 +50,11 @@ def _add_norm_linear(
             next_RC = weight_tile(weight_RC + (tile + 1) * ROWS * INPUTS, ahead_R < outputs, valid_C, EVEN)
         at_R = output_R + tile * ROWS
         sum_R = tl.sum(tile_RC.to(tl.float32) * normed_C[None, :], 1)
-        finish(sum_R, bias, out, at_R, at_R, at_R < outputs, HAS_BIAS)
+        store_outputs(sum_R, bias, out, at_R, at_R, at_R < outputs, HAS_BIAS)
 
 
 @triton.jit
-def _silu_part(x, column_C, INPUTS: tl.constexpr, dtype: tl.constexpr):
+def _silu_chunk(x, column_C, INPUTS: tl.constexpr, dtype: tl.constexpr):
     valid_C = column_C < INPUTS
     gate_C = tl.load(x + column_C, mask=valid_C, other=0.0).to(tl.float32)
     up_C = tl.load(x + INPUTS + column_C, mask=valid_C, other=0.0).to(tl.float32)
@@ -66,25 +65,25 @@ def _silu_part(x, column_C, INPUTS: tl.constexpr, dtype: tl.constexpr):
 def _silu_and_mul_linear(
     x, weight, bias, out, outputs,
     INPUTS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+    COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program multiplies ROWS rows, COLUMNS columns at a time; it has one such tile in flight."""
+    """A program multiplies ROWS rows, COLUMNS columns at a time, and loads one tile ahead."""
     column_C = tl.arange(0, COLUMNS)
     output_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside_R = output_R < outputs
     weight_RC = weight + output_R.to(tl.int64)[:, None] * INPUTS + column_C[None, :]
     total_RC = tl.zeros((ROWS, COLUMNS), tl.float32)
     tile_RC = weight_tile(weight_RC, inside_R, column_C < INPUTS, EVEN)
-    wait(OVERLAP)
+    pdl_wait(PDL)
     for ahead in tl.range(COLUMNS, INPUTS, COLUMNS, num_stages=1):
         next_RC = weight_tile(weight_RC + ahead, inside_R, column_C < INPUTS - ahead, EVEN)
-        part_C = _silu_part(x, ahead - COLUMNS + column_C, INPUTS, x.dtype.element_ty)
+        part_C = _silu_chunk(x, ahead - COLUMNS + column_C, INPUTS, x.dtype.element_ty)
         total_RC += tile_RC.to(tl.float32) * part_C
         tile_RC = next_RC
-    let_next_start(OVERLAP)
+    pdl_launch_dependents(PDL)
     LAST: tl.constexpr = (INPUTS - 1) // COLUMNS * COLUMNS
-    total_RC += tile_RC.to(tl.float32) * _silu_part(x, LAST + column_C, INPUTS, x.dtype.element_ty)
-    finish(tl.sum(total_RC, 1), bias, out, output_R, output_R, inside_R, HAS_BIAS)
+    total_RC += tile_RC.to(tl.float32) * _silu_chunk(x, LAST + column_C, INPUTS, x.dtype.element_ty)
+    store_outputs(tl.sum(total_RC, 1), bias, out, output_R, output_R, inside_R, HAS_BIAS)
 
 
 @cache
@@ -94,7 +93,7 @@ def _plans(table: str, device: torch.device) -> dict[tuple[int, int], FusedPlan]
 
 
 def _plan(table: str, x: Tensor, weight: Tensor) -> FusedPlan | None:
-    """None where separate kernels are faster, or nobody has measured."""
+    """None if separate kernels are faster or the shape was not measured."""
     if len(x) != 1 or not x.is_contiguous() or x.dtype != weight.dtype or not x.is_floating_point():
         return None
     if INTERPRETED:
@@ -106,7 +105,7 @@ def _runs_on(table: str, device: torch.device) -> bool:
     return INTERPRETED or bool(_plans(table, device))
 
 
-_NEEDS = "a GPU that plans were measured on (or TRITON_INTERPRET=1)"
+_NEEDS = "a GPU with built-in plans (or TRITON_INTERPRET=1)"
 
 
 @add_norm_linear.provider(
@@ -129,7 +128,7 @@ def _launch_norm(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     plan = _plan("norm", x_TD, weight)
-    assert plan is not None, "`supports` has asked"
+    assert plan is not None, "checked by `supports`"
     outputs, inputs = weight.shape
     columns = triton.next_power_of_2(inputs)
     out_TO = x_TD.new_empty(1, outputs)
@@ -153,7 +152,7 @@ def _launch_norm(
 )
 def _launch_silu(x_T2F: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     plan = _plan("silu", x_T2F, weight)
-    assert plan is not None, "`supports` has asked"
+    assert plan is not None, "checked by `supports`"
     outputs, inputs = weight.shape
     out_TO = x_T2F.new_empty(1, outputs)
     _silu_and_mul_linear[(triton.cdiv(outputs, plan.rows),)](

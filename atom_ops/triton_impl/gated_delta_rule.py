@@ -1,9 +1,8 @@
 """The gated delta rule: one program for some value features of a head of a row.
 
-Columns of a state do not depend on one another, so a program holds [E, its features] of it in
-registers, from the row's first token to its last. Single tokens are what the rule says, word for word;
-longer rows go in chunks of 16 tokens, whose triangular system is solved row by row (`_solve`). All sums
-are of float32.
+Columns of a state are independent, so a program holds its columns [E, features] in registers from
+the row's first token to its last. Single tokens apply the rule directly; longer rows are computed in
+chunks of 16 tokens, whose triangular system is solved row by row (`_solve`). Sums are in float32.
 """
 
 import triton
@@ -13,7 +12,7 @@ from torch import Tensor
 from atom_ops.ops.gated_delta_rule import NORM_EPS, DecayWeights, gated_delta_rule
 from atom_ops.ops.recurrent_state import StatePlan
 from atom_ops.triton_impl import NEEDS, runs_on
-from atom_ops.triton_impl.overlap import begin, launch_options
+from atom_ops.triton_impl.pdl import launch_options, pdl_begin
 
 _CHUNK = 16
 _FEATURES = 32
@@ -32,10 +31,10 @@ def _fade(step, a_log, dt_bias):
 def _one_token_each(
     qkv, gates, a_log, dt_bias, states, slots, fresh, starts, out, qkv_stride, gates_stride, scale,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_F: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_F: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R, N, pieces of F)."""
-    begin(OVERLAP)
+    """Grid (R, N, blocks of F)."""
+    pdl_begin(PDL)
     row, head = tl.program_id(0), tl.program_id(1)
     key_E = tl.arange(0, BLOCK_E)
     value_F = tl.program_id(2) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -67,7 +66,7 @@ def _one_token_each(
 
 @triton.jit
 def _unit_rows(x, token_C, key_E, stride, inside_C, KEY: tl.constexpr):
-    """The tokens' vectors at `x`, each divided by its length."""
+    """The tokens' vectors at `x`, L2-normalised."""
     inside_CE = inside_C[:, None] & (key_E < KEY)[None, :]
     x_CE = tl.load(x + token_C[:, None] * stride + key_E[None, :], mask=inside_CE, other=0.0).to(tl.float32)
     return x_CE * tl.rsqrt(tl.sum(x_CE * x_CE, 1) + _EPS)[:, None]
@@ -75,7 +74,7 @@ def _unit_rows(x, token_C, key_E, stride, inside_C, KEY: tl.constexpr):
 
 @triton.jit
 def _solve(system_CC, wanted_CF, CHUNK: tl.constexpr):
-    """u with u_i + sum over j < i of system_ij u_j = wanted_i; system is 0 on and above the diagonal."""
+    """Forward substitution: u_i + sum over j < i of system_ij u_j = wanted_i; system is strictly lower."""
     token_C = tl.arange(0, CHUNK)
     for at in tl.static_range(1, CHUNK):
         row_C = tl.sum(tl.where((token_C == at)[:, None], system_CC, 0.0), 0)
@@ -88,10 +87,10 @@ def _solve(system_CC, wanted_CF, CHUNK: tl.constexpr):
 def _any_tokens(
     qkv, gates, a_log, dt_bias, states, slots, fresh, starts, out, qkv_stride, gates_stride, scale,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_F: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_F: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (pieces of F, N, R)."""
-    begin(OVERLAP)
+    """Grid (blocks of F, N, R)."""
+    pdl_begin(PDL)
     head, row = tl.program_id(1), tl.program_id(2)
     slot, start = tl.load(slots + row), tl.load(starts + row)
     length = tl.load(starts + row + 1) - start
@@ -117,7 +116,7 @@ def _any_tokens(
         gate_C = gates + token_C * gates_stride + head
         rate_C = tl.sigmoid(tl.load(gate_C, mask=inside_C, other=0.0).to(tl.float32))
         fade_C = _fade(tl.load(gate_C + HEADS, mask=inside_C, other=0.0), head_a_log, head_dt_bias)
-        # Behind the row's end nothing changes the state, and it keeps what it has.
+        # Tokens past the row's end leave the state as it is: rate 0, no decay.
         rate_C, fade_C = tl.where(inside_C, rate_C, 0.0), tl.where(inside_C, fade_C, 0.0)
         since_C, whole = tl.cumsum(fade_C, 0), tl.sum(fade_C, 0)
 
@@ -139,21 +138,21 @@ def _any_tokens(
     tl.store(states + at_EF, state_EF, mask=inside_EF)
 
 
-def _takes(
+def _supports(
     qkv_TC: Tensor, gates_T2N: Tensor, decay: DecayWeights, recurrent_SNEF: Tensor, plan: StatePlan
 ) -> bool:
     in_order = recurrent_SNEF.is_contiguous() and qkv_TC.stride(1) == gates_T2N.stride(1) == 1
     return in_order and qkv_TC.is_floating_point() and recurrent_SNEF.shape[2] <= _MOST_KEY_FEATURES
 
 
-@gated_delta_rule.provider("triton", needs=NEEDS, supported=runs_on, supports=_takes)
+@gated_delta_rule.provider("triton", needs=NEEDS, supported=runs_on, supports=_supports)
 def _launch(
     qkv_TC: Tensor, gates_T2N: Tensor, decay: DecayWeights, recurrent_SNEF: Tensor, plan: StatePlan
 ) -> Tensor:
     heads, key, value = recurrent_SNEF.shape[1:]
     rows, features = len(plan.slots_R), min(max(triton.next_power_of_2(value), 16), _FEATURES)
     out_TNF = qkv_TC.new_empty(len(qkv_TC), heads, value)
-    pieces = triton.cdiv(value, features)
+    feature_blocks = triton.cdiv(value, features)
     arguments = (
         qkv_TC, gates_T2N, decay.a_log_N, decay.dt_bias_N, recurrent_SNEF,
         plan.slots_R, plan.fresh_R, plan.query_starts_R1, out_TNF,
@@ -170,7 +169,7 @@ def _launch(
         **launch_options(qkv_TC.device),
     }
     if plan.max_query_len == 1:
-        _one_token_each[(rows, heads, pieces)](*arguments, **settings)
+        _one_token_each[(rows, heads, feature_blocks)](*arguments, **settings)
     else:
-        _any_tokens[(pieces, heads, rows)](*arguments, CHUNK=_CHUNK, **settings)
+        _any_tokens[(feature_blocks, heads, rows)](*arguments, CHUNK=_CHUNK, **settings)
     return out_TNF

@@ -1,21 +1,18 @@
-"""Attention of long prompts that a step brings whole, on Hopper: its matrix units fed without a pause.
+"""Prefill attention on Hopper for long prompts that are computed in one step: WGMMA fed by TMA.
 
-The context of such a row is its own queries, so the step's tokens number its keys too. They are
-first gathered from the paged cache into tiles of their own, in the cache's order and as the
-queries' dtype; what lies behind a row's last token in its last tile is zero, for a weight of 0
-times NaN would be NaN:
+The keys of such a row are those of its own queries. A first kernel gathers them from the paged
+cache into contiguous tiles of the queries' dtype. The rest of a row's last tile is zero, because a
+weight of 0 times NaN would be NaN:
 
     gathered [numbers x TILE, 2, K, E]        row r begins at tile starts[r] // TILE + r
 
-The bulk copy engine then brings them, a tile at a time, into a ring in shared memory. A program
-is one query head of one tile of queries, and three parties that meet at barriers only:
+The second kernel is warp-specialized. One program computes one query head of one tile of queries:
 
-    copies      1 warp     keys and values of a tile into the ring, as soon as it has room
-    consumers   2 x 4      64 queries each; scores of a tile are computed while the weights of the
-                           tile before it are multiplied with its values
+    producer    1 warp     loads keys and values into a ring of stages in shared memory (TMA)
+    consumers   2 x 4      64 queries each; the scores of a tile overlap with the product of the
+                           previous tile's weights and values
 
-Written in Gluon, Triton's lower level, which this needs for the parties and the barriers; it has
-no interpreter. Everywhere else these rows are rows like any other (see `attention`).
+Written in Gluon, which has no interpreter. Other devices run these rows in `attention_kernels`.
 """
 
 from dataclasses import dataclass
@@ -40,21 +37,22 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from atom_ops.ops.attention import AttentionRule
 from atom_ops.ops.attention_plan import AttentionPlan
 from atom_ops.ops.kv_cache import KVLayer
-from atom_ops.triton_impl.attention import WHOLE_PROMPT, row_of, widen
+from atom_ops.triton_impl.fp8 import decode_fp8
+from atom_ops.triton_impl.tiles import row_of_tile
 
 WORTH_LAUNCHING = 4096
-"""Tokens of whole prompts in a step, for the host needs 100 us more for these two launches."""
+"""Fewest tokens of whole prompts in a step: the two launches take 100 us more on the host."""
 
 _TILE = 128
 _HALF = 64
 _STAGES = 2
 _GATHERED_TOKENS = 8
-_GATHERED_PIECE = 2048
+_GATHERED_CHUNK = 2048
 _LOG2_E = 1.4426950408889634
-# Later versions of Triton give these two other names.
+# These two have other names in later versions of Triton.
 _load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-# Stands for the highest of no scores: finite, for the difference of two must not be NaN.
+_thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+# The running maximum before any score: finite, because inf - inf would be NaN.
 _LOWEST = gl.constexpr(-1.0e30)
 
 
@@ -62,14 +60,14 @@ _LOWEST = gl.constexpr(-1.0e30)
     do_not_specialize=["rows", "begin", "table_stride"],
     do_not_specialize_on_alignment=["table", "starts", "scales"],
 )
-def _gather(
+def _gather_kv(
     kv, scales, table, starts, gathered, rows, begin, table_stride,
     BLOCK_SIZE: tl.constexpr, SLOT: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
-    TOKENS: tl.constexpr, PIECE: tl.constexpr, SCALED: tl.constexpr,
+    TOKENS: tl.constexpr, CHUNK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (numbers of tiles, TILE // TOKENS)."""
+    """Grid (tile numbers, TILE // TOKENS)."""
     number = tl.program_id(0)
-    row = row_of(number, starts, begin, rows, TILE)
+    row = row_of_tile(number, starts, begin, rows, TILE)
     first_token = tl.load(starts + row)
     length = tl.load(starts + row + 1) - first_token
     tile_start = (number - (first_token - begin) // TILE - row) * TILE
@@ -83,15 +81,15 @@ def _gather(
     block_T = tl.load(row_table + token_T // BLOCK_SIZE, mask=exists_T, other=0).to(tl.int64)
     slot_T = block_T * BLOCK_SIZE + token_T % BLOCK_SIZE
     to_T = number.to(tl.int64) * TILE + within_T
-    for piece in tl.static_range(0, SLOT, PIECE):
-        at_P = piece + tl.arange(0, PIECE)
+    for chunk in tl.static_range(0, SLOT, CHUNK):
+        at_P = chunk + tl.arange(0, CHUNK)
         inside_P = at_P < SLOT
         wanted_TP = exists_T[:, None] & inside_P[None, :]
         x_TP = tl.load(kv + slot_T[:, None] * SLOT + at_P[None, :], mask=wanted_TP, other=0)
         if SCALED:
             scale_at_TP = slot_T[:, None] * (SLOT // WIDTH) + (at_P // WIDTH)[None, :]
             scale_TP = tl.load(scales + scale_at_TP, mask=wanted_TP, other=0.0)
-            x_TP = widen(x_TP, tl.float32) * scale_TP
+            x_TP = decode_fp8(x_TP, tl.float32) * scale_TP
         x_TP = x_TP.to(gathered.dtype.element_ty)
         tl.store(gathered + to_T[:, None] * SLOT + at_P[None, :], x_TP, mask=inside_P[None, :])
 
@@ -101,7 +99,7 @@ def _copy_tiles(
     kv_desc, keys, values, barriers, first, tiles, key_column, value_column,
     TILE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The last tile first: it is the one that not every query sees all of."""
+    """Load the tiles, the last one first: it alone needs the causal mask."""
     keys_ready, keys_free, values_ready, values_free = barriers
     for i in range(tiles):
         slot, phase = i % STAGES, i // STAGES % 2
@@ -116,18 +114,18 @@ def _copy_tiles(
 
 @gluon.jit
 def _release(barrier):
-    """All four warps are done with what it guards."""
-    _meet()
+    """Arrive at the barrier once all four warps are done with its stage."""
+    _thread_barrier()
     mbarrier.arrive(barrier)
 
 
 @gluon.jit
-def _weigh(score_MN, top_M, total_M, scale):
-    """The highest score so far, the sum of weights, what earlier sums still count, and the weights."""
+def _softmax_step(score_MN, top_M, total_M, scale):
+    """One step of the online softmax: new maximum, new total, factor of earlier sums, weights."""
     new_top_M = gl.maximum(top_M, gl.max(score_MN, 1) * scale)
     weight_MN = gl.exp2(score_MN * scale - new_top_M[:, None])
-    kept_M = gl.exp2(top_M - new_top_M)
-    return new_top_M, total_M * kept_M + gl.sum(weight_MN, 1), kept_M, weight_MN
+    rescale_M = gl.exp2(top_M - new_top_M)
+    return new_top_M, total_M * rescale_M + gl.sum(weight_MN, 1), rescale_M, weight_MN
 
 
 @gluon.jit
@@ -135,7 +133,7 @@ def _consume(
     q_ME, keys, values, barriers, q_ready, out, first_query, length, token_stride, tiles, scale,
     HALF: gl.constexpr, TILE: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """HALF queries of the row from `first_query` on, over `tiles` tiles; `out` is the row's first token."""
+    """Attention of HALF queries from `first_query` on over `tiles` tiles; `out`: the row's first token."""
     keys_ready, keys_free, values_ready, values_free = barriers
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
@@ -154,7 +152,7 @@ def _consume(
     query_M = first_query % TILE + gl.arange(0, HALF, score_rows)
     token_N = gl.arange(0, TILE, gl.SliceLayout(0, scores))
     score_MN = gl.where(token_N[None, :] <= query_M[:, None], score_MN, float("-inf"))
-    top_M, total_M, kept_M, weight_MN = _weigh(score_MN, top_M, total_M, scale)
+    top_M, total_M, rescale_M, weight_MN = _softmax_step(score_MN, top_M, total_M, scale)
     weight_MN = gl.convert_layout(weight_MN.to(q_ME.dtype), factor)
     for i in range(1, tiles):
         slot, before = i % STAGES, (i - 1) % STAGES
@@ -166,10 +164,10 @@ def _consume(
         coming_ME = warpgroup_mma(weight_MN, values.index(before), sum_ME, is_async=True)
         score_MN = warpgroup_mma_wait(1, deps=[coming_MN])
         _release(keys_free.index(slot))
-        top_M, total_M, kept_M, next_weight_MN = _weigh(score_MN, top_M, total_M, scale)
+        top_M, total_M, rescale_M, next_weight_MN = _softmax_step(score_MN, top_M, total_M, scale)
         sum_ME = warpgroup_mma_wait(0, deps=[coming_ME])
         _release(values_free.index(before))
-        sum_ME = sum_ME * gl.convert_layout(kept_M, sum_rows)[:, None]
+        sum_ME = sum_ME * gl.convert_layout(rescale_M, sum_rows)[:, None]
         weight_MN = gl.convert_layout(next_weight_MN.to(q_ME.dtype), factor)
     slot = (tiles - 1) % STAGES
     mbarrier.wait(values_ready.index(slot), (tiles - 1) // STAGES % 2)
@@ -184,15 +182,15 @@ def _consume(
 
 
 @gluon.jit
-def _row_of(number, starts, begin, rows, TILE: gl.constexpr):
-    """`row_of`, which Gluon cannot call."""
+def _row_of_tile(number, starts, begin, rows, TILE: gl.constexpr):
+    """`tiles.row_of_tile`, which Gluon cannot call."""
     row = 0
-    behind = rows
-    while behind - row > 1:
-        middle = (row + behind) // 2
+    end = rows
+    while end - row > 1:
+        middle = (row + end) // 2
         reached = (gl.load(starts + middle) - begin) // TILE + middle <= number
         row = gl.where(reached, middle, row)
-        behind = gl.where(reached, behind, middle)
+        end = gl.where(reached, end, middle)
     return row
 
 
@@ -205,30 +203,30 @@ def _barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit(
-    do_not_specialize=["rows", "begin", "shortest"],
+    do_not_specialize=["rows", "begin", "min_tokens"],
     do_not_specialize_on_alignment=["contexts", "starts"],
 )
 def _whole_prompts(
-    q_desc, kv_desc, out, contexts, starts, score_scale, rows, begin, shortest,
+    q_desc, kv_desc, out, contexts, starts, score_scale, rows, begin, min_tokens,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr,
     TILE: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Grid (H, numbers of tiles). The last tiles of a row have the most to do and come first."""
+    """Grid (H, tile numbers). The last tiles of a row take longest and are launched first."""
     number = gl.num_programs(1) - 1 - gl.program_id(1)
     head = gl.program_id(0)
-    row = _row_of(number, starts, begin, rows, TILE)
+    row = _row_of_tile(number, starts, begin, rows, TILE)
     first_token = gl.load(starts + row)
     length = gl.load(starts + row + 1) - first_token
     first_tile = (first_token - begin) // TILE + row
     tile = number - first_tile
-    if (length < shortest) | (tile * TILE >= length) | (gl.load(contexts + row) != length):
+    if (length < min_tokens) | (tile * TILE >= length) | (gl.load(contexts + row) != length):
         return
 
     q = gl.allocate_shared_memory(q_desc.dtype, [2, HALF, WIDTH], q_desc.layout)
     keys = gl.allocate_shared_memory(q_desc.dtype, [STAGES, TILE, WIDTH], kv_desc.layout)
     values = gl.allocate_shared_memory(q_desc.dtype, [STAGES, TILE, WIDTH], kv_desc.layout)
     q_ready = _barriers(1, 1).index(0)
-    # What is free is so once both consumers have said it.
+    # A stage is free once both consumers have arrived.
     barriers = _barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(STAGES, 1), _barriers(STAGES, 2)
     fence_async_shared()
     at = first_token + tile * TILE
@@ -260,24 +258,28 @@ def _whole_prompts(
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Rows first … stop - 1 of a step: from the first that is attended to here to the last."""
+    """Rows first … stop - 1 of a step: the range that holds all rows `attend` computes."""
 
     first: int
     stop: int
     begin: int
     """First token of the first row."""
     num_tokens: int
-    others: int
-    """The most tokens of any row that is not attended to here."""
+    min_tokens: int
+    """Whole prompts of fewer tokens are not computed here."""
+    longest_other: int
+    """Most tokens of any row that is not computed here."""
 
 
-def whole_prompts(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule) -> Prompts | None:
-    """The rows that `attend` takes, whole prompts of at least WHOLE_PROMPT tokens.
+def find_prompts(
+    q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule, min_tokens: int
+) -> Prompts | None:
+    """The rows that `attend` computes: whole prompts of at least `min_tokens` tokens.
 
-    None: there are too few, or this device, these tensors or this rule do not suit.
+    None if they have too few tokens, or the device, the tensors or the rule are not supported.
     """
     width = q_THE.shape[2]
-    suits = (
+    supported = (
         plan.host is not None
         and plan.num_tokens >= WORTH_LAUNCHING
         and not plan.split_tokens
@@ -290,17 +292,17 @@ def whole_prompts(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: Atte
         and cache.kv.is_contiguous()
         and is_hopper(q_THE.device)
     )
-    if not suits:
+    if not supported:
         return None
     assert plan.host is not None
     query_lens = plan.host.query_lens
-    whole = (query_lens >= WHOLE_PROMPT) & (query_lens == plan.host.context_lens)
+    whole = (query_lens >= min_tokens) & (query_lens == plan.host.context_lens)
     if query_lens[whole].sum() < WORTH_LAUNCHING:
         return None
     rows = np.flatnonzero(whole)
     first, stop = int(rows[0]), int(rows[-1]) + 1
     begin, num_tokens = int(query_lens[:first].sum()), int(query_lens[first:stop].sum())
-    return Prompts(first, stop, begin, num_tokens, int(query_lens[~whole].max(initial=0)))
+    return Prompts(first, stop, begin, num_tokens, min_tokens, int(query_lens[~whole].max(initial=0)))
 
 
 @cache
@@ -315,14 +317,14 @@ def is_hopper(device: torch.device) -> bool:
 def attend(
     out_THE: Tensor, q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, prompts: Prompts, scale: float
 ) -> None:
-    """Fill the prompts' tokens of `out_THE`, which is contiguous."""
+    """Write the prompts' tokens of `out_THE`, which must be contiguous."""
     tokens, heads, width = q_THE.shape
     kv_heads, rows = cache.kv.shape[3], prompts.stop - prompts.first
     numbers, slot = prompts.num_tokens // _TILE + rows, 2 * kv_heads * width
     table_RW = plan.block_table_RW[prompts.first : prompts.stop]
     starts_R1 = plan.query_starts_R1[prompts.first : prompts.stop + 1]
     gathered = q_THE.new_empty(numbers * _TILE, slot)
-    _gather[(numbers, _TILE // _GATHERED_TOKENS)](
+    _gather_kv[(numbers, _TILE // _GATHERED_TOKENS)](
         cache.kv if cache.scale is None else cache.kv.view(torch.uint8),
         starts_R1 if cache.scale is None else cache.scale,
         table_RW,
@@ -336,7 +338,7 @@ def attend(
         WIDTH=width,
         TILE=_TILE,
         TOKENS=_GATHERED_TOKENS,
-        PIECE=min(triton.next_power_of_2(slot), _GATHERED_PIECE),
+        CHUNK=min(triton.next_power_of_2(slot), _GATHERED_CHUNK),
         SCALED=cache.scale is not None,
     )
     swizzled = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -350,7 +352,7 @@ def attend(
         scale * _LOG2_E,
         rows,
         prompts.begin,
-        WHOLE_PROMPT,
+        prompts.min_tokens,
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         WIDTH=width,

@@ -1,24 +1,21 @@
-"""`linear` for some dozens of tokens on Hopper: every processor reads the same share of the weight.
+"""Stream-K `linear` for 33 to 64 tokens on Hopper: every program reads the same share of the weight.
 
-Output tiles are too few, or too many by a bit, to keep all processors at work. So it is not tiles
-that are dealt out, but steps: a step multiplies some columns of a tile's weights, and a program
-takes as many in a row as every other does, wherever tiles begin.
+The number of output tiles rarely fills whole waves of SMs. So the persistent programs split the
+K iterations ("steps") of all tiles evenly; a step multiplies COLUMNS columns of a tile's weights.
 
-    tiles       |     0     |     1     |     2     |  each of `steps` steps
+    tiles       |     0     |     1     |     2     |  `steps` steps each
     programs    |   0   |   1   |   2   |   3   |
 
-A program keeps the tiles that are all its own. Of the others each program writes its part, float32,
-and when it has done all its steps, it adds the parts of some of their tokens, always in the order
-of the programs. Whether a number has come is seen from the number itself: between launches the
-workspace holds NOT_THERE, a NaN that no product yields, and who has read a part puts it back. So
-nobody asks for an order of memory accesses, which would cost more than the reading. It needs all
-programs at work at the same time, so there are no more than processors.
+A program stores tiles that it computes alone. For a tile of several programs each writes a float32
+partial sum, and then reduces the partials of some of the tile's tokens, always in the order of the
+programs. Readers poll the values themselves: between launches the workspace holds EMPTY, a NaN that
+no sum yields, and the reader of a partial resets it. So no memory fences are needed, which would
+cost more than the reads. All programs must be resident at once: at most one for each SM.
 
-The bulk copy engine brings weights and tokens into a ring in shared memory. The parties meet at
-barriers only:
+TMA loads weights and tokens into a ring of stages in shared memory; warps are specialized:
 
-    copies      1 warp     weights of the first steps come before the kernel in front is done
-    products    4 warps    weight [ROWS, COLUMNS] x tokens [COLUMNS, TOKENS]
+    producer     1 warp     prefetches the first steps' weights before the previous kernel ends (PDL)
+    consumers    4 warps    WGMMA: weight [ROWS, COLUMNS] x tokens [COLUMNS, TOKENS]
 
 Written in Gluon, which has no interpreter.
 """
@@ -39,33 +36,33 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from atom_ops.triton_impl.overlap import launch_options
-from atom_ops.triton_impl.tuned import EvenPlan
+from atom_ops.triton_impl.pdl import launch_options
+from atom_ops.triton_impl.tuned import StreamKPlan
 
 _SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _REGISTERS = 96
-"""Of a thread: few enough for the kernel in front to share the processor."""
-_MOST_PROGRAMS = 132
-_MOST_SUMS = 64 * 64
-"""Of a tile."""
-_NOT_THERE = gl.constexpr(0x7FC0_5EED)
-# Later versions of Triton give these two other names.
+"""Per thread: few enough to share the SM with the previous kernel."""
+_MAX_PROGRAMS = 132
+_MAX_SUMS = 64 * 64
+"""Elements of a tile."""
+_EMPTY = gl.constexpr(0x7FC0_5EED)
+# These two have other names in later versions of Triton.
 _load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+_thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
-def _wait(OVERLAP: gl.constexpr):
-    """As in `overlap`, which Gluon cannot call."""
-    if OVERLAP:
+def _pdl_wait(PDL: gl.constexpr):
+    """`pdl.pdl_wait`, which Gluon cannot call."""
+    if PDL:
         gl.inline_asm_elementwise(
             "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )
 
 
 @gluon.jit
-def _let_next_start(OVERLAP: gl.constexpr):
-    if OVERLAP:
+def _pdl_launch_dependents(PDL: gl.constexpr):
+    if PDL:
         gl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )
@@ -74,7 +71,7 @@ def _let_next_start(OVERLAP: gl.constexpr):
 @gluon.jit
 def _copy(
     weight_desc, x_desc, weights, x, ready, free, first, stop, steps,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     size: gl.constexpr = weight_desc.block_type.nbytes + x_desc.block_type.nbytes
     early = gl.minimum(stop - first, STAGES)
@@ -82,7 +79,7 @@ def _copy(
         tile, step = (first + i) // steps, (first + i) % steps
         mbarrier.expect(ready.index(i), size)
         _load_tile(weight_desc, [tile * ROWS, step * COLUMNS], ready.index(i), weights.index(i))
-    _wait(OVERLAP)
+    _pdl_wait(PDL)
     for i in range(early):
         _load_tile(x_desc, [0, (first + i) % steps * COLUMNS], ready.index(i), x.index(i))
     for i in range(early, stop - first):
@@ -93,7 +90,7 @@ def _copy(
         mbarrier.expect(barrier, size)
         _load_tile(weight_desc, [tile * ROWS, step * COLUMNS], barrier, weights.index(slot))
         _load_tile(x_desc, [0, step * COLUMNS], barrier, x.index(slot))
-    _let_next_start(OVERLAP)
+    _pdl_launch_dependents(PDL)
 
 
 @gluon.jit
@@ -101,7 +98,7 @@ def _store(
     total_RT, bias, out, first_output, first_token, outputs, tokens,
     ROWS: gl.constexpr, TOKENS: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Outputs lie side by side in `out`."""
+    """Add the bias, convert and store a tile of `out` [tokens, outputs]."""
     stored: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     output_R = first_output + gl.arange(0, ROWS, gl.SliceLayout(1, stored))
     token_T = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, stored))
@@ -118,63 +115,63 @@ def _store(
 
 @gluon.jit
 def _program_of(step, all_steps):
-    """The one that takes this step: program p begins at p * all_steps // programs."""
+    """The program of this step: program p begins at step p * all_steps // programs."""
     return ((step + 1) * gl.num_programs(0) - 1) // all_steps
 
 
 @gluon.jit
-def _add_parts(
-    parts, bias, out, tile, steps, all_steps, outputs, tokens,
-    ROWS: gl.constexpr, TOKENS: gl.constexpr, PIECE: gl.constexpr, MOST_PARTS: gl.constexpr,
+def _reduce_partials(
+    partials, bias, out, tile, steps, all_steps, outputs, tokens,
+    ROWS: gl.constexpr, TOKENS: gl.constexpr, CHUNK: gl.constexpr, MAX_PARTIALS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Of a tile that several programs have parts of: this program's share of its tokens."""
-    loaded: gl.constexpr = gl.BlockedLayout([1, 4], [128 // PIECE, PIECE // 4], [4, 1], [1, 0])
+    """Reduce the partials of a tile for this program's share of its tokens."""
+    loaded: gl.constexpr = gl.BlockedLayout([1, 4], [128 // CHUNK, CHUNK // 4], [4, 1], [1, 0])
     first = _program_of(tile * steps, all_steps)
     count = _program_of(tile * steps + steps - 1, all_steps) - first + 1
     row_R = gl.arange(0, ROWS, gl.SliceLayout(1, loaded))
-    token_P = gl.arange(0, PIECE, gl.SliceLayout(0, loaded))
-    # A program's first part is its 0th; only the tile's first program may have begun before the tile.
-    begun_before = (first * all_steps // gl.num_programs(0) < tile * steps).to(gl.int32)
-    for piece in range(gl.program_id(0) - first, TOKENS // PIECE, count):
-        at_RP = row_R[:, None] * TOKENS + piece * PIECE + token_P[None, :]
-        total_RP = gl.zeros([ROWS, PIECE], gl.float32, loaded)
+    token_C = gl.arange(0, CHUNK, gl.SliceLayout(0, loaded))
+    # Slot 0 holds the partial of a program's first tile; only a tile's first program may use slot 1.
+    started_before = (first * all_steps // gl.num_programs(0) < tile * steps).to(gl.int32)
+    for chunk in range(gl.program_id(0) - first, TOKENS // CHUNK, count):
+        at_RC = row_R[:, None] * TOKENS + chunk * CHUNK + token_C[None, :]
+        total_RC = gl.zeros([ROWS, CHUNK], gl.float32, loaded)
         missing = 1
         while missing > 0:
-            total_RP = gl.zeros([ROWS, PIECE], gl.float32, loaded)
-            missing_RP = gl.zeros([ROWS, PIECE], gl.int32, loaded)
-            for i in gl.static_range(MOST_PARTS):
-                number = (first + i) * 2 + (begun_before if i == 0 else 0)
-                exists_RP = (at_RP >= 0) & (i < count)
-                part_RP = gl.load(parts + number * (ROWS * TOKENS) + at_RP, exists_RP, 0, volatile=True)
-                missing_RP |= (part_RP == _NOT_THERE).to(gl.int32)
-                total_RP += part_RP.to(gl.float32, bitcast=True)
-            missing = gl.max(gl.max(missing_RP, 1), 0)
-        for i in gl.static_range(MOST_PARTS):
-            number = (first + i) * 2 + (begun_before if i == 0 else 0)
-            none_RP = gl.full([ROWS, PIECE], _NOT_THERE, gl.int32, loaded)
-            gl.store(parts + number * (ROWS * TOKENS) + at_RP, none_RP, (at_RP >= 0) & (i < count))
+            total_RC = gl.zeros([ROWS, CHUNK], gl.float32, loaded)
+            missing_RC = gl.zeros([ROWS, CHUNK], gl.int32, loaded)
+            for i in gl.static_range(MAX_PARTIALS):
+                number = (first + i) * 2 + (started_before if i == 0 else 0)
+                exists_RC = (at_RC >= 0) & (i < count)
+                partial_RC = gl.load(partials + number * (ROWS * TOKENS) + at_RC, exists_RC, 0, volatile=True)
+                missing_RC |= (partial_RC == _EMPTY).to(gl.int32)
+                total_RC += partial_RC.to(gl.float32, bitcast=True)
+            missing = gl.max(gl.max(missing_RC, 1), 0)
+        for i in gl.static_range(MAX_PARTIALS):
+            number = (first + i) * 2 + (started_before if i == 0 else 0)
+            empty_RC = gl.full([ROWS, CHUNK], _EMPTY, gl.int32, loaded)
+            gl.store(partials + number * (ROWS * TOKENS) + at_RC, empty_RC, (at_RC >= 0) & (i < count))
         _store(
-            total_RP, bias, out, tile * ROWS, piece * PIECE, outputs, tokens, ROWS, PIECE, HAS_BIAS,
+            total_RC, bias, out, tile * ROWS, chunk * CHUNK, outputs, tokens, ROWS, CHUNK, HAS_BIAS,
         )  # fmt: skip
 
 
 @gluon.jit
-def _multiply(
-    weights, x, ready, free, parts, bias, out, first, stop, steps, all_steps, outputs, tokens,
-    ROWS: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, PIECE: gl.constexpr,
-    MOST_PARTS: gl.constexpr, HAS_BIAS: gl.constexpr, OVERLAP: gl.constexpr,
+def _multiply_accumulate(
+    weights, x, ready, free, partials, bias, out, first, stop, steps, all_steps, outputs, tokens,
+    ROWS: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, CHUNK: gl.constexpr,
+    MAX_PARTIALS: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
-    _wait(OVERLAP)
+    _pdl_wait(PDL)
     i = 0
     at = first
     while at < stop:
         tile = at // steps
-        behind = i + gl.minimum(tile * steps + steps, stop) - at
-        begun = i
+        end = i + gl.minimum(tile * steps + steps, stop) - at
+        start = i
         total_RT = gl.zeros([ROWS, TOKENS], gl.float32, sums)
-        for i in range(begun, behind):
+        for i in range(start, end):
             slot = i % STAGES
             mbarrier.wait(ready.index(slot), i // STAGES & 1)
             total_RT = warpgroup_mma(
@@ -182,35 +179,35 @@ def _multiply(
                 is_async=True,
             )  # fmt: skip
             total_RT = warpgroup_mma_wait(1, deps=[total_RT])
-            _meet()
-            mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), pred=i > begun)
+            _thread_barrier()
+            mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), pred=i > start)
         total_RT = warpgroup_mma_wait(0, deps=[total_RT])
-        _meet()
-        mbarrier.arrive(free.index((behind + STAGES - 1) % STAGES))
-        if behind - begun == steps:
+        _thread_barrier()
+        mbarrier.arrive(free.index((end + STAGES - 1) % STAGES))
+        if end - start == steps:
             _store(total_RT, bias, out, tile * ROWS, 0, outputs, tokens, ROWS, TOKENS, HAS_BIAS)
         else:
             number = gl.program_id(0) * 2 + (at > first).to(gl.int32)
             row_R = gl.arange(0, ROWS, gl.SliceLayout(1, sums))
             token_T = gl.arange(0, TOKENS, gl.SliceLayout(0, sums))
-            part = parts + number * (ROWS * TOKENS)
-            part_RT = total_RT.to(gl.int32, bitcast=True)
-            gl.store(part + row_R[:, None] * TOKENS + token_T[None, :], part_RT)
-        at += behind - begun
-        i = behind
+            partial = partials + number * (ROWS * TOKENS)
+            partial_RT = total_RT.to(gl.int32, bitcast=True)
+            gl.store(partial + row_R[:, None] * TOKENS + token_T[None, :], partial_RT)
+        at += end - start
+        i = end
 
-    if MOST_PARTS > 1:
+    if MAX_PARTIALS > 1:
         tile = first // steps
         if (first > tile * steps) | (stop < tile * steps + steps):
-            _add_parts(
-                parts, bias, out, tile, steps, all_steps, outputs, tokens,
-                ROWS, TOKENS, PIECE, MOST_PARTS, HAS_BIAS,
+            _reduce_partials(
+                partials, bias, out, tile, steps, all_steps, outputs, tokens,
+                ROWS, TOKENS, CHUNK, MAX_PARTIALS, HAS_BIAS,
             )  # fmt: skip
         last_tile = (stop - 1) // steps
         if (last_tile > tile) & (stop < last_tile * steps + steps):
-            _add_parts(
-                parts, bias, out, last_tile, steps, all_steps, outputs, tokens,
-                ROWS, TOKENS, PIECE, MOST_PARTS, HAS_BIAS,
+            _reduce_partials(
+                partials, bias, out, last_tile, steps, all_steps, outputs, tokens,
+                ROWS, TOKENS, CHUNK, MAX_PARTIALS, HAS_BIAS,
             )  # fmt: skip
 
 
@@ -223,12 +220,12 @@ def _barriers(STAGES: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["tokens"])
-def _even(
-    weight_desc, x_desc, bias, out, parts, outputs, tokens, steps, all_steps,
+def _stream_k(
+    weight_desc, x_desc, bias, out, partials, outputs, tokens, steps, all_steps,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
-    PIECE: gl.constexpr, MOST_PARTS: gl.constexpr, HAS_BIAS: gl.constexpr, OVERLAP: gl.constexpr,
+    CHUNK: gl.constexpr, MAX_PARTIALS: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Grid (programs,), no more than processors; each has steps to do."""
+    """Grid (programs,), at most one for each SM and for each step."""
     first = gl.program_id(0) * all_steps // gl.num_programs(0)
     stop = (gl.program_id(0) + 1) * all_steps // gl.num_programs(0)
     weights = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, ROWS, COLUMNS], weight_desc.layout)
@@ -237,13 +234,13 @@ def _even(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_multiply, (
-                weights, x, ready, free, parts, bias, out, first, stop, steps, all_steps, outputs, tokens,
-                ROWS, TOKENS, STAGES, PIECE, MOST_PARTS, HAS_BIAS, OVERLAP,
+            (_multiply_accumulate, (
+                weights, x, ready, free, partials, bias, out, first, stop, steps, all_steps, outputs, tokens,
+                ROWS, TOKENS, STAGES, CHUNK, MAX_PARTIALS, HAS_BIAS, PDL,
             )),
             (_copy, (
                 weight_desc, x_desc, weights, x, ready, free, first, stop, steps,
-                ROWS, COLUMNS, STAGES, OVERLAP,
+                ROWS, COLUMNS, STAGES, PDL,
             )),
         ],
         [1],
@@ -253,24 +250,24 @@ def _even(
 
 @cache
 def _workspace(device: torch.device) -> Tensor:
-    """NOT_THERE between launches, which share one stream."""
-    return torch.full((_MOST_PROGRAMS * 2 * _MOST_SUMS,), _NOT_THERE.value, dtype=torch.int32, device=device)
+    """Partials: EMPTY between launches, which all use one stream."""
+    return torch.full((_MAX_PROGRAMS * 2 * _MAX_SUMS,), _EMPTY.value, dtype=torch.int32, device=device)
 
 
 def multiply(
-    plan: EvenPlan, x_TI: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None
+    plan: StreamKPlan, x_TI: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """`linear` as planned; at most `plan.tokens` tokens."""
+    """`linear` by this plan; at most `plan.tokens` tokens."""
     x_TI = x_TI.contiguous()
     (tokens, inputs), outputs = x_TI.shape, len(weight)
     out_TO = x_TI.new_empty(tokens, outputs, dtype=out_dtype or x_TI.dtype)
     steps = triton.cdiv(inputs, plan.columns)
     all_steps = triton.cdiv(outputs, plan.rows) * steps
     programs = min(plan.programs, all_steps)
-    assert programs <= _MOST_PROGRAMS and plan.rows * plan.tokens <= _MOST_SUMS, "the workspace holds no more"
+    assert programs <= _MAX_PROGRAMS and plan.rows * plan.tokens <= _MAX_SUMS, "workspace too small"
     fewest = all_steps // programs
-    most_parts = 1 if all_steps % programs == 0 and fewest % steps == 0 else (steps - 2) // fewest + 2
-    _even[(programs,)](
+    max_partials = 1 if all_steps % programs == 0 and fewest % steps == 0 else (steps - 2) // fewest + 2
+    _stream_k[(programs,)](
         TensorDescriptor.from_tensor(weight, [plan.rows, plan.columns], _SWIZZLED),
         TensorDescriptor.from_tensor(x_TI, [plan.tokens, plan.columns], _SWIZZLED),
         out_TO if bias is None else bias,
@@ -284,8 +281,8 @@ def multiply(
         COLUMNS=plan.columns,
         TOKENS=plan.tokens,
         STAGES=plan.stages,
-        PIECE=min(16, plan.tokens // 4),
-        MOST_PARTS=most_parts,
+        CHUNK=min(16, plan.tokens // 4),
+        MAX_PARTIALS=max_partials,
         HAS_BIAS=bias is not None,
         num_warps=4,
         maxnreg=_REGISTERS,

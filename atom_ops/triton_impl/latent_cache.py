@@ -1,6 +1,6 @@
-"""Latents normalised, keys turned and both written: one launch for what a token brings.
+"""Norms of latents, RoPE of keys and the cache write, in one launch.
 
-token of the projection   queries' latent | keys' latent | key      Q + C + R numbers
+token of the projection   queries' latent | keys' latent | key      Q + C + R features
                           └── program 1    └── program 0 ───┴──► a row of the cache
 """
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from atom_ops.ops.latent_cache import LatentLayer, LatentNorms, norm_and_write_latents, write_latent
 from atom_ops.triton_impl import NEEDS, runs_on
 from atom_ops.triton_impl.kv_cache import float8_numbers, float8_scale
-from atom_ops.triton_impl.overlap import begin, launch_options
+from atom_ops.triton_impl.pdl import launch_options, pdl_begin
 
 _MOST_FEATURES = 16384
 
 
 @triton.jit
 def _normed(x_ptr, weight_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """[1, BLOCK] numbers of x's dtype."""
+    """[1, BLOCK] in x's dtype."""
     feature = tl.arange(0, BLOCK)[None, :]
     inside = feature < SIZE
     x = tl.load(x_ptr + feature, mask=inside, other=0.0)
@@ -29,8 +29,8 @@ def _normed(x_ptr, weight_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _turned(x_ptr, cos_ptr, sin_ptr, SIZE: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
-    """[1, BLOCK] numbers of x's dtype."""
+def _rope(x_ptr, cos_ptr, sin_ptr, SIZE: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
+    """[1, BLOCK] in x's dtype."""
     feature = tl.arange(0, BLOCK)[None, :]
     inside = feature < SIZE
     if INTERLEAVED:
@@ -51,7 +51,7 @@ def _write_row(
     LATENT_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     latent = _normed(x_ptr, weight_ptr, eps, LATENT, LATENT_BLOCK)
-    key = _turned(x_ptr + LATENT, cos_ptr, sin_ptr, ROPE, INTERLEAVED, ROPE_BLOCK)
+    key = _rope(x_ptr + LATENT, cos_ptr, sin_ptr, ROPE, INTERLEAVED, ROPE_BLOCK)
     if scale_ptr is not None:
         latent, key = latent.to(tl.float32), key.to(tl.float32)
         scale = float8_scale(tl.maximum(tl.max(tl.abs(latent), axis=1), tl.max(tl.abs(key), axis=1)))
@@ -64,18 +64,17 @@ def _write_row(
     tl.store(row + LATENT + of_key, key.to(rows_ptr.dtype.element_ty), mask=key_kept)
 
 
-# Slots are one of several columns of an upload: their alignment follows the batch, and must
-# not bring a new compilation.
+# Slots are a slice of a larger upload: their alignment changes and must not cause a recompilation.
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def _write_latents(
     x_ptr, q_ptr, rows_ptr, scale_ptr, slots_ptr, cos_ptr, sin_ptr, q_weight_ptr, weight_ptr, eps,
     x_stride, cos_stride, sin_stride,
     QUERY: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr,
     QUERY_BLOCK: tl.constexpr, LATENT_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (T, 2), or (T, 1) where queries have no latent."""
-    begin(OVERLAP)
+    pdl_begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     x_ptr += token * x_stride
     if tl.program_id(1) == 0:
@@ -84,7 +83,7 @@ def _write_latents(
             sin_ptr + token * sin_stride, weight_ptr, eps, LATENT, ROPE, INTERLEAVED,
             LATENT_BLOCK, ROPE_BLOCK,
         )  # fmt: skip
-    # Not one condition: only the outer one is settled when the kernel is compiled.
+    # Nested, because only the outer condition is known at compile time.
     if q_ptr is not None:  # noqa: SIM102
         if tl.program_id(1) == 1:
             q = _normed(x_ptr, q_weight_ptr, eps, QUERY, QUERY_BLOCK)
@@ -143,7 +142,7 @@ def _write_latent(
     slots_T: Tensor,
     interleaved: bool = False,
 ) -> None:
-    norms = LatentNorms(weight_C, weight_C, eps)  # the first is not looked at
+    norms = LatentNorms(weight_C, weight_C, eps)  # the first is unused
     _launch(latents_TK, None, norms, cos_T1R, sin_T1R, cache, slots_T, interleaved)
 
 

@@ -1,8 +1,8 @@
-"""Between a head's own numbers and latents: a matrix for each head, a few tokens or many.
+"""The per-head GEMMs of latent attention: W_UK absorbed into queries, W_UV applied to the output.
 
-queries   T x N  by  W_UK[h] N x C      ─► the first C numbers of a query for rows of the cache;
-                                          one more program turns the others
-values    T x C  by  W_UV[h]ᵀ C x V     ─► what a head found
+queries   T x N  by  W_UK[h] N x C      ─► the first C features of an absorbed query; one more
+                                          program applies RoPE to the others
+values    T x C  by  W_UV[h]ᵀ C x V     ─► the head's output
 """
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from atom_ops.ops.latent_attention import absorb_queries, expand_values
 from atom_ops.ops.linear import BATCH_INVARIANT
 from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
-from atom_ops.triton_impl.overlap import launch_options, let_next_start, wait
+from atom_ops.triton_impl.pdl import launch_options, pdl_launch_dependents, pdl_wait
 
 _OUTPUTS = 128
 _INPUTS = 128
@@ -23,11 +23,11 @@ _TOKENS = (16, 32, 64)
 
 
 @triton.jit
-def _turn_heads(
+def _rope_heads(
     q, out, cos, sin, token_T, tokens, q_stride, out_stride,
     ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """`q` and `out` point to the first turned number of the head."""
+    """`q` and `out` point to the head's first feature with RoPE."""
     feature_R = tl.arange(0, BLOCK_R)
     if INTERLEAVED:
         other_R = feature_R ^ 1
@@ -50,28 +50,28 @@ def _absorb(
     q_stride, q_head_stride, weight_head_stride, weight_stride, out_stride,
     NOPE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (pieces of C, and one for R; H; tiles of tokens)."""
-    let_next_start(OVERLAP)
-    piece, head = tl.program_id(0), tl.program_id(1)
+    """Grid (blocks of C and one for R; H; tiles of tokens)."""
+    pdl_launch_dependents(PDL)
+    block, head = tl.program_id(0), tl.program_id(1)
     token_T = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     q += head * q_head_stride
     out += head * (LATENT + ROPE)
-    if piece == tl.num_programs(0) - 1:
-        wait(OVERLAP)
-        _turn_heads(
+    if block == tl.num_programs(0) - 1:
+        pdl_wait(PDL)
+        _rope_heads(
             q + NOPE, out + LATENT, cos, sin, token_T, tokens, q_stride, out_stride,
             ROPE, INTERLEAVED, BLOCK_R,
         )  # fmt: skip
     else:
         feature_N = tl.arange(0, BLOCK_N)
-        latent_C = piece * BLOCK_C + tl.arange(0, BLOCK_C)
+        latent_C = block * BLOCK_C + tl.arange(0, BLOCK_C)
         weight_at_NC = feature_N[:, None] * weight_stride + latent_C[None, :]
         inside_NC = (feature_N < NOPE)[:, None] & (latent_C < LATENT)[None, :]
         weight += head.to(tl.int64) * weight_head_stride
         weight_NC = tl.load(weight + weight_at_NC, mask=inside_NC, other=0.0)
-        wait(OVERLAP)
+        pdl_wait(PDL)
         inside_TN = (token_T < tokens)[:, None] & (feature_N < NOPE)[None, :]
         q_at_TN = token_T.to(tl.int64)[:, None] * q_stride + feature_N[None, :]
         q_TN = tl.load(q + q_at_TN, mask=inside_TN, other=0.0)
@@ -85,11 +85,11 @@ def _absorb(
 def _expand(
     x, weight, out, tokens, x_stride, x_head_stride, weight_head_stride, weight_stride, out_stride,
     LATENT: tl.constexpr, VALUE: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (pieces of V, H, tiles of tokens)."""
-    let_next_start(OVERLAP)
-    wait(OVERLAP)
+    """Grid (blocks of V, H, tiles of tokens)."""
+    pdl_launch_dependents(PDL)
+    pdl_wait(PDL)
     head = tl.program_id(1)
     token_T = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     value_V = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -112,7 +112,7 @@ def _expand(
 
 
 def _block(size: int, most: int) -> int:
-    """What the matrix units take: a power of two, 16 or more."""
+    """A block size for tl.dot: a power of two, at least 16."""
     return min(max(triton.next_power_of_2(size), 16), most)
 
 
@@ -124,16 +124,16 @@ def _last_contiguous(*tensors: Tensor) -> bool:
     return all(tensor.stride(-1) == 1 for tensor in tensors)
 
 
-def _multiplies(x: Tensor) -> bool:
-    """The interpreter's bfloat16 products are wrong."""
+def _has_dot(x: Tensor) -> bool:
+    """The interpreter's bfloat16 tl.dot is wrong."""
     return not (INTERPRETED and x.dtype == torch.bfloat16)
 
 
-def _absorbs(
+def _supports_absorb(
     q_THE: Tensor, key_HNC: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, interleaved: bool = False
 ) -> bool:
     fits = key_HNC.shape[1] <= 256 and cos_T1R.is_contiguous() and sin_T1R.is_contiguous()
-    return fits and _last_contiguous(q_THE, key_HNC) and _multiplies(q_THE)
+    return fits and _last_contiguous(q_THE, key_HNC) and _has_dot(q_THE)
 
 
 def _launch_absorb(
@@ -142,55 +142,59 @@ def _launch_absorb(
     (tokens, heads, width), (_, nope, latent) = q_THE.shape, key_HNC.shape
     rope = width - nope
     out_THK = q_THE.new_empty(tokens, heads, latent + rope)
-    piece = _block(latent, _OUTPUTS)
+    block = _block(latent, _OUTPUTS)
     if tokens:
-        _absorb[(triton.cdiv(latent, piece) + 1, heads, triton.cdiv(tokens, tile))](
+        _absorb[(triton.cdiv(latent, block) + 1, heads, triton.cdiv(tokens, tile))](
             q_THE, key_HNC, cos_T1R, sin_T1R, out_THK, tokens,
             *q_THE.stride()[:2], *key_HNC.stride()[:2], out_THK.stride(0),
             NOPE=nope, LATENT=latent, ROPE=rope, INTERLEAVED=interleaved,
-            BLOCK_T=tile, BLOCK_N=_block(nope, 256), BLOCK_C=piece, BLOCK_R=triton.next_power_of_2(rope),
+            BLOCK_T=tile, BLOCK_N=_block(nope, 256), BLOCK_C=block, BLOCK_R=triton.next_power_of_2(rope),
             num_warps=_WARPS, **launch_options(q_THE.device),
         )  # fmt: skip
     return out_THK
 
 
-@absorb_queries.provider("triton", needs=NEEDS, supported=runs_on, supports=_absorbs, batch_invariant=False)
+@absorb_queries.provider(
+    "triton", needs=NEEDS, supported=runs_on, supports=_supports_absorb, batch_invariant=False
+)
 def _absorb_queries(
     q_THE: Tensor, key_HNC: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, interleaved: bool = False
 ) -> Tensor:
     return _launch_absorb(q_THE, key_HNC, cos_T1R, sin_T1R, interleaved, _tile(len(q_THE)))
 
 
-@absorb_queries.provider(BATCH_INVARIANT, needs=NEEDS, supported=runs_on, supports=_absorbs)
-def _absorb_alike(
+@absorb_queries.provider(BATCH_INVARIANT, needs=NEEDS, supported=runs_on, supports=_supports_absorb)
+def _absorb_batch_invariant(
     q_THE: Tensor, key_HNC: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, interleaved: bool = False
 ) -> Tensor:
     return _launch_absorb(q_THE, key_HNC, cos_T1R, sin_T1R, interleaved, _SAME_FOR_ALL)
 
 
-def _expands(latent_THC: Tensor, value_HVC: Tensor) -> bool:
-    return _last_contiguous(latent_THC, value_HVC) and _multiplies(latent_THC)
+def _supports_expand(latent_THC: Tensor, value_HVC: Tensor) -> bool:
+    return _last_contiguous(latent_THC, value_HVC) and _has_dot(latent_THC)
 
 
 def _launch_expand(latent_THC: Tensor, value_HVC: Tensor, tile: int) -> Tensor:
     (tokens, heads, latent), value = latent_THC.shape, value_HVC.shape[1]
     out_THV = latent_THC.new_empty(tokens, heads, value)
-    piece = _block(value, _OUTPUTS)
+    block = _block(value, _OUTPUTS)
     if tokens:
-        _expand[(triton.cdiv(value, piece), heads, triton.cdiv(tokens, tile))](
+        _expand[(triton.cdiv(value, block), heads, triton.cdiv(tokens, tile))](
             latent_THC, value_HVC, out_THV, tokens,
             *latent_THC.stride()[:2], *value_HVC.stride()[:2], out_THV.stride(0),
-            LATENT=latent, VALUE=value, BLOCK_T=tile, BLOCK_C=_block(latent, _INPUTS), BLOCK_V=piece,
+            LATENT=latent, VALUE=value, BLOCK_T=tile, BLOCK_C=_block(latent, _INPUTS), BLOCK_V=block,
             num_warps=_WARPS, num_stages=2, **launch_options(latent_THC.device),
         )  # fmt: skip
     return out_THV
 
 
-@expand_values.provider("triton", needs=NEEDS, supported=runs_on, supports=_expands, batch_invariant=False)
+@expand_values.provider(
+    "triton", needs=NEEDS, supported=runs_on, supports=_supports_expand, batch_invariant=False
+)
 def _expand_values(latent_THC: Tensor, value_HVC: Tensor) -> Tensor:
     return _launch_expand(latent_THC, value_HVC, _tile(len(latent_THC)))
 
 
-@expand_values.provider(BATCH_INVARIANT, needs=NEEDS, supported=runs_on, supports=_expands)
-def _expand_alike(latent_THC: Tensor, value_HVC: Tensor) -> Tensor:
+@expand_values.provider(BATCH_INVARIANT, needs=NEEDS, supported=runs_on, supports=_supports_expand)
+def _expand_batch_invariant(latent_THC: Tensor, value_HVC: Tensor) -> Tensor:
     return _launch_expand(latent_THC, value_HVC, _SAME_FOR_ALL)

@@ -1,13 +1,13 @@
-"""Triton kernels of `linear` for a few tokens, where reading the weight is all that takes time.
+"""Triton kernels of `linear` for few tokens, where reading the weight takes all of the time.
 
-O output features, I inputs, T tokens; a program makes a tile of outputs for every token.
+O output features, I inputs, T tokens; a program computes a tile of outputs for every token.
 
-  vector  one token: products and sums on the ordinary units, all of a tile's columns at once
-  matrix  some tokens, on the matrix units: weight [rows, columns] x tokens [columns, 16]
+  _gemv   one token: multiply and add without tensor cores
+  _gemm   several tokens, with tensor cores: weight [rows, columns] x tokens [columns, 16 or more],
+          with split-K where that helps; a second launch reduces the splits in a fixed order
 
-Inputs may be cut into parts, one program each; a second launch adds the parts in a fixed order.
-For more tokens on a Hopper see `hopper_linear`.
-Which kernel, tile and cut serve a shape best is measured: see `tuned`.
+For 33 to 64 tokens on Hopper see `hopper_linear`. The fastest kernel, tile and split for a shape
+are measured: see `tuned`.
 """
 
 from functools import cache
@@ -19,26 +19,26 @@ from torch import Tensor
 
 from atom_ops.ops.linear import linear
 from atom_ops.triton_impl import INTERPRETED
-from atom_ops.triton_impl.overlap import (
-    begin,
-    fetch_rows,
+from atom_ops.triton_impl.pdl import (
     launch_options,
-    let_next_start,
-    wait,
+    pdl_begin,
+    pdl_launch_dependents,
+    pdl_wait,
+    prefetch_rows,
 )
-from atom_ops.triton_impl.tuned import LINEAR, EvenPlan, LinearPlan
+from atom_ops.triton_impl.tuned import LINEAR, LinearPlan, StreamKPlan
 
 _ADDED_AT_ONCE = 512
 _FETCHED_BYTES = 16 << 20
 _INTERPRETED = (
     LinearPlan(tokens=1, vector=True, rows=8, columns=64, warps=4, stages=1),
-    LinearPlan(tokens=8, vector=False, rows=16, columns=64, warps=4, stages=2, parts=3),
+    LinearPlan(tokens=8, vector=False, rows=16, columns=64, warps=4, stages=2, split_k=3),
     LinearPlan(tokens=128, vector=False, rows=32, columns=128, warps=4, stages=2),
 )
 
 
 @triton.jit
-def finish(total, bias, out, place, output, inside, HAS_BIAS: tl.constexpr):
+def store_outputs(total, bias, out, place, output, inside, HAS_BIAS: tl.constexpr):
     if HAS_BIAS:
         total += tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
@@ -54,16 +54,16 @@ def weight_tile(weight_RC, inside_R, valid_C, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _x_part(x_C, valid_C, EVEN: tl.constexpr):
+def _x_chunk(x_C, valid_C, EVEN: tl.constexpr):
     part_C = tl.load(x_C) if EVEN else tl.load(x_C, mask=valid_C, other=0.0)
     return part_C.to(tl.float32)[None, :]
 
 
 @triton.jit
-def _vector(
+def _gemv(
     x, weight, bias, out, outputs, inputs,
     HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     output_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column_C = tl.arange(0, COLUMNS)
@@ -71,50 +71,50 @@ def _vector(
     weight_RC = weight + output_R.to(tl.int64)[:, None] * inputs + column_C[None, :]
     total_RC = tl.zeros((ROWS, COLUMNS), tl.float32)
     if STAGES == 1:
-        # One tile ahead in registers; the first comes while the kernel before is still at work.
+        # One tile ahead in registers; the first is loaded while the previous kernel runs (PDL).
         part_RC = weight_tile(weight_RC, inside_R, column_C < inputs, EVEN)
-        wait(OVERLAP)
+        pdl_wait(PDL)
         for ahead in tl.range(COLUMNS, inputs, COLUMNS, num_stages=1):
             next_RC = weight_tile(weight_RC + ahead, inside_R, column_C < inputs - ahead, EVEN)
             x_C = x + ahead - COLUMNS + column_C
-            total_RC += part_RC.to(tl.float32) * _x_part(x_C, column_C < inputs, EVEN)
+            total_RC += part_RC.to(tl.float32) * _x_chunk(x_C, column_C < inputs, EVEN)
             part_RC = next_RC
-        let_next_start(OVERLAP)
+        pdl_launch_dependents(PDL)
         last = tl.cdiv(inputs, COLUMNS) * COLUMNS - COLUMNS
         x_C = x + last + column_C
-        total_RC += part_RC.to(tl.float32) * _x_part(x_C, column_C < inputs - last, EVEN)
+        total_RC += part_RC.to(tl.float32) * _x_chunk(x_C, column_C < inputs - last, EVEN)
     else:
-        wait(OVERLAP)
+        pdl_wait(PDL)
         for first in tl.range(0, inputs, COLUMNS, num_stages=STAGES):
             valid_C = column_C < inputs - first
             part_RC = weight_tile(weight_RC + first, inside_R, valid_C, EVEN)
-            total_RC += part_RC.to(tl.float32) * _x_part(x + first + column_C, valid_C, EVEN)
-        let_next_start(OVERLAP)
-    finish(tl.sum(total_RC, 1), bias, out, output_R, output_R, inside_R, HAS_BIAS)
+            total_RC += part_RC.to(tl.float32) * _x_chunk(x + first + column_C, valid_C, EVEN)
+        pdl_launch_dependents(PDL)
+    store_outputs(tl.sum(total_RC, 1), bias, out, output_R, output_R, inside_R, HAS_BIAS)
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _matrix(
+def _gemm(
     x, weight, bias, out, tokens, outputs, inputs, share,
     HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    TOKENS: tl.constexpr, OVERLAP: tl.constexpr, FETCH: tl.constexpr,
+    TOKENS: tl.constexpr, PDL: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
     if FETCH:
-        let_next_start(OVERLAP)
+        pdl_launch_dependents(PDL)
     output_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    part = tl.program_id(1)
+    split = tl.program_id(1)
     column_C = tl.arange(0, COLUMNS)
     token_T = tl.arange(0, TOKENS)
     inside_R, real_T = output_R < outputs, token_T < tokens
-    first = part * share
+    first = split * share
     weight_RC = weight + output_R.to(tl.int64)[:, None] * inputs + column_C[None, :] + first
     x_CT = x + token_T[None, :] * inputs + column_C[:, None] + first
     total_RT = tl.zeros((ROWS, TOKENS), tl.float32)
     if FETCH:
         size: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
         rows = weight + tl.program_id(0).to(tl.int64) * ROWS * inputs + first
-        fetch_rows(rows, ROWS, inputs * size, share * size, OVERLAP)
-    wait(OVERLAP)
+        prefetch_rows(rows, ROWS, inputs * size, share * size, PDL)
+    pdl_wait(PDL)
     for start in range(0, share, COLUMNS):
         if EVEN:
             tile_RC = tl.load(weight_RC + start)
@@ -125,85 +125,85 @@ def _matrix(
             tile_CT = tl.load(x_CT + start, mask=valid_C[:, None] & real_T[None, :], other=0.0)
         total_RT = tl.dot(tile_RC, tile_CT, total_RT, input_precision="ieee")
     if not FETCH:
-        let_next_start(OVERLAP)
-    place_RT = (part * tokens + token_T)[None, :] * outputs + output_R[:, None]
+        pdl_launch_dependents(PDL)
+    place_RT = (split * tokens + token_T)[None, :] * outputs + output_R[:, None]
     inside_RT = inside_R[:, None] & real_T[None, :]
-    finish(total_RT, bias, out, place_RT, output_R[:, None], inside_RT, HAS_BIAS)
+    store_outputs(total_RT, bias, out, place_RT, output_R[:, None], inside_RT, HAS_BIAS)
 
 
 @triton.jit
-def _add_parts(
-    parts, bias, out, size, outputs,
-    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+def _reduce_split_k(
+    partials, bias, out, size, outputs,
+    SPLIT_K: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAP)
+    pdl_begin(PDL)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
     total = tl.zeros((BLOCK,), tl.float32)
-    for part in tl.static_range(PARTS):
-        total += tl.load(parts + part * size + place, mask=inside, other=0.0)
-    finish(total, bias, out, place, place % outputs, inside, HAS_BIAS)
+    for split in tl.static_range(SPLIT_K):
+        total += tl.load(partials + split * size + place, mask=inside, other=0.0)
+    store_outputs(total, bias, out, place, place % outputs, inside, HAS_BIAS)
 
 
 def multiply(
-    plan: LinearPlan | EvenPlan,
+    plan: LinearPlan | StreamKPlan,
     x_TI: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`linear` as planned; at most `plan.tokens` tokens."""
-    if isinstance(plan, EvenPlan):
-        from atom_ops.triton_impl import hopper_linear  # its language is not everywhere
+    """`linear` by this plan; at most `plan.tokens` tokens."""
+    if isinstance(plan, StreamKPlan):
+        from atom_ops.triton_impl import hopper_linear  # Gluon for Hopper is not in every Triton
 
         return hopper_linear.multiply(plan, x_TI, weight, bias, out_dtype)
     tokens, inputs = x_TI.shape
     outputs = len(weight)
     out_TO = x_TI.new_empty(tokens, outputs, dtype=out_dtype)
-    share = triton.cdiv(inputs, plan.parts * plan.columns) * plan.columns
-    parts = triton.cdiv(inputs, share)
-    even = outputs % plan.rows == 0 and inputs % (parts * plan.columns) == 0
+    share = triton.cdiv(inputs, plan.split_k * plan.columns) * plan.columns
+    split_k = triton.cdiv(inputs, share)
+    even = outputs % plan.rows == 0 and inputs % (split_k * plan.columns) == 0
     options = launch_options(x_TI.device)
     tile = {"EVEN": even, "ROWS": plan.rows, "COLUMNS": plan.columns, "num_warps": plan.warps, **options}
-    grid = (triton.cdiv(outputs, plan.rows), parts)
+    grid = (triton.cdiv(outputs, plan.rows), split_k)
     if plan.vector:
-        _vector[grid[:1]](
+        _gemv[grid[:1]](
             x_TI, weight, bias, out_TO, outputs, inputs,
             HAS_BIAS=bias is not None, STAGES=plan.stages, **tile,
         )  # fmt: skip
         return out_TO
     tile |= {"TOKENS": max(16, triton.next_power_of_2(plan.tokens)), "num_stages": plan.stages}
     tile["FETCH"] = even and weight.numel() * weight.element_size() <= _FETCHED_BYTES
-    if parts == 1:
-        _matrix[grid](
+    if split_k == 1:
+        _gemm[grid](
             x_TI, weight, bias, out_TO, tokens, outputs, inputs, share, HAS_BIAS=bias is not None, **tile
         )
         return out_TO
-    sums = torch.empty(parts, tokens, outputs, dtype=torch.float32, device=x_TI.device)
-    _matrix[grid](x_TI, weight, None, sums, tokens, outputs, inputs, share, HAS_BIAS=False, **tile)
+    sums = torch.empty(split_k, tokens, outputs, dtype=torch.float32, device=x_TI.device)
+    _gemm[grid](x_TI, weight, None, sums, tokens, outputs, inputs, share, HAS_BIAS=False, **tile)
     size = tokens * outputs
-    _add_parts[(triton.cdiv(size, _ADDED_AT_ONCE),)](
-        sums, bias, out_TO, size, outputs, PARTS=parts, HAS_BIAS=bias is not None, BLOCK=_ADDED_AT_ONCE,
+    _reduce_split_k[(triton.cdiv(size, _ADDED_AT_ONCE),)](
+        sums, bias, out_TO, size, outputs, SPLIT_K=split_k, HAS_BIAS=bias is not None, BLOCK=_ADDED_AT_ONCE,
         **options,
     )  # fmt: skip
     return out_TO
 
 
-def is_measured(device: torch.device) -> bool:
-    """Whether the plans of this kind of GPU are part of the program."""
+def has_table(device: torch.device) -> bool:
+    """Whether `tuned` has a table for this GPU."""
     return torch.cuda.get_device_name(device) in LINEAR
 
 
 @cache
-def plans_on(device: torch.device) -> dict[tuple[int, int], tuple[LinearPlan | EvenPlan, ...]]:
-    """Plans by the weight's shape. Where no table is part of the program, `tuning` fills it."""
+def plans_on(device: torch.device) -> dict[tuple[int, int], tuple[LinearPlan | StreamKPlan, ...]]:
+    """Plans by the weight's shape: the built-in table, or what `tuning` adds."""
     return dict(LINEAR.get(torch.cuda.get_device_name(device), {})) if device.type == "cuda" else {}
 
 
-def _plan(x_TI: Tensor, weight: Tensor) -> LinearPlan | EvenPlan | None:
-    """None where the vendor's library is faster, or nobody has measured."""
+def _plan(x_TI: Tensor, weight: Tensor) -> LinearPlan | StreamKPlan | None:
+    """None if the vendor's library is faster or the shape was not measured."""
     tokens = len(x_TI)
-    # Interpreted, a product of bfloat16 tiles is wrong.
+    # The interpreter's bfloat16 tl.dot is wrong.
     dtypes = (torch.float32, torch.float16) if INTERPRETED else (torch.bfloat16, torch.float16)
     if weight.dtype not in dtypes:
         return None
@@ -224,5 +224,5 @@ def _linear(
     x_TI: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     plan = _plan(x_TI, weight)
-    assert plan is not None, "`supports` has asked"
+    assert plan is not None, "checked by `supports`"
     return multiply(plan, x_TI, weight, bias, out_dtype)

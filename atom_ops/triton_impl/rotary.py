@@ -1,4 +1,4 @@
-"""Rotary position embedding: one program for a token's angles, or for some of its heads."""
+"""RoPE: one program for a token's cosines and sines, or for some of its heads."""
 
 import triton
 import triton.language as tl
@@ -6,19 +6,19 @@ from torch import Tensor
 
 from atom_ops.ops.rotary import rotary, rotation_at
 from atom_ops.triton_impl import NEEDS, runs_on
-from atom_ops.triton_impl.overlap import begin, launch_options
+from atom_ops.triton_impl.pdl import launch_options, pdl_begin
 
 _HEADS = 8
 
 
-# Positions may be one of several columns of an upload: their alignment follows the batch, and
-# must not bring a new compilation.
+# Positions may be a slice of a larger upload: their alignment changes and must not cause a
+# recompilation.
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
-def _look_up(
+def _gather_rotation(
     table_ptr, positions_ptr, cos_ptr, sin_ptr,
-    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAP)
+    pdl_begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     feature = tl.arange(0, BLOCK)
     first, second = feature, feature + HALF
@@ -48,7 +48,7 @@ def _rotation_at(cos_sin_PR: Tensor, positions_T: Tensor, interleaved: bool = Fa
     cos_T1R, sin_T1R = cos_sin_PR.new_empty((2, tokens, 1, size)).unbind()
     if tokens:
         block = triton.next_power_of_2(size // 2)
-        _look_up[(tokens,)](
+        _gather_rotation[(tokens,)](
             cos_sin_PR, positions_T, cos_T1R, sin_T1R,
             HALF=size // 2, INTERLEAVED=interleaved, BLOCK=block, num_warps=1,
             **launch_options(positions_T.device),
@@ -57,7 +57,7 @@ def _rotation_at(cos_sin_PR: Tensor, positions_T: Tensor, interleaved: bool = Fa
 
 
 @triton.jit
-def _turn(
+def _rope(
     x_ptr,
     out_ptr,
     cos_ptr,
@@ -68,42 +68,42 @@ def _turn(
     sin_stride,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
-    TURNED: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    begin(OVERLAP)
+    pdl_begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)
     feature = tl.arange(0, BLOCK)
     if INTERLEAVED:
         other = feature ^ 1
     else:
-        other = tl.where(feature < TURNED // 2, feature + TURNED // 2, feature - TURNED // 2)
-    turned = feature < TURNED
+        other = tl.where(feature < ROTARY_DIM // 2, feature + ROTARY_DIM // 2, feature - ROTARY_DIM // 2)
+    in_rotary = feature < ROTARY_DIM
     inside = (head < HEADS)[:, None] & (feature < SIZE)[None, :]
     rows = x_ptr + token * token_stride + head[:, None] * head_stride
     x = tl.load(rows + feature[None, :], mask=inside, other=0.0).to(tl.float32)
-    exchanged = tl.load(rows + other[None, :], mask=inside & turned[None, :], other=0.0).to(tl.float32)
-    cos = tl.load(cos_ptr + token * cos_stride + feature, mask=turned, other=1.0)
-    sin = tl.load(sin_ptr + token * sin_stride + feature, mask=turned, other=0.0)
+    exchanged = tl.load(rows + other[None, :], mask=inside & in_rotary[None, :], other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + token * cos_stride + feature, mask=in_rotary, other=1.0)
+    sin = tl.load(sin_ptr + token * sin_stride + feature, mask=in_rotary, other=0.0)
     out = out_ptr + (token * HEADS + head[:, None]) * SIZE + feature[None, :]
     tl.store(out, x * cos[None, :] + exchanged * sin[None, :], mask=inside)
 
 
-def _takes(x_THE: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, interleaved: bool = False) -> bool:
+def _supports(x_THE: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, interleaved: bool = False) -> bool:
     return x_THE.dim() == 3 and x_THE.stride(2) == cos_T1R.stride(2) == sin_T1R.stride(2) == 1
 
 
-@rotary.provider("triton", needs=NEEDS, supported=runs_on, supports=_takes)
+@rotary.provider("triton", needs=NEEDS, supported=runs_on, supports=_supports)
 def _rotary(x_THE: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, interleaved: bool = False) -> Tensor:
     tokens, heads, size = x_THE.shape
     out_THE = x_THE.new_empty(x_THE.shape)
     if out_THE.numel():
         heads_block = min(triton.next_power_of_2(heads), _HEADS)
-        _turn[(tokens, triton.cdiv(heads, heads_block))](
+        _rope[(tokens, triton.cdiv(heads, heads_block))](
             x_THE,
             out_THE,
             cos_T1R,
@@ -114,7 +114,7 @@ def _rotary(x_THE: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, interleaved: bool =
             sin_T1R.stride(0),
             HEADS=heads,
             SIZE=size,
-            TURNED=cos_T1R.shape[-1],
+            ROTARY_DIM=cos_T1R.shape[-1],
             INTERLEAVED=interleaved,
             HEADS_BLOCK=heads_block,
             BLOCK=triton.next_power_of_2(size),

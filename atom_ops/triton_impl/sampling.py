@@ -1,22 +1,23 @@
-"""Triton kernels of `sample`: two launches, whatever the rows need, and no sort.
+"""Triton kernels of `sample`: always two launches, without a sort.
 
 A row of V logits is cut into N spans of ids.
 
-  survey  one program for some spans of a row: each span's largest logit, and the sum of its weights
-  draw    one program for a row: looks at the N maxima, then at the spans that matter
+  _reduce_spans  one program for several spans of a row: each span's maximum and sum of weights
+  _sample_rows   one program for a row: reads the N maxima, then only the spans that it needs
 
-A weight is exp((logit - largest of the row) / temperature), or 0 below min-p. The kept tokens are
-those above a boundary logit and the first few, called ties, at it. The boundary is searched among
-ranks; a rank is a float's bits as an integer that sorts like the float, less the low bits that
-its dtype never sets. Every pass of the search asks for several ranks at once how many tokens, or
-how much weight, reach them, and reads only spans whose maxima reach the lowest that is still open.
+A weight is exp((logit - maximum of the row) / temperature), or 0 below min-p. The filters keep the
+tokens above a boundary logit, and the first few with that logit ("ties"). The boundary is found by
+a search over ranks; a rank is a float's bits as an integer that sorts like the float, without the
+low bits that the logits' dtype never sets. A pass of the search counts for several ranks at once
+how many tokens, or how much weight, reach them, and reads only spans whose maximum reaches the
+lowest rank still possible.
 
-Everything about a row is decided in the kernels, so that settings may change between replays of a
-graph. The split into programs depends on V alone: a row draws the same in any company.
+A row's parameters are read in the kernels, so that they may change between replays of a graph. The
+split into programs depends on V alone, so a row's sample does not depend on the batch.
 
-In the kernels `row` is (pointer to its logits, vocabulary, largest logit, 1 / temperature, min_p)
-and `listed` a pointer with room for N spans, in the order of their ids. Letters of shapes: N spans
-of the row, W ranks of a pass, G spans of S ids, or T ids, looked at together.
+In the kernels `row` is (pointer to its logits, vocabulary, maximum logit, 1 / temperature, min_p)
+and `listed` a pointer with room for N spans, in the order of their ids. Shapes: N spans of the row,
+W ranks of a pass, G spans of S ids, T ids.
 """
 
 import torch
@@ -24,24 +25,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atom_ops.ops.sampling import TOKEN_DRAW, SamplingBatch, sample
+from atom_ops.ops.sampling import SAMPLE_TOKEN, SamplingBatch, sample
 from atom_ops.triton_impl import NEEDS, runs_on
 
 _SPAN = tl.constexpr(256)
-_SURVEYED = tl.constexpr(16)  # spans of a program
-_GROUP = tl.constexpr(16)  # listed spans looked at together
+_SPANS_PER_PROGRAM = tl.constexpr(16)
+_SPANS_AT_ONCE = tl.constexpr(16)  # listed spans of one iteration
 _WAYS = tl.constexpr(4)  # ranks of a pass; `_amounts` names them
-_SURVEY_WARPS, _GREEDY_WARPS, _DRAW_WARPS = 4, 4, 16
+_REDUCE_WARPS, _GREEDY_WARPS, _SAMPLE_WARPS = 4, 4, 16
 _UNSET_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
-# What a pass adds up.
+# What a pass of the search counts.
 _PEAKS, _TOKENS, _WEIGHTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
-# Stands in for minus infinity where that cannot be subtracted.
+# Instead of minus infinity, because inf - inf is NaN.
 _LOWEST = tl.constexpr(-3.4e38)
-# Reciprocals of smaller temperatures overflow; only the largest logits have a weight even here.
-_COLDEST = tl.constexpr(1e-30)
-_NOTHING = tl.constexpr(0x7FFFFFFF)  # an id that is none
+# The reciprocal of a smaller temperature overflows; this one already gives weight to the maximum only.
+_MIN_TEMPERATURE = tl.constexpr(1e-30)
+_NO_ID = tl.constexpr(0x7FFFFFFF)  # larger than any id
 
 _COLUMNS = [
     "temperature_R", "top_k_R", "top_p_R", "min_p_R", "seed_R", "sequence_R", "positions_R",
@@ -56,7 +57,7 @@ def _load_logits(logits, id, vocabulary):
 
 @triton.jit
 def _rank(logit, UNSET: tl.constexpr):
-    """int64 that sorts like the logits; both zeros have the same."""
+    """int64 that sorts like the logits; equal for both zeros."""
     bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)
     return (tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> UNSET).to(tl.int64)
 
@@ -70,7 +71,7 @@ def _logit(rank, UNSET: tl.constexpr):
 
 @triton.jit
 def _weight(row, logit):
-    """0 also for NaN."""
+    """The weight of a logit; 0 for NaN."""
     weight = tl.exp((logit - row[2]) * row[3])
     return tl.where(weight >= row[4], weight, 0.0)
 
@@ -84,9 +85,11 @@ def _uniform(seed, sequence, position, PURPOSE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["spans"], do_not_specialize_on_alignment=["temperature_R"])
-def _survey(logits, temperature_R, peaks_RN, masses_RN, vocabulary, stride, spans, RANDOM: tl.constexpr):
+def _reduce_spans(
+    logits, temperature_R, peaks_RN, masses_RN, vocabulary, stride, spans, RANDOM: tl.constexpr
+):
     index = tl.program_id(1).to(tl.int64)
-    span_G = tl.program_id(0) * _SURVEYED + tl.arange(0, _SURVEYED)
+    span_G = tl.program_id(0) * _SPANS_PER_PROGRAM + tl.arange(0, _SPANS_PER_PROGRAM)
     id_GS = span_G[:, None] * _SPAN + tl.arange(0, _SPAN)[None, :]
     logits_GS = _load_logits(logits + index * stride, id_GS, vocabulary)
     logits_GS = tl.where(logits_GS == logits_GS, logits_GS, -float("inf"))
@@ -96,34 +99,36 @@ def _survey(logits, temperature_R, peaks_RN, masses_RN, vocabulary, stride, span
         temperature = tl.load(temperature_R + index)
         if temperature > 0:
             base_G = tl.maximum(peak_G, _LOWEST)
-            weights_GS = tl.exp((logits_GS - base_G[:, None]) * (1.0 / tl.maximum(temperature, _COLDEST)))
+            weights_GS = tl.exp(
+                (logits_GS - base_G[:, None]) * (1.0 / tl.maximum(temperature, _MIN_TEMPERATURE))
+            )
             tl.store(masses_RN + index * spans + span_G, tl.sum(weights_GS, 1), mask=span_G < spans)
 
 
 @triton.jit
-def _most_likely(logits, vocabulary, peak_N, number_N):
-    """The first id that has the largest logit."""
+def _top1(logits, vocabulary, peak_N, number_N):
+    """The smallest id with the maximum logit."""
     top = tl.max(peak_N, 0)
-    span = tl.min(tl.where(peak_N == top, number_N, _NOTHING), 0)
+    span = tl.min(tl.where(peak_N == top, number_N, _NO_ID), 0)
     id_S = span * _SPAN + tl.arange(0, _SPAN)
     logit_S = _load_logits(logits, id_S, vocabulary)
-    # Where all are NaN, none is the largest.
-    return tl.minimum(tl.min(tl.where(logit_S == top, id_S, _NOTHING), 0), vocabulary - 1)
+    # If all logits are NaN, none equals the maximum.
+    return tl.minimum(tl.min(tl.where(logit_S == top, id_S, _NO_ID), 0), vocabulary - 1)
 
 
 @triton.jit
 def _pick(id_T, weight_T, before, target):
-    """The first id at which the running sum exceeds the target, or -1 if none has a weight."""
+    """The first id at which the cumulative weight exceeds the target; -1 if all weights are 0."""
     reached_T = before + tl.cumsum(weight_T.to(tl.float64), 0)
-    found = tl.min(tl.where((reached_T > target) & (weight_T > 0), id_T, _NOTHING), 0)
-    # The sums differ by roundings: stay where there is an id with weight to give.
+    found = tl.min(tl.where((reached_T > target) & (weight_T > 0), id_T, _NO_ID), 0)
+    # Sums round differently: fall back to the last id with a weight.
     last = tl.max(tl.where(weight_T > 0, id_T, -1), 0)
-    return tl.where(found == _NOTHING, last, found)
+    return tl.where(found == _NO_ID, last, found)
 
 
 @triton.jit
-def _draw_freely(row, share_N, number_N, u, spans):
-    """An id among all, or -1 if none has a weight."""
+def _sample_all(row, share_N, number_N, u, spans):
+    """Sample without filters; -1 if all weights are 0."""
     reached_N = tl.cumsum(share_N, 0)
     target = u * tl.max(reached_N, 0)
     span = tl.minimum(tl.sum((reached_N <= target).to(tl.int32), 0), spans - 1)
@@ -134,10 +139,10 @@ def _draw_freely(row, share_N, number_N, u, spans):
 
 @triton.jit
 def _list_spans(listed, peak_N, number_N, least):
-    """List the spans whose maxima are `least` or more; returns how many."""
+    """List the spans whose maximum is at least `least`; returns their number."""
     chosen_N = (peak_N >= least) & (peak_N > -float("inf"))
     place_N = tl.cumsum(chosen_N.to(tl.int32), 0) - 1
-    tl.debug_barrier()  # the list before may still be read
+    tl.debug_barrier()  # other threads may still read the previous list
     tl.store(listed + place_N, number_N, mask=chosen_N)
     tl.debug_barrier()
     return tl.sum(chosen_N.to(tl.int32), 0)
@@ -145,8 +150,8 @@ def _list_spans(listed, peak_N, number_N, least):
 
 @triton.jit
 def _load_listed(row, listed, start, length):
-    """The ids of the next listed spans and their logits; past the list minus infinity."""
-    entry_G = start + tl.arange(0, _GROUP)
+    """Ids and logits of the next listed spans; minus infinity past the list."""
+    entry_G = start + tl.arange(0, _SPANS_AT_ONCE)
     span_G = tl.load(listed + entry_G, mask=entry_G < length, other=tl.cdiv(row[1], _SPAN))
     id_GS = span_G[:, None] * _SPAN + tl.arange(0, _SPAN)[None, :]
     return id_GS, _load_logits(row[0], id_GS, row[1])
@@ -164,22 +169,24 @@ def _total(amount_GS):
 
 @triton.jit
 def _amounts(row, listed, length, logit_W, WHAT: tl.constexpr):
-    """How many tokens of the listed spans, or how much weight, reach each of the logits: float64 [W].
+    """Number or weight of the tokens of the listed spans that reach each of the logits: float64 [W].
 
-    One sum for each of the logits: with a dimension for them the tiles would change their layout.
+    Four separate sums, because a dimension of 4 would change the tiles' layout.
     """
     first, second, third, fourth = (
         _one_of(logit_W, 0), _one_of(logit_W, 1), _one_of(logit_W, 2), _one_of(logit_W, 3)
     )  # fmt: skip
-    first_GS = tl.zeros((_GROUP, _SPAN), tl.float32)
+    first_GS = tl.zeros((_SPANS_AT_ONCE, _SPAN), tl.float32)
     second_GS, third_GS, fourth_GS = first_GS, first_GS, first_GS
     start = tl.full([], 0, tl.int32)
     _, next_GS = _load_listed(row, listed, start, length)
     while start < length:
         logit_GS = next_GS
-        start += _GROUP
-        _, next_GS = _load_listed(row, listed, start, length)  # on its way during the sums
-        amount_GS = _weight(row, logit_GS) if WHAT == _WEIGHTS else tl.full((_GROUP, _SPAN), 1.0, tl.float32)
+        start += _SPANS_AT_ONCE
+        _, next_GS = _load_listed(row, listed, start, length)  # prefetch
+        amount_GS = (
+            _weight(row, logit_GS) if WHAT == _WEIGHTS else tl.full((_SPANS_AT_ONCE, _SPAN), 1.0, tl.float32)
+        )
         first_GS += tl.where(logit_GS >= first, amount_GS, 0.0)
         second_GS += tl.where(logit_GS >= second, amount_GS, 0.0)
         third_GS += tl.where(logit_GS >= third, amount_GS, 0.0)
@@ -191,7 +198,7 @@ def _amounts(row, listed, length, logit_W, WHAT: tl.constexpr):
 
 @triton.jit
 def _between(low, high, by_logit, UNSET: tl.constexpr):
-    """Ranks from above `low` to below `high`, at equal distances, or where their logits have these."""
+    """W ranks between `low` and `high`, equidistant as ranks or as logits."""
     share_W = tl.arange(0, _WAYS) + 1
     even_W = low + (high - low) * share_W // (_WAYS + 1)
     first, last = tl.maximum(_logit(low, UNSET), _LOWEST), _logit(high - 1, UNSET)
@@ -202,12 +209,12 @@ def _between(low, high, by_logit, UNSET: tl.constexpr):
 
 @triton.jit
 def _boundary(row, listed, peak_N, number_N, wanted, low, high, WHAT: tl.constexpr, UNSET: tl.constexpr):
-    """The largest rank from which on the amounts add up to `wanted`, if from `low` on they do.
+    """The largest rank whose amount (of all tokens that reach it) is at least `wanted`, or `low`.
 
-    From `high` on they do not. Also the amount above the rank that is found.
+    The amount of `high` must be less than `wanted`. Also returns the amount above the rank found.
     """
     above = tl.full([], 0.0, tl.float64)
-    # Logits of boundaries are spread more evenly than ranks, but ranks are sure to run out.
+    # Steps by logit converge faster, steps by rank are sure to end: alternate.
     by_logit = tl.full([], 1, tl.int1)
     while low + 1 < high:
         rank_W = _between(low, high, by_logit, UNSET)
@@ -226,8 +233,8 @@ def _boundary(row, listed, peak_N, number_N, wanted, low, high, WHAT: tl.constex
 
 
 @triton.jit
-def _draw_listed(row, listed, length, boundary, ties, target):
-    """An id among the listed tokens above the boundary and the first ties, or -1 if none has a weight."""
+def _sample_listed(row, listed, length, boundary, ties, target):
+    """Sample among the listed tokens above the boundary and the first ties; -1 if all weights are 0."""
     at_boundary = _weight(row, boundary).to(tl.float64)
     reached, seen = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
     start, chosen = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
@@ -243,9 +250,12 @@ def _draw_listed(row, listed, length, boundary, ties, target):
         seen_before = tl.where(mass > 0, seen, seen_before)
         reached += mass
         seen += equal
-        start += _GROUP
+        start += _SPANS_AT_ONCE
     id_GS, logit_GS = _load_listed(row, listed, chosen, length)
-    id_T, logit_T = tl.reshape(id_GS, (_GROUP * _SPAN,)), tl.reshape(logit_GS, (_GROUP * _SPAN,))
+    id_T, logit_T = (
+        tl.reshape(id_GS, (_SPANS_AT_ONCE * _SPAN,)),
+        tl.reshape(logit_GS, (_SPANS_AT_ONCE * _SPAN,)),
+    )
     tie_T = tl.cumsum((logit_T == boundary).to(tl.int32), 0).to(tl.float64) + seen_before
     kept_T = (logit_T > boundary) | ((logit_T == boundary) & (tie_T <= ties))
     return _pick(id_T, tl.where(kept_T, _weight(row, logit_T), 0.0), before, target)
@@ -260,17 +270,17 @@ def _mass_above(row, listed, peak_N, number_N, rank, UNSET: tl.constexpr):
 
 
 @triton.jit
-def _draw_limited(row, listed, peak_N, number_N, mass, top_k, top_p, u, UNSET: tl.constexpr):
-    """An id among those that min-p, top-k and top-p leave, or -1 if none has a weight."""
+def _sample_filtered(row, listed, peak_N, number_N, mass, top_k, top_p, u, UNSET: tl.constexpr):
+    """Sample among the tokens that min-p, top-k and top-p keep; -1 if all weights are 0."""
     vocabulary, top, min_p = row[1], row[2], row[4]
-    # What is lighter than min-p, or than anything that could ever be drawn, is above no boundary.
+    # A lower bound of the boundary: min-p, or a weight too small to be sampled.
     least = (tl.log(tl.maximum(min_p, 1e-30)) - 0.01) / row[3]
     rank = _rank(tl.maximum(top + least, _LOWEST), UNSET) - 1
     high = _rank(top, UNSET) + 1
     ties = tl.full([], 0.0, tl.float64)
     by_count = (top_k > 0) & (top_k < vocabulary)
     if by_count:
-        # Tokens from the k-th largest maximum on are k at least.
+        # At least k tokens reach the k-th largest span maximum.
         wanted = top_k.to(tl.float64)
         rank, _ = _boundary(row, listed, peak_N, number_N, wanted, rank, high, _PEAKS, UNSET)
         rank, above = _boundary(row, listed, peak_N, number_N, wanted, rank, high, _TOKENS, UNSET)
@@ -280,7 +290,7 @@ def _draw_limited(row, listed, peak_N, number_N, mass, top_k, top_p, u, UNSET: t
         mass = above + ties * _weight(row, _logit(rank, UNSET))
     if top_p < 1:
         wanted = top_p.to(tl.float64) * mass
-        # Lighter tokens have less than (1 - p) of the mass, all of them together.
+        # All tokens with smaller weights have less than (1 - p) of the mass together.
         least = tl.log(((1.0 - top_p.to(tl.float64)) * mass / vocabulary).to(tl.float32)) - 0.01
         low = tl.maximum(rank, _rank(tl.maximum(top + least / row[3], _LOWEST), UNSET))
         last, above = _boundary(row, listed, peak_N, number_N, wanted, low, high, _WEIGHTS, UNSET)
@@ -290,44 +300,44 @@ def _draw_limited(row, listed, peak_N, number_N, mass, top_k, top_p, u, UNSET: t
         rank, mass = last, above + ties * each
     boundary = _logit(rank, UNSET)
     length = _list_spans(listed, peak_N, number_N, boundary)
-    return _draw_listed(row, listed, length, boundary, ties, u * mass)
+    return _sample_listed(row, listed, length, boundary, ties, u * mass)
 
 
 @triton.jit(do_not_specialize=["spans"], do_not_specialize_on_alignment=_COLUMNS)
-def _draw(
+def _sample_rows(
     logits, peaks_RN, masses_RN, listed_RN,
-    temperature_R, top_k_R, top_p_R, min_p_R, seed_R, sequence_R, positions_R, drawn_R,
+    temperature_R, top_k_R, top_p_R, min_p_R, seed_R, sequence_R, positions_R, sampled_R,
     vocabulary, stride, spans,
-    RANDOM: tl.constexpr, LIMITED: tl.constexpr, PURPOSE: tl.constexpr, UNSET: tl.constexpr,
+    RANDOM: tl.constexpr, FILTERED: tl.constexpr, PURPOSE: tl.constexpr, UNSET: tl.constexpr,
     SPANS: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     logits += index * stride
     number_N = tl.arange(0, SPANS)
     peak_N = tl.load(peaks_RN + index * spans + number_N, mask=number_N < spans, other=-float("inf"))
-    drawn = _most_likely(logits, vocabulary, peak_N, number_N)
+    sampled = _top1(logits, vocabulary, peak_N, number_N)
     if RANDOM:
         temperature = tl.load(temperature_R + index)
         if temperature > 0:
             top = tl.maximum(tl.max(peak_N, 0), _LOWEST)
-            coldness = 1.0 / tl.maximum(temperature, _COLDEST)
+            inverse_temperature = 1.0 / tl.maximum(temperature, _MIN_TEMPERATURE)
             mass_N = tl.load(masses_RN + index * spans + number_N, mask=number_N < spans, other=0.0)
-            share_N = mass_N.to(tl.float64) * tl.exp((peak_N - top) * coldness).to(tl.float64)
+            share_N = mass_N.to(tl.float64) * tl.exp((peak_N - top) * inverse_temperature).to(tl.float64)
             seed, sequence = tl.load(seed_R + index), tl.load(sequence_R + index)
             u = _uniform(seed, sequence, tl.load(positions_R + index), PURPOSE)
-            min_p = tl.load(min_p_R + index) if LIMITED else 0.0
-            row = (logits, vocabulary, top, coldness, min_p)
-            if LIMITED:
+            min_p = tl.load(min_p_R + index) if FILTERED else 0.0
+            row = (logits, vocabulary, top, inverse_temperature, min_p)
+            if FILTERED:
                 top_k, top_p = tl.load(top_k_R + index), tl.load(top_p_R + index)
                 if (top_k > 0) | (top_p < 1) | (min_p > 0):
                     listed, mass = listed_RN + index * spans, tl.sum(share_N, 0)
-                    random = _draw_limited(row, listed, peak_N, number_N, mass, top_k, top_p, u, UNSET)
+                    random = _sample_filtered(row, listed, peak_N, number_N, mass, top_k, top_p, u, UNSET)
                 else:
-                    random = _draw_freely(row, share_N, number_N, u, spans)
+                    random = _sample_all(row, share_N, number_N, u, spans)
             else:
-                random = _draw_freely(row, share_N, number_N, u, spans)
-            drawn = tl.where(random < 0, drawn, random)
-    tl.store(drawn_R + index, drawn.to(tl.int64))
+                random = _sample_all(row, share_N, number_N, u, spans)
+            sampled = tl.where(random < 0, sampled, random)
+    tl.store(sampled_R + index, sampled.to(tl.int64))
 
 
 @sample.provider(
@@ -342,22 +352,22 @@ def _sample(logits_RV: Tensor, batch: SamplingBatch, positions_R: Tensor) -> Ten
     (rows, vocabulary), stride = logits_RV.shape, logits_RV.stride(0)
     spans = triton.cdiv(vocabulary, _SPAN.value)
     random = batch.any_random
-    limited = random and (batch.any_top_k or batch.any_top_p or batch.any_min_p)
+    filtered = random and (batch.any_top_k or batch.any_top_p or batch.any_min_p)
     peaks_RN = torch.empty(rows, spans, dtype=torch.float32, device=logits_RV.device)
     masses_RN = torch.empty_like(peaks_RN) if random else peaks_RN
-    listed_RN = torch.empty_like(peaks_RN, dtype=torch.int32) if limited else peaks_RN
-    drawn_R = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
-    _survey[triton.cdiv(spans, _SURVEYED.value), rows](
+    listed_RN = torch.empty_like(peaks_RN, dtype=torch.int32) if filtered else peaks_RN
+    sampled_R = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
+    _reduce_spans[triton.cdiv(spans, _SPANS_PER_PROGRAM.value), rows](
         logits_RV, batch.temperature_R, peaks_RN, masses_RN, vocabulary, stride, spans,
-        RANDOM=random, num_warps=_SURVEY_WARPS,
+        RANDOM=random, num_warps=_REDUCE_WARPS,
     )  # fmt: skip
-    # All draws add up alike, whatever the rows beside them need.
-    warps = _DRAW_WARPS if random else _GREEDY_WARPS
-    _draw[(rows,)](
+    # Fixed, so that the sums' order does not depend on other rows.
+    warps = _SAMPLE_WARPS if random else _GREEDY_WARPS
+    _sample_rows[(rows,)](
         logits_RV, peaks_RN, masses_RN, listed_RN,
         batch.temperature_R, batch.top_k_R, batch.top_p_R, batch.min_p_R, batch.seed_R, batch.sequence_R,
-        positions_R, drawn_R, vocabulary, stride, spans,
-        RANDOM=random, LIMITED=limited, PURPOSE=TOKEN_DRAW, UNSET=_UNSET_BITS[logits_RV.dtype],
+        positions_R, sampled_R, vocabulary, stride, spans,
+        RANDOM=random, FILTERED=filtered, PURPOSE=SAMPLE_TOKEN, UNSET=_UNSET_BITS[logits_RV.dtype],
         SPANS=max(1024, triton.next_power_of_2(spans)), num_warps=warps,
     )  # fmt: skip
-    return drawn_R
+    return sampled_R

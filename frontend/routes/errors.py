@@ -1,4 +1,4 @@
-"""Every failure leaves as OpenAI's error object, and none with a traceback."""
+"""Turns all exceptions into OpenAI error objects without tracebacks."""
 
 import secrets
 
@@ -10,11 +10,11 @@ from frontend.errors import ApiError, InternalError, RequestError
 from frontend.serving.caller import REQUEST_ID
 
 __all__ = [
-    "answer_of",
+    "add_request_id",
     "client_request_id",
     "error_middleware",
-    "name_answer",
-    "of_aiohttp",
+    "error_response",
+    "http_exception_response",
 ]
 
 _REQUEST_ID = "X-Request-Id"
@@ -22,20 +22,20 @@ _REQUEST_ID = "X-Request-Id"
 
 @web.middleware
 async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn exceptions of the handlers below into answers."""
+    """Turn a handler's exceptions into error responses."""
     try:
         return await handler(request)
     except ApiError as error:
-        return answer_of(error)
+        return error_response(error)
     except web.HTTPException as error:
-        return of_aiohttp(error, request.path, request.client_max_size)
+        return http_exception_response(error, request.path)
     except Exception:
         get_logger().exception("%s %s failed", request.method, request.path)
-        return answer_of(InternalError())
+        return error_response(InternalError())
 
 
-def answer_of(error: ApiError) -> web.Response:
-    """The answer that says `error`."""
+def error_response(error: ApiError) -> web.Response:
+    """The response for `error`."""
     response = web.Response(body=error.body(), status=error.status, content_type="application/json")
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)
@@ -44,27 +44,27 @@ def answer_of(error: ApiError) -> web.Response:
     return response
 
 
-def of_aiohttp(error: web.HTTPException, path: str, max_body_bytes: int) -> web.Response:
-    """What aiohttp itself has to say about a request for `path`."""
+def http_exception_response(error: web.HTTPException, path: str) -> web.Response:
+    """The response for an exception raised by aiohttp itself."""
     match error:
         case web.HTTPNotFound():
-            return answer_of(RequestError(f"there is no route {path}", status=404))
+            return error_response(RequestError(f"unknown path {path}", status=404))
         case web.HTTPMethodNotAllowed():
             allowed = ", ".join(sorted(error.allowed_methods))
-            response = answer_of(RequestError(f"{path} takes {allowed}, not {error.method}", status=405))
+            response = error_response(
+                RequestError(f"{path} supports {allowed}, not {error.method}", status=405)
+            )
             response.headers["Allow"] = allowed
             return response
-        case web.HTTPRequestEntityTooLarge():
-            return answer_of(RequestError(f"the request body exceeds {max_body_bytes} bytes", status=413))
-    return answer_of(RequestError(error.reason, status=error.status))
+    return error_response(RequestError(error.reason, status=error.status))
 
 
 def client_request_id(request: web.BaseRequest) -> str | None:
-    """The client's own name for its request, if it can go into a header and a log as it is."""
+    """The X-Request-Id header, if it is valid (REQUEST_ID)."""
     given = request.headers.get(_REQUEST_ID, "")
     return given if REQUEST_ID.fullmatch(given) else None
 
 
-async def name_answer(request: web.BaseRequest, response: web.StreamResponse) -> None:
-    """Every answer carries its request's name, so that both sides' logs can be brought together."""
+async def add_request_id(request: web.BaseRequest, response: web.StreamResponse) -> None:
+    """Set X-Request-Id on `response`: the client's id, or a new one."""
     response.headers.setdefault(_REQUEST_ID, client_request_id(request) or secrets.token_hex(16))

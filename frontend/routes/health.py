@@ -1,4 +1,4 @@
-"""GET /health (the process lives) and /ready (a token can be made)."""
+"""GET /health (the process responds) and /ready (the engine can generate tokens)."""
 
 from aiohttp import web
 
@@ -12,13 +12,13 @@ routes = web.RouteTableDef()
 
 @routes.get("/health")
 async def health(request: web.Request) -> web.Response:
-    """200 as long as this process answers."""
+    """Always 200."""
     return web.json_response({"status": "ok"})
 
 
 @routes.get("/ready")
 async def ready(request: web.Request) -> web.Response:
-    """200 when a request sent now would be served, else 503 with the reason."""
+    """200 when requests are served, else 503 with the reason."""
     try:
         request.app[LIFECYCLE].check_open()
         request.app[CLIENT].check_ready()

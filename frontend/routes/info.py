@@ -1,4 +1,4 @@
-"""GET /version, /server_info and /metrics: what runs here, and how it is doing."""
+"""GET /version, /server_info and /metrics."""
 
 import platform
 from dataclasses import asdict
@@ -27,7 +27,7 @@ async def show_version(request: web.Request) -> web.Response:
 
 @routes.get("/server_info")
 async def server_info(request: web.Request) -> web.Response:
-    """The configuration that runs, without its keys."""
+    """The resolved configuration, without API keys."""
     launch, ready = request.app[LAUNCH], request.app[CLIENT].limits
     checkpoint = launch.checkpoint
     info = {
@@ -45,7 +45,7 @@ async def server_info(request: web.Request) -> web.Response:
 
 @routes.get("/metrics")
 async def metrics(request: web.Request) -> web.Response:
-    """Prometheus' text. Without an engine it still tells what this process knows."""
+    """Prometheus text; without an engine, this process's metrics only."""
     client = request.app[CLIENT]
     stats = await client.stats(request.app[LIMITS].stats_deadline_s)
     snapshot = Snapshot(

@@ -18,9 +18,9 @@ async def list_models(request: web.Request) -> web.Response:
 
 @routes.get("/v1/models/{name:.+}")
 async def get_model(request: web.Request) -> web.Response:
-    """One model; names may contain slashes."""
+    """One model; its name may contain slashes."""
     return _json(request.app[MODELS].get(request.match_info["name"]))
 
 
-def _json(answer: msgspec.Struct) -> web.Response:
-    return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+def _json(body: msgspec.Struct) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")

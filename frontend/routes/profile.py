@@ -1,6 +1,6 @@
-"""POST /start_profile and /stop_profile: traces of what the workers compute.
+"""POST /start_profile and /stop_profile: torch profiler traces of the workers.
 
-Bodies are not read: benchmark clients send one of their requests.
+Bodies are ignored: benchmark clients send a generation request.
 """
 
 from typing import Any
@@ -18,34 +18,34 @@ routes = web.RouteTableDef()
 
 @routes.post("/start_profile")
 async def start_profile(request: web.Request) -> web.Response:
-    """Record from now on."""
+    """Start recording."""
     await _switch(request, True)
     return web.json_response({"status": "success", "message": "Profiling started"})
 
 
 @routes.post("/stop_profile")
 async def stop_profile(request: web.Request) -> web.Response:
-    """End the recording; answered when every rank has written its file."""
-    answer = await _switch(request, False)
-    traces = [_shown(trace) for trace in answer.traces]
+    """Stop recording; responds when all ranks have written their trace files."""
+    result = await _switch(request, False)
+    traces = [_trace_info(trace) for trace in result.traces]
     return web.json_response({"status": "success", "message": "Profiling stopped", "traces": traces})
 
 
 async def _switch(request: web.Request, on: bool) -> ProfileResult:
-    """Raises RequestError (404 without a directory for traces, 409 out of turn), EngineError."""
+    """Raises RequestError (404 without a trace directory, 409 when already on or off), EngineError."""
     if request.app[LAUNCH].config.observability.torch_profiler_dir is None:
-        text = "this server writes no profiles: start it with --torch-profiler-dir"
+        text = "profiling is off: start the server with --torch-profiler-dir"
         raise RequestError(text, status=404, code="no_profiler")
     with request.app[LIFECYCLE].admit():
-        answer = await request.app[CLIENT].profile(on)
-    if answer.refusal:
-        raise RequestError(answer.refusal, status=409, code="profiler_state")
-    if answer.error:
-        raise EngineError(f"profiling failed: {answer.error}", code="profiler_failed")
-    return answer
+        result = await request.app[CLIENT].profile(on)
+    if result.refusal:
+        raise RequestError(result.refusal, status=409, code="profiler_state")
+    if result.error:
+        raise EngineError(f"profiling failed: {result.error}", code="profiler_failed")
+    return result
 
 
-def _shown(trace: RankTrace) -> dict[str, Any]:
+def _trace_info(trace: RankTrace) -> dict[str, Any]:
     return {
         "rank": trace.rank,
         "trace_dir": trace.directory,

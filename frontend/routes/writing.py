@@ -1,4 +1,4 @@
-"""Answers on their way to clients that may read slowly, or not at all."""
+"""Sending responses, with deadlines for clients that do not read them."""
 
 import asyncio
 import contextlib
@@ -8,27 +8,27 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from atom.utils.logger import get_logger
-from frontend.errors import InternalError
-from frontend.keys import LIMITS, METRICS
+from frontend.errors import ApiError, InternalError
+from frontend.keys import LIFECYCLE, LIMITS, METRICS
 from frontend.metrics import Metrics
-from frontend.serving.sse import error_frame
+from frontend.serving.sse import DONE, error_frame
 
-__all__ = ["EventStream", "send_whole", "unbuffered", "within"]
+__all__ = ["EventStream", "send_json", "unbuffered", "with_deadline"]
 
 T = TypeVar("T")
 
 _COMMENT = b": keep-alive\n\n"
-# What a transport takes without making its writer wait, if it holds nothing yet.
+# An empty transport buffers this many bytes without blocking the writer.
 _SMALL_FRAME = 16 * 1024
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",  # nginx would hold the tokens back
+    "X-Accel-Buffering": "no",  # nginx would buffer the tokens
 }
 
 
-async def send_whole(request: web.Request, body: bytes) -> web.StreamResponse:
-    """A JSON body. Sent here and not after the handler, so that draining waits for the last byte."""
+async def send_json(request: web.Request, body: bytes) -> web.StreamResponse:
+    """Send a JSON response. Sent within the handler, so that draining waits for the last byte."""
     response = web.Response(body=body, content_type="application/json")
     with contextlib.suppress(ConnectionError):
         await response.prepare(request)
@@ -37,55 +37,61 @@ async def send_whole(request: web.Request, body: bytes) -> web.StreamResponse:
 
 
 class EventStream:
-    """Server-sent events, with a comment now and then while there is nothing to send."""
+    """A stream of server-sent events, with comments as keep-alive while there are no events."""
 
     def __init__(self, request: web.Request):
         self._request = request
         self._response = web.StreamResponse(headers=_HEADERS)
         self._loop = asyncio.get_running_loop()
-        self._silent = False
-        # Looking twice as often as comments are due needs no clock for each frame.
+        self._is_silent = False
+        # A timer at twice the comment rate avoids reading the clock for each frame.
         self._interval_s = request.app[LIMITS].silence_s / 2
         self._timer: asyncio.TimerHandle | None = None
         self._comment: asyncio.Task[None] | None = None
 
     async def send(self, frames: AsyncIterator[bytes]) -> web.StreamResponse:
-        """Pass `frames` on until they end. A client that leaves is no error."""
+        """Send all `frames`. A client that disconnects is not an error."""
         with contextlib.suppress(ConnectionError):
             await self._response.prepare(self._request)
-            self._timer = self._loop.call_later(self._interval_s, self._look)
+            self._timer = self._loop.call_later(self._interval_s, self._check_silence)
             try:
-                async for frame in frames:
-                    await self._write(frame)
+                with self._request.app[LIFECYCLE].interruptible():
+                    async for frame in frames:
+                        await self._write(frame)
             except ConnectionError:
                 raise
-            except Exception:  # the status has been sent: an answer of its own would come too late
+            except ApiError as error:  # the status line is sent: only an error event can follow
+                await self._write_error(error)
+            except Exception:
                 get_logger().exception("%s failed in the middle of a stream", self._request.path)
-                await self._write(error_frame(InternalError().body()))
+                await self._write_error(InternalError())
             finally:
                 self._stop_comments()
             await _finish(self._request, self._response)
         return self._response
 
     async def _write(self, frame: bytes) -> None:
-        self._silent = False
+        self._is_silent = False
         if len(frame) <= _SMALL_FRAME and self._is_flowing():
-            await self._response.write(frame)  # does not wait
+            await self._response.write(frame)  # does not block
         else:
             await _before_deadline(self._request, self._response.write(frame))
+
+    async def _write_error(self, error: ApiError) -> None:
+        await self._write(error_frame(error.body()) + DONE)
 
     def _is_flowing(self) -> bool:
         transport = self._request.transport
         return transport is not None and not transport.get_write_buffer_size()
 
-    def _look(self) -> None:
-        self._timer = self._loop.call_later(self._interval_s, self._look)
-        if self._silent and self._is_flowing():
+    def _check_silence(self) -> None:
+        self._timer = self._loop.call_later(self._interval_s, self._check_silence)
+        if self._is_silent and self._is_flowing():
             self._comment = self._loop.create_task(self._write_comment())
-        self._silent = True
+        self._is_silent = True
 
     async def _write_comment(self) -> None:
-        with contextlib.suppress(ConnectionError):  # the stream itself will notice
+        with contextlib.suppress(ConnectionError):  # `send` handles it
             await self._response.write(_COMMENT)
 
     def _stop_comments(self) -> None:
@@ -97,7 +103,7 @@ class EventStream:
 
 @contextlib.contextmanager
 def unbuffered(transport: asyncio.WriteTransport) -> Iterator[None]:
-    """Inside, writing waits until the kernel has taken all: nothing is left to a later deadline."""
+    """Inside the block, a write waits until the kernel has accepted all bytes."""
     transport.set_write_buffer_limits(high=0)
     try:
         yield
@@ -106,17 +112,17 @@ def unbuffered(transport: asyncio.WriteTransport) -> Iterator[None]:
             transport.set_write_buffer_limits()
 
 
-async def within(
+async def with_deadline(
     deadline_s: float, transport: asyncio.WriteTransport, metrics: Metrics, write: Coroutine[Any, Any, T]
 ) -> T:
-    """The result of `write`. Past the deadline the connection is cut, with ConnectionResetError."""
+    """The result of `write`; on timeout, closes the connection and raises ConnectionResetError."""
     try:
         async with asyncio.timeout(deadline_s):
             return await write
     except TimeoutError:
         metrics.stalled += 1
         transport.abort()
-        raise ConnectionResetError("the client does not read its answer") from None
+        raise ConnectionResetError("the client does not read its response") from None
 
 
 async def _finish(request: web.Request, response: web.StreamResponse) -> None:
@@ -129,5 +135,5 @@ async def _before_deadline(request: web.Request, write: Coroutine[Any, Any, None
     transport = request.transport
     if transport is None:
         write.close()
-        raise ConnectionResetError("the client is gone")
-    await within(request.app[LIMITS].write_deadline_s, transport, request.app[METRICS], write)
+        raise ConnectionResetError("the client has disconnected")
+    await with_deadline(request.app[LIMITS].write_deadline_s, transport, request.app[METRICS], write)

@@ -4,8 +4,17 @@ from typing import Any, Literal
 
 import msgspec
 
+from frontend.errors import RequestError
 from frontend.schemas.fields import Schema
-from frontend.schemas.generation import HARMLESS, NEUTRAL, GenerationRequest, PromptLogprob, Usage
+from frontend.schemas.generation import (
+    HARMLESS,
+    HARMLESS_TYPES,
+    NESTED,
+    NEUTRAL,
+    GenerationRequest,
+    PromptLogprob,
+    Usage,
+)
 
 __all__ = [
     "CHAT",
@@ -18,7 +27,11 @@ __all__ = [
     "ChatTopLogprob",
     "Message",
     "Reply",
+    "check_part",
 ]
+
+_PART_FIELDS = frozenset({"type", "text", "annotations", "cache_control"})
+"""Of text parts; the last two cannot change the output."""
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -28,19 +41,19 @@ class ChatRequest(GenerationRequest, kw_only=True):
     prompt: list[msgspec.Raw] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    """How many of the most likely tokens beside each one; needs `logprobs`."""
+    """Number of top tokens per generated token; requires `logprobs`."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Variables that the model's template reads by itself."""
+    """Variables of the model's chat template."""
     reasoning_effort: str | None = None
-    """Another such variable."""
+    """A further template variable."""
     add_generation_prompt: bool | None = None
-    """Ask for a new message; true unless the final one is to be continued."""
+    """Begin a new assistant message; defaults to true unless the last message is continued."""
     continue_final_message: bool | None = None
-    """The reply goes on where the last message ends."""
+    """Continue the last message."""
 
 
 class Message(msgspec.Struct, kw_only=True):
-    """One turn of the conversation."""
+    """One message of the conversation."""
 
     role: str
     content: str | list[dict[str, Any]] | None = None
@@ -51,28 +64,39 @@ class Message(msgspec.Struct, kw_only=True):
     reasoning_content: str | None = None
 
 
+def check_part(part: dict[str, Any], where: str) -> None:
+    """Raises RequestError for a text part at `where` with a field that has no effect."""
+    for name, value in part.items():
+        if value is not None and name not in _PART_FIELDS:
+            raise RequestError(
+                f"'{where}.{name}' is not a field that this server knows: leave it out",
+                param=f"{where}.{name}",
+                code="unsupported_parameter",
+            )
+
+
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """The assistant's message."""
 
     role: Literal["assistant"] = "assistant"
     content: str
     reasoning: str | msgspec.UnsetType = msgspec.UNSET
-    """What led to the content, where the model's format tells them apart."""
+    """The reasoning, for models whose format separates it from the content."""
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
-    """The same under its older name, which clients still read."""
+    """Older name of `reasoning`, for existing clients."""
 
 
 class ChatTopLogprob(msgspec.Struct, frozen=True):
-    """One of the likely tokens."""
+    """One of the top tokens."""
 
     token: str
     logprob: float
     bytes: list[int] | None
-    """Where a character is spread over tokens, only these can be joined."""
+    """UTF-8 bytes: a token may hold part of a character."""
 
 
 class ChatTokenLogprob(msgspec.Struct, frozen=True):
-    """One token, and the most likely ones in its place, the most likely first."""
+    """One token, and the top tokens at its position, most likely first."""
 
     token: str
     logprob: float
@@ -81,7 +105,7 @@ class ChatTokenLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):
-    """Of every generated token, those that ended the reply included."""
+    """Log probabilities of all generated tokens, including stop tokens."""
 
     content: list[ChatTokenLogprob]
 
@@ -93,14 +117,14 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     message: Reply
     finish_reason: str
     raw_finish_reason: str
-    stop_reason: str | None = None
+    stop_reason: str | int | None = None
     logprobs: ChatLogprobs | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    """Where asked for: the generated ids, with the one that ended the reply."""
+    """With `return_token_ids`: the generated ids, including the stop token."""
 
 
 class ChatResponse(msgspec.Struct, kw_only=True):
-    """The body of a reply that is not streamed."""
+    """The body of a non-streaming response."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -137,13 +161,15 @@ CHAT = Schema(
         "verbosity": ("medium",),
         "web_search_options": (),
     },
-    # Without tools there is nothing that could run in parallel.
+    # Has no effect without tools.
     harmless=HARMLESS | {"parallel_tool_calls"},
+    harmless_types=HARMLESS_TYPES,
+    nested=NESTED | {"chat_template_kwargs": None},
 )
 
 MESSAGE = Schema(
     Message,
     neutral={"audio": (), "function_call": (), "partial": (False,), "prefix": (False,), "weight": (1,)},
-    # What clients send back from earlier replies, and no template reads.
+    # Parts of earlier replies that clients send back; templates do not read them.
     harmless=frozenset({"annotations", "id", "refusal"}),
 )

@@ -5,7 +5,15 @@ from typing import Literal
 import msgspec
 
 from frontend.schemas.fields import Schema
-from frontend.schemas.generation import HARMLESS, NEUTRAL, GenerationRequest, PromptLogprob, Usage
+from frontend.schemas.generation import (
+    HARMLESS,
+    HARMLESS_TYPES,
+    NESTED,
+    NEUTRAL,
+    GenerationRequest,
+    PromptLogprob,
+    Usage,
+)
 
 __all__ = [
     "COMPLETIONS",
@@ -21,42 +29,41 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     prompt: str | list[str | int | list[int]] | None = None
     logprobs: int | None = None
-    """How many of the most likely tokens beside each one."""
+    """Number of top tokens per generated token."""
     best_of: int | None = None
-    """Only `n` can be honoured: all choices are returned."""
+    """Must equal `n`: all choices are returned."""
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """One entry a token, in columns; with `echo` the prompt's come first."""
+    """Columns with one entry per token; with `echo` the prompt tokens come first."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    """Null for a prompt's first token, before which there is nothing."""
+    """Null for the first prompt token."""
     top_logprobs: list[dict[str, float] | None]
-    """The token itself and the most likely ones. Of several with the same text, which are parts
-    of characters, the likeliest is shown."""
+    """The token itself and the top tokens. Tokens with the same text (parts of characters) share one
+    entry with the highest probability."""
     text_offset: list[int]
-    """Where each token's text begins in the choice's."""
+    """Offset of each token in the choice's text, in characters."""
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """One of the `n` continuations of one prompt; those of prompt p begin at index p * n."""
+    """One of the `n` completions of one prompt; the choices of prompt p begin at index p * n."""
 
     index: int
     text: str
     finish_reason: str
     raw_finish_reason: str
-    stop_reason: str | None = None
+    stop_reason: str | int | None = None
     logprobs: CompletionLogprobs | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    """Where asked for, and where the model has no tokenizer: the generated ids, with the one that
-    ended the choice."""
+    """With `return_token_ids`, or without a tokenizer: the generated ids, including the stop token."""
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_logprobs: list[PromptLogprob | None] | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of a reply that is not streamed."""
+    """The body of a non-streaming response."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -76,4 +83,6 @@ COMPLETIONS = Schema(
         "suffix": ("",),
     },
     harmless=HARMLESS,
+    harmless_types=HARMLESS_TYPES,
+    nested=NESTED,
 )

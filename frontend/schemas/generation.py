@@ -1,11 +1,16 @@
-"""What chat and completion requests have in common, and the parts of their answers."""
+"""Fields that chat and completion requests share, and parts of their responses."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
+
+from frontend.schemas.fields import Schema
 
 __all__ = [
     "HARMLESS",
+    "HARMLESS_TYPES",
+    "NESTED",
     "NEUTRAL",
     "GenerationRequest",
     "PromptLogprob",
@@ -16,24 +21,24 @@ __all__ = [
 ]
 
 
-class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a stream reports beside its text."""
+class StreamOptions(msgspec.Struct, frozen=True):
+    """Additional contents of a stream."""
 
     include_usage: bool | None = None
-    """One more chunk at the end, with no choices and the whole usage."""
+    """Send a last chunk without choices and with the total usage."""
     include_obfuscation: bool | None = None
-    """Padding against traffic analysis; only false can be honoured."""
+    """Padding against traffic analysis; only false is supported."""
     continuous_usage_stats: bool | None = None
-    """Usage so far in every chunk."""
+    """Send the usage so far in every chunk."""
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
-    """Fields honoured by both endpoints; null means absent throughout."""
+    """Fields supported by both endpoints; null means absent."""
 
     model: str | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    """The newer name of max_tokens; it wins."""
+    """The newer name of max_tokens; takes precedence."""
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -50,33 +55,33 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    """By token id, written as a JSON string."""
+    """By token id in decimal digits."""
     min_tokens: int | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     prompt_logprobs: int | bool | None = None
-    """How many of the most likely tokens beside each one of the prompt; false is off."""
+    """Number of top tokens per prompt token; false is off."""
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     echo: bool | None = None
-    """Completions begin with their prompt, chat replies with the last message if it is the
-    assistant's."""
+    """Completions begin with their prompt, chat replies with the last message if its role is
+    assistant."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    """Log probabilities name tokens `token_id:<id>`."""
+    """Logprobs identify tokens as `token_id:<id>`."""
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
-    """Keep so many tokens of a longer prompt; -1: what leaves room for the answer."""
+    """Keep at most this many prompt tokens; -1 keeps what fits beside the generated tokens."""
     truncation_side: Literal["left", "right"] | None = None
-    """Where the prompt is cut; left, and so its end is kept, where absent."""
+    """The side that is cut; defaults to left, which keeps the end of the prompt."""
     cache_salt: str | None = None
-    """Requests share cached prompts only with those of the same salt."""
+    """Requests share prefix-cache blocks only with requests of the same salt."""
     request_id: str | None = None
-    """Becomes part of the answer's id; wins over the X-Request-Id header."""
+    """Becomes part of the response id; takes precedence over the X-Request-Id header."""
 
 
 class RankedLogprob(msgspec.Struct, frozen=True):
-    """One token that could stand at a place of the prompt."""
+    """One candidate token at a prompt position."""
 
     logprob: float
     rank: int
@@ -86,11 +91,11 @@ class RankedLogprob(msgspec.Struct, frozen=True):
 
 
 PromptLogprob = dict[str, RankedLogprob]
-"""By token id: the prompt's own token comes first, then the most likely ones."""
+"""By token id: first the prompt token itself, then the top tokens."""
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """Where the prompt's tokens came from."""
+    """Prompt tokens by origin."""
 
     cached_tokens: int
 
@@ -103,12 +108,18 @@ class Usage(msgspec.Struct, frozen=True):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     ttft_s: float
-    """Until the first token."""
+    """Time to the first token."""
     tpot_s: float
-    """For each further token of the longest choice."""
+    """Time per further token of the longest choice."""
     latency_s: float
-    """Until the last token."""
+    """Time to the last token."""
 
+
+NESTED: dict[str, Schema[Any] | None] = {
+    "logit_bias": None,
+    "stream_options": Schema(StreamOptions, neutral={}, harmless=frozenset()),
+}
+"""Fields of both endpoints that hold an object, with its schema."""
 
 HARMLESS = frozenset(
     {
@@ -125,6 +136,12 @@ HARMLESS = frozenset(
         "user",
     }
 )
+
+_Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+]
+HARMLESS_TYPES = {"metadata": msgspec.json.Decoder(_Metadata | None)}
+"""Types of harmless fields that OpenAI limits."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "custom_logit_processor": (),
@@ -155,4 +172,4 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
 }
-"""Sampling and serving options of OpenAI, vLLM and SGLang that both endpoints would take."""
+"""Unsupported options of OpenAI, vLLM and SGLang, with their accepted neutral values beside null."""

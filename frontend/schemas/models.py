@@ -18,7 +18,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
-    """All of them."""
+    """All served models."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, as vLLM lays them out."""
+"""POST /tokenize and /detokenize, in vLLM's format."""
 
 from typing import Any
 
@@ -17,23 +17,23 @@ __all__ = [
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """Either a text in `prompt`, or a conversation in `messages`, which goes through the template."""
+    """Either a text in `prompt`, or a conversation in `messages` for the chat template."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[msgspec.Raw] | None = None
     add_special_tokens: bool | None = None
-    """Whether the text gets what prompts of the model begin and end with; true for `prompt` and
-    false for `messages`, whose template writes them itself."""
+    """Add the tokenizer's special tokens, such as BOS; defaults to true for `prompt` and to false for
+    `messages`, whose template adds them."""
     return_token_strs: bool | None = None
-    """Give each token's own text too: as it reads, where vLLM shows the vocabulary's spelling."""
+    """Also return each token's text: decoded, while vLLM returns the vocabulary entry."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """The ids, and how many a request may have with its answer."""
+    """The token ids, and the context length."""
 
     count: int
     max_model_len: int
@@ -42,14 +42,14 @@ class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    """Ids of the vocabulary."""
+    """Token ids."""
 
     model: str | None = None
     tokens: list[int]
 
 
 class DetokenizeResponse(msgspec.Struct, frozen=True):
-    """Their text, special tokens included."""
+    """The text, including special tokens."""
 
     prompt: str
 

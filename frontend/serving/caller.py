@@ -1,4 +1,4 @@
-"""Who sent a request, as far as serving it depends on that."""
+"""The client of a request, as far as serving depends on it."""
 
 import re
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 __all__ = ["REQUEST_ID", "Caller"]
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
-"""What a client may call its request: it goes into headers and logs as it is."""
+"""Request ids that clients may choose: they are copied into headers and logs."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """What the HTTP layer knows beside the body."""
+    """Facts from the HTTP layer that are not in the body."""
 
     tenant: str = ""
-    """Stands for the API key that was used; callers of different keys share no cached prompts."""
+    """Identifies the API key; different tenants share no prefix cache."""
     request_id: str | None = None
-    """The client's own name for this request, from its X-Request-Id header; it fits REQUEST_ID."""
+    """The X-Request-Id header, if it matches REQUEST_ID."""

@@ -1,8 +1,7 @@
-"""Chat: a conversation becomes a prompt by the checkpoint's template."""
+"""Chat completions: the checkpoint's chat template turns messages into a prompt."""
 
 import json
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -24,15 +23,17 @@ from frontend.schemas.chat import (
     ChatResponse,
     Message,
     Reply,
+    check_part,
 )
 from frontend.schemas.generation import Usage
 from frontend.serving.generate_request import GenerateRequest
 from frontend.serving.generation import GenerationService, ServingOptions
 from frontend.serving.logprobs import chat_logprobs, prompt_logprobs
 from frontend.serving.models import ModelService
-from frontend.serving.prompts import Prompt
+from frontend.serving.prompts import Prompt, truncated
 from frontend.serving.reasons import openai_reason
 from frontend.serving.sse import ChunkTemplate
+from frontend.text_executor import TextExecutor
 from frontend.token_logprobs import TokenLogprob
 
 __all__ = ["ChatService"]
@@ -56,22 +57,23 @@ class ChatService(GenerationService[ChatRequest]):
         inputs: InputProcessor,
         models: ModelService,
         options: ServingOptions,
-        threads: ThreadPoolExecutor,
+        executor: TextExecutor,
         template: ChatTemplate | None,
         reply_format: Harmony | None = None,
     ):
-        super().__init__(client, inputs, models, options, threads)
+        super().__init__(client, inputs, models, options, executor)
         self._chat_template = template
         self._format = reply_format
 
     def prompt_ids(self, request: ChatRequest, add_special_tokens: bool) -> list[int]:
-        """What the model would read of a conversation. Runs in any thread."""
+        """Token ids of a conversation. Runs in any thread."""
         request.add_special_tokens = add_special_tokens
         return self._prompt(request, []).ids
 
     def _prompts(self, request: ChatRequest, warnings: list[str]) -> list[Prompt]:
+        kept = self._kept_tokens(request)
         prompt = self._prompt(request, warnings)
-        return [replace(prompt, ids=self._fit(request, prompt.ids))]
+        return [replace(prompt, ids=truncated(prompt.ids, kept, request))]
 
     def _prompt(self, request: ChatRequest, warnings: list[str]) -> Prompt:
         template = self._chat_template
@@ -94,10 +96,10 @@ class ChatService(GenerationService[ChatRequest]):
     def _template_options(
         self, request: ChatRequest, template: ChatTemplate, warnings: list[str]
     ) -> dict[str, Any]:
-        """The client's variables for the template. One that it does not read would change nothing."""
+        """The client's template variables. Raises RequestError for one that the template does not read."""
         if request.continue_final_message and request.add_generation_prompt:
             raise RequestError(
-                "'continue_final_message' and 'add_generation_prompt' exclude each other",
+                "'continue_final_message' and 'add_generation_prompt' cannot both be true",
                 param="continue_final_message",
             )
         given = request.chat_template_kwargs or {}
@@ -111,9 +113,9 @@ class ChatService(GenerationService[ChatRequest]):
             options.append(("reasoning_effort", "reasoning_effort", _effort(request.reasoning_effort)))
         unread = [field for name, field, _ in options if name not in template.options]
         if unread and not self._options.lenient_fields:
-            readable = ", ".join(sorted(template.options)) or "no variable of a client"
+            readable = ", ".join(sorted(template.options)) or "no variables"
             raise RequestError(
-                f"'{unread[0]}' would change nothing: this model's chat template reads {readable}",
+                f"'{unread[0]}' has no effect: this model's chat template reads {readable}",
                 param=unread[0],
                 code="unsupported_parameter",
             )
@@ -122,7 +124,7 @@ class ChatService(GenerationService[ChatRequest]):
 
     def _messages(self, request: ChatRequest, warnings: list[str]) -> list[dict[str, Any]]:
         if request.messages is not None and request.prompt is not None:
-            raise RequestError("'prompt' is another name of 'messages': send one of them", param="prompt")
+            raise RequestError("'prompt' is an alias of 'messages': send only one of them", param="prompt")
         raw_messages = request.messages or request.prompt
         if not raw_messages:
             raise RequestError("'messages' must hold at least one message", param="messages")
@@ -149,64 +151,73 @@ class ChatService(GenerationService[ChatRequest]):
             raise RequestError("'top_logprobs' needs 'logprobs': true", param="top_logprobs")
         return None
 
-    def _answer(self, job: GenerateRequest, results: list[Update], usage: Usage) -> ChatResponse:
-        shown, first = job.shown, results[0]
-        answer = ChatResponse(
-            id=job.id,
-            created=job.created,
+    def _response(self, request: GenerateRequest, results: list[Update], usage: Usage) -> ChatResponse:
+        options, first = request.options, results[0]
+        response = ChatResponse(
+            id=request.id,
+            created=request.created,
             model=self._models.name,
             system_fingerprint=self._options.fingerprint,
-            choices=[self._choice(job, index, result) for index, result in enumerate(results)],
+            choices=[self._choice(request, index, result) for index, result in enumerate(results)],
             usage=usage,
-            warnings=job.warnings or msgspec.UNSET,
+            warnings=request.warnings or msgspec.UNSET,
         )
-        if shown.prompt_logprobs is not None:
-            answer.prompt_logprobs = prompt_logprobs(
-                shown.names, first.prompt_logprobs, shown.prompt_logprobs
+        if options.prompt_logprobs is not None:
+            response.prompt_logprobs = prompt_logprobs(
+                options.tokens, first.prompt_logprobs, options.prompt_logprobs
             )
-        if shown.prompt_ids:
-            answer.prompt_token_ids = job.prompt(0).ids
-        return answer
+        if options.prompt_ids:
+            response.prompt_token_ids = request.prompt(0).ids
+        return response
 
-    def _choice(self, job: GenerateRequest, index: int, result: Update) -> ChatChoice:
+    def _choice(self, request: GenerateRequest, index: int, result: Update) -> ChatChoice:
         assert result.reason is not None
-        shown = job.shown
+        options = request.options
         return ChatChoice(
             index=index,
-            message=_reply(job.echo(index) + result.text, result.reasoning),
+            message=_reply(request.echo(index) + result.text, result.reasoning),
             finish_reason=openai_reason(result.reason),
             raw_finish_reason=result.reason,
             stop_reason=result.stop_reason,
-            logprobs=None if shown.logprobs is None else self._logprobs(job, index, result.logprobs),
-            token_ids=result.token_ids.tolist() if shown.token_ids else msgspec.UNSET,
+            logprobs=None if options.logprobs is None else self._logprobs(request, index, result.logprobs),
+            token_ids=result.token_ids.tolist() if options.token_ids else msgspec.UNSET,
         )
 
     def _text_options(self, request: ChatRequest) -> TextOptions:
-        """With special tokens the reply is shown as the model wrote it."""
+        """With special tokens included, the text is not split into channels."""
         plain = super()._text_options(request)
         return replace(plain, format=self._format) if plain.skip_special_tokens else plain
 
-    def _news(self, update: Update) -> dict[str, Any]:
+    def _delta(self, update: Update) -> dict[str, Any]:
         delta = {"content": update.text} if update.text else {}
-        if said := update.reasoning:
-            delta |= {"reasoning": said, "reasoning_content": said}
+        if reasoning := update.reasoning:
+            delta |= {"reasoning": reasoning, "reasoning_content": reasoning}
         return {"delta": delta}
 
-    def _logprobs(self, job: GenerateRequest, index: int, entries: Sequence[TokenLogprob]) -> ChatLogprobs:
-        return chat_logprobs(job.shown.names, entries, job.shown.logprobs or 0)
+    def _logprobs(
+        self, request: GenerateRequest, index: int, entries: Sequence[TokenLogprob]
+    ) -> ChatLogprobs:
+        return chat_logprobs(request.options.tokens, entries, request.options.logprobs or 0)
 
     def _first_frame(
-        self, template: ChunkTemplate, job: GenerateRequest, index: int, update: Update, usage: Usage | None
+        self,
+        template: ChunkTemplate,
+        request: GenerateRequest,
+        index: int,
+        update: Update,
+        usage: Usage | None,
     ) -> bytes:
-        delta = {"role": _ASSISTANT, "content": job.echo(index)}
+        delta = {"role": _ASSISTANT, "content": request.echo(index)}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        more: dict[str, Any] = {"prompt_token_ids": job.prompt(index).ids} if job.shown.prompt_ids else {}
+        more: dict[str, Any] = (
+            {"prompt_token_ids": request.prompt(index).ids} if request.options.prompt_ids else {}
+        )
         return template.frame([choice], usage, **more)
 
 
 def _reply(content: str, reasoning: str) -> Reply:
-    said = reasoning or msgspec.UNSET
-    return Reply(content=content, reasoning=said, reasoning_content=said)
+    shown = reasoning or msgspec.UNSET
+    return Reply(content=content, reasoning=shown, reasoning_content=shown)
 
 
 def _effort(value: str) -> str:
@@ -219,7 +230,7 @@ def _effort(value: str) -> str:
 
 
 def _for_template(message: Message, where: str) -> dict[str, Any]:
-    """The message as templates expect it: plain text, absent fields absent."""
+    """The message as templates expect it: content as text, null fields left out."""
     fields = {name: value for name, value in msgspec.structs.asdict(message).items() if value is not None}
     fields["content"] = _plain_text(message, where)
     if message.tool_calls is not None:
@@ -246,16 +257,17 @@ def _part_text(part: dict[str, Any], where: str) -> str:
         )
     if not isinstance(text, str):
         raise RequestError(f"'{where}.text' must be a string", param=f"{where}.text")
+    check_part(part, where)
     return text
 
 
 def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI sends a call's arguments as JSON text; templates expect the object."""
+    """`call` with its arguments parsed: OpenAI sends JSON text, templates expect an object."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
         arguments = json.loads(function["arguments"])
     except ValueError:
-        return call  # a model's earlier slip stays as the model wrote it
+        return call  # models may generate invalid JSON; it stays as text
     return {**call, "function": {**function, "arguments": arguments}}

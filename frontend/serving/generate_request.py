@@ -1,11 +1,11 @@
-"""A request that passed every check, and what its answer is to show."""
+"""A checked and tokenized request, and what its response contains."""
 
 from array import array
 from dataclasses import dataclass
 
 from atom.messages.engine import AddRequest
 from frontend.output_processor import TextOptions, Update
-from frontend.serving.logprobs import TokenNames
+from frontend.serving.logprobs import TokenFormatter
 from frontend.serving.prompts import Prompt
 from frontend.serving.usage import UsageCounter
 
@@ -14,48 +14,48 @@ __all__ = ["GenerateRequest", "ResponseOptions"]
 
 @dataclass(frozen=True)
 class ResponseOptions:
-    """What an answer has beside the generated text."""
+    """What a response contains beside the generated text."""
 
-    names: TokenNames
+    tokens: TokenFormatter
     logprobs: int | None = None
-    """How many of the most likely tokens beside each one."""
+    """Number of top tokens per generated token; None: no log probabilities."""
     prompt_logprobs: int | None = None
     echo: bool = False
     token_ids: bool = False
     prompt_ids: bool = False
     score_only: bool = False
-    """No token was asked for: the one that a prompt's log probabilities cost is left out."""
+    """Only the prompt is scored (`max_tokens` 0): the token that the engine samples is left out."""
     continuous_usage: bool = False
 
     @property
     def details(self) -> bool:
-        """Whether chunks hold more than text."""
+        """Whether chunks contain more than text."""
         return self.logprobs is not None or self.token_ids or self.continuous_usage
 
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """`requests[i]` makes choice i, which goes on after `prompts[i // n]`."""
+    """`requests[i]` generates choice i, which continues `prompts[i // n]`."""
 
     id: str
     created: int
     requests: list[AddRequest]
     prompts: list[Prompt]
     text: TextOptions
-    shown: ResponseOptions
+    options: ResponseOptions
     n: int
     streaming: bool
     include_usage: bool
     warnings: list[str]
     started: float
 
-    def tally(self) -> UsageCounter:
-        """A fresh count for this job."""
+    def usage_counter(self) -> UsageCounter:
+        """A new counter for this request."""
         tokens = sum(len(prompt.ids) for prompt in self.prompts)
         return UsageCounter(tokens, len(self.requests), self.n, self.started)
 
     def index(self, update: Update) -> int:
-        """The choice that an update belongs to: ids of one job follow each other."""
+        """The index of the choice of `update`: the engine ids of one request are consecutive."""
         return update.request_id - self.requests[0].request_id
 
     def prompt(self, index: int) -> Prompt:
@@ -63,12 +63,12 @@ class GenerateRequest:
         return self.prompts[index // self.n]
 
     def echo(self, index: int) -> str:
-        """What the text of choice `index` begins with."""
-        return (self.prompt(index).echo or "") if self.shown.echo else ""
+        """The prompt text before choice `index`; empty without `echo`."""
+        return (self.prompt(index).echo or "") if self.options.echo else ""
 
-    def fit_to_show(self, update: Update) -> Update:
-        """`update` without what was generated, if nothing was asked for."""
-        if self.shown.score_only:
+    def visible(self, update: Update) -> Update:
+        """`update`, without the sampled token where only the prompt is scored."""
+        if self.options.score_only:
             update.token_ids, update.text, update.logprobs = array("i"), "", ()
             if update.finished and not update.error:
                 update.reason, update.stop_reason = "max_tokens", None

@@ -1,16 +1,15 @@
-"""The life of a generation request, whatever its endpoint: check, tokenize, run, count.
+"""Generation requests of both endpoints: check, tokenize, run, respond.
 
-An endpoint brings its schema and says how its prompts, choices and chunks look.
+Subclasses define the schema, the prompts, and the form of choices and chunks.
 """
 
-import asyncio
+import copy
 import dataclasses
 import secrets
 import time
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -18,52 +17,54 @@ import msgspec
 
 from atom.messages.engine import AddRequest
 from atom.sampling_params import SamplingParams
+from frontend.detokenizer import decode
 from frontend.engine_client import EngineClient, Stream
 from frontend.errors import ApiError, EngineError, RequestError
-from frontend.input_processor import InputProcessor
+from frontend.input_processor import MAX_EXCESS_TOKENS, InputProcessor
 from frontend.output_processor import TextOptions, Update
 from frontend.schemas.fields import Schema
 from frontend.schemas.generation import GenerationRequest, Usage
 from frontend.serving.caller import Caller
 from frontend.serving.generate_request import GenerateRequest, ResponseOptions
-from frontend.serving.logprobs import TokenNames
+from frontend.serving.logprobs import TokenFormatter
 from frontend.serving.models import ModelService
-from frontend.serving.prompts import Prompt, given_id, salt, text_offsets, truncated
-from frontend.serving.sampling import answer_limit, sampling_params, stop_strings
+from frontend.serving.prompts import Prompt, given_id, kept_tokens, salt, text_offsets
+from frontend.serving.sampling import requested_max_tokens, sampling_params, stop_strings
 from frontend.serving.sse import DONE, ChunkHeader, ChunkTemplate, error_frame
 from frontend.serving.usage import UsageCounter
+from frontend.text_executor import TextExecutor
 from frontend.token_logprobs import TokenLogprob
 
-__all__ = ["GenerationService", "ServingOptions"]
+__all__ = ["GenerationService", "ServingOptions", "check_choices", "check_prompt_tokens"]
 
 R = TypeVar("R", bound=GenerationRequest)
-T = TypeVar("T")
 
 MAX_CHOICES = 1024
-# Log probabilities of prompts, counted with their alternatives: some hundred MB while an answer is made.
+# Prompt logprobs of one request, top tokens included: some hundred MB while a response is encoded.
 MAX_PROMPT_LOGPROBS = 1 << 20
-# Ids that go to the engine with all choices of a request: 64 MiB.
+# `allowed_token_ids` of all sequences of a request: 64 MiB in messages.
 MAX_ALLOWED_IDS = 1 << 24
-# Tokenizing this much takes about a millisecond, ten times what a hop to a thread costs.
-_INLINE_BYTES = 2048
-# What an answer of this many tokens takes to encode is about as long.
-_INLINE_LOGPROBS = 256
+# All prompts of a request: some hundred MB while it is prepared.
+MAX_PROMPT_TOKENS = 1 << 21
+# What one token, and one token with log probabilities, take in a response, for choosing a thread.
+_TOKEN_BYTES = 8
+_LOGPROB_BYTES = 256
 
 
 @dataclass(frozen=True)
 class ServingOptions:
-    """What the operator chose."""
+    """Settings of the operator and the checkpoint."""
 
     default_sampling: dict[str, float | int]
     default_max_tokens: int | None
     lenient_fields: bool
     has_tokenizer: bool
     fingerprint: str
-    """Same for two servers that give the same answers."""
+    """Equal for two servers that generate the same responses."""
 
 
 class GenerationService(ABC, Generic[R]):
-    """Answers one kind of request body."""
+    """Serves one kind of request body."""
 
     schema: ClassVar[Schema[Any]]
     id_prefix: ClassVar[str]
@@ -75,147 +76,171 @@ class GenerationService(ABC, Generic[R]):
         inputs: InputProcessor,
         models: ModelService,
         options: ServingOptions,
-        threads: ThreadPoolExecutor,
+        executor: TextExecutor,
     ):
         self._client = client
         self._inputs = inputs
         self._models = models
         self._options = options
-        self._threads = threads
+        self._executor = executor
 
     async def prepare(self, body: bytes, caller: Caller = Caller()) -> GenerateRequest:  # noqa: B008 (it is frozen)
-        """Check and tokenize. Raises ApiError, before the engine hears of the request."""
+        """Check and tokenize a request. Raises ApiError; the engine is not involved yet."""
         started = time.monotonic()
         self._client.check_ready()
+        request, params, cache_salt = await self._executor.run(
+            len(body), lambda: self._check(body, caller, started)
+        )
+        # The ids of one request are consecutive, since they are taken on the event loop.
+        ids = self._client.new_ids(request.n * len(request.prompts))
+        requests = await self._executor.run(
+            len(body) // 8, lambda: self._requests(request.prompts, params, ids, cache_salt)
+        )
+        return dataclasses.replace(request, requests=requests)
+
+    async def answer(self, request: GenerateRequest) -> bytes:
+        """The complete response as JSON. Cancelling aborts the generation."""
+        counter = request.usage_counter()
+        results = [Update(add_request.request_id, array("i")) for add_request in request.requests]
+        with self._client.open(request.requests, request.text, every_step=False) as stream:
+            async for updates in stream:
+                for update in updates:
+                    _raise_error(update)
+                    index = request.index(update)
+                    counter.add(index, request.visible(update))
+                    results[index].merge(update)
+        usage = counter.usage(stream)
+        return await self._executor.run(
+            sum(map(_response_bytes, results)),
+            lambda: msgspec.json.encode(self._response(request, results, usage)),
+        )
+
+    async def frames(self, request: GenerateRequest) -> AsyncGenerator[bytes, None]:
+        """The response as server-sent events. Closing the generator aborts the generation."""
+        template = self._template(request)
+        counter = request.usage_counter()
+        with self._client.open(request.requests, request.text) as stream:
+            try:
+                async for updates in stream:
+                    if frames := self._render(template, request, counter, updates, stream):
+                        yield frames
+            except ApiError as error:
+                yield error_frame(error.body())
+                return
+        if request.include_usage:
+            yield template.usage(counter.usage(stream))
+        yield DONE
+
+    @abstractmethod
+    def _prompts(self, request: R, warnings: list[str]) -> list[Prompt]:
+        """All prompts; runs in a thread, and may append to `warnings`."""
+
+    @abstractmethod
+    def _default_max_tokens(self) -> int:
+        """max_tokens where neither request nor operator sets it."""
+
+    @abstractmethod
+    def _top_logprobs(self, request: R) -> int | None:
+        """Number of top tokens per generated token; None: no log probabilities."""
+
+    @abstractmethod
+    def _response(self, request: GenerateRequest, results: list[Update], usage: Usage) -> msgspec.Struct:
+        """The body of a non-streaming response."""
+
+    @abstractmethod
+    def _delta(self, update: Update) -> dict[str, Any]:
+        """The part of a chunk's choice that contains the new text."""
+
+    @abstractmethod
+    def _logprobs(
+        self, request: GenerateRequest, index: int, entries: Sequence[TokenLogprob]
+    ) -> msgspec.Struct:
+        """Log probabilities of tokens of choice `index`."""
+
+    @abstractmethod
+    def _first_frame(
+        self,
+        template: ChunkTemplate,
+        request: GenerateRequest,
+        index: int,
+        update: Update,
+        usage: Usage | None,
+    ) -> bytes:
+        """The frame before the first text of choice `index`; `update` is its first one."""
+
+    def _scores_only(self, request: R) -> bool:
+        """Whether the request only scores its prompt: `echo` with max_tokens 0."""
+        return False
+
+    def _check(
+        self, body: bytes, caller: Caller, started: float
+    ) -> tuple[GenerateRequest, list[SamplingParams], str]:
+        """(the request without engine requests, parameters per prompt, cache salt)."""
         request, warnings = self.schema.decode(body, self._options.lenient_fields)
         self._models.check(request.model)
-        text, shown = self._text_options(request), self._shown(request)
+        text, options = self._text_options(request), self._response_options(request)
         name = given_id(request, caller) or secrets.token_hex(16)
         cache_salt = salt(request.cache_salt, caller)
-        prompts = await self._off_loop(len(body), lambda: self._read(request, shown, warnings))
-        params = [self._params(request, shown, prompt) for prompt in prompts]
-        _check_amounts(prompts, params[0], shown)
-        return GenerateRequest(
+        prompts, params = self._read(request, options, warnings)
+        checked = GenerateRequest(
             id=self.id_prefix + name,
             created=int(time.time()),
-            requests=self._requests(prompts, params, cache_salt),
+            requests=[],
             prompts=prompts,
             text=text,
-            shown=shown,
+            options=options,
             n=params[0].n,
             streaming=bool(request.stream),
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
             warnings=warnings,
             started=started,
         )
+        return checked, params, cache_salt
 
-    async def answer(self, job: GenerateRequest) -> bytes:
-        """The whole reply as JSON. Cancelling aborts the generation."""
-        tally = job.tally()
-        results = [Update(request.request_id, array("i")) for request in job.requests]
-        with self._client.open(job.requests, job.text, every_step=False) as stream:
-            async for updates in stream:
-                for update in updates:
-                    _raise_error(update)
-                    index = job.index(update)
-                    tally.add(index, job.fit_to_show(update))
-                    results[index].merge(update)
-        usage = tally.usage(stream)
-        size = sum(len(result.logprobs) + len(result.prompt_logprobs) for result in results)
-        return await self._off_loop(
-            size * _INLINE_BYTES // _INLINE_LOGPROBS,
-            lambda: msgspec.json.encode(self._answer(job, results, usage)),
-        )
+    def _encode(self, request: R, text: str, add_special_tokens: bool) -> list[int]:
+        """Ids of a prompt; only those to be truncated may exceed the context length."""
+        excess = 0 if request.truncate_prompt_tokens is None else MAX_EXCESS_TOKENS
+        return self._inputs.encode(text, add_special_tokens, excess)
 
-    async def frames(self, job: GenerateRequest) -> AsyncGenerator[bytes, None]:
-        """The reply as server-sent events. Close it to abort the generation."""
-        template = self._template(job)
-        tally = job.tally()
-        with self._client.open(job.requests, job.text) as stream:
-            try:
-                async for updates in stream:
-                    if frames := self._render(template, job, tally, updates, stream):
-                        yield frames
-            except ApiError as error:
-                yield error_frame(error.body())
-                return
-        if job.include_usage:
-            yield template.usage(tally.usage(stream))
-        yield DONE
+    def _kept_tokens(self, request: R) -> int | None:
+        """How many prompt tokens `truncate_prompt_tokens` keeps; None without truncation."""
+        max_tokens, max_model_len = requested_max_tokens(request), self._inputs.max_model_len
+        if max_tokens is None:  # a default never takes more than half of the context
+            max_tokens = min(self._default_limit(), max_model_len // 2)
+        return kept_tokens(request, max_model_len, max_tokens)
 
-    @abstractmethod
-    def _prompts(self, request: R, warnings: list[str]) -> list[Prompt]:
-        """Every prompt; runs in any thread, and may append to `warnings`."""
-
-    @abstractmethod
-    def _default_max_tokens(self) -> int:
-        """The length of answers where neither request nor operator names one."""
-
-    @abstractmethod
-    def _top_logprobs(self, request: R) -> int | None:
-        """How many of the most likely tokens to show beside each one; None shows none at all."""
-
-    @abstractmethod
-    def _answer(self, job: GenerateRequest, results: list[Update], usage: Usage) -> msgspec.Struct:
-        """The body of a reply that is not streamed."""
-
-    @abstractmethod
-    def _news(self, update: Update) -> dict[str, Any]:
-        """The part of a chunk's choice that holds text."""
-
-    @abstractmethod
-    def _logprobs(self, job: GenerateRequest, index: int, entries: Sequence[TokenLogprob]) -> msgspec.Struct:
-        """Log probabilities of tokens of one choice."""
-
-    @abstractmethod
-    def _first_frame(
-        self, template: ChunkTemplate, job: GenerateRequest, index: int, update: Update, usage: Usage | None
-    ) -> bytes:
-        """What goes before the first text of a choice, whose first tokens `update` brings."""
-
-    def _scores_only(self, request: R) -> bool:
-        """Whether the request wants no token generated; only endpoints that show prompts allow it."""
-        return False
-
-    def _fit(self, request: R, ids: list[int]) -> list[int]:
-        """What the request wants to keep of a prompt."""
-        limit, longest = answer_limit(request), self._inputs.max_model_len
-        # Without a word about the answer's length, it shall not crowd out the prompt.
-        answer = limit if limit is not None else min(self._usual_max_tokens(), longest // 2)
-        return truncated(ids, request, longest, answer)
-
-    def _template(self, job: GenerateRequest) -> ChunkTemplate:
+    def _template(self, request: GenerateRequest) -> ChunkTemplate:
         header = ChunkHeader(
-            id=job.id,
+            id=request.id,
             object=self.chunk_object,
-            created=job.created,
+            created=request.created,
             model=self._models.name,
             fingerprint=self._options.fingerprint,
-            warnings=job.warnings,
-            include_usage=job.include_usage,
+            warnings=request.warnings,
+            include_usage=request.include_usage,
         )
-        return ChunkTemplate(header, len(job.requests), self._news)
+        return ChunkTemplate(header, len(request.requests), self._delta)
 
     def _render(
         self,
         template: ChunkTemplate,
-        job: GenerateRequest,
-        tally: UsageCounter,
+        request: GenerateRequest,
+        counter: UsageCounter,
         updates: list[Update],
         stream: Stream,
     ) -> bytes:
-        """All frames of one wake-up, for one write."""
-        frames, shown, details = [], job.shown, job.shown.details
+        """All frames of `updates`, for one write."""
+        frames, options, details = [], request.options, request.options.details
         for update in updates:
             _raise_error(update)
-            index = job.index(update)
-            if tally.begins(index):
-                usage = tally.usage(stream) if shown.continuous_usage else None
-                frames.append(self._first_frame(template, job, index, update, usage))
-            tally.add(index, job.fit_to_show(update))
+            index = request.index(update)
+            if counter.is_first(index):
+                usage = counter.usage(stream) if options.continuous_usage else None
+                frames.append(self._first_frame(template, request, index, update, usage))
+            counter.add(index, request.visible(update))
             if details:
-                usage = tally.usage(stream) if shown.continuous_usage else None
-                frames.append(self._detailed_frame(template, job, index, update, usage))
+                usage = counter.usage(stream) if options.continuous_usage else None
+                frames.append(self._detailed_frame(template, request, index, update, usage))
             elif update.finished or update.reasoning:
                 frames.append(template.update(index, update))
             elif update.text:
@@ -223,16 +248,21 @@ class GenerationService(ABC, Generic[R]):
         return b"".join(frames)
 
     def _detailed_frame(
-        self, template: ChunkTemplate, job: GenerateRequest, index: int, update: Update, usage: Usage | None
+        self,
+        template: ChunkTemplate,
+        request: GenerateRequest,
+        index: int,
+        update: Update,
+        usage: Usage | None,
     ) -> bytes:
-        """A chunk with more than text; nothing while there is nothing to tell."""
-        shows_ids = bool(job.shown.token_ids and update.token_ids)
+        """A chunk with more than text; empty if `update` has nothing to show."""
+        shows_ids = bool(request.options.token_ids and update.token_ids)
         if not (update.finished or update.text or update.reasoning or update.logprobs or shows_ids):
             return b""
         choice = template.choice(index, update)
         if update.logprobs:
-            choice["logprobs"] = self._logprobs(job, index, update.logprobs)
-        if job.shown.token_ids:
+            choice["logprobs"] = self._logprobs(request, index, update.logprobs)
+        if request.options.token_ids:
             choice["token_ids"] = update.token_ids.tolist()
         return template.frame([choice], usage)
 
@@ -243,13 +273,13 @@ class GenerationService(ABC, Generic[R]):
         skip_special = request.skip_special_tokens is not False
         return TextOptions(stops, bool(request.include_stop_str_in_output), skip_special)
 
-    def _shown(self, request: R) -> ResponseOptions:
+    def _response_options(self, request: R) -> ResponseOptions:
         _check_stream_options(request)
         has_tokenizer = self._options.has_tokenizer
         if request.echo and not has_tokenizer:
-            raise RequestError("this model has no tokenizer to show the prompt's text with", param="echo")
+            raise RequestError("'echo' needs a tokenizer, and this model has none", param="echo")
         return ResponseOptions(
-            names=TokenNames(self._inputs.tokenizer, bool(request.return_tokens_as_token_ids)),
+            tokens=TokenFormatter(self._inputs.tokenizer, bool(request.return_tokens_as_token_ids)),
             logprobs=self._top_logprobs(request),
             prompt_logprobs=_prompt_logprobs(request),
             echo=bool(request.echo),
@@ -259,67 +289,105 @@ class GenerationService(ABC, Generic[R]):
             continuous_usage=bool(request.stream_options and request.stream_options.continuous_usage_stats),
         )
 
-    def _read(self, request: R, shown: ResponseOptions, warnings: list[str]) -> list[Prompt]:
+    def _read(
+        self, request: R, options: ResponseOptions, warnings: list[str]
+    ) -> tuple[list[Prompt], list[SamplingParams]]:
+        """The checked prompts with their parameters, which differ in max_tokens only."""
         prompts = self._prompts(request, warnings)
         for prompt in prompts:
             self._inputs.check_prompt(prompt.ids)
-        return [self._echoed(request, shown, prompt) for prompt in prompts] if shown.echo else prompts
+        params = self._params(request, options, prompts)
+        _check_amounts(prompts, params[0], options)
+        if options.echo:
+            prompts = [self._with_echo(request, options, prompt) for prompt in prompts]
+        return prompts, params
 
-    def _echoed(self, request: R, shown: ResponseOptions, prompt: Prompt) -> Prompt:
+    def _with_echo(self, request: R, options: ResponseOptions, prompt: Prompt) -> Prompt:
         tokenizer, skip_special = self._inputs.tokenizer, request.skip_special_tokens is not False
-        assert tokenizer is not None  # `_shown` refuses echo without one
-        echo = tokenizer.decode(prompt.ids, skip_special) if prompt.echo is None else prompt.echo
-        asks = shown.logprobs is not None
-        offsets = text_offsets(tokenizer, prompt.ids, skip_special) if asks else ()
+        assert tokenizer is not None  # `_response_options` refuses echo without one
+        echo = decode(tokenizer, prompt.ids, skip_special) if prompt.echo is None else prompt.echo
+        scored = options.logprobs is not None
+        offsets = text_offsets(tokenizer, prompt.ids, skip_special) if scored else ()
         return dataclasses.replace(prompt, echo=echo, offsets=offsets)
 
-    def _params(self, request: R, shown: ResponseOptions, prompt: Prompt) -> SamplingParams:
-        limit = 1 if shown.score_only else answer_limit(request)
+    def _params(self, request: R, options: ResponseOptions, prompts: list[Prompt]) -> list[SamplingParams]:
+        limit = 1 if options.score_only else requested_max_tokens(request)
         if limit is None:
-            limit = min(self._usual_max_tokens(), self._inputs.room(prompt.ids))
-        return sampling_params(
+            default = self._default_limit()
+            limits = [min(default, self._inputs.room(prompt.ids)) for prompt in prompts]
+        else:
+            limits = [limit] * len(prompts)
+        # Checked once, with the smallest max_tokens, since min_tokens must not exceed it.
+        params = sampling_params(
             request,
             self._options.default_sampling,
-            max_tokens=limit,
-            logprobs=shown.logprobs,
-            prompt_logprobs=self._prompt_logprobs(shown),
+            max_tokens=min(limits),
+            logprobs=options.logprobs,
+            prompt_logprobs=self._prompt_logprobs(options),
         )
+        return [_with_max_tokens(params, limit) for limit in limits]
 
-    def _prompt_logprobs(self, shown: ResponseOptions) -> int | None:
-        """How many log probabilities the engine is asked for at each place of the prompt."""
-        return shown.prompt_logprobs
+    def _prompt_logprobs(self, options: ResponseOptions) -> int | None:
+        """Number of top tokens per prompt token; None: no prompt logprobs."""
+        return options.prompt_logprobs
 
-    def _usual_max_tokens(self) -> int:
+    def _default_limit(self) -> int:
         return self._options.default_max_tokens or self._default_max_tokens()
 
     def _requests(
-        self, prompts: list[Prompt], params: list[SamplingParams], cache_salt: str
+        self, prompts: list[Prompt], params: list[SamplingParams], ids: list[int], cache_salt: str
     ) -> list[AddRequest]:
+        """The engine's requests: `n` consecutive `ids` for each prompt."""
+        checked, n = self._inputs.check_params(params[0]), params[0].n
         requests = []
-        for prompt, options in zip(prompts, params, strict=True):
-            ids = self._client.new_ids(options.n)
-            requests += self._inputs.requests(prompt.ids, options, ids, cache_salt)
+        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            request_ids = ids[index * n : (index + 1) * n]
+            requests += self._inputs.requests(prompt.ids, own, request_ids, cache_salt, checked)
         return requests
 
-    async def _off_loop(self, size: int, work: Callable[[], T]) -> T:
-        if size <= _INLINE_BYTES:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+def check_choices(prompts: int, n: int) -> None:
+    """Raises RequestError for too many choices."""
+    if n * prompts > MAX_CHOICES:
+        raise RequestError(f"{prompts} prompts with n={n} are more than {MAX_CHOICES} choices", param="n")
 
 
-def _check_amounts(prompts: list[Prompt], params: SamplingParams, shown: ResponseOptions) -> None:
-    """What each field allows may be too much in all. The prompts share all but max_tokens."""
-    n = params.n
-    if n * len(prompts) > MAX_CHOICES:
+def check_prompt_tokens(tokens: int, prompts: int) -> None:
+    """Raises RequestError for several prompts with too many tokens in all."""
+    if prompts > 1 and tokens > MAX_PROMPT_TOKENS:
         raise RequestError(
-            f"{len(prompts)} prompts with n={n} are more than {MAX_CHOICES} choices", param="n"
+            f"the {prompts} prompts have {tokens} tokens or more, at most {MAX_PROMPT_TOKENS} are allowed "
+            "in one request: send fewer prompts at once",
+            param="prompt",
         )
-    tokens = n * sum(len(prompt.ids) for prompt in prompts)
+
+
+def _with_max_tokens(params: SamplingParams, max_tokens: int) -> SamplingParams:
+    if params.max_tokens == max_tokens:
+        return params
+    own = copy.copy(params)
+    own.max_tokens = max_tokens
+    return own
+
+
+def _response_bytes(result: Update) -> int:
+    """About how many bytes of a response come from `result`."""
+    text = len(result.text) + len(result.reasoning) + _TOKEN_BYTES * len(result.token_ids)
+    return text + _LOGPROB_BYTES * (len(result.logprobs) + len(result.prompt_logprobs))
+
+
+def _check_amounts(prompts: list[Prompt], params: SamplingParams, options: ResponseOptions) -> None:
+    """Limits on the whole request. All prompts have the same parameters except max_tokens."""
+    n = params.n
+    check_choices(len(prompts), n)
+    prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
+    check_prompt_tokens(prompt_tokens, len(prompts))
+    tokens = n * prompt_tokens
     if params.prompt_logprobs is not None and tokens * (1 + params.prompt_logprobs) > MAX_PROMPT_LOGPROBS:
         raise RequestError(
             f"{1 + params.prompt_logprobs} log probabilities for each of {tokens} prompt tokens are more "
             f"than {MAX_PROMPT_LOGPROBS}: send fewer prompts at once, or ask for fewer",
-            param="logprobs" if shown.prompt_logprobs is None else "prompt_logprobs",
+            param="logprobs" if options.prompt_logprobs is None else "prompt_logprobs",
         )
     allowed = len(params.allowed_token_ids or ())
     if n * len(prompts) * allowed > MAX_ALLOWED_IDS:

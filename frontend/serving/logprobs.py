@@ -1,7 +1,7 @@
-"""Log probabilities in the forms of the two endpoints, and in vLLM's for prompts.
+"""Log probabilities in the response formats of the two endpoints; prompt logprobs as in vLLM.
 
-All are natural logarithms of the model's own distribution, before temperature, penalties and
-filters, as vLLM reports them by default.
+All are natural logarithms of the model's distribution before temperature, penalties and
+filters.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from frontend.token_logprobs import TokenLogprob
 from frontend.tokenizer import Tokenizer
 
 __all__ = [
-    "TokenNames",
+    "TokenFormatter",
     "chat_logprobs",
     "completion_logprobs",
     "echoed_logprobs",
@@ -22,19 +22,19 @@ __all__ = [
     "prompt_logprobs",
 ]
 
-# Stands for minus infinity, which JSON cannot say.
+# Replaces minus infinity, which JSON cannot express.
 _LOWEST = -9999.0
 
 
-class TokenNames:
-    """How tokens are called: by their text, or as `token_id:<id>` where asked for or without one."""
+class TokenFormatter:
+    """Formats tokens as text, or as `token_id:<id>` if requested or without a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer | None, as_ids: bool):
         self._tokenizer = tokenizer
         self._as_ids = as_ids
 
     def name(self, token_id: int) -> str:
-        """For people, and as a key."""
+        """The token's name in responses."""
         if self._as_ids or self._tokenizer is None:
             return f"token_id:{token_id}"
         return self._tokenizer.token_text(token_id)
@@ -48,16 +48,16 @@ class TokenNames:
         return None if self._tokenizer is None else list(self._tokenizer.token_bytes(token_id))
 
 
-def chat_logprobs(names: TokenNames, entries: Sequence[TokenLogprob], top: int) -> ChatLogprobs:
-    """The `top` most likely tokens are shown beside each; that token may be among them."""
+def chat_logprobs(tokens: TokenFormatter, entries: Sequence[TokenLogprob], top: int) -> ChatLogprobs:
+    """Each token with the `top` most likely ones; it may be one of them."""
     return ChatLogprobs(
         [
             ChatTokenLogprob(
-                token=names.name(entry.token_id),
+                token=tokens.name(entry.token_id),
                 logprob=_finite(entry.logprob),
-                bytes=names.bytes(entry.token_id),
+                bytes=tokens.bytes(entry.token_id),
                 top_logprobs=[
-                    ChatTopLogprob(names.name(token_id), _finite(value), names.bytes(token_id))
+                    ChatTopLogprob(tokens.name(token_id), _finite(value), tokens.bytes(token_id))
                     for token_id, value in entry.top[:top]
                 ],
             )
@@ -67,30 +67,30 @@ def chat_logprobs(names: TokenNames, entries: Sequence[TokenLogprob], top: int) 
 
 
 def completion_logprobs(
-    names: TokenNames, entries: Sequence[TokenLogprob], top: int, offset: int = 0
+    tokens: TokenFormatter, entries: Sequence[TokenLogprob], top: int, offset: int = 0
 ) -> CompletionLogprobs:
-    """Columns for tokens whose text begins `offset` characters into the choice's text."""
+    """Columns for tokens; `offset` characters of the choice's text precede the first."""
     return CompletionLogprobs(
-        tokens=[names.name(entry.token_id) for entry in entries],
+        tokens=[tokens.name(entry.token_id) for entry in entries],
         token_logprobs=[_finite(entry.logprob) for entry in entries],
-        top_logprobs=[_by_name(names, entry, top) for entry in entries],
+        top_logprobs=[_by_name(tokens, entry, top) for entry in entries],
         text_offset=[offset + entry.offset for entry in entries],
     )
 
 
 def echoed_logprobs(
-    names: TokenNames, prompt: Prompt, entries: Sequence[TokenLogprob], top: int
+    tokens: TokenFormatter, prompt: Prompt, entries: Sequence[TokenLogprob], top: int
 ) -> CompletionLogprobs:
-    """Columns for a prompt, of whose tokens all but the first have an entry."""
+    """Columns for a prompt; its first token has no log probability."""
     placed = [
         entry._replace(offset=offset) for entry, offset in zip(entries, prompt.offsets[1:], strict=True)
     ]
-    first = CompletionLogprobs([names.name(prompt.ids[0])], [None], [None], [0])
-    return joined(first, completion_logprobs(names, placed, top))
+    first = CompletionLogprobs([tokens.name(prompt.ids[0])], [None], [None], [0])
+    return joined(first, completion_logprobs(tokens, placed, top))
 
 
 def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """The columns of `first`, then those of `second`."""
+    """`first` and `second` concatenated."""
     return CompletionLogprobs(
         first.tokens + second.tokens,
         first.token_logprobs + second.token_logprobs,
@@ -100,26 +100,26 @@ def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionL
 
 
 def prompt_logprobs(
-    names: TokenNames, entries: Sequence[TokenLogprob], top: int
+    tokens: TokenFormatter, entries: Sequence[TokenLogprob], top: int
 ) -> list[PromptLogprob | None]:
-    """One for each token of a prompt; null for the first."""
-    return [None, *(_by_id(names, entry, top) for entry in entries)]
+    """One entry per prompt token; null for the first."""
+    return [None, *(_by_id(tokens, entry, top) for entry in entries)]
 
 
-def _by_id(names: TokenNames, entry: TokenLogprob, top: int) -> PromptLogprob:
+def _by_id(tokens: TokenFormatter, entry: TokenLogprob, top: int) -> PromptLogprob:
     def ranked(token_id: int, value: float, rank: int) -> RankedLogprob:
-        return RankedLogprob(_finite(value), rank, names.text(token_id))
+        return RankedLogprob(_finite(value), rank, tokens.text(token_id))
 
-    likely = enumerate(entry.top[:top], 1)
+    top_tokens = enumerate(entry.top[:top], 1)
     return {str(entry.token_id): ranked(entry.token_id, entry.logprob, entry.rank)} | {
-        str(token_id): ranked(token_id, value, rank) for rank, (token_id, value) in likely
+        str(token_id): ranked(token_id, value, rank) for rank, (token_id, value) in top_tokens
     }
 
 
-def _by_name(names: TokenNames, entry: TokenLogprob, top: int) -> dict[str, float]:
-    values = {names.name(entry.token_id): _finite(entry.logprob)}
+def _by_name(tokens: TokenFormatter, entry: TokenLogprob, top: int) -> dict[str, float]:
+    values = {tokens.name(entry.token_id): _finite(entry.logprob)}
     for token_id, value in entry.top[:top]:
-        name = names.name(token_id)
+        name = tokens.name(token_id)
         values[name] = max(_finite(value), values.get(name, _LOWEST))
     return values
 

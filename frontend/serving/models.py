@@ -1,4 +1,4 @@
-"""Which models are served: one."""
+"""The served model."""
 
 import hashlib
 import time
@@ -16,7 +16,7 @@ __all__ = ["ModelService", "fingerprint"]
 
 
 def fingerprint(config: EngineConfig, checkpoint: Checkpoint) -> str:
-    """Changes with whatever may change an answer: version, model, and how it runs."""
+    """A hash of all that may change a response: version, configuration, checkpoint."""
     parts = msgspec.json.encode([atom_version(), config, checkpoint], order="deterministic")
     return f"fp_{hashlib.sha256(parts).hexdigest()[:12]}"
 
@@ -30,10 +30,10 @@ class ModelService:
         self._created = int(time.time())
 
     def check(self, name: str | None) -> None:
-        """Raises RequestError with status 404 for a model that is not served here."""
+        """Raises RequestError with status 404 for any other model."""
         if name is not None and name != self.name:
             raise RequestError(
-                f"the model '{name}' does not exist here; this server has '{self.name}'",
+                f"the model '{name}' does not exist; this server serves '{self.name}'",
                 param="model",
                 status=404,
                 code="model_not_found",
@@ -45,6 +45,6 @@ class ModelService:
         return ModelList(data=[card])
 
     def get(self, name: str) -> ModelCard:
-        """One model by name; RequestError with status 404 for another."""
+        """The model `name`. Raises RequestError with status 404 for any other."""
         self.check(name)
         return self.list().data[0]

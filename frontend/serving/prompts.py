@@ -1,7 +1,6 @@
-"""What a request is about: its prompts, cut to size, and the names that it goes by."""
+"""Prompts of a request: truncation, text offsets, cache salt, request id."""
 
 import hashlib
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ from frontend.schemas.generation import GenerationRequest
 from frontend.serving.caller import REQUEST_ID, Caller
 from frontend.tokenizer import Tokenizer
 
-__all__ = ["Prompt", "given_id", "salt", "text_offsets", "truncated"]
+__all__ = ["Prompt", "given_id", "kept_tokens", "salt", "text_offsets", "truncated"]
 
 _MAX_SALT_LENGTH = 1024
 
@@ -22,43 +21,50 @@ class Prompt:
 
     ids: list[int]
     echo: str | None = None
-    """What `echo` shows of it; None is the text of `ids`."""
+    """The text for `echo`; None: the decoded `ids`."""
     offsets: Sequence[int] = ()
-    """Where in `echo` each id's text begins, for requests that want to know."""
+    """Where in `echo` the text of each id begins; only for requests with echoed log probabilities."""
 
 
-def truncated(ids: list[int], request: GenerationRequest, max_model_len: int, answer: int) -> list[int]:
-    """The part of `ids` that `truncate_prompt_tokens` leaves; -1 leaves room for `answer` tokens."""
+def kept_tokens(request: GenerationRequest, max_model_len: int, max_tokens: int) -> int | None:
+    """How many prompt tokens `truncate_prompt_tokens` keeps; None without truncation.
+
+    -1 leaves room for `max_tokens` generated tokens.
+    """
     limit = request.truncate_prompt_tokens
     if limit is None:
         if request.truncation_side is not None:
             raise RequestError("'truncation_side' needs 'truncate_prompt_tokens'", param="truncation_side")
-        return ids
+        return None
     if limit != -1 and not 1 <= limit <= max_model_len:
         raise RequestError(
             f"'truncate_prompt_tokens' must be -1 or in [1, {max_model_len}], not {limit}",
             param="truncate_prompt_tokens",
         )
-    keep = max(max_model_len - answer, 1) if limit == -1 else limit
-    return ids[:keep] if request.truncation_side == "right" else ids[-keep:]
+    return max(max_model_len - max_tokens, 1) if limit == -1 else limit
+
+
+def truncated(ids: list[int], kept: int | None, request: GenerationRequest) -> list[int]:
+    """The `kept` ids of the side that `request` wants; all for None."""
+    if kept is None:
+        return ids
+    return ids[:kept] if request.truncation_side == "right" else ids[-kept:]
 
 
 def text_offsets(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
-    """The characters of text before each id."""
-    record: array[int] = array("i")
-    detokenizer = Detokenizer(tokenizer, record, skip_special_tokens)
+    """The number of characters before the text of each id."""
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens)
     offsets, total = [], 0
     for token_id in ids:
-        record.append(token_id)
         offsets.append(total)
-        total += len(detokenizer.feed())
+        total += len(detokenizer.feed(token_id))
     return offsets
 
 
 def salt(cache_salt: str | None, caller: Caller) -> str:
-    """Sets a caller's cached prompts apart from those of other tenants and other salts.
+    """The prefix cache's salt for one tenant and `cache_salt`; empty where there is neither.
 
-    Empty, and so shared with all others that are, where there is neither tenant nor salt.
+    Only requests with equal salts share cached blocks.
     """
     if cache_salt is not None and not 0 < len(cache_salt) <= _MAX_SALT_LENGTH:
         raise RequestError(
@@ -67,13 +73,13 @@ def salt(cache_salt: str | None, caller: Caller) -> str:
         )
     if cache_salt is None and not caller.tenant:
         return ""
-    # The length tells where the tenant ends, so that no two pairs look the same.
+    # The length marks the end of the tenant, so that different pairs give different strings.
     pair = f"{len(caller.tenant)}:{caller.tenant}{cache_salt or ''}"
     return hashlib.sha256(pair.encode()).hexdigest()
 
 
 def given_id(request: GenerationRequest, caller: Caller) -> str | None:
-    """The client's own name for its request: of the body, else of the header."""
+    """The client's request id: from the body, else from the header."""
     name = request.request_id
     if name is None:
         return caller.request_id

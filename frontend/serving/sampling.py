@@ -1,4 +1,4 @@
-"""From request fields to sampling parameters."""
+"""Sampling parameters from request fields."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from atom.sampling_params import SamplingParams
 from frontend.errors import RequestError
 from frontend.schemas.generation import GenerationRequest
 
-__all__ = ["answer_limit", "sampling_params", "stop_strings"]
+__all__ = ["requested_max_tokens", "sampling_params", "stop_strings"]
 
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
@@ -31,14 +31,13 @@ _SAME_NAME = (
 
 
 def sampling_params(
-    request: GenerationRequest, defaults: dict[str, float | int], **settled: int | None
+    request: GenerationRequest, defaults: dict[str, float | int], **overrides: int | None
 ) -> SamplingParams:
-    """Fields the request names, else the checkpoint's defaults, else ours.
+    """The request's fields, else the checkpoint's defaults, else SamplingParams' defaults.
 
-    `settled` are parameters that the endpoint has worked out. Raises RequestError naming the
-    field.
+    `overrides` replace the defaults. Raises RequestError naming the field.
     """
-    values: dict[str, Any] = {**defaults, **settled}
+    values: dict[str, Any] = {**defaults, **overrides}
     for name in _SAME_NAME:
         if (given := getattr(request, name)) is not None:
             values[name] = given
@@ -47,19 +46,19 @@ def sampling_params(
     try:
         return SamplingParams(**values)
     except ValueError as error:
-        # Their texts begin with the name of the field.
+        # SamplingParams puts the field's name first in its messages.
         raise RequestError(str(error), param=str(error).partition(" ")[0]) from None
 
 
-def answer_limit(request: GenerationRequest) -> int | None:
-    """How many tokens the request wants at most; None where it does not say."""
+def requested_max_tokens(request: GenerationRequest) -> int | None:
+    """The request's limit on generated tokens; None where it has none."""
     if request.max_completion_tokens is not None:
         return request.max_completion_tokens
     return request.max_tokens
 
 
 def stop_strings(stop: str | list[str] | None) -> list[str]:
-    """The stop strings of a request. An empty string alone asks for nothing."""
+    """The stop strings of a request; `""` alone means none."""
     stops = [stop] if isinstance(stop, str) else stop or []
     if stop == "":
         return []
@@ -74,7 +73,10 @@ def stop_strings(stop: str | list[str] | None) -> list[str]:
 
 
 def _token_id(key: str) -> int:
-    # No more digits than any vocabulary needs: Python reads longer numbers slowly, or not at all.
-    if not (key.isascii() and key.isdigit() and len(key) <= 10):
-        raise RequestError(f"logit_bias has the key {key[:40]!r}, which is no token id", param="logit_bias")
+    # int() is slow for very long digit strings, and refuses some.
+    # "05" and "5" would be one token with two biases.
+    if not (key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key):
+        raise RequestError(
+            f"logit_bias has the key {key[:40]!r}, which is not a token id", param="logit_bias"
+        )
     return int(key)

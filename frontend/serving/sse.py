@@ -1,6 +1,6 @@
-"""Frames of a token stream, from a template that is rendered once a stream.
+"""Server-sent events of a token stream, from a template that is rendered once per stream.
 
-Only the escaped text and, at the end, the reasons vary from frame to frame:
+Only the escaped text varies from frame to frame:
 
     data: {"id":…,"choices":[{"index":0,"delta":{"content":   "text"   },"finish_reason":null}]}
     └────────────────────── head ──────────────────────────┘           └──────── tail ────────┘
@@ -20,18 +20,18 @@ from frontend.serving.reasons import openai_reason
 __all__ = ["DONE", "ChunkHeader", "ChunkShape", "ChunkTemplate", "error_frame"]
 
 DONE = b"data: [DONE]\n\n"
-_MARK = "\0"  # stands for the text while a template is rendered; JSON escapes it uniquely
+_MARK = "\0"  # replaces the text while a template is rendered; JSON escapes it uniquely
 
 _encode = msgspec.json.Encoder().encode
 _escaped_mark = _encode(_MARK)
 
 ChunkShape = Callable[[Update], dict[str, Any]]
-"""The part of a choice that holds what an update brings, for example {"text": …}."""
+"""The part of a choice that contains the new text, for example {"text": …}."""
 
 
 @dataclass(frozen=True)
 class ChunkHeader:
-    """What every chunk of one stream repeats."""
+    """The fields that all chunks of one stream share."""
 
     id: str
     object: str
@@ -42,7 +42,7 @@ class ChunkHeader:
     include_usage: bool
 
     def chunk(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> dict[str, Any]:
-        """One chunk as OpenAI lays it out."""
+        """One chunk in OpenAI's form."""
         chunk: dict[str, Any] = {
             "id": self.id,
             "object": self.object,
@@ -72,11 +72,11 @@ class ChunkTemplate:
         return b"%b%b%b" % (head, _encode(text), tail)
 
     def update(self, index: int, update: Update) -> bytes:
-        """A frame with all that is new about one choice, its end included."""
+        """A frame with one update, including a finish reason."""
         return self.frame([self.choice(index, update)])
 
     def choice(self, index: int, update: Update) -> dict[str, Any]:
-        """What is new about one choice, to which details may be added before it goes into a frame."""
+        """The `choices` entry of one update; the caller may add fields to it."""
         if update.reason is None:
             return self._choice(index, update, None)
         choice = self._choice(index, update, openai_reason(update.reason))
@@ -85,11 +85,11 @@ class ChunkTemplate:
         return choice
 
     def usage(self, usage: Usage) -> bytes:
-        """The frame after the last choice, with no choices."""
+        """The last frame: usage, no choices."""
         return self.frame([], usage)
 
     def frame(self, choices: list[dict[str, Any]], usage: Usage | None = None, **more: Any) -> bytes:
-        """Any chunk, rendered in full; `more` are further fields of it."""
+        """A chunk rendered in full; `more` are further fields of it."""
         return b"data: %b\n\n" % _encode(self._header.chunk(choices, usage) | more)
 
     def _choice(self, index: int, update: Update, reason: str | None) -> dict[str, Any]:
@@ -102,5 +102,5 @@ class ChunkTemplate:
 
 
 def error_frame(body: bytes) -> bytes:
-    """An error object in the middle of a stream, which ends with it."""
+    """An error object inside a stream; only DONE follows."""
     return b"data: %b\n\n" % body

@@ -1,4 +1,4 @@
-"""Counting the tokens and times of one request."""
+"""Token counts and times of one request."""
 
 from frontend.engine_client import Stream
 from frontend.output_processor import Update
@@ -10,40 +10,40 @@ _DIGITS = 6  # microseconds
 
 
 class UsageCounter:
-    """Counts over all choices of one HTTP request, which arrived at `started` (monotonic)."""
+    """Counts over all choices of one HTTP request; `started` is its arrival (monotonic, seconds)."""
 
     def __init__(self, prompt_tokens: int, choices: int, n: int, started: float):
         self._prompt_tokens = prompt_tokens
         self._tokens = [0] * choices
-        self._begun = [False] * choices
+        self._started_choices = [False] * choices
         self._cached = 0
         self._n = n
         self._started = started
 
-    def begins(self, index: int) -> bool:
-        """Whether nothing was counted for choice `index` so far."""
-        return not self._begun[index]
+    def is_first(self, index: int) -> bool:
+        """Whether choice `index` has had no update yet."""
+        return not self._started_choices[index]
 
     def add(self, index: int, update: Update) -> None:
         """Count one update of choice `index`."""
-        self._begun[index] = True
+        self._started_choices[index] = True
         self._tokens[index] += len(update.token_ids)
-        # The choices of one prompt share it: its tokens count once, and so do the cached ones.
+        # The sequences of one prompt share its tokens, so cached tokens count once per prompt.
         if index % self._n == 0:
             self._cached += update.cached_tokens
 
     def usage(self, stream: Stream) -> Usage:
-        """The figures so far, or in all once the stream has ended."""
+        """The usage up to now."""
         tokens = sum(self._tokens)
-        later = max(self._tokens) - 1
-        decoding = stream.last_token_at - stream.first_token_at
+        decoded = max(self._tokens) - 1
+        decoding_s = stream.last_token_at - stream.first_token_at
         return Usage(
             prompt_tokens=self._prompt_tokens,
             completion_tokens=tokens,
             total_tokens=self._prompt_tokens + tokens,
             prompt_tokens_details=PromptTokensDetails(self._cached),
             ttft_s=self._since_start(stream.first_token_at),
-            tpot_s=round(decoding / later, _DIGITS) if later > 0 else 0.0,
+            tpot_s=round(decoding_s / decoded, _DIGITS) if decoded > 0 else 0.0,
             latency_s=self._since_start(stream.last_token_at),
         )
 

@@ -1,12 +1,19 @@
-"""What the README promises is what the code has."""
+"""The README is short, and its figures, models and promises are those of the code and the results."""
 
+import json
+import re
 from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
 import atom
 from atom.config.engine import EngineConfig
 from atom.config.fields import fields_of
 from atom.config.not_yet import REFUSED
-from tools.readme_tables import README, with_tables
+from tests.helpers.source import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MAX_LINES = 150
 
 DOCUMENTED_FLAGS = [
     "model",
@@ -35,12 +42,51 @@ DOCUMENTED_FLAGS = [
 ]
 
 
-def test_tables_are_up_to_date() -> None:
-    text = README.read_text(encoding="utf-8")
-    assert with_tables(text) == text, "run `make readme`"
+def read_json(path: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((ROOT / path).read_text(encoding="utf-8"))
+    return content
 
 
-def test_every_flag_that_users_of_atom_know_is_known() -> None:
+def test_length() -> None:
+    assert len(README.splitlines()) <= MAX_LINES
+
+
+def test_decode_times_are_the_recorded_ones() -> None:
+    text = " ".join(README.split())
+    vllm = read_json("atom/benchmarks/recorded.json")["models"]
+    for model in ("Qwen3-0.6B", "Qwen3-8B"):
+        ours = read_json(f"docs/benchmarks/{model}.json")["rows"]["batch-256"]["value"]
+        assert f"{model} {ours:.2f} ms (vLLM {vllm[model]['batch-256']['vllm']:.2f} ms)" in text
+
+
+def test_models_are_those_that_the_tests_have_proven() -> None:
+    proven = read_json("tests/models/proven.json")
+    families = {entry["family"] for entry in proven.values()}
+    assert f"{len(proven)} configurations of {len(families)} model families" in README
+    architectures = re.findall(r"^\|[^|]+\| `(\w+)` \|", README, re.MULTILINE)
+    assert sorted(architectures) == sorted({entry["architecture"] for entry in proven.values()})
+
+
+def test_accuracy_is_the_recorded_one() -> None:
+    result = read_json("docs/benchmarks/smollm2-accuracy.json")
+    assert result["different_texts"] == 0
+    said = f"{result['answers']} lm-eval requests give the same texts, and log probabilities within "
+    assert f"{said}{result['largest_difference']:.1e}" in README
+
+
+def test_folders_are_those_of_the_repository() -> None:
+    named = set(re.findall(r"^\| ((?:`\w+/`(?:, )?)+) \|", README, re.MULTILINE))
+    folders = {name for group in named for name in re.findall(r"`(\w+)/`", group)}
+    assert folders == {path.name for path in ROOT.iterdir() if path.is_dir() and is_source(path)} - {"docs"}
+
+
+def is_source(folder: Path) -> bool:
+    return not folder.name.startswith(".") and any(
+        path.suffix in (".py", ".md") for path in folder.rglob("*") if "__pycache__" not in path.parts
+    )
+
+
+def test_every_documented_flag_of_atom_is_known() -> None:
     served = {field.name for concern in fields(EngineConfig) for field in fields_of(concern.default_factory)}
     assert not served & REFUSED.keys()
     assert set(DOCUMENTED_FLAGS) <= served | REFUSED.keys()

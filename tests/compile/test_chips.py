@@ -1,4 +1,4 @@
-"""Every kernel compiled for the chips it is meant for, without one: the shapes of three models."""
+"""Every kernel compiles for the GPUs it supports, without such a GPU: the shapes of three models."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -15,13 +15,14 @@ from atom_ops.ops.kv_cache import FP8, make_kv_layer
 from atom_ops.ops.latent_cache import LatentNorms, make_latent_layer
 from atom_ops.ops.linear import BATCH_INVARIANT
 from atom_ops.ops.qkv import HeadNorms
-from atom_ops.ops.sparse_attention import ChosenTokens
+from atom_ops.ops.sparse_attention import TopKIndices
 from tests.helpers.chips import CHIPS, compiling_for
 from tests.helpers.op_cases import changed
 
 pytestmark = [
     pytest.mark.compile,
-    # Triton 3.9 says at each compilation that its default will change.
+    pytest.mark.timeout(1800),  # hundreds of compilations
+    # Triton 3.9 warns at each compilation that its default will change.
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset"),
     pytest.mark.skipif(
         triton_impl.INTERPRETED or find_spec("triton") is None, reason="needs triton, not interpreted"
@@ -80,7 +81,7 @@ def attention(heads: int, kv_heads: int, width: int, rule: AttentionRule, split_
 
 
 def latent_attention(heads: int, split_tokens: int) -> None:
-    """DeepSeek-V3's, with so many heads on a rank."""
+    """DeepSeek-V3's, with `heads` heads on a rank."""
     query, latent, rope, nope, value = 1536, 512, 64, 128, 128
     norms = LatentNorms(tensor(query), tensor(latent), 1e-6)
     expansion = tensor(heads, nope + value, latent)
@@ -107,7 +108,7 @@ def latent_attention(heads: int, split_tokens: int) -> None:
 
 
 def sparse_attention(index_heads: int, heads: int) -> None:
-    """The 2048 tokens that DeepSeek-V3.2 or GLM-5 chooses, with so many heads of attention on a rank."""
+    """The top 2048 tokens of DeepSeek-V3.2 or GLM-5, with `heads` attention heads on a rank."""
     latent, rope, width, count = 512, 64, 128, 2048
     norm = IndexNorm(tensor(width), tensor(width), 1e-6)
     for dtype in (BF16, FP8):
@@ -121,7 +122,7 @@ def sparse_attention(index_heads: int, heads: int) -> None:
             run("write_index_keys", tensor(tokens, width), norm, *turn, keys, slots, False)
             weights = tensor(tokens, index_heads, dtype=torch.float32)
             run("index_topk", tensor(tokens, index_heads, width), weights, keys, plan, count)
-            chosen = ChosenTokens(ints(tokens, count), ints(tokens))
+            chosen = TopKIndices(ints(tokens, count), ints(tokens))
             run("sparse_latent_attention", tensor(tokens, heads, latent + rope), cache, chosen, 0.1)
 
 
@@ -191,7 +192,7 @@ def test_every_plan_and_tile_of_linear(chip: str) -> None:
 
 @chips
 def test_an_unknown_gpu_has_plans_to_choose_from(chip: str) -> None:
-    """For the tokens that need the most local memory; what does not fit is left out there."""
+    """For the class of tokens that needs the most shared memory; enough plans must fit."""
     triton_impl.load()
     from atom_ops.triton_impl import linear, tuning
 
@@ -200,7 +201,7 @@ def test_an_unknown_gpu_has_plans_to_choose_from(chip: str) -> None:
     for plan in tuning.candidates((4096, 1024), least, tokens):
         with compiling_for(CHIPS[chip]) as compiled:
             linear.multiply(plan, tensor(tokens, 1024), tensor(4096, 1024), None)
-        fitting += max(compiled.values()) <= CHIPS[chip].local_memory
+        fitting += max(compiled.values()) <= CHIPS[chip].shared_memory
     assert fitting >= 3
 
 
@@ -233,5 +234,5 @@ def arguments(case: Case) -> tuple[Any, ...]:
 
 def check(compiled: dict[str, int], chip: str) -> None:
     assert compiled
-    too_large = {name: size for name, size in compiled.items() if size > CHIPS[chip].local_memory}
+    too_large = {name: size for name, size in compiled.items() if size > CHIPS[chip].shared_memory}
     assert not too_large

@@ -1,4 +1,4 @@
-"""A real server and clients that leave, in every phase, alone and by the thousand."""
+"""A real server and clients that disconnect in every phase, alone and by the thousand."""
 
 import asyncio
 import random
@@ -47,10 +47,10 @@ def body(prompt: str = "one two", stream: bool = True, **more: Any) -> dict[str,
     }
 
 
-def stands_still(server: Server) -> None:
-    """Idle, and no step is taken any more."""
+def check_is_idle(server: Server) -> None:
+    """No sequence is live, no block is in use, and no step runs."""
     before = wait_until(server, Gauges.is_idle, "idle")
-    time.sleep(0.5)  # the core checks its books when nothing comes for a while, and ends if they are wrong
+    time.sleep(0.5)  # an idle core checks its integrity, and ends if it fails
     after = Gauges(server)
     assert after.is_idle()
     assert after["engine_steps_total"] == before["engine_steps_total"]
@@ -61,7 +61,7 @@ def stands_still(server: Server) -> None:
 
 @pytest.mark.parametrize("abruptly", [False, True])
 @pytest.mark.parametrize("stream", [True, False])
-def test_leaving_while_it_runs(server: Server, stream: bool, abruptly: bool) -> None:
+def test_disconnecting_while_running(server: Server, stream: bool, abruptly: bool) -> None:
     async def drive() -> Gauges:
         peer = await Peer.connect(server)
         await peer.send(body(stream=stream, n=2))
@@ -72,12 +72,12 @@ def test_leaving_while_it_runs(server: Server, stream: bool, abruptly: bool) -> 
 
     before = asyncio.run(drive())
     after = wait_until(server, Gauges.is_idle, "idle")
-    # The whole answer would take 1500 steps; these are those of the two scrapes' own time.
+    # The whole response takes 1500 steps; a few run during the two scrapes.
     assert after["engine_steps_total"] - before["engine_steps_total"] < 50
-    stands_still(server)
+    check_is_idle(server)
 
 
-def test_leaving_the_queue_and_the_prefill(server: Server) -> None:
+def test_disconnecting_in_the_queue_and_in_prefill(server: Server) -> None:
     async def drive() -> None:
         runners = [await Peer.connect(server) for _ in range(8)]
         for runner in runners:
@@ -89,7 +89,7 @@ def test_leaving_the_queue_and_the_prefill(server: Server) -> None:
         for peer in waiting:
             await peer.close()
         await asyncio.to_thread(wait_until, server, lambda g: g["num_requests_waiting"] == 0, "left")
-        for runner in runners:  # nobody else was disturbed
+        for runner in runners:  # other requests are unaffected
             assert b"data: [DONE]\n\n" in await runner.read_frames(1 << 30)
             await runner.close()
         in_prefill = [await Peer.connect(server) for _ in range(4)]
@@ -98,10 +98,10 @@ def test_leaving_the_queue_and_the_prefill(server: Server) -> None:
             await peer.close()
 
     asyncio.run(drive())
-    stands_still(server)
+    check_is_idle(server)
 
 
-def test_leaving_before_the_body_is_complete(server: Server) -> None:
+def test_disconnecting_before_the_body_is_complete(server: Server) -> None:
     before = Gauges(server)
 
     async def drive() -> None:
@@ -111,7 +111,7 @@ def test_leaving_before_the_body_is_complete(server: Server) -> None:
             await peer.close()
 
     asyncio.run(drive())
-    stands_still(server)
+    check_is_idle(server)
     assert Gauges(server)["prompt_tokens_total"] == before["prompt_tokens_total"]
 
 
@@ -141,7 +141,7 @@ async def _one_of_many(server: Server, source: random.Random) -> None:
 
 
 @pytest.mark.slow
-def test_a_thousand_clients_leave_nothing_behind(server: Server) -> None:
+def test_a_thousand_disconnects_leak_nothing(server: Server) -> None:
     source = random.Random(7)
     before = Gauges(server)
 
@@ -157,13 +157,13 @@ def test_a_thousand_clients_leave_nothing_behind(server: Server) -> None:
                 group.create_task(one(number))
 
     asyncio.run(drive())
-    stands_still(server)
+    check_is_idle(server)
     after = Gauges(server)
     assert after["client_disconnects_total"] - before["client_disconnects_total"] > STORM / 4
     assert after["request_success_total"] - before["request_success_total"] > STORM / 4
 
 
-def test_ten_times_too_many(server: Server) -> None:
+def test_ten_times_the_capacity(server: Server) -> None:
     before = Gauges(server)
     statuses: Counter[int] = Counter()
 
@@ -180,11 +180,11 @@ def test_ten_times_too_many(server: Server) -> None:
         connector = aiohttp.TCPConnector(limit=CROWD)
         async with aiohttp.ClientSession(server.url, connector=connector) as session:
             await asyncio.gather(*(one(session) for _ in range(CROWD)))
-            await one(session)  # the crowd has left, and there is room again
+            await one(session)  # the other requests have ended
 
     asyncio.run(drive())
     after = Gauges(server)
     assert statuses.keys() == {200, 429}
     assert statuses[200] > RUNNING + QUEUED
     assert after["requests_refused_total"] - before["requests_refused_total"] == statuses[429]
-    stands_still(server)
+    check_is_idle(server)

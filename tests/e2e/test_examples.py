@@ -16,5 +16,5 @@ def test_simple_inference() -> None:
         [*command, "--temperature", "0.6", "--max-tokens", "24"], capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Answer: ") == 4
+    assert done.stdout.count("Response: ") == 4
     assert "tokens in, 24 out" in done.stdout or "eos" in done.stdout

@@ -1,4 +1,4 @@
-"""The server as a client meets it: 64 streams at once, SDK-shaped answers, a clean end."""
+"""The server from outside: 64 concurrent streams, chat, imports of its processes, shutdown, bad flags."""
 
 import asyncio
 import json
@@ -67,7 +67,7 @@ async def plain_text(session: aiohttp.ClientSession, request: dict[str, Any]) ->
     return str(reply["choices"][0]["text"])
 
 
-def test_64_streams_and_16_plain_answers_equal_the_reference(server: Server) -> None:
+def test_64_streams_and_16_whole_responses_equal_the_reference(server: Server) -> None:
     tokenizer = Tokenizer.from_checkpoint(prepared())
     assert tokenizer is not None
     short = list(zip(PROMPTS, references(), strict=True))[:-NUM_LONG]
@@ -128,7 +128,7 @@ def test_frontend_and_core_run_without_torch(server: Server) -> None:
         assert "libtorch" in maps.read()
 
 
-def test_sigterm_finishes_what_runs() -> None:
+def test_sigterm_finishes_running_requests() -> None:
     async def drive(server: Server) -> str:
         async with aiohttp.ClientSession(server.url) as session:
             task = asyncio.create_task(stream_text(session, body("Hello", max_tokens=64)))

@@ -1,4 +1,4 @@
-"""What cannot start says why in one line, soon, with a status for its kind, and leaves nothing."""
+"""A failed start prints its cause in one line, exits with the status for it and leaves nothing behind."""
 
 import json
 import os
@@ -74,7 +74,7 @@ def save_weights(directory: Path) -> Path:
 def test_unknown_architecture(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "m", architectures=["MambaForCausalLM"], model_type="mamba")
     error = failure("--model", str(model), *ARGS, status=ExitStatus.MODEL)
-    assert "architecture MambaForCausalLM is not supported; these run: " in error
+    assert "architecture MambaForCausalLM is not supported; supported are: " in error
     assert "LlamaForCausalLM" in error
 
 
@@ -88,7 +88,7 @@ def test_overrides_that_weights_do_not_fit(model: Path) -> None:
 
 def test_broken_config(model: Path) -> None:
     (model / "config.json").write_text('{"architectures": [')
-    assert "config.json holds no valid JSON" in failure("--model", str(model), status=ExitStatus.MODEL)
+    assert "config.json is not valid JSON" in failure("--model", str(model), status=ExitStatus.MODEL)
 
 
 def test_broken_tokenizer(model: Path) -> None:
@@ -104,7 +104,7 @@ def test_cut_off_weights(model: Path) -> None:
 
 
 def test_no_weights(model: Path) -> None:
-    assert "holds no safetensors files" in failure("--model", str(model), status=ExitStatus.MODEL)
+    assert "has no safetensors files" in failure("--model", str(model), status=ExitStatus.MODEL)
 
 
 def test_weights_of_another_model(model: Path) -> None:
@@ -169,7 +169,7 @@ def test_an_unreachable_hub() -> None:
     error = failure(
         *("--model", "someone/something"), status=ExitStatus.RESOURCES, HF_ENDPOINT=f"http://127.0.0.1:{port}"
     )
-    assert "cannot be asked" in error and "give a local directory" in error
+    assert "cannot be reached" in error and "give a local directory" in error
 
 
 def test_errors_of_variables_and_files(good: Path, tmp_path: Path) -> None:
@@ -180,4 +180,4 @@ def test_errors_of_variables_and_files(good: Path, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(json.dumps({"max-num-sequences": 3}))
     error = failure(*flags, "--config", str(file), status=ExitStatus.USAGE)
-    assert f"{file}: max-num-sequences is no setting: did you mean max_num_seqs?" in error
+    assert f"{file}: max-num-sequences is not a setting: did you mean max_num_seqs?" in error

@@ -84,8 +84,8 @@ def test_block_sizes(block_size: int) -> None:
 
 @pytest.mark.parametrize("cache_dtype", [BF16, FP8])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_narrow_cache(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
-    """Beside the reference in float32, which reads the same rounded numbers."""
+def test_float8_cache(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    """Against the reference in float32, which reads the same rounded values."""
     step = Step(
         [1, 20, 1, 200], [700, 300, 5, 200], dtype=dtype, cache_dtype=cache_dtype, width=128, device=GPU
     )
@@ -97,8 +97,8 @@ def test_narrow_cache(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("window", [0, 40])
-def test_one_captured_decode_serves_any_batch_that_fits(window: int) -> None:
-    """Fewer rows than captured: the rest have no context and get zeros. Sinks come with the window."""
+def test_one_graph_runs_any_smaller_batch(window: int) -> None:
+    """Fewer rows than captured: padding rows have no context and result in zeros. Sinks with the window."""
     rows, width = 8, 200
     table = torch.zeros(rows, width, dtype=torch.int32, device=GPU)
     contexts = torch.zeros(rows, dtype=torch.int32, device=GPU)
@@ -161,7 +161,7 @@ def test_repeats_itself() -> None:
     assert all(torch.equal(step.run(), first) for _ in range(20))
 
 
-# Rows that a step brings whole, beside the decodes and chunks that share it; some too short.
+# Whole prompts in steps with decodes and chunks; some are too short.
 PROMPTS = {
     "one": ([512], [512]),
     "not whole tiles": ([700, 513, 1030], [700, 513, 1030]),
@@ -171,30 +171,30 @@ PROMPTS = {
 
 
 def by_other_kernels(step: Step) -> torch.Tensor:
-    """A plan without host rows leaves nothing to the kernel of whole prompts."""
+    """The same step without the kernel for whole prompts, which needs a plan with host rows."""
     plan = dataclasses.replace(step.plan(), host=None)
     return atom_ops.paged_attention(step.q, step.cache, plan, step.rule)
 
 
 @pytest.fixture
-def prompts_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few their tokens are."""
+def prompt_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use the kernel for whole prompts however few tokens they have, and check that it is used."""
     from atom_ops.triton_impl import hopper_attention
 
     if not hopper_attention.is_hopper(GPU):
         pytest.skip("needs a Hopper GPU")
     monkeypatch.setattr(hopper_attention, "WORTH_LAUNCHING", 1)
-    found = hopper_attention.whole_prompts
+    find = hopper_attention.find_prompts
 
-    def insisting(*args: Any) -> Any:
-        prompts = found(*args)
+    def checked(*args: Any) -> Any:
+        prompts = find(*args)
         assert prompts is not None or args[2].host is None
         return prompts
 
-    monkeypatch.setattr(hopper_attention, "whole_prompts", insisting)
+    monkeypatch.setattr(hopper_attention, "find_prompts", checked)
 
 
-@pytest.mark.usefixtures("prompts_apart")
+@pytest.mark.usefixtures("prompt_kernel")
 @pytest.mark.parametrize("dtype", [torch.float16, BF16])
 @pytest.mark.parametrize("heads", [(9, 3, 64), (16, 8, 128), (8, 1, 128)])
 @pytest.mark.parametrize(("query_lens", "context_lens"), PROMPTS.values(), ids=PROMPTS)
@@ -208,24 +208,24 @@ def test_whole_prompts(
     )
 
 
-@pytest.mark.usefixtures("prompts_apart")
+@pytest.mark.usefixtures("prompt_kernel")
 def test_whole_prompts_follow_the_definition() -> None:
     step = Step(*PROMPTS["among others"], 4, 2, 7, dtype=BF16, cache_dtype=BF16, width=128, device=GPU)
     check(step, TOLERANCE[BF16])
 
 
-@pytest.mark.usefixtures("prompts_apart")
+@pytest.mark.usefixtures("prompt_kernel")
 @pytest.mark.parametrize("dtype", [torch.float16, BF16])
-def test_whole_prompts_of_a_narrow_cache(dtype: torch.dtype) -> None:
+def test_whole_prompts_of_a_float8_cache(dtype: torch.dtype) -> None:
     step = Step(*PROMPTS["among others"], 8, 2, dtype=dtype, cache_dtype=FP8, width=128, device=GPU)
     torch.testing.assert_close(
         step.run(), by_other_kernels(step), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
     )
 
 
-@pytest.mark.usefixtures("prompts_apart")
+@pytest.mark.usefixtures("prompt_kernel")
 def test_whole_prompts_do_not_depend_on_their_step() -> None:
-    """And repeat themselves: whatever the parties of a program do first."""
+    """And repeat bit for bit, whatever the timing of producer and consumers."""
     together = Step([900, 1500, 640], [900, 1500, 640], 16, 8, dtype=BF16, cache_dtype=BF16, width=128,
                     device=GPU)  # fmt: skip
     first = together.run()

@@ -1,4 +1,4 @@
-"""Compiling Triton kernels for chips that are not there."""
+"""Compiling Triton kernels for GPUs that this machine does not have."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +13,11 @@ class Chip:
     """What a kernel is compiled for."""
 
     number: int
-    """Triton keeps kernels by the number of their device."""
+    """Device number: Triton caches compiled kernels by it."""
     target: tuple[str, int | str, int]
-    """Triton's backend, architecture and threads of a warp."""
-    local_memory: int
-    """Bytes that a program may have there."""
+    """Triton's backend, architecture and warp size."""
+    shared_memory: int
+    """Bytes for each program (LDS on AMD)."""
 
 
 CHIPS = {
@@ -27,7 +27,7 @@ CHIPS = {
 
 
 class _Driver:
-    """As much of Triton's driver as compiling asks for."""
+    """The part of Triton's driver interface that compiling needs."""
 
     def __init__(self, chip: Chip) -> None:
         self._chip = chip
@@ -46,7 +46,7 @@ class _Driver:
 
 @contextmanager
 def compiling_for(chip: Chip) -> Iterator[dict[str, int]]:
-    """Launches compile and do no more; yields kernel and settings -> bytes of local memory."""
+    """Launches only compile; yields (kernel and settings) -> bytes of shared memory."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 

@@ -1,4 +1,4 @@
-"""Raw clients of a real server, and its metrics as a test reads them."""
+"""Raw clients of a real server, and its metrics."""
 
 import asyncio
 import contextlib
@@ -29,13 +29,13 @@ class Gauges:
         return self._values[f"atom:{name}"]
 
     def is_idle(self) -> bool:
-        """Nothing runs, waits, lives or holds a block."""
+        """No sequence is live, and no KV block is in use."""
         names = ("num_requests_running", "num_requests_waiting", "choices_live", "kv_blocks_used")
         return not any(self[name] for name in names)
 
 
 def wait_until(server: Server, condition: Callable[["Gauges"], bool], what: str) -> Gauges:
-    """The first scrape that fulfils `condition`."""
+    """The first scrape for which `condition` holds."""
     deadline = time.monotonic() + DEADLINE_S
     while not condition(gauges := Gauges(server)):
         assert time.monotonic() < deadline, f"never {what}: {vars(gauges)}"
@@ -44,7 +44,7 @@ def wait_until(server: Server, condition: Callable[["Gauges"], bool], what: str)
 
 
 class Peer:
-    """One connection that says what it is told to."""
+    """One raw connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._reader = reader
@@ -63,17 +63,17 @@ class Peer:
         await self._writer.drain()
 
     async def read_frames(self, count: int) -> bytes:
-        """Wait for so many frames of a stream, or for its end."""
+        """Read until `count` frames or the end of the stream."""
         received = b""
         async with asyncio.timeout(DEADLINE_S):
             while received.count(b"data: ") < count and b"[DONE]" not in received:
                 piece = await self._reader.read(65536)
-                assert piece, f"the stream broke off after {received!r}"
+                assert piece, f"the stream ended after {received!r}"
                 received += piece
         return received
 
     async def close(self, abruptly: bool = False) -> None:
-        """Leave, politely or with a reset."""
+        """Close the connection, or reset it if `abruptly`."""
         if abruptly:
             self._writer.transport.abort()
         self._writer.close()

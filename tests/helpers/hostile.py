@@ -1,4 +1,4 @@
-"""Request bodies that no client should send, by the thousand, repeatable from a seed."""
+"""Thousands of invalid request bodies, reproducible from a seed."""
 
 import json
 import random
@@ -33,7 +33,7 @@ NASTY = [
 
 @dataclass(frozen=True)
 class Target:
-    """A route, what it takes at least, and every field that it knows."""
+    """A route, its minimal body, and all its known fields."""
 
     path: str
     base: dict[str, str]

@@ -85,7 +85,7 @@ def running_frontend(
 ) -> Iterator[Client]:
     """The app in front of `core`; ready to serve unless `wait` is false.
 
-    Its engine runs one choice at a time, so `max_queued_requests` and one more may be inside.
+    Its engine runs one sequence at a time, so the capacity is `max_queued_requests` + 1.
     `send_buffer` is how many bytes the kernel keeps for a client that does not read.
     """
     listener = socket.create_server(("127.0.0.1", 0))
@@ -115,11 +115,13 @@ def running_frontend(
         assert not thread.is_alive()
 
 
-def launch_frame(core: FakeCore, checkpoint: Checkpoint, supervisor: Path, fd: int) -> FrontendLaunch:
-    """What the supervisor would tell a frontend process."""
+def launch_frame(
+    core: FakeCore, checkpoint: Checkpoint, supervisor: Path, fd: int, shutdown_timeout: float = DEADLINE_S
+) -> FrontendLaunch:
+    """The launch message of a frontend process."""
     return FrontendLaunch(
         CONFIG,
-        ServerConfig(shutdown_timeout=DEADLINE_S),
+        ServerConfig(shutdown_timeout=shutdown_timeout),
         checkpoint,
         core.endpoint,
         f"ipc://{supervisor}",

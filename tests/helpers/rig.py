@@ -1,4 +1,4 @@
-"""The app in front of a fake core, and what a request did to both."""
+"""The app in front of a fake core, with the engine's requests and the responses."""
 
 import json
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ TEMPLATE = tiny_tokenizer.TEMPLATE + "{{ tone }}{{ reasoning_effort }}"
 
 @dataclass
 class Ran:
-    """One request that was answered."""
+    """One served request."""
 
     requests: list[AddRequest]
     answer: dict[str, Any]
@@ -63,7 +63,7 @@ class Rig:
     core: FakeCore
 
     def run(self, endpoint: str, **fields: Any) -> Ran:
-        """A request that is answered; fields that are None go as null."""
+        """Send a request that must succeed; None becomes null."""
         self.core.requests.clear()
         body = MINIMAL[endpoint] | fields
         if body.get("stream"):

@@ -19,6 +19,7 @@ from atom.config.engine import EngineConfig
 from atom.config.model import ModelConfig
 from atom.config.observability import ObservabilityConfig
 from atom.config.parallel import ParallelConfig
+from atom.config.reliability import ReliabilityConfig
 from atom.config.scheduler import SchedulerConfig
 from atom.messages.codec import Decoder, encode
 from atom.messages.engine import (
@@ -26,6 +27,7 @@ from atom.messages.engine import (
     AddRequest,
     CoreDead,
     CoreReady,
+    CoreStalled,
     CoreStats,
     FinishReason,
     FromCore,
@@ -37,7 +39,7 @@ from atom.messages.engine import (
 )
 from atom.messages.launch import CoreLaunch
 from atom.messages.profile import Profile, ProfileResult, RankTrace
-from atom.messages.supervisor import Dead, Ready, ToSupervisor
+from atom.messages.supervisor import Beat, Dead, Ready, ToSupervisor
 from atom.messages.worker import (
     AllocateKV,
     FullAttentionSpec,
@@ -45,6 +47,7 @@ from atom.messages.worker import (
     ScheduledBatch,
     Shutdown,
     ToWorker,
+    WorkerBeat,
     WorkerFailed,
     WorkerReady,
 )
@@ -88,7 +91,7 @@ class Peer:
 
 
 class Engine:
-    """A core process and everybody it talks to."""
+    """A core process with its workers, frontends and supervisor."""
 
     def __init__(self, directory: Path, config: EngineConfig = CONFIG):
         self._context = zmq.Context()
@@ -119,9 +122,16 @@ class Engine:
         self._simulation = SimulatedWorker([SPEC], allocate.num_blocks, VOCABULARY, (4, 16))
         for rank, worker in enumerate(self.workers):
             worker.send(WorkerReady(rank))
-        ready = self.supervisor.receive()
+        ready = self.report()
         assert isinstance(ready, Ready) and ready.process == "core"
         return ready.detail
+
+    def report(self) -> Ready | Dead:
+        """The core's next message to the supervisor that is no beat."""
+        while isinstance(message := self.supervisor.receive(), Beat):
+            pass
+        assert isinstance(message, Ready | Dead)
+        return message
 
     def work_until(self, done: Callable[[], bool]) -> None:
         """Execute steps as they come; every rank must get the same ones."""
@@ -190,7 +200,7 @@ def request(number: int, prompt: list[int], max_tokens: int) -> AddRequest:
 
 
 def collect(frontend: Peer, tokens: dict[int, list[int]], reasons: dict[int, FinishReason]) -> None:
-    """Take in every delta that is there."""
+    """Receive all pending deltas."""
     while frontend.has_message(0):
         deltas = frontend.receive()
         assert isinstance(deltas, TokenDeltas)
@@ -263,7 +273,7 @@ def traced(directory: Path) -> Iterator[Engine]:
     engine.close()
 
 
-def test_a_profile_goes_to_all_ranks_and_back_to_who_asked(traced: Engine) -> None:
+def test_a_profile_goes_to_all_ranks_and_its_result_to_the_requesting_frontend(traced: Engine) -> None:
     traced.start()
     asker, other = traced.frontend(0), traced.frontend(1)
     asker.receive(), other.receive()
@@ -299,7 +309,7 @@ def test_when_one_rank_cannot_record_all_stop(traced: Engine) -> None:
     assert frontend.receive().error == "worker 1: no space"
 
 
-def test_without_a_directory_no_worker_hears_of_profiles(engine: Engine) -> None:
+def test_without_a_directory_profiles_are_refused_by_the_core(engine: Engine) -> None:
     engine.start()
     frontend = engine.frontend(0)
     frontend.receive()
@@ -314,15 +324,15 @@ def test_the_failure_of_a_worker_ends_the_core(engine: Engine) -> None:
     frontend.receive()
     engine.workers[1].send(WorkerFailed(1, "out of memory"))
     assert frontend.receive() == CoreDead("worker 1: out of memory")
-    assert engine.supervisor.receive() == Dead("core", "worker 1: out of memory")
+    assert engine.report() == Dead("core", "worker 1: out of memory")
     assert engine.exit_status() == 1
 
 
-def test_a_failure_at_start_reaches_whoever_waits(engine: Engine) -> None:
+def test_a_failure_at_start_reaches_a_waiting_frontend(engine: Engine) -> None:
     frontend = engine.frontend(0)
-    assert not frontend.has_message(0.5), "not ready, and says nothing"
+    assert not frontend.has_message(0.5), "a message before the core is ready"
     engine.workers[0].send(WorkerFailed(0, "model.safetensors is damaged"))
-    assert engine.supervisor.receive() == Dead("core", "worker 0: model.safetensors is damaged")
+    assert engine.report() == Dead("core", "worker 0: model.safetensors is damaged")
     assert frontend.receive() == CoreDead("worker 0: model.safetensors is damaged")
     assert engine.exit_status() == 1
 
@@ -330,14 +340,15 @@ def test_a_failure_at_start_reaches_whoever_waits(engine: Engine) -> None:
 def test_a_result_that_makes_no_sense_ends_the_core(engine: Engine) -> None:
     engine.start()
     engine.workers[0].send(WorkerReady(0))
-    assert engine.supervisor.receive() == Dead("core", "a worker sent WorkerReady out of turn")
+    assert engine.report() == Dead("core", "a worker sent WorkerReady out of turn")
     assert engine.exit_status() == 1
 
 
 def test_sigterm_while_the_model_loads(engine: Engine) -> None:
+    assert engine.supervisor.receive() == Beat("core")  # it waits for its workers now
     engine.workers[0].send(Loaded(0, [SPEC], 10_000, 1))
     frontend = engine.frontend(0)
-    assert not frontend.has_message(0.5), "not ready, and says nothing"
+    assert not frontend.has_message(0.5), "a message before the core is ready"
     engine.process.send_signal(signal.SIGTERM)
     assert engine.workers[0].receive() == Shutdown()
     assert engine.exit_status() == 0
@@ -348,7 +359,7 @@ def test_a_context_that_does_not_fit_is_one_clear_line(directory: Path) -> None:
     try:
         for rank, worker in enumerate(engine.workers):
             worker.send(Loaded(rank, [SPEC], 10_000, 1))
-        dead = engine.supervisor.receive()
+        dead = engine.report()
         assert isinstance(dead, Dead)
         assert dead.reason.startswith("max_model_len 200 does not fit the KV cache of 128 tokens")
         assert engine.exit_status() == 1
@@ -356,7 +367,7 @@ def test_a_context_that_does_not_fit_is_one_clear_line(directory: Path) -> None:
         engine.close()
 
 
-def test_the_requests_of_a_vanished_frontend_are_aborted(engine: Engine) -> None:
+def test_the_requests_of_a_frontend_that_is_gone_are_aborted(engine: Engine) -> None:
     engine.start()
     leaver, stayer = engine.frontend(0), engine.frontend(1)
     leaver.receive()
@@ -408,7 +419,7 @@ def stats_after_tokens_of_one(frontend: Peer) -> CoreStats:
     return message
 
 
-def test_garbage_from_a_frontend_harms_nobody(engine: Engine) -> None:
+def test_undecodable_frames_of_a_frontend_do_not_disturb_others(engine: Engine) -> None:
     engine.start()
     hostile, decent = engine.frontend(0), engine.frontend(1)
     hostile.receive()
@@ -469,3 +480,67 @@ def test_a_frontend_that_does_not_read_is_dropped_and_told(engine: Engine) -> No
     assert isinstance(reader.receive(), CoreStats)
     sleeper.send(Hello(0))
     assert isinstance(sleeper.receive(), CoreReady)
+
+
+def started_with(directory: Path, **timeouts: float) -> Engine:
+    engine = Engine(directory, replace(CONFIG, reliability=ReliabilityConfig(**timeouts)))
+    engine.start()
+    return engine
+
+
+def test_a_hung_step_is_detected_while_requests_arrive(directory: Path) -> None:
+    engine = started_with(directory, step_timeout=1.0)
+    try:
+        frontend = engine.frontend(0)
+        frontend.receive()
+        frontend.send(request(1, [1, 2, 3], 9))
+        engine.workers[0].receive()  # the step that is never finished
+        deadline = time.monotonic() + DEADLINE_S
+        number = 2
+        while not frontend.has_message(0.05):  # well below the time of a quiet poll
+            assert time.monotonic() < deadline, "the hung step was not detected"
+            frontend.send(request(number, [1, 2, 3], 9))
+            frontend.send(Abort([number]))
+            number += 1
+        assert frontend.receive() == CoreDead("the workers have not finished a step for 1 s")
+        assert engine.exit_status() == 1
+    finally:
+        engine.close()
+
+
+def test_an_unresponsive_worker_is_reported_until_it_responds_again(directory: Path) -> None:
+    engine = started_with(directory, hang_timeout=12.0)
+    try:
+        frontend = engine.frontend(0)
+        ready = frontend.receive()
+        assert isinstance(ready, CoreReady)
+        while not frontend.has_message(0.1):
+            engine.workers[0].send(WorkerBeat(0))
+        assert frontend.receive() == CoreStalled("worker 1 has not responded for 2 s")
+        late = engine.frontend(1)
+        assert isinstance(late.receive(), CoreStalled)
+        engine.workers[1].send(WorkerBeat(1))
+        assert frontend.receive() == late.receive() == ready
+        late.send(GetStats())
+        assert isinstance(late.receive(), CoreStats)
+    finally:
+        engine.close()
+
+
+def test_a_hung_worker_ends_the_core(directory: Path) -> None:
+    engine = started_with(directory, hang_timeout=1.5)
+    try:
+        frontend = engine.frontend(0)
+        messages = [frontend.receive()]
+        deadline = time.monotonic() + DEADLINE_S
+        while not isinstance(messages[-1], CoreDead):
+            assert time.monotonic() < deadline, "the hung worker was not detected"
+            engine.workers[0].send(WorkerBeat(0))
+            if frontend.has_message(0.01):
+                messages.append(frontend.receive())
+        assert [type(message) for message in messages] == [CoreReady, CoreStalled, CoreDead]
+        assert messages[-1] == CoreDead("worker 1 has not responded for 2 s")
+        assert engine.report() == Dead("core", "worker 1 has not responded for 2 s")
+        assert engine.exit_status() == 1
+    finally:
+        engine.close()

@@ -25,6 +25,7 @@ from atom.messages.worker import (
     ScheduledBatch,
     Shutdown,
     ToWorker,
+    WorkerBeat,
     WorkerFailed,
     WorkerReady,
 )
@@ -75,14 +76,18 @@ class Workers:
             self._core.send_multipart([rank.to_bytes(4, "little"), encode(message)])
 
     def receive(self) -> FromWorker:
-        _, frame = self._core.recv_multipart()
-        return self._from_worker.decode(frame)
+        """The next message that is no beat."""
+        while True:
+            _, frame = self._core.recv_multipart()
+            message = self._from_worker.decode(frame)
+            if not isinstance(message, WorkerBeat):
+                return message
 
-    def heard_by_supervisor(self) -> list[ToSupervisor]:
-        heard = []
+    def supervisor_messages(self) -> list[ToSupervisor]:
+        messages = []
         while self._supervisor.poll(200):
-            heard.append(self._to_supervisor.decode(self._supervisor.recv()))
-        return heard
+            messages.append(self._to_supervisor.decode(self._supervisor.recv()))
+        return messages
 
     def start(self) -> list[Loaded]:
         loaded = [self.receive() for _ in range(self.ranks)]
@@ -135,7 +140,7 @@ def run(workers: Workers) -> list[list[int]]:
 
 @dataclass
 class Reported:
-    """Ids and log probabilities of requests that ask for all that a sampler has."""
+    """Ids and log probabilities of requests that use every feature of the sampler."""
 
     ids: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
@@ -173,7 +178,7 @@ def test_two_ranks_draw_what_one_draws(checkpoint: Checkpoint, tmp_path: Path) -
     with started(engine_config(tp=1), checkpoint, tmp_path / "one") as workers:
         (whole,) = workers.start()
         expected, reported = run(workers), run_with_everything(workers)
-        heard = workers.heard_by_supervisor()
+        messages = workers.supervisor_messages()
         workers.send(Shutdown())
         assert workers.exit_statuses() == [0]
     with started(engine_config(tp=2), checkpoint, tmp_path / "two") as workers:
@@ -186,7 +191,7 @@ def test_two_ranks_draw_what_one_draws(checkpoint: Checkpoint, tmp_path: Path) -
     assert again.ids == reported.ids and len(reported.values) > 2 * sum(PROMPT_LENGTHS)
     assert again.values == pytest.approx(reported.values, abs=1e-4)
     assert sum(part.weight_bytes for part in parts) < 1.1 * whole.weight_bytes
-    phases = [(each.phase, each.done == each.total) for each in heard if isinstance(each, Progress)]
+    phases = [(each.phase, each.done == each.total) for each in messages if isinstance(each, Progress)]
     assert ("Loading weights", True) in phases and ("Warming up", True) in phases
 
 
@@ -202,8 +207,8 @@ def test_a_failure_reaches_core_and_supervisor_in_one_line(checkpoint: Checkpoin
     with started(engine_config(), wrong, tmp_path / "run") as workers:
         failed = workers.receive()
         assert isinstance(failed, WorkerFailed)
-        assert failed.reason.startswith("architecture MambaForCausalLM is not supported; these run: ")
-        assert Dead("worker 0", failed.reason, ExitStatus.MODEL) in workers.heard_by_supervisor()
+        assert failed.reason.startswith("architecture MambaForCausalLM is not supported; supported are: ")
+        assert Dead("worker 0", failed.reason, ExitStatus.MODEL) in workers.supervisor_messages()
         assert workers.exit_statuses() == [1]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from atom_ops import AttentionPlan, ChosenTokens, KVLayer, LatentLayer, StateLayer, StatePlan
+from atom_ops import AttentionPlan, KVLayer, LatentLayer, StateLayer, StatePlan, TopKIndices
 from parallel.communicator import Communicator
 
 CacheLayer = KVLayer | LatentLayer | StateLayer
@@ -36,10 +36,10 @@ class GroupContext:
 
 
 @dataclass(slots=True)
-class TopKIndices:
+class SharedTopK:
     """The tokens that sparse attention reads: written by layers with an indexer, read by those without."""
 
-    tokens: ChosenTokens | None = None
+    tokens: TopKIndices | None = None
     """None: all tokens up to the current one."""
 
 
@@ -51,5 +51,5 @@ class ForwardContext:
     """By layer index."""
     groups: Sequence[GroupContext | StatePlan]
     """By KV group; a `StatePlan` for groups of recurrent layers."""
-    topk_indices: TopKIndices = field(default_factory=TopKIndices)
+    topk_indices: SharedTopK = field(default_factory=SharedTopK)
     """Of the latest layer with an indexer."""

@@ -19,9 +19,9 @@ from torch import nn
 
 from atom_ops import (
     AttentionPlan,
-    ChosenTokens,
     LatentLayer,
     LatentNorms,
+    TopKIndices,
     absorb_queries,
     expand_values,
     latent_attention,
@@ -159,7 +159,7 @@ class LatentAttention(nn.Module):
         rotation: Rotation,
         cache: LatentLayer,
         group: GroupContext,
-        chosen: ChosenTokens | None = None,
+        chosen: TopKIndices | None = None,
     ) -> torch.Tensor:
         """Attention output [T, D] over all tokens up to each one, or over the `chosen` of them."""
         # With batch invariance prefill and decode must use the same computation: the absorbed one.
@@ -175,7 +175,7 @@ class LatentAttention(nn.Module):
         rotation: Rotation,
         cache: LatentLayer,
         plan: AttentionPlan,
-        chosen: ChosenTokens | None,
+        chosen: TopKIndices | None,
     ) -> torch.Tensor:
         """Attention output [T, H, V] over the latents in the cache."""
         key_HNC, value_HVC = self.kv_b_proj.by_head()

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from atom_ops import (
-    ChosenTokens,
     IndexKeys,
     IndexNorm,
     LatentLayer,
+    TopKIndices,
     index_topk,
     rotary,
     write_index_keys,
@@ -78,7 +78,7 @@ class Indexer(nn.Module):
         rotation: Rotation,
         keys: IndexKeys,
         group: GroupContext,
-    ) -> ChosenTokens | None:
+    ) -> TopKIndices | None:
         """The tokens that each token attends to; None: all up to itself."""
         interleaved, plan = self._args.interleaved, group.plan
         rotation = rotation if interleaved else rotation.half_split

@@ -36,7 +36,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return error
 
 
-def test_no_arguments_give_the_declared_defaults() -> None:
+def test_defaults_are_the_declared_ones() -> None:
     namespace = parse()
     assert cli.engine_config_from(namespace) == EngineConfig()
     assert cli.server_config_from(namespace) == ServerConfig()
@@ -45,7 +45,7 @@ def test_no_arguments_give_the_declared_defaults() -> None:
 
 
 SAMPLES: dict[type | str, tuple[str, Any]] = {
-    int: ("32", 32),
+    int: ("1024", 1024),
     float: ("0.5", 0.5),
     str: ("text", "text"),
     "cudagraph_capture_sizes": ("[1, 2]", "[1, 2]"),
@@ -91,16 +91,16 @@ def test_short_name_and_equals_sign() -> None:
         (["--gpu-memory-utilization", "1.01"], "at most 1"),
         (["--scheduler-delay-factor", "nan"], "not a finite number"),
         (["--server-port", "65536"], "at most 65535"),
-        (["--dtype", "fp4"], "none of auto, bfloat16"),
+        (["--dtype", "fp4"], "not one of auto, bfloat16"),
         (["--model", ""], "empty"),
         (["--enforce-eager=yes"], "--enforce-eager"),
-        (["--hf-overrides", "{'a': 1}"], "is no JSON: Expecting property name"),
-        (["--hf-overrides", "[1]"], "is no JSON object, such as {"),
-        (["--hf-overrides", '{"a": NaN}'], "NaN is no number in JSON"),
+        (["--hf-overrides", "{'a': 1}"], "is not JSON: Expecting property name"),
+        (["--hf-overrides", "[1]"], "is not a JSON object, such as {"),
+        (["--hf-overrides", '{"a": NaN}'], "NaN is not a JSON number"),
         (["--hf-overrides", '{"b": {"a": 1, "a": 2}}'], "a is given twice"),
         (["--bock-size", "16"], "did you mean --block-size?"),
         (["--max-model", "16"], "unknown flag --max-model"),
-        (["models/mine"], "every setting is a flag"),
+        (["models/mine"], "all settings are flags"),
     ],
 )
 def test_errors_are_one_line_that_names_the_flag(
@@ -131,16 +131,16 @@ def test_known_but_missing_features_are_refused_with_the_reason(
         ["--enable_chunked_prefill"],
     ],
 )
-def test_a_value_that_asks_for_nothing_is_accepted(args: list[str]) -> None:
+def test_neutral_values_are_accepted(args: list[str]) -> None:
     assert engine(*args) == EngineConfig()
 
 
 def test_bare_switches_of_missing_features_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "not supported yet" in refused(capsys, "--enable-expert-parallel")
-    assert "chunks" in refused(capsys, "--no-enable_chunked_prefill")
+    assert "chunked prefill is always on" in refused(capsys, "--no-enable_chunked_prefill")
 
 
-def test_a_plain_parser_takes_the_flags_too() -> None:
+def test_a_plain_argument_parser_accepts_the_flags() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--temperature", type=float, default=0.6)
     cli.add_engine_args(parser)
@@ -175,7 +175,7 @@ def test_help_by_a_word(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "--help", "port")
     assert "--server-port" in text and "--lenient-fields" not in text  # which has un-supported ones
     assert printed(capsys, "--help=--max_num_seqs").count("--max-num-seqs") == 1
-    assert "no flag has to do with it; the groups are" in refused(capsys, "--help", "frobnicate")
+    assert "no flag mentions it; the groups are" in refused(capsys, "--help", "frobnicate")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
@@ -217,8 +217,8 @@ def test_overrides_may_be_an_object_or_its_text() -> None:
     wrong: list[tuple[Any, str]] = [
         ({"a": {1, 2}}, "cannot be written as JSON"),
         ({"a": float("inf")}, "cannot be written as JSON"),
-        ([1], "no JSON object"),
-        ("", "no JSON"),
+        ([1], "not a JSON object"),
+        ("", "not JSON"),
     ]
     for value, words in wrong:
         with pytest.raises(ConfigError, match=f"hf_overrides: .*{words}"):

@@ -1,4 +1,4 @@
-"""What is decided once checkpoint and host are known."""
+"""Resolution of `auto` and unset fields for a checkpoint and a host."""
 
 import json
 from dataclasses import replace
@@ -48,18 +48,18 @@ def test_defaults_on_a_gpu() -> None:
     assert result.notes == []
 
 
-def test_code_of_a_checkpoint_is_asked_for_in_vain() -> None:
+def test_trust_remote_code_has_no_effect() -> None:
     (note,) = resolved(trust_remote_code=True, device="cpu", dtype="float32").notes
     assert note == "--trust-remote-code has no effect: code from a checkpoint is never run"
     assert resolved(trust_remote_code=False, device="cpu", dtype="float32").notes == []
 
 
-def test_settings_that_config_json_does_not_have_are_named() -> None:
+def test_overrides_of_unknown_config_keys_are_named() -> None:
     added = replace(CHECKPOINT, dtype="float32", added_settings=["--hf-overrides adds slip"])
     assert resolved(CPU, added).notes == ["--hf-overrides adds slip"]
 
 
-def test_what_the_user_chose_stays() -> None:
+def test_explicit_values_are_kept() -> None:
     chosen = {"max_num_seqs": 3, "max_num_batched_tokens": 32, "cpu_threads": 1, "max_model_len": 4096}
     result = resolved(FAST_CPU, served_model_name="name", **chosen)
     config = result.config
@@ -73,8 +73,8 @@ def test_what_the_user_chose_stays() -> None:
     ("host", "wanted", "given", "words"),
     [
         (FAST_CPU, "auto", "bfloat16", ""),
-        (CPU, "auto", "float32", "this CPU has no bf16 arithmetic"),
-        (CPU, "bfloat16", "bfloat16", "expect it to be slow"),
+        (CPU, "auto", "float32", "this CPU has no bf16 instructions"),
+        (CPU, "bfloat16", "bfloat16", "so it is slow"),
         (CPU, "float32", "float32", ""),
         (OLD_GPU, "auto", "float16", "this GPU has no"),
         (GPUS, "float32", "float32", ""),
@@ -87,27 +87,27 @@ def test_dtype(host: DeviceCapabilities, wanted: str, given: str, words: str) ->
     assert words in "".join(result.notes)
 
 
-def test_threads_are_shared_out_among_the_ranks() -> None:
+def test_cpu_threads_are_divided_by_the_number_of_workers() -> None:
     assert resolved(FAST_CPU, tensor_parallel_size=3).config.device.cpu_threads == 2
     assert resolved(FAST_CPU, tensor_parallel_size=16).config.device.cpu_threads == 1
 
 
-def test_devices_that_are_not_there() -> None:
+def test_missing_devices_are_refused() -> None:
     with pytest.raises(ConfigError, match="--device cuda needs a GPU"):
         resolved(CPU, device="cuda")
-    with pytest.raises(ConfigError, match="needs 3 GPUs and torch sees 2"):
+    with pytest.raises(ConfigError, match="needs 3 GPUs, torch found 2"):
         resolved(GPUS, tensor_parallel_size=3)
     assert resolved(GPUS, tensor_parallel_size=3, device="cpu", dtype="float32").config.device.device == "cpu"
 
 
-def test_a_gpu_that_torch_cannot_use_is_no_silent_fallback() -> None:
+def test_a_gpu_that_torch_cannot_use_is_reported() -> None:
     host = replace(FAST_CPU, gpu_problem="the driver is too old")
     assert resolved(host).notes == ["computing on the CPU: the driver is too old"]
     with pytest.raises(ConfigError, match="the driver is too old"):
         resolved(host, device="cuda")
 
 
-def test_a_context_beyond_the_checkpoint_is_refused() -> None:
+def test_max_model_len_above_the_checkpoints_is_refused() -> None:
     with pytest.raises(ConfigError, match="--max-model-len 4097.* at most 4096"):
         resolved(max_model_len=4097)
 
@@ -122,12 +122,12 @@ def test_a_context_beyond_the_checkpoint_is_refused() -> None:
         ({"device": "cpu"}, []),
     ],
 )
-def test_sizes_of_captured_steps(options: dict[str, Any], sizes: list[int]) -> None:
+def test_capture_sizes(options: dict[str, Any], sizes: list[int]) -> None:
     found = resolved(GPUS, **options).config.device.cudagraph_capture_sizes
     assert found is not None and json.loads(found) == sizes
 
 
-def test_up_to_512_rows_are_captured_by_default() -> None:
+def test_default_capture_sizes_go_up_to_512() -> None:
     found = json.loads(resolved(GPUS, max_num_seqs=4000).config.device.cudagraph_capture_sizes or "")
     assert found[:5] == [1, 2, 4, 8, 16] and found[-2:] == [496, 512] and len(found) == 51
 
@@ -144,30 +144,30 @@ def test_up_to_512_rows_are_captured_by_default() -> None:
         (FAST_CPU, {"num_kv_blocks": 9, "kv_cache_memory_bytes": 9}, "--kv-cache-memory-bytes"),
     ],
 )
-def test_choices_without_effect_get_one_line(
+def test_explicit_settings_without_effect_get_one_line(
     host: DeviceCapabilities, options: dict[str, Any], named: str
 ) -> None:
     (note,) = resolved(host, **options).notes
     assert note.startswith(f"{named} has no effect: ")
 
 
-def test_settings_of_the_checkpoint_that_are_not_applied_are_named() -> None:
+def test_ignored_generation_config_settings_are_named() -> None:
     checkpoint = replace(CHECKPOINT, ignored_defaults=["repetition_penalty=1.1"])
     assert "repetition_penalty=1.1" in resolved(FAST_CPU, checkpoint).notes[0]
 
 
-def test_states_cannot_be_shared() -> None:
+def test_recurrent_layers_turn_prefix_caching_off() -> None:
     stateful = replace(CHECKPOINT, model_type="qwen3_next", dtype="float32", keeps_states=True)
     made = resolved(CPU, stateful)
     assert made.config.cache.enable_prefix_caching is False
     (note,) = made.notes
-    assert note.startswith("prefix caching is off: qwen3_next keeps a recurrent state")
+    assert note.startswith("prefix caching is off: qwen3_next has recurrent layers")
     assert resolved(CPU, stateful, enable_prefix_caching=False).notes == []
-    with pytest.raises(ConfigError, match="--enable-prefix-caching: qwen3_next keeps .*; leave it out"):
+    with pytest.raises(ConfigError, match="--enable-prefix-caching: qwen3_next has .*; omit the flag"):
         resolved(CPU, stateful, enable_prefix_caching=True)
 
 
-def test_states_depend_on_the_pieces_they_are_computed_in() -> None:
+def test_recurrent_layers_rule_out_batch_invariance() -> None:
     stateful = replace(CHECKPOINT, model_type="qwen3_next", keeps_states=True)
     with pytest.raises(ConfigError, match="--batch-invariant: qwen3_next computes its recurrent states"):
         resolved(GPUS, stateful, batch_invariant=True)

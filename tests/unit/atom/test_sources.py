@@ -1,4 +1,4 @@
-"""Settings from variables and files: which one counts, and what is wrong with those that do not."""
+"""Settings from environment variables and files: precedence and errors."""
 
 import argparse
 from pathlib import Path
@@ -15,7 +15,7 @@ from atom.utils.envs import VARIABLES
 
 FIELDS = cli.all_fields()
 SAMPLES: dict[type | str, tuple[str, Any]] = {
-    int: ("32", 32),
+    int: ("1024", 1024),
     float: ("0.5", 0.5),
     str: ("text", "text"),
     bool: ("yes", True),
@@ -60,7 +60,7 @@ def test_every_flag_has_a_variable_and_a_key(field: Field, tmp_path: Path) -> No
         assert cli.explicit_fields(namespace) == {field.name}
 
 
-def test_the_nearer_source_counts(tmp_path: Path) -> None:
+def test_precedence_of_the_sources(tmp_path: Path) -> None:
     path = config_file(tmp_path, "max_num_seqs: 1\nblock-size: 32\nserver-port: 1\n")
     namespace = given(
         *("--config", path, "--max-num-seqs", "3"), ATOM_MAX_NUM_SEQS="2", ATOM_SERVER_PORT="2", ATOM_HOST=""
@@ -86,10 +86,10 @@ def test_a_switch_is_turned_off_by_each_source(tmp_path: Path) -> None:
         ("ATOM_MAX_NUM_SEQS", "many", "'many' is not a whole number"),
         ("ATOM_MAX_NUM_SEQS", "0", "at least 1"),
         ("ATOM_LOAD_DUMMY", "maybe", "not a switch: use 1 or 0"),
-        ("ATOM_DTYPE", "fp4", "none of auto"),
+        ("ATOM_DTYPE", "fp4", "not one of auto"),
         ("ATOM_ENABLE_EXPERT_PARALLEL", "1", "use -tp"),
-        ("ATOM_DATA_PARALLEL_SIZE", "2", "one server for each replica"),
-        ("ATOM_PORT", "tcp://10.0.0.7:80", "set by Kubernetes for a service"),
+        ("ATOM_DATA_PARALLEL_SIZE", "2", "one server per replica"),
+        ("ATOM_PORT", "tcp://10.0.0.7:80", "Kubernetes sets it for a service"),
     ],
 )
 def test_errors_name_the_variable(variable: str, text: str, words: str) -> None:
@@ -97,17 +97,17 @@ def test_errors_name_the_variable(variable: str, text: str, words: str) -> None:
         environment_values(FIELDS, {variable: text})
 
 
-def test_variables_that_ask_for_nothing_are_accepted() -> None:
+def test_neutral_variables_are_accepted() -> None:
     asked = {"ATOM_ENABLE_EXPERT_PARALLEL": "no", "ATOM_DATA_PARALLEL_SIZE": "1", "ATOM_LEVEL": "0"}
     assert environment_values(FIELDS, asked) == {}
 
 
-def test_no_flag_takes_the_name_of_another_variable() -> None:
+def test_no_flag_has_the_name_of_another_variable() -> None:
     assert not {variable_of(field.name) for field in FIELDS} & VARIABLES.keys()
     assert not {variable_of(name) for name in REFUSED} & VARIABLES.keys()
 
 
-def test_variables_that_nothing_reads_are_named() -> None:
+def test_unknown_variables_are_reported() -> None:
     environ = {
         "ATOM_MAX_SEQS": "3",
         "ATOM_ZZZZZZZZ": "1",
@@ -120,16 +120,16 @@ def test_variables_that_nothing_reads_are_named() -> None:
         "ATOM_LEVEL": "0",
     }
     assert unknown_variables(FIELDS, environ) == [
-        "ATOM_MAX_SEQS is set, and nothing reads it: did you mean ATOM_MAX_NUM_SEQS?",
-        "ATOM_ZZZZZZZZ is set, and nothing reads it: no variable has a similar name",
+        "ATOM_MAX_SEQS is set but unknown: did you mean ATOM_MAX_NUM_SEQS?",
+        "ATOM_ZZZZZZZZ is set but unknown: no variable has a similar name",
     ]
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("max-num-sequences: 3", "FILE: max-num-sequences is no setting: did you mean max_num_seqs?"),
-        ("frobnicate: 3", "FILE: frobnicate is no setting: see --help"),
+        ("max-num-sequences: 3", "FILE: max-num-sequences is not a setting: did you mean max_num_seqs?"),
+        ("frobnicate: 3", "FILE: frobnicate is not a setting: see --help"),
         ("max-num-seqs: many", "FILE: max-num-seqs: 'many' is not a whole number"),
         ("max-num-seqs: 1.5", "FILE: max-num-seqs: 1.5 is not a whole number"),
         ("max-num-seqs: true", "FILE: max-num-seqs: True is not a whole number"),
@@ -137,14 +137,14 @@ def test_variables_that_nothing_reads_are_named() -> None:
         ("load-dummy: 'yes'", "FILE: load-dummy: 'yes' is not a switch"),
         ("served-model-name: 123", "FILE: served-model-name: 123 is not a text; put it in quotes"),
         ("block-size:", "FILE: block-size: None is not a whole number"),
-        ("scheduler: {max-num-seqs: 3}", "FILE: scheduler is no setting"),
+        ("scheduler: {max-num-seqs: 3}", "FILE: scheduler is not a setting"),
         ("dtype: [auto]", "FILE: dtype: ['auto'] is not a text"),
         ("dtype: auto\ndtype: float32", "FILE: dtype is given twice (line 1)"),
         ("block-size: 16\nblock_size: 32", "FILE: block_size is given twice"),
-        ("hf-overrides: [1]", "FILE: hf-overrides: [1] is no JSON object, such as {"),
+        ("hf-overrides: [1]", "FILE: hf-overrides: [1] is not a JSON object, such as {"),
         ("data-parallel-size: 2", "FILE: data-parallel-size: data parallelism is not supported yet"),
-        ("- max-num-seqs", "FILE: it must hold lines of the form `flag: value`"),
-        ("1: 2", "FILE: it must hold lines of the form `flag: value`"),
+        ("- max-num-seqs", "FILE: it must contain lines of the form `flag: value`"),
+        ("1: 2", "FILE: it must contain lines of the form `flag: value`"),
         ("a: b: c", "FILE: mapping values are not allowed here (line 1)"),
         ("model: !!python/object:os.system x", "FILE: could not determine a constructor"),
     ],
@@ -153,7 +153,7 @@ def test_errors_name_file_and_key(tmp_path: Path, text: str, words: str) -> None
     assert error_of_file(tmp_path, text).startswith(words)
 
 
-def test_a_file_may_ask_for_nothing(tmp_path: Path) -> None:
+def test_neutral_values_in_a_file_are_accepted(tmp_path: Path) -> None:
     text = "# nothing\nlevel: 0\ndata_parallel_size: 1\nmax-model-len: null\n"
     assert file_values(config_file(tmp_path, text), FIELDS) == {"max_model_len": None}
     assert file_values(config_file(tmp_path, ""), FIELDS) == {}
@@ -183,6 +183,6 @@ def test_scripts_with_engine_flags_read_variables_too(monkeypatch: pytest.Monkey
     assert made.explicit == {"max_num_seqs", "block_size"}
 
 
-def test_the_librarys_keyword_arguments_are_all_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llm_engine_reads_no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATOM_MAX_NUM_SEQS", "7")
     assert cli.engine_config_from_kwargs().scheduler.max_num_seqs is None

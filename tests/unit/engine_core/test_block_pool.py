@@ -9,9 +9,9 @@ from engine_core.block_pool import BlockPool
 
 def test_takes_every_block_once_and_then_refuses() -> None:
     pool = BlockPool(3)
-    assert sorted(pool.take(2) + pool.take(1)) == [0, 1, 2]
+    assert sorted(pool.allocate(2) + pool.allocate(1)) == [0, 1, 2]
     with pytest.raises(IndexError, match="1 blocks wanted, 0 free"):
-        pool.take(1)
+        pool.allocate(1)
     pool.check_integrity({0: 1, 1: 1, 2: 1})
 
 
@@ -22,68 +22,68 @@ def test_an_empty_pool_is_refused() -> None:
 
 def test_the_cached_block_released_first_is_reused_first() -> None:
     pool = BlockPool(3)
-    blocks = pool.take(3)
+    blocks = pool.allocate(3)
     for block in blocks:
-        pool.remember(block, b"digest%d" % block, b"content%d" % block)
+        pool.cache(block, b"digest%d" % block, b"hash_input%d" % block)
     for block in reversed(blocks):
-        pool.release(block)
-    assert [pool.take(1)[0] for _ in blocks] == blocks[::-1]
+        pool.free(block)
+    assert [pool.allocate(1)[0] for _ in blocks] == blocks[::-1]
 
 
 def test_a_block_of_unknown_content_is_reused_before_cached_ones() -> None:
     pool = BlockPool(2)
-    cached, unknown = pool.take(2)
-    pool.remember(cached, b"d", b"c")
-    pool.release(cached)
-    pool.release(unknown)
-    assert pool.take(1) == [unknown]
+    cached, unknown = pool.allocate(2)
+    pool.cache(cached, b"d", b"c")
+    pool.free(cached)
+    pool.free(unknown)
+    assert pool.allocate(1) == [unknown]
     assert pool.find(b"d", b"c") == cached
 
 
 def test_a_free_block_is_found_until_it_is_taken() -> None:
     pool = BlockPool(1)
-    block = pool.take(1)[0]
-    pool.remember(block, b"d", b"c")
-    pool.release(block)
+    block = pool.allocate(1)[0]
+    pool.cache(block, b"d", b"c")
+    pool.free(block)
     assert pool.find(b"d", b"c") == block
-    pool.take(1)
+    pool.allocate(1)
     assert pool.find(b"d", b"c") is None
 
 
 def test_a_shared_block_is_free_when_its_last_user_leaves() -> None:
     pool = BlockPool(2)
-    block = pool.take(1)[0]
+    block = pool.allocate(1)[0]
     pool.share(block)
-    pool.release(block)
+    pool.free(block)
     assert not pool.is_free(block) and pool.num_free == 1
-    pool.release(block)
+    pool.free(block)
     assert pool.is_free(block) and pool.num_free == 2
 
 
 def test_sharing_pulls_a_free_block_out_of_the_middle() -> None:
     pool = BlockPool(5)
-    for block in pool.take(5):
-        pool.release(block)
+    for block in pool.allocate(5):
+        pool.free(block)
     pool.share(2)
     pool.check_integrity({2: 1})
-    assert 2 not in pool.take(4)
+    assert 2 not in pool.allocate(4)
 
 
 def test_a_hit_needs_equal_content_not_just_an_equal_digest() -> None:
     pool = BlockPool(2)
-    first, second = pool.take(2)
-    assert pool.remember(first, b"d", b"content")
+    first, second = pool.allocate(2)
+    assert pool.cache(first, b"d", b"hash_input")
     assert pool.find(b"d", b"other") is None
-    assert not pool.remember(second, b"d", b"other")
-    assert pool.remember(second, b"d", b"content")
-    assert pool.find(b"d", b"content") == first
+    assert not pool.cache(second, b"d", b"other")
+    assert pool.cache(second, b"d", b"hash_input")
+    assert pool.find(b"d", b"hash_input") == first
 
 
 @pytest.mark.parametrize("damage", ["users", "links", "count", "digest"])
 def test_integrity_sees_damage(damage: str) -> None:
     pool = BlockPool(4)
-    block = pool.take(1)[0]
-    pool.remember(block, b"d", b"c")
+    block = pool.allocate(1)[0]
+    pool.cache(block, b"d", b"c")
     pool.check_integrity({block: 1})
     if damage == "users":
         pool._users[block] = 2
@@ -99,7 +99,7 @@ def test_integrity_sees_damage(damage: str) -> None:
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["take", "share", "release", "remember"]), st.integers(0, 40)), max_size=60
+        st.tuples(st.sampled_from(["allocate", "share", "free", "cache"]), st.integers(0, 40)), max_size=60
     )
 )
 @settings(max_examples=100, deadline=None)
@@ -107,17 +107,17 @@ def test_books_agree_after_any_sequence(steps: list[tuple[str, int]]) -> None:
     pool, users = BlockPool(6), Counter[int]()
     for kind, number in steps:
         held = sorted(users)
-        if kind == "take" and number % 4 <= pool.num_free:
-            users.update(pool.take(number % 4))
+        if kind == "allocate" and number % 4 <= pool.num_free:
+            users.update(pool.allocate(number % 4))
         elif kind == "share":
             found = pool.find(b"%d" % (number % 5), b"")
             if found is not None:
                 pool.share(found)
                 users[found] += 1
-        elif kind == "release" and held:
-            pool.release(held[number % len(held)])
+        elif kind == "free" and held:
+            pool.free(held[number % len(held)])
             users.subtract([held[number % len(held)]])
-        elif kind == "remember" and held and pool._digests[held[number % len(held)]] is None:
-            pool.remember(held[number % len(held)], b"%d" % (number % 5), b"")
+        elif kind == "cache" and held and pool._digests[held[number % len(held)]] is None:
+            pool.cache(held[number % len(held)], b"%d" % (number % 5), b"")
         users = +users
         pool.check_integrity(users)

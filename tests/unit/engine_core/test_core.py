@@ -194,8 +194,8 @@ def test_log_probabilities_that_fit_nobody_are_an_error() -> None:
             replace(result, prompt_logprobs=[replace(piece, owner=3)]),
             "prompt log probabilities that fit no row",
         ),
-        (replace(result, logprobs=replace(drawn, indices=[1])), "do not fit its draws"),
-        (replace(result, logprobs=replace(drawn, indices=[0, 0])), "do not fit its draws"),
+        (replace(result, logprobs=replace(drawn, indices=[1])), "do not fit its sampled tokens"),
+        (replace(result, logprobs=replace(drawn, indices=[0, 0])), "do not fit its sampled tokens"),
     ]:
         run = driver(blocks=16)
         run.add(1, range(6), max_tokens=5, prompt_logprobs=0, **asking(0))

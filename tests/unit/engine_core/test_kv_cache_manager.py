@@ -28,7 +28,7 @@ def computed(kv: KVCacheManager, token_ids: "array[int]", salt: str = "") -> Req
     blocks = kv.new_blocks(salt)
     cached = kv.admit(blocks, token_ids)
     assert cached is not None and kv.extend(blocks, cached, len(token_ids)) is not None
-    kv.remember(blocks, token_ids, len(token_ids))
+    kv.cache(blocks, token_ids, len(token_ids))
     return blocks
 
 
@@ -72,8 +72,8 @@ def test_a_common_beginning_is_shared_while_in_use_and_after() -> None:
     second = computed(kv, ids(*range(8), 50, 51))
     assert second.tables[0][:2] == first.tables[0][:2] and second.tables[0][2] != first.tables[0][2]
     kv.check_integrity([first, second])
-    kv.release(first)
-    kv.release(second)
+    kv.free(first)
+    kv.free(second)
     assert kv.num_used == 0
     assert kv.admit(kv.new_blocks(), ids(*range(10))) == 8
 
@@ -87,7 +87,7 @@ def test_one_token_is_always_left_to_compute() -> None:
 
 def test_hits_count_as_room() -> None:
     kv = manager(blocks=3)
-    kv.release(computed(kv, ids(*range(9))))
+    kv.free(computed(kv, ids(*range(9))))
     blocks = kv.new_blocks()
     assert kv.admit(blocks, ids(*range(12))) == 8
     kv.check_integrity([blocks])
@@ -126,16 +126,16 @@ def test_a_salt_keeps_equal_tokens_apart(specs: list[KVSpec]) -> None:
     for group in range(len(specs)):
         taken = [block for table in blocks[group :: len(specs)] for block in table]
         assert len(set(taken)) == len(taken), "two salts share a block"
-    assert len({content for one in owners for content in one.contents}) == 9
+    assert len({hash_input for one in owners for hash_input in one.hash_inputs}) == 9
     for salt, hits in [("", 12), ("one", 12), ("two", 12), ("three", 0), ("on", 0)]:
         again = kv.new_blocks(salt)
         assert kv.admit(again, ids(*range(13))) == hits
-        kv.release(again)
+        kv.free(again)
     kv.check_integrity(owners)
 
 
 def test_salts_are_told_apart_even_where_digests_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache_manager, "xxh64_digest", lambda content, seed: b"the same")
+    monkeypatch.setattr(kv_cache_manager, "xxh64_digest", lambda hash_input, seed: b"the same")
     kv = manager()
     computed(kv, ids(*range(8)), "one")
     assert kv.admit(kv.new_blocks("two"), ids(*range(8))) == 0
@@ -146,7 +146,7 @@ def test_a_salt_is_never_taken_for_a_digest(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         kv_cache_manager,
         "xxh64_digest",
-        lambda content, seed: b"a digest" if content == beginning else content,
+        lambda hash_input, seed: b"a digest" if hash_input == beginning else hash_input,
     )
     kv = manager()
     first = computed(kv, ids(*range(8)))
@@ -161,26 +161,26 @@ def test_a_sequence_that_may_not_hit_computes_everything_and_is_remembered() -> 
     assert kv.admit(blocks, ids(*range(12)), may_hit=False) == 0
     assert kv.extend(blocks, 0, 12) is not None
     assert not set(blocks.tables[0]) & set(first.tables[0])
-    kv.remember(blocks, ids(*range(12)), 12)
+    kv.cache(blocks, ids(*range(12)), 12)
     kv.check_integrity([first, blocks])
     assert kv.admit(kv.new_blocks(), ids(*range(13))) == 12
 
 
 def test_equal_digests_of_different_tokens_are_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache_manager, "xxh64_digest", lambda content, seed: b"the same")
+    monkeypatch.setattr(kv_cache_manager, "xxh64_digest", lambda hash_input, seed: b"the same")
     kv = manager()
     computed(kv, ids(*range(8)))
     assert kv.admit(kv.new_blocks(), ids(7, 7, 7, 7, *range(4, 8), 0)) == 0
     other = computed(kv, ids(7, 7, 7, 7, 8, 8, 8, 8, 9))
-    assert other.collided and other.num_remembered == 0
+    assert other.collided and other.num_cached == 0
 
 
 def test_the_end_of_a_sequence_is_evicted_before_its_beginning() -> None:
     kv = manager(blocks=5)
-    kv.release(computed(kv, ids(*range(16))))
+    kv.free(computed(kv, ids(*range(16))))
     blocks = kv.new_blocks()
     assert kv.extend(blocks, 0, 12) is not None  # the never used block, and the last two of the four
-    kv.release(blocks)
+    kv.free(blocks)
     assert kv.admit(kv.new_blocks(), ids(*range(17))) == 8
 
 
@@ -196,18 +196,18 @@ def test_blocks_behind_the_window_come_back() -> None:
 
 
 def evict_all_but(pool: BlockPool, kept: list[int]) -> None:
-    """Make a pool whose blocks are all free forget the content of the others."""
+    """Make a pool whose blocks are all free forget the hash_input of the others."""
     for block in kept:
         pool.share(block)
-    for block in [*pool.take(pool.num_free), *kept]:
-        pool.release(block)
+    for block in [*pool.allocate(pool.num_free), *kept]:
+        pool.free(block)
 
 
 def test_a_window_group_needs_only_the_blocks_that_are_seen() -> None:
     kv = manager([FULL, WINDOW])
     first = computed(kv, ids(*range(24)))
     seen = first.tables[1][4:6]  # position 24 sees 19 .. 24
-    kv.release(first)
+    kv.free(first)
     evict_all_but(kv.pools[1], seen)
     blocks = kv.new_blocks()
     assert kv.admit(blocks, ids(*range(24), 99)) == 24
@@ -220,7 +220,7 @@ def test_a_prefix_shrinks_to_what_all_groups_can_continue() -> None:
     kv = manager([FULL, WINDOW])
     first = computed(kv, ids(*range(24)))
     kept = first.tables[1][1:4]
-    kv.release(first)
+    kv.free(first)
     evict_all_but(kv.pools[1], kept)
     # 24 and 20 tokens would need window blocks 5 and 4; 16 tokens need 2 and 3.
     assert kv.admit(kv.new_blocks(), ids(*range(24), 99)) == 16
@@ -246,7 +246,7 @@ def test_a_state_is_one_slot_from_the_first_token_to_the_last() -> None:
     kv.check_covers(owners[0], 9)
     kv.check_integrity(owners)
     assert kv.admit(kv.new_blocks(), ids(1)) is None, "no slot is free"
-    kv.release(owners[0])
+    kv.free(owners[0])
     third = kv.new_blocks()
     assert kv.admit(third, ids(1)) == 0 and kv.extend(third, 0, 1) is not None
     kv.check_integrity([owners[1], third])

@@ -27,37 +27,37 @@ def profiling(clock: Clock) -> Profiling:
 
 
 def all_ranks(profiling: Profiling, on: bool) -> Outcome:
-    assert profiling.take(RankTrace(1, on)) is None
-    outcome = profiling.take(RankTrace(0, on))
+    assert profiling.add_trace(RankTrace(1, on)) is None
+    outcome = profiling.add_trace(RankTrace(0, on))
     assert outcome is not None
     return outcome
 
 
 def refusal(profiling: Profiling, on: bool) -> str:
-    answer = profiling.ask(Profile(on, 9), B)
+    answer = profiling.request(Profile(on, 9), B)
     assert answer is not None and (answer.number, answer.on, answer.error) == (9, on, "")
     return answer.refusal
 
 
 def test_a_profile_from_start_to_stop(profiling: Profiling) -> None:
-    assert profiling.ask(Profile(True, 1), A) is None and profiling.is_timed
+    assert profiling.request(Profile(True, 1), A) is None and profiling.is_timed
     assert all_ranks(profiling, True) == Outcome(
         A, ProfileResult(1, True, [RankTrace(0, True), RankTrace(1, True)])
     )
-    assert profiling.ask(Profile(False, 2), B) is None
+    assert profiling.request(Profile(False, 2), B) is None
     outcome = all_ranks(profiling, False)
-    assert (outcome.frontend, outcome.answer.number, outcome.stop) == (B, 2, False) and not profiling.is_timed
-    assert profiling.ask(Profile(True, 3), A) is None
+    assert (outcome.frontend, outcome.result.number, outcome.stop) == (B, 2, False) and not profiling.is_timed
+    assert profiling.request(Profile(True, 3), A) is None
 
 
 def test_what_makes_no_sense_is_refused_and_changes_nothing(profiling: Profiling) -> None:
     assert refusal(profiling, False) == "profiling is not on"
-    profiling.ask(Profile(True), A)
+    profiling.request(Profile(True), A)
     for on in (True, False):
         assert "being started" in refusal(profiling, on)
     assert all_ranks(profiling, True).frontend == A
     assert refusal(profiling, True) == "profiling is on already"
-    profiling.ask(Profile(False), A)
+    profiling.request(Profile(False), A)
     for on in (True, False):
         assert "being written" in refusal(profiling, on)
     assert all_ranks(profiling, False).frontend == A
@@ -65,47 +65,47 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(profiling: Profiling
 
 
 def test_a_rank_that_cannot_start_stops_the_others(profiling: Profiling) -> None:
-    profiling.ask(Profile(True, 1), A)
-    profiling.take(RankTrace(0, True))
-    outcome = profiling.take(RankTrace(1, True, error="no space"))
+    profiling.request(Profile(True, 1), A)
+    profiling.add_trace(RankTrace(0, True))
+    outcome = profiling.add_trace(RankTrace(1, True, error="no space"))
     assert outcome is not None and outcome.stop
-    assert outcome.frontend == A and outcome.answer.error == "worker 1: no space"
+    assert outcome.frontend == A and outcome.result.error == "worker 1: no space"
     assert "being written" in refusal(profiling, True)
     assert all_ranks(profiling, False).frontend is None
-    assert profiling.ask(Profile(True), A) is None
+    assert profiling.request(Profile(True), A) is None
 
 
 def test_a_trace_that_cannot_be_written_is_reported(profiling: Profiling) -> None:
-    profiling.ask(Profile(True), A)
+    profiling.request(Profile(True), A)
     all_ranks(profiling, True)
-    profiling.ask(Profile(False), A)
-    profiling.take(RankTrace(0, False, error="no space"))
-    outcome = profiling.take(RankTrace(1, False, file="f"))
+    profiling.request(Profile(False), A)
+    profiling.add_trace(RankTrace(0, False, error="no space"))
+    outcome = profiling.add_trace(RankTrace(1, False, file="f"))
     assert outcome is not None and not outcome.stop
-    assert outcome.answer.error == "worker 0: no space" and outcome.answer.traces[1].file == "f"
-    assert profiling.ask(Profile(True), A) is None
+    assert outcome.result.error == "worker 0: no space" and outcome.result.traces[1].file == "f"
+    assert profiling.request(Profile(True), A) is None
 
 
 def test_nobody_waits_for_ever(profiling: Profiling, clock: Clock) -> None:
-    profiling.ask(Profile(True, 5), A)
-    profiling.take(RankTrace(0, True))
+    profiling.request(Profile(True, 5), A)
+    profiling.add_trace(RankTrace(0, True))
     clock.now = 299.0
     assert profiling.overdue() is None
     clock.now = 300.0
     outcome = profiling.overdue()
-    assert outcome is not None and outcome.frontend == A and outcome.answer.number == 5
-    assert outcome.answer.error == "waited 300 s for worker 1 to start or write its trace"
+    assert outcome is not None and outcome.frontend == A and outcome.result.number == 5
+    assert outcome.result.error == "waited 300 s for worker 1 to start or write its trace"
     assert profiling.overdue() is None and not profiling.is_timed
     assert "being started" in refusal(profiling, True)
-    late = profiling.take(RankTrace(1, True))
+    late = profiling.add_trace(RankTrace(1, True))
     assert late is not None and late.frontend is None
-    assert profiling.ask(Profile(False), A) is None
+    assert profiling.request(Profile(False), A) is None
 
 
 def test_a_recording_that_nobody_ends_is_ended_and_its_traces_are_kept(
     profiling: Profiling, clock: Clock
 ) -> None:
-    profiling.ask(Profile(True, 1), A)
+    profiling.request(Profile(True, 1), A)
     all_ranks(profiling, True)
     clock.now = 599.0
     assert profiling.is_timed and profiling.overdue() is None
@@ -116,7 +116,7 @@ def test_a_recording_that_nobody_ends_is_ended_and_its_traces_are_kept(
     assert "being written" in refusal(profiling, False)
     traces = [RankTrace(rank, False, file=f"f{rank}") for rank in range(RANKS)]
     for trace in traces:
-        profiling.take(trace)
-    assert profiling.ask(Profile(False, 2), B) == ProfileResult(2, False, traces)
+        profiling.add_trace(trace)
+    assert profiling.request(Profile(False, 2), B) == ProfileResult(2, False, traces)
     assert refusal(profiling, False) == "profiling is not on"
-    assert profiling.ask(Profile(True, 3), A) is None
+    assert profiling.request(Profile(True, 3), A) is None

@@ -1,4 +1,4 @@
-"""Keys: two headers, several keys, and what is kept of them."""
+"""API keys: both headers, several keys, and their digests."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from frontend.auth import ApiKeys
 from frontend.errors import RequestError
 
 
-def test_without_keys_everybody_is_the_same_caller() -> None:
+def test_without_keys_all_callers_share_one_tenant() -> None:
     keys = ApiKeys(None)
     assert keys.tenant({}) == keys.tenant({"Authorization": "Bearer whatever"}) == ""
 
@@ -21,7 +21,7 @@ def test_without_keys_everybody_is_the_same_caller() -> None:
         {"Authorization": "Bearer one", "x-api-key": "dummy"},
     ],
 )
-def test_a_right_key_opens(headers: dict[str, str]) -> None:
+def test_a_valid_key_is_accepted(headers: dict[str, str]) -> None:
     assert ApiKeys("one").tenant(headers) == ""
     assert ApiKeys("zero, one ,two").tenant(headers) == ApiKeys("one,two").tenant({"x-api-key": "one"})
 
@@ -40,7 +40,7 @@ def test_a_right_key_opens(headers: dict[str, str]) -> None:
         {"x-api-key": "\udcff"},
     ],
 )
-def test_anything_else_is_refused(headers: dict[str, str]) -> None:
+def test_other_keys_are_refused(headers: dict[str, str]) -> None:
     with pytest.raises(RequestError) as caught:
         ApiKeys("one,two").tenant(headers)
     assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
@@ -58,6 +58,6 @@ def test_no_attribute_holds_a_key() -> None:
 
 
 @pytest.mark.parametrize("configured", ["", " ", "a,,b", "a,", ","])
-def test_an_empty_key_is_a_mistake(configured: str) -> None:
+def test_an_empty_key_is_invalid(configured: str) -> None:
     with pytest.raises(ValueError, match="--api-key"):
         ApiKeys(configured)

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a request is answered with 400 and the field's name, and goes no further."""
+"""Invalid requests get a 400 that names the field, and never reach the engine."""
 
 import urllib.parse
 from collections.abc import Iterator
@@ -230,7 +230,7 @@ def test_duplicates_are_named(rig: Rig) -> None:
     assert (status, answer["error"]["param"]) == (400, "messages[0].content")
 
 
-def test_a_word_that_looks_like_a_field_is_no_duplicate(rig: Rig) -> None:
+def test_a_string_equal_to_a_field_name_is_not_a_duplicate(rig: Rig) -> None:
     assert rig.run("completions", prompt=["prompt", "prompt"], user="n").requests
     assert rig.run("chat", messages=[USER | {"content": '"role"'}, USER]).requests
 

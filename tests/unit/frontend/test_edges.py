@@ -1,4 +1,4 @@
-"""Strangers, crowds, what is counted, and the engine's end, as clients see them."""
+"""API keys, overload, metrics, engine failure and tokenization, over HTTP."""
 
 import contextlib
 import http.client
@@ -81,7 +81,7 @@ ROUTES = [
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-def test_every_route_wants_a_key(guarded: Client, method: str, path: str) -> None:
+def test_every_route_requires_a_key(guarded: Client, method: str, path: str) -> None:
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"x-api-key": "first-key,second-key"}):
         status, data, received = guarded.exchange(method, path, headers=headers)
         assert (status, received["www-authenticate"]) == (401, "Bearer")
@@ -92,12 +92,12 @@ def test_every_route_wants_a_key(guarded: Client, method: str, path: str) -> Non
         assert guarded.exchange(method, path, {}, headers=headers)[0] != 401
 
 
-def test_probes_need_no_key(guarded: Client) -> None:
+def test_health_probes_need_no_key(guarded: Client) -> None:
     assert guarded.exchange("GET", "/health")[0] == 200
     assert guarded.exchange("GET", "/ready")[0] == 200
 
 
-def test_a_stranger_is_refused_before_its_body_is_read(guarded: Client) -> None:
+def test_an_unauthorized_request_is_refused_before_its_body_is_read(guarded: Client) -> None:
     status, _, _ = raw_answer(guarded, post_head(1 << 30))
     assert status == 401
 
@@ -127,10 +127,10 @@ def test_callers_of_different_keys_share_no_cached_prompts(tmp_path: Path, check
         assert salts(core, ServerConfig(api_key="only"), ["only"]) == [""]
 
 
-# Names of requests
+# Request ids
 
 
-def test_every_answer_carries_a_request_id(client: Client) -> None:
+def test_every_response_has_a_request_id(client: Client) -> None:
     body = {"prompt": "x"}
     for method, path, payload in (
         ("GET", "/health", None),
@@ -145,21 +145,21 @@ def test_every_answer_carries_a_request_id(client: Client) -> None:
         assert re.fullmatch("[0-9a-f]{32}", headers["x-request-id"])
 
 
-def test_a_clients_name_goes_into_the_answers_id(client: Client) -> None:
+def test_the_request_id_header_becomes_part_of_the_response_id(client: Client) -> None:
     _, data, _ = client.exchange("POST", "/v1/completions", {"prompt": "x"}, headers={"X-Request-Id": "mine"})
     assert json.loads(data)["id"] == "cmpl-mine"
 
 
 @pytest.mark.parametrize("name", ["", " ", "a b", "ä", "x" * 129, "-x", 'a"b', "a\tb"])
-def test_odd_request_ids_are_replaced(client: Client, name: str) -> None:
+def test_invalid_request_ids_are_replaced(client: Client, name: str) -> None:
     _, _, headers = client.exchange("GET", "/health", headers={"X-Request-Id": name})
     assert re.fullmatch("[0-9a-f]{32}", headers["x-request-id"])
 
 
-# Crowds
+# Overload
 
 
-def test_ten_times_too_many_requests(tmp_path: Path, checkpoint: Checkpoint) -> None:
+def test_requests_above_the_capacity_are_refused(tmp_path: Path, checkpoint: Checkpoint) -> None:
     with (
         FakeCore(tmp_path, answer_by_prompt) as core,
         running_frontend(core, checkpoint, ServerConfig(max_queued_requests=7)) as client,
@@ -202,7 +202,7 @@ def test_a_full_server_reads_no_bodies(tmp_path: Path, checkpoint: Checkpoint) -
         assert raw_answer(client, post_head(1000))[0] == 429
 
 
-def test_choices_count_each_and_never_more_than_fit(tmp_path: Path, checkpoint: Checkpoint) -> None:
+def test_each_choice_counts_against_the_capacity(tmp_path: Path, checkpoint: Checkpoint) -> None:
     with (
         FakeCore(tmp_path, answer_by_prompt) as core,
         running_frontend(core, checkpoint, ServerConfig(max_queued_requests=3)) as client,
@@ -219,10 +219,10 @@ def test_choices_count_each_and_never_more_than_fit(tmp_path: Path, checkpoint: 
         assert (status, error_of(data)["code"]) == (429, "rate_limit_exceeded")
 
 
-# Metrics and the engine's end
+# Metrics and engine failure
 
 
-def test_metrics_of_some_requests(client: Client, core: FakeCore) -> None:
+def test_request_metrics(client: Client, core: FakeCore) -> None:
     before = {
         name: metric(client, name)
         for name in ("vllm:generation_tokens_total", "vllm:time_to_first_token_seconds_count")
@@ -236,7 +236,7 @@ def test_metrics_of_some_requests(client: Client, core: FakeCore) -> None:
     assert metric(client, "atom:choices_live") == 0
 
 
-def test_metrics_count_clients_that_leave(client: Client, core: FakeCore) -> None:
+def test_metrics_count_disconnects(client: Client, core: FakeCore) -> None:
     before = metric(client, "atom:client_disconnects_total")
     core.requests.clear()
     body = b'{"prompt": "silence"}'
@@ -248,7 +248,7 @@ def test_metrics_count_clients_that_leave(client: Client, core: FakeCore) -> Non
     assert metric(client, "atom:choices_live") == 0
 
 
-def test_when_the_engine_dies(tmp_path: Path, checkpoint: Checkpoint) -> None:
+def test_engine_failure(tmp_path: Path, checkpoint: Checkpoint) -> None:
     with FakeCore(tmp_path, answer_by_prompt) as core, running_frontend(core, checkpoint) as client:
         assert metric(client, "atom:engine_up") == 1
         streaming = http.client.HTTPConnection("127.0.0.1", client.port, timeout=DEADLINE_S)
@@ -267,7 +267,9 @@ def test_when_the_engine_dies(tmp_path: Path, checkpoint: Checkpoint) -> None:
         assert client.exchange("GET", "/ready")[0] == 503
 
 
-def test_waiting_clients_hear_of_a_vanished_core_soon(tmp_path: Path, checkpoint: Checkpoint) -> None:
+def test_waiting_clients_get_an_error_when_the_core_disappears(
+    tmp_path: Path, checkpoint: Checkpoint
+) -> None:
     core = FakeCore(tmp_path, answer_by_prompt)
     with running_frontend(core, checkpoint, wait=False) as client:
         answers: list[tuple[int, Any]] = []
@@ -289,10 +291,10 @@ def test_waiting_clients_hear_of_a_vanished_core_soon(tmp_path: Path, checkpoint
     assert [(status, answer["error"]["code"]) for status, answer in answers] == [(500, "engine_dead")] * 4
 
 
-# Tokens
+# Tokenization
 
 
-def test_tokenize_and_back(client: Client) -> None:
+def test_tokenize_and_detokenize(client: Client) -> None:
     status, answer = client.post("/tokenize", prompt="Hello 你好")
     ids = TOKENIZER.encode("Hello 你好")
     assert status == 200
@@ -331,4 +333,4 @@ def test_refused_tokenizations(client: Client, path: str, body: dict[str, Any], 
 
 
 def test_limits_are_as_documented() -> None:
-    assert replace(HttpLimits()) == HttpLimits(32 << 20, 8190, 128, 60.0, 75.0, 120.0, 15.0, 1.0)
+    assert replace(HttpLimits()) == HttpLimits(8 << 20, 256 << 20, 8190, 128, 60.0, 75.0, 120.0, 15.0, 1.0)

@@ -1,7 +1,7 @@
-"""The table of all documented fields: what each does, or that it is refused by name.
+"""The table of all documented fields: the effect of each, or its refusal by name.
 
-Honoured fields are sent to the real app, and must change what the core hears or what the client
-reads; without them, or with a value that asks for nothing, that change must be absent.
+Supported fields are sent to the real app, and must change the engine's request or the response;
+without them, or with a neutral value, that change must be absent.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ FOX = TOKENIZER.encode("fox", add_special_tokens=False)
 
 
 class Row(NamedTuple):
-    """A value of one field, what it needs beside it, and what it does."""
+    """A value of one field, further fields that it needs, and its effect."""
 
     value: Any
     shows: Callable[[Ran], bool]
@@ -125,7 +125,7 @@ ONLY: dict[str, dict[str, Row]] = {
         "best_of": Row(2, lambda ran: len(ran.requests) == 2, {"n": 2}),
     },
 }
-# Whose effect is not told apart by leaving them out: requests without them are bad, or the same.
+# Without these fields, requests are invalid or equal.
 WITHOUT_CONTRAST = {"messages", "prompt", "best_of"}
 
 REFUSED: dict[str, Any] = {
@@ -221,12 +221,12 @@ def _completion_token(ran: Ran) -> str:
     return token
 
 
-def honoured(endpoint: str) -> dict[str, Row]:
+def supported(endpoint: str) -> dict[str, Row]:
     return BOTH | ONLY[endpoint]
 
 
 def rows() -> list[tuple[str, str]]:
-    return [(endpoint, name) for endpoint in SCHEMAS for name in honoured(endpoint)]
+    return [(endpoint, name) for endpoint in SCHEMAS for name in supported(endpoint)]
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +239,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 @pytest.mark.parametrize("endpoint", SCHEMAS)
 def test_the_table_is_complete(endpoint: str) -> None:
     schema = SCHEMAS[endpoint]
-    assert {*honoured(endpoint), "model"} == set(schema.struct.__struct_fields__)
+    assert {*supported(endpoint), "model"} == set(schema.struct.__struct_fields__)
     assert {*REFUSED, *REFUSED_ONLY[endpoint]} == set(schema.neutral)
     assert HARMLESS | HARMLESS_ONLY[endpoint] == schema.harmless
     assert not schema.harmless & {*schema.neutral, *schema.struct.__struct_fields__}
@@ -247,8 +247,8 @@ def test_the_table_is_complete(endpoint: str) -> None:
 
 
 @pytest.mark.parametrize(("endpoint", "name"), rows())
-def test_honoured_fields_have_an_effect(rig: Rig, endpoint: str, name: str) -> None:
-    row = honoured(endpoint)[name]
+def test_supported_fields_have_an_effect(rig: Rig, endpoint: str, name: str) -> None:
+    row = supported(endpoint)[name]
     assert row.shows(rig.run(endpoint, **{**row.beside, name: row.value}))
     if name not in WITHOUT_CONTRAST:
         for nothing in (None, *row.neutral):
@@ -276,7 +276,7 @@ def test_refused_fields_are_named(rig: Rig, endpoint: str, name: str) -> None:
     ("endpoint", "name"),
     [(endpoint, name) for endpoint in SCHEMAS for name in sorted(HARMLESS | HARMLESS_ONLY[endpoint])],
 )
-def test_harmless_fields_are_taken(endpoint: str, name: str) -> None:
+def test_harmless_fields_are_accepted(endpoint: str, name: str) -> None:
     assert SCHEMAS[endpoint].decode(body_of(endpoint, **{name: {"any": "thing"}}), lenient=False)[1] == []
 
 
@@ -287,7 +287,7 @@ def test_the_model_must_be_the_one_served(rig: Rig, endpoint: str) -> None:
     assert (error["param"], error["code"]) == ("model", "model_not_found")
 
 
-def test_the_sdk_knows_no_field_that_we_do_not() -> None:
+def test_all_fields_of_the_openai_sdk_are_known() -> None:
     from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
     from openai.types.completion_create_params import CompletionCreateParamsBase
 
@@ -296,7 +296,7 @@ def test_the_sdk_knows_no_field_that_we_do_not() -> None:
         assert set(params.__annotations__) - known == set()
 
 
-def test_requests_that_ask_for_nothing_carry_nothing(rig: Rig) -> None:
+def test_minimal_requests_have_no_optional_parts(rig: Rig) -> None:
     for endpoint in SCHEMAS:
         sent = rig.run(endpoint).sent
         assert (sent.sampling.logits_processors, sent.sampling.logprobs, sent.prompt_logprobs) == (
@@ -314,7 +314,7 @@ def test_defaults(rig: Rig) -> None:
     assert (chat.sampling.top_k, chat.sampling.top_p) == (20, 1.0)
 
 
-def test_the_newer_limit_wins(rig: Rig) -> None:
+def test_max_completion_tokens_takes_precedence(rig: Rig) -> None:
     assert rig.run("chat", max_tokens=3, max_completion_tokens=4).sent.max_tokens == 4
 
 
@@ -353,7 +353,7 @@ def test_ids_in_streams(rig: Rig, endpoint: str) -> None:
     assert ids == rig.run(endpoint, return_token_ids=True).choice["token_ids"]
 
 
-def test_lenient_servers_say_what_they_left_out(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_lenient_servers_list_dropped_fields_in_warnings(tmp_path_factory: pytest.TempPathFactory) -> None:
     directory = tmp_path_factory.mktemp("lenient")
     server = ServerConfig(lenient_fields=True, default_max_tokens=33)
     with (

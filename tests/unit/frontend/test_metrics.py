@@ -1,4 +1,4 @@
-"""What is counted, and the text that scrapers get."""
+"""Counters, histograms and their Prometheus text."""
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -46,7 +46,7 @@ def test_a_value_on_a_bound_belongs_below_it() -> None:
     assert (histogram.counts, histogram.sum) == ([2, 2, 1], 7.5)
 
 
-def test_a_life_of_a_choice() -> None:
+def test_the_metrics_of_one_sequence() -> None:
     metrics = Metrics()
     progress = Progress(arrived_at=10.0, prompt_tokens=30)
     metrics.admitted(FirstToken(1, 0, queued_s=0.25, prefill_s=0.5))
@@ -93,13 +93,13 @@ def test_a_life_of_a_choice() -> None:
         ("error", "error"),
     ],
 )
-def test_reasons_as_vllm_names_them(raw: str, label: str) -> None:
+def test_finish_reason_labels_equal_vllms(raw: str, label: str) -> None:
     metrics = Metrics()
     metrics.finished(Progress(0.0, 1), raw, now=1.0)
     assert scrape(metrics, None)["vllm:request_success_total", (label,)] == 1
 
 
-def test_the_engines_part() -> None:
+def test_engine_metrics() -> None:
     metrics = Metrics()
     metrics.responses[429] += 1
     found = scrape(metrics, STATS)
@@ -121,7 +121,7 @@ def test_the_engines_part() -> None:
     assert found["process_resident_memory_bytes", ()] > 1 << 20
 
 
-def test_without_an_engine_the_rest_is_still_told() -> None:
+def test_without_an_engine_frontend_metrics_remain() -> None:
     found = scrape(Metrics(), None)
     assert found["atom:engine_up", ()] == 0
     assert ("vllm:num_requests_running", ()) not in found

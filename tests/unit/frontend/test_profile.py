@@ -1,4 +1,4 @@
-"""POST /start_profile and /stop_profile, in front of a core that answers as told."""
+"""POST /start_profile and /stop_profile, with a scripted core."""
 
 from pathlib import Path
 from typing import Any
@@ -55,13 +55,13 @@ def test_start_and_stop(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("core_says", "status", "code", "words"),
+    ("profile", "status", "code", "words"),
     [(refusal, 409, "profiler_state", "on already"), (failure, 500, "profiler_failed", "worker 1: no space")],
 )
-def test_what_the_core_cannot_do_is_an_error(
-    tmp_path: Path, core_says: Any, status: int, code: str, words: str
+def test_refusals_and_failures_of_the_core_are_errors(
+    tmp_path: Path, profile: Any, status: int, code: str, words: str
 ) -> None:
-    with core_of(tmp_path, core_says) as core, serving(core, tmp_path) as client:
+    with core_of(tmp_path, profile) as core, serving(core, tmp_path) as client:
         got, body = client.post("/start_profile")
     assert (got, body["error"]["code"]) == (status, code)
     assert words in body["error"]["message"]
@@ -76,7 +76,7 @@ def test_without_a_directory_there_is_no_profiler(tmp_path: Path) -> None:
     assert core.profiles == []
 
 
-def test_a_key_is_asked_for(tmp_path: Path) -> None:
+def test_a_key_is_required(tmp_path: Path) -> None:
     with core_of(tmp_path, answer) as core, serving(core, tmp_path, key="secret") as client:
         assert client.post("/start_profile")[0] == 401
         assert core.profiles == []
@@ -85,7 +85,7 @@ def test_a_key_is_asked_for(tmp_path: Path) -> None:
         assert client.exchange("GET", "/start_profile", headers=headers)[0] == 405
 
 
-def test_a_core_that_dies_meanwhile_leaves_nobody_waiting(tmp_path: Path) -> None:
+def test_the_death_of_the_core_ends_the_request(tmp_path: Path) -> None:
     def die(message: Profile) -> None:
         core.die("killed")
 

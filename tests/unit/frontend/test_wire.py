@@ -1,4 +1,4 @@
-"""What arrives on a socket and is no request, or too slow, and clients that do not read."""
+"""Malformed HTTP, slow clients, and clients that do not read their responses."""
 
 import contextlib
 import json
@@ -54,16 +54,16 @@ def client(core: FakeCore, checkpoint: Checkpoint) -> Iterator[Client]:
 
 
 @pytest.fixture(scope="module")
-def hasty(tmp_path_factory: pytest.TempPathFactory, checkpoint: Checkpoint) -> Iterator[Client]:
+def impatient(tmp_path_factory: pytest.TempPathFactory, checkpoint: Checkpoint) -> Iterator[Client]:
     """A server with short deadlines."""
     with (
-        FakeCore(tmp_path_factory.mktemp("hasty"), answer_by_prompt, max_model_len=200_000) as core,
+        FakeCore(tmp_path_factory.mktemp("impatient"), answer_by_prompt, max_model_len=200_000) as core,
         running_frontend(core, checkpoint, limits=SHORT, send_buffer=4096) as client,
     ):
         yield client
 
 
-# Junk on the wire
+# Malformed HTTP
 
 
 JUNK = [
@@ -84,7 +84,7 @@ JUNK = [
 
 
 @pytest.mark.parametrize("data", JUNK, ids=range(len(JUNK)))
-def test_what_is_no_http_gets_an_error_object(client: Client, data: bytes) -> None:
+def test_malformed_http_gets_an_error_object(client: Client, data: bytes) -> None:
     with socket.create_connection(("127.0.0.1", client.port), DEADLINE_S) as connection:
         with contextlib.suppress(ConnectionError):  # the answer may come before all was sent
             connection.sendall(data)
@@ -117,7 +117,7 @@ def test_an_unknown_expectation_is_a_417(client: Client) -> None:
         ("Content-Length: 0", b""),
     ],
 )
-def test_broken_bodies_are_the_clients_mistake(client: Client, head: str, body: bytes) -> None:
+def test_malformed_bodies_are_a_400(client: Client, head: str, body: bytes) -> None:
     request = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n".encode() + body
     status, _, answer = raw_answer(client, request)
     assert status == 400
@@ -143,7 +143,7 @@ def test_any_content_type_is_read_as_json(client: Client) -> None:
         assert client.exchange("POST", "/v1/completions", {"prompt": "x"}, headers=headers)[0] == 200
 
 
-def test_garbage_behind_a_request_harms_nobody(client: Client) -> None:
+def test_garbage_behind_a_request_affects_only_its_connection(client: Client) -> None:
     body = b'{"prompt": "x"}'
     status, _, answer = raw_answer(client, post_head(len(body)) + body + b"\x00\xff garbage\r\n\r\n" * 50)
     assert status == 400  # what came together is refused together
@@ -151,7 +151,7 @@ def test_garbage_behind_a_request_harms_nobody(client: Client) -> None:
     assert client.call("GET", "/health")[0] == 200
 
 
-def test_bodies_that_end_early_leave_nothing(client: Client, core: FakeCore) -> None:
+def test_truncated_bodies_start_no_request(client: Client, core: FakeCore) -> None:
     before = len(core.requests)
     for data in (
         post_head(1000) + b'{"prompt": ',
@@ -167,14 +167,14 @@ def test_bodies_that_end_early_leave_nothing(client: Client, core: FakeCore) -> 
 # Slow clients
 
 
-def test_a_body_that_does_not_arrive_is_a_408(hasty: Client) -> None:
-    status, _, body = raw_answer(hasty, post_head(1000) + b'{"pro')
+def test_a_body_that_does_not_arrive_is_a_408(impatient: Client) -> None:
+    status, _, body = raw_answer(impatient, post_head(1000) + b'{"pro')
     assert (status, "0.3 s" in error_of(body)["message"]) == (408, True)
 
 
 @pytest.mark.parametrize("start", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: "])
-def test_connections_without_a_request_are_closed(hasty: Client, start: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", hasty.port), DEADLINE_S) as connection:
+def test_connections_without_a_request_are_closed(impatient: Client, start: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", impatient.port), DEADLINE_S) as connection:
         begun = time.monotonic()
         connection.sendall(start)
         for _ in range(100):
@@ -190,8 +190,8 @@ def test_connections_without_a_request_are_closed(hasty: Client, start: bytes) -
     assert 0.3 < time.monotonic() - begun < 2
 
 
-def test_a_silent_stream_sends_comments(hasty: Client) -> None:
-    with socket.create_connection(("127.0.0.1", hasty.port), DEADLINE_S) as connection:
+def test_a_silent_stream_sends_comments(impatient: Client) -> None:
+    with socket.create_connection(("127.0.0.1", impatient.port), DEADLINE_S) as connection:
         body = b'{"prompt": "silence", "stream": true}'
         connection.sendall(post_head(len(body)) + body)
         received = b""
@@ -200,8 +200,8 @@ def test_a_silent_stream_sends_comments(hasty: Client) -> None:
     assert b"data:" not in received
 
 
-def test_comments_end_with_the_stream(hasty: Client) -> None:
-    with socket.create_connection(("127.0.0.1", hasty.port), DEADLINE_S) as connection:
+def test_comments_end_with_the_stream(impatient: Client) -> None:
+    with socket.create_connection(("127.0.0.1", impatient.port), DEADLINE_S) as connection:
         body = b'{"prompt": "x", "stream": true}'
         connection.sendall(post_head(len(body), "Connection: close") + body)
         received = b""
@@ -211,20 +211,22 @@ def test_comments_end_with_the_stream(hasty: Client) -> None:
     assert b"keep-alive" not in received
 
 
-def test_answers_that_nobody_reads_are_cut_off(hasty: Client) -> None:
-    stalled = metric(hasty, "atom:stalled_clients_total")
+def test_clients_that_do_not_read_are_disconnected(impatient: Client) -> None:
+    stalled = metric(impatient, "atom:stalled_clients_total")
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.settimeout(DEADLINE_S)
-        connection.connect(("127.0.0.1", hasty.port))
+        connection.connect(("127.0.0.1", impatient.port))
         connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
         deadline = time.monotonic() + DEADLINE_S
-        while metric(hasty, "atom:stalled_clients_total") == stalled:
+        while metric(impatient, "atom:stalled_clients_total") == stalled:
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
 
-def test_readers_that_stop_cost_little_and_are_cut_off_alone(tmp_path: Path, checkpoint: Checkpoint) -> None:
+def test_stalled_clients_cost_little_and_are_disconnected_alone(
+    tmp_path: Path, checkpoint: Checkpoint
+) -> None:
     limits = replace(SHORT, body_deadline_s=10.0, write_deadline_s=2.0)
     body = json.dumps({"prompt": "flood", "stream": True, "max_tokens": 150_000, "n": CHOICES}).encode()
     process, server = psutil.Process(), ServerConfig(max_queued_requests=STALLED * CHOICES)
@@ -252,16 +254,16 @@ def test_readers_that_stop_cost_little_and_are_cut_off_alone(tmp_path: Path, che
     assert max(growth) < 50 << 20
 
 
-def test_a_fault_in_the_middle_of_a_stream_ends_it_in_order(
+def test_an_exception_in_a_stream_ends_it_with_an_error_event(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def frames(*_: object) -> AsyncIterator[bytes]:
         yield b"data: 1\n\n"
-        raise KeyError("a secret of the inside")
+        raise KeyError("a secret of the implementation")
 
     monkeypatch.setattr(CompletionService, "frames", frames)
     status, data, _ = client.exchange("POST", "/v1/completions", {"prompt": "x", "stream": True})
-    first, last, rest = data.decode().split("\n\n")
-    assert (status, first, rest) == (200, "data: 1", "")
+    first, last, done, rest = data.decode().split("\n\n")
+    assert (status, first, done, rest) == (200, "data: 1", "data: [DONE]", "")
     assert error_of(last.removeprefix("data: ").encode())["code"] == "internal_error"
     assert "secret" not in last

@@ -47,5 +47,5 @@ def test_heads_that_cannot_be_dealt_out(heads: int, kv_heads: int, tp: int) -> N
 
 
 def test_query_heads_must_be_a_multiple() -> None:
-    with pytest.raises(ValueError, match="10 query heads are no multiple of 3"):
+    with pytest.raises(ValueError, match="10 query heads are not a multiple of 3"):
         head_shard(10, 3, 1, 0)

@@ -48,8 +48,8 @@ def test_whole_weights_pass(tmp_path: Path) -> None:
         (lambda data: data[:20], "its header is unreadable"),
         (lambda data: b"version https://git-lfs.github.com/spec/v1", "its header is unreadable"),
         (lambda data: b"", "its header is unreadable"),
-        (lambda data: (2).to_bytes(8, "little") + b"[]", "no JSON object"),
-        (lambda data: (10).to_bytes(8, "little") + b'{"a": {}} ', "does not place the tensors"),
+        (lambda data: (2).to_bytes(8, "little") + b"[]", "not a JSON object"),
+        (lambda data: (10).to_bytes(8, "little") + b'{"a": {}} ', "no tensor offsets"),
     ],
 )
 def test_weights_that_are_not_whole_are_named(
@@ -64,5 +64,5 @@ def test_weights_that_are_not_whole_are_named(
 
 def test_weights_in_other_forms_are_not_read(tmp_path: Path) -> None:
     saved_weights(tmp_path).rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="holds no safetensors files"):
+    with pytest.raises(ValueError, match="has no safetensors files"):
         prepare(model(tmp_path), tmp_path, silent)

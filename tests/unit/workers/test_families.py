@@ -7,7 +7,7 @@ import pytest
 
 import workers.models
 from tests.helpers.tiny_models import TINY_MODELS
-from workers.families import architectures, check_runs, families, keeps_states
+from workers.families import architectures, check_supported, families, keeps_states
 
 
 def tables() -> dict[str, dict[str, type]]:
@@ -47,8 +47,8 @@ def test_every_family_has_tiny_models_that_prove_it() -> None:
 def test_what_runs_is_accepted() -> None:
     for family, names in architectures().items():
         for name in names:
-            check_runs(name, family)
-            check_runs(name, family, own_code=True)
+            check_supported(name, family)
+            check_supported(name, family, own_code=True)
 
 
 @pytest.mark.parametrize(
@@ -58,11 +58,11 @@ def test_what_runs_is_accepted() -> None:
             "MambaForCausalLM",
             "mamba",
             False,
-            "MambaForCausalLM is not supported; these run: .*Qwen3ForCausal",
+            "MambaForCausalLM is not supported; supported are: .*Qwen3ForCausal",
         ),
-        ("OwnModel", None, True, r"own code \(auto_map\) is never run; these run: .*LlamaForCausalLM"),
+        ("OwnModel", None, True, r"own code \(auto_map\) is never run; supported are: .*LlamaForCausalLM"),
         ("LlamaForCausalLM", None, False, 'as model type llama, not None; .*{"model_type": "llama"}'),
-        ("LlamaForCausalLM", "qwen3", False, "runs as model type llama, not qwen3"),
+        ("LlamaForCausalLM", "qwen3", False, "is supported as model type llama, not qwen3"),
         ("LlamaForSequenceClassification", "llama", False, "is not supported"),
     ],
 )
@@ -70,4 +70,4 @@ def test_what_does_not_run_is_refused_with_what_does(
     architecture: str, model_type: str | None, own_code: bool, words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        check_runs(architecture, model_type, own_code)
+        check_supported(architecture, model_type, own_code)

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer, pre_tokenizers
 
 from atom.config.model import ModelConfig
-from workers.prepare import expanded_gguf, prepare
+from workers.prepare import converted_gguf, prepare
 from workers.weights import gguf as gguf_module
 
 DEADLINE_S = 60
@@ -236,28 +236,28 @@ def test_an_expansion_is_shared_and_follows_its_file(tmp_path: Path) -> None:
     path, cache = tmp_path / "m.gguf", tmp_path / "cache"
     write_gguf(path, hf_weights())
     phases: list[str] = []
-    first = expanded_gguf(path, cache, lambda phase, done, total: phases.append(phase))
+    first = converted_gguf(path, cache, lambda phase, done, total: phases.append(phase))
     assert list(dict.fromkeys(phases)) == ["Expanding m.gguf", "Writing the expanded m.gguf"]
     phases.clear()
-    assert expanded_gguf(path, cache, lambda phase, done, total: phases.append(phase)) == first
+    assert converted_gguf(path, cache, lambda phase, done, total: phases.append(phase)) == first
     assert phases == []
     write_gguf(path, hf_weights(tied=True))
-    assert expanded_gguf(path, cache, silent) != first
+    assert converted_gguf(path, cache, silent) != first
 
 
 def test_what_a_killed_conversion_left_is_removed(tmp_path: Path) -> None:
     path, cache = tmp_path / "m.gguf", tmp_path / "cache"
     write_gguf(path, hf_weights())
-    directory = expanded_gguf(path, cache, silent)
+    directory = converted_gguf(path, cache, silent)
     partial = directory.with_name(directory.name + ".partial")
     directory.rename(partial)
     (partial / "leftover").write_text("x")
-    assert expanded_gguf(path, cache, silent) == directory
+    assert converted_gguf(path, cache, silent) == directory
     assert not (directory / "leftover").exists() and not partial.exists()
 
 
 def _expand_elsewhere(path: Path, cache: Path) -> None:
-    expanded_gguf(path, cache, silent)
+    converted_gguf(path, cache, silent)
 
 
 def test_two_starts_make_one_expansion(tmp_path: Path) -> None:
@@ -271,4 +271,4 @@ def test_two_starts_make_one_expansion(tmp_path: Path) -> None:
         start.join(DEADLINE_S)
         assert start.exitcode == 0
     made = [entry for entry in (cache / "gguf").iterdir() if entry.is_dir()]
-    assert made == [expanded_gguf(path, cache, silent)]
+    assert made == [converted_gguf(path, cache, silent)]

@@ -129,9 +129,9 @@ def test_an_end_of_sequence_id_counts_more_than_generation_config(tmp_path: Path
         ({"num_hidden_layers": "2"}, "num_hidden_layers must be a number as in config.json, not '2'"),
         ({"num_hidden_layers": True}, "num_hidden_layers must be a number"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
-        ({"hidden_act": ["silu"]}, "hidden_act must be a text"),
+        ({"hidden_act": ["silu"]}, "hidden_act must be a string"),
         ({"architectures": "Llama"}, "architectures must be a list"),
-        ({"rope_parameters": {"rope_type": 3}}, "rope_parameters.rope_type must be a text"),
+        ({"rope_parameters": {"rope_type": 3}}, "rope_parameters.rope_type must be a string"),
         ({"rope_scaling": 2.0}, "rope_scaling must be an object, not 2.0"),
         (
             {"max_position_embeddings": 0},
@@ -154,12 +154,12 @@ def test_an_end_of_sequence_id_counts_more_than_generation_config(tmp_path: Path
         ({"rms_norm_eps": None}, "rms_norm_eps must be a number above 0, not null"),
         ({"rope_parameters": {"rope_theta": 0}}, "rope_theta must be a number above 0, not 0"),
         ({"rope_parameters": {"factor": [2]}}, r"factor must be a number above 0, not \[2\]"),
-        ({"eos_token_id": "</s>"}, 'eos_token_id must be a token id or a list of them, not "</s>"'),
-        ({"eos_token_id": [1, "x"]}, r'eos_token_id must be a token id or a list of them, not \[1, "x"\]'),
+        ({"eos_token_id": "</s>"}, 'eos_token_id must be a token id or a list of ids, not "</s>"'),
+        ({"eos_token_id": [1, "x"]}, r'eos_token_id must be a token id or a list of ids, not \[1, "x"\]'),
         ({"vocab_size": None}, "has no vocab_size"),
         ({"architectures": []}, "names no architecture"),
         ({"architectures": [1]}, "names no architecture"),
-        ({"model_type": "mamba"}, "LlamaForCausalLM runs as model type llama, not mamba"),
+        ({"model_type": "mamba"}, "LlamaForCausalLM is supported as model type llama, not mamba"),
     ],
 )
 def test_overrides_that_cannot_be_are_refused_in_one_line(

@@ -102,7 +102,7 @@ def step(ruled: LogitsProcessorState, rows: dict[int, Sequence], drawn: list[int
         torch.testing.assert_close(found, torch.tensor(expected), atol=1e-4, rtol=1e-5)
         assert torch.equal(before, logits)
         ids = torch.tensor(drawn)[which]
-        ruled.keep(draw, positions_R[which], ids)
+        ruled.record(draw, positions_R[which], ids)
     for sequence, token in zip(rows.values(), drawn, strict=True):
         sequence.generated.append(token)
 

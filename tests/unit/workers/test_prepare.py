@@ -21,7 +21,7 @@ from atom.messages.supervisor import Progress
 from atom.utils.exit_status import ExitStatus
 from atom.utils.process import spawn
 from workers import hf_directory
-from workers.prepare import _one_line, _status, prepare
+from workers.prepare import _reason, _status, prepare
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -126,7 +126,7 @@ def test_rope_in_its_old_and_new_form(
 
 
 def test_rope_of_each_type_of_layer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="rope_parameters for each type of layer"):
+    with pytest.raises(ValueError, match="rope_parameters for each layer type"):
         checkpoint_of(tmp_path, {"rope_parameters": {"full_attention": {"rope_type": "default"}}})
 
 
@@ -268,7 +268,7 @@ def test_configurations_that_cannot_run_are_refused(
 
 def test_broken_json_is_named(tmp_path: Path) -> None:
     write(tmp_path, "config.json", "{")
-    with pytest.raises(ValueError, match=r"config\.json holds no valid JSON"):
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
         prepare(without_weights(tmp_path), tmp_path, silent)
 
 
@@ -276,8 +276,8 @@ def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
     write(tmp_path, "weights.bin", "x")
     for path, words in (
         ("./no/such/place", r"no such path; give .* a name on the hub"),
-        (str(tmp_path / "weights.bin"), r"no \.gguf"),
-        (str(tmp_path), "holds no config.json: give"),
+        (str(tmp_path / "weights.bin"), r"not a \.gguf file"),
+        (str(tmp_path), "has no config.json: give"),
     ):
         with pytest.raises(ValueError, match=words):
             prepare(model(path), tmp_path, silent)
@@ -314,8 +314,8 @@ def test_the_process_answers_with_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "status", "words"),
     [
-        (OSError(errno.ENOSPC, "No space left", "big.bin"), ExitStatus.RESOURCES, r"\(big.bin\): make room"),
-        (PermissionError(errno.EACCES, "Permission denied", "w"), ExitStatus.MODEL, "let this user read it"),
+        (OSError(errno.ENOSPC, "No space left", "big.bin"), ExitStatus.RESOURCES, r"\(big.bin\): free some"),
+        (PermissionError(errno.EACCES, "Permission denied", "w"), ExitStatus.MODEL, "give this user"),
         (MemoryError(), ExitStatus.RESOURCES, "MemoryError"),
         (ValueError("has\nlines"), ExitStatus.MODEL, "^has lines$"),
         (KeyError("odd"), ExitStatus.FAILURE, "^cannot prepare here: KeyError: 'odd'$"),
@@ -323,7 +323,7 @@ def test_the_process_answers_with_one_line(tmp_path: Path) -> None:
 )
 def test_kinds_of_failure(error: Exception, status: ExitStatus, words: str) -> None:
     assert _status(error) is status
-    assert re.search(words, _one_line("here", error))
+    assert re.search(words, _reason("here", error))
 
 
 def test_a_directory_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:

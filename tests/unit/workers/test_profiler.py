@@ -55,9 +55,9 @@ def run(worker: Worker) -> list[list[int]]:
     return generate(CoreSide(64, 4), lambda batch: worker.execute(batch).token_ids(), prompts, 4, chunk=16)
 
 
-def answer_of(traces: TraceRecorder) -> RankTrace:
+def result_of(traces: TraceRecorder) -> RankTrace:
     deadline = time.monotonic() + DEADLINE_S
-    while (answer := traces.take()) is None:
+    while (answer := traces.next_result()) is None:
         assert time.monotonic() < deadline, "no answer in time"
         time.sleep(0.005)
     return answer
@@ -66,10 +66,10 @@ def answer_of(traces: TraceRecorder) -> RankTrace:
 def recorded(worker: Worker) -> Path:
     assert worker.traces is not None
     worker.traces.switch(True)
-    assert answer_of(worker.traces).error == ""
+    assert result_of(worker.traces).error == ""
     run(worker)
     worker.traces.switch(False)
-    answer = answer_of(worker.traces)
+    answer = result_of(worker.traces)
     assert answer.error == "" and answer.steps == 4 and answer.elapsed_s > 0
     assert not worker.traces.recording
     return Path(answer.directory, answer.file)
@@ -116,8 +116,8 @@ def test_recording_changes_no_token_and_costs_nothing_else(checkpoint: Checkpoin
     traced.traces.switch(True)
     assert run(traced) == expected
     traced.traces.close()
-    assert answer_of(traced.traces).on
-    assert answer_of(traced.traces).file
+    assert result_of(traced.traces).on
+    assert result_of(traced.traces).file
     plain_layer = plain._model.get_submodule("model.layers.0.mlp")
     assert "forward" not in vars(plain_layer)
 
@@ -155,36 +155,36 @@ def test_steps_go_on_while_a_trace_is_written(
     monkeypatch.setattr(profiler, "_write", slowly)
     assert worker.traces is not None
     worker.traces.switch(True)
-    assert answer_of(worker.traces).on
+    assert result_of(worker.traces).on
     expected = run(worker)
     worker.traces.switch(False)
     assert run(worker) == expected
-    assert worker.traces.writing and worker.traces.take() is None
+    assert worker.traces.writing and worker.traces.next_result() is None
     may_end.set()
-    assert answer_of(worker.traces).steps == 4
+    assert result_of(worker.traces).steps == 4
 
 
 def test_a_switch_turned_twice(tmp_path: Path) -> None:
     traces = TraceRecorder(str(tmp_path), "m", 3, CPU)
     traces.switch(False)
-    assert traces.take() == RankTrace(3, False, str(tmp_path / "rank_3"))
+    assert traces.next_result() == RankTrace(3, False, str(tmp_path / "rank_3"))
     traces.switch(True)
     traces.switch(True)
-    assert [answer_of(traces).error for _ in range(2)] == ["", "a recording runs already"]
+    assert [result_of(traces).error for _ in range(2)] == ["", "a recording runs already"]
     traces.switch(False)
-    assert answer_of(traces).file
+    assert result_of(traces).file
 
 
 def test_a_directory_that_cannot_be_written_is_no_end(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     traces = TraceRecorder(str(tmp_path / "file"), "m", 0, CPU)
     traces.switch(True)
-    assert "Not a directory" in answer_of(traces).error and not traces.recording
+    assert "Not a directory" in result_of(traces).error and not traces.recording
     traces = TraceRecorder(str(tmp_path / "gone"), "m", 0, CPU)
     traces.switch(True)
     (tmp_path / "gone" / "rank_0").rmdir()
     traces.switch(False)
-    assert [answer_of(traces).error != "" for _ in range(2)] == [False, True]
+    assert [result_of(traces).error != "" for _ in range(2)] == [False, True]
 
 
 def test_captures_and_replays_are_named(tmp_path: Path) -> None:
@@ -203,8 +203,8 @@ def test_captures_and_replays_are_named(tmp_path: Path) -> None:
     with traces.step("decode[bs=4 tok=4 d=4]"):
         replay()
     traces.switch(False)
-    assert answer_of(traces).on
-    answer = answer_of(traces)
+    assert result_of(traces).on
+    answer = result_of(traces)
     events = read_events(Path(answer.directory, answer.file))
     assert "replay_graph_bs_4" in {event.name for event in events}
     assert [step.kind for step in steps_of(events, {})] == ["decode"]

@@ -84,12 +84,12 @@ def runner(sizes: list[int] | None) -> ModelRunner:
     inputs = InputBatch(LIMITS, tables(), CPU)
     sampler = Sampler(LIMITS, VOCAB, CPU)
     if sizes is None:
-        return ModelRunner(model, [], inputs, sampler)
+        return ModelRunner(model, [], inputs, sampler, lambda: None)
     graphs = DecodeGraphs(model, [], inputs, sizes, rerun, CPU)
     prompts = PromptGraphs(model, [], inputs, [3, 8, 20], rerun, CPU)
     for captured in (graphs, prompts):
         captured.capture(lambda: None)
-    return ModelRunner(model, [], inputs, sampler, Graphs(graphs, prompts))
+    return ModelRunner(model, [], inputs, sampler, lambda: None, Graphs(graphs, prompts))
 
 
 class TwoGroups(CoreSide):

@@ -251,9 +251,13 @@ def test_dummy_weights_of_every_family_fill_all_buffers(
 
 def test_unknown_families_are_refused_with_what_runs(saved: Path) -> None:
     for field, value, message in (
-        ("model_type", "registry", "runs as model type llama, not registry"),
-        ("model_type", "os.path", "runs as model type llama, not os.path"),
-        ("architecture", "LlamaForSequenceClassification", "is not supported; these run: .*LlamaForCausalLM"),
+        ("model_type", "registry", "is supported as model type llama, not registry"),
+        ("model_type", "os.path", "is supported as model type llama, not os.path"),
+        (
+            "architecture",
+            "LlamaForSequenceClassification",
+            "is not supported; supported are: .*LlamaForCausalLM",
+        ),
     ):
         checkpoint = checkpoint_of(saved)
         object.__setattr__(checkpoint, field, value)

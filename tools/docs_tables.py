@@ -1,0 +1,96 @@
+"""Writes the tables of docs/flags.md and docs/environment.md from the code.
+
+python -m tools.docs_tables
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+
+from atom.config.cli import flags_of
+from atom.config.engine import EngineConfig
+from atom.config.fields import Field, fields_of
+from atom.config.not_yet import REFUSED
+from atom.config.server import ServerConfig
+from atom.utils.envs import VARIABLES, Variable, acts
+
+BEGIN, END = "<!-- table:begin -->", "<!-- table:end -->"
+
+
+def main() -> None:
+    for page, table in TABLES.items():
+        page.write_text(with_table(page.read_text(encoding="utf-8"), table()), encoding="utf-8")
+
+
+def with_table(page: str, table: str) -> str:
+    """The page's text with `table` between its markers. Raises ValueError if a marker is missing."""
+    before, found_begin, rest = page.partition(BEGIN)
+    _, found_end, after = rest.partition(END)
+    if not (found_begin and found_end):
+        raise ValueError(f"the page has no {BEGIN} … {END}")
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+
+
+def flag_tables() -> str:
+    """A table per configuration class, then the refused flags."""
+    parts = []
+    for title, config_class in _config_classes():
+        parts += [f"### {title}", "", "| flag | default | meaning |", "|---|---|---|"]
+        parts += [*map(_flag_row, fields_of(config_class)), ""]
+    parts += ["## Flags that are not supported", ""]
+    parts += ['Known, and refused with this reason, except for the value that means "off".', ""]
+    parts += ["| flag | reason |", "|---|---|"]
+    parts += [f"| `--{name.replace('_', '-')}` | {entry.reason} |" for name, entry in REFUSED.items()]
+    return "\n".join(parts)
+
+
+def environment_table() -> str:
+    """One row per variable."""
+    rows = [_variable_row(variable) for variable in VARIABLES.values()]
+    return "\n".join(["| variable | default | meaning |", "|---|---|---|", *rows])
+
+
+def _config_classes() -> Iterator[tuple[str, type]]:
+    """The titles that `--help` shows, and the classes."""
+    for concern in fields(EngineConfig):
+        yield concern.name, concern.default_factory  # type: ignore[misc]
+    yield "server", ServerConfig
+
+
+def _flag_row(field: Field) -> str:
+    flags = ", ".join(f"`{flag}`" for flag in flags_of(field))
+    choices = f" ({', '.join(field.choices)})" if field.choices else ""
+    return f"| {flags} | {_shown(field.default)} | {_cell(field.help + choices)} |"
+
+
+def _variable_row(variable: Variable) -> str:
+    default = "" if callable(variable.default) else _shown(variable.default)
+    not_yet = "" if acts(variable.area) else " *No effect yet.*"
+    return f"| `{variable.name}` | {default} | {_cell(variable.help)}{not_yet} |"
+
+
+def _shown(default: object) -> str:
+    match default:
+        case None | "":
+            return ""
+        case True:
+            return "on"
+        case False:
+            return "off"
+        case _:
+            return f"`{default}`"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+_DOCS = Path(__file__).resolve().parents[1] / "docs"
+TABLES: dict[Path, Callable[[], str]] = {
+    _DOCS / "flags.md": flag_tables,
+    _DOCS / "environment.md": environment_table,
+}
+
+
+if __name__ == "__main__":
+    main()
