@@ -179,7 +179,7 @@ def test_connections_without_a_request_are_closed(impatient: Client, start: byte
     with socket.create_connection(("127.0.0.1", impatient.port), DEADLINE_S) as connection:
         begun = time.monotonic()
         connection.sendall(start)
-        for _ in range(100):
+        while time.monotonic() - begun < DEADLINE_S:
             time.sleep(0.02)
             with contextlib.suppress(ConnectionError):
                 connection.sendall(b"a" if start else b"")
@@ -189,7 +189,7 @@ def test_connections_without_a_request_are_closed(impatient: Client, start: byte
                     break
         else:
             pytest.fail("still open")
-    assert 0.3 < time.monotonic() - begun < 2
+    assert time.monotonic() - begun > 0.3
 
 
 def test_a_silent_stream_sends_comments(impatient: Client) -> None:
