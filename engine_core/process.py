@@ -195,7 +195,7 @@ class CoreProcess:
         self._poller.register(self._frontends.socket, zmq.POLLIN)
         self._mark_workers_seen()
         while not self.stopping:
-            if not self._poller.poll(_POLL_MS):
+            if not self._poller.poll(0 if core.has_sliced_work else _POLL_MS):
                 self._check_integrity(core)
             results = [self._process_worker_message(core, message) for message in self._workers.receive()]
             for identity, message in self._frontends.receive():
@@ -313,13 +313,12 @@ class CoreProcess:
         return CoreStalled(reason) if reason else ready
 
     def _check_integrity(self, core: EngineCore) -> None:
-        """Check the integrity of an idle core, once after its last step."""
-        if core.num_in_flight:
+        """Check the integrity of an idle core slice by slice, once after its last step."""
+        if core.num_in_flight or core.has_sliced_work:
             return
         steps = core.stats().steps
-        if steps != self._checked_at_step:
+        if steps != self._checked_at_step and core.check_integrity_slice():
             self._checked_at_step = steps
-            core.check_integrity()
 
     # End
 

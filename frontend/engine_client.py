@@ -229,12 +229,12 @@ class EngineClient:
         Without `every_step` the stream wakes its reader once, when all sequences have ended. If the
         engine is not ready any more, the stream fails at once.
         """
-        stream = Stream([request.request_id for request in requests], every_step)
+        stream = Stream([one for request in requests for one in request.request_ids], every_step)
         try:
             try:
                 self.check_ready()
             except UnavailableError as error:
-                self._metrics.failed(len(requests))
+                self._metrics.failed(len(stream.open))
                 stream.fail(error)
             else:
                 for request in requests:
@@ -244,9 +244,10 @@ class EngineClient:
             self._abort(sorted(stream.open))
 
     def _submit(self, request: AddRequest, text: TextOptions, stream: Stream) -> None:
-        arrived_at = self.admission.begin(request.request_id)
-        progress = Progress(arrived_at, len(request.prompt_ids) // _BYTES_PER_ID)
-        self._sequences[request.request_id] = _Sequence(stream, progress)
+        num_prompt_tokens = len(request.prompt_ids) // _BYTES_PER_ID
+        for request_id in request.request_ids:
+            progress = Progress(self.admission.begin(request_id), num_prompt_tokens)
+            self._sequences[request_id] = _Sequence(stream, progress)
         self._output.add(request, text)
         self._link.send(request)
 

@@ -49,7 +49,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 def request(client: EngineClient) -> AddRequest:
     (request_id,) = client.new_ids(1)
-    return AddRequest(request_id, pack_ids([1, 2, 3]), len(IDS), GREEDY)
+    return AddRequest([request_id], pack_ids([1, 2, 3]), len(IDS), GREEDY)
 
 
 async def read(stream: Stream) -> list[int]:
