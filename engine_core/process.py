@@ -118,7 +118,9 @@ class CoreProcess:
         except Exception as error:  # of any kind: frontends and supervisor need the cause
             if envs.ATOM_LOG_MORE:
                 traceback.print_exc()
-            memory = out_of_memory(error)
+            memory = (
+                "" if isinstance(error, CoreFailure) else out_of_memory(error)
+            )  # a worker reports its own
             lacking = isinstance(error, StartupError) or memory
             status = ExitStatus.RESOURCES if lacking else ExitStatus.FAILURE
             self._report_failure(memory or one_line(error, CoreFailure, StartupError, LinkError), status)
