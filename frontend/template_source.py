@@ -29,8 +29,8 @@ class TemplateSource:
         return not self._fields or field in self._fields or not _WHOLE.isdisjoint(self._fields)
 
     def names_role(self, role: str) -> bool:
-        """Whether the template has this role in an expression, or writes roles as they are."""
-        return role in self._constants or self._writes_roles
+        """Whether the template compares something with this string."""
+        return role in self._compared
 
     def writes(self, text: str) -> bool:
         """Whether `text` is part of the template's own output."""
@@ -43,6 +43,13 @@ class TemplateSource:
     @cached_property
     def _constants(self) -> frozenset[str]:
         found = self._tree.find_all(nodes.Const)
+        return frozenset(node.value for node in found if isinstance(node.value, str))
+
+    @cached_property
+    def _compared(self) -> frozenset[str]:
+        found = [
+            node for compare in self._tree.find_all(nodes.Compare) for node in compare.find_all(nodes.Const)
+        ]
         return frozenset(node.value for node in found if isinstance(node.value, str))
 
     @cached_property
@@ -61,7 +68,8 @@ class TemplateSource:
         return frozenset(found)
 
     @cached_property
-    def _writes_roles(self) -> bool:
+    def writes_roles(self) -> bool:
+        """Whether the template writes the roles of messages as they are."""
         return any(
             field == "role"
             for output in self._tree.find_all(nodes.Output)

@@ -16,6 +16,7 @@ ASSISTANT = "assistant"
 _SYSTEM, _DEVELOPER = "system", "developer"
 _PART_FIELDS = frozenset({"type", "text"})
 _COMMON_ROLES = frozenset({_SYSTEM, "user", ASSISTANT})
+_TOOL_ROLES = frozenset({"tool", "function"})
 # Refused where the template does not read them. Reasoning is not among them:
 # clients send it back with every reply, and templates leave out that of earlier turns by design.
 _OPTIONAL_FIELDS = ("name", "tool_calls", "tool_call_id")
@@ -45,6 +46,8 @@ def read_messages(
 
 def _role(role: str, source: TemplateSource, where: str) -> str:
     if role in _COMMON_ROLES or source.names_role(role):
+        return role
+    if role in _TOOL_ROLES and source.writes_roles:
         return role
     if role == _DEVELOPER:  # OpenAI's newer name of the system role
         return _SYSTEM
