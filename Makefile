@@ -103,7 +103,7 @@ lint: $(INSTALLED) ## ruff: rules and format
 type: $(INSTALLED) ## mypy --strict
 	@$(BIN)/mypy
 
-arch: $(INSTALLED) ## imports, sizes, wire rules, wheel, README tables
+arch: $(INSTALLED) ## imports, sizes, wire rules, wheel, documents
 	@$(BIN)/python -m pytest -q tests/arch $(ARGS)
 
 fmt: $(INSTALLED) ## put the sources into shape

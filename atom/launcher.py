@@ -58,7 +58,10 @@ class Launcher:
 
     def run(self) -> None:
         """Serve until a signal. Raises StartError, ConfigError or OSError."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
             signal.signal(number, self._on_signal)
         raise_open_files_limit()
         template = _template_file(self.server.chat_template)

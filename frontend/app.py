@@ -9,6 +9,7 @@ from atom.messages.engine import CoreReady
 from atom.messages.launch import FrontendLaunch
 from frontend import keys
 from frontend.auth import ApiKeys
+from frontend.body_memory import BodyMemory
 from frontend.chat_encoder import ChatEncoder
 from frontend.chat_template import ChatTemplate
 from frontend.connections import Listener
@@ -33,7 +34,9 @@ from frontend.tokenizer import Tokenizer
 __all__ = ["create_app", "start"]
 
 # Seconds that handlers get to end after draining, before they are cancelled.
-_CLEANUP_DEADLINE_S = 0.2
+_CLEANUP_DEADLINE_S = 1.0
+# JSON bytes: English text has 4 to 5 per token, Chinese as \u escapes about 9.
+_BYTES_PER_TOKEN = 16
 _ROUTES = (generation.routes, tokenization.routes, models.routes, info.routes, health.routes, profile.routes)
 
 
@@ -42,12 +45,11 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
 
     Raises ValueError for unusable API keys, tokenizer or template files.
     """
-    limits = limits or HttpLimits()
-    app = web.Application(
-        client_max_size=limits.max_body_bytes, middlewares=[error_middleware, access_middleware]
-    )
+    limits = limits or HttpLimits(max_body_bytes=_max_body_bytes(launch))
+    app = web.Application(middlewares=[error_middleware, access_middleware])
     app[keys.LAUNCH] = launch
     app[keys.LIMITS] = limits
+    app[keys.BODY_MEMORY] = BodyMemory(max(limits.max_body_memory, 2 * limits.max_body_bytes))
     app[keys.API_KEYS] = ApiKeys(launch.server.api_key)
     app[keys.LIFECYCLE] = Lifecycle()
     app[keys.METRICS] = Metrics()
@@ -55,6 +57,7 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
     for table in _ROUTES:
         app.add_routes(table)
     app.on_response_prepare.append(add_request_id)
+    app.on_response_prepare.append(_close_while_draining)
     app.cleanup_ctx.append(_engine_link)
     return app
 
@@ -71,6 +74,7 @@ def _add_services(app: web.Application, launch: FrontendLaunch) -> None:
         app[keys.METRICS],
         _capacity(launch),
         lambda ready: _set_max_model_len(inputs, ready),
+        launch.config.reliability.hang_timeout,
     )
     models_service = ModelService(config.served_model_name or config.model, inputs)
     options = ServingOptions(
@@ -97,11 +101,24 @@ def _add_services(app: web.Application, launch: FrontendLaunch) -> None:
     app.cleanup_ctx.append(lambda _: _shut_down(executor))
 
 
+def _max_body_bytes(launch: FrontendLaunch) -> int:
+    """As configured, else enough for the longest prompt in any common text."""
+    longest = launch.config.model.max_model_len or launch.checkpoint.max_model_len
+    return launch.server.max_body_bytes or max(HttpLimits.max_body_bytes, longest * _BYTES_PER_TOKEN)
+
+
 def _capacity(launch: FrontendLaunch) -> int:
     """Choices that may be in progress: running and queued."""
     running = launch.config.scheduler.max_num_seqs
     assert running is not None, "the configuration was not resolved"
     return running + launch.server.max_queued_requests
+
+
+async def _close_while_draining(request: web.Request, response: web.StreamResponse) -> None:
+    """Let clients open no further request on a connection that ends soon."""
+    if request.app[keys.LIFECYCLE].is_draining:
+        response.force_close()
+        response.headers["Connection"] = "close"  # aiohttp has written its own headers before
 
 
 async def start(app: web.Application, listener: socket.socket) -> web.AppRunner:

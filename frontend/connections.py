@@ -61,9 +61,12 @@ class Connection(web.RequestHandler):
     ) -> tuple[web.StreamResponse, bool]:
         """Send a handler's response; aiohttp's own exceptions are turned into error objects first."""
         if isinstance(resp, web.HTTPException):
-            resp = http_exception_response(resp, "the request", 0)
+            resp = http_exception_response(resp, "the request")
         if not resp.prepared:  # the request never reached the application and its signals
             await add_request_id(request, resp)
+        if request.content.exception() is not None:
+            self._lingering_time = 0.0  # nothing can be read after a malformed body
+            resp.force_close()
         self._metrics.responses[resp.status] += 1
         sending = super().finish_response(request, resp, start_time)
         transport = self.transport

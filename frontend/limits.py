@@ -9,7 +9,9 @@ __all__ = ["HttpLimits"]
 class HttpLimits:
     """In bytes and seconds."""
 
-    max_body_bytes: int = 32 * 1024 * 1024
+    max_body_bytes: int = 8 * 1024 * 1024
+    max_body_memory: int = 256 * 1024 * 1024
+    """Of all bodies that are being received or parsed."""
     max_line_bytes: int = 8190
     """Of the request line and of each header."""
     max_headers: int = 128

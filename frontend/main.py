@@ -24,6 +24,8 @@ __all__ = ["main", "serve"]
 
 _PROCESS = "frontend"
 _STATUS_LINGER_MS = 1000
+# For sending the error responses of requests that did not finish in time.
+_LAST_RESPONSES_S = 2.0
 
 
 def main() -> None:
@@ -88,6 +90,7 @@ async def _drain(app: web.Application, stop: "_StopSignal", timeout_s: float) ->
     unfinished = app[keys.LIFECYCLE].running
     if unfinished:
         get_logger().warning("stopping with %d requests unfinished", unfinished)
+        await app[keys.LIFECYCLE].interrupt(_LAST_RESPONSES_S)
 
 
 class _StopSignal:

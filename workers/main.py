@@ -50,6 +50,8 @@ _DEVICE_POLL_S = 50e-6
 _LINGER_MS = 2000
 _PROGRESS_INTERVAL_S = 0.05
 _SPIN_COUNT = "10000"
+_KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")  # of torch, of oneDNN
+_CACHED_KERNELS = "256"
 
 
 def main() -> None:
@@ -58,6 +60,7 @@ def main() -> None:
     launch = read_launch(WorkerLaunch)
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(0))
     _set_thread_environment(launch.config)
+    _set_kernel_cache_environment(launch.config)
     _set_profiler_environment(launch.config)
     setup_logging(f"worker {launch.rank}")
     link = Link(launch)
@@ -203,6 +206,17 @@ def _set_thread_environment(config: EngineConfig) -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     elif "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
+
+
+def _set_kernel_cache_environment(config: EngineConfig) -> None:
+    """Bound the kernels that torch and oneDNN cache, one for each weight shape and number of tokens.
+
+    By default each caches 1024, of up to half a megabyte: a worker would grow by hundreds of megabytes
+    as steps of new sizes come, and fragment its heap. Compiling one again takes about a millisecond.
+    """
+    if config.device.device == "cpu":
+        for cache in _KERNEL_CACHES:
+            os.environ.setdefault(cache, _CACHED_KERNELS)
 
 
 def _set_profiler_environment(config: EngineConfig) -> None:

@@ -1,9 +1,9 @@
-"""Cost of the engine core for each step: schedule, take in the result, build the answers.
+"""CPU time of the engine core for a step: schedule, process the result, build the responses.
 
     python -m atom.benchmarks.scheduler --running 256 1024 --steps 2000
 
-No model runs: the drawn ids are made up, and results come one step late, as in serving. The
-sizes take turns, so that whatever else the machine does weighs on all of them alike.
+No model runs: the sampled ids are constant, and results come one step late, as in serving. The sizes
+are measured in turn, so that other load on the machine affects all of them equally.
 """
 
 import argparse
@@ -32,7 +32,7 @@ EOS = 2
 
 
 class SteadyDecode:
-    """A core whose `running` requests all decode, each at another place in its block."""
+    """A core with `running` requests in decode, each at a different offset in its block."""
 
     def __init__(self, running: int, steps: int):
         self.running = running
@@ -107,7 +107,7 @@ def main() -> None:
 
 
 def text(result: dict[str, Any]) -> str:
-    """The rows for people."""
+    """The rows as text."""
     lines = [f"{'running':>8} {'median us':>10} {'p99 us':>10} {'ratio':>6}"]
     lines += [
         f"{row['running']:>8} {row['median_us']:>10.1f} {row['p99_us']:>10.1f} {row['ratio']:>6.2f}"

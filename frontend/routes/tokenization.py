@@ -3,7 +3,7 @@
 from aiohttp import web
 
 from frontend.keys import TOKENIZATION
-from frontend.routes.bodies import read_body
+from frontend.routes.bodies import open_body
 
 __all__ = ["routes"]
 
@@ -13,13 +13,15 @@ routes = web.RouteTableDef()
 @routes.post("/tokenize")
 async def tokenize(request: web.Request) -> web.Response:
     """Token ids of a text or of a conversation."""
-    return _json(await request.app[TOKENIZATION].tokenize(await read_body(request)))
+    async with open_body(request) as body:
+        return _json(await request.app[TOKENIZATION].tokenize(body))
 
 
 @routes.post("/detokenize")
 async def detokenize(request: web.Request) -> web.Response:
     """Text of token ids."""
-    return _json(await request.app[TOKENIZATION].detokenize(await read_body(request)))
+    async with open_body(request) as body:
+        return _json(await request.app[TOKENIZATION].detokenize(body))
 
 
 def _json(body: bytes) -> web.Response:

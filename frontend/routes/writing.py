@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from atom.utils.logger import get_logger
-from frontend.errors import InternalError
-from frontend.keys import LIMITS, METRICS
+from frontend.errors import ApiError, InternalError
+from frontend.keys import LIFECYCLE, LIMITS, METRICS
 from frontend.metrics import Metrics
-from frontend.serving.sse import error_frame
+from frontend.serving.sse import DONE, error_frame
 
 __all__ = ["EventStream", "send_json", "unbuffered", "with_deadline"]
 
@@ -55,13 +55,16 @@ class EventStream:
             await self._response.prepare(self._request)
             self._timer = self._loop.call_later(self._interval_s, self._check_silence)
             try:
-                async for frame in frames:
-                    await self._write(frame)
+                with self._request.app[LIFECYCLE].interruptible():
+                    async for frame in frames:
+                        await self._write(frame)
             except ConnectionError:
                 raise
-            except Exception:  # the status line is sent: only an error event can follow
+            except ApiError as error:  # the status line is sent: only an error event can follow
+                await self._write_error(error)
+            except Exception:
                 get_logger().exception("%s failed in the middle of a stream", self._request.path)
-                await self._write(error_frame(InternalError().body()))
+                await self._write_error(InternalError())
             finally:
                 self._stop_comments()
             await _finish(self._request, self._response)
@@ -73,6 +76,9 @@ class EventStream:
             await self._response.write(frame)  # does not block
         else:
             await _before_deadline(self._request, self._response.write(frame))
+
+    async def _write_error(self, error: ApiError) -> None:
+        await self._write(error_frame(error.body()) + DONE)
 
     def _is_flowing(self) -> bool:
         transport = self._request.transport

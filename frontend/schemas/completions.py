@@ -5,7 +5,15 @@ from typing import Literal
 import msgspec
 
 from frontend.schemas.fields import Schema
-from frontend.schemas.generation import HARMLESS, NEUTRAL, GenerationRequest, PromptLogprob, Usage
+from frontend.schemas.generation import (
+    HARMLESS,
+    HARMLESS_TYPES,
+    NESTED,
+    NEUTRAL,
+    GenerationRequest,
+    PromptLogprob,
+    Usage,
+)
 
 __all__ = [
     "COMPLETIONS",
@@ -75,4 +83,6 @@ COMPLETIONS = Schema(
         "suffix": ("",),
     },
     harmless=HARMLESS,
+    harmless_types=HARMLESS_TYPES,
+    nested=NESTED,
 )

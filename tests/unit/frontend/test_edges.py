@@ -258,7 +258,8 @@ def test_engine_failure(tmp_path: Path, checkpoint: Checkpoint) -> None:
             core.die("worker 0 was killed")
             answer = streaming.getresponse()
             frames = answer.read().decode().strip().split("\n\n")
-        assert json.loads(frames[-1].removeprefix("data: "))["error"]["code"] == "engine_dead"
+        assert json.loads(frames[-2].removeprefix("data: "))["error"]["code"] == "engine_dead"
+        assert frames[-1] == "data: [DONE]"
         status, data, headers = client.exchange("POST", "/v1/completions", {"prompt": "x"})
         assert (status, headers["retry-after"]) == (503, "2")
         assert error_of(data)["code"] == "engine_dead"
@@ -333,4 +334,4 @@ def test_refused_tokenizations(client: Client, path: str, body: dict[str, Any], 
 
 
 def test_limits_are_as_documented() -> None:
-    assert replace(HttpLimits()) == HttpLimits(32 << 20, 8190, 128, 60.0, 75.0, 120.0, 15.0, 1.0)
+    assert replace(HttpLimits()) == HttpLimits(8 << 20, 256 << 20, 8190, 128, 60.0, 75.0, 120.0, 15.0, 1.0)

@@ -263,7 +263,7 @@ def test_an_exception_in_a_stream_ends_it_with_an_error_event(
 
     monkeypatch.setattr(CompletionService, "frames", frames)
     status, data, _ = client.exchange("POST", "/v1/completions", {"prompt": "x", "stream": True})
-    first, last, rest = data.decode().split("\n\n")
-    assert (status, first, rest) == (200, "data: 1", "")
+    first, last, done, rest = data.decode().split("\n\n")
+    assert (status, first, done, rest) == (200, "data: 1", "data: [DONE]", "")
     assert error_of(last.removeprefix("data: ").encode())["code"] == "internal_error"
     assert "secret" not in last
