@@ -19,20 +19,25 @@ MAX_VALUES = 1 << 20
 _SMALL = 1 << 16
 
 
-def check_structure(text: bytes) -> None:
-    """Raises RequestError if `text` has too many strings, arrays, objects or values."""
+def check_structure(text: bytes, field: str | None = None) -> None:
+    """Raises RequestError if `text` has too many strings, arrays, objects or values.
+
+    `field` is the path of JSON text inside a request; None is the whole body.
+    """
     if len(text) <= _SMALL or _is_within(text, text):
         return
     # The counts include characters inside strings. Without escapes, each quote begins or ends a string,
     # and every second piece between quotes is outside of strings.
     plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    where = "the body" if field is None else f"'{field}'"
     if plain.count(b'"') > 2 * MAX_STRINGS:
-        raise RequestError(f"the body has more than {MAX_STRINGS} strings and field names: send fewer")
+        raise RequestError(f"{where} has more than {MAX_STRINGS} strings and field names: send fewer", field)
     outside = b"".join(plain.split(b'"')[::2])
     if not _is_within(outside, plain):
         raise RequestError(
-            f"the body has more than {MAX_CONTAINERS} arrays and objects, or more than {MAX_VALUES} values: "
-            "send several smaller requests"
+            f"{where} has more than {MAX_CONTAINERS} arrays and objects, or more than {MAX_VALUES} values: "
+            "send several smaller requests",
+            field,
         )
 
 
