@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from frontend.errors import RequestError
-from frontend.schemas.chat import MESSAGE, Message
+from frontend.schemas.chat import MESSAGE, Message, check_part
 from frontend.schemas.structure import check_structure
 from frontend.template_source import TemplateSource
 
@@ -15,7 +15,6 @@ __all__ = ["ASSISTANT", "read_messages"]
 
 ASSISTANT = "assistant"
 _SYSTEM, _DEVELOPER = "system", "developer"
-_PART_FIELDS = frozenset({"type", "text"})
 _COMMON_ROLES = frozenset({_SYSTEM, "user", ASSISTANT})
 _TOOL_ROLES = frozenset({"tool", "function"})
 # Refused where the template does not read them. Reasoning is not among them:
@@ -41,7 +40,7 @@ def read_messages(
             if not source.reads("tool_call_id"):
                 message.tool_call_id = None
         _drop_unread(message, source, lenient, where, warnings)
-        messages.append(_for_template(message, where, lenient, warnings))
+        messages.append(_for_template(message, where))
     return messages
 
 
@@ -73,10 +72,10 @@ def _drop_unread(
         setattr(message, name, None)
 
 
-def _for_template(message: Message, where: str, lenient: bool, warnings: list[str]) -> dict[str, Any]:
+def _for_template(message: Message, where: str) -> dict[str, Any]:
     """The message as templates expect it: content as text, null fields left out."""
     fields = {name: value for name, value in msgspec.structs.asdict(message).items() if value is not None}
-    fields["content"] = _plain_text(message, where, lenient, warnings)
+    fields["content"] = _plain_text(message, where)
     if message.tool_calls is not None:
         fields["tool_calls"] = [
             _with_parsed_arguments(call, f"{where}tool_calls[{index}]")
@@ -85,7 +84,7 @@ def _for_template(message: Message, where: str, lenient: bool, warnings: list[st
     return fields
 
 
-def _plain_text(message: Message, where: str, lenient: bool, warnings: list[str]) -> str:
+def _plain_text(message: Message, where: str) -> str:
     content = message.content
     if isinstance(content, str):
         return content
@@ -93,12 +92,10 @@ def _plain_text(message: Message, where: str, lenient: bool, warnings: list[str]
         if message.tool_calls or message.role == ASSISTANT:
             return ""
         raise RequestError(f"'{where}content' is missing", param=f"{where}content")
-    return "\n".join(
-        _part_text(part, f"{where}content[{index}]", lenient, warnings) for index, part in enumerate(content)
-    )
+    return "\n".join(_part_text(part, f"{where}content[{index}]") for index, part in enumerate(content))
 
 
-def _part_text(part: dict[str, Any], where: str, lenient: bool, warnings: list[str]) -> str:
+def _part_text(part: dict[str, Any], where: str) -> str:
     kind, text = part.get("type"), part.get("text")
     if kind != "text":
         raise RequestError(
@@ -106,14 +103,7 @@ def _part_text(part: dict[str, Any], where: str, lenient: bool, warnings: list[s
         )
     if not isinstance(text, str):
         raise RequestError(f"'{where}.text' must be a string", param=f"{where}.text")
-    for name, value in part.items():
-        if name not in _PART_FIELDS and value is not None:
-            problem = f"'{where}.{name}' is not supported"
-            if not lenient:
-                raise RequestError(
-                    f"{problem}: leave it out", param=f"{where}.{name}", code="unsupported_parameter"
-                )
-            warnings.append(f"{problem} and was left out")
+    check_part(part, where)
     return text
 
 
