@@ -12,7 +12,7 @@ MAX_STRINGS = 1 << 16
 """Names and string values."""
 MAX_CONTAINERS = 1 << 16
 """Arrays and objects."""
-MAX_VALUES = 1 << 20
+MAX_VALUES = 1 << 19
 """Elements of arrays and fields of objects, such as prompt token ids."""
 
 # Shorter texts cannot exceed the limits by enough to matter.
@@ -43,7 +43,15 @@ def check_structure(text: bytes, field: str | None = None) -> None:
 
 def _is_within(outside: bytes, text: bytes) -> bool:
     return (
-        text.count(b'"') <= 2 * MAX_STRINGS
+        _quotes(text) <= 2 * MAX_STRINGS
         and outside.count(b"[") + outside.count(b"{") <= MAX_CONTAINERS
         and outside.count(b",") <= MAX_VALUES
     )
+
+
+def _quotes(text: bytes) -> int:
+    """At least the number of quotes that begin or end a string."""
+    count = text.count(b'"')
+    if count <= 2 * MAX_STRINGS:
+        return count
+    return count - text.count(b'\\"') + text.count(b'\\\\"')
