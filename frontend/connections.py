@@ -69,10 +69,10 @@ class Connection(web.RequestHandler):
 
     def _probe(self, next_s: float) -> None:
         request = self._current_request
-        if self.transport is None or self._is_idle():
+        if self.transport is None:
             return
-        if request is not None and not request.content.is_eof():
-            self.transport.close()  # the rest of the body cannot arrive
+        if self._is_idle() or (request is not None and not request.content.is_eof()):
+            self.transport.close()  # no request, or the rest of one, can arrive
             return
         if request is None:
             pass  # its handler has not started, or its response is being sent
