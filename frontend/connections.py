@@ -61,8 +61,7 @@ class Connection(web.RequestHandler):
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio reads the result
         """Whether the connection stays open for a response; probes whether the client still reads."""
-        request = self._current_request
-        if self._is_idle() or (request is not None and not request.content.is_eof()):
+        if self._is_idle():
             return False
         self._is_half_closed = True
         self._probe(_FIRST_PROBE_S)
@@ -70,7 +69,10 @@ class Connection(web.RequestHandler):
 
     def _probe(self, next_s: float) -> None:
         request = self._current_request
-        if self.transport is None or self._is_idle():
+        if self.transport is None:
+            return
+        if self._is_idle() or (request is not None and not request.content.is_eof()):
+            self.transport.close()  # no request, or the rest of one, can arrive
             return
         if request is None:
             pass  # its handler has not started, or its response is being sent

@@ -8,6 +8,7 @@ import msgspec
 
 from frontend.errors import RequestError
 from frontend.schemas.chat import MESSAGE, Message, check_part
+from frontend.schemas.structure import check_structure
 from frontend.template_source import TemplateSource
 
 __all__ = ["ASSISTANT", "read_messages"]
@@ -112,6 +113,7 @@ def _with_parsed_arguments(call: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     field = f"{where}.function.arguments"
+    check_structure(function["arguments"].encode(), field)
     try:
         arguments = json.loads(function["arguments"])
     except ValueError:

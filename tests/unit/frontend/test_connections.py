@@ -142,7 +142,7 @@ def test_a_client_that_closes_with_its_request_aborts_it(
     with connect(client) as connection:
         connection.sendall(completion(prompt="silence", stream=stream, n=2))
     core.wait_for(lambda: len(core.requests) == 2)
-    core.wait_for(lambda: {request.request_id for request in core.requests} <= set(core.aborted))
+    core.wait_for(lambda: {request.request_ids[0] for request in core.requests} <= set(core.aborted))
 
 
 # Errors
