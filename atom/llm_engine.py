@@ -162,13 +162,12 @@ class LLMEngine:
         """
         params = _one_for_each(prompt_or_tokens_list, sampling_params_list)
         prepared = [
-            (prompt_ids, options, self._requests(prompt_ids, options))
+            (prompt_ids, options, self._request(prompt_ids, options))
             for prompt_ids, options in zip(map(self._prompt_ids, prompt_or_tokens_list), params, strict=True)
         ]
-        for prompt_ids, options, requests in prepared:
-            for request in requests:
-                self._submit(request, prompt_ids, options, stream_callback)
-        return [request.request_id for _, _, requests in prepared for request in requests]
+        for prompt_ids, options, request in prepared:
+            self._submit(request, prompt_ids, options, stream_callback)
+        return [request_id for _, _, request in prepared for request_id in request.request_ids]
 
     def step(self) -> list[Sequence]:
         """Receive new output; returns the sequences that have finished.
@@ -250,9 +249,9 @@ class LLMEngine:
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         return self._input.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
-    def _requests(self, prompt_ids: list[int], params: SamplingParams) -> list[AddRequest]:
+    def _request(self, prompt_ids: list[int], params: SamplingParams) -> AddRequest:
         ids = list(itertools.islice(self._request_ids, params.n))
-        return self._input.requests(prompt_ids, params, ids)
+        return self._input.request(prompt_ids, params, ids)
 
     def _submit(
         self,
@@ -261,14 +260,15 @@ class LLMEngine:
         params: SamplingParams,
         callback: StreamCallback | None,
     ) -> None:
-        sequence = Sequence(
-            request.request_id,
-            prompt_ids,
-            logprobs=None if params.logprobs is None else [],
-            prompt_logprobs=None if params.prompt_logprobs is None else [],
-            submitted=time.monotonic(),
-        )
-        self._running[request.request_id] = (sequence, callback)
+        for request_id in request.request_ids:
+            sequence = Sequence(
+                request_id,
+                prompt_ids,
+                logprobs=None if params.logprobs is None else [],
+                prompt_logprobs=None if params.prompt_logprobs is None else [],
+                submitted=time.monotonic(),
+            )
+            self._running[request_id] = (sequence, callback)
         text = TextOptions(
             params.stop_strings or (), params.include_stop_str_in_output, params.skip_special_tokens
         )

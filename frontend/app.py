@@ -1,5 +1,6 @@
 """Builds the HTTP application of one model and starts serving it."""
 
+import asyncio
 import socket
 from collections.abc import AsyncIterator
 
@@ -18,6 +19,7 @@ from frontend.harmony import Harmony
 from frontend.input_processor import InputProcessor
 from frontend.lifecycle import Lifecycle
 from frontend.limits import HttpLimits
+from frontend.loop_lag import watch_loop
 from frontend.metrics import Metrics
 from frontend.output_processor import OutputProcessor
 from frontend.routes import generation, health, info, models, profile, tokenization
@@ -59,6 +61,7 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
     app.on_response_prepare.append(add_request_id)
     app.on_response_prepare.append(_close_while_draining)
     app.cleanup_ctx.append(_engine_link)
+    app.cleanup_ctx.append(_loop_watch)
     return app
 
 
@@ -140,6 +143,12 @@ def _set_max_model_len(inputs: InputProcessor, ready: CoreReady) -> None:
 async def _engine_link(app: web.Application) -> AsyncIterator[None]:
     async with app[keys.CLIENT]:
         yield
+
+
+async def _loop_watch(app: web.Application) -> AsyncIterator[None]:
+    watch = asyncio.create_task(watch_loop(app[keys.METRICS].event_loop_lag.observe))
+    yield
+    watch.cancel()
 
 
 async def _shut_down(executor: TextExecutor) -> AsyncIterator[None]:

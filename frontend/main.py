@@ -13,6 +13,7 @@ from aiohttp import web
 from atom.messages.codec import encode
 from atom.messages.launch import FrontendLaunch
 from atom.messages.supervisor import Beat, Dead, Ready, ToSupervisor
+from atom.utils.errors import out_of_memory
 from atom.utils.exit_status import ExitStatus
 from atom.utils.liveness import Beats, beat_interval
 from atom.utils.logger import get_logger, setup_logging
@@ -34,10 +35,10 @@ def main() -> None:
     setup_logging(_PROCESS)
     try:
         uvloop.run(serve(launch))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, MemoryError) as error:
         # A ValueError is about the checkpoint's tokenizer or template.
         status = ExitStatus.MODEL if isinstance(error, ValueError) else ExitStatus.RESOURCES
-        _report(launch.supervisor, Dead(_PROCESS, str(error), status))
+        _report(launch.supervisor, Dead(_PROCESS, out_of_memory(error) or str(error), status))
         sys.exit(1)
 
 

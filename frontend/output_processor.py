@@ -222,7 +222,8 @@ class OutputProcessor:
 
     def add(self, request: AddRequest, text: TextOptions) -> None:
         """Register `request`."""
-        self._states[request.request_id] = RequestState(request, self._tokenizer, text)
+        for request_id in request.request_ids:
+            self._states[request_id] = RequestState(request, self._tokenizer, text)
 
     def forget(self, request_ids: Iterable[int]) -> None:
         """Drop these requests; later tokens of theirs are ignored."""

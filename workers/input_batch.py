@@ -21,6 +21,8 @@ from workers.block_table import BatchLimits
 from workers.group_rows import GroupRows, Rows, StepRows
 from workers.layers.context import GroupContext
 
+Ids = NDArray[np.int32]
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
@@ -111,7 +113,6 @@ class InputBatch:
         self.tables = list(tables)
         self._device = device
         self.split_tokens = split_tokens
-        self._token_ids = np.zeros((limits.max_rows, limits.max_model_len), np.int32)
         self._known = np.zeros(limits.max_rows, np.int64)
         self._computed = np.zeros(limits.max_rows, np.int64)
         self._scored_until = np.zeros(limits.max_rows, np.int64)
@@ -130,7 +131,7 @@ class InputBatch:
 
     def lengths(self, batch: ScheduledBatch) -> list[tuple[int, int]]:
         """Tokens of each of the batch's rows, before it is taken: (computed, known)."""
-        new = {row.row: (row.computed, len(row.token_ids) // 4) for row in batch.new_rows}
+        new = {row.row: (row.computed, row.num_known) for row in batch.new_rows}
         return [new.get(row) or (int(self._computed[row]), int(self._known[row])) for row in batch.rows]
 
     def decode_batch(self, batch: ScheduledBatch) -> DecodeBatch | None:
@@ -164,19 +165,31 @@ class InputBatch:
         self._computed[decode_batch.rows] = drawn_positions
         return drawn_positions
 
+    def computed_tokens(self) -> Rows:
+        """Computed tokens of every row of the persistent batch; a copy."""
+        return self._computed.copy()
+
+    def decodes(self, rows: Rows, computed: Rows) -> NDArray[np.bool_]:
+        """Which of `rows` decode, if these are the `computed_tokens` of every row."""
+        mask: NDArray[np.bool_] = computed[rows] >= self._known[rows]
+        return mask
+
+    def set_computed(self, rows: Rows, computed: Rows) -> None:
+        """Set the computed tokens of `rows`, after a failed step."""
+        self._computed[rows] = computed
+        self._decode_batch = None
+
     def keep(self, draw: SamplingRows, ids_R: torch.Tensor) -> None:
         """Remember the drawn ids: they are the rows' next inputs."""
         self.device_rows.keep(draw.rows_R, ids_R, draw.positions_R)
 
     def _admit(self, new: NewRow) -> None:
-        token_ids = np.frombuffer(new.token_ids, np.dtype("<i4"))
-        if not 0 <= new.computed < len(token_ids):
+        if not 0 <= new.computed < new.num_known:
             raise ValueError(
-                f"row {new.row}: {new.computed} of {len(token_ids)} known tokens are computed; "
+                f"row {new.row}: {new.computed} of {new.num_known} known tokens are computed; "
                 "at least one must be left"
             )
-        self._token_ids[new.row, : len(token_ids)] = token_ids
-        self._known[new.row] = len(token_ids)
+        self._known[new.row] = new.num_known
         self._computed[new.row] = new.computed
         # The prompt's last token predicts no other one of the prompt.
         self._scored_until[new.row] = new.prompt_length - 1 if new.prompt_logprobs >= 0 else 0
@@ -217,11 +230,11 @@ class InputBatch:
         token_rows = rows.repeat(counts)
         past_tokens = counts.cumsum() - counts
         positions = np.arange(len(token_rows)) + (starts - past_tokens).repeat(counts)
-        ids = self._token_ids[token_rows, positions]
+        decodes = starts >= known
+        ids = _ids_to_compute(batch.token_ids, counts, decodes)
         columns = [table.token_columns(token_rows, positions) for table in self.tables]
         ids_T, positions_T, *columns_T = self._upload(ids, positions, *chain(*columns))
 
-        decodes = starts >= known
         if decodes.any():
             where_T, rows_T = self._upload(past_tokens[decodes], rows[decodes])
             ids_T.index_copy_(0, where_T, self.device_rows.ids_N.index_select(0, rows_T))
@@ -229,7 +242,11 @@ class InputBatch:
         self._decode_batch = None
         step = StepRows(rows, counts, ends, self._device, self.split_tokens)
         groups = self._contexts(columns, columns_T, step)
-        scored = self._scored(rows, starts, past_tokens, np.minimum(ends, self._scored_until[rows]) - starts)
+        until = self._scored_until[rows]
+        next_ids = _next_ids(
+            ids, past_tokens + counts - 1, batch.next_ids, (starts < known) & (ends <= until)
+        )
+        scored = self._scored(rows, starts, past_tokens, np.minimum(ends, until) - starts, next_ids)
         return StepInputs(ids_T, positions_T, groups, draw, scored)
 
     def _draw(
@@ -241,18 +258,19 @@ class InputBatch:
         rows_R, tokens_R, positions_R = self._upload(rows, last_tokens[draws], positions)
         return SamplingRows(rows, rows_R, tokens_R, positions, positions_R)
 
-    def _scored(self, rows: Rows, starts: Rows, first_tokens: Rows, counts: Rows) -> PromptLogprobRows | None:
-        """`counts` may be negative: a row at whose tokens nothing is scored."""
+    def _scored(
+        self, rows: Rows, starts: Rows, first_tokens: Rows, counts: Rows, next_ids_T: Ids
+    ) -> PromptLogprobRows | None:
+        """`counts` may be negative: no prompt log probabilities are wanted at that row's tokens."""
         which = np.flatnonzero(counts > 0)
         if not len(which):
             return None
         rows, starts, counts = rows[which], starts[which], counts[which]
         inside = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
         tokens = first_tokens[which].repeat(counts) + inside
-        next_ids = self._token_ids[rows.repeat(counts), (starts + 1).repeat(counts) + inside]
         columns = (rows.tolist(), (starts + 1).tolist(), counts.tolist())
         pieces = [PromptChunk(*piece) for piece in zip(*columns, strict=True)]
-        tokens_P, next_ids_P = self._upload(tokens, next_ids)
+        tokens_P, next_ids_P = self._upload(tokens, next_ids_T[tokens])
         return PromptLogprobRows(pieces, tokens_P, next_ids_P, int(self._scored_top[rows].max()))
 
     def _require_known(self, rows: Rows, ends: Rows, limits: Rows) -> None:
@@ -274,3 +292,29 @@ class InputBatch:
     def _upload(self, *columns: NDArray[np.integer]) -> tuple[torch.Tensor, ...]:
         """Equally long integer columns as int64 tensors on the device, in one copy."""
         return to_device(np.stack(columns).astype(np.int64, copy=False), self._device).unbind()
+
+
+def _ids_to_compute(packed: bytes, counts: Rows, decodes: NDArray[np.bool_]) -> Ids:
+    """Ids of the step's tokens [T]; 0 for decodes, whose ids are on the device.
+
+    Raises ValueError unless there is one for each known token.
+    """
+    known = np.frombuffer(packed, np.dtype("<i4"))
+    if len(known) != counts[~decodes].sum():
+        raise ValueError(f"{len(known)} token ids for {counts[~decodes].sum()} known tokens of the step")
+    ids = np.zeros(counts.sum(), np.int32)
+    ids[~decodes.repeat(counts)] = known
+    return ids
+
+
+def _next_ids(ids_T: Ids, last_tokens: Rows, packed: bytes, wanted: NDArray[np.bool_]) -> Ids:
+    """The id behind each token [T], as far as its row's chunk goes, and behind the chunks of `wanted` rows.
+
+    Raises ValueError unless there is one for each of these.
+    """
+    following = np.frombuffer(packed, np.dtype("<i4"))
+    if len(following) != wanted.sum():
+        raise ValueError(f"{len(following)} ids behind {wanted.sum()} chunks of prompts")
+    next_ids_T = np.roll(ids_T, -1)
+    next_ids_T[last_tokens[wanted]] = following
+    return next_ids_T

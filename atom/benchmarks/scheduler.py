@@ -46,7 +46,7 @@ class SteadyDecode:
         greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
         for index in range(running):
             prompt = pack_ids([index, *range(PROMPT_TOKENS - 1 + index % BLOCK_SIZE)])
-            self._core.add(AddRequest(index, prompt, max_tokens, greedy, [EOS]), b"frontend")
+            self._core.add(AddRequest([index], prompt, max_tokens, greedy, [EOS]), b"frontend")
         self._ids = array("i", range(1000, 1000 + running)).tobytes()
         self._in_flight = self._schedule()
         for _ in range(WARMUP_STEPS):

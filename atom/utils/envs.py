@@ -69,7 +69,12 @@ class Variable:
 
 
 def _cache_dir() -> str:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        raise ValueError(
+            "this user has no home directory: set ATOM_CACHE_DIR to a writable directory"
+        ) from None
     return str(Path(base) / "atom")
 
 

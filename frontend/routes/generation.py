@@ -51,7 +51,7 @@ async def _respond(
         async with open_body(request) as body:
             generate = await service.prepare(body, Caller(request[TENANT], client_request_id(request)))
             del body
-        slot.reserve([add_request.request_id for add_request in generate.requests])
+        slot.reserve(generate.request_ids)
         response = None if generate.streaming else await service.answer(generate)
     if response is not None:
         return await send_json(request, response)

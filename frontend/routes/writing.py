@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -13,9 +13,12 @@ from frontend.keys import LIFECYCLE, LIMITS, METRICS
 from frontend.metrics import Metrics
 from frontend.serving.sse import DONE, error_frame
 
-__all__ = ["EventStream", "send_json", "unbuffered", "with_deadline"]
+__all__ = ["PROBE", "EventStream", "send_json", "unbuffered", "with_deadline"]
 
 T = TypeVar("T")
+
+PROBE: web.RequestKey[Callable[[], None]] = web.RequestKey("probe")
+"""Writes something to the client of a response that has begun, to find out whether it still reads."""
 
 _COMMENT = b": keep-alive\n\n"
 # An empty transport buffers this many bytes without blocking the writer.
@@ -44,6 +47,7 @@ class EventStream:
         self._response = web.StreamResponse(headers=_HEADERS)
         self._loop = asyncio.get_running_loop()
         self._is_silent = False
+        self._is_finished = False
         # A timer at twice the comment rate avoids reading the clock for each frame.
         self._interval_s = request.app[LIMITS].silence_s / 2
         self._timer: asyncio.TimerHandle | None = None
@@ -53,6 +57,7 @@ class EventStream:
         """Send all `frames`. A client that disconnects is not an error."""
         with contextlib.suppress(ConnectionError):
             await self._response.prepare(self._request)
+            self._request[PROBE] = self._send_comment
             self._timer = self._loop.call_later(self._interval_s, self._check_silence)
             try:
                 with self._request.app[LIFECYCLE].interruptible():
@@ -86,15 +91,20 @@ class EventStream:
 
     def _check_silence(self) -> None:
         self._timer = self._loop.call_later(self._interval_s, self._check_silence)
-        if self._is_silent and self._is_flowing():
-            self._comment = self._loop.create_task(self._write_comment())
+        if self._is_silent:
+            self._send_comment()
         self._is_silent = True
+
+    def _send_comment(self) -> None:
+        if self._is_flowing() and not self._is_finished:
+            self._comment = self._loop.create_task(self._write_comment())
 
     async def _write_comment(self) -> None:
         with contextlib.suppress(ConnectionError):  # `send` handles it
             await self._response.write(_COMMENT)
 
     def _stop_comments(self) -> None:
+        self._is_finished = True
         if self._timer is not None:
             self._timer.cancel()
         if self._comment is not None:

@@ -104,7 +104,7 @@ class GenerationService(ABC, Generic[R]):
     async def answer(self, request: GenerateRequest) -> bytes:
         """The complete response as JSON. Cancelling aborts the generation."""
         counter = request.usage_counter()
-        results = [Update(add_request.request_id, array("i")) for add_request in request.requests]
+        results = [Update(request_id, array("i")) for request_id in request.request_ids]
         with self._client.open(request.requests, request.text, every_step=False) as stream:
             async for updates in stream:
                 for update in updates:
@@ -230,7 +230,7 @@ class GenerationService(ABC, Generic[R]):
             warnings=request.warnings,
             include_usage=request.include_usage,
         )
-        return ChunkTemplate(header, len(request.requests), self._delta)
+        return ChunkTemplate(header, len(request.request_ids), self._delta)
 
     def _render(
         self,
@@ -354,7 +354,7 @@ class GenerationService(ABC, Generic[R]):
         requests = []
         for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             request_ids = ids[index * n : (index + 1) * n]
-            requests += self._inputs.requests(prompt.ids, own, request_ids, cache_salt, checked)
+            requests.append(self._inputs.request(prompt.ids, own, request_ids, cache_salt, checked))
         return requests
 
 

@@ -48,7 +48,7 @@ class WholeEngine:
 
     def add(self, number: int, prompt: list[int], count: int, prompt_logprobs: int = -1) -> None:
         """A greedy request for `count` tokens."""
-        message = AddRequest(number, pack_ids(prompt), count, GREEDY, prompt_logprobs=prompt_logprobs)
+        message = AddRequest([number], pack_ids(prompt), count, GREEDY, prompt_logprobs=prompt_logprobs)
         assert self.core.add(message, b"a") is None
         self.answers[number] = Answer()
 

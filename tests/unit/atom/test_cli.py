@@ -48,6 +48,7 @@ SAMPLES: dict[type | str, tuple[str, Any]] = {
     int: ("1024", 1024),
     float: ("0.5", 0.5),
     str: ("text", "text"),
+    "max_body_bytes": ("2048", 2048),
     "cudagraph_capture_sizes": ("[1, 2]", "[1, 2]"),
     "hf_overrides": ('{"a":{"b":[1]}}', '{"a": {"b": [1]}}'),
 }

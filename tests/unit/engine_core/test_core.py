@@ -48,7 +48,7 @@ def test_a_used_id_is_refused() -> None:
 
 
 def test_torn_prompt_bytes_are_refused() -> None:
-    refusal = driver().core.add(AddRequest(1, b"12345", 1, GREEDY), b"a")
+    refusal = driver().core.add(AddRequest([1], b"12345", 1, GREEDY), b"a")
     assert refusal is not None and refusal.finished[0].reason is FinishReason.ERROR
     assert "5 bytes is not a whole number of token ids" in refusal.finished[0].message
 

@@ -2,14 +2,16 @@ import pytest
 
 from atom.messages.engine import AddRequest, Sampling, pack_ids
 from engine_core.kv_cache_manager import RequestBlocks
-from engine_core.request import Request
+from engine_core.request import Request, SharedSettings
 from engine_core.request_queue import RequestQueue
+from engine_core.token_ids import Prompt, TokenIds
 
 
 def make(number: int, priority: int = 0) -> Request:
     sampling = Sampling(0.0, 0, 1.0, 0.0, 0)
-    message = AddRequest(number, pack_ids([1]), 4, sampling, priority=priority)
-    request = Request(message, b"f", RequestBlocks([[]], [0]))
+    message = AddRequest([number], pack_ids([1]), 4, sampling, priority=priority)
+    blocks = RequestBlocks(TokenIds(Prompt(message.prompt_ids)), [[]], [0])
+    request = Request(number, SharedSettings(message, b"f", 0), sampling, -1, blocks)
     request.arrival, request.arrived_at = number, float(number)
     return request
 

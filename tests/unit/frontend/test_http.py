@@ -191,7 +191,7 @@ def test_a_stop_string_aborts_the_rest(client: Client, core: FakeCore) -> None:
     assert status == 200
     assert answer["choices"][0]["text"] == "wor"
     assert answer["choices"][0]["stop_reason"] == "d w"
-    core.wait_for(lambda: core.requests[-1].request_id in core.aborted)
+    core.wait_for(lambda: core.requests[-1].request_ids[0] in core.aborted)
 
 
 @pytest.mark.parametrize("prompt", ["forever", "silence"])
@@ -208,7 +208,7 @@ def test_a_client_that_leaves_aborts_all_its_choices(
         core.wait_for(lambda: len(core.requests) == 2)
         if stream and prompt == "forever":
             assert connection.recv(4096)
-    core.wait_for(lambda: {r.request_id for r in core.requests} <= set(core.aborted))
+    core.wait_for(lambda: {r.request_ids[0] for r in core.requests} <= set(core.aborted))
 
 
 def test_an_engine_error_is_a_500(client: Client) -> None:

@@ -29,7 +29,7 @@ EOS = 1
 
 
 def request(request_id: int) -> AddRequest:
-    return AddRequest(request_id, pack_ids([5]), 100, Sampling(0.0, 0, 1.0, 0.0, seed=1), [EOS])
+    return AddRequest([request_id], pack_ids([5]), 100, Sampling(0.0, 0, 1.0, 0.0, seed=1), [EOS])
 
 
 def processor(

@@ -29,7 +29,6 @@ def test_cpu_arithmetic(flags: set[str], limit: str, dtypes: list[str]) -> None:
     assert device_probe.cpu_dtypes_of(flags, limit) == dtypes
 
 
-@pytest.mark.isa
 @pytest.mark.parametrize("limit", [None, "AVX2", "AVX512_CORE", "AVX512_CORE_BF16"])
 def test_the_probe_finds_only_dtypes_that_onednn_supports(limit: str | None) -> None:
     """In a new process: oneDNN reads its limit once."""

@@ -12,7 +12,6 @@ import torch
 
 from atom.config.checkpoint import Checkpoint
 from atom.config.observability import ObservabilityConfig
-from atom.messages.engine import pack_ids
 from atom.messages.profile import RankTrace
 from atom.messages.worker import AllocateKV, NewRow, ScheduledBatch
 from atom.traces.events import read_events
@@ -211,7 +210,7 @@ def test_captures_and_replays_are_named(tmp_path: Path) -> None:
 
 
 def new_row(row: int) -> NewRow:
-    return NewRow(row, pack_ids([0] * 8), 0, [[]], GREEDY, 8)
+    return NewRow(row, 8, 0, [[]], GREEDY, 8)
 
 
 @pytest.mark.parametrize(
