@@ -225,7 +225,7 @@ class OutputProcessor:
         for request_id in request.request_ids:
             self._states[request_id] = RequestState(request, self._tokenizer, text)
 
-    def forget(self, request_ids: Iterable[int]) -> None:
+    def remove(self, request_ids: Iterable[int]) -> None:
         """Drop these requests; later tokens of theirs are ignored."""
         for request_id in request_ids:
             self._states.pop(request_id, None)

@@ -101,7 +101,7 @@ class GenerationService(ABC, Generic[R]):
         )
         return dataclasses.replace(request, requests=requests)
 
-    async def answer(self, request: GenerateRequest) -> bytes:
+    async def respond(self, request: GenerateRequest) -> bytes:
         """The complete response as JSON. Cancelling aborts the generation."""
         counter = request.usage_counter()
         results = [Update(request_id, array("i")) for request_id in request.request_ids]
@@ -118,7 +118,7 @@ class GenerationService(ABC, Generic[R]):
             lambda: msgspec.json.encode(self._response(request, results, usage)),
         )
 
-    async def frames(self, request: GenerateRequest) -> AsyncGenerator[bytes, None]:
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[bytes, None]:
         """The response as server-sent events. Closing the generator aborts the generation.
 
         Raises ApiError when the generation fails.

@@ -139,7 +139,7 @@ def test_held_back_text_comes_with_the_end() -> None:
 
 def test_late_tokens_are_ignored() -> None:
     output = processor(1, 2)
-    output.forget([1, 7])
+    output.remove([1, 7])
     done = step(output, {1: encode("a"), 2: encode("b")}, Finished(1, FinishReason.MAX_TOKENS))
     assert [update.request_id for update in done.updates] == [2]
 
