@@ -28,7 +28,8 @@ _CHARS_PER_TOKEN = 4
 _CHUNK_CHARS = 64 * 1024
 # A chunk is cut at white space, if there is some among this many characters at its end.
 _CUT_CHARS = 1024
-# Chunks have more tokens than the same text in one piece, but never this many times more.
+# Chunks have a few more tokens than the same text in one piece: a text is refused by its chunks only
+# beyond this multiple of the limit, and counted exactly below it.
 _CHUNK_MARGIN = 1.25
 
 
