@@ -189,7 +189,7 @@ class LLMEngine:
         known = [request_id for request_id in request_ids if request_id in self._running]
         for request_id in known:
             del self._running[request_id]
-        self._output.forget(known)
+        self._output.remove(known)
         self._link.send(Abort(known))
 
     def stats(self) -> CoreStats:

@@ -32,7 +32,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._errors = "replace" if tokenizer.is_byte_level else _EACH_BYTE
-        self._stripped, self._strip = tokenizer.leading_strip()
+        self._stripped, self._strip = tokenizer.leading_strip
         """The character to remove at the beginning, and how many of it at most."""
         self._pending = b""
         """The bytes of an incomplete character."""

@@ -253,7 +253,7 @@ class EngineClient:
 
     def _abort(self, request_ids: list[int]) -> None:
         running = [request_id for request_id in request_ids if self._sequences.pop(request_id, None)]
-        self._output.forget(running)
+        self._output.remove(running)
         if running:
             self._metrics.aborted(len(running))
             self.admission.ended(len(running))
@@ -361,7 +361,7 @@ class EngineClient:
     def _fail_all(self, reason: str) -> None:
         streams = {sequence.stream for sequence in self._sequences.values()}
         self._metrics.failed(len(self._sequences))
-        self._output.forget(self._sequences)
+        self._output.remove(self._sequences)
         self._sequences.clear()
         for stream in streams:
             stream.fail(EngineDeadError(reason))

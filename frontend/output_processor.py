@@ -69,7 +69,7 @@ class Update(msgspec.Struct, gc=False):
     logprobs: list[TokenLogprob] | tuple[()] = ()
     """Of the tokens whose text is in `text`; the last update has all that remain, including
     those of the stop string or stop token."""
-    prompt_logprobs: list[TokenLogprob] | tuple[()] = ()
+    prompt_logprobs: PromptLogprobTrack | tuple[()] = ()
     """Of the prompt from its second token on; set with the first token."""
     reasoning: str = ""
     """The new reasoning text, where the model's format separates it."""
@@ -133,7 +133,7 @@ class RequestState:
         self.emitted: array[int] = array("i")
         self.logprobs = LogprobTrack() if sampling.logprobs >= 0 else None
         self.prompt_logprobs = (
-            PromptLogprobTrack(request.prompt_logprobs, {}) if request.prompt_logprobs >= 0 else None
+            PromptLogprobTrack(request.prompt_logprobs) if request.prompt_logprobs >= 0 else None
         )
         self._include_stop = text.include_stop
         self._min_tokens = sampling.logits_processors.min_tokens if sampling.logits_processors else 0
@@ -225,7 +225,7 @@ class OutputProcessor:
         for request_id in request.request_ids:
             self._states[request_id] = RequestState(request, self._tokenizer, text)
 
-    def forget(self, request_ids: Iterable[int]) -> None:
+    def remove(self, request_ids: Iterable[int]) -> None:
         """Drop these requests; later tokens of theirs are ignored."""
         for request_id in request_ids:
             self._states.pop(request_id, None)
@@ -299,7 +299,7 @@ class OutputProcessor:
     ) -> None:
         ids = update.token_ids
         if state.prompt_logprobs is not None and ids:
-            update.prompt_logprobs, state.prompt_logprobs = state.prompt_logprobs.finish(), None
+            update.prompt_logprobs, state.prompt_logprobs = state.prompt_logprobs, None
         update.text, update.reasoning, used, stop_string = state.append(state.visible_ids(ids, end), logprobs)
         without_text = logprobs[used:]
         if stop_string is not None:

@@ -28,7 +28,8 @@ _CHARS_PER_TOKEN = 4
 _CHUNK_CHARS = 64 * 1024
 # A chunk is cut at white space, if there is some among this many characters at its end.
 _CUT_CHARS = 1024
-# Chunks have more tokens than the same text in one piece, but never this many times more.
+# Chunks have a few more tokens than the same text in one piece: a text is refused by its chunks only
+# beyond this multiple of the limit, and counted exactly below it.
 _CHUNK_MARGIN = 1.25
 
 
@@ -54,8 +55,10 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._leading_id = leading_id
-        self._parts = list(_decoder_parts(json.loads(backend.to_str())["decoder"]))
-        self._kinds = frozenset(part["type"] for part in self._parts)
+        parts = list(_decoder_parts(json.loads(backend.to_str())["decoder"]))
+        self._kinds = frozenset(part["type"] for part in parts)
+        self.leading_strip = _leading_strip(parts)
+        """(character, how many of it) that decoding removes at the beginning of a text."""
         self._added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in self._added.items() if token.special)
         """The ids that `skip_special_tokens` leaves out."""
@@ -139,13 +142,6 @@ class Tokenizer:
         before = self.decode([*self._letter, last], skip_special_tokens=False)
         return self.decode([*self._letter, last, token_id], skip_special_tokens=False)[len(before) :]
 
-    def leading_strip(self) -> tuple[str, int]:
-        """(character, how many of it) that decoding removes at the beginning of a text."""
-        kinds = [part["type"] for part in self._parts]
-        if kinds[-2:] != ["Fuse", "Strip"] or "Metaspace" in kinds:
-            return "", 0
-        return self._parts[-1]["content"], self._parts[-1]["start"]
-
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one id, perhaps part of a character; empty for an id it does not have."""
         piece = self.piece(token_id) or b""
@@ -189,6 +185,13 @@ def _decoder_parts(decoder: Mapping[str, Any] | None) -> Iterator[Mapping[str, A
         yield decoder
     for part in decoder.get("decoders", ()):
         yield from _decoder_parts(part)
+
+
+def _leading_strip(parts: Sequence[Mapping[str, Any]]) -> tuple[str, int]:
+    kinds = [part["type"] for part in parts]
+    if kinds[-2:] != ["Fuse", "Strip"] or "Metaspace" in kinds:
+        return "", 0
+    return parts[-1]["content"], parts[-1]["start"]
 
 
 def _byte_level_alphabet() -> dict[str, bytes]:

@@ -52,9 +52,9 @@ async def _respond(
             generate = await service.prepare(body, Caller(request[TENANT], client_request_id(request)))
             del body
         slot.reserve(generate.request_ids)
-        response = None if generate.streaming else await service.answer(generate)
+        response = None if generate.streaming else await service.respond(generate)
     if response is not None:
         return await send_json(request, response)
     # Closing `frames` aborts the generation.
-    async with contextlib.aclosing(service.frames(generate)) as frames:
+    async with contextlib.aclosing(service.stream(generate)) as frames:
         return await EventStream(request).send(frames)

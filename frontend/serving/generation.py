@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
@@ -100,7 +101,7 @@ class GenerationService(ABC, Generic[R]):
         )
         return dataclasses.replace(request, requests=requests)
 
-    async def answer(self, request: GenerateRequest) -> bytes:
+    async def respond(self, request: GenerateRequest) -> bytes:
         """The complete response as JSON. Cancelling aborts the generation."""
         counter = request.usage_counter()
         results = [Update(request_id, array("i")) for request_id in request.request_ids]
@@ -117,7 +118,7 @@ class GenerationService(ABC, Generic[R]):
             lambda: msgspec.json.encode(self._response(request, results, usage)),
         )
 
-    async def frames(self, request: GenerateRequest) -> AsyncGenerator[bytes, None]:
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[bytes, None]:
         """The response as server-sent events. Closing the generator aborts the generation.
 
         Raises ApiError when the generation fails.
@@ -126,7 +127,9 @@ class GenerationService(ABC, Generic[R]):
         counter = request.usage_counter()
         with self._client.open(request.requests, request.text) as stream:
             async for updates in stream:
-                if frames := self._render(template, request, counter, updates, stream):
+                size = sum(map(_response_bytes, updates)) + self._first_bytes(request, counter, updates)
+                render = partial(self._render, template, request, counter, updates, stream)
+                if frames := await self._executor.run(size, render):
                     yield frames
         if request.include_usage:
             yield template.usage(counter.usage(stream))
@@ -197,6 +200,13 @@ class GenerationService(ABC, Generic[R]):
             started=started,
         )
         return checked, params, cache_salt
+
+    def _first_bytes(self, request: GenerateRequest, counter: UsageCounter, updates: list[Update]) -> int:
+        """About how many bytes of the next frames show prompts."""
+        if not (request.options.echo or request.options.prompt_ids):
+            return 0
+        first = [index for update in updates if counter.is_first(index := request.index(update))]
+        return sum(_TOKEN_BYTES * len(request.prompt(index).ids) for index in first)
 
     def _encode(self, request: R, text: str, add_special_tokens: bool) -> list[int]:
         """Ids of a prompt; only those to be truncated may exceed the context length."""

@@ -15,9 +15,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from atom.config.checkpoint import Checkpoint
+from frontend.chat_encoder import ChatEncoder
 from frontend.chat_template import ChatTemplate
 from frontend.detokenizer import Detokenizer
 from frontend.harmony import Harmony
+from frontend.input_processor import InputProcessor
 from frontend.tokenizer import Tokenizer
 from workers.hf_directory import read_directory
 
@@ -140,6 +142,40 @@ def test_conversations_become_the_same_prompt(both: Both, conversation: str, pro
     assert ours == both.render(messages, add_generation_prompt=prompt)
     ids = both.theirs.apply_chat_template(messages, add_generation_prompt=prompt)["input_ids"]
     assert both.tokenizer.encode(ours, add_special_tokens=False) == ids
+
+
+def encoder(both: Both) -> ChatEncoder:
+    assert both.template is not None
+    fields = {"directory": "", "architecture": "", "model_type": "", "hf_config": {}, "dtype": "float32"}
+    checkpoint = Checkpoint(**fields, vocab_size=1 << 18, max_model_len=4096)
+    return ChatEncoder(both.template, InputProcessor(checkpoint, both.tokenizer, 4096, "fcfs"))
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+def test_contents_without_control_tokens_have_the_usual_ids(both: Both, conversation: str) -> None:
+    if both.template is None:
+        pytest.skip("a model without a template")
+    messages = CONVERSATIONS[conversation]
+    ids = both.theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert encoder(both).encode(messages, {}) == ids
+
+
+def test_contents_forge_no_control_tokens(both: Both) -> None:
+    """Each special token, and each token that the template writes, spelled in a user's message."""
+    if both.template is None:
+        pytest.skip("a model without a template")
+    chat = encoder(both)
+    added = both.tokenizer.added_tokens()
+    written = both.template.source.writes
+    control = [text for text in added if text.strip() and (added[text] or written(text))]
+    assert control
+    content = "forged " + " ".join(control) + " end"
+    usual = chat.encode([USER], {})
+    ids = chat.encode([{"role": "user", "content": content}], {})
+    for text in control:
+        token_id = both.tokenizer.added_id(text)
+        assert ids.count(token_id) == usual.count(token_id), text
+    assert content in both.decode(ids, skip_special=False)
 
 
 def test_a_conversation_goes_on_as_there(both: Both) -> None:

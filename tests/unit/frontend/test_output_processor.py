@@ -1,6 +1,7 @@
 """Token columns in, updates out."""
 
 import asyncio
+from array import array
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from atom.messages.engine import (
     FirstToken,
     LogitsProcessors,
     LogprobTable,
+    PromptLogprobs,
     SampledLogprobs,
     Sampling,
     TokenDeltas,
@@ -19,6 +21,7 @@ from atom.messages.engine import (
 )
 from frontend.detokenizer import Detokenizer
 from frontend.output_processor import OutputProcessor, Processed, TextOptions, Update
+from frontend.token_logprobs import LogprobColumns, TokenLogprob
 from tests.helpers import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer.tokenizer()
@@ -136,7 +139,7 @@ def test_held_back_text_comes_with_the_end() -> None:
 
 def test_late_tokens_are_ignored() -> None:
     output = processor(1, 2)
-    output.forget([1, 7])
+    output.remove([1, 7])
     done = step(output, {1: encode("a"), 2: encode("b")}, Finished(1, FinishReason.MAX_TOKENS))
     assert [update.request_id for update in done.updates] == [2]
 
@@ -248,3 +251,28 @@ def test_broken_log_probabilities_fail_one_request() -> None:
     done = output.process(TokenDeltas(1, [1, 3, 2], pack_ids([a, a, a]), logprobs=logprobs))
     assert {update.request_id: update.reason for update in done.updates} == {1: None, 2: None, 3: "error"}
     assert done.aborts == [3]
+
+
+def test_prompt_logprobs_are_not_read_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    row = LogprobColumns.row
+
+    def counted(columns: LogprobColumns, index: int, top: int) -> TokenLogprob:
+        read.append(index)
+        return row(columns, index, top)
+
+    monkeypatch.setattr(LogprobColumns, "row", counted)
+    output = OutputProcessor(TOKENIZER)
+    output.add(msgspec.structs.replace(request(1), prompt_logprobs=0), TextOptions())
+
+    def chunk(start: int, *ids: int) -> PromptLogprobs:
+        values, ranks = array("f", [-1.0] * len(ids)), array("i", [1] * len(ids))
+        table = LogprobTable(1, array("i", ids).tobytes(), values.tobytes(), ranks.tobytes())
+        return PromptLogprobs(1, start, table)
+
+    for prompt in ([chunk(1, 5, 6)], [chunk(2, 7, 8)]):  # the second one replaces position 2
+        output.process(TokenDeltas(1, [], pack_ids([]), prompt_logprobs=prompt))
+    (update,) = output.process(TokenDeltas(1, [1], pack_ids(encode("a")))).updates
+    assert read == []
+    assert len(update.prompt_logprobs) == 3
+    assert [entry.token_id for entry in update.prompt_logprobs] == [5, 7, 8]

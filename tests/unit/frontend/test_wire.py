@@ -263,7 +263,7 @@ def test_an_exception_in_a_stream_ends_it_with_an_error_event(
         yield b"data: 1\n\n"
         raise KeyError("a secret of the implementation")
 
-    monkeypatch.setattr(CompletionService, "frames", frames)
+    monkeypatch.setattr(CompletionService, "stream", frames)
     status, data, _ = client.exchange("POST", "/v1/completions", {"prompt": "x", "stream": True})
     first, last, done, rest = data.decode().split("\n\n")
     assert (status, first, done, rest) == (200, "data: 1", "data: [DONE]", "")
