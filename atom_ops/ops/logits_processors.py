@@ -19,7 +19,7 @@ ANY = -1
 
 
 _RECORD_SLICE = 1 << 22
-"""Entries of records looked at together: bounds the memory of penalties to some 200 MB."""
+"""Entries of records looked at together: by slices of rows, which bound the memory of penalties to 200 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ def _completes(words: BadWords, rows: RecordedRows, record: TokenRecord, entries
 def _penalise(
     logits_UV: Tensor, penalties: Penalties, rows: RecordedRows, record: TokenRecord, longest: int
 ) -> None:
-    """Change the logits of the ids that occurred, in place; by slices of rows, which bound the memory.
+    """Change the logits of the ids that occurred, in place.
 
     Entries past the end of a record may hold any id: `seen` says whether it occurred. An id that
     has several entries is given the same number several times.
