@@ -13,6 +13,7 @@ from atom.sampling_params import MAX_LOGPROBS
 from tests.helpers.tiny_models import MAX_MODEL_LEN, engine_config, place, prompt_of, save_tiny, tiny
 from tests.helpers.whole_engine import Answer, WholeEngine
 from workers import sampler
+from workers import worker as worker_module
 from workers.largest_steps import largest_steps, num_blocks, profile_batch
 from workers.logits_processor_state import LogitsProcessorState
 from workers.memory_guard import MemoryGuard
@@ -98,6 +99,8 @@ def undisturbed(checkpoints: dict[str, Checkpoint]) -> dict[int, Answer]:
     [
         (LogitsProcessorState, "apply", 4, PROCESSED, "the logits processors"),
         (LogitsProcessorState, "record", 1, PROCESSED, "the logits processors"),
+        (LogitsProcessorState, "gather", 2, PROCESSED, "the logits processors"),
+        (LogitsProcessorState, "gather", 6, PROCESSED, "the logits processors"),
         (LogitsProcessorState, "_fill_record", 1, PROCESSED, "the logits processors"),
         (sampler, "_logprobs", 3, SCORED, "the log probabilities"),
         (ModelRunner, "_prompt_logprobs", 2, PROMPT_SCORED, "the prompt log probabilities"),
@@ -207,9 +210,20 @@ def test_among_several_ranks_out_of_memory_ends_the_worker() -> None:
     def compute() -> None:
         raise torch.OutOfMemoryError("Tried to allocate 2 GiB.\nMore lines.")
 
-    with pytest.raises(MemoryError, match=r"the forward pass in a step.*\(Tried to allocate 2 GiB\.\)"):
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         MemoryGuard(CPU, num_ranks=2).attempt("the forward pass", compute)
     assert MemoryGuard(CPU, num_ranks=1).attempt("the forward pass", compute) is None
+
+
+def test_the_end_of_a_worker_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 20, 99 << 20))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 80 << 20)
+    expected = r"cuda:1 has too little memory for a step: 3 of its 99 MiB are free .*: lower --gpu-memory"
+    with (
+        pytest.raises(MemoryError, match=expected),
+        worker_module._explain_out_of_memory(torch.device("cuda", 1), "a step", worker_module._SMALLER_CACHE),
+    ):
+        raise torch.OutOfMemoryError("Tried to allocate 2 GiB.")
 
 
 @pytest.mark.parametrize(
