@@ -61,7 +61,9 @@ class TokenIds:
     def packed(self, start: int, end: int) -> bytes:
         """The ids of positions start .. end - 1."""
         prompt = self.prompt.ids
-        ids = prompt[start:end]
-        if end > len(prompt):
-            ids += self.output[max(start - len(prompt), 0) : end - len(prompt)]
-        return ids.tobytes()
+        length = len(prompt)
+        if start >= length:
+            return self.output[start - length : end - length].tobytes()
+        if end <= length:
+            return prompt[start:end].tobytes()
+        return (prompt[start:] + self.output[: end - length]).tobytes()

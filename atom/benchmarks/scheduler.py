@@ -1,9 +1,11 @@
-"""Cost of the engine core for each step: schedule, take in the result, build the answers.
+"""Time of the engine core per step: schedule, process the result, build the messages.
 
     python -m atom.benchmarks.scheduler --running 256 1024 --steps 2000
+    python -m atom.benchmarks.scheduler --worst
 
-No model runs: the drawn ids are made up, and results come one step late, as in serving. The
-sizes take turns, so that whatever else the machine does weighs on all of them alike.
+No model runs: the sampled ids are made up, and results come one step late, as in serving. The
+sizes alternate, so that other load on the machine affects all of them alike. `--worst` times instead
+each call that the largest legal requests need, and prints the longest one of each kind.
 """
 
 import argparse
@@ -29,6 +31,7 @@ PROMPT_TOKENS = 100
 WARMUP_STEPS = 64
 TURN_STEPS = 50
 EOS = 2
+GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 
 class SteadyDecode:
@@ -43,12 +46,11 @@ class SteadyDecode:
         budget = running * (PROMPT_TOKENS + BLOCK_SIZE)  # all prompts in the first step
         kv = KVCacheManager([FullAttentionSpec(BLOCK_SIZE, 1)], [blocks], budget, seed=1)
         self._core = EngineCore(Limits(running, budget), kv, max_model_len=1 << 20)
-        greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
         for index in range(running):
             prompt = pack_ids([index, *range(PROMPT_TOKENS - 1 + index % BLOCK_SIZE)])
-            self._core.add(AddRequest([index], prompt, max_tokens, greedy, [EOS]), b"frontend")
+            self._core.add(AddRequest([index], prompt, max_tokens, GREEDY, [EOS]), b"frontend")
         self._ids = array("i", range(1000, 1000 + running)).tobytes()
-        self._in_flight = self._schedule()
+        self._in_flight = self._prefill()
         for _ in range(WARMUP_STEPS):
             self._step()
 
@@ -63,6 +65,17 @@ class SteadyDecode:
         following = self._schedule()
         self._core.update(BatchResult(self._in_flight, self._ids))
         self._in_flight = following
+
+    def _prefill(self) -> int:
+        """Run steps until all requests decode; returns the number of the step in flight."""
+        sampled = 0
+        while sampled < self.running:
+            batch = self._core.schedule()
+            assert batch is not None
+            sampled = len(batch.rows)  # each prompt is computed in one step
+            if sampled < self.running:
+                self._core.update(BatchResult(batch.step, self._ids[: 4 * sampled]))
+        return batch.step
 
     def _schedule(self) -> int:
         batch = self._core.schedule()
