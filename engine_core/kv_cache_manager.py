@@ -214,16 +214,19 @@ class KVCacheManager:
         if not self._caching or num_full <= blocks.num_cached or blocks.collided:
             return
         num_full = self._hash(blocks, num_full)
-        index = blocks.num_cached
-        digests, hash_inputs = blocks.hashes(index, num_full)
-        self.budget.left -= len(digests) // LOOKUPS_PER_UNIT
-        for digest, hash_input in zip(digests, hash_inputs, strict=True):
-            for pool, table, live in zip(self.pools, blocks.tables, blocks.first_live, strict=True):
-                if index >= live and not pool.cache(table[index], digest, hash_input, step):
+        prompt, first_live, tables = blocks.tokens.prompt, blocks.first_live, blocks.tables
+        in_prompt = len(prompt.digests)
+        self.budget.left -= (num_full - blocks.num_cached) // LOOKUPS_PER_UNIT
+        for index in range(blocks.num_cached, num_full):
+            hashed, place = (prompt, index) if index < in_prompt else (blocks, index - in_prompt)
+            digest, hash_input = hashed.digests[place], hashed.hash_inputs[place]
+            for group, pool in enumerate(self.pools):
+                if index < first_live[group]:
+                    continue
+                if not pool.cache(tables[group][index], digest, hash_input, step):
                     blocks.collided = True
                     return
-            index += 1
-            blocks.num_cached = index
+            blocks.num_cached = index + 1
 
     def free(self, blocks: RequestBlocks) -> None:
         """Empty the tables. Their blocks are freed in this turn or, where the budget is spent, in later ones.
@@ -349,7 +352,8 @@ class KVCacheManager:
             if index >= in_prompt:
                 digests, hash_inputs = own, blocks.hash_inputs
                 parent = digests[-1] if digests else parent
-            hash_input = parent + blocks.tokens.packed(index * size, (index + 1) * size)
+            begin = index * size
+            hash_input = parent + blocks.tokens.packed(begin, begin + size)
             hash_inputs.append(hash_input)
             digests.append(xxh64_digest(hash_input, self._seed))
         return num_full

@@ -1,4 +1,4 @@
-"""Whatever legal requests arrive, every frame of a core has a bounded size, and no turn does too much work."""
+"""Bounds for all legal requests: the size of each frame, and the work of each turn of the core."""
 
 from array import array
 from collections.abc import Callable
@@ -115,7 +115,7 @@ def test_many_sequences_of_a_long_prompt(caching: bool, fields: dict[str, Any]) 
     engine.add(list(range(128)), prompt_of(LONG), **fields)
     if caching:
         engine.run()
-        assert max(len(batch.new_rows) for batch in engine.batches) > 5
+        assert max(len(batch.new_rows) for batch in engine.batches) >= 3
     else:
         for _ in range(4):
             assert engine.step()
@@ -139,7 +139,7 @@ def test_resumed_sequences_bring_their_output() -> None:
     [
         LogitsProcessors(allowed_ids=prompt_of(50_000)),
         LogitsProcessors(bias_ids=prompt_of(1024), bias_values=[0.5] * 1024),
-        LogitsProcessors(bad_words=[[150_000] * 256] * 512),
+        LogitsProcessors(bad_words=[[150_000] * 256] * 64),
     ],
     ids=["allowed ids", "biases", "bad words"],
 )
@@ -151,7 +151,7 @@ def test_a_thousand_requests_with_large_parameters_are_admitted_over_several_ste
     for number in range(1024):
         engine.add([number], prompt_of(3, number), sampling=sampling)
     each = len(encode(sampling))
-    engine.run(until=lambda: len(engine.batches) == 20)
+    engine.run(until=lambda: len(engine.batches) == 6)
     assert 1 <= len(engine.batches[0].new_rows) <= MAX_NEW_ROWS_BYTES // each + 1
     assert engine.largest_batch < MAX_NEW_ROWS_BYTES + 128 * 1024
 
@@ -215,25 +215,22 @@ def test_the_sequences_of_a_prompt_hash_it_once() -> None:
 
 def test_a_prompt_of_a_million_tokens_is_hashed_in_slices() -> None:
     length = (1 << 20) - 8
-    engine = Engine(blocks=70_000, budget=1 << 20)
+    engine = Engine(blocks=70_000, budget=1 << 18)
     engine.add([1], prompt_of(length))
     engine.run()
-    assert engine.most_hashed <= UNITS_PER_TURN
-    engine.core._kv.budget.refill()
-    again = prompt_of(length)
     hashed = engine.kv.num_hashed
-    engine.add([2], again)
+    engine.add([2], prompt_of(length))
     turns = 0
-    while engine.core.stats().prefix_hits == 0:
+    while engine.core.stats().waiting:
         turns += 1
         assert engine.step() or engine.core.has_sliced_work
     assert turns >= 4 and engine.most_hashed <= UNITS_PER_TURN
-    assert engine.kv.num_hashed - hashed >= 4 * UNITS_PER_TURN - BLOCK
+    assert engine.core.stats().prefix_hits == engine.kv.num_hashed - hashed << 4 == length // BLOCK * BLOCK
     engine.run()
 
 
 def test_other_requests_decode_while_a_prompt_is_hashed() -> None:
-    engine = Engine(rows=8, blocks=70_000, budget=1 << 20)
+    engine = Engine(rows=8, blocks=70_000, budget=1 << 18)
     length = 1 << 19
     engine.add([1], prompt_of(length))
     engine.run()
@@ -243,7 +240,7 @@ def test_other_requests_decode_while_a_prompt_is_hashed() -> None:
     engine.step()
     assert engine.batches[-1].rows == [0] and engine.core.stats().waiting == 1
     engine.run(until=lambda: not engine.core.stats().waiting)
-    assert engine.core.stats().prefix_hits > length - 2 * BLOCK
+    assert engine.core.stats().prefix_hits == length - BLOCK
 
 
 def test_distinct_ids_of_long_prompts_are_collected_in_slices() -> None:
@@ -256,10 +253,11 @@ def test_distinct_ids_of_long_prompts_are_collected_in_slices() -> None:
 
 
 def test_aborting_many_sequences_frees_their_blocks_in_slices() -> None:
+    length = LONG // 8
     engine = Engine(rows=MAX_SEQUENCES, blocks=40_000, budget=LONG)
-    engine.add(list(range(MAX_SEQUENCES)), prompt_of(LONG), max_tokens=500)
+    engine.add(list(range(MAX_SEQUENCES)), prompt_of(length), max_tokens=500)
     engine.run(until=lambda: engine.core.stats().running == MAX_SEQUENCES)
-    owned = MAX_SEQUENCES * (LONG // BLOCK)
+    owned = MAX_SEQUENCES * (length // BLOCK)
     engine.core.abort(list(range(MAX_SEQUENCES)))
     turns = 0
     while engine.core.has_sliced_work:
@@ -267,14 +265,14 @@ def test_aborting_many_sequences_frees_their_blocks_in_slices() -> None:
         assert engine.core.schedule() is None
         turns += 1
         assert left - sum(len(blocks) for _, blocks in engine.kv._to_free) <= 4 * UNITS_PER_TURN
-    assert turns >= owned // (4 * UNITS_PER_TURN)
+    assert turns >= owned // (4 * UNITS_PER_TURN) - 1
     assert engine.core.stats().kv_blocks_used == 0 and engine.core.num_live == 0
     engine.core.check_integrity()
 
 
 def test_blocks_to_be_freed_count_as_owned() -> None:
     engine = Engine(rows=4, blocks=40_000, budget=LONG)
-    engine.add([1, 2, 3, 4], prompt_of(LONG))
+    engine.add([1, 2, 3, 4], prompt_of(LONG), max_tokens=50)
     engine.run(until=lambda: engine.core.stats().running == 4)
     engine.kv.budget.spend(UNITS_PER_TURN)
     engine.core.abort([1, 2, 3, 4])
