@@ -48,7 +48,7 @@ from atom.messages.worker import (
     WorkerReady,
 )
 from atom.utils import envs
-from atom.utils.errors import one_line
+from atom.utils.errors import one_line, out_of_memory
 from atom.utils.exit_status import ExitStatus
 from atom.utils.install_check import check_install
 from atom.utils.liveness import Beats, PeerMonitor, SilenceTimer, beat_interval
@@ -118,8 +118,10 @@ class CoreProcess:
         except Exception as error:  # of any kind: frontends and supervisor need the cause
             if envs.ATOM_LOG_MORE:
                 traceback.print_exc()
-            status = ExitStatus.RESOURCES if isinstance(error, StartupError) else ExitStatus.FAILURE
-            self._report_failure(one_line(error, CoreFailure, StartupError, LinkError), status)
+            memory = out_of_memory(error)
+            lacking = isinstance(error, StartupError) or memory
+            status = ExitStatus.RESOURCES if lacking else ExitStatus.FAILURE
+            self._report_failure(memory or one_line(error, CoreFailure, StartupError, LinkError), status)
             return 1
         finally:
             self._trace.close()

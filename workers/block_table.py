@@ -84,7 +84,7 @@ class BlockTable(GroupRows):
             row * width + np.arange(start, self._counts[row], dtype=np.int64)
             for row, start in self._stale.items()
         ]
-        self._stale.clear()
         where = np.concatenate(pieces)
         changed = to_device(np.stack((where, self._blocks.reshape(-1)[where])), self._mirror.device)
         self._mirror.view(-1).index_copy_(0, changed[0], changed[1].int())
+        self._stale.clear()  # not before: the copy may fail for lack of memory

@@ -165,6 +165,20 @@ class InputBatch:
         self._computed[decode_batch.rows] = drawn_positions
         return drawn_positions
 
+    def computed_tokens(self) -> Rows:
+        """Computed tokens of every row of the persistent batch; a copy."""
+        return self._computed.copy()
+
+    def decodes(self, rows: Rows, computed: Rows) -> NDArray[np.bool_]:
+        """Which of `rows` decode, if these are the `computed_tokens` of every row."""
+        mask: NDArray[np.bool_] = computed[rows] >= self._known[rows]
+        return mask
+
+    def set_computed(self, rows: Rows, computed: Rows) -> None:
+        """Set the computed tokens of `rows`, after a failed step."""
+        self._computed[rows] = computed
+        self._decode_batch = None
+
     def keep(self, draw: SamplingRows, ids_R: torch.Tensor) -> None:
         """Remember the drawn ids: they are the rows' next inputs."""
         self.device_rows.keep(draw.rows_R, ids_R, draw.positions_R)

@@ -49,6 +49,6 @@ class StateSlots(GroupRows):
         if self._mirror is None or not self._stale:
             return
         rows = np.array(sorted(self._stale), np.int64)
-        self._stale.clear()
         changed = to_device(np.stack((rows, self._slots[rows])), self._mirror.device)
         self._mirror.index_copy_(0, changed[0], changed[1])
+        self._stale.clear()  # not before: the copy may fail for lack of memory

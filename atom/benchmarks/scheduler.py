@@ -1,11 +1,11 @@
-"""Time of the engine core per step: schedule, process the result, build the messages.
+"""CPU time of the engine core for a step: schedule, process the result, build the responses.
 
     python -m atom.benchmarks.scheduler --running 256 1024 --steps 2000
     python -m atom.benchmarks.scheduler --worst
 
-No model runs: the sampled ids are made up, and results come one step late, as in serving. The
-sizes alternate, so that other load on the machine affects all of them alike. `--worst` times instead
-each call that the largest legal requests need, and prints the longest one of each kind.
+No model runs: the sampled ids are constant, and results come one step late, as in serving. The sizes
+are measured in turn, so that other load on the machine affects all of them equally. `--worst` instead
+times each call that the largest legal requests need, and prints the longest one of each kind.
 """
 
 import argparse
@@ -40,7 +40,7 @@ GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 
 class SteadyDecode:
-    """A core whose `running` requests all decode, each at another place in its block."""
+    """A core with `running` requests in decode, each at a different offset in its block."""
 
     def __init__(self, running: int, steps: int):
         self.running = running
@@ -207,7 +207,7 @@ def main() -> None:
 
 
 def text(result: dict[str, Any]) -> str:
-    """The rows for people."""
+    """The rows as text."""
     lines = [f"{'running':>8} {'median us':>10} {'p99 us':>10} {'ratio':>6}"]
     lines += [
         f"{row['running']:>8} {row['median_us']:>10.1f} {row['p99_us']:>10.1f} {row['ratio']:>6.2f}"

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -24,15 +23,17 @@ from frontend.schemas.chat import (
     ChatResponse,
     Message,
     Reply,
+    check_part,
 )
 from frontend.schemas.generation import Usage
 from frontend.serving.generate_request import GenerateRequest
 from frontend.serving.generation import GenerationService, ServingOptions
 from frontend.serving.logprobs import chat_logprobs, prompt_logprobs
 from frontend.serving.models import ModelService
-from frontend.serving.prompts import Prompt
+from frontend.serving.prompts import Prompt, truncated
 from frontend.serving.reasons import openai_reason
 from frontend.serving.sse import ChunkTemplate
+from frontend.text_executor import TextExecutor
 from frontend.token_logprobs import TokenLogprob
 
 __all__ = ["ChatService"]
@@ -56,11 +57,11 @@ class ChatService(GenerationService[ChatRequest]):
         inputs: InputProcessor,
         models: ModelService,
         options: ServingOptions,
-        threads: ThreadPoolExecutor,
+        executor: TextExecutor,
         template: ChatTemplate | None,
         reply_format: Harmony | None = None,
     ):
-        super().__init__(client, inputs, models, options, threads)
+        super().__init__(client, inputs, models, options, executor)
         self._chat_template = template
         self._format = reply_format
 
@@ -70,8 +71,9 @@ class ChatService(GenerationService[ChatRequest]):
         return self._prompt(request, []).ids
 
     def _prompts(self, request: ChatRequest, warnings: list[str]) -> list[Prompt]:
+        kept = self._kept_tokens(request)
         prompt = self._prompt(request, warnings)
-        return [replace(prompt, ids=self._truncate(request, prompt.ids))]
+        return [replace(prompt, ids=truncated(prompt.ids, kept, request))]
 
     def _prompt(self, request: ChatRequest, warnings: list[str]) -> Prompt:
         template = self._chat_template
@@ -255,6 +257,7 @@ def _part_text(part: dict[str, Any], where: str) -> str:
         )
     if not isinstance(text, str):
         raise RequestError(f"'{where}.text' must be a string", param=f"{where}.text")
+    check_part(part, where)
     return text
 
 

@@ -243,9 +243,10 @@ def test_unknown_models_routes_and_methods(client: Client) -> None:
 
 
 def test_a_body_over_the_limit_is_a_413(client: Client) -> None:
-    status, answer = client.call("POST", "/v1/completions", raw=b" " * (33 << 20))
+    status, answer = client.call("POST", "/v1/completions", raw=b" " * (9 << 20))
     assert status == 413
-    assert "33554432" in answer["error"]["message"]
+    assert "8388608" in answer["error"]["message"]
+    assert "--max-body-bytes" in answer["error"]["message"]
 
 
 def test_small_routes(client: Client) -> None:

@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 
 from atom.messages.engine import LogitsProcessors, Sampling, pack_ids, unpack_ids
 from atom.messages.worker import NewRow
+from atom_ops.ops import logits_processors as logits_processors_op
+from workers.block_table import BatchLimits
 from workers.logits_processor_state import LogitsProcessorState
 
 CPU = torch.device("cpu")
-VOCAB, MAX_LEN = 12, 40
+VOCAB = 12
+LIMITS = BatchLimits(max_rows=100, max_model_len=40, block_size=4)
 IDS = st.integers(0, VOCAB - 1)
 ID_LISTS = st.lists(IDS, max_size=6)
 PLAIN = Sampling(0.0, 0, 1.0, 0.0, 0)
@@ -119,7 +122,7 @@ def test_rules_follow_their_definition(
     first: list[Sequence], later: list[tuple[int, Sequence]], draws: list[list[int]]
 ) -> None:
     """Rows are taken over by other requests on the way, and one pauses now and then."""
-    ruled = LogitsProcessorState(VOCAB, MAX_LEN, CPU)
+    ruled = LogitsProcessorState(LIMITS, VOCAB, CPU)
     rows = dict(enumerate(first))
     for row, sequence in rows.items():
         ruled.set_row(sequence.new_row(row))
@@ -142,7 +145,7 @@ def test_a_preempted_row_goes_on_with_the_same_logits() -> None:
         presence_penalty=0.25,
     )
     sequence = Sequence(rules, [1, 1, 2, 9])
-    ruled = LogitsProcessorState(VOCAB, MAX_LEN, CPU)
+    ruled = LogitsProcessorState(LIMITS, VOCAB, CPU)
     ruled.set_row(sequence.new_row(0))
     for number, token in enumerate([5, 3, 4, 3, 4]):
         if number == 3:
@@ -153,7 +156,7 @@ def test_a_preempted_row_goes_on_with_the_same_logits() -> None:
 
 def test_nothing_of_a_former_request_stays() -> None:
     penal = LogitsProcessors(repetition_penalty=2.0, frequency_penalty=2.0, bad_words=[[1, 2]])
-    ruled = LogitsProcessorState(VOCAB, MAX_LEN, CPU)
+    ruled = LogitsProcessorState(LIMITS, VOCAB, CPU)
     for number in range(3):
         former = Sequence(penal, [1, 2, 3, 4, 5])
         ruled.set_row(former.new_row(0))
@@ -166,22 +169,30 @@ def test_nothing_of_a_former_request_stays() -> None:
         step(ruled, {0: step_of_new}, [2], seed=number)
 
 
-def test_records_are_made_by_need_and_used_again() -> None:
-    ruled = LogitsProcessorState(VOCAB, MAX_LEN, CPU)
-    penal, biased = (
-        LogitsProcessors(presence_penalty=1.0),
-        LogitsProcessors(bias_ids=pack_ids([1]), bias_values=[2.0]),
-    )
-    for row in range(100):
-        ruled.set_row(Sequence(biased if row % 2 else None, [1]).new_row(row))
-    assert len(ruled._record.seen_MV) == 0
-    for number in range(60):
-        ruled.set_row(Sequence(penal, [1]).new_row(number % 6))
-    assert len(ruled._record.seen_MV) == 8
+def test_no_request_needs_new_memory_for_its_record() -> None:
+    state = LogitsProcessorState(LIMITS, VOCAB, CPU)
+    before = [state._record.ids_ML.data_ptr(), state._record.seen_MV.data_ptr()]
+    processors = LogitsProcessors(presence_penalty=1.0, bad_words=[[1, 2]])
+    for row in range(LIMITS.max_rows):
+        state.set_row(Sequence(processors, [1, 2]).new_row(row))
+    rows = {row: Sequence(processors, [1, 2]) for row in range(LIMITS.max_rows)}
+    step(state, rows, [3] * len(rows), seed=0)
+    assert [state._record.ids_ML.data_ptr(), state._record.seen_MV.data_ptr()] == before
+
+
+def test_penalties_in_slices_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logits_processors_op, "_RECORD_SLICE", 8)
+    state = LogitsProcessorState(LIMITS, VOCAB, CPU)
+    penalised = LogitsProcessors(repetition_penalty=1.5, frequency_penalty=0.5, presence_penalty=0.25)
+    rows = {row: Sequence(penalised, [row % VOCAB, 3], [5, 5, row % VOCAB]) for row in range(7)}
+    for row, sequence in rows.items():
+        state.set_row(sequence.new_row(row))
+    for seed in range(3):
+        step(state, rows, [seed] * len(rows), seed)
 
 
 def test_a_word_is_not_bad_because_the_prompt_begins_it() -> None:
-    ruled = LogitsProcessorState(VOCAB, MAX_LEN, CPU)
+    ruled = LogitsProcessorState(LIMITS, VOCAB, CPU)
     sequence = Sequence(LogitsProcessors(bad_words=[[2, 3, 4]], repetition_penalty=1.25), [5, 2])
     ruled.set_row(sequence.new_row(0))
     step(ruled, {0: sequence}, [3], seed=0)
@@ -191,7 +202,7 @@ def test_a_word_is_not_bad_because_the_prompt_begins_it() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_small_biases_are_not_lost_in_short_floats(dtype: torch.dtype) -> None:
-    ruled = LogitsProcessorState(VOCAB, MAX_LEN, CPU)
+    ruled = LogitsProcessorState(LIMITS, VOCAB, CPU)
     rules = LogitsProcessors(bias_ids=pack_ids([2]), bias_values=[0.001])
     ruled.set_row(Sequence(rules, [1]).new_row(0))
     draw = ruled.gather(np.array([0]))
@@ -200,7 +211,7 @@ def test_small_biases_are_not_lost_in_short_floats(dtype: torch.dtype) -> None:
 
 
 def test_nan_logits_break_nothing() -> None:
-    ruled = LogitsProcessorState(VOCAB, MAX_LEN, CPU)
+    ruled = LogitsProcessorState(LIMITS, VOCAB, CPU)
     sequence = Sequence(
         LogitsProcessors(bad_words=[[1, 2], [3]], presence_penalty=1.0, min_tokens=3), [1], [1]
     )

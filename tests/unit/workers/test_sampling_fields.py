@@ -27,7 +27,7 @@ from tests.helpers.tiny_models import (
     save_tiny,
     tiny,
 )
-from workers import model_runner
+from workers import sampler
 from workers.worker import Worker
 
 BLOCKS, BLOCK_SIZE = 256, 4
@@ -253,7 +253,7 @@ def test_prompt_logprobs(
     loaded: Loaded, chunks: list[int], logits_at_a_time: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every token from the second on has its entry once, however the prompt is cut."""
-    monkeypatch.setattr(model_runner, "_LOGITS_PER_SLICE", logits_at_a_time)
+    monkeypatch.setattr(sampler, "_LOGITS_PER_SLICE", logits_at_a_time)
     ids = prompt_of(33, 1)
     logits = hf_logits(loaded.reference, ids)
     position = 1

@@ -19,6 +19,7 @@ from workers.group_rows import GroupRows
 from workers.input_batch import InputBatch
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import ForwardContext
+from workers.memory_guard import MemoryGuard
 from workers.model_runner import Graphs, ModelRunner
 from workers.prompt_graphs import PromptGraphs
 from workers.sampler import Sampler
@@ -82,14 +83,15 @@ def tensors(value: Any) -> list[torch.Tensor]:
 def runner(sizes: list[int] | None) -> ModelRunner:
     model = cast(CausalLM, Footprint())
     inputs = InputBatch(LIMITS, tables(), CPU)
-    sampler = Sampler(LIMITS, VOCAB, CPU)
+    memory = MemoryGuard(CPU, num_ranks=1)
+    sampler = Sampler(LIMITS, VOCAB, CPU, memory)
     if sizes is None:
-        return ModelRunner(model, [], inputs, sampler, lambda: None)
+        return ModelRunner(model, [], inputs, sampler, memory, lambda: None)
     graphs = DecodeGraphs(model, [], inputs, sizes, rerun, CPU)
     prompts = PromptGraphs(model, [], inputs, [3, 8, 20], rerun, CPU)
     for captured in (graphs, prompts):
         captured.capture(lambda: None)
-    return ModelRunner(model, [], inputs, sampler, lambda: None, Graphs(graphs, prompts))
+    return ModelRunner(model, [], inputs, sampler, memory, lambda: None, Graphs(graphs, prompts))
 
 
 class TwoGroups(CoreSide):
