@@ -80,11 +80,11 @@ class BlockTable(GroupRows):
         if self._device_table is None or not self._changed:
             return
         width = self._blocks.shape[1]
-        pieces = [
+        changed_entries = [
             row * width + np.arange(start, self._counts[row], dtype=np.int64)
             for row, start in self._changed.items()
         ]
-        where = np.concatenate(pieces)
+        where = np.concatenate(changed_entries)
         changed = to_device(np.stack((where, self._blocks.reshape(-1)[where])), self._device_table.device)
         self._device_table.view(-1).index_copy_(0, changed[0], changed[1].int())
         self._changed.clear()  # not before: the copy may fail for lack of memory

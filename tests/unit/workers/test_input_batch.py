@@ -36,7 +36,7 @@ def draw(batch: InputBatch, step: StepInputs, *ids: int) -> None:
     batch.store_sampled(step.sampling, torch.tensor(ids))
 
 
-def test_pieces_of_a_prompt() -> None:
+def test_chunks_of_a_prompt() -> None:
     batch = make()
     first = apply(batch, ScheduledBatch(1, [2], [3], [new_row(2, [10, 11, 12, 13, 14], [7, 5])]), 10, 11, 12)
     assert first.ids_T.tolist() == [10, 11, 12] and first.positions_T.tolist() == [0, 1, 2]
@@ -48,7 +48,7 @@ def test_pieces_of_a_prompt() -> None:
     assert second.sampling.tokens_R.tolist() == [1] and second.sampling.positions_R.tolist() == [5]
 
 
-def test_a_decode_feeds_on_the_last_drawn_id_at_its_place() -> None:
+def test_the_input_of_a_decode_is_the_id_that_its_row_sampled_last() -> None:
     batch = make()
     rows = [new_row(0, [1, 2], [0]), new_row(5, [3], [1])]
     step = apply(batch, ScheduledBatch(1, [5, 0], [1, 2], rows), 3, 1, 2)
@@ -64,7 +64,7 @@ def test_a_decode_feeds_on_the_last_drawn_id_at_its_place() -> None:
             draw(batch, step, 51 + position, 61 + position)
 
 
-def test_prompt_pieces_and_decodes_in_one_step() -> None:
+def test_prompt_chunks_and_decodes_in_one_step() -> None:
     batch = make()
     draw(batch, apply(batch, ScheduledBatch(1, [0], [2], [new_row(0, [1, 2], [0])]), 1, 2), 90)
     step = apply(batch, ScheduledBatch(2, [3, 0], [3, 1], [new_row(3, [4, 5, 6, 7], [8])]), 4, 5, 6)
