@@ -36,6 +36,7 @@ from atom.sampling_params import SamplingParams
 from atom.supervisor import Supervisor
 from atom.utils import envs
 from atom.utils.logger import setup_logging
+from frontend.chat_encoder import ChatEncoder
 from frontend.chat_template import ChatTemplate
 from frontend.core_link import CoreLink
 from frontend.input_processor import InputProcessor
@@ -107,7 +108,8 @@ class LLMEngine:
         policy = self.config.scheduler.scheduling_policy
         self._input = InputProcessor(self.checkpoint, self.tokenizer, ready.max_model_len, policy)
         self._output = OutputProcessor(self.tokenizer)
-        self._template = ChatTemplate.from_checkpoint(self.checkpoint)
+        template = ChatTemplate.from_checkpoint(self.checkpoint)
+        self._chat = None if template is None else ChatEncoder(template, self._input)
         self._request_ids = itertools.count()
         self._running: dict[int, tuple[Sequence, StreamCallback | None]] = {}
         self._finished_early: list[Sequence] = []  # returned by the next `step`
@@ -222,7 +224,7 @@ class LLMEngine:
     @property
     def template_options(self) -> frozenset[str]:
         """Names of the variables that the model's chat template reads; empty without a template."""
-        return frozenset() if self._template is None else self._template.options
+        return frozenset() if self._chat is None else self._chat.template.options
 
     def chat_prompt(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """Token ids of a conversation in the model's chat template, ready for `generate`.
@@ -230,10 +232,9 @@ class LLMEngine:
         `options` (such as `enable_thinking`) are passed to the template. Raises ValueError for a model
         without a template, and for an option that is not among `template_options`.
         """
-        if self._template is None:
+        if self._chat is None:
             raise ValueError("this model has no chat template: give prompts instead of messages")
-        text = self._template.render(messages, options)
-        return self._input.encode(text, add_special_tokens=False)
+        return self._chat.encode(messages, options)
 
     def pids(self) -> dict[str, int]:
         """Process ids by name: core, worker 0, …"""

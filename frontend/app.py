@@ -11,6 +11,7 @@ from atom.messages.launch import FrontendLaunch
 from frontend import keys
 from frontend.auth import ApiKeys
 from frontend.body_memory import BodyMemory
+from frontend.chat_encoder import ChatEncoder
 from frontend.chat_template import ChatTemplate
 from frontend.connections import Listener
 from frontend.engine_client import EngineClient
@@ -89,7 +90,12 @@ def _add_services(app: web.Application, launch: FrontendLaunch) -> None:
     executor = TextExecutor()
     parts = (client, inputs, models_service, options, executor)
     reply_format = Harmony.from_checkpoint(checkpoint, tokenizer)
-    chat = ChatService(*parts, ChatTemplate.from_checkpoint(checkpoint), reply_format)
+    template, allow_control_tokens = (
+        ChatTemplate.from_checkpoint(checkpoint),
+        server.allow_control_tokens_in_content,
+    )
+    encoder = None if template is None else ChatEncoder(template, inputs, allow_control_tokens)
+    chat = ChatService(*parts, encoder, reply_format)
     app[keys.CLIENT] = client
     app[keys.MODELS] = models_service
     app[keys.CHAT] = chat

@@ -8,6 +8,7 @@ and delays no other request.
 import asyncio
 import contextlib
 import itertools
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ _PROFILE_DEADLINE_S = 330.0
 _FINAL_MESSAGE_S = 0.3
 # Between the end of a connection and the next one.
 _RECONNECT_S = 1.0
+# Longest time without a turn for other tasks while messages wait.
+_YIELD_S = 0.01
 _CORE = "the engine core"
 _ID_BITS = 40
 _BYTES_PER_ID = 4
@@ -258,14 +261,20 @@ class EngineClient:
 
     async def _run(self) -> None:
         """Keep a connection to the core: the end of one fails its requests and opens the next."""
-        while True:
-            reason = await self._serve_connection()
-            get_logger().error("the connection to the engine core has ended: %s", reason)
-            self._link.mark_dead(reason)
-            self._link.close()
-            self._fail_all(reason)
-            await asyncio.sleep(_RECONNECT_S)
-            self._link.connect()
+        try:
+            while True:
+                reason = await self._serve_connection()
+                get_logger().error("the connection to the engine core has ended: %s", reason)
+                self._link.mark_dead(reason)
+                self._link.close()
+                self._fail_all(reason)
+                await asyncio.sleep(_RECONNECT_S)
+                self._link.connect()
+        except asyncio.CancelledError:
+            raise
+        except BaseException:  # streams would wait for ever: end the process, and so the server
+            get_logger().critical("the frontend cannot recover its link to the engine core", exc_info=True)
+            os._exit(1)
 
     async def _serve_connection(self) -> str:
         """Process messages until the connection ends; returns the reason."""
@@ -281,6 +290,7 @@ class EngineClient:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _read(self) -> str:
+        yielded_at = time.monotonic()
         while True:
             message = self._link.decode(await self._link.socket.recv())
             self._received_at = time.monotonic()
@@ -288,6 +298,9 @@ class EngineClient:
             if isinstance(message, CoreDead):
                 return message.reason
             self._process(message)
+            if time.monotonic() - yielded_at > _YIELD_S:  # `recv` does not yield while messages wait
+                await asyncio.sleep(0)
+                yielded_at = time.monotonic()
 
     async def _wait_until_closed(self) -> str:
         monitor = self._link.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -371,5 +384,5 @@ def _reason(task: "asyncio.Task[str]") -> str:
     error = task.exception()
     if error is None:
         return task.result()
-    get_logger().error("the link to the engine core failed", exc_info=error)
-    return f"the link to the engine core failed: {error}"
+    get_logger().error("processing the engine core's messages failed", exc_info=error)
+    return "an internal error of the frontend; the server's log has the details"

@@ -51,17 +51,24 @@ class InputProcessor:
         self._vocab_size = checkpoint.vocab_size
         self._eos_token_ids = list(checkpoint.eos_token_ids)
 
-    def encode(self, text: str, add_special_tokens: bool = True, excess: int = 0) -> list[int]:
-        """Token ids of `text`.
+    def encode(
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        excess: int = 0,
+        tokenizer: Tokenizer | None = None,
+    ) -> list[int]:
+        """Token ids of `text`, by `tokenizer` instead of the model's where given.
 
         Raises RequestError for a model without a tokenizer, and for a text that has more than
         `excess` tokens beyond the context length: long texts are not even tokenized then.
         """
-        if self.tokenizer is None:
+        tokenizer = tokenizer or self.tokenizer
+        if tokenizer is None:
             raise RequestError("this model has no tokenizer: send the prompt as token ids", param="prompt")
         limit = self.max_model_len + excess
         try:
-            return self.tokenizer.encode(text, add_special_tokens, limit)
+            return tokenizer.encode(text, add_special_tokens, limit)
         except TooManyTokensError as error:
             if not excess:
                 raise self._too_long(f"{'' if error.exact else 'more than '}{error.count}") from None

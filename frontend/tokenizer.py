@@ -111,6 +111,20 @@ class Tokenizer:
             if count > max_tokens * _CHUNK_MARGIN:
                 raise TooManyTokensError(max_tokens, exact=False)
 
+    def added_tokens(self) -> dict[str, bool]:
+        """The texts of the added tokens, and whether each is special."""
+        return {token.content: token.special for token in self._added.values()}
+
+    def without(self, text: str) -> "Tokenizer":
+        """A copy that ignores `text`, but recognizes added tokens before it does."""
+        settings = json.loads(self._backend.to_str())
+        removal = {"type": "Replace", "pattern": {"String": text}, "content": ""}
+        normalizers = [removal] + ([settings["normalizer"]] if settings["normalizer"] else [])
+        settings["normalizer"] = {"type": "Sequence", "normalizers": normalizers}
+        for token in settings["added_tokens"]:  # normalized ones are recognized after the removal
+            token["normalized"] = False
+        return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(settings)), self._leading_id)
+
     def added_id(self, text: str) -> int | None:
         """The id of the added token `text`; None if there is none."""
         return next((i for i, token in self._added.items() if token.content == text), None)

@@ -19,8 +19,8 @@ from atom.messages.engine import AddRequest
 from atom.sampling_params import SamplingParams
 from frontend.detokenizer import decode
 from frontend.engine_client import EngineClient, Stream
-from frontend.errors import ApiError, EngineError, RequestError
-from frontend.input_processor import MAX_EXCESS_TOKENS, InputProcessor
+from frontend.errors import EngineError, RequestError
+from frontend.input_processor import MAX_EXCESS_TOKENS, CheckedParams, InputProcessor
 from frontend.output_processor import TextOptions, Update
 from frontend.schemas.fields import Schema
 from frontend.schemas.generation import GenerationRequest, Usage
@@ -30,7 +30,7 @@ from frontend.serving.logprobs import TokenFormatter
 from frontend.serving.models import ModelService
 from frontend.serving.prompts import Prompt, given_id, kept_tokens, salt, text_offsets
 from frontend.serving.sampling import requested_max_tokens, sampling_params, stop_strings
-from frontend.serving.sse import DONE, ChunkHeader, ChunkTemplate, error_frame
+from frontend.serving.sse import DONE, ChunkHeader, ChunkTemplate
 from frontend.serving.usage import UsageCounter
 from frontend.text_executor import TextExecutor
 from frontend.token_logprobs import TokenLogprob
@@ -46,6 +46,8 @@ MAX_PROMPT_LOGPROBS = 1 << 20
 MAX_ALLOWED_IDS = 1 << 24
 # All prompts of a request: some hundred MB while it is prepared.
 MAX_PROMPT_TOKENS = 1 << 21
+# `bad_words` of all sequences of a request, as token ids.
+MAX_BAD_WORD_IDS = 1 << 20
 # What one token, and one token with log probabilities, take in a response, for choosing a thread.
 _TOKEN_BYTES = 8
 _LOGPROB_BYTES = 256
@@ -116,17 +118,16 @@ class GenerationService(ABC, Generic[R]):
         )
 
     async def frames(self, request: GenerateRequest) -> AsyncGenerator[bytes, None]:
-        """The response as server-sent events. Closing the generator aborts the generation."""
+        """The response as server-sent events. Closing the generator aborts the generation.
+
+        Raises ApiError when the generation fails.
+        """
         template = self._template(request)
         counter = request.usage_counter()
         with self._client.open(request.requests, request.text) as stream:
-            try:
-                async for updates in stream:
-                    if frames := self._render(template, request, counter, updates, stream):
-                        yield frames
-            except ApiError as error:
-                yield error_frame(error.body())
-                return
+            async for updates in stream:
+                if frames := self._render(template, request, counter, updates, stream):
+                    yield frames
         if request.include_usage:
             yield template.usage(counter.usage(stream))
         yield DONE
@@ -339,6 +340,7 @@ class GenerationService(ABC, Generic[R]):
     ) -> list[AddRequest]:
         """The engine's requests: `n` consecutive `ids` for each prompt."""
         checked, n = self._inputs.check_params(params[0]), params[0].n
+        _check_bad_words(checked, len(ids))
         requests = []
         for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             request_ids = ids[index * n : (index + 1) * n]
@@ -394,6 +396,16 @@ def _check_amounts(prompts: list[Prompt], params: SamplingParams, options: Respo
         raise RequestError(
             f"{allowed} allowed ids for each of {n * len(prompts)} choices are more than {MAX_ALLOWED_IDS}",
             param="allowed_token_ids",
+        )
+
+
+def _check_bad_words(checked: CheckedParams, sequences: int) -> None:
+    processors = checked.logits_processors
+    count = 0 if processors is None else sum(map(len, processors.bad_words))
+    if count * sequences > MAX_BAD_WORD_IDS:
+        raise RequestError(
+            f"{count} ids in bad_words for each of {sequences} choices are more than {MAX_BAD_WORD_IDS}",
+            param="bad_words",
         )
 
 

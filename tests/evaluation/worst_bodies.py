@@ -10,6 +10,7 @@ if a hold exceeds 50 ms or a status is unexpected.
 
 import argparse
 import asyncio
+import io
 import re
 import sys
 import tempfile
@@ -66,7 +67,7 @@ async def _one(session: aiohttp.ClientSession, case: Case) -> tuple[int, float, 
     """(status, seconds, longest hold in seconds)."""
     before = await _buckets(session)
     headers = {"Content-Encoding": case.encoding} if case.encoding else {}
-    data = case.body if case.chunk_size is None else _pieces(case.body, case.chunk_size)
+    data = io.BytesIO(case.body) if case.chunk_size is None else _pieces(case.body, case.chunk_size)
     begun = time.monotonic()
     async with session.post(case.path, data=data, headers=headers) as response:
         await response.read()

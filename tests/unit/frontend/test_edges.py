@@ -254,7 +254,8 @@ def test_engine_failure(tmp_path: Path, checkpoint: Checkpoint) -> None:
             core.die("worker 0 was killed")
             answer = streaming.getresponse()
             frames = answer.read().decode().strip().split("\n\n")
-        assert json.loads(frames[-1].removeprefix("data: "))["error"]["code"] == "engine_dead"
+        assert json.loads(frames[-2].removeprefix("data: "))["error"]["code"] == "engine_dead"
+        assert frames[-1] == "data: [DONE]"
         status, data, headers = client.exchange("POST", "/v1/completions", {"prompt": "x"})
         assert (status, headers["retry-after"]) == (503, "2")
         assert error_of(data)["code"] == "engine_dead"
