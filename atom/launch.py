@@ -1,6 +1,6 @@
 """`atom-launch`: serves one model over HTTP.
 
-Exit status: 0 after SIGTERM or SIGINT, 1 when the engine died, 2 for a bad command line or
+Exit status: 0 after SIGTERM, SIGINT or SIGHUP, 1 when the engine died, 2 for a bad command line or
 configuration, 3 for a model that cannot be served, 4 for missing host resources; see
 `atom.utils.exit_status`.
 """

@@ -19,7 +19,6 @@ import zmq
 from atom.config.cli import engine_config_from_kwargs
 from atom.config.engine import EngineConfig
 from atom.config.resolve import DeviceCapabilities, resolve
-from atom.messages.codec import Decoder, encode
 from atom.messages.engine import (
     Abort,
     AddRequest,
@@ -28,7 +27,6 @@ from atom.messages.engine import (
     CoreStats,
     FromCore,
     GetStats,
-    Hello,
     TokenDeltas,
 )
 from atom.messages.profile import Profile, ProfileResult
@@ -38,7 +36,9 @@ from atom.sampling_params import SamplingParams
 from atom.supervisor import Supervisor
 from atom.utils import envs
 from atom.utils.logger import setup_logging
+from frontend.chat_encoder import ChatEncoder
 from frontend.chat_template import ChatTemplate
+from frontend.core_link import CoreLink
 from frontend.input_processor import InputProcessor
 from frontend.output_processor import OutputProcessor, TextOptions, Update
 from frontend.token_logprobs import TokenLogprob
@@ -98,13 +98,8 @@ class LLMEngine:
             raise
 
     def _connect(self) -> None:
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        # Submitting never waits: the queue is bounded by the caller's prompts.
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.connect(self._supervisor.endpoint("core"))
-        self._decoder = Decoder[FromCore](FromCore)
-        self._socket.send(encode(Hello(0)))
+        self._link = CoreLink(self._context, self._supervisor.endpoint("core"), 0)
+        self._link.connect()
         ready = self._wait_for(CoreReady, _CORE_READY_DEADLINE_S)
         self.max_model_len: int = ready.max_model_len
         self.kv_tokens: int = ready.kv_tokens
@@ -113,7 +108,8 @@ class LLMEngine:
         policy = self.config.scheduler.scheduling_policy
         self._input = InputProcessor(self.checkpoint, self.tokenizer, ready.max_model_len, policy)
         self._output = OutputProcessor(self.tokenizer)
-        self._template = ChatTemplate.from_checkpoint(self.checkpoint)
+        template = ChatTemplate.from_checkpoint(self.checkpoint)
+        self._chat = None if template is None else ChatEncoder(template, self._input)
         self._request_ids = itertools.count()
         self._running: dict[int, tuple[Sequence, StreamCallback | None]] = {}
         self._finished_early: list[Sequence] = []  # returned by the next `step`
@@ -181,13 +177,8 @@ class LLMEngine:
         if self._finished_early:
             ended, self._finished_early = self._finished_early, []
             return ended
-        if not self._socket.poll(int(_STEP_WAIT_S * 1000)):
-            self._check_alive()
-            return []
-        match self._receive():
-            case TokenDeltas() as deltas:
-                return self._process_deltas(deltas)
-        return []
+        message = self._receive()
+        return self._process_deltas(message) if isinstance(message, TokenDeltas) else []
 
     def is_finished(self) -> bool:
         """Whether every submitted sequence has finished and been returned."""
@@ -199,13 +190,13 @@ class LLMEngine:
         for request_id in known:
             del self._running[request_id]
         self._output.forget(known)
-        self._socket.send(encode(Abort(known)))
+        self._link.send(Abort(known))
 
     def stats(self) -> CoreStats:
         """The engine core's counters. Raises RuntimeError while sequences are running."""
         if self._running:
             raise RuntimeError("stats() needs an idle engine: finish or abort the running sequences first")
-        self._socket.send(encode(GetStats()))
+        self._link.send(GetStats())
         stats: CoreStats = self._wait_for(CoreStats, _STATS_DEADLINE_S)
         return stats
 
@@ -224,7 +215,7 @@ class LLMEngine:
         return [f"{trace.directory}/{trace.file}" for trace in self._profile(False).traces]
 
     def _profile(self, on: bool) -> ProfileResult:
-        self._socket.send(encode(Profile(on)))
+        self._link.send(Profile(on))
         result: ProfileResult = self._wait_for(ProfileResult, _PROFILE_DEADLINE_S)
         if result.refusal or result.error:
             raise RuntimeError(result.refusal or f"profiling failed: {result.error}")
@@ -233,7 +224,7 @@ class LLMEngine:
     @property
     def template_options(self) -> frozenset[str]:
         """Names of the variables that the model's chat template reads; empty without a template."""
-        return frozenset() if self._template is None else self._template.options
+        return frozenset() if self._chat is None else self._chat.template.options
 
     def chat_prompt(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """Token ids of a conversation in the model's chat template, ready for `generate`.
@@ -241,10 +232,9 @@ class LLMEngine:
         `options` (such as `enable_thinking`) are passed to the template. Raises ValueError for a model
         without a template, and for an option that is not among `template_options`.
         """
-        if self._template is None:
+        if self._chat is None:
             raise ValueError("this model has no chat template: give prompts instead of messages")
-        text = self._template.render(messages, options)
-        return self._input.encode(text, add_special_tokens=False)
+        return self._chat.encode(messages, options)
 
     def pids(self) -> dict[str, int]:
         """Process ids by name: core, worker 0, …"""
@@ -283,12 +273,12 @@ class LLMEngine:
             params.stop_strings or (), params.include_stop_str_in_output, params.skip_special_tokens
         )
         self._output.add(request, text)
-        self._socket.send(encode(request))
+        self._link.send(request)
 
     def _process_deltas(self, deltas: TokenDeltas) -> list[Sequence]:
         processed = self._output.process(deltas)
         if processed.aborts:
-            self._socket.send(encode(Abort(processed.aborts)))
+            self._link.send(Abort(processed.aborts))
         now = time.monotonic()
         ended = []
         for update in processed.updates:
@@ -313,24 +303,24 @@ class LLMEngine:
                 callback(_as_output(update, logprobs, sequence))
         return ended
 
-    def _receive(self) -> Any:
-        message = self._decoder.decode(self._socket.recv())
+    def _receive(self) -> FromCore | None:
+        """The next message; None when none came in a fraction of a second. Raises EngineDeadError."""
+        message = self._link.receive(_STEP_WAIT_S)
         if isinstance(message, CoreDead):
             raise EngineDeadError(message.reason)
+        if message is None:
+            self._check_alive()
         return message
 
     def _wait_for(self, kind: type[Any], timeout_s: float) -> Any:
         """The next message of type `kind`; sequences that finish before it are kept for `step`."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            if self._socket.poll(int(_STEP_WAIT_S * 1000)):
-                message = self._receive()
-                if isinstance(message, kind):
-                    return message
-                if isinstance(message, TokenDeltas):
-                    self._finished_early += self._process_deltas(message)
-            else:
-                self._check_alive()
+            message = self._receive()
+            if isinstance(message, kind):
+                return message
+            if isinstance(message, TokenDeltas):
+                self._finished_early += self._process_deltas(message)
         raise EngineDeadError(f"the engine core sent no {kind.__name__} within {timeout_s:.0f} s")
 
     def _check_alive(self) -> None:

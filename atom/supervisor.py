@@ -44,8 +44,10 @@ ENGINE_STOP_S = 10.0
 _POLL_S = 0.1
 # How long the last message of a process may arrive after its end.
 _FINAL_MESSAGE_S = 0.3
-# Time for a core to send its frontends the cause, and for a frontend to send its clients error events.
+# Time for a core to send its frontends the cause.
 _NOTIFY_S = 1.0
+# Time for a frontend to send its clients error events after the second SIGTERM.
+_CLIENT_ERRORS_S = 5.0
 
 # Signals of a process's own fault or from outside. SIGABRT is missing: NCCL aborts when another rank dies.
 _KILL_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
@@ -228,7 +230,7 @@ class Supervisor:
         while child.is_alive and time.monotonic() < deadline and not hurry():
             self.check()
         child.process.terminate()  # the second SIGTERM: it ends its running requests with errors
-        _wait_for([child], _NOTIFY_S)
+        _wait_for([child], _CLIENT_ERRORS_S)
         _kill(child)
 
     def close(self) -> None:

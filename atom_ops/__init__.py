@@ -1,8 +1,8 @@
-"""Kernels: every op the workers call, and nothing that knows a model.
+"""Kernels: every op that the workers call, independent of any model.
 
-Shapes in names: T tokens, D hidden, H query heads, K key/value heads, E head dimension,
-F half of a gated projection, I and O in and out features, R rows that draw, V vocabulary,
-P positions, X experts, J experts chosen per token; recurrent layers have letters of their own.
+Shape suffixes: T tokens, D hidden size, H query heads, K key/value heads, E head dimension,
+F half of a gated projection, I and O input and output features, R sampling rows, V vocabulary,
+P positions, X experts, J top-k experts of a token; recurrent layers have letters of their own.
 Tensors are contiguous unless a docstring says otherwise.
 """
 

@@ -1,4 +1,4 @@
-"""Which provider runs each op on one device; settled once, when a worker starts."""
+"""Which providers run each op on one device; resolved once, when a worker starts."""
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
@@ -20,14 +20,14 @@ _DEFAULT_ORDER = {
 def resolve(
     device: torch.device, order: Sequence[str] | None = None, batch_invariant: bool = False
 ) -> dict[str, tuple[str, ...]]:
-    """Set every op's providers for `device`; returns op name -> provider names, first asked first.
+    """Set every op's providers for `device`; returns op name -> provider names, in order of preference.
 
-    `order` None takes whatever the device runs, in the default order. An explicit order is a
-    demand: a name that no op knows, or that cannot run on this device, raises ValueError.
-    The reference, `torch`, is always last. `batch_invariant` takes only providers whose rows do not
-    depend on their company, with such a matrix product first, and raises ValueError where there is
-    none; attention follows its plan in this (`BATCH_INVARIANT_SPLIT`). On a CPU the process also
-    keeps the memory it frees, for the next op to use.
+    `order` None: the default order of the device. The reference, `torch`, is always last. Raises
+    ValueError for an explicit name that no op has or that cannot run on `device`.
+
+    `batch_invariant` allows only providers whose rows do not depend on the batch and prefers the
+    batch-invariant GEMM; raises ValueError where there is none. Attention is batch-invariant by its
+    plan (`BATCH_INVARIANT_SPLIT`). On a CPU this also tunes malloc to reuse freed memory.
     """
     if triton_impl.runs_on(device):
         triton_impl.load()
@@ -38,11 +38,11 @@ def resolve(
         _require_batch_invariant(device)
         names = (BATCH_INVARIANT, *names)
     if device.type == "cpu":
-        _keep_freed_memory()
+        _reuse_freed_memory()
     for each in REGISTRY.values():
         known = (each.providers[name] for name in names if name in each.providers)
-        taken = (provider for provider in known if provider.batch_invariant or not batch_invariant)
-        each.use([provider.name for provider in taken if provider.supported(device)])
+        allowed = (provider for provider in known if provider.batch_invariant or not batch_invariant)
+        each.use([provider.name for provider in allowed if provider.supported(device)])
     return {name: each.order for name, each in sorted(REGISTRY.items())}
 
 
@@ -52,12 +52,11 @@ def tune(
     cache_dir: Path,
     progress: Callable[[str, int, int], None],
 ) -> None:
-    """Measure how `linear` multiplies these weights best, where nobody has for this kind of GPU.
+    """Measure the fastest GEMM plans for these weights, on GPUs without built-in plans.
 
-    Call after `resolve`, once the weights are in place; where that chose no provider that follows
-    plans (batch-invariant ones have a tile for everybody) there is nothing to do. What is found is
-    kept in `cache_dir` and read from there ever after, by all workers of this machine. `progress`
-    is called with (phase, done, total).
+    Call after `resolve`, once the weights are loaded. Does nothing unless `linear` uses the
+    provider with plans. Results are stored in `cache_dir` for all workers of this machine.
+    `progress` is called with (phase, done, total).
     """
     if device.type == "cuda" and "triton" in REGISTRY["linear"].order:
         from atom_ops.triton_impl.bench import tune_linear
@@ -66,13 +65,13 @@ def tune(
 
 
 def summary(resolved: dict[str, tuple[str, ...]]) -> str:
-    """What `resolve` returned, in one line for the log; ops that only torch runs are not named."""
+    """What `resolve` returned as one line for the log; leaves out ops that only torch runs."""
     special = [f"{name}: {' > '.join(order)}" for name, order in resolved.items() if order != (REFERENCE,)]
     return "; ".join([*special, f"every other op: {REFERENCE}"])
 
 
 def ran_in_torch() -> list[str]:
-    """Names of the ops that a call came to the reference of, since the last `resolve`."""
+    """Names of the ops that fell back to torch at least once since the last `resolve`."""
     return sorted(each.name for each in REGISTRY.values() if each.ran_reference)
 
 
@@ -93,20 +92,20 @@ def _require(names: tuple[str, ...], device: torch.device) -> None:
 def _require_batch_invariant(device: torch.device) -> None:
     provider = linear.providers.get(BATCH_INVARIANT)
     if provider is None or not provider.supported(device):
-        raise ValueError(f"batch invariance cannot be had on {device}: its kernels need a GPU and triton")
+        raise ValueError(f"no batch-invariant kernels on {device}: they need a GPU and triton")
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
-_KEPT_BYTES = 1 << 30
+_REUSED_BYTES = 1 << 30
 
 
-def _keep_freed_memory() -> None:
-    """Stop glibc from handing large freed tensors back to the system.
+def _reuse_freed_memory() -> None:
+    """Stop glibc from returning large freed tensors to the system.
 
-    Every op of every layer would have its pages mapped and cleared anew: with it, attention
-    over 64 contexts of 256 tokens takes four times as long. Other C libraries stay as they are.
+    Otherwise the pages of every op's results are mapped and cleared again: attention over 64
+    contexts of 256 tokens takes four times as long. Does nothing with other C libraries.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _REUSED_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _REUSED_BYTES)

@@ -1,9 +1,9 @@
-"""What an op is: one torch function, and the faster providers that may stand in for it.
+"""An op: one torch function, and faster providers of the same function.
 
-The function is the meaning of the op, the reference of its tests and the path of every device
-that has nothing better. A provider is another function with the same signature, written beside
-its kernel and registered with two checks: `supported` looks at the device once, when a worker
-starts; `supports` looks at the arguments of one call. Neither reads the environment.
+The torch function defines the op, is the reference of its tests, and the fallback on every device.
+A provider is a function with the same signature, registered beside its kernel with two checks:
+`supported` tests the device once, when a worker starts; `supports` tests the arguments of a call.
+Neither reads the environment.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,11 +22,11 @@ REFERENCE = "torch"
 
 @dataclass(frozen=True)
 class Case:
-    """One row of an op's test table: what to call it with, on inputs of one dtype."""
+    """One row of an op's test table: arguments of one call, for a given dtype."""
 
     label: str
     make: Callable[[torch.dtype, torch.Generator], tuple[Any, ...]]
-    """Positional arguments, on the CPU; the generator makes them repeatable."""
+    """Returns the positional arguments, on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,20 @@ class Provider:
     name: str
     function: Callable[..., Any]
     needs: str
-    """What `supported` asks for, as it reads after "needs "."""
+    """What `supported` requires, as text after "it needs "."""
     supported: Callable[[torch.device], bool]
     supports: Callable[..., bool] | None
-    """Whether it can run one call; None: any."""
+    """Whether it can run a call with these arguments; None: always."""
     prepare: Callable[..., tuple[Any, ...]] | None
-    """From the reference's arguments to this provider's, where these differ (a packed weight)."""
+    """Converts the reference's arguments to this provider's where they differ (a packed weight)."""
     batch_invariant: bool = True
-    """A row's bits depend on that row alone (in attention: once the plan fixes `split_tokens`)."""
+    """A row's bits depend on that row alone (attention: if the plan sets `split_tokens`)."""
 
 
 class Op(Generic[P, R]):
-    """Callable; each call goes to the first provider of the resolved order that supports it.
+    """Callable; each call runs the first provider in the resolved order that supports it.
 
-    Before `backend.resolve` the order holds the reference alone.
+    Before `backend.resolve` that is the reference.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class Op(Generic[P, R]):
         self.cases = cases
         self.tolerances = tolerances
         self.composed = composed
-        """Whether the reference calls other ops, each with providers of its own, and no torch."""
+        """Whether the reference only calls other ops, each with providers of its own."""
         self.__doc__ = reference.__doc__
         self.providers: dict[str, Provider] = {
             REFERENCE: Provider(REFERENCE, reference, "nothing", lambda device: True, None, None)
         }
         self._preferred: tuple[Provider, ...] = ()
         self.ran_reference = False
-        """Whether a call came to the reference, and so to torch, since the order was set."""
+        """Whether a call fell back to torch since the order was set."""
 
     def provider(
         self,
@@ -79,7 +79,7 @@ class Op(Generic[P, R]):
         prepare: Callable[P, tuple[Any, ...]] | None = None,
         batch_invariant: bool = True,
     ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-        """Register the decorated function; raises ValueError for a name taken."""
+        """Register the decorated function; raises ValueError for a duplicate name."""
         if name in self.providers:
             raise ValueError(f"op {self.name} already has a provider {name}")
 
@@ -92,13 +92,13 @@ class Op(Generic[P, R]):
         return register
 
     def use(self, names: Sequence[str]) -> None:
-        """Set the order; the reference comes last whether named or not."""
+        """Set the order; the reference is always last."""
         self._preferred = tuple(self.providers[name] for name in names if name != REFERENCE)
         self.ran_reference = False
 
     @property
     def order(self) -> tuple[str, ...]:
-        """Names in the order they are asked."""
+        """Provider names, in order of preference."""
         return (*(provider.name for provider in self._preferred), REFERENCE)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -116,9 +116,9 @@ REGISTRY: dict[str, Op[..., Any]] = {}
 def op(
     cases: Sequence[Case], tolerances: Tolerances = DEFAULT, composed: bool = False
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
-    """Make the decorated function an op and enter it into `REGISTRY`.
+    """Make the decorated function an op and add it to `REGISTRY`.
 
-    `composed`: it calls other ops, and torch through these alone.
+    `composed`: the function only calls other ops. Raises ValueError for a duplicate name.
     """
 
     def register(reference: Callable[P, R]) -> Op[P, R]:

@@ -1,4 +1,4 @@
-"""How far a provider may stray from the reference, by the dtype of its inputs."""
+"""How much a provider may differ from the reference, by the dtype of its inputs."""
 
 from dataclasses import dataclass
 
@@ -16,18 +16,18 @@ class Tolerance:
 Tolerances = dict[torch.dtype, Tolerance]
 
 EXACT: Tolerances = {dtype: Tolerance(0.0, 0.0) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
-"""Moves numbers or picks ids; computes nothing."""
+"""For ops that copy values or select ids and do no arithmetic."""
 
 DEFAULT: Tolerances = {
     torch.float32: Tolerance(1e-5, 1e-5),
     torch.float16: Tolerance(2e-3, 2e-3),
     torch.bfloat16: Tolerance(1.6e-2, 1.6e-2),
 }
-"""A few roundings of the dtype: element-wise ops and short reductions."""
+"""A few roundings in the dtype: element-wise ops and short reductions."""
 
 REDUCTION: Tolerances = {
     torch.float32: Tolerance(1e-4, 1e-4),
     torch.float16: Tolerance(1e-2, 1e-2),
     torch.bfloat16: Tolerance(6e-2, 6e-2),
 }
-"""Long sums whose order differs between implementations: matrix products, attention."""
+"""Long sums whose order differs between implementations: GEMM, attention."""

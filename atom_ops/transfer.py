@@ -1,4 +1,4 @@
-"""From the host to the device without waiting for it."""
+"""Copies from the host to the device that do not synchronise."""
 
 import numpy as np
 import torch
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """The array's numbers on `device`; on a CPU they share its memory.
+    """The array as a tensor on `device`; on a CPU it shares the array's memory.
 
-    The caller leaves the array as it is from then on.
+    The caller must not change the array afterwards.
     """
     host = torch.from_numpy(array)
     if device.type == "cpu":
         return host
-    # The pinned copy is kept from reuse by torch until the transfer is done.
+    # torch does not reuse the pinned copy before the transfer is done.
     return host.pin_memory().to(device, non_blocking=True)

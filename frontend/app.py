@@ -1,9 +1,8 @@
 """Builds the HTTP application of one model and starts serving it."""
 
-import os
+import asyncio
 import socket
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 
 from aiohttp import web
 
@@ -11,6 +10,8 @@ from atom.messages.engine import CoreReady
 from atom.messages.launch import FrontendLaunch
 from frontend import keys
 from frontend.auth import ApiKeys
+from frontend.body_memory import BodyMemory
+from frontend.chat_encoder import ChatEncoder
 from frontend.chat_template import ChatTemplate
 from frontend.connections import Listener
 from frontend.engine_client import EngineClient
@@ -18,6 +19,7 @@ from frontend.harmony import Harmony
 from frontend.input_processor import InputProcessor
 from frontend.lifecycle import Lifecycle
 from frontend.limits import HttpLimits
+from frontend.loop_lag import watch_loop
 from frontend.metrics import Metrics
 from frontend.output_processor import OutputProcessor
 from frontend.routes import generation, health, info, models, profile, tokenization
@@ -28,13 +30,15 @@ from frontend.serving.completions import CompletionService
 from frontend.serving.generation import ServingOptions
 from frontend.serving.models import ModelService, fingerprint
 from frontend.serving.tokenization import TokenizationService
+from frontend.text_executor import TextExecutor
 from frontend.tokenizer import Tokenizer
 
 __all__ = ["create_app", "start"]
 
-_TOKENIZER_THREADS = min(4, os.cpu_count() or 1)
 # Seconds that handlers get to end after draining, before they are cancelled.
-_CLEANUP_DEADLINE_S = 0.2
+_CLEANUP_DEADLINE_S = 1.0
+# JSON bytes: English text has 4 to 5 per token, Chinese as \u escapes about 9.
+_BYTES_PER_TOKEN = 16
 _ROUTES = (generation.routes, tokenization.routes, models.routes, info.routes, health.routes, profile.routes)
 
 
@@ -43,12 +47,11 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
 
     Raises ValueError for unusable API keys, tokenizer or template files.
     """
-    limits = limits or HttpLimits()
-    app = web.Application(
-        client_max_size=limits.max_body_bytes, middlewares=[error_middleware, access_middleware]
-    )
+    limits = limits or HttpLimits(max_body_bytes=_max_body_bytes(launch))
+    app = web.Application(middlewares=[error_middleware, access_middleware])
     app[keys.LAUNCH] = launch
     app[keys.LIMITS] = limits
+    app[keys.BODY_MEMORY] = BodyMemory(max(limits.max_body_memory, 2 * limits.max_body_bytes))
     app[keys.API_KEYS] = ApiKeys(launch.server.api_key)
     app[keys.LIFECYCLE] = Lifecycle()
     app[keys.METRICS] = Metrics()
@@ -56,7 +59,9 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
     for table in _ROUTES:
         app.add_routes(table)
     app.on_response_prepare.append(add_request_id)
+    app.on_response_prepare.append(_close_while_draining)
     app.cleanup_ctx.append(_engine_link)
+    app.cleanup_ctx.append(_loop_watch)
     return app
 
 
@@ -72,6 +77,7 @@ def _add_services(app: web.Application, launch: FrontendLaunch) -> None:
         app[keys.METRICS],
         _capacity(launch),
         lambda ready: _set_max_model_len(inputs, ready),
+        launch.config.reliability.hang_timeout,
     )
     models_service = ModelService(config.served_model_name or config.model, inputs)
     options = ServingOptions(
@@ -81,16 +87,27 @@ def _add_services(app: web.Application, launch: FrontendLaunch) -> None:
         has_tokenizer=tokenizer is not None,
         fingerprint=fingerprint(launch.config, checkpoint),
     )
-    threads = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
-    parts = (client, inputs, models_service, options, threads)
+    executor = TextExecutor()
+    parts = (client, inputs, models_service, options, executor)
     reply_format = Harmony.from_checkpoint(checkpoint, tokenizer)
-    chat = ChatService(*parts, ChatTemplate.from_checkpoint(checkpoint), reply_format)
+    template, allow_control_tokens = (
+        ChatTemplate.from_checkpoint(checkpoint),
+        server.allow_control_tokens_in_content,
+    )
+    encoder = None if template is None else ChatEncoder(template, inputs, allow_control_tokens)
+    chat = ChatService(*parts, encoder, reply_format)
     app[keys.CLIENT] = client
     app[keys.MODELS] = models_service
     app[keys.CHAT] = chat
     app[keys.COMPLETIONS] = CompletionService(*parts)
-    app[keys.TOKENIZATION] = TokenizationService(inputs, models_service, chat, threads)
-    app.cleanup_ctx.append(lambda _: _shut_down(threads))
+    app[keys.TOKENIZATION] = TokenizationService(inputs, models_service, chat, executor)
+    app.cleanup_ctx.append(lambda _: _shut_down(executor))
+
+
+def _max_body_bytes(launch: FrontendLaunch) -> int:
+    """As configured, else enough for the longest prompt in any common text."""
+    longest = launch.config.model.max_model_len or launch.checkpoint.max_model_len
+    return launch.server.max_body_bytes or max(HttpLimits.max_body_bytes, longest * _BYTES_PER_TOKEN)
 
 
 def _capacity(launch: FrontendLaunch) -> int:
@@ -98,6 +115,13 @@ def _capacity(launch: FrontendLaunch) -> int:
     running = launch.config.scheduler.max_num_seqs
     assert running is not None, "the configuration was not resolved"
     return running + launch.server.max_queued_requests
+
+
+async def _close_while_draining(request: web.Request, response: web.StreamResponse) -> None:
+    """Let clients open no further request on a connection that ends soon."""
+    if request.app[keys.LIFECYCLE].is_draining:
+        response.force_close()
+        response.headers["Connection"] = "close"  # aiohttp has written its own headers before
 
 
 async def start(app: web.Application, listener: socket.socket) -> web.AppRunner:
@@ -121,6 +145,12 @@ async def _engine_link(app: web.Application) -> AsyncIterator[None]:
         yield
 
 
-async def _shut_down(threads: ThreadPoolExecutor) -> AsyncIterator[None]:
+async def _loop_watch(app: web.Application) -> AsyncIterator[None]:
+    watch = asyncio.create_task(watch_loop(app[keys.METRICS].event_loop_lag.observe))
     yield
-    threads.shutdown(wait=False, cancel_futures=True)
+    watch.cancel()
+
+
+async def _shut_down(executor: TextExecutor) -> AsyncIterator[None]:
+    yield
+    executor.shutdown()

@@ -8,17 +8,16 @@ and delays no other request.
 import asyncio
 import contextlib
 import itertools
+import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, cast
 
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from atom.messages.codec import Decoder, encode
 from atom.messages.engine import (
     Abort,
     AddRequest,
@@ -27,29 +26,28 @@ from atom.messages.engine import (
     CoreStats,
     FromCore,
     GetStats,
-    Hello,
-    ToCore,
     TokenDeltas,
 )
 from atom.messages.profile import Profile, ProfileResult
+from atom.utils.liveness import PeerMonitor, beat_interval
 from atom.utils.logger import get_logger
 from frontend.admission import Admission
+from frontend.core_link import CoreLink, LinkState
 from frontend.errors import ApiError, EngineDeadError, EngineError, UnavailableError
 from frontend.metrics import Metrics, Progress
 from frontend.output_processor import OutputProcessor, TextOptions, Update
 
 __all__ = ["EngineClient", "Stream"]
 
-# After this silence the core is sent a GetStats. The limit is far longer: on a CPU one step of a
-# large model may take minutes, and the supervisor detects dead processes by itself.
-_PROBE_AFTER_S = 30.0
-_GIVE_UP_AFTER_S = 1800.0
 # Longer than the core's own deadline, whose error message is more specific.
 _PROFILE_DEADLINE_S = 330.0
-_HEARTBEAT_MS = 5_000
-_HEARTBEAT_TIMEOUT_MS = 30_000
 # How long the core's last message may arrive after the end of its connection.
 _FINAL_MESSAGE_S = 0.3
+# Between the end of a connection and the next one.
+_RECONNECT_S = 1.0
+# Longest time without a turn for other tasks while messages wait.
+_YIELD_S = 0.01
+_CORE = "the engine core"
 _ID_BITS = 40
 _BYTES_PER_ID = 4
 
@@ -118,6 +116,9 @@ class EngineClient:
     `index` is this frontend's number, unique among the frontends of the core; `capacity` bounds the
     sequences in progress, through `admission`. `on_ready` is called with the core's limits once it
     is ready.
+
+    While the core is silent, running streams wait; after `hang_timeout` they fail and the client
+    connects again. So it does after every end of the connection.
     """
 
     def __init__(
@@ -128,12 +129,12 @@ class EngineClient:
         metrics: Metrics,
         capacity: int,
         on_ready: Callable[[CoreReady], None] = lambda ready: None,
+        hang_timeout: float = 60.0,
     ):
-        self.limits: CoreReady | None = None
-        """The core's limits; None until it is ready."""
         self.admission = Admission(capacity, self.__len__)
-        self._endpoint = endpoint
-        self._index = index
+        self._context = zmq.asyncio.Context()
+        self._link = CoreLink(self._context, endpoint, index)
+        self._hang_timeout_s = hang_timeout
         self._output = output
         self._metrics = metrics
         self._on_ready = on_ready
@@ -141,31 +142,17 @@ class EngineClient:
         self._sequences: dict[int, _Sequence] = {}
         self._scrapes: set[asyncio.Future[CoreStats]] = set()
         self._profiles: dict[int, asyncio.Future[ProfileResult]] = {}
-        self._decoder = Decoder[FromCore](FromCore)
         self._ready = asyncio.Event()
-        self._death: str | None = None
-        self._last_received = time.monotonic()
+        self._received_at = 0.0
+        self._core_monitor = PeerMonitor(hang_timeout)
 
     def __len__(self) -> int:
         """Number of sequences in progress."""
         return len(self._sequences)
 
     async def __aenter__(self) -> "EngineClient":
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        # No message may be dropped; the number in flight is bounded by the running requests.
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._socket.connect(self._endpoint)
-        self._send(Hello(self._index))
-        self._tasks = [
-            asyncio.create_task(self._fail_on_error(self._read()), name="core-reader"),
-            asyncio.create_task(self._fail_on_error(self._watch_connection()), name="core-watch"),
-        ]
+        self._link.connect()
+        self._task = asyncio.create_task(self._run(), name="core-link")
         return self
 
     async def __aexit__(
@@ -174,26 +161,25 @@ class EngineClient:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
         self._fail_all("the server is stopping")
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close(0)
+        self._link.close()
         self._context.term()
+
+    @property
+    def limits(self) -> CoreReady | None:
+        """The core's limits; None until it was ready for the first time."""
+        return self._link.limits
 
     def check_ready(self) -> None:
         """Raises UnavailableError while the engine cannot generate."""
-        if self._death is not None:
-            raise UnavailableError(f"the engine is gone: {self._death}", code="engine_dead")
-        if not self._ready.is_set():
-            raise UnavailableError("the engine is still starting; try again shortly")
+        self._link.check_ready()
 
     @property
     def is_ready(self) -> bool:
         """Whether the engine can generate."""
-        return self._ready.is_set() and self._death is None
+        return self._link.is_ready
 
     async def wait_ready(self) -> None:
         """Wait until the core is ready; the caller bounds the wait."""
@@ -205,7 +191,7 @@ class EngineClient:
             return None
         answer = asyncio.get_running_loop().create_future()
         self._scrapes.add(answer)
-        self._send(GetStats())
+        self._link.send(GetStats())
         try:
             return await asyncio.wait_for(answer, timeout_s)
         except TimeoutError:
@@ -222,7 +208,7 @@ class EngineClient:
         (number,) = self.new_ids(1)
         answer = asyncio.get_running_loop().create_future()
         self._profiles[number] = answer
-        self._send(Profile(on, number))
+        self._link.send(Profile(on, number))
         try:
             return await asyncio.wait_for(answer, _PROFILE_DEADLINE_S)
         except TimeoutError:
@@ -240,13 +226,19 @@ class EngineClient:
     ) -> Iterator[Stream]:
         """Send `requests` and read their results as one stream; on exit unfinished ones are aborted.
 
-        Without `every_step` the stream wakes its reader once, when all sequences have ended.
+        Without `every_step` the stream wakes its reader once, when all sequences have ended. If the
+        engine is not ready any more, the stream fails at once.
         """
-        self.check_ready()
         stream = Stream([one for request in requests for one in request.request_ids], every_step)
         try:
-            for request in requests:
-                self._submit(request, text, stream)
+            try:
+                self.check_ready()
+            except UnavailableError as error:
+                self._metrics.failed(len(stream.open))
+                stream.fail(error)
+            else:
+                for request in requests:
+                    self._submit(request, text, stream)
             yield stream
         finally:
             self._abort(sorted(stream.open))
@@ -257,7 +249,7 @@ class EngineClient:
             progress = Progress(self.admission.begin(request_id), num_prompt_tokens)
             self._sequences[request_id] = _Sequence(stream, progress)
         self._output.add(request, text)
-        self._send(request)
+        self._link.send(request)
 
     def _abort(self, request_ids: list[int]) -> None:
         running = [request_id for request_id in request_ids if self._sequences.pop(request_id, None)]
@@ -265,44 +257,79 @@ class EngineClient:
         if running:
             self._metrics.aborted(len(running))
             self.admission.ended(len(running))
-            if self._death is None:
-                self._send(Abort(running))
+            self._link.send(Abort(running))
 
-    def _send(self, message: ToCore) -> None:
-        # Never waits: the send queue has no limit.
-        sent = cast("asyncio.Future[None]", self._socket.send(encode(message), zmq.DONTWAIT))
-        sent.result()
-
-    async def _fail_on_error(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a task of the link; an error in it fails all streams, so that no client hangs."""
+    async def _run(self) -> None:
+        """Keep a connection to the core: the end of one fails its requests and opens the next."""
         try:
-            await work
-        except Exception as error:
-            get_logger().exception("the link to the engine core failed")
-            self._mark_dead(f"the link to the engine core failed: {error}")
+            while True:
+                reason = await self._serve_connection()
+                get_logger().error("the connection to the engine core has ended: %s", reason)
+                self._link.mark_dead(reason)
+                self._link.close()
+                self._fail_all(reason)
+                await asyncio.sleep(_RECONNECT_S)
+                self._link.connect()
+        except asyncio.CancelledError:
+            raise
+        except BaseException:  # streams would wait for ever: end the process, and so the server
+            get_logger().critical("the frontend cannot recover its link to the engine core", exc_info=True)
+            os._exit(1)
 
-    async def _read(self) -> None:
-        while self._death is None:
-            try:
-                async with asyncio.timeout(_PROBE_AFTER_S):
-                    frame = await self._socket.recv()
-            except TimeoutError:
-                self._probe()
-                continue
-            self._last_received = time.monotonic()
-            self._receive(self._decoder.decode(frame))
+    async def _serve_connection(self) -> str:
+        """Process messages until the connection ends; returns the reason."""
+        self._core_monitor = PeerMonitor(self._hang_timeout_s)
+        work = (self._read(), self._wait_until_closed(), self._watch_silence())
+        tasks = [asyncio.create_task(each) for each in work]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return next(_reason(task) for task in tasks if task.done())
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _receive(self, message: FromCore) -> None:
+    async def _read(self) -> str:
+        yielded_at = time.monotonic()
+        while True:
+            message = self._link.decode(await self._link.socket.recv())
+            self._received_at = time.monotonic()
+            self._core_monitor.seen(_CORE)
+            if isinstance(message, CoreDead):
+                return message.reason
+            self._process(message)
+            if time.monotonic() - yielded_at > _YIELD_S:  # `recv` does not yield while messages wait
+                await asyncio.sleep(0)
+                yielded_at = time.monotonic()
+
+    async def _wait_until_closed(self) -> str:
+        monitor = self._link.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        try:
+            await recv_monitor_message(monitor)
+            await asyncio.sleep(_FINAL_MESSAGE_S)
+        finally:
+            self._link.socket.disable_monitor()
+            monitor.close(0)
+        return f"{_CORE} closed its connection"
+
+    async def _watch_silence(self) -> str:
+        """Ask the core for its counters about every second: a core that runs responds at once."""
+        while not (reason := self._core_monitor.hung()):
+            await asyncio.sleep(beat_interval(self._hang_timeout_s))
+            if self._link.state is not LinkState.CONNECTING:
+                self._link.send(GetStats())
+                self._core_monitor.update()
+                self._link.silence = self._core_monitor.unresponsive
+        return reason
+
+    def _process(self, message: FromCore) -> None:
         match message:
             case TokenDeltas():
                 self._deliver(message)
             case CoreReady():
-                self.limits = message
                 self._on_ready(message)
                 self._ready.set()
-            case CoreDead(reason):
-                self._mark_dead(reason)
-            case CoreStats():  # of a scrape, or of a `_probe`
+            case CoreStats():
                 _resolve(self._scrapes, message)
             case ProfileResult(number):
                 answer = self._profiles.get(number)
@@ -311,7 +338,7 @@ class EngineClient:
 
     def _deliver(self, deltas: TokenDeltas) -> None:
         done = self._output.process(deltas)
-        now, sequences, metrics = self._last_received, self._sequences, self._metrics
+        now, sequences, metrics = self._received_at, self._sequences, self._metrics
         for first in deltas.first:
             if first.request_id in sequences:
                 metrics.admitted(first)
@@ -323,35 +350,13 @@ class EngineClient:
             if update.finished:
                 self._finish(update, sequence, now)
         if done.aborts:
-            self._send(Abort(done.aborts))
+            self._link.send(Abort(done.aborts))
 
     def _finish(self, update: Update, sequence: _Sequence, now: float) -> None:
         assert update.reason is not None
         del self._sequences[update.request_id]
         self._metrics.finished(sequence.progress, update.reason, now)
         self.admission.ended()
-
-    def _probe(self) -> None:
-        silence = time.monotonic() - self._last_received
-        if silence > _GIVE_UP_AFTER_S:
-            self._mark_dead(f"no sign of life from the engine core for {silence:.0f} s")
-        elif self._sequences:
-            self._send(GetStats())
-        else:
-            self._last_received = time.monotonic()  # an idle core sends nothing
-
-    async def _watch_connection(self) -> None:
-        while self._death is None:
-            await recv_monitor_message(self._monitor)  # only disconnections are monitored
-            if self._ready.is_set():
-                await asyncio.sleep(_FINAL_MESSAGE_S)
-                self._mark_dead("the engine core closed its connection")
-
-    def _mark_dead(self, reason: str) -> None:
-        if self._death is None:
-            get_logger().error("the engine is gone: %s", reason)
-            self._death = reason
-            self._fail_all(reason)
 
     def _fail_all(self, reason: str) -> None:
         streams = {sequence.stream for sequence in self._sequences.values()}
@@ -369,3 +374,15 @@ def _resolve(waiting: Iterable["asyncio.Future[CoreStats]"], stats: CoreStats) -
     for answer in waiting:
         if not answer.done():
             answer.set_result(stats)
+
+
+def _reason(task: "asyncio.Task[str]") -> str:
+    """Why a task of a connection ended; an error is logged, of whatever type.
+
+    A panic of a native extension is a BaseException, but no Exception.
+    """
+    error = task.exception()
+    if error is None:
+        return task.result()
+    get_logger().error("processing the engine core's messages failed", exc_info=error)
+    return "an internal error of the frontend; the server's log has the details"

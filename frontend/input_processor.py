@@ -5,17 +5,30 @@ All limits are checked here, before anything is sent.
 
 import secrets
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from atom.config.checkpoint import Checkpoint
 from atom.messages.codec import encode
 from atom.messages.engine import MAX_ADD_REQUEST_BYTES, AddRequest, LogitsProcessors, Sampling, pack_ids
 from atom.sampling_params import SEED_LIMIT, SamplingParams
 from frontend.errors import RequestError
-from frontend.tokenizer import Tokenizer
+from frontend.tokenizer import Tokenizer, TooManyTokensError
 
-__all__ = ["InputProcessor"]
+__all__ = ["MAX_EXCESS_TOKENS", "CheckedParams", "InputProcessor"]
+
+# Texts to be truncated or only tokenized may have this many tokens beyond the context length.
+MAX_EXCESS_TOKENS = 1 << 18
 
 _NEUTRAL = LogitsProcessors()
+
+
+@dataclass(frozen=True)
+class CheckedParams:
+    """What all requests of one SamplingParams share. Made by `InputProcessor.check_params`."""
+
+    eos_token_ids: list[int]
+    stop_token_ids: list[int]
+    logits_processors: LogitsProcessors | None
 
 
 class InputProcessor:
@@ -38,11 +51,33 @@ class InputProcessor:
         self._vocab_size = checkpoint.vocab_size
         self._eos_token_ids = list(checkpoint.eos_token_ids)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Raises RequestError for a model without a tokenizer."""
-        if self.tokenizer is None:
+    def encode(
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        excess: int = 0,
+        tokenizer: Tokenizer | None = None,
+    ) -> list[int]:
+        """Token ids of `text`, by `tokenizer` instead of the model's where given.
+
+        Raises RequestError for a model without a tokenizer, and for a text that has more than
+        `excess` tokens beyond the context length: long texts are not even tokenized then.
+        """
+        tokenizer = tokenizer or self.tokenizer
+        if tokenizer is None:
             raise RequestError("this model has no tokenizer: send the prompt as token ids", param="prompt")
-        return self.tokenizer.encode(text, add_special_tokens)
+        limit = self.max_model_len + excess
+        try:
+            return tokenizer.encode(text, add_special_tokens, limit)
+        except TooManyTokensError as error:
+            if not excess:
+                raise self._too_long(f"{'' if error.exact else 'more than '}{error.count}") from None
+            raise RequestError(
+                f"the text has more than {limit} tokens: at most {excess} beyond the model's context length "
+                f"of {self.max_model_len} are tokenized; send less text",
+                param="prompt",
+                code="context_length_exceeded",
+            ) from None
 
     def check_prompt(self, prompt_ids: Sequence[int]) -> None:
         """Raises RequestError for a prompt that is empty, too long or outside the vocabulary."""
@@ -65,13 +100,27 @@ class InputProcessor:
             raise RequestError("the prompt is empty: at least one token is needed", param="prompt")
         room = self.max_model_len - len(prompt_ids)
         if room < 1:
-            raise RequestError(
-                f"the model's maximum context length is {self.max_model_len} tokens, and the prompt "
-                f"alone has {len(prompt_ids)}: shorten it to at most {self.max_model_len - 1}",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+            raise self._too_long(str(len(prompt_ids)))
         return room
+
+    def check_params(self, params: SamplingParams) -> CheckedParams:
+        """What the requests of all prompts with `params` share.
+
+        Raises RequestError for ids outside the vocabulary, and for parameters that need a
+        tokenizer or another scheduling policy.
+        """
+        self._check_support(params)
+        for name, ids in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias),
+            ("allowed_token_ids", params.allowed_token_ids),
+        ):
+            if ids:
+                self.check_vocabulary(ids, name)
+        eos_token_ids = [] if params.ignore_eos else self._eos_token_ids
+        stop_token_ids = list(params.stop_token_ids or ())
+        processors = self._logits_processors(params, [*eos_token_ids, *stop_token_ids])
+        return CheckedParams(eos_token_ids, stop_token_ids, processors)
 
     def request(
         self,
@@ -79,34 +128,26 @@ class InputProcessor:
         params: SamplingParams,
         request_ids: Sequence[int],
         cache_salt: str = "",
+        checked: CheckedParams | None = None,
     ) -> AddRequest:
         """The request for the `n` sequences of one prompt, one for each id.
 
-        Raises RequestError for ids outside the vocabulary, too many tokens, parameters that need a
-        tokenizer or another scheduling policy, and more bytes than a message may have.
+        `checked` is the result of `check_params` for parameters that differ in max_tokens at
+        most. Raises RequestError as `check_params` does, for prompts that are too long or have
+        ids outside the vocabulary, and for more bytes than a message may have.
         """
-        self._check_support(params)
+        checked = checked or self.check_params(params)
         self._check_length(prompt_ids, params.max_tokens)
-        for name, ids in (
-            ("prompt", prompt_ids),
-            ("stop_token_ids", params.stop_token_ids),
-            ("logit_bias", params.logit_bias),
-            ("allowed_token_ids", params.allowed_token_ids),
-        ):
-            if ids:
-                self.check_vocabulary(ids, name)
+        self.check_vocabulary(prompt_ids, "prompt")
         packed = pack_ids(prompt_ids)
         seed = _unsigned_seed(params.seed)
-        eos_token_ids = [] if params.ignore_eos else self._eos_token_ids
-        stop_token_ids = list(params.stop_token_ids or ())
-        logits_processors = self._logits_processors(params, [*eos_token_ids, *stop_token_ids])
         request = AddRequest(
             list(request_ids),
             packed,
             params.max_tokens,
-            _sampling(params, seed, logits_processors),
-            eos_token_ids=eos_token_ids,
-            stop_token_ids=stop_token_ids,
+            _sampling(params, seed, checked.logits_processors),
+            eos_token_ids=checked.eos_token_ids,
+            stop_token_ids=checked.stop_token_ids,
             priority=params.priority,
             cache_salt=cache_salt,
             prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
@@ -118,6 +159,14 @@ class InputProcessor:
                 param="prompt",
             )
         return request
+
+    def _too_long(self, count: str) -> RequestError:
+        return RequestError(
+            f"the model's maximum context length is {self.max_model_len} tokens, and the prompt "
+            f"alone has {count}: shorten it to at most {self.max_model_len - 1}",
+            param="prompt",
+            code="context_length_exceeded",
+        )
 
     def _logits_processors(self, params: SamplingParams, end_ids: list[int]) -> LogitsProcessors | None:
         """None if all have their neutral value: such rows cost the sampler nothing."""

@@ -6,6 +6,7 @@ from aiohttp import web
 
 from atom.messages.launch import FrontendLaunch
 from frontend.auth import ApiKeys
+from frontend.body_memory import BodyMemory
 from frontend.engine_client import EngineClient
 from frontend.lifecycle import Lifecycle
 from frontend.limits import HttpLimits
@@ -16,6 +17,7 @@ from frontend.serving.tokenization import TokenizationService
 
 __all__ = [
     "API_KEYS",
+    "BODY_MEMORY",
     "CHAT",
     "CLIENT",
     "COMPLETIONS",
@@ -28,6 +30,7 @@ __all__ = [
 ]
 
 API_KEYS = web.AppKey("api_keys", ApiKeys)
+BODY_MEMORY = web.AppKey("body_memory", BodyMemory)
 CHAT = web.AppKey("chat", GenerationService[Any])
 CLIENT = web.AppKey("client", EngineClient)
 COMPLETIONS = web.AppKey("completions", GenerationService[Any])

@@ -1,9 +1,9 @@
-"""A Markdown report of a trace: what prefill, decode and draft steps took, and their kernels.
+"""A Markdown report of a trace: times of prefill, decode and draft steps, and of their kernels.
 
 python tools/analyze_trace_summary.py TRACE [--output report.md]
 
-A kernel's time is from the end of those before it on its stream, for one that is launched early waits
-there, and its duration in the trace counts the wait.
+A kernel's time begins at the end of the previous kernels of its stream: with PDL it starts early and
+waits, and its duration in the trace includes the wait.
 """
 
 import argparse

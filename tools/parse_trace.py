@@ -1,11 +1,11 @@
-"""What the kernels of one layer took, in a prefill and in a decode step, as two Excel files.
+"""The kernel times of one layer, in a prefill and in a decode step, as two Excel files.
 
 python tools/parse_trace.py TRACE [--layer N]
 
-TRACE is a file that a server with --torch-profiler-dir and --mark-trace wrote, whose name begins
-with the model's. Writes prefill_breakdown.xlsx and decode_breakdown.xlsx into this directory, from
-the first step of each kind. A kernel's time is from the end of those before it on its stream, for one
-that is launched early waits there, and its duration in the trace counts the wait.
+TRACE is the file of a server with --torch-profiler-dir and --mark-trace whose name begins with the
+model's. Writes prefill_breakdown.xlsx and decode_breakdown.xlsx into the current directory, from the
+first step of each kind. A kernel's time begins at the end of the previous kernels of its stream: with
+PDL it starts early and waits, and its duration in the trace includes the wait.
 """
 
 import argparse
@@ -42,14 +42,14 @@ def main() -> None:
 
 
 def layer_number(text: str) -> int:
-    """A layer's number; ArgumentTypeError for what cannot be one."""
+    """Argument type: a layer's number, from 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a layer: they count from 0")
     return int(text)
 
 
 def write(kind: str, steps: list[Step], layer: int) -> bool:
-    """Write the file of one kind of step; False where the trace has no such step."""
+    """Write the file of one kind of step; returns False if the trace has no such step."""
     step = next((step for step in steps if step.kind == kind), None)
     if step is None:
         print(f"no {kind} step: no {kind}_breakdown.xlsx")
@@ -63,7 +63,7 @@ def write(kind: str, steps: list[Step], layer: int) -> bool:
 
 
 def averages(layers: list[int]) -> str:
-    """What the averages are of."""
+    """The layers of the averages, as text."""
     if not layers:
         return "none, the layers run different kernels"
     every = "every other one of " if layers[1:] and layers[1] - layers[0] == 2 else ""

@@ -1,4 +1,4 @@
-"""Overlap and idle share out of a directory that `--step-trace` wrote.
+"""Step overlap and idle share of the workers, from the directory of `--step-trace`.
 
 python tools/step_report.py DIRECTORY [--first STEP] [--last STEP]
 """
@@ -18,13 +18,13 @@ def main() -> None:
     args = parser.parse_args()
     core = read(args.directory / "core.jsonl", args.first, args.last)
     ahead = sum(sent_before_result(core, step) for step in core)
-    print(f"steps: {len(core)}; sent before the previous result had come: {ahead}")
+    print(f"steps: {len(core)}; sent before the previous result arrived: {ahead}")
     for path in sorted(args.directory.glob("worker-*.jsonl")):
         print(f"{path.stem}: {idle_line(read(path, args.first, args.last))}")
 
 
 def read(path: Path, first: int, last: int) -> Events:
-    """Times of every event of every step from `first` to `last`."""
+    """The events' times of every step from `first` to `last`."""
     events: Events = {}
     for line in path.read_text().splitlines():
         row = json.loads(line)
@@ -34,7 +34,7 @@ def read(path: Path, first: int, last: int) -> Events:
 
 
 def sent_before_result(core: Events, step: int) -> bool:
-    """Whether `step` left the core before the result of the step before it came back."""
+    """Whether the core sent `step` before it received the previous step's result."""
     before = core.get(step - 1, {})
     return "result" in before and core[step].get("sent", float("inf")) < before["result"]
 

@@ -1,4 +1,4 @@
-"""What the command lines of the benchmarks share."""
+"""Argument types and error handling shared by the benchmarks' command lines."""
 
 import argparse
 import contextlib
@@ -12,17 +12,17 @@ __all__ = ["add_output_flag", "not_negative", "positive", "single_line_errors"]
 
 
 def add_output_flag(group: argparse._ActionsContainer) -> None:
-    """The file that a benchmark's figures are written to."""
+    """Add the flag for the file of a benchmark's figures."""
     group.add_argument(OUTPUT_FLAG, type=writable_file, metavar="FILE", help="write the figures as JSON")
 
 
 def positive(text: str) -> int:
-    """A number of the command line."""
+    """Argument type: an integer of at least 1."""
     return _at_least(1, text)
 
 
 def not_negative(text: str) -> int:
-    """A number of the command line that may be 0."""
+    """Argument type: an integer of at least 0."""
     return _at_least(0, text)
 
 
@@ -38,7 +38,7 @@ def _at_least(least: int, text: str) -> int:
 
 @contextlib.contextmanager
 def single_line_errors() -> Iterator[None]:
-    """What a benchmark cannot do ends the process with `error: …` and exit status 1."""
+    """Exit with one line `error: …` and status 1 for a benchmark's errors."""
     try:
         yield
     except (BenchmarkError, ValueError, RuntimeError, OSError) as error:

@@ -1,14 +1,14 @@
-"""Measure a server that runs: throughput, and how long its callers wait.
+"""Measures the throughput and latencies of a running server.
 
     python -m atom.benchmarks.benchmark_serving --model PATH --backend vllm \\
         --dataset-name random --random-input-len 1024 --random-output-len 1024 \\
         --num-prompts 1280 --max-concurrency 128 --ignore-eos --save-result
 
-    flags ─▶ data set ─▶ requests ─▶ load: one asyncio loop, a connection for each request in flight
-                                       └─▶ outputs ─▶ metrics ─▶ table, JSON file
+    flags ─▶ dataset ─▶ requests ─▶ load: one asyncio loop, one connection per request in flight
+                                      └─▶ outputs ─▶ metrics ─▶ table, JSON file
 
-`--sweep 1 4 16 64` does a run at each of these concurrencies, and ends with a table and a plot of
-throughput against interactivity.
+`--sweep 1 4 16 64` does one run per concurrency, then writes a table and a plot of throughput against
+interactivity.
 """
 
 import argparse
@@ -34,7 +34,7 @@ _INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 1 where the benchmark could not be run, or no request came through."""
+    """Returns the exit status: 1 if the benchmark cannot run or every request failed."""
     args = make_parser().parse_args(argv)
     try:
         check(args)
@@ -54,14 +54,14 @@ async def _single(args: argparse.Namespace) -> int:
 
 
 async def _sweep(args: argparse.Namespace) -> int:
-    """No prompt is sent twice, so that no run finds what an earlier one left in the prefix cache."""
+    """Every run has prompts of its own, so that none hits the prefix cache of an earlier run."""
     check_plotting()
     source, runs = text_source(args), point_args(args)
     needed = sum(run.num_prompts for run in runs)
-    drawn = load_requests(argparse.Namespace(**vars(args) | {"num_prompts": needed}), source)
-    if len(drawn) < needed:
+    loaded = load_requests(argparse.Namespace(**vars(args) | {"num_prompts": needed}), source)
+    if len(loaded) < needed:
         raise BenchmarkError(f"this sweep needs {needed} prompts: set a smaller --num-prompts")
-    samples = iter(drawn)
+    samples = iter(loaded)
     points = []
     for run in runs:
         metrics = await _measure(run, list(islice(samples, run.num_prompts)), source)
@@ -77,7 +77,7 @@ async def _sweep(args: argparse.Namespace) -> int:
 async def _measure(
     args: argparse.Namespace, samples: Sequence[SampleRequest], source: TextSource
 ) -> BenchmarkMetrics:
-    """One run, shown and saved."""
+    """One run, printed and saved."""
     run = await benchmark(args, samples, source.tokenizer)
     print(*result_lines(args, run.metrics), sep="\n")
     for line in failures(run.outputs):

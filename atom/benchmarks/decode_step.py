@@ -1,17 +1,17 @@
-"""What one decode step costs on a GPU, without the processes around it.
+"""The cost of one decode step on a GPU, of a worker without frontend and engine core.
 
     python -m atom.benchmarks.decode_step --model PATH --load-dummy --rows 1 64 256
 
 One worker runs in this process. For each number of rows:
 
-  device ms   steps queued one behind another, timed by events: what the device needs
-  ahead ms    as in serving: a step is launched while the one before runs, and its ids are awaited
-  launch ms   what the host does for a step
-  kernels     launches on the device for a step, and for a layer
+  device ms   device time of a step: steps queued back to back, timed by events
+  ahead ms    time of a step as in serving: each is launched while the previous one runs
+  launch ms   host time of launching a step
+  kernels     kernels of a step, and of a layer
 
-`--kernels` lists them, each with how often it runs in a step and the microseconds of all its runs:
-of each from the end of those before it on its stream, for one that is launched early waits there.
-A step of R rows is what R requests bring that all decode.
+`--kernels` lists them with the runs and microseconds of each in a step. A kernel's time begins at
+the end of the previous kernels of its stream, because with PDL it starts early and waits.
+A step of R rows is a decode batch of R requests.
 """
 
 import json
@@ -49,17 +49,17 @@ _TRACED = 4
 
 @dataclass(frozen=True)
 class Kernel:
-    """One of the kernels of a step."""
+    """One kernel of a step."""
 
     name: str
     runs: int
     microseconds: float
-    """Of all its runs together, without their wait for the kernels before them."""
+    """Of all its runs, without their wait for previous kernels."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One number of rows."""
+    """The figures of one number of rows."""
 
     rows: int
     device_ms: float
@@ -70,7 +70,7 @@ class Row:
 
 
 class Steps:
-    """A worker whose rows decode."""
+    """A worker with a decode batch."""
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint):
         self._config = config
@@ -84,7 +84,7 @@ class Steps:
         self._worker.allocate(AllocateKV(plan.num_blocks, plan.max_model_len))
 
     def start(self, rows: int, context: int, steps: int) -> None:
-        """Compute `rows` prompts of `context` random tokens; blocks are there for `steps` more."""
+        """Prefill `rows` prompts of `context` random tokens, with blocks for `steps` more tokens."""
         size = self._config.cache.block_size
         each = -(-(context + steps) // size)
         if rows * each > min(self._blocks):
@@ -107,13 +107,13 @@ class Steps:
         self._worker.execute(batch).token_ids()
 
     def launch(self) -> PendingStep:
-        """One more token for every row."""
+        """Launch one decode step."""
         return self._worker.execute(ScheduledBatch(1, self._names))
 
     def device_ms(self, steps: int) -> float:
-        """Milliseconds from step to step while the device has nothing to wait for."""
+        """Milliseconds from step to step while the device always has work."""
         first, last = torch.Event("cuda", enable_timing=True), torch.Event("cuda", enable_timing=True)
-        self.launch()  # the device is busy when the first event is queued
+        self.launch()  # so that the device is busy when the first event is queued
         first.record()
         for _ in range(steps):
             pending = self.launch()
@@ -123,7 +123,7 @@ class Steps:
         return float(first.elapsed_time(last)) / steps
 
     def ahead_ms(self, steps: int) -> tuple[float, float]:
-        """Milliseconds of a step, and of launching it."""
+        """Milliseconds of a step and of its launch."""
         launches = []
         earlier = self.launch()
         started = time.perf_counter()
@@ -138,7 +138,7 @@ class Steps:
         return whole / steps * 1e3, statistics.median(launches) * 1e3
 
     def kernels(self) -> list[Kernel]:
-        """What runs on the device in a step, the longest first."""
+        """The kernels of a step, longest first."""
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
             for _ in range(_TRACED):
                 self.launch().result()
@@ -146,8 +146,8 @@ class Steps:
 
 
 def kernels_of(events: Iterable[FunctionEvent], steps: int) -> list[Kernel]:
-    """What ran on the device in each of so many steps, the longest first."""
-    # Ranges that the host marked are shown on the device too, around kernels, and are none.
+    """The kernels of each of `steps` steps, longest first."""
+    # Ranges marked on the host also appear on the device, but are not kernels.
     on_device = [one for one in events if one.device_type.name == "CUDA" and not one.is_user_annotation]
     on_device.sort(key=lambda one: one.time_range.start)
     spans = [
@@ -170,7 +170,7 @@ def kernels_of(events: Iterable[FunctionEvent], steps: int) -> list[Kernel]:
 
 
 def measure(steps: Steps, rows: int, context: int, count: int) -> tuple[Row, list[Kernel]]:
-    """Figures of one number of rows, and its kernels."""
+    """The figures of one number of rows, and the kernels of its step."""
     steps.start(rows, context, 3 * count + 32)
     for _ in range(8):
         steps.launch()
@@ -185,10 +185,10 @@ def measure(steps: Steps, rows: int, context: int, count: int) -> tuple[Row, lis
 def main() -> None:
     parser = CommandLineParser(prog="atom.benchmarks.decode_step", description=__doc__)
     EngineArgs.add_cli_args(parser)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256], help="rows that decode")
-    parser.add_argument("--context", type=int, default=128, help="tokens of each row at first")
-    parser.add_argument("--steps", type=int, default=100, help="steps timed of each kind")
-    parser.add_argument("--kernels", action="store_true", help="name the kernels of a step")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256], help="rows of the decode batch")
+    parser.add_argument("--context", type=int, default=128, help="prompt tokens of each row")
+    parser.add_argument("--steps", type=int, default=100, help="steps of each measurement")
+    parser.add_argument("--kernels", action="store_true", help="list the kernels of a step")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args()
     given = EngineArgs.from_cli_args(args)
@@ -196,7 +196,7 @@ def main() -> None:
         checkpoint, capabilities = supervisor.prepare(given.config.model)
     config = resolve(given.config, checkpoint, set(given.explicit), capabilities).config
     if config.device.device != "cuda" or config.parallel.tensor_parallel_size > 1:
-        parser.error("this measures one worker on one GPU: leave -tp at 1, on a machine with a GPU")
+        parser.error("this measures one worker on one GPU: it needs a GPU and -tp 1")
     steps = Steps(config, checkpoint)
     results = [measure(steps, rows, args.context, args.steps) for rows in args.rows]
     if args.json:
@@ -212,7 +212,7 @@ def main() -> None:
         if args.kernels:
             for one in kernels:
                 print(f"      {one.microseconds:>8.1f} us  {one.runs:>4} x {one.name}")
-    print(f"ops that torch ran, for want of a kernel: {', '.join(backend.ran_in_torch()) or 'none'}")
+    print(f"ops that fell back to torch: {', '.join(backend.ran_in_torch()) or 'none'}")
 
 
 def _say(phase: str, done: int, total: int) -> None:

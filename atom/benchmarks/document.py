@@ -1,4 +1,4 @@
-"""docs/benchmarks.md: every kept result, with its command, hardware, software and date."""
+"""docs/benchmarks.md: every recorded result, with its command, hardware, software and date."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -22,26 +22,26 @@ _TITLES = {
     "latency": ("Latency", "One batch after another, offline: `make bench-latency`."),
     "kernels": (
         "Kernels",
-        "Each op with each provider, `make bench-kernels`: *of roofline* is the least time that its bytes "
-        "or its operations take, at the rates that the device's own copy and matrix product were measured "
-        "at, over the time that it took.",
+        "Each op with each provider, `make bench-kernels`: *of roofline* is the least time for its bytes "
+        "or its operations, at the measured rates of the device's own copy and GEMM, divided by the time "
+        "that it took.",
     ),
     "scheduler": (
         "Scheduler",
-        "What the engine core takes for a step without a model: `make bench-scheduler`.",
+        "The engine core's time for a step, without a model: `make bench-scheduler`.",
     ),
     "accuracy": ("Accuracy", "lm-eval on the server and on transformers: `make accuracy`, docs/accuracy.md."),
 }
 
 
 def write_document(folder: Path, path: Path) -> None:
-    """Raises BenchmarkError or SettingsError for a file in the folder that is no result."""
+    """Raises BenchmarkError or SettingsError for a file in the folder that is not a result."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(document(folder), encoding="utf-8")
 
 
 def document(folder: Path) -> str:
-    """Everything that the folder keeps."""
+    """The whole page, from all results in the folder."""
     gpu: dict[str, Content] = {}
     records: list[Record] = []
     for path in sorted(folder.glob("*.json")):
@@ -76,7 +76,7 @@ def _record(record: Record) -> str:
 
 
 def _table(columns: list[str], rows: Iterable[list[str]], words: int = 1) -> str:
-    """The first `words` columns are words, the others numbers."""
+    """The first `words` columns are text, the others numbers."""
     rule = ["---"] * words + ["---:"] * (len(columns) - words)
     return "\n".join("| " + " | ".join(row) + " |" for row in (columns, rule, *rows))
 

@@ -1,9 +1,9 @@
-"""The engine on a GPU, beside vLLM's recorded figures and what the hardware allows.
+"""The engine on a GPU, compared with vLLM's recorded figures and with the hardware's limits.
 
     python -m atom.benchmarks.gpu --models Qwen3-0.6B --rows batch-1 batch-64
 
-Runs every row of every model, unless its result is there already, and writes docs/benchmarks.md.
-Engine flags are passed on (--enforce-eager, ...); weights are random unless --no-load-dummy.
+Runs every row of every model that has no result yet, and writes docs/benchmarks.md. Engine flags
+are passed on (--enforce-eager, ...); weights are random unless --no-load-dummy.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from atom.config.fields import ConfigError
 from atom.utils.process import spawn
 
 _SHIPPED = Path(__file__).with_name("models")
-# The small one first: what is broken shows after seconds.
+# The smallest first, so that errors show within seconds.
 _MODELS = ("Qwen3-0.6B", "Qwen3-8B", "Llama-3.1-8B")
 _OPTIONS: dict[str, Any] = {
     "load_dummy": True,
@@ -39,8 +39,8 @@ _STOP_S = 20.0
 
 
 @dataclass(frozen=True)
-class GenerateRequest:
-    """One model and what is asked of it."""
+class ModelRun:
+    """The rows to measure of one model, with its options."""
 
     file: ResultFile
     path: str
@@ -49,9 +49,9 @@ class GenerateRequest:
     shrink: int
 
     def starts(self) -> list[list[str]]:
-        """The rows that are left, as one list for each start of the engine.
+        """The rows to measure, one list for each start of the engine.
 
-        A start that is to show warm caches needs one before it, which is a row of its own.
+        A start with warm caches needs a start before it, which is also a row.
         """
         content = self.file.read()
         left = [name for name in self.rows if content is None or name not in content.rows]
@@ -61,12 +61,12 @@ class GenerateRequest:
 
 
 def main() -> None:
-    """Measure, print the table, write the document; exit status 1 when a row is missing."""
+    """Measure, print the table, write the document; exit status 1 if a row is missing."""
     args = _parser().parse_args()
     try:
-        jobs = _jobs(args)
-        failures = [] if args.document_only else _measure(jobs, args.time_limit, args.fresh)
-        results = {job.file.model: content for job in jobs if (content := job.file.read()) is not None}
+        runs = _runs(args)
+        failures = [] if args.document_only else _measure(runs, args.time_limit, args.fresh)
+        results = {run.file.model: content for run in runs if (content := run.file.read()) is not None}
         print(terminal_table(results))
         if results:
             write_document(args.results, args.document)
@@ -84,15 +84,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--results", type=Path, default=Path("docs/benchmarks"), help="folder of the JSON results")
     add("--document", type=Path, default=Path("docs/benchmarks.md"), help="file to write")
     add("--document-only", action="store_true", help="measure nothing, write from the results")
-    add("--fresh", action="store_true", help="measure rows again that are there")
+    add("--fresh", action="store_true", help="measure all rows again")
     add("--time-limit", type=float, default=480.0, help="seconds for one model")
     add("--shrink", type=int, default=1, help="divide requests and lengths, to try the script")
     EngineArgs.add_cli_args(parser)
     return parser
 
 
-def _jobs(args: argparse.Namespace) -> list[GenerateRequest]:
-    """Raises ConfigError for what cannot be, before anything starts."""
+def _runs(args: argparse.Namespace) -> list[ModelRun]:
+    """Raises ConfigError for invalid arguments, before anything starts."""
     args = with_environment(args)
     given = explicit_fields(args)
     if "model" in given:
@@ -101,9 +101,7 @@ def _jobs(args: argparse.Namespace) -> list[GenerateRequest]:
         raise ConfigError(f"--shrink {args.shrink}: at least 1")
     options = _OPTIONS | {name: getattr(args, name) for name in sorted(given)}
     return [
-        GenerateRequest(
-            ResultFile(args.results, Path(name).name), _directory(name), options, args.rows, args.shrink
-        )
+        ModelRun(ResultFile(args.results, Path(name).name), _directory(name), options, args.rows, args.shrink)
         for name in args.models
     ]
 
@@ -118,40 +116,40 @@ def _directory(model: str) -> str:
     return str(path.resolve())
 
 
-def _measure(jobs: list[GenerateRequest], time_limit_s: float, fresh: bool) -> list[str]:
-    """Run every job; returns why some have no results."""
+def _measure(runs: list[ModelRun], time_limit_s: float, fresh: bool) -> list[str]:
+    """Run every run; returns the reasons why rows are missing."""
     failures = []
-    for job in jobs:
+    for run in runs:
         if fresh:
-            job.file.forget(set(job.rows))
-        job.file.check_options(job.options, job.shrink)
+            run.file.remove(set(run.rows))
+        run.file.check_options(run.options, run.shrink)
         deadline = time.monotonic() + time_limit_s
         try:
-            for rows in job.starts():
-                _start(job, rows, deadline)
+            for rows in run.starts():
+                _start(run, rows, deadline)
         except BenchmarkError as error:
             failures.append(str(error))
     return failures
 
 
-def _start(job: GenerateRequest, rows: list[str], deadline: float) -> None:
+def _start(run: ModelRun, rows: list[str], deadline: float) -> None:
     """One start of the engine. Raises BenchmarkError when it fails or takes too long."""
-    model = job.file.model
+    model = run.file.model
     print(f"{model}  starting for {', '.join(_in_order(rows)) or 'warm caches'}", flush=True)
     launch = Launch(
         model,
-        job.path,
-        job.options,
-        str(job.file.directory),
+        run.path,
+        run.options,
+        str(run.file.directory),
         _in_order(rows),
-        job.shrink,
+        run.shrink,
         time.monotonic(),
     )
     process = spawn("atom.benchmarks.gpu_run", launch)
     try:
         status = process.wait(max(deadline - time.monotonic(), 0.0))
     except subprocess.TimeoutExpired:
-        text = "out of time; what was measured is kept, run again for the rest"
+        text = "out of time; finished rows are stored, run again for the rest"
         raise BenchmarkError(f"{model}: {text}") from None
     finally:
         _stop(process)
@@ -160,12 +158,12 @@ def _start(job: GenerateRequest, rows: list[str], deadline: float) -> None:
 
 
 def _in_order(rows: list[str]) -> list[str]:
-    """A ready row is known first."""
+    """The rows with those of the start first, which are measured first."""
     return sorted(rows, key=lambda name: ROWS[name].figure is not Figure.READY)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End it if it still runs; its engine ends with it."""
+    """Stop the process if it still runs, and its engine with it."""
     if process.poll() is None:
         process.terminate()
         try:

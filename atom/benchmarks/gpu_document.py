@@ -1,6 +1,6 @@
-"""The GPU benchmark's results for people: the table on the terminal, and its part of docs/benchmarks.md.
+"""The GPU benchmark's results as text: a table on the terminal and a section of docs/benchmarks.md.
 
-Figures of others, floors and marks stand in recorded.json, with where they come from.
+Other engines' figures, floors and targets are in recorded.json, with their sources.
 """
 
 import shlex
@@ -19,7 +19,7 @@ _RECORDED = Path(__file__).with_name("recorded.json")
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """How another engine's figures were made."""
+    """How another engine's figures were measured."""
 
     version: str
     date: str
@@ -29,7 +29,7 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class Floors(msgspec.Struct, frozen=True):
-    """The rates that no engine can beat on the hardware of the floors."""
+    """The hardware's rates that give the floors."""
 
     read_gb_per_s: float
     matmul_tflops: float
@@ -37,17 +37,17 @@ class Floors(msgspec.Struct, frozen=True):
 
 
 class Beside(msgspec.Struct, frozen=True):
-    """What stands beside one figure, in the same unit."""
+    """What one figure is compared with, in the same unit."""
 
     vllm: float | None = None
     floor: float | None = None
     mark: float | None = None
-    """What this engine is to reach."""
+    """This engine's target."""
     aim: float | None = None
 
 
 class Recorded(msgspec.Struct, frozen=True):
-    """recorded.json: `models` holds a Beside for each row's name."""
+    """recorded.json: `models` maps row names to a Beside."""
 
     vllm: Peer
     floors: Floors
@@ -56,7 +56,7 @@ class Recorded(msgspec.Struct, frozen=True):
 
 @cache
 def recorded() -> Recorded:
-    """The figures that are data."""
+    """The figures of recorded.json."""
     return msgspec.json.decode(_RECORDED.read_bytes(), type=Recorded)
 
 
@@ -76,7 +76,7 @@ def terminal_table(results: dict[str, Content]) -> str:
 
 
 def gpu_section(results: dict[str, Content]) -> str:
-    """The part of docs/benchmarks.md that shows the results by model."""
+    """The section of docs/benchmarks.md with the results by model."""
     about = recorded()
     parts = [
         "## Offline engine on a GPU",
@@ -93,15 +93,14 @@ def gpu_section(results: dict[str, Content]) -> str:
 
 _HEADER = ["ATOM", "unit", "vLLM", "ATOM against vLLM", "floor", "mark"]
 _INTRODUCTION = """\
-Offline engine, prompts of random token ids that are new in every repetition, greedy, end of sequence
-ignored. One untimed run of the same shape comes before each row; the wall clock around
-`LLMEngine.generate` is taken, and medians are shown (of 3, prefill of 2, first token of 5).
-*requests x prompt tokens/generated tokens* names a workload. A step's time is the difference of
-two runs, (T(n tokens) - T(1 token)) / (n - 1); throughput counts generated tokens over the whole time,
-prompts included. With random weights nothing is read from a disk and the text means nothing: these
-checkpoints have no tokenizer, so that no text is made, where vLLM's figures include it. *Engine ready*
-is the time from the start of the process to the first request that it could take; with warm caches it
-is a second start on the same machine."""
+Offline engine, greedy, end of sequence ignored; prompts are random token ids, different in every
+repetition. One untimed run of the same shape comes before each row. The time is the wall clock around
+`LLMEngine.generate`; figures are medians (of 3, prefill of 2, first token of 5). A workload is named
+*requests x prompt tokens/generated tokens*. A step's time is the difference of two runs,
+(T(n tokens) - T(1 token)) / (n - 1); throughput counts generated tokens over the whole time, prompts
+included. With random weights nothing is read from disk; these checkpoints have no tokenizer, so no text
+is detokenized, where vLLM's figures include it. *Engine ready* is the time from the start of the process
+until it can take a request; with warm caches it is a second start on the same machine."""
 
 
 def _section(model: str, content: Content) -> str:
@@ -110,7 +109,7 @@ def _section(model: str, content: Content) -> str:
         f"- Hardware: {settings.hardware}",
         f"- Software: {settings.software}",
         f"- Command: `{_command(model, settings.options, settings.shrink)}`",
-        "- A single row: the same with `--rows NAME --fresh`",
+        "- For a single row add `--rows NAME --fresh`",
     ]
     if settings.shrink != 1:
         facts.append(

@@ -1,7 +1,6 @@
-"""The GPU benchmark's results: one JSON file for each model, written anew after every row.
+"""The GPU benchmark's results: one JSON file for each model, written after every row.
 
-Rows of one file were all measured under the same settings; a start under others is refused, so
-that a table never mixes them.
+All rows of a file have the same settings; measuring with other settings is refused.
 """
 
 import datetime
@@ -15,7 +14,7 @@ from atom.benchmarks.gpu_rows import Measured
 
 
 class SettingsError(ValueError):
-    """Results of other settings are in the way; one line that says what to do."""
+    """The file has results of other settings; the message says what to do."""
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -29,14 +28,14 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What the figures depend on."""
+    """The settings that the figures depend on."""
 
     hardware: str
     software: str
     options: dict[str, Any]
-    """Engine options by field name, the model apart."""
+    """Engine options by field name, without the model."""
     shrink: int = 1
-    """Requests and lengths were divided by it; the figures mean nothing unless it is 1."""
+    """Divisor of requests and lengths; the figures are valid only if it is 1."""
 
 
 class Content(msgspec.Struct):
@@ -58,7 +57,7 @@ class ResultFile:
         return self.directory / f"{self.model}.json"
 
     def read(self) -> Content | None:
-        """None when nothing was measured; SettingsError for a file that is not ours."""
+        """The stored results, or None; raises SettingsError for an invalid file."""
         if not self.path.exists():
             return None
         try:
@@ -67,14 +66,14 @@ class ResultFile:
             raise SettingsError(f"{self.path} holds no results of this benchmark: {error}") from None
 
     def check_options(self, options: dict[str, Any], shrink: int) -> None:
-        """Raise SettingsError when what is there was measured with other options."""
+        """Raise SettingsError if the stored results have other options."""
         content = self.read()
         if content is None or (content.settings.options, content.settings.shrink) == (options, shrink):
             return
         raise SettingsError(self._other("options", content.settings.options, options))
 
     def add(self, settings: Settings, name: str, measured: Measured) -> None:
-        """Write one row beside those that are there; raises SettingsError for other settings."""
+        """Add one row to the file; raises SettingsError for other settings."""
         content = self.read() or Content(settings)
         for field in ("hardware", "software", "options", "shrink"):
             there, here = getattr(content.settings, field), getattr(settings, field)
@@ -91,8 +90,8 @@ class ResultFile:
         partial.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
         partial.replace(self.path)
 
-    def forget(self, names: set[str]) -> None:
-        """Drop these rows; the file goes with its last one."""
+    def remove(self, names: set[str]) -> None:
+        """Remove these rows, and the file with its last row."""
         if (content := self.read()) is None:
             return
         content.rows = {name: entry for name, entry in content.rows.items() if name not in names}
@@ -104,5 +103,5 @@ class ResultFile:
     def _other(self, field: str, there: object, here: object) -> str:
         return (
             f"{self.path} was measured with other {field} ({there}, now {here}): "
-            "choose another folder with --results, or measure every row anew with --fresh"
+            "choose another folder with --results, or measure every row again with --fresh"
         )

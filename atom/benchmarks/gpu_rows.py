@@ -1,6 +1,6 @@
-"""The rows of the GPU benchmark: what each of them runs, and the arithmetic from times to figures.
+"""The rows of the GPU benchmark: their workloads, and the arithmetic from times to figures.
 
-Nothing here knows an engine: a row is timed by whoever can run `requests` prompts of `input_len`
+Independent of the engine: a row is timed by a function that runs `requests` prompts of `input_len`
 tokens to `output_len` tokens each.
 """
 
@@ -14,16 +14,16 @@ Timer = Callable[[int, int, int], float]
 
 
 class Figure(StrEnum):
-    """What is made of the times, and in which unit it is given."""
+    """The kind of a row's figure, which decides its unit."""
 
     STEP = "ms/step"
-    """(T(output_len) - T(1)) / (output_len - 1): decode steps without the prompts."""
+    """(T(output_len) - T(1)) / (output_len - 1): a decode step, without the prompts."""
     OUTPUT = "output tok/s"
-    """All generated tokens over the whole time, prompts included."""
+    """Generated tokens over the whole time, prompts included."""
     PROMPT = "prompt tok/s"
     FIRST_TOKEN = "ms"
     READY = "s"
-    """From the start of the process to the first request that it could take."""
+    """From the start of the process until it can take a request."""
 
     @property
     def less_is_better(self) -> bool:
@@ -43,7 +43,7 @@ class Row:
     repetitions: int = 3
 
     def shrunk(self, divisor: int) -> "Row":
-        """The same with fewer and shorter requests, to try the script on a slow machine."""
+        """The row with fewer and shorter requests, to test the script on a slow machine."""
         if self.figure is Figure.READY or divisor == 1:
             return self
         return replace(
@@ -56,13 +56,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Measured:
-    """A figure and the times that it was made of."""
+    """A figure and the times that it was computed from."""
 
     value: float
     seconds: list[float]
     """One for each repetition."""
     prompt_seconds: list[float]
-    """The same with a single token generated, where that was taken off."""
+    """Times with a single generated token, where these are subtracted."""
 
 
 READY_FIRST = Row("ready-first", "engine ready, first start of this run", Figure.READY)
@@ -82,7 +82,7 @@ ROWS = {row.name: row for row in (*TIMED, READY_FIRST, READY)}
 
 
 def measure(row: Row, seconds: Timer) -> Measured:
-    """Run a timed row: once untimed in the same shape, then the repetitions."""
+    """Run a row: one untimed run of the same shape, then the repetitions."""
     seconds(row.requests, row.input_len, row.output_len)
     whole, prompts = [], []
     for _ in range(row.repetitions):
@@ -109,12 +109,12 @@ def figure_of(row: Row, whole: list[float], prompts: list[float]) -> float:
 
 
 def shown(row: Row, value: float) -> str:
-    """`value` with as many digits as it deserves."""
+    """`value` with a sensible number of digits."""
     if not row.figure.less_is_better:
         return f"{value:,.0f}"
     return f"{value:.1f}" if row.figure in (Figure.READY, Figure.FIRST_TOKEN) else f"{value:.3f}"
 
 
 def unit(row: Row) -> str:
-    """The unit, as a reader of the table names it."""
+    """The unit in the table."""
     return "ms/token" if row.figure is Figure.STEP and row.requests == 1 else row.figure.value

@@ -1,7 +1,7 @@
-"""`python -m atom.benchmarks.gpu_run`: one start of one model, and the rows that it measures.
+"""`python -m atom.benchmarks.gpu_run`: one start of one model, and the rows measured with it.
 
-Started by `atom.benchmarks.gpu`, in a process of its own: what a row leaves behind on the device
-cannot reach another model, and the time from the process's start to a ready engine is a row too.
+Started by `atom.benchmarks.gpu` as a process, so that models do not share device memory, and
+because the time from the process's start to a ready engine is a row too.
 """
 
 import signal
@@ -24,7 +24,7 @@ _TERMINATED = 143
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """What one start is to do."""
+    """The rows and options of one start."""
 
     model: str
     path: str
@@ -32,10 +32,10 @@ class Launch(msgspec.Struct, frozen=True):
     options: dict[str, Any]
     results: str
     rows: list[str]
-    """A ready row, if any, is the time of this start."""
+    """A row of Figure.READY is the time of this start."""
     shrink: int
     started: float
-    """time.monotonic() of the moment that the process was asked for."""
+    """time.monotonic() when the process was started."""
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def run(launch: Launch) -> None:
-    """Raises RuntimeError or ValueError for an engine that cannot start or that fails."""
+    """Raises RuntimeError or ValueError if the engine cannot start or fails."""
     file = ResultFile(Path(launch.results), launch.model)
     with LLMEngine(model=launch.path, **launch.options) as engine:
         ready = time.monotonic() - launch.started
@@ -62,14 +62,14 @@ def run(launch: Launch) -> None:
 
 
 class EngineTimer:
-    """Times greedy requests with random prompts, other ones in every call."""
+    """Times greedy requests with random prompts, different in every call."""
 
     def __init__(self, engine: LLMEngine):
         self._engine = engine
         self._draw = np.random.default_rng(0)
 
     def __call__(self, requests: int, input_len: int, output_len: int) -> float:
-        """Seconds until every request has `output_len` tokens; RuntimeError if one has not."""
+        """Seconds until every request has `output_len` tokens; RuntimeError if one ends earlier."""
         prompts = random_prompts(self._engine, self._draw, requests, input_len)
         return timed(self._engine, prompts, [fixed_length(output_len, temperature=0.0)] * requests).seconds
 

@@ -1,7 +1,7 @@
-"""How long calls take on a device, and what the device can do at best.
+"""Times calls on a device, and measures the device's roofline.
 
-Calls that work on more bytes than the caches hold are given several sets of arguments in turn, so
-that weights are read from memory, as in a model; small ones find theirs in the caches, as there.
+Large calls get several sets of arguments in turn, so that weights are read from memory as in a
+model; the arguments of small calls stay in the caches, as in a model.
 """
 
 import statistics
@@ -28,22 +28,22 @@ class Timing:
     median: float
     best: float
     how: str
-    """call: on the host's clock; graph: replayed by the device; launches: queued one by one."""
+    """call: by the host's clock; graph: replays of a captured graph; launches: queued launches."""
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """The rates of the device's own copy and matrix product."""
+    """The rates of the device's own copy and GEMM."""
 
     bytes_per_s: float
     flops_per_s: float
 
     def floor(self, moved: float, flops: float) -> float:
-        """Seconds that such work takes at least."""
+        """Least seconds for this work."""
         return max(moved / self.bytes_per_s, flops / self.flops_per_s)
 
     def bound(self, moved: float, flops: float) -> str:
-        """What the floor comes from."""
+        """Which rate gives the floor."""
         return "compute" if flops / self.flops_per_s > moved / self.bytes_per_s else "memory"
 
 
@@ -55,7 +55,7 @@ class Clock:
         self._budget_s = budget_s
 
     def time(self, calls: Sequence[Call]) -> Timing:
-        """The calls do the same on different arguments; each runs once untimed."""
+        """Time of one call; the calls differ only in their arguments, and each runs once untimed."""
         if self._device.type == "cpu":
             return self._on_host(calls)
         return self._on_gpu(calls)
@@ -86,7 +86,7 @@ class Clock:
         return Timing(statistics.median(rounds), min(rounds), "graph" if replay else "launches")
 
     def _rounds(self, body: Call) -> list[float]:
-        """Seconds of rounds between two events."""
+        """Seconds of rounds, by events."""
         taken: list[float] = []
         ends = time.perf_counter() + self._budget_s
         while len(taken) < _FEWEST_ROUNDS or (time.perf_counter() < ends and len(taken) < _MOST_ROUNDS):
@@ -100,7 +100,7 @@ class Clock:
 
 
 def _waits(body: Call) -> bool:
-    """Whether the host waits for the device in it, which no graph can hold."""
+    """Whether the call synchronises, which a graph cannot capture."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -114,7 +114,7 @@ def _waits(body: Call) -> bool:
 
 
 def _recorded(body: Call) -> Call | None:
-    """What replays it; None for calls that the driver lets no graph hold."""
+    """A replay of the captured call; None if it cannot be captured."""
     try:
         return GraphRecorder()(body, "timed")[0]
     except torch.OutOfMemoryError:
@@ -124,20 +124,20 @@ def _recorded(body: Call) -> Call | None:
 
 
 def measure_roofline(clock: Clock, device: torch.device, dtype: torch.dtype) -> Roofline:
-    """Copy a large tensor, and multiply two large matrices: the best of some tries."""
-    return Roofline(_copy_rate(clock, device), _product_rate(clock, device, dtype))
+    """The rates of a large copy and a large GEMM, each the best of several runs."""
+    return Roofline(_copy_rate(clock, device), _gemm_rate(clock, device, dtype))
 
 
 def _copy_rate(clock: Clock, device: torch.device) -> float:
-    """Bytes read and written a second."""
+    """Bytes read and written per second."""
     source = torch.ones(1 << (26 if device.type == "cpu" else 29), dtype=torch.int16, device=device)
     target = torch.empty_like(source)
     best = clock.time([lambda: target.copy_(source)]).best
     return 2 * source.numel() * source.element_size() / best
 
 
-def _product_rate(clock: Clock, device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations a second."""
+def _gemm_rate(clock: Clock, device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations per second."""
     width = 1536 if device.type == "cpu" else 8192
     a, b = torch.randn(2, width, width, device=device).to(dtype)
     return 2 * width**3 / clock.time([lambda: torch.mm(a, b)]).best

@@ -1,4 +1,4 @@
-"""What the calls of a kernel benchmark are made of."""
+"""Arguments of the calls of a kernel benchmark."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,30 +30,30 @@ class Inputs:
         """int64."""
         return torch.randint(0, limit, shape, device=self.device, generator=self.generator)
 
-    def turns(self, tokens: int, width: int, interleaved: bool = False) -> tuple[Tensor, Tensor]:
-        """A rotation for each token."""
+    def rotation(self, tokens: int, width: int, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+        """RoPE cosines and sines for each token."""
         angles = self.normal(tokens, 1, width // 2, dtype=torch.float32)
         return rotation(angles.cos(), angles.sin(), interleaved)
 
 
 @dataclass(frozen=True)
 class Work:
-    """One call of an op."""
+    """One call of an op, with its cost."""
 
     label: str
     make: Callable[[Inputs], tuple[Any, ...]]
     flops: float | None = 0.0
-    """None: not known, and nor are the bytes: it gets a time alone."""
+    """Floating-point operations; None: the cost is unknown, and only the time is reported."""
     moved: float | None = None
-    """Bytes; None: every argument is read whole, and every result written."""
+    """Bytes moved; None: all bytes of the arguments and results."""
 
 
 def slots_of(step: StepShape, inputs: Inputs) -> Tensor:
-    """Where the step's new tokens are kept, int64 [T]."""
+    """Cache slots of the step's new tokens, int64 [T]."""
     return torch.from_numpy(step.slots()).to(inputs.device)
 
 
 def plan_of(step: StepShape, inputs: Inputs) -> AttentionPlan:
-    """What the step's rows attend to."""
+    """The attention plan of the step."""
     new, context = (np.full(step.rows, count, np.int32) for count in (step.new, step.context))
     return plan_attention(new, context, step.block_table(), inputs.device)

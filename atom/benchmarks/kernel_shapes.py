@@ -1,4 +1,4 @@
-"""The shapes that a model calls the ops in, step by step."""
+"""The shapes of a model's op calls in a step."""
 
 import json
 from collections.abc import Mapping
@@ -23,23 +23,23 @@ class LatentShape:
     """The widths of latent attention."""
 
     query: int | None
-    """Of the queries' latent; None: they have none."""
+    """Width of the queries' latent; None: queries have none."""
     latent: int
-    """Of the keys' and values'."""
+    """Width of the latent of keys and values."""
     nope: int
-    """Of a query, from its latent."""
+    """Features of a query without RoPE."""
     rope: int
-    """Of a query and a key, turned."""
+    """Features of a query and a key with RoPE."""
     value: int
 
     @property
     def row(self) -> int:
-        """Numbers of a token in the cache."""
+        """Features of a cache row."""
         return self.latent + self.rope
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "LatentShape | None":
-        """None for a model that keeps keys and values; KeyError for a size that is missing."""
+        """None for a model without latent attention; KeyError for a missing size."""
         if "kv_lora_rank" not in config:
             return None
         return cls(
@@ -53,17 +53,17 @@ class LatentShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder, as one worker has them."""
+    """The sizes of a decoder on one worker."""
 
     hidden: int
     heads: int
     kv_heads: int
     head_dim: int
     features: int
-    """Of half a gated projection."""
+    """Features of half a gated projection."""
     vocab: int
     head_norms: bool = False
-    """Whether queries and keys are normalised."""
+    """Whether query and key heads have norms."""
     experts: int = 0
     chosen: int = 0
     """Experts of each token."""
@@ -72,12 +72,12 @@ class ModelShape:
 
     @property
     def qkv(self) -> int:
-        """Features of the fused projection."""
+        """Output features of the QKV projection."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
-        """From a config.json; KeyError for a size that it lacks."""
+        """From a config.json; KeyError for a missing size."""
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         names = ("num_local_experts", "num_experts", "n_routed_experts")
         experts = next((config[name] for name in names if config.get(name)), 0)
@@ -97,7 +97,7 @@ class ModelShape:
 
 
 def model_shape(model: str) -> ModelShape:
-    """Of a shipped configuration by its name, or of a directory with config.json; BenchmarkError else."""
+    """The shape of a shipped configuration or a directory with config.json; raises BenchmarkError."""
     path = (_SHIPPED / model if model in MODELS else Path(model)) / "config.json"
     if not path.is_file():
         raise BenchmarkError(
@@ -111,12 +111,12 @@ def model_shape(model: str) -> ModelShape:
 
 @dataclass(frozen=True)
 class StepShape:
-    """One step: rows that each bring new tokens, which are the last ones of their context."""
+    """One step: `rows` rows of `new` tokens each, the last ones of a context of `context` tokens."""
 
     name: str
     rows: int
     new: int
-    """Tokens of each row."""
+    """Context tokens of each row."""
     context: int
 
     @property
@@ -125,7 +125,7 @@ class StepShape:
 
     @property
     def seen(self) -> int:
-        """Pairs of a new token and a token that it attends to."""
+        """Pairs of a query token and a token that it attends to."""
         before = self.context - self.new
         return self.rows * (self.new * before + self.new * (self.new + 1) // 2)
 
@@ -140,7 +140,7 @@ class StepShape:
         return table.reshape(self.rows, self.blocks_per_row)
 
     def slots(self) -> NDArray[np.int64]:
-        """Where the new tokens' keys and values go, [tokens]."""
+        """Cache slots of the new tokens, [tokens]."""
         at = np.arange(self.context - self.new, self.context)
         slots: NDArray[np.int64] = self.block_table()[:, at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
         return slots.astype(np.int64).ravel()

@@ -1,7 +1,7 @@
-"""What each op is called with by a model, and what that work is in bytes and floating-point operations.
+"""The arguments of a model's op calls, with their bytes and floating-point operations.
 
-Bytes are those that cannot be avoided: every number that is needed is read once, every result is
-written once. T tokens, R rows that draw, and the rest as in `atom_ops`.
+Bytes are the minimum: every needed value is read once, every result written once. Shape suffixes
+as in `atom_ops`.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from atom.benchmarks.kernel_inputs import Inputs, Work, plan_of, slots_of
 from atom.benchmarks.kernel_shapes import BLOCK_SIZE, ModelShape, StepShape
-from atom.benchmarks.latent_work import LATENT_WORKS, latent_products
+from atom.benchmarks.latent_work import LATENT_WORKS, latent_gemms
 from atom_ops import (
     AttentionRule,
     ExpertWeights,
@@ -34,7 +34,7 @@ _POSITIONS = 8192
 
 
 def works(op: Op[..., Any], model: ModelShape, step: StepShape, dtype: torch.dtype) -> list[Work]:
-    """The calls of one op in one step; an op whose shapes no model gives has its own test table's."""
+    """The calls of one op in one step; an op without model shapes uses its test cases."""
     table = _WORKS.get(op.name)
     if model.latent and op.name in _OF_KEYS_AND_VALUES:
         table = None
@@ -44,7 +44,7 @@ def works(op: Op[..., Any], model: ModelShape, step: StepShape, dtype: torch.dty
 
 
 def bytes_of(value: Any) -> int:
-    """Of all tensors in arguments or results."""
+    """Bytes of all tensors in arguments or results."""
     return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(value))
 
 
@@ -67,7 +67,7 @@ def _from_case(make: Callable[[torch.dtype, torch.Generator], tuple[Any, ...]]) 
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """The same with every tensor on `device`."""
+    """The value with every tensor moved to `device`."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, tuple):
@@ -80,15 +80,15 @@ def _moved(value: Any, device: torch.device) -> Any:
     return value
 
 
-def _products(model: ModelShape) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of a layer's products, by their names."""
-    products = latent_products(model) or {
+def _gemms(model: ModelShape) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of a layer's GEMMs, by name."""
+    gemms = latent_gemms(model) or {
         "qkv": (model.hidden, model.qkv),
         "o": (model.heads * model.head_dim, model.hidden),
     }
     if model.experts:
-        return products | {"router": (model.hidden, model.experts)}
-    return products | {"gate_up": (model.hidden, 2 * model.features), "down": (model.features, model.hidden)}
+        return gemms | {"router": (model.hidden, model.experts)}
+    return gemms | {"gate_up": (model.hidden, 2 * model.features), "down": (model.features, model.hidden)}
 
 
 def _linear(model: ModelShape, step: StepShape, size: int) -> list[Work]:
@@ -99,7 +99,7 @@ def _linear(model: ModelShape, step: StepShape, size: int) -> list[Work]:
             2.0 * tokens * inputs * outputs,
         )
 
-    found = [work(name, step.tokens, *shape) for name, shape in _products(model).items()]
+    found = [work(name, step.tokens, *shape) for name, shape in _gemms(model).items()]
     return [*found, work("lm_head", step.rows, model.hidden, model.vocab, None, torch.float32)]
 
 
@@ -115,10 +115,8 @@ def _add_norm_linear(model: ModelShape, step: StepShape, size: int) -> list[Work
         moved = size * (4 * tokens * hidden + hidden + hidden * outputs + tokens * outputs)
         return Work(f"{name} {tokens}x{hidden}x{outputs}", make, 2.0 * tokens * hidden * outputs, moved)
 
-    products = _products(model)
-    return [
-        work(name, products[name][1]) for name in ("qkv", "qkv_a", "q_kv_a", "gate_up") if name in products
-    ]
+    gemms = _gemms(model)
+    return [work(name, gemms[name][1]) for name in ("qkv", "qkv_a", "q_kv_a", "gate_up") if name in gemms]
 
 
 def _silu_and_mul_linear(model: ModelShape, step: StepShape, size: int) -> list[Work]:
@@ -171,7 +169,7 @@ def _rotary(model: ModelShape, step: StepShape, size: int) -> list[Work]:
     return [
         Work(
             f"{step.tokens}x{heads}x{width}",
-            lambda make: (make.normal(step.tokens, heads, width), *make.turns(step.tokens, width)),
+            lambda make: (make.normal(step.tokens, heads, width), *make.rotation(step.tokens, width)),
         )
     ]
 
@@ -188,7 +186,7 @@ def _rotation_at(model: ModelShape, step: StepShape, size: int) -> list[Work]:
 
 
 def _cache(model: ModelShape, step: StepShape, inputs: Inputs) -> KVLayer:
-    """Filled, with room for the step's rows and no more."""
+    """A filled cache of the size that the step's rows need."""
     blocks = step.rows * step.blocks_per_row
     cache = make_kv_layer(blocks, BLOCK_SIZE, model.kv_heads, model.head_dim, inputs.dtype, inputs.device)
     cache.kv.normal_(generator=inputs.generator)
@@ -218,7 +216,7 @@ def _projected(model: ModelShape, step: StepShape, inputs: Inputs) -> tuple[Any,
         norms = HeadNorms(inputs.normal(model.head_dim), inputs.normal(model.head_dim), _EPS)
     return (
         inputs.normal(step.tokens, model.qkv),
-        *inputs.turns(step.tokens, model.head_dim),
+        *inputs.rotation(step.tokens, model.head_dim),
         _cache(model, step, inputs),
         slots_of(step, inputs),
         norms,
@@ -226,7 +224,7 @@ def _projected(model: ModelShape, step: StepShape, inputs: Inputs) -> tuple[Any,
 
 
 def _projected_bytes(model: ModelShape, step: StepShape, size: int) -> int:
-    """A projection and its rotation are read; queries, keys and values are written."""
+    """Reads the projection, cosines and sines; writes queries, keys and values."""
     return step.tokens * (2 * model.qkv * size + 2 * model.head_dim * 4 + 8)
 
 
@@ -297,7 +295,7 @@ def _route(model: ModelShape, step: StepShape, size: int) -> list[Work]:
 
 
 def _experts(model: ModelShape, step: StepShape, size: int) -> list[Work]:
-    """Every token chooses at random: so many experts are expected to be read."""
+    """Tokens choose experts at random; the bytes are those of the expected number of experts."""
     if not model.experts:
         return []
     tokens, hidden, features = step.tokens, model.hidden, model.expert_features
@@ -373,5 +371,5 @@ _WORKS: dict[str, Callable[[ModelShape, StepShape, int], list[Work]]] = {
     **LATENT_WORKS,
 }
 _OF_KEYS_AND_VALUES = ("attend_projection", "paged_attention", "rotate_and_write_kv", "rotary", "write_kv")
-"""Ops that a model of latent attention does not call with whole heads."""
+"""Ops that a model with latent attention does not call."""
 assert _WORKS.keys() <= REGISTRY.keys()

@@ -1,11 +1,11 @@
-"""How long every op takes with each of its providers, and how far that is from what the device can do.
+"""Times every op with each of its providers, and compares it with the device's roofline.
 
     python -m atom.benchmarks.kernels --model Qwen3-0.6B --shapes decode-1 decode-64 prefill-1024
 
-First the device's own rates are measured: a copy's bytes a second, and a matrix product's operations
-a second. An op's floor is the time that its bytes or its operations take at these rates, whichever is
-longer; *of roofline* is that floor over the time it took. A read alone is faster than a copy, and
-caches are faster than memory, so more than 100 % can be seen.
+First the device's rates are measured: bytes per second of a copy, and operations per second of a GEMM.
+An op's floor is the time of its bytes or its operations at these rates, whichever is longer; *of
+roofline* is the floor divided by the op's time. It can exceed 100 %, because reads are faster than
+copies and caches faster than memory.
 """
 
 import argparse
@@ -35,8 +35,8 @@ _SHAPES = ("decode-1", "decode-64", "prefill-1024")
 
 
 @dataclass(frozen=True)
-class GenerateRequest:
-    """One provider, and one call of its op."""
+class KernelRun:
+    """One provider with one call of its op."""
 
     op: Op[..., Any]
     provider: Provider
@@ -55,10 +55,10 @@ def main() -> None:
         dtype = DTYPES[args.dtype or ("float32" if device.type == "cpu" else "bfloat16")]
         shape = model_shape(args.model)
         backend.resolve(device)
-        jobs = list(select(args.ops, shape, [STEPS[name] for name in args.shapes], dtype, device))
+        runs = list(select(args.ops, shape, [STEPS[name] for name in args.shapes], dtype, device))
         bench = Bench(device, dtype, Clock(device, args.seconds))
         print(bench.line(), flush=True)
-        rows = bench.run(jobs)
+        rows = bench.run(runs)
         gpus = [torch.cuda.get_device_name(device)] if device.type == "cuda" else []
         result = report("kernels", gpus, {"model": args.model, **bench.facts(), "rows": rows})
         print(text(result))
@@ -99,14 +99,14 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and not there:
         raise BenchmarkError("--device cuda: torch sees no GPU here; use --device cpu")
     if triton_impl.INTERPRETED:
-        raise BenchmarkError("TRITON_INTERPRET=1: an interpreted kernel's time means nothing; unset it")
+        raise BenchmarkError("TRITON_INTERPRET=1: the time of interpreted kernels is meaningless; unset it")
     return torch.device("cuda" if there and name != "cpu" else "cpu")
 
 
 def select(
     ops: list[str], model: ModelShape, steps: list[StepShape], dtype: torch.dtype, device: torch.device
-) -> Iterator[GenerateRequest]:
-    """Every provider that runs on the device with every call of its op; equal calls once."""
+) -> Iterator[KernelRun]:
+    """Every provider that runs on the device with every call of its op, without duplicates."""
     for name in sorted(ops):
         op = REGISTRY[name]
         seen: set[str] = set()
@@ -117,11 +117,11 @@ def select(
                 seen.add(work.label)
                 for provider in op.providers.values():
                     if provider.supported(device):
-                        yield GenerateRequest(op, provider, step, work)
+                        yield KernelRun(op, provider, step, work)
 
 
 class Bench:
-    """A device whose rates are known."""
+    """Measures on one device."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, clock: Clock):
         self._device = device
@@ -130,7 +130,7 @@ class Bench:
         self.roofline: Roofline = measure_roofline(clock, device, dtype)
 
     def line(self) -> str:
-        """The rates for people."""
+        """The device's rates as a line of text."""
         dtype, threads = str(self._dtype)[6:], torch.get_num_threads()
         where = f"CPU, {threads} threads" if self._device.type == "cpu" else torch.cuda.get_device_name()
         return (
@@ -139,7 +139,7 @@ class Bench:
         )
 
     def facts(self) -> dict[str, Any]:
-        """What every row depends on."""
+        """The facts of the report that all rows share."""
         return {
             "device": self._device.type,
             "dtype": str(self._dtype)[6:],
@@ -149,40 +149,40 @@ class Bench:
         }
 
     @torch.inference_mode()
-    def run(self, jobs: list[GenerateRequest]) -> list[dict[str, Any]]:
-        """A row for each job; none where the provider does not take it, or memory is too small."""
+    def run(self, runs: list[KernelRun]) -> list[dict[str, Any]]:
+        """A row for each run that the provider supports and that fits in memory."""
         rows = []
-        for job in tqdm(jobs, desc="kernels", leave=False, disable=None):
+        for one in tqdm(runs, desc="kernels", leave=False, disable=None):
             try:
-                row = self._row(job)
+                row = self._row(one)
             except torch.OutOfMemoryError:
-                print(f"left out: {job.op.name} {job.work.label}: no memory for it", file=sys.stderr)
+                print(f"left out: {one.op.name} {one.work.label}: out of memory", file=sys.stderr)
                 continue
             if row is not None:
                 rows.append(row)
         return rows
 
-    def _row(self, job: GenerateRequest) -> dict[str, Any] | None:
-        given = self._arguments(job)
-        mine = self._prepared(job, given)
-        if job.provider.supports is not None and not job.provider.supports(*mine):
+    def _row(self, one: KernelRun) -> dict[str, Any] | None:
+        given = self._arguments(one)
+        mine = self._prepared(one, given)
+        if one.provider.supports is not None and not one.provider.supports(*mine):
             return None
-        moved = job.work.moved
-        result = job.provider.function(*mine)
+        moved = one.work.moved
+        result = one.provider.function(*mine)
         if moved is None:
             moved = bytes_of(given) + bytes_of(result)
-        calls = self._calls(job, mine, moved)
+        calls = self._calls(one, mine, moved)
         timing = self._clock.time(calls)
         row = {
-            "op": job.op.name,
-            "provider": job.provider_name,
-            "step": job.step.name if job.work.flops is not None else "",
-            "shape": job.work.label,
+            "op": one.op.name,
+            "provider": one.provider_name,
+            "step": one.step.name if one.work.flops is not None else "",
+            "shape": one.work.label,
             "microseconds": timing.median * 1e6,
             "best_microseconds": timing.best * 1e6,
             "timed": timing.how,
         }
-        flops = job.work.flops
+        flops = one.work.flops
         if flops is None:
             return row
         return row | {
@@ -193,26 +193,24 @@ class Bench:
             "of_roofline": self.roofline.floor(moved, flops) / timing.median,
         }
 
-    def _calls(
-        self, job: GenerateRequest, first: tuple[Any, ...], moved: float
-    ) -> list[Callable[[], object]]:
-        """The same call on as many arguments as it takes to leave the caches."""
+    def _calls(self, one: KernelRun, first: tuple[Any, ...], moved: float) -> list[Callable[[], object]]:
+        """The call with as many sets of arguments as exceed the caches."""
         size = max(moved, 1.0)
         room = torch.cuda.mem_get_info()[0] / 2 / size if self._device.type == "cuda" else _MOST_COPIES
         copies = int(min(_COLD_BYTES[self._device.type] // size, _MOST_COPIES, room))
-        sets = [first, *(self._prepared(job, self._arguments(job)) for _ in range(copies - 1))]
-        return [partial(job.provider.function, *arguments) for arguments in sets]
+        sets = [first, *(self._prepared(one, self._arguments(one)) for _ in range(copies - 1))]
+        return [partial(one.provider.function, *arguments) for arguments in sets]
 
-    def _arguments(self, job: GenerateRequest) -> tuple[Any, ...]:
+    def _arguments(self, one: KernelRun) -> tuple[Any, ...]:
         generator = torch.Generator(self._device).manual_seed(1)
-        return job.work.make(Inputs(self._dtype, self._device, generator))
+        return one.work.make(Inputs(self._dtype, self._device, generator))
 
-    def _prepared(self, job: GenerateRequest, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        return job.provider.prepare(*given) if job.provider.prepare else given
+    def _prepared(self, one: KernelRun, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return one.provider.prepare(*given) if one.provider.prepare else given
 
 
 def text(result: dict[str, Any]) -> str:
-    """The rows for people."""
+    """The result as a table of text."""
     widths = [
         max((len(row[key]) for row in result["rows"]), default=0) for key in ("op", "provider", "shape")
     ]

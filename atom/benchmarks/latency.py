@@ -1,9 +1,9 @@
-"""How long one batch of requests takes, offline: the whole of it, the first token, and each later one.
+"""Measures one batch of requests offline: the whole batch, the first token, and each later token.
 
     python -m atom.benchmarks.latency --model PATH --batch-size 8 --input-len 32 --output-len 128
 
-The requests of an iteration start together. Their prompts are random token ids, other ones in every
-iteration, so that nothing comes out of the prefix cache; tokens are drawn at temperature 1.
+The requests of an iteration start together. Prompts are new random token ids in every iteration, so that
+the prefix cache has none of them; tokens are sampled at temperature 1.
 """
 
 import argparse
@@ -39,22 +39,22 @@ def _parser() -> CommandLineParser:
     add("--input-len", type=positive, default=32, help="tokens of each prompt")
     add("--output-len", type=positive, default=128, help="tokens generated for each request")
     add("--batch-size", type=positive, default=8, help="requests that start together")
-    add("--n", type=positive, default=1, help="choices for each request")
-    add("--num-iters-warmup", type=not_negative, default=10, help="iterations that are not timed")
-    add("--num-iters", type=positive, default=30, help="iterations that are timed")
-    add("--seed", type=not_negative, default=0, help="of the prompts")
+    add("--n", type=positive, default=1, help="sequences per request")
+    add("--num-iters-warmup", type=not_negative, default=10, help="untimed iterations before")
+    add("--num-iters", type=positive, default=30, help="timed iterations")
+    add("--seed", type=not_negative, default=0, help="seed of the prompts")
     add_output_flag(group)
     return parser
 
 
 def measure(engine: LLMEngine, args: argparse.Namespace) -> list[Run]:
     """The timed iterations."""
-    draw = np.random.default_rng(args.seed)
+    rng = np.random.default_rng(args.seed)
     params = [fixed_length(args.output_len, args.n)] * args.batch_size
 
     def iterations(count: int, phase: str) -> list[Run]:
         return [
-            timed(engine, random_prompts(engine, draw, args.batch_size, args.input_len), params)
+            timed(engine, random_prompts(engine, rng, args.batch_size, args.input_len), params)
             for _ in trange(count, desc=phase, leave=False, disable=None)
         ]
 
@@ -63,7 +63,7 @@ def measure(engine: LLMEngine, args: argparse.Namespace) -> list[Run]:
 
 
 def figures(runs: list[Run], args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds: of whole batches, to first tokens, and from a token to the next of its request."""
+    """In seconds: whole batches, time to first token, time per later token."""
     latencies = [run.seconds for run in runs]
     sequences = [sequence for run in runs for sequence in run.sequences]
     return {
@@ -83,13 +83,13 @@ def figures(runs: list[Run], args: argparse.Namespace) -> dict[str, Any]:
 
 
 def percentiles(seconds: list[float]) -> dict[str, float]:
-    """By their number."""
+    """Values by percentile."""
     values = np.percentile(seconds, PERCENTILES)
     return {str(number): float(value) for number, value in zip(PERCENTILES, values, strict=True)}
 
 
 def text(result: dict[str, Any]) -> str:
-    """The figures for people."""
+    """The figures as a table."""
     rows = [
         ("whole batch", "avg_latency", "percentiles"),
         ("first token", "avg_ttft", "ttft_percentiles"),

@@ -1,4 +1,4 @@
-"""What the ops of latent attention are called with: as `kernel_work`, whose table this is part of."""
+"""The arguments of latent attention's ops; part of the table in `kernel_work`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,17 +7,17 @@ from atom.benchmarks.kernel_inputs import Inputs, Work, plan_of, slots_of
 from atom.benchmarks.kernel_shapes import BLOCK_SIZE, LatentShape, ModelShape, StepShape
 from atom_ops import LatentLayer, LatentNorms, make_latent_layer
 
-__all__ = ["LATENT_WORKS", "latent_products"]
+__all__ = ["LATENT_WORKS", "latent_gemms"]
 
 _EPS = 1e-6
 _RANKS = 8
-"""Heads of one rank of so many, beside all of them: products with few heads are another matter."""
+"""Tensor-parallel size whose number of heads is measured besides all heads."""
 
 Make = Callable[[Inputs], tuple[Any, ...]]
 
 
-def latent_products(model: ModelShape) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of a layer's products around attention; none for a model of another kind."""
+def latent_gemms(model: ModelShape) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of the GEMMs around latent attention, by name; empty for other models."""
     shape, heads = model.latent, model.heads
     if shape is None:
         return {}
@@ -31,7 +31,7 @@ def latent_products(model: ModelShape) -> dict[str, tuple[int, int]]:
 def _each_count(
     model: ModelShape, work: Callable[[LatentShape, int], tuple[Make, str, float, float]]
 ) -> list[Work]:
-    """The work of all heads, and of one rank's. `work` gives arguments, shape, operations and bytes."""
+    """The work for all heads and for one rank's; `work` returns arguments, shape, operations, bytes."""
     if model.latent is None:
         return []
     found = []
@@ -42,7 +42,7 @@ def _each_count(
 
 
 def _cache(shape: LatentShape, step: StepShape, inputs: Inputs) -> LatentLayer:
-    """Filled, with room for the step's rows and no more."""
+    """A filled cache of the size that the step's rows need."""
     blocks = step.rows * step.blocks_per_row
     cache = make_latent_layer(blocks, BLOCK_SIZE, shape.latent, shape.rope, inputs.dtype, inputs.device)
     cache.rows.normal_(generator=inputs.generator)
@@ -57,9 +57,9 @@ def _norm_and_write_latents(model: ModelShape, step: StepShape, size: int) -> li
 
     def make(inputs: Inputs) -> tuple[Any, ...]:
         norms = LatentNorms(inputs.normal(query), inputs.normal(shape.latent), _EPS)
-        turns = inputs.turns(tokens, shape.rope, interleaved=True)
+        cos_sin = inputs.rotation(tokens, shape.rope, interleaved=True)
         latents = inputs.normal(tokens, query + row)
-        return latents, norms, *turns, _cache(shape, step, inputs), slots_of(step, inputs), True
+        return latents, norms, *cos_sin, _cache(shape, step, inputs), slots_of(step, inputs), True
 
     moved = 2 * tokens * (query + row) * size + tokens * (8 * shape.rope + 8)
     return [Work(f"{tokens}x{query}+{row}", make, moved=moved)]
@@ -71,9 +71,9 @@ def _write_latent(model: ModelShape, step: StepShape, size: int) -> list[Work]:
         return []
 
     def make(inputs: Inputs) -> tuple[Any, ...]:
-        turns = inputs.turns(tokens, shape.rope, interleaved=True)
+        cos_sin = inputs.rotation(tokens, shape.rope, interleaved=True)
         rows, weight = inputs.normal(tokens, shape.row), inputs.normal(shape.latent)
-        return rows, weight, _EPS, *turns, _cache(shape, step, inputs), slots_of(step, inputs), True
+        return rows, weight, _EPS, *cos_sin, _cache(shape, step, inputs), slots_of(step, inputs), True
 
     moved = 2 * tokens * shape.row * size + tokens * (8 * shape.rope + 8)
     return [Work(f"{tokens}x{shape.row}", make, moved=moved)]
@@ -86,7 +86,7 @@ def _absorb_queries(model: ModelShape, step: StepShape, size: int) -> list[Work]
         def make(inputs: Inputs) -> tuple[Any, ...]:
             q = inputs.normal(tokens, heads, shape.nope + shape.rope)
             expansion = inputs.weight(heads * shape.nope, shape.latent).view(heads, shape.nope, -1)
-            return q, expansion, *inputs.turns(tokens, shape.rope, interleaved=True), True
+            return q, expansion, *inputs.rotation(tokens, shape.rope, interleaved=True), True
 
         numbers = heads * shape.nope * shape.latent
         moved = numbers * size + tokens * heads * (shape.nope + shape.rope + shape.row) * size

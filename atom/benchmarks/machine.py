@@ -1,4 +1,4 @@
-"""What a figure was measured on: the hardware, and the versions of what computed."""
+"""Hardware and software that a figure was measured on."""
 
 import os
 from importlib.metadata import PackageNotFoundError, version
@@ -14,7 +14,7 @@ _LIBRARIES = ("torch", "triton")
 
 
 def hardware(gpus: list[str]) -> str:
-    """The GPUs by name with their driver, else the CPU."""
+    """The GPUs' names and driver, or the CPU's name."""
     if not gpus:
         return f"CPU: {_cpu_name()}, {len(os.sched_getaffinity(0))} cores"
     count = f"{len(gpus)} x " if len(gpus) > 1 else ""
@@ -24,7 +24,7 @@ def hardware(gpus: list[str]) -> str:
 
 
 def software() -> str:
-    """Versions of ATOM and of what it computes with."""
+    """Versions of ATOM and its libraries."""
     libraries = [f"{name} {found}" for name in _LIBRARIES if (found := _version(name))]
     return ", ".join([f"ATOM {atom_version()}", f"Python {python_version()}", *libraries])
 

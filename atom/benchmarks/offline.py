@@ -1,4 +1,4 @@
-"""What the benchmarks of the offline engine share: an engine, and requests that are timed."""
+"""Shared by the offline benchmarks: the engine, and timed requests."""
 
 import argparse
 import contextlib
@@ -26,7 +26,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Run:
-    """Requests that started together, in the order of the prompts; `n` choices of one in a row."""
+    """Requests that started together, in the order of the prompts, with `n` sequences each."""
 
     seconds: float
     """From the first submission to the last token."""
@@ -34,7 +34,7 @@ class Run:
 
     @property
     def input_tokens(self) -> int:
-        """Each choice of a request counts its prompt."""
+        """Prompt tokens; every sequence counts its prompt."""
         return sum(len(sequence.prompt_token_ids) for sequence in self.sequences)
 
     @property
@@ -43,7 +43,7 @@ class Run:
 
 
 def benchmark_parser(name: str, description: str | None) -> tuple[CommandLineParser, argparse._ArgumentGroup]:
-    """A parser of every engine flag, and the group for the benchmark's own."""
+    """A parser with all engine flags, and the group for the benchmark's flags."""
     parser = CommandLineParser(
         prog=f"atom.benchmarks.{name}",
         description=description,
@@ -56,7 +56,7 @@ def benchmark_parser(name: str, description: str | None) -> tuple[CommandLinePar
 
 @contextlib.contextmanager
 def running_engine(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Iterator[LLMEngine]:
-    """The engine that the flags ask for; a flag's bad value ends the process with exit status 2."""
+    """The engine of the flags; an invalid value ends the process with exit status 2."""
     try:
         given = EngineArgs.from_cli_args(args)
     except ValueError as error:
@@ -65,25 +65,25 @@ def running_engine(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         yield engine
 
 
-def random_prompts(engine: LLMEngine, draw: np.random.Generator, count: int, length: int) -> list[Ids]:
+def random_prompts(engine: LLMEngine, rng: np.random.Generator, count: int, length: int) -> list[Ids]:
     """Prompts of random token ids."""
-    return random_ids(draw, np.arange(engine.checkpoint.vocab_size), [length] * count)
+    return random_ids(rng, np.arange(engine.checkpoint.vocab_size), [length] * count)
 
 
 def fixed_length(output_len: int, n: int = 1, temperature: float = 1.0) -> SamplingParams:
-    """Exactly so many tokens, whatever is drawn."""
+    """Parameters for exactly `output_len` tokens."""
     return SamplingParams(temperature=temperature, max_tokens=output_len, ignore_eos=True, n=n)
 
 
 def timed(
     engine: LLMEngine, prompts: list[str] | list[Ids], params: list[SamplingParams], phase: str = ""
 ) -> Run:
-    """Run requests that start together; a `phase` draws a bar of those that ended, on a terminal.
+    """Run requests that start together; `phase` is the title of a progress bar on a terminal.
 
-    Raises RuntimeError when one fails, or ends before it has as many tokens as were asked for.
+    Raises RuntimeError if a request fails or ends early.
     """
     count = sum(one.n for one in params)
-    hidden = None if phase else True  # None: hidden where it would not be seen
+    hidden = None if phase else True  # None: shown on a terminal only
     with tqdm(total=count, desc=phase, unit="request", leave=False, disable=hidden) as bar:
         started = time.perf_counter()
         ids = engine.add_request(prompts, params)
@@ -104,6 +104,4 @@ def _check(run: Run, wanted: list[int | None]) -> None:
         raise RuntimeError(f"{len(failed)} of {len(run.sequences)} requests failed: {failed[0]}")
     found = [len(sequence.token_ids) for sequence in run.sequences]
     if found != wanted:
-        raise RuntimeError(
-            f"{sum(wanted or 0 for wanted in wanted)} tokens were asked for, {sum(found)} came"
-        )
+        raise RuntimeError(f"expected {sum(count or 0 for count in wanted)} tokens, got {sum(found)}")

@@ -1,11 +1,11 @@
-"""Keep results of benchmarks, and write docs/benchmarks.md from all that are kept.
+"""Records benchmark results, and writes docs/benchmarks.md from all recorded ones.
 
     python -m atom.benchmarks.record latency.json --name smollm2-latency
     python -m atom.benchmarks.record serving.json --command '…' --server 'atom-launch …' --hardware '…'
     python -m atom.benchmarks.record
 
-Without a file it writes the document anew. What a benchmark wrote with --output-json says by itself
-what was run; the serving benchmark's results do not, so the flags have to.
+Without a file it only writes the document. A result written with --output-json holds the facts of its
+run; for a result of the serving benchmark the flags must give them.
 """
 
 import argparse
@@ -25,9 +25,9 @@ def main() -> None:
     args = _parser().parse_args()
     with single_line_errors():
         if args.file is not None:
-            keep(args)
+            add_record(args)
         elif args.name or any(getattr(args, name) for name in (*FACTS, "server")):
-            raise BenchmarkError("name the FILE that the flags are about")
+            raise BenchmarkError("the flags describe a result: name its FILE")
         write_document(args.results, args.document)
     print(f"written: {args.document}")
 
@@ -39,23 +39,23 @@ def _parser() -> CommandLineParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("file", type=Path, nargs="?", metavar="FILE", help="a result to keep")
-    add("--name", help="what it is kept as; the file's own name when absent")
+    add("file", type=Path, nargs="?", metavar="FILE", help="result to record")
+    add("--name", help="name of the record; default: the file's name")
     for name, about in {
-        "command": "how it was run",
-        "server": "how the server was started that it ran against",
-        "hardware": "what it ran on",
-        "software": "versions; those of this installation for a serving result when absent",
-        "date": "when, YYYY-MM-DD",
+        "command": "command of the benchmark",
+        "server": "command of the server",
+        "hardware": "hardware",
+        "software": "versions; default for a serving result: those of this installation",
+        "date": "date, YYYY-MM-DD",
     }.items():
-        add(f"--{name}", metavar="TEXT", help=f"{about}, where the file does not say")
-    add("--results", type=Path, default=Path("docs/benchmarks"), help="folder of the kept results")
+        add(f"--{name}", metavar="TEXT", help=f"{about}, if the file lacks it")
+    add("--results", type=Path, default=Path("docs/benchmarks"), help="folder of recorded results")
     add("--document", type=Path, default=Path("docs/benchmarks.md"), help="file to write")
     return parser
 
 
-def keep(args: argparse.Namespace) -> None:
-    """Copy the file's result into the folder. Raises BenchmarkError."""
+def add_record(args: argparse.Namespace) -> None:
+    """Add the file's result to the folder. Raises BenchmarkError."""
     name = args.name or args.file.stem
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise BenchmarkError(f"--name {name}: letters, digits, dots, dashes and underscores only")

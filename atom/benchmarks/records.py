@@ -1,7 +1,7 @@
-"""Results that are kept: one JSON file each, under docs/benchmarks, which says by itself what was run.
+"""Recorded results: one JSON file each under docs/benchmarks, with the facts of its run.
 
-Each is what a benchmark wrote with --output-json (see `report`), or a serving benchmark's result with
-the same facts put in front. The GPU benchmark keeps files of its own kind there (see `gpu_results`).
+Each is a report written with --output-json (see `report`), or a serving benchmark's result with the
+same facts added. The GPU benchmark's files there have their own format (see `gpu_results`).
 """
 
 import datetime
@@ -19,22 +19,22 @@ FACTS = ("command", "hardware", "software", "date")
 KINDS = ("serving", "throughput", "latency", "kernels", "scheduler", "accuracy")
 _SERVING_KEYS = {"backend", "model_id", "duration", "completed", "request_throughput"}
 _DETAILS = ("input_lens", "output_lens", "ttfts", "itls", "generated_texts", "errors", "latencies")
-"""One entry for each request or iteration: too much to keep, and in the figures anyway."""
+"""Lists with an entry for each request or iteration; left out, because the figures summarise them."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One kept result."""
+    """One recorded result."""
 
     name: str
     kind: str
     facts: dict[str, str]
-    """`FACTS`, and for the serving benchmark `server`: the command that it ran against."""
+    """`FACTS`, and for the serving benchmark `server`: the server's command."""
     figures: dict[str, Any]
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises BenchmarkError for a file that holds no object."""
+    """A JSON object from a file. Raises BenchmarkError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -45,10 +45,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def completed(result: Mapping[str, Any], said: Mapping[str, str | None], where: str) -> dict[str, Any]:
-    """What is kept of a result. Raises BenchmarkError.
+    """The record of a result. Raises BenchmarkError.
 
-    `said` are facts of the command line; a result's own stand, and one that says other things is
-    no longer what was measured.
+    `said` are facts from the command line, for those that the result lacks; a fact that contradicts
+    the result is an error.
     """
     if result.get("benchmark") not in KINDS:
         if not result.keys() >= _SERVING_KEYS:
@@ -79,7 +79,7 @@ def read_record(path: Path) -> Record:
 
 
 def _dated(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The serving benchmark's date as the others write it."""
+    """The serving benchmark's date in the format of the others."""
     try:
         moment = datetime.datetime.strptime(str(result.get("date")), "%Y%m%d-%H%M%S")
     except ValueError:

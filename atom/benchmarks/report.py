@@ -1,9 +1,9 @@
-"""A benchmark's result as JSON that says by itself what was run, when and on what.
+"""A benchmark's result as JSON, with the facts of its run.
 
-benchmark   which of the tools
+benchmark   name of the benchmark
 command     how to run it again
 hardware, software, date
-…           the tool's own figures, beside these
+…           the benchmark's figures
 """
 
 import datetime
@@ -26,7 +26,7 @@ OUTPUT_FLAG = "--output-json"
 def report(
     benchmark: str, gpus: list[str], figures: dict[str, Any], command: str | None = None
 ) -> dict[str, Any]:
-    """The figures, with what they came from in front; `gpus` are the names of those that computed."""
+    """The figures after the facts of the run; `gpus` are the names of the GPUs used."""
     return {
         "benchmark": benchmark,
         "command": command or command_line(f"atom.benchmarks.{benchmark}", sys.argv[1:]),
@@ -38,7 +38,7 @@ def report(
 
 
 def write(path: Path | None, result: dict[str, Any]) -> None:
-    """Write a report, if it is wanted. Raises BenchmarkError."""
+    """Write a report to `path`, if given. Raises BenchmarkError."""
     if path is None:
         return
     try:
@@ -50,7 +50,7 @@ def write(path: Path | None, result: dict[str, Any]) -> None:
 
 
 def command_line(module: str, arguments: Sequence[str]) -> str:
-    """What a reader types; files and folders of this machine go by their last name alone."""
+    """The command to type, with paths reduced to their last component."""
     words = [f"python -m {module}"]
     skip = False
     for argument in arguments:
@@ -68,7 +68,7 @@ def today() -> str:
 
 
 def writable_file(text: str) -> Path:
-    """A path of the command line that a file can be written to, known before anything is measured."""
+    """Argument type: a path that can be written, checked before anything is measured."""
     path = Path(text)
     if path.is_dir():
         raise ArgumentTypeError(f"{text} is a directory: name a file")

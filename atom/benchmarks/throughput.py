@@ -1,11 +1,11 @@
-"""How many requests and tokens a second the offline engine gets through when all come at once.
+"""Measures requests and tokens per second of the offline engine, with all requests submitted at once.
 
     python -m atom.benchmarks.throughput --model PATH --input-len 512 --output-len 128 --num-prompts 256
     python -m atom.benchmarks.throughput --model PATH --dataset-name sharegpt --dataset-path FILE
 
-All requests are submitted together; the engine runs as many of them as --max-num-seqs lets it.
-Random prompts are token ids, sharegpt's are texts with the lengths of their answers, or --output-len.
-A single request is run untimed before. Tokens are drawn at temperature 1, past ends of sequence.
+At most --max-num-seqs sequences run together. Random prompts are token ids; sharegpt's are texts, with the
+recorded output lengths or --output-len. One untimed request runs before. Tokens are sampled at
+temperature 1, and end-of-sequence tokens are ignored.
 """
 
 import argparse
@@ -42,39 +42,42 @@ def main() -> None:
 def _parser() -> CommandLineParser:
     parser, group = benchmark_parser("throughput", __doc__)
     add = group.add_argument
-    add("--dataset-name", choices=["random", "sharegpt"], default="random", help="where requests come from")
+    add("--dataset-name", choices=["random", "sharegpt"], default="random", help="source of the requests")
     add("--dataset-path", "--dataset", type=Path, metavar="FILE", help="the ShareGPT JSON file")
     add("--input-len", type=positive, help=f"tokens of a random prompt (default {RANDOM_INPUT_LEN})")
     add(
         "--output-len",
         type=positive,
-        help=f"tokens generated for each request (default {RANDOM_OUTPUT_LEN}, or as the data set says)",
+        help=f"tokens generated for each request (default {RANDOM_OUTPUT_LEN}, or as in the dataset)",
     )
     add(
-        "--prefix-len", type=not_negative, default=0, help="tokens that all random prompts begin with, on top"
+        "--prefix-len",
+        type=not_negative,
+        default=0,
+        help="tokens of a common prefix, added to random prompts",
     )
     add("--num-prompts", type=positive, default=1000, help="requests")
-    add("--n", type=positive, default=1, help="choices for each request")
-    add("--seed", type=not_negative, default=0, help="of the prompts")
+    add("--n", type=positive, default=1, help="sequences per request")
+    add("--seed", type=not_negative, default=0, help="seed of the prompts")
     add_output_flag(group)
     return parser
 
 
 def _conflict(args: argparse.Namespace) -> str:
-    """Why the flags do not go together; empty when they do."""
+    """The conflict between flags; empty if there is none."""
     if args.dataset_name == "random":
         return "--dataset-path is for --dataset-name sharegpt" if args.dataset_path else ""
     if args.dataset_path is None:
         return "--dataset-name sharegpt needs --dataset-path, its JSON file"
     if not args.dataset_path.is_file():
-        return f"--dataset-path {args.dataset_path}: there is no such file"
+        return f"--dataset-path {args.dataset_path}: no such file"
     if args.input_len is not None or args.prefix_len:
-        return "--input-len and --prefix-len are for random prompts: sharegpt's are as long as they are"
+        return "--input-len and --prefix-len are for random prompts only"
     return ""
 
 
 def requests_of(args: argparse.Namespace, engine: LLMEngine) -> list[SampleRequest]:
-    """Raises BenchmarkError for a file that has none, or a model without a tokenizer for it."""
+    """The requests. Raises BenchmarkError for a file without any, or a model without a tokenizer for it."""
     wanted = argparse.Namespace(
         dataset_name=args.dataset_name,
         dataset_path=args.dataset_path,
@@ -87,23 +90,23 @@ def requests_of(args: argparse.Namespace, engine: LLMEngine) -> list[SampleReque
         random_range_ratio=1.0,
         use_chat_template=False,
     )
-    # Ids need no tokenizer, and are exactly as long as they are to be.
-    named = args.dataset_name != "random" and engine.checkpoint.tokenizer_file is not None
-    tokenizer = load_tokenizer(engine.checkpoint.directory) if named else None
+    # Random ids need no tokenizer and have the exact length.
+    tokenized = args.dataset_name != "random" and engine.checkpoint.tokenizer_file is not None
+    tokenizer = load_tokenizer(engine.checkpoint.directory) if tokenized else None
     return load_requests(wanted, TextSource(tokenizer, engine.checkpoint.vocab_size))
 
 
 def measure(engine: LLMEngine, requests: list[SampleRequest], n: int = 1) -> Run:
-    """All of them at once, after one like the first, which leaves nothing in the prefix cache for them."""
+    """Run all requests at once, after one untimed request with another prompt."""
     prompts: list[Any] = [request.prompt for request in requests]
     params = [fixed_length(request.output_len, n) for request in requests]
-    other = np.random.default_rng(len(requests))
-    timed(engine, random_prompts(engine, other, 1, requests[0].prompt_len), params[:1])
+    rng = np.random.default_rng(len(requests))
+    timed(engine, random_prompts(engine, rng, 1, requests[0].prompt_len), params[:1])
     return timed(engine, prompts, params, phase="requests")
 
 
 def figures(run: Run, args: argparse.Namespace) -> dict[str, Any]:
-    """Rates over the whole time, prompts included. A request of n choices is one request."""
+    """Rates over the whole time, including prefill. `n` sequences of a prompt are one request."""
     requests = len(run.sequences) // args.n
     prompts = run.input_tokens // args.n
     tokens = prompts + run.output_tokens
@@ -121,7 +124,7 @@ def figures(run: Run, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def text(result: dict[str, Any]) -> str:
-    """The figures for people."""
+    """The figures as text."""
     return (
         f"{result['num_requests']} requests, {result['total_input_tokens']} prompt tokens and "
         f"{result['total_output_tokens']} generated tokens in {result['elapsed_time']:.2f} s\n"

@@ -1,1 +1,1 @@
-"""Reads the traces that workers write: which step, layer and module the time went to."""
+"""Analyses the profiler traces of workers: time by step, layer and module."""

@@ -1,4 +1,4 @@
-"""One layer of one step as a table: what each of its kernels took, and each of its modules."""
+"""One layer of one step as a table: the times of its kernels and modules."""
 
 import re
 from collections import defaultdict
@@ -22,7 +22,7 @@ class Row:
     kernel: str
     duration_us: float
     average_us: float | None = None
-    """Over the layers that run the same kernels; None where they do not."""
+    """Average over the layers that run the same kernels; None without such layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,38 +36,38 @@ class KernelTotal:
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Of one step."""
+    """The kernels of one layer of a step, and the totals of the step."""
 
     label: str
     layer: int
     rows: list[Row]
     averaged: list[int]
-    """The layers that the averages are of."""
+    """The layers of the averages."""
     totals: list[KernelTotal]
-    """Of the whole step, most time first."""
+    """Kernels of the whole step, most time first."""
 
     @property
     def total_us(self) -> float:
-        """Of the layer."""
+        """Time of the layer."""
         return sum(row.duration_us for row in self.rows)
 
     def modules(self) -> Iterator[list[Row]]:
-        """The rows, in runs of one module."""
+        """Consecutive rows of one module."""
         for _, run in groupby(self.rows, key=lambda row: row.module):
             yield list(run)
 
 
 def break_down(step: Step, layer: int) -> Breakdown:
-    """The table of a layer, counted from 0. Raises TraceError where the trace knows no such layer."""
+    """The table of a layer, counted from 0. Raises TraceError if the trace has no such layer."""
     layers = _layers(step.kernels)
     if not layers:
         raise TraceError(
-            f"{step.label} names no module of a layer: record with --mark-trace beside --torch-profiler-dir"
+            f"{step.label} names no module of a layer: record with --mark-trace and --torch-profiler-dir"
         )
     if layer not in layers:
         raise TraceError(f"{step.label} has layers {min(layers)} to {max(layers)}, not {layer}")
     rows = layers[layer]
-    averaged = _alike(layers, layer)
+    averaged = _same_layers(layers, layer)
     averages = [sum(times) / len(averaged) for times in zip(*map(_times, averaged.values()), strict=True)]
     if averages:
         rows = [replace(row, average_us=average) for row, average in zip(rows, averages, strict=True)]
@@ -92,8 +92,8 @@ def _layers(kernels: Sequence[Kernel]) -> dict[int, list[Row]]:
     return dict(sorted(layers.items()))
 
 
-def _alike(layers: dict[int, list[Row]], first: int) -> dict[int, list[Row]]:
-    """The layers from `first` on if they run the same, else every other one, else none."""
+def _same_layers(layers: dict[int, list[Row]], first: int) -> dict[int, list[Row]]:
+    """The layers from `first` on if all run the same kernels, else every other one, else none."""
     for stride in (1, 2):
         chosen = {number: rows for number, rows in layers.items() if number in range(first, 1 << 30, stride)}
         if len({tuple((row.module, row.kernel) for row in rows) for rows in chosen.values()}) == 1:

@@ -1,4 +1,4 @@
-"""A trace file as typed events, and which of them lie within which."""
+"""A trace file as typed events, and their nesting."""
 
 import gzip
 import zlib
@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 
 _SLACK_NS = 2
-"""Times are decimals in the file and floats here: ends may seem to pass beginnings by so much."""
+"""Tolerance of the rounding of times, which are decimals in the file and floats here."""
 
 
 class TraceError(ValueError):
-    """A file that is no trace, or lacks what is asked for; one line that says what to do."""
+    """An invalid trace, or one without the needed events; the message says what to do."""
 
 
 class Event(msgspec.Struct, gc=False):
@@ -42,7 +42,7 @@ class Event(msgspec.Struct, gc=False):
 
     @property
     def correlation(self) -> int:
-        """Same for a launch and what it launched; 0 where there is none."""
+        """Common to a launch and its kernels; 0 for other events."""
         return int((self.args or {}).get("correlation", 0))
 
 
@@ -51,15 +51,15 @@ class _File(msgspec.Struct):
 
 
 def read_events(path: Path) -> list[Event]:
-    """Every event of a trace that lasts, by thread and time; the file may be compressed.
+    """The events of a trace with a duration, sorted by thread and time; the file may be gzipped.
 
-    Raises TraceError for another kind of file, OSError.
+    Raises TraceError for an invalid file, and OSError.
     """
     try:
         data = path.read_bytes()
         if data[:2] == b"\x1f\x8b":
             data = gzip.decompress(data)
-        # Names of Python files may hold anything, and the writer passes their bytes on.
+        # Names of Python files may hold any bytes, which the writer does not escape.
         text = data.decode(errors="replace")
         events = msgspec.json.decode(text, type=_File).traceEvents
     except (msgspec.DecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -70,7 +70,7 @@ def read_events(path: Path) -> list[Event]:
 
 
 def nested(events: Iterable[Event]) -> Iterator[tuple[Event, list[Event]]]:
-    """Each event with those around it, outermost first; `events` as `read_events` sorts them."""
+    """Each event with its enclosing events, outermost first; `events` as sorted by `read_events`."""
     around: list[Event] = []
     thread: tuple[int | str, int | str] = ("", "")
     for event in events:

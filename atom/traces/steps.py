@@ -1,12 +1,12 @@
-"""The steps of a trace, and the kernels of each step with the module that they belong to.
+"""The steps of a trace, and the kernels of each step with their modules.
 
-    host     prefill[…] > MODULE > … > launch ──correlation──▶ kernel       a step launched one by one
-    host     decode[…] > replay_graph_NAME > launch ──▶ kernel kernel …     a captured one
-    capture  capture_graph_NAME > MODULE > … > launch                       … whose modules are known here
+    host     prefill[…] > MODULE > … > launch ──correlation──▶ kernel       an eager step
+    host     decode[…] > replay_graph_NAME > launch ──▶ kernel kernel …     a graph replay
+    capture  capture_graph_NAME > MODULE > … > launch                       … with its modules
 
-A captured graph's kernels run in the order of its launches. Where the trace holds no kernels, on a
-CPU, operators stand for them: the outermost ones, so that no time is counted twice. A kernel's time
-is from the end of those before it on its stream: until then it can only have waited.
+A graph's kernels run in the order of its captured launches. On a CPU the trace has no kernels and the
+outermost operators are used instead. A kernel's time begins at the end of the previous kernels of its
+stream, because with PDL it starts early and waits.
 """
 
 import re
@@ -26,18 +26,18 @@ _HOST_CALLS = ("cuda_runtime", "cuda_driver", "hip_runtime", "hip_driver")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _REPLAY, _CAPTURE = "replay_graph_", "capture_graph_"
 Captures = dict[str, list[str]]
-"""For each captured graph its launches: the module of each, in order."""
+"""The module of each launch, in order, for each captured graph."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Something that ran; `module` is the path of the innermost module around its launch, or empty."""
+    """A kernel or operator; `module` is the path of the innermost module of its launch, or empty."""
 
     name: str
     module: str
     start_ns: int
     duration_ns: int
-    """Without its wait for the kernels before it on its stream."""
+    """Without its wait for previous kernels of its stream."""
 
 
 @dataclass(slots=True)
@@ -48,44 +48,44 @@ class Step:
     label: str
     start_ns: int
     duration_ns: int
-    """On the host."""
+    """Time on the host."""
     kernels: list[Kernel] = field(default_factory=list)
-    """By their start."""
+    """Sorted by start."""
 
     @property
     def kernel_ns(self) -> int:
-        """What the kernels took together."""
+        """Total time of the kernels."""
         return sum(kernel.duration_ns for kernel in self.kernels)
 
 
 def read_steps(path: Path, capture: Path | None = None) -> list[Step]:
-    """The steps of a trace, by time. `capture` defaults to the newest capture trace beside it.
+    """The steps of a trace, by time. `capture` defaults to the newest capture trace in its folder.
 
-    Raises TraceError, OSError.
+    Raises TraceError and OSError.
     """
     events = read_events(path)
     source = capture or newest_capture(path)
     steps = steps_of(events, captures_of(read_events(source)) if source else {})
     if not steps:
-        raise TraceError(f"{path} holds no step: record while the engine generates")
+        raise TraceError(f"{path} has no steps: record while the engine generates")
     return steps
 
 
 def newest_capture(path: Path) -> Path | None:
-    """The last trace of captured graphs, in the folder of `path`, that was begun before it."""
+    """The last capture trace in the folder of `path` that was started before it."""
     begun = _moment(path)
     found = [(_moment(other), other) for other in path.parent.glob(f"{_CAPTURE}*.json.gz") if other != path]
     return max((one for one in found if not begun or one[0] <= begun), default=("", None))[1]
 
 
 def _moment(path: Path) -> str:
-    """When a trace was begun, by its name; empty where the name does not say."""
+    """The start time in a trace's name; empty if the name has none."""
     found = _MOMENT.search(path.name)
     return found[1] if found else ""
 
 
 def steps_of(events: Sequence[Event], captures: Captures) -> list[Step]:
-    """Raises TraceError where a replay does not fit its capture."""
+    """The steps of these events. Raises TraceError if a replay does not match its capture."""
     device = _kernels_by_correlation(events)
     on_host = not device
     steps: dict[int, Step] = {}
@@ -106,7 +106,7 @@ def steps_of(events: Sequence[Event], captures: Captures) -> list[Step]:
 
 
 def captures_of(events: Iterable[Event]) -> Captures:
-    """Each graph's last capture: what runs before it under the same name only warms up."""
+    """The last capture of each graph; earlier ones of the same name are warm-ups."""
     found: dict[str, tuple[int, list[str]]] = {}
     for event, around in nested(events):
         if event.cat == "user_annotation" and event.name.startswith(_CAPTURE):
@@ -121,14 +121,14 @@ def captures_of(events: Iterable[Event]) -> Captures:
 
 
 def name_of(capture: Event) -> str:
-    """What a captured graph is called."""
+    """The name of a captured graph."""
     return capture.name.removeprefix(_CAPTURE)
 
 
 def _kernels_by_correlation(events: Iterable[Event]) -> dict[int, list[Kernel]]:
-    """What ran on the devices, its modules yet unknown; `events` as `read_events` sorts them."""
+    """The devices' kernels, without modules; `events` as sorted by `read_events`."""
     on_device = [event for event in events if event.cat in _DEVICE]
-    # On a device's events pid is the device and tid the stream.
+    # For a device's events pid is the device and tid the stream.
     times = times_without_waiting(
         ((event.pid, event.tid), event.start_ns, event.end_ns) for event in on_device
     )
@@ -139,18 +139,18 @@ def _kernels_by_correlation(events: Iterable[Event]) -> dict[int, list[Kernel]]:
 
 
 def _launched(kernels: list[Kernel], around: list[Event], captures: Captures) -> list[Kernel]:
-    """What one call of the host started: one kernel, or all of a graph."""
+    """The kernels of one launch: one kernel, or all kernels of a graph."""
     replay = next((one for one in around if one.name.startswith(_REPLAY)), None)
     if replay is None or len(kernels) < 2:
         return [replace(kernel, module=_module(around)) for kernel in kernels]
     graph = replay.name.removeprefix(_REPLAY)
     modules = captures.get(graph)
     if modules is None:
-        raise TraceError(f"no capture trace tells the modules of graph {graph}: record with --mark-trace")
+        raise TraceError(f"no capture trace has the modules of graph {graph}: record with --mark-trace")
     if len(modules) != len(kernels):
         raise TraceError(
             f"graph {graph} was captured with {len(modules)} launches and ran {len(kernels)} kernels: "
-            "the capture trace is another run's"
+            "the capture trace is of another run"
         )
     kernels.sort(key=lambda kernel: kernel.start_ns)
     return [replace(kernel, module=module) for kernel, module in zip(kernels, modules, strict=True)]

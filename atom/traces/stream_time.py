@@ -1,17 +1,17 @@
 """The time of each kernel where kernels of one stream overlap.
 
-A kernel that is launched early (programmatic dependent launch) waits on the device for the one
-before it, and its duration counts the wait: the durations of a step may add up to several times
-what it took. So a kernel's time begins where those before it on its stream have ended.
+With PDL (programmatic dependent launch) a kernel starts early and waits on the device for the
+previous one; its recorded duration includes the wait. So a kernel's time is counted from the end of
+the previous kernels of its stream.
 """
 
 from collections.abc import Hashable, Iterable
 
 
 def times_without_waiting(runs: Iterable[tuple[Hashable, int, int]]) -> list[int]:
-    """Of runs (stream, begin, end) by their begin: from the end of all before on the stream, at least 0.
+    """The time of each run (stream, begin, end), sorted by begin, without overlap; at least 0.
 
-    They add up to the time in which the streams were busy.
+    The times of a stream add up to the time in which it was busy.
     """
     busy_until: dict[Hashable, int] = {}
     times = []

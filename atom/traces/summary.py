@@ -1,4 +1,4 @@
-"""A trace in one page of Markdown: what each kind of step took, on the host and on the device."""
+"""A trace as a page of Markdown: host and device time of each kind of step."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ def report(title: str, steps: Sequence[Step]) -> str:
 
 def _phases(kinds: dict[str, list[Step]]) -> list[str]:
     lines = [
-        "Times in milliseconds. *Step*: from its begin to its end on the host. *Kernels*: what ran for it, "
-        "added up, without what a kernel waited for those before it.",
+        "Times in milliseconds. *Step*: its duration on the host. *Kernels*: the sum of its kernels' times, "
+        "without their waits for previous kernels.",
         "",
         "| phase | steps | step, mean | median | min | max | all steps | kernels, mean | kernels in all |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""A breakdown as an Excel file: the layer's kernels on one sheet, the step's kernels on another."""
+"""A breakdown as an Excel file: one sheet with the layer's kernels, one with the step's."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ _WIDTH = 18
 
 
 def write_workbook(breakdown: Breakdown, sheet: str, path: Path) -> None:
-    """Raises ModuleNotFoundError without openpyxl, OSError."""
+    """Write the file. Raises OSError, and ModuleNotFoundError without openpyxl."""
     from openpyxl import Workbook
 
     book = Workbook()

@@ -7,7 +7,7 @@ class ExitStatus(IntEnum):
     """A restart without a change may help after FAILURE, and perhaps after RESOURCES."""
 
     DONE = 0
-    """Ended by SIGTERM or SIGINT."""
+    """Ended by SIGTERM, SIGINT or SIGHUP."""
     FAILURE = 1
     """The engine died, or could not start for another reason than those below."""
     USAGE = 2

@@ -32,7 +32,7 @@ def _clamped_case(tokens: int, width: int, limit: float) -> Case:
 def clamped_swiglu(x_T2F: Tensor, limit: float, alpha: float) -> Tensor:
     """(up + 1) * gate * sigmoid(alpha * gate), gate the first half, up the second, [T, 2F] -> [T, F].
 
-    The gate is at most `limit`, up lies between -limit and limit. GPT-OSS activates its experts so.
+    gate is clamped to at most `limit`, up to [-limit, limit]. The activation of GPT-OSS experts.
     """
     gate_TF, up_TF = x_T2F.chunk(2, dim=-1)
     gate_TF = gate_TF.clamp(max=limit)
@@ -49,8 +49,8 @@ def _sigmoid_case(tokens: int, width: int, gates: int) -> Case:
 
 @op([_sigmoid_case(1, 4096, 4096), _sigmoid_case(9, 40, 40), _sigmoid_case(64, 256, 1)])
 def sigmoid_and_mul(x_TF: Tensor, gate_TG: Tensor) -> Tensor:
-    """x * sigmoid(gate), [T, F]: a gate for each number, or one for each token (G = 1).
+    """x * sigmoid(gate), [T, F]; one gate for each feature (G = F) or for each token (G = 1).
 
-    The gate needs a contiguous last dimension only.
+    Only the last dimension of the gate must be contiguous.
     """
     return (x_TF.float() * gate_TG.float().sigmoid()).to(x_TF.dtype)

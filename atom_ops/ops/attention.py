@@ -20,15 +20,14 @@ __all__ = ["AttentionPlan", "AttentionRule", "masked_attention", "paged_attentio
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """How one layer attends, whatever the step."""
+    """A layer's attention parameters, the same in every step."""
 
     scale: float
-    """Of the products of queries and keys."""
+    """Softmax scale: factor of q kᵀ."""
     window: int = 0
-    """How many tokens one token sees, itself the last of them; 0: all up to itself."""
+    """Sliding window: tokens that a query sees, itself included; 0: no window."""
     sinks_H: Tensor | None = None
-    """One more score for each query head, not scaled: it takes its part of the softmax's weight and
-    brings no value."""
+    """Attention sinks: an extra score for each query head, not scaled, in the softmax's denominator."""
 
 
 def _masked_case(heads: int, kv_heads: int, queries: int, mask_queries: int) -> Case:
@@ -50,7 +49,7 @@ def masked_attention(
     """softmax(scale * q kᵀ + mask) v, and the log-sum-exp of those scores, [N, H, L] float32.
 
     Query head h reads key/value head h // (H / K). The mask is finite and of q's dtype; its L
-    may be 1. Every tensor needs a contiguous last dimension only.
+    may be 1. Only the last dimension of each tensor must be contiguous.
     """
     kv_heads = k_NKCE.shape[1]
     q_NKGLE = q_NHLE.unflatten(1, (kv_heads, -1))
@@ -120,10 +119,10 @@ def _paged_case(
     REDUCTION,
 )
 def paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule) -> Tensor:
-    """softmax(scale * q kᵀ) v of every new token over what it sees of its context, [T, H, E].
+    """Causal attention of every new token to its context in the paged cache, [T, H, E].
 
-    Query head h reads key/value head h // (H / K). Entries of block tables that lie wholly before
-    the windows of a row's new tokens are never read.
+    Query head h reads key/value head h // (H / K). Block table entries that lie wholly before the
+    windows of a row's new tokens are never read.
     """
     _, block_size, _, kv_heads, _ = cache.kv.shape
     groups = plan.work_items(q_THE.shape[1], kv_heads, block_size, q_THE.dtype, rule.window)
@@ -143,14 +142,14 @@ def attend_items(
 ) -> Tensor:
     """Attention of the group's queries to the items' keys and values.
 
-    Padding is left out, the order is the group's.
+    The result holds no padding, in the group's order.
     """
     count, _, length, _ = items.mask_N1LC.shape
     kv_heads, (heads, width) = k_NKCE.shape[1], q_THE.shape[1:]
     q = q_THE if items.queries is None else q_THE.index_select(0, items.queries)
     if length == 1:
-        # The heads of a lone query stand as queries of their key/value head: G times fewer,
-        # G times larger products.
+        # Decodes: the query heads of a group become queries of their key/value head, for G times
+        # fewer and larger GEMMs.
         q_NKGE = q.reshape(count, kv_heads, -1, width)
         out, lse = masked_attention(q_NKGE, k_NKCE, v_NKCE, items.mask_N1LC, rule.scale)
         out, lse = out.reshape(count, 1, heads, -1), lse.reshape(count, 1, heads)
@@ -161,13 +160,13 @@ def attend_items(
     if items.tile_N is not None:
         out, lse = _merge(out, lse, items.tile_N, items.tiles)
     if rule.sinks_H is not None:
-        out = _beside_sinks(out, lse, rule.sinks_H)
+        out = _apply_sinks(out, lse, rule.sinks_H)
     found = out.flatten(0, 1)
     return found if items.filled is None else found.index_select(0, items.filled)
 
 
 def in_step_order(groups: tuple[WorkItems, ...], attend: Callable[[WorkItems], Tensor]) -> Tensor:
-    """The results [T, …] of all groups, each found by `attend`."""
+    """The results [T, …] of `attend` on all groups, in the order of the step's tokens."""
     found = [attend(items) for items in groups]
     if groups[0].tokens is None:
         return found[0]
@@ -190,8 +189,8 @@ def _merge(out_NLHE: Tensor, lse_NLH: Tensor, tile_N: Tensor, tiles: int) -> tup
     return summed.div_(total_MLH[..., None]).to(out_NLHE.dtype), top_MLH + total_MLH.log()
 
 
-def _beside_sinks(out_MLHE: Tensor, lse_MLH: Tensor, sinks_H: Tensor) -> Tensor:
-    """What is left of the results when sinks take their part of the weight."""
+def _apply_sinks(out_MLHE: Tensor, lse_MLH: Tensor, sinks_H: Tensor) -> Tensor:
+    """The results with the sinks in the softmax's denominator."""
     # exp(lse) / (exp(lse) + exp(sink))
     left_MLH = torch.sigmoid(lse_MLH - sinks_H.float())
     return (out_MLHE * left_MLH[..., None]).to(out_MLHE.dtype)

@@ -1,20 +1,19 @@
-"""What one step attends to: whose context lies in which blocks, and how much of it there is.
+"""Attention metadata of one step: block tables, context lengths and query ranges of its rows.
 
-`AttentionPlan` says that on the device, row by row; a kernel that reads block tables needs no
-more. Batched attention of torch does: rows bring any number of new tokens and any context. For
-it a row's new tokens are cut into tiles of L queries and its context into chunks of C tokens;
-one (tile, chunk) pair is an item:
+`AttentionPlan` holds them on the device; that is all a paged kernel needs. torch's batched
+attention needs equal shapes, so for it a row's new tokens are cut into tiles of L queries and its
+context into chunks of C tokens. One (tile, chunk) pair is a work item:
 
               chunk 0   chunk 1   chunk 2
     tile 0    item 0
-    tile 1    item 1    item 2                  a chunk that lies behind all of a
-    tile 2    item 3    item 4    item 5        tile's queries makes no item
+    tile 1    item 1    item 2                  a chunk after all of a tile's
+    tile 2    item 3    item 4    item 5        queries makes no item
 
-Under a window a tile's chunks begin with the first token that one of its queries sees.
+With a sliding window a tile's chunks begin at the first token that one of its queries sees.
 
-All items have one shape, so a group of them is one batched attention, whatever the rows were;
-items of one tile are merged by their log-sum-exp. Decodes (L = 1) and longer pieces are apart.
-This is host work on numpy arrays, once a step, and only where a step runs on items.
+All items of a group have one shape and run as one batched attention; items of one tile are merged
+by their log-sum-exp. Decodes (L = 1) and prefill chunks are in different groups. Items are made on
+the host with numpy, once for each step that uses them.
 """
 
 from collections.abc import Iterator
@@ -29,24 +28,23 @@ from torch import Tensor
 from atom_ops.transfer import to_device
 
 BATCH_INVARIANT_SPLIT = 512
-"""`split_tokens` of every plan where a row's bits must not depend on its batch or its phase."""
+"""`split_tokens` of every plan with `--batch-invariant`."""
 
 Ints = NDArray[np.int64]
 
 _TILES = np.array([16, 32, 64, 128])
 _CHUNKS = np.arange(32, 1025, 32)
 _PREFILL_CHUNKS = np.array([32, 64, 128, 256])
-# Work that comes with each item whatever its size, in tokens of padding it is worth.
+# The fixed cost of an item, in tokens of padding.
 _TILE_COST = 16
 _CHUNK_COST = 32
 _OWN_TOKENS = 0
-"""In place of a block size: keys lie as the step's tokens do, and no block table says where."""
-# Likewise for the merge, once, where a context has several chunks.
+"""In place of a block size: keys are in the order of the step's tokens, without a block table."""
+# The fixed cost of a merge, where a context has several chunks.
 _MERGE_COST = 512
-# Heads x tokens that a group may touch: bounds the memory of gathered keys and values, at 1 KiB
-# each for 128 float32 numbers a head. Prefills lose nothing by being cut early; decodes gather
-# little more than one layer of the cache holds, unless many share a prefix. A tile is never cut:
-# one with a longer context is still one group.
+# Heads x tokens of a group: bounds the memory of gathered keys and values, 1 KiB each for 128
+# float32 features. Splitting prefills early costs nothing; decodes gather little more than one
+# layer of the cache holds, unless many share a prefix. A tile is never split over groups.
 _PREFILL_LIMIT = 1 << 18
 _DECODE_LIMIT = 1 << 20
 
@@ -55,8 +53,8 @@ _DECODE_LIMIT = 1 << 20
 class WorkItems:
     """N items of M tiles, computed by one attention call.
 
-    Padding repeats the tile's first query and the first token it sees, so that no item ever reads
-    what another request left in a block.
+    Padding repeats the tile's first query and the first token it sees, so that no item reads
+    another request's tokens.
     """
 
     tiles: int
@@ -64,20 +62,20 @@ class WorkItems:
     slots: Tensor
     """int64 [N * C]: cache slots of the items' chunks."""
     mask_N1LC: Tensor
-    """Added to the scores: 0, or a finite number that hides the token from the query."""
+    """Added to the scores: 0, or a large negative finite number where the query must not see the token."""
     queries: Tensor | None
-    """int64 [N * L]: the items' queries, as tokens of the step; None: the step's tokens in order."""
+    """int64 [N * L]: the items' queries as indices of the step's tokens; None: all tokens in order."""
     tile_N: Tensor | None
-    """int64: each item's tile; None: item i is the whole of tile i, there is nothing to merge."""
+    """int64: each item's tile; None: item i is all of tile i, without a merge."""
     filled: Tensor | None
-    """int64: which of the M * L queries are no padding; None: all."""
+    """int64: indices of the M * L queries that are not padding; None: all."""
     tokens: Tensor | None
-    """int64: the tokens that those queries are; None: the step's tokens in order."""
+    """int64: the tokens of those queries; None: the step's tokens in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostRows:
-    """R rows of a step, as int32 arrays on the host."""
+    """The R rows of a step as int32 arrays on the host."""
 
     query_lens: NDArray[np.int32]
     context_lens: NDArray[np.int32]
@@ -86,7 +84,7 @@ class HostRows:
 
 @dataclass(frozen=True, slots=True)
 class _WorkKey:
-    """What items depend on beside the step."""
+    """What the items depend on besides the step."""
 
     num_heads: int
     num_kv_heads: int
@@ -97,50 +95,50 @@ class _WorkKey:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What R rows attend to in one step; the same for every layer that shares the block table.
+    """Attention metadata of R rows in one step, shared by all layers of one block table.
 
     Row r's queries are tokens `query_starts_R1[r]` … `query_starts_R1[r + 1]` - 1 of the step, the
-    last of its `context_lens_R[r]` tokens. A row of no queries is skipped; one of no context gets
-    zeros. So a captured graph runs with fewer rows than it was captured with, as long as the
-    numbers below still bound what the tensors hold: they choose what is launched.
+    last of its `context_lens_R[r]` tokens. A row without queries is skipped; the result of one
+    without context is 0. So a captured graph can be replayed with fewer rows, as long as the
+    numbers below, which decide the launches, still bound the tensors' values.
     """
 
     block_table_RW: Tensor
-    """int32: token t of row r is kept in block `block_table_RW[r, t // block_size]`; entries of tokens
-    that no query sees any more mean nothing."""
+    """int32: token t of row r is in block `block_table_RW[r, t // block_size]`; entries of tokens that
+    no query sees are ignored."""
     context_lens_R: Tensor
     """int32."""
     query_starts_R1: Tensor
     """int32."""
     num_tokens: int
-    """Of the step: no less than `query_starts_R1[R]`."""
+    """Tokens of the step: at least `query_starts_R1[R]`."""
     min_query_len: int
-    """No row with any queries has fewer."""
+    """Fewest queries of a row that has any."""
     max_query_len: int
     max_context_len: int
     split_tokens: int = 0
-    """Contexts are computed in pieces of so many tokens (a multiple of 256), whatever the batch;
-    0: in pieces that suit the device and the batch."""
+    """Fixed split size of contexts in tokens, a multiple of 256, for batch invariance;
+    0: the size depends on device and batch."""
     host: HostRows | None = None
-    """What the tensors hold, for `work_items`."""
+    """The tensors' values on the host, for `work_items`."""
 
     def work_items(
         self, num_heads: int, num_kv_heads: int, block_size: int, dtype: torch.dtype, window: int = 0
     ) -> tuple[WorkItems, ...]:
         """Groups of items; each token of the step is a query of exactly one group.
 
-        Made at the first call and kept. `dtype` is the queries', `window` the layer's. Raises
-        ValueError for a plan whose rows the host does not know.
+        Cached after the first call. `dtype` is the queries', `window` the layer's. Raises
+        ValueError for a plan without host rows.
         """
         return self._made(_WorkKey(num_heads, num_kv_heads, block_size, dtype, window))
 
     def prompt_items(self, num_heads: int, dtype: torch.dtype) -> tuple[WorkItems, ...]:
-        """As `work_items`, where `whole_prompts`: slots are tokens of the step itself."""
+        """Like `work_items` for a step of `whole_prompts`: slots are indices of the step's tokens."""
         return self._made(_WorkKey(num_heads, num_heads, _OWN_TOKENS, dtype, 0))
 
     @cached_property
     def whole_prompts(self) -> bool:
-        """Whether every row is known to bring all of its context as new tokens."""
+        """Whether the host knows that every row's context consists of its new tokens."""
         return self.host is not None and np.array_equal(self.host.query_lens, self.host.context_lens)
 
     def _made(self, key: _WorkKey) -> tuple[WorkItems, ...]:
@@ -163,13 +161,13 @@ class _Tiles:
     length: int
     row: Ints
     first_token: Ints
-    """Of the step."""
+    """Index in the step."""
     first_position: Ints
-    """In its row's context."""
+    """Index in the row's context."""
     first_seen: Ints
     """Position of the first token that its first query sees."""
     queries: Ints
-    """Real ones, 1 … length."""
+    """Queries without padding, 1 … length."""
 
     @property
     def context(self) -> Ints:
@@ -178,7 +176,7 @@ class _Tiles:
 
     @property
     def seen(self) -> Ints:
-        """Tokens of those that one query or another sees."""
+        """Tokens of the context that at least one query sees."""
         return self.context - self.first_seen
 
     def part(self, where: slice) -> "_Tiles":
@@ -199,12 +197,11 @@ def plan_attention(
     device: torch.device,
     split_tokens: int = 0,
 ) -> AttentionPlan:
-    """Plan one step from host arrays, which stay as they are from then on.
+    """The plan of one step from host arrays, which must not change afterwards.
 
-    Row i brings `query_lens[i]` new tokens (at least 1), the last of its `context_lens[i]`
-    tokens; all of these have their keys and values in the blocks `block_table[i]`
-    ([rows, max_blocks]; entries past the context are never read). Queries of row i follow
-    those of row i - 1. `split_tokens` is the plan's.
+    Row i has `query_lens[i]` new tokens (at least 1), the last of its `context_lens[i]` tokens.
+    Keys and values of all of them are in the blocks `block_table[i]` ([rows, max_blocks]; entries
+    past the context are never read). Queries of row i follow those of row i - 1.
     """
     starts = np.zeros(len(query_lens) + 1, np.int32)
     query_lens.cumsum(out=starts[1:])
@@ -223,7 +220,7 @@ def plan_attention(
 
 
 def _upload(arrays: tuple[NDArray[np.int32], ...], device: torch.device) -> list[Tensor]:
-    """The arrays on the device, by one copy."""
+    """The arrays on the device, copied at once."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     together = to_device(np.concatenate([array.ravel() for array in arrays]), device)
@@ -272,14 +269,14 @@ def _chunk_length(tiles: _Tiles) -> int:
     return _cheapest(tiles.seen, _CHUNKS, _CHUNK_COST, merging)
 
 
-def _cheapest(lens: Ints, sizes: Ints, piece_cost: int, fixed_cost: Ints | int = 0) -> int:
-    """The size to cut the lengths into that makes the least work, padding included."""
-    pieces = -(-lens[:, None] // sizes)
-    return int(sizes[(pieces.sum(0) * (sizes + piece_cost) + fixed_cost).argmin()])
+def _cheapest(lens: Ints, sizes: Ints, chunk_cost: int, fixed_cost: Ints | int = 0) -> int:
+    """The chunk size with the least work for these lengths, padding included."""
+    chunks = -(-lens[:, None] // sizes)
+    return int(sizes[(chunks.sum(0) * (sizes + chunk_cost) + fixed_cost).argmin()])
 
 
 def _bounded(tiles: _Tiles, chunk: int, key: _WorkKey) -> Iterator[_Tiles]:
-    """Runs of tiles whose items together stay within the limit."""
+    """Runs of consecutive tiles whose items stay within the limit together."""
     item_cost = key.num_kv_heads * chunk + key.num_heads * tiles.length
     cost = -(-tiles.seen // chunk) * item_cost
     total = cost.cumsum()
@@ -316,7 +313,7 @@ def _items(
     if key.window:
         hidden_NLC |= position_NC[:, None, :] <= seen_NL[:, :, None] - key.window
     mask = torch.zeros(hidden_NLC.shape, dtype=key.dtype, device=device)
-    # Finite: a query that an item hides entirely must get weight 0 in the merge, not NaN.
+    # Finite: a query that sees nothing of an item must get weight 0 in the merge, not NaN.
     mask.masked_fill_(tensor(hidden_NLC), torch.finfo(key.dtype).min / 2)
 
     all_filled = bool(filled_ML.all())

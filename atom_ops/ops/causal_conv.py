@@ -1,4 +1,4 @@
-"""A short convolution along each row's tokens, which goes on where the row's last step ended."""
+"""A short causal convolution along each row's tokens, with state carried between steps."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from atom_ops.ops.recurrent_state import StatePlan, plan_states
 
 
 def state_rows(lens: list[int], fresh: list[int], generator: torch.Generator) -> tuple[StatePlan, int]:
-    """For test tables: a plan of rows of so many tokens, the listed ones new; and the number of slots."""
+    """For test cases: a plan of rows of `lens` tokens, rows `fresh` new; and the number of slots."""
     slots = torch.randperm(len(lens) + 2, generator=generator)[: len(lens)].numpy()
     is_fresh = np.isin(np.arange(len(lens)), fresh)
     return plan_states(np.array(lens, np.int32), slots, is_fresh, torch.device("cpu")), len(lens) + 2
@@ -39,23 +39,21 @@ def _case(lens: list[int], fresh: list[int], channels: int, taps: int) -> Case:
 def causal_conv(x_TC: Tensor, weight_CW: Tensor, conv_SWC: Tensor, plan: StatePlan) -> Tensor:
     """silu of each channel's weighted sum over a token and the W - 1 before it in its row, [T, C].
 
-    Inputs of earlier steps come from the rows' slots (zeros for a fresh row), which then hold the last
-    W - 1. `x_TC` needs a contiguous last dimension only. Sums are of float32.
+    Inputs of earlier steps are read from the rows' slots (zeros for a fresh row), which then get the
+    last W - 1 inputs. Only the last dimension of `x_TC` must be contiguous. Sums are in float32.
     """
     taps, rows = weight_CW.shape[1], torch.arange(len(plan.slots_R), device=x_TC.device)
     before = taps - 1
-    # All rows one after another, each behind what it remembers:  m m m 0 1 2 3 | m m m 0 | …
+    # All rows concatenated, each after its state s:  s s s 0 1 2 3 | s s s 0 | …
     along = x_TC.new_empty(len(x_TC) + len(rows) * before, x_TC.shape[1])
     place_T = torch.arange(len(x_TC), device=x_TC.device) + (plan.row_T + 1) * before
     starts_R1 = plan.query_starts_R1.long()
-    remembered_RB = torch.arange(before, device=x_TC.device) + rows[:, None] * before
-    along.index_copy_(
-        0, (starts_R1[:-1, None] + remembered_RB).flatten(), plan.read(conv_SWC, rows).flatten(0, 1)
-    )
+    state_RB = torch.arange(before, device=x_TC.device) + rows[:, None] * before
+    along.index_copy_(0, (starts_R1[:-1, None] + state_RB).flatten(), plan.read(conv_SWC, rows).flatten(0, 1))
     along.index_copy_(0, place_T, x_TC)
     total_TC = torch.zeros(x_TC.shape, dtype=torch.float32, device=x_TC.device)
     for tap, weight_C in enumerate(weight_CW.float().unbind(1)):
         total_TC.addcmul_(along.index_select(0, place_T - before + tap).float(), weight_C)
-    last = along.index_select(0, (starts_R1[1:, None] + remembered_RB).flatten())
+    last = along.index_select(0, (starts_R1[1:, None] + state_RB).flatten())
     plan.write(conv_SWC, rows, last.unflatten(0, (len(rows), before)))
     return functional.silu(total_TC).to(x_TC.dtype)

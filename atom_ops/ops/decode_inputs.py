@@ -1,4 +1,4 @@
-"""The inputs of a decode step, from what the device itself keeps of every row."""
+"""The inputs of a decode step, from the row state on the device."""
 
 from dataclasses import dataclass
 
@@ -11,31 +11,31 @@ from atom_ops.tolerances import EXACT
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """One token of each of R rows. A row that stands for padding has no context."""
+    """One token of each of R rows. A padding row has a context of 0 tokens."""
 
     ids_R: Tensor
     """int64."""
     positions_R: Tensor
     """int64; 0 for padding."""
     slots_R: Tensor
-    """int64: where the tokens' keys and values are kept; -1 for padding."""
+    """int64: the tokens' slots in the KV cache; -1 for padding."""
     contexts_R: Tensor
-    """int32: tokens of each row, this one included."""
+    """int32: context length of each row, this token included."""
     table_RW: Tensor
-    """int32: the rows' blocks; 0 behind the context."""
+    """int32: the rows' block table; 0 after the context."""
     sampled_positions_R: Tensor
-    """int64: where the tokens drawn next will stand; -1 for padding."""
+    """int64: positions of the tokens sampled by this step; -1 for padding."""
 
 
 def _case(rows: int, entries: int, block_size: int) -> Case:
     def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-        kept = rows + 7
-        positions_N = torch.randint(0, entries * block_size, (kept,), generator=generator)
+        stored = rows + 7
+        positions_N = torch.randint(0, entries * block_size, (stored,), generator=generator)
         positions_N[-1] = -1
-        rows_R = torch.randperm(kept, generator=generator)[:rows]
-        rows_R[rows // 2 :] = torch.where(rows_R[rows // 2 :] % 2 == 0, kept - 1, rows_R[rows // 2 :])
-        ids_N = torch.randint(0, 5000, (kept,), generator=generator)
-        table_NW = torch.randint(0, 99, (kept, entries), generator=generator, dtype=torch.int32)
+        rows_R = torch.randperm(stored, generator=generator)[:rows]
+        rows_R[rows // 2 :] = torch.where(rows_R[rows // 2 :] % 2 == 0, stored - 1, rows_R[rows // 2 :])
+        ids_N = torch.randint(0, 5000, (stored,), generator=generator)
+        table_NW = torch.randint(0, 99, (stored, entries), generator=generator, dtype=torch.int32)
         return rows_R, ids_N, positions_N, table_NW, block_size
 
     return Case(f"{rows}x{entries}x{block_size}", make)
@@ -45,10 +45,10 @@ def _case(rows: int, entries: int, block_size: int) -> Case:
 def decode_inputs(
     rows_R: Tensor, ids_N: Tensor, positions_N: Tensor, table_NW: Tensor, block_size: int
 ) -> DecodeInputs:
-    """Each row's last drawn token as the next input.
+    """The inputs of rows `rows_R` (int64), indices into the state of N rows on the device.
 
-    `rows_R` (int64) are indices among the N rows kept: row n drew `ids_N[n]` (int64), which stands
-    at `positions_N[n]` (int64; -1 where n is padding) and whose blocks are `table_NW[n]` (int32).
+    The last sampled id of row n is `ids_N[n]` (int64), its position `positions_N[n]` (int64; -1
+    for padding rows), its block table `table_NW[n]` (int32).
     """
     last_R = positions_N[rows_R]
     positions_R, padding_R = last_R.clamp(min=0), last_R < 0

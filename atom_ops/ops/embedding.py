@@ -1,4 +1,4 @@
-"""Token embedding, whole or as one rank's part of the vocabulary."""
+"""Token embedding, of the whole vocabulary or one rank's shard."""
 
 import torch
 from torch import Tensor
@@ -18,9 +18,9 @@ def _case(tokens: int, local: int, first_id: int, hidden: int) -> Case:
 
 @op([_case(1, 100, 0, 48), _case(50, 100, 37, 48), _case(3, 20, 0, 2560)], EXACT)
 def embedding(ids_T: Tensor, weight_VD: Tensor, first_id: int) -> Tensor:
-    """Rows of `weight_VD`, which holds the ids first_id … first_id + V - 1; zeros for others.
+    """The ids' rows of `weight_VD`, which has ids first_id … first_id + V - 1; zeros for other ids.
 
-    The zeros are what lets ranks with different parts of the vocabulary add up their results.
+    So the results of all ranks with a shard of the vocabulary can be all-reduced.
     """
     local_T = ids_T - first_id
     outside_T = (local_T < 0) | (local_T >= weight_VD.shape[0])

@@ -1,8 +1,8 @@
-"""The gated MLPs of a mixture of experts, each over the tokens that chose it.
+"""Mixture of experts: the gated MLP of each expert over the tokens routed to it.
 
-T tokens, J experts per token, P = T * J pairs of both, X experts, D hidden, F features of an expert.
+T tokens, J experts per token, P = T * J (token, expert) pairs, X experts, D hidden, F expert features.
 
-    tokens, chosen      sorted by expert       two products per expert     back, weighted
+    tokens, experts     sorted by expert       two GEMMs per expert        unsorted, weighted
     t0: e2 e0           e0: t0 t1              [2, D] -> [2, F] -> [2, D]   t0 = w e2(t0) + w e0(t0)
     t1: e0 e1           e1: t1                 [1, D] -> [1, F] -> [1, D]   t1 = w e0(t1) + w e1(t1)
                         e2: t0                 [1, D] -> [1, F] -> [1, D]
@@ -22,7 +22,7 @@ from atom_ops.tolerances import REDUCTION
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """All experts of a layer, side by side."""
+    """The weights of all experts of a layer."""
 
     gate_up_XOD: Tensor
     """[X, 2F, D]: the gate's rows, then up's."""
@@ -40,7 +40,7 @@ class ClampedSwiglu:
 
 
 ExpertActivation = ClampedSwiglu | None
-"""Between an expert's two products; None: `silu_and_mul`."""
+"""Between an expert's two GEMMs; None: `silu_and_mul`."""
 
 
 def _case(
@@ -51,7 +51,7 @@ def _case(
     activation: ExpertActivation = None,
     idle: int = 0,
 ) -> Case:
-    """`idle` experts are chosen by no token."""
+    """The last `idle` experts get no token."""
     hidden, features = sizes
     with_bias = activation is not None
 
@@ -99,9 +99,9 @@ def experts(
 ) -> Tensor:
     """The weighted sum of each token's experts, [T, D] in x's dtype.
 
-    `ids_TJ` int64 and `weights_TJ` float32 as `route` gave them. A token's result depends on its
-    own row alone, NaN in other rows included; to the last bit where `linear` is batch-invariant.
-    Choices are summed in float32. On a GPU nothing waits for the device.
+    `ids_TJ` int64 and `weights_TJ` float32 as returned by `route`. NaN in one row does not reach
+    other rows; with a batch-invariant `linear` a row's bits depend on that row alone. Experts'
+    results are summed in float32. Does not synchronise with a GPU.
     """
     if x_TD.is_cuda and (BATCH_INVARIANT in linear.order or not _has_grouped_gemm(x_TD, weights)):
         return _dense_fallback(x_TD, ids_TJ, weights_TJ, weights, activation)
@@ -128,7 +128,7 @@ def _activate(x_P2F: Tensor, activation: ExpertActivation) -> Tensor:
 def _grouped_gemm(
     x_PI: Tensor, weight_XOI: Tensor, bias_XO: Tensor | None, ids_P: Tensor, ends_X: Tensor
 ) -> Tensor:
-    """Each row times the weight of its expert, [P, O]; expert e has the rows up to ends_X[e]."""
+    """Grouped GEMM: each row times the weight of its expert, [P, O]; expert e's rows end at ends_X[e]."""
     if x_PI.is_cuda:
         out_PO = functional.grouped_mm(x_PI, weight_XOI.transpose(1, 2), offs=ends_X)
     else:
@@ -142,10 +142,10 @@ def _grouped_gemm(
 
 
 def _has_grouped_gemm(x_TD: Tensor, weights: ExpertWeights) -> bool:
-    """Whether torch multiplies group by group on this GPU without asking it for the groups' sizes.
+    """Whether torch's grouped GEMM runs on this GPU without synchronising.
 
-    It has kernels for bfloat16 on Hopper and Blackwell, over rows of whole 16 bytes; everything
-    else it does in a loop on the host, which waits for the device.
+    Its kernels need bfloat16 on Hopper or Blackwell and rows of a multiple of 16 bytes; otherwise
+    torch loops over the groups on the host, which synchronises.
     """
     widths = (weights.gate_up_XOD.shape[2], weights.down_XDF.shape[2])
     return (
@@ -163,7 +163,7 @@ def _dense_fallback(
     weights: ExpertWeights,
     activation: ExpertActivation,
 ) -> Tensor:
-    """Every expert over every token, kept where it was chosen: X / J times the work, no waiting."""
+    """Dense fallback: every expert over every token, X / J times the work, without a synchronisation."""
     out_TD = torch.zeros_like(x_TD, dtype=torch.float32)
     for expert in range(weights.down_XDF.shape[0]):
         chosen_TJ = ids_TJ == expert
@@ -171,7 +171,7 @@ def _dense_fallback(
         inner_T2F = linear(x_TD, weights.gate_up_XOD[expert], _bias_of(weights.gate_up_bias_XO, expert))
         inner_TF = _activate(inner_T2F, activation)
         y_TD = linear(inner_TF, weights.down_XDF[expert], _bias_of(weights.down_bias_XD, expert))
-        # Not a factor of zero, which would keep another expert's infinity.
+        # `where` and not a factor of 0, because 0 * inf would be NaN.
         out_TD += (y_TD.float() * share_T1).where(chosen_TJ.any(1, keepdim=True), 0.0)
     return out_TD.to(x_TD.dtype)
 

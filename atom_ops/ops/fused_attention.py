@@ -1,4 +1,4 @@
-"""From a fused projection to what its tokens attend to, in one op."""
+"""QKV projection to attention output in one op."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def _case(
     with_norms: bool,
     window: int = 0,
 ) -> Case:
-    """`heads` are query heads and key/value heads; with a window come sinks."""
+    """`heads` are query heads and key/value heads; a case with a window also has sinks."""
 
     def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
         tokens, block_size, per_row = sum(query_lens), 16, -(-max(context_lens) // 16)

@@ -1,8 +1,8 @@
-"""Matrix products together with what lies in front of them.
+"""GEMMs fused with the element-wise op before them.
 
-For a token or two it costs more to launch a small kernel, and to wait for it, than to repeat its
-work in every program of the next one. So these are ops of their own, though all they mean is
-others called in turn; that is also what runs wherever no provider gains from knowing both.
+For one or two tokens, launching a small kernel and waiting for it costs more than repeating its
+work in every program of the GEMM. The references just call the separate ops, which also run
+wherever no fused kernel is faster.
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""Linear attention by the gated delta rule: a row's past is one matrix a head.
+"""Linear attention by the gated delta rule: the state of a row is one matrix for each head.
 
 Every token, with key k, value v, decay g <= 0 and rate b of a head:
 
-    S = exp(g) S                    what was written fades
+    S = exp(g) S                    decay
     S = S + k b (v - S' k)'         the value at k moves towards v
     out = S' q
 
@@ -11,8 +11,8 @@ decay G_i from the chunk's beginning up to token i,
 
     u_i + b_i sum over j < i of exp(G_i - G_j) (k_i . k_j) u_j  =  b_i (v_i - exp(G_i) S' k_i)
 
-so that chunks are matrix products, and only S goes from one to the next. (Gated delta networks,
-arXiv:2412.06464.)
+so that a chunk is a few GEMMs, and only S passes from one chunk to the next. (Gated delta
+networks, arXiv:2412.06464.)
 
 T tokens, K key heads, N value heads (a multiple of them), E key and F value features, G rows that are
 computed together, L tokens of the longest, M chunks of C tokens.
@@ -31,21 +31,21 @@ from atom_ops.ops.recurrent_state import StatePlan
 from atom_ops.tolerances import REDUCTION
 
 NORM_EPS = 1e-6
-"""Added to the squared length that queries and keys are divided by."""
+"""Added to the squared norm of queries and keys before the division."""
 
 _CHUNK = 64
 
 
 @dataclass(frozen=True, slots=True)
 class DecayWeights:
-    """What a head's decay is made with, float32: g = -exp(a_log) softplus(input + dt_bias)."""
+    """Decay parameters of each head, float32: g = -exp(a_log) softplus(input + dt_bias)."""
 
     a_log_N: Tensor
     dt_bias_N: Tensor
 
 
 class _Tokens(NamedTuple):
-    """What the rule computes with, token by token and head by head."""
+    """Inputs of the rule, for each token and head."""
 
     q: Tensor
     k: Tensor
@@ -82,11 +82,12 @@ def _case(lens: list[int], fresh: list[int], heads: tuple[int, int], sizes: tupl
 def gated_delta_rule(
     qkv_TC: Tensor, gates_T2N: Tensor, decay: DecayWeights, recurrent_SNEF: Tensor, plan: StatePlan
 ) -> Tensor:
-    """What each token reads from its row's state, [T, N, F]; the rows' slots then hold their last states.
+    """The output of each token, [T, N, F]; the rows' slots then hold their new states.
 
-    `qkv_TC` are K query and K key heads of E numbers, then N value heads of F. Queries and keys are
-    brought to length 1, queries divided by the root of E. `gates_T2N`, of a contiguous last dimension,
-    are the inputs of the rates (their sigmoid counts), then those of the decays. All in float32.
+    A row of `qkv_TC` is K query and K key heads of E features, then N value heads of F features.
+    Queries and keys are L2-normalised, queries divided by sqrt(E). `gates_T2N` (only the last
+    dimension must be contiguous) are the inputs of the rates b (before the sigmoid), then of the
+    decays g. Computed in float32.
     """
     heads, key_size, value_size = recurrent_SNEF.shape[1:]
     qk_TC, v_TC = qkv_TC.float().split([qkv_TC.shape[1] - heads * value_size, heads * value_size], 1)
@@ -100,7 +101,7 @@ def gated_delta_rule(
 
     tokens = plan.num_tokens
     out_TNF = qkv_TC.new_zeros(tokens + 1, heads, value_size, dtype=torch.float32)  # the last: of padding
-    for rows_G, longest in plan.alike():
+    for rows_G, longest in plan.groups():
         token_GL = plan.query_starts_R1[rows_G, None] + torch.arange(longest, device=rows_G.device)
         padding_GL = token_GL >= plan.query_starts_R1[rows_G + 1, None]
         given = _Tokens(*[_rows(x, token_GL.clamp(max=tokens - 1), padding_GL) for x in inputs])
@@ -118,13 +119,13 @@ def _unit(x_TKE: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor, token_GL: Tensor, padding_GL: Tensor) -> Tensor:
-    """The rows' tokens, [G, L, …]. Zeros in padding: no rate changes no state, no decay keeps it."""
+    """The rows' tokens, [G, L, …], zero in padding: rate 0 and decay 0 leave the state as it is."""
     found = x.index_select(0, token_GL.flatten()).unflatten(0, token_GL.shape)
     return found.masked_fill(padding_GL.view(*padding_GL.shape, *[1] * (x.dim() - 1)), 0.0)
 
 
 def _one_token(given: _Tokens, state_GNEF: Tensor) -> tuple[Tensor, Tensor]:
-    """([G, 1, N, F], the states behind) of rows of one token, L = 1."""
+    """(outputs [G, 1, N, F], new states) of rows of one token, L = 1."""
     q_GNE, k_GNE, v_GNF, fade_GN, rate_GN = (x.squeeze(1) for x in given)
     state_GNEF = state_GNEF * fade_GN.exp()[..., None, None]
     change_GNF = rate_GN[..., None] * (v_GNF - torch.einsum("gnef,gne->gnf", state_GNEF, k_GNE))
@@ -146,12 +147,12 @@ def _in_chunks(given: _Tokens, state_GNEF: Tensor) -> tuple[Tensor, Tensor]:
     q, k, v, fade, rate = map(chunks, given)
     since, rate = fade.cumsum(-1)[..., None], rate[..., None]  # G_i, b_i
     later = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
-    kept = (since - since.mT).masked_fill(later, -torch.inf).exp()
-    system = rate * (k @ k.mT) * kept
+    decay_CC = (since - since.mT).masked_fill(later, -torch.inf).exp()
+    system = rate * (k @ k.mT) * decay_CC
     wanted = torch.cat((v, since.exp() * k), -1) * rate
     solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     from_v, from_k = solved.split([v.shape[-1], k.shape[-1]], -1)
-    within, from_past = (q @ k.mT) * kept, q * since.exp()
+    within, from_past = (q @ k.mT) * decay_CC, q * since.exp()
     to_end, whole = k * (since[..., -1:, :] - since).exp(), since[..., -1:, :].exp()
 
     results = []

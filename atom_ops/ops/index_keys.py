@@ -1,6 +1,6 @@
-"""The paged keys by which sparse attention chooses its tokens: one a token, for all heads of an indexer.
+"""The paged cache of index keys for sparse attention: one key per token, for all heads of the indexer.
 
-A key lies in the slot of its token's latent:
+A key is in the slot of its token's latent:
 
     keys    [num_blocks, block_size, I]     compute dtype, bfloat16 or float8_e4m3fn
     scale   [num_blocks, block_size]        float32, for float8_e4m3fn only
@@ -20,7 +20,7 @@ from atom_ops.tolerances import DEFAULT
 
 @dataclass(frozen=True, slots=True)
 class IndexKeys:
-    """One layer's keys; a stored number x stands for x * scale where there are scales."""
+    """One layer's keys; with scales a value is stored value * scale."""
 
     keys: Tensor
     scale: Tensor | None = None
@@ -28,7 +28,7 @@ class IndexKeys:
 
 @dataclass(frozen=True, slots=True)
 class IndexNorm:
-    """How a key is normalised: to mean 0 and variance 1, then by weight and bias."""
+    """Layer norm of index keys."""
 
     weight_I: Tensor
     bias_I: Tensor
@@ -38,7 +38,7 @@ class IndexNorm:
 def make_index_keys(
     num_blocks: int, block_size: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> IndexKeys:
-    """An empty cache. `dtype` float8_e4m3fn keeps one scale for each token."""
+    """An empty cache; with float8_e4m3fn one scale per token."""
     shape = (num_blocks, block_size)
     scale = zeros(shape, torch.float32, device) if dtype == FP8 else None
     return IndexKeys(zeros((*shape, width), dtype, device), scale)
@@ -76,11 +76,11 @@ def write_index_keys(
     slots_T: Tensor,
     interleaved: bool = False,
 ) -> None:
-    """Normalise each token's key, turn its first R numbers, and store it in its slot (int64).
+    """Normalise each token's key, apply RoPE to its first R features, and store it in its slot (int64).
 
-    `x_TI` needs a contiguous last dimension only; see `rotary` for the angles. The float8 scale
-    makes a key's largest magnitude the largest float8. On a GPU a negative slot stores nothing,
-    on a CPU it is an error.
+    Only the last dimension of `x_TI` must be contiguous; see `rotary` for cosines and sines. The
+    float8 scale maps a key's largest magnitude to the largest float8. On a GPU nothing is stored
+    for a negative slot; on a CPU it is an error.
     """
     weight, bias = norm.weight_I.float(), norm.bias_I.float()
     normed_TI = functional.layer_norm(x_TI.float(), weight.shape, weight, bias, norm.eps).to(x_TI.dtype)

@@ -1,7 +1,7 @@
 """The paged cache of keys and values of one layer.
 
-Slot s of the cache is offset s % block_size of block s // block_size. It holds a token's K keys,
-then its K values, so that both are found by one index:
+Slot s is offset s % block_size of block s // block_size. It holds a token's K keys, then its K
+values, so that one index addresses both:
 
     kv      [num_blocks, block_size, 2, K, E]     compute dtype, bfloat16 or float8_e4m3fn
     scale   [num_blocks, block_size, 2, K]        float32, for float8_e4m3fn only
@@ -24,7 +24,7 @@ _LARGEST_SCALE = 255.0  # `read_kv` multiplies scales by 2**120
 
 @dataclass(frozen=True, slots=True)
 class KVLayer:
-    """One layer's cache; a stored number x stands for x * scale where there are scales."""
+    """One layer's cache; with scales a value is stored value * scale."""
 
     kv: Tensor
     scale: Tensor | None = None
@@ -38,7 +38,7 @@ def make_kv_layer(
     dtype: torch.dtype,
     device: torch.device,
 ) -> KVLayer:
-    """An empty cache. `dtype` float8_e4m3fn keeps one scale for each token and head."""
+    """An empty cache; with float8_e4m3fn one scale per token and head."""
 
     shape = (num_blocks, block_size, 2, kv_heads)
     scale = zeros(shape, torch.float32, device) if dtype == FP8 else None
@@ -46,10 +46,10 @@ def make_kv_layer(
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A cache's memory."""
+    """Zeroed memory for a cache."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # Unlike torch's, numpy's zeros take no memory before they are written to.
+    # Unlike torch.zeros, numpy.zeros takes no memory before it is written to.
     pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
     return torch.from_numpy(pages).view(dtype).view(shape)
 
@@ -77,9 +77,9 @@ def _case(kv_heads: int, head_dim: int, fp8: bool) -> Case:
 def write_kv(k_TKE: Tensor, v_TKE: Tensor, cache: KVLayer, slots_T: Tensor) -> None:
     """Store each token's keys and values in its slot (int64).
 
-    `k_TKE` and `v_TKE` need a contiguous last dimension only. The float8 scale makes a head's
-    largest magnitude the largest float8; magnitudes over 114240 saturate. On a GPU a negative
-    slot stores nothing: the rows that a captured graph has to spare. On a CPU it is an error.
+    Only the last dimension of `k_TKE` and `v_TKE` must be contiguous. The float8 scale maps a
+    head's largest magnitude to the largest float8; magnitudes over 114240 saturate. On a GPU
+    nothing is stored for a negative slot (padding rows of a graph); on a CPU it is an error.
     """
     for half, x_TKE in enumerate((k_TKE, v_TKE)):
         numbers = cache.kv.flatten(0, 1).select(1, half)
@@ -91,17 +91,17 @@ def write_kv(k_TKE: Tensor, v_TKE: Tensor, cache: KVLayer, slots_T: Tensor) -> N
 
 
 def store(stored: Tensor, slots_T: Tensor, new: Tensor) -> None:
-    """stored[slots] = new, slot by slot; on a GPU a negative slot stores nothing."""
+    """stored[slots] = new; on a GPU negative slots are skipped."""
     if slots_T.is_cuda and len(slots_T):
         slots_T, new = without_padding_rows(stored, slots_T, new)
     stored.index_copy_(0, slots_T, new)
 
 
 def without_padding_rows(stored: Tensor, slots_T: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Slots and numbers that store the same, but with a slot for each row; the device decides.
+    """Slots and values that store the same without negative slots; does not synchronise.
 
-    A row without a slot repeats what another row stores. If there is none, all of them store
-    what slot 0 holds already.
+    A padding row repeats the write of another row. If all rows are padding, they write back what
+    slot 0 already holds.
     """
     rows_T = torch.arange(len(slots_T), device=slots_T.device)
     rows_T = torch.where(slots_T < 0, slots_T.argmax(), rows_T)
@@ -110,7 +110,7 @@ def without_padding_rows(stored: Tensor, slots_T: Tensor, new: Tensor) -> tuple[
 
 
 def float8_codes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of [..., E], as the uint8 that index_copy_ can move, and their scales [...]."""
+    """float8 codes of [..., E] as uint8, which index_copy_ supports, and their scales [...]."""
     x = x.float()
     scale = x.abs().amax(-1).div_(_FP8_MAX).clamp_(2.0**-100, _LARGEST_SCALE)
     scaled = (x * scale.reciprocal()[..., None]).clamp_(-_FP8_MAX, _FP8_MAX)
@@ -126,9 +126,9 @@ def read_kv(cache: KVLayer, slots_S: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def float8_numbers(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """What float8_e4m3fn codes (int8, [..., E]) stand for; `scale` [...] is the caller's to lose."""
-    # A float8_e4m3 code moved to the top of a float32 (sign, four exponent bits, mantissa) is
-    # the number times 2**-120, subnormals included: ten times as fast as torch's conversion.
-    # Widening repeats the sign bit; the mask takes the copies out again.
+    """The values of float8_e4m3fn codes (int8, [..., E]); changes `scale` [...] in place."""
+    # A float8_e4m3 code's bits, moved to the top of a float32 (sign, four exponent bits, mantissa),
+    # are the value times 2**-120, subnormals included: ten times as fast as torch's conversion.
+    # Widening repeats the sign bit; the mask clears the copies.
     bits = codes.to(torch.int32).bitwise_left_shift_(20).bitwise_and_(-0x78100000)
     return bits.view(torch.float32).mul_(scale.mul_(2.0**120)[..., None]).to(dtype)

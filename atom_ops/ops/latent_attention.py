@@ -1,15 +1,15 @@
-"""Multi-head latent attention: keys and values of all heads come from one latent a token.
+"""Multi-head latent attention (MLA): keys and values of all heads come from one latent per token.
 
     key of head h     [W_UK[h] latent | rotated key, the same for all heads]
     value of head h    W_UV[h] latent
 
-Two forms give the same numbers. Expanded, keys and values of every head are made, and attention
-is the ordinary one (`prompt_attention`): best where all tokens are new. Absorbed, W_UK moves to
-the queries' side (`absorb_queries`) and W_UV behind the sum over tokens (`expand_values`); then
-one row of the cache serves all heads (`latent_attention`), and nothing is made of a context.
+There are two equivalent forms. Expanded: keys and values of every head are computed and attention
+is ordinary MHA (`prompt_attention`), best for whole prompts. Absorbed: W_UK is applied to the
+queries (`absorb_queries`) and W_UV after the sum over tokens (`expand_values`); attention is then
+MQA over the cached latents (`latent_attention`), and nothing is computed for cached tokens.
 
-T tokens, H heads, N features of a key or query that come from the latent, R that are rotated,
-E = N + R, V of a value, C of the latent, K = C + R.
+T tokens, H heads, N features of a query or key without RoPE, R with RoPE, E = N + R, V features of
+a value, C of the latent, K = C + R.
 """
 
 import numpy as np
@@ -26,7 +26,7 @@ from atom_ops.ops.rotary import rotary, rotation
 from atom_ops.tolerances import REDUCTION
 
 _CPU = torch.device("cpu")
-# Numbers of a head that plans count as one, when they bound what is gathered.
+# Features that plans count as one head when they bound gathered memory.
 _HEAD = 128
 
 
@@ -56,10 +56,10 @@ def _absorb_case(tokens: int, heads: int, widths: tuple[int, int, int], interlea
 def absorb_queries(
     q_THE: Tensor, key_HNC: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, interleaved: bool = False
 ) -> Tensor:
-    """Queries for rows of the cache, [T, H, C + R]: each head's first N numbers times its W_UK, the
-    others turned (see `rotary`).
+    """Absorbed queries, [T, H, C + R]: each head's first N features times its W_UK, and the other R
+    features with RoPE (see `rotary`).
 
-    `q_THE` and `key_HNC` need a contiguous last dimension only.
+    Only the last dimension of `q_THE` and `key_HNC` must be contiguous.
     """
     nope = key_HNC.shape[1]
     latent_HTC = torch.bmm(q_THE[..., :nope].transpose(0, 1), key_HNC)
@@ -83,7 +83,7 @@ def _expand_case(tokens: int, heads: int, latent: int, value: int) -> Case:
 def expand_values(latent_THC: Tensor, value_HVC: Tensor) -> Tensor:
     """Each head's weighted sum of latents times its W_UV, [T, H, V].
 
-    Both need a contiguous last dimension only.
+    Only the last dimension of both must be contiguous.
     """
     return torch.bmm(latent_THC.transpose(0, 1), value_HVC.mT).transpose(0, 1).contiguous()
 
@@ -132,10 +132,10 @@ def _latent_case(
     REDUCTION,
 )
 def latent_attention(q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, scale: float) -> Tensor:
-    """Each head's weighted sum of the latents that a new token sees, [T, H, C].
+    """Absorbed attention: each head's weighted sum of the latents that a new token sees, [T, H, C].
 
-    The weights are softmax(scale * q kᵀ) over whole rows k of the cache. Every row of the step may
-    bring any number of new tokens.
+    The weights are softmax(scale * q kᵀ), where k is a whole row of the cache. Rows of the step may
+    have any number of new tokens.
     """
     heads, width = q_THK.shape[1:]
     worth = -(-width // _HEAD)
@@ -145,7 +145,7 @@ def latent_attention(q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, sca
     def attend(items: WorkItems) -> Tensor:
         count, _, _, chunk = items.mask_N1LC.shape
         rows_N1CK = read_latent(cache, items.slots, q_THK.dtype).view(count, 1, chunk, width)
-        # A value is the beginning of its key; the rest of the sums is cut off again.
+        # A value is the first C features of its key; the sum's other features are dropped.
         return attend_items(q_THK, rows_N1CK, rows_N1CK, items, rule)
 
     return in_step_order(groups, attend)[..., : cache.latent_width].contiguous()
@@ -175,13 +175,13 @@ def _prompt_case(lens: list[int], heads: int, width: int, value_width: int) -> C
 def prompt_attention(
     q_THE: Tensor, k_THE: Tensor, v_THV: Tensor, plan: AttentionPlan, scale: float
 ) -> Tensor:
-    """softmax(scale * q kᵀ) v of every token over its row up to itself, [T, H, V].
+    """Causal attention of whole prompts to their own keys and values, [T, H, V].
 
-    For steps whose `plan.whole_prompts`: nothing is read but the step's own keys and values. All
-    three need a contiguous last dimension only.
+    For steps with `plan.whole_prompts`: reads no cache. Only the last dimension of q, k and v must
+    be contiguous.
     """
     heads, width = k_THE.shape[1], max(k_THE.shape[2], v_THV.shape[2])
-    # Of one width: the fastest attention of CPUs knows no other.
+    # torch's fastest CPU attention needs keys and values of one width.
     q, k, v = (functional.pad(x, (0, width - x.shape[2])) for x in (q_THE, k_THE, v_THV))
     rule = AttentionRule(scale)
 

@@ -1,13 +1,12 @@
 """The paged cache of one layer of multi-head latent attention.
 
-Slot s of the cache is offset s % block_size of block s // block_size. It holds one row for a
-token, whatever the number of heads: its normalised latent, then its rotated key, which all heads
-share.
+Slot s is offset s % block_size of block s // block_size. It holds one row per token, shared by all
+heads: the normalised latent, then the key with RoPE.
 
     rows    [num_blocks, block_size, C + R]     compute dtype, bfloat16 or float8_e4m3fn
     scale   [num_blocks, block_size]            float32, for float8_e4m3fn only
 
-A layer that chooses tokens keeps their index keys in the same slots.
+A layer with an indexer has its index keys in the same slots.
 """
 
 from dataclasses import dataclass
@@ -25,19 +24,19 @@ from atom_ops.tolerances import DEFAULT
 
 @dataclass(frozen=True, slots=True)
 class LatentLayer:
-    """One layer's cache; a stored number x stands for x * scale where there are scales."""
+    """One layer's cache; with scales a value is stored value * scale."""
 
     rows: Tensor
     latent_width: int
-    """C: the first numbers of a row are the latent, the others the rotated key."""
+    """C: the first C features of a row are the latent, the others the key with RoPE."""
     scale: Tensor | None = None
     index: IndexKeys | None = None
-    """Of a layer that chooses what sparse attention reads."""
+    """Index keys of a layer with an indexer for sparse attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatentNorms:
-    """How queries' and keys' latents are normalised."""
+    """RMS norms of the queries' and the keys' latents."""
 
     q_weight_Q: Tensor
     kv_weight_C: Tensor
@@ -52,7 +51,7 @@ def make_latent_layer(
     dtype: torch.dtype,
     device: torch.device,
 ) -> LatentLayer:
-    """An empty cache. `dtype` float8_e4m3fn keeps one scale for each token."""
+    """An empty cache; with float8_e4m3fn one scale per token."""
     shape = (num_blocks, block_size)
     scale = zeros(shape, torch.float32, device) if dtype == FP8 else None
     return LatentLayer(zeros((*shape, latent_width + rope_width), dtype, device), latent_width, scale)
@@ -71,7 +70,7 @@ def _case(
     rope: int,
     interleaved: bool = True,
 ) -> Case:
-    """`query` numbers of a latent of queries stand before the latent of keys; 0: none does."""
+    """`query`: width of the queries' latent before the keys' latent; 0: none."""
 
     def make(
         dtype: torch.dtype, generator: torch.Generator
@@ -111,11 +110,11 @@ def write_latent(
     slots_T: Tensor,
     interleaved: bool = False,
 ) -> None:
-    """Normalise each token's latent, turn its key, and store both in its slot (int64).
+    """Normalise each token's latent, apply RoPE to its key, and store both in its slot (int64).
 
-    A row of `latents_TK` is C + R numbers: the latent, then the key; it needs a contiguous last
-    dimension only. The norm is `rms_norm`, the rotation `rotary`. The float8 scale makes a row's
-    largest magnitude the largest float8. On a GPU a negative slot stores nothing, on a CPU it is
+    A row of `latents_TK` is the latent (C), then the key (R); only the last dimension must be
+    contiguous. The norm is `rms_norm`, RoPE is `rotary`. The float8 scale maps a row's largest
+    magnitude to the largest float8. On a GPU nothing is stored for a negative slot; on a CPU it is
     an error.
     """
     latent_TC, key_TR = latents_TK.split([cache.latent_width, latents_TK.shape[1] - cache.latent_width], 1)
@@ -147,10 +146,9 @@ def norm_and_write_latents(
     slots_T: Tensor,
     interleaved: bool = False,
 ) -> Tensor:
-    """The normalised latents of the queries, [T, Q]; those of keys and values are written.
+    """The normalised latents of the queries, [T, Q]; latents and keys are written to the cache.
 
-    A row of `latents_TN` is Q + C + R numbers: the latent of the queries, then what
-    `write_latent` takes.
+    A row of `latents_TN` is the queries' latent (Q), then a row as for `write_latent` (C + R).
     """
     q_width = len(norms.q_weight_Q)
     rest_TK = latents_TN[:, q_width:]

@@ -1,4 +1,4 @@
-"""Matrix product with a weight that may be laid out for the device beforehand."""
+"""Linear layer (GEMM), with a weight that may be packed for the device beforehand."""
 
 import torch
 from torch import Tensor
@@ -42,35 +42,35 @@ def linear(
 ) -> Tensor:
     """x @ weightᵀ + bias, [T, I] -> [T, O]; `weight` [O, I] as `pack_linear_weight` returned it.
 
-    The result is of `out_dtype`, or x's where that is None. On a GPU sums in float32 become a
-    float32 result without a rounding between.
+    The result has `out_dtype`, by default x's dtype. On a GPU a float32 result is not rounded to
+    x's dtype on the way.
     """
     if out_dtype in (None, x_TI.dtype):
         return functional.linear(x_TI, weight, bias)
     if out_dtype == torch.float32 and x_TI.is_cuda:
-        product = torch.mm(x_TI, weight.t(), out_dtype=torch.float32)
-        return product if bias is None else product + bias
+        out_TO = torch.mm(x_TI, weight.t(), out_dtype=torch.float32)
+        return out_TO if bias is None else out_TO + bias
     return functional.linear(x_TI, weight, bias).to(out_dtype)
 
 
 @linear.provider("blas", needs="a GPU", supported=lambda device: device.type == "cuda", batch_invariant=False)
-def _library(
+def _blas(
     x_TI: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The GPU maker's own (cuBLAS, hipBLASLt), which torch calls: chosen for many tokens, no stopgap."""
+    """The vendor's GEMM library (cuBLAS, hipBLASLt) through torch; the fastest for many tokens."""
     return linear.reference(x_TI, weight, bias, out_dtype)
 
 
 BATCH_INVARIANT = "batch_invariant"
-"""The provider whose rows do not depend on how many there are; only demanded, never a default."""
+"""The provider whose rows do not depend on the batch; used only with `batch_invariant`."""
 _ONEDNN = "onednn_packed"
 _ROWS_HINT = 16  # a layout that serves 4 to 256 rows best and costs single rows little
 
 
 def pack_linear_weight(weight_OI: Tensor) -> Tensor:
-    """The weight as `linear` likes it best; opaque: only `linear` can read it.
+    """The weight in the layout that is fastest for `linear`, and readable only by it.
 
-    Call after `backend.resolve`. It returns the same tensor where nothing better exists.
+    Call after `backend.resolve`. Returns the same tensor where no other layout is faster.
     """
     if _ONEDNN not in linear.order or not _onednn_packs(weight_OI.dtype):
         return weight_OI
@@ -103,5 +103,5 @@ def _onednn_packs(dtype: torch.dtype) -> bool:
 def _onednn_packed(
     x_TI: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, weight, bias, "none", [], "")
-    return product if out_dtype is None else product.to(out_dtype)
+    out_TO: Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, weight, bias, "none", [], "")
+    return out_TO if out_dtype is None else out_TO.to(out_dtype)

@@ -1,9 +1,9 @@
-"""Rules that change what a row may draw, and the record of what it drew before.
+"""Logits processors, and the record of each row's tokens that penalties and bad words need.
 
-U rows with rules among the R that draw, N of them with a record, B bad words of up to J + 1 ids,
-E entries of lists that belong to several rows, M records, L ids in the longest one.
-Rules are sparse: a row names some ids, and only their logits are touched. Such lists hold flat
-places, u * V + id.
+U of the R sampling rows have logits processors, N of these a token record; B bad words of up to
+J + 1 ids, E entries of lists over several rows, M records, L ids in the longest record.
+Processors are sparse: they change only the logits of listed ids. Lists hold flat indices
+u * V + id ("places").
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from atom_ops.op import Case, op
 from atom_ops.tolerances import EXACT
 
 ANY = -1
-"""In front of a bad word that is shorter than the longest: any id, or none, may stand there."""
+"""Left padding of bad words that are shorter than the longest; matches any id or none."""
 
 
 _RECORD_SLICE = 1 << 22
@@ -24,29 +24,29 @@ _RECORD_SLICE = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """Which ids occurred in some rows, twice: in their order, and counted."""
+    """The ids of M sequences, in order and as counts."""
 
     ids_ML: Tensor
-    """int32. The prompt's different ids, where they matter, then every generated id."""
+    """int32: the prompt's distinct ids, if a processor needs them, then every generated id."""
     seen_MV: Tensor
-    """int32: twice the times that an id was generated, plus 1 if the prompt's ids matter and have it."""
+    """int32: 2 * (times that the id was generated) + 1 if it is among the prompt's recorded ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedRows:
-    """Where N rows keep their record."""
+    """The N rows that have a token record."""
 
     rows_N: Tensor
-    """int64: which of the U."""
+    """int64: indices among the U rows."""
     records_N: Tensor
-    """int64: which of the M."""
+    """int64: indices among the M records."""
     offsets_N: Tensor
-    """int64: the token at position p of its sequence is entry p - offset of the record."""
+    """int64: the token at position p of the sequence is entry p - offset of the record."""
 
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """float32 columns of the rows with a record; 1, 0 and 0 change nothing."""
+    """float32, for the rows with a record; the neutral values are 1, 0 and 0."""
 
     repetition_N: Tensor
     frequency_N: Tensor
@@ -55,10 +55,10 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class AllowedIds:
-    """Rows that may draw nothing but what their lists hold."""
+    """Rows that may sample only the listed ids."""
 
     rows: Tensor
-    """int64: which of the U."""
+    """int64: indices among the U rows."""
     places_E: Tensor
     """int64."""
 
@@ -68,30 +68,30 @@ class BadWords:
     """Sequences of two ids or more whose last id must not follow the others."""
 
     rows_B: Tensor
-    """int64: which of the N."""
+    """int64: indices among the N rows."""
     before_BJ: Tensor
-    """int64: the ids before the last, after as many `ANY` as it takes."""
+    """int64: the ids before the last, left-padded with `ANY`."""
     begins_B: Tensor
     """int64: the entry of the row's record that holds its first generated id."""
     places_B: Tensor
-    """int64: of the last ids."""
+    """int64: places of the last ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndIds:
-    """Ids that must not be drawn before some position."""
+    """Ids that must not be sampled before a position (min_tokens)."""
 
     rows_E: Tensor
-    """int64: which of the U."""
+    """int64: indices among the U rows."""
     until_E: Tensor
-    """int64: the first position where the id may be drawn."""
+    """int64: the first position at which the id may be sampled."""
     places_E: Tensor
     """int64."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bias:
-    """Numbers that are added to logits; minus infinity forbids an id everywhere."""
+    """Values added to logits; minus infinity bans an id."""
 
     places_E: Tensor
     """int64."""
@@ -101,18 +101,18 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class LogitsProcessorBatch:
-    """The rules of the rows that have any. None is a kind of rule that no row has."""
+    """The logits processors of U rows; None for a processor that no row has."""
 
     rows_U: Tensor
-    """int64: which of the R."""
+    """int64: indices among the R rows."""
     allowed: AllowedIds | None = None
     bias: Bias | None = None
     end_ids: EndIds | None = None
     recorded: RecordedRows | None = None
     bad_words: BadWords | None = None
-    """Needs `recorded`."""
+    """Requires `recorded`."""
     penalties: Penalties | None = None
-    """Needs `recorded`."""
+    """Requires `recorded`."""
 
 
 def _case(rows: int, vocabulary: int) -> Case:
@@ -145,14 +145,14 @@ def _case(rows: int, vocabulary: int) -> Case:
 def apply_logits_processors(
     logits_RV: Tensor, positions_R: Tensor, rules: LogitsProcessorBatch, record: TokenRecord, longest: int
 ) -> Tensor:
-    """The logits that the rows with rules draw from, float32 [U, V].
+    """The processed logits of the rows with logits processors, float32 [U, V].
 
-    `positions_R` (int64) is the index that each drawn token will have in its sequence; no record of
-    these rows has more than `longest` ids. `atom.messages.engine.LogitsProcessors` says what the rules
-    mean and in which order they apply.
+    `positions_R` (int64) are the sequence positions of the tokens to sample; no record of these
+    rows has more than `longest` ids. `atom.messages.engine.LogitsProcessors` defines the processors
+    and their order.
 
-    Where rules exclude every id of a row, all of it is minus infinity: `sample` then draws some id
-    of the vocabulary.
+    A row whose ids are all excluded is all minus infinity; `sample` then returns some id of the
+    vocabulary.
     """
     logits_UV = logits_RV.index_select(0, rules.rows_U).float()
     positions_U = positions_R.index_select(0, rules.rows_U)
@@ -161,7 +161,7 @@ def apply_logits_processors(
         kept = flat[rules.allowed.places_E]
         logits_UV.index_fill_(0, rules.allowed.rows, -torch.inf)
         flat.index_copy_(0, rules.allowed.places_E, kept)
-    # Adding minus infinity instead of writing it lets lists name an id twice.
+    # Added and not written, because a list may hold an id twice.
     if rules.bias is not None:
         flat.index_add_(0, rules.bias.places_E, rules.bias.values_E)
     if rules.end_ids is not None:
@@ -173,17 +173,17 @@ def apply_logits_processors(
             complete_B = _completes(rules.bad_words, rules.recorded, record, entries_N)
             flat.index_add_(0, rules.bad_words.places_B, _infinite_where(complete_B))
         if rules.penalties is not None:
-            _penalise(logits_UV, rules.penalties, rules.recorded, record, longest)
+            _apply_penalties(logits_UV, rules.penalties, rules.recorded, record, longest)
     return logits_UV
 
 
 def _infinite_where(excluded: Tensor) -> Tensor:
-    """What takes the excluded logits away and leaves the others."""
+    """Minus infinity where `excluded`, 0 elsewhere."""
     return torch.zeros(excluded.shape, device=excluded.device).masked_fill_(excluded, -torch.inf)
 
 
 def _completes(words: BadWords, rows: RecordedRows, record: TokenRecord, entries_N: Tensor) -> Tensor:
-    """Whether the ids before the last of each word are the ones generated last, bool [B]."""
+    """Whether the last generated ids equal each word's ids before its last, bool [B]."""
     back_J = torch.arange(-words.before_BJ.shape[1], 0, device=entries_N.device)
     entries_BJ = entries_N[words.rows_B][:, None] + back_J
     records_B1 = rows.records_N[words.rows_B][:, None]
@@ -193,13 +193,13 @@ def _completes(words: BadWords, rows: RecordedRows, record: TokenRecord, entries
     return (same_BJ | (words.before_BJ == ANY)).all(-1)
 
 
-def _penalise(
+def _apply_penalties(
     logits_UV: Tensor, penalties: Penalties, rows: RecordedRows, record: TokenRecord, longest: int
 ) -> None:
-    """Change the logits of the ids that occurred, in place.
+    """Apply the penalties to the logits of recorded ids, in place, in slices of rows of bounded memory.
 
-    Entries past the end of a record may hold any id: `seen` says whether it occurred. An id that
-    has several entries is given the same number several times.
+    Entries past the end of a record may hold any id; its count in `seen` decides. An id with
+    several entries gets the same value several times.
     """
     size = max(1, _RECORD_SLICE // max(longest, 1))
     columns = (
@@ -242,7 +242,7 @@ def _record_case(rows: int, vocabulary: int) -> Case:
 
 @op([_record_case(1, 50), _record_case(17, 700)], EXACT)
 def record_sampled(record: TokenRecord, rows: RecordedRows, positions_U: Tensor, ids_U: Tensor) -> None:
-    """Enter each row's drawn id (int64) at its position (int64) into the record, in place."""
+    """Add each row's sampled id (int64) at its position (int64) to its record, in place."""
     ids_N = ids_U[rows.rows_N]
     entries_N = positions_U[rows.rows_N] - rows.offsets_N
     record.ids_ML[rows.records_N, entries_N] = ids_N.int()

@@ -1,4 +1,4 @@
-"""Root mean square normalisation."""
+"""RMS norm."""
 
 import torch
 from torch import Tensor
@@ -26,9 +26,7 @@ def _cases(with_residual: bool) -> list[Case]:
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last dimension; any leading dimensions.
 
-    The weight may have more digits than x; the result has as many as x. In float32 up to the result, which
-    is rounded once: closer to the model in float32 than with
-    the rounding before the weight that some implementations have.
+    Computed in float32 and rounded once, to x's dtype; the weight may have a wider dtype.
     """
     normed = functional.rms_norm(x_TD.float(), weight_D.shape, weight_D.float(), eps)
     return normed.to(x_TD.dtype)
@@ -54,6 +52,6 @@ def _gated_case(hidden: int, *leading: int) -> Case:
 
 @op([_gated_case(128, 1, 32), _gated_case(16, 7, 3), _gated_case(40, 33)])
 def gated_rms_norm(x_TD: Tensor, gate_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """rms_norm(x) * silu(gate), rounded once. The gate needs a contiguous last dimension only."""
+    """rms_norm(x) * silu(gate), rounded once. Only the gate's last dimension must be contiguous."""
     normed = functional.rms_norm(x_TD.float(), weight_D.shape, weight_D.float(), eps)
     return (normed * functional.silu(gate_TD.float())).to(x_TD.dtype)

@@ -1,7 +1,7 @@
 """Philox4x32-10, the counter-based random number generator of Salmon et al. (SC11).
 
-The same four words for the same counter and key on every platform: 32-bit words are kept in
-int64 tensors and no product overflows.
+Counter and key give the same four words on every platform: 32-bit words are held in int64 tensors
+and no multiplication overflows.
 """
 
 from functools import cache
@@ -17,7 +17,7 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 @cache
 def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Multipliers and key steps, [2, 1] each; copied to a device once, because that waits for it."""
+    """Multipliers and key steps, [2, 1] each; cached, because the copy synchronises with the device."""
     columns = torch.tensor([_MULTIPLIERS, _KEY_STEPS], device=device)[:, :, None]
     return columns[0], columns[1]
 
@@ -30,7 +30,7 @@ def philox(counter_4R: Tensor, key_2R: Tensor) -> Tensor:
     keys = (key_2R + rounds * key_step) & _WORD
     even, odd = counter_4R[0::2], counter_4R[1::2]
     for key in keys:
-        # 32 x 32 -> 64 bits, in two products of at most 48.
+        # 32 x 32 -> 64 bits, by two multiplications of at most 48 bits.
         low = even * lower
         high = even * upper + (low >> 16)
         product_high = high >> 16
@@ -40,9 +40,9 @@ def philox(counter_4R: Tensor, key_2R: Tensor) -> Tensor:
 
 
 def uniform(seed_R: Tensor, sequence_R: Tensor, position_R: Tensor, purpose: int) -> Tensor:
-    """One number in [0, 1) for each row: a multiple of 2**-24, float64.
+    """One uniform number in [0, 1) for each row: a multiple of 2**-24, float64.
 
-    A function of the arguments alone. `seed_R` holds the bits of unsigned 64-bit seeds.
+    `seed_R` holds the bits of unsigned 64-bit seeds.
     """
     key = torch.stack((seed_R & _WORD, (seed_R >> 32) & _WORD))
     counter = torch.stack(

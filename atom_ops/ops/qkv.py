@@ -1,4 +1,4 @@
-"""What lies between a fused projection and attention."""
+"""Between the QKV projection and attention: head norms, RoPE and the write to the KV cache."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from atom_ops.ops.rotary import rotary, rotation
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """Weights that queries and keys are normalised with, head by head."""
+    """Weights of the RMS norms of query and key heads."""
 
     q_weight_E: Tensor
     k_weight_E: Tensor
@@ -21,10 +21,10 @@ class HeadNorms:
 
 
 def _case(
-    tokens: int, heads: int, kv_heads: int, head_dim: int, with_norms: bool, turned: int | None = None
+    tokens: int, heads: int, kv_heads: int, head_dim: int, with_norms: bool, rope_dim: int | None = None
 ) -> Case:
-    """`turned` features of each head, by default all."""
-    width = head_dim if turned is None else turned
+    """RoPE on the first `rope_dim` features of each head, by default all."""
+    width = head_dim if rope_dim is None else rope_dim
 
     def make(
         dtype: torch.dtype, generator: torch.Generator
@@ -60,12 +60,12 @@ def rotate_and_write_kv(
     slots_T: Tensor,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Prepare a projection for attention: the rotated queries, [T, H, E]; the rest goes to the cache.
+    """The queries with RoPE, [T, H, E]; keys and values are written to the cache.
 
-    `qkv_TO` holds H query, K key and K value heads of E numbers, side by side; it needs a
-    contiguous last dimension only. Queries and keys are normalised if `norms` are given, then
-    turned, all of a head or its first numbers (see `rotary`); keys and values are stored in the
-    tokens' slots (see `write_kv`). The result's heads are contiguous, its tokens need not be.
+    A row of `qkv_TO` is H query, K key and K value heads of E features; only the last dimension
+    must be contiguous. Queries and keys are normalised if `norms` are given, then get RoPE on all
+    or the first features of each head (see `rotary`). Keys and values are stored in the tokens'
+    slots (see `write_kv`). The result's heads are contiguous, its tokens need not be.
     """
     kv_heads, head_dim = cache.kv.shape[3:]
     heads_TNE = qkv_TO.unflatten(1, (-1, head_dim))

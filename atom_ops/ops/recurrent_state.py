@@ -1,12 +1,12 @@
-"""What recurrent layers keep of a request: one slot, whatever its length.
+"""The state of recurrent layers: one slot per request, whatever its length.
 
     conv        [S, W - 1, C]      the convolution's last inputs, oldest first; compute dtype
     recurrent   [S, N, E, F]       float32, a matrix for each value head: key by value features
 
 S slots, W taps of the convolution, C channels, N value heads.
 
-`StatePlan` says on the device which rows of a step go on from which slots; the rows' tokens lie one
-row after another, as in an `AttentionPlan`.
+`StatePlan` maps the rows of a step to slots, on the device; the rows' tokens are concatenated, as
+in an `AttentionPlan`.
 """
 
 from collections.abc import Iterator
@@ -32,16 +32,16 @@ class StateLayer:
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """Of one slot of one layer."""
+    """Sizes of one slot of one layer."""
 
     channels: int
     taps: int
-    """Of the convolution: it remembers one input fewer."""
+    """Taps of the convolution; its state holds taps - 1 inputs."""
     heads: int
     key_features: int
     value_features: int
     dtype: torch.dtype
-    """Of the convolution's inputs."""
+    """dtype of the convolution's inputs."""
 
     @property
     def bytes(self) -> int:
@@ -60,36 +60,36 @@ def make_state_layer(num_slots: int, shape: StateShape, device: torch.device) ->
 
 @dataclass(frozen=True)
 class StatePlan:
-    """Which states R rows go on from in one step, and leave behind.
+    """The states that R rows read and write in one step.
 
-    Row r's tokens are `query_starts_R1[r]` … `query_starts_R1[r + 1]` - 1 of the step. A row
-    without a slot (-1) reads and writes none, and its results mean nothing; nor do those of tokens
-    behind the last row's. So a captured graph runs with fewer rows than it was captured with, as
-    long as the numbers below still bound what the tensors hold.
+    Row r's tokens are `query_starts_R1[r]` … `query_starts_R1[r + 1]` - 1 of the step. A padding row
+    has slot -1: it reads and writes no state, and its results are undefined, as are those of tokens
+    after the last row's. So a captured graph can be replayed with fewer rows, as long as the
+    numbers below still bound the tensors' values.
     """
 
     slots_R: Tensor
     """int64."""
     fresh_R: Tensor
-    """bool: the row starts a sequence, from a state of zeros, whatever its slot holds."""
+    """bool: the row starts a sequence: its state is zero, whatever its slot holds."""
     query_starts_R1: Tensor
     """int32."""
     num_tokens: int
     max_query_len: int
     query_lens: NDArray[np.int32] | None = None
-    """On the host, where it knows them; then every row has a slot."""
+    """On the host, if known; then every row has a slot."""
 
     @cached_property
     def row_T(self) -> Tensor:
-        """int64: the row of each token; behind the last row's, that row."""
+        """int64: the row of each token; padding tokens count as the last row's."""
         tokens = torch.arange(self.num_tokens, device=self.slots_R.device)
         rows = torch.searchsorted(self.query_starts_R1[1:].long(), tokens, right=True)
         return rows.clamp_(max=len(self.slots_R) - 1)
 
-    def alike(self) -> Iterator[tuple[Tensor, int]]:
-        """Rows to compute together (int64), and the most tokens that one of them has.
+    def groups(self) -> Iterator[tuple[Tensor, int]]:
+        """Rows to compute together (int64), and the most tokens of one of them.
 
-        Rows of one token are apart where the host can tell them.
+        Rows of one token form a group of their own if the host knows the lengths.
         """
         if self.query_lens is None:
             yield torch.arange(len(self.slots_R), device=self.slots_R.device), self.max_query_len
@@ -99,13 +99,13 @@ class StatePlan:
                 yield to_device(rows, self.slots_R.device), int(self.query_lens[rows].max())
 
     def read(self, states: Tensor, rows: Tensor) -> Tensor:
-        """The states [S, …] that these rows go on from."""
+        """The states that these rows start from, out of `states` [S, …]."""
         found = states.index_select(0, self.slots_R.index_select(0, rows).clamp(min=0))
         fresh = self.fresh_R.index_select(0, rows).view(-1, *[1] * (states.dim() - 1))
         return found.masked_fill(fresh, 0.0)
 
     def write(self, states: Tensor, rows: Tensor, new: Tensor) -> None:
-        """Leave the rows' new states behind."""
+        """Store the rows' new states."""
         slots = self.slots_R.index_select(0, rows)
         if self.query_lens is None:
             slots, new = without_padding_rows(states, slots, new)
@@ -115,7 +115,7 @@ class StatePlan:
 def plan_states(
     query_lens: NDArray[np.int32], slots: NDArray[np.int64], fresh: NDArray[np.bool_], device: torch.device
 ) -> StatePlan:
-    """Plan one step from host arrays: row i brings `query_lens[i]` new tokens (at least 1)."""
+    """The plan of one step from host arrays: row i has `query_lens[i]` new tokens (at least 1)."""
     starts = np.zeros(len(query_lens) + 1, np.int64)
     query_lens.cumsum(out=starts[1:])
     packed = to_device(np.concatenate((slots, fresh, starts)).astype(np.int64, copy=False), device)

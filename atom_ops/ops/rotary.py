@@ -1,4 +1,4 @@
-"""Rotary position embedding."""
+"""Rotary position embedding (RoPE)."""
 
 import torch
 from torch import Tensor
@@ -18,9 +18,9 @@ def _case(heads: int, head_dim: int, rot_dim: int, interleaved: bool) -> Case:
 
 
 def rotation(cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
-    """What `rotary` takes, from one cosine and sine for each pair: [..., R/2] -> [..., R] twice.
+    """Cosines and sines as `rotary` takes them, from one of each per pair: [..., R/2] -> [..., R].
 
-    Each pair's cosine twice, and its sine with a minus first.
+    The cosine of a pair is repeated; its sine is negated for the pair's first feature.
     """
     if interleaved:
         return torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2)
@@ -37,9 +37,9 @@ def _table_case(positions: int, tokens: int, head_dim: int, interleaved: bool = 
 
 @op([_table_case(40, 1, 64), _table_case(300, 23, 80), _table_case(300, 9, 64, interleaved=True)], EXACT)
 def rotation_at(cos_sin_PR: Tensor, positions_T: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
-    """The rotation of each token, from a float32 table of each position's cosines, then its sines.
+    """(cos, sin) of each token, [T, 1, R] each as `rotation` returns them.
 
-    Two of [T, 1, R], as `rotation` makes them.
+    A row of the float32 table holds a position's cosines, then its sines.
     """
     cos_T1r, sin_T1r = cos_sin_PR.index_select(0, positions_T).unsqueeze(1).chunk(2, dim=-1)
     return rotation(cos_T1r, sin_T1r, interleaved)
@@ -47,17 +47,17 @@ def rotation_at(cos_sin_PR: Tensor, positions_T: Tensor, interleaved: bool = Fal
 
 @op([_case(9, 64, 64, False), _case(4, 32, 16, False), _case(4, 32, 32, True), _case(5, 80, 80, False)])
 def rotary(x_THE: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, interleaved: bool = False) -> Tensor:
-    """Turn the first R of the E numbers of every head by the angles of its token.
+    """RoPE on the first R of the E features of every head.
 
-    Cosines and sines are float32, as `rotation` makes them. Pair i is the numbers (i, i + R/2),
-    or (2i, 2i + 1) when `interleaved`. Computed in float32. `x_THE` needs a contiguous last
-    dimension only.
+    Cosines and sines are float32, as `rotation` returns them. Pair i is features (i, i + R/2), or
+    (2i, 2i + 1) if `interleaved`. Computed in float32. Only the last dimension of `x_THE` must be
+    contiguous.
     """
     rot_dim = cos_T1R.shape[-1]
-    turned, rest = x_THE[..., :rot_dim], x_THE[..., rot_dim:]
+    rotary_part, rest = x_THE[..., :rot_dim], x_THE[..., rot_dim:]
     if interleaved:
-        exchanged = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        exchanged = rotary_part.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     else:
-        exchanged = turned.roll(rot_dim // 2, -1)
-    both = (turned * cos_T1R).addcmul_(exchanged, sin_T1R).to(x_THE.dtype)
+        exchanged = rotary_part.roll(rot_dim // 2, -1)
+    both = (rotary_part * cos_T1R).addcmul_(exchanged, sin_T1R).to(x_THE.dtype)
     return torch.cat((both, rest), -1) if rest.shape[-1] else both

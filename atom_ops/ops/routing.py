@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and how much each of them counts."""
+"""MoE routing: the top-k experts of each token and their weights."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,33 +10,33 @@ from atom_ops.op import Case, op
 
 Scoring = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 
-_TINY = 1e-20  # a sum of scores that vanish is still divided by
+_TINY = 1e-20  # added to a sum of scores before it divides
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingRule:
-    """How a model family turns router logits into a choice."""
+    """How a model family selects experts from router logits."""
 
     top_k: int
     """Experts per token, J."""
     scoring: Scoring
-    """softmax over all experts, sigmoid of each, or softmax over the chosen ones' logits alone."""
+    """softmax over all experts, sigmoid of each, or softmax over the top-k logits."""
     renormalise: bool = False
-    """Divide the chosen scores by their sum. softmax_of_chosen needs it not."""
+    """Divide the top-k scores by their sum; has no effect with softmax_of_chosen."""
     scale: float = 1.0
-    """Factor on every weight."""
+    """Factor of every weight."""
     groups: int = 1
-    """Experts side by side form groups of equal size; a token chooses within its best groups."""
+    """Consecutive experts form groups of equal size; a token uses only its top groups."""
     kept_groups: int = 1
     group_best: int = 2
-    """Groups are ranked by the sum of so many of their best scores."""
+    """A group's score is the sum of its `group_best` best scores."""
 
     def __post_init__(self) -> None:
         if self.groups < 1 or not 1 <= self.kept_groups <= self.groups:
             raise ValueError(f"{self.kept_groups} of {self.groups} groups of experts cannot be kept")
 
     def check(self, experts: int) -> None:
-        """Raise ValueError when so many experts cannot be chosen from by this rule."""
+        """Raise ValueError if this rule cannot route to `experts` experts."""
         if experts % self.groups:
             raise ValueError(f"{experts} experts do not form {self.groups} groups of one size")
         if self.groups > 1 and experts < self.group_best * self.groups:
@@ -50,7 +50,7 @@ class RoutingRule:
 
 def _case(tokens: int, experts: int, rule: RoutingRule, with_bias: bool = False) -> Case:
     def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, RoutingRule, Tensor | None]:
-        # Distinct even in bfloat16: which of two equal experts is chosen is up to the provider.
+        # Distinct even in bfloat16: providers may order equal scores differently.
         steps = torch.stack([torch.randperm(experts, generator=generator) for _ in range(tokens)])
         logits = (8 * steps / experts - 4).to(dtype)
         bias = torch.rand(experts, generator=generator) if with_bias else None
@@ -73,9 +73,8 @@ def _case(tokens: int, experts: int, rule: RoutingRule, with_bias: bool = False)
 def route(logits_TX: Tensor, rule: RoutingRule, bias_X: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Experts of each token, int64 [T, J], and their weights, float32 [T, J].
 
-    `bias_X` is added to the scores only for the choice; the weights come from the scores
-    themselves. With groups, those with the largest sum of their best scores are kept. Everything
-    is in float32. The order within a token is free.
+    `bias_X` is added to the scores only for the selection; the weights come from the scores
+    without it. Computed in float32. The order of a token's experts is not defined.
     """
     logits_TX = logits_TX.float()
     if rule.scoring == "softmax_of_chosen":
@@ -95,7 +94,7 @@ def _biased(scores_TX: Tensor, bias_X: Tensor | None) -> Tensor:
 
 
 def _in_best_groups(scores_TX: Tensor, rule: RoutingRule) -> Tensor:
-    """The scores, -inf outside each token's best groups."""
+    """The scores, -inf outside each token's top groups."""
     if rule.groups == 1:
         return scores_TX
     scores_TGX = scores_TX.unflatten(1, (rule.groups, -1))

@@ -1,6 +1,6 @@
-"""SamplingKind the next token of every row.
+"""Sampling: the next token of every row.
 
-S rows with a temperature, L of them limited by top-k or top-p; W is V rounded up to whole spans.
+S of the R rows have a temperature, L of these top-k or top-p; W is V rounded up to whole spans.
 """
 
 import math
@@ -17,20 +17,20 @@ from atom_ops.tolerances import EXACT
 from atom_ops.transfer import to_device
 
 SAMPLE_TOKEN = 0
-"""The purpose, in the random counter, of the draw that picks a token."""
+"""The `purpose` word of the Philox counter for sampling a token."""
 
 _SPAN = 256
 _CANDIDATES = 256
-# The bits of floats in [0, 1] sort like the floats; as two digits of 15 bits they fit histograms.
+# The bits of floats in [0, 1] sort like the floats; the histograms take them as two 15-bit digits.
 _BITS_OF_ONE = 0x3F800000
 _DIGIT = 15
 _DIGIT_MASK = (1 << _DIGIT) - 1
-_FILTER_SLICE = 1 << 22  # weights looked at together: bounds the memory of the histograms' indices
+_FILTER_SLICE = 1 << 22  # weights of one pass: bounds the memory of the histograms' indices
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """How R rows draw. Made by `from_host`, so that the device is never asked who needs what."""
+    """Sampling parameters of R rows. Made by `from_host`, so that no step synchronises for them."""
 
     temperature_R: Tensor
     """float32; 0 is greedy."""
@@ -45,11 +45,11 @@ class SamplingBatch:
     sequence_R: Tensor
     """int64."""
     random_rows: Tensor | None
-    """int64 [S]: the rows that are not greedy; None when that is all."""
+    """int64 [S]: the rows that are not greedy; None if all are."""
     filtered_rows: Tensor | None
-    """int64 [L]: which of the S have a top-k or a top-p; None when none has."""
+    """int64 [L]: indices among the S rows of those with top-k or top-p; None if there are none."""
     any_random: bool
-    """Whether S is more than 0; the others are about the S rows too."""
+    """Whether S > 0; the flags below also refer to the S rows."""
     any_top_k: bool
     any_top_p: bool
     any_min_p: bool
@@ -64,9 +64,9 @@ class SamplingBatch:
         sequence: NDArray[np.int64],
         device: torch.device,
     ) -> "SamplingBatch":
-        """Columns of the rows that draw in one step, [R] each, copied to `device`.
+        """The parameters of a step's sampling rows, [R] each, copied to `device`.
 
-        A temperature of 0 is greedy, a `top_k` of 0, a `top_p` of 1 and a `min_p` of 0 are off.
+        Temperature 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off.
         """
 
         def tensor(column: NDArray[np.generic]) -> Tensor:
@@ -90,7 +90,7 @@ class SamplingBatch:
         )
 
     def only(self, rows: Tensor) -> "SamplingBatch":
-        """The same with the columns of these rows alone."""
+        """The same batch with the columns of these rows only; indices and flags stay as they are."""
         return replace(
             self,
             temperature_R=self.temperature_R[rows],
@@ -124,20 +124,19 @@ def _case(rows: int, vocabulary: int) -> Case:
 def sample(logits_RV: Tensor, batch: SamplingBatch, positions_R: Tensor) -> Tensor:
     """One token id for each row, int64 [R].
 
-    `positions_R` (int64) is the index that the sampled token will have in its sequence.
+    `positions_R` (int64) are the sequence positions of the sampled tokens.
 
-    A greedy row takes the most likely token, the smallest id among equals. Any other row divides
-    its logits by its temperature and drops tokens in this order:
-      min-p   those less likely than min_p times the most likely one;
-      top-k   all but the k most likely, smaller ids first among equals;
-      top-p   all but the shortest run of most likely tokens that has at least top_p of the
-              probability that is left, and at least one token.
-    Then it takes the first id, in id order, whose cumulative probability exceeds u times the
-    probability left; u is `philox.uniform` of the row's seed, sequence and position.
+    Temperature 0 is the argmax, with ties to the smallest id. Other rows divide their logits by the
+    temperature and filter tokens in this order:
+      min-p   keeps tokens with at least min_p times the probability of the most likely one;
+      top-k   keeps the k most likely tokens, ties by smallest id;
+      top-p   keeps the shortest prefix of the most likely tokens with at least top_p of the
+              remaining probability, and at least one token.
+    The sampled id is the first, in id order, whose cumulative probability exceeds u times the
+    remaining probability; u is `philox.uniform` of the row's seed, sequence and position.
 
-    In this function, though in no faster provider, rows limited by top-k or top-p wait for the
-    device. A row with NaN among its logits, or with nothing but minus infinity, draws some id of
-    the vocabulary.
+    This reference synchronises with the device for rows with top-k or top-p; no other provider
+    does. A row with NaN logits, or with only minus infinity, gets some id of the vocabulary.
     """
     top_R, greedy_R = _top1(logits_RV)
     if not batch.any_random:
@@ -145,15 +144,15 @@ def sample(logits_RV: Tensor, batch: SamplingBatch, positions_R: Tensor) -> Tens
     rows = batch.random_rows
     if rows is None:
         return _sample_rows(logits_RV, top_R, batch, positions_R)
-    logits_SV = logits_RV.index_select(0, rows)  # indexing takes several times as long
+    logits_SV = logits_RV.index_select(0, rows)  # several times as fast as indexing
     sampled_S = _sample_rows(logits_SV, top_R[rows], batch.only(rows), positions_R[rows])
     return greedy_R.index_copy_(0, rows, sampled_S)
 
 
 def _top1(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest logit of each row and the first id that has it.
+    """The largest logit of each row and the smallest id that has it.
 
-    By spans of ids, because a maximum without its index takes a tenth of the time.
+    First the maximum of each span, because a maximum without an index takes a tenth of the time.
     """
     spans = logits_RV.unflatten(1, (-1, math.gcd(logits_RV.shape[1], _SPAN)))
     top_R, span_R = spans.amax(-1).max(-1)
@@ -162,7 +161,7 @@ def _top1(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sample_rows(logits_SV: Tensor, top_S: Tensor, batch: SamplingBatch, positions_S: Tensor) -> Tensor:
-    """`batch` has the columns of the S rows."""
+    """One id for each of the S rows; `batch` has the columns of these rows."""
     weights_SW = _weights(logits_SV, top_S, batch)
     u_S = uniform(batch.seed_R, batch.sequence_R, positions_S, SAMPLE_TOKEN)
     rows = batch.filtered_rows
@@ -173,19 +172,19 @@ def _sample_rows(logits_SV: Tensor, top_S: Tensor, batch: SamplingBatch, positio
     else:
         sampled_S = _first_id_above(weights_SW, u_S)
         sampled_S.index_copy_(0, rows, _sample_filtered(weights_SW[rows], u_S[rows], batch.only(rows)))
-    # Unless there are NaN in the logits, or no number at all, there is nothing to clamp.
+    # Only rows with NaN or without any finite logit are clamped.
     return sampled_S.clamp_(max=logits_SV.shape[1] - 1)
 
 
 def _weights(logits_SV: Tensor, top_S: Tensor, batch: SamplingBatch) -> Tensor:
     """Probabilities relative to the most likely token, after min-p: float32 [S, W].
 
-    The tokens past the vocabulary have weight 0.
+    Ids past the vocabulary have weight 0.
     """
     rows, vocabulary = logits_SV.shape
     width = -(-vocabulary // _SPAN) * _SPAN
     weights_SW = torch.empty(rows, width, dtype=torch.float32, device=logits_SV.device)
-    # The largest is taken off before the division, which then cannot overflow.
+    # The maximum is subtracted before the division, which then cannot overflow.
     torch.sub(logits_SV, top_S.float()[:, None], out=weights_SW[:, :vocabulary])
     weights_SW[:, vocabulary:] = -torch.inf
     weights_SW.div_(batch.temperature_R[:, None]).exp_()
@@ -197,8 +196,8 @@ def _weights(logits_SV: Tensor, top_S: Tensor, batch: SamplingBatch) -> Tensor:
 def _first_id_above(weights_SW: Tensor, u_S: Tensor) -> Tensor:
     """The first id whose cumulative weight exceeds u times the total.
 
-    First the span of ids that holds it, then the id in that span: a running sum over every id
-    would be many times slower than the sums of spans.
+    First the span of ids that holds it, then the id in that span: a cumulative sum over all ids is
+    many times slower than the sums of spans.
     """
     spans = weights_SW.unflatten(1, (-1, _SPAN))
     mass = spans.sum(-1).double()
@@ -207,7 +206,7 @@ def _first_id_above(weights_SW: Tensor, u_S: Tensor) -> Tensor:
     span = _first_above(reached, target)
     inside = spans.gather(1, span[:, :, None].expand(-1, -1, _SPAN)).squeeze(1).double().cumsum(-1)
     rest = target - (reached - mass).gather(1, span)
-    # The sums differ by roundings: stay where the span has an id with weight to give.
+    # The two sums round differently: stay below the span's total, so that an id is found.
     highest = torch.nextafter(inside[:, -1:], torch.zeros_like(rest))
     rest = torch.minimum(rest.clamp_(min=0), highest)
     return (span * _SPAN + _first_above(inside, rest)).squeeze(1)
@@ -220,7 +219,7 @@ def _first_above(reached: Tensor, target: Tensor) -> Tensor:
 
 
 def _sample_filtered(weights_LW: Tensor, u_L: Tensor, batch: SamplingBatch) -> Tensor:
-    """Like `_first_id_above` among the tokens that top-k and top-p leave; `batch` is of the L rows."""
+    """`_first_id_above` among the tokens that top-k and top-p keep; `batch` is of the L rows."""
     top_k_L, top_p_L = batch.top_k_R, batch.top_p_R.double()
     sampled_L, complete_L = _sample_candidates(weights_LW, u_L, top_k_L, top_p_L)
     size = max(1, _FILTER_SLICE // weights_LW.shape[1])
@@ -237,7 +236,7 @@ def _sample_filtered(weights_LW: Tensor, u_L: Tensor, batch: SamplingBatch) -> T
 def _sample_candidates(
     weights_LW: Tensor, u_L: Tensor, top_k_L: Tensor, top_p_L: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Ids sampled among the few most likely tokens, and whether no other token could matter."""
+    """Ids sampled from the top 256 tokens, and whether these hold all tokens that the filters keep."""
     size = min(_CANDIDATES, weights_LW.shape[1])
     values, ids = weights_LW.topk(size, sorted=False)
     ids, by_id = ids.sort(-1)
@@ -252,7 +251,7 @@ def _sample_candidates(
     kept &= (mass - values < top_p_L[:, None] * left_L1) | (top_p_L[:, None] >= 1)
     kept[:, 0] = True
 
-    # Tokens as likely as the last candidate may exist outside, with smaller ids.
+    # Other tokens may be as likely as the last candidate and have smaller ids.
     least_kept_L = values.gather(1, kept.sum(-1, keepdim=True) - 1).squeeze(1)
     least_L = values[:, -1]
     complete_L = (least_L == 0) | ((least_kept_L > least_L) & (top_k_L <= size))
@@ -263,26 +262,26 @@ def _sample_candidates(
 
 
 def _keep_top_k(weights_LW: Tensor, top_k_L1: Tensor) -> None:
-    """Zero all but the k most likely, in place."""
+    """Zero all but the k most likely tokens, in place."""
     ones_LW = weights_LW.new_ones(()).expand_as(weights_LW)
     _keep_prefix(weights_LW, ones_LW, torch.where(top_k_L1 > 0, top_k_L1.double(), torch.inf))
 
 
 def _keep_top_p(weights_LW: Tensor, top_p_L1: Tensor) -> None:
-    """Zero all but the most likely that have top_p of the mass, in place."""
+    """Zero all but the most likely tokens with top_p of the mass, in place."""
     mass_LW = weights_LW.double()
     wanted_L1 = top_p_L1 * mass_LW.sum(-1, keepdim=True)
     _keep_prefix(weights_LW, mass_LW, torch.where(top_p_L1 < 1, wanted_L1, torch.inf))
 
 
 def _keep_prefix(weights_LW: Tensor, amount_LW: Tensor, wanted_L1: Tensor) -> None:
-    """Zero what follows the shortest prefix whose amounts add up to `wanted_L1`, in place.
+    """Zero all weights after the shortest prefix whose amounts sum up to `wanted_L1`, in place.
 
-    A prefix in the order of falling weight, then rising id; it has at least one token. Equal
-    weights have equal amounts. Two histograms of the weights' bits find where it ends, in a tenth
-    of the time of a sort.
+    The prefix is in the order of falling weight, then rising id, and has at least one token. Equal
+    weights must have equal amounts. Two histograms of the weights' bits find its end, in a tenth of
+    the time of a sort.
     """
-    # The bits of NaN, of either sign, would pass the ends of the histograms.
+    # Clamped, because the bits of NaN lie outside the histograms.
     key_LW = (_BITS_OF_ONE - weights_LW.view(torch.int32)).clamp_(0, _BITS_OF_ONE)
     high_LW = key_LW >> _DIGIT
     high_L1, before_L1 = _bucket(high_LW, amount_LW, wanted_L1, (_BITS_OF_ONE >> _DIGIT) + 1)
@@ -299,7 +298,7 @@ def _keep_prefix(weights_LW: Tensor, amount_LW: Tensor, wanted_L1: Tensor) -> No
 
 
 def _bucket(digit_LW: Tensor, amount_LW: Tensor, wanted_L1: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
-    """The digit at which amounts, summed up by rising digit, reach `wanted_L1`; the sum before."""
+    """The digit at which amounts, summed by rising digit, reach `wanted_L1`, and the sum before it."""
     sums = torch.zeros(len(digit_LW), buckets, dtype=torch.float64, device=digit_LW.device)
     sums.scatter_add_(1, digit_LW.long(), amount_LW.double())
     reached = sums.cumsum(-1)

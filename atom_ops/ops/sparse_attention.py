@@ -1,12 +1,12 @@
-"""Sparse attention over latents: an indexer scores what a token sees, and attention reads the best.
+"""Sparse attention over latents: an indexer scores the context, attention reads the top-k tokens.
 
     score of token s for token t    Σ over heads g:  weight[t, g] * relu(q[t, g] · key[s])
 
-The chosen tokens are given by their slots, in the order of their positions: for attention they
-are a block table of blocks of one token. What is chosen serves every layer of one block table.
+The top-k tokens are cache slots in the order of their positions: a block table with blocks of one
+token. Layers that share a block table can share them.
 
-T tokens, G heads of the indexer, I numbers of one of its keys, J tokens chosen, S tokens seen,
-H heads of attention, C the latent, K = C + R a row of its cache.
+T tokens, G indexer heads, I features of an index key, J top-k tokens, S context tokens,
+H attention heads, C features of the latent, K = C + R of a cache row.
 """
 
 from collections.abc import Iterator
@@ -25,20 +25,20 @@ from atom_ops.ops.rotary import rotation
 from atom_ops.tolerances import EXACT, REDUCTION
 
 _CPU = torch.device("cpu")
-# Numbers that one piece of the work may gather or make: 64 MiB of float32.
+# Elements that one chunk may gather or compute: 64 MiB of float32.
 _AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class TopKIndices:
-    """What each token of a step attends to."""
+    """The top-k tokens that each token of a step attends to."""
 
     slots_TJ: Tensor
-    """int32: of the chosen tokens as their positions rise; -1 behind the last of them."""
+    """int32: cache slots in the order of positions; -1 after the last."""
     counts_T: Tensor
-    """int32: how many there are."""
+    """int32: number of slots."""
     split_tokens: int = 0
-    """As in the plan that they were chosen by."""
+    """`AttentionPlan.split_tokens` of the step's plan."""
 
 
 def _topk_case(
@@ -49,7 +49,7 @@ def _topk_case(
     width: int = 32,
     kind: str = "",
 ) -> Case:
-    """`kind` "ties": scores are small whole numbers, many of them equal."""
+    """`kind` "ties": scores are small integers, many of them equal."""
 
     def make(
         dtype: torch.dtype, generator: torch.Generator
@@ -75,7 +75,7 @@ def _topk_case(
 def _plan(
     query_lens: list[int], context_lens: list[int], generator: torch.Generator
 ) -> tuple[AttentionPlan, int]:
-    """Rows whose blocks lie anywhere, and how many blocks there are."""
+    """A plan with randomly placed blocks, and the number of blocks."""
     lens = np.array([query_lens, context_lens], np.int32)
     per_row = -(-max(context_lens) // 16)
     blocks = torch.randperm(len(context_lens) * per_row + 3, generator=generator)
@@ -97,10 +97,9 @@ def _plan(
 def index_topk(
     q_TGI: Tensor, weights_TG: Tensor, keys: IndexKeys, plan: AttentionPlan, count: int
 ) -> TopKIndices:
-    """The `count` tokens of the highest scores among those that each new token sees, or all of these.
+    """For each new token the `count` tokens of its context with the highest scores, or all of them.
 
-    Of equal scores the earlier tokens' count as higher. Scores are computed in float32; weights
-    are float32, of either sign.
+    Ties go to earlier tokens. Scores are computed in float32; weights are float32, of either sign.
     """
     tokens, (heads, width), seen_by_most = len(q_TGI), q_TGI.shape[1:], plan.max_context_len
     row_T, last_T = _positions(plan, tokens)
@@ -116,7 +115,7 @@ def index_topk(
         dot_TGS = torch.bmm(q_TGI[chunk].float(), key_TSI.mT).relu_()
         score_TS = torch.bmm(weights_TG[chunk, None], dot_TGS).squeeze(1)
         selected_TS = _highest(score_TS.masked_fill_(~seen_TS, -torch.inf), count) & seen_TS
-        # What is not taken goes to a column that is cut off again.
+        # Tokens that are not selected go to an extra column, which is dropped.
         place_TS = torch.where(selected_TS, selected_TS.cumsum(1) - 1, count)
         wide_TJ = slots_TJ.new_full((len(place_TS), count + 1), -1)
         slots_TJ[chunk] = wide_TJ.scatter_(1, place_TS, slot_TS.int())[:, :count]
@@ -124,7 +123,7 @@ def index_topk(
 
 
 def _positions(plan: AttentionPlan, tokens: int) -> tuple[Tensor, Tensor]:
-    """Of each token of the step its row, and its position in that; -1 where it sees nothing."""
+    """The row of each token of the step, and its position in the row; -1 for padding."""
     token_T = torch.arange(tokens, device=plan.query_starts_R1.device)
     ends_R = plan.query_starts_R1[1:].long()
     row_T = torch.searchsorted(ends_R, token_T, right=True)
@@ -135,7 +134,7 @@ def _positions(plan: AttentionPlan, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def _highest(score_TS: Tensor, count: int) -> Tensor:
-    """Which `count` scores of each row are the highest; all, where there are no more."""
+    """Mask of the `count` highest scores of each row; all of them if there are no more."""
     if score_TS.shape[1] <= count:
         return torch.ones_like(score_TS, dtype=torch.bool)
     least_T1 = score_TS.topk(count, 1, sorted=True).values[:, -1:]
@@ -145,7 +144,7 @@ def _highest(score_TS: Tensor, count: int) -> Tensor:
 
 
 def _chunks(tokens: int, cost: int) -> Iterator[slice]:
-    """The tokens in pieces; one costs so many numbers."""
+    """The tokens in chunks; one token costs `cost` elements."""
     step = max(_AT_ONCE // max(cost, 1), 1)
     return (slice(start, start + step) for start in range(0, tokens, step))
 
@@ -153,7 +152,7 @@ def _chunks(tokens: int, cost: int) -> Iterator[slice]:
 def _sparse_case(
     counts: list[int], most: int, heads: int, widths: tuple[int, int], fp8: bool = False
 ) -> Case:
-    """`counts` of chosen tokens, `most` of them at most; `widths` are C and R."""
+    """`counts` top-k tokens for each token, at most `most`; `widths` are C and R."""
 
     def make(
         dtype: torch.dtype, generator: torch.Generator
@@ -165,8 +164,8 @@ def _sparse_case(
         still = rotation(torch.ones(len(rows), 1, rope // 2), torch.zeros(len(rows), 1, rope // 2))
         weight = torch.ones(latent, dtype=dtype)
         write_latent.reference(rows, weight, 1e-6, *still, cache, torch.arange(len(rows)))
-        chosen = [torch.randperm(len(rows), generator=generator)[:most].int() for _ in counts]
-        slots = torch.stack(chosen)
+        topk = [torch.randperm(len(rows), generator=generator)[:most].int() for _ in counts]
+        slots = torch.stack(topk)
         counts_T = torch.tensor(counts, dtype=torch.int32)
         slots[torch.arange(most) >= counts_T[:, None]] = -1
         q = torch.randn(len(counts), heads, width, generator=generator).to(dtype)
@@ -185,19 +184,19 @@ def _sparse_case(
     ],
     REDUCTION,
 )
-def sparse_latent_attention(q_THK: Tensor, cache: LatentLayer, chosen: TopKIndices, scale: float) -> Tensor:
-    """Each head's weighted sum of the latents of the chosen tokens, [T, H, C]; 0 of none.
+def sparse_latent_attention(q_THK: Tensor, cache: LatentLayer, topk: TopKIndices, scale: float) -> Tensor:
+    """Each head's weighted sum of the latents of the top-k tokens, [T, H, C]; 0 without any.
 
-    The weights are softmax(scale * q kᵀ) over whole rows k of the cache.
+    The weights are softmax(scale * q kᵀ), where k is a whole row of the cache.
     """
-    tokens, most = chosen.slots_TJ.shape
+    tokens, most = topk.slots_TJ.shape
     heads, width = q_THK.shape[1:]
     out_THC = q_THK.new_empty(tokens, heads, cache.latent_width)
     for chunk in _chunks(tokens, most * max(heads, width)):
-        hidden_T1J = (chosen.slots_TJ[chunk] < 0).unsqueeze(1)
-        # Never a row that is not chosen: it might hold anything.
-        first_T1 = chosen.slots_TJ[chunk, :1].clamp(min=0)
-        slot_TJ = torch.where(hidden_T1J.squeeze(1), first_T1, chosen.slots_TJ[chunk])
+        hidden_T1J = (topk.slots_TJ[chunk] < 0).unsqueeze(1)
+        # Padding repeats the first slot: other slots may hold NaN.
+        first_T1 = topk.slots_TJ[chunk, :1].clamp(min=0)
+        slot_TJ = torch.where(hidden_T1J.squeeze(1), first_T1, topk.slots_TJ[chunk])
         rows_TJK = read_latent(cache, slot_TJ.flatten().long(), q_THK.dtype).view(*slot_TJ.shape, width)
         score_THJ = torch.bmm(q_THK[chunk], rows_TJK.mT).float() * scale
         weight_THJ = score_THJ.masked_fill_(hidden_T1J, torch.finfo(torch.float32).min).softmax(-1)

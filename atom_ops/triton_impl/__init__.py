@@ -1,9 +1,8 @@
 """Kernels in Triton: one source for AMD and NVIDIA GPUs.
 
-Each module stands beside the op file of its name and registers the provider `triton`. Triton
-is imported by these modules alone, and they by `load` alone: a machine without it does without.
-The kernels allocate their results and nothing else and never wait for the device, so that any
-sequence of them can be captured in a graph.
+Each module registers the provider `triton` for the op file of the same name. Only these modules
+import triton, and only `load` imports them, so triton is optional. Providers allocate nothing but
+results and workspaces and never synchronise, so that graphs can capture them.
 """
 
 import os
@@ -12,18 +11,18 @@ from importlib.util import find_spec
 import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Kernels run as numpy programs on the CPU; Triton settles it when they are defined, so once."""
+"""Whether kernels run in Triton's interpreter on the CPU; Triton reads the variable once, at import."""
 
 NEEDS = "a GPU (or TRITON_INTERPRET=1)"
 
 
 def runs_on(device: torch.device) -> bool:
-    """The static check of every provider here."""
+    """The `supported` check of the providers here."""
     return device.type == "cuda" or INTERPRETED
 
 
 def load() -> None:
-    """Register the providers, where triton is installed; later calls do nothing."""
+    """Register the providers if triton is installed; later calls do nothing."""
     if find_spec("triton") is None:
         return
     import atom_ops.triton_impl.activation

@@ -1,4 +1,4 @@
-"""Gated activations: one program for a piece of a row."""
+"""Gated activations: one program for a block of a row."""
 
 import triton
 import triton.language as tl

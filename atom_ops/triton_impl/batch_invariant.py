@@ -1,11 +1,10 @@
-"""`linear` in Triton, whatever the batch: a token's bits depend on the token and the weight alone.
+"""Batch-invariant `linear` in Triton: a token's bits depend on the token and the weight alone.
 
     out[t, o] = ((x[t, 0:16] · w[o, 0:16] + x[t, 16:32] · w[o, 16:32]) + …) + bias[o]
 
-One kernel sums every element that way, over all inputs, in float32; no inputs are cut into parts.
-What a tile's size changes is who computes an element, not how: Hopper's matrix units were compared
-bit by bit over all the tiles below (tests/gpu/test_batch_invariance.py), so there each product takes
-the tile that suits it. Other devices have one tile for everything.
+One kernel sums every element in this order in float32, without split-K. On Hopper the tile size
+does not change the order: all tiles below give the same bits (tests/gpu/test_batch_invariance.py),
+so each GEMM uses the fastest one. Other devices use one tile for all shapes.
 """
 
 from dataclasses import dataclass
@@ -23,20 +22,19 @@ from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a product is cut into programs, and compiled."""
+    """Tile sizes and compile options of a GEMM."""
 
     tokens: int
     outputs: int
     inputs: int
-    """At a time."""
+    """Inputs of one iteration."""
     warps: int
     stages: int
-    """Loads in flight, counted in tiles."""
     cost: float = 1.0
-    """Of a tile on each processor at once, beside other sizes."""
+    """Relative time of one wave: one tile on every SM."""
 
 
-# In half precision, as measured on an H200.
+# Half precision, measured on an H200.
 _HOPPER = (
     Tile(64, 16, 256, 4, 4, cost=0.21),
     Tile(64, 32, 256, 4, 4, cost=0.24),
@@ -49,15 +47,15 @@ _ANYWHERE = Tile(64, 64, 64, 4, 2)
 _FLOAT32 = Tile(64, 64, 32, 4, 2)
 _INTERPRETED = Tile(64, 256, 128, 4, 2)
 _GROUP = 16
-_LASTING_ROUNDS = 3
-_LASTING_TOKENS = 128
-_LOCAL_BYTES = 227 << 10
-"""That a program may have on Hopper."""
+_PERSISTENT_WAVES = 3
+_PERSISTENT_TOKENS = 128
+_SHARED_BYTES = 227 << 10
+"""Shared memory of a program on Hopper."""
 
 
 @triton.jit
 def _place(number, tokens, outputs, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, GROUP: tl.constexpr):
-    """First token and first output of a tile: neighbours in number share what they read."""
+    """First token and first output of a tile; tiles are grouped so that neighbours share L2 lines."""
     tiles_t = tl.cdiv(tokens, BLOCK_T)
     tiles_o = tl.cdiv(outputs, BLOCK_O)
     first = number // (GROUP * tiles_o) * GROUP
@@ -70,12 +68,12 @@ def _place(number, tokens, outputs, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr
 def _gemm(
     x, weight, bias, out, tokens, outputs, inputs,
     HAS_BIAS: tl.constexpr, DESCRIBED: tl.constexpr, X_DESCRIBED: tl.constexpr,
-    OUT_DESCRIBED: tl.constexpr, LASTING: tl.constexpr,
+    OUT_DESCRIBED: tl.constexpr, PERSISTENT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """DESCRIBED: `weight` is a tensor descriptor, else a pointer; so for `x` and `out`."""
+    """DESCRIBED: `weight` is a tensor descriptor, else a pointer; likewise for `x` and `out`."""
     tiles = tl.cdiv(tokens, BLOCK_T) * tl.cdiv(outputs, BLOCK_O)
-    for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=LASTING):
+    for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=PERSISTENT):
         first_t, first_o = _place(number, tokens, outputs, BLOCK_T, BLOCK_O, GROUP)
         token_T = first_t + tl.arange(0, BLOCK_T)
         output_O = first_o + tl.arange(0, BLOCK_O)
@@ -120,18 +118,18 @@ def multiply(
     described: bool,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`linear` by that tile; at least one token.
+    """`linear` with this tile; at least one token.
 
-    `described`: tiles come and go through the unit of the chip that copies them. It is slow at
-    rows that are not there, so fewer tokens than a tile has are loaded without it. A result wider
-    than its operands would take more local memory than the tiles leave.
+    `described`: loads and stores use tensor descriptors (TMA). TMA is slow with rows out of bounds,
+    so x is loaded without it if there are fewer tokens than in a tile. A result of a wider dtype is
+    stored without it, because the tile would not fit in shared memory.
     """
     (tokens, inputs), outputs = x_TI.shape, len(weight)
     out_TO = x_TI.new_empty(tokens, outputs, dtype=out_dtype)
     tiles = triton.cdiv(tokens, tile.tokens) * triton.cdiv(outputs, tile.outputs)
-    # From so many on, a program for each processor that takes one tile after another is quicker.
+    # With many waves a persistent kernel, one program on each SM, is faster.
     num_sms = _num_sms(x_TI.device)
-    lasting = described and tile.tokens >= _LASTING_TOKENS and tiles > _LASTING_ROUNDS * num_sms
+    persistent = described and tile.tokens >= _PERSISTENT_TOKENS and tiles > _PERSISTENT_WAVES * num_sms
     x_described = described and tokens >= tile.tokens
     out_described = described and out_TO.dtype == x_TI.dtype
     x, w, out = x_TI, weight, out_TO
@@ -141,10 +139,10 @@ def multiply(
         w = TensorDescriptor.from_tensor(weight, [tile.outputs, tile.inputs])
     if out_described:
         out = TensorDescriptor.from_tensor(out_TO, [tile.tokens, tile.outputs])
-    _gemm[(num_sms if lasting else tiles,)](
+    _gemm[(num_sms if persistent else tiles,)](
         x, w, bias, out, tokens, outputs, inputs,
         HAS_BIAS=bias is not None, DESCRIBED=described, X_DESCRIBED=x_described,
-        OUT_DESCRIBED=out_described, LASTING=lasting,
+        OUT_DESCRIBED=out_described, PERSISTENT=persistent,
         BLOCK_T=tile.tokens, BLOCK_O=tile.outputs, BLOCK_I=tile.inputs, GROUP=_GROUP,
         num_warps=tile.warps, num_stages=_stages(tile, x_TI, out_TO),
     )  # fmt: skip
@@ -152,17 +150,17 @@ def multiply(
 
 
 def _stages(tile: Tile, x_TI: Tensor, out_TO: Tensor) -> int:
-    """A result wider than its operands passes through local memory on its way out, beside the loads."""
+    """Stages that fit: a result of a wider dtype also passes through shared memory."""
     if out_TO.dtype == x_TI.dtype:
         return tile.stages
     stage = (tile.tokens + tile.outputs) * tile.inputs * x_TI.element_size()
-    room = _LOCAL_BYTES - tile.tokens * tile.outputs * out_TO.element_size()
+    room = _SHARED_BYTES - tile.tokens * tile.outputs * out_TO.element_size()
     return min(tile.stages, room // stage)
 
 
 @cache
-def _choose(tokens: int, outputs: int, num_sms: int) -> Tile:
-    """The quickest on Hopper: tiles are computed in rounds of one for each processor."""
+def _fastest_tile(tokens: int, outputs: int, num_sms: int) -> Tile:
+    """The fastest tile on Hopper, by the number of waves."""
 
     def cost(tile: Tile) -> float:
         tiles = triton.cdiv(tokens, tile.tokens) * triton.cdiv(outputs, tile.outputs)
@@ -181,7 +179,7 @@ def _tile(x_TI: Tensor, weight: Tensor, hopper: bool) -> Tile:
         return _INTERPRETED
     if weight.dtype == torch.float32:
         return _FLOAT32
-    return _choose(len(x_TI), len(weight), _num_sms(weight.device)) if hopper else _ANYWHERE
+    return _fastest_tile(len(x_TI), len(weight), _num_sms(weight.device)) if hopper else _ANYWHERE
 
 
 @cache
@@ -194,7 +192,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def _describable(*tensors: Tensor) -> bool:
-    """Rows that begin at multiples of 16 bytes."""
+    """Whether rows begin at multiples of 16 bytes, as tensor descriptors need."""
     return all(
         tensor.data_ptr() % 16 == 0 and tensor.stride(0) * tensor.element_size() % 16 == 0
         for tensor in tensors

@@ -1,4 +1,4 @@
-"""Times products on a GPU as a decode step finds them: replayed from a graph, weights out of the cache."""
+"""Times GEMMs on a GPU as in a decode step: replayed from a graph, with weights not in the cache."""
 
 import os
 import statistics
@@ -23,14 +23,14 @@ from atom_ops.triton_impl.tuning import Progress, by_shape, is_candidate, tune
 Multiply = Callable[[LinearPlan, Tensor, Tensor, Tensor | None], Tensor]
 
 _COLD_BYTES = 512 << 20
-"""More than the last cache of any GPU: a weight is read again only after so many other bytes."""
+"""Larger than any GPU's last-level cache: bytes read between two reads of a weight."""
 _MOST_LAUNCHES, _FEWEST_LAUNCHES = 64, 4
 _COMPILERS = min(8, os.cpu_count() or 1)
 _SEED = 1
 
 
 def tune_linear(device: torch.device, weights: Iterable[Tensor], cache_dir: Path, progress: Progress) -> None:
-    """Give `linear` plans for these weights; where the program has a table for the GPU, nothing to do."""
+    """Measure plans of `linear` for these weights; does nothing on a GPU with a built-in table."""
     shapes = by_shape(weights)
     if has_table(device) or not shapes:
         return
@@ -42,7 +42,7 @@ def tune_linear(device: torch.device, weights: Iterable[Tensor], cache_dir: Path
 
 
 class GPUBench:
-    """The current GPU. Nothing else may run on it meanwhile."""
+    """Measures on the current GPU, which must be otherwise idle."""
 
     def __init__(self, weights: Mapping[Shape, Sequence[Tensor]], multiply: Multiply = multiply) -> None:
         self._weights = weights
@@ -51,7 +51,7 @@ class GPUBench:
         self._cold: tuple[Shape, list[Tensor]] | None = None
 
     def valid_plans(self, plans: Sequence[LinearPlan], shape: Shape) -> list[LinearPlan]:
-        """Compiles all of them, several at a time."""
+        """The plans that run and match torch; compiles several at a time."""
         weight = self._weights[shape][0]
         with ThreadPoolExecutor(_COMPILERS) as pool:
             ran = pool.map(lambda plan: runs(self._multiply, plan, weight), plans)
@@ -59,7 +59,7 @@ class GPUBench:
         return [plan for plan in runnable if matches_torch(self._multiply, plan, weight)]
 
     def stopwatch(self, plan: LinearPlan | None, shape: Shape, tokens: int) -> "_Stopwatch":
-        """Captures enough launches for the clock, each with a weight that no cache holds."""
+        """Captures a graph of enough launches to time, each with a weight that is not cached."""
         cold = self._cold_weights(shape)
         weights = list(islice(cycle(cold), max(len(cold), _FEWEST_LAUNCHES)))
         x_TI = tokens_for(weights[0], tokens)
@@ -74,7 +74,7 @@ class GPUBench:
         return _Stopwatch(self._capture(body), x_TI, weights)
 
     def _capture(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        body()  # compiles kernels, and lets libraries set themselves up
+        body()  # compiles kernels and initialises libraries
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
@@ -86,7 +86,7 @@ class GPUBench:
         return graph
 
     def _cold_weights(self, shape: Shape) -> list[Tensor]:
-        """The model's own, and copies where it has too few of them to fill the caches."""
+        """The model's weights of this shape, and copies if they are too few to fill the caches."""
         if self._cold is None or self._cold[0] != shape:
             self._cold = None
             weights = self._weights[shape]
@@ -102,11 +102,11 @@ class GPUBench:
 class _Stopwatch:
     graph: torch.cuda.CUDAGraph
     x_TI: Tensor
-    """The graph reads it and the weights, and holds neither."""
+    """Held, like the weights, because the graph reads it without a reference."""
     weights: Sequence[Tensor]
 
     def __call__(self, rounds: int) -> float:
-        """Seconds for one product: the median of so many replays."""
+        """Seconds for one GEMM: the median of `rounds` replays."""
         starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(rounds)] for _ in range(2))
         self.graph.replay()
         for start, end in zip(starts, ends, strict=True):
@@ -119,13 +119,13 @@ class _Stopwatch:
 
 
 def tokens_for(weight: Tensor, tokens: int) -> Tensor:
-    """[T, I], the same numbers at every call."""
+    """[T, I], the same values at every call."""
     generator = torch.Generator(weight.device).manual_seed(_SEED)
     return torch.randn(tokens, weight.shape[1], generator=generator, device=weight.device, dtype=weight.dtype)
 
 
 def runs(multiply: Multiply, plan: LinearPlan, weight: Tensor) -> bool:
-    """Whether the plan compiles and launches; a kernel that asks for too much of the GPU does not."""
+    """Whether the plan compiles and launches; it may need more shared memory than the GPU has."""
     try:
         with torch.cuda.device(weight.device if weight.is_cuda else -1):  # threads start on the first GPU
             multiply(plan, tokens_for(weight, plan.tokens), weight, None)
@@ -138,7 +138,7 @@ def runs(multiply: Multiply, plan: LinearPlan, weight: Tensor) -> bool:
 
 
 def matches_torch(multiply: Multiply, plan: LinearPlan, weight: Tensor) -> bool:
-    """Whether torch's product is the same, within the op's tolerance, for the fewest and the most tokens."""
+    """Whether results equal torch's within the op's tolerance, for the fewest and the most tokens."""
     tolerance = linear.tolerances[weight.dtype]
     for tokens in (plan.least, plan.tokens):
         x_TI = tokens_for(weight, tokens)

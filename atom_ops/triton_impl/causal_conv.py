@@ -1,8 +1,8 @@
-"""Short convolutions: a step of single tokens in one launch, any other in two.
+"""Causal convolution: a step of single tokens in one launch, any other step in two.
 
-decode     one program for some channels of a row: sum, and what the row remembers moves up by one
-otherwise  tiles of tokens, of whatever rows, which only read what rows remember; then, row by
-           row, what they remember from now on
+decode     one program for some channels of a row: sum, then shift the row's state by one
+otherwise  tiles of tokens across rows, which only read the state; then a second launch that
+           writes the new state of each row
 """
 
 import triton
@@ -24,13 +24,13 @@ def _silu(x):
     return x * tl.sigmoid(x)
 
 
-# Numbers of rows and tokens, and where they begin, follow the batch: they bring no new compilation.
+# Numbers and offsets of rows and tokens change with the batch; they must not cause a recompilation.
 @triton.jit(do_not_specialize_on_alignment=["slots", "starts", "fresh"])
 def _one_token_each(
     x, weight, states, slots, fresh, starts, out, x_stride,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R, pieces of C)."""
+    """Grid (R, blocks of C)."""
     pdl_begin(PDL)
     row = tl.program_id(0)
     channel_C = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -47,7 +47,7 @@ def _one_token_each(
         total_C += seen_C.to(tl.float32) * tl.load(taps_C + tap, mask=inside_C, other=0.0).to(tl.float32)
         if tap > 0:
             tl.store(states + (tap - 1) * CHANNELS, seen_C, mask=kept_C)
-    # In the order of `_any_tokens`, so that both give the same bits.
+    # The same order of additions as in `_any_tokens`, for the same bits.
     total_C += newest_C.to(tl.float32) * tl.load(taps_C + TAPS - 1, mask=inside_C, other=0.0).to(tl.float32)
     tl.store(states + (TAPS - 2) * CHANNELS, newest_C, mask=kept_C)
     tl.store(out + token * CHANNELS + channel_C, _silu(total_C).to(out.dtype.element_ty), mask=inside_C)
@@ -59,12 +59,12 @@ def _any_tokens(
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
     SEARCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of T, pieces of C). `SEARCH` halvings find the row of any token."""
+    """Grid (tiles of T, blocks of C). `SEARCH` steps of bisection find the row of any token."""
     pdl_begin(PDL)
     token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     channel_C = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside_T, inside_C = token_T < tokens, channel_C < CHANNELS
-    # The number of rows that end at the token or before it.
+    # A token's row is the number of rows that end at the token or before it.
     row_T, past_T = tl.zeros((BLOCK_T,), tl.int32), tl.zeros((BLOCK_T,), tl.int32) + rows
     for _ in tl.static_range(SEARCH):
         middle_T = (row_T + past_T) // 2
@@ -97,7 +97,7 @@ def _store_inputs(
     x, states, slots, fresh, starts, x_stride,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R, pieces of C)."""
+    """Grid (R, blocks of C)."""
     pdl_begin(PDL)
     row = tl.program_id(0)
     channel_C = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -108,7 +108,7 @@ def _store_inputs(
     is_live = (slot >= 0) & (length > 0)
     is_known = is_live & (tl.load(fresh + row) == 0)
     for place in tl.static_range(TAPS - 1):
-        # Everything that is read from the slot lies behind everything that was written to it.
+        # In place: entry `place` is loaded from a higher index, which is not overwritten yet.
         position = length + place - (TAPS - 1)
         x_at_C = (start + position).to(tl.int64) * x_stride + channel_C
         new_C = tl.load(x + x_at_C, mask=inside_C & is_live & (position >= 0), other=0.0)

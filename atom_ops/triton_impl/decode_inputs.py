@@ -1,4 +1,4 @@
-"""Inputs of a decode step: one program for a piece of a row's block table."""
+"""Inputs of a decode step: one program for a chunk of a row's block table."""
 
 import torch
 import triton

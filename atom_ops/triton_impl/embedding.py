@@ -1,4 +1,4 @@
-"""Token embedding: one program for a piece of a row."""
+"""Token embedding: one program for a block of a row."""
 
 import triton
 import triton.language as tl
@@ -11,8 +11,7 @@ from atom_ops.triton_impl.pdl import launch_options, pdl_begin
 _BLOCK = 1024
 
 
-# Ids may be one of several columns of an upload: their alignment follows the batch, and must
-# not bring a new compilation.
+# Ids may be a slice of a larger upload: their alignment changes and must not cause a recompilation.
 @triton.jit(do_not_specialize_on_alignment=["ids_ptr"])
 def _gather(
     ids_ptr, weight_ptr, out_ptr, first_id,

@@ -1,6 +1,6 @@
-"""Attention of single tokens straight from their fused projection.
+"""Decode attention directly from the QKV projection.
 
-The kernel is that of short rows (see `attention`); it begins with what lies in `new_token`.
+The decode kernel of `attention_kernels`, which starts with the functions of `new_token`.
 """
 
 import torch
@@ -14,8 +14,7 @@ from atom_ops.ops.qkv import HeadNorms
 from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
 from atom_ops.triton_impl.attention import decode_config, launch_decode, supports
 
-# Rows times key/value heads between which one kernel was faster on an H200. Below, attention has
-# too few programs to give them more to do one after another; above, it has no time to spare.
+# Rows times key/value heads between which one kernel was faster than two on an H200.
 _MIN_PAIRS, _MAX_PAIRS = 16, 1024
 
 
@@ -29,7 +28,7 @@ def _supports(
     plan: AttentionPlan,
     rule: AttentionRule,
 ) -> bool:
-    """Single tokens, whose context is cut as suits the batch, in a cache as wide as the numbers."""
+    """Rows of single tokens, without batch invariance, and a cache of the compute dtype."""
     pairs = len(plan.context_lens_R) * cache.kv.shape[3]
     return (
         plan.max_query_len == 1

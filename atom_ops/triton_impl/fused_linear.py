@@ -1,8 +1,7 @@
-"""Triton kernels of a matrix product for one token together with what lies in front of it.
+"""GEMV for one token fused with the norm or the activation before it.
 
-Every program makes the whole prepared token for itself, from the cache, while its part of the
-weight is on its way from memory; it rounds where the separate kernels do. Program 0 alone keeps
-the sum that later layers add to.
+Every program computes the whole input vector, which is in the L2 cache, while its weights are being
+loaded; it rounds where the separate kernels do. Only program 0 writes the residual sum.
 """
 
 from functools import cache
@@ -27,7 +26,7 @@ def _add_norm_linear(
     INPUTS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program multiplies TILES tiles of ROWS whole rows; it has one of them in flight."""
+    """A program multiplies TILES tiles of ROWS whole rows, and loads one tile ahead."""
     column_C = tl.arange(0, COLUMNS)
     valid_C = column_C < INPUTS
     output_R = tl.program_id(0) * (TILES * ROWS) + tl.arange(0, ROWS)
@@ -68,7 +67,7 @@ def _silu_and_mul_linear(
     INPUTS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program multiplies ROWS rows, COLUMNS columns at a time; it has one such tile in flight."""
+    """A program multiplies ROWS rows, COLUMNS columns at a time, and loads one tile ahead."""
     column_C = tl.arange(0, COLUMNS)
     output_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside_R = output_R < outputs
@@ -94,7 +93,7 @@ def _plans(table: str, device: torch.device) -> dict[tuple[int, int], FusedPlan]
 
 
 def _plan(table: str, x: Tensor, weight: Tensor) -> FusedPlan | None:
-    """None where separate kernels are faster, or nobody has measured."""
+    """None if separate kernels are faster or the shape was not measured."""
     if len(x) != 1 or not x.is_contiguous() or x.dtype != weight.dtype or not x.is_floating_point():
         return None
     if INTERPRETED:
@@ -106,7 +105,7 @@ def _runs_on(table: str, device: torch.device) -> bool:
     return INTERPRETED or bool(_plans(table, device))
 
 
-_NEEDS = "a GPU that plans were measured on (or TRITON_INTERPRET=1)"
+_NEEDS = "a GPU with built-in plans (or TRITON_INTERPRET=1)"
 
 
 @add_norm_linear.provider(
@@ -129,7 +128,7 @@ def _launch_norm(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     plan = _plan("norm", x_TD, weight)
-    assert plan is not None, "`supports` has asked"
+    assert plan is not None, "checked by `supports`"
     outputs, inputs = weight.shape
     columns = triton.next_power_of_2(inputs)
     out_TO = x_TD.new_empty(1, outputs)
@@ -153,7 +152,7 @@ def _launch_norm(
 )
 def _launch_silu(x_T2F: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     plan = _plan("silu", x_T2F, weight)
-    assert plan is not None, "`supports` has asked"
+    assert plan is not None, "checked by `supports`"
     outputs, inputs = weight.shape
     out_TO = x_T2F.new_empty(1, outputs)
     _silu_and_mul_linear[(triton.cdiv(outputs, plan.rows),)](

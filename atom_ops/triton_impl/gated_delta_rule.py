@@ -1,9 +1,8 @@
 """The gated delta rule: one program for some value features of a head of a row.
 
-Columns of a state do not depend on one another, so a program holds [E, its features] of it in
-registers, from the row's first token to its last. Single tokens are what the rule says, word for word;
-longer rows go in chunks of 16 tokens, whose triangular system is solved row by row (`_solve`). All sums
-are of float32.
+Columns of a state are independent, so a program holds its columns [E, features] in registers from
+the row's first token to its last. Single tokens apply the rule directly; longer rows are computed in
+chunks of 16 tokens, whose triangular system is solved row by row (`_solve`). Sums are in float32.
 """
 
 import triton
@@ -34,7 +33,7 @@ def _one_token_each(
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_F: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R, N, pieces of F)."""
+    """Grid (R, N, blocks of F)."""
     pdl_begin(PDL)
     row, head = tl.program_id(0), tl.program_id(1)
     key_E = tl.arange(0, BLOCK_E)
@@ -67,7 +66,7 @@ def _one_token_each(
 
 @triton.jit
 def _unit_rows(x, token_C, key_E, stride, inside_C, KEY: tl.constexpr):
-    """The tokens' vectors at `x`, each divided by its length."""
+    """The tokens' vectors at `x`, L2-normalised."""
     inside_CE = inside_C[:, None] & (key_E < KEY)[None, :]
     x_CE = tl.load(x + token_C[:, None] * stride + key_E[None, :], mask=inside_CE, other=0.0).to(tl.float32)
     return x_CE * tl.rsqrt(tl.sum(x_CE * x_CE, 1) + _EPS)[:, None]
@@ -75,7 +74,7 @@ def _unit_rows(x, token_C, key_E, stride, inside_C, KEY: tl.constexpr):
 
 @triton.jit
 def _solve(system_CC, wanted_CF, CHUNK: tl.constexpr):
-    """u with u_i + sum over j < i of system_ij u_j = wanted_i; system is 0 on and above the diagonal."""
+    """Forward substitution: u_i + sum over j < i of system_ij u_j = wanted_i; system is strictly lower."""
     token_C = tl.arange(0, CHUNK)
     for at in tl.static_range(1, CHUNK):
         row_C = tl.sum(tl.where((token_C == at)[:, None], system_CC, 0.0), 0)
@@ -90,7 +89,7 @@ def _any_tokens(
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_F: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (pieces of F, N, R)."""
+    """Grid (blocks of F, N, R)."""
     pdl_begin(PDL)
     head, row = tl.program_id(1), tl.program_id(2)
     slot, start = tl.load(slots + row), tl.load(starts + row)
@@ -117,7 +116,7 @@ def _any_tokens(
         gate_C = gates + token_C * gates_stride + head
         rate_C = tl.sigmoid(tl.load(gate_C, mask=inside_C, other=0.0).to(tl.float32))
         fade_C = _fade(tl.load(gate_C + HEADS, mask=inside_C, other=0.0), head_a_log, head_dt_bias)
-        # Behind the row's end nothing changes the state, and it keeps what it has.
+        # Tokens past the row's end leave the state as it is: rate 0, no decay.
         rate_C, fade_C = tl.where(inside_C, rate_C, 0.0), tl.where(inside_C, fade_C, 0.0)
         since_C, whole = tl.cumsum(fade_C, 0), tl.sum(fade_C, 0)
 
@@ -153,7 +152,7 @@ def _launch(
     heads, key, value = recurrent_SNEF.shape[1:]
     rows, features = len(plan.slots_R), min(max(triton.next_power_of_2(value), 16), _FEATURES)
     out_TNF = qkv_TC.new_empty(len(qkv_TC), heads, value)
-    pieces = triton.cdiv(value, features)
+    feature_blocks = triton.cdiv(value, features)
     arguments = (
         qkv_TC, gates_T2N, decay.a_log_N, decay.dt_bias_N, recurrent_SNEF,
         plan.slots_R, plan.fresh_R, plan.query_starts_R1, out_TNF,
@@ -170,7 +169,7 @@ def _launch(
         **launch_options(qkv_TC.device),
     }
     if plan.max_query_len == 1:
-        _one_token_each[(rows, heads, pieces)](*arguments, **settings)
+        _one_token_each[(rows, heads, feature_blocks)](*arguments, **settings)
     else:
-        _any_tokens[(pieces, heads, rows)](*arguments, CHUNK=_CHUNK, **settings)
+        _any_tokens[(feature_blocks, heads, rows)](*arguments, CHUNK=_CHUNK, **settings)
     return out_TNF

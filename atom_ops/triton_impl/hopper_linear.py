@@ -1,24 +1,21 @@
-"""`linear` for some dozens of tokens on Hopper: every processor reads the same share of the weight.
+"""Stream-K `linear` for 33 to 64 tokens on Hopper: every program reads the same share of the weight.
 
-Output tiles are too few, or too many by a bit, to keep all num_sms at work. So it is not tiles
-that are dealt out, but steps: a step multiplies some columns of a tile's weights, and a program
-takes as many in a row as every other does, wherever tiles begin.
+The number of output tiles rarely fills whole waves of SMs. So the persistent programs split the
+K iterations ("steps") of all tiles evenly; a step multiplies COLUMNS columns of a tile's weights.
 
-    tiles       |     0     |     1     |     2     |  each of `steps` steps
+    tiles       |     0     |     1     |     2     |  `steps` steps each
     programs    |   0   |   1   |   2   |   3   |
 
-A program keeps the tiles that are all its own. Of the others each program writes its partial, float32,
-and when it has done all its steps, it adds the partials of some of their tokens, always in the order
-of the programs. Whether a number has come is seen from the number itself: between launches the
-workspace holds EMPTY, a NaN that no product yields, and who has read a partial puts it back. So
-nobody asks for an order of memory accesses, which would cost more than the reading. It needs all
-programs at work at the same time, so there are no more than processors.
+A program stores tiles that it computes alone. For a tile of several programs each writes a float32
+partial sum, and then reduces the partials of some of the tile's tokens, always in the order of the
+programs. Readers poll the values themselves: between launches the workspace holds EMPTY, a NaN that
+no sum yields, and the reader of a partial resets it. So no memory fences are needed, which would
+cost more than the reads. All programs must be resident at once: at most one for each SM.
 
-The bulk copy engine brings weights and tokens into a ring in shared memory. The parties meet at
-barriers only:
+TMA loads weights and tokens into a ring of stages in shared memory; warps are specialized:
 
-    copies      1 warp     weights of the first steps come before the kernel in front is done
-    products    4 warps    weight [ROWS, COLUMNS] x tokens [COLUMNS, TOKENS]
+    producer     1 warp     prefetches the first steps' weights before the previous kernel ends (PDL)
+    consumers    4 warps    WGMMA: weight [ROWS, COLUMNS] x tokens [COLUMNS, TOKENS]
 
 Written in Gluon, which has no interpreter.
 """
@@ -44,19 +41,19 @@ from atom_ops.triton_impl.tuned import StreamKPlan
 
 _SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _REGISTERS = 96
-"""Of a thread: few enough for the kernel in front to share the processor."""
+"""Per thread: few enough to share the SM with the previous kernel."""
 _MAX_PROGRAMS = 132
 _MAX_SUMS = 64 * 64
-"""Of a tile."""
+"""Elements of a tile."""
 _EMPTY = gl.constexpr(0x7FC0_5EED)
-# Later versions of Triton give these two other names.
+# These two have other names in later versions of Triton.
 _load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
 def _pdl_wait(PDL: gl.constexpr):
-    """As in `overlap`, which Gluon cannot call."""
+    """`pdl.pdl_wait`, which Gluon cannot call."""
     if PDL:
         gl.inline_asm_elementwise(
             "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
@@ -101,7 +98,7 @@ def _store(
     total_RT, bias, out, first_output, first_token, outputs, tokens,
     ROWS: gl.constexpr, TOKENS: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Outputs lie side by side in `out`."""
+    """Add the bias, convert and store a tile of `out` [tokens, outputs]."""
     stored: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     output_R = first_output + gl.arange(0, ROWS, gl.SliceLayout(1, stored))
     token_T = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, stored))
@@ -118,7 +115,7 @@ def _store(
 
 @gluon.jit
 def _program_of(step, all_steps):
-    """The one that takes this step: program p begins at p * all_steps // programs."""
+    """The program of this step: program p begins at step p * all_steps // programs."""
     return ((step + 1) * gl.num_programs(0) - 1) // all_steps
 
 
@@ -128,13 +125,13 @@ def _reduce_partials(
     ROWS: gl.constexpr, TOKENS: gl.constexpr, CHUNK: gl.constexpr, MAX_PARTIALS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Of a tile that several programs have partials of: this program's share of its tokens."""
+    """Reduce the partials of a tile for this program's share of its tokens."""
     loaded: gl.constexpr = gl.BlockedLayout([1, 4], [128 // CHUNK, CHUNK // 4], [4, 1], [1, 0])
     first = _program_of(tile * steps, all_steps)
     count = _program_of(tile * steps + steps - 1, all_steps) - first + 1
     row_R = gl.arange(0, ROWS, gl.SliceLayout(1, loaded))
     token_C = gl.arange(0, CHUNK, gl.SliceLayout(0, loaded))
-    # A program's first partial is its 0th; only the tile's first program may have start before the tile.
+    # Slot 0 holds the partial of a program's first tile; only a tile's first program may use slot 1.
     started_before = (first * all_steps // gl.num_programs(0) < tile * steps).to(gl.int32)
     for chunk in range(gl.program_id(0) - first, TOKENS // CHUNK, count):
         at_RC = row_R[:, None] * TOKENS + chunk * CHUNK + token_C[None, :]
@@ -228,7 +225,7 @@ def _stream_k(
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
     CHUNK: gl.constexpr, MAX_PARTIALS: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Grid (programs,), no more than processors; each has steps to do."""
+    """Grid (programs,), at most one for each SM and for each step."""
     first = gl.program_id(0) * all_steps // gl.num_programs(0)
     stop = (gl.program_id(0) + 1) * all_steps // gl.num_programs(0)
     weights = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, ROWS, COLUMNS], weight_desc.layout)
@@ -253,21 +250,21 @@ def _stream_k(
 
 @cache
 def _workspace(device: torch.device) -> Tensor:
-    """EMPTY between launches, which share one stream."""
+    """Partials: EMPTY between launches, which all use one stream."""
     return torch.full((_MAX_PROGRAMS * 2 * _MAX_SUMS,), _EMPTY.value, dtype=torch.int32, device=device)
 
 
 def multiply(
     plan: StreamKPlan, x_TI: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """`linear` as planned; at most `plan.tokens` tokens."""
+    """`linear` by this plan; at most `plan.tokens` tokens."""
     x_TI = x_TI.contiguous()
     (tokens, inputs), outputs = x_TI.shape, len(weight)
     out_TO = x_TI.new_empty(tokens, outputs, dtype=out_dtype or x_TI.dtype)
     steps = triton.cdiv(inputs, plan.columns)
     all_steps = triton.cdiv(outputs, plan.rows) * steps
     programs = min(plan.programs, all_steps)
-    assert programs <= _MAX_PROGRAMS and plan.rows * plan.tokens <= _MAX_SUMS, "the workspace holds no more"
+    assert programs <= _MAX_PROGRAMS and plan.rows * plan.tokens <= _MAX_SUMS, "workspace too small"
     fewest = all_steps // programs
     max_partials = 1 if all_steps % programs == 0 and fewest % steps == 0 else (steps - 2) // fewest + 2
     _stream_k[(programs,)](

@@ -1,4 +1,4 @@
-"""Index keys normalised, turned and written: one program for a token."""
+"""Norm, RoPE and cache write of index keys: one program for a token."""
 
 import triton
 import triton.language as tl
@@ -14,15 +14,14 @@ _MOST_FEATURES = 1024
 
 @triton.jit
 def _affine(x_ptr, weight_ptr, bias_ptr, feature, inside, mean, scale):
-    """Normalised numbers of x's dtype, as float32."""
+    """Normalised values, rounded to x's dtype, as float32."""
     x = tl.load(x_ptr + feature, mask=inside, other=0.0)
     weight = tl.load(weight_ptr + feature, mask=inside, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + feature, mask=inside, other=0.0).to(tl.float32)
     return ((x.to(tl.float32) - mean) * scale * weight + bias).to(x.dtype).to(tl.float32)
 
 
-# Slots are one of several columns of an upload: their alignment follows the batch, and must
-# not bring a new compilation.
+# Slots are a slice of a larger upload: their alignment changes and must not cause a recompilation.
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def _write_index_keys(
     x_ptr, keys_ptr, scale_ptr, slots_ptr, cos_ptr, sin_ptr, weight_ptr, bias_ptr, eps,
@@ -46,10 +45,10 @@ def _write_index_keys(
         other = feature ^ 1
     else:
         other = tl.where(feature < ROPE // 2, feature + ROPE // 2, feature - ROPE // 2)
-    turns = feature < ROPE
-    exchanged = _affine(x_ptr, weight_ptr, bias_ptr, other, turns, mean, scale)
-    cos = tl.load(cos_ptr + token * cos_stride + feature, mask=turns, other=1.0)
-    sin = tl.load(sin_ptr + token * sin_stride + feature, mask=turns, other=0.0)
+    rotary = feature < ROPE
+    exchanged = _affine(x_ptr, weight_ptr, bias_ptr, other, rotary, mean, scale)
+    cos = tl.load(cos_ptr + token * cos_stride + feature, mask=rotary, other=1.0)
+    sin = tl.load(sin_ptr + token * sin_stride + feature, mask=rotary, other=0.0)
     key = (key * cos + exchanged * sin).to(x_ptr.dtype.element_ty)
 
     if scale_ptr is not None:
@@ -57,8 +56,8 @@ def _write_index_keys(
         largest = float8_scale(tl.max(tl.abs(key), axis=1))
         tl.store(scale_ptr + slot + tl.arange(0, 1), largest, mask=tl.arange(0, 1) + slot >= 0)
         key = float8_numbers(key, largest)
-    kept = inside & (slot >= 0)
-    tl.store(keys_ptr + slot * SIZE + feature, key.to(keys_ptr.dtype.element_ty), mask=kept)
+    stored = inside & (slot >= 0)
+    tl.store(keys_ptr + slot * SIZE + feature, key.to(keys_ptr.dtype.element_ty), mask=stored)
 
 
 def _supports(

@@ -1,4 +1,4 @@
-"""Writing keys and values to the paged cache: one program for some heads of one half of a token."""
+"""Writes keys and values to the paged cache: one program for some heads of a token's keys or values."""
 
 import triton
 import triton.language as tl
@@ -17,9 +17,9 @@ _LARGEST_SCALE = tl.constexpr(255.0)
 
 @triton.jit
 def float8_scale(largest):
-    """The number that a head's codes stand for multiples of, from the head's largest magnitude.
+    """The scale of a head, from its largest magnitude.
 
-    Divisions are rounded as the standard says, so that every device finds the same codes.
+    Divisions are IEEE-rounded, so that every device finds the same codes.
     """
     scale = tl.div_rn(largest, _FP8_MAX)
     return tl.minimum(tl.maximum(scale, _SMALLEST_SCALE), _LARGEST_SCALE)
@@ -27,7 +27,7 @@ def float8_scale(largest):
 
 @triton.jit
 def float8_numbers(x, scale):
-    """What gets rounded to the codes: heads x features by one scale for each head."""
+    """Values before rounding to codes: heads x features, divided by one scale for each head."""
     return tl.minimum(tl.maximum(x * tl.div_rn(1.0, scale)[:, None], -_FP8_MAX), _FP8_MAX)
 
 
@@ -35,7 +35,7 @@ def float8_numbers(x, scale):
 def _store_heads(
     x_ptr, head_stride, kv_ptr, scale_ptr, row, head, wanted, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """`row` is the cache's row of head 0; a row is one head of one half of a slot."""
+    """`row` is the cache's row of head 0; a row is one head's key or value."""
     feature = tl.arange(0, BLOCK)
     inside = wanted[:, None] & (feature < SIZE)[None, :]
     x = tl.load(x_ptr + head[:, None] * head_stride + feature[None, :], mask=inside, other=0.0)
@@ -48,8 +48,7 @@ def _store_heads(
     tl.store(out, x.to(kv_ptr.dtype.element_ty), mask=inside)
 
 
-# Slots are one of several columns of an upload: their alignment follows the batch, and must
-# not bring a new compilation.
+# Slots are a slice of a larger upload: their alignment changes and must not cause a recompilation.
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def _write_kv(
     k_ptr,

@@ -1,21 +1,19 @@
-"""Latent attention in Triton: rows of the cache serve all heads, and are their own values.
+"""Absorbed latent attention in Triton (MQA): a cache row is the key of all heads and their value.
 
     row of the cache    latent C | key R        scores from all of it, values from the latent
 
-Some heads of some tokens of a row stand as queries side by side: query m of a program is token
-m // HEADS, head m % HEADS of a block of heads. So a row of the cache, read once, is multiplied
-with 16 to 64 queries, and once more as a value from where it already lies.
+A program computes a block of heads for a tile of a row's tokens: query m is token m // HEADS, head
+m % HEADS of the block. So a cache row is loaded once for 16 to 64 queries, and used twice.
 
-    short rows    of few tokens (decodes): bound by memory, so contexts are also cut into splits,
-                  a program each, which `_combine` puts together
-    long rows     tiles of rows of many tokens, a program for each tile and block of heads
+    decodes     memory-bound, so each context is also split over several programs; `_combine` merges
+    prefills    a program for each tile of tokens and block of heads
 
-With `split_tokens` all rows are long ones, and no context is cut: then the bits of a token depend
-on neither its batch nor its phase.
+With `split_tokens` every row is computed as a prefill, without splits: a token's bits depend on
+neither its batch nor its phase.
 """
 
+import functools
 from dataclasses import dataclass
-from functools import cache as kept
 
 import torch
 import triton
@@ -32,25 +30,25 @@ from atom_ops.triton_impl.tiles import row_of_tile
 
 _ANY_ALIGNMENT = ["table", "contexts", "starts", "scales"]
 _LOG2_E = 1.4426950408889634
-# Stands for the highest of no scores: finite, for the difference of two must not be NaN.
+# The running maximum before any score: finite, because inf - inf would be NaN.
 _LOWEST = tl.constexpr(-1.0e30)
 
 
 @triton.jit
-def _fold(
+def _attend_block(
     top_M, total_M, sum_MC, q_MC, q_MR, seen_M, start, stop, slot_N, rows, scales, score_scale,
     LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Take tokens start … start + BLOCK_N - 1 of the context, in their slots, into the softmax.
+    """One iteration of the online softmax, over tokens start … start + BLOCK_N - 1 of the context.
 
-    MASKED: some of these may not exist (from `stop` on) or not be seen by every query.
+    MASKED: some of them lie from `stop` on, or are hidden from some queries.
     """
     token_N = start + tl.arange(0, BLOCK_N)
     feature_C, feature_R = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
     exists_N = token_N < stop
     row_N1 = rows + slot_N[:, None] * (LATENT + ROPE)
-    # What lies outside may be NaN, so it is not read: 0 * NaN would be NaN.
+    # Masked loads: unused slots may hold NaN, and 0 * NaN would be NaN.
     if MASKED or LATENT != BLOCK_C:
         latent_NC = tl.load(
             row_N1 + feature_C[None, :], mask=exists_N[:, None] & (feature_C < LATENT)[None, :], other=0
@@ -74,12 +72,12 @@ def _fold(
         score_MN = tl.where(token_N[None, :] <= seen_M[:, None], score_MN, float("-inf"))
 
     new_top_M = tl.maximum(top_M, tl.max(score_MN, 1))
-    kept_M = tl.exp2(top_M - new_top_M)
+    rescale_M = tl.exp2(top_M - new_top_M)
     weight_MN = tl.exp2(score_MN - new_top_M[:, None])
-    total_M = total_M * kept_M + tl.sum(weight_MN, 1)
+    total_M = total_M * rescale_M + tl.sum(weight_MN, 1)
     if SCALED:
         weight_MN = weight_MN * scale_N[None, :]
-    sum_MC = tl.dot(weight_MN.to(q_MC.dtype), latent_NC, sum_MC * kept_M[:, None], input_precision="ieee")
+    sum_MC = tl.dot(weight_MN.to(q_MC.dtype), latent_NC, sum_MC * rescale_M[:, None], input_precision="ieee")
     return new_top_M, total_M, sum_MC
 
 
@@ -96,26 +94,26 @@ def _attend(
     LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Highest score, sum of weights and weighted sum of latents over tokens first … stop - 1.
+    """Maximum score, sum of weights and weighted sum of latents over tokens first … stop - 1.
 
-    Tokens before `seen_by_all`, whole blocks of them, exist and are seen by every query.
+    Every query sees all tokens before `seen_by_all`, a multiple of BLOCK_N.
     """
     top_M = tl.full((BLOCK_M,), _LOWEST, tl.float32)
     total_M = tl.zeros((BLOCK_M,), tl.float32)
     sum_MC = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
-    # One step ahead, so that rows need not wait for their addresses.
+    # Slots are loaded one iteration ahead, to hide the latency of the indirection.
     next_slot_N = _slots_of(first, stop, table, BLOCK_SIZE, BLOCK_N)
     for start in range(first, seen_by_all, BLOCK_N):
         slot_N = next_slot_N
         next_slot_N = _slots_of(start + BLOCK_N, stop, table, BLOCK_SIZE, BLOCK_N)
-        top_M, total_M, sum_MC = _fold(
+        top_M, total_M, sum_MC = _attend_block(
             top_M, total_M, sum_MC, q_MC, q_MR, seen_M, start, stop, slot_N, rows, scales, score_scale,
             LATENT, ROPE, BLOCK_N, BLOCK_C, BLOCK_R, SCALED, False,
         )  # fmt: skip
     for start in range(seen_by_all, stop, BLOCK_N):
         slot_N = next_slot_N
         next_slot_N = _slots_of(start + BLOCK_N, stop, table, BLOCK_SIZE, BLOCK_N)
-        top_M, total_M, sum_MC = _fold(
+        top_M, total_M, sum_MC = _attend_block(
             top_M, total_M, sum_MC, q_MC, q_MR, seen_M, start, stop, slot_N, rows, scales, score_scale,
             LATENT, ROPE, BLOCK_N, BLOCK_C, BLOCK_R, SCALED, True,
         )  # fmt: skip
@@ -124,33 +122,33 @@ def _attend(
 
 @triton.jit
 def _share(context, splits, BLOCK_N: tl.constexpr):
-    """Tokens of one split, of so many that there may be."""
+    """Tokens of each split, with at most `splits` of them."""
     blocks = tl.cdiv(context, BLOCK_N)
     return tl.maximum(tl.cdiv(blocks, splits), 1) * BLOCK_N
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "rows_of_step", "shortest"],
+    do_not_specialize=["table_stride", "rows_of_step", "min_tokens"],
     do_not_specialize_on_alignment=_ANY_ALIGNMENT,
 )
 def _latent_rows(
-    q, out, rows, scales, table, contexts, starts, parts, part_states,
-    q_token_stride, q_head_stride, table_stride, score_scale, heads, rows_of_step, shortest,
+    q, out, rows, scales, table, contexts, starts, partial_sums, partial_states,
+    q_token_stride, q_head_stride, table_stride, score_scale, heads, rows_of_step, min_tokens,
     LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    HEADS: tl.constexpr, SHORT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    HEADS: tl.constexpr, DECODE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of heads, splits, rows of the step or numbers of tiles).
+    """Grid (blocks of heads, splits, rows of the step or tile numbers).
 
-    SHORT: takes rows of at most TILE tokens; otherwise those of `shortest` and more, whole.
+    DECODE: computes rows of at most TILE tokens; otherwise rows of at least `min_tokens`, unsplit.
     """
     pdl_begin(PDL)
-    if SHORT:
+    if DECODE:
         row = tl.program_id(2)
         first_token = tl.load(starts + row)
         tile_start = 0
     else:
-        # The last tiles of a row have the most to do and come first.
+        # The last tiles of a row take longest and are launched first.
         number = tl.num_programs(2) - 1 - tl.program_id(2)
         row = row_of_tile(number, starts, 0, rows_of_step, TILE)
         first_token = tl.load(starts + row)
@@ -159,10 +157,10 @@ def _latent_rows(
     context = tl.load(contexts + row)
     share = _share(context, tl.num_programs(1), BLOCK_N)
     first = tl.program_id(1) * share
-    if SHORT:
+    if DECODE:
         elsewhere = (length > TILE) | (length <= 0) | ((first >= context) & (first > 0))
     else:
-        elsewhere = (length < shortest) | (tile_start >= length)
+        elsewhere = (length < min_tokens) | (tile_start >= length)
     if elsewhere:
         return
 
@@ -181,7 +179,7 @@ def _latent_rows(
 
     before = context - length + tile_start
     stop = tl.minimum(tl.minimum(first + share, context), before + TILE)
-    # Whole blocks that every query sees.
+    # Tokens that every query sees, in whole config.
     seen_by_all = tl.maximum(tl.minimum(stop, before + 1), first)
     seen_by_all = first + (seen_by_all - first) // BLOCK_N * BLOCK_N
     seen_M = before + m // HEADS
@@ -191,13 +189,13 @@ def _latent_rows(
         LATENT, ROPE, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_C, BLOCK_R, SCALED,
     )  # fmt: skip
 
-    if SHORT and parts is not None:
-        # parts [R, TILE, H, splits, C]; part_states [R, TILE, H, splits, 2]
-        part_M = ((row.to(tl.int64) * TILE + inside_M) * heads + head_M) * tl.num_programs(1)
-        part_M += tl.program_id(1)
-        tl.store(parts + part_M[:, None] * LATENT + feature_C[None, :], sum_MC, mask=wanted_MC)
-        tl.store(part_states + part_M * 2, top_M, mask=wanted_M)
-        tl.store(part_states + part_M * 2 + 1, total_M, mask=wanted_M)
+    if DECODE and partial_sums is not None:
+        # partial_sums [R, TILE, H, splits, C]; partial_states [R, TILE, H, splits, 2]
+        partial_M = ((row.to(tl.int64) * TILE + inside_M) * heads + head_M) * tl.num_programs(1)
+        partial_M += tl.program_id(1)
+        tl.store(partial_sums + partial_M[:, None] * LATENT + feature_C[None, :], sum_MC, mask=wanted_MC)
+        tl.store(partial_states + partial_M * 2, top_M, mask=wanted_M)
+        tl.store(partial_states + partial_M * 2 + 1, total_M, mask=wanted_M)
     else:
         out_MC = sum_MC / tl.where(total_M > 0.0, total_M, 1.0)[:, None]
         out_M1 = out + ((token_M * heads + head_M) * LATENT)[:, None]
@@ -206,11 +204,11 @@ def _latent_rows(
 
 @triton.jit(do_not_specialize_on_alignment=["contexts", "starts"])
 def _combine(
-    out, contexts, starts, parts, part_states, heads, splits,
+    out, contexts, starts, partial_sums, partial_states, heads, splits,
     LATENT: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (H, R * TILE): attention over whole contexts from that over their splits."""
+    """Grid (H, R * TILE): merges the splits of each context."""
     pdl_begin(PDL)
     head, row = tl.program_id(0), tl.program_id(1) // TILE
     inside = tl.program_id(1) % TILE
@@ -220,69 +218,69 @@ def _combine(
         return
     context = tl.load(contexts + row)
     used = tl.maximum(tl.cdiv(context, _share(context, splits, BLOCK_N)), 1)
-    part = (tl.program_id(1).to(tl.int64) * heads + head) * splits
+    partial = (tl.program_id(1).to(tl.int64) * heads + head) * splits
     split_S = tl.arange(0, BLOCK_S)
-    top_S = tl.load(part_states + (part + split_S) * 2, mask=split_S < used, other=_LOWEST)
-    total_S = tl.load(part_states + (part + split_S) * 2 + 1, mask=split_S < used, other=0.0)
+    top_S = tl.load(partial_states + (partial + split_S) * 2, mask=split_S < used, other=_LOWEST)
+    total_S = tl.load(partial_states + (partial + split_S) * 2 + 1, mask=split_S < used, other=0.0)
     top = tl.max(top_S, 0)
     total = tl.sum(total_S * tl.exp2(top_S - top), 0)
     feature_C = tl.arange(0, BLOCK_C)
     sum_C = tl.zeros((BLOCK_C,), tl.float32)
     for first in range(0, used, AT_ONCE):
         split_A = first + tl.arange(0, AT_ONCE)
-        states_A = part_states + (part + split_A) * 2
+        states_A = partial_states + (partial + split_A) * 2
         weight_A = tl.exp2(tl.load(states_A, mask=split_A < used, other=_LOWEST) - top)
         wanted_AC = (split_A < used)[:, None] & (feature_C < LATENT)[None, :]
-        part_AC = parts + (part + split_A)[:, None] * LATENT + feature_C[None, :]
-        sum_C += tl.sum(tl.load(part_AC, mask=wanted_AC, other=0.0) * weight_A[:, None], 0)
+        partial_AC = partial_sums + (partial + split_A)[:, None] * LATENT + feature_C[None, :]
+        sum_C += tl.sum(tl.load(partial_AC, mask=wanted_AC, other=0.0) * weight_A[:, None], 0)
     out_C = out + ((first_token + inside).to(tl.int64) * heads + head) * LATENT + feature_C
-    found_C = sum_C / tl.where(total > 0.0, total, 1.0)
-    tl.store(out_C, found_C.to(out.dtype.element_ty), mask=feature_C < LATENT)
+    out_value_C = sum_C / tl.where(total > 0.0, total, 1.0)
+    tl.store(out_C, out_value_C.to(out.dtype.element_ty), mask=feature_C < LATENT)
 
 
 @dataclass(frozen=True, slots=True)
-class _Blocks:
-    """How the kernel is cut and compiled."""
+class _KernelConfig:
+    """Tile sizes and compile options."""
 
     heads: int
-    """Of a block, a power of two."""
+    """Heads of a block, a power of two."""
     tile: int
-    """Tokens of a row side by side; heads x tile is 16 or more."""
+    """Tokens of a tile; heads x tile is at least 16."""
     tokens: int
-    """Of the context at a time."""
+    """Context tokens of one iteration."""
     warps: int
     stages: int
     programs: int = 1
-    """For each processor, that splits make up where rows and heads are fewer."""
+    """Wanted programs per SM; contexts are split where rows x heads are fewer."""
 
 
-_MOST_HEADS = 64
-_MOST_NUMBERS = 576
-"""Of a row, of which local memory holds two times 64 beside 64 queries."""
+_MAX_HEADS = 64
+_MAX_WIDTH = 576
+"""Features of a row up to which two stages of 64 rows fit in shared memory with 64 queries."""
 _AT_ONCE = 8
 _LEAST_SPLIT = 128
 
 
-def _blocks(q_THK: Tensor, cache: LatentLayer, queries: int) -> _Blocks:
-    """With `queries` side by side, heads and tokens, or with one token's heads where these are more."""
+def _config(q_THK: Tensor, cache: LatentLayer, queries: int) -> _KernelConfig:
+    """The config for `queries` queries (heads x tokens) per program, or one token's block of heads."""
     heads, numbers = q_THK.shape[1:]
     if (q_THK.dtype == torch.float32 and not INTERPRETED) or torch.version.hip is not None:
-        # Little local memory, for such wide numbers or in so small a processor.
+        # float32 rows, or the 64 KiB of LDS of an AMD CU.
         padded = min(triton.next_power_of_2(heads), 16)
-        return _Blocks(padded, 16 // padded, 16, 4, 1, 2)
-    padded = min(triton.next_power_of_2(heads), _MOST_HEADS)
+        return _KernelConfig(padded, 16 // padded, 16, 4, 1, 2)
+    padded = min(triton.next_power_of_2(heads), _MAX_HEADS)
     tile = max(queries // padded, 1)
     if padded * tile < 64:
-        return _Blocks(padded, tile, 32, 4, 3, 2)
-    # Rows of a narrow cache are widened first, which takes more room.
-    tokens = 64 if cache.scale is None and numbers <= _MOST_NUMBERS else 32
-    return _Blocks(padded, tile, tokens, 8, 2)
+        return _KernelConfig(padded, tile, 32, 4, 3, 2)
+    # Converting float8 rows takes more shared memory.
+    tokens = 64 if cache.scale is None and numbers <= _MAX_WIDTH else 32
+    return _KernelConfig(padded, tile, tokens, 8, 2)
 
 
 def supports_latents(q_THK: Tensor, cache: LatentLayer) -> bool:
-    """Whether `attend_latents` runs for them."""
+    """Whether `attend_latents` can compute these."""
     if INTERPRETED and q_THK.dtype == torch.bfloat16:
-        return False  # the interpreter's bfloat16 products are wrong
+        return False  # the interpreter's bfloat16 tl.dot is wrong
     rope = q_THK.shape[2] - cache.latent_width
     return cache.latent_width <= 512 and 0 < rope <= 128 and q_THK.stride(2) == 1
 
@@ -297,74 +295,79 @@ def attend_latents(q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, scale
     out_THC = q_THK.new_empty(*q_THK.shape[:2], cache.latent_width)
     if not len(q_THK):
         return out_THC
-    long = _blocks(q_THK, cache, 64)
+    prefill = _config(q_THK, cache, 64)
     if plan.split_tokens:
-        _launch_long(out_THC, q_THK, cache, plan, scale, long, 0)
+        _launch_prefill(out_THC, q_THK, cache, plan, scale, prefill, 0)
         return out_THC
-    short = _blocks(q_THK, cache, 16)
-    if plan.min_query_len <= short.tile:
-        _launch_short(out_THC, q_THK, cache, plan, scale, short)
-    if plan.max_query_len > short.tile:
-        _launch_long(out_THC, q_THK, cache, plan, scale, long, short.tile + 1)
+    decode = _config(q_THK, cache, 16)
+    if plan.min_query_len <= decode.tile:
+        _launch_decode(out_THC, q_THK, cache, plan, scale, decode)
+    if plan.max_query_len > decode.tile:
+        _launch_prefill(out_THC, q_THK, cache, plan, scale, prefill, decode.tile + 1)
     return out_THC
 
 
-def _launch_short(
-    out_THC: Tensor, q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, scale: float, blocks: _Blocks
+def _launch_decode(
+    out_THC: Tensor,
+    q_THK: Tensor,
+    cache: LatentLayer,
+    plan: AttentionPlan,
+    scale: float,
+    config: _KernelConfig,
 ) -> None:
     (_, heads, latent), rows = out_THC.shape, len(plan.context_lens_R)
-    head_blocks = triton.cdiv(heads, blocks.heads)
-    splits = _splits(plan, rows * head_blocks, blocks, q_THK.device)
-    parts = part_states = None
+    head_blocks = triton.cdiv(heads, config.heads)
+    splits = _splits(plan, rows * head_blocks, config, q_THK.device)
+    partial_sums = partial_states = None
     if splits > 1:
-        entries = rows * blocks.tile * heads * splits
-        parts = torch.empty(entries, latent, dtype=torch.float32, device=q_THK.device)
-        part_states = torch.empty(entries, 2, dtype=torch.float32, device=q_THK.device)
+        entries = rows * config.tile * heads * splits
+        partial_sums = torch.empty(entries, latent, dtype=torch.float32, device=q_THK.device)
+        partial_states = torch.empty(entries, 2, dtype=torch.float32, device=q_THK.device)
     _latent_rows[(head_blocks, splits, rows)](
-        *_arguments(out_THC, q_THK, cache, plan, parts, part_states, scale), 0,
-        **_constants(q_THK, cache, blocks), SHORT=True,
+        *_arguments(out_THC, q_THK, cache, plan, partial_sums, partial_states, scale), 0,
+        **_constants(q_THK, cache, config), DECODE=True,
     )  # fmt: skip
     if splits > 1:
-        _combine[(heads, rows * blocks.tile)](
-            out_THC, plan.context_lens_R, plan.query_starts_R1, parts, part_states, heads, splits,
-            LATENT=latent, TILE=blocks.tile, BLOCK_N=blocks.tokens, BLOCK_C=triton.next_power_of_2(latent),
+        _combine[(heads, rows * config.tile)](
+            out_THC, plan.context_lens_R, plan.query_starts_R1, partial_sums, partial_states, heads, splits,
+            LATENT=latent, TILE=config.tile, BLOCK_N=config.tokens, BLOCK_C=triton.next_power_of_2(latent),
             BLOCK_S=triton.next_power_of_2(splits), AT_ONCE=_AT_ONCE, num_warps=4,
             **launch_options(q_THK.device),
         )  # fmt: skip
 
 
-def _launch_long(
-    out_THC: Tensor, q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, scale: float, blocks: _Blocks,
-    shortest: int,
+def _launch_prefill(
+    out_THC: Tensor, q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, scale: float,
+    config: _KernelConfig, min_tokens: int,
 ) -> None:  # fmt: skip
-    numbers = plan.num_tokens // blocks.tile + len(plan.context_lens_R)
-    _latent_rows[(triton.cdiv(q_THK.shape[1], blocks.heads), 1, numbers)](
-        *_arguments(out_THC, q_THK, cache, plan, None, None, scale), shortest,
-        **_constants(q_THK, cache, blocks), SHORT=False,
+    numbers = plan.num_tokens // config.tile + len(plan.context_lens_R)
+    _latent_rows[(triton.cdiv(q_THK.shape[1], config.heads), 1, numbers)](
+        *_arguments(out_THC, q_THK, cache, plan, None, None, scale), min_tokens,
+        **_constants(q_THK, cache, config), DECODE=False,
     )  # fmt: skip
 
 
-def _splits(plan: AttentionPlan, programs: int, blocks: _Blocks, device: torch.device) -> int:
-    """Programs for each context."""
-    wanted = blocks.programs * _num_sms(device) // programs
-    return max(1, min(wanted, triton.cdiv(plan.max_context_len, max(_LEAST_SPLIT, blocks.tokens))))
+def _splits(plan: AttentionPlan, programs: int, config: _KernelConfig, device: torch.device) -> int:
+    """Splits of each context."""
+    wanted = config.programs * _num_sms(device) // programs
+    return max(1, min(wanted, triton.cdiv(plan.max_context_len, max(_LEAST_SPLIT, config.tokens))))
 
 
 def _arguments(
     out_THC: Tensor, q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan,
-    parts: Tensor | None, part_states: Tensor | None, scale: float,
+    partial_sums: Tensor | None, partial_states: Tensor | None, scale: float,
 ) -> tuple[Tensor | int | float | None, ...]:  # fmt: skip
     return (
         q_THK,
         out_THC,
         cache.rows.view(torch.uint8) if cache.scale is not None else cache.rows,
-        # Without scales any tensor does: the kernel is compiled not to look at it.
+        # Without scales the kernel ignores this argument.
         plan.context_lens_R if cache.scale is None else cache.scale,
         plan.block_table_RW,
         plan.context_lens_R,
         plan.query_starts_R1,
-        parts,
-        part_states,
+        partial_sums,
+        partial_states,
         *q_THK.stride()[:2],
         plan.block_table_RW.stride(0),
         scale * _LOG2_E,
@@ -373,25 +376,25 @@ def _arguments(
     )
 
 
-def _constants(q_THK: Tensor, cache: LatentLayer, blocks: _Blocks) -> dict[str, int | bool]:
+def _constants(q_THK: Tensor, cache: LatentLayer, config: _KernelConfig) -> dict[str, int | bool]:
     rope = cache.rows.shape[2] - cache.latent_width
     return {
         "LATENT": cache.latent_width,
         "ROPE": rope,
         "BLOCK_SIZE": cache.rows.shape[1],
-        "TILE": blocks.tile,
-        "HEADS": blocks.heads,
-        "BLOCK_N": blocks.tokens,
+        "TILE": config.tile,
+        "HEADS": config.heads,
+        "BLOCK_N": config.tokens,
         "BLOCK_C": max(triton.next_power_of_2(cache.latent_width), 16),
         "BLOCK_R": max(triton.next_power_of_2(rope), 16),
         "SCALED": cache.scale is not None,
-        "num_warps": blocks.warps,
-        "num_stages": blocks.stages,
+        "num_warps": config.warps,
+        "num_stages": config.stages,
         **launch_options(q_THK.device),
     }
 
 
-@kept
+@functools.cache
 def _num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return 16  # interpreted: enough for several splits

@@ -1,6 +1,6 @@
-"""Latents normalised, keys turned and both written: one launch for what a token brings.
+"""Norms of latents, RoPE of keys and the cache write, in one launch.
 
-token of the projection   queries' latent | keys' latent | key      Q + C + R numbers
+token of the projection   queries' latent | keys' latent | key      Q + C + R features
                           └── program 1    └── program 0 ───┴──► a row of the cache
 """
 
@@ -18,7 +18,7 @@ _MOST_FEATURES = 16384
 
 @triton.jit
 def _normed(x_ptr, weight_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """[1, BLOCK] numbers of x's dtype."""
+    """[1, BLOCK] in x's dtype."""
     feature = tl.arange(0, BLOCK)[None, :]
     inside = feature < SIZE
     x = tl.load(x_ptr + feature, mask=inside, other=0.0)
@@ -30,7 +30,7 @@ def _normed(x_ptr, weight_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rope(x_ptr, cos_ptr, sin_ptr, SIZE: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
-    """[1, BLOCK] numbers of x's dtype."""
+    """[1, BLOCK] in x's dtype."""
     feature = tl.arange(0, BLOCK)[None, :]
     inside = feature < SIZE
     if INTERLEAVED:
@@ -64,8 +64,7 @@ def _write_row(
     tl.store(row + LATENT + of_key, key.to(rows_ptr.dtype.element_ty), mask=key_kept)
 
 
-# Slots are one of several columns of an upload: their alignment follows the batch, and must
-# not bring a new compilation.
+# Slots are a slice of a larger upload: their alignment changes and must not cause a recompilation.
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def _write_latents(
     x_ptr, q_ptr, rows_ptr, scale_ptr, slots_ptr, cos_ptr, sin_ptr, q_weight_ptr, weight_ptr, eps,
@@ -84,7 +83,7 @@ def _write_latents(
             sin_ptr + token * sin_stride, weight_ptr, eps, LATENT, ROPE, INTERLEAVED,
             LATENT_BLOCK, ROPE_BLOCK,
         )  # fmt: skip
-    # Not one condition: only the outer one is settled when the kernel is compiled.
+    # Nested, because only the outer condition is known at compile time.
     if q_ptr is not None:  # noqa: SIM102
         if tl.program_id(1) == 1:
             q = _normed(x_ptr, q_weight_ptr, eps, QUERY, QUERY_BLOCK)
@@ -143,7 +142,7 @@ def _write_latent(
     slots_T: Tensor,
     interleaved: bool = False,
 ) -> None:
-    norms = LatentNorms(weight_C, weight_C, eps)  # the first is not looked at
+    norms = LatentNorms(weight_C, weight_C, eps)  # the first is unused
     _launch(latents_TK, None, norms, cos_T1R, sin_T1R, cache, slots_T, interleaved)
 
 

@@ -1,8 +1,8 @@
-"""Between a head's own numbers and latents: a matrix for each head, a few tokens or many.
+"""The per-head GEMMs of latent attention: W_UK absorbed into queries, W_UV applied to the output.
 
-queries   T x N  by  W_UK[h] N x C      ─► the first C numbers of a query for rows of the cache;
-                                          one more program turns the others
-values    T x C  by  W_UV[h]ᵀ C x V     ─► what a head found
+queries   T x N  by  W_UK[h] N x C      ─► the first C features of an absorbed query; one more
+                                          program applies RoPE to the others
+values    T x C  by  W_UV[h]ᵀ C x V     ─► the head's output
 """
 
 import torch
@@ -27,7 +27,7 @@ def _rope_heads(
     q, out, cos, sin, token_T, tokens, q_stride, out_stride,
     ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """`q` and `out` point to the first turned number of the head."""
+    """`q` and `out` point to the head's first feature with RoPE."""
     feature_R = tl.arange(0, BLOCK_R)
     if INTERLEAVED:
         other_R = feature_R ^ 1
@@ -52,13 +52,13 @@ def _absorb(
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (pieces of C, and one for R; H; tiles of tokens)."""
+    """Grid (blocks of C and one for R; H; tiles of tokens)."""
     pdl_launch_dependents(PDL)
-    piece, head = tl.program_id(0), tl.program_id(1)
+    block, head = tl.program_id(0), tl.program_id(1)
     token_T = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     q += head * q_head_stride
     out += head * (LATENT + ROPE)
-    if piece == tl.num_programs(0) - 1:
+    if block == tl.num_programs(0) - 1:
         pdl_wait(PDL)
         _rope_heads(
             q + NOPE, out + LATENT, cos, sin, token_T, tokens, q_stride, out_stride,
@@ -66,7 +66,7 @@ def _absorb(
         )  # fmt: skip
     else:
         feature_N = tl.arange(0, BLOCK_N)
-        latent_C = piece * BLOCK_C + tl.arange(0, BLOCK_C)
+        latent_C = block * BLOCK_C + tl.arange(0, BLOCK_C)
         weight_at_NC = feature_N[:, None] * weight_stride + latent_C[None, :]
         inside_NC = (feature_N < NOPE)[:, None] & (latent_C < LATENT)[None, :]
         weight += head.to(tl.int64) * weight_head_stride
@@ -87,7 +87,7 @@ def _expand(
     LATENT: tl.constexpr, VALUE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (pieces of V, H, tiles of tokens)."""
+    """Grid (blocks of V, H, tiles of tokens)."""
     pdl_launch_dependents(PDL)
     pdl_wait(PDL)
     head = tl.program_id(1)
@@ -112,7 +112,7 @@ def _expand(
 
 
 def _block(size: int, most: int) -> int:
-    """What the matrix units take: a power of two, 16 or more."""
+    """A block size for tl.dot: a power of two, at least 16."""
     return min(max(triton.next_power_of_2(size), 16), most)
 
 
@@ -125,7 +125,7 @@ def _last_contiguous(*tensors: Tensor) -> bool:
 
 
 def _has_dot(x: Tensor) -> bool:
-    """The interpreter's bfloat16 products are wrong."""
+    """The interpreter's bfloat16 tl.dot is wrong."""
     return not (INTERPRETED and x.dtype == torch.bfloat16)
 
 
@@ -142,13 +142,13 @@ def _launch_absorb(
     (tokens, heads, width), (_, nope, latent) = q_THE.shape, key_HNC.shape
     rope = width - nope
     out_THK = q_THE.new_empty(tokens, heads, latent + rope)
-    piece = _block(latent, _OUTPUTS)
+    block = _block(latent, _OUTPUTS)
     if tokens:
-        _absorb[(triton.cdiv(latent, piece) + 1, heads, triton.cdiv(tokens, tile))](
+        _absorb[(triton.cdiv(latent, block) + 1, heads, triton.cdiv(tokens, tile))](
             q_THE, key_HNC, cos_T1R, sin_T1R, out_THK, tokens,
             *q_THE.stride()[:2], *key_HNC.stride()[:2], out_THK.stride(0),
             NOPE=nope, LATENT=latent, ROPE=rope, INTERLEAVED=interleaved,
-            BLOCK_T=tile, BLOCK_N=_block(nope, 256), BLOCK_C=piece, BLOCK_R=triton.next_power_of_2(rope),
+            BLOCK_T=tile, BLOCK_N=_block(nope, 256), BLOCK_C=block, BLOCK_R=triton.next_power_of_2(rope),
             num_warps=_WARPS, **launch_options(q_THE.device),
         )  # fmt: skip
     return out_THK
@@ -177,12 +177,12 @@ def _supports_expand(latent_THC: Tensor, value_HVC: Tensor) -> bool:
 def _launch_expand(latent_THC: Tensor, value_HVC: Tensor, tile: int) -> Tensor:
     (tokens, heads, latent), value = latent_THC.shape, value_HVC.shape[1]
     out_THV = latent_THC.new_empty(tokens, heads, value)
-    piece = _block(value, _OUTPUTS)
+    block = _block(value, _OUTPUTS)
     if tokens:
-        _expand[(triton.cdiv(value, piece), heads, triton.cdiv(tokens, tile))](
+        _expand[(triton.cdiv(value, block), heads, triton.cdiv(tokens, tile))](
             latent_THC, value_HVC, out_THV, tokens,
             *latent_THC.stride()[:2], *value_HVC.stride()[:2], out_THV.stride(0),
-            LATENT=latent, VALUE=value, BLOCK_T=tile, BLOCK_C=_block(latent, _INPUTS), BLOCK_V=piece,
+            LATENT=latent, VALUE=value, BLOCK_T=tile, BLOCK_C=_block(latent, _INPUTS), BLOCK_V=block,
             num_warps=_WARPS, num_stages=2, **launch_options(latent_THC.device),
         )  # fmt: skip
     return out_THV

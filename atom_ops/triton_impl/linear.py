@@ -1,13 +1,13 @@
-"""Triton kernels of `linear` for a few tokens, where reading the weight is all that takes time.
+"""Triton kernels of `linear` for few tokens, where reading the weight takes all of the time.
 
-O output features, I inputs, T tokens; a program makes a tile of outputs for every token.
+O output features, I inputs, T tokens; a program computes a tile of outputs for every token.
 
-  vector  one token: products and sums on the ordinary units, all of a tile's columns at once
-  matrix  some tokens, on the matrix units: weight [rows, columns] x tokens [columns, 16]
+  _gemv   one token: multiply and add without tensor cores
+  _gemm   several tokens, with tensor cores: weight [rows, columns] x tokens [columns, 16 or more],
+          with split-K where that helps; a second launch reduces the splits in a fixed order
 
-Inputs may be cut into partials, one program each; a second launch adds the partials in a fixed order.
-For more tokens on a Hopper see `hopper_linear`.
-Which kernel, tile and cut serve a shape best is measured: see `tuned`.
+For 33 to 64 tokens on Hopper see `hopper_linear`. The fastest kernel, tile and split for a shape
+are measured: see `tuned`.
 """
 
 from functools import cache
@@ -71,7 +71,7 @@ def _gemv(
     weight_RC = weight + output_R.to(tl.int64)[:, None] * inputs + column_C[None, :]
     total_RC = tl.zeros((ROWS, COLUMNS), tl.float32)
     if STAGES == 1:
-        # One tile ahead in registers; the first comes while the kernel before is still at work.
+        # One tile ahead in registers; the first is loaded while the previous kernel runs (PDL).
         part_RC = weight_tile(weight_RC, inside_R, column_C < inputs, EVEN)
         pdl_wait(PDL)
         for ahead in tl.range(COLUMNS, inputs, COLUMNS, num_stages=1):
@@ -152,9 +152,9 @@ def multiply(
     bias: Tensor | None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`linear` as planned; at most `plan.tokens` tokens."""
+    """`linear` by this plan; at most `plan.tokens` tokens."""
     if isinstance(plan, StreamKPlan):
-        from atom_ops.triton_impl import hopper_linear  # its language is not everywhere
+        from atom_ops.triton_impl import hopper_linear  # Gluon for Hopper is not in every Triton
 
         return hopper_linear.multiply(plan, x_TI, weight, bias, out_dtype)
     tokens, inputs = x_TI.shape
@@ -190,20 +190,20 @@ def multiply(
 
 
 def has_table(device: torch.device) -> bool:
-    """Whether the plans of this kind of GPU are part of the program."""
+    """Whether `tuned` has a table for this GPU."""
     return torch.cuda.get_device_name(device) in LINEAR
 
 
 @cache
 def plans_on(device: torch.device) -> dict[tuple[int, int], tuple[LinearPlan | StreamKPlan, ...]]:
-    """Plans by the weight's shape. Where no table is part of the program, `tuning` fills it."""
+    """Plans by the weight's shape: the built-in table, or what `tuning` adds."""
     return dict(LINEAR.get(torch.cuda.get_device_name(device), {})) if device.type == "cuda" else {}
 
 
 def _plan(x_TI: Tensor, weight: Tensor) -> LinearPlan | StreamKPlan | None:
-    """None where the vendor's library is faster, or nobody has measured."""
+    """None if the vendor's library is faster or the shape was not measured."""
     tokens = len(x_TI)
-    # Interpreted, a product of bfloat16 tiles is wrong.
+    # The interpreter's bfloat16 tl.dot is wrong.
     dtypes = (torch.float32, torch.float16) if INTERPRETED else (torch.bfloat16, torch.float16)
     if weight.dtype not in dtypes:
         return None
@@ -224,5 +224,5 @@ def _linear(
     x_TI: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     plan = _plan(x_TI, weight)
-    assert plan is not None, "`supports` has asked"
+    assert plan is not None, "checked by `supports`"
     return multiply(plan, x_TI, weight, bias, out_dtype)

@@ -1,6 +1,6 @@
-"""What one attention program does first when it is given a projection: queries, keys and values.
+"""RoPE and the KV cache write at the start of the decode attention kernel.
 
-A head is held whole, beside a copy with its halves exchanged; so rotation is two products.
+A head is loaded twice, the second time with its halves exchanged, so that RoPE is two multiplications.
 """
 
 import triton
@@ -14,7 +14,7 @@ def _exchanged(feature_E, WIDTH: tl.constexpr):
 
 @triton.jit
 def rope_heads(heads_M, wanted_M, cos, sin, norm_weight, eps, WIDTH: tl.constexpr, BLOCK_E: tl.constexpr):
-    """The heads at pointers `heads_M`, normalised if there is a weight, then turned; [M, E]."""
+    """The heads at pointers `heads_M` with RoPE, normalised before it if there is a weight; [M, E]."""
     feature_E = tl.arange(0, BLOCK_E)
     other_E = _exchanged(feature_E, WIDTH)
     inside_E = feature_E < WIDTH
@@ -38,9 +38,9 @@ def write_new_token(
     token, slot, kv, head, token_stride, half_stride, head_stride, cos, sin, norm_weight, eps,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Store the key of key/value head `head`, turned, and its value; the same program may read them.
+    """Store key (with RoPE) and value of key/value head `head`; this program may read them afterwards.
 
-    `token` points to the token's projection. A negative slot stores nothing.
+    `token` points to the token's projection. Nothing is stored for a negative slot.
     """
     feature_E = tl.arange(0, BLOCK_E)
     inside_E = (feature_E < WIDTH) & (slot >= 0)
@@ -49,8 +49,8 @@ def write_new_token(
     one_M = tl.zeros((1,), tl.int32)
     key_ME = rope_heads(key + one_M, one_M == 0, cos, sin, norm_weight, eps, WIDTH, BLOCK_E)
     value_E = tl.load(key + heads * WIDTH + feature_E, mask=inside_E, other=0.0)
-    kept = kv + slot * token_stride + head * head_stride
-    tl.store((kept + one_M)[:, None] + feature_E[None, :], key_ME, mask=inside_E[None, :])
-    tl.store(kept + half_stride + feature_E, value_E, mask=inside_E)
-    # All of the program's stores come before any of its loads.
+    target = kv + slot * token_stride + head * head_stride
+    tl.store((target + one_M)[:, None] + feature_E[None, :], key_ME, mask=inside_E[None, :])
+    tl.store(target + half_stride + feature_E, value_E, mask=inside_E)
+    # Orders this program's stores before its later loads.
     tl.debug_barrier()

@@ -1,4 +1,4 @@
-"""Root mean square normalisation, alone, after an addition and with a gate: one program for each row."""
+"""RMS norm, alone, with a residual and with a gate: one program for each row."""
 
 import torch
 import triton
@@ -30,7 +30,7 @@ def _norm_rows(
     x = tl.load(x_ptr + row + column, mask=inside, other=0.0)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + row + column, mask=inside, other=0.0)
-        # The sum is what later layers add to: its rounded value is what gets normalised.
+        # The residual stream is the rounded sum, so the norm is of that.
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(total_ptr + row + column, x, mask=inside)
     wide = x.to(tl.float32)
@@ -46,7 +46,7 @@ def _launch(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: flo
     total_TD = x_TD if residual_TD is None else torch.empty_like(x_TD)
     residual_TD = None if residual_TD is None else residual_TD.contiguous()
     block = triton.next_power_of_2(size)
-    # One shape of program for each width, whatever the batch: a row's bits depend on the row alone.
+    # Block size and warps depend on the width alone, for batch invariance.
     warps = min(max(block // 512, 1), 16)
     if x_TD.numel():
         _norm_rows[(x_TD.numel() // size,)](

@@ -1,25 +1,23 @@
-"""A kernel that starts while the one before it still runs: programmatic dependent launch.
+"""PDL (programmatic dependent launch): a kernel starts while the previous one still runs.
 
-NVIDIA GPUs from Hopper on can place a kernel's programs on num_sms that the kernel before
-it leaves free, before that one is done. What the new programs need not wait for, weights in
-the first place, is on its way from memory by then.
+On NVIDIA GPUs from Hopper on, programs of a kernel can start on SMs that the previous kernel has
+left, before it ends. They prefetch what does not depend on it: the weights.
 
-    wait             until the kernels before this one are done and their results are visible
-    pdl_launch_dependents   the next kernel may come as soon as every program of this one has said so
-    begin            both, for a kernel without weights worth asking for early
+    pdl_wait                 waits until all previous kernels are done and their results visible
+    pdl_launch_dependents    lets the next kernel start once every program of this one has called it
+    pdl_begin                both, for a kernel without weights to prefetch
 
-Saying so too early makes a kernel share the memory's bandwidth with the one that waits for it:
-products of one token say it when they have asked for all of their weights.
+Calling `pdl_launch_dependents` too early makes the two kernels compete for memory bandwidth; a GEMV
+calls it after it has issued the loads of all of its weights.
 
-The rule, for every kernel that is launched with `launch_options`: each of its programs waits
-before it reads anything but weights, before it writes anything at all, and before it returns,
-however early. Then "the kernel before is done" means that all before it are done too: it has
-waited for them itself. So nothing is read too early, no memory that is used again (a freed
-tensor, a workspace) is written while an older kernel reads it, and a kernel launched in the
-ordinary way, which waits for all of its predecessor, still finds everything before it done.
-Weights are what no kernel of a step writes; after loading them the host waits for the device.
+Every program of a kernel that is launched with `launch_options` must call `pdl_wait` before it
+reads anything but weights, before it writes anything, and before it returns. Then "the previous
+kernel is done" implies that all kernels before it are done, because it waited for them. So nothing
+is read too early, and reused memory (a freed tensor, a workspace) is not written while an older
+kernel reads it. That also holds for a kernel without PDL, which waits for its predecessor to end.
+Weights are tensors that no kernel of a step writes; after loading them the host synchronises.
 
-Elsewhere (PDL false) both words compile to nothing.
+Elsewhere (PDL false) these functions compile to nothing.
 """
 
 from functools import cache
@@ -54,10 +52,10 @@ def pdl_begin(PDL: tl.constexpr):
 
 @triton.jit
 def prefetch_rows(first, rows, stride, size, PDL: tl.constexpr):
-    """Bring `size` bytes of each of the rows, `stride` bytes apart, nearer: into the L2 cache.
+    """Prefetch `size` bytes of each row, `stride` bytes apart, into the L2 cache.
 
-    A thread asks for one row, so there may not be more of these than threads; nobody waits for
-    them. `first` points to weights; it and both counts of bytes are multiples of 16.
+    One thread prefetches one row, so there must be at least as many threads as rows. `first`
+    points to weights; `first`, `stride` and `size` must be multiples of 16 bytes.
     """
     if PDL:
         tl.inline_asm_elementwise(
@@ -81,7 +79,7 @@ def prefetch_rows(first, rows, stride, size, PDL: tl.constexpr):
 
 @cache
 def launch_options(device: torch.device) -> dict[str, bool]:
-    """The arguments that every kernel here is launched with."""
+    """The launch arguments of every kernel with PDL."""
     if INTERPRETED or device.type != "cuda" or torch.version.hip is not None:
         return {"PDL": False}
     if torch.cuda.get_device_capability(device) < _HOPPER:

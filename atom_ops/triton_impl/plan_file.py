@@ -1,7 +1,7 @@
-"""Plans that were measured on this machine, kept for the next start.
+"""The file of GEMM plans that were measured on this machine.
 
-<cache directory>/tuned/NVIDIA-L40S-torch-2.11.0-triton-3.6.0.json        what was found
-<cache directory>/tuned/NVIDIA-L40S-torch-2.11.0-triton-3.6.0.json.lock   who measures, how far
+<cache directory>/tuned/NVIDIA-L40S-torch-2.11.0-triton-3.6.0.json        the plans
+<cache directory>/tuned/NVIDIA-L40S-torch-2.11.0-triton-3.6.0.json.lock   lock, with the progress
 """
 
 import contextlib
@@ -24,12 +24,12 @@ _DEADLINE_S = 600.0
 Shape = tuple[int, int]
 """Output features, input features of a weight."""
 Plans = tuple[LinearPlan, ...]
-"""By rising tokens; tokens that none of them is for are faster in torch."""
+"""By rising tokens; torch is faster for numbers of tokens without a plan."""
 Table = dict[Shape, Plans]
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What measured times depend on. No driver: its updates change nothing that matters here."""
+    """What the measured times depend on; driver updates are ignored."""
 
     gpu: str
     torch: str
@@ -52,7 +52,7 @@ class PlanFile:
     """Read by every worker; written by the one that holds the lock. Methods raise OSError."""
 
     def __init__(self, cache_dir: Path, machine: Machine, known: Callable[[Shape, LinearPlan], bool]) -> None:
-        """`known` tells whether a plan is one that the kernels here may be asked for."""
+        """`known` returns whether a plan is valid for these kernels."""
         parts = (machine.gpu, "torch", machine.torch, "triton", machine.triton)
         name = "-".join(re.sub(r"[^A-Za-z0-9.+]+", "-", part) for part in parts)
         self.path = cache_dir / "tuned" / f"{name}.json"
@@ -61,7 +61,7 @@ class PlanFile:
         self._known = known
 
     def read(self) -> Table:
-        """What was found so far; nothing, and a line in the log, where the file is not to be trusted."""
+        """The stored plans; empty, with a warning, if the file is invalid."""
         try:
             return self._table(self.path.read_bytes())
         except FileNotFoundError:
@@ -71,7 +71,7 @@ class PlanFile:
             return {}
 
     def write(self, table: Table) -> None:
-        """Readers see the old content or the new, never a part."""
+        """Replace the file atomically."""
         entries = [_Entry(*shape, plans) for shape, plans in sorted(table.items())]
         encoded = msgspec.json.encode(_Content(_FORMAT, self._machine, entries))
         partial = self.path.with_name(f"{self.path.name}.{os.getpid()}.partial")
@@ -83,9 +83,10 @@ class PlanFile:
 
     @contextlib.contextmanager
     def locked(self, on_wait: Callable[[int, int], None]) -> Iterator[Callable[[int, int], None]]:
-        """Alone among all workers of all engines; yields what tells the others (done, total).
+        """Hold the lock among all workers of all engines; yields a function to publish (done, total).
 
-        They hear of it by `on_wait`, and get TimeoutError if it takes far too long.
+        A waiting worker gets the published progress through `on_wait`. Raises TimeoutError after
+        ten minutes.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -102,12 +103,12 @@ class PlanFile:
         if found.format != _FORMAT:
             raise ValueError(f"its format is {found.format}, this version's {_FORMAT}")
         if found.machine != self._machine:
-            raise ValueError(f"it was made for {found.machine.gpu} by other versions or on another machine")
+            raise ValueError(f"it was measured on another machine or with other versions: {found.machine}")
         table = {(entry.outputs, entry.inputs): entry.plans for entry in found.linear}
         for shape, plans in table.items():
             for plan in plans:
                 if not self._known(shape, plan):
-                    raise ValueError(f"its plans for {shape} are not ones that would be measured: {plan}")
+                    raise ValueError(f"its plan for {shape} is not a candidate: {plan}")
         return table
 
 

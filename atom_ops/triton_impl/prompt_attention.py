@@ -1,7 +1,7 @@
-"""Attention of whole prompts to themselves: keys and values lie as the step's tokens do.
+"""Prefill attention of whole prompts: keys and values are in the order of the step's tokens.
 
-One program is one head of a tile of one row's tokens. A key is taken in two pieces, for its width
-need be no power of two: of 192 numbers the first 128, then 64.
+One program computes one head of a tile of one row's tokens. A key is loaded in two chunks, because
+its width need not be a power of two: 192 features are 128 and 64.
 """
 
 from dataclasses import dataclass
@@ -22,38 +22,38 @@ _LOWEST = tl.constexpr(-1.0e30)
 
 
 @triton.jit
-def _load_chunk(x, token_M, behind, stride, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Numbers first … first + BLOCK - 1 of the tokens before `behind`."""
+def _load_chunk(x, token_M, end, stride, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Features first … first + BLOCK - 1 of the tokens before `end`."""
     feature_E = tl.arange(0, BLOCK)
-    wanted_ME = (token_M < behind)[:, None] & (feature_E < WIDTH - first)[None, :]
+    wanted_ME = (token_M < end)[:, None] & (feature_E < WIDTH - first)[None, :]
     at_ME = token_M.to(tl.int64)[:, None] * stride + first + feature_E[None, :]
     return tl.load(x + at_ME, mask=wanted_ME, other=0.0)
 
 
 @triton.jit
-def _fold(
+def _attend_block(
     top_M, total_M, sum_MV, q_ME, rest_ME, place_M, k, v, start, first_token, length, k_stride, v_stride,
     score_scale,
     WIDTH: tl.constexpr, VALUE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_REST: tl.constexpr, BLOCK_V: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Take tokens start … start + BLOCK_N - 1 of the row into the softmax."""
+    """One iteration of the online softmax, over tokens start … start + BLOCK_N - 1 of the row."""
     place_N = start + tl.arange(0, BLOCK_N)
-    token_N, behind = first_token + place_N, first_token + length
-    k_NE = _load_chunk(k, token_N, behind, k_stride, 0, WIDTH, BLOCK_E)
+    token_N, end = first_token + place_N, first_token + length
+    k_NE = _load_chunk(k, token_N, end, k_stride, 0, WIDTH, BLOCK_E)
     score_MN = tl.dot(q_ME, tl.trans(k_NE), input_precision="ieee")
     if BLOCK_REST > 0:
-        k_NR = _load_chunk(k, token_N, behind, k_stride, BLOCK_E, WIDTH, BLOCK_REST)
+        k_NR = _load_chunk(k, token_N, end, k_stride, BLOCK_E, WIDTH, BLOCK_REST)
         score_MN = tl.dot(rest_ME, tl.trans(k_NR), score_MN, input_precision="ieee")
     score_MN = score_MN * score_scale
     if MASKED:
         score_MN = tl.where(place_N[None, :] <= place_M[:, None], score_MN, float("-inf"))
     new_top_M = tl.maximum(top_M, tl.max(score_MN, 1))
-    kept_M = tl.exp2(top_M - new_top_M)
+    rescale_M = tl.exp2(top_M - new_top_M)
     weight_MN = tl.exp2(score_MN - new_top_M[:, None])
-    total_M = total_M * kept_M + tl.sum(weight_MN, 1)
-    v_NV = _load_chunk(v, token_N, behind, v_stride, 0, VALUE, BLOCK_V)
-    sum_MV = tl.dot(weight_MN.to(v_NV.dtype), v_NV, sum_MV * kept_M[:, None], input_precision="ieee")
+    total_M = total_M * rescale_M + tl.sum(weight_MN, 1)
+    v_NV = _load_chunk(v, token_N, end, v_stride, 0, VALUE, BLOCK_V)
+    sum_MV = tl.dot(weight_MN.to(v_NV.dtype), v_NV, sum_MV * rescale_M[:, None], input_precision="ieee")
     return new_top_M, total_M, sum_MV
 
 
@@ -64,7 +64,7 @@ def _prompts(
     WIDTH: tl.constexpr, VALUE: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (H, numbers of tiles). The last tiles of a row have the most to do and come first."""
+    """Grid (H, tile numbers). The last tiles of a row take longest and are launched first."""
     pdl_begin(PDL)
     head = tl.program_id(0)
     number = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -79,21 +79,21 @@ def _prompts(
     k += head * k_head_stride
     v += head * v_head_stride
     place_M = tile_start + tl.arange(0, TILE)
-    token_M, behind = first_token + place_M, first_token + length
-    q_ME = _load_chunk(q, token_M, behind, q_stride, 0, WIDTH, BLOCK_E)
+    token_M, end = first_token + place_M, first_token + length
+    q_ME = _load_chunk(q, token_M, end, q_stride, 0, WIDTH, BLOCK_E)
     rest_ME = q_ME
     if BLOCK_REST > 0:
-        rest_ME = _load_chunk(q, token_M, behind, q_stride, BLOCK_E, WIDTH, BLOCK_REST)
+        rest_ME = _load_chunk(q, token_M, end, q_stride, BLOCK_E, WIDTH, BLOCK_REST)
     top_M = tl.full((TILE,), _LOWEST, tl.float32)
     total_M = tl.zeros((TILE,), tl.float32)
     sum_MV = tl.zeros((TILE, BLOCK_V), tl.float32)
     for start in range(0, tile_start, BLOCK_N):
-        top_M, total_M, sum_MV = _fold(
+        top_M, total_M, sum_MV = _attend_block(
             top_M, total_M, sum_MV, q_ME, rest_ME, place_M, k, v, start, first_token, length, k_stride,
             v_stride, score_scale, WIDTH, VALUE, BLOCK_N, BLOCK_E, BLOCK_REST, BLOCK_V, False,
         )  # fmt: skip
     for start in range(tile_start, tl.minimum(tile_start + TILE, length), BLOCK_N):
-        top_M, total_M, sum_MV = _fold(
+        top_M, total_M, sum_MV = _attend_block(
             top_M, total_M, sum_MV, q_ME, rest_ME, place_M, k, v, start, first_token, length, k_stride,
             v_stride, score_scale, WIDTH, VALUE, BLOCK_N, BLOCK_E, BLOCK_REST, BLOCK_V, True,
         )  # fmt: skip
@@ -105,7 +105,7 @@ def _prompts(
 
 @dataclass(frozen=True, slots=True)
 class _KernelConfig:
-    """A tile of queries, a multiple of the tokens that are taken at a time."""
+    """`tile` queries, a multiple of `tokens`, the keys of one iteration."""
 
     tile: int
     tokens: int
@@ -122,7 +122,7 @@ def _config(dtype: torch.dtype) -> _KernelConfig:
 
 
 def _chunks(width: int) -> tuple[int, int]:
-    """The two powers of two that a key is taken in; the second is 0 where the first is enough."""
+    """The block sizes, powers of two, of a key's two chunks; the second is 0 if one is enough."""
     first = max(triton.next_power_of_2(width), 16)
     if first - width < first // 4:
         return first, 0
@@ -131,7 +131,7 @@ def _chunks(width: int) -> tuple[int, int]:
 
 def _supports(q_THE: Tensor, k_THE: Tensor, v_THV: Tensor, plan: AttentionPlan, scale: float) -> bool:
     if INTERPRETED and q_THE.dtype == torch.bfloat16:
-        return False  # the interpreter's bfloat16 products are wrong
+        return False  # the interpreter's bfloat16 tl.dot is wrong
     return (
         q_THE.shape[2] <= 256
         and v_THV.shape[2] <= 256

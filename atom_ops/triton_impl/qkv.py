@@ -1,12 +1,12 @@
-"""From one fused projection to rotated queries and written keys and values, in one pass.
+"""Head norms, RoPE and the KV cache write from a QKV projection, in one launch.
 
-A program takes some neighbouring heads of a token, of whatever kind:
+A program computes several consecutive heads of a token, of any kind:
 
     token of the projection   q0 q1 … | k0 k1 … | v0 v1 …      H + 2K heads
                               └ queries └──────── a slot of the cache, in its order
 
-It holds each head as two halves, whose features rotation pairs one by one. Where only the first
-features of a head turn, the rest is dealt out behind them, and turns by no angle:
+It holds each head as two halves, which RoPE pairs feature by feature. With a partial rotary
+dimension the other features are split over both halves and get angle 0:
 
     head      t0 t1 | u0 u1 | r0 r1 r2 | s0 s1 s2
     halves    t0 t1 r0 r1 r2      u0 u1 s0 s1 s2
@@ -22,7 +22,7 @@ from atom_ops.triton_impl import NEEDS, runs_on
 from atom_ops.triton_impl.kv_cache import float8_numbers, float8_scale
 from atom_ops.triton_impl.pdl import launch_options, pdl_begin
 
-# One shape of program, whatever the batch: a token's bits depend on the token alone.
+# Block size and warps do not depend on the batch, for batch invariance.
 _HEADS = 8
 _WARPS = 4
 
@@ -31,7 +31,7 @@ _WARPS = 4
 def _normed(
     low, high, q_weight_ptr, k_weight_ptr, eps, is_query, feature, at_low, at_high, HALF: tl.constexpr
 ):  # fmt: skip
-    """Both halves of the heads over their root mean square, times the weight of their kind."""
+    """RMS norm of both halves of the heads, with the weight of queries or keys."""
     inside = feature < HALF
     q_low = tl.load(q_weight_ptr + at_low, mask=inside, other=0.0).to(tl.float32)
     q_high = tl.load(q_weight_ptr + at_high, mask=inside, other=0.0).to(tl.float32)
@@ -43,8 +43,7 @@ def _normed(
     return low, high
 
 
-# Slots are one of several columns of an upload: their alignment follows the batch, and must
-# not bring a new compilation.
+# Slots are a slice of a larger upload: their alignment changes and must not cause a recompilation.
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def _rotate_and_write_kv(
     qkv_ptr,
@@ -83,10 +82,10 @@ def _rotate_and_write_kv(
     slot = tl.load(slots_ptr + token)
     low_in = tl.load(qkv_ptr + token * qkv_stride + low_within, mask=inside, other=0.0)
     high_in = tl.load(qkv_ptr + token * qkv_stride + high_within, mask=inside, other=0.0)
-    # A cosine stands for both halves; the sine has its plain sign in the second one.
-    turns = feature < PAIRS
-    cos = tl.load(cos_ptr + token * cos_stride + feature, mask=turns, other=1.0)[None, :]
-    sin = tl.load(sin_ptr + token * sin_stride + PAIRS + feature, mask=turns, other=0.0)[None, :]
+    # Both halves share cosines; the second half's sines are not negated.
+    rotary = feature < PAIRS
+    cos = tl.load(cos_ptr + token * cos_stride + feature, mask=rotary, other=1.0)[None, :]
+    sin = tl.load(sin_ptr + token * sin_stride + PAIRS + feature, mask=rotary, other=0.0)[None, :]
 
     is_query = (head < Q_HEADS)[:, None]
     is_value = (head >= Q_HEADS + KV_HEADS)[:, None]
@@ -102,7 +101,7 @@ def _rotate_and_write_kv(
     tl.store(q_out + low_within, low_out, mask=inside & is_query)
     tl.store(q_out + high_within, high_out, mask=inside & is_query)
     row = slot * (2 * KV_HEADS) + head - Q_HEADS
-    kept = inside & (head >= Q_HEADS)[:, None] & (slot >= 0)
+    stored = inside & (head >= Q_HEADS)[:, None] & (slot >= 0)
     if scale_ptr is not None:
         low_out, high_out = low_out.to(tl.float32), high_out.to(tl.float32)
         scale = float8_scale(tl.max(tl.maximum(tl.abs(low_out), tl.abs(high_out)), axis=1))
@@ -110,8 +109,8 @@ def _rotate_and_write_kv(
         tl.store(scale_ptr + row, scale, mask=held)
         low_out, high_out = float8_numbers(low_out, scale), float8_numbers(high_out, scale)
     kv_out = kv_ptr + row[:, None] * (2 * HALF)
-    tl.store(kv_out + at_low[None, :], low_out.to(kv_ptr.dtype.element_ty), mask=kept)
-    tl.store(kv_out + at_high[None, :], high_out.to(kv_ptr.dtype.element_ty), mask=kept)
+    tl.store(kv_out + at_low[None, :], low_out.to(kv_ptr.dtype.element_ty), mask=stored)
+    tl.store(kv_out + at_high[None, :], high_out.to(kv_ptr.dtype.element_ty), mask=stored)
 
 
 def _supports(

@@ -1,4 +1,4 @@
-"""Rotary position embedding: one program for a token's angles, or for some of its heads."""
+"""RoPE: one program for a token's cosines and sines, or for some of its heads."""
 
 import triton
 import triton.language as tl
@@ -11,8 +11,8 @@ from atom_ops.triton_impl.pdl import launch_options, pdl_begin
 _HEADS = 8
 
 
-# Positions may be one of several columns of an upload: their alignment follows the batch, and
-# must not bring a new compilation.
+# Positions may be a slice of a larger upload: their alignment changes and must not cause a
+# recompilation.
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
 def _gather_rotation(
     table_ptr, positions_ptr, cos_ptr, sin_ptr,
@@ -68,7 +68,7 @@ def _rope(
     sin_stride,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
-    TURNED: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -81,14 +81,14 @@ def _rope(
     if INTERLEAVED:
         other = feature ^ 1
     else:
-        other = tl.where(feature < TURNED // 2, feature + TURNED // 2, feature - TURNED // 2)
-    turned = feature < TURNED
+        other = tl.where(feature < ROTARY_DIM // 2, feature + ROTARY_DIM // 2, feature - ROTARY_DIM // 2)
+    in_rotary = feature < ROTARY_DIM
     inside = (head < HEADS)[:, None] & (feature < SIZE)[None, :]
     rows = x_ptr + token * token_stride + head[:, None] * head_stride
     x = tl.load(rows + feature[None, :], mask=inside, other=0.0).to(tl.float32)
-    exchanged = tl.load(rows + other[None, :], mask=inside & turned[None, :], other=0.0).to(tl.float32)
-    cos = tl.load(cos_ptr + token * cos_stride + feature, mask=turned, other=1.0)
-    sin = tl.load(sin_ptr + token * sin_stride + feature, mask=turned, other=0.0)
+    exchanged = tl.load(rows + other[None, :], mask=inside & in_rotary[None, :], other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + token * cos_stride + feature, mask=in_rotary, other=1.0)
+    sin = tl.load(sin_ptr + token * sin_stride + feature, mask=in_rotary, other=0.0)
     out = out_ptr + (token * HEADS + head[:, None]) * SIZE + feature[None, :]
     tl.store(out, x * cos[None, :] + exchanged * sin[None, :], mask=inside)
 
@@ -114,7 +114,7 @@ def _rotary(x_THE: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, interleaved: bool =
             sin_T1R.stride(0),
             HEADS=heads,
             SIZE=size,
-            TURNED=cos_T1R.shape[-1],
+            ROTARY_DIM=cos_T1R.shape[-1],
             INTERLEAVED=interleaved,
             HEADS_BLOCK=heads_block,
             BLOCK=triton.next_power_of_2(size),

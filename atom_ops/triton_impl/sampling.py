@@ -1,22 +1,23 @@
-"""Triton kernels of `sample`: two launches, whatever the rows need, and no sort.
+"""Triton kernels of `sample`: always two launches, without a sort.
 
 A row of V logits is cut into N spans of ids.
 
-  survey  one program for some spans of a row: each span's largest logit, and the sum of its weights
-  draw    one program for a row: looks at the N maxima, then at the spans that matter
+  _reduce_spans  one program for several spans of a row: each span's maximum and sum of weights
+  _sample_rows   one program for a row: reads the N maxima, then only the spans that it needs
 
-A weight is exp((logit - largest of the row) / temperature), or 0 below min-p. The kept tokens are
-those above a boundary logit and the first few, called ties, at it. The boundary is searched among
-ranks; a rank is a float's bits as an integer that sorts like the float, less the low bits that
-its dtype never sets. Every pass of the search asks for several ranks at once how many tokens, or
-how much weight, reach them, and reads only spans whose maxima reach the lowest that is still open.
+A weight is exp((logit - maximum of the row) / temperature), or 0 below min-p. The filters keep the
+tokens above a boundary logit, and the first few with that logit ("ties"). The boundary is found by
+a search over ranks; a rank is a float's bits as an integer that sorts like the float, without the
+low bits that the logits' dtype never sets. A pass of the search counts for several ranks at once
+how many tokens, or how much weight, reach them, and reads only spans whose maximum reaches the
+lowest rank still possible.
 
-Everything about a row is decided in the kernels, so that settings may change between replays of a
-graph. The split into programs depends on V alone: a row draws the same in any company.
+A row's parameters are read in the kernels, so that they may change between replays of a graph. The
+split into programs depends on V alone, so a row's sample does not depend on the batch.
 
-In the kernels `row` is (pointer to its logits, vocabulary, largest logit, 1 / temperature, min_p)
-and `listed` a pointer with room for N spans, in the order of their ids. Letters of shapes: N spans
-of the row, W ranks of a pass, G spans of S ids, or T ids, looked at together.
+In the kernels `row` is (pointer to its logits, vocabulary, maximum logit, 1 / temperature, min_p)
+and `listed` a pointer with room for N spans, in the order of their ids. Shapes: N spans of the row,
+W ranks of a pass, G spans of S ids, T ids.
 """
 
 import torch
@@ -28,20 +29,20 @@ from atom_ops.ops.sampling import SAMPLE_TOKEN, SamplingBatch, sample
 from atom_ops.triton_impl import NEEDS, runs_on
 
 _SPAN = tl.constexpr(256)
-_SPANS_PER_PROGRAM = tl.constexpr(16)  # spans of a program
-_SPANS_AT_ONCE = tl.constexpr(16)  # listed spans looked at together
+_SPANS_PER_PROGRAM = tl.constexpr(16)
+_SPANS_AT_ONCE = tl.constexpr(16)  # listed spans of one iteration
 _WAYS = tl.constexpr(4)  # ranks of a pass; `_amounts` names them
 _REDUCE_WARPS, _GREEDY_WARPS, _SAMPLE_WARPS = 4, 4, 16
 _UNSET_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
-# What a pass adds up.
+# What a pass of the search counts.
 _PEAKS, _TOKENS, _WEIGHTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
-# Stands in for minus infinity where that cannot be subtracted.
+# Instead of minus infinity, because inf - inf is NaN.
 _LOWEST = tl.constexpr(-3.4e38)
-# Reciprocals of smaller temperatures overflow; only the largest logits have a weight even here.
+# The reciprocal of a smaller temperature overflows; this one already gives weight to the maximum only.
 _MIN_TEMPERATURE = tl.constexpr(1e-30)
-_NO_ID = tl.constexpr(0x7FFFFFFF)  # an id that is none
+_NO_ID = tl.constexpr(0x7FFFFFFF)  # larger than any id
 
 _COLUMNS = [
     "temperature_R", "top_k_R", "top_p_R", "min_p_R", "seed_R", "sequence_R", "positions_R",
@@ -56,7 +57,7 @@ def _load_logits(logits, id, vocabulary):
 
 @triton.jit
 def _rank(logit, UNSET: tl.constexpr):
-    """int64 that sorts like the logits; both zeros have the same."""
+    """int64 that sorts like the logits; equal for both zeros."""
     bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)
     return (tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> UNSET).to(tl.int64)
 
@@ -70,7 +71,7 @@ def _logit(rank, UNSET: tl.constexpr):
 
 @triton.jit
 def _weight(row, logit):
-    """0 also for NaN."""
+    """The weight of a logit; 0 for NaN."""
     weight = tl.exp((logit - row[2]) * row[3])
     return tl.where(weight >= row[4], weight, 0.0)
 
@@ -106,28 +107,28 @@ def _reduce_spans(
 
 @triton.jit
 def _top1(logits, vocabulary, peak_N, number_N):
-    """The first id that has the largest logit."""
+    """The smallest id with the maximum logit."""
     top = tl.max(peak_N, 0)
     span = tl.min(tl.where(peak_N == top, number_N, _NO_ID), 0)
     id_S = span * _SPAN + tl.arange(0, _SPAN)
     logit_S = _load_logits(logits, id_S, vocabulary)
-    # Where all are NaN, none is the largest.
+    # If all logits are NaN, none equals the maximum.
     return tl.minimum(tl.min(tl.where(logit_S == top, id_S, _NO_ID), 0), vocabulary - 1)
 
 
 @triton.jit
 def _pick(id_T, weight_T, before, target):
-    """The first id at which the running sum exceeds the target, or -1 if none has a weight."""
+    """The first id at which the cumulative weight exceeds the target; -1 if all weights are 0."""
     reached_T = before + tl.cumsum(weight_T.to(tl.float64), 0)
     found = tl.min(tl.where((reached_T > target) & (weight_T > 0), id_T, _NO_ID), 0)
-    # The sums differ by roundings: stay where there is an id with weight to give.
+    # Sums round differently: fall back to the last id with a weight.
     last = tl.max(tl.where(weight_T > 0, id_T, -1), 0)
     return tl.where(found == _NO_ID, last, found)
 
 
 @triton.jit
 def _sample_all(row, share_N, number_N, u, spans):
-    """An id among all, or -1 if none has a weight."""
+    """Sample without filters; -1 if all weights are 0."""
     reached_N = tl.cumsum(share_N, 0)
     target = u * tl.max(reached_N, 0)
     span = tl.minimum(tl.sum((reached_N <= target).to(tl.int32), 0), spans - 1)
@@ -138,10 +139,10 @@ def _sample_all(row, share_N, number_N, u, spans):
 
 @triton.jit
 def _list_spans(listed, peak_N, number_N, least):
-    """List the spans whose maxima are `least` or more; returns how many."""
+    """List the spans whose maximum is at least `least`; returns their number."""
     chosen_N = (peak_N >= least) & (peak_N > -float("inf"))
     place_N = tl.cumsum(chosen_N.to(tl.int32), 0) - 1
-    tl.debug_barrier()  # the list before may still be read
+    tl.debug_barrier()  # other threads may still read the previous list
     tl.store(listed + place_N, number_N, mask=chosen_N)
     tl.debug_barrier()
     return tl.sum(chosen_N.to(tl.int32), 0)
@@ -149,7 +150,7 @@ def _list_spans(listed, peak_N, number_N, least):
 
 @triton.jit
 def _load_listed(row, listed, start, length):
-    """The ids of the next listed spans and their logits; past the list minus infinity."""
+    """Ids and logits of the next listed spans; minus infinity past the list."""
     entry_G = start + tl.arange(0, _SPANS_AT_ONCE)
     span_G = tl.load(listed + entry_G, mask=entry_G < length, other=tl.cdiv(row[1], _SPAN))
     id_GS = span_G[:, None] * _SPAN + tl.arange(0, _SPAN)[None, :]
@@ -168,9 +169,9 @@ def _total(amount_GS):
 
 @triton.jit
 def _amounts(row, listed, length, logit_W, WHAT: tl.constexpr):
-    """How many tokens of the listed spans, or how much weight, reach each of the logits: float64 [W].
+    """Number or weight of the tokens of the listed spans that reach each of the logits: float64 [W].
 
-    One sum for each of the logits: with a dimension for them the tiles would change their layout.
+    Four separate sums, because a dimension of 4 would change the tiles' layout.
     """
     first, second, third, fourth = (
         _one_of(logit_W, 0), _one_of(logit_W, 1), _one_of(logit_W, 2), _one_of(logit_W, 3)
@@ -182,7 +183,7 @@ def _amounts(row, listed, length, logit_W, WHAT: tl.constexpr):
     while start < length:
         logit_GS = next_GS
         start += _SPANS_AT_ONCE
-        _, next_GS = _load_listed(row, listed, start, length)  # on its way during the sums
+        _, next_GS = _load_listed(row, listed, start, length)  # prefetch
         amount_GS = (
             _weight(row, logit_GS) if WHAT == _WEIGHTS else tl.full((_SPANS_AT_ONCE, _SPAN), 1.0, tl.float32)
         )
@@ -197,7 +198,7 @@ def _amounts(row, listed, length, logit_W, WHAT: tl.constexpr):
 
 @triton.jit
 def _between(low, high, by_logit, UNSET: tl.constexpr):
-    """Ranks from above `low` to below `high`, at equal distances, or where their logits have these."""
+    """W ranks between `low` and `high`, equidistant as ranks or as logits."""
     share_W = tl.arange(0, _WAYS) + 1
     even_W = low + (high - low) * share_W // (_WAYS + 1)
     first, last = tl.maximum(_logit(low, UNSET), _LOWEST), _logit(high - 1, UNSET)
@@ -208,12 +209,12 @@ def _between(low, high, by_logit, UNSET: tl.constexpr):
 
 @triton.jit
 def _boundary(row, listed, peak_N, number_N, wanted, low, high, WHAT: tl.constexpr, UNSET: tl.constexpr):
-    """The largest rank from which on the amounts add up to `wanted`, if from `low` on they do.
+    """The largest rank whose amount (of all tokens that reach it) is at least `wanted`, or `low`.
 
-    From `high` on they do not. Also the amount above the rank that is found.
+    The amount of `high` must be less than `wanted`. Also returns the amount above the rank found.
     """
     above = tl.full([], 0.0, tl.float64)
-    # Logits of boundaries are spread more evenly than ranks, but ranks are sure to run out.
+    # Steps by logit converge faster, steps by rank are sure to end: alternate.
     by_logit = tl.full([], 1, tl.int1)
     while low + 1 < high:
         rank_W = _between(low, high, by_logit, UNSET)
@@ -233,7 +234,7 @@ def _boundary(row, listed, peak_N, number_N, wanted, low, high, WHAT: tl.constex
 
 @triton.jit
 def _sample_listed(row, listed, length, boundary, ties, target):
-    """An id among the listed tokens above the boundary and the first ties, or -1 if none has a weight."""
+    """Sample among the listed tokens above the boundary and the first ties; -1 if all weights are 0."""
     at_boundary = _weight(row, boundary).to(tl.float64)
     reached, seen = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
     start, chosen = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
@@ -270,16 +271,16 @@ def _mass_above(row, listed, peak_N, number_N, rank, UNSET: tl.constexpr):
 
 @triton.jit
 def _sample_filtered(row, listed, peak_N, number_N, mass, top_k, top_p, u, UNSET: tl.constexpr):
-    """An id among those that min-p, top-k and top-p leave, or -1 if none has a weight."""
+    """Sample among the tokens that min-p, top-k and top-p keep; -1 if all weights are 0."""
     vocabulary, top, min_p = row[1], row[2], row[4]
-    # What is lighter than min-p, or than anything that could ever be sampled, is above no boundary.
+    # A lower bound of the boundary: min-p, or a weight too small to be sampled.
     least = (tl.log(tl.maximum(min_p, 1e-30)) - 0.01) / row[3]
     rank = _rank(tl.maximum(top + least, _LOWEST), UNSET) - 1
     high = _rank(top, UNSET) + 1
     ties = tl.full([], 0.0, tl.float64)
     by_count = (top_k > 0) & (top_k < vocabulary)
     if by_count:
-        # Tokens from the k-th largest maximum on are k at least.
+        # At least k tokens reach the k-th largest span maximum.
         wanted = top_k.to(tl.float64)
         rank, _ = _boundary(row, listed, peak_N, number_N, wanted, rank, high, _PEAKS, UNSET)
         rank, above = _boundary(row, listed, peak_N, number_N, wanted, rank, high, _TOKENS, UNSET)
@@ -289,7 +290,7 @@ def _sample_filtered(row, listed, peak_N, number_N, mass, top_k, top_p, u, UNSET
         mass = above + ties * _weight(row, _logit(rank, UNSET))
     if top_p < 1:
         wanted = top_p.to(tl.float64) * mass
-        # Lighter tokens have less than (1 - p) of the mass, all of them together.
+        # All tokens with smaller weights have less than (1 - p) of the mass together.
         least = tl.log(((1.0 - top_p.to(tl.float64)) * mass / vocabulary).to(tl.float32)) - 0.01
         low = tl.maximum(rank, _rank(tl.maximum(top + least / row[3], _LOWEST), UNSET))
         last, above = _boundary(row, listed, peak_N, number_N, wanted, low, high, _WEIGHTS, UNSET)
@@ -360,7 +361,7 @@ def _sample(logits_RV: Tensor, batch: SamplingBatch, positions_R: Tensor) -> Ten
         logits_RV, batch.temperature_R, peaks_RN, masses_RN, vocabulary, stride, spans,
         RANDOM=random, num_warps=_REDUCE_WARPS,
     )  # fmt: skip
-    # All draws add up alike, whatever the rows beside them need.
+    # Fixed, so that the sums' order does not depend on other rows.
     warps = _SAMPLE_WARPS if random else _GREEDY_WARPS
     _sample_rows[(rows,)](
         logits_RV, peaks_RN, masses_RN, listed_RN,

@@ -1,12 +1,12 @@
-"""Sparse attention in Triton: scores of an indexer, the choice of the highest, attention to these.
+"""Sparse attention in Triton: the indexer's scores, top-k, and attention to the top-k tokens.
 
-    _index_scores     a program for a token and some of what it sees; scores lie in a workspace
-    _select_topk           a program for a token. The least score to be chosen is found digit by digit, as
-                      in a radix sort: four passes, each a histogram of 8 bits of the scores that
-                      share the digits found so far. One more pass writes what is chosen, in order.
+    _index_scores    a program for a token and a block of its context; scores go to a workspace
+    _select_topk     a program for a token: radix select. Four passes find the k-th highest score,
+                     8 bits each, by a histogram of the scores that share the bits found so far.
+                     One more pass writes the slots in the order of positions.
 
-Attention to the chosen tokens is latent attention with each token a row of its own, whose block
-table holds blocks of one token.
+Attention to the top-k tokens is latent attention with a row for each token and a block table of
+blocks of one token.
 """
 
 from collections.abc import Iterator
@@ -30,13 +30,13 @@ _ANY_ALIGNMENT = ["table", "contexts", "starts", "scales"]
 
 @triton.jit
 def _row_and_seen(token, contexts, starts, rows):
-    """The row of a token of the step, and how many tokens it sees; none, if it is of no row."""
+    """The row of a token of the step, and how many tokens it sees; 0 for padding."""
     low, high = 0, rows
     while low < high:
         middle = (low + high) // 2
-        behind = tl.load(starts + middle + 1) <= token
-        low = tl.where(behind, middle + 1, low)
-        high = tl.where(behind, high, middle)
+        after = tl.load(starts + middle + 1) <= token
+        low = tl.where(after, middle + 1, low)
+        high = tl.where(after, high, middle)
     row = tl.minimum(low, rows - 1)
     seen = tl.load(contexts + row) - tl.load(starts + row + 1) + token + 1
     return row, tl.maximum(tl.where(low < rows, seen, 0), 0)
@@ -52,13 +52,13 @@ def _index_scores(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens of the piece, programs for each)."""
+    """Grid (tokens of the chunk, programs of each)."""
     pdl_begin(PDL)
     token = first_token + tl.program_id(0)
     row, seen = _row_and_seen(token, contexts, starts, rows)
     first = tl.program_id(1) * BLOCK_N
     if (seen <= count) | (first >= seen):
-        return  # all of them are chosen, or others look at them
+        return  # all tokens are in the top-k, or this program has none
     token = token.to(tl.int64)
     head_G, feature_I = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_I)
     wanted_GI = (head_G < HEADS)[:, None] & (feature_I < WIDTH)[None, :]
@@ -85,14 +85,14 @@ def _index_scores(
 
 @triton.jit
 def _rank(score):
-    """Whole numbers in the order of the scores; both zeros are one."""
+    """uint32 that sorts like the scores; equal for both zeros."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, ~bits, bits | -0x80000000).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _next_digit(least, left, scores, seen, SHIFT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The least rank with its digit at SHIFT, and how many are chosen of those that share it so far."""
+    """The k-th highest rank's bits down to SHIFT, and how many of the tokens that share them are written."""
     digit_B = tl.arange(0, 256)
     found_B = tl.zeros((256,), tl.int32)
     for start in range(0, seen, BLOCK_N):
@@ -103,7 +103,7 @@ def _next_digit(least, left, scores, seen, SHIFT: tl.constexpr, BLOCK_N: tl.cons
             counted_N = counted_N & ((rank_N >> (SHIFT + 8)) == least)
         digit_N = ((rank_N >> SHIFT) & 0xFF).to(tl.int32)
         found_B += tl.histogram(tl.where(counted_N, digit_N, 0), 256)
-        # Those that do not count have been found in digit 0.
+        # The histogram counted the masked scores as digit 0.
         others = BLOCK_N - tl.sum(counted_N.to(tl.int32), 0)
         found_B -= tl.where(digit_B == 0, others, 0)
     above_B = tl.sum(found_B, 0) - tl.cumsum(found_B, 0)
@@ -122,37 +122,37 @@ def _select_topk(
     first_token, table_stride, score_stride, rows, count,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens of the piece)."""
+    """Grid (tokens of the chunk)."""
     pdl_begin(PDL)
     token = first_token + tl.program_id(0)
     row, seen = _row_and_seen(token, contexts, starts, rows)
-    chosen = tl.minimum(seen, count)
+    topk = tl.minimum(seen, count)
     table += row.to(tl.int64) * table_stride
     scores += tl.program_id(0).to(tl.int64) * score_stride
     slots += token.to(tl.int64) * count
-    tl.store(counts + token, chosen)
+    tl.store(counts + token, topk)
 
     least = tl.zeros((), tl.uint32)
-    left = chosen
+    left = topk
     if seen > count:
         for turn in tl.static_range(4):
             least, left = _next_digit(least, left, scores, seen, 24 - 8 * turn, BLOCK_N)
 
-    taken, equal = 0, 0
+    written, equal = 0, 0
     for start in range(0, seen, BLOCK_N):
         position_N = start + tl.arange(0, BLOCK_N)
-        take_N = position_N < seen
+        selected_N = position_N < seen
         if seen > count:
-            rank_N = _rank(tl.load(scores + position_N, mask=take_N, other=0.0))
-            equal_N = take_N & (rank_N == least)
+            rank_N = _rank(tl.load(scores + position_N, mask=selected_N, other=0.0))
+            equal_N = selected_N & (rank_N == least)
             order_N = equal + tl.cumsum(equal_N.to(tl.int32), 0)
             equal += tl.sum(equal_N.to(tl.int32), 0)
-            take_N = (take_N & (rank_N > least)) | (equal_N & (order_N <= left))
-        block_N = tl.load(table + position_N // BLOCK_SIZE, mask=take_N, other=0)
-        place_N = taken + tl.cumsum(take_N.to(tl.int32), 0) - 1
-        taken += tl.sum(take_N.to(tl.int32), 0)
-        tl.store(slots + place_N, block_N * BLOCK_SIZE + position_N % BLOCK_SIZE, mask=take_N)
-    for start in range(chosen, count, BLOCK_N):
+            selected_N = (selected_N & (rank_N > least)) | (equal_N & (order_N <= left))
+        block_N = tl.load(table + position_N // BLOCK_SIZE, mask=selected_N, other=0)
+        place_N = written + tl.cumsum(selected_N.to(tl.int32), 0) - 1
+        written += tl.sum(selected_N.to(tl.int32), 0)
+        tl.store(slots + place_N, block_N * BLOCK_SIZE + position_N % BLOCK_SIZE, mask=selected_N)
+    for start in range(topk, count, BLOCK_N):
         place_N = start + tl.arange(0, BLOCK_N)
         tl.store(slots + place_N, tl.full((BLOCK_N,), -1, tl.int32), mask=place_N < count)
 
@@ -160,14 +160,14 @@ def _select_topk(
 _KEYS = 64
 _SCORES = 1024
 _PROGRAMS = 8192
-"""Of a launch, that scores are shared out to."""
+"""Programs of a launch of `_index_scores`."""
 _WORKSPACE = 1 << 26
-"""Scores that are kept at a time: 256 MiB."""
+"""Scores of a chunk of tokens: 256 MiB."""
 
 
 def _supports(q_TGI: Tensor, weights_TG: Tensor, keys: IndexKeys, plan: AttentionPlan, count: int) -> bool:
     if INTERPRETED and q_TGI.dtype == torch.bfloat16:
-        return False  # the interpreter's bfloat16 products are wrong
+        return False  # the interpreter's bfloat16 tl.dot is wrong
     _, heads, width = q_TGI.shape
     return heads <= 128 and width <= 128 and q_TGI.stride(2) == weights_TG.stride(1) == 1
 
@@ -201,7 +201,7 @@ def _launch_scores(
     _index_scores[(size, programs)](
         q_TGI, weights_TG,
         keys.keys.view(torch.uint8) if keys.scale is not None else keys.keys,
-        # Without scales any tensor does: the kernel is compiled not to look at it.
+        # Without scales the kernel ignores this argument.
         plan.context_lens_R if keys.scale is None else keys.scale,
         plan.block_table_RW, plan.context_lens_R, plan.query_starts_R1, scores_NS,
         first, *q_TGI.stride()[:2], weights_TG.stride(0), plan.block_table_RW.stride(0), longest,
@@ -214,7 +214,7 @@ def _launch_scores(
 
 
 def _chunks(tokens: int, longest: int) -> Iterator[tuple[int, int]]:
-    """First token and number of tokens whose scores fit in the workspace together."""
+    """(first token, number of tokens) of chunks whose scores fit in the workspace."""
     step = max(_WORKSPACE // max(longest, 1), 1)
     return ((first, min(step, tokens - first)) for first in range(0, tokens, step))
 
@@ -223,27 +223,27 @@ def _chunks(tokens: int, longest: int) -> Iterator[tuple[int, int]]:
     "triton",
     needs=NEEDS,
     supported=runs_on,
-    supports=lambda q_THK, cache, chosen, scale: supports_latents(q_THK, cache),
+    supports=lambda q_THK, cache, topk, scale: supports_latents(q_THK, cache),
 )
-def _sparse_latent_attention(q_THK: Tensor, cache: LatentLayer, chosen: TopKIndices, scale: float) -> Tensor:
+def _sparse_latent_attention(q_THK: Tensor, cache: LatentLayer, topk: TopKIndices, scale: float) -> Tensor:
     blocks_of_one = LatentLayer(
         cache.rows.flatten(0, 1).unsqueeze(1),
         cache.latent_width,
         None if cache.scale is None else cache.scale.view(-1, 1),
     )
-    return attend_latents(q_THK, blocks_of_one, _plan_from(chosen), scale)
+    return attend_latents(q_THK, blocks_of_one, _plan_from(topk), scale)
 
 
-def _plan_from(chosen: TopKIndices) -> AttentionPlan:
-    """Each token a row of its own, the chosen ones its context."""
-    tokens, most = chosen.slots_TJ.shape
+def _plan_from(topk: TopKIndices) -> AttentionPlan:
+    """A plan with a row for each token, whose context is its top-k tokens."""
+    tokens, most = topk.slots_TJ.shape
     return AttentionPlan(
-        chosen.slots_TJ,
-        chosen.counts_T,
-        torch.arange(tokens + 1, dtype=torch.int32, device=chosen.slots_TJ.device),
+        topk.slots_TJ,
+        topk.counts_T,
+        torch.arange(tokens + 1, dtype=torch.int32, device=topk.slots_TJ.device),
         num_tokens=tokens,
         min_query_len=1,
         max_query_len=1,
         max_context_len=most,
-        split_tokens=chosen.split_tokens,
+        split_tokens=topk.split_tokens,
     )

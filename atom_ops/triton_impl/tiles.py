@@ -12,10 +12,10 @@ def row_of_tile(number, starts, begin, rows, TILE: tl.constexpr):
     numbers as tiles, and the grid's size follows from the total of tokens alone.
     """
     row = tl.full((), 0, tl.int32)
-    behind = rows
-    while behind - row > 1:
-        middle = (row + behind) // 2
+    end = rows
+    while end - row > 1:
+        middle = (row + end) // 2
         reached = (tl.load(starts + middle) - begin) // TILE + middle <= number
         row = tl.where(reached, middle, row)
-        behind = tl.where(reached, behind, middle)
+        end = tl.where(reached, end, middle)
     return row

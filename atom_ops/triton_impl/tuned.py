@@ -1,6 +1,6 @@
-"""Settings of kernels, measured once on each kind of GPU.
+"""Built-in plans of `linear`, measured once for each GPU model.
 
-A machine with a GPU that is named here never tunes at start; on others see `tuning`.
+A GPU with a table here is not tuned at start; for others see `tuning`.
 """
 
 from dataclasses import dataclass, field
@@ -8,54 +8,51 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class LinearPlan:
-    """How `linear` multiplies one shape of weight with few tokens."""
+    """Kernel and tile of `linear` for one weight shape and few tokens."""
 
     tokens: int
-    """At most so many."""
+    """Most tokens."""
     least: int = field(default=1, kw_only=True)
-    """At least so many, where the plan before leaves a gap to torch."""
+    """Fewest tokens, if not those after the previous plan."""
     vector: bool
-    """The kernel for one token; otherwise the one on the matrix units."""
+    """The GEMV kernel for one token; otherwise the GEMM kernel with tensor cores."""
     rows: int
-    """Of the weight, for each program."""
+    """Weight rows of a program."""
     columns: int
-    """Of the weight, at a time."""
+    """Weight columns of one iteration."""
     warps: int
     stages: int
-    """Loads in flight, counted in tiles."""
     split_k: int = 1
-    """That the columns are cut into, to keep more programs busy."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamKPlan:
-    """How a product is dealt out evenly to the num_sms of a Hopper: see `hopper_linear`."""
+    """A stream-K GEMM on Hopper: see `hopper_linear`."""
 
     least: int
-    """At least so many tokens."""
+    """Fewest tokens."""
     tokens: int
-    """At most so many, and so many in a tile."""
+    """Most tokens, and tokens of a tile."""
     rows: int
-    """Of the weight, in a tile."""
+    """Weight rows of a tile."""
     columns: int
-    """Of the weight, at a step."""
+    """Weight columns of a step."""
     stages: int
-    """Steps in flight."""
     programs: int
-    """No more than the GPU has num_sms: they wait for each other."""
+    """At most the number of SMs, because programs wait for each other."""
 
 
 @dataclass(frozen=True, slots=True)
 class FusedPlan:
-    """How a product for one token is made together with what lies in front of it."""
+    """A GEMV fused with the op before it: see `fused_linear`."""
 
     rows: int
-    """Of the weight, for each program at a time."""
+    """Weight rows of a tile."""
     warps: int
     columns: int = 0
-    """Of the weight, at a time; 0: all."""
+    """Weight columns of one iteration; 0: all."""
     tiles: int = 1
-    """Of `rows` rows, that a program makes one after another."""
+    """Tiles of a program, one after another."""
 
 
 def _gemv(rows: int, columns: int, warps: int, stages: int) -> LinearPlan:
@@ -67,13 +64,13 @@ def _gemm(tokens: int, rows: int, columns: int, warps: int, stages: int, split_k
 
 
 def _stream_k(columns: int, stages: int, programs: int) -> StreamKPlan:
-    """For 33 to 64 tokens."""
+    """A plan for 33 to 64 tokens."""
     return StreamKPlan(33, 64, 64, columns, stages, programs)
 
 
-# (output features, input features) of a weight -> plans by rising tokens, 16-bit floats. One plan
-# serves 2 to 16 tokens, so that among these a token's bits do not depend on its company. A shape
-# or a number of tokens that is not here is faster in cuBLAS, or has not been measured.
+# (output features, input features) of a weight -> plans by rising tokens, for 16-bit dtypes. One plan
+# covers 2 to 16 tokens, so that among these a token's bits do not depend on the batch. cuBLAS is
+# faster for other shapes and numbers of tokens, or they were not measured.
 _LINEAR_H200: dict[tuple[int, int], tuple[LinearPlan | StreamKPlan, ...]] = {
     # Qwen3-0.6B
     (4096, 1024): (
@@ -138,9 +135,9 @@ _LINEAR_H200: dict[tuple[int, int], tuple[LinearPlan | StreamKPlan, ...]] = {
 }
 
 LINEAR = {"NVIDIA H200": _LINEAR_H200}
-"""By the name that the driver gives the GPU."""
+"""By the driver's name of the GPU."""
 
-# As above, for one token: norm and product, or activation and product, in one kernel.
+# Likewise for the fused kernels: norm and GEMV, activation and GEMV.
 NORM_LINEAR = {
     "NVIDIA H200": {
         (4096, 1024): FusedPlan(8, 4),

@@ -1,10 +1,10 @@
-"""Finds the fastest `linear` on a GPU that no table is part of the program for: once, kept on disk.
+"""Autotunes `linear` on a GPU without a built-in table: once, with the results on disk.
 
-For each shape of weight and each class of tokens a few plans run against torch's own product:
+For each weight shape and class of tokens, candidate plans are compared with torch's GEMM:
 
-  valid_plans      they compile for this GPU, and torch matches_torch with their results
-  qualified  in a short race, not much slower than the fastest
-  fastest    in a longer one; where that is torch, no plan is kept
+  valid      compiles for this GPU, and matches torch
+  qualified  in a short measurement not much slower than the fastest
+  fastest    in a longer measurement; if that is torch, there is no plan
 """
 
 import time
@@ -18,11 +18,11 @@ from atom_ops.triton_impl.plan_file import PlanFile, Plans, Shape, Table
 from atom_ops.triton_impl.tuned import LinearPlan
 
 CLASSES = ((1, 1), (2, 16), (17, 32), (33, 64))
-"""At least and at most so many tokens share a plan: among them, company changes no bit of a token."""
+"""(fewest, most) tokens that share a plan; within a class a token's bits do not depend on the batch."""
 
-# (rows, columns, warps, stages): what won for some shape on some GPU, and its neighbours for GPUs
+# (rows, columns, warps, stages): the fastest tiles for some shape and GPU, and similar ones for GPUs
 # with less shared memory or slower memory.
-_VECTOR = (
+_GEMV_TILES = (
     (4, 512, 2, 4),
     (4, 1024, 4, 1),
     (4, 1024, 4, 4),
@@ -33,7 +33,7 @@ _VECTOR = (
     (8, 1024, 8, 3),
     (16, 256, 4, 1),
 )
-_MATRIX = {
+_GEMM_TILES = {
     16: (
         (16, 256, 2, 3),
         (16, 512, 2, 4),
@@ -46,9 +46,9 @@ _MATRIX = {
     32: ((32, 128, 4, 4), (64, 64, 4, 4), (64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 6)),
     64: ((64, 64, 4, 4), (64, 64, 4, 6), (64, 128, 4, 3), (128, 64, 4, 3), (128, 64, 4, 5)),
 }
-_CUT = (64, 128, 4, 3)
-"""The tile whose columns are also tried cut into split_k, where it alone leaves num_sms idle."""
-_PARTS = (2, 4)
+_SPLIT_K_TILE = (64, 128, 4, 3)
+"""The tile that is also tried with split-K, where tiles are fewer than SMs."""
+_SPLITS = (2, 4)
 _FEW_PROGRAMS = 128
 
 _SHORT, _LONG = 3, 15
@@ -56,36 +56,36 @@ _QUALIFIED = 1.15
 
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total)."""
-PHASE = "Tuning products"
+PHASE = "Tuning GEMM kernels"
 
 
 class Bench(Protocol):
-    """A GPU with the weights that are to be multiplied."""
+    """Runs plans on a GPU with the model's weights."""
 
     def valid_plans(self, plans: Sequence[LinearPlan], shape: Shape) -> list[LinearPlan]:
-        """Those that run on this GPU and give what torch gives, within the op's tolerance."""
+        """The plans that run on this GPU and match torch within the op's tolerance."""
 
     def stopwatch(self, plan: LinearPlan | None, shape: Shape, tokens: int) -> Callable[[int], float]:
-        """Seconds for a product, by torch where there is no plan: the median of so many rounds."""
+        """A function of the number of rounds that returns the median seconds of a GEMM; None is torch."""
 
 
 def candidates(shape: Shape, least: int, tokens: int) -> list[LinearPlan]:
-    """What is worth trying for a class of tokens."""
+    """The plans to try for a class of tokens."""
     outputs, inputs = shape
 
-    def matrix(tile: tuple[int, int, int, int], split_k: int = 1) -> LinearPlan:
+    def gemm(tile: tuple[int, int, int, int], split_k: int = 1) -> LinearPlan:
         return LinearPlan(tokens, False, *tile, split_k, least=least)
 
-    plans = [LinearPlan(tokens, True, *tile, least=least) for tile in _VECTOR] if tokens == 1 else []
-    tiles = _MATRIX[max(tokens, 16)]
-    plans += map(matrix, tiles if tokens > 1 else tiles[1:3])
-    if tokens > 1 and -(-outputs // _CUT[0]) < _FEW_PROGRAMS:
-        plans += [matrix(_CUT, split_k) for split_k in _PARTS]
+    plans = [LinearPlan(tokens, True, *tile, least=least) for tile in _GEMV_TILES] if tokens == 1 else []
+    tiles = _GEMM_TILES[max(tokens, 16)]
+    plans += map(gemm, tiles if tokens > 1 else tiles[1:3])
+    if tokens > 1 and -(-outputs // _SPLIT_K_TILE[0]) < _FEW_PROGRAMS:
+        plans += [gemm(_SPLIT_K_TILE, split_k) for split_k in _SPLITS]
     return [plan for plan in plans if plan.rows <= outputs and plan.columns * plan.split_k < 2 * inputs]
 
 
 def fastest(bench: Bench, shape: Shape, least: int, tokens: int) -> LinearPlan | None:
-    """The plan that wins this class; None for torch, which also wins draws."""
+    """The fastest plan of this class; None for torch, also in a tie."""
     entrants = [None, *bench.valid_plans(candidates(shape, least, tokens), shape)]
     watches = [(plan, bench.stopwatch(plan, shape, tokens)) for plan in entrants]
     short = [watch(_SHORT) for _, watch in watches]
@@ -98,7 +98,7 @@ def fastest(bench: Bench, shape: Shape, least: int, tokens: int) -> LinearPlan |
 
 
 def by_shape(weights: Iterable[Tensor]) -> dict[Shape, list[Tensor]]:
-    """The weights that plans can be for, each once: [O, I] -> weights."""
+    """The weights that plans support, each once: [O, I] -> weights."""
     found: dict[Shape, list[Tensor]] = {}
     seen = set()
     for weight in weights:
@@ -110,16 +110,15 @@ def by_shape(weights: Iterable[Tensor]) -> dict[Shape, list[Tensor]]:
 
 
 def is_candidate(shape: Shape, plan: LinearPlan) -> bool:
-    """Whether `tune` could have found the plan."""
+    """Whether `tune` would try this plan."""
     return (plan.least, plan.tokens) in CLASSES and plan in candidates(shape, plan.least, plan.tokens)
 
 
 def tune(shapes: Sequence[Shape], bench: Bench, file: PlanFile, progress: Progress) -> Table:
-    """Plans for the shapes, and for whatever else the file holds; what it lacks is measured.
+    """Plans for these shapes and all others in the file; missing shapes are measured.
 
-    Whoever comes first measures for all workers on this machine; the others wait and read. Where
-    the directory cannot be used, or the first one is stuck, there are no plans, and a line in the
-    log says so.
+    One worker measures for all workers of this machine; the others wait for it and read the file.
+    If the directory is not usable, or the wait times out, returns no plans and logs a warning.
     """
 
     def show(done: int, total: int) -> None:
@@ -133,8 +132,8 @@ def tune(shapes: Sequence[Shape], bench: Bench, file: PlanFile, progress: Progre
             return _measured(shapes, bench, file, (show, tell_others))
     except OSError as error:
         get_logger().warning(
-            "products are torch's alone, since plans for them cannot be kept in %s: %s; "
-            "mend that, or choose another place with ATOM_CACHE_DIR",
+            "GEMMs fall back to torch, because measured plans cannot be stored in %s: %s; "
+            "fix that, or set ATOM_CACHE_DIR to another directory",
             file.path.parent,
             error,
         )
@@ -144,7 +143,7 @@ def tune(shapes: Sequence[Shape], bench: Bench, file: PlanFile, progress: Progre
 def _measured(
     shapes: Sequence[Shape], bench: Bench, file: PlanFile, listeners: Sequence[Callable[[int, int], None]]
 ) -> Table:
-    """The file's table with what it lacked; a shape that is done is kept, whatever happens to the next."""
+    """The file's table with all shapes; the file is written after each shape that was measured."""
     table = file.read()  # another worker may have filled it in the meantime
     missing = [shape for shape in shapes if shape not in table]
     if not missing:
@@ -164,5 +163,5 @@ def _measured(
     for listener in listeners:
         listener(total, total)
     taken = time.monotonic() - start
-    get_logger().info("measured products of %d shapes in %.1f s: %s", len(missing), taken, file.path)
+    get_logger().info("measured GEMM plans of %d shapes in %.1f s: %s", len(missing), taken, file.path)
     return table

@@ -28,7 +28,7 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     except ApiError as error:
         return error_response(error)
     except web.HTTPException as error:
-        return http_exception_response(error, request.path, request.client_max_size)
+        return http_exception_response(error, request.path)
     except Exception:
         get_logger().exception("%s %s failed", request.method, request.path)
         return error_response(InternalError())
@@ -44,7 +44,7 @@ def error_response(error: ApiError) -> web.Response:
     return response
 
 
-def http_exception_response(error: web.HTTPException, path: str, max_body_bytes: int) -> web.Response:
+def http_exception_response(error: web.HTTPException, path: str) -> web.Response:
     """The response for an exception raised by aiohttp itself."""
     match error:
         case web.HTTPNotFound():
@@ -56,10 +56,6 @@ def http_exception_response(error: web.HTTPException, path: str, max_body_bytes:
             )
             response.headers["Allow"] = allowed
             return response
-        case web.HTTPRequestEntityTooLarge():
-            return error_response(
-                RequestError(f"the request body exceeds {max_body_bytes} bytes", status=413)
-            )
     return error_response(RequestError(error.reason, status=error.status))
 
 

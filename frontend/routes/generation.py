@@ -9,7 +9,7 @@ from aiohttp import web
 from frontend.admission import AdmissionSlot
 from frontend.keys import CHAT, CLIENT, COMPLETIONS, LIFECYCLE, METRICS
 from frontend.routes.access import TENANT
-from frontend.routes.bodies import read_body
+from frontend.routes.bodies import open_body
 from frontend.routes.errors import client_request_id
 from frontend.routes.writing import EventStream, send_json
 from frontend.serving.caller import Caller
@@ -37,22 +37,24 @@ async def _generate(request: web.Request, service: GenerationService[Any]) -> we
     try:
         with request.app[LIFECYCLE].admit():
             client.check_ready()
-            client.admission.check()  # a full server reads no bodies
-            body = await read_body(request)
-            with client.admission.slot() as slot:
-                return await _respond(request, service, body, slot)
+            with client.admission.slot() as slot:  # before the body: a full server reads none
+                return await _respond(request, service, slot)
     except asyncio.CancelledError:
         request.app[METRICS].disconnects += 1
         raise
 
 
 async def _respond(
-    request: web.Request, service: GenerationService[Any], body: bytes, slot: AdmissionSlot
+    request: web.Request, service: GenerationService[Any], slot: AdmissionSlot
 ) -> web.StreamResponse:
-    job = await service.prepare(body, Caller(request[TENANT], client_request_id(request)))
-    slot.reserve(job.request_ids)
-    if not job.streaming:
-        return await send_json(request, await service.answer(job))
+    with request.app[LIFECYCLE].interruptible():
+        async with open_body(request) as body:
+            generate = await service.prepare(body, Caller(request[TENANT], client_request_id(request)))
+            del body
+        slot.reserve(generate.request_ids)
+        response = None if generate.streaming else await service.answer(generate)
+    if response is not None:
+        return await send_json(request, response)
     # Closing `frames` aborts the generation.
-    async with contextlib.aclosing(service.frames(job)) as frames:
+    async with contextlib.aclosing(service.frames(generate)) as frames:
         return await EventStream(request).send(frames)

@@ -1,10 +1,9 @@
 """POST /tokenize and /detokenize."""
 
-import msgspec
 from aiohttp import web
 
 from frontend.keys import TOKENIZATION
-from frontend.routes.bodies import read_body
+from frontend.routes.bodies import open_body
 
 __all__ = ["routes"]
 
@@ -14,14 +13,16 @@ routes = web.RouteTableDef()
 @routes.post("/tokenize")
 async def tokenize(request: web.Request) -> web.Response:
     """Token ids of a text or of a conversation."""
-    return _json(await request.app[TOKENIZATION].tokenize(await read_body(request)))
+    async with open_body(request) as body:
+        return _json(await request.app[TOKENIZATION].tokenize(body))
 
 
 @routes.post("/detokenize")
 async def detokenize(request: web.Request) -> web.Response:
     """Text of token ids."""
-    return _json(await request.app[TOKENIZATION].detokenize(await read_body(request)))
+    async with open_body(request) as body:
+        return _json(await request.app[TOKENIZATION].detokenize(body))
 
 
-def _json(body: msgspec.Struct) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json")

@@ -4,8 +4,17 @@ from typing import Any, Literal
 
 import msgspec
 
+from frontend.errors import RequestError
 from frontend.schemas.fields import Schema
-from frontend.schemas.generation import HARMLESS, NEUTRAL, GenerationRequest, PromptLogprob, Usage
+from frontend.schemas.generation import (
+    HARMLESS,
+    HARMLESS_TYPES,
+    NESTED,
+    NEUTRAL,
+    GenerationRequest,
+    PromptLogprob,
+    Usage,
+)
 
 __all__ = [
     "CHAT",
@@ -18,7 +27,11 @@ __all__ = [
     "ChatTopLogprob",
     "Message",
     "Reply",
+    "check_part",
 ]
+
+_PART_FIELDS = frozenset({"type", "text", "annotations", "cache_control"})
+"""Of text parts; the last two cannot change the output."""
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -49,6 +62,17 @@ class Message(msgspec.Struct, kw_only=True):
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+
+
+def check_part(part: dict[str, Any], where: str) -> None:
+    """Raises RequestError for a text part at `where` with a field that has no effect."""
+    for name, value in part.items():
+        if value is not None and name not in _PART_FIELDS:
+            raise RequestError(
+                f"'{where}.{name}' is not a field that this server knows: leave it out",
+                param=f"{where}.{name}",
+                code="unsupported_parameter",
+            )
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +117,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     message: Reply
     finish_reason: str
     raw_finish_reason: str
-    stop_reason: str | None = None
+    stop_reason: str | int | None = None
     logprobs: ChatLogprobs | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     """With `return_token_ids`: the generated ids, including the stop token."""
@@ -139,6 +163,8 @@ CHAT = Schema(
     },
     # Has no effect without tools.
     harmless=HARMLESS | {"parallel_tool_calls"},
+    harmless_types=HARMLESS_TYPES,
+    nested=NESTED | {"chat_template_kwargs": None},
 )
 
 MESSAGE = Schema(

@@ -5,7 +5,15 @@ from typing import Literal
 import msgspec
 
 from frontend.schemas.fields import Schema
-from frontend.schemas.generation import HARMLESS, NEUTRAL, GenerationRequest, PromptLogprob, Usage
+from frontend.schemas.generation import (
+    HARMLESS,
+    HARMLESS_TYPES,
+    NESTED,
+    NEUTRAL,
+    GenerationRequest,
+    PromptLogprob,
+    Usage,
+)
 
 __all__ = [
     "COMPLETIONS",
@@ -46,7 +54,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     text: str
     finish_reason: str
     raw_finish_reason: str
-    stop_reason: str | None = None
+    stop_reason: str | int | None = None
     logprobs: CompletionLogprobs | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     """With `return_token_ids`, or without a tokenizer: the generated ids, including the stop token."""
@@ -75,4 +83,6 @@ COMPLETIONS = Schema(
         "suffix": ("",),
     },
     harmless=HARMLESS,
+    harmless_types=HARMLESS_TYPES,
+    nested=NESTED,
 )

@@ -1,11 +1,16 @@
 """Fields that chat and completion requests share, and parts of their responses."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
+
+from frontend.schemas.fields import Schema
 
 __all__ = [
     "HARMLESS",
+    "HARMLESS_TYPES",
+    "NESTED",
     "NEUTRAL",
     "GenerationRequest",
     "PromptLogprob",
@@ -16,7 +21,7 @@ __all__ = [
 ]
 
 
-class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StreamOptions(msgspec.Struct, frozen=True):
     """Additional contents of a stream."""
 
     include_usage: bool | None = None
@@ -110,6 +115,12 @@ class Usage(msgspec.Struct, frozen=True):
     """Time to the last token."""
 
 
+NESTED: dict[str, Schema[Any] | None] = {
+    "logit_bias": None,
+    "stream_options": Schema(StreamOptions, neutral={}, harmless=frozenset()),
+}
+"""Fields of both endpoints that hold an object, with its schema."""
+
 HARMLESS = frozenset(
     {
         "client_metadata",
@@ -125,6 +136,12 @@ HARMLESS = frozenset(
         "user",
     }
 )
+
+_Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+]
+HARMLESS_TYPES = {"metadata": msgspec.json.Decoder(_Metadata | None)}
+"""Types of harmless fields that OpenAI limits."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "custom_logit_processor": (),

@@ -16,9 +16,9 @@ from frontend.schemas.completions import (
 )
 from frontend.schemas.generation import Usage
 from frontend.serving.generate_request import GenerateRequest, ResponseOptions
-from frontend.serving.generation import GenerationService
+from frontend.serving.generation import GenerationService, check_choices, check_prompt_tokens
 from frontend.serving.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
-from frontend.serving.prompts import Prompt
+from frontend.serving.prompts import Prompt, truncated
 from frontend.serving.reasons import openai_reason
 from frontend.serving.sampling import requested_max_tokens
 from frontend.serving.sse import ChunkTemplate
@@ -42,21 +42,32 @@ class CompletionService(GenerationService[CompletionRequest]):
         prompt = request.prompt
         if not prompt:
             raise RequestError("'prompt' must hold at least one token", param="prompt")
+        kept = self._kept_tokens(request)
         if isinstance(prompt, str):
-            return [self._text_prompt(request, prompt)]
+            return [self._text_prompt(request, prompt, kept)]
+        if not isinstance(prompt[0], int):
+            check_choices(len(prompt), request.n or 1)
         match {type(item) for item in prompt}:
             case kinds if kinds == {int}:
-                return [Prompt(self._truncate(request, cast(list[int], prompt)))]
+                return [Prompt(truncated(cast(list[int], prompt), kept, request))]
             case kinds if kinds == {str}:
-                return [self._text_prompt(request, text) for text in cast(list[str], prompt)]
+                return self._text_prompts(request, cast(list[str], prompt), kept)
             case kinds if kinds == {list}:
-                return [Prompt(self._truncate(request, ids)) for ids in cast(list[list[int]], prompt)]
+                return [Prompt(truncated(ids, kept, request)) for ids in cast(list[list[int]], prompt)]
         raise RequestError("'prompt' mixes texts, token ids and lists: send one kind", param="prompt")
 
-    def _text_prompt(self, request: CompletionRequest, text: str) -> Prompt:
-        ids = self._inputs.encode(text, add_special_tokens=request.add_special_tokens is not False)
-        kept = self._truncate(request, ids)
-        return Prompt(kept, text if len(kept) == len(ids) else None)
+    def _text_prompts(self, request: CompletionRequest, texts: list[str], kept: int | None) -> list[Prompt]:
+        prompts, tokens = [], 0
+        for text in texts:
+            prompts.append(self._text_prompt(request, text, kept))
+            tokens += len(prompts[-1].ids)
+            check_prompt_tokens(tokens, len(texts))
+        return prompts
+
+    def _text_prompt(self, request: CompletionRequest, text: str, kept: int | None) -> Prompt:
+        ids = self._encode(request, text, add_special_tokens=request.add_special_tokens is not False)
+        shown = truncated(ids, kept, request)
+        return Prompt(shown, text if len(shown) == len(ids) else None)
 
     def _default_max_tokens(self) -> int:
         return _DEFAULT_MAX_TOKENS

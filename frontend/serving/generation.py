@@ -3,14 +3,13 @@
 Subclasses define the schema, the prompts, and the form of choices and chunks.
 """
 
-import asyncio
+import copy
 import dataclasses
 import secrets
 import time
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -18,9 +17,10 @@ import msgspec
 
 from atom.messages.engine import AddRequest
 from atom.sampling_params import SamplingParams
+from frontend.detokenizer import decode
 from frontend.engine_client import EngineClient, Stream
-from frontend.errors import ApiError, EngineError, RequestError
-from frontend.input_processor import InputProcessor
+from frontend.errors import EngineError, RequestError
+from frontend.input_processor import MAX_EXCESS_TOKENS, CheckedParams, InputProcessor
 from frontend.output_processor import TextOptions, Update
 from frontend.schemas.fields import Schema
 from frontend.schemas.generation import GenerationRequest, Usage
@@ -28,26 +28,29 @@ from frontend.serving.caller import Caller
 from frontend.serving.generate_request import GenerateRequest, ResponseOptions
 from frontend.serving.logprobs import TokenFormatter
 from frontend.serving.models import ModelService
-from frontend.serving.prompts import Prompt, given_id, salt, text_offsets, truncated
+from frontend.serving.prompts import Prompt, given_id, kept_tokens, salt, text_offsets
 from frontend.serving.sampling import requested_max_tokens, sampling_params, stop_strings
-from frontend.serving.sse import DONE, ChunkHeader, ChunkTemplate, error_frame
+from frontend.serving.sse import DONE, ChunkHeader, ChunkTemplate
 from frontend.serving.usage import UsageCounter
+from frontend.text_executor import TextExecutor
 from frontend.token_logprobs import TokenLogprob
 
-__all__ = ["GenerationService", "ServingOptions"]
+__all__ = ["GenerationService", "ServingOptions", "check_choices", "check_prompt_tokens"]
 
 R = TypeVar("R", bound=GenerationRequest)
-T = TypeVar("T")
 
 MAX_CHOICES = 1024
 # Prompt logprobs of one request, top tokens included: some hundred MB while a response is encoded.
 MAX_PROMPT_LOGPROBS = 1 << 20
 # `allowed_token_ids` of all sequences of a request: 64 MiB in messages.
 MAX_ALLOWED_IDS = 1 << 24
-# Tokenizing this much takes about 1 ms, ten times the cost of using a thread.
-_INLINE_BYTES = 2048
-# Encoding a response with this many log probabilities takes about 1 ms too.
-_INLINE_LOGPROBS = 256
+# All prompts of a request: some hundred MB while it is prepared.
+MAX_PROMPT_TOKENS = 1 << 21
+# `bad_words` of all sequences of a request, as token ids.
+MAX_BAD_WORD_IDS = 1 << 20
+# What one token, and one token with log probabilities, take in a response, for choosing a thread.
+_TOKEN_BYTES = 8
+_LOGPROB_BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -75,39 +78,27 @@ class GenerationService(ABC, Generic[R]):
         inputs: InputProcessor,
         models: ModelService,
         options: ServingOptions,
-        threads: ThreadPoolExecutor,
+        executor: TextExecutor,
     ):
         self._client = client
         self._inputs = inputs
         self._models = models
         self._options = options
-        self._threads = threads
+        self._executor = executor
 
     async def prepare(self, body: bytes, caller: Caller = Caller()) -> GenerateRequest:  # noqa: B008 (it is frozen)
         """Check and tokenize a request. Raises ApiError; the engine is not involved yet."""
         started = time.monotonic()
         self._client.check_ready()
-        request, warnings = self.schema.decode(body, self._options.lenient_fields)
-        self._models.check(request.model)
-        text, options = self._text_options(request), self._response_options(request)
-        name = given_id(request, caller) or secrets.token_hex(16)
-        cache_salt = salt(request.cache_salt, caller)
-        prompts = await self._off_loop(len(body), lambda: self._read_prompts(request, options, warnings))
-        params = [self._params(request, options, prompt) for prompt in prompts]
-        _check_amounts(prompts, params[0], options)
-        return GenerateRequest(
-            id=self.id_prefix + name,
-            created=int(time.time()),
-            requests=self._requests(prompts, params, cache_salt),
-            prompts=prompts,
-            text=text,
-            options=options,
-            n=params[0].n,
-            streaming=bool(request.stream),
-            include_usage=bool(request.stream_options and request.stream_options.include_usage),
-            warnings=warnings,
-            started=started,
+        request, params, cache_salt = await self._executor.run(
+            len(body), lambda: self._check(body, caller, started)
         )
+        # The ids of one request are consecutive, since they are taken on the event loop.
+        ids = self._client.new_ids(request.n * len(request.prompts))
+        requests = await self._executor.run(
+            len(body) // 8, lambda: self._requests(request.prompts, params, ids, cache_salt)
+        )
+        return dataclasses.replace(request, requests=requests)
 
     async def answer(self, request: GenerateRequest) -> bytes:
         """The complete response as JSON. Cancelling aborts the generation."""
@@ -121,24 +112,22 @@ class GenerationService(ABC, Generic[R]):
                     counter.add(index, request.visible(update))
                     results[index].merge(update)
         usage = counter.usage(stream)
-        size = sum(len(result.logprobs) + len(result.prompt_logprobs) for result in results)
-        return await self._off_loop(
-            size * _INLINE_BYTES // _INLINE_LOGPROBS,
+        return await self._executor.run(
+            sum(map(_response_bytes, results)),
             lambda: msgspec.json.encode(self._response(request, results, usage)),
         )
 
     async def frames(self, request: GenerateRequest) -> AsyncGenerator[bytes, None]:
-        """The response as server-sent events. Closing the generator aborts the generation."""
+        """The response as server-sent events. Closing the generator aborts the generation.
+
+        Raises ApiError when the generation fails.
+        """
         template = self._template(request)
         counter = request.usage_counter()
         with self._client.open(request.requests, request.text) as stream:
-            try:
-                async for updates in stream:
-                    if frames := self._render(template, request, counter, updates, stream):
-                        yield frames
-            except ApiError as error:
-                yield error_frame(error.body())
-                return
+            async for updates in stream:
+                if frames := self._render(template, request, counter, updates, stream):
+                    yield frames
         if request.include_usage:
             yield template.usage(counter.usage(stream))
         yield DONE
@@ -184,12 +173,42 @@ class GenerationService(ABC, Generic[R]):
         """Whether the request only scores its prompt: `echo` with max_tokens 0."""
         return False
 
-    def _truncate(self, request: R, ids: list[int]) -> list[int]:
-        """`ids`, truncated as the request says."""
+    def _check(
+        self, body: bytes, caller: Caller, started: float
+    ) -> tuple[GenerateRequest, list[SamplingParams], str]:
+        """(the request without engine requests, parameters per prompt, cache salt)."""
+        request, warnings = self.schema.decode(body, self._options.lenient_fields)
+        self._models.check(request.model)
+        text, options = self._text_options(request), self._response_options(request)
+        name = given_id(request, caller) or secrets.token_hex(16)
+        cache_salt = salt(request.cache_salt, caller)
+        prompts, params = self._read(request, options, warnings)
+        checked = GenerateRequest(
+            id=self.id_prefix + name,
+            created=int(time.time()),
+            requests=[],
+            prompts=prompts,
+            text=text,
+            options=options,
+            n=params[0].n,
+            streaming=bool(request.stream),
+            include_usage=bool(request.stream_options and request.stream_options.include_usage),
+            warnings=warnings,
+            started=started,
+        )
+        return checked, params, cache_salt
+
+    def _encode(self, request: R, text: str, add_special_tokens: bool) -> list[int]:
+        """Ids of a prompt; only those to be truncated may exceed the context length."""
+        excess = 0 if request.truncate_prompt_tokens is None else MAX_EXCESS_TOKENS
+        return self._inputs.encode(text, add_special_tokens, excess)
+
+    def _kept_tokens(self, request: R) -> int | None:
+        """How many prompt tokens `truncate_prompt_tokens` keeps; None without truncation."""
         max_tokens, max_model_len = requested_max_tokens(request), self._inputs.max_model_len
         if max_tokens is None:  # a default never takes more than half of the context
             max_tokens = min(self._default_limit(), max_model_len // 2)
-        return truncated(ids, request, max_model_len, max_tokens)
+        return kept_tokens(request, max_model_len, max_tokens)
 
     def _template(self, request: GenerateRequest) -> ChunkTemplate:
         header = ChunkHeader(
@@ -271,31 +290,43 @@ class GenerationService(ABC, Generic[R]):
             continuous_usage=bool(request.stream_options and request.stream_options.continuous_usage_stats),
         )
 
-    def _read_prompts(self, request: R, options: ResponseOptions, warnings: list[str]) -> list[Prompt]:
+    def _read(
+        self, request: R, options: ResponseOptions, warnings: list[str]
+    ) -> tuple[list[Prompt], list[SamplingParams]]:
+        """The checked prompts with their parameters, which differ in max_tokens only."""
         prompts = self._prompts(request, warnings)
         for prompt in prompts:
             self._inputs.check_prompt(prompt.ids)
-        return [self._with_echo(request, options, prompt) for prompt in prompts] if options.echo else prompts
+        params = self._params(request, options, prompts)
+        _check_amounts(prompts, params[0], options)
+        if options.echo:
+            prompts = [self._with_echo(request, options, prompt) for prompt in prompts]
+        return prompts, params
 
     def _with_echo(self, request: R, options: ResponseOptions, prompt: Prompt) -> Prompt:
         tokenizer, skip_special = self._inputs.tokenizer, request.skip_special_tokens is not False
         assert tokenizer is not None  # `_response_options` refuses echo without one
-        echo = tokenizer.decode(prompt.ids, skip_special) if prompt.echo is None else prompt.echo
+        echo = decode(tokenizer, prompt.ids, skip_special) if prompt.echo is None else prompt.echo
         scored = options.logprobs is not None
         offsets = text_offsets(tokenizer, prompt.ids, skip_special) if scored else ()
         return dataclasses.replace(prompt, echo=echo, offsets=offsets)
 
-    def _params(self, request: R, options: ResponseOptions, prompt: Prompt) -> SamplingParams:
+    def _params(self, request: R, options: ResponseOptions, prompts: list[Prompt]) -> list[SamplingParams]:
         limit = 1 if options.score_only else requested_max_tokens(request)
         if limit is None:
-            limit = min(self._default_limit(), self._inputs.room(prompt.ids))
-        return sampling_params(
+            default = self._default_limit()
+            limits = [min(default, self._inputs.room(prompt.ids)) for prompt in prompts]
+        else:
+            limits = [limit] * len(prompts)
+        # Checked once, with the smallest max_tokens, since min_tokens must not exceed it.
+        params = sampling_params(
             request,
             self._options.default_sampling,
-            max_tokens=limit,
+            max_tokens=min(limits),
             logprobs=options.logprobs,
             prompt_logprobs=self._prompt_logprobs(options),
         )
+        return [_with_max_tokens(params, limit) for limit in limits]
 
     def _prompt_logprobs(self, options: ResponseOptions) -> int | None:
         """Number of top tokens per prompt token; None: no prompt logprobs."""
@@ -305,28 +336,55 @@ class GenerationService(ABC, Generic[R]):
         return self._options.default_max_tokens or self._default_max_tokens()
 
     def _requests(
-        self, prompts: list[Prompt], params: list[SamplingParams], cache_salt: str
+        self, prompts: list[Prompt], params: list[SamplingParams], ids: list[int], cache_salt: str
     ) -> list[AddRequest]:
+        """The engine's requests: `n` consecutive `ids` for each prompt."""
+        checked, n = self._inputs.check_params(params[0]), params[0].n
+        _check_bad_words(checked, len(ids))
         requests = []
-        for prompt, options in zip(prompts, params, strict=True):
-            ids = self._client.new_ids(options.n)
-            requests.append(self._inputs.request(prompt.ids, options, ids, cache_salt))
+        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            request_ids = ids[index * n : (index + 1) * n]
+            requests.append(self._inputs.request(prompt.ids, own, request_ids, cache_salt, checked))
         return requests
 
-    async def _off_loop(self, size: int, work: Callable[[], T]) -> T:
-        if size <= _INLINE_BYTES:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+def check_choices(prompts: int, n: int) -> None:
+    """Raises RequestError for too many choices."""
+    if n * prompts > MAX_CHOICES:
+        raise RequestError(f"{prompts} prompts with n={n} are more than {MAX_CHOICES} choices", param="n")
+
+
+def check_prompt_tokens(tokens: int, prompts: int) -> None:
+    """Raises RequestError for several prompts with too many tokens in all."""
+    if prompts > 1 and tokens > MAX_PROMPT_TOKENS:
+        raise RequestError(
+            f"the {prompts} prompts have {tokens} tokens or more, at most {MAX_PROMPT_TOKENS} are allowed "
+            "in one request: send fewer prompts at once",
+            param="prompt",
+        )
+
+
+def _with_max_tokens(params: SamplingParams, max_tokens: int) -> SamplingParams:
+    if params.max_tokens == max_tokens:
+        return params
+    own = copy.copy(params)
+    own.max_tokens = max_tokens
+    return own
+
+
+def _response_bytes(result: Update) -> int:
+    """About how many bytes of a response come from `result`."""
+    text = len(result.text) + len(result.reasoning) + _TOKEN_BYTES * len(result.token_ids)
+    return text + _LOGPROB_BYTES * (len(result.logprobs) + len(result.prompt_logprobs))
 
 
 def _check_amounts(prompts: list[Prompt], params: SamplingParams, options: ResponseOptions) -> None:
     """Limits on the whole request. All prompts have the same parameters except max_tokens."""
     n = params.n
-    if n * len(prompts) > MAX_CHOICES:
-        raise RequestError(
-            f"{len(prompts)} prompts with n={n} are more than {MAX_CHOICES} choices", param="n"
-        )
-    tokens = n * sum(len(prompt.ids) for prompt in prompts)
+    check_choices(len(prompts), n)
+    prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
+    check_prompt_tokens(prompt_tokens, len(prompts))
+    tokens = n * prompt_tokens
     if params.prompt_logprobs is not None and tokens * (1 + params.prompt_logprobs) > MAX_PROMPT_LOGPROBS:
         raise RequestError(
             f"{1 + params.prompt_logprobs} log probabilities for each of {tokens} prompt tokens are more "
@@ -338,6 +396,16 @@ def _check_amounts(prompts: list[Prompt], params: SamplingParams, options: Respo
         raise RequestError(
             f"{allowed} allowed ids for each of {n * len(prompts)} choices are more than {MAX_ALLOWED_IDS}",
             param="allowed_token_ids",
+        )
+
+
+def _check_bad_words(checked: CheckedParams, sequences: int) -> None:
+    processors = checked.logits_processors
+    count = 0 if processors is None else sum(map(len, processors.bad_words))
+    if count * sequences > MAX_BAD_WORD_IDS:
+        raise RequestError(
+            f"{count} ids in bad_words for each of {sequences} choices are more than {MAX_BAD_WORD_IDS}",
+            param="bad_words",
         )
 
 

@@ -1,7 +1,6 @@
 """Prompts of a request: truncation, text offsets, cache salt, request id."""
 
 import hashlib
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ from frontend.schemas.generation import GenerationRequest
 from frontend.serving.caller import REQUEST_ID, Caller
 from frontend.tokenizer import Tokenizer
 
-__all__ = ["Prompt", "given_id", "salt", "text_offsets", "truncated"]
+__all__ = ["Prompt", "given_id", "kept_tokens", "salt", "text_offsets", "truncated"]
 
 _MAX_SALT_LENGTH = 1024
 
@@ -27,31 +26,38 @@ class Prompt:
     """Where in `echo` the text of each id begins; only for requests with echoed log probabilities."""
 
 
-def truncated(ids: list[int], request: GenerationRequest, max_model_len: int, max_tokens: int) -> list[int]:
-    """The ids that `truncate_prompt_tokens` keeps; -1 leaves room for `max_tokens` generated tokens."""
+def kept_tokens(request: GenerationRequest, max_model_len: int, max_tokens: int) -> int | None:
+    """How many prompt tokens `truncate_prompt_tokens` keeps; None without truncation.
+
+    -1 leaves room for `max_tokens` generated tokens.
+    """
     limit = request.truncate_prompt_tokens
     if limit is None:
         if request.truncation_side is not None:
             raise RequestError("'truncation_side' needs 'truncate_prompt_tokens'", param="truncation_side")
-        return ids
+        return None
     if limit != -1 and not 1 <= limit <= max_model_len:
         raise RequestError(
             f"'truncate_prompt_tokens' must be -1 or in [1, {max_model_len}], not {limit}",
             param="truncate_prompt_tokens",
         )
-    keep = max(max_model_len - max_tokens, 1) if limit == -1 else limit
-    return ids[:keep] if request.truncation_side == "right" else ids[-keep:]
+    return max(max_model_len - max_tokens, 1) if limit == -1 else limit
+
+
+def truncated(ids: list[int], kept: int | None, request: GenerationRequest) -> list[int]:
+    """The `kept` ids of the side that `request` wants; all for None."""
+    if kept is None:
+        return ids
+    return ids[:kept] if request.truncation_side == "right" else ids[-kept:]
 
 
 def text_offsets(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
     """The number of characters before the text of each id."""
-    decoded: array[int] = array("i")
-    detokenizer = Detokenizer(tokenizer, decoded, skip_special_tokens)
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens)
     offsets, total = [], 0
     for token_id in ids:
-        decoded.append(token_id)
         offsets.append(total)
-        total += len(detokenizer.feed())
+        total += len(detokenizer.feed(token_id))
     return offsets
 
 

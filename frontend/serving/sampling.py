@@ -74,7 +74,8 @@ def stop_strings(stop: str | list[str] | None) -> list[str]:
 
 def _token_id(key: str) -> int:
     # int() is slow for very long digit strings, and refuses some.
-    if not (key.isascii() and key.isdigit() and len(key) <= 10):
+    # "05" and "5" would be one token with two biases.
+    if not (key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key):
         raise RequestError(
             f"logit_bias has the key {key[:40]!r}, which is not a token id", param="logit_bias"
         )

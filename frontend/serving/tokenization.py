@@ -1,12 +1,10 @@
 """Tokenize and detokenize without generating."""
 
-import asyncio
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+import msgspec
 
+from frontend.detokenizer import decode
 from frontend.errors import RequestError
-from frontend.input_processor import InputProcessor
+from frontend.input_processor import MAX_EXCESS_TOKENS, InputProcessor
 from frontend.schemas.chat import ChatRequest
 from frontend.schemas.tokenization import (
     DETOKENIZE,
@@ -17,47 +15,57 @@ from frontend.schemas.tokenization import (
 )
 from frontend.serving.chat import ChatService
 from frontend.serving.models import ModelService
+from frontend.text_executor import TextExecutor
 from frontend.tokenizer import Tokenizer
 
 __all__ = ["TokenizationService"]
-
-T = TypeVar("T")
 
 _CHAT_FIELDS = ("messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 
 class TokenizationService:
-    """POST /tokenize and /detokenize. The engine is not involved."""
+    """POST /tokenize and /detokenize, with JSON in and out. The engine is not involved."""
 
     def __init__(
-        self, inputs: InputProcessor, models: ModelService, chat: ChatService, threads: ThreadPoolExecutor
+        self, inputs: InputProcessor, models: ModelService, chat: ChatService, executor: TextExecutor
     ):
         self._inputs = inputs
         self._models = models
         self._chat = chat
-        self._threads = threads
+        self._executor = executor
 
-    async def tokenize(self, body: bytes) -> TokenizeResponse:
+    async def tokenize(self, body: bytes) -> bytes:
         """Token ids of a text or a conversation. Raises RequestError for an invalid body."""
+        return await self._executor.run(len(body), lambda: self._tokenize(body))
+
+    async def detokenize(self, body: bytes) -> bytes:
+        """The text of ids. Raises RequestError for ids outside the vocabulary."""
+        return await self._executor.run(len(body), lambda: self._detokenize(body))
+
+    def _tokenize(self, body: bytes) -> bytes:
         request, _ = TOKENIZE.decode(body, lenient=False)
         self._models.check(request.model)
-        ids = await self._off_loop(lambda: self._ids(request))
-        return TokenizeResponse(
-            count=len(ids),
-            max_model_len=self._inputs.max_model_len,
-            tokens=ids,
-            token_strs=[self._tokenizer().token_text(i) for i in ids] if request.return_token_strs else None,
+        ids = self._ids(request)
+        names = [self._tokenizer().token_text(i) for i in ids] if request.return_token_strs else None
+        return msgspec.json.encode(
+            TokenizeResponse(
+                count=len(ids), max_model_len=self._inputs.max_model_len, tokens=ids, token_strs=names
+            )
         )
 
-    async def detokenize(self, body: bytes) -> DetokenizeResponse:
-        """The text of ids. Raises RequestError for ids outside the vocabulary."""
+    def _detokenize(self, body: bytes) -> bytes:
         request, _ = DETOKENIZE.decode(body, lenient=False)
         self._models.check(request.model)
-        tokenizer = self._tokenizer()
+        tokenizer, limit = self._tokenizer(), self._inputs.max_model_len + MAX_EXCESS_TOKENS
+        if len(request.tokens) > limit:
+            raise RequestError(
+                f"'tokens' has {len(request.tokens)} ids, at most {limit} are allowed", param="tokens"
+            )
         if request.tokens:
             self._inputs.check_vocabulary(request.tokens, "tokens")
-        text = await self._off_loop(lambda: tokenizer.decode(request.tokens, skip_special_tokens=False))
-        return DetokenizeResponse(text)
+        return msgspec.json.encode(
+            DetokenizeResponse(decode(tokenizer, request.tokens, skip_special_tokens=False))
+        )
 
     def _ids(self, request: TokenizeRequest) -> list[int]:
         if (request.prompt is None) == (request.messages is None):
@@ -68,12 +76,9 @@ class TokenizationService:
         for name in _CHAT_FIELDS:
             if getattr(request, name) is not None:
                 raise RequestError(f"'{name}' belongs to 'messages', not to 'prompt'", param=name)
-        return self._inputs.encode(request.prompt, request.add_special_tokens is not False)
+        return self._inputs.encode(request.prompt, request.add_special_tokens is not False, MAX_EXCESS_TOKENS)
 
     def _tokenizer(self) -> Tokenizer:
         if self._inputs.tokenizer is None:
             raise RequestError("this model has no tokenizer: it accepts and returns token ids only")
         return self._inputs.tokenizer
-
-    async def _off_loop(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)

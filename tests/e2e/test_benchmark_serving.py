@@ -114,7 +114,7 @@ def test_a_model_without_tokenizer_is_sent_ids(tmp_path: Path, capsys: pytest.Ca
         )
     assert result["output_lens"] == [5] * 3 and result["input_lens"] == [9] * 3
     assert run(tmp_path, *flags, "--backend", "openai-chat", "--endpoint", "/v1/chat/completions") == 1
-    assert "takes text alone: give a --tokenizer" in capsys.readouterr().err
+    assert "takes only text: set --tokenizer" in capsys.readouterr().err
 
 
 def clock_flags(model: Path, url: str) -> list[object]:

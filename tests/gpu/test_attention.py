@@ -84,8 +84,8 @@ def test_block_sizes(block_size: int) -> None:
 
 @pytest.mark.parametrize("cache_dtype", [BF16, FP8])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_narrow_cache(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
-    """Beside the reference in float32, which reads the same rounded numbers."""
+def test_float8_cache(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    """Against the reference in float32, which reads the same rounded values."""
     step = Step(
         [1, 20, 1, 200], [700, 300, 5, 200], dtype=dtype, cache_dtype=cache_dtype, width=128, device=GPU
     )
@@ -97,8 +97,8 @@ def test_narrow_cache(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("window", [0, 40])
-def test_one_captured_decode_serves_any_batch_that_fits(window: int) -> None:
-    """Fewer rows than captured: the rest have no context and get zeros. Sinks come with the window."""
+def test_one_graph_runs_any_smaller_batch(window: int) -> None:
+    """Fewer rows than captured: padding rows have no context and result in zeros. Sinks with the window."""
     rows, width = 8, 200
     table = torch.zeros(rows, width, dtype=torch.int32, device=GPU)
     contexts = torch.zeros(rows, dtype=torch.int32, device=GPU)
@@ -161,7 +161,7 @@ def test_repeats_itself() -> None:
     assert all(torch.equal(step.run(), first) for _ in range(20))
 
 
-# Rows that a step brings whole, beside the decodes and chunks that share it; some too short.
+# Whole prompts in steps with decodes and chunks; some are too short.
 PROMPTS = {
     "one": ([512], [512]),
     "not whole tiles": ([700, 513, 1030], [700, 513, 1030]),
@@ -216,7 +216,7 @@ def test_whole_prompts_follow_the_definition() -> None:
 
 @pytest.mark.usefixtures("prompt_kernel")
 @pytest.mark.parametrize("dtype", [torch.float16, BF16])
-def test_whole_prompts_of_a_narrow_cache(dtype: torch.dtype) -> None:
+def test_whole_prompts_of_a_float8_cache(dtype: torch.dtype) -> None:
     step = Step(*PROMPTS["among others"], 8, 2, dtype=dtype, cache_dtype=FP8, width=128, device=GPU)
     torch.testing.assert_close(
         step.run(), by_other_kernels(step), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]

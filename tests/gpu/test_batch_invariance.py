@@ -16,12 +16,12 @@ GPU = torch.device("cuda", 0)
 BF16 = torch.bfloat16
 TOKENS = (1, 2, 3, 16, 17, 64, 65, 128, 200, 257, 1000, 4096)
 SHAPES = (
-    # Qwen3-0.6B, Qwen3-8B and Llama-3.1-8B: outputs x inputs; the heads of the vocabulary cut short.
+    # Qwen3-0.6B, Qwen3-8B and Llama-3.1-8B: outputs x inputs; the vocabulary shortened.
     *((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (20000, 1024)),
     *((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (28672, 4096), (4096, 14336), (151936, 4096)),
     # SmolLM2-135M
     *((960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576)),
-    # Parts of four ranks, and sizes that no tile divides.
+    # Shards of four ranks, and sizes that no tile divides.
     *((1536, 4096), (4096, 3072), (1000, 520), (49, 70)),
 )
 
@@ -49,7 +49,7 @@ def product(shape: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, t
     [*((shape, BF16) for shape in SHAPES), *((shape, torch.float16) for shape in SHAPES[-4:])],
     ids=str,
 )
-def test_products_of_any_number_of_tokens(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_gemm_of_any_number_of_tokens(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x, weight, bias = product(shape, dtype)
     whole, biased = atom_ops.linear(x, weight), atom_ops.linear(x, weight, bias)
     for tokens in TOKENS:
@@ -73,7 +73,7 @@ def test_logits_in_float32(shape: tuple[int, int]) -> None:
     torch.testing.assert_close(whole.double(), x[:300].double() @ weight.double().T, atol=2e-3, rtol=1e-3)
 
 
-def test_products_in_float32() -> None:
+def test_gemm_in_float32() -> None:
     x, weight, bias = product((300, 520), torch.float32)
     whole = atom_ops.linear(x, weight, bias)
     for tokens in TOKENS:
@@ -81,7 +81,7 @@ def test_products_in_float32() -> None:
     torch.testing.assert_close(whole.double(), x.double() @ weight.double().T + bias, atol=1e-4, rtol=1e-4)
 
 
-def test_rows_that_begin_anywhere() -> None:
+def test_any_alignment_of_rows() -> None:
     """Neither the address of the tokens nor their stride changes a bit."""
     x, weight, _ = product((4096, 1024), BF16)
     whole = atom_ops.linear(x[:40], weight)
@@ -92,7 +92,7 @@ def test_rows_that_begin_anywhere() -> None:
     assert torch.equal(atom_ops.linear(wide[:, :1024], weight), whole)
 
 
-def test_a_captured_product_has_the_same_bits() -> None:
+def test_a_captured_gemm_has_the_same_bits() -> None:
     x, weight, bias = product((6144, 4096), BF16)
     given = x[:48].clone()
     atom_ops.linear(given, weight, bias)

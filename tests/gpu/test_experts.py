@@ -1,4 +1,4 @@
-"""Routing and experts in torch on a GPU: as exact as on the CPU, and nothing that waits for the device."""
+"""Routing and experts in torch on a GPU: as exact as on the CPU, without synchronisation."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def test_agrees_with_the_cpu(op: Op[..., Any], case: Case, dtype: torch.dtype) -
 
 
 def test_a_captured_call_follows_its_inputs(op: Op[..., Any], case: Case, dtype: torch.dtype) -> None:
-    """Capturing fails where the host asks the device for something."""
+    """Capturing fails on a synchronisation."""
     first, second = (
         changed(case.make(dtype, torch.Generator().manual_seed(seed)), lambda tensor: tensor.to(GPU))
         for seed in (1, 2)

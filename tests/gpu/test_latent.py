@@ -56,8 +56,8 @@ def test_heads_widths_and_blocks(heads: int, widths: tuple[int, int], block_size
 
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_narrow_cache(dtype: torch.dtype, heads: int) -> None:
-    """Beside the reference in float32, which reads the same rounded numbers."""
+def test_float8_cache(dtype: torch.dtype, heads: int) -> None:
+    """Against the reference in float32, which reads the same rounded values."""
     step = LatentStep([1, 20, 1], [700, 300, 5], heads, DEEPSEEK, dtype=dtype, cache_dtype=FP8, device=GPU)
     assert step.cache.scale is not None
     cache = replace(step.cache, rows=step.cache.rows.cpu(), scale=step.cache.scale.cpu())
@@ -67,8 +67,8 @@ def test_narrow_cache(dtype: torch.dtype, heads: int) -> None:
 
 
 @pytest.mark.parametrize("heads", [16, 128])
-def test_one_captured_decode_serves_any_batch_that_fits(heads: int) -> None:
-    """Fewer rows than captured: the rest have no context and get zeros."""
+def test_one_graph_runs_any_smaller_batch(heads: int) -> None:
+    """Fewer rows than captured: padding rows have no context and result in zeros."""
     rows, width = 8, 200
     table = torch.zeros(rows, width, dtype=torch.int32, device=GPU)
     contexts = torch.zeros(rows, dtype=torch.int32, device=GPU)
@@ -112,8 +112,8 @@ def test_bits_depend_on_neither_batch_nor_phase(heads: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 64, 300])
-def test_matrices_of_heads_in_any_company(tokens: int) -> None:
-    """Each token alone has the bits that it has among others."""
+def test_head_gemms_do_not_depend_on_the_batch(tokens: int) -> None:
+    """Each token has the same bits alone and in a batch."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(tokens, 16, 192, generator=generator).to(BF16).to(GPU)
     expansion = (torch.randn(16, 256, 512, generator=generator) / 16).to(BF16).to(GPU)

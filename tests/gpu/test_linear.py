@@ -45,7 +45,7 @@ def test_every_plan_is_as_exact_as_the_library(shape: tuple[int, int], dtype: to
     backend.resolve(CPU)
 
 
-def test_other_shapes_and_many_tokens_are_left_to_the_library() -> None:
+def test_other_shapes_and_many_tokens_use_the_library() -> None:
     backend.resolve(GPU)
     supports = linear.providers["triton"].supports
     assert supports is not None
@@ -59,7 +59,7 @@ def test_other_shapes_and_many_tokens_are_left_to_the_library() -> None:
 
 
 @pytest.mark.skipif((4096, 4096) not in planned(), reason="needs a GPU with measured plans")
-def test_a_captured_product_follows_its_inputs_and_company_changes_no_bit() -> None:
+def test_a_captured_gemm_follows_its_inputs_and_rows_do_not_depend_on_the_batch() -> None:
     backend.resolve(GPU)
     weight = torch.randn(4096, 4096, device=GPU, dtype=torch.bfloat16)
     x = torch.randn(16, 4096, device=GPU, dtype=torch.bfloat16)
@@ -77,8 +77,8 @@ def test_a_captured_product_follows_its_inputs_and_company_changes_no_bit() -> N
 
 @pytest.mark.skipif((4096, 4096) not in planned(), reason="needs a GPU with measured plans")
 @pytest.mark.parametrize("shape", planned(), ids=str)
-def test_parts_of_products_are_added_in_one_order(shape: tuple[int, int]) -> None:
-    """Again and again, in a graph, each after the other: the workspace is as it was each time."""
+def test_split_k_is_reduced_in_one_order(shape: tuple[int, int]) -> None:
+    """Repeatedly, in a graph: each launch leaves the workspace as it was."""
     backend.resolve(GPU)
     weight = torch.randn(shape, device=GPU).mul_(shape[1] ** -0.5).bfloat16()
     x = torch.randn(64, shape[1], device=GPU, dtype=torch.bfloat16)

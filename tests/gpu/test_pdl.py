@@ -1,4 +1,4 @@
-"""Kernels that start before the one in front of them is done, and products fused with it."""
+"""PDL, and GEMMs fused with the op before them."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -45,13 +45,13 @@ def planned(name: str) -> list[tuple[int, int]]:
 
 
 def fused(op: Op[..., Any], *args: Any) -> bool:
-    """Whether one kernel takes the call."""
+    """Whether one fused kernel runs the call."""
     supports = op.providers["triton"].supports
     return supports is not None and supports(*args)
 
 
 def separately(op: Op[..., Any], *args: Any) -> Any:
-    """The op as the others that it is composed of, each with its own kernel."""
+    """The op as separate calls, each with its own kernel."""
     order = op.order
     op.use([])
     try:
@@ -62,7 +62,7 @@ def separately(op: Op[..., Any], *args: Any) -> Any:
 
 @pytest.mark.parametrize("with_residual", [True, False])
 @pytest.mark.parametrize("shape", planned("NORM_LINEAR"), ids=str)
-def test_norm_and_product_are_the_separate_kernels(shape: tuple[int, int], with_residual: bool) -> None:
+def test_norm_and_gemm_match_the_separate_kernels(shape: tuple[int, int], with_residual: bool) -> None:
     x, residual = randn(1, shape[1]), randn(1, shape[1]) if with_residual else None
     args = x, residual, torch.rand(shape[1], device=GPU).to(BF16), 1e-6, weight(*shape)
     assert fused(atom_ops.add_norm_linear, *args)
@@ -73,7 +73,7 @@ def test_norm_and_product_are_the_separate_kernels(shape: tuple[int, int], with_
 
 
 @pytest.mark.parametrize("shape", planned("SILU_LINEAR"), ids=str)
-def test_activation_and_product_are_the_separate_kernels(shape: tuple[int, int]) -> None:
+def test_activation_and_gemm_match_the_separate_kernels(shape: tuple[int, int]) -> None:
     args = randn(1, 2 * shape[1]), weight(*shape)
     assert fused(atom_ops.silu_and_mul_linear, *args)
     found, wanted = atom_ops.silu_and_mul_linear(*args), separately(atom_ops.silu_and_mul_linear, *args)
@@ -81,7 +81,7 @@ def test_activation_and_product_are_the_separate_kernels(shape: tuple[int, int])
 
 
 def decode(rows: int, context: int, with_norms: bool, window: int = 0) -> tuple[Any, ...]:
-    """Arguments of `attend_projection`: 32 query heads, 8 key/value heads of 128; the last row is spare.
+    """Arguments of `attend_projection`: 32 query heads, 8 key/value heads of 128; the last row is padding.
 
     With a window come sinks.
     """
@@ -103,7 +103,7 @@ def decode(rows: int, context: int, with_norms: bool, window: int = 0) -> tuple[
 
 @pytest.mark.parametrize(("with_norms", "window"), [(True, 0), (False, 0), (False, 128), (True, 500)])
 @pytest.mark.parametrize(("rows", "context"), [(2, 8), (3, 1500), (8, 129), (64, 700), (128, 128)])
-def test_attention_of_a_projection_is_the_separate_kernels(
+def test_attention_of_a_projection_matches_the_separate_kernels(
     rows: int, context: int, with_norms: bool, window: int
 ) -> None:
     args = decode(rows, context, with_norms, window)
@@ -120,7 +120,7 @@ def test_attention_of_a_projection_is_the_separate_kernels(
 
 
 def chain(x: Tensor, weights: list[Tensor], scale: Tensor) -> Callable[[], Tensor]:
-    """Many short kernels, each of which reads what the one before has just written."""
+    """Many short kernels, each of which reads the previous one's output."""
 
     def run() -> Tensor:
         y, total = x, None

@@ -1,4 +1,4 @@
-"""SamplingKind tokens on a GPU at sizes of real models, beside the reference on the same device."""
+"""Sampling tokens on a GPU at sizes of real models, against the reference on the same device."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ LIMITS = {
 
 
 def batch(rows: int, limits: list[dict[str, float]]) -> SamplingBatch:
-    """The limits in turn."""
+    """Rows with each filter in turn."""
 
     def column(name: str, off: float, dtype: type) -> np.ndarray:
         return np.array([limits[row % len(limits)].get(name, off) for row in range(rows)], dtype)
@@ -67,7 +67,7 @@ def test_same_ids_as_the_reference(vocabulary: int, dtype: torch.dtype, spread: 
     positions = torch.arange(70, device=GPU)
     settings = batch(70, list(LIMITS.values()))
     found, wanted = kernel(logits, settings, positions), sample.reference(logits, settings, positions)
-    # A draw within the rounding of float32 sums of a boundary may go to either side.
+    # A sample within the rounding of float32 sums of a boundary may be either neighbour.
     assert (found != wanted).sum() <= 1
     for name, limits in LIMITS.items():
         alone = kernel(logits[:1], batch(1, [limits]), positions[:1])
@@ -78,7 +78,7 @@ def test_same_ids_as_the_reference(vocabulary: int, dtype: torch.dtype, spread: 
 @pytest.mark.parametrize("vocabulary", [1, 2, 255, 257, 4133])
 @pytest.mark.parametrize("rows", [1, 9])
 def test_small_vocabularies_inside_wider_rows(rows: int, vocabulary: int) -> None:
-    """What lies beside a row's logits is larger than they are."""
+    """The memory next to a row's logits holds larger values."""
     logits = torch.full((rows + 1, vocabulary + 7), 100.0, device=GPU)
     inside = logits[:rows, :vocabulary].normal_(0, 3)
     positions = torch.arange(rows, device=GPU)
@@ -88,8 +88,8 @@ def test_small_vocabularies_inside_wider_rows(rows: int, vocabulary: int) -> Non
         assert torch.equal(kernel(inside, settings, positions), wanted)
 
 
-def test_a_captured_draw_follows_its_inputs() -> None:
-    """Logits, positions and settings change between replays; who needs what is not told."""
+def test_a_captured_call_follows_its_inputs() -> None:
+    """Logits, positions and sampling parameters change between replays."""
     rows, limits = 9, list(LIMITS.values())
     logits = torch.randn(rows, 151936, device=GPU, dtype=torch.bfloat16)
     positions = torch.arange(rows, device=GPU)
@@ -97,7 +97,7 @@ def test_a_captured_draw_follows_its_inputs() -> None:
     kernel(logits, settings, positions)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        drawn = kernel(logits, settings, positions)
+        sampled = kernel(logits, settings, positions)
     for turn in range(1, 5):
         logits.normal_(0, 3)
         positions += 7
@@ -105,14 +105,14 @@ def test_a_captured_draw_follows_its_inputs() -> None:
         for column in ("temperature_R", "top_k_R", "top_p_R", "min_p_R", "seed_R", "sequence_R"):
             getattr(settings, column).copy_(getattr(others, column))
         graph.replay()
-        assert torch.equal(drawn, kernel(logits, others, positions))
+        assert torch.equal(sampled, kernel(logits, others, positions))
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize(
     "op", [sample, apply_logits_processors, record_sampled, token_logprobs], ids=lambda op: op.name
 )
-def test_nothing_waits_for_the_device(op: Op[..., Any]) -> None:
+def test_no_synchronisation(op: Op[..., Any]) -> None:
     for case in op.cases:
         given = case.make(torch.float32, torch.Generator().manual_seed(3))
         arguments = changed(given, lambda tensor: tensor.to(GPU))
@@ -127,8 +127,8 @@ def test_nothing_waits_for_the_device(op: Op[..., Any]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("vocabulary", [49152, 151936])
-def test_a_row_draws_the_same_in_any_company_and_every_time(vocabulary: int, dtype: torch.dtype) -> None:
-    """Logits as language models have them: few tokens far above a long tail."""
+def test_a_sample_does_not_depend_on_the_batch_and_repeats(vocabulary: int, dtype: torch.dtype) -> None:
+    """Logits as of language models: few tokens far above a long tail."""
     peaks = torch.rand(64, 40, device=GPU).mul_(12)
     logits = torch.randn(64, vocabulary, device=GPU).mul_(2.5)
     logits.scatter_add_(1, torch.randint(0, vocabulary, (64, 40), device=GPU), peaks)

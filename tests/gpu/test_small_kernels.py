@@ -1,4 +1,4 @@
-"""Norms, rotation, activation and KV writes on a GPU, at sizes of real models."""
+"""Norms, RoPE, activation and KV writes on a GPU, at sizes of real models."""
 
 from collections.abc import Callable, Iterator
 
@@ -33,7 +33,7 @@ def randn(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def projection(tokens: int, size: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, HeadNorms | None]:
-    """A fused projection, its rotation, and norms where the model has them."""
+    """A QKV projection, cosines and sines, and norms if the model has them."""
     heads, kv_heads, head_dim, with_norms = SIZES[size]
     qkv = randn(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     angles = torch.rand(tokens, 1, head_dim // 2, device=GPU) * 6.3
@@ -50,9 +50,7 @@ def cache_for(tokens: int, size: str, dtype: torch.dtype) -> KVLayer:
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("size", list(SIZES))
 @pytest.mark.parametrize("tokens", [1, 67, 1031])
-def test_a_prepared_projection_is_the_parts_one_after_another(
-    tokens: int, size: str, dtype: torch.dtype
-) -> None:
+def test_the_fused_op_matches_the_separate_ops(tokens: int, size: str, dtype: torch.dtype) -> None:
     qkv, cos, sin, norms = projection(tokens, size, dtype)
     slots = torch.randperm(tokens + 20, device=GPU)[:tokens]
     fused, parts = cache_for(tokens, size, dtype), cache_for(tokens, size, dtype)
@@ -99,7 +97,7 @@ def test_a_negative_slot_stores_nothing(real: int, reference: bool, cache_dtype:
 
 
 def test_kernels_in_a_graph_follow_their_inputs() -> None:
-    """Norms, rotation with KV writes, activation, embedding: captured once, replayed on other numbers."""
+    """Norms, rotation with KV writes, activation, embedding: captured once, replayed with other values."""
     tokens, size = 16, "qwen3-0.6b"
     qkv, cos, sin, norms = projection(tokens, size, torch.bfloat16)
     table, weight = randn(1000, qkv.shape[1], dtype=torch.bfloat16), randn(qkv.shape[1], dtype=torch.bfloat16)

@@ -43,7 +43,7 @@ def step_of(
     cache_dtype: torch.dtype | None = None,
     heads: int = 16,
 ) -> IndexStep:
-    """Scores are whole numbers, which every device adds alike: the choice is one."""
+    """Scores are integers, so every device selects the same tokens."""
     return IndexStep(
         query_lens, context_lens, 64, 128, cache_dtype, dtype, whole_numbers=True, device=GPU,
         heads=heads, widths=DEEPSEEK,
@@ -54,7 +54,7 @@ def step_of(
 @pytest.mark.parametrize(("query_lens", "context_lens"), STEPS.values(), ids=STEPS)
 def test_follows_the_definition(query_lens: list[int], context_lens: list[int], dtype: torch.dtype) -> None:
     step = step_of(query_lens, context_lens, dtype)
-    wanted = step.chosen(COUNT)
+    wanted = step.topk(COUNT)
     found = step.choose(COUNT)
     assert torch.equal(found.slots_TJ.cpu(), step.slots_of(wanted, COUNT))
     error = TOLERANCE[dtype]
@@ -65,61 +65,61 @@ def test_follows_the_definition(query_lens: list[int], context_lens: list[int], 
 @pytest.mark.parametrize("heads", [8, 128])
 def test_2048_of_many(heads: int) -> None:
     step = step_of([1, 3], [20000, 2100], BF16, heads=heads)
-    wanted = step.chosen(2048)
+    wanted = step.topk(2048)
     found = step.choose(2048)
     assert torch.equal(found.slots_TJ.cpu(), step.slots_of(wanted, 2048))
     attended = step.attend(found).double().cpu()
     torch.testing.assert_close(attended, step.attended(wanted), atol=3e-2, rtol=3e-2)
 
 
-def test_of_no_more_than_are_chosen_all_are_read() -> None:
+def test_short_contexts_are_read_whole() -> None:
     step = step_of([1, 200, 3], [512, 200, 40], BF16)
     torch.testing.assert_close(step.attend(step.choose(512)), step.run(), atol=3e-2, rtol=3e-2)
 
 
 def test_float8() -> None:
-    """Scores are rounded differently here and there, so nearly all of the choice is one."""
+    """Scores round differently on the two devices, so nearly all selected tokens are equal."""
     step = step_of([1, 20], [3000, 300], BF16, FP8)
-    wanted = [set(row) for row in step.slots_of(step.chosen(COUNT), COUNT).tolist()]
+    wanted = [set(row) for row in step.slots_of(step.topk(COUNT), COUNT).tolist()]
     found = [set(row) for row in step.choose(COUNT).slots_TJ.tolist()]
     shared = sum(len(one & two) for one, two in zip(wanted, found, strict=True))
     assert shared > 0.97 * COUNT * len(wanted)
 
 
-def test_captured_with_rows_to_spare() -> None:
+def test_captured_with_padding_rows() -> None:
     """Captured for longer contexts and more rows than there are."""
-    step, spare = step_of([1] * 6, [40, 3, 3000, 700, 65, 1], BF16), 2
-    plan = with_spare_tokens(step, spare)
-    index_q, weights, q = (torch.cat((x, x[:spare])) for x in (step.index_q, step.weights, step.q))
+    step, padding = step_of([1] * 6, [40, 3, 3000, 700, 65, 1], BF16), 2
+    plan = with_spare_tokens(step, padding)
+    index_q, weights, q = (torch.cat((x, x[:padding])) for x in (step.index_q, step.weights, step.q))
 
     def run() -> tuple[TopKIndices, torch.Tensor]:
-        chosen = atom_ops.index_topk(index_q, weights, step.index, plan, COUNT)
-        return chosen, atom_ops.sparse_latent_attention(q, step.cache, chosen, step.scale)
+        topk = atom_ops.index_topk(index_q, weights, step.index, plan, COUNT)
+        return topk, atom_ops.sparse_latent_attention(q, step.cache, topk, step.scale)
 
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        chosen, out = run()
-    chosen.slots_TJ.zero_()
+        topk, out = run()
+    topk.slots_TJ.zero_()
     graph.replay()
     torch.cuda.synchronize()
-    wanted = step.chosen(COUNT)
-    assert torch.equal(chosen.slots_TJ[:-spare].cpu(), step.slots_of(wanted, COUNT))
-    assert chosen.slots_TJ[-spare:].eq(-1).all() and chosen.counts_T[-spare:].eq(0).all()
-    attended = out[:-spare].double().cpu()
+    wanted = step.topk(COUNT)
+    assert torch.equal(topk.slots_TJ[:-padding].cpu(), step.slots_of(wanted, COUNT))
+    assert topk.slots_TJ[-padding:].eq(-1).all() and topk.counts_T[-padding:].eq(0).all()
+    attended = out[:-padding].double().cpu()
     torch.testing.assert_close(attended, step.attended(wanted), atol=3e-2, rtol=3e-2)
-    assert out[-spare:].eq(0).all()
+    assert out[-padding:].eq(0).all()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_bits_depend_on_no_other_row(dtype: torch.dtype) -> None:
+def test_a_row_does_not_depend_on_others(dtype: torch.dtype) -> None:
     lens = [3000, 40, 900, 5000]
     step = IndexStep([1] * 4, lens, 64, 128, None, dtype, device=GPU, heads=16, widths=DEEPSEEK)
     together = step.choose(COUNT, split_tokens=512)
     out = step.attend(together)
     for row in range(len(lens)):
         one = slice(row, row + 1)
-        chosen = TopKIndices(together.slots_TJ[one], together.counts_T[one], 512)
-        alone = atom_ops.sparse_latent_attention(step.q[one], step.cache, chosen, step.scale)
+        topk = TopKIndices(together.slots_TJ[one], together.counts_T[one], 512)
+        alone = atom_ops.sparse_latent_attention(step.q[one], step.cache, topk, step.scale)
         assert torch.equal(alone[0], out[row])

@@ -1,4 +1,4 @@
-"""Captured decode steps on a GPU: the same tokens as without graphs, and nothing that waits."""
+"""Captured decode steps on a GPU: the same tokens as without graphs, and no synchronisation."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -64,7 +64,7 @@ def test_graphs_change_no_token(checkpoint: Checkpoint, sampling: Sampling) -> N
     wanted = run(worker(checkpoint, "[]"), sampling)
     assert len({token for row in wanted for token in row}) > 20
     assert run(worker(checkpoint, "[9]"), sampling) == wanted
-    # Other sizes may take other plans of a product: in bfloat16 a near tie may fall otherwise.
+    # Other sizes may use other GEMM plans: in bfloat16 a near tie may change.
     found = run(worker(checkpoint, "[1,2,4,8]"), sampling)
     assert sum(a == b for a, b in zip(found, wanted, strict=True)) >= len(wanted) - 2
 
@@ -72,7 +72,7 @@ def test_graphs_change_no_token(checkpoint: Checkpoint, sampling: Sampling) -> N
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("sizes", ["[]", "[1,4,16]"])
 @pytest.mark.parametrize("sampling", [GREEDY, HOT, LIMITED], ids=["greedy", "hot", "limited"])
-def test_no_step_waits_for_the_device(checkpoint: Checkpoint, sizes: str, sampling: Sampling) -> None:
+def test_no_step_synchronises(checkpoint: Checkpoint, sizes: str, sampling: Sampling) -> None:
     made = worker(checkpoint, sizes)
     core = CoreSide(BLOCKS, BLOCK_SIZE)
     for row in range(3):
@@ -85,7 +85,7 @@ def test_no_step_waits_for_the_device(checkpoint: Checkpoint, sizes: str, sampli
         {0: 1, 2: 1},
     ]
     one_by_one = []
-    for counts in steps:  # compiles what they need
+    for counts in steps:  # compiles kernels
         one_by_one.append(made.execute(core.plan(counts)).token_ids())
         core.take(one_by_one[-1])
     core = CoreSide(BLOCKS, BLOCK_SIZE)

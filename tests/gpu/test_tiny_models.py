@@ -1,4 +1,4 @@
-"""Tiny models on a GPU: their logits beside transformers' on the CPU, in float32."""
+"""Tiny models on a GPU: their logits against transformers on the CPU, in float32."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tuning on a GPU that is taken for an unknown one: it ends, keeps what it found, and is right."""
+"""Tuning on a GPU treated as unknown: it ends, stores its plans, and results are right."""
 
 import dataclasses
 import time
@@ -17,7 +17,7 @@ from workers.worker import Worker
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 SHAPES = ((4096, 1024), (1024, 3072), (1000, 72))
-PHASE = "Tuning products"
+PHASE = "Tuning GEMM kernels"
 Heard = list[tuple[str, int, int]]
 
 pytestmark = [
@@ -45,16 +45,14 @@ def some_weights(dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def forget() -> None:
-    """As if the process had just started."""
+    """Reset the caches as in a new process."""
     from atom_ops.triton_impl import linear as kernels
 
     kernels.plans_on.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_products_agree_with_torch_and_the_next_start_measures_nothing(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_results_match_torch_and_the_next_start_measures_nothing(dtype: torch.dtype, tmp_path: Path) -> None:
     from atom_ops.triton_impl.linear import plans_on
 
     weights = some_weights(dtype)
@@ -83,7 +81,7 @@ def test_products_agree_with_torch_and_the_next_start_measures_nothing(
     assert (heard, dict(plans_on(GPU))) == ([], found)
 
 
-def test_a_plan_that_asks_for_too_much_of_the_gpu_is_left_out() -> None:
+def test_a_plan_that_needs_too_much_shared_memory_is_left_out() -> None:
     from atom_ops.triton_impl.bench import GPUBench
     from atom_ops.triton_impl.tuned import LinearPlan
 

@@ -99,6 +99,9 @@ class FakeCore:
         self._peers: set[bytes] = set()
         self._stop = threading.Event()
         self._death: str | None = None
+        self.frozen = threading.Event()
+        """While set, the core neither receives nor sends: as after SIGSTOP."""
+        self._dropped = ""
         self._step = 0
         self._thread = threading.Thread(target=self._run, name="fake-core")
 
@@ -111,8 +114,12 @@ class FakeCore:
         self._thread.join(DEADLINE_S)
         assert not self._thread.is_alive()
 
+    def drop_frontends(self, reason: str) -> None:
+        """Send CoreDead and stay, as a core does whose frontend did not read its tokens."""
+        self._dropped = reason
+
     def die(self, reason: str) -> None:
-        """Say CoreDead and end."""
+        """Send CoreDead and end."""
         self._death = reason
         self._stop.set()
 
@@ -129,9 +136,17 @@ class FakeCore:
             socket.bind(self.endpoint)
             decoder = Decoder[ToCore](ToCore)
             while not self._stop.is_set():
+                while self.frozen.is_set() and not self._stop.is_set():
+                    time.sleep(0.002)
                 while socket.poll(1):
                     peer, frame = socket.recv_multipart()
                     self._take(socket, peer, decoder.decode(frame))
+                if self._dropped:
+                    for peer in self._peers:
+                        socket.send_multipart([peer, encode(CoreDead(self._dropped))])
+                    self._dropped = ""
+                    self._peers.clear()
+                    self._running.clear()
                 self._advance(socket)
                 time.sleep(self.step_s)
             if self._death is not None:

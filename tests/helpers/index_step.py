@@ -1,4 +1,4 @@
-"""Random steps of sparse attention over latents, and what the definition says of them."""
+"""Random steps of sparse attention over latents, and their expected results."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from tests.helpers.latent_step import CPU, LatentStep
 
 
 class IndexStep(LatentStep):
-    """A step of latent attention, with an index key beside each row of the cache and NaN elsewhere."""
+    """A step of latent attention, with an index key for each cache row and NaN elsewhere."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class IndexStep(LatentStep):
         heads: int = 4,
         widths: tuple[int, int] = (32, 16),
     ) -> None:
-        """`whole_numbers`: few different scores, so many are equal. The rest: see `LatentStep`."""
+        """`whole_numbers`: few distinct scores, so many ties. Other arguments: see `LatentStep`."""
         super().__init__(
             query_lens, context_lens, heads, widths, dtype=dtype, cache_dtype=cache_dtype, device=device
         )
@@ -56,8 +56,8 @@ class IndexStep(LatentStep):
     def choose(self, count: int, split_tokens: int = 0) -> TopKIndices:
         return atom_ops.index_topk(self.index_q, self.weights, self.index, self.plan(split_tokens), count)
 
-    def chosen(self, count: int) -> list[list[int]]:
-        """Of each token the positions of what it should attend to."""
+    def topk(self, count: int) -> list[list[int]]:
+        """The expected top-k positions of each token."""
         found, first = [], 0
         for keys, queries in zip(self.keys, self.query_lens.tolist(), strict=True):
             for token in range(queries):
@@ -69,23 +69,23 @@ class IndexStep(LatentStep):
             first += queries
         return found
 
-    def slots_of(self, chosen: list[list[int]], count: int) -> Tensor:
-        """Where these tokens are, as `index_topk` says it."""
+    def slots_of(self, topk: list[list[int]], count: int) -> Tensor:
+        """The slots of these tokens, as `index_topk` returns them."""
         rows = self.slots.split(self.context_lens.tolist())
         owner = [row for row, queries in enumerate(self.query_lens.tolist()) for _ in range(queries)]
-        slots = torch.full((len(chosen), count), -1, dtype=torch.int32)
-        for token, positions in enumerate(chosen):
+        slots = torch.full((len(topk), count), -1, dtype=torch.int32)
+        for token, positions in enumerate(topk):
             slots[token, : len(positions)] = rows[owner[token]][positions].int()
         return slots
 
-    def attend(self, chosen: TopKIndices) -> Tensor:
-        return atom_ops.sparse_latent_attention(self.q, self.cache, chosen, self.scale)
+    def attend(self, topk: TopKIndices) -> Tensor:
+        return atom_ops.sparse_latent_attention(self.q, self.cache, topk, self.scale)
 
-    def attended(self, chosen: list[list[int]]) -> Tensor:
-        """Token by token: every weight from all of a row of the cache, every value from its beginning."""
+    def attended(self, topk: list[list[int]]) -> Tensor:
+        """Token by token: weights from whole cache rows, values from their first features."""
         owner = [row for row, queries in enumerate(self.query_lens.tolist()) for _ in range(queries)]
         out = []
-        for token, positions in enumerate(chosen):
+        for token, positions in enumerate(topk):
             rows = self.rows[owner[token]][positions]
             weights = (self.q[token].double().cpu() @ rows.T * self.scale).softmax(-1)
             out.append(weights @ rows[:, : self.latent])
@@ -93,7 +93,7 @@ class IndexStep(LatentStep):
 
 
 def with_spare_tokens(step: IndexStep, spare: int) -> atom_ops.AttentionPlan:
-    """The step's plan as a captured graph has it: rows without tokens or context, tokens of no row."""
+    """The step's plan as in a captured graph, with padding rows and padding tokens."""
     plan = step.plan()
     rows = torch.zeros(2, dtype=torch.int32, device=step.device)
     table = plan.block_table_RW.new_full((2, plan.block_table_RW.shape[1]), 10**6)

@@ -1,4 +1,4 @@
-"""Random steps of latent attention, and what the definition says of them."""
+"""Random steps of latent attention, and their expected results."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 class LatentStep:
-    """Rows with contexts of any length, all of them written to the cache by `write_latent`.
+    """Rows with contexts of any length, written to the cache by `write_latent`.
 
     What no query sees is poisoned: table entries behind a context, and memory that no row owns.
     """
@@ -76,7 +76,7 @@ class LatentStep:
         return atom_ops.latent_attention(self.q, self.cache, self.plan(split_tokens), self.scale)
 
     def expected(self) -> Tensor:
-        """Row by row: every weight from all of a row of the cache, every value from its beginning."""
+        """Row by row: weights from whole cache rows, values from their first features."""
         out, first = [], 0
         for rows, count in zip(self.rows, self.query_lens.tolist(), strict=True):
             q = self.q[first : first + count].double().cpu()

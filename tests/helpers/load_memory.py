@@ -1,22 +1,26 @@
-"""How much memory loading takes beside the weights.
+"""The memory that loading needs beside the weights.
 
-    python -m tests.helpers.load_memory {dense,experts,packed} DIRECTORY MEGABYTES_PER_FILE LAYERS
+    python -m tests.helpers.load_memory {dense,experts,mxfp4} DIRECTORY MEGABYTES_PER_FILE LAYERS
 
-writes a random checkpoint of that kind and loads it in a process of its own, with and without
-mapping its files, and prints the figures of both.
+writes a random checkpoint of that kind, loads it in a new process with and without mapping its
+files, and prints the resident bytes.
 """
 
 import json
 import os
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from atom_ops import ClampedSwiglu, RoutingRule, backend
 from parallel.communicator import Communicator
@@ -30,9 +34,9 @@ from workers.weights.loader import load_weights, weight_bytes
 from workers.weights.plan import load_targets
 
 MB = 1 << 20
-HIDDEN, FEATURES = 1024, 768
+VOCAB, HIDDEN, FEATURES = 8192, 1024, 768
 _DENSE = {
-    "vocab_size": 16384,
+    "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
     "intermediate_size": 4096,
     "num_attention_heads": 16,
@@ -41,22 +45,22 @@ _DENSE = {
 }
 _KINDS = {
     "experts": MoEArgs(HIDDEN, 16, FEATURES, RoutingRule(2, "softmax")),
-    "packed": MoEArgs(
+    "mxfp4": MoEArgs(
         HIDDEN, 16, FEATURES, RoutingRule(2, "softmax_of_chosen"),
         activation=ClampedSwiglu(7.0, 1.702), layout=InterleavedMXFP4(),
     ),
 }  # fmt: skip
 
 
-class Mixtures(CausalLM):
-    """Nothing but mixtures of experts."""
+class ExpertLayers(CausalLM):
+    """A model of MoE layers alone."""
 
     packed_modules_mapping: ClassVar = {}
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext):
         super().__init__(config, build)
-        made = (MoE(_KINDS[config["kind"]], build) for _ in range(config["num_hidden_layers"]))
-        self.layers = nn.ModuleList(made)
+        layers = (MoE(_KINDS[config["kind"]], build) for _ in range(config["num_hidden_layers"]))
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, *args: Any) -> torch.Tensor:
         raise NotImplementedError
@@ -65,16 +69,16 @@ class Mixtures(CausalLM):
         raise NotImplementedError
 
 
-def build(kind: str, layers: int, device: str) -> CausalLM:
-    """A model of bfloat16, its weights uninitialised."""
+def build(kind: str, layers: int, device: str, dtype: torch.dtype = torch.bfloat16) -> CausalLM:
+    """A model with uninitialised weights."""
     place = torch.device(device)
-    context = BuildContext(torch.bfloat16, place, Communicator(TPGroup(0, 1, place)), 128)
+    context = BuildContext(dtype, place, Communicator(TPGroup(0, 1, place)), 128)
     config = {"kind": kind, "num_hidden_layers": layers}
-    return LlamaForCausalLM(_DENSE | config, context) if kind == "dense" else Mixtures(config, context)
+    return LlamaForCausalLM(_DENSE | config, context) if kind == "dense" else ExpertLayers(config, context)
 
 
 def write(kind: str, layers: int, directory: Path, shard_bytes: int) -> None:
-    """Random tensors of every name that the model wants, in files of at most so many bytes or one tensor."""
+    """Write a random bfloat16 checkpoint, in files of at most `shard_bytes` or of one tensor."""
     shapes = {
         tensor.name: tensor.shape
         for target in load_targets(build(kind, layers, "meta"))
@@ -105,8 +109,40 @@ def _close(directory: Path, files: int, shard: dict[str, torch.Tensor], weight_m
     return files + 1
 
 
+@dataclass(frozen=True)
+class Allocated:
+    """Bytes allocated while a model was built and loaded."""
+
+    weights: int
+    """Allocated by torch at the end, which is all that the model holds."""
+    peak: int
+    """The most that torch had allocated or mapped at any time."""
+    python_peak: int
+    """The most that Python objects and numpy arrays held at any time."""
+
+
+def allocated(kind: str, layers: int, directory: Path, dtype: torch.dtype) -> Allocated:
+    """Build and load the model, counting each allocation of torch's CPU allocator."""
+    backend.resolve(torch.device("cpu"))
+    tracemalloc.start()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+            model = build(kind, layers, "cpu", dtype)
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            load_weights(model, directory, lambda done, total: None)
+            python_peak = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+    assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
+    changes = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = list(accumulate(event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())))
+    assert live[-1] >= weight_bytes(model)
+    return Allocated(live[-1], max(live), python_peak)
+
+
 def measured(kind: str, layers: int, directory: Path, mapped: bool) -> dict[str, int]:
-    """`load` in a process of its own."""
+    """The result of `resident`, from a new process."""
     command = [sys.executable, "-m", "tests.helpers.load_memory", "load", kind, str(layers), str(directory)]
     environment = os.environ | {"ATOM_DISABLE_MMAP": str(int(not mapped))}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -116,25 +152,25 @@ def measured(kind: str, layers: int, directory: Path, mapped: bool) -> dict[str,
     return found
 
 
-def load(kind: str, layers: int, directory: Path) -> dict[str, int]:
-    """Bytes of the weights, and the most that were resident beside them: mapped pages, and all others."""
+def resident(kind: str, layers: int, directory: Path) -> dict[str, int]:
+    """Bytes of the weights, and the peak of resident bytes beside them: with and without mapped pages."""
     torch.set_num_threads(1)
     backend.resolve(torch.device("cpu"))
-    (Path("/proc/self/clear_refs")).write_text("5")  # the peak starts anew
+    (Path("/proc/self/clear_refs")).write_text("5")  # resets the peak
     before, own = _status("VmRSS"), _status("RssAnon")
     model = build(kind, layers, "cpu")
-    most_own = 0
+    peak_own = 0
 
     def progress(done: int, total: int) -> None:
-        nonlocal most_own
-        most_own = max(most_own, _status("RssAnon"))
+        nonlocal peak_own
+        peak_own = max(peak_own, _status("RssAnon"))
 
     load_weights(model, directory, progress)
     weights = weight_bytes(model)
     return {
         "weights": weights,
         "beside": _status("VmHWM") - before - weights,
-        "beside_in_own_pages": most_own - own - weights,
+        "beside_unmapped": peak_own - own - weights,
     }
 
 
@@ -148,7 +184,7 @@ def _status(field: str) -> int:
 def main() -> None:
     if sys.argv[1] == "load":
         kind, layers, directory = sys.argv[2:5]
-        print(json.dumps(load(kind, int(layers), Path(directory))))
+        print(json.dumps(resident(kind, int(layers), Path(directory))))
         return
     kind, path, megabytes, count = sys.argv[1:5]
     Path(path).mkdir(parents=True)

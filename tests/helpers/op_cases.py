@@ -20,7 +20,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def table(device: torch.device) -> Iterator[Any]:
-    """Op, provider, dtype and case, wherever the provider runs on `device`."""
+    """Op, provider, dtype and case, for every provider that runs on `device`."""
     if triton_impl.runs_on(device):
         triton_impl.load()
     for op in REGISTRY.values():
@@ -29,7 +29,7 @@ def table(device: torch.device) -> Iterator[Any]:
                 continue
             for dtype in DTYPES:
                 if provider.name == REFERENCE and (device, dtype) == (CPU, torch.float32):
-                    continue  # what everything else is measured by
+                    continue  # the reference of the others
                 for case in op.cases:
                     if _interpreted(provider, device) and not _interpretable(op, dtype, case):
                         continue
@@ -38,7 +38,7 @@ def table(device: torch.device) -> Iterator[Any]:
 
 
 def check(op: Op[..., Any], provider: Provider, dtype: torch.dtype, case: Case, device: torch.device) -> None:
-    """Results, and arguments that the op writes to, beside the reference's in float32 on the CPU."""
+    """Compare results and changed arguments with the reference in float32 on the CPU."""
     given = changed(_arguments(case, dtype), lambda tensor: tensor.to(device))
     mine = provider.prepare(*given) if provider.prepare else given
     if provider.supports and not provider.supports(*mine):
@@ -84,7 +84,7 @@ def _arguments(case: Case, dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 def _wider(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers with more digits; a float8 cache stays what it is."""
+    """The value in float32; a float8 cache is not changed."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 

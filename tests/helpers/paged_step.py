@@ -1,4 +1,4 @@
-"""Random steps of paged attention, and what the definition says of them."""
+"""Random steps of paged attention, and their expected results."""
 
 import numpy as np
 import torch
@@ -49,8 +49,8 @@ class Step:
         self.context_lens = np.array(context_lens, np.int32)
         needed = [-(-length // block_size) for length in context_lens]
         blocks = torch.randperm(sum(needed) + 5, generator=generator).numpy()
-        # What no query sees must not matter, behind a row's context and before its window: neither
-        # table entries nor memory.
+        # Poison what no query sees, after a row's context and before its window: block table
+        # entries and memory.
         self.table = np.full((len(needed), max(needed) + 2), 10**6, np.int32)
         self.cache = atom_ops.make_kv_layer(sum(needed) + 5, block_size, kv_heads, width, cache_dtype, CPU)
         if cache_dtype != FP8:
@@ -100,7 +100,7 @@ class Step:
         return torch.cat(out)
 
     def _softmax(self, scores_HQC: Tensor) -> Tensor:
-        """Sinks stand beside a row's scores, and are dropped again."""
+        """Sinks are appended to a row's scores, and dropped after the softmax."""
         if self.rule.sinks_H is None:
             return scores_HQC.softmax(-1)
         sinks_HQ1 = self.rule.sinks_H.double().cpu()[:, None, None].expand(*scores_HQC.shape[:2], 1)

@@ -7,7 +7,6 @@ them these tests are skipped.
 import json
 import random
 import sys
-from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,12 +59,10 @@ class Both:
 
     def stream(self, ids: list[int], skip_special: bool) -> str:
         """The pieces that a client gets, joined."""
-        record = array("i")
-        detokenizer = Detokenizer(self.tokenizer, record, skip_special)
+        detokenizer = Detokenizer(self.tokenizer, skip_special)
         pieces = []
         for token_id in ids:
-            record.append(token_id)
-            pieces.append(detokenizer.feed())
+            pieces.append(detokenizer.feed(token_id))
         return "".join([*pieces, detokenizer.finish()])
 
     def decode(self, ids: list[int], skip_special: bool) -> str:
@@ -171,11 +168,10 @@ def test_a_reply_of_gpt_oss_is_sorted_by_its_channels(both: Both) -> None:
         "<|channel|>analysis<|message|>2 + 2 is easy.<|end|>"
         "<|start|>assistant<|channel|>final<|message|>It is 4. 你好 🦊<|return|>"
     )
-    channels, record = harmony.channels(), array("i")
-    detokenizer = Detokenizer(both.tokenizer, record)
+    channels = harmony.channels()
+    detokenizer = Detokenizer(both.tokenizer)
     content = reasoning = ""
     for token_id in both.tokenizer.encode(reply, add_special_tokens=False):
-        record.append(token_id)
-        text, thought = channels.split(token_id, detokenizer.feed())
+        text, thought = channels.split(token_id, detokenizer.feed(token_id))
         content, reasoning = content + text, reasoning + thought
     assert (content, reasoning) == ("It is 4. 你好 🦊", "2 + 2 is easy.")

@@ -92,11 +92,8 @@ class WeightedLayer(nn.Module):
         self.register_buffer(name, buffer)
         self.shards[name] = tuple(shards)
 
-    def shard_views(self, name: str) -> list[torch.Tensor]:
-        """The rows of buffer `name` that each of its shards fills."""
-        rows = [shard.kept_shape[0] for shard in self.shards[name]]
-        buffer: torch.Tensor = self.get_buffer(name)
-        return list(buffer.split(rows))
-
     def process_weights_after_loading(self) -> None:
-        """Convert the weights to the layout that `forward` needs; called once all of them are loaded."""
+        """Convert the weights to the layout that `forward` needs.
+
+        Called once, as soon as all weights of this layer are loaded; those of other layers may not be.
+        """

@@ -4,8 +4,10 @@ Loading is strict: a tensor that is missing, unused or of another shape raises `
 name, so that a wrong model never starts.
 """
 
+import ctypes
 import math
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatch
@@ -14,7 +16,7 @@ from pathlib import Path
 import torch
 
 from workers.layers.causal_lm import CausalLM
-from workers.layers.weighted import CheckpointTensor
+from workers.layers.weighted import CheckpointTensor, WeightedLayer
 from workers.weights.files import TensorFile, open_file, tensors_by_file
 from workers.weights.plan import LoadTarget, load_targets, weighted_layers
 
@@ -25,6 +27,7 @@ _MAX_LISTED_NAMES = 5
 _LM_HEAD = "lm_head.weight"
 # Scale of what a random layer adds to the residual stream: a hundred layers add as much as one embedding.
 _RESIDUAL_SCALE = 0.1
+_TRIM_BYTES = 64 << 20
 
 
 class WeightError(ValueError):
@@ -34,20 +37,21 @@ class WeightError(ValueError):
 def load_weights(model: CausalLM, directory: str | Path, progress: Progress) -> None:
     """Load this rank's shard of every tensor, cast to the compute dtype. Raises `WeightError`.
 
-    Memory needed beside the weights: one tensor, and the mapped pages of one file.
+    Memory needed beside the weights: one tensor of the checkpoint, one layer where
+    `process_weights_after_loading` copies it, up to `_TRIM_BYTES` that the allocator has not returned
+    yet, and the mapped pages of one file.
     """
     targets = list(load_targets(model))
     file_of = {name: path for path, names in tensors_by_file(Path(directory)).items() for name in names}
     _check_names(model, {tensor.name for target in targets for tensor in target.tensors}, file_of)
-    done = 0
+    loading = _Loading(model, targets, progress)
     for paths, group in _by_files(targets, file_of).items():
         with ExitStack() as stack:
             files = {path: stack.enter_context(open_file(path)) for path in paths}
             for target in group:
                 _load(target, [files[file_of[tensor.name]] for tensor in target.tensors])
-                done += 1
-                progress(done, len(targets))
-    _process_weights(model)
+                loading.loaded(target)
+    loading.finish()
 
 
 def load_dummy(model: CausalLM, progress: Progress) -> None:
@@ -60,10 +64,11 @@ def load_dummy(model: CausalLM, progress: Progress) -> None:
     """
     targets = list(load_targets(model))
     has_lm_head = any(target.name == _LM_HEAD for target in targets)
-    for done, target in enumerate(targets, start=1):
+    loading = _Loading(model, targets, progress)
+    for target in targets:
         _fill_randomly(target, has_lm_head)
-        progress(done, len(targets))
-    _process_weights(model)
+        loading.loaded(target)
+    loading.finish()
 
 
 def _fill_randomly(target: LoadTarget, has_lm_head: bool) -> None:
@@ -137,6 +142,43 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_MAX_LISTED_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
-def _process_weights(model: CausalLM) -> None:
-    for _, layer in weighted_layers(model):
+class _Loading:
+    """Processes each layer's weights as soon as they are loaded, so that only one layer is held twice."""
+
+    def __init__(self, model: CausalLM, targets: list[LoadTarget], progress: Progress):
+        self._model = model
+        self._progress = progress
+        self._total = len(targets)
+        self._done = 0
+        self._remaining = Counter(target.layer for target in targets)
+        self._untrimmed_bytes = 0
+
+    def loaded(self, target: LoadTarget) -> None:
+        """Called after each target."""
+        self._remaining[target.layer] -= 1
+        if not self._remaining[target.layer]:
+            self._process(target.layer)
+        self._done += 1
+        self._progress(self._done, self._total)
+
+    def finish(self) -> None:
+        """Process the layers that load nothing: an LM head tied to the embedding."""
+        for _, layer in weighted_layers(self._model):
+            if layer not in self._remaining:
+                self._process(layer)
+        _return_freed_memory()
+
+    def _process(self, layer: WeightedLayer) -> None:
+        on_cpu = (weight.nbytes for weight in layer.buffers(recurse=False) if weight.device.type == "cpu")
+        self._untrimmed_bytes += sum(on_cpu)
         layer.process_weights_after_loading()
+        if self._untrimmed_bytes >= _TRIM_BYTES:
+            _return_freed_memory()
+            self._untrimmed_bytes = 0
+
+
+def _return_freed_memory() -> None:
+    """Have glibc return freed memory to the system; otherwise it keeps a fifth of the replaced weights."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

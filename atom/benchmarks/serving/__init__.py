@@ -1,1 +1,1 @@
-"""The parts of the serving benchmark: `python -m atom.benchmarks.benchmark_serving` puts them together."""
+"""The modules of `python -m atom.benchmarks.benchmark_serving`."""

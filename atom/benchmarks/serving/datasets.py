@@ -1,12 +1,12 @@
-"""The requests of a run: prompts and how many tokens each asks for.
+"""The requests of a run: prompts and output lengths.
 
     random      random tokens of a given length
     sharegpt    the first two turns of conversations, from the ShareGPT JSON file
     burstgpt    lengths from the BurstGPT CSV file, random tokens
-    sonnet      lines of a poem behind a common beginning, from a text file
+    sonnet      lines of a poem behind a common prefix, from a text file
     hf          first turns of a dataset of conversations, on the hub or in a local file
 
-Everything is drawn from generators of its own, seeded by --seed: same flags, same requests.
+All random numbers come from generators seeded by --seed: the same flags give the same requests.
 """
 
 import argparse
@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 
 from atom.benchmarks.serving.errors import BenchmarkError
-from atom.benchmarks.serving.prompts import Ids, exact_texts, random_ids, steady_tokens
+from atom.benchmarks.serving.prompts import Ids, exact_texts, random_ids, stable_tokens
 from atom.benchmarks.serving.tokenizer import PromptTokenizer
 
 __all__ = ["DATASETS", "SampleRequest", "TextSource", "load_requests"]
 
-_LEAST_TURN, _LONGEST_PROMPT, _LONGEST_WHOLE = 4, 1024, 2048
+_MIN_TURN, _MAX_PROMPT, _MAX_TOTAL = 4, 1024, 2048
 _BURST_MODEL = "GPT-4"
 _POEM_INTRODUCTION = "Write a poem in the manner of these lines, and take up as many of them as you can:\n"
 
@@ -43,66 +43,68 @@ class SampleRequest:
 
 @dataclass(frozen=True)
 class TextSource:
-    """What prompts are made with: a tokenizer, or for a model without one the size of its vocabulary."""
+    """A tokenizer to make prompts with, or None for random ids below `vocab_size`."""
 
     tokenizer: PromptTokenizer | None
     vocab_size: int
 
     def needed_tokenizer(self, dataset: str) -> PromptTokenizer:
-        """Raises BenchmarkError where there is none."""
+        """The tokenizer. Raises BenchmarkError if there is none."""
         if self.tokenizer is None:
             raise BenchmarkError(
-                f"--dataset-name {dataset} is text: give a --tokenizer, or use --dataset-name random"
+                f"--dataset-name {dataset} has text: set --tokenizer, or use --dataset-name random"
             )
         return self.tokenizer
 
 
 def load_requests(args: argparse.Namespace, source: TextSource) -> list[SampleRequest]:
-    """--num-prompts requests of --dataset-name, or as many as there are. Raises BenchmarkError."""
+    """At most --num-prompts requests of --dataset-name. Raises BenchmarkError."""
     if args.num_prompts < 1:
-        raise BenchmarkError(f"--num-prompts {args.num_prompts}: at least 1")
+        raise BenchmarkError(f"--num-prompts {args.num_prompts}: it must be at least 1")
     requests = DATASETS[args.dataset_name](args, source)
     if not requests:
-        raise BenchmarkError(f"{args.dataset_path} has no request that fits: use another --dataset-path")
+        raise BenchmarkError(
+            f"{args.dataset_path} has no request within the limits: use another --dataset-path"
+        )
     if len(requests) < args.num_prompts:
-        print(f"Only {len(requests)} of {args.num_prompts} prompts: {args.dataset_path} has no more that fit")
+        print(f"Only {len(requests)} of {args.num_prompts} prompts: {args.dataset_path} has no more")
     return requests
 
 
 def _random(args: argparse.Namespace, source: TextSource) -> list[SampleRequest]:
-    """Lengths between ratio * length and length, both taken; the prefix comes on top."""
-    draw = np.random.default_rng(args.seed)
+    """Lengths from ratio * length to length, inclusive, plus the prefix."""
+    rng = np.random.default_rng(args.seed)
     ratio, count = args.random_range_ratio, args.num_prompts
-    inputs = _lengths(draw, args.random_input_len, ratio, count)
-    outputs = _lengths(draw, args.random_output_len, ratio, count)
+    inputs = _lengths(rng, args.random_input_len, ratio, count)
+    outputs = _lengths(rng, args.random_output_len, ratio, count)
     wrap = None
     if args.use_chat_template:
         wrap = source.needed_tokenizer("random with --use-chat-template").as_chat
-    return _random_requests(source, draw, inputs, outputs, args.random_prefix_len, wrap)
+    return _random_requests(source, rng, inputs, outputs, args.random_prefix_len, wrap)
 
 
-def _lengths(draw: np.random.Generator, length: int, ratio: float, count: int) -> list[int]:
-    lengths: list[int] = draw.integers(max(1, int(length * ratio)), length, count, endpoint=True).tolist()
+def _lengths(rng: np.random.Generator, length: int, ratio: float, count: int) -> list[int]:
+    lengths: list[int] = rng.integers(max(1, int(length * ratio)), length, count, endpoint=True).tolist()
     return lengths
 
 
 def _random_requests(
     source: TextSource,
-    draw: np.random.Generator,
+    rng: np.random.Generator,
     inputs: list[int],
     outputs: list[int],
     prefix_len: int = 0,
     wrap: Callable[[str], str] | None = None,
 ) -> list[SampleRequest]:
     if source.tokenizer is None:
-        ids = random_ids(draw, np.arange(source.vocab_size), inputs, prefix_len)
+        ids = random_ids(rng, np.arange(source.vocab_size), inputs, prefix_len)
         return [SampleRequest(one, len(one), output) for one, output in zip(ids, outputs, strict=True)]
-    tokens = steady_tokens(source.tokenizer, draw)
-    ids = random_ids(draw, tokens, inputs, prefix_len)
-    texts, lengths = exact_texts(source.tokenizer, ids, tokens, draw, wrap or str)
+    tokens = stable_tokens(source.tokenizer, rng)
+    ids = random_ids(rng, tokens, inputs, prefix_len)
+    texts, lengths = exact_texts(source.tokenizer, ids, tokens, rng, wrap or str)
     missed = sum(len(one) != length for one, length in zip(ids, lengths, strict=True))
     if missed:
-        print(f"{missed} of {len(ids)} prompts could not be made as long as asked: their true lengths count")
+        print(f"{missed} of {len(ids)} prompts have another length than requested: their true lengths count")
     return [SampleRequest(*row) for row in zip(texts, lengths, outputs, strict=True)]
 
 
@@ -111,7 +113,7 @@ def _sharegpt(args: argparse.Namespace, source: TextSource) -> list[SampleReques
     turns = [_two_turns(conversation) for conversation in conversations]
     pairs = [pair for pair in turns if pair is not None]
     random.Random(args.seed).shuffle(pairs)
-    return _fitting(args, source.needed_tokenizer("sharegpt"), pairs, args.sharegpt_output_len)
+    return _within_limits(args, source.needed_tokenizer("sharegpt"), pairs, args.sharegpt_output_len)
 
 
 def _two_turns(conversation: Any) -> tuple[str, str] | None:
@@ -120,13 +122,13 @@ def _two_turns(conversation: Any) -> tuple[str, str] | None:
     return (texts[0], texts[1]) if len(texts) == 2 and all(isinstance(text, str) for text in texts) else None
 
 
-def _fitting(
+def _within_limits(
     args: argparse.Namespace,
     tokenizer: PromptTokenizer,
     pairs: list[tuple[str, str]],
     output_len: int | None,
 ) -> list[SampleRequest]:
-    """The first pairs that are neither too short nor too long; the answer's length is asked for."""
+    """The first pairs within the limits; the output length is that of the recorded answer."""
     chosen: list[SampleRequest] = []
     for start in range(0, len(pairs), args.num_prompts):
         part = pairs[start : start + args.num_prompts]
@@ -134,8 +136,8 @@ def _fitting(
         answers = tokenizer.encode_all([answer for _, answer in part]) if output_len is None else prompts
         for (text, _), prompt, answer in zip(part, prompts, answers, strict=True):
             wanted = len(answer) if output_len is None else output_len
-            too_short = len(prompt) < _LEAST_TURN or (output_len is None and wanted < _LEAST_TURN)
-            too_long = len(prompt) > _LONGEST_PROMPT or len(prompt) + wanted > _LONGEST_WHOLE
+            too_short = len(prompt) < _MIN_TURN or (output_len is None and wanted < _MIN_TURN)
+            too_long = len(prompt) > _MAX_PROMPT or len(prompt) + wanted > _MAX_TOTAL
             if not too_short and not too_long:
                 chosen.append(SampleRequest(text, len(prompt), wanted))
         if len(chosen) >= args.num_prompts:
@@ -144,7 +146,7 @@ def _fitting(
 
 
 def _burstgpt(args: argparse.Namespace, source: TextSource) -> list[SampleRequest]:
-    """Requests to GPT-4 that were answered; drawn again where there are too few of them."""
+    """Answered requests to GPT-4, sampled with replacement only if there are too few."""
     path = _path(args)
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -154,19 +156,19 @@ def _burstgpt(args: argparse.Namespace, source: TextSource) -> list[SampleReques
                 if row["Model"] == _BURST_MODEL
             ]
     except (OSError, KeyError, ValueError, TypeError) as error:
-        raise BenchmarkError(f"{path} is no BurstGPT file: {error!r}") from None
+        raise BenchmarkError(f"{path} is not a BurstGPT file: {error!r}") from None
     answered = [(asked, given) for asked, given in rows if asked > 0 and given > 0]
     if not answered:
         return []
-    draw = np.random.default_rng(args.seed)
+    rng = np.random.default_rng(args.seed)
     again = len(answered) < args.num_prompts
-    picked = draw.choice(len(answered), args.num_prompts, replace=again).tolist()
+    picked = rng.choice(len(answered), args.num_prompts, replace=again).tolist()
     inputs, outputs = zip(*(answered[i] for i in picked), strict=True)
-    return _random_requests(source, draw, list(inputs), list(outputs))
+    return _random_requests(source, rng, list(inputs), list(outputs))
 
 
 def _sonnet(args: argparse.Namespace, source: TextSource) -> list[SampleRequest]:
-    """As many lines as fit into --sonnet-input-len, the first of them the same in every prompt."""
+    """Lines up to --sonnet-input-len; the first --sonnet-prefix-len tokens are common to all prompts."""
     tokenizer = source.needed_tokenizer("sonnet")
     lines = _read_text(args).splitlines(keepends=True)
     if not lines:
@@ -178,21 +180,21 @@ def _sonnet(args: argparse.Namespace, source: TextSource) -> list[SampleRequest]
     total = round((args.sonnet_input_len - frame_len) / line_len)
     if common < 0 or total <= common:
         raise BenchmarkError(
-            f"a sonnet prompt needs a --sonnet-prefix-len over {frame_len} tokens, which are its frame, "
-            "and a larger --sonnet-input-len"
+            f"--sonnet-prefix-len must be over {frame_len} tokens, the instruction and the template, and "
+            "--sonnet-input-len larger still"
         )
-    draw = random.Random(args.seed)
-    beginning = [*draw.choices(lines, k=common)]
+    rng = random.Random(args.seed)
+    prefix = rng.choices(lines, k=common)
     requests: list[SampleRequest] = []
     while len(requests) < args.num_prompts:
-        body = "".join([_POEM_INTRODUCTION, *beginning, *draw.choices(lines, k=total - common)])
+        body = "".join([_POEM_INTRODUCTION, *prefix, *rng.choices(lines, k=total - common)])
         text = wrap(body)
         requests.append(SampleRequest(text, len(tokenizer.encode(text)), args.sonnet_output_len))
     return requests
 
 
 def _hf(args: argparse.Namespace, source: TextSource) -> list[SampleRequest]:
-    """The first user turn, with its picture if it has one."""
+    """The first user turn of each row, with its image if it has one."""
     tokenizer = source.needed_tokenizer("hf")
     rows = _rows(args)
     requests: list[SampleRequest] = []
@@ -204,14 +206,14 @@ def _hf(args: argparse.Namespace, source: TextSource) -> list[SampleRequest]:
             continue
         prompt, answer = (len(ids) for ids in tokenizer.encode_all(list(pair)))
         wanted = answer if args.hf_output_len is None else args.hf_output_len
-        picture = _picture(row, args.backend)
-        if wanted and prompt and (picture or prompt + wanted <= _LONGEST_WHOLE):
-            requests.append(SampleRequest(pair[0], prompt, wanted, picture))
+        image = _image(row, args.backend)
+        if wanted and prompt and (image or prompt + wanted <= _MAX_TOTAL):
+            requests.append(SampleRequest(pair[0], prompt, wanted, image))
     return requests
 
 
 def _rows(args: argparse.Namespace) -> Iterable[Any]:
-    """Rows in an order drawn by the seed; of a hub's dataset they are streamed."""
+    """The rows, shuffled by the seed; a dataset on the hub is streamed."""
     if not args.dataset_path:
         raise BenchmarkError("--dataset-name hf needs --dataset-path: a dataset on the hub, or a file")
     if Path(args.dataset_path).suffix in (".json", ".jsonl"):
@@ -222,26 +224,26 @@ def _rows(args: argparse.Namespace) -> Iterable[Any]:
         from datasets import load_dataset
     except ModuleNotFoundError:
         raise BenchmarkError(
-            f"{args.dataset_path} is no .json or .jsonl file: to look on the hub, pip install datasets"
+            f"{args.dataset_path} is not a .json or .jsonl file; for the hub, pip install datasets"
         ) from None
     try:
         dataset = load_dataset(
             args.dataset_path, name=args.hf_subset, split=args.hf_split or "train", streaming=True
         )
-    except Exception as error:  # of whatever library reads this dataset
+    except Exception as error:  # from the library that reads the dataset
         raise BenchmarkError(f"--dataset-path {args.dataset_path}: {error}") from error
     shuffled: Iterable[Any] = dataset.shuffle(seed=args.seed)
     return shuffled
 
 
-def _picture(row: Any, backend: str) -> dict[str, Any] | None:
+def _image(row: Any, backend: str) -> dict[str, Any] | None:
     """A row's image as a content part of a chat message."""
     image = row.get("image")
     if image is None:
         return None
     if backend != "openai-chat":
         raise BenchmarkError(
-            f"this dataset has pictures, which --backend {backend} takes none of: use openai-chat"
+            f"this dataset has images, which --backend {backend} does not take: use openai-chat"
         )
     if isinstance(image, str):
         return {"type": "image_url", "image_url": {"url": image}}
@@ -249,7 +251,7 @@ def _picture(row: Any, backend: str) -> dict[str, Any] | None:
 
 
 def _data_url(image: Any) -> str:
-    """A picture of the Pillow library, as JPEG inside a URL."""
+    """A Pillow image as a JPEG data URL."""
     import base64
     import io
 
@@ -273,7 +275,7 @@ def _read_text(args: argparse.Namespace) -> str:
 
 
 def _read_json(args: argparse.Namespace) -> list[Any]:
-    """A list of objects, or one object a line."""
+    """The objects of a JSON list, or of a file with one object per line."""
     text = _read_text(args)
     try:
         if Path(args.dataset_path).suffix == ".jsonl":
@@ -281,9 +283,9 @@ def _read_json(args: argparse.Namespace) -> list[Any]:
         else:
             rows = json.loads(text)
     except ValueError as error:
-        raise BenchmarkError(f"--dataset-path {args.dataset_path} is no JSON: {error}") from None
+        raise BenchmarkError(f"--dataset-path {args.dataset_path} is not JSON: {error}") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise BenchmarkError(f"--dataset-path {args.dataset_path}: a list of conversations was expected")
+        raise BenchmarkError(f"--dataset-path {args.dataset_path}: it must be a list of conversations")
     return rows
 
 

@@ -1,7 +1,7 @@
-"""The one error that a benchmark ends with."""
+"""The error type of the benchmarks."""
 
 __all__ = ["BenchmarkError"]
 
 
 class BenchmarkError(Exception):
-    """The benchmark cannot be run as asked; the text is one line that says what to change."""
+    """The benchmark cannot run; the text is one line that says what to change."""

@@ -1,7 +1,7 @@
-"""What one event of a stream, or one whole answer, says: the answer formats of the backends.
+"""Reads the response formats of the backends: one event of a stream, or a whole response.
 
-Decoding goes into typed structs that skip every field that is not looked at, which costs about a
-microsecond an event. Raises msgspec.DecodeError for what is no such answer.
+Typed structs skip unused fields, which takes about a microsecond per event. Raises
+msgspec.DecodeError for anything else.
 """
 
 from collections.abc import Callable
@@ -15,12 +15,12 @@ T = TypeVar("T")
 
 
 class Part(NamedTuple):
-    """What an event adds to an answer."""
+    """What an event adds to a response."""
 
     text: str | None
-    """New text, perhaps empty; None when the event brings no token."""
+    """New text, perhaps empty; None if the event has no token."""
     output_tokens: int | None = None
-    """The server's own count of the whole answer."""
+    """The server's own count for the whole response."""
     error: str = ""
 
 
@@ -90,14 +90,14 @@ _tgi, _tensorrt, _mii = _decoder(_Tgi), _decoder(_TensorRt), _decoder(_Mii)
 
 
 def completions(event: bytes) -> Part:
-    """/v1/completions: a choice is a token even when its text is empty."""
+    """/v1/completions: an event with a choice is a token, even if its text is empty."""
     found = _completion(event)
     text = (found.choices[0].text or "") if found.choices else None
     return Part(text, _counted(found.usage), _message(found.error))
 
 
 def chat(event: bytes) -> Part:
-    """/v1/chat/completions: a delta that only names the role comes before the first token."""
+    """/v1/chat/completions: a delta with only a role comes before the first token."""
     found = _chat(event)
     delta = found.choices[0].delta if found.choices else None
     text = None
@@ -109,7 +109,7 @@ def chat(event: bytes) -> Part:
 
 
 def tgi(event: bytes) -> Part:
-    """/generate_stream: one token an event, and the count in the last one's details."""
+    """/generate_stream of TGI: one token per event; the last event has the count."""
     found = _tgi(event)
     counted = found.details.generated_tokens if found.details else None
     return Part(found.token.text if found.token else None, counted, _message(found.error))
@@ -121,9 +121,9 @@ def tensorrt_llm(event: bytes) -> Part:
     return Part(found.text_output, None, _message(found.error))
 
 
-def deepspeed_mii(answer: bytes) -> Part:
-    """A whole answer, which is all that this backend gives."""
-    found = _mii(answer)
+def deepspeed_mii(response: bytes) -> Part:
+    """A whole response; this backend does not stream."""
+    found = _mii(response)
     texts = found.text if isinstance(found.text, list) else [found.text]
     text = found.choices[0].text if found.choices else next(iter(texts), None)
     return Part(text, _counted(found.usage), _message(found.error))
@@ -134,7 +134,7 @@ def _counted(usage: _Usage | None) -> int | None:
 
 
 def _message(error: Any) -> str:
-    """An error object's message, or all of it."""
+    """The message of an error object, or its whole text."""
     if not error:
         return ""
     return str(error.get("message") or error) if isinstance(error, dict) else str(error)

@@ -1,10 +1,10 @@
-"""When requests are sent, and how many are on their way at once.
+"""Sends the requests at their arrival times, with a limit on those in flight.
 
-What one process can drive, measured on two cores of an AMD EPYC that others used too
-(`python -m tests.evaluation.serving_clients ceiling`): a token costs about 15 µs of CPU, a request on a
-connection of its own 0.7 ms. 2,000 streams of 5 tokens/s each were reported to 0.01 %, of 10 to 3 %; beyond
-that the time per token is the client's. 2,000 requests sent at once leave over more than a second, which the
-last ones' time to the first token includes: --max-concurrency and --request-rate keep that small.
+Limits of one client process on two busy cores of an AMD EPYC (`python -m tests.evaluation.serving_clients
+ceiling`): about 15 µs of CPU per token, 0.7 ms per request with a new connection. With 2,000 streams the
+time per token is right within 0.01 % at 5 tokens/s each and 3 % at 10; beyond that it measures the client.
+Sending 2,000 requests at once takes over a second, which the time to first token includes: use
+--max-concurrency or --request-rate.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ __all__ = ["Load", "Send", "arrival_times", "open_session", "post_profile", "run
 _REQUEST_DEADLINE_S = 6 * 3600.0
 _PROFILE_DEADLINE_S = 600.0
 _READ_BYTES = 1 << 18
-# Servers close idle connections after five seconds or more; a request must not meet that moment.
+# Servers close idle connections after five seconds or more; a request must not race with that.
 _KEEPALIVE_S = 3.0
 
 Send = Callable[[RequestFuncInput], Awaitable[RequestFuncOutput]]
@@ -34,33 +34,32 @@ Send = Callable[[RequestFuncInput], Awaitable[RequestFuncOutput]]
 
 @dataclass(frozen=True)
 class Load:
-    """The shape of a run."""
+    """The load of a run."""
 
     request_rate: float = float("inf")
-    """Requests a second; inf sends all at once."""
+    """Requests per second; inf sends all at once."""
     burstiness: float = 1.0
-    """1 is a Poisson process; smaller comes in bursts, larger more evenly."""
+    """1 is a Poisson process; below 1 is burstier, above more regular."""
     max_concurrency: int | None = None
     seed: int = 0
 
 
 def arrival_times(count: int, load: Load) -> list[float]:
-    """When each of `count` requests is sent, in seconds from the start; the first one at once.
+    """Seconds from the start at which each of `count` requests is sent; the first is 0.
 
-    The gaps are drawn from a gamma distribution whose mean is 1 / rate and whose shape is the
-    burstiness.
+    Intervals follow a gamma distribution with mean 1 / rate and the burstiness as its shape.
     """
     if load.request_rate == float("inf"):
         return [0.0] * count
-    draw = np.random.default_rng(load.seed)
-    gaps = draw.gamma(load.burstiness, 1 / (load.request_rate * load.burstiness), count - 1)
-    times: list[float] = np.concatenate([[0.0], np.cumsum(gaps)]).tolist()
+    rng = np.random.default_rng(load.seed)
+    intervals = rng.gamma(load.burstiness, 1 / (load.request_rate * load.burstiness), count - 1)
+    times: list[float] = np.concatenate([[0.0], np.cumsum(intervals)]).tolist()
     return times
 
 
 @contextlib.asynccontextmanager
 async def open_session(max_concurrency: int | None) -> AsyncIterator[aiohttp.ClientSession]:
-    """Connections are kept for the requests that follow, and are as many as may be in flight."""
+    """A session with at most `max_concurrency` connections, which requests reuse."""
     connector = aiohttp.TCPConnector(limit=max_concurrency or 0, keepalive_timeout=_KEEPALIVE_S)
     timeout = aiohttp.ClientTimeout(total=_REQUEST_DEADLINE_S)
     async with aiohttp.ClientSession(
@@ -70,7 +69,7 @@ async def open_session(max_concurrency: int | None) -> AsyncIterator[aiohttp.Cli
 
 
 async def warm_up(send: Send, request: RequestFuncInput, count: int) -> None:
-    """`count` untimed requests, one behind the other. Raises BenchmarkError for one that fails."""
+    """Send `count` untimed requests one after another. Raises BenchmarkError if one fails."""
     for _ in range(count):
         output = await send(request)
         if not output.success:
@@ -80,21 +79,21 @@ async def warm_up(send: Send, request: RequestFuncInput, count: int) -> None:
 async def run_load(
     send: Send, requests: Sequence[RequestFuncInput], load: Load, show_progress: bool
 ) -> tuple[list[RequestFuncOutput], float]:
-    """Outputs in the requests' order, and the seconds that it took."""
+    """The outputs in the order of the requests, and the duration in seconds."""
     times = arrival_times(len(requests), load)
-    places = asyncio.Semaphore(load.max_concurrency) if load.max_concurrency else contextlib.nullcontext()
-    with tqdm(total=len(requests), disable=not show_progress) as bar, _steady_memory():
+    slots = asyncio.Semaphore(load.max_concurrency) if load.max_concurrency else contextlib.nullcontext()
+    with tqdm(total=len(requests), disable=not show_progress) as bar, _no_collection():
         started = time.perf_counter()
 
         async def one(request: RequestFuncInput) -> RequestFuncOutput:
-            async with places:
+            async with slots:
                 output = await send(request)
             bar.update()
             return output
 
         tasks = []
         for request, due in zip(requests, times, strict=True):
-            # Against the clock, so that late wake-ups do not add up.
+            # Relative to the start, so that late wake-ups do not accumulate.
             wait = started + due - time.perf_counter()
             if wait > 0:
                 await asyncio.sleep(wait)
@@ -118,8 +117,8 @@ async def post_profile(session: aiohttp.ClientSession, url: str) -> None:
 
 
 @contextlib.contextmanager
-def _steady_memory() -> Iterator[None]:
-    """What lives already is not searched for garbage again while times are taken."""
+def _no_collection() -> Iterator[None]:
+    """Exclude existing objects from garbage collection during the run."""
     gc.collect()
     gc.freeze()
     try:

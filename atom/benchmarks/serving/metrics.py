@@ -1,4 +1,4 @@
-"""From the outcomes of requests to the figures of a run."""
+"""The figures of a run, from the outputs of its requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,9 +22,9 @@ METRICS = {
     "itl": ("ITL", "Inter-token Latency"),
     "e2el": ("E2EL", "End-to-end Latency"),
 }
-"""Short and long names by the names that flags and keys use."""
+"""Short and long titles, by the names in flags and keys."""
 SLO_METRICS = ("ttft", "tpot", "e2el")
-"""Metrics that one request has one value of."""
+"""Metrics with one value per request."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Distribution:
     median: float
     std: float
     percentiles: list[tuple[float, float]]
-    """(percentile, value), in the order asked for."""
+    """(percentile, value), in the order of the flag."""
 
     @classmethod
     def of(cls, seconds: Sequence[float], percentiles: Sequence[float]) -> "Distribution":
-        """All zero where nothing was measured."""
+        """All values are zero for an empty `seconds`."""
         values = np.array(seconds if len(seconds) else [0.0]) * 1e3
         return cls(
             float(values.mean()),
@@ -51,10 +51,10 @@ class Distribution:
 
 @dataclass(frozen=True)
 class BenchmarkMetrics:
-    """The figures of one run. Failed requests count in none of them."""
+    """The figures of one run, without failed requests."""
 
     duration: float
-    """Seconds from the first request sent to the last answer."""
+    """Seconds from the first request to the end of the last response."""
     completed: int
     total_input: int
     total_output: int
@@ -63,7 +63,7 @@ class BenchmarkMetrics:
     concurrency: float
     """Requests in flight, on average."""
     distributions: dict[str, Distribution] = field(repr=False)
-    """By the names of METRICS, all of them."""
+    """By the names of METRICS."""
 
     @property
     def request_throughput(self) -> float:
@@ -88,7 +88,7 @@ def calculate_metrics(
     percentiles: Sequence[float],
     goals_ms: dict[str, float],
 ) -> BenchmarkMetrics:
-    """Needs `output_tokens` of every successful output; fills in its `tpot`."""
+    """The figures; sets `tpot` of every successful output, which must have `output_tokens`."""
     done = [output for output in outputs if output.success]
     for output in done:
         tokens = output.output_tokens or 0
@@ -96,7 +96,7 @@ def calculate_metrics(
     measured = {
         "ttft": [output.ttft for output in done],
         "tpot": [output.tpot for output in done if (output.output_tokens or 0) > 1],
-        "itl": [gap for output in done for gap in output.itl],
+        "itl": [interval for output in done for interval in output.itl],
         "e2el": [output.latency for output in done],
     }
     return BenchmarkMetrics(
@@ -111,11 +111,11 @@ def calculate_metrics(
 
 
 def percentile_name(percentile: float) -> str:
-    """99 for 99.0, 99.9 as it is: part of keys and of lines."""
+    """The percentile as text, 99.0 as "99", for keys and titles."""
     return f"{percentile:g}"
 
 
 def _is_good(output: RequestFuncOutput, goals_ms: dict[str, float]) -> bool:
-    """An answer of one token has no time per output token, and so misses no goal for it."""
+    """Whether all goals are met. The TPOT of a single token is 0, which meets every goal."""
     values = {"ttft": output.ttft, "tpot": output.tpot, "e2el": output.latency}
     return all(values[name] * 1e3 <= goal for name, goal in goals_ms.items())

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from atom.benchmarks.serving.tokenizer import PromptTokenizer
 
-__all__ = ["Ids", "exact_texts", "random_ids", "steady_tokens"]
+__all__ = ["Ids", "exact_texts", "random_ids", "stable_tokens"]
 
 Ids = list[int]
 _ROUNDS = 10
@@ -15,60 +15,60 @@ _CANDIDATES = 8192
 
 
 def random_ids(
-    source: np.random.Generator, tokens: NDArray[np.int64], lengths: Iterable[int], prefix_len: int = 0
+    rng: np.random.Generator, tokens: NDArray[np.int64], lengths: Iterable[int], prefix_len: int = 0
 ) -> list[Ids]:
-    """Lists of ids drawn from `tokens`, each behind one common prefix of `prefix_len` ids.
+    """Lists of random ids from `tokens`, each after one common prefix of `prefix_len` ids.
 
-    Every place is drawn by itself, so that prompts share no beginning but the prefix.
+    All ids are independent, so that prompts have no longer prefix in common.
     """
-    prefix = source.choice(tokens, prefix_len).tolist()
-    return [prefix + source.choice(tokens, length).tolist() for length in lengths]
+    prefix = rng.choice(tokens, prefix_len).tolist()
+    return [prefix + rng.choice(tokens, length).tolist() for length in lengths]
 
 
-def steady_tokens(tokenizer: PromptTokenizer, source: np.random.Generator) -> NDArray[np.int64]:
-    """Ids whose text is read back as the same single id, out of some thousands tried.
+def stable_tokens(tokenizer: PromptTokenizer, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Ids whose text tokenizes to the same single id, from a random subset of the vocabulary.
 
-    Parts of characters and special tokens are not among them.
+    Special tokens and parts of characters are excluded.
     """
-    tried = source.permutation(tokenizer.vocab_size)[:_CANDIDATES]
+    tried = rng.permutation(tokenizer.vocab_size)[:_CANDIDATES]
     singles = [[token] for token in tried.tolist() if token not in tokenizer.special_ids]
     read_back = tokenizer.encode_all(tokenizer.decode_all(singles))
-    steady = [token[0] for token, back in zip(singles, read_back, strict=True) if back == token]
-    return np.array(steady or [token[0] for token in singles], dtype=np.int64)
+    stable = [token[0] for token, back in zip(singles, read_back, strict=True) if back == token]
+    return np.array(stable or [token[0] for token in singles], dtype=np.int64)
 
 
 def exact_texts(
     tokenizer: PromptTokenizer,
     ids: list[Ids],
     tokens: NDArray[np.int64],
-    source: np.random.Generator,
+    rng: np.random.Generator,
     wrap: Callable[[str], str] = str,
 ) -> tuple[list[str], list[int]]:
-    """Texts that `wrap` makes of the ids' text, and their lengths: as many tokens as the ids were.
+    """`wrap` applied to the text of each list of ids, and the lengths in tokens of the results.
 
-    Neighbours may merge when text is read back, and `wrap` adds a frame. So a text that came out
-    too short gets further tokens, one that is too long loses its last ones, until it fits; the
-    few that never do keep the length that they have.
+    A result shall have as many tokens as its ids. Tokenizing may merge neighbours, and `wrap` adds
+    tokens, so ids are appended or removed until the length is right. The few texts that still have
+    another length after some rounds are kept.
     """
     wanted = [len(one) for one in ids]
     bodies = list(ids)
     texts = [""] * len(ids)
     lengths = [0] * len(ids)
-    open_places = list(range(len(ids)))
+    remaining = list(range(len(ids)))
     for _ in range(_ROUNDS):
-        plain = tokenizer.decode_all([bodies[i] for i in open_places])
+        plain = tokenizer.decode_all([bodies[i] for i in remaining])
         wrapped = [wrap(text) for text in plain]
-        for i, text, found in zip(open_places, wrapped, tokenizer.encode_all(wrapped), strict=True):
+        for i, text, found in zip(remaining, wrapped, tokenizer.encode_all(wrapped), strict=True):
             texts[i], lengths[i] = text, len(found)
-        open_places = [i for i in open_places if lengths[i] != wanted[i]]
-        if not open_places:
+        remaining = [i for i in remaining if lengths[i] != wanted[i]]
+        if not remaining:
             break
-        for i in open_places:
-            bodies[i] = _corrected(bodies[i], wanted[i] - lengths[i], tokens, source)
+        for i in remaining:
+            bodies[i] = _corrected(bodies[i], wanted[i] - lengths[i], tokens, rng)
     return texts, lengths
 
 
-def _corrected(body: Ids, missing: int, tokens: NDArray[np.int64], source: np.random.Generator) -> Ids:
+def _corrected(body: Ids, missing: int, tokens: NDArray[np.int64], rng: np.random.Generator) -> Ids:
     if missing > 0:
-        return [*body, *source.choice(tokens, missing).tolist()]
+        return [*body, *rng.choice(tokens, missing).tolist()]
     return body[: len(body) + missing] if len(body) + missing > 0 else body[:1]

@@ -1,4 +1,4 @@
-"""What a run leaves: lines for people, and a JSON file under keys that scripts know."""
+"""The report of a run: a table on the console, and a JSON file with ATOM's keys."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ __all__ = ["DETAILS", "failures", "file_name", "make_result", "result_lines", "w
 
 _WIDTH = 50
 DETAILS = ("input_lens", "output_lens", "ttfts", "itls", "generated_texts", "errors")
-"""Keys with a value for each request."""
+"""Keys with one value per request."""
 
 
 def result_lines(args: argparse.Namespace, metrics: BenchmarkMetrics) -> list[str]:
@@ -48,7 +48,7 @@ def result_lines(args: argparse.Namespace, metrics: BenchmarkMetrics) -> list[st
 
 
 def failures(outputs: Sequence[RequestFuncOutput]) -> list[str]:
-    """A line for each kind of error, the most frequent first."""
+    """A line per distinct error, the most frequent first."""
     counted = Counter(output.error for output in outputs if not output.success)
     return [f"{count} of {len(outputs)} requests failed: {error}" for error, count in counted.most_common(5)]
 
@@ -60,7 +60,7 @@ def make_result(
     speculation: Speculation | None,
     now: datetime,
 ) -> dict[str, Any]:
-    """Every key of the JSON file."""
+    """The content of the JSON file."""
     result: dict[str, Any] = {
         "date": now.strftime("%Y%m%d-%H%M%S"),
         "backend": args.backend,
@@ -82,7 +82,7 @@ def make_result(
 
 
 def file_name(args: argparse.Namespace, result: dict[str, Any]) -> str:
-    """--result-filename, or one that says what was run."""
+    """--result-filename, or a name with backend, rate, model and date."""
     if args.result_filename:
         return str(args.result_filename)
     concurrency = f"-concurrency{args.max_concurrency}" if args.max_concurrency is not None else ""
@@ -91,7 +91,7 @@ def file_name(args: argparse.Namespace, result: dict[str, Any]) -> str:
 
 
 def write_result(args: argparse.Namespace, result: dict[str, Any]) -> list[Path]:
-    """The paths of what was written. Raises BenchmarkError."""
+    """Write the files and return their paths. Raises BenchmarkError."""
     path = Path(args.result_dir) / file_name(args, result)
     texts = {path: json.dumps(result)}
     if envs.SAVE_TO_PYTORCH_BENCHMARK_FORMAT:
@@ -114,7 +114,7 @@ def _figures(args: argparse.Namespace, metrics: BenchmarkMetrics) -> dict[str, A
         "total_output_tokens": metrics.total_output,
         "request_throughput": metrics.request_throughput,
         "request_goodput": metrics.request_goodput,
-        # Scripts read the key with the colon, which is how it was once written.
+        # ATOM's client writes this key with the colon, and scripts read it.
         "request_goodput:": metrics.request_goodput,
         "output_throughput": metrics.output_throughput,
         "total_token_throughput": metrics.total_token_throughput,

@@ -1,4 +1,4 @@
-"""One run against a server: warm up, load it, and work out what came of it."""
+"""One run against a server: warm-up, load, metrics."""
 
 import argparse
 import random
@@ -30,17 +30,17 @@ __all__ = ["Run", "benchmark", "count_tokens", "request_inputs", "server_url", "
 
 @dataclass(frozen=True)
 class Run:
-    """What came of a run."""
+    """The results of a run."""
 
     metrics: BenchmarkMetrics
     outputs: list[RequestFuncOutput]
     """In the order of the requests."""
     speculation: Speculation | None
-    """Drafts of this run; None where the server counts none."""
+    """Speculative decoding in this run; None if the server has no such counters."""
 
 
 def text_source(args: argparse.Namespace) -> TextSource:
-    """The tokenizer of --tokenizer or --model, or the vocabulary of a model without one.
+    """The tokenizer of --tokenizer or --model, or the vocabulary size of a model without one.
 
     Raises BenchmarkError.
     """
@@ -50,25 +50,25 @@ def text_source(args: argparse.Namespace) -> TextSource:
         return TextSource(tokenizer, tokenizer.vocab_size)
     size = vocabulary_size(args.model)
     if size is None:
-        raise BenchmarkError(f"{args.model} has no tokenizer and no vocab_size: give a --tokenizer")
+        raise BenchmarkError(f"{args.model} has no tokenizer and no vocab_size: set --tokenizer")
     if not BACKENDS[args.backend].takes_ids:
         raise BenchmarkError(
-            f"{args.model} has no tokenizer, and --backend {args.backend} takes text alone: "
-            "give a --tokenizer, or use --backend vllm"
+            f"{args.model} has no tokenizer, and --backend {args.backend} takes only text: "
+            "set --tokenizer, or use --backend vllm"
         )
     print(f"{args.model} has no tokenizer: prompts are sent as token ids")
     return TextSource(None, size)
 
 
 def server_url(args: argparse.Namespace) -> str:
-    """Without a slash at the end."""
+    """The base URL, without a slash at the end."""
     host = f"[{args.host}]" if ":" in args.host else args.host
     return (args.base_url or f"http://{host}:{args.port}").rstrip("/")
 
 
 def request_inputs(args: argparse.Namespace, samples: Sequence[SampleRequest]) -> list[RequestFuncInput]:
-    """What is sent for each sample; with --lora-modules one of them is drawn for each."""
-    draw = random.Random(args.seed)
+    """One request per sample; with --lora-modules each uses a random one of them."""
+    rng = random.Random(args.seed)
     extra = {"use_beam_search": True} if args.use_beam_search else None
     return [
         RequestFuncInput(
@@ -77,7 +77,7 @@ def request_inputs(args: argparse.Namespace, samples: Sequence[SampleRequest]) -
             prompt_len=sample.prompt_len,
             output_len=sample.output_len,
             model=args.model,
-            model_name=draw.choice(args.lora_modules) if args.lora_modules else args.served_model_name,
+            model_name=rng.choice(args.lora_modules) if args.lora_modules else args.served_model_name,
             best_of=args.best_of,
             logprobs=args.logprobs,
             extra_body=extra,
@@ -91,14 +91,14 @@ def request_inputs(args: argparse.Namespace, samples: Sequence[SampleRequest]) -
 async def benchmark(
     args: argparse.Namespace, samples: Sequence[SampleRequest], tokenizer: PromptTokenizer | None
 ) -> Run:
-    """Send `samples` as the flags of the load say. Raises BenchmarkError."""
+    """Send `samples` with the load of the flags. Raises BenchmarkError."""
     requests = request_inputs(args, samples)
     base_url = server_url(args)
     load = Load(args.request_rate, args.burstiness, args.max_concurrency, args.seed)
-    at_once = "no limit" if args.max_concurrency is None else f"{args.max_concurrency} at most"
+    most = "unlimited" if args.max_concurrency is None else str(args.max_concurrency)
     print(
-        f"{len(requests)} requests, {args.request_rate} a second (burstiness {args.burstiness}), "
-        f"in flight at once: {at_once}",
+        f"{len(requests)} requests, {args.request_rate} per second (burstiness {args.burstiness}), "
+        f"concurrency: {most}",
         flush=True,
     )
     async with open_session(args.max_concurrency) as session:
@@ -117,7 +117,7 @@ async def benchmark(
 
 
 def count_tokens(outputs: Sequence[RequestFuncOutput], tokenizer: PromptTokenizer | None) -> None:
-    """Where the server did not count: by the tokenizer, or without one an event for a token."""
+    """Count the output tokens of responses without usage: with the tokenizer, else as events."""
     uncounted = [output for output in outputs if output.success and output.output_tokens is None]
     if not uncounted:
         return
@@ -127,8 +127,8 @@ def count_tokens(outputs: Sequence[RequestFuncOutput], tokenizer: PromptTokenize
         counts = [len(ids) for ids in tokenizer.encode_all([output.generated_text for output in uncounted])]
     for output, count in zip(uncounted, counts, strict=True):
         output.output_tokens = count
-    how = "events were counted" if tokenizer is None else "the tokenizer counted"
-    print(f"The server gave no usage for {len(uncounted)} answers: {how}")
+    how = "events" if tokenizer is None else "the tokenizer"
+    print(f"{len(uncounted)} responses have no usage: tokens are counted by {how}")
 
 
 def _sender(backend: str, session: aiohttp.ClientSession) -> Send:

@@ -1,4 +1,4 @@
-"""How many drafted tokens a server took, read off its /metrics before and after a run."""
+"""Acceptance of draft tokens, from the server's /metrics before and after a run."""
 
 import re
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _COUNTERS = {
 
 @dataclass(frozen=True)
 class Speculation:
-    """Counts since the server's start; a difference is that of a run."""
+    """Counters since the start of the server; their differences are those of a run."""
 
     drafts: float
     drafted: float
@@ -30,17 +30,17 @@ class Speculation:
 
     @property
     def accept_length(self) -> float | None:
-        """Tokens of a step, the one that needs no draft included; None without drafts."""
+        """Mean tokens per step, including the sampled one; None without drafts."""
         return 1 + self.accepted / self.drafts if self.drafts else None
 
     @property
     def acceptance_rate(self) -> float | None:
-        """The part of all drafted tokens that was taken."""
+        """Accepted draft tokens divided by all draft tokens; None without any."""
         return self.accepted / self.drafted if self.drafted else None
 
     @classmethod
     def parse(cls, exposition: str) -> "Speculation | None":
-        """From Prometheus' text, all labels together; None if the counters are not there."""
+        """From Prometheus text, summed over labels; None without these counters."""
         sums = {}
         for field, name in _COUNTERS.items():
             values = re.findall(rf"^vllm:{name}_total(?:\{{.*\}})? (\S+)", exposition, re.MULTILINE)
@@ -51,7 +51,7 @@ class Speculation:
 
 
 async def read_speculation(session: aiohttp.ClientSession, base_url: str) -> Speculation | None:
-    """None from a server that counts no drafts, or shows no metrics."""
+    """The counters; None from a server without them or without /metrics."""
     timeout = aiohttp.ClientTimeout(total=_DEADLINE_S)
     try:
         async with session.get(f"{base_url}/metrics", timeout=timeout) as response:

@@ -1,7 +1,4 @@
-"""Server-sent events out of bytes that arrive in pieces of any size.
-
-What this module does not know: what the events mean.
-"""
+"""Splits a byte stream into server-sent events."""
 
 import re
 
@@ -13,16 +10,16 @@ _EVENT_END = b"\n\n"
 
 
 class EventSplitter:
-    """Gives the data of each event once the blank line behind it has come.
+    """Returns the data of an event once the blank line after it has arrived.
 
     Lines may end with LF, CR LF or CR. Comments and fields other than `data` are skipped.
     """
 
     def __init__(self) -> None:
         self._rest = b""
-        """The beginning of a line."""
+        """An incomplete line."""
         self._data: list[bytes] = []
-        """The data lines of an event that has not ended."""
+        """The data lines of an incomplete event."""
 
     def feed(self, chunk: bytes) -> list[bytes]:
         """The data of the events that `chunk` completes."""
@@ -33,7 +30,7 @@ class EventSplitter:
         return self._feed_lines(chunk)
 
     def end(self) -> list[bytes]:
-        """The last event, where the stream ended without a blank line behind it."""
+        """The last event, if the stream ended without a blank line."""
         return self._feed_lines(b"\n\n")
 
     def _feed_lines(self, chunk: bytes) -> list[bytes]:
@@ -55,7 +52,7 @@ class EventSplitter:
 
 
 def _whole_events(chunk: bytes) -> list[bytes] | None:
-    """Events of one `data: ` line each, if that is all there is in `chunk`: nearly always so."""
+    """The events, if `chunk` is only complete events of one `data: ` line each, as it nearly always is."""
     if not (chunk.startswith(_EVENT_START) and chunk.endswith(_EVENT_END)) or b"\r" in chunk:
         return None
     events = chunk[len(_EVENT_START) : -len(_EVENT_END)].split(_EVENT_END + _EVENT_START)

@@ -1,4 +1,4 @@
-"""Runs at several concurrencies, as a table and as a plot of throughput against interactivity."""
+"""A sweep over concurrencies: a table, and a plot of throughput against interactivity."""
 
 import argparse
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _COLUMNS = (
     "requests",
     "output tok/s",
     "total tok/s",
-    "tok/s a user",
+    "tok/s per user",
     "TTFT ms",
     "TPOT ms",
     "E2EL ms",
@@ -36,7 +36,7 @@ class Point:
     tpot: float
     e2el: float
     goodput: float | None
-    """Requests a second that met every goal; None without --goodput."""
+    """Requests per second that met all goals; None without --goodput."""
 
     @classmethod
     def of(cls, concurrency: int, metrics: BenchmarkMetrics) -> "Point":
@@ -54,12 +54,12 @@ class Point:
 
     @property
     def interactivity(self) -> float:
-        """Tokens a second that one user sees; 0 where answers had but one token."""
+        """Tokens/s per user; 0 if outputs had a single token."""
         return 1e3 / self.tpot if self.tpot else 0.0
 
 
 def point_args(args: argparse.Namespace) -> list[argparse.Namespace]:
-    """The flags of each run, from the lowest concurrency up."""
+    """The arguments of each run, sorted by concurrency."""
     return [_at(args, concurrency) for concurrency in sorted(set(args.sweep))]
 
 
@@ -74,7 +74,7 @@ def _at(args: argparse.Namespace, concurrency: int) -> argparse.Namespace:
 
 
 def table(points: Sequence[Point]) -> list[str]:
-    """Markdown, aligned for terminals."""
+    """The lines of a Markdown table, aligned for terminals."""
     with_goodput = any(point.goodput is not None for point in points)
     header = [*_COLUMNS, "goodput req/s"] if with_goodput else [*_COLUMNS]
     rows = [header, ["-" * (len(name) - 1) + ":" for name in header]]
@@ -92,17 +92,15 @@ def table(points: Sequence[Point]) -> list[str]:
 
 
 def check_plotting() -> None:
-    """Before anything is measured. Raises BenchmarkError where the plot could not be drawn."""
+    """Raises BenchmarkError if matplotlib is not installed; called before the first run."""
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError:
-        raise BenchmarkError(
-            "--sweep draws with the package matplotlib: pip install 'atom-serve[bench]'"
-        ) from None
+        raise BenchmarkError("--sweep needs matplotlib: pip install 'atom-serve[bench]'") from None
 
 
 def save_plot(points: Sequence[Point], title: str, path: Path) -> None:
-    """A PNG: output tokens a second over tokens a second that one user sees, a point for each run."""
+    """A PNG of output tokens/s over tokens/s per user, with a point per run."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -113,10 +111,10 @@ def save_plot(points: Sequence[Point], title: str, path: Path) -> None:
         [point.interactivity for point in points], [point.output_throughput for point in points], marker="o"
     )
     for point in points:
-        place = (point.interactivity, point.output_throughput)
-        axes.annotate(str(point.concurrency), place, xytext=(5, 5), textcoords="offset points")
-    axes.set_title(f"{title}: a point for each concurrency")
-    axes.set_xlabel("interactivity: tokens/s a user (1 / median TPOT)")
+        position = (point.interactivity, point.output_throughput)
+        axes.annotate(str(point.concurrency), position, xytext=(5, 5), textcoords="offset points")
+    axes.set_title(f"{title}: one point per concurrency")
+    axes.set_xlabel("interactivity: tokens/s per user (1 / median TPOT)")
     axes.set_ylabel("throughput: output tokens/s")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
@@ -125,13 +123,13 @@ def save_plot(points: Sequence[Point], title: str, path: Path) -> None:
 
 
 def write_sweep(args: argparse.Namespace, points: Sequence[Point], date: str) -> list[Path]:
-    """The table as Markdown and the plot, beside the runs' own files. Raises BenchmarkError."""
+    """Write the table and the plot beside the files of the runs. Raises BenchmarkError."""
     base_model = args.model.rstrip("/").split("/")[-1]
     name = f"{args.backend}-{args.request_rate}qps-sweep-{base_model}-{date}"
     if args.result_filename:
         name = f"{args.result_filename.removesuffix('.json')}-sweep"
     directory = Path(args.result_dir)
-    # The name may hold dots, which with_suffix would cut.
+    # with_suffix would cut a name at its last dot.
     text, plot = directory / f"{name}.md", directory / f"{name}.png"
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The tokenizer on the client's side: it measures prompts, and makes prompts of a given length."""
+"""The client's tokenizer: measures prompts and makes prompts of a given length."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ _FILE_ENDS = (".model", ".tiktoken")
 
 
 class PromptTokenizer:
-    """A Hugging Face tokenizer, many texts at a time; never adds special tokens."""
+    """A Hugging Face tokenizer that never adds special tokens."""
 
     def __init__(self, backend: Any, name: str):
         self._backend = backend
@@ -41,9 +41,9 @@ class PromptTokenizer:
         return [self._backend.decode(one, clean_up_tokenization_spaces=False) for one in ids]
 
     def as_chat(self, text: str) -> str:
-        """The prompt that the chat template makes of one user message.
+        """The chat template applied to one user message.
 
-        Raises BenchmarkError where there is no template.
+        Raises BenchmarkError if there is no template.
         """
         message = [{"role": "user", "content": text}]
         try:
@@ -61,11 +61,11 @@ def load_tokenizer(name: str, mode: str = "auto", trust_remote_code: bool = Fals
     """From a directory, a .gguf file or a hub name. Raises BenchmarkError."""
     if mode == "custom" and not trust_remote_code:
         raise BenchmarkError(
-            "--tokenizer-mode custom is a class that comes with the model: it needs --trust-remote-code"
+            "--tokenizer-mode custom runs the model's own code: it needs --trust-remote-code"
         )
     try:
         backend = _mistral(name) if mode == "mistral" else _auto(name, mode, trust_remote_code)
-    # What can go wrong in code that came with a model has no bounds.
+    # A tokenizer's own code can raise anything.
     except Exception as error:
         if isinstance(error, BenchmarkError):
             raise
@@ -75,17 +75,17 @@ def load_tokenizer(name: str, mode: str = "auto", trust_remote_code: bool = Fals
 
 
 def has_tokenizer(model: str) -> bool:
-    """Whether one is to be expected there; False for a directory without any file of one."""
+    """Whether `model` has a tokenizer; False only for a directory without tokenizer files."""
     directory = Path(model)
     if not directory.is_dir():
         return True
-    # transformers would make an empty tokenizer for such a directory.
+    # For such a directory transformers would make an empty tokenizer.
     names = [path.name for path in directory.iterdir()]
     return any(name.startswith(_FILE_STARTS) or name.endswith(_FILE_ENDS) for name in names)
 
 
 def vocabulary_size(model: str) -> int | None:
-    """What `config.json` of a model without a tokenizer says; None where there is no such file."""
+    """`vocab_size` of config.json; None without that file or entry."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
         size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
@@ -118,7 +118,7 @@ def _mistral(name: str) -> Any:
 
 
 def _from_modelscope(name: str) -> str:
-    """The directory into which ModelScope put everything but the weights."""
+    """The directory of ModelScope's download, without weights."""
     try:
         from modelscope import snapshot_download
     except ModuleNotFoundError:

@@ -175,7 +175,7 @@ def test_bad_files_and_names_are_one_line(
 
 
 def test_facts_need_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="name the FILE that the flags are about"):
+    with pytest.raises(SystemExit, match="the flags describe a result: name its FILE"):
         keep(monkeypatch, tmp_path, "--hardware", "GPU")
 
 

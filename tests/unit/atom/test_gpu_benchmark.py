@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from atom.benchmarks import gpu
-from atom.benchmarks.gpu import GenerateRequest
+from atom.benchmarks.gpu import ModelRun
 from atom.benchmarks.gpu_document import gpu_section, recorded, speed_up, terminal_table
 from atom.benchmarks.gpu_results import Content, Entry, ResultFile, Settings, SettingsError
 from atom.benchmarks.gpu_rows import READY, READY_FIRST, ROWS, Measured, figure_of, measure, shown
@@ -79,10 +79,10 @@ def test_results_grow_by_row_and_keep_their_settings(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="other options"):
         file.check_options(SETTINGS.options, 2)
     file.check_options(SETTINGS.options, 1)
-    file.forget({"ready"})
+    file.remove({"ready"})
     assert set((file.read() or content).rows) == {"batch-64"}
-    file.forget({"batch-64"})
-    file.forget({"batch-64"})
+    file.remove({"batch-64"})
+    file.remove({"batch-64"})
     assert file.read() is None
 
 
@@ -96,7 +96,7 @@ def test_only_what_is_missing_is_started(tmp_path: Path) -> None:
     file = ResultFile(tmp_path, "Tiny")
 
     def starts(*rows: str) -> list[list[str]]:
-        return GenerateRequest(file, "tiny", {}, list(rows), 1).starts()
+        return ModelRun(file, "tiny", {}, list(rows), 1).starts()
 
     assert starts("batch-1", "ready", "ready-first") == [["ready-first"], ["batch-1", "ready"]]
     assert starts("batch-1", "batch-64") == [["batch-1", "batch-64"]]

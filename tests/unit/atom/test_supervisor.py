@@ -174,3 +174,25 @@ def test_a_silent_core_is_hung_and_a_silent_frontend_is_logged(
         for _ in range(100):
             clock[0] += 2.0
             supervisor.check(wait_s=0)
+
+
+def test_a_frontend_has_seconds_for_its_clients_after_the_second_signal(supervisor: Supervisor) -> None:
+    code = (
+        "import signal, sys, time\n"
+        "got = []\n"
+        "signal.signal(15, lambda *_: got.append(1))\n"
+        "print('x', flush=True)\n"
+        "while len(got) < 2: time.sleep(0.01)\n"
+        "time.sleep(1.5)\n"
+        "sys.exit(7)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        assert process.stdout.read(1) == b"x"
+        supervisor._children["frontend"] = Child("frontend", process)
+        calls = iter(range(100))
+        supervisor.stop_frontend(60, hurry=lambda: next(calls) > 3)
+    assert process.returncode == 7

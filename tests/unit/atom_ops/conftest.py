@@ -1,4 +1,4 @@
-"""Small tensors: more threads would only wait for one another."""
+"""Small tensors: one thread is fastest."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -26,12 +26,12 @@ if triton_impl.INTERPRETED:
     splat = interpreter.InterpreterBuilder.create_splat
 
     def patch_tensor_and_index(tensor: type, *scope: object) -> None:
-        """The interpreter's scalars are arrays of one element, which numpy takes for no index."""
+        """The interpreter's scalars are arrays of one element, which numpy does not accept as an index."""
         patch_tensor(tensor, *scope)
         tensor.__index__ = lambda self: self.handle.data.item()  # type: ignore[attr-defined]
 
     def splat_truth(builder: object, block: object, scalar: Any) -> Any:
-        """A comparison of scalars keeps their type there, and as a block would be numbers, no mask."""
+        """There a comparison of scalars has their type; as a block it must be a mask."""
         if scalar.data.dtype != np.bool_:
             return splat(builder, block, scalar)
         return interpreter.TensorHandle(np.full(block.shape, scalar.data), tl.int1)  # type: ignore[attr-defined]

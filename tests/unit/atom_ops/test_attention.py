@@ -35,7 +35,7 @@ def test_follows_the_definition(query_lens: list[int], context_lens: list[int]) 
 def test_windows_and_sinks(
     query_lens: list[int], context_lens: list[int], window: int, sinks: bool, provider: str
 ) -> None:
-    """What lies before a window is poisoned: entries of block tables, and the rest of its first block."""
+    """Block table entries and tokens before the window are poisoned."""
     if provider == "triton" and sum(query_lens) > 300 and window not in (20, 128):
         pytest.skip("takes the interpreter long, and other steps have this window")
     step = Step(query_lens, context_lens, window=window, sinks=sinks)
@@ -71,14 +71,14 @@ def test_half_precision(dtype: torch.dtype, window: int) -> None:
 
 
 @pytest.mark.parametrize(("cache_dtype", "error"), [(torch.bfloat16, 0.01), (FP8, 0.15)])
-def test_narrow_cache(cache_dtype: torch.dtype, error: float) -> None:
+def test_float8_cache(cache_dtype: torch.dtype, error: float) -> None:
     step = Step([1, 20, 1], [700, 300, 5], cache_dtype=cache_dtype)
     difference = (step.run().double() - step.expected()).abs()
     assert difference.max() < error
     assert difference.max() > error / 100, "nothing was rounded: the cache is not that narrow"
 
 
-def test_bounded_memory_makes_more_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_bound_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     backend.resolve(CPU)
     monkeypatch.setattr(attention_plan, "_PREFILL_LIMIT", 20_000)
     monkeypatch.setattr(attention_plan, "_DECODE_LIMIT", 20_000)

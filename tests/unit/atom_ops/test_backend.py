@@ -1,4 +1,4 @@
-"""Registering providers and settling their order."""
+"""Registering providers and resolving their order."""
 
 from collections.abc import Iterator
 
@@ -46,7 +46,7 @@ def test_the_first_provider_that_supports_the_call_runs(double: Op[[Tensor], Ten
     assert double(torch.ones(3)).tolist() == [2, 2, 2]
 
 
-def test_a_demanded_provider_that_cannot_run_is_an_error(double: Op[[Tensor], Tensor]) -> None:
+def test_an_explicit_provider_that_cannot_run_is_an_error(double: Op[[Tensor], Tensor]) -> None:
     with pytest.raises(ValueError, match="'warp' of op double cannot run on cpu.*a warp drive"):
         backend.resolve(CPU, ["warp"])
 
@@ -56,7 +56,7 @@ def test_an_unknown_provider_is_an_error() -> None:
         backend.resolve(CPU, ["onednm"])
 
 
-def test_a_name_is_taken_once(double: Op[[Tensor], Tensor]) -> None:
+def test_duplicate_names_are_refused(double: Op[[Tensor], Tensor]) -> None:
     with pytest.raises(ValueError, match="double already has a provider even"):
         double.provider("even", needs="nothing", supported=lambda device: True)
 
@@ -70,13 +70,13 @@ def test_default_order_and_its_summary() -> None:
     assert "rms_norm" not in summary and summary.endswith("every other op: torch")
 
 
-def test_torch_alone_can_be_demanded() -> None:
+def test_torch_only_is_possible() -> None:
     resolved = backend.resolve(CPU, ["torch"])
     assert set(resolved.values()) == {("torch",)}
     backend.resolve(CPU)
 
 
-def test_ops_that_came_to_torch_are_named(double: Op[[Tensor], Tensor]) -> None:
+def test_ops_that_fell_back_to_torch_are_listed(double: Op[[Tensor], Tensor]) -> None:
     backend.resolve(CPU, ["even", "torch"])
     double(torch.ones(2))
     assert "double" not in backend.ran_in_torch()
@@ -86,7 +86,7 @@ def test_ops_that_came_to_torch_are_named(double: Op[[Tensor], Tensor]) -> None:
     assert backend.ran_in_torch() == []
 
 
-def test_an_op_that_calls_others_is_not_named_itself(double: Op[[Tensor], Tensor]) -> None:
+def test_a_composed_op_is_not_listed_itself(double: Op[[Tensor], Tensor]) -> None:
     backend.resolve(CPU, ["even", "torch"])
 
     def twice(x: Tensor) -> Tensor:

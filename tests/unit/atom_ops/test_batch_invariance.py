@@ -26,14 +26,14 @@ def invariant() -> Iterator[None]:
 
 
 @pytest.mark.skipif(triton_impl.INTERPRETED, reason="the interpreter offers it")
-def test_a_cpu_has_none() -> None:
-    with pytest.raises(ValueError, match=r"batch invariance cannot be had on cpu: its kernels need a GPU"):
+def test_refused_on_a_cpu() -> None:
+    with pytest.raises(ValueError, match=r"no batch-invariant kernels on cpu: they need a GPU"):
         backend.resolve(CPU, batch_invariant=True)
     assert BATCH_INVARIANT not in atom_ops.linear.order
 
 
 @interpreted
-def test_no_provider_that_varies_is_taken(invariant: None) -> None:
+def test_only_batch_invariant_providers_are_used(invariant: None) -> None:
     assert atom_ops.linear.order == (BATCH_INVARIANT, "torch")
     taken = [op.providers[name] for op in REGISTRY.values() for name in op.order]
     assert all(provider.batch_invariant for provider in taken)
@@ -45,12 +45,12 @@ def test_no_provider_that_varies_is_taken(invariant: None) -> None:
 @interpreted
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("inputs", "outputs"), [(70, 49), (256, 300)])
-def test_products(invariant: None, inputs: int, outputs: int, dtype: torch.dtype) -> None:
+def test_gemm(invariant: None, inputs: int, outputs: int, dtype: torch.dtype) -> None:
     x, weight = torch.randn(150, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
     bias = torch.randn(outputs).to(dtype)
     together = atom_ops.linear(x, weight, bias)
     assert not atom_ops.linear.ran_reference
-    # From the beginning of a tile: numpy's own products depend on where in a tile a row stands.
+    # From the beginning of a tile: in numpy's matmul a row's bits depend on its index in the tile.
     for rows in (slice(0, 1), slice(64, 65), slice(0, 17), slice(64, 150), slice(128, 150)):
         assert torch.equal(atom_ops.linear(x[rows], weight, bias), together[rows]), rows
     assert atom_ops.linear(x[:0], weight, bias).shape == (0, outputs)
@@ -61,7 +61,7 @@ def test_products(invariant: None, inputs: int, outputs: int, dtype: torch.dtype
 @pytest.mark.parametrize("query_len", [1, 40])
 @pytest.mark.parametrize("window", [0, 200, 600])
 def test_attention(invariant: None, window: int, query_len: int, dtype: torch.dtype) -> None:
-    """Of one phase; a decode and a prompt stand elsewhere in their tiles, which numpy minds."""
+    """One phase only: a decode and a prompt have other indices in a tile, which changes numpy's bits."""
     lens = [600, 70, 1030]
     step = Step(lens, lens, 4, 2, dtype=dtype, cache_dtype=dtype, window=window, sinks=window > 0)
 

@@ -60,12 +60,12 @@ def theirs_rule(x_TC: torch.Tensor, gates: torch.Tensor) -> tuple[torch.Tensor, 
     return out[0], state[0]
 
 
-def steps(pieces: list[list[int]]) -> Any:
+def steps(chunks: list[list[int]]) -> Any:
     """Row i's tokens by step: (plan, ranges of tokens by row); slots are out of order."""
     slots, done = np.array([5, 0, 3, 1]), [0] * len(LENGTHS)
-    for step in range(max(map(len, pieces))):
-        rows = [row for row, counts in enumerate(pieces) if step < len(counts)]
-        counts = np.array([pieces[row][step] for row in rows], np.int32)
+    for step in range(max(map(len, chunks))):
+        rows = [row for row, counts in enumerate(chunks) if step < len(counts)]
+        counts = np.array([chunks[row][step] for row in rows], np.int32)
         fresh = np.array([done[row] == 0 for row in rows])
         ranges = {
             row: slice(done[row], done[row] + int(count)) for row, count in zip(rows, counts, strict=True)
@@ -86,7 +86,7 @@ PIECES = {
 
 @pytest.mark.parametrize("name", PIECES)
 @pytest.mark.parametrize("host", [True, False], ids=["host", "device"])
-def test_rows_in_pieces_are_transformers(name: str, host: bool) -> None:
+def test_rows_in_chunks_match_transformers(name: str, host: bool) -> None:
     states = make_state_layer(6, SHAPE, CPU)
     states.conv.fill_(torch.nan)
     states.recurrent.fill_(torch.nan)
@@ -112,20 +112,20 @@ def test_rows_in_pieces_are_transformers(name: str, host: bool) -> None:
 
 
 @pytest.mark.parametrize("provider", ["torch", "triton"])
-@pytest.mark.parametrize("pieces", ["chunks", "tokens"])
-def test_padding_of_a_captured_step_touches_no_slot(pieces: str, provider: str) -> None:
-    """Three rows without a slot, and tokens behind the last row's."""
+@pytest.mark.parametrize("chunks", ["chunks", "tokens"])
+def test_padding_of_a_captured_step_changes_no_slot(chunks: str, provider: str) -> None:
+    """Three rows without a slot, and tokens after the last row's."""
     if provider == "triton":
         if not triton_impl.runs_on(CPU):
             pytest.skip("needs a GPU or the interpreter")
         triton_impl.load()
     conv, rule = (op.providers[provider].function for op in (causal_conv, gated_delta_rule))
-    plan, ranges = next(steps(PIECES[pieces]))
+    plan, ranges = next(steps(PIECES[chunks]))
     x = torch.cat([TEXTS[row][taken] for row, taken in ranges.items()])
     gates = torch.cat([GATES[row][taken] for row, taken in ranges.items()])
     alone, padded = make_state_layer(6, SHAPE, CPU), make_state_layer(6, SHAPE, CPU)
-    spare = 1 if pieces == "tokens" else 0  # a captured decode has a token in every row
-    wider = padded_plan(plan, rows=3, spare=spare, tokens=3 * spare or 7)
+    padding = 1 if chunks == "tokens" else 0  # a captured decode has a token in every row
+    wider = padded_plan(plan, rows=3, padding=padding, tokens=3 * padding or 7)
     more_x, more_gates = (
         torch.cat((a, torch.full((wider.num_tokens - len(a), a.shape[1]), torch.nan))) for a in (x, gates)
     )
@@ -138,23 +138,23 @@ def test_padding_of_a_captured_step_touches_no_slot(pieces: str, provider: str) 
     torch.testing.assert_close(padded.recurrent, alone.recurrent)
 
 
-def padded_plan(plan: StatePlan, rows: int, spare: int, tokens: int) -> StatePlan:
-    """`spare` tokens in each row without a slot, of `tokens` more in all."""
+def padded_plan(plan: StatePlan, rows: int, padding: int, tokens: int) -> StatePlan:
+    """`padding` tokens in each row without a slot, of `tokens` more in all."""
     return StatePlan(
         torch.cat((plan.slots_R, plan.slots_R.new_full((rows,), -1))),
         torch.cat((plan.fresh_R, plan.fresh_R.new_zeros(rows))),
         torch.cat(
             (
                 plan.query_starts_R1,
-                plan.query_starts_R1[-1] + spare * torch.arange(1, rows + 1, dtype=torch.int32),
+                plan.query_starts_R1[-1] + padding * torch.arange(1, rows + 1, dtype=torch.int32),
             )
         ),
         num_tokens=plan.num_tokens + tokens,
-        max_query_len=1 if spare else plan.max_query_len + tokens,
+        max_query_len=1 if padding else plan.max_query_len + tokens,
     )
 
 
-def test_the_gated_norm_is_transformers() -> None:
+def test_the_gated_norm_matches_transformers() -> None:
     norm = Qwen3NextRMSNormGated(VALUE, eps=1e-5)
     with torch.no_grad():
         norm.weight.uniform_(0.5, 1.5)

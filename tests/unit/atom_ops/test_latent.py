@@ -35,7 +35,7 @@ def test_block_sizes(block_size: int) -> None:
 
 
 @pytest.mark.parametrize(("cache_dtype", "error"), [(torch.bfloat16, 0.02), (FP8, 0.2)])
-def test_narrow_cache(cache_dtype: torch.dtype, error: float) -> None:
+def test_float8_cache(cache_dtype: torch.dtype, error: float) -> None:
     step = LatentStep([1, 20, 1], [700, 300, 5], cache_dtype=cache_dtype)
     difference = (step.run().double() - step.expected()).abs()
     assert difference.max() < error
@@ -44,7 +44,7 @@ def test_narrow_cache(cache_dtype: torch.dtype, error: float) -> None:
 
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_written_rows(interleaved: bool, provider: str) -> None:
-    """Alone and beside the queries' latent, read back."""
+    """Alone and with the queries' latent, read back."""
     generator = torch.Generator().manual_seed(1)
     latents = 3 * torch.randn(9, 20 + 32 + 8, generator=generator)
     angles = torch.rand(9, 1, 4, generator=generator) * 6.3
@@ -71,7 +71,7 @@ def test_written_rows(interleaved: bool, provider: str) -> None:
 
 
 @pytest.mark.parametrize("lens", [[1], [300], [3, 130, 1, 40]], ids=str)
-def test_both_forms_are_one(lens: list[int]) -> None:
+def test_both_forms_agree(lens: list[int]) -> None:
     """The step's own rows, expanded to every head's keys and values, and absorbed by its queries."""
     heads, nope, rope, latent, value = 3, 12, 16, 32, 20
     step = LatentStep(lens, lens, heads, (latent, rope))
@@ -92,12 +92,12 @@ def test_both_forms_are_one(lens: list[int]) -> None:
     torch.testing.assert_close(found, expanded, atol=1e-5, rtol=1e-5)
 
 
-def test_a_later_chunk_is_no_whole_prompt() -> None:
+def test_a_later_chunk_is_not_a_whole_prompt() -> None:
     assert not LatentStep([5, 7], [5, 8]).plan().whole_prompts
 
 
-def test_decodes_follow_prompts_where_bits_must_not_depend_on_the_phase(provider: str) -> None:
-    """To the last bit on a GPU; numpy's products depend on where in a matrix a row stands."""
+def test_batch_invariant_decodes_match_prefills(provider: str) -> None:
+    """To the last bit on a GPU; in numpy's matmul a row's bits depend on its index."""
     if provider != "triton":
         pytest.skip("batch invariance needs kernels")
     lens = [700, 40, 300]

@@ -42,7 +42,7 @@ def test_norms_match_the_published_llama_formula(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rot_dim", [32, 12])
-def test_rotary_turns_pairs_by_complex_multiplication(interleaved: bool, rot_dim: int) -> None:
+def test_rotary_is_complex_multiplication(interleaved: bool, rot_dim: int) -> None:
     x, angles = torch.randn(7, 4, 32), torch.rand(7, 1, rot_dim // 2) * 6
     rotation = atom_ops.rotation(angles.cos(), angles.sin(), interleaved)
     found = atom_ops.rotary(x, *rotation, interleaved)
@@ -55,7 +55,7 @@ def test_rotary_turns_pairs_by_complex_multiplication(interleaved: bool, rot_dim
     assert torch.equal(found[..., rot_dim:], x[..., rot_dim:])
 
 
-def test_rotary_takes_slices_of_a_fused_projection() -> None:
+def test_rotary_supports_slices_of_a_qkv_projection() -> None:
     heads = torch.randn(5, 6, 16)[:, 1:4]
     rotation = torch.rand(2, 5, 1, 16)
     found = atom_ops.rotary(heads, *rotation)
@@ -63,7 +63,7 @@ def test_rotary_takes_slices_of_a_fused_projection() -> None:
     assert found.is_contiguous()
 
 
-def test_vocabulary_parts_add_up() -> None:
+def test_vocabulary_shards_add_up() -> None:
     table, ids = torch.randn(103, 8), torch.randint(0, 103, (40,))
     parts = [atom_ops.embedding(ids, table[a:b], a) for a, b in ((0, 52), (52, 103))]
     assert torch.equal(parts[0] + parts[1], table[ids])
@@ -80,7 +80,7 @@ def test_linear_with_a_packed_weight(tokens: int, with_bias: bool) -> None:
     torch.testing.assert_close(atom_ops.linear(x, packed, bias), wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_weights_stay_plain_where_packing_cannot_help() -> None:
+def test_weights_are_not_packed_where_that_cannot_help() -> None:
     backend.resolve(CPU, ["torch"])
     weight = torch.randn(4, 4)
     assert atom_ops.pack_linear_weight(weight) is weight
@@ -105,7 +105,7 @@ def test_kv_round_trip_and_bytes(dtype: torch.dtype) -> None:
     assert not read_kv(cache, torch.from_numpy(untouched), torch.float32).any()
 
 
-def test_every_float8_code_is_read_as_torch_reads_it() -> None:
+def test_every_float8_code_matches_torch() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[~codes.view(FP8).float().isnan()]
     cache = atom_ops.make_kv_layer(len(codes), 1, 1, 1, FP8, CPU)
@@ -117,7 +117,7 @@ def test_every_float8_code_is_read_as_torch_reads_it() -> None:
         assert torch.equal(found, codes.view(FP8).float() * scale)
 
 
-def test_float8_takes_any_finite_number() -> None:
+def test_float8_stores_any_finite_number() -> None:
     cache = atom_ops.make_kv_layer(1, 4, 1, 2, FP8, CPU)
     k = torch.tensor([[0.0, 0.0], [1e-35, -1e-35], [3e38, 1.0], [-114240.0, 448.0]])[:, None]
     atom_ops.write_kv(k, k, cache, torch.arange(4))
@@ -129,8 +129,8 @@ def test_float8_takes_any_finite_number() -> None:
 
 
 @pytest.mark.parametrize("slots", [[4, -1, 0, -1], [-1, 2], [-1, -1], [3]])
-def test_rows_to_spare_store_nothing(slots: list[int]) -> None:
-    """What a GPU does without looking at the slots."""
+def test_padding_rows_store_nothing(slots: list[int]) -> None:
+    """The path of a GPU, which does not read the slots on the host."""
     stored, new = torch.arange(5.0)[:, None].repeat(1, 3), torch.randn(len(slots), 3)
     wanted = stored.clone()
     for row, slot in enumerate(slots):
@@ -142,7 +142,7 @@ def test_rows_to_spare_store_nothing(slots: list[int]) -> None:
 
 
 @pytest.mark.parametrize("with_norms", [False, True])
-def test_a_projection_is_split_turned_and_stored(with_norms: bool) -> None:
+def test_a_projection_is_split_rotated_and_stored(with_norms: bool) -> None:
     heads, kv_heads, width, tokens = 5, 2, 16, 7
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * width)
     angles = torch.rand(tokens, 1, width // 2) * 6

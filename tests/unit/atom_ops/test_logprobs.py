@@ -1,4 +1,4 @@
-"""Log probabilities, against float64 and a sort that knows what to do with equals."""
+"""Log probabilities, against float64 and a stable sort."""
 
 import numpy as np
 import pytest
@@ -45,14 +45,14 @@ def greedy(rows: int) -> SamplingBatch:
     return SamplingBatch.from_host(floats, ids, floats + 1, floats, seeds, ids, torch.device("cpu"))
 
 
-def test_a_greedy_draw_is_the_most_likely_token() -> None:
+def test_greedy_sampling_is_the_top_1_token() -> None:
     logits = torch.randint(0, 3, (20, 500)).to(torch.bfloat16)
     drawn = sample(logits, greedy(20), torch.arange(20))
     found = token_logprobs(logits, drawn, 1)
     assert torch.equal(found.ids_NW[:, 1], drawn) and (found.ranks_N == 1).all()
 
 
-def test_slices_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, ids = torch.randn(11, 300), torch.arange(11)
     whole = token_logprobs(logits, ids, 4)
     monkeypatch.setattr(logprobs, "_SLICE", 700)

@@ -13,7 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
 from atom_ops import ClampedSwiglu, ExpertActivation, ExpertWeights, RoutingRule, experts, route
-from atom_ops.ops.experts import _all_over_all
+from atom_ops.ops.experts import _dense_fallback
 
 HIDDEN = 24
 
@@ -71,7 +71,7 @@ ROUTERS = {
 
 @pytest.mark.parametrize("name", ROUTERS)
 @pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
-def test_routing_is_transformers(name: str, ties: bool) -> None:
+def test_routing_matches_transformers(name: str, ties: bool) -> None:
     kind, config, rule = ROUTERS[name]
     router = _fill(kind(config))
     x = torch.randn(50, HIDDEN, generator=torch.Generator().manual_seed(2))
@@ -91,7 +91,7 @@ def test_routing_is_transformers(name: str, ties: bool) -> None:
     )
 
 
-def test_the_correction_bias_only_chooses() -> None:
+def test_the_correction_bias_affects_only_the_selection() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
     bias = torch.tensor([0.0, 0.0, 0.0, 9.0])
     ids, weights = route(logits, RoutingRule(2, "sigmoid"), bias)
@@ -99,7 +99,7 @@ def test_the_correction_bias_only_chooses() -> None:
     torch.testing.assert_close(weights, logits.sigmoid().gather(1, ids))
 
 
-def test_logits_of_16_bits_are_scored_in_32() -> None:
+def test_bfloat16_logits_are_scored_in_float32() -> None:
     logits = torch.randn(9, 16).bfloat16()
     for scoring in ("softmax", "sigmoid", "softmax_of_chosen"):
         rule = RoutingRule(3, scoring, renormalise=True)
@@ -108,7 +108,7 @@ def test_logits_of_16_bits_are_scored_in_32() -> None:
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "softmax_of_chosen"])
-def test_rows_without_numbers_still_choose_experts_that_exist(scoring: Any) -> None:
+def test_nan_rows_get_valid_experts(scoring: Any) -> None:
     logits = torch.full((3, 8), float("nan"))
     ids, _ = route(logits, RoutingRule(2, scoring, groups=1), torch.ones(8))
     assert ids.min() >= 0 and ids.max() < 8
@@ -123,7 +123,7 @@ def test_rows_without_numbers_still_choose_experts_that_exist(scoring: Any) -> N
         (RoutingRule(9, "softmax"), "cannot choose 9 of 8 experts"),
     ],
 )
-def test_rules_that_do_not_fit_are_refused(rule: RoutingRule, message: str) -> None:
+def test_invalid_rules_are_refused(rule: RoutingRule, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         rule.check(8)
     with pytest.raises(ValueError, match="3 of 2 groups"):
@@ -151,18 +151,18 @@ def _gpt_oss() -> tuple[torch.nn.Module, ExpertWeights, ExpertActivation]:
 
 @pytest.mark.parametrize("made", [_qwen3, _gpt_oss])
 @pytest.mark.parametrize("tokens", [0, 1, 23])
-def test_experts_are_transformers(made: Any, tokens: int) -> None:
+def test_experts_match_transformers(made: Any, tokens: int) -> None:
     module, weights, activation = made()
     x, ids, shares = _inputs(tokens, 12, 3)
     with torch.no_grad():
         wanted = module(x, ids, shares)
     found = experts(x, ids, shares, weights, activation)
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-5)
-    everywhere = _all_over_all(x, ids, shares, weights, activation)
+    everywhere = _dense_fallback(x, ids, shares, weights, activation)
     torch.testing.assert_close(everywhere, wanted, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("function", [experts, _all_over_all])
+@pytest.mark.parametrize("function", [experts, _dense_fallback])
 def test_padding_does_not_disturb_real_rows(function: Any) -> None:
     _, weights, activation = _gpt_oss()
     x, ids, shares = _inputs(9, 12, 3)
@@ -173,16 +173,16 @@ def test_padding_does_not_disturb_real_rows(function: Any) -> None:
     torch.testing.assert_close(found[:6], wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_an_expert_that_was_not_chosen_adds_nothing_however_large() -> None:
+def test_an_unselected_expert_adds_nothing_however_large() -> None:
     _, weights, activation = _qwen3()
     x, ids, shares = _inputs(5, 6, 2)
     wanted = experts(x, ids, shares, weights, activation)
     weights.down_XDF[7:] = float("inf")
     assert torch.equal(experts(x, ids, shares, weights, activation), wanted)
-    torch.testing.assert_close(_all_over_all(x, ids, shares, weights, activation), wanted)
+    torch.testing.assert_close(_dense_fallback(x, ids, shares, weights, activation), wanted)
 
 
-def test_choices_are_summed_in_32_bits() -> None:
+def test_experts_are_summed_in_float32() -> None:
     """1 + 2^-9 four times: each sum of bfloat16 would drop the small part."""
     weights = ExpertWeights(torch.ones(4, 2, 1).bfloat16(), torch.ones(4, 1, 1).bfloat16())
     x = torch.tensor([[1.0]]).bfloat16()

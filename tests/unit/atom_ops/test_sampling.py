@@ -1,4 +1,4 @@
-"""SamplingKind tokens by every provider, against the definition written with plain numpy."""
+"""Sampling tokens by every provider, against the definition written with plain numpy."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ from atom_ops.triton_impl import INTERPRETED
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
-# Interpreted kernels compute with numpy, which warns of infinities that are meant.
+# Interpreted kernels compute with numpy, which warns of the intended infinities.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @dataclass(frozen=True)
-class SamplingKind:
-    """One provider on one device."""
+class Sampler:
+    """`sample` by one provider on one device."""
 
     device: torch.device
     slow: bool
@@ -60,7 +60,7 @@ class SamplingKind:
     params=[("torch", CPU), ("triton", CPU), pytest.param(("triton", CUDA), marks=pytest.mark.gpu)],
     ids=["torch-cpu", "triton-cpu", "triton-gpu"],
 )
-def draw(request: pytest.FixtureRequest) -> Iterator[SamplingKind]:
+def sampler(request: pytest.FixtureRequest) -> Iterator[Sampler]:
     name, device = request.param
     if device == CUDA and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
@@ -68,14 +68,14 @@ def draw(request: pytest.FixtureRequest) -> Iterator[SamplingKind]:
     if name not in sample.providers or not sample.providers[name].supported(device):
         pytest.skip(f"provider {name} does not run on {device} here")
     sample.use([name])
-    yield SamplingKind(device, slow=name == "triton" and device == CPU)
+    yield Sampler(device, slow=name == "triton" and device == CPU)
     backend.resolve(CPU)
 
 
 def kept_tokens(
     logits: NDArray[np.float32], temperature: float, top_k: int, top_p: float, min_p: float
 ) -> NDArray[np.float64]:
-    """Weights of the tokens that min-p, top-k and top-p leave, 0 for the others."""
+    """Weights of the tokens that min-p, top-k and top-p keep, 0 for the others."""
     scaled = (logits - logits.max()) / np.float32(temperature)
     weights = np.exp(scaled, dtype=np.float32).astype(np.float64)
     weights[weights < np.float32(min_p)] = 0
@@ -123,7 +123,7 @@ def test_philox_columns_are_independent() -> None:
         assert torch.equal(philox(counter, key)[:, column], alone[:, 0])
 
 
-def test_uniform_is_made_of_seed_position_purpose_and_choice() -> None:
+def test_uniform_depends_on_seed_position_purpose_and_sequence() -> None:
     seed, position, purpose, sequence = 0xFEDCBA9876543210, 41, 3, 5
     words = philox(
         torch.tensor([[position], [purpose], [sequence], [0]]),
@@ -136,12 +136,12 @@ def test_uniform_is_made_of_seed_position_purpose_and_choice() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 5])
-def test_greedy_takes_the_smallest_of_equal_ids(draw: SamplingKind, dtype: torch.dtype, rows: int) -> None:
+def test_greedy_takes_the_smallest_of_equal_ids(sampler: Sampler, dtype: torch.dtype, rows: int) -> None:
     for vocabulary in (3, 100, 997, 151936):
         logits = torch.zeros(rows, vocabulary, dtype=dtype)
         ties = torch.randperm(vocabulary)[: max(2, vocabulary // 7)]
         logits[:, ties] = 3.5
-        found = draw(logits, torch.arange(rows), temperature=0.0)
+        found = sampler(logits, torch.arange(rows), temperature=0.0)
         assert found.dtype == torch.int64
         assert found.tolist() == [ties.min().item()] * rows
 
@@ -163,8 +163,8 @@ LIMITS = st.fixed_dictionaries(
     levels=st.sampled_from([2, 6, 10**6]),
     seed=st.integers(0, 2**64 - 1),
 )
-def test_draws_follow_the_definition(
-    draw: SamplingKind, limits: list[dict[str, float]], vocabulary: int, levels: int, seed: int
+def test_samples_follow_the_definition(
+    sampler: Sampler, limits: list[dict[str, float]], vocabulary: int, levels: int, seed: int
 ) -> None:
     """Few levels make many equal logits."""
     generator = np.random.default_rng(seed)
@@ -173,46 +173,46 @@ def test_draws_follow_the_definition(
     logits = np.round(logits * levels / 10) * np.float32(10 / levels)
     positions = torch.from_numpy(generator.integers(0, 2**20, rows))
     columns = {name: [limit[name] for limit in limits] for name in limits[0]}
-    found = draw(torch.from_numpy(logits), positions, **columns, seed=seed)  # type: ignore[arg-type]
+    found = sampler(torch.from_numpy(logits), positions, **columns, seed=seed)  # type: ignore[arg-type]
     same = torch.full((rows,), int(np.uint64(seed).astype(np.int64)))
     u = uniform(same, torch.zeros(rows, dtype=torch.int64), positions, sampling.SAMPLE_TOKEN)
     for row, limit in enumerate(limits):
         kept = kept_tokens(logits[row], **limit)  # type: ignore[arg-type]
         assert kept[found[row]] > 0
-        # A draw within the rounding of float32 sums of a boundary may go to either side.
+        # A sample within the rounding of float32 sums of a boundary may be either neighbour.
         near = {expected_id(kept, min(max(u[row].item() + d, 0.0), 1.0 - 1e-9)) for d in (-1e-6, 0, 1e-6)}
         assert found[row].item() in near
 
 
-def test_top_k_keeps_the_smaller_ids_of_equals(draw: SamplingKind) -> None:
-    rows = 14 if draw.slow else 400
+def test_top_k_ties_go_to_smaller_ids(sampler: Sampler) -> None:
+    rows = 14 if sampler.slow else 400
     logits = torch.zeros(rows, 600)
     logits[:, 500] = 2.0
-    drawn = draw(logits, torch.arange(rows), top_k=4, temperature=2.0)
-    assert set(drawn.tolist()) == {0, 1, 2, 500}
+    sampled = sampler(logits, torch.arange(rows), top_k=4, temperature=2.0)
+    assert set(sampled.tolist()) == {0, 1, 2, 500}
 
 
-def test_top_p_passes_the_mark_with_as_few_tokens_as_can_be(draw: SamplingKind) -> None:
-    rows = 11 if draw.slow else 500
+def test_top_p_keeps_the_shortest_prefix(sampler: Sampler) -> None:
+    rows = 11 if sampler.slow else 500
     logits = torch.tensor([0.4, 0.1, 0.3, 0.2]).log().repeat(rows, 1)
     marks = [(0.3, {0}), (0.41, {0, 2}), (0.69, {0, 2}), (0.71, {0, 2, 3}), (1e-9, {0})]
-    for top_p, kept in marks[1::2] if draw.slow else marks:
-        drawn = draw(logits, torch.arange(rows), top_p=top_p)
-        assert set(drawn.tolist()) == kept
+    for top_p, kept in marks[1::2] if sampler.slow else marks:
+        sampled = sampler(logits, torch.arange(rows), top_p=top_p)
+        assert set(sampled.tolist()) == kept
 
 
-def test_flat_distributions_need_more_candidates_than_the_first_try(draw: SamplingKind) -> None:
+def test_top_p_with_more_tokens_than_the_first_candidates(sampler: Sampler) -> None:
     logits = torch.from_numpy(np.random.default_rng(0).normal(0, 0.3, (6, 9000)).astype(np.float32))
     positions = torch.arange(6)
-    drawn = draw(logits, positions, top_p=[0.9, 0.2, 0.9, 0.001, 1.0, 0.9])
+    sampled = sampler(logits, positions, top_p=[0.9, 0.2, 0.9, 0.001, 1.0, 0.9])
     u = uniform(torch.full((6,), 7), torch.zeros(6, dtype=torch.int64), positions, 0)
     for row, top_p in enumerate([0.9, 0.2, 0.9, 0.001, 1.0, 0.9]):
         kept = kept_tokens(logits[row].numpy(), 1.0, 0, top_p, 0.0)
         near = {expected_id(kept, u[row].item() + d) for d in (-1e-6, 0, 1e-6)}
-        assert drawn[row].item() in near
+        assert sampled[row].item() in near
 
 
-def test_a_row_draws_the_same_in_any_company(draw: SamplingKind) -> None:
+def test_a_sample_does_not_depend_on_the_batch(sampler: Sampler) -> None:
     logits = torch.from_numpy(np.random.default_rng(1).normal(0, 2, (6, 3000)).astype(np.float32))
     seeds = np.arange(6, dtype=np.uint64) * np.uint64(2**61)
     columns = {
@@ -221,56 +221,56 @@ def test_a_row_draws_the_same_in_any_company(draw: SamplingKind) -> None:
         "top_p": [1.0, 1.0, 0.9, 0.5, 1.0, 1.0],
         "min_p": [0.0, 0.0, 0.0, 0.0, 0.0, 0.1],
     }
-    together = draw(logits, torch.arange(6) + 10, **columns, seed=seeds)  # type: ignore[arg-type]
+    together = sampler(logits, torch.arange(6) + 10, **columns, seed=seeds)  # type: ignore[arg-type]
     for row in range(6):
         one = {name: values[row] for name, values in columns.items()}
         position = torch.tensor([row + 10])
-        alone = draw(logits[row : row + 1], position, **one, seed=int(seeds[row]))  # type: ignore[arg-type]
+        alone = sampler(logits[row : row + 1], position, **one, seed=int(seeds[row]))  # type: ignore[arg-type]
         assert alone.item() == together[row].item()
 
 
-def test_seed_sequence_and_position_each_change_the_draw(draw: SamplingKind) -> None:
+def test_seed_sequence_and_position_each_change_the_sample(sampler: Sampler) -> None:
     logits, here = torch.zeros(1, 50_000), torch.tensor([9])
-    draws = [
-        draw(logits, here, seed=1),
-        draw(logits, here, seed=1 + 2**32),
-        draw(logits, here, seed=1, sequence=1),
-        draw(logits, here + 1, seed=1),
+    samples = [
+        sampler(logits, here, seed=1),
+        sampler(logits, here, seed=1 + 2**32),
+        sampler(logits, here, seed=1, sequence=1),
+        sampler(logits, here + 1, seed=1),
     ]
-    assert len({draw.item() for draw in draws}) == 4
-    assert draw(logits, here, seed=1).item() == draws[0].item()
+    assert len({one.item() for one in samples}) == 4
+    assert sampler(logits, here, seed=1).item() == samples[0].item()
 
 
-def test_drawn_frequencies_are_the_probabilities(draw: SamplingKind) -> None:
+def test_frequencies_are_the_probabilities(sampler: Sampler) -> None:
     probabilities = torch.tensor([0.5, 0.05, 0.0, 0.3, 0.15])
-    rows = 300 if draw.slow else 20_000
-    drawn = draw(probabilities.log().repeat(rows, 1), torch.arange(rows))
-    counts = torch.bincount(drawn, minlength=5) / rows
+    rows = 300 if sampler.slow else 20_000
+    sampled = sampler(probabilities.log().repeat(rows, 1), torch.arange(rows))
+    counts = torch.bincount(sampled, minlength=5) / rows
     torch.testing.assert_close(counts, probabilities, atol=2.1 / rows**0.5, rtol=0)
     assert counts[2] == 0
 
 
-def test_extreme_temperatures(draw: SamplingKind) -> None:
+def test_extreme_temperatures(sampler: Sampler) -> None:
     logits = torch.tensor([[3e38, 1.0, -3e38, 2e38]]).repeat(50, 1)
-    assert draw(logits, torch.arange(50), temperature=1e-38).unique().tolist() == [0]
-    rows = 60 if draw.slow else 400
-    flat = draw(torch.randn(rows, 4), torch.arange(rows), temperature=100.0)
+    assert sampler(logits, torch.arange(50), temperature=1e-38).unique().tolist() == [0]
+    rows = 60 if sampler.slow else 400
+    flat = sampler(torch.randn(rows, 4), torch.arange(rows), temperature=100.0)
     assert flat.unique().tolist() == [0, 1, 2, 3]
 
 
-def test_masked_tokens_are_never_drawn(draw: SamplingKind) -> None:
-    rows = 5 if draw.slow else 300
+def test_masked_tokens_are_never_sampled(sampler: Sampler) -> None:
+    rows = 5 if sampler.slow else 300
     logits = torch.full((rows, 70), -torch.inf)
     logits[:, [3, 69]] = 0.0
     for limits in ({}, {"top_p": 0.99}, {"top_k": 30}, {"min_p": 0.1}):
-        drawn = draw(logits, torch.arange(rows), **limits)  # type: ignore[arg-type]
-        assert drawn.unique().tolist() == [3, 69]
+        sampled = sampler(logits, torch.arange(rows), **limits)  # type: ignore[arg-type]
+        assert sampled.unique().tolist() == [3, 69]
 
 
 @pytest.mark.parametrize("logit", [torch.nan, -torch.inf])
 @pytest.mark.parametrize(
     "limits", [{}, {"top_k": 3}, {"top_k": 400}, {"top_p": 0.5}, {"min_p": 0.1}, {"temperature": 0.0}]
 )
-def test_broken_logits_still_give_an_id(draw: SamplingKind, limits: dict[str, float], logit: float) -> None:
-    drawn = draw(torch.full((4, 700), logit), torch.arange(4), **limits)  # type: ignore[arg-type]
-    assert ((drawn >= 0) & (drawn < 700)).all()
+def test_broken_logits_still_give_an_id(sampler: Sampler, limits: dict[str, float], logit: float) -> None:
+    sampled = sampler(torch.full((4, 700), logit), torch.arange(4), **limits)  # type: ignore[arg-type]
+    assert ((sampled >= 0) & (sampled < 700)).all()

@@ -1,4 +1,4 @@
-"""Sparse attention against the definition: index keys, the choice of tokens, attention to the chosen."""
+"""Sparse attention against the definition: index keys, top-k, attention to the top-k tokens."""
 
 import pytest
 import torch
@@ -28,11 +28,11 @@ def provider(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize(("query_lens", "context_lens"), STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("whole_numbers", [False, True])
-def test_the_highest_are_chosen_and_of_equal_ones_the_earliest(
+def test_top_k_with_ties_to_earlier_tokens(
     query_lens: list[int], context_lens: list[int], whole_numbers: bool
 ) -> None:
     step = IndexStep(query_lens, context_lens, whole_numbers=whole_numbers)
-    wanted = step.chosen(COUNT)
+    wanted = step.topk(COUNT)
     found = step.choose(COUNT)
     assert found.slots_TJ.dtype == found.counts_T.dtype == torch.int32
     assert found.counts_T.tolist() == [len(positions) for positions in wanted]
@@ -40,49 +40,49 @@ def test_the_highest_are_chosen_and_of_equal_ones_the_earliest(
 
 
 @pytest.mark.parametrize(("query_lens", "context_lens"), STEPS.values(), ids=STEPS)
-def test_attention_is_to_the_chosen_alone(query_lens: list[int], context_lens: list[int]) -> None:
+def test_attention_reads_only_the_top_k(query_lens: list[int], context_lens: list[int]) -> None:
     step = IndexStep(query_lens, context_lens)
     found = step.attend(step.choose(COUNT)).double()
-    torch.testing.assert_close(found, step.attended(step.chosen(COUNT)), atol=5e-6, rtol=1e-5)
+    torch.testing.assert_close(found, step.attended(step.topk(COUNT)), atol=5e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("count", [1, 33, 299])
 def test_any_number_of_tokens(count: int) -> None:
     step = IndexStep([1, 3, 5], [300, 34, 5])
-    assert torch.equal(step.choose(count).slots_TJ, step.slots_of(step.chosen(count), count))
+    assert torch.equal(step.choose(count).slots_TJ, step.slots_of(step.topk(count), count))
 
 
 @pytest.mark.parametrize(("heads", "width"), [(1, 16), (3, 24), (32, 64)])
 def test_heads_and_widths(heads: int, width: int) -> None:
     step = IndexStep([1, 5], [90, 40], heads, width)
-    assert torch.equal(step.choose(COUNT).slots_TJ, step.slots_of(step.chosen(COUNT), COUNT))
+    assert torch.equal(step.choose(COUNT).slots_TJ, step.slots_of(step.topk(COUNT), COUNT))
 
 
-def test_of_no_more_than_are_chosen_all_are_read() -> None:
+def test_short_contexts_are_read_whole() -> None:
     step = IndexStep([1, 9, 3], [64, 9, 40])
     torch.testing.assert_close(step.attend(step.choose(64)), step.run(), atol=5e-6, rtol=1e-5)
 
 
 def test_float8() -> None:
     step = IndexStep([1, 6], [200, 60], cache_dtype=FP8)
-    assert torch.equal(step.choose(COUNT).slots_TJ, step.slots_of(step.chosen(COUNT), COUNT))
-    difference = (step.attend(step.choose(COUNT)).double() - step.attended(step.chosen(COUNT))).abs()
+    assert torch.equal(step.choose(COUNT).slots_TJ, step.slots_of(step.topk(COUNT), COUNT))
+    difference = (step.attend(step.choose(COUNT)).double() - step.attended(step.topk(COUNT))).abs()
     assert 1e-3 < difference.max() < 0.3
 
 
-def test_spare_rows_and_tokens_choose_nothing_and_read_nothing() -> None:
-    step, spare = IndexStep([1, 1, 5], [40, 3, 60]), 3
-    plan = with_spare_tokens(step, spare)
-    pad = [torch.cat((x, x[:spare])) for x in (step.index_q, step.weights, step.q)]
+def test_padding_rows_and_tokens_have_no_top_k() -> None:
+    step, padding = IndexStep([1, 1, 5], [40, 3, 60]), 3
+    plan = with_spare_tokens(step, padding)
+    pad = [torch.cat((x, x[:padding])) for x in (step.index_q, step.weights, step.q)]
     found = atom_ops.index_topk(pad[0], pad[1], step.index, plan, COUNT)
-    assert torch.equal(found.slots_TJ[:-spare], step.slots_of(step.chosen(COUNT), COUNT))
-    assert found.slots_TJ[-spare:].eq(-1).all() and found.counts_T[-spare:].eq(0).all()
+    assert torch.equal(found.slots_TJ[:-padding], step.slots_of(step.topk(COUNT), COUNT))
+    assert found.slots_TJ[-padding:].eq(-1).all() and found.counts_T[-padding:].eq(0).all()
     out = atom_ops.sparse_latent_attention(pad[2], step.cache, found, step.scale)
-    assert torch.equal(out[-spare:], torch.zeros_like(out[-spare:]))
-    torch.testing.assert_close(out[:-spare].double(), step.attended(step.chosen(COUNT)), atol=5e-6, rtol=1e-5)
+    assert torch.equal(out[-padding:], torch.zeros_like(out[-padding:]))
+    torch.testing.assert_close(out[:-padding].double(), step.attended(step.topk(COUNT)), atol=5e-6, rtol=1e-5)
 
 
-def test_pieces_that_fit_the_memory_are_as_the_whole(monkeypatch: pytest.MonkeyPatch, provider: str) -> None:
+def test_chunks_give_the_same_result(monkeypatch: pytest.MonkeyPatch, provider: str) -> None:
     step = IndexStep([11, 1], [90, 50])
     whole = step.choose(COUNT), step.attend(step.choose(COUNT))
     if provider == "triton":
@@ -96,16 +96,16 @@ def test_pieces_that_fit_the_memory_are_as_the_whole(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.skipif(not triton_impl.INTERPRETED, reason="needs TRITON_INTERPRET=1")
-def test_bits_depend_on_no_other_row(provider: str) -> None:
+def test_a_row_does_not_depend_on_others(provider: str) -> None:
     if provider != "triton":
         pytest.skip("batch invariance needs kernels")
     lens = [200, 40, 90]
     together = IndexStep([1, 1, 1], lens)
-    chosen = together.choose(COUNT, split_tokens=512)
-    out = together.attend(chosen)
-    assert chosen.split_tokens == 512
+    topk = together.choose(COUNT, split_tokens=512)
+    out = together.attend(topk)
+    assert topk.split_tokens == 512
     for row in range(3):
-        one = TopKIndices(chosen.slots_TJ[row : row + 1], chosen.counts_T[row : row + 1], 512)
+        one = TopKIndices(topk.slots_TJ[row : row + 1], topk.counts_T[row : row + 1], 512)
         q = together.q[row : row + 1]
         alone = atom_ops.sparse_latent_attention(q, together.cache, one, together.scale)
         assert torch.equal(alone[0], out[row])

@@ -1,4 +1,4 @@
-"""Choosing plans and keeping them, with a stopwatch that knows its answers."""
+"""Choosing and storing plans, with a fake stopwatch."""
 
 import contextlib
 import itertools
@@ -35,7 +35,7 @@ Heard = list[tuple[str, int, int]]
 
 
 class FakeBench:
-    """Torch takes 10 us; plans take what `seconds` says, and are valid_plans unless it says None."""
+    """Torch takes 10 us; plans take `seconds`, and are invalid if that is None."""
 
     def __init__(self, seconds: Callable[[LinearPlan], float | None] = lambda plan: 20e-6) -> None:
         self._seconds = seconds
@@ -67,13 +67,13 @@ def silent(phase: str, done: int, total: int) -> None:
 
 
 def fast_up_to(tokens: int) -> FakeBench:
-    """Plans are twice as fast as torch for so many tokens, and half as fast for more."""
+    """Plans are twice as fast as torch up to some number of tokens, and half as fast above."""
     return FakeBench(lambda plan: 5e-6 if plan.tokens <= tokens else 20e-6)
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (151936, 4096), (960, 576), (96, 320)], ids=str)
 @pytest.mark.parametrize(("least", "tokens"), CLASSES)
-def test_candidates_are_few_and_for_their_class_alone(shape: Shape, least: int, tokens: int) -> None:
+def test_candidates_are_few_and_of_their_class(shape: Shape, least: int, tokens: int) -> None:
     plans = candidates(shape, least, tokens)
     assert 2 <= len(plans) <= 12 and len(set(plans)) == len(plans)
     assert {(plan.least, plan.tokens) for plan in plans} == {(least, tokens)}
@@ -87,7 +87,7 @@ def test_classes_leave_no_gap() -> None:
     assert all(least == before + 1 for (_, before), (least, _) in itertools.pairwise(CLASSES))
 
 
-def test_the_fastest_wins_and_the_hopeless_run_only_a_short_race() -> None:
+def test_the_fastest_wins_and_slow_plans_are_measured_briefly() -> None:
     plans = candidates(SHAPES[0], 2, 16)
     times = dict.fromkeys(plans, 30e-6) | {plans[2]: 5.2e-6, plans[4]: 5e-6}
     bench = FakeBench(times.__getitem__)
@@ -96,7 +96,7 @@ def test_the_fastest_wins_and_the_hopeless_run_only_a_short_race() -> None:
     assert len(bench.rounds[plans[0]]) == len(bench.rounds[None]) == 1
 
 
-def test_a_plan_that_is_not_sound_never_wins() -> None:
+def test_an_invalid_plan_never_wins() -> None:
     plans = candidates(SHAPES[0], 1, 1)
     times: dict[LinearPlan, float | None] = dict.fromkeys(plans, 9e-6)
     assert fastest(FakeBench(times.__getitem__), SHAPES[0], 1, 1) == plans[0]
@@ -105,14 +105,14 @@ def test_a_plan_that_is_not_sound_never_wins() -> None:
     assert fastest(FakeBench(lambda plan: None), SHAPES[0], 1, 1) is None
 
 
-def test_torch_wins_draws_and_leaves_a_gap_in_the_plans(tmp_path: Path) -> None:
+def test_torch_wins_ties_and_leaves_a_gap_in_the_plans(tmp_path: Path) -> None:
     assert fastest(FakeBench(lambda plan: 10e-6), SHAPES[0], 1, 1) is None
     bench = FakeBench(lambda plan: 5e-6 if plan.tokens in (1, 32) else 20e-6)
     (plans,) = tune(SHAPES[:1], bench, file_in(tmp_path), silent).values()
     assert [(plan.least, plan.tokens) for plan in plans] == [(1, 1), (17, 32)]
 
 
-def test_what_was_found_is_read_and_not_measured_again(tmp_path: Path) -> None:
+def test_stored_plans_are_not_measured_again(tmp_path: Path) -> None:
     heard: Heard = []
     first = fast_up_to(16)
     table = tune(SHAPES, first, file_in(tmp_path), lambda *progress: heard.append(progress))
@@ -129,7 +129,7 @@ def test_what_was_found_is_read_and_not_measured_again(tmp_path: Path) -> None:
     assert file_in(tmp_path).read() == more
 
 
-def test_the_file_says_what_it_is_for(tmp_path: Path) -> None:
+def test_the_file_names_its_machine(tmp_path: Path) -> None:
     file = file_in(tmp_path)
     tune(SHAPES[:1], fast_up_to(1), file, silent)
     assert file.path == tmp_path / "tuned" / "Some-GPU-9000-rev-2--torch-2.11.0+cu130-triton-3.6.0.json"
@@ -156,7 +156,10 @@ def replaced(content: dict[str, object], old: bytes, new: bytes) -> bytes:
         (lambda content: msgspec.json.encode(content)[:-20], "truncated"),
         (lambda content: b"\xff\xfe", "malformed"),
         (lambda content: changed(content, format=0), "its format is 0"),
-        (lambda content: changed(content, machine={"gpu": "A", "torch": "1", "triton": "1"}), "made for A"),
+        (
+            lambda content: changed(content, machine={"gpu": "A", "torch": "1", "triton": "1"}),
+            "other versions: Machine(gpu='A'",
+        ),
         (lambda content: changed(content, linear=[{"outputs": 4096}]), "missing required field"),
         (lambda content: msgspec.json.encode(content).replace(b'"rows":4,', b'"rows":3,'), "rows=3"),
         (
@@ -165,7 +168,7 @@ def replaced(content: dict[str, object], old: bytes, new: bytes) -> bytes:
         ),
     ],
 )
-def test_a_broken_or_foreign_file_is_measured_anew(
+def test_an_invalid_file_is_replaced(
     spoil: Callable[[dict[str, object]], bytes],
     reason: str,
     tmp_path: Path,
@@ -189,7 +192,7 @@ def test_other_versions_have_files_of_their_own(tmp_path: Path) -> None:
     assert file_in(tmp_path, newer).read() == {}
 
 
-def test_without_a_place_for_the_file_nothing_is_measured(
+def test_without_a_usable_directory_nothing_is_measured(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "tuned").write_text("a file in the way")
@@ -199,7 +202,7 @@ def test_without_a_place_for_the_file_nothing_is_measured(
     assert bench.measured == [] and "ATOM_CACHE_DIR" in caplog.text
 
 
-def test_a_shape_that_is_done_survives_the_failure_of_the_next(tmp_path: Path) -> None:
+def test_finished_shapes_survive_a_later_failure(tmp_path: Path) -> None:
     class Failing(FakeBench):
         def stopwatch(self, plan: LinearPlan | None, shape: Shape, tokens: int) -> Callable[[int], float]:
             if shape == SHAPES[1]:
@@ -225,7 +228,7 @@ def _tune_elsewhere(directory: Path, notes: Path) -> None:
     (notes / str(os.getpid())).write_bytes(note)
 
 
-def test_two_workers_measure_once_and_both_see_how_far_it_is(tmp_path: Path) -> None:
+def test_two_workers_measure_once_and_both_see_the_progress(tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     notes.mkdir()
     context = multiprocessing.get_context("spawn")
@@ -241,7 +244,7 @@ def test_two_workers_measure_once_and_both_see_how_far_it_is(tmp_path: Path) -> 
     assert all(total == 8 for *_, heard in found for _, _, total in heard)
 
 
-def test_a_lock_that_never_comes_free_is_given_up(tmp_path: Path) -> None:
+def test_waiting_for_the_lock_times_out(tmp_path: Path) -> None:
     waits: list[float] = []
     with (
         exclusive(tmp_path / "lock", 1.0, lambda: None),
@@ -254,7 +257,7 @@ def test_a_lock_that_never_comes_free_is_given_up(tmp_path: Path) -> None:
         pass
 
 
-def test_weights_are_counted_once_and_only_plain_half_precision_counts() -> None:
+def test_weights_are_listed_once_and_only_half_precision() -> None:
     tied, other = (torch.zeros(8, 4, dtype=torch.bfloat16) for _ in range(2))
     rest = [torch.zeros(8, 4), torch.zeros(4, 8, dtype=torch.bfloat16).T, torch.zeros(8, dtype=torch.half)]
     assert by_shape([tied, other, tied, *rest]) == {(8, 4): [tied, other]}
@@ -267,7 +270,7 @@ def test_nothing_is_tuned_on_a_cpu(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_tuned_for_batch_invariant_products(tmp_path: Path) -> None:
+def test_nothing_is_tuned_for_batch_invariance(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     triton_impl.load()
     linear.use([backend.BATCH_INVARIANT])
@@ -277,7 +280,7 @@ def test_nothing_is_tuned_for_batch_invariant_products(tmp_path: Path) -> None:
     backend.resolve(torch.device("cpu"))
 
 
-def test_linear_follows_what_was_found_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_uses_measured_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = pytest.importorskip("atom_ops.triton_impl.bench", reason="needs triton")
     fake, gpu = fast_up_to(16), torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
@@ -295,7 +298,7 @@ def test_linear_follows_what_was_found_here(tmp_path: Path, monkeypatch: pytest.
     assert torch.__version__ in file.name
 
 
-def test_soundness() -> None:
+def test_valid_plans() -> None:
     bench = pytest.importorskip("atom_ops.triton_impl.bench", reason="needs triton")
     weight = torch.randn(32, 64).mul_(1 / 8).half()
     plan = LinearPlan(16, False, 16, 64, 4, 2, least=2)

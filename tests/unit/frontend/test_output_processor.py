@@ -1,5 +1,7 @@
 """Token columns in, updates out."""
 
+import asyncio
+
 import msgspec
 import pytest
 
@@ -9,10 +11,13 @@ from atom.messages.engine import (
     FinishReason,
     FirstToken,
     LogitsProcessors,
+    LogprobTable,
+    SampledLogprobs,
     Sampling,
     TokenDeltas,
     pack_ids,
 )
+from frontend.detokenizer import Detokenizer
 from frontend.output_processor import OutputProcessor, Processed, TextOptions, Update
 from tests.helpers import tiny_tokenizer
 
@@ -72,7 +77,8 @@ def test_the_ending_id_counts_but_is_no_text(reason: FinishReason, stop_token_id
     (update,) = step(output, {1: [*encode("a"), stop_token_id]}, Finished(1, reason, stop_token_id)).updates
     assert update.text == "a"
     assert update.token_ids.tolist() == [*encode("a"), stop_token_id]
-    assert (update.finished, update.reason, update.stop_reason) == (True, raw, None)
+    stopped_on = stop_token_id if reason is FinishReason.STOP_TOKEN else None
+    assert (update.finished, update.reason, update.stop_reason) == (True, raw, stopped_on)
     assert len(output) == 0
 
 
@@ -188,3 +194,57 @@ def test_the_first_tokens_end_nothing_on_a_string() -> None:
     assert step(output, {1: encode("a")}).updates[0].text == "a"
     (update,) = step(output, {1: encode("a")}).updates
     assert (update.text, update.reason) == ("", "stop_sequence")
+
+
+class Panic(BaseException):
+    """As a panic in a native extension: not an Exception."""
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), Panic("broken")])
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_a_request_whose_text_fails_ends_alone(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, at_the_end: bool
+) -> None:
+    output = processor(1, 2, 3)
+    bad = encode("b")[0]
+    feed = Detokenizer.feed
+
+    def failing(detokenizer: Detokenizer, token_id: int) -> str:
+        if token_id == bad:
+            raise error
+        return feed(detokenizer, token_id)
+
+    monkeypatch.setattr(Detokenizer, "feed", failing)
+    ends = [Finished(2, FinishReason.MAX_TOKENS)] if at_the_end else []
+    done = step(output, {1: encode("a"), 2: [bad], 3: encode("c")}, *ends)
+    first, failed, third = sorted(done.updates, key=lambda update: update.request_id)
+    assert (first.text, third.text) == ("a", "c")
+    assert (failed.finished, failed.reason, failed.text) == (True, "error", "")
+    assert failed.error.startswith("the generated tokens could not be processed")
+    assert done.aborts == ([] if at_the_end else [2])
+    assert [update.request_id for update in step(output, {1: encode("d"), 2: [bad]}).updates] == [1]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(), asyncio.CancelledError()])
+def test_what_ends_the_process_is_no_fault_of_a_request(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def failing(detokenizer: Detokenizer, token_id: int) -> str:
+        raise error
+
+    monkeypatch.setattr(Detokenizer, "feed", failing)
+    with pytest.raises(type(error)):
+        step(processor(1), {1: encode("a")})
+
+
+def test_broken_log_probabilities_fail_one_request() -> None:
+    output = processor(1, 2)
+    plain = request(3)
+    sampling = msgspec.structs.replace(plain.sampling, logprobs=0)
+    output.add(msgspec.structs.replace(plain, sampling=sampling), TextOptions())
+    a = encode("a")[0]
+    # The table has no row for the token of request 3.
+    logprobs = SampledLogprobs([], LogprobTable(1, b"", b"", b""))
+    done = output.process(TokenDeltas(1, [1, 3, 2], pack_ids([a, a, a]), logprobs=logprobs))
+    assert {update.request_id: update.reason for update in done.updates} == {1: None, 2: None, 3: "error"}
+    assert done.aborts == [3]

@@ -7,7 +7,7 @@ import pytest
 from frontend.errors import RequestError
 from frontend.schemas.generation import GenerationRequest
 from frontend.serving.caller import Caller
-from frontend.serving.prompts import given_id, salt, text_offsets, truncated
+from frontend.serving.prompts import given_id, kept_tokens, salt, text_offsets, truncated
 from tests.helpers import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer.tokenizer()
@@ -45,7 +45,8 @@ def test_the_bodys_name_wins_over_the_headers() -> None:
 )
 def test_truncation(limit: int | None, side: Literal["left", "right"] | None, kept: list[int]) -> None:
     request = GenerationRequest(truncate_prompt_tokens=limit, truncation_side=side)
-    assert truncated([1, 2, 3, 4, 5, 6], request, max_model_len=10, max_tokens=5) == kept
+    count = kept_tokens(request, max_model_len=10, max_tokens=5)
+    assert truncated([1, 2, 3, 4, 5, 6], count, request) == kept
 
 
 def test_offsets_are_where_texts_begin() -> None:

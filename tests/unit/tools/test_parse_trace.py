@@ -219,10 +219,10 @@ def replayed(trace: HandMadeTrace) -> None:
     ("make", "reason"),
     [
         (unmarked, "names no module of a layer: record with --mark-trace"),
-        (no_steps, "holds no step: record while the engine generates"),
+        (no_steps, "has no steps: record while the engine generates"),
         (one_layer, "has layers 0 to 0, not 3"),
         (only_others, "has neither a prefill nor a decode step"),
-        (replayed, "no capture trace tells the modules of graph bs_4"),
+        (replayed, "no capture trace has the modules of graph bs_4"),
     ],
 )
 def test_what_a_trace_lacks_is_said(

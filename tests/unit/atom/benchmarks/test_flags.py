@@ -1,4 +1,4 @@
-"""The command line: defaults, and what does not go together."""
+"""The command line: defaults, and conflicts."""
 
 import argparse
 from collections.abc import Callable
@@ -59,7 +59,7 @@ def test_defaults_are_the_documented_ones(parse: Parse, capsys: pytest.CaptureFi
     args = parse()
     assert {name: getattr(args, name) for name in DEFAULTS} == DEFAULTS
     assert args.dataset_name == "random"
-    assert "--dataset-name random is used" in capsys.readouterr().out
+    assert "using --dataset-name random" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -68,16 +68,25 @@ def test_defaults_are_the_documented_ones(parse: Parse, capsys: pytest.CaptureFi
         (["--backend", "openai-chat"], "--endpoint that ends with chat/completions"),
         (["--backend", "tgi"], "--endpoint that ends with generate_stream"),
         (["--endpoint", "/v1/models"], "ends with completions or profile"),
-        (["--backend", "deepspeed-mii", "--ignore-eos"], "cannot be told to --ignore-eos"),
-        (["--backend", "tgi", "--endpoint", "/generate_stream", "--logprobs", "3"], "has no --logprobs"),
-        (["--backend", "tensorrt-llm", "--endpoint", "/generate_stream", "--best-of", "2"], "no --best-of"),
-        (["--backend", "tgi", "--endpoint", "/generate_stream", "--use-beam-search"], "no --use-beam-search"),
+        (["--backend", "deepspeed-mii", "--ignore-eos"], "does not support --ignore-eos"),
+        (
+            ["--backend", "tgi", "--endpoint", "/generate_stream", "--logprobs", "3"],
+            "does not support --logprobs",
+        ),
+        (
+            ["--backend", "tensorrt-llm", "--endpoint", "/generate_stream", "--best-of", "2"],
+            "not support --best-of",
+        ),
+        (
+            ["--backend", "tgi", "--endpoint", "/generate_stream", "--use-beam-search"],
+            "not support --use-beam-search",
+        ),
         (["--random-range-ratio", "1.5"], "--random-range-ratio 1.5"),
         (["--dataset-name", "sonnet", "--use-chat-template"], "is for --dataset-name random"),
-        (["--sweep", "1", "4", "--max-concurrency", "2"], "leave --max-concurrency out"),
+        (["--sweep", "1", "4", "--max-concurrency", "2"], "omit --max-concurrency"),
     ],
 )
-def test_flags_that_do_not_go_together(parse: Parse, flags: list[str], message: str) -> None:
+def test_conflicting_flags(parse: Parse, flags: list[str], message: str) -> None:
     with pytest.raises(BenchmarkError, match=message):
         parse(*flags)
 
@@ -88,18 +97,18 @@ def test_flags_that_do_not_go_together(parse: Parse, flags: list[str], message: 
         (["--goodput", "itl:5"], "METRIC:MS"),
         (["--goodput", "ttft:0"], "above 0"),
         (["--goodput", "ttft"], "METRIC:MS"),
-        (["--percentile-metrics", "ttft,speed"], "'speed' is no metric"),
-        (["--metric-percentiles", "101"], "between 0 and 100"),
-        (["--metric-percentiles", "many"], "numbers with commas"),
+        (["--percentile-metrics", "ttft,speed"], "'speed' is not a metric"),
+        (["--metric-percentiles", "101"], "from 0 to 100"),
+        (["--metric-percentiles", "many"], "numbers separated by commas"),
         (["--metadata", "novalue"], "KEY=VALUE"),
-        (["--num-prompts", "0"], "1 at least"),
+        (["--num-prompts", "0"], "at least 1"),
         (["--request-rate", "-1"], "above 0"),
-        (["--request-rate", "fast"], "is no number"),
+        (["--request-rate", "fast"], "is not a number"),
         (["--dataset-name", "other"], "invalid choice"),
         (["--max-concurency", "4"], "did you mean --max-concurrency"),
     ],
 )
-def test_bad_values_are_one_line(
+def test_invalid_values_are_one_line(
     parse: Parse, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -139,7 +139,7 @@ def test_the_table_of_a_sweep(parse: Parse) -> None:
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table(points(parse()))]
     named = dict(zip(rows[0], rows[2], strict=True))
     assert named["concurrency"] == "1" and named["output tok/s"] == "1.50"
-    assert named["tok/s a user"] == "5.00" and named["TPOT ms"] == "200.00"
+    assert named["tok/s per user"] == "5.00" and named["TPOT ms"] == "200.00"
     assert "goodput req/s" not in named and rows[3][0] == "16"
     lines = table(points(parse("--goodput", "ttft:200")))
     assert "goodput req/s" in lines[0] and len({len(line) for line in lines}) == 1

@@ -1,0 +1,106 @@
+"""The connection to one engine core: its socket, and what the core last reported about itself.
+
+Knows nothing about requests. `EngineClient` uses it with an asyncio context, `LLMEngine` with a
+blocking one. Nothing is final: after `connect` the link is ready again with the next CoreReady.
+"""
+
+import asyncio
+from enum import Enum
+from typing import Any
+
+import zmq
+
+from atom.messages.codec import Decoder, encode
+from atom.messages.engine import CoreDead, CoreReady, CoreStalled, FromCore, Hello, ToCore
+from frontend.errors import UnavailableError
+
+__all__ = ["CoreLink", "LinkState"]
+
+
+class LinkState(Enum):
+    """What the core last reported."""
+
+    CONNECTING = "connecting"
+    """Nothing yet on this connection: the core does not read before it is ready."""
+    READY = "ready"
+    STALLED = "stalled"
+    """One of its workers does not respond."""
+    DEAD = "dead"
+    """It has ended, or the connection has."""
+
+
+class CoreLink:
+    """One DEALER socket to the core at `endpoint`; `index` is this frontend's number among the core's.
+
+    `context` may be an asyncio one; then receive with `decode(await link.socket.recv())`.
+    """
+
+    def __init__(self, context: "zmq.Context[Any]", endpoint: str, index: int):
+        self.state = LinkState.CONNECTING
+        self.limits: CoreReady | None = None
+        """The core's limits; None until it was ready for the first time."""
+        self.silence = ""
+        """One line set by the owner while the core does not respond."""
+        self._reason = ""
+        self._context = context
+        self._endpoint = endpoint
+        self._index = index
+        self._decoder = Decoder[FromCore](FromCore)
+
+    def connect(self) -> None:
+        """Open a socket and send Hello; the core aborts the requests of an earlier connection."""
+        self.socket: Any = self._context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        # No message may be dropped; the number in flight is bounded by the running requests.
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.connect(self._endpoint)
+        self.state, self.silence = LinkState.CONNECTING, ""
+        self.send(Hello(self._index))
+
+    def close(self) -> None:
+        """Close the socket and drop what is queued."""
+        self.socket.close(0)
+
+    def mark_dead(self, reason: str) -> None:
+        """The connection has ended; `check_ready` reports `reason` until the core is ready again."""
+        self.state, self._reason = LinkState.DEAD, reason
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the core can generate."""
+        return self.state is LinkState.READY and not self.silence
+
+    def check_ready(self) -> None:
+        """Raises UnavailableError while the core cannot generate."""
+        if self.is_ready:
+            return
+        if self.state is LinkState.STALLED or self.silence:
+            raise UnavailableError(f"the engine does not respond: {self.silence or self._reason}")
+        if self._reason:  # dead, or connecting again
+            raise UnavailableError(f"the engine is gone: {self._reason}", code="engine_dead")
+        raise UnavailableError("the engine is still starting; try again shortly")
+
+    def send(self, message: ToCore) -> None:
+        """Queue a message; never waits, since the queue is unbounded."""
+        sent: object = self.socket.send(encode(message), zmq.DONTWAIT)
+        if isinstance(sent, asyncio.Future):  # of an asyncio context; it is done already
+            sent.result()
+
+    def receive(self, timeout_s: float) -> FromCore | None:
+        """The next message, with a blocking context; None after the timeout."""
+        if not self.socket.poll(int(timeout_s * 1000)):
+            return None
+        return self.decode(self.socket.recv())
+
+    def decode(self, frame: bytes) -> FromCore:
+        """The message in a received frame; updates the state. Raises WireError."""
+        message = self._decoder.decode(frame)
+        match message:
+            case CoreReady():
+                self.state, self.limits, self._reason = LinkState.READY, message, ""
+            case CoreStalled(reason):
+                self.state, self._reason = LinkState.STALLED, reason
+            case CoreDead(reason):
+                self.mark_dead(reason)
+        return message

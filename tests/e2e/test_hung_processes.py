@@ -1,0 +1,107 @@
+"""Processes that are stopped, and continued or not: a short stop heals, a long one ends the server."""
+
+import asyncio
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+
+import aiohttp
+import pytest
+
+from tests.helpers.random_server import ARGS, Crowd, write_checkpoint
+from tests.helpers.server import Server, running_server
+
+pytestmark = pytest.mark.timeout(240)
+
+STREAMS = 4
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_checkpoint(tmp_path_factory.mktemp("random") / "model"))
+
+
+def pid_of(server: Server, module: str) -> int:
+    return next(pid for pid, line in sorted(server.children().items()) if module in line)
+
+
+async def get(server: Server, path: str) -> tuple[int, str]:
+    timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
+    async with aiohttp.ClientSession(server.url, timeout=timeout) as session, session.get(path) as answer:
+        return answer.status, await answer.text()
+
+
+async def until_ready_is(server: Server, status: int) -> str:
+    """Returns the body of /ready once it has this status."""
+    async with asyncio.timeout(DEADLINE_S):
+        while (found := await get(server, "/ready"))[0] != status:
+            await asyncio.sleep(0.05)
+    return found[1]
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("workers.main", "worker 0"), ("engine_core.process", "the engine core")]
+)
+def test_a_short_stop_heals_and_no_stream_is_lost(model: str, module: str, name: str) -> None:
+    crowd = Crowd(STREAMS, max_tokens=400)
+
+    async def drive(server: Server) -> None:
+        async with crowd.streaming(server):
+            pid = pid_of(server, module)
+            os.kill(pid, signal.SIGSTOP)
+            assert re.search(f"{name} has not responded for [34] s", await until_ready_is(server, 503))
+            assert re.search("^atom:engine_up.* 0.0$", (await get(server, "/metrics"))[1], re.MULTILINE)
+            os.kill(pid, signal.SIGCONT)
+            await until_ready_is(server, 200)
+            assert re.search("^atom:engine_up.* 1.0$", (await get(server, "/metrics"))[1], re.MULTILINE)
+
+    with running_server("--model", model, *ARGS, "--hang-timeout", "18") as server:
+        asyncio.run(drive(server))
+        assert crowd.ends == {"finished": STREAMS}
+        assert re.search(f"{name} has not responded for [34] s", server.text())
+        assert f"{name} responds again after" in server.text()
+        assert server.terminate() == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "cause"),
+    [
+        ("workers.main", "core: worker 0 has not responded for 6 s"),
+        ("engine_core.process", "core has not responded for 6 s"),
+    ],
+)
+def test_a_long_stop_ends_the_server(model: str, module: str, cause: str) -> None:
+    crowd = Crowd(STREAMS)
+
+    async def drive(server: Server) -> None:
+        async with crowd.streaming(server):
+            os.kill(pid_of(server, module), signal.SIGSTOP)
+
+    with running_server("--model", model, *ARGS, "--hang-timeout", "6") as server:
+        asyncio.run(drive(server))
+        assert crowd.ends == {"error event": STREAMS}
+        assert server.process.wait(DEADLINE_S) == 1
+        server.kill()
+    assert server.log[-1].strip() == f"error: {cause}"
+
+
+def test_a_stopped_frontend_is_logged(model: str) -> None:
+    with running_server("--model", model, *ARGS, "--hang-timeout", "6") as server:
+        pid = pid_of(server, "frontend.main")
+        os.kill(pid, signal.SIGSTOP)
+        wait_for(lambda: "frontend has not responded for 1 s" in server.text())
+        time.sleep(7)  # longer than the timeout
+        os.kill(pid, signal.SIGCONT)
+        wait_for(lambda: "frontend responds again after" in server.text())
+        asyncio.run(until_ready_is(server, 200))
+        assert server.terminate() == 0

@@ -1,0 +1,210 @@
+"""The client's connection to the core: silence, loss, errors in processing; each ends well."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atom.messages.engine import AddRequest, FinishReason, Sampling, TokenDeltas, pack_ids
+from frontend.engine_client import EngineClient, Stream
+from frontend.errors import ApiError, EngineDeadError, UnavailableError
+from frontend.metrics import Metrics
+from frontend.output_processor import OutputProcessor, TextOptions
+from tests.helpers.fake_core import FakeCore, Script
+
+DEADLINE_S = 30.0
+IDS = list(range(40))
+GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0)
+# A warning after 0.5 s; long enough that a loaded machine causes none by itself.
+HANG_TIMEOUT_S = 3.0
+
+
+class Panic(BaseException):
+    """What a panic in a native extension looks like: no Exception."""
+
+
+def script(_: AddRequest) -> Script:
+    return Script(IDS, FinishReason.MAX_TOKENS)
+
+
+@asynccontextmanager
+async def connected(core: FakeCore, hang_timeout: float = 600.0) -> AsyncIterator[EngineClient]:
+    output = OutputProcessor(None)
+    client = EngineClient(core.endpoint, 0, output, Metrics(), 100, hang_timeout=hang_timeout)
+    async with client:
+        await asyncio.wait_for(client.wait_ready(), DEADLINE_S)
+        yield client
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def request(client: EngineClient) -> AddRequest:
+    (request_id,) = client.new_ids(1)
+    return AddRequest([request_id], pack_ids([1, 2, 3]), len(IDS), GREEDY)
+
+
+async def read(stream: Stream) -> list[int]:
+    ids: list[int] = []
+    async with asyncio.timeout(DEADLINE_S):
+        async for updates in stream:
+            for update in updates:
+                ids += update.token_ids
+    return ids
+
+
+async def generate(client: EngineClient) -> list[int]:
+    with client.open([request(client)], TextOptions()) as stream:
+        return await read(stream)
+
+
+def test_streams_wait_while_the_core_is_silent_and_go_on_afterwards(tmp_path: Path) -> None:
+    async def run(core: FakeCore) -> None:
+        async with connected(core, 6 * HANG_TIMEOUT_S) as client:
+            with client.open([request(client)], TextOptions()) as stream:
+                reader = asyncio.create_task(read(stream))
+                await until(lambda: stream.first_token_at)
+                core.frozen.set()
+                await until(lambda: not client.is_ready)
+                with pytest.raises(UnavailableError, match="the engine core has not responded for"):
+                    client.check_ready()
+                assert not reader.done()
+                core.frozen.clear()
+                await until(lambda: client.is_ready)
+                assert await reader == IDS
+            assert await generate(client) == IDS
+
+    with FakeCore(tmp_path, script, step_s=0.005) as core:
+        asyncio.run(run(core))
+
+
+def test_streams_of_a_hung_core_fail_and_the_link_heals(tmp_path: Path) -> None:
+    async def run(core: FakeCore) -> None:
+        async with connected(core, HANG_TIMEOUT_S) as client:
+            with client.open([request(client)], TextOptions()) as stream:
+                await until(lambda: stream.first_token_at)
+                core.frozen.set()
+                await until(lambda: not client.is_ready)
+                with pytest.raises(EngineDeadError, match="has not responded for 3 s"):
+                    await read(stream)
+            with pytest.raises(UnavailableError, match="has not responded for 3 s"):
+                client.check_ready()
+            core.frozen.clear()
+            await until(lambda: client.is_ready)
+            assert await generate(client) == IDS
+
+    with FakeCore(tmp_path, script, step_s=0.02) as core:
+        asyncio.run(run(core))
+
+
+def test_after_the_end_of_the_core_the_link_waits_for_another_one(tmp_path: Path) -> None:
+    async def run(core: FakeCore) -> None:
+        async with connected(core) as client:
+            with client.open([request(client)], TextOptions()) as stream:
+                await until(lambda: stream.first_token_at)
+                await asyncio.to_thread(core.__exit__)
+                with pytest.raises(EngineDeadError, match="closed its connection") as failure:
+                    await read(stream)
+            assert failure.value.code == "engine_dead"
+            with pytest.raises(UnavailableError, match="the engine is gone") as refused:
+                client.check_ready()
+            assert refused.value.code == "engine_dead"
+            with FakeCore(tmp_path, script):
+                await until(lambda: client.is_ready)
+                assert await generate(client) == IDS
+
+    core = FakeCore(tmp_path, script, step_s=0.02)
+    core.__enter__()
+    asyncio.run(run(core))
+
+
+def test_a_frontend_that_the_core_dropped_connects_again(tmp_path: Path) -> None:
+    async def run(core: FakeCore) -> None:
+        async with connected(core) as client:
+            with client.open([request(client)], TextOptions()) as stream:
+                await until(lambda: stream.first_token_at)
+                core.drop_frontends("this frontend did not read its tokens in time")
+                with pytest.raises(EngineDeadError, match="did not read"):
+                    await read(stream)
+            await until(lambda: client.is_ready)
+            assert await generate(client) == IDS
+
+    with FakeCore(tmp_path, script, step_s=0.02) as core:
+        asyncio.run(run(core))
+
+
+def test_a_panic_while_tokens_are_processed_fails_the_streams_and_heals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(core: FakeCore) -> None:
+        async with connected(core) as client:
+
+            def process(deltas: TokenDeltas) -> None:
+                monkeypatch.undo()
+                raise Panic("index out of bounds")
+
+            with client.open([request(client)], TextOptions()) as stream:
+                monkeypatch.setattr(client._output, "process", process)
+                with pytest.raises(EngineDeadError, match="an internal error of the frontend"):
+                    await read(stream)
+            await until(lambda: client.is_ready)
+            assert await generate(client) == IDS
+
+    with FakeCore(tmp_path, script, step_s=0.005) as core:
+        asyncio.run(run(core))
+
+
+def test_a_request_that_comes_after_the_engines_death_fails_in_its_stream(tmp_path: Path) -> None:
+    async def run(core: FakeCore) -> None:
+        async with connected(core) as client:
+            await asyncio.to_thread(core.__exit__)
+            await until(lambda: not client.is_ready)
+            with client.open([request(client)], TextOptions()) as stream, pytest.raises(ApiError) as failure:
+                await read(stream)
+            assert (failure.value.status, failure.value.code) == (503, "engine_dead")
+            assert len(client) == 0
+
+    core = FakeCore(tmp_path, script)
+    core.__enter__()
+    asyncio.run(run(core))
+
+
+def test_a_backlog_of_messages_does_not_hold_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(core: FakeCore) -> None:
+        async with connected(core) as client:
+            turns, done = 0, asyncio.Event()
+
+            async def count_turns() -> None:
+                nonlocal turns
+                while not done.is_set():
+                    turns += 1
+                    await asyncio.sleep(0)
+
+            def process(deltas: TokenDeltas) -> Any:
+                time.sleep(0.02)  # longer than the reader may hold the loop
+                turns_at.append(turns)
+                return original(deltas)
+
+            turns_at: list[int] = []
+            original = client._output.process
+            with client.open([request(client)], TextOptions()) as stream:
+                await until(lambda: stream.first_token_at)
+                monkeypatch.setattr(client._output, "process", process)
+                counter = asyncio.create_task(count_turns())
+                assert await read(stream) == IDS
+                done.set()
+                await counter
+            assert len(turns_at) > 10 and all(a < b for a, b in pairwise(turns_at))
+
+    with FakeCore(tmp_path, script, step_s=0.001) as core:
+        asyncio.run(run(core))
