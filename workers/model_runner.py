@@ -25,8 +25,6 @@ from workers.step_label import step_label
 
 _FORWARD, _SAMPLING = "the forward pass", "sampling"
 _PROMPT_LOGPROBS = "the prompt log probabilities"
-
-
 _NO_ROWS = np.empty(0, np.int64)
 
 
