@@ -26,7 +26,7 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self._uncached = list(range(num_blocks))[::-1]  # the last one is allocated next
         self._evictable: OrderedDict[int, None] = OrderedDict()
-        self._unconfirmed: dict[int, int] = {}  # cached block -> last step that writes it
+        self._unconfirmed: dict[int, list[int]] = {}  # step in flight -> blocks cached that it writes
         self._confirmed_step = 0
 
     @property
@@ -39,6 +39,10 @@ class BlockPool:
 
         Raises IndexError when fewer are free.
         """
+        if count == 1 and self._uncached:
+            block = self._uncached.pop()
+            self._users[block] = 1
+            return [block]
         if count > self.num_free:
             raise IndexError(f"{count} blocks wanted, {self.num_free} free")
         first = max(len(self._uncached) - count, 0)
@@ -97,7 +101,7 @@ class BlockPool:
         self._digests[block] = digest
         self._hash_inputs[block] = hash_input
         if step > self._confirmed_step:
-            self._unconfirmed[block] = step
+            self._unconfirmed.setdefault(step, []).append(block)
         return True
 
     def cached_run(self, digests: Sequence[bytes], hash_inputs: Sequence[bytes]) -> int:
@@ -125,22 +129,24 @@ class BlockPool:
     def confirm(self, step: int) -> None:
         """Steps up to this one have succeeded."""
         self._confirmed_step = step
-        if self._unconfirmed:
-            self._unconfirmed = {block: last for block, last in self._unconfirmed.items() if last > step}
+        for earlier in [one for one in self._unconfirmed if one <= step]:
+            del self._unconfirmed[earlier]
 
-    def last_unconfirmed(self, blocks: Iterable[int]) -> int:
+    def last_unconfirmed(self, blocks: Sequence[int]) -> int:
         """The last step still to succeed that writes one of these cached blocks; 0 if there is none."""
-        if not self._unconfirmed:
-            return 0
-        return max((self._unconfirmed.get(block, 0) for block in blocks), default=0)
+        steps = [step for step, written in self._unconfirmed.items() if not set(written).isdisjoint(blocks)]
+        return max(steps, default=0)
 
     def uncache_unconfirmed(self) -> None:
         """A step in flight has failed: no block that such a step writes can be trusted."""
-        for block in list(self._unconfirmed):
+        for block in {block for written in self._unconfirmed.values() for block in written}:
+            if self._digests[block] is None:
+                continue  # evicted since
             self._drop_hash(block)
             if not self._users[block]:
                 del self._evictable[block]
                 self._uncached.append(block)
+        self._unconfirmed.clear()
 
     def check_integrity(self, users: dict[int, int]) -> Iterator[None]:
         """Raises AssertionError unless the lists agree with `users`, the users counted in tables.
@@ -170,7 +176,7 @@ class BlockPool:
         assert self.num_free == free, f"{self.num_free} blocks are listed as free, {free} have no user"
         cached = self.num_blocks - self._digests.count(None)
         assert cached == len(self._block_of), "a digest is cached without a block"
-        assert all(self._digests[block] is not None for block in self._unconfirmed)
+        assert all(step > self._confirmed_step for step in self._unconfirmed), "a step is confirmed too late"
 
     def _drop_hash(self, block: int) -> None:
         digest = self._digests[block]
@@ -178,4 +184,3 @@ class BlockPool:
         del self._block_of[digest]
         self._digests[block] = None
         self._hash_inputs[block] = b""
-        self._unconfirmed.pop(block, None)

@@ -23,7 +23,7 @@ from atom.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, 
 from engine_core.block_pool import BlockPool
 from engine_core.kv_plan import covering_blocks, first_visible_block, holds_states, peak_blocks
 from engine_core.token_ids import TokenIds
-from engine_core.turn_budget import FREES_PER_UNIT, HASHES_PER_UNIT, LOOKUPS_PER_UNIT, TurnBudget
+from engine_core.turn_budget import FREES_PER_UNIT, LOOKUPS_PER_UNIT, TurnBudget
 
 PLACEHOLDER = 0
 _HASHED_AHEAD = 64  # blocks hashed before they are looked up
@@ -40,6 +40,8 @@ class RequestBlocks:
     digests: list[bytes] = field(default_factory=list)
     """Of the full blocks behind those of the prompt alone, which `tokens.prompt` has."""
     hash_inputs: list[bytes] = field(default_factory=list)
+    num_found: int = 0
+    """Leading blocks that `find_prefix` has found so far."""
     num_cached: int = 0
     """Leading blocks that have been cached, or were found in the cache."""
     collided: bool = False
@@ -55,11 +57,15 @@ class RequestBlocks:
     def hashes(self, start: int, end: int) -> tuple[list[bytes], list[bytes]]:
         """Digests and hash inputs of these blocks."""
         prompt = self.tokens.prompt
-        own, last = max(start - len(prompt.digests), 0), max(end - len(prompt.digests), 0)
-        return (
-            prompt.digests[start:end] + self.digests[own:last],
-            prompt.hash_inputs[start:end] + self.hash_inputs[own:last],
-        )
+        length = len(prompt.digests)
+        if start >= length:
+            own = slice(start - length, end - length)
+            return self.digests[own], self.hash_inputs[own]
+        digests, hash_inputs = prompt.digests[start:end], prompt.hash_inputs[start:end]
+        if end > length:
+            digests += self.digests[: end - length]
+            hash_inputs += self.hash_inputs[: end - length]
+        return digests, hash_inputs
 
 
 class KVCacheManager:
@@ -94,6 +100,7 @@ class KVCacheManager:
         self._seed = seed & ((1 << 64) - 1)
         self._caching = enable_prefix_caching
         pairs = list(zip(self.specs, self.pools, strict=True))
+        self._is_state = [isinstance(spec, RecurrentStateSpec) for spec in self.specs]
         self._full = [pool for spec, pool in pairs if isinstance(spec, FullAttentionSpec)]
         self._windows = [(spec, pool) for spec, pool in pairs if isinstance(spec, SlidingWindowSpec)]
         self._to_free: deque[tuple[BlockPool, list[int]]] = deque()
@@ -134,24 +141,25 @@ class KVCacheManager:
         """Blocks of the longest cached prefix that every group can continue from.
 
         At least one token is left to compute. None when the turn's budget is spent before the
-        prefix is hashed: the next turn goes on.
+        prefix is hashed: the next turn goes on where this one stopped.
         """
         if not self._caching:
             return 0
-        limit, length = (len(blocks.tokens) - 1) // self.block_size, 0
-        while length < limit:
-            if length >= blocks.num_hashed:
-                if self.budget.is_spent:
-                    return None
-                self._hash(blocks, min(limit, length + _HASHED_AHEAD))
-            end = min(limit, blocks.num_hashed)
-            digests, hash_inputs = blocks.hashes(length, end)
-            self.budget.spend(len(digests) // LOOKUPS_PER_UNIT)
-            run = min((pool.cached_run(digests, hash_inputs) for pool in self._full), default=len(digests))
-            length += run
-            if run < len(digests):
-                break
-        return self._visible_prefix(blocks, length) if self._windows else length
+        limit, earlier = (len(blocks.tokens) - 1) // self.block_size, blocks.num_found
+        found_all = False
+        while not found_all and blocks.num_found < limit:
+            end = self._hash(blocks, min(limit, blocks.num_found + _HASHED_AHEAD))
+            if end == blocks.num_found:
+                return None
+            end = max(end, min(limit, blocks.num_hashed))
+            run = self._cached_run(blocks, blocks.num_found, end)
+            found_all = blocks.num_found + run < end
+            blocks.num_found += run
+        if earlier:  # some of these may have been evicted since
+            run = self._cached_run(blocks, 0, earlier)
+            if run < earlier:
+                blocks.num_found = run
+        return self._visible_prefix(blocks, blocks.num_found) if self._windows else blocks.num_found
 
     def admit(self, blocks: RequestBlocks, hits: int) -> bool:
         """Put `hits` cached blocks, as `find_prefix` has found in this turn, into empty tables.
@@ -181,18 +189,20 @@ class KVCacheManager:
         """
         if self._windows:
             self._free_invisible(blocks, start)
-        missing = [
-            covering_blocks(spec, end) - len(table)
-            for spec, table in zip(self.specs, blocks.tables, strict=True)
-        ]
-        if not any(missing):
-            return []
-        for pool, count in zip(self.pools, missing, strict=True):
+        full = -(-end // self.block_size)
+        missing = []
+        for pool, is_state, table in zip(self.pools, self._is_state, blocks.tables, strict=True):
+            count = (1 if is_state else full) - len(table)
             if count > pool.num_free:
                 return None
-        added = [pool.allocate(count) for pool, count in zip(self.pools, missing, strict=True)]
-        for group, new in enumerate(added):
-            blocks.tables[group] += new
+            missing.append(count)
+        if not any(missing):
+            return []
+        added = []
+        for pool, count, table in zip(self.pools, missing, blocks.tables, strict=True):
+            new = pool.allocate(count)
+            table += new
+            added.append(new)
         return added
 
     def cache(self, blocks: RequestBlocks, num_computed: int, step: int) -> None:
@@ -203,18 +213,17 @@ class KVCacheManager:
         num_full = num_computed // self.block_size
         if not self._caching or num_full <= blocks.num_cached or blocks.collided:
             return
-        if num_full > blocks.num_hashed:
-            self._hash(blocks, num_full)
-            num_full = min(num_full, blocks.num_hashed)
-        first = blocks.num_cached
-        self.budget.spend((num_full - first) // LOOKUPS_PER_UNIT)
-        for index, digest, hash_input in zip(
-            range(first, num_full), *blocks.hashes(first, num_full), strict=True
-        ):
+        num_full = self._hash(blocks, num_full)
+        prompt, first_live, tables = blocks.tokens.prompt, blocks.first_live, blocks.tables
+        in_prompt = len(prompt.digests)
+        self.budget.left -= (num_full - blocks.num_cached) // LOOKUPS_PER_UNIT
+        for index in range(blocks.num_cached, num_full):
+            hashed, place = (prompt, index) if index < in_prompt else (blocks, index - in_prompt)
+            digest, hash_input = hashed.digests[place], hashed.hash_inputs[place]
             for group, pool in enumerate(self.pools):
-                if index < blocks.first_live[group]:
+                if index < first_live[group]:
                     continue
-                if not pool.cache(blocks.tables[group][index], digest, hash_input, step):
+                if not pool.cache(tables[group][index], digest, hash_input, step):
                     blocks.collided = True
                     return
             blocks.num_cached = index + 1
@@ -266,6 +275,12 @@ class KVCacheManager:
 
     def _first_visible(self, spec: KVSpec, position: int) -> int:
         return 0 if isinstance(spec, RecurrentStateSpec) else first_visible_block(spec, position)
+
+    def _cached_run(self, blocks: RequestBlocks, start: int, end: int) -> int:
+        """How many blocks from `start` on, and before `end`, all full-attention groups have cached."""
+        digests, hash_inputs = blocks.hashes(start, end)
+        self.budget.spend(len(digests) // LOOKUPS_PER_UNIT)
+        return min((pool.cached_run(digests, hash_inputs) for pool in self._full), default=end - start)
 
     def _visible_prefix(self, blocks: RequestBlocks, length: int) -> int:
         """The greatest number of blocks, up to `length`, whose last window is cached in every group.
@@ -321,19 +336,24 @@ class KVCacheManager:
                 self._to_free.popleft()
         self.num_frees += 1
 
-    def _hash(self, blocks: RequestBlocks, num_full: int) -> None:
-        """Give the first `num_full` blocks a digest, as far as the turn's budget goes."""
-        size, tokens, prompt = self.block_size, blocks.tokens, blocks.tokens.prompt
-        in_prompt = len(prompt.ids) // size
-        start = blocks.num_hashed
-        end = min(num_full, start + max(self.budget.left, 0) * HASHES_PER_UNIT)
-        for index in range(start, end):
+    def _hash(self, blocks: RequestBlocks, num_full: int) -> int:
+        """Give the first `num_full` blocks a digest, within the turn's budget; returns how many have one."""
+        prompt, own = blocks.tokens.prompt, blocks.digests
+        start = len(prompt.digests) + len(own)
+        if start >= num_full:
+            return num_full
+        num_full = min(num_full, start + max(self.budget.left, 0))
+        self.budget.left -= num_full - start
+        self.num_hashed += num_full - start
+        size, in_prompt = self.block_size, len(prompt.ids) // self.block_size
+        for index in range(start, num_full):
             digests, hash_inputs = prompt.digests, prompt.hash_inputs
             parent = digests[-1] if digests else prompt.root
             if index >= in_prompt:
-                digests, hash_inputs = blocks.digests, blocks.hash_inputs
+                digests, hash_inputs = own, blocks.hash_inputs
                 parent = digests[-1] if digests else parent
-            hash_inputs.append(parent + tokens.packed(index * size, (index + 1) * size))
-            digests.append(xxh64_digest(hash_inputs[-1], self._seed))
-        self.num_hashed += max(end - start, 0)
-        self.budget.spend(max(end - start, 0) // HASHES_PER_UNIT)
+            begin = index * size
+            hash_input = parent + blocks.tokens.packed(begin, begin + size)
+            hash_inputs.append(hash_input)
+            digests.append(xxh64_digest(hash_input, self._seed))
+        return num_full

@@ -66,6 +66,7 @@ class Request:
         "is_cacheable",
         "last_decode_step",
         "last_step",
+        "output_ids",
         "priority",
         "prompt_length",
         "prompt_logprobs",
@@ -94,6 +95,8 @@ class Request:
         """All ids that end the request."""
         self.sampling = sampling
         self.token_ids: TokenIds = blocks.tokens
+        self.output_ids = self.token_ids.output
+        """Generated tokens whose ids are known."""
         self.prompt_length = len(self.token_ids)
         self.prompt_logprobs = prompt_logprobs
         """As in the message, until the last chunk of the prompt is scheduled; -1 from then on."""
@@ -120,8 +123,8 @@ class Request:
 
     @property
     def num_generated(self) -> int:
-        """Generated tokens whose ids are known."""
-        return len(self.token_ids.output)
+        """How many generated tokens have known ids."""
+        return len(self.output_ids)
 
     def stop_reason(self, token_id: int) -> FinishReason:
         """The reason to end with an id of `stop_ids`."""

@@ -165,7 +165,7 @@ class Scheduler:
         self._kv.confirm(step.number)
         self._time_prompts(step, now)
         for request, token_id in zip(sampled.requests, sampled.token_ids, strict=True):
-            request.token_ids.output.append(token_id)
+            request.output_ids.append(token_id)
         self.counters.generated_tokens += len(sampled.token_ids)
         first = _first_tokens(step, now)
         finished = failed + self._finish(step, sampled)

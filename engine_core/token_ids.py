@@ -11,7 +11,7 @@ _SALT_MARK = bytes(8)
 class Prompt:
     """The prompt's ids and what is derived from them, once for all sequences."""
 
-    __slots__ = ("_distinct", "_distinct_until", "digests", "hash_inputs", "ids", "root")
+    __slots__ = ("_distinct", "_distinct_ids", "_distinct_until", "digests", "hash_inputs", "ids", "root")
 
     def __init__(self, packed: bytes, salt: str = ""):
         """Raises ValueError for bytes that are not a whole number of ids."""
@@ -23,12 +23,15 @@ class Prompt:
         self.hash_inputs: list[bytes] = []
         """What each digest is computed from: the digest of the block before, and the block's ids."""
         self._distinct: set[int] = set()
+        self._distinct_ids: array[int] = array("i")
         self._distinct_until = 0
 
     def collect_distinct(self, count: int) -> None:
         """Look at up to `count` more ids for `distinct_ids`."""
         end = min(self._distinct_until + count, len(self.ids))
-        self._distinct.update(self.ids[self._distinct_until : end])
+        new = set(self.ids[self._distinct_until : end]) - self._distinct
+        self._distinct |= new
+        self._distinct_ids.extend(new)
         self._distinct_until = end
 
     @property
@@ -43,7 +46,7 @@ class Prompt:
 
     def distinct_ids(self) -> bytes:
         """Each id of the prompt once, packed; complete when `num_left` is 0."""
-        return array("i", self._distinct).tobytes()
+        return self._distinct_ids.tobytes()
 
 
 class TokenIds:
@@ -61,7 +64,9 @@ class TokenIds:
     def packed(self, start: int, end: int) -> bytes:
         """The ids of positions start .. end - 1."""
         prompt = self.prompt.ids
-        ids = prompt[start:end]
-        if end > len(prompt):
-            ids += self.output[max(start - len(prompt), 0) : end - len(prompt)]
-        return ids.tobytes()
+        length = len(prompt)
+        if start >= length:
+            return self.output[start - length : end - length].tobytes()
+        if end <= length:
+            return prompt[start:end].tobytes()
+        return (prompt[start:] + self.output[: end - length]).tobytes()

@@ -5,12 +5,11 @@ done in slices, and the decode batch goes on in between.
 """
 
 UNITS_PER_TURN = 16_384
-"""A unit is about a microsecond."""
+"""A unit is about a microsecond: hashing one block takes one."""
 
-HASHES_PER_UNIT = 1
 LOOKUPS_PER_UNIT = 4
 FREES_PER_UNIT = 4
-IDS_PER_UNIT = 16
+IDS_PER_UNIT = 8
 UNITS_PER_ADMISSION = 8
 
 

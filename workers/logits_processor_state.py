@@ -3,7 +3,7 @@
 R rows sampled in a step, U of them with logits processors, N of the U with a token record, V vocabulary.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,6 +71,11 @@ class LogitsProcessorState:
             torch.empty(limits.max_rows, limits.max_model_len, dtype=torch.int32, device=device),
             torch.empty(limits.max_rows, vocab_size, dtype=torch.int32, device=device),
         )
+
+    @property
+    def rows(self) -> Set[int]:
+        """Rows with logits processors."""
+        return self._rows.keys()
 
     def set_row(self, new: NewRow) -> bool:
         """Set the logits processors of a row that a new request takes; returns True.

@@ -13,8 +13,8 @@ T = TypeVar("T")
 class MemoryGuard:
     """Runs parts of a step and catches torch.OutOfMemoryError.
 
-    Only if this rank is the only one: another rank would wait in a collective that this one never
-    enters, or continue with tokens that this one does not have.
+    Only if this rank is the only one: others would wait in a collective that this one never enters,
+    or continue with tokens that this one does not have.
     """
 
     def __init__(self, device: torch.device, num_ranks: int):
@@ -24,18 +24,15 @@ class MemoryGuard:
     def attempt(self, part: str, compute: Callable[[], T]) -> T | None:
         """The result of `compute`; None if the device had too little memory for it.
 
-        `part` names it in messages. With several ranks raises MemoryError instead.
+        `part` names it in messages. With several ranks raises torch.OutOfMemoryError instead.
         """
         try:
             return compute()
         except torch.OutOfMemoryError as error:
+            if self._num_ranks > 1:
+                raise
             cause = str(error).partition("\n")[0]
         # Here the exception is gone, and with it the tensors of its frames.
-        if self._num_ranks > 1:
-            raise MemoryError(
-                f"{self._device} has too little memory for {part} in a step, and with tensor parallelism "
-                f"a step cannot fail on one rank alone ({cause}): lower --gpu-memory-utilization"
-            )
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         get_logger().error("%s has too little memory for %s in a step: %s", self._device, part, cause)

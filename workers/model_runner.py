@@ -25,8 +25,6 @@ from workers.step_label import step_label
 
 _FORWARD, _SAMPLING = "the forward pass", "sampling"
 _PROMPT_LOGPROBS = "the prompt log probabilities"
-
-
 _NO_ROWS = np.empty(0, np.int64)
 
 
@@ -79,7 +77,7 @@ class ModelRunner:
         """Launch one step on the device; does not wait for its results."""
         for new in batch.new_rows:
             self._sampler.set_row(new)
-        self._inputs.take(batch)
+        self._inputs.update(batch)
         before = self._inputs.computed_tokens()
         forward = self._memory.attempt(_FORWARD, lambda: self._forward(batch))
         output = self._retry_decodes(batch, before) if forward is None else self._output(forward, {})
@@ -100,7 +98,7 @@ class ModelRunner:
             hidden_TD = self._model(
                 step.ids_T, step.positions_T, ForwardContext(self._kv_layers, step.groups)
             )
-        return _Forward(hidden_TD, step.draw, step.scored)
+        return _Forward(hidden_TD, step.sampling, step.prompt_logprobs)
 
     def _replay(self, graphs: DecodeGraphs, decode_batch: DecodeBatch) -> _Forward:
         """Replay the forward pass of each row's next token."""
@@ -149,7 +147,7 @@ class ModelRunner:
         chunks: Sequence[PromptChunk] = []
         prompt_logprobs = None
         if (prompt := forward.prompt) is not None:
-            chunks = prompt.pieces
+            chunks = prompt.chunks
             prompt_logprobs = self._memory.attempt(
                 _PROMPT_LOGPROBS, lambda: self._prompt_logprobs(forward.hidden_TD, prompt)
             )
@@ -164,7 +162,7 @@ class ModelRunner:
                 return SamplerOutput(graphs.sample(settings))
         logits_RV = self._model.compute_logits(forward.hidden_TD.index_select(0, sampling.tokens_R))
         sampled = self._sampler.sample(logits_RV, sampling)
-        self._inputs.keep(sampling, sampled.ids_R)
+        self._inputs.store_sampled(sampling, sampled.ids_R)
         return sampled
 
     def _prompt_logprobs(self, hidden_TD: torch.Tensor, rows: PromptLogprobRows) -> TokenLogprobs:

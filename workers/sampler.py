@@ -176,8 +176,14 @@ class Sampler:
         return self._plan
 
     def _make_plan(self, rows: Rows) -> _SamplingPlan:
-        logprobs, broken = self._logprob_rows(rows), self._broken_rows(rows)
-        processors = self._logits_processors.gather(rows)
+        logprobs, broken_rows = self._logprob_rows(rows), self._broken
+        gathered = self._memory.attempt(_PROCESSORS, lambda: [self._logits_processors.gather(rows)])
+        if gathered is None:
+            broken_rows = broken_rows | self._logits_processors.rows
+        processors = gathered[0] if gathered else None
+        broken = (
+            [index for index, row in enumerate(rows.tolist()) if row in broken_rows] if broken_rows else []
+        )
         if processors is None:
             return _SamplingPlan(self._settings(rows, self._temperature[rows]), None, logprobs, broken)
         with_processors = rows[processors.indices]
@@ -188,11 +194,6 @@ class Sampler:
         temperature = self._temperature[rows]
         temperature[processors.indices] = 0
         return _SamplingPlan(self._settings(rows, temperature), processed, logprobs, broken)
-
-    def _broken_rows(self, rows: Rows) -> list[int]:
-        return (
-            [index for index, row in enumerate(rows.tolist()) if row in self._broken] if self._broken else []
-        )
 
     def _logprob_rows(self, rows: Rows) -> _LogprobRows | None:
         top = self._logprobs[rows]

@@ -59,6 +59,8 @@ def _explain_out_of_memory(device: torch.device, purpose: str, remedy: str) -> I
     try:
         yield
     except torch.OutOfMemoryError:
+        if device.type != "cuda":
+            raise
         free, total = torch.cuda.mem_get_info(device)
         raise MemoryError(
             f"{device} has too little memory for {purpose}: {free >> 20} of its {total >> 20} MiB are free "
@@ -122,11 +124,12 @@ class Worker:
             self._allocate(allocate)
 
     def execute(self, batch: ScheduledBatch) -> PendingStep:
-        """Launch one step."""
-        if self.traces is None or not self.traces.recording:
-            return self._runner.launch(batch)
-        with self.traces.step(self._runner.label(batch)):
-            return self._runner.launch(batch)
+        """Launch one step. Raises MemoryError if it cannot fail for some rows alone: with several ranks."""
+        with _explain_out_of_memory(self._device, "a step", _SMALLER_CACHE):
+            if self.traces is None or not self.traces.recording:
+                return self._runner.launch(batch)
+            with self.traces.step(self._runner.label(batch)):
+                return self._runner.launch(batch)
 
     def _load(self) -> Loaded:
         resolved = backend.resolve(self._device, batch_invariant=self._config.device.batch_invariant)

@@ -19,7 +19,7 @@ ANY = -1
 
 
 _RECORD_SLICE = 1 << 22
-"""Entries of records looked at together: bounds the memory of penalties to some 200 MB."""
+"""Entries of records processed at a time: bounds the memory of the penalties to about 200 MB."""
 
 
 @dataclass(frozen=True, slots=True)

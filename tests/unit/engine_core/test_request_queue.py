@@ -57,7 +57,7 @@ def test_leaving_and_coming_back_leaves_one_entry() -> None:
     assert len(queue) == 2 and drain(queue) == [1, 2] and len(queue) == 0
 
 
-def test_leavers_do_not_pile_up() -> None:
+def test_removed_requests_do_not_pile_up() -> None:
     queue = RequestQueue("priority")
     queue.add(make(0, priority=-1))
     for number in range(1, 5000):
