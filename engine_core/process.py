@@ -58,7 +58,7 @@ from atom.utils.step_trace import StepTrace
 from engine_core.core import EngineCore
 from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.links import FrontendLink, LinkError, WorkerLink
-from engine_core.profiling import LONGEST_S, Outcome, Profiling
+from engine_core.profiling import MAX_RECORDING_S, Outcome, Profiling
 from engine_core.startup import CachePlan, StartupError, limits_of, plan_cache
 
 StartMessage = TypeVar("StartMessage", Loaded, WorkerReady)
@@ -102,9 +102,8 @@ class CoreProcess:
         traced = launch.config.observability.torch_profiler_dir is not None
         self._profiling = Profiling(self._num_ranks, traced)
         self._connected: dict[bytes, int] = {}  # number of each connected frontend, by identity
-        self._dropped: dict[
-            bytes, int
-        ] = {}  # frontends that did not read their tokens, until their next Hello
+        # Frontends that did not read their tokens, until their next Hello.
+        self._dropped: dict[bytes, int] = {}
         self._checked_at_step = 0
 
     def run(self) -> int:
@@ -118,11 +117,10 @@ class CoreProcess:
         except Exception as error:  # of any kind: frontends and supervisor need the cause
             if envs.ATOM_LOG_MORE:
                 traceback.print_exc()
-            memory = (
-                "" if isinstance(error, CoreFailure) else out_of_memory(error)
-            )  # a worker reports its own
-            lacking = isinstance(error, StartupError) or memory
-            status = ExitStatus.RESOURCES if lacking else ExitStatus.FAILURE
+            # A worker reports its own lack of memory.
+            memory = "" if isinstance(error, CoreFailure) else out_of_memory(error)
+            lacks_resources = isinstance(error, StartupError) or memory
+            status = ExitStatus.RESOURCES if lacks_resources else ExitStatus.FAILURE
             self._report_failure(memory or one_line(error, CoreFailure, StartupError, LinkError), status)
             return 1
         finally:
@@ -155,13 +153,13 @@ class CoreProcess:
 
     def _collect(self, kind: type[StartMessage], deadline_s: float, doing: str) -> list[StartMessage] | None:
         """Wait for a message of type `kind` from every rank; returns them by rank, or None after a signal."""
-        got: dict[int, StartMessage] = {}
+        received: dict[int, StartMessage] = {}
         deadline = time.monotonic() + deadline_s
-        while len(got) < self._num_ranks:
+        while len(received) < self._num_ranks:
             if self.stopping:
                 return None
             if time.monotonic() > deadline:
-                missing = ", ".join(str(rank) for rank in range(self._num_ranks) if rank not in got)
+                missing = ", ".join(str(rank) for rank in range(self._num_ranks) if rank not in received)
                 raise CoreFailure(f"waited {deadline_s:.0f} s for worker {missing} {doing}")
             self._poller.poll(_POLL_MS)
             self._beats.send_if_due()
@@ -170,8 +168,8 @@ class CoreProcess:
                     continue
                 if not isinstance(message, kind):
                     raise _unexpected(message)
-                got[message.rank] = message
-        return [got[rank] for rank in sorted(got)]
+                received[message.rank] = message
+        return [received[rank] for rank in sorted(received)]
 
     def _report_ready(self, plan: CachePlan) -> None:
         trained = self._launch.checkpoint.max_model_len
@@ -188,12 +186,12 @@ class CoreProcess:
         }
         self._send_to_supervisor(Ready(_NAME, detail))
         gc.collect()
-        gc.freeze()  # everything so far lives as long as the process
+        gc.freeze()  # exclude what lives as long as the process from garbage collection
 
     # Work
 
     def _serve(self, core: EngineCore, ready: CoreReady) -> None:
-        """Run the engine until a signal. Messages that frontends sent earlier are received from here on."""
+        """Run the engine until a signal. Frontends' messages are received only from here on."""
         self._poller.register(self._frontends.socket, zmq.POLLIN)
         self._mark_workers_seen()
         while not self.stopping:
@@ -256,8 +254,8 @@ class CoreProcess:
         if outcome is None:
             return
         if outcome.stop:
-            reason = outcome.result.error or f"it was on for {LONGEST_S:.0f} s"
-            get_logger().warning("profiling is turned off: %s", reason)
+            reason = outcome.result.error or f"it was on for {MAX_RECORDING_S:.0f} s"
+            get_logger().warning("profiling is stopped: %s", reason)
             self._workers.send(Profile(False))
         if outcome.frontend is not None:
             self._send_to_frontend(core, outcome.frontend, outcome.result)
@@ -266,12 +264,12 @@ class CoreProcess:
 
     def _register_frontend(self, core: EngineCore, identity: bytes, number: int) -> None:
         """Add a frontend. After a reconnect its identity is new: requests of the old one are aborted."""
-        for known, its_number in list(self._connected.items()):
-            if its_number == number and known != identity:
-                self._remove_frontend(core, known)
+        for other, other_number in list(self._connected.items()):
+            if other_number == number and other != identity:
+                self._remove_frontend(core, other)
         self._connected[identity] = number
         self._dropped.pop(identity, None)
-        self._dropped = {known: dropped for known, dropped in self._dropped.items() if dropped != number}
+        self._dropped = {other: dropped for other, dropped in self._dropped.items() if dropped != number}
 
     def _send_to_frontend(
         self,
@@ -279,7 +277,7 @@ class CoreProcess:
         identity: bytes,
         message: TokenDeltas | CoreReady | CoreStalled | CoreStats | ProfileResult,
     ) -> None:
-        """Send, or abort all requests of a frontend that cannot be reached: no token may be lost."""
+        """Send, or abort all requests of a frontend that cannot be reached: a stream must not miss tokens."""
         if not self._frontends.send(identity, message):
             number = self._connected.get(identity, self._dropped.get(identity, -1))
             self._remove_frontend(core, identity)
@@ -325,12 +323,12 @@ class CoreProcess:
     # End
 
     def _shut_workers_down(self) -> None:
-        """Ranks that never connected are skipped."""
+        """Send Shutdown to all connected workers."""
         with contextlib.suppress(LinkError):
             self._workers.send(Shutdown())
 
     def _report_failure(self, reason: str, status: ExitStatus) -> None:
-        """Send the cause to the supervisor and all frontends, also those whose Hello was not received yet."""
+        """Send the cause to the supervisor and all frontends, including unprocessed new ones."""
         get_logger().error("the engine core ends: %s", reason)
         if not self._connected:
             self._frontends.socket.poll(_HELLO_MS)
@@ -353,7 +351,7 @@ def _worker(rank: int) -> str:
 def _unexpected(message: FromWorker) -> CoreFailure:
     if isinstance(message, WorkerFailed):
         return CoreFailure(f"worker {message.rank}: {message.reason}")
-    return CoreFailure(f"a worker sent {type(message).__name__} out of turn")
+    return CoreFailure(f"a worker sent {type(message).__name__} unexpectedly")
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Messages from every child process to its supervisor (supervisor binds PULL, children PUSH).
 
-`process` is the name that the supervisor gave: prepare, core, frontend, worker 0, worker 1, …
+`process` is the supervisor's name of the process: prepare, core, frontend, worker 0, worker 1, …
 """
 
 import msgspec

@@ -351,7 +351,7 @@ def test_a_failure_at_start_reaches_a_waiting_frontend(engine: Engine) -> None:
 def test_a_result_that_makes_no_sense_ends_the_core(engine: Engine) -> None:
     engine.start()
     engine.workers[0].send(WorkerReady(0))
-    assert engine.report() == Dead("core", "a worker sent WorkerReady out of turn")
+    assert engine.report() == Dead("core", "a worker sent WorkerReady unexpectedly")
     assert engine.exit_status() == 1
 
 
