@@ -28,7 +28,7 @@ from atom.config.resolve import DeviceCapabilities
 from atom.config.server import ServerConfig
 from atom.messages.codec import Decoder, encode
 from atom.messages.launch import CoreLaunch, FrontendLaunch, PrepareLaunch, WorkerLaunch
-from atom.messages.supervisor import Beat, Dead, Progress, Ready, ToSupervisor
+from atom.messages.supervisor import Dead, Heartbeat, Progress, Ready, ToSupervisor
 from atom.messages.worker import WorkerFailed
 from atom.utils import envs
 from atom.utils.exit_status import ExitStatus
@@ -266,7 +266,7 @@ class Supervisor:
         if not self._socket.poll(int(wait_s * 1000)):
             return False
         message = self._decoder.decode(self._socket.recv())
-        if not isinstance(message, Beat):
+        if not isinstance(message, Heartbeat):
             self._last_received = time.monotonic()
         match message:
             case Ready(process, detail):
@@ -276,7 +276,7 @@ class Supervisor:
                 self._on_progress(progress)
             case Dead() as death:
                 self._deaths.append(death)
-            case Beat(process) if self._monitor is not None:
+            case Heartbeat(process) if self._monitor is not None:
                 self._monitor.seen(process)
         return True
 
@@ -284,7 +284,7 @@ class Supervisor:
         """Raises StartError for a hung core; a hung frontend is logged. The core monitors its workers."""
         if self._monitor is None:
             return
-        while self._receive(0):  # beats that came while this process was stopped or busy
+        while self._receive(0):  # heartbeats that came while this process was stopped or busy
             pass
         self._monitor.update()
         core = self._children.get("core")

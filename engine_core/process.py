@@ -2,9 +2,9 @@
 
     frontends   ROUTER  in:  Hello, AddRequest, Abort, GetStats, Profile
                         out: CoreReady, CoreStalled, TokenDeltas, CoreStats, CoreDead, ProfileResult
-    workers     ROUTER  in:  Loaded, WorkerReady, BatchResult, WorkerFailed, WorkerBeat, RankTrace
+    workers     ROUTER  in:  Loaded, WorkerReady, BatchResult, WorkerFailed, WorkerHeartbeat, RankTrace
                         out: AllocateKV, ScheduledBatch, Shutdown, Profile
-    supervisor  PUSH    out: Ready, Dead, Beat
+    supervisor  PUSH    out: Ready, Dead, Heartbeat
 
 One thread runs one loop: wait for messages, process them, schedule steps, send the results.
 """
@@ -36,22 +36,22 @@ from atom.messages.engine import (
 )
 from atom.messages.launch import CoreLaunch
 from atom.messages.profile import Profile, ProfileResult, RankTrace
-from atom.messages.supervisor import Beat, Dead, Ready, ToSupervisor
+from atom.messages.supervisor import Dead, Heartbeat, Ready, ToSupervisor
 from atom.messages.worker import (
     AllocateKV,
     BatchResult,
     FromWorker,
     Loaded,
     Shutdown,
-    WorkerBeat,
     WorkerFailed,
+    WorkerHeartbeat,
     WorkerReady,
 )
 from atom.utils import envs
 from atom.utils.errors import one_line, out_of_memory
 from atom.utils.exit_status import ExitStatus
 from atom.utils.install_check import check_install
-from atom.utils.liveness import Beats, PeerMonitor, SilenceTimer, beat_interval
+from atom.utils.liveness import HeartbeatSender, PeerMonitor, SilenceTimer, heartbeat_interval
 from atom.utils.logger import get_logger, setup_logging
 from atom.utils.process import read_launch
 from atom.utils.step_trace import StepTrace
@@ -90,8 +90,8 @@ class CoreProcess:
         self._supervisor = self._context.socket(zmq.PUSH)
         self._supervisor.connect(launch.supervisor)
         timeouts = launch.config.reliability
-        interval = beat_interval(timeouts.hang_timeout)
-        self._beats = Beats(self._context, zmq.PUSH, launch.supervisor, Beat(_NAME), interval)
+        interval, heartbeat = heartbeat_interval(timeouts.hang_timeout), Heartbeat(_NAME)
+        self._heartbeats = HeartbeatSender(self._context, zmq.PUSH, launch.supervisor, heartbeat, interval)
         self._worker_monitor = PeerMonitor(timeouts.hang_timeout)
         self._step_timer = SilenceTimer(_MAX_GAP_S)
         self._step_timeout_s = timeouts.step_timeout
@@ -162,9 +162,9 @@ class CoreProcess:
                 missing = ", ".join(str(rank) for rank in range(self._num_ranks) if rank not in received)
                 raise CoreFailure(f"waited {deadline_s:.0f} s for worker {missing} {doing}")
             self._poller.poll(_POLL_MS)
-            self._beats.send_if_due()
+            self._heartbeats.send_if_due()
             for message in self._workers.receive():
-                if isinstance(message, WorkerBeat):
+                if isinstance(message, WorkerHeartbeat):
                     continue
                 if not isinstance(message, kind):
                     raise _unexpected(message)
@@ -208,11 +208,11 @@ class CoreProcess:
                     self._send_to_frontend(core, identity, deltas)
             if self._profiling.is_timed:
                 self._finish_profile(core, self._profiling.overdue())
-            self._beats.send_if_due()
+            self._heartbeats.send_if_due()
             self._check_workers(core, ready)
 
     def _process_worker_message(self, core: EngineCore, message: FromWorker) -> dict[bytes, TokenDeltas]:
-        if isinstance(message, WorkerBeat):
+        if isinstance(message, WorkerHeartbeat):
             self._worker_monitor.seen(_worker(message.rank))
             return {}
         if isinstance(message, RankTrace):

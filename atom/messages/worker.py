@@ -7,7 +7,7 @@ size is bounded by the limits of a step, not by the length of prompts (`engine_c
 
 Start-up:   worker -> Loaded, core -> AllocateKV, worker -> WorkerReady
 Each step:  core -> ScheduledBatch, rank 0 -> BatchResult (any rank may send WorkerFailed)
-Any time:   worker -> WorkerBeat (from a second socket)
+Any time:   worker -> WorkerHeartbeat (from a second socket)
             core -> Profile, worker -> RankTrace (of a stop, steps later: when its file is written)
 """
 
@@ -159,11 +159,11 @@ class WorkerFailed(msgspec.Struct, tag=13, array_like=True, frozen=True, gc=Fals
     reason: str
 
 
-class WorkerBeat(msgspec.Struct, tag=14, array_like=True, frozen=True, gc=False):
+class WorkerHeartbeat(msgspec.Struct, tag=14, array_like=True, frozen=True, gc=False):
     """A sign of life about every second, from a thread of its own: also while a step computes."""
 
     rank: int
 
 
 ToWorker = ScheduledBatch | AllocateKV | Shutdown | Profile
-FromWorker = Loaded | WorkerReady | BatchResult | WorkerFailed | WorkerBeat | RankTrace
+FromWorker = Loaded | WorkerReady | BatchResult | WorkerFailed | WorkerHeartbeat | RankTrace
