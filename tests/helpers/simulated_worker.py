@@ -181,7 +181,7 @@ class SimulatedWorker:
                 if row.new.prompt_logprobs >= 0 and end < row.new.prompt_length:
                     next_ids.append(row.token_ids[end])
         assert list(unpack_ids(batch.token_ids)) == token_ids, "wrong ids to compute"
-        assert list(unpack_ids(batch.next_ids)) == next_ids, "wrong ids behind the chunks"
+        assert list(unpack_ids(batch.next_ids)) == next_ids, "wrong ids after the chunks"
 
     def _advance_states(self, row: Row, count: int) -> None:
         """A row's first token starts a state; every other one needs the state of the token before."""

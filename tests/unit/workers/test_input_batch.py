@@ -151,7 +151,10 @@ def test_a_steady_decode_reuses_what_depends_on_the_rows_alone() -> None:
     [
         (ScheduledBatch(1, [0], [3], [new_row(0, [1, 2], [0])]), "up to 3 are scheduled, 2 are known"),
         (ScheduledBatch(1, [0], [2], [new_row(0, [1, 2, 3], [0])]), "1 token ids for 2 known tokens"),
-        (ScheduledBatch(1, [0], [1], [new_row(0, [1], [0])], next_ids=b"1234"), "1 ids behind 0 chunks"),
+        (
+            ScheduledBatch(1, [0], [1], [new_row(0, [1], [0])], next_ids=b"1234"),
+            "1 next ids for 0 prompt chunks",
+        ),
         (ScheduledBatch(1, [0], [1], [new_row(0, [1, 2], [0], computed=2)]), "one must be left"),
         (ScheduledBatch(1, [0], [1], [new_row(0, [1, 2], [0], [1])]), "longer than"),
         (ScheduledBatch(1, [9], [1], [new_row(9, [1], [0])]), "out of bounds"),
