@@ -265,7 +265,7 @@ def test_no_tensor_library_is_loaded(engine: Engine) -> None:
     assert "xxhash" in maps and "libtorch" not in maps and "_multiarray_umath" not in maps
 
 
-def test_a_refused_request_is_answered_while_nothing_runs(engine: Engine) -> None:
+def test_a_refused_request_gets_a_response_while_nothing_runs(engine: Engine) -> None:
     engine.start()
     frontend = engine.frontend(0)
     frontend.receive()
@@ -348,7 +348,7 @@ def test_a_failure_at_start_reaches_a_waiting_frontend(engine: Engine) -> None:
     assert engine.exit_status() == 1
 
 
-def test_a_result_that_makes_no_sense_ends_the_core(engine: Engine) -> None:
+def test_a_result_that_fits_no_step_ends_the_core(engine: Engine) -> None:
     engine.start()
     engine.workers[0].send(WorkerReady(0))
     assert engine.report() == Dead("core", "a worker sent WorkerReady unexpectedly")
@@ -466,28 +466,28 @@ def test_log_probabilities_and_times_reach_the_frontend(engine: Engine) -> None:
         AddRequest([1], pack_ids(range(20)), 1, sampling, prompt_logprobs=0)
     )  # 16 tokens fit a step
     engine.work_until(lambda: frontend.has_message(0))
-    first_piece = frontend.receive()
-    assert (first_piece.request_ids, [piece.start for piece in first_piece.prompt_logprobs]) == ([], [1])
+    first_chunk = frontend.receive()
+    assert (first_chunk.request_ids, [chunk.start for chunk in first_chunk.prompt_logprobs]) == ([], [1])
     engine.work_until(lambda: frontend.has_message(0))
     last = frontend.receive()
-    assert [(piece.owner, piece.start) for piece in last.prompt_logprobs] == [(1, 17)]
+    assert [(chunk.owner, chunk.start) for chunk in last.prompt_logprobs] == [(1, 17)]
     assert last.logprobs.indices == [0] and unpack_ids(last.logprobs.table.ids)[:1] == unpack_ids(
         last.token_ids
     )
     assert last.first[0].queued_s >= 0.0 and last.first[0].prefill_s > 0.0
 
 
-def test_a_frontend_that_does_not_read_is_dropped_and_told(engine: Engine) -> None:
+def test_a_frontend_that_does_not_read_is_dropped_and_notified(engine: Engine) -> None:
     engine.start()
     sleeper, reader = engine.frontend(0), engine.frontend(1)
     assert isinstance(sleeper.receive(), CoreReady) and isinstance(reader.receive(), CoreReady)
     too_long = request(1, [1] * 2000, 1)
-    for _ in range(20_000):  # each is answered by a refusal
+    for _ in range(20_000):  # the response of each is a refusal
         sleeper.send(too_long)
-    answers = []
+    responses = []
     while sleeper.has_message(2.0):
-        answers.append(sleeper.receive())
-    assert 0 < sum(isinstance(answer, TokenDeltas) for answer in answers) < 20_000
+        responses.append(sleeper.receive())
+    assert 0 < sum(isinstance(response, TokenDeltas) for response in responses) < 20_000
     sleeper.send(GetStats())
     assert sleeper.receive() == CoreDead("this frontend did not read its tokens in time")
     reader.send(GetStats())

@@ -167,14 +167,14 @@ def run_with_everything(workers: Workers) -> Reported:
     for _ in range(12):
         counts = {row: min(7, max(core.known[row] - core.computed[row], 1)) for row in core.tokens}
         result = workers.result(core.plan(counts))
-        core.take(result.token_ids)
+        core.add_sampled(result.token_ids)
         reported.ids += unpack_ids(result.token_ids)
         for each in (*result.prompt_logprobs, *filter(None, [result.logprobs])):
             reported.add(each.table)
     return reported
 
 
-def test_two_ranks_draw_what_one_draws(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_two_ranks_sample_the_same_tokens_as_one(checkpoint: Checkpoint, tmp_path: Path) -> None:
     with started(engine_config(tp=1), checkpoint, tmp_path / "one") as workers:
         (whole,) = workers.start()
         expected, reported = run(workers), run_with_everything(workers)

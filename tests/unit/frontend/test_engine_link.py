@@ -66,7 +66,7 @@ async def generate(client: EngineClient) -> list[int]:
         return await read(stream)
 
 
-def test_streams_wait_while_the_core_is_silent_and_go_on_afterwards(tmp_path: Path) -> None:
+def test_streams_wait_while_the_core_is_silent_and_continue_afterwards(tmp_path: Path) -> None:
     async def run(core: FakeCore) -> None:
         async with connected(core, 6 * HANG_TIMEOUT_S) as client:
             with client.open([request(client)], TextOptions()) as stream:
@@ -105,7 +105,7 @@ def test_streams_of_a_hung_core_fail_and_the_link_heals(tmp_path: Path) -> None:
         asyncio.run(run(core))
 
 
-def test_after_the_end_of_the_core_the_link_waits_for_another_one(tmp_path: Path) -> None:
+def test_after_the_end_of_the_core_the_link_reconnects_to_a_new_one(tmp_path: Path) -> None:
     async def run(core: FakeCore) -> None:
         async with connected(core) as client:
             with client.open([request(client)], TextOptions()) as stream:
@@ -162,7 +162,7 @@ def test_a_panic_while_tokens_are_processed_fails_the_streams_and_heals(
         asyncio.run(run(core))
 
 
-def test_a_request_that_comes_after_the_engines_death_fails_in_its_stream(tmp_path: Path) -> None:
+def test_a_request_after_the_engines_death_fails_in_its_stream(tmp_path: Path) -> None:
     async def run(core: FakeCore) -> None:
         async with connected(core) as client:
             await asyncio.to_thread(core.__exit__)
