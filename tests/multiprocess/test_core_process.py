@@ -39,7 +39,7 @@ from atom.messages.engine import (
 )
 from atom.messages.launch import CoreLaunch
 from atom.messages.profile import Profile, ProfileResult, RankTrace
-from atom.messages.supervisor import Beat, Dead, Ready, ToSupervisor
+from atom.messages.supervisor import Dead, Heartbeat, Ready, ToSupervisor
 from atom.messages.worker import (
     AllocateKV,
     FullAttentionSpec,
@@ -48,8 +48,8 @@ from atom.messages.worker import (
     ScheduledBatch,
     Shutdown,
     ToWorker,
-    WorkerBeat,
     WorkerFailed,
+    WorkerHeartbeat,
     WorkerReady,
 )
 from atom.utils.process import spawn
@@ -128,8 +128,8 @@ class Engine:
         return ready.detail
 
     def report(self) -> Ready | Dead:
-        """The core's next message to the supervisor that is no beat."""
-        while isinstance(message := self.supervisor.receive(), Beat):
+        """The core's next message to the supervisor that is no heartbeat."""
+        while isinstance(message := self.supervisor.receive(), Heartbeat):
             pass
         assert isinstance(message, Ready | Dead)
         return message
@@ -351,12 +351,12 @@ def test_a_failure_at_start_reaches_a_waiting_frontend(engine: Engine) -> None:
 def test_a_result_that_makes_no_sense_ends_the_core(engine: Engine) -> None:
     engine.start()
     engine.workers[0].send(WorkerReady(0))
-    assert engine.report() == Dead("core", "a worker sent WorkerReady out of turn")
+    assert engine.report() == Dead("core", "a worker sent WorkerReady unexpectedly")
     assert engine.exit_status() == 1
 
 
 def test_sigterm_while_the_model_loads(engine: Engine) -> None:
-    assert engine.supervisor.receive() == Beat("core")  # it waits for its workers now
+    assert engine.supervisor.receive() == Heartbeat("core")  # it waits for its workers now
     engine.workers[0].send(Loaded(0, [SPEC], 10_000, 1))
     frontend = engine.frontend(0)
     assert not frontend.has_message(0.5), "a message before the core is ready"
@@ -529,11 +529,11 @@ def test_an_unresponsive_worker_is_reported_until_it_responds_again(directory: P
         ready = frontend.receive()
         assert isinstance(ready, CoreReady)
         while not frontend.has_message(0.1):
-            engine.workers[0].send(WorkerBeat(0))
+            engine.workers[0].send(WorkerHeartbeat(0))
         assert frontend.receive() == CoreStalled("worker 1 has not responded for 2 s")
         late = engine.frontend(1)
         assert isinstance(late.receive(), CoreStalled)
-        engine.workers[1].send(WorkerBeat(1))
+        engine.workers[1].send(WorkerHeartbeat(1))
         assert frontend.receive() == late.receive() == ready
         late.send(GetStats())
         assert isinstance(late.receive(), CoreStats)
@@ -549,7 +549,7 @@ def test_a_hung_worker_ends_the_core(directory: Path) -> None:
         deadline = time.monotonic() + DEADLINE_S
         while not isinstance(messages[-1], CoreDead):
             assert time.monotonic() < deadline, "the hung worker was not detected"
-            engine.workers[0].send(WorkerBeat(0))
+            engine.workers[0].send(WorkerHeartbeat(0))
             if frontend.has_message(0.01):
                 messages.append(frontend.receive())
         assert [type(message) for message in messages] == [CoreReady, CoreStalled, CoreDead]

@@ -25,8 +25,8 @@ from atom.messages.worker import (
     ScheduledBatch,
     Shutdown,
     ToWorker,
-    WorkerBeat,
     WorkerFailed,
+    WorkerHeartbeat,
     WorkerReady,
 )
 from atom.utils.exit_status import ExitStatus
@@ -76,11 +76,11 @@ class Workers:
             self._core.send_multipart([rank.to_bytes(4, "little"), encode(message)])
 
     def receive(self) -> FromWorker:
-        """The next message that is no beat."""
+        """The next message that is no heartbeat."""
         while True:
             _, frame = self._core.recv_multipart()
             message = self._from_worker.decode(frame)
-            if not isinstance(message, WorkerBeat):
+            if not isinstance(message, WorkerHeartbeat):
                 return message
 
     def supervisor_messages(self) -> list[ToSupervisor]:

@@ -10,7 +10,7 @@ import zmq
 
 from atom.config.model import ModelConfig
 from atom.messages.codec import Decoder, encode
-from atom.messages.supervisor import Beat, Dead, Progress, Ready, ToSupervisor
+from atom.messages.supervisor import Dead, Heartbeat, Progress, Ready, ToSupervisor
 from atom.messages.worker import FromWorker, WorkerFailed
 from atom.supervisor import Child, StartError, Supervisor
 from atom.utils.exit_status import ExitStatus
@@ -163,12 +163,12 @@ def test_a_silent_core_is_hung_and_a_silent_frontend_is_logged(
     add_child(supervisor, "frontend", "import time; time.sleep(600)")
     clock = [0.0]
     supervisor._monitor = PeerMonitor(60, lambda: clock[0])
-    send_messages(supervisor, Beat("frontend"), Beat("core"))
+    send_messages(supervisor, Heartbeat("frontend"), Heartbeat("core"))
     while not supervisor._receive(0.1):
         pass
     supervisor.check(wait_s=1)
-    for _ in range(30):  # the frontend is silent for 60 s, the core sends beats
-        send_messages(supervisor, Beat("core"))
+    for _ in range(30):  # the frontend is silent for 60 s, the core sends heartbeats
+        send_messages(supervisor, Heartbeat("core"))
         clock[0] += 2.0
         supervisor.check(wait_s=5)
     assert [record.message for record in caplog.records] == ["frontend has not responded for 10 s"]

@@ -92,7 +92,7 @@ def test_integrity_sees_damage(damage: str) -> None:
     pool.cache(block, b"d", b"c", step=0)
     check(pool, {block: 1})
     if damage == "users":
-        pool._users[block] = 2
+        pool._ref_counts[block] = 2
     elif damage == "stack":
         pool._uncached[0] = block
     elif damage == "lost":

@@ -234,7 +234,7 @@ def test_a_failure_of_a_row_that_does_not_run_is_an_error() -> None:
     run = driver()
     run.add(1, [1], max_tokens=5)
     run.send()
-    with pytest.raises(ValueError, match="rows that it does not have"):
+    with pytest.raises(ValueError, match="rows that it did not run"):
         run.core.update(msgspec.structs.replace(run.results[0], failed=[RowFailure(3, "out of memory")]))
 
 

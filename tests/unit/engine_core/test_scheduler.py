@@ -243,7 +243,7 @@ def test_a_wrong_result_is_refused() -> None:
     run.send()
     with pytest.raises(ValueError, match="out of order"):
         run.core.update(type(run.results[0])(9, b""))
-    with pytest.raises(ValueError, match="gave 2 tokens for 1 rows"):
+    with pytest.raises(ValueError, match="returned 2 tokens for 1 rows"):
         run.core.update(type(run.results[0])(1, b"\0" * 8))
 
 

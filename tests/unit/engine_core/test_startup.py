@@ -51,7 +51,7 @@ def test_no_room_for_one_block() -> None:
 
 def test_ranks_must_agree() -> None:
     window = SlidingWindowSpec(block_size=16, bytes_per_block=1000, window=8)
-    with pytest.raises(StartupError, match="workers 0 and 1 disagree"):
+    with pytest.raises(StartupError, match="workers 0 and 1 have different"):
         plan_cache(config(), 64, [Loaded(0, [FULL], 5000, 7), Loaded(1, [window], 5000, 7)])
 
 

@@ -16,7 +16,7 @@ import zmq
 
 from atom.messages.codec import Decoder
 from atom.messages.engine import AddRequest, FinishReason
-from atom.messages.supervisor import Beat, Dead, Ready, ToSupervisor
+from atom.messages.supervisor import Dead, Heartbeat, Ready, ToSupervisor
 from atom.utils.process import spawn
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
@@ -48,8 +48,8 @@ def started(directory: Path, script: Script, shutdown_timeout: float = DEADLINE_
         frame = launch_frame(core, checkpoint, directory / "supervisor", listener.fileno(), shutdown_timeout)
         process = spawn("frontend.main", frame, pass_fds=[listener.fileno()])
         stack.callback(end, process)
-        message: ToSupervisor = Beat("")
-        while isinstance(message, Beat):
+        message: ToSupervisor = Heartbeat("")
+        while isinstance(message, Heartbeat):
             assert supervisor.poll(int(DEADLINE_S * 1000)), "no message to the supervisor"
             message = Decoder[ToSupervisor](ToSupervisor).decode(supervisor.recv())
         yield Process(core, process, listener.getsockname()[1], message)
