@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -79,6 +79,11 @@ class Stream:
             self.open.discard(update.request_id)
         if self._every_step or not self.open or update.error:
             self._wake.set()
+
+    @property
+    def failed(self) -> bool:
+        """Whether `fail` was called."""
+        return self._error is not None
 
     def fail(self, error: ApiError) -> None:
         """End the stream; the reader gets the pending updates and then `error`."""
@@ -220,10 +225,10 @@ class EngineClient:
         """New unique request ids, ascending."""
         return list(itertools.islice(self._counter, count))
 
-    @contextlib.contextmanager
-    def open(
+    @contextlib.asynccontextmanager
+    async def open(
         self, requests: list[AddRequest], text: TextOptions, every_step: bool = True
-    ) -> Iterator[Stream]:
+    ) -> AsyncIterator[Stream]:
         """Send `requests` and read their results as one stream; on exit unfinished ones are aborted.
 
         Without `every_step` the stream wakes its reader once, when all sequences have ended. If the
@@ -231,17 +236,27 @@ class EngineClient:
         """
         stream = Stream([i for request in requests for i in request.request_ids], every_step)
         try:
-            try:
-                self.check_ready()
-            except UnavailableError as error:
-                self._metrics.failed(len(stream.open))
-                stream.fail(error)
-            else:
-                for request in requests:
-                    self._submit(request, text, stream)
+            await self._submit_all(requests, text, stream)
             yield stream
         finally:
             self._abort(sorted(stream.open))
+
+    async def _submit_all(self, requests: list[AddRequest], text: TextOptions, stream: Stream) -> None:
+        """Send `requests`, with turns for other tasks in between, until the stream fails."""
+        yielded_at = time.monotonic()
+        for position, request in enumerate(requests):
+            if time.monotonic() - yielded_at > _YIELD_S:
+                await asyncio.sleep(0)
+                yielded_at = time.monotonic()
+            if stream.failed:
+                return
+            try:
+                self.check_ready()
+            except UnavailableError as error:
+                self._metrics.failed(sum(len(later.request_ids) for later in requests[position:]))
+                stream.fail(error)
+                return
+            self._submit(request, text, stream)
 
     def _submit(self, request: AddRequest, text: TextOptions, stream: Stream) -> None:
         num_prompt_tokens = len(request.prompt_ids) // _BYTES_PER_ID

@@ -105,7 +105,7 @@ class GenerationService(ABC, Generic[R]):
         """The complete response as JSON. Cancelling aborts the generation."""
         counter = request.usage_counter()
         results = [Update(request_id, array("i")) for request_id in request.request_ids]
-        with self._client.open(request.requests, request.text, every_step=False) as stream:
+        async with self._client.open(request.requests, request.text, every_step=False) as stream:
             async for updates in stream:
                 for update in updates:
                     _raise_error(update)
@@ -125,7 +125,7 @@ class GenerationService(ABC, Generic[R]):
         """
         template = self._template(request)
         counter = request.usage_counter()
-        with self._client.open(request.requests, request.text) as stream:
+        async with self._client.open(request.requests, request.text) as stream:
             async for updates in stream:
                 size = sum(map(_response_bytes, updates)) + self._first_bytes(request, counter, updates)
                 render = partial(self._render, template, request, counter, updates, stream)
