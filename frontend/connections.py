@@ -16,6 +16,8 @@ __all__ = ["Listener"]
 
 _BACKLOG = 1024
 _LAST_READ_S = 0.01
+# Most bytes parsed at once: they may be thousands of chunks of one byte each.
+_PIECE = 32 * 1024
 # Intervals of probes of a half-closed connection: short at first, since the second probe fails if the
 # client is gone.
 _FIRST_PROBE_S, _LAST_PROBE_S = 0.01, 15.0
@@ -29,7 +31,15 @@ class Connection(web.RequestHandler):
     which cancels the request.
     """
 
-    __slots__ = ("_has_received", "_is_extended", "_is_half_closed", "_limits", "_metrics")
+    __slots__ = (
+        "_has_received",
+        "_is_extended",
+        "_is_half_closed",
+        "_is_parsing",
+        "_limits",
+        "_metrics",
+        "_unparsed",
+    )
 
     def __init__(
         self, server: web.Server, loop: asyncio.AbstractEventLoop, limits: HttpLimits, metrics: Metrics
@@ -48,6 +58,8 @@ class Connection(web.RequestHandler):
         self._has_received = False
         self._is_extended = False
         self._is_half_closed = False
+        self._unparsed = b""
+        self._is_parsing = False  # whether `_parse` is going to run
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start the deadline of the first request's head."""
@@ -55,9 +67,37 @@ class Connection(web.RequestHandler):
         self._close_idle_in(self._limits.head_deadline_s)
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes from the client."""
+        """Parse bytes from the client, in pieces with turns for other tasks in between."""
+        if not data:  # aiohttp continues with what its parser holds
+            super().data_received(data)
+            return
         self._has_received = True
-        super().data_received(data)
+        self._unparsed += data
+        if not self._is_parsing:
+            self._parse()
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """Parse and read on; called when the handler has read most of the body so far."""
+        super().resume_reading(resume_parser)
+        if self._unparsed:
+            self._parse_soon()
+
+    def _parse_soon(self) -> None:
+        self._pause_transport_reading()
+        if not self._is_parsing:
+            self._is_parsing = True
+            self._loop.call_soon(self._parse)
+
+    def _parse(self) -> None:
+        self._is_parsing = False
+        if self._reading_paused or self.transport is None:  # until `resume_reading`
+            return
+        piece, self._unparsed = self._unparsed[:_PIECE], self._unparsed[_PIECE:]
+        super().data_received(piece)
+        if self._unparsed:
+            self._parse_soon()
+        elif not self._reading_paused and not self._buffer_paused:
+            self._resume_transport_reading()
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio reads the result
         """Whether the connection stays open for a response; probes whether the client still reads."""
@@ -71,7 +111,8 @@ class Connection(web.RequestHandler):
         request = self._current_request
         if self.transport is None:
             return
-        if self._is_idle() or (request is not None and not request.content.is_eof()):
+        is_incomplete = request is not None and not request.content.is_eof() and not self._unparsed
+        if self._is_idle() or is_incomplete:
             self.transport.close()  # no request, or the rest of one, can arrive
             return
         if request is None:
@@ -85,8 +126,8 @@ class Connection(web.RequestHandler):
         self._loop.call_later(next_s, self._probe, min(2 * next_s, _LAST_PROBE_S))
 
     def _is_idle(self) -> bool:
-        """Whether every request that has arrived completely has its response."""
-        return self._waiter is not None and not self._waiter.done()
+        """Whether no request has arrived completely and is unanswered."""
+        return self._waiter is not None and not self._waiter.done() and not self._unparsed
 
     def _close_idle_in(self, delay_s: float) -> None:
         if self._keepalive_handle is not None:

@@ -6,9 +6,11 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from atom.messages.engine import AddRequest, FinishReason, unpack_ids
 from frontend.engine_client import EngineClient
@@ -100,6 +102,42 @@ def test_idle_connections_are_closed(client: Client) -> None:
         connection.sendall(GET)
         assert read_response(connection)[0] == 200
         assert connection.recv(1) == b""
+
+
+# Many small chunks
+
+
+def test_bytes_are_parsed_in_pieces_with_turns_for_other_tasks(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of one byte, and pipelined requests after them, from a client that then closes its side."""
+    calls: list[tuple[int, int]] = []
+    turns, parse = 0, web.RequestHandler.data_received
+
+    def turn() -> None:
+        nonlocal turns
+        turns += 1
+
+    def observed_parse(connection: web.RequestHandler, data: bytes) -> None:
+        if data:
+            calls.append((len(data), turns))
+            connection._loop.call_soon(turn)
+        parse(connection, data)
+
+    monkeypatch.setattr(web.RequestHandler, "data_received", observed_parse)
+    body = b'{"prompt":"x"' + b" " * 300_000 + b"}"
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+    request = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks
+    with connect(client) as connection:
+        sender = threading.Thread(target=connection.sendall, args=(request * 2 + GET * 3,))
+        sender.start()
+        sender.join(DEADLINE_S)
+        connection.shutdown(socket.SHUT_WR)
+        assert read_all(connection).count(b"HTTP/1.1 200 OK") == 5
+    assert sum(size for size, _ in calls) == len(request * 2 + GET * 3)
+    assert max(size for size, _ in calls) <= 64 * 1024
+    full = [at for size, at in calls if size >= 32 * 1024]
+    assert all(before < after for before, after in pairwise(full))
 
 
 # Half-closed connections
