@@ -55,8 +55,8 @@ class Connection(web.RequestHandler):
         )
         self._metrics = metrics
         self._limits = limits
-        self._has_received = False
-        self._is_extended = False
+        self._has_received = False  # since the last response
+        self._is_extended = True
         self._is_half_closed = False
         self._unparsed = b""
         self._is_parsing = False  # whether `_parse` is going to run
@@ -141,7 +141,6 @@ class Connection(web.RequestHandler):
             super()._process_keepalive()
             return
         # Timers run before sockets are read: bytes that arrived while the loop was busy come first.
-        self._has_received = False
         self._keepalive_handle = self._loop.call_later(_LAST_READ_S, self._close_if_idle)
 
     def _close_if_idle(self) -> None:
@@ -188,7 +187,7 @@ class Connection(web.RequestHandler):
             resp.force_close()
         if self._is_half_closed and not self._messages:
             resp.force_close()
-        self._is_extended = False
+        self._has_received = self._is_extended = False
         if self._keepalive_handle is not None:  # the idle time begins after this response
             self._keepalive_handle.cancel()
             self._keepalive_handle = None
