@@ -39,7 +39,7 @@ from frontend.auth import ApiKeys
 
 # Time beyond the frontend's own deadline before it is killed.
 _STOP_MARGIN_S = 5.0
-# After the engine's death the frontend responds with 503 for this long, so that load balancers see it.
+# After the engine's death the frontend responds with 503 for this long, for load balancers to notice.
 ENGINE_DEATH_HOLD_S = 3.0
 _HOLD_POLL_S = 0.05
 

@@ -157,8 +157,8 @@ class LLMEngine:
     ) -> list[int]:
         """Submit prompts; `step` receives their output. Returns the ids of the new sequences.
 
-        `stream_callback` is called within `step` with a RequestOutput for every piece of
-        output. Raises ValueError, and submits nothing, when one of the prompts is bad.
+        `stream_callback` is called within `step` with a RequestOutput for each sequence's new
+        output. Raises ValueError, and submits nothing, for an invalid prompt.
         """
         params = _one_for_each(prompt_or_tokens_list, sampling_params_list)
         prepared = [
@@ -186,11 +186,11 @@ class LLMEngine:
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """Stop these sequences; they produce no further output."""
-        known = [request_id for request_id in request_ids if request_id in self._running]
-        for request_id in known:
+        running = [request_id for request_id in request_ids if request_id in self._running]
+        for request_id in running:
             del self._running[request_id]
-        self._output.remove(known)
-        self._link.send(Abort(known))
+        self._output.remove(running)
+        self._link.send(Abort(running))
 
     def stats(self) -> CoreStats:
         """The engine core's counters. Raises RuntimeError while sequences are running."""

@@ -9,7 +9,7 @@ Logprobs = dict[int, float]
 
 @dataclass(slots=True)
 class RequestOutput:
-    """New output of one sequence; given to stream callbacks."""
+    """New output of one sequence, for a stream callback."""
 
     request_id: int
     output_tokens: list[int] = field(default_factory=list)

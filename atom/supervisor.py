@@ -1,7 +1,7 @@
 """Starts, monitors and stops the processes of one engine.
 
 All processes are direct children of the supervisor, so that it detects the death of each one
-and can stop the others. It knows nothing about models or HTTP.
+and can stop the others. It handles neither models nor HTTP.
 
     supervisor ─┬─ prepare    (ends once the checkpoint is plain files)
                 ├─ worker 0 … tp-1
@@ -28,7 +28,7 @@ from atom.config.resolve import DeviceCapabilities
 from atom.config.server import ServerConfig
 from atom.messages.codec import Decoder, encode
 from atom.messages.launch import CoreLaunch, FrontendLaunch, PrepareLaunch, WorkerLaunch
-from atom.messages.supervisor import Beat, Dead, Progress, Ready, ToSupervisor
+from atom.messages.supervisor import Dead, Heartbeat, Progress, Ready, ToSupervisor
 from atom.messages.worker import WorkerFailed
 from atom.utils import envs
 from atom.utils.exit_status import ExitStatus
@@ -49,7 +49,7 @@ _NOTIFY_S = 1.0
 # Time for a frontend to send its clients error events after the second SIGTERM.
 _CLIENT_ERRORS_S = 5.0
 
-# Signals of a process's own fault or from outside. SIGABRT is missing: NCCL aborts when another rank dies.
+# Signals of a crash or from outside. Not SIGABRT: NCCL aborts when another rank dies.
 _KILL_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
 
 
@@ -78,7 +78,7 @@ class Child:
     process: subprocess.Popen[bytes]
     ready: bool = False
     stopping: bool = False
-    """It was told to stop: its end is expected."""
+    """Whether it is being stopped: its end is expected."""
 
     @property
     def is_alive(self) -> bool:
@@ -130,7 +130,7 @@ class Supervisor:
         except msgspec.DecodeError:
             raise StartError(f"preparing {model} failed: {_how_it_ended(process.returncode)}") from None
         if result.error or result.checkpoint is None or result.device is None:
-            text = result.error or f"preparing {model} gave no result"
+            text = result.error or f"preparing {model} returned no result"
             raise StartError(text, process.returncode or ExitStatus.FAILURE)
         return result.checkpoint, result.device
 
@@ -266,7 +266,7 @@ class Supervisor:
         if not self._socket.poll(int(wait_s * 1000)):
             return False
         message = self._decoder.decode(self._socket.recv())
-        if not isinstance(message, Beat):
+        if not isinstance(message, Heartbeat):
             self._last_received = time.monotonic()
         match message:
             case Ready(process, detail):
@@ -276,7 +276,7 @@ class Supervisor:
                 self._on_progress(progress)
             case Dead() as death:
                 self._deaths.append(death)
-            case Beat(process) if self._monitor is not None:
+            case Heartbeat(process) if self._monitor is not None:
                 self._monitor.seen(process)
         return True
 
@@ -284,7 +284,7 @@ class Supervisor:
         """Raises StartError for a hung core; a hung frontend is logged. The core monitors its workers."""
         if self._monitor is None:
             return
-        while self._receive(0):  # beats that came while this process was stopped or busy
+        while self._receive(0):  # heartbeats that came while this process was stopped or busy
             pass
         self._monitor.update()
         core = self._children.get("core")
@@ -298,13 +298,13 @@ class Supervisor:
             pass
 
     def _unexpected_ends(self) -> list[Child]:
-        """Children that ended without being told to stop."""
+        """Children that ended but were not being stopped."""
         return [child for child in self._children.values() if not (child.stopping or child.is_alive)]
 
     def _root_cause(self, ended: list[Child]) -> StartError:
-        """The first cause. A dead process makes the others fail, and they report that as errors of their own.
+        """The first cause. A dead process makes the others fail, which then report errors, too.
 
-        Hence the order: a killed process, an error report other than the core's, a crashed process
+        Hence this order: a killed process, an error report other than the core's, a crashed process
         other than the core, the core's report, an exit status alone.
         """
         reports = {dead.process: dead for dead in reversed(self._deaths)}

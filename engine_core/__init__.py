@@ -1,4 +1,4 @@
-"""Policy: which tokens of which requests run next, and which KV blocks they own.
+"""Scheduling: which tokens of which requests run in the next step, and which KV blocks they use.
 
-Knows no text, no tensors and no model; nothing here imports torch.
+Nothing here handles text, tensors or models, or imports torch.
 """

@@ -19,13 +19,13 @@ MAX_NEW_ROWS_BYTES = 8 * 1024 * 1024
 """A step admits no further request that would make its new rows larger than this."""
 MAX_ROW_BYTES = 24 * 1024 * 1024
 MAX_PROMPT_LOGPROB_TOKENS = 1 << 15
-"""Prompt tokens of a step whose log probabilities are reported."""
+"""Prompt tokens of one step whose log probabilities are reported."""
 MAX_REASON_CHARS = 256
-"""Of the message of a failed request."""
+"""Length of the error message of a failed request."""
 
 _INT = 5  # bytes of an integer below 2^32 in msgpack, at most
 _ID = 4
-_HEADERS = 128  # of one row, whatever it brings: array headers, numbers, empty lists
+_HEADERS = 128  # of one row: array headers, numbers, empty lists
 _LOGPROBS = 8 * (1 + MAX_LOGPROBS) + 4  # of one token: ids, values, rank
 _RESULT_ROW = max(_ID + _LOGPROBS + _INT, 4 * MAX_REASON_CHARS) + _HEADERS
 
@@ -40,8 +40,8 @@ def max_batch_bytes(max_num_seqs: int, max_num_batched_tokens: int, block_size: 
 
 def max_result_bytes(max_num_seqs: int, max_num_batched_tokens: int) -> int:
     """Most bytes of a `BatchResult` or of the `TokenDeltas` made from it."""
-    scored = min(MAX_PROMPT_LOGPROB_TOKENS, max_num_batched_tokens)
-    return _HEADERS + max_num_seqs * (_RESULT_ROW + _HEADERS) + scored * _LOGPROBS
+    prompt_logprobs = min(MAX_PROMPT_LOGPROB_TOKENS, max_num_batched_tokens)
+    return _HEADERS + max_num_seqs * (_RESULT_ROW + _HEADERS) + prompt_logprobs * _LOGPROBS
 
 
 def check_frames(max_num_seqs: int, max_num_batched_tokens: int, block_size: int, num_groups: int) -> None:
@@ -57,7 +57,7 @@ def check_frames(max_num_seqs: int, max_num_batched_tokens: int, block_size: int
 
 
 def row_bytes(settings: SharedSettings, prompt_ids: int, output_ids: int, num_blocks: int) -> int:
-    """Most bytes of a `NewRow`; `num_blocks` of all groups, ids only if logits processors need them."""
+    """Most bytes of a `NewRow`; `num_blocks` counts all groups, ids count only if they are sent."""
     ids = prompt_ids * settings.needs_prompt_ids + output_ids * settings.needs_output_ids
     return _HEADERS + settings.sampling_bytes + _INT * num_blocks + _ID * ids
 

@@ -1,6 +1,6 @@
 """The KV blocks of one group: which are free, how many requests use each, and which are cached.
 
-    in use                       users > 0
+    in use                       reference count > 0
     free, not cached             a stack; these are allocated first
     free, cached                 in order of their freeing; the oldest is evicted first
 
@@ -21,28 +21,28 @@ class BlockPool:
         if num_blocks < 1:
             raise ValueError(f"a block pool needs at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
-        self._users = [0] * num_blocks
+        self._ref_counts = [0] * num_blocks
         self._digests: list[bytes | None] = [None] * num_blocks
         self._hash_inputs = [b""] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._uncached = list(range(num_blocks))[::-1]  # the last one is allocated next
         self._evictable: OrderedDict[int, None] = OrderedDict()
-        self._unconfirmed: dict[int, list[int]] = {}  # step in flight -> blocks cached that it writes
+        self._unconfirmed: dict[int, list[int]] = {}  # step in flight -> cached blocks that it writes
         self._confirmed_step = 0
 
     @property
     def num_free(self) -> int:
-        """Blocks without a user."""
+        """Blocks that no request uses."""
         return len(self._uncached) + len(self._evictable)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` free blocks for one user, the least recently used ones; they leave the cache.
+        """`count` free blocks for one request; of the cached ones, the least recently used are evicted.
 
         Raises IndexError when fewer are free.
         """
         if count == 1 and self._uncached:
             block = self._uncached.pop()
-            self._users[block] = 1
+            self._ref_counts[block] = 1
             return [block]
         if count > self.num_free:
             raise IndexError(f"{count} blocks wanted, {self.num_free} free")
@@ -54,23 +54,24 @@ class BlockPool:
             self._drop_hash(block)
             blocks.append(block)
         for block in blocks:
-            self._users[block] = 1
+            self._ref_counts[block] = 1
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more user for each of these cached blocks, free or not."""
-        users, evictable = self._users, self._evictable
+        """Increment the reference counts of these cached blocks, free or not."""
+        ref_counts, evictable = self._ref_counts, self._evictable
         for block in blocks:
-            if not users[block]:
+            if not ref_counts[block]:
                 del evictable[block]
-            users[block] += 1
+            ref_counts[block] += 1
 
     def free(self, blocks: Iterable[int]) -> None:
-        """One user less for each block; a block without users is free, and stays cached if it was."""
-        users, digests, evictable, uncached = self._users, self._digests, self._evictable, self._uncached
+        """Decrement the reference counts; at 0 a block is free, and remains cached if it was."""
+        ref_counts, digests = self._ref_counts, self._digests
+        evictable, uncached = self._evictable, self._uncached
         for block in blocks:
-            users[block] -= 1
-            if users[block]:
+            ref_counts[block] -= 1
+            if ref_counts[block]:
                 continue
             if digests[block] is None:
                 uncached.append(block)
@@ -78,26 +79,25 @@ class BlockPool:
                 evictable[block] = None
 
     def is_free(self, block: int) -> bool:
-        """Whether the block has no user."""
-        return self._users[block] == 0
+        """Whether no request uses the block."""
+        return self._ref_counts[block] == 0
 
     def num_free_of(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks have no user."""
-        users = self._users
-        return sum([not users[block] for block in blocks])
+        """How many of these blocks are free."""
+        ref_counts = self._ref_counts
+        return sum([not ref_counts[block] for block in blocks])
 
     # Prefix cache
 
     def cache(self, block: int, digest: bytes, hash_input: bytes, step: int) -> bool:
-        """Let requests find this block by its content. `step` is the last one that writes it.
+        """Add a block to the prefix cache; `step` is the last step that writes it.
 
-        Where an equal block is cached already, that one stays. False when the cached block of this
-        digest has another content: nothing that follows in the sequence may be cached then, since
-        a digest stands for all tokens up to its block.
+        An equal block that is already cached remains instead. False on a hash collision: the later
+        blocks of the sequence must not be cached then, since their digests include this one.
         """
-        known = self._block_of.get(digest)
-        if known is not None:
-            return self._hash_inputs[known] == hash_input
+        cached = self._block_of.get(digest)
+        if cached is not None:
+            return self._hash_inputs[cached] == hash_input
         self._block_of[digest] = block
         self._digests[block] = digest
         self._hash_inputs[block] = hash_input
@@ -106,11 +106,11 @@ class BlockPool:
         return True
 
     def cached_run(self, digests: Sequence[bytes], hash_inputs: Sequence[bytes]) -> int:
-        """How many of these contents, from the first on, are cached without a gap."""
-        block_of, known = self._block_of, self._hash_inputs
+        """How many blocks of these contents are cached, from the first on and without a gap."""
+        block_of, cached_inputs = self._block_of, self._hash_inputs
         for index, (digest, hash_input) in enumerate(zip(digests, hash_inputs, strict=True)):
             block = block_of.get(digest)
-            if block is None or known[block] != hash_input:
+            if block is None or cached_inputs[block] != hash_input:
                 return index
         return len(digests)
 
@@ -125,38 +125,38 @@ class BlockPool:
         """The cached blocks of these digests; raises KeyError if one is not cached."""
         return list(map(self._block_of.__getitem__, digests))
 
-    # Steps that may still fail
+    # Cached blocks of steps in flight, which may still fail
 
     def confirm(self, step: int) -> None:
-        """Steps up to this one have succeeded."""
+        """Steps up to this one have succeeded: the blocks that they wrote are valid."""
         self._confirmed_step = step
-        for earlier in [one for one in self._unconfirmed if one <= step]:
+        for earlier in [number for number in self._unconfirmed if number <= step]:
             del self._unconfirmed[earlier]
 
     def last_unconfirmed(self, blocks: Sequence[int]) -> int:
-        """The last step still to succeed that writes one of these cached blocks; 0 if there is none."""
+        """The last unconfirmed step that writes one of these cached blocks; 0 if there is none."""
         steps = [step for step, written in self._unconfirmed.items() if not set(written).isdisjoint(blocks)]
         return max(steps, default=0)
 
     def uncache_unconfirmed(self) -> None:
-        """A step in flight has failed: no block that such a step writes can be trusted."""
+        """Uncache the blocks that steps in flight write, after one of these has failed."""
         for block in {block for written in self._unconfirmed.values() for block in written}:
             if self._digests[block] is None:
                 continue  # evicted since
             self._drop_hash(block)
-            if not self._users[block]:
+            if not self._ref_counts[block]:
                 del self._evictable[block]
                 self._uncached.append(block)
         self._unconfirmed.clear()
 
     def check_integrity(self, users: Sequence[int]) -> Iterator[None]:
-        """Raises AssertionError unless the lists agree with `users`: how many tables have each block.
+        """Raises AssertionError unless the lists match `users`, the uses of each block in block tables.
 
-        Yields now and then, so that the caller can do the rest later, if nothing has changed.
+        Yields at intervals; the caller may do the rest later, if nothing has changed.
         """
         free = 0
-        for block, count in enumerate(self._users):
-            assert count == users[block], f"block {block}: {count} users, not {users[block]}"
+        for block, count in enumerate(self._ref_counts):
+            assert count == users[block], f"block {block}: {count} uses, not {users[block]}"
             digest = self._digests[block]
             assert digest is None or self._block_of.get(digest) == block, f"block {block} cannot be found"
             assert (block in self._evictable) == (not count and digest is not None), (
@@ -168,13 +168,13 @@ class BlockPool:
         is_uncached = bytearray(self.num_blocks)
         for start in range(0, len(self._uncached), CHECKED_AT_ONCE):
             for block in self._uncached[start : start + CHECKED_AT_ONCE]:
-                assert not self._users[block] and self._digests[block] is None, (
+                assert not self._ref_counts[block] and self._digests[block] is None, (
                     "a used or cached block is on the stack of uncached ones"
                 )
                 assert not is_uncached[block], "a block is free twice"
                 is_uncached[block] = True
             yield
-        assert self.num_free == free, f"{self.num_free} blocks are listed as free, {free} have no user"
+        assert self.num_free == free, f"{self.num_free} blocks are listed as free, {free} are in no table"
         cached = self.num_blocks - self._digests.count(None)
         assert cached == len(self._block_of), "a digest is cached without a block"
         assert all(step > self._confirmed_step for step in self._unconfirmed), "a step is confirmed too late"

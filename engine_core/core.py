@@ -38,11 +38,11 @@ class EngineCore:
         max_model_len: int,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Raises ValueError for limits that cannot be."""
+        """Raises ValueError for invalid limits."""
         self._scheduler = Scheduler(limits, kv, clock)
         self._kv = kv
         self._max_model_len = max_model_len
-        self._frontends: set[bytes] = set()  # at least all that have unfinished requests
+        self._frontends: set[bytes] = set()  # all that have unfinished requests, and perhaps others
         self._check: Iterator[None] | None = None  # keeps the checked requests in memory
         self._checked_version: tuple[int, ...] = ()
 
@@ -70,13 +70,13 @@ class EngineCore:
             settings, prompt = self._check_request(message, frontend)
         except ValueError as error:
             reason = str(error)[:MAX_REASON_CHARS]
-            refusals = [Finished(one, FinishReason.ERROR, message=reason) for one in message.request_ids]
+            refusals = [Finished(i, FinishReason.ERROR, message=reason) for i in message.request_ids]
             return TokenDeltas(self._scheduler.counters.steps, [], b"", finished=refusals)
         self._frontends.add(frontend)
-        for place, request_id in enumerate(message.request_ids):
+        for index, request_id in enumerate(message.request_ids):
             sampling = message.sampling
-            if place:
-                sampling = msgspec.structs.replace(sampling, sequence=sampling.sequence + place)
+            if index:
+                sampling = msgspec.structs.replace(sampling, sequence=sampling.sequence + index)
             blocks = self._kv.new_blocks(TokenIds(prompt))
             self._scheduler.add(Request(request_id, settings, sampling, message.prompt_logprobs, blocks))
         return None
@@ -109,7 +109,7 @@ class EngineCore:
         frontends = {request.frontend for request in outcome.sampled.requests}
         frontends.update(request.frontend for request, _ in outcome.finished)
         frontends.update(request.frontend for request, _ in outcome.prompt_logprobs)
-        return {frontend: _deltas(_share(outcome, frontend)) for frontend in frontends}
+        return {frontend: _deltas(_outcome_for(outcome, frontend)) for frontend in frontends}
 
     def stats(self) -> CoreStats:
         """Counters since start and current gauges."""
@@ -131,7 +131,7 @@ class EngineCore:
         )
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when requests, rows and blocks do not agree."""
+        """Raises AssertionError when requests, rows and blocks are inconsistent."""
         for _ in self._scheduler.check_integrity():
             pass
 
@@ -175,10 +175,10 @@ def _deltas(outcome: StepOutcome) -> TokenDeltas:
     )
 
 
-def _share(outcome: StepOutcome, frontend: bytes) -> StepOutcome:
-    """The part of an outcome that belongs to one of several frontends."""
+def _outcome_for(outcome: StepOutcome, frontend: bytes) -> StepOutcome:
+    """The part of an outcome that is sent to one of several frontends."""
     requests = outcome.sampled.requests
-    own = [place for place, request in enumerate(requests) if request.frontend == frontend]
+    own = [index for index, request in enumerate(requests) if request.frontend == frontend]
     return StepOutcome(
         outcome.step,
         outcome.sampled.select(own),

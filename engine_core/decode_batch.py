@@ -2,8 +2,8 @@
 
 A request costs nothing in a step where it neither needs a block nor reaches its length limit. The
 batch counts its steps, and a request's computed tokens are `decode_offset` + steps. Two schedules,
-known ahead, hold what is to be done: who needs a block, by step modulo the block size, and which
-requests end, by step.
+known in advance, hold the requests that need a block, by step modulo the block size, and the
+requests that end, by step.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class DecodeRows:
 
 
 class DecodeBatch:
-    """The running requests that decode, and the steps in which something happens to them."""
+    """The running requests that decode, and the steps in which they need a block or end."""
 
     def __init__(self, block_size: int):
         self._step = 0
@@ -70,7 +70,7 @@ class DecodeBatch:
         return list(self._needs_block[self._step % len(self._needs_block)].values())
 
     def advance(self) -> tuple[DecodeRows, list[Request]]:
-        """Schedule one token of every request; returns them, and those that have reached their last step."""
+        """Schedule one token of every request; returns the rows, and the requests whose last step it is."""
         if self._rows is None:
             self._rows = self._columns()
         rows = self._rows

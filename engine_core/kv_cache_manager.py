@@ -40,16 +40,16 @@ class RequestBlocks:
     first_live: list[int]
     """For each group: entries of the table before this one are placeholders."""
     digests: list[bytes] = field(default_factory=list)
-    """Of the full blocks behind those of the prompt."""
+    """Of the full blocks after those of the prompt."""
     hash_inputs: list[bytes] = field(default_factory=list)
     num_found: int = 0
     """Leading blocks that `find_prefix` has found so far."""
     num_cached: int = 0
     """Leading blocks that have been cached, or were found in the cache."""
     collided: bool = False
-    """The cache holds another content under one of the digests: nothing more may be cached."""
+    """One digest collides with that of another cached content: nothing more may be cached."""
     shared_step: int = 0
-    """The last step, not known to have succeeded at admission, that writes a block found in the cache."""
+    """The last unconfirmed step, at admission, that writes one of the shared blocks; 0 if there is none."""
 
     @property
     def num_hashed(self) -> int:
@@ -95,7 +95,7 @@ class KVCacheManager:
         self.pools = [BlockPool(blocks) for blocks in num_blocks]
         self.budget = TurnBudget()
         self.num_frees = 0
-        """Grows whenever blocks are freed: a request that did not fit is tried again only then."""
+        """Grows whenever blocks are freed; a request that did not fit is retried only then."""
         self.num_hashed = 0
         """Blocks hashed since the start."""
         self._max_chunk = max_chunk
@@ -144,7 +144,7 @@ class KVCacheManager:
         """Blocks of the longest cached prefix that every group can continue from.
 
         At least one token is left to compute. None when the turn's budget is spent before the
-        prefix is hashed: the next turn goes on where this one stopped.
+        prefix is hashed: a call in the next turn continues.
         """
         if not self._caching:
             return 0
@@ -209,9 +209,9 @@ class KVCacheManager:
         return added
 
     def cache(self, blocks: RequestBlocks, num_computed: int, step: int) -> None:
-        """Cache the full blocks among the first `num_computed` tokens, all handed out up to `step`.
+        """Cache the full blocks of the first `num_computed` tokens, all scheduled by `step`.
 
-        Stops where the turn's budget is spent; a later call does the rest.
+        Stops when the turn's budget is spent; a later call does the rest.
         """
         num_full = num_computed // self.block_size
         if not self._caching or num_full <= blocks.num_cached or blocks.collided:
@@ -234,9 +234,9 @@ class KVCacheManager:
             blocks.num_cached = index + 1
 
     def free(self, blocks: RequestBlocks) -> None:
-        """Empty the tables. Their blocks are freed in this turn or, where the budget is spent, in later ones.
+        """Empty the tables. Their blocks are freed in this turn, or in later ones once its budget is spent.
 
-        The last blocks come first: a cached sequence is evicted from its end.
+        The last blocks are freed first, so that a cached sequence is evicted from its end.
         """
         for pool, table, live in zip(self.pools, blocks.tables, blocks.first_live, strict=True):
             if len(table) > live:
@@ -257,9 +257,9 @@ class KVCacheManager:
             pool.uncache_unconfirmed()
 
     def check_integrity(self, owners: Sequence[RequestBlocks]) -> Iterator[None]:
-        """Raises AssertionError unless the pools agree with the tables of all owners.
+        """Raises AssertionError unless the pools match the tables of all `owners`.
 
-        Yields now and then, so that the caller can do the rest later, if nothing has changed.
+        Yields at intervals; the caller may do the rest later, if nothing has changed.
         """
         for group, pool in enumerate(self.pools):
             users, last_table = [0] * pool.num_blocks, [-1] * pool.num_blocks
@@ -296,9 +296,9 @@ class KVCacheManager:
         """
         digests, hash_inputs = blocks.hashes(0, length)
         cached_from = [length] * len(self._windows)  # blocks cached_from .. length - 1 are cached
-        settled = False
-        while not settled:
-            settled = True
+        changed = True
+        while changed:
+            changed = False
             for number, (spec, pool) in enumerate(self._windows):
                 needed = first_visible_block(spec, length * self.block_size)
                 index = min(cached_from[number], length)
@@ -307,12 +307,12 @@ class KVCacheManager:
                 cached_from[number] = index
                 if index > needed:
                     length = cached_from[number] = index - 1
-                    settled = False
+                    changed = True
         self.budget.spend((len(digests) - length) * len(self._windows) // LOOKUPS_PER_UNIT)
         return length
 
     def _has_room(self, num_tokens: int, hits: int, found: list[list[int]]) -> bool:
-        """Whether the free blocks, less the found ones among them, hold what is to be computed."""
+        """Whether the free blocks, except those in `found`, hold the tokens to compute."""
         rest = -(-num_tokens // self.block_size) - hits
         for spec, pool, group in zip(self.specs, self.pools, found, strict=True):
             new = min(rest, peak_blocks(spec, num_tokens, self._max_chunk) - len(group))
@@ -344,7 +344,7 @@ class KVCacheManager:
         self.num_frees += 1
 
     def _hash(self, blocks: RequestBlocks, num_full: int) -> int:
-        """Give the first `num_full` blocks a digest, within the turn's budget; returns how many have one."""
+        """Hash the first `num_full` blocks, within the turn's budget; returns how many are hashed."""
         start, left = blocks.num_hashed, self.budget.left
         if start >= num_full:
             return num_full

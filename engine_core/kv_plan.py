@@ -10,7 +10,7 @@ from atom.messages.worker import (
     SlidingWindowSpec,
 )
 
-_MOST_STATE = 2
+_STATE_SHARE = 2
 """States take at most this fraction (1/n) of the memory: requests need blocks, too."""
 
 
@@ -41,10 +41,10 @@ def covering_blocks(spec: KVSpec, num_tokens: int) -> int:
 
 def peak_blocks(spec: KVSpec, num_tokens: int, max_chunk: int) -> int:
     """Most blocks in use at a time by a sequence of `num_tokens`, computed in chunks of `max_chunk`."""
-    whole = covering_blocks(spec, num_tokens)
+    all_blocks = covering_blocks(spec, num_tokens)
     if isinstance(spec, SlidingWindowSpec):
-        return min(whole, _window_peak(spec, max_chunk))
-    return whole
+        return min(all_blocks, _window_peak(spec, max_chunk))
+    return all_blocks
 
 
 def plan_blocks(
@@ -56,9 +56,9 @@ def plan_blocks(
 ) -> list[int]:
     """Blocks for each group so that together they fill at most `kv_bytes`.
 
-    All groups get the same number, except that a window group stops at what `max_num_seqs`
-    requests can use. Before them groups of states get a slot for each of these requests, or as
-    many as half of the memory holds. A budget below one block of each group gives zeros.
+    All groups get the same number, but a window group no more than `max_num_seqs` requests can use.
+    Groups of states come first, with a slot for each of these requests or as many as half of the
+    memory holds. A budget below one block of each group gives zeros.
     """
     states = [spec.bytes_per_slot for spec in specs if isinstance(spec, RecurrentStateSpec)]
     slots = _num_slots(sum(states), kv_bytes, max_num_seqs) if states else 0
@@ -72,8 +72,8 @@ def plan_blocks(
 
 
 def _num_slots(bytes_of_one: int, kv_bytes: int, max_num_seqs: int) -> int:
-    """At least one slot if it fits at all, even beyond that fraction."""
-    return min(max_num_seqs, max(kv_bytes // _MOST_STATE // bytes_of_one, 1), kv_bytes // bytes_of_one)
+    """At least one slot if it fits at all, even if it takes more than that fraction."""
+    return min(max_num_seqs, max(kv_bytes // _STATE_SHARE // bytes_of_one, 1), kv_bytes // bytes_of_one)
 
 
 def _plan_paged(
@@ -83,7 +83,7 @@ def _plan_paged(
     max_num_batched_tokens: int,
     max_model_len: int,
 ) -> list[int]:
-    limits = [_most_useful(spec, max_num_seqs, max_num_batched_tokens, max_model_len) for spec in specs]
+    limits = [_max_useful_blocks(spec, max_num_seqs, max_num_batched_tokens, max_model_len) for spec in specs]
 
     def counts(blocks: int) -> list[int]:
         return [blocks if limit is None else min(blocks, limit) for limit in limits]
@@ -115,14 +115,14 @@ def cache_tokens(specs: Sequence[KVSpec], num_blocks: Sequence[int]) -> int:
     return min(blocks * spec.block_size for spec, blocks in full or pairs)
 
 
-def _most_useful(
+def _max_useful_blocks(
     spec: PagedSpec, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
 ) -> int | None:
     """Blocks that can hold visible tokens; None without a window."""
     if isinstance(spec, FullAttentionSpec):
         return None
-    resting = _ceil_div(spec.window, spec.block_size) + 2  # window, and a block begun at either end
-    each = min(resting, _ceil_div(max_model_len, spec.block_size))
+    window = _ceil_div(spec.window, spec.block_size) + 2  # with a partial block at each end
+    each = min(window, _ceil_div(max_model_len, spec.block_size))
     return max_num_seqs * each + _ceil_div(max_num_batched_tokens, spec.block_size)
 
 

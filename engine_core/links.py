@@ -45,7 +45,7 @@ class FrontendLink:
                     )
 
     def send(self, identity: bytes, message: msgspec.Struct) -> bool:
-        """Returns False, and sends nothing, when the frontend is gone or its queue is full."""
+        """Returns False, without sending, when the frontend is gone or its queue is full."""
         try:
             self.socket.send_multipart([identity, encode(message)], zmq.DONTWAIT)
         except zmq.ZMQError as error:

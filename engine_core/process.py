@@ -2,9 +2,9 @@
 
     frontends   ROUTER  in:  Hello, AddRequest, Abort, GetStats, Profile
                         out: CoreReady, CoreStalled, TokenDeltas, CoreStats, CoreDead, ProfileResult
-    workers     ROUTER  in:  Loaded, WorkerReady, BatchResult, WorkerFailed, WorkerBeat, RankTrace
+    workers     ROUTER  in:  Loaded, WorkerReady, BatchResult, WorkerFailed, WorkerHeartbeat, RankTrace
                         out: AllocateKV, ScheduledBatch, Shutdown, Profile
-    supervisor  PUSH    out: Ready, Dead, Beat
+    supervisor  PUSH    out: Ready, Dead, Heartbeat
 
 One thread runs one loop: wait for messages, process them, schedule steps, send the results.
 """
@@ -36,29 +36,29 @@ from atom.messages.engine import (
 )
 from atom.messages.launch import CoreLaunch
 from atom.messages.profile import Profile, ProfileResult, RankTrace
-from atom.messages.supervisor import Beat, Dead, Ready, ToSupervisor
+from atom.messages.supervisor import Dead, Heartbeat, Ready, ToSupervisor
 from atom.messages.worker import (
     AllocateKV,
     BatchResult,
     FromWorker,
     Loaded,
     Shutdown,
-    WorkerBeat,
     WorkerFailed,
+    WorkerHeartbeat,
     WorkerReady,
 )
 from atom.utils import envs
 from atom.utils.errors import one_line, out_of_memory
 from atom.utils.exit_status import ExitStatus
 from atom.utils.install_check import check_install
-from atom.utils.liveness import Beats, PeerMonitor, SilenceTimer, beat_interval
+from atom.utils.liveness import HeartbeatSender, PeerMonitor, SilenceTimer, heartbeat_interval
 from atom.utils.logger import get_logger, setup_logging
 from atom.utils.process import read_launch
 from atom.utils.step_trace import StepTrace
 from engine_core.core import EngineCore
 from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.links import FrontendLink, LinkError, WorkerLink
-from engine_core.profiling import LONGEST_S, Outcome, Profiling
+from engine_core.profiling import MAX_RECORDING_S, Outcome, Profiling
 from engine_core.startup import CachePlan, StartupError, limits_of, plan_cache
 
 StartMessage = TypeVar("StartMessage", Loaded, WorkerReady)
@@ -90,8 +90,8 @@ class CoreProcess:
         self._supervisor = self._context.socket(zmq.PUSH)
         self._supervisor.connect(launch.supervisor)
         timeouts = launch.config.reliability
-        interval = beat_interval(timeouts.hang_timeout)
-        self._beats = Beats(self._context, zmq.PUSH, launch.supervisor, Beat(_NAME), interval)
+        interval, heartbeat = heartbeat_interval(timeouts.hang_timeout), Heartbeat(_NAME)
+        self._heartbeats = HeartbeatSender(self._context, zmq.PUSH, launch.supervisor, heartbeat, interval)
         self._worker_monitor = PeerMonitor(timeouts.hang_timeout)
         self._step_timer = SilenceTimer(_MAX_GAP_S)
         self._step_timeout_s = timeouts.step_timeout
@@ -102,9 +102,8 @@ class CoreProcess:
         traced = launch.config.observability.torch_profiler_dir is not None
         self._profiling = Profiling(self._num_ranks, traced)
         self._connected: dict[bytes, int] = {}  # number of each connected frontend, by identity
-        self._dropped: dict[
-            bytes, int
-        ] = {}  # frontends that did not read their tokens, until their next Hello
+        # Frontends that did not read their tokens, until their next Hello.
+        self._dropped: dict[bytes, int] = {}
         self._checked_at_step = 0
 
     def run(self) -> int:
@@ -118,11 +117,10 @@ class CoreProcess:
         except Exception as error:  # of any kind: frontends and supervisor need the cause
             if envs.ATOM_LOG_MORE:
                 traceback.print_exc()
-            memory = (
-                "" if isinstance(error, CoreFailure) else out_of_memory(error)
-            )  # a worker reports its own
-            lacking = isinstance(error, StartupError) or memory
-            status = ExitStatus.RESOURCES if lacking else ExitStatus.FAILURE
+            # A worker reports its own lack of memory.
+            memory = "" if isinstance(error, CoreFailure) else out_of_memory(error)
+            lacks_resources = isinstance(error, StartupError) or memory
+            status = ExitStatus.RESOURCES if lacks_resources else ExitStatus.FAILURE
             self._report_failure(memory or one_line(error, CoreFailure, StartupError, LinkError), status)
             return 1
         finally:
@@ -155,23 +153,23 @@ class CoreProcess:
 
     def _collect(self, kind: type[StartMessage], deadline_s: float, doing: str) -> list[StartMessage] | None:
         """Wait for a message of type `kind` from every rank; returns them by rank, or None after a signal."""
-        got: dict[int, StartMessage] = {}
+        received: dict[int, StartMessage] = {}
         deadline = time.monotonic() + deadline_s
-        while len(got) < self._num_ranks:
+        while len(received) < self._num_ranks:
             if self.stopping:
                 return None
             if time.monotonic() > deadline:
-                missing = ", ".join(str(rank) for rank in range(self._num_ranks) if rank not in got)
+                missing = ", ".join(str(rank) for rank in range(self._num_ranks) if rank not in received)
                 raise CoreFailure(f"waited {deadline_s:.0f} s for worker {missing} {doing}")
             self._poller.poll(_POLL_MS)
-            self._beats.send_if_due()
+            self._heartbeats.send_if_due()
             for message in self._workers.receive():
-                if isinstance(message, WorkerBeat):
+                if isinstance(message, WorkerHeartbeat):
                     continue
                 if not isinstance(message, kind):
                     raise _unexpected(message)
-                got[message.rank] = message
-        return [got[rank] for rank in sorted(got)]
+                received[message.rank] = message
+        return [received[rank] for rank in sorted(received)]
 
     def _report_ready(self, plan: CachePlan) -> None:
         trained = self._launch.checkpoint.max_model_len
@@ -188,12 +186,12 @@ class CoreProcess:
         }
         self._send_to_supervisor(Ready(_NAME, detail))
         gc.collect()
-        gc.freeze()  # everything so far lives as long as the process
+        gc.freeze()  # exclude what lives as long as the process from garbage collection
 
     # Work
 
     def _serve(self, core: EngineCore, ready: CoreReady) -> None:
-        """Run the engine until a signal. Messages that frontends sent earlier are received from here on."""
+        """Run the engine until a signal. Frontends' messages are received only from here on."""
         self._poller.register(self._frontends.socket, zmq.POLLIN)
         self._mark_workers_seen()
         while not self.stopping:
@@ -210,11 +208,11 @@ class CoreProcess:
                     self._send_to_frontend(core, identity, deltas)
             if self._profiling.is_timed:
                 self._finish_profile(core, self._profiling.overdue())
-            self._beats.send_if_due()
+            self._heartbeats.send_if_due()
             self._check_workers(core, ready)
 
     def _process_worker_message(self, core: EngineCore, message: FromWorker) -> dict[bytes, TokenDeltas]:
-        if isinstance(message, WorkerBeat):
+        if isinstance(message, WorkerHeartbeat):
             self._worker_monitor.seen(_worker(message.rank))
             return {}
         if isinstance(message, RankTrace):
@@ -256,8 +254,8 @@ class CoreProcess:
         if outcome is None:
             return
         if outcome.stop:
-            reason = outcome.result.error or f"it was on for {LONGEST_S:.0f} s"
-            get_logger().warning("profiling is turned off: %s", reason)
+            reason = outcome.result.error or f"it was on for {MAX_RECORDING_S:.0f} s"
+            get_logger().warning("profiling is stopped: %s", reason)
             self._workers.send(Profile(False))
         if outcome.frontend is not None:
             self._send_to_frontend(core, outcome.frontend, outcome.result)
@@ -266,12 +264,12 @@ class CoreProcess:
 
     def _register_frontend(self, core: EngineCore, identity: bytes, number: int) -> None:
         """Add a frontend. After a reconnect its identity is new: requests of the old one are aborted."""
-        for known, its_number in list(self._connected.items()):
-            if its_number == number and known != identity:
-                self._remove_frontend(core, known)
+        for other, other_number in list(self._connected.items()):
+            if other_number == number and other != identity:
+                self._remove_frontend(core, other)
         self._connected[identity] = number
         self._dropped.pop(identity, None)
-        self._dropped = {known: dropped for known, dropped in self._dropped.items() if dropped != number}
+        self._dropped = {other: dropped for other, dropped in self._dropped.items() if dropped != number}
 
     def _send_to_frontend(
         self,
@@ -279,7 +277,7 @@ class CoreProcess:
         identity: bytes,
         message: TokenDeltas | CoreReady | CoreStalled | CoreStats | ProfileResult,
     ) -> None:
-        """Send, or abort all requests of a frontend that cannot be reached: no token may be lost."""
+        """Send, or abort all requests of a frontend that cannot be reached: a stream must not miss tokens."""
         if not self._frontends.send(identity, message):
             number = self._connected.get(identity, self._dropped.get(identity, -1))
             self._remove_frontend(core, identity)
@@ -325,12 +323,12 @@ class CoreProcess:
     # End
 
     def _shut_workers_down(self) -> None:
-        """Ranks that never connected are skipped."""
+        """Send Shutdown to all connected workers."""
         with contextlib.suppress(LinkError):
             self._workers.send(Shutdown())
 
     def _report_failure(self, reason: str, status: ExitStatus) -> None:
-        """Send the cause to the supervisor and all frontends, also those whose Hello was not received yet."""
+        """Send the cause to the supervisor and all frontends, including unprocessed new ones."""
         get_logger().error("the engine core ends: %s", reason)
         if not self._connected:
             self._frontends.socket.poll(_HELLO_MS)
@@ -353,7 +351,7 @@ def _worker(rank: int) -> str:
 def _unexpected(message: FromWorker) -> CoreFailure:
     if isinstance(message, WorkerFailed):
         return CoreFailure(f"worker {message.rank}: {message.reason}")
-    return CoreFailure(f"a worker sent {type(message).__name__} out of turn")
+    return CoreFailure(f"a worker sent {type(message).__name__} unexpectedly")
 
 
 def main() -> None:

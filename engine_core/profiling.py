@@ -3,7 +3,7 @@
     off ──start──▶ starting ──all ranks──▶ on ──stop──▶ stopping ──all ranks──▶ off
                       └──────────a rank failed─────────────▲
 
-A recording fills memory, so it is stopped after `LONGEST_S`; a stop request that comes later still
+A recording fills memory, so it is stopped after `MAX_RECORDING_S`; a stop request that comes later still
 gets its traces.
 """
 
@@ -15,7 +15,7 @@ from enum import Enum
 from atom.messages.profile import Profile, ProfileResult, RankTrace
 
 _DEADLINE_S = 300.0
-LONGEST_S = 600.0
+MAX_RECORDING_S = 600.0
 """Longest recording, in seconds."""
 
 
@@ -31,7 +31,7 @@ class Outcome:
     """The result of a request, and whether the workers must stop recording."""
 
     frontend: bytes | None
-    """The frontend that waits for it, if any."""
+    """The frontend to send it to, if any."""
     result: ProfileResult
     stop: bool = False
 
@@ -40,7 +40,7 @@ class Profiling:
     """Decides what the workers do and what frontends receive; has no sockets."""
 
     def __init__(self, num_ranks: int, available: bool, clock: Callable[[], float] = time.monotonic):
-        """`available`: the workers have a directory for traces."""
+        """`available`: whether the workers have a directory for traces."""
         self._num_ranks = num_ranks
         self._available = available
         self._clock = clock
@@ -54,12 +54,12 @@ class Profiling:
 
     @property
     def is_timed(self) -> bool:
-        """Whether a deadline runs: call `overdue` regularly."""
+        """Whether a deadline is active: call `overdue` regularly."""
         return self._frontend is not None or self._state is _State.ON
 
     @property
     def is_writing(self) -> bool:
-        """Whether the workers write their traces: that may hold their GIL for minutes."""
+        """Whether the workers write their traces, which may hold their GIL for minutes."""
         return self._state is _State.STOPPING
 
     def request(self, message: Profile, frontend: bytes) -> ProfileResult | None:
@@ -100,7 +100,7 @@ class Profiling:
 
         In the second case the workers may still finish.
         """
-        if self._state is _State.ON and self._clock() - self._started_at >= LONGEST_S:
+        if self._state is _State.ON and self._clock() - self._started_at >= MAX_RECORDING_S:
             self._begin(_State.STOPPING)
             return self._outcome(ProfileResult(0, False), stop=True)
         if self._frontend is None or self._clock() - self._requested_at < _DEADLINE_S:

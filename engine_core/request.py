@@ -19,13 +19,13 @@ class State(Enum):
     DECODING = auto()
     """In the decode batch: computes one token in every step."""
     DRAINING = auto()
-    """Its last step is in flight; the result tells how it ended."""
+    """Its last step is in flight; its finish reason comes with the result."""
     ENDED = auto()
     """Nothing more is sent; row and blocks are freed when no step in flight uses them."""
 
 
 class SharedSettings:
-    """What all sequences of one `AddRequest` have in common."""
+    """What all sequences of one `AddRequest` share."""
 
     __slots__ = (
         "eos_ids",
@@ -51,7 +51,7 @@ class SharedSettings:
 
 
 class Request:
-    """A sequence's tokens, limits and place in the schedule."""
+    """A sequence's tokens, limits, blocks and scheduling state."""
 
     __slots__ = (
         "admitted_at",

@@ -14,7 +14,7 @@ _HEAP_SLACK = 64
 class RequestQueue:
     """A queue under `fcfs` (order of arrival) or `priority` (smaller first, then arrival).
 
-    A preempted request keeps its rank, and so comes before younger ones.
+    A preempted request keeps its rank, and so comes before later arrivals.
     """
 
     def __init__(self, policy: str):
@@ -40,13 +40,13 @@ class RequestQueue:
         heappush(self._heap, (self.rank(request), request))
 
     def first(self) -> Request | None:
-        """The request that runs next; it stays in the queue."""
+        """The request that runs next; it remains in the queue."""
         while self._heap and self._waiting.get(self._heap[0][1].request_id) is not self._heap[0][1]:
             heappop(self._heap)
         return self._heap[0][1] if self._heap else None
 
     def remove(self, request: Request) -> None:
-        """Remove a request, wherever it stands."""
+        """Remove a waiting request."""
         del self._waiting[request.request_id]
         if len(self._heap) > 2 * len(self._waiting) + _HEAP_SLACK:
             self._heap = [(self.rank(waiting), waiting) for waiting in self._waiting.values()]

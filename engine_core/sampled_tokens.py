@@ -1,4 +1,4 @@
-"""The sampled tokens of a step, and parts of them: without ended requests, or for one frontend."""
+"""The sampled tokens of a step, and selections of them: without ended requests, or for one frontend."""
 
 from array import array
 from dataclasses import dataclass
@@ -20,21 +20,21 @@ class SampledTokens:
     """For the requests that want them; `indices` point into `token_ids`. Usually None."""
 
     def select(self, kept: list[int]) -> "SampledTokens":
-        """Only the tokens at these places."""
+        """Only the tokens at these indices."""
         logprobs = self.logprobs and _select(self.logprobs, kept)
-        ids = array("i", [self.token_ids[place] for place in kept])
-        return SampledTokens([self.requests[place] for place in kept], ids, logprobs)
+        ids = array("i", [self.token_ids[index] for index in kept])
+        return SampledTokens([self.requests[index] for index in kept], ids, logprobs)
 
 
 def fits(logprobs: SampledLogprobs, num_sampled: int) -> bool:
     """Whether the table has one row for each index, and the indices are of sampled tokens."""
-    return is_whole(logprobs.table, len(logprobs.indices)) and all(
+    return is_consistent(logprobs.table, len(logprobs.indices)) and all(
         0 <= index < num_sampled for index in logprobs.indices
     )
 
 
-def is_whole(table: LogprobTable, num_rows: int | None = None) -> bool:
-    """Whether the columns have one length, of `num_rows` if given."""
+def is_consistent(table: LogprobTable, num_rows: int | None = None) -> bool:
+    """Whether all columns have the same number of rows: `num_rows`, if given."""
     rows = len(table.ranks) // _ITEM if num_rows is None else num_rows
     cells = rows * table.width * _ITEM
     return (len(table.ids), len(table.values), len(table.ranks)) == (cells, cells, rows * _ITEM)
@@ -42,14 +42,14 @@ def is_whole(table: LogprobTable, num_rows: int | None = None) -> bool:
 
 def _select(logprobs: SampledLogprobs, kept: list[int]) -> SampledLogprobs | None:
     """The rows of the kept tokens, with their new indices; None where no row is left."""
-    index_of = {place: index for index, place in enumerate(kept)}
-    rows = [row for row, place in enumerate(logprobs.indices) if place in index_of]
+    new_index = {index: new for new, index in enumerate(kept)}
+    rows = [row for row, index in enumerate(logprobs.indices) if index in new_index]
     if not rows:
         return None
     table = logprobs.table
     cells = table.width * _ITEM
     return SampledLogprobs(
-        [index_of[logprobs.indices[row]] for row in rows],
+        [new_index[logprobs.indices[row]] for row in rows],
         LogprobTable(
             table.width,
             _rows(table.ids, rows, cells),

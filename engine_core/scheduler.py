@@ -12,7 +12,7 @@ is dropped.
 
 Workers execute steps in order. So blocks that are freed while a step in flight still uses them can
 serve the next step, and a block can be shared as soon as the step that fills it is scheduled. Should
-that step fail, requests that share such a block are computed anew (`_recompute`).
+that step fail, requests that share such a block are recomputed (`_recompute`).
 
 A request that wants the log probabilities of its prompt needs all of it computed, since no cache
 keeps logits: it uses no cached prefix until its last prompt chunk is scheduled. Other requests may
@@ -52,14 +52,14 @@ class Limits:
     """Tokens computed in one step."""
     policy: str = "fcfs"
     delay_factor: float = 0.0
-    """While requests run, a new prompt waits this multiple of the last prompt step's time."""
+    """While requests run, a new prompt waits for this multiple of the last prompt step's duration."""
 
 
 class Scheduler:
-    """Owns all unfinished requests, the queue, the rows and, through the manager, the KV blocks."""
+    """Holds all unfinished requests, their queue and rows, and the steps in flight."""
 
     def __init__(self, limits: Limits, kv: KVCacheManager, clock: Callable[[], float] = time.monotonic):
-        """Raises ValueError for an unknown policy, and for limits below one or beyond what a frame holds."""
+        """Raises ValueError for an unknown policy, and for limits below one or too large for a message."""
         if limits.max_num_seqs < 1 or limits.max_num_batched_tokens < 1:
             raise ValueError("max_num_seqs and max_num_batched_tokens must be at least 1")
         check_frames(limits.max_num_seqs, limits.max_num_batched_tokens, kv.block_size, len(kv.specs))
@@ -73,7 +73,7 @@ class Scheduler:
         self._prefilling: dict[int, Request] = {}
         self._free_rows = list(range(limits.max_num_seqs))[::-1]
         self._in_flight: deque[Step] = deque()
-        self._ended: list[Request] = []  # row and blocks are still to be freed
+        self._ended: list[Request] = []  # row and blocks are not freed yet
         self._last_step = 0
         self._completed = 0
         self._completed_at = clock()
@@ -99,7 +99,7 @@ class Scheduler:
 
     @property
     def has_sliced_work(self) -> bool:
-        """Whether another `schedule` call is useful at once: blocks to hash or to free are left."""
+        """Whether blocks are left to hash or to free: call `schedule` again without waiting."""
         return self._kv.has_blocks_to_free or (self._is_preparing and len(self._in_flight) < MAX_IN_FLIGHT)
 
     @property
@@ -115,7 +115,7 @@ class Scheduler:
         )
 
     def add(self, request: Request) -> None:
-        """Queue a request that fits; its id must not be in use."""
+        """Queue a request that can run alone; its id must not be in use."""
         request.arrival = self._num_arrivals
         request.arrived_at = self._clock()
         self._num_arrivals += 1
@@ -153,7 +153,7 @@ class Scheduler:
         Raises ValueError when the result does not fit that step.
         """
         if not self._in_flight or self._in_flight[0].number != result.step:
-            raise ValueError(f"result of step {result.step} came out of order")
+            raise ValueError(f"result of step {result.step} arrived out of order")
         step = self._in_flight[0]
         failures = step.failed_requests(result)
         failed = self._fail(step, failures) if failures else []
@@ -163,7 +163,7 @@ class Scheduler:
         now = self._clock()
         self._completed = step.number
         self._kv.confirm(step.number)
-        self._time_prompts(step, now)
+        self._measure_prompt_step(step, now)
         for request, token_id in zip(sampled.requests, sampled.token_ids, strict=True):
             request.output_ids.append(token_id)
         self.counters.generated_tokens += len(sampled.token_ids)
@@ -173,9 +173,9 @@ class Scheduler:
         return StepOutcome(step.number, sampled, first, finished, prompt_logprobs)
 
     def check_integrity(self) -> Iterator[None]:
-        """Raises AssertionError unless queue, decode batch, rows and blocks agree.
+        """Raises AssertionError unless queue, decode batch, rows and blocks are consistent.
 
-        Yields now and then, so that the caller can do the rest later, if `version` is the same.
+        Yields at intervals; the caller may do the rest later, if `version` is the same.
         """
         requests = self.requests.values()
         with_row = [r for r in requests if r.state is not State.WAITING] + self._ended
@@ -196,7 +196,7 @@ class Scheduler:
     # Planning a step
 
     def _extend_decodes(self, plan: StepPlan) -> None:
-        """Allocate a block for each decoding request that begins one, and cache the one it has filled."""
+        """Allocate a block for each decoding request whose last one is full, and cache the full one."""
         kv, batch, last_step = self._kv, self._decode_batch, self._last_step
         for request in batch.needing_block():
             if request.state is not State.DECODING:
@@ -248,7 +248,7 @@ class Scheduler:
         return self.num_running > 0 and waited <= self._limits.delay_factor * self._prompt_step_s
 
     def _prepare(self, request: Request) -> int | None:
-        """Blocks of the cached prefix that the request will use; None if a later turn must go on."""
+        """Number of cached blocks that the request will use; None if a later turn must continue."""
         budget = self._kv.budget
         self._is_preparing = True
         if budget.is_spent:
@@ -313,7 +313,7 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request, plan: StepPlan) -> None:
-        """Return a request to the queue, to be computed anew; ids in flight still count."""
+        """Return a request to the queue, to be recomputed; tokens that steps in flight sample are kept."""
         self.counters.preemptions += 1
         self.counters.prefill_preemptions += request.state is State.PREFILLING
         plan.remove(request)
@@ -372,7 +372,7 @@ class Scheduler:
         for request, count in plan.chunks.values():
             request.computed += count
             if request.computed >= request.prompt_length:
-                request.prompt_logprobs = -1  # the rest is in flight
+                request.prompt_logprobs = -1  # the last chunk is in flight
         prefilled = [r for r, _ in plan.chunks.values() if r.computed == len(r.token_ids)]
         for request in prefilled:
             del self._prefilling[request.request_id]
@@ -411,7 +411,7 @@ class Scheduler:
         return finished
 
     def _fail(self, step: Step, failures: list[tuple[Request, str]]) -> list[tuple[Request, Finished]]:
-        """End the requests whose rows failed in `step`, and undo what depends on their blocks."""
+        """End the requests whose rows failed in `step`, and recompute those that share their blocks."""
         finished = []
         for request, reason in failures:
             if request.state is State.ENDED:
@@ -428,9 +428,9 @@ class Scheduler:
         return finished
 
     def _recompute(self, request: Request) -> None:
-        """The request uses cached blocks that steps in flight should have written, and one of these failed.
+        """Recompute a request that shares blocks of a failed step.
 
-        All of its tokens since its admission are in flight: they are dropped, and it is computed anew.
+        All of its tokens since its admission are in flight, and are dropped.
         """
         request.blocks.shared_step = 0
         request.is_cacheable = False
@@ -486,9 +486,9 @@ class Scheduler:
         request.row = NO_ROW
         request.computed = 0
 
-    def _time_prompts(self, step: Step, now: float) -> None:
+    def _measure_prompt_step(self, step: Step, now: float) -> None:
         if step.has_chunks:
-            # It began when it was sent, or when the step before it was done.
+            # It began when it was sent, or when the previous step was done.
             self._prompt_step_s = now - max(step.sent_at, self._completed_at)
         self._completed_at = now
 
@@ -509,7 +509,7 @@ def _new_row(request: Request) -> NewRow:
 
 
 def _first_tokens(step: Step, now: float) -> list[tuple[Request, FirstToken]]:
-    """Of the requests that have got their first token in this step."""
+    """Messages for the requests whose first token this step sampled."""
     return [
         (
             request,

@@ -8,6 +8,8 @@ from atom.messages.worker import KVSpec, Loaded, RecurrentStateSpec
 from engine_core.kv_plan import cache_tokens, longest_sequence, plan_blocks, unit_bytes
 from engine_core.scheduler import Limits
 
+_REMEDY = "--kv-cache-memory-bytes or --gpu-memory-utilization"
+
 
 class StartupError(RuntimeError):
     """The engine cannot start; the text is one line a user can act on."""
@@ -45,7 +47,7 @@ def plan_cache(config: EngineConfig, model_max_len: int, loaded: Sequence[Loaded
     specs = loaded[0].kv_specs
     for other in loaded[1:]:
         if _shapes(other.kv_specs) != _shapes(specs):
-            raise StartupError(f"workers {loaded[0].rank} and {other.rank} disagree about the KV cache")
+            raise StartupError(f"workers {loaded[0].rank} and {other.rank} have different KV cache layouts")
     limits = limits_of(config)
     max_model_len = config.model.max_model_len or model_max_len
     num_blocks = _num_blocks(config.cache.num_kv_blocks, limits, max_model_len, loaded)
@@ -58,9 +60,6 @@ def plan_cache(config: EngineConfig, model_max_len: int, loaded: Sequence[Loaded
             )
         max_model_len = longest
     return CachePlan(list(specs), num_blocks, max_model_len, cache_tokens(specs, num_blocks))
-
-
-_REMEDY = "--kv-cache-memory-bytes or --gpu-memory-utilization"
 
 
 def _num_blocks(
@@ -90,5 +89,5 @@ def _num_blocks(
 
 
 def _shapes(specs: Sequence[KVSpec]) -> list[tuple[type, int | None]]:
-    """What must be equal on all ranks; bytes may differ, since ranks may hold different numbers of heads."""
+    """What must be equal on all ranks; bytes may differ, as ranks may have different numbers of heads."""
     return [(type(spec), None if isinstance(spec, RecurrentStateSpec) else spec.block_size) for spec in specs]

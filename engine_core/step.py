@@ -1,4 +1,4 @@
-"""A step of the workers: the plan that becomes a batch, what its result will mean, and the outcome."""
+"""A step of the workers: its plan, its requests while it is in flight, and its outcome."""
 
 from dataclasses import dataclass, field
 
@@ -6,12 +6,12 @@ from atom.messages.engine import Finished, FirstToken, PromptLogprobs, unpack_id
 from atom.messages.worker import BatchResult, MoreBlocks, NewRow
 from engine_core.batch_bytes import MAX_PROMPT_LOGPROB_TOKENS
 from engine_core.request import Request, State
-from engine_core.sampled_tokens import SampledTokens, fits, is_whole
+from engine_core.sampled_tokens import SampledTokens, fits, is_consistent
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """What one `schedule` call has decided so far; a preemption removes its request again."""
+    """The step that a `schedule` call has planned so far; a preemption removes its request again."""
 
     chunks: dict[int, tuple[Request, int]] = field(default_factory=dict)
     """Tokens to compute of each request outside the decode batch, by request id."""
@@ -21,7 +21,7 @@ class StepPlan:
     num_tokens: int = 0
     """Of all chunks."""
     prompt_logprob_tokens: int = MAX_PROMPT_LOGPROB_TOKENS
-    """Tokens that may still be computed of prompts whose log probabilities are wanted."""
+    """Tokens that may still be computed of prompts with log probabilities."""
     preempted: bool = False
 
     def add_chunk(self, request: Request, count: int) -> None:
@@ -58,39 +58,39 @@ class StepPlan:
 
 @dataclass(slots=True)
 class Step:
-    """A batch in flight."""
+    """A step in flight."""
 
     number: int
     rows: list[int]
     requests: list[Request]
-    """`requests[i]` has `rows[i]`; the row may be another request's when the result comes."""
+    """`requests[i]` has `rows[i]`; the row may belong to another request when the result arrives."""
     sampling: list[Request]
     """Requests that sample a token, in batch order."""
     stop_ids: frozenset[int] | None
     """All ids that end one of `sampling`; None where they are too many to collect."""
     prefilled: list[Request]
-    """Those of `sampling` whose last known token is computed by this step."""
+    """The requests of `sampling` whose prefill this step finishes."""
     ending: list[Request]
-    """Those of `sampling` that reach their length limit."""
+    """The requests of `sampling` that reach their length limit."""
     prompt_logprob_rows: dict[int, Request]
     """By row, the requests that get log probabilities of their prompt."""
     has_chunks: bool
     sent_at: float
     is_stale: bool = False
-    """Tokens of some of `sampling` are to be dropped."""
+    """Whether sampled tokens of some requests must be dropped."""
 
     def failed_requests(self, result: BatchResult) -> list[tuple[Request, str]]:
-        """The requests whose rows failed, and why. Raises ValueError for rows that are not in the step."""
+        """Requests whose rows failed, with the reasons. Raises ValueError for rows of other steps."""
         if not result.failed:
             return []
         request_of = dict(zip(self.rows, self.requests, strict=True))
         reasons = {failure.row: failure.reason for failure in result.failed}
         if not reasons.keys() <= request_of.keys():
-            raise ValueError(f"step {self.number} reports failures of rows that it does not have")
+            raise ValueError(f"step {self.number} reports failures of rows that it did not run")
         return [(request_of[row], reason) for row, reason in reasons.items()]
 
     def sampled(self, result: BatchResult, failed: set[int]) -> SampledTokens:
-        """The result's tokens, except those to be dropped; `failed` has the `id()` of each failed request.
+        """The result's tokens, except dropped ones; `failed` has the `id()` of each failed request.
 
         Raises ValueError for a result that does not fit the step.
         """
@@ -100,16 +100,18 @@ class Step:
         tokens = SampledTokens(requests, unpack_ids(result.token_ids), result.logprobs)
         if len(tokens.token_ids) != len(requests):
             raise ValueError(
-                f"step {self.number} gave {len(tokens.token_ids)} tokens for {len(requests)} rows"
+                f"step {self.number} returned {len(tokens.token_ids)} tokens for {len(requests)} rows"
             )
         if tokens.logprobs is not None and not fits(tokens.logprobs, len(requests)):
-            raise ValueError(f"step {self.number} gave log probabilities that do not fit its sampled tokens")
+            raise ValueError(
+                f"step {self.number} returned log probabilities that do not fit its sampled tokens"
+            )
         if not self.is_stale:
             return tokens
-        return tokens.select([place for place, request in enumerate(requests) if self.is_valid_for(request)])
+        return tokens.select([i for i, request in enumerate(requests) if self.is_valid_for(request)])
 
     def is_valid_for(self, request: Request) -> bool:
-        """Whether the request still wants what this step sampled for it."""
+        """Whether this step's output for the request is used: it has neither ended nor been recomputed."""
         return request.state is not State.ENDED and request.discarded_until < self.number
 
     def prompt_logprobs(self, result: BatchResult) -> list[tuple[Request, PromptLogprobs]]:
@@ -120,8 +122,8 @@ class Step:
         found = []
         for chunk in result.prompt_logprobs:
             request = self.prompt_logprob_rows.get(chunk.owner)
-            if request is None or not is_whole(chunk.table):
-                raise ValueError(f"step {self.number} gave prompt log probabilities that fit no row")
+            if request is None or not is_consistent(chunk.table):
+                raise ValueError(f"step {self.number} returned prompt log probabilities that fit no row")
             if self.is_valid_for(request):
                 found.append((request, PromptLogprobs(request.request_id, chunk.start, chunk.table)))
         return found
@@ -129,7 +131,7 @@ class Step:
 
 @dataclass(slots=True, frozen=True)
 class StepOutcome:
-    """What one step's result means for the requests."""
+    """What one step's result changes for the requests."""
 
     step: int
     sampled: SampledTokens
@@ -139,5 +141,5 @@ class StepOutcome:
 
     @property
     def has_output(self) -> bool:
-        """Whether frontends get anything: a step of prompt chunks alone usually has nothing."""
+        """Whether there is anything to send: a step of prompt chunks alone usually has no output."""
         return bool(self.sampled.requests or self.finished or self.prompt_logprobs)

@@ -1,11 +1,11 @@
-"""Token ids: a prompt that the sequences of one request share, and what each of them generated."""
+"""Token ids: the prompt that the sequences of one request share, and the output of each sequence."""
 
 from array import array
 
 from atom.messages.engine import unpack_ids
 
 _SALT_MARK = bytes(8)
-"""Before every salt: a root of this length is neither a digest nor empty."""
+"""Precedes every salt, so that a salted root is longer than a digest."""
 
 
 class Prompt:
@@ -17,17 +17,17 @@ class Prompt:
         """Raises ValueError for bytes that are not a whole number of ids."""
         self.ids = unpack_ids(packed)
         self.root = _SALT_MARK + salt.encode("utf-8", "surrogatepass") if salt else b""
-        """What the first block is hashed with, in place of the digest of the block before."""
+        """Hashed with the first block, in place of a previous block's digest."""
         self.digests: list[bytes] = []
-        """Of the prompt's full blocks, as far as they were hashed."""
+        """Of the prompt's full blocks that have been hashed."""
         self.hash_inputs: list[bytes] = []
-        """What each digest is computed from: the digest of the block before, and the block's ids."""
+        """What each digest is computed from: the previous block's digest, and the block's ids."""
         self._distinct: set[int] = set()
         self._distinct_ids: array[int] = array("i")
         self._distinct_until = 0
 
     def collect_distinct(self, count: int) -> None:
-        """Look at up to `count` more ids for `distinct_ids`."""
+        """Scan up to `count` more ids for `distinct_ids`."""
         end = min(self._distinct_until + count, len(self.ids))
         new = set(self.ids[self._distinct_until : end]) - self._distinct
         self._distinct |= new
@@ -43,7 +43,7 @@ class Prompt:
 
     @property
     def num_left(self) -> int:
-        """Ids that `collect_distinct` has not looked at."""
+        """Ids that `collect_distinct` has not scanned."""
         return len(self.ids) - self._distinct_until
 
     @property

@@ -1,7 +1,7 @@
-"""How much work one turn of the core may do where the work grows with the length of prompts.
+"""Bounds the work of one turn (a `schedule` call) that grows with the length of prompts.
 
-Hashing, looking up and freeing the blocks of a long prompt take a second or more in all. They are
-done in slices, and the decode batch goes on in between.
+Hashing, looking up and freeing the blocks of a long prompt can take more than a second. They are
+done in slices, between which the decode batch runs.
 """
 
 UNITS_PER_TURN = 16_384
@@ -14,7 +14,7 @@ UNITS_PER_ADMISSION = 8
 
 
 class TurnBudget:
-    """Units that are left. A single operation may overdraw them; then all others wait for the next turn."""
+    """Units left in this turn. An operation may overdraw them; the next one then waits for the next turn."""
 
     __slots__ = ("left",)
 
@@ -26,7 +26,7 @@ class TurnBudget:
         self.left = UNITS_PER_TURN
 
     def spend(self, units: int) -> None:
-        """Take `units`, whether or not they are left."""
+        """Deduct `units`; the rest may become negative."""
         self.left -= units
 
     @property

@@ -35,7 +35,7 @@ from frontend.tokenizer import Tokenizer
 
 __all__ = ["create_app", "start"]
 
-# Seconds that handlers get to end after draining, before they are cancelled.
+# Seconds after draining until handlers are cancelled.
 _CLEANUP_DEADLINE_S = 1.0
 # JSON bytes: English text has 4 to 5 per token, Chinese as \u escapes about 9.
 _BYTES_PER_TOKEN = 16
@@ -111,14 +111,14 @@ def _max_body_bytes(launch: FrontendLaunch) -> int:
 
 
 def _capacity(launch: FrontendLaunch) -> int:
-    """Choices that may be in progress: running and queued."""
+    """Sequences that may be in progress: running and queued."""
     running = launch.config.scheduler.max_num_seqs
     assert running is not None, "the configuration was not resolved"
     return running + launch.server.max_queued_requests
 
 
 async def _close_while_draining(request: web.Request, response: web.StreamResponse) -> None:
-    """Let clients open no further request on a connection that ends soon."""
+    """Send `Connection: close`, so that clients send no further request on this connection."""
     if request.app[keys.LIFECYCLE].is_draining:
         response.force_close()
         response.headers["Connection"] = "close"  # aiohttp has written its own headers before

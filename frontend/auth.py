@@ -44,7 +44,7 @@ class ApiKeys:
 
     def _matching(self, sent: bytes) -> list[bytes]:
         # Comparing all keys in constant time leaks nothing through timing.
-        return [known for known in self._digests if hmac.compare_digest(known, sent)]
+        return [digest for digest in self._digests if hmac.compare_digest(digest, sent)]
 
 
 def _digest(key: str) -> bytes:

@@ -15,7 +15,7 @@ class BodyMemory:
         self._limit = limit
 
     def add(self, size: int) -> None:
-        """Count `size` more bytes; raises OverloadedError above the limit."""
+        """Reserve `size` bytes; raises OverloadedError above the limit."""
         if self.used + size > self._limit:
             raise OverloadedError(
                 f"the server is receiving request bodies of {self._limit} bytes already; try again later",
@@ -24,5 +24,5 @@ class BodyMemory:
         self.used += size
 
     def remove(self, size: int) -> None:
-        """Count `size` bytes less."""
+        """Release `size` bytes."""
         self.used -= size

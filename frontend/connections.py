@@ -16,8 +16,8 @@ __all__ = ["Listener"]
 
 _BACKLOG = 1024
 _LAST_READ_S = 0.01
-# Probes of a half-closed connection: the first two follow closely, since the second one fails where the
-# client has gone.
+# Intervals of probes of a half-closed connection: short at first, since the second probe fails if the
+# client is gone.
 _FIRST_PROBE_S, _LAST_PROBE_S = 0.01, 15.0
 
 
@@ -25,8 +25,8 @@ class Connection(web.RequestHandler):
     """aiohttp's protocol with deadlines; its own error responses are OpenAI error objects too.
 
     A client may close its sending side after a request and still gets the response. The end of a
-    connection looks the same, so interim responses are sent: a closed peer answers with a reset, which
-    cancels the request.
+    connection looks the same, so interim responses are sent: a closed peer then resets the connection,
+    which cancels the request.
     """
 
     __slots__ = ("_has_received", "_is_extended", "_is_half_closed", "_limits", "_metrics")
@@ -85,7 +85,7 @@ class Connection(web.RequestHandler):
         self._loop.call_later(next_s, self._probe, min(2 * next_s, _LAST_PROBE_S))
 
     def _is_idle(self) -> bool:
-        """Whether no request has arrived completely and is unanswered."""
+        """Whether every request that has arrived completely has its response."""
         return self._waiter is not None and not self._waiter.done()
 
     def _close_idle_in(self, delay_s: float) -> None:
@@ -107,7 +107,7 @@ class Connection(web.RequestHandler):
         self._keepalive_handle = None
         if not self._is_idle():
             return
-        if self._has_received and not self._is_extended:  # a part of a head: time for the rest, once
+        if self._has_received and not self._is_extended:  # part of a head: extend the time once
             self._is_extended = True
             self._close_idle_in(self._limits.head_deadline_s)
         else:
@@ -134,7 +134,7 @@ class Connection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Send a handler's response; aiohttp's own exceptions are turned into error objects first."""
+        """Send a handler's response; aiohttp's own exceptions become error objects."""
         if isinstance(resp, web.HTTPException):
             resp = http_exception_response(resp, "the request")
         if not resp.prepared:  # the request never reached the application and its signals

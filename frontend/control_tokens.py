@@ -1,12 +1,12 @@
 """Keeps the text of messages from becoming control tokens such as `<|im_start|>`.
 
 A control token is an added token of the vocabulary that is special, or that the chat template
-writes. One in a client's text gets a mark after its first character, so that the tokenizer does
-not take it for the token; a second tokenizer removes the marks where no added token is searched
-any more. Only texts with such a string are changed, and only prompts with marks use that tokenizer.
+writes. In a client's text, its string gets a mark after the first character, so that the tokenizer
+does not find the token; a second tokenizer removes the marks after it has searched for added tokens.
+Only texts with such a string are changed, and only prompts with marks use that tokenizer.
 
-Messages of the assistant keep the tokens that are not special and that the template looks for in
-them, such as `</think>`: the model itself wrote those.
+Messages of the assistant keep the tokens that are not special and that the template searches for,
+such as `</think>`: the model itself generated them.
 """
 
 import re
@@ -18,11 +18,11 @@ from frontend.tokenizer import Tokenizer
 
 __all__ = ["ControlTokens"]
 
-# Two private-use characters. Where a client's text has them, they are marked as well, and stay.
+# Two private-use characters. In a client's text they are marked as well, and so preserved.
 _MARK = "\uf8a3\ue0c7"
 _ASSISTANT = "assistant"
-# The GIL is released between pieces of this many characters.
-_PIECE = 1 << 16
+# The GIL is released between searches of this many characters.
+_CHUNK_CHARS = 1 << 16
 
 
 class ControlTokens:
@@ -77,14 +77,14 @@ class _Marker:
         return value
 
     def _mark_text(self, text: str) -> str:
-        pieces, copied, start = [], 0, 0
+        parts, copied, start = [], 0, 0
         while start < len(text):
-            stop = start + _PIECE
+            stop = start + _CHUNK_CHARS
             match = self._pattern.search(text, start, stop + self._longest - 1)
             if match is None or match.start() >= stop:
                 start = stop
                 continue
-            pieces.append(text[copied : match.start() + 1])
+            parts.append(text[copied : match.start() + 1])
             copied = match.start() + 1
             start = match.start() + 1
-        return _MARK.join([*pieces, text[copied:]]) if pieces else text
+        return _MARK.join([*parts, text[copied:]]) if parts else text

@@ -1,7 +1,7 @@
-"""The connection to one engine core: its socket, and what the core last reported about itself.
+"""The connection to one engine core: its socket, and the state that the core last reported.
 
-Knows nothing about requests. `EngineClient` uses it with an asyncio context, `LLMEngine` with a
-blocking one. Nothing is final: after `connect` the link is ready again with the next CoreReady.
+It handles no requests. `EngineClient` uses it with an asyncio context, `LLMEngine` with a blocking
+one. No state is final: after `connect` the link is ready again with the next CoreReady.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ __all__ = ["CoreLink", "LinkState"]
 
 
 class LinkState(Enum):
-    """What the core last reported."""
+    """The state that the core last reported."""
 
     CONNECTING = "connecting"
     """Nothing yet on this connection: the core does not read before it is ready."""
@@ -30,7 +30,7 @@ class LinkState(Enum):
 
 
 class CoreLink:
-    """One DEALER socket to the core at `endpoint`; `index` is this frontend's number among the core's.
+    """One DEALER socket to the core at `endpoint`; `index` is this frontend's number.
 
     `context` may be an asyncio one; then receive with `decode(await link.socket.recv())`.
     """
@@ -40,7 +40,7 @@ class CoreLink:
         self.limits: CoreReady | None = None
         """The core's limits; None until it was ready for the first time."""
         self.silence = ""
-        """One line set by the owner while the core does not respond."""
+        """Set by the owner while the core does not respond: one line that says so."""
         self._reason = ""
         self._context = context
         self._endpoint = endpoint
@@ -59,7 +59,7 @@ class CoreLink:
         self.send(Hello(self._index))
 
     def close(self) -> None:
-        """Close the socket and drop what is queued."""
+        """Close the socket and drop queued messages."""
         self.socket.close(0)
 
     def mark_dead(self, reason: str) -> None:

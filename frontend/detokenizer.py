@@ -22,8 +22,8 @@ codecs.register_error(_EACH_BYTE, _replace_each_byte)
 class Detokenizer:
     """Decodes one token at a time, at a cost that does not depend on the tokens before it.
 
-    The pieces join to the text that the tokenizer library gives for all ids at once, with one
-    exception: next to an invalid byte token the library replaces valid byte tokens too.
+    The joined texts equal the tokenizer library's decoding of all ids at once, with one exception:
+    next to an invalid byte token the library replaces valid byte tokens too.
     """
 
     __slots__ = ("_errors", "_last", "_pending", "_skipped", "_strip", "_stripped", "_tokenizer")
@@ -74,7 +74,7 @@ class Detokenizer:
 
 
 def decode(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-    """The text of `ids`, equal to the joined pieces of a Detokenizer."""
+    """The text of `ids`, equal to the joined texts of a Detokenizer."""
     text = tokenizer.decode(ids, skip_special_tokens)
     if tokenizer.is_byte_level or _REPLACEMENT not in text:
         return text
@@ -83,23 +83,23 @@ def decode(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool =
 
 
 class StopFinder:
-    """Finds the stop string whose last character comes first, wherever the pieces break.
+    """Finds the stop string that ends first in a streamed text.
 
-    Among those that end at the same character the longest counts. Only text that may yet
-    become part of a stop string is held back.
+    Of several that end at the same character it finds the longest. Only text that may become part
+    of a stop string is held back.
     """
 
     __slots__ = ("_held", "_inner", "_stops")
 
     def __init__(self, stops: Sequence[str]):
         self._stops = stops
-        # Text whose last character is none of these holds no beginning of a stop string.
+        # Text that ends with another character does not end with the beginning of a stop string.
         self._inner = frozenset("".join(stop[:-1] for stop in stops))
         self._held = ""
 
-    def feed(self, piece: str) -> tuple[str, str | None]:
-        """(text that is safe to show, the stop string found or None)."""
-        text = self._held + piece
+    def feed(self, new_text: str) -> tuple[str, str | None]:
+        """(text that can be returned, the stop string found or None)."""
+        text = self._held + new_text
         ends = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if ends:
             _, at, stop = min(ends)
@@ -113,7 +113,7 @@ class StopFinder:
         return text[:safe], None
 
     def finish(self) -> str:
-        """The text still held back."""
+        """The text that is still held back."""
         held, self._held = self._held, ""
         return held
 

@@ -1,7 +1,7 @@
 """The link to one engine core, for all requests of this process.
 
 One task receives the tokens of each step, detokenizes them and wakes each stream at most once a
-step. A stream keeps at most one pending update for each sequence: a slow reader gets merged text
+step. A stream keeps at most one pending update for each sequence: a slow reader gets merged updates
 and delays no other request.
 """
 
@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -29,7 +29,7 @@ from atom.messages.engine import (
     TokenDeltas,
 )
 from atom.messages.profile import Profile, ProfileResult
-from atom.utils.liveness import PeerMonitor, beat_interval
+from atom.utils.liveness import PeerMonitor, heartbeat_interval
 from atom.utils.logger import get_logger
 from frontend.admission import Admission
 from frontend.core_link import CoreLink, LinkState
@@ -45,7 +45,7 @@ _PROFILE_DEADLINE_S = 330.0
 _FINAL_MESSAGE_S = 0.3
 # Between the end of a connection and the next one.
 _RECONNECT_S = 1.0
-# Longest time without a turn for other tasks while messages wait.
+# Longest time before other tasks run while messages wait.
 _YIELD_S = 0.01
 _CORE = "the engine core"
 _ID_BITS = 40
@@ -80,6 +80,11 @@ class Stream:
         if self._every_step or not self.open or update.error:
             self._wake.set()
 
+    @property
+    def failed(self) -> bool:
+        """Whether `fail` was called."""
+        return self._error is not None
+
     def fail(self, error: ApiError) -> None:
         """End the stream; the reader gets the pending updates and then `error`."""
         self._error = error
@@ -92,7 +97,7 @@ class Stream:
         """At most one update for each sequence. Raises the error given to `fail`."""
         if not self.open and not self._pending:
             raise StopAsyncIteration
-        await self._wake.wait()  # bounded by the client's watch over the core
+        await self._wake.wait()  # bounded: the client fails all streams of a hung core
         if self._error is not None and not self._pending:
             raise self._error
         updates = list(self._pending.values())
@@ -117,8 +122,8 @@ class EngineClient:
     sequences in progress, through `admission`. `on_ready` is called with the core's limits once it
     is ready.
 
-    While the core is silent, running streams wait; after `hang_timeout` they fail and the client
-    connects again. So it does after every end of the connection.
+    While the core is silent, running streams wait; after `hang_timeout` they fail. The client
+    reconnects then, and after every end of the connection.
     """
 
     def __init__(
@@ -140,7 +145,7 @@ class EngineClient:
         self._on_ready = on_ready
         self._counter = itertools.count(index << _ID_BITS)
         self._sequences: dict[int, _Sequence] = {}
-        self._scrapes: set[asyncio.Future[CoreStats]] = set()
+        self._stats_requests: set[asyncio.Future[CoreStats]] = set()
         self._profiles: dict[int, asyncio.Future[ProfileResult]] = {}
         self._ready = asyncio.Event()
         self._received_at = 0.0
@@ -189,15 +194,15 @@ class EngineClient:
         """The core's current counters; None when it does not respond in time."""
         if not self.is_ready:
             return None
-        answer = asyncio.get_running_loop().create_future()
-        self._scrapes.add(answer)
+        response = asyncio.get_running_loop().create_future()
+        self._stats_requests.add(response)
         self._link.send(GetStats())
         try:
-            return await asyncio.wait_for(answer, timeout_s)
+            return await asyncio.wait_for(response, timeout_s)
         except TimeoutError:
             return None
         finally:
-            self._scrapes.discard(answer)
+            self._stats_requests.discard(response)
 
     async def profile(self, on: bool) -> ProfileResult:
         """Start recording profiler traces on all workers, or stop and write them.
@@ -206,11 +211,11 @@ class EngineClient:
         """
         self.check_ready()
         (number,) = self.new_ids(1)
-        answer = asyncio.get_running_loop().create_future()
-        self._profiles[number] = answer
+        response = asyncio.get_running_loop().create_future()
+        self._profiles[number] = response
         self._link.send(Profile(on, number))
         try:
-            return await asyncio.wait_for(answer, _PROFILE_DEADLINE_S)
+            return await asyncio.wait_for(response, _PROFILE_DEADLINE_S)
         except TimeoutError:
             raise EngineError(f"the engine core did not respond within {_PROFILE_DEADLINE_S:.0f} s") from None
         finally:
@@ -220,28 +225,38 @@ class EngineClient:
         """New unique request ids, ascending."""
         return list(itertools.islice(self._counter, count))
 
-    @contextlib.contextmanager
-    def open(
+    @contextlib.asynccontextmanager
+    async def open(
         self, requests: list[AddRequest], text: TextOptions, every_step: bool = True
-    ) -> Iterator[Stream]:
+    ) -> AsyncIterator[Stream]:
         """Send `requests` and read their results as one stream; on exit unfinished ones are aborted.
 
         Without `every_step` the stream wakes its reader once, when all sequences have ended. If the
         engine is not ready any more, the stream fails at once.
         """
-        stream = Stream([one for request in requests for one in request.request_ids], every_step)
+        stream = Stream([i for request in requests for i in request.request_ids], every_step)
         try:
-            try:
-                self.check_ready()
-            except UnavailableError as error:
-                self._metrics.failed(len(stream.open))
-                stream.fail(error)
-            else:
-                for request in requests:
-                    self._submit(request, text, stream)
+            await self._submit_all(requests, text, stream)
             yield stream
         finally:
             self._abort(sorted(stream.open))
+
+    async def _submit_all(self, requests: list[AddRequest], text: TextOptions, stream: Stream) -> None:
+        """Send `requests`, with turns for other tasks in between, until the stream fails."""
+        yielded_at = time.monotonic()
+        for position, request in enumerate(requests):
+            if time.monotonic() - yielded_at > _YIELD_S:
+                await asyncio.sleep(0)
+                yielded_at = time.monotonic()
+            if stream.failed:
+                return
+            try:
+                self.check_ready()
+            except UnavailableError as error:
+                self._metrics.failed(sum(len(later.request_ids) for later in requests[position:]))
+                stream.fail(error)
+                return
+            self._submit(request, text, stream)
 
     def _submit(self, request: AddRequest, text: TextOptions, stream: Stream) -> None:
         num_prompt_tokens = len(request.prompt_ids) // _BYTES_PER_ID
@@ -260,7 +275,7 @@ class EngineClient:
             self._link.send(Abort(running))
 
     async def _run(self) -> None:
-        """Keep a connection to the core: the end of one fails its requests and opens the next."""
+        """Keep a connection to the core; when one ends, fail its requests and reconnect."""
         try:
             while True:
                 reason = await self._serve_connection()
@@ -272,7 +287,7 @@ class EngineClient:
                 self._link.connect()
         except asyncio.CancelledError:
             raise
-        except BaseException:  # streams would wait for ever: end the process, and so the server
+        except BaseException:  # streams would wait forever: end the process, and so the server
             get_logger().critical("the frontend cannot recover its link to the engine core", exc_info=True)
             os._exit(1)
 
@@ -313,9 +328,9 @@ class EngineClient:
         return f"{_CORE} closed its connection"
 
     async def _watch_silence(self) -> str:
-        """Ask the core for its counters about every second: a core that runs responds at once."""
+        """Request the core's counters about every second: a running core responds at once."""
         while not (reason := self._core_monitor.hung()):
-            await asyncio.sleep(beat_interval(self._hang_timeout_s))
+            await asyncio.sleep(heartbeat_interval(self._hang_timeout_s))
             if self._link.state is not LinkState.CONNECTING:
                 self._link.send(GetStats())
                 self._core_monitor.update()
@@ -330,11 +345,11 @@ class EngineClient:
                 self._on_ready(message)
                 self._ready.set()
             case CoreStats():
-                _resolve(self._scrapes, message)
+                _resolve(self._stats_requests, message)
             case ProfileResult(number):
-                answer = self._profiles.get(number)
-                if answer is not None and not answer.done():
-                    answer.set_result(message)
+                response = self._profiles.get(number)
+                if response is not None and not response.done():
+                    response.set_result(message)
 
     def _deliver(self, deltas: TokenDeltas) -> None:
         done = self._output.process(deltas)
@@ -365,15 +380,15 @@ class EngineClient:
         self._sequences.clear()
         for stream in streams:
             stream.fail(EngineDeadError(reason))
-        for answer in self._profiles.values():
-            if not answer.done():
-                answer.set_exception(EngineDeadError(reason))
+        for response in self._profiles.values():
+            if not response.done():
+                response.set_exception(EngineDeadError(reason))
 
 
 def _resolve(waiting: Iterable["asyncio.Future[CoreStats]"], stats: CoreStats) -> None:
-    for answer in waiting:
-        if not answer.done():
-            answer.set_result(stats)
+    for response in waiting:
+        if not response.done():
+            response.set_result(stats)
 
 
 def _reason(task: "asyncio.Task[str]") -> str:

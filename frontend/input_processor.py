@@ -24,7 +24,7 @@ _NEUTRAL = LogitsProcessors()
 
 @dataclass(frozen=True)
 class CheckedParams:
-    """What all requests of one SamplingParams share. Made by `InputProcessor.check_params`."""
+    """The checked parameters that all requests of one SamplingParams share."""
 
     eos_token_ids: list[int]
     stop_token_ids: list[int]
@@ -104,7 +104,7 @@ class InputProcessor:
         return room
 
     def check_params(self, params: SamplingParams) -> CheckedParams:
-        """What the requests of all prompts with `params` share.
+        """The part of the engine's requests that all prompts with `params` share.
 
         Raises RequestError for ids outside the vocabulary, and for parameters that need a
         tokenizer or another scheduling policy.
@@ -169,7 +169,7 @@ class InputProcessor:
         )
 
     def _logits_processors(self, params: SamplingParams, end_ids: list[int]) -> LogitsProcessors | None:
-        """None if all have their neutral value: such rows cost the sampler nothing."""
+        """None if all have their neutral values: such rows cost the sampler nothing."""
         bias = params.logit_bias or {}
         processors = LogitsProcessors(
             allowed_ids=pack_ids(sorted(set(params.allowed_token_ids or ()))),
@@ -193,7 +193,7 @@ class InputProcessor:
             raise RequestError("this model has no tokenizer to read bad_words with", param="bad_words")
         plain = self.tokenizer.encode(word.lstrip(), add_special_tokens=False)
         spaced = self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
-        # A space that is a token of its own adds nothing: the rest is excluded already.
+        # If the space is a separate token, excluding the rest is enough.
         forms = [plain] if spaced[-len(plain) :] == plain else [plain, spaced]
         if not all(forms):
             raise RequestError(f"bad_words has {word!r}, which has no token", param="bad_words")

@@ -53,7 +53,7 @@ class Lifecycle:
         try:
             yield
         except asyncio.CancelledError:
-            # A disconnect cancels the task too, and prevails.
+            # A disconnect cancels the task too, and takes precedence.
             if self._is_interrupted and task.uncancel() <= cancelling:
                 raise stopping from None
             raise

@@ -1,4 +1,4 @@
-"""How long the event loop is held by one callback: meanwhile no stream gets tokens."""
+"""Measures how long single callbacks block the event loop, and so all streams."""
 
 import asyncio
 from collections.abc import Callable

@@ -12,10 +12,10 @@ from aiohttp import web
 
 from atom.messages.codec import encode
 from atom.messages.launch import FrontendLaunch
-from atom.messages.supervisor import Beat, Dead, Ready, ToSupervisor
+from atom.messages.supervisor import Dead, Heartbeat, Ready, ToSupervisor
 from atom.utils.errors import out_of_memory
 from atom.utils.exit_status import ExitStatus
-from atom.utils.liveness import Beats, beat_interval
+from atom.utils.liveness import HeartbeatSender, heartbeat_interval
 from atom.utils.logger import get_logger, setup_logging
 from atom.utils.process import read_launch
 from frontend import keys
@@ -54,11 +54,11 @@ async def serve(launch: FrontendLaunch) -> None:
     gc.freeze()  # objects made so far live as long as the process
     try:
         ready = asyncio.create_task(_report_ready(app, launch.supervisor))
-        beats = asyncio.create_task(_send_beats(launch))
+        heartbeats = asyncio.create_task(_send_heartbeats(launch))
         await stop.first.wait()
         ready.cancel()
         await _drain(app, stop, launch.server.shutdown_timeout)
-        beats.cancel()
+        heartbeats.cancel()
     finally:
         await runner.cleanup()
 
@@ -69,17 +69,17 @@ async def _report_ready(app: web.Application, supervisor: str) -> None:
     _report(supervisor, Ready(_PROCESS))
 
 
-async def _send_beats(launch: FrontendLaunch) -> None:
+async def _send_heartbeats(launch: FrontendLaunch) -> None:
     """A sign of life from the event loop, for the supervisor."""
-    interval = beat_interval(launch.config.reliability.hang_timeout)
+    interval = heartbeat_interval(launch.config.reliability.hang_timeout)
     with zmq.Context() as context:
-        beats = Beats(context, zmq.PUSH, launch.supervisor, Beat(_PROCESS), interval)
+        heartbeats = HeartbeatSender(context, zmq.PUSH, launch.supervisor, Heartbeat(_PROCESS), interval)
         try:
             while True:
-                beats.send_if_due()
+                heartbeats.send_if_due()
                 await asyncio.sleep(interval)
         finally:
-            beats.close()
+            heartbeats.close()
 
 
 async def _drain(app: web.Application, stop: "_StopSignal", timeout_s: float) -> None:

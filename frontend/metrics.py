@@ -118,5 +118,5 @@ class Metrics:
         self.finish_reasons["abort"] += count
 
     def failed(self, count: int) -> None:
-        """Count sequences ended by the end of the engine or of this process."""
+        """Count sequences that fail because the engine or this process ends."""
         self.finish_reasons["error"] += count

@@ -1,7 +1,6 @@
 """Turns the engine core's tokens into text and finish reasons, for all requests of a step.
 
-It does no I/O: the HTTP frontend and the library share it. Its request states hold what a
-replay needs: the request and all ids generated so far.
+It does no I/O: the HTTP frontend and the library share it.
 """
 
 import asyncio
@@ -156,14 +155,14 @@ class RequestState:
         content = reasoning = ""
         for used, token_id in enumerate(ids, 1):
             self.emitted.append(token_id)
-            text, thought = self._detokenizer.feed(token_id), ""
+            text, reasoning_text = self._detokenizer.feed(token_id), ""
             if self._channels is not None:
-                text, thought = self._channels.split(token_id, text)
-                reasoning += thought
+                text, reasoning_text = self._channels.split(token_id, text)
+                reasoning += reasoning_text
             if logprobs:
-                self._track().add(logprobs[used - 1], len(text) + len(thought))
-            piece, stop = self._check_stops(text)
-            content += piece
+                self._track().add(logprobs[used - 1], len(text) + len(reasoning_text))
+            visible, stop = self._check_stops(text)
+            content += visible
             if stop is not None:
                 return NewText(content, reasoning, used, stop)
         return NewText(content, reasoning, len(ids), None)
@@ -172,16 +171,16 @@ class RequestState:
         """The text held back so far."""
         if self._detokenizer is None:
             return NewText("", "", 0, None)
-        text, thought = self._detokenizer.finish(), ""
+        text, reasoning_text = self._detokenizer.finish(), ""
         if self._channels is not None:
-            text, thought = self._channels.split_rest(text)
-        piece, stop = self._check_stops(text)
+            text, reasoning_text = self._channels.split_rest(text)
+        visible, stop = self._check_stops(text)
         if stop is None and self._stops is not None:
-            piece += self._stops.finish()
-        return NewText(piece, thought, 0, stop)
+            visible += self._stops.finish()
+        return NewText(visible, reasoning_text, 0, stop)
 
     def visible_ids(self, ids: "array[int]", end: Finished | None) -> "array[int]":
-        """The ids whose text is returned: without the stop token, unless `include_stop` is set."""
+        """The ids whose text is returned: the stop token only with `include_stop`."""
         ended_by_id = end is not None and end.reason in (FinishReason.EOS, FinishReason.STOP_TOKEN)
         return ids[:-1] if ended_by_id and not self._include_stop else ids
 
@@ -200,14 +199,14 @@ class RequestState:
         assert self.logprobs is not None
         return self.logprobs
 
-    def _check_stops(self, piece: str) -> tuple[str, str | None]:
-        # The text of the first min_tokens tokens is no part of a stop string.
-        if self._stops is None or not piece:
-            return piece, None
+    def _check_stops(self, text: str) -> tuple[str, str | None]:
+        # The text of the first min_tokens tokens is not searched.
+        if self._stops is None or not text:
+            return text, None
         if self._min_tokens and len(self.emitted) <= self._min_tokens:
-            return piece, None
-        shown, stop = self._stops.feed(piece)
-        return (shown + stop if stop is not None and self._include_stop else shown), stop
+            return text, None
+        visible, stop = self._stops.feed(text)
+        return (visible + stop if stop is not None and self._include_stop else visible), stop
 
 
 class OutputProcessor:
@@ -226,7 +225,7 @@ class OutputProcessor:
             self._states[request_id] = RequestState(request, self._tokenizer, text)
 
     def remove(self, request_ids: Iterable[int]) -> None:
-        """Drop these requests; later tokens of theirs are ignored."""
+        """Drop these requests; their later tokens are ignored."""
         for request_id in request_ids:
             self._states.pop(request_id, None)
 
@@ -253,8 +252,9 @@ class OutputProcessor:
                         state.emitted.extend(update.token_ids)
                         done.updates.append(update)
                     else:
-                        scored = sampled if state.logprobs is not None else None
-                        logprobs = scored.entries(state, start, stop) if scored is not None else ()
+                        logprobs: Sequence[TokenLogprob] = ()
+                        if sampled is not None and state.logprobs is not None:
+                            logprobs = sampled.entries(state, start, stop)
                         self._advance(done, state, update, end, logprobs)
                 except BaseException as error:
                     self._fail(done, request_id, error, core_finished=end is not None)

@@ -34,10 +34,10 @@ class TemplateSource:
 
     def writes(self, text: str) -> bool:
         """Whether `text` is part of the template's own output."""
-        return any(text in piece for piece in self._literals)
+        return any(text in literal for literal in self._literals)
 
     def searches(self, text: str) -> bool:
-        """Whether the template looks for `text`, as in `'</think>' in content`."""
+        """Whether the template searches for `text`, as in `'</think>' in content`."""
         return text in self._searched
 
     @cached_property

@@ -45,7 +45,7 @@ class TextExecutor:
         ]
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
-        """The result of `work`, which processes `size` bytes; work of up to 2 KiB runs at once.
+        """The result of `work`, which processes `size` bytes; up to 2 KiB are processed in this thread.
 
         Raises OverloadedError when 256 MiB of work of similar size are queued.
         """

@@ -87,8 +87,8 @@ class LogprobTrack:
 class PromptLogprobTrack:
     """The log probabilities of one prompt, from its second token on.
 
-    They come in chunks, and a chunk may come again. Rows are read only when iterated over, which
-    takes microseconds a token: do that outside of the event loop.
+    They come in chunks, which may repeat. Rows are read only when iterated over, which takes
+    microseconds a token: iterate outside of the event loop.
     """
 
     __slots__ = ("_chunks", "_top")
@@ -102,7 +102,7 @@ class PromptLogprobTrack:
         self._chunks.append(chunk)
 
     def __len__(self) -> int:
-        """How many tokens have an entry, once all chunks are here."""
+        """How many tokens have an entry, once all chunks are added."""
         if not self._chunks:
             return 0
         ends = [chunk.start + len(chunk.table.ranks) // _RANK_BYTES for chunk in self._chunks]

@@ -28,8 +28,8 @@ _CHARS_PER_TOKEN = 4
 _CHUNK_CHARS = 64 * 1024
 # A chunk is cut at white space, if there is some among this many characters at its end.
 _CUT_CHARS = 1024
-# Chunks have a few more tokens than the same text in one piece: a text is refused by its chunks only
-# beyond this multiple of the limit, and counted exactly below it.
+# Chunks have a few more tokens than the whole text: by its chunks a text is refused only beyond this
+# multiple of the limit, and it is counted exactly below it.
 _CHUNK_MARGIN = 1.25
 
 
@@ -65,11 +65,11 @@ class Tokenizer:
         self.is_byte_level = self._kinds == {"ByteLevel"}
         """Whether decoding joins the bytes of all ids."""
         self.joins_pieces = self._kinds <= _TEXT_KINDS
-        """Whether decoding joins the pieces of all ids, except for the first one."""
+        """Whether decoding joins the `piece` of each id, except at the beginning of a text."""
         self._letter = backend.encode_batch_fast(["a"], add_special_tokens=False)[0].ids[-1:]
-        self.piece = functools.lru_cache(_CACHED_TOKENS)(self._piece)
-        """What an id adds to a text: bytes that may be part of a character, or text. None for an
-        id that the tokenizer does not have: models may have more. Cached."""
+        self.piece = functools.lru_cache(_CACHED_TOKENS)(self._make_piece)
+        """What an id adds to a text: bytes, perhaps of a part of a character, or text. None for an id
+        beyond the tokenizer's, since models may have more. Cached."""
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> "Tokenizer | None":
@@ -119,7 +119,7 @@ class Tokenizer:
         return {token.content: token.special for token in self._added.values()}
 
     def without(self, text: str) -> "Tokenizer":
-        """A copy that ignores `text`, but recognizes added tokens before it does."""
+        """A copy that removes `text`, after it has searched for added tokens."""
         settings = json.loads(self._backend.to_str())
         removal = {"type": "Replace", "pattern": {"String": text}, "content": ""}
         normalizers = [removal] + ([settings["normalizer"]] if settings["normalizer"] else [])
@@ -151,7 +151,7 @@ class Tokenizer:
         """`token_bytes` as text, with replacement characters for parts of characters."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
-    def _piece(self, token_id: int) -> bytes | str | None:
+    def _make_piece(self, token_id: int) -> bytes | str | None:
         token = self._backend.id_to_token(token_id)
         if token is None:
             return None

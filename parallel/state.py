@@ -30,10 +30,10 @@ def init_tensor_parallel(
 ) -> TPGroup:
     """Join the other ranks; returns when all have joined.
 
-    The ranks find one another through `rendezvous_file`, which must not exist before the first
-    of them opens it. `timeout`, in seconds, applies to joining and to every later collective, which
-    then raise torch's RuntimeError. All ranks are on this host: gloo is bound to
-    the loopback interface unless GLOO_SOCKET_IFNAME names another.
+    The ranks find one another through `rendezvous_file`, which must not exist before the first rank
+    opens it. `timeout`, in seconds, applies to joining and to every later collective; after it they
+    raise torch's RuntimeError. All ranks are on this host: gloo is bound to the loopback interface
+    unless GLOO_SOCKET_IFNAME names another.
     """
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} is not among {size} ranks")

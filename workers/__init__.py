@@ -1,1 +1,1 @@
-"""One rank of the engine: weights, KV tensors, sampling. Everything here may import torch."""
+"""One rank of the engine: weights, KV tensors, sampling. Modules here may import torch."""

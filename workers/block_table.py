@@ -22,7 +22,7 @@ class BatchLimits:
 
     @property
     def padding_row(self) -> int:
-        """The row behind all others, which never has a request."""
+        """The row after all others, which never has a request."""
         return self.max_rows
 
     @property
@@ -71,7 +71,7 @@ class BlockTable(GroupRows):
         return blocks * self._block_size + positions % self._block_size
 
     def device_table(self, device: torch.device) -> torch.Tensor:
-        """int32 [max_rows + 1, entries]; the last row, of padding, stays 0."""
+        """int32 [max_rows + 1, entries]; the last row, for padding, remains 0."""
         rows, entries = self._blocks.shape
         self._device_table = torch.zeros(rows + 1, entries, dtype=torch.int32, device=device)
         return self._device_table

@@ -1,4 +1,4 @@
-"""Checks by their headers that the safetensors files of a directory are complete.
+"""Checks that the safetensors files of a directory are complete, by their headers.
 
 8 bytes  size N of the header, little-endian
 N bytes  JSON: {"name": {"dtype": …, "shape": …, "data_offsets": [begin, end]}, …}

@@ -1,6 +1,6 @@
 """Checks the values of config.json that several model families use.
 
-A wrong one would otherwise fail much later, with an error of torch, or not at all.
+A wrong value would otherwise fail much later, with a torch error, or not at all.
 """
 
 import json
@@ -18,7 +18,7 @@ _MAX_NUMBER = 1e30
 
 
 def check_values(config: Mapping[str, Any], where: Path) -> None:
-    """Raise ValueError, naming the file and the setting, for the first that cannot be."""
+    """Raise ValueError, naming the file and the setting, for the first invalid value."""
     for name in _REQUIRED:
         if config.get(name) is None:
             raise ValueError(f"{where} has no {name}, which is required")

@@ -35,7 +35,7 @@ def keeps_states(model_type: str) -> bool:
 def check_supported(architecture: str, model_type: str | None, own_code: bool = False) -> None:
     """Raise ValueError for an architecture without a model file.
 
-    `own_code` says that the checkpoint has Python files (`auto_map`).
+    `own_code`: whether the checkpoint has Python files (`auto_map`).
     """
     supported = architectures()
     if architecture in supported.get(model_type or "", ()):
@@ -47,18 +47,18 @@ def check_supported(architecture: str, model_type: str | None, own_code: bool = 
                 f'is the same model, add --hf-overrides \'{{"model_type": "{family}"}}\''
             )
     code = "; the checkpoint's own code (auto_map) is never run" if own_code else ""
-    known = ", ".join(sorted(name for names in supported.values() for name in names))
-    raise ValueError(f"architecture {architecture} is not supported{code}; supported are: {known}")
+    listed = ", ".join(sorted(name for names in supported.values() for name in names))
+    raise ValueError(f"architecture {architecture} is not supported{code}; supported are: {listed}")
 
 
 def _files() -> list[Path]:
     package = find_spec("workers.models")
     assert package is not None and package.submodule_search_locations is not None
-    return sorted(path for place in package.submodule_search_locations for path in Path(place).glob("*.py"))
+    return sorted(path for folder in package.submodule_search_locations for path in Path(folder).glob("*.py"))
 
 
 def _declared(path: Path, wanted: str) -> tuple[object, ...]:
-    """What the file assigns to a name: the keys of a dict, or one constant; empty if nothing."""
+    """The value that the file assigns to a name: a dict's keys, or one constant; empty if there is none."""
     for statement in ast.parse(path.read_bytes()).body:
         match statement:
             case (

@@ -1,4 +1,4 @@
-"""Blocks or slots of the batch's rows in one KV group, and the inputs that its layers get in a step."""
+"""Blocks or slots of the batch's rows in one KV group, and the inputs of its layers in a step."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -54,4 +54,4 @@ class GroupRows(ABC):
 
     @abstractmethod
     def update_device_table(self) -> None:
-        """Copy what changed since the last call to the device, without waiting."""
+        """Copy the changes since the last call to the device, without waiting."""

@@ -106,7 +106,7 @@ def normalised_config(config: dict[str, Any], directory: Path) -> dict[str, Any]
 
 
 def _quantization(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """The quantization method; model files know which weights it applies to."""
+    """The quantization method; the model file determines the weights that it applies to."""
     quantization = config.get("quantization_config")
     if not quantization:
         return {}
@@ -159,8 +159,8 @@ def _dtype(config: Mapping[str, Any], directory: Path) -> str:
     named = config.get("dtype")
     dtype = str(named).removeprefix("torch.") if named else _dtype_of_weights(directory)
     if dtype not in _COMPUTE_DTYPES:
-        known = ", ".join(_COMPUTE_DTYPES)
-        raise ValueError(f"{directory} has dtype {dtype}, which is not supported; supported are {known}")
+        supported = ", ".join(_COMPUTE_DTYPES)
+        raise ValueError(f"{directory} has dtype {dtype}, which is not supported; supported are {supported}")
     return dtype
 
 
@@ -175,7 +175,7 @@ def _dtype_of_weights(directory: Path) -> str:
 
 
 def _default_sampling(generation: Mapping[str, Any]) -> dict[str, float | int]:
-    # Whatever do_sample says: the values are the model's recommendation for requests that sample.
+    # Also without do_sample: the values are the model's recommendation for requests that sample.
     return {name: generation[name] for name in _SAMPLING if generation.get(name) is not None}
 
 
@@ -192,7 +192,7 @@ def _end_ids(
 ) -> list[int]:
     """The end-of-sequence ids that are inside the vocabulary."""
     name = "eos_token_id"
-    value = next((place[name] for place in (overrides, generation, config) if name in place), None)
+    value = next((source[name] for source in (overrides, generation, config) if name in source), None)
     return [token for token in id_list(value, name, directory) if 0 <= token < config["vocab_size"]]
 
 

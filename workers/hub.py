@@ -19,10 +19,10 @@ Accept = Callable[[Path], None]
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # Weights in other formats, which may be many gigabytes, are not downloaded.
-_WANTED = ["*.json", "*.jinja", "tokenizer.model", "spiece.model", "vocab.txt", "merges.txt"]
+_FILES = ["*.json", "*.jinja", "tokenizer.model", "spiece.model", "vocab.txt", "merges.txt"]
 _WEIGHTS = ["*.safetensors"]
 _CONFIG = "config.json"
-_UNWANTED = ["*/*"]  # copies in other formats: onnx/, original/, …
+_IGNORED = ["*/*"]  # copies in other formats: onnx/, original/, …
 # Read when the library is imported. Timeouts in seconds; we display the progress ourselves.
 _LIBRARY_DEFAULTS = {
     "HF_HUB_ETAG_TIMEOUT": "5",
@@ -64,10 +64,10 @@ def fetch(
     from huggingface_hub import snapshot_download
 
     repository, _, file = model.partition(":")
-    patterns = [file] if file else _WANTED + _WEIGHTS * weights
+    patterns = [file] if file else _FILES + _WEIGHTS * weights
     options: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir, "allow_patterns": patterns}
     if not file:
-        options["ignore_patterns"] = _UNWANTED
+        options["ignore_patterns"] = _IGNORED
     reason = _why_unreachable(repository, revision)
     options["local_files_only"] = reason is not None
     with _errors_in_one_line(repository, revision, reason):

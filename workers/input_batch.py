@@ -1,8 +1,8 @@
 """The persistent batch: the state of each row between steps, and the input tensors of one step.
 
-A `ScheduledBatch` has only what changed and the ids to compute. The rest is kept here: in numpy on
+A `ScheduledBatch` has only the changes and the ids to compute. The rest is kept here: in numpy on
 the host and, for the last sampled ids, on the device. Work over tokens is vectorized; Python loops
-run over changed rows only. This module knows the model's KV groups, and nothing about sampling.
+run over changed rows only. Sampling settings are kept elsewhere (`workers.sampler`).
 
 T tokens of a step, R sampling rows, P tokens with prompt log probabilities.
 """
@@ -40,7 +40,7 @@ class SamplingRows:
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """Tokens of one row whose next tokens are prompt tokens too."""
+    """Tokens of one row whose next tokens are prompt tokens, too."""
 
     row: int
     start: int
@@ -58,7 +58,7 @@ class PromptLogprobRows:
     """Index among the step's tokens."""
     next_ids_P: torch.Tensor
     top: int
-    """The largest number of top tokens that one of the rows wants."""
+    """The largest number of top tokens that one of the rows requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class DeviceRows:
 
 
 class InputBatch:
-    """Turns each `ScheduledBatch` into the inputs of one step: first `update`, then `step`."""
+    """Builds the inputs of one step from each `ScheduledBatch`: first `update`, then `step`."""
 
     def __init__(
         self, limits: BatchLimits, tables: Sequence[GroupRows], device: torch.device, split_tokens: int = 0
@@ -188,7 +188,7 @@ class InputBatch:
             )
         self._known[new.row] = new.num_known
         self._computed[new.row] = new.computed
-        # The prompt's last token predicts no other one of the prompt.
+        # No prompt token follows the last one.
         self._prompt_logprobs_until[new.row] = new.prompt_length - 1 if new.prompt_logprobs >= 0 else 0
         self._prompt_logprobs_top[new.row] = new.prompt_logprobs
         for table in self.tables:
@@ -284,8 +284,8 @@ class InputBatch:
         """The context of each group; `columns_T` are all `columns` on the device, one after another."""
         uploaded = iter(columns_T)
         return [
-            table.context([next(uploaded) for _ in own], step)
-            for table, own in zip(self.tables, columns, strict=True)
+            table.context([next(uploaded) for _ in group_columns], step)
+            for table, group_columns in zip(self.tables, columns, strict=True)
         ]
 
     def _upload(self, *columns: NDArray[np.integer]) -> tuple[torch.Tensor, ...]:
@@ -307,13 +307,13 @@ def _ids_to_compute(packed: bytes, counts: Rows, decodes: NDArray[np.bool_]) -> 
 
 
 def _next_ids(ids_T: Ids, last_tokens: Rows, packed: bytes, wanted: NDArray[np.bool_]) -> Ids:
-    """The id behind each token [T], as far as its row's chunk goes, and behind the chunks of `wanted` rows.
+    """The id after each token [T] within its row's chunk, and after the chunks of `wanted` rows.
 
-    Raises ValueError unless there is one for each of these.
+    Raises ValueError unless `packed` has one id for each `wanted` row.
     """
-    following = np.frombuffer(packed, np.dtype("<i4"))
-    if len(following) != wanted.sum():
-        raise ValueError(f"{len(following)} ids behind {wanted.sum()} chunks of prompts")
+    chunk_next_ids = np.frombuffer(packed, np.dtype("<i4"))
+    if len(chunk_next_ids) != wanted.sum():
+        raise ValueError(f"{len(chunk_next_ids)} next ids for {wanted.sum()} prompt chunks")
     next_ids_T = np.roll(ids_T, -1)
-    next_ids_T[last_tokens[wanted]] = following
+    next_ids_T[last_tokens[wanted]] = chunk_next_ids
     return next_ids_T

@@ -30,7 +30,7 @@ def kv_dtype(cache: CacheConfig, compute: torch.dtype) -> torch.dtype:
     dtypes = {"auto": compute, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
     if cache.kv_cache_dtype not in dtypes:
         raise ValueError(
-            f"kv_cache_dtype {cache.kv_cache_dtype!r} is unknown; known are: {', '.join(dtypes)}"
+            f"kv_cache_dtype {cache.kv_cache_dtype!r} is not supported; supported are: {', '.join(dtypes)}"
         )
     return dtypes[cache.kv_cache_dtype]
 

@@ -1,4 +1,4 @@
-"""The steps that need the most memory: run once at start, to measure what they leave for the KV cache."""
+"""The steps that need the most memory: run once at start, to measure the memory left for the KV cache."""
 
 from collections.abc import Sequence
 
@@ -39,8 +39,8 @@ def profile_batch(
 ) -> ScheduledBatch:
     """A step of new rows that samples with every parameter and reports all log probabilities.
 
-    The last row is a resumed one of the greatest length, because the longest token record sets the
-    memory of the penalties of all rows. Its own blocks stand for those of its earlier tokens.
+    The last row is a resumed one of the greatest length, because the longest token record determines
+    the memory of all rows' penalties. Its earlier tokens use the blocks of its new ones.
     """
     sampling = _profile_sampling(vocab_size)
     new_rows, first_block = [], 0

@@ -35,7 +35,7 @@ class RowLogitsProcessors:
     penalties: tuple[float, float, float]
     """Repetition, frequency, presence."""
     record: int
-    """The row itself, whose token record it uses; -1 if it needs none."""
+    """Index of its token record, which is the row; -1 if it needs none."""
     offset: int
     """The token at position p of the sequence is entry p - offset of the record."""
     begin: int
@@ -47,10 +47,10 @@ class LogitsProcessorRows:
     """The rows of a step that have logits processors."""
 
     indices: Ids
-    """Which of the R."""
+    """Indices among the R rows."""
     batch: LogitsProcessorBatch
     recorded: Ids
-    """Which of the R have a token record."""
+    """Indices, among the R rows, of those with a token record."""
     offsets: Ids
     """Of these records."""
 
@@ -78,7 +78,7 @@ class LogitsProcessorState:
         return self._rows.keys()
 
     def set_row(self, new: NewRow) -> bool:
-        """Set the logits processors of a row that a new request takes; returns True.
+        """Set the logits processors of a row that is assigned to a new request; returns True.
 
         If the device has too little memory, raises torch.OutOfMemoryError and the row has none.
         """
@@ -89,7 +89,7 @@ class LogitsProcessorState:
         return True
 
     def gather(self, rows: Ids) -> LogitsProcessorRows | None:
-        """What `apply` needs for these rows; None if none of them has logits processors."""
+        """The inputs of `apply` for these rows; None if none of them has logits processors."""
         if not self._rows:
             return None
         which = np.array([i for i, row in enumerate(rows.tolist()) if row in self._rows], np.int64)
@@ -144,7 +144,7 @@ class LogitsProcessorState:
         )
 
     def _fill_record(self, row: int, prompt: Ids, generated: Ids) -> None:
-        """Make the row's record hold exactly these ids."""
+        """Replace the content of the row's record by these ids."""
         self._record.ids_ML[row].zero_()
         seen_V = self._record.seen_MV[row].zero_()
         if len(prompt) + len(generated):

@@ -27,15 +27,15 @@ from atom.messages.worker import (
     ScheduledBatch,
     Shutdown,
     ToWorker,
-    WorkerBeat,
     WorkerFailed,
+    WorkerHeartbeat,
     WorkerReady,
 )
 from atom.utils import envs
 from atom.utils.errors import one_line, out_of_memory
 from atom.utils.exit_status import ExitStatus
 from atom.utils.install_check import check_install
-from atom.utils.liveness import Beats, beat_interval
+from atom.utils.liveness import HeartbeatSender, heartbeat_interval
 from atom.utils.logger import setup_logging
 from atom.utils.process import read_launch
 from atom.utils.step_trace import StepTrace
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 class Link:
-    """The worker's sockets: to its engine core, to the supervisor, and for beats."""
+    """The worker's sockets: to its engine core, to the supervisor, and for heartbeats."""
 
     def __init__(self, launch: WorkerLaunch):
         self._rank = launch.rank
@@ -91,12 +91,13 @@ class Link:
         self._decoder: Decoder[ToWorker] = Decoder(ToWorker)
         self._next_progress = 0.0
         self._closing = threading.Event()
-        interval = beat_interval(launch.config.reliability.hang_timeout)
-        self._beats = Beats(self._context, zmq.DEALER, launch.core, WorkerBeat(launch.rank), interval)
-        self._beat_thread = threading.Thread(
-            target=self._send_beats, args=(interval,), name="beats", daemon=True
+        interval = heartbeat_interval(launch.config.reliability.hang_timeout)
+        heartbeat = WorkerHeartbeat(launch.rank)
+        self._heartbeats = HeartbeatSender(self._context, zmq.DEALER, launch.core, heartbeat, interval)
+        self._heartbeat_thread = threading.Thread(
+            target=self._send_heartbeats, args=(interval,), name="heartbeats", daemon=True
         )
-        self._beat_thread.start()
+        self._heartbeat_thread.start()
 
     def send(self, message: msgspec.Struct) -> None:
         self._core.send(encode(message))
@@ -121,14 +122,14 @@ class Link:
     def close(self) -> None:
         """Close the sockets once the last messages are sent."""
         self._closing.set()
-        self._beat_thread.join()
+        self._heartbeat_thread.join()
         self._context.destroy(linger=_LINGER_MS)
 
-    def _send_beats(self, interval_s: float) -> None:
-        """Runs in a thread of its own: a step may take minutes, and releases the GIL meanwhile."""
+    def _send_heartbeats(self, interval_s: float) -> None:
+        """Runs in a separate thread: a step may take minutes, and releases the GIL meanwhile."""
         while not self._closing.wait(interval_s):
-            self._beats.send_if_due()
-        self._beats.close()
+            self._heartbeats.send_if_due()
+        self._heartbeats.close()
 
 
 def _work(launch: WorkerLaunch, link: Link) -> None:
@@ -153,7 +154,7 @@ def _work(launch: WorkerLaunch, link: Link) -> None:
 
 
 def _serve(worker: "Worker", link: Link, rank: int, trace: StepTrace) -> None:
-    """Run until Shutdown: launch each step when it comes, send its result when the device has it."""
+    """Run until Shutdown: launch each step when it arrives, send its result when the device is done."""
     pending: deque[PendingStep] = deque()
     traces = worker.traces
     while True:

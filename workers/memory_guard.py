@@ -1,4 +1,4 @@
-"""Device out-of-memory in a step: ends the requests that need the memory, and not the worker."""
+"""Handles device out-of-memory in a step: the requests that need the memory fail, not the worker."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -13,8 +13,8 @@ T = TypeVar("T")
 class MemoryGuard:
     """Runs parts of a step and catches torch.OutOfMemoryError.
 
-    Only if this rank is the only one: others would wait in a collective that this one never enters,
-    or continue with tokens that this one does not have.
+    Only with a single rank: others would wait in a collective that this one never enters, or continue
+    with tokens that this one does not have.
     """
 
     def __init__(self, device: torch.device, num_ranks: int):
@@ -32,7 +32,7 @@ class MemoryGuard:
             if self._num_ranks > 1:
                 raise
             cause = str(error).partition("\n")[0]
-        # Here the exception is gone, and with it the tensors of its frames.
+        # Here the exception is freed, and with it the tensors that its frames reference.
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         get_logger().error("%s has too little memory for %s in a step: %s", self._device, part, cause)
@@ -40,5 +40,5 @@ class MemoryGuard:
 
 
 def reason_of(part: str) -> str:
-    """What the client of a failed request is told."""
+    """The error message for the client of a failed request."""
     return f"the device has too little memory for {part} of this request: try again later"

@@ -26,7 +26,7 @@ class DeviceEvent(Protocol):
 
 
 RecordEvent = Callable[[], DeviceEvent | None]
-"""Records an event behind all work launched so far; None on a device that completes work at launch."""
+"""Records an event after all work launched so far; None on a device that completes work at launch."""
 
 
 def event_recorder(device: torch.device) -> RecordEvent:
@@ -97,7 +97,7 @@ class PendingStep:
         return self.result().token_ids
 
     def _sampled_logprobs(self, kept: NDArray[np.bool_] | None) -> SampledLogprobs | None:
-        """`kept` [R] says which of the sampled rows have not failed; None stands for all of them."""
+        """`kept` [R]: whether each sampled row has not failed; None: no row has failed."""
         if self._logprobs is None:
             return None
         indices = np.array(self._logprob_indices)

@@ -1,4 +1,4 @@
-"""Turns `--model` into plain files and describes them; runs before the engine starts.
+"""Resolves `--model` to local files and describes them; runs before the engine starts.
 
 Prints one line of JSON on standard output: {"checkpoint": …, "device": …} (a Checkpoint and
 the host's DeviceCapabilities), or {"error": "one line"} with a nonzero exit status. The heavy
@@ -179,8 +179,8 @@ def _reason(model: str, error: Exception) -> str:
     if type(error) in (ValueError, HubError, UnreachableError):
         return one_line(error, type(error))
     if isinstance(error, OSError) and error.strerror:
-        place = f" ({error.filename})" if error.filename else ""
-        return f"cannot prepare {model}: {error.strerror}{place}{_remedy(error)}"
+        file = f" ({error.filename})" if error.filename else ""
+        return f"cannot prepare {model}: {error.strerror}{file}{_remedy(error)}"
     return f"cannot prepare {model}: {out_of_memory(error) or one_line(error)}"
 
 

@@ -30,11 +30,11 @@ class SamplerOutput:
     ids_R: torch.Tensor
     """int64."""
     logprob_indices: list[int] = field(default_factory=list)
-    """Which of the R tokens have log probabilities, Q in all."""
+    """Indices, among the R tokens, of the Q with log probabilities."""
     logprobs: TokenLogprobs | None = None
     """Of these Q tokens; None if Q is 0."""
     failed: Mapping[int, str] = field(default_factory=dict)
-    """Why sampling failed for some of the R rows, by index; their ids mean nothing."""
+    """Why sampling failed for some of the R rows, by index; their ids are not valid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,10 @@ class _LogprobRows:
     """The rows whose requests want log probabilities."""
 
     indices: list[int]
-    """Which of the R."""
+    """Indices among the R rows."""
     indices_Q: torch.Tensor
     top: int
-    """The largest number of most likely tokens that one of them wants."""
+    """The largest number of top tokens that one of them requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +59,18 @@ class _ProcessedRows:
 
 @dataclass(frozen=True, slots=True)
 class _SamplingPlan:
-    """What sampling needs to know of a step's rows; valid until the rows change."""
+    """The sampling inputs of a step's rows; valid until the rows change."""
 
     settings: SamplingBatch | None
     """Of all R rows, greedy for rows with logits processors; None if every row has some."""
     processed: _ProcessedRows | None
     logprobs: _LogprobRows | None
     broken: list[int]
-    """Which of the R rows cannot be sampled: their logits processors did not fit into memory."""
+    """Indices of the rows that cannot be sampled: their logits processors did not fit into memory."""
 
 
 class Sampler:
-    """One column for each sampling setting, one entry for each row of the persistent batch."""
+    """Samples the rows of each step, with the settings of each row of the persistent batch."""
 
     def __init__(self, limits: BatchLimits, vocab_size: int, device: torch.device, memory: MemoryGuard):
         max_rows = limits.max_rows
@@ -89,7 +89,7 @@ class Sampler:
         self._planned_rows: Rows | None = None
 
     def set_row(self, new: NewRow) -> None:
-        """Set the sampling parameters of a row that a new request takes."""
+        """Set the sampling parameters of a row that is assigned to a new request."""
         row, sampling = new.row, new.sampling
         self._planned_rows = None
         self._temperature[row] = sampling.temperature
@@ -220,7 +220,7 @@ def logprob_slice(vocab_size: int) -> int:
 
 
 def _logprobs(logits_RV: torch.Tensor, ids_R: torch.Tensor, rows: _LogprobRows) -> TokenLogprobs:
-    """Of the Q sampled tokens; in slices, which bound the copied logits."""
+    """Log probabilities of the Q sampled tokens; computed in slices, which bound the copied logits."""
     slices = rows.indices_Q.split(logprob_slice(logits_RV.shape[1]))
     return TokenLogprobs.joined(
         [token_logprobs(logits_RV.index_select(0, each), ids_R[each], rows.top) for each in slices]

@@ -13,7 +13,7 @@ NO_SLOT = -1
 
 
 class StateSlots(GroupRows):
-    """Each row has one slot for its state, which starts with its first token."""
+    """Each row has one slot for its state, from its first token on."""
 
     def __init__(self, limits: BatchLimits):
         self._slots = np.full(limits.max_rows, NO_SLOT, np.int64)

@@ -46,7 +46,6 @@ _GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 _WARM_TOKENS = 128
 _WARM_DECODES = 2
 
-
 _SMALLER_STEPS = "lower --max-num-batched-tokens or --max-num-seqs, or use more GPUs with -tp"
 _SMALLER_CACHE = (
     "lower --gpu-memory-utilization or --kv-cache-memory-bytes, or capture fewer --cudagraph-capture-sizes"
@@ -55,7 +54,7 @@ _SMALLER_CACHE = (
 
 @contextlib.contextmanager
 def _explain_out_of_memory(device: torch.device, purpose: str, remedy: str) -> Iterator[None]:
-    """Turn torch.OutOfMemoryError into a MemoryError that says what to do."""
+    """Raise MemoryError with a remedy in place of torch.OutOfMemoryError."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -124,7 +123,7 @@ class Worker:
             self._allocate(allocate)
 
     def execute(self, batch: ScheduledBatch) -> PendingStep:
-        """Launch one step. Raises MemoryError if it cannot fail for some rows alone: with several ranks."""
+        """Launch one step. With several ranks, raises MemoryError if the device lacks memory."""
         with _explain_out_of_memory(self._device, "a step", _SMALLER_CACHE):
             if self.traces is None or not self.traces.recording:
                 return self._runner.launch(batch)
@@ -174,7 +173,7 @@ class Worker:
 
     @property
     def _marked(self) -> bool:
-        """Whether traces name modules."""
+        """Whether traces contain module names."""
         return self._config.observability.mark_trace and self.traces is not None
 
     def _load_weights(self, model: CausalLM) -> None:
@@ -280,7 +279,7 @@ class Worker:
         return self._config.model.max_model_len or self._checkpoint.max_model_len
 
     def _peak_of(self, counts: list[int]) -> int:
-        """Peak memory of a step that computes so many tokens in each row."""
+        """Peak memory of a step that computes `counts[i]` tokens of row i."""
         groups, block_size = self._model.kv_groups, self._config.cache.block_size
         longest = self._longest_sequence()
         batch = profile_batch(counts, groups, block_size, self._checkpoint.vocab_size, longest)

@@ -58,9 +58,9 @@ class LogitsProcessors(msgspec.Struct, array_like=True, frozen=True, gc=False):
     repetition_penalty: float = 1.0
     """Positive logits of ids in the prompt or the output are divided by it, negative multiplied."""
     frequency_penalty: float = 0.0
-    """Taken off for each time that an id was generated."""
+    """Subtracted for each time that an id was generated."""
     presence_penalty: float = 0.0
-    """Taken off once for each id that was generated."""
+    """Subtracted once for each id that was generated."""
 
     @property
     def needs_prompt_ids(self) -> bool:
@@ -86,8 +86,8 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
     seed: int
     """Unsigned 64 bit; chosen by the frontend when the client gave none."""
     sequence: int = 0
-    """Index among the `n` sequences of one request, part of the random key; the first one's in an
-    `AddRequest`."""
+    """Index among the `n` sequences of one request, part of the random key; in an `AddRequest` that
+    of its first sequence."""
     logits_processors: LogitsProcessors | None = None
     """None when the request sets none of them."""
     logprobs: int = -1
@@ -95,7 +95,7 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
-    """The first message of a frontend; the core answers `CoreReady` once it can generate."""
+    """The first message of a frontend; the core responds with `CoreReady` once it can generate."""
 
     frontend: int
 
@@ -103,8 +103,8 @@ class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
 class AddRequest(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
     """One prompt, and the sequences to generate from it.
 
-    Sequence i is known by `request_ids[i]` and samples as number `sampling.sequence` + i. Ids are
-    unique among all unfinished sequences of a core.
+    Sequence i has the id `request_ids[i]` and the index `sampling.sequence` + i. Ids are unique among
+    all unfinished sequences of a core.
     """
 
     request_ids: list[int]
@@ -170,7 +170,7 @@ class SampledLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class PromptLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Log probabilities of a chunk of one prompt. After a preemption they may come again, cut differently."""
+    """Log probabilities of a chunk of one prompt. After a preemption, chunks may repeat and overlap."""
 
     owner: int
     """From a worker the row, from a core the request id."""
@@ -205,8 +205,8 @@ class FirstToken(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class TokenDeltas(msgspec.Struct, tag=11, array_like=True, frozen=True, gc=False):
     """The new tokens of one step for one frontend, as columns.
 
-    `token_ids` is packed int32. Row i is request_ids[i]; it owns counts[i] ids, or exactly
-    one when `counts` is empty (the usual case).
+    `token_ids` is packed int32: counts[i] ids of each request_ids[i], or one each when `counts` is
+    empty (the usual case).
     """
 
     step: int
@@ -244,11 +244,11 @@ class CoreStats(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False):
 
 
 class GetStats(msgspec.Struct, tag=4, array_like=True, frozen=True, gc=False):
-    """Ask for `CoreStats`."""
+    """Request `CoreStats`."""
 
 
 class CoreDead(msgspec.Struct, tag=13, array_like=True, frozen=True, gc=False):
-    """The core's last message: it ends, and sends no further token."""
+    """The core's last message: it ends, and sends no more tokens."""
 
     reason: str
 

@@ -7,7 +7,7 @@ import msgspec
 
 
 class Profile(msgspec.Struct, tag=8, array_like=True, frozen=True, gc=False):
-    """Start recording what the workers and their devices do, or stop and write it to files."""
+    """Start recording traces on all workers, or stop and write them to files."""
 
     on: bool
     number: int = 0

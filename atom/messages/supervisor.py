@@ -1,6 +1,6 @@
 """Messages from every child process to its supervisor (supervisor binds PULL, children PUSH).
 
-`process` is the name that the supervisor gave: prepare, core, frontend, worker 0, worker 1, …
+`process` is the supervisor's name of the process: prepare, core, frontend, worker 0, worker 1, …
 """
 
 import msgspec
@@ -34,10 +34,10 @@ class Dead(msgspec.Struct, tag=3, array_like=True, frozen=True, gc=False):
     """Exit status for the program, if this was the root cause of a failed start."""
 
 
-class Beat(msgspec.Struct, tag=4, array_like=True, frozen=True, gc=False):
+class Heartbeat(msgspec.Struct, tag=4, array_like=True, frozen=True, gc=False):
     """A sign of life of `process` about every second, from its main loop."""
 
     process: str
 
 
-ToSupervisor = Ready | Progress | Dead | Beat
+ToSupervisor = Ready | Progress | Dead | Heartbeat

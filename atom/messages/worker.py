@@ -2,12 +2,12 @@
 
 The core binds a ROUTER, each worker connects a DEALER whose identity is its rank in four
 little-endian bytes. One encode per step: the same frame goes to every rank. Workers keep
-the batch: a `ScheduledBatch` has only what changed, which rows run, and the ids to compute. Its size
-is bounded by the limits of a step, not by the length of prompts (`engine_core.batch_bytes`).
+the batch: a `ScheduledBatch` has only the changes, the rows that run, and the ids to compute. Its
+size is bounded by the limits of a step, not by the length of prompts (`engine_core.batch_bytes`).
 
 Start-up:   worker -> Loaded, core -> AllocateKV, worker -> WorkerReady
 Each step:  core -> ScheduledBatch, rank 0 -> BatchResult (any rank may send WorkerFailed)
-Any time:   worker -> WorkerBeat (from a second socket)
+Any time:   worker -> WorkerHeartbeat (from a second socket)
             core -> Profile, worker -> RankTrace (of a stop, steps later: when its file is written)
 """
 
@@ -44,12 +44,12 @@ class RecurrentStateSpec(msgspec.Struct, tag="state", array_like=True, frozen=Tr
 
 
 PagedSpec = FullAttentionSpec | SlidingWindowSpec
-"""Groups with blocks of tokens."""
+"""Groups whose blocks hold tokens."""
 KVSpec = FullAttentionSpec | SlidingWindowSpec | RecurrentStateSpec
 
 
 class NewRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A request is assigned a row of the persistent batch, whatever the row held before.
+    """Assigns a row of the persistent batch to a request, in place of an earlier one.
 
     The row samples a token in every step that computes its last known token.
     """
@@ -58,9 +58,9 @@ class NewRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     num_known: int
     """Tokens known so far: the prompt and, for a resumed request, what it had generated."""
     computed: int
-    """The first of these have their KV in the blocks; at least one is left to compute."""
+    """How many of these, from the first on, have their KV in the blocks; less than `num_known`."""
     block_ids: list[list[int]]
-    """One list for each KV group, in the order of the specs; of a recurrent state its only slot."""
+    """One list for each KV group, in the order of the specs; for a recurrent state, its only slot."""
     sampling: Sampling
     prompt_length: int
     """How many of the known tokens are the prompt."""
@@ -97,7 +97,7 @@ class ScheduledBatch(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=Fal
     """Packed int32: the ids that the rows with known tokens compute in this step, in batch order."""
     next_ids: bytes = b""
     """Packed int32, one for each row that wants prompt log probabilities and does not reach the
-    prompt's end in this step: the id behind its chunk. In batch order."""
+    prompt's end in this step: the id after its chunk. In batch order."""
 
 
 class AllocateKV(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
@@ -122,7 +122,7 @@ class Loaded(msgspec.Struct, tag=10, array_like=True, frozen=True, gc=False):
 
 
 class WorkerReady(msgspec.Struct, tag=11, array_like=True, frozen=True, gc=False):
-    """KV allocated and warm."""
+    """The KV cache is allocated, and warm-up is done."""
 
     rank: int
 
@@ -147,7 +147,7 @@ class BatchResult(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False
     logprobs: SampledLogprobs | None = None
     """`indices` point into `token_ids`."""
     prompt_logprobs: list[PromptLogprobs] = []
-    """Owned by rows."""
+    """Their `owner` is a row."""
     failed: list[RowFailure] = []
     """Rows of the step whose requests end with an error. Their KV of this step is not valid."""
 
@@ -159,11 +159,11 @@ class WorkerFailed(msgspec.Struct, tag=13, array_like=True, frozen=True, gc=Fals
     reason: str
 
 
-class WorkerBeat(msgspec.Struct, tag=14, array_like=True, frozen=True, gc=False):
+class WorkerHeartbeat(msgspec.Struct, tag=14, array_like=True, frozen=True, gc=False):
     """A sign of life about every second, from a thread of its own: also while a step computes."""
 
     rank: int
 
 
 ToWorker = ScheduledBatch | AllocateKV | Shutdown | Profile
-FromWorker = Loaded | WorkerReady | BatchResult | WorkerFailed | WorkerBeat | RankTrace
+FromWorker = Loaded | WorkerReady | BatchResult | WorkerFailed | WorkerHeartbeat | RankTrace

@@ -1,8 +1,8 @@
-"""Detection of hung processes: each process sends beats, another one measures its silence.
+"""Detection of hung processes: each process sends heartbeats, another one measures its silence.
 
-A process is unresponsive after a sixth of the hang timeout without a beat, and hung after all of it.
+A process is unresponsive after a sixth of the hang timeout without a heartbeat, and hung after all of it.
 Time in which the measuring process itself did not run hardly counts: after SIGCONT, or after a pause
-of the whole container, the beats that wait in its socket are read before anything is decided.
+of the whole container, the heartbeats that wait in its socket are read before anything is decided.
 """
 
 import contextlib
@@ -15,24 +15,24 @@ import zmq
 from atom.messages.codec import encode
 from atom.utils.logger import get_logger
 
-__all__ = ["Beats", "PeerMonitor", "SilenceTimer", "beat_interval"]
+__all__ = ["HeartbeatSender", "PeerMonitor", "SilenceTimer", "heartbeat_interval"]
 
-_BEATS_PER_TIMEOUT = 60
+_HEARTBEATS_PER_TIMEOUT = 60
 _MAX_INTERVAL_S = 1.0
 _WARNINGS_PER_TIMEOUT = 6
 _UPDATES_PER_WARNING = 4
-_QUEUED_BEATS = 10
+_QUEUED_HEARTBEATS = 10
 
 
-def beat_interval(hang_timeout_s: float) -> float:
-    """Seconds between two beats."""
-    return min(_MAX_INTERVAL_S, hang_timeout_s / _BEATS_PER_TIMEOUT)
+def heartbeat_interval(hang_timeout_s: float) -> float:
+    """Seconds between two heartbeats."""
+    return min(_MAX_INTERVAL_S, hang_timeout_s / _HEARTBEATS_PER_TIMEOUT)
 
 
-class Beats:
+class HeartbeatSender:
     """Sends `message` to `endpoint` about every `interval_s`, on a socket of its own.
 
-    A separate socket, so that unread beats never fill the queue of other messages.
+    A separate socket, so that unread heartbeats never fill the queue of other messages.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class Beats:
     ):
         self._socket = context.socket(kind)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, _QUEUED_BEATS)
+        self._socket.setsockopt(zmq.SNDHWM, _QUEUED_HEARTBEATS)
         self._socket.connect(endpoint)
         self._frame = encode(message)
         self._interval_s = interval_s
         self._next = 0.0
 
     def send_if_due(self) -> None:
-        """Send a beat unless the last one is recent; never waits."""
+        """Send a heartbeat unless the last one is recent; never waits."""
         now = time.monotonic()
         if now < self._next:
             return

@@ -11,14 +11,14 @@ from frontend.keys import BODY_MEMORY, LIMITS
 
 __all__ = ["open_body"]
 
-_LARGE_PIECE = 1 << 16
+_LARGE_CHUNK_BYTES = 1 << 16
 
 
 @contextlib.asynccontextmanager
 async def open_body(request: web.Request) -> AsyncIterator[bytes]:
     """The whole body; its memory is accounted for until the block ends.
 
-    Raises RequestError for a late, malformed or too large body, OverloadedError without memory for it.
+    Raises RequestError for a late, malformed or too large body, OverloadedError if memory is lacking.
     """
     limits, memory = request.app[LIMITS], request.app[BODY_MEMORY]
     if (request.content_length or 0) > limits.max_body_bytes:
@@ -27,14 +27,14 @@ async def open_body(request: web.Request) -> AsyncIterator[bytes]:
     try:
         try:
             async with asyncio.timeout(limits.body_deadline_s):
-                # A compressed body is expanded in pieces of bounded size.
-                async for piece in request.content.iter_any():
-                    if len(body) + len(piece) > limits.max_body_bytes:
+                # A compressed body is decompressed in chunks of bounded size.
+                async for chunk in request.content.iter_any():
+                    if len(body) + len(chunk) > limits.max_body_bytes:
                         raise _too_large(limits.max_body_bytes)
-                    memory.add(len(piece))
-                    body += piece
-                    if len(piece) >= _LARGE_PIECE:
-                        await asyncio.sleep(0)  # expanding the next piece does not wait for the network
+                    memory.add(len(chunk))
+                    body += chunk
+                    if len(chunk) >= _LARGE_CHUNK_BYTES:
+                        await asyncio.sleep(0)  # the next chunk may be decompressed without any wait
         except TimeoutError:
             raise RequestError(
                 f"the request body did not arrive within {limits.body_deadline_s:g} s", status=408

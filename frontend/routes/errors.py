@@ -1,4 +1,4 @@
-"""Turns all exceptions into OpenAI error objects without tracebacks."""
+"""Converts all exceptions to OpenAI error objects without tracebacks."""
 
 import secrets
 
@@ -22,7 +22,7 @@ _REQUEST_ID = "X-Request-Id"
 
 @web.middleware
 async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn a handler's exceptions into error responses."""
+    """Convert a handler's exceptions to error responses."""
     try:
         return await handler(request)
     except ApiError as error:

@@ -69,7 +69,7 @@ def check_part(part: dict[str, Any], where: str) -> None:
     for name, value in part.items():
         if value is not None and name not in _PART_FIELDS:
             raise RequestError(
-                f"'{where}.{name}' is not a field that this server knows: leave it out",
+                f"'{where}.{name}' is not a field of this server: leave it out",
                 param=f"{where}.{name}",
                 code="unsupported_parameter",
             )

@@ -28,15 +28,15 @@ _text = msgspec.json.Decoder(str)
 # Far more than any object has fields; logit_bias may have 1,024.
 _MAX_NAMES = 2048
 _MAX_NAME_LENGTH = 1024
-# Only the first objections are reported, so that a refusal costs little.
-_MAX_OBJECTIONS = 8
+# Only the first refused fields are reported, so that an error costs little.
+_MAX_REPORTED = 8
 # Neutral values are short; a longer value need not be parsed.
 _MAX_NEUTRAL_BYTES = 64
 _NULL = b"null"
 _SMALL = 4096
 _LARGE = 1 << 16
-# Parsing holds the GIL for milliseconds per MiB: threads that parse large bodies take turns, so that the
-# event loop waits for one of them at most.
+# Parsing holds the GIL for milliseconds per MiB: only one thread at a time parses a large body, so that
+# the event loop waits for at most one.
 _one_large_body = threading.Lock()
 _INTEGRAL = re.compile(rb"(-?\d{1,20})\.0{1,20}")
 _NAME = re.compile(rb'[\s{,]*+("(?:[^"\\]++|\\.)*+")\s*+:\s*+')
@@ -49,7 +49,7 @@ class Schema(Generic[T]):
 
     struct: type[T]
     neutral: Mapping[str, tuple[Any, ...]]
-    """Known unsupported fields, with their accepted values beside null."""
+    """Unsupported fields that get a specific message, with their accepted values beside null."""
     harmless: frozenset[str]
     nested: Mapping[str, "Schema[Any] | None"] = field(default_factory=dict)
     """Supported fields that hold an object, with its schema; None for any unique names."""
@@ -114,8 +114,8 @@ class Schema(Generic[T]):
         refused = [name for name in raw.keys() - self._accepted if not self._is_neutral(name, raw[name])]
         if not refused:
             return []
-        shown = heapq.nsmallest(_MAX_OBJECTIONS, refused)
-        texts = [f"'{where}{name}' {self._objection(name)}" for name in shown]
+        shown = heapq.nsmallest(_MAX_REPORTED, refused)
+        texts = [f"'{where}{name}' {self._reason(name)}" for name in shown]
         if not lenient:
             more = f"; and {len(refused) - len(shown)} more" if len(refused) > len(shown) else ""
             raise RequestError(
@@ -129,9 +129,9 @@ class Schema(Generic[T]):
             warnings.append(f"{len(refused) - len(shown)} more fields were left out")
         return warnings
 
-    def _objection(self, name: str) -> str:
+    def _reason(self, name: str) -> str:
         known = name in self.neutral
-        return "is not supported with this value" if known else "is not a field that this server knows"
+        return "is not supported with this value" if known else "is not a field of this server"
 
     def _is_neutral(self, name: str, raw: msgspec.Raw) -> bool:
         value = memoryview(raw)

@@ -27,7 +27,7 @@ def check_structure(text: bytes, field: str | None = None) -> None:
     if len(text) <= _SMALL or _is_within(text, text):
         return
     # The counts include characters inside strings. Without escapes, each quote begins or ends a string,
-    # and every second piece between quotes is outside of strings.
+    # and every second part between quotes is outside of strings.
     plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     where = "the body" if field is None else f"'{field}'"
     if plain.count(b'"') > 2 * MAX_STRINGS:

@@ -24,7 +24,7 @@ class ResponseOptions:
     token_ids: bool = False
     prompt_ids: bool = False
     score_only: bool = False
-    """Only the prompt is scored (`max_tokens` 0): the token that the engine samples is left out."""
+    """`max_tokens` 0: only prompt logprobs are returned, without the token that the engine samples."""
     continuous_usage: bool = False
 
     @property
@@ -72,7 +72,7 @@ class GenerateRequest:
         return (self.prompt(index).echo or "") if self.options.echo else ""
 
     def visible(self, update: Update) -> Update:
-        """`update`, without the sampled token where only the prompt is scored."""
+        """`update`, without the sampled token if `score_only`."""
         if self.options.score_only:
             update.token_ids, update.text, update.logprobs = array("i"), "", ()
             if update.finished and not update.error:

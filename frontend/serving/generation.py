@@ -56,7 +56,7 @@ _LOGPROB_BYTES = 256
 
 @dataclass(frozen=True)
 class ServingOptions:
-    """Settings of the operator and the checkpoint."""
+    """Settings of the server and the checkpoint."""
 
     default_sampling: dict[str, float | int]
     default_max_tokens: int | None
@@ -94,7 +94,7 @@ class GenerationService(ABC, Generic[R]):
         request, params, cache_salt = await self._executor.run(
             len(body), lambda: self._check(body, caller, started)
         )
-        # The ids of one request are consecutive, since they are taken on the event loop.
+        # The ids of one request are consecutive, since only the event loop allocates them.
         ids = self._client.new_ids(request.n * len(request.prompts))
         requests = await self._executor.run(
             len(body) // 8, lambda: self._requests(request.prompts, params, ids, cache_salt)
@@ -105,7 +105,7 @@ class GenerationService(ABC, Generic[R]):
         """The complete response as JSON. Cancelling aborts the generation."""
         counter = request.usage_counter()
         results = [Update(request_id, array("i")) for request_id in request.request_ids]
-        with self._client.open(request.requests, request.text, every_step=False) as stream:
+        async with self._client.open(request.requests, request.text, every_step=False) as stream:
             async for updates in stream:
                 for update in updates:
                     _raise_error(update)
@@ -125,7 +125,7 @@ class GenerationService(ABC, Generic[R]):
         """
         template = self._template(request)
         counter = request.usage_counter()
-        with self._client.open(request.requests, request.text) as stream:
+        async with self._client.open(request.requests, request.text) as stream:
             async for updates in stream:
                 size = sum(map(_response_bytes, updates)) + self._first_bytes(request, counter, updates)
                 render = partial(self._render, template, request, counter, updates, stream)
@@ -141,7 +141,7 @@ class GenerationService(ABC, Generic[R]):
 
     @abstractmethod
     def _default_max_tokens(self) -> int:
-        """max_tokens where neither request nor operator sets it."""
+        """max_tokens if neither the request nor the command line sets it."""
 
     @abstractmethod
     def _top_logprobs(self, request: R) -> int | None:
@@ -173,7 +173,7 @@ class GenerationService(ABC, Generic[R]):
         """The frame before the first text of choice `index`; `update` is its first one."""
 
     def _scores_only(self, request: R) -> bool:
-        """Whether the request only scores its prompt: `echo` with max_tokens 0."""
+        """Whether only prompt logprobs are wanted: `echo` with max_tokens 0."""
         return False
 
     def _check(
@@ -209,7 +209,7 @@ class GenerationService(ABC, Generic[R]):
         return sum(_TOKEN_BYTES * len(request.prompt(index).ids) for index in first)
 
     def _encode(self, request: R, text: str, add_special_tokens: bool) -> list[int]:
-        """Ids of a prompt; only those to be truncated may exceed the context length."""
+        """Ids of a prompt; only a prompt to be truncated may exceed the context length."""
         excess = 0 if request.truncate_prompt_tokens is None else MAX_EXCESS_TOKENS
         return self._inputs.encode(text, add_special_tokens, excess)
 
@@ -317,8 +317,8 @@ class GenerationService(ABC, Generic[R]):
         tokenizer, skip_special = self._inputs.tokenizer, request.skip_special_tokens is not False
         assert tokenizer is not None  # `_response_options` refuses echo without one
         echo = decode(tokenizer, prompt.ids, skip_special) if prompt.echo is None else prompt.echo
-        scored = options.logprobs is not None
-        offsets = text_offsets(tokenizer, prompt.ids, skip_special) if scored else ()
+        has_logprobs = options.logprobs is not None
+        offsets = text_offsets(tokenizer, prompt.ids, skip_special) if has_logprobs else ()
         return dataclasses.replace(prompt, echo=echo, offsets=offsets)
 
     def _params(self, request: R, options: ResponseOptions, prompts: list[Prompt]) -> list[SamplingParams]:
@@ -352,9 +352,9 @@ class GenerationService(ABC, Generic[R]):
         checked, n = self._inputs.check_params(params[0]), params[0].n
         _check_bad_words(checked, len(ids))
         requests = []
-        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+        for index, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
             request_ids = ids[index * n : (index + 1) * n]
-            requests.append(self._inputs.request(prompt.ids, own, request_ids, cache_salt, checked))
+            requests.append(self._inputs.request(prompt.ids, prompt_params, request_ids, cache_salt, checked))
         return requests
 
 
@@ -398,7 +398,7 @@ def _check_amounts(prompts: list[Prompt], params: SamplingParams, options: Respo
     if params.prompt_logprobs is not None and tokens * (1 + params.prompt_logprobs) > MAX_PROMPT_LOGPROBS:
         raise RequestError(
             f"{1 + params.prompt_logprobs} log probabilities for each of {tokens} prompt tokens are more "
-            f"than {MAX_PROMPT_LOGPROBS}: send fewer prompts at once, or ask for fewer",
+            f"than {MAX_PROMPT_LOGPROBS}: send fewer prompts at once, or request fewer log probabilities",
             param="logprobs" if options.prompt_logprobs is None else "prompt_logprobs",
         )
     allowed = len(params.allowed_token_ids or ())

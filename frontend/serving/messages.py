@@ -52,7 +52,7 @@ def _role(role: str, source: TemplateSource, where: str) -> str:
     if role == _DEVELOPER:  # OpenAI's newer name of the system role
         return _SYSTEM
     raise RequestError(
-        f"'{where}role' is {role[:40]!r}, which this model's chat template does not know",
+        f"'{where}role' is {role[:40]!r}, which this model's chat template does not support",
         param=f"{where}role",
     )
 

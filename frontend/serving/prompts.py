@@ -45,7 +45,7 @@ def kept_tokens(request: GenerationRequest, max_model_len: int, max_tokens: int)
 
 
 def truncated(ids: list[int], kept: int | None, request: GenerationRequest) -> list[int]:
-    """The `kept` ids of the side that `request` wants; all for None."""
+    """`ids` truncated to `kept` ones on the request's side; all for None."""
     if kept is None:
         return ids
     return ids[:kept] if request.truncation_side == "right" else ids[-kept:]
@@ -62,7 +62,7 @@ def text_offsets(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: 
 
 
 def salt(cache_salt: str | None, caller: Caller) -> str:
-    """The prefix cache's salt for one tenant and `cache_salt`; empty where there is neither.
+    """The prefix cache's salt for the tenant and `cache_salt`; empty without both.
 
     Only requests with equal salts share cached blocks.
     """

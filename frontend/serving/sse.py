@@ -64,11 +64,11 @@ class ChunkTemplate:
     def __init__(self, header: ChunkHeader, choices: int, shape: ChunkShape):
         self._header = header
         self._shape = shape
-        self._pieces = [self._split(index) for index in range(choices)]
+        self._parts = [self._split(index) for index in range(choices)]
 
     def text(self, index: int, text: str) -> bytes:
         """A frame with new text of one choice."""
-        head, tail = self._pieces[index]
+        head, tail = self._parts[index]
         return b"%b%b%b" % (head, _encode(text), tail)
 
     def update(self, index: int, update: Update) -> bytes:

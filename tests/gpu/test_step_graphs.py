@@ -87,7 +87,7 @@ def test_no_step_synchronises(checkpoint: Checkpoint, sizes: str, sampling: Samp
     one_by_one = []
     for counts in steps:  # compiles kernels
         one_by_one.append(made.execute(core.plan(counts)).token_ids())
-        core.take(one_by_one[-1])
+        core.add_sampled(one_by_one[-1])
     core = CoreSide(BLOCKS, BLOCK_SIZE)
     for row in range(3):
         core.add(row, prompt_of(20 + row, seed=row), sampling)

@@ -37,7 +37,7 @@ GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 
 class Clock:
-    """Time that passes only when a test says so."""
+    """Time that only a test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -67,7 +67,7 @@ class Sent:
 
 
 class CoreDriver:
-    """Hands batches to the worker and results back, at most `MAX_IN_FLIGHT` steps late."""
+    """Runs the core's batches on the worker, with at most `MAX_IN_FLIGHT` steps in flight."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class CoreDriver:
         """Of each step in `results`: the requests whose rows failed."""
         self.failed: dict[int, Sent] = {}
         self.num_recomputed = 0
-        """Times that a request was computed anew because a step failed whose blocks it shared."""
+        """Times that a request was recomputed because a step failed whose blocks it shared."""
         self.live: dict[int, Sent] = {}
         self.done: dict[int, Sent] = {}
 
@@ -107,8 +107,8 @@ class CoreDriver:
     ) -> str:
         """Queue `n` sequences with consecutive ids; returns why they were refused, or nothing.
 
-        `fields` are those of `AddRequest`. The salt becomes the seed, so that the worker tells the KV of
-        different salts apart.
+        `fields` are fields of `AddRequest`. The salt becomes the seed, so that the worker distinguishes
+        the KV of different salts.
         """
         settings = {"sampling": GREEDY, **fields}
         salt = settings.get("cache_salt", "")
@@ -166,7 +166,7 @@ class CoreDriver:
         return True
 
     def deliver(self) -> None:
-        """Give the oldest result to the core, and check what the frontends would get."""
+        """Process the oldest result in the core, and check the messages for the frontends."""
         failing = self.failing.popleft() if self.failing else set()
         expected = failing & self.live.keys()
         requests = self.core._scheduler.requests
@@ -197,7 +197,7 @@ class CoreDriver:
                 self._finish(finished)
 
     def run(self, max_steps: int = 10_000) -> None:
-        """Until nothing is live; two steps in flight whenever there is work for them."""
+        """Run until no request is left; with two steps in flight whenever there is work for them."""
         for _ in range(max_steps):
             while len(self.results) < MAX_IN_FLIGHT and self.send():
                 pass
@@ -213,11 +213,11 @@ class CoreDriver:
             for index, row in zip(delta.logprobs.indices, rows, strict=True):
                 sent = self.live[delta.request_ids[index]]
                 sent.scores[len(sent.received) - 1] = row
-        for piece in delta.prompt_logprobs:
-            sent = self.live[piece.owner]
+        for chunk in delta.prompt_logprobs:
+            sent = self.live[chunk.owner]
             assert sent.frontend == frontend, "log probabilities went to another frontend"
-            for place, row in enumerate(unpack_scores(piece.table)):
-                sent.prompt_scores[piece.start + place] = row
+            for offset, row in enumerate(unpack_scores(chunk.table)):
+                sent.prompt_scores[chunk.start + offset] = row
 
     def _finish(self, finished: Finished) -> None:
         sent = self.live.pop(finished.request_id)
@@ -241,7 +241,7 @@ class CoreDriver:
 
 
 def check_tokens(sent: Sent) -> None:
-    """Raises AssertionError unless a request got a beginning of what it would have got alone."""
+    """Raises AssertionError unless a request's tokens begin those that it would get alone."""
     message = sent.message
     prompt = list(unpack_ids(message.prompt_ids))
     stop_ids = {*message.eos_token_ids, *message.stop_token_ids}
@@ -250,7 +250,7 @@ def check_tokens(sent: Sent) -> None:
 
 
 def check_response(sent: Sent) -> None:
-    """Raises AssertionError unless a request got what it would have got alone, and the right reason."""
+    """Raises AssertionError unless a request got the tokens that it would get alone, and the right reason."""
     message, finished = sent.message, sent.finished
     assert finished is not None and sent.first is not None
     check_tokens(sent)

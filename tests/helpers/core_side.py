@@ -1,4 +1,4 @@
-"""The engine core's half of the worker protocol, as plain as it gets: for driving workers."""
+"""A minimal engine core, to run workers: it plans steps and tracks rows, tokens and blocks."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -9,11 +9,11 @@ from atom.messages.worker import KVSpec, MoreBlocks, NewRow, RecurrentStateSpec,
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 Execute = Callable[[ScheduledBatch], bytes]
-"""Runs one step on a worker; gives the drawn ids, packed."""
+"""Runs one step on a worker; returns the sampled ids, packed."""
 
 
 class CoreSide:
-    """Rows, their tokens and their blocks. Blocks of each KV group are handed out in random order."""
+    """Rows, their tokens and their blocks. Blocks of each KV group are allocated in random order."""
 
     def __init__(
         self, num_blocks: int, block_size: int, seed: int = 0, groups: int = 1, states: Sequence[int] = ()
@@ -25,8 +25,8 @@ class CoreSide:
         self._states = states
         self._blocks: dict[int, int] = {}
         self._fresh: dict[int, tuple[Sampling, int, int]] = {}
-        self._scored_until: dict[int, int] = {}
-        self._drawers: list[int] = []
+        self._logprobs_until: dict[int, int] = {}
+        self._sampling_rows: list[int] = []
         self._step = 0
         self.known: dict[int, int] = {}
         self.computed: dict[int, int] = {}
@@ -34,7 +34,7 @@ class CoreSide:
 
     @classmethod
     def of_specs(cls, specs: Sequence[KVSpec], num_blocks: int, block_size: int, seed: int = 0) -> "CoreSide":
-        """With so many blocks, or slots, in each group."""
+        """With `num_blocks` blocks, or slots, in each group."""
         states = [number for number, spec in enumerate(specs) if isinstance(spec, RecurrentStateSpec)]
         return cls(num_blocks, block_size, seed, len(specs), states)
 
@@ -46,7 +46,7 @@ class CoreSide:
         prompt_logprobs: int = -1,
         generated: int = 0,
     ) -> None:
-        """A request takes `row`; its blocks come with the first step that runs it.
+        """Assign `row` to a request; its blocks are allocated with its first step.
 
         The last `generated` ids are what it had generated before it was preempted.
         """
@@ -55,7 +55,7 @@ class CoreSide:
         self._fresh[row] = sampling, len(ids) - generated, prompt_logprobs
 
     def plan(self, counts: dict[int, int]) -> ScheduledBatch:
-        """The step that computes so many tokens of each row."""
+        """The step that computes `counts[row]` tokens of each row."""
         new_rows, more_blocks, ids, next_ids = [], [], [], []
         for row, count in counts.items():
             end = self.computed[row] + count
@@ -71,10 +71,10 @@ class CoreSide:
                 more_blocks.append(MoreBlocks(row, blocks))
             if self.computed[row] < self.known[row]:
                 ids += self.tokens[row][self.computed[row] : end]
-                if end < self._scored_until[row]:
+                if end < self._logprobs_until[row]:
                     next_ids.append(self.tokens[row][end])
             self.computed[row] = end
-        self._drawers = [row for row in counts if self.computed[row] >= self.known[row]]
+        self._sampling_rows = [row for row in counts if self.computed[row] >= self.known[row]]
         self._step += 1
         columns = [] if set(counts.values()) == {1} else list(counts.values())
         packed = pack_ids(ids), pack_ids(next_ids)
@@ -82,7 +82,7 @@ class CoreSide:
 
     def _new_row(self, row: int, blocks: list[list[int]]) -> NewRow:
         sampling, prompt_length, prompt_logprobs = self._fresh.pop(row)
-        self._scored_until[row] = prompt_length if prompt_logprobs >= 0 else 0
+        self._logprobs_until[row] = prompt_length if prompt_logprobs >= 0 else 0
         processors, tokens = sampling.logits_processors, self.tokens[row]
         prompt, output = tokens[:prompt_length], tokens[prompt_length:]
         return NewRow(
@@ -97,9 +97,9 @@ class CoreSide:
             pack_ids(output) if processors and processors.needs_output_ids else b"",
         )
 
-    def take(self, token_ids: bytes) -> None:
-        """The step's drawn ids, in batch order."""
-        for row, token in zip(self._drawers, unpack_ids(token_ids), strict=True):
+    def add_sampled(self, token_ids: bytes) -> None:
+        """Append the step's sampled ids, in batch order."""
+        for row, token in zip(self._sampling_rows, unpack_ids(token_ids), strict=True):
             self.tokens[row].append(token)
 
     def generated(self, row: int) -> list[int]:
@@ -115,9 +115,9 @@ def generate(
     stagger: int = 0,
     sampling: Sampling = GREEDY,
 ) -> list[list[int]]:
-    """`count` tokens for each prompt, in pieces of `chunk`; row i joins at step i * stagger.
+    """`count` tokens for each prompt, in chunks of `chunk`; row i joins at step i * stagger.
 
-    With a stagger, prompt pieces run beside the decodes of earlier rows.
+    With a stagger, prompt chunks run beside the decodes of earlier rows.
     """
     step = 0
     while True:
@@ -132,5 +132,5 @@ def generate(
         if not counts and len(core.tokens) == len(prompts):
             return [core.generated(row) for row in range(len(prompts))]
         if counts:
-            core.take(execute(core.plan(counts)))
+            core.add_sampled(execute(core.plan(counts)))
         step += 1

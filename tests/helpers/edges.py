@@ -19,8 +19,8 @@ class Gauges:
     """One scrape of /metrics: values by name, summed over labels."""
 
     def __init__(self, server: Server):
-        with urllib.request.urlopen(f"{server.url}/metrics", timeout=DEADLINE_S) as answer:
-            text = answer.read().decode()
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=DEADLINE_S) as response:
+            text = response.read().decode()
         self._values: dict[str, float] = {}
         for name, value in re.findall(r"^(atom:\w+)(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE):
             self._values[name] = self._values.get(name, 0.0) + float(value)

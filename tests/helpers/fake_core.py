@@ -37,19 +37,19 @@ VOCABULARY = 360
 
 
 def likely(token_id: int, count: int) -> list[tuple[int, float]]:
-    """What this core says in place of a token: even ids are the most likely, odd ones the second."""
+    """The most likely tokens at a token's position: even ids are the first, odd ones the second."""
     first = [token_id, token_id + 1] if token_id % 2 == 0 else [token_id + 1, token_id]
     ids = [*first, *(token_id + step for step in range(2, count))]
     return [(i % VOCABULARY, -0.25 * rank) for rank, i in enumerate(ids[:count], 1)]
 
 
 def logprob(token_id: int) -> float:
-    """What this core says of the token itself."""
+    """The log probability of the token itself."""
     return dict(likely(token_id, 2))[token_id]
 
 
 def table(ids: Sequence[int], top: int) -> LogprobTable:
-    """The columns for these tokens; wider than asked for, as those of a mixed batch are."""
+    """The columns for these tokens; wider than requested, as in a mixed batch."""
     shown, values = array("i"), array("f")
     for token_id in ids:
         others = likely(token_id, top + 1)
@@ -61,7 +61,7 @@ def table(ids: Sequence[int], top: int) -> LogprobTable:
 
 @dataclass
 class Script:
-    """What one request gets: its ids, `per_step` at a time, then its end (None: never)."""
+    """The output of one request: its ids, `per_step` at a time, then its end (None: never)."""
 
     ids: list[int]
     reason: FinishReason | None = FinishReason.MAX_TOKENS
@@ -81,12 +81,12 @@ class _Running:
 
 @dataclass
 class FakeCore:
-    """Answers every request as `script` says; `requests` and `aborted` tell what arrived."""
+    """Serves every request by `script`; `requests` and `aborted` hold what was received."""
 
     directory: Path
     script: Callable[[AddRequest], Script]
     max_model_len: int = 2048
-    say_ready: bool = True
+    is_ready: bool = True
     step_s: float = 0.0005
     requests: list[AddRequest] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
@@ -127,7 +127,7 @@ class FakeCore:
         """Wait until `condition` holds; fails the test when it does not in time."""
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
-            assert time.monotonic() < deadline, "the fake core never saw it"
+            assert time.monotonic() < deadline, "the fake core did not receive it in time"
             time.sleep(0.002)
 
     def _run(self) -> None:
@@ -140,7 +140,7 @@ class FakeCore:
                     time.sleep(0.002)
                 while socket.poll(1):
                     peer, frame = socket.recv_multipart()
-                    self._take(socket, peer, decoder.decode(frame))
+                    self._process(socket, peer, decoder.decode(frame))
                 if self._dropped:
                     for peer in self._peers:
                         socket.send_multipart([peer, encode(CoreDead(self._dropped))])
@@ -153,24 +153,24 @@ class FakeCore:
                 for peer in self._peers:
                     socket.send_multipart([peer, encode(CoreDead(self._death))])
 
-    def _take(self, socket: zmq.Socket[bytes], peer: bytes, message: ToCore) -> None:
+    def _process(self, socket: zmq.Socket[bytes], peer: bytes, message: ToCore) -> None:
         match message:
             case Hello():
                 self._peers.add(peer)
-                if self.say_ready:
+                if self.is_ready:
                     ready = CoreReady(self.max_model_len, kv_tokens=100_000)
                     socket.send_multipart([peer, encode(ready)])
             case AddRequest():
-                for place, request_id in enumerate(message.request_ids):
-                    request = _sequence(message, request_id, place)
+                for index, request_id in enumerate(message.request_ids):
+                    request = _sequence(message, request_id, index)
                     self.requests.append(request)
                     self._running[request_id] = _Running(peer, request, self.script(request))
             case GetStats():
                 socket.send_multipart([peer, encode(self._stats())])
             case Profile():
                 self.profiles.append(message)
-                if (answer := self.profile(message)) is not None:
-                    socket.send_multipart([peer, encode(answer)])
+                if (response := self.profile(message)) is not None:
+                    socket.send_multipart([peer, encode(response)])
             case Abort(request_ids):
                 self.aborted.extend(request_ids)
                 for request_id in request_ids:
@@ -191,7 +191,7 @@ class FakeCore:
         first: list[FirstToken] = []
         finished: list[Finished] = []
         prompts: list[PromptLogprobs] = []
-        draws: list[int] = []
+        with_logprobs: list[int] = []
         for request_id, running in list(self._running.items()):
             if running.peer != peer:
                 continue
@@ -201,11 +201,11 @@ class FakeCore:
                 rows.append(request_id)
                 counts.append(len(new))
                 if running.request.sampling.logprobs >= 0:
-                    draws += range(len(ids), len(ids) + len(new))
+                    with_logprobs += range(len(ids), len(ids) + len(new))
                 ids += new
                 if not running.sent:
                     first.append(FirstToken(request_id, script.cached))
-                    prompts += _prompt_pieces(running.request)
+                    prompts += _prompt_chunks(running.request)
                 running.sent += len(new)
             if running.sent >= len(script.ids) and script.reason is not None:
                 end = Finished(request_id, script.reason, script.stop_token_id, script.message)
@@ -214,25 +214,28 @@ class FakeCore:
         if not rows and not finished:
             return None
         self._step += 1
-        short = [] if all(count == 1 for count in counts) else counts
-        drawn = SampledLogprobs(draws, table([ids[i] for i in draws], 20)) if draws else None
-        return TokenDeltas(self._step, rows, pack_ids(ids), short, first, finished, drawn, prompts)
+        if all(count == 1 for count in counts):
+            counts = []
+        logprobs = None
+        if with_logprobs:
+            logprobs = SampledLogprobs(with_logprobs, table([ids[i] for i in with_logprobs], 20))
+        return TokenDeltas(self._step, rows, pack_ids(ids), counts, first, finished, logprobs, prompts)
 
 
-def _sequence(message: AddRequest, request_id: int, place: int) -> AddRequest:
+def _sequence(message: AddRequest, request_id: int, index: int) -> AddRequest:
     """The request for one of the sequences of `message`."""
     replace = msgspec.structs.replace
-    sampling = replace(message.sampling, sequence=message.sampling.sequence + place)
+    sampling = replace(message.sampling, sequence=message.sampling.sequence + index)
     return replace(message, request_ids=[request_id], sampling=sampling)
 
 
-def _prompt_pieces(request: AddRequest) -> list[PromptLogprobs]:
-    """Two pieces that overlap, as after a preemption."""
+def _prompt_chunks(request: AddRequest) -> list[PromptLogprobs]:
+    """Two chunks that overlap, as after a preemption."""
     top, ids = request.prompt_logprobs, unpack_ids(request.prompt_ids)
     if top < 0:
         return []
     middle = len(ids) // 2
-    pieces = [(1, ids[1 : middle + 2]), (max(middle, 1), ids[max(middle, 1) :])]
+    chunks = [(1, ids[1 : middle + 2]), (max(middle, 1), ids[max(middle, 1) :])]
     return [
-        PromptLogprobs(request.request_ids[0], start, table(piece, top)) for start, piece in pieces if piece
+        PromptLogprobs(request.request_ids[0], start, table(chunk, top)) for start, chunk in chunks if chunk
     ]

@@ -19,7 +19,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class FakeHub:
     """Serves `files` as the model `name`, in a thread, while the block runs.
 
-    `trouble` is the X-Error-Code of every answer, with status 401, 403 or 404, unless the client
+    `trouble` is the X-Error-Code of every response, with status 401, 403 or 404, unless the client
     sends the token.
     """
 
@@ -100,12 +100,12 @@ class FakeHub:
 
 
 async def _cut_off(request: web.Request, data: bytes, headers: dict[str, str]) -> web.StreamResponse:
-    answer = web.StreamResponse(headers=headers | {"Content-Length": str(len(data))})
-    await answer.prepare(request)
-    await answer.write(data[: len(data) // 2])
+    response = web.StreamResponse(headers=headers | {"Content-Length": str(len(data))})
+    await response.prepare(request)
+    await response.write(data[: len(data) // 2])
     assert request.transport is not None
     request.transport.abort()
-    return answer
+    return response
 
 
 def _etag(data: bytes) -> str:

@@ -60,9 +60,9 @@ class Client:
         with contextlib.closing(connection):
             data = raw if raw is not None else None if body is None else json.dumps(body)
             connection.request(method, path, data, {"Content-Type": "application/json", **(headers or {})})
-            answer = connection.getresponse()
-            received = {name.lower(): value for name, value in answer.getheaders()}
-            return answer.status, answer.read(), received
+            response = connection.getresponse()
+            received = {name.lower(): value for name, value in response.getheaders()}
+            return response.status, response.read(), received
 
     def events(self, path: str, **body: Any) -> list[Any]:
         """The decoded events of a stream; the last one must be [DONE], and is left out."""

@@ -24,7 +24,7 @@ _CLIENT_DEADLINE_S = 60.0
 
 
 def write_checkpoint(directory: Path, **changes: Any) -> Path:
-    """A Llama without weights, slow enough that a long answer takes many seconds."""
+    """A Llama without weights, slow enough that a long response takes many seconds."""
     directory.mkdir(parents=True, exist_ok=True)
     found = tiny_tokenizer.checkpoint(directory)
     config = {
@@ -48,7 +48,7 @@ def write_checkpoint(directory: Path, **changes: Any) -> Path:
 
 
 class Crowd:
-    """Clients that stream answers which would take far longer than any test."""
+    """Clients that stream responses that would take far longer than any test."""
 
     def __init__(self, size: int, max_tokens: int = _ENDLESS):
         self.ends: Counter[str] = Counter()
@@ -89,10 +89,10 @@ class Crowd:
             "stream": True,
         }
         end, begun = "cut off", False
-        async with session.post("/v1/completions", json=body) as answer:
-            if answer.status != 200:
+        async with session.post("/v1/completions", json=body) as response:
+            if response.status != 200:
                 return "refused"
-            async for line in answer.content:
+            async for line in response.content:
                 if line.startswith(b"data: [DONE]"):
                     return end if end == "error event" else "finished"
                 if not line.startswith(b"data: "):
@@ -113,13 +113,13 @@ class Crowd:
 
 
 async def seconds_until_unready(server: Server, limit_s: float) -> float:
-    """How long `/ready` went on to answer 200 or nothing; a closed door counts as not ready."""
+    """How long `/ready` still gave 200 or no response; a refused connection counts as not ready."""
     begun = time.monotonic()
     async with aiohttp.ClientSession(server.url) as session:
         while time.monotonic() - begun < limit_s:
             try:
-                async with session.get("/ready", timeout=aiohttp.ClientTimeout(total=1)) as answer:
-                    if answer.status == 503:
+                async with session.get("/ready", timeout=aiohttp.ClientTimeout(total=1)) as response:
+                    if response.status == 503:
                         break
             except TimeoutError:
                 continue

@@ -14,7 +14,7 @@ from tests.helpers.http_server import Client, running_frontend
 
 TOKENIZER = tiny_tokenizer.tokenizer()
 EOS = 1
-ANSWER = "Hello <s>world, 你好🦊"
+OUTPUT = "Hello <s>world, 你好🦊"
 MINIMAL: dict[str, dict[str, Any]] = {
     "chat": {"messages": [{"role": "user", "content": "hi"}]},
     "completions": {"prompt": "hi"},
@@ -28,16 +28,16 @@ class Ran:
     """One served request."""
 
     requests: list[AddRequest]
-    answer: dict[str, Any]
+    response: dict[str, Any]
     events: list[dict[str, Any]] = field(default_factory=list)
-    """Of a stream, whose first event is `answer`."""
+    """Of a stream, whose first event is `response`."""
 
     @property
     def sent(self) -> AddRequest:
         return self.requests[0]
 
     @property
-    def rules(self) -> LogitsProcessors:
+    def processors(self) -> LogitsProcessors:
         return self.sent.sampling.logits_processors or LogitsProcessors()
 
     @property
@@ -46,7 +46,7 @@ class Ran:
 
     @property
     def choice(self) -> dict[str, Any]:
-        choice: dict[str, Any] = self.answer["choices"][0]
+        choice: dict[str, Any] = self.response["choices"][0]
         return choice
 
     @property
@@ -69,24 +69,24 @@ class Rig:
         if body.get("stream"):
             events = self.client.events(PATHS[endpoint], **body)
             return Ran(list(self.core.requests), events[0], events)
-        status, answer = self.client.post(PATHS[endpoint], **body)
-        assert status == 200, answer
-        return Ran(list(self.core.requests), answer)
+        status, response = self.client.post(PATHS[endpoint], **body)
+        assert status == 200, response
+        return Ran(list(self.core.requests), response)
 
     def refused(self, endpoint: str, **fields: Any) -> dict[str, Any]:
         """The error object of a request that must not reach the core."""
         self.core.requests.clear()
-        status, answer = self.client.post(PATHS[endpoint], **(MINIMAL[endpoint] | fields))
-        assert status in (400, 404), answer
+        status, response = self.client.post(PATHS[endpoint], **(MINIMAL[endpoint] | fields))
+        assert status in (400, 404), response
         assert self.core.requests == []
-        assert answer["error"]["type"] == "invalid_request_error"
-        error: dict[str, Any] = answer["error"]
+        assert response["error"]["type"] == "invalid_request_error"
+        error: dict[str, Any] = response["error"]
         return error
 
 
 def script(request: AddRequest) -> Script:
-    """ANSWER, as far as the request's limit allows."""
-    ids = [*TOKENIZER.encode(ANSWER, add_special_tokens=False), EOS]
+    """OUTPUT, as far as the request's limit allows."""
+    ids = [*TOKENIZER.encode(OUTPUT, add_special_tokens=False), EOS]
     if request.max_tokens < len(ids):
         return Script(ids[: request.max_tokens], FinishReason.MAX_TOKENS)
     return Script(ids, FinishReason.EOS, EOS)

@@ -33,7 +33,7 @@ Scores = tuple[list[int], list[float], int]
 
 
 def extend_prefix(prefix: int, token_id: int) -> int:
-    """Stands for a token sequence: the prefix and one more id."""
+    """A hash that represents a token sequence: the prefix and one more id."""
     return hash((prefix, token_id))
 
 
@@ -66,7 +66,7 @@ def unpack_scores(table: LogprobTable) -> list[Scores]:
 
 
 def prefixes_of(token_ids: Iterable[int], root: int = ROOT) -> list[int]:
-    """Entry n stands for the first n + 1 tokens."""
+    """Entry n represents the first n + 1 tokens."""
     prefixes: list[int] = []
     for token_id in token_ids:
         prefixes.append(extend_prefix(prefixes[-1] if prefixes else root, token_id))
@@ -112,7 +112,7 @@ class SimulatedWorker:
     ):
         """`limits`: most rows, and most tokens in a step.
 
-        `known_ids(new, ids)` tells all known ids of a new row that computes `ids` first.
+        `known_ids(new, ids)` returns all known ids of a new row that computes `ids` first.
         """
         self._specs = list(specs)
         self._slots: list[list[int | None]] = [
@@ -181,7 +181,7 @@ class SimulatedWorker:
                 if row.new.prompt_logprobs >= 0 and end < row.new.prompt_length:
                     next_ids.append(row.token_ids[end])
         assert list(unpack_ids(batch.token_ids)) == token_ids, "wrong ids to compute"
-        assert list(unpack_ids(batch.next_ids)) == next_ids, "wrong ids behind the chunks"
+        assert list(unpack_ids(batch.next_ids)) == next_ids, "wrong ids after the chunks"
 
     def _advance_states(self, row: Row, count: int) -> None:
         """A row's first token starts a state; every other one needs the state of the token before."""

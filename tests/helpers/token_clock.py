@@ -2,7 +2,7 @@
 
     python -m tests.helpers.token_clock --ttft-ms 200 --itl-ms 50
 
-Token i of an answer is written `ttft + i * itl` after its request has been read, by the clock and
+Token i of a response is written `ttft + i * itl` after its request has been read, by the clock and
 not by sleeping between tokens, so that delays do not add up. It speaks as much HTTP as a stream of
 `/v1/completions` needs, in one process, so that it can feed thousands of streams.
 """

@@ -1,4 +1,4 @@
-"""An engine core and a worker in one process, without sockets; what nobody may read is poisoned."""
+"""An engine core and a worker in one process, without sockets; unused KV blocks hold NaN."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from workers.worker import Worker
 
 
 @dataclass
-class Answer:
+class Output:
     token_ids: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     prompt_logprobs: dict[int, float] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class WholeEngine:
         worker.allocate(AllocateKV(list(num_blocks), MAX_MODEL_LEN))
         self.kv = KVCacheManager(specs, num_blocks, max_tokens, seed=7, enable_prefix_caching=caching)
         self.core = EngineCore(Limits(max_rows, max_tokens), self.kv, MAX_MODEL_LEN)
-        self.answers: dict[int, Answer] = {}
+        self.outputs: dict[int, Output] = {}
         self.most_used = [0] * len(specs)
         """Of each group's blocks."""
         self._worker = worker
@@ -58,7 +58,7 @@ class WholeEngine:
         """A request for `count` tokens."""
         message = AddRequest([number], pack_ids(prompt), count, sampling, prompt_logprobs=prompt_logprobs)
         assert self.core.add(message, b"a") is None
-        self.answers[number] = Answer()
+        self.outputs[number] = Output()
 
     def run(self) -> None:
         """Two steps in flight whenever there is work for them."""
@@ -66,7 +66,7 @@ class WholeEngine:
             while len(self._results) < MAX_IN_FLIGHT and self._send():
                 pass
             for deltas in self.core.update(self._results.popleft()).values():
-                self._take(deltas)
+                self._add(deltas)
 
     def _send(self) -> bool:
         batch = self.core.schedule()
@@ -78,30 +78,30 @@ class WholeEngine:
         return True
 
     def _poison(self) -> None:
-        """Whoever reads a block that belongs to nobody gets NaN, and draws nonsense."""
+        """Fill blocks that are neither used nor cached with NaN, so that reading one changes the output."""
         for number, (group, pool) in enumerate(
             zip(self._worker._model.kv_groups, self.kv.pools, strict=True)
         ):
             self.most_used[number] = max(self.most_used[number], pool.num_blocks - pool.num_free)
-            nobodys = [
+            unused = [
                 block for block in range(pool.num_blocks) if pool.is_free(block) and not pool._digests[block]
             ]
             for layer in group.layers:
                 cache = self._worker._runner._kv_layers[layer]
                 for part in fields(cache):
                     if (tensor := getattr(cache, part.name)) is not None:
-                        tensor[nobodys] = torch.nan
+                        tensor[unused] = torch.nan
 
-    def _take(self, deltas: TokenDeltas) -> None:
+    def _add(self, deltas: TokenDeltas) -> None:
         for number, token_id in zip(deltas.request_ids, unpack_ids(deltas.token_ids), strict=True):
-            self.answers[number].token_ids.append(token_id)
+            self.outputs[number].token_ids.append(token_id)
         for first in deltas.first:
-            self.answers[first.request_id].cached_tokens = first.cached_tokens
+            self.outputs[first.request_id].cached_tokens = first.cached_tokens
         for finished in deltas.finished:
-            self.answers[finished.request_id].error = finished.message
-        for piece in deltas.prompt_logprobs:
-            values = _own_values(piece.table)
-            self.answers[piece.owner].prompt_logprobs.update(enumerate(values, start=piece.start))
+            self.outputs[finished.request_id].error = finished.message
+        for chunk in deltas.prompt_logprobs:
+            values = _own_values(chunk.table)
+            self.outputs[chunk.owner].prompt_logprobs.update(enumerate(values, start=chunk.start))
 
 
 def _own_values(table: LogprobTable) -> list[float]:

@@ -1,4 +1,4 @@
-"""HTTP by hand: bytes to a server and answers from it, and its metrics as a test reads them."""
+"""HTTP by hand: bytes to a server and responses from it, and its metrics as a test reads them."""
 
 import json
 import re
@@ -15,18 +15,18 @@ def error_of(data: bytes) -> dict[str, Any]:
     return error
 
 
-def raw_answer(client: Client, data: bytes) -> tuple[int, bytes, bytes]:
-    """(status, head, body) of the first answer to bytes on a new connection."""
+def raw_response(client: Client, data: bytes) -> tuple[int, bytes, bytes]:
+    """(status, head, body) of the first response to bytes on a new connection."""
     with socket.create_connection(("127.0.0.1", client.port), DEADLINE_S) as connection:
         connection.sendall(data)
-        return read_answer(connection)
+        return read_response(connection)
 
 
-def read_answer(connection: socket.socket) -> tuple[int, bytes, bytes]:
+def read_response(connection: socket.socket) -> tuple[int, bytes, bytes]:
     received = b""
     while b"\r\n\r\n" not in received:
         piece = connection.recv(65536)
-        assert piece, f"closed without an answer, after {received!r}"
+        assert piece, f"closed without a response, after {received!r}"
         received += piece
     head, _, body = received.partition(b"\r\n\r\n")
     length = int(re.findall(rb"(?i)content-length: (\d+)", head)[0])

@@ -39,7 +39,7 @@ from atom.messages.engine import (
 )
 from atom.messages.launch import CoreLaunch
 from atom.messages.profile import Profile, ProfileResult, RankTrace
-from atom.messages.supervisor import Beat, Dead, Ready, ToSupervisor
+from atom.messages.supervisor import Dead, Heartbeat, Ready, ToSupervisor
 from atom.messages.worker import (
     AllocateKV,
     FullAttentionSpec,
@@ -48,8 +48,8 @@ from atom.messages.worker import (
     ScheduledBatch,
     Shutdown,
     ToWorker,
-    WorkerBeat,
     WorkerFailed,
+    WorkerHeartbeat,
     WorkerReady,
 )
 from atom.utils.process import spawn
@@ -128,8 +128,8 @@ class Engine:
         return ready.detail
 
     def report(self) -> Ready | Dead:
-        """The core's next message to the supervisor that is no beat."""
-        while isinstance(message := self.supervisor.receive(), Beat):
+        """The core's next message to the supervisor that is no heartbeat."""
+        while isinstance(message := self.supervisor.receive(), Heartbeat):
             pass
         assert isinstance(message, Ready | Dead)
         return message
@@ -265,7 +265,7 @@ def test_no_tensor_library_is_loaded(engine: Engine) -> None:
     assert "xxhash" in maps and "libtorch" not in maps and "_multiarray_umath" not in maps
 
 
-def test_a_refused_request_is_answered_while_nothing_runs(engine: Engine) -> None:
+def test_a_refused_request_gets_a_response_while_nothing_runs(engine: Engine) -> None:
     engine.start()
     frontend = engine.frontend(0)
     frontend.receive()
@@ -348,15 +348,15 @@ def test_a_failure_at_start_reaches_a_waiting_frontend(engine: Engine) -> None:
     assert engine.exit_status() == 1
 
 
-def test_a_result_that_makes_no_sense_ends_the_core(engine: Engine) -> None:
+def test_a_result_that_fits_no_step_ends_the_core(engine: Engine) -> None:
     engine.start()
     engine.workers[0].send(WorkerReady(0))
-    assert engine.report() == Dead("core", "a worker sent WorkerReady out of turn")
+    assert engine.report() == Dead("core", "a worker sent WorkerReady unexpectedly")
     assert engine.exit_status() == 1
 
 
 def test_sigterm_while_the_model_loads(engine: Engine) -> None:
-    assert engine.supervisor.receive() == Beat("core")  # it waits for its workers now
+    assert engine.supervisor.receive() == Heartbeat("core")  # it waits for its workers now
     engine.workers[0].send(Loaded(0, [SPEC], 10_000, 1))
     frontend = engine.frontend(0)
     assert not frontend.has_message(0.5), "a message before the core is ready"
@@ -466,28 +466,28 @@ def test_log_probabilities_and_times_reach_the_frontend(engine: Engine) -> None:
         AddRequest([1], pack_ids(range(20)), 1, sampling, prompt_logprobs=0)
     )  # 16 tokens fit a step
     engine.work_until(lambda: frontend.has_message(0))
-    first_piece = frontend.receive()
-    assert (first_piece.request_ids, [piece.start for piece in first_piece.prompt_logprobs]) == ([], [1])
+    first_chunk = frontend.receive()
+    assert (first_chunk.request_ids, [chunk.start for chunk in first_chunk.prompt_logprobs]) == ([], [1])
     engine.work_until(lambda: frontend.has_message(0))
     last = frontend.receive()
-    assert [(piece.owner, piece.start) for piece in last.prompt_logprobs] == [(1, 17)]
+    assert [(chunk.owner, chunk.start) for chunk in last.prompt_logprobs] == [(1, 17)]
     assert last.logprobs.indices == [0] and unpack_ids(last.logprobs.table.ids)[:1] == unpack_ids(
         last.token_ids
     )
     assert last.first[0].queued_s >= 0.0 and last.first[0].prefill_s > 0.0
 
 
-def test_a_frontend_that_does_not_read_is_dropped_and_told(engine: Engine) -> None:
+def test_a_frontend_that_does_not_read_is_dropped_and_notified(engine: Engine) -> None:
     engine.start()
     sleeper, reader = engine.frontend(0), engine.frontend(1)
     assert isinstance(sleeper.receive(), CoreReady) and isinstance(reader.receive(), CoreReady)
     too_long = request(1, [1] * 2000, 1)
-    for _ in range(20_000):  # each is answered by a refusal
+    for _ in range(20_000):  # the response of each is a refusal
         sleeper.send(too_long)
-    answers = []
+    responses = []
     while sleeper.has_message(2.0):
-        answers.append(sleeper.receive())
-    assert 0 < sum(isinstance(answer, TokenDeltas) for answer in answers) < 20_000
+        responses.append(sleeper.receive())
+    assert 0 < sum(isinstance(response, TokenDeltas) for response in responses) < 20_000
     sleeper.send(GetStats())
     assert sleeper.receive() == CoreDead("this frontend did not read its tokens in time")
     reader.send(GetStats())
@@ -529,11 +529,11 @@ def test_an_unresponsive_worker_is_reported_until_it_responds_again(directory: P
         ready = frontend.receive()
         assert isinstance(ready, CoreReady)
         while not frontend.has_message(0.1):
-            engine.workers[0].send(WorkerBeat(0))
+            engine.workers[0].send(WorkerHeartbeat(0))
         assert frontend.receive() == CoreStalled("worker 1 has not responded for 2 s")
         late = engine.frontend(1)
         assert isinstance(late.receive(), CoreStalled)
-        engine.workers[1].send(WorkerBeat(1))
+        engine.workers[1].send(WorkerHeartbeat(1))
         assert frontend.receive() == late.receive() == ready
         late.send(GetStats())
         assert isinstance(late.receive(), CoreStats)
@@ -549,7 +549,7 @@ def test_a_hung_worker_ends_the_core(directory: Path) -> None:
         deadline = time.monotonic() + DEADLINE_S
         while not isinstance(messages[-1], CoreDead):
             assert time.monotonic() < deadline, "the hung worker was not detected"
-            engine.workers[0].send(WorkerBeat(0))
+            engine.workers[0].send(WorkerHeartbeat(0))
             if frontend.has_message(0.01):
                 messages.append(frontend.receive())
         assert [type(message) for message in messages] == [CoreReady, CoreStalled, CoreDead]

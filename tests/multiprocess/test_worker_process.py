@@ -25,8 +25,8 @@ from atom.messages.worker import (
     ScheduledBatch,
     Shutdown,
     ToWorker,
-    WorkerBeat,
     WorkerFailed,
+    WorkerHeartbeat,
     WorkerReady,
 )
 from atom.utils.exit_status import ExitStatus
@@ -76,11 +76,11 @@ class Workers:
             self._core.send_multipart([rank.to_bytes(4, "little"), encode(message)])
 
     def receive(self) -> FromWorker:
-        """The next message that is no beat."""
+        """The next message that is no heartbeat."""
         while True:
             _, frame = self._core.recv_multipart()
             message = self._from_worker.decode(frame)
-            if not isinstance(message, WorkerBeat):
+            if not isinstance(message, WorkerHeartbeat):
                 return message
 
     def supervisor_messages(self) -> list[ToSupervisor]:
@@ -167,14 +167,14 @@ def run_with_everything(workers: Workers) -> Reported:
     for _ in range(12):
         counts = {row: min(7, max(core.known[row] - core.computed[row], 1)) for row in core.tokens}
         result = workers.result(core.plan(counts))
-        core.take(result.token_ids)
+        core.add_sampled(result.token_ids)
         reported.ids += unpack_ids(result.token_ids)
         for each in (*result.prompt_logprobs, *filter(None, [result.logprobs])):
             reported.add(each.table)
     return reported
 
 
-def test_two_ranks_draw_what_one_draws(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_two_ranks_sample_the_same_tokens_as_one(checkpoint: Checkpoint, tmp_path: Path) -> None:
     with started(engine_config(tp=1), checkpoint, tmp_path / "one") as workers:
         (whole,) = workers.start()
         expected, reported = run(workers), run_with_everything(workers)

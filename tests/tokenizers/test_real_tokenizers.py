@@ -96,7 +96,7 @@ def load(files: Path, directory: Path) -> Both:
         "model_type": "llama",
         "dtype": "float32",
         "vocab_size": 1 << 18,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": 32768,
     }
     (directory / "config.json").write_text(json.dumps(config))
     checkpoint = read_directory(directory, directory / "cache", {})
@@ -147,8 +147,8 @@ def test_conversations_become_the_same_prompt(both: Both, conversation: str, pro
 def encoder(both: Both) -> ChatEncoder:
     assert both.template is not None
     fields = {"directory": "", "architecture": "", "model_type": "", "hf_config": {}, "dtype": "float32"}
-    checkpoint = Checkpoint(**fields, vocab_size=1 << 18, max_model_len=4096)
-    return ChatEncoder(both.template, InputProcessor(checkpoint, both.tokenizer, 4096, "fcfs"))
+    checkpoint = Checkpoint(**fields, vocab_size=1 << 18, max_model_len=32768)
+    return ChatEncoder(both.template, InputProcessor(checkpoint, both.tokenizer, 32768, "fcfs"))
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)

@@ -28,7 +28,7 @@ class BuildContext:
 
 @dataclass(frozen=True, slots=True)
 class GroupContext:
-    """What the layers of one KV group need in a step: where tokens are cached, and how to attend."""
+    """The inputs of one KV group's layers in a step: cache slots of its tokens, and the attention plan."""
 
     slots_T: torch.Tensor
     """int64: block * block_size + offset of each token."""

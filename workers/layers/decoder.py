@@ -149,7 +149,7 @@ class SelfAttention(WeightedLayer):
 
 
 class TokenMixer(Protocol):
-    """A decoder layer's attention, or what stands in its place."""
+    """A decoder layer's attention, or its replacement such as linear attention."""
 
     name_on_disk: str
     """Its name within the layer."""

@@ -1,7 +1,7 @@
 """Attention whose output is multiplied by a sigmoid gate computed from the same token.
 
 In the checkpoint each head's gate follows its query, [query 0, gate 0, query 1, gate 1, …]. Here all
-gates come last, so that the features in front of them are an ordinary fused QKV projection.
+gates come last, so that the features before them are an ordinary fused QKV projection.
 
 T tokens, O features of the fused projection, H query heads.
 """
@@ -32,7 +32,7 @@ class GatedAttention(nn.Module):
         heads, kv_heads, head_dim = args.num_attention_heads, args.num_key_value_heads, args.head_dim
         shard = head_shard(heads, kv_heads, build.tp.size, build.tp.rank)
         q = ShardRange(heads * head_dim, shard.q_start * head_dim, shard.q_count * head_dim)
-        gated = ShardRange(2 * q.total, 2 * q.start, 2 * q.size)
+        gated = q.scaled(2)
         kv = ShardRange(kv_heads * head_dim, shard.kv_start * head_dim, shard.kv_count * head_dim)
         order = _gates_last(shard.q_count, head_dim, 2 * kv.size)
         self.qkv_proj = ReorderedLinear(args.hidden_size, [gated, kv, kv], args.qkv_bias, build, order)
@@ -61,5 +61,5 @@ class GatedAttention(nn.Module):
 def _gates_last(heads: int, head_dim: int, others: int) -> torch.Tensor:
     """The order of rows: queries, the `others` rows of keys and values, gates."""
     queries_HE = torch.arange(heads)[:, None] * 2 * head_dim + torch.arange(head_dim)
-    behind = torch.arange(others) + 2 * heads * head_dim
-    return torch.cat((queries_HE.flatten(), behind, (queries_HE + head_dim).flatten()))
+    keys_and_values = torch.arange(others) + 2 * heads * head_dim
+    return torch.cat((queries_HE.flatten(), keys_and_values, (queries_HE + head_dim).flatten()))

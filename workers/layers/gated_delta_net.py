@@ -131,7 +131,7 @@ class _Convolution(WeightedLayer):
         keys, values = args.local_heads(build)
         key, value = keys.scaled(args.key_features), values.scaled(args.value_features)
         shape = (2 * key.total + value.total, 1, args.conv_kernel_size)
-        pieces = ((0, key), (key.total, key), (2 * key.total, value))
+        parts = ((0, key), (key.total, key), (2 * key.total, value))
         self.add_weight(
             "weight",
             [
@@ -141,7 +141,7 @@ class _Convolution(WeightedLayer):
                     ShardRange(shape[0], first + kept.start, kept.size),
                     (CheckpointTensor("weight", shape),),
                 )
-                for first, kept in pieces
+                for first, kept in parts
             ],
             build,
         )

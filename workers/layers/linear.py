@@ -31,7 +31,7 @@ class Linear(WeightedLayer):
         self.register_buffer("bias", None)
 
     def process_weights_after_loading(self) -> None:
-        """Replace the plain weight by the layout that the matmul is fastest with."""
+        """Convert the weight to the layout in which the matmul is fastest."""
         self.weight = pack_linear_weight(self.weight)
 
     def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
@@ -53,12 +53,12 @@ class ColumnParallelLinear(Linear):
     def after_norm(
         self, norm: RMSNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(linear(norm(x + residual)), x + residual); without a residual `x_TD` stands for the sum."""
+        """(linear(norm(x + residual)), x + residual); `x_TD` is the sum if there is no residual."""
         return add_norm_linear(x_TD, residual_TD, norm.weight, norm.eps, self.weight, self.bias)
 
 
 class ReorderedLinear(ColumnParallelLinear):
-    """Its output features are in another order than the checkpoint's rows."""
+    """A linear layer whose output features have another order than the checkpoint's rows."""
 
     def __init__(
         self,

@@ -159,14 +159,14 @@ class LatentAttention(nn.Module):
         rotation: Rotation,
         cache: LatentLayer,
         group: GroupContext,
-        chosen: TopKIndices | None = None,
+        topk_indices: TopKIndices | None = None,
     ) -> torch.Tensor:
-        """Attention output [T, D] over all tokens up to each one, or over the `chosen` of them."""
+        """Attention output [T, D] over all tokens up to each one, or over those of `topk_indices`."""
         # With batch invariance prefill and decode must use the same computation: the absorbed one.
-        if chosen is None and group.plan.whole_prompts and not group.plan.split_tokens:
+        if topk_indices is None and group.plan.whole_prompts and not group.plan.split_tokens:
             out_THV = self._expanded(q_THE, rotation, cache, group)
         else:
-            out_THV = self._absorbed(q_THE, rotation, cache, group.plan, chosen)
+            out_THV = self._absorbed(q_THE, rotation, cache, group.plan, topk_indices)
         return self.o_proj(out_THV.flatten(1))
 
     def _absorbed(
@@ -175,16 +175,16 @@ class LatentAttention(nn.Module):
         rotation: Rotation,
         cache: LatentLayer,
         plan: AttentionPlan,
-        chosen: TopKIndices | None,
+        topk_indices: TopKIndices | None,
     ) -> torch.Tensor:
         """Attention output [T, H, V] over the latents in the cache."""
         key_HNC, value_HVC = self.kv_b_proj.by_head()
         cos_sin, interleaved = (rotation.cos_T1R, rotation.sin_T1R), self._args.interleaved
         q_THK = absorb_queries(q_THE, key_HNC, *cos_sin, interleaved)
-        if chosen is None:
+        if topk_indices is None:
             sum_THC = latent_attention(q_THK, cache, plan, self._args.scale)
         else:
-            sum_THC = sparse_latent_attention(q_THK, cache, chosen, self._args.scale)
+            sum_THC = sparse_latent_attention(q_THK, cache, topk_indices, self._args.scale)
         return expand_values(sum_THC, value_HVC)
 
     def _expanded(

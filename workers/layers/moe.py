@@ -62,7 +62,7 @@ class MoE(nn.Module):
     def after_norm(
         self, norm: RMSNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(output for norm(x + residual), x + residual); without a residual `x_TD` stands for the sum."""
+        """(output for norm(x + residual), x + residual); `x_TD` is the sum if there is no residual."""
         normed_TD, residual_TD = norm.add(x_TD, residual_TD)
         return self(normed_TD), residual_TD
 

@@ -30,7 +30,7 @@ class RMSNorm(WeightedLayer):
         return rms_norm(x_TD, self.weight, self.eps)
 
     def add(self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual); without a residual `x_TD` stands for the sum."""
+        """(norm(x + residual), x + residual); `x_TD` is the sum if there is no residual."""
         if residual_TD is None:
             return self(x_TD), x_TD
         return add_rms_norm(x_TD, residual_TD, self.weight, self.eps)

@@ -5,7 +5,7 @@
     x ─────────── weights_proj ─────► a weight for each head ─────────┴► index_topk ─► slots
 
 A layer without an indexer uses the top-k indices of the layer before it. Where no context is longer
-than k, all tokens are read and nothing is scored. The indexer is replicated, so that every rank
+than k, all tokens are read and no scores are computed. The indexer is replicated, so that every rank
 selects the same tokens.
 
 T tokens, D hidden, Q query latent, G heads of the indexer, I features of an index key.
@@ -84,7 +84,7 @@ class Indexer(nn.Module):
         rotation = rotation if interleaved else rotation.half_split
         cos_sin = rotation.cos_T1R, rotation.sin_T1R
         write_index_keys(self.wk(x_TD), self.k_norm.terms, *cos_sin, keys, group.slots_T, interleaved)
-        # With batch invariance all lengths must use the same computation: the scored one.
+        # With batch invariance all lengths must use the same computation: top-k selection.
         if plan.max_context_len <= self._args.topk and not plan.split_tokens:
             return None
         q_TGI = rotary(self.wq_b(q_TQ).unflatten(1, (self._args.heads, -1)), *cos_sin, interleaved)

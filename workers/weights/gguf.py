@@ -1,7 +1,7 @@
 """Expands a GGUF file with transformers into config.json, safetensors and tokenizer.json.
 
 All weights are converted to float32; the engine rounds them to its compute dtype when it loads them.
-What transformers ignores silently is corrected here or refused.
+Settings that transformers ignores silently are corrected here or refused.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from transformers.utils import logging
 
 MAX_SHARD_BYTES = 4 * 10**9
 
-# Values of general.architecture. Other families run from safetensors only: what transformers ignores
-# of their GGUF files has not been checked.
+# Values of general.architecture. Other families run from safetensors only: it has not been checked what
+# transformers ignores of their GGUF files.
 _ARCHITECTURES = ("llama", "qwen3")
 
 _ROPE_FACTORS = "rope_freqs.weight"
-# A GGUF file holds the divisors of the frequencies alone; for Llama 3.1 and later these parameters gave them.
+# GGUF files have only the divisors of the frequencies; Llama 3.1 and later derive them from these parameters.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _LLAMA3_PRETOKENIZERS = ("llama-bpe", "llama3", "llama-v3")
 _GPT2_PRETOKENIZERS = ("default", "gpt-2")

@@ -25,7 +25,7 @@ Progress = Callable[[int, int], None]
 
 _MAX_LISTED_NAMES = 5
 _LM_HEAD = "lm_head.weight"
-# Scale of what a random layer adds to the residual stream: a hundred layers add as much as one embedding.
+# Scale of a random layer's output in the residual stream: a hundred layers add as much as one embedding.
 _RESIDUAL_SCALE = 0.1
 # Bytes of processed weights after which freed memory is returned to the system.
 _TRIM_BYTES = 64 << 20
@@ -59,9 +59,9 @@ def load_dummy(model: CausalLM, progress: Progress) -> None:
     """Fill the weights with random numbers that keep the scale of activations; equal at every start.
 
     Norm weights are one, biases zero. The numbers are generated on the device that holds the weights.
-    What each layer adds to the residual stream is small beside the embeddings; otherwise all tokens
-    soon look alike and are routed to the same few experts. With tied embeddings it is not scaled
-    down, because the LM head would then predict the last token again.
+    Each layer's output is small beside the embeddings; otherwise the hidden states of all tokens soon
+    are similar and are routed to the same few experts. With tied embeddings it is not scaled down,
+    because the LM head would then predict the last token again.
     """
     targets = list(load_targets(model))
     has_lm_head = any(target.name == _LM_HEAD for target in targets)
@@ -110,7 +110,7 @@ def _load(target: LoadTarget, files: list[TensorFile]) -> None:
     for tensor, file in zip(target.tensors, files, strict=True):
         if (shape := file.shape(tensor.name)) != tensor.shape:
             raise WeightError(
-                f"{tensor.name} has shape {list(shape)}; the configuration asks for {list(tensor.shape)}"
+                f"{tensor.name} has shape {list(shape)}; the configuration needs {list(tensor.shape)}"
             )
     if shard.decode is None:
         target.buffer.copy_(_read(files[0], target.tensors[0], shard.index))

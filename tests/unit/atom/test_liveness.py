@@ -5,8 +5,8 @@ import logging
 import pytest
 import zmq
 
-from atom.messages.supervisor import Beat
-from atom.utils.liveness import Beats, PeerMonitor, SilenceTimer, beat_interval
+from atom.messages.supervisor import Heartbeat
+from atom.utils.liveness import HeartbeatSender, PeerMonitor, SilenceTimer, heartbeat_interval
 
 
 class Clock:
@@ -64,17 +64,17 @@ def test_time_in_which_the_monitor_did_not_run_hardly_counts() -> None:
 def test_unread_beats_do_not_pile_up() -> None:
     with zmq.Context() as context, context.socket(zmq.PULL) as reader:
         port = reader.bind_to_random_port("tcp://127.0.0.1")
-        beats = Beats(context, zmq.PUSH, f"tcp://127.0.0.1:{port}", Beat("core"), 0.0)
+        heartbeats = HeartbeatSender(context, zmq.PUSH, f"tcp://127.0.0.1:{port}", Heartbeat("core"), 0.0)
         for _ in range(20_000):
-            beats.send_if_due()  # never waits
+            heartbeats.send_if_due()  # never waits
         received = 0
         while reader.poll(200):
             reader.recv()
             received += 1
-        beats.close()
+        heartbeats.close()
     assert 0 < received < 20_000
 
 
 @pytest.mark.parametrize(("timeout", "interval"), [(60.0, 1.0), (600.0, 1.0), (6.0, 0.1)])
 def test_beats_are_far_more_frequent_than_the_warning(timeout: float, interval: float) -> None:
-    assert beat_interval(timeout) == pytest.approx(interval)
+    assert heartbeat_interval(timeout) == pytest.approx(interval)

@@ -10,7 +10,7 @@ import zmq
 
 from atom.config.model import ModelConfig
 from atom.messages.codec import Decoder, encode
-from atom.messages.supervisor import Beat, Dead, Progress, Ready, ToSupervisor
+from atom.messages.supervisor import Dead, Heartbeat, Progress, Ready, ToSupervisor
 from atom.messages.worker import FromWorker, WorkerFailed
 from atom.supervisor import Child, StartError, Supervisor
 from atom.utils.exit_status import ExitStatus
@@ -156,17 +156,19 @@ def test_a_frontend_that_does_not_end_is_killed(supervisor: Supervisor) -> None:
 def test_a_silent_core_is_hung_and_a_silent_frontend_is_logged(
     supervisor: Supervisor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("atom"), "propagate", True)
+    logger = logging.getLogger("atom")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", True)
     add_child(supervisor, "core", "import time; time.sleep(600)")
     add_child(supervisor, "frontend", "import time; time.sleep(600)")
     clock = [0.0]
     supervisor._monitor = PeerMonitor(60, lambda: clock[0])
-    send_messages(supervisor, Beat("frontend"), Beat("core"))
+    send_messages(supervisor, Heartbeat("frontend"), Heartbeat("core"))
     while not supervisor._receive(0.1):
         pass
     supervisor.check(wait_s=1)
-    for _ in range(30):  # the frontend is silent for 60 s, the core sends beats
-        send_messages(supervisor, Beat("core"))
+    for _ in range(30):  # the frontend is silent for 60 s, the core sends heartbeats
+        send_messages(supervisor, Heartbeat("core"))
         clock[0] += 2.0
         supervisor.check(wait_s=5)
     assert [record.message for record in caplog.records] == ["frontend has not responded for 10 s"]

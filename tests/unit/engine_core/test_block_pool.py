@@ -12,7 +12,7 @@ def check(pool: BlockPool, users: dict[int, int]) -> None:
         pass
 
 
-def test_takes_every_block_once_and_then_refuses() -> None:
+def test_every_block_is_allocated_once() -> None:
     pool = BlockPool(3)
     assert sorted(pool.allocate(2) + pool.allocate(1)) == [0, 1, 2]
     with pytest.raises(IndexError, match="1 blocks wanted, 0 free"):
@@ -45,7 +45,7 @@ def test_a_block_of_unknown_content_is_reused_before_cached_ones() -> None:
     assert pool.find(b"d", b"c") == cached
 
 
-def test_a_free_block_is_found_until_it_is_taken() -> None:
+def test_a_free_block_is_found_until_it_is_allocated() -> None:
     pool = BlockPool(1)
     block = pool.allocate(1)[0]
     pool.cache(block, b"d", b"c", step=0)
@@ -55,7 +55,7 @@ def test_a_free_block_is_found_until_it_is_taken() -> None:
     assert pool.find(b"d", b"c") is None
 
 
-def test_a_shared_block_is_free_when_its_last_user_leaves() -> None:
+def test_a_shared_block_is_free_when_its_last_user_frees_it() -> None:
     pool = BlockPool(2)
     block = pool.allocate(1)[0]
     pool.share([block])
@@ -65,7 +65,7 @@ def test_a_shared_block_is_free_when_its_last_user_leaves() -> None:
     assert pool.is_free(block) and pool.num_free == 2
 
 
-def test_sharing_pulls_a_free_block_out_of_the_middle() -> None:
+def test_sharing_removes_a_free_block_from_the_middle_of_the_lru_list() -> None:
     pool = BlockPool(5)
     for block in pool.allocate(5):
         pool.cache(block, b"digest%d" % block, b"content", step=0)
@@ -85,14 +85,14 @@ def test_a_hit_needs_equal_content_not_just_an_equal_digest() -> None:
     assert pool.find(b"d", b"hash_input") == first
 
 
-@pytest.mark.parametrize("damage", ["users", "stack", "lost", "evictable", "digest"])
-def test_integrity_sees_damage(damage: str) -> None:
+@pytest.mark.parametrize("damage", ["ref_counts", "stack", "lost", "evictable", "digest"])
+def test_the_integrity_check_finds_damage(damage: str) -> None:
     pool = BlockPool(4)
     block = pool.allocate(1)[0]
     pool.cache(block, b"d", b"c", step=0)
     check(pool, {block: 1})
-    if damage == "users":
-        pool._users[block] = 2
+    if damage == "ref_counts":
+        pool._ref_counts[block] = 2
     elif damage == "stack":
         pool._uncached[0] = block
     elif damage == "lost":
@@ -111,7 +111,7 @@ def test_integrity_sees_damage(damage: str) -> None:
     )
 )
 @settings(max_examples=100, deadline=None)
-def test_books_agree_after_any_sequence(steps: list[tuple[str, int]]) -> None:
+def test_any_sequence_of_operations_is_consistent(steps: list[tuple[str, int]]) -> None:
     pool, users = BlockPool(6), Counter[int]()
     for kind, number in steps:
         held = sorted(users)

@@ -47,7 +47,7 @@ def test_a_used_id_is_refused() -> None:
     assert refusal is not None and refusal.finished[0].message == "request id 1 is in use"
 
 
-def test_torn_prompt_bytes_are_refused() -> None:
+def test_prompt_bytes_that_are_no_whole_number_of_ids_are_refused() -> None:
     refusal = driver().core.add(AddRequest([1], b"12345", 1, GREEDY), b"a")
     assert refusal is not None and refusal.finished[0].reason is FinishReason.ERROR
     assert "5 bytes is not a whole number of token ids" in refusal.finished[0].message
@@ -61,10 +61,10 @@ def test_each_frontend_gets_its_own_tokens() -> None:
     batch = run.core.schedule()
     assert batch is not None
     result = run.worker.execute(batch)
-    drawn = list(unpack_ids(result.token_ids))
+    sampled = list(unpack_ids(result.token_ids))
     deltas = run.core.update(result)
     assert deltas[b"a"].request_ids == [1, 3] and deltas[b"b"].request_ids == [2]
-    assert list(unpack_ids(deltas[b"a"].token_ids)) == [drawn[0], drawn[2]]
+    assert list(unpack_ids(deltas[b"a"].token_ids)) == [sampled[0], sampled[2]]
     assert [first.request_id for first in deltas[b"a"].first] == [1, 3]
     assert deltas[b"a"].finished == [] and deltas[b"b"].finished[0].reason is FinishReason.MAX_TOKENS
 
@@ -114,7 +114,7 @@ def test_log_probabilities_pass_untouched_to_the_only_frontend() -> None:
     assert deltas[b"a"].logprobs.indices == [1]
 
 
-def test_log_probabilities_are_cut_for_each_frontend_and_numbered_anew() -> None:
+def test_log_probabilities_are_split_by_frontend_with_new_indices() -> None:
     run = driver(blocks=16)
     for number, frontend, most_likely in [(1, b"a", 2), (2, b"b", 0), (3, b"c", -1), (4, b"b", 1)]:
         run.add(number, [number], max_tokens=2, frontend=frontend, **with_logprobs(most_likely))
@@ -186,16 +186,16 @@ def test_log_probabilities_that_fit_no_row_are_an_error() -> None:
     batch = run.core.schedule()
     assert batch is not None
     result = run.worker.execute(batch)
-    (chunk,), drawn = result.prompt_logprobs, result.logprobs
-    assert drawn is not None
+    (chunk,), logprobs = result.prompt_logprobs, result.logprobs
+    assert logprobs is not None
     replace = msgspec.structs.replace
     for wrong, message in [
         (
             replace(result, prompt_logprobs=[replace(chunk, owner=3)]),
             "prompt log probabilities that fit no row",
         ),
-        (replace(result, logprobs=replace(drawn, indices=[1])), "do not fit its sampled tokens"),
-        (replace(result, logprobs=replace(drawn, indices=[0, 0])), "do not fit its sampled tokens"),
+        (replace(result, logprobs=replace(logprobs, indices=[1])), "do not fit its sampled tokens"),
+        (replace(result, logprobs=replace(logprobs, indices=[0, 0])), "do not fit its sampled tokens"),
     ]:
         run = driver(blocks=16)
         run.add(1, range(6), max_tokens=5, prompt_logprobs=0, **with_logprobs(0))
@@ -204,7 +204,7 @@ def test_log_probabilities_that_fit_no_row_are_an_error() -> None:
             run.core.update(wrong)
 
 
-def test_the_first_token_tells_how_long_everything_took() -> None:
+def test_the_first_token_has_queue_and_prefill_times() -> None:
     run = CoreDriver([FULL], [16], Limits(4, 4), max_model_len=24)
     run.add(1, range(6), max_tokens=1)
     run.clock.now += 2.0  # in the queue
@@ -234,11 +234,11 @@ def test_a_failure_of_a_row_that_does_not_run_is_an_error() -> None:
     run = driver()
     run.add(1, [1], max_tokens=5)
     run.send()
-    with pytest.raises(ValueError, match="rows that it does not have"):
+    with pytest.raises(ValueError, match="rows that it did not run"):
         run.core.update(msgspec.structs.replace(run.results[0], failed=[RowFailure(3, "out of memory")]))
 
 
-def test_the_sequences_of_a_request_differ_in_their_number_alone() -> None:
+def test_the_sequences_of_a_request_differ_only_in_their_index() -> None:
     run = driver(blocks=16)
     run.add(7, range(9), max_tokens=2, n=3)
     batch = run.core.schedule()

@@ -215,7 +215,7 @@ def storm_of_failures(seed: int, layout: str) -> CoreDriver:
 
 
 @pytest.mark.parametrize("layout", ["full", "window", "full and windows"])
-def test_requests_that_share_blocks_of_failed_steps_are_computed_anew(layout: str) -> None:
+def test_requests_that_share_blocks_of_failed_steps_are_recomputed(layout: str) -> None:
     drivers = [storm_of_failures(seed, layout) for seed in range(8)]
     assert sum(driver.num_recomputed for driver in drivers) > 5
     assert sum(len(driver.failed) for driver in drivers) > 10

@@ -89,8 +89,8 @@ class Engine:
             start = self._computed[row]
             self._computed[row] = end = start + count
             logprobs, prompt_length = self._wants[row]
-            if (scored := min(end, prompt_length - 1) - start) > 0:
-                chunks.append(PromptLogprobs(row, start + 1, table(scored)))
+            if (count := min(end, prompt_length - 1) - start) > 0:
+                chunks.append(PromptLogprobs(row, start + 1, table(count)))
             if end >= self._known[row]:
                 indices += [sampling] * (logprobs >= 0)
                 sampling += 1
@@ -125,7 +125,7 @@ def test_many_sequences_of_a_long_prompt(caching: bool, fields: dict[str, Any]) 
     assert all(len(new.prompt_ids) == 4 * LONG * penalized for b in engine.batches for new in b.new_rows)
 
 
-def test_resumed_sequences_bring_their_output() -> None:
+def test_rows_of_resumed_sequences_have_their_output_ids() -> None:
     engine = Engine(rows=4, budget=64, blocks=64)
     engine.add([1, 2, 3, 4], prompt_of(40), 500, sampling=PENALTY)
     engine.run()
@@ -165,8 +165,8 @@ def test_prompt_log_probabilities_of_long_prompts(budget: int) -> None:
     for number in range(4):
         engine.add([number], prompt_of(LONG, number), prompt_logprobs=MAX_LOGPROBS, sampling=sampling)
     engine.run()
-    scored = [sum(batch.counts) - len(batch.rows) for batch in engine.batches if batch.counts]
-    assert max(scored) <= min(budget, MAX_PROMPT_LOGPROB_TOKENS)
+    with_logprobs = [sum(batch.counts) - len(batch.rows) for batch in engine.batches if batch.counts]
+    assert max(with_logprobs) <= min(budget, MAX_PROMPT_LOGPROB_TOKENS)
     assert engine.largest_result < 172 * (MAX_PROMPT_LOGPROB_TOKENS + 64)
 
 
@@ -302,7 +302,7 @@ def test_a_long_block_table_is_checked_in_slices() -> None:
     engine.add([1], prompt_of(LONG), max_tokens=50)
     engine.run(until=lambda: engine.core.stats().running == 1)
     pool, blocks = engine.kv.pools[0], engine.core._scheduler.requests[1].blocks
-    slices_of_pool = sum(1 for _ in pool.check_integrity(pool._users))
+    slices_of_pool = sum(1 for _ in pool.check_integrity(pool._ref_counts))
     slices = sum(1 for _ in engine.kv.check_integrity([blocks]))
     assert slices - slices_of_pool > len(blocks.tables[0]) // CHECKED_AT_ONCE
 

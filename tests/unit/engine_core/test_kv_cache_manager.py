@@ -57,7 +57,7 @@ def test_groups_need_one_block_size() -> None:
         manager([FULL, other])
 
 
-def test_extend_gives_a_block_for_every_started_one() -> None:
+def test_extend_allocates_every_partial_block() -> None:
     kv = manager([FULL, FULL])
     blocks = new(kv, range(5))
     assert admit(kv, blocks) == 0
@@ -154,7 +154,7 @@ def test_a_salt_keeps_equal_tokens_apart(specs: list[KVSpec]) -> None:
     check(kv, *owners)
 
 
-def test_salts_are_told_apart_even_where_digests_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_salts_are_distinguished_even_where_digests_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache_manager, "xxh64_digest", lambda hash_input, seed: b"the same")
     kv = manager()
     computed(kv, *range(8), salt="one")
@@ -204,7 +204,7 @@ def test_the_end_of_a_sequence_is_evicted_before_its_beginning() -> None:
     assert cached(kv, *range(17)) == 8
 
 
-def test_blocks_behind_the_window_come_back() -> None:
+def test_blocks_behind_the_window_are_freed() -> None:
     kv = manager([FULL, WINDOW])
     blocks = new(kv)
     kv.extend(blocks, 0, 12)
@@ -221,7 +221,7 @@ def evict_all_but(pool: BlockPool, kept: list[int]) -> None:
     pool.free([*pool.allocate(pool.num_free), *kept])
 
 
-def test_a_window_group_needs_only_the_blocks_that_are_seen() -> None:
+def test_a_window_group_needs_only_visible_blocks() -> None:
     kv = manager([FULL, WINDOW])
     first = computed(kv, *range(24))
     seen = first.tables[1][4:6]  # position 24 sees 19 .. 24

@@ -1,4 +1,4 @@
-"""The switch of profiling: every order in which frontends ask and ranks answer."""
+"""Profiling: every order of frontends' requests and ranks' responses."""
 
 import pytest
 
@@ -34,9 +34,9 @@ def all_ranks(profiling: Profiling, on: bool) -> Outcome:
 
 
 def refusal(profiling: Profiling, on: bool) -> str:
-    answer = profiling.request(Profile(on, 9), B)
-    assert answer is not None and (answer.number, answer.on, answer.error) == (9, on, "")
-    return answer.refusal
+    response = profiling.request(Profile(on, 9), B)
+    assert response is not None and (response.number, response.on, response.error) == (9, on, "")
+    return response.refusal
 
 
 def test_a_profile_from_start_to_stop(profiling: Profiling) -> None:
@@ -50,7 +50,7 @@ def test_a_profile_from_start_to_stop(profiling: Profiling) -> None:
     assert profiling.request(Profile(True, 3), A) is None
 
 
-def test_what_makes_no_sense_is_refused_and_changes_nothing(profiling: Profiling) -> None:
+def test_requests_that_do_not_fit_the_state_are_refused_and_change_nothing(profiling: Profiling) -> None:
     assert refusal(profiling, False) == "profiling is not on"
     profiling.request(Profile(True), A)
     for on in (True, False):
@@ -86,7 +86,7 @@ def test_a_trace_that_cannot_be_written_is_reported(profiling: Profiling) -> Non
     assert profiling.request(Profile(True), A) is None
 
 
-def test_nobody_waits_for_ever(profiling: Profiling, clock: Clock) -> None:
+def test_a_request_times_out_while_a_rank_does_not_respond(profiling: Profiling, clock: Clock) -> None:
     profiling.request(Profile(True, 5), A)
     profiling.add_trace(RankTrace(0, True))
     clock.now = 299.0
@@ -102,7 +102,7 @@ def test_nobody_waits_for_ever(profiling: Profiling, clock: Clock) -> None:
     assert profiling.request(Profile(False), A) is None
 
 
-def test_a_recording_that_nobody_ends_is_ended_and_its_traces_are_kept(
+def test_a_recording_is_stopped_after_its_longest_time_and_its_traces_are_kept(
     profiling: Profiling, clock: Clock
 ) -> None:
     profiling.request(Profile(True, 1), A)

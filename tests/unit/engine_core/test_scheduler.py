@@ -137,7 +137,7 @@ def test_a_stop_id_is_seen_late_and_what_follows_is_dropped() -> None:
 @pytest.mark.parametrize(
     ("eos", "stop", "reason"), [(1, 0, FinishReason.EOS), (0, 1, FinishReason.STOP_TOKEN)]
 )
-def test_the_reason_tells_which_list_held_the_id(eos: int, stop: int, reason: FinishReason) -> None:
+def test_the_reason_depends_on_the_list_that_has_the_id(eos: int, stop: int, reason: FinishReason) -> None:
     first = undisturbed([5], 1, set(), VOCABULARY)
     run = driver()
     run.add(1, [5], 9, eos=first if eos else [], stop=first if stop else [])
@@ -243,7 +243,7 @@ def test_a_wrong_result_is_refused() -> None:
     run.send()
     with pytest.raises(ValueError, match="out of order"):
         run.core.update(type(run.results[0])(9, b""))
-    with pytest.raises(ValueError, match="gave 2 tokens for 1 rows"):
+    with pytest.raises(ValueError, match="returned 2 tokens for 1 rows"):
         run.core.update(type(run.results[0])(1, b"\0" * 8))
 
 
@@ -260,7 +260,7 @@ def test_steady_decode_reuses_its_rows() -> None:
 
 
 @pytest.mark.parametrize("limits", [{"max_num_seqs": 0}, {"max_num_batched_tokens": 0}, {"policy": "lifo"}])
-def test_senseless_limits(limits: dict[str, Any]) -> None:
+def test_invalid_limits(limits: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         driver(**limits)
 
@@ -285,7 +285,7 @@ STATES = {"queued": 0, "mid-prefill": 1, "decoding": 3, "draining": 4}
 @pytest.mark.parametrize("state", STATES)
 def test_an_aborted_request_is_in_no_later_step(state: str) -> None:
     run = driver(max_num_batched_tokens=4)
-    run.add(1, range(6), max_tokens=3)  # two chunks, of which the second draws, and two decodes
+    run.add(1, range(6), max_tokens=3)  # two chunks, of which the second samples, and two decodes
     rows = [row for _ in range(STATES[state]) for row in lone_step(run)]
     assert set(rows) <= {0}
     run.add(2, range(20, 26), max_tokens=9)

@@ -18,7 +18,7 @@ def config(max_model_len: int | None = None, num_kv_blocks: int | None = None) -
     )
 
 
-def test_the_poorest_rank_decides() -> None:
+def test_the_rank_with_the_least_memory_determines_the_size() -> None:
     smaller = FullAttentionSpec(block_size=16, bytes_per_block=500)
     loaded = [Loaded(0, [FULL], 90_000, 7), Loaded(1, [smaller], 40_000, 7)]
     plan = plan_cache(config(), 1024, loaded)
@@ -34,7 +34,7 @@ def test_a_small_cache_shortens_the_context() -> None:
     assert plan_cache(config(), 1024, [Loaded(0, [FULL], 10_500, 7)]).max_model_len == 160
 
 
-def test_a_context_that_was_asked_for_is_not_shortened() -> None:
+def test_a_requested_context_is_not_shortened() -> None:
     with pytest.raises(
         StartupError, match="max_model_len 1024 does not fit the KV cache of 160 tokens: lower"
     ):
@@ -51,11 +51,11 @@ def test_no_room_for_one_block() -> None:
 
 def test_ranks_must_agree() -> None:
     window = SlidingWindowSpec(block_size=16, bytes_per_block=1000, window=8)
-    with pytest.raises(StartupError, match="workers 0 and 1 disagree"):
+    with pytest.raises(StartupError, match="workers 0 and 1 have different"):
         plan_cache(config(), 64, [Loaded(0, [FULL], 5000, 7), Loaded(1, [window], 5000, 7)])
 
 
-def test_open_defaults_are_refused() -> None:
+def test_unresolved_defaults_are_refused() -> None:
     with pytest.raises(StartupError, match="must have values before the core starts"):
         limits_of(EngineConfig())
 

@@ -219,15 +219,15 @@ BAD_BODIES = [
 
 @pytest.mark.parametrize("body", BAD_BODIES, ids=range(len(BAD_BODIES)))
 def test_bad_bodies_are_refused(rig: Rig, body: bytes) -> None:
-    status, answer = rig.client.call("POST", "/v1/completions", raw=body)
+    status, response = rig.client.call("POST", "/v1/completions", raw=body)
     assert status == 400
-    assert answer["error"]["type"] == "invalid_request_error"
+    assert response["error"]["type"] == "invalid_request_error"
 
 
 def test_duplicates_are_named(rig: Rig) -> None:
     raw = b'{"messages": [{"role": "user", "content": "a", "content": "b"}]}'
-    status, answer = rig.client.call("POST", PATHS["chat"], raw=raw)
-    assert (status, answer["error"]["param"]) == (400, "messages[0].content")
+    status, response = rig.client.call("POST", PATHS["chat"], raw=raw)
+    assert (status, response["error"]["param"]) == (400, "messages[0].content")
 
 
 def test_a_string_equal_to_a_field_name_is_not_a_duplicate(rig: Rig) -> None:

@@ -20,7 +20,7 @@ from frontend.schemas.structure import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES, 
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
 from tests.helpers.http_server import DEADLINE_S, Client, running_frontend
-from tests.helpers.wire import error_of, post_head, raw_answer, read_answer
+from tests.helpers.wire import error_of, post_head, raw_response, read_response
 
 LIMITS = HttpLimits(max_body_bytes=1 << 20, max_body_memory=2 << 20, body_deadline_s=5.0)
 
@@ -80,7 +80,7 @@ def test_the_structure_is_checked_before_parsing() -> None:
 # Names
 
 
-def test_only_the_first_objections_are_reported() -> None:
+def test_only_the_first_refused_fields_are_reported() -> None:
     body = json.dumps({f"x{i:05}": 1 for i in range(2000)}).encode()
     error = refused(body)
     assert error.param == "x00000"
@@ -170,28 +170,28 @@ def test_unknown_fields_of_content_parts_are_named(client: Client) -> None:
         parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", **more}]
         return client.post("/v1/chat/completions", messages=[{"role": "user", "content": parts}])
 
-    status, answer = ask(foo=1)
-    assert (status, answer["error"]["param"]) == (400, "messages[0].content[1].foo")
+    status, response = ask(foo=1)
+    assert (status, response["error"]["param"]) == (400, "messages[0].content[1].foo")
     assert ask(foo=None)[0] == 200
 
 
 def test_token_ids_of_logit_bias_have_one_spelling(client: Client) -> None:
-    status, answer = client.post("/v1/completions", prompt="x", logit_bias={"05": 1, "5": 2})
-    assert (status, answer["error"]["param"]) == (400, "logit_bias")
+    status, response = client.post("/v1/completions", prompt="x", logit_bias={"05": 1, "5": 2})
+    assert (status, response["error"]["param"]) == (400, "logit_bias")
 
 
 # Size and memory
 
 
 def test_a_declared_size_above_the_limit_is_refused_at_once(client: Client) -> None:
-    status, _, answer = raw_answer(client, post_head(LIMITS.max_body_bytes + 1))
-    assert (status, "--max-body-bytes" in error_of(answer)["message"]) == (413, True)
+    status, _, response = raw_response(client, post_head(LIMITS.max_body_bytes + 1))
+    assert (status, "--max-body-bytes" in error_of(response)["message"]) == (413, True)
 
 
 def test_a_chunked_body_above_the_limit_is_a_413(client: Client) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     chunk = b"20000\r\n" + b" " * 0x20000 + b"\r\n"
-    status, _, _ = raw_answer(client, head + chunk * 9)
+    status, _, _ = raw_response(client, head + chunk * 9)
     assert status == 413
 
 
@@ -241,11 +241,11 @@ def test_the_memory_of_all_bodies_is_bounded(client: Client) -> None:
     for connection in connections:
         connection.sendall(post_head(size) + b" " * sent)
     (refused,), _, _ = select.select(connections, [], [], DEADLINE_S)
-    status, head, _ = read_answer(refused)
+    status, head, _ = read_response(refused)
     assert (status, b"Retry-After: 1\r\n" in head) == (429, True)
     for connection in connections:
         if connection is not refused:
             connection.sendall(b" " * (size - sent))
-            assert read_answer(connection)[0] == 400
+            assert read_response(connection)[0] == 400
         connection.close()
     assert client.exchange("POST", "/v1/completions", raw=b'{"prompt": "x"}')[0] == 200

@@ -18,7 +18,7 @@ from frontend.serving.models import ModelService
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
 from tests.helpers.http_server import DEADLINE_S, Client, running_frontend
-from tests.helpers.wire import post_head, read_answer
+from tests.helpers.wire import post_head, read_response
 
 TOKENIZER = tiny_tokenizer.tokenizer()
 KEEPALIVE_S = 2.0
@@ -85,20 +85,20 @@ def test_a_request_that_arrived_in_time_is_served_by_a_busy_loop(
 
     with connect(client) as connection:
         connection.sendall(GET)
-        assert read_answer(connection)[0] == 200
+        assert read_response(connection)[0] == 200
         loops[0].call_soon_threadsafe(block)
         assert is_blocked.wait(DEADLINE_S)
         connection.sendall(GET[:first_bytes])
         is_sent.set()
         assert client.call("GET", "/health")[0] == 200  # the loop goes on
         connection.sendall(GET[first_bytes:])
-        assert read_answer(connection)[0] == 200
+        assert read_response(connection)[0] == 200
 
 
 def test_idle_connections_are_closed(client: Client) -> None:
     with connect(client) as connection:
         connection.sendall(GET)
-        assert read_answer(connection)[0] == 200
+        assert read_response(connection)[0] == 200
         assert connection.recv(1) == b""
 
 

@@ -36,7 +36,7 @@ def stream(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool = Tru
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_pieces_join_to_the_text(text: str) -> None:
+def test_texts_of_tokens_join_to_the_whole_text(text: str) -> None:
     assert "".join(stream(TOKENIZER, TOKENIZER.encode(text, add_special_tokens=False))) == text
 
 

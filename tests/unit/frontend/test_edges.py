@@ -20,13 +20,13 @@ from frontend.limits import HttpLimits
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
 from tests.helpers.http_server import DEADLINE_S, Client, running_frontend
-from tests.helpers.wire import error_of, metric, post_head, raw_answer
+from tests.helpers.wire import error_of, metric, post_head, raw_response
 
 TOKENIZER = tiny_tokenizer.tokenizer()
 KEYS = ServerConfig(api_key="first-key,second-key")
 
 
-def answer_by_prompt(request: AddRequest) -> Script:
+def script_by_prompt(request: AddRequest) -> Script:
     text = TOKENIZER.decode(unpack_ids(request.prompt_ids))
     if "silence" in text:
         return Script([], reason=None)
@@ -40,7 +40,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeCore]:
-    with FakeCore(tmp_path_factory.mktemp("core"), answer_by_prompt, max_model_len=200_000) as core:
+    with FakeCore(tmp_path_factory.mktemp("core"), script_by_prompt, max_model_len=200_000) as core:
         yield core
 
 
@@ -53,7 +53,7 @@ def client(core: FakeCore, checkpoint: Checkpoint) -> Iterator[Client]:
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory, checkpoint: Checkpoint) -> Iterator[Client]:
     with (
-        FakeCore(tmp_path_factory.mktemp("guarded"), answer_by_prompt) as core,
+        FakeCore(tmp_path_factory.mktemp("guarded"), script_by_prompt) as core,
         running_frontend(core, checkpoint, KEYS) as client,
     ):
         yield client
@@ -97,7 +97,7 @@ def test_health_probes_need_no_key(guarded: Client) -> None:
 
 
 def test_an_unauthorized_request_is_refused_before_its_body_is_read(guarded: Client) -> None:
-    status, _, _ = raw_answer(guarded, post_head(1 << 30))
+    status, _, _ = raw_response(guarded, post_head(1 << 30))
     assert status == 401
 
 
@@ -120,7 +120,7 @@ def test_callers_of_different_keys_share_no_cached_prompts(tmp_path: Path, check
                 assert client.exchange("POST", "/v1/completions", {"prompt": "x"}, headers=headers)[0] == 200
         return [request.cache_salt for request in core.requests]
 
-    with FakeCore(tmp_path, answer_by_prompt) as core:
+    with FakeCore(tmp_path, script_by_prompt) as core:
         first, second, again = salts(core, KEYS, ["first-key", "second-key", "first-key"])
         assert first and second and first != second and first == again
         assert salts(core, ServerConfig(api_key="only"), ["only"]) == [""]
@@ -160,7 +160,7 @@ def test_invalid_request_ids_are_replaced(client: Client, name: str) -> None:
 
 def test_requests_above_the_capacity_are_refused(tmp_path: Path, checkpoint: Checkpoint) -> None:
     with (
-        FakeCore(tmp_path, answer_by_prompt) as core,
+        FakeCore(tmp_path, script_by_prompt) as core,
         running_frontend(core, checkpoint, ServerConfig(max_queued_requests=7)) as client,
         contextlib.ExitStack() as stack,
     ):
@@ -189,23 +189,23 @@ def test_requests_above_the_capacity_are_refused(tmp_path: Path, checkpoint: Che
 
 def test_a_full_server_reads_no_bodies(tmp_path: Path, checkpoint: Checkpoint) -> None:
     with (
-        FakeCore(tmp_path, answer_by_prompt) as core,
+        FakeCore(tmp_path, script_by_prompt) as core,
         running_frontend(core, checkpoint, ServerConfig(max_queued_requests=0)) as client,
         contextlib.closing(http.client.HTTPConnection("127.0.0.1", client.port)) as connection,
     ):
         connection.request("POST", "/v1/completions", json.dumps({"prompt": "silence"}))
         core.wait_for(lambda: core.requests)
-        assert raw_answer(client, post_head(1000))[0] == 429
+        assert raw_response(client, post_head(1000))[0] == 429
 
 
 def test_each_choice_counts_against_the_capacity(tmp_path: Path, checkpoint: Checkpoint) -> None:
     with (
-        FakeCore(tmp_path, answer_by_prompt) as core,
+        FakeCore(tmp_path, script_by_prompt) as core,
         running_frontend(core, checkpoint, ServerConfig(max_queued_requests=3)) as client,
         contextlib.closing(http.client.HTTPConnection("127.0.0.1", client.port)) as connection,
     ):
-        status, answer = client.post("/v1/completions", prompt="x", n=5)
-        assert (status, "4 at most" in answer["error"]["message"]) == (400, True)
+        status, response = client.post("/v1/completions", prompt="x", n=5)
+        assert (status, "4 at most" in response["error"]["message"]) == (400, True)
         connection.request("POST", "/v1/completions", json.dumps({"prompt": "silence", "n": 2}))
         core.wait_for(lambda: len(core.requests) == 2)
         assert client.post("/v1/completions", prompt="x", n=3)[0] == 429
@@ -245,15 +245,15 @@ def test_metrics_count_disconnects(client: Client, core: FakeCore) -> None:
 
 
 def test_engine_failure(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    with FakeCore(tmp_path, answer_by_prompt) as core, running_frontend(core, checkpoint) as client:
+    with FakeCore(tmp_path, script_by_prompt) as core, running_frontend(core, checkpoint) as client:
         assert metric(client, "atom:engine_up") == 1
         streaming = http.client.HTTPConnection("127.0.0.1", client.port, timeout=DEADLINE_S)
         with contextlib.closing(streaming):
             streaming.request("POST", "/v1/completions", json.dumps({"prompt": "silence", "stream": True}))
             core.wait_for(lambda: core.requests)
             core.die("worker 0 was killed")
-            answer = streaming.getresponse()
-            frames = answer.read().decode().strip().split("\n\n")
+            response = streaming.getresponse()
+            frames = response.read().decode().strip().split("\n\n")
         assert json.loads(frames[-2].removeprefix("data: "))["error"]["code"] == "engine_dead"
         assert frames[-1] == "data: [DONE]"
         status, data, headers = client.exchange("POST", "/v1/completions", {"prompt": "x"})
@@ -267,14 +267,14 @@ def test_engine_failure(tmp_path: Path, checkpoint: Checkpoint) -> None:
 def test_waiting_clients_get_an_error_when_the_core_disappears(
     tmp_path: Path, checkpoint: Checkpoint
 ) -> None:
-    core = FakeCore(tmp_path, answer_by_prompt)
+    core = FakeCore(tmp_path, script_by_prompt)
     with running_frontend(core, checkpoint, wait=False) as client:
-        answers: list[tuple[int, Any]] = []
+        responses: list[tuple[int, Any]] = []
         with core:
             core.wait_for(lambda: client.exchange("GET", "/ready")[0] == 200)
             waiting = [
                 threading.Thread(
-                    target=lambda: answers.append(client.post("/v1/completions", prompt="silence"))
+                    target=lambda: responses.append(client.post("/v1/completions", prompt="silence"))
                 )
                 for _ in range(4)
             ]
@@ -284,17 +284,19 @@ def test_waiting_clients_get_an_error_when_the_core_disappears(
         for thread in waiting:
             thread.join(DEADLINE_S)
         assert not any(thread.is_alive() for thread in waiting)
-    assert [(status, answer["error"]["code"]) for status, answer in answers] == [(500, "engine_dead")] * 4
+    assert [(status, response["error"]["code"]) for status, response in responses] == [
+        (500, "engine_dead")
+    ] * 4
 
 
 # Tokenization
 
 
 def test_tokenize_and_detokenize(client: Client) -> None:
-    status, answer = client.post("/tokenize", prompt="Hello 你好")
+    status, response = client.post("/tokenize", prompt="Hello 你好")
     ids = TOKENIZER.encode("Hello 你好")
     assert status == 200
-    assert answer == {"count": len(ids), "max_model_len": 200_000, "tokens": ids, "token_strs": None}
+    assert response == {"count": len(ids), "max_model_len": 200_000, "tokens": ids, "token_strs": None}
     assert client.post("/detokenize", tokens=ids) == (200, {"prompt": "Hello 你好"})
     assert client.post("/detokenize", tokens=[0, *ids, 1])[1] == {"prompt": "<s>Hello 你好</s>"}
     assert client.post("/detokenize", tokens=[]) == (200, {"prompt": ""})
@@ -302,10 +304,10 @@ def test_tokenize_and_detokenize(client: Client) -> None:
 
 def test_tokenize_a_conversation(client: Client) -> None:
     messages = [{"role": "user", "content": "hi"}]
-    _, answer = client.post("/tokenize", messages=messages, return_token_strs=True)
-    assert "".join(answer["token_strs"]) == "[user]hi[assistant]"
-    _, answer = client.post("/tokenize", messages=messages, add_generation_prompt=False)
-    assert TOKENIZER.decode(answer["tokens"]) == "[user]hi"
+    _, response = client.post("/tokenize", messages=messages, return_token_strs=True)
+    assert "".join(response["token_strs"]) == "[user]hi[assistant]"
+    _, response = client.post("/tokenize", messages=messages, add_generation_prompt=False)
+    assert TOKENIZER.decode(response["tokens"]) == "[user]hi"
 
 
 @pytest.mark.parametrize(
@@ -323,9 +325,9 @@ def test_tokenize_a_conversation(client: Client) -> None:
     ],
 )
 def test_refused_tokenizations(client: Client, path: str, body: dict[str, Any], param: str | None) -> None:
-    status, answer = client.post(path, **body)
+    status, response = client.post(path, **body)
     assert status == 400
-    assert param is None or answer["error"]["param"] == param
+    assert param is None or response["error"]["param"] == param
 
 
 def test_limits_are_as_documented() -> None:

@@ -46,7 +46,7 @@ def test_a_lagging_reader_gets_one_merged_update_a_choice() -> None:
     asyncio.run(run())
 
 
-def test_a_reader_of_whole_answers_sleeps_until_all_have_ended() -> None:
+def test_without_every_step_the_reader_wakes_when_all_have_ended() -> None:
     async def run() -> None:
         stream = Stream([1, 2], every_step=False)
         stream.put(update(1, "a", finished=True), now=1.0)

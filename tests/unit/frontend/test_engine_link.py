@@ -62,14 +62,14 @@ async def read(stream: Stream) -> list[int]:
 
 
 async def generate(client: EngineClient) -> list[int]:
-    with client.open([request(client)], TextOptions()) as stream:
+    async with client.open([request(client)], TextOptions()) as stream:
         return await read(stream)
 
 
-def test_streams_wait_while_the_core_is_silent_and_go_on_afterwards(tmp_path: Path) -> None:
+def test_streams_wait_while_the_core_is_silent_and_continue_afterwards(tmp_path: Path) -> None:
     async def run(core: FakeCore) -> None:
         async with connected(core, 6 * HANG_TIMEOUT_S) as client:
-            with client.open([request(client)], TextOptions()) as stream:
+            async with client.open([request(client)], TextOptions()) as stream:
                 reader = asyncio.create_task(read(stream))
                 await until(lambda: stream.first_token_at)
                 core.frozen.set()
@@ -89,7 +89,7 @@ def test_streams_wait_while_the_core_is_silent_and_go_on_afterwards(tmp_path: Pa
 def test_streams_of_a_hung_core_fail_and_the_link_heals(tmp_path: Path) -> None:
     async def run(core: FakeCore) -> None:
         async with connected(core, HANG_TIMEOUT_S) as client:
-            with client.open([request(client)], TextOptions()) as stream:
+            async with client.open([request(client)], TextOptions()) as stream:
                 await until(lambda: stream.first_token_at)
                 core.frozen.set()
                 await until(lambda: not client.is_ready)
@@ -105,10 +105,10 @@ def test_streams_of_a_hung_core_fail_and_the_link_heals(tmp_path: Path) -> None:
         asyncio.run(run(core))
 
 
-def test_after_the_end_of_the_core_the_link_waits_for_another_one(tmp_path: Path) -> None:
+def test_after_the_end_of_the_core_the_link_reconnects_to_a_new_one(tmp_path: Path) -> None:
     async def run(core: FakeCore) -> None:
         async with connected(core) as client:
-            with client.open([request(client)], TextOptions()) as stream:
+            async with client.open([request(client)], TextOptions()) as stream:
                 await until(lambda: stream.first_token_at)
                 await asyncio.to_thread(core.__exit__)
                 with pytest.raises(EngineDeadError, match="closed its connection") as failure:
@@ -129,7 +129,7 @@ def test_after_the_end_of_the_core_the_link_waits_for_another_one(tmp_path: Path
 def test_a_frontend_that_the_core_dropped_connects_again(tmp_path: Path) -> None:
     async def run(core: FakeCore) -> None:
         async with connected(core) as client:
-            with client.open([request(client)], TextOptions()) as stream:
+            async with client.open([request(client)], TextOptions()) as stream:
                 await until(lambda: stream.first_token_at)
                 core.drop_frontends("this frontend did not read its tokens in time")
                 with pytest.raises(EngineDeadError, match="did not read"):
@@ -151,7 +151,7 @@ def test_a_panic_while_tokens_are_processed_fails_the_streams_and_heals(
                 monkeypatch.undo()
                 raise Panic("index out of bounds")
 
-            with client.open([request(client)], TextOptions()) as stream:
+            async with client.open([request(client)], TextOptions()) as stream:
                 monkeypatch.setattr(client._output, "process", process)
                 with pytest.raises(EngineDeadError, match="an internal error of the frontend"):
                     await read(stream)
@@ -162,13 +162,14 @@ def test_a_panic_while_tokens_are_processed_fails_the_streams_and_heals(
         asyncio.run(run(core))
 
 
-def test_a_request_that_comes_after_the_engines_death_fails_in_its_stream(tmp_path: Path) -> None:
+def test_a_request_after_the_engines_death_fails_in_its_stream(tmp_path: Path) -> None:
     async def run(core: FakeCore) -> None:
         async with connected(core) as client:
             await asyncio.to_thread(core.__exit__)
             await until(lambda: not client.is_ready)
-            with client.open([request(client)], TextOptions()) as stream, pytest.raises(ApiError) as failure:
-                await read(stream)
+            async with client.open([request(client)], TextOptions()) as stream:
+                with pytest.raises(ApiError) as failure:
+                    await read(stream)
             assert (failure.value.status, failure.value.code) == (503, "engine_dead")
             assert len(client) == 0
 
@@ -197,7 +198,7 @@ def test_a_backlog_of_messages_does_not_hold_the_event_loop(
 
             turns_at: list[int] = []
             original = client._output.process
-            with client.open([request(client)], TextOptions()) as stream:
+            async with client.open([request(client)], TextOptions()) as stream:
                 await until(lambda: stream.first_token_at)
                 monkeypatch.setattr(client._output, "process", process)
                 counter = asyncio.create_task(count_turns())
@@ -207,4 +208,90 @@ def test_a_backlog_of_messages_does_not_hold_the_event_loop(
             assert len(turns_at) > 10 and all(a < b for a, b in pairwise(turns_at))
 
     with FakeCore(tmp_path, script, step_s=0.001) as core:
+        asyncio.run(run(core))
+
+
+def slow_submission(client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> list[AddRequest]:
+    """Make each submission hold the loop longer than allowed; the list gets the submitted requests."""
+    submitted: list[AddRequest] = []
+    original = client._submit
+
+    def submit(sent: AddRequest, text: TextOptions, stream: Stream) -> None:
+        time.sleep(0.02)
+        submitted.append(sent)
+        original(sent, text, stream)
+
+    monkeypatch.setattr(client, "_submit", submit)
+    return submitted
+
+
+def test_other_tasks_run_while_many_prompts_are_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(core: FakeCore) -> None:
+        async with connected(core) as client:
+            submitted = slow_submission(client, monkeypatch)
+            requests, seen = [request(client) for _ in range(8)], set()
+
+            async def observe() -> None:
+                while True:
+                    seen.add(len(submitted))
+                    await asyncio.sleep(0)
+
+            observer = asyncio.create_task(observe())
+            async with client.open(requests, TextOptions()) as stream:
+                observer.cancel()
+                assert sorted(await read(stream)) == sorted(IDS * len(requests))
+            assert seen >= set(range(1, len(requests)))
+            assert len(client) == len(client._output) == 0
+
+    with FakeCore(tmp_path, script) as core:
+        asyncio.run(run(core))
+
+
+def test_a_request_cancelled_during_its_submission_is_aborted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(core: FakeCore) -> None:
+        async with connected(core) as client:
+            submitted = slow_submission(client, monkeypatch)
+            requests = [request(client) for _ in range(50)]
+
+            async def generate_all() -> None:
+                async with client.open(requests, TextOptions()):
+                    pytest.fail("the submission was cancelled")
+
+            opening = asyncio.create_task(generate_all())
+            await until(lambda: len(submitted) >= 2)
+            opening.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await opening
+            assert 2 <= len(submitted) < len(requests)
+            assert len(client) == len(client._output) == 0
+            sent = [request_id for each in submitted for request_id in each.request_ids]
+            await asyncio.to_thread(core.wait_for, lambda: sorted(core.aborted) == sent)
+
+    with FakeCore(tmp_path, lambda _: Script(IDS, None)) as core:
+        asyncio.run(run(core))
+
+
+def test_the_submission_ends_with_the_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run(core: FakeCore) -> None:
+        async with connected(core) as client:
+            submitted = slow_submission(client, monkeypatch)
+            requests = [request(client) for _ in range(50)]
+
+            async def generate_all() -> None:
+                async with client.open(requests, TextOptions()) as stream:
+                    await read(stream)
+
+            opening = asyncio.create_task(generate_all())
+            await until(lambda: submitted)
+            client._fail_all("the engine has ended")
+            with pytest.raises(EngineDeadError, match="the engine has ended"):
+                await opening
+            assert len(submitted) < len(requests)
+            assert len(client) == len(client._output) == 0
+
+    with FakeCore(tmp_path, lambda _: Script(IDS, None)) as core:
         asyncio.run(run(core))

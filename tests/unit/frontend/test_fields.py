@@ -53,17 +53,24 @@ BOTH: dict[str, Row] = {
     "stream_options": Row(
         {"include_usage": True}, lambda ran: "usage" in ran.events[-1], {"stream": True}, ({},)
     ),
-    "presence_penalty": Row(-2, lambda ran: ran.rules.presence_penalty == -2, neutral=(0,)),
-    "frequency_penalty": Row(0.5, lambda ran: ran.rules.frequency_penalty == 0.5, neutral=(0,)),
-    "repetition_penalty": Row(1.1, lambda ran: ran.rules.repetition_penalty == 1.1, neutral=(1,)),
+    "presence_penalty": Row(-2, lambda ran: ran.processors.presence_penalty == -2, neutral=(0,)),
+    "frequency_penalty": Row(0.5, lambda ran: ran.processors.frequency_penalty == 0.5, neutral=(0,)),
+    "repetition_penalty": Row(1.1, lambda ran: ran.processors.repetition_penalty == 1.1, neutral=(1,)),
     "logit_bias": Row(
         {"5": -100, "7": 2.5},
-        lambda ran: (unpack_ids(ran.rules.bias_ids).tolist(), ran.rules.bias_values) == ([5, 7], [-100, 2.5]),
+        lambda ran: (
+            (unpack_ids(ran.processors.bias_ids).tolist(), ran.processors.bias_values)
+            == ([5, 7], [-100, 2.5])
+        ),
         neutral=({},),
     ),
-    "min_tokens": Row(3, lambda ran: (ran.rules.min_tokens, ran.rules.end_ids) == (3, [1]), neutral=(0,)),
-    "bad_words": Row(["fox"], lambda ran: FOX in ran.rules.bad_words, neutral=([],)),
-    "allowed_token_ids": Row([9, 4, 9], lambda ran: unpack_ids(ran.rules.allowed_ids).tolist() == [4, 9]),
+    "min_tokens": Row(
+        3, lambda ran: (ran.processors.min_tokens, ran.processors.end_ids) == (3, [1]), neutral=(0,)
+    ),
+    "bad_words": Row(["fox"], lambda ran: FOX in ran.processors.bad_words, neutral=([],)),
+    "allowed_token_ids": Row(
+        [9, 4, 9], lambda ran: unpack_ids(ran.processors.allowed_ids).tolist() == [4, 9]
+    ),
     "include_stop_str_in_output": Row(
         True, lambda ran: ran.text == "Hello wor", {"stop": ["wor"]}, neutral=(False,)
     ),
@@ -81,7 +88,7 @@ BOTH: dict[str, Row] = {
         neutral=("left",),
     ),
     "cache_salt": Row("pepper", lambda ran: len(ran.sent.cache_salt) == 64),
-    "request_id": Row("my-id.7", lambda ran: ran.answer["id"].endswith("-my-id.7")),
+    "request_id": Row("my-id.7", lambda ran: ran.response["id"].endswith("-my-id.7")),
 }
 
 ONLY: dict[str, dict[str, Row]] = {
@@ -98,7 +105,7 @@ ONLY: dict[str, dict[str, Row]] = {
             2, lambda ran: len(_first_content(ran)["top_logprobs"]) == 2, {"logprobs": True}, (0,)
         ),
         "prompt_logprobs": Row(
-            2, lambda ran: len(ran.answer.get("prompt_logprobs", ())) == len(_sent_ids(ran)), {}, (False,)
+            2, lambda ran: len(ran.response.get("prompt_logprobs", ())) == len(_sent_ids(ran)), {}, (False,)
         ),
         "return_tokens_as_token_ids": Row(
             True, lambda ran: _chat_token(ran).startswith("token_id:"), {"logprobs": True}, (False,)
@@ -189,7 +196,7 @@ HARMLESS_ONLY = {"chat": {"parallel_tool_calls"}, "completions": set[str]()}
 
 
 def _indices(ran: Ran) -> list[int]:
-    return [choice["index"] for choice in ran.answer["choices"]]
+    return [choice["index"] for choice in ran.response["choices"]]
 
 
 def _sent_ids(ran: Ran) -> list[int]:
@@ -197,11 +204,11 @@ def _sent_ids(ran: Ran) -> list[int]:
 
 
 def _prompt_ids(ran: Ran) -> Any:
-    return ran.answer.get("prompt_token_ids") or ran.choice.get("prompt_token_ids")
+    return ran.response.get("prompt_token_ids") or ran.choice.get("prompt_token_ids")
 
 
 def _whole_ids(ran: Ran) -> list[int]:
-    if ran.answer["object"] == "chat.completion":
+    if ran.response["object"] == "chat.completion":
         return TOKENIZER.encode("[user]hi[assistant]", add_special_tokens=False)
     return [0, *TOKENIZER.encode("hi", add_special_tokens=False)]
 
@@ -282,7 +289,7 @@ def test_harmless_fields_are_accepted(endpoint: str, name: str) -> None:
 
 @pytest.mark.parametrize("endpoint", SCHEMAS)
 def test_the_model_must_be_the_one_served(rig: Rig, endpoint: str) -> None:
-    assert rig.run(endpoint, model=MODEL).answer["model"] == MODEL
+    assert rig.run(endpoint, model=MODEL).response["model"] == MODEL
     error = rig.refused(endpoint, model="other")
     assert (error["param"], error["code"]) == ("model", "model_not_found")
 
@@ -320,11 +327,11 @@ def test_max_completion_tokens_takes_precedence(rig: Rig) -> None:
 
 def test_chat_fills_what_is_left_of_the_context(rig: Rig) -> None:
     ran = rig.run("chat", messages=[{"role": "user", "content": "hello " * 1500}])
-    assert ran.sent.max_tokens == 10_000 - ran.answer["usage"]["prompt_tokens"] < 8192
+    assert ran.sent.max_tokens == 10_000 - ran.response["usage"]["prompt_tokens"] < 8192
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(100, 9900), (None, 10_000 - 256)])
-def test_a_prompt_is_cut_to_leave_room_for_the_answer(rig: Rig, limit: int | None, kept: int) -> None:
+def test_a_prompt_is_truncated_to_leave_room_for_the_response(rig: Rig, limit: int | None, kept: int) -> None:
     ran = rig.run("completions", prompt=[7] * 12_000, truncate_prompt_tokens=-1, max_tokens=limit)
     assert len(_sent_ids(ran)) == kept
 
@@ -362,15 +369,15 @@ def test_lenient_servers_list_dropped_fields_in_warnings(tmp_path_factory: pytes
     ):
         messages = [{"role": "user", "content": "hi", "mood": 1}]
         body = {"messages": messages, "verbosity": "low", "zzz": 1, "chat_template_kwargs": {"tone": 1}}
-        status, answer = client.post("/v1/chat/completions", **body)
+        status, response = client.post("/v1/chat/completions", **body)
         assert status == 200
         left_out = ["verbosity", "zzz", "messages[0].mood", "chat_template_kwargs.tone"]
-        assert [text.split("'")[1] for text in answer["warnings"]] == left_out
+        assert [text.split("'")[1] for text in response["warnings"]] == left_out
         assert core.requests[0].max_tokens == 33
         events = client.events("/v1/chat/completions", **body)
-        assert all(event["warnings"] == answer["warnings"] for event in events)
-        status, answer = client.post("/v1/chat/completions", **MINIMAL["chat"], temperature="x")
-        assert (status, answer["error"]["param"]) == (400, "temperature")
+        assert all(event["warnings"] == response["warnings"] for event in events)
+        status, response = client.post("/v1/chat/completions", **MINIMAL["chat"], temperature="x")
+        assert (status, response["error"]["param"]) == (400, "temperature")
 
 
 def test_fields_of_lenient_schemas_raise_nothing_but_request_errors() -> None:

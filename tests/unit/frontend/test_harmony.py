@@ -31,9 +31,9 @@ def message(header: str, text: str) -> list[Part]:
     return [START, "assistant", CHANNEL, header, MESSAGE, text, END]
 
 
-THOUGHT, ANSWER = "2 + 2 is 🦊", "Four, 你好 <|end|>"
+THOUGHT, OUTPUT = "2 + 2 is 🦊", "Four, 你好 <|end|>"
 # The prompt ends with the beginning of the first message.
-REPLY = [*message("analysis", THOUGHT)[2:], *message("final", ANSWER)[:-1]]
+REPLY = [*message("analysis", THOUGHT)[2:], *message("final", OUTPUT)[:-1]]
 CHAT = {"messages": [{"role": "user", "content": "2 + 2?"}]}
 
 
@@ -63,7 +63,7 @@ class Replies:
         self._tokenizer = Tokenizer.from_checkpoint(checkpoint)
         self._format = Harmony.from_checkpoint(checkpoint, self._tokenizer)
 
-    def told(
+    def decode(
         self, ids: list[int], cuts: Sequence[int] = (), stops: Sequence[str] = ()
     ) -> tuple[str, str, str | None]:
         """(content, reasoning, why it ended) of a choice whose steps end at `cuts`."""
@@ -88,8 +88,8 @@ def replies(checkpoint: Checkpoint) -> Replies:
 @pytest.mark.parametrize(
     ("parts", "content", "reasoning"),
     [
-        (REPLY, ANSWER, THOUGHT),
-        ([*REPLY, RETURN], ANSWER, THOUGHT),
+        (REPLY, OUTPUT, THOUGHT),
+        ([*REPLY, RETURN], OUTPUT, THOUGHT),
         (["plain words"], "plain words", ""),
         (["the rest", RETURN], "the rest", ""),
         ([CHANNEL, "analysis", MESSAGE, "cut"], "", "cut"),
@@ -107,8 +107,8 @@ def replies(checkpoint: Checkpoint) -> Replies:
 )
 def test_channels(replies: Replies, parts: list[Part], content: str, reasoning: str) -> None:
     ids = ids_of(parts)
-    assert replies.told(ids)[:2] == (content, reasoning)
-    assert replies.told(ids, cuts=range(len(ids)))[:2] == (content, reasoning)
+    assert replies.decode(ids)[:2] == (content, reasoning)
+    assert replies.decode(ids, cuts=range(len(ids)))[:2] == (content, reasoning)
 
 
 TEXT = st.lists(st.sampled_from([*"ab 你🦊é\n", *TAGS]), max_size=12).map("".join)
@@ -123,7 +123,7 @@ def test_any_messages_in_any_steps(
     parts = [part for channel, text in messages for part in message(channel, text)]
     content = "".join(text for channel, text in messages if channel != "analysis")
     reasoning = "".join(text for channel, text in messages if channel == "analysis")
-    assert replies.told(ids_of(parts), cuts)[:2] == (content, reasoning)
+    assert replies.decode(ids_of(parts), cuts)[:2] == (content, reasoning)
 
 
 @settings(deadline=None, max_examples=150)
@@ -132,21 +132,21 @@ def test_any_messages_in_any_steps(
     cuts=st.lists(st.integers(1, 30), max_size=8),
 )
 def test_steps_make_no_difference_to_any_ids(replies: Replies, ids: list[int], cuts: list[int]) -> None:
-    assert replies.told(ids, cuts) == replies.told(ids)
+    assert replies.decode(ids, cuts) == replies.decode(ids)
 
 
 def test_stop_strings_are_sought_in_the_content_alone(replies: Replies) -> None:
     ids = ids_of(REPLY)
-    assert replies.told(ids, stops=["2 +", ", "]) == ("Four", THOUGHT, "stop_sequence")
-    assert replies.told(ids, stops=["analysis", "assistant"]) == (ANSWER, THOUGHT, "max_tokens")
+    assert replies.decode(ids, stops=["2 +", ", "]) == ("Four", THOUGHT, "stop_sequence")
+    assert replies.decode(ids, stops=["analysis", "assistant"]) == (OUTPUT, THOUGHT, "max_tokens")
     # What may begin a stop string is held back beyond the end of the message.
     parts = [*message("final", "ab"), *message("analysis", "c"), *message("final", "d")]
-    assert replies.told(ids_of(parts), cuts=range(100), stops=["bx"]) == ("abd", "c", "max_tokens")
+    assert replies.decode(ids_of(parts), cuts=range(100), stops=["bx"]) == ("abd", "c", "max_tokens")
 
 
 def test_other_models_reply_in_text(tmp_path: Path) -> None:
     replies = Replies(checkpoint_in(tmp_path, model_type="llama"))
-    assert replies.told(ids_of([CHANNEL, "analysis", MESSAGE, "a"]))[:2] == ("analysisa", "")
+    assert replies.decode(ids_of([CHANNEL, "analysis", MESSAGE, "a"]))[:2] == ("analysisa", "")
 
 
 @pytest.fixture(scope="module")
@@ -168,20 +168,20 @@ def test_the_official_client_reads_both(client: Client) -> None:
         choice = chat.create(**asked).choices[0]
         with chat.create(**asked, stream=True) as stream:
             deltas = [chunk.choices[0].delta for chunk in stream]
-    assert (choice.message.content, choice.finish_reason) == (ANSWER, "stop")
+    assert (choice.message.content, choice.finish_reason) == (OUTPUT, "stop")
     for name in ("reasoning", "reasoning_content"):
         assert getattr(choice.message, name) == THOUGHT
         pieces = [getattr(delta, name, None) for delta in deltas]
         assert "".join(piece or "" for piece in pieces) == THOUGHT and len([p for p in pieces if p]) > 1
     contents = [delta.content or "" for delta in deltas]
-    assert "".join(contents) == ANSWER
+    assert "".join(contents) == OUTPUT
     assert sum(1 for piece in contents if piece) > 1
 
 
 def test_a_reply_that_was_cut_while_reasoning(client: Client) -> None:
     limit = len(ids_of(REPLY[:3])) + 4
-    _, answer = client.post("/v1/chat/completions", **CHAT, max_tokens=limit)
-    reply = answer["choices"][0]["message"]
+    _, response = client.post("/v1/chat/completions", **CHAT, max_tokens=limit)
+    reply = response["choices"][0]["message"]
     assert reply["content"] == "" and THOUGHT.startswith(reply["reasoning"]) and reply["reasoning"]
     events = client.events("/v1/chat/completions", **CHAT, max_tokens=limit)
     deltas = [event["choices"][0]["delta"] for event in events]
@@ -192,9 +192,9 @@ def test_a_reply_that_was_cut_while_reasoning(client: Client) -> None:
 def test_details_go_with_reasoning_too(client: Client) -> None:
     """Every generated token has its log probability and its id, those of tags and headers included."""
     asked = {**CHAT, "logprobs": True, "return_token_ids": True}
-    _, answer = client.post("/v1/chat/completions", **asked)
+    _, response = client.post("/v1/chat/completions", **asked)
     choices = [event["choices"][0] for event in client.events("/v1/chat/completions", **asked)]
-    (whole,) = answer["choices"]
+    (whole,) = response["choices"]
     ids = [*ids_of(REPLY), RETURN]
     assert whole["token_ids"] == [token for choice in choices for token in choice.get("token_ids", ())] == ids
     entries = whole["logprobs"]["content"]
@@ -205,10 +205,10 @@ def test_details_go_with_reasoning_too(client: Client) -> None:
 def test_the_reply_as_the_model_wrote_it(client: Client) -> None:
     """On request, and where no messages were sent."""
     raw = "".join(part if isinstance(part, str) else TAGS[part - START] for part in REPLY)
-    _, answer = client.post("/v1/chat/completions", **CHAT, skip_special_tokens=False)
-    assert answer["choices"][0]["message"] == {"role": "assistant", "content": raw}
+    _, response = client.post("/v1/chat/completions", **CHAT, skip_special_tokens=False)
+    assert response["choices"][0]["message"] == {"role": "assistant", "content": raw}
     fields = {"prompt": "2 + 2?", "max_tokens": 1000}
-    _, answer = client.post("/v1/completions", **fields, skip_special_tokens=False)
-    assert answer["choices"][0]["text"] == raw
-    _, answer = client.post("/v1/completions", **fields)
-    assert answer["choices"][0]["text"] == "".join(part for part in REPLY if isinstance(part, str))
+    _, response = client.post("/v1/completions", **fields, skip_special_tokens=False)
+    assert response["choices"][0]["text"] == raw
+    _, response = client.post("/v1/completions", **fields)
+    assert response["choices"][0]["text"] == "".join(part for part in REPLY if isinstance(part, str))

@@ -19,7 +19,7 @@ from tests.helpers.http_server import DEADLINE_S, MODEL, Client, running_fronten
 
 TOKENIZER = tiny_tokenizer.tokenizer()
 EOS = 1
-ANSWER = "Hello 你好 🦊, stop here."
+OUTPUT = "Hello 你好 🦊, stop here."
 USER = [{"role": "user", "content": "hi"}]
 
 
@@ -27,8 +27,8 @@ def encode(text: str) -> list[int]:
     return TOKENIZER.encode(text, add_special_tokens=False)
 
 
-def answer_by_prompt(request: AddRequest) -> Script:
-    """What the prompt asks this core to do; ANSWER unless it names something else."""
+def script_by_prompt(request: AddRequest) -> Script:
+    """The script that the prompt names; by default OUTPUT."""
     text = TOKENIZER.decode(unpack_ids(request.prompt_ids))
     if "forever" in text:
         return Script(encode("word " * 5000), reason=None)
@@ -37,8 +37,8 @@ def answer_by_prompt(request: AddRequest) -> Script:
     if "error" in text:
         return Script(encode("so far "), FinishReason.ERROR, message="out of luck")
     if "limit" in text:
-        return Script(encode(ANSWER)[: request.max_tokens], FinishReason.MAX_TOKENS)
-    return Script([*encode(ANSWER), EOS], FinishReason.EOS, EOS, cached=1)
+        return Script(encode(OUTPUT)[: request.max_tokens], FinishReason.MAX_TOKENS)
+    return Script([*encode(OUTPUT), EOS], FinishReason.EOS, EOS, cached=1)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeCore]:
-    with FakeCore(tmp_path_factory.mktemp("core"), answer_by_prompt) as core:
+    with FakeCore(tmp_path_factory.mktemp("core"), script_by_prompt) as core:
         yield core
 
 
@@ -65,16 +65,16 @@ def shape(events: list[Any]) -> list[Any]:
 
 
 def test_a_completion(client: Client) -> None:
-    status, answer = client.post("/v1/completions", prompt="tell", model=MODEL)
+    status, response = client.post("/v1/completions", prompt="tell", model=MODEL)
     assert status == 200
-    assert list(answer) == ["id", "object", "created", "model", "system_fingerprint", "choices", "usage"]
-    assert re.fullmatch("fp_[0-9a-f]{12}", answer["system_fingerprint"])
-    assert re.fullmatch("cmpl-[0-9a-f]{32}", answer["id"])
-    assert (answer["object"], answer["model"]) == ("text_completion", MODEL)
-    assert answer["choices"] == [
+    assert list(response) == ["id", "object", "created", "model", "system_fingerprint", "choices", "usage"]
+    assert re.fullmatch("fp_[0-9a-f]{12}", response["system_fingerprint"])
+    assert re.fullmatch("cmpl-[0-9a-f]{32}", response["id"])
+    assert (response["object"], response["model"]) == ("text_completion", MODEL)
+    assert response["choices"] == [
         {
             "index": 0,
-            "text": ANSWER,
+            "text": OUTPUT,
             "finish_reason": "stop",
             "raw_finish_reason": "eos",
             "stop_reason": None,
@@ -84,9 +84,9 @@ def test_a_completion(client: Client) -> None:
 
 
 def test_usage(client: Client) -> None:
-    _, answer = client.post("/v1/completions", prompt="tell", n=2)
-    usage = answer["usage"]
-    prompt, tokens = len(encode("tell")), 2 * (len(encode(ANSWER)) + 1)
+    _, response = client.post("/v1/completions", prompt="tell", n=2)
+    usage = response["usage"]
+    prompt, tokens = len(encode("tell")), 2 * (len(encode(OUTPUT)) + 1)
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (prompt, tokens)
     assert usage["total_tokens"] == prompt + tokens
     assert usage["prompt_tokens_details"] == {"cached_tokens": 1}
@@ -95,19 +95,19 @@ def test_usage(client: Client) -> None:
 
 
 def test_a_chat_reply(client: Client, core: FakeCore) -> None:
-    status, answer = client.post("/v1/chat/completions", messages=USER)
+    status, response = client.post("/v1/chat/completions", messages=USER)
     assert status == 200
-    assert re.fullmatch("chatcmpl-[0-9a-f]{32}", answer["id"])
-    assert answer["object"] == "chat.completion"
-    (choice,) = answer["choices"]
-    assert choice["message"] == {"role": "assistant", "content": ANSWER}
+    assert re.fullmatch("chatcmpl-[0-9a-f]{32}", response["id"])
+    assert response["object"] == "chat.completion"
+    (choice,) = response["choices"]
+    assert choice["message"] == {"role": "assistant", "content": OUTPUT}
     prompt = TOKENIZER.decode(unpack_ids(core.requests[-1].prompt_ids))
     assert prompt == "[user]hi[assistant]"
 
 
 def test_prompt_is_another_name_of_messages(client: Client) -> None:
-    status, answer = client.post("/v1/chat/completions", prompt=USER)
-    assert (status, answer["choices"][0]["message"]["content"]) == (200, ANSWER)
+    status, response = client.post("/v1/chat/completions", prompt=USER)
+    assert (status, response["choices"][0]["message"]["content"]) == (200, OUTPUT)
     status, _ = client.post("/v1/chat/completions", prompt=USER, messages=USER)
     assert status == 400
 
@@ -126,11 +126,11 @@ def test_text_parts_are_joined(client: Client, core: FakeCore) -> None:
 )
 def test_forms_of_prompts(client: Client, core: FakeCore, prompt: Any, count: int) -> None:
     core.requests.clear()
-    status, answer = client.post("/v1/completions", prompt=prompt, n=2)
+    status, response = client.post("/v1/completions", prompt=prompt, n=2)
     assert status == 200
-    assert [choice["index"] for choice in answer["choices"]] == list(range(2 * count))
+    assert [choice["index"] for choice in response["choices"]] == list(range(2 * count))
     assert [request.sampling.sequence for request in core.requests] == [0, 1] * count
-    assert answer["usage"]["prompt_tokens"] == sum(len(r.prompt_ids) // 4 for r in core.requests[::2])
+    assert response["usage"]["prompt_tokens"] == sum(len(r.prompt_ids) // 4 for r in core.requests[::2])
 
 
 def test_a_chat_stream_is_these_events(client: Client) -> None:
@@ -161,7 +161,7 @@ def test_the_bytes_of_a_completion_stream(client: Client) -> None:
         f'"created":{start["created"]},"model":"org/tiny",'
         f'"system_fingerprint":"{start["system_fingerprint"]}","choices":['
     )
-    first, second = (TOKENIZER.decode([token_id]) for token_id in encode(ANSWER)[:2])
+    first, second = (TOKENIZER.decode([token_id]) for token_id in encode(OUTPUT)[:2])
     expected = [
         f'{head}{{"index":0,"text":"{first}","logprobs":null,"finish_reason":null}}],"usage":null}}',
         f'{head}{{"index":0,"text":"{second}","logprobs":null,"finish_reason":"length",'
@@ -187,10 +187,10 @@ def test_streamed_and_whole_text_are_equal(client: Client, stop: Any) -> None:
 
 
 def test_a_stop_string_aborts_the_rest(client: Client, core: FakeCore) -> None:
-    status, answer = client.post("/v1/completions", prompt="forever", stop=["d w"])
+    status, response = client.post("/v1/completions", prompt="forever", stop=["d w"])
     assert status == 200
-    assert answer["choices"][0]["text"] == "wor"
-    assert answer["choices"][0]["stop_reason"] == "d w"
+    assert response["choices"][0]["text"] == "wor"
+    assert response["choices"][0]["stop_reason"] == "d w"
     core.wait_for(lambda: core.requests[-1].request_ids[0] in core.aborted)
 
 
@@ -212,9 +212,9 @@ def test_a_client_that_leaves_aborts_all_its_choices(
 
 
 def test_an_engine_error_is_a_500(client: Client) -> None:
-    status, answer = client.post("/v1/completions", prompt="error")
+    status, response = client.post("/v1/completions", prompt="error")
     assert status == 500
-    assert answer["error"] == {
+    assert response["error"] == {
         "message": "out of luck",
         "type": "server_error",
         "param": None,
@@ -232,21 +232,25 @@ def test_an_engine_error_ends_a_stream_with_an_error_event(client: Client) -> No
 
 
 def test_unknown_models_routes_and_methods(client: Client) -> None:
-    status, answer = client.post("/v1/chat/completions", messages=USER, model="other")
-    assert (status, answer["error"]["code"], answer["error"]["param"]) == (404, "model_not_found", "model")
+    status, response = client.post("/v1/chat/completions", messages=USER, model="other")
+    assert (status, response["error"]["code"], response["error"]["param"]) == (
+        404,
+        "model_not_found",
+        "model",
+    )
     assert client.call("GET", "/v1/models/other")[0] == 404
-    status, answer = client.call("GET", "/v2/nothing")
-    assert (status, answer["error"]["type"]) == (404, "invalid_request_error")
+    status, response = client.call("GET", "/v2/nothing")
+    assert (status, response["error"]["type"]) == (404, "invalid_request_error")
     status, data, headers = client.exchange("GET", "/v1/completions")
     assert (status, headers["allow"]) == (405, "POST")
     assert json.loads(data)["error"]["message"] == "/v1/completions supports POST, not GET"
 
 
 def test_a_body_over_the_limit_is_a_413(client: Client) -> None:
-    status, answer = client.call("POST", "/v1/completions", raw=b" " * (9 << 20))
+    status, response = client.call("POST", "/v1/completions", raw=b" " * (9 << 20))
     assert status == 413
-    assert "8388608" in answer["error"]["message"]
-    assert "--max-body-bytes" in answer["error"]["message"]
+    assert "8388608" in response["error"]["message"]
+    assert "--max-body-bytes" in response["error"]["message"]
 
 
 def test_small_routes(client: Client) -> None:
@@ -259,11 +263,11 @@ def test_small_routes(client: Client) -> None:
 
 def test_long_prompts_go_through_the_threads(client: Client) -> None:
     prompt = "one two three " * 300
-    _, answer = client.post("/v1/completions", prompt=prompt, max_tokens=1)
-    assert answer["usage"]["prompt_tokens"] == len(encode(prompt))
+    _, response = client.post("/v1/completions", prompt=prompt, max_tokens=1)
+    assert response["usage"]["prompt_tokens"] == len(encode(prompt))
 
 
-def test_an_idle_stream_to_a_client_that_does_not_read_disturbs_nobody(
+def test_an_idle_stream_to_a_client_that_does_not_read_delays_no_request(
     client: Client, core: FakeCore
 ) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=DEADLINE_S)
@@ -276,27 +280,27 @@ def test_an_idle_stream_to_a_client_that_does_not_read_disturbs_nobody(
 
 def test_not_ready_before_the_core_is(tmp_path: Path, checkpoint: Checkpoint) -> None:
     with (
-        FakeCore(tmp_path, answer_by_prompt, say_ready=False) as core,
+        FakeCore(tmp_path, script_by_prompt, is_ready=False) as core,
         running_frontend(core, checkpoint, wait=False) as client,
     ):
         assert client.call("GET", "/health")[0] == 200
         status, data, headers = client.exchange("GET", "/ready")
         assert (status, headers["retry-after"]) == (503, "2")
         assert "starting" in json.loads(data)["reason"]
-        status, answer = client.post("/v1/completions", prompt="tell")
-        assert (status, answer["error"]["type"]) == (503, "server_error")
+        status, response = client.post("/v1/completions", prompt="tell")
+        assert (status, response["error"]["type"]) == (503, "server_error")
 
 
-def test_a_dead_core_fails_what_runs_and_what_comes(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    with FakeCore(tmp_path, answer_by_prompt) as core, running_frontend(core, checkpoint) as client:
+def test_a_dead_core_fails_running_and_later_requests(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    with FakeCore(tmp_path, script_by_prompt) as core, running_frontend(core, checkpoint) as client:
         connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=DEADLINE_S)
         with contextlib.closing(connection):
             connection.request("POST", "/v1/completions", json.dumps({"prompt": "silence"}))
             core.wait_for(lambda: core.requests)
             core.die("worker 0 ran out of memory")
-            answer = connection.getresponse()
-            assert answer.status == 500
-            error = json.loads(answer.read())["error"]
+            response = connection.getresponse()
+            assert response.status == 500
+            error = json.loads(response.read())["error"]
         assert error["code"] == "engine_dead"
         assert "worker 0 ran out of memory" in error["message"]
         status, ready = client.call("GET", "/ready")
@@ -306,7 +310,7 @@ def test_a_dead_core_fails_what_runs_and_what_comes(tmp_path: Path, checkpoint: 
 
 
 def test_a_core_that_vanishes_is_dead_too(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    with running_frontend(core := FakeCore(tmp_path, answer_by_prompt), checkpoint, wait=False) as client:
+    with running_frontend(core := FakeCore(tmp_path, script_by_prompt), checkpoint, wait=False) as client:
         with core:
             core.wait_for(lambda: client.exchange("GET", "/ready")[0] == 200)
         core.wait_for(lambda: client.exchange("GET", "/ready")[0] == 503)
@@ -318,8 +322,8 @@ def test_without_a_tokenizer_ids_go_in_and_out(tmp_path: Path) -> None:
         FakeCore(tmp_path, lambda _: Script([7, 8, 9])) as core,
         running_frontend(core, bare) as client,
     ):
-        _, answer = client.post("/v1/completions", prompt=[3, 4])
-        assert (answer["choices"][0]["text"], answer["choices"][0]["token_ids"]) == ("", [7, 8, 9])
+        _, response = client.post("/v1/completions", prompt=[3, 4])
+        assert (response["choices"][0]["text"], response["choices"][0]["token_ids"]) == ("", [7, 8, 9])
         events = client.events("/v1/completions", prompt=[3, 4])
         assert [i for event in events for i in event["choices"][0]["token_ids"]] == [7, 8, 9]
         assert events[-1]["choices"][0]["finish_reason"] == "length"

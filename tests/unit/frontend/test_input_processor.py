@@ -1,4 +1,4 @@
-"""The bounds that are checked before the core hears of a request."""
+"""The bounds that are checked before a request is sent to the core."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -106,17 +106,17 @@ def test_stop_strings_need_a_tokenizer(tmp_path: Path) -> None:
         inputs.request([3], SamplingParams(stop_strings=["x"]), [1])
 
 
-def rules(inputs: InputProcessor, **params: Any) -> LogitsProcessors | None:
+def logits_processors(inputs: InputProcessor, **params: Any) -> LogitsProcessors | None:
     return inputs.request([3], SamplingParams(**params), [1]).sampling.logits_processors
 
 
-def test_rules_are_only_there_where_asked_for(inputs: InputProcessor) -> None:
-    assert rules(inputs, temperature=0.5, stop_token_ids=[9], ignore_eos=True) is None
-    assert rules(inputs, presence_penalty=0.0, logit_bias={}, bad_words=[], min_tokens=0) is None
+def test_neutral_parameters_need_no_logits_processors(inputs: InputProcessor) -> None:
+    assert logits_processors(inputs, temperature=0.5, stop_token_ids=[9], ignore_eos=True) is None
+    assert logits_processors(inputs, presence_penalty=0.0, logit_bias={}, bad_words=[], min_tokens=0) is None
 
 
-def test_rules_carry_what_was_asked_for(inputs: InputProcessor) -> None:
-    asked = rules(
+def test_logits_processors_have_the_requested_values(inputs: InputProcessor) -> None:
+    processors = logits_processors(
         inputs,
         presence_penalty=0.5,
         frequency_penalty=-1,
@@ -126,7 +126,7 @@ def test_rules_carry_what_was_asked_for(inputs: InputProcessor) -> None:
         min_tokens=2,
         stop_token_ids=[11],
     )
-    assert asked == LogitsProcessors(
+    assert processors == LogitsProcessors(
         allowed_ids=pack_ids([5, 8]),
         min_tokens=2,
         end_ids=[1, 7, 11],
@@ -138,44 +138,44 @@ def test_rules_carry_what_was_asked_for(inputs: InputProcessor) -> None:
     )
 
 
-def test_min_tokens_hold_no_id_that_ends_nothing(inputs: InputProcessor) -> None:
-    asked = rules(inputs, min_tokens=2, ignore_eos=True)
-    assert asked is not None
-    assert (asked.min_tokens, asked.end_ids) == (2, [])
+def test_min_tokens_exclude_only_ids_that_end_the_request(inputs: InputProcessor) -> None:
+    processors = logits_processors(inputs, min_tokens=2, ignore_eos=True)
+    assert processors is not None
+    assert (processors.min_tokens, processors.end_ids) == (2, [])
 
 
 def test_bad_words_are_excluded_with_and_without_a_space(inputs: InputProcessor) -> None:
     assert inputs.tokenizer is not None
     plain, spaced = (inputs.tokenizer.encode(text, False) for text in ("fox", " fox"))
-    asked = rules(inputs, bad_words=[" fox"])
-    assert asked is not None
-    assert asked.bad_words == [plain] if spaced[-len(plain) :] == plain else [plain, spaced]
+    processors = logits_processors(inputs, bad_words=[" fox"])
+    assert processors is not None
+    assert processors.bad_words == [plain] if spaced[-len(plain) :] == plain else [plain, spaced]
 
 
-def test_bad_words_that_only_the_tokenizer_knows_need_no_rule(tmp_path: Path) -> None:
+def test_bad_words_outside_the_models_vocabulary_need_no_logits_processor(tmp_path: Path) -> None:
     checkpoint = tiny_tokenizer.checkpoint(tmp_path)
     tokenizer = Tokenizer.from_checkpoint(checkpoint)
     beyond = min(min(tokenizer.encode(text, False)) for text in ("fox", " fox"))
     small = InputProcessor(replace(checkpoint, vocab_size=beyond), tokenizer, 100, "fcfs")
-    assert rules(small, bad_words=["fox"]) is None
+    assert logits_processors(small, bad_words=["fox"]) is None
 
 
 @pytest.mark.parametrize("field", ["logit_bias", "allowed_token_ids"])
-def test_ids_of_rules_are_in_the_vocabulary(inputs: InputProcessor, field: str) -> None:
+def test_ids_of_logits_processors_are_in_the_vocabulary(inputs: InputProcessor, field: str) -> None:
     value = {360: 1.0} if field == "logit_bias" else [5, 360]
     with pytest.raises(RequestError, match=f"360 in {field} is outside") as caught:
-        rules(inputs, **{field: value})
+        logits_processors(inputs, **{field: value})
     assert caught.value.param == field
 
 
-def test_something_must_be_left_to_draw(inputs: InputProcessor) -> None:
+def test_at_least_one_id_must_be_allowed(inputs: InputProcessor) -> None:
     with pytest.raises(RequestError, match="no token could be generated"):
-        rules(inputs, allowed_token_ids=[1, 7], min_tokens=1)
-    assert rules(inputs, allowed_token_ids=[1, 7, 8], min_tokens=1) is not None
+        logits_processors(inputs, allowed_token_ids=[1, 7], min_tokens=1)
+    assert logits_processors(inputs, allowed_token_ids=[1, 7, 8], min_tokens=1) is not None
 
 
 def test_log_probabilities_and_salts_are_passed_on(inputs: InputProcessor) -> None:
     plain = inputs.request([3], SamplingParams(), [1])
     assert (plain.sampling.logprobs, plain.prompt_logprobs, plain.cache_salt) == (-1, -1, "")
-    asking = inputs.request([3], SamplingParams(logprobs=0, prompt_logprobs=5), [1], "pepper")
-    assert (asking.sampling.logprobs, asking.prompt_logprobs, asking.cache_salt) == (0, 5, "pepper")
+    request = inputs.request([3], SamplingParams(logprobs=0, prompt_logprobs=5), [1], "pepper")
+    assert (request.sampling.logprobs, request.prompt_logprobs, request.cache_salt) == (0, 5, "pepper")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.helpers.fake_core import likely, logprob
-from tests.helpers.rig import ANSWER, EOS, TOKENIZER, Rig, running_rig
+from tests.helpers.rig import EOS, OUTPUT, TOKENIZER, Rig, running_rig
 
-IDS = TOKENIZER.encode(ANSWER, add_special_tokens=False)
+IDS = TOKENIZER.encode(OUTPUT, add_special_tokens=False)
 ONE_BY_ONE = {"chat": {"logprobs": True, "top_logprobs": 2}, "completions": {"logprobs": 2}}
 
 
@@ -38,7 +38,7 @@ def test_columns(rig: Rig) -> None:
         expected = {TOKENIZER.token_text(i): value for i, value in reversed(likely(token_id, 2))}
         assert top == expected
     # The special token and the parts of one character begin where the next text does.
-    text = ANSWER.replace("<s>", "")
+    text = OUTPUT.replace("<s>", "")
     starts = [text.index(piece) for piece in ("He", "llo")]
     assert found["text_offset"][:2] == starts
     assert found["text_offset"] == sorted(found["text_offset"])
@@ -62,7 +62,7 @@ def test_tokens_by_their_ids(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"stop": "rl"}, {"stop": "好"}, {"echo": True}, {"max_tokens": 12}])
-def test_streams_have_the_same_as_whole_answers(rig: Rig, fields: dict[str, Any]) -> None:
+def test_streams_have_the_same_logprobs_as_whole_responses(rig: Rig, fields: dict[str, Any]) -> None:
     whole = rig.run("completions", logprobs=2, **fields).choice
     events = rig.run("completions", logprobs=2, stream=True, **fields).events
     assert joined(events) == whole["logprobs"]
@@ -70,7 +70,7 @@ def test_streams_have_the_same_as_whole_answers(rig: Rig, fields: dict[str, Any]
 
 
 @pytest.mark.parametrize("stop", [None, "world, 你x", "llo wo", "zzz"])
-def test_every_piece_has_its_own_text_and_tokens(rig: Rig, stop: str | None) -> None:
+def test_every_chunk_has_the_tokens_of_its_text(rig: Rig, stop: str | None) -> None:
     events = rig.run("completions", logprobs=0, stream=True, skip_special_tokens=False, stop=stop).events
     shown = 0
     for event in events[:-1]:
@@ -80,17 +80,17 @@ def test_every_piece_has_its_own_text_and_tokens(rig: Rig, stop: str | None) -> 
         shown += len(choice["text"])
 
 
-def test_what_stands_behind_a_stop_string_is_not_shown(rig: Rig) -> None:
+def test_tokens_after_a_stop_string_are_not_returned(rig: Rig) -> None:
     found = columns(rig, logprobs=0, stop="lo")
     assert found["tokens"] == ["He", "llo"]  # those of the stop string itself stay, as in vLLM
 
 
-def test_chat_tells_bytes(rig: Rig) -> None:
+def test_chat_returns_bytes(rig: Rig) -> None:
     content = rig.run("chat", logprobs=True, top_logprobs=1).choice["logprobs"]["content"]
     assert [entry["logprob"] for entry in content] == [logprob(i) for i in [*IDS, EOS]]
     parts = [bytes(entry["bytes"]) for entry in content if "\ufffd" in entry["token"]]
     assert parts
-    assert b"".join(bytes(entry["bytes"]) for entry in content) == (ANSWER + "</s>").encode()
+    assert b"".join(bytes(entry["bytes"]) for entry in content) == (OUTPUT + "</s>").encode()
     assert [len(entry["top_logprobs"]) for entry in content] == [1] * len(content)
 
 
@@ -98,7 +98,7 @@ def test_chat_tells_bytes(rig: Rig) -> None:
 def test_echo_without_scores(rig: Rig, stream: bool) -> None:
     ran = rig.run("completions", prompt="one", echo=True, stream=stream)
     text = "".join(e["choices"][0]["text"] for e in ran.events) if stream else ran.text
-    assert text == "one" + ANSWER.replace("<s>", "")
+    assert text == "one" + OUTPUT.replace("<s>", "")
 
 
 def test_echoed_ids_are_decoded(rig: Rig) -> None:
@@ -108,7 +108,7 @@ def test_echoed_ids_are_decoded(rig: Rig) -> None:
     assert cut.text.startswith(TOKENIZER.decode(ids[-1:]) + "Hello")
 
 
-def test_echoed_columns_cover_prompt_and_answer(rig: Rig) -> None:
+def test_echoed_columns_cover_prompt_and_output(rig: Rig) -> None:
     found = columns(rig, prompt="one 你", echo=True, logprobs=1, max_tokens=2)
     ids = TOKENIZER.encode("one 你", add_special_tokens=False)
     assert found["tokens"] == [TOKENIZER.token_text(i) for i in [*ids, *IDS[:2]]]
@@ -120,10 +120,10 @@ def test_echoed_columns_cover_prompt_and_answer(rig: Rig) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
-def test_no_token_asked_for_none_shown(rig: Rig, stream: bool, limit: str) -> None:
+def test_max_tokens_0_returns_no_token(rig: Rig, stream: bool, limit: str) -> None:
     fields = {limit: 0, "echo": True, "logprobs": 1, "return_token_ids": True, "n": 2}
     ran = rig.run("completions", prompt="one two", stream=stream, **fields)
-    choices = [choice for event in ran.events or [ran.answer] for choice in event["choices"]]
+    choices = [choice for event in ran.events or [ran.response] for choice in event["choices"]]
     for index in range(2):
         mine = [choice for choice in choices if choice["index"] == index]
         assert "".join(choice["text"] for choice in mine) == "one two"
@@ -131,13 +131,13 @@ def test_no_token_asked_for_none_shown(rig: Rig, stream: bool, limit: str) -> No
         assert mine[-1]["finish_reason"] == "length"
     assert ran.sent.max_tokens == 1
     if not stream:
-        assert ran.answer["usage"]["completion_tokens"] == 0
+        assert ran.response["usage"]["completion_tokens"] == 0
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 def test_prompts_have_ranks(rig: Rig, endpoint: str) -> None:
     ran = rig.run(endpoint, prompt_logprobs=1, **({} if endpoint == "chat" else {"prompt": [40, 41]}))
-    found = (ran.answer if endpoint == "chat" else ran.choice)["prompt_logprobs"]
+    found = (ran.response if endpoint == "chat" else ran.choice)["prompt_logprobs"]
     assert found[0] is None
     if endpoint == "completions":
         name = TOKENIZER.token_text
@@ -152,7 +152,7 @@ def test_prompts_have_ranks(rig: Rig, endpoint: str) -> None:
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 def test_fewer_are_shown_than_another_field_needs(rig: Rig, endpoint: str) -> None:
     ran = rig.run(endpoint, prompt_logprobs=0, **ONE_BY_ONE[endpoint], echo=True)
-    found = (ran.answer if endpoint == "chat" else ran.choice)["prompt_logprobs"]
+    found = (ran.response if endpoint == "chat" else ran.choice)["prompt_logprobs"]
     assert all(len(entry) == 1 for entry in found[1:])
     assert ran.sent.prompt_logprobs == (2 if endpoint == "completions" else 0)
 
@@ -173,9 +173,9 @@ def test_without_a_tokenizer_tokens_go_by_their_ids(tmp_path_factory: pytest.Tem
 def test_what_an_evaluation_harness_reads(rig: Rig) -> None:
     """As lm-eval's local-completions scores continuations: a batch of ids, echoed, one token more."""
     prompts = [[40, 42, 44, 46], [41, 43, 45]]
-    lengths = [2, 1]  # of the contexts; the rest is what is to be scored
+    lengths = [2, 1]  # of the contexts; the other tokens get log probabilities
     body = {"prompt": prompts, "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1234}
-    choices = sorted(rig.run("completions", **body).answer["choices"], key=itemgetter("index"))
+    choices = sorted(rig.run("completions", **body).response["choices"], key=itemgetter("index"))
     for choice, prompt, length in zip(choices, prompts, lengths, strict=True):
         scores = choice["logprobs"]["token_logprobs"]
         tops = choice["logprobs"]["top_logprobs"]

@@ -103,8 +103,8 @@ def test_too_many_prompts_are_refused_before_any_work(
     with FakeCore(tmp_path, script, max_model_len=100) as core, running_frontend(core, checkpoint) as client:
         for prompts, n in ((["a"] * 60_000, 1), ([[3]] * 513, 2)):
             body = json.dumps({"prompt": prompts, "n": n}).encode()
-            status, answer = client.call("POST", "/v1/completions", raw=body)
-            assert (status, answer["error"]["param"]) == (400, "n")
+            status, response = client.call("POST", "/v1/completions", raw=body)
+            assert (status, response["error"]["param"]) == (400, "n")
     assert work == []
 
 
@@ -128,11 +128,11 @@ def test_all_prompts_share_the_work_on_their_parameters(
     checkpoint = tiny_tokenizer.checkpoint(tmp_path)
     with FakeCore(tmp_path, script, max_model_len=100) as core, running_frontend(core, checkpoint) as client:
         # Without max_tokens each prompt has another limit: what fits behind it.
-        status, answer = client.post(
+        status, response = client.post(
             "/v1/completions", prompt=[[3] * length for length in range(1, 21)], bad_words=["fox"]
         )
-    assert status == 200, answer
-    assert len(answer["choices"]) == 20
+    assert status == 200, response
+    assert len(response["choices"]) == 20
     assert checked == [80]
     assert sorted(text for text in encoded if "fox" in text) == [" fox", "fox"]
     limits = sorted(request.max_tokens for request in core.requests)
@@ -143,8 +143,8 @@ def test_bad_words_of_all_sequences_are_bounded(tmp_path: Path) -> None:
     checkpoint = tiny_tokenizer.checkpoint(tmp_path)
     words = ["7" * 200 + str(number) for number in range(250)]
     with FakeCore(tmp_path, script, max_model_len=100) as core, running_frontend(core, checkpoint) as client:
-        status, answer = client.post("/v1/completions", prompt=[[3]] * 100, bad_words=words)
-        assert (status, answer["error"]["param"]) == (400, "bad_words")
+        status, response = client.post("/v1/completions", prompt=[[3]] * 100, bad_words=words)
+        assert (status, response["error"]["param"]) == (400, "bad_words")
         assert core.requests == []
         assert client.post("/v1/completions", prompt=[3], bad_words=words)[0] == 200
 
@@ -153,7 +153,7 @@ def test_more_messages_than_tokens_are_refused(tmp_path: Path) -> None:
     checkpoint = tiny_tokenizer.checkpoint(tmp_path)
     messages = [{"role": "user", "content": "a"}] * 101
     with FakeCore(tmp_path, script, max_model_len=100) as core, running_frontend(core, checkpoint) as client:
-        status, answer = client.post("/v1/chat/completions", messages=messages)
-    assert (status, answer["error"]["param"]) == (400, "messages")
-    assert answer["error"]["code"] == "context_length_exceeded"
-    assert answer["error"]["message"].startswith("101 messages do not fit")
+        status, response = client.post("/v1/chat/completions", messages=messages)
+    assert (status, response["error"]["param"]) == (400, "messages")
+    assert response["error"]["code"] == "context_length_exceeded"
+    assert response["error"]["message"].startswith("101 messages do not fit")

@@ -16,14 +16,14 @@ import zmq
 
 from atom.messages.codec import Decoder
 from atom.messages.engine import AddRequest, FinishReason
-from atom.messages.supervisor import Beat, Dead, Ready, ToSupervisor
+from atom.messages.supervisor import Dead, Heartbeat, Ready, ToSupervisor
 from atom.utils.process import spawn
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
 from tests.helpers.http_server import DEADLINE_S, Client, launch_frame
-from tests.helpers.wire import post_head, read_answer
+from tests.helpers.wire import post_head, read_response
 
-ANSWER = tiny_tokenizer.tokenizer().encode("one two three four five", add_special_tokens=False)
+OUTPUT = tiny_tokenizer.tokenizer().encode("one two three four five", add_special_tokens=False)
 
 
 class Process:
@@ -48,8 +48,8 @@ def started(directory: Path, script: Script, shutdown_timeout: float = DEADLINE_
         frame = launch_frame(core, checkpoint, directory / "supervisor", listener.fileno(), shutdown_timeout)
         process = spawn("frontend.main", frame, pass_fds=[listener.fileno()])
         stack.callback(end, process)
-        message: ToSupervisor = Beat("")
-        while isinstance(message, Beat):
+        message: ToSupervisor = Heartbeat("")
+        while isinstance(message, Heartbeat):
             assert supervisor.poll(int(DEADLINE_S * 1000)), "no message to the supervisor"
             message = Decoder[ToSupervisor](ToSupervisor).decode(supervisor.recv())
         yield Process(core, process, listener.getsockname()[1], message)
@@ -73,7 +73,7 @@ def begin_request(running: Process, stream: bool = False) -> http.client.HTTPCon
 
 
 def test_sigterm_lets_running_requests_end_and_takes_no_new_ones(tmp_path: Path) -> None:
-    with started(tmp_path, Script(ANSWER, FinishReason.MAX_TOKENS)) as running:
+    with started(tmp_path, Script(OUTPUT, FinishReason.MAX_TOKENS)) as running:
         assert running.message == Ready("frontend")
         running.core.wait_for(lambda: running.client.exchange("GET", "/ready")[0] == 200)
         with contextlib.closing(begin_request(running)) as connection:
@@ -82,9 +82,9 @@ def test_sigterm_lets_running_requests_end_and_takes_no_new_ones(tmp_path: Path)
             status, data, headers = running.client.exchange("POST", "/v1/completions", {"prompt": "x"})
             assert (status, headers["retry-after"]) == (503, "2")
             assert "stopping" in json.loads(data)["error"]["message"]
-            answer = connection.getresponse()
-            assert answer.status == 200
-            assert json.loads(answer.read())["usage"]["completion_tokens"] == len(ANSWER)
+            response = connection.getresponse()
+            assert response.status == 200
+            assert json.loads(response.read())["usage"]["completion_tokens"] == len(OUTPUT)
         assert running.process.wait(DEADLINE_S) == 0
 
 
@@ -92,7 +92,7 @@ def test_sigterm_lets_running_requests_end_and_takes_no_new_ones(tmp_path: Path)
 def test_unfinished_requests_get_an_error_response(tmp_path: Path, second_signal: bool) -> None:
     """After a second SIGTERM, and after the shutdown timeout."""
     timeout = DEADLINE_S if second_signal else 0.5
-    with started(tmp_path, Script(ANSWER, reason=None), shutdown_timeout=timeout) as running:
+    with started(tmp_path, Script(OUTPUT, reason=None), shutdown_timeout=timeout) as running:
         running.core.wait_for(lambda: running.client.exchange("GET", "/ready")[0] == 200)
         with (
             contextlib.closing(begin_request(running)) as whole,
@@ -108,10 +108,14 @@ def test_unfinished_requests_get_an_error_response(tmp_path: Path, second_signal
                 running.process.send_signal(signal.SIGTERM)
             data = first + stream.read()  # fails if the stream is truncated
             frames = data.decode().strip().split("\n\n")
-            answer = whole.getresponse()
-            error = json.loads(answer.read())["error"]
-            assert read_answer(uploading)[0] == 503
-        assert (answer.status, answer.headers["Connection"], error["type"]) == (503, "close", "server_error")
+            response = whole.getresponse()
+            error = json.loads(response.read())["error"]
+            assert read_response(uploading)[0] == 503
+        assert (response.status, response.headers["Connection"], error["type"]) == (
+            503,
+            "close",
+            "server_error",
+        )
         assert "stopping" in error["message"]
         assert frames[0].startswith('data: {"id"') and frames[-1] == "data: [DONE]"
         assert json.loads(frames[-2].removeprefix("data: "))["error"] == error
@@ -120,7 +124,7 @@ def test_unfinished_requests_get_an_error_response(tmp_path: Path, second_signal
 
 def test_a_broken_template_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny_tokenizer, "TEMPLATE", "{% for %}")
-    with started(tmp_path, Script(ANSWER)) as running:
+    with started(tmp_path, Script(OUTPUT)) as running:
         assert isinstance(running.message, Dead)
         assert "chat template" in running.message.reason
         assert running.process.wait(DEADLINE_S) == 1

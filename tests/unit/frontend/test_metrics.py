@@ -31,7 +31,7 @@ Samples = dict[tuple[str, tuple[str, ...]], float]
 
 
 def scrape(metrics: Metrics, engine: CoreStats | None) -> Samples:
-    """Values by sample name and by the labels that tell samples of one name apart."""
+    """Values by sample name and by the labels that distinguish samples of one name."""
     text = expose(Snapshot("tiny", metrics, engine, engine is not None, live=5, refused=7)).decode()
     found = {}
     for family in text_string_to_metric_families(text):

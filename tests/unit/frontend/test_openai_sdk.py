@@ -10,14 +10,14 @@ from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script, logprob
 from tests.helpers.http_server import DEADLINE_S, MODEL, running_frontend
 
-ANSWER = "Hello world, 你好"
+OUTPUT = "Hello world, 你好"
 
 
 @pytest.fixture(scope="module")
 def sdk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     directory = tmp_path_factory.mktemp("sdk")
     checkpoint = tiny_tokenizer.checkpoint(directory)
-    ids = tiny_tokenizer.tokenizer().encode(ANSWER, add_special_tokens=False)
+    ids = tiny_tokenizer.tokenizer().encode(OUTPUT, add_special_tokens=False)
     core = FakeCore(directory, lambda _: Script([*ids, 1], FinishReason.EOS, 1))
     with core, running_frontend(core, checkpoint) as client, _sdk(client.base_url) as sdk:
         yield sdk
@@ -31,7 +31,7 @@ def test_chat(sdk: openai.OpenAI) -> None:
     reply = sdk.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "hi"}], n=2, user="me", extra_body={"top_k": 5}
     )
-    assert [choice.message.content for choice in reply.choices] == [ANSWER, ANSWER]
+    assert [choice.message.content for choice in reply.choices] == [OUTPUT, OUTPUT]
     assert reply.choices[0].finish_reason == "stop"
     assert reply.usage is not None
     assert reply.usage.prompt_tokens_details is not None
@@ -46,7 +46,7 @@ def test_chat_stream(sdk: openai.OpenAI) -> None:
     ) as stream:
         chunks = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == ANSWER
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == OUTPUT
     assert chunks[-2].choices[0].finish_reason == "stop"
     assert chunks[-1].usage is not None
     assert chunks[-1].choices == []
@@ -59,7 +59,7 @@ def test_completion(sdk: openai.OpenAI) -> None:
 
 def test_completion_stream(sdk: openai.OpenAI) -> None:
     with sdk.completions.create(model=MODEL, prompt="a", stream=True) as stream:
-        assert "".join(chunk.choices[0].text for chunk in stream) == ANSWER
+        assert "".join(chunk.choices[0].text for chunk in stream) == OUTPUT
 
 
 def test_models(sdk: openai.OpenAI) -> None:
@@ -76,7 +76,7 @@ def test_chat_logprobs(sdk: openai.OpenAI) -> None:
         entries = choice.logprobs.content
         assert entries is not None
         read = b"".join(bytes(entry.bytes or ()) for entry in entries[:-1])
-        assert read.decode() == choice.message.content == ANSWER
+        assert read.decode() == choice.message.content == OUTPUT
         assert entries[-1].token == "</s>"
         for entry in entries:
             assert [top.logprob for top in entry.top_logprobs] == [-0.25, -0.5, -0.75]

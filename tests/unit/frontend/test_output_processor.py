@@ -43,8 +43,8 @@ def processor(
     text = TextOptions(stops or (), include_stop, skip_special_tokens)
     for request_id in ids:
         plain = request(request_id)
-        rules = LogitsProcessors(min_tokens=min_tokens) if min_tokens else None
-        sampling = msgspec.structs.replace(plain.sampling, logits_processors=rules)
+        processors = LogitsProcessors(min_tokens=min_tokens) if min_tokens else None
+        sampling = msgspec.structs.replace(plain.sampling, logits_processors=processors)
         output.add(msgspec.structs.replace(plain, sampling=sampling), text)
     return output
 
@@ -99,7 +99,7 @@ def test_a_broken_character_appears_at_the_end() -> None:
     assert update.text == TOKENIZER.decode(ids)
 
 
-def test_a_stop_string_ends_the_choice_and_asks_for_an_abort() -> None:
+def test_a_stop_string_ends_the_sequence_with_an_abort() -> None:
     output = processor(1, stops=["llo w"])
     ids = encode("Hello world, hello")
     updates: list[Update] = []
@@ -168,7 +168,7 @@ def test_merged_updates_lose_nothing() -> None:
     assert (merged.finished, merged.reason) == (True, "max_tokens")
 
 
-def test_a_stop_string_stays_where_asked_for() -> None:
+def test_a_stop_string_stays_if_requested() -> None:
     (update,) = step(processor(1, stops=["o w"], include_stop=True), {1: encode("Hello world")}).updates
     assert (update.text, update.stop_reason) == ("Hello w", "o w")
 
@@ -184,7 +184,7 @@ def test_special_tokens_in_the_text(include_stop: bool, skip_special_tokens: boo
     assert update.text == text
 
 
-def test_the_text_of_a_stop_id_stays_where_asked_for() -> None:
+def test_the_text_of_a_stop_id_stays_if_requested() -> None:
     b = encode("b")[0]
     end = Finished(1, FinishReason.STOP_TOKEN, b)
     (update,) = step(processor(1, include_stop=True), {1: [*encode("a"), b]}, end).updates

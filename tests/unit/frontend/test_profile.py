@@ -16,7 +16,7 @@ from tests.helpers.http_server import running_frontend
 TRACES = [RankTrace(rank, False, f"/traces/rank_{rank}", "t.json.gz", 12, 1.23456) for rank in (0, 1)]
 
 
-def answer(message: Profile) -> ProfileResult:
+def response(message: Profile) -> ProfileResult:
     return ProfileResult(message.number, message.on, [] if message.on else TRACES)
 
 
@@ -39,7 +39,7 @@ def core_of(directory: Path, profile: Any) -> FakeCore:
 
 
 def test_start_and_stop(tmp_path: Path) -> None:
-    with core_of(tmp_path, answer) as core, serving(core, tmp_path) as client:
+    with core_of(tmp_path, response) as core, serving(core, tmp_path) as client:
         started = client.post("/start_profile")
         stopped = client.call("POST", "/stop_profile", raw=b"whatever a client sends")
     assert started == (200, {"status": "success", "message": "Profiling started"})
@@ -69,7 +69,7 @@ def test_refusals_and_failures_of_the_core_are_errors(
 
 
 def test_without_a_directory_there_is_no_profiler(tmp_path: Path) -> None:
-    with core_of(tmp_path, answer) as core, serving(core, tmp_path, profiler=False) as client:
+    with core_of(tmp_path, response) as core, serving(core, tmp_path, profiler=False) as client:
         for path in ("/start_profile", "/stop_profile"):
             status, body = client.post(path)
             assert (status, body["error"]["code"]) == (404, "no_profiler")
@@ -78,7 +78,7 @@ def test_without_a_directory_there_is_no_profiler(tmp_path: Path) -> None:
 
 
 def test_a_key_is_required(tmp_path: Path) -> None:
-    with core_of(tmp_path, answer) as core, serving(core, tmp_path, key="secret") as client:
+    with core_of(tmp_path, response) as core, serving(core, tmp_path, key="secret") as client:
         assert client.post("/start_profile")[0] == 401
         assert core.profiles == []
         headers = {"Authorization": "Bearer secret"}
@@ -115,10 +115,10 @@ def test_loopback_addresses(host: str | None, is_loopback: bool) -> None:
 
 def test_other_hosts_need_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "_is_loopback", lambda host: False)
-    with core_of(tmp_path, answer) as core, serving(core, tmp_path) as client:
+    with core_of(tmp_path, response) as core, serving(core, tmp_path) as client:
         status, body = client.post("/start_profile")
         assert (status, body["error"]["code"]) == (403, "profiler_needs_key")
         assert "--api-key" in body["error"]["message"]
-    with core_of(tmp_path, answer) as core, serving(core, tmp_path, key="secret") as client:
+    with core_of(tmp_path, response) as core, serving(core, tmp_path, key="secret") as client:
         headers = {"Authorization": "Bearer secret"}
         assert client.exchange("POST", "/start_profile", {}, headers=headers)[0] == 200

@@ -1,4 +1,4 @@
-"""What one token stands for, in the kinds of vocabularies that there are."""
+"""The text of one token, in each kind of vocabulary."""
 
 import tokenizers
 from hypothesis import given, settings
@@ -50,9 +50,9 @@ def test_word_piece_vocabularies() -> None:
     assert [tokenizer.token_text(i) for i in (1, 2)] == [" bc", "d"]
 
 
-def test_ids_beyond_the_tokenizer_stand_for_nothing() -> None:
+def test_ids_beyond_the_tokenizer_have_no_text() -> None:
     assert tiny_tokenizer.tokenizer().token_bytes(5000) == b""
 
 
-def test_added_tokens_stand_for_themselves() -> None:
+def test_added_tokens_decode_to_their_own_text() -> None:
     assert tiny_tokenizer.tokenizer().token_bytes(1) == b"</s>"

@@ -19,7 +19,7 @@ from frontend.serving.completions import CompletionService
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
 from tests.helpers.http_server import DEADLINE_S, Client, running_frontend
-from tests.helpers.wire import error_of, metric, post_head, raw_answer, read_answer
+from tests.helpers.wire import error_of, metric, post_head, raw_response, read_response
 
 TOKENIZER = tiny_tokenizer.tokenizer()
 FLOOD = [5] * 200_000
@@ -29,7 +29,7 @@ SHORT = HttpLimits(
 )
 
 
-def answer_by_prompt(request: AddRequest) -> Script:
+def script_by_prompt(request: AddRequest) -> Script:
     text = TOKENIZER.decode(unpack_ids(request.prompt_ids))
     if "silence" in text:
         return Script([], reason=None)
@@ -45,7 +45,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeCore]:
-    with FakeCore(tmp_path_factory.mktemp("core"), answer_by_prompt, max_model_len=200_000) as core:
+    with FakeCore(tmp_path_factory.mktemp("core"), script_by_prompt, max_model_len=200_000) as core:
         yield core
 
 
@@ -59,7 +59,7 @@ def client(core: FakeCore, checkpoint: Checkpoint) -> Iterator[Client]:
 def impatient(tmp_path_factory: pytest.TempPathFactory, checkpoint: Checkpoint) -> Iterator[Client]:
     """A server with short deadlines."""
     with (
-        FakeCore(tmp_path_factory.mktemp("impatient"), answer_by_prompt, max_model_len=200_000) as core,
+        FakeCore(tmp_path_factory.mktemp("impatient"), script_by_prompt, max_model_len=200_000) as core,
         running_frontend(core, checkpoint, limits=SHORT, send_buffer=4096) as client,
     ):
         yield client
@@ -88,9 +88,9 @@ JUNK = [
 @pytest.mark.parametrize("data", JUNK, ids=range(len(JUNK)))
 def test_malformed_http_gets_an_error_object(client: Client, data: bytes) -> None:
     with socket.create_connection(("127.0.0.1", client.port), DEADLINE_S) as connection:
-        with contextlib.suppress(ConnectionError):  # the answer may come before all was sent
+        with contextlib.suppress(ConnectionError):  # the response may come before all was sent
             connection.sendall(data)
-        status, head, body = read_answer(connection)
+        status, head, body = read_response(connection)
         assert 400 <= status < 500
         assert error_of(body)["type"] == "invalid_request_error"
         assert b"X-Request-Id" in head
@@ -98,12 +98,12 @@ def test_malformed_http_gets_an_error_object(client: Client, data: bytes) -> Non
 
 
 def test_overlong_heads_are_a_431(client: Client) -> None:
-    status, _, body = raw_answer(client, b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"b" * 10_000 + b"\r\n\r\n")
+    status, _, body = raw_response(client, b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"b" * 10_000 + b"\r\n\r\n")
     assert (status, "too long" in error_of(body)["message"]) == (431, True)
 
 
 def test_an_unknown_expectation_is_a_417(client: Client) -> None:
-    status, head, body = raw_answer(client, post_head(2, "Expect: miracles", "X-Request-Id: mine"))
+    status, head, body = raw_response(client, post_head(2, "Expect: miracles", "X-Request-Id: mine"))
     assert b"X-Request-Id: mine\r\n" in head
     assert (status, error_of(body)["type"]) == (417, "invalid_request_error")
 
@@ -121,14 +121,14 @@ def test_an_unknown_expectation_is_a_417(client: Client) -> None:
 )
 def test_malformed_bodies_are_a_400(client: Client, head: str, body: bytes) -> None:
     request = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n".encode() + body
-    status, _, answer = raw_answer(client, request)
+    status, _, response = raw_response(client, request)
     assert status == 400
-    assert error_of(answer)["type"] == "invalid_request_error"
+    assert error_of(response)["type"] == "invalid_request_error"
 
 
 def test_paths_that_are_no_text(client: Client) -> None:
     for path in (b"/v1/models/\xff\xfe", b"/\xc3\x28", b"/%ff%00", b"/v1/models/%ed%a0%80"):
-        status, _, body = raw_answer(client, b"GET " + path + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+        status, _, body = raw_response(client, b"GET " + path + b" HTTP/1.1\r\nHost: x\r\n\r\n")
         assert status in (400, 404)
         error_of(body)
 
@@ -147,9 +147,9 @@ def test_any_content_type_is_read_as_json(client: Client) -> None:
 
 def test_garbage_behind_a_request_affects_only_its_connection(client: Client) -> None:
     body = b'{"prompt": "x"}'
-    status, _, answer = raw_answer(client, post_head(len(body)) + body + b"\x00\xff garbage\r\n\r\n" * 50)
+    status, _, response = raw_response(client, post_head(len(body)) + body + b"\x00\xff garbage\r\n\r\n" * 50)
     assert status == 400  # what came together is refused together
-    error_of(answer)
+    error_of(response)
     assert client.call("GET", "/health")[0] == 200
 
 
@@ -170,7 +170,7 @@ def test_truncated_bodies_start_no_request(client: Client, core: FakeCore) -> No
 
 
 def test_a_body_that_does_not_arrive_is_a_408(impatient: Client) -> None:
-    status, _, body = raw_answer(impatient, post_head(1000) + b'{"pro')
+    status, _, body = raw_response(impatient, post_head(1000) + b'{"pro')
     assert (status, "0.3 s" in error_of(body)["message"]) == (408, True)
 
 
@@ -233,7 +233,7 @@ def test_stalled_clients_cost_little_and_are_disconnected_alone(
     body = json.dumps({"prompt": "flood", "stream": True, "max_tokens": 150_000, "n": CHOICES}).encode()
     process, server = psutil.Process(), ServerConfig(max_queued_requests=STALLED * CHOICES)
     with (
-        FakeCore(tmp_path, answer_by_prompt, max_model_len=200_000, step_s=0.05) as core,
+        FakeCore(tmp_path, script_by_prompt, max_model_len=200_000, step_s=0.05) as core,
         running_frontend(core, checkpoint, server, limits=limits, send_buffer=4096) as client,
         contextlib.ExitStack() as stack,
     ):

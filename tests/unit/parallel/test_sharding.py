@@ -13,7 +13,7 @@ def test_split_covers_everything_once_and_evenly(total: int, parts: int) -> None
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_whole_groups_are_dealt_out() -> None:
+def test_whole_groups_are_sharded() -> None:
     assert [head_shard(9, 3, 2, rank) for rank in range(2)] == [
         HeadShard(0, 6, 0, 2),
         HeadShard(6, 3, 2, 1),
@@ -29,8 +29,8 @@ def test_whole_groups_are_dealt_out() -> None:
 )
 def test_every_query_head_is_somewhere_with_its_kv_head(heads: int, kv_heads: int, tp: int) -> None:
     shards = [head_shard(heads, kv_heads, tp, rank) for rank in range(tp)]
-    dealt = [q for shard in shards for q in range(shard.q_start, shard.q_start + shard.q_count)]
-    assert dealt == list(range(heads))
+    heads_of_ranks = [q for shard in shards for q in range(shard.q_start, shard.q_start + shard.q_count)]
+    assert heads_of_ranks == list(range(heads))
     group = heads // kv_heads
     for shard in shards:
         assert shard.q_count % shard.kv_count == 0
@@ -41,7 +41,7 @@ def test_every_query_head_is_somewhere_with_its_kv_head(heads: int, kv_heads: in
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "tp"), [(9, 3, 4), (8, 2, 16), (4, 4, 8)])
-def test_heads_that_cannot_be_dealt_out(heads: int, kv_heads: int, tp: int) -> None:
+def test_heads_that_cannot_be_sharded(heads: int, kv_heads: int, tp: int) -> None:
     with pytest.raises(ValueError, match=f"tensor_parallel_size {tp} does not fit {heads} query"):
         head_shard(heads, kv_heads, tp, 0)
 

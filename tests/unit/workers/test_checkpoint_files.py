@@ -21,7 +21,7 @@ CONFIG = {
 
 
 def silent(phase: str, done: int, total: int) -> None:
-    """A report that nobody reads."""
+    """Ignores progress."""
 
 
 def model(directory: Path) -> ModelConfig:

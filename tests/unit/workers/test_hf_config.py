@@ -27,7 +27,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 def silent(phase: str, done: int, total: int) -> None:
-    """A report that nobody reads."""
+    """Ignores progress."""
 
 
 def checkpoint_of(

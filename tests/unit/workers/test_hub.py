@@ -51,7 +51,7 @@ def hub_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prepared(cache: Path, model: str = NAME, **more: Any) -> tuple[int, dict[str, Any]]:
-    """Exit status and answer of a preparation of its own: the library reads its settings only once."""
+    """Exit status and output of a preparation process: the library reads its settings only once."""
     launch = PrepareLaunch(ModelConfig(model=model, **more), str(cache), "")
     child = spawn("workers.prepare", launch, stdout=subprocess.PIPE)
     assert child.stdin is not None and child.stdout is not None
@@ -62,10 +62,10 @@ def prepared(cache: Path, model: str = NAME, **more: Any) -> tuple[int, dict[str
 
 
 def error_of(cache: Path, model: str = NAME, status: int = ExitStatus.MODEL, **more: Any) -> str:
-    found, answer = prepared(cache, model, **more)
-    assert found == status, answer
-    assert "\n" not in answer["error"]
-    return str(answer["error"])
+    found, response = prepared(cache, model, **more)
+    assert found == status, response
+    assert "\n" not in response["error"]
+    return str(response["error"])
 
 
 def free_port() -> int:
@@ -87,37 +87,37 @@ def free_port() -> int:
         ("models/", False),
     ],
 )
-def test_names_are_told_from_paths(text: str, is_name: bool) -> None:
+def test_names_are_distinguished_from_paths(text: str, is_name: bool) -> None:
     assert is_hub_name(text) is is_name
 
 
 def test_what_is_needed_is_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeHub(NAME, FILES) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        status, answer = prepared(tmp_path)
-        assert status == 0, answer
-        checkpoint = answer["checkpoint"]
+        status, response = prepared(tmp_path)
+        assert status == 0, response
+        checkpoint = response["checkpoint"]
         assert checkpoint["vocab_size"] == 300
         directory = Path(checkpoint["directory"])
         assert COMMIT in directory.parts and directory.is_relative_to(tmp_path / "hf")
         assert (directory / "model.safetensors").read_bytes() == FILES["model.safetensors"]
         assert Path(checkpoint["chat_template_file"]).read_text() == "{{ messages }}"
         assert hub.fetched == {"config.json": 1, "model.safetensors": 1, "chat_template.jinja": 1}
-        assert prepared(tmp_path)[1] == answer
+        assert prepared(tmp_path)[1] == response
         assert hub.fetched.total() == 3
     begun = time.monotonic()
-    assert prepared(tmp_path)[1] == answer, "the hub is gone, the cache is not"
+    assert prepared(tmp_path)[1] == response, "the hub is gone, the cache is not"
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert prepared(tmp_path)[1] == answer
+    assert prepared(tmp_path)[1] == response
     assert time.monotonic() - begun < 20
 
 
 def test_revision_and_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeHub(NAME, FILES) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        status, answer = prepared(tmp_path, revision=COMMIT, download_dir=str(tmp_path / "here"))
-        assert status == 0, answer
-        assert Path(answer["checkpoint"]["directory"]).is_relative_to(tmp_path / "here")
+        status, response = prepared(tmp_path, revision=COMMIT, download_dir=str(tmp_path / "here"))
+        assert status == 0, response
+        assert Path(response["checkpoint"]["directory"]).is_relative_to(tmp_path / "here")
         assert "has no revision old: check --revision" in error_of(tmp_path, revision="old")
 
 
@@ -175,7 +175,7 @@ def test_gguf_repositories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert hub.fetched == {"model-Q8_0.gguf": 1}
 
 
-def test_a_download_that_breaks_off_goes_on_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_download_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeHub(NAME, FILES) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         hub.breaks_off = True
@@ -197,7 +197,7 @@ def test_no_hub_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "HF_HUB_OFFLINE forbids downloading it" in error_of(tmp_path, status=ExitStatus.RESOURCES)
 
 
-def test_a_hub_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_does_not_respond(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         begun = time.monotonic()
@@ -209,9 +209,9 @@ def test_a_hub_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_progress_grows_to_the_size_of_the_files(tmp_path: Path) -> None:
     with FakeHub(NAME, FILES) as hub:
         code = (
-            "import json; from pathlib import Path; from workers.hub import fetch; told = [];"
-            f"fetch({NAME!r}, None, {str(tmp_path / 'here')!r}, lambda *each: told.append(each), bool);"
-            "print(json.dumps(told))"
+            "import json; from pathlib import Path; from workers.hub import fetch; reports = [];"
+            f"fetch({NAME!r}, None, {str(tmp_path / 'here')!r}, lambda *each: reports.append(each), bool);"
+            "print(json.dumps(reports))"
         )
         done = subprocess.run(
             [sys.executable, "-c", code],
@@ -220,9 +220,9 @@ def test_progress_grows_to_the_size_of_the_files(tmp_path: Path) -> None:
             timeout=DEADLINE_S,
             env=os.environ | {"HF_ENDPOINT": hub.url, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
-    told = json.loads(done.stdout)
+    reports = json.loads(done.stdout)
     size = sum(len(FILES[name]) for name in ("model.safetensors", "chat_template.jinja"))
-    assert {phase for phase, _, _ in told} == {f"Downloading {NAME}"}
-    assert {total for _, _, total in told} == {size}
-    counts = [done for _, done, _ in told]
+    assert {phase for phase, _, _ in reports} == {f"Downloading {NAME}"}
+    assert {total for _, _, total in reports} == {size}
+    counts = [done for _, done, _ in reports]
     assert counts == sorted(counts) and counts[-1] == size and len(counts) > 1

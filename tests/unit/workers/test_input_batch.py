@@ -31,7 +31,7 @@ def apply(batch: InputBatch, message: ScheduledBatch, *ids: int) -> StepInputs:
     return batch.step(message)
 
 
-def draw(batch: InputBatch, step: StepInputs, *ids: int) -> None:
+def store_sampled(batch: InputBatch, step: StepInputs, *ids: int) -> None:
     assert step.sampling is not None
     batch.store_sampled(step.sampling, torch.tensor(ids))
 
@@ -53,7 +53,7 @@ def test_the_input_of_a_decode_is_the_id_that_its_row_sampled_last() -> None:
     rows = [new_row(0, [1, 2], [0]), new_row(5, [3], [1])]
     step = apply(batch, ScheduledBatch(1, [5, 0], [1, 2], rows), 3, 1, 2)
     assert step.ids_T.tolist() == [3, 1, 2]
-    draw(batch, step, 50, 60)
+    store_sampled(batch, step, 50, 60)
     for position in (0, 1, 2):
         step = apply(batch, ScheduledBatch(2 + position, [5, 0]))
         assert step.ids_T.tolist() == [50 + position, 60 + position]
@@ -61,22 +61,22 @@ def test_the_input_of_a_decode_is_the_id_that_its_row_sampled_last() -> None:
         assert step.sampling is not None
         assert step.sampling.positions_R.tolist() == [2 + position, 3 + position]
         if position < 2:
-            draw(batch, step, 51 + position, 61 + position)
+            store_sampled(batch, step, 51 + position, 61 + position)
 
 
 def test_prompt_chunks_and_decodes_in_one_step() -> None:
     batch = make()
-    draw(batch, apply(batch, ScheduledBatch(1, [0], [2], [new_row(0, [1, 2], [0])]), 1, 2), 90)
+    store_sampled(batch, apply(batch, ScheduledBatch(1, [0], [2], [new_row(0, [1, 2], [0])]), 1, 2), 90)
     step = apply(batch, ScheduledBatch(2, [3, 0], [3, 1], [new_row(3, [4, 5, 6, 7], [8])]), 4, 5, 6)
     assert step.ids_T.tolist() == [4, 5, 6, 90]
     assert step.sampling is not None
     assert step.sampling.rows.tolist() == [0] and step.sampling.tokens_R.tolist() == [3]
-    draw(batch, step, 91)
+    store_sampled(batch, step, 91)
     step = apply(batch, ScheduledBatch(3, [0, 3]), 7)
     assert step.ids_T.tolist() == [91, 7] and step.sampling is not None and len(step.sampling.rows) == 2
 
 
-def test_prompt_log_probabilities_need_the_id_behind_a_chunk() -> None:
+def test_prompt_log_probabilities_need_the_id_after_a_chunk() -> None:
     batch = make()
     row = NewRow(1, 6, 0, [[3, 4]], GREEDY, 6, prompt_logprobs=2)
     message = ScheduledBatch(1, [1], [4], [row], token_ids=pack_ids(range(20, 24)), next_ids=pack_ids([24]))
@@ -108,31 +108,31 @@ def test_a_prefix_that_is_cached_is_not_computed_again() -> None:
 
 def test_blocks_are_appended_to_each_group() -> None:
     batch = make(groups=2)
-    draw(
+    store_sampled(
         batch, apply(batch, ScheduledBatch(1, [0], [4], [new_row(0, [1, 2, 3, 4], [6], [2])]), 1, 2, 3, 4), 5
     )
     step = apply(batch, ScheduledBatch(2, [0], [], [], [MoreBlocks(0, [[1], [9]])]))
     assert [group.slots_T.tolist() for group in step.groups] == [[4], [36]]
 
 
-def test_a_new_request_takes_over_a_decoding_row() -> None:
+def test_a_decoding_row_is_reassigned_to_a_new_request() -> None:
     batch = make()
-    draw(batch, apply(batch, ScheduledBatch(1, [0], [2], [new_row(0, [1, 2], [0])]), 1, 2), 3)
-    draw(batch, apply(batch, ScheduledBatch(2, [0])), 4)
+    store_sampled(batch, apply(batch, ScheduledBatch(1, [0], [2], [new_row(0, [1, 2], [0])]), 1, 2), 3)
+    store_sampled(batch, apply(batch, ScheduledBatch(2, [0])), 4)
     step = apply(batch, ScheduledBatch(3, [0], [], [new_row(0, [40, 41], [5])]), 40)
     assert step.ids_T.tolist() == [40] and step.sampling is None
     step = apply(batch, ScheduledBatch(4, [0]), 41)
     assert step.ids_T.tolist() == [41] and step.groups[0].slots_T.tolist() == [21]
-    draw(batch, step, 42)
+    store_sampled(batch, step, 42)
     assert apply(batch, ScheduledBatch(5, [0])).ids_T.tolist() == [42]
 
 
 def test_rows_that_pause_keep_their_state() -> None:
     batch = make()
     rows = [new_row(row, [row], [row]) for row in range(3)]
-    draw(batch, apply(batch, ScheduledBatch(1, [0, 1, 2], [], rows), 0, 1, 2), 70, 71, 72)
-    draw(batch, apply(batch, ScheduledBatch(2, [0, 1, 2])), 80, 81, 82)
-    draw(batch, apply(batch, ScheduledBatch(3, [2])), 92)
+    store_sampled(batch, apply(batch, ScheduledBatch(1, [0, 1, 2], [], rows), 0, 1, 2), 70, 71, 72)
+    store_sampled(batch, apply(batch, ScheduledBatch(2, [0, 1, 2])), 80, 81, 82)
+    store_sampled(batch, apply(batch, ScheduledBatch(3, [2])), 92)
     step = apply(batch, ScheduledBatch(4, [2, 0, 1]))
     assert step.ids_T.tolist() == [92, 80, 81] and step.positions_T.tolist() == [3, 2, 2]
 
@@ -140,7 +140,7 @@ def test_rows_that_pause_keep_their_state() -> None:
 def test_a_steady_decode_reuses_what_depends_on_the_rows_alone() -> None:
     batch = make()
     rows = [new_row(row, [row], [row]) for row in range(3)]
-    draw(batch, apply(batch, ScheduledBatch(1, [0, 1, 2], [], rows), 0, 1, 2), 1, 1, 1)
+    store_sampled(batch, apply(batch, ScheduledBatch(1, [0, 1, 2], [], rows), 0, 1, 2), 1, 1, 1)
     steps = [apply(batch, ScheduledBatch(2 + n, [0, 1, 2])) for n in range(2)]
     assert steps[0].sampling is not None and steps[1].sampling is not None
     assert steps[0].sampling.rows is steps[1].sampling.rows
@@ -151,7 +151,10 @@ def test_a_steady_decode_reuses_what_depends_on_the_rows_alone() -> None:
     [
         (ScheduledBatch(1, [0], [3], [new_row(0, [1, 2], [0])]), "up to 3 are scheduled, 2 are known"),
         (ScheduledBatch(1, [0], [2], [new_row(0, [1, 2, 3], [0])]), "1 token ids for 2 known tokens"),
-        (ScheduledBatch(1, [0], [1], [new_row(0, [1], [0])], next_ids=b"1234"), "1 ids behind 0 chunks"),
+        (
+            ScheduledBatch(1, [0], [1], [new_row(0, [1], [0])], next_ids=b"1234"),
+            "1 next ids for 0 prompt chunks",
+        ),
         (ScheduledBatch(1, [0], [1], [new_row(0, [1, 2], [0], computed=2)]), "one must be left"),
         (ScheduledBatch(1, [0], [1], [new_row(0, [1, 2], [0], [1])]), "longer than"),
         (ScheduledBatch(1, [9], [1], [new_row(9, [1], [0])]), "out of bounds"),
@@ -162,7 +165,7 @@ def test_a_batch_that_breaks_the_contract_is_an_error(batch: ScheduledBatch, mes
         apply(make(), batch, 1)
 
 
-def test_random_steps_equal_a_row_by_row_account() -> None:
+def test_random_steps_equal_a_row_by_row_computation() -> None:
     """Against a plain model of the protocol: every token's id, position and slot."""
     random = np.random.default_rng(5)
     batch = make(max_rows=6)
@@ -189,11 +192,11 @@ def test_random_steps_equal_a_row_by_row_account() -> None:
         step = apply(batch, ScheduledBatch(number, chosen, columns, new_rows), *ids)
         got = (step.ids_T.tolist(), step.positions_T.tolist(), step.groups[0].slots_T.tolist())
         assert list(zip(*got, strict=True)) == want
-        drawers = [row for row in chosen if computed[row] >= known[row]]
-        if drawers:
-            sampled = random.integers(0, 100, len(drawers)).tolist()
-            draw(batch, step, *sampled)
-            for row, token in zip(drawers, sampled, strict=True):
+        sampling = [row for row in chosen if computed[row] >= known[row]]
+        if sampling:
+            sampled = random.integers(0, 100, len(sampling)).tolist()
+            store_sampled(batch, step, *sampled)
+            for row, token in zip(sampling, sampled, strict=True):
                 tokens[row].append(token)
         else:
             assert step.sampling is None

@@ -29,7 +29,7 @@ def test_one_attention_call_a_layer_whatever_the_batch(tmp_path: Path) -> None:
         core = loaded.core()
         for row in range(rows):
             core.add(row, prompt_of(3 + row % 9, seed=row))
-        core.take(loaded.execute(core.plan({row: 3 + row % 9 for row in range(rows)})))
+        core.add_sampled(loaded.execute(core.plan({row: 3 + row % 9 for row in range(rows)})))
         batch = core.plan(dict.fromkeys(range(rows), 1))
         with torch.profiler.profile(acc_events=True) as profile:
             loaded.execute(batch)
@@ -43,8 +43,8 @@ def test_a_reused_row_is_not_affected_by_its_previous_request(tmp_path: Path) ->
     first, second = prompt_of(50, seed=1), prompt_of(6, seed=2)
     generate(core, loaded.execute, [first], 4, chunk=50)
     core.add(0, second)
-    core.take(loaded.execute(core.plan({0: len(second)})))
-    core.take(loaded.execute(core.plan({0: 1})))
+    core.add_sampled(loaded.execute(core.plan({0: len(second)})))
+    core.add_sampled(loaded.execute(core.plan({0: 1})))
     assert core.generated(0) == hf_greedy(loaded.reference, second, 2).ids
 
 

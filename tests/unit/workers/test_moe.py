@@ -186,7 +186,7 @@ def test_missing_and_unused_tensors_are_named(tmp_path: Path, family: Family) ->
         with pytest.raises(WeightError, match=f"lacks {name}"):
             load(family, tmp_path)
         save_file(whole | {name: torch.zeros(3, 5)}, path)
-        with pytest.raises(WeightError, match=rf"{name} has shape \[3, 5\]; the configuration asks for"):
+        with pytest.raises(WeightError, match=rf"{name} has shape \[3, 5\]; the configuration needs"):
             load(family, tmp_path)
     extra = f"model.layers.0.{files}.experts.{COUNT}.gate_proj.weight"
     save_file(whole | {extra: torch.zeros(1)}, path)

@@ -11,7 +11,7 @@ from atom.messages.engine import LogitsProcessors, Sampling, unpack_ids
 from atom.messages.worker import ScheduledBatch
 from atom.sampling_params import MAX_LOGPROBS
 from tests.helpers.tiny_models import MAX_MODEL_LEN, engine_config, place, prompt_of, save_tiny, tiny
-from tests.helpers.whole_engine import Answer, WholeEngine
+from tests.helpers.whole_engine import Output, WholeEngine
 from workers import sampler
 from workers import worker as worker_module
 from workers.largest_steps import largest_steps, num_blocks, profile_batch
@@ -57,19 +57,19 @@ def groups(checkpoint: Checkpoint) -> int:
     return 2 if checkpoint.keeps_states else 1
 
 
-def run(made: WholeEngine) -> dict[int, Answer]:
+def run(made: WholeEngine) -> dict[int, Output]:
     """All requests at once, 12 tokens each; every block is free afterwards."""
     for number, fields in requests().items():
         made.add(number, prompt_of(20, number), 12, **fields)
     made.run()
     assert made.core.stats().kv_blocks_used == 0
-    return made.answers
+    return made.outputs
 
 
-def check_same(answer: Answer, expected: Answer) -> None:
+def check_same(output: Output, expected: Output) -> None:
     """Prompts may be cut into other chunks, which changes the last bits of their log probabilities."""
-    assert answer.token_ids == expected.token_ids and not answer.error
-    assert answer.prompt_logprobs == pytest.approx(expected.prompt_logprobs, abs=1e-3)
+    assert output.token_ids == expected.token_ids and not output.error
+    assert output.prompt_logprobs == pytest.approx(expected.prompt_logprobs, abs=1e-3)
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at_call: int) -> None:
@@ -88,10 +88,10 @@ def failing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at_call: int
 
 
 @pytest.fixture(scope="module")
-def undisturbed(checkpoints: dict[str, Checkpoint]) -> dict[int, Answer]:
-    answers = run(engine(checkpoints["llama-gqa"]))
-    assert all(len(answer.token_ids) == 12 and not answer.error for answer in answers.values())
-    return answers
+def undisturbed(checkpoints: dict[str, Checkpoint]) -> dict[int, Output]:
+    outputs = run(engine(checkpoints["llama-gqa"]))
+    assert all(len(output.token_ids) == 12 and not output.error for output in outputs.values())
+    return outputs
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def undisturbed(checkpoints: dict[str, Checkpoint]) -> dict[int, Answer]:
 )
 def test_one_request_fails_and_the_others_get_the_same_tokens(
     checkpoints: dict[str, Checkpoint],
-    undisturbed: dict[int, Answer],
+    undisturbed: dict[int, Output],
     monkeypatch: pytest.MonkeyPatch,
     owner: Any,
     name: str,
@@ -118,13 +118,13 @@ def test_one_request_fails_and_the_others_get_the_same_tokens(
 ) -> None:
     made = engine(checkpoints["llama-gqa"])
     failing(monkeypatch, owner, name, at_call)
-    answers = run(made)
-    error = answers[failed].error
+    outputs = run(made)
+    error = outputs[failed].error
     assert error == f"the device has too little memory for {reason} of this request: try again later"
-    assert len(answers[failed].token_ids) < 12
-    for number, answer in answers.items():
+    assert len(outputs[failed].token_ids) < 12
+    for number, output in outputs.items():
         if number != failed:
-            check_same(answer, undisturbed[number])
+            check_same(output, undisturbed[number])
 
 
 def failing_forward(
@@ -149,16 +149,16 @@ def is_mixed(batch: ScheduledBatch) -> bool:
     return 1 in batch.counts and max(batch.counts) > 1
 
 
-def check_failed(answers: dict[int, Answer], undisturbed: dict[int, Answer], failed: set[int]) -> None:
-    assert {number for number, answer in answers.items() if answer.error} == failed
+def check_failed(outputs: dict[int, Output], undisturbed: dict[int, Output], failed: set[int]) -> None:
+    assert {number for number, output in outputs.items() if output.error} == failed
     for number in failed:
-        assert "too little memory for the forward pass" in answers[number].error
-    for number in answers.keys() - failed:
-        check_same(answers[number], undisturbed[number])
+        assert "too little memory for the forward pass" in outputs[number].error
+    for number in outputs.keys() - failed:
+        check_same(outputs[number], undisturbed[number])
 
 
 def test_decodes_survive_a_failed_mixed_step(
-    checkpoints: dict[str, Checkpoint], undisturbed: dict[int, Answer], monkeypatch: pytest.MonkeyPatch
+    checkpoints: dict[str, Checkpoint], undisturbed: dict[int, Output], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first mixed step decodes one request and prefills three."""
     made = engine(checkpoints["llama-gqa"])
@@ -167,7 +167,7 @@ def test_decodes_survive_a_failed_mixed_step(
 
 
 def test_a_retry_that_fails_too_ends_the_whole_step(
-    checkpoints: dict[str, Checkpoint], undisturbed: dict[int, Answer], monkeypatch: pytest.MonkeyPatch
+    checkpoints: dict[str, Checkpoint], undisturbed: dict[int, Output], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = engine(checkpoints["llama-gqa"])
     failing_forward(monkeypatch, lambda batch: batch.step == 2, times=2)
@@ -175,13 +175,13 @@ def test_a_retry_that_fails_too_ends_the_whole_step(
 
 
 def test_a_failed_decode_step_ends_its_requests_and_the_next_ones_run(
-    checkpoints: dict[str, Checkpoint], undisturbed: dict[int, Answer], monkeypatch: pytest.MonkeyPatch
+    checkpoints: dict[str, Checkpoint], undisturbed: dict[int, Output], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = engine(checkpoints["llama-gqa"])
     failing_forward(monkeypatch, lambda batch: not batch.counts)
     check_failed(run(made), undisturbed, set(requests()))
-    assert {number: answer.token_ids for number, answer in run(made).items()} == {
-        number: answer.token_ids for number, answer in undisturbed.items()
+    assert {number: output.token_ids for number, output in run(made).items()} == {
+        number: output.token_ids for number, output in undisturbed.items()
     }
 
 
@@ -196,14 +196,14 @@ def test_recurrent_states_are_not_updated_twice(
 
 
 def test_sampling_without_memory_ends_the_step_and_not_the_worker(
-    checkpoints: dict[str, Checkpoint], undisturbed: dict[int, Answer], monkeypatch: pytest.MonkeyPatch
+    checkpoints: dict[str, Checkpoint], undisturbed: dict[int, Output], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = engine(checkpoints["llama-gqa"])
     failing(monkeypatch, ModelRunner, "_sample", 1)
-    answers = run(made)
-    assert {number for number, answer in answers.items() if answer.error} == {PLAIN}
-    for number in answers.keys() - {PLAIN}:
-        check_same(answers[number], undisturbed[number])
+    outputs = run(made)
+    assert {number for number, output in outputs.items() if output.error} == {PLAIN}
+    for number in outputs.keys() - {PLAIN}:
+        check_same(outputs[number], undisturbed[number])
 
 
 def test_among_several_ranks_out_of_memory_ends_the_worker() -> None:

@@ -56,7 +56,7 @@ def test_a_step_that_samples_nothing_is_done_when_the_device_is(worker: Worker) 
         assert pending.ready()
         token_ids = pending.result().token_ids
         assert len(token_ids) == 4 * sampled
-        core.take(token_ids)
+        core.add_sampled(token_ids)
 
 
 def test_the_core_waits_for_prompt_steps_and_measures_their_time(worker: Worker) -> None:

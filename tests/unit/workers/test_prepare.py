@@ -35,7 +35,7 @@ DEADLINE_S = 60
 
 
 def silent(phase: str, done: int, total: int) -> None:
-    """A report that nobody reads."""
+    """Ignores progress."""
 
 
 def write(directory: Path, name: str, content: Any) -> None:
@@ -159,7 +159,7 @@ def test_generation_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("do_sample", [{}, {"do_sample": False}, {"do_sample": True}])
-def test_sampling_defaults_count_whatever_do_sample_says(tmp_path: Path, do_sample: dict[str, bool]) -> None:
+def test_sampling_defaults_apply_without_do_sample(tmp_path: Path, do_sample: dict[str, bool]) -> None:
     generation = {"temperature": 0.6, "eos_token_id": 0} | do_sample
     checkpoint = checkpoint_of(tmp_path, generation_config=generation)
     assert checkpoint.default_sampling == {"temperature": 0.6}
@@ -302,15 +302,15 @@ def run_prepare(config: ModelConfig, cache: Path) -> tuple[int, dict[str, Any]]:
     return status, msgspec.json.decode(line)
 
 
-def test_the_process_answers_with_one_line(tmp_path: Path) -> None:
+def test_the_process_prints_one_line(tmp_path: Path) -> None:
     write(tmp_path, "config.json", CONFIG)
-    status, answer = run_prepare(without_weights(tmp_path), tmp_path)
+    status, response = run_prepare(without_weights(tmp_path), tmp_path)
     assert status == 0
-    assert msgspec.convert(answer["checkpoint"], Checkpoint).vocab_size == 300
-    assert answer["device"]["cpu_cores"] >= 1
-    status, answer = run_prepare(model("no/such/model"), tmp_path)
+    assert msgspec.convert(response["checkpoint"], Checkpoint).vocab_size == 300
+    assert response["device"]["cpu_cores"] >= 1
+    status, response = run_prepare(model("no/such/model"), tmp_path)
     assert status == ExitStatus.MODEL
-    assert answer.keys() == {"error"} and "\n" not in answer["error"]
+    assert response.keys() == {"error"} and "\n" not in response["error"]
 
 
 @pytest.mark.parametrize(

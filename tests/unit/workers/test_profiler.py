@@ -163,7 +163,7 @@ def test_steps_go_on_while_a_trace_is_written(
     assert result_of(worker.traces).steps == 4
 
 
-def test_switching_on_or_off_twice(tmp_path: Path) -> None:
+def test_starting_or_stopping_twice(tmp_path: Path) -> None:
     traces = TraceRecorder(str(tmp_path), "m", 3, CPU)
     traces.switch(False)
     assert traces.next_result() == RankTrace(3, False, str(tmp_path / "rank_3"))

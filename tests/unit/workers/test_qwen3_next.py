@@ -55,7 +55,7 @@ def test_preempted_and_resumed_in_a_batch(slots: int, tmp_path: Path) -> None:
     for number, prompt in enumerate(prompts):
         greedy = hf_greedy(reference, prompt, 24)
         assert greedy.smallest_margin > 1e-3
-        assert engine.answers[number].token_ids == greedy.ids
+        assert engine.outputs[number].token_ids == greedy.ids
     assert (engine.core.stats().preemptions > 0) is (slots == 8)
     assert engine.most_used[1] == (3 if slots == 3 else engine.most_used[1])
 

@@ -82,7 +82,7 @@ def hot(processors: LogitsProcessors | None = None, seed: int = 11, logprobs: in
 
 
 def agrees(loaded: Loaded, processors: LogitsProcessors, hf_processors: Processors) -> None:
-    """With transformers, and in all but one prompt not with the answers without processors."""
+    """Outputs equal transformers', and in all but one prompt differ from those without processors."""
     found = loaded.run(greedy(processors))
     assert found == [loaded.expected(prompt, hf_processors(len(prompt))) for prompt in PROMPTS]
     plain = loaded.run(greedy())
@@ -144,9 +144,9 @@ def test_rows_without_processors_sample_as_if_alone(loaded: Loaded) -> None:
         core.add(row, prompt, hot())
         core.add(row + 8, prompt, hot(processors))
     lengths = {row: core.known[row] for row in core.known}
-    core.take(loaded.execute(core.plan(lengths)))
+    core.add_sampled(loaded.execute(core.plan(lengths)))
     while len(core.generated(0)) < NEW_TOKENS:
-        core.take(loaded.execute(core.plan(dict.fromkeys(lengths, 1))))
+        core.add_sampled(loaded.execute(core.plan(dict.fromkeys(lengths, 1))))
     assert [core.generated(row) for row in range(3)] == alone
     assert [core.generated(row) for row in range(8, 11)] == processed
     assert loaded.run(hot()) == alone
@@ -165,12 +165,12 @@ def test_a_preempted_request_samples_the_same_ids(loaded: Loaded, cut: int) -> N
     whole = loaded.run(hot(processors), prompts=PROMPTS[:1])[0]
     core = fresh_core()
     core.add(0, prompt_of(9, 1), hot(processors))
-    core.take(loaded.execute(core.plan({0: 9})))
+    core.add_sampled(loaded.execute(core.plan({0: 9})))
     core.add(2, PROMPTS[0] + whole[:cut], hot(processors), generated=cut)
     while core.computed[2] < core.known[2]:
-        core.take(loaded.execute(core.plan({2: min(8, core.known[2] - core.computed[2])})))
+        core.add_sampled(loaded.execute(core.plan({2: min(8, core.known[2] - core.computed[2])})))
     while len(core.generated(2)) < NEW_TOKENS - cut:
-        core.take(loaded.execute(core.plan({0: 1, 2: 1})))
+        core.add_sampled(loaded.execute(core.plan({0: 1, 2: 1})))
     assert core.generated(2) == whole[cut:]
 
 
@@ -200,10 +200,10 @@ def test_logprobs_of_sampled_tokens(loaded: Loaded) -> None:
     for row, sampling in samplings.items():
         core.add(row, PROMPTS[row], sampling)
     results = [loaded.worker.execute(core.plan({row: len(PROMPTS[row]) for row in samplings})).result()]
-    core.take(results[0].token_ids)
+    core.add_sampled(results[0].token_ids)
     for _ in range(6):
         results.append(loaded.worker.execute(core.plan(dict.fromkeys(samplings, 1))).result())
-        core.take(results[-1].token_ids)
+        core.add_sampled(results[-1].token_ids)
     for step, result in enumerate(results):
         assert result.logprobs is not None and result.logprobs.indices == [0, 2]
         sampled = unpack_ids(result.token_ids)
@@ -236,13 +236,13 @@ def prompt_chunks(loaded: Loaded, ids: list[int], chunks: list[int]) -> list[Bat
     """A row with prompt log probabilities, beside a decoding one and a prompt without them."""
     core = fresh_core()
     core.add(4, PROMPTS[1], GREEDY)
-    core.take(loaded.execute(core.plan({4: len(PROMPTS[1])})))
+    core.add_sampled(loaded.execute(core.plan({4: len(PROMPTS[1])})))
     core.add(2, ids, GREEDY, prompt_logprobs=3)
     core.add(6, prompt_of(70, 6), GREEDY)
     results = []
     for chunk in chunks:
         results.append(loaded.worker.execute(core.plan({6: 2, 4: 1, 2: chunk})).result())
-        core.take(results[-1].token_ids)
+        core.add_sampled(results[-1].token_ids)
     results.append(loaded.worker.execute(core.plan({4: 1, 2: 1})).result())
     return results
 

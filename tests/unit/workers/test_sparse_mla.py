@@ -50,8 +50,8 @@ def test_only_layers_with_an_indexer_cache_index_keys() -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5"])
-def test_short_contexts_are_not_scored(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is scored up to index_topk tokens; beyond, once for each layer with an indexer."""
+def test_short_contexts_need_no_scores(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No scores up to index_topk tokens; beyond, once for each layer with an indexer."""
     calls = []
     choose = workers.layers.sparse_mla.index_topk
 

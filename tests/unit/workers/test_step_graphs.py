@@ -125,7 +125,7 @@ def test_changing_batches_get_the_same_tokens(sizes: list[int], monkeypatch: pyt
             batch = core.plan(counts)
             ids = captured.launch(batch).token_ids()
             assert ids == eager.launch(batch).token_ids()
-            core.take(ids)
+            core.add_sampled(ids)
             steps += 1
             if any(core.computed[row] < core.known[row] or len(core.tokens[row]) > 60 for row in counts):
                 break
@@ -146,9 +146,9 @@ def test_padding_changes_nothing() -> None:
     one = runner([6])
     core = TwoGroups(100, LIMITS.block_size)
     core.add(3, [5, 6, 7])
-    core.take(one.launch(core.plan({3: 3})).token_ids())
+    core.add_sampled(one.launch(core.plan({3: 3})).token_ids())
     for _ in range(10):
-        core.take(one.launch(core.plan({3: 1})).token_ids())
+        core.add_sampled(one.launch(core.plan({3: 1})).token_ids())
     rows = one._inputs.device_rows
     assert rows.positions_N.tolist() == [-1, -1, -1, 13, -1, -1, -1]
     assert rows.ids_N[3] == core.tokens[3][-1]

@@ -77,7 +77,7 @@ def _add(tensors: Tensors) -> None:
     ("change", "message"),
     [
         (_remove, f"lacks {GATE}"),
-        (_reshape, rf"{GATE} has shape \[72, 100\]; the configuration asks for \[100, 72\]"),
+        (_reshape, rf"{GATE} has shape \[72, 100\]; the configuration needs \[100, 72\]"),
         (_add, f"does not use: {GATE}_scale"),
     ],
 )

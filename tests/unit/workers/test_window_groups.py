@@ -65,7 +65,7 @@ def test_every_position_of_a_prompt(worker: Worker, chunk: int) -> None:
     engine.run()
     logprobs = plain_logits(TENSORS, prompt).log_softmax(-1)
     wanted = logprobs[torch.arange(89), prompt[1:]].tolist()
-    found = engine.answers[0].prompt_logprobs
+    found = engine.outputs[0].prompt_logprobs
     assert list(found) == list(range(1, 90))
     assert list(found.values()) == pytest.approx(wanted, abs=1e-4)
 
@@ -75,7 +75,7 @@ def test_a_long_sequence_keeps_only_the_blocks_of_its_window(worker: Worker, cac
     engine, prompt = WholeEngine(worker, PLENTY, caching=caching), prompt_of(60, 2)
     engine.add(0, prompt, 100)
     engine.run()
-    assert engine.answers[0].token_ids == expected(prompt, 100)
+    assert engine.outputs[0].token_ids == expected(prompt, 100)
     full, window = (peak_blocks(spec, 160, 16) for spec in engine.kv.specs)
     assert engine.most_used == [full, engine.most_used[1]] and engine.most_used[1] <= window < full // 4
 
@@ -89,7 +89,7 @@ def test_blocks_that_left_a_window_are_reused(worker: Worker, caching: bool) -> 
         engine.add(number, prompt, 40)
     engine.run()
     for number, prompt in enumerate(prompts):
-        assert engine.answers[number].token_ids == expected(prompt, 40)
+        assert engine.outputs[number].token_ids == expected(prompt, 40)
     assert engine.core.stats().preemptions == 0
 
 
@@ -106,7 +106,7 @@ def test_preempted_and_resumed(
         engine.add(number, prompt, 40)
     engine.run()
     for number, prompt in enumerate(prompts):
-        assert engine.answers[number].token_ids == expected(prompt, 40)
+        assert engine.outputs[number].token_ids == expected(prompt, 40)
     assert engine.core.stats().preemptions > 0
 
 
@@ -115,6 +115,6 @@ def test_a_prefix_hit_needs_only_the_window_before_it(worker: Worker) -> None:
     for number, end in enumerate(([1], [2], [3, 4, 5])):
         engine.add(number, common + end, 20)
         engine.run()
-        answer = engine.answers[number]
-        assert answer.token_ids == expected(common + end, 20)
-        assert answer.cached_tokens == (68 if number else 0)
+        output = engine.outputs[number]
+        assert output.token_ids == expected(common + end, 20)
+        assert output.cached_tokens == (68 if number else 0)

@@ -164,5 +164,5 @@ def test_kv_dtypes() -> None:
         name: kv_dtype(CacheConfig(kv_cache_dtype=name), torch.float16) for name in ("auto", "bf16", "fp8")
     }
     assert found == {"auto": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
-    with pytest.raises(ValueError, match="'int4' is unknown; known are: auto, bf16, fp8"):
+    with pytest.raises(ValueError, match="'int4' is not supported; supported are: auto, bf16, fp8"):
         kv_dtype(CacheConfig(kv_cache_dtype="int4"), torch.float16)
