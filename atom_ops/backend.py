@@ -96,14 +96,15 @@ def _require_batch_invariant(device: torch.device) -> None:
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
-_REUSED_BYTES = 1 << 30
+_REUSED_BYTES = 256 << 20
 
 
 def _reuse_freed_memory() -> None:
-    """Stop glibc from returning large freed tensors to the system.
+    """Have glibc keep up to `_REUSED_BYTES` of freed memory instead of returning it to the system.
 
     Otherwise the pages of every op's results are mapped and cleared again: attention over 64
-    contexts of 256 tokens takes four times as long. Does nothing with other C libraries.
+    contexts of 256 tokens takes four times as long. Steps whose tensors are larger compute for so
+    long that clearing pages does not count. Does nothing with other C libraries.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -10,7 +10,8 @@ A cached block is found by its content until it is evicted. Every operation is O
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
-_CHECKED_AT_ONCE = 4096
+CHECKED_AT_ONCE = 4096
+"""Blocks in one slice of an integrity check: about a millisecond."""
 
 
 class BlockPool:
@@ -148,31 +149,31 @@ class BlockPool:
                 self._uncached.append(block)
         self._unconfirmed.clear()
 
-    def check_integrity(self, users: dict[int, int]) -> Iterator[None]:
+    def check_integrity(self, users: Sequence[int]) -> Iterator[None]:
         """Raises AssertionError unless the lists match `users`, the uses of each block in block tables.
 
         Yields at intervals; the caller may do the rest later, if nothing has changed.
         """
         free = 0
         for block, count in enumerate(self._ref_counts):
-            assert count == users.get(block, 0), f"block {block}: {count} uses, not {users.get(block, 0)}"
+            assert count == users[block], f"block {block}: {count} uses, not {users[block]}"
             digest = self._digests[block]
             assert digest is None or self._block_of.get(digest) == block, f"block {block} cannot be found"
             assert (block in self._evictable) == (not count and digest is not None), (
                 f"block {block} is evictable by mistake, or is not"
             )
             free += not count
-            if block % _CHECKED_AT_ONCE == 0:
+            if block % CHECKED_AT_ONCE == 0:
                 yield
-        uncached: set[int] = set()
-        for start in range(0, len(self._uncached), _CHECKED_AT_ONCE):
-            some = self._uncached[start : start + _CHECKED_AT_ONCE]
-            assert all(not self._ref_counts[block] and self._digests[block] is None for block in some), (
-                "a used or cached block is on the stack of uncached ones"
-            )
-            uncached.update(some)
+        is_uncached = bytearray(self.num_blocks)
+        for start in range(0, len(self._uncached), CHECKED_AT_ONCE):
+            for block in self._uncached[start : start + CHECKED_AT_ONCE]:
+                assert not self._ref_counts[block] and self._digests[block] is None, (
+                    "a used or cached block is on the stack of uncached ones"
+                )
+                assert not is_uncached[block], "a block is free twice"
+                is_uncached[block] = True
             yield
-        assert len(uncached) == len(self._uncached), "a block is free twice"
         assert self.num_free == free, f"{self.num_free} blocks are listed as free, {free} are in no table"
         cached = self.num_blocks - self._digests.count(None)
         assert cached == len(self._block_of), "a digest is cached without a block"

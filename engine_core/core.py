@@ -43,7 +43,7 @@ class EngineCore:
         self._kv = kv
         self._max_model_len = max_model_len
         self._frontends: set[bytes] = set()  # all that have unfinished requests, and perhaps others
-        self._check: Iterator[None] | None = None
+        self._check: Iterator[None] | None = None  # keeps the checked requests in memory
         self._checked_version: tuple[int, ...] = ()
 
     @property
@@ -83,6 +83,7 @@ class EngineCore:
 
     def abort(self, request_ids: list[int]) -> None:
         """End sequences without a response; unknown ids are ignored."""
+        self._check = None
         self._scheduler.abort(request_ids)
 
     def abort_frontend(self, frontend: bytes) -> int:
@@ -101,6 +102,7 @@ class EngineCore:
 
         Raises ValueError for a result that does not fit that step.
         """
+        self._check = None
         outcome = self._scheduler.update(result)
         if len(self._frontends) == 1:
             return {frontend: _deltas(outcome) for frontend in self._frontends if outcome.has_output}

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from xxhash import xxh64_digest
 
 from atom.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
-from engine_core.block_pool import BlockPool
+from engine_core.block_pool import CHECKED_AT_ONCE, BlockPool
 from engine_core.kv_plan import covering_blocks, first_visible_block, holds_states, peak_blocks
 from engine_core.token_ids import TokenIds
 from engine_core.turn_budget import FREES_PER_UNIT, LOOKUPS_PER_UNIT, TurnBudget
@@ -194,17 +194,17 @@ class KVCacheManager:
             self._free_invisible(blocks, start)
         full = -(-end // self.block_size)
         missing = []
-        for pool, is_state, table in zip(self.pools, self._is_state, blocks.tables, strict=True):
-            count = (1 if is_state else full) - len(table)
-            if count > pool.num_free:
+        for group, table in enumerate(blocks.tables):
+            count = (1 if self._is_state[group] else full) - len(table)
+            if count > self.pools[group].num_free:
                 return None
             missing.append(count)
         if not any(missing):
             return []
         added = []
-        for pool, count, table in zip(self.pools, missing, blocks.tables, strict=True):
-            new = pool.allocate(count)
-            table += new
+        for group, count in enumerate(missing):
+            new = self.pools[group].allocate(count)
+            blocks.tables[group] += new
             added.append(new)
         return added
 
@@ -220,14 +220,15 @@ class KVCacheManager:
         in_prompt, first_live, tables = blocks.in_prompt, blocks.first_live, blocks.tables
         self.budget.left -= (num_full - blocks.num_cached) // LOOKUPS_PER_UNIT
         for index in range(blocks.num_cached, num_full):
-            hashed, number = (
-                (blocks, index - in_prompt) if index >= in_prompt else (blocks.tokens.prompt, index)
-            )
-            digest, hash_input = hashed.digests[number], hashed.hash_inputs[number]
+            if index < in_prompt:
+                prompt = blocks.tokens.prompt
+                digest, hash_input = prompt.digests[index], prompt.hash_inputs[index]
+            else:
+                digest, hash_input = blocks.digests[index - in_prompt], blocks.hash_inputs[index - in_prompt]
             for group, pool in enumerate(self.pools):
-                if index < first_live[group]:
-                    continue
-                if not pool.cache(tables[group][index], digest, hash_input, step):
+                if index >= first_live[group] and not pool.cache(
+                    tables[group][index], digest, hash_input, step
+                ):
                     blocks.collided = True
                     return
             blocks.num_cached = index + 1
@@ -261,15 +262,17 @@ class KVCacheManager:
         Yields at intervals; the caller may do the rest later, if nothing has changed.
         """
         for group, pool in enumerate(self.pools):
-            users: dict[int, int] = {}
+            users, last_table = [0] * pool.num_blocks, [-1] * pool.num_blocks
             tables = [(blocks.tables[group], blocks.first_live[group]) for blocks in owners]
             tables += [(table, 0) for owner, table in self._to_free if owner is pool]
-            for table, first in tables:
-                live = table[first:]
-                assert len(set(live)) == len(live), "a table has a block twice"
-                for block in live:
-                    users[block] = users.get(block, 0) + 1
-                yield
+            for number, (table, first) in enumerate(tables):
+                for start in range(first, len(table), CHECKED_AT_ONCE):
+                    for block in table[start : start + CHECKED_AT_ONCE]:
+                        assert 0 <= block < pool.num_blocks, f"a table has an unknown block {block}"
+                        assert last_table[block] != number, "a table has a block twice"
+                        last_table[block] = number
+                        users[block] += 1
+                    yield
             yield from pool.check_integrity(users)
 
     def check_covers(self, blocks: RequestBlocks, num_tokens: int) -> None:
@@ -342,23 +345,19 @@ class KVCacheManager:
 
     def _hash(self, blocks: RequestBlocks, num_full: int) -> int:
         """Hash the first `num_full` blocks, within the turn's budget; returns how many are hashed."""
-        start = blocks.num_hashed
+        start, left = blocks.num_hashed, self.budget.left
         if start >= num_full:
             return num_full
-        num_full = min(num_full, start + max(self.budget.left, 0))
-        self.budget.left -= num_full - start
+        if left < num_full - start:
+            num_full = start + max(left, 0)
+        self.budget.left = left - (num_full - start)
         self.num_hashed += num_full - start
-        size, digests = self.block_size, blocks.digests
+        size, in_prompt, tokens = self.block_size, blocks.in_prompt, blocks.tokens
+        parent = blocks.digests[-1] if blocks.digests else tokens.prompt.last_digest
         for index in range(start, num_full):
-            if digests:
-                parent = digests[-1]
-            else:
-                prompt = blocks.tokens.prompt
-                parent = prompt.digests[-1] if prompt.digests else prompt.root
-            begin = index * size
-            hash_input = parent + blocks.tokens.packed(begin, begin + size)
-            digest = xxh64_digest(hash_input, self._seed)
-            hashed = blocks if index >= blocks.in_prompt else blocks.tokens.prompt
+            hash_input = parent + tokens.packed(index * size, index * size + size)
+            parent = xxh64_digest(hash_input, self._seed)
+            hashed = tokens.prompt if index < in_prompt else blocks
             hashed.hash_inputs.append(hash_input)
-            hashed.digests.append(digest)
+            hashed.digests.append(parent)
         return num_full

@@ -197,12 +197,13 @@ class Scheduler:
 
     def _extend_decodes(self, plan: StepPlan) -> None:
         """Allocate a block for each decoding request whose last one is full, and cache the full one."""
-        for request in self._decode_batch.needing_block():
+        kv, batch, last_step = self._kv, self._decode_batch, self._last_step
+        for request in batch.needing_block():
             if request.state is not State.DECODING:
                 continue  # preempted for an earlier request of this loop
-            computed = self._decode_batch.computed(request)
+            computed = batch.computed(request)
             # At most one step is in flight, so all ids before `computed` are known.
-            self._kv.cache(request.blocks, computed, self._last_step)
+            kv.cache(request.blocks, computed, last_step)
             if not self._extend(request, computed, 1, plan) and request.state is State.DECODING:
                 self._preempt(request, plan)
 

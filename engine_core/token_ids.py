@@ -33,6 +33,13 @@ class Prompt:
         self._distinct |= new
         self._distinct_ids.extend(new)
         self._distinct_until = end
+        if end == len(self.ids):
+            self._distinct = set()
+
+    @property
+    def last_digest(self) -> bytes:
+        """What the next block is hashed with: the digest of the last hashed block, or the root."""
+        return self.digests[-1] if self.digests else self.root
 
     @property
     def num_left(self) -> int:
@@ -42,7 +49,7 @@ class Prompt:
     @property
     def num_distinct(self) -> int:
         """Ids collected so far."""
-        return len(self._distinct)
+        return len(self._distinct_ids)
 
     def distinct_ids(self) -> bytes:
         """Each id of the prompt once, packed; complete when `num_left` is 0."""

@@ -36,6 +36,7 @@ PROMPT_TOKENS = 100
 WARMUP_STEPS = 64
 TURN_STEPS = 50
 EOS = 2
+VOCAB_SIZE = 1 << 18
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 
@@ -172,7 +173,7 @@ def worst_requests() -> list[dict[str, Any]]:
     ):
         calls = WorstCalls(1024, 65_536, 80_000, 1 << 20)
         ids = list(range(count))
-        prompt = pack_ids(range(length - 64))
+        prompt = pack_ids(index % VOCAB_SIZE for index in range(length - 64))
         calls.add(ids, prompt, 64, sampling)
         while calls.core.stats().running < count:
             calls.step()

@@ -4,9 +4,10 @@
 
 Clients stream and do not stream, chat and complete, penalise, score prompts, leave early, and send
 bodies that must be refused. Every ten seconds the tool reads each process's resident memory, open
-descriptors and threads. Once the load has ended and the server is idle, it compares the last third
-of these samples with the middle third, and exits with status 1 where something grew or a request
-had an outcome that it should not have.
+descriptors and threads, and at the end it prints the memory of every half minute. The first third of the
+samples is a warm-up. The tool exits with status 1 where the medians of the last third are above those
+of the middle third by more than 8 MiB, 2 descriptors or 2 threads, and where a request had an outcome
+that it should not have.
 """
 
 import argparse
@@ -37,8 +38,10 @@ _LIMITS = ("--max-model-len", "4096", "--num-kv-blocks", "700", "--max-queued-re
 _WORDS = ("one", "two", "three", "four", "five", "six", "seven", "fox", "dog", "jumps")
 _SAMPLE_S = 10.0
 _REQUEST_DEADLINE_S = 120.0
-_GROWTH_BYTES = 8 << 20
-_GROWTH_COUNT = 2
+_PRINTED_S = 30.0
+_MIN_MINUTES = 1.5  # three samples in each third
+_JUDGED = (("memory, MiB", 1 << 20, 8), ("descriptors", 1, 2), ("threads", 1, 2))
+"""The columns of a sample: name, unit, and the growth that is allowed."""
 
 
 def main() -> None:
@@ -51,6 +54,8 @@ def main() -> None:
         "--model", help="a real model's directory; a tiny one with random weights when absent"
     )
     args = parser.parse_args()
+    if args.minutes < _MIN_MINUTES:
+        parser.error(f"--minutes must be at least {_MIN_MINUTES}: fewer samples show no growth")
     with tempfile.TemporaryDirectory() as directory:
         flags = _flags(args.model, Path(directory))
         with running_server(*flags, *_LIMITS) as server:
@@ -78,8 +83,9 @@ class Soak:
         self._outcomes: Counter[str] = Counter()
         self._unexpected: list[str] = []
         self._processes = [psutil.Process(pid) for pid in (server.process.pid, *server.children())]
-        self._samples: list[list[tuple[int, int, int]]] = []
-        """For each moment and process: resident bytes, descriptors, threads."""
+        self._began = time.monotonic()
+        self._samples: list[tuple[float, list[tuple[int, int, int]]]] = []
+        """Seconds since the start and, for each process, resident bytes, descriptors and threads."""
 
     async def run(self, seconds: float) -> None:
         """Keep the clients busy for so long."""
@@ -95,35 +101,38 @@ class Soak:
 
     def take_sample(self) -> None:
         """Read the processes' figures now."""
-        self._samples.append(
-            [
-                (process.memory_info().rss, process.num_fds(), process.num_threads())
-                for process in self._processes
-            ]
-        )
+        figures = [
+            (process.memory_info().rss, process.num_fds(), process.num_threads())
+            for process in self._processes
+        ]
+        self._samples.append((time.monotonic() - self._began, figures))
 
     def report(self) -> list[str]:
-        """Print the table; returns what should not have happened."""
+        """Print the figures; returns what should not have happened."""
         print("\nrequests:", ", ".join(f"{count} {name}" for name, count in self._outcomes.most_common()))
         with contextlib.suppress(KeyError):
             lag = Gauges(self._server)["event_loop_lag_seconds_max"]
             print(f"longest hold of the frontend's event loop: {lag * 1000:.0f} ms")
+        names = [_name_of(process) for process in self._processes]
+        print("\nresident memory, MiB")
+        print(_line("minute", names))
+        for moment, figures in self._samples[:: int(_PRINTED_S / _SAMPLE_S)]:
+            print(_line(f"{moment / 60:.1f}", [f"{figure[0] / (1 << 20):.0f}" for figure in figures]))
+        third = len(self._samples) // 3
+        middle, last = self._samples[third : 2 * third], self._samples[-third:]
         problems = [f"unexpected: {text}" for text in self._unexpected[:10]]
-        third = max(len(self._samples) // 3, 1)
-        print(f"{'process':<12}{'MiB: first third':>24}{'second':>10}{'last':>10}{'fds':>14}{'threads':>12}")
-        for index, process in enumerate(self._processes):
-            columns = [
-                [statistics.median(sample[index][k] for sample in part) for k in range(3)]
-                for part in (self._samples[:third], self._samples[third : 2 * third], self._samples[-third:])
-            ]
-            name = _name_of(process)
-            memory = [column[0] / (1 << 20) for column in columns]
-            fds, threads = ([f"{column[k]:.0f}" for column in columns] for k in (1, 2))
-            print(
-                f"{name:<12}{memory[0]:>24.1f}{memory[1]:>10.1f}{memory[2]:>10.1f}"
-                f"{'/'.join(fds):>14}{'/'.join(threads):>12}"
+        print("\nmedians of the middle third -> the last third")
+        print(_line("", names))
+        for column, (what, unit, _) in enumerate(_JUDGED):
+            before, after = (
+                [
+                    statistics.median(figures[index][column] for _, figures in part) / unit
+                    for index in range(len(names))
+                ]
+                for part in (middle, last)
             )
-            problems += _growth(name, columns[1], columns[2])
+            print(_line(what, [f"{old:.0f} -> {new:.0f}" for old, new in zip(before, after, strict=True)]))
+            problems += growth(column, names, before, after)
         return problems
 
     async def _sample_until(self, end: float) -> None:
@@ -195,14 +204,18 @@ def _request(source: random.Random) -> tuple[str, dict[str, Any]]:
     return "/v1/completions", body | {"prompt": words}
 
 
-def _growth(name: str, before: Sequence[float], after: Sequence[float]) -> list[str]:
-    grown = []
-    if after[0] - before[0] > _GROWTH_BYTES:
-        grown.append(f"{name}: memory grew by {(after[0] - before[0]) / (1 << 20):.1f} MiB")
-    for column, what in ((1, "descriptors"), (2, "threads")):
-        if after[column] - before[column] > _GROWTH_COUNT:
-            grown.append(f"{name}: {what} grew from {before[column]:.0f} to {after[column]:.0f}")
-    return grown
+def growth(column: int, names: Sequence[str], before: Sequence[float], after: Sequence[float]) -> list[str]:
+    """A sentence for each process whose figure grew by more than `_JUDGED` allows."""
+    what, _, allowed = _JUDGED[column]
+    return [
+        f"{name}: {what} grew from {old:.0f} to {new:.0f}"
+        for name, old, new in zip(names, before, after, strict=True)
+        if new - old > allowed
+    ]
+
+
+def _line(first: str, columns: Sequence[str]) -> str:
+    return f"{first:<12}" + "".join(f"{column:>16}" for column in columns)
 
 
 def _name_of(process: psutil.Process) -> str:

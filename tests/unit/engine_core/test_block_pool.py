@@ -8,7 +8,7 @@ from engine_core.block_pool import BlockPool
 
 
 def check(pool: BlockPool, users: dict[int, int]) -> None:
-    for _ in pool.check_integrity(users):
+    for _ in pool.check_integrity([users.get(block, 0) for block in range(pool.num_blocks)]):
         pass
 
 

@@ -1,5 +1,6 @@
 """Bounds for all legal requests: the size of each frame, and the work of each turn of the core."""
 
+import weakref
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,7 @@ from engine_core.batch_bytes import (
     max_batch_bytes,
     max_result_bytes,
 )
+from engine_core.block_pool import CHECKED_AT_ONCE
 from engine_core.core import EngineCore
 from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.scheduler import Limits
@@ -293,6 +295,27 @@ def test_integrity_is_checked_in_slices_of_an_unchanged_core() -> None:
     with pytest.raises(AssertionError, match="listed as free"):
         while not engine.core.check_integrity_slice():
             pass
+
+
+def test_a_long_block_table_is_checked_in_slices() -> None:
+    engine = Engine(rows=1, blocks=70_000, budget=LONG)
+    engine.add([1], prompt_of(LONG), max_tokens=50)
+    engine.run(until=lambda: engine.core.stats().running == 1)
+    pool, blocks = engine.kv.pools[0], engine.core._scheduler.requests[1].blocks
+    slices_of_pool = sum(1 for _ in pool.check_integrity(pool._ref_counts))
+    slices = sum(1 for _ in engine.kv.check_integrity([blocks]))
+    assert slices - slices_of_pool > len(blocks.tables[0]) // CHECKED_AT_ONCE
+
+
+def test_an_unfinished_integrity_check_keeps_no_ended_request() -> None:
+    engine = Engine(blocks=70_000)
+    engine.add([1], prompt_of(100), max_tokens=50)
+    engine.run(until=lambda: engine.core.stats().running == 1)
+    assert not engine.core.check_integrity_slice()
+    settings = weakref.ref(engine.core._scheduler.requests[1].settings.stop_ids)
+    engine.core.abort([1])
+    engine.run()
+    assert settings() is None
 
 
 def test_many_stop_ids_are_not_united() -> None:

@@ -267,7 +267,7 @@ def test_a_state_is_one_slot_from_the_first_token_to_the_last() -> None:
     kv.free(owners[0])
     third = new(kv, [1])
     assert admit(kv, third) == 0 and kv.extend(third, 0, 1) is not None
-    kv.check_integrity([owners[1], third])
+    check(kv, owners[1], third)
 
 
 def test_states_are_not_shared() -> None:
