@@ -1,56 +1,65 @@
-"""Philox4x32-10, the counter-based random number generator of Salmon et al. (SC11).
+"""Philox4x32-10, the counter-based random number generator of Salmon et al. (SC11), and sampling noise.
 
 Counter and key give the same four words on every platform: 32-bit words are held in int64 tensors
 and no multiplication overflows.
 """
 
-from functools import cache
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 _ROUNDS = 10
 _WORD = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+# The multipliers minus 2**32: below 2**30 in magnitude, so that products with words fit in int64.
+_MULTIPLIERS = (0xD2511F53 - (1 << 32), 0xCD9E8D57 - (1 << 32))
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_LARGEST_BELOW_ONE = 1.0 - 2.0**-24
+
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-@cache
-def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Multipliers and key steps, [2, 1] each; cached, because the copy synchronises with the device."""
-    columns = torch.tensor([_MULTIPLIERS, _KEY_STEPS], device=device)[:, :, None]
-    return columns[0], columns[1]
+def philox(counter: Iterable[Tensor], key: Iterable[Tensor]) -> Words:
+    """Four random words for each counter (4 words) and key (2 words), which broadcast.
 
-
-def philox(counter_4R: Tensor, key_2R: Tensor) -> Tensor:
-    """Four random words for each column, [4, R]; all words are 0 … 2**32 - 1 in int64."""
-    multiplier, key_step = _constants(counter_4R.device)
-    upper, lower = multiplier >> 16, multiplier & 0xFFFF
-    rounds = torch.arange(_ROUNDS, device=counter_4R.device)[:, None, None]
-    keys = (key_2R + rounds * key_step) & _WORD
-    even, odd = counter_4R[0::2], counter_4R[1::2]
-    for key in keys:
-        # 32 x 32 -> 64 bits, by two multiplications of at most 48 bits.
-        low = even * lower
-        high = even * upper + (low >> 16)
-        product_high = high >> 16
-        product_low = ((high & 0xFFFF) << 16) | (low & 0xFFFF)
-        even, odd = product_high.flip(0) ^ odd ^ key, product_low.flip(0)
-    return torch.stack((even[0], odd[0], even[1], odd[1]))
-
-
-def uniform(seed_R: Tensor, sequence_R: Tensor, position_R: Tensor, purpose: int) -> Tensor:
-    """One uniform number in [0, 1) for each row: a multiple of 2**-24, float64.
-
-    `seed_R` holds the bits of unsigned 64-bit seeds.
+    Words are 0 … 2**32 - 1 in int64.
     """
-    key = torch.stack((seed_R & _WORD, (seed_R >> 32) & _WORD))
-    counter = torch.stack(
-        (
-            position_R & _WORD,
-            torch.full_like(position_R, purpose),
-            sequence_R & _WORD,
-            torch.zeros_like(position_R),
+    first, second, third, fourth = counter
+    low_key, high_key = key
+    for step in range(_ROUNDS):
+        low_product, high_product = first * _MULTIPLIERS[0], third * _MULTIPLIERS[1]
+        first, second, third, fourth = (
+            ((high_product >> 32) + third) ^ second ^ ((low_key + step * _KEY_STEPS[0]) & _WORD),
+            high_product & _WORD,
+            ((low_product >> 32) + first) ^ fourth ^ ((high_key + step * _KEY_STEPS[1]) & _WORD),
+            low_product & _WORD,
         )
-    )
-    return (philox(counter, key)[0] >> 8).double() * 2.0**-24
+    return first, second, third, fourth
+
+
+def token_words(seed_R: Tensor, sequence_R: Tensor, position_R: Tensor, block: Tensor, purpose: int) -> Words:
+    """The words of tokens 4 * block … 4 * block + 3, [R, N] each; `block` is int64 [N] or [R, N].
+
+    The key is the seed (int64: the bits of an unsigned 64-bit seed), the counter is the position,
+    the purpose, the sequence and the block.
+    """
+    key = (seed_R & _WORD)[:, None], ((seed_R >> 32) & _WORD)[:, None]
+    position_R1, sequence_R1 = (position_R & _WORD)[:, None], (sequence_R & _WORD)[:, None]
+    return philox((position_R1, torch.full_like(position_R1, purpose), sequence_R1, block), key)
+
+
+def uniform_(words: Tensor) -> Tensor:
+    """In place: words as float32 to uniform numbers in (0, 1), with a resolution of 2**-32 at 0.
+
+    Every operation is exact or rounded to nearest, so that all devices get the same bits.
+    """
+    return words.add_(0.5).mul_(2.0**-32).clamp_(max=_LARGEST_BELOW_ONE)
+
+
+def exponential_(words: Tensor) -> Tensor:
+    """In place: words as float32 to exponential variates, -log(1 - u).
+
+    The bits of u are the same on all devices, the logarithm may differ by some ulps. -log of the
+    result is Gumbel noise.
+    """
+    return uniform_(words).neg_().log1p_().neg_()

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atom_ops.op import Case, op
-from atom_ops.ops.philox import uniform
+from atom_ops.ops.philox import exponential_, token_words
 from atom_ops.tolerances import EXACT
 from atom_ops.transfer import to_device
 
@@ -21,6 +21,8 @@ SAMPLE_TOKEN = 0
 
 _SPAN = 256
 _CANDIDATES = 256
+_LANES = 4  # tokens of one Philox call
+_NOISE_SLICE = 1 << 18  # tokens of one chunk of noise
 # The bits of floats in [0, 1] sort like the floats; the histograms take them as two 15-bit digits.
 _BITS_OF_ONE = 0x3F800000
 _DIGIT = 15
@@ -132,8 +134,10 @@ def sample(logits_RV: Tensor, batch: SamplingBatch, positions_R: Tensor) -> Tens
       top-k   keeps the k most likely tokens, ties by smallest id;
       top-p   keeps the shortest prefix of the most likely tokens with at least top_p of the
               remaining probability, and at least one token.
-    The sampled id is the first, in id order, whose cumulative probability exceeds u times the
-    remaining probability; u is `philox.uniform` of the row's seed, sequence and position.
+    The sampled id is the argmax of logit / temperature + Gumbel noise over the tokens that are
+    kept, with ties to the smallest id. A token's noise is a function of the row's seed, sequence
+    and position and of the token alone, so rounding changes a sample only where the two best
+    tokens are within that rounding.
 
     This reference synchronises with the device for rows with top-k or top-p; no other provider
     does. A row with NaN logits, or with only minus infinity, gets some id of the vocabulary.
@@ -163,15 +167,18 @@ def _top1(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
 def _sample_rows(logits_SV: Tensor, top_S: Tensor, batch: SamplingBatch, positions_S: Tensor) -> Tensor:
     """One id for each of the S rows; `batch` has the columns of these rows."""
     weights_SW = _weights(logits_SV, top_S, batch)
-    u_S = uniform(batch.seed_R, batch.sequence_R, positions_S, SAMPLE_TOKEN)
     rows = batch.filtered_rows
     if rows is None:
-        sampled_S = _first_id_above(weights_SW, u_S)
-    elif len(rows) == len(u_S):
-        sampled_S = _sample_filtered(weights_SW, u_S, batch)
+        sampled_S = _argmax_with_noise(weights_SW, batch, positions_S)
+    elif len(rows) == len(positions_S):
+        sampled_S = _sample_filtered(weights_SW, batch, positions_S)
     else:
-        sampled_S = _first_id_above(weights_SW, u_S)
-        sampled_S.index_copy_(0, rows, _sample_filtered(weights_SW[rows], u_S[rows], batch.only(rows)))
+        others = (
+            torch.ones_like(positions_S, dtype=torch.bool).index_fill_(0, rows, False).nonzero().squeeze(1)
+        )
+        sampled_S = torch.empty_like(positions_S)
+        sampled_S[others] = _argmax_with_noise(weights_SW[others], batch.only(others), positions_S[others])
+        sampled_S[rows] = _sample_filtered(weights_SW[rows], batch.only(rows), positions_S[rows])
     # Only rows with NaN or without any finite logit are clamped.
     return sampled_S.clamp_(max=logits_SV.shape[1] - 1)
 
@@ -193,35 +200,28 @@ def _weights(logits_SV: Tensor, top_S: Tensor, batch: SamplingBatch) -> Tensor:
     return weights_SW
 
 
-def _first_id_above(weights_SW: Tensor, u_S: Tensor) -> Tensor:
-    """The first id whose cumulative weight exceeds u times the total.
+def _argmax_with_noise(weights_RW: Tensor, batch: SamplingBatch, positions_R: Tensor) -> Tensor:
+    """The id with the largest weight / exponential variate, which is the argmax with Gumbel noise.
 
-    First the span of ids that holds it, then the id in that span: a cumulative sum over all ids is
-    many times slower than the sums of spans.
+    Changes the weights. Some rows at a time, so that the random words stay in the cache.
     """
-    spans = weights_SW.unflatten(1, (-1, _SPAN))
-    mass = spans.sum(-1).double()
-    reached = mass.cumsum(-1)
-    target = (u_S * reached[:, -1])[:, None]
-    span = _first_above(reached, target)
-    inside = spans.gather(1, span[:, :, None].expand(-1, -1, _SPAN)).squeeze(1).double().cumsum(-1)
-    rest = target - (reached - mass).gather(1, span)
-    # The two sums round differently: stay below the span's total, so that an id is found.
-    highest = torch.nextafter(inside[:, -1:], torch.zeros_like(rest))
-    rest = torch.minimum(rest.clamp_(min=0), highest)
-    return (span * _SPAN + _first_above(inside, rest)).squeeze(1)
+    rows, width = weights_RW.shape
+    blocks = torch.arange(width // _LANES, device=weights_RW.device)
+    sampled_R = torch.empty_like(positions_R)
+    for chunk in torch.arange(rows, device=weights_RW.device).split(max(1, _NOISE_SLICE // width)):
+        part = batch.only(chunk)
+        words = token_words(part.seed_R, part.sequence_R, positions_R[chunk], blocks, SAMPLE_TOKEN)
+        noise = torch.empty(len(chunk), len(blocks), _LANES, dtype=torch.float32, device=weights_RW.device)
+        for lane, word in enumerate(words):
+            noise[..., lane] = word
+        sampled_R[chunk] = _top1(weights_RW[chunk].div_(exponential_(noise).flatten(1)))[1]
+    return sampled_R
 
 
-def _first_above(reached: Tensor, target: Tensor) -> Tensor:
-    """Index of the first entry of each row that is greater than the row's target, [rows, 1]."""
-    found = torch.searchsorted(reached, target, right=True)
-    return found.clamp_(max=reached.shape[1] - 1)
-
-
-def _sample_filtered(weights_LW: Tensor, u_L: Tensor, batch: SamplingBatch) -> Tensor:
-    """`_first_id_above` among the tokens that top-k and top-p keep; `batch` is of the L rows."""
+def _sample_filtered(weights_LW: Tensor, batch: SamplingBatch, positions_L: Tensor) -> Tensor:
+    """One id among the tokens that top-k and top-p keep; `batch` is of the L rows."""
     top_k_L, top_p_L = batch.top_k_R, batch.top_p_R.double()
-    sampled_L, complete_L = _sample_candidates(weights_LW, u_L, top_k_L, top_p_L)
+    sampled_L, complete_L = _sample_candidates(weights_LW, batch, positions_L)
     size = max(1, _FILTER_SLICE // weights_LW.shape[1])
     for rows in (~complete_L).nonzero().squeeze(1).split(size):
         chunk = weights_LW[rows]
@@ -229,14 +229,15 @@ def _sample_filtered(weights_LW: Tensor, u_L: Tensor, batch: SamplingBatch) -> T
             _keep_top_k(chunk, top_k_L[rows, None])
         if batch.any_top_p:
             _keep_top_p(chunk, top_p_L[rows, None])
-        sampled_L[rows] = _first_id_above(chunk, u_L[rows])
+        sampled_L[rows] = _argmax_with_noise(chunk, batch.only(rows), positions_L[rows])
     return sampled_L
 
 
 def _sample_candidates(
-    weights_LW: Tensor, u_L: Tensor, top_k_L: Tensor, top_p_L: Tensor
+    weights_LW: Tensor, batch: SamplingBatch, positions_L: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Ids sampled from the top 256 tokens, and whether these hold all tokens that the filters keep."""
+    top_k_L, top_p_L = batch.top_k_R, batch.top_p_R.double()
     size = min(_CANDIDATES, weights_LW.shape[1])
     values, ids = weights_LW.topk(size, sorted=False)
     ids, by_id = ids.sort(-1)
@@ -257,8 +258,10 @@ def _sample_candidates(
     complete_L = (least_L == 0) | ((least_kept_L > least_L) & (top_k_L <= size))
 
     weights_by_id = torch.empty_like(values).scatter_(1, by_value, values * kept)
-    reached = weights_by_id.cumsum(-1, dtype=torch.float64)
-    return ids.gather(1, _first_above(reached, u_L[:, None] * reached[:, -1:])).squeeze(1), complete_L
+    words = token_words(batch.seed_R, batch.sequence_R, positions_L, ids // _LANES, SAMPLE_TOKEN)
+    word = torch.stack(words, -1).gather(-1, (ids % _LANES)[..., None]).squeeze(-1)
+    best = weights_by_id.div_(exponential_(word.float())).max(-1, keepdim=True).indices
+    return ids.gather(1, best).squeeze(1), complete_L
 
 
 def _keep_top_k(weights_LW: Tensor, top_k_L1: Tensor) -> None:
