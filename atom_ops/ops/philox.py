@@ -27,12 +27,15 @@ def philox(counter: Iterable[Tensor], key: Iterable[Tensor]) -> Words:
     first, second, third, fourth = counter
     low_key, high_key = key
     for step in range(_ROUNDS):
-        low_product, high_product = first * _MULTIPLIERS[0], third * _MULTIPLIERS[1]
+        low, high = first * _MULTIPLIERS[0], third * _MULTIPLIERS[1]
+        keys = [
+            (word + step * add) & _WORD for word, add in zip((low_key, high_key), _KEY_STEPS, strict=True)
+        ]
         first, second, third, fourth = (
-            ((high_product >> 32) + third) ^ second ^ ((low_key + step * _KEY_STEPS[0]) & _WORD),
-            high_product & _WORD,
-            ((low_product >> 32) + first) ^ fourth ^ ((high_key + step * _KEY_STEPS[1]) & _WORD),
-            low_product & _WORD,
+            (high >> 32).add_(third).bitwise_xor_(keys[0]) ^ second,
+            high.bitwise_and_(_WORD),
+            (low >> 32).add_(first).bitwise_xor_(keys[1]) ^ fourth,
+            low.bitwise_and_(_WORD),
         )
     return first, second, third, fourth
 

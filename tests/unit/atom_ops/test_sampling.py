@@ -165,6 +165,8 @@ def test_uniforms_lie_strictly_between_0_and_1() -> None:
     ids=str,
 )
 def test_triton_has_the_same_uniforms(device: torch.device) -> None:
+    if device == CUDA and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
     from tests.helpers.noise_kernel import store_uniforms
 
     for seed, sequence, position in ((7, 0, 0), (-5, 3, 2**20), (2**62, 127, 8191)):
@@ -225,7 +227,7 @@ def test_samples_follow_the_definition(
 def test_top_k_ties_go_to_smaller_ids(sampler: Sampler) -> None:
     rows = 14 if sampler.slow else 400
     logits = torch.zeros(rows, 600)
-    logits[:, 500] = 2.0
+    logits[:, 500] = 0.5
     sampled = sampler(logits, torch.arange(rows), top_k=4, temperature=2.0)
     assert set(sampled.tolist()) == {0, 1, 2, 500}
 
