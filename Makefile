@@ -19,9 +19,13 @@ TOKENIZERS := $(VENV)/.tokenizers
 EVALUATION := .venv-accuracy
 # A process for each core, and each of them with one thread: more would wait for one another.
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile
+# Their result may depend on the CPU's instruction set.
+ISA_TESTS := tests/golden tests/models/test_worker.py::test_every_position_in_chunks_and_together \
+	$(addprefix tests/unit/workers/test_,load_memory.py models.py device_probe.py) \
+	$(addprefix tests/unit/atom_ops/test_,ops.py layers.py attention.py moe.py logprobs.py)
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
-.PHONY: help install serve test test-unit test-e2e test-slow test-models test-tokenizers accuracy test-kernels test-compile test-gpu lint type arch fmt docs models bench-latency bench-throughput bench-kernels bench-scheduler bench-serving bench-gpu bench-step bench-document check clean
+.PHONY: help install serve test test-isa test-unit test-e2e test-slow test-models test-tokenizers accuracy test-kernels test-compile test-gpu lint type arch fmt docs models bench-latency bench-throughput bench-kernels bench-scheduler bench-serving bench-gpu bench-step bench-document check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,10 +51,13 @@ serve: install ## serve the small model on HOST:PORT (127.0.0.1:8000); more flag
 	@exec $(BIN)/atom-launch --model $(SMALL) \
 		--served-model-name smollm2-135m-instruct --host $(HOST) --server-port $(PORT) $(ARGS)
 
-test: install ## every test that needs neither a GPU nor minutes, then the kernels interpreted
+test: install ## every test that needs neither a GPU nor minutes, then test-isa and test-kernels
 	@$(PARALLEL) -m "not models" tests/models tests/golden tests/arch tests/unit $(ARGS)
 	@$(BIN)/python -m pytest -q -m "not slow" tests/multiprocess tests/e2e $(ARGS)
-	@$(MAKE) --no-print-directory test-kernels ARGS=
+	@$(MAKE) --no-print-directory test-isa test-kernels ARGS=
+
+test-isa: $(INSTALLED) ## what depends on the CPU's instruction set, limited to AVX2: no bfloat16 matmuls
+	@ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(PARALLEL) -m "not models" $(ISA_TESTS) $(ARGS)
 
 test-unit: install ## the fast tests alone, on all cores
 	@$(PARALLEL) -m "not models" tests/arch tests/unit $(ARGS)
@@ -103,7 +110,7 @@ lint: $(INSTALLED) ## ruff: rules and format
 type: $(INSTALLED) ## mypy --strict
 	@$(BIN)/mypy
 
-arch: $(INSTALLED) ## imports, sizes, wire rules, wheel, README tables
+arch: $(INSTALLED) ## imports, sizes, wire rules, wheel, documents
 	@$(BIN)/python -m pytest -q tests/arch $(ARGS)
 
 fmt: $(INSTALLED) ## put the sources into shape

@@ -29,6 +29,7 @@ from atom.config.sources import unknown_variables
 from atom.progress import ProgressBars
 from atom.supervisor import StartError, Supervisor
 from atom.utils import envs
+from atom.utils.errors import out_of_memory
 from atom.utils.exit_status import ExitStatus
 from atom.utils.logger import setup_logging
 from atom.utils.net import listen_socket
@@ -165,16 +166,17 @@ def run() -> int:
     try:
         args = with_sources(args)
         Launcher(engine_config_from(args), server_config_from(args), explicit_fields(args)).run()
-    except (StartError, ValueError, OSError) as error:
+    except (StartError, ValueError, OSError, MemoryError) as error:
         if envs.ATOM_LOG_MORE:
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
+        text = str(error) if isinstance(error, StartError) else out_of_memory(error) or str(error)
+        print(f"error: {text}", file=sys.stderr)
         return _status_of(error)
     return ExitStatus.DONE
 
 
 def _status_of(error: Exception) -> int:
-    """A ValueError is about a setting or a variable, an OSError about the host."""
+    """A ValueError is about a setting or a variable, another error about the host."""
     if isinstance(error, StartError):
         return error.status
     return ExitStatus.USAGE if isinstance(error, ValueError) else ExitStatus.RESOURCES

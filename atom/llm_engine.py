@@ -36,6 +36,7 @@ from atom.sampling_params import SamplingParams
 from atom.supervisor import Supervisor
 from atom.utils import envs
 from atom.utils.logger import setup_logging
+from frontend.chat_encoder import ChatEncoder
 from frontend.chat_template import ChatTemplate
 from frontend.core_link import CoreLink
 from frontend.input_processor import InputProcessor
@@ -107,7 +108,8 @@ class LLMEngine:
         policy = self.config.scheduler.scheduling_policy
         self._input = InputProcessor(self.checkpoint, self.tokenizer, ready.max_model_len, policy)
         self._output = OutputProcessor(self.tokenizer)
-        self._template = ChatTemplate.from_checkpoint(self.checkpoint)
+        template = ChatTemplate.from_checkpoint(self.checkpoint)
+        self._chat = None if template is None else ChatEncoder(template, self._input)
         self._request_ids = itertools.count()
         self._running: dict[int, tuple[Sequence, StreamCallback | None]] = {}
         self._finished_early: list[Sequence] = []  # returned by the next `step`
@@ -160,13 +162,12 @@ class LLMEngine:
         """
         params = _one_for_each(prompt_or_tokens_list, sampling_params_list)
         prepared = [
-            (prompt_ids, options, self._requests(prompt_ids, options))
+            (prompt_ids, options, self._request(prompt_ids, options))
             for prompt_ids, options in zip(map(self._prompt_ids, prompt_or_tokens_list), params, strict=True)
         ]
-        for prompt_ids, options, requests in prepared:
-            for request in requests:
-                self._submit(request, prompt_ids, options, stream_callback)
-        return [request.request_id for _, _, requests in prepared for request in requests]
+        for prompt_ids, options, request in prepared:
+            self._submit(request, prompt_ids, options, stream_callback)
+        return [request_id for _, _, request in prepared for request_id in request.request_ids]
 
     def step(self) -> list[Sequence]:
         """Receive new output; returns the sequences that have finished.
@@ -188,7 +189,7 @@ class LLMEngine:
         known = [request_id for request_id in request_ids if request_id in self._running]
         for request_id in known:
             del self._running[request_id]
-        self._output.forget(known)
+        self._output.remove(known)
         self._link.send(Abort(known))
 
     def stats(self) -> CoreStats:
@@ -223,7 +224,7 @@ class LLMEngine:
     @property
     def template_options(self) -> frozenset[str]:
         """Names of the variables that the model's chat template reads; empty without a template."""
-        return frozenset() if self._template is None else self._template.options
+        return frozenset() if self._chat is None else self._chat.template.options
 
     def chat_prompt(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """Token ids of a conversation in the model's chat template, ready for `generate`.
@@ -231,10 +232,9 @@ class LLMEngine:
         `options` (such as `enable_thinking`) are passed to the template. Raises ValueError for a model
         without a template, and for an option that is not among `template_options`.
         """
-        if self._template is None:
+        if self._chat is None:
             raise ValueError("this model has no chat template: give prompts instead of messages")
-        text = self._template.render(messages, options)
-        return self._input.encode(text, add_special_tokens=False)
+        return self._chat.encode(messages, options)
 
     def pids(self) -> dict[str, int]:
         """Process ids by name: core, worker 0, …"""
@@ -249,9 +249,9 @@ class LLMEngine:
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         return self._input.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
-    def _requests(self, prompt_ids: list[int], params: SamplingParams) -> list[AddRequest]:
+    def _request(self, prompt_ids: list[int], params: SamplingParams) -> AddRequest:
         ids = list(itertools.islice(self._request_ids, params.n))
-        return self._input.requests(prompt_ids, params, ids)
+        return self._input.request(prompt_ids, params, ids)
 
     def _submit(
         self,
@@ -260,14 +260,15 @@ class LLMEngine:
         params: SamplingParams,
         callback: StreamCallback | None,
     ) -> None:
-        sequence = Sequence(
-            request.request_id,
-            prompt_ids,
-            logprobs=None if params.logprobs is None else [],
-            prompt_logprobs=None if params.prompt_logprobs is None else [],
-            submitted=time.monotonic(),
-        )
-        self._running[request.request_id] = (sequence, callback)
+        for request_id in request.request_ids:
+            sequence = Sequence(
+                request_id,
+                prompt_ids,
+                logprobs=None if params.logprobs is None else [],
+                prompt_logprobs=None if params.prompt_logprobs is None else [],
+                submitted=time.monotonic(),
+            )
+            self._running[request_id] = (sequence, callback)
         text = TextOptions(
             params.stop_strings or (), params.include_stop_str_in_output, params.skip_special_tokens
         )

@@ -1,20 +1,24 @@
-"""What a request must be like so that it cannot harm the others.
+"""Checks of requests at the core, so that no request can harm others.
 
-Frontends answer clients, and know more (the vocabulary, for one). What gets past them must cost
-that request only: a value that a worker's columns cannot take would end the engine.
+Frontends check more, for example the vocabulary, and send errors to clients. A request that gets past
+them must fail alone: a value that does not fit the workers' arrays would end the engine.
 """
 
-from atom.messages.engine import AddRequest, LogitsProcessors, Sampling
+from atom.messages.engine import MAX_SEQUENCES, AddRequest, LogitsProcessors, Sampling
+from atom.sampling_params import MAX_LOGPROBS
 
 _MAX_INT32 = (1 << 31) - 1
 _MAX_UINT64 = (1 << 64) - 1
 _MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 _MIN_FLOAT32 = 2.0**-126
-"""Smallest one above zero that has full precision."""
+"""The smallest one above zero with full precision."""
 
 
 def check_request(message: AddRequest, max_model_len: int) -> None:
-    """Raises ValueError, saying why a request can never run."""
+    """Raises ValueError, with the reason, for a request that can never run."""
+    count = len(message.request_ids)
+    if not 1 <= count <= MAX_SEQUENCES or len(set(message.request_ids)) < count:
+        raise ValueError(f"a request needs 1 to {MAX_SEQUENCES} different ids, not {count}")
     if len(message.prompt_ids) % 4:
         raise ValueError(f"prompt of {len(message.prompt_ids)} bytes is not a whole number of token ids")
     prompt = len(message.prompt_ids) // 4
@@ -25,10 +29,10 @@ def check_request(message: AddRequest, max_model_len: int) -> None:
             f"a prompt of {prompt} tokens and max_tokens={message.max_tokens} "
             f"exceed the context of {max_model_len} tokens"
         )
-    _check_range("prompt_logprobs", message.prompt_logprobs, -1, _MAX_INT32)
+    _check_range("prompt_logprobs", message.prompt_logprobs, -1, MAX_LOGPROBS)
     _check_sampling(message.sampling)
     if message.sampling.logits_processors is not None:
-        _check_rules(message.sampling.logits_processors)
+        _check_processors(message.sampling.logits_processors)
 
 
 def _check_sampling(sampling: Sampling) -> None:
@@ -37,26 +41,29 @@ def _check_sampling(sampling: Sampling) -> None:
     _check_range("top_p", sampling.top_p, 0.0, 1.0)
     _check_range("min_p", sampling.min_p, 0.0, 1.0)
     _check_range("seed", sampling.seed, 0, _MAX_UINT64)
-    _check_range("sequence", sampling.sequence, 0, _MAX_INT32)
-    _check_range("logprobs", sampling.logprobs, -1, _MAX_INT32)
+    _check_range("sequence", sampling.sequence, 0, _MAX_INT32 - MAX_SEQUENCES)
+    _check_range("logprobs", sampling.logprobs, -1, MAX_LOGPROBS)
 
 
-def _check_rules(rules: LogitsProcessors) -> None:
-    if len(rules.allowed_ids) % 4:
-        raise ValueError(f"allowed_ids of {len(rules.allowed_ids)} bytes are not a whole number of token ids")
-    if len(rules.bias_ids) != 4 * len(rules.bias_values):
+def _check_processors(processors: LogitsProcessors) -> None:
+    if len(processors.allowed_ids) % 4:
         raise ValueError(
-            f"{len(rules.bias_values)} bias_values do not match bias_ids of {len(rules.bias_ids)} bytes"
+            f"allowed_ids of {len(processors.allowed_ids)} bytes are not a whole number of token ids"
         )
-    if not all(rules.bad_words):
+    if len(processors.bias_ids) != 4 * len(processors.bias_values):
+        raise ValueError(
+            f"{len(processors.bias_values)} bias_values do not match "
+            f"bias_ids of {len(processors.bias_ids)} bytes"
+        )
+    if not all(processors.bad_words):
         raise ValueError("a sequence of bad_words is empty")
-    _check_range("min_tokens", rules.min_tokens, 0, _MAX_INT32)
-    _check_range("repetition_penalty", rules.repetition_penalty, _MIN_FLOAT32, _MAX_FLOAT32)
-    _check_range("frequency_penalty", rules.frequency_penalty, -_MAX_FLOAT32, _MAX_FLOAT32)
-    _check_range("presence_penalty", rules.presence_penalty, -_MAX_FLOAT32, _MAX_FLOAT32)
-    for bias in rules.bias_values:
+    _check_range("min_tokens", processors.min_tokens, 0, _MAX_INT32)
+    _check_range("repetition_penalty", processors.repetition_penalty, _MIN_FLOAT32, _MAX_FLOAT32)
+    _check_range("frequency_penalty", processors.frequency_penalty, -_MAX_FLOAT32, _MAX_FLOAT32)
+    _check_range("presence_penalty", processors.presence_penalty, -_MAX_FLOAT32, _MAX_FLOAT32)
+    for bias in processors.bias_values:
         _check_range("bias_values", bias, -_MAX_FLOAT32, _MAX_FLOAT32)
-    for token_id in [*rules.end_ids, *(one for sequence in rules.bad_words for one in sequence)]:
+    for token_id in [*processors.end_ids, *(one for sequence in processors.bad_words for one in sequence)]:
         _check_range("end_ids and bad_words", token_id, 0, _MAX_INT32)
 
 

@@ -1,13 +1,16 @@
-"""The KV blocks of one group: which are free, who uses them, and what the full ones hold.
+"""The KV blocks of one group: which are free, how many requests use each, and which are cached.
 
-The free list is doubly linked through two flat lists, so that taking the oldest block,
-giving one back and pulling a cached one out of the middle are all O(1):
+    in use                       users > 0
+    free, not cached             a stack; these are allocated first
+    free, cached                 in order of their freeing; the oldest is evicted first
 
-    sentinel <-> unknown hash_input ... <-> cached, oldest ... <-> cached, newest <-> sentinel
-                 ^ take() starts here
-
-A free block keeps its hash_input until it is taken: that is the prefix cache.
+A cached block is found by its content until it is evicted. Every operation is O(1) for each block.
 """
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+
+_CHECKED_AT_ONCE = 4096
 
 
 class BlockPool:
@@ -17,60 +20,79 @@ class BlockPool:
         if num_blocks < 1:
             raise ValueError(f"a block pool needs at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
-        self.num_free = num_blocks
         self._users = [0] * num_blocks
         self._digests: list[bytes | None] = [None] * num_blocks
         self._hash_inputs = [b""] * num_blocks
         self._block_of: dict[bytes, int] = {}
-        ring = num_blocks + 1  # the last entry is the sentinel
-        self._next = [(block + 1) % ring for block in range(ring)]
-        self._previous = [(block - 1) % ring for block in range(ring)]
+        self._uncached = list(range(num_blocks))[::-1]  # the last one is allocated next
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._unconfirmed: dict[int, list[int]] = {}  # step in flight -> blocks cached that it writes
+        self._confirmed_step = 0
+
+    @property
+    def num_free(self) -> int:
+        """Blocks without a user."""
+        return len(self._uncached) + len(self._evictable)
 
     def allocate(self, count: int) -> list[int]:
-        """The `count` free blocks that were used longest ago, for one user; their hash_input is forgotten.
+        """`count` free blocks for one user, the least recently used ones; they leave the cache.
 
         Raises IndexError when fewer are free.
         """
+        if count == 1 and self._uncached:
+            block = self._uncached.pop()
+            self._users[block] = 1
+            return [block]
         if count > self.num_free:
             raise IndexError(f"{count} blocks wanted, {self.num_free} free")
-        sentinel, following = self.num_blocks, self._next
-        block, taken = following[sentinel], []
-        for _ in range(count):
-            taken.append(block)
+        first = max(len(self._uncached) - count, 0)
+        blocks = self._uncached[first:][::-1]
+        del self._uncached[first:]
+        for _ in range(count - len(blocks)):
+            block, _ = self._evictable.popitem(last=False)
+            self._drop_hash(block)
+            blocks.append(block)
+        for block in blocks:
             self._users[block] = 1
-            if self._digests[block] is not None:
-                self._uncache(block)
-            block = following[block]
-        following[sentinel], self._previous[block] = block, sentinel
-        self.num_free -= count
-        return taken
+        return blocks
 
-    def share(self, block: int) -> None:
-        """One more user for a block that `find` returned, free or not."""
-        if self._users[block] == 0:
-            self._unlink(block)
-        self._users[block] += 1
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more user for each of these cached blocks, free or not."""
+        users, evictable = self._users, self._evictable
+        for block in blocks:
+            if not users[block]:
+                del evictable[block]
+            users[block] += 1
 
-    def free(self, block: int) -> None:
-        """One user fewer; the last one frees it.
-
-        A block of unknown hash_input is reused next, one that may be hit again as late as possible.
-        """
-        self._users[block] -= 1
-        if self._users[block] == 0:
-            cached = self._digests[block] is not None
-            self._link(block, self._previous[self.num_blocks] if cached else self.num_blocks)
+    def free(self, blocks: Iterable[int]) -> None:
+        """One user less for each block; a block without users is free, and stays cached if it was."""
+        users, digests, evictable, uncached = self._users, self._digests, self._evictable, self._uncached
+        for block in blocks:
+            users[block] -= 1
+            if users[block]:
+                continue
+            if digests[block] is None:
+                uncached.append(block)
+            else:
+                evictable[block] = None
 
     def is_free(self, block: int) -> bool:
-        """Whether nobody uses the block."""
+        """Whether the block has no user."""
         return self._users[block] == 0
 
-    def cache(self, block: int, digest: bytes, hash_input: bytes) -> bool:
-        """Let `find` return this block for `hash_input`.
+    def num_free_of(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks have no user."""
+        users = self._users
+        return sum([not users[block] for block in blocks])
 
-        An equal block that is known already stays the known one. False when another hash_input
-        has the same digest: then nothing that follows in this sequence may be remembered
-        either, since a digest stands for all that precedes it.
+    # Prefix cache
+
+    def cache(self, block: int, digest: bytes, hash_input: bytes, step: int) -> bool:
+        """Let requests find this block by its content. `step` is the last one that writes it.
+
+        Where an equal block is cached already, that one stays. False when the cached block of this
+        digest has another content: nothing that follows in the sequence may be cached then, since
+        a digest stands for all tokens up to its block.
         """
         known = self._block_of.get(digest)
         if known is not None:
@@ -78,50 +100,85 @@ class BlockPool:
         self._block_of[digest] = block
         self._digests[block] = digest
         self._hash_inputs[block] = hash_input
+        if step > self._confirmed_step:
+            self._unconfirmed.setdefault(step, []).append(block)
         return True
 
+    def cached_run(self, digests: Sequence[bytes], hash_inputs: Sequence[bytes]) -> int:
+        """How many of these contents, from the first on, are cached without a gap."""
+        block_of, known = self._block_of, self._hash_inputs
+        for index, (digest, hash_input) in enumerate(zip(digests, hash_inputs, strict=True)):
+            block = block_of.get(digest)
+            if block is None or known[block] != hash_input:
+                return index
+        return len(digests)
+
     def find(self, digest: bytes, hash_input: bytes) -> int | None:
-        """A block that holds exactly `hash_input`."""
+        """The cached block with exactly this content."""
         block = self._block_of.get(digest)
         if block is None or self._hash_inputs[block] != hash_input:
             return None
         return block
 
-    def check_integrity(self, users: dict[int, int]) -> None:
-        """Raises AssertionError unless the books agree with `users`, the real users of each block."""
+    def blocks_of(self, digests: Iterable[bytes]) -> list[int]:
+        """The cached blocks of these digests; raises KeyError if one is not cached."""
+        return list(map(self._block_of.__getitem__, digests))
+
+    # Steps that may still fail
+
+    def confirm(self, step: int) -> None:
+        """Steps up to this one have succeeded."""
+        self._confirmed_step = step
+        for earlier in [one for one in self._unconfirmed if one <= step]:
+            del self._unconfirmed[earlier]
+
+    def last_unconfirmed(self, blocks: Sequence[int]) -> int:
+        """The last step still to succeed that writes one of these cached blocks; 0 if there is none."""
+        steps = [step for step, written in self._unconfirmed.items() if not set(written).isdisjoint(blocks)]
+        return max(steps, default=0)
+
+    def uncache_unconfirmed(self) -> None:
+        """A step in flight has failed: no block that such a step writes can be trusted."""
+        for block in {block for written in self._unconfirmed.values() for block in written}:
+            if self._digests[block] is None:
+                continue  # evicted since
+            self._drop_hash(block)
+            if not self._users[block]:
+                del self._evictable[block]
+                self._uncached.append(block)
+        self._unconfirmed.clear()
+
+    def check_integrity(self, users: dict[int, int]) -> Iterator[None]:
+        """Raises AssertionError unless the lists agree with `users`, the users counted in tables.
+
+        Yields now and then, so that the caller can do the rest later, if nothing has changed.
+        """
+        free = 0
         for block, count in enumerate(self._users):
             assert count == users.get(block, 0), f"block {block}: {count} users, not {users.get(block, 0)}"
-        free = self._free_list()
-        assert len(free) == self.num_free, f"{len(free)} blocks linked as free, {self.num_free} counted"
-        assert len(set(free)) == len(free), "a block is free twice"
-        assert all(self._users[block] == 0 for block in free), "a used block is free"
-        assert self.num_free == self._users.count(0), "an unused block is not free"
-        for digest, block in self._block_of.items():
-            assert self._digests[block] == digest, f"block {block} is known by a digest it does not have"
-        remembered = sum(digest is not None for digest in self._digests)
-        assert remembered == len(self._block_of), "a block has a digest that nobody finds"
+            digest = self._digests[block]
+            assert digest is None or self._block_of.get(digest) == block, f"block {block} cannot be found"
+            assert (block in self._evictable) == (not count and digest is not None), (
+                f"block {block} is evictable by mistake, or is not"
+            )
+            free += not count
+            if block % _CHECKED_AT_ONCE == 0:
+                yield
+        uncached: set[int] = set()
+        for start in range(0, len(self._uncached), _CHECKED_AT_ONCE):
+            some = self._uncached[start : start + _CHECKED_AT_ONCE]
+            assert all(not self._users[block] and self._digests[block] is None for block in some), (
+                "a used or cached block is on the stack of uncached ones"
+            )
+            uncached.update(some)
+            yield
+        assert len(uncached) == len(self._uncached), "a block is free twice"
+        assert self.num_free == free, f"{self.num_free} blocks are listed as free, {free} have no user"
+        cached = self.num_blocks - self._digests.count(None)
+        assert cached == len(self._block_of), "a digest is cached without a block"
+        assert all(step > self._confirmed_step for step in self._unconfirmed), "a step is confirmed too late"
 
-    def _free_list(self) -> list[int]:
-        free: list[int] = []
-        block = self._next[self.num_blocks]
-        while block != self.num_blocks and len(free) <= self.num_blocks:
-            assert self._previous[self._next[block]] == block, f"the free list is torn at block {block}"
-            free.append(block)
-            block = self._next[block]
-        return free
-
-    def _link(self, block: int, after: int) -> None:
-        following = self._next[after]
-        self._next[after] = self._previous[following] = block
-        self._previous[block], self._next[block] = after, following
-        self.num_free += 1
-
-    def _unlink(self, block: int) -> None:
-        before, after = self._previous[block], self._next[block]
-        self._next[before], self._previous[after] = after, before
-        self.num_free -= 1
-
-    def _uncache(self, block: int) -> None:
+    def _drop_hash(self, block: int) -> None:
         digest = self._digests[block]
         assert digest is not None
         del self._block_of[digest]

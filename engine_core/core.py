@@ -6,8 +6,11 @@ core.update(result)          ->  TokenDeltas for each frontend
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import msgspec
+
+from atom.messages.codec import encode
 from atom.messages.engine import (
     AddRequest,
     CoreStats,
@@ -17,13 +20,16 @@ from atom.messages.engine import (
 )
 from atom.messages.worker import BatchResult, ScheduledBatch
 from engine_core.admission import check_request
+from engine_core.batch_bytes import MAX_REASON_CHARS, check_row
 from engine_core.kv_cache_manager import KVCacheManager
-from engine_core.request import Request
-from engine_core.scheduler import Limits, Scheduler, StepOutcome
+from engine_core.request import Request, SharedSettings
+from engine_core.scheduler import Limits, Scheduler
+from engine_core.step import StepOutcome
+from engine_core.token_ids import Prompt, TokenIds
 
 
 class EngineCore:
-    """Policy of one engine. `frontend` is whatever bytes its owner addresses that frontend by."""
+    """Scheduling of one engine. `frontend` is the identity, in bytes, of a frontend's connection."""
 
     def __init__(
         self,
@@ -32,41 +38,55 @@ class EngineCore:
         max_model_len: int,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Raises ValueError for limits that make no sense."""
+        """Raises ValueError for limits that cannot be."""
         self._scheduler = Scheduler(limits, kv, clock)
         self._kv = kv
         self._max_model_len = max_model_len
-        self._frontends: set[bytes] = set()  # all that have live requests, at least
+        self._frontends: set[bytes] = set()  # at least all that have unfinished requests
+        self._check: Iterator[None] | None = None
+        self._checked_version: tuple[int, ...] = ()
+
+    @property
+    def has_sliced_work(self) -> bool:
+        """Whether `schedule` should be called again at once, even if it has returned None."""
+        return self._scheduler.has_sliced_work
 
     @property
     def num_in_flight(self) -> int:
-        """Steps whose result is not in."""
+        """Steps without a result."""
         return self._scheduler.num_in_flight
 
     @property
     def num_live(self) -> int:
-        """Requests that have not ended."""
+        """Sequences that have not ended."""
         return len(self._scheduler.requests)
 
     def add(self, message: AddRequest, frontend: bytes) -> TokenDeltas | None:
-        """Queue a request. One that can never run is refused: the deltas returned end it with `ERROR`."""
+        """Queue the sequences of a request.
+
+        A request that can never run is refused: the deltas returned end its sequences with `ERROR`.
+        """
         try:
-            self._check(message)
-            request = Request(message, frontend, self._kv.new_blocks(message.cache_salt))
+            settings, prompt = self._check_request(message, frontend)
         except ValueError as error:
-            refusal = Finished(message.request_id, FinishReason.ERROR, message=str(error))
-            return TokenDeltas(self._scheduler.counters.steps, [], b"", finished=[refusal])
+            reason = str(error)[:MAX_REASON_CHARS]
+            refusals = [Finished(one, FinishReason.ERROR, message=reason) for one in message.request_ids]
+            return TokenDeltas(self._scheduler.counters.steps, [], b"", finished=refusals)
         self._frontends.add(frontend)
-        self._scheduler.add(request)
+        for place, request_id in enumerate(message.request_ids):
+            sampling = message.sampling
+            if place:
+                sampling = msgspec.structs.replace(sampling, sequence=sampling.sequence + place)
+            blocks = self._kv.new_blocks(TokenIds(prompt))
+            self._scheduler.add(Request(request_id, settings, sampling, message.prompt_logprobs, blocks))
         return None
 
     def abort(self, request_ids: list[int]) -> None:
-        """End requests without an answer; unknown ids are ignored."""
-        for request_id in request_ids:
-            self._scheduler.abort(request_id)
+        """End sequences without a response; unknown ids are ignored."""
+        self._scheduler.abort(request_ids)
 
     def abort_frontend(self, frontend: bytes) -> int:
-        """End every request of a frontend that is gone; returns how many."""
+        """End every sequence of a frontend that is gone; returns how many."""
         ids = [r.request_id for r in self._scheduler.requests.values() if r.frontend == frontend]
         self.abort(ids)
         self._frontends.discard(frontend)
@@ -77,7 +97,7 @@ class EngineCore:
         return self._scheduler.schedule()
 
     def update(self, result: BatchResult) -> dict[bytes, TokenDeltas]:
-        """What the result of the oldest step in flight means for each frontend.
+        """Process the result of the oldest step in flight; returns the deltas for each frontend.
 
         Raises ValueError for a result that does not fit that step.
         """
@@ -85,11 +105,12 @@ class EngineCore:
         if len(self._frontends) == 1:
             return {frontend: _deltas(outcome) for frontend in self._frontends if outcome.has_output}
         frontends = {request.frontend for request in outcome.sampled.requests}
+        frontends.update(request.frontend for request, _ in outcome.finished)
         frontends.update(request.frontend for request, _ in outcome.prompt_logprobs)
         return {frontend: _deltas(_share(outcome, frontend)) for frontend in frontends}
 
     def stats(self) -> CoreStats:
-        """Counters since start and gauges of now."""
+        """Counters since start and current gauges."""
         counters = self._scheduler.counters
         return CoreStats(
             steps=counters.steps,
@@ -108,17 +129,35 @@ class EngineCore:
         )
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books disagree."""
-        self._scheduler.check_integrity()
+        """Raises AssertionError when requests, rows and blocks do not agree."""
+        for _ in self._scheduler.check_integrity():
+            pass
 
-    def _check(self, message: AddRequest) -> None:
-        """Raises ValueError, saying why a request can never run."""
-        if message.request_id in self._scheduler.requests:
-            raise ValueError(f"request id {message.request_id} is in use")
+    def check_integrity_slice(self) -> bool:
+        """Do a part of `check_integrity`, a few milliseconds long.
+
+        Returns whether all has been checked since the last change.
+        """
+        version = self._scheduler.version
+        if self._check is None or version != self._checked_version:
+            self._check, self._checked_version = self._scheduler.check_integrity(), version
+        for _ in self._check:
+            return False
+        return True
+
+    def _check_request(self, message: AddRequest, frontend: bytes) -> tuple[SharedSettings, Prompt]:
+        """Raises ValueError, with the reason, for a request that can never run."""
         check_request(message, self._max_model_len)
-        total = len(message.prompt_ids) // 4 + message.max_tokens
-        if not self._kv.can_ever_hold(total - 1):  # the last token drawn is never computed
+        for request_id in message.request_ids:
+            if request_id in self._scheduler.requests:
+                raise ValueError(f"request id {request_id} is in use")
+        prompt = Prompt(message.prompt_ids, message.cache_salt)
+        total = len(prompt.ids) + message.max_tokens
+        if not self._kv.can_ever_hold(total - 1):  # the last sampled token is never computed
             raise ValueError(f"the KV cache is too small for a sequence of {total} tokens")
+        settings = SharedSettings(message, frontend, len(encode(message.sampling)))
+        check_row(settings, len(prompt.ids), self._kv.block_size, len(self._kv.specs))
+        return settings, prompt
 
 
 def _deltas(outcome: StepOutcome) -> TokenDeltas:

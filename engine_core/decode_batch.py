@@ -1,27 +1,31 @@
-"""Requests in steady decode: each computes one token in every step.
+"""The decode batch: requests that each compute one token in every step.
 
-A member costs nothing in a step where nothing happens to it. The cohort counts ticks, and a
-member's computed tokens are `decode_offset + tick`. What will happen to whom is known ahead and
-stands in two calendars: who needs a block, by tick modulo the block size, and who ends, by tick.
+A request costs nothing in a step where it neither needs a block nor reaches its length limit. The
+batch counts its steps, and a request's computed tokens are `decode_offset` + steps. Two schedules,
+known ahead, hold what is to be done: who needs a block, by step modulo the block size, and which
+requests end, by step.
 """
 
 from dataclasses import dataclass
 
 from engine_core.request import Request
 
+MAX_STOP_IDS = 4096
+"""Above this, a set of all stop ids costs more than looking at each request."""
+
 
 @dataclass(slots=True, frozen=True)
 class DecodeRows:
-    """The members of a step, as columns in batch order; reused until somebody joins or leaves."""
+    """The requests of a step as columns, in batch order; reused until a request joins or leaves."""
 
     requests: list[Request]
     rows: list[int]
-    stop_ids: frozenset[int]
-    """Every id that ends any of them."""
+    stop_ids: frozenset[int] | None
+    """All ids that end one of the requests; None where they are more than `MAX_STOP_IDS`."""
 
 
 class DecodeBatch:
-    """Who decodes now, and when each of them needs attention."""
+    """The running requests that decode, and the steps in which something happens to them."""
 
     def __init__(self, block_size: int):
         self._step = 0
@@ -34,11 +38,11 @@ class DecodeBatch:
         return len(self._requests)
 
     def requests(self) -> list[Request]:
-        """All members, in the order they joined."""
+        """All requests, in the order they joined."""
         return list(self._requests.values())
 
     def add(self, request: Request, steps: int) -> None:
-        """Decode from the next tick on, for at most `steps` >= 1 ticks; `computed` says where it stands."""
+        """Decode from the next step on, for at most `steps` >= 1 steps, behind `request.computed` tokens."""
         request.decode_offset = request.computed - self._step
         request.last_decode_step = self._step + steps - 1
         self._requests[request.request_id] = request
@@ -47,7 +51,7 @@ class DecodeBatch:
         self._rows = None
 
     def remove(self, request: Request) -> None:
-        """Stop decoding; `computed` is valid again."""
+        """Stop decoding; `request.computed` is up to date again."""
         request.computed = self.computed(request)
         del self._requests[request.request_id]
         del self._block_slot(request)[request.request_id]
@@ -58,42 +62,48 @@ class DecodeBatch:
         self._rows = None
 
     def computed(self, request: Request) -> int:
-        """Tokens of a member that were handed out for computing."""
+        """Tokens of a request of the batch that are computed or in flight."""
         return request.decode_offset + self._step
 
     def needing_block(self) -> list[Request]:
-        """Members whose next token is the first of a block."""
+        """Requests whose next token is the first of a block."""
         return list(self._needs_block[self._step % len(self._needs_block)].values())
 
     def advance(self) -> tuple[DecodeRows, list[Request]]:
-        """Hand out one token of every member; returns them, and who thereby left for good."""
+        """Schedule one token of every request; returns them, and those that have reached their last step."""
         if self._rows is None:
             self._rows = self._columns()
-        decodes = self._rows
+        rows = self._rows
         ending = list(self._ends_at.get(self._step, {}).values())
         self._step += 1
         for request in ending:
             self.remove(request)
-        return decodes, ending
+        return rows, ending
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless the calendars hold exactly the members."""
-        assert sum(map(len, self._needs_block)) == len(self._requests), "block calendar and members differ"
-        assert sum(map(len, self._ends_at.values())) == len(self._requests), "end calendar and members differ"
+        """Raises AssertionError unless both schedules hold exactly the requests of the batch."""
+        assert sum(map(len, self._needs_block)) == len(self._requests), "block schedule and batch differ"
+        assert sum(map(len, self._ends_at.values())) == len(self._requests), "end schedule and batch differ"
         for request_id, request in self._requests.items():
-            assert self._block_slot(request).get(request_id) is request, "a member misses its block tick"
+            assert self._block_slot(request).get(request_id) is request, "a block step is missing"
             assert self._ends_at[request.last_decode_step].get(request_id) is request, (
-                "a member misses its end"
+                "a last step is missing"
             )
-            assert request.last_decode_step >= self._step, "a member has outlived its last tick"
+            assert request.last_decode_step >= self._step, "a request is past its last step"
 
     def _block_slot(self, request: Request) -> dict[int, Request]:
         return self._needs_block[-request.decode_offset % len(self._needs_block)]
 
     def _columns(self) -> DecodeRows:
         requests = list(self._requests.values())
-        return DecodeRows(
-            requests,
-            [request.row for request in requests],
-            frozenset().union(*{request.stop_ids for request in requests}),
-        )
+        return DecodeRows(requests, [request.row for request in requests], union_of_stop_ids(requests))
+
+
+def union_of_stop_ids(
+    requests: list[Request], others: frozenset[int] | None = frozenset()
+) -> frozenset[int] | None:
+    """The stop ids of these requests and `others`; None where they are more than `MAX_STOP_IDS`."""
+    sets = {request.stop_ids for request in requests}
+    if others is None or len(others) + sum(map(len, sets)) > MAX_STOP_IDS:
+        return None
+    return others.union(*sets)

@@ -1,20 +1,20 @@
-"""Which KV blocks a request owns, in every group, and which of them another one may share.
+"""Block tables: the KV blocks of each request in every KV group, and the prefix cache.
 
 A request has one table for each group; entry i holds positions i * block_size and on:
 
     position      0 ........ 15 | 16 ....... 31 | 32 ....... 47 | 48 ...
     full          block 7       | block 2       | block 9       | block 4
-    window        (given back)  | (given back)  | block 1       | block 3
+    window        (freed)       | (freed)       | block 1       | block 3
 
     state         slot 5
 
-Entries behind a window stay as placeholders, so that tables are indexed alike. Their value is
-0 and means nothing: block 0 is a block like any other, and no token attends that far back.
-A recurrent state is one slot from the first token to the last; it comes out of a pool like blocks.
+Entries behind a window stay as placeholders, so that all tables have the same index. Their value
+is 0 and means nothing: block 0 is a block like any other, and no token attends that far back.
+A recurrent state is one slot from the first token to the last; slots come from a pool like blocks.
 """
 
-from array import array
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from xxhash import xxh64_digest
@@ -22,28 +22,50 @@ from xxhash import xxh64_digest
 from atom.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
 from engine_core.block_pool import BlockPool
 from engine_core.kv_plan import covering_blocks, first_visible_block, holds_states, peak_blocks
+from engine_core.token_ids import TokenIds
+from engine_core.turn_budget import FREES_PER_UNIT, LOOKUPS_PER_UNIT, TurnBudget
 
 PLACEHOLDER = 0
-_SALT_MARK = bytes(8)
-"""Before every salt: a root so long is never mistaken for a digest, nor for no root."""
+_HASHED_AHEAD = 64  # blocks hashed before they are looked up
 
 
 @dataclass(slots=True)
 class RequestBlocks:
-    """The tables of one request, and the digests of its full blocks."""
+    """The block tables of one request, and the digests of its full blocks."""
 
+    tokens: TokenIds
     tables: list[list[int]]
     first_live: list[int]
-    """For each group: entries of the table before this one were given back."""
-    root: bytes = b""
-    """Stands in the first block's hash_input where others have the digest of the block before."""
+    """For each group: entries of the table before this one are placeholders."""
     digests: list[bytes] = field(default_factory=list)
+    """Of the full blocks behind those of the prompt alone, which `tokens.prompt` has."""
     hash_inputs: list[bytes] = field(default_factory=list)
-    """What the digests are made from: the digest of the block before, and the token ids."""
+    num_found: int = 0
+    """Leading blocks that `find_prefix` has found so far."""
     num_cached: int = 0
-    """Leading blocks that the prefix cache has been told about."""
+    """Leading blocks that have been cached, or were found in the cache."""
     collided: bool = False
-    """Another hash_input has one of the digests: nothing further may enter the cache."""
+    """The cache holds another content under one of the digests: nothing more may be cached."""
+    shared_step: int = 0
+    """The last step, not known to have succeeded at admission, that writes a block found in the cache."""
+
+    @property
+    def num_hashed(self) -> int:
+        """Leading blocks that have a digest."""
+        return len(self.tokens.prompt.digests) + len(self.digests)
+
+    def hashes(self, start: int, end: int) -> tuple[list[bytes], list[bytes]]:
+        """Digests and hash inputs of these blocks."""
+        prompt = self.tokens.prompt
+        length = len(prompt.digests)
+        if start >= length:
+            own = slice(start - length, end - length)
+            return self.digests[own], self.hash_inputs[own]
+        digests, hash_inputs = prompt.digests[start:end], prompt.hash_inputs[start:end]
+        if end > length:
+            digests += self.digests[: end - length]
+            hash_inputs += self.hash_inputs[: end - length]
+        return digests, hash_inputs
 
 
 class KVCacheManager:
@@ -69,12 +91,19 @@ class KVCacheManager:
         self.block_size = sizes.pop()
         self.specs = list(specs)
         self.pools = [BlockPool(blocks) for blocks in num_blocks]
+        self.budget = TurnBudget()
         self.num_frees = 0
-        """Grows whenever blocks come back; room that was missing is still missing while it stands."""
+        """Grows whenever blocks are freed: a request that did not fit is tried again only then."""
+        self.num_hashed = 0
+        """Blocks hashed since the start."""
         self._max_chunk = max_chunk
         self._seed = seed & ((1 << 64) - 1)
         self._caching = enable_prefix_caching
-        self._has_windows = any(isinstance(spec, SlidingWindowSpec) for spec in specs)
+        pairs = list(zip(self.specs, self.pools, strict=True))
+        self._is_state = [isinstance(spec, RecurrentStateSpec) for spec in self.specs]
+        self._full = [pool for spec, pool in pairs if isinstance(spec, FullAttentionSpec)]
+        self._windows = [(spec, pool) for spec, pool in pairs if isinstance(spec, SlidingWindowSpec)]
+        self._to_free: deque[tuple[BlockPool, list[int]]] = deque()
 
     @property
     def num_blocks(self) -> int:
@@ -83,13 +112,17 @@ class KVCacheManager:
 
     @property
     def num_used(self) -> int:
-        """Blocks of all groups that some request owns."""
+        """Blocks of all groups that have a user, or are still to be freed."""
         return sum(pool.num_blocks - pool.num_free for pool in self.pools)
 
-    def new_blocks(self, salt: str = "") -> RequestBlocks:
-        """Empty tables for a new request; it shares blocks only under its own salt."""
-        root = _SALT_MARK + salt.encode("utf-8", "surrogatepass") if salt else b""
-        return RequestBlocks([[] for _ in self.specs], [0 for _ in self.specs], root)
+    @property
+    def has_blocks_to_free(self) -> bool:
+        """Whether blocks of earlier `free` calls are left for the next turns."""
+        return bool(self._to_free)
+
+    def new_blocks(self, tokens: TokenIds) -> RequestBlocks:
+        """Empty tables for a new request."""
+        return RequestBlocks(tokens, [[] for _ in self.specs], [0 for _ in self.specs])
 
     def can_ever_hold(self, num_tokens: int) -> bool:
         """Whether a sequence of that length fits when it is alone."""
@@ -98,160 +131,229 @@ class KVCacheManager:
             for spec, pool in zip(self.specs, self.pools, strict=True)
         )
 
-    def admit(self, blocks: RequestBlocks, token_ids: "array[int]", may_hit: bool = True) -> int | None:
-        """Give empty tables the cached beginning of `token_ids`; returns its length in tokens.
+    def begin_turn(self) -> None:
+        """Refill the turn's budget, and spend up to half of it on blocks that wait to be freed."""
+        self.budget.refill()
+        if self._to_free:
+            self._free_some(reserved=self.budget.left // 2)
 
-        At least one token is left to compute, and all of them unless it `may_hit` the cache.
-        None, and nothing changes, when the free blocks would not hold the rest.
+    def find_prefix(self, blocks: RequestBlocks) -> int | None:
+        """Blocks of the longest cached prefix that every group can continue from.
+
+        At least one token is left to compute. None when the turn's budget is spent before the
+        prefix is hashed: the next turn goes on where this one stopped.
         """
-        hits = self._longest_prefix(blocks, token_ids) if may_hit and self._caching else 0
+        if not self._caching:
+            return 0
+        limit, earlier = (len(blocks.tokens) - 1) // self.block_size, blocks.num_found
+        found_all = False
+        while not found_all and blocks.num_found < limit:
+            end = self._hash(blocks, min(limit, blocks.num_found + _HASHED_AHEAD))
+            if end == blocks.num_found:
+                return None
+            end = max(end, min(limit, blocks.num_hashed))
+            run = self._cached_run(blocks, blocks.num_found, end)
+            found_all = blocks.num_found + run < end
+            blocks.num_found += run
+        if earlier:  # some of these may have been evicted since
+            run = self._cached_run(blocks, 0, earlier)
+            if run < earlier:
+                blocks.num_found = run
+        return self._visible_prefix(blocks, blocks.num_found) if self._windows else blocks.num_found
+
+    def admit(self, blocks: RequestBlocks, hits: int) -> bool:
+        """Put `hits` cached blocks, as `find_prefix` has found in this turn, into empty tables.
+
+        False, and nothing changes, when the free blocks cannot hold the rest of the known tokens.
+        """
+        digests, _ = blocks.hashes(0, hits)
         starts = [self._first_visible(spec, hits * self.block_size) for spec in self.specs]
-        found = [
-            [self._find(pool, blocks, index) for index in range(start, hits)]
-            for pool, start in zip(self.pools, starts, strict=True)
-        ]
-        if not self._has_room(len(token_ids), hits, found):
-            return None
+        found = [pool.blocks_of(digests[start:]) for pool, start in zip(self.pools, starts, strict=True)]
+        self.budget.spend(hits // LOOKUPS_PER_UNIT)
+        if not self._has_room(len(blocks.tokens), hits, found):
+            return False
+        shared_step = 0
         for pool, start, group, table in zip(self.pools, starts, found, blocks.tables, strict=True):
-            for block in group:
-                pool.share(block)
+            pool.share(group)
+            shared_step = max(shared_step, pool.last_unconfirmed(group))
             table[:] = [PLACEHOLDER] * start + group
+        blocks.shared_step = shared_step
         blocks.first_live[:] = starts
         blocks.num_cached = hits
-        return hits * self.block_size
+        return True
 
     def extend(self, blocks: RequestBlocks, start: int, end: int) -> list[list[int]] | None:
-        """Blocks for computing positions start .. end - 1; returns the new ones of each group, if any.
+        """Allocate blocks for computing positions start .. end - 1; the new ones of each group, if any.
 
-        Gives back what a window no longer sees from `start` on. None when a group lacks room.
+        Frees the blocks behind a window that ends at `start`. None when a group has too few free blocks.
         """
-        if self._has_windows:
-            self._drop_invisible(blocks, start)
-        missing = [
-            covering_blocks(spec, end) - len(table)
-            for spec, table in zip(self.specs, blocks.tables, strict=True)
-        ]
-        if not any(missing):
-            return []
-        for pool, count in zip(self.pools, missing, strict=True):
+        if self._windows:
+            self._free_invisible(blocks, start)
+        full = -(-end // self.block_size)
+        missing = []
+        for pool, is_state, table in zip(self.pools, self._is_state, blocks.tables, strict=True):
+            count = (1 if is_state else full) - len(table)
             if count > pool.num_free:
                 return None
-        added = [pool.allocate(count) for pool, count in zip(self.pools, missing, strict=True)]
-        for group, new in enumerate(added):
-            blocks.tables[group] += new
+            missing.append(count)
+        if not any(missing):
+            return []
+        added = []
+        for pool, count, table in zip(self.pools, missing, blocks.tables, strict=True):
+            new = pool.allocate(count)
+            table += new
+            added.append(new)
         return added
 
-    def cache(self, blocks: RequestBlocks, token_ids: "array[int]", num_computed: int) -> None:
-        """Let others share the full blocks among the first `num_computed` tokens.
+    def cache(self, blocks: RequestBlocks, num_computed: int, step: int) -> None:
+        """Cache the full blocks among the first `num_computed` tokens, all handed out up to `step`.
 
-        Their computation must be certain: done, under way, or part of the batch being planned.
+        Stops where the turn's budget is spent; a later call does the rest.
         """
         num_full = num_computed // self.block_size
         if not self._caching or num_full <= blocks.num_cached or blocks.collided:
             return
-        self._digest(blocks, token_ids, num_full)
+        num_full = self._hash(blocks, num_full)
+        prompt, first_live, tables = blocks.tokens.prompt, blocks.first_live, blocks.tables
+        in_prompt = len(prompt.digests)
+        self.budget.left -= (num_full - blocks.num_cached) // LOOKUPS_PER_UNIT
         for index in range(blocks.num_cached, num_full):
-            digest, hash_input = blocks.digests[index], blocks.hash_inputs[index]
+            hashed, place = (prompt, index) if index < in_prompt else (blocks, index - in_prompt)
+            digest, hash_input = hashed.digests[place], hashed.hash_inputs[place]
             for group, pool in enumerate(self.pools):
-                if index < blocks.first_live[group]:
+                if index < first_live[group]:
                     continue
-                if not pool.cache(blocks.tables[group][index], digest, hash_input):
+                if not pool.cache(tables[group][index], digest, hash_input, step):
                     blocks.collided = True
                     return
-        blocks.num_cached = num_full
+            blocks.num_cached = index + 1
 
     def free(self, blocks: RequestBlocks) -> None:
-        """Give everything back, last blocks first: a sequence loses its cached end before its beginning."""
+        """Empty the tables. Their blocks are freed in this turn or, where the budget is spent, in later ones.
+
+        The last blocks come first: a cached sequence is evicted from its end.
+        """
         for pool, table, live in zip(self.pools, blocks.tables, blocks.first_live, strict=True):
-            for block in reversed(table[live:]):
-                pool.free(block)
+            if len(table) > live:
+                self._to_free.append((pool, table[live:]))
             table.clear()
         blocks.first_live[:] = [0] * len(self.specs)
         blocks.num_cached = 0
-        self.num_frees += 1
+        self._free_some()
 
-    def check_integrity(self, owners: Sequence[RequestBlocks]) -> None:
-        """Raises AssertionError unless the pools agree with the tables of all owners."""
+    def confirm(self, step: int) -> None:
+        """Steps up to this one have succeeded: the blocks that they wrote are valid."""
+        for pool in self.pools:
+            pool.confirm(step)
+
+    def uncache_unconfirmed(self) -> None:
+        """Uncache the blocks that a step in flight writes, after one of these has failed."""
+        for pool in self.pools:
+            pool.uncache_unconfirmed()
+
+    def check_integrity(self, owners: Sequence[RequestBlocks]) -> Iterator[None]:
+        """Raises AssertionError unless the pools agree with the tables of all owners.
+
+        Yields now and then, so that the caller can do the rest later, if nothing has changed.
+        """
         for group, pool in enumerate(self.pools):
             users: dict[int, int] = {}
-            for blocks in owners:
-                live = blocks.tables[group][blocks.first_live[group] :]
-                assert len(set(live)) == len(live), "a table names a block twice"
+            tables = [(blocks.tables[group], blocks.first_live[group]) for blocks in owners]
+            tables += [(table, 0) for owner, table in self._to_free if owner is pool]
+            for table, first in tables:
+                live = table[first:]
+                assert len(set(live)) == len(live), "a table has a block twice"
                 for block in live:
                     users[block] = users.get(block, 0) + 1
-            pool.check_integrity(users)
+                yield
+            yield from pool.check_integrity(users)
 
     def check_covers(self, blocks: RequestBlocks, num_tokens: int) -> None:
-        """Raises AssertionError unless the tables are as long as so many tokens make them."""
+        """Raises AssertionError unless the tables have the length for this many tokens."""
         for spec, table in zip(self.specs, blocks.tables, strict=True):
             assert len(table) == covering_blocks(spec, num_tokens), "a table does not fit its tokens"
 
     def _first_visible(self, spec: KVSpec, position: int) -> int:
         return 0 if isinstance(spec, RecurrentStateSpec) else first_visible_block(spec, position)
 
-    def _longest_prefix(self, blocks: RequestBlocks, token_ids: "array[int]") -> int:
-        """Length in blocks of the longest beginning that every group can continue from."""
-        length = (len(token_ids) - 1) // self.block_size
-        self._digest(blocks, token_ids, length)
-        windows = []
-        for spec, pool in zip(self.specs, self.pools, strict=True):
-            if isinstance(spec, FullAttentionSpec):
-                length = self._cached_run(pool, blocks, length)
-            elif isinstance(spec, SlidingWindowSpec):
-                windows.append((spec, pool))
-        runs = [(spec, self._runs(pool, blocks, length)) for spec, pool in windows]
-        while length and not all(
-            run[length] >= length - first_visible_block(spec, length * self.block_size) for spec, run in runs
-        ):
-            length -= 1
+    def _cached_run(self, blocks: RequestBlocks, start: int, end: int) -> int:
+        """How many blocks from `start` on, and before `end`, all full-attention groups have cached."""
+        digests, hash_inputs = blocks.hashes(start, end)
+        self.budget.spend(len(digests) // LOOKUPS_PER_UNIT)
+        return min((pool.cached_run(digests, hash_inputs) for pool in self._full), default=end - start)
+
+    def _visible_prefix(self, blocks: RequestBlocks, length: int) -> int:
+        """The greatest number of blocks, up to `length`, whose last window is cached in every group.
+
+        Each group's blocks are looked up once, from the last one backwards.
+        """
+        digests, hash_inputs = blocks.hashes(0, length)
+        cached_from = [length] * len(self._windows)  # blocks cached_from .. length - 1 are cached
+        settled = False
+        while not settled:
+            settled = True
+            for number, (spec, pool) in enumerate(self._windows):
+                needed = first_visible_block(spec, length * self.block_size)
+                index = min(cached_from[number], length)
+                while index > needed and pool.find(digests[index - 1], hash_inputs[index - 1]) is not None:
+                    index -= 1
+                cached_from[number] = index
+                if index > needed:
+                    length = cached_from[number] = index - 1
+                    settled = False
+        self.budget.spend((len(digests) - length) * len(self._windows) // LOOKUPS_PER_UNIT)
         return length
 
-    def _cached_run(self, pool: BlockPool, blocks: RequestBlocks, limit: int) -> int:
-        """Leading blocks, up to `limit`, that the pool holds."""
-        for index in range(limit):
-            if pool.find(blocks.digests[index], blocks.hash_inputs[index]) is None:
-                return index
-        return limit
-
-    def _runs(self, pool: BlockPool, blocks: RequestBlocks, length: int) -> list[int]:
-        """Entry n: how many blocks right before block n the pool holds without a gap."""
-        runs = [0]
-        for index in range(length):
-            held = pool.find(blocks.digests[index], blocks.hash_inputs[index]) is not None
-            runs.append(runs[-1] + 1 if held else 0)
-        return runs
-
-    def _find(self, pool: BlockPool, blocks: RequestBlocks, index: int) -> int:
-        block = pool.find(blocks.digests[index], blocks.hash_inputs[index])
-        assert block is not None, "the prefix was found a moment ago"
-        return block
-
     def _has_room(self, num_tokens: int, hits: int, found: list[list[int]]) -> bool:
-        """Whether the free blocks, less the shared ones among them, hold what is to be computed."""
+        """Whether the free blocks, less the found ones among them, hold what is to be computed."""
         rest = -(-num_tokens // self.block_size) - hits
         for spec, pool, group in zip(self.specs, self.pools, found, strict=True):
             new = min(rest, peak_blocks(spec, num_tokens, self._max_chunk) - len(group))
-            if new > pool.num_free - sum(map(pool.is_free, group)):
+            if new > pool.num_free or (group and new > pool.num_free - pool.num_free_of(group)):
                 return False
         return True
 
-    def _drop_invisible(self, blocks: RequestBlocks, start: int) -> None:
+    def _free_invisible(self, blocks: RequestBlocks, start: int) -> None:
         for group, spec in enumerate(self.specs):
             live, visible = blocks.first_live[group], self._first_visible(spec, start)
             if visible <= live:
                 continue
             table = blocks.tables[group]
-            for index in range(live, visible):
-                self.pools[group].free(table[index])
-                table[index] = PLACEHOLDER
+            self.pools[group].free(table[live:visible])
+            table[live:visible] = [PLACEHOLDER] * (visible - live)
             blocks.first_live[group] = visible
             self.num_frees += 1
 
-    def _digest(self, blocks: RequestBlocks, token_ids: "array[int]", num_full: int) -> None:
-        """Make sure that the first `num_full` blocks have a digest."""
-        size, digests = self.block_size, blocks.digests
-        for index in range(len(digests), num_full):
-            parent = digests[-1] if digests else blocks.root
-            hash_input = parent + token_ids[index * size : (index + 1) * size].tobytes()
-            blocks.hash_inputs.append(hash_input)
+    def _free_some(self, reserved: int = 0) -> None:
+        """Free blocks until none wait or only `reserved` units of the turn's budget are left."""
+        while self._to_free and (units := self.budget.left - reserved) > 0:
+            pool, table = self._to_free[0]
+            first = max(len(table) - units * FREES_PER_UNIT, 0)
+            self.budget.spend(-(-(len(table) - first) // FREES_PER_UNIT))
+            pool.free(reversed(table[first:]))
+            del table[first:]
+            if not table:
+                self._to_free.popleft()
+        self.num_frees += 1
+
+    def _hash(self, blocks: RequestBlocks, num_full: int) -> int:
+        """Give the first `num_full` blocks a digest, within the turn's budget; returns how many have one."""
+        prompt, own = blocks.tokens.prompt, blocks.digests
+        start = len(prompt.digests) + len(own)
+        if start >= num_full:
+            return num_full
+        num_full = min(num_full, start + max(self.budget.left, 0))
+        self.budget.left -= num_full - start
+        self.num_hashed += num_full - start
+        size, in_prompt = self.block_size, len(prompt.ids) // self.block_size
+        for index in range(start, num_full):
+            digests, hash_inputs = prompt.digests, prompt.hash_inputs
+            parent = digests[-1] if digests else prompt.root
+            if index >= in_prompt:
+                digests, hash_inputs = own, blocks.hash_inputs
+                parent = digests[-1] if digests else parent
+            begin = index * size
+            hash_input = parent + blocks.tokens.packed(begin, begin + size)
+            hash_inputs.append(hash_input)
             digests.append(xxh64_digest(hash_input, self._seed))
+        return num_full

@@ -11,11 +11,11 @@ from atom.messages.worker import (
 )
 
 _MOST_STATE = 2
-"""States take no more than one part in so many of the memory: requests need blocks, too."""
+"""States take at most this fraction (1/n) of the memory: requests need blocks, too."""
 
 
 def holds_states(specs: Sequence[KVSpec]) -> bool:
-    """Whether some group keeps something that no two requests can share."""
+    """Whether a group has recurrent states, which requests cannot share."""
     return any(isinstance(spec, RecurrentStateSpec) for spec in specs)
 
 
@@ -35,12 +35,12 @@ def first_visible_block(spec: PagedSpec, position: int) -> int:
 
 
 def covering_blocks(spec: KVSpec, num_tokens: int) -> int:
-    """Length of the table of a sequence of so many tokens (at least 1), placeholders counted."""
+    """Length of the table of a sequence of `num_tokens` >= 1, with placeholders."""
     return 1 if isinstance(spec, RecurrentStateSpec) else _ceil_div(num_tokens, spec.block_size)
 
 
 def peak_blocks(spec: KVSpec, num_tokens: int, max_chunk: int) -> int:
-    """Most blocks that one sequence of `num_tokens` holds at a time, computed in steps of `max_chunk`."""
+    """Most blocks in use at a time by a sequence of `num_tokens`, computed in chunks of `max_chunk`."""
     whole = covering_blocks(spec, num_tokens)
     if isinstance(spec, SlidingWindowSpec):
         return min(whole, _window_peak(spec, max_chunk))
@@ -72,7 +72,7 @@ def plan_blocks(
 
 
 def _num_slots(bytes_of_one: int, kv_bytes: int, max_num_seqs: int) -> int:
-    """One slot, where there is room for it at all, may take more than its part."""
+    """At least one slot if it fits at all, even beyond that fraction."""
     return min(max_num_seqs, max(kv_bytes // _MOST_STATE // bytes_of_one, 1), kv_bytes // bytes_of_one)
 
 
@@ -109,7 +109,7 @@ def longest_sequence(specs: Sequence[KVSpec], num_blocks: Sequence[int], max_chu
 
 
 def cache_tokens(specs: Sequence[KVSpec], num_blocks: Sequence[int]) -> int:
-    """Tokens whose whole context the cache holds: the groups without a window decide, where there are any."""
+    """Tokens that fit the cache with their whole context; window groups count only if there are no others."""
     pairs = _paged(specs, num_blocks)
     full = [pair for pair in pairs if isinstance(pair[0], FullAttentionSpec)]
     return min(blocks * spec.block_size for spec, blocks in full or pairs)
@@ -118,7 +118,7 @@ def cache_tokens(specs: Sequence[KVSpec], num_blocks: Sequence[int]) -> int:
 def _most_useful(
     spec: PagedSpec, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
 ) -> int | None:
-    """Blocks beyond this would never hold a visible token; None without a window."""
+    """Blocks that can hold visible tokens; None without a window."""
     if isinstance(spec, FullAttentionSpec):
         return None
     resting = _ceil_div(spec.window, spec.block_size) + 2  # window, and a block begun at either end
@@ -136,7 +136,7 @@ def _limits_length(spec: PagedSpec, blocks: int, max_chunk: int) -> bool:
 
 
 def _window_peak(spec: SlidingWindowSpec, max_chunk: int) -> int:
-    """Blocks that a window and one chunk behind it touch, wherever in a block they begin."""
+    """Most blocks of a window and the chunk behind it, at any offset in a block."""
     span = spec.window - 1 + max_chunk
     return _ceil_div(span - 1, spec.block_size) + 1
 

@@ -48,7 +48,7 @@ from atom.messages.worker import (
     WorkerReady,
 )
 from atom.utils import envs
-from atom.utils.errors import one_line
+from atom.utils.errors import one_line, out_of_memory
 from atom.utils.exit_status import ExitStatus
 from atom.utils.install_check import check_install
 from atom.utils.liveness import Beats, PeerMonitor, SilenceTimer, beat_interval
@@ -118,8 +118,12 @@ class CoreProcess:
         except Exception as error:  # of any kind: frontends and supervisor need the cause
             if envs.ATOM_LOG_MORE:
                 traceback.print_exc()
-            status = ExitStatus.RESOURCES if isinstance(error, StartupError) else ExitStatus.FAILURE
-            self._report_failure(one_line(error, CoreFailure, StartupError, LinkError), status)
+            memory = (
+                "" if isinstance(error, CoreFailure) else out_of_memory(error)
+            )  # a worker reports its own
+            lacking = isinstance(error, StartupError) or memory
+            status = ExitStatus.RESOURCES if lacking else ExitStatus.FAILURE
+            self._report_failure(memory or one_line(error, CoreFailure, StartupError, LinkError), status)
             return 1
         finally:
             self._trace.close()
@@ -191,10 +195,9 @@ class CoreProcess:
     def _serve(self, core: EngineCore, ready: CoreReady) -> None:
         """Run the engine until a signal. Messages that frontends sent earlier are received from here on."""
         self._poller.register(self._frontends.socket, zmq.POLLIN)
-        for rank in range(self._num_ranks):
-            self._worker_monitor.seen(_worker(rank))
+        self._mark_workers_seen()
         while not self.stopping:
-            if not self._poller.poll(_POLL_MS):
+            if not self._poller.poll(0 if core.has_sliced_work else _POLL_MS):
                 self._check_integrity(core)
             results = [self._process_worker_message(core, message) for message in self._workers.receive()]
             for identity, message in self._frontends.receive():
@@ -267,6 +270,7 @@ class CoreProcess:
             if its_number == number and known != identity:
                 self._remove_frontend(core, known)
         self._connected[identity] = number
+        self._dropped.pop(identity, None)
         self._dropped = {known: dropped for known, dropped in self._dropped.items() if dropped != number}
 
     def _send_to_frontend(
@@ -277,7 +281,7 @@ class CoreProcess:
     ) -> None:
         """Send, or abort all requests of a frontend that cannot be reached: no token may be lost."""
         if not self._frontends.send(identity, message):
-            number = self._connected.get(identity, -1)
+            number = self._connected.get(identity, self._dropped.get(identity, -1))
             self._remove_frontend(core, identity)
             self._dropped[identity] = number
             get_logger().warning(
@@ -294,24 +298,29 @@ class CoreProcess:
         self._step_done = False
         if self._step_timer.update(seen) > self._step_timeout_s:
             raise CoreFailure(f"the workers have not finished a step for {self._step_timeout_s:.0f} s")
+        if self._profiling.is_writing:
+            self._mark_workers_seen()
         if self._worker_monitor.update():
             for identity in list(self._connected):
                 self._send_to_frontend(core, identity, self._status(ready))
         if reason := self._worker_monitor.hung():
             raise CoreFailure(reason)
 
+    def _mark_workers_seen(self) -> None:
+        for rank in range(self._num_ranks):
+            self._worker_monitor.seen(_worker(rank))
+
     def _status(self, ready: CoreReady) -> CoreReady | CoreStalled:
         reason = self._worker_monitor.unresponsive
         return CoreStalled(reason) if reason else ready
 
     def _check_integrity(self, core: EngineCore) -> None:
-        """Check the integrity of an idle core, once after its last step."""
-        if core.num_in_flight:
+        """Check the integrity of an idle core slice by slice, once after its last step."""
+        if core.num_in_flight or core.has_sliced_work:
             return
         steps = core.stats().steps
-        if steps != self._checked_at_step:
+        if steps != self._checked_at_step and core.check_integrity_slice():
             self._checked_at_step = steps
-            core.check_integrity()
 
     # End
 

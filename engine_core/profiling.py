@@ -57,6 +57,11 @@ class Profiling:
         """Whether a deadline runs: call `overdue` regularly."""
         return self._frontend is not None or self._state is _State.ON
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether the workers write their traces: that may hold their GIL for minutes."""
+        return self._state is _State.STOPPING
+
     def request(self, message: Profile, frontend: bytes) -> ProfileResult | None:
         """Handle a frontend's request.
 

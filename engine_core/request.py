@@ -1,31 +1,57 @@
-"""One generation, from its arrival to its end."""
+"""One generated sequence, from the arrival of its request to its end."""
 
-from array import array
 from enum import Enum, auto
 
-from atom.messages.engine import AddRequest, FinishReason, Sampling, unpack_ids
+from atom.messages.engine import AddRequest, FinishReason, Sampling
 from engine_core.kv_cache_manager import RequestBlocks
+from engine_core.token_ids import TokenIds
 
 NO_ROW = -1
 
 
 class State(Enum):
-    """Where a request stands. Only the three in the middle own a row and blocks."""
+    """Only the three states in the middle have a row and blocks."""
 
     WAITING = auto()
-    """In the queue: new, or preempted (its last results may still be under way)."""
+    """In the queue: new or preempted. Results of a preempted request may still be in flight."""
     PREFILLING = auto()
-    """Has known tokens to compute besides the last one drawn."""
+    """Has known tokens to compute besides the last sampled one."""
     DECODING = auto()
-    """In the decode cohort: computes one token in every step."""
+    """In the decode batch: computes one token in every step."""
     DRAINING = auto()
-    """Its last step is handed out; the result decides how it ended."""
+    """Its last step is in flight; the result tells how it ended."""
     ENDED = auto()
-    """Nothing more is sent; row and blocks come back when no step touches them."""
+    """Nothing more is sent; row and blocks are freed when no step in flight uses them."""
+
+
+class SharedSettings:
+    """What all sequences of one `AddRequest` have in common."""
+
+    __slots__ = (
+        "eos_ids",
+        "frontend",
+        "max_tokens",
+        "needs_output_ids",
+        "needs_prompt_ids",
+        "priority",
+        "sampling_bytes",
+        "stop_ids",
+    )
+
+    def __init__(self, message: AddRequest, frontend: bytes, sampling_bytes: int):
+        processors = message.sampling.logits_processors
+        self.frontend = frontend
+        self.max_tokens = message.max_tokens
+        self.priority = message.priority
+        self.eos_ids = frozenset(message.eos_token_ids)
+        self.stop_ids = self.eos_ids.union(message.stop_token_ids)
+        self.sampling_bytes = sampling_bytes
+        self.needs_prompt_ids = processors is not None and processors.needs_prompt_ids
+        self.needs_output_ids = processors is not None and processors.needs_output_ids
 
 
 class Request:
-    """A request's tokens, limits and place in the schedule."""
+    """A sequence's tokens, limits and place in the schedule."""
 
     __slots__ = (
         "admitted_at",
@@ -35,59 +61,71 @@ class Request:
         "cached_tokens",
         "computed",
         "decode_offset",
-        "eos_ids",
+        "discarded_until",
         "frontend",
+        "is_cacheable",
         "last_decode_step",
         "last_step",
-        "max_tokens",
+        "output_ids",
         "priority",
         "prompt_length",
         "prompt_logprobs",
         "request_id",
         "row",
         "sampling",
+        "settings",
         "state",
         "stop_ids",
         "token_ids",
     )
 
-    def __init__(self, message: AddRequest, frontend: bytes, blocks: RequestBlocks):
-        """Raises ValueError for prompt bytes that are no token ids."""
-        self.request_id = message.request_id
-        self.frontend = frontend
-        self.token_ids: array[int] = unpack_ids(message.prompt_ids)
-        """All known tokens: the prompt, then what was generated."""
+    def __init__(
+        self,
+        request_id: int,
+        settings: SharedSettings,
+        sampling: Sampling,
+        prompt_logprobs: int,
+        blocks: RequestBlocks,
+    ):
+        self.request_id = request_id
+        self.settings = settings
+        self.frontend = settings.frontend
+        self.priority = settings.priority
+        self.stop_ids = settings.stop_ids
+        """All ids that end the request."""
+        self.sampling = sampling
+        self.token_ids: TokenIds = blocks.tokens
+        self.output_ids = self.token_ids.output
+        """Generated tokens whose ids are known."""
         self.prompt_length = len(self.token_ids)
-        self.max_tokens = message.max_tokens
-        self.sampling: Sampling = message.sampling
-        self.prompt_logprobs = message.prompt_logprobs
-        """As in the message, until its prompt is handed out whole; -1 from then on."""
-        self.priority = message.priority
-        self.eos_ids = frozenset(message.eos_token_ids)
-        self.stop_ids = self.eos_ids.union(message.stop_token_ids)
-        """Every id that ends the request."""
+        self.prompt_logprobs = prompt_logprobs
+        """As in the message, until the last chunk of the prompt is scheduled; -1 from then on."""
         self.arrival = 0
-        """Place in the order of arrival."""
+        """Number in the order of arrival."""
         self.arrived_at = 0.0
         self.admitted_at = 0.0
-        """When it was admitted first."""
+        """Time of the first admission."""
         self.state = State.WAITING
         self.row = NO_ROW
         self.blocks = blocks
         self.computed = 0
-        """Tokens handed out for computing; kept by the cohort while `DECODING`."""
+        """Tokens computed or in flight; the decode batch counts them while `DECODING`."""
         self.cached_tokens: int | None = None
-        """Prompt tokens hit in the prefix cache at first admission; None before it."""
+        """Prompt tokens found in the prefix cache at the first admission; None before it."""
         self.last_step = 0
-        """Once it stops running: the last step that may touch it."""
+        """Once it stops running: the last step that uses its row and blocks."""
+        self.discarded_until = 0
+        """Tokens sampled in steps up to this one are dropped."""
+        self.is_cacheable = True
+        """False where its blocks hold values of a failed step."""
         self.decode_offset = 0
         self.last_decode_step = 0
 
     @property
     def num_generated(self) -> int:
-        """Generated tokens whose ids are known."""
-        return len(self.token_ids) - self.prompt_length
+        """How many generated tokens have known ids."""
+        return len(self.output_ids)
 
     def stop_reason(self, token_id: int) -> FinishReason:
-        """Which of its lists holds an id of `stop_ids`."""
-        return FinishReason.EOS if token_id in self.eos_ids else FinishReason.STOP_TOKEN
+        """The reason to end with an id of `stop_ids`."""
+        return FinishReason.EOS if token_id in self.settings.eos_ids else FinishReason.STOP_TOKEN

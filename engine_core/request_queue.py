@@ -1,4 +1,4 @@
-"""Requests that wait to run, in the order of a policy."""
+"""Waiting requests, in the order of a scheduling policy."""
 
 from heapq import heapify, heappop, heappush
 from typing import Literal, get_args
@@ -14,7 +14,7 @@ _HEAP_SLACK = 64
 class RequestQueue:
     """A queue under `fcfs` (order of arrival) or `priority` (smaller first, then arrival).
 
-    A preempted request arrives anew with its old rank, and so comes before younger ones.
+    A preempted request keeps its rank, and so comes before younger ones.
     """
 
     def __init__(self, policy: str):
@@ -25,33 +25,33 @@ class RequestQueue:
             )
         self._by_priority = policy == "priority"
         self._heap: list[tuple[Rank, Request]] = []
-        self._waiting: dict[int, Request] = {}  # in the order of entry; the heap may hold leavers
+        self._waiting: dict[int, Request] = {}  # in the order of entry; the heap may hold removed ones
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def rank(self, request: Request) -> Rank:
-        """Smaller runs first, and is preempted last."""
+        """Scheduling order: the smallest runs first and is preempted last."""
         return (request.priority if self._by_priority else 0, request.arrival)
 
     def add(self, request: Request) -> None:
-        """Enter the queue."""
+        """Add a request."""
         self._waiting[request.request_id] = request
         heappush(self._heap, (self.rank(request), request))
 
     def first(self) -> Request | None:
-        """Who runs next; stays in the queue."""
+        """The request that runs next; it stays in the queue."""
         while self._heap and self._waiting.get(self._heap[0][1].request_id) is not self._heap[0][1]:
             heappop(self._heap)
         return self._heap[0][1] if self._heap else None
 
     def remove(self, request: Request) -> None:
-        """Leave the queue, from any place."""
+        """Remove a request, wherever it stands."""
         del self._waiting[request.request_id]
         if len(self._heap) > 2 * len(self._waiting) + _HEAP_SLACK:
             self._heap = [(self.rank(waiting), waiting) for waiting in self._waiting.values()]
             heapify(self._heap)
 
     def oldest_arrival(self) -> float:
-        """When the request that entered the queue first had arrived; raises StopIteration if empty."""
+        """Arrival time of the request that entered the queue first; raises StopIteration if empty."""
         return next(iter(self._waiting.values())).arrived_at

@@ -1,4 +1,4 @@
-"""What the rows of a step drew, and how that is cut: ended requests go out, frontends get their own."""
+"""The sampled tokens of a step, and parts of them: without ended requests, or for one frontend."""
 
 from array import array
 from dataclasses import dataclass
@@ -17,19 +17,19 @@ class SampledTokens:
     token_ids: "array[int]"
     """One for each of `requests`."""
     logprobs: SampledLogprobs | None
-    """Of those who asked; indices into `token_ids`. Usually nobody did."""
+    """For the requests that want them; `indices` point into `token_ids`. Usually None."""
 
     def select(self, kept: list[int]) -> "SampledTokens":
-        """Only the sampled at these places."""
+        """Only the tokens at these places."""
         logprobs = self.logprobs and _select(self.logprobs, kept)
         ids = array("i", [self.token_ids[place] for place in kept])
         return SampledTokens([self.requests[place] for place in kept], ids, logprobs)
 
 
 def fits(logprobs: SampledLogprobs, num_sampled: int) -> bool:
-    """Whether the table has one row for each index, and the indices name sampled of the step."""
+    """Whether the table has one row for each index, and the indices are of sampled tokens."""
     return is_whole(logprobs.table, len(logprobs.indices)) and all(
-        0 <= draw < num_sampled for draw in logprobs.indices
+        0 <= index < num_sampled for index in logprobs.indices
     )
 
 
@@ -41,15 +41,15 @@ def is_whole(table: LogprobTable, num_rows: int | None = None) -> bool:
 
 
 def _select(logprobs: SampledLogprobs, kept: list[int]) -> SampledLogprobs | None:
-    """The rows of the kept sampled, under their new numbers; None where no row is left."""
-    number = {place: index for index, place in enumerate(kept)}
-    rows = [row for row, draw in enumerate(logprobs.indices) if draw in number]
+    """The rows of the kept tokens, with their new indices; None where no row is left."""
+    index_of = {place: index for index, place in enumerate(kept)}
+    rows = [row for row, place in enumerate(logprobs.indices) if place in index_of]
     if not rows:
         return None
     table = logprobs.table
     cells = table.width * _ITEM
     return SampledLogprobs(
-        [number[logprobs.indices[row]] for row in rows],
+        [index_of[logprobs.indices[row]] for row in rows],
         LogprobTable(
             table.width,
             _rows(table.ids, rows, cells),

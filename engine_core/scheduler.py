@@ -1,114 +1,68 @@
-"""Which tokens of which requests run in the next step.
+"""Decides which tokens of which requests run in the next step.
 
-One rule: computed tokens catch up with known tokens, under a budget of tokens a step. Whoever
-runs comes first, then the queue. There is no prefill phase and no decode phase; a prompt, a
-preempted request and a prompt hit in the prefix cache are all "some known tokens to compute".
+Every request has known tokens, of which the first `computed` have their KV. A step advances requests
+towards their last known token, as far as its token budget goes: running requests in scheduling order,
+then waiting ones. Long prompts, cached prefixes, and requests that resume after a preemption differ
+only in how many known tokens are left to compute.
 
-Steps are handed out before the results of the previous one are in (`MAX_IN_FLIGHT`). A request
-in decode is scheduled without knowing its last id, which never leaves the device. Its length
-limit is known ahead and never passed; a stop id is seen a step late, and what the later step
-drew is dropped.
+Up to `MAX_IN_FLIGHT` steps are scheduled before the results of the first are in. A decoding request
+is therefore scheduled without its last id, which stays on the device. Its length limit is known in
+advance and never exceeded. A stop id is seen one step late, and the token that the later step samples
+is dropped.
 
-Workers execute steps in order. So blocks given back while a step in flight still touches them
-can serve the next step, and a block is shareable as soon as the step that fills it is certain.
+Workers execute steps in order. So blocks that are freed while a step in flight still uses them can
+serve the next step, and a block can be shared as soon as the step that fills it is scheduled. Should
+that step fail, requests that share such a block are computed anew (`_recompute`).
 
-Who asks for the log probabilities of its prompt must have every position of it computed, since
-no cache keeps logits. Until that is handed out it hits no cached prefix; its own blocks are
-shared like anybody's.
+A request that wants the log probabilities of its prompt needs all of it computed, since no cache
+keeps logits: it uses no cached prefix until its last prompt chunk is scheduled. Other requests may
+share its blocks.
 
         WAITING --> PREFILLING --> DECODING --> DRAINING --> ENDED
-           ^------------+-------------'    preempted; ENDED also from every state, by abort
+           ^------------+-------------'    preempted; every state --> ENDED by an abort or a failure
 """
 
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from atom.messages.engine import Finished, FinishReason, FirstToken, PromptLogprobs, unpack_ids
+from atom.messages.engine import Finished, FinishReason, FirstToken
 from atom.messages.worker import BatchResult, MoreBlocks, NewRow, ScheduledBatch
-from engine_core.decode_batch import DecodeBatch
+from engine_core.batch_bytes import MAX_NEW_ROWS_BYTES, MAX_REASON_CHARS, check_frames, new_row_bytes
+from engine_core.decode_batch import DecodeBatch, union_of_stop_ids
 from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.request import NO_ROW, Request, State
 from engine_core.request_queue import RequestQueue
-from engine_core.sampled_tokens import SampledTokens, fits, is_whole
+from engine_core.sampled_tokens import SampledTokens
 from engine_core.stats import Counters
+from engine_core.step import Step, StepOutcome, StepPlan
+from engine_core.turn_budget import IDS_PER_UNIT, UNITS_PER_ADMISSION
 
 MAX_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of a step, and who goes first."""
+    """Bounds of a step, and the scheduling order."""
 
     max_num_seqs: int
-    """Requests that run at a time: the rows of the workers' batch."""
+    """Running requests: the rows of the workers' batch."""
     max_num_batched_tokens: int
     """Tokens computed in one step."""
     policy: str = "fcfs"
     delay_factor: float = 0.0
-    """While others run, a new prompt waits this multiple of the last prompt step's time."""
-
-
-@dataclass(slots=True)
-class _Plan:
-    """What one `schedule` call has decided so far; preempting a request takes its part out again."""
-
-    chunks: dict[int, tuple[Request, int]] = field(default_factory=dict)
-    """Tokens to compute of everybody outside the cohort, by request id."""
-    more_blocks: dict[int, MoreBlocks] = field(default_factory=dict)
-    new_rows: list[NewRow] = field(default_factory=list)
-    preempted: bool = False
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(count for _, count in self.chunks.values())
-
-
-@dataclass(slots=True)
-class _Step:
-    """A batch in flight: what its result will mean."""
-
-    number: int
-    sampled: list[Request]
-    """Who sampled a token, in batch order."""
-    stop_ids: frozenset[int]
-    """Every id that ends any of them."""
-    prefilled: list[Request]
-    """Those of `sampled` whose known tokens are all computed by this step."""
-    ending: list[Request]
-    """Those of `sampled` that reach their length limit."""
-    wants_prompt_logprobs: dict[int, Request]
-    """By row, who gets log probabilities of its prompt; the row may be another's when they come."""
-    has_chunks: bool
-    sent_at: float
-    stale: bool = False
-    """Some of `sampled` may have ended since."""
-
-
-@dataclass(slots=True, frozen=True)
-class StepOutcome:
-    """What one step's result brought."""
-
-    step: int
-    sampled: SampledTokens
-    first: list[tuple[Request, FirstToken]]
-    finished: list[tuple[Request, Finished]]
-    prompt_logprobs: list[tuple[Request, PromptLogprobs]]
-
-    @property
-    def has_output(self) -> bool:
-        """A step of prompt chunks alone usually brings nothing."""
-        return bool(self.sampled.requests or self.prompt_logprobs)
+    """While requests run, a new prompt waits this multiple of the last prompt step's time."""
 
 
 class Scheduler:
-    """Owns every live request, the queue, the rows and, through the manager, the KV blocks."""
+    """Owns all unfinished requests, the queue, the rows and, through the manager, the KV blocks."""
 
     def __init__(self, limits: Limits, kv: KVCacheManager, clock: Callable[[], float] = time.monotonic):
-        """Raises ValueError for an unknown policy or limits below one."""
+        """Raises ValueError for an unknown policy, and for limits below one or beyond what a frame holds."""
         if limits.max_num_seqs < 1 or limits.max_num_batched_tokens < 1:
             raise ValueError("max_num_seqs and max_num_batched_tokens must be at least 1")
+        check_frames(limits.max_num_seqs, limits.max_num_batched_tokens, kv.block_size, len(kv.specs))
         self.requests: dict[int, Request] = {}
         self.counters = Counters()
         self._limits = limits
@@ -118,18 +72,19 @@ class Scheduler:
         self._decode_batch = DecodeBatch(kv.block_size)
         self._prefilling: dict[int, Request] = {}
         self._free_rows = list(range(limits.max_num_seqs))[::-1]
-        self._in_flight: deque[_Step] = deque()
-        self._ended: list[Request] = []  # ended; row and blocks still to be given back
+        self._in_flight: deque[Step] = deque()
+        self._ended: list[Request] = []  # row and blocks are still to be freed
         self._last_step = 0
         self._completed = 0
         self._completed_at = clock()
         self._num_arrivals = 0
         self._prompt_step_s = 0.0
-        self._no_room: tuple[Request, int] | None = None  # who did not fit, after how many releases
+        self._no_room: tuple[Request, int] | None = None  # the request that did not fit, and `num_frees` then
+        self._is_preparing = False
 
     @property
     def num_running(self) -> int:
-        """Requests with tokens left to schedule that own a row."""
+        """Requests with a row and tokens left to schedule."""
         return len(self._decode_batch) + len(self._prefilling)
 
     @property
@@ -139,33 +94,53 @@ class Scheduler:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps whose result is not in."""
+        """Steps without a result."""
         return len(self._in_flight)
 
+    @property
+    def has_sliced_work(self) -> bool:
+        """Whether another `schedule` call is useful at once: blocks to hash or to free are left."""
+        return self._kv.has_blocks_to_free or (self._is_preparing and len(self._in_flight) < MAX_IN_FLIGHT)
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Differs whenever requests, steps or blocks have changed."""
+        return (
+            self._num_arrivals,
+            len(self.requests),
+            self._last_step,
+            self._completed,
+            self._kv.num_frees,
+            self._kv.num_hashed,
+        )
+
     def add(self, request: Request) -> None:
-        """Queue a request that fits; its id must not be live."""
+        """Queue a request that fits; its id must not be in use."""
         request.arrival = self._num_arrivals
         request.arrived_at = self._clock()
         self._num_arrivals += 1
         self.requests[request.request_id] = request
         self._queue.add(request)
 
-    def abort(self, request_id: int) -> None:
-        """End a request in whatever state; nothing happens if it has ended."""
-        request = self.requests.get(request_id)
-        if request is not None:
-            self._end(request)
-            self._free_ended()
+    def abort(self, request_ids: list[int]) -> None:
+        """End requests in any state; ids of ended ones are ignored."""
+        for request_id in request_ids:
+            request = self.requests.get(request_id)
+            if request is not None:
+                self._end(request)
+        self._free_ended()
 
     def schedule(self) -> ScheduledBatch | None:
-        """The next step; None when there is nothing to run or `MAX_IN_FLIGHT` steps are out."""
+        """The next step; None when there is nothing to run or `MAX_IN_FLIGHT` steps are in flight."""
+        self._kv.begin_turn()
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             return None
-        plan = _Plan()
+        plan = StepPlan()
+        self._is_preparing = False
         self._extend_decodes(plan)
         self._continue_prefills(plan)
-        for request, count in plan.chunks.values():  # from here on nobody is preempted
-            self._kv.cache(request.blocks, request.token_ids, request.computed + count)
+        for request, count in plan.chunks.values():  # no request is preempted from here on
+            self._kv.cache(request.blocks, request.computed + count, self._last_step + 1)
         if not plan.preempted:
             self._admit_waiting(plan)
         if not plan.chunks and not self._decode_batch:
@@ -173,86 +148,95 @@ class Scheduler:
         return self._dispatch(plan)
 
     def update(self, result: BatchResult) -> StepOutcome:
-        """Take in what the oldest step in flight drew.
+        """Process the result of the oldest step in flight.
 
-        Raises ValueError when that does not belong to that step.
+        Raises ValueError when the result does not fit that step.
         """
         if not self._in_flight or self._in_flight[0].number != result.step:
             raise ValueError(f"result of step {result.step} came out of order")
-        step = self._in_flight.popleft()
-        sampled = SampledTokens(step.sampled, unpack_ids(result.token_ids), result.logprobs)
-        _check_fit(step, sampled)
+        step = self._in_flight[0]
+        failures = step.failed_requests(result)
+        failed = self._fail(step, failures) if failures else []
+        sampled = step.sampled(result, {id(request) for request, _ in failures})
+        prompt_logprobs = step.prompt_logprobs(result) if result.prompt_logprobs else []
+        self._in_flight.popleft()
         now = self._clock()
         self._completed = step.number
+        self._kv.confirm(step.number)
         self._time_prompts(step, now)
-        chunks = _prompt_logprobs_of(step, result.prompt_logprobs) if result.prompt_logprobs else []
-        if step.stale:
-            alive = [place for place, r in enumerate(step.sampled) if r.state is not State.ENDED]
-            sampled = sampled.select(alive)
         for request, token_id in zip(sampled.requests, sampled.token_ids, strict=True):
-            request.token_ids.append(token_id)
+            request.output_ids.append(token_id)
         self.counters.generated_tokens += len(sampled.token_ids)
-        first = _first_tokens(step.prefilled, now)
-        finished = self._finish(step, sampled)
+        first = _first_tokens(step, now)
+        finished = failed + self._finish(step, sampled)
         self._free_ended()
-        return StepOutcome(step.number, sampled, first, finished, chunks)
+        return StepOutcome(step.number, sampled, first, finished, prompt_logprobs)
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless queue, cohort, rows and blocks agree."""
-        live = self.requests.values()
-        holding = [r for r in live if r.state is not State.WAITING] + list(self._ended)
-        rows = [request.row for request in holding] + self._free_rows
+    def check_integrity(self) -> Iterator[None]:
+        """Raises AssertionError unless queue, decode batch, rows and blocks agree.
+
+        Yields now and then, so that the caller can do the rest later, if `version` is the same.
+        """
+        requests = self.requests.values()
+        with_row = [r for r in requests if r.state is not State.WAITING] + self._ended
+        rows = [request.row for request in with_row] + self._free_rows
         assert sorted(rows) == list(range(self._limits.max_num_seqs)), "rows are lost or shared"
-        assert len(self._decode_batch) == sum(r.state is State.DECODING for r in live), (
-            "cohort and states differ"
-        )
-        assert len(self._queue) == sum(r.state is State.WAITING for r in live), "queue and states differ"
+        decoding = sum(r.state is State.DECODING for r in requests)
+        assert len(self._decode_batch) == decoding, "decode batch and states differ"
+        waiting = sum(r.state is State.WAITING for r in requests)
+        assert len(self._queue) == waiting, "queue and states differ"
         assert all(r.state is State.PREFILLING for r in self._prefilling.values())
         assert all(r.state is State.ENDED for r in self._ended)
         self._decode_batch.check_integrity()
-        for member in self._decode_batch.requests():
-            self._kv.check_covers(member.blocks, self._decode_batch.computed(member))
-        self._kv.check_integrity([request.blocks for request in holding])
+        for request in self._decode_batch.requests():
+            self._kv.check_covers(request.blocks, self._decode_batch.computed(request))
+        yield
+        yield from self._kv.check_integrity([request.blocks for request in with_row])
 
     # Planning a step
 
-    def _extend_decodes(self, plan: _Plan) -> None:
-        """Give a block to each member of the cohort that begins one, and share the one it filled."""
+    def _extend_decodes(self, plan: StepPlan) -> None:
+        """Allocate a block for each decoding request that begins one, and cache the one it has filled."""
         for request in self._decode_batch.needing_block():
             if request.state is not State.DECODING:
-                continue  # preempted a moment ago, for another's block
+                continue  # preempted for an earlier request of this loop
             computed = self._decode_batch.computed(request)
-            # At most one step is in flight, so every id before `computed` is known.
-            self._kv.cache(request.blocks, request.token_ids, computed)
-            self._extend(request, computed, 1, plan)
+            # At most one step is in flight, so all ids before `computed` are known.
+            self._kv.cache(request.blocks, computed, self._last_step)
+            if not self._extend(request, computed, 1, plan) and request.state is State.DECODING:
+                self._preempt(request, plan)
 
-    def _continue_prefills(self, plan: _Plan) -> None:
+    def _continue_prefills(self, plan: StepPlan) -> None:
         for request in list(self._prefilling.values()):
-            budget = self._budget(plan)
+            budget = self._token_budget(plan)
             if budget == 0:
                 break
             if request.state is not State.PREFILLING:
                 continue
-            count = min(len(request.token_ids) - request.computed, budget)
-            if self._extend(request, request.computed, count, plan):
-                plan.chunks[request.request_id] = request, count
+            count = min(len(request.token_ids) - request.computed, plan.chunk_limit(request, budget))
+            if count and self._extend(request, request.computed, count, plan):
+                plan.add_chunk(request, count)
 
-    def _admit_waiting(self, plan: _Plan) -> None:
-        budget = self._budget(plan)
-        while budget:
+    def _admit_waiting(self, plan: StepPlan) -> None:
+        while budget := self._token_budget(plan):
             request = self._queue.first()
             if request is None or not self._free_rows or not self._may_be_admitted(request):
                 return
-            may_hit = request.prompt_logprobs < 0
-            cached = self._kv.admit(request.blocks, request.token_ids, may_hit)
-            if cached is None:
+            limit = plan.chunk_limit(request, budget)
+            hits = self._prepare(request)
+            size = new_row_bytes(request, self._kv.block_size, len(self._kv.specs))
+            full = plan.new_rows and plan.new_row_bytes + size > MAX_NEW_ROWS_BYTES
+            if hits is None or full or not limit:
+                return
+            if not self._kv.admit(request.blocks, hits):
                 self._no_room = request, self._kv.num_frees
                 return
-            budget -= self._admit(request, cached, budget, plan)
+            self._admit(request, hits * self._kv.block_size, limit, plan)
+            plan.new_row_bytes += size
 
     def _may_be_admitted(self, request: Request) -> bool:
         if request.last_step > self._completed:
-            return False  # some of its tokens are still under way
+            return False  # some of its tokens are still in flight
         if self._no_room == (request, self._kv.num_frees):
             return False
         is_new = request.cached_tokens is None
@@ -262,25 +246,42 @@ class Scheduler:
         waited = self._clock() - self._queue.oldest_arrival()
         return self.num_running > 0 and waited <= self._limits.delay_factor * self._prompt_step_s
 
-    def _admit(self, request: Request, cached: int, budget: int, plan: _Plan) -> int:
-        """Start a request whose first `cached` tokens are in its blocks; returns the tokens it computes."""
+    def _prepare(self, request: Request) -> int | None:
+        """Blocks of the cached prefix that the request will use; None if a later turn must go on."""
+        budget = self._kv.budget
+        self._is_preparing = True
+        if budget.is_spent:
+            return None
+        if request.settings.needs_prompt_ids:
+            prompt = request.token_ids.prompt
+            before = prompt.num_left
+            prompt.collect_distinct(budget.left * IDS_PER_UNIT)
+            budget.spend((before - prompt.num_left) // IDS_PER_UNIT)
+            if prompt.num_left:
+                return None
+        hits = self._kv.find_prefix(request.blocks) if request.prompt_logprobs < 0 else 0
+        self._is_preparing = hits is None
+        return hits
+
+    def _admit(self, request: Request, cached: int, limit: int, plan: StepPlan) -> None:
+        """Start a request whose first `cached` tokens are in its blocks; computes up to `limit` tokens."""
         self._queue.remove(request)
-        count = min(len(request.token_ids) - cached, budget)
+        count = min(len(request.token_ids) - cached, limit)
         added = self._kv.extend(request.blocks, cached, cached + count)
         assert added is not None, "admitted without room"
-        self._kv.cache(request.blocks, request.token_ids, cached + count)
+        self._kv.cache(request.blocks, cached + count, self._last_step + 1)
+        self._kv.budget.spend(UNITS_PER_ADMISSION)
         request.row = self._free_rows.pop()
         request.state = State.PREFILLING
         request.computed = cached
         self._prefilling[request.request_id] = request
-        plan.chunks[request.request_id] = request, count
-        plan.new_rows.append(_new_row(request, cached))
+        plan.add_chunk(request, count)
+        plan.new_rows.append(_new_row(request))
         if request.cached_tokens is None:
             self._count_admission(request, cached)
-        return count
 
     def _count_admission(self, request: Request, cached: int) -> None:
-        """A request runs for the first time."""
+        """Count the first admission of a request."""
         request.cached_tokens = cached
         request.admitted_at = self._clock()
         self.counters.prompt_tokens += request.prompt_length
@@ -288,14 +289,21 @@ class Scheduler:
             self.counters.prefix_queries += request.prompt_length
             self.counters.prefix_hits += cached
 
-    def _budget(self, plan: _Plan) -> int:
-        # The cohort alone never exceeds it: whoever joins had a token of the same budget before.
+    def _token_budget(self, plan: StepPlan) -> int:
+        # Never negative: a request that joins the decode batch had a token of the budget before.
         return self._limits.max_num_batched_tokens - len(self._decode_batch) - plan.num_tokens
 
-    def _extend(self, request: Request, start: int, count: int, plan: _Plan) -> bool:
-        """Blocks for the next `count` tokens, at the cost of whoever ranks last; False if that is itself."""
+    def _extend(self, request: Request, start: int, count: int, plan: StepPlan) -> bool:
+        """Allocate blocks for the next `count` tokens, preempting the requests that are last in order.
+
+        False when the request itself is preempted, and when freeing blocks has used up the turn's budget.
+        """
         while (added := self._kv.extend(request.blocks, start, start + count)) is None:
-            victim = max([*self._decode_batch.requests(), *self._prefilling.values()], key=self._queue.rank)
+            if self._kv.budget.is_spent:
+                return False
+            running = [*self._decode_batch.requests(), *self._prefilling.values()]
+            self._kv.budget.spend(len(running) // UNITS_PER_ADMISSION)
+            victim = max(running, key=self._queue.rank)
             self._preempt(victim, plan)
             if victim is request:
                 return False
@@ -303,32 +311,37 @@ class Scheduler:
             plan.more_blocks[request.request_id] = MoreBlocks(request.row, added)
         return True
 
-    def _preempt(self, request: Request, plan: _Plan) -> None:
-        """Back to the queue, to be computed anew; ids under way still count when they arrive."""
+    def _preempt(self, request: Request, plan: StepPlan) -> None:
+        """Return a request to the queue, to be computed anew; ids in flight still count."""
         self.counters.preemptions += 1
         self.counters.prefill_preemptions += request.state is State.PREFILLING
-        plan.preempted = True
-        plan.chunks.pop(request.request_id, None)
-        plan.more_blocks.pop(request.request_id, None)
+        plan.remove(request)
+        self._return_to_queue(request)
+
+    def _return_to_queue(self, request: Request) -> None:
         self._stop_running(request)
         self._free(request)
         request.state = State.WAITING
         self._queue.add(request)
 
-    def _dispatch(self, plan: _Plan) -> ScheduledBatch:
+    def _dispatch(self, plan: StepPlan) -> ScheduledBatch:
         self._last_step += 1
         decodes, ending = self._decode_batch.advance()
-        rows, counts = decodes.rows, []
-        sampled, stop_ids = decodes.requests, decodes.stop_ids
+        rows, counts, requests = decodes.rows, [], decodes.requests
+        sampling, stop_ids = decodes.requests, decodes.stop_ids
+        token_ids = next_ids = b""
         prefilled: list[Request] = []
-        wants_prompt_logprobs: dict[int, Request] = {}
+        prompt_logprob_rows: dict[int, Request] = {}
         if plan.chunks:
-            rows = rows + [request.row for request, _ in plan.chunks.values()]
-            counts = [1] * len(decodes.rows) + [count for _, count in plan.chunks.values()]
-            wants_prompt_logprobs = {r.row: r for r, _ in plan.chunks.values() if r.prompt_logprobs >= 0}
+            chunked = [request for request, _ in plan.chunks.values()]
+            rows = rows + [request.row for request in chunked]
+            counts = [1] * len(requests) + [count for _, count in plan.chunks.values()]
+            requests = requests + chunked
+            prompt_logprob_rows = {r.row: r for r in chunked if r.prompt_logprobs >= 0}
+            token_ids, next_ids = plan.packed_ids()
             prefilled = self._advance_prefills(plan)
-            sampled = sampled + prefilled
-            stop_ids = stop_ids.union(*{request.stop_ids for request in prefilled})
+            sampling = sampling + prefilled
+            stop_ids = union_of_stop_ids(prefilled, stop_ids)
         for request in prefilled:
             if not self._start_decoding(request):
                 ending.append(request)
@@ -336,56 +349,97 @@ class Scheduler:
             request.state = State.DRAINING
             request.last_step = self._last_step
         self._count_step(plan, len(prefilled))
-        has_chunks, now = bool(plan.chunks), self._clock()
         self._in_flight.append(
-            _Step(
-                self._last_step, sampled, stop_ids, prefilled, ending, wants_prompt_logprobs, has_chunks, now
+            Step(
+                number=self._last_step,
+                rows=rows,
+                requests=requests,
+                sampling=sampling,
+                stop_ids=stop_ids,
+                prefilled=prefilled,
+                ending=ending,
+                prompt_logprob_rows=prompt_logprob_rows,
+                has_chunks=bool(plan.chunks),
+                sent_at=self._clock(),
             )
         )
-        return ScheduledBatch(self._last_step, rows, counts, plan.new_rows, list(plan.more_blocks.values()))
+        more_blocks = list(plan.more_blocks.values())
+        return ScheduledBatch(self._last_step, rows, counts, plan.new_rows, more_blocks, token_ids, next_ids)
 
-    def _advance_prefills(self, plan: _Plan) -> list[Request]:
-        """Count the chunks as computed; returns whom that completes."""
+    def _advance_prefills(self, plan: StepPlan) -> list[Request]:
+        """Count the chunks as computed; returns the requests whose last known token is among them."""
         for request, count in plan.chunks.values():
             request.computed += count
             if request.computed >= request.prompt_length:
-                request.prompt_logprobs = -1  # all of them are certain to come
+                request.prompt_logprobs = -1  # the rest is in flight
         prefilled = [r for r, _ in plan.chunks.values() if r.computed == len(r.token_ids)]
         for request in prefilled:
             del self._prefilling[request.request_id]
         return prefilled
 
     def _start_decoding(self, request: Request) -> bool:
-        """Join the cohort; False when the token that is being drawn is already the last."""
-        steps = request.max_tokens - request.num_generated - 1
+        """Add a request to the decode batch; False when this step samples its last token already."""
+        steps = request.settings.max_tokens - request.num_generated - 1
         if steps == 0:
             return False
         request.state = State.DECODING
         self._decode_batch.add(request, steps)
         return True
 
-    def _count_step(self, plan: _Plan, num_prefilled: int) -> None:
+    def _count_step(self, plan: StepPlan, num_prefilled: int) -> None:
         self.counters.steps += 1
         self.counters.chunked_prefills += len(plan.chunks) - num_prefilled
         self.counters.overlapped_steps += bool(self._in_flight)
 
-    # Taking in results
+    # Processing results
 
-    def _finish(self, step: _Step, sampled: SampledTokens) -> list[tuple[Request, Finished]]:
-        """End everybody whom this step's ids or length end."""
+    def _finish(self, step: Step, sampled: SampledTokens) -> list[tuple[Request, Finished]]:
+        """End the requests that the step's tokens or their length limit end."""
         finished = []
-        if not step.stop_ids.isdisjoint(sampled.token_ids):
+        if step.stop_ids is None or not step.stop_ids.isdisjoint(sampled.token_ids):
             for request, token_id in zip(sampled.requests, sampled.token_ids, strict=True):
                 if token_id in request.stop_ids:
                     reason = request.stop_reason(token_id)
                     finished.append((request, Finished(request.request_id, reason, token_id)))
         by_stop = {id(request) for request, _ in finished}
         for request in step.ending:
-            if request.state is not State.ENDED and id(request) not in by_stop:
+            if request.state is State.DRAINING and id(request) not in by_stop:
                 finished.append((request, Finished(request.request_id, FinishReason.MAX_TOKENS)))
         for request, _ in finished:
             self._end(request)
         return finished
+
+    def _fail(self, step: Step, failures: list[tuple[Request, str]]) -> list[tuple[Request, Finished]]:
+        """End the requests whose rows failed in `step`, and undo what depends on their blocks."""
+        finished = []
+        for request, reason in failures:
+            if request.state is State.ENDED:
+                continue
+            request.is_cacheable = False
+            message = reason[:MAX_REASON_CHARS]
+            end = Finished(request.request_id, FinishReason.ERROR, message=message)
+            finished.append((request, end))
+            self._end(request)
+        for request in [*self.requests.values(), *self._ended]:
+            if request.blocks.shared_step >= step.number:
+                self._recompute(request)
+        self._kv.uncache_unconfirmed()
+        return finished
+
+    def _recompute(self, request: Request) -> None:
+        """The request uses cached blocks that steps in flight should have written, and one of these failed.
+
+        All of its tokens since its admission are in flight: they are dropped, and it is computed anew.
+        """
+        request.blocks.shared_step = 0
+        request.is_cacheable = False
+        if request.state is State.ENDED:
+            return
+        request.discarded_until = self._last_step
+        self._mark_stale(request.discarded_until)
+        if request.state is not State.WAITING:
+            self._return_to_queue(request)
+        request.is_cacheable = True
 
     def _end(self, request: Request) -> None:
         del self.requests[request.request_id]
@@ -395,11 +449,14 @@ class Scheduler:
             self._stop_running(request)
             self._ended.append(request)
         request.state = State.ENDED
+        self._mark_stale(request.last_step)
+
+    def _mark_stale(self, last_step: int) -> None:
         for step in self._in_flight:
-            step.stale |= step.number <= request.last_step
+            step.is_stale |= step.number <= last_step
 
     def _stop_running(self, request: Request) -> None:
-        """Take a request that owns a row out of the schedule; later steps will not name it."""
+        """Schedule no further step of a request that has a row."""
         if request.state is State.DECODING:
             self._decode_batch.remove(request)
         elif request.state is State.PREFILLING:
@@ -408,67 +465,50 @@ class Scheduler:
             request.last_step = self._last_step
 
     def _free_ended(self) -> None:
-        """Take row and blocks of ended requests that no step in flight touches."""
-        leaving, self._ended = self._ended, []
-        for request in leaving:
+        """Free row and blocks of ended requests that no step in flight uses."""
+        if not self._ended:
+            return
+        ended, self._ended = self._ended, []
+        for request in ended:
             if request.last_step <= self._completed:
                 self._free(request)
             else:
                 self._ended.append(request)
 
     def _free(self, request: Request) -> None:
-        known_and_computed = min(request.computed, len(request.token_ids))
-        self._kv.cache(request.blocks, request.token_ids, known_and_computed)
+        """Free row and blocks; the blocks stay cached."""
+        if request.is_cacheable:
+            known_and_computed = min(request.computed, len(request.token_ids))
+            self._kv.cache(request.blocks, known_and_computed, self._last_step)
         self._kv.free(request.blocks)
         self._free_rows.append(request.row)
         request.row = NO_ROW
         request.computed = 0
 
-    def _time_prompts(self, step: _Step, now: float) -> None:
+    def _time_prompts(self, step: Step, now: float) -> None:
         if step.has_chunks:
             # It began when it was sent, or when the step before it was done.
             self._prompt_step_s = now - max(step.sent_at, self._completed_at)
         self._completed_at = now
 
 
-def _new_row(request: Request, computed: int) -> NewRow:
+def _new_row(request: Request) -> NewRow:
+    tokens, settings = request.token_ids, request.settings
     return NewRow(
         request.row,
-        request.token_ids.tobytes(),
-        computed,
+        len(tokens),
+        request.computed,
         [list(table) for table in request.blocks.tables],
         request.sampling,
         request.prompt_length,
         request.prompt_logprobs,
+        tokens.prompt.distinct_ids() if settings.needs_prompt_ids else b"",
+        tokens.output.tobytes() if settings.needs_output_ids else b"",
     )
 
 
-def _check_fit(step: _Step, sampled: SampledTokens) -> None:
-    """Raises ValueError when what came is not what the step's rows draw."""
-    drawn, expected = len(sampled.token_ids), len(step.sampled)
-    if drawn != expected:
-        raise ValueError(f"step {step.number} gave {drawn} tokens for {expected} rows")
-    if sampled.logprobs is not None and not fits(sampled.logprobs, expected):
-        raise ValueError(f"step {step.number} gave log probabilities that do not fit its sampled tokens")
-
-
-def _prompt_logprobs_of(step: _Step, chunks: list[PromptLogprobs]) -> list[tuple[Request, PromptLogprobs]]:
-    """The chunks of requests that have not ended, under their ids.
-
-    Raises ValueError for a chunk that nobody asked for.
-    """
-    owned = []
-    for chunk in chunks:
-        request = step.wants_prompt_logprobs.get(chunk.owner)
-        if request is None or not is_whole(chunk.table):
-            raise ValueError(f"step {step.number} gave prompt log probabilities that fit no row")
-        if request.state is not State.ENDED:
-            owned.append((request, PromptLogprobs(request.request_id, chunk.start, chunk.table)))
-    return owned
-
-
-def _first_tokens(prefilled: list[Request], now: float) -> list[tuple[Request, FirstToken]]:
-    """Of the requests that were computed to their end: who has got its very first token."""
+def _first_tokens(step: Step, now: float) -> list[tuple[Request, FirstToken]]:
+    """Of the requests that have got their first token in this step."""
     return [
         (
             request,
@@ -479,6 +519,6 @@ def _first_tokens(prefilled: list[Request], now: float) -> list[tuple[Request, F
                 prefill_s=now - request.admitted_at,
             ),
         )
-        for request in prefilled
-        if request.state is not State.ENDED and request.num_generated == 1
+        for request in step.prefilled
+        if request.num_generated == 1 and step.is_valid_for(request)
     ]

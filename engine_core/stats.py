@@ -1,4 +1,4 @@
-"""What a core counts from its start on; `CoreStats` says what each counter means."""
+"""Counters of a core since its start; `CoreStats` explains each of them."""
 
 from dataclasses import dataclass
 

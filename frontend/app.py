@@ -1,5 +1,6 @@
 """Builds the HTTP application of one model and starts serving it."""
 
+import asyncio
 import socket
 from collections.abc import AsyncIterator
 
@@ -10,6 +11,7 @@ from atom.messages.launch import FrontendLaunch
 from frontend import keys
 from frontend.auth import ApiKeys
 from frontend.body_memory import BodyMemory
+from frontend.chat_encoder import ChatEncoder
 from frontend.chat_template import ChatTemplate
 from frontend.connections import Listener
 from frontend.engine_client import EngineClient
@@ -17,6 +19,7 @@ from frontend.harmony import Harmony
 from frontend.input_processor import InputProcessor
 from frontend.lifecycle import Lifecycle
 from frontend.limits import HttpLimits
+from frontend.loop_lag import watch_loop
 from frontend.metrics import Metrics
 from frontend.output_processor import OutputProcessor
 from frontend.routes import generation, health, info, models, profile, tokenization
@@ -33,7 +36,7 @@ from frontend.tokenizer import Tokenizer
 __all__ = ["create_app", "start"]
 
 # Seconds that handlers get to end after draining, before they are cancelled.
-_CLEANUP_DEADLINE_S = 0.2
+_CLEANUP_DEADLINE_S = 1.0
 # JSON bytes: English text has 4 to 5 per token, Chinese as \u escapes about 9.
 _BYTES_PER_TOKEN = 16
 _ROUTES = (generation.routes, tokenization.routes, models.routes, info.routes, health.routes, profile.routes)
@@ -56,7 +59,9 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
     for table in _ROUTES:
         app.add_routes(table)
     app.on_response_prepare.append(add_request_id)
+    app.on_response_prepare.append(_close_while_draining)
     app.cleanup_ctx.append(_engine_link)
+    app.cleanup_ctx.append(_loop_watch)
     return app
 
 
@@ -85,7 +90,12 @@ def _add_services(app: web.Application, launch: FrontendLaunch) -> None:
     executor = TextExecutor()
     parts = (client, inputs, models_service, options, executor)
     reply_format = Harmony.from_checkpoint(checkpoint, tokenizer)
-    chat = ChatService(*parts, ChatTemplate.from_checkpoint(checkpoint), reply_format)
+    template, allow_control_tokens = (
+        ChatTemplate.from_checkpoint(checkpoint),
+        server.allow_control_tokens_in_content,
+    )
+    encoder = None if template is None else ChatEncoder(template, inputs, allow_control_tokens)
+    chat = ChatService(*parts, encoder, reply_format)
     app[keys.CLIENT] = client
     app[keys.MODELS] = models_service
     app[keys.CHAT] = chat
@@ -107,6 +117,13 @@ def _capacity(launch: FrontendLaunch) -> int:
     return running + launch.server.max_queued_requests
 
 
+async def _close_while_draining(request: web.Request, response: web.StreamResponse) -> None:
+    """Let clients open no further request on a connection that ends soon."""
+    if request.app[keys.LIFECYCLE].is_draining:
+        response.force_close()
+        response.headers["Connection"] = "close"  # aiohttp has written its own headers before
+
+
 async def start(app: web.Application, listener: socket.socket) -> web.AppRunner:
     """Serve `app` on the bound socket `listener` until `cleanup` of the returned runner."""
     runner = web.AppRunner(
@@ -126,6 +143,12 @@ def _set_max_model_len(inputs: InputProcessor, ready: CoreReady) -> None:
 async def _engine_link(app: web.Application) -> AsyncIterator[None]:
     async with app[keys.CLIENT]:
         yield
+
+
+async def _loop_watch(app: web.Application) -> AsyncIterator[None]:
+    watch = asyncio.create_task(watch_loop(app[keys.METRICS].event_loop_lag.observe))
+    yield
+    watch.cancel()
 
 
 async def _shut_down(executor: TextExecutor) -> AsyncIterator[None]:

@@ -22,6 +22,11 @@ class ApiKeys:
             raise ValueError("--api-key has an empty key: write keys with single commas between them")
         self._digests = [_digest(key) for key in keys]
 
+    @property
+    def is_required(self) -> bool:
+        """Whether requests need a key."""
+        return bool(self._digests)
+
     def tenant(self, headers: Mapping[str, str]) -> str:
         """The tenant id of the request's key; "" with at most one configured key.
 

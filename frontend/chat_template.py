@@ -17,6 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from atom.config.checkpoint import Checkpoint
 from frontend.errors import RequestError
+from frontend.template_source import TemplateSource
 
 __all__ = ["ChatTemplate"]
 
@@ -42,9 +43,11 @@ class ChatTemplate:
         try:
             environment = _environment()
             self._template = environment.from_string(source)
-            read = meta.find_undeclared_variables(environment.parse(source))
+            tree = environment.parse(source)
+            read = meta.find_undeclared_variables(tree)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template is broken in line {error.lineno}: {error}") from error
+        self.source = TemplateSource(tree)
         self._tokens = dict(tokens)
         self.options = frozenset(read - _RESERVED - tokens.keys())
         """The variables that clients may set: all that the template reads except the server's."""

@@ -3,24 +3,33 @@
 import asyncio
 import socket
 
-from aiohttp import http_exceptions, web
+from aiohttp import HttpVersion11, http_exceptions, web
 
 from atom.utils.logger import get_logger
 from frontend.errors import InternalError, RequestError
 from frontend.limits import HttpLimits
 from frontend.metrics import Metrics
 from frontend.routes.errors import add_request_id, error_response, http_exception_response
-from frontend.routes.writing import unbuffered, with_deadline
+from frontend.routes.writing import PROBE, unbuffered, with_deadline
 
 __all__ = ["Listener"]
 
 _BACKLOG = 1024
+_LAST_READ_S = 0.01
+# Probes of a half-closed connection: the first two follow closely, since the second one fails where the
+# client has gone.
+_FIRST_PROBE_S, _LAST_PROBE_S = 0.1, 15.0
 
 
 class Connection(web.RequestHandler):
-    """aiohttp's protocol with deadlines; its own error responses are OpenAI error objects too."""
+    """aiohttp's protocol with deadlines; its own error responses are OpenAI error objects too.
 
-    __slots__ = ("_metrics", "_write_deadline_s")
+    A client may close its sending side after a request and still gets the response. The end of a
+    connection looks the same, so interim responses are sent: a closed peer answers with a reset, which
+    cancels the request.
+    """
+
+    __slots__ = ("_has_received", "_is_extended", "_is_half_closed", "_limits", "_metrics")
 
     def __init__(
         self, server: web.Server, loop: asyncio.AbstractEventLoop, limits: HttpLimits, metrics: Metrics
@@ -28,15 +37,81 @@ class Connection(web.RequestHandler):
         super().__init__(
             server,
             loop=loop,
-            # Also bounds the time until the first request's head is complete.
-            keepalive_timeout=limits.idle_deadline_s,
+            keepalive_timeout=limits.keepalive_s,
             max_line_size=limits.max_line_bytes,
             max_field_size=limits.max_line_bytes,
             max_headers=limits.max_headers,
             access_log=None,  # type: ignore[arg-type]  # None is how aiohttp turns it off
         )
         self._metrics = metrics
-        self._write_deadline_s = limits.write_deadline_s
+        self._limits = limits
+        self._has_received = False
+        self._is_extended = False
+        self._is_half_closed = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Start the deadline of the first request's head."""
+        super().connection_made(transport)
+        self._close_idle_in(self._limits.head_deadline_s)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse bytes from the client."""
+        self._has_received = True
+        super().data_received(data)
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio reads the result
+        """Whether the connection stays open for a response; probes whether the client still reads."""
+        if self._is_idle():
+            return False
+        self._is_half_closed = True
+        self._probe(_FIRST_PROBE_S)
+        return True
+
+    def _probe(self, next_s: float) -> None:
+        request = self._current_request
+        if self.transport is None:
+            return
+        if self._is_idle() or (request is not None and not request.content.is_eof()):
+            self.transport.close()  # no request, or the rest of one, can arrive
+            return
+        if request is None:
+            pass  # its handler has not started, or its response is being sent
+        elif (probe := request.get(PROBE)) is not None:
+            probe()
+        elif request.version < HttpVersion11:  # has no interim responses
+            self.transport.close()
+        elif not request.writer.output_size:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._loop.call_later(next_s, self._probe, min(2 * next_s, _LAST_PROBE_S))
+
+    def _is_idle(self) -> bool:
+        """Whether no request has arrived completely and is unanswered."""
+        return self._waiter is not None and not self._waiter.done()
+
+    def _close_idle_in(self, delay_s: float) -> None:
+        if self._keepalive_handle is not None:
+            self._keepalive_handle.cancel()
+        self._next_keepalive_close_time = self._loop.time() + delay_s
+        self._keepalive_handle = self._loop.call_at(self._next_keepalive_close_time, self._process_keepalive)
+
+    def _process_keepalive(self) -> None:
+        """Close a connection whose idle time is over, unless a request has just arrived."""
+        if self._loop.time() < self._next_keepalive_close_time or not self._is_idle():
+            super()._process_keepalive()
+            return
+        # Timers run before sockets are read: bytes that arrived while the loop was busy come first.
+        self._has_received = False
+        self._keepalive_handle = self._loop.call_later(_LAST_READ_S, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        self._keepalive_handle = None
+        if not self._is_idle():
+            return
+        if self._has_received and not self._is_extended:  # a part of a head: time for the rest, once
+            self._is_extended = True
+            self._close_idle_in(self._limits.head_deadline_s)
+        else:
+            self.force_close()
 
     def handle_error(
         self,
@@ -67,13 +142,22 @@ class Connection(web.RequestHandler):
         if request.content.exception() is not None:
             self._lingering_time = 0.0  # nothing can be read after a malformed body
             resp.force_close()
+        elif not request.content.is_eof() and "Content-Encoding" in request.headers:
+            self._lingering_time = 0.0  # the rest of a refused body is not decompressed
+            resp.force_close()
+        if self._is_half_closed and not self._messages:
+            resp.force_close()
+        self._is_extended = False
+        if self._keepalive_handle is not None:  # the idle time begins after this response
+            self._keepalive_handle.cancel()
+            self._keepalive_handle = None
         self._metrics.responses[resp.status] += 1
         sending = super().finish_response(request, resp, start_time)
         transport = self.transport
         if transport is None:
             return await sending
         with unbuffered(transport):
-            return await with_deadline(self._write_deadline_s, transport, self._metrics, sending)
+            return await with_deadline(self._limits.write_deadline_s, transport, self._metrics, sending)
 
 
 class Listener(web.BaseSite):

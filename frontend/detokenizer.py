@@ -1,59 +1,85 @@
-"""From one choice's token ids to its text: incremental decoding, then stop strings."""
+"""From the token ids of one sequence to its text: incremental decoding, then stop strings."""
 
+import codecs
 from collections.abc import Sequence
 
 from frontend.tokenizer import Tokenizer
 
-__all__ = ["Detokenizer", "StopFinder"]
+__all__ = ["Detokenizer", "StopFinder", "decode"]
 
-# Ids that a restarted decoder reads first, so that the next token joins them as it should.
-_CONTEXT = 8
+_REPLACEMENT = "\ufffd"
+_EACH_BYTE = "atom-replace-each-byte"
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return _REPLACEMENT * (error.end - error.start), error.end
+
+
+codecs.register_error(_EACH_BYTE, _replace_each_byte)
 
 
 class Detokenizer:
-    """Decodes one token at a time; the pieces join to what decoding all ids at once gives.
+    """Decodes one token at a time, at a cost that does not depend on the tokens before it.
 
-    `ids` is the choice's record of tokens, to which its owner appends before each `feed`.
+    The pieces join to the text that the tokenizer library gives for all ids at once, with one
+    exception: next to an invalid byte token the library replaces valid byte tokens too.
     """
 
-    __slots__ = ("_given", "_holding", "_ids", "_skip_special", "_stream", "_tokenizer")
+    __slots__ = ("_errors", "_last", "_pending", "_skipped", "_strip", "_stripped", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool = True):
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
         self._tokenizer = tokenizer
-        self._ids = ids
-        self._skip_special = skip_special_tokens
-        self._stream = tokenizer.stream((), skip_special_tokens)
-        self._given = 0  # characters handed out
-        self._holding = False  # ids at the end have no text yet
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._errors = "replace" if tokenizer.is_byte_level else _EACH_BYTE
+        self._stripped, self._strip = tokenizer.leading_strip
+        """The character to remove at the beginning, and how many of it at most."""
+        self._pending = b""
+        """The bytes of an incomplete character."""
+        self._last: int | None = None
 
-    def feed(self) -> str:
-        """The text that the last id completes; empty inside a character of several tokens."""
-        try:
-            piece = self._tokenizer.step(self._stream, self._ids[-1])
-        except Exception:  # tokenizers raises bare Exception
-            piece = self._resume()
-        if not piece:
-            self._holding = True
+    def feed(self, token_id: int) -> str:
+        """The text that `token_id` completes; empty inside a character of several tokens."""
+        piece = None if token_id in self._skipped else self._tokenizer.piece(token_id)
+        if piece is None:
             return ""
-        self._holding = False
-        self._given += len(piece)
-        return piece
+        last, self._last = self._last, token_id
+        if isinstance(piece, bytes):
+            data = self._pending + piece
+            text, used = codecs.utf_8_decode(data, self._errors, False)
+            self._pending = data[used:]
+        else:
+            text = self.finish() + self._text(last, token_id, piece)
+        return self._without_leading(text) if self._strip else text
 
     def finish(self) -> str:
-        """Whatever an incomplete character at the end decodes to."""
-        if not self._holding:
-            return ""
-        self._holding = False
-        return self._remainder()
+        """Replacement characters for an incomplete character at the end."""
+        rest, self._pending = self._pending, b""
+        return rest.decode("utf-8", self._errors)
 
-    def _resume(self) -> str:
-        # With byte-fallback vocabularies an invalid byte changes how the bytes before it decode,
-        # which the stream refuses. What was handed out stays; the rest follows from its length.
-        self._stream = self._tokenizer.stream(self._ids[-_CONTEXT:], self._skip_special)
-        return self._remainder()
+    def _text(self, last: int | None, token_id: int, piece: str) -> str:
+        if last is None and not self._strip:
+            return self._tokenizer.decode([token_id], skip_special_tokens=False)
+        if last is None or self._tokenizer.joins_pieces:
+            return piece
+        return self._tokenizer.text_after(last, token_id)
 
-    def _remainder(self) -> str:
-        return self._tokenizer.decode(self._ids, self._skip_special)[self._given :]
+    def _without_leading(self, text: str) -> str:
+        while self._strip and text.startswith(self._stripped):
+            text = text[1:]
+            self._strip -= 1
+        if text:
+            self._strip = 0
+        return text
+
+
+def decode(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    """The text of `ids`, equal to the joined pieces of a Detokenizer."""
+    text = tokenizer.decode(ids, skip_special_tokens)
+    if tokenizer.is_byte_level or _REPLACEMENT not in text:
+        return text
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens)
+    return "".join([*map(detokenizer.feed, ids), detokenizer.finish()])
 
 
 class StopFinder:

@@ -8,6 +8,7 @@ and delays no other request.
 import asyncio
 import contextlib
 import itertools
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ _PROFILE_DEADLINE_S = 330.0
 _FINAL_MESSAGE_S = 0.3
 # Between the end of a connection and the next one.
 _RECONNECT_S = 1.0
+# Longest time without a turn for other tasks while messages wait.
+_YIELD_S = 0.01
 _CORE = "the engine core"
 _ID_BITS = 40
 _BYTES_PER_ID = 4
@@ -226,12 +229,12 @@ class EngineClient:
         Without `every_step` the stream wakes its reader once, when all sequences have ended. If the
         engine is not ready any more, the stream fails at once.
         """
-        stream = Stream([request.request_id for request in requests], every_step)
+        stream = Stream([one for request in requests for one in request.request_ids], every_step)
         try:
             try:
                 self.check_ready()
             except UnavailableError as error:
-                self._metrics.failed(len(requests))
+                self._metrics.failed(len(stream.open))
                 stream.fail(error)
             else:
                 for request in requests:
@@ -241,15 +244,16 @@ class EngineClient:
             self._abort(sorted(stream.open))
 
     def _submit(self, request: AddRequest, text: TextOptions, stream: Stream) -> None:
-        arrived_at = self.admission.begin(request.request_id)
-        progress = Progress(arrived_at, len(request.prompt_ids) // _BYTES_PER_ID)
-        self._sequences[request.request_id] = _Sequence(stream, progress)
+        num_prompt_tokens = len(request.prompt_ids) // _BYTES_PER_ID
+        for request_id in request.request_ids:
+            progress = Progress(self.admission.begin(request_id), num_prompt_tokens)
+            self._sequences[request_id] = _Sequence(stream, progress)
         self._output.add(request, text)
         self._link.send(request)
 
     def _abort(self, request_ids: list[int]) -> None:
         running = [request_id for request_id in request_ids if self._sequences.pop(request_id, None)]
-        self._output.forget(running)
+        self._output.remove(running)
         if running:
             self._metrics.aborted(len(running))
             self.admission.ended(len(running))
@@ -257,14 +261,20 @@ class EngineClient:
 
     async def _run(self) -> None:
         """Keep a connection to the core: the end of one fails its requests and opens the next."""
-        while True:
-            reason = await self._serve_connection()
-            get_logger().error("the connection to the engine core has ended: %s", reason)
-            self._link.mark_dead(reason)
-            self._link.close()
-            self._fail_all(reason)
-            await asyncio.sleep(_RECONNECT_S)
-            self._link.connect()
+        try:
+            while True:
+                reason = await self._serve_connection()
+                get_logger().error("the connection to the engine core has ended: %s", reason)
+                self._link.mark_dead(reason)
+                self._link.close()
+                self._fail_all(reason)
+                await asyncio.sleep(_RECONNECT_S)
+                self._link.connect()
+        except asyncio.CancelledError:
+            raise
+        except BaseException:  # streams would wait for ever: end the process, and so the server
+            get_logger().critical("the frontend cannot recover its link to the engine core", exc_info=True)
+            os._exit(1)
 
     async def _serve_connection(self) -> str:
         """Process messages until the connection ends; returns the reason."""
@@ -280,6 +290,7 @@ class EngineClient:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _read(self) -> str:
+        yielded_at = time.monotonic()
         while True:
             message = self._link.decode(await self._link.socket.recv())
             self._received_at = time.monotonic()
@@ -287,6 +298,9 @@ class EngineClient:
             if isinstance(message, CoreDead):
                 return message.reason
             self._process(message)
+            if time.monotonic() - yielded_at > _YIELD_S:  # `recv` does not yield while messages wait
+                await asyncio.sleep(0)
+                yielded_at = time.monotonic()
 
     async def _wait_until_closed(self) -> str:
         monitor = self._link.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -347,7 +361,7 @@ class EngineClient:
     def _fail_all(self, reason: str) -> None:
         streams = {sequence.stream for sequence in self._sequences.values()}
         self._metrics.failed(len(self._sequences))
-        self._output.forget(self._sequences)
+        self._output.remove(self._sequences)
         self._sequences.clear()
         for stream in streams:
             stream.fail(EngineDeadError(reason))
@@ -370,5 +384,5 @@ def _reason(task: "asyncio.Task[str]") -> str:
     error = task.exception()
     if error is None:
         return task.result()
-    get_logger().error("the link to the engine core failed", exc_info=error)
-    return f"the link to the engine core failed: {error}"
+    get_logger().error("processing the engine core's messages failed", exc_info=error)
+    return "an internal error of the frontend; the server's log has the details"

@@ -118,6 +118,9 @@ class _Collector(Collector):
             "Clients disconnected because they did not read their response",
             snapshot.metrics.stalled,
         )
+        lag = snapshot.metrics.event_loop_lag
+        text = "Lateness of the event loop's timers, in seconds"
+        yield self._buckets("atom:event_loop_lag_seconds", text, lag)
         responses = CounterMetricFamily("atom:http_responses", "HTTP responses by status", labels=["status"])
         for status, count in sorted(snapshot.metrics.responses.items()):
             responses.add_metric([str(status)], count)
@@ -157,12 +160,14 @@ class _Collector(Collector):
         return metric
 
     def _histogram(self, name: str, text: str, histogram: Histogram) -> Iterator[Metric]:
+        return (self._buckets(each, text, histogram) for each in _both(name))
+
+    def _buckets(self, name: str, text: str, histogram: Histogram) -> Metric:
         bounds = [*map(str, histogram.bounds), "+Inf"]
         buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
-        for each in _both(name):
-            family = HistogramMetricFamily(each, text, labels=list(self._labels))
-            family.add_metric(list(self._labels.values()), buckets, histogram.sum)
-            yield family
+        family = HistogramMetricFamily(name, text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), buckets, histogram.sum)
+        return family
 
 
 def _both(name: str) -> Iterable[str]:

@@ -8,7 +8,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from atom.config.checkpoint import Checkpoint
-from atom.messages.engine import AddRequest, LogitsProcessors, Sampling, pack_ids
+from atom.messages.codec import encode
+from atom.messages.engine import MAX_ADD_REQUEST_BYTES, AddRequest, LogitsProcessors, Sampling, pack_ids
 from atom.sampling_params import SEED_LIMIT, SamplingParams
 from frontend.errors import RequestError
 from frontend.tokenizer import Tokenizer, TooManyTokensError
@@ -50,17 +51,24 @@ class InputProcessor:
         self._vocab_size = checkpoint.vocab_size
         self._eos_token_ids = list(checkpoint.eos_token_ids)
 
-    def encode(self, text: str, add_special_tokens: bool = True, excess: int = 0) -> list[int]:
-        """Token ids of `text`.
+    def encode(
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        excess: int = 0,
+        tokenizer: Tokenizer | None = None,
+    ) -> list[int]:
+        """Token ids of `text`, by `tokenizer` instead of the model's where given.
 
         Raises RequestError for a model without a tokenizer, and for a text that has more than
         `excess` tokens beyond the context length: long texts are not even tokenized then.
         """
-        if self.tokenizer is None:
+        tokenizer = tokenizer or self.tokenizer
+        if tokenizer is None:
             raise RequestError("this model has no tokenizer: send the prompt as token ids", param="prompt")
         limit = self.max_model_len + excess
         try:
-            return self.tokenizer.encode(text, add_special_tokens, limit)
+            return tokenizer.encode(text, add_special_tokens, limit)
         except TooManyTokensError as error:
             if not excess:
                 raise self._too_long(f"{'' if error.exact else 'more than '}{error.count}") from None
@@ -114,39 +122,43 @@ class InputProcessor:
         processors = self._logits_processors(params, [*eos_token_ids, *stop_token_ids])
         return CheckedParams(eos_token_ids, stop_token_ids, processors)
 
-    def requests(
+    def request(
         self,
         prompt_ids: Sequence[int],
         params: SamplingParams,
         request_ids: Sequence[int],
         cache_salt: str = "",
         checked: CheckedParams | None = None,
-    ) -> list[AddRequest]:
-        """One request per id: the `n` sequences of one prompt, which differ in `sequence` only.
+    ) -> AddRequest:
+        """The request for the `n` sequences of one prompt, one for each id.
 
         `checked` is the result of `check_params` for parameters that differ in max_tokens at
-        most. Raises RequestError as `check_params` does, and for prompts that are too long or
-        have ids outside the vocabulary.
+        most. Raises RequestError as `check_params` does, for prompts that are too long or have
+        ids outside the vocabulary, and for more bytes than a message may have.
         """
         checked = checked or self.check_params(params)
         self._check_length(prompt_ids, params.max_tokens)
         self.check_vocabulary(prompt_ids, "prompt")
         packed = pack_ids(prompt_ids)
         seed = _unsigned_seed(params.seed)
-        return [
-            AddRequest(
-                request_id,
-                packed,
-                params.max_tokens,
-                _sampling(params, seed, sequence, checked.logits_processors),
-                eos_token_ids=checked.eos_token_ids,
-                stop_token_ids=checked.stop_token_ids,
-                priority=params.priority,
-                cache_salt=cache_salt,
-                prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+        request = AddRequest(
+            list(request_ids),
+            packed,
+            params.max_tokens,
+            _sampling(params, seed, checked.logits_processors),
+            eos_token_ids=checked.eos_token_ids,
+            stop_token_ids=checked.stop_token_ids,
+            priority=params.priority,
+            cache_salt=cache_salt,
+            prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+        )
+        if (size := len(encode(request))) > MAX_ADD_REQUEST_BYTES:
+            raise RequestError(
+                f"the prompt and its parameters take {size} bytes inside the server, and at most "
+                f"{MAX_ADD_REQUEST_BYTES} are possible: send a shorter prompt, or fewer parameters",
+                param="prompt",
             )
-            for sequence, request_id in enumerate(request_ids)
-        ]
+        return request
 
     def _too_long(self, count: str) -> RequestError:
         return RequestError(
@@ -222,16 +234,13 @@ class InputProcessor:
             )
 
 
-def _sampling(
-    params: SamplingParams, seed: int, sequence: int, processors: LogitsProcessors | None
-) -> Sampling:
+def _sampling(params: SamplingParams, seed: int, processors: LogitsProcessors | None) -> Sampling:
     return Sampling(
         temperature=float(params.temperature),
         top_k=max(params.top_k, 0),
         top_p=float(params.top_p),
         min_p=float(params.min_p),
         seed=seed,
-        sequence=sequence,
         logits_processors=processors,
         logprobs=-1 if params.logprobs is None else params.logprobs,
     )

@@ -1,4 +1,4 @@
-"""Counts running requests, and refuses new ones during shutdown."""
+"""Counts running requests, and refuses and ends requests during shutdown."""
 
 import asyncio
 import contextlib
@@ -10,18 +10,21 @@ __all__ = ["Lifecycle"]
 
 
 class Lifecycle:
-    """Counts the requests in progress; after `drain` it admits no new ones."""
+    """The requests in progress; `drain` lets them finish, `interrupt` ends them with an error."""
 
     def __init__(self) -> None:
         self.running = 0
         """Requests in progress."""
-        self._draining = False
+        self.is_draining = False
+        """Whether new requests are refused."""
+        self._is_interrupted = False
+        self._interruptible: set[asyncio.Task[object]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
     def check_open(self) -> None:
         """Raises UnavailableError once the server is stopping."""
-        if self._draining:
+        if self.is_draining:
             raise UnavailableError("the server is stopping")
 
     @contextlib.contextmanager
@@ -37,8 +40,35 @@ class Lifecycle:
             if not self.running:
                 self._idle.set()
 
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """A block that `interrupt` cancels; it then raises UnavailableError."""
+        stopping = UnavailableError("the server is stopping; the request was not finished")
+        if self._is_interrupted:
+            raise stopping
+        task = asyncio.current_task()
+        assert task is not None
+        cancelling = task.cancelling()
+        self._interruptible.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            # A disconnect cancels the task too, and prevails.
+            if self._is_interrupted and task.uncancel() <= cancelling:
+                raise stopping from None
+            raise
+        finally:
+            self._interruptible.discard(task)
+
     async def drain(self, timeout_s: float) -> None:
         """Admit no new requests, and wait up to `timeout_s` for the running ones to finish."""
-        self._draining = True
+        self.is_draining = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
+
+    async def interrupt(self, timeout_s: float) -> None:
+        """End all requests with an error response, and wait up to `timeout_s` until these are sent."""
+        self._is_interrupted = True
+        for task in self._interruptible:
+            task.cancel()
+        await self.drain(timeout_s)

@@ -17,8 +17,11 @@ class HttpLimits:
     max_headers: int = 128
     body_deadline_s: float = 60.0
     """For receiving a request's whole body."""
-    idle_deadline_s: float = 75.0
-    """A connection that has sent no complete request head for this long is closed."""
+    head_deadline_s: float = 75.0
+    """A new connection that has sent no complete request head for this long is closed."""
+    keepalive_s: float = 620.0
+    """An idle connection is closed after this time. Clients and proxies, up to Google's load balancers
+    with 600 s, close theirs earlier, so that no request meets a connection that is just closing."""
     write_deadline_s: float = 120.0
     """A client that reads nothing of its response for this long is disconnected."""
     silence_s: float = 15.0

@@ -13,6 +13,7 @@ from aiohttp import web
 from atom.messages.codec import encode
 from atom.messages.launch import FrontendLaunch
 from atom.messages.supervisor import Beat, Dead, Ready, ToSupervisor
+from atom.utils.errors import out_of_memory
 from atom.utils.exit_status import ExitStatus
 from atom.utils.liveness import Beats, beat_interval
 from atom.utils.logger import get_logger, setup_logging
@@ -24,6 +25,8 @@ __all__ = ["main", "serve"]
 
 _PROCESS = "frontend"
 _STATUS_LINGER_MS = 1000
+# For sending the error responses of requests that did not finish in time.
+_LAST_RESPONSES_S = 2.0
 
 
 def main() -> None:
@@ -32,10 +35,10 @@ def main() -> None:
     setup_logging(_PROCESS)
     try:
         uvloop.run(serve(launch))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, MemoryError) as error:
         # A ValueError is about the checkpoint's tokenizer or template.
         status = ExitStatus.MODEL if isinstance(error, ValueError) else ExitStatus.RESOURCES
-        _report(launch.supervisor, Dead(_PROCESS, str(error), status))
+        _report(launch.supervisor, Dead(_PROCESS, out_of_memory(error) or str(error), status))
         sys.exit(1)
 
 
@@ -88,6 +91,7 @@ async def _drain(app: web.Application, stop: "_StopSignal", timeout_s: float) ->
     unfinished = app[keys.LIFECYCLE].running
     if unfinished:
         get_logger().warning("stopping with %d requests unfinished", unfinished)
+        await app[keys.LIFECYCLE].interrupt(_LAST_RESPONSES_S)
 
 
 class _StopSignal:

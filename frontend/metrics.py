@@ -76,6 +76,8 @@ class Metrics:
     """Clients that disconnected before their response was complete."""
     stalled: int = 0
     """Clients disconnected because they did not read their response."""
+    event_loop_lag: Histogram = field(default_factory=_fine_seconds)
+    """Lateness of a timer of the event loop."""
     time_to_first_token: Histogram = field(default_factory=_seconds)
     inter_token: Histogram = field(default_factory=_fine_seconds)
     latency: Histogram = field(default_factory=_seconds)

@@ -4,6 +4,7 @@ It does no I/O: the HTTP frontend and the library share it. Its request states h
 replay needs: the request and all ids generated so far.
 """
 
+import asyncio
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from atom.messages.engine import (
     TokenDeltas,
     unpack_ids,
 )
+from atom.utils.logger import get_logger
 from frontend.detokenizer import Detokenizer, StopFinder
 from frontend.harmony import Harmony
 from frontend.token_logprobs import LogprobColumns, LogprobTrack, PromptLogprobTrack, TokenLogprob
@@ -58,8 +60,8 @@ class Update(msgspec.Struct, gc=False):
     finished: bool = False
     reason: str | None = None
     """Why it finished: eos, stop_<id>, stop_sequence, max_tokens, aborted or error."""
-    stop_reason: str | None = None
-    """The stop string that ended it."""
+    stop_reason: str | int | None = None
+    """The stop string, or the id of `stop_token_ids`, that ended it."""
     cached_tokens: int = 0
     """Prompt tokens from the prefix cache; set with the first token."""
     error: str = ""
@@ -67,7 +69,7 @@ class Update(msgspec.Struct, gc=False):
     logprobs: list[TokenLogprob] | tuple[()] = ()
     """Of the tokens whose text is in `text`; the last update has all that remain, including
     those of the stop string or stop token."""
-    prompt_logprobs: list[TokenLogprob] | tuple[()] = ()
+    prompt_logprobs: PromptLogprobTrack | tuple[()] = ()
     """Of the prompt from its second token on; set with the first token."""
     reasoning: str = ""
     """The new reasoning text, where the model's format separates it."""
@@ -95,7 +97,7 @@ class Processed:
 
     updates: list[Update] = field(default_factory=list)
     aborts: list[int] = field(default_factory=list)
-    """Requests that finished here (stop string) and must be aborted in the core."""
+    """Requests that ended here (stop string or error) and must be aborted in the core."""
 
 
 class NewText(NamedTuple):
@@ -131,15 +133,13 @@ class RequestState:
         self.emitted: array[int] = array("i")
         self.logprobs = LogprobTrack() if sampling.logprobs >= 0 else None
         self.prompt_logprobs = (
-            PromptLogprobTrack(request.prompt_logprobs, {}) if request.prompt_logprobs >= 0 else None
+            PromptLogprobTrack(request.prompt_logprobs) if request.prompt_logprobs >= 0 else None
         )
         self._include_stop = text.include_stop
         self._min_tokens = sampling.logits_processors.min_tokens if sampling.logits_processors else 0
         self._stops = StopFinder(text.stop_strings) if text.stop_strings else None
         self._channels = text.format.channels() if text.format else None
-        self._detokenizer = (
-            Detokenizer(tokenizer, self.emitted, text.skip_special_tokens) if tokenizer else None
-        )
+        self._detokenizer = Detokenizer(tokenizer, text.skip_special_tokens) if tokenizer else None
         self.ids_only = not (self._detokenizer or self.logprobs or self.prompt_logprobs)
         """Its updates have neither text nor log probabilities."""
 
@@ -156,7 +156,7 @@ class RequestState:
         content = reasoning = ""
         for used, token_id in enumerate(ids, 1):
             self.emitted.append(token_id)
-            text, thought = self._detokenizer.feed(), ""
+            text, thought = self._detokenizer.feed(token_id), ""
             if self._channels is not None:
                 text, thought = self._channels.split(token_id, text)
                 reasoning += thought
@@ -222,46 +222,72 @@ class OutputProcessor:
 
     def add(self, request: AddRequest, text: TextOptions) -> None:
         """Register `request`."""
-        self._states[request.request_id] = RequestState(request, self._tokenizer, text)
+        for request_id in request.request_ids:
+            self._states[request_id] = RequestState(request, self._tokenizer, text)
 
-    def forget(self, request_ids: Iterable[int]) -> None:
+    def remove(self, request_ids: Iterable[int]) -> None:
         """Drop these requests; later tokens of theirs are ignored."""
         for request_id in request_ids:
             self._states.pop(request_id, None)
 
     def process(self, deltas: TokenDeltas) -> Processed:
-        """Process one step. Tokens of finished or dropped requests are ignored."""
+        """Process one step. Tokens of finished or dropped requests are ignored.
+
+        A request whose tokens cannot be processed ends with an error and is aborted; all others
+        go on.
+        """
         done = Processed()
         ids = unpack_ids(deltas.token_ids)
         ends = {end.request_id: end for end in deltas.finished}
         cached = {first.request_id: first.cached_tokens for first in deltas.first}
         sampled = _StepLogprobs(deltas.logprobs) if deltas.logprobs is not None else None
-        self._add_prompt_logprobs(deltas)
+        self._add_prompt_logprobs(deltas, done)
         start = 0
         for row, request_id in enumerate(deltas.request_ids):
             stop = start + (deltas.counts[row] if deltas.counts else 1)
             if (state := self._states.get(request_id)) is not None:
                 update = Update(request_id, ids[start:stop], cached_tokens=cached.get(request_id, 0))
                 end = ends.pop(request_id, None)
-                if state.ids_only and end is None:
-                    state.emitted.extend(update.token_ids)
-                    done.updates.append(update)
-                else:
-                    logprobs = (
-                        sampled.entries(state, start, stop) if sampled is not None and state.logprobs else ()
-                    )
-                    self._advance(done, state, update, end, logprobs)
+                try:
+                    if state.ids_only and end is None:
+                        state.emitted.extend(update.token_ids)
+                        done.updates.append(update)
+                    else:
+                        scored = sampled if state.logprobs is not None else None
+                        logprobs = scored.entries(state, start, stop) if scored is not None else ()
+                        self._advance(done, state, update, end, logprobs)
+                except BaseException as error:
+                    self._fail(done, request_id, error, core_finished=end is not None)
             start = stop
         for request_id, end in ends.items():
             if (state := self._states.get(request_id)) is not None:
-                self._advance(done, state, Update(request_id, array("i")), end)
+                try:
+                    self._advance(done, state, Update(request_id, array("i")), end)
+                except BaseException as error:
+                    self._fail(done, request_id, error, core_finished=True)
         return done
 
-    def _add_prompt_logprobs(self, deltas: TokenDeltas) -> None:
+    def _add_prompt_logprobs(self, deltas: TokenDeltas, done: Processed) -> None:
         for chunk in deltas.prompt_logprobs:
             state = self._states.get(chunk.owner)
             if state is not None and state.prompt_logprobs is not None:
-                state.prompt_logprobs.add(chunk)
+                try:
+                    state.prompt_logprobs.add(chunk)
+                except BaseException as error:
+                    self._fail(done, chunk.owner, error, core_finished=False)
+
+    def _fail(self, done: Processed, request_id: int, error: BaseException, core_finished: bool) -> None:
+        """End one request with an error. A panic of a native extension is not an Exception."""
+        if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)):
+            raise error
+        get_logger().error("request %d failed while its tokens became text", request_id, exc_info=error)
+        self._states.pop(request_id, None)
+        message = f"the generated tokens could not be processed: {type(error).__name__}; see the server's log"
+        update = Update(request_id, array("i"), finished=True, error=message)
+        update.reason = _RAW_REASONS[FinishReason.ERROR]
+        done.updates.append(update)
+        if not core_finished and request_id not in done.aborts:
+            done.aborts.append(request_id)
 
     def _advance(
         self,
@@ -273,7 +299,7 @@ class OutputProcessor:
     ) -> None:
         ids = update.token_ids
         if state.prompt_logprobs is not None and ids:
-            update.prompt_logprobs, state.prompt_logprobs = state.prompt_logprobs.finish(), None
+            update.prompt_logprobs, state.prompt_logprobs = state.prompt_logprobs, None
         update.text, update.reasoning, used, stop_string = state.append(state.visible_ids(ids, end), logprobs)
         without_text = logprobs[used:]
         if stop_string is not None:
@@ -287,6 +313,8 @@ class OutputProcessor:
             self._finish_on_stop(done, update, stop_string, core_finished=end is not None)
         elif end is not None:
             update.finished, update.reason, update.error = True, _raw_reason(end), end.message
+            if end.reason is FinishReason.STOP_TOKEN:
+                update.stop_reason = end.stop_token_id
             del self._states[update.request_id]
         if state.logprobs is not None:
             characters = len(update.text) + len(update.reasoning)

@@ -5,12 +5,14 @@ Each chunk of a stream has the text and the log probabilities of the same tokens
 
 from array import array
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from atom.messages.engine import LogprobTable, PromptLogprobs
 
 __all__ = ["LogprobColumns", "LogprobTrack", "PromptLogprobTrack", "TokenLogprob"]
+
+_RANK_BYTES = 4
 
 
 class TokenLogprob(NamedTuple):
@@ -82,20 +84,34 @@ class LogprobTrack:
         return out
 
 
-@dataclass(slots=True)
 class PromptLogprobTrack:
-    """Collects the prompt logprobs of one request from chunks; a chunk may arrive again."""
+    """The log probabilities of one prompt, from its second token on.
 
-    top: int
-    entries: dict[int, TokenLogprob]
-    """By position; the first prompt token has none."""
+    They come in chunks, and a chunk may come again. Rows are read only when iterated over, which
+    takes microseconds a token: do that outside of the event loop.
+    """
+
+    __slots__ = ("_chunks", "_top")
+
+    def __init__(self, top: int):
+        self._top = top
+        self._chunks: list[PromptLogprobs] = []
 
     def add(self, chunk: PromptLogprobs) -> None:
         """Add one chunk; it replaces earlier entries of the same positions."""
-        columns = LogprobColumns(chunk.table)
-        for index in range(len(columns)):
-            self.entries[chunk.start + index] = columns.row(index, self.top)
+        self._chunks.append(chunk)
 
-    def finish(self) -> list[TokenLogprob]:
-        """All entries by position; to be called when the prompt is computed."""
-        return [self.entries[position] for position in sorted(self.entries)]
+    def __len__(self) -> int:
+        """How many tokens have an entry, once all chunks are here."""
+        if not self._chunks:
+            return 0
+        ends = [chunk.start + len(chunk.table.ranks) // _RANK_BYTES for chunk in self._chunks]
+        return max(ends) - min(chunk.start for chunk in self._chunks)
+
+    def __iter__(self) -> Iterator[TokenLogprob]:
+        entries: dict[int, TokenLogprob] = {}
+        for chunk in self._chunks:
+            columns = LogprobColumns(chunk.table)
+            for index in range(len(columns)):
+                entries[chunk.start + index] = columns.row(index, self._top)
+        return iter([entries[position] for position in sorted(entries)])

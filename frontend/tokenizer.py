@@ -4,12 +4,11 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers.decoders import DecodeStream
 
 from atom.config.checkpoint import Checkpoint
 
@@ -19,15 +18,18 @@ __all__ = ["Tokenizer", "TooManyTokensError"]
 # thread per core, short texts would wait for long ones.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _CACHED_TOKENS = 1 << 16
+# Decoders that decode each token by itself, except at the beginning of a text.
+_TEXT_KINDS = frozenset({"ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"})
 # Texts with more characters per allowed token than this (English has 4 to 5) are counted in
 # chunks before they are encoded as a whole.
 _CHARS_PER_TOKEN = 4
 _CHUNK_CHARS = 64 * 1024
 # A chunk is cut at white space, if there is some among this many characters at its end.
 _CUT_CHARS = 1024
-# Chunks have more tokens than the same text in one piece, but never this many times more.
+# Chunks have a few more tokens than the same text in one piece: a text is refused by its chunks only
+# beyond this multiple of the limit, and counted exactly below it.
 _CHUNK_MARGIN = 1.25
 
 
@@ -53,11 +55,21 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._leading_id = leading_id
-        self._kinds = frozenset(_decoder_kinds(json.loads(backend.to_str())["decoder"]))
+        parts = list(_decoder_parts(json.loads(backend.to_str())["decoder"]))
+        self._kinds = frozenset(part["type"] for part in parts)
+        self.leading_strip = _leading_strip(parts)
+        """(character, how many of it) that decoding removes at the beginning of a text."""
         self._added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in self._added.items() if token.special)
+        """The ids that `skip_special_tokens` leaves out."""
+        self.is_byte_level = self._kinds == {"ByteLevel"}
+        """Whether decoding joins the bytes of all ids."""
+        self.joins_pieces = self._kinds <= _TEXT_KINDS
+        """Whether decoding joins the pieces of all ids, except for the first one."""
         self._letter = backend.encode_batch_fast(["a"], add_special_tokens=False)[0].ids[-1:]
-        self.token_bytes = functools.lru_cache(_CACHED_TOKENS)(self._token_bytes)
-        """The bytes of one id, perhaps part of a character; cached."""
+        self.piece = functools.lru_cache(_CACHED_TOKENS)(self._piece)
+        """What an id adds to a text: bytes that may be part of a character, or text. None for an
+        id that the tokenizer does not have: models may have more. Cached."""
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> "Tokenizer | None":
@@ -102,6 +114,20 @@ class Tokenizer:
             if count > max_tokens * _CHUNK_MARGIN:
                 raise TooManyTokensError(max_tokens, exact=False)
 
+    def added_tokens(self) -> dict[str, bool]:
+        """The texts of the added tokens, and whether each is special."""
+        return {token.content: token.special for token in self._added.values()}
+
+    def without(self, text: str) -> "Tokenizer":
+        """A copy that ignores `text`, but recognizes added tokens before it does."""
+        settings = json.loads(self._backend.to_str())
+        removal = {"type": "Replace", "pattern": {"String": text}, "content": ""}
+        normalizers = [removal] + ([settings["normalizer"]] if settings["normalizer"] else [])
+        settings["normalizer"] = {"type": "Sequence", "normalizers": normalizers}
+        for token in settings["added_tokens"]:  # normalized ones are recognized after the removal
+            token["normalized"] = False
+        return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(settings)), self._leading_id)
+
     def added_id(self, text: str) -> int | None:
         """The id of the added token `text`; None if there is none."""
         return next((i for i, token in self._added.items() if token.content == text), None)
@@ -111,32 +137,33 @@ class Tokenizer:
         (text,) = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         return text
 
-    def stream(self, context: Sequence[int] = (), skip_special_tokens: bool = True) -> DecodeStream:
-        """An incremental decoder that continues after `context`."""
-        return DecodeStream(ids=list(context), skip_special_tokens=skip_special_tokens)
+    def text_after(self, last: int, token_id: int) -> str:
+        """The text that `token_id` adds after the id `last`, for any decoder."""
+        before = self.decode([*self._letter, last], skip_special_tokens=False)
+        return self.decode([*self._letter, last, token_id], skip_special_tokens=False)[len(before) :]
 
-    def step(self, stream: DecodeStream, token_id: int) -> str | None:
-        """The text that `token_id` completes; None while a character is incomplete."""
-        return stream.step(self._backend, token_id)
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one id, perhaps part of a character; empty for an id it does not have."""
+        piece = self.piece(token_id) or b""
+        return piece.encode() if isinstance(piece, str) else piece
 
     def token_text(self, token_id: int) -> str:
         """`token_bytes` as text, with replacement characters for parts of characters."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
-    def _token_bytes(self, token_id: int) -> bytes:
+    def _piece(self, token_id: int) -> bytes | str | None:
         token = self._backend.id_to_token(token_id)
         if token is None:
-            return b""  # the model's vocabulary is padded
-        if added := self._added.get(token_id):
-            return added.content.encode()
-        if "ByteLevel" in self._kinds:
-            return b"".join(_BYTE_OF.get(character) or character.encode() for character in token)
+            return None
+        if "ByteLevel" in self._kinds:  # as the library does, also for added tokens
+            if all(character in _BYTE_OF for character in token):
+                return b"".join(_BYTE_OF[character] for character in token)
+            return token.encode()
         if "ByteFallback" in self._kinds and (byte := _BYTE_TOKEN.fullmatch(token)):
             return bytes.fromhex(byte[1])
         # Decoders treat the beginning of a text differently, so decode the token after a letter.
         before = self.decode(self._letter, skip_special_tokens=False)
-        both = self.decode([*self._letter, token_id], skip_special_tokens=False)
-        return both[len(before) :].encode()
+        return self.decode([*self._letter, token_id], skip_special_tokens=False)[len(before) :]
 
 
 def _chunks(text: str) -> Iterator[str]:
@@ -150,12 +177,21 @@ def _chunks(text: str) -> Iterator[str]:
         start = stop
 
 
-def _decoder_kinds(decoder: dict[str, Any] | None) -> Iterator[str]:
-    """The types of a decoder and its parts."""
-    if decoder is not None:
-        yield decoder["type"]
-        for part in decoder.get("decoders", ()):
-            yield from _decoder_kinds(part)
+def _decoder_parts(decoder: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    """A decoder, or the decoders that a sequence consists of."""
+    if decoder is None:
+        return
+    if decoder["type"] != "Sequence":
+        yield decoder
+    for part in decoder.get("decoders", ()):
+        yield from _decoder_parts(part)
+
+
+def _leading_strip(parts: Sequence[Mapping[str, Any]]) -> tuple[str, int]:
+    kinds = [part["type"] for part in parts]
+    if kinds[-2:] != ["Fuse", "Strip"] or "Metaspace" in kinds:
+        return "", 0
+    return parts[-1]["content"], parts[-1]["start"]
 
 
 def _byte_level_alphabet() -> dict[str, bytes]:

@@ -83,7 +83,7 @@ class DecodeGraphs:
         self._inputs = inputs
         self._sizes = list(sizes)
         self._record = record
-        self._device_tables = [table.mirror(device) for table in inputs.tables]
+        self._device_tables = [table.device_table(device) for table in inputs.tables]
         self._starts = torch.arange(self._sizes[-1] + 1, dtype=torch.int32, device=device)
         self._settings_S = _blank_settings(self._sizes[-1], device)
         self._graphs: dict[int, _SizeGraphs] = {}
@@ -100,13 +100,13 @@ class DecodeGraphs:
 
     def fits(self, decode_batch: DecodeBatch) -> bool:
         """Whether a captured size is large enough."""
-        return len(decode_batch.names) <= self._sizes[-1]
+        return len(decode_batch.row_list) <= self._sizes[-1]
 
     def forward(self, decode_batch: DecodeBatch) -> ForwardOutput:
         """Launch the forward pass of each row's next token."""
         for table in self._inputs.tables:
-            table.refresh()
-        rows = len(decode_batch.names)
+            table.update_device_table()
+        rows = len(decode_batch.row_list)
         if decode_batch is not self._decode_batch:
             self._decode_batch, self._settings = decode_batch, None
             self._size = self._sizes[bisect_left(self._sizes, rows)]
@@ -133,7 +133,7 @@ class DecodeGraphs:
                 _copy_columns(settings, self._settings_S)
         replay, ids_S = self._graphs[self._size].samplers[SamplingKind.of(settings)]
         replay()
-        return ids_S[: len(self._decode_batch.names)]
+        return ids_S[: len(self._decode_batch.row_list)]
 
     def _capture_size(self, size: int) -> _SizeGraphs:
         rows_S = torch.full_like(self._starts[:size], self._inputs.limits.padding_row, dtype=torch.int64)
@@ -187,7 +187,7 @@ class DecodeGraphs:
         logits_SV = self._model.compute_logits(output.hidden_RD)
         settings = _first(self._settings_S, len(rows_S), kind)
         ids_S = sample(logits_SV, settings, output.positions_R)
-        self._inputs.device_rows.keep(rows_S, ids_S, output.positions_R)
+        self._inputs.device_rows.store(rows_S, ids_S, output.positions_R)
         return ids_S
 
 

@@ -14,6 +14,13 @@ _CPU_DTYPE_FLAGS = {
     "float16": {"avx512_fp16", "amx_fp16", "asimdhp"},
 }
 
+# Values of ONEDNN_MAX_CPU_ISA, which limits the instructions that oneDNN uses, and so its 16 bit matmuls.
+_ONEDNN_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+_ISA_WITHOUT_16_BITS = {
+    "sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", "avx512_core", "avx512_core_vnni",
+}  # fmt: skip
+_ISA_WITHOUT_FLOAT16 = _ISA_WITHOUT_16_BITS | {"avx512_core_bf16"}
+
 _CPU_INFO = Path("/proc/cpuinfo")
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _FIRST_NVIDIA_WITH_BF16 = (8, 0)
@@ -21,19 +28,31 @@ _FIRST_NVIDIA_WITH_BF16 = (8, 0)
 
 def probe() -> DeviceCapabilities:
     """The host's capabilities; takes seconds with a GPU, because torch is imported, else milliseconds."""
-    cpu_dtypes = [*cpu_dtypes_of(_cpu_flags()), "float32"]
+    cpu_dtypes = [*cpu_dtypes_of(_cpu_flags(), _onednn_limit()), "float32"]
     if not any(glob(pattern) for pattern in _GPU_DEVICE_FILES):
         return DeviceCapabilities(cpu_dtypes=cpu_dtypes, cpu_cores=cpu_cores())
     return _probe_gpus(cpu_dtypes)
 
 
-def cpu_dtypes_of(flags: set[str]) -> list[str]:
-    """The 16-bit dtypes that a CPU with these feature flags computes natively."""
-    return [dtype for dtype, wanted in _CPU_DTYPE_FLAGS.items() if wanted & flags]
+def cpu_dtypes_of(flags: set[str], onednn_limit: str = "") -> list[str]:
+    """The 16 bit dtypes that a CPU with these feature flags has arithmetic for.
+
+    `onednn_limit`: value of ONEDNN_MAX_CPU_ISA; empty: no limit.
+    """
+    limited = {"bfloat16": _ISA_WITHOUT_16_BITS, "float16": _ISA_WITHOUT_FLOAT16}
+    return [
+        dtype
+        for dtype, wanted in _CPU_DTYPE_FLAGS.items()
+        if wanted & flags and onednn_limit.lower() not in limited[dtype]
+    ]
+
+
+def _onednn_limit() -> str:
+    return next((os.environ[name] for name in _ONEDNN_LIMITS if os.environ.get(name)), "")
 
 
 def cpu_cores() -> int:
-    """Cores that this process may use: of its affinity and its container's quota, the smaller."""
+    """Cores that this process may use: the minimum of its affinity and the container's quota."""
     cores = len(os.sched_getaffinity(0))
     if _CPU_QUOTA.exists():
         quota, period = _CPU_QUOTA.read_text().split()

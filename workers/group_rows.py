@@ -1,4 +1,4 @@
-"""What the rows of a batch own in one KV group, and what a step's layers must know of it."""
+"""Blocks or slots of the batch's rows in one KV group, and the inputs that its layers get in a step."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ class StepRows:
 
     rows: Rows
     counts: Rows
-    """Tokens that each computes."""
+    """Tokens that each row computes."""
     ends: Rows
-    """Tokens that each has then."""
+    """Tokens of each row after the step."""
     device: torch.device
     split_tokens: int
-    """Of the attention plan."""
+    """For the attention plan."""
 
 
 class GroupRows(ABC):
-    """One group's blocks or slots, by row; a request that takes a row clears it first."""
+    """Blocks or slots of one group, by row; a row is cleared before a new request gets it."""
 
     @abstractmethod
     def clear(self, row: int) -> None: ...
@@ -39,19 +39,19 @@ class GroupRows(ABC):
 
     @abstractmethod
     def token_columns(self, rows: Rows, positions: Rows) -> list[Rows]:
-        """What the device must know of each token (given by row and position), to be uploaded with others."""
+        """Columns to upload for the tokens at these rows and positions."""
 
     @abstractmethod
     def context(self, columns: Sequence[torch.Tensor], step: StepRows) -> GroupContext | StatePlan:
-        """What the group's layers are given; `columns` are those of `token_columns`, on the device."""
+        """The input of the group's layers; `columns` are those of `token_columns`, on the device."""
 
     @abstractmethod
-    def mirror(self, device: torch.device) -> torch.Tensor:
-        """By row, with one more for padding: what is owned, on `device`, where `refresh` brings what changed.
+    def device_table(self, device: torch.device) -> torch.Tensor:
+        """The table on `device`, with one more row for padding; `update_device_table` keeps it up to date.
 
-        To be asked for once, before any row owns anything.
+        Call it once, before any row has blocks.
         """
 
     @abstractmethod
-    def refresh(self) -> None:
-        """Copy what changed since the last call into the mirror; waits for nothing."""
+    def update_device_table(self) -> None:
+        """Copy what changed since the last call to the device, without waiting."""

@@ -175,8 +175,7 @@ def _dtype_of_weights(directory: Path) -> str:
 
 
 def _default_sampling(generation: Mapping[str, Any]) -> dict[str, float | int]:
-    if not generation.get("do_sample"):
-        return {}
+    # Whatever do_sample says: the values are the model's recommendation for requests that sample.
     return {name: generation[name] for name in _SAMPLING if generation.get(name) is not None}
 
 

@@ -1,10 +1,10 @@
-"""The batch that stays: what every row holds between steps, and the arrays of one step.
+"""The persistent batch: the state of each row between steps, and the input tensors of one step.
 
-A `ScheduledBatch` names only what changed; everything else is kept here, in numpy on the host
-and, for the last drawn ids, on the device. Work over tokens is vectorised; Python loops run over
-changed rows only. Knows nothing of the model beyond its KV groups, and nothing of sampling.
+A `ScheduledBatch` has only what changed and the ids to compute. The rest is kept here: in numpy on
+the host and, for the last sampled ids, on the device. Work over tokens is vectorized; Python loops
+run over changed rows only. This module knows the model's KV groups, and nothing about sampling.
 
-T tokens of a step, R rows that draw, P tokens of prompts whose next tokens are scored.
+T tokens of a step, R sampling rows, P tokens with prompt log probabilities.
 """
 
 from collections.abc import Sequence
@@ -21,18 +21,20 @@ from workers.block_table import BatchLimits
 from workers.group_rows import GroupRows, Rows, StepRows
 from workers.layers.context import GroupContext
 
+Ids = NDArray[np.int32]
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """The rows of one step that draw a token."""
+    """The rows of one step that sample a token."""
 
     rows: Rows
-    """On the host; the same array object while the same rows decode on."""
+    """On the host; the same array object as long as the same rows decode."""
     rows_R: torch.Tensor
     tokens_R: torch.Tensor
-    """Index, among the step's tokens, of the token that each draw follows."""
+    """Index, among the step's tokens, of each row's last token."""
     positions: Rows
-    """Index that each drawn token will have in its sequence, on the host."""
+    """Index of each sampled token in its sequence, on the host."""
     positions_R: torch.Tensor
 
 
@@ -48,80 +50,77 @@ class PromptChunk:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobRows:
-    """The tokens of one step at which the prompt's next token gets its log probability.
+    """The tokens of one step whose next prompt tokens get log probabilities; P tokens in all."""
 
-    Pieces one after another, P tokens in all.
-    """
-
-    pieces: list[PromptChunk]
+    chunks: list[PromptChunk]
+    """In the order of their tokens."""
     tokens_P: torch.Tensor
     """Index among the step's tokens."""
     next_ids_P: torch.Tensor
     top: int
-    """The most that one of the rows asks for."""
+    """The largest number of top tokens that one of the rows wants."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What a forward pass and the sampler need for one step, on the device."""
+    """Inputs of the forward pass and the sampler for one step, on the device."""
 
     ids_T: torch.Tensor
     positions_T: torch.Tensor
     groups: list[GroupContext | StatePlan]
-    draw: SamplingRows | None
-    scored: PromptLogprobRows | None = None
+    sampling: SamplingRows | None
+    prompt_logprobs: PromptLogprobRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """Rows that all decode, ready to do so again as long as nobody joins or leaves."""
+    """Rows that all decode; reused until a row joins or leaves."""
 
-    names: list[int]
+    row_list: list[int]
     rows: Rows
-    """As an array: the same object while the same rows decode on."""
+    """The same as an array; the same object as long as the same rows decode."""
     rows_R: torch.Tensor
     tokens_R: torch.Tensor
     """0 … R - 1."""
 
 
 class DeviceRows:
-    """What every row drew last, on the device: the next step's inputs never leave it."""
+    """The id that each row sampled last, on the device: the input of its next decode."""
 
     def __init__(self, limits: BatchLimits, device: torch.device):
         rows = limits.max_rows + 1
         self.ids_N = torch.zeros(rows, dtype=torch.int64, device=device)
         self.positions_N = torch.full((rows,), -1, dtype=torch.int64, device=device)
-        """Of the ids, in their sequences; -1 for padding."""
+        """Positions of these ids in their sequences; -1 for padding."""
 
-    def keep(self, rows_R: torch.Tensor, ids_R: torch.Tensor, positions_R: torch.Tensor) -> None:
-        """Remember the drawn ids: they are the rows' next inputs."""
+    def store(self, rows_R: torch.Tensor, ids_R: torch.Tensor, positions_R: torch.Tensor) -> None:
+        """Store the sampled ids."""
         self.ids_N.index_copy_(0, rows_R, ids_R)
         self.positions_N.index_copy_(0, rows_R, positions_R)
 
 
 class InputBatch:
-    """Turns each `ScheduledBatch` into the inputs of one step: first `take`, then `step`."""
+    """Turns each `ScheduledBatch` into the inputs of one step: first `update`, then `step`."""
 
     def __init__(
         self, limits: BatchLimits, tables: Sequence[GroupRows], device: torch.device, split_tokens: int = 0
     ):
-        """`tables` are of the KV groups, empty; `split_tokens` goes to every AttentionPlan."""
+        """`tables` of the KV groups are empty; `split_tokens` is passed to every AttentionPlan."""
         self.limits = limits
         self.device_rows = DeviceRows(limits, device)
         self.tables = list(tables)
         self._device = device
         self.split_tokens = split_tokens
-        self._token_ids = np.zeros((limits.max_rows, limits.max_model_len), np.int32)
         self._known = np.zeros(limits.max_rows, np.int64)
         self._computed = np.zeros(limits.max_rows, np.int64)
-        self._scored_until = np.zeros(limits.max_rows, np.int64)
-        self._scored_top = np.zeros(limits.max_rows, np.int64)
+        self._prompt_logprobs_until = np.zeros(limits.max_rows, np.int64)
+        self._prompt_logprobs_top = np.zeros(limits.max_rows, np.int64)
         self._decode_batch: DecodeBatch | None = None
 
-    def take(self, batch: ScheduledBatch) -> None:
-        """Take over what changed: new rows and new blocks.
+    def update(self, batch: ScheduledBatch) -> None:
+        """Apply the batch's new rows and new blocks.
 
-        Raises ValueError or IndexError for a batch that breaks the contract of its message.
+        Raises ValueError or IndexError for a batch that violates the contract of its message.
         """
         for new in batch.new_rows:
             self._admit(new)
@@ -129,15 +128,15 @@ class InputBatch:
             self._append_blocks(more.row, more.block_ids)
 
     def lengths(self, batch: ScheduledBatch) -> list[tuple[int, int]]:
-        """Tokens of each of the batch's rows, before it is taken: (computed, known)."""
-        new = {row.row: (row.computed, len(row.token_ids) // 4) for row in batch.new_rows}
+        """(computed, known) tokens of each row of a batch that is not applied yet."""
+        new = {row.row: (row.computed, row.num_known) for row in batch.new_rows}
         return [new.get(row) or (int(self._computed[row]), int(self._known[row])) for row in batch.rows]
 
     def decode_batch(self, batch: ScheduledBatch) -> DecodeBatch | None:
         """The batch's rows, if each of them decodes."""
         if batch.counts:
             return None
-        if self._decode_batch and not batch.new_rows and batch.rows == self._decode_batch.names:
+        if self._decode_batch and not batch.new_rows and batch.rows == self._decode_batch.row_list:
             return self._decode_batch
         rows = np.array(batch.rows, np.int64)
         if (self._computed[rows] < self._known[rows]).any():
@@ -147,40 +146,51 @@ class InputBatch:
         return self._decode_batch
 
     def step(self, batch: ScheduledBatch) -> StepInputs:
-        """The inputs of a step whose changes were taken; the rows' counts move on.
+        """The inputs of a batch after `update`; its tokens count as computed.
 
-        Raises ValueError for more tokens than a row has.
+        Raises ValueError for more tokens than a row has, and for a wrong number of ids.
         """
         decode_batch = self.decode_batch(batch)
         return self._assemble(batch) if decode_batch is None else self._decode(decode_batch)
 
     def advance(self, decode_batch: DecodeBatch) -> Rows:
-        """The rows' counts move on by one token each.
+        """Count one more token of each row as computed; returns the positions of the sampled tokens.
 
-        For a step whose inputs the device makes by itself. Returns where the tokens that it draws
-        will stand.
+        For a step whose inputs are computed on the device.
         """
-        drawn_positions = self._computed[decode_batch.rows] + 1
-        self._computed[decode_batch.rows] = drawn_positions
-        return drawn_positions
+        positions = self._computed[decode_batch.rows] + 1
+        self._computed[decode_batch.rows] = positions
+        return positions
 
-    def keep(self, draw: SamplingRows, ids_R: torch.Tensor) -> None:
-        """Remember the drawn ids: they are the rows' next inputs."""
-        self.device_rows.keep(draw.rows_R, ids_R, draw.positions_R)
+    def computed_tokens(self) -> Rows:
+        """Computed tokens of every row of the persistent batch; a copy."""
+        return self._computed.copy()
+
+    def decodes(self, rows: Rows, computed: Rows) -> NDArray[np.bool_]:
+        """Which of `rows` decode, if these are the `computed_tokens` of every row."""
+        mask: NDArray[np.bool_] = computed[rows] >= self._known[rows]
+        return mask
+
+    def set_computed(self, rows: Rows, computed: Rows) -> None:
+        """Set the computed tokens of `rows`, after a failed step."""
+        self._computed[rows] = computed
+        self._decode_batch = None
+
+    def store_sampled(self, sampling: SamplingRows, ids_R: torch.Tensor) -> None:
+        """Store the sampled ids: the inputs of the rows' next step."""
+        self.device_rows.store(sampling.rows_R, ids_R, sampling.positions_R)
 
     def _admit(self, new: NewRow) -> None:
-        token_ids = np.frombuffer(new.token_ids, np.dtype("<i4"))
-        if not 0 <= new.computed < len(token_ids):
+        if not 0 <= new.computed < new.num_known:
             raise ValueError(
-                f"row {new.row}: {new.computed} of {len(token_ids)} known tokens are computed; "
+                f"row {new.row}: {new.computed} of {new.num_known} known tokens are computed; "
                 "at least one must be left"
             )
-        self._token_ids[new.row, : len(token_ids)] = token_ids
-        self._known[new.row] = len(token_ids)
+        self._known[new.row] = new.num_known
         self._computed[new.row] = new.computed
         # The prompt's last token predicts no other one of the prompt.
-        self._scored_until[new.row] = new.prompt_length - 1 if new.prompt_logprobs >= 0 else 0
-        self._scored_top[new.row] = new.prompt_logprobs
+        self._prompt_logprobs_until[new.row] = new.prompt_length - 1 if new.prompt_logprobs >= 0 else 0
+        self._prompt_logprobs_top[new.row] = new.prompt_logprobs
         for table in self.tables:
             table.clear(new.row)
         self._append_blocks(new.row, new.block_ids)
@@ -190,12 +200,12 @@ class InputBatch:
             table.append(row, blocks)
 
     def _decode(self, decode_batch: DecodeBatch) -> StepInputs:
-        """One more token for the same rows, all of them past their known tokens."""
+        """The next token of rows that all decode."""
         context_lens = self.advance(decode_batch)
         positions = context_lens - 1
         columns = [table.token_columns(decode_batch.rows, positions) for table in self.tables]
         positions_T, *columns_T = self._upload(positions, *chain(*columns))
-        draw = SamplingRows(
+        sampling = SamplingRows(
             decode_batch.rows, decode_batch.rows_R, decode_batch.tokens_R, context_lens, positions_T + 1
         )
         step = StepRows(
@@ -203,10 +213,10 @@ class InputBatch:
         )
         groups = self._contexts(columns, columns_T, step)
         ids_T = self.device_rows.ids_N.index_select(0, decode_batch.rows_R)
-        return StepInputs(ids_T, positions_T, groups, draw)
+        return StepInputs(ids_T, positions_T, groups, sampling)
 
     def _assemble(self, batch: ScheduledBatch) -> StepInputs:
-        """Any mixture of prompt pieces and decodes."""
+        """Any mixture of prompt chunks and decodes."""
         rows = np.array(batch.rows, np.int64)
         counts = np.array(batch.counts, np.int64) if batch.counts else np.ones(len(rows), np.int64)
         starts, known = self._computed[rows], self._known[rows]
@@ -217,43 +227,50 @@ class InputBatch:
         token_rows = rows.repeat(counts)
         past_tokens = counts.cumsum() - counts
         positions = np.arange(len(token_rows)) + (starts - past_tokens).repeat(counts)
-        ids = self._token_ids[token_rows, positions]
+        decodes = starts >= known
+        ids = _ids_to_compute(batch.token_ids, counts, decodes)
         columns = [table.token_columns(token_rows, positions) for table in self.tables]
         ids_T, positions_T, *columns_T = self._upload(ids, positions, *chain(*columns))
 
-        decodes = starts >= known
         if decodes.any():
             where_T, rows_T = self._upload(past_tokens[decodes], rows[decodes])
             ids_T.index_copy_(0, where_T, self.device_rows.ids_N.index_select(0, rows_T))
-        draw = self._draw(rows, past_tokens + counts - 1, ends, ends >= known)
+        sampling = self._sampling(rows, past_tokens + counts - 1, ends, ends >= known)
         self._decode_batch = None
         step = StepRows(rows, counts, ends, self._device, self.split_tokens)
         groups = self._contexts(columns, columns_T, step)
-        scored = self._scored(rows, starts, past_tokens, np.minimum(ends, self._scored_until[rows]) - starts)
-        return StepInputs(ids_T, positions_T, groups, draw, scored)
+        until = self._prompt_logprobs_until[rows]
+        next_ids = _next_ids(
+            ids, past_tokens + counts - 1, batch.next_ids, (starts < known) & (ends <= until)
+        )
+        prompt_logprobs = self._prompt_logprobs(
+            rows, starts, past_tokens, np.minimum(ends, until) - starts, next_ids
+        )
+        return StepInputs(ids_T, positions_T, groups, sampling, prompt_logprobs)
 
-    def _draw(
-        self, rows: Rows, last_tokens: Rows, positions: Rows, draws: NDArray[np.bool_]
+    def _sampling(
+        self, rows: Rows, last_tokens: Rows, positions: Rows, samples: NDArray[np.bool_]
     ) -> SamplingRows | None:
-        if not draws.any():
+        if not samples.any():
             return None
-        rows, positions = rows[draws], positions[draws]
-        rows_R, tokens_R, positions_R = self._upload(rows, last_tokens[draws], positions)
+        rows, positions = rows[samples], positions[samples]
+        rows_R, tokens_R, positions_R = self._upload(rows, last_tokens[samples], positions)
         return SamplingRows(rows, rows_R, tokens_R, positions, positions_R)
 
-    def _scored(self, rows: Rows, starts: Rows, first_tokens: Rows, counts: Rows) -> PromptLogprobRows | None:
-        """`counts` may be negative: a row at whose tokens nothing is scored."""
+    def _prompt_logprobs(
+        self, rows: Rows, starts: Rows, first_tokens: Rows, counts: Rows, next_ids_T: Ids
+    ) -> PromptLogprobRows | None:
+        """`counts` may be negative: no prompt log probabilities are wanted at that row's tokens."""
         which = np.flatnonzero(counts > 0)
         if not len(which):
             return None
         rows, starts, counts = rows[which], starts[which], counts[which]
         inside = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
         tokens = first_tokens[which].repeat(counts) + inside
-        next_ids = self._token_ids[rows.repeat(counts), (starts + 1).repeat(counts) + inside]
         columns = (rows.tolist(), (starts + 1).tolist(), counts.tolist())
-        pieces = [PromptChunk(*piece) for piece in zip(*columns, strict=True)]
-        tokens_P, next_ids_P = self._upload(tokens, next_ids)
-        return PromptLogprobRows(pieces, tokens_P, next_ids_P, int(self._scored_top[rows].max()))
+        chunks = [PromptChunk(*chunk) for chunk in zip(*columns, strict=True)]
+        tokens_P, next_ids_P = self._upload(tokens, next_ids_T[tokens])
+        return PromptLogprobRows(chunks, tokens_P, next_ids_P, int(self._prompt_logprobs_top[rows].max()))
 
     def _require_known(self, rows: Rows, ends: Rows, limits: Rows) -> None:
         wrong = np.flatnonzero(ends > limits)
@@ -264,7 +281,7 @@ class InputBatch:
     def _contexts(
         self, columns: Sequence[Sequence[Rows]], columns_T: Sequence[torch.Tensor], step: StepRows
     ) -> list[GroupContext | StatePlan]:
-        """Each group's, from its own `columns`, which are `columns_T` on the device, one after another."""
+        """The context of each group; `columns_T` are all `columns` on the device, one after another."""
         uploaded = iter(columns_T)
         return [
             table.context([next(uploaded) for _ in own], step)
@@ -274,3 +291,29 @@ class InputBatch:
     def _upload(self, *columns: NDArray[np.integer]) -> tuple[torch.Tensor, ...]:
         """Equally long integer columns as int64 tensors on the device, in one copy."""
         return to_device(np.stack(columns).astype(np.int64, copy=False), self._device).unbind()
+
+
+def _ids_to_compute(packed: bytes, counts: Rows, decodes: NDArray[np.bool_]) -> Ids:
+    """Ids of the step's tokens [T]; 0 for decodes, whose ids are on the device.
+
+    Raises ValueError unless there is one for each known token.
+    """
+    known = np.frombuffer(packed, np.dtype("<i4"))
+    if len(known) != counts[~decodes].sum():
+        raise ValueError(f"{len(known)} token ids for {counts[~decodes].sum()} known tokens of the step")
+    ids = np.zeros(counts.sum(), np.int32)
+    ids[~decodes.repeat(counts)] = known
+    return ids
+
+
+def _next_ids(ids_T: Ids, last_tokens: Rows, packed: bytes, wanted: NDArray[np.bool_]) -> Ids:
+    """The id behind each token [T], as far as its row's chunk goes, and behind the chunks of `wanted` rows.
+
+    Raises ValueError unless there is one for each of these.
+    """
+    following = np.frombuffer(packed, np.dtype("<i4"))
+    if len(following) != wanted.sum():
+        raise ValueError(f"{len(following)} ids behind {wanted.sum()} chunks of prompts")
+    next_ids_T = np.roll(ids_T, -1)
+    next_ids_T[last_tokens[wanted]] = following
+    return next_ids_T

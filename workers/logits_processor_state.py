@@ -3,7 +3,7 @@
 R rows sampled in a step, U of them with logits processors, N of the U with a token record, V vocabulary.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +14,9 @@ from atom.messages.engine import LogitsProcessors
 from atom.messages.worker import NewRow
 from atom_ops import LogitsProcessorBatch, TokenRecord, apply_logits_processors, record_sampled, to_device
 from atom_ops.ops.logits_processors import ANY, AllowedIds, BadWords, Bias, EndIds, Penalties, RecordedRows
+from workers.block_table import BatchLimits
 
 Ids = NDArray[np.int64]
-_FIRST_RECORDS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class RowLogitsProcessors:
     penalties: tuple[float, float, float]
     """Repetition, frequency, presence."""
     record: int
-    """Index of the row's token record; -1 if it needs none."""
+    """The row itself, whose token record it uses; -1 if it needs none."""
     offset: int
     """The token at position p of the sequence is entry p - offset of the record."""
     begin: int
@@ -58,30 +58,35 @@ class LogitsProcessorRows:
 class LogitsProcessorState:
     """Logits processors and token records of all rows.
 
-    Penalties, and bad words of several ids, need a record on the device. Records are allocated on
-    demand and reused by later rows, so that they take 4 * (V + max_model_len) bytes
-    for each row that has had one at the busiest time, rounded up to a power of two of rows:
-    0.7 MB a row for 151,936 ids and sequences of 32,768.
+    Penalties, and bad words of several ids, need a record on the device. Every row has one, allocated
+    in advance so that no step needs memory for it: 4 * (V + max_model_len) bytes for each row, 0.7 MB
+    for 151,936 ids and sequences of 32,768. On a CPU its pages are resident only once they are used.
     """
 
-    def __init__(self, vocab_size: int, max_model_len: int, device: torch.device):
+    def __init__(self, limits: BatchLimits, vocab_size: int, device: torch.device):
         self._vocab_size = vocab_size
         self._device = device
         self._rows: dict[int, RowLogitsProcessors] = {}
-        self._free: list[int] = []
         self._record = TokenRecord(
-            torch.zeros(0, max_model_len, dtype=torch.int32, device=device),
-            torch.zeros(0, vocab_size, dtype=torch.int32, device=device),
+            torch.empty(limits.max_rows, limits.max_model_len, dtype=torch.int32, device=device),
+            torch.empty(limits.max_rows, vocab_size, dtype=torch.int32, device=device),
         )
 
-    def set_row(self, new: NewRow) -> None:
-        """Set the logits processors of a row that a new request takes."""
-        former = self._rows.pop(new.row, None)
-        if former is not None and former.record >= 0:
-            self._free.append(former.record)
+    @property
+    def rows(self) -> Set[int]:
+        """Rows with logits processors."""
+        return self._rows.keys()
+
+    def set_row(self, new: NewRow) -> bool:
+        """Set the logits processors of a row that a new request takes; returns True.
+
+        If the device has too little memory, raises torch.OutOfMemoryError and the row has none.
+        """
+        self._rows.pop(new.row, None)
         processors = new.sampling.logits_processors
         if processors is not None:
             self._rows[new.row] = self._add(processors, new)
+        return True
 
     def gather(self, rows: Ids) -> LogitsProcessorRows | None:
         """What `apply` needs for these rows; None if none of them has logits processors."""
@@ -121,11 +126,10 @@ class LogitsProcessorState:
         penalties = (processors.repetition_penalty, processors.frequency_penalty, processors.presence_penalty)
         words = [word for word in processors.bad_words if len(word) > 1]
         banned = [word[0] for word in processors.bad_words if len(word) == 1]
-        token_ids = _ids(new.token_ids)
-        prompt = (
-            np.unique(token_ids[: new.prompt_length]) if processors.repetition_penalty != 1 else _ids(b"")
-        )
-        needs_record = bool(words) or penalties != (1, 0, 0)
+        prompt = _ids(new.prompt_ids)
+        needs_record = processors.needs_output_ids
+        if needs_record:
+            self._fill_record(new.row, prompt, _ids(new.output_ids))
         return RowLogitsProcessors(
             allowed=_ids(processors.allowed_ids),
             bias_ids=np.concatenate([_ids(processors.bias_ids), np.array(banned, np.int64)]),
@@ -134,34 +138,20 @@ class LogitsProcessorState:
             end_ids=np.array(processors.end_ids if processors.min_tokens else [], np.int64),
             end_until=new.prompt_length + processors.min_tokens,
             penalties=penalties,
-            record=self._new_record(prompt, token_ids[new.prompt_length :]) if needs_record else -1,
+            record=new.row if needs_record else -1,
             offset=new.prompt_length - len(prompt),
             begin=len(prompt),
         )
 
-    def _new_record(self, prompt: Ids, generated: Ids) -> int:
-        """Index of a record that holds exactly these ids."""
-        if not self._free:
-            self._grow()
-        record = self._free.pop()
-        seen_V = self._record.seen_MV[record].zero_()
+    def _fill_record(self, row: int, prompt: Ids, generated: Ids) -> None:
+        """Make the row's record hold exactly these ids."""
+        self._record.ids_ML[row].zero_()
+        seen_V = self._record.seen_MV[row].zero_()
         if len(prompt) + len(generated):
             weights = np.repeat([1, 2], [len(prompt), len(generated)])
             ids, weights = to_device(np.stack([np.concatenate([prompt, generated]), weights]), self._device)
-            self._record.ids_ML[record, : len(ids)] = ids
+            self._record.ids_ML[row, : len(ids)] = ids
             seen_V.index_add_(0, ids, weights.int())
-        return record
-
-    def _grow(self) -> None:
-        """Double the number of records."""
-        ids_ML, seen_MV = self._record.ids_ML, self._record.seen_MV
-        before = len(ids_ML)
-        more = before or _FIRST_RECORDS
-        self._record = TokenRecord(
-            torch.cat((ids_ML, ids_ML.new_zeros(more, ids_ML.shape[1]))),
-            torch.cat((seen_MV, seen_MV.new_zeros(more, seen_MV.shape[1]))),
-        )
-        self._free.extend(range(before, before + more))
 
     def _allowed(self, processors: Sequence[RowLogitsProcessors]) -> AllowedIds | None:
         rows = np.array([u for u, row in enumerate(processors) if len(row.allowed)], np.int64)

@@ -32,7 +32,7 @@ from atom.messages.worker import (
     WorkerReady,
 )
 from atom.utils import envs
-from atom.utils.errors import one_line
+from atom.utils.errors import one_line, out_of_memory
 from atom.utils.exit_status import ExitStatus
 from atom.utils.install_check import check_install
 from atom.utils.liveness import Beats, beat_interval
@@ -69,7 +69,7 @@ def main() -> None:
     except Exception as error:  # of any kind: core and supervisor need the cause
         if envs.ATOM_LOG_MORE:
             traceback.print_exc()
-        link.fail(one_line(error, ValueError, MemoryError), _status(error))
+        link.fail(out_of_memory(error) or one_line(error, ValueError), _status(error))
         sys.exit(1)
     finally:
         link.close()
@@ -230,8 +230,8 @@ def _set_profiler_environment(config: EngineConfig) -> None:
 
 
 def _status(error: Exception) -> ExitStatus:
-    """A ValueError is about the checkpoint; torch has its own type for a lack of memory."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    """A ValueError is about the checkpoint."""
+    if out_of_memory(error):
         return ExitStatus.RESOURCES
     return ExitStatus.MODEL if isinstance(error, ValueError) else ExitStatus.FAILURE
 

@@ -1,6 +1,7 @@
 """A launched step and its results."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
 
@@ -9,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from atom.messages.engine import LogprobTable, PromptLogprobs, SampledLogprobs
-from atom.messages.worker import BatchResult
+from atom.messages.worker import BatchResult, RowFailure
 from atom_ops import TokenLogprobs
+from workers.group_rows import Rows
 from workers.input_batch import PromptChunk
 from workers.sampler import SamplerOutput
 
@@ -38,27 +40,38 @@ def event_recorder(device: torch.device) -> RecordEvent:
     return record if device.type == "cuda" else lambda: None
 
 
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step computed, on the device."""
+
+    rows: Rows
+    """The R sampled rows."""
+    sampled: SamplerOutput | None = None
+    """None if R is 0, or if sampling failed."""
+    chunks: Sequence[PromptChunk] = ()
+    prompt_logprobs: TokenLogprobs | None = None
+    """Of the tokens of all chunks; None if there are none."""
+    failed: Mapping[int, str] = field(default_factory=dict)
+    """Why the step failed for some rows, by row."""
+
+
 class PendingStep:
-    """Copies a step's results to the host; waits for the device in `result` alone.
+    """Copies a step's output to the host; waits for the device in `result` alone.
 
     Every step has an event, also one that samples nothing: the engine core bounds the steps in
     flight, and measures their time, by their results.
     """
 
-    def __init__(
-        self,
-        step: int,
-        record_event: RecordEvent,
-        sampled: SamplerOutput | None = None,
-        chunks: list[PromptChunk] | None = None,
-        prompt_logprobs: TokenLogprobs | None = None,
-    ):
+    def __init__(self, step: int, output: StepOutput, record_event: RecordEvent):
+        sampled = output.sampled
         self.step = step
+        self._rows = output.rows
         self._ids = None if sampled is None else _to_host(sampled.ids_R)
         self._logprob_indices = [] if sampled is None else sampled.logprob_indices
         self._logprobs = None if sampled is None or sampled.logprobs is None else _Columns(sampled.logprobs)
-        self._chunks = chunks or []
-        self._prompt = None if prompt_logprobs is None else _Columns(prompt_logprobs)
+        self._chunks = output.chunks
+        self._prompt = None if output.prompt_logprobs is None else _Columns(output.prompt_logprobs)
+        self._failed = output.failed
         self._done = record_event()
 
     def ready(self) -> bool:
@@ -69,25 +82,41 @@ class PendingStep:
         """The step's result; waits until the device has it."""
         if self._done is not None:
             self._done.synchronize()
-        token_ids = b"" if self._ids is None else _packed(self._ids, "<i4")
-        logprobs = None
-        if self._logprobs is not None:
-            logprobs = SampledLogprobs(
-                self._logprob_indices, self._logprobs.table(0, len(self._logprob_indices))
-            )
-        return BatchResult(self.step, token_ids, logprobs, self._prompt_logprobs())
+        failures = [RowFailure(row, reason) for row, reason in self._failed.items()]
+        prompt_logprobs = self._prompt_logprobs()
+        if self._ids is None:
+            return BatchResult(self.step, b"", None, prompt_logprobs, failures)
+        kept = np.array([row not in self._failed for row in self._rows.tolist()]) if failures else None
+        ids = self._ids.numpy() if kept is None else self._ids.numpy()[kept]
+        return BatchResult(
+            self.step, _packed(ids, "<i4"), self._sampled_logprobs(kept), prompt_logprobs, failures
+        )
 
     def token_ids(self) -> bytes:
         """The sampled ids alone, packed int32, in batch order; waits like `result`."""
         return self.result().token_ids
+
+    def _sampled_logprobs(self, kept: NDArray[np.bool_] | None) -> SampledLogprobs | None:
+        """`kept` [R] says which of the sampled rows have not failed; None stands for all of them."""
+        if self._logprobs is None:
+            return None
+        indices = np.array(self._logprob_indices)
+        if kept is None:
+            return SampledLogprobs(self._logprob_indices, self._logprobs.table(slice(0, len(indices))))
+        has_result = kept[indices]
+        indices = (kept.cumsum() - 1)[indices[has_result]]  # failed rows have no sampled id
+        if not len(indices):
+            return None
+        return SampledLogprobs(indices.tolist(), self._logprobs.table(has_result))
 
     def _prompt_logprobs(self) -> list[PromptLogprobs]:
         if self._prompt is None:
             return []
         ends = accumulate(chunk.count for chunk in self._chunks)
         return [
-            PromptLogprobs(chunk.row, chunk.start, self._prompt.table(end - chunk.count, end))
+            PromptLogprobs(chunk.row, chunk.start, self._prompt.table(slice(end - chunk.count, end)))
             for chunk, end in zip(self._chunks, ends, strict=True)
+            if chunk.row not in self._failed
         ]
 
 
@@ -99,13 +128,13 @@ class _Columns:
         self._values_NW = _to_host(logprobs.values_NW)
         self._ranks_N = _to_host(logprobs.ranks_N)
 
-    def table(self, start: int, end: int) -> LogprobTable:
-        """The log probabilities of tokens `start` to `end`."""
+    def table(self, tokens: slice | NDArray[np.bool_]) -> LogprobTable:
+        """The log probabilities of some of the tokens."""
         return LogprobTable(
             self._ids_NW.shape[1],
-            _packed(self._ids_NW[start:end], "<i4"),
-            _packed(self._values_NW[start:end], "<f4"),
-            _packed(self._ranks_N[start:end], "<i4"),
+            _packed(self._ids_NW.numpy()[tokens], "<i4"),
+            _packed(self._values_NW.numpy()[tokens], "<f4"),
+            _packed(self._ranks_N.numpy()[tokens], "<i4"),
         )
 
 
@@ -117,6 +146,5 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def _packed(host: torch.Tensor, dtype: str) -> bytes:
-    numbers: NDArray[np.generic] = host.numpy()
+def _packed(numbers: NDArray[np.generic], dtype: str) -> bytes:
     return numbers.astype(dtype, copy=False).tobytes()

@@ -22,7 +22,7 @@ from atom.config.fields import json_object
 from atom.config.model import ModelConfig
 from atom.messages.launch import PrepareLaunch
 from atom.utils import envs
-from atom.utils.errors import one_line
+from atom.utils.errors import one_line, out_of_memory
 from atom.utils.exit_status import ExitStatus
 from atom.utils.file_lock import exclusive
 from atom.utils.process import read_launch
@@ -57,8 +57,9 @@ def main() -> None:
     except Exception as error:
         if envs.ATOM_LOG_MORE:
             traceback.print_exc()
-        status = _status(error)
-        result = {"error": _reason(launch.config.model, error)}
+        unusable = _unusable_cache(error, Path(launch.cache_dir))
+        status = ExitStatus.RESOURCES if unusable else _status(error)
+        result = {"error": unusable or _reason(launch.config.model, error)}
     sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
     sys.exit(status)
 
@@ -167,7 +168,7 @@ def _no_config(directory: Path) -> str:
 
 
 def _status(error: Exception) -> ExitStatus:
-    host_error = isinstance(error, UnreachableError | MemoryError)
+    host_error = isinstance(error, UnreachableError) or out_of_memory(error)
     if host_error or (isinstance(error, OSError) and error.errno in _HOST_ERRORS):
         return ExitStatus.RESOURCES
     return ExitStatus.MODEL if isinstance(error, ValueError | OSError) else ExitStatus.FAILURE
@@ -180,7 +181,20 @@ def _reason(model: str, error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         place = f" ({error.filename})" if error.filename else ""
         return f"cannot prepare {model}: {error.strerror}{place}{_remedy(error)}"
-    return f"cannot prepare {model}: {one_line(error)}"
+    return f"cannot prepare {model}: {out_of_memory(error) or one_line(error)}"
+
+
+def _unusable_cache(error: Exception, cache_dir: Path) -> str:
+    """One line for an error in creating the cache directory, also where HOME is unusable; else empty."""
+    if not isinstance(error, OSError) or error.errno in (errno.ENOSPC, errno.EDQUOT) or not error.filename:
+        return ""
+    path = Path(error.filename)
+    if path == Path("/") or not (cache_dir.is_relative_to(path) or path.is_relative_to(cache_dir)):
+        return ""
+    return (
+        f"cannot write to {path}: {error.strerror}; set ATOM_CACHE_DIR to a writable directory "
+        "(and HF_HOME, for models of the hub)"
+    )
 
 
 def _remedy(error: OSError) -> str:

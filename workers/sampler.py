@@ -4,7 +4,8 @@ R rows sampled in a step, U of them with logits processors, Q of them with log p
 V vocabulary.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -16,6 +17,10 @@ from workers.block_table import BatchLimits
 from workers.group_rows import Rows
 from workers.input_batch import SamplingRows
 from workers.logits_processor_state import LogitsProcessorRows, LogitsProcessorState
+from workers.memory_guard import MemoryGuard, reason_of
+
+_PROCESSORS, _LOGPROBS = "the logits processors", "the log probabilities"
+_LOGITS_PER_SLICE = 1 << 24  # 64 MiB of float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +29,12 @@ class SamplerOutput:
 
     ids_R: torch.Tensor
     """int64."""
-    logprob_indices: list[int]
+    logprob_indices: list[int] = field(default_factory=list)
     """Which of the R tokens have log probabilities, Q in all."""
-    logprobs: TokenLogprobs | None
+    logprobs: TokenLogprobs | None = None
     """Of these Q tokens; None if Q is 0."""
+    failed: Mapping[int, str] = field(default_factory=dict)
+    """Why sampling failed for some of the R rows, by index; their ids mean nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +65,14 @@ class _SamplingPlan:
     """Of all R rows, greedy for rows with logits processors; None if every row has some."""
     processed: _ProcessedRows | None
     logprobs: _LogprobRows | None
+    broken: list[int]
+    """Which of the R rows cannot be sampled: their logits processors did not fit into memory."""
 
 
 class Sampler:
     """One column for each sampling setting, one entry for each row of the persistent batch."""
 
-    def __init__(self, limits: BatchLimits, vocab_size: int, device: torch.device):
+    def __init__(self, limits: BatchLimits, vocab_size: int, device: torch.device, memory: MemoryGuard):
         max_rows = limits.max_rows
         self.vocab_size = vocab_size
         self._device = device
@@ -74,7 +83,9 @@ class Sampler:
         self._seed = np.zeros(max_rows, np.uint64)
         self._sequence = np.zeros(max_rows, np.int64)
         self._logprobs = np.full(max_rows, -1, np.int64)
-        self._logits_processors = LogitsProcessorState(vocab_size, limits.max_model_len, device)
+        self._logits_processors = LogitsProcessorState(limits, vocab_size, device)
+        self._memory = memory
+        self._broken: set[int] = set()
         self._planned_rows: Rows | None = None
 
     def set_row(self, new: NewRow) -> None:
@@ -88,33 +99,45 @@ class Sampler:
         self._seed[row] = sampling.seed
         self._sequence[row] = sampling.sequence
         self._logprobs[row] = sampling.logprobs
-        self._logits_processors.set_row(new)
+        self._broken.discard(row)
+        if not self._memory.attempt(_PROCESSORS, lambda: self._logits_processors.set_row(new)):
+            self._broken.add(row)
 
     def plain_settings(self, rows: Rows) -> SamplingBatch | None:
         """Settings of rows that a captured graph can sample.
 
-        None if a row has logits processors or log probabilities. Returns the same object for the
-        same array until a row is set.
+        None if a row has logits processors or log probabilities, or cannot be sampled. Returns the
+        same object for the same array until a row is set.
         """
         plan = self._plan_of(rows)
-        return plan.settings if plan.processed is None and plan.logprobs is None else None
+        return None if plan.processed or plan.logprobs or plan.broken else plan.settings
 
     def sample(self, logits_RV: torch.Tensor, sampling: SamplingRows) -> SamplerOutput:
         """Sample one token for each row.
 
-        Settings are gathered only if `sampling.rows` is another array than in the last step.
+        Settings are gathered only if `sampling.rows` is another array than in the last step. Rows
+        fail if the device has too little memory for their logits processors or log probabilities.
         """
         plan = self._plan_of(sampling.rows)
+        failed = dict.fromkeys(plan.broken, reason_of(_PROCESSORS))
         if plan.processed is None:
             ids_R = self._sample_plain(logits_RV, plan, sampling)
         else:
-            ids_R = self._sample_processed(logits_RV, plan, plan.processed, sampling)
+            processed = plan.processed
+            ids_U = self._memory.attempt(
+                _PROCESSORS, lambda: self._sample_processed(logits_RV, processed, sampling)
+            )
+            if ids_U is None:
+                failed |= dict.fromkeys(processed.processors.indices.tolist(), reason_of(_PROCESSORS))
+            ids_R = self._joined(ids_U, logits_RV, plan, sampling)
         wanted = plan.logprobs
         if wanted is None:
-            return SamplerOutput(ids_R, [], None)
-        logits_QV = logits_RV.index_select(0, wanted.indices_Q)
-        logprobs = token_logprobs(logits_QV, ids_R[wanted.indices_Q], wanted.top)
-        return SamplerOutput(ids_R, wanted.indices, logprobs)
+            return SamplerOutput(ids_R, failed=failed)
+        logprobs = self._memory.attempt(_LOGPROBS, lambda: _logprobs(logits_RV, ids_R, wanted))
+        if logprobs is None:
+            failed |= dict.fromkeys(wanted.indices, reason_of(_LOGPROBS))
+            return SamplerOutput(ids_R, failed=failed)
+        return SamplerOutput(ids_R, wanted.indices, logprobs, failed)
 
     def _sample_plain(
         self, logits_RV: torch.Tensor, plan: _SamplingPlan, sampling: SamplingRows
@@ -123,19 +146,29 @@ class Sampler:
         return sample(logits_RV, plan.settings, sampling.positions_R)
 
     def _sample_processed(
-        self, logits_RV: torch.Tensor, plan: _SamplingPlan, processed: _ProcessedRows, sampling: SamplingRows
+        self, logits_RV: torch.Tensor, processed: _ProcessedRows, sampling: SamplingRows
     ) -> torch.Tensor:
+        """Sampled ids of the rows with logits processors, int64 [U]."""
         processors = processed.processors
-        rows_U = processors.batch.rows_U
-        positions_U = sampling.positions_R[rows_U]
+        positions_U = sampling.positions_R[processors.batch.rows_U]
         logits_UV = self._logits_processors.apply(
             processors, logits_RV, sampling.positions_R, sampling.positions
         )
         ids_U = sample(logits_UV, processed.settings, positions_U)
         self._logits_processors.record(processors, positions_U, ids_U)
+        return ids_U
+
+    def _joined(
+        self, ids_U: torch.Tensor | None, logits_RV: torch.Tensor, plan: _SamplingPlan, sampling: SamplingRows
+    ) -> torch.Tensor:
+        """Sampled ids of all rows, int64 [R]: `ids_U`, and of the rows without logits processors."""
+        assert plan.processed is not None
         if plan.settings is None:
-            return ids_U
-        return self._sample_plain(logits_RV, plan, sampling).index_copy_(0, rows_U, ids_U)
+            return torch.zeros_like(sampling.rows_R) if ids_U is None else ids_U
+        ids_R = self._sample_plain(logits_RV, plan, sampling)
+        if ids_U is None:
+            return ids_R
+        return ids_R.index_copy_(0, plan.processed.processors.batch.rows_U, ids_U)
 
     def _plan_of(self, rows: Rows) -> _SamplingPlan:
         if rows is not self._planned_rows:
@@ -143,18 +176,24 @@ class Sampler:
         return self._plan
 
     def _make_plan(self, rows: Rows) -> _SamplingPlan:
-        logprobs = self._logprob_rows(rows)
-        processors = self._logits_processors.gather(rows)
+        logprobs, broken_rows = self._logprob_rows(rows), self._broken
+        gathered = self._memory.attempt(_PROCESSORS, lambda: [self._logits_processors.gather(rows)])
+        if gathered is None:
+            broken_rows = broken_rows | self._logits_processors.rows
+        processors = gathered[0] if gathered else None
+        broken = (
+            [index for index, row in enumerate(rows.tolist()) if row in broken_rows] if broken_rows else []
+        )
         if processors is None:
-            return _SamplingPlan(self._settings(rows, self._temperature[rows]), None, logprobs)
+            return _SamplingPlan(self._settings(rows, self._temperature[rows]), None, logprobs, broken)
         with_processors = rows[processors.indices]
         settings = self._settings(with_processors, self._temperature[with_processors])
         processed = _ProcessedRows(processors, settings)
         if len(with_processors) == len(rows):
-            return _SamplingPlan(None, processed, logprobs)
+            return _SamplingPlan(None, processed, logprobs, broken)
         temperature = self._temperature[rows]
         temperature[processors.indices] = 0
-        return _SamplingPlan(self._settings(rows, temperature), processed, logprobs)
+        return _SamplingPlan(self._settings(rows, temperature), processed, logprobs, broken)
 
     def _logprob_rows(self, rows: Rows) -> _LogprobRows | None:
         top = self._logprobs[rows]
@@ -173,3 +212,16 @@ class Sampler:
             self._sequence[rows],
             self._device,
         )
+
+
+def logprob_slice(vocab_size: int) -> int:
+    """Tokens whose logits are copied at a time to compute log probabilities."""
+    return max(1, _LOGITS_PER_SLICE // vocab_size)
+
+
+def _logprobs(logits_RV: torch.Tensor, ids_R: torch.Tensor, rows: _LogprobRows) -> TokenLogprobs:
+    """Of the Q sampled tokens; in slices, which bound the copied logits."""
+    slices = rows.indices_Q.split(logprob_slice(logits_RV.shape[1]))
+    return TokenLogprobs.joined(
+        [token_logprobs(logits_RV.index_select(0, each), ids_R[each], rows.top) for each in slices]
+    )

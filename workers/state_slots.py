@@ -1,4 +1,4 @@
-"""The slot of every row in a group of recurrent layers, on the host and, where asked for, on the device."""
+"""The state slot of every row in a group of recurrent layers, on the host and, for graphs, on the device."""
 
 from collections.abc import Sequence
 
@@ -13,12 +13,12 @@ NO_SLOT = -1
 
 
 class StateSlots(GroupRows):
-    """A row's state lives in one slot, and starts with its first token."""
+    """Each row has one slot for its state, which starts with its first token."""
 
     def __init__(self, limits: BatchLimits):
         self._slots = np.full(limits.max_rows, NO_SLOT, np.int64)
-        self._mirror: torch.Tensor | None = None
-        self._stale: set[int] = set()  # rows whose slot the mirror lacks
+        self._device_table: torch.Tensor | None = None
+        self._changed: set[int] = set()  # rows whose slot differs on the device
 
     def clear(self, row: int) -> None:
         self._slots[row] = NO_SLOT
@@ -30,8 +30,8 @@ class StateSlots(GroupRows):
         if len(block_ids) > 1 or self._slots[row] != NO_SLOT:
             raise ValueError(f"row {row}: a request has one slot for its state")
         self._slots[row] = block_ids[0]
-        if self._mirror is not None:
-            self._stale.add(row)
+        if self._device_table is not None:
+            self._changed.add(row)
 
     def token_columns(self, rows: Rows, positions: Rows) -> list[Rows]:
         return []
@@ -40,15 +40,15 @@ class StateSlots(GroupRows):
         is_fresh = step.ends == step.counts
         return plan_states(step.counts.astype(np.int32), self._slots[step.rows], is_fresh, step.device)
 
-    def mirror(self, device: torch.device) -> torch.Tensor:
-        """int64 [max_rows + 1]; padding has no slot, ever."""
-        self._mirror = torch.full((len(self._slots) + 1,), NO_SLOT, dtype=torch.int64, device=device)
-        return self._mirror
+    def device_table(self, device: torch.device) -> torch.Tensor:
+        """int64 [max_rows + 1]; padding never has a slot."""
+        self._device_table = torch.full((len(self._slots) + 1,), NO_SLOT, dtype=torch.int64, device=device)
+        return self._device_table
 
-    def refresh(self) -> None:
-        if self._mirror is None or not self._stale:
+    def update_device_table(self) -> None:
+        if self._device_table is None or not self._changed:
             return
-        rows = np.array(sorted(self._stale), np.int64)
-        self._stale.clear()
-        changed = to_device(np.stack((rows, self._slots[rows])), self._mirror.device)
-        self._mirror.index_copy_(0, changed[0], changed[1])
+        rows = np.array(sorted(self._changed), np.int64)
+        changed = to_device(np.stack((rows, self._slots[rows])), self._device_table.device)
+        self._device_table.index_copy_(0, changed[0], changed[1])
+        self._changed.clear()  # not before: the copy may fail for lack of memory

@@ -1,7 +1,7 @@
 """A worker without its sockets: load the model, allocate the KV cache, execute steps."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -22,11 +22,13 @@ from workers.graph_recorder import GraphRecorder, Recorder
 from workers.group_rows import GroupRows
 from workers.input_batch import InputBatch
 from workers.kv_cache import allocate_kv, cpu_kv_bytes, cuda_kv_bytes, kv_dtype, kv_specs
+from workers.largest_steps import largest_steps, num_blocks, profile_batch
 from workers.layers.cache_groups import CacheGroup, StateGroup
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext, CacheLayer
 from workers.layers.linear import Linear
 from workers.marks import MarkedRecorder, mark_modules
+from workers.memory_guard import MemoryGuard
 from workers.model_runner import Graphs, ModelRunner
 from workers.models.registry import model_class
 from workers.pending_step import PendingStep, event_recorder
@@ -57,6 +59,8 @@ def _explain_out_of_memory(device: torch.device, purpose: str, remedy: str) -> I
     try:
         yield
     except torch.OutOfMemoryError:
+        if device.type != "cuda":
+            raise
         free, total = torch.cuda.mem_get_info(device)
         raise MemoryError(
             f"{device} has too little memory for {purpose}: {free >> 20} of its {total >> 20} MiB are free "
@@ -71,6 +75,12 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
 
 def _rows_of(group: CacheGroup, limits: BatchLimits) -> GroupRows:
     return StateSlots(limits) if isinstance(group, StateGroup) else BlockTable(limits)
+
+
+def _run(runner: ModelRunner, batch: ScheduledBatch) -> None:
+    """Run a step at start, where no row may fail: raises torch.OutOfMemoryError."""
+    for failure in runner.launch(batch).result().failed:
+        raise torch.OutOfMemoryError(failure.reason)
 
 
 class Worker:
@@ -114,11 +124,12 @@ class Worker:
             self._allocate(allocate)
 
     def execute(self, batch: ScheduledBatch) -> PendingStep:
-        """Launch one step."""
-        if self.traces is None or not self.traces.recording:
-            return self._runner.launch(batch)
-        with self.traces.step(self._runner.label(batch)):
-            return self._runner.launch(batch)
+        """Launch one step. Raises MemoryError if it cannot fail for some rows alone: with several ranks."""
+        with _explain_out_of_memory(self._device, "a step", _SMALLER_CACHE):
+            if self.traces is None or not self.traces.recording:
+                return self._runner.launch(batch)
+            with self.traces.step(self._runner.label(batch)):
+                return self._runner.launch(batch)
 
     def _load(self) -> Loaded:
         resolved = backend.resolve(self._device, batch_invariant=self._config.device.batch_invariant)
@@ -134,7 +145,8 @@ class Worker:
 
     def _allocate(self, allocate: AllocateKV) -> None:
         with self._tracing_captures():
-            self._runner = self._make_runner(allocate, self._capture_sizes())
+            kv_layers = self._make_kv(allocate.num_blocks)
+            self._runner = self._make_runner(kv_layers, allocate.max_model_len, self._capture_sizes())
         sized = zip(self._model.kv_groups, allocate.num_blocks, strict=True)
         num_blocks = min(blocks for group, blocks in sized if not isinstance(group, StateGroup))
         capacity = num_blocks * self._config.cache.block_size
@@ -146,7 +158,7 @@ class Worker:
             get_logger().info("ops on %s that fell back to torch: %s", self._device, names)
 
     def _build_model(self) -> CausalLM:
-        longest = self._config.model.max_model_len or self._checkpoint.max_model_len
+        longest = self._longest_sequence()
         build = BuildContext(self._dtype, self._device, self._tp, longest)
         try:
             model = model_class(self._checkpoint)(self._checkpoint.hf_config, build)
@@ -182,18 +194,27 @@ class Worker:
         weights = [layer.weight for layer in self._model.modules() if isinstance(layer, Linear)]
         backend.tune(self._device, weights, Path(envs.ATOM_CACHE_DIR), self._progress)
 
-    def _make_runner(self, allocate: AllocateKV, capture_sizes: list[int]) -> ModelRunner:
-        block_size, groups = self._config.cache.block_size, self._model.kv_groups
+    def _make_kv(self, num_blocks: Sequence[int]) -> list[CacheLayer]:
+        block_size = self._config.cache.block_size
+        return allocate_kv(self._model.kv_groups, num_blocks, block_size, self._kv_dtype, self._device)
+
+    def _make_inputs(self, max_model_len: int) -> InputBatch:
         max_rows = self._config.scheduler.max_num_seqs
         assert max_rows is not None, "max_num_seqs is resolved before any worker starts"
-        limits = BatchLimits(max_rows, allocate.max_model_len, block_size)
-        kv_layers = allocate_kv(groups, allocate.num_blocks, block_size, self._kv_dtype, self._device)
+        limits = BatchLimits(max_rows, max_model_len, self._config.cache.block_size)
+        tables = [_rows_of(group, limits) for group in self._model.kv_groups]
         split_tokens = BATCH_INVARIANT_SPLIT if self._config.device.batch_invariant else 0
-        tables = [_rows_of(group, limits) for group in groups]
-        inputs = InputBatch(limits, tables, self._device, split_tokens)
-        sampler = Sampler(limits, self._checkpoint.vocab_size, self._device)
+        return InputBatch(limits, tables, self._device, split_tokens)
+
+    def _make_runner(
+        self, kv_layers: list[CacheLayer], max_model_len: int, capture_sizes: list[int]
+    ) -> ModelRunner:
+        inputs = self._make_inputs(max_model_len)
+        memory = MemoryGuard(self._device, self._tp.size)
+        sampler = Sampler(inputs.limits, self._checkpoint.vocab_size, self._device, memory)
         graphs = self._capture(kv_layers, inputs, capture_sizes) if capture_sizes else None
-        return ModelRunner(self._model, kv_layers, inputs, sampler, event_recorder(self._device), graphs)
+        recorder = event_recorder(self._device)
+        return ModelRunner(self._model, kv_layers, inputs, sampler, memory, recorder, graphs)
 
     def _capture(self, kv_layers: list[CacheLayer], inputs: InputBatch, sizes: list[int]) -> Graphs:
         """Capture graphs of decode steps with `sizes` rows, and of prefill and mixed steps."""
@@ -227,31 +248,19 @@ class Worker:
         prompt = max(tokens - _WARM_DECODES, 1)
         decodes = tokens - prompt
         self._progress("Warming up", 0, 1 + decodes)
-        self._runner.launch(self._prefill_batch(1, prompt, tokens)).token_ids()
+        _run(self._runner, self._warm_up_batch(prompt, tokens))
         for done in range(1, 1 + decodes):
             self._progress("Warming up", done, 1 + decodes)
-            self._runner.launch(ScheduledBatch(-1, [0])).token_ids()
+            _run(self._runner, ScheduledBatch(-1, [0]))
         self._progress("Warming up", 1 + decodes, 1 + decodes)
 
-    def _prefill_batch(self, rows: int, tokens: int, reserved: int) -> ScheduledBatch:
-        """A step that prefills `rows` prompts of `tokens` tokens each, with blocks for `reserved` tokens."""
-        blocks = -(-reserved // self._config.cache.block_size)
+    def _warm_up_batch(self, prompt: int, reserved: int) -> ScheduledBatch:
+        """A step that prefills a prompt, with blocks for `reserved` tokens."""
+        blocks = list(range(-(-reserved // self._config.cache.block_size)))
         groups = self._model.kv_groups
-        new_rows = [
-            NewRow(
-                row=row,
-                token_ids=pack_ids([0] * tokens),
-                computed=0,
-                block_ids=[
-                    [row] if isinstance(group, StateGroup) else list(range(row * blocks, (row + 1) * blocks))
-                    for group in groups
-                ],
-                sampling=_GREEDY,
-                prompt_length=tokens,
-            )
-            for row in range(rows)
-        ]
-        return ScheduledBatch(-1, list(range(rows)), [tokens] * rows, new_rows)
+        block_ids = [[0] if isinstance(group, StateGroup) else blocks for group in groups]
+        row = NewRow(0, prompt, 0, block_ids, _GREEDY, prompt)
+        return ScheduledBatch(-1, [0], [prompt], [row], token_ids=pack_ids([0] * prompt))
 
     def _kv_bytes(self) -> int:
         if self._device.type == "cpu":
@@ -261,27 +270,28 @@ class Worker:
     def _peak_bytes(self) -> int:
         """Peak memory that torch allocates on this GPU without KV: in the largest steps, and for graphs."""
         scheduler = self._config.scheduler
-        most_tokens, most_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
-        assert most_tokens and most_rows
-        longest = min(self._config.model.max_model_len or self._checkpoint.max_model_len, most_tokens)
-        many = min(most_rows, most_tokens)
-        short = self._peak_of(many, min(most_tokens // many, longest))
-        long = self._peak_of(min(most_tokens // longest, most_rows), longest)
-        return max(short, long) + self._graph_bytes()
+        assert scheduler.max_num_batched_tokens and scheduler.max_num_seqs
+        shapes = largest_steps(
+            scheduler.max_num_batched_tokens, scheduler.max_num_seqs, self._longest_sequence()
+        )
+        return max(map(self._peak_of, shapes)) + self._graph_bytes()
 
-    def _peak_of(self, rows: int, tokens: int) -> int:
-        """Peak memory of a step that computes `tokens` tokens in each of `rows` rows."""
-        row_blocks = -(-tokens // self._config.cache.block_size)
-        blocks = [
-            rows if isinstance(group, StateGroup) else rows * row_blocks for group in self._model.kv_groups
-        ]
+    def _longest_sequence(self) -> int:
+        return self._config.model.max_model_len or self._checkpoint.max_model_len
+
+    def _peak_of(self, counts: list[int]) -> int:
+        """Peak memory of a step that computes so many tokens in each row."""
+        groups, block_size = self._model.kv_groups, self._config.cache.block_size
+        longest = self._longest_sequence()
+        batch = profile_batch(counts, groups, block_size, self._checkpoint.vocab_size, longest)
         before = torch.cuda.memory_allocated(self._device)
-        runner = self._make_runner(AllocateKV(blocks, tokens), [])
+        kv_layers = self._make_kv(num_blocks(counts, groups, block_size))
         kv_bytes = torch.cuda.memory_allocated(self._device) - before
+        runner = self._make_runner(kv_layers, longest, [])
         torch.cuda.reset_peak_memory_stats(self._device)
-        runner.launch(self._prefill_batch(rows, tokens, tokens)).token_ids()
+        _run(runner, batch)
         peak = torch.cuda.max_memory_allocated(self._device) - kv_bytes
-        del runner
+        del runner, kv_layers
         torch.cuda.empty_cache()
         return peak
 
@@ -290,9 +300,11 @@ class Worker:
         sizes = self._capture_sizes()
         if not sizes:
             return 0
+        kv_layers = self._make_kv([1] * len(self._model.kv_groups))
+        inputs = self._make_inputs(self._longest_sequence())
         before = torch.cuda.memory_reserved(self._device)
-        runner = self._make_runner(AllocateKV([1] * len(self._model.kv_groups), 1), sizes[-1:])
+        graphs = self._capture(kv_layers, inputs, sizes[-1:])
         graph_bytes = torch.cuda.memory_reserved(self._device) - before
-        del runner
+        del graphs, inputs, kv_layers
         torch.cuda.empty_cache()
         return graph_bytes

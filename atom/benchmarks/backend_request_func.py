@@ -1,14 +1,14 @@
 """One timed request to each kind of server.
 
-`ASYNC_REQUEST_FUNCS[backend](request, session)` sends a RequestFuncInput and gives a
-RequestFuncOutput; it never raises for what a server or the network does: that is `error`.
+`ASYNC_REQUEST_FUNCS[backend](request, session)` sends a RequestFuncInput and returns a
+RequestFuncOutput; failures of the server or the network are in its `error`.
 
     ttft          from sending to the first event with a token
-    itl           between two events with tokens: a server that sends two tokens in one event gives one
+    itl           between two events with tokens; two tokens in one event give one value
     latency       from sending to the last event with a token
 
-Times are taken when the bytes are read, before anything is decoded. The body is encoded before
-the clock starts. What this module does not know: when requests are sent, and how many at once.
+Times are taken when bytes are read, before they are decoded. The body is encoded before the first time
+is taken.
 """
 
 import time
@@ -53,34 +53,34 @@ class RequestFuncInput:
     output_len: int
     model: str
     model_name: str | None = None
-    """The name that the server knows the model by; `model` when absent."""
+    """Name of the model on the server; `model` if None."""
     best_of: int = 1
     logprobs: int | None = None
     extra_body: dict[str, Any] | None = None
-    """Further fields of the body."""
+    """Additional fields of the body."""
     multi_modal_content: dict[str, Any] | None = None
-    """One content part beside the prompt; chat alone has it."""
+    """A content part beside the prompt, for chat only."""
     ignore_eos: bool = False
 
     @property
     def served_name(self) -> str:
-        """What the body's `model` says."""
+        """The body's `model`."""
         return self.model_name or self.model
 
 
 @dataclass
 class RequestFuncOutput:
-    """What came of it. Times are seconds."""
+    """The result of a request; times in seconds."""
 
     generated_text: str = ""
     success: bool = False
     latency: float = 0.0
     output_tokens: int | None = None
-    """The server's count; None when it gave none."""
+    """The server's count; None without usage."""
     ttft: float = 0.0
     itl: list[float] = field(default_factory=list)
     tpot: float = 0.0
-    """Filled in by whoever knows the number of tokens."""
+    """Set by `calculate_metrics`."""
     prompt_len: int = 0
     error: str = ""
 
@@ -92,19 +92,19 @@ class RequestFuncOutput:
 
 @dataclass(frozen=True)
 class Backend:
-    """A protocol: how to ask, and how to read the answer."""
+    """A protocol: the request's body, and the format of the response."""
 
     payload: Callable[[RequestFuncInput], dict[str, Any]]
     read: Callable[[bytes], Part]
-    """What one event says, or the whole answer of a backend without streams."""
+    """Reads an event, or the whole response of a backend that does not stream."""
     endings: tuple[str, ...]
-    """One of these ends the URL: a wrong --endpoint is found before anything is sent."""
+    """Accepted endings of --endpoint."""
     streams: bool = True
     takes_ids: bool = False
     ignores_eos: bool = True
-    """Whether it can be told to go on behind the end-of-sequence token."""
+    """Whether it supports --ignore-eos."""
     beams: bool = False
-    """Whether it knows best_of and use_beam_search."""
+    """Whether it supports best_of and use_beam_search."""
     logprobs: bool = False
 
 
@@ -114,7 +114,7 @@ RequestFunc = Callable[[RequestFuncInput, aiohttp.ClientSession], Awaitable[Requ
 async def _request(
     backend: Backend, request: RequestFuncInput, session: aiohttp.ClientSession
 ) -> RequestFuncOutput:
-    """Send, time, and turn every failure into `error`."""
+    """Send a request and time its response; failures become `error`."""
     output = RequestFuncOutput(prompt_len=request.prompt_len)
     body = msgspec.json.encode(backend.payload(request) | (request.extra_body or {}))
     headers = _headers()
@@ -124,20 +124,20 @@ async def _request(
             if response.status != 200:
                 output.error = await _refusal(response)
             elif backend.streams:
-                await _follow(response, backend, output, started)
+                await _read_stream(response, backend, output, started)
             else:
-                await _take_whole(response, backend, output, started)
-    except TimeoutError:  # before OSError, which it is one of
-        output.error = "no end of the answer in time"
+                await _read_whole(response, backend, output, started)
+    except TimeoutError:  # a subclass of OSError
+        output.error = "the response did not end in time"
     except (aiohttp.ClientError, OSError) as error:
         output.error = f"{type(error).__name__}: {error}"
     except msgspec.DecodeError as error:
-        output.error = f"the server sent something that is no answer: {error}"
+        output.error = f"the response is invalid: {error}"
     output.success = not output.error
     return output
 
 
-async def _follow(
+async def _read_stream(
     response: aiohttp.ClientResponse, backend: Backend, output: RequestFuncOutput, started: float
 ) -> None:
     """Read a stream to its end."""
@@ -145,7 +145,7 @@ async def _follow(
     texts: list[str] = []
     last, itl = 0.0, output.itl
 
-    def take(received: list[bytes], now: float) -> None:
+    def add(received: list[bytes], now: float) -> None:
         nonlocal last
         for event in received:
             if event == _DONE:
@@ -163,23 +163,23 @@ async def _follow(
             output.error = output.error or part.error
 
     async for chunk in response.content.iter_any():
-        take(splitter.feed(chunk), time.perf_counter())
-    take(splitter.end(), time.perf_counter())
+        add(splitter.feed(chunk), time.perf_counter())
+    add(splitter.end(), time.perf_counter())
     output.generated_text = "".join(texts)
     output.latency = last - started if last else 0.0
     if not last:
         output.error = output.error or "the stream ended without a token"
 
 
-async def _take_whole(
+async def _read_whole(
     response: aiohttp.ClientResponse, backend: Backend, output: RequestFuncOutput, started: float
 ) -> None:
-    """Read an answer that comes in one piece; it has no time to the first token."""
-    answer = await response.read()
+    """Read a response that is not streamed; its `ttft` stays 0."""
+    content = await response.read()
     output.latency = time.perf_counter() - started
-    part = backend.read(answer)
+    part = backend.read(content)
     output.generated_text, output.output_tokens = part.text or "", part.output_tokens
-    output.error = part.error or ("" if part.text is not None else "the answer holds no text")
+    output.error = part.error or ("" if part.text is not None else "the response has no text")
 
 
 async def _refusal(response: aiohttp.ClientResponse) -> str:
@@ -253,7 +253,7 @@ def _tensorrt_payload(request: RequestFuncInput) -> dict[str, Any]:
         "max_tokens": request.output_len,
         "stream": True,
     }
-    if request.ignore_eos:  # it has no such field, but a least length does the same
+    if request.ignore_eos:  # there is no such field; min_length has the same effect
         payload["min_length"] = request.output_len
     return payload
 
@@ -263,7 +263,7 @@ def _mii_payload(request: RequestFuncInput) -> dict[str, Any]:
         "model": request.served_name,
         "prompt": request.prompt,
         "max_tokens": request.output_len,
-        "temperature": 0.01,  # 0 is not taken
+        "temperature": 0.01,  # 0 is not allowed
         "top_p": 1.0,
     }
 
@@ -288,7 +288,7 @@ ASYNC_REQUEST_FUNCS: dict[str, RequestFunc] = {
     name: partial(_request, backend) for name, backend in BACKENDS.items()
 }
 
-# The names that scripts import.
+# Names that existing scripts import.
 async_request_openai_completions = ASYNC_REQUEST_FUNCS["openai"]
 async_request_openai_chat_completions = ASYNC_REQUEST_FUNCS["openai-chat"]
 async_request_tgi = ASYNC_REQUEST_FUNCS["tgi"]

@@ -1,4 +1,4 @@
-"""Results in the layout that PyTorch's benchmark dashboard reads."""
+"""Converts results to the format of PyTorch's benchmark dashboard."""
 
 import argparse
 from typing import Any
@@ -12,7 +12,7 @@ _METRICS = ("ttft", "tpot", "itl")
 def convert_to_pytorch_benchmark_format(
     args: argparse.Namespace, result: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """One record for each statistic of `result` that was asked for."""
+    """One record per statistic in `result`."""
     keys = [f"{statistic}_{metric}_ms" for metric in _METRICS for statistic in _STATISTICS]
     return [
         {
@@ -26,5 +26,5 @@ def convert_to_pytorch_benchmark_format(
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity."""
+    """The values with infinity as text, because JSON has none."""
     return {name: "inf" if value == float("inf") else value for name, value in values.items()}

@@ -93,7 +93,7 @@ class Steps:
         new = [
             NewRow(
                 row,
-                pack_ids(source.integers(0, self._checkpoint.vocab_size, context).tolist()),
+                context,
                 0,
                 [list(range(row * each, (row + 1) * each)) for _ in self._blocks],
                 _GREEDY,
@@ -102,7 +102,9 @@ class Steps:
             for row in range(rows)
         ]
         self._names = list(range(rows))
-        self._worker.execute(ScheduledBatch(0, self._names, [context] * rows, new)).token_ids()
+        ids = pack_ids(source.integers(0, self._checkpoint.vocab_size, rows * context).tolist())
+        batch = ScheduledBatch(0, self._names, [context] * rows, new, token_ids=ids)
+        self._worker.execute(batch).token_ids()
 
     def launch(self) -> PendingStep:
         """Launch one decode step."""

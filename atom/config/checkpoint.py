@@ -25,7 +25,7 @@ class Checkpoint:
     eos_token_ids: list[int] = field(default_factory=list)
     """End-of-sequence ids from generation_config.json, else from config.json."""
     default_sampling: dict[str, float | int] = field(default_factory=dict)
-    """temperature, top_p, top_k, min_p of generation_config.json, where it samples."""
+    """temperature, top_p, top_k, min_p of generation_config.json, whatever its do_sample says."""
     ignored_defaults: list[str] = field(default_factory=list)
     """Settings of generation_config.json that are not supported; logged at start."""
     added_settings: list[str] = field(default_factory=list)

@@ -16,12 +16,14 @@ class ServerConfig:
     """Default of a request's max_tokens. If unset: min(8192, what fits) for chat, 256 for completions."""
     lenient_fields: bool = False
     """Accept unsupported request fields and list them as `warnings` in the response."""
+    allow_control_tokens_in_content: bool = False
+    """Let texts of chat messages hold control tokens such as <|im_start|>; else they are plain text."""
     api_key: Annotated[str, Meta(min_length=1)] | None = None
     """API key, or several separated by commas. Set ATOM_API_KEY instead to hide it from `ps`."""
     max_queued_requests: Annotated[int, Meta(ge=0)] = 1024
     """Most waiting requests; further ones get status 429 with Retry-After."""
     max_body_bytes: Annotated[int, Meta(ge=1024)] | None = None
-    """Largest request body; 8 MiB, or 16 bytes per token of the context length if more, when absent."""
+    """Largest request body. If unset: 8 MiB, or 16 bytes per token of the context length if that is more."""
     chat_template: Annotated[str, Meta(min_length=1)] | None = None
     """Jinja chat template file that replaces the checkpoint's."""
     shutdown_timeout: Annotated[float, Meta(ge=0)] = 30.0

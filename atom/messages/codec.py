@@ -1,7 +1,7 @@
 """One typed encoder and decoder per socket.
 
-Frames are msgpack. A frame over `max_bytes` or of the wrong shape raises `WireError`, so a
-broken peer costs an error message, never an arbitrary object.
+Frames are msgpack. A frame over `max_bytes` or of the wrong shape raises `WireError`: a broken peer
+causes an error message, never an arbitrary object.
 """
 
 from typing import Any, Generic, TypeVar

@@ -1,8 +1,8 @@
 """Messages between a frontend and an engine core.
 
-The core binds a ROUTER, each frontend connects a DEALER, and answers travel back on the
-same socket. Token ids travel as packed little-endian int32 (`pack_ids`), never as lists of
-Python integers: a long prompt is one memory copy on either side.
+The core binds a ROUTER, each frontend connects a DEALER, and responses use the same socket. Token
+ids are packed little-endian int32 (`pack_ids`), never lists of Python integers: a long prompt is
+one memory copy on either side.
 """
 
 from array import array
@@ -38,7 +38,7 @@ class FinishReason(IntEnum):
 
 
 class LogitsProcessors(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What changes the logits of a row before it draws, in this order.
+    """Changes to the logits of a row before it samples, in this order.
 
     allowed_ids, bad_words, min_tokens   the excluded ids get minus infinity
     bias                                 is added
@@ -46,11 +46,11 @@ class LogitsProcessors(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """
 
     allowed_ids: bytes = b""
-    """Packed int32; only these may be drawn. Empty allows all."""
+    """Packed int32; only these may be sampled. Empty allows all."""
     bad_words: list[list[int]] = []
-    """The last id of a sequence may not be drawn where the ids before it were generated last."""
+    """The last id of a word may not be sampled where the ids before it were generated last."""
     min_tokens: int = 0
-    """Before this many tokens are generated, none of `end_ids` may be drawn."""
+    """Before this many tokens are generated, none of `end_ids` may be sampled."""
     end_ids: list[int] = []
     bias_ids: bytes = b""
     """Packed int32; `bias_values` are added to their logits."""
@@ -62,9 +62,20 @@ class LogitsProcessors(msgspec.Struct, array_like=True, frozen=True, gc=False):
     presence_penalty: float = 0.0
     """Taken off once for each id that was generated."""
 
+    @property
+    def needs_prompt_ids(self) -> bool:
+        """Whether the prompt's ids change the logits."""
+        return self.repetition_penalty != 1.0
+
+    @property
+    def needs_output_ids(self) -> bool:
+        """Whether the generated ids change the logits."""
+        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
+        return penalties != (1.0, 0.0, 0.0) or any(len(word) > 1 for word in self.bad_words)
+
 
 class Sampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """How one choice draws its tokens. Every field is resolved: there is no "unset" here."""
+    """How the sequences of a request sample their tokens. Every field has a value."""
 
     temperature: float
     """0 is greedy."""
@@ -73,9 +84,10 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
     top_p: float
     min_p: float
     seed: int
-    """Unsigned 64 bit; drawn by the frontend when the client gave none."""
+    """Unsigned 64 bit; chosen by the frontend when the client gave none."""
     sequence: int = 0
-    """Index among the `n` sequences of one request: part of the random key."""
+    """Index among the `n` sequences of one request, part of the random key; the first one's in an
+    `AddRequest`."""
     logits_processors: LogitsProcessors | None = None
     """None when the request sets none of them."""
     logprobs: int = -1
@@ -83,15 +95,19 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
-    """A frontend makes itself known; the core answers `CoreReady` once a token can be made."""
+    """The first message of a frontend; the core answers `CoreReady` once it can generate."""
 
     frontend: int
 
 
 class AddRequest(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
-    """One choice to generate. Ids are unique among all live requests of a core."""
+    """One prompt, and the sequences to generate from it.
 
-    request_id: int
+    Sequence i is known by `request_ids[i]` and samples as number `sampling.sequence` + i. Ids are
+    unique among all unfinished sequences of a core.
+    """
+
+    request_ids: list[int]
     prompt_ids: bytes
     max_tokens: int
     """At least 1; prompt and max_tokens together fit max_model_len (the frontend checks)."""
@@ -102,23 +118,29 @@ class AddRequest(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
     priority: int = 0
     """Smaller runs first, under the priority policy."""
     cache_salt: str = ""
-    """Requests share cached prompt beginnings only with those of the same salt."""
+    """Requests share cached prefixes only with requests of the same salt."""
     prompt_logprobs: int = -1
     """Like `Sampling.logprobs`, for the prompt's own tokens from the second on; -1 is off."""
 
 
+MAX_SEQUENCES = 1024
+"""Sequences of one `AddRequest`."""
+MAX_ADD_REQUEST_BYTES = 32 * 1024 * 1024
+"""A frontend refuses a request whose `AddRequest` has more bytes, so that it fits a frame."""
+
+
 class Abort(msgspec.Struct, tag=3, array_like=True, frozen=True, gc=False):
-    """Stop these requests; ids that already ended are no error. No answer is sent."""
+    """End these sequences; ids that have ended already are ignored. There is no response."""
 
     request_ids: list[int]
 
 
 class CoreReady(msgspec.Struct, tag=10, array_like=True, frozen=True, gc=False):
-    """The core and all its workers can make tokens."""
+    """The core and all its workers can generate."""
 
     max_model_len: int
     kv_tokens: int
-    """Tokens that the KV cache holds in all."""
+    """Tokens that the KV cache can hold."""
     weight_bytes: list[int] = []
     """Bytes of the weights on each worker rank."""
 
@@ -126,8 +148,8 @@ class CoreReady(msgspec.Struct, tag=10, array_like=True, frozen=True, gc=False):
 class LogprobTable(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Log probabilities of N tokens given what precedes each, of the model's own logits.
 
-    Little-endian columns. Entry [i, 0] is token i itself; the rest of row i are the most likely
-    ids in its place, the most likely first. A reader takes as many of them as it asked for.
+    Little-endian columns. Entry [i, 0] is token i itself; the rest of row i are the top ids at its
+    position, the most likely first. There may be more of them than a request wants.
     """
 
     width: int
@@ -136,7 +158,7 @@ class LogprobTable(msgspec.Struct, array_like=True, frozen=True, gc=False):
     values: bytes
     """float32 [N, width]"""
     ranks: bytes
-    """int32 [N]: 1 for a token that is itself the most likely."""
+    """int32 [N]: 1 for the most likely token."""
 
 
 class SampledLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -148,32 +170,32 @@ class SampledLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class PromptLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """For a piece of one prompt. After a preemption pieces may come again, cut differently."""
+    """Log probabilities of a chunk of one prompt. After a preemption they may come again, cut differently."""
 
     owner: int
-    """The row on the way to the core, the request id on the way to a frontend."""
+    """From a worker the row, from a core the request id."""
     start: int
-    """Position of the piece's first token in the prompt; at least 1."""
+    """Position of the chunk's first token in the prompt; at least 1."""
     table: LogprobTable
 
 
 class Finished(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The end of one request; comes with its last token, or alone for an error."""
+    """The end of one sequence; comes with its last token, or alone for an error."""
 
     request_id: int
     reason: FinishReason
     stop_token_id: int = -1
-    """The id that ended it, for `EOS` and `STOP_TOKEN`; that id is the last token sent."""
+    """For `EOS` and `STOP_TOKEN`: the id that ended it, which is the last token sent."""
     message: str = ""
-    """What went wrong, for `ERROR`."""
+    """For `ERROR`: what went wrong."""
 
 
 class FirstToken(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What is known once a request's first token exists; sent with that token, once."""
+    """Sent once, with a sequence's first token."""
 
     request_id: int
     cached_tokens: int
-    """Prompt tokens that came out of the prefix cache at first admission."""
+    """Prompt tokens found in the prefix cache at the first admission."""
     queued_s: float = 0.0
     """Seconds between the request's arrival at the core and its first admission."""
     prefill_s: float = 0.0
@@ -199,7 +221,7 @@ class TokenDeltas(msgspec.Struct, tag=11, array_like=True, frozen=True, gc=False
 
 
 class CoreStats(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False):
-    """Counters since start and gauges of now; answers `GetStats`."""
+    """Counters since start and current gauges; the response to `GetStats`."""
 
     steps: int
     running: int
@@ -214,9 +236,9 @@ class CoreStats(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False):
     prefix_hits: int
     """Prompt tokens found there."""
     chunked_prefills: int
-    """Steps' worth of prompt pieces that did not finish their prompt."""
+    """Prompt chunks that did not finish their prompt."""
     overlapped_steps: int
-    """Steps sent to the workers before the previous step's result had come."""
+    """Steps sent to the workers before the previous step's result was received."""
     prompt_tokens: int
     generated_tokens: int
 
@@ -226,7 +248,7 @@ class GetStats(msgspec.Struct, tag=4, array_like=True, frozen=True, gc=False):
 
 
 class CoreDead(msgspec.Struct, tag=13, array_like=True, frozen=True, gc=False):
-    """The core ends; no further token comes from it. Its last message."""
+    """The core's last message: it ends, and sends no further token."""
 
     reason: str
 

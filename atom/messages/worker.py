@@ -2,7 +2,8 @@
 
 The core binds a ROUTER, each worker connects a DEALER whose identity is its rank in four
 little-endian bytes. One encode per step: the same frame goes to every rank. Workers keep
-the batch: a `ScheduledBatch` carries only what changed, and which rows run.
+the batch: a `ScheduledBatch` has only what changed, which rows run, and the ids to compute. Its size
+is bounded by the limits of a step, not by the length of prompts (`engine_core.batch_bytes`).
 
 Start-up:   worker -> Loaded, core -> AllocateKV, worker -> WorkerReady
 Each step:  core -> ScheduledBatch, rank 0 -> BatchResult (any rank may send WorkerFailed)
@@ -17,7 +18,7 @@ from atom.messages.profile import Profile, RankTrace
 
 
 class FullAttentionSpec(msgspec.Struct, tag="full", array_like=True, frozen=True, gc=False):
-    """KV of layers that attend to the whole context: one slot a token, kept to the end."""
+    """KV of layers that attend to the whole context: one slot for each token, until the request ends."""
 
     block_size: int
     bytes_per_block: int
@@ -33,9 +34,9 @@ class SlidingWindowSpec(msgspec.Struct, tag="window", array_like=True, frozen=Tr
 
 
 class RecurrentStateSpec(msgspec.Struct, tag="state", array_like=True, frozen=True, gc=False):
-    """State of layers that sum up all they have read: one slot a request, however long it is.
+    """State of recurrent layers: one slot for each request, however long it is.
 
-    A group's blocks are its slots. Nothing of a state can be shared: it stands for a whole sequence.
+    A group's blocks are its slots. A state summarizes a whole sequence, so it is never shared.
     """
 
     bytes_per_slot: int
@@ -43,29 +44,33 @@ class RecurrentStateSpec(msgspec.Struct, tag="state", array_like=True, frozen=Tr
 
 
 PagedSpec = FullAttentionSpec | SlidingWindowSpec
-"""Groups that keep something of each token, block by block."""
+"""Groups with blocks of tokens."""
 KVSpec = FullAttentionSpec | SlidingWindowSpec | RecurrentStateSpec
 
 
 class NewRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A request takes a row of the persistent batch, whatever the row held before.
+    """A request is assigned a row of the persistent batch, whatever the row held before.
 
-    `token_ids` (packed int32) are all tokens known so far: the prompt, and for a resumed
-    request what it had generated. The first `computed` of them have their KV in the blocks.
-    The row draws a token in every step that computes its last known token.
+    The row samples a token in every step that computes its last known token.
     """
 
     row: int
-    token_ids: bytes
+    num_known: int
+    """Tokens known so far: the prompt and, for a resumed request, what it had generated."""
     computed: int
+    """The first of these have their KV in the blocks; at least one is left to compute."""
     block_ids: list[list[int]]
     """One list for each KV group, in the order of the specs; of a recurrent state its only slot."""
     sampling: Sampling
     prompt_length: int
-    """How many of `token_ids` are the prompt."""
+    """How many of the known tokens are the prompt."""
     prompt_logprobs: int = -1
     """Report the log probabilities of prompt tokens that this row computes, and this many of the
-    most likely at each place; -1 is off."""
+    most likely at each position; -1 is off."""
+    prompt_ids: bytes = b""
+    """Packed int32, each id of the prompt once, if `LogitsProcessors.needs_prompt_ids`; else empty."""
+    output_ids: bytes = b""
+    """Packed int32: what a resumed request had generated, if `LogitsProcessors.needs_output_ids`."""
 
 
 class MoreBlocks(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -78,9 +83,9 @@ class MoreBlocks(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class ScheduledBatch(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
     """One step: `rows[i]` computes its next `counts[i]` tokens.
 
-    `counts` empty means one each. Rows not named keep their state. A count that passes the
-    known tokens is a decode: its input id is the one that the row drew last, which never
-    leaves the device.
+    `counts` empty means one each. Rows that are not listed keep their state. A row whose known
+    tokens are all computed decodes: its input is the id that it sampled last, which never leaves
+    the device.
     """
 
     step: int
@@ -88,6 +93,11 @@ class ScheduledBatch(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=Fal
     counts: list[int] = []
     new_rows: list[NewRow] = []
     more_blocks: list[MoreBlocks] = []
+    token_ids: bytes = b""
+    """Packed int32: the ids that the rows with known tokens compute in this step, in batch order."""
+    next_ids: bytes = b""
+    """Packed int32, one for each row that wants prompt log probabilities and does not reach the
+    prompt's end in this step: the id behind its chunk. In batch order."""
 
 
 class AllocateKV(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
@@ -95,7 +105,7 @@ class AllocateKV(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
 
     num_blocks: list[int]
     max_model_len: int
-    """Longest sequence that will ever be scheduled."""
+    """Length of the longest sequence that may be scheduled."""
 
 
 class Shutdown(msgspec.Struct, tag=3, array_like=True, frozen=True, gc=False):

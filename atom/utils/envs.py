@@ -69,7 +69,12 @@ class Variable:
 
 
 def _cache_dir() -> str:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        raise ValueError(
+            "this user has no home directory: set ATOM_CACHE_DIR to a writable directory"
+        ) from None
     return str(Path(base) / "atom")
 
 
@@ -85,8 +90,8 @@ VARIABLES: dict[str, Variable] = {
             str,
             _cache_dir,
             Area.ENGINE,
-            "Where converted checkpoints, and plans measured on this GPU, are kept; "
-            "`atom` in XDG_CACHE_HOME (or ~/.cache) when unset.",
+            "Directory for converted checkpoints and measured GEMM plans. "
+            "If unset: `atom` in XDG_CACHE_HOME or ~/.cache.",
         ),
         Variable(
             "ATOM_DISABLE_MMAP",
@@ -100,7 +105,7 @@ VARIABLES: dict[str, Variable] = {
             bool,
             False,
             Area.ENGINE,
-            "Log lines name process id, file, line and function; failures come with a traceback.",
+            "Log process id, file, line and function, and tracebacks of failures.",
         ),
         Variable("ATOM_DP_SIZE", int, 1, Area.DATA_PARALLEL, "Number of data parallel ranks."),
         Variable("ATOM_DP_RANK", int, 0, Area.DATA_PARALLEL, "Data parallel rank of this process."),
@@ -130,21 +135,21 @@ VARIABLES: dict[str, Variable] = {
             bool,
             False,
             Area.PLUGIN,
-            "Register nothing when vLLM looks for plugins.",
+            "Do not register with vLLM as a plugin.",
         ),
         Variable(
             "ATOM_DISABLE_VLLM_PLUGIN_ATTENTION",
             bool,
             False,
             Area.PLUGIN,
-            "Leave vLLM its own attention, and keep the rest of the plugin.",
+            "Keep vLLM's own attention, and register the rest of the plugin.",
         ),
-        _fusion("ATOM_USE_TRITON_GEMM", False, "FP4 matrix products by Triton instead of assembly kernels."),
-        _fusion("ATOM_USE_TRITON_MXFP4_BMM", False, "FP4 batched matrix products in MLA attention."),
+        _fusion("ATOM_USE_TRITON_GEMM", False, "FP4 GEMMs with Triton instead of assembly kernels."),
+        _fusion("ATOM_USE_TRITON_MXFP4_BMM", False, "FP4 batched GEMMs in MLA."),
         _fusion(
             "ATOM_ENABLE_ALLREDUCE_RMSNORM_FUSION",
             True,
-            "One kernel for the tensor parallel all-reduce and the norm behind it.",
+            "One kernel for the tensor parallel all-reduce and the following norm.",
         ),
         _fusion(
             "ATOM_ENABLE_DS_INPUT_RMSNORM_QUANT_FUSION",
@@ -195,18 +200,22 @@ VARIABLES: dict[str, Variable] = {
             bool,
             False,
             Area.ENGINE,
-            "Profiler traces also hold shapes, stacks and memory; costs far more time.",
+            "Add shapes, stacks and memory to profiler traces; much slower.",
         ),
-        Variable("OPENAI_API_KEY", str, "", Area.BENCHMARK, "Key that benchmarks send to the server."),
+        Variable("OPENAI_API_KEY", str, "", Area.BENCHMARK, "API key that benchmarks send to the server."),
         Variable(
-            "VLLM_USE_MODELSCOPE", bool, False, Area.BENCHMARK, "Benchmarks take tokenizers from ModelScope."
+            "VLLM_USE_MODELSCOPE",
+            bool,
+            False,
+            Area.BENCHMARK,
+            "Benchmarks download tokenizers from ModelScope.",
         ),
         Variable(
             "SAVE_TO_PYTORCH_BENCHMARK_FORMAT",
             bool,
             False,
             Area.BENCHMARK,
-            "Benchmarks save their results in PyTorch's format too.",
+            "Benchmarks also save results in PyTorch's format.",
         ),
     )
 }

@@ -1,5 +1,7 @@
 """Exceptions as text, for a log line or a message to another process."""
 
+import errno
+
 _MAX_LENGTH = 2000
 
 
@@ -16,3 +18,34 @@ def one_line(error: BaseException, *plain: type[BaseException]) -> str:
     if not text:
         return name
     return text if isinstance(error, plain) else f"{name}: {text}"
+
+
+# Libraries report a lack of memory by many types: RuntimeError of torch's CPU allocator, ImportError of the
+# dynamic loader, OSError of mmap.
+_MEMORY_MESSAGES = (
+    "cannot allocate memory",
+    "can't allocate memory",
+    "out of memory",
+    "bad_alloc",
+    "failed to map segment from shared object",
+)
+
+
+def out_of_memory(error: BaseException) -> str:
+    """One line if the error, or an error that caused it, is a lack of memory; else empty."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if line := _memory_line(cause):
+            return line if "out of memory" in line.lower() else f"out of memory: {line}"
+        cause = cause.__cause__ or cause.__context__
+    return ""
+
+
+def _memory_line(error: BaseException) -> str:
+    """The line of the error's message that reports a lack of memory; empty if none does."""
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return one_line(error, MemoryError, OSError)
+    if not isinstance(error, RuntimeError | OSError | ImportError):
+        return ""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next((line for line in lines if any(m in line.lower() for m in _MEMORY_MESSAGES)), "")

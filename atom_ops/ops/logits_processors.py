@@ -18,6 +18,10 @@ ANY = -1
 """Left padding of bad words that are shorter than the longest; matches any id or none."""
 
 
+_RECORD_SLICE = 1 << 22
+"""Entries of records processed at a time: bounds the memory of the penalties to about 200 MB."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
     """The ids of M sequences, in order and as counts."""
@@ -192,23 +196,32 @@ def _completes(words: BadWords, rows: RecordedRows, record: TokenRecord, entries
 def _apply_penalties(
     logits_UV: Tensor, penalties: Penalties, rows: RecordedRows, record: TokenRecord, longest: int
 ) -> None:
-    """Apply the penalties to the logits of recorded ids, in place.
+    """Apply the penalties to the logits of recorded ids, in place, in slices of rows of bounded memory.
 
     Entries past the end of a record may hold any id; its count in `seen` decides. An id with
     several entries gets the same value several times.
     """
-    vocabulary = logits_UV.shape[1]
-    ids_NL = record.ids_ML[:, :longest].index_select(0, rows.records_N).long()
-    seen_NL = record.seen_MV.view(-1)[rows.records_N[:, None] * vocabulary + ids_NL]
-    places_NL = rows.rows_N[:, None] * vocabulary + ids_NL
-    logits_NL = logits_UV.view(-1)[places_NL]
-    repetition_N1 = penalties.repetition_N[:, None]
-    repeated_NL = torch.where(logits_NL > 0, logits_NL / repetition_N1, logits_NL * repetition_N1)
-    logits_NL = torch.where(seen_NL > 0, repeated_NL, logits_NL)
-    times_NL = seen_NL >> 1
-    logits_NL -= penalties.frequency_N[:, None] * times_NL
-    logits_NL -= penalties.presence_N[:, None] * (times_NL > 0)
-    logits_UV.view(-1)[places_NL] = logits_NL
+    size = max(1, _RECORD_SLICE // max(longest, 1))
+    columns = (
+        rows.rows_N,
+        rows.records_N,
+        penalties.repetition_N,
+        penalties.frequency_N,
+        penalties.presence_N,
+    )
+    for rows_N, records_N, *values_N in zip(*(column.split(size) for column in columns), strict=True):
+        repetition_N1, frequency_N1, presence_N1 = (value_N[:, None] for value_N in values_N)
+        vocabulary = logits_UV.shape[1]
+        ids_NL = record.ids_ML[:, :longest].index_select(0, records_N).long()
+        seen_NL = record.seen_MV.view(-1)[records_N[:, None] * vocabulary + ids_NL]
+        places_NL = rows_N[:, None] * vocabulary + ids_NL
+        logits_NL = logits_UV.view(-1)[places_NL]
+        repeated_NL = torch.where(logits_NL > 0, logits_NL / repetition_N1, logits_NL * repetition_N1)
+        logits_NL = torch.where(seen_NL > 0, repeated_NL, logits_NL)
+        times_NL = seen_NL >> 1
+        logits_NL -= frequency_N1 * times_NL
+        logits_NL -= presence_N1 * (times_NL > 0)
+        logits_UV.view(-1)[places_NL] = logits_NL
 
 
 def _record_case(rows: int, vocabulary: int) -> Case:

@@ -11,6 +11,8 @@ from frontend.keys import BODY_MEMORY, LIMITS
 
 __all__ = ["open_body"]
 
+_LARGE_PIECE = 1 << 16
+
 
 @contextlib.asynccontextmanager
 async def open_body(request: web.Request) -> AsyncIterator[bytes]:
@@ -31,6 +33,8 @@ async def open_body(request: web.Request) -> AsyncIterator[bytes]:
                         raise _too_large(limits.max_body_bytes)
                     memory.add(len(piece))
                     body += piece
+                    if len(piece) >= _LARGE_PIECE:
+                        await asyncio.sleep(0)  # expanding the next piece does not wait for the network
         except TimeoutError:
             raise RequestError(
                 f"the request body did not arrive within {limits.body_deadline_s:g} s", status=408

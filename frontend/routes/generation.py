@@ -47,12 +47,14 @@ async def _generate(request: web.Request, service: GenerationService[Any]) -> we
 async def _respond(
     request: web.Request, service: GenerationService[Any], slot: AdmissionSlot
 ) -> web.StreamResponse:
-    async with open_body(request) as body:
-        generate = await service.prepare(body, Caller(request[TENANT], client_request_id(request)))
-        del body
-    slot.reserve([add_request.request_id for add_request in generate.requests])
-    if not generate.streaming:
-        return await send_json(request, await service.answer(generate))
+    with request.app[LIFECYCLE].interruptible():
+        async with open_body(request) as body:
+            generate = await service.prepare(body, Caller(request[TENANT], client_request_id(request)))
+            del body
+        slot.reserve(generate.request_ids)
+        response = None if generate.streaming else await service.respond(generate)
+    if response is not None:
+        return await send_json(request, response)
     # Closing `frames` aborts the generation.
-    async with contextlib.aclosing(service.frames(generate)) as frames:
+    async with contextlib.aclosing(service.stream(generate)) as frames:
         return await EventStream(request).send(frames)

@@ -3,13 +3,14 @@
 Bodies are ignored: benchmark clients send a generation request.
 """
 
+import ipaddress
 from typing import Any
 
 from aiohttp import web
 
 from atom.messages.profile import ProfileResult, RankTrace
 from frontend.errors import EngineError, RequestError
-from frontend.keys import CLIENT, LAUNCH, LIFECYCLE
+from frontend.keys import API_KEYS, CLIENT, LAUNCH, LIFECYCLE
 
 __all__ = ["routes"]
 
@@ -32,17 +33,30 @@ async def stop_profile(request: web.Request) -> web.Response:
 
 
 async def _switch(request: web.Request, on: bool) -> ProfileResult:
-    """Raises RequestError (404 without a trace directory, 409 when already on or off), EngineError."""
+    """Raises RequestError (404 without a trace directory, 403 for other hosts, 409 when already on or off),
+    EngineError.
+    """
     if request.app[LAUNCH].config.observability.torch_profiler_dir is None:
         text = "profiling is off: start the server with --torch-profiler-dir"
         raise RequestError(text, status=404, code="no_profiler")
-    with request.app[LIFECYCLE].admit():
+    if not request.app[API_KEYS].is_required and not _is_loopback(request.remote):
+        text = "without an API key, profiling is served to this host only: start the server with --api-key"
+        raise RequestError(text, status=403, code="profiler_needs_key")
+    lifecycle = request.app[LIFECYCLE]
+    with lifecycle.admit(), lifecycle.interruptible():
         result = await request.app[CLIENT].profile(on)
     if result.refusal:
         raise RequestError(result.refusal, status=409, code="profiler_state")
     if result.error:
         raise EngineError(f"profiling failed: {result.error}", code="profiler_failed")
     return result
+
+
+def _is_loopback(host: str | None) -> bool:
+    if host is None:
+        return False
+    address = ipaddress.ip_address(host)
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def _trace_info(trace: RankTrace) -> dict[str, Any]:

@@ -2,20 +2,23 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from aiohttp import web
 
 from atom.utils.logger import get_logger
-from frontend.errors import InternalError
-from frontend.keys import LIMITS, METRICS
+from frontend.errors import ApiError, InternalError
+from frontend.keys import LIFECYCLE, LIMITS, METRICS
 from frontend.metrics import Metrics
-from frontend.serving.sse import error_frame
+from frontend.serving.sse import DONE, error_frame
 
-__all__ = ["EventStream", "send_json", "unbuffered", "with_deadline"]
+__all__ = ["PROBE", "EventStream", "send_json", "unbuffered", "with_deadline"]
 
 T = TypeVar("T")
+
+PROBE: web.RequestKey[Callable[[], None]] = web.RequestKey("probe")
+"""Writes something to the client of a response that has begun, to find out whether it still reads."""
 
 _COMMENT = b": keep-alive\n\n"
 # An empty transport buffers this many bytes without blocking the writer.
@@ -44,6 +47,7 @@ class EventStream:
         self._response = web.StreamResponse(headers=_HEADERS)
         self._loop = asyncio.get_running_loop()
         self._is_silent = False
+        self._is_finished = False
         # A timer at twice the comment rate avoids reading the clock for each frame.
         self._interval_s = request.app[LIMITS].silence_s / 2
         self._timer: asyncio.TimerHandle | None = None
@@ -53,15 +57,19 @@ class EventStream:
         """Send all `frames`. A client that disconnects is not an error."""
         with contextlib.suppress(ConnectionError):
             await self._response.prepare(self._request)
+            self._request[PROBE] = self._send_comment
             self._timer = self._loop.call_later(self._interval_s, self._check_silence)
             try:
-                async for frame in frames:
-                    await self._write(frame)
+                with self._request.app[LIFECYCLE].interruptible():
+                    async for frame in frames:
+                        await self._write(frame)
             except ConnectionError:
                 raise
-            except Exception:  # the status line is sent: only an error event can follow
+            except ApiError as error:  # the status line is sent: only an error event can follow
+                await self._write_error(error)
+            except Exception:
                 get_logger().exception("%s failed in the middle of a stream", self._request.path)
-                await self._write(error_frame(InternalError().body()))
+                await self._write_error(InternalError())
             finally:
                 self._stop_comments()
             await _finish(self._request, self._response)
@@ -74,21 +82,29 @@ class EventStream:
         else:
             await _before_deadline(self._request, self._response.write(frame))
 
+    async def _write_error(self, error: ApiError) -> None:
+        await self._write(error_frame(error.body()) + DONE)
+
     def _is_flowing(self) -> bool:
         transport = self._request.transport
         return transport is not None and not transport.get_write_buffer_size()
 
     def _check_silence(self) -> None:
         self._timer = self._loop.call_later(self._interval_s, self._check_silence)
-        if self._is_silent and self._is_flowing():
-            self._comment = self._loop.create_task(self._write_comment())
+        if self._is_silent:
+            self._send_comment()
         self._is_silent = True
+
+    def _send_comment(self) -> None:
+        if self._is_flowing() and not self._is_finished:
+            self._comment = self._loop.create_task(self._write_comment())
 
     async def _write_comment(self) -> None:
         with contextlib.suppress(ConnectionError):  # `send` handles it
             await self._response.write(_COMMENT)
 
     def _stop_comments(self) -> None:
+        self._is_finished = True
         if self._timer is not None:
             self._timer.cancel()
         if self._comment is not None:

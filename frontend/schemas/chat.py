@@ -117,7 +117,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     message: Reply
     finish_reason: str
     raw_finish_reason: str
-    stop_reason: str | None = None
+    stop_reason: str | int | None = None
     logprobs: ChatLogprobs | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     """With `return_token_ids`: the generated ids, including the stop token."""

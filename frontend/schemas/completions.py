@@ -54,7 +54,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     text: str
     finish_reason: str
     raw_finish_reason: str
-    stop_reason: str | None = None
+    stop_reason: str | int | None = None
     logprobs: CompletionLogprobs | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     """With `return_token_ids`, or without a tokenizer: the generated ids, including the stop token."""

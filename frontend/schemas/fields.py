@@ -25,6 +25,9 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 _raw_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _text = msgspec.json.Decoder(str)
+# Far more than any object has fields; logit_bias may have 1,024.
+_MAX_NAMES = 2048
+_MAX_NAME_LENGTH = 1024
 # Only the first objections are reported, so that a refusal costs little.
 _MAX_OBJECTIONS = 8
 # Neutral values are short; a longer value need not be parsed.
@@ -145,6 +148,18 @@ def check_unique(body: bytes, raw: dict[str, msgspec.Raw], where: str) -> None:
     The decoder keeps the last of two values. The loop steps from name to name over the values in `raw`:
     at a duplicate, either the value in `body` is another one, or the name was seen before.
     """
+    if len(raw) > _MAX_NAMES:
+        raise RequestError(
+            f"'{where.rstrip('.') or 'the body'}' has {len(raw)} fields, at most {_MAX_NAMES} are allowed",
+            param=where.rstrip(".") or None,
+        )
+    for name in raw:
+        if len(name) > _MAX_NAME_LENGTH:
+            raise RequestError(
+                f"the field name '{where}{name[:40]}…' has {len(name)} characters, at most "
+                f"{_MAX_NAME_LENGTH} are allowed",
+                param=where.rstrip(".") or None,
+            )
     if len(body) <= _SMALL and b"\\" not in body and all(body.count(b'"%b"' % n.encode()) == 1 for n in raw):
         return  # without escapes, each name is written in one way
     name, position, seen = "", 0, set[str]()

@@ -1,6 +1,5 @@
 """Chat completions: the checkpoint's chat template turns messages into a prompt."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,31 +7,31 @@ from typing import Any
 import msgspec
 
 from atom.sampling_params import MAX_LOGPROBS
+from frontend.chat_encoder import ChatEncoder
 from frontend.chat_template import ChatTemplate
 from frontend.engine_client import EngineClient
 from frontend.errors import RequestError
 from frontend.harmony import Harmony
-from frontend.input_processor import InputProcessor
+from frontend.input_processor import MAX_EXCESS_TOKENS, InputProcessor
 from frontend.output_processor import TextOptions, Update
 from frontend.schemas.chat import (
     CHAT,
-    MESSAGE,
     ChatChoice,
     ChatLogprobs,
     ChatRequest,
     ChatResponse,
-    Message,
     Reply,
-    check_part,
 )
 from frontend.schemas.generation import Usage
 from frontend.serving.generate_request import GenerateRequest
 from frontend.serving.generation import GenerationService, ServingOptions
 from frontend.serving.logprobs import chat_logprobs, prompt_logprobs
+from frontend.serving.messages import ASSISTANT, read_messages
 from frontend.serving.models import ModelService
 from frontend.serving.prompts import Prompt, truncated
 from frontend.serving.reasons import openai_reason
 from frontend.serving.sse import ChunkTemplate
+from frontend.template_source import TemplateSource
 from frontend.text_executor import TextExecutor
 from frontend.token_logprobs import TokenLogprob
 
@@ -41,7 +40,6 @@ __all__ = ["ChatService"]
 _DEFAULT_MAX_TOKENS = 8192
 _MAX_OPTIONS_BYTES = 64 * 1024
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-_ASSISTANT = "assistant"
 
 
 class ChatService(GenerationService[ChatRequest]):
@@ -58,40 +56,46 @@ class ChatService(GenerationService[ChatRequest]):
         models: ModelService,
         options: ServingOptions,
         executor: TextExecutor,
-        template: ChatTemplate | None,
+        encoder: ChatEncoder | None,
         reply_format: Harmony | None = None,
     ):
         super().__init__(client, inputs, models, options, executor)
-        self._chat_template = template
+        self._encoder = encoder
         self._format = reply_format
 
     def prompt_ids(self, request: ChatRequest, add_special_tokens: bool) -> list[int]:
-        """Token ids of a conversation. Runs in any thread."""
+        """Token ids of a conversation, which may exceed the context length. Runs in any thread."""
         request.add_special_tokens = add_special_tokens
-        return self._prompt(request, []).ids
+        return self._prompt(request, [], MAX_EXCESS_TOKENS).ids
 
     def _prompts(self, request: ChatRequest, warnings: list[str]) -> list[Prompt]:
         kept = self._kept_tokens(request)
-        prompt = self._prompt(request, warnings)
+        prompt = self._prompt(request, warnings, 0 if kept is None else MAX_EXCESS_TOKENS)
         return [replace(prompt, ids=truncated(prompt.ids, kept, request))]
 
-    def _prompt(self, request: ChatRequest, warnings: list[str]) -> Prompt:
-        template = self._chat_template
-        if template is None:
+    def _prompt(self, request: ChatRequest, warnings: list[str], excess: int) -> Prompt:
+        encoder = self._encoder
+        if encoder is None:
             raise RequestError(
                 "this model has no chat template: put chat_template.jinja into its directory, "
                 "or use /v1/completions",
                 param="messages",
             )
-        messages = self._messages(request, warnings)
-        options = self._template_options(request, template, warnings)
-        if request.continue_final_message:
-            text = template.render_continued(messages, options)
-        else:
-            text = template.render(messages, options, request.add_generation_prompt is not False)
-        ids = self._inputs.encode(text, add_special_tokens=bool(request.add_special_tokens))
+        try:
+            messages = self._messages(request, encoder.template.source, warnings)
+            options = self._template_options(request, encoder.template, warnings)
+            ids = encoder.encode(
+                messages,
+                options,
+                add_generation_prompt=request.add_generation_prompt is not False,
+                continue_final_message=bool(request.continue_final_message),
+                add_special_tokens=bool(request.add_special_tokens),
+                excess=excess,
+            )
+        except RecursionError:
+            raise RequestError("the messages or template options are nested too deeply", "messages") from None
         last = messages[-1]
-        return Prompt(ids, echo=last["content"] if last["role"] == _ASSISTANT else "")
+        return Prompt(ids, echo=last["content"] if last["role"] == ASSISTANT else "")
 
     def _template_options(
         self, request: ChatRequest, template: ChatTemplate, warnings: list[str]
@@ -122,19 +126,22 @@ class ChatService(GenerationService[ChatRequest]):
         warnings += [f"'{field}' is not read by the chat template and was left out" for field in unread]
         return {name: value for name, _, value in options if name in template.options}
 
-    def _messages(self, request: ChatRequest, warnings: list[str]) -> list[dict[str, Any]]:
+    def _messages(
+        self, request: ChatRequest, source: TemplateSource, warnings: list[str]
+    ) -> list[dict[str, Any]]:
         if request.messages is not None and request.prompt is not None:
             raise RequestError("'prompt' is an alias of 'messages': send only one of them", param="prompt")
-        raw_messages = request.messages or request.prompt
+        raw_messages, limit = request.messages or request.prompt, self._inputs.max_model_len
         if not raw_messages:
             raise RequestError("'messages' must hold at least one message", param="messages")
-        messages = []
-        for index, raw in enumerate(raw_messages):
-            where = f"messages[{index}]."
-            message, left_out = MESSAGE.decode(bytes(raw), self._options.lenient_fields, where)
-            warnings += left_out
-            messages.append(_for_template(message, where))
-        return messages
+        if len(raw_messages) > limit:  # a message has at least one token
+            raise RequestError(
+                f"{len(raw_messages)} messages do not fit into the model's maximum context length of "
+                f"{limit} tokens",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        return read_messages(raw_messages, source, self._options.lenient_fields, warnings)
 
     def _default_max_tokens(self) -> int:
         return _DEFAULT_MAX_TOKENS
@@ -207,7 +214,7 @@ class ChatService(GenerationService[ChatRequest]):
         update: Update,
         usage: Usage | None,
     ) -> bytes:
-        delta = {"role": _ASSISTANT, "content": request.echo(index)}
+        delta = {"role": ASSISTANT, "content": request.echo(index)}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         more: dict[str, Any] = (
             {"prompt_token_ids": request.prompt(index).ids} if request.options.prompt_ids else {}
@@ -227,47 +234,3 @@ def _effort(value: str) -> str:
             param="reasoning_effort",
         )
     return value
-
-
-def _for_template(message: Message, where: str) -> dict[str, Any]:
-    """The message as templates expect it: content as text, null fields left out."""
-    fields = {name: value for name, value in msgspec.structs.asdict(message).items() if value is not None}
-    fields["content"] = _plain_text(message, where)
-    if message.tool_calls is not None:
-        fields["tool_calls"] = [_with_parsed_arguments(call) for call in message.tool_calls]
-    return fields
-
-
-def _plain_text(message: Message, where: str) -> str:
-    content = message.content
-    if isinstance(content, str):
-        return content
-    if content is None:
-        if message.tool_calls or message.role == _ASSISTANT:
-            return ""
-        raise RequestError(f"'{where}content' is missing", param=f"{where}content")
-    return "\n".join(_part_text(part, f"{where}content[{index}]") for index, part in enumerate(content))
-
-
-def _part_text(part: dict[str, Any], where: str) -> str:
-    kind, text = part.get("type"), part.get("text")
-    if kind != "text":
-        raise RequestError(
-            f"'{where}' has type {kind!r}; this model takes parts of type 'text' only", param=where
-        )
-    if not isinstance(text, str):
-        raise RequestError(f"'{where}.text' must be a string", param=f"{where}.text")
-    check_part(part, where)
-    return text
-
-
-def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """`call` with its arguments parsed: OpenAI sends JSON text, templates expect an object."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except ValueError:
-        return call  # models may generate invalid JSON; it stays as text
-    return {**call, "function": {**function, "arguments": arguments}}

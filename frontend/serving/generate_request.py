@@ -35,7 +35,7 @@ class ResponseOptions:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """`requests[i]` generates choice i, which continues `prompts[i // n]`."""
+    """`requests[p]` generates the `n` choices p * n and on, which continue `prompts[p]`."""
 
     id: str
     created: int
@@ -49,14 +49,19 @@ class GenerateRequest:
     warnings: list[str]
     started: float
 
+    @property
+    def request_ids(self) -> list[int]:
+        """The id of each choice."""
+        return [request_id for request in self.requests for request_id in request.request_ids]
+
     def usage_counter(self) -> UsageCounter:
         """A new counter for this request."""
         tokens = sum(len(prompt.ids) for prompt in self.prompts)
-        return UsageCounter(tokens, len(self.requests), self.n, self.started)
+        return UsageCounter(tokens, len(self.request_ids), self.n, self.started)
 
     def index(self, update: Update) -> int:
         """The index of the choice of `update`: the engine ids of one request are consecutive."""
-        return update.request_id - self.requests[0].request_id
+        return update.request_id - self.requests[0].request_ids[0]
 
     def prompt(self, index: int) -> Prompt:
         """The prompt of choice `index`."""

@@ -11,15 +11,17 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
 from atom.messages.engine import AddRequest
 from atom.sampling_params import SamplingParams
+from frontend.detokenizer import decode
 from frontend.engine_client import EngineClient, Stream
-from frontend.errors import ApiError, EngineError, RequestError
-from frontend.input_processor import MAX_EXCESS_TOKENS, InputProcessor
+from frontend.errors import EngineError, RequestError
+from frontend.input_processor import MAX_EXCESS_TOKENS, CheckedParams, InputProcessor
 from frontend.output_processor import TextOptions, Update
 from frontend.schemas.fields import Schema
 from frontend.schemas.generation import GenerationRequest, Usage
@@ -29,7 +31,7 @@ from frontend.serving.logprobs import TokenFormatter
 from frontend.serving.models import ModelService
 from frontend.serving.prompts import Prompt, given_id, kept_tokens, salt, text_offsets
 from frontend.serving.sampling import requested_max_tokens, sampling_params, stop_strings
-from frontend.serving.sse import DONE, ChunkHeader, ChunkTemplate, error_frame
+from frontend.serving.sse import DONE, ChunkHeader, ChunkTemplate
 from frontend.serving.usage import UsageCounter
 from frontend.text_executor import TextExecutor
 from frontend.token_logprobs import TokenLogprob
@@ -45,6 +47,8 @@ MAX_PROMPT_LOGPROBS = 1 << 20
 MAX_ALLOWED_IDS = 1 << 24
 # All prompts of a request: some hundred MB while it is prepared.
 MAX_PROMPT_TOKENS = 1 << 21
+# `bad_words` of all sequences of a request, as token ids.
+MAX_BAD_WORD_IDS = 1 << 20
 # What one token, and one token with log probabilities, take in a response, for choosing a thread.
 _TOKEN_BYTES = 8
 _LOGPROB_BYTES = 256
@@ -97,10 +101,10 @@ class GenerationService(ABC, Generic[R]):
         )
         return dataclasses.replace(request, requests=requests)
 
-    async def answer(self, request: GenerateRequest) -> bytes:
+    async def respond(self, request: GenerateRequest) -> bytes:
         """The complete response as JSON. Cancelling aborts the generation."""
         counter = request.usage_counter()
-        results = [Update(add_request.request_id, array("i")) for add_request in request.requests]
+        results = [Update(request_id, array("i")) for request_id in request.request_ids]
         with self._client.open(request.requests, request.text, every_step=False) as stream:
             async for updates in stream:
                 for update in updates:
@@ -114,18 +118,19 @@ class GenerationService(ABC, Generic[R]):
             lambda: msgspec.json.encode(self._response(request, results, usage)),
         )
 
-    async def frames(self, request: GenerateRequest) -> AsyncGenerator[bytes, None]:
-        """The response as server-sent events. Closing the generator aborts the generation."""
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[bytes, None]:
+        """The response as server-sent events. Closing the generator aborts the generation.
+
+        Raises ApiError when the generation fails.
+        """
         template = self._template(request)
         counter = request.usage_counter()
         with self._client.open(request.requests, request.text) as stream:
-            try:
-                async for updates in stream:
-                    if frames := self._render(template, request, counter, updates, stream):
-                        yield frames
-            except ApiError as error:
-                yield error_frame(error.body())
-                return
+            async for updates in stream:
+                size = sum(map(_response_bytes, updates)) + self._first_bytes(request, counter, updates)
+                render = partial(self._render, template, request, counter, updates, stream)
+                if frames := await self._executor.run(size, render):
+                    yield frames
         if request.include_usage:
             yield template.usage(counter.usage(stream))
         yield DONE
@@ -196,6 +201,13 @@ class GenerationService(ABC, Generic[R]):
         )
         return checked, params, cache_salt
 
+    def _first_bytes(self, request: GenerateRequest, counter: UsageCounter, updates: list[Update]) -> int:
+        """About how many bytes of the next frames show prompts."""
+        if not (request.options.echo or request.options.prompt_ids):
+            return 0
+        first = [index for update in updates if counter.is_first(index := request.index(update))]
+        return sum(_TOKEN_BYTES * len(request.prompt(index).ids) for index in first)
+
     def _encode(self, request: R, text: str, add_special_tokens: bool) -> list[int]:
         """Ids of a prompt; only those to be truncated may exceed the context length."""
         excess = 0 if request.truncate_prompt_tokens is None else MAX_EXCESS_TOKENS
@@ -218,7 +230,7 @@ class GenerationService(ABC, Generic[R]):
             warnings=request.warnings,
             include_usage=request.include_usage,
         )
-        return ChunkTemplate(header, len(request.requests), self._delta)
+        return ChunkTemplate(header, len(request.request_ids), self._delta)
 
     def _render(
         self,
@@ -304,7 +316,7 @@ class GenerationService(ABC, Generic[R]):
     def _with_echo(self, request: R, options: ResponseOptions, prompt: Prompt) -> Prompt:
         tokenizer, skip_special = self._inputs.tokenizer, request.skip_special_tokens is not False
         assert tokenizer is not None  # `_response_options` refuses echo without one
-        echo = tokenizer.decode(prompt.ids, skip_special) if prompt.echo is None else prompt.echo
+        echo = decode(tokenizer, prompt.ids, skip_special) if prompt.echo is None else prompt.echo
         scored = options.logprobs is not None
         offsets = text_offsets(tokenizer, prompt.ids, skip_special) if scored else ()
         return dataclasses.replace(prompt, echo=echo, offsets=offsets)
@@ -338,10 +350,11 @@ class GenerationService(ABC, Generic[R]):
     ) -> list[AddRequest]:
         """The engine's requests: `n` consecutive `ids` for each prompt."""
         checked, n = self._inputs.check_params(params[0]), params[0].n
+        _check_bad_words(checked, len(ids))
         requests = []
         for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             request_ids = ids[index * n : (index + 1) * n]
-            requests += self._inputs.requests(prompt.ids, own, request_ids, cache_salt, checked)
+            requests.append(self._inputs.request(prompt.ids, own, request_ids, cache_salt, checked))
         return requests
 
 
@@ -393,6 +406,16 @@ def _check_amounts(prompts: list[Prompt], params: SamplingParams, options: Respo
         raise RequestError(
             f"{allowed} allowed ids for each of {n * len(prompts)} choices are more than {MAX_ALLOWED_IDS}",
             param="allowed_token_ids",
+        )
+
+
+def _check_bad_words(checked: CheckedParams, sequences: int) -> None:
+    processors = checked.logits_processors
+    count = 0 if processors is None else sum(map(len, processors.bad_words))
+    if count * sequences > MAX_BAD_WORD_IDS:
+        raise RequestError(
+            f"{count} ids in bad_words for each of {sequences} choices are more than {MAX_BAD_WORD_IDS}",
+            param="bad_words",
         )
 
 

@@ -4,7 +4,10 @@ All are natural logarithms of the model's distribution before temperature, penal
 filters.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeVar, cast
+
+import msgspec
 
 from frontend.schemas.chat import ChatLogprobs, ChatTokenLogprob, ChatTopLogprob
 from frontend.schemas.completions import CompletionLogprobs
@@ -22,6 +25,9 @@ __all__ = [
     "prompt_logprobs",
 ]
 
+T = TypeVar("T")
+
+_encode = msgspec.json.Encoder().encode
 # Replaces minus infinity, which JSON cannot express.
 _LOWEST = -9999.0
 
@@ -52,14 +58,16 @@ def chat_logprobs(tokens: TokenFormatter, entries: Sequence[TokenLogprob], top: 
     """Each token with the `top` most likely ones; it may be one of them."""
     return ChatLogprobs(
         [
-            ChatTokenLogprob(
-                token=tokens.name(entry.token_id),
-                logprob=_finite(entry.logprob),
-                bytes=tokens.bytes(entry.token_id),
-                top_logprobs=[
-                    ChatTopLogprob(tokens.name(token_id), _finite(value), tokens.bytes(token_id))
-                    for token_id, value in entry.top[:top]
-                ],
+            _encoded(
+                ChatTokenLogprob(
+                    token=tokens.name(entry.token_id),
+                    logprob=_finite(entry.logprob),
+                    bytes=tokens.bytes(entry.token_id),
+                    top_logprobs=[
+                        ChatTopLogprob(tokens.name(token_id), _finite(value), tokens.bytes(token_id))
+                        for token_id, value in entry.top[:top]
+                    ],
+                )
             )
             for entry in entries
         ]
@@ -73,13 +81,13 @@ def completion_logprobs(
     return CompletionLogprobs(
         tokens=[tokens.name(entry.token_id) for entry in entries],
         token_logprobs=[_finite(entry.logprob) for entry in entries],
-        top_logprobs=[_by_name(tokens, entry, top) for entry in entries],
+        top_logprobs=[_encoded(_by_name(tokens, entry, top)) for entry in entries],
         text_offset=[offset + entry.offset for entry in entries],
     )
 
 
 def echoed_logprobs(
-    tokens: TokenFormatter, prompt: Prompt, entries: Sequence[TokenLogprob], top: int
+    tokens: TokenFormatter, prompt: Prompt, entries: Iterable[TokenLogprob], top: int
 ) -> CompletionLogprobs:
     """Columns for a prompt; its first token has no log probability."""
     placed = [
@@ -100,10 +108,10 @@ def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionL
 
 
 def prompt_logprobs(
-    tokens: TokenFormatter, entries: Sequence[TokenLogprob], top: int
+    tokens: TokenFormatter, entries: Iterable[TokenLogprob], top: int
 ) -> list[PromptLogprob | None]:
     """One entry per prompt token; null for the first."""
-    return [None, *(_by_id(tokens, entry, top) for entry in entries)]
+    return [None, *(_encoded(_by_id(tokens, entry, top)) for entry in entries)]
 
 
 def _by_id(tokens: TokenFormatter, entry: TokenLogprob, top: int) -> PromptLogprob:
@@ -122,6 +130,14 @@ def _by_name(tokens: TokenFormatter, entry: TokenLogprob, top: int) -> dict[str,
         name = tokens.name(token_id)
         values[name] = max(_finite(value), values.get(name, _LOWEST))
     return values
+
+
+def _encoded(entry: T) -> T:
+    """`entry` as JSON, to be encoded as it is.
+
+    Encoding a whole response holds the GIL until it is done, entry by entry it does not.
+    """
+    return cast(T, msgspec.Raw(_encode(entry)))
 
 
 def _finite(value: float) -> float:

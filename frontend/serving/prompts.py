@@ -1,7 +1,6 @@
 """Prompts of a request: truncation, text offsets, cache salt, request id."""
 
 import hashlib
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,13 +53,11 @@ def truncated(ids: list[int], kept: int | None, request: GenerationRequest) -> l
 
 def text_offsets(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
     """The number of characters before the text of each id."""
-    decoded: array[int] = array("i")
-    detokenizer = Detokenizer(tokenizer, decoded, skip_special_tokens)
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens)
     offsets, total = [], 0
     for token_id in ids:
-        decoded.append(token_id)
         offsets.append(total)
-        total += len(detokenizer.feed())
+        total += len(detokenizer.feed(token_id))
     return offsets
 
 

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from frontend.detokenizer import decode
 from frontend.errors import RequestError
 from frontend.input_processor import MAX_EXCESS_TOKENS, InputProcessor
 from frontend.schemas.chat import ChatRequest
@@ -63,7 +64,7 @@ class TokenizationService:
         if request.tokens:
             self._inputs.check_vocabulary(request.tokens, "tokens")
         return msgspec.json.encode(
-            DetokenizeResponse(tokenizer.decode(request.tokens, skip_special_tokens=False))
+            DetokenizeResponse(decode(tokenizer, request.tokens, skip_special_tokens=False))
         )
 
     def _ids(self, request: TokenizeRequest) -> list[int]:

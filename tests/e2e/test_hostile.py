@@ -1,6 +1,7 @@
 """Ten thousand invalid requests: no 5xx, no internals in responses, and the engine keeps serving."""
 
 import asyncio
+import io
 import json
 import re
 from collections import Counter
@@ -15,6 +16,7 @@ from tests.helpers.edges import Gauges, wait_until
 from tests.helpers.hostile import hostile_bodies
 from tests.helpers.random_server import ARGS, write_checkpoint
 from tests.helpers.server import Server, running_server
+from tests.helpers.worst_bodies import worst_bodies
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -71,6 +73,28 @@ async def drive(session: aiohttp.ClientSession, bodies: Iterator[tuple[str, byte
 def first(bodies: Iterator[tuple[str, bytes]], count: int) -> Iterator[tuple[str, bytes]]:
     for _ in range(count):
         yield next(bodies)
+
+
+def test_the_worst_bodies(server: Server) -> None:
+    """Each gets one of its expected statuses, and the next request is served."""
+    good = {"prompt": "one two", "max_tokens": 2, "ignore_eos": True}
+
+    async def run() -> None:
+        async with aiohttp.ClientSession(server.url, timeout=aiohttp.ClientTimeout(total=60)) as session:
+            for case in worst_bodies():
+                if case.chunk_size is not None:
+                    continue
+                headers = {"Content-Encoding": case.encoding} if case.encoding else {}
+                async with session.post(case.path, data=io.BytesIO(case.body), headers=headers) as answer:
+                    received = await answer.read()
+                assert answer.status in case.statuses, (case.name, received[:500])
+                check(case.path, case.body, answer.status, received)
+                async with session.post("/v1/completions", json=good) as answer:
+                    assert answer.status == 200, case.name
+
+    asyncio.run(run())
+    wait_until(server, Gauges.is_idle, "idle")
+    assert "Traceback" not in server.text()
 
 
 def test_ten_thousand_hostile_bodies(server: Server) -> None:

@@ -1,6 +1,6 @@
-"""What tiny random models answer must not change unless somebody means it to.
+"""The outputs of tiny random models do not change unintentionally.
 
-`python -m tests.golden.test_tiny_models` writes the answers anew.
+`python -m tests.golden.test_tiny_models` records them again.
 """
 
 import json
@@ -19,8 +19,8 @@ PROMPT_LENGTHS = (64, 5, 37)
 NEW_TOKENS = 32
 
 
-def answers(model: Tiny, directory: Path) -> list[list[int]]:
-    """Greedy ids of three prompts that run beside one another."""
+def outputs(model: Tiny, directory: Path) -> list[list[int]]:
+    """Greedy ids of three prompts in one batch."""
     save_tiny(model, directory)
     worker = TinyWorker(directory)
     prompts = [prompt_of(length, length) for length in PROMPT_LENGTHS]
@@ -28,16 +28,16 @@ def answers(model: Tiny, directory: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", model_rows())
-def test_answers_are_the_recorded_ones(name: str, tmp_path: Path) -> None:
-    assert answers(tiny(name), tmp_path) == json.loads(GOLDEN.read_text())[name]
+def test_outputs_are_the_recorded_ones(name: str, tmp_path: Path) -> None:
+    assert outputs(tiny(name), tmp_path) == json.loads(GOLDEN.read_text())[name]
 
 
 def record() -> None:
-    """Write every model's answers."""
+    """Write the outputs of every model."""
     recorded = {}
     for model in TINY_MODELS:
         with tempfile.TemporaryDirectory() as directory:
-            recorded[model.name] = answers(model, Path(directory))
+            recorded[model.name] = outputs(model, Path(directory))
     lines = (f"{json.dumps(name)}: {json.dumps(ids)}" for name, ids in recorded.items())
     GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 

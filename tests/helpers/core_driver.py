@@ -1,7 +1,7 @@
-"""Drives an EngineCore with a simulated worker, and checks every answer it gives."""
+"""Drives an EngineCore with a simulated worker, and checks everything that it sends to frontends."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +17,13 @@ from atom.messages.engine import (
     pack_ids,
     unpack_ids,
 )
-from atom.messages.worker import BatchResult, KVSpec
+from atom.messages.worker import BatchResult, KVSpec, NewRow
 from engine_core.core import EngineCore
 from engine_core.kv_cache_manager import KVCacheManager
+from engine_core.request import NO_ROW, Request
 from engine_core.scheduler import MAX_IN_FLIGHT, Limits
 from tests.helpers.simulated_worker import (
+    FAILURE,
     Scores,
     SimulatedWorker,
     prefixes_of,
@@ -79,8 +81,15 @@ class CoreDriver:
         budget = limits.max_num_batched_tokens
         kv = KVCacheManager(specs, num_blocks, budget, seed=7, enable_prefix_caching=enable_prefix_caching)
         self.core = EngineCore(limits, kv, max_model_len, self.clock)
-        self.worker = SimulatedWorker(specs, num_blocks, VOCABULARY, (limits.max_num_seqs, budget))
+        self.worker = SimulatedWorker(
+            specs, num_blocks, VOCABULARY, (limits.max_num_seqs, budget), self._known_ids
+        )
         self.results: deque[BatchResult] = deque()
+        self.failing: deque[set[int]] = deque()
+        """Of each step in `results`: the requests whose rows failed."""
+        self.failed: dict[int, Sent] = {}
+        self.num_recomputed = 0
+        """Times that a request was computed anew because a step failed whose blocks it shared."""
         self.live: dict[int, Sent] = {}
         self.done: dict[int, Sent] = {}
 
@@ -93,18 +102,20 @@ class CoreDriver:
         stop: Sequence[int] = (),
         priority: int = 0,
         frontend: bytes = b"a",
+        n: int = 1,
         **fields: Any,
     ) -> str:
-        """Queue a request with these fields of `AddRequest`; returns why it was refused, or nothing.
+        """Queue `n` sequences with consecutive ids; returns why they were refused, or nothing.
 
-        Its salt becomes its seed, so that the worker tells the KV of different salts apart.
+        `fields` are those of `AddRequest`. The salt becomes the seed, so that the worker tells the KV of
+        different salts apart.
         """
         settings = {"sampling": GREEDY, **fields}
         salt = settings.get("cache_salt", "")
         seed = int.from_bytes(salt.encode(), "little")
         settings["sampling"] = msgspec.structs.replace(settings["sampling"], seed=seed)
         message = AddRequest(
-            request_id,
+            list(range(request_id, request_id + n)),
             pack_ids(prompt),
             max_tokens,
             eos_token_ids=list(eos),
@@ -115,20 +126,22 @@ class CoreDriver:
         refusal = self.core.add(message, frontend)
         self.core.check_integrity()
         if refusal is not None:
-            assert refusal.request_ids == [] and len(refusal.finished) == 1
-            assert refusal.finished[0].reason is FinishReason.ERROR
+            assert refusal.request_ids == []
+            assert [end.request_id for end in refusal.finished] == message.request_ids
+            assert all(end.reason is FinishReason.ERROR for end in refusal.finished)
             return refusal.finished[0].message
-        self.live[request_id] = Sent(message, frontend)
+        for one in message.request_ids:
+            self.live[one] = Sent(message, frontend)
         return ""
 
     def abort(self, request_id: int) -> Sent | None:
-        """Nothing may come for this id afterwards."""
+        """No token may come for this id afterwards."""
         self.core.abort([request_id])
         self.core.check_integrity()
         return self.live.pop(request_id, None)
 
     def lose(self, frontend: bytes) -> None:
-        """Nothing may come for any request of this frontend afterwards."""
+        """No token may come for a request of this frontend afterwards."""
         gone = [request_id for request_id, sent in self.live.items() if sent.frontend == frontend]
         assert self.core.abort_frontend(frontend) == len(gone)
         self.core.check_integrity()
@@ -137,21 +150,40 @@ class CoreDriver:
 
     def send(self) -> bool:
         """Schedule one step and execute it; its result waits in `results`."""
+        return self.send_failing(lambda rows: [])
+
+    def send_failing(self, choose: Callable[[list[int]], list[int]]) -> bool:
+        """The same; the rows that `choose` returns fail."""
         batch = self.core.schedule()
         self.core.check_integrity()
         if batch is None:
             return False
-        self.results.append(self.worker.execute(batch))
+        failing = choose(batch.rows)
+        owners = {request.row: request.request_id for request in self._requests_with_row()}
+        self.failing.append({owners[row] for row in failing if row in owners})
+        self.results.append(self.worker.execute(batch, failing))
         assert self.core.num_in_flight == len(self.results) <= MAX_IN_FLIGHT
         return True
 
     def deliver(self) -> None:
-        """Give the oldest result back, and check what the frontends would get."""
+        """Give the oldest result to the core, and check what the frontends would get."""
+        failing = self.failing.popleft() if self.failing else set()
+        expected = failing & self.live.keys()
+        requests = self.core._scheduler.requests
+        before = {one.request_id: one.discarded_until for one in requests.values()}
         deltas = self.core.update(self.results.popleft())
+        self.num_recomputed += sum(before[key] < one.discarded_until for key, one in requests.items())
         self.core.check_integrity()
+        errors = {
+            end.request_id
+            for delta in deltas.values()
+            for end in delta.finished
+            if end.reason is FinishReason.ERROR
+        }
+        assert errors == expected, "errors for other requests than those that failed"
         for frontend, delta in deltas.items():
             tokens = unpack_ids(delta.token_ids)
-            assert tokens or delta.prompt_logprobs, "an answer that says nothing"
+            assert tokens or delta.prompt_logprobs or delta.finished, "an empty message"
             assert delta.counts == [] and len(tokens) == len(delta.request_ids)
             for request_id, token_id in zip(delta.request_ids, tokens, strict=True):
                 assert self.live[request_id].frontend == frontend, "tokens went to another frontend"
@@ -190,19 +222,39 @@ class CoreDriver:
     def _finish(self, finished: Finished) -> None:
         sent = self.live.pop(finished.request_id)
         sent.finished = finished
+        if finished.reason is FinishReason.ERROR:
+            assert finished.message == FAILURE
+            self.failed[finished.request_id] = sent
+            check_tokens(sent)
+            return
         self.done[finished.request_id] = sent
-        check_answer(sent)
+        check_response(sent)
+
+    def _known_ids(self, new: NewRow, ids: list[int]) -> list[int]:
+        (request,) = (one for one in self._requests_with_row() if one.row == new.row)
+        tokens = request.token_ids
+        return list(unpack_ids(tokens.packed(0, len(tokens))))
+
+    def _requests_with_row(self) -> list[Request]:
+        scheduler = self.core._scheduler
+        return [one for one in [*scheduler.requests.values(), *scheduler._ended] if one.row != NO_ROW]
 
 
-def check_answer(sent: Sent) -> None:
+def check_tokens(sent: Sent) -> None:
+    """Raises AssertionError unless a request got a beginning of what it would have got alone."""
+    message = sent.message
+    prompt = list(unpack_ids(message.prompt_ids))
+    stop_ids = {*message.eos_token_ids, *message.stop_token_ids}
+    alone = undisturbed(prompt, message.max_tokens, stop_ids, VOCABULARY, message.sampling.seed)
+    assert sent.received == alone[: len(sent.received)]
+
+
+def check_response(sent: Sent) -> None:
     """Raises AssertionError unless a request got what it would have got alone, and the right reason."""
     message, finished = sent.message, sent.finished
     assert finished is not None and sent.first is not None
-    stop_ids = {*message.eos_token_ids, *message.stop_token_ids}
-    prompt = list(unpack_ids(message.prompt_ids))
-    root = message.sampling.seed
-    assert sent.received == undisturbed(prompt, message.max_tokens, stop_ids, VOCABULARY, root)
-    check_scores(sent, prompt)
+    check_tokens(sent)
+    check_scores(sent, list(unpack_ids(message.prompt_ids)))
     last = sent.received[-1]
     if last in message.eos_token_ids:
         assert (finished.reason, finished.stop_token_id) == (FinishReason.EOS, last)
@@ -214,7 +266,7 @@ def check_answer(sent: Sent) -> None:
 
 
 def check_scores(sent: Sent, prompt: list[int]) -> None:
-    """Raises AssertionError unless whoever asked got its log probabilities, and nobody else."""
+    """Raises AssertionError unless exactly the wanted log probabilities were sent."""
     message, length = sent.message, len(prompt)
     token_ids = [*prompt, *sent.received]
     prefixes = prefixes_of(token_ids, message.sampling.seed)

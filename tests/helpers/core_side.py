@@ -25,6 +25,7 @@ class CoreSide:
         self._states = states
         self._blocks: dict[int, int] = {}
         self._fresh: dict[int, tuple[Sampling, int, int]] = {}
+        self._scored_until: dict[int, int] = {}
         self._drawers: list[int] = []
         self._step = 0
         self.known: dict[int, int] = {}
@@ -55,7 +56,7 @@ class CoreSide:
 
     def plan(self, counts: dict[int, int]) -> ScheduledBatch:
         """The step that computes so many tokens of each row."""
-        new_rows, more_blocks = [], []
+        new_rows, more_blocks, ids, next_ids = [], [], [], []
         for row, count in counts.items():
             end = self.computed[row] + count
             needed = -(-end // self._block_size) - self._blocks[row]
@@ -65,15 +66,36 @@ class CoreSide:
             ]
             self._blocks[row] += needed
             if row in self._fresh:
-                ids = pack_ids(self.tokens[row])
-                new_rows.append(NewRow(row, ids, self.computed[row], blocks, *self._fresh.pop(row)))
+                new_rows.append(self._new_row(row, blocks))
             elif needed:
                 more_blocks.append(MoreBlocks(row, blocks))
+            if self.computed[row] < self.known[row]:
+                ids += self.tokens[row][self.computed[row] : end]
+                if end < self._scored_until[row]:
+                    next_ids.append(self.tokens[row][end])
             self.computed[row] = end
         self._drawers = [row for row in counts if self.computed[row] >= self.known[row]]
         self._step += 1
         columns = [] if set(counts.values()) == {1} else list(counts.values())
-        return ScheduledBatch(self._step, list(counts), columns, new_rows, more_blocks)
+        packed = pack_ids(ids), pack_ids(next_ids)
+        return ScheduledBatch(self._step, list(counts), columns, new_rows, more_blocks, *packed)
+
+    def _new_row(self, row: int, blocks: list[list[int]]) -> NewRow:
+        sampling, prompt_length, prompt_logprobs = self._fresh.pop(row)
+        self._scored_until[row] = prompt_length if prompt_logprobs >= 0 else 0
+        processors, tokens = sampling.logits_processors, self.tokens[row]
+        prompt, output = tokens[:prompt_length], tokens[prompt_length:]
+        return NewRow(
+            row,
+            self.known[row],
+            self.computed[row],
+            blocks,
+            sampling,
+            prompt_length,
+            prompt_logprobs,
+            pack_ids(set(prompt)) if processors and processors.needs_prompt_ids else b"",
+            pack_ids(output) if processors and processors.needs_output_ids else b"",
+        )
 
     def take(self, token_ids: bytes) -> None:
         """The step's drawn ids, in batch order."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from atom.messages.codec import Decoder, encode
@@ -160,8 +161,10 @@ class FakeCore:
                     ready = CoreReady(self.max_model_len, kv_tokens=100_000)
                     socket.send_multipart([peer, encode(ready)])
             case AddRequest():
-                self.requests.append(message)
-                self._running[message.request_id] = _Running(peer, message, self.script(message))
+                for place, request_id in enumerate(message.request_ids):
+                    request = _sequence(message, request_id, place)
+                    self.requests.append(request)
+                    self._running[request_id] = _Running(peer, request, self.script(request))
             case GetStats():
                 socket.send_multipart([peer, encode(self._stats())])
             case Profile():
@@ -216,6 +219,13 @@ class FakeCore:
         return TokenDeltas(self._step, rows, pack_ids(ids), short, first, finished, drawn, prompts)
 
 
+def _sequence(message: AddRequest, request_id: int, place: int) -> AddRequest:
+    """The request for one of the sequences of `message`."""
+    replace = msgspec.structs.replace
+    sampling = replace(message.sampling, sequence=message.sampling.sequence + place)
+    return replace(message, request_ids=[request_id], sampling=sampling)
+
+
 def _prompt_pieces(request: AddRequest) -> list[PromptLogprobs]:
     """Two pieces that overlap, as after a preemption."""
     top, ids = request.prompt_logprobs, unpack_ids(request.prompt_ids)
@@ -223,4 +233,6 @@ def _prompt_pieces(request: AddRequest) -> list[PromptLogprobs]:
         return []
     middle = len(ids) // 2
     pieces = [(1, ids[1 : middle + 2]), (max(middle, 1), ids[max(middle, 1) :])]
-    return [PromptLogprobs(request.request_id, start, table(piece, top)) for start, piece in pieces if piece]
+    return [
+        PromptLogprobs(request.request_ids[0], start, table(piece, top)) for start, piece in pieces if piece
+    ]

@@ -115,11 +115,13 @@ def running_frontend(
         assert not thread.is_alive()
 
 
-def launch_frame(core: FakeCore, checkpoint: Checkpoint, supervisor: Path, fd: int) -> FrontendLaunch:
+def launch_frame(
+    core: FakeCore, checkpoint: Checkpoint, supervisor: Path, fd: int, shutdown_timeout: float = DEADLINE_S
+) -> FrontendLaunch:
     """The launch message of a frontend process."""
     return FrontendLaunch(
         CONFIG,
-        ServerConfig(shutdown_timeout=DEADLINE_S),
+        ServerConfig(shutdown_timeout=shutdown_timeout),
         checkpoint,
         core.endpoint,
         f"ipc://{supervisor}",

@@ -1,4 +1,4 @@
-"""What the tests of models have proven, as a file that docs/models.md is made of."""
+"""Records the rows that passed the tests of models; docs/models.md is written from it."""
 
 import datetime
 import json
@@ -11,16 +11,16 @@ from tests.helpers.tiny_models import TINY_MODELS, Tiny, build_tiny, tiny
 from tools.models_table import PROOFS
 
 ON_ONE_RANK = ("tensors",)
-"""Proofs that need no second rank; the others are stood on one and on two."""
+"""Proofs that run on one rank; the others run on one and on two."""
 
 
 def described(model: Tiny) -> dict[str, Any]:
-    """A row, so that the record tells when it has changed since."""
+    """The row as recorded, to detect later changes."""
     return {"family": model.model_type, "seed": model.seed, "scale": model.scale, "config": model.config}
 
 
 def still_holds(entry: dict[str, Any], model: Tiny) -> bool:
-    """Whether the entry is about this row as it stands."""
+    """Whether the entry was recorded for this row unchanged."""
     return described(model).items() <= entry.items()
 
 
@@ -32,16 +32,16 @@ class Proofs:
         self._failed: set[str] = set()
 
     def add(self, name: str, tp: int, proof: str) -> None:
-        """The row of that name stood this proof, on so many ranks."""
+        """The row passed this proof on `tp` ranks."""
         assert proof in PROOFS, proof
         self._passed[name][proof].add(tp)
 
     def fail(self, name: str) -> None:
-        """The row did not stand one of its tests."""
+        """The row failed one of its tests."""
         self._failed.add(name)
 
     def update(self, path: Path) -> list[str]:
-        """Enter the rows that stood everything, and name them; drop those that failed or have changed."""
+        """Record the rows that passed everything, drop those that failed or changed; returns the former."""
         old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         kept = {
             model.name: old[model.name]

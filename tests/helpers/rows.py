@@ -1,4 +1,4 @@
-"""Which rows of the table of tiny models a test runs over: one of each family in every run, all on demand."""
+"""The rows of tiny models that a test runs over: one of each family by default, all with `-m models`."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -9,17 +9,17 @@ from tests.helpers.served import Setting
 from tests.helpers.tiny_models import TINY_MODELS
 
 ON_TWO_RANKS = "qwen3"
-"""The row that every run also serves with two workers; the slower tests of workers run over it alone."""
+"""The row that default runs also serve with two workers; the slower worker tests run it alone."""
 
 FIRST_OF_FAMILIES = tuple({model.model_type: model.name for model in reversed(TINY_MODELS)}.values())
-"""The rows that stand for their families in every run."""
+"""One row of each family, for default runs."""
 
 
 def tight_rows() -> list[object]:
-    """Parameters (name, setting): every row on one rank and on two; one of each in every run."""
+    """Parameters (name, setting): every row on one rank and on two; one of each in default runs."""
     rows = product((model.name for model in TINY_MODELS), (1, 2))
-    in_every_run = {1: FIRST_OF_FAMILIES, 2: (ON_TWO_RANKS,)}
-    return [_served(name, Setting(tp, tight=True), name in in_every_run[tp]) for name, tp in rows]
+    by_default = {1: FIRST_OF_FAMILIES, 2: (ON_TWO_RANKS,)}
+    return [_served(name, Setting(tp, tight=True), name in by_default[tp]) for name, tp in rows]
 
 
 def roomy_rows() -> list[object]:
@@ -27,14 +27,14 @@ def roomy_rows() -> list[object]:
     return [_served(name, Setting(tp, tight=False), False) for name, tp in product(FIRST_OF_FAMILIES, (1, 2))]
 
 
-def _served(name: str, setting: Setting, in_every_run: bool) -> object:
-    return pytest.param((name, setting), id=f"{name}-tp{setting.tp}", marks=_marks(in_every_run))
+def _served(name: str, setting: Setting, by_default: bool) -> object:
+    return pytest.param((name, setting), id=f"{name}-tp{setting.tp}", marks=_marks(by_default))
 
 
-def model_rows(in_every_run: Sequence[str] = FIRST_OF_FAMILIES) -> list[object]:
+def model_rows(by_default: Sequence[str] = FIRST_OF_FAMILIES) -> list[object]:
     """Parameters: the name of every row."""
     return [
-        pytest.param(model.name, id=model.name, marks=_marks(model.name in in_every_run))
+        pytest.param(model.name, id=model.name, marks=_marks(model.name in by_default))
         for model in TINY_MODELS
     ]
 

@@ -1,4 +1,4 @@
-"""A tiny model in the real engine: its processes, its scheduler, its caches."""
+"""A tiny model in the real engine, with its processes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from atom.messages.engine import CoreStats
 from atom.messages.worker import SlidingWindowSpec
 from atom.sampling_params import MAX_LOGPROBS
 from engine_core.kv_plan import peak_blocks
-from tests.helpers.reference import MOST_TOKENS, NEW_TOKENS, TOLERANCE, Reference
+from tests.helpers.reference import MAX_TOKENS, NEW_TOKENS, TOLERANCE, Reference
 
 CHUNK = 16
 TIGHT_BLOCK = 4
@@ -20,7 +20,7 @@ TIGHT_BLOCK = 4
 
 @dataclass(frozen=True)
 class Setting:
-    """How the engine is started."""
+    """Options of the engine."""
 
     tp: int
     tight: bool
@@ -37,7 +37,7 @@ class Setting:
             "tensor_parallel_size": self.tp,
             "device": self.device,
             "dtype": "float32",
-            "max_model_len": MOST_TOKENS,
+            "max_model_len": MAX_TOKENS,
         }
         if self.device == "cpu":
             common["cpu_threads"] = 1
@@ -52,21 +52,21 @@ class Setting:
 
 
 def _longest(window: int | None) -> int:
-    """Blocks that the longest request needs of a layer with such a window."""
+    """Blocks that the longest request needs in a layer with that window."""
     if window is None:
-        return -(-MOST_TOKENS // TIGHT_BLOCK)
-    return peak_blocks(SlidingWindowSpec(TIGHT_BLOCK, 0, window), MOST_TOKENS, CHUNK)
+        return -(-MAX_TOKENS // TIGHT_BLOCK)
+    return peak_blocks(SlidingWindowSpec(TIGHT_BLOCK, 0, window), MAX_TOKENS, CHUNK)
 
 
 @dataclass
 class Served:
-    """A running engine beside transformers' answers."""
+    """A running engine and transformers' outputs."""
 
     engine: LLMEngine
     reference: Reference
 
     def generate(self, prompts: list[list[int]], **params: Any) -> tuple[list[dict[str, Any]], "Counted"]:
-        """Greedy outputs of prompts that run together, and what the core counted meanwhile."""
+        """(greedy outputs of prompts that run together, the core's counters over that time)."""
         before = self.engine.stats()
         sampling = SamplingParams(temperature=0.0, ignore_eos=True, **{"max_tokens": NEW_TOKENS} | params)
         outputs = self.engine.generate(prompts, sampling)
@@ -75,11 +75,11 @@ class Served:
 
 @dataclass(frozen=True)
 class Counted:
-    """What happened during some requests."""
+    """Differences of the core's counters."""
 
     preemptions: int
-    preempted_answers: int
-    """Preemptions of requests that had tokens of their own already."""
+    preempted_decodes: int
+    """Preemptions of requests that had sampled tokens already."""
     prefix_hits: int
     chunked_prefills: int
 
@@ -87,13 +87,13 @@ class Counted:
     def between(cls, before: CoreStats, after: CoreStats) -> "Counted":
         return cls(
             after.preemptions - before.preemptions,
-            _answering(after) - _answering(before),
+            _decode_preemptions(after) - _decode_preemptions(before),
             after.prefix_hits - before.prefix_hits,
             after.chunked_prefills - before.chunked_prefills,
         )
 
 
-def _answering(stats: CoreStats) -> int:
+def _decode_preemptions(stats: CoreStats) -> int:
     return stats.preemptions - stats.prefill_preemptions
 
 
@@ -110,7 +110,7 @@ def ids_of(outputs: list[dict[str, Any]]) -> list[list[int]]:
 def worst_difference(entries: list[dict[int, float]], expected_TV: torch.Tensor) -> float:
     """Largest difference of reported log probabilities; entry t belongs to row t.
 
-    AssertionError where the reported ones are not the most likely (or as likely as those).
+    Raises AssertionError where the reported tokens are not the most likely ones, ties aside.
     """
     assert len(entries) == len(expected_TV)
     worst = 0.0

@@ -1,15 +1,17 @@
-"""A worker whose KV cache holds, in every slot, which prefix was written there.
+"""A worker whose KV cache holds, in every slot, the prefix that was written there.
 
-A model that computes position p needs the KV of its own prefix in every position it sees. This
-worker checks exactly that, so a block that was shared wrongly, reused too early or lost makes
-it raise. The token it draws depends on the prefix alone: what a request generates must not
-depend on what else runs. Prefixes begin at the row's seed, so that tests can make the KV of
-equal tokens differ.
+A model that computes position p needs the KV of its own prefix in every position it attends to. This
+worker checks exactly that: a block that is shared wrongly, reused too early or lost raises an error.
+The sampled token depends on the prefix alone, so what a request generates must not depend on other
+requests. Prefixes begin at the row's seed, so that tests can make the KV of equal tokens differ.
+
+A row that fails leaves `INVALID` in its slots. A row that reads such a slot is invalid too: it samples
+a wrong token, and the tests find it where that token reaches a client.
 """
 
 import struct
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from atom.messages.engine import LogprobTable, PromptLogprobs, SampledLogprobs, pack_ids, unpack_ids
@@ -19,10 +21,13 @@ from atom.messages.worker import (
     KVSpec,
     NewRow,
     RecurrentStateSpec,
+    RowFailure,
     ScheduledBatch,
 )
 
 ROOT = 0
+INVALID = -1
+FAILURE = "out of memory"
 Scores = tuple[list[int], list[float], int]
 """Ids, log probabilities and rank: one row of a `LogprobTable`."""
 
@@ -32,14 +37,14 @@ def extend_prefix(prefix: int, token_id: int) -> int:
     return hash((prefix, token_id))
 
 
-def draw(prefix: int, vocabulary: int) -> int:
+def sample(prefix: int, vocabulary: int) -> int:
     """The id that follows a prefix."""
     return (prefix >> 7) % vocabulary
 
 
 def scores(prefix: int, token_id: int, width: int, vocabulary: int) -> Scores:
-    """What the worker says of a token behind a prefix; the numbers mean nothing, but are nobody else's."""
-    ids = [token_id, *((draw(prefix, vocabulary) + place) % vocabulary for place in range(width - 1))]
+    """Log probabilities of a token behind a prefix; the numbers mean nothing, but differ for each prefix."""
+    ids = [token_id, *((sample(prefix, vocabulary) + place) % vocabulary for place in range(width - 1))]
     values = [-(extend_prefix(prefix, one) % 4096) / 64 for one in ids]  # exact in float32
     return ids, values, 1 + prefix % 1000
 
@@ -77,29 +82,38 @@ def undisturbed(
         prefix = extend_prefix(prefix, token_id)
     generated: list[int] = []
     while len(generated) < max_tokens and not stop_ids.intersection(generated[-1:]):
-        generated.append(draw(prefix, vocabulary))
+        generated.append(sample(prefix, vocabulary))
         prefix = extend_prefix(prefix, generated[-1])
     return generated
 
 
 @dataclass
 class Row:
-    """One row of the persistent batch: ids known or drawn, prefixes[p] ends with position p."""
+    """One row of the persistent batch: known and sampled ids, prefixes[p] ends with position p."""
 
     token_ids: list[int]
     prefixes: list[int]
     new: NewRow
     computed: int
     tables: list[list[int]]
+    is_valid: bool = True
 
 
 class SimulatedWorker:
     """Executes batches in the order they come."""
 
     def __init__(
-        self, specs: Sequence[KVSpec], num_blocks: Sequence[int], vocabulary: int, limits: tuple[int, int]
+        self,
+        specs: Sequence[KVSpec],
+        num_blocks: Sequence[int],
+        vocabulary: int,
+        limits: tuple[int, int],
+        known_ids: Callable[[NewRow, list[int]], list[int]],
     ):
-        """`limits`: most rows, and most tokens in a step."""
+        """`limits`: most rows, and most tokens in a step.
+
+        `known_ids(new, ids)` tells all known ids of a new row that computes `ids` first.
+        """
         self._specs = list(specs)
         self._slots: list[list[int | None]] = [
             [None] * (blocks * (1 if isinstance(spec, RecurrentStateSpec) else spec.block_size))
@@ -107,71 +121,116 @@ class SimulatedWorker:
         ]
         self._vocabulary = vocabulary
         self._max_rows, self._max_tokens = limits
+        self._known_ids = known_ids
         self._rows: dict[int, Row] = {}
         self._step = 0
 
-    def execute(self, batch: ScheduledBatch) -> BatchResult:
-        """Raises AssertionError when a row would read KV that is not its own."""
+    def execute(self, batch: ScheduledBatch, failing: Collection[int] = ()) -> BatchResult:
+        """The rows `failing` fail. Raises AssertionError when a row would read KV that is not its own."""
         self._step += 1
         assert batch.step == self._step, "a step is missing"
-        self._apply(batch)
         counts = batch.counts or [1] * len(batch.rows)
+        self._apply(batch, counts)
         assert len(set(batch.rows)) == len(batch.rows) == len(counts), "rows and counts do not match"
         assert all(0 <= row < self._max_rows for row in batch.rows), "a row is out of range"
         assert 0 < sum(counts) <= self._max_tokens and min(counts) > 0, "the step breaks the token budget"
         work = [(self._rows[row], count) for row, count in zip(batch.rows, counts, strict=True)]
+        self._check_ids(batch, work)
+        for row in failing:
+            self._rows[row].is_valid = False
         for row, count in work:
             self._advance_states(row, count)
         # Each layer writes the KV of all rows before any of them attends.
         for row, count in work:
             self._write(row, count)
+        self._spread_invalid(work)
         for row, count in work:
             self._read(row, count)
         prompt_logprobs = self._prompt_logprobs(batch.rows, counts)
-        drawers = self._draw(work)
-        ids = pack_ids(row.token_ids[-1] for row in drawers)
-        return BatchResult(batch.step, ids, self._drawn_logprobs(drawers), prompt_logprobs)
+        failed = [self._rows[row] for row in failing]
+        sampling = [row for row in self._sample(work) if row not in failed]
+        ids = pack_ids(row.token_ids[-1] for row in sampling)
+        failures = [RowFailure(row, FAILURE) for row in failing]
+        return BatchResult(batch.step, ids, self._sampled_logprobs(sampling), prompt_logprobs, failures)
 
-    def _apply(self, batch: ScheduledBatch) -> None:
-        for new in batch.new_rows:
-            token_ids = list(unpack_ids(new.token_ids))
-            prefixes = prefixes_of(token_ids, new.sampling.seed)
-            tables = [list(table) for table in new.block_ids]
-            self._rows[new.row] = Row(token_ids, prefixes, new, new.computed, tables)
+    def _apply(self, batch: ScheduledBatch, counts: list[int]) -> None:
+        new_rows = {new.row: new for new in batch.new_rows}
+        ids = list(unpack_ids(batch.token_ids))
+        for number, count in zip(batch.rows, counts, strict=True):
+            if (new := new_rows.get(number)) is not None:
+                token_ids = self._known_ids(new, ids[:count])
+                assert len(token_ids) == new.num_known > new.computed, "wrong number of known ids"
+                prefixes = prefixes_of(token_ids, new.sampling.seed)
+                tables = [list(table) for table in new.block_ids]
+                self._rows[number] = Row(list(token_ids), prefixes, new, new.computed, tables)
+            row = self._rows[number]
+            if row.computed < row.new.num_known:
+                del ids[:count]
         for more in batch.more_blocks:
             assert more.row in batch.rows, "blocks for a row that does not run"
             for table, added in zip(self._rows[more.row].tables, more.block_ids, strict=True):
                 table.extend(added)
 
+    def _check_ids(self, batch: ScheduledBatch, work: list[tuple[Row, int]]) -> None:
+        """The batch has the ids of known tokens that it computes, and no others."""
+        token_ids, next_ids = [], []
+        for row, count in work:
+            end = row.computed + count
+            if row.computed < row.new.num_known:
+                token_ids += row.token_ids[row.computed : end]
+                if row.new.prompt_logprobs >= 0 and end < row.new.prompt_length:
+                    next_ids.append(row.token_ids[end])
+        assert list(unpack_ids(batch.token_ids)) == token_ids, "wrong ids to compute"
+        assert list(unpack_ids(batch.next_ids)) == next_ids, "wrong ids behind the chunks"
+
     def _advance_states(self, row: Row, count: int) -> None:
-        """A row's first token starts a state; every other one needs the state behind the one before."""
+        """A row's first token starts a state; every other one needs the state of the token before."""
         for group, spec in enumerate(self._specs):
             if isinstance(spec, RecurrentStateSpec):
                 (slot,) = row.tables[group]
                 before = row.prefixes[row.computed - 1] if row.computed else None
                 found = self._slots[group][slot]
-                assert row.computed == 0 or found == before, f"step {self._step}: a foreign state"
-                self._slots[group][slot] = row.prefixes[row.computed + count - 1]
+                valid = not row.is_valid or row.computed == 0 or found == before
+                assert valid, f"step {self._step}: another request's state"
+                self._slots[group][slot] = self._value(row, row.computed + count - 1)
 
     def _write(self, row: Row, count: int) -> None:
-        assert row.computed + count <= len(row.token_ids), "a row computes a token that nobody knows"
+        assert row.computed + count <= len(row.token_ids), "a row computes an unknown token"
         for group, spec in enumerate(self._specs):
             if isinstance(spec, RecurrentStateSpec):
                 continue
             for position in range(row.computed, row.computed + count):
-                self._slots[group][self._slot(row, group, position)] = row.prefixes[position]
+                self._slots[group][self._slot(row, group, position)] = self._value(row, position)
+
+    def _value(self, row: Row, position: int) -> int:
+        return row.prefixes[position] if row.is_valid else INVALID
+
+    def _spread_invalid(self, work: list[tuple[Row, int]]) -> None:
+        """Rows that read invalid KV write invalid KV, which more rows may read."""
+        changed = True
+        while changed:
+            changed = False
+            for row, count in work:
+                if row.is_valid and any(found == INVALID for _, found in self._attended(row, count)):
+                    row.is_valid, changed = False, True
+                    self._write(row, count)
 
     def _read(self, row: Row, count: int) -> None:
+        if row.is_valid:
+            for position, found in self._attended(row, count):
+                assert found == row.prefixes[position], (
+                    f"step {self._step}: another request's KV at position {position}"
+                )
+
+    def _attended(self, row: Row, count: int) -> Iterator[tuple[int, int | None]]:
+        """Position and content of every slot that the row's next tokens attend to."""
         for group, spec in enumerate(self._specs):
             if isinstance(spec, RecurrentStateSpec):
                 continue
             end = row.computed + count
             first = 0 if isinstance(spec, FullAttentionSpec) else max(0, row.computed - spec.window + 1)
             for position in range(first, end):
-                found = self._slots[group][self._slot(row, group, position)]
-                assert found == row.prefixes[position], (
-                    f"step {self._step}: foreign KV at position {position}"
-                )
+                yield position, self._slots[group][self._slot(row, group, position)]
 
     def _slot(self, row: Row, group: int, position: int) -> int:
         spec = self._specs[group]
@@ -179,37 +238,40 @@ class SimulatedWorker:
         size = spec.block_size
         return row.tables[group][position // size] * size + position % size
 
-    def _draw(self, work: list[tuple[Row, int]]) -> list[Row]:
-        """Count the tokens as computed; returns the rows that draw, each with one token more."""
-        drawers = []
+    def _sample(self, work: list[tuple[Row, int]]) -> list[Row]:
+        """Count the tokens as computed; returns the rows that sample, each with one token more."""
+        sampling = []
         for row, count in work:
             row.computed += count
             if row.computed == len(row.token_ids):
-                row.token_ids.append(draw(row.prefixes[-1], self._vocabulary))
-                row.prefixes.append(extend_prefix(row.prefixes[-1], row.token_ids[-1]))
-                drawers.append(row)
-        return drawers
+                token_id = sample(row.prefixes[-1], self._vocabulary)
+                if not row.is_valid:
+                    token_id = (token_id + 1) % self._vocabulary
+                row.token_ids.append(token_id)
+                row.prefixes.append(extend_prefix(row.prefixes[-1], token_id))
+                sampling.append(row)
+        return sampling
 
-    def _drawn_logprobs(self, drawers: list[Row]) -> SampledLogprobs | None:
-        """As wide as whoever wants most."""
-        asking = [index for index, row in enumerate(drawers) if row.new.sampling.logprobs >= 0]
-        if not asking:
+    def _sampled_logprobs(self, sampling: list[Row]) -> SampledLogprobs | None:
+        """As wide as the widest that a row wants."""
+        indices = [index for index, row in enumerate(sampling) if row.new.sampling.logprobs >= 0]
+        if not indices:
             return None
-        width = 1 + max(drawers[index].new.sampling.logprobs for index in asking)
-        rows = [self._score(drawers[index], len(drawers[index].token_ids) - 1, width) for index in asking]
-        return SampledLogprobs(asking, pack_scores(rows, width))
+        width = 1 + max(sampling[index].new.sampling.logprobs for index in indices)
+        rows = [self._score(sampling[index], len(sampling[index].token_ids) - 1, width) for index in indices]
+        return SampledLogprobs(indices, pack_scores(rows, width))
 
     def _prompt_logprobs(self, numbers: list[int], counts: list[int]) -> list[PromptLogprobs]:
         """Of the tokens that follow those computed, as far as the prompt goes."""
-        pieces = []
+        chunks = []
         for number, count in zip(numbers, counts, strict=True):
             row = self._rows[number]
             start, end = row.computed + 1, min(row.computed + count + 1, row.new.prompt_length)
             if row.new.prompt_logprobs >= 0 and start < end:
                 width = 1 + row.new.prompt_logprobs
                 table = pack_scores([self._score(row, at, width) for at in range(start, end)], width)
-                pieces.append(PromptLogprobs(number, start, table))
-        return pieces
+                chunks.append(PromptLogprobs(number, start, table))
+        return chunks
 
     def _score(self, row: Row, position: int, width: int) -> Scores:
         return scores(row.prefixes[position - 1], row.token_ids[position], width, self._vocabulary)

@@ -1,10 +1,11 @@
-"""A worker's logits at every place of a given text, not only where it draws."""
+"""A worker's logits at every position of a given text, not only where it samples."""
 
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
+from atom.config.resolve import Dtype
 from atom.messages.worker import AllocateKV, ScheduledBatch
 from tests.helpers.core_side import CoreSide
 from tests.helpers.tiny_models import MAX_MODEL_LEN, checkpoint_of, engine_config, place
@@ -15,12 +16,11 @@ BLOCKS, BLOCK_SIZE = 256, 4
 
 
 class TinyWorker:
-    """A worker of a saved tiny model, on the CPU."""
+    """A worker with a saved tiny model, on the CPU."""
 
-    def __init__(self, directory: Path):
-        self.worker = Worker(
-            engine_config(block_size=BLOCK_SIZE), checkpoint_of(directory), place(), lambda *progress: None
-        )
+    def __init__(self, directory: Path, dtype: Dtype = "float32"):
+        config = engine_config(block_size=BLOCK_SIZE, dtype=dtype)
+        self.worker = Worker(config, checkpoint_of(directory), place(), lambda *progress: None)
         self._specs = self.worker.load().kv_specs
         self.worker.allocate(AllocateKV([BLOCKS] * len(self._specs), MAX_MODEL_LEN))
 
@@ -28,7 +28,7 @@ class TinyWorker:
         return self.worker.execute(batch).token_ids()
 
     def core(self) -> CoreSide:
-        """With every block free."""
+        """A new core side; all blocks are free."""
         return CoreSide.of_specs(self._specs, BLOCKS, BLOCK_SIZE)
 
 
@@ -36,12 +36,12 @@ class TinyWorker:
 def step_logits(worker: Worker, batch: ScheduledBatch) -> torch.Tensor:
     """Logits [T, V] of every token of one step."""
     runner = worker._runner
-    runner._inputs.take(batch)
+    runner._inputs.update(batch)
     step = runner._inputs.step(batch)
     context = ForwardContext(runner._kv_layers, step.groups)
     return runner._model.compute_logits(runner._model(step.ids_T, step.positions_T, context))
 
 
 def forced_logits(worker: Worker, core: CoreSide, row: int, counts: Iterable[int]) -> torch.Tensor:
-    """Logits [T, V] in float32 on the CPU, the row's known tokens being computed in pieces of `counts`."""
+    """Logits [T, V] in float32 on the CPU; the row's known tokens are computed in chunks of `counts`."""
     return torch.cat([step_logits(worker, core.plan({row: count})).float().cpu() for count in counts])

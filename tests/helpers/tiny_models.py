@@ -1,4 +1,4 @@
-"""Tiny random models, saved as Hugging Face checkpoints, and transformers' answers about them."""
+"""Tiny random models, saved as Hugging Face checkpoints, and transformers' outputs of them."""
 
 import json
 from copy import deepcopy
@@ -15,6 +15,7 @@ from atom.config.device import DeviceConfig
 from atom.config.engine import EngineConfig
 from atom.config.model import ModelConfig
 from atom.config.parallel import ParallelConfig
+from atom.config.resolve import Dtype
 from atom.config.scheduler import SchedulerConfig
 from parallel.communicator import Communicator
 from parallel.state import TPGroup
@@ -30,14 +31,14 @@ MAX_MODEL_LEN = 256
 
 @dataclass(frozen=True)
 class Tiny:
-    """One row of the table of models: a family and what its config changes."""
+    """One row of the table of models: a family and its changes to the common config."""
 
     name: str
     model_type: str
     seed: int
     config: dict[str, Any] = field(default_factory=dict)
     scale: float = 1.5
-    """Of the matrices: below 1 tokens repeat, far above it they hang on the last bits."""
+    """Of the matrices: below 1 tokens repeat, far above 1 they depend on rounding."""
 
 
 _COMMON = {
@@ -121,7 +122,7 @@ _QWEN3_NEXT = {
 }
 _THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}
 _DEEPSEEK_YARN = _YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.0}
-# With few heads many scores are 0 exactly, and transformers leaves open which of these are chosen.
+# With few heads many scores are exactly 0, and which of these transformers selects is unspecified.
 _INDEXED = _DEEPSEEK | {"index_topk": 16, "index_n_heads": 24, "index_head_dim": 20}
 _GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 20}
 
@@ -214,15 +215,15 @@ def tiny(name: str) -> Tiny:
 
 
 def tiny_config(model: Tiny) -> Any:
-    """As transformers reads it."""
-    # A config writes into what it is given.
+    """The row's config as transformers reads it."""
+    # The config modifies its arguments.
     return AutoConfig.for_model(model.model_type, **deepcopy({**_COMMON, **model.config}))
 
 
 def build_tiny(model: Tiny) -> torch.nn.Module:
     """The transformers model, float32. Weights are large enough that tokens differ clearly."""
     config = tiny_config(model)
-    # One expert after another: what its fused products give on a CPU differs by version.
+    # Eager experts: results of fused ones on the CPU differ by version.
     config._experts_implementation = "eager"
     torch.manual_seed(model.seed)
     built = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -236,9 +237,9 @@ def build_tiny(model: Tiny) -> torch.nn.Module:
             elif name.endswith("sinks"):
                 weight.normal_(0, 2)
             elif name.endswith("A_log"):
-                weight.uniform_(-4, -1)  # a state that remembers dozens of tokens
+                weight.uniform_(-4, -1)  # decays over dozens of tokens
             elif not weight.any():
-                weight.uniform_(-0.5, 0.5)  # of a zero-centred norm
+                weight.uniform_(-0.5, 0.5)  # a zero-centred norm
             else:
                 weight.uniform_(0.5, 1.5)
         for name, buffer in built.named_buffers():
@@ -248,14 +249,14 @@ def build_tiny(model: Tiny) -> torch.nn.Module:
 
 
 def save_tiny(model: Tiny, directory: Path, shard_size: str = "5GB") -> tuple[torch.nn.Module, Checkpoint]:
-    """The transformers model, and the same saved in `directory`."""
+    """Saves the model in `directory`; returns it with its `Checkpoint`."""
     built = build_tiny(model)
     built.save_pretrained(directory, max_shard_size=shard_size)
     return built, checkpoint_of(directory)
 
 
 def checkpoint_of(directory: Path) -> Checkpoint:
-    """What the preparation step would find in a saved tiny model."""
+    """The result of the preparation step for a saved tiny model."""
     config = normalised_config(json.loads((directory / "config.json").read_text()), directory)
     return Checkpoint(
         directory=str(directory),
@@ -270,11 +271,15 @@ def checkpoint_of(directory: Path) -> Checkpoint:
 
 
 def engine_config(
-    tp: int = 1, block_size: int = 4, kv_cache_dtype: str = "auto", load_dummy: bool = False
+    tp: int = 1,
+    block_size: int = 4,
+    kv_cache_dtype: str = "auto",
+    load_dummy: bool = False,
+    dtype: Dtype = "float32",
 ) -> EngineConfig:
-    """A resolved configuration for float32 on the CPU."""
+    """A resolved configuration for the CPU."""
     return EngineConfig(
-        model=ModelConfig(dtype="float32", max_model_len=MAX_MODEL_LEN, load_dummy=load_dummy),
+        model=ModelConfig(dtype=dtype, max_model_len=MAX_MODEL_LEN, load_dummy=load_dummy),
         cache=CacheConfig(
             block_size=block_size, kv_cache_dtype=kv_cache_dtype, kv_cache_memory_bytes=1 << 24
         ),
@@ -285,41 +290,41 @@ def engine_config(
 
 
 def place(rank: int = 0, size: int = 1) -> Communicator:
-    """A place in a tensor-parallel group that was never formed: enough to shard weights."""
+    """A tensor-parallel rank without a process group: enough to shard weights."""
     return Communicator(TPGroup(rank, size, torch.device("cpu")))
 
 
 def hf_logits(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
-    """Logits [tokens, VOCAB] of a whole sequence at once."""
+    """Logits [tokens, VOCAB] of a whole sequence."""
     with torch.no_grad():
         return model(torch.tensor([ids])).logits[0]
 
 
 @dataclass(frozen=True)
 class Greedy:
-    """A greedy continuation, and what shows that comparing its ids means something."""
+    """A greedy continuation and its smallest top-2 margin."""
 
     ids: list[int]
-    smallest_gap: float
-    """Between the best and the second logit, over all steps."""
+    smallest_margin: float
+    """Smallest top-2 margin of the logits over all steps."""
 
 
-def hf_greedy(model: torch.nn.Module, prompt: list[int], count: int, least_gap: float = 0.0) -> Greedy:
-    """Every token by a forward pass over everything before it: no cache, nothing shared.
+def hf_greedy(model: torch.nn.Module, prompt: list[int], count: int, min_margin: float = 0.0) -> Greedy:
+    """Each token by a forward pass over the whole sequence, without a cache.
 
-    Ends early where the two best logits differ by `least_gap` or less.
+    Ends early where the top-2 margin is at most `min_margin`.
     """
-    ids, gaps = list(prompt), []
+    ids, margins = list(prompt), []
     for _ in range(count):
         best = hf_logits(model, ids)[-1].topk(2)
         ids.append(int(best.indices[0]))
-        gaps.append(float(best.values[0] - best.values[1]))
-        if gaps[-1] <= least_gap:
+        margins.append(float(best.values[0] - best.values[1]))
+        if margins[-1] <= min_margin:
             break
-    return Greedy(ids[len(prompt) :], min(gaps))
+    return Greedy(ids[len(prompt) :], min(margins))
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
-    """Repeatable random ids."""
+    """Random ids, the same for each seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, VOCAB, (length,), generator=generator).tolist()

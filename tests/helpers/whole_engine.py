@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
-from atom.messages.engine import AddRequest, LogprobTable, TokenDeltas, pack_ids, unpack_ids
+from atom.messages.engine import AddRequest, LogprobTable, Sampling, TokenDeltas, pack_ids, unpack_ids
 from atom.messages.worker import AllocateKV, BatchResult
 from engine_core.core import EngineCore
 from engine_core.kv_cache_manager import KVCacheManager
@@ -22,6 +22,7 @@ class Answer:
     cached_tokens: int = 0
     prompt_logprobs: dict[int, float] = field(default_factory=dict)
     """Of the prompt's own tokens, by position."""
+    error: str = ""
 
 
 class WholeEngine:
@@ -46,9 +47,16 @@ class WholeEngine:
         self._worker = worker
         self._results: deque[BatchResult] = deque()
 
-    def add(self, number: int, prompt: list[int], count: int, prompt_logprobs: int = -1) -> None:
-        """A greedy request for `count` tokens."""
-        message = AddRequest(number, pack_ids(prompt), count, GREEDY, prompt_logprobs=prompt_logprobs)
+    def add(
+        self,
+        number: int,
+        prompt: list[int],
+        count: int,
+        prompt_logprobs: int = -1,
+        sampling: Sampling = GREEDY,
+    ) -> None:
+        """A request for `count` tokens."""
+        message = AddRequest([number], pack_ids(prompt), count, sampling, prompt_logprobs=prompt_logprobs)
         assert self.core.add(message, b"a") is None
         self.answers[number] = Answer()
 
@@ -89,6 +97,8 @@ class WholeEngine:
             self.answers[number].token_ids.append(token_id)
         for first in deltas.first:
             self.answers[first.request_id].cached_tokens = first.cached_tokens
+        for finished in deltas.finished:
+            self.answers[finished.request_id].error = finished.message
         for piece in deltas.prompt_logprobs:
             values = _own_values(piece.table)
             self.answers[piece.owner].prompt_logprobs.update(enumerate(values, start=piece.start))

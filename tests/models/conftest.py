@@ -1,4 +1,4 @@
-"""One reference for each row, one engine for all cases of a row and a setting, and the record."""
+"""One reference per row, one engine per row and setting, and the record of rows that passed."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -17,7 +17,7 @@ _PROOFS = pytest.StashKey[Proofs]()
 
 @pytest.fixture(scope="session")
 def reference_of(tmp_path_factory: pytest.TempPathFactory) -> ReferenceOf:
-    """By the name of a row; made once."""
+    """Makes the reference of a row, by its name; cached."""
     return cache(lambda name: make_reference(tiny(name), tmp_path_factory.mktemp(name)))
 
 
@@ -37,7 +37,7 @@ def _served(name: str, setting: Setting, reference_of: ReferenceOf) -> Iterator[
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--record", type=Path, help="enter into this file the rows that stood all their tests")
+    parser.addoption("--record", type=Path, help="record in this file the rows that passed all their tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -60,7 +60,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def _row(params: dict[str, Any]) -> tuple[str, int]:
-    """The name of the row that a test is about, and the number of ranks."""
+    """The row of a test and its number of ranks."""
     if "name" in params:
         return params["name"], 1
     ((name, setting),) = params.values()

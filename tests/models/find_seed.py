@@ -1,4 +1,4 @@
-"""Looks for seeds and scales with which a row of the table of tiny models proves something.
+"""Searches seeds and scales with which the outputs of a tiny model are distinct enough to be compared.
 
 python -m tests.models.find_seed NAME [--count 3] [--scales 1.5 1.2 2.0] [--seeds 200]
 """
@@ -14,7 +14,7 @@ from tests.helpers.tiny_models import TINY_MODELS, Tiny, tiny
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=[model.name for model in TINY_MODELS])
-    parser.add_argument("--count", type=int, default=3, help="stop after so many")
+    parser.add_argument("--count", type=int, default=3, help="number of results")
     parser.add_argument("--scales", type=float, nargs="+", default=[1.5, 1.2, 2.0, 1.0, 2.5])
     parser.add_argument("--seeds", type=int, default=200, help="seeds to try with each scale")
     args = parser.parse_args()
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def candidates(model: Tiny, scales: list[float], seeds: int) -> Iterator[Tiny]:
-    """The row as it stands, then every seed with the first scale, and so on."""
+    """The row unchanged, then every seed with the first scale, then with the second, …"""
     yield model
     for scale in scales:
         for seed in range(1, seeds + 1):

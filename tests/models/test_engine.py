@@ -1,8 +1,8 @@
-"""Every family through the real engine, beside transformers: greedy ids and log probabilities.
+"""Greedy ids and log probabilities of every family in the real engine, compared with transformers.
 
-Cases that differ only per request share one engine. A tight one computes prompts in chunks of 16,
-with no more KV blocks than its longest request needs; a roomy one computes them whole. Families that
-keep states are shown to find nothing in the prefix cache, and to give the same answers.
+Tests that differ only in their requests share one engine. A tight engine prefills in chunks of 16 and
+has only the KV blocks that its longest request needs; a roomy one prefills whole prompts. Families
+with recurrent states must have no prefix cache hits and the same outputs.
 """
 
 import pytest
@@ -18,57 +18,57 @@ each_tight = pytest.mark.parametrize("tight", tight_rows(), indirect=True)
 
 @each_tight
 @pytest.mark.proves("chunked", "prefix")
-def test_alone_in_chunks_and_out_of_the_prefix_cache(tight: Served) -> None:
-    longest = tight.reference.answers[-1]
+def test_chunked_prefill_and_prefix_cache_hit(tight: Served) -> None:
+    longest = tight.reference.continuations[-1]
     cold, counted = tight.generate([longest.prompt])
     assert counted.chunked_prefills >= len(longest.prompt) // CHUNK - 1 and counted.prefix_hits == 0
     assert ids_of(cold) == [longest.greedy.ids]
-    # Of windows alone the cache holds little: so many drawn tokens replaced the prompt in it.
+    # With sliding windows in every layer the cache is small: the sampled tokens evicted the prompt.
     tight.generate([longest.prompt], max_tokens=1)
     warm, counted = tight.generate([longest.prompt])
-    assert_found(tight, counted, more_than=len(longest.prompt) // 2)
+    assert_prefix_hits(tight, counted, more_than=len(longest.prompt) // 2)
     assert ids_of(warm) == [longest.greedy.ids]
 
 
 @each_tight
 @pytest.mark.proves("mixed", "preempted")
 def test_preempted_and_resumed(tight: Served) -> None:
-    """Short prompts are let in together, and outgrow the cache whatever the window."""
-    shortest, *others = tight.reference.answers
-    answers = [shortest] * 3 + others
-    outputs, counted = tight.generate([answer.prompt for answer in answers])
-    assert counted.preempted_answers > 0
-    assert ids_of(outputs) == [answer.greedy.ids for answer in answers]
+    """Short prompts are admitted together and outgrow the KV cache, whatever the window."""
+    shortest, *others = tight.reference.continuations
+    continuations = [shortest] * 3 + others
+    outputs, counted = tight.generate([continuation.prompt for continuation in continuations])
+    assert counted.preempted_decodes > 0
+    assert ids_of(outputs) == [continuation.greedy.ids for continuation in continuations]
 
 
 @each_tight
 @pytest.mark.proves("logits")
 def test_log_probabilities_of_chunks(tight: Served) -> None:
     check_prompt_logprobs(tight)
-    check_drawn_logprobs(tight)
+    check_sampled_logprobs(tight)
 
 
 @each_roomy
 @pytest.mark.proves("mixed", "prefix")
-def test_together_and_out_of_the_prefix_cache(roomy: Served) -> None:
+def test_batched_prompts_and_prefix_cache_hits(roomy: Served) -> None:
     prompts, expected = roomy.reference.prompts, roomy.reference.ids
     cold, counted = roomy.generate(prompts)
     assert counted.prefix_hits == 0 and counted.chunked_prefills == 0
     assert ids_of(cold) == expected
     warm, counted = roomy.generate(prompts)
-    assert_found(roomy, counted)
+    assert_prefix_hits(roomy, counted)
     assert ids_of(warm) == expected
 
 
 @each_roomy
 @pytest.mark.proves("prefix")
-def test_going_on_from_a_cached_answer(roomy: Served) -> None:
-    """Blocks that decode steps filled serve prompts, too."""
+def test_prompts_that_continue_cached_outputs(roomy: Served) -> None:
+    """Blocks filled by decode steps are found in the prefix cache."""
     expected = roomy.reference.ids
     roomy.generate(roomy.reference.prompts)
-    longer = [answer.text[:-8] for answer in roomy.reference.answers]
+    longer = [continuation.text[:-8] for continuation in roomy.reference.continuations]
     outputs, counted = roomy.generate(longer, max_tokens=8)
-    assert_found(roomy, counted, more_than=sum(map(len, roomy.reference.prompts)) // 2)
+    assert_prefix_hits(roomy, counted, more_than=sum(map(len, roomy.reference.prompts)) // 2)
     assert ids_of(outputs) == [ids[-8:] for ids in expected]
 
 
@@ -76,11 +76,11 @@ def test_going_on_from_a_cached_answer(roomy: Served) -> None:
 @pytest.mark.proves("logits")
 def test_log_probabilities_of_whole_prompts(roomy: Served) -> None:
     check_prompt_logprobs(roomy)
-    check_drawn_logprobs(roomy)
+    check_sampled_logprobs(roomy)
 
 
-def assert_found(model: Served, counted: Counted, more_than: int = 0) -> None:
-    """So many tokens in the prefix cache, where there is one."""
+def assert_prefix_hits(model: Served, counted: Counted, more_than: int = 0) -> None:
+    """More than so many prefix cache hits; none for families with recurrent states."""
     if model.reference.keeps_states:
         assert counted.prefix_hits == 0
     else:
@@ -88,19 +88,19 @@ def assert_found(model: Served, counted: Counted, more_than: int = 0) -> None:
 
 
 def check_prompt_logprobs(model: Served) -> None:
-    """Of every token of texts that are given."""
-    texts = [answer.text[:-1] for answer in model.reference.answers]
+    """Prompt logprobs of every token."""
+    texts = [continuation.text[:-1] for continuation in model.reference.continuations]
     outputs, _ = model.generate(texts, max_tokens=1, prompt_logprobs=MAX_LOGPROBS)
-    for output, answer in zip(outputs, model.reference.answers, strict=True):
+    for output, continuation in zip(outputs, model.reference.continuations, strict=True):
         first, *others = output["prompt_logprobs"]
         assert first is None
-        assert [next(iter(entry)) for entry in others] == answer.text[1:-1]
-        assert worst_difference(others, answer.logprobs_TV[:-2]) <= TOLERANCE
+        assert [next(iter(entry)) for entry in others] == continuation.text[1:-1]
+        assert worst_difference(others, continuation.logprobs_TV[:-2]) <= TOLERANCE
 
 
-def check_drawn_logprobs(model: Served) -> None:
-    """Of every token that is drawn, each in a step of its own."""
+def check_sampled_logprobs(model: Served) -> None:
+    """Logprobs of every sampled token."""
     outputs, _ = model.generate(model.reference.prompts, logprobs=MAX_LOGPROBS)
-    for output, answer in zip(outputs, model.reference.answers, strict=True):
-        expected_TV = answer.logprobs_TV[len(answer.prompt) - 1 : -1]
+    for output, continuation in zip(outputs, model.reference.continuations, strict=True):
+        expected_TV = continuation.logprobs_TV[len(continuation.prompt) - 1 : -1]
         assert worst_difference(output["logprobs"], expected_TV) <= TOLERANCE

@@ -1,4 +1,4 @@
-"""The comparison itself: it refuses rows that prove little, and sees what is wrong."""
+"""The comparison itself: it refuses rows with indistinct outputs and detects wrong logprobs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from tests.helpers.served import worst_difference
 from tests.helpers.tiny_models import TINY_MODELS, Greedy, tiny, tiny_config
 from workers.families import families
 
-GOOD = Greedy(list(range(32)), smallest_gap=0.1)
+GOOD = Greedy(list(range(32)), smallest_margin=0.1)
 
 TRAITS: dict[str, Callable[[Any], bool]] = {
     "an odd number of heads": lambda config: config.num_attention_heads % 2 == 1,
@@ -30,13 +30,13 @@ OPTIONAL_TRAITS: dict[str, Callable[[Any], bool]] = {
     "sliding_window": lambda config: any(windows(config)),
     "n_group": lambda config: config.n_group > config.topk_group > 1,
 }
-"""Of families with that setting."""
-CHOICES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_qk_norm", "norm_topk_prob")
-"""Some row has each, and some row does not, in families with that setting."""
+"""For families with that setting."""
+SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_qk_norm", "norm_topk_prob")
+"""In families with that setting, some rows enable it and some do not."""
 
 
 LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k2")
-"""One layer attends in all of them: their rows count together. They have no key heads, nor biases in MLPs."""
+"""These share the MLA layer, so their rows count together. They have no KV heads and no MLP biases."""
 
 
 def configs(*of: str) -> list[Any]:
@@ -47,9 +47,9 @@ def missing(found: list[Any], traits: dict[str, Callable[[Any], bool]]) -> list[
     return [name for name, trait in traits.items() if not any(map(trait, found))]
 
 
-def one_way(found: list[Any], choices: Sequence[str]) -> list[str]:
-    """The choices that all configurations make alike."""
-    made = {name: {getattr(config, name, None) for config in found} for name in choices}
+def constant(found: list[Any], switches: Sequence[str]) -> list[str]:
+    """The switches that have the same value in all configurations."""
+    made = {name: {getattr(config, name, None) for config in found} for name in switches}
     return [name for name, values in made.items() if len(values) == 1 and None not in values]
 
 
@@ -57,31 +57,31 @@ def one_way(found: list[Any], choices: Sequence[str]) -> list[str]:
 def test_rows_of_a_family_cover_what_checkpoints_vary(family: str) -> None:
     found = configs(family)
     optional = {name: trait for name, trait in OPTIONAL_TRAITS.items() if hasattr(found[0], name)}
-    lacking = missing(found, TRAITS | optional) + one_way(found, CHOICES)
+    lacking = missing(found, TRAITS | optional) + constant(found, SWITCHES)
     assert not lacking, "add rows to tests/helpers/tiny_models.py"
 
 
-def test_rows_with_latents_cover_what_checkpoints_vary() -> None:
+def test_mla_rows_cover_what_checkpoints_vary() -> None:
     found = configs(*LATENT[1:])  # V2 may leave its groups unset
     odd = "an odd number of heads"
     experts = ("first_k_dense_replace", "n_shared_experts", "n_group")
     traits = {odd: TRAITS[odd]} | {name: OPTIONAL_TRAITS[name] for name in experts}
-    choices = [name for name in CHOICES if name != "mlp_bias"]
-    assert not missing(found, traits) + one_way(found, choices), "add rows to tests/helpers/tiny_models.py"
+    switches = [name for name in SWITCHES if name != "mlp_bias"]
+    assert not missing(found, traits) + constant(found, switches), "add rows to tests/helpers/tiny_models.py"
 
 
 @pytest.mark.parametrize(
-    ("answer", "window", "said"),
+    ("output", "window", "message"),
     [
         (Greedy([1, 2] * 16, 0.1), None, "2 distinct ids"),
-        (Greedy(GOOD.ids, 1e-4), None, "differ by 1.0e-04"),
+        (Greedy(GOOD.ids, 1e-4), None, "margin is 1.0e-04"),
         (GOOD, 96, "window of 96"),
     ],
 )
-def test_rows_that_prove_little(answer: Greedy, window: int | None, said: str) -> None:
+def test_indistinct_rows_are_refused(output: Greedy, window: int | None, message: str) -> None:
     assert problems([GOOD], [None, 5, 24, 37, 67]) == []
-    (problem,) = problems([GOOD, answer], [None, window])
-    assert said in problem
+    (problem,) = problems([GOOD, output], [None, window])
+    assert message in problem
 
 
 def test_small_weights_repeat_a_token() -> None:
@@ -89,7 +89,7 @@ def test_small_weights_repeat_a_token() -> None:
     assert problems_of(replace(tiny("llama-gqa"), scale=0.01))
 
 
-def test_wrong_log_probabilities_are_seen() -> None:
+def test_wrong_log_probabilities_are_detected() -> None:
     expected_TV = torch.arange(64.0).log_softmax(-1)[None]
     right = {token: float(expected_TV[0, token]) for token in range(63, 63 - MAX_LOGPROBS, -1)}
     assert worst_difference([right], expected_TV) == 0

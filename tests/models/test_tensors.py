@@ -1,7 +1,7 @@
-"""Every kind of tensor of every family counts, and counts as it does in transformers.
+"""Changing any kind of tensor changes the logits of every family as it does in transformers.
 
-One tensor of each kind is changed on disk. The kinds come from the checkpoint: all tensors whose
-names differ only in numbers are one kind.
+One tensor of each kind is changed in the checkpoint. Tensors whose names differ only in numbers are
+one kind.
 """
 
 import re
@@ -25,7 +25,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def kinds(names: list[str]) -> dict[str, str]:
-    """Each kind, and the tensor that stands for it: one in the middle of its like."""
+    """Each kind, and the tensor that is changed: the middle one of its kind."""
     alike: dict[str, list[str]] = {}
     for name in names:
         alike.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(name)
@@ -52,7 +52,7 @@ def changed(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.proves("tensors")
 @pytest.mark.parametrize("name", model_rows([ON_TWO_RANKS]))
-def test_every_kind_of_tensor_counts(name: str, tmp_path: Path) -> None:
+def test_every_kind_of_tensor_has_an_effect(name: str, tmp_path: Path) -> None:
     save_tiny(tiny(name), tmp_path)
     (file,) = tmp_path.glob("*.safetensors")
     whole: Tensors = safetensors.torch.load(file.read_bytes())

@@ -44,6 +44,7 @@ from atom.messages.worker import (
     AllocateKV,
     FullAttentionSpec,
     Loaded,
+    NewRow,
     ScheduledBatch,
     Shutdown,
     ToWorker,
@@ -119,7 +120,7 @@ class Engine:
     def start(self) -> dict[str, int | str]:
         """Bring the workers up; returns the figures of the banner."""
         allocate = self.load()[0]
-        self._simulation = SimulatedWorker([SPEC], allocate.num_blocks, VOCABULARY, (4, 16))
+        self._simulation = SimulatedWorker([SPEC], allocate.num_blocks, VOCABULARY, (4, 16), known_ids)
         for rank, worker in enumerate(self.workers):
             worker.send(WorkerReady(rank))
         ready = self.report()
@@ -195,8 +196,18 @@ def engine(directory: Path) -> Iterator[Engine]:
     engine.close()
 
 
+PROMPTS: list[list[int]] = []
+
+
+def known_ids(new: NewRow, ids: list[int]) -> list[int]:
+    """The prompt of a new row that computes `ids` first."""
+    computed = slice(new.computed, new.computed + len(ids))
+    return next(one for one in PROMPTS if len(one) == new.num_known and one[computed] == ids)
+
+
 def request(number: int, prompt: list[int], max_tokens: int) -> AddRequest:
-    return AddRequest(number, pack_ids(prompt), max_tokens, GREEDY)
+    PROMPTS.append(prompt)
+    return AddRequest([number], pack_ids(prompt), max_tokens, GREEDY)
 
 
 def collect(frontend: Peer, tokens: dict[int, list[int]], reasons: dict[int, FinishReason]) -> None:
@@ -429,8 +440,8 @@ def test_undecodable_frames_of_a_frontend_do_not_disturb_others(engine: Engine) 
     for frame in (b"", b"\xc1", b"\0" * 4096, whole[:-3], whole.replace(b"\x02", b"\x63", 1)):
         hostile.send_frames(frame)
     hostile.send_frames(whole, whole)
-    hostile.send(AddRequest(3, b"12345", 5, GREEDY))
-    hostile.send(AddRequest(4, pack_ids([1]), 5, msgspec.structs.replace(GREEDY, seed=-1)))
+    hostile.send(AddRequest([3], b"12345", 5, GREEDY))
+    hostile.send(AddRequest([4], pack_ids([1]), 5, msgspec.structs.replace(GREEDY, seed=-1)))
     refusals = [hostile.receive().finished[0] for _ in range(2)]
     assert [refusal.request_id for refusal in refusals] == [3, 4]
     assert "seed must be in" in refusals[1].message
@@ -450,7 +461,10 @@ def test_log_probabilities_and_times_reach_the_frontend(engine: Engine) -> None:
     frontend = engine.frontend(0)
     frontend.receive()
     sampling = msgspec.structs.replace(GREEDY, logprobs=1)
-    frontend.send(AddRequest(1, pack_ids(range(20)), 1, sampling, prompt_logprobs=0))  # 16 tokens fit a step
+    PROMPTS.append(list(range(20)))
+    frontend.send(
+        AddRequest([1], pack_ids(range(20)), 1, sampling, prompt_logprobs=0)
+    )  # 16 tokens fit a step
     engine.work_until(lambda: frontend.has_message(0))
     first_piece = frontend.receive()
     assert (first_piece.request_ids, [piece.start for piece in first_piece.prompt_logprobs]) == ([], [1])

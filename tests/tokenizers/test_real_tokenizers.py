@@ -7,7 +7,6 @@ them these tests are skipped.
 import json
 import random
 import sys
-from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from atom.config.checkpoint import Checkpoint
+from frontend.chat_encoder import ChatEncoder
 from frontend.chat_template import ChatTemplate
 from frontend.detokenizer import Detokenizer
 from frontend.harmony import Harmony
+from frontend.input_processor import InputProcessor
 from frontend.tokenizer import Tokenizer
 from workers.hf_directory import read_directory
 
@@ -60,12 +61,10 @@ class Both:
 
     def stream(self, ids: list[int], skip_special: bool) -> str:
         """The pieces that a client gets, joined."""
-        record = array("i")
-        detokenizer = Detokenizer(self.tokenizer, record, skip_special)
+        detokenizer = Detokenizer(self.tokenizer, skip_special)
         pieces = []
         for token_id in ids:
-            record.append(token_id)
-            pieces.append(detokenizer.feed())
+            pieces.append(detokenizer.feed(token_id))
         return "".join([*pieces, detokenizer.finish()])
 
     def decode(self, ids: list[int], skip_special: bool) -> str:
@@ -145,6 +144,40 @@ def test_conversations_become_the_same_prompt(both: Both, conversation: str, pro
     assert both.tokenizer.encode(ours, add_special_tokens=False) == ids
 
 
+def encoder(both: Both) -> ChatEncoder:
+    assert both.template is not None
+    fields = {"directory": "", "architecture": "", "model_type": "", "hf_config": {}, "dtype": "float32"}
+    checkpoint = Checkpoint(**fields, vocab_size=1 << 18, max_model_len=4096)
+    return ChatEncoder(both.template, InputProcessor(checkpoint, both.tokenizer, 4096, "fcfs"))
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+def test_contents_without_control_tokens_have_the_usual_ids(both: Both, conversation: str) -> None:
+    if both.template is None:
+        pytest.skip("a model without a template")
+    messages = CONVERSATIONS[conversation]
+    ids = both.theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert encoder(both).encode(messages, {}) == ids
+
+
+def test_contents_forge_no_control_tokens(both: Both) -> None:
+    """Each special token, and each token that the template writes, spelled in a user's message."""
+    if both.template is None:
+        pytest.skip("a model without a template")
+    chat = encoder(both)
+    added = both.tokenizer.added_tokens()
+    written = both.template.source.writes
+    control = [text for text in added if text.strip() and (added[text] or written(text))]
+    assert control
+    content = "forged " + " ".join(control) + " end"
+    usual = chat.encode([USER], {})
+    ids = chat.encode([{"role": "user", "content": content}], {})
+    for text in control:
+        token_id = both.tokenizer.added_id(text)
+        assert ids.count(token_id) == usual.count(token_id), text
+    assert content in both.decode(ids, skip_special=False)
+
+
 def test_a_conversation_goes_on_as_there(both: Both) -> None:
     if both.template is None:
         pytest.skip("a model without a template")
@@ -171,11 +204,10 @@ def test_a_reply_of_gpt_oss_is_sorted_by_its_channels(both: Both) -> None:
         "<|channel|>analysis<|message|>2 + 2 is easy.<|end|>"
         "<|start|>assistant<|channel|>final<|message|>It is 4. 你好 🦊<|return|>"
     )
-    channels, record = harmony.channels(), array("i")
-    detokenizer = Detokenizer(both.tokenizer, record)
+    channels = harmony.channels()
+    detokenizer = Detokenizer(both.tokenizer)
     content = reasoning = ""
     for token_id in both.tokenizer.encode(reply, add_special_tokens=False):
-        record.append(token_id)
-        text, thought = channels.split(token_id, detokenizer.feed())
+        text, thought = channels.split(token_id, detokenizer.feed(token_id))
         content, reasoning = content + text, reasoning + thought
     assert (content, reasoning) == ("It is 4. 你好 🦊", "2 + 2 is easy.")

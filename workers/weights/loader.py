@@ -27,6 +27,7 @@ _MAX_LISTED_NAMES = 5
 _LM_HEAD = "lm_head.weight"
 # Scale of what a random layer adds to the residual stream: a hundred layers add as much as one embedding.
 _RESIDUAL_SCALE = 0.1
+# Bytes of processed weights after which freed memory is returned to the system.
 _TRIM_BYTES = 64 << 20
 
 

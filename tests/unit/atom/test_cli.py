@@ -36,7 +36,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return error
 
 
-def test_no_arguments_give_the_declared_defaults() -> None:
+def test_defaults_are_the_declared_ones() -> None:
     namespace = parse()
     assert cli.engine_config_from(namespace) == EngineConfig()
     assert cli.server_config_from(namespace) == ServerConfig()
@@ -45,9 +45,10 @@ def test_no_arguments_give_the_declared_defaults() -> None:
 
 
 SAMPLES: dict[type | str, tuple[str, Any]] = {
-    int: ("32", 32),
+    int: ("1024", 1024),
     float: ("0.5", 0.5),
     str: ("text", "text"),
+    "max_body_bytes": ("2048", 2048),
     "cudagraph_capture_sizes": ("[1, 2]", "[1, 2]"),
     "hf_overrides": ('{"a":{"b":[1]}}', '{"a": {"b": [1]}}'),
 }
@@ -131,7 +132,7 @@ def test_known_but_missing_features_are_refused_with_the_reason(
         ["--enable_chunked_prefill"],
     ],
 )
-def test_a_value_that_asks_for_nothing_is_accepted(args: list[str]) -> None:
+def test_neutral_values_are_accepted(args: list[str]) -> None:
     assert engine(*args) == EngineConfig()
 
 
@@ -140,7 +141,7 @@ def test_bare_switches_of_missing_features_are_refused(capsys: pytest.CaptureFix
     assert "chunked prefill is always on" in refused(capsys, "--no-enable_chunked_prefill")
 
 
-def test_a_plain_parser_takes_the_flags_too() -> None:
+def test_a_plain_argument_parser_accepts_the_flags() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--temperature", type=float, default=0.6)
     cli.add_engine_args(parser)

@@ -1,5 +1,7 @@
 """The table of environment variables."""
 
+from pathlib import Path
+
 import pytest
 
 from atom.utils import envs
@@ -83,3 +85,14 @@ def test_names_of_the_users_documents_exist() -> None:
         *("OPENAI_API_KEY", "VLLM_USE_MODELSCOPE", "SAVE_TO_PYTORCH_BENCHMARK_FORMAT"),
     }
     assert documented <= envs.VARIABLES.keys()
+
+
+def test_a_user_without_a_home_needs_a_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("ATOM_CACHE_DIR", raising=False)
+    with pytest.raises(ValueError, match="set ATOM_CACHE_DIR to a writable directory"):
+        _ = envs.ATOM_CACHE_DIR

@@ -1,8 +1,10 @@
-"""Exceptions as one line of text."""
+"""Exceptions as one line of text, and those that report a lack of memory."""
+
+import errno
 
 import pytest
 
-from atom.utils.errors import one_line
+from atom.utils.errors import one_line, out_of_memory
 
 
 @pytest.mark.parametrize(
@@ -24,3 +26,37 @@ def test_message_and_type(error: Exception, text: str) -> None:
 
 def test_length_is_bounded() -> None:
     assert len(one_line(RuntimeError("x" * 10_000_000))) < 2100
+
+
+def caused_by(cause: Exception) -> Exception:
+    try:
+        raise ImportError("a module failed\nsee the manual") from cause
+    except ImportError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (MemoryError("Unable to allocate 23 GiB"), "out of memory: Unable to allocate 23 GiB"),
+        (MemoryError(), "out of memory: MemoryError"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory: [Errno 12] Cannot allocate memory"),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 8 bytes\n  frame #0"),
+            "out of memory: [enforce fail] DefaultCPUAllocator: can't allocate memory: 8 bytes",
+        ),
+        (
+            RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"),
+            "CUDA out of memory. Tried to allocate 2 GiB",
+        ),
+        (
+            caused_by(ImportError("x.so: failed to map segment from shared object")),
+            "out of memory: x.so: failed to map segment from shared object",
+        ),
+        (ValueError("a prompt that reads out of memory"), ""),
+        (OSError(errno.ENOENT, "No such file"), ""),
+        (RuntimeError("shapes differ"), ""),
+    ],
+)
+def test_lack_of_memory(error: Exception, line: str) -> None:
+    assert out_of_memory(error) == line

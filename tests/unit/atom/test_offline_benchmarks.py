@@ -54,14 +54,14 @@ def test_requests_come_back_in_the_order_of_their_prompts() -> None:
     assert (run.input_tokens, run.output_tokens) == (20, 20) and run.seconds > 0
 
 
-def test_a_request_that_fails_or_ends_early_is_no_figure() -> None:
+def test_a_request_that_fails_or_ends_early_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="1 of 2 requests failed: no room"):
         run_on(FakeEngine(lambda index, count: sequence(index, count, "no room" if index else "")), 3, 3)
     with pytest.raises(RuntimeError, match="expected 6 tokens, got 5"):
         run_on(FakeEngine(lambda index, count: sequence(index, count - index)), 3, 3)
 
 
-def test_latency_is_of_batches_and_of_tokens() -> None:
+def test_latency_has_batches_and_tokens() -> None:
     runs = [Run(seconds, [sequence(0, 11), sequence(1, 11)]) for seconds in (1.0, 2.0, 6.0)]
     args = argparse.Namespace(batch_size=2, input_len=5, output_len=11, n=1)
     result = latency.figures(runs, args)
@@ -80,7 +80,7 @@ def test_latency_is_of_batches_and_of_tokens() -> None:
     assert lines[1].split()[:3] == ["whole", "batch", "3000.00"] and lines[3].split()[3] == "10.00"
 
 
-def test_throughput_counts_a_prompt_once_and_every_choice() -> None:
+def test_throughput_counts_a_prompt_once_and_every_sequence() -> None:
     run = Run(2.0, [sequence(index, 10) for index in range(6)])
     args = argparse.Namespace(n=2, dataset_name="random")
     result = throughput.figures(run, args)
@@ -127,7 +127,7 @@ def test_throughput_counts_a_prompt_once_and_every_choice() -> None:
         (scheduler.main, ["--steps", "0"], "error: --steps: 0 is less than 1"),
     ],
 )
-def test_bad_flags_are_one_line(
+def test_invalid_flags_are_one_line(
     main: Callable[[], None],
     flags: list[str],
     message: str,
@@ -141,7 +141,7 @@ def test_bad_flags_are_one_line(
     assert said.startswith(message) and said.count("\n") == 1
 
 
-def test_the_scheduler_writes_what_it_shows(
+def test_the_scheduler_benchmark_writes_its_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "new" / "scheduler.json"
@@ -164,5 +164,5 @@ def test_the_scheduler_writes_what_it_shows(
         (["--model", "owner/name", "--dtype", "a b"], "--model owner/name --dtype 'a b'"),
     ],
 )
-def test_commands_name_no_folder_of_the_machine(arguments: list[str], shown: str) -> None:
+def test_commands_omit_directories_of_the_machine(arguments: list[str], shown: str) -> None:
     assert command_line("m", arguments) == f"python -m m {shown}"

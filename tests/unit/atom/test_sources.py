@@ -15,7 +15,7 @@ from atom.utils.envs import VARIABLES
 
 FIELDS = cli.all_fields()
 SAMPLES: dict[type | str, tuple[str, Any]] = {
-    int: ("32", 32),
+    int: ("1024", 1024),
     float: ("0.5", 0.5),
     str: ("text", "text"),
     bool: ("yes", True),
@@ -60,7 +60,7 @@ def test_every_flag_has_a_variable_and_a_key(field: Field, tmp_path: Path) -> No
         assert cli.explicit_fields(namespace) == {field.name}
 
 
-def test_the_nearer_source_counts(tmp_path: Path) -> None:
+def test_precedence_of_the_sources(tmp_path: Path) -> None:
     path = config_file(tmp_path, "max_num_seqs: 1\nblock-size: 32\nserver-port: 1\n")
     namespace = given(
         *("--config", path, "--max-num-seqs", "3"), ATOM_MAX_NUM_SEQS="2", ATOM_SERVER_PORT="2", ATOM_HOST=""
@@ -97,17 +97,17 @@ def test_errors_name_the_variable(variable: str, text: str, words: str) -> None:
         environment_values(FIELDS, {variable: text})
 
 
-def test_variables_that_ask_for_nothing_are_accepted() -> None:
+def test_neutral_variables_are_accepted() -> None:
     asked = {"ATOM_ENABLE_EXPERT_PARALLEL": "no", "ATOM_DATA_PARALLEL_SIZE": "1", "ATOM_LEVEL": "0"}
     assert environment_values(FIELDS, asked) == {}
 
 
-def test_no_flag_takes_the_name_of_another_variable() -> None:
+def test_no_flag_has_the_name_of_another_variable() -> None:
     assert not {variable_of(field.name) for field in FIELDS} & VARIABLES.keys()
     assert not {variable_of(name) for name in REFUSED} & VARIABLES.keys()
 
 
-def test_variables_that_nothing_reads_are_named() -> None:
+def test_unknown_variables_are_reported() -> None:
     environ = {
         "ATOM_MAX_SEQS": "3",
         "ATOM_ZZZZZZZZ": "1",
@@ -153,7 +153,7 @@ def test_errors_name_file_and_key(tmp_path: Path, text: str, words: str) -> None
     assert error_of_file(tmp_path, text).startswith(words)
 
 
-def test_a_file_may_ask_for_nothing(tmp_path: Path) -> None:
+def test_neutral_values_in_a_file_are_accepted(tmp_path: Path) -> None:
     text = "# nothing\nlevel: 0\ndata_parallel_size: 1\nmax-model-len: null\n"
     assert file_values(config_file(tmp_path, text), FIELDS) == {"max_model_len": None}
     assert file_values(config_file(tmp_path, ""), FIELDS) == {}
@@ -183,6 +183,6 @@ def test_scripts_with_engine_flags_read_variables_too(monkeypatch: pytest.Monkey
     assert made.explicit == {"max_num_seqs", "block_size"}
 
 
-def test_the_librarys_keyword_arguments_are_all_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llm_engine_reads_no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATOM_MAX_NUM_SEQS", "7")
     assert cli.engine_config_from_kwargs().scheduler.max_num_seqs is None

@@ -1,4 +1,4 @@
-"""The shipped unit: systemd accepts it, and its times and flags fit the server's."""
+"""The systemd unit: systemd accepts it, and its timeouts and flags suit the server."""
 
 import configparser
 import shutil
@@ -21,7 +21,7 @@ def service() -> configparser.SectionProxy:
     return parser["Service"]
 
 
-def test_the_command_line_is_one_that_the_server_takes() -> None:
+def test_the_server_accepts_the_command_line() -> None:
     parser = CommandLineParser()
     add_engine_args(parser)
     add_server_args(parser)
@@ -31,20 +31,20 @@ def test_the_command_line_is_one_that_the_server_takes() -> None:
     assert float(service()["TimeoutStopSec"]) > server.shutdown_timeout + 10
 
 
-def test_what_a_restart_cannot_mend_is_not_restarted() -> None:
+def test_statuses_that_a_restart_cannot_change_prevent_it() -> None:
     assert service()["RestartPreventExitStatus"].split() == [
         str(int(status)) for status in (ExitStatus.USAGE, ExitStatus.MODEL)
     ]
 
 
-def test_only_the_supervisor_is_told_to_stop() -> None:
+def test_only_the_supervisor_gets_the_stop_signal() -> None:
     assert service()["KillMode"] == "mixed"
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not on this machine")
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     unit = tmp_path / "atom.service"
-    # verify looks whether the program exists.
+    # verify checks that the program exists.
     unit.write_text(UNIT.read_text().replace("/srv/atom/.venv/bin/atom-launch", sys.executable))
     done = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True, timeout=60

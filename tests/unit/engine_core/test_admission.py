@@ -23,7 +23,7 @@ from tests.helpers.core_driver import GREEDY, CoreDriver
 FULL = FullAttentionSpec(block_size=4, bytes_per_block=1)
 MAX_MODEL_LEN = 24
 INT32, UINT64 = (1 << 31) - 1, (1 << 64) - 1
-GOOD = AddRequest(1, pack_ids([1, 2, 3]), 4, GREEDY)
+GOOD = AddRequest([1], pack_ids([1, 2, 3]), 4, GREEDY)
 replace = msgspec.structs.replace
 
 
@@ -42,7 +42,11 @@ def with_rules(**fields: Any) -> AddRequest:
         (replace(GOOD, prompt_ids=b""), "needs a prompt"),
         (replace(GOOD, max_tokens=0), "max_tokens of at least 1"),
         (replace(GOOD, max_tokens=UINT64), "exceed the context of 24 tokens"),
+        (replace(GOOD, request_ids=[]), "1 to 1024 different ids, not 0"),
+        (replace(GOOD, request_ids=list(range(1025))), "1 to 1024 different ids, not 1025"),
+        (replace(GOOD, request_ids=[3, 3]), "1 to 1024 different ids"),
         (replace(GOOD, prompt_logprobs=-2), "prompt_logprobs must be in"),
+        (replace(GOOD, prompt_logprobs=21), "prompt_logprobs must be in"),
         (with_sampling(temperature=math.nan), "temperature must be in .* not nan"),
         (with_sampling(temperature=-0.1), "temperature"),
         (with_sampling(temperature=1e39), "temperature"),
@@ -53,6 +57,7 @@ def with_rules(**fields: Any) -> AddRequest:
         (with_sampling(seed=-1), "seed"),
         (with_sampling(sequence=-1), "sequence"),
         (with_sampling(logprobs=-2), "logprobs"),
+        (with_sampling(logprobs=21), "logprobs"),
         (with_rules(allowed_ids=b"123"), "allowed_ids of 3 bytes"),
         (with_rules(bias_ids=pack_ids([1, 2]), bias_values=[1.0]), "1 bias_values do not match"),
         (with_rules(bias_ids=pack_ids([1]), bias_values=[math.inf]), "bias_values must be in"),
@@ -128,7 +133,7 @@ SAMPLING = resolved(
 )
 REQUESTS = resolved(
     AddRequest,
-    request_id=WIRE_INT,
+    request_ids=st.lists(WIRE_INT, min_size=1, max_size=3),
     prompt_ids=IDS,
     max_tokens=WIRE_INT,
     sampling=SAMPLING,
@@ -177,10 +182,10 @@ def test_no_request_can_raise(
         assert isinstance(received, AddRequest)
         refusal = run.core.add(received, frontend)
         if refusal is None:
-            live.add(received.request_id)
+            live.update(received.request_ids)
             check_columns(received)
         else:
-            assert refusal.finished[0].reason is FinishReason.ERROR and encode(refusal)
+            assert all(end.reason is FinishReason.ERROR for end in refusal.finished) and encode(refusal)
     run.core.abort(aborted)
     live.difference_update(aborted)
     while (batch := run.core.schedule()) is not None:

@@ -7,12 +7,17 @@ from hypothesis import strategies as st
 from engine_core.block_pool import BlockPool
 
 
+def check(pool: BlockPool, users: dict[int, int]) -> None:
+    for _ in pool.check_integrity(users):
+        pass
+
+
 def test_takes_every_block_once_and_then_refuses() -> None:
     pool = BlockPool(3)
     assert sorted(pool.allocate(2) + pool.allocate(1)) == [0, 1, 2]
     with pytest.raises(IndexError, match="1 blocks wanted, 0 free"):
         pool.allocate(1)
-    pool.check_integrity({0: 1, 1: 1, 2: 1})
+    check(pool, {0: 1, 1: 1, 2: 1})
 
 
 def test_an_empty_pool_is_refused() -> None:
@@ -24,18 +29,18 @@ def test_the_cached_block_released_first_is_reused_first() -> None:
     pool = BlockPool(3)
     blocks = pool.allocate(3)
     for block in blocks:
-        pool.cache(block, b"digest%d" % block, b"hash_input%d" % block)
+        pool.cache(block, b"digest%d" % block, b"hash_input%d" % block, step=0)
     for block in reversed(blocks):
-        pool.free(block)
+        pool.free([block])
     assert [pool.allocate(1)[0] for _ in blocks] == blocks[::-1]
 
 
 def test_a_block_of_unknown_content_is_reused_before_cached_ones() -> None:
     pool = BlockPool(2)
     cached, unknown = pool.allocate(2)
-    pool.cache(cached, b"d", b"c")
-    pool.free(cached)
-    pool.free(unknown)
+    pool.cache(cached, b"d", b"c", step=0)
+    pool.free([cached])
+    pool.free([unknown])
     assert pool.allocate(1) == [unknown]
     assert pool.find(b"d", b"c") == cached
 
@@ -43,8 +48,8 @@ def test_a_block_of_unknown_content_is_reused_before_cached_ones() -> None:
 def test_a_free_block_is_found_until_it_is_taken() -> None:
     pool = BlockPool(1)
     block = pool.allocate(1)[0]
-    pool.cache(block, b"d", b"c")
-    pool.free(block)
+    pool.cache(block, b"d", b"c", step=0)
+    pool.free([block])
     assert pool.find(b"d", b"c") == block
     pool.allocate(1)
     assert pool.find(b"d", b"c") is None
@@ -53,48 +58,51 @@ def test_a_free_block_is_found_until_it_is_taken() -> None:
 def test_a_shared_block_is_free_when_its_last_user_leaves() -> None:
     pool = BlockPool(2)
     block = pool.allocate(1)[0]
-    pool.share(block)
-    pool.free(block)
+    pool.share([block])
+    pool.free([block])
     assert not pool.is_free(block) and pool.num_free == 1
-    pool.free(block)
+    pool.free([block])
     assert pool.is_free(block) and pool.num_free == 2
 
 
 def test_sharing_pulls_a_free_block_out_of_the_middle() -> None:
     pool = BlockPool(5)
     for block in pool.allocate(5):
-        pool.free(block)
-    pool.share(2)
-    pool.check_integrity({2: 1})
+        pool.cache(block, b"digest%d" % block, b"content", step=0)
+        pool.free([block])
+    pool.share([2])
+    check(pool, {2: 1})
     assert 2 not in pool.allocate(4)
 
 
 def test_a_hit_needs_equal_content_not_just_an_equal_digest() -> None:
     pool = BlockPool(2)
     first, second = pool.allocate(2)
-    assert pool.cache(first, b"d", b"hash_input")
+    assert pool.cache(first, b"d", b"hash_input", step=0)
     assert pool.find(b"d", b"other") is None
-    assert not pool.cache(second, b"d", b"other")
-    assert pool.cache(second, b"d", b"hash_input")
+    assert not pool.cache(second, b"d", b"other", step=0)
+    assert pool.cache(second, b"d", b"hash_input", step=0)
     assert pool.find(b"d", b"hash_input") == first
 
 
-@pytest.mark.parametrize("damage", ["users", "links", "count", "digest"])
+@pytest.mark.parametrize("damage", ["users", "stack", "lost", "evictable", "digest"])
 def test_integrity_sees_damage(damage: str) -> None:
     pool = BlockPool(4)
     block = pool.allocate(1)[0]
-    pool.cache(block, b"d", b"c")
-    pool.check_integrity({block: 1})
+    pool.cache(block, b"d", b"c", step=0)
+    check(pool, {block: 1})
     if damage == "users":
         pool._users[block] = 2
-    elif damage == "links":
-        pool._next[2] = 0
-    elif damage == "count":
-        pool.num_free += 1
+    elif damage == "stack":
+        pool._uncached[0] = block
+    elif damage == "lost":
+        pool._uncached.pop()
+    elif damage == "evictable":
+        pool._evictable[block] = None
     else:
         pool._digests[block] = b"x"
     with pytest.raises(AssertionError):
-        pool.check_integrity({block: 1})
+        check(pool, {block: 1})
 
 
 @given(
@@ -112,12 +120,12 @@ def test_books_agree_after_any_sequence(steps: list[tuple[str, int]]) -> None:
         elif kind == "share":
             found = pool.find(b"%d" % (number % 5), b"")
             if found is not None:
-                pool.share(found)
+                pool.share([found])
                 users[found] += 1
         elif kind == "free" and held:
-            pool.free(held[number % len(held)])
+            pool.free([held[number % len(held)]])
             users.subtract([held[number % len(held)]])
         elif kind == "cache" and held and pool._digests[held[number % len(held)]] is None:
-            pool.cache(held[number % len(held)], b"%d" % (number % 5), b"")
+            pool.cache(held[number % len(held)], b"%d" % (number % 5), b"", step=0)
         users = +users
-        pool.check_integrity(users)
+        check(pool, users)

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from atom.messages.engine import AddRequest, FinishReason, TokenDeltas, unpack_ids
-from atom.messages.worker import BatchResult, FullAttentionSpec
+from atom.messages.worker import BatchResult, FullAttentionSpec, RowFailure
 from engine_core.scheduler import Limits
 from tests.helpers.core_driver import GREEDY, CoreDriver
 from tests.helpers.simulated_worker import unpack_scores
@@ -25,7 +25,7 @@ def driver(blocks: int = 4) -> CoreDriver:
         (5, 0, "max_tokens of at least 1"),
     ],
 )
-def test_what_can_never_run_is_refused_and_nobody_notices(prompt: int, max_tokens: int, message: str) -> None:
+def test_a_request_that_can_never_run_is_refused_alone(prompt: int, max_tokens: int, message: str) -> None:
     run = driver()
     run.add(1, range(5), max_tokens=8)
     run.send()
@@ -36,7 +36,7 @@ def test_what_can_never_run_is_refused_and_nobody_notices(prompt: int, max_token
 
 def test_a_request_may_fill_the_cache_to_its_last_slot() -> None:
     run = driver()
-    assert run.add(1, range(12), max_tokens=5) == ""  # the 17th token is drawn, but never computed
+    assert run.add(1, range(12), max_tokens=5) == ""  # the 17th token is sampled, but never computed
     run.run()
 
 
@@ -48,7 +48,7 @@ def test_a_used_id_is_refused() -> None:
 
 
 def test_torn_prompt_bytes_are_refused() -> None:
-    refusal = driver().core.add(AddRequest(1, b"12345", 1, GREEDY), b"a")
+    refusal = driver().core.add(AddRequest([1], b"12345", 1, GREEDY), b"a")
     assert refusal is not None and refusal.finished[0].reason is FinishReason.ERROR
     assert "5 bytes is not a whole number of token ids" in refusal.finished[0].message
 
@@ -94,7 +94,7 @@ def test_stats() -> None:
     assert (stats.running, stats.kv_blocks_used, stats.generated_tokens) == (0, 0, 8)
 
 
-def asking(most_likely: int) -> dict[str, Any]:
+def with_logprobs(most_likely: int) -> dict[str, Any]:
     return {"sampling": msgspec.structs.replace(GREEDY, logprobs=most_likely)}
 
 
@@ -108,7 +108,7 @@ def one_step(run: CoreDriver) -> tuple[BatchResult, dict[bytes, TokenDeltas]]:
 def test_log_probabilities_pass_untouched_to_the_only_frontend() -> None:
     run = driver(blocks=16)
     run.add(1, [1], max_tokens=2)
-    run.add(2, [2], max_tokens=2, **asking(1))
+    run.add(2, [2], max_tokens=2, **with_logprobs(1))
     result, deltas = one_step(run)
     assert result.logprobs is not None and deltas[b"a"].logprobs is result.logprobs
     assert deltas[b"a"].logprobs.indices == [1]
@@ -117,7 +117,7 @@ def test_log_probabilities_pass_untouched_to_the_only_frontend() -> None:
 def test_log_probabilities_are_cut_for_each_frontend_and_numbered_anew() -> None:
     run = driver(blocks=16)
     for number, frontend, most_likely in [(1, b"a", 2), (2, b"b", 0), (3, b"c", -1), (4, b"b", 1)]:
-        run.add(number, [number], max_tokens=2, frontend=frontend, **asking(most_likely))
+        run.add(number, [number], max_tokens=2, frontend=frontend, **with_logprobs(most_likely))
     result, deltas = one_step(run)
     assert result.logprobs is not None
     rows = unpack_scores(result.logprobs.table)
@@ -130,7 +130,7 @@ def test_log_probabilities_are_cut_for_each_frontend_and_numbered_anew() -> None
 def test_log_probabilities_of_an_ended_request_are_dropped() -> None:
     run = driver(blocks=16)
     for number in (1, 2, 3):
-        run.add(number, [number], max_tokens=5, **asking(0))
+        run.add(number, [number], max_tokens=5, **with_logprobs(0))
     batch = run.core.schedule()
     assert batch is not None
     run.core.abort([2])
@@ -141,19 +141,19 @@ def test_log_probabilities_of_an_ended_request_are_dropped() -> None:
     assert (delta.logprobs.indices, unpack_scores(delta.logprobs.table)) == ([0, 1], [rows[0], rows[2]])
 
 
-def test_prompt_pieces_of_a_step_that_draws_nothing_arrive() -> None:
+def test_prompt_logprobs_of_a_step_without_sampled_tokens_are_sent() -> None:
     run = CoreDriver([FULL], [16], Limits(4, 4), max_model_len=24)
     run.add(7, range(6), max_tokens=1, prompt_logprobs=1)
     _, deltas = one_step(run)
-    (piece,) = deltas[b"a"].prompt_logprobs
-    assert (deltas[b"a"].request_ids, piece.owner, piece.start) == ([], 7, 1)
-    assert len(unpack_scores(piece.table)) == 4  # tokens 1 .. 4, behind 0 .. 3
+    (chunk,) = deltas[b"a"].prompt_logprobs
+    assert (deltas[b"a"].request_ids, chunk.owner, chunk.start) == ([], 7, 1)
+    assert len(unpack_scores(chunk.table)) == 4  # tokens 1 .. 4, behind 0 .. 3
     _, deltas = one_step(run)
-    (piece,) = deltas[b"a"].prompt_logprobs
-    assert (deltas[b"a"].request_ids, piece.start, len(unpack_scores(piece.table))) == ([7], 5, 1)
+    (chunk,) = deltas[b"a"].prompt_logprobs
+    assert (deltas[b"a"].request_ids, chunk.start, len(unpack_scores(chunk.table))) == ([7], 5, 1)
 
 
-def test_each_frontend_gets_the_pieces_of_its_own_prompts() -> None:
+def test_each_frontend_gets_the_logprobs_of_its_own_prompts() -> None:
     run = CoreDriver([FULL], [16], Limits(4, 8), max_model_len=24)
     run.add(1, range(4), max_tokens=1, frontend=b"a", prompt_logprobs=0)
     run.add(2, range(10, 16), max_tokens=1, frontend=b"b", prompt_logprobs=0)
@@ -163,13 +163,13 @@ def test_each_frontend_gets_the_pieces_of_its_own_prompts() -> None:
     assert deltas[b"b"].request_ids == []
 
 
-def test_steps_of_prompt_pieces_alone_answer_nobody() -> None:
+def test_steps_of_prompt_chunks_alone_send_nothing() -> None:
     run = CoreDriver([FULL], [16], Limits(4, 4), max_model_len=24)
     run.add(7, range(6), max_tokens=1)
     assert one_step(run)[1] == {}
 
 
-def test_prompt_pieces_of_an_ended_request_are_dropped() -> None:
+def test_prompt_logprobs_of_an_ended_request_are_dropped() -> None:
     run = driver(blocks=16)
     run.add(1, range(6), max_tokens=5, prompt_logprobs=0)
     batch = run.core.schedule()
@@ -180,25 +180,25 @@ def test_prompt_pieces_of_an_ended_request_are_dropped() -> None:
     assert run.core.update(result) == {}
 
 
-def test_log_probabilities_that_fit_nobody_are_an_error() -> None:
+def test_log_probabilities_that_fit_no_row_are_an_error() -> None:
     run = driver(blocks=16)
-    run.add(1, range(6), max_tokens=5, prompt_logprobs=0, **asking(0))
+    run.add(1, range(6), max_tokens=5, prompt_logprobs=0, **with_logprobs(0))
     batch = run.core.schedule()
     assert batch is not None
     result = run.worker.execute(batch)
-    (piece,), drawn = result.prompt_logprobs, result.logprobs
+    (chunk,), drawn = result.prompt_logprobs, result.logprobs
     assert drawn is not None
     replace = msgspec.structs.replace
     for wrong, message in [
         (
-            replace(result, prompt_logprobs=[replace(piece, owner=3)]),
+            replace(result, prompt_logprobs=[replace(chunk, owner=3)]),
             "prompt log probabilities that fit no row",
         ),
         (replace(result, logprobs=replace(drawn, indices=[1])), "do not fit its sampled tokens"),
         (replace(result, logprobs=replace(drawn, indices=[0, 0])), "do not fit its sampled tokens"),
     ]:
         run = driver(blocks=16)
-        run.add(1, range(6), max_tokens=5, prompt_logprobs=0, **asking(0))
+        run.add(1, range(6), max_tokens=5, prompt_logprobs=0, **with_logprobs(0))
         run.core.schedule()
         with pytest.raises(ValueError, match=message):
             run.core.update(wrong)
@@ -216,3 +216,34 @@ def test_the_first_token_tells_how_long_everything_took() -> None:
     run.deliver()
     first = run.done[1].first
     assert first is not None and (first.queued_s, first.prefill_s) == (2.0, 0.75)
+
+
+def test_a_failed_row_ends_its_request_alone() -> None:
+    run = driver(blocks=16)
+    for number in (1, 2, 3):
+        run.add(number, [number] * 5, max_tokens=4)
+    run.send_failing(lambda rows: [rows[1]])
+    run.run()
+    assert list(run.failed) == [2] and sorted(run.done) == [1, 3]
+    run.add(4, [2] * 5, max_tokens=4)
+    run.run()
+    assert run.done[4].cached_tokens == 0, "the blocks of a failed step are not cached"
+
+
+def test_a_failure_of_a_row_that_does_not_run_is_an_error() -> None:
+    run = driver()
+    run.add(1, [1], max_tokens=5)
+    run.send()
+    with pytest.raises(ValueError, match="rows that it does not have"):
+        run.core.update(msgspec.structs.replace(run.results[0], failed=[RowFailure(3, "out of memory")]))
+
+
+def test_the_sequences_of_a_request_differ_in_their_number_alone() -> None:
+    run = driver(blocks=16)
+    run.add(7, range(9), max_tokens=2, n=3)
+    batch = run.core.schedule()
+    assert batch is not None
+    assert [new.sampling.sequence for new in batch.new_rows] == [0, 1, 2]
+    assert [new.computed for new in batch.new_rows] == [0, 8, 8]
+    result = run.worker.execute(batch)
+    assert run.core.update(result)[b"a"].request_ids == [7, 8, 9]

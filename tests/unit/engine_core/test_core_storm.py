@@ -1,4 +1,4 @@
-"""Whatever arrives, leaves and waits: every request gets exactly what it would have got alone."""
+"""Random arrivals, aborts, failures and preemptions: every request gets what it would have got alone."""
 
 import random
 from collections import Counter
@@ -32,16 +32,16 @@ BUDGETS = (1, 3, 8, 64)
 
 
 SALTS = ("", "a", "b")
-PIECES = ([1, 2, 3, 4], [5, 6, 7, 0])
+BLOCKS = ([1, 2, 3, 4], [5, 6, 7, 0])
 
 
 def shared_prompt(pattern: int, length: int) -> list[int]:
-    """Block i is one of two pieces, as bit i of the pattern says: beginnings agree, and so do middles."""
-    blocks = [PIECES[pattern >> index & 1] for index in range(-(-length // 4))]
+    """Block i is one of two, as bit i of the pattern says: prompts have equal prefixes and equal middles."""
+    blocks = [BLOCKS[pattern >> index & 1] for index in range(-(-length // 4))]
     return [token_id for block in blocks for token_id in block][:length]
 
 
-def asking(logprobs: int, prompt_logprobs: int, salt: str) -> dict[str, Any]:
+def fields_of(logprobs: int, prompt_logprobs: int, salt: str) -> dict[str, Any]:
     """Fields of a request."""
     sampling = msgspec.structs.replace(GREEDY, logprobs=logprobs)
     return {"sampling": sampling, "prompt_logprobs": prompt_logprobs, "cache_salt": salt}
@@ -69,7 +69,8 @@ class Storm(RuleBasedStateMachine):
         stop=st.lists(st.integers(0, VOCABULARY - 1), max_size=1),
         priority=st.integers(-1, 1),
         frontend=st.sampled_from([b"a", b"b"]),
-        fields=st.builds(asking, st.integers(-1, 2), st.integers(-1, 2), st.sampled_from(SALTS)),
+        n=st.sampled_from([1, 1, 1, 2, 5]),
+        fields=st.builds(fields_of, st.integers(-1, 2), st.integers(-1, 2), st.sampled_from(SALTS)),
     )
     def arrive(
         self,
@@ -80,11 +81,12 @@ class Storm(RuleBasedStateMachine):
         stop: list[int],
         priority: int,
         frontend: bytes,
+        n: int,
         fields: dict[str, Any],
     ) -> None:
         prompt, number = shared_prompt(pattern, length), self.arrivals
-        assert self.driver.add(number, prompt, max_tokens, eos, stop, priority, frontend, **fields) == ""
-        self.arrivals += 1
+        assert self.driver.add(number, prompt, max_tokens, eos, stop, priority, frontend, n, **fields) == ""
+        self.arrivals += n
 
     @rule(data=st.data())
     @precondition(lambda self: self.driver.live)
@@ -100,6 +102,12 @@ class Storm(RuleBasedStateMachine):
     def send(self) -> None:
         if not self.driver.send():
             assert self.driver.results or not self.driver.live, "requests wait, and nothing runs"
+
+    @rule(data=st.data())
+    @precondition(lambda self: len(self.driver.results) < MAX_IN_FLIGHT)
+    def send_failing(self, data: st.DataObject) -> None:
+        """Some rows of the step fail."""
+        self.driver.send_failing(lambda rows: data.draw(st.lists(st.sampled_from(rows), unique=True)))
 
     @rule()
     @precondition(lambda self: self.driver.results)
@@ -123,7 +131,7 @@ TestStorm.settings = settings(
 
 
 def storm(seed: int, layout: str, policy: str) -> Counter[str]:
-    """One random run; returns the core's counters."""
+    """One random run; returns the core's counters, and how many requests failed."""
     chance = random.Random(seed)
     specs, blocks = LAYOUTS[layout]
     limits = Limits(chance.randint(2, 6), chance.choice(BUDGETS), policy)
@@ -132,18 +140,19 @@ def storm(seed: int, layout: str, policy: str) -> Counter[str]:
         prompt = shared_prompt(chance.randrange(8), chance.randint(1, 30))
         ids = [chance.randrange(VOCABULARY) for _ in range(chance.randrange(2))]
         priority, frontend = chance.randrange(3), chance.choice([b"a", b"b"])
-        fields = asking(chance.randint(-1, 2), chance.choice([-1, -1, -1, 0, 2]), chance.choice(SALTS))
+        fields = fields_of(chance.randint(-1, 2), chance.choice([-1, -1, -1, 0, 2]), chance.choice(SALTS))
         driver.add(request_id, prompt, chance.randint(1, 18), ids, [], priority, frontend, **fields)
         for _ in range(chance.randrange(6)):
             if len(driver.results) < MAX_IN_FLIGHT and chance.random() < 0.7:
-                driver.send()
+                driver.send_failing(lambda rows: [row for row in rows if chance.random() < 0.02])
             elif driver.results:
                 driver.deliver()
         if chance.random() < 0.1 and driver.live:
             driver.abort(chance.choice(sorted(driver.live)))
     driver.run()
     stats = driver.core.stats()
-    return Counter({name: getattr(stats, name) for name in stats.__struct_fields__})
+    counters = Counter({name: getattr(stats, name) for name in stats.__struct_fields__})
+    return counters + Counter(failed=len(driver.failed))
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
@@ -165,7 +174,7 @@ def test_a_thousand_requests_aborted_anywhere_leave_nothing(layout: str) -> None
     driver = CoreDriver(specs, blocks, Limits(6, 8), MAX_MODEL_LEN, not holds_states(specs))
     aborted: Counter[State] = Counter()
     for request_id in range(1000):
-        fields = asking(chance.randint(-1, 1), chance.randint(-1, 1), chance.choice(SALTS))
+        fields = fields_of(chance.randint(-1, 1), chance.randint(-1, 1), chance.choice(SALTS))
         prompt = shared_prompt(chance.randrange(8), chance.randint(1, 30))
         driver.add(request_id, prompt, chance.randint(1, 18), frontend=chance.choice([b"a", b"b"]), **fields)
         for _ in range(chance.randrange(12)):
@@ -183,3 +192,30 @@ def test_a_thousand_requests_aborted_anywhere_leave_nothing(layout: str) -> None
     assert min(aborted[state] for state in State if state is not State.ENDED) > 10, aborted
     assert len(driver.done) > 100 and aborted.total() + len(driver.done) == 1000
     assert (stats.running, stats.waiting) == (0, 0)
+
+
+def storm_of_failures(seed: int, layout: str) -> CoreDriver:
+    """A run whose steps often fail for some rows, with few prompts and several sequences of each."""
+    chance = random.Random(seed)
+    specs, blocks = LAYOUTS[layout]
+    limits = Limits(6, chance.choice([8, 64]), chance.choice(["fcfs", "priority"]))
+    driver = CoreDriver(specs, [4 * count for count in blocks], limits, MAX_MODEL_LEN)
+    for number in range(20):
+        prompt = shared_prompt(chance.randrange(2), chance.randint(8, 30))
+        driver.add(10 * number, prompt, chance.randint(1, 12), n=3, priority=chance.randrange(3))
+        for _ in range(chance.randrange(8)):
+            if len(driver.results) < MAX_IN_FLIGHT and chance.random() < 0.7:
+                driver.send_failing(lambda rows: [row for row in rows if chance.random() < 0.1])
+            elif driver.results:
+                driver.deliver()
+        if driver.live and chance.random() < 0.3:
+            driver.abort(chance.choice(sorted(driver.live)))
+    driver.run()
+    return driver
+
+
+@pytest.mark.parametrize("layout", ["full", "window", "full and windows"])
+def test_requests_that_share_blocks_of_failed_steps_are_computed_anew(layout: str) -> None:
+    drivers = [storm_of_failures(seed, layout) for seed in range(8)]
+    assert sum(driver.num_recomputed for driver in drivers) > 5
+    assert sum(len(driver.failed) for driver in drivers) > 10

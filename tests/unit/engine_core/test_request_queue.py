@@ -2,14 +2,16 @@ import pytest
 
 from atom.messages.engine import AddRequest, Sampling, pack_ids
 from engine_core.kv_cache_manager import RequestBlocks
-from engine_core.request import Request
+from engine_core.request import Request, SharedSettings
 from engine_core.request_queue import RequestQueue
+from engine_core.token_ids import Prompt, TokenIds
 
 
 def make(number: int, priority: int = 0) -> Request:
     sampling = Sampling(0.0, 0, 1.0, 0.0, 0)
-    message = AddRequest(number, pack_ids([1]), 4, sampling, priority=priority)
-    request = Request(message, b"f", RequestBlocks([[]], [0]))
+    message = AddRequest([number], pack_ids([1]), 4, sampling, priority=priority)
+    blocks = RequestBlocks(TokenIds(Prompt(message.prompt_ids)), [[]], [0])
+    request = Request(number, SharedSettings(message, b"f", 0), sampling, -1, blocks)
     request.arrival, request.arrived_at = number, float(number)
     return request
 
@@ -55,7 +57,7 @@ def test_leaving_and_coming_back_leaves_one_entry() -> None:
     assert len(queue) == 2 and drain(queue) == [1, 2] and len(queue) == 0
 
 
-def test_leavers_do_not_pile_up() -> None:
+def test_removed_requests_do_not_pile_up() -> None:
     queue = RequestQueue("priority")
     queue.add(make(0, priority=-1))
     for number in range(1, 5000):

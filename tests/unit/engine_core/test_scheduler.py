@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from atom.messages.engine import FinishReason
+from atom.messages.engine import FinishReason, pack_ids
 from atom.messages.worker import FullAttentionSpec, ScheduledBatch
 from engine_core.scheduler import Limits
 from tests.helpers.core_driver import GREEDY, VOCABULARY, CoreDriver
@@ -40,7 +40,7 @@ def test_a_request_is_prefilled_and_decodes_without_waiting_for_ids() -> None:
     assert run.live[1].received == undisturbed(range(6), 1, set(), VOCABULARY)
     step(run)
     run.deliver()
-    assert run.core.schedule() is None, "the third step drew the last token"
+    assert run.core.schedule() is None, "the third step sampled the last token"
     run.run()
     assert run.core.stats().overlapped_steps == 2
 
@@ -168,11 +168,11 @@ def test_the_last_admitted_is_preempted_and_keeps_its_tokens() -> None:
     run.run()
 
 
-def test_priority_decides_who_waits_and_who_is_preempted() -> None:
+def test_priority_decides_which_request_waits_and_which_is_preempted() -> None:
     run = driver(blocks=5, max_model_len=20, policy="priority")
     run.add(1, [1, 1, 1], max_tokens=10, priority=5)
     run.add(2, [2, 2, 2], max_tokens=10, priority=-5)
-    assert step(run).new_rows[0].token_ids == run.live[2].message.prompt_ids
+    assert step(run).token_ids == pack_ids([2, 2, 2, 1, 1, 1])
     run.run()
     assert list(run.done) == [2, 1] and run.core.stats().preemptions > 0
 
@@ -229,7 +229,7 @@ def test_new_prompts_are_held_back_while_others_run() -> None:
     run.run()
 
 
-def test_the_delay_does_not_hold_anybody_back_while_nothing_runs() -> None:
+def test_the_delay_has_no_effect_while_nothing_runs() -> None:
     run = driver(delay_factor=1e9)
     for number in range(3):
         run.add(number, [number], max_tokens=1)
@@ -247,7 +247,7 @@ def test_a_wrong_result_is_refused() -> None:
         run.core.update(type(run.results[0])(1, b"\0" * 8))
 
 
-def test_steady_decode_reuses_its_rows_and_touches_nobody() -> None:
+def test_steady_decode_reuses_its_rows() -> None:
     run = driver()
     for number in range(4):
         run.add(number, range(number * 9, number * 9 + 5), max_tokens=30)
@@ -300,7 +300,7 @@ def test_an_aborted_request_is_in_no_later_step(state: str) -> None:
         else:
             run.deliver()
     (entered,) = [new for batch in later for new in batch.new_rows]
-    assert entered.token_ids == run.live[2].message.prompt_ids
+    assert entered.num_known == 6
     # The row of the aborted request may run again only as the other one's.
     assert {row for batch in later for row in batch.rows} == {entered.row}
     run.run()
@@ -312,7 +312,7 @@ def lone_step(run: CoreDriver) -> list[int]:
     return step(run).rows
 
 
-def test_whoever_wants_log_probabilities_of_its_prompt_reads_no_cache() -> None:
+def test_a_request_that_wants_prompt_logprobs_uses_no_cached_prefix() -> None:
     run = driver()
     run.add(1, range(10), max_tokens=1)
     run.run()
@@ -324,7 +324,7 @@ def test_whoever_wants_log_probabilities_of_its_prompt_reads_no_cache() -> None:
     assert (run.core.stats().prefix_queries, run.core.stats().prefix_hits) == (10, 0)
 
 
-def test_others_hit_the_blocks_of_who_wants_log_probabilities() -> None:
+def test_blocks_of_a_request_that_wants_prompt_logprobs_are_shared() -> None:
     run = driver()
     run.add(1, range(10), max_tokens=1, prompt_logprobs=0)
     run.add(2, range(10), max_tokens=1)
@@ -341,13 +341,13 @@ def entries_of(run: CoreDriver, request_id: int) -> list[tuple[int, int, int]]:
             run.deliver()
             continue
         run.results.append(run.worker.execute(batch))
-        news = [new for new in batch.new_rows if new.token_ids.startswith(prompt)]
-        entries += [(len(new.token_ids) // 4, new.computed, new.prompt_logprobs) for new in news]
+        news = [new for new in batch.new_rows if new.prompt_length == len(prompt) // 4]
+        entries += [(new.num_known, new.computed, new.prompt_logprobs) for new in news]
     run.run()
     return entries
 
 
-def test_preempted_after_its_prompt_it_does_not_ask_again_and_may_hit() -> None:
+def test_a_request_preempted_after_its_prompt_wants_no_prompt_logprobs_and_may_hit() -> None:
     run = driver(blocks=6, max_model_len=24)
     run.add(1, [1, 1, 1], max_tokens=14)
     run.add(2, range(7), max_tokens=10, prompt_logprobs=1)
@@ -357,7 +357,7 @@ def test_preempted_after_its_prompt_it_does_not_ask_again_and_may_hit() -> None:
     assert any(computed > 0 for _, computed, _ in again), "nothing of it was left in the cache"
 
 
-def test_preempted_amid_its_prompt_it_asks_again_from_its_beginning() -> None:
+def test_a_request_preempted_in_its_prompt_gets_all_prompt_logprobs_again() -> None:
     run = driver(blocks=8, max_model_len=32, max_num_batched_tokens=5)
     run.add(1, range(8), max_tokens=20)
     run.add(2, range(40, 60), max_tokens=2, prompt_logprobs=1)

@@ -121,7 +121,7 @@ BAD_COMBINATIONS: list[tuple[str, str, dict[str, Any]]] = [
     ("completions", "best_of", {"best_of": 1, "n": 2}),
     ("completions", "min_tokens", {"min_tokens": 2, "max_tokens": 0, "echo": True}),
     ("completions", "prompt_logprobs", {"prompt": [5] * 9000, "prompt_logprobs": 20, "n": 6}),
-    ("completions", "logprobs", {"prompt": [[5] * 9000] * 60, "echo": True, "logprobs": 1}),
+    ("completions", "logprobs", {"prompt": [[5] * 9000] * 58, "echo": True, "logprobs": 2}),
     ("completions", "n", {"prompt": ["a"] * 9, "n": 120}),
     ("completions", "allowed_token_ids", {"allowed_token_ids": [1], "min_tokens": 1}),
     ("chat", "allowed_token_ids", {"allowed_token_ids": [1, 9], "min_tokens": 1, "stop_token_ids": [9]}),

@@ -3,6 +3,7 @@
 import gzip
 import json
 import logging
+import select
 import socket
 import zlib
 from collections.abc import Iterator
@@ -80,13 +81,25 @@ def test_the_structure_is_checked_before_parsing() -> None:
 
 
 def test_only_the_first_objections_are_reported() -> None:
-    body = json.dumps({f"x{i:05}": 1 for i in range(50_000)}).encode()
+    body = json.dumps({f"x{i:05}": 1 for i in range(2000)}).encode()
     error = refused(body)
     assert error.param == "x00000"
     assert error.message.count("is not a field") == 8
-    assert "49992 more" in error.message
+    assert "1992 more" in error.message
     _, warnings = COMPLETIONS.decode(body, lenient=True)
     assert len(warnings) == 9
+
+
+def test_the_length_of_names_is_bounded() -> None:
+    error = refused(json.dumps({"x" * 1025: 1}).encode(), lenient=True)
+    assert "has 1025 characters" in error.message
+
+
+@pytest.mark.parametrize(("field", "param"), [("", None), ("logit_bias", "logit_bias")])
+def test_the_number_of_fields_is_bounded(field: str, param: str | None) -> None:
+    names = {str(i): 1 for i in range(2049)}
+    error = refused(json.dumps({field: names} if field else names).encode(), lenient=True)
+    assert (error.param, "at most 2048" in error.message) == (param, True)
 
 
 @pytest.mark.parametrize(
@@ -101,10 +114,7 @@ def test_only_the_first_objections_are_reported() -> None:
         (rb'{"prompt": ["\n"], "prompt": ["\n"]}', "prompt"),
         (rb'{"zzz": null, "zzz": null}', "zzz"),
         (rb'{"logit_bias": {"5": 1, "\u0035": 2}}', "logit_bias.5"),
-        (
-            rb'{"stream_options": {"include_usage": true, "include_usage": false}}',
-            "stream_options.include_usage",
-        ),
+        (rb'{"stream_options": {"include_usage": 1, "include_usage": 2}}', "stream_options.include_usage"),
     ],
 )
 def test_duplicate_names_are_refused(body: bytes, name: str) -> None:
@@ -162,7 +172,7 @@ def test_unknown_fields_of_content_parts_are_named(client: Client) -> None:
 
     status, answer = ask(foo=1)
     assert (status, answer["error"]["param"]) == (400, "messages[0].content[1].foo")
-    assert ask(foo=None, cache_control={"type": "ephemeral"})[0] == 200
+    assert ask(foo=None)[0] == 200
 
 
 def test_token_ids_of_logit_bias_have_one_spelling(client: Client) -> None:
@@ -180,9 +190,8 @@ def test_a_declared_size_above_the_limit_is_refused_at_once(client: Client) -> N
 
 def test_a_chunked_body_above_the_limit_is_a_413(client: Client) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
-    status, _, _ = raw_answer(
-        client, head + b"20000\r\n" + b" " * 0x20000 + b"\r\n" + b"100000\r\n" + b" " * 0x100000
-    )
+    chunk = b"20000\r\n" + b" " * 0x20000 + b"\r\n"
+    status, _, _ = raw_answer(client, head + chunk * 9)
     assert status == 413
 
 
@@ -226,20 +235,17 @@ def test_body_memory_is_exact() -> None:
 
 
 def test_the_memory_of_all_bodies_is_bounded(client: Client) -> None:
-    """Two unfinished bodies take the memory of a third, until they end."""
+    """There is memory for two of three unfinished bodies, and for others when these have ended."""
     size, sent = LIMITS.max_body_bytes, LIMITS.max_body_bytes - 4096
-    body = json.dumps({"prompt": "x", "user": "y" * 20_000}).encode()
-    unfinished = []
-    for _ in range(2):
-        connection = socket.create_connection(("127.0.0.1", client.port), DEADLINE_S)
+    connections = [socket.create_connection(("127.0.0.1", client.port), DEADLINE_S) for _ in range(3)]
+    for connection in connections:
         connection.sendall(post_head(size) + b" " * sent)
-        unfinished.append(connection)
-    statuses: list[int] = []
-    while 429 not in statuses and len(statuses) < 1000:
-        statuses.append(client.exchange("POST", "/v1/completions", raw=body)[0])
-    assert 429 in statuses
-    for connection in unfinished:
-        connection.sendall(b" " * (size - sent))
-        assert read_answer(connection)[0] == 400
+    (refused,), _, _ = select.select(connections, [], [], DEADLINE_S)
+    status, head, _ = read_answer(refused)
+    assert (status, b"Retry-After: 1\r\n" in head) == (429, True)
+    for connection in connections:
+        if connection is not refused:
+            connection.sendall(b" " * (size - sent))
+            assert read_answer(connection)[0] == 400
         connection.close()
-    assert client.exchange("POST", "/v1/completions", raw=body)[0] == 200
+    assert client.exchange("POST", "/v1/completions", raw=b'{"prompt": "x"}')[0] == 200

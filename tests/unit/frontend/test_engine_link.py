@@ -1,9 +1,12 @@
 """The client's connection to the core: silence, loss, errors in processing; each ends well."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,7 +49,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 def request(client: EngineClient) -> AddRequest:
     (request_id,) = client.new_ids(1)
-    return AddRequest(request_id, pack_ids([1, 2, 3]), len(IDS), GREEDY)
+    return AddRequest([request_id], pack_ids([1, 2, 3]), len(IDS), GREEDY)
 
 
 async def read(stream: Stream) -> list[int]:
@@ -150,7 +153,7 @@ def test_a_panic_while_tokens_are_processed_fails_the_streams_and_heals(
 
             with client.open([request(client)], TextOptions()) as stream:
                 monkeypatch.setattr(client._output, "process", process)
-                with pytest.raises(EngineDeadError, match="link to the engine core failed: index out of"):
+                with pytest.raises(EngineDeadError, match="an internal error of the frontend"):
                     await read(stream)
             await until(lambda: client.is_ready)
             assert await generate(client) == IDS
@@ -172,3 +175,36 @@ def test_a_request_that_comes_after_the_engines_death_fails_in_its_stream(tmp_pa
     core = FakeCore(tmp_path, script)
     core.__enter__()
     asyncio.run(run(core))
+
+
+def test_a_backlog_of_messages_does_not_hold_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(core: FakeCore) -> None:
+        async with connected(core) as client:
+            turns, done = 0, asyncio.Event()
+
+            async def count_turns() -> None:
+                nonlocal turns
+                while not done.is_set():
+                    turns += 1
+                    await asyncio.sleep(0)
+
+            def process(deltas: TokenDeltas) -> Any:
+                time.sleep(0.02)  # longer than the reader may hold the loop
+                turns_at.append(turns)
+                return original(deltas)
+
+            turns_at: list[int] = []
+            original = client._output.process
+            with client.open([request(client)], TextOptions()) as stream:
+                await until(lambda: stream.first_token_at)
+                monkeypatch.setattr(client._output, "process", process)
+                counter = asyncio.create_task(count_turns())
+                assert await read(stream) == IDS
+                done.set()
+                await counter
+            assert len(turns_at) > 10 and all(a < b for a, b in pairwise(turns_at))
+
+    with FakeCore(tmp_path, script, step_s=0.001) as core:
+        asyncio.run(run(core))

@@ -68,7 +68,7 @@ class Replies:
     ) -> tuple[str, str, str | None]:
         """(content, reasoning, why it ended) of a choice whose steps end at `cuts`."""
         output = OutputProcessor(self._tokenizer)
-        request = AddRequest(1, pack_ids([5]), 1000, Sampling(0.0, 0, 1.0, 0.0, seed=1))
+        request = AddRequest([1], pack_ids([5]), 1000, Sampling(0.0, 0, 1.0, 0.0, seed=1))
         output.add(request, TextOptions(stops, format=self._format))
         total = Update(1, array("i"))
         borders = [0, *sorted({cut for cut in cuts if 0 < cut < len(ids)}), len(ids)]

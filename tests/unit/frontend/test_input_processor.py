@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from atom.messages.codec import encode
 from atom.messages.engine import LogitsProcessors, pack_ids, unpack_ids
 from atom.sampling_params import SamplingParams
+from frontend import input_processor
 from frontend.errors import RequestError
 from frontend.input_processor import InputProcessor
 from frontend.tokenizer import Tokenizer
@@ -20,26 +22,32 @@ def inputs(tmp_path: Path) -> InputProcessor:
     return InputProcessor(checkpoint, Tokenizer.from_checkpoint(checkpoint), 100, "priority")
 
 
-def test_choices_share_all_but_their_number(inputs: InputProcessor) -> None:
+def test_the_sequences_of_a_prompt_are_one_request(inputs: InputProcessor) -> None:
     params = SamplingParams(max_tokens=5, n=3, temperature=0.5, top_k=-1, stop_token_ids=[9], priority=2)
-    requests = inputs.requests([3, 4], params, [10, 11, 12])
-    assert [request.request_id for request in requests] == [10, 11, 12]
-    assert [request.sampling.sequence for request in requests] == [0, 1, 2]
-    assert len({request.sampling.seed for request in requests}) == 1
-    first = requests[0]
-    assert unpack_ids(first.prompt_ids).tolist() == [3, 4]
-    assert (first.max_tokens, first.priority, first.sampling.top_k) == (5, 2, 0)
-    assert (first.eos_token_ids, first.stop_token_ids) == ([1, 7], [9])
+    request = inputs.request([3, 4], params, [10, 11, 12])
+    assert request.request_ids == [10, 11, 12] and request.sampling.sequence == 0
+    assert unpack_ids(request.prompt_ids).tolist() == [3, 4]
+    assert (request.max_tokens, request.priority, request.sampling.top_k) == (5, 2, 0)
+    assert (request.eos_token_ids, request.stop_token_ids) == ([1, 7], [9])
+
+
+def test_what_fits_no_message_is_refused(inputs: InputProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(allowed_token_ids=list(range(100)))
+    size = len(encode(inputs.request([3] * 20, params, [1])))
+    monkeypatch.setattr(input_processor, "MAX_ADD_REQUEST_BYTES", size)
+    assert inputs.request([3] * 20, params, [1])
+    with pytest.raises(RequestError, match=f"bytes inside the server, and at most {size} are possible"):
+        inputs.request([3] * 21, params, [1])
 
 
 def test_ignore_eos_sends_no_eos(inputs: InputProcessor) -> None:
-    (request,) = inputs.requests([3], SamplingParams(ignore_eos=True), [1])
+    request = inputs.request([3], SamplingParams(ignore_eos=True), [1])
     assert request.eos_token_ids == []
 
 
 def test_seeds(inputs: InputProcessor) -> None:
     def seed(value: int | None) -> int:
-        return inputs.requests([3], SamplingParams(seed=value), [1])[0].sampling.seed
+        return inputs.request([3], SamplingParams(seed=value), [1]).sampling.seed
 
     assert seed(5) == 5
     assert seed(-1) == (1 << 64) - 1
@@ -47,9 +55,9 @@ def test_seeds(inputs: InputProcessor) -> None:
 
 
 def test_an_exact_fit_is_taken_and_one_more_refused(inputs: InputProcessor) -> None:
-    assert inputs.requests([3] * 90, SamplingParams(max_tokens=10), [1])
+    assert inputs.request([3] * 90, SamplingParams(max_tokens=10), [1])
     with pytest.raises(RequestError, match=r"100 tokens, but 101 .* 90 in the prompt and 11 to generate"):
-        inputs.requests([3] * 90, SamplingParams(max_tokens=11), [1])
+        inputs.request([3] * 90, SamplingParams(max_tokens=11), [1])
     with pytest.raises(RequestError, match="maximum context length is 100"):
         inputs.room([3] * 100)
 
@@ -57,16 +65,16 @@ def test_an_exact_fit_is_taken_and_one_more_refused(inputs: InputProcessor) -> N
 @pytest.mark.parametrize("bad", [[-1], [360], [3, 1 << 40]])
 def test_ids_outside_the_vocabulary_are_refused(inputs: InputProcessor, bad: list[int]) -> None:
     with pytest.raises(RequestError, match="outside the vocabulary") as caught:
-        inputs.requests(bad, SamplingParams(), [1])
+        inputs.request(bad, SamplingParams(), [1])
     assert caught.value.param == "prompt"
     with pytest.raises(RequestError) as caught:
-        inputs.requests([3], SamplingParams(stop_token_ids=[359, 360]), [1])
+        inputs.request([3], SamplingParams(stop_token_ids=[359, 360]), [1])
     assert caught.value.param == "stop_token_ids"
 
 
 def test_an_empty_prompt_is_refused(inputs: InputProcessor) -> None:
     with pytest.raises(RequestError, match="empty"):
-        inputs.requests([], SamplingParams(), [1])
+        inputs.request([], SamplingParams(), [1])
 
 
 def test_bos_is_added_where_the_tokenizer_leaves_it_to_the_caller(tmp_path: Path) -> None:
@@ -87,19 +95,19 @@ def test_a_broken_tokenizer_file_is_named(tmp_path: Path) -> None:
 
 def test_priorities_need_the_policy_that_reads_them(tmp_path: Path) -> None:
     inputs = InputProcessor(tiny_tokenizer.checkpoint(tmp_path), None, 100, "fcfs")
-    assert inputs.requests([3], SamplingParams(priority=0), [1])[0].priority == 0
+    assert inputs.request([3], SamplingParams(priority=0), [1]).priority == 0
     with pytest.raises(RequestError, match="start with --scheduling-policy priority"):
-        inputs.requests([3], SamplingParams(priority=1), [1])
+        inputs.request([3], SamplingParams(priority=1), [1])
 
 
 def test_stop_strings_need_a_tokenizer(tmp_path: Path) -> None:
     inputs = InputProcessor(tiny_tokenizer.checkpoint(tmp_path), None, 100, "fcfs")
     with pytest.raises(RequestError, match="use stop_token_ids"):
-        inputs.requests([3], SamplingParams(stop_strings=["x"]), [1])
+        inputs.request([3], SamplingParams(stop_strings=["x"]), [1])
 
 
 def rules(inputs: InputProcessor, **params: Any) -> LogitsProcessors | None:
-    return inputs.requests([3], SamplingParams(**params), [1])[0].sampling.logits_processors
+    return inputs.request([3], SamplingParams(**params), [1]).sampling.logits_processors
 
 
 def test_rules_are_only_there_where_asked_for(inputs: InputProcessor) -> None:
@@ -167,7 +175,7 @@ def test_something_must_be_left_to_draw(inputs: InputProcessor) -> None:
 
 
 def test_log_probabilities_and_salts_are_passed_on(inputs: InputProcessor) -> None:
-    (plain,) = inputs.requests([3], SamplingParams(), [1])
+    plain = inputs.request([3], SamplingParams(), [1])
     assert (plain.sampling.logprobs, plain.prompt_logprobs, plain.cache_salt) == (-1, -1, "")
-    (asking,) = inputs.requests([3], SamplingParams(logprobs=0, prompt_logprobs=5), [1], "pepper")
+    asking = inputs.request([3], SamplingParams(logprobs=0, prompt_logprobs=5), [1], "pepper")
     assert (asking.sampling.logprobs, asking.prompt_logprobs, asking.cache_salt) == (0, 5, "pepper")

@@ -101,7 +101,7 @@ def test_too_many_prompts_are_refused_before_any_work(
     monkeypatch.setattr(SamplingParams, "__post_init__", lambda _: work.append("params"))
     checkpoint = tiny_tokenizer.checkpoint(tmp_path)
     with FakeCore(tmp_path, script, max_model_len=100) as core, running_frontend(core, checkpoint) as client:
-        for prompts, n in ((["a"] * 100_000, 1), ([[3]] * 513, 2)):
+        for prompts, n in ((["a"] * 60_000, 1), ([[3]] * 513, 2)):
             body = json.dumps({"prompt": prompts, "n": n}).encode()
             status, answer = client.call("POST", "/v1/completions", raw=body)
             assert (status, answer["error"]["param"]) == (400, "n")
@@ -137,3 +137,23 @@ def test_all_prompts_share_the_work_on_their_parameters(
     assert sorted(text for text in encoded if "fox" in text) == [" fox", "fox"]
     limits = sorted(request.max_tokens for request in core.requests)
     assert limits == list(range(80, 100))
+
+
+def test_bad_words_of_all_sequences_are_bounded(tmp_path: Path) -> None:
+    checkpoint = tiny_tokenizer.checkpoint(tmp_path)
+    words = ["7" * 200 + str(number) for number in range(250)]
+    with FakeCore(tmp_path, script, max_model_len=100) as core, running_frontend(core, checkpoint) as client:
+        status, answer = client.post("/v1/completions", prompt=[[3]] * 100, bad_words=words)
+        assert (status, answer["error"]["param"]) == (400, "bad_words")
+        assert core.requests == []
+        assert client.post("/v1/completions", prompt=[3], bad_words=words)[0] == 200
+
+
+def test_more_messages_than_tokens_are_refused(tmp_path: Path) -> None:
+    checkpoint = tiny_tokenizer.checkpoint(tmp_path)
+    messages = [{"role": "user", "content": "a"}] * 101
+    with FakeCore(tmp_path, script, max_model_len=100) as core, running_frontend(core, checkpoint) as client:
+        status, answer = client.post("/v1/chat/completions", messages=messages)
+    assert (status, answer["error"]["param"]) == (400, "messages")
+    assert answer["error"]["code"] == "context_length_exceeded"
+    assert answer["error"]["message"].startswith("101 messages do not fit")

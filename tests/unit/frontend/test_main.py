@@ -21,6 +21,7 @@ from atom.utils.process import spawn
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
 from tests.helpers.http_server import DEADLINE_S, Client, launch_frame
+from tests.helpers.wire import post_head, read_answer
 
 ANSWER = tiny_tokenizer.tokenizer().encode("one two three four five", add_special_tokens=False)
 
@@ -36,7 +37,7 @@ class Process:
 
 
 @contextlib.contextmanager
-def started(directory: Path, script: Script) -> Iterator[Process]:
+def started(directory: Path, script: Script, shutdown_timeout: float = DEADLINE_S) -> Iterator[Process]:
     checkpoint = tiny_tokenizer.checkpoint(directory)
     with contextlib.ExitStack() as stack:
         core = stack.enter_context(FakeCore(directory, lambda _: script, step_s=0.02))
@@ -44,7 +45,7 @@ def started(directory: Path, script: Script) -> Iterator[Process]:
         supervisor = stack.enter_context(zmq.Context().socket(zmq.PULL))
         stack.callback(supervisor.context.destroy, linger=0)
         supervisor.bind(f"ipc://{directory}/supervisor")
-        frame = launch_frame(core, checkpoint, directory / "supervisor", listener.fileno())
+        frame = launch_frame(core, checkpoint, directory / "supervisor", listener.fileno(), shutdown_timeout)
         process = spawn("frontend.main", frame, pass_fds=[listener.fileno()])
         stack.callback(end, process)
         message: ToSupervisor = Beat("")
@@ -61,12 +62,13 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.stdin.close()
 
 
-def begin_request(running: Process) -> http.client.HTTPConnection:
+def begin_request(running: Process, stream: bool = False) -> http.client.HTTPConnection:
     """Send a request, and wait until the core has received it."""
-    connection = http.client.HTTPConnection("127.0.0.1", running.client.port, timeout=DEADLINE_S)
-    connection.request("POST", "/v1/completions", json.dumps({"prompt": "go"}))
     requests: list[AddRequest] = running.core.requests
-    running.core.wait_for(lambda: requests)
+    before = len(requests)
+    connection = http.client.HTTPConnection("127.0.0.1", running.client.port, timeout=DEADLINE_S)
+    connection.request("POST", "/v1/completions", json.dumps({"prompt": "go", "stream": stream}))
+    running.core.wait_for(lambda: len(requests) > before)
     return connection
 
 
@@ -86,14 +88,34 @@ def test_sigterm_lets_running_requests_end_and_takes_no_new_ones(tmp_path: Path)
         assert running.process.wait(DEADLINE_S) == 0
 
 
-def test_a_second_sigterm_ends_draining(tmp_path: Path) -> None:
-    with started(tmp_path, Script(ANSWER, reason=None)) as running:
+@pytest.mark.parametrize("second_signal", [True, False])
+def test_unfinished_requests_get_an_error_response(tmp_path: Path, second_signal: bool) -> None:
+    """After a second SIGTERM, and after the shutdown timeout."""
+    timeout = DEADLINE_S if second_signal else 0.5
+    with started(tmp_path, Script(ANSWER, reason=None), shutdown_timeout=timeout) as running:
         running.core.wait_for(lambda: running.client.exchange("GET", "/ready")[0] == 200)
-        with contextlib.closing(begin_request(running)):
+        with (
+            contextlib.closing(begin_request(running)) as whole,
+            contextlib.closing(begin_request(running, stream=True)) as streaming,
+            socket.create_connection(("127.0.0.1", running.client.port), DEADLINE_S) as uploading,
+        ):
+            stream = streaming.getresponse()
+            first = stream.readline()
+            uploading.sendall(post_head(100) + b"{")
             running.process.send_signal(signal.SIGTERM)
             running.core.wait_for(lambda: running.client.exchange("GET", "/ready")[0] == 503)
-            running.process.send_signal(signal.SIGTERM)
-            assert running.process.wait(DEADLINE_S) == 0
+            if second_signal:
+                running.process.send_signal(signal.SIGTERM)
+            data = first + stream.read()  # fails if the stream is truncated
+            frames = data.decode().strip().split("\n\n")
+            answer = whole.getresponse()
+            error = json.loads(answer.read())["error"]
+            assert read_answer(uploading)[0] == 503
+        assert (answer.status, answer.headers["Connection"], error["type"]) == (503, "close", "server_error")
+        assert "stopping" in error["message"]
+        assert frames[0].startswith('data: {"id"') and frames[-1] == "data: [DONE]"
+        assert json.loads(frames[-2].removeprefix("data: "))["error"] == error
+        assert running.process.wait(DEADLINE_S) == 0
 
 
 def test_a_broken_template_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

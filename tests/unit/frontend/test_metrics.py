@@ -1,10 +1,14 @@
 """Counters, histograms and their Prometheus text."""
 
+import asyncio
+import time
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from atom.messages.engine import CoreStats, FirstToken
 from frontend.exposition import Snapshot, expose
+from frontend.loop_lag import watch_loop
 from frontend.metrics import Histogram, Metrics, Progress
 
 STATS = CoreStats(
@@ -119,6 +123,28 @@ def test_engine_metrics() -> None:
     assert found["atom:requests_refused_total", ()] == 7
     assert found["atom:http_responses_total", ("429",)] == 1
     assert found["process_resident_memory_bytes", ()] > 1 << 20
+
+
+def test_a_held_event_loop_is_observed() -> None:
+    lags: list[float] = []
+
+    async def run() -> None:
+        watch = asyncio.create_task(watch_loop(lags.append, interval_s=0.01))
+        while not lags:
+            await asyncio.sleep(0.01)
+        time.sleep(0.2)
+        before = len(lags)
+        while len(lags) == before:
+            await asyncio.sleep(0.01)
+        watch.cancel()
+
+    asyncio.run(run())
+    assert max(lags) >= 0.15
+    metrics = Metrics()
+    metrics.event_loop_lag.observe(max(lags))
+    found = scrape(metrics, None)
+    assert found["atom:event_loop_lag_seconds_count", ()] == 1
+    assert found["atom:event_loop_lag_seconds_bucket", ("0.1",)] == 0
 
 
 def test_without_an_engine_frontend_metrics_remain() -> None:

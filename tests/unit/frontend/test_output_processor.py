@@ -1,5 +1,8 @@
 """Token columns in, updates out."""
 
+import asyncio
+from array import array
+
 import msgspec
 import pytest
 
@@ -9,11 +12,16 @@ from atom.messages.engine import (
     FinishReason,
     FirstToken,
     LogitsProcessors,
+    LogprobTable,
+    PromptLogprobs,
+    SampledLogprobs,
     Sampling,
     TokenDeltas,
     pack_ids,
 )
+from frontend.detokenizer import Detokenizer
 from frontend.output_processor import OutputProcessor, Processed, TextOptions, Update
+from frontend.token_logprobs import LogprobColumns, TokenLogprob
 from tests.helpers import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer.tokenizer()
@@ -21,7 +29,7 @@ EOS = 1
 
 
 def request(request_id: int) -> AddRequest:
-    return AddRequest(request_id, pack_ids([5]), 100, Sampling(0.0, 0, 1.0, 0.0, seed=1), [EOS])
+    return AddRequest([request_id], pack_ids([5]), 100, Sampling(0.0, 0, 1.0, 0.0, seed=1), [EOS])
 
 
 def processor(
@@ -72,7 +80,8 @@ def test_the_ending_id_counts_but_is_no_text(reason: FinishReason, stop_token_id
     (update,) = step(output, {1: [*encode("a"), stop_token_id]}, Finished(1, reason, stop_token_id)).updates
     assert update.text == "a"
     assert update.token_ids.tolist() == [*encode("a"), stop_token_id]
-    assert (update.finished, update.reason, update.stop_reason) == (True, raw, None)
+    stopped_on = stop_token_id if reason is FinishReason.STOP_TOKEN else None
+    assert (update.finished, update.reason, update.stop_reason) == (True, raw, stopped_on)
     assert len(output) == 0
 
 
@@ -130,7 +139,7 @@ def test_held_back_text_comes_with_the_end() -> None:
 
 def test_late_tokens_are_ignored() -> None:
     output = processor(1, 2)
-    output.forget([1, 7])
+    output.remove([1, 7])
     done = step(output, {1: encode("a"), 2: encode("b")}, Finished(1, FinishReason.MAX_TOKENS))
     assert [update.request_id for update in done.updates] == [2]
 
@@ -188,3 +197,82 @@ def test_the_first_tokens_end_nothing_on_a_string() -> None:
     assert step(output, {1: encode("a")}).updates[0].text == "a"
     (update,) = step(output, {1: encode("a")}).updates
     assert (update.text, update.reason) == ("", "stop_sequence")
+
+
+class Panic(BaseException):
+    """As a panic in a native extension: not an Exception."""
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), Panic("broken")])
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_a_request_whose_text_fails_ends_alone(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, at_the_end: bool
+) -> None:
+    output = processor(1, 2, 3)
+    bad = encode("b")[0]
+    feed = Detokenizer.feed
+
+    def failing(detokenizer: Detokenizer, token_id: int) -> str:
+        if token_id == bad:
+            raise error
+        return feed(detokenizer, token_id)
+
+    monkeypatch.setattr(Detokenizer, "feed", failing)
+    ends = [Finished(2, FinishReason.MAX_TOKENS)] if at_the_end else []
+    done = step(output, {1: encode("a"), 2: [bad], 3: encode("c")}, *ends)
+    first, failed, third = sorted(done.updates, key=lambda update: update.request_id)
+    assert (first.text, third.text) == ("a", "c")
+    assert (failed.finished, failed.reason, failed.text) == (True, "error", "")
+    assert failed.error.startswith("the generated tokens could not be processed")
+    assert done.aborts == ([] if at_the_end else [2])
+    assert [update.request_id for update in step(output, {1: encode("d"), 2: [bad]}).updates] == [1]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(), asyncio.CancelledError()])
+def test_what_ends_the_process_is_no_fault_of_a_request(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def failing(detokenizer: Detokenizer, token_id: int) -> str:
+        raise error
+
+    monkeypatch.setattr(Detokenizer, "feed", failing)
+    with pytest.raises(type(error)):
+        step(processor(1), {1: encode("a")})
+
+
+def test_broken_log_probabilities_fail_one_request() -> None:
+    output = processor(1, 2)
+    plain = request(3)
+    sampling = msgspec.structs.replace(plain.sampling, logprobs=0)
+    output.add(msgspec.structs.replace(plain, sampling=sampling), TextOptions())
+    a = encode("a")[0]
+    # The table has no row for the token of request 3.
+    logprobs = SampledLogprobs([], LogprobTable(1, b"", b"", b""))
+    done = output.process(TokenDeltas(1, [1, 3, 2], pack_ids([a, a, a]), logprobs=logprobs))
+    assert {update.request_id: update.reason for update in done.updates} == {1: None, 2: None, 3: "error"}
+    assert done.aborts == [3]
+
+
+def test_prompt_logprobs_are_not_read_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    row = LogprobColumns.row
+
+    def counted(columns: LogprobColumns, index: int, top: int) -> TokenLogprob:
+        read.append(index)
+        return row(columns, index, top)
+
+    monkeypatch.setattr(LogprobColumns, "row", counted)
+    output = OutputProcessor(TOKENIZER)
+    output.add(msgspec.structs.replace(request(1), prompt_logprobs=0), TextOptions())
+
+    def chunk(start: int, *ids: int) -> PromptLogprobs:
+        values, ranks = array("f", [-1.0] * len(ids)), array("i", [1] * len(ids))
+        table = LogprobTable(1, array("i", ids).tobytes(), values.tobytes(), ranks.tobytes())
+        return PromptLogprobs(1, start, table)
+
+    for prompt in ([chunk(1, 5, 6)], [chunk(2, 7, 8)]):  # the second one replaces position 2
+        output.process(TokenDeltas(1, [], pack_ids([]), prompt_logprobs=prompt))
+    (update,) = output.process(TokenDeltas(1, [1], pack_ids(encode("a")))).updates
+    assert read == []
+    assert len(update.prompt_logprobs) == 3
+    assert [entry.token_id for entry in update.prompt_logprobs] == [5, 7, 8]

@@ -8,6 +8,7 @@ import pytest
 from atom.config.observability import ObservabilityConfig
 from atom.config.server import ServerConfig
 from atom.messages.profile import Profile, ProfileResult, RankTrace
+from frontend.routes import profile
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
 from tests.helpers.http_server import running_frontend
@@ -55,13 +56,13 @@ def test_start_and_stop(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("profile", "status", "code", "words"),
+    ("reply", "status", "code", "words"),
     [(refusal, 409, "profiler_state", "on already"), (failure, 500, "profiler_failed", "worker 1: no space")],
 )
 def test_refusals_and_failures_of_the_core_are_errors(
-    tmp_path: Path, profile: Any, status: int, code: str, words: str
+    tmp_path: Path, reply: Any, status: int, code: str, words: str
 ) -> None:
-    with core_of(tmp_path, profile) as core, serving(core, tmp_path) as client:
+    with core_of(tmp_path, reply) as core, serving(core, tmp_path) as client:
         got, body = client.post("/start_profile")
     assert (got, body["error"]["code"]) == (status, code)
     assert words in body["error"]["message"]
@@ -93,3 +94,31 @@ def test_the_death_of_the_core_ends_the_request(tmp_path: Path) -> None:
     with core, serving(core, tmp_path) as client:
         status, body = client.post("/stop_profile")
     assert (status, body["error"]["code"]) == (500, "engine_dead")
+
+
+@pytest.mark.parametrize(
+    ("host", "is_loopback"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.9.1", True),
+        ("::1", True),
+        ("::ffff:127.0.0.1", True),
+        ("::ffff:10.0.0.1", False),
+        ("10.0.0.1", False),
+        ("2001:db8::1", False),
+        (None, False),
+    ],
+)
+def test_loopback_addresses(host: str | None, is_loopback: bool) -> None:
+    assert profile._is_loopback(host) is is_loopback
+
+
+def test_other_hosts_need_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "_is_loopback", lambda host: False)
+    with core_of(tmp_path, answer) as core, serving(core, tmp_path) as client:
+        status, body = client.post("/start_profile")
+        assert (status, body["error"]["code"]) == (403, "profiler_needs_key")
+        assert "--api-key" in body["error"]["message"]
+    with core_of(tmp_path, answer) as core, serving(core, tmp_path, key="secret") as client:
+        headers = {"Authorization": "Bearer secret"}
+        assert client.exchange("POST", "/start_profile", {}, headers=headers)[0] == 200

@@ -24,7 +24,9 @@ from tests.helpers.wire import error_of, metric, post_head, raw_answer, read_ans
 TOKENIZER = tiny_tokenizer.tokenizer()
 FLOOD = [5] * 200_000
 STALLED, CHOICES = 200, 8
-SHORT = HttpLimits(body_deadline_s=0.3, idle_deadline_s=0.5, write_deadline_s=0.5, silence_s=0.2)
+SHORT = HttpLimits(
+    body_deadline_s=0.3, head_deadline_s=0.5, keepalive_s=0.5, write_deadline_s=0.5, silence_s=0.2
+)
 
 
 def answer_by_prompt(request: AddRequest) -> Script:
@@ -177,7 +179,7 @@ def test_connections_without_a_request_are_closed(impatient: Client, start: byte
     with socket.create_connection(("127.0.0.1", impatient.port), DEADLINE_S) as connection:
         begun = time.monotonic()
         connection.sendall(start)
-        for _ in range(100):
+        while time.monotonic() - begun < DEADLINE_S:
             time.sleep(0.02)
             with contextlib.suppress(ConnectionError):
                 connection.sendall(b"a" if start else b"")
@@ -187,7 +189,7 @@ def test_connections_without_a_request_are_closed(impatient: Client, start: byte
                     break
         else:
             pytest.fail("still open")
-    assert 0.3 < time.monotonic() - begun < 2
+    assert time.monotonic() - begun > 0.3
 
 
 def test_a_silent_stream_sends_comments(impatient: Client) -> None:
@@ -242,7 +244,7 @@ def test_stalled_clients_cost_little_and_are_disconnected_alone(
             connection.connect(("127.0.0.1", client.port))
             connection.sendall(post_head(len(body)) + body)
         core.wait_for(lambda: len(core.requests) == STALLED * CHOICES)
-        stalled = {request.request_id for request in core.requests}
+        stalled = {request.request_ids[0] for request in core.requests}
         growth = []
         deadline = time.monotonic() + 4 * DEADLINE_S
         while not stalled <= set(core.aborted):
@@ -261,9 +263,9 @@ def test_an_exception_in_a_stream_ends_it_with_an_error_event(
         yield b"data: 1\n\n"
         raise KeyError("a secret of the implementation")
 
-    monkeypatch.setattr(CompletionService, "frames", frames)
+    monkeypatch.setattr(CompletionService, "stream", frames)
     status, data, _ = client.exchange("POST", "/v1/completions", {"prompt": "x", "stream": True})
-    first, last, rest = data.decode().split("\n\n")
-    assert (status, first, rest) == (200, "data: 1", "")
+    first, last, done, rest = data.decode().split("\n\n")
+    assert (status, first, done, rest) == (200, "data: 1", "data: [DONE]", "")
     assert error_of(last.removeprefix("data: ").encode())["code"] == "internal_error"
     assert "secret" not in last

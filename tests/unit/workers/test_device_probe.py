@@ -1,5 +1,7 @@
-"""What the host can compute with."""
+"""The devices and dtypes that the probe finds."""
 
+import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -10,16 +12,37 @@ from workers import device_probe
 
 
 @pytest.mark.parametrize(
-    ("flags", "dtypes"),
+    ("flags", "limit", "dtypes"),
     [
-        ({"avx2", "avx512f"}, []),
-        ({"avx512_bf16"}, ["bfloat16"]),
-        ({"amx_bf16", "avx512_fp16"}, ["bfloat16", "float16"]),
-        ({"asimdhp", "bf16"}, ["bfloat16", "float16"]),
+        ({"avx2", "avx512f"}, "", []),
+        ({"avx512_bf16"}, "", ["bfloat16"]),
+        ({"amx_bf16", "avx512_fp16"}, "", ["bfloat16", "float16"]),
+        ({"asimdhp", "bf16"}, "", ["bfloat16", "float16"]),
+        ({"amx_bf16", "avx512_fp16"}, "ALL", ["bfloat16", "float16"]),
+        ({"amx_bf16", "avx512_fp16"}, "AVX512_CORE_BF16", ["bfloat16"]),
+        ({"amx_bf16", "avx512_fp16"}, "avx512_core", []),
+        ({"amx_bf16", "avx512_fp16"}, "AVX2", []),
+        ({"avx2"}, "AVX512_CORE_BF16", []),
     ],
 )
-def test_cpu_arithmetic(flags: set[str], dtypes: list[str]) -> None:
-    assert device_probe.cpu_dtypes_of(flags) == dtypes
+def test_cpu_arithmetic(flags: set[str], limit: str, dtypes: list[str]) -> None:
+    assert device_probe.cpu_dtypes_of(flags, limit) == dtypes
+
+
+@pytest.mark.parametrize("limit", [None, "AVX2", "AVX512_CORE", "AVX512_CORE_BF16"])
+def test_the_probe_finds_only_dtypes_that_onednn_supports(limit: str | None) -> None:
+    """In a new process: oneDNN reads its limit once."""
+    environment = os.environ | ({"ONEDNN_MAX_CPU_ISA": limit} if limit else {})
+    code = (
+        "import torch; from workers import device_probe; "
+        "print(torch.ops.mkldnn._is_mkldnn_bf16_supported(), *device_probe.probe().cpu_dtypes)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100, check=True
+    )
+    supported, *dtypes = ran.stdout.split()
+    assert dtypes[-1] == "float32"
+    assert "bfloat16" not in dtypes or supported == "True"
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1)])

@@ -1,4 +1,4 @@
-"""--load-dummy in every family: a configuration alone, and activations that keep their scale."""
+"""--load-dummy in every family: only config.json is needed, and activations keep their scale."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ EXPERTS, CHOSEN, LAYERS = 32, 4, 16
 
 
 def logits_of(model: Tiny, directory: Path, changes: dict[str, Any] | None = None) -> torch.Tensor:
-    """Logits [T, V] of a prompt, from a directory that holds a configuration, changed, and nothing else."""
+    """Logits [T, V] of a prompt, from a directory with only config.json, with `changes`."""
     save_tiny(model, directory)
     for path in [path for path in directory.iterdir() if path.name != "config.json"]:
         path.unlink()
@@ -44,21 +44,21 @@ def logits_of(model: Tiny, directory: Path, changes: dict[str, Any] | None = Non
 
 
 @pytest.mark.parametrize("name", FIRST_OF_FAMILIES)
-def test_random_weights_need_a_configuration_alone(name: str, tmp_path: Path) -> None:
+def test_dummy_weights_need_only_the_configuration(name: str, tmp_path: Path) -> None:
     logits_TV = logits_of(tiny(name), tmp_path)
     assert 0.8 < logits_TV.std() < 1.25
-    # No id stands out whatever came before it.
+    # No token is likely regardless of its context.
     assert logits_TV.mean(0).std() < 0.3 * logits_TV.std()
 
 
-def test_of_packed_experts_there_is_nothing_to_unpack(tmp_path: Path) -> None:
+def test_dummy_mxfp4_experts_equal_plain_ones(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96}
     packed = {"quantization_config": {"quant_method": "mxfp4"}}
     plain = logits_of(tiny("gpt-oss"), tmp_path / "plain", sizes)
     assert torch.equal(logits_of(tiny("gpt-oss"), tmp_path / "packed", sizes | packed), plain)
 
 
-def test_tokens_stay_apart_through_many_layers_and_use_all_experts(
+def test_tokens_stay_distinct_in_deep_models_and_use_all_experts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen: list[torch.Tensor] = []

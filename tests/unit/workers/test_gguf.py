@@ -1,4 +1,4 @@
-"""GGUF files: the weights, words and settings that they become, shared expansions, and what is refused."""
+"""GGUF files: converted weights, tokenizer and configuration, the conversion cache, refused files."""
 
 import json
 import multiprocessing
@@ -19,7 +19,7 @@ DEADLINE_S = 60
 
 
 def silent(phase: str, done: int, total: int) -> None:
-    """A report that nobody reads."""
+    """Ignores progress reports."""
 
 
 def model(path: str | Path) -> ModelConfig:
@@ -53,7 +53,7 @@ def hf_weights(tied: bool = False) -> dict[str, np.ndarray]:
 
 
 def as_pairs(array: np.ndarray, heads: int) -> np.ndarray:
-    """The order of rows that a GGUF has: written out, row by row."""
+    """The order of rows in a GGUF file."""
     made = np.empty_like(array)
     dim = array.shape[0] // heads
     for head in range(heads):
@@ -100,7 +100,7 @@ def write_gguf(
     writer.close()
 
 
-def test_a_gguf_becomes_the_weights_that_it_was_made_of(tmp_path: Path) -> None:
+def test_a_gguf_is_converted_to_its_original_weights(tmp_path: Path) -> None:
     weights = hf_weights()
     write_gguf(tmp_path / "m.gguf", weights)
     checkpoint = prepare(model(tmp_path / "m.gguf"), tmp_path / "cache", silent)
@@ -123,7 +123,7 @@ def test_a_gguf_becomes_the_weights_that_it_was_made_of(tmp_path: Path) -> None:
     assert Path(checkpoint.chat_template_file).read_text() == "{{ messages }}"
 
 
-def test_a_gguf_tokenizer_cuts_merges_and_frames(tmp_path: Path) -> None:
+def test_a_gguf_tokenizer_splits_merges_and_adds_special_tokens(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", hf_weights(tied=True))
     checkpoint = prepare(model(tmp_path / "m.gguf"), tmp_path / "cache", silent)
     assert checkpoint.hf_config["tie_word_embeddings"] is True
@@ -135,7 +135,7 @@ def test_a_gguf_tokenizer_cuts_merges_and_frames(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
-def test_quantized_weights_are_expanded_and_served_in_16_bits(tmp_path: Path) -> None:
+def test_quantized_weights_are_dequantized_and_served_in_16_bits(tmp_path: Path) -> None:
     weights = hf_weights()
     write_gguf(tmp_path / "m.gguf", weights, packed=gguf.GGMLQuantizationType.Q8_0)
     checkpoint = prepare(model(tmp_path / "m.gguf"), tmp_path / "cache", silent)
@@ -170,14 +170,14 @@ def test_large_models_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.
         ({"add_tokenizer_model": "bert"}, "cannot be expanded: .*'bert'"),
     ],
 )
-def test_ggufs_that_cannot_run_are_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+def test_unsupported_ggufs_are_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     write_gguf(tmp_path / "m.gguf", hf_weights(), **change)
     with pytest.raises(ValueError, match=words):
         prepare(model(tmp_path / "m.gguf"), tmp_path / "cache", silent)
     assert not list((tmp_path / "cache").glob("gguf/*.partial"))
 
 
-def test_every_tensor_must_find_its_place(tmp_path: Path) -> None:
+def test_a_tensor_that_is_not_supported_is_refused(tmp_path: Path) -> None:
     weights = hf_weights()
     write_gguf(tmp_path / "more.gguf", weights | {"blk.0.mystery.weight": np.zeros(4, np.float32)})
     with pytest.raises(ValueError, match=r"'blk\.0\.mystery\.weight'"):
@@ -188,7 +188,7 @@ def test_every_tensor_must_find_its_place(tmp_path: Path) -> None:
         prepare(model(tmp_path / "fewer.gguf"), tmp_path / "cache", silent)
 
 
-def test_llama3_rope_is_recovered_from_its_factors(tmp_path: Path) -> None:
+def test_llama3_rope_parameters_are_derived_from_the_factors(tmp_path: Path) -> None:
     # Of theta 1e6 and 8 dimensions: waves of 6, 199, 6283 and 198692 positions. The last is
     # stretched by the whole factor, the third, between 8192 / 4 and 8192, by a part of it.
     smooth = (8192 / (2 * np.pi * 1000) - 1) / (4 - 1)
@@ -222,7 +222,7 @@ def test_rope_scaling_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("words", "tokens"), [("smollm", ["ĠĠ", "1", "2"]), ("qwen2", ["Ġ", "Ġ", "1", "2"])])
-def test_a_gguf_names_how_digits_are_cut(tmp_path: Path, words: str, tokens: list[str]) -> None:
+def test_pre_tokenizers_split_digits_as_named(tmp_path: Path, words: str, tokens: list[str]) -> None:
     write_gguf(tmp_path / "m.gguf", hf_weights(), add_tokenizer_pre=words)
     file = prepare(model(tmp_path / "m.gguf"), tmp_path / "cache", silent).tokenizer_file
     assert file is not None
@@ -232,7 +232,7 @@ def test_a_gguf_names_how_digits_are_cut(tmp_path: Path, words: str, tokens: lis
 # The cache
 
 
-def test_an_expansion_is_shared_and_follows_its_file(tmp_path: Path) -> None:
+def test_a_conversion_is_reused_until_its_file_changes(tmp_path: Path) -> None:
     path, cache = tmp_path / "m.gguf", tmp_path / "cache"
     write_gguf(path, hf_weights())
     phases: list[str] = []
@@ -245,7 +245,7 @@ def test_an_expansion_is_shared_and_follows_its_file(tmp_path: Path) -> None:
     assert converted_gguf(path, cache, silent) != first
 
 
-def test_what_a_killed_conversion_left_is_removed(tmp_path: Path) -> None:
+def test_the_files_of_a_killed_conversion_are_removed(tmp_path: Path) -> None:
     path, cache = tmp_path / "m.gguf", tmp_path / "cache"
     write_gguf(path, hf_weights())
     directory = converted_gguf(path, cache, silent)
@@ -260,7 +260,7 @@ def _expand_elsewhere(path: Path, cache: Path) -> None:
     converted_gguf(path, cache, silent)
 
 
-def test_two_starts_make_one_expansion(tmp_path: Path) -> None:
+def test_two_concurrent_starts_convert_once(tmp_path: Path) -> None:
     path, cache = tmp_path / "m.gguf", tmp_path / "cache"
     write_gguf(path, hf_weights())
     context = multiprocessing.get_context("spawn")

@@ -1,4 +1,4 @@
-"""Models of latent attention in a worker: what they keep, which form runs when, what is refused."""
+"""MLA models in a worker: cache sizes, absorbed and expanded attention, refused configurations."""
 
 import json
 from collections import Counter
@@ -27,7 +27,7 @@ META = torch.device("meta")
 
 
 def real_config(**changes: Any) -> dict[str, Any]:
-    """Of DeepSeek-V3, as it is published."""
+    """DeepSeek-V3's published config.json."""
     directory = ROOT / "atom/benchmarks/models/DeepSeek-V3"
     return normalised_config(read_config(directory, changes), directory)
 
@@ -46,7 +46,7 @@ def logits(directory: Path, counts: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_a_token_of_deepseek_v3_takes_576_numbers_a_layer(ranks: int) -> None:
-    """However many heads a rank has: latents are not shared out."""
+    """On every rank: latents are replicated."""
     groups = real_model(ranks, n_routed_experts=16).kv_groups
     assert kv_specs(groups, 16, torch.bfloat16) == [FullAttentionSpec(16, 61 * 16 * 576 * 2)]
     scales = 4
@@ -68,7 +68,7 @@ def test_sizes_and_scale_of_deepseek_v3() -> None:
     assert model.unused_on_disk[-1] == "model.layers.4.*"
 
 
-def test_whole_prompts_are_expanded_and_pieces_absorbed(
+def test_whole_prompts_are_expanded_and_chunks_absorbed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_tiny(tiny("deepseek-v3"), tmp_path)
@@ -91,7 +91,7 @@ def test_whole_prompts_are_expanded_and_pieces_absorbed(
     assert calls == {"latent_attention": 6, "norm_and_write_latents": 6}
 
 
-def test_norms_may_be_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_separate_norms_give_the_same_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny(tiny("deepseek-v3"), tmp_path)
     together = logits(tmp_path, [16, 24])
     monkeypatch.setenv("ATOM_ENABLE_DS_QKNORM_FUSION", "0")
@@ -99,7 +99,7 @@ def test_norms_may_be_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     torch.testing.assert_close(logits(tmp_path, [16, 24]), together, atol=1e-6, rtol=0)
 
 
-def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path: Path) -> None:
+def test_kimi_k2_equals_deepseek_v3(tmp_path: Path) -> None:
     save_tiny(tiny("deepseek-v3"), tmp_path)
     expected = logits(tmp_path, [40])
     path = tmp_path / "config.json"
@@ -108,7 +108,7 @@ def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path: Path) -> None:
     assert torch.equal(logits(tmp_path, [40]), expected)
 
 
-def test_layers_that_predict_further_tokens_stay_on_disk(tmp_path: Path) -> None:
+def test_mtp_layers_are_not_loaded(tmp_path: Path) -> None:
     save_tiny(tiny("deepseek-v3"), tmp_path)
     expected = logits(tmp_path, [40])
     file = tmp_path / "model.safetensors"
@@ -131,7 +131,7 @@ def test_layers_that_predict_further_tokens_stay_on_disk(tmp_path: Path) -> None
         (DeepseekV3ForCausalLM, {"q_lora_rank": None, "attention_bias": True}, "without q_lora_rank"),
     ],
 )
-def test_what_does_not_run_is_refused(model: Any, change: dict[str, Any], words: str) -> None:
+def test_unsupported_configurations_are_refused(model: Any, change: dict[str, Any], words: str) -> None:
     plain = {"scoring_func": None, "topk_method": None, "norm_topk_prob": False, "num_hidden_layers": 1}
     config = {name: value for name, value in (real_config() | plain | change).items() if value is not None}
     if "q_lora_rank" in change:

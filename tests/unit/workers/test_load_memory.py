@@ -27,7 +27,6 @@ def _beside(kind: str, dtype: torch.dtype) -> int:
     return matrix * (1 + 2 + 4) if kind == "mxfp4" else matrix * dtype.itemsize
 
 
-@pytest.mark.isa
 @pytest.mark.parametrize(
     ("kind", "dtype", "mapped"),
     [

@@ -1,8 +1,9 @@
-"""What holds for models whatever their family. What each family answers: tests/models."""
+"""Properties of models of every family. The outputs of each family are tested in tests/models."""
 
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load, save_file
 from transformers import AutoModelForCausalLM
@@ -14,7 +15,7 @@ from tests.helpers.tiny_models import Tiny, hf_greedy, hf_logits, prompt_of, sav
 
 
 class Loaded(TinyWorker):
-    """A tiny model twice: in transformers and in a worker."""
+    """A tiny model in transformers and in a worker."""
 
     def __init__(self, name: str, directory: Path):
         self.reference, _ = save_tiny(tiny(name), directory)
@@ -36,7 +37,7 @@ def test_one_attention_call_a_layer_whatever_the_batch(tmp_path: Path) -> None:
         assert len(calls) == layers
 
 
-def test_a_row_is_free_of_what_it_held_before(tmp_path: Path) -> None:
+def test_a_reused_row_is_not_affected_by_its_previous_request(tmp_path: Path) -> None:
     loaded = Loaded("llama-gqa", tmp_path)
     core = loaded.core()
     first, second = prompt_of(50, seed=1), prompt_of(6, seed=2)
@@ -47,8 +48,8 @@ def test_a_row_is_free_of_what_it_held_before(tmp_path: Path) -> None:
     assert core.generated(0) == hf_greedy(loaded.reference, second, 2).ids
 
 
-def test_a_resumed_request_goes_on_as_if_undisturbed(tmp_path: Path) -> None:
-    """Its known tokens are prompt and generated ones; they are computed as one prompt."""
+def test_a_resumed_request_continues_with_the_same_tokens(tmp_path: Path) -> None:
+    """Its prompt and generated tokens are prefilled together."""
     loaded = Loaded("llama-gqa", tmp_path)
     prompt = prompt_of(20, seed=5)
     whole = hf_greedy(loaded.reference, prompt, 12).ids
@@ -56,8 +57,8 @@ def test_a_resumed_request_goes_on_as_if_undisturbed(tmp_path: Path) -> None:
     assert resumed == [whole[5:]]
 
 
-def test_gpt_oss_with_packed_experts(tmp_path: Path) -> None:
-    """As it is published: the numbers are those that the packed ones stand for."""
+def test_gpt_oss_with_mxfp4_experts(tmp_path: Path) -> None:
+    """As published; transformers runs the dequantized weights."""
     model = Tiny(
         "packed", "gpt_oss", 1, tiny("gpt-oss").config | {"hidden_size": 64, "intermediate_size": 96}
     )
@@ -80,3 +81,19 @@ def test_gpt_oss_with_packed_experts(tmp_path: Path) -> None:
     core.add(0, ids)
     found = forced_logits(ours.worker, core, 0, [30, 18])
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3-moe"])
+def test_bfloat16_logits_are_close_to_float32(tmp_path: Path, name: str) -> None:
+    """With weights packed by oneDNN where the CPU supports it, plain elsewhere."""
+    reference, _ = save_tiny(tiny(name), tmp_path)
+    ids = prompt_of(48, seed=4)
+    expected = hf_logits(reference, ids)
+    ours = TinyWorker(tmp_path, "bfloat16")
+    packed = [buffer for buffer in ours.worker._runner._model.buffers() if buffer.is_mkldnn]
+    assert bool(packed) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    core = ours.core()
+    core.add(0, ids)
+    found = forced_logits(ours.worker, core, 0, [30, 18])
+    # Rounding to bfloat16 changes them by 2 to 6 %, in transformers as well.
+    assert (found - expected).norm() < 0.15 * expected.norm()

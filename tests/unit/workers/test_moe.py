@@ -1,4 +1,4 @@
-"""The mixture of experts and its weights, against transformers' modules and what these save."""
+"""The mixture of experts and its weights, compared with transformers' modules and checkpoints."""
 
 import json
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Family:
-    """A transformers config with one mixture, the module in it, and what we build for it."""
+    """A transformers config with one MoE layer, the path of its module, and our arguments for it."""
 
     model_type: str
     config: dict[str, Any]
@@ -73,7 +73,7 @@ FAMILIES = {
 
 
 class OneLayer(CausalLM):
-    """A model of a mixture alone, at the place where checkpoints hold that of layer 0."""
+    """A model of one MoE layer, named as that of layer 0 in checkpoints."""
 
     packed_modules_mapping: ClassVar = {"gate_up_proj": ("gate_proj", "up_proj")}
 
@@ -108,7 +108,7 @@ def load(family: Family, directory: Path, rank: int = 0, size: int = 1, **args: 
 
 
 def save(family: Family, directory: Path, shard_size: str = "5GB") -> nn.Module:
-    """transformers' mixture, whose model is saved in `directory`."""
+    """transformers' MoE module; its model is saved in `directory`."""
     config = AutoConfig.for_model(
         family.model_type, vocab_size=16, hidden_size=HIDDEN, intermediate_size=FEATURES,
         moe_intermediate_size=FEATURES, num_hidden_layers=1, num_attention_heads=2,
@@ -124,7 +124,7 @@ def save(family: Family, directory: Path, shard_size: str = "5GB") -> nn.Module:
     return model.model.layers[0].get_submodule(family.module)
 
 
-def answer(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def output_of(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         found = module(x[None])
     return (found[0] if isinstance(found, tuple) else found)[0]
@@ -140,28 +140,28 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 
 @pytest.mark.parametrize("unmapped", ["0", "1"])
-def test_a_saved_mixture_gives_what_transformers_gives(
+def test_outputs_equal_transformers(
     tmp_path: Path, family: Family, unmapped: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ATOM_DISABLE_MMAP", unmapped)
     reference = save(family, tmp_path)
     model = load(family, tmp_path)
-    torch.testing.assert_close(model.moe(inputs()), answer(reference, inputs()), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(model.moe(inputs()), output_of(reference, inputs()), atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("size", [2, 5])
-def test_the_ranks_parts_add_up(tmp_path: Path, family: Family, size: int) -> None:
-    """`place` forms no group, so every rank's sum stays partial; 96 features over 5 ranks are uneven."""
+def test_the_partial_sums_of_ranks_add_up(tmp_path: Path, family: Family, size: int) -> None:
+    """`place` makes no process group, so every sum stays partial; 96 features over 5 ranks are uneven."""
     reference = save(family, tmp_path)
     parts = []
     for rank in range(size):
         moe = load(family, tmp_path, rank, size).moe
         moe._tp = place()
         parts.append(moe(inputs()))
-    torch.testing.assert_close(sum(parts), answer(reference, inputs()), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(sum(parts), output_of(reference, inputs()), atol=1e-4, rtol=1e-5)
 
 
-def test_every_kind_of_tensor_counts(tmp_path: Path, family: Family) -> None:
+def test_every_kind_of_tensor_has_an_effect(tmp_path: Path, family: Family) -> None:
     save(family, tmp_path)
     model = load(family, tmp_path)
     before = model.moe(inputs())
@@ -174,8 +174,8 @@ def test_every_kind_of_tensor_counts(tmp_path: Path, family: Family) -> None:
         buffer.copy_(kept)
 
 
-def test_whole_names_are_wanted(tmp_path: Path, family: Family) -> None:
-    """Each is missed by its name, and one too many is named."""
+def test_missing_and_unused_tensors_are_named(tmp_path: Path, family: Family) -> None:
+    """Any single missing tensor, and an additional one."""
     save(family, tmp_path)
     path = tmp_path / "model.safetensors"
     whole = load_file(path)
@@ -195,8 +195,8 @@ def test_whole_names_are_wanted(tmp_path: Path, family: Family) -> None:
 
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2), (2, 5)])
-def test_packed_experts_are_what_the_plain_ones_are(tmp_path: Path, rank: int, size: int) -> None:
-    """Blocks of 32 are cut anywhere: 96 features over 5 ranks."""
+def test_mxfp4_experts_equal_dequantized_ones(tmp_path: Path, rank: int, size: int) -> None:
+    """Shards may split blocks of 32: 96 features over 5 ranks."""
     family = FAMILIES["gpt_oss"]
     save(family, tmp_path)
     path = tmp_path / "model.safetensors"
@@ -211,7 +211,7 @@ def test_packed_experts_are_what_the_plain_ones_are(tmp_path: Path, rank: int, s
         assert torch.equal(buffer, found.moe.experts.get_buffer(name)), name
 
 
-def test_packed_values_are_transformers() -> None:
+def test_dequantized_values_equal_transformers() -> None:
     generator = torch.Generator().manual_seed(1)
     blocks = torch.randint(0, 256, (2, 6, 3, 16), generator=generator).to(torch.uint8)
     scales = torch.randint(1, 250, (2, 6, 3), generator=generator).to(torch.uint8)
@@ -219,7 +219,7 @@ def test_packed_values_are_transformers() -> None:
     assert torch.equal(dequantize(blocks, scales).bfloat16(), wanted)
 
 
-def test_packed_experts_need_whole_blocks() -> None:
+def test_mxfp4_inputs_must_be_a_multiple_of_the_block() -> None:
     family = FAMILIES["gpt_oss"]
     context = BuildContext(torch.float32, torch.device("cpu"), place(), MAX_MODEL_LEN)
     args = MoEArgs(HIDDEN, COUNT, 40, **{**family.args, "layout": InterleavedMXFP4()})
@@ -227,8 +227,8 @@ def test_packed_experts_need_whole_blocks() -> None:
         MoE(args, context)
 
 
-def test_parts_in_two_files_are_put_together(tmp_path: Path) -> None:
-    """The index may end a shard between the blocks of a tensor and their scales."""
+def test_blocks_and_scales_may_be_in_two_files(tmp_path: Path) -> None:
+    """A file may end between the blocks of a tensor and their scales."""
     family = FAMILIES["gpt_oss"]
     save(family, tmp_path)
     path = tmp_path / "model.safetensors"
@@ -249,7 +249,7 @@ def test_parts_in_two_files_are_put_together(tmp_path: Path) -> None:
     assert torch.equal(found.moe(inputs()), wanted.moe(inputs()))
 
 
-def test_dummies_differ_by_expert_and_repeat(family: Family) -> None:
+def test_dummy_weights_differ_by_expert_and_are_reproducible(family: Family) -> None:
     models = [build(family), build(family)]
     one, two = ({target.name: target.buffer for target in load_targets(model)} for model in models)
     for model in models:
@@ -262,11 +262,11 @@ def test_dummies_differ_by_expert_and_repeat(family: Family) -> None:
     assert models[0].moe(inputs()).isfinite().all()
 
 
-def test_bytes_of_all_buffers_count(family: Family) -> None:
+def test_weight_bytes_include_all_buffers(family: Family) -> None:
     model = build(family)
     assert weight_bytes(model) == sum(buffer.nbytes for buffer in model.buffers())
 
 
-def test_an_activation_that_does_not_run_is_refused(family: Family) -> None:
+def test_an_unsupported_activation_is_refused(family: Family) -> None:
     with pytest.raises(ValueError, match="hidden_act gelu is not supported"):
         build(family, hidden_act="gelu")

@@ -69,7 +69,7 @@ def test_the_core_waits_for_prompt_steps_and_measures_their_time(worker: Worker)
         MAX_MODEL_LEN,
         clock,
     )
-    assert core.add(AddRequest(1, pack_ids(prompt_of(40, 1)), 1, GREEDY), b"a") is None
+    assert core.add(AddRequest([1], pack_ids(prompt_of(40, 1)), 1, GREEDY), b"a") is None
     pending = []
     for _ in range(3):
         while (batch := core.schedule()) is not None:

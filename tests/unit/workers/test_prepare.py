@@ -158,9 +158,11 @@ def test_generation_config(tmp_path: Path) -> None:
     assert checkpoint.ignored_defaults == ["typical_p=0.9"]
 
 
-def test_sampling_defaults_count_only_where_the_checkpoint_samples(tmp_path: Path) -> None:
-    checkpoint = checkpoint_of(tmp_path, generation_config={"temperature": 0.6, "eos_token_id": 0})
-    assert checkpoint.default_sampling == {}
+@pytest.mark.parametrize("do_sample", [{}, {"do_sample": False}, {"do_sample": True}])
+def test_sampling_defaults_count_whatever_do_sample_says(tmp_path: Path, do_sample: dict[str, bool]) -> None:
+    generation = {"temperature": 0.6, "eos_token_id": 0} | do_sample
+    checkpoint = checkpoint_of(tmp_path, generation_config=generation)
+    assert checkpoint.default_sampling == {"temperature": 0.6}
     assert checkpoint.eos_token_ids == [0]
 
 

@@ -1,4 +1,4 @@
-"""What one rank records, and what the steps and modules in it are called."""
+"""Traces of one rank, and the names of their steps and modules."""
 
 import re
 import threading
@@ -12,7 +12,6 @@ import torch
 
 from atom.config.checkpoint import Checkpoint
 from atom.config.observability import ObservabilityConfig
-from atom.messages.engine import pack_ids
 from atom.messages.profile import RankTrace
 from atom.messages.worker import AllocateKV, NewRow, ScheduledBatch
 from atom.traces.events import read_events
@@ -57,10 +56,10 @@ def run(worker: Worker) -> list[list[int]]:
 
 def result_of(traces: TraceRecorder) -> RankTrace:
     deadline = time.monotonic() + DEADLINE_S
-    while (answer := traces.next_result()) is None:
-        assert time.monotonic() < deadline, "no answer in time"
+    while (result := traces.next_result()) is None:
+        assert time.monotonic() < deadline, "no result in time"
         time.sleep(0.005)
-    return answer
+    return result
 
 
 def recorded(worker: Worker) -> Path:
@@ -69,10 +68,10 @@ def recorded(worker: Worker) -> Path:
     assert result_of(worker.traces).error == ""
     run(worker)
     worker.traces.switch(False)
-    answer = result_of(worker.traces)
-    assert answer.error == "" and answer.steps == 4 and answer.elapsed_s > 0
+    result = result_of(worker.traces)
+    assert result.error == "" and result.steps == 4 and result.elapsed_s > 0
     assert not worker.traces.recording
-    return Path(answer.directory, answer.file)
+    return Path(result.directory, result.file)
 
 
 def test_a_recording_holds_its_steps_and_modules(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -122,7 +121,7 @@ def test_recording_changes_no_token_and_costs_nothing_else(checkpoint: Checkpoin
     assert "forward" not in vars(plain_layer)
 
 
-def test_what_is_recorded_at_the_end_is_written(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_close_writes_the_recording(checkpoint: Checkpoint, tmp_path: Path) -> None:
     worker = worker_of(checkpoint, tmp_path)
     assert worker.traces is not None
     worker.traces.switch(True)
@@ -131,7 +130,7 @@ def test_what_is_recorded_at_the_end_is_written(checkpoint: Checkpoint, tmp_path
     assert len(list((tmp_path / "rank_0").glob("*.json.gz"))) == 1
 
 
-def test_more_is_recorded_on_demand(
+def test_atom_profiler_more_records_shapes_and_stacks(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = worker_of(checkpoint, tmp_path)
@@ -164,7 +163,7 @@ def test_steps_go_on_while_a_trace_is_written(
     assert result_of(worker.traces).steps == 4
 
 
-def test_a_switch_turned_twice(tmp_path: Path) -> None:
+def test_switching_on_or_off_twice(tmp_path: Path) -> None:
     traces = TraceRecorder(str(tmp_path), "m", 3, CPU)
     traces.switch(False)
     assert traces.next_result() == RankTrace(3, False, str(tmp_path / "rank_3"))
@@ -175,7 +174,7 @@ def test_a_switch_turned_twice(tmp_path: Path) -> None:
     assert result_of(traces).file
 
 
-def test_a_directory_that_cannot_be_written_is_no_end(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     traces = TraceRecorder(str(tmp_path / "file"), "m", 0, CPU)
     traces.switch(True)
@@ -204,14 +203,14 @@ def test_captures_and_replays_are_named(tmp_path: Path) -> None:
         replay()
     traces.switch(False)
     assert result_of(traces).on
-    answer = result_of(traces)
-    events = read_events(Path(answer.directory, answer.file))
+    result = result_of(traces)
+    events = read_events(Path(result.directory, result.file))
     assert "replay_graph_bs_4" in {event.name for event in events}
     assert [step.kind for step in steps_of(events, {})] == ["decode"]
 
 
 def new_row(row: int) -> NewRow:
-    return NewRow(row, pack_ids([0] * 8), 0, [[]], GREEDY, 8)
+    return NewRow(row, 8, 0, [[]], GREEDY, 8)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Rotation frequencies against transformers, beyond the sizes that tiny models reach."""
+"""RoPE frequencies compared with transformers, at sizes that tiny models do not reach."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ LONGROPE = {
 def expected(
     head_dim: int, rope: dict[str, Any], longest: int | None = None, trained: int = POSITIONS
 ) -> tuple[torch.Tensor, float]:
-    """By transformers, for a sequence of `longest` tokens."""
+    """transformers' result for a sequence of `longest` tokens."""
     config = LlamaConfig(
         head_dim=head_dim, max_position_embeddings=trained, rope_parameters=dict(rope), num_hidden_layers=1
     )

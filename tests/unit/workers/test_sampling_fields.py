@@ -1,4 +1,4 @@
-"""Logit rules and log probabilities of whole requests, against transformers on the same model."""
+"""Logits processors and log probabilities of whole requests, against transformers on the same model."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +27,7 @@ from tests.helpers.tiny_models import (
     save_tiny,
     tiny,
 )
-from workers import model_runner
+from workers import sampler
 from workers.worker import Worker
 
 BLOCKS, BLOCK_SIZE = 256, 4
@@ -73,36 +73,36 @@ def fresh_core() -> CoreSide:
     return CoreSide(BLOCKS, BLOCK_SIZE, seed=3)
 
 
-def greedy(rules: LogitsProcessors | None = None, logprobs: int = -1) -> Sampling:
-    return Sampling(0.0, 0, 1.0, 0.0, 0, logits_processors=rules, logprobs=logprobs)
+def greedy(processors: LogitsProcessors | None = None, logprobs: int = -1) -> Sampling:
+    return Sampling(0.0, 0, 1.0, 0.0, 0, logits_processors=processors, logprobs=logprobs)
 
 
-def hot(rules: LogitsProcessors | None = None, seed: int = 11, logprobs: int = -1) -> Sampling:
-    return Sampling(1.3, 0, 1.0, 0.0, seed, logits_processors=rules, logprobs=logprobs)
+def hot(processors: LogitsProcessors | None = None, seed: int = 11, logprobs: int = -1) -> Sampling:
+    return Sampling(1.3, 0, 1.0, 0.0, seed, logits_processors=processors, logprobs=logprobs)
 
 
-def agrees(loaded: Loaded, rules: LogitsProcessors, processors: Processors) -> None:
-    """With transformers, and in all but one prompt not with the answers without rules."""
-    found = loaded.run(greedy(rules))
-    assert found == [loaded.expected(prompt, processors(len(prompt))) for prompt in PROMPTS]
+def agrees(loaded: Loaded, processors: LogitsProcessors, hf_processors: Processors) -> None:
+    """With transformers, and in all but one prompt not with the answers without processors."""
+    found = loaded.run(greedy(processors))
+    assert found == [loaded.expected(prompt, hf_processors(len(prompt))) for prompt in PROMPTS]
     plain = loaded.run(greedy())
     assert sum(one != two for one, two in zip(found, plain, strict=True)) >= len(PROMPTS) - 1
 
 
 def test_repetition_penalty(loaded: Loaded) -> None:
-    rules = LogitsProcessors(repetition_penalty=1.7)
-    agrees(loaded, rules, lambda length: [RepetitionPenaltyLogitsProcessor(1.7)])
+    processors = LogitsProcessors(repetition_penalty=1.7)
+    agrees(loaded, processors, lambda length: [RepetitionPenaltyLogitsProcessor(1.7)])
 
 
 def test_min_tokens(loaded: Loaded) -> None:
     ends = sorted({token for ids in loaded.run(greedy()) for token in ids[:8]})
-    rules = LogitsProcessors(min_tokens=12, end_ids=ends)
+    processors = LogitsProcessors(min_tokens=12, end_ids=ends)
     agrees(
         loaded,
-        rules,
+        processors,
         lambda length: [MinNewTokensLengthLogitsProcessor(length, 12, ends, torch.device("cpu"))],
     )
-    assert all(not set(ids[:12]) & set(ends) for ids in loaded.run(greedy(rules)))
+    assert all(not set(ids[:12]) & set(ends) for ids in loaded.run(greedy(processors)))
 
 
 def test_bad_words(loaded: Loaded) -> None:
@@ -115,8 +115,8 @@ def test_allowed_ids_and_bias(loaded: Loaded) -> None:
     allowed = list(range(40, 60))
     found = loaded.run(hot(LogitsProcessors(allowed_ids=pack_ids(allowed))))
     assert {token for ids in found for token in ids} <= set(allowed)
-    rules = LogitsProcessors(bias_ids=pack_ids([77]), bias_values=[100.0])
-    assert loaded.run(greedy(rules)) == [[77] * NEW_TOKENS] * len(PROMPTS)
+    processors = LogitsProcessors(bias_ids=pack_ids([77]), bias_values=[100.0])
+    assert loaded.run(greedy(processors)) == [[77] * NEW_TOKENS] * len(PROMPTS)
 
 
 def test_presence_keeps_ids_from_coming_again(loaded: Loaded) -> None:
@@ -127,34 +127,34 @@ def test_presence_keeps_ids_from_coming_again(loaded: Loaded) -> None:
         assert all(sorted(ids[i : i + 3]) == [1, 2, 3] for i in range(0, NEW_TOKENS, 3))
 
 
-def test_a_row_that_may_draw_nothing_draws_an_id(loaded: Loaded) -> None:
-    rules = LogitsProcessors(allowed_ids=pack_ids([5]), bad_words=[[5]])
+def test_a_row_with_every_id_excluded_samples_some_id(loaded: Loaded) -> None:
+    processors = LogitsProcessors(allowed_ids=pack_ids([5]), bad_words=[[5]])
     for settings in ({}, {"top_k": 3}, {"top_p": 0.4}, {"min_p": 0.2}, {"temperature": 0.0}):
         chosen = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 1, **settings}
-        found = loaded.run(Sampling(**chosen, logits_processors=rules))
+        found = loaded.run(Sampling(**chosen, logits_processors=processors))
         assert all(0 <= token < VOCAB for ids in found for token in ids)
 
 
-def test_rows_without_rules_draw_as_if_alone(loaded: Loaded) -> None:
-    """Beside rows with rules, and whatever those rows held before."""
-    rules = LogitsProcessors(repetition_penalty=1.9, bias_ids=pack_ids([3]), bias_values=[5.0])
-    alone, ruled = loaded.run(hot()), loaded.run(hot(rules))
+def test_rows_without_processors_sample_as_if_alone(loaded: Loaded) -> None:
+    """Beside rows with processors, and whatever those rows held before."""
+    processors = LogitsProcessors(repetition_penalty=1.9, bias_ids=pack_ids([3]), bias_values=[5.0])
+    alone, processed = loaded.run(hot()), loaded.run(hot(processors))
     core = fresh_core()
     for row, prompt in enumerate(PROMPTS):
         core.add(row, prompt, hot())
-        core.add(row + 8, prompt, hot(rules))
+        core.add(row + 8, prompt, hot(processors))
     lengths = {row: core.known[row] for row in core.known}
     core.take(loaded.execute(core.plan(lengths)))
     while len(core.generated(0)) < NEW_TOKENS:
         core.take(loaded.execute(core.plan(dict.fromkeys(lengths, 1))))
     assert [core.generated(row) for row in range(3)] == alone
-    assert [core.generated(row) for row in range(8, 11)] == ruled
+    assert [core.generated(row) for row in range(8, 11)] == processed
     assert loaded.run(hot()) == alone
 
 
 @pytest.mark.parametrize("cut", [1, 7, 20])
-def test_a_preempted_request_draws_the_same_ids(loaded: Loaded, cut: int) -> None:
-    rules = LogitsProcessors(
+def test_a_preempted_request_samples_the_same_ids(loaded: Loaded, cut: int) -> None:
+    processors = LogitsProcessors(
         bad_words=[[1, 2], [7, 8, 9]],
         min_tokens=15,
         end_ids=list(range(20, 40)),
@@ -162,11 +162,11 @@ def test_a_preempted_request_draws_the_same_ids(loaded: Loaded, cut: int) -> Non
         frequency_penalty=0.4,
         presence_penalty=0.3,
     )
-    whole = loaded.run(hot(rules), prompts=PROMPTS[:1])[0]
+    whole = loaded.run(hot(processors), prompts=PROMPTS[:1])[0]
     core = fresh_core()
-    core.add(0, prompt_of(9, 1), hot(rules))
+    core.add(0, prompt_of(9, 1), hot(processors))
     core.take(loaded.execute(core.plan({0: 9})))
-    core.add(2, PROMPTS[0] + whole[:cut], hot(rules), generated=cut)
+    core.add(2, PROMPTS[0] + whole[:cut], hot(processors), generated=cut)
     while core.computed[2] < core.known[2]:
         core.take(loaded.execute(core.plan({2: min(8, core.known[2] - core.computed[2])})))
     while len(core.generated(2)) < NEW_TOKENS - cut:
@@ -192,24 +192,24 @@ def check(table: LogprobTable, logits: torch.Tensor, tokens: list[int], top: int
     assert ranks.tolist() == rank.tolist()
 
 
-def test_logprobs_of_drawn_tokens(loaded: Loaded) -> None:
-    """Of the model's own logits, rules or not; rows that did not ask have none."""
-    rules = LogitsProcessors(presence_penalty=1.5, bias_ids=pack_ids([9]), bias_values=[3.0])
+def test_logprobs_of_sampled_tokens(loaded: Loaded) -> None:
+    """Of the model's own logits, processors or not; rows without `logprobs` have none."""
+    processors = LogitsProcessors(presence_penalty=1.5, bias_ids=pack_ids([9]), bias_values=[3.0])
     core = fresh_core()
-    asks = {0: hot(logprobs=2), 1: hot(), 2: hot(rules, logprobs=5)}
-    for row, sampling in asks.items():
+    samplings = {0: hot(logprobs=2), 1: hot(), 2: hot(processors, logprobs=5)}
+    for row, sampling in samplings.items():
         core.add(row, PROMPTS[row], sampling)
-    results = [loaded.worker.execute(core.plan({row: len(PROMPTS[row]) for row in asks})).result()]
+    results = [loaded.worker.execute(core.plan({row: len(PROMPTS[row]) for row in samplings})).result()]
     core.take(results[0].token_ids)
     for _ in range(6):
-        results.append(loaded.worker.execute(core.plan(dict.fromkeys(asks, 1))).result())
+        results.append(loaded.worker.execute(core.plan(dict.fromkeys(samplings, 1))).result())
         core.take(results[-1].token_ids)
     for step, result in enumerate(results):
         assert result.logprobs is not None and result.logprobs.indices == [0, 2]
-        drawn = unpack_ids(result.token_ids)
+        sampled = unpack_ids(result.token_ids)
         befores = [core.tokens[row][: core.known[row] + step] for row in (0, 2)]
         logits = torch.stack([hf_logits(loaded.reference, before)[-1] for before in befores])
-        check(result.logprobs.table, logits, [drawn[0], drawn[2]], top=5)
+        check(result.logprobs.table, logits, [sampled[0], sampled[2]], top=5)
 
 
 def test_logprobs_of_the_token_alone(loaded: Loaded) -> None:
@@ -232,8 +232,8 @@ def test_a_width_beyond_the_vocabulary_is_all_of_it(loaded: Loaded) -> None:
     assert result.logprobs is not None and result.logprobs.table.width == 1 + VOCAB
 
 
-def prompt_pieces(loaded: Loaded, ids: list[int], chunks: list[int]) -> list[BatchResult]:
-    """One row whose prompt is scored, beside one that decodes and one whose prompt is not."""
+def prompt_chunks(loaded: Loaded, ids: list[int], chunks: list[int]) -> list[BatchResult]:
+    """A row with prompt log probabilities, beside a decoding one and a prompt without them."""
     core = fresh_core()
     core.add(4, PROMPTS[1], GREEDY)
     core.take(loaded.execute(core.plan({4: len(PROMPTS[1])})))
@@ -253,42 +253,42 @@ def test_prompt_logprobs(
     loaded: Loaded, chunks: list[int], logits_at_a_time: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every token from the second on has its entry once, however the prompt is cut."""
-    monkeypatch.setattr(model_runner, "_LOGITS_PER_SLICE", logits_at_a_time)
+    monkeypatch.setattr(sampler, "_LOGITS_PER_SLICE", logits_at_a_time)
     ids = prompt_of(33, 1)
     logits = hf_logits(loaded.reference, ids)
     position = 1
-    for result in prompt_pieces(loaded, ids, chunks):
-        for piece in result.prompt_logprobs:
-            assert piece.owner == 2 and piece.start == position
-            end = position + len(piece.table.ranks) // 4
-            check(piece.table, logits[position - 1 : end - 1], ids[position:end], top=3)
+    for result in prompt_chunks(loaded, ids, chunks):
+        for chunk in result.prompt_logprobs:
+            assert chunk.owner == 2 and chunk.start == position
+            end = position + len(chunk.table.ranks) // 4
+            check(chunk.table, logits[position - 1 : end - 1], ids[position:end], top=3)
             position = end
     assert position == len(ids)
 
 
-def test_prompt_logprobs_of_several_rows_in_a_step_that_draws_nothing(loaded: Loaded) -> None:
+def test_prompt_logprobs_of_several_rows_in_a_step_that_samples_nothing(loaded: Loaded) -> None:
     core = fresh_core()
     prompts = {1: prompt_of(30, 1), 5: prompt_of(20, 5), 9: prompt_of(1, 9)}
     for row, top in ((1, 0), (5, 4)):
         core.add(row, prompts[row], GREEDY, prompt_logprobs=top)
     result = loaded.worker.execute(core.plan({5: 12, 1: 9})).result()
     assert result.token_ids == b"" and result.logprobs is None
-    assert [(piece.owner, piece.start) for piece in result.prompt_logprobs] == [(5, 1), (1, 1)]
-    for piece, row, count in zip(result.prompt_logprobs, (5, 1), (12, 9), strict=True):
+    assert [(chunk.owner, chunk.start) for chunk in result.prompt_logprobs] == [(5, 1), (1, 1)]
+    for chunk, row, count in zip(result.prompt_logprobs, (5, 1), (12, 9), strict=True):
         logits = hf_logits(loaded.reference, prompts[row])[:count]
-        check(piece.table, logits, prompts[row][1 : count + 1], top=4)
+        check(chunk.table, logits, prompts[row][1 : count + 1], top=4)
 
 
-def test_a_prompt_of_one_token_has_nothing_to_score(loaded: Loaded) -> None:
+def test_a_prompt_of_one_token_has_no_prompt_logprobs(loaded: Loaded) -> None:
     core = fresh_core()
     core.add(0, [7], GREEDY, prompt_logprobs=1)
     result = loaded.worker.execute(core.plan({0: 1})).result()
     assert result.prompt_logprobs == [] and len(result.token_ids) == 4
 
 
-def test_a_resumed_row_scores_its_prompt_alone(loaded: Loaded) -> None:
+def test_a_resumed_row_has_logprobs_of_its_prompt_alone(loaded: Loaded) -> None:
     core = fresh_core()
     ids = prompt_of(30, 2)
     core.add(0, ids, GREEDY, generated=10, prompt_logprobs=1)
-    (piece,) = loaded.worker.execute(core.plan({0: 30})).result().prompt_logprobs
-    check(piece.table, hf_logits(loaded.reference, ids)[:19], ids[1:20], top=1)
+    (chunk,) = loaded.worker.execute(core.plan({0: 30})).result().prompt_logprobs
+    check(chunk.table, hf_logits(loaded.reference, ids)[:19], ids[1:20], top=1)

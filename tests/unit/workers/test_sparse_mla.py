@@ -1,4 +1,4 @@
-"""Layers that choose what they attend to: their cache, their schedule, and when nothing is chosen."""
+"""Sparse MLA: index keys in the cache, layers that share indices, and contexts of at most top-k tokens."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ def loaded(row: Tiny, directory: Path) -> TinyWorker:
 
 
 def test_bytes_of_a_token_in_deepseek_v32() -> None:
-    """576 numbers of latent and rotated key, and 128 of an index key, in each of 61 layers."""
+    """Latent and RoPE key have 576 numbers, an index key 128, in each of 61 layers."""
     layers = range(61)
     (spec,) = kv_specs([LatentGroup(layers, 512, 64, 128, layers)], 16, torch.bfloat16)
     assert spec == FullAttentionSpec(16, 16 * 61 * 2 * (576 + 128))
@@ -39,7 +39,7 @@ def test_bytes_of_a_token_in_deepseek_v32() -> None:
     assert spec.bytes_per_block == 16 * 61 * (576 + 4 + 128 + 4)
 
 
-def test_only_layers_that_choose_keep_index_keys() -> None:
+def test_only_layers_with_an_indexer_cache_index_keys() -> None:
     group = LatentGroup(range(4), 40, 8, 20, [0, 2])
     layers = allocate_kv([group], [3], 4, torch.float32, CPU)
     made = [layer.index for layer in layers if isinstance(layer, LatentLayer)]
@@ -50,8 +50,8 @@ def test_only_layers_that_choose_keep_index_keys() -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5"])
-def test_choosing_all_is_choosing_none(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is scored before a step sees more than would be chosen; and then once for each choice."""
+def test_short_contexts_are_not_scored(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is scored up to index_topk tokens; beyond, once for each layer with an indexer."""
     calls = []
     choose = workers.layers.sparse_mla.index_topk
 
@@ -70,8 +70,8 @@ def test_choosing_all_is_choosing_none(name: str, tmp_path: Path, monkeypatch: p
     assert len(calls) == 3, "in each of three layers, or in three of four"
 
 
-def test_what_is_chosen_matters(tmp_path: Path) -> None:
-    """Contexts longer than index_topk are answered otherwise than by attention to all; shorter ones alike."""
+def test_long_contexts_differ_from_full_attention(tmp_path: Path) -> None:
+    """Contexts longer than index_topk differ from full attention; shorter ones are equal."""
     found = []
     for count in (16, 200):
         directory = tmp_path / str(count)
@@ -94,7 +94,7 @@ def test_what_is_chosen_matters(tmp_path: Path) -> None:
         ({"indexer_types": ["full"] + ["shared"] * 5, "index_topk_freq": 2}, "FSSSSS"),
     ],
 )
-def test_schedules_of_shared_choices(config: dict[str, Any], kinds: str) -> None:
+def test_layers_that_share_indices(config: dict[str, Any], kinds: str) -> None:
     found = indexer_kinds({"num_hidden_layers": 6, **config})
     assert "".join(kind[0].upper() for kind in found) == kinds
 
@@ -110,7 +110,7 @@ def test_schedules_of_shared_choices(config: dict[str, Any], kinds: str) -> None
         ({"q_lora_rank": None}, "an indexer without q_lora_rank is not supported"),
     ],
 )
-def test_what_does_not_run_is_refused(config: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_unsupported_configurations_are_refused(config: dict[str, Any], words: str, tmp_path: Path) -> None:
     save_tiny(tiny("glm-5"), tmp_path)
     checkpoint = checkpoint_of(tmp_path)
     stated = {k: v for k, v in checkpoint.hf_config.items() if k != "indexer_types"} | config
@@ -119,7 +119,7 @@ def test_what_does_not_run_is_refused(config: dict[str, Any], words: str, tmp_pa
         worker.load()
 
 
-def test_float8_changes_little(tmp_path: Path) -> None:
+def test_fp8_kv_cache_changes_little(tmp_path: Path) -> None:
     save_tiny(tiny("deepseek-v3.2"), tmp_path)
     worker = Worker(
         engine_config(block_size=4, kv_cache_dtype="fp8"),

@@ -1,4 +1,4 @@
-"""Decode steps on the device's own inputs, beside the same steps prepared by the host."""
+"""Steps of captured graphs, compared with the same steps without graphs."""
 
 import random
 from collections.abc import Callable
@@ -19,6 +19,7 @@ from workers.group_rows import GroupRows
 from workers.input_batch import InputBatch
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import ForwardContext
+from workers.memory_guard import MemoryGuard
 from workers.model_runner import Graphs, ModelRunner
 from workers.prompt_graphs import PromptGraphs
 from workers.sampler import Sampler
@@ -36,7 +37,7 @@ def tables() -> list[GroupRows]:
 
 
 class Footprint:
-    """Stands for a model: its logits tell everything that a step gave it, rows apart."""
+    """A fake model whose logits depend on all inputs of each row."""
 
     def __call__(self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         total_T = ids_T * 7 + positions_T * 3
@@ -61,7 +62,7 @@ class Footprint:
 
 
 def rerun(body: Callable[[], Any], name: str) -> tuple[Callable[[], object], Any]:
-    """What a captured graph does, without one: results come to the same tensors, with the first replay."""
+    """A recorder without graphs: a replay runs the function again and writes the same tensors."""
     first = body()
     for result in tensors(first):
         result.fill_(NOT_COMPUTED)
@@ -82,14 +83,15 @@ def tensors(value: Any) -> list[torch.Tensor]:
 def runner(sizes: list[int] | None) -> ModelRunner:
     model = cast(CausalLM, Footprint())
     inputs = InputBatch(LIMITS, tables(), CPU)
-    sampler = Sampler(LIMITS, VOCAB, CPU)
+    memory = MemoryGuard(CPU, num_ranks=1)
+    sampler = Sampler(LIMITS, VOCAB, CPU, memory)
     if sizes is None:
-        return ModelRunner(model, [], inputs, sampler, lambda: None)
+        return ModelRunner(model, [], inputs, sampler, memory, lambda: None)
     graphs = DecodeGraphs(model, [], inputs, sizes, rerun, CPU)
     prompts = PromptGraphs(model, [], inputs, [3, 8, 20], rerun, CPU)
     for captured in (graphs, prompts):
         captured.capture(lambda: None)
-    return ModelRunner(model, [], inputs, sampler, lambda: None, Graphs(graphs, prompts))
+    return ModelRunner(model, [], inputs, sampler, memory, lambda: None, Graphs(graphs, prompts))
 
 
 class TwoGroups(CoreSide):
@@ -105,10 +107,8 @@ class TwoGroups(CoreSide):
 
 
 @pytest.mark.parametrize("sizes", [[1, 2, 4, 6], [4], [1]])
-def test_requests_that_come_and_go_get_the_same_tokens(
-    sizes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows join, decode, rest and leave at random; rows are taken again with other blocks."""
+def test_changing_batches_get_the_same_tokens(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows join, decode, pause and leave at random; rows are reused with other blocks."""
     monkeypatch.setattr(prompt_graphs, "_FEW_ROWS", 2)
     source = random.Random(5)
     eager, captured = runner(None), runner(sizes)

@@ -43,7 +43,7 @@ def contents(model: torch.nn.Module) -> Tensors:
 
 @pytest.fixture
 def plain_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave weights readable: no layout for the device."""
+    """Keep the plain weights, which tests can read."""
     monkeypatch.setattr("workers.layers.linear.pack_linear_weight", lambda weight: weight)
 
 
@@ -102,7 +102,7 @@ def test_many_missing_tensors_are_counted(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_what_old_and_tied_checkpoints_carry_beside_is_accepted(tmp_path: Path) -> None:
+def test_unneeded_tensors_of_old_and_tied_checkpoints_are_ignored(tmp_path: Path) -> None:
     save_tiny(tiny("llama-mha-tied"), tmp_path)
 
     def add(tensors: Tensors) -> None:
@@ -113,8 +113,8 @@ def test_what_old_and_tied_checkpoints_carry_beside_is_accepted(tmp_path: Path) 
     load(tmp_path)
 
 
-def test_layers_that_predict_further_tokens_are_left_on_disk(tmp_path: Path) -> None:
-    """GLM-4-MoE keeps them behind the last layer, as many as its configuration says."""
+def test_mtp_layers_are_not_loaded(tmp_path: Path) -> None:
+    """GLM-4-MoE has num_nextn_predict_layers of them after the last layer."""
     save_tiny(tiny("glm4-moe"), tmp_path)
     rewrite(tmp_path, lambda tensors: tensors.update({"model.layers.3.eh_proj.weight": torch.ones(2, 4)}))
     load(tmp_path)
@@ -123,14 +123,14 @@ def test_layers_that_predict_further_tokens_are_left_on_disk(tmp_path: Path) -> 
         load(tmp_path)
 
 
-def test_an_untied_head_must_be_there(tmp_path: Path) -> None:
+def test_an_untied_lm_head_is_required(tmp_path: Path) -> None:
     save_tiny(tiny("llama-gqa"), tmp_path)
     rewrite(tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
     with pytest.raises(WeightError, match=r"lacks lm_head\.weight"):
         load(tmp_path)
 
 
-def test_sharded_files_give_what_one_file_gives(tmp_path: Path, saved: Path, plain_weights: None) -> None:
+def test_sharded_files_equal_a_single_file(tmp_path: Path, saved: Path, plain_weights: None) -> None:
     save_tiny(tiny("llama-biases"), tmp_path, shard_size="100KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     one, many = contents(load(saved)), contents(load(tmp_path))
@@ -161,7 +161,7 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_reading_without_mapping_gives_the_same(
+def test_reading_without_mmap_gives_the_same(
     saved: Path, plain_weights: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mapped = contents(load(saved, 1, 2))
@@ -172,7 +172,7 @@ def test_reading_without_mapping_gives_the_same(
 
 
 class _only_names:
-    """safe_open, as far as listing names goes: reading a tensor through it fails."""
+    """safe_open that lists names only: reading a tensor fails."""
 
     def __init__(self, path: Path, framework: str):
         self._names = list(load_file(path))
@@ -187,8 +187,8 @@ class _only_names:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_together_hold_every_tensor_once(saved: Path, plain_weights: None, size: int) -> None:
-    """llama-biases has 2 KV heads: three ranks are refused, two share everything."""
+def test_ranks_together_hold_every_tensor(saved: Path, plain_weights: None, size: int) -> None:
+    """llama-biases has 2 KV heads: two ranks shard every tensor, three are refused."""
     if size == 3:
         with pytest.raises(ValueError, match="tensor_parallel_size 3"):
             load(saved, 0, size)
@@ -206,7 +206,7 @@ def test_ranks_together_hold_every_tensor_once(saved: Path, plain_weights: None,
             assert torch.equal(together, tensor), name
 
 
-def test_odd_heads_are_dealt_out_in_whole_groups(tmp_path: Path, plain_weights: None) -> None:
+def test_odd_heads_are_sharded_in_whole_groups(tmp_path: Path, plain_weights: None) -> None:
     save_tiny(tiny("llama-odd-gqa"), tmp_path)
     shapes = [
         {target.name: tuple(target.buffer.shape) for target in load_targets(build(tmp_path, rank, 2))}
@@ -224,7 +224,7 @@ def test_two_ranks_hold_half_the_bytes_each(saved: Path) -> None:
     assert all(0.49 * whole < half < 0.53 * whole for half in halves)
 
 
-def test_dummy_weights_need_no_files_and_repeat(saved: Path, plain_weights: None) -> None:
+def test_dummy_weights_need_no_files_and_are_reproducible(saved: Path, plain_weights: None) -> None:
     first, second = build(saved), build(saved)
     calls: list[tuple[int, int]] = []
     load_dummy(first, lambda done, total: calls.append((done, total)))
@@ -249,7 +249,7 @@ def test_dummy_weights_of_every_family_fill_all_buffers(
     assert all(tensor.isfinite().all() for tensor in contents(model).values())
 
 
-def test_unknown_families_are_refused_with_what_runs(saved: Path) -> None:
+def test_unknown_families_are_refused_with_the_supported_ones(saved: Path) -> None:
     for field, value, message in (
         ("model_type", "registry", "is supported as model type llama, not registry"),
         ("model_type", "os.path", "is supported as model type llama, not os.path"),
@@ -281,7 +281,7 @@ def test_unknown_families_are_refused_with_what_runs(saved: Path) -> None:
         ("qwen2", {"layer_types": ["linear_attention"]}, "must be one of full_attention"),
     ],
 )
-def test_configurations_that_would_compute_wrongly_are_refused(
+def test_unsupported_configurations_are_refused(
     tmp_path: Path, family: str, change: dict[str, object], message: str
 ) -> None:
     save_tiny(Tiny("small", family, 1, {"num_hidden_layers": 1}), tmp_path)

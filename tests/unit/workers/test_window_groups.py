@@ -1,4 +1,4 @@
-"""Layers with a window beside layers without: the real core, the real worker, the definition."""
+"""Sliding-window layers beside full attention: the real core and worker against the definition."""
 
 from functools import cache
 from pathlib import Path
@@ -28,13 +28,13 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
 
 
 def expected(prompt: list[int], count: int) -> list[int]:
-    """Greedy ids by definition."""
+    """Greedy ids from the definition of attention."""
     return _continued(tuple(prompt), count)
 
 
 @cache
 def _continued(prompt: tuple[int, ...], count: int) -> list[int]:
-    """Each id is clearly the best."""
+    """Each id has a clear top-2 margin."""
     ids = list(prompt)
     for _ in range(count):
         best = plain_logits(TENSORS, ids)[-1].topk(2)
@@ -45,7 +45,7 @@ def _continued(prompt: tuple[int, ...], count: int) -> list[int]:
     return found
 
 
-def test_the_core_learns_of_windows(worker: Worker) -> None:
+def test_the_worker_reports_its_window_specs(worker: Worker) -> None:
     # layers x keys and values x tokens x heads x numbers x 4 bytes
     assert worker.load().kv_specs == [
         FullAttentionSpec(BLOCK_SIZE, 2 * 2 * 4 * 2 * 32 * 4),
@@ -71,7 +71,7 @@ def test_every_position_of_a_prompt(worker: Worker, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_long_sequence_holds_no_more_than_its_window(worker: Worker, caching: bool) -> None:
+def test_a_long_sequence_keeps_only_the_blocks_of_its_window(worker: Worker, caching: bool) -> None:
     engine, prompt = WholeEngine(worker, PLENTY, caching=caching), prompt_of(60, 2)
     engine.add(0, prompt, 100)
     engine.run()
@@ -81,8 +81,8 @@ def test_a_long_sequence_holds_no_more_than_its_window(worker: Worker, caching: 
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_requests_share_what_windows_gave_back(worker: Worker, caching: bool) -> None:
-    """Together they fill the window group's blocks many times over."""
+def test_blocks_that_left_a_window_are_reused(worker: Worker, caching: bool) -> None:
+    """Together the requests need many times the window group's blocks."""
     engine = WholeEngine(worker, (200, 30), caching=caching)
     prompts = [prompt_of(20 + 9 * number, number) for number in range(5)]
     for number, prompt in enumerate(prompts):
@@ -110,7 +110,7 @@ def test_preempted_and_resumed(
     assert engine.core.stats().preemptions > 0
 
 
-def test_a_cached_beginning_needs_the_window_before_it_only(worker: Worker) -> None:
+def test_a_prefix_hit_needs_only_the_window_before_it(worker: Worker) -> None:
     engine, common = WholeEngine(worker, (200, 14)), prompt_of(70, 5)
     for number, end in enumerate(([1], [2], [3, 4, 5])):
         engine.add(number, common + end, 20)

@@ -17,7 +17,7 @@ from workers.kv_cache import cpu_kv_bytes, kv_dtype
 from workers.worker import Worker, rank_device
 
 BLOCKS, BLOCK_SIZE = 64, 4
-Heard = list[tuple[str, int, int]]
+Progress = list[tuple[str, int, int]]
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +25,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return save_tiny(tiny("llama-gqa"), tmp_path_factory.mktemp("model"))[1]
 
 
-def worker_of(config: EngineConfig, checkpoint: Checkpoint, heard: Heard | None = None) -> Worker:
-    note = (lambda *progress: None) if heard is None else (lambda *progress: heard.append(progress))
+def worker_of(config: EngineConfig, checkpoint: Checkpoint, progress_calls: Progress | None = None) -> Worker:
+    note = (
+        (lambda *progress: None)
+        if progress_calls is None
+        else (lambda *progress: progress_calls.append(progress))
+    )
     return Worker(config, checkpoint, place(), note)
 
 
@@ -45,19 +49,19 @@ def run(worker: Worker, sampling: Sampling, chunk: int = 16, prompts: int = 3) -
     return generate(CoreSide(BLOCKS, BLOCK_SIZE), execute, rows, 16, chunk, 0, sampling)
 
 
-def test_loaded_tells_the_core_what_a_block_costs(checkpoint: Checkpoint) -> None:
-    heard: Heard = []
-    loaded = worker_of(engine_config(), checkpoint, heard).load()
+def test_loaded_has_the_bytes_of_a_block(checkpoint: Checkpoint) -> None:
+    progress_calls: Progress = []
+    loaded = worker_of(engine_config(), checkpoint, progress_calls).load()
     # 3 layers x keys and values x 4 tokens x 2 heads x 16 numbers x 4 bytes
     assert loaded.kv_specs == [FullAttentionSpec(BLOCK_SIZE, 3 * 2 * 4 * 2 * 16 * 4)]
     assert loaded.kv_bytes == 1 << 24
     files = Path(checkpoint.directory, "model.safetensors").stat().st_size
     assert 0.9 * files < loaded.weight_bytes <= files
-    assert {phase for phase, *_ in heard} == {"Loading weights"}
-    assert heard[-1][1] == heard[-1][2] == len(heard)
+    assert {phase for phase, *_ in progress_calls} == {"Loading weights"}
+    assert progress_calls[-1][1] == progress_calls[-1][2] == len(progress_calls)
 
 
-def test_fp8_keys_and_values_take_a_good_quarter_and_change_little(checkpoint: Checkpoint) -> None:
+def test_fp8_keys_and_values_take_little_more_than_a_quarter(checkpoint: Checkpoint) -> None:
     full, small = (
         worker_of(engine_config(), checkpoint),
         worker_of(engine_config(kv_cache_dtype="fp8"), checkpoint),
@@ -74,28 +78,28 @@ def test_fp8_keys_and_values_take_a_good_quarter_and_change_little(checkpoint: C
 
 @pytest.mark.parametrize("blocks", [1, 2, BLOCKS])
 def test_warm_up_fits_any_cache(checkpoint: Checkpoint, blocks: int) -> None:
-    heard: Heard = []
-    worker = worker_of(engine_config(), checkpoint, heard)
+    progress_calls: Progress = []
+    worker = worker_of(engine_config(), checkpoint, progress_calls)
     worker.load()
     worker.allocate(AllocateKV([blocks], MAX_MODEL_LEN))
-    assert heard[-1][0] == "Warming up" and heard[-1][1] == heard[-1][2]
+    assert progress_calls[-1][0] == "Warming up" and progress_calls[-1][1] == progress_calls[-1][2]
 
 
-def test_a_result_holds_one_id_for_each_row_that_drew(checkpoint: Checkpoint) -> None:
+def test_a_result_has_one_id_for_each_sampled_row(checkpoint: Checkpoint) -> None:
     worker = ready(engine_config(), checkpoint)
     core = CoreSide(BLOCKS, BLOCK_SIZE)
     core.add(0, prompt_of(9, 0))
     core.add(1, prompt_of(3, 1))
     counts = ({0: 4, 1: 2}, {0: 5, 1: 1}, {0: 1, 1: 1})
-    drawn = []
+    sampled = []
     for step in counts:
         pending = worker.execute(core.plan(step))
         assert pending.ready()
-        drawn.append(len(unpack_ids(pending.token_ids())))
-    assert drawn == [0, 2, 2]
+        sampled.append(len(unpack_ids(pending.token_ids())))
+    assert sampled == [0, 2, 2]
 
 
-def test_a_seed_repeats_its_draws_in_any_batch(checkpoint: Checkpoint) -> None:
+def test_a_seed_samples_the_same_tokens_in_any_batch(checkpoint: Checkpoint) -> None:
     worker = ready(engine_config(), checkpoint)
     hot = Sampling(temperature=1.5, top_k=0, top_p=1.0, min_p=0.0, seed=2**63 + 5)
     batched = run(worker, hot)
@@ -119,13 +123,13 @@ def replace_sampling(sampling: Sampling, **changes: int) -> Sampling:
 
 
 def test_dummy_weights_start_without_files(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    heard: Heard = []
+    progress_calls: Progress = []
     nowhere = replace(checkpoint, directory=str(tmp_path))
-    worker = worker_of(engine_config(load_dummy=True), nowhere, heard)
+    worker = worker_of(engine_config(load_dummy=True), nowhere, progress_calls)
     worker.load()
     worker.allocate(AllocateKV([BLOCKS], MAX_MODEL_LEN))
     assert all(0 <= token < VOCAB for ids in run(worker, Sampling(0.0, 0, 1.0, 0.0, 0)) for token in ids)
-    assert {phase for phase, *_ in heard} == {"Filling weights", "Warming up"}
+    assert {phase for phase, *_ in progress_calls} == {"Filling weights", "Warming up"}
 
 
 def test_a_config_without_a_needed_field_is_named(checkpoint: Checkpoint) -> None:

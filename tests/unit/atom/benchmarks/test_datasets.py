@@ -1,4 +1,4 @@
-"""Requests of every data set: lengths, order, and what is refused."""
+"""Requests of every dataset: lengths, order, refusals."""
 
 import argparse
 import json
@@ -26,7 +26,7 @@ def random_flags(*more: object) -> list[object]:
     return ["--dataset-name", "random", "--num-prompts", 30, "--random-input-len", 50, *more]
 
 
-def test_random_texts_have_the_length_they_say(parse: Parse, source: TextSource) -> None:
+def test_random_texts_have_the_reported_length(parse: Parse, source: TextSource) -> None:
     requests = load(parse, source, *random_flags("--random-output-len", 7))
     assert len(requests) == 30
     assert {request.prompt_len for request in requests} == {50}
@@ -35,14 +35,14 @@ def test_random_texts_have_the_length_they_say(parse: Parse, source: TextSource)
     assert len({request.prompt for request in requests}) == 30
 
 
-def test_random_lengths_spread_down_to_the_ratio(parse: Parse, source: TextSource) -> None:
+def test_random_lengths_start_at_the_ratio(parse: Parse, source: TextSource) -> None:
     flags = ["--random-output-len", 20, "--random-range-ratio", 0.8, "--num-prompts", 300]
     requests = load(parse, TextSource(None, 100), *random_flags(*flags))
     assert {request.prompt_len for request in requests} == set(range(40, 51))
     assert {request.output_len for request in requests} == set(range(16, 21))
 
 
-def test_random_prompts_share_the_prefix_alone(parse: Parse, source: TextSource) -> None:
+def test_random_prompts_share_only_the_prefix(parse: Parse, source: TextSource) -> None:
     requests = load(parse, TextSource(None, 5000), *random_flags("--random-prefix-len", 8))
     prompts = [request.prompt for request in requests]
     assert {len(prompt) for prompt in prompts} == {58}
@@ -52,13 +52,13 @@ def test_random_prompts_share_the_prefix_alone(parse: Parse, source: TextSource)
     assert all(length(source, request) == 58 for request in texts)
 
 
-def test_a_chat_template_counts_into_the_length(parse: Parse, source: TextSource) -> None:
+def test_the_length_includes_the_chat_template(parse: Parse, source: TextSource) -> None:
     requests = load(parse, source, *random_flags("--use-chat-template"))
     assert all(request.prompt.startswith("[user]") for request in requests)
     assert all(length(source, request) == request.prompt_len == 50 for request in requests)
 
 
-def test_the_seed_alone_decides(parse: Parse, source: TextSource) -> None:
+def test_equal_seeds_give_equal_requests(parse: Parse, source: TextSource) -> None:
     first, again = (load(parse, source, *random_flags("--seed", 3)) for _ in range(2))
     assert first == again
     assert first != load(parse, source, *random_flags("--seed", 4))
@@ -89,7 +89,7 @@ def sharegpt(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", [["--dataset-name", "sharegpt"], []])
-def test_sharegpt_asks_for_the_recorded_lengths(
+def test_sharegpt_uses_the_recorded_lengths(
     parse: Parse, source: TextSource, sharegpt: Path, name: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     requests = load(parse, source, *name, "--dataset-path", sharegpt, "--num-prompts", 9)
@@ -119,7 +119,7 @@ def test_burstgpt_takes_the_lengths_of_answered_requests(
     assert len(requests) == 20 and all(length(source, one) == one.prompt_len for one in requests)
 
 
-def test_sonnet_prompts_share_their_beginning(parse: Parse, source: TextSource, tmp_path: Path) -> None:
+def test_sonnet_prompts_share_a_prefix(parse: Parse, source: TextSource, tmp_path: Path) -> None:
     path = tmp_path / "sonnet.txt"
     path.write_text("".join(f"the quick brown fox number {i:02d}\n" for i in range(40)))
     flags = ["--dataset-name", "sonnet", "--dataset-path", path, "--num-prompts", 6]
@@ -160,7 +160,7 @@ def test_hf_reads_local_lines(parse: Parse, source: TextSource, tmp_path: Path) 
         (["--dataset-name", "burstgpt", "--dataset-path", "FILE"], "a,b\n1,2\n", "is not a BurstGPT file"),
     ],
 )
-def test_data_that_cannot_be_used(
+def test_invalid_datasets_are_refused(
     parse: Parse, source: TextSource, tmp_path: Path, flags: list[str], content: str | None, message: str
 ) -> None:
     file = tmp_path / "data.json"

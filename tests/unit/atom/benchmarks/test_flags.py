@@ -1,4 +1,4 @@
-"""The command line: defaults, and what does not go together."""
+"""The command line: defaults, and conflicts."""
 
 import argparse
 from collections.abc import Callable
@@ -86,7 +86,7 @@ def test_defaults_are_the_documented_ones(parse: Parse, capsys: pytest.CaptureFi
         (["--sweep", "1", "4", "--max-concurrency", "2"], "omit --max-concurrency"),
     ],
 )
-def test_flags_that_do_not_go_together(parse: Parse, flags: list[str], message: str) -> None:
+def test_conflicting_flags(parse: Parse, flags: list[str], message: str) -> None:
     with pytest.raises(BenchmarkError, match=message):
         parse(*flags)
 
@@ -108,7 +108,7 @@ def test_flags_that_do_not_go_together(parse: Parse, flags: list[str], message: 
         (["--max-concurency", "4"], "did you mean --max-concurrency"),
     ],
 )
-def test_bad_values_are_one_line(
+def test_invalid_values_are_one_line(
     parse: Parse, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -1,4 +1,4 @@
-"""When requests are sent, and how many are in flight at once."""
+"""Arrival times and concurrency."""
 
 import asyncio
 import itertools
@@ -23,7 +23,7 @@ def test_an_infinite_rate_sends_all_at_once() -> None:
 
 
 @pytest.mark.parametrize("burstiness", [0.5, 1.0, 4.0])
-def test_gaps_have_the_mean_of_the_rate_and_the_spread_of_the_burstiness(burstiness: float) -> None:
+def test_intervals_have_the_mean_of_the_rate_and_the_variance_of_the_burstiness(burstiness: float) -> None:
     found = gaps(Load(request_rate=20, burstiness=burstiness))
     assert statistics.mean(found) == pytest.approx(0.05, rel=0.1)
     spread = statistics.pstdev(found) / statistics.mean(found)
@@ -50,7 +50,7 @@ def run(load: Load, seconds: float = 0.01) -> tuple[list[RequestFuncOutput], flo
     return outputs, took, most
 
 
-def test_the_concurrency_is_kept_and_the_order_too() -> None:
+def test_concurrency_is_limited_and_outputs_are_in_order() -> None:
     outputs, took, most = run(Load(max_concurrency=4))
     assert most == 4 and took >= 0.03
     assert [output.generated_text for output in outputs] == [request.prompt for request in REQUESTS]

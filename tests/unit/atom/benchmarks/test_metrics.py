@@ -1,4 +1,4 @@
-"""The arithmetic of a run."""
+"""The metrics of a run."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from atom.benchmarks.serving.speculation import Speculation
 
 
 def output(ttft: float, gaps: list[float], tokens: int | None = None, **changes: object) -> RequestFuncOutput:
-    """An answer whose last token came behind all `gaps`."""
+    """An output whose tokens came after these intervals."""
     found = RequestFuncOutput(
         generated_text="x",
         success=True,
@@ -51,13 +51,13 @@ def test_latencies_are_milliseconds() -> None:
     assert found["e2el"].mean == pytest.approx((700 + 400) / 2)
 
 
-def test_tokens_that_come_together_make_one_gap_and_a_true_tpot() -> None:
+def test_tokens_in_one_event_give_one_interval_and_the_true_tpot() -> None:
     found = calculate_metrics([output(0.1, [0.4], tokens=5)], 1.0, [99], {}).distributions
     assert found["itl"].mean == pytest.approx(400)
     assert found["tpot"].mean == pytest.approx(100)
 
 
-def test_an_answer_of_one_token_has_no_tpot() -> None:
+def test_an_output_of_one_token_has_no_tpot() -> None:
     metrics = calculate_metrics([output(0.1, []), output(0.1, [0.3])], 1.0, [99], {"tpot": 350})
     assert metrics.distributions["tpot"].mean == pytest.approx(300)
     assert metrics.request_goodput == 2.0
@@ -71,12 +71,12 @@ def test_goodput_needs_every_goal() -> None:
     assert calculate_metrics(outputs, 2.0, [], {"e2el": 1}).request_goodput == 0.0
 
 
-def test_nothing_measured_is_zero() -> None:
+def test_no_requests_give_zeros() -> None:
     metrics = calculate_metrics([failed()], 1.0, [99], {})
     assert metrics.completed == 0 and metrics.distributions["ttft"].percentiles == [(99, 0.0)]
 
 
-def test_percentiles_lie_between_neighbours_as_numpy_has_them() -> None:
+def test_percentiles_are_numpys() -> None:
     seconds = [0.001 * i for i in range(1, 11)]
     found = Distribution.of(seconds, [25, 99.9])
     assert [value for _, value in found.percentiles] == pytest.approx(
@@ -89,7 +89,7 @@ def test_percentile_names(percentile: float, name: str) -> None:
     assert percentile_name(percentile) == name
 
 
-def test_events_are_counted_where_neither_server_nor_tokenizer_count() -> None:
+def test_events_are_counted_without_usage_and_tokenizer() -> None:
     silent, counted = output(0.1, [0.1, 0.1], output_tokens=None), output(0.1, [0.1], tokens=9)
     count_tokens([silent, counted, failed()], None)
     assert (silent.output_tokens, counted.output_tokens) == (3, 9)

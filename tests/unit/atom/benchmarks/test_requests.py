@@ -1,4 +1,4 @@
-"""One request to each kind of server: what is sent, and how the answer is read."""
+"""One request to each kind of server: its body, and reading the response."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ OPENAI_BACKENDS = ("vllm", "openai", "sglang", "lmdeploy", "scalellm")
 
 
 def ask(backend: str, handler: Handler, **changes: Any) -> tuple[RequestFuncOutput, dict[str, Any]]:
-    """The output, and the body and headers that the server got."""
+    """The output, and the body and headers that the server received."""
     seen: dict[str, Any] = {}
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -106,7 +106,7 @@ def test_streams(backend: str, events: list[dict[str, Any]], tokens: int | None)
     assert output.latency == pytest.approx(output.ttft + sum(output.itl))
 
 
-def test_the_answer_of_a_server_without_streams() -> None:
+def test_a_server_that_does_not_stream() -> None:
     for answer in ({"text": ["ab"]}, {"choices": [{"text": "ab"}], "usage": {"completion_tokens": 3}}):
         output, _ = ask("deepspeed-mii", whole(200, answer))
         assert output.success and output.generated_text == "ab" and output.latency > 0
@@ -171,8 +171,8 @@ def test_the_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
         (streaming([COMPLETIONS[0], {"error": {"message": "out of memory"}}]), "out of memory"),
         (streaming([]), "the stream ended without a token"),
         (streaming([COMPLETIONS[3]]), "the stream ended without a token"),
-        (streaming([COMPLETIONS[0]], pause=5), "no end of the answer in time"),
-        (streaming([{"choices": "none"}]), "the server sent something that is no answer"),
+        (streaming([COMPLETIONS[0]], pause=5), "the response did not end in time"),
+        (streaming([{"choices": "none"}]), "the response is invalid"),
     ],
 )
 def test_failures_are_texts(handler: Handler, error: str) -> None:
@@ -193,7 +193,7 @@ def test_a_connection_that_breaks_is_a_failure() -> None:
     assert not output.success and output.error.startswith("Client")
 
 
-def test_nobody_listens() -> None:
+def test_a_refused_connection_is_a_failure() -> None:
     async def run() -> RequestFuncOutput:
         request = RequestFuncInput("x", "http://127.0.0.1:9/v1/completions", 1, 1, "m")
         async with aiohttp.ClientSession() as session:

@@ -1,4 +1,4 @@
-"""Server-sent events out of pieces of any size."""
+"""Server-sent events from chunks of any size."""
 
 import itertools
 
@@ -55,7 +55,7 @@ def test_streams(stream: bytes, events: list[bytes]) -> None:
     assert read([stream[i : i + 1] for i in range(len(stream))]) == events
 
 
-def test_an_event_is_given_as_soon_as_it_is_whole() -> None:
+def test_an_event_is_returned_once_it_is_complete() -> None:
     splitter = EventSplitter()
     assert splitter.feed(b"data: a\n") == []
     assert splitter.feed(b"\ndata: b\n\nda") == [b"a", b"b"]

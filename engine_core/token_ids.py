@@ -1,0 +1,72 @@
+"""Token ids: a prompt that the sequences of one request share, and what each of them generated."""
+
+from array import array
+
+from atom.messages.engine import unpack_ids
+
+_SALT_MARK = bytes(8)
+"""Before every salt: a root of this length is neither a digest nor empty."""
+
+
+class Prompt:
+    """The prompt's ids and what is derived from them, once for all sequences."""
+
+    __slots__ = ("_distinct", "_distinct_ids", "_distinct_until", "digests", "hash_inputs", "ids", "root")
+
+    def __init__(self, packed: bytes, salt: str = ""):
+        """Raises ValueError for bytes that are not a whole number of ids."""
+        self.ids = unpack_ids(packed)
+        self.root = _SALT_MARK + salt.encode("utf-8", "surrogatepass") if salt else b""
+        """What the first block is hashed with, in place of the digest of the block before."""
+        self.digests: list[bytes] = []
+        """Of the prompt's full blocks, as far as they were hashed."""
+        self.hash_inputs: list[bytes] = []
+        """What each digest is computed from: the digest of the block before, and the block's ids."""
+        self._distinct: set[int] = set()
+        self._distinct_ids: array[int] = array("i")
+        self._distinct_until = 0
+
+    def collect_distinct(self, count: int) -> None:
+        """Look at up to `count` more ids for `distinct_ids`."""
+        end = min(self._distinct_until + count, len(self.ids))
+        new = set(self.ids[self._distinct_until : end]) - self._distinct
+        self._distinct |= new
+        self._distinct_ids.extend(new)
+        self._distinct_until = end
+
+    @property
+    def num_left(self) -> int:
+        """Ids that `collect_distinct` has not looked at."""
+        return len(self.ids) - self._distinct_until
+
+    @property
+    def num_distinct(self) -> int:
+        """Ids collected so far."""
+        return len(self._distinct)
+
+    def distinct_ids(self) -> bytes:
+        """Each id of the prompt once, packed; complete when `num_left` is 0."""
+        return self._distinct_ids.tobytes()
+
+
+class TokenIds:
+    """All known ids of one sequence."""
+
+    __slots__ = ("output", "prompt")
+
+    def __init__(self, prompt: Prompt):
+        self.prompt = prompt
+        self.output: array[int] = array("i")
+
+    def __len__(self) -> int:
+        return len(self.prompt.ids) + len(self.output)
+
+    def packed(self, start: int, end: int) -> bytes:
+        """The ids of positions start .. end - 1."""
+        prompt = self.prompt.ids
+        length = len(prompt)
+        if start >= length:
+            return self.output[start - length : end - length].tobytes()
+        if end <= length:
+            return prompt[start:end].tobytes()
+        return (prompt[start:] + self.output[: end - length]).tobytes()
