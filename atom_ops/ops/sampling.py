@@ -203,7 +203,7 @@ def _weights(logits_SV: Tensor, top_S: Tensor, batch: SamplingBatch) -> Tensor:
 def _argmax_with_noise(weights_RW: Tensor, batch: SamplingBatch, positions_R: Tensor) -> Tensor:
     """The id with the largest weight / exponential variate, which is the argmax with Gumbel noise.
 
-    Changes the weights. Some rows at a time, so that the random words stay in the cache.
+    Some rows at a time, so that the random words stay in the cache.
     """
     rows, width = weights_RW.shape
     blocks = torch.arange(width // _LANES, device=weights_RW.device)
