@@ -34,11 +34,13 @@ class RequestBlocks:
     """The block tables of one request, and the digests of its full blocks."""
 
     tokens: TokenIds
+    in_prompt: int
+    """Full blocks of the prompt; `tokens.prompt` has their digests."""
     tables: list[list[int]]
     first_live: list[int]
     """For each group: entries of the table before this one are placeholders."""
     digests: list[bytes] = field(default_factory=list)
-    """Of the full blocks behind those of the prompt alone, which `tokens.prompt` has."""
+    """Of the full blocks behind those of the prompt."""
     hash_inputs: list[bytes] = field(default_factory=list)
     num_found: int = 0
     """Leading blocks that `find_prefix` has found so far."""
@@ -52,7 +54,7 @@ class RequestBlocks:
     @property
     def num_hashed(self) -> int:
         """Leading blocks that have a digest."""
-        return len(self.tokens.prompt.digests) + len(self.digests)
+        return self.in_prompt + len(self.digests) if self.digests else len(self.tokens.prompt.digests)
 
     def hashes(self, start: int, end: int) -> tuple[list[bytes], list[bytes]]:
         """Digests and hash inputs of these blocks."""
@@ -122,7 +124,8 @@ class KVCacheManager:
 
     def new_blocks(self, tokens: TokenIds) -> RequestBlocks:
         """Empty tables for a new request."""
-        return RequestBlocks(tokens, [[] for _ in self.specs], [0 for _ in self.specs])
+        in_prompt = tokens.prompt_length // self.block_size
+        return RequestBlocks(tokens, in_prompt, [[] for _ in self.specs], [0 for _ in self.specs])
 
     def can_ever_hold(self, num_tokens: int) -> bool:
         """Whether a sequence of that length fits when it is alone."""
@@ -214,11 +217,12 @@ class KVCacheManager:
         if not self._caching or num_full <= blocks.num_cached or blocks.collided:
             return
         num_full = self._hash(blocks, num_full)
-        prompt, first_live, tables = blocks.tokens.prompt, blocks.first_live, blocks.tables
-        in_prompt = len(prompt.digests)
+        in_prompt, first_live, tables = blocks.in_prompt, blocks.first_live, blocks.tables
         self.budget.left -= (num_full - blocks.num_cached) // LOOKUPS_PER_UNIT
         for index in range(blocks.num_cached, num_full):
-            hashed, place = (prompt, index) if index < in_prompt else (blocks, index - in_prompt)
+            hashed, place = (
+                (blocks, index - in_prompt) if index >= in_prompt else (blocks.tokens.prompt, index)
+            )
             digest, hash_input = hashed.digests[place], hashed.hash_inputs[place]
             for group, pool in enumerate(self.pools):
                 if index < first_live[group]:
@@ -338,22 +342,23 @@ class KVCacheManager:
 
     def _hash(self, blocks: RequestBlocks, num_full: int) -> int:
         """Give the first `num_full` blocks a digest, within the turn's budget; returns how many have one."""
-        prompt, own = blocks.tokens.prompt, blocks.digests
-        start = len(prompt.digests) + len(own)
+        start = blocks.num_hashed
         if start >= num_full:
             return num_full
         num_full = min(num_full, start + max(self.budget.left, 0))
         self.budget.left -= num_full - start
         self.num_hashed += num_full - start
-        size, in_prompt = self.block_size, len(prompt.ids) // self.block_size
+        size, digests = self.block_size, blocks.digests
         for index in range(start, num_full):
-            digests, hash_inputs = prompt.digests, prompt.hash_inputs
-            parent = digests[-1] if digests else prompt.root
-            if index >= in_prompt:
-                digests, hash_inputs = own, blocks.hash_inputs
-                parent = digests[-1] if digests else parent
+            if digests:
+                parent = digests[-1]
+            else:
+                prompt = blocks.tokens.prompt
+                parent = prompt.digests[-1] if prompt.digests else prompt.root
             begin = index * size
             hash_input = parent + blocks.tokens.packed(begin, begin + size)
-            hash_inputs.append(hash_input)
-            digests.append(xxh64_digest(hash_input, self._seed))
+            digest = xxh64_digest(hash_input, self._seed)
+            hashed = blocks if index >= blocks.in_prompt else blocks.tokens.prompt
+            hashed.hash_inputs.append(hash_input)
+            hashed.digests.append(digest)
         return num_full

@@ -52,21 +52,22 @@ class Prompt:
 class TokenIds:
     """All known ids of one sequence."""
 
-    __slots__ = ("output", "prompt")
+    __slots__ = ("output", "prompt", "prompt_length")
 
     def __init__(self, prompt: Prompt):
         self.prompt = prompt
+        self.prompt_length = len(prompt.ids)
         self.output: array[int] = array("i")
 
     def __len__(self) -> int:
-        return len(self.prompt.ids) + len(self.output)
+        return self.prompt_length + len(self.output)
 
     def packed(self, start: int, end: int) -> bytes:
         """The ids of positions start .. end - 1."""
-        prompt = self.prompt.ids
-        length = len(prompt)
+        length = self.prompt_length
         if start >= length:
             return self.output[start - length : end - length].tobytes()
+        prompt = self.prompt.ids
         if end <= length:
             return prompt[start:end].tobytes()
         return (prompt[start:] + self.output[: end - length]).tobytes()

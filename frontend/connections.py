@@ -18,7 +18,7 @@ _BACKLOG = 1024
 _LAST_READ_S = 0.01
 # Probes of a half-closed connection: the first two follow closely, since the second one fails where the
 # client has gone.
-_FIRST_PROBE_S, _LAST_PROBE_S = 0.1, 15.0
+_FIRST_PROBE_S, _LAST_PROBE_S = 0.01, 15.0
 
 
 class Connection(web.RequestHandler):

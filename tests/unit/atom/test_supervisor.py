@@ -156,7 +156,9 @@ def test_a_frontend_that_does_not_end_is_killed(supervisor: Supervisor) -> None:
 def test_a_silent_core_is_hung_and_a_silent_frontend_is_logged(
     supervisor: Supervisor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("atom"), "propagate", True)
+    logger = logging.getLogger("atom")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", True)
     add_child(supervisor, "core", "import time; time.sleep(600)")
     add_child(supervisor, "frontend", "import time; time.sleep(600)")
     clock = [0.0]

@@ -10,7 +10,7 @@ from engine_core.token_ids import Prompt, TokenIds
 def make(number: int, priority: int = 0) -> Request:
     sampling = Sampling(0.0, 0, 1.0, 0.0, 0)
     message = AddRequest([number], pack_ids([1]), 4, sampling, priority=priority)
-    blocks = RequestBlocks(TokenIds(Prompt(message.prompt_ids)), [[]], [0])
+    blocks = RequestBlocks(TokenIds(Prompt(message.prompt_ids)), 0, [[]], [0])
     request = Request(number, SharedSettings(message, b"f", 0), sampling, -1, blocks)
     request.arrival, request.arrived_at = number, float(number)
     return request
