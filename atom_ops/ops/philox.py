@@ -1,54 +1,104 @@
 """Philox4x32-10, the counter-based random number generator of Salmon et al. (SC11), and sampling noise.
 
-Counter and key give the same four words on every platform: 32-bit words are held in int64 tensors
-and no multiplication overflows.
+Counter and key give the same four words on every platform. 32-bit words are held in int64 tensors or
+uint64 arrays, whose products wrap modulo 2**64.
 """
 
+import functools
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _ROUNDS = 10
 _WORD = 0xFFFFFFFF
-# The multipliers minus 2**32: below 2**30 in magnitude, so that products with words fit in int64.
-_MULTIPLIERS = (0xD2511F53 - (1 << 32), 0xCD9E8D57 - (1 << 32))
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
+_LANES = 4  # tokens of one counter
 
-Words = tuple[Tensor, Tensor, Tensor, Tensor]
+Words = TypeVar("Words", Tensor, NDArray[np.uint64])
 
 
-def philox(counter: Iterable[Tensor], key: Iterable[Tensor]) -> Words:
-    """Four random words for each counter (4 words) and key (2 words), which broadcast.
+def philox(counter: Iterable[Words], key: Iterable[Words]) -> tuple[Words, Words, Words, Words]:
+    """Four random words for each counter (4 words) and key (2 words), which broadcast
+    (a key to its counter).
 
-    Words are 0 … 2**32 - 1 in int64.
+    Words are 0 … 2**32 - 1. A counter word that is constant in a dimension has size 1 there: the
+    first three rounds then multiply fewer words.
     """
     first, second, third, fourth = counter
     low_key, high_key = key
     for step in range(_ROUNDS):
         low, high = first * _MULTIPLIERS[0], third * _MULTIPLIERS[1]
-        keys = [
-            (word + step * add) & _WORD for word, add in zip((low_key, high_key), _KEY_STEPS, strict=True)
-        ]
-        first, second, third, fourth = (
-            (high >> 32).add_(third).bitwise_xor_(keys[0]) ^ second,
-            high.bitwise_and_(_WORD),
-            (low >> 32).add_(first).bitwise_xor_(keys[1]) ^ fourth,
-            low.bitwise_and_(_WORD),
-        )
-    return first, second, third, fourth
+        first = _mixed(high, second, low_key + step * _KEY_STEPS[0])
+        third = _mixed(low, fourth, high_key + step * _KEY_STEPS[1])
+        second, fourth = high, low  # `_mixed` clears the upper halves
+    return first, second & _WORD, third, fourth & _WORD
 
 
-def token_words(seed_R: Tensor, sequence_R: Tensor, position_R: Tensor, block: Tensor, purpose: int) -> Words:
-    """The words of tokens 4 * block … 4 * block + 3, [R, N] each; `block` is int64 [N] or [R, N].
+def _mixed(product: Words, word: Words, key: Words) -> Words:
+    """Upper half of `product` ^ lower half of `word` ^ lower half of `key`."""
+    upper = product >> 32
+    if upper.shape == word.shape:
+        upper ^= word  # in place, because new memory costs more than the operation
+    else:
+        upper = upper ^ word
+    upper ^= key
+    upper &= _WORD
+    return upper
 
-    The key is the seed (int64: the bits of an unsigned 64-bit seed), the counter is the position,
-    the purpose, the sequence and the block.
+
+def token_words(
+    seed_R: Words, sequence_R: Words, position_R: Words, block: Words, purpose: int
+) -> tuple[Words, Words, Words, Words]:
+    """The words of tokens 4 * block … 4 * block + 3, [R, N] each; `block` is [N] or [R, N].
+
+    The key is the seed, the counter is the position, the purpose, the sequence and the block.
     """
     key = (seed_R & _WORD)[:, None], ((seed_R >> 32) & _WORD)[:, None]
     position_R1, sequence_R1 = (position_R & _WORD)[:, None], (sequence_R & _WORD)[:, None]
-    return philox((position_R1, torch.full_like(position_R1, purpose), sequence_R1, block), key)
+    return philox((position_R1, position_R1 * 0 + purpose, sequence_R1, block), key)
+
+
+def store_words(
+    seed_R: Tensor, sequence_R: Tensor, position_R: Tensor, purpose: int, out_RW: Tensor
+) -> Tensor:
+    """The words of the tokens 0 … W - 1 as float32, in `out_RW`; W is a multiple of 4.
+
+    On a CPU numpy computes row by row, so that all words stay in the cache, in as many threads as
+    torch uses.
+    """
+    rows, blocks = len(out_RW), out_RW.shape[1] // _LANES
+    if out_RW.device.type != "cpu":
+        every = torch.arange(blocks, device=out_RW.device)
+        words = token_words(seed_R, sequence_R, position_R, every, purpose)
+        return out_RW.copy_(torch.stack(words, -1).flatten(1))
+    columns = [column.numpy().view(np.uint64) for column in (seed_R, sequence_R, position_R)]
+    block_N, out = np.arange(blocks, dtype=np.uint64), out_RW.numpy().reshape(rows, blocks, _LANES)
+
+    def store(part: range) -> None:
+        for row in part:
+            seed, sequence, position = (column[row : row + 1] for column in columns)
+            words = token_words(seed, sequence, position, block_N, purpose)
+            for lane, word in enumerate(words):
+                out[row, :, lane] = word[0]
+
+    threads = min(torch.get_num_threads(), rows)
+    if threads <= 1:
+        store(range(rows))
+    else:
+        list(_pool(threads).map(store, (range(first, rows, threads) for first in range(threads))))
+    return out_RW
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="philox")
 
 
 def uniform_(words: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atom_ops.op import Case, op
-from atom_ops.ops.philox import exponential_, token_words
+from atom_ops.ops.philox import exponential_, store_words, token_words
 from atom_ops.tolerances import EXACT
 from atom_ops.transfer import to_device
 
@@ -22,7 +22,7 @@ SAMPLE_TOKEN = 0
 _SPAN = 256
 _CANDIDATES = 256
 _LANES = 4  # tokens of one Philox call
-_NOISE_SLICE = 1 << 18  # tokens of one chunk of noise
+_NOISE_SLICE = 1 << 20  # tokens of one chunk of noise
 # The bits of floats in [0, 1] sort like the floats; the histograms take them as two 15-bit digits.
 _BITS_OF_ONE = 0x3F800000
 _DIGIT = 15
@@ -206,15 +206,20 @@ def _argmax_with_noise(weights_RW: Tensor, batch: SamplingBatch, positions_R: Te
     Some rows at a time, so that the random words stay in the cache.
     """
     rows, width = weights_RW.shape
-    blocks = torch.arange(width // _LANES, device=weights_RW.device)
     sampled_R = torch.empty_like(positions_R)
-    for chunk in torch.arange(rows, device=weights_RW.device).split(max(1, _NOISE_SLICE // width)):
-        part = batch.only(chunk)
-        words = token_words(part.seed_R, part.sequence_R, positions_R[chunk], blocks, SAMPLE_TOKEN)
-        noise = torch.empty(len(chunk), len(blocks), _LANES, dtype=torch.float32, device=weights_RW.device)
-        for lane, word in enumerate(words):
-            noise[..., lane] = word
-        sampled_R[chunk] = _top1(weights_RW[chunk].div_(exponential_(noise).flatten(1)))[1]
+    size = max(1, _NOISE_SLICE // width)
+    noise_RW = torch.empty_like(weights_RW[:size])
+    for start in range(0, rows, size):
+        chunk = slice(start, min(start + size, rows))
+        scores = store_words(
+            batch.seed_R[chunk],
+            batch.sequence_R[chunk],
+            positions_R[chunk],
+            SAMPLE_TOKEN,
+            noise_RW[: chunk.stop - start],
+        )
+        torch.div(weights_RW[chunk], exponential_(scores), out=scores)
+        sampled_R[chunk] = _top1(scores)[1]
     return sampled_R
 
 
