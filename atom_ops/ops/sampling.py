@@ -23,11 +23,7 @@ _SPAN = 256
 _CANDIDATES = 256
 _LANES = 4  # tokens of one Philox call
 _NOISE_SLICE = 1 << 20  # tokens of one chunk of noise
-# The bits of floats in [0, 1] sort like the floats; the histograms take them as two 15-bit digits.
-_BITS_OF_ONE = 0x3F800000
-_DIGIT = 15
-_DIGIT_MASK = (1 << _DIGIT) - 1
-_FILTER_SLICE = 1 << 22  # weights of one pass: bounds the memory of the histograms' indices
+_FILTER_SLICE = 1 << 20  # weights of one pass: bounds the memory of their masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,17 +221,43 @@ def _argmax_with_noise(weights_RW: Tensor, batch: SamplingBatch, positions_R: Te
 
 def _sample_filtered(weights_LW: Tensor, batch: SamplingBatch, positions_L: Tensor) -> Tensor:
     """One id among the tokens that top-k and top-p keep; `batch` is of the L rows."""
-    top_k_L, top_p_L = batch.top_k_R, batch.top_p_R.double()
-    sampled_L, complete_L = _sample_candidates(weights_LW, batch, positions_L)
-    size = max(1, _FILTER_SLICE // weights_LW.shape[1])
-    for rows in (~complete_L).nonzero().squeeze(1).split(size):
-        chunk = weights_LW[rows]
+    if batch.any_top_k:
+        sampled_L, complete_L = _sample_candidates(weights_LW, batch, positions_L)
+        rest = (~complete_L).nonzero().squeeze(1)
+    else:
+        sampled_L, rest = torch.empty_like(positions_L), torch.arange(len(positions_L))
+    for rows in rest.to(weights_LW.device).split(max(1, _FILTER_SLICE // weights_LW.shape[1])):
+        chunk, part = weights_LW[rows], batch.only(rows)
         if batch.any_top_k:
-            _keep_top_k(chunk, top_k_L[rows, None])
-        if batch.any_top_p:
-            _keep_top_p(chunk, top_p_L[rows, None])
-        sampled_L[rows] = _argmax_with_noise(chunk, batch.only(rows), positions_L[rows])
+            _keep_top_k(chunk, part.top_k_R[:, None])
+        sampled_L[rows] = _sample_top_p(chunk, part, positions_L[rows])
     return sampled_L
+
+
+def _sample_top_p(weights_LW: Tensor, batch: SamplingBatch, positions_L: Tensor) -> Tensor:
+    """One id among the tokens that top-p keeps; changes the weights.
+
+    The best token of all is the answer if top-p keeps it. Otherwise top-p keeps none of the less
+    likely tokens either: the row is sampled again without them, 1 - log(top_p) times on average.
+    """
+    ids = torch.arange(weights_LW.shape[1], device=weights_LW.device)
+    wanted_L = batch.top_p_R.double() * weights_LW.sum(-1, dtype=torch.float64)
+    wanted_L.masked_fill_(batch.top_p_R >= 1, torch.inf)
+    sampled_L = _argmax_with_noise(weights_LW, batch, positions_L)
+    rows = torch.arange(len(sampled_L), device=ids.device)
+    while True:
+        sampled_L1 = sampled_L[rows, None]
+        least_L1 = weights_LW.gather(1, sampled_L1)
+        # The tokens before the sampled one, by falling weight, then rising id.
+        before_LW = (weights_LW > least_L1) | ((weights_LW == least_L1) & (ids < sampled_L1))
+        weights_LW *= before_LW
+        mass_L = weights_LW.sum(-1, dtype=torch.float64)
+        # The most likely token is always kept; rows with NaN end here too.
+        again = ((mass_L >= wanted_L[rows]) & (mass_L > 0)).nonzero().squeeze(1)
+        if not len(again):
+            return sampled_L
+        weights_LW, rows = weights_LW[again], rows[again]
+        sampled_L[rows] = _argmax_with_noise(weights_LW, batch.only(rows), positions_L[rows])
 
 
 def _sample_candidates(
@@ -270,45 +292,11 @@ def _sample_candidates(
 
 
 def _keep_top_k(weights_LW: Tensor, top_k_L1: Tensor) -> None:
-    """Zero all but the k most likely tokens, in place."""
-    ones_LW = weights_LW.new_ones(()).expand_as(weights_LW)
-    _keep_prefix(weights_LW, ones_LW, torch.where(top_k_L1 > 0, top_k_L1.double(), torch.inf))
-
-
-def _keep_top_p(weights_LW: Tensor, top_p_L1: Tensor) -> None:
-    """Zero all but the most likely tokens with top_p of the mass, in place."""
-    mass_LW = weights_LW.double()
-    wanted_L1 = top_p_L1 * mass_LW.sum(-1, keepdim=True)
-    _keep_prefix(weights_LW, mass_LW, torch.where(top_p_L1 < 1, wanted_L1, torch.inf))
-
-
-def _keep_prefix(weights_LW: Tensor, amount_LW: Tensor, wanted_L1: Tensor) -> None:
-    """Zero all weights after the shortest prefix whose amounts sum up to `wanted_L1`, in place.
-
-    The prefix is in the order of falling weight, then rising id, and has at least one token. Equal
-    weights must have equal amounts. Two histograms of the weights' bits find its end, in a tenth of
-    the time of a sort.
-    """
-    # Clamped, because the bits of NaN lie outside the histograms.
-    key_LW = (_BITS_OF_ONE - weights_LW.view(torch.int32)).clamp_(0, _BITS_OF_ONE)
-    high_LW = key_LW >> _DIGIT
-    high_L1, before_L1 = _bucket(high_LW, amount_LW, wanted_L1, (_BITS_OF_ONE >> _DIGIT) + 1)
-    wanted_L1 = wanted_L1 - before_L1
-    inside_LW = amount_LW * (high_LW == high_L1)
-    low_L1, before_L1 = _bucket(key_LW & _DIGIT_MASK, inside_LW, wanted_L1, 1 << _DIGIT)
-
-    last_L1 = (high_L1 << _DIGIT | low_L1).to(torch.int32)
-    equal_LW = key_LW == last_L1
-    each_L1 = (amount_LW * equal_LW).amax(-1, keepdim=True)
-    ties_L1 = ((wanted_L1 - before_L1) / each_L1).ceil_().clamp_(min=1)
-    kept_LW = (key_LW < last_L1) | (equal_LW & (equal_LW.cumsum(-1, dtype=torch.int32) <= ties_L1))
-    weights_LW.mul_(kept_LW)
-
-
-def _bucket(digit_LW: Tensor, amount_LW: Tensor, wanted_L1: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
-    """The digit at which amounts, summed by rising digit, reach `wanted_L1`, and the sum before it."""
-    sums = torch.zeros(len(digit_LW), buckets, dtype=torch.float64, device=digit_LW.device)
-    sums.scatter_add_(1, digit_LW.long(), amount_LW.double())
-    reached = sums.cumsum(-1)
-    found_L1 = torch.searchsorted(reached, wanted_L1).clamp_(max=buckets - 1)
-    return found_L1, (reached - sums).gather(1, found_L1)
+    """Zero all but the k most likely tokens, in place; ties are kept by smallest id."""
+    vocabulary = weights_LW.shape[1]
+    for weights_W, top_k in zip(weights_LW, top_k_L1.flatten().tolist(), strict=True):
+        if 0 < top_k < vocabulary:
+            least = weights_W.kthvalue(vocabulary - top_k + 1).values
+            above_W, equal_W = weights_W > least, weights_W == least
+            equal_W &= equal_W.cumsum(-1) <= top_k - above_W.sum()
+            weights_W *= above_W | equal_W
