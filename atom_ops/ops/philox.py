@@ -7,11 +7,10 @@ uint64 arrays, whose products wrap modulo 2**64.
 import functools
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 _ROUNDS = 10
@@ -21,12 +20,11 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
 _LANES = 4  # tokens of one counter
 
-Words = TypeVar("Words", Tensor, NDArray[np.uint64])
+Words = TypeVar("Words", bound=Any)  # int64 Tensor or uint64 array
 
 
 def philox(counter: Iterable[Words], key: Iterable[Words]) -> tuple[Words, Words, Words, Words]:
-    """Four random words for each counter (4 words) and key (2 words), which broadcast
-    (a key to its counter).
+    """Four random words for each counter (4 words) and key (2 words), which broadcast.
 
     Words are 0 … 2**32 - 1. A counter word that is constant in a dimension has size 1 there: the
     first three rounds then multiply fewer words.
@@ -43,7 +41,7 @@ def philox(counter: Iterable[Words], key: Iterable[Words]) -> tuple[Words, Words
 
 def _mixed(product: Words, word: Words, key: Words) -> Words:
     """Upper half of `product` ^ lower half of `word` ^ lower half of `key`."""
-    upper = product >> 32
+    upper: Words = product >> 32
     if upper.shape == word.shape:
         upper ^= word  # in place, because new memory costs more than the operation
     else:
@@ -66,12 +64,17 @@ def token_words(
 
 
 def store_words(
-    seed_R: Tensor, sequence_R: Tensor, position_R: Tensor, purpose: int, out_RW: Tensor
+    seed_R: Tensor,
+    sequence_R: Tensor,
+    position_R: Tensor,
+    purpose: int,
+    needed_RW: Tensor,
+    out_RW: Tensor,
 ) -> Tensor:
     """The words of the tokens 0 … W - 1 as float32, in `out_RW`; W is a multiple of 4.
 
-    On a CPU numpy computes row by row, so that all words stay in the cache, in as many threads as
-    torch uses.
+    Tokens that are not needed (bool) may get 0. On a CPU numpy computes row by row, so that the
+    words stay in the cache, in as many threads as torch uses.
     """
     rows, blocks = len(out_RW), out_RW.shape[1] // _LANES
     if out_RW.device.type != "cpu":
@@ -79,14 +82,20 @@ def store_words(
         words = token_words(seed_R, sequence_R, position_R, every, purpose)
         return out_RW.copy_(torch.stack(words, -1).flatten(1))
     columns = [column.numpy().view(np.uint64) for column in (seed_R, sequence_R, position_R)]
-    block_N, out = np.arange(blocks, dtype=np.uint64), out_RW.numpy().reshape(rows, blocks, _LANES)
+    every_N, out = np.arange(blocks, dtype=np.uint64), out_RW.numpy().reshape(rows, blocks, _LANES)
+    needed_RN = needed_RW.numpy().view(np.uint32)  # the four flags of a block are one number
 
     def store(part: range) -> None:
         for row in part:
             seed, sequence, position = (column[row : row + 1] for column in columns)
-            words = token_words(seed, sequence, position, block_N, purpose)
+            # Scattered stores are slow: they pay off for fewer than half of the blocks.
+            few = np.count_nonzero(needed_RN[row]) < blocks // 2
+            which = np.flatnonzero(needed_RN[row]) if few else slice(None)
+            words = token_words(seed, sequence, position, every_N[which], purpose)
+            if few:
+                out[row] = 0
             for lane, word in enumerate(words):
-                out[row, :, lane] = word[0]
+                out[row, which, lane] = word[0]
 
     threads = min(torch.get_num_threads(), rows)
     if threads <= 1:

@@ -23,6 +23,9 @@ _SPAN = 256
 _CANDIDATES = 256
 _LANES = 4  # tokens of one Philox call
 _NOISE_SLICE = 1 << 20  # tokens of one chunk of noise
+# The best token has weight 1 and a variate below 17, other variates are at least 2**-33: a token with
+# less weight than this is never sampled.
+_NEGLIGIBLE = 2.0**-38
 _FILTER_SLICE = 1 << 20  # weights of one pass: bounds the memory of their masks
 
 
@@ -212,6 +215,7 @@ def _argmax_with_noise(weights_RW: Tensor, batch: SamplingBatch, positions_R: Te
             batch.sequence_R[chunk],
             positions_R[chunk],
             SAMPLE_TOKEN,
+            weights_RW[chunk] > _NEGLIGIBLE,
             noise_RW[: chunk.stop - start],
         )
         torch.div(weights_RW[chunk], exponential_(scores), out=scores)
@@ -221,12 +225,9 @@ def _argmax_with_noise(weights_RW: Tensor, batch: SamplingBatch, positions_R: Te
 
 def _sample_filtered(weights_LW: Tensor, batch: SamplingBatch, positions_L: Tensor) -> Tensor:
     """One id among the tokens that top-k and top-p keep; `batch` is of the L rows."""
-    if batch.any_top_k:
-        sampled_L, complete_L = _sample_candidates(weights_LW, batch, positions_L)
-        rest = (~complete_L).nonzero().squeeze(1)
-    else:
-        sampled_L, rest = torch.empty_like(positions_L), torch.arange(len(positions_L))
-    for rows in rest.to(weights_LW.device).split(max(1, _FILTER_SLICE // weights_LW.shape[1])):
+    sampled_L, complete_L = _sample_candidates(weights_LW, batch, positions_L)
+    rest = (~complete_L).nonzero().squeeze(1)
+    for rows in rest.split(max(1, _FILTER_SLICE // weights_LW.shape[1])):
         chunk, part = weights_LW[rows], batch.only(rows)
         if batch.any_top_k:
             _keep_top_k(chunk, part.top_k_R[:, None])
