@@ -4,9 +4,7 @@ Counter and key give the same four words on every platform. 32-bit words are hel
 uint64 arrays, whose products wrap modulo 2**64.
 """
 
-import functools
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
@@ -74,7 +72,7 @@ def store_words(
     """The words of the tokens 0 … W - 1 as float32, in `out_RW`; W is a multiple of 4.
 
     Tokens that are not needed (bool) may get 0. On a CPU numpy computes row by row, so that the
-    words stay in the cache, in as many threads as torch uses.
+    words stay in the cache. Python threads do not make it faster: the operations are too short.
     """
     rows, blocks = len(out_RW), out_RW.shape[1] // _LANES
     if out_RW.device.type != "cpu":
@@ -85,29 +83,17 @@ def store_words(
     every_N, out = np.arange(blocks, dtype=np.uint64), out_RW.numpy().reshape(rows, blocks, _LANES)
     needed_RN = needed_RW.numpy().view(np.uint32)  # the four flags of a block are one number
 
-    def store(part: range) -> None:
-        for row in part:
-            seed, sequence, position = (column[row : row + 1] for column in columns)
-            # Scattered stores are slow: they pay off for fewer than half of the blocks.
-            few = np.count_nonzero(needed_RN[row]) < blocks // 2
-            which = np.flatnonzero(needed_RN[row]) if few else slice(None)
-            words = token_words(seed, sequence, position, every_N[which], purpose)
-            if few:
-                out[row] = 0
-            for lane, word in enumerate(words):
-                out[row, which, lane] = word[0]
-
-    threads = min(torch.get_num_threads(), rows)
-    if threads <= 1:
-        store(range(rows))
-    else:
-        list(_pool(threads).map(store, (range(first, rows, threads) for first in range(threads))))
+    for row in range(rows):
+        seed, sequence, position = (column[row : row + 1] for column in columns)
+        # Scattered stores are slow: they pay off for fewer than half of the blocks.
+        few = np.count_nonzero(needed_RN[row]) < blocks // 2
+        which = np.flatnonzero(needed_RN[row]) if few else slice(None)
+        words = token_words(seed, sequence, position, every_N[which], purpose)
+        if few:
+            out[row] = 0
+        for lane, word in enumerate(words):
+            out[row, which, lane] = word[0]
     return out_RW
-
-
-@functools.cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="philox")
 
 
 def uniform_(words: Tensor) -> Tensor:
