@@ -77,8 +77,8 @@ def store_words(
     rows, blocks = len(out_RW), out_RW.shape[1] // _LANES
     if out_RW.device.type != "cpu":
         every = torch.arange(blocks, device=out_RW.device)
-        words = token_words(seed_R, sequence_R, position_R, every, purpose)
-        return out_RW.copy_(torch.stack(words, -1).flatten(1))
+        lanes = token_words(seed_R, sequence_R, position_R, every, purpose)
+        return out_RW.copy_(torch.stack(lanes, -1).flatten(1))
     columns = [column.numpy().view(np.uint64) for column in (seed_R, sequence_R, position_R)]
     every_N, out = np.arange(blocks, dtype=np.uint64), out_RW.numpy().reshape(rows, blocks, _LANES)
     needed_RN = needed_RW.numpy().view(np.uint32)  # the four flags of a block are one number
