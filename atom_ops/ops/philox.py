@@ -1,11 +1,13 @@
-"""Philox4x32-10, the counter-based random number generator of Salmon et al. (SC11).
+"""Philox4x32-10, the counter-based random number generator of Salmon et al. (SC11), and sampling noise.
 
-Counter and key give the same four words on every platform: 32-bit words are held in int64 tensors
-and no multiplication overflows.
+Counter and key give the same four words on every platform. 32-bit words are held in int64 tensors or
+uint64 arrays, whose products wrap modulo 2**64.
 """
 
-from functools import cache
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,44 +15,99 @@ _ROUNDS = 10
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_LARGEST_BELOW_ONE = 1.0 - 2.0**-24
+_LANES = 4  # tokens of one counter
+
+Words = TypeVar("Words", bound=Any)  # int64 Tensor or uint64 array
 
 
-@cache
-def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Multipliers and key steps, [2, 1] each; cached, because the copy synchronises with the device."""
-    columns = torch.tensor([_MULTIPLIERS, _KEY_STEPS], device=device)[:, :, None]
-    return columns[0], columns[1]
+def philox(counter: Iterable[Words], key: Iterable[Words]) -> tuple[Words, Words, Words, Words]:
+    """Four random words for each counter (4 words) and key (2 words), which broadcast.
 
-
-def philox(counter_4R: Tensor, key_2R: Tensor) -> Tensor:
-    """Four random words for each column, [4, R]; all words are 0 … 2**32 - 1 in int64."""
-    multiplier, key_step = _constants(counter_4R.device)
-    upper, lower = multiplier >> 16, multiplier & 0xFFFF
-    rounds = torch.arange(_ROUNDS, device=counter_4R.device)[:, None, None]
-    keys = (key_2R + rounds * key_step) & _WORD
-    even, odd = counter_4R[0::2], counter_4R[1::2]
-    for key in keys:
-        # 32 x 32 -> 64 bits, by two multiplications of at most 48 bits.
-        low = even * lower
-        high = even * upper + (low >> 16)
-        product_high = high >> 16
-        product_low = ((high & 0xFFFF) << 16) | (low & 0xFFFF)
-        even, odd = product_high.flip(0) ^ odd ^ key, product_low.flip(0)
-    return torch.stack((even[0], odd[0], even[1], odd[1]))
-
-
-def uniform(seed_R: Tensor, sequence_R: Tensor, position_R: Tensor, purpose: int) -> Tensor:
-    """One uniform number in [0, 1) for each row: a multiple of 2**-24, float64.
-
-    `seed_R` holds the bits of unsigned 64-bit seeds.
+    Words are 0 … 2**32 - 1. A counter word that is constant in a dimension has size 1 there: the
+    first three rounds then multiply fewer words.
     """
-    key = torch.stack((seed_R & _WORD, (seed_R >> 32) & _WORD))
-    counter = torch.stack(
-        (
-            position_R & _WORD,
-            torch.full_like(position_R, purpose),
-            sequence_R & _WORD,
-            torch.zeros_like(position_R),
-        )
-    )
-    return (philox(counter, key)[0] >> 8).double() * 2.0**-24
+    first, second, third, fourth = counter
+    low_key, high_key = key
+    for step in range(_ROUNDS):
+        low, high = first * _MULTIPLIERS[0], third * _MULTIPLIERS[1]
+        first = _mixed(high, second, low_key + step * _KEY_STEPS[0])
+        third = _mixed(low, fourth, high_key + step * _KEY_STEPS[1])
+        second, fourth = high, low  # `_mixed` clears the upper halves
+    return first, second & _WORD, third, fourth & _WORD
+
+
+def _mixed(product: Words, word: Words, key: Words) -> Words:
+    """Upper half of `product` ^ lower half of `word` ^ lower half of `key`."""
+    upper: Words = product >> 32
+    if upper.shape == word.shape:
+        upper ^= word  # in place, because new memory costs more than the operation
+    else:
+        upper = upper ^ word
+    upper ^= key
+    upper &= _WORD
+    return upper
+
+
+def token_words(
+    seed_R: Words, sequence_R: Words, position_R: Words, block: Words, purpose: int
+) -> tuple[Words, Words, Words, Words]:
+    """The words of tokens 4 * block … 4 * block + 3, [R, N] each; `block` is [N] or [R, N].
+
+    The key is the seed, the counter is the position, the purpose, the sequence and the block.
+    """
+    key = (seed_R & _WORD)[:, None], ((seed_R >> 32) & _WORD)[:, None]
+    position_R1, sequence_R1 = (position_R & _WORD)[:, None], (sequence_R & _WORD)[:, None]
+    return philox((position_R1, position_R1 * 0 + purpose, sequence_R1, block), key)
+
+
+def store_words(
+    seed_R: Tensor,
+    sequence_R: Tensor,
+    position_R: Tensor,
+    purpose: int,
+    needed_RW: Tensor,
+    out_RW: Tensor,
+) -> Tensor:
+    """The words of the tokens 0 … W - 1 as float32, in `out_RW`; W is a multiple of 4.
+
+    Tokens that are not needed (bool) may get 0. On a CPU numpy computes row by row, so that the
+    words stay in the cache. Python threads do not make it faster: the operations are too short.
+    """
+    rows, blocks = len(out_RW), out_RW.shape[1] // _LANES
+    if out_RW.device.type != "cpu":
+        every = torch.arange(blocks, device=out_RW.device)
+        lanes = token_words(seed_R, sequence_R, position_R, every, purpose)
+        return out_RW.copy_(torch.stack(lanes, -1).flatten(1))
+    columns = [column.numpy().view(np.uint64) for column in (seed_R, sequence_R, position_R)]
+    every_N, out = np.arange(blocks, dtype=np.uint64), out_RW.numpy().reshape(rows, blocks, _LANES)
+    needed_RN = needed_RW.numpy().view(np.uint32)  # the four flags of a block are one number
+
+    for row in range(rows):
+        seed, sequence, position = (column[row : row + 1] for column in columns)
+        # Scattered stores are slow: they pay off for fewer than half of the blocks.
+        few = np.count_nonzero(needed_RN[row]) < blocks // 2
+        which = np.flatnonzero(needed_RN[row]) if few else slice(None)
+        words = token_words(seed, sequence, position, every_N[which], purpose)
+        if few:
+            out[row] = 0
+        for lane, word in enumerate(words):
+            out[row, which, lane] = word[0]
+    return out_RW
+
+
+def uniform_(words: Tensor) -> Tensor:
+    """In place: words as float32 to uniform numbers in (0, 1), with a resolution of 2**-32 at 0.
+
+    Every operation is exact or rounded to nearest, so that all devices get the same bits.
+    """
+    return words.add_(0.5).mul_(2.0**-32).clamp_(max=_LARGEST_BELOW_ONE)
+
+
+def exponential_(words: Tensor) -> Tensor:
+    """In place: words as float32 to exponential variates, -log(1 - u).
+
+    The bits of u are the same on all devices, the logarithm may differ by some ulps. -log of the
+    result is Gumbel noise.
+    """
+    return uniform_(words).neg_().log1p_().neg_()

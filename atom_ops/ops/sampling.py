@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atom_ops.op import Case, op
-from atom_ops.ops.philox import uniform
+from atom_ops.ops.philox import exponential_, store_words, token_words
 from atom_ops.tolerances import EXACT
 from atom_ops.transfer import to_device
 
@@ -21,11 +21,12 @@ SAMPLE_TOKEN = 0
 
 _SPAN = 256
 _CANDIDATES = 256
-# The bits of floats in [0, 1] sort like the floats; the histograms take them as two 15-bit digits.
-_BITS_OF_ONE = 0x3F800000
-_DIGIT = 15
-_DIGIT_MASK = (1 << _DIGIT) - 1
-_FILTER_SLICE = 1 << 22  # weights of one pass: bounds the memory of the histograms' indices
+_LANES = 4  # tokens of one Philox call
+_NOISE_SLICE = 1 << 20  # tokens of one chunk of noise
+# The best token has weight 1 and a variate below 17, other variates are at least 2**-33: a token with
+# less weight than this is never sampled.
+_NEGLIGIBLE = 2.0**-38
+_FILTER_SLICE = 1 << 20  # weights of one pass: bounds the memory of their masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +133,10 @@ def sample(logits_RV: Tensor, batch: SamplingBatch, positions_R: Tensor) -> Tens
       top-k   keeps the k most likely tokens, ties by smallest id;
       top-p   keeps the shortest prefix of the most likely tokens with at least top_p of the
               remaining probability, and at least one token.
-    The sampled id is the first, in id order, whose cumulative probability exceeds u times the
-    remaining probability; u is `philox.uniform` of the row's seed, sequence and position.
+    The sampled id is the argmax of logit / temperature + Gumbel noise over the tokens that are
+    kept, with ties to the smallest id. A token's noise is a function of the row's seed, sequence
+    and position and of the token alone, so rounding changes a sample only where the two best
+    tokens are within that rounding.
 
     This reference synchronises with the device for rows with top-k or top-p; no other provider
     does. A row with NaN logits, or with only minus infinity, gets some id of the vocabulary.
@@ -163,15 +166,18 @@ def _top1(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
 def _sample_rows(logits_SV: Tensor, top_S: Tensor, batch: SamplingBatch, positions_S: Tensor) -> Tensor:
     """One id for each of the S rows; `batch` has the columns of these rows."""
     weights_SW = _weights(logits_SV, top_S, batch)
-    u_S = uniform(batch.seed_R, batch.sequence_R, positions_S, SAMPLE_TOKEN)
     rows = batch.filtered_rows
     if rows is None:
-        sampled_S = _first_id_above(weights_SW, u_S)
-    elif len(rows) == len(u_S):
-        sampled_S = _sample_filtered(weights_SW, u_S, batch)
+        sampled_S = _argmax_with_noise(weights_SW, batch, positions_S)
+    elif len(rows) == len(positions_S):
+        sampled_S = _sample_filtered(weights_SW, batch, positions_S)
     else:
-        sampled_S = _first_id_above(weights_SW, u_S)
-        sampled_S.index_copy_(0, rows, _sample_filtered(weights_SW[rows], u_S[rows], batch.only(rows)))
+        others = (
+            torch.ones_like(positions_S, dtype=torch.bool).index_fill_(0, rows, False).nonzero().squeeze(1)
+        )
+        sampled_S = torch.empty_like(positions_S)
+        sampled_S[others] = _argmax_with_noise(weights_SW[others], batch.only(others), positions_S[others])
+        sampled_S[rows] = _sample_filtered(weights_SW[rows], batch.only(rows), positions_S[rows])
     # Only rows with NaN or without any finite logit are clamped.
     return sampled_S.clamp_(max=logits_SV.shape[1] - 1)
 
@@ -193,50 +199,73 @@ def _weights(logits_SV: Tensor, top_S: Tensor, batch: SamplingBatch) -> Tensor:
     return weights_SW
 
 
-def _first_id_above(weights_SW: Tensor, u_S: Tensor) -> Tensor:
-    """The first id whose cumulative weight exceeds u times the total.
+def _argmax_with_noise(weights_RW: Tensor, batch: SamplingBatch, positions_R: Tensor) -> Tensor:
+    """The id with the largest weight / exponential variate, which is the argmax with Gumbel noise.
 
-    First the span of ids that holds it, then the id in that span: a cumulative sum over all ids is
-    many times slower than the sums of spans.
+    Some rows at a time, so that the random words stay in the cache.
     """
-    spans = weights_SW.unflatten(1, (-1, _SPAN))
-    mass = spans.sum(-1).double()
-    reached = mass.cumsum(-1)
-    target = (u_S * reached[:, -1])[:, None]
-    span = _first_above(reached, target)
-    inside = spans.gather(1, span[:, :, None].expand(-1, -1, _SPAN)).squeeze(1).double().cumsum(-1)
-    rest = target - (reached - mass).gather(1, span)
-    # The two sums round differently: stay below the span's total, so that an id is found.
-    highest = torch.nextafter(inside[:, -1:], torch.zeros_like(rest))
-    rest = torch.minimum(rest.clamp_(min=0), highest)
-    return (span * _SPAN + _first_above(inside, rest)).squeeze(1)
+    rows, width = weights_RW.shape
+    sampled_R = torch.empty_like(positions_R)
+    size = max(1, _NOISE_SLICE // width)
+    noise_RW = torch.empty_like(weights_RW[:size])
+    for start in range(0, rows, size):
+        chunk = slice(start, min(start + size, rows))
+        scores = store_words(
+            batch.seed_R[chunk],
+            batch.sequence_R[chunk],
+            positions_R[chunk],
+            SAMPLE_TOKEN,
+            weights_RW[chunk] > _NEGLIGIBLE,
+            noise_RW[: chunk.stop - start],
+        )
+        torch.div(weights_RW[chunk], exponential_(scores), out=scores)
+        sampled_R[chunk] = _top1(scores)[1]
+    return sampled_R
 
 
-def _first_above(reached: Tensor, target: Tensor) -> Tensor:
-    """Index of the first entry of each row that is greater than the row's target, [rows, 1]."""
-    found = torch.searchsorted(reached, target, right=True)
-    return found.clamp_(max=reached.shape[1] - 1)
-
-
-def _sample_filtered(weights_LW: Tensor, u_L: Tensor, batch: SamplingBatch) -> Tensor:
-    """`_first_id_above` among the tokens that top-k and top-p keep; `batch` is of the L rows."""
-    top_k_L, top_p_L = batch.top_k_R, batch.top_p_R.double()
-    sampled_L, complete_L = _sample_candidates(weights_LW, u_L, top_k_L, top_p_L)
-    size = max(1, _FILTER_SLICE // weights_LW.shape[1])
-    for rows in (~complete_L).nonzero().squeeze(1).split(size):
-        chunk = weights_LW[rows]
+def _sample_filtered(weights_LW: Tensor, batch: SamplingBatch, positions_L: Tensor) -> Tensor:
+    """One id among the tokens that top-k and top-p keep; `batch` is of the L rows."""
+    sampled_L, complete_L = _sample_candidates(weights_LW, batch, positions_L)
+    rest = (~complete_L).nonzero().squeeze(1)
+    for rows in rest.split(max(1, _FILTER_SLICE // weights_LW.shape[1])):
+        chunk, part = weights_LW[rows], batch.only(rows)
         if batch.any_top_k:
-            _keep_top_k(chunk, top_k_L[rows, None])
-        if batch.any_top_p:
-            _keep_top_p(chunk, top_p_L[rows, None])
-        sampled_L[rows] = _first_id_above(chunk, u_L[rows])
+            _keep_top_k(chunk, part.top_k_R[:, None])
+        sampled_L[rows] = _sample_top_p(chunk, part, positions_L[rows])
     return sampled_L
 
 
+def _sample_top_p(weights_LW: Tensor, batch: SamplingBatch, positions_L: Tensor) -> Tensor:
+    """One id among the tokens that top-p keeps; changes the weights.
+
+    The best token of all is the answer if top-p keeps it. Otherwise top-p keeps none of the less
+    likely tokens either: the row is sampled again without them, 1 - log(top_p) times on average.
+    """
+    ids = torch.arange(weights_LW.shape[1], device=weights_LW.device)
+    wanted_L = batch.top_p_R.double() * weights_LW.sum(-1, dtype=torch.float64)
+    wanted_L.masked_fill_(batch.top_p_R >= 1, torch.inf)
+    sampled_L = _argmax_with_noise(weights_LW, batch, positions_L)
+    rows = torch.arange(len(sampled_L), device=ids.device)
+    while True:
+        sampled_L1 = sampled_L[rows, None]
+        least_L1 = weights_LW.gather(1, sampled_L1)
+        # The tokens before the sampled one, by falling weight, then rising id.
+        before_LW = (weights_LW > least_L1) | ((weights_LW == least_L1) & (ids < sampled_L1))
+        weights_LW *= before_LW
+        mass_L = weights_LW.sum(-1, dtype=torch.float64)
+        # The most likely token is always kept; rows with NaN end here too.
+        again = ((mass_L >= wanted_L[rows]) & (mass_L > 0)).nonzero().squeeze(1)
+        if not len(again):
+            return sampled_L
+        weights_LW, rows = weights_LW[again], rows[again]
+        sampled_L[rows] = _argmax_with_noise(weights_LW, batch.only(rows), positions_L[rows])
+
+
 def _sample_candidates(
-    weights_LW: Tensor, u_L: Tensor, top_k_L: Tensor, top_p_L: Tensor
+    weights_LW: Tensor, batch: SamplingBatch, positions_L: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Ids sampled from the top 256 tokens, and whether these hold all tokens that the filters keep."""
+    top_k_L, top_p_L = batch.top_k_R, batch.top_p_R.double()
     size = min(_CANDIDATES, weights_LW.shape[1])
     values, ids = weights_LW.topk(size, sorted=False)
     ids, by_id = ids.sort(-1)
@@ -257,50 +286,18 @@ def _sample_candidates(
     complete_L = (least_L == 0) | ((least_kept_L > least_L) & (top_k_L <= size))
 
     weights_by_id = torch.empty_like(values).scatter_(1, by_value, values * kept)
-    reached = weights_by_id.cumsum(-1, dtype=torch.float64)
-    return ids.gather(1, _first_above(reached, u_L[:, None] * reached[:, -1:])).squeeze(1), complete_L
+    words = token_words(batch.seed_R, batch.sequence_R, positions_L, ids // _LANES, SAMPLE_TOKEN)
+    word = torch.stack(words, -1).gather(-1, (ids % _LANES)[..., None]).squeeze(-1)
+    best = weights_by_id.div_(exponential_(word.float())).max(-1, keepdim=True).indices
+    return ids.gather(1, best).squeeze(1), complete_L
 
 
 def _keep_top_k(weights_LW: Tensor, top_k_L1: Tensor) -> None:
-    """Zero all but the k most likely tokens, in place."""
-    ones_LW = weights_LW.new_ones(()).expand_as(weights_LW)
-    _keep_prefix(weights_LW, ones_LW, torch.where(top_k_L1 > 0, top_k_L1.double(), torch.inf))
-
-
-def _keep_top_p(weights_LW: Tensor, top_p_L1: Tensor) -> None:
-    """Zero all but the most likely tokens with top_p of the mass, in place."""
-    mass_LW = weights_LW.double()
-    wanted_L1 = top_p_L1 * mass_LW.sum(-1, keepdim=True)
-    _keep_prefix(weights_LW, mass_LW, torch.where(top_p_L1 < 1, wanted_L1, torch.inf))
-
-
-def _keep_prefix(weights_LW: Tensor, amount_LW: Tensor, wanted_L1: Tensor) -> None:
-    """Zero all weights after the shortest prefix whose amounts sum up to `wanted_L1`, in place.
-
-    The prefix is in the order of falling weight, then rising id, and has at least one token. Equal
-    weights must have equal amounts. Two histograms of the weights' bits find its end, in a tenth of
-    the time of a sort.
-    """
-    # Clamped, because the bits of NaN lie outside the histograms.
-    key_LW = (_BITS_OF_ONE - weights_LW.view(torch.int32)).clamp_(0, _BITS_OF_ONE)
-    high_LW = key_LW >> _DIGIT
-    high_L1, before_L1 = _bucket(high_LW, amount_LW, wanted_L1, (_BITS_OF_ONE >> _DIGIT) + 1)
-    wanted_L1 = wanted_L1 - before_L1
-    inside_LW = amount_LW * (high_LW == high_L1)
-    low_L1, before_L1 = _bucket(key_LW & _DIGIT_MASK, inside_LW, wanted_L1, 1 << _DIGIT)
-
-    last_L1 = (high_L1 << _DIGIT | low_L1).to(torch.int32)
-    equal_LW = key_LW == last_L1
-    each_L1 = (amount_LW * equal_LW).amax(-1, keepdim=True)
-    ties_L1 = ((wanted_L1 - before_L1) / each_L1).ceil_().clamp_(min=1)
-    kept_LW = (key_LW < last_L1) | (equal_LW & (equal_LW.cumsum(-1, dtype=torch.int32) <= ties_L1))
-    weights_LW.mul_(kept_LW)
-
-
-def _bucket(digit_LW: Tensor, amount_LW: Tensor, wanted_L1: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
-    """The digit at which amounts, summed by rising digit, reach `wanted_L1`, and the sum before it."""
-    sums = torch.zeros(len(digit_LW), buckets, dtype=torch.float64, device=digit_LW.device)
-    sums.scatter_add_(1, digit_LW.long(), amount_LW.double())
-    reached = sums.cumsum(-1)
-    found_L1 = torch.searchsorted(reached, wanted_L1).clamp_(max=buckets - 1)
-    return found_L1, (reached - sums).gather(1, found_L1)
+    """Zero all but the k most likely tokens, in place; ties are kept by smallest id."""
+    vocabulary = weights_LW.shape[1]
+    for weights_W, top_k in zip(weights_LW, top_k_L1.flatten().tolist(), strict=True):
+        if 0 < top_k < vocabulary:
+            least = weights_W.kthvalue(vocabulary - top_k + 1).values
+            above_W, equal_W = weights_W > least, weights_W == least
+            equal_W &= equal_W.cumsum(-1) <= top_k - above_W.sum()
+            weights_W *= above_W | equal_W

@@ -2,10 +2,13 @@
 
 A row of V logits is cut into N spans of ids.
 
-  _reduce_spans  one program for several spans of a row: each span's maximum and sum of weights
-  _sample_rows   one program for a row: reads the N maxima, then only the spans that it needs
+  _reduce_spans  one program for several spans of a row: each span's maximum, and its sum of weights
+                 if the row has filters, else its best token
+  _sample_rows   one program for a row: the best of the spans' tokens; with filters it reads the N
+                 maxima, then only the spans that it needs
 
-A weight is exp((logit - maximum of the row) / temperature), or 0 below min-p. The filters keep the
+A weight is exp((logit - maximum of the row) / temperature), or 0 below min-p. The sampled token has
+the largest weight / exponential variate, which is the argmax with Gumbel noise. The filters keep the
 tokens above a boundary logit, and the first few with that logit ("ties"). The boundary is found by
 a search over ranks; a rank is a float's bits as an integer that sorts like the float, without the
 low bits that the logits' dtype never sets. A pass of the search counts for several ranks at once
@@ -15,9 +18,9 @@ lowest rank still possible.
 A row's parameters are read in the kernels, so that they may change between replays of a graph. The
 split into programs depends on V alone, so a row's sample does not depend on the batch.
 
-In the kernels `row` is (pointer to its logits, vocabulary, maximum logit, 1 / temperature, min_p)
-and `listed` a pointer with room for N spans, in the order of their ids. Shapes: N spans of the row,
-W ranks of a pass, G spans of S ids, T ids.
+In the kernels `row` is (pointer to its logits, vocabulary, maximum logit, 1 / temperature, min_p),
+`key` is (seed, sequence, position) and `listed` a pointer with room for N spans, in the order of
+their ids. Shapes: N spans of the row, W ranks of a pass, G spans of S ids.
 """
 
 import torch
@@ -43,6 +46,8 @@ _LOWEST = tl.constexpr(-3.4e38)
 # The reciprocal of a smaller temperature overflows; this one already gives weight to the maximum only.
 _MIN_TEMPERATURE = tl.constexpr(1e-30)
 _NO_ID = tl.constexpr(0x7FFFFFFF)  # larger than any id
+_WORD_STEP = tl.constexpr(2.0**-32)
+_LARGEST_BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
 
 _COLUMNS = [
     "temperature_R", "top_k_R", "top_p_R", "min_p_R", "seed_R", "sequence_R", "positions_R",
@@ -77,17 +82,50 @@ def _weight(row, logit):
 
 
 @triton.jit
-def _uniform(seed, sequence, position, PURPOSE: tl.constexpr):
-    """`philox.uniform` of one row."""
-    purpose, zero = tl.full([], PURPOSE, tl.uint32), tl.full([], 0, tl.uint32)
-    word, _, _, _ = tl.philox(seed, position.to(tl.uint32), purpose, sequence.to(tl.uint32), zero)
-    return (word >> 8).to(tl.float64) * 5.9604644775390625e-08
+def token_uniforms(key, span_G, PURPOSE: tl.constexpr):
+    """`philox.uniform_` for all tokens of the spans, [G, S]."""
+    block_GB = (span_G[:, None] * (_SPAN // 4) + tl.arange(0, _SPAN // 4)[None, :]).to(tl.uint32)
+    zero_GB = tl.zeros_like(block_GB)
+    first, second, third, fourth = tl.philox(
+        key[0], zero_GB + key[2].to(tl.uint32), zero_GB + PURPOSE, zero_GB + key[1].to(tl.uint32), block_GB
+    )
+    # Token 4 * block + lane has the word of its lane.
+    word_GBJ = tl.join(tl.join(first, third), tl.join(second, fourth))
+    word_GS = tl.reshape(word_GBJ, (span_G.shape[0], _SPAN))
+    return tl.minimum((word_GS.to(tl.float32) + 0.5) * _WORD_STEP, _LARGEST_BELOW_ONE)
 
 
-@triton.jit(do_not_specialize=["spans"], do_not_specialize_on_alignment=["temperature_R"])
+@triton.jit
+def _exponential(key, span_G, PURPOSE: tl.constexpr):
+    """-log(1 - u) of all tokens of the spans, [G, S]; by its series for small u, where 1 - u rounds."""
+    u_GS = token_uniforms(key, span_G, PURPOSE)
+    series_GS = u_GS * (1.0 + u_GS * (0.5 + u_GS * (0.33333334 + u_GS * 0.25)))
+    return tl.where(u_GS < 0.015625, series_GS, -tl.log(1.0 - u_GS))
+
+
+@triton.jit
+def _has_filter(top_k_R, top_p_R, min_p_R, index):
+    top_k, top_p, min_p = tl.load(top_k_R + index), tl.load(top_p_R + index), tl.load(min_p_R + index)
+    return (top_k > 0) | (top_p < 1) | (min_p > 0)
+
+
+@triton.jit
+def _store_best(weight_GS, id_GS, span_G, key, scores_N, ids_N, spans, PURPOSE: tl.constexpr):
+    """Each span's best token and its score, relative to the span's maximum."""
+    score_GS = weight_GS / _exponential(key, span_G, PURPOSE)
+    best_G = tl.max(score_GS, 1)
+    best_id_G = tl.min(tl.where(score_GS == best_G[:, None], id_GS, _NO_ID), 1)
+    tl.store(scores_N + span_G, best_G, mask=span_G < spans)
+    tl.store(ids_N + span_G, best_id_G, mask=span_G < spans)
+
+
+@triton.jit(do_not_specialize=["spans"], do_not_specialize_on_alignment=_COLUMNS)
 def _reduce_spans(
-    logits, temperature_R, peaks_RN, masses_RN, vocabulary, stride, spans, RANDOM: tl.constexpr
-):
+    logits, peaks_RN, amounts_RN, listed_RN,
+    temperature_R, top_k_R, top_p_R, min_p_R, seed_R, sequence_R, positions_R,
+    vocabulary, stride, spans,
+    RANDOM: tl.constexpr, FILTERED: tl.constexpr, PURPOSE: tl.constexpr,
+):  # fmt: skip
     index = tl.program_id(1).to(tl.int64)
     span_G = tl.program_id(0) * _SPANS_PER_PROGRAM + tl.arange(0, _SPANS_PER_PROGRAM)
     id_GS = span_G[:, None] * _SPAN + tl.arange(0, _SPAN)[None, :]
@@ -99,10 +137,17 @@ def _reduce_spans(
         temperature = tl.load(temperature_R + index)
         if temperature > 0:
             base_G = tl.maximum(peak_G, _LOWEST)
-            weights_GS = tl.exp(
-                (logits_GS - base_G[:, None]) * (1.0 / tl.maximum(temperature, _MIN_TEMPERATURE))
-            )
-            tl.store(masses_RN + index * spans + span_G, tl.sum(weights_GS, 1), mask=span_G < spans)
+            inverse_temperature = 1.0 / tl.maximum(temperature, _MIN_TEMPERATURE)
+            weight_GS = tl.exp((logits_GS - base_G[:, None]) * inverse_temperature)
+            amounts_N, ids_N = amounts_RN + index * spans, listed_RN + index * spans
+            key = (tl.load(seed_R + index), tl.load(sequence_R + index), tl.load(positions_R + index))
+            if FILTERED:
+                if _has_filter(top_k_R, top_p_R, min_p_R, index):
+                    tl.store(amounts_N + span_G, tl.sum(weight_GS, 1), mask=span_G < spans)
+                else:
+                    _store_best(weight_GS, id_GS, span_G, key, amounts_N, ids_N, spans, PURPOSE)
+            else:
+                _store_best(weight_GS, id_GS, span_G, key, amounts_N, ids_N, spans, PURPOSE)
 
 
 @triton.jit
@@ -117,24 +162,11 @@ def _top1(logits, vocabulary, peak_N, number_N):
 
 
 @triton.jit
-def _pick(id_T, weight_T, before, target):
-    """The first id at which the cumulative weight exceeds the target; -1 if all weights are 0."""
-    reached_T = before + tl.cumsum(weight_T.to(tl.float64), 0)
-    found = tl.min(tl.where((reached_T > target) & (weight_T > 0), id_T, _NO_ID), 0)
-    # Sums round differently: fall back to the last id with a weight.
-    last = tl.max(tl.where(weight_T > 0, id_T, -1), 0)
-    return tl.where(found == _NO_ID, last, found)
-
-
-@triton.jit
-def _sample_all(row, share_N, number_N, u, spans):
-    """Sample without filters; -1 if all weights are 0."""
-    reached_N = tl.cumsum(share_N, 0)
-    target = u * tl.max(reached_N, 0)
-    span = tl.minimum(tl.sum((reached_N <= target).to(tl.int32), 0), spans - 1)
-    before = tl.max(tl.where(number_N < span, reached_N, 0.0), 0)
-    id_S = span * _SPAN + tl.arange(0, _SPAN)
-    return _pick(id_S, _weight(row, _load_logits(row[0], id_S, row[1])), before, target)
+def _best_of_spans(score_N, ids_N, number_N, spans):
+    """The token of the span with the largest score; -1 if all scores are 0."""
+    best = tl.max(score_N, 0)
+    span = tl.minimum(tl.min(tl.where(score_N == best, number_N, _NO_ID), 0), spans - 1)
+    return tl.where(best > 0, tl.load(ids_N + span), -1)
 
 
 @triton.jit
@@ -150,11 +182,11 @@ def _list_spans(listed, peak_N, number_N, least):
 
 @triton.jit
 def _load_listed(row, listed, start, length):
-    """Ids and logits of the next listed spans; minus infinity past the list."""
+    """The next listed spans, their ids and their logits; minus infinity past the list."""
     entry_G = start + tl.arange(0, _SPANS_AT_ONCE)
     span_G = tl.load(listed + entry_G, mask=entry_G < length, other=tl.cdiv(row[1], _SPAN))
     id_GS = span_G[:, None] * _SPAN + tl.arange(0, _SPAN)[None, :]
-    return id_GS, _load_logits(row[0], id_GS, row[1])
+    return span_G, id_GS, _load_logits(row[0], id_GS, row[1])
 
 
 @triton.jit
@@ -179,11 +211,11 @@ def _amounts(row, listed, length, logit_W, WHAT: tl.constexpr):
     first_GS = tl.zeros((_SPANS_AT_ONCE, _SPAN), tl.float32)
     second_GS, third_GS, fourth_GS = first_GS, first_GS, first_GS
     start = tl.full([], 0, tl.int32)
-    _, next_GS = _load_listed(row, listed, start, length)
+    _, _, next_GS = _load_listed(row, listed, start, length)
     while start < length:
         logit_GS = next_GS
         start += _SPANS_AT_ONCE
-        _, next_GS = _load_listed(row, listed, start, length)  # prefetch
+        _, _, next_GS = _load_listed(row, listed, start, length)  # prefetch
         amount_GS = (
             _weight(row, logit_GS) if WHAT == _WEIGHTS else tl.full((_SPANS_AT_ONCE, _SPAN), 1.0, tl.float32)
         )
@@ -233,32 +265,29 @@ def _boundary(row, listed, peak_N, number_N, wanted, low, high, WHAT: tl.constex
 
 
 @triton.jit
-def _sample_listed(row, listed, length, boundary, ties, target):
+def _sample_listed(row, key, listed, length, boundary, ties, PURPOSE: tl.constexpr):
     """Sample among the listed tokens above the boundary and the first ties; -1 if all weights are 0."""
-    at_boundary = _weight(row, boundary).to(tl.float64)
-    reached, seen = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
-    start, chosen = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
-    before, seen_before = reached, seen
-    while (start < length) & (reached <= target):
-        _, logit_GS = _load_listed(row, listed, start, length)
-        above_G = tl.sum(tl.where(logit_GS > boundary, _weight(row, logit_GS), 0.0), 1)
-        above = tl.sum(above_G.to(tl.float64), 0)
-        equal = tl.sum(tl.sum((logit_GS == boundary).to(tl.int32), 1), 0).to(tl.float64)
-        mass = above + tl.maximum(tl.minimum(ties - seen, equal), 0.0) * at_boundary
-        chosen = tl.where(mass > 0, start, chosen)
-        before = tl.where(mass > 0, reached, before)
-        seen_before = tl.where(mass > 0, seen, seen_before)
-        reached += mass
-        seen += equal
+    best, best_id = tl.full([], 0.0, tl.float32), tl.full([], -1, tl.int32)
+    start, seen = tl.full([], 0, tl.int32), tl.full([], 0.0, tl.float64)
+    while start < length:
+        span_G, id_GS, logit_GS = _load_listed(row, listed, start, length)
+        kept_GS = logit_GS > boundary
+        equal_GS = (logit_GS == boundary).to(tl.int32)
+        equal = tl.sum(tl.sum(equal_GS, 1), 0)
+        if equal > 0:
+            order_T = tl.cumsum(tl.reshape(equal_GS, (_SPANS_AT_ONCE * _SPAN,)), 0)
+            order_GS = tl.reshape(order_T, (_SPANS_AT_ONCE, _SPAN)).to(tl.float64) + seen
+            kept_GS = kept_GS | ((equal_GS > 0) & (order_GS <= ties))
+        weight_GS = tl.where(kept_GS, _weight(row, logit_GS), 0.0)
+        score_GS = weight_GS / _exponential(key, span_G, PURPOSE)
+        score = tl.max(tl.max(score_GS, 1), 0)
+        id = tl.min(tl.min(tl.where(score_GS == score, id_GS, _NO_ID), 1), 0)
+        # Spans are listed in the order of their ids, so that ties go to the smallest id.
+        best_id = tl.where(score > best, id, best_id)
+        best = tl.maximum(best, score)
+        seen += equal.to(tl.float64)
         start += _SPANS_AT_ONCE
-    id_GS, logit_GS = _load_listed(row, listed, chosen, length)
-    id_T, logit_T = (
-        tl.reshape(id_GS, (_SPANS_AT_ONCE * _SPAN,)),
-        tl.reshape(logit_GS, (_SPANS_AT_ONCE * _SPAN,)),
-    )
-    tie_T = tl.cumsum((logit_T == boundary).to(tl.int32), 0).to(tl.float64) + seen_before
-    kept_T = (logit_T > boundary) | ((logit_T == boundary) & (tie_T <= ties))
-    return _pick(id_T, tl.where(kept_T, _weight(row, logit_T), 0.0), before, target)
+    return best_id
 
 
 @triton.jit
@@ -270,7 +299,9 @@ def _mass_above(row, listed, peak_N, number_N, rank, UNSET: tl.constexpr):
 
 
 @triton.jit
-def _sample_filtered(row, listed, peak_N, number_N, mass, top_k, top_p, u, UNSET: tl.constexpr):
+def _sample_filtered(
+    row, key, listed, peak_N, number_N, mass, top_k, top_p, PURPOSE: tl.constexpr, UNSET: tl.constexpr
+):
     """Sample among the tokens that min-p, top-k and top-p keep; -1 if all weights are 0."""
     vocabulary, top, min_p = row[1], row[2], row[4]
     # A lower bound of the boundary: min-p, or a weight too small to be sampled.
@@ -297,15 +328,15 @@ def _sample_filtered(row, listed, peak_N, number_N, mass, top_k, top_p, u, UNSET
         each = _weight(row, _logit(last, UNSET)).to(tl.float64)
         needed = tl.maximum(tl.ceil((wanted - above) / tl.maximum(each, 1e-300)), 1.0)
         ties = tl.where(last > rank, needed, tl.minimum(needed, ties))
-        rank, mass = last, above + ties * each
+        rank = last
     boundary = _logit(rank, UNSET)
     length = _list_spans(listed, peak_N, number_N, boundary)
-    return _sample_listed(row, listed, length, boundary, ties, u * mass)
+    return _sample_listed(row, key, listed, length, boundary, ties, PURPOSE)
 
 
 @triton.jit(do_not_specialize=["spans"], do_not_specialize_on_alignment=_COLUMNS)
 def _sample_rows(
-    logits, peaks_RN, masses_RN, listed_RN,
+    logits, peaks_RN, amounts_RN, listed_RN,
     temperature_R, top_k_R, top_p_R, min_p_R, seed_R, sequence_R, positions_R, sampled_R,
     vocabulary, stride, spans,
     RANDOM: tl.constexpr, FILTERED: tl.constexpr, PURPOSE: tl.constexpr, UNSET: tl.constexpr,
@@ -321,21 +352,22 @@ def _sample_rows(
         if temperature > 0:
             top = tl.maximum(tl.max(peak_N, 0), _LOWEST)
             inverse_temperature = 1.0 / tl.maximum(temperature, _MIN_TEMPERATURE)
-            mass_N = tl.load(masses_RN + index * spans + number_N, mask=number_N < spans, other=0.0)
-            share_N = mass_N.to(tl.float64) * tl.exp((peak_N - top) * inverse_temperature).to(tl.float64)
-            seed, sequence = tl.load(seed_R + index), tl.load(sequence_R + index)
-            u = _uniform(seed, sequence, tl.load(positions_R + index), PURPOSE)
-            min_p = tl.load(min_p_R + index) if FILTERED else 0.0
-            row = (logits, vocabulary, top, inverse_temperature, min_p)
+            amount_N = tl.load(amounts_RN + index * spans + number_N, mask=number_N < spans, other=0.0)
+            scale_N = tl.exp((peak_N - top) * inverse_temperature)
+            listed = listed_RN + index * spans
             if FILTERED:
-                top_k, top_p = tl.load(top_k_R + index), tl.load(top_p_R + index)
-                if (top_k > 0) | (top_p < 1) | (min_p > 0):
-                    listed, mass = listed_RN + index * spans, tl.sum(share_N, 0)
-                    random = _sample_filtered(row, listed, peak_N, number_N, mass, top_k, top_p, u, UNSET)
+                if _has_filter(top_k_R, top_p_R, min_p_R, index):
+                    row = (logits, vocabulary, top, inverse_temperature, tl.load(min_p_R + index))
+                    key = (tl.load(seed_R + index), tl.load(sequence_R + index), tl.load(positions_R + index))
+                    mass = tl.sum(amount_N.to(tl.float64) * scale_N.to(tl.float64), 0)
+                    random = _sample_filtered(
+                        row, key, listed, peak_N, number_N, mass,
+                        tl.load(top_k_R + index), tl.load(top_p_R + index), PURPOSE, UNSET,
+                    )  # fmt: skip
                 else:
-                    random = _sample_all(row, share_N, number_N, u, spans)
+                    random = _best_of_spans(amount_N * scale_N, listed, number_N, spans)
             else:
-                random = _sample_all(row, share_N, number_N, u, spans)
+                random = _best_of_spans(amount_N * scale_N, listed, number_N, spans)
             sampled = tl.where(random < 0, sampled, random)
     tl.store(sampled_R + index, sampled.to(tl.int64))
 
@@ -354,20 +386,23 @@ def _sample(logits_RV: Tensor, batch: SamplingBatch, positions_R: Tensor) -> Ten
     random = batch.any_random
     filtered = random and (batch.any_top_k or batch.any_top_p or batch.any_min_p)
     peaks_RN = torch.empty(rows, spans, dtype=torch.float32, device=logits_RV.device)
-    masses_RN = torch.empty_like(peaks_RN) if random else peaks_RN
-    listed_RN = torch.empty_like(peaks_RN, dtype=torch.int32) if filtered else peaks_RN
+    amounts_RN = torch.empty_like(peaks_RN) if random else peaks_RN
+    listed_RN = torch.empty_like(peaks_RN, dtype=torch.int32) if random else peaks_RN
     sampled_R = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
+    columns = (
+        batch.temperature_R, batch.top_k_R, batch.top_p_R, batch.min_p_R, batch.seed_R, batch.sequence_R,
+        positions_R,
+    )  # fmt: skip
+    modes = {"RANDOM": random, "FILTERED": filtered, "PURPOSE": SAMPLE_TOKEN}
     _reduce_spans[triton.cdiv(spans, _SPANS_PER_PROGRAM.value), rows](
-        logits_RV, batch.temperature_R, peaks_RN, masses_RN, vocabulary, stride, spans,
-        RANDOM=random, num_warps=_REDUCE_WARPS,
+        logits_RV, peaks_RN, amounts_RN, listed_RN, *columns, vocabulary, stride, spans,
+        **modes, num_warps=_REDUCE_WARPS,
     )  # fmt: skip
     # Fixed, so that the sums' order does not depend on other rows.
     warps = _SAMPLE_WARPS if random else _GREEDY_WARPS
     _sample_rows[(rows,)](
-        logits_RV, peaks_RN, masses_RN, listed_RN,
-        batch.temperature_R, batch.top_k_R, batch.top_p_R, batch.min_p_R, batch.seed_R, batch.sequence_R,
-        positions_R, sampled_R, vocabulary, stride, spans,
-        RANDOM=random, FILTERED=filtered, PURPOSE=SAMPLE_TOKEN, UNSET=_UNSET_BITS[logits_RV.dtype],
+        logits_RV, peaks_RN, amounts_RN, listed_RN, *columns, sampled_R, vocabulary, stride, spans,
+        **modes, UNSET=_UNSET_BITS[logits_RV.dtype],
         SPANS=max(1024, triton.next_power_of_2(spans)), num_warps=warps,
     )  # fmt: skip
     return sampled_R

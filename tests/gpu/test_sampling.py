@@ -67,7 +67,7 @@ def test_same_ids_as_the_reference(vocabulary: int, dtype: torch.dtype, spread: 
     positions = torch.arange(70, device=GPU)
     settings = batch(70, list(LIMITS.values()))
     found, wanted = kernel(logits, settings, positions), sample.reference(logits, settings, positions)
-    # A sample within the rounding of float32 sums of a boundary may be either neighbour.
+    # The two best tokens may be within float32 rounding of each other.
     assert (found != wanted).sum() <= 1
     for name, limits in LIMITS.items():
         alone = kernel(logits[:1], batch(1, [limits]), positions[:1])
