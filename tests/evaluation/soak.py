@@ -28,8 +28,9 @@ from typing import Any
 import aiohttp
 import psutil
 
-from tests.helpers.edges import Gauges, wait_until
+from tests.helpers.edges import Gauges, metrics_text, wait_until
 from tests.helpers.hostile import hostile_bodies
+from tests.helpers.loop_lag import lag_buckets
 from tests.helpers.random_server import ARGS, MODEL_NAME, write_checkpoint
 from tests.helpers.server import Server, running_server
 
@@ -110,9 +111,16 @@ class Soak:
     def report(self) -> list[str]:
         """Print the figures; returns what should not have happened."""
         print("\nrequests:", ", ".join(f"{count} {name}" for name, count in self._outcomes.most_common()))
-        with contextlib.suppress(KeyError):
-            lag = Gauges(self._server)["event_loop_lag_seconds_max"]
-            print(f"longest hold of the frontend's event loop: {lag * 1000:.0f} ms")
+        buckets = lag_buckets(metrics_text(self._server))
+        counts = [
+            count - before for (_, count), (_, before) in zip(buckets, [(0.0, 0.0), *buckets], strict=False)
+        ]
+        shown = (
+            f"<= {bound * 1000:g}: {count:.0f}"
+            for (bound, _), count in zip(buckets, counts, strict=True)
+            if count
+        )
+        print("lag of the frontend's event loop, ms: times:", ", ".join(shown))
         names = [_name_of(process) for process in self._processes]
         print("\nresident memory, MiB")
         print(_line("minute", names))

@@ -11,7 +11,6 @@ if a hold exceeds 50 ms or a status is unexpected.
 import argparse
 import asyncio
 import io
-import re
 import sys
 import tempfile
 import time
@@ -21,12 +20,12 @@ from pathlib import Path
 import aiohttp
 import psutil
 
+from tests.helpers.loop_lag import Buckets, lag_buckets, longest_hold
 from tests.helpers.random_server import ARGS, write_checkpoint
 from tests.helpers.server import running_server
 from tests.helpers.worst_bodies import Case, worst_bodies
 
 LIMIT_S = 0.05
-_BUCKET = re.compile(r'^atom:event_loop_lag_seconds_bucket\{.*le="([^"]+)".*\} (\S+)$', re.MULTILINE)
 
 
 def main() -> None:
@@ -74,7 +73,7 @@ async def _one(session: aiohttp.ClientSession, case: Case) -> tuple[int, float, 
     seconds = time.monotonic() - begun
     await asyncio.sleep(0.05)  # the next tick of the watch
     after = await _buckets(session)
-    return response.status, seconds, _longest(before, after)
+    return response.status, seconds, longest_hold(before, after)
 
 
 async def _pieces(body: bytes, size: int) -> AsyncIterator[bytes]:
@@ -84,16 +83,9 @@ async def _pieces(body: bytes, size: int) -> AsyncIterator[bytes]:
             yield piece[position : position + size]
 
 
-async def _buckets(session: aiohttp.ClientSession) -> list[tuple[float, float]]:
+async def _buckets(session: aiohttp.ClientSession) -> Buckets:
     async with session.get("/metrics") as response:
-        return [(float(bound), float(count)) for bound, count in _BUCKET.findall(await response.text())]
-
-
-def _longest(before: list[tuple[float, float]], after: list[tuple[float, float]]) -> float:
-    """The upper bound of the highest bucket with a new value; buckets are cumulative."""
-    new = [(bound, count - old) for (bound, count), (_, old) in zip(after, before, strict=True)]
-    total = new[-1][1]
-    return next(bound for bound, count in new if count == total)
+        return lag_buckets(await response.text())
 
 
 if __name__ == "__main__":

@@ -15,12 +15,18 @@ from tests.helpers.server import Server
 DEADLINE_S = 20.0
 
 
+def metrics_text(server: Server) -> str:
+    """One scrape of /metrics."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=DEADLINE_S) as response:
+        text: str = response.read().decode()
+    return text
+
+
 class Gauges:
     """One scrape of /metrics: values by name, summed over labels."""
 
     def __init__(self, server: Server):
-        with urllib.request.urlopen(f"{server.url}/metrics", timeout=DEADLINE_S) as response:
-            text = response.read().decode()
+        text = metrics_text(server)
         self._values: dict[str, float] = {}
         for name, value in re.findall(r"^(atom:\w+)(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE):
             self._values[name] = self._values.get(name, 0.0) + float(value)
