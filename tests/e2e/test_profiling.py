@@ -61,16 +61,16 @@ def complete(server: Server, number: int) -> str:
     return text
 
 
-def everybody(server: Server, pool: ThreadPoolExecutor) -> Any:
+def all_clients(server: Server, pool: ThreadPoolExecutor) -> Any:
     return pool.map(lambda number: complete(server, number), range(CLIENTS))
 
 
 def test_profiling_on_and_off_under_load_loses_no_request(server: Server, traces: Path) -> None:
     with ThreadPoolExecutor(CLIENTS) as pool:
-        quiet = list(everybody(server, pool))
+        quiet = list(all_clients(server, pool))
         loads, shown = [], []
         for _ in range(3):
-            loads.append(everybody(server, pool))
+            loads.append(all_clients(server, pool))
             assert post(server, "/start_profile", {"model": MODEL_NAME})["status"] == "success"
             time.sleep(0.1)
             shown.append(post(server, "/stop_profile", {})["traces"])
@@ -104,7 +104,7 @@ def test_the_tables_of_a_served_model_add_up(
 ) -> None:
     post(server, "/start_profile", {})
     with ThreadPoolExecutor(CLIENTS) as pool:
-        list(everybody(server, pool))
+        list(all_clients(server, pool))
     trace = post(server, "/stop_profile", {})["traces"][0]
     path = Path(trace["trace_dir"], trace["trace"])
     monkeypatch.chdir(tmp_path)

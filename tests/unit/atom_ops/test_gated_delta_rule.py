@@ -108,7 +108,7 @@ def test_rows_in_chunks_match_transformers(name: str, host: bool) -> None:
         torch.testing.assert_close(torch.cat(mixed[row]), wanted_conv, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(torch.cat(found[row]), wanted, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(states.recurrent[slot], state, atol=1e-5, rtol=1e-4)
-    assert states.conv[[2, 4]].isnan().all() and states.recurrent[[2, 4]].isnan().all(), "nobody's slots"
+    assert states.conv[[2, 4]].isnan().all() and states.recurrent[[2, 4]].isnan().all(), "slots of no request"
 
 
 @pytest.mark.parametrize("provider", ["torch", "triton"])
