@@ -1,5 +1,6 @@
 """What holds for every test run."""
 
+import logging
 import multiprocessing.resource_tracker
 from collections.abc import Iterator
 
@@ -22,3 +23,13 @@ def no_process_left_behind() -> Iterator[None]:
         except psutil.NoSuchProcess:
             continue
     assert not described, f"processes left behind: {described}"
+
+
+@pytest.fixture(autouse=True)
+def unconfigured_logging() -> Iterator[None]:
+    """ATOM's logger is as at import for each test: `setup_logging` of an earlier one leaves nothing."""
+    yield
+    logger = logging.getLogger("atom")
+    logger.handlers.clear()
+    logger.propagate = True
+    logger.setLevel(logging.NOTSET)

@@ -1,7 +1,5 @@
 """Silence of peers, measured with a fake clock."""
 
-import logging
-
 import pytest
 import zmq
 
@@ -22,10 +20,7 @@ def pass_time(monitor: PeerMonitor, clock: Clock, seconds: float) -> None:
         monitor.update()
 
 
-def test_a_silent_peer_becomes_unresponsive_then_hung_and_recovers(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("atom"), "propagate", True)
+def test_a_silent_peer_becomes_unresponsive_then_hung_and_recovers(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     monitor = PeerMonitor(60, clock)
     monitor.seen("worker 0")

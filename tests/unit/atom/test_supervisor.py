@@ -1,6 +1,5 @@
 """Children that end: their error reports come first, then the exit status; nothing is left behind."""
 
-import logging
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -154,11 +153,8 @@ def test_a_frontend_that_does_not_end_is_killed(supervisor: Supervisor) -> None:
 
 
 def test_a_silent_core_is_hung_and_a_silent_frontend_is_logged(
-    supervisor: Supervisor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    supervisor: Supervisor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    logger = logging.getLogger("atom")
-    monkeypatch.setattr(logger, "handlers", [])
-    monkeypatch.setattr(logger, "propagate", True)
     add_child(supervisor, "core", "import time; time.sleep(600)")
     add_child(supervisor, "frontend", "import time; time.sleep(600)")
     clock = [0.0]
