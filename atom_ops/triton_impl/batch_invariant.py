@@ -71,7 +71,7 @@ def _gemm(
     OUT_DESCRIBED: tl.constexpr, PERSISTENT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """DESCRIBED: `weight` is a tensor descriptor, else a pointer; likewise for `x` and `out`."""
+    """DESCRIBED: `weight` is a tensor descriptor, else a pointer; the same holds for `x` and `out`."""
     tiles = tl.cdiv(tokens, BLOCK_T) * tl.cdiv(outputs, BLOCK_O)
     for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=PERSISTENT):
         first_t, first_o = _place(number, tokens, outputs, BLOCK_T, BLOCK_O, GROUP)

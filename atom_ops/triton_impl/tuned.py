@@ -137,7 +137,7 @@ _LINEAR_H200: dict[tuple[int, int], tuple[LinearPlan | StreamKPlan, ...]] = {
 LINEAR = {"NVIDIA H200": _LINEAR_H200}
 """By the driver's name of the GPU."""
 
-# Likewise for the fused kernels: norm and GEMV, activation and GEMV.
+# The same for the fused kernels: norm and GEMV, activation and GEMV.
 NORM_LINEAR = {
     "NVIDIA H200": {
         (4096, 1024): FusedPlan(8, 4),
