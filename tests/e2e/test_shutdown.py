@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.helpers.random_server import ARGS, Crowd, seconds_until_unready, write_checkpoint
-from tests.helpers.server import Server, is_alive, running_server
+from tests.helpers.server import STOP_DEADLINE_S, Server, is_alive, running_server
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -91,7 +91,7 @@ def test_a_dead_process_fails_its_requests_and_ends_the_server(
     with running_server("--model", model, *ARGS, *args) as server:
         children = list(server.children())
         unready, ended = asyncio.run(drive(server))
-        status = server.process.wait(15)
+        status = server.process.wait(STOP_DEADLINE_S)
         assert wait_until_gone(children, 0) == []
         line = last_line(server)
     assert unready < 2 and ended < 5
@@ -122,7 +122,7 @@ def test_the_first_signal_drains_and_the_second_ends(
     with running_server("--model", model, *ARGS) as server:
         children = list(server.children())
         unready, ended = asyncio.run(drive(server))
-        assert server.process.wait(15) == 0
+        assert server.process.wait(STOP_DEADLINE_S) == 0
         assert wait_until_gone(children, 0) == []
     assert unready < 1 and ended < 3
     assert crowd.ends == {"error event": STREAMS}
@@ -139,8 +139,8 @@ def test_draining_ends_at_its_deadline(model: str, run_directories: Path) -> Non
     with running_server("--model", model, *ARGS, "--shutdown-timeout", "1") as server:
         begun = time.monotonic()
         asyncio.run(drive(server))
-        assert server.process.wait(15) == 0
-        assert 1 <= time.monotonic() - begun < 15
+        assert server.process.wait(STOP_DEADLINE_S) == 0
+        assert time.monotonic() - begun >= 1
     assert crowd.ends == {"error event": STREAMS}
     assert all("stopping" in message for message in crowd.messages)
 
@@ -154,7 +154,7 @@ def test_draining_lets_requests_finish(model: str, run_directories: Path) -> Non
 
     with running_server("--model", model, *ARGS) as server:
         asyncio.run(drive(server))
-        assert server.process.wait(15) == 0
+        assert server.process.wait(STOP_DEADLINE_S) == 0
     assert crowd.ends == {"finished": STREAMS}
 
 
@@ -169,7 +169,7 @@ def test_a_worker_that_dies_while_draining_ends_it(model: str, run_directories: 
 
     with running_server("--model", model, *ARGS) as server:
         asyncio.run(drive(server))
-        assert server.process.wait(15) == 1
+        assert server.process.wait(STOP_DEADLINE_S) == 1
         assert last_line(server) == "error: worker 0: killed by SIGKILL"
     assert crowd.ends == {"error event": STREAMS}
 
