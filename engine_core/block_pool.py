@@ -78,10 +78,6 @@ class BlockPool:
             else:
                 evictable[block] = None
 
-    def is_free(self, block: int) -> bool:
-        """Whether no request uses the block."""
-        return self._ref_counts[block] == 0
-
     def num_free_of(self, blocks: Iterable[int]) -> int:
         """How many of these blocks are free."""
         ref_counts = self._ref_counts

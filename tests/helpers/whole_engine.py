@@ -84,7 +84,9 @@ class WholeEngine:
         ):
             self.most_used[number] = max(self.most_used[number], pool.num_blocks - pool.num_free)
             unused = [
-                block for block in range(pool.num_blocks) if pool.is_free(block) and not pool._digests[block]
+                block
+                for block in range(pool.num_blocks)
+                if not pool._ref_counts[block] and not pool._digests[block]
             ]
             for layer in group.layers:
                 cache = self._worker._runner._kv_layers[layer]

@@ -60,9 +60,9 @@ def test_a_shared_block_is_free_when_its_last_user_frees_it() -> None:
     block = pool.allocate(1)[0]
     pool.share([block])
     pool.free([block])
-    assert not pool.is_free(block) and pool.num_free == 1
+    assert pool._ref_counts[block] and pool.num_free == 1
     pool.free([block])
-    assert pool.is_free(block) and pool.num_free == 2
+    assert not pool._ref_counts[block] and pool.num_free == 2
 
 
 def test_sharing_removes_a_free_block_from_the_middle_of_the_lru_list() -> None:
