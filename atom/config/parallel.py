@@ -10,5 +10,7 @@ from msgspec import Meta
 class ParallelConfig:
     tensor_parallel_size: Annotated[int, Meta(ge=1)] = 1
     """Number of workers that every layer is split over."""
+    data_parallel_size: Annotated[int, Meta(ge=1, le=1024)] = 1
+    """Number of independent engines, each with the whole model; every request runs on one of them."""
     port: Annotated[int, Meta(ge=1, le=65535)] | None = None
     """First internal TCP port between nodes; unused on one host. The HTTP port is --server-port."""
