@@ -29,12 +29,11 @@ def accepted(port: ListenPort, count: int) -> list[int]:
 
 
 def test_a_free_port_accepts_connections() -> None:
-    with ListenPort(LOCAL, 0) as port:
-        with connect(port) as client:
-            peer, _ = port.open(0).accept()
-            with peer:
-                client.sendall(b"x")
-                assert peer.recv(1) == b"x"
+    with ListenPort(LOCAL, 0) as port, connect(port) as client:
+        peer, _ = port.open(0).accept()
+        with peer:
+            client.sendall(b"x")
+            assert peer.recv(1) == b"x"
 
 
 @pytest.mark.parametrize("count", [1, 2])
