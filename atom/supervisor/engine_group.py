@@ -14,6 +14,7 @@ from atom.supervisor.child import wait_for
 from atom.supervisor.domain import Domain, Setup
 from atom.supervisor.failure import Failure
 from atom.supervisor.life import Life
+from atom.utils.rendezvous import open_rendezvous
 
 # Time for a core to send its frontends the cause.
 _NOTIFY_S = 1.0
@@ -70,18 +71,22 @@ class EngineGroup(Domain):
             self._num_blocks,
         )
         life.spawn((_CORE, self._prefix + _CORE), "engine_core.process", core)
-        for rank in range(config.parallel.tensor_parallel_size):
-            name = f"worker {rank}"
-            launch = WorkerLaunch(
-                config,
-                self._setup.checkpoint,
-                rank,
-                core=life.endpoint("workers"),
-                supervisor=life.endpoint("supervisor"),
-                rendezvous=str(life.directory / "rendezvous"),
-                label=self._prefix + name,
-            )
-            life.spawn((name, self._prefix + name), "workers.main", launch)
+        ranks = config.parallel.tensor_parallel_size
+        with open_rendezvous(ranks, self.number) as places:
+            for rank, place in enumerate(places):
+                name = f"worker {rank}"
+                launch = WorkerLaunch(
+                    config,
+                    self._setup.checkpoint,
+                    rank,
+                    life.endpoint("workers"),
+                    life.endpoint("supervisor"),
+                    place,
+                    device_index=self._rank * ranks + rank,
+                    label=self._prefix + name,
+                )
+                inherited = place.pass_fds if place else ()
+                life.spawn((name, self._prefix + name), "workers.main", launch, inherited)
 
     def _with_own_traces(self) -> EngineConfig:
         """The configuration, with a directory for traces that neither ranks nor lives share."""
