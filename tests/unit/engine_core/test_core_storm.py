@@ -151,7 +151,8 @@ def storm(seed: int, layout: str, policy: str) -> Counter[str]:
             driver.abort(chance.choice(sorted(driver.live)))
     driver.run()
     stats = driver.core.stats()
-    counters = Counter({name: getattr(stats, name) for name in stats.__struct_fields__})
+    counters = Counter({name: value for name, value in msgspec.structs.asdict(stats).items() if value})
+    counters["num_accepted_tokens"] = sum(counters.pop("num_accepted_tokens_per_pos", []))
     return counters + Counter(failed=len(driver.failed))
 
 
