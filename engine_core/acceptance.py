@@ -2,6 +2,7 @@
 
 from array import array
 from collections import Counter
+from dataclasses import dataclass
 
 from atom.messages.engine import Finished, FinishReason
 from engine_core.draft_batch import DraftBatch
@@ -11,17 +12,24 @@ from engine_core.stats import Counters
 from engine_core.step import Step
 
 
-def accept(
-    step: Step, sampled: SampledTokens, batch: DraftBatch, counters: Counters
-) -> tuple[SampledTokens, list[tuple[Request, Finished]]]:
-    """Append the tokens to their requests, each up to its end, and correct the computed tokens.
+@dataclass(slots=True)
+class Acceptance:
+    """What a result with drafts changes."""
 
-    Returns the tokens that were appended, and the requests that they end.
-    """
-    _count_drafts(sampled, counters)
+    sampled: SampledTokens
+    """The tokens that were appended to their requests."""
+    ends: list[tuple[Request, Finished]]
+    """The requests that these tokens end."""
+    draining: list[Request]
+    """Requests of the decode batch whose last tokens are certainly in flight."""
+
+
+def accept(step: Step, sampled: SampledTokens, batch: DraftBatch) -> Acceptance:
+    """Append the tokens to their requests, each up to its end, and correct the computed tokens."""
     prefilled = set(map(id, step.prefilled))
     has_stop = step.stop_ids is None or not step.stop_ids.isdisjoint(sampled.token_ids)
-    finished, start, kept = [], 0, list(sampled.counts)
+    start, kept = 0, list(sampled.counts)
+    result = Acceptance(sampled, [], [])
     for index, (request, count) in enumerate(zip(sampled.requests, sampled.counts, strict=True)):
         ids = sampled.token_ids[start : start + count]
         start += count
@@ -30,12 +38,14 @@ def accept(
         if has_stop or len(request.token_ids) + count >= request.max_length:
             ids, end = _up_to_end(request, ids)
             if end is not None:
-                finished.append((request, end))
+                result.ends.append((request, end))
                 kept[index] = len(ids)
         request.output_ids.extend(ids)
+        if request.state is State.DECODING and batch.is_ending(request):
+            result.draining.append(request)
     if sum(kept) < start:
-        sampled = sampled.shorten(kept)
-    return sampled, finished
+        result.sampled = sampled.shorten(kept)
+    return result
 
 
 def _up_to_end(request: Request, ids: "array[int]") -> "tuple[array[int], Finished | None]":
@@ -49,7 +59,8 @@ def _up_to_end(request: Request, ids: "array[int]") -> "tuple[array[int], Finish
     return ids[:left], Finished(request.request_id, FinishReason.MAX_TOKENS)
 
 
-def _count_drafts(sampled: SampledTokens, counters: Counters) -> None:
+def count_drafts(sampled: SampledTokens, counters: Counters) -> None:
+    """Count the drafts that a step verified."""
     num_drafts = sum(map(bool, sampled.num_proposed))
     if num_drafts:
         counters.num_drafts += num_drafts

@@ -66,10 +66,7 @@ class DraftBatch:
         ]
 
     def advance(self) -> tuple[DecodeRows, list[Request]]:
-        """Schedule a step of every request; returns the rows, and the requests whose last step it is.
-
-        A last step is one after which a request has all its tokens, even if no draft is accepted.
-        """
+        """Schedule a step of every request; returns the rows, and the requests that are ending then."""
         if self._rows is None:
             self._rows = decode_rows(list(self._requests.values()))
         rows, width, num_drafts, ending = self._rows, self.tokens_per_row, self.num_drafts, []
@@ -89,6 +86,10 @@ class DraftBatch:
         """The result of a step has `num_tokens` of the request, which decodes or drains."""
         request.computed -= self.tokens_per_row - num_tokens
         request.drafts_in_flight -= self.num_drafts
+
+    def is_ending(self, request: Request) -> bool:
+        """Whether it gets all its tokens from the steps in flight, even if no draft is accepted."""
+        return request.computed - request.drafts_in_flight + 1 >= request.max_length
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless known, computed and covered tokens fit one another."""

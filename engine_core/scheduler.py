@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 from atom.messages.engine import Finished, FinishReason, FirstToken
 from atom.messages.worker import BatchResult, MoreBlocks, NewRow, ScheduledBatch
-from engine_core.acceptance import accept
+from engine_core.acceptance import accept, count_drafts
 from engine_core.batch_bytes import MAX_NEW_ROWS_BYTES, MAX_REASON_CHARS, check_frames, new_row_bytes
 from engine_core.decode_batch import DecodeBatch, union_of_stop_ids
 from engine_core.draft_batch import DraftBatch
@@ -92,8 +92,9 @@ class Scheduler:
         self._kv = kv
         self._clock = clock
         self._queue = RequestQueue(limits.policy)
-        self._drafts = DraftBatch(kv.block_size, limits.num_drafts) if limits.num_drafts else None
-        self._decode_batch: DecodeBatch | DraftBatch = self._drafts or DecodeBatch(kv.block_size)
+        self._decode_batch = (
+            DraftBatch(kv.block_size, limits.num_drafts) if limits.num_drafts else DecodeBatch(kv.block_size)
+        )
         self._prefilling: dict[int, Request] = {}
         self._free_rows = list(range(limits.max_num_seqs))[::-1]
         self._in_flight: deque[Step] = deque()
@@ -188,8 +189,14 @@ class Scheduler:
         self._completed = step.number
         self._kv.confirm(step.number)
         self._measure_prompt_step(step, now)
-        if step.num_drafts and self._drafts is not None:
-            sampled, ends = accept(step, sampled, self._drafts, self.counters)
+        if step.num_drafts:
+            assert isinstance(self._decode_batch, DraftBatch)
+            count_drafts(sampled, self.counters)
+            accepted = accept(step, sampled, self._decode_batch)
+            sampled, ends = accepted.sampled, accepted.ends
+            for request in accepted.draining:
+                self._decode_batch.remove(request)
+                self._drain(request)
         else:
             for request, token_id in zip(sampled.requests, sampled.token_ids, strict=True):
                 request.output_ids.append(token_id)
@@ -380,8 +387,7 @@ class Scheduler:
             if not self._start_decoding(request):
                 ending.append(request)
         for request in ending:
-            request.state = State.DRAINING
-            request.last_step = self._last_step
+            self._drain(request)
         self._count_step(plan, len(prefilled))
         self._in_flight.append(
             Step(
@@ -402,6 +408,11 @@ class Scheduler:
         return ScheduledBatch(
             self._last_step, rows, counts, plan.new_rows, more_blocks, token_ids, next_ids, num_drafts
         )
+
+    def _drain(self, request: Request) -> None:
+        """Its last tokens are in flight; it is in no further step."""
+        request.state = State.DRAINING
+        request.last_step = self._last_step
 
     def _advance_prefills(self, plan: StepPlan) -> list[Request]:
         """Count the chunks as computed; returns the requests whose last known token is among them."""

@@ -163,7 +163,7 @@ class SimulatedWorker:
         """The rows `failing` fail. Raises AssertionError when a row would read KV that is not its own."""
         self._step += 1
         assert batch.step == self._step, "a step is missing"
-        counts = batch.counts or [1] * len(batch.rows)
+        counts = batch.counts or [1 + batch.num_drafts] * len(batch.rows)
         self._apply(batch, counts)
         assert len(set(batch.rows)) == len(batch.rows) == len(counts), "rows and counts do not match"
         assert all(0 <= row < self._max_rows for row in batch.rows), "a row is out of range"
