@@ -102,7 +102,7 @@ class Request:
         self.token_ids: TokenIds = blocks.tokens
         self.output_ids = self.token_ids.output
         """Generated tokens whose ids are known."""
-        self.prompt_length = len(self.token_ids)
+        self.prompt_length = self.token_ids.prompt_length
         self.max_length = self.prompt_length + settings.max_tokens
         """Tokens of the prompt and the most of the output."""
         self.prompt_logprobs = prompt_logprobs
