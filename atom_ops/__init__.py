@@ -50,11 +50,14 @@ from atom_ops.ops.routing import RoutingRule, route
 from atom_ops.ops.sampling import SamplingBatch, sample
 from atom_ops.ops.sparse_attention import TopKIndices, index_topk, sparse_latent_attention
 from atom_ops.transfer import to_device
+from atom_ops.weights import MXFP4, BlockFP8, PackedOneDNN, Quantized, Weight, tensors_of, unstacked
 
 __all__ = [
     "BATCH_INVARIANT_SPLIT",
+    "MXFP4",
     "AttentionPlan",
     "AttentionRule",
+    "BlockFP8",
     "ClampedSwiglu",
     "DecayWeights",
     "DecodeInputs",
@@ -67,6 +70,8 @@ __all__ = [
     "LatentLayer",
     "LatentNorms",
     "LogitsProcessorBatch",
+    "PackedOneDNN",
+    "Quantized",
     "RoutingRule",
     "SamplingBatch",
     "StateLayer",
@@ -75,6 +80,7 @@ __all__ = [
     "TokenLogprobs",
     "TokenRecord",
     "TopKIndices",
+    "Weight",
     "absorb_queries",
     "add_norm_linear",
     "add_rms_norm",
@@ -117,8 +123,10 @@ __all__ = [
     "silu_and_mul",
     "silu_and_mul_linear",
     "sparse_latent_attention",
+    "tensors_of",
     "to_device",
     "token_logprobs",
+    "unstacked",
     "write_index_keys",
     "write_kv",
     "write_latent",
