@@ -27,7 +27,7 @@ from atom.config.model import ModelConfig
 from atom.config.resolve import DeviceCapabilities
 from atom.config.server import ServerConfig
 from atom.messages.codec import Decoder, encode
-from atom.messages.launch import CoreLaunch, FrontendLaunch, PrepareLaunch, WorkerLaunch
+from atom.messages.launch import CoreLaunch, EngineAddress, FrontendLaunch, PrepareLaunch, WorkerLaunch
 from atom.messages.supervisor import Dead, Heartbeat, Progress, Ready, ToSupervisor
 from atom.messages.worker import WorkerFailed
 from atom.utils import envs
@@ -96,6 +96,7 @@ class Supervisor:
         self.run_dir = self._directory.path
         self.details: dict[str, int | str] = {}
         """Figures for the banner, from the Ready messages."""
+        self.engines = [EngineAddress(0, 0, self.endpoint("core-0.0"))]
         self._children: dict[str, Child] = {}
         self._deaths: list[Dead] = []
         self._on_progress = on_progress
@@ -152,7 +153,7 @@ class Supervisor:
         """Start the core and its workers; `wait_ready` waits for them."""
         self._monitor = PeerMonitor(config.reliability.hang_timeout)
         workers, status = self.endpoint("workers"), self.endpoint("supervisor")
-        core = CoreLaunch(config, checkpoint, self.endpoint("core"), workers, status)
+        core = CoreLaunch(config, checkpoint, self.engines[0].endpoint, workers, status)
         self._spawn("core", "engine_core.process", core)
         for rank in range(config.parallel.tensor_parallel_size):
             launch = WorkerLaunch(config, checkpoint, rank, workers, status, str(self.run_dir / "rendezvous"))
@@ -170,9 +171,10 @@ class Supervisor:
             config,
             server,
             checkpoint,
-            self.endpoint("core"),
+            self.engines,
             self.endpoint("supervisor"),
             listener.fileno(),
+            metrics_dir=str(self.run_dir),
         )
         self._spawn("frontend", "frontend.main", launch, pass_fds=[listener.fileno()])
 

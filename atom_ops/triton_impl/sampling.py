@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from atom_ops.ops.philox import ROUNDS
 from atom_ops.ops.sampling import SAMPLE_TOKEN, SamplingBatch, sample
 from atom_ops.triton_impl import NEEDS, runs_on
 
@@ -46,6 +47,7 @@ _LOWEST = tl.constexpr(-3.4e38)
 # The reciprocal of a smaller temperature overflows; this one already gives weight to the maximum only.
 _MIN_TEMPERATURE = tl.constexpr(1e-30)
 _NO_ID = tl.constexpr(0x7FFFFFFF)  # larger than any id
+_ROUNDS = tl.constexpr(ROUNDS)
 _WORD_STEP = tl.constexpr(2.0**-32)
 _LARGEST_BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
 
@@ -87,8 +89,9 @@ def token_uniforms(key, span_G, PURPOSE: tl.constexpr):
     block_GB = (span_G[:, None] * (_SPAN // 4) + tl.arange(0, _SPAN // 4)[None, :]).to(tl.uint32)
     zero_GB = tl.zeros_like(block_GB)
     first, second, third, fourth = tl.philox(
-        key[0], zero_GB + key[2].to(tl.uint32), zero_GB + PURPOSE, zero_GB + key[1].to(tl.uint32), block_GB
-    )
+        key[0], zero_GB + key[2].to(tl.uint32), zero_GB + PURPOSE, zero_GB + key[1].to(tl.uint32), block_GB,
+        n_rounds=_ROUNDS,
+    )  # fmt: skip
     # Token 4 * block + lane has the word of its lane.
     word_GBJ = tl.join(tl.join(first, third), tl.join(second, fourth))
     word_GS = tl.reshape(word_GBJ, (span_G.shape[0], _SPAN))
