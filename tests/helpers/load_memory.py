@@ -30,7 +30,7 @@ from workers.layers.context import BuildContext
 from workers.layers.expert_layouts import InterleavedMXFP4
 from workers.layers.moe import MoE, MoEArgs
 from workers.models.llama import LlamaForCausalLM
-from workers.weights.loader import load_weights, weight_bytes
+from workers.weights.loader import load_directory, weight_bytes
 from workers.weights.plan import load_targets
 
 MB = 1 << 20
@@ -130,7 +130,7 @@ def allocated(kind: str, layers: int, directory: Path, dtype: torch.dtype) -> Al
             model = build(kind, layers, "cpu", dtype)
             tracemalloc.reset_peak()
             before = tracemalloc.get_traced_memory()[0]
-            load_weights(model, directory, lambda done, total: None)
+            load_directory(model, directory, lambda done, total: None)
             python_peak = tracemalloc.get_traced_memory()[1] - before
     finally:
         tracemalloc.stop()
@@ -165,7 +165,7 @@ def resident(kind: str, layers: int, directory: Path) -> dict[str, int]:
         nonlocal peak_own
         peak_own = max(peak_own, _status("RssAnon"))
 
-    load_weights(model, directory, progress)
+    load_directory(model, directory, progress)
     weights = weight_bytes(model)
     return {
         "weights": weights,
