@@ -24,7 +24,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from atom_ops import ClampedSwiglu, RoutingRule, backend
 from parallel.communicator import Communicator
-from parallel.state import TPGroup
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
 from workers.layers.expert_layouts import INTERLEAVED
@@ -76,7 +75,7 @@ def build(kind: str, layers: int, device: str, dtype: torch.dtype = torch.bfloat
     place = torch.device(device)
     quantized = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
     schemes = resolve(quantized if kind == "mxfp4" else {})
-    context = BuildContext(dtype, place, Communicator(TPGroup(0, 1, place)), 128, schemes)
+    context = BuildContext(dtype, place, Communicator(), 128, schemes)
     config = {"kind": kind, "num_hidden_layers": layers}
     return LlamaForCausalLM(_DENSE | config, context) if kind == "dense" else ExpertLayers(config, context)
 

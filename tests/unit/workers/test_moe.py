@@ -14,8 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from atom_ops import MXFP4, ClampedSwiglu, RoutingRule, tensors_of, unstacked
+from parallel.communicator import Communicator
 from tests.helpers.mxfp4 import packed_experts
-from tests.helpers.tiny_models import MAX_MODEL_LEN, place
+from tests.helpers.tiny_models import MAX_MODEL_LEN
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
 from workers.layers.expert_layouts import INTERLEAVED, PerExpert
@@ -101,7 +102,7 @@ MXFP4_CONFIG = {"model_type": "gpt_oss", "quantization_config": {"quant_method":
 
 def build(family: Family, rank: int = 0, size: int = 1, packed: bool = False, **args: Any) -> OneLayer:
     context = BuildContext(
-        torch.float32, torch.device("cpu"), place(rank, size), MAX_MODEL_LEN,
+        torch.float32, torch.device("cpu"), Communicator(rank, size), MAX_MODEL_LEN,
         resolve(MXFP4_CONFIG if packed else {}),
     )  # fmt: skip
     return OneLayer({"family": family, "args": args}, context)
@@ -162,7 +163,7 @@ def test_the_partial_sums_of_ranks_add_up(tmp_path: Path, family: Family, size: 
     parts = []
     for rank in range(size):
         moe = load(family, tmp_path, rank, size).moe
-        moe._tp = place()
+        moe._tp = Communicator()
         parts.append(moe(inputs()))
     torch.testing.assert_close(sum(parts), output_of(reference, inputs()), atol=1e-4, rtol=1e-5)
 
@@ -238,7 +239,9 @@ def test_dequantized_values_equal_transformers() -> None:
 
 def test_mxfp4_inputs_must_be_a_multiple_of_the_block() -> None:
     family = FAMILIES["gpt_oss"]
-    context = BuildContext(torch.float32, torch.device("cpu"), place(), MAX_MODEL_LEN, resolve(MXFP4_CONFIG))
+    context = BuildContext(
+        torch.float32, torch.device("cpu"), Communicator(), MAX_MODEL_LEN, resolve(MXFP4_CONFIG)
+    )
     with pytest.raises(ValueError, match=r"experts: 40 inputs, not a multiple of 32 \(MXFP4\)"):
         MoE(MoEArgs(HIDDEN, COUNT, 40, **family.args), context)
 
