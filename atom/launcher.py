@@ -63,8 +63,6 @@ class Launcher:
             numbers.append(signal.SIGHUP)
         for number in numbers:
             signal.signal(number, self._on_signal)
-        if self.config.parallel.data_parallel_size * self.server.api_server_count > 1:
-            raise ConfigError("several engines or frontends are not supported yet")
         raise_open_files_limit()
         template = _template_file(self.server.chat_template)
         ApiKeys(self.server.api_key)  # raises ValueError for unusable keys
@@ -82,7 +80,7 @@ class Launcher:
                 raise StartError(str(death)) from None  # a running engine that died exits with status 1
 
     def _serve(self, supervisor: Supervisor) -> None:
-        # supervisor.restart_failed()
+        supervisor.restart_failed()
         while not self._stops:
             supervisor.check()
         self._logger.info("stopping: running requests may finish")

@@ -139,7 +139,7 @@ class CoreProcess:
         kv = KVCacheManager(
             plan.specs,
             plan.num_blocks,
-            limits.max_num_batched_tokens,
+            limits.max_chunk,
             self._launch.hash_seed,
             config.cache.enable_prefix_caching,
         )

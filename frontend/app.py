@@ -123,7 +123,7 @@ def _client_settings(launch: FrontendLaunch) -> ClientSettings:
     if policy == "prefix" and not config.cache.enable_prefix_caching:
         policy = "least_tokens"  # the same where no prefix is ever found
     return ClientSettings(
-        num_ranks=max(address.rank for address in launch.engines) + 1,
+        num_ranks=config.parallel.data_parallel_size,
         policy=policy,
         block_size=config.cache.block_size,
         max_num_seqs=running,
