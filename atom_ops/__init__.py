@@ -11,6 +11,7 @@ from atom_ops.ops.attention import AttentionPlan, AttentionRule, paged_attention
 from atom_ops.ops.attention_plan import BATCH_INVARIANT_SPLIT
 from atom_ops.ops.causal_conv import causal_conv
 from atom_ops.ops.decode_inputs import DecodeInputs, decode_inputs
+from atom_ops.ops.draft_inputs import NO_DRAFT, DraftInputs, RowState, draft_inputs
 from atom_ops.ops.embedding import embedding
 from atom_ops.ops.experts import ClampedSwiglu, ExpertActivation, ExpertWeights, experts
 from atom_ops.ops.fused_attention import attend_projection
@@ -42,6 +43,7 @@ from atom_ops.ops.logits_processors import (
     record_sampled,
 )
 from atom_ops.ops.logprobs import TokenLogprobs, token_logprobs
+from atom_ops.ops.ngram import NgramRule, TokenHistory, propose_ngrams
 from atom_ops.ops.norm import add_rms_norm, gated_rms_norm, rms_norm
 from atom_ops.ops.qkv import HeadNorms, rotate_and_write_kv
 from atom_ops.ops.recurrent_state import StateLayer, StatePlan, StateShape, make_state_layer, plan_states
@@ -49,15 +51,18 @@ from atom_ops.ops.rotary import rotary, rotation, rotation_at
 from atom_ops.ops.routing import RoutingRule, route
 from atom_ops.ops.sampling import SamplingBatch, sample
 from atom_ops.ops.sparse_attention import TopKIndices, index_topk, sparse_latent_attention
+from atom_ops.ops.verification import verify_drafts
 from atom_ops.transfer import to_device
 
 __all__ = [
     "BATCH_INVARIANT_SPLIT",
+    "NO_DRAFT",
     "AttentionPlan",
     "AttentionRule",
     "ClampedSwiglu",
     "DecayWeights",
     "DecodeInputs",
+    "DraftInputs",
     "ExpertActivation",
     "ExpertWeights",
     "HeadNorms",
@@ -67,11 +72,14 @@ __all__ = [
     "LatentLayer",
     "LatentNorms",
     "LogitsProcessorBatch",
+    "NgramRule",
     "RoutingRule",
+    "RowState",
     "SamplingBatch",
     "StateLayer",
     "StatePlan",
     "StateShape",
+    "TokenHistory",
     "TokenLogprobs",
     "TokenRecord",
     "TopKIndices",
@@ -83,6 +91,7 @@ __all__ = [
     "causal_conv",
     "clamped_swiglu",
     "decode_inputs",
+    "draft_inputs",
     "embedding",
     "expand_values",
     "experts",
@@ -104,6 +113,7 @@ __all__ = [
     "plan_attention",
     "plan_states",
     "prompt_attention",
+    "propose_ngrams",
     "read_latent",
     "record_sampled",
     "rms_norm",
@@ -119,6 +129,7 @@ __all__ = [
     "sparse_latent_attention",
     "to_device",
     "token_logprobs",
+    "verify_drafts",
     "write_index_keys",
     "write_kv",
     "write_latent",
