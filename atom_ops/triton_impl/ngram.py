@@ -75,7 +75,7 @@ def _search(
             )  # fmt: skip
             same_B = same_B & (token_B == wanted) & (wanted >= 0)
             matched_B += same_B.to(tl.int64)
-        key_B = matched_B * _ONE_MATCH + (_LAST_PLACE - at_B)
+        key_B = matched_B * _ONE_MATCH + (_LAST_PLACE - at_B.to(tl.int64))
         best = tl.maximum(best, tl.max(tl.where(matched_B >= SHORTEST, key_B, 0), 0))
     if best > 0:
         tl.atomic_max(keys_out + tl.program_id(0), best)
