@@ -8,7 +8,7 @@ Tensors are contiguous unless a docstring says otherwise.
 
 from atom_ops.ops.activation import clamped_swiglu, sigmoid_and_mul, silu_and_mul
 from atom_ops.ops.attention import AttentionPlan, AttentionRule, paged_attention, plan_attention
-from atom_ops.ops.attention_plan import BATCH_INVARIANT_SPLIT
+from atom_ops.ops.attention_plan import BATCH_INVARIANT_SPLIT, empty_attention
 from atom_ops.ops.causal_conv import causal_conv
 from atom_ops.ops.decode_inputs import DecodeInputs, decode_inputs
 from atom_ops.ops.draft_inputs import NO_DRAFT, DraftInputs, RowState, draft_inputs
@@ -46,7 +46,14 @@ from atom_ops.ops.logprobs import TokenLogprobs, token_logprobs
 from atom_ops.ops.ngram import NgramRule, TokenHistory, propose_ngrams
 from atom_ops.ops.norm import add_rms_norm, gated_rms_norm, rms_norm
 from atom_ops.ops.qkv import HeadNorms, rotate_and_write_kv
-from atom_ops.ops.recurrent_state import StateLayer, StatePlan, StateShape, make_state_layer, plan_states
+from atom_ops.ops.recurrent_state import (
+    StateLayer,
+    StatePlan,
+    StateShape,
+    empty_states,
+    make_state_layer,
+    plan_states,
+)
 from atom_ops.ops.rotary import rotary, rotation, rotation_at
 from atom_ops.ops.routing import RoutingRule, route
 from atom_ops.ops.sampling import SamplingBatch, sample
@@ -93,6 +100,8 @@ __all__ = [
     "decode_inputs",
     "draft_inputs",
     "embedding",
+    "empty_attention",
+    "empty_states",
     "expand_values",
     "experts",
     "gated_delta_rule",

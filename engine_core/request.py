@@ -97,7 +97,7 @@ class Request:
         self.token_ids: TokenIds = blocks.tokens
         self.output_ids = self.token_ids.output
         """Generated tokens whose ids are known."""
-        self.prompt_length = len(self.token_ids)
+        self.prompt_length = self.token_ids.prompt_length
         self.prompt_logprobs = prompt_logprobs
         """As in the message, until the last chunk of the prompt is scheduled; -1 from then on."""
         self.arrival = 0

@@ -287,7 +287,7 @@ class Scheduler:
         request.admitted_at = self._clock()
         self.counters.prompt_tokens += request.prompt_length
         if request.prompt_logprobs < 0:
-            self.counters.prefix_queries += request.prompt_length
+            self.counters.prefix_queries += len(request.token_ids)
             self.counters.prefix_hits += cached
 
     def _token_budget(self, plan: StepPlan) -> int:

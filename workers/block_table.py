@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from atom_ops import plan_attention, to_device
+from atom_ops import empty_attention, plan_attention, to_device
 from workers.group_rows import GroupRows, Rows, StepRows
 from workers.layers.context import GroupContext
 
@@ -59,6 +59,10 @@ class BlockTable(GroupRows):
         blocks = self.rows(step.rows, step.ends)
         counts, ends = step.counts.astype(np.int32), step.ends.astype(np.int32)
         return GroupContext(slots_T, plan_attention(counts, ends, blocks, step.device, step.split_tokens))
+
+    def empty_context(self, device: torch.device, split_tokens: int) -> GroupContext:
+        no_slots = torch.empty(0, dtype=torch.int64, device=device)
+        return GroupContext(no_slots, empty_attention(device, split_tokens))
 
     def rows(self, rows: Rows, context_lens: NDArray[np.int64]) -> NDArray[np.int32]:
         """The tables of these rows, with as many entries as the longest context needs."""

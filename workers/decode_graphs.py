@@ -10,7 +10,6 @@ because logits processors and log probabilities are not captured.
 S rows of a captured size, R of them real, D hidden.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -98,24 +97,31 @@ class DecodeGraphs:
             self._graphs[size] = self._capture_size(size)
             progress()
 
-    def fits(self, decode_batch: DecodeBatch) -> bool:
-        """Whether a captured size is large enough."""
-        return len(decode_batch.row_list) <= self._sizes[-1]
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of the captured steps, ascending."""
+        return self._sizes
 
-    def forward(self, decode_batch: DecodeBatch) -> ForwardOutput:
-        """Launch the forward pass of each row's next token."""
+    def forward(self, decode_batch: DecodeBatch, size: int) -> ForwardOutput:
+        """Launch the forward pass of each row's next token, padded to `size` rows, a captured size."""
         for table in self._inputs.tables:
             table.update_device_table()
         rows = len(decode_batch.row_list)
-        if decode_batch is not self._decode_batch:
-            self._decode_batch, self._settings = decode_batch, None
-            self._size = self._sizes[bisect_left(self._sizes, rows)]
-            rows_S = self._graphs[self._size].rows_S
+        if decode_batch is not self._decode_batch or size != self._size:
+            self._decode_batch, self._settings, self._size = decode_batch, None, size
+            rows_S = self._graphs[size].rows_S
             rows_S.fill_(self._inputs.limits.padding_row)
             rows_S[:rows].copy_(decode_batch.rows_R)
-        graphs = self._graphs[self._size]
+        graphs = self._graphs[size]
         graphs.forward()
         return ForwardOutput(graphs.output.hidden_RD[:rows], graphs.output.positions_R[:rows])
+
+    def dummy(self, size: int) -> None:
+        """Launch the forward pass of `size` padding rows, which writes nothing."""
+        self._decode_batch = None
+        graphs = self._graphs[size]
+        graphs.rows_S.fill_(self._inputs.limits.padding_row)
+        graphs.forward()
 
     def can_sample(self, settings: SamplingBatch) -> bool:
         """Whether a captured sampler supports these settings; does not wait for the device."""

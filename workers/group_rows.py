@@ -46,6 +46,10 @@ class GroupRows(ABC):
         """The input of the group's layers; `columns` are those of `token_columns`, on the device."""
 
     @abstractmethod
+    def empty_context(self, device: torch.device, split_tokens: int) -> GroupContext | StatePlan:
+        """The context of a step without rows."""
+
+    @abstractmethod
     def device_table(self, device: torch.device) -> torch.Tensor:
         """The table on `device`, with one more row for padding; `update_device_table` keeps it up to date.
 

@@ -132,15 +132,20 @@ class InputBatch:
         new = {row.row: (row.computed, row.num_known) for row in batch.new_rows}
         return [new.get(row) or (int(self._computed[row]), int(self._known[row])) for row in batch.rows]
 
-    def decode_batch(self, batch: ScheduledBatch) -> DecodeBatch | None:
-        """The batch's rows, if each of them decodes."""
+    def is_decode(self, batch: ScheduledBatch) -> bool:
+        """Whether each row of a batch that `update` applied decodes one token."""
         if batch.counts:
-            return None
-        if self._decode_batch and not batch.new_rows and batch.rows == self._decode_batch.row_list:
+            return False
+        if self._is_same_decode(batch):
+            return True
+        rows = np.array(batch.rows, np.int64)
+        return not (self._computed[rows] < self._known[rows]).any()
+
+    def decode_batch(self, batch: ScheduledBatch) -> DecodeBatch:
+        """The rows of a batch that `is_decode`."""
+        if self._decode_batch and self._is_same_decode(batch):
             return self._decode_batch
         rows = np.array(batch.rows, np.int64)
-        if (self._computed[rows] < self._known[rows]).any():
-            return None
         rows_R, tokens_R = self._upload(rows, np.arange(len(rows)))
         self._decode_batch = DecodeBatch(batch.rows, rows, rows_R, tokens_R)
         return self._decode_batch
@@ -150,8 +155,15 @@ class InputBatch:
 
         Raises ValueError for more tokens than a row has, and for a wrong number of ids.
         """
-        decode_batch = self.decode_batch(batch)
-        return self._assemble(batch) if decode_batch is None else self._decode(decode_batch)
+        if self.is_decode(batch):
+            return self._decode(self.decode_batch(batch))
+        return self._assemble(batch)
+
+    def empty_step(self) -> StepInputs:
+        """A step of no tokens and no rows, to pad."""
+        none_T = torch.empty(0, dtype=torch.int64, device=self._device)
+        groups = [table.empty_context(self._device, self.split_tokens) for table in self.tables]
+        return StepInputs(none_T, none_T, groups, None)
 
     def advance(self, decode_batch: DecodeBatch) -> Rows:
         """Count one more token of each row as computed; returns the positions of the sampled tokens.
@@ -179,6 +191,11 @@ class InputBatch:
     def store_sampled(self, sampling: SamplingRows, ids_R: torch.Tensor) -> None:
         """Store the sampled ids: the inputs of the rows' next step."""
         self.device_rows.store(sampling.rows_R, ids_R, sampling.positions_R)
+
+    def _is_same_decode(self, batch: ScheduledBatch) -> bool:
+        """Whether the rows are those of the last decode."""
+        last = self._decode_batch
+        return last is not None and not batch.new_rows and batch.rows == last.row_list
 
     def _admit(self, new: NewRow) -> None:
         if not 0 <= new.computed < new.num_known:

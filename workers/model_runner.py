@@ -13,7 +13,14 @@ from atom.messages.worker import ScheduledBatch
 from atom_ops import TokenLogprobs, token_logprobs
 from workers.decode_graphs import DecodeGraphs
 from workers.group_rows import Rows
-from workers.input_batch import DecodeBatch, InputBatch, PromptChunk, PromptLogprobRows, SamplingRows
+from workers.input_batch import (
+    DecodeBatch,
+    InputBatch,
+    PromptChunk,
+    PromptLogprobRows,
+    SamplingRows,
+    StepInputs,
+)
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import CacheLayer, ForwardContext
 from workers.memory_guard import MemoryGuard, reason_of
@@ -22,6 +29,8 @@ from workers.prompt_graphs import PromptGraphs
 from workers.sampler import Sampler, SamplerOutput, logprob_slice
 from workers.state_slots import StateSlots
 from workers.step_label import step_label
+from workers.step_padding import pad_step
+from workers.step_shape import Agree, GraphSizes, StepMode, StepShape, no_agreement
 
 _FORWARD, _SAMPLING = "the forward pass", "sampling"
 _PROMPT_LOGPROBS = "the prompt log probabilities"
@@ -34,6 +43,10 @@ class Graphs:
 
     decode: DecodeGraphs
     prompts: PromptGraphs
+
+    @property
+    def sizes(self) -> GraphSizes:
+        return GraphSizes(self.decode.sizes, self.prompts.token_sizes, self.prompts.row_sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +75,7 @@ class ModelRunner:
         memory: MemoryGuard,
         record_event: RecordEvent,
         graphs: Graphs | None = None,
+        agree: Agree = no_agreement,
     ):
         """`graphs` are captured, of the same model, KV cache and inputs."""
         self._model = model
@@ -71,6 +85,8 @@ class ModelRunner:
         self._memory = memory
         self._record_event = record_event
         self._graphs = graphs
+        self._agree = agree
+        self._sizes = graphs.sizes if graphs else GraphSizes()
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> PendingStep:
@@ -83,27 +99,59 @@ class ModelRunner:
         output = self._retry_decodes(batch, before) if forward is None else self._output(forward, {})
         return PendingStep(batch.step, output, self._record_event)
 
+    @torch.inference_mode()
+    def dummy_step(self, shape: StepShape) -> None:
+        """Launch a step of padding alone, for a rank without requests while others step.
+
+        `shape` is the one that the ranks agreed on. Computes its tokens and takes part in the model's
+        collectives; changes no KV slot, no state and no row, and samples nothing. Raises ValueError for
+        a shape that is not captured, or without tokens or rows.
+        """
+        self._sizes.check(shape)
+        if shape.mode is StepMode.EAGER:
+            self._compute(pad_step(self._inputs.empty_step(), shape))
+        elif shape.mode is StepMode.DECODE_GRAPH:
+            self._captured.decode.dummy(shape.padded_rows)
+        else:
+            self._captured.prompts.dummy(shape.padded_tokens, shape.padded_rows)
+
     def label(self, batch: ScheduledBatch) -> str:
         """The name of the step in traces; called before `launch`."""
         return step_label(batch, self._inputs.lengths(batch))
 
+    def plan(self, batch: ScheduledBatch) -> StepShape:
+        """The shape in which this rank would launch a batch that its inputs have been updated with."""
+        tokens = sum(batch.counts) if batch.counts else len(batch.rows)
+        return self._sizes.plan(tokens, len(batch.rows), 1 if self._inputs.is_decode(batch) else 0)
+
     def _forward(self, batch: ScheduledBatch) -> _Forward:
-        decode_batch = self._inputs.decode_batch(batch)
-        if self._graphs and decode_batch and self._graphs.decode.fits(decode_batch):
-            return self._replay(self._graphs.decode, decode_batch)
+        planned = self.plan(batch)
+        shape = self._agree(planned)
+        if shape is not planned:
+            self._sizes.check(shape)
+            shape.require(planned)
+        if shape.mode is StepMode.DECODE_GRAPH:
+            return self._replay(self._captured.decode, self._inputs.decode_batch(batch), shape.padded_rows)
         step = self._inputs.step(batch)
-        if self._graphs and self._graphs.prompts.fits(step):
-            hidden_TD = self._graphs.prompts.forward(step)
+        if shape.mode is StepMode.PROMPT_GRAPH:
+            prompts = self._captured.prompts
+            hidden_TD = prompts.forward(step, shape.padded_tokens, shape.padded_rows)
         else:
-            hidden_TD = self._model(
-                step.ids_T, step.positions_T, ForwardContext(self._kv_layers, step.groups)
-            )
+            hidden_TD = self._compute(pad_step(step, shape))
         return _Forward(hidden_TD, step.sampling, step.prompt_logprobs)
 
-    def _replay(self, graphs: DecodeGraphs, decode_batch: DecodeBatch) -> _Forward:
+    def _compute(self, step: StepInputs) -> torch.Tensor:
+        return self._model(step.ids_T, step.positions_T, ForwardContext(self._kv_layers, step.groups))
+
+    @property
+    def _captured(self) -> Graphs:
+        assert self._graphs is not None, "without graphs every shape is eager"
+        return self._graphs
+
+    def _replay(self, graphs: DecodeGraphs, decode_batch: DecodeBatch, size: int) -> _Forward:
         """Replay the forward pass of each row's next token."""
         positions = self._inputs.advance(decode_batch)
-        output = graphs.forward(decode_batch)
+        output = graphs.forward(decode_batch, size)
         sampling = SamplingRows(
             decode_batch.rows, decode_batch.rows_R, decode_batch.tokens_R, positions, output.positions_R
         )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from atom_ops import StatePlan, plan_states, to_device
+from atom_ops import StatePlan, empty_states, plan_states, to_device
 from workers.block_table import BatchLimits
 from workers.group_rows import GroupRows, Rows, StepRows
 
@@ -39,6 +39,9 @@ class StateSlots(GroupRows):
     def context(self, columns: Sequence[torch.Tensor], step: StepRows) -> StatePlan:
         is_fresh = step.ends == step.counts
         return plan_states(step.counts.astype(np.int32), self._slots[step.rows], is_fresh, step.device)
+
+    def empty_context(self, device: torch.device, split_tokens: int) -> StatePlan:
+        return empty_states(device)
 
     def device_table(self, device: torch.device) -> torch.Tensor:
         """int64 [max_rows + 1]; padding never has a slot."""

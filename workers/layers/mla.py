@@ -192,7 +192,8 @@ class LatentAttention(nn.Module):
     ) -> torch.Tensor:
         """Attention output [T, H, V] over keys and values expanded from the step's own cache rows."""
         nope, heads = self._args.nope_dim, q_THE.shape[1]
-        rows_TK = read_latent(cache, group.slots_T, q_THE.dtype)
+        slots_T = group.slots_T.clamp(min=0) if group.plan.has_padding_tokens else group.slots_T
+        rows_TK = read_latent(cache, slots_T, q_THE.dtype)
         latent_TC, key_TR = rows_TK.tensor_split([self._args.kv_lora_rank], 1)
         kv_THX = linear(latent_TC.contiguous(), self.kv_b_proj.weight).unflatten(1, (heads, -1))
         k_nope_THN, v_THV = kv_THX.tensor_split([nope], 2)
