@@ -16,7 +16,8 @@ from atom.messages.worker import KVSpec, NewRow
 from atom_ops import NgramRule, RowState, StatePlan, TokenHistory, propose_ngrams, to_device
 from workers.block_table import BatchLimits
 from workers.group_rows import GroupRows
-from workers.layers.cache_groups import CacheGroup, KVGroup
+from workers.layers.attention import KVGroup
+from workers.layers.cache_groups import CacheGroup
 from workers.layers.context import GroupContext
 from workers.spec_decode.proposer import Proposer
 
@@ -35,8 +36,7 @@ class TextGroup:
 def text_group(groups: Sequence[CacheGroup]) -> TextGroup:
     """The group of a model; every model has a group of blocks. A full one, or the longest window."""
     reaches = [
-        (group.window if isinstance(group, KVGroup) else 0, number)
-        for number, group in enumerate(groups)
+        (group.window if isinstance(group, KVGroup) else 0, number) for number, group in enumerate(groups)
     ]
     full = [number for reach, number in reaches if reach == 0]
     if full:
