@@ -92,8 +92,15 @@ class LogitsProcessorState:
         """Indices of the rows with logits processors, among `rows`."""
         return np.array([i for i, row in enumerate(rows.tolist()) if row in self._rows], np.int64)
 
-    def gather(self, rows: Ids, which: Ids) -> LogitsProcessorRows:
-        """The inputs of `apply` for the rows `rows[which]`, which have logits processors and differ."""
+    def gather(self, rows: Ids, which: Ids | None = None) -> LogitsProcessorRows | None:
+        """The inputs of `apply` for the rows with logits processors; None if there are none.
+
+        `which`: of these `indices` only.
+        """
+        if which is None:
+            which = self.indices(rows)
+        if not len(which):
+            return None
         processors = [self._rows[row] for row in rows[which].tolist()]
         which_recorded = [u for u, row in enumerate(processors) if row.record >= 0]
         recorded = [processors[u] for u in which_recorded]

@@ -221,19 +221,21 @@ class Sampler:
 
     def _processed(self, rows: Rows, which: Rows, drafts: DraftRows | None) -> list[_ProcessedRows]:
         """The rows `rows[which]`, which have logits processors, by the drafts before them."""
-        if not len(which):
-            return []
         if drafts is None:
-            return [self._processed_rows(rows, which, None)]
+            return self._processed_rows(rows, which, None)
         before = drafts.num_before[which]
-        by_draft = [which[before == number] for number in range(int(before.max()) + 1)]
-        return [self._processed_rows(rows, each, drafts) for each in by_draft if len(each)]
+        by_draft = [which[before == number] for number in np.unique(before)]
+        return [made for each in by_draft for made in self._processed_rows(rows, each, drafts)]
 
-    def _processed_rows(self, rows: Rows, which: Rows, drafts: DraftRows | None) -> _ProcessedRows:
+    def _processed_rows(self, rows: Rows, which: Rows, drafts: DraftRows | None) -> list[_ProcessedRows]:
+        """At most one."""
+        processors = self._logits_processors.gather(rows, which)
+        if processors is None:
+            return []
         chosen = rows[which]
-        drafts_rows = None if drafts is None else to_device(drafts.row_indices[which], self._device)
         settings = self._settings(chosen, self._temperature[chosen])
-        return _ProcessedRows(self._logits_processors.gather(rows, which), settings, drafts_rows)
+        drafts_rows = None if drafts is None else to_device(drafts.row_indices[which], self._device)
+        return [_ProcessedRows(processors, settings, drafts_rows)]
 
     def _logprob_rows(self, rows: Rows) -> _LogprobRows | None:
         top = self._logprobs[rows]

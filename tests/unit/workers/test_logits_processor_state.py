@@ -100,8 +100,7 @@ def step(state: LogitsProcessorState, rows: dict[int, Sequence], sampled: list[i
     order = np.array(list(rows), np.int64)
     positions = np.array([len(s.prompt) + len(s.generated) for s in rows.values()], np.int64)
     logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
-    which = state.indices(order)
-        rows_U = state.gather(order, which) if len(which) else None
+    rows_U = state.gather(order)
     which = [i for i, sequence in enumerate(rows.values()) if sequence.processors]
     assert (rows_U is None) == (not which)
     if rows_U is not None:
