@@ -130,6 +130,8 @@ class InputBatch:
             last_N = self.device_rows.ids_N, self.device_rows.positions_N
             is_exact = device.type == "cpu" if exact is None else exact
             self.speculation = Speculation(proposer, limits, last_N, is_exact)
+            for table in tables:
+                table.device_table(device)
         self.tables = list(tables)
         self._device = device
         self.split_tokens = split_tokens

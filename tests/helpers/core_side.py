@@ -6,7 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from atom.messages.engine import Sampling, pack_ids, unpack_ids
-from atom.messages.worker import BatchResult, KVSpec, MoreBlocks, NewRow, RecurrentStateSpec, ScheduledBatch
+from atom.messages.worker import (
+    MAX_LENGTH,
+    BatchResult,
+    KVSpec,
+    MoreBlocks,
+    NewRow,
+    RecurrentStateSpec,
+    ScheduledBatch,
+)
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
@@ -39,6 +47,8 @@ class CoreSide:
         self._states = states
         self._blocks: dict[int, int] = {}
         self._more: dict[int, dict[str, Any]] = {}
+        self._limits: dict[int, int] = {}
+        self._owned: dict[int, list[list[int]]] = {}
         self._fresh: dict[int, tuple[Sampling, int, int]] = {}
         self._logprobs_until: dict[int, int] = {}
         self._sampling_rows: list[int] = []
@@ -67,10 +77,15 @@ class CoreSide:
         The last `generated` ids are what it had generated before it was preempted. `more` are other
         fields of `NewRow`.
         """
-        self._more[row] = more
+        self._more[row], self._limits[row] = more, more.get("max_length", MAX_LENGTH)
         self.tokens[row] = list(ids)
         self.known[row], self.computed[row], self._blocks[row] = len(ids), 0, 0
         self._fresh[row] = sampling, len(ids) - generated, prompt_logprobs
+
+    def free(self, row: int) -> None:
+        """Free the blocks of a row, if it has any."""
+        for group, blocks in zip(self._free, self._owned.pop(row, []), strict=False):
+            group += blocks
 
     def plan(self, counts: dict[int, int]) -> ScheduledBatch:
         """The step that computes `counts[row]` tokens of each row."""
@@ -79,17 +94,21 @@ class CoreSide:
         counts = {row: count + (row in decodes) * self._num_drafts for row, count in counts.items()}
         for row, count in counts.items():
             end = self.computed[row] + count
-            needed = -(-end // self._block_size) - self._blocks[row]
+            reserved = -(-min(end, self._limits[row]) // self._block_size)
+            needed = max(reserved - self._blocks[row], 0)
             blocks = [
                 [free.pop() for _ in range(row in self._fresh if group in self._states else needed)]
                 for group, free in enumerate(self._free)
             ]
             self._blocks[row] += needed
+            owned = self._owned.setdefault(row, [[] for _ in blocks])
+            for had, added in zip(owned, blocks, strict=True):
+                had += added
             if row in self._fresh:
                 new_rows.append(self._new_row(row, blocks))
             elif needed:
                 more_blocks.append(MoreBlocks(row, blocks))
-            if self.computed[row] < self.known[row]:
+            if row not in decodes:
                 ids += self.tokens[row][self.computed[row] : end]
                 if end < self._logprobs_until[row]:
                     next_ids.append(self.tokens[row][end])
