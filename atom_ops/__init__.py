@@ -60,12 +60,15 @@ from atom_ops.ops.sampling import SamplingBatch, sample
 from atom_ops.ops.sparse_attention import TopKIndices, index_topk, sparse_latent_attention
 from atom_ops.ops.verification import verify_drafts
 from atom_ops.transfer import to_device
+from atom_ops.weights import MXFP4, BlockFP8, PackedOneDNN, Quantized, Weight, tensors_of, unstacked
 
 __all__ = [
     "BATCH_INVARIANT_SPLIT",
+    "MXFP4",
     "NO_DRAFT",
     "AttentionPlan",
     "AttentionRule",
+    "BlockFP8",
     "ClampedSwiglu",
     "DecayWeights",
     "DecodeInputs",
@@ -80,6 +83,8 @@ __all__ = [
     "LatentNorms",
     "LogitsProcessorBatch",
     "NgramRule",
+    "PackedOneDNN",
+    "Quantized",
     "RoutingRule",
     "RowState",
     "SamplingBatch",
@@ -90,6 +95,7 @@ __all__ = [
     "TokenLogprobs",
     "TokenRecord",
     "TopKIndices",
+    "Weight",
     "absorb_queries",
     "add_norm_linear",
     "add_rms_norm",
@@ -136,8 +142,10 @@ __all__ = [
     "silu_and_mul",
     "silu_and_mul_linear",
     "sparse_latent_attention",
+    "tensors_of",
     "to_device",
     "token_logprobs",
+    "unstacked",
     "verify_drafts",
     "write_index_keys",
     "write_kv",

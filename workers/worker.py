@@ -15,7 +15,7 @@ from atom.messages.worker import AllocateKV, Loaded, NewRow, ScheduledBatch
 from atom.utils import envs
 from atom.utils.logger import get_logger
 from atom_ops import BATCH_INVARIANT_SPLIT, backend
-from parallel.communicator import Communicator
+from parallel.mesh import Mesh
 from workers.block_table import BatchLimits, BlockTable
 from workers.decode_graphs import DecodeGraphs
 from workers.graph_recorder import GraphRecorder, Recorder
@@ -30,7 +30,7 @@ from workers.layers.linear import Linear
 from workers.marks import MarkedRecorder, mark_modules
 from workers.memory_guard import MemoryGuard
 from workers.model_runner import Graphs, ModelRunner
-from workers.models.registry import model_class
+from workers.models.registry import build_model
 from workers.pending_step import PendingStep, event_recorder
 from workers.profiler import TraceRecorder
 from workers.prompt_graphs import PROMPT_SIZES, PromptGraphs
@@ -38,7 +38,7 @@ from workers.sampler import Sampler
 from workers.spec_decode.ngram import NgramProposer, text_group, with_token_ids
 from workers.spec_decode.proposer import Proposer
 from workers.state_slots import StateSlots
-from workers.weights.loader import WeightError, load_dummy, load_weights, weight_bytes
+from workers.weights.loader import WeightError, load_directory, load_dummy, weight_bytes
 
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total)."""
@@ -69,9 +69,9 @@ def _explain_out_of_memory(device: torch.device, purpose: str, remedy: str) -> I
         ) from None
 
 
-def rank_device(config: EngineConfig, rank: int) -> torch.device:
-    """The device of `rank`: the CPU, or one GPU for each rank."""
-    return torch.device("cpu") if config.device.device == "cpu" else torch.device("cuda", rank)
+def worker_device(config: EngineConfig, index: int) -> torch.device:
+    """The CPU, or the GPU of that index among the visible ones."""
+    return torch.device("cpu") if config.device.device == "cpu" else torch.device("cuda", index)
 
 
 def _rows_of(group: CacheGroup, limits: BatchLimits) -> GroupRows:
@@ -92,21 +92,21 @@ class Worker:
     _runner: ModelRunner
     """Set by `allocate`."""
 
-    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, tp: Communicator, progress: Progress):
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh, progress: Progress):
         self.traces: TraceRecorder | None = None
         """None unless the configuration names a directory for traces."""
         self._config = config
         self._checkpoint = checkpoint
-        self._tp = tp
+        self._tp = mesh.tp
         self._progress = progress
-        self._device = rank_device(config, tp.rank)
+        self._device = mesh.device
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # kernels and graphs are launched on the current device
         self._dtype = _DTYPES[config.model.dtype]
         self._kv_dtype = kv_dtype(config.cache, self._dtype)
         if config.observability.torch_profiler_dir is not None:
             directory, model = config.observability.torch_profiler_dir, config.model.model
-            self.traces = TraceRecorder(directory, model, tp.rank, self._device)
+            self.traces = TraceRecorder(directory, model, mesh.tp.rank, self._device)
 
     def load(self) -> Loaded:
         """Build the model, load its weights and measure the memory of the largest step.
@@ -166,10 +166,7 @@ class Worker:
     def _build_model(self) -> CausalLM:
         longest = self._longest_sequence()
         build = BuildContext(self._dtype, self._device, self._tp, longest)
-        try:
-            model = model_class(self._checkpoint)(self._checkpoint.hf_config, build)
-        except KeyError as error:
-            raise ValueError(f"config.json of {self._checkpoint.directory} lacks {error}") from error
+        model = build_model(self._checkpoint, build)
         if self._config.model.load_dummy:
             load_dummy(model, lambda done, total: self._progress("Filling weights", done, total))
         else:
@@ -186,7 +183,9 @@ class Worker:
     def _load_weights(self, model: CausalLM) -> None:
         directory, changes = Path(self._checkpoint.directory), self._config.model.hf_overrides
         try:
-            load_weights(model, directory, lambda done, total: self._progress("Loading weights", done, total))
+            load_directory(
+                model, directory, lambda done, total: self._progress("Loading weights", done, total)
+            )
         except WeightError as error:
             if changes is None:
                 raise
@@ -197,8 +196,9 @@ class Worker:
 
     def _tune(self) -> None:
         """Tune kernels; before memory is measured, so that its temporary memory is free again."""
-        weights = [layer.weight for layer in self._model.modules() if isinstance(layer, Linear)]
-        backend.tune(self._device, weights, Path(envs.ATOM_CACHE_DIR), self._progress)
+        layers = (layer for layer in self._model.modules() if isinstance(layer, Linear))
+        plain = [layer.weight for layer in layers if isinstance(layer.weight, torch.Tensor)]
+        backend.tune(self._device, plain, Path(envs.ATOM_CACHE_DIR), self._progress)
 
     def _make_kv(self, num_blocks: Sequence[int]) -> list[CacheLayer]:
         block_size = self._config.cache.block_size
