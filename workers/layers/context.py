@@ -5,14 +5,15 @@ Both are passed as arguments; nothing in the workers reads a global.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from atom_ops import AttentionPlan, KVLayer, LatentLayer, StateLayer, StatePlan, TopKIndices
 from parallel.communicator import Communicator
 
-CacheLayer = KVLayer | LatentLayer | StateLayer
-"""The cache of one layer."""
+CacheLayer = KVLayer | LatentLayer | StateLayer | Any
+"""The cache of one layer; other types belong to attention backends with layouts of their own."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,10 @@ class BuildContext:
     tp: Communicator
     max_positions: int
     """Length of the longest sequence: the size of the RoPE tables."""
+    block_size: int = 16
+    """Tokens of a KV block."""
+    kv_dtype: torch.dtype | None = None
+    """Of cached keys and values; None: `dtype`."""
 
 
 @dataclass(frozen=True, slots=True)
