@@ -15,7 +15,7 @@ from atom.messages.worker import AllocateKV, Loaded, NewRow, ScheduledBatch
 from atom.utils import envs
 from atom.utils.logger import get_logger
 from atom_ops import BATCH_INVARIANT_SPLIT, backend
-from parallel.communicator import Communicator
+from parallel.mesh import Mesh
 from workers.block_table import BatchLimits, BlockTable
 from workers.decode_graphs import DecodeGraphs
 from workers.graph_recorder import GraphRecorder, Recorder
@@ -67,9 +67,9 @@ def _explain_out_of_memory(device: torch.device, purpose: str, remedy: str) -> I
         ) from None
 
 
-def rank_device(config: EngineConfig, rank: int) -> torch.device:
-    """The device of `rank`: the CPU, or one GPU for each rank."""
-    return torch.device("cpu") if config.device.device == "cpu" else torch.device("cuda", rank)
+def worker_device(config: EngineConfig, index: int) -> torch.device:
+    """The CPU, or the GPU of that index among the visible ones."""
+    return torch.device("cpu") if config.device.device == "cpu" else torch.device("cuda", index)
 
 
 def _rows_of(group: CacheGroup, limits: BatchLimits) -> GroupRows:
@@ -90,21 +90,21 @@ class Worker:
     _runner: ModelRunner
     """Set by `allocate`."""
 
-    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, tp: Communicator, progress: Progress):
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh, progress: Progress):
         self.traces: TraceRecorder | None = None
         """None unless the configuration names a directory for traces."""
         self._config = config
         self._checkpoint = checkpoint
-        self._tp = tp
+        self._tp = mesh.tp
         self._progress = progress
-        self._device = rank_device(config, tp.rank)
+        self._device = mesh.device
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # kernels and graphs are launched on the current device
         self._dtype = _DTYPES[config.model.dtype]
         self._kv_dtype = kv_dtype(config.cache, self._dtype)
         if config.observability.torch_profiler_dir is not None:
             directory, model = config.observability.torch_profiler_dir, config.model.model
-            self.traces = TraceRecorder(directory, model, tp.rank, self._device)
+            self.traces = TraceRecorder(directory, model, mesh.tp.rank, self._device)
 
     def load(self) -> Loaded:
         """Build the model, load its weights and measure the memory of the largest step.

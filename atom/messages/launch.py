@@ -22,18 +22,40 @@ class EngineAddress(msgspec.Struct, frozen=True, array_like=True):
     message of an earlier life can reach a later one."""
 
 
+class Rendezvous(msgspec.Struct, frozen=True):
+    """Where the ranks that share collectives meet: a torch TCPStore on `address`, hosted by rank 0."""
+
+    address: str
+    """IP address that the store listens on. torch's ports know no authentication: a trusted network."""
+    port: int
+    life: int = 0
+    """Counts the starts of these ranks; a worker left over from an earlier life is not let in."""
+    interface: str = "lo"
+    """Network interface of `address`, for gloo and NCCL."""
+    listen_fd: int | None = None
+    """The listening socket of that port, inherited by rank 0 alone; None on the others."""
+
+    @property
+    def pass_fds(self) -> tuple[int, ...]:
+        """What the parent passes on to the worker."""
+        return () if self.listen_fd is None else (self.listen_fd,)
+
+
 class WorkerLaunch(msgspec.Struct, frozen=True):
     """For `python -m workers.main`."""
 
     config: EngineConfig
     checkpoint: Checkpoint
     rank: int
+    """Among the engine's workers: the tensor-parallel rank."""
     core: str
     """ZMQ endpoint of the core's worker socket."""
     supervisor: str
     """ZMQ endpoint of the supervisor's socket."""
-    rendezvous: str
-    """File for the rendezvous of the tensor-parallel ranks (a torch FileStore)."""
+    rendezvous: Rendezvous | None = None
+    """None: one rank, which meets no others."""
+    device_index: int = 0
+    """The GPU, as an index into this host's visible devices (CUDA_VISIBLE_DEVICES); unused on a CPU."""
 
 
 class CoreLaunch(msgspec.Struct, frozen=True):

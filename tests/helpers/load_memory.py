@@ -24,7 +24,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from atom_ops import ClampedSwiglu, RoutingRule, backend
 from parallel.communicator import Communicator
-from parallel.state import TPGroup
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
 from workers.layers.expert_layouts import InterleavedMXFP4
@@ -72,7 +71,7 @@ class ExpertLayers(CausalLM):
 def build(kind: str, layers: int, device: str, dtype: torch.dtype = torch.bfloat16) -> CausalLM:
     """A model with uninitialised weights."""
     place = torch.device(device)
-    context = BuildContext(dtype, place, Communicator(TPGroup(0, 1, place)), 128)
+    context = BuildContext(dtype, place, Communicator(), 128)
     config = {"kind": kind, "num_hidden_layers": layers}
     return LlamaForCausalLM(_DENSE | config, context) if kind == "dense" else ExpertLayers(config, context)
 

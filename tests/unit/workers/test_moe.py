@@ -14,8 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from atom_ops import ClampedSwiglu, RoutingRule
+from parallel.communicator import Communicator
 from tests.helpers.mxfp4 import packed_experts
-from tests.helpers.tiny_models import MAX_MODEL_LEN, place
+from tests.helpers.tiny_models import MAX_MODEL_LEN
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
 from workers.layers.expert_layouts import Interleaved, InterleavedMXFP4, PerExpert
@@ -97,7 +98,7 @@ class OneLayer(CausalLM):
 
 
 def build(family: Family, rank: int = 0, size: int = 1, **args: Any) -> OneLayer:
-    context = BuildContext(torch.float32, torch.device("cpu"), place(rank, size), MAX_MODEL_LEN)
+    context = BuildContext(torch.float32, torch.device("cpu"), Communicator(rank, size), MAX_MODEL_LEN)
     return OneLayer({"family": family, "args": args}, context)
 
 
@@ -156,7 +157,7 @@ def test_the_partial_sums_of_ranks_add_up(tmp_path: Path, family: Family, size: 
     parts = []
     for rank in range(size):
         moe = load(family, tmp_path, rank, size).moe
-        moe._tp = place()
+        moe._tp = Communicator()
         parts.append(moe(inputs()))
     torch.testing.assert_close(sum(parts), output_of(reference, inputs()), atol=1e-4, rtol=1e-5)
 
@@ -221,7 +222,7 @@ def test_dequantized_values_equal_transformers() -> None:
 
 def test_mxfp4_inputs_must_be_a_multiple_of_the_block() -> None:
     family = FAMILIES["gpt_oss"]
-    context = BuildContext(torch.float32, torch.device("cpu"), place(), MAX_MODEL_LEN)
+    context = BuildContext(torch.float32, torch.device("cpu"), Communicator(), MAX_MODEL_LEN)
     args = MoEArgs(HIDDEN, COUNT, 40, **{**family.args, "layout": InterleavedMXFP4()})
     with pytest.raises(ValueError, match="experts of 40 inputs: not a multiple of 32"):
         MoE(args, context)
