@@ -64,14 +64,17 @@ from atom_ops.ops.routing import RoutingRule, route
 from atom_ops.ops.sampling import SamplingBatch, sample
 from atom_ops.ops.sparse_attention import TopKIndices, index_topk, sparse_latent_attention
 from atom_ops.transfer import to_device
+from atom_ops.weights import MXFP4, BlockFP8, PackedOneDNN, Quantized, Weight, tensors_of, unstacked
 
 __all__ = [
     "BATCH_INVARIANT_SPLIT",
     "INTERLEAVED_KV",
+    "MXFP4",
     "AttentionBackend",
     "AttentionConfig",
     "AttentionPlan",
     "AttentionRule",
+    "BlockFP8",
     "ClampedSwiglu",
     "DecayWeights",
     "DecodeInputs",
@@ -84,6 +87,8 @@ __all__ = [
     "LatentLayer",
     "LatentNorms",
     "LogitsProcessorBatch",
+    "PackedOneDNN",
+    "Quantized",
     "RoutingRule",
     "SamplingBatch",
     "StateLayer",
@@ -92,6 +97,7 @@ __all__ = [
     "TokenLogprobs",
     "TokenRecord",
     "TopKIndices",
+    "Weight",
     "absorb_queries",
     "add_norm_linear",
     "add_rms_norm",
@@ -139,8 +145,10 @@ __all__ = [
     "silu_and_mul",
     "silu_and_mul_linear",
     "sparse_latent_attention",
+    "tensors_of",
     "to_device",
     "token_logprobs",
+    "unstacked",
     "write_index_keys",
     "write_kv",
     "write_latent",
