@@ -21,7 +21,7 @@ from workers.decode_graphs import DecodeGraphs
 from workers.graph_recorder import GraphRecorder, Recorder
 from workers.group_rows import GroupRows
 from workers.input_batch import InputBatch
-from workers.kv_cache import allocate_kv, cpu_kv_bytes, cuda_kv_bytes, kv_dtype, kv_specs
+from workers.kv_cache import allocate_kv, attention_backends, cpu_kv_bytes, cuda_kv_bytes, kv_dtype, kv_specs
 from workers.largest_steps import largest_steps, num_blocks, profile_batch
 from workers.layers.cache_groups import CacheGroup, StateGroup
 from workers.layers.causal_lm import CausalLM
@@ -137,6 +137,8 @@ class Worker:
         if self._tp.rank == 0:
             get_logger().info("ops on %s: %s", self._device, backend.summary(resolved))
         self._model = self._build_model()
+        if self._tp.rank == 0 and (backends := attention_backends(self._model.kv_groups)):
+            get_logger().info("attention backends: %s", backends)
         if self._device.type == "cuda":
             # Kernels with programmatic dependent launch may read weights before earlier kernels end.
             torch.cuda.synchronize(self._device)
@@ -161,7 +163,9 @@ class Worker:
 
     def _build_model(self) -> CausalLM:
         longest = self._longest_sequence()
-        build = BuildContext(self._dtype, self._device, self._tp, longest)
+        build = BuildContext(
+            self._dtype, self._device, self._tp, longest, self._config.cache.block_size, self._kv_dtype
+        )
         model = build_model(self._checkpoint, build)
         if self._config.model.load_dummy:
             load_dummy(model, lambda done, total: self._progress("Filling weights", done, total))

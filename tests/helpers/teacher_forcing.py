@@ -1,6 +1,7 @@
 """A worker's logits at every position of a given text, not only where it samples."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,9 +21,17 @@ BLOCKS, BLOCK_SIZE = 256, 4
 class TinyWorker:
     """A worker with a saved tiny model, on the CPU."""
 
-    def __init__(self, directory: Path, dtype: Dtype = "float32", tp: Communicator | None = None):
+    def __init__(
+        self,
+        directory: Path,
+        dtype: Dtype = "float32",
+        capture_sizes: str = "[]",
+        tp: Communicator | None = None,
+    ):
+        """With `capture_sizes`, a test replaces the recorder, since a CPU captures no graphs."""
         tp = tp or Communicator()
         config = engine_config(tp.size, block_size=BLOCK_SIZE, dtype=dtype)
+        config = replace(config, device=replace(config.device, cudagraph_capture_sizes=capture_sizes))
         mesh = Mesh(torch.device("cpu"), tp)
         self.worker = Worker(config, checkpoint_of(directory), mesh, lambda *progress: None)
         self.loaded = self.worker.load()
