@@ -5,6 +5,7 @@ Both are passed as arguments; nothing in the workers reads a global.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -12,8 +13,8 @@ from atom_ops import AttentionPlan, KVLayer, LatentLayer, StateLayer, StatePlan,
 from parallel.communicator import Communicator
 from workers.layers.quantization.config import QuantizationConfig
 
-CacheLayer = KVLayer | LatentLayer | StateLayer
-"""The cache of one layer."""
+CacheLayer = KVLayer | LatentLayer | StateLayer | Any
+"""The cache of one layer; other types belong to attention backends with layouts of their own."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,10 @@ class BuildContext:
     tp: Communicator
     max_positions: int
     """Length of the longest sequence: the size of the RoPE tables."""
+    block_size: int = 16
+    """Tokens of a KV block."""
+    kv_dtype: torch.dtype | None = None
+    """Of cached keys and values; None: `dtype`."""
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Module name -> its name in the checkpoint, where the two differ."""

@@ -96,13 +96,14 @@ def kv_groups(args: DecoderArgs, build: BuildContext) -> list[KVGroup]:
     """One group for each distinct window."""
     shard = head_shard(args.num_attention_heads, args.num_key_value_heads, build.tp.size, build.tp.rank)
     windows = args.windows or (None,) * args.num_hidden_layers
-    return group_by_window(windows, shard.kv_count, args.head_dim)
+    groups = group_by_window(windows, shard.kv_count, args.head_dim)
+    return [group.bound(shard.q_count, args.sinks, build) for group in groups]
 
 
 def kv_group(args: DecoderArgs, layers: Sequence[int], build: BuildContext) -> KVGroup:
     """The group of `layers` with full attention."""
     shard = head_shard(args.num_attention_heads, args.num_key_value_heads, build.tp.size, build.tp.rank)
-    return KVGroup(layers, shard.kv_count, args.head_dim)
+    return KVGroup(layers, shard.kv_count, args.head_dim).bound(shard.q_count, args.sinks, build)
 
 
 class SelfAttention(WeightedLayer):
