@@ -35,6 +35,10 @@ def check_request(message: AddRequest, max_model_len: int) -> None:
             f"a prompt of {prompt} tokens and max_tokens={message.max_tokens} "
             f"exceed the context of {max_model_len} tokens"
         )
+    if len(message.prediction_ids) % 4 or len(message.prediction_ids) > 4 * max_model_len:
+        raise ValueError(
+            f"a prediction of {len(message.prediction_ids)} bytes is not 0 to {max_model_len} token ids"
+        )
     _check_range("prompt_logprobs", message.prompt_logprobs, -1, MAX_LOGPROBS)
     _check_sampling(message.sampling)
     if message.sampling.logits_processors is not None:

@@ -42,6 +42,7 @@ class EngineCore:
         self._scheduler = Scheduler(limits, kv, clock)
         self._kv = kv
         self._max_model_len = max_model_len
+        self._num_drafts = limits.num_drafts
         self._frontends: set[bytes] = set()  # all that have unfinished requests, and perhaps others
         self._check: Iterator[None] | None = None  # keeps the checked requests in memory
         self._checked_version: tuple[int, ...] = ()
@@ -128,6 +129,9 @@ class EngineCore:
             overlapped_steps=counters.overlapped_steps,
             prompt_tokens=counters.prompt_tokens,
             generated_tokens=counters.generated_tokens,
+            num_drafts=counters.num_drafts,
+            num_draft_tokens=counters.num_draft_tokens,
+            num_accepted_tokens_per_pos=counters.accepted_per_pos(self._num_drafts),
         )
 
     def check_integrity(self) -> None:
@@ -156,10 +160,13 @@ class EngineCore:
         for request_id in message.request_ids:
             if request_id in self._scheduler.requests:
                 raise ValueError(f"request id {request_id} is in use")
+        if message.prediction_ids and not self._num_drafts:
+            message = msgspec.structs.replace(message, prediction_ids=b"")
         prompt_bytes = prompt_length(message) * ID_BYTES
         prompt = Prompt(message.prompt_ids[:prompt_bytes], message.cache_salt)
         total = len(prompt.ids) + message.max_tokens
-        if not self._kv.can_ever_hold(total - 1):  # the last sampled token is never computed
+        # The last sampled token is never computed, except as a draft.
+        if not self._kv.can_ever_hold(total if self._num_drafts else total - 1):
             raise ValueError(f"the KV cache is too small for a sequence of {total} tokens")
         settings = SharedSettings(message, frontend, len(encode(message.sampling)))
         check_row(settings, len(prompt.ids), self._kv.block_size, len(self._kv.specs))
@@ -168,14 +175,17 @@ class EngineCore:
 
 def _deltas(outcome: StepOutcome) -> TokenDeltas:
     sampled = outcome.sampled
+    counts, num_proposed = sampled.counts, sampled.num_proposed
     return TokenDeltas(
         outcome.step,
         [request.request_id for request in sampled.requests],
         sampled.token_ids.tobytes(),
+        list(counts) if counts and max(counts) > 1 else [],
         first=[message for _, message in outcome.first],
         finished=[message for _, message in outcome.finished],
         logprobs=sampled.logprobs,
         prompt_logprobs=[chunk for _, chunk in outcome.prompt_logprobs],
+        num_proposed=list(num_proposed) if any(num_proposed) else [],
     )
 
 
