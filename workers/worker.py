@@ -15,6 +15,7 @@ from atom.messages.worker import AllocateKV, Loaded, NewRow, ScheduledBatch
 from atom.utils import envs
 from atom.utils.logger import get_logger
 from atom_ops import BATCH_INVARIANT_SPLIT, backend
+from parallel.expert import expert_dispatch
 from parallel.mesh import Mesh
 from workers.block_table import BatchLimits, BlockTable
 from workers.decode_graphs import DecodeGraphs
@@ -96,6 +97,7 @@ class Worker:
         self._config = config
         self._checkpoint = checkpoint
         self._tp = mesh.tp
+        self._dispatch = expert_dispatch(mesh, config.parallel.enable_expert_parallel)
         self._progress = progress
         self._device = mesh.device
         if self._device.type == "cuda":
@@ -160,7 +162,7 @@ class Worker:
 
     def _build_model(self) -> CausalLM:
         longest = self._longest_sequence()
-        build = BuildContext(self._dtype, self._device, self._tp, longest)
+        build = BuildContext(self._dtype, self._device, self._tp, longest, self._dispatch)
         try:
             model = model_class(self._checkpoint)(self._checkpoint.hf_config, build)
         except KeyError as error:

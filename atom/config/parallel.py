@@ -10,5 +10,7 @@ from msgspec import Meta
 class ParallelConfig:
     tensor_parallel_size: Annotated[int, Meta(ge=1)] = 1
     """Number of workers that every layer is split over."""
+    enable_expert_parallel: bool = False
+    """Spread whole experts over the workers instead of splitting each expert."""
     port: Annotated[int, Meta(ge=1, le=65535)] | None = None
     """First internal TCP port between nodes; unused on one host. The HTTP port is --server-port."""

@@ -10,6 +10,7 @@ import torch
 
 from atom_ops import AttentionPlan, KVLayer, LatentLayer, StateLayer, StatePlan, TopKIndices
 from parallel.communicator import Communicator
+from parallel.expert import ExpertDispatch, LocalDispatch
 
 CacheLayer = KVLayer | LatentLayer | StateLayer
 """The cache of one layer."""
@@ -24,6 +25,8 @@ class BuildContext:
     tp: Communicator
     max_positions: int
     """Length of the longest sequence: the size of the RoPE tables."""
+    dispatch: ExpertDispatch = field(default_factory=LocalDispatch)
+    """How tokens reach the experts of MoE layers."""
 
 
 @dataclass(frozen=True, slots=True)

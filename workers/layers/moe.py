@@ -1,12 +1,13 @@
 """Mixture of experts.
 
 A router selects a few of many small gated MLPs for each token; shared experts run for every token.
-Each expert's features are sharded over the tensor-parallel ranks, as those of a dense MLP.
+Each expert's features are sharded over the tensor-parallel ranks, as those of a dense MLP, unless
+whole experts are spread over the expert-parallel ranks (`parallel.expert`).
 
 T tokens, D hidden, X experts, J experts per token, F features of an expert (in `forward` this rank's).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -54,6 +55,7 @@ class MoE(nn.Module):
     def __init__(self, args: MoEArgs, build: BuildContext):
         super().__init__()
         self._tp = build.tp
+        self._dispatch = build.dispatch
         self.gate = Router(args, build)
         self.experts = Experts(args, build)
         self.shared_experts = SharedExperts(args, build) if args.shared_features else None
@@ -67,7 +69,8 @@ class MoE(nn.Module):
         return self(normed_TD), residual_TD
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        out_TD = self.experts(x_TD, *self.gate.select_experts(x_TD))
+        routed = self._dispatch.dispatch(x_TD, *self.gate.select_experts(x_TD))
+        out_TD = self._dispatch.combine(self.experts(*routed))
         if self.shared_experts is not None:
             out_TD = out_TD + self._shared(self.shared_experts, x_TD)
         return self._tp.all_reduce(out_TD)
@@ -107,7 +110,7 @@ class Router(Linear):
 
 
 class Experts(WeightedLayer):
-    """The routed experts, their matrices stacked; the output is this rank's partial sum.
+    """The routed experts that this rank has, their matrices stacked; the output is its partial sum.
 
     Each matrix is a shard of its own, so that loading reads one at a time: gate of expert 0, up of 0,
     gate of 1, … fill the rows of [X * 2F, D], viewed as [X, 2F, D].
@@ -117,9 +120,10 @@ class Experts(WeightedLayer):
         super().__init__()
         gated_linear(args.hidden_act)  # raises ValueError for one that `experts` does not support
         self._activation = args.activation
-        self._count = args.num_experts
-        # The bias is added once, by rank 0.
-        self._adds_bias = args.expert_bias and build.tp.rank == 0
+        self._first, self._count = build.dispatch.local_experts(args.num_experts)
+        self._complete = self._count == args.num_experts
+        # The bias is added once: by the rank that has the whole expert, or by rank 0.
+        self._adds_bias = args.expert_bias and (not self._complete or build.tp.rank == 0)
         shards = _ExpertShards(args, build)
         self.add_weight("gate_up", shards.matrices("gate", "up"), build)
         self.add_weight("down", shards.matrices("down"), build)
@@ -135,8 +139,10 @@ class Experts(WeightedLayer):
             self._by_expert("down"),
             self._by_expert("gate_up_bias") if self.gate_up_bias is not None else None,
             self._by_expert("down_bias") if self._adds_bias else None,
+            self._complete,
         )
-        return experts(x_TD, ids_TJ, weights_TJ, weights, self._activation)
+        local_TJ = ids_TJ if self._complete else ids_TJ - self._first
+        return experts(x_TD, local_TJ, weights_TJ, weights, self._activation)
 
     def _by_expert(self, name: str) -> torch.Tensor:
         return self.get_buffer(name).unflatten(0, (self._count, -1))
@@ -148,13 +154,31 @@ class _ExpertShards:
     def __init__(self, args: MoEArgs, build: BuildContext):
         self._layout = args.layout
         self._sizes = ExpertSizes(args.num_experts, args.hidden_size, args.expert_features)
-        self._features = tp_range(args.expert_features, build)
+        first, count = build.dispatch.local_experts(args.num_experts)
+        self._local = range(first, first + count)
+        whole = count < args.num_experts
+        features = args.expert_features
+        self._features = ShardRange.whole(features) if whole else tp_range(features, build)
 
     def matrices(self, *parts: Part) -> list[ShardSpec]:
-        return [self._matrix(part, expert) for expert in range(self._sizes.experts) for part in parts]
+        return [
+            self._placed(expert, self._matrix(part, expert))
+            for expert in range(self._sizes.experts)
+            for part in parts
+        ]
 
     def biases(self, *parts: Part) -> list[ShardSpec]:
-        return [self._bias(part, expert) for expert in range(self._sizes.experts) for part in parts]
+        return [
+            self._placed(expert, self._bias(part, expert))
+            for expert in range(self._sizes.experts)
+            for part in parts
+        ]
+
+    def _placed(self, expert: int, shard: ShardSpec) -> ShardSpec:
+        """The shard, empty for an expert of another rank."""
+        if expert in self._local:
+            return shard
+        return replace(shard, dim=0, kept=ShardRange(shard.shape[0], 0, 0))
 
     def _matrix(self, part: Part, expert: int) -> ShardSpec:
         tensors_and_decode = self._layout.matrix(part, expert, self._sizes)

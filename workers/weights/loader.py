@@ -112,6 +112,8 @@ def _load(target: LoadTarget, files: list[TensorFile]) -> None:
             raise WeightError(
                 f"{tensor.name} has shape {list(shape)}; the configuration needs {list(tensor.shape)}"
             )
+    if not shard.kept.size:  # of another rank
+        return
     if shard.decode is None:
         target.buffer.copy_(_read(files[0], target.tensors[0], shard.index))
         return

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +15,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from atom_ops import ClampedSwiglu, RoutingRule
 from parallel.communicator import Communicator
+from parallel.expert import ExpertDispatch, expert_dispatch
+from parallel.mesh import Mesh
 from tests.helpers.mxfp4 import packed_experts
 from tests.helpers.tiny_models import MAX_MODEL_LEN
 from workers.layers.causal_lm import CausalLM
@@ -97,13 +99,24 @@ class OneLayer(CausalLM):
         raise NotImplementedError
 
 
-def build(family: Family, rank: int = 0, size: int = 1, **args: Any) -> OneLayer:
+def build(
+    family: Family, rank: int = 0, size: int = 1, dispatch: ExpertDispatch | None = None, **args: Any
+) -> OneLayer:
     context = BuildContext(torch.float32, torch.device("cpu"), Communicator(rank, size), MAX_MODEL_LEN)
+    if dispatch is not None:
+        context = replace(context, dispatch=dispatch)
     return OneLayer({"family": family, "args": args}, context)
 
 
-def load(family: Family, directory: Path, rank: int = 0, size: int = 1, **args: Any) -> OneLayer:
-    model = build(family, rank, size, **args)
+def load(
+    family: Family,
+    directory: Path,
+    rank: int = 0,
+    size: int = 1,
+    dispatch: ExpertDispatch | None = None,
+    **args: Any,
+) -> OneLayer:
+    model = build(family, rank, size, dispatch, **args)
     load_weights(model, directory, lambda done, total: None)
     return model
 
@@ -159,6 +172,21 @@ def test_the_partial_sums_of_ranks_add_up(tmp_path: Path, family: Family, size: 
         moe = load(family, tmp_path, rank, size).moe
         moe._tp = Communicator()
         parts.append(moe(inputs()))
+    torch.testing.assert_close(sum(parts), output_of(reference, inputs()), atol=1e-4, rtol=1e-5)
+
+
+def test_whole_experts_on_each_rank_add_up(tmp_path: Path, family: Family) -> None:
+    """6 experts over 4 ranks: 2, 2, 1 and 1. Each rank has only those in memory."""
+    reference = save(family, tmp_path)
+    parts, experts_here = [], []
+    for rank in range(4):
+        ranks = Communicator(rank, 4)
+        dispatch = expert_dispatch(Mesh(torch.device("cpu"), tp=ranks, ep=ranks), expert_parallel=True)
+        moe = load(family, tmp_path, rank, 4, dispatch).moe
+        moe._tp = Communicator()
+        parts.append(moe(inputs()))
+        experts_here.append(moe.experts.down.numel() // (HIDDEN * FEATURES))
+    assert experts_here == [2, 2, 1, 1]
     torch.testing.assert_close(sum(parts), output_of(reference, inputs()), atol=1e-4, rtol=1e-5)
 
 
