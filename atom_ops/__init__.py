@@ -6,6 +6,13 @@ P positions, X experts, J top-k experts of a token; recurrent layers have letter
 Tensors are contiguous unless a docstring says otherwise.
 """
 
+from atom_ops.attention_backend import (
+    INTERLEAVED_KV,
+    AttentionBackend,
+    AttentionConfig,
+    attention_backend,
+    register_attention_backend,
+)
 from atom_ops.ops.activation import clamped_swiglu, sigmoid_and_mul, silu_and_mul
 from atom_ops.ops.attention import AttentionPlan, AttentionRule, paged_attention, plan_attention
 from atom_ops.ops.attention_plan import BATCH_INVARIANT_SPLIT, empty_attention
@@ -43,7 +50,7 @@ from atom_ops.ops.logits_processors import (
 )
 from atom_ops.ops.logprobs import TokenLogprobs, token_logprobs
 from atom_ops.ops.norm import add_rms_norm, gated_rms_norm, rms_norm
-from atom_ops.ops.qkv import HeadNorms, rotate_and_write_kv
+from atom_ops.ops.qkv import HeadNorms, rotate_and_write_kv, rotated_heads
 from atom_ops.ops.recurrent_state import (
     StateLayer,
     StatePlan,
@@ -57,11 +64,17 @@ from atom_ops.ops.routing import RoutingRule, route
 from atom_ops.ops.sampling import SamplingBatch, sample
 from atom_ops.ops.sparse_attention import TopKIndices, index_topk, sparse_latent_attention
 from atom_ops.transfer import to_device
+from atom_ops.weights import MXFP4, BlockFP8, PackedOneDNN, Quantized, Weight, tensors_of, unstacked
 
 __all__ = [
     "BATCH_INVARIANT_SPLIT",
+    "INTERLEAVED_KV",
+    "MXFP4",
+    "AttentionBackend",
+    "AttentionConfig",
     "AttentionPlan",
     "AttentionRule",
+    "BlockFP8",
     "ClampedSwiglu",
     "DecayWeights",
     "DecodeInputs",
@@ -74,6 +87,8 @@ __all__ = [
     "LatentLayer",
     "LatentNorms",
     "LogitsProcessorBatch",
+    "PackedOneDNN",
+    "Quantized",
     "RoutingRule",
     "SamplingBatch",
     "StateLayer",
@@ -82,11 +97,13 @@ __all__ = [
     "TokenLogprobs",
     "TokenRecord",
     "TopKIndices",
+    "Weight",
     "absorb_queries",
     "add_norm_linear",
     "add_rms_norm",
     "apply_logits_processors",
     "attend_projection",
+    "attention_backend",
     "causal_conv",
     "clamped_swiglu",
     "decode_inputs",
@@ -115,9 +132,11 @@ __all__ = [
     "prompt_attention",
     "read_latent",
     "record_sampled",
+    "register_attention_backend",
     "rms_norm",
     "rotary",
     "rotate_and_write_kv",
+    "rotated_heads",
     "rotation",
     "rotation_at",
     "route",
@@ -126,8 +145,10 @@ __all__ = [
     "silu_and_mul",
     "silu_and_mul_linear",
     "sparse_latent_attention",
+    "tensors_of",
     "to_device",
     "token_logprobs",
+    "unstacked",
     "write_index_keys",
     "write_kv",
     "write_latent",

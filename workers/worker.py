@@ -22,7 +22,7 @@ from workers.decode_graphs import DecodeGraphs
 from workers.graph_recorder import GraphRecorder, Recorder
 from workers.group_rows import GroupRows
 from workers.input_batch import InputBatch
-from workers.kv_cache import allocate_kv, cpu_kv_bytes, cuda_kv_bytes, kv_dtype, kv_specs
+from workers.kv_cache import allocate_kv, attention_backends, cpu_kv_bytes, cuda_kv_bytes, kv_dtype, kv_specs
 from workers.largest_steps import largest_steps, num_blocks, profile_batch
 from workers.layers.cache_groups import CacheGroup, StateGroup
 from workers.layers.causal_lm import CausalLM
@@ -31,13 +31,13 @@ from workers.layers.linear import Linear
 from workers.marks import MarkedRecorder, mark_modules
 from workers.memory_guard import MemoryGuard
 from workers.model_runner import Graphs, ModelRunner
-from workers.models.registry import model_class
+from workers.models.registry import build_model
 from workers.pending_step import PendingStep, event_recorder
 from workers.profiler import TraceRecorder
 from workers.prompt_graphs import PROMPT_SIZES, PromptGraphs
 from workers.sampler import Sampler
 from workers.state_slots import StateSlots
-from workers.weights.loader import WeightError, load_dummy, load_weights, weight_bytes
+from workers.weights.loader import WeightError, load_directory, load_dummy, weight_bytes
 
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total)."""
@@ -139,6 +139,8 @@ class Worker:
         if self._tp.rank == 0:
             get_logger().info("ops on %s: %s", self._device, backend.summary(resolved))
         self._model = self._build_model()
+        if self._tp.rank == 0 and (backends := attention_backends(self._model.kv_groups)):
+            get_logger().info("attention backends: %s", backends)
         if self._device.type == "cuda":
             # Kernels with programmatic dependent launch may read weights before earlier kernels end.
             torch.cuda.synchronize(self._device)
@@ -161,12 +163,16 @@ class Worker:
             get_logger().info("ops on %s that fell back to torch: %s", self._device, names)
 
     def _build_model(self) -> CausalLM:
-        longest = self._longest_sequence()
-        build = BuildContext(self._dtype, self._device, self._tp, longest, self._dispatch)
-        try:
-            model = model_class(self._checkpoint)(self._checkpoint.hf_config, build)
-        except KeyError as error:
-            raise ValueError(f"config.json of {self._checkpoint.directory} lacks {error}") from error
+        build = BuildContext(
+            self._dtype,
+            self._device,
+            self._tp,
+            self._longest_sequence(),
+            self._config.cache.block_size,
+            self._kv_dtype,
+            self._dispatch,
+        )
+        model = build_model(self._checkpoint, build)
         if self._config.model.load_dummy:
             load_dummy(model, lambda done, total: self._progress("Filling weights", done, total))
         else:
@@ -183,7 +189,9 @@ class Worker:
     def _load_weights(self, model: CausalLM) -> None:
         directory, changes = Path(self._checkpoint.directory), self._config.model.hf_overrides
         try:
-            load_weights(model, directory, lambda done, total: self._progress("Loading weights", done, total))
+            load_directory(
+                model, directory, lambda done, total: self._progress("Loading weights", done, total)
+            )
         except WeightError as error:
             if changes is None:
                 raise
@@ -194,8 +202,9 @@ class Worker:
 
     def _tune(self) -> None:
         """Tune kernels; before memory is measured, so that its temporary memory is free again."""
-        weights = [layer.weight for layer in self._model.modules() if isinstance(layer, Linear)]
-        backend.tune(self._device, weights, Path(envs.ATOM_CACHE_DIR), self._progress)
+        layers = (layer for layer in self._model.modules() if isinstance(layer, Linear))
+        plain = [layer.weight for layer in layers if isinstance(layer.weight, torch.Tensor)]
+        backend.tune(self._device, plain, Path(envs.ATOM_CACHE_DIR), self._progress)
 
     def _make_kv(self, num_blocks: Sequence[int]) -> list[CacheLayer]:
         block_size = self._config.cache.block_size

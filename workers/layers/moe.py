@@ -7,18 +7,29 @@ whole experts are spread over the expert-parallel ranks (`parallel.expert`).
 T tokens, D hidden, X experts, J experts per token, F features of an expert (in `forward` this rank's).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from atom_ops import ExpertActivation, ExpertWeights, RoutingRule, experts, route, sigmoid_and_mul
+from atom_ops import (
+    ExpertActivation,
+    ExpertWeights,
+    RoutingRule,
+    Weight,
+    experts,
+    route,
+    sigmoid_and_mul,
+    unstacked,
+)
 from workers.layers.activation import gated_linear
 from workers.layers.context import BuildContext
 from workers.layers.expert_layouts import PER_EXPERT, ExpertLayout, ExpertSizes, Part
-from workers.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, tp_range
+from workers.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, mlp_range, tp_range
 from workers.layers.norm import RMSNorm
-from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer
+from workers.layers.quantization.scheme import StoredTensor
+from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer, check_blocks
 
 
 @dataclass(frozen=True)
@@ -57,8 +68,10 @@ class MoE(nn.Module):
         self._tp = build.tp
         self._dispatch = build.dispatch
         self.gate = Router(args, build)
-        self.experts = Experts(args, build)
-        self.shared_experts = SharedExperts(args, build) if args.shared_features else None
+        self.experts = Experts(args, build.at("experts"))
+        self.shared_experts = (
+            SharedExperts(args, build.at("shared_experts")) if args.shared_features else None
+        )
         self.shared_expert_gate = SharedGate(args, build) if args.shared_gate else None
 
     def after_norm(
@@ -116,6 +129,9 @@ class Experts(WeightedLayer):
     gate of 1, … fill the rows of [X * 2F, D], viewed as [X, 2F, D].
     """
 
+    gate_up: Weight
+    down: Weight
+
     def __init__(self, args: MoEArgs, build: BuildContext):
         super().__init__()
         gated_linear(args.hidden_act)  # raises ValueError for one that `experts` does not support
@@ -125,18 +141,22 @@ class Experts(WeightedLayer):
         # The bias is added once: by the rank that has the whole expert, or by rank 0.
         self._adds_bias = args.expert_bias and (not self._complete or build.tp.rank == 0)
         shards = _ExpertShards(args, build)
-        self.add_weight("gate_up", shards.matrices("gate", "up"), build)
-        self.add_weight("down", shards.matrices("down"), build)
+        self.add_stacked("gate_up", shards.scheme, shards.matrices("gate", "up"), build)
+        self.add_stacked("down", shards.scheme, shards.matrices("down"), build)
         self.register_buffer("gate_up_bias", None)
         self.register_buffer("down_bias", None)
         if args.expert_bias:
             self.add_weight("gate_up_bias", shards.biases("gate", "up"), build)
             self.add_weight("down_bias", shards.biases("down"), build)
 
+    def process_weights_after_loading(self) -> None:
+        for name in ("gate_up", "down"):
+            self.set_weight(name, self.loaded(name))
+
     def forward(self, x_TD: torch.Tensor, ids_TJ: torch.Tensor, weights_TJ: torch.Tensor) -> torch.Tensor:
         weights = ExpertWeights(
-            self._by_expert("gate_up"),
-            self._by_expert("down"),
+            unstacked(self.gate_up, self._count),
+            unstacked(self.down, self._count),
             self._by_expert("gate_up_bias") if self.gate_up_bias is not None else None,
             self._by_expert("down_bias") if self._adds_bias else None,
             self._complete,
@@ -156,40 +176,45 @@ class _ExpertShards:
         self._sizes = ExpertSizes(args.num_experts, args.hidden_size, args.expert_features)
         first, count = build.dispatch.local_experts(args.num_experts)
         self._local = range(first, first + count)
-        whole = count < args.num_experts
-        features = args.expert_features
-        self._features = ShardRange.whole(features) if whole else tp_range(features, build)
+        self.scheme = build.quantization.experts(build.prefix, args.layout.matrices)
+        args.layout.check(self.scheme, build.prefix)
+        if count < args.num_experts:
+            self._features = ShardRange.whole(args.expert_features)
+        else:
+            self._features = tp_range(args.expert_features, build, max(self.scheme.unit))
+        for parts in (("gate", "up"), ("down",)):
+            check_blocks(self.scheme, [self._matrix(part) for part in parts], build)
 
-    def matrices(self, *parts: Part) -> list[ShardSpec]:
-        return [
-            self._placed(expert, self._matrix(part, expert))
-            for expert in range(self._sizes.experts)
-            for part in parts
-        ]
+    def matrices(self, *parts: Part) -> Mapping[StoredTensor, list[ShardSpec]]:
+        """The shards of each tensor that stores the matrices."""
+        return {
+            stored: [
+                self._stored(part, expert, stored) for expert in range(self._sizes.experts) for part in parts
+            ]
+            for stored in self.scheme.tensors
+        }
 
     def biases(self, *parts: Part) -> list[ShardSpec]:
-        return [
-            self._placed(expert, self._bias(part, expert))
-            for expert in range(self._sizes.experts)
-            for part in parts
-        ]
+        return [self._bias(part, expert) for expert in range(self._sizes.experts) for part in parts]
+
+    def _matrix(self, part: Part) -> ShardSpec:
+        return ShardSpec(self._sizes.matrix(part), 1 if part == "down" else 0, self._features)
+
+    def _stored(self, part: Part, expert: int, stored: StoredTensor) -> ShardSpec:
+        tensor, decode = self._layout.matrix(part, expert, self._sizes, stored)
+        shard = replace(self._matrix(part).of(stored), tensor=tensor, decode=decode)
+        return self._placed(expert, shard)
+
+    def _bias(self, part: Part, expert: int) -> ShardSpec:
+        tensor, decode = self._layout.bias(part, expert, self._sizes)
+        kept = ShardRange.whole(self._sizes.hidden) if part == "down" else self._features
+        return self._placed(expert, ShardSpec(self._sizes.matrix(part)[:1], 0, kept, tensor, decode))
 
     def _placed(self, expert: int, shard: ShardSpec) -> ShardSpec:
-        """The shard, empty for an expert of another rank."""
+        """The shard, which is elsewhere for an expert of another rank."""
         if expert in self._local:
             return shard
         return replace(shard, dim=0, kept=ShardRange(shard.shape[0], 0, 0))
-
-    def _matrix(self, part: Part, expert: int) -> ShardSpec:
-        tensors_and_decode = self._layout.matrix(part, expert, self._sizes)
-        return ShardSpec(
-            self._sizes.matrix(part), 1 if part == "down" else 0, self._features, *tensors_and_decode
-        )
-
-    def _bias(self, part: Part, expert: int) -> ShardSpec:
-        tensors_and_decode = self._layout.bias(part, expert, self._sizes)
-        kept = ShardRange.whole(self._sizes.hidden) if part == "down" else self._features
-        return ShardSpec(self._sizes.matrix(part)[:1], 0, kept, *tensors_and_decode)
 
 
 class SharedExperts(nn.Module):
@@ -197,9 +222,11 @@ class SharedExperts(nn.Module):
 
     def __init__(self, args: MoEArgs, build: BuildContext):
         super().__init__()
-        hidden, features = args.hidden_size, tp_range(args.shared_features, build)
-        self.gate_up_proj = ColumnParallelLinear(hidden, [features, features], False, build)
-        self.down_proj = RowParallelLinear(features, hidden, False, build, reduce=False)
+        hidden, features = args.hidden_size, mlp_range(args.shared_features, build)
+        self.gate_up_proj = ColumnParallelLinear(
+            hidden, [features, features], False, build.at("gate_up_proj")
+        )
+        self.down_proj = RowParallelLinear(features, hidden, False, build.at("down_proj"), reduce=False)
         self._gated = gated_linear(args.hidden_act)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
