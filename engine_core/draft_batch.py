@@ -53,16 +53,18 @@ class DraftBatch:
         """Tokens for which its blocks have room."""
         return request.covered
 
-    def next_positions(self, request: Request) -> tuple[int, int]:
-        """Where its next step begins at the earliest, and the end of the positions that it may write."""
-        start = request.computed - request.drafts_in_flight
-        return start, min(request.computed + self.tokens_per_row, request.max_length)
+    def needing_block(self) -> list[tuple[Request, int, int]]:
+        """Requests whose blocks do not cover the next step.
 
-    def needing_block(self) -> list[Request]:
-        """Requests whose blocks do not cover the next step."""
+        With each the first position at which the step may begin, and the end of those that it may write.
+        """
         width = self.tokens_per_row
         return [
-            request
+            (
+                request,
+                request.computed - request.drafts_in_flight,
+                min(request.computed + width, request.max_length),
+            )
             for request in self._requests.values()
             if request.covered < request.computed + width and request.covered < request.max_length
         ]
