@@ -443,9 +443,9 @@ class Scheduler:
         """End the requests whose rows failed in `step`, and recompute those that share their blocks."""
         finished = []
         for request, reason in failures:
+            request.is_cacheable = False
             if request.state is State.ENDED:
                 continue
-            request.is_cacheable = False
             message = reason[:MAX_REASON_CHARS]
             end = Finished(request.request_id, FinishReason.ERROR, message=message)
             finished.append((request, end))
