@@ -16,9 +16,10 @@ by their log-sum-exp. Decodes (L = 1) and prefill chunks are in different groups
 the host with numpy, once for each step that uses them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ BATCH_INVARIANT_SPLIT = 512
 """`split_tokens` of every plan with `--batch-invariant`."""
 
 Ints = NDArray[np.int64]
+M = TypeVar("M")
 
 _TILES = np.array([16, 32, 64, 128])
 _CHUNKS = np.arange(32, 1025, 32)
@@ -154,6 +156,17 @@ class AttentionPlan:
             num_tokens=num_tokens,
             host=host,
         )
+
+    def derived(self, make: "Callable[[AttentionPlan], M]") -> "M":
+        """`make(self)`, computed for the first layer of a step that needs it."""
+        if make not in self._derived:
+            self._derived[make] = make(self)
+        found: M = self._derived[make]
+        return found
+
+    @cached_property
+    def _derived(self) -> dict[Callable[..., Any], Any]:
+        return {}
 
     @cached_property
     def has_padding_tokens(self) -> bool:

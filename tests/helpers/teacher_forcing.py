@@ -1,6 +1,7 @@
 """A worker's logits at every position of a given text, not only where it samples."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,8 +19,10 @@ BLOCKS, BLOCK_SIZE = 256, 4
 class TinyWorker:
     """A worker with a saved tiny model, on the CPU."""
 
-    def __init__(self, directory: Path, dtype: Dtype = "float32"):
+    def __init__(self, directory: Path, dtype: Dtype = "float32", capture_sizes: str = "[]"):
+        """With `capture_sizes`, a test replaces the recorder, since a CPU captures no graphs."""
         config = engine_config(block_size=BLOCK_SIZE, dtype=dtype)
+        config = replace(config, device=replace(config.device, cudagraph_capture_sizes=capture_sizes))
         self.worker = Worker(config, checkpoint_of(directory), place(), lambda *progress: None)
         self._specs = self.worker.load().kv_specs
         self.worker.allocate(AllocateKV([BLOCKS] * len(self._specs), MAX_MODEL_LEN))

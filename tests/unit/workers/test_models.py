@@ -8,10 +8,12 @@ import torch
 from safetensors.torch import load, save_file
 from transformers import AutoModelForCausalLM
 
+from atom_ops import PackedOneDNN
 from tests.helpers.core_side import generate
 from tests.helpers.mxfp4 import packed_experts
 from tests.helpers.teacher_forcing import TinyWorker, forced_logits
 from tests.helpers.tiny_models import Tiny, hf_greedy, hf_logits, prompt_of, save_tiny, tiny
+from workers.layers.linear import Linear
 
 
 class Loaded(TinyWorker):
@@ -90,8 +92,9 @@ def test_bfloat16_logits_are_close_to_float32(tmp_path: Path, name: str) -> None
     ids = prompt_of(48, seed=4)
     expected = hf_logits(reference, ids)
     ours = TinyWorker(tmp_path, "bfloat16")
-    packed = [buffer for buffer in ours.worker._runner._model.buffers() if buffer.is_mkldnn]
-    assert bool(packed) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    layers = [layer for layer in ours.worker._runner._model.modules() if isinstance(layer, Linear)]
+    packed = any(isinstance(layer.weight, PackedOneDNN) for layer in layers)
+    assert packed == torch.ops.mkldnn._is_mkldnn_bf16_supported()
     core = ours.core()
     core.add(0, ids)
     found = forced_logits(ours.worker, core, 0, [30, 18])

@@ -18,6 +18,7 @@ from atom_ops import (
     write_kv,
 )
 from tests.helpers.core_side import generate
+from tests.helpers.heads_first import Cache
 from tests.helpers.rows import model_rows
 from tests.helpers.teacher_forcing import TinyWorker
 from tests.helpers.tiny_models import prompt_of, save_tiny, tiny
@@ -204,9 +205,11 @@ def state_of(made: ModelRunner) -> list[torch.Tensor]:
             written += [layer.conv, layer.recurrent]
         elif isinstance(layer, KVLayer):
             written.append(layer.kv)
-        else:
-            assert isinstance(layer, LatentLayer)
+        elif isinstance(layer, LatentLayer):
             written += [layer.rows, *([layer.index.keys] if layer.index else [])]
+        else:
+            assert isinstance(layer, Cache)
+            written += [layer.keys[:, :-1], layer.values[:, :-1]]
     return [tensor.clone() for tensor in written]
 
 

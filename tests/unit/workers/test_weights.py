@@ -17,8 +17,8 @@ from tests.helpers.tiny_models import (
     tiny,
 )
 from workers.layers.context import BuildContext
-from workers.models.registry import model_class
-from workers.weights.loader import WeightError, load_dummy, load_weights, weight_bytes
+from workers.models.registry import build_model, model_class
+from workers.weights.loader import WeightError, load_directory, load_dummy, weight_bytes
 from workers.weights.plan import load_targets
 
 Tensors = dict[str, torch.Tensor]
@@ -28,12 +28,12 @@ GATE = "model.layers.1.mlp.gate_proj.weight"
 def build(directory: Path, rank: int = 0, size: int = 1) -> torch.nn.Module:
     checkpoint = checkpoint_of(directory)
     context = BuildContext(torch.float32, torch.device("cpu"), Communicator(rank, size), MAX_MODEL_LEN)
-    return model_class(checkpoint)(checkpoint.hf_config, context)
+    return build_model(checkpoint, context)
 
 
 def load(directory: Path, rank: int = 0, size: int = 1) -> torch.nn.Module:
     model = build(directory, rank, size)
-    load_weights(model, directory, lambda done, total: None)
+    load_directory(model, directory, lambda done, total: None)
     return model
 
 
@@ -289,4 +289,4 @@ def test_unsupported_configurations_are_refused(
     checkpoint.hf_config.update(change)
     context = BuildContext(torch.float32, torch.device("cpu"), Communicator(), MAX_MODEL_LEN)
     with pytest.raises(ValueError, match=message):
-        model_class(checkpoint)(checkpoint.hf_config, context)
+        build_model(checkpoint, context)
