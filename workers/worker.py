@@ -38,7 +38,7 @@ from workers.sampler import Sampler
 from workers.spec_decode.ngram import NgramProposer, text_group, with_token_ids
 from workers.spec_decode.proposer import Proposer
 from workers.state_slots import StateSlots
-from workers.weights.loader import WeightError, load_directory, load_dummy, weight_bytes
+from workers.weights.loader import WeightError, describe_weights, load_directory, load_dummy, weight_bytes
 
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total)."""
@@ -144,6 +144,7 @@ class Worker:
         if self._device.type == "cuda":
             # Kernels with programmatic dependent launch may read weights before earlier kernels end.
             torch.cuda.synchronize(self._device)
+        get_logger().info("weights on rank %d: %s", self._tp.rank, describe_weights(self._model))
         self._tune()
         specs = kv_specs(self._model.kv_groups, self._config.cache.block_size, self._kv_dtype)
         if self._config.speculative.method is not None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from atom_ops import tensors_of
 from workers.layers.causal_lm import CausalLM
 from workers.layers.weighted import CheckpointTensor, WeightedLayer
 from workers.weights.files import TensorInMemory, TensorSource, tensors_by_file, tensors_in_order
@@ -112,6 +113,20 @@ def weight_bytes(model: CausalLM) -> int:
     """Bytes of all weights on this rank, as they are held; a tied weight counts once."""
     weights = {id(tensor): tensor for _, layer in weighted_layers(model) for tensor in layer.held_tensors()}
     return sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+
+
+def describe_weights(model: CausalLM) -> str:
+    """Number and size of the weights of each type on this rank, for the log."""
+    weights = {id(weight): weight for _, layer in weighted_layers(model) for weight in layer.held_weights()}
+    sizes: dict[str, list[int]] = {}
+    for weight in weights.values():
+        name = "plain" if isinstance(weight, torch.Tensor) else type(weight).__name__
+        sizes.setdefault(name, []).append(
+            sum(part.numel() * part.element_size() for part in tensors_of(weight))
+        )
+    return ", ".join(
+        f"{len(each)} {name} ({sum(each) / (1 << 20):.1f} MiB)" for name, each in sorted(sizes.items())
+    )
 
 
 def _load(target: LoadTarget, source: TensorSource) -> None:
