@@ -161,6 +161,7 @@ class EngineClient:
     def _close(self, engine: EngineConnection, reason: str) -> None:
         del self._engines[engine.rank]
         self._ended_reasons[engine.rank] = reason
+        self._router.forget(engine.rank)
         self._fail_all(engine, reason)
         closing = engine.close()
         self._closing.add(closing)
@@ -386,7 +387,6 @@ class EngineClient:
             sequence = self._sequences.pop(request_id)
             self._router.release(sequence.charge)
             streams.add(sequence.stream)
-        self._router.forget(engine.rank)
         self._metrics.engine(engine.rank).failed(len(failed))
         self._output.remove(failed)
         for stream in streams:
