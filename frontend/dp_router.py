@@ -30,7 +30,9 @@ from typing import Literal, NamedTuple
 
 from xxhash import xxh3_64
 
-__all__ = ["Charge", "Policy", "RoutedPrompt", "Router"]
+from atom.config.engine import EngineConfig
+
+__all__ = ["Charge", "Policy", "RoutedPrompt", "Router", "router_for"]
 
 Policy = Literal["round_robin", "least_requests", "least_tokens", "prefix"]
 
@@ -120,6 +122,14 @@ class Router:
     def _turn(self, rank: int) -> int:
         """Orders equal ranks: 0 for the one after the rank chosen last."""
         return (rank - self._next) % self._num_ranks
+
+
+def router_for(config: EngineConfig, num_ranks: int, first_rank: int = 0) -> Router:
+    """The router of this configuration."""
+    policy = config.parallel.dp_load_balance
+    if policy == "prefix" and not config.cache.enable_prefix_caching:
+        policy = "least_tokens"  # the same where no prefix is ever found
+    return Router(policy, num_ranks, config.cache.block_size, first_rank)
 
 
 class _Prefix(NamedTuple):

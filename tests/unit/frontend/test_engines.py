@@ -12,7 +12,7 @@ import pytest
 
 from atom.messages.engine import AddRequest, FinishReason, Sampling, pack_ids
 from atom.messages.supervisor import EngineEnded
-from frontend.dp_router import Policy
+from frontend.dp_router import Policy, Router
 from frontend.engine_client import ClientSettings, EngineClient
 from frontend.errors import EngineDeadError, RequestError, UnavailableError
 from frontend.metrics import Metrics
@@ -44,8 +44,9 @@ async def connected(
     cores: list[FakeCore], policy: Policy = "round_robin", **settings: int
 ) -> AsyncIterator[EngineClient]:
     """Ready on all engines."""
-    made = ClientSettings(num_ranks=len(cores), policy=policy, hang_timeout=600.0, **settings)
-    client = EngineClient([core.address for core in cores], made, OutputProcessor(None), Metrics())
+    made = ClientSettings(num_ranks=len(cores), hang_timeout=600.0, **settings)
+    router = Router(policy, len(cores), block_size=16)
+    client = EngineClient([core.address for core in cores], made, router, OutputProcessor(None), Metrics())
     async with client:
         await until(lambda: all(client.engine_up.values()))
         yield client
@@ -266,7 +267,8 @@ def test_the_smallest_context_length_counts(start: Start) -> None:
     async def run() -> None:
         settings = ClientSettings(num_ranks=2)
         addresses = [core.address for core in cores]
-        client = EngineClient(addresses, settings, OutputProcessor(None), Metrics(), seen.append)
+        router, output = Router("least_tokens", 2, block_size=16), OutputProcessor(None)
+        client = EngineClient(addresses, settings, router, output, Metrics(), seen.append)
         async with client:
             await until(lambda: all(client.engine_up.values()))
             assert client.limits is not None and client.limits.max_model_len == seen[-1] == 60
