@@ -103,7 +103,7 @@ MXFP4_CONFIG = {"model_type": "gpt_oss", "quantization_config": {"quant_method":
 def build(family: Family, rank: int = 0, size: int = 1, packed: bool = False, **args: Any) -> OneLayer:
     context = BuildContext(
         torch.float32, torch.device("cpu"), Communicator(rank, size), MAX_MODEL_LEN,
-        resolve(MXFP4_CONFIG if packed else {}),
+        quantization=resolve(MXFP4_CONFIG if packed else {}),
     )  # fmt: skip
     return OneLayer({"family": family, "args": args}, context)
 
@@ -240,7 +240,7 @@ def test_dequantized_values_equal_transformers() -> None:
 def test_mxfp4_inputs_must_be_a_multiple_of_the_block() -> None:
     family = FAMILIES["gpt_oss"]
     context = BuildContext(
-        torch.float32, torch.device("cpu"), Communicator(), MAX_MODEL_LEN, resolve(MXFP4_CONFIG)
+        torch.float32, torch.device("cpu"), Communicator(), MAX_MODEL_LEN, quantization=resolve(MXFP4_CONFIG)
     )
     with pytest.raises(ValueError, match=r"experts: 40 inputs, not a multiple of 32 \(MXFP4\)"):
         MoE(MoEArgs(HIDDEN, COUNT, 40, **family.args), context)
