@@ -190,13 +190,16 @@ class _Loading:
     def __init__(self, model: CausalLM, targets: list[LoadTarget], progress: Progress):
         self._model = model
         self._progress = progress
-        self._total = len(targets)
+        here = [target for target in targets if not target.shard.elsewhere]  # others may not arrive
+        self._total = len(here)
         self._done = 0
-        self._remaining = Counter(target.layer for target in targets)
+        self._remaining = Counter(target.layer for target in here)
         self._untrimmed_bytes = 0
 
     def loaded(self, target: LoadTarget) -> None:
         """Called after each target."""
+        if target.shard.elsewhere:
+            return
         self._remaining[target.layer] -= 1
         if not self._remaining[target.layer]:
             self._process(target.layer)
