@@ -30,6 +30,7 @@ from atom.messages.engine import (
     TokenDeltas,
 )
 from atom.messages.profile import Profile, ProfileResult
+from atom.mtp_statistics import mtp_statistics, mtp_text
 from atom.outputs import Logprobs, RequestOutput, Sequence
 from atom.progress import ProgressBars
 from atom.sampling_params import SamplingParams
@@ -203,6 +204,14 @@ class LLMEngine:
             raise RuntimeError("stats() needs an idle engine: finish or abort the running sequences first")
         self._links.send_to_all(GetStats())
         return _sum(self._wait_for_all(CoreStats, _STATS_DEADLINE_S))
+
+    def get_mtp_statistics(self) -> dict[str, Any]:
+        """Figures of speculative decoding, see `atom.mtp_statistics`. Raises RuntimeError as `stats` does."""
+        return mtp_statistics(self.stats())
+
+    def print_mtp_statistics(self) -> None:
+        """Print the figures of speculative decoding. Raises RuntimeError as `stats` does."""
+        print(mtp_text(self.get_mtp_statistics()))
 
     def start_profile(self) -> None:
         """Start profiling on all workers; needs `torch_profiler_dir`.

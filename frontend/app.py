@@ -77,7 +77,13 @@ def _add_services(app: web.Application, launch: FrontendLaunch) -> None:
     checkpoint, config, server = launch.checkpoint, launch.config.model, launch.server
     tokenizer = Tokenizer.from_checkpoint(checkpoint)
     max_model_len = config.max_model_len or checkpoint.max_model_len
-    inputs = InputProcessor(checkpoint, tokenizer, max_model_len, launch.config.scheduler.scheduling_policy)
+    inputs = InputProcessor(
+        checkpoint,
+        tokenizer,
+        max_model_len,
+        launch.config.scheduler.scheduling_policy,
+        launch.config.speculative.method == "ngram",
+    )
     settings = _client_settings(launch)
     client = EngineClient(
         launch.engines,
