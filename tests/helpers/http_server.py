@@ -20,6 +20,7 @@ from atom.config.observability import ObservabilityConfig
 from atom.config.parallel import ParallelConfig
 from atom.config.scheduler import SchedulerConfig
 from atom.config.server import ServerConfig
+from atom.config.speculative import SpeculativeConfig
 from atom.messages.launch import FrontendLaunch
 from frontend.app import create_app, start
 from frontend.limits import HttpLimits
@@ -30,6 +31,7 @@ DEADLINE_S = 10.0
 CONFIG = EngineConfig(
     model=ModelConfig(model=MODEL),
     scheduler=SchedulerConfig(scheduling_policy="priority", max_num_seqs=1),
+    speculative=SpeculativeConfig("ngram", 3, 5, 5),
 )
 
 
