@@ -1,8 +1,8 @@
 """An engine core and a worker in one process, without sockets; unused KV blocks hold NaN."""
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -100,10 +100,8 @@ class WholeEngine:
                 if not pool._ref_counts[block] and not pool._digests[block]
             ]
             for layer in group.layers:
-                cache = self._worker._runner._kv_layers[layer]
-                for part in fields(cache):
-                    if (tensor := getattr(cache, part.name)) is not None:
-                        tensor[unused] = torch.nan
+                for tensor in _tensors(self._worker._runner._kv_layers[layer]):
+                    tensor[unused] = torch.nan
 
     def _add(self, deltas: TokenDeltas) -> None:
         counts, ids = counts_of(deltas), list(unpack_ids(deltas.token_ids))
@@ -125,6 +123,14 @@ class WholeEngine:
         for chunk in deltas.prompt_logprobs:
             values = _own_values(chunk.table)
             self.outputs[chunk.owner].prompt_logprobs.update(enumerate(values, start=chunk.start))
+
+
+def _tensors(cache: Any) -> Iterator[torch.Tensor]:
+    if isinstance(cache, torch.Tensor):
+        yield cache
+    elif is_dataclass(cache):
+        for part in fields(cache):
+            yield from _tensors(getattr(cache, part.name))
 
 
 def _own_values(table: LogprobTable) -> list[float]:

@@ -48,8 +48,11 @@ def processors(kind: int) -> LogitsProcessors | None:
     }.get(kind)
 
 
-def add_requests(made: WholeEngine, number: int) -> None:
-    """Prompts that repeat a pattern or share one, with every parameter that sampling has."""
+def add_requests(made: WholeEngine, number: int, expected: dict[int, Output]) -> None:
+    """Prompts that repeat a pattern or share one, with every parameter that sampling has.
+
+    With an expected output, half of the requests predict it, with mistakes.
+    """
     source = random.Random(3)
     shared = [source.randrange(VOCAB) for _ in range(20)]
     for owner in range(0, 2 * number, 2):
@@ -69,15 +72,18 @@ def add_requests(made: WholeEngine, number: int) -> None:
         more: dict[str, Any] = {}
         if source.random() < 0.2:
             more["stop_token_ids"] = [5, 6, 7]
-        if source.random() < 0.1 and made.core._num_drafts:
-            more["prediction_ids"] = pack_ids(pattern * 3)
+        mistakes, predicts = random.Random(owner), source.random() < 0.5
+        if predicts and expected:
+            text = [*prompt[-3:], *expected[owner].token_ids]
+            text = [mistakes.randrange(VOCAB) if mistakes.random() < 0.1 else token for token in text]
+            more["prediction_ids"] = pack_ids(text)
         made.add(
             owner, prompt, source.randrange(1, 30), sampling=sampling, n=source.choice([1, 1, 1, 2]), **more
         )
 
 
-def run(made: WholeEngine, number: int) -> dict[int, Output]:
-    add_requests(made, number)
+def run(made: WholeEngine, number: int, expected: dict[int, Output] | None = None) -> dict[int, Output]:
+    add_requests(made, number, expected or {})
     made.run()
     assert made.core.stats().kv_blocks_used == 0
     return made.outputs
@@ -100,7 +106,49 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
 def test_the_output_is_the_plain_runs(checkpoints: dict[str, Checkpoint], name: str) -> None:
     number = 200 if name == "llama-gqa" else 30
     plain, made = engine(checkpoints[name], SpeculativeConfig()), engine(checkpoints[name], NGRAM)
-    check(run(made, number), run(plain, number))
+    wanted = run(plain, number)
+    check(run(made, number, wanted), wanted)
     stats = made.core.stats()
-    assert stats.num_accepted_tokens > 0.1 * stats.num_draft_tokens > 0
-    assert stats.steps < plain.core.stats().steps
+    assert 0.9 * stats.num_draft_tokens > sum(stats.num_accepted_tokens_per_pos)
+    assert sum(stats.num_accepted_tokens_per_pos) > 0.2 * stats.num_draft_tokens > 10
+    assert stats.steps < 0.95 * plain.core.stats().steps
+
+
+def test_preempted_and_cached_requests(checkpoints: dict[str, Checkpoint]) -> None:
+    """With few blocks, requests are preempted and prompts come from the prefix cache."""
+    name = "llama-gqa"
+    plain, made = engine(checkpoints[name], SpeculativeConfig()), engine(checkpoints[name], NGRAM, blocks=36)
+    check(run(made, 40), run(plain, 40))
+    stats = made.core.stats()
+    assert stats.preemptions > 0 and stats.prefix_hits > 0
+    assert sum(stats.num_accepted_tokens_per_pos) > 0
+
+
+def test_a_long_pattern_is_accepted_as_a_whole(checkpoints: dict[str, Checkpoint]) -> None:
+    """A model that may only say one token: every draft is right."""
+    only = LogitsProcessors(allowed_ids=pack_ids([7]))
+    sampling = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, logits_processors=only)
+    made = engine(checkpoints["llama-gqa"], NGRAM)
+    made.add(0, [7] * 12, 40, sampling=sampling)
+    made.run()
+    assert made.outputs[0].token_ids == [7] * 40
+    stats = made.core.stats()
+    assert sum(stats.num_accepted_tokens_per_pos) == stats.num_draft_tokens
+    assert stats.generated_tokens > 1.5 * stats.steps
+
+
+def test_a_prediction_is_drafted(checkpoints: dict[str, Checkpoint]) -> None:
+    """The prediction is the output itself, and the prompt has nothing to look up."""
+    prompt = list(range(20, 32))
+    plain = engine(checkpoints["qwen3-moe"], SpeculativeConfig())
+    plain.add(0, prompt, 24)
+    plain.run()
+    wanted = plain.outputs[0].token_ids
+    steps = []
+    for prediction in ([], prompt[-3:] + wanted):
+        made = engine(checkpoints["qwen3-moe"], NGRAM)
+        made.add(0, prompt, 24, prediction_ids=pack_ids(prediction))
+        made.run()
+        assert made.outputs[0].token_ids == wanted
+        steps.append(made.core.stats().steps)
+    assert steps[1] < 0.7 * steps[0]
