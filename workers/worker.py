@@ -15,6 +15,7 @@ from atom.messages.worker import AllocateKV, Loaded, NewRow, ScheduledBatch
 from atom.utils import envs
 from atom.utils.logger import get_logger
 from atom_ops import BATCH_INVARIANT_SPLIT, backend
+from parallel.expert import expert_dispatch
 from parallel.mesh import Mesh
 from workers.block_table import BatchLimits, BlockTable
 from workers.decode_graphs import DecodeGraphs
@@ -38,7 +39,7 @@ from workers.sampler import Sampler
 from workers.spec_decode.ngram import NgramProposer, text_group, with_token_ids
 from workers.spec_decode.proposer import Proposer
 from workers.state_slots import StateSlots
-from workers.weights.loader import WeightError, load_directory, load_dummy, weight_bytes
+from workers.weights.loader import WeightError, describe_weights, load_directory, load_dummy, weight_bytes
 
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total)."""
@@ -98,6 +99,7 @@ class Worker:
         self._config = config
         self._checkpoint = checkpoint
         self._tp = mesh.tp
+        self._dispatch = expert_dispatch(mesh, config.parallel.enable_expert_parallel)
         self._progress = progress
         self._device = mesh.device
         if self._device.type == "cuda":
@@ -142,6 +144,7 @@ class Worker:
         if self._device.type == "cuda":
             # Kernels with programmatic dependent launch may read weights before earlier kernels end.
             torch.cuda.synchronize(self._device)
+        get_logger().info("weights on rank %d: %s", self._tp.rank, describe_weights(self._model))
         self._tune()
         specs = kv_specs(self._model.kv_groups, self._config.cache.block_size, self._kv_dtype)
         if self._config.speculative.method is not None:
@@ -164,9 +167,14 @@ class Worker:
             get_logger().info("ops on %s that fell back to torch: %s", self._device, names)
 
     def _build_model(self) -> CausalLM:
-        longest = self._longest_sequence()
         build = BuildContext(
-            self._dtype, self._device, self._tp, longest, self._config.cache.block_size, self._kv_dtype
+            self._dtype,
+            self._device,
+            self._tp,
+            self._longest_sequence(),
+            self._config.cache.block_size,
+            self._kv_dtype,
+            self._dispatch,
         )
         model = build_model(self._checkpoint, build)
         if self._config.model.load_dummy:

@@ -83,7 +83,7 @@ def _scheme(stated: Mapping[str, Any], model_type: str | None) -> Scheme:
     known = ", ".join(FORMATS)
     if method not in FORMATS:
         raise ValueError(
-            f"quantized ({method}): not supported; use a plain checkpoint, one in {known}, or a .gguf"
+            f"quantized ({method}): not supported, use a plain checkpoint, one in {known}, or a .gguf"
         )
     only = _ONLY_FAMILY.get(method, model_type)
     if model_type != only:
@@ -92,7 +92,7 @@ def _scheme(stated: Mapping[str, Any], model_type: str | None) -> Scheme:
         found: Scheme = importlib.import_module(f"{__package__}.{FORMATS[method]}").scheme(stated)
     except ValueError as error:
         raise ValueError(
-            f"quantized ({method}) with {error}: not supported; use a plain checkpoint"
+            f"quantized ({method}) with {error}: not supported, use a plain checkpoint"
         ) from None
     return found
 
