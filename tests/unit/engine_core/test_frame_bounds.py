@@ -150,7 +150,7 @@ def test_results_with_drafts_and_log_probabilities() -> None:
     assert engine.largest_result > 64 * 33 * 172  # ids, values and ranks of all tokens
     kv = KVCacheManager([FullAttentionSpec(BLOCK, 1)], [64], 1 << 18, 1)
     with pytest.raises(ValueError, match="lower --max-num-seqs"):
-        EngineCore(Limits(1 << 13, 1 << 20, num_drafts=32), kv, 1 << 20)
+        EngineCore(Limits(1 << 14, 1 << 20, num_drafts=32), kv, 1 << 20)
 
 
 def test_rows_with_predictions() -> None:
