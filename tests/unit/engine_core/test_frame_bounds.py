@@ -158,7 +158,7 @@ def test_rows_with_predictions() -> None:
     prediction = prompt_of(1 << 19)
     engine.add(list(range(16)), prompt_of(8), 4, prediction_ids=prediction)
     engine.run()
-    assert max(len(batch.new_rows) for batch in engine.batches) == 4
+    assert max(len(batch.new_rows) for batch in engine.batches) == 3
     assert engine.largest_batch < MAX_NEW_ROWS_BYTES + 100_000
     assert all(new.prediction_ids == prediction for batch in engine.batches for new in batch.new_rows)
 
