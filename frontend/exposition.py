@@ -177,6 +177,25 @@ class _Collector(Collector):
             ("kv_blocks", "KV blocks in total", "kv_blocks_total"),
         ):
             yield self._family(GaugeMetricFamily, f"atom:{name}", text, values(field))
+        yield from self._speculation({r: s for r, s in engines.items() if s.num_accepted_tokens_per_pos})
+
+    def _speculation(self, engines: dict[int, CoreStats]) -> Iterator[Metric]:
+        """Of the engines that verify draft tokens."""
+        if not engines:
+            return
+        accepted = {rank: sum(stats.num_accepted_tokens_per_pos) for rank, stats in engines.items()}
+        drafts = {rank: stats.num_drafts for rank, stats in engines.items()}
+        tokens = {rank: stats.num_draft_tokens for rank, stats in engines.items()}
+        yield from self._counter("spec_decode_num_drafts", "Verified drafts", drafts)
+        yield from self._counter("spec_decode_num_draft_tokens", "Verified draft tokens", tokens)
+        yield from self._counter("spec_decode_num_accepted_tokens", "Accepted draft tokens", accepted)
+        text = "Accepted draft tokens by their place in the draft"
+        for name in _both("spec_decode_num_accepted_tokens_per_pos"):
+            family = CounterMetricFamily(name, text, labels=[*_LABELS, "position"])
+            for rank, stats in engines.items():
+                for place, count in enumerate(stats.num_accepted_tokens_per_pos):
+                    family.add_metric([self._model, str(rank), str(place)], count)
+            yield family
 
     def _gauge(self, name: str, text: str, values: Mapping[int, float]) -> Iterator[Metric]:
         return (self._family(GaugeMetricFamily, each, text, values) for each in _both(name))

@@ -19,6 +19,7 @@ from atom.config.model import ModelConfig
 from atom.config.observability import ObservabilityConfig
 from atom.config.scheduler import SchedulerConfig
 from atom.config.server import ServerConfig
+from atom.config.speculative import SpeculativeConfig
 from atom.messages.launch import FrontendLaunch
 from frontend.app import create_app, start
 from frontend.limits import HttpLimits
@@ -29,6 +30,7 @@ DEADLINE_S = 10.0
 CONFIG = EngineConfig(
     model=ModelConfig(model=MODEL),
     scheduler=SchedulerConfig(scheduling_policy="priority", max_num_seqs=1),
+    speculative=SpeculativeConfig("ngram", 3, 5, 5),
 )
 
 

@@ -287,7 +287,7 @@ def test_tensors_of_other_ranks_are_neither_needed_nor_unused(tmp_path: Path) ->
     quantization = resolve({"quantization_config": CONFIG}, TwoModules.packed_modules_mapping)
 
     def loaded(tensors: dict[str, torch.Tensor], from_directory: bool) -> torch.Tensor:
-        model = TwoModules({}, BuildContext(torch.float32, CPU, Communicator(), 8, quantization))
+        model = TwoModules({}, BuildContext(torch.float32, CPU, Communicator(), 8, quantization=quantization))
         if from_directory:
             save_file(tensors, tmp_path / "model.safetensors")
             load_directory(model, tmp_path, silent)
