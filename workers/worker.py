@@ -135,8 +135,6 @@ class Worker:
                 return self._runner.launch(batch)
 
     def _load(self) -> Loaded:
-        if (method := self._config.speculative.method) is not None:
-            raise ValueError(f"--method {method}: this worker cannot verify draft tokens yet; omit the flag")
         resolved = backend.resolve(self._device, batch_invariant=self._config.device.batch_invariant)
         if self._tp.rank == 0:
             get_logger().info("ops on %s: %s", self._device, backend.summary(resolved))
