@@ -18,6 +18,7 @@ from atom_ops.ops.attention import AttentionPlan, AttentionRule, paged_attention
 from atom_ops.ops.attention_plan import BATCH_INVARIANT_SPLIT, empty_attention
 from atom_ops.ops.causal_conv import causal_conv
 from atom_ops.ops.decode_inputs import DecodeInputs, decode_inputs
+from atom_ops.ops.draft_inputs import NO_DRAFT, DraftInputs, RowState, draft_inputs
 from atom_ops.ops.embedding import embedding
 from atom_ops.ops.experts import ClampedSwiglu, ExpertActivation, ExpertWeights, experts
 from atom_ops.ops.fused_attention import attend_projection
@@ -49,6 +50,7 @@ from atom_ops.ops.logits_processors import (
     record_sampled,
 )
 from atom_ops.ops.logprobs import TokenLogprobs, token_logprobs
+from atom_ops.ops.ngram import NgramRule, TokenHistory, propose_ngrams
 from atom_ops.ops.norm import add_rms_norm, gated_rms_norm, rms_norm
 from atom_ops.ops.qkv import HeadNorms, rotate_and_write_kv, rotated_heads
 from atom_ops.ops.recurrent_state import (
@@ -63,6 +65,7 @@ from atom_ops.ops.rotary import rotary, rotation, rotation_at
 from atom_ops.ops.routing import RoutingRule, route
 from atom_ops.ops.sampling import SamplingBatch, sample
 from atom_ops.ops.sparse_attention import TopKIndices, index_topk, sparse_latent_attention
+from atom_ops.ops.verification import verify_drafts
 from atom_ops.transfer import to_device
 from atom_ops.weights import MXFP4, BlockFP8, PackedOneDNN, Quantized, Weight, tensors_of, unstacked
 
@@ -70,6 +73,7 @@ __all__ = [
     "BATCH_INVARIANT_SPLIT",
     "INTERLEAVED_KV",
     "MXFP4",
+    "NO_DRAFT",
     "AttentionBackend",
     "AttentionConfig",
     "AttentionPlan",
@@ -78,6 +82,7 @@ __all__ = [
     "ClampedSwiglu",
     "DecayWeights",
     "DecodeInputs",
+    "DraftInputs",
     "ExpertActivation",
     "ExpertWeights",
     "HeadNorms",
@@ -87,13 +92,16 @@ __all__ = [
     "LatentLayer",
     "LatentNorms",
     "LogitsProcessorBatch",
+    "NgramRule",
     "PackedOneDNN",
     "Quantized",
     "RoutingRule",
+    "RowState",
     "SamplingBatch",
     "StateLayer",
     "StatePlan",
     "StateShape",
+    "TokenHistory",
     "TokenLogprobs",
     "TokenRecord",
     "TopKIndices",
@@ -107,6 +115,7 @@ __all__ = [
     "causal_conv",
     "clamped_swiglu",
     "decode_inputs",
+    "draft_inputs",
     "embedding",
     "empty_attention",
     "empty_states",
@@ -130,6 +139,7 @@ __all__ = [
     "plan_attention",
     "plan_states",
     "prompt_attention",
+    "propose_ngrams",
     "read_latent",
     "record_sampled",
     "register_attention_backend",
@@ -149,6 +159,7 @@ __all__ = [
     "to_device",
     "token_logprobs",
     "unstacked",
+    "verify_drafts",
     "write_index_keys",
     "write_kv",
     "write_latent",

@@ -13,8 +13,10 @@ allocated. A result with m tokens takes 1 + num_drafts - m off `computed`. No po
 is ever computed.
 """
 
+from collections.abc import Sequence
+
 from engine_core.decode_batch import DecodeRows, decode_rows
-from engine_core.request import Request
+from engine_core.request import Request, State
 
 
 class DraftBatch:
@@ -51,16 +53,18 @@ class DraftBatch:
         """Tokens for which its blocks have room."""
         return request.covered
 
-    def next_positions(self, request: Request) -> tuple[int, int]:
-        """Where its next step begins at the earliest, and the end of the positions that it may write."""
-        start = request.computed - request.drafts_in_flight
-        return start, min(request.computed + self.tokens_per_row, request.max_length)
+    def needing_block(self) -> list[tuple[Request, int, int]]:
+        """Requests whose blocks do not cover the next step.
 
-    def needing_block(self) -> list[Request]:
-        """Requests whose blocks do not cover the next step."""
+        With each the first position at which the step may begin, and the end of those that it may write.
+        """
         width = self.tokens_per_row
         return [
-            request
+            (
+                request,
+                request.computed - request.drafts_in_flight,
+                min(request.computed + width, request.max_length),
+            )
             for request in self._requests.values()
             if request.covered < request.computed + width and request.covered < request.max_length
         ]
@@ -82,10 +86,22 @@ class DraftBatch:
             self.remove(request)
         return rows, ending
 
-    def correct(self, request: Request, num_tokens: int) -> None:
-        """The result of a step has `num_tokens` of the request, which decodes or drains."""
-        request.computed -= self.tokens_per_row - num_tokens
-        request.drafts_in_flight -= self.num_drafts
+    def correct(self, requests: Sequence[Request], counts: Sequence[int]) -> list[int]:
+        """Their result of one step has `counts[i]` tokens of requests[i]; preempted ones need no correction.
+
+        Returns the indices of those that may have ended with these tokens, or are ending now.
+        """
+        width, num_drafts, ending = self.tokens_per_row, self.num_drafts, []
+        for index, (request, count) in enumerate(zip(requests, counts, strict=True)):
+            if request.state is State.WAITING:
+                ending.append(index)
+                continue
+            computed = request.computed + count - width
+            in_flight = request.drafts_in_flight - num_drafts
+            request.computed, request.drafts_in_flight = computed, in_flight
+            if computed - in_flight + 1 >= request.max_length:
+                ending.append(index)
+        return ending
 
     def is_ending(self, request: Request) -> bool:
         """Whether it gets all its tokens from the steps in flight, even if no draft is accepted."""

@@ -53,7 +53,7 @@ class GroupRows(ABC):
     def device_table(self, device: torch.device) -> torch.Tensor:
         """The table on `device`, with one more row for padding; `update_device_table` keeps it up to date.
 
-        Call it once, before any row has blocks.
+        The first call comes before any row has blocks; later ones return the same table.
         """
 
     @abstractmethod

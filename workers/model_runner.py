@@ -24,9 +24,10 @@ from workers.input_batch import (
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import CacheLayer, ForwardContext
 from workers.memory_guard import MemoryGuard, reason_of
-from workers.pending_step import PendingStep, RecordEvent, StepOutput
+from workers.pending_step import Advance, PendingStep, RecordEvent, StepOutput
 from workers.prompt_graphs import PromptGraphs
 from workers.sampler import Sampler, SamplerOutput, logprob_slice
+from workers.spec_decode.draft_rows import Verified
 from workers.state_slots import StateSlots
 from workers.step_label import step_label
 from workers.step_padding import pad_step
@@ -46,7 +47,9 @@ class Graphs:
 
     @property
     def sizes(self) -> GraphSizes:
-        return GraphSizes(self.decode.sizes, self.prompts.token_sizes, self.prompts.row_sizes)
+        return GraphSizes(
+            self.decode.sizes, self.prompts.token_sizes, self.prompts.row_sizes, self.decode.tokens_per_row
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +124,8 @@ class ModelRunner:
 
     def plan(self, batch: ScheduledBatch) -> StepShape:
         """The shape in which this rank would launch a batch that its inputs have been updated with."""
-        tokens = sum(batch.counts) if batch.counts else len(batch.rows)
-        return self._sizes.plan(tokens, len(batch.rows), 1 if self._inputs.is_decode(batch) else 0)
+        tokens_per_row = 1 + batch.num_drafts if self._inputs.is_decode(batch) else 0
+        return self._sizes.plan(self._inputs.num_tokens(batch), len(batch.rows), tokens_per_row)
 
     def _forward(self, batch: ScheduledBatch) -> _Forward:
         planned = self.plan(batch)
@@ -149,13 +152,18 @@ class ModelRunner:
         return self._graphs
 
     def _replay(self, graphs: DecodeGraphs, decode_batch: DecodeBatch, size: int) -> _Forward:
-        """Replay the forward pass of each row's next token."""
+        """Replay the forward pass of each row's next tokens."""
         positions = self._inputs.advance(decode_batch)
         output = graphs.forward(decode_batch, size)
         sampling = SamplingRows(
-            decode_batch.rows, decode_batch.rows_R, decode_batch.tokens_R, positions, output.positions_R
+            decode_batch.token_rows,
+            decode_batch.rows_R,
+            decode_batch.tokens_S,
+            positions,
+            output.positions_S,
+            output.draft_rows(decode_batch),
         )
-        return _Forward(output.hidden_RD, sampling, None, graphs)
+        return _Forward(output.hidden_SD, sampling, None, graphs)
 
     def _retry_decodes(self, batch: ScheduledBatch, before: Rows) -> StepOutput:
         """After a failed forward pass: fail the prefilling rows, and run the decodes without them.
@@ -163,7 +171,7 @@ class ModelRunner:
         Computing a decode again writes the same KV again. Recurrent states may have been updated
         already, so with these every row fails. `before` are the computed tokens before the step.
         """
-        rows, counts = np.array(batch.rows, np.int64), np.array(batch.counts or [1] * len(batch.rows))
+        rows, counts = np.array(batch.rows, np.int64), self._inputs.counts(batch)
         decodes = self._inputs.decodes(rows, before)
         has_states = any(isinstance(table, StateSlots) for table in self._inputs.tables)
         can_retry = decodes.any() and not decodes.all() and not has_states
@@ -174,24 +182,27 @@ class ModelRunner:
             return StepOutput(_NO_ROWS, failed=failures)
         rows = rows[decodes]
         self._inputs.set_computed(rows, before[rows])
-        retry = ScheduledBatch(batch.step, rows.tolist())
+        retry = ScheduledBatch(batch.step, rows.tolist(), num_drafts=batch.num_drafts)
         forward = self._memory.attempt(_FORWARD, lambda: self._forward(retry))
         if forward is None:
-            self._inputs.set_computed(rows, before[rows] + 1)
+            self._inputs.set_computed(rows, before[rows] + 1 + batch.num_drafts)
             failures |= dict.fromkeys(rows.tolist(), reason_of(_FORWARD))
             return StepOutput(_NO_ROWS, failed=failures)
         return self._output(forward, failures)
 
     def _output(self, forward: _Forward, failures: dict[int, str]) -> StepOutput:
         """Sample, and compute prompt log probabilities; adds the rows for which either fails."""
-        rows, sampled = _NO_ROWS, None
+        rows, sampled, advance = _NO_ROWS, None, None
         if (sampling := forward.sampling) is not None:
             rows = sampling.rows
-            sampled = self._memory.attempt(_SAMPLING, lambda: self._sample(forward, sampling))
-            if sampled is None:
+            result = self._memory.attempt(_SAMPLING, lambda: self._sample(forward, sampling))
+            if result is None:
                 failures |= dict.fromkeys(rows.tolist(), reason_of(_SAMPLING))
             else:
+                sampled, verified = result
                 failures |= {int(rows[index]): reason for index, reason in sampled.failed.items()}
+                if verified is not None and sampling.drafts is not None:
+                    advance = Advance(sampling.drafts, verified, self._inputs.settle(sampling.drafts))
         chunks: Sequence[PromptChunk] = []
         prompt_logprobs = None
         if (prompt := forward.prompt) is not None:
@@ -201,17 +212,17 @@ class ModelRunner:
             )
             if prompt_logprobs is None:
                 failures |= dict.fromkeys((chunk.row for chunk in chunks), reason_of(_PROMPT_LOGPROBS))
-        return StepOutput(rows, sampled, chunks, prompt_logprobs, failures)
+        return StepOutput(rows, sampled, chunks, prompt_logprobs, failures, advance)
 
-    def _sample(self, forward: _Forward, sampling: SamplingRows) -> SamplerOutput:
+    def _sample(self, forward: _Forward, sampling: SamplingRows) -> tuple[SamplerOutput, Verified | None]:
         if (graphs := forward.decode_graphs) is not None:
-            settings = self._sampler.plain_settings(sampling.rows)
+            settings = self._sampler.plain_settings(sampling)
             if settings is not None and graphs.can_sample(settings):
-                return SamplerOutput(graphs.sample(settings))
+                ids_S, verified = graphs.sample(settings)
+                return SamplerOutput(ids_S), verified
         logits_RV = self._model.compute_logits(forward.hidden_TD.index_select(0, sampling.tokens_R))
         sampled = self._sampler.sample(logits_RV, sampling)
-        self._inputs.store_sampled(sampling, sampled.ids_R)
-        return sampled
+        return sampled, self._inputs.store_sampled(sampling, sampled.ids_R)
 
     def _prompt_logprobs(self, hidden_TD: torch.Tensor, rows: PromptLogprobRows) -> TokenLogprobs:
         """Log probabilities of the prompt tokens `rows.next_ids_P`.

@@ -147,7 +147,7 @@ class _BlockBuffers:
             num_tokens=tokens,
             min_query_len=1,
             max_query_len=tokens,
-            max_context_len=self._limits.max_model_len,
+            max_context_len=self._limits.max_context,
             split_tokens=self._split_tokens,
         )
         return GroupContext(self._slots_T[:tokens], plan)

@@ -45,6 +45,8 @@ class StateSlots(GroupRows):
 
     def device_table(self, device: torch.device) -> torch.Tensor:
         """int64 [max_rows + 1]; padding never has a slot."""
+        if self._device_table is not None:
+            return self._device_table
         self._device_table = torch.full((len(self._slots) + 1,), NO_SLOT, dtype=torch.int64, device=device)
         return self._device_table
 

@@ -15,6 +15,7 @@ from atom.messages.worker import AllocateKV, Loaded, NewRow, ScheduledBatch
 from atom.utils import envs
 from atom.utils.logger import get_logger
 from atom_ops import BATCH_INVARIANT_SPLIT, backend
+from parallel.expert import expert_dispatch
 from parallel.mesh import Mesh
 from workers.block_table import BatchLimits, BlockTable
 from workers.decode_graphs import DecodeGraphs
@@ -35,8 +36,10 @@ from workers.pending_step import PendingStep, event_recorder
 from workers.profiler import TraceRecorder
 from workers.prompt_graphs import PROMPT_SIZES, PromptGraphs
 from workers.sampler import Sampler
+from workers.spec_decode.ngram import NgramProposer, text_group, with_token_ids
+from workers.spec_decode.proposer import Proposer
 from workers.state_slots import StateSlots
-from workers.weights.loader import WeightError, load_directory, load_dummy, weight_bytes
+from workers.weights.loader import WeightError, describe_weights, load_directory, load_dummy, weight_bytes
 
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total)."""
@@ -96,6 +99,7 @@ class Worker:
         self._config = config
         self._checkpoint = checkpoint
         self._tp = mesh.tp
+        self._dispatch = expert_dispatch(mesh, config.parallel.enable_expert_parallel)
         self._progress = progress
         self._device = mesh.device
         if self._device.type == "cuda":
@@ -142,14 +146,18 @@ class Worker:
         if self._device.type == "cuda":
             # Kernels with programmatic dependent launch may read weights before earlier kernels end.
             torch.cuda.synchronize(self._device)
+        get_logger().info("weights on rank %d: %s", self._tp.rank, describe_weights(self._model))
         self._tune()
         specs = kv_specs(self._model.kv_groups, self._config.cache.block_size, self._kv_dtype)
+        if self._config.speculative.method is not None:
+            specs = with_token_ids(specs, text_group(self._model.kv_groups))
         return Loaded(self._tp.rank, specs, self._kv_bytes(), weight_bytes(self._model))
 
     def _allocate(self, allocate: AllocateKV) -> None:
         with self._tracing_captures():
             kv_layers = self._make_kv(allocate.num_blocks)
-            self._runner = self._make_runner(kv_layers, allocate.max_model_len, self._capture_sizes())
+            inputs = self._make_inputs(allocate.max_model_len, allocate.num_blocks)
+            self._runner = self._make_runner(kv_layers, inputs, self._capture_sizes())
         sized = zip(self._model.kv_groups, allocate.num_blocks, strict=True)
         num_blocks = min(blocks for group, blocks in sized if not isinstance(group, StateGroup))
         capacity = num_blocks * self._config.cache.block_size
@@ -161,9 +169,14 @@ class Worker:
             get_logger().info("ops on %s that fell back to torch: %s", self._device, names)
 
     def _build_model(self) -> CausalLM:
-        longest = self._longest_sequence()
         build = BuildContext(
-            self._dtype, self._device, self._tp, longest, self._config.cache.block_size, self._kv_dtype
+            self._dtype,
+            self._device,
+            self._tp,
+            self._longest_sequence(),
+            self._config.cache.block_size,
+            self._kv_dtype,
+            self._dispatch,
         )
         model = build_model(self._checkpoint, build)
         if self._config.model.load_dummy:
@@ -203,18 +216,30 @@ class Worker:
         block_size = self._config.cache.block_size
         return allocate_kv(self._model.kv_groups, num_blocks, block_size, self._kv_dtype, self._device)
 
-    def _make_inputs(self, max_model_len: int) -> InputBatch:
+    def _make_inputs(self, max_model_len: int, num_blocks: Sequence[int]) -> InputBatch:
+        """The empty batch; `num_blocks` of each KV group."""
         max_rows = self._config.scheduler.max_num_seqs
         assert max_rows is not None, "max_num_seqs is resolved before any worker starts"
-        limits = BatchLimits(max_rows, max_model_len, self._config.cache.block_size)
+        drafts = self._config.speculative.num_speculative_tokens
+        limits = BatchLimits(max_rows, max_model_len, self._config.cache.block_size, drafts)
         tables = [_rows_of(group, limits) for group in self._model.kv_groups]
         split_tokens = BATCH_INVARIANT_SPLIT if self._config.device.batch_invariant else 0
-        return InputBatch(limits, tables, self._device, split_tokens)
+        proposer = self._proposer(limits, tables, num_blocks)
+        return InputBatch(limits, tables, self._device, split_tokens, proposer)
+
+    def _proposer(
+        self, limits: BatchLimits, tables: Sequence[GroupRows], num_blocks: Sequence[int]
+    ) -> Proposer | None:
+        speculative = self._config.speculative
+        if speculative.method is None:
+            return None
+        group = text_group(self._model.kv_groups)
+        table, blocks = tables[group.number], num_blocks[group.number]
+        return NgramProposer(speculative, group, table, blocks, limits, self._device)
 
     def _make_runner(
-        self, kv_layers: list[CacheLayer], max_model_len: int, capture_sizes: list[int]
+        self, kv_layers: list[CacheLayer], inputs: InputBatch, capture_sizes: list[int]
     ) -> ModelRunner:
-        inputs = self._make_inputs(max_model_len)
         memory = MemoryGuard(self._device, self._tp.size)
         sampler = Sampler(inputs.limits, self._checkpoint.vocab_size, self._device, memory)
         graphs = self._capture(kv_layers, inputs, capture_sizes) if capture_sizes else None
@@ -223,7 +248,7 @@ class Worker:
 
     def _capture(self, kv_layers: list[CacheLayer], inputs: InputBatch, sizes: list[int]) -> Graphs:
         """Capture graphs of decode steps with `sizes` rows, and of prefill and mixed steps."""
-        most = self._config.scheduler.max_num_batched_tokens or 0
+        most = self._most_tokens
         record: Recorder = MarkedRecorder(GraphRecorder()) if self._marked else GraphRecorder()
         tokens = [size for size in PROMPT_SIZES if size <= most] or [most]
         decode = DecodeGraphs(self._model, kv_layers, inputs, sizes, record, self._device)
@@ -251,12 +276,12 @@ class Worker:
     def _warm_up(self, tokens: int) -> None:
         """Run a prompt and its decode steps: compiles kernels and touches memory before the first request."""
         prompt = max(tokens - _WARM_DECODES, 1)
-        decodes = tokens - prompt
+        decodes, drafts = tokens - prompt, self._config.speculative.num_speculative_tokens
         self._progress("Warming up", 0, 1 + decodes)
         _run(self._runner, self._warm_up_batch(prompt, tokens))
         for done in range(1, 1 + decodes):
             self._progress("Warming up", done, 1 + decodes)
-            _run(self._runner, ScheduledBatch(-1, [0]))
+            _run(self._runner, ScheduledBatch(-1, [0], num_drafts=drafts))
         self._progress("Warming up", 1 + decodes, 1 + decodes)
 
     def _warm_up_batch(self, prompt: int, reserved: int) -> ScheduledBatch:
@@ -275,11 +300,16 @@ class Worker:
     def _peak_bytes(self) -> int:
         """Peak memory that torch allocates on this GPU without KV: in the largest steps, and for graphs."""
         scheduler = self._config.scheduler
-        assert scheduler.max_num_batched_tokens and scheduler.max_num_seqs
-        shapes = largest_steps(
-            scheduler.max_num_batched_tokens, scheduler.max_num_seqs, self._longest_sequence()
-        )
+        assert scheduler.max_num_seqs is not None
+        shapes = largest_steps(self._most_tokens, scheduler.max_num_seqs, self._longest_sequence())
         return max(map(self._peak_of, shapes)) + self._graph_bytes()
+
+    @property
+    def _most_tokens(self) -> int:
+        """Most tokens of a step."""
+        most = self._config.scheduler.max_num_batched_tokens
+        assert most is not None, "max_num_batched_tokens is resolved before any worker starts"
+        return most
 
     def _longest_sequence(self) -> int:
         return self._config.model.max_model_len or self._checkpoint.max_model_len
@@ -290,11 +320,15 @@ class Worker:
         longest = self._longest_sequence()
         batch = profile_batch(counts, groups, block_size, self._checkpoint.vocab_size, longest)
         before = torch.cuda.memory_allocated(self._device)
-        kv_layers = self._make_kv(num_blocks(counts, groups, block_size))
+        blocks = num_blocks(counts, groups, block_size)
+        kv_layers = self._make_kv(blocks)
         kv_bytes = torch.cuda.memory_allocated(self._device) - before
-        runner = self._make_runner(kv_layers, longest, [])
+        runner = self._make_runner(kv_layers, self._make_inputs(longest, blocks), [])
         torch.cuda.reset_peak_memory_stats(self._device)
         _run(runner, batch)
+        if drafts := self._config.speculative.num_speculative_tokens:
+            rows = max(self._most_tokens // (1 + drafts), 1)
+            _run(runner, ScheduledBatch(-1, batch.rows[:rows], num_drafts=drafts))
         peak = torch.cuda.max_memory_allocated(self._device) - kv_bytes
         del runner, kv_layers
         torch.cuda.empty_cache()
@@ -305,8 +339,9 @@ class Worker:
         sizes = self._capture_sizes()
         if not sizes:
             return 0
-        kv_layers = self._make_kv([1] * len(self._model.kv_groups))
-        inputs = self._make_inputs(self._longest_sequence())
+        blocks = [1] * len(self._model.kv_groups)
+        kv_layers = self._make_kv(blocks)
+        inputs = self._make_inputs(self._longest_sequence(), blocks)
         before = torch.cuda.memory_reserved(self._device)
         graphs = self._capture(kv_layers, inputs, sizes[-1:])
         graph_bytes = torch.cuda.memory_reserved(self._device) - before

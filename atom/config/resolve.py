@@ -61,6 +61,7 @@ _DEFAULTS: dict[Device, _DeviceDefaults] = {
 
 _GRAPH_FLAGS = ("enforce_eager", "cudagraph_mode", "cudagraph_capture_sizes")
 _MOST_CAPTURED = 512
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 _DRAFT_FLAGS = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
 _NGRAM = 5
@@ -87,6 +88,8 @@ def resolve(
         )
     _check_length(config.model, checkpoint)
     _check_ranks(config.parallel.tensor_parallel_size, checkpoint)
+    if config.parallel.enable_expert_parallel:
+        _check_experts(config.parallel.tensor_parallel_size, checkpoint)
     cache = _cache(config.cache, checkpoint, explicit, notes)
     notes += _without_effect(config, explicit, device)
     if checkpoint.ignored_defaults:
@@ -157,6 +160,16 @@ def _check_ranks(ranks: int, checkpoint: Checkpoint) -> None:
     if ranks > heads:
         raise ConfigError(
             f"--tensor-parallel-size {ranks}: the model has {heads} attention heads; use at most {heads}"
+        )
+
+
+def _check_experts(ranks: int, checkpoint: Checkpoint) -> None:
+    experts = max((checkpoint.hf_config.get(name) or 0) for name in _EXPERT_COUNTS)
+    if experts == 0:
+        raise ConfigError(f"--enable-expert-parallel: {checkpoint.model_type} has no experts; omit the flag")
+    if ranks > experts:
+        raise ConfigError(
+            f"--enable-expert-parallel: the model has {experts} experts for {ranks} workers; omit the flag"
         )
 
 
@@ -253,6 +266,8 @@ def _without_effect(config: EngineConfig, explicit: set[str], device: Device) ->
         reasons["mark_trace"] = "it needs --torch-profiler-dir"
     if config.model.trust_remote_code:
         reasons["trust_remote_code"] = "code from a checkpoint is never run"
+    if config.parallel.enable_expert_parallel and config.parallel.tensor_parallel_size == 1:
+        reasons["enable_expert_parallel"] = "one worker has all experts; it acts with -tp"
     if cache.num_kv_blocks is not None:
         reasons["kv_cache_memory_bytes"] = "--num-kv-blocks overrides it"
     return [

@@ -49,6 +49,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     priority: int | None = None
+    data_parallel_rank: int | None = None
+    """The engine that serves the request; takes precedence over the X-Data-Parallel-Rank header."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     presence_penalty: float | None = None
@@ -146,7 +148,6 @@ HARMLESS_TYPES = {"metadata": msgspec.json.Decoder(_Metadata | None)}
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "custom_logit_processor": (),
     "custom_params": ({},),
-    "data_parallel_rank": (),
     "detokenize": (True,),
     "early_stopping": (False,),
     "ebnf": (),

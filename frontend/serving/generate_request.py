@@ -48,6 +48,8 @@ class GenerateRequest:
     include_usage: bool
     warnings: list[str]
     started: float
+    data_parallel_rank: int | None = None
+    """None: the router chooses."""
 
     @property
     def request_ids(self) -> list[int]:

@@ -3,6 +3,7 @@
 Subclasses define the schema, the prompts, and the form of choices and chunks.
 """
 
+import contextlib
 import copy
 import dataclasses
 import secrets
@@ -19,7 +20,7 @@ import msgspec
 from atom.messages.engine import AddRequest
 from atom.sampling_params import SamplingParams
 from frontend.detokenizer import decode
-from frontend.engine_client import EngineClient, Stream
+from frontend.engine_client import EngineClient
 from frontend.errors import EngineError, RequestError
 from frontend.input_processor import MAX_EXCESS_TOKENS, CheckedParams, InputProcessor
 from frontend.output_processor import TextOptions, Update
@@ -33,6 +34,7 @@ from frontend.serving.prompts import Prompt, given_id, kept_tokens, salt, text_o
 from frontend.serving.sampling import requested_max_tokens, sampling_params, stop_strings
 from frontend.serving.sse import DONE, ChunkHeader, ChunkTemplate
 from frontend.serving.usage import UsageCounter
+from frontend.streams import Stream
 from frontend.text_executor import TextExecutor
 from frontend.token_logprobs import TokenLogprob
 
@@ -94,6 +96,7 @@ class GenerationService(ABC, Generic[R]):
         request, params, cache_salt = await self._executor.run(
             len(body), lambda: self._check(body, caller, started)
         )
+        self._client.check_ready(request.data_parallel_rank)
         # The ids of one request are consecutive, since only the event loop allocates them.
         ids = self._client.new_ids(request.n * len(request.prompts))
         requests = await self._executor.run(
@@ -105,7 +108,7 @@ class GenerationService(ABC, Generic[R]):
         """The complete response as JSON. Cancelling aborts the generation."""
         counter = request.usage_counter()
         results = [Update(request_id, array("i")) for request_id in request.request_ids]
-        async with self._client.open(request.requests, request.text, every_step=False) as stream:
+        async with self._open(request, every_step=False) as stream:
             async for updates in stream:
                 for update in updates:
                     _raise_error(update)
@@ -125,7 +128,7 @@ class GenerationService(ABC, Generic[R]):
         """
         template = self._template(request)
         counter = request.usage_counter()
-        async with self._client.open(request.requests, request.text) as stream:
+        async with self._open(request) as stream:
             async for updates in stream:
                 size = sum(map(_response_bytes, updates)) + self._first_bytes(request, counter, updates)
                 render = partial(self._render, template, request, counter, updates, stream)
@@ -198,8 +201,14 @@ class GenerationService(ABC, Generic[R]):
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
             warnings=warnings,
             started=started,
+            data_parallel_rank=_first_given(request.data_parallel_rank, caller.data_parallel_rank),
         )
         return checked, params, cache_salt
+
+    def _open(
+        self, request: GenerateRequest, every_step: bool = True
+    ) -> contextlib.AbstractAsyncContextManager[Stream]:
+        return self._client.open(request.requests, request.text, every_step, request.data_parallel_rank)
 
     def _first_bytes(self, request: GenerateRequest, counter: UsageCounter, updates: list[Update]) -> int:
         """About how many bytes of the next frames show prompts."""
@@ -356,6 +365,10 @@ class GenerationService(ABC, Generic[R]):
             request_ids = ids[index * n : (index + 1) * n]
             requests.append(self._inputs.request(prompt.ids, prompt_params, request_ids, cache_salt, checked))
         return requests
+
+
+def _first_given(*values: int | None) -> int | None:
+    return next((value for value in values if value is not None), None)
 
 
 def check_choices(prompts: int, n: int) -> None:

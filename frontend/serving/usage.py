@@ -1,8 +1,8 @@
 """Token counts and times of one request."""
 
-from frontend.engine_client import Stream
 from frontend.output_processor import Update
 from frontend.schemas.generation import PromptTokensDetails, Usage
+from frontend.streams import Stream
 
 __all__ = ["UsageCounter"]
 

@@ -50,7 +50,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [("workers.main", "worker 0"), ("engine_core.process", "the engine core")]
+    ("module", "name"), [("workers.main", "worker 0"), ("engine_core.process", "engine core 0")]
 )
 def test_a_short_stop_heals_and_no_stream_is_lost(model: str, module: str, name: str) -> None:
     crowd = Crowd(STREAMS, max_tokens=400)

@@ -169,12 +169,17 @@ class WeightedLayer(nn.Module):
         else:
             setattr(self, name, weight)
 
-    def held_tensors(self) -> Iterator[Tensor]:
-        """All tensors of this layer that are in memory."""
+    def held_weights(self) -> Iterator[Weight]:
+        """All weights of this layer that are in memory; those that are not matrices are plain ones."""
         yield from self.buffers(recurse=False)
         for value in vars(self).values():
             if isinstance(value, PackedOneDNN | Quantized):
-                yield from tensors_of(value)
+                yield value
+
+    def held_tensors(self) -> Iterator[Tensor]:
+        """The tensors of `held_weights`."""
+        for weight in self.held_weights():
+            yield from tensors_of(weight)
 
     def process_weights_after_loading(self) -> None:
         """Convert the weights to the layout that `forward` needs.

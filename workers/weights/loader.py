@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from atom_ops import tensors_of
 from workers.layers.causal_lm import CausalLM
 from workers.layers.weighted import CheckpointTensor, WeightedLayer
 from workers.weights.files import TensorInMemory, TensorSource, tensors_by_file, tensors_in_order
@@ -114,6 +115,20 @@ def weight_bytes(model: CausalLM) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
 
 
+def describe_weights(model: CausalLM) -> str:
+    """Number and size of the weights of each type on this rank, for the log."""
+    weights = {id(weight): weight for _, layer in weighted_layers(model) for weight in layer.held_weights()}
+    sizes: dict[str, list[int]] = {}
+    for weight in weights.values():
+        name = "plain" if isinstance(weight, torch.Tensor) else type(weight).__name__
+        sizes.setdefault(name, []).append(
+            sum(part.numel() * part.element_size() for part in tensors_of(weight))
+        )
+    return ", ".join(
+        f"{len(each)} {name} ({sum(each) / (1 << 20):.1f} MiB)" for name, each in sorted(sizes.items())
+    )
+
+
 def _load(target: LoadTarget, source: TensorSource) -> None:
     """Copy the kept range of the tensor into the buffer."""
     shard, tensor = target.shard, target.tensor
@@ -175,13 +190,16 @@ class _Loading:
     def __init__(self, model: CausalLM, targets: list[LoadTarget], progress: Progress):
         self._model = model
         self._progress = progress
-        self._total = len(targets)
+        here = [target for target in targets if not target.shard.elsewhere]  # others may not arrive
+        self._total = len(here)
         self._done = 0
-        self._remaining = Counter(target.layer for target in targets)
+        self._remaining = Counter(target.layer for target in here)
         self._untrimmed_bytes = 0
 
     def loaded(self, target: LoadTarget) -> None:
         """Called after each target."""
+        if target.shard.elsewhere:
+            return
         self._remaining[target.layer] -= 1
         if not self._remaining[target.layer]:
             self._process(target.layer)

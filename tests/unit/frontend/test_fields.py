@@ -49,6 +49,7 @@ BOTH: dict[str, Row] = {
     "stop_token_ids": Row([9], lambda ran: ran.sent.stop_token_ids == [9], neutral=([],)),
     "ignore_eos": Row(True, lambda ran: ran.sent.eos_token_ids == [], neutral=(False,)),
     "priority": Row(-5, lambda ran: ran.sent.priority == -5, neutral=(0,)),
+    "data_parallel_rank": Row(0, lambda ran: len(ran.requests) == 1),
     "stream": Row(True, lambda ran: len(ran.events) > 2, neutral=(False,)),
     "stream_options": Row(
         {"include_usage": True}, lambda ran: "usage" in ran.events[-1], {"stream": True}, ({},)
@@ -133,12 +134,11 @@ ONLY: dict[str, dict[str, Row]] = {
     },
 }
 # Without these fields, requests are invalid or equal.
-WITHOUT_CONTRAST = {"messages", "prompt", "best_of"}
+WITHOUT_CONTRAST = {"messages", "prompt", "best_of", "data_parallel_rank"}
 
 REFUSED: dict[str, Any] = {
     "custom_logit_processor": "code",
     "custom_params": {"a": 1},
-    "data_parallel_rank": 1,
     "detokenize": False,
     "early_stopping": True,
     "ebnf": "root ::= x",

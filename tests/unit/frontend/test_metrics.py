@@ -32,13 +32,14 @@ Samples = dict[tuple[str, tuple[str, ...]], float]
 
 def scrape(metrics: Metrics, engine: CoreStats | None) -> Samples:
     """Values by sample name and by the labels that distinguish samples of one name."""
-    text = expose(Snapshot("tiny", metrics, engine, engine is not None, live=5, refused=7)).decode()
+    engines = {} if engine is None else {0: engine}
+    text = expose(Snapshot("tiny", metrics, engines, {0: engine is not None}, live=5)).decode()
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             labels = dict(sample.labels)
             if family.name.startswith(("atom:", "vllm:")) and "status" not in labels:
-                assert (labels.pop("model_name"), labels.pop("engine")) == ("tiny", "0")
+                assert (labels.pop("model_name"), labels.pop("engine", "0")) == ("tiny", "0")
             found[sample.name, tuple(labels.values())] = sample.value
     return found
 
@@ -53,13 +54,13 @@ def test_a_value_on_a_bound_belongs_below_it() -> None:
 def test_the_metrics_of_one_sequence() -> None:
     metrics = Metrics()
     progress = Progress(arrived_at=10.0, prompt_tokens=30)
-    metrics.admitted(FirstToken(1, 0, queued_s=0.25, prefill_s=0.5))
-    metrics.advanced(progress, 1, now=11.0)
-    metrics.advanced(progress, 1, now=11.1)
-    metrics.advanced(progress, 2, now=11.5)  # two tokens in one step
-    metrics.finished(progress, "max_tokens", now=12.0)
-    metrics.aborted(2)
-    metrics.failed(3)
+    metrics.engine(0).admitted(FirstToken(1, 0, queued_s=0.25, prefill_s=0.5))
+    metrics.engine(0).advanced(progress, 1, now=11.0)
+    metrics.engine(0).advanced(progress, 1, now=11.1)
+    metrics.engine(0).advanced(progress, 2, now=11.5)  # two tokens in one step
+    metrics.engine(0).finished(progress, "max_tokens", now=12.0)
+    metrics.engine(0).aborted(2)
+    metrics.engine(0).failed(3)
     found = scrape(metrics, None)
     for prefix in ("atom:", "vllm:"):
         assert found[f"{prefix}prompt_tokens_total", ()] == 30
@@ -99,13 +100,14 @@ def test_the_metrics_of_one_sequence() -> None:
 )
 def test_finish_reason_labels_equal_vllms(raw: str, label: str) -> None:
     metrics = Metrics()
-    metrics.finished(Progress(0.0, 1), raw, now=1.0)
+    metrics.engine(0).finished(Progress(0.0, 1), raw, now=1.0)
     assert scrape(metrics, None)["vllm:request_success_total", (label,)] == 1
 
 
 def test_engine_metrics() -> None:
     metrics = Metrics()
     metrics.responses[429] += 1
+    metrics.refused = 7
     found = scrape(metrics, STATS)
     expected = {
         "num_requests_running": 2,

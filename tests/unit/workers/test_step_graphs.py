@@ -77,7 +77,9 @@ def rerun(body: Callable[[], Any], name: str) -> tuple[Callable[[], object], Any
 def tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    return [getattr(value, field.name) for field in fields(value)] if value is not None else []
+    return (
+        [] if value is None else [tensor for f in fields(value) for tensor in tensors(getattr(value, f.name))]
+    )
 
 
 def runner(

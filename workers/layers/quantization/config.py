@@ -11,7 +11,6 @@ from workers.layers.quantization.scheme import PLAIN, Scheme
 
 FORMATS = {"fp8": "fp8", "mxfp4": "mxfp4"}
 """`quant_method` -> its file in this folder."""
-_ONLY_FAMILY = {"mxfp4": "gpt_oss"}
 _EXCLUSIONS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude")
 _REGEX = "re:"
 
@@ -83,17 +82,17 @@ def _scheme(stated: Mapping[str, Any], model_type: str | None) -> Scheme:
     known = ", ".join(FORMATS)
     if method not in FORMATS:
         raise ValueError(
-            f"quantized ({method}): not supported; use a plain checkpoint, one in {known}, or a .gguf"
+            f"quantized ({method}): not supported, use a plain checkpoint, one in {known}, or a .gguf"
         )
-    only = _ONLY_FAMILY.get(method, model_type)
-    if model_type != only:
-        raise ValueError(f"quantized ({method}): supported for model type {only}, use a plain checkpoint")
     try:
         found: Scheme = importlib.import_module(f"{__package__}.{FORMATS[method]}").scheme(stated)
     except ValueError as error:
         raise ValueError(
-            f"quantized ({method}) with {error}: not supported; use a plain checkpoint"
+            f"quantized ({method}) with {error}: not supported, use a plain checkpoint"
         ) from None
+    if found.families and model_type not in found.families:
+        only = ", ".join(found.families)
+        raise ValueError(f"quantized ({method}): supported for model type {only}, use a plain checkpoint")
     return found
 
 
