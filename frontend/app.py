@@ -15,6 +15,7 @@ from frontend.body_memory import BodyMemory
 from frontend.chat_encoder import ChatEncoder
 from frontend.chat_template import ChatTemplate
 from frontend.connections import Listener
+from frontend.dp_router import router_for
 from frontend.engine_client import ClientSettings, EngineClient
 from frontend.harmony import Harmony
 from frontend.input_processor import InputProcessor
@@ -76,10 +77,18 @@ def _add_services(app: web.Application, launch: FrontendLaunch) -> None:
     checkpoint, config, server = launch.checkpoint, launch.config.model, launch.server
     tokenizer = Tokenizer.from_checkpoint(checkpoint)
     max_model_len = config.max_model_len or checkpoint.max_model_len
-    inputs = InputProcessor(checkpoint, tokenizer, max_model_len, launch.config.scheduler.scheduling_policy)
+    inputs = InputProcessor(
+        checkpoint,
+        tokenizer,
+        max_model_len,
+        launch.config.scheduler.scheduling_policy,
+        launch.config.speculative.method == "ngram",
+    )
+    settings = _client_settings(launch)
     client = EngineClient(
         launch.engines,
-        _client_settings(launch),
+        settings,
+        router_for(launch.config, settings.num_ranks, launch.index),
         OutputProcessor(tokenizer),
         app[keys.METRICS],
         lambda max_model_len: setattr(inputs, "max_model_len", max_model_len),
@@ -119,13 +128,8 @@ def _client_settings(launch: FrontendLaunch) -> ClientSettings:
     config = launch.config
     running = config.scheduler.max_num_seqs
     assert running is not None, "the configuration was not resolved"
-    policy = config.parallel.dp_load_balance
-    if policy == "prefix" and not config.cache.enable_prefix_caching:
-        policy = "least_tokens"  # the same where no prefix is ever found
     return ClientSettings(
-        num_ranks=max(address.rank for address in launch.engines) + 1,
-        policy=policy,
-        block_size=config.cache.block_size,
+        num_ranks=config.parallel.data_parallel_size,
         max_num_seqs=running,
         max_queued=launch.server.max_queued_requests,
         index=launch.index,

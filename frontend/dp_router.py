@@ -23,15 +23,16 @@ grow by a quarter: some 40 look-ups for a prompt of 100,000 tokens. A rank is ex
 what was sent there long ago: only the newest hashes are kept.
 """
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from xxhash import xxh3_64
 
-__all__ = ["Charge", "Policy", "RoutedPrompt", "Router"]
+from atom.config.engine import EngineConfig
+
+__all__ = ["Charge", "Policy", "RoutedPrompt", "Router", "router_for"]
 
 Policy = Literal["round_robin", "least_requests", "least_tokens", "prefix"]
 
@@ -43,8 +44,7 @@ _GROWTH = 4  # the next prefix length is longer by a fourth
 _BYTES_PER_ID = 4
 
 
-@dataclass(frozen=True, slots=True)
-class RoutedPrompt:
+class RoutedPrompt(NamedTuple):
     """What the router reads of a request."""
 
     ids: bytes
@@ -55,8 +55,7 @@ class RoutedPrompt:
     """Prompts of different salts share nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Charge:
+class Charge(NamedTuple):
     """The load of one sequence on its rank."""
 
     rank: int
@@ -73,7 +72,7 @@ class Router:
         self._requests = [0] * num_ranks
         self._tokens = [0] * num_ranks
         self._next = first_rank % num_ranks
-        self._prefixes = _PrefixTable(block_size)
+        self._prefixes = _PrefixTable(num_ranks, block_size)
 
     def route(self, prompt: RoutedPrompt, ready: Sequence[int]) -> Charge:
         """Choose one of the ranks `ready` (not empty) for all sequences of a request.
@@ -81,14 +80,16 @@ class Router:
         Returns the charge of each sequence, which `release` takes back at its end.
         """
         hashes: list[_Prefix] = []
-        computed: Counter[int] = Counter()
+        computed: dict[int, int] = {}
         if self._policy == "prefix" and self._num_ranks > 1:
             hashes = self._prefixes.hashes(prompt)
             computed = self._prefixes.find(hashes)
-        rank = min(ready, key=lambda rank: (*self._cost(rank, computed[rank]), self._turn(rank)))
+        rank = ready[0]
+        if len(ready) > 1:
+            rank = min(ready, key=lambda rank: (*self._cost(rank, computed), self._turn(rank)))
         self._next = (rank + 1) % self._num_ranks
         self._prefixes.add(hashes, rank)
-        to_compute = len(prompt.ids) // _BYTES_PER_ID - computed[rank]
+        to_compute = len(prompt.ids) // _BYTES_PER_ID - computed.get(rank, 0)
         share = -(-to_compute // prompt.num_sequences)
         charge = Charge(rank, share + min(prompt.max_tokens, _MAX_EXPECTED_OUTPUT))
         self._requests[rank] += prompt.num_sequences
@@ -108,23 +109,30 @@ class Router:
         """(sequences, tokens) charged to a rank."""
         return self._requests[rank], self._tokens[rank]
 
-    def _cost(self, rank: int, computed: int) -> tuple[int, ...]:
-        """The rank with the smallest cost is chosen; `computed` tokens of the prompt are there."""
+    def _cost(self, rank: int, computed: Mapping[int, int]) -> tuple[int, ...]:
+        """The rank with the smallest cost is chosen; `computed[rank]` tokens of the prompt are there."""
         match self._policy:
             case "round_robin":
                 return ()
             case "least_requests":
                 return self._requests[rank], self._tokens[rank]
             case "least_tokens" | "prefix":
-                return (self._tokens[rank] - computed,)
+                return (self._tokens[rank] - computed.get(rank, 0),)
 
     def _turn(self, rank: int) -> int:
         """Orders equal ranks: 0 for the one after the rank chosen last."""
         return (rank - self._next) % self._num_ranks
 
 
-@dataclass(frozen=True, slots=True)
-class _Prefix:
+def router_for(config: EngineConfig, num_ranks: int, first_rank: int = 0) -> Router:
+    """The router of this configuration."""
+    policy = config.parallel.dp_load_balance
+    if policy == "prefix" and not config.cache.enable_prefix_caching:
+        policy = "least_tokens"  # the same where no prefix is ever found
+    return Router(policy, num_ranks, config.cache.block_size, first_rank)
+
+
+class _Prefix(NamedTuple):
     """The first `tokens` tokens of a prompt."""
 
     tokens: int
@@ -134,9 +142,14 @@ class _Prefix:
 class _PrefixTable:
     """Which ranks have computed which prefixes; those not routed for the longest time are evicted."""
 
-    def __init__(self, block_size: int):
+    def __init__(self, num_ranks: int, block_size: int):
         self._ends = _prefix_lengths(block_size)
-        self._ranks: OrderedDict[int, int] = OrderedDict()  # by digest; bit r is set for rank r
+        self._ranks: OrderedDict[int, int] = (
+            OrderedDict()
+        )  # by digest: the bits of ranks, also of earlier lives
+        self._bits = [1 << rank for rank in range(num_ranks)]  # of the current life of each rank
+        self._rank_of = {bit: rank for rank, bit in enumerate(self._bits)}
+        self._next_bit = 1 << num_ranks
 
     def hashes(self, prompt: RoutedPrompt) -> list[_Prefix]:
         """The prompt's prefixes, shortest first. The whole prompt is none: its last token is computed."""
@@ -149,31 +162,34 @@ class _PrefixTable:
             found.append(_Prefix(end, state.intdigest()))
         return found
 
-    def find(self, prefixes: Iterable[_Prefix]) -> Counter[int]:
-        """The longest known prefix of each rank, in tokens; 0 for all other ranks."""
-        computed: Counter[int] = Counter()
+    def find(self, prefixes: Iterable[_Prefix]) -> dict[int, int]:
+        """The longest known prefix of each rank that has one, in tokens."""
+        computed: dict[int, int] = {}
+        living = sum(self._bits)
         for prefix in prefixes:
-            ranks = self._ranks.get(prefix.digest, 0)
+            ranks = self._ranks.get(prefix.digest, 0) & living
             if not ranks:
                 break  # a rank that has a longer prefix has this one
             while ranks:
-                rank = ranks.bit_length() - 1
-                computed[rank] = prefix.tokens
-                ranks ^= 1 << rank
+                bit = ranks & -ranks
+                computed[self._rank_of[bit]] = prefix.tokens
+                ranks ^= bit
         return computed
 
     def add(self, prefixes: Sequence[_Prefix], rank: int) -> None:
         """The rank computes these prefixes now."""
         for prefix in reversed(prefixes):  # the longest is the oldest: it is evicted first
-            self._ranks[prefix.digest] = self._ranks.get(prefix.digest, 0) | 1 << rank
+            self._ranks[prefix.digest] = self._ranks.get(prefix.digest, 0) | self._bits[rank]
             self._ranks.move_to_end(prefix.digest)
         while len(self._ranks) > _MAX_HASHES:
             self._ranks.popitem(last=False)
 
     def forget(self, rank: int) -> None:
-        """Nothing is computed on this rank."""
-        for digest, ranks in self._ranks.items():
-            self._ranks[digest] = ranks & ~(1 << rank)
+        """Nothing is computed on this rank: its next life has a bit of its own."""
+        del self._rank_of[self._bits[rank]]
+        self._bits[rank] = self._next_bit
+        self._rank_of[self._next_bit] = rank
+        self._next_bit <<= 1
 
 
 def _prefix_lengths(block_size: int) -> list[int]:

@@ -26,7 +26,7 @@ from atom.messages.profile import Profile, ProfileResult
 from atom.messages.supervisor import EngineEnded
 from frontend.admission import Admission
 from frontend.core_link import CoreLink, LinkState
-from frontend.dp_router import Charge, Policy, RoutedPrompt, Router
+from frontend.dp_router import Charge, RoutedPrompt, Router
 from frontend.engine_connection import YIELD_S, EngineConnection
 from frontend.errors import EngineDeadError, EngineError, RequestError, UnavailableError
 from frontend.metrics import Metrics, Progress
@@ -49,9 +49,6 @@ class ClientSettings:
 
     num_ranks: int = 1
     """Engines, when all of them live."""
-    policy: Policy = "prefix"
-    block_size: int = 16
-    """Tokens of a KV block."""
     max_num_seqs: int = 256
     """Sequences that one engine runs at once."""
     max_queued: int = 1024
@@ -92,6 +89,7 @@ class EngineClient:
         self,
         engines: list[EngineAddress],
         settings: ClientSettings,
+        router: Router,
         output: OutputProcessor,
         metrics: Metrics,
         on_ready: Callable[[int], None] = lambda max_model_len: None,
@@ -100,12 +98,14 @@ class EngineClient:
         most = settings.capacity(settings.num_ranks)
         self.admission = Admission(self._capacity, most, self.__len__, metrics)
         self._context = zmq.asyncio.Context()
-        self._router = Router(settings.policy, settings.num_ranks, settings.block_size, settings.index)
+        self._router = router
         self._output = output
         self._metrics = metrics
         self._on_ready = on_ready
         self._counter = itertools.count(settings.index << _ID_BITS)
         self._initial = engines
+        self.engine_restarts = dict.fromkeys(range(settings.num_ranks), 0)
+        """By rank: restarts since the start of the server."""
         self._engines: dict[int, EngineConnection] = {}  # by rank
         self._closing: set[asyncio.Task[None]] = set()
         self._ended_reasons: dict[int, str] = {}  # by rank: why its last life has ended
@@ -144,6 +144,7 @@ class EngineClient:
         lives = {(address.rank, address.life) for address in engines}
         reasons = {(end.rank, end.life): end.reason for end in ended}
         self._ended_reasons.update({rank: reason for (rank, _), reason in reasons.items()})
+        self.engine_restarts |= dict(sorted([*reasons, *lives]))
         for engine in list(self._engines.values()):
             if (engine.rank, engine.life) not in lives:
                 reason = reasons.get((engine.rank, engine.life), f"engine {engine.rank} was stopped")
@@ -161,6 +162,7 @@ class EngineClient:
     def _close(self, engine: EngineConnection, reason: str) -> None:
         del self._engines[engine.rank]
         self._ended_reasons[engine.rank] = reason
+        self._router.forget(engine.rank)
         self._fail_all(engine, reason)
         closing = engine.close()
         self._closing.add(closing)
@@ -386,7 +388,6 @@ class EngineClient:
             sequence = self._sequences.pop(request_id)
             self._router.release(sequence.charge)
             streams.add(sequence.stream)
-        self._router.forget(engine.rank)
         self._metrics.engine(engine.rank).failed(len(failed))
         self._output.remove(failed)
         for stream in streams:

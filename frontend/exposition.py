@@ -41,6 +41,8 @@ class Snapshot:
     """By rank; without those that do not respond."""
     engine_up: dict[int, bool]
     """By rank, for all ranks: whether it can generate tokens."""
+    engine_restarts: dict[int, int]
+    """By rank: restarts since the start of the server."""
     live: int
     """Unfinished sequences of all frontends."""
     frontend: int | None = None
@@ -117,6 +119,8 @@ class _Collector(Collector):
         snapshot, metrics = self._snapshot, self._snapshot.metrics
         up = {rank: float(up) for rank, up in snapshot.engine_up.items()}
         yield self._family(GaugeMetricFamily, "atom:engine_up", "Whether the engine can generate tokens", up)
+        restarts = dict(snapshot.engine_restarts)
+        yield self._family(CounterMetricFamily, "atom:engine_restarts", "Restarts of the engine", restarts)
         live = GaugeMetricFamily("atom:choices_live", "Unfinished sequences", labels=["model_name"])
         live.add_metric([self._model], snapshot.live)
         yield live
@@ -132,6 +136,7 @@ class _Collector(Collector):
                 "Clients disconnected because they did not read their response",
                 metrics.stalled,
             ),
+            ("frontend_restarts", "Restarts of frontend processes", metrics.restarts),
         ):
             family = CounterMetricFamily(f"atom:{name}", text, labels=["model_name"])
             family.add_metric([self._model], count)
@@ -177,6 +182,25 @@ class _Collector(Collector):
             ("kv_blocks", "KV blocks in total", "kv_blocks_total"),
         ):
             yield self._family(GaugeMetricFamily, f"atom:{name}", text, values(field))
+        yield from self._speculation({r: s for r, s in engines.items() if s.num_accepted_tokens_per_pos})
+
+    def _speculation(self, engines: dict[int, CoreStats]) -> Iterator[Metric]:
+        """Of the engines that verify draft tokens."""
+        if not engines:
+            return
+        accepted = {rank: sum(stats.num_accepted_tokens_per_pos) for rank, stats in engines.items()}
+        drafts = {rank: stats.num_drafts for rank, stats in engines.items()}
+        tokens = {rank: stats.num_draft_tokens for rank, stats in engines.items()}
+        yield from self._counter("spec_decode_num_drafts", "Verified drafts", drafts)
+        yield from self._counter("spec_decode_num_draft_tokens", "Verified draft tokens", tokens)
+        yield from self._counter("spec_decode_num_accepted_tokens", "Accepted draft tokens", accepted)
+        text = "Accepted draft tokens by their place in the draft"
+        for name in _both("spec_decode_num_accepted_tokens_per_pos"):
+            family = CounterMetricFamily(name, text, labels=[*_LABELS, "position"])
+            for rank, stats in engines.items():
+                for place, count in enumerate(stats.num_accepted_tokens_per_pos):
+                    family.add_metric([self._model, str(rank), str(place)], count)
+            yield family
 
     def _gauge(self, name: str, text: str, values: Mapping[int, float]) -> Iterator[Metric]:
         return (self._family(GaugeMetricFamily, each, text, values) for each in _both(name))

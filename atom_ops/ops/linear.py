@@ -22,7 +22,7 @@ def random_weight(
     if format == "plain":
         return (torch.randn(*shape, generator=generator) * std).to(dtype)
     if format == "block_fp8":
-        values = torch.randn(*shape, generator=generator).mul_(100).to(torch.float8_e4m3fn)
+        values = torch.randn(*shape, generator=generator).mul_(100).clamp_(-448, 448).to(torch.float8_e4m3fn)
         blocks = (*shape[:-2], -(-outputs // 128), -(-inputs // 128))
         scales = (0.5 + torch.rand(*blocks, generator=generator)) * std / 100
         return BlockFP8(values, scales, (128, 128))

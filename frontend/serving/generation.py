@@ -100,7 +100,7 @@ class GenerationService(ABC, Generic[R]):
         # The ids of one request are consecutive, since only the event loop allocates them.
         ids = self._client.new_ids(request.n * len(request.prompts))
         requests = await self._executor.run(
-            len(body) // 8, lambda: self._requests(request.prompts, params, ids, cache_salt)
+            len(body) // 8, lambda: self._requests(request, params, ids, cache_salt)
         )
         return dataclasses.replace(request, requests=requests)
 
@@ -189,6 +189,7 @@ class GenerationService(ABC, Generic[R]):
         name = given_id(request, caller) or secrets.token_hex(16)
         cache_salt = salt(request.cache_salt, caller)
         prompts, params = self._read(request, options, warnings)
+        prediction = request.prediction
         checked = GenerateRequest(
             id=self.id_prefix + name,
             created=int(time.time()),
@@ -202,6 +203,7 @@ class GenerationService(ABC, Generic[R]):
             warnings=warnings,
             started=started,
             data_parallel_rank=_first_given(request.data_parallel_rank, caller.data_parallel_rank),
+            prediction_ids=() if prediction is None else self._inputs.prediction_ids(prediction.text),
         )
         return checked, params, cache_salt
 
@@ -355,15 +357,19 @@ class GenerationService(ABC, Generic[R]):
         return self._options.default_max_tokens or self._default_max_tokens()
 
     def _requests(
-        self, prompts: list[Prompt], params: list[SamplingParams], ids: list[int], cache_salt: str
+        self, request: GenerateRequest, params: list[SamplingParams], ids: list[int], cache_salt: str
     ) -> list[AddRequest]:
         """The engine's requests: `n` consecutive `ids` for each prompt."""
         checked, n = self._inputs.check_params(params[0]), params[0].n
         _check_bad_words(checked, len(ids))
         requests = []
-        for index, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
+        for index, (prompt, prompt_params) in enumerate(zip(request.prompts, params, strict=True)):
             request_ids = ids[index * n : (index + 1) * n]
-            requests.append(self._inputs.request(prompt.ids, prompt_params, request_ids, cache_salt, checked))
+            requests.append(
+                self._inputs.request(
+                    prompt.ids, prompt_params, request_ids, cache_salt, checked, request.prediction_ids
+                )
+            )
         return requests
 
 

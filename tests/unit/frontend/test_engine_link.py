@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from atom.messages.engine import AddRequest, FinishReason, Sampling, TokenDeltas, pack_ids
+from frontend.dp_router import Router
 from frontend.engine_client import ClientSettings, EngineClient
 from frontend.errors import ApiError, EngineDeadError, UnavailableError
 from frontend.metrics import Metrics
@@ -37,7 +38,7 @@ def script(_: AddRequest) -> Script:
 async def connected(core: FakeCore, hang_timeout: float = 600.0) -> AsyncIterator[EngineClient]:
     output = OutputProcessor(None)
     settings = ClientSettings(hang_timeout=hang_timeout)
-    client = EngineClient([core.address], settings, output, Metrics())
+    client = EngineClient([core.address], settings, Router("prefix", 1, 16), output, Metrics())
     async with client:
         await asyncio.wait_for(client.wait_ready(), DEADLINE_S)
         yield client

@@ -1,6 +1,9 @@
 """The client of several engines: ranks that die under streams, their next lives, and the choice of a rank."""
 
 import asyncio
+import random
+import re
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -9,7 +12,7 @@ import pytest
 
 from atom.messages.engine import AddRequest, FinishReason, Sampling, pack_ids
 from atom.messages.supervisor import EngineEnded
-from frontend.dp_router import Policy
+from frontend.dp_router import Policy, Router
 from frontend.engine_client import ClientSettings, EngineClient
 from frontend.errors import EngineDeadError, RequestError, UnavailableError
 from frontend.metrics import Metrics
@@ -41,8 +44,9 @@ async def connected(
     cores: list[FakeCore], policy: Policy = "round_robin", **settings: int
 ) -> AsyncIterator[EngineClient]:
     """Ready on all engines."""
-    made = ClientSettings(num_ranks=len(cores), policy=policy, hang_timeout=600.0, **settings)
-    client = EngineClient([core.address for core in cores], made, OutputProcessor(None), Metrics())
+    made = ClientSettings(num_ranks=len(cores), hang_timeout=600.0, **settings)
+    router = Router(policy, len(cores), block_size=16)
+    client = EngineClient([core.address for core in cores], made, router, OutputProcessor(None), Metrics())
     async with client:
         await until(lambda: all(client.engine_up.values()))
         yield client
@@ -148,6 +152,7 @@ def test_a_new_life_takes_requests_and_the_old_one_ends_with_its_reason(start: S
             assert await generate(client, rank=0) == IDS
             assert (received(old), received(new)) == (1, 1)
             assert client.engines[0].life == 1
+            assert client.engine_restarts == {0: 1, 1: 0}
 
     asyncio.run(run())
 
@@ -263,7 +268,8 @@ def test_the_smallest_context_length_counts(start: Start) -> None:
     async def run() -> None:
         settings = ClientSettings(num_ranks=2)
         addresses = [core.address for core in cores]
-        client = EngineClient(addresses, settings, OutputProcessor(None), Metrics(), seen.append)
+        router, output = Router("least_tokens", 2, block_size=16), OutputProcessor(None)
+        client = EngineClient(addresses, settings, router, output, Metrics(), seen.append)
         async with client:
             await until(lambda: all(client.engine_up.values()))
             assert client.limits is not None and client.limits.max_model_len == seen[-1] == 60
@@ -271,6 +277,50 @@ def test_the_smallest_context_length_counts(start: Start) -> None:
             assert client.limits.max_model_len == 100
 
     asyncio.run(run())
+
+
+def test_random_deaths_and_new_lives_lose_no_token_of_the_others(start: Start) -> None:
+    """Every stream ends with all its tokens, or with the error of a rank that died under it."""
+    generator = random.Random(5)
+    cores = {rank: start(rank) for rank in range(3)}
+    lives = dict.fromkeys(cores, 0)
+    ends: Counter[str] = Counter()
+
+    async def stream_one(client: EngineClient) -> None:
+        try:
+            n = generator.randint(1, 3)
+            assert sorted(await generate(client, n=n)) == sorted(IDS * n)
+            ends["complete"] += 1
+        except EngineDeadError as error:
+            assert re.search(r"killed \d|closed its connection", error.message)
+            ends["failed"] += 1
+
+    async def kill_one(client: EngineClient) -> None:
+        rank = generator.choice(list(cores))
+        dying, life = cores.pop(rank), lives[rank]
+        dying.die(f"killed {life}") if generator.random() < 0.5 else dying.frozen.set()
+        await asyncio.sleep(generator.uniform(0, 0.02))
+        ended = [EngineEnded(rank, life, f"killed {life}")]
+        client.update([core.address for core in cores.values()], ended)
+        lives[rank] += 1
+        cores[rank] = start(rank, lives[rank])
+        client.update([core.address for core in cores.values()], ended)
+
+    async def run() -> None:
+        async with connected(list(cores.values()), policy="prefix") as client:
+            readers = []
+            for number in range(300):
+                readers.append(asyncio.create_task(stream_one(client)))
+                await asyncio.sleep(0.003)
+                if number % 25 == 24:
+                    await kill_one(client)
+            await asyncio.gather(*readers)
+            await until(lambda: all(client.engine_up.values()))
+            assert await asyncio.gather(*(generate(client, rank=rank) for rank in cores)) == [IDS] * 3
+            assert len(client) == 0 and client._router.load(0) == (0, 0)
+
+    asyncio.run(run())
+    assert ends["complete"] > 100 and ends["failed"] > 5 and sum(ends.values()) == 300
 
 
 def test_the_figures_of_a_silent_core_are_left_out(start: Start) -> None:

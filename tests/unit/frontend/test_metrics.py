@@ -3,9 +3,11 @@
 import asyncio
 import time
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from atom.benchmarks.serving.speculation import Speculation
 from atom.messages.engine import CoreStats, FirstToken
 from frontend.exposition import Snapshot, expose
 from frontend.loop_lag import watch_loop
@@ -33,7 +35,7 @@ Samples = dict[tuple[str, tuple[str, ...]], float]
 def scrape(metrics: Metrics, engine: CoreStats | None) -> Samples:
     """Values by sample name and by the labels that distinguish samples of one name."""
     engines = {} if engine is None else {0: engine}
-    text = expose(Snapshot("tiny", metrics, engines, {0: engine is not None}, live=5)).decode()
+    text = expose(Snapshot("tiny", metrics, engines, {0: engine is not None}, {0: 3}, live=5)).decode()
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -121,10 +123,29 @@ def test_engine_metrics() -> None:
         assert found[f"atom:{name}", ()] == found[f"vllm:{name}", ()] == value
     assert found["atom:engine_steps_total", ()] == 9
     assert found["atom:engine_up", ()] == 1
+    assert found["atom:engine_restarts_total", ()] == 3
     assert found["atom:choices_live", ()] == 5
     assert found["atom:requests_refused_total", ()] == 7
     assert found["atom:http_responses_total", ("429",)] == 1
     assert found["process_resident_memory_bytes", ()] > 1 << 20
+
+
+def test_metrics_of_drafts_have_vllms_names() -> None:
+    assert not any("spec_decode" in name for name, _ in scrape(Metrics(), STATS))
+    drafts = {"num_drafts": 20, "num_draft_tokens": 60, "num_accepted_tokens_per_pos": [17, 9, 4]}
+    stats = msgspec.structs.replace(STATS, **drafts)
+    found = scrape(Metrics(), stats)
+    for prefix in ("atom:", "vllm:"):
+        assert found[f"{prefix}spec_decode_num_drafts_total", ()] == 20
+        assert found[f"{prefix}spec_decode_num_draft_tokens_total", ()] == 60
+        assert found[f"{prefix}spec_decode_num_accepted_tokens_total", ()] == 30
+        by_place = [
+            found[f"{prefix}spec_decode_num_accepted_tokens_per_pos_total", (str(place),)]
+            for place in range(3)
+        ]
+        assert by_place == [17, 9, 4]
+    page = expose(Snapshot("tiny", Metrics(), {0: stats, 1: stats}, {0: True, 1: True}, live=0)).decode()
+    assert Speculation.parse(page) == Speculation(40, 120, 60)
 
 
 def test_a_held_event_loop_is_observed() -> None:
