@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from atom.config.cli import engine_config_from_kwargs
+from atom.config.cli import ConfigError, engine_config_from_kwargs
 from atom.config.engine import EngineConfig
 from atom.config.resolve import DeviceCapabilities, resolve
 from atom.messages.engine import (
@@ -65,7 +65,8 @@ class LLMEngine:
     `LLMEngine(model, **options)` takes every field of the configuration classes by its name
     (`tensor_parallel_size`, `kv_cache_dtype`, `device`, `dtype`, …) and starts the engine's
     processes; an unknown name is a TypeError, a bad value a ValueError, and an engine that
-    cannot start a RuntimeError with the root cause.
+    cannot start a RuntimeError with the root cause. A dead engine is not restarted: its methods raise
+    EngineDeadError.
     """
 
     def __init__(self, model: str, **options: Any):
@@ -82,6 +83,11 @@ class LLMEngine:
     def _start(self, config: EngineConfig, explicit: set[str]) -> None:
         self._logger = setup_logging("library")
         self._bars = ProgressBars()
+        if config.parallel.data_parallel_size > 1:
+            raise ConfigError(
+                f"data_parallel_size={config.parallel.data_parallel_size}: an LLMEngine is one engine; "
+                "serve with atom-launch, or create one LLMEngine for each replica"
+            )
         self._supervisor = Supervisor(self._bars.update)
         self._context = zmq.Context()
         try:
@@ -91,8 +97,8 @@ class LLMEngine:
                 self._logger.info(note)
             self.config = resolved.config
             self.gpu_names = _used_gpus(resolved.config, capabilities)
-            self._supervisor.start_engine(self.config, self.checkpoint)
-            self._supervisor.wait_ready({"core"})
+            self._supervisor.start_engines(self.config, self.checkpoint)
+            self._supervisor.wait_ready()
             self._bars.close()
             self._connect()
         except BaseException:
