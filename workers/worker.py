@@ -135,8 +135,6 @@ class Worker:
                 return self._runner.launch(batch)
 
     def _load(self) -> Loaded:
-        if (method := self._config.speculative.method) is not None:
-            raise ValueError(f"--method {method}: this worker cannot verify draft tokens yet; omit the flag")
         resolved = backend.resolve(self._device, batch_invariant=self._config.device.batch_invariant)
         if self._tp.rank == 0:
             get_logger().info("ops on %s: %s", self._device, backend.summary(resolved))
@@ -294,7 +292,8 @@ class Worker:
 
     def _kv_bytes(self) -> int:
         if self._device.type == "cpu":
-            return cpu_kv_bytes(self._config.cache, self._tp.size)
+            workers = self._tp.size * self._config.parallel.data_parallel_size
+            return cpu_kv_bytes(self._config.cache, workers)
         return cuda_kv_bytes(self._config.cache, self._device, self._peak_bytes())
 
     def _peak_bytes(self) -> int:
