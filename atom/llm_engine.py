@@ -65,7 +65,8 @@ class LLMEngine:
     `LLMEngine(model, **options)` takes every field of the configuration classes by its name
     (`tensor_parallel_size`, `kv_cache_dtype`, `device`, `dtype`, …) and starts the engine's
     processes; an unknown name is a TypeError, a bad value a ValueError, and an engine that
-    cannot start a RuntimeError with the root cause.
+    cannot start a RuntimeError with the root cause. A dead engine is not restarted: its methods raise
+    EngineDeadError.
     """
 
     def __init__(self, model: str, **options: Any):
