@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from atom.config.cli import engine_config_from_kwargs
+from atom.config.cli import ConfigError, engine_config_from_kwargs
 from atom.config.engine import EngineConfig
 from atom.config.resolve import DeviceCapabilities, resolve
 from atom.messages.engine import (
@@ -82,6 +82,11 @@ class LLMEngine:
     def _start(self, config: EngineConfig, explicit: set[str]) -> None:
         self._logger = setup_logging("library")
         self._bars = ProgressBars()
+        if config.parallel.data_parallel_size > 1:
+            raise ConfigError(
+                f"data_parallel_size={config.parallel.data_parallel_size}: an LLMEngine is one engine; "
+                "serve with atom-launch, or create one LLMEngine for each replica"
+            )
         self._supervisor = Supervisor(self._bars.update)
         self._context = zmq.Context()
         try:
@@ -91,8 +96,8 @@ class LLMEngine:
                 self._logger.info(note)
             self.config = resolved.config
             self.gpu_names = _used_gpus(resolved.config, capabilities)
-            self._supervisor.start_engine(self.config, self.checkpoint)
-            self._supervisor.wait_ready({"core"})
+            self._supervisor.start_engines(self.config, self.checkpoint)
+            self._supervisor.wait_ready()
             self._bars.close()
             self._connect()
         except BaseException:

@@ -129,7 +129,7 @@ def _client_settings(launch: FrontendLaunch) -> ClientSettings:
     running = config.scheduler.max_num_seqs
     assert running is not None, "the configuration was not resolved"
     return ClientSettings(
-        num_ranks=max(address.rank for address in launch.engines) + 1,
+        num_ranks=config.parallel.data_parallel_size,
         max_num_seqs=running,
         max_queued=launch.server.max_queued_requests,
         index=launch.index,

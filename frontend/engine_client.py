@@ -104,6 +104,8 @@ class EngineClient:
         self._on_ready = on_ready
         self._counter = itertools.count(settings.index << _ID_BITS)
         self._initial = engines
+        self.engine_restarts = dict.fromkeys(range(settings.num_ranks), 0)
+        """By rank: restarts since the start of the server."""
         self._engines: dict[int, EngineConnection] = {}  # by rank
         self._closing: set[asyncio.Task[None]] = set()
         self._ended_reasons: dict[int, str] = {}  # by rank: why its last life has ended
@@ -142,6 +144,7 @@ class EngineClient:
         lives = {(address.rank, address.life) for address in engines}
         reasons = {(end.rank, end.life): end.reason for end in ended}
         self._ended_reasons.update({rank: reason for (rank, _), reason in reasons.items()})
+        self.engine_restarts |= dict(sorted([*reasons, *lives]))
         for engine in list(self._engines.values()):
             if (engine.rank, engine.life) not in lives:
                 reason = reasons.get((engine.rank, engine.life), f"engine {engine.rank} was stopped")

@@ -41,6 +41,8 @@ class Snapshot:
     """By rank; without those that do not respond."""
     engine_up: dict[int, bool]
     """By rank, for all ranks: whether it can generate tokens."""
+    engine_restarts: dict[int, int]
+    """By rank: restarts since the start of the server."""
     live: int
     """Unfinished sequences of all frontends."""
     frontend: int | None = None
@@ -117,6 +119,8 @@ class _Collector(Collector):
         snapshot, metrics = self._snapshot, self._snapshot.metrics
         up = {rank: float(up) for rank, up in snapshot.engine_up.items()}
         yield self._family(GaugeMetricFamily, "atom:engine_up", "Whether the engine can generate tokens", up)
+        restarts = dict(snapshot.engine_restarts)
+        yield self._family(CounterMetricFamily, "atom:engine_restarts", "Restarts of the engine", restarts)
         live = GaugeMetricFamily("atom:choices_live", "Unfinished sequences", labels=["model_name"])
         live.add_metric([self._model], snapshot.live)
         yield live
@@ -132,6 +136,7 @@ class _Collector(Collector):
                 "Clients disconnected because they did not read their response",
                 metrics.stalled,
             ),
+            ("frontend_restarts", "Restarts of frontend processes", metrics.restarts),
         ):
             family = CounterMetricFamily(f"atom:{name}", text, labels=["model_name"])
             family.add_metric([self._model], count)

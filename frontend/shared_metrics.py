@@ -64,6 +64,7 @@ class SharedMetrics:
         self._error = ""
         if self._directory is not None and (earlier := self._read(self._directory / self._name)):
             metrics.add(earlier.metrics)
+            metrics.restarts += 1
 
     async def keep(self) -> None:
         """Write the file about every second, until cancelled."""

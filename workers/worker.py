@@ -292,7 +292,8 @@ class Worker:
 
     def _kv_bytes(self) -> int:
         if self._device.type == "cpu":
-            return cpu_kv_bytes(self._config.cache, self._tp.size)
+            workers = self._tp.size * self._config.parallel.data_parallel_size
+            return cpu_kv_bytes(self._config.cache, workers)
         return cuda_kv_bytes(self._config.cache, self._device, self._peak_bytes())
 
     def _peak_bytes(self) -> int:

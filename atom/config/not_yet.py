@@ -16,9 +16,6 @@ class Refusal:
 
 
 REFUSED: dict[str, Refusal] = {
-    "data_parallel_size": Refusal(
-        "data parallelism is not supported yet; start one server per replica", "1", "-dp"
-    ),
     "pipeline_parallel_size": Refusal("pipeline parallelism is not supported yet; use -tp", "1", "-pp"),
     "enable_dp_attention": Refusal("data parallel attention is not supported yet", "False"),
     "level": Refusal("compilation is not supported yet; use 0", "0"),

@@ -110,7 +110,8 @@ def resolve(
 
 
 def _device(config: EngineConfig, capabilities: DeviceCapabilities, notes: list[str]) -> Device:
-    wanted, ranks = config.device.device, config.parallel.tensor_parallel_size
+    wanted, parallel = config.device.device, config.parallel
+    needed = parallel.tensor_parallel_size * parallel.data_parallel_size
     if wanted == "cpu":
         return "cpu"
     if capabilities.cuda == 0:
@@ -120,10 +121,12 @@ def _device(config: EngineConfig, capabilities: DeviceCapabilities, notes: list[
         if capabilities.gpu_problem:
             notes.append(f"computing on the CPU: {capabilities.gpu_problem}")
         return "cpu"
-    if ranks > capabilities.cuda:
+    if needed > capabilities.cuda:
+        size = f"--tensor-parallel-size {parallel.tensor_parallel_size}"
+        if parallel.data_parallel_size > 1:
+            size += f" with --data-parallel-size {parallel.data_parallel_size}"
         raise ConfigError(
-            f"--tensor-parallel-size {ranks} needs {ranks} GPUs, torch found {capabilities.cuda}; "
-            f"use at most {capabilities.cuda}"
+            f"{size} needs {needed} GPUs, torch found {capabilities.cuda}; use at most {capabilities.cuda}"
         )
     return "cuda"
 
@@ -243,7 +246,8 @@ def _graphs(device: DeviceConfig, scheduler: SchedulerConfig) -> DeviceConfig:
 def _threads(device: DeviceConfig, config: EngineConfig, capabilities: DeviceCapabilities) -> DeviceConfig:
     if device.device == "cuda" or device.cpu_threads is not None:
         return device
-    threads = capabilities.cpu_cores // config.parallel.tensor_parallel_size
+    workers = config.parallel.tensor_parallel_size * config.parallel.data_parallel_size
+    threads = capabilities.cpu_cores // workers
     return replace(device, cpu_threads=max(1, threads))
 
 

@@ -61,6 +61,7 @@ async def metrics(request: web.Request) -> web.Response:
         metrics=totals.metrics,
         engines=stats,
         engine_up=client.engine_up,
+        engine_restarts=client.engine_restarts,
         live=totals.live,
         frontend=launch.index if launch.num_frontends > 1 else None,
     )

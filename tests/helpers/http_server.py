@@ -17,6 +17,7 @@ from atom.config.checkpoint import Checkpoint
 from atom.config.engine import EngineConfig
 from atom.config.model import ModelConfig
 from atom.config.observability import ObservabilityConfig
+from atom.config.parallel import ParallelConfig
 from atom.config.scheduler import SchedulerConfig
 from atom.config.server import ServerConfig
 from atom.config.speculative import SpeculativeConfig
@@ -98,7 +99,11 @@ def running_frontend(
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     port = listener.getsockname()[1]
     launch = FrontendLaunch(
-        replace(CONFIG, observability=observability or CONFIG.observability),
+        replace(
+            CONFIG,
+            observability=observability or CONFIG.observability,
+            parallel=ParallelConfig(data_parallel_size=len(cores)),
+        ),
         server or ServerConfig(),
         checkpoint,
         [each.address for each in cores],

@@ -204,7 +204,7 @@ def test_bash_takes_the_completion(capsys: pytest.CaptureFixture[str], tmp_path:
 
 def test_keyword_arguments() -> None:
     config = cli.engine_config_from_kwargs(
-        model=Path("some/where"), tensor_parallel_size=2, data_parallel_size=1
+        model=Path("some/where"), tensor_parallel_size=2, pipeline_parallel_size=1
     )
     assert config.model.model == "some/where"
     assert config.parallel.tensor_parallel_size == 2

@@ -102,11 +102,15 @@ def test_dtype(host: DeviceCapabilities, wanted: str, given: str, words: str) ->
 def test_cpu_threads_are_divided_by_the_number_of_workers() -> None:
     assert resolved(FAST_CPU, tensor_parallel_size=3).config.device.cpu_threads == 2
     assert resolved(FAST_CPU, tensor_parallel_size=16).config.device.cpu_threads == 1
+    both = resolved(FAST_CPU, tensor_parallel_size=2, data_parallel_size=2)
+    assert both.config.device.cpu_threads == 2
 
 
 def test_missing_devices_are_refused() -> None:
     with pytest.raises(ConfigError, match="--device cuda needs a GPU"):
         resolved(CPU, device="cuda")
+    with pytest.raises(ConfigError, match="-size 1 with --data-parallel-size 3 needs 3 GPUs, torch found 2"):
+        resolved(GPUS, data_parallel_size=3)
     with pytest.raises(ConfigError, match="needs 3 GPUs, torch found 2"):
         resolved(GPUS, tensor_parallel_size=3)
     assert resolved(GPUS, tensor_parallel_size=3, device="cpu", dtype="float32").config.device.device == "cpu"

@@ -152,6 +152,7 @@ def test_a_new_life_takes_requests_and_the_old_one_ends_with_its_reason(start: S
             assert await generate(client, rank=0) == IDS
             assert (received(old), received(new)) == (1, 1)
             assert client.engines[0].life == 1
+            assert client.engine_restarts == {0: 1, 1: 0}
 
     asyncio.run(run())
 

@@ -35,7 +35,7 @@ Samples = dict[tuple[str, tuple[str, ...]], float]
 def scrape(metrics: Metrics, engine: CoreStats | None) -> Samples:
     """Values by sample name and by the labels that distinguish samples of one name."""
     engines = {} if engine is None else {0: engine}
-    text = expose(Snapshot("tiny", metrics, engines, {0: engine is not None}, live=5)).decode()
+    text = expose(Snapshot("tiny", metrics, engines, {0: engine is not None}, {0: 3}, live=5)).decode()
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -123,6 +123,7 @@ def test_engine_metrics() -> None:
         assert found[f"atom:{name}", ()] == found[f"vllm:{name}", ()] == value
     assert found["atom:engine_steps_total", ()] == 9
     assert found["atom:engine_up", ()] == 1
+    assert found["atom:engine_restarts_total", ()] == 3
     assert found["atom:choices_live", ()] == 5
     assert found["atom:requests_refused_total", ()] == 7
     assert found["atom:http_responses_total", ("429",)] == 1

@@ -39,11 +39,11 @@ def silent(done: int, total: int) -> None:
     pass
 
 
-def run_on_ranks(directory: Path, size: int) -> list[tuple[torch.Tensor, int]]:
+def run_on_ranks(directory: Path, size: int, expert_parallel: bool = False) -> list[tuple[torch.Tensor, int]]:
     """Logits [T, V] in two chunks, and the bytes of the weights, on each rank."""
 
     def run(tp: Communicator) -> tuple[torch.Tensor, int]:
-        ours = TinyWorker(directory, tp=tp)
+        ours = TinyWorker(directory, tp=tp, expert_parallel=expert_parallel)
         core = ours.core()
         core.add(0, IDS)
         return forced_logits(ours.worker, core, 0, [30, 18]), ours.loaded.weight_bytes
@@ -57,6 +57,13 @@ def test_logits_equal_those_of_the_dequantized_numbers(tmp_path: Path, model: Ti
     expected = hf_logits(save_fp8(model, tmp_path), IDS)
     assert expected.std() > 0.5
     for found, _ in run_on_ranks(tmp_path, size):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("model", [EXPERTS, LATENT], ids=lambda model: model.name)
+def test_whole_experts_may_be_on_other_ranks(tmp_path: Path, model: Tiny) -> None:
+    expected = hf_logits(save_fp8(model, tmp_path), IDS)
+    for found, _ in run_on_ranks(tmp_path, 2, expert_parallel=True):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -123,6 +130,7 @@ def test_parts_of_a_fused_module_must_agree(
         ({"activation_scheme": "static"}, "activation_scheme 'static'; supported: dynamic"),
         ({"fmt": "e5m2"}, "fmt 'e5m2'; supported: e4m3"),
         ({"quant_method": "mxfp4"}, r"quantized \(mxfp4\): supported for model type gpt_oss"),
+        ({"ignored_layers": "lm_head"}, "ignored_layers is not a list of module names: 'lm_head'"),
         ({"quant_method": "awq"}, r"quantized \(awq\): not supported, use a plain checkpoint"),
     ],
 )

@@ -72,9 +72,21 @@ def resolve(
     stated = config.get("quantization_config")
     if not stated:
         return QuantizationConfig()
-    excluded = [pattern for name in _EXCLUSIONS for pattern in stated.get(name) or ()]
+    if not isinstance(stated, dict):
+        raise ValueError(f"quantized, but quantization_config is not an object: {stated!r:.40}")
     scheme = _scheme(stated, config.get("model_type"))
-    return QuantizationConfig(scheme, tuple((pattern, PLAIN) for pattern in excluded), packed or {})
+    return QuantizationConfig(scheme, tuple((pattern, PLAIN) for pattern in _excluded(stated)), packed or {})
+
+
+def _excluded(stated: Mapping[str, Any]) -> list[str]:
+    """The patterns of modules that are not quantized."""
+    found: list[str] = []
+    for name in _EXCLUSIONS:
+        patterns = stated.get(name) or []
+        if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
+            raise ValueError(f"quantized, but {name} is not a list of module names: {patterns!r:.40}")
+        found += patterns
+    return found
 
 
 def _scheme(stated: Mapping[str, Any], model_type: str | None) -> Scheme:
