@@ -158,16 +158,22 @@ class LLMEngine:
         prompt_or_tokens_list: list[str] | list[list[int]],
         sampling_params_list: SamplingParams | list[SamplingParams],
         stream_callback: StreamCallback | None = None,
+        predictions: list[list[int]] | None = None,
     ) -> list[int]:
         """Submit prompts; `step` receives their output. Returns the ids of the new sequences.
+
+        `predictions` are the expected output ids of each prompt, as text for `--method ngram` to look
+        up; they change the speed and not the output.
 
         `stream_callback` is called within `step` with a RequestOutput for each sequence's new
         output. Raises ValueError, and submits nothing, for an invalid prompt.
         """
         params = _one_for_each(prompt_or_tokens_list, sampling_params_list)
+        expected = predictions or [[]] * len(params)
+        all_prompts = map(self._prompt_ids, prompt_or_tokens_list)
         prepared = [
-            (prompt_ids, options, self._request(prompt_ids, options))
-            for prompt_ids, options in zip(map(self._prompt_ids, prompt_or_tokens_list), params, strict=True)
+            (prompt_ids, options, self._request(prompt_ids, options, prediction))
+            for prompt_ids, options, prediction in zip(all_prompts, params, expected, strict=True)
         ]
         for prompt_ids, options, request in prepared:
             self._submit(request, prompt_ids, options, stream_callback)
@@ -264,9 +270,9 @@ class LLMEngine:
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         return self._input.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
-    def _request(self, prompt_ids: list[int], params: SamplingParams) -> AddRequest:
+    def _request(self, prompt_ids: list[int], params: SamplingParams, prediction: list[int]) -> AddRequest:
         ids = list(itertools.islice(self._request_ids, params.n))
-        return self._input.request(prompt_ids, params, ids)
+        return self._input.request(prompt_ids, params, ids, prediction_ids=prediction)
 
     def _submit(
         self,
