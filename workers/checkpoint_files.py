@@ -40,7 +40,7 @@ def tensors_in(path: Path) -> tuple[int, dict[str, Any]]:
     for name, tensor in described.items():
         if not _is_entry(tensor):
             raise ValueError(
-                f"{path} is not a safetensors file: the header does not state dtype, shape and offsets of {name}"
+                f"{path} is not a safetensors file: its header lacks dtype, shape or offsets of {name}"
             )
     return _LENGTH_BYTES + length, described
 

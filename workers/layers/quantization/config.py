@@ -91,7 +91,7 @@ def _excluded(stated: Mapping[str, Any]) -> list[str]:
             re.compile(pattern.removeprefix(_REGEX) if pattern.startswith(_REGEX) else "")
         except re.error as error:
             raise ValueError(
-                f"quantized, but {pattern!r:.80}, which excludes modules, is not a regular expression: {error}"
+                f"quantized, but {pattern!r:.80} is not a regular expression for modules: {error}"
             ) from None
     return found
 
