@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from atom.config.cli import ConfigError, engine_config_from_kwargs
+from atom.config.cli import engine_config_from_kwargs
 from atom.config.engine import EngineConfig
 from atom.config.resolve import DeviceCapabilities, resolve
 from atom.messages.engine import (
@@ -65,7 +65,8 @@ class LLMEngine:
     `LLMEngine(model, **options)` takes every field of the configuration classes by its name
     (`tensor_parallel_size`, `kv_cache_dtype`, `device`, `dtype`, …) and starts the engine's
     processes; an unknown name is a TypeError, a bad value a ValueError, and an engine that
-    cannot start a RuntimeError with the root cause.
+    cannot start a RuntimeError with the root cause. A dead engine is not restarted: its methods raise
+    EngineDeadError.
     """
 
     def __init__(self, model: str, **options: Any):
@@ -82,11 +83,6 @@ class LLMEngine:
     def _start(self, config: EngineConfig, explicit: set[str]) -> None:
         self._logger = setup_logging("library")
         self._bars = ProgressBars()
-        if config.parallel.data_parallel_size > 1:
-            raise ConfigError(
-                f"data_parallel_size={config.parallel.data_parallel_size}: an LLMEngine is one engine; "
-                "serve with atom-launch, or create one LLMEngine for each replica"
-            )
         self._supervisor = Supervisor(self._bars.update)
         self._context = zmq.Context()
         try:
@@ -105,9 +101,8 @@ class LLMEngine:
             raise
 
     def _connect(self) -> None:
-        engines = self._supervisor.engines
-        router = router_for(self.config, len(engines))
-        self._links = CoreLinks(self._context, engines, router)
+        router = router_for(self.config, self.config.parallel.data_parallel_size)
+        self._links = CoreLinks(self._context, self._supervisor.engines, router)
         self._links.connect()
         ready = self._wait_for_all(CoreReady, _CORE_READY_DEADLINE_S)
         self.max_model_len: int = min(one.max_model_len for one in ready)
@@ -163,16 +158,22 @@ class LLMEngine:
         prompt_or_tokens_list: list[str] | list[list[int]],
         sampling_params_list: SamplingParams | list[SamplingParams],
         stream_callback: StreamCallback | None = None,
+        predictions: list[list[int]] | None = None,
     ) -> list[int]:
         """Submit prompts; `step` receives their output. Returns the ids of the new sequences.
+
+        `predictions` are the expected output ids of each prompt, as text for `--method ngram` to look
+        up; they change the speed and not the output.
 
         `stream_callback` is called within `step` with a RequestOutput for each sequence's new
         output. Raises ValueError, and submits nothing, for an invalid prompt.
         """
         params = _one_for_each(prompt_or_tokens_list, sampling_params_list)
+        expected = predictions or [[]] * len(params)
+        all_prompts = map(self._prompt_ids, prompt_or_tokens_list)
         prepared = [
-            (prompt_ids, options, self._request(prompt_ids, options))
-            for prompt_ids, options in zip(map(self._prompt_ids, prompt_or_tokens_list), params, strict=True)
+            (prompt_ids, options, self._request(prompt_ids, options, prediction))
+            for prompt_ids, options, prediction in zip(all_prompts, params, expected, strict=True)
         ]
         for prompt_ids, options, request in prepared:
             self._submit(request, prompt_ids, options, stream_callback)
@@ -269,9 +270,9 @@ class LLMEngine:
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         return self._input.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
-    def _request(self, prompt_ids: list[int], params: SamplingParams) -> AddRequest:
+    def _request(self, prompt_ids: list[int], params: SamplingParams, prediction: list[int]) -> AddRequest:
         ids = list(itertools.islice(self._request_ids, params.n))
-        return self._input.request(prompt_ids, params, ids)
+        return self._input.request(prompt_ids, params, ids, prediction_ids=prediction)
 
     def _submit(
         self,
@@ -369,8 +370,9 @@ def _sum_of(values: tuple[Any, ...]) -> Any:
 
 def _used_gpus(config: EngineConfig, capabilities: DeviceCapabilities) -> list[str]:
     """Names of the workers' GPUs; empty on a CPU."""
-    count = config.parallel.tensor_parallel_size if config.device.device == "cuda" else 0
-    return capabilities.names[:count]
+    parallel = config.parallel
+    count = parallel.tensor_parallel_size * parallel.data_parallel_size
+    return capabilities.names[:count] if config.device.device == "cuda" else []
 
 
 def _one_for_each(

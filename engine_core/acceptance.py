@@ -55,8 +55,8 @@ def accept(step: Step, sampled: SampledTokens, batch: DraftBatch) -> Acceptance:
 
 def _num_last(requests: list[Request], prefilled: list[Request]) -> int:
     """How many of `requests`, of which they are the last, have just been prefilled."""
-    ids = set(map(id, prefilled))
-    return sum(id(request) in ids for request in requests[len(requests) - len(prefilled) :])
+    ids, start = set(map(id, prefilled)), max(len(requests) - len(prefilled), 0)
+    return sum(id(request) in ids for request in requests[start:])
 
 
 def _up_to_end(request: Request, ids: "array[int]") -> tuple[int, Finished | None]:

@@ -13,10 +13,12 @@ allocated. A result with m tokens takes 1 + num_drafts - m off `computed`. No po
 is ever computed.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from engine_core.decode_batch import DecodeRows, decode_rows
 from engine_core.request import Request, State
+from engine_core.step import Step
 
 
 class DraftBatch:
@@ -107,13 +109,20 @@ class DraftBatch:
         """Whether it gets all its tokens from the steps in flight, even if no draft is accepted."""
         return request.computed - request.drafts_in_flight + 1 >= request.max_length
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless known, computed and covered tokens fit one another."""
+    def check_integrity(self, steps: Iterable[Step]) -> None:
+        """Raises AssertionError unless the tokens of all requests fit one another and `steps` in flight."""
+        sampled, drafted = Counter[int](), Counter[int]()
+        for step in steps:
+            sampled.update(map(id, step.sampling))
+            drafted.update(map(id, step.sampling if step.num_drafts else ()))
+            drafted.subtract(map(id, step.prefilled if step.num_drafts else ()))
         for request in self._requests.values():
-            known, least = len(request.token_ids), request.computed - request.drafts_in_flight
-            assert known - 1 <= least, "known tokens are not counted as computed"
-            assert least + 1 < request.max_length, "a request is past its last step"
-            assert request.drafts_in_flight % self.num_drafts == 0, "drafts were corrected in part"
+            least = request.computed - request.drafts_in_flight
+            certain = len(request.token_ids) - 1 + sampled[id(request)]
+            assert least == certain, f"{least} tokens are counted as certainly computed, not {certain}"
+            in_flight = self.num_drafts * drafted[id(request)]
+            assert request.drafts_in_flight == in_flight, f"{in_flight} drafts are in flight"
+            assert not self.is_ending(request), "a request is past its last step"
             assert request.covered >= min(request.computed, request.max_length), "drafts have no blocks"
 
     def _whole_blocks(self, num_tokens: int) -> int:

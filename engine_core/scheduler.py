@@ -224,7 +224,10 @@ class Scheduler:
         assert len(self._queue) == waiting, "queue and states differ"
         assert all(r.state is State.PREFILLING for r in self._prefilling.values())
         assert all(r.state is State.ENDED for r in self._ended)
-        self._decode_batch.check_integrity()
+        if isinstance(self._decode_batch, DraftBatch):
+            self._decode_batch.check_integrity(self._in_flight)
+        else:
+            self._decode_batch.check_integrity()
         for request in self._decode_batch.requests():
             self._kv.check_covers(request.blocks, self._decode_batch.num_covered(request))
         yield

@@ -266,6 +266,8 @@ def _without_effect(config: EngineConfig, explicit: set[str], device: Device) ->
         reasons["cpu_threads"] = "the workers run on GPUs"
         if memory_given:
             reasons["gpu_memory_utilization"] = f"--{memory_rule.replace('_', '-')} sets the KV cache"
+    if config.parallel.data_parallel_size == 1:
+        reasons["dp_load_balance"] = "one engine serves all requests; --data-parallel-size adds more"
     if config.observability.torch_profiler_dir is None:
         reasons["mark_trace"] = "it needs --torch-profiler-dir"
     if config.model.trust_remote_code:

@@ -225,6 +225,10 @@ class Supervisor:
         for life in lives:
             if life.is_ready:
                 life.wait(deadline - time.monotonic())
+                if late := [child.label for child in life.children.values() if child.is_alive]:
+                    get_logger().warning(
+                        "not ended within %.0f s, and killed: %s", ENGINE_STOP_S, ", ".join(late)
+                    )
         for group in self._engines:
             group.close()
         if self._preparation is not None:

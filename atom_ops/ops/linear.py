@@ -125,8 +125,13 @@ def pack_linear_weight(weight: Weight) -> Weight:
 
     Call after `backend.resolve`. Returns the same weight where no other layout is faster.
     """
-    if not isinstance(weight, Tensor) or _ONEDNN not in linear.order or not _onednn_packs(weight.dtype):
-        return weight
+    packed: Weight = linear.pack(weight)
+    return packed
+
+
+def _pack_onednn(weight: Weight) -> PackedOneDNN | None:
+    if not isinstance(weight, Tensor) or not _onednn_packs(weight.dtype):
+        return None
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
     return PackedOneDNN(packed, tuple(weight.shape))
 
@@ -151,6 +156,7 @@ def _onednn_packs(dtype: torch.dtype) -> bool:
         bias,
         out_dtype,
     ),
+    pack=_pack_onednn,
     batch_invariant=False,
 )
 def _onednn_packed(

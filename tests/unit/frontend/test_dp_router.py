@@ -7,8 +7,10 @@ from itertools import pairwise
 
 import pytest
 
+from atom.config.cache import CacheConfig
+from atom.config.engine import EngineConfig
 from atom.messages.engine import pack_ids
-from frontend.dp_router import Charge, Policy, RoutedPrompt, Router
+from frontend.dp_router import Charge, Policy, RoutedPrompt, Router, router_for
 
 BLOCK = 4
 ALL = (0, 1, 2)
@@ -166,3 +168,12 @@ def test_prefixes_of_a_very_long_prompt_are_few() -> None:
     lengths = made._prefixes._ends
     assert lengths[:6] == [0, 16, 32, 48, 64, 80] and lengths[-1] >= 1 << 18 and len(lengths) < 60
     assert all(low < high <= low * 1.25 + 16 for low, high in pairwise(lengths))
+
+
+@pytest.mark.parametrize(("caching", "computed"), [(True, 88), (False, 0)])
+def test_without_a_prefix_cache_no_prefix_is_expected(caching: bool, computed: int) -> None:
+    config = EngineConfig(cache=CacheConfig(block_size=BLOCK, enable_prefix_caching=caching))
+    made = router_for(config, 2)
+    ids = random_prompt(100, 1)
+    made.route(prompt(ids), [0])
+    assert made.route(prompt(ids), [0]).tokens == 110 - computed

@@ -144,7 +144,8 @@ def test_metrics_of_drafts_have_vllms_names() -> None:
             for place in range(3)
         ]
         assert by_place == [17, 9, 4]
-    page = expose(Snapshot("tiny", Metrics(), {0: stats, 1: stats}, {0: True, 1: True}, live=0)).decode()
+    engines = {0: stats, 1: stats}
+    page = expose(Snapshot("tiny", Metrics(), engines, {0: True, 1: True}, {0: 0, 1: 0}, live=0)).decode()
     assert Speculation.parse(page) == Speculation(40, 120, 60)
 
 

@@ -70,17 +70,36 @@ def resolve(
 ) -> QuantizationConfig:
     """The schemes for a model with this config.json. Raises ValueError for a format that cannot run."""
     stated = config.get("quantization_config")
-    if not stated:
+    if stated is None or stated == {}:
         return QuantizationConfig()
-    excluded = [pattern for name in _EXCLUSIONS for pattern in stated.get(name) or ()]
+    if not isinstance(stated, dict):
+        raise ValueError(f"quantized, but quantization_config is not an object: {stated!r:.40}")
     scheme = _scheme(stated, config.get("model_type"))
-    return QuantizationConfig(scheme, tuple((pattern, PLAIN) for pattern in excluded), packed or {})
+    return QuantizationConfig(scheme, tuple((pattern, PLAIN) for pattern in _excluded(stated)), packed or {})
+
+
+def _excluded(stated: Mapping[str, Any]) -> list[str]:
+    """The patterns of modules that are not quantized."""
+    found: list[str] = []
+    for name in _EXCLUSIONS:
+        patterns = stated.get(name) or []
+        if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
+            raise ValueError(f"quantized, but {name} is not a list of module names: {patterns!r:.40}")
+        found += patterns
+    for pattern in found:
+        try:
+            re.compile(pattern.removeprefix(_REGEX) if pattern.startswith(_REGEX) else "")
+        except re.error as error:
+            raise ValueError(
+                f"quantized, but {pattern!r:.80} is not a regular expression for modules: {error}"
+            ) from None
+    return found
 
 
 def _scheme(stated: Mapping[str, Any], model_type: str | None) -> Scheme:
     method = stated.get("quant_method", "unknown")
     known = ", ".join(FORMATS)
-    if method not in FORMATS:
+    if not isinstance(method, str) or method not in FORMATS:
         raise ValueError(
             f"quantized ({method}): not supported, use a plain checkpoint, one in {known}, or a .gguf"
         )

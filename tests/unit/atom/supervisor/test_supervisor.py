@@ -200,3 +200,18 @@ def test_a_missing_model_is_one_line(supervisor: Supervisor) -> None:
         supervisor.prepare(ModelConfig(model="/no/such/place"))
     assert "\n" not in str(raised.value)
     assert raised.value.status == ExitStatus.MODEL
+
+
+def test_an_engine_that_does_not_stop_is_killed_and_named(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("atom.supervisor.supervisor.ENGINE_STOP_S", 0.3)
+    (engine,) = add_engines(supervisor, (STUBBORN,))
+    assert engine.life is not None
+    process = engine.life.children["core"].process
+    time.sleep(0.5)  # until it ignores SIGTERM
+    send(engine.life, Ready("core"))
+    supervisor.check()
+    supervisor.close()
+    assert process.returncode == -9
+    assert [record.message for record in caplog.records] == ["not ended within 0 s, and killed: core"]
