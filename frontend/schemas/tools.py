@@ -1,6 +1,6 @@
 """The functions that a request offers to the model."""
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -21,7 +21,7 @@ class Function(msgspec.Struct, kw_only=True, omit_defaults=True):
 class Tool(msgspec.Struct, kw_only=True):
     """One entry of `tools`."""
 
-    type: Literal["function"] = "function"
+    type: str = "function"
     function: Function
 
 

@@ -19,7 +19,7 @@ MAX_TOOLS = 1024
 # A template writes the tools as JSON, which holds the GIL for about 10 ms per MiB.
 MAX_TOOLS_BYTES = 2 * 1024 * 1024
 _NAME = re.compile(r"[^\s<>\"'\\{}\x00-\x1f\x7f-\x9f]{1,256}")
-_AUTO, _NONE, _REQUIRED = "auto", "none", "required"
+_AUTO, _FUNCTION = "auto", "function"
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def read_tools(
     if any(function.strict for function in functions):
         warnings.append("'strict' of tools is not enforced: arguments may differ from their schema")
     return Tools(
-        [{"type": "function", "function": _shown(function)} for function in functions],
+        [{"type": _FUNCTION, "function": _shown(function)} for function in functions],
         {function.name: function.parameters or {} for function in functions},
         are_called=choice == _AUTO,
     )
@@ -114,6 +114,11 @@ def _check_size(tools: Sequence[msgspec.Raw]) -> None:
 def _function(raw: bytes, where: str, lenient: bool, warnings: list[str]) -> Function:
     tool, left_out = TOOL.decode(raw, lenient, where)
     warnings += left_out
+    if tool.type != _FUNCTION:
+        raise RequestError(
+            f"'{where}type' is {tool.type[:40]!r}: only tools of type '{_FUNCTION}' are supported",
+            param=f"{where}type",
+        )
     name = tool.function.name
     if not _NAME.fullmatch(name):
         raise RequestError(
