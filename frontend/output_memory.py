@@ -119,10 +119,14 @@ class HeldOutput:
         self.pending += size
 
     def take(self) -> None:
-        """What is pending will be sent now; what was taken before has been sent."""
-        self._memory.used -= self.taken
-        self.taken, self.pending = self.pending, 0
+        """What is pending will be sent now."""
+        self.taken, self.pending = self.taken + self.pending, 0
         self._memory._held.discard(self)
+
+    def sent(self) -> None:
+        """What was taken has been sent."""
+        self._memory.used -= self.taken
+        self.taken = 0
 
     def drop(self) -> None:
         """What is pending will not be sent."""
@@ -133,7 +137,7 @@ class HeldOutput:
     def close(self) -> None:
         """Nothing is held any more."""
         self.drop()
-        self.take()
+        self.sent()
 
     def end(self, error: ApiError) -> None:
         """End the request."""

@@ -85,7 +85,7 @@ class Stream:
     async def __anext__(self) -> list[Update]:
         """At most one update for each sequence. Raises the error given to `fail`."""
         if self.output.taken:
-            self.output.take()
+            self.output.sent()
         if self._error is None and not self.open and not self._pending:
             raise StopAsyncIteration
         await self._wake.wait()  # bounded: the client fails all streams of a hung core
