@@ -62,7 +62,7 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
     app[keys.METRICS] = Metrics()
     _add_services(app, launch, limits)
     app[keys.SHARED_METRICS] = SharedMetrics(
-        launch.metrics_dir, launch.index, app[keys.METRICS], app[keys.CLIENT].__len__
+        launch.metrics_dir, launch.index, launch.life, app[keys.METRICS], app[keys.CLIENT].__len__
     )
     for table in _ROUTES:
         app.add_routes(table)
