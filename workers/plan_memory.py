@@ -30,6 +30,7 @@ from workers.weights.loader import weight_bytes, weight_sizes
 from workers.weights.plan import weighted_layers
 
 _META = torch.device("meta")
+_LOGIT_BYTES = 4
 
 
 def main() -> None:
@@ -52,7 +53,9 @@ def plan(launch: PlanLaunch) -> PlanResult:
     config, size = launch.config, launch.config.parallel.tensor_parallel_size
     if launch.gpu_bytes is None:
         backend.resolve(torch.device(config.device.device), batch_invariant=config.device.batch_invariant)
-    memory = _memory(config, launch.gpu_bytes)
+    else:
+        backend.resolve(_META)  # no provider: plain weights and the default KV layout
+    memory = _memory(config, launch.checkpoint.vocab_size, launch.gpu_bytes)
     layouts = []
     for each in launch.sizes:
         try:
@@ -61,7 +64,7 @@ def plan(launch: PlanLaunch) -> PlanResult:
             if each == size:
                 raise
             layouts.append(LayoutPlan(each, [], one_line(error, ValueError)))
-    return PlanResult(layouts=layouts, device_bytes=memory.device_bytes)
+    return PlanResult(layouts=layouts, device_bytes=memory.device_bytes, logits_bytes=memory.logits_bytes)
 
 
 def planned_rank(config: EngineConfig, checkpoint: Checkpoint, rank: int, size: int) -> CausalLM:
@@ -83,6 +86,8 @@ class _Memory:
     """Of the smallest GPU; on a CPU what this host has available, for all workers together."""
     usable: int
     """The part of it that ATOM may use."""
+    logits_bytes: int
+    """Of the largest step."""
 
     def left(self, weights: Sequence[int], rank: int) -> int:
         """Left for a rank beside the weights; `weights` has those of every rank on a CPU."""
@@ -94,21 +99,24 @@ class _Memory:
     def kv_bytes(self, weights: Sequence[int], rank: int) -> int:
         """For the KV cache of a rank; on a GPU at most, because a step is measured at start."""
         if self.config.device.device == "cuda":
-            return self.config.cache.kv_cache_memory_bytes or max(self.left(weights, rank), 0)
+            left = max(self.left(weights, rank) - self.logits_bytes, 0)
+            return self.config.cache.kv_cache_memory_bytes or left
         engines = self.config.parallel.data_parallel_size
         return cpu_kv_bytes(self.config.cache, engines * len(weights), engines * sum(weights))
 
 
-def _memory(config: EngineConfig, gpu_bytes: int | None) -> _Memory:
-    share = config.cache.gpu_memory_utilization
+def _memory(config: EngineConfig, vocab_size: int, gpu_bytes: int | None) -> _Memory:
+    share, scheduler = config.cache.gpu_memory_utilization, config.scheduler
+    assert scheduler.max_num_seqs is not None and scheduler.max_num_batched_tokens is not None
+    logits = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens) * vocab_size * _LOGIT_BYTES
     if gpu_bytes is not None:
-        return _Memory(config, gpu_bytes, int(share * gpu_bytes))
+        return _Memory(config, gpu_bytes, int(share * gpu_bytes), logits)
     if config.device.device == "cpu":
         available = available_memory()
-        return _Memory(config, available, available)
+        return _Memory(config, available, available, logits)
     memory = [torch.cuda.mem_get_info(gpu) for gpu in range(torch.cuda.device_count())]
     usable = min(int(share * total) - (total - free) for free, total in memory)
-    return _Memory(config, min(total for _, total in memory), usable)
+    return _Memory(config, min(total for _, total in memory), usable, logits)
 
 
 def _ranks(config: EngineConfig, checkpoint: Checkpoint, size: int, memory: _Memory) -> list[RankPlan]:

@@ -29,7 +29,8 @@ class RankPlan(msgspec.Struct, frozen=True):
     """Bytes of each type of weight."""
     kv_specs: list[KVSpec]
     kv_bytes: int
-    """Configured for the KV cache; else what is left for it, at most."""
+    """Configured for the KV cache, else what is left for it: on a GPU beside the logits of a step, and at
+    most, because the other activations are measured at start."""
     left_bytes: int
     """What is left beside the weights for everything else; negative if the weights do not fit."""
 
@@ -51,3 +52,5 @@ class PlanResult(msgspec.Struct, frozen=True):
     layouts: list[LayoutPlan] = []
     device_bytes: int = 0
     """Memory of the smallest GPU, or what is available on this host for workers on the CPU."""
+    logits_bytes: int = 0
+    """float32 logits of the largest step, on each rank."""

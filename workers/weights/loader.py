@@ -118,8 +118,7 @@ def weight_bytes(model: CausalLM) -> int:
 def describe_weights(model: CausalLM) -> str:
     """Number and size of the weights of each type on this rank, for the log."""
     return ", ".join(
-        f"{len(each)} {name} ({sum(each) / (1 << 20):.1f} MiB)"
-        for name, each in weight_sizes(model).items()
+        f"{len(each)} {name} ({sum(each) / (1 << 20):.1f} MiB)" for name, each in weight_sizes(model).items()
     )
 
 
