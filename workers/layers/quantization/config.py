@@ -70,7 +70,7 @@ def resolve(
 ) -> QuantizationConfig:
     """The schemes for a model with this config.json. Raises ValueError for a format that cannot run."""
     stated = config.get("quantization_config")
-    if not stated:
+    if stated is None or stated == {}:
         return QuantizationConfig()
     if not isinstance(stated, dict):
         raise ValueError(f"quantized, but quantization_config is not an object: {stated!r:.40}")
@@ -86,13 +86,20 @@ def _excluded(stated: Mapping[str, Any]) -> list[str]:
         if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
             raise ValueError(f"quantized, but {name} is not a list of module names: {patterns!r:.40}")
         found += patterns
+    for pattern in found:
+        try:
+            re.compile(pattern.removeprefix(_REGEX) if pattern.startswith(_REGEX) else "")
+        except re.error as error:
+            raise ValueError(
+                f"quantized, but {pattern!r:.80} is not a regular expression for modules: {error}"
+            ) from None
     return found
 
 
 def _scheme(stated: Mapping[str, Any], model_type: str | None) -> Scheme:
     method = stated.get("quant_method", "unknown")
     known = ", ".join(FORMATS)
-    if method not in FORMATS:
+    if not isinstance(method, str) or method not in FORMATS:
         raise ValueError(
             f"quantized ({method}): not supported, use a plain checkpoint, one in {known}, or a .gguf"
         )
