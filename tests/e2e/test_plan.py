@@ -1,4 +1,4 @@
-"""`atom-launch --plan`: its figures are those of a real start, its errors one line; nothing is left behind."""
+"""`atom-launch --plan`: its figures are those of a real start, its errors are one line."""
 
 import json
 import os

@@ -140,12 +140,12 @@ def test_published_models_on_an_assumed_gpu(name: str, tmp_path: Path) -> None:
 def test_deepseek_v3_in_fp8_on_eight_assumed_gpus(tmp_path: Path) -> None:
     quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
     checkpoint = big("DeepSeek-V3", tmp_path, quantization_config=quantization)
-    ranks = planned(gpu_config(8), checkpoint, 140 << 30)
-    assert len(ranks) == 8 and len({rank.weight_bytes for rank in ranks}) == 1
+    whole, split = plan(PlanLaunch(gpu_config(), checkpoint, [1, 8], 140 << 30)).layouts
     # A byte for each weight, and what stays in 16 bits: embedding, LM head, router, kv_b_proj.
-    assert 671e9 < sum(rank.weight_bytes for rank in ranks) < 700e9
-    assert all(rank.weights["BlockFP8"] > 0.9 * rank.weight_bytes for rank in ranks)
-    assert all(rank.kv_bytes > 0 for rank in ranks)
+    assert 671e9 < whole.ranks[0].weight_bytes < 700e9 and whole.ranks[0].kv_bytes == 0
+    (rank,) = split.ranks
+    assert whole.ranks[0].weight_bytes / 8 < rank.weight_bytes < 1.02 * whole.ranks[0].weight_bytes / 8
+    assert rank.weights["BlockFP8"] > 0.9 * rank.weight_bytes and rank.kv_bytes > 0
 
 
 def test_no_memory_is_allocated_for_the_weights(tmp_path: Path) -> None:
