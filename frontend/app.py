@@ -23,6 +23,7 @@ from frontend.lifecycle import Lifecycle
 from frontend.limits import HttpLimits
 from frontend.loop_lag import watch_loop
 from frontend.metrics import Metrics
+from frontend.output_memory import default_output_memory
 from frontend.output_processor import OutputProcessor
 from frontend.routes import generation, health, info, models, profile, tokenization
 from frontend.routes.access import access_middleware
@@ -59,7 +60,7 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
     app[keys.API_KEYS] = ApiKeys(launch.server.api_key)
     app[keys.LIFECYCLE] = Lifecycle()
     app[keys.METRICS] = Metrics()
-    _add_services(app, launch)
+    _add_services(app, launch, limits)
     app[keys.SHARED_METRICS] = SharedMetrics(
         launch.metrics_dir, launch.index, app[keys.METRICS], app[keys.CLIENT].__len__
     )
@@ -73,7 +74,7 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
     return app
 
 
-def _add_services(app: web.Application, launch: FrontendLaunch) -> None:
+def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimits) -> None:
     checkpoint, config, server = launch.checkpoint, launch.config.model, launch.server
     tokenizer = Tokenizer.from_checkpoint(checkpoint)
     max_model_len = config.max_model_len or checkpoint.max_model_len
@@ -84,7 +85,7 @@ def _add_services(app: web.Application, launch: FrontendLaunch) -> None:
         launch.config.scheduler.scheduling_policy,
         launch.config.speculative.method == "ngram",
     )
-    settings = _client_settings(launch)
+    settings = _client_settings(launch, limits)
     client = EngineClient(
         launch.engines,
         settings,
@@ -124,7 +125,7 @@ def _max_body_bytes(launch: FrontendLaunch) -> int:
     return launch.server.max_body_bytes or max(HttpLimits.max_body_bytes, longest * _BYTES_PER_TOKEN)
 
 
-def _client_settings(launch: FrontendLaunch) -> ClientSettings:
+def _client_settings(launch: FrontendLaunch, limits: HttpLimits) -> ClientSettings:
     config = launch.config
     running = config.scheduler.max_num_seqs
     assert running is not None, "the configuration was not resolved"
@@ -135,6 +136,7 @@ def _client_settings(launch: FrontendLaunch) -> ClientSettings:
         index=launch.index,
         num_frontends=launch.num_frontends,
         hang_timeout=config.reliability.hang_timeout,
+        max_output_bytes=limits.max_output_memory or default_output_memory(launch.num_frontends),
     )
 
 

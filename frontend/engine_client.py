@@ -28,10 +28,11 @@ from frontend.admission import Admission
 from frontend.core_link import CoreLink, LinkState
 from frontend.dp_router import Charge, RoutedPrompt, Router
 from frontend.engine_connection import YIELD_S, EngineConnection
-from frontend.errors import EngineDeadError, EngineError, RequestError, UnavailableError
+from frontend.errors import ApiError, EngineDeadError, EngineError, RequestError, UnavailableError
 from frontend.metrics import Metrics, Progress
+from frontend.output_memory import HeldOutput, OutputMemory
 from frontend.output_processor import OutputProcessor, TextOptions, Update
-from frontend.streams import Stream
+from frontend.streams import Stream, StreamOptions
 
 __all__ = ["ClientSettings", "EngineClient"]
 
@@ -58,6 +59,8 @@ class ClientSettings:
     num_frontends: int = 1
     """The limits of admission are divided among them."""
     hang_timeout: float = 60.0
+    max_output_bytes: int = 1 << 30
+    """Of output that is generated and not sent yet, for all requests of this frontend."""
 
     def capacity(self, num_engines: int) -> int:
         """Sequences that this frontend may have in progress while so many engines are ready."""
@@ -97,6 +100,7 @@ class EngineClient:
         self.settings = settings
         most = settings.capacity(settings.num_ranks)
         self.admission = Admission(self._capacity, most, self.__len__, metrics)
+        self.output_memory = OutputMemory(settings.max_output_bytes)
         self._context = zmq.asyncio.Context()
         self._router = router
         self._output = output
@@ -280,13 +284,29 @@ class EngineClient:
 
         Without `every_step` the stream wakes its reader once, when all sequences have ended. Without `rank`
         the router chooses one for each request. If no engine is ready any more, the stream fails at once.
+        A stream with too much output that is not sent yet ends with an error: see `OutputMemory`.
         """
-        stream = Stream([i for request in requests for i in request.request_ids], every_step)
+        stream = self._stream(requests, every_step)
         try:
             await self._submit_all(requests, text, stream, rank)
             yield stream
         finally:
             self._abort(sorted(stream.open))
+            stream.output.close()
+
+    def _stream(self, requests: list[AddRequest], every_step: bool) -> Stream:
+        memory = self.output_memory
+        limit = memory.stream_limit if every_step else memory.response_limit
+        options = StreamOptions(every_step, max(request.sampling.logprobs for request in requests))
+        output = HeldOutput(memory, limit, lambda error: self._end(stream, error))
+        stream = Stream([i for request in requests for i in request.request_ids], options, output)
+        return stream
+
+    def _end(self, stream: Stream, error: ApiError) -> None:
+        """End a stream that holds too much output, and abort its sequences."""
+        self._metrics.output_limited += 1
+        self._abort(sorted(stream.open))
+        stream.end(error)
 
     async def _submit_all(
         self, requests: list[AddRequest], text: TextOptions, stream: Stream, rank: int | None
@@ -372,6 +392,8 @@ class EngineClient:
                 self._finish(update, sequence, now)
         if done.aborts:
             engine.link.send(Abort(done.aborts))
+        if self.output_memory.is_exceeded:
+            self.output_memory.enforce()
 
     def _finish(self, update: Update, sequence: _Sequence, now: float) -> None:
         assert update.reason is not None

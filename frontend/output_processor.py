@@ -22,7 +22,13 @@ from atom.messages.engine import (
 from atom.utils.logger import get_logger
 from frontend.detokenizer import Detokenizer, StopFinder
 from frontend.harmony import Harmony
-from frontend.token_logprobs import LogprobColumns, LogprobTrack, PromptLogprobTrack, TokenLogprob
+from frontend.token_logprobs import (
+    LogprobColumns,
+    LogprobRow,
+    LogprobTrack,
+    PackedLogprobs,
+    PromptLogprobTrack,
+)
 from frontend.tokenizer import Tokenizer
 
 __all__ = ["OutputProcessor", "Processed", "RequestState", "TextOptions", "Update"]
@@ -65,7 +71,7 @@ class Update(msgspec.Struct, gc=False):
     """Prompt tokens from the prefix cache; set with the first token."""
     error: str = ""
     """The error message, where `reason` is error."""
-    logprobs: list[TokenLogprob] | tuple[()] = ()
+    logprobs: PackedLogprobs | tuple[()] = ()
     """Of the tokens whose text is in `text`; the last update has all that remain, including
     those of the stop string or stop token."""
     prompt_logprobs: PromptLogprobTrack | tuple[()] = ()
@@ -89,10 +95,10 @@ class Update(msgspec.Struct, gc=False):
         self.reason = later.reason
         self.stop_reason = later.stop_reason
         self.error = later.error
-        if isinstance(self.logprobs, list):
+        if self.logprobs and later.logprobs:
             self.logprobs.extend(later.logprobs)
         else:
-            self.logprobs = later.logprobs
+            self.logprobs = self.logprobs or later.logprobs
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
 
 
@@ -136,7 +142,7 @@ class RequestState:
         sampling = request.sampling
         self.request = request
         self.emitted: array[int] = array("i")
-        self.logprobs = LogprobTrack() if sampling.logprobs >= 0 else None
+        self.logprobs = LogprobTrack(sampling.logprobs) if sampling.logprobs >= 0 else None
         self.prompt_logprobs = (
             PromptLogprobTrack(request.prompt_logprobs) if request.prompt_logprobs >= 0 else None
         )
@@ -148,7 +154,7 @@ class RequestState:
         self.ids_only = not (self._detokenizer or self.logprobs or self.prompt_logprobs)
         """Its updates have neither text nor log probabilities."""
 
-    def append(self, ids: "array[int]", logprobs: Sequence[TokenLogprob] = ()) -> NewText:
+    def append(self, ids: "array[int]", logprobs: Sequence[LogprobRow] = ()) -> NewText:
         """Decode new ids, up to the end of a stop string.
 
         `logprobs` has one entry per id, or is empty if the request has none.
@@ -191,8 +197,8 @@ class RequestState:
         return ids[:-1] if ended_by_id and not self._include_stop else ids
 
     def release_logprobs(
-        self, characters: int, without_text: Sequence[TokenLogprob], finished: bool
-    ) -> list[TokenLogprob]:
+        self, characters: int, without_text: Sequence[LogprobRow], finished: bool
+    ) -> PackedLogprobs | tuple[()]:
         """Log probabilities of the next `characters` of text; `without_text` are tokens with no text."""
         track = self._track()
         for entry in without_text:
@@ -261,9 +267,9 @@ class OutputProcessor:
                         state.emitted.extend(update.token_ids)
                         done.updates.append(update)
                     else:
-                        logprobs: Sequence[TokenLogprob] = ()
+                        logprobs: Sequence[LogprobRow] = ()
                         if sampled is not None and state.logprobs is not None:
-                            logprobs = sampled.entries(state, start, stop)
+                            logprobs = sampled.rows(start, stop)
                         self._advance(done, state, update, end, logprobs)
                 except BaseException as error:
                     self._fail(done, request_id, error, core_finished=end is not None)
@@ -304,7 +310,7 @@ class OutputProcessor:
         state: RequestState,
         update: Update,
         end: Finished | None,
-        logprobs: Sequence[TokenLogprob] = (),
+        logprobs: Sequence[LogprobRow] = (),
     ) -> None:
         ids = update.token_ids
         if state.prompt_logprobs is not None and ids:
@@ -346,9 +352,8 @@ class _StepLogprobs:
         self._columns = LogprobColumns(logprobs.table)
         self._row_of = {index: row for row, index in enumerate(logprobs.indices)}
 
-    def entries(self, state: RequestState, start: int, stop: int) -> list[TokenLogprob]:
-        top = state.request.sampling.logprobs
-        return [self._columns.row(self._row_of[index], top) for index in range(start, stop)]
+    def rows(self, start: int, stop: int) -> list[LogprobRow]:
+        return [(self._columns, self._row_of[index]) for index in range(start, stop)]
 
 
 def _raw_reason(end: Finished) -> str:

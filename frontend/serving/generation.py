@@ -114,12 +114,12 @@ class GenerationService(ABC, Generic[R]):
                     _raise_error(update)
                     index = request.index(update)
                     counter.add(index, request.visible(update))
-                    results[index].merge(update)
-        usage = counter.usage(stream)
-        return await self._executor.run(
-            sum(map(_response_bytes, results)),
-            lambda: msgspec.json.encode(self._response(request, results, usage)),
-        )
+                    results[index] = update  # the only one: see `every_step`
+            usage = counter.usage(stream)
+            return await self._executor.run(
+                sum(map(_response_bytes, results)),
+                lambda: msgspec.json.encode(self._response(request, results, usage)),
+            )
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[bytes, None]:
         """The response as server-sent events. Closing the generator aborts the generation.
