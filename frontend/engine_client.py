@@ -132,10 +132,9 @@ class EngineClient:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._closing.update(engine.close() for engine in self._engines.values())
+        for engine in list(self._engines.values()):
+            self._close(engine, "the server is stopping")
         await asyncio.gather(*self._closing, return_exceptions=True)
-        for engine in self._engines.values():
-            self._fail_all(engine, "the server is stopping")
         self._context.term()
 
     # Engines
@@ -403,7 +402,10 @@ class EngineClient:
         self.admission.ended()
 
     def _fail_all(self, engine: EngineConnection, reason: str) -> None:
-        """Everything that `engine` was doing fails: its sequences, and the requests to the core itself."""
+        """Everything that `engine` was doing fails: its sequences, and the requests to the core itself.
+
+        The sequences on other engines that belong to the same streams are aborted.
+        """
         failed = [number for number, sequence in self._sequences.items() if sequence.engine is engine]
         streams = set()
         for request_id in failed:
@@ -414,6 +416,7 @@ class EngineClient:
         self._output.remove(failed)
         for stream in streams:
             stream.fail(EngineDeadError(reason))
+            self._abort(sorted(stream.open))
         if (stats := self._stats.pop(engine, None)) is not None:
             stats.cancel()
         for owner, response in self._profiles.values():
