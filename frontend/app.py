@@ -17,7 +17,6 @@ from frontend.chat_template import ChatTemplate
 from frontend.connections import Listener
 from frontend.dp_router import router_for
 from frontend.engine_client import ClientSettings, EngineClient
-from frontend.harmony import Harmony
 from frontend.input_processor import InputProcessor
 from frontend.lifecycle import Lifecycle
 from frontend.limits import HttpLimits
@@ -25,6 +24,7 @@ from frontend.loop_lag import watch_loop
 from frontend.metrics import Metrics
 from frontend.output_memory import default_output_memory
 from frontend.output_processor import OutputProcessor
+from frontend.reply_formats.choose import choose_format
 from frontend.routes import generation, health, info, models, profile, tokenization
 from frontend.routes.access import access_middleware
 from frontend.routes.errors import add_request_id, error_middleware
@@ -62,7 +62,7 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
     app[keys.METRICS] = Metrics()
     _add_services(app, launch, limits)
     app[keys.SHARED_METRICS] = SharedMetrics(
-        launch.metrics_dir, launch.index, app[keys.METRICS], app[keys.CLIENT].__len__
+        launch.metrics_dir, launch.index, launch.life, app[keys.METRICS], app[keys.CLIENT].__len__
     )
     for table in _ROUTES:
         app.add_routes(table)
@@ -104,12 +104,18 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
     )
     executor = TextExecutor()
     parts = (client, inputs, models_service, options, executor)
-    reply_format = Harmony.from_checkpoint(checkpoint, tokenizer)
     template, allow_control_tokens = (
         ChatTemplate.from_checkpoint(checkpoint),
         server.allow_control_tokens_in_content,
     )
     encoder = None if template is None else ChatEncoder(template, inputs, allow_control_tokens)
+    reply_format = choose_format(
+        checkpoint.model_type,
+        tokenizer,
+        None if template is None else template.source,
+        server.tool_call_parser,
+        server.reasoning_parser,
+    )
     chat = ChatService(*parts, encoder, reply_format)
     app[keys.CLIENT] = client
     app[keys.MODELS] = models_service

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from frontend.errors import ApiError
 from frontend.output_memory import HeldOutput
 from frontend.output_processor import Update
+from frontend.reply_formats.base import CallDelta, call_characters
 
 __all__ = ["Stream", "StreamOptions"]
 
@@ -15,6 +16,7 @@ __all__ = ["Stream", "StreamOptions"]
 _ID_BYTES = 8
 _CHARACTER_BYTES = 3
 _LOGPROB_BYTES = 80
+_CALL_BYTES = 120
 # Longest time before other tasks run while updates are joined.
 _YIELD_S = 0.01
 
@@ -42,7 +44,9 @@ class Stream:
         self.first_token_at = 0.0
         self.last_token_at = 0.0
         self._every_step = options.every_step
-        self._token_bytes = _ID_BYTES + (1 + options.logprobs) * _LOGPROB_BYTES
+        # The token's name, its own log probability, and those of the top tokens.
+        entries = 2 + options.logprobs if options.logprobs >= 0 else 0
+        self._token_bytes = _ID_BYTES + entries * _LOGPROB_BYTES
         self._pending: dict[int, Update | _Joined] = {}
         self._error: ApiError | None = None
         self._wake = asyncio.Event()
@@ -108,25 +112,34 @@ class Stream:
         self.output.add(size)
 
     def _size(self, update: Update) -> int:
-        characters = len(update.text) + len(update.reasoning)
-        return self._token_bytes * len(update.token_ids) + _CHARACTER_BYTES * characters
+        characters = len(update.text) + len(update.reasoning) + call_characters(update.calls)
+        new_calls = sum(1 for call in update.calls if call.id)
+        return (
+            self._token_bytes * len(update.token_ids)
+            + _CHARACTER_BYTES * characters
+            + _CALL_BYTES * new_calls
+        )
 
 
 class _Joined:
     """Several updates of one sequence. Adding one does not copy those before."""
 
-    __slots__ = ("_first", "_reasoning", "_text")
+    __slots__ = ("_calls", "_first", "_reasoning", "_text")
 
     def __init__(self, first: Update):
         self._first = first
         self._text = bytearray(_encoded(first.text))
         self._reasoning = bytearray(_encoded(first.reasoning))
+        self._calls: list[tuple[CallDelta, bytearray]] = []
+        """The beginning of each call, and its arguments."""
+        self._add_calls(first)
         first.text = first.reasoning = ""
 
     def add(self, update: Update) -> None:
         """Append the following update."""
         self._text += _encoded(update.text)
         self._reasoning += _encoded(update.reasoning)
+        self._add_calls(update)
         update.text = update.reasoning = ""
         self._first.merge(update)
 
@@ -134,7 +147,19 @@ class _Joined:
         """All of them as one."""
         self._first.text = self._text.decode(errors="surrogatepass")
         self._first.reasoning = self._reasoning.decode(errors="surrogatepass")
+        for call, arguments in self._calls:
+            call.arguments = arguments.decode(errors="surrogatepass")
+        self._first.calls = [call for call, _ in self._calls]
         return self._first
+
+    def _add_calls(self, update: Update) -> None:
+        calls, update.calls = update.calls, ()
+        for call in calls:
+            arguments = _encoded(call.arguments)
+            if self._calls and self._calls[-1][0].index == call.index:
+                self._calls[-1][1].extend(arguments)
+            else:
+                self._calls.append((call, bytearray(arguments)))
 
 
 async def _updates(pending: "dict[int, Update | _Joined]") -> list[Update]:

@@ -11,7 +11,7 @@ from workers.kv_cache import kv_dtype, kv_specs
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
 from workers.models.registry import build_model
-from workers.spec_decode.ngram import text_group, with_token_ids
+from workers.spec_decode.methods import method_of
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -48,6 +48,5 @@ def rank_specs(config: EngineConfig, model: CausalLM) -> list[KVSpec]:
     """The KV spec of each group, with what speculation keeps beside the KV."""
     dtype = kv_dtype(config.cache, compute_dtype(config))
     specs = kv_specs(model.kv_groups, config.cache.block_size, dtype)
-    if config.speculative.method is None:
-        return specs
-    return with_token_ids(specs, text_group(model.kv_groups))
+    method = method_of(config.speculative, model.kv_groups)
+    return specs if method is None else method.kv_specs(specs)

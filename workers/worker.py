@@ -35,8 +35,7 @@ from workers.profiler import TraceRecorder
 from workers.prompt_graphs import PROMPT_SIZES, PromptGraphs
 from workers.rank_model import build_rank, compute_dtype, longest_sequence, rank_specs
 from workers.sampler import Sampler
-from workers.spec_decode.ngram import NgramProposer, text_group
-from workers.spec_decode.proposer import Proposer
+from workers.spec_decode.methods import method_of
 from workers.state_slots import StateSlots
 from workers.weights.loader import WeightError, describe_weights, load_directory, load_dummy, weight_bytes
 
@@ -208,18 +207,9 @@ class Worker:
         limits = BatchLimits(max_rows, max_model_len, self._config.cache.block_size, drafts)
         tables = [_rows_of(group, limits) for group in self._model.kv_groups]
         split_tokens = BATCH_INVARIANT_SPLIT if self._config.device.batch_invariant else 0
-        proposer = self._proposer(limits, tables, num_blocks)
+        method = method_of(self._config.speculative, self._model.kv_groups)
+        proposer = None if method is None else method.proposer(limits, tables, num_blocks, self._device)
         return InputBatch(limits, tables, self._device, split_tokens, proposer)
-
-    def _proposer(
-        self, limits: BatchLimits, tables: Sequence[GroupRows], num_blocks: Sequence[int]
-    ) -> Proposer | None:
-        speculative = self._config.speculative
-        if speculative.method is None:
-            return None
-        group = text_group(self._model.kv_groups)
-        table, blocks = tables[group.number], num_blocks[group.number]
-        return NgramProposer(speculative, group, table, blocks, limits, self._device)
 
     def _make_runner(
         self, kv_layers: list[CacheLayer], inputs: InputBatch, capture_sizes: list[int]
