@@ -31,6 +31,7 @@ def load() -> None:
     import atom_ops.triton_impl.causal_conv
     import atom_ops.triton_impl.decode_inputs
     import atom_ops.triton_impl.embedding
+    import atom_ops.triton_impl.experts
     import atom_ops.triton_impl.fused_attention
     import atom_ops.triton_impl.fused_linear
     import atom_ops.triton_impl.gated_delta_rule
@@ -44,5 +45,6 @@ def load() -> None:
     import atom_ops.triton_impl.prompt_attention
     import atom_ops.triton_impl.qkv
     import atom_ops.triton_impl.rotary
+    import atom_ops.triton_impl.routing
     import atom_ops.triton_impl.sampling
     import atom_ops.triton_impl.sparse_attention  # noqa: F401

@@ -1,0 +1,200 @@
+"""`experts` in Triton: see `expert_kernels` for the kernels, `expert_plans` for their tiles."""
+
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from atom_ops.ops.experts import ClampedSwiglu, ExpertActivation, ExpertWeights, experts
+from atom_ops.ops.linear import BATCH_INVARIANT
+from atom_ops.triton_impl import INTERPRETED, NEEDS, expert_plans, runs_on
+from atom_ops.triton_impl.expert_blocks import ExpertBlocks, sort_by_expert
+from atom_ops.triton_impl.expert_kernels import _down, _gate_up, _grouped_gemm, _sum_pairs
+from atom_ops.triton_impl.expert_plans import ExpertPlan, GroupedPlan, GroupedTile, VectorPlan
+from atom_ops.triton_impl.pdl import launch_options
+
+_SUMMED_AT_ONCE = 2048
+
+
+def multiply(
+    plan: ExpertPlan,
+    x_TD: Tensor,
+    ids_TJ: Tensor,
+    shares_TJ: Tensor,
+    weights: ExpertWeights,
+    activation: ExpertActivation,
+    described: bool,
+) -> Tensor:
+    """`experts` by this plan. `described`: weights are loaded by tensor descriptors (TMA)."""
+    x_TD, ids_TJ, shares_TJ = x_TD.contiguous(), ids_TJ.contiguous(), shares_TJ.contiguous()
+    if isinstance(plan, VectorPlan):
+        return _each_token(plan, x_TD, ids_TJ, shares_TJ, weights, activation)
+    tokens, chosen = ids_TJ.shape
+    experts_X, hidden, features = weights.down_XDF.shape
+    blocks = sort_by_expert(ids_TJ, experts_X, plan.block)
+    inner_PF = x_TD.new_empty(tokens * chosen, features)
+    gate_up = weights.gate_up_XOD, weights.gate_up_bias_XO
+    _grouped(plan, plan.gate_up, x_TD, *gate_up, inner_PF, blocks, chosen, activation, True, described)
+    y_PD = x_TD.new_empty(tokens * chosen, hidden)
+    down = weights.down_XDF, weights.down_bias_XD
+    _grouped(plan, plan.down, inner_PF, *down, y_PD, blocks, chosen, None, False, described)
+    out_TD = torch.empty_like(x_TD)
+    block = min(_SUMMED_AT_ONCE, triton.next_power_of_2(hidden))
+    _sum_pairs[(tokens, triton.cdiv(hidden, block))](
+        y_PD, ids_TJ, shares_TJ, out_TD, hidden, EXPERTS=experts_X, CHOSEN=chosen, BLOCK=block, num_warps=4,
+        **launch_options(x_TD.device),
+    )  # fmt: skip
+    return out_TD
+
+
+def _grouped(
+    plan: GroupedPlan,
+    tile: GroupedTile,
+    x: Tensor,
+    weight_XOI: Tensor,
+    bias_XO: Tensor | None,
+    out: Tensor,
+    blocks: ExpertBlocks,
+    chosen: int,
+    activation: ExpertActivation,
+    gated: bool,
+    described: bool,
+) -> None:
+    """One grouped GEMM: fills `out`."""
+    outputs, inputs = out.shape[1], weight_XOI.shape[2]
+    weight: Tensor | TensorDescriptor = weight_XOI.flatten(0, 1)
+    if described:
+        weight = TensorDescriptor.from_tensor(weight, [tile.rows, tile.columns])
+    tiles = blocks.most * triton.cdiv(outputs, tile.rows)
+    clamped = activation if isinstance(activation, ClampedSwiglu) else ClampedSwiglu(0.0, 0.0)
+    _grouped_gemm[(min(tiles, _num_sms(x.device)) if tile.persistent else tiles,)](
+        x, weight, bias_XO, blocks.order_P, blocks.blocks, out, outputs, inputs, clamped.limit, clamped.alpha,
+        CHOSEN=chosen, GATED=gated, CLAMPED=activation is not None, HAS_BIAS=bias_XO is not None,
+        DESCRIBED=described,
+        EVEN=inputs % tile.columns == 0 and (described or outputs % tile.rows == 0),
+        SWAPPED=plan.swapped, PERSISTENT=tile.persistent,
+        TOKENS=plan.block, ROWS=tile.rows, COLUMNS=tile.columns,
+        num_warps=tile.warps, num_stages=tile.stages, **launch_options(x.device),
+    )  # fmt: skip
+
+
+def _each_token(
+    plan: VectorPlan,
+    x_TD: Tensor,
+    ids_TJ: Tensor,
+    shares_TJ: Tensor,
+    weights: ExpertWeights,
+    activation: ExpertActivation,
+) -> Tensor:
+    tokens, chosen = ids_TJ.shape
+    experts_X, hidden, features = weights.down_XDF.shape
+    tile, options = plan.gate_up, launch_options(x_TD.device)
+    inner_PF, out_TD = x_TD.new_empty(tokens * chosen, features), torch.empty_like(x_TD)
+    clamped = activation if isinstance(activation, ClampedSwiglu) else ClampedSwiglu(0.0, 0.0)
+    _gate_up[(triton.cdiv(features, tile.rows), tokens * chosen)](
+        x_TD, ids_TJ, weights.gate_up_XOD, weights.gate_up_bias_XO, inner_PF, features, hidden,
+        clamped.limit, clamped.alpha,
+        EXPERTS=experts_X, CHOSEN=chosen, CLAMPED=activation is not None,
+        HAS_BIAS=weights.gate_up_bias_XO is not None,
+        EVEN=features % tile.rows == 0 and hidden % tile.columns == 0,
+        ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages, num_warps=tile.warps, **options,
+    )  # fmt: skip
+    tile = plan.down
+    _down[(triton.cdiv(hidden, tile.rows), tokens)](
+        inner_PF, ids_TJ, shares_TJ, weights.down_XDF, weights.down_bias_XD, out_TD, hidden, features,
+        EXPERTS=experts_X, CHOSEN=chosen, HAS_BIAS=weights.down_bias_XD is not None,
+        BLOCK_J=triton.next_power_of_2(chosen),
+        EVEN=hidden % tile.rows == 0 and features % tile.columns == 0,
+        ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages, num_warps=tile.warps, **options,
+    )  # fmt: skip
+    return out_TD
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) == (9, 0)
+    )
+
+
+@cache
+def _tuned(device: torch.device) -> dict[expert_plans.Shape, tuple[ExpertPlan, ...]]:
+    return expert_plans.TUNED.get(torch.cuda.get_device_name(device), {}) if device.type == "cuda" else {}
+
+
+def _plan(x_TD: Tensor, ids_TJ: Tensor, weights: ExpertWeights) -> ExpertPlan:
+    (tokens, chosen), device = ids_TJ.shape, x_TD.device
+    if INTERPRETED:
+        plans: tuple[ExpertPlan, ...] = expert_plans.INTERPRETED
+    else:
+        plans = _tuned(device).get(tuple(weights.down_XDF.shape), ())
+    shape = weights.down_XDF.shape
+    return expert_plans.tuned_plan(plans, tokens) or expert_plans.default_plan(
+        (shape[0], shape[1], shape[2]), tokens, chosen, _is_hopper(device)
+    )
+
+
+def _describable(weights: ExpertWeights) -> bool:
+    """Whether rows begin at multiples of 16 bytes, as tensor descriptors need."""
+    return all(
+        weight.data_ptr() % 16 == 0 and weight.stride(1) * weight.element_size() % 16 == 0
+        for weight in (weights.gate_up_XOD, weights.down_XDF)
+    )
+
+
+def _supports(
+    x_TD: Tensor,
+    ids_TJ: Tensor,
+    weights_TJ: Tensor,
+    weights: ExpertWeights,
+    activation: ExpertActivation = None,
+) -> bool:
+    # The interpreter's bfloat16 tl.dot is wrong.
+    dtypes = (torch.float32, torch.float16) if INTERPRETED else (torch.bfloat16, torch.float16)
+    return (
+        x_TD.dtype in dtypes
+        and weights.gate_up_XOD.dtype == weights.down_XDF.dtype == x_TD.dtype
+        and weights.gate_up_XOD.is_contiguous()
+        and weights.down_XDF.is_contiguous()
+    )
+
+
+@experts.provider("triton", needs=NEEDS, supported=runs_on, supports=_supports, batch_invariant=False)
+def _experts(
+    x_TD: Tensor,
+    ids_TJ: Tensor,
+    weights_TJ: Tensor,
+    weights: ExpertWeights,
+    activation: ExpertActivation = None,
+) -> Tensor:
+    if not ids_TJ.numel():
+        return torch.empty_like(x_TD)
+    described = _is_hopper(x_TD.device) and _describable(weights)
+    return multiply(
+        _plan(x_TD, ids_TJ, weights), x_TD, ids_TJ, weights_TJ, weights, activation, described
+    )
+
+
+@experts.provider(BATCH_INVARIANT, needs=NEEDS, supported=runs_on, supports=_supports)
+def _batch_invariant(
+    x_TD: Tensor,
+    ids_TJ: Tensor,
+    weights_TJ: Tensor,
+    weights: ExpertWeights,
+    activation: ExpertActivation = None,
+) -> Tensor:
+    if not ids_TJ.numel():
+        return torch.empty_like(x_TD)
+    described = _is_hopper(x_TD.device) and _describable(weights)
+    return multiply(
+        expert_plans.BATCH_INVARIANT, x_TD, ids_TJ, weights_TJ, weights, activation, described
+    )
