@@ -70,11 +70,12 @@ def _with_bias(total, bias, first, output_R, outputs, SWAPPED: tl.constexpr, HAS
     return total_TR
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chosen"])
 def _grouped_gemm(
-    x, weight, bias, order, blocks, out, outputs, inputs, limit, alpha,
-    CHOSEN: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    DESCRIBED: tl.constexpr, EVEN: tl.constexpr, SWAPPED: tl.constexpr, PERSISTENT: tl.constexpr,
+    x, weight, bias, order, blocks, out, outputs, inputs, chosen, limit, alpha,
+    GATED: tl.constexpr, CLAMPED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    DESCRIBED: tl.constexpr, X_DESCRIBED: tl.constexpr, EVEN: tl.constexpr, SWAPPED: tl.constexpr,
+    PERSISTENT: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of the greatest possible number of blocks,), fewer if PERSISTENT.
@@ -82,7 +83,8 @@ def _grouped_gemm(
     GATED: both halves of `weight` [X, 2 outputs, inputs], and the activation between them; gathers the
     rows of x, and stores in the order of the experts. Otherwise reads in that order, and stores row p
     for pair p. SWAPPED: the weight is the first operand, which may have more rows than there are
-    tokens. DESCRIBED: `weight` is a tensor descriptor of all rows, else a pointer.
+    tokens. DESCRIBED: `weight` is a tensor descriptor of all rows, else a pointer; X_DESCRIBED: so is x,
+    and a tile's rows from `end` on are those of other experts.
     """
     pdl_wait(PDL)
     tiles_of_block = tl.cdiv(outputs, ROWS)
@@ -94,16 +96,19 @@ def _grouped_gemm(
         at_T = first + tl.arange(0, TOKENS)
         real_T = at_T < end
         pair_T = tl.load(order + at_T, mask=real_T, other=0)
-        row_T = pair_T // CHOSEN if GATED else at_T
+        row_T = pair_T // chosen if GATED else at_T
         column_C = tl.arange(0, COLUMNS)
-        x_TC = x + row_T.to(tl.int64)[:, None] * inputs + column_C[None, :]
+        if not X_DESCRIBED:
+            x_TC = x + row_T.to(tl.int64)[:, None] * inputs + column_C[None, :]
         first_row = expert * (2 * outputs if GATED else outputs) + first_output
         left = outputs - first_output
         total = tl.zeros((ROWS, TOKENS) if SWAPPED else (TOKENS, ROWS), tl.float32)
         if GATED:
             total_up = tl.zeros((ROWS, TOKENS) if SWAPPED else (TOKENS, ROWS), tl.float32)
         for start in range(0, inputs, COLUMNS):
-            if EVEN:
+            if X_DESCRIBED:
+                part_TC = x.load([first, start])
+            elif EVEN:
                 part_TC = tl.load(x_TC + start, mask=real_T[:, None], other=0.0)
             else:
                 inside_TC = real_T[:, None] & (column_C < inputs - start)[None, :]
@@ -130,10 +135,10 @@ def _grouped_gemm(
     pdl_launch_dependents(PDL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["experts"])
 def _sum_pairs(
-    y, ids, shares, out, size,
-    EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    y, ids, shares, out, size, experts,
+    CHOSEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, blocks of a row). Rows of pairs without an expert were not written."""
     pdl_begin(PDL)
@@ -142,7 +147,7 @@ def _sum_pairs(
     total = tl.zeros((BLOCK,), tl.float32)
     for pair in tl.static_range(CHOSEN):
         expert = tl.load(ids + token * CHOSEN + pair)
-        inside = (column < size) & (expert >= 0) & (expert < EXPERTS)
+        inside = (column < size) & (expert >= 0) & (expert < experts)
         part = tl.load(y + (token * CHOSEN + pair) * size + column, mask=inside, other=0.0)
         share = tl.load(shares + token * CHOSEN + pair)
         total += tl.where(inside, part.to(tl.float32) * share, 0.0)
@@ -158,20 +163,20 @@ def _vector_tile(weight_RC, inside_R, inside_C, EVEN: tl.constexpr):
     return tile_RC.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["experts", "chosen"])
 def _gate_up(
-    x, ids, weight, bias, out, outputs, inputs, limit, alpha,
-    EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, CLAMPED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    x, ids, weight, bias, out, outputs, inputs, experts, chosen, limit, alpha,
+    CLAMPED: tl.constexpr, HAS_BIAS: tl.constexpr,
     EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of the features, pairs)."""
     pdl_wait(PDL)
     pair = tl.program_id(1).to(tl.int64)
     expert = tl.load(ids + pair)
-    expert = tl.where((expert >= 0) & (expert < EXPERTS), expert, 0)
+    expert = tl.where((expert >= 0) & (expert < experts), expert, 0)
     output_R, column_C = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     inside_R = output_R < outputs
-    x += pair // CHOSEN * inputs
+    x += pair // chosen * inputs
     gate_RC = weight + (expert * 2 * outputs + output_R)[:, None] * inputs + column_C[None, :]
     up_RC = weight + ((expert * 2 + 1) * outputs + output_R)[:, None] * inputs + column_C[None, :]
     gates_RC, ups_RC = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -190,10 +195,10 @@ def _gate_up(
     tl.store(out + pair * outputs + output_R, inner_R.to(out.dtype.element_ty), mask=inside_R)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["experts"])
 def _down(
-    inner, ids, shares, weight, bias, out, outputs, inputs,
-    EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_J: tl.constexpr,
+    inner, ids, shares, weight, bias, out, outputs, inputs, experts,
+    CHOSEN: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_J: tl.constexpr,
     EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of the outputs, tokens). EVEN: no mask but for BLOCK_J experts."""
@@ -203,7 +208,7 @@ def _down(
     place_J = tl.arange(0, BLOCK_J)
     pair_J, chosen_J = token * CHOSEN + place_J, place_J < CHOSEN
     expert_J = tl.load(ids + pair_J, mask=chosen_J, other=0)
-    chosen_J = chosen_J & (expert_J >= 0) & (expert_J < EXPERTS)
+    chosen_J = chosen_J & (expert_J >= 0) & (expert_J < experts)
     expert_J = tl.where(chosen_J, expert_J, 0)
     share_J = tl.load(shares + pair_J, mask=chosen_J, other=0.0)
     inside_R = output_R < outputs

@@ -40,11 +40,17 @@ def multiply(
     y_PD = x_TD.new_empty(tokens * chosen, hidden)
     down = weights.down_XDF, weights.down_bias_XD
     _grouped(plan, plan.down, inner_PF, *down, y_PD, blocks, chosen, None, False, described)
-    out_TD = torch.empty_like(x_TD)
+    return sum_pairs(y_PD, ids_TJ, shares_TJ, experts_X)
+
+
+def sum_pairs(y_PD: Tensor, ids_TJ: Tensor, shares_TJ: Tensor, experts_X: int) -> Tensor:
+    """The weighted sum of each token's rows of y, in the dtype of y."""
+    (tokens, chosen), hidden = ids_TJ.shape, y_PD.shape[1]
+    out_TD = y_PD.new_empty(tokens, hidden)
     block = min(_SUMMED_AT_ONCE, triton.next_power_of_2(hidden))
     _sum_pairs[(tokens, triton.cdiv(hidden, block))](
-        y_PD, ids_TJ, shares_TJ, out_TD, hidden, EXPERTS=experts_X, CHOSEN=chosen, BLOCK=block, num_warps=4,
-        **launch_options(x_TD.device),
+        y_PD, ids_TJ, shares_TJ, out_TD, hidden, experts_X, CHOSEN=chosen, BLOCK=block, num_warps=4,
+        **launch_options(y_PD.device),
     )  # fmt: skip
     return out_TD
 
@@ -52,7 +58,7 @@ def multiply(
 def _grouped(
     plan: GroupedPlan,
     tile: GroupedTile,
-    x: Tensor,
+    x: Tensor | TensorDescriptor,
     weight_XOI: Tensor,
     bias_XO: Tensor | None,
     out: Tensor,
@@ -67,16 +73,20 @@ def _grouped(
     weight: Tensor | TensorDescriptor = weight_XOI.flatten(0, 1)
     if described:
         weight = TensorDescriptor.from_tensor(weight, [tile.rows, tile.columns])
+    # Gathered rows have no descriptor; TMA is slow with rows out of bounds.
+    x_described = described and not gated and not plan.swapped and len(x) >= plan.block
+    if x_described:
+        x = TensorDescriptor.from_tensor(x, [plan.block, tile.columns])
     tiles = blocks.most * triton.cdiv(outputs, tile.rows)
     clamped = activation if isinstance(activation, ClampedSwiglu) else ClampedSwiglu(0.0, 0.0)
-    _grouped_gemm[(min(tiles, _num_sms(x.device)) if tile.persistent else tiles,)](
-        x, weight, bias_XO, blocks.order_P, blocks.blocks, out, outputs, inputs, clamped.limit, clamped.alpha,
-        CHOSEN=chosen, GATED=gated, CLAMPED=activation is not None, HAS_BIAS=bias_XO is not None,
-        DESCRIBED=described,
+    _grouped_gemm[(min(tiles, _num_sms(out.device)) if tile.persistent else tiles,)](
+        x, weight, bias_XO, blocks.order_P, blocks.blocks, out, outputs, inputs, chosen,
+        clamped.limit, clamped.alpha, GATED=gated, CLAMPED=activation is not None, HAS_BIAS=bias_XO is not None,
+        DESCRIBED=described, X_DESCRIBED=x_described,
         EVEN=inputs % tile.columns == 0 and (described or outputs % tile.rows == 0),
         SWAPPED=plan.swapped, PERSISTENT=tile.persistent,
         TOKENS=plan.block, ROWS=tile.rows, COLUMNS=tile.columns,
-        num_warps=tile.warps, num_stages=tile.stages, **launch_options(x.device),
+        num_warps=tile.warps, num_stages=tile.stages, **launch_options(out.device),
     )  # fmt: skip
 
 
@@ -95,8 +105,7 @@ def _each_token(
     clamped = activation if isinstance(activation, ClampedSwiglu) else ClampedSwiglu(0.0, 0.0)
     _gate_up[(triton.cdiv(features, tile.rows), tokens * chosen)](
         x_TD, ids_TJ, weights.gate_up_XOD, weights.gate_up_bias_XO, inner_PF, features, hidden,
-        clamped.limit, clamped.alpha,
-        EXPERTS=experts_X, CHOSEN=chosen, CLAMPED=activation is not None,
+        experts_X, chosen, clamped.limit, clamped.alpha, CLAMPED=activation is not None,
         HAS_BIAS=weights.gate_up_bias_XO is not None,
         EVEN=features % tile.rows == 0 and hidden % tile.columns == 0,
         ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages, num_warps=tile.warps, **options,
@@ -104,7 +113,7 @@ def _each_token(
     tile = plan.down
     _down[(triton.cdiv(hidden, tile.rows), tokens)](
         inner_PF, ids_TJ, shares_TJ, weights.down_XDF, weights.down_bias_XD, out_TD, hidden, features,
-        EXPERTS=experts_X, CHOSEN=chosen, HAS_BIAS=weights.down_bias_XD is not None,
+        experts_X, CHOSEN=chosen, HAS_BIAS=weights.down_bias_XD is not None,
         BLOCK_J=triton.next_power_of_2(chosen),
         EVEN=hidden % tile.rows == 0 and features % tile.columns == 0,
         ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages, num_warps=tile.warps, **options,
