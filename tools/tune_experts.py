@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from triton.errors import TritonError
 from atom_ops import RoutingRule, backend, route
 from atom_ops.ops.experts import ClampedSwiglu, ExpertWeights, experts
 from atom_ops.triton_impl import experts as provider
-from atom_ops.triton_impl.expert_blocks import sort_by_expert
+from atom_ops.triton_impl.expert_blocks import ExpertBlocks, sort_by_expert
 from atom_ops.triton_impl.expert_plans import MANY, GroupedPlan, GroupedTile, VectorPlan, VectorTile
 
 DTYPE = torch.bfloat16
@@ -96,7 +97,7 @@ class Layer:
         self.activation = ClampedSwiglu(7.0, 1.702) if model.biased else None
         self.inner = (random(tokens * model.chosen, model.features) - 0.5).to(DTYPE)
         self.y = torch.empty(tokens * model.chosen, model.hidden, dtype=DTYPE, device=DEVICE)
-        self._blocks: dict[int, list[object]] = {}
+        self._blocks: dict[int, list[ExpertBlocks]] = {}
 
     def call(self, plan: GroupedPlan | VectorPlan) -> list[Callable[[], object]]:
         return [
@@ -114,21 +115,16 @@ class Layer:
         blocks = self._blocks.setdefault(
             block, [sort_by_expert(ids, self.model.experts, block) for ids in self.ids]
         )
-        plan, weights = GroupedPlan(MANY, block, tile, tile), self.weights
-        weight, bias = (
-            (weights.gate_up_XOD, weights.gate_up_bias_XO)
-            if gated
-            else (weights.down_XDF, weights.down_bias_XD)
-        )
-        out = self.inner if gated else self.y
-        activation = self.activation if gated else None
+        steps = [
+            provider.GroupedGEMMs(GroupedPlan(MANY, block, tile, tile), one, self.model.chosen, True)
+            for one in blocks
+        ]
+        if not gated:
+            return [partial(step.down, self.inner, self.weights, self.y) for step in steps]
         return [
-            partial(
-                provider._grouped, plan, tile, x if gated else self.inner, weight, bias, out, one,
-                self.model.chosen, activation, gated, True,
-            )
-            for x, one in zip(self.x, blocks, strict=True)
-        ]  # fmt: skip
+            partial(step.gate_up, x, self.weights, self.activation, self.inner)
+            for x, step in zip(self.x, steps, strict=True)
+        ]
 
     def vector(self, tile: VectorTile, gated: bool) -> list[Callable[[], object]]:
         """Timed with the other GEMM, whose time does not change."""
@@ -159,12 +155,12 @@ def seconds(bodies: Sequence[Callable[[], object]], rounds: int = 7) -> float:
     graph.replay()
     times = []
     for _ in range(rounds):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = torch.Event("cuda", enable_timing=True), torch.Event("cuda", enable_timing=True)
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / len(bodies))
+        times.append(float(start.elapsed_time(end)) / 1e3 / len(bodies))
     del kept
     return statistics.median(times)
 
@@ -211,7 +207,9 @@ def compile_jobs(jobs: Sequence[Job]) -> None:
     for name, block, tile, gated in jobs:
         model = MODELS[name]
         if name not in layers:
-            layers[name] = Layer(model, 128, 1, made_weights(model, model.experts if model.experts < 9 else 8))
+            layers[name] = Layer(
+                model, 128, 1, made_weights(model, model.experts if model.experts < 9 else 8)
+            )
             layers[name].ids = [ids % 8 for ids in layers[name].ids]
         layer = layers[name]
         try:
@@ -229,15 +227,18 @@ def tune(name: str, all_tokens: Sequence[int], short: bool) -> None:
     weights = made_weights(model, model.experts)
     for tokens in all_tokens:
         layer = Layer(model, tokens, 16 if tokens <= 16 else 6 if tokens <= 256 else 2, weights)
-        active = statistics.mean(len(ids.unique()) for ids in layer.ids)
+        active = statistics.mean(len(set(ids.flatten().tolist())) for ids in layer.ids)
         matrix = 2 * model.hidden * model.features
         moved = 3 * active * matrix + 4 * tokens * model.hidden
         flops = 3 * tokens * model.chosen * matrix
         floor = max(moved / READ_GB_S / 1e9, flops / MATMUL_TFLOP_S / 1e12)
-        print(f"\n== {name}, {tokens} tokens: {active:.1f} of {model.experts} experts, floor {floor * 1e6:.1f} us")
+        print(
+            f"\n== {name}, {tokens} tokens: {active:.1f} of {model.experts} experts,"
+            f" floor {floor * 1e6:.1f} us"
+        )
         totals = []
         for block in blocks_for(model, tokens):
-            best: list[Tile] = []
+            best: list[Any] = []
             for gated in (True, False):
                 times = []
                 for _, _, tile, _ in (job for job in jobs_of(name, [block], short) if job[3] == gated):
@@ -251,8 +252,11 @@ def tune(name: str, all_tokens: Sequence[int], short: bool) -> None:
                 best.append(times[0][1])
                 part = 2 / 3 if gated else 1 / 3
                 for taken, tile in times[:4]:
-                    rate = f"{part * moved / taken / 1e9:6.0f} GB/s {part * flops / taken / 1e12:6.1f} TFLOP/s"
-                    print(f"  block {block:3d} {'gate_up' if gated else 'down':8s} {taken * 1e6:8.1f} us {rate} {tile}")
+                    rate = (
+                        f"{part * moved / taken / 1e9:6.0f} GB/s {part * flops / taken / 1e12:6.1f} TFLOP/s"
+                    )
+                    gemm = f"block {block:3d} {'gate_up' if gated else 'down':8s}"
+                    print(f"  {gemm} {taken * 1e6:8.1f} us {rate} {tile}")
             plan = VectorPlan(tokens, *best) if not block else GroupedPlan(tokens, block, *best)
             totals.append((attempt(partial(layer.call, plan)), plan))
         for taken, plan in sorted(totals, key=lambda entry: entry[0]):
@@ -270,7 +274,9 @@ def parts(layer: Layer) -> None:
     routed = seconds([partial(route, logits, rule)] * 8)
     plain = seconds([partial(route.reference, logits, rule)] * 8)
     sorted_ = seconds([partial(sort_by_expert, ids, model.experts, 64) for ids in layer.ids])
-    summed = seconds([partial(provider.sum_pairs, layer.y, ids, layer.shares, model.experts) for ids in layer.ids])
+    summed = seconds(
+        [partial(provider.sum_pairs, layer.y, ids, layer.shares, model.experts) for ids in layer.ids]
+    )
     print(
         f"  route {routed * 1e6:.1f} us (torch {plain * 1e6:.1f}), sort {sorted_ * 1e6:.1f} us,"
         f" sum {summed * 1e6:.1f} us"
@@ -278,7 +284,9 @@ def parts(layer: Layer) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 16, 64, 256, 4096])
     parser.add_argument("--processes", type=int, default=14, help="that compile")

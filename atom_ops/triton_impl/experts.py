@@ -1,5 +1,6 @@
 """`experts` in Triton: see `expert_kernels` for the kernels, `expert_plans` for their tiles."""
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -33,13 +34,11 @@ def multiply(
         return _each_token(plan, x_TD, ids_TJ, shares_TJ, weights, activation)
     tokens, chosen = ids_TJ.shape
     experts_X, hidden, features = weights.down_XDF.shape
-    blocks = sort_by_expert(ids_TJ, experts_X, plan.block)
+    step = GroupedGEMMs(plan, sort_by_expert(ids_TJ, experts_X, plan.block), chosen, described)
     inner_PF = x_TD.new_empty(tokens * chosen, features)
-    gate_up = weights.gate_up_XOD, weights.gate_up_bias_XO
-    _grouped(plan, plan.gate_up, x_TD, *gate_up, inner_PF, blocks, chosen, activation, True, described)
+    step.gate_up(x_TD, weights, activation, inner_PF)
     y_PD = x_TD.new_empty(tokens * chosen, hidden)
-    down = weights.down_XDF, weights.down_bias_XD
-    _grouped(plan, plan.down, inner_PF, *down, y_PD, blocks, chosen, None, False, described)
+    step.down(inner_PF, weights, y_PD)
     return sum_pairs(y_PD, ids_TJ, shares_TJ, experts_X)
 
 
@@ -55,39 +54,60 @@ def sum_pairs(y_PD: Tensor, ids_TJ: Tensor, shares_TJ: Tensor, experts_X: int) -
     return out_TD
 
 
-def _grouped(
-    plan: GroupedPlan,
-    tile: GroupedTile,
-    x: Tensor | TensorDescriptor,
-    weight_XOI: Tensor,
-    bias_XO: Tensor | None,
-    out: Tensor,
-    blocks: ExpertBlocks,
-    chosen: int,
-    activation: ExpertActivation,
-    gated: bool,
-    described: bool,
-) -> None:
-    """One grouped GEMM: fills `out`."""
-    outputs, inputs = out.shape[1], weight_XOI.shape[2]
-    weight: Tensor | TensorDescriptor = weight_XOI.flatten(0, 1)
-    if described:
-        weight = TensorDescriptor.from_tensor(weight, [tile.rows, tile.columns])
-    # Gathered rows have no descriptor; TMA is slow with rows out of bounds.
-    x_described = described and not gated and not plan.swapped and len(x) >= plan.block
-    if x_described:
-        x = TensorDescriptor.from_tensor(x, [plan.block, tile.columns])
-    tiles = blocks.most * triton.cdiv(outputs, tile.rows)
-    clamped = activation if isinstance(activation, ClampedSwiglu) else ClampedSwiglu(0.0, 0.0)
-    _grouped_gemm[(min(tiles, _num_sms(out.device)) if tile.persistent else tiles,)](
-        x, weight, bias_XO, blocks.order_P, blocks.blocks, out, outputs, inputs, chosen,
-        clamped.limit, clamped.alpha, GATED=gated, CLAMPED=activation is not None, HAS_BIAS=bias_XO is not None,
-        DESCRIBED=described, X_DESCRIBED=x_described,
-        EVEN=inputs % tile.columns == 0 and (described or outputs % tile.rows == 0),
-        SWAPPED=plan.swapped, PERSISTENT=tile.persistent,
-        TOKENS=plan.block, ROWS=tile.rows, COLUMNS=tile.columns,
-        num_warps=tile.warps, num_stages=tile.stages, **launch_options(out.device),
-    )  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class GroupedGEMMs:
+    """The grouped GEMMs of one call."""
+
+    plan: GroupedPlan
+    blocks: ExpertBlocks
+    chosen: int
+    described: bool
+
+    def gate_up(
+        self, x_TD: Tensor, weights: ExpertWeights, activation: ExpertActivation, inner_PF: Tensor
+    ) -> None:
+        """Fill `inner_PF`, in the order of the experts."""
+        tile, clamped = self.plan.gate_up, activation or ClampedSwiglu(0.0, 0.0)
+        self._launch(
+            tile, x_TD, weights.gate_up_XOD, weights.gate_up_bias_XO, inner_PF, clamped.limit, clamped.alpha,
+            GATED=True, CLAMPED=activation is not None, X_DESCRIBED=False,
+        )  # fmt: skip
+
+    def down(self, inner_PF: Tensor, weights: ExpertWeights, y_PD: Tensor) -> None:
+        """Fill `y_PD`, in the order of the pairs."""
+        tile, x = self.plan.down, inner_PF
+        # TMA is slow with rows out of bounds.
+        x_described = self.described and not self.plan.swapped and len(inner_PF) >= self.plan.block
+        if x_described:
+            x = TensorDescriptor.from_tensor(inner_PF, [self.plan.block, tile.columns])
+        self._launch(
+            tile, x, weights.down_XDF, weights.down_bias_XD, y_PD, 0.0, 0.0,
+            GATED=False, CLAMPED=False, X_DESCRIBED=x_described,
+        )  # fmt: skip
+
+    def _launch(
+        self,
+        tile: GroupedTile,
+        x: Tensor,
+        weight_XOI: Tensor,
+        bias_XO: Tensor | None,
+        out: Tensor,
+        *activation: float,
+        **flags: bool,
+    ) -> None:
+        outputs, inputs = out.shape[1], weight_XOI.shape[2]
+        weight = weight_XOI.flatten(0, 1)
+        if self.described:
+            weight = TensorDescriptor.from_tensor(weight, [tile.rows, tile.columns])
+        tiles = self.blocks.most * triton.cdiv(outputs, tile.rows)
+        _grouped_gemm[(min(tiles, _num_sms(out.device)) if tile.persistent else tiles,)](
+            x, weight, bias_XO, self.blocks.order_P, self.blocks.blocks, out, outputs, inputs, self.chosen,
+            *activation, HAS_BIAS=bias_XO is not None, DESCRIBED=self.described,
+            EVEN=inputs % tile.columns == 0 and (self.described or outputs % tile.rows == 0),
+            SWAPPED=self.plan.swapped, PERSISTENT=tile.persistent,
+            TOKENS=self.plan.block, ROWS=tile.rows, COLUMNS=tile.columns,
+            num_warps=tile.warps, num_stages=tile.stages, **flags, **launch_options(out.device),
+        )  # fmt: skip
 
 
 def _each_token(
@@ -142,14 +162,11 @@ def _tuned(device: torch.device) -> dict[expert_plans.Shape, tuple[ExpertPlan, .
 
 def _plan(x_TD: Tensor, ids_TJ: Tensor, weights: ExpertWeights) -> ExpertPlan:
     (tokens, chosen), device = ids_TJ.shape, x_TD.device
-    if INTERPRETED:
-        plans: tuple[ExpertPlan, ...] = expert_plans.INTERPRETED
-    else:
-        plans = _tuned(device).get(tuple(weights.down_XDF.shape), ())
-    shape = weights.down_XDF.shape
-    return expert_plans.tuned_plan(plans, tokens) or expert_plans.default_plan(
-        (shape[0], shape[1], shape[2]), tokens, chosen, _is_hopper(device)
-    )
+    experts_X, hidden, features = weights.down_XDF.shape
+    shape = experts_X, hidden, features
+    plans = expert_plans.INTERPRETED if INTERPRETED else _tuned(device).get(shape, ())
+    hopper = _is_hopper(device)
+    return expert_plans.tuned_plan(plans, tokens) or expert_plans.default_plan(shape, tokens, chosen, hopper)
 
 
 def _describable(weights: ExpertWeights) -> bool:
@@ -188,9 +205,7 @@ def _experts(
     if not ids_TJ.numel():
         return torch.empty_like(x_TD)
     described = _is_hopper(x_TD.device) and _describable(weights)
-    return multiply(
-        _plan(x_TD, ids_TJ, weights), x_TD, ids_TJ, weights_TJ, weights, activation, described
-    )
+    return multiply(_plan(x_TD, ids_TJ, weights), x_TD, ids_TJ, weights_TJ, weights, activation, described)
 
 
 @experts.provider(BATCH_INVARIANT, needs=NEEDS, supported=runs_on, supports=_supports)
@@ -204,6 +219,4 @@ def _batch_invariant(
     if not ids_TJ.numel():
         return torch.empty_like(x_TD)
     described = _is_hopper(x_TD.device) and _describable(weights)
-    return multiply(
-        expert_plans.BATCH_INVARIANT, x_TD, ids_TJ, weights_TJ, weights, activation, described
-    )
+    return multiply(expert_plans.BATCH_INVARIANT, x_TD, ids_TJ, weights_TJ, weights, activation, described)
