@@ -21,7 +21,7 @@ EVALUATION := .venv-accuracy
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile
 # Their result may depend on the CPU's instruction set.
 ISA_TESTS := tests/golden tests/models/test_worker.py::test_every_position_in_chunks_and_together \
-	$(addprefix tests/unit/workers/test_,load_memory.py models.py device_probe.py) \
+	$(addprefix tests/unit/workers/test_,load_memory.py models.py block_fp8.py device_probe.py) \
 	$(addprefix tests/unit/atom_ops/test_,ops.py layers.py attention.py moe.py logprobs.py)
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 

@@ -98,7 +98,7 @@ class LLMEngine:
             raise
 
     def _connect(self) -> None:
-        self._link = CoreLink(self._context, self._supervisor.endpoint("core"), 0)
+        self._link = CoreLink(self._context, self._supervisor.engines[0].endpoint, 0)
         self._link.connect()
         ready = self._wait_for(CoreReady, _CORE_READY_DEADLINE_S)
         self.max_model_len: int = ready.max_model_len

@@ -15,7 +15,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -27,7 +27,7 @@ from atom.config.model import ModelConfig
 from atom.config.resolve import DeviceCapabilities
 from atom.config.server import ServerConfig
 from atom.messages.codec import Decoder, encode
-from atom.messages.launch import CoreLaunch, FrontendLaunch, PrepareLaunch, WorkerLaunch
+from atom.messages.launch import CoreLaunch, EngineAddress, FrontendLaunch, PrepareLaunch, WorkerLaunch
 from atom.messages.supervisor import Dead, Heartbeat, Progress, Ready, ToSupervisor
 from atom.messages.worker import WorkerFailed
 from atom.utils import envs
@@ -35,6 +35,7 @@ from atom.utils.exit_status import ExitStatus
 from atom.utils.liveness import PeerMonitor
 from atom.utils.logger import get_logger
 from atom.utils.process import spawn
+from atom.utils.rendezvous import open_rendezvous
 from atom.utils.run_directory import RunDirectory
 
 PREPARE_DEADLINE_S = 3600.0
@@ -96,6 +97,7 @@ class Supervisor:
         self.run_dir = self._directory.path
         self.details: dict[str, int | str] = {}
         """Figures for the banner, from the Ready messages."""
+        self.engines = [EngineAddress(0, 0, self.endpoint("core-0.0"))]
         self._children: dict[str, Child] = {}
         self._deaths: list[Dead] = []
         self._on_progress = on_progress
@@ -152,11 +154,12 @@ class Supervisor:
         """Start the core and its workers; `wait_ready` waits for them."""
         self._monitor = PeerMonitor(config.reliability.hang_timeout)
         workers, status = self.endpoint("workers"), self.endpoint("supervisor")
-        core = CoreLaunch(config, checkpoint, self.endpoint("core"), workers, status)
+        core = CoreLaunch(config, checkpoint, self.engines[0].endpoint, workers, status)
         self._spawn("core", "engine_core.process", core)
-        for rank in range(config.parallel.tensor_parallel_size):
-            launch = WorkerLaunch(config, checkpoint, rank, workers, status, str(self.run_dir / "rendezvous"))
-            self._spawn(f"worker {rank}", "workers.main", launch)
+        with open_rendezvous(config.parallel.tensor_parallel_size) as places:
+            for rank, place in enumerate(places):
+                launch = WorkerLaunch(config, checkpoint, rank, workers, status, place, device_index=rank)
+                self._spawn(f"worker {rank}", "workers.main", launch, place.pass_fds if place else ())
 
     def start_frontend(
         self,
@@ -170,9 +173,10 @@ class Supervisor:
             config,
             server,
             checkpoint,
-            self.endpoint("core"),
+            self.engines,
             self.endpoint("supervisor"),
             listener.fileno(),
+            metrics_dir=str(self.run_dir),
         )
         self._spawn("frontend", "frontend.main", launch, pass_fds=[listener.fileno()])
 
@@ -257,10 +261,8 @@ class Supervisor:
         """Process ids of the children by name."""
         return {name: child.process.pid for name, child in self._children.items()}
 
-    def _spawn(
-        self, name: str, module: str, launch: msgspec.Struct, pass_fds: list[int] | None = None
-    ) -> None:
-        self._children[name] = Child(name, spawn(module, launch, pass_fds or ()))
+    def _spawn(self, name: str, module: str, launch: msgspec.Struct, pass_fds: Sequence[int] = ()) -> None:
+        self._children[name] = Child(name, spawn(module, launch, pass_fds))
 
     def _receive(self, wait_s: float) -> bool:
         if not self._socket.poll(int(wait_s * 1000)):

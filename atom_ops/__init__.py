@@ -6,11 +6,19 @@ P positions, X experts, J top-k experts of a token; recurrent layers have letter
 Tensors are contiguous unless a docstring says otherwise.
 """
 
+from atom_ops.attention_backend import (
+    INTERLEAVED_KV,
+    AttentionBackend,
+    AttentionConfig,
+    attention_backend,
+    register_attention_backend,
+)
 from atom_ops.ops.activation import clamped_swiglu, sigmoid_and_mul, silu_and_mul
 from atom_ops.ops.attention import AttentionPlan, AttentionRule, paged_attention, plan_attention
-from atom_ops.ops.attention_plan import BATCH_INVARIANT_SPLIT
+from atom_ops.ops.attention_plan import BATCH_INVARIANT_SPLIT, empty_attention
 from atom_ops.ops.causal_conv import causal_conv
 from atom_ops.ops.decode_inputs import DecodeInputs, decode_inputs
+from atom_ops.ops.draft_inputs import NO_DRAFT, DraftInputs, RowState, draft_inputs
 from atom_ops.ops.embedding import embedding
 from atom_ops.ops.experts import ClampedSwiglu, ExpertActivation, ExpertWeights, experts
 from atom_ops.ops.fused_attention import attend_projection
@@ -42,22 +50,39 @@ from atom_ops.ops.logits_processors import (
     record_sampled,
 )
 from atom_ops.ops.logprobs import TokenLogprobs, token_logprobs
+from atom_ops.ops.ngram import NgramRule, TokenHistory, propose_ngrams
 from atom_ops.ops.norm import add_rms_norm, gated_rms_norm, rms_norm
-from atom_ops.ops.qkv import HeadNorms, rotate_and_write_kv
-from atom_ops.ops.recurrent_state import StateLayer, StatePlan, StateShape, make_state_layer, plan_states
+from atom_ops.ops.qkv import HeadNorms, rotate_and_write_kv, rotated_heads
+from atom_ops.ops.recurrent_state import (
+    StateLayer,
+    StatePlan,
+    StateShape,
+    empty_states,
+    make_state_layer,
+    plan_states,
+)
 from atom_ops.ops.rotary import rotary, rotation, rotation_at
 from atom_ops.ops.routing import RoutingRule, route
 from atom_ops.ops.sampling import SamplingBatch, sample
 from atom_ops.ops.sparse_attention import TopKIndices, index_topk, sparse_latent_attention
+from atom_ops.ops.verification import verify_drafts
 from atom_ops.transfer import to_device
+from atom_ops.weights import MXFP4, BlockFP8, PackedOneDNN, Quantized, Weight, tensors_of, unstacked
 
 __all__ = [
     "BATCH_INVARIANT_SPLIT",
+    "INTERLEAVED_KV",
+    "MXFP4",
+    "NO_DRAFT",
+    "AttentionBackend",
+    "AttentionConfig",
     "AttentionPlan",
     "AttentionRule",
+    "BlockFP8",
     "ClampedSwiglu",
     "DecayWeights",
     "DecodeInputs",
+    "DraftInputs",
     "ExpertActivation",
     "ExpertWeights",
     "HeadNorms",
@@ -67,23 +92,33 @@ __all__ = [
     "LatentLayer",
     "LatentNorms",
     "LogitsProcessorBatch",
+    "NgramRule",
+    "PackedOneDNN",
+    "Quantized",
     "RoutingRule",
+    "RowState",
     "SamplingBatch",
     "StateLayer",
     "StatePlan",
     "StateShape",
+    "TokenHistory",
     "TokenLogprobs",
     "TokenRecord",
     "TopKIndices",
+    "Weight",
     "absorb_queries",
     "add_norm_linear",
     "add_rms_norm",
     "apply_logits_processors",
     "attend_projection",
+    "attention_backend",
     "causal_conv",
     "clamped_swiglu",
     "decode_inputs",
+    "draft_inputs",
     "embedding",
+    "empty_attention",
+    "empty_states",
     "expand_values",
     "experts",
     "gated_delta_rule",
@@ -104,11 +139,14 @@ __all__ = [
     "plan_attention",
     "plan_states",
     "prompt_attention",
+    "propose_ngrams",
     "read_latent",
     "record_sampled",
+    "register_attention_backend",
     "rms_norm",
     "rotary",
     "rotate_and_write_kv",
+    "rotated_heads",
     "rotation",
     "rotation_at",
     "route",
@@ -117,8 +155,11 @@ __all__ = [
     "silu_and_mul",
     "silu_and_mul_linear",
     "sparse_latent_attention",
+    "tensors_of",
     "to_device",
     "token_logprobs",
+    "unstacked",
+    "verify_drafts",
     "write_index_keys",
     "write_kv",
     "write_latent",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from atom_ops import triton_impl
+from atom_ops.attention_backend import ATTENTION_BACKENDS, use_attention_backends
 from atom_ops.op import REFERENCE, REGISTRY
 from atom_ops.ops.linear import BATCH_INVARIANT, linear
 
@@ -20,10 +21,12 @@ _DEFAULT_ORDER = {
 def resolve(
     device: torch.device, order: Sequence[str] | None = None, batch_invariant: bool = False
 ) -> dict[str, tuple[str, ...]]:
-    """Set every op's providers for `device`; returns op name -> provider names, in order of preference.
+    """Set every op's providers and the attention backends for `device`.
+
+    Returns op name -> provider names, in order of preference.
 
     `order` None: the default order of the device. The reference, `torch`, is always last. Raises
-    ValueError for an explicit name that no op has or that cannot run on `device`.
+    ValueError for an explicit name that nothing has or that cannot run on `device`.
 
     `batch_invariant` allows only providers whose rows do not depend on the batch and prefers the
     batch-invariant GEMM; raises ValueError where there is none. Attention is batch-invariant by its
@@ -43,6 +46,7 @@ def resolve(
         known = (each.providers[name] for name in names if name in each.providers)
         allowed = (provider for provider in known if provider.batch_invariant or not batch_invariant)
         each.use([provider.name for provider in allowed if provider.supported(device)])
+    use_attention_backends(names, device, batch_invariant)
     return {name: each.order for name, each in sorted(REGISTRY.items())}
 
 
@@ -78,9 +82,13 @@ def ran_in_torch() -> list[str]:
 def _require(names: tuple[str, ...], device: torch.device) -> None:
     for name in names:
         holders = [each for each in REGISTRY.values() if name in each.providers]
-        if not holders:
-            known = sorted({known for each in REGISTRY.values() for known in each.providers})
-            raise ValueError(f"no op has a provider {name!r}; there are: {', '.join(known)}")
+        attention = ATTENTION_BACKENDS.get(name)
+        if not holders and attention is None:
+            known = {known for each in REGISTRY.values() for known in each.providers}
+            all_names = ", ".join(sorted(known | set(ATTENTION_BACKENDS)))
+            raise ValueError(f"no op has a provider {name!r}; there are: {all_names}")
+        if attention is not None and not attention.supported(device):
+            raise ValueError(f"attention backend {name!r} cannot run on {device}: it needs {attention.needs}")
         for each in holders:
             provider = each.providers[name]
             if name != REFERENCE and not provider.supported(device):

@@ -78,12 +78,15 @@ class Op(Generic[P, R]):
         supports: Callable[P, bool] | None = None,
         prepare: Callable[P, tuple[Any, ...]] | None = None,
         batch_invariant: bool = True,
-    ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-        """Register the decorated function; raises ValueError for a duplicate name."""
+    ) -> Callable[[Callable[..., R]], Callable[..., R]]:
+        """Register the decorated function; raises ValueError for a duplicate name.
+
+        The function may take narrower types than the op (some types of weight), if `supports` checks them.
+        """
         if name in self.providers:
             raise ValueError(f"op {self.name} already has a provider {name}")
 
-        def register(function: Callable[P, R]) -> Callable[P, R]:
+        def register(function: Callable[..., R]) -> Callable[..., R]:
             self.providers[name] = Provider(
                 name, function, needs, supported, supports, prepare, batch_invariant
             )

@@ -6,6 +6,7 @@ them must fail alone: a value that does not fit the workers' arrays would end th
 
 from atom.messages.engine import MAX_SEQUENCES, AddRequest, LogitsProcessors, Sampling
 from atom.sampling_params import MAX_LOGPROBS
+from engine_core.token_ids import ID_BYTES
 
 _MAX_INT32 = (1 << 31) - 1
 _MAX_UINT64 = (1 << 64) - 1
@@ -19,20 +20,34 @@ def check_request(message: AddRequest, max_model_len: int) -> None:
     count = len(message.request_ids)
     if not 1 <= count <= MAX_SEQUENCES or len(set(message.request_ids)) < count:
         raise ValueError(f"a request needs 1 to {MAX_SEQUENCES} different ids, not {count}")
-    if len(message.prompt_ids) % 4:
+    if len(message.prompt_ids) % ID_BYTES:
         raise ValueError(f"prompt of {len(message.prompt_ids)} bytes is not a whole number of token ids")
-    prompt = len(message.prompt_ids) // 4
-    if prompt < 1 or message.max_tokens < 1:
+    known, prompt = len(message.prompt_ids) // ID_BYTES, prompt_length(message)
+    if known < 1 or message.max_tokens < 1:
         raise ValueError("a request needs a prompt and max_tokens of at least 1")
+    if not 1 <= prompt <= known < prompt + message.max_tokens:
+        raise ValueError(
+            f"{known} ids, {prompt} of them the prompt, leave nothing of max_tokens={message.max_tokens} "
+            "to generate"
+        )
     if prompt + message.max_tokens > max_model_len:
         raise ValueError(
             f"a prompt of {prompt} tokens and max_tokens={message.max_tokens} "
             f"exceed the context of {max_model_len} tokens"
         )
+    if len(message.prediction_ids) % 4 or len(message.prediction_ids) > 4 * max_model_len:
+        raise ValueError(
+            f"a prediction of {len(message.prediction_ids)} bytes is not 0 to {max_model_len} token ids"
+        )
     _check_range("prompt_logprobs", message.prompt_logprobs, -1, MAX_LOGPROBS)
     _check_sampling(message.sampling)
     if message.sampling.logits_processors is not None:
         _check_processors(message.sampling.logits_processors)
+
+
+def prompt_length(message: AddRequest) -> int:
+    """The number of prompt tokens; the ids behind them are output of an earlier run."""
+    return message.prompt_length or len(message.prompt_ids) // ID_BYTES
 
 
 def _check_sampling(sampling: Sampling) -> None:

@@ -6,9 +6,10 @@ Whatever requests arrive, a `ScheduledBatch` has at most
     rows                rows, counts and appended blocks of max_num_seqs rows
     new rows            MAX_NEW_ROWS_BYTES, or a single row of at most MAX_ROW_BYTES
 
-and its result a token, log probabilities or an error for each row, and log probabilities of at most
-MAX_PROMPT_LOGPROB_TOKENS prompt tokens. `check_frames` refuses a configuration whose frames could
-exceed `MAX_FRAME_BYTES`; `check_row` refuses a request whose row alone could exceed MAX_ROW_BYTES.
+and its result 1 + num_drafts tokens with log probabilities, or an error, for each row, and log
+probabilities of at most MAX_PROMPT_LOGPROB_TOKENS prompt tokens. `check_frames` refuses a configuration
+whose frames could exceed `MAX_FRAME_BYTES`; `check_row` refuses a request whose row alone could exceed
+MAX_ROW_BYTES.
 """
 
 from atom.messages.codec import MAX_FRAME_BYTES
@@ -27,7 +28,7 @@ _INT = 5  # bytes of an integer below 2^32 in msgpack, at most
 _ID = 4
 _HEADERS = 128  # of one row: array headers, numbers, empty lists
 _LOGPROBS = 8 * (1 + MAX_LOGPROBS) + 4  # of one token: ids, values, rank
-_RESULT_ROW = max(_ID + _LOGPROBS + _INT, 4 * MAX_REASON_CHARS) + _HEADERS
+_RESULT_TOKEN = _ID + _LOGPROBS + _INT
 
 
 def max_batch_bytes(max_num_seqs: int, max_num_batched_tokens: int, block_size: int, num_groups: int) -> int:
@@ -38,16 +39,19 @@ def max_batch_bytes(max_num_seqs: int, max_num_batched_tokens: int, block_size: 
     return _HEADERS + _ID * max_num_batched_tokens + rows + blocks * _INT + new_rows
 
 
-def max_result_bytes(max_num_seqs: int, max_num_batched_tokens: int) -> int:
+def max_result_bytes(max_num_seqs: int, max_num_batched_tokens: int, num_drafts: int = 0) -> int:
     """Most bytes of a `BatchResult` or of the `TokenDeltas` made from it."""
     prompt_logprobs = min(MAX_PROMPT_LOGPROB_TOKENS, max_num_batched_tokens)
-    return _HEADERS + max_num_seqs * (_RESULT_ROW + _HEADERS) + prompt_logprobs * _LOGPROBS
+    row = max((1 + num_drafts) * _RESULT_TOKEN, 4 * MAX_REASON_CHARS) + 2 * _HEADERS
+    return _HEADERS + max_num_seqs * row + prompt_logprobs * _LOGPROBS
 
 
-def check_frames(max_num_seqs: int, max_num_batched_tokens: int, block_size: int, num_groups: int) -> None:
+def check_frames(
+    max_num_seqs: int, max_num_batched_tokens: int, block_size: int, num_groups: int, num_drafts: int = 0
+) -> None:
     """Raises ValueError for limits of a step whose frames could be too large."""
     batch = max_batch_bytes(max_num_seqs, max_num_batched_tokens, block_size, num_groups)
-    result = max_result_bytes(max_num_seqs, max_num_batched_tokens)
+    result = max_result_bytes(max_num_seqs, max_num_batched_tokens, num_drafts)
     if max(batch, result) > MAX_FRAME_BYTES:
         raise ValueError(
             f"steps of {max_num_seqs} rows and {max_num_batched_tokens} tokens could take messages of "
@@ -59,6 +63,7 @@ def check_frames(max_num_seqs: int, max_num_batched_tokens: int, block_size: int
 def row_bytes(settings: SharedSettings, prompt_ids: int, output_ids: int, num_blocks: int) -> int:
     """Most bytes of a `NewRow`; `num_blocks` counts all groups, ids count only if they are sent."""
     ids = prompt_ids * settings.needs_prompt_ids + output_ids * settings.needs_output_ids
+    ids += len(settings.prediction_ids) // _ID
     return _HEADERS + settings.sampling_bytes + _INT * num_blocks + _ID * ids
 
 

@@ -19,13 +19,13 @@ from atom.messages.engine import (
     TokenDeltas,
 )
 from atom.messages.worker import BatchResult, ScheduledBatch
-from engine_core.admission import check_request
+from engine_core.admission import check_request, prompt_length
 from engine_core.batch_bytes import MAX_REASON_CHARS, check_row
 from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.request import Request, SharedSettings
 from engine_core.scheduler import Limits, Scheduler
 from engine_core.step import StepOutcome
-from engine_core.token_ids import Prompt, TokenIds
+from engine_core.token_ids import ID_BYTES, Prompt, TokenIds
 
 
 class EngineCore:
@@ -42,6 +42,7 @@ class EngineCore:
         self._scheduler = Scheduler(limits, kv, clock)
         self._kv = kv
         self._max_model_len = max_model_len
+        self._num_drafts = limits.num_drafts
         self._frontends: set[bytes] = set()  # all that have unfinished requests, and perhaps others
         self._check: Iterator[None] | None = None  # keeps the checked requests in memory
         self._checked_version: tuple[int, ...] = ()
@@ -67,7 +68,7 @@ class EngineCore:
         A request that can never run is refused: the deltas returned end its sequences with `ERROR`.
         """
         try:
-            settings, prompt = self._check_request(message, frontend)
+            settings, prompt, output = self._check_request(message, frontend)
         except ValueError as error:
             reason = str(error)[:MAX_REASON_CHARS]
             refusals = [Finished(i, FinishReason.ERROR, message=reason) for i in message.request_ids]
@@ -77,7 +78,7 @@ class EngineCore:
             sampling = message.sampling
             if index:
                 sampling = msgspec.structs.replace(sampling, sequence=sampling.sequence + index)
-            blocks = self._kv.new_blocks(TokenIds(prompt))
+            blocks = self._kv.new_blocks(TokenIds(prompt, output))
             self._scheduler.add(Request(request_id, settings, sampling, message.prompt_logprobs, blocks))
         return None
 
@@ -128,6 +129,9 @@ class EngineCore:
             overlapped_steps=counters.overlapped_steps,
             prompt_tokens=counters.prompt_tokens,
             generated_tokens=counters.generated_tokens,
+            num_drafts=counters.num_drafts,
+            num_draft_tokens=counters.num_draft_tokens,
+            num_accepted_tokens_per_pos=counters.accepted_per_pos(self._num_drafts),
         )
 
     def check_integrity(self) -> None:
@@ -147,31 +151,41 @@ class EngineCore:
             return False
         return True
 
-    def _check_request(self, message: AddRequest, frontend: bytes) -> tuple[SharedSettings, Prompt]:
-        """Raises ValueError, with the reason, for a request that can never run."""
+    def _check_request(self, message: AddRequest, frontend: bytes) -> tuple[SharedSettings, Prompt, bytes]:
+        """(settings, prompt, packed output of an earlier run).
+
+        Raises ValueError, with the reason, for a request that can never run.
+        """
         check_request(message, self._max_model_len)
         for request_id in message.request_ids:
             if request_id in self._scheduler.requests:
                 raise ValueError(f"request id {request_id} is in use")
-        prompt = Prompt(message.prompt_ids, message.cache_salt)
+        if message.prediction_ids and not self._num_drafts:
+            message = msgspec.structs.replace(message, prediction_ids=b"")
+        prompt_bytes = prompt_length(message) * ID_BYTES
+        prompt = Prompt(message.prompt_ids[:prompt_bytes], message.cache_salt)
         total = len(prompt.ids) + message.max_tokens
-        if not self._kv.can_ever_hold(total - 1):  # the last sampled token is never computed
+        # The last sampled token is never computed, except as a draft.
+        if not self._kv.can_ever_hold(total if self._num_drafts else total - 1):
             raise ValueError(f"the KV cache is too small for a sequence of {total} tokens")
         settings = SharedSettings(message, frontend, len(encode(message.sampling)))
         check_row(settings, len(prompt.ids), self._kv.block_size, len(self._kv.specs))
-        return settings, prompt
+        return settings, prompt, message.prompt_ids[prompt_bytes:]
 
 
 def _deltas(outcome: StepOutcome) -> TokenDeltas:
     sampled = outcome.sampled
+    counts, num_proposed = sampled.counts, sampled.num_proposed
     return TokenDeltas(
         outcome.step,
         [request.request_id for request in sampled.requests],
         sampled.token_ids.tobytes(),
+        list(counts) if counts and max(counts) > 1 else [],
         first=[message for _, message in outcome.first],
         finished=[message for _, message in outcome.finished],
         logprobs=sampled.logprobs,
         prompt_logprobs=[chunk for _, chunk in outcome.prompt_logprobs],
+        num_proposed=list(num_proposed) if any(num_proposed) else [],
     )
 
 

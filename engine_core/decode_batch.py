@@ -27,6 +27,9 @@ class DecodeRows:
 class DecodeBatch:
     """The running requests that decode, and the steps in which they need a block or end."""
 
+    tokens_per_row = 1
+    num_drafts = 0
+
     def __init__(self, block_size: int):
         self._step = 0
         self._requests: dict[int, Request] = {}
@@ -41,10 +44,10 @@ class DecodeBatch:
         """All requests, in the order they joined."""
         return list(self._requests.values())
 
-    def add(self, request: Request, steps: int) -> None:
-        """Decode from the next step on, for at most `steps` >= 1 steps, behind `request.computed` tokens."""
+    def add(self, request: Request) -> None:
+        """Decode from the next step on, behind `request.computed` tokens; at least one is left to sample."""
         request.decode_offset = request.computed - self._step
-        request.last_decode_step = self._step + steps - 1
+        request.last_decode_step = self._step + request.max_length - request.computed - 2
         self._requests[request.request_id] = request
         self._block_slot(request)[request.request_id] = request
         self._ends_at.setdefault(request.last_decode_step, {})[request.request_id] = request
@@ -65,6 +68,15 @@ class DecodeBatch:
         """Tokens of a request of the batch that are computed or in flight."""
         return request.decode_offset + self._step
 
+    def num_covered(self, request: Request) -> int:
+        """Tokens for which its blocks have room."""
+        return self.computed(request)
+
+    def next_positions(self, request: Request) -> tuple[int, int]:
+        """The position that its next step computes, and the one after it."""
+        computed = request.decode_offset + self._step
+        return computed, computed + 1
+
     def needing_block(self) -> list[Request]:
         """Requests whose next token is the first of a block."""
         return list(self._needs_block[self._step % len(self._needs_block)].values())
@@ -72,7 +84,7 @@ class DecodeBatch:
     def advance(self) -> tuple[DecodeRows, list[Request]]:
         """Schedule one token of every request; returns the rows, and the requests whose last step it is."""
         if self._rows is None:
-            self._rows = self._columns()
+            self._rows = decode_rows(list(self._requests.values()))
         rows = self._rows
         ending = list(self._ends_at.get(self._step, {}).values())
         self._step += 1
@@ -94,9 +106,10 @@ class DecodeBatch:
     def _block_slot(self, request: Request) -> dict[int, Request]:
         return self._needs_block[-request.decode_offset % len(self._needs_block)]
 
-    def _columns(self) -> DecodeRows:
-        requests = list(self._requests.values())
-        return DecodeRows(requests, [request.row for request in requests], union_of_stop_ids(requests))
+
+def decode_rows(requests: list[Request]) -> DecodeRows:
+    """The columns of these requests."""
+    return DecodeRows(requests, [request.row for request in requests], union_of_stop_ids(requests))
 
 
 def union_of_stop_ids(

@@ -53,21 +53,23 @@ def plan_blocks(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_model_len: int,
+    max_uncertain: int = 0,
 ) -> list[int]:
     """Blocks for each group so that together they fill at most `kv_bytes`.
 
     All groups get the same number, but a window group no more than `max_num_seqs` requests can use.
     Groups of states come first, with a slot for each of these requests or as many as half of the
-    memory holds. A budget below one block of each group gives zeros.
+    memory holds. A budget below one block of each group gives zeros. A decoding request uses up to
+    `max_uncertain` tokens more, for drafts.
     """
     states = [spec.bytes_per_slot for spec in specs if isinstance(spec, RecurrentStateSpec)]
     slots = _num_slots(sum(states), kv_bytes, max_num_seqs) if states else 0
     paged = [spec for spec in specs if not isinstance(spec, RecurrentStateSpec)]
-    blocks = iter(
-        _plan_paged(
-            paged, kv_bytes - slots * sum(states), max_num_seqs, max_num_batched_tokens, max_model_len
-        )
-    )
+    limits = [
+        _max_useful_blocks(spec, max_num_seqs, max_num_batched_tokens, max_model_len, max_uncertain)
+        for spec in paged
+    ]
+    blocks = iter(_plan_paged(paged, kv_bytes - slots * sum(states), limits))
     return [slots if isinstance(spec, RecurrentStateSpec) else next(blocks) for spec in specs]
 
 
@@ -76,14 +78,8 @@ def _num_slots(bytes_of_one: int, kv_bytes: int, max_num_seqs: int) -> int:
     return min(max_num_seqs, max(kv_bytes // _STATE_SHARE // bytes_of_one, 1), kv_bytes // bytes_of_one)
 
 
-def _plan_paged(
-    specs: Sequence[PagedSpec],
-    kv_bytes: int,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    max_model_len: int,
-) -> list[int]:
-    limits = [_max_useful_blocks(spec, max_num_seqs, max_num_batched_tokens, max_model_len) for spec in specs]
+def _plan_paged(specs: Sequence[PagedSpec], kv_bytes: int, limits: Sequence[int | None]) -> list[int]:
+    """`limits`: the most blocks that each group can use; None for any number."""
 
     def counts(blocks: int) -> list[int]:
         return [blocks if limit is None else min(blocks, limit) for limit in limits]
@@ -116,12 +112,12 @@ def cache_tokens(specs: Sequence[KVSpec], num_blocks: Sequence[int]) -> int:
 
 
 def _max_useful_blocks(
-    spec: PagedSpec, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
+    spec: PagedSpec, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, max_uncertain: int
 ) -> int | None:
     """Blocks that can hold visible tokens; None without a window."""
     if isinstance(spec, FullAttentionSpec):
         return None
-    window = _ceil_div(spec.window, spec.block_size) + 2  # with a partial block at each end
+    window = _ceil_div(spec.window + max_uncertain, spec.block_size) + 2  # with a partial block at each end
     each = min(window, _ceil_div(max_model_len, spec.block_size))
     return max_num_seqs * each + _ceil_div(max_num_batched_tokens, spec.block_size)
 

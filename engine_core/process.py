@@ -140,7 +140,7 @@ class CoreProcess:
         kv = KVCacheManager(
             plan.specs,
             plan.num_blocks,
-            limits.max_num_batched_tokens,
+            limits.max_chunk,
             secrets.randbits(64),
             config.cache.enable_prefix_caching,
         )

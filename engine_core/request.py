@@ -17,7 +17,7 @@ class State(Enum):
     PREFILLING = auto()
     """Has known tokens to compute besides the last sampled one."""
     DECODING = auto()
-    """In the decode batch: computes one token in every step."""
+    """In the decode batch: computes its last token, and drafts, in every step."""
     DRAINING = auto()
     """Its last step is in flight; its finish reason comes with the result."""
     ENDED = auto()
@@ -33,6 +33,7 @@ class SharedSettings:
         "max_tokens",
         "needs_output_ids",
         "needs_prompt_ids",
+        "prediction_ids",
         "priority",
         "sampling_bytes",
         "stop_ids",
@@ -41,6 +42,7 @@ class SharedSettings:
     def __init__(self, message: AddRequest, frontend: bytes, sampling_bytes: int):
         processors = message.sampling.logits_processors
         self.frontend = frontend
+        self.prediction_ids = message.prediction_ids
         self.max_tokens = message.max_tokens
         self.priority = message.priority
         self.eos_ids = frozenset(message.eos_token_ids)
@@ -60,12 +62,15 @@ class Request:
         "blocks",
         "cached_tokens",
         "computed",
+        "covered",
         "decode_offset",
         "discarded_until",
+        "drafts_in_flight",
         "frontend",
         "is_cacheable",
         "last_decode_step",
         "last_step",
+        "max_length",
         "output_ids",
         "priority",
         "prompt_length",
@@ -97,7 +102,9 @@ class Request:
         self.token_ids: TokenIds = blocks.tokens
         self.output_ids = self.token_ids.output
         """Generated tokens whose ids are known."""
-        self.prompt_length = len(self.token_ids)
+        self.prompt_length = self.token_ids.prompt_length
+        self.max_length = self.prompt_length + settings.max_tokens
+        """Tokens of the prompt and the most of the output."""
         self.prompt_logprobs = prompt_logprobs
         """As in the message, until the last chunk of the prompt is scheduled; -1 from then on."""
         self.arrival = 0
@@ -109,7 +116,10 @@ class Request:
         self.row = NO_ROW
         self.blocks = blocks
         self.computed = 0
-        """Tokens computed or in flight; the decode batch counts them while `DECODING`."""
+        """Tokens computed or in flight; the decode batch counts them while `DECODING`.
+
+        With drafts in flight, the most that these may be.
+        """
         self.cached_tokens: int | None = None
         """Prompt tokens found in the prefix cache at the first admission; None before it."""
         self.last_step = 0
@@ -120,6 +130,10 @@ class Request:
         """False where its blocks hold values of a failed step."""
         self.decode_offset = 0
         self.last_decode_step = 0
+        self.drafts_in_flight = 0
+        """Drafts among `computed` that may be rejected."""
+        self.covered = 0
+        """Tokens for which a request that decodes with drafts has blocks."""
 
     @property
     def num_generated(self) -> int:

@@ -1,7 +1,9 @@
 """The sampled tokens of a step, and selections of them: without ended requests, or for one frontend."""
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from atom.messages.engine import LogprobTable, SampledLogprobs
 from engine_core.request import Request
@@ -15,15 +17,38 @@ class SampledTokens:
 
     requests: list[Request]
     token_ids: "array[int]"
-    """One for each of `requests`."""
+    """One for each of `requests`, or `counts[i]` for requests[i]."""
     logprobs: SampledLogprobs | None
     """For the requests that want them; `indices` point into `token_ids`. Usually None."""
+    counts: Sequence[int] = ()
+    """After a step with drafts; at least 1 each."""
+    num_proposed: Sequence[int] = ()
+    """After a step with drafts: how many it verified for each of `requests`."""
 
     def select(self, kept: list[int]) -> "SampledTokens":
-        """Only the tokens at these indices."""
-        logprobs = self.logprobs and _select(self.logprobs, kept)
-        ids = array("i", [self.token_ids[index] for index in kept])
-        return SampledTokens([self.requests[index] for index in kept], ids, logprobs)
+        """Only the tokens of the requests at these indices."""
+        if not self.counts:
+            return SampledTokens([self.requests[index] for index in kept], *self._tokens(kept))
+        counts = [0] * len(self.requests)
+        for index in kept:
+            counts[index] = self.counts[index]
+        return self.shorten(counts)
+
+    def shorten(self, counts: list[int]) -> "SampledTokens":
+        """Only the first `counts[i]` tokens of each request, and the requests for which these are not 0."""
+        kept = [index for index, count in enumerate(counts) if count]
+        starts = [0, *accumulate(self.counts)]
+        places = [place for index in kept for place in range(starts[index], starts[index] + counts[index])]
+        return SampledTokens(
+            [self.requests[index] for index in kept],
+            *self._tokens(places),
+            [counts[index] for index in kept],
+            [self.num_proposed[index] for index in kept],
+        )
+
+    def _tokens(self, places: list[int]) -> "tuple[array[int], SampledLogprobs | None]":
+        logprobs = self.logprobs and _select(self.logprobs, places)
+        return array("i", [self.token_ids[place] for place in places]), logprobs
 
 
 def fits(logprobs: SampledLogprobs, num_sampled: int) -> bool:

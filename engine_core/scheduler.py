@@ -29,9 +29,12 @@ from dataclasses import dataclass
 
 from atom.messages.engine import Finished, FinishReason, FirstToken
 from atom.messages.worker import BatchResult, MoreBlocks, NewRow, ScheduledBatch
+from engine_core.acceptance import accept, count_drafts
 from engine_core.batch_bytes import MAX_NEW_ROWS_BYTES, MAX_REASON_CHARS, check_frames, new_row_bytes
 from engine_core.decode_batch import DecodeBatch, union_of_stop_ids
+from engine_core.draft_batch import DraftBatch
 from engine_core.kv_cache_manager import KVCacheManager
+from engine_core.kv_plan import holds_states
 from engine_core.request import NO_ROW, Request, State
 from engine_core.request_queue import RequestQueue
 from engine_core.sampled_tokens import SampledTokens
@@ -53,6 +56,18 @@ class Limits:
     policy: str = "fcfs"
     delay_factor: float = 0.0
     """While requests run, a new prompt waits for this multiple of the last prompt step's duration."""
+    num_drafts: int = 0
+    """Draft tokens of each decoding request in a step."""
+
+    @property
+    def max_uncertain(self) -> int:
+        """Most positions at which the next token of a decoding request may be, besides the first."""
+        return MAX_IN_FLIGHT * self.num_drafts
+
+    @property
+    def max_chunk(self) -> int:
+        """Most tokens that one request has blocks for behind those that are certainly computed."""
+        return max(self.max_num_batched_tokens, 1 + self.max_uncertain)
 
 
 class Scheduler:
@@ -60,16 +75,26 @@ class Scheduler:
 
     def __init__(self, limits: Limits, kv: KVCacheManager, clock: Callable[[], float] = time.monotonic):
         """Raises ValueError for an unknown policy, and for limits below one or too large for a message."""
-        if limits.max_num_seqs < 1 or limits.max_num_batched_tokens < 1:
+        if limits.max_num_seqs < 1 or limits.max_num_batched_tokens < 1 or limits.num_drafts < 0:
             raise ValueError("max_num_seqs and max_num_batched_tokens must be at least 1")
-        check_frames(limits.max_num_seqs, limits.max_num_batched_tokens, kv.block_size, len(kv.specs))
+        if limits.num_drafts:
+            _check_drafts(limits, kv)
+        check_frames(
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+            kv.block_size,
+            len(kv.specs),
+            limits.num_drafts,
+        )
         self.requests: dict[int, Request] = {}
         self.counters = Counters()
         self._limits = limits
         self._kv = kv
         self._clock = clock
         self._queue = RequestQueue(limits.policy)
-        self._decode_batch = DecodeBatch(kv.block_size)
+        self._decode_batch = (
+            DraftBatch(kv.block_size, limits.num_drafts) if limits.num_drafts else DecodeBatch(kv.block_size)
+        )
         self._prefilling: dict[int, Request] = {}
         self._free_rows = list(range(limits.max_num_seqs))[::-1]
         self._in_flight: deque[Step] = deque()
@@ -164,11 +189,23 @@ class Scheduler:
         self._completed = step.number
         self._kv.confirm(step.number)
         self._measure_prompt_step(step, now)
-        for request, token_id in zip(sampled.requests, sampled.token_ids, strict=True):
-            request.output_ids.append(token_id)
+        if step.num_drafts:
+            assert isinstance(self._decode_batch, DraftBatch)
+            count_drafts(sampled, self.counters)
+            accepted = accept(step, sampled, self._decode_batch)
+            sampled, ends = accepted.sampled, accepted.ends
+            for request in accepted.draining:
+                self._decode_batch.remove(request)
+                self._drain(request)
+        else:
+            for request, token_id in zip(sampled.requests, sampled.token_ids, strict=True):
+                request.output_ids.append(token_id)
+            ends = _ends(step, sampled)
         self.counters.generated_tokens += len(sampled.token_ids)
         first = _first_tokens(step, now)
-        finished = failed + self._finish(step, sampled)
+        for request, _ in ends:
+            self._end(request)
+        finished = failed + ends
         self._free_ended()
         return StepOutcome(step.number, sampled, first, finished, prompt_logprobs)
 
@@ -189,7 +226,7 @@ class Scheduler:
         assert all(r.state is State.ENDED for r in self._ended)
         self._decode_batch.check_integrity()
         for request in self._decode_batch.requests():
-            self._kv.check_covers(request.blocks, self._decode_batch.computed(request))
+            self._kv.check_covers(request.blocks, self._decode_batch.num_covered(request))
         yield
         yield from self._kv.check_integrity([request.blocks for request in with_row])
 
@@ -201,10 +238,10 @@ class Scheduler:
         for request in batch.needing_block():
             if request.state is not State.DECODING:
                 continue  # preempted for an earlier request of this loop
-            computed = batch.computed(request)
-            # At most one step is in flight, so all ids before `computed` are known.
-            kv.cache(request.blocks, computed, last_step)
-            if not self._extend(request, computed, 1, plan) and request.state is State.DECODING:
+            start, end = batch.next_positions(request)
+            # At most one step is in flight, so all ids before `start` are known.
+            kv.cache(request.blocks, start, last_step)
+            if not self._extend(request, start, end, plan) and request.state is State.DECODING:
                 self._preempt(request, plan)
 
     def _continue_prefills(self, plan: StepPlan) -> None:
@@ -215,7 +252,7 @@ class Scheduler:
             if request.state is not State.PREFILLING:
                 continue
             count = min(len(request.token_ids) - request.computed, plan.chunk_limit(request, budget))
-            if count and self._extend(request, request.computed, count, plan):
+            if count and self._extend(request, request.computed, request.computed + count, plan):
                 plan.add_chunk(request, count)
 
     def _admit_waiting(self, plan: StepPlan) -> None:
@@ -287,19 +324,20 @@ class Scheduler:
         request.admitted_at = self._clock()
         self.counters.prompt_tokens += request.prompt_length
         if request.prompt_logprobs < 0:
-            self.counters.prefix_queries += request.prompt_length
+            self.counters.prefix_queries += len(request.token_ids)
             self.counters.prefix_hits += cached
 
     def _token_budget(self, plan: StepPlan) -> int:
         # Never negative: a request that joins the decode batch had a token of the budget before.
-        return self._limits.max_num_batched_tokens - len(self._decode_batch) - plan.num_tokens
+        batch = self._decode_batch
+        return self._limits.max_num_batched_tokens - len(batch) * batch.tokens_per_row - plan.num_tokens
 
-    def _extend(self, request: Request, start: int, count: int, plan: StepPlan) -> bool:
-        """Allocate blocks for the next `count` tokens, preempting the requests that are last in order.
+    def _extend(self, request: Request, start: int, end: int, plan: StepPlan) -> bool:
+        """Allocate blocks for positions start .. end - 1, preempting the requests that are last in order.
 
         False when the request itself is preempted, and when freeing blocks has used up the turn's budget.
         """
-        while (added := self._kv.extend(request.blocks, start, start + count)) is None:
+        while (added := self._kv.extend(request.blocks, start, end)) is None:
             if self._kv.budget.is_spent:
                 return False
             running = [*self._decode_batch.requests(), *self._prefilling.values()]
@@ -327,7 +365,9 @@ class Scheduler:
 
     def _dispatch(self, plan: StepPlan) -> ScheduledBatch:
         self._last_step += 1
+        width = self._decode_batch.tokens_per_row
         decodes, ending = self._decode_batch.advance()
+        num_drafts = self._decode_batch.num_drafts if decodes.rows else 0
         rows, counts, requests = decodes.rows, [], decodes.requests
         sampling, stop_ids = decodes.requests, decodes.stop_ids
         token_ids = next_ids = b""
@@ -336,7 +376,7 @@ class Scheduler:
         if plan.chunks:
             chunked = [request for request, _ in plan.chunks.values()]
             rows = rows + [request.row for request in chunked]
-            counts = [1] * len(requests) + [count for _, count in plan.chunks.values()]
+            counts = [width] * len(requests) + [count for _, count in plan.chunks.values()]
             requests = requests + chunked
             prompt_logprob_rows = {r.row: r for r in chunked if r.prompt_logprobs >= 0}
             token_ids, next_ids = plan.packed_ids()
@@ -347,8 +387,7 @@ class Scheduler:
             if not self._start_decoding(request):
                 ending.append(request)
         for request in ending:
-            request.state = State.DRAINING
-            request.last_step = self._last_step
+            self._drain(request)
         self._count_step(plan, len(prefilled))
         self._in_flight.append(
             Step(
@@ -362,10 +401,18 @@ class Scheduler:
                 prompt_logprob_rows=prompt_logprob_rows,
                 has_chunks=bool(plan.chunks),
                 sent_at=self._clock(),
+                num_drafts=num_drafts,
             )
         )
         more_blocks = list(plan.more_blocks.values())
-        return ScheduledBatch(self._last_step, rows, counts, plan.new_rows, more_blocks, token_ids, next_ids)
+        return ScheduledBatch(
+            self._last_step, rows, counts, plan.new_rows, more_blocks, token_ids, next_ids, num_drafts
+        )
+
+    def _drain(self, request: Request) -> None:
+        """Its last tokens are in flight; it is in no further step."""
+        request.state = State.DRAINING
+        request.last_step = self._last_step
 
     def _advance_prefills(self, plan: StepPlan) -> list[Request]:
         """Count the chunks as computed; returns the requests whose last known token is among them."""
@@ -380,11 +427,10 @@ class Scheduler:
 
     def _start_decoding(self, request: Request) -> bool:
         """Add a request to the decode batch; False when this step samples its last token already."""
-        steps = request.settings.max_tokens - request.num_generated - 1
-        if steps == 0:
+        if request.computed + 1 == request.max_length:
             return False
         request.state = State.DECODING
-        self._decode_batch.add(request, steps)
+        self._decode_batch.add(request)
         return True
 
     def _count_step(self, plan: StepPlan, num_prefilled: int) -> None:
@@ -393,22 +439,6 @@ class Scheduler:
         self.counters.overlapped_steps += bool(self._in_flight)
 
     # Processing results
-
-    def _finish(self, step: Step, sampled: SampledTokens) -> list[tuple[Request, Finished]]:
-        """End the requests that the step's tokens or their length limit end."""
-        finished = []
-        if step.stop_ids is None or not step.stop_ids.isdisjoint(sampled.token_ids):
-            for request, token_id in zip(sampled.requests, sampled.token_ids, strict=True):
-                if token_id in request.stop_ids:
-                    reason = request.stop_reason(token_id)
-                    finished.append((request, Finished(request.request_id, reason, token_id)))
-        by_stop = {id(request) for request, _ in finished}
-        for request in step.ending:
-            if request.state is State.DRAINING and id(request) not in by_stop:
-                finished.append((request, Finished(request.request_id, FinishReason.MAX_TOKENS)))
-        for request, _ in finished:
-            self._end(request)
-        return finished
 
     def _fail(self, step: Step, failures: list[tuple[Request, str]]) -> list[tuple[Request, Finished]]:
         """End the requests whose rows failed in `step`, and recompute those that share their blocks."""
@@ -493,6 +523,16 @@ class Scheduler:
         self._completed_at = now
 
 
+def _check_drafts(limits: Limits, kv: KVCacheManager) -> None:
+    if limits.max_num_seqs * (1 + limits.num_drafts) > limits.max_num_batched_tokens:
+        raise ValueError(
+            f"max_num_batched_tokens={limits.max_num_batched_tokens} has no room for {limits.num_drafts} "
+            f"draft tokens of each of {limits.max_num_seqs} sequences"
+        )
+    if holds_states(kv.specs):
+        raise ValueError("recurrent states cannot be restored after rejected drafts")
+
+
 def _new_row(request: Request) -> NewRow:
     tokens, settings = request.token_ids, request.settings
     return NewRow(
@@ -505,7 +545,24 @@ def _new_row(request: Request) -> NewRow:
         request.prompt_logprobs,
         tokens.prompt.distinct_ids() if settings.needs_prompt_ids else b"",
         tokens.output.tobytes() if settings.needs_output_ids else b"",
+        request.max_length,
+        settings.prediction_ids,
     )
+
+
+def _ends(step: Step, sampled: SampledTokens) -> list[tuple[Request, Finished]]:
+    """The requests that the tokens of a step without drafts end, or their length limit."""
+    ends = []
+    if step.stop_ids is None or not step.stop_ids.isdisjoint(sampled.token_ids):
+        for request, token_id in zip(sampled.requests, sampled.token_ids, strict=True):
+            if token_id in request.stop_ids:
+                reason = request.stop_reason(token_id)
+                ends.append((request, Finished(request.request_id, reason, token_id)))
+    by_stop = {id(request) for request, _ in ends}
+    for request in step.ending:
+        if request.state is State.DRAINING and id(request) not in by_stop:
+            ends.append((request, Finished(request.request_id, FinishReason.MAX_TOKENS)))
+    return ends
 
 
 def _first_tokens(step: Step, now: float) -> list[tuple[Request, FirstToken]]:

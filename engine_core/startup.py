@@ -36,6 +36,7 @@ def limits_of(config: EngineConfig) -> Limits:
         scheduler.max_num_batched_tokens,
         scheduler.scheduling_policy,
         scheduler.scheduler_delay_factor,
+        config.speculative.num_speculative_tokens,
     )
 
 
@@ -51,7 +52,7 @@ def plan_cache(config: EngineConfig, model_max_len: int, loaded: Sequence[Loaded
     limits = limits_of(config)
     max_model_len = config.model.max_model_len or model_max_len
     num_blocks = _num_blocks(config.cache.num_kv_blocks, limits, max_model_len, loaded)
-    longest = longest_sequence(specs, num_blocks, limits.max_num_batched_tokens)
+    longest = longest_sequence(specs, num_blocks, limits.max_chunk)
     if longest is not None and longest < max_model_len:
         if config.model.max_model_len is not None:
             raise StartupError(
@@ -75,6 +76,7 @@ def _num_blocks(
             limits.max_num_seqs,
             limits.max_num_batched_tokens,
             max_model_len,
+            limits.max_uncertain,
         )
         for one in loaded
     ]

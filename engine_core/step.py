@@ -1,6 +1,9 @@
 """A step of the workers: its plan, its requests while it is in flight, and its outcome."""
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import add, le
 
 from atom.messages.engine import Finished, FirstToken, PromptLogprobs, unpack_ids
 from atom.messages.worker import BatchResult, MoreBlocks, NewRow
@@ -76,6 +79,8 @@ class Step:
     """By row, the requests that get log probabilities of their prompt."""
     has_chunks: bool
     sent_at: float
+    num_drafts: int = 0
+    """Drafts of each decoding request."""
     is_stale: bool = False
     """Whether sampled tokens of some requests must be dropped."""
 
@@ -97,18 +102,44 @@ class Step:
         requests = self.sampling
         if failed:
             requests = [request for request in requests if id(request) not in failed]
-        tokens = SampledTokens(requests, unpack_ids(result.token_ids), result.logprobs)
-        if len(tokens.token_ids) != len(requests):
-            raise ValueError(
-                f"step {self.number} returned {len(tokens.token_ids)} tokens for {len(requests)} rows"
-            )
-        if tokens.logprobs is not None and not fits(tokens.logprobs, len(requests)):
+        num_decodes = len(requests) - sum(id(request) not in failed for request in self.prefilled)
+        counts, num_proposed = self._counts(result, len(requests), num_decodes)
+        ids = unpack_ids(result.token_ids)
+        num_tokens = sum(counts) if counts else len(requests)
+        if len(ids) != num_tokens:
+            raise ValueError(f"step {self.number} returned {len(ids)} tokens for {len(requests)} rows")
+        if result.logprobs is not None and not fits(result.logprobs, num_tokens):
             raise ValueError(
                 f"step {self.number} returned log probabilities that do not fit its sampled tokens"
             )
+        tokens = SampledTokens(requests, ids, result.logprobs, counts, num_proposed)
         if not self.is_stale:
             return tokens
         return tokens.select([i for i, request in enumerate(requests) if self.is_valid_for(request)])
+
+    def _counts(
+        self, result: BatchResult, num_rows: int, num_decodes: int
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """Sampled tokens and verified drafts of each row; both empty after a step without drafts.
+
+        Raises ValueError for numbers that do not fit the step.
+        """
+        if not self.num_drafts:
+            if result.counts or result.num_proposed:
+                raise ValueError(f"step {self.number} returned counts, and it had no drafts")
+            return (), ()
+        ones = array("i", [1]) * num_rows
+        counts = unpack_ids(result.counts) if result.counts else ones
+        proposed = unpack_ids(result.num_proposed) if result.num_proposed else array("i", [0]) * num_rows
+        if (
+            not len(counts) == len(proposed) == num_rows
+            or min(counts, default=1) < 1
+            or not all(map(le, counts, map(add, ones, proposed)))
+            or max(proposed, default=0) > self.num_drafts
+            or any(proposed[num_decodes:])
+        ):
+            raise ValueError(f"step {self.number} returned counts that do not fit its rows")
+        return counts, proposed
 
     def is_valid_for(self, request: Request) -> bool:
         """Whether this step's output for the request is used: it has neither ended nor been recomputed."""

@@ -4,6 +4,8 @@ from array import array
 
 from atom.messages.engine import unpack_ids
 
+ID_BYTES = 4
+"""Of a packed id."""
 _SALT_MARK = bytes(8)
 """Precedes every salt, so that a salted root is longer than a digest."""
 
@@ -61,10 +63,11 @@ class TokenIds:
 
     __slots__ = ("output", "prompt", "prompt_length")
 
-    def __init__(self, prompt: Prompt):
+    def __init__(self, prompt: Prompt, output: bytes = b""):
+        """`output` holds the packed ids that an earlier run of the request has generated."""
         self.prompt = prompt
         self.prompt_length = len(prompt.ids)
-        self.output: array[int] = array("i")
+        self.output: array[int] = unpack_ids(output)
 
     def __len__(self) -> int:
         return self.prompt_length + len(self.output)

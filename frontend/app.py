@@ -71,7 +71,7 @@ def _add_services(app: web.Application, launch: FrontendLaunch) -> None:
     max_model_len = config.max_model_len or checkpoint.max_model_len
     inputs = InputProcessor(checkpoint, tokenizer, max_model_len, launch.config.scheduler.scheduling_policy)
     client = EngineClient(
-        launch.core,
+        launch.engines[0].endpoint,
         launch.index,
         OutputProcessor(tokenizer),
         app[keys.METRICS],

@@ -7,19 +7,28 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from parallel.state import TPGroup
+# torch 2.13 renames both and warns about the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Communicator:
-    """Collectives of one tensor-parallel group; no-ops with one rank.
+    """Collectives of one process group; no-ops with one rank, which needs no process group.
 
     Every rank must call the same collectives in the same order. If a rank is missing, the others
     raise torch's RuntimeError after the group's timeout.
     """
 
-    def __init__(self, group: TPGroup) -> None:
-        self.rank = group.rank
-        self.size = group.size
+    def __init__(self, rank: int = 0, size: int = 1, process_group: dist.ProcessGroup | None = None) -> None:
+        """`rank` is this process's rank among the group's `size` ranks.
+
+        Without a process group several ranks can be described, to shard weights, but not called.
+        """
+        if not 0 <= rank < size:
+            raise ValueError(f"rank {rank} is not among {size} ranks")
+        self.rank = rank
+        self.size = size
+        self._process_group = process_group
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks, in place; returns `x`, which must be contiguous.
@@ -27,7 +36,7 @@ class Communicator:
         The result is bitwise equal on all ranks.
         """
         if self.size > 1:
-            dist.all_reduce(x)
+            dist.all_reduce(x, group=self._group)
         return x
 
     def all_gather_last_dim(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -40,6 +49,53 @@ class Communicator:
         widest = max(sizes)
         padded = functional.pad(x, (0, widest - x.shape[-1])).contiguous()
         gathered = padded.new_empty(self.size, *padded.shape)
-        dist.all_gather_into_tensor(gathered.flatten(0, 1), padded)
+        _all_gather(gathered.flatten(0, 1), padded, group=self._group)
         parts = [part[..., :size] for part, size in zip(gathered, sizes, strict=True)]
         return torch.cat(parts, dim=-1)
+
+    def all_gather_rows(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Concatenate the ranks' `x` along the first dimension, in rank order.
+
+        `sizes[r]` is the first dimension of rank r's tensor, which may be 0; the others are equal.
+        """
+        if self.size == 1:
+            return x
+        most = max(sizes)
+        padded = _padded_rows(x, most)
+        gathered = padded.new_empty(self.size * most, *x.shape[1:])
+        _all_gather(gathered, padded, group=self._group)
+        if min(sizes) == most:
+            return gathered
+        return torch.cat([part[:size] for part, size in zip(gathered.split(most), sizes, strict=True)])
+
+    def reduce_scatter_rows(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Sum over the ranks, of which each keeps its rows: the inverse of `all_gather_rows`.
+
+        `x` has sum(sizes) rows on every rank, and the result of rank r has sizes[r].
+        """
+        if self.size == 1:
+            return x
+        most = max(sizes)
+        if min(sizes) < most:
+            x = torch.cat([_padded_rows(part, most) for part in x.split(list(sizes))])
+        summed = x.new_empty(most, *x.shape[1:])
+        _reduce_scatter(summed, x.contiguous(), group=self._group)
+        return summed[: sizes[self.rank]]
+
+    def close(self) -> None:
+        """Forget the process group, which the mesh destroys."""
+        self._process_group = None
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        # Without it torch would use its default group, which has other ranks.
+        if self._process_group is None:
+            raise RuntimeError(f"rank {self.rank} of {self.size} has no process group: not joined, or closed")
+        return self._process_group
+
+
+def _padded_rows(x: Tensor, rows: int) -> Tensor:
+    """`x` with zeros below, up to `rows` rows; contiguous."""
+    if x.shape[0] == rows:
+        return x.contiguous()
+    return torch.cat([x, x.new_zeros(rows - x.shape[0], *x.shape[1:])])

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from atom_ops import plan_attention, to_device
+from atom_ops import empty_attention, plan_attention, to_device
 from workers.group_rows import GroupRows, Rows, StepRows
 from workers.layers.context import GroupContext
 
@@ -19,6 +19,8 @@ class BatchLimits:
     max_rows: int
     max_model_len: int
     block_size: int
+    num_drafts: int = 0
+    """Most drafts of a row in a step."""
 
     @property
     def padding_row(self) -> int:
@@ -26,9 +28,14 @@ class BatchLimits:
         return self.max_rows
 
     @property
+    def max_context(self) -> int:
+        """Length of the longest sequence, and of drafts behind its end."""
+        return self.max_model_len + self.num_drafts
+
+    @property
     def num_entries(self) -> int:
-        """Blocks of the longest sequence."""
-        return -(-self.max_model_len // self.block_size)
+        """Blocks of the longest context."""
+        return -(-self.max_context // self.block_size)
 
 
 class BlockTable(GroupRows):
@@ -60,6 +67,10 @@ class BlockTable(GroupRows):
         counts, ends = step.counts.astype(np.int32), step.ends.astype(np.int32)
         return GroupContext(slots_T, plan_attention(counts, ends, blocks, step.device, step.split_tokens))
 
+    def empty_context(self, device: torch.device, split_tokens: int) -> GroupContext:
+        no_slots = torch.empty(0, dtype=torch.int64, device=device)
+        return GroupContext(no_slots, empty_attention(device, split_tokens))
+
     def rows(self, rows: Rows, context_lens: NDArray[np.int64]) -> NDArray[np.int32]:
         """The tables of these rows, with as many entries as the longest context needs."""
         width = (int(context_lens.max()) - 1) // self._block_size + 1
@@ -73,6 +84,8 @@ class BlockTable(GroupRows):
     def device_table(self, device: torch.device) -> torch.Tensor:
         """int32 [max_rows + 1, entries]; the last row, for padding, remains 0."""
         rows, entries = self._blocks.shape
+        if self._device_table is not None:
+            return self._device_table
         self._device_table = torch.zeros(rows + 1, entries, dtype=torch.int32, device=device)
         return self._device_table
 

@@ -46,10 +46,14 @@ class GroupRows(ABC):
         """The input of the group's layers; `columns` are those of `token_columns`, on the device."""
 
     @abstractmethod
+    def empty_context(self, device: torch.device, split_tokens: int) -> GroupContext | StatePlan:
+        """The context of a step without rows."""
+
+    @abstractmethod
     def device_table(self, device: torch.device) -> torch.Tensor:
         """The table on `device`, with one more row for padding; `update_device_table` keeps it up to date.
 
-        Call it once, before any row has blocks.
+        The first call comes before any row has blocks; later ones return the same table.
         """
 
     @abstractmethod

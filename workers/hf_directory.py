@@ -21,8 +21,7 @@ from workers.families import keeps_states
 from workers.hf_config import added_settings, read_config, read_json
 
 _COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
-_SUPPORTED_QUANTIZATION = (("gpt_oss", "mxfp4"),)
-_PACKED = "U8"
+_QUANTIZED = ("U8", "F8_E4M3", "F8_E8M0")
 _SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 _EXTENDING_ROPE_TYPES = ("linear", "dynamic", "yarn")
@@ -106,16 +105,16 @@ def normalised_config(config: dict[str, Any], directory: Path) -> dict[str, Any]
 
 
 def _quantization(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """The quantization method; the model file determines the weights that it applies to."""
-    quantization = config.get("quantization_config")
-    if not quantization:
+    """The settings of a quantized checkpoint. Raises ValueError for a format that cannot run."""
+    if not (stated := config.get("quantization_config")):
         return {}
-    method = quantization.get("quant_method", "unknown")
-    if (config.get("model_type"), method) not in _SUPPORTED_QUANTIZATION:
-        raise ValueError(
-            f"{directory} is quantized ({method}): not supported yet, use the plain checkpoint or a .gguf"
-        )
-    return {"quantization_config": {"quant_method": method}}
+    from workers.layers.quantization.config import resolve  # imports torch
+
+    try:
+        resolve(config)
+    except ValueError as error:
+        raise ValueError(f"{directory} is {error}") from None
+    return {"quantization_config": stated}
 
 
 def positions(config: Mapping[str, Any]) -> int:
@@ -165,10 +164,10 @@ def _dtype(config: Mapping[str, Any], directory: Path) -> str:
 
 
 def _dtype_of_weights(directory: Path) -> str:
-    """The dtype of the first matrix that is not packed; float32 if there is none."""
+    """The dtype of the first matrix that is not quantized; float32 if there is none."""
     for path in sorted(directory.glob("*.safetensors")):
-        for tensor in tensors_in(path)[1].values():
-            if len(tensor["shape"]) > 1 and tensor["dtype"] != _PACKED:
+        for name, tensor in tensors_in(path)[1].items():
+            if len(tensor["shape"]) > 1 and tensor["dtype"] not in _QUANTIZED and "_scale" not in name:
                 dtype = str(tensor["dtype"])
                 return _SAFETENSORS_DTYPES.get(dtype, dtype)
     return "float32"

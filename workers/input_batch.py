@@ -7,7 +7,7 @@ run over changed rows only. Sampling settings are kept elsewhere (`workers.sampl
 T tokens of a step, R sampling rows, P tokens with prompt log probabilities.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -16,10 +16,13 @@ import torch
 from numpy.typing import NDArray
 
 from atom.messages.worker import NewRow, ScheduledBatch
-from atom_ops import StatePlan, to_device
+from atom_ops import NO_DRAFT, StatePlan, draft_inputs, to_device
 from workers.block_table import BatchLimits
 from workers.group_rows import GroupRows, Rows, StepRows
 from workers.layers.context import GroupContext
+from workers.spec_decode.draft_rows import DraftRows, Verified
+from workers.spec_decode.proposer import Proposer
+from workers.spec_decode.speculation import Speculation
 
 Ids = NDArray[np.int32]
 
@@ -36,6 +39,8 @@ class SamplingRows:
     positions: Rows
     """Index of each sampled token in its sequence, on the host."""
     positions_R: torch.Tensor
+    drafts: DraftRows | None = None
+    """With speculation: the rows of these tokens. `rows` then has each row once for each token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +79,17 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """Rows that all decode; reused until a row joins or leaves."""
+    """Rows that all decode; reused until a row joins or leaves. S = R * (1 + drafts) tokens."""
 
     row_list: list[int]
+    num_drafts: int
     rows: Rows
-    """The same as an array; the same object as long as the same rows decode."""
+    """[R]."""
     rows_R: torch.Tensor
-    tokens_R: torch.Tensor
-    """0 … R - 1."""
+    token_rows: Rows
+    """[S]: the row of each token; the same object as long as the same rows decode."""
+    tokens_S: torch.Tensor
+    """0 … S - 1."""
 
 
 class DeviceRows:
@@ -103,11 +111,27 @@ class InputBatch:
     """Builds the inputs of one step from each `ScheduledBatch`: first `update`, then `step`."""
 
     def __init__(
-        self, limits: BatchLimits, tables: Sequence[GroupRows], device: torch.device, split_tokens: int = 0
+        self,
+        limits: BatchLimits,
+        tables: Sequence[GroupRows],
+        device: torch.device,
+        split_tokens: int = 0,
+        proposer: Proposer | None = None,
+        exact: bool | None = None,
     ):
-        """`tables` of the KV groups are empty; `split_tokens` is passed to every AttentionPlan."""
+        """`tables` of the KV groups are empty; `split_tokens` is passed to every AttentionPlan.
+
+        With a `proposer`, rows have drafts. `exact`: see `speculation`; None: as the device requires.
+        """
         self.limits = limits
         self.device_rows = DeviceRows(limits, device)
+        self.speculation: Speculation | None = None
+        if proposer is not None:
+            last_N = self.device_rows.ids_N, self.device_rows.positions_N
+            is_exact = device.type == "cpu" if exact is None else exact
+            self.speculation = Speculation(proposer, limits, last_N, is_exact)
+            for table in tables:
+                table.device_table(device)
         self.tables = list(tables)
         self._device = device
         self.split_tokens = split_tokens
@@ -126,23 +150,48 @@ class InputBatch:
             self._admit(new)
         for more in batch.more_blocks:
             self._append_blocks(more.row, more.block_ids)
+        if self.speculation is not None:
+            self.speculation.add_rows(batch.new_rows)
+            for table in self.tables:
+                table.update_device_table()
 
     def lengths(self, batch: ScheduledBatch) -> list[tuple[int, int]]:
         """(computed, known) tokens of each row of a batch that is not applied yet."""
         new = {row.row: (row.computed, row.num_known) for row in batch.new_rows}
         return [new.get(row) or (int(self._computed[row]), int(self._known[row])) for row in batch.rows]
 
-    def decode_batch(self, batch: ScheduledBatch) -> DecodeBatch | None:
-        """The batch's rows, if each of them decodes."""
+    def counts(self, batch: ScheduledBatch) -> Rows:
+        """Tokens that each row of a batch computes; with speculation some may be padding."""
         if batch.counts:
-            return None
-        if self._decode_batch and not batch.new_rows and batch.rows == self._decode_batch.row_list:
+            return np.array(batch.counts, np.int64)
+        return np.full(len(batch.rows), 1 + batch.num_drafts, np.int64)
+
+    def num_tokens(self, batch: ScheduledBatch) -> int:
+        """Tokens of the step of a batch that `update` applied; at least 1, which may be padding."""
+        rows, counts = np.array(batch.rows, np.int64), self.counts(batch)
+        if self.speculation is not None and self.speculation.exact:
+            decodes = self.decodes(rows, self._computed)
+            counts[decodes] = self.speculation.exact_work(rows[decodes], batch.num_drafts)[1]
+        return max(int(counts.sum()), 1)
+
+    def is_decode(self, batch: ScheduledBatch) -> bool:
+        """Whether each row of a batch that `update` applied decodes the same number of tokens."""
+        if batch.counts or (self.speculation is not None and self.speculation.exact):
+            return False
+        if self._is_same_decode(batch):
+            return True
+        rows = np.array(batch.rows, np.int64)
+        return not (self._computed[rows] < self._known[rows]).any()
+
+    def decode_batch(self, batch: ScheduledBatch) -> DecodeBatch:
+        """The rows of a batch that `is_decode`."""
+        if self._decode_batch and self._is_same_decode(batch):
             return self._decode_batch
         rows = np.array(batch.rows, np.int64)
-        if (self._computed[rows] < self._known[rows]).any():
-            return None
-        rows_R, tokens_R = self._upload(rows, np.arange(len(rows)))
-        self._decode_batch = DecodeBatch(batch.rows, rows, rows_R, tokens_R)
+        token_rows = rows.repeat(1 + batch.num_drafts)
+        (rows_R,) = self._upload(rows)
+        (tokens_S,) = self._upload(np.arange(len(token_rows)))
+        self._decode_batch = DecodeBatch(batch.rows, batch.num_drafts, rows, rows_R, token_rows, tokens_S)
         return self._decode_batch
 
     def step(self, batch: ScheduledBatch) -> StepInputs:
@@ -150,17 +199,30 @@ class InputBatch:
 
         Raises ValueError for more tokens than a row has, and for a wrong number of ids.
         """
-        decode_batch = self.decode_batch(batch)
-        return self._assemble(batch) if decode_batch is None else self._decode(decode_batch)
+        if self.speculation is None and self.is_decode(batch):
+            return self._decode(self.decode_batch(batch))
+        step = self._assemble(batch)
+        if self.speculation is not None:
+            self.speculation.add_tokens(step.ids_T, step.groups)
+        return step
+
+    def empty_step(self) -> StepInputs:
+        """A step of no tokens and no rows, to pad."""
+        none_T = torch.empty(0, dtype=torch.int64, device=self._device)
+        groups = [table.empty_context(self._device, self.split_tokens) for table in self.tables]
+        return StepInputs(none_T, none_T, groups, None)
 
     def advance(self, decode_batch: DecodeBatch) -> Rows:
-        """Count one more token of each row as computed; returns the positions of the sampled tokens.
+        """Count the tokens of each row as computed; returns the positions of the sampled tokens.
 
-        For a step whose inputs are computed on the device.
+        For a step whose inputs are computed on the device. With drafts, positions are upper bounds.
         """
-        positions = self._computed[decode_batch.rows] + 1
-        self._computed[decode_batch.rows] = positions
-        return positions
+        rows, width = decode_batch.rows, 1 + decode_batch.num_drafts
+        positions = self._computed[rows] + 1
+        self._computed[rows] += width
+        if width == 1:
+            return positions
+        return (positions[:, None] + np.arange(width)).ravel()
 
     def computed_tokens(self) -> Rows:
         """Computed tokens of every row of the persistent batch; a copy."""
@@ -176,9 +238,30 @@ class InputBatch:
         self._computed[rows] = computed
         self._decode_batch = None
 
-    def store_sampled(self, sampling: SamplingRows, ids_R: torch.Tensor) -> None:
-        """Store the sampled ids: the inputs of the rows' next step."""
+    def store_sampled(self, sampling: SamplingRows, ids_R: torch.Tensor) -> Verified | None:
+        """Store the sampled ids: the inputs of the rows' next step. Returns what was verified."""
+        if self.speculation is not None and sampling.drafts is not None:
+            return self.speculation.verify(sampling.drafts, sampling.drafts.by_row(ids_R))
         self.device_rows.store(sampling.rows_R, ids_R, sampling.positions_R)
+        return None
+
+    def settle(self, drafts: DraftRows) -> Callable[[Rows], None]:
+        """A function that takes the number of tokens by which each row advanced, once it is known."""
+        assert self.speculation is not None, "only steps with speculation have drafts"
+        speculation, most = self.speculation, 1 + drafts.drafts_RK.shape[1]
+        admissions = speculation.admissions(drafts.rows)
+
+        def settle(counts: Rows) -> None:
+            same = (speculation.admissions(drafts.rows) == admissions) & drafts.decoded
+            self._computed[drafts.rows[same]] -= most - counts[same]
+
+        return settle
+
+    def _is_same_decode(self, batch: ScheduledBatch) -> bool:
+        """Whether the rows are those of the last decode."""
+        last = self._decode_batch
+        same_drafts = last is not None and batch.num_drafts == last.num_drafts
+        return last is not None and same_drafts and not batch.new_rows and batch.rows == last.row_list
 
     def _admit(self, new: NewRow) -> None:
         if not 0 <= new.computed < new.num_known:
@@ -206,7 +289,7 @@ class InputBatch:
         columns = [table.token_columns(decode_batch.rows, positions) for table in self.tables]
         positions_T, *columns_T = self._upload(positions, *chain(*columns))
         sampling = SamplingRows(
-            decode_batch.rows, decode_batch.rows_R, decode_batch.tokens_R, context_lens, positions_T + 1
+            decode_batch.token_rows, decode_batch.rows_R, decode_batch.tokens_S, context_lens, positions_T + 1
         )
         step = StepRows(
             decode_batch.rows, np.ones_like(positions), context_lens, self._device, self.split_tokens
@@ -217,36 +300,122 @@ class InputBatch:
 
     def _assemble(self, batch: ScheduledBatch) -> StepInputs:
         """Any mixture of prompt chunks and decodes."""
-        rows = np.array(batch.rows, np.int64)
-        counts = np.array(batch.counts, np.int64) if batch.counts else np.ones(len(rows), np.int64)
+        rows, counts = np.array(batch.rows, np.int64), self.counts(batch)
         starts, known = self._computed[rows], self._known[rows]
+        decodes = starts >= known
+        self._require_known(rows, starts + counts, np.where(decodes, starts + 1 + batch.num_drafts, known))
+        self._computed[rows] = starts + counts
+        starts, counts, draft_ids = self._draft_work(rows, starts, counts, decodes, batch.num_drafts)
         ends = starts + counts
-        self._require_known(rows, ends, np.maximum(known, starts + 1))
-        self._computed[rows] = ends
 
         token_rows = rows.repeat(counts)
         past_tokens = counts.cumsum() - counts
         positions = np.arange(len(token_rows)) + (starts - past_tokens).repeat(counts)
-        decodes = starts >= known
-        ids = _ids_to_compute(batch.token_ids, counts, decodes)
+        ids = _ids_to_compute(batch.token_ids, counts, decodes, draft_ids)
         columns = [table.token_columns(token_rows, positions) for table in self.tables]
         ids_T, positions_T, *columns_T = self._upload(ids, positions, *chain(*columns))
-
-        if decodes.any():
-            where_T, rows_T = self._upload(past_tokens[decodes], rows[decodes])
-            ids_T.index_copy_(0, where_T, self.device_rows.ids_N.index_select(0, rows_T))
-        sampling = self._sampling(rows, past_tokens + counts - 1, ends, ends >= known)
         self._decode_batch = None
         step = StepRows(rows, counts, ends, self._device, self.split_tokens)
         groups = self._contexts(columns, columns_T, step)
+        if draft_ids is None and decodes.any():
+            self._add_decodes(rows, past_tokens, decodes, batch.num_drafts, (ids_T, positions_T, groups))
+
+        last_tokens = past_tokens + counts - 1
+        if self.speculation is None:
+            sampling = self._sampling(rows, last_tokens, ends, ends >= known)
+        else:
+            work = _Work(rows, starts, counts, past_tokens, decodes, batch.num_drafts)
+            sampling = self._draft_sampling(work, decodes | (ends >= known))
         until = self._prompt_logprobs_until[rows]
-        next_ids = _next_ids(
-            ids, past_tokens + counts - 1, batch.next_ids, (starts < known) & (ends <= until)
-        )
-        prompt_logprobs = self._prompt_logprobs(
-            rows, starts, past_tokens, np.minimum(ends, until) - starts, next_ids
-        )
+        next_ids = _next_ids(ids, last_tokens, batch.next_ids, (starts < known) & ~decodes & (ends <= until))
+        counts_P = np.where(decodes, 0, np.minimum(ends, until) - starts)
+        prompt_logprobs = self._prompt_logprobs(rows, starts, past_tokens, counts_P, next_ids)
         return StepInputs(ids_T, positions_T, groups, sampling, prompt_logprobs)
+
+    def _draft_work(
+        self, rows: Rows, starts: Rows, counts: Rows, decodes: NDArray[np.bool_], num_drafts: int
+    ) -> tuple[Rows, Rows, Ids | None]:
+        """First positions and numbers of tokens of each row, and the ids that decoding rows compute.
+
+        Without exact counts the ids are None, and the positions of decoding rows are upper bounds.
+        """
+        speculation = self.speculation
+        if speculation is None:
+            return starts, counts, None
+        if not speculation.exact:
+            return np.where(decodes, np.minimum(starts, speculation.last_starts(rows)), starts), counts, None
+        starts, counts = starts.copy(), counts.copy()
+        starts[decodes], counts[decodes], ids = speculation.exact_work(rows[decodes], num_drafts)
+        return starts, counts, ids
+
+    def _add_decodes(
+        self,
+        rows: Rows,
+        past_tokens: Rows,
+        decodes: NDArray[np.bool_],
+        num_drafts: int,
+        inputs: tuple[torch.Tensor, torch.Tensor, list[GroupContext | StatePlan]],
+    ) -> None:
+        """Write what only the device knows of the decoding rows: ids and, with drafts, where they are."""
+        ids_T, positions_T, groups = inputs
+        if self.speculation is None:
+            where_T, rows_T = self._upload(past_tokens[decodes], rows[decodes])
+            ids_T.index_copy_(0, where_T, self.device_rows.ids_N.index_select(0, rows_T))
+            return
+        indices_D, rows_D = self._upload(np.flatnonzero(decodes), rows[decodes])
+        tokens = past_tokens[decodes][:, None] + np.arange(1 + num_drafts)
+        (tokens_T,) = self._upload(tokens.ravel())
+        for table, group in zip(self.tables, groups, strict=True):
+            assert isinstance(group, GroupContext), "states have no drafts"
+            exact = draft_inputs(
+                rows_D,
+                self.speculation.state,
+                table.device_table(self._device),
+                self.limits.block_size,
+                num_drafts,
+            )
+            plan = group.plan
+            ids_T.index_copy_(0, tokens_T, exact.ids_T)
+            positions_T.index_copy_(0, tokens_T, exact.positions_T)
+            group.slots_T.index_copy_(0, tokens_T, exact.slots_T)
+            plan.context_lens_R.index_copy_(0, indices_D, exact.contexts_R)
+            plan.block_table_RW.index_copy_(0, indices_D, exact.table_RW[:, : plan.block_table_RW.shape[1]])
+
+    def _draft_sampling(self, work: "_Work", samples: NDArray[np.bool_]) -> SamplingRows | None:
+        """The sampled tokens of rows with drafts: one after each token of a decode, one after a prompt."""
+        assert self.speculation is not None
+        if not samples.any():
+            return None
+        rows, decodes, counts = work.rows[samples], work.decodes[samples], work.counts[samples]
+        # A row at its limit computes no token. Its sample, of any token, is not used.
+        at_limit = counts == 0
+        width = 1 + work.num_drafts
+        sampled = np.where(decodes, np.maximum(counts, 1), 1)
+        row_indices = np.arange(len(rows)).repeat(sampled)
+        num_before = np.arange(len(row_indices)) - (sampled.cumsum() - sampled).repeat(sampled)
+        last_tokens = (work.past_tokens[samples] + counts - sampled)[row_indices] + num_before
+        last_tokens[at_limit[row_indices]] = 0
+        ends = work.starts[samples] + counts
+        first = np.where(decodes, work.starts[samples] + 1, ends)
+        first = np.where(at_limit, -1, first)
+        positions = (first[row_indices] + num_before).clip(min=0)
+
+        rows_R, first_R, decodes_R = self._upload(rows, first, decodes.astype(np.int64))
+        tokens_S, places_S, indices_S, before_S = self._upload(
+            last_tokens, row_indices * width + num_before, row_indices, num_before
+        )
+        state, is_decode_R = self.speculation.state, decodes_R.bool()
+        if not self.speculation.exact:
+            last_R, limit_R = state.positions_N[rows_R], state.limits_N[rows_R]
+            of_decode_R = (last_R + 1).masked_fill((last_R < 0) | (last_R >= limit_R - 1), -1)
+            first_R = torch.where(is_decode_R, of_decode_R, first_R)
+        drafts_RK = state.drafts_NK[rows_R, : work.num_drafts].masked_fill(~is_decode_R[:, None], NO_DRAFT)
+        in_order = len(row_indices) == len(rows) * width
+        drafts = DraftRows(
+            rows, decodes, rows_R, first_R, drafts_RK, row_indices, num_before, None if in_order else places_S
+        )
+        positions_S = (first_R[indices_S] + before_S).clamp_(min=0)
+        return SamplingRows(rows[row_indices], rows_R, tokens_S, positions, positions_S, drafts)
 
     def _sampling(
         self, rows: Rows, last_tokens: Rows, positions: Rows, samples: NDArray[np.bool_]
@@ -293,8 +462,23 @@ class InputBatch:
         return to_device(np.stack(columns).astype(np.int64, copy=False), self._device).unbind()
 
 
-def _ids_to_compute(packed: bytes, counts: Rows, decodes: NDArray[np.bool_]) -> Ids:
-    """Ids of the step's tokens [T]; 0 for decodes, whose ids are on the device.
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What each row of a step computes, on the host."""
+
+    rows: Rows
+    starts: Rows
+    counts: Rows
+    past_tokens: Rows
+    """The step's tokens before the row's."""
+    decodes: NDArray[np.bool_]
+    num_drafts: int
+
+
+def _ids_to_compute(
+    packed: bytes, counts: Rows, decodes: NDArray[np.bool_], decode_ids: Ids | None = None
+) -> Ids:
+    """Ids of the step's tokens [T]; for decodes `decode_ids`, or 0 where they are on the device.
 
     Raises ValueError unless there is one for each known token.
     """
@@ -302,7 +486,10 @@ def _ids_to_compute(packed: bytes, counts: Rows, decodes: NDArray[np.bool_]) -> 
     if len(known) != counts[~decodes].sum():
         raise ValueError(f"{len(known)} token ids for {counts[~decodes].sum()} known tokens of the step")
     ids = np.zeros(counts.sum(), np.int32)
-    ids[~decodes.repeat(counts)] = known
+    of_decodes = decodes.repeat(counts)
+    ids[~of_decodes] = known
+    if decode_ids is not None:
+        ids[of_decodes] = decode_ids
     return ids
 
 

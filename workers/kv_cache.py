@@ -10,13 +10,12 @@ from atom.config.cache import CacheConfig
 from atom.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
 from atom_ops import (
     index_bytes_per_block,
-    kv_bytes_per_block,
     latent_bytes_per_block,
     make_index_keys,
-    make_kv_layer,
     make_latent_layer,
     make_state_layer,
 )
+from workers.layers.attention import KVGroup
 from workers.layers.cache_groups import CacheGroup, LatentGroup, StateGroup
 from workers.layers.context import CacheLayer
 
@@ -48,7 +47,7 @@ def _spec(group: CacheGroup, block_size: int, dtype: torch.dtype) -> KVSpec:
         index_bytes = index_bytes_per_block(block_size, group.index_width, dtype)
         size = len(group.layers) * layer_bytes + len(group.indexed) * index_bytes
         return FullAttentionSpec(block_size, size)
-    layer_bytes = kv_bytes_per_block(block_size, group.kv_heads, group.head_dim, dtype)
+    layer_bytes = group.backend.bytes_per_block(block_size, group.kv_heads, group.head_dim, dtype)
     size = len(group.layers) * layer_bytes
     if group.window:
         return SlidingWindowSpec(block_size, size, group.window)
@@ -66,7 +65,7 @@ def _make_layer(
         if layer not in group.indexed:
             return made
         return replace(made, index=make_index_keys(num_blocks, block_size, group.index_width, dtype, device))
-    return make_kv_layer(num_blocks, block_size, group.kv_heads, group.head_dim, dtype, device)
+    return group.backend.allocate(num_blocks, block_size, group.kv_heads, group.head_dim, dtype, device)
 
 
 def allocate_kv(
@@ -85,6 +84,12 @@ def allocate_kv(
         for layer in group.layers
     }
     return [caches[layer] for layer in sorted(caches)]
+
+
+def attention_backends(groups: Sequence[CacheGroup]) -> str:
+    """The backend of each group of attention layers as text for the log; empty without such groups."""
+    bound = [group for group in groups if isinstance(group, KVGroup)]
+    return ", ".join(f"{group.backend.name} ({len(group.layers)} layers)" for group in bound)
 
 
 def cpu_kv_bytes(cache: CacheConfig, ranks: int) -> int:

@@ -88,11 +88,17 @@ class LogitsProcessorState:
             self._rows[new.row] = self._add(processors, new)
         return True
 
-    def gather(self, rows: Ids) -> LogitsProcessorRows | None:
-        """The inputs of `apply` for these rows; None if none of them has logits processors."""
-        if not self._rows:
-            return None
-        which = np.array([i for i, row in enumerate(rows.tolist()) if row in self._rows], np.int64)
+    def indices(self, rows: Ids) -> Ids:
+        """Indices of the rows with logits processors, among `rows`."""
+        return np.array([i for i, row in enumerate(rows.tolist()) if row in self._rows], np.int64)
+
+    def gather(self, rows: Ids, which: Ids | None = None) -> LogitsProcessorRows | None:
+        """The inputs of `apply` for the rows with logits processors; None if there are none.
+
+        `which`: of these `indices` only.
+        """
+        if which is None:
+            which = self.indices(rows)
         if not len(which):
             return None
         processors = [self._rows[row] for row in rows[which].tolist()]
@@ -117,10 +123,16 @@ class LogitsProcessorState:
         longest = int((positions[rows.recorded] - rows.offsets).max(initial=0))
         return apply_logits_processors(logits_RV, positions_R, rows.batch, self._record, longest)
 
-    def record(self, rows: LogitsProcessorRows, positions_U: torch.Tensor, ids_U: torch.Tensor) -> None:
-        """Add the sampled ids of the U rows to their records."""
+    def record(
+        self,
+        rows: LogitsProcessorRows,
+        positions_U: torch.Tensor,
+        ids_U: torch.Tensor,
+        kept_U: torch.Tensor | None = None,
+    ) -> None:
+        """Add the sampled ids of the U rows to their records; with `kept_U` (bool), of these only."""
         if rows.batch.recorded is not None:
-            record_sampled(self._record, rows.batch.recorded, positions_U, ids_U)
+            record_sampled(self._record, rows.batch.recorded, positions_U, ids_U, kept_U)
 
     def _add(self, processors: LogitsProcessors, new: NewRow) -> RowLogitsProcessors:
         penalties = (processors.repetition_penalty, processors.frequency_penalty, processors.presence_penalty)

@@ -133,15 +133,13 @@ class Link:
 
 
 def _work(launch: WorkerLaunch, link: Link) -> None:
-    from parallel.communicator import Communicator
-    from parallel.state import init_tensor_parallel
-    from workers.worker import Worker, rank_device
+    from parallel.mesh import MeshShape, join_mesh
+    from workers.worker import Worker, worker_device
 
     config, rank = launch.config, launch.rank
-    size = config.parallel.tensor_parallel_size
-    device = rank_device(config, rank)
-    group = init_tensor_parallel(rank, size, launch.rendezvous, device)
-    worker = Worker(config, launch.checkpoint, Communicator(group), link.progress)
+    shape = MeshShape(tp=config.parallel.tensor_parallel_size)
+    mesh = join_mesh(shape, rank, launch.rendezvous, worker_device(config, launch.device_index))
+    worker = Worker(config, launch.checkpoint, mesh, link.progress)
     link.send(worker.load())
     trace = StepTrace(config.observability.step_trace, f"worker-{rank}")
     try:
@@ -150,7 +148,7 @@ def _work(launch: WorkerLaunch, link: Link) -> None:
         trace.close()
         if worker.traces is not None:
             worker.traces.close()
-    group.close()
+    mesh.close()
 
 
 def _serve(worker: "Worker", link: Link, rank: int, trace: StepTrace) -> None:

@@ -13,15 +13,25 @@ from atom.messages.worker import ScheduledBatch
 from atom_ops import TokenLogprobs, token_logprobs
 from workers.decode_graphs import DecodeGraphs
 from workers.group_rows import Rows
-from workers.input_batch import DecodeBatch, InputBatch, PromptChunk, PromptLogprobRows, SamplingRows
+from workers.input_batch import (
+    DecodeBatch,
+    InputBatch,
+    PromptChunk,
+    PromptLogprobRows,
+    SamplingRows,
+    StepInputs,
+)
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import CacheLayer, ForwardContext
 from workers.memory_guard import MemoryGuard, reason_of
-from workers.pending_step import PendingStep, RecordEvent, StepOutput
+from workers.pending_step import Advance, PendingStep, RecordEvent, StepOutput
 from workers.prompt_graphs import PromptGraphs
 from workers.sampler import Sampler, SamplerOutput, logprob_slice
+from workers.spec_decode.draft_rows import Verified
 from workers.state_slots import StateSlots
 from workers.step_label import step_label
+from workers.step_padding import pad_step
+from workers.step_shape import Agree, GraphSizes, StepMode, StepShape, no_agreement
 
 _FORWARD, _SAMPLING = "the forward pass", "sampling"
 _PROMPT_LOGPROBS = "the prompt log probabilities"
@@ -34,6 +44,12 @@ class Graphs:
 
     decode: DecodeGraphs
     prompts: PromptGraphs
+
+    @property
+    def sizes(self) -> GraphSizes:
+        return GraphSizes(
+            self.decode.sizes, self.prompts.token_sizes, self.prompts.row_sizes, self.decode.tokens_per_row
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +78,7 @@ class ModelRunner:
         memory: MemoryGuard,
         record_event: RecordEvent,
         graphs: Graphs | None = None,
+        agree: Agree = no_agreement,
     ):
         """`graphs` are captured, of the same model, KV cache and inputs."""
         self._model = model
@@ -71,6 +88,8 @@ class ModelRunner:
         self._memory = memory
         self._record_event = record_event
         self._graphs = graphs
+        self._agree = agree
+        self._sizes = graphs.sizes if graphs else GraphSizes()
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> PendingStep:
@@ -83,31 +102,68 @@ class ModelRunner:
         output = self._retry_decodes(batch, before) if forward is None else self._output(forward, {})
         return PendingStep(batch.step, output, self._record_event)
 
+    @torch.inference_mode()
+    def dummy_step(self, shape: StepShape) -> None:
+        """Launch a step of padding alone, for a rank without requests while others step.
+
+        `shape` is the one that the ranks agreed on. Computes its tokens and takes part in the model's
+        collectives; changes no KV slot, no state and no row, and samples nothing. Raises ValueError for
+        a shape that is not captured, or without tokens or rows.
+        """
+        self._sizes.check(shape)
+        if shape.mode is StepMode.EAGER:
+            self._compute(pad_step(self._inputs.empty_step(), shape))
+        elif shape.mode is StepMode.DECODE_GRAPH:
+            self._captured.decode.dummy(shape.padded_rows)
+        else:
+            self._captured.prompts.dummy(shape.padded_tokens, shape.padded_rows)
+
     def label(self, batch: ScheduledBatch) -> str:
         """The name of the step in traces; called before `launch`."""
         return step_label(batch, self._inputs.lengths(batch))
 
+    def plan(self, batch: ScheduledBatch) -> StepShape:
+        """The shape in which this rank would launch a batch that its inputs have been updated with."""
+        tokens_per_row = 1 + batch.num_drafts if self._inputs.is_decode(batch) else 0
+        return self._sizes.plan(self._inputs.num_tokens(batch), len(batch.rows), tokens_per_row)
+
     def _forward(self, batch: ScheduledBatch) -> _Forward:
-        decode_batch = self._inputs.decode_batch(batch)
-        if self._graphs and decode_batch and self._graphs.decode.fits(decode_batch):
-            return self._replay(self._graphs.decode, decode_batch)
+        planned = self.plan(batch)
+        shape = self._agree(planned)
+        if shape is not planned:
+            self._sizes.check(shape)
+            shape.require(planned)
+        if shape.mode is StepMode.DECODE_GRAPH:
+            return self._replay(self._captured.decode, self._inputs.decode_batch(batch), shape.padded_rows)
         step = self._inputs.step(batch)
-        if self._graphs and self._graphs.prompts.fits(step):
-            hidden_TD = self._graphs.prompts.forward(step)
+        if shape.mode is StepMode.PROMPT_GRAPH:
+            prompts = self._captured.prompts
+            hidden_TD = prompts.forward(step, shape.padded_tokens, shape.padded_rows)
         else:
-            hidden_TD = self._model(
-                step.ids_T, step.positions_T, ForwardContext(self._kv_layers, step.groups)
-            )
+            hidden_TD = self._compute(pad_step(step, shape))
         return _Forward(hidden_TD, step.sampling, step.prompt_logprobs)
 
-    def _replay(self, graphs: DecodeGraphs, decode_batch: DecodeBatch) -> _Forward:
-        """Replay the forward pass of each row's next token."""
+    def _compute(self, step: StepInputs) -> torch.Tensor:
+        return self._model(step.ids_T, step.positions_T, ForwardContext(self._kv_layers, step.groups))
+
+    @property
+    def _captured(self) -> Graphs:
+        assert self._graphs is not None, "without graphs every shape is eager"
+        return self._graphs
+
+    def _replay(self, graphs: DecodeGraphs, decode_batch: DecodeBatch, size: int) -> _Forward:
+        """Replay the forward pass of each row's next tokens."""
         positions = self._inputs.advance(decode_batch)
-        output = graphs.forward(decode_batch)
+        output = graphs.forward(decode_batch, size)
         sampling = SamplingRows(
-            decode_batch.rows, decode_batch.rows_R, decode_batch.tokens_R, positions, output.positions_R
+            decode_batch.token_rows,
+            decode_batch.rows_R,
+            decode_batch.tokens_S,
+            positions,
+            output.positions_S,
+            output.draft_rows(decode_batch),
         )
-        return _Forward(output.hidden_RD, sampling, None, graphs)
+        return _Forward(output.hidden_SD, sampling, None, graphs)
 
     def _retry_decodes(self, batch: ScheduledBatch, before: Rows) -> StepOutput:
         """After a failed forward pass: fail the prefilling rows, and run the decodes without them.
@@ -115,7 +171,7 @@ class ModelRunner:
         Computing a decode again writes the same KV again. Recurrent states may have been updated
         already, so with these every row fails. `before` are the computed tokens before the step.
         """
-        rows, counts = np.array(batch.rows, np.int64), np.array(batch.counts or [1] * len(batch.rows))
+        rows, counts = np.array(batch.rows, np.int64), self._inputs.counts(batch)
         decodes = self._inputs.decodes(rows, before)
         has_states = any(isinstance(table, StateSlots) for table in self._inputs.tables)
         can_retry = decodes.any() and not decodes.all() and not has_states
@@ -126,24 +182,27 @@ class ModelRunner:
             return StepOutput(_NO_ROWS, failed=failures)
         rows = rows[decodes]
         self._inputs.set_computed(rows, before[rows])
-        retry = ScheduledBatch(batch.step, rows.tolist())
+        retry = ScheduledBatch(batch.step, rows.tolist(), num_drafts=batch.num_drafts)
         forward = self._memory.attempt(_FORWARD, lambda: self._forward(retry))
         if forward is None:
-            self._inputs.set_computed(rows, before[rows] + 1)
+            self._inputs.set_computed(rows, before[rows] + 1 + batch.num_drafts)
             failures |= dict.fromkeys(rows.tolist(), reason_of(_FORWARD))
             return StepOutput(_NO_ROWS, failed=failures)
         return self._output(forward, failures)
 
     def _output(self, forward: _Forward, failures: dict[int, str]) -> StepOutput:
         """Sample, and compute prompt log probabilities; adds the rows for which either fails."""
-        rows, sampled = _NO_ROWS, None
+        rows, sampled, advance = _NO_ROWS, None, None
         if (sampling := forward.sampling) is not None:
             rows = sampling.rows
-            sampled = self._memory.attempt(_SAMPLING, lambda: self._sample(forward, sampling))
-            if sampled is None:
+            result = self._memory.attempt(_SAMPLING, lambda: self._sample(forward, sampling))
+            if result is None:
                 failures |= dict.fromkeys(rows.tolist(), reason_of(_SAMPLING))
             else:
+                sampled, verified = result
                 failures |= {int(rows[index]): reason for index, reason in sampled.failed.items()}
+                if verified is not None and sampling.drafts is not None:
+                    advance = Advance(sampling.drafts, verified, self._inputs.settle(sampling.drafts))
         chunks: Sequence[PromptChunk] = []
         prompt_logprobs = None
         if (prompt := forward.prompt) is not None:
@@ -153,17 +212,17 @@ class ModelRunner:
             )
             if prompt_logprobs is None:
                 failures |= dict.fromkeys((chunk.row for chunk in chunks), reason_of(_PROMPT_LOGPROBS))
-        return StepOutput(rows, sampled, chunks, prompt_logprobs, failures)
+        return StepOutput(rows, sampled, chunks, prompt_logprobs, failures, advance)
 
-    def _sample(self, forward: _Forward, sampling: SamplingRows) -> SamplerOutput:
+    def _sample(self, forward: _Forward, sampling: SamplingRows) -> tuple[SamplerOutput, Verified | None]:
         if (graphs := forward.decode_graphs) is not None:
-            settings = self._sampler.plain_settings(sampling.rows)
+            settings = self._sampler.plain_settings(sampling)
             if settings is not None and graphs.can_sample(settings):
-                return SamplerOutput(graphs.sample(settings))
+                ids_S, verified = graphs.sample(settings)
+                return SamplerOutput(ids_S), verified
         logits_RV = self._model.compute_logits(forward.hidden_TD.index_select(0, sampling.tokens_R))
         sampled = self._sampler.sample(logits_RV, sampling)
-        self._inputs.store_sampled(sampling, sampled.ids_R)
-        return sampled
+        return sampled, self._inputs.store_sampled(sampling, sampled.ids_R)
 
     def _prompt_logprobs(self, hidden_TD: torch.Tensor, rows: PromptLogprobRows) -> TokenLogprobs:
         """Log probabilities of the prompt tokens `rows.next_ids_P`.

@@ -15,6 +15,7 @@ from atom_ops import TokenLogprobs
 from workers.group_rows import Rows
 from workers.input_batch import PromptChunk
 from workers.sampler import SamplerOutput
+from workers.spec_decode.draft_rows import DraftRows, Verified
 
 
 class DeviceEvent(Protocol):
@@ -45,7 +46,7 @@ class StepOutput:
     """What a step computed, on the device."""
 
     rows: Rows
-    """The R sampled rows."""
+    """The R sampled rows; with drafts, the row of each sampled token."""
     sampled: SamplerOutput | None = None
     """None if R is 0, or if sampling failed."""
     chunks: Sequence[PromptChunk] = ()
@@ -53,6 +54,18 @@ class StepOutput:
     """Of the tokens of all chunks; None if there are none."""
     failed: Mapping[int, str] = field(default_factory=dict)
     """Why the step failed for some rows, by row."""
+    advance: "Advance | None" = None
+    """How far the rows advance; None: by their only sampled token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """How far the R rows of a step with drafts advance. `rows` of its output has S entries."""
+
+    drafts: DraftRows
+    verified: Verified
+    settle: Callable[[NDArray[np.int64]], None]
+    """Called once with the rows' counts [R] when the host knows them."""
 
 
 class PendingStep:
@@ -72,6 +85,7 @@ class PendingStep:
         self._chunks = output.chunks
         self._prompt = None if output.prompt_logprobs is None else _Columns(output.prompt_logprobs)
         self._failed = output.failed
+        self._advance = None if output.advance is None else _Advance(output.advance)
         self._done = record_event()
 
     def ready(self) -> bool:
@@ -79,17 +93,28 @@ class PendingStep:
         return self._done is None or self._done.query()
 
     def result(self) -> BatchResult:
-        """The step's result; waits until the device has it."""
+        """The step's result; waits until the device has it. Call it once."""
         if self._done is not None:
             self._done.synchronize()
         failures = [RowFailure(row, reason) for row, reason in self._failed.items()]
         prompt_logprobs = self._prompt_logprobs()
         if self._ids is None:
             return BatchResult(self.step, b"", None, prompt_logprobs, failures)
-        kept = np.array([row not in self._failed for row in self._rows.tolist()]) if failures else None
+        kept, counts, num_proposed = None, b"", b""
+        if failures:
+            kept = np.array([row not in self._failed for row in self._rows.tolist()])
+        if self._advance is not None:
+            kept, *columns = self._advance.result(self._failed)
+            counts, num_proposed = (_packed(column, "<i4") for column in columns)
         ids = self._ids.numpy() if kept is None else self._ids.numpy()[kept]
         return BatchResult(
-            self.step, _packed(ids, "<i4"), self._sampled_logprobs(kept), prompt_logprobs, failures
+            self.step,
+            _packed(ids, "<i4"),
+            self._sampled_logprobs(kept),
+            prompt_logprobs,
+            failures,
+            counts,
+            num_proposed,
         )
 
     def token_ids(self) -> bytes:
@@ -97,14 +122,14 @@ class PendingStep:
         return self.result().token_ids
 
     def _sampled_logprobs(self, kept: NDArray[np.bool_] | None) -> SampledLogprobs | None:
-        """`kept` [R]: whether each sampled row has not failed; None: no row has failed."""
+        """`kept` [R]: whether each sampled id is a token of the result; None: all are."""
         if self._logprobs is None:
             return None
         indices = np.array(self._logprob_indices)
         if kept is None:
             return SampledLogprobs(self._logprob_indices, self._logprobs.table(slice(0, len(indices))))
         has_result = kept[indices]
-        indices = (kept.cumsum() - 1)[indices[has_result]]  # failed rows have no sampled id
+        indices = (kept.cumsum() - 1)[indices[has_result]]  # among the ids of the result
         if not len(indices):
             return None
         return SampledLogprobs(indices.tolist(), self._logprobs.table(has_result))
@@ -118,6 +143,24 @@ class PendingStep:
             for chunk, end in zip(self._chunks, ends, strict=True)
             if chunk.row not in self._failed
         ]
+
+
+class _Advance:
+    """How far the rows advance, being copied to the host."""
+
+    def __init__(self, advance: Advance):
+        self._drafts = advance.drafts
+        self._settle = advance.settle
+        self._counts = _to_host(advance.verified.counts_R)
+        self._proposed = _to_host(advance.verified.proposed_R)
+
+    def result(self, failed: Mapping[int, str]) -> tuple[NDArray[np.bool_], Rows, Rows]:
+        """Which of the S sampled ids are tokens; of rows that have not failed, counts and proposed drafts."""
+        counts, drafts = self._counts.numpy(), self._drafts
+        self._settle(counts)
+        alive = np.array([row not in failed for row in drafts.rows.tolist()], np.bool_)
+        kept = (drafts.num_before < counts[drafts.row_indices]) & alive[drafts.row_indices]
+        return kept, counts[alive], self._proposed.numpy()[alive]
 
 
 class _Columns:

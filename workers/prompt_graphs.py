@@ -10,7 +10,6 @@ inputs are copied to the graphs' static buffers:
 Padding tokens cost time, so many numbers of tokens are captured; padding rows cost little.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -72,24 +71,41 @@ class PromptGraphs:
                 self._graphs[tokens, rows], _ = self._record(forward, f"tok_{tokens}_bs_{rows}")
             progress()
 
-    def fits(self, step: StepInputs) -> bool:
-        """Whether a captured size is large enough."""
-        return len(step.ids_T) <= self._sizes[-1]
+    @property
+    def token_sizes(self) -> list[int]:
+        """Tokens of the captured steps, ascending."""
+        return self._sizes
 
-    def forward(self, step: StepInputs) -> torch.Tensor:
-        """Launch the step's forward pass; returns hidden states [T, D], which the next pass overwrites."""
+    @property
+    def row_sizes(self) -> list[int]:
+        """Rows of the captured steps, ascending; each is captured with every number of tokens."""
+        return self._row_sizes
+
+    def forward(self, step: StepInputs, size: int, row_size: int) -> torch.Tensor:
+        """Launch the step's forward pass, padded to `size` tokens and `row_size` rows, captured sizes.
+
+        Returns hidden states [T, D], which the next pass overwrites.
+        """
         starts_R1 = _query_starts(step.groups[0])
         tokens, rows = len(step.ids_T), len(starts_R1) - 1
-        size = self._sizes[bisect_left(self._sizes, tokens)]
-        row_size = self._row_sizes[bisect_left(self._row_sizes, rows)]
         self._ids_T[:tokens].copy_(step.ids_T)
         self._positions_T[:tokens].copy_(step.positions_T)
         self._starts_R1[: rows + 1].copy_(starts_R1)
-        self._starts_R1[rows + 1 : row_size + 1].fill_(tokens)
         for buffers, group in zip(self._groups, step.groups, strict=True):
-            buffers.copy_from(group, size, row_size)
-        self._graphs[size, row_size]()
+            buffers.copy_from(group)
+        self._replay(tokens, rows, size, row_size)
         return self._hidden_TD[:tokens]
+
+    def dummy(self, size: int, row_size: int) -> None:
+        """Launch the forward pass of padding alone, which writes nothing."""
+        self._replay(0, 0, size, row_size)
+
+    def _replay(self, tokens: int, rows: int, size: int, row_size: int) -> None:
+        """Replay a graph whose buffers hold the inputs of `tokens` tokens and `rows` rows; pads the rest."""
+        self._starts_R1[rows + 1 : row_size + 1].fill_(tokens)
+        for buffers in self._groups:
+            buffers.pad(tokens, rows, size, row_size)
+        self._graphs[size, row_size]()
 
     def _capture(self, tokens: int, rows: int) -> None:
         self._hidden_TD[:tokens].copy_(self._run(tokens, rows))
@@ -111,15 +127,17 @@ class _BlockBuffers:
         self._contexts_R = torch.zeros(rows, dtype=torch.int32, device=device)
         self._table_RW = torch.zeros(rows, limits.num_entries, dtype=torch.int32, device=device)
 
-    def copy_from(self, group: GroupContext | StatePlan, size: int, row_size: int) -> None:
+    def copy_from(self, group: GroupContext | StatePlan) -> None:
         assert isinstance(group, GroupContext)
         plan, tokens = group.plan, len(group.slots_T)
         rows, width = plan.block_table_RW.shape
         self._slots_T[:tokens].copy_(group.slots_T)
-        self._slots_T[tokens:size].fill_(-1)
         self._contexts_R[:rows].copy_(plan.context_lens_R)
-        self._contexts_R[rows:row_size].fill_(0)
         self._table_RW[:rows, :width].copy_(plan.block_table_RW)
+
+    def pad(self, tokens: int, rows: int, size: int, row_size: int) -> None:
+        self._slots_T[tokens:size].fill_(-1)
+        self._contexts_R[rows:row_size].fill_(0)
 
     def context(self, tokens: int, rows: int) -> GroupContext:
         plan = AttentionPlan(
@@ -129,7 +147,7 @@ class _BlockBuffers:
             num_tokens=tokens,
             min_query_len=1,
             max_query_len=tokens,
-            max_context_len=self._limits.max_model_len,
+            max_context_len=self._limits.max_context,
             split_tokens=self._split_tokens,
         )
         return GroupContext(self._slots_T[:tokens], plan)
@@ -143,12 +161,14 @@ class _StateBuffers:
         self._slots_R = torch.full((rows,), NO_SLOT, dtype=torch.int64, device=starts_R1.device)
         self._fresh_R = torch.zeros(rows, dtype=torch.bool, device=starts_R1.device)
 
-    def copy_from(self, plan: GroupContext | StatePlan, size: int, row_size: int) -> None:
+    def copy_from(self, plan: GroupContext | StatePlan) -> None:
         assert isinstance(plan, StatePlan)
         rows = len(plan.slots_R)
         self._slots_R[:rows].copy_(plan.slots_R)
-        self._slots_R[rows:row_size].fill_(NO_SLOT)
         self._fresh_R[:rows].copy_(plan.fresh_R)
+
+    def pad(self, tokens: int, rows: int, size: int, row_size: int) -> None:
+        self._slots_R[rows:row_size].fill_(NO_SLOT)
 
     def context(self, tokens: int, rows: int) -> StatePlan:
         slots_R, fresh_R = self._slots_R[:rows], self._fresh_R[:rows]

@@ -4,7 +4,7 @@ R rows sampled in a step, U of them with logits processors, Q of them with log p
 V vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +18,7 @@ from workers.group_rows import Rows
 from workers.input_batch import SamplingRows
 from workers.logits_processor_state import LogitsProcessorRows, LogitsProcessorState
 from workers.memory_guard import MemoryGuard, reason_of
+from workers.spec_decode.draft_rows import DraftRows
 
 _PROCESSORS, _LOGPROBS = "the logits processors", "the log probabilities"
 _LOGITS_PER_SLICE = 1 << 24  # 64 MiB of float32
@@ -50,11 +51,14 @@ class _LogprobRows:
 
 @dataclass(frozen=True, slots=True)
 class _ProcessedRows:
-    """The rows with logits processors."""
+    """The rows with logits processors: of one position each, because a position's penalties count the
+    tokens before it."""
 
     processors: LogitsProcessorRows
     settings: SamplingBatch
     """Of these U rows."""
+    drafts_rows_U: torch.Tensor | None
+    """int64: their indices among the R rows of `SamplingRows.drafts`; None without drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,8 @@ class _SamplingPlan:
 
     settings: SamplingBatch | None
     """Of all R rows, greedy for rows with logits processors; None if every row has some."""
-    processed: _ProcessedRows | None
+    processed: list[_ProcessedRows]
+    """With drafts, one after another: the sampled tokens after 0 drafts, after 1 draft …"""
     logprobs: _LogprobRows | None
     broken: list[int]
     """Indices of the rows that cannot be sampled: their logits processors did not fit into memory."""
@@ -103,13 +108,13 @@ class Sampler:
         if not self._memory.attempt(_PROCESSORS, lambda: self._logits_processors.set_row(new)):
             self._broken.add(row)
 
-    def plain_settings(self, rows: Rows) -> SamplingBatch | None:
+    def plain_settings(self, sampling: SamplingRows) -> SamplingBatch | None:
         """Settings of rows that a captured graph can sample.
 
         None if a row has logits processors or log probabilities, or cannot be sampled. Returns the
         same object for the same array until a row is set.
         """
-        plan = self._plan_of(rows)
+        plan = self._plan_of(sampling.rows, sampling.drafts)
         return None if plan.processed or plan.logprobs or plan.broken else plan.settings
 
     def sample(self, logits_RV: torch.Tensor, sampling: SamplingRows) -> SamplerOutput:
@@ -118,18 +123,19 @@ class Sampler:
         Settings are gathered only if `sampling.rows` is another array than in the last step. Rows
         fail if the device has too little memory for their logits processors or log probabilities.
         """
-        plan = self._plan_of(sampling.rows)
+        plan = self._plan_of(sampling.rows, sampling.drafts)
         failed = dict.fromkeys(plan.broken, reason_of(_PROCESSORS))
-        if plan.processed is None:
+        if not plan.processed:
             ids_R = self._sample_plain(logits_RV, plan, sampling)
         else:
             processed = plan.processed
-            ids_U = self._memory.attempt(
+            sampled = self._memory.attempt(
                 _PROCESSORS, lambda: self._sample_processed(logits_RV, processed, sampling)
             )
-            if ids_U is None:
-                failed |= dict.fromkeys(processed.processors.indices.tolist(), reason_of(_PROCESSORS))
-            ids_R = self._joined(ids_U, logits_RV, plan, sampling)
+            if sampled is None:
+                for each in processed:
+                    failed |= dict.fromkeys(each.processors.indices.tolist(), reason_of(_PROCESSORS))
+            ids_R = self._joined(sampled, logits_RV, plan, sampling)
         wanted = plan.logprobs
         if wanted is None:
             return SamplerOutput(ids_R, failed=failed)
@@ -146,54 +152,90 @@ class Sampler:
         return sample(logits_RV, plan.settings, sampling.positions_R)
 
     def _sample_processed(
-        self, logits_RV: torch.Tensor, processed: _ProcessedRows, sampling: SamplingRows
-    ) -> torch.Tensor:
-        """Sampled ids of the rows with logits processors, int64 [U]."""
-        processors = processed.processors
-        positions_U = sampling.positions_R[processors.batch.rows_U]
-        logits_UV = self._logits_processors.apply(
-            processors, logits_RV, sampling.positions_R, sampling.positions
-        )
-        ids_U = sample(logits_UV, processed.settings, positions_U)
-        self._logits_processors.record(processors, positions_U, ids_U)
-        return ids_U
+        self, logits_RV: torch.Tensor, processed: Sequence[_ProcessedRows], sampling: SamplingRows
+    ) -> list[torch.Tensor]:
+        """Sampled ids of the rows with logits processors, int64 [U] for each of `processed`.
+
+        A token is recorded if the drafts before it are what was sampled, so the record holds accepted
+        tokens only, and each position that may be accepted sees the tokens before it.
+        """
+        drafts = sampling.drafts
+        accepted_R = None if drafts is None else drafts.first_positions_R >= 0
+        sampled = []
+        for each in processed:
+            processors = each.processors
+            rows_U = processors.batch.rows_U
+            positions_U = sampling.positions_R[rows_U]
+            logits_UV = self._logits_processors.apply(
+                processors, logits_RV, sampling.positions_R, sampling.positions
+            )
+            ids_U = sample(logits_UV, each.settings, positions_U)
+            sampled.append(ids_U)
+            if accepted_R is None or drafts is None:
+                self._logits_processors.record(processors, positions_U, ids_U)
+                continue
+            assert each.drafts_rows_U is not None
+            accepted_U = accepted_R[each.drafts_rows_U]
+            self._logits_processors.record(processors, positions_U, ids_U, accepted_U)
+            accepted_R[each.drafts_rows_U] = accepted_U & (ids_U == drafts.next_drafts_S[rows_U])
+        return sampled
 
     def _joined(
-        self, ids_U: torch.Tensor | None, logits_RV: torch.Tensor, plan: _SamplingPlan, sampling: SamplingRows
+        self,
+        sampled: list[torch.Tensor] | None,
+        logits_RV: torch.Tensor,
+        plan: _SamplingPlan,
+        sampling: SamplingRows,
     ) -> torch.Tensor:
-        """Sampled ids of all rows, int64 [R]: `ids_U`, and of the rows without logits processors."""
-        assert plan.processed is not None
+        """Sampled ids of all rows, int64 [R]: `sampled`, and of the rows without logits processors."""
         if plan.settings is None:
-            return torch.zeros_like(sampling.rows_R) if ids_U is None else ids_U
-        ids_R = self._sample_plain(logits_RV, plan, sampling)
-        if ids_U is None:
-            return ids_R
-        return ids_R.index_copy_(0, plan.processed.processors.batch.rows_U, ids_U)
+            if sampled is not None and len(sampled) == 1:
+                return sampled[0]
+            ids_R = torch.zeros_like(sampling.positions_R)
+        else:
+            ids_R = self._sample_plain(logits_RV, plan, sampling)
+        for each, ids_U in zip(plan.processed, sampled or (), strict=False):
+            ids_R.index_copy_(0, each.processors.batch.rows_U, ids_U)
+        return ids_R
 
-    def _plan_of(self, rows: Rows) -> _SamplingPlan:
+    def _plan_of(self, rows: Rows, drafts: DraftRows | None) -> _SamplingPlan:
         if rows is not self._planned_rows:
-            self._planned_rows, self._plan = rows, self._make_plan(rows)
+            self._planned_rows, self._plan = rows, self._make_plan(rows, drafts)
         return self._plan
 
-    def _make_plan(self, rows: Rows) -> _SamplingPlan:
+    def _make_plan(self, rows: Rows, drafts: DraftRows | None) -> _SamplingPlan:
         logprobs, broken_rows = self._logprob_rows(rows), self._broken
-        gathered = self._memory.attempt(_PROCESSORS, lambda: [self._logits_processors.gather(rows)])
-        if gathered is None:
-            broken_rows = broken_rows | self._logits_processors.rows
-        processors = gathered[0] if gathered else None
+        which = self._logits_processors.indices(rows)
+        processed = self._memory.attempt(_PROCESSORS, lambda: self._processed(rows, which, drafts))
+        if processed is None:
+            broken_rows, processed = broken_rows | self._logits_processors.rows, []
         broken = (
             [index for index, row in enumerate(rows.tolist()) if row in broken_rows] if broken_rows else []
         )
-        if processors is None:
-            return _SamplingPlan(self._settings(rows, self._temperature[rows]), None, logprobs, broken)
-        with_processors = rows[processors.indices]
-        settings = self._settings(with_processors, self._temperature[with_processors])
-        processed = _ProcessedRows(processors, settings)
-        if len(with_processors) == len(rows):
+        if processed and len(which) == len(rows):
             return _SamplingPlan(None, processed, logprobs, broken)
         temperature = self._temperature[rows]
-        temperature[processors.indices] = 0
+        if processed:
+            temperature[which] = 0
         return _SamplingPlan(self._settings(rows, temperature), processed, logprobs, broken)
+
+    def _processed(self, rows: Rows, which: Rows, drafts: DraftRows | None) -> list[_ProcessedRows]:
+        """The rows `rows[which]`, which have logits processors, by the drafts before them."""
+        if drafts is None:
+            return self._processed_rows(rows, which, None)
+        before = drafts.num_before[which]
+        by_draft = [which[before == number] for number in np.unique(before)]
+        return [made for each in by_draft for made in self._processed_rows(rows, each, drafts)]
+
+    def _processed_rows(self, rows: Rows, which: Rows, drafts: DraftRows | None) -> list[_ProcessedRows]:
+        """At most one."""
+        processors = self._logits_processors.gather(rows, which)
+        if processors is None:
+            return []
+        chosen = rows[which]
+        settings = self._settings(chosen, self._temperature[chosen])
+        drafts_rows = None if drafts is None else to_device(drafts.row_indices[which], self._device)
+        return [_ProcessedRows(processors, settings, drafts_rows)]
 
     def _logprob_rows(self, rows: Rows) -> _LogprobRows | None:
         top = self._logprobs[rows]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from atom_ops import StatePlan, plan_states, to_device
+from atom_ops import StatePlan, empty_states, plan_states, to_device
 from workers.block_table import BatchLimits
 from workers.group_rows import GroupRows, Rows, StepRows
 
@@ -40,8 +40,13 @@ class StateSlots(GroupRows):
         is_fresh = step.ends == step.counts
         return plan_states(step.counts.astype(np.int32), self._slots[step.rows], is_fresh, step.device)
 
+    def empty_context(self, device: torch.device, split_tokens: int) -> StatePlan:
+        return empty_states(device)
+
     def device_table(self, device: torch.device) -> torch.Tensor:
         """int64 [max_rows + 1]; padding never has a slot."""
+        if self._device_table is not None:
+            return self._device_table
         self._device_table = torch.full((len(self._slots) + 1,), NO_SLOT, dtype=torch.int64, device=device)
         return self._device_table
 

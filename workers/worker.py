@@ -15,13 +15,13 @@ from atom.messages.worker import AllocateKV, Loaded, NewRow, ScheduledBatch
 from atom.utils import envs
 from atom.utils.logger import get_logger
 from atom_ops import BATCH_INVARIANT_SPLIT, backend
-from parallel.communicator import Communicator
+from parallel.mesh import Mesh
 from workers.block_table import BatchLimits, BlockTable
 from workers.decode_graphs import DecodeGraphs
 from workers.graph_recorder import GraphRecorder, Recorder
 from workers.group_rows import GroupRows
 from workers.input_batch import InputBatch
-from workers.kv_cache import allocate_kv, cpu_kv_bytes, cuda_kv_bytes, kv_dtype, kv_specs
+from workers.kv_cache import allocate_kv, attention_backends, cpu_kv_bytes, cuda_kv_bytes, kv_dtype, kv_specs
 from workers.largest_steps import largest_steps, num_blocks, profile_batch
 from workers.layers.cache_groups import CacheGroup, StateGroup
 from workers.layers.causal_lm import CausalLM
@@ -30,13 +30,15 @@ from workers.layers.linear import Linear
 from workers.marks import MarkedRecorder, mark_modules
 from workers.memory_guard import MemoryGuard
 from workers.model_runner import Graphs, ModelRunner
-from workers.models.registry import model_class
+from workers.models.registry import build_model
 from workers.pending_step import PendingStep, event_recorder
 from workers.profiler import TraceRecorder
 from workers.prompt_graphs import PROMPT_SIZES, PromptGraphs
 from workers.sampler import Sampler
+from workers.spec_decode.ngram import NgramProposer, text_group, with_token_ids
+from workers.spec_decode.proposer import Proposer
 from workers.state_slots import StateSlots
-from workers.weights.loader import WeightError, load_dummy, load_weights, weight_bytes
+from workers.weights.loader import WeightError, describe_weights, load_directory, load_dummy, weight_bytes
 
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total)."""
@@ -67,9 +69,9 @@ def _explain_out_of_memory(device: torch.device, purpose: str, remedy: str) -> I
         ) from None
 
 
-def rank_device(config: EngineConfig, rank: int) -> torch.device:
-    """The device of `rank`: the CPU, or one GPU for each rank."""
-    return torch.device("cpu") if config.device.device == "cpu" else torch.device("cuda", rank)
+def worker_device(config: EngineConfig, index: int) -> torch.device:
+    """The CPU, or the GPU of that index among the visible ones."""
+    return torch.device("cpu") if config.device.device == "cpu" else torch.device("cuda", index)
 
 
 def _rows_of(group: CacheGroup, limits: BatchLimits) -> GroupRows:
@@ -90,21 +92,21 @@ class Worker:
     _runner: ModelRunner
     """Set by `allocate`."""
 
-    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, tp: Communicator, progress: Progress):
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh, progress: Progress):
         self.traces: TraceRecorder | None = None
         """None unless the configuration names a directory for traces."""
         self._config = config
         self._checkpoint = checkpoint
-        self._tp = tp
+        self._tp = mesh.tp
         self._progress = progress
-        self._device = rank_device(config, tp.rank)
+        self._device = mesh.device
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # kernels and graphs are launched on the current device
         self._dtype = _DTYPES[config.model.dtype]
         self._kv_dtype = kv_dtype(config.cache, self._dtype)
         if config.observability.torch_profiler_dir is not None:
             directory, model = config.observability.torch_profiler_dir, config.model.model
-            self.traces = TraceRecorder(directory, model, tp.rank, self._device)
+            self.traces = TraceRecorder(directory, model, mesh.tp.rank, self._device)
 
     def load(self) -> Loaded:
         """Build the model, load its weights and measure the memory of the largest step.
@@ -131,21 +133,29 @@ class Worker:
                 return self._runner.launch(batch)
 
     def _load(self) -> Loaded:
+        if (method := self._config.speculative.method) is not None:
+            raise ValueError(f"--method {method}: this worker cannot verify draft tokens yet; omit the flag")
         resolved = backend.resolve(self._device, batch_invariant=self._config.device.batch_invariant)
         if self._tp.rank == 0:
             get_logger().info("ops on %s: %s", self._device, backend.summary(resolved))
         self._model = self._build_model()
+        if self._tp.rank == 0 and (backends := attention_backends(self._model.kv_groups)):
+            get_logger().info("attention backends: %s", backends)
         if self._device.type == "cuda":
             # Kernels with programmatic dependent launch may read weights before earlier kernels end.
             torch.cuda.synchronize(self._device)
+        get_logger().info("weights on rank %d: %s", self._tp.rank, describe_weights(self._model))
         self._tune()
         specs = kv_specs(self._model.kv_groups, self._config.cache.block_size, self._kv_dtype)
+        if self._config.speculative.method is not None:
+            specs = with_token_ids(specs, text_group(self._model.kv_groups))
         return Loaded(self._tp.rank, specs, self._kv_bytes(), weight_bytes(self._model))
 
     def _allocate(self, allocate: AllocateKV) -> None:
         with self._tracing_captures():
             kv_layers = self._make_kv(allocate.num_blocks)
-            self._runner = self._make_runner(kv_layers, allocate.max_model_len, self._capture_sizes())
+            inputs = self._make_inputs(allocate.max_model_len, allocate.num_blocks)
+            self._runner = self._make_runner(kv_layers, inputs, self._capture_sizes())
         sized = zip(self._model.kv_groups, allocate.num_blocks, strict=True)
         num_blocks = min(blocks for group, blocks in sized if not isinstance(group, StateGroup))
         capacity = num_blocks * self._config.cache.block_size
@@ -158,11 +168,10 @@ class Worker:
 
     def _build_model(self) -> CausalLM:
         longest = self._longest_sequence()
-        build = BuildContext(self._dtype, self._device, self._tp, longest)
-        try:
-            model = model_class(self._checkpoint)(self._checkpoint.hf_config, build)
-        except KeyError as error:
-            raise ValueError(f"config.json of {self._checkpoint.directory} lacks {error}") from error
+        build = BuildContext(
+            self._dtype, self._device, self._tp, longest, self._config.cache.block_size, self._kv_dtype
+        )
+        model = build_model(self._checkpoint, build)
         if self._config.model.load_dummy:
             load_dummy(model, lambda done, total: self._progress("Filling weights", done, total))
         else:
@@ -179,7 +188,9 @@ class Worker:
     def _load_weights(self, model: CausalLM) -> None:
         directory, changes = Path(self._checkpoint.directory), self._config.model.hf_overrides
         try:
-            load_weights(model, directory, lambda done, total: self._progress("Loading weights", done, total))
+            load_directory(
+                model, directory, lambda done, total: self._progress("Loading weights", done, total)
+            )
         except WeightError as error:
             if changes is None:
                 raise
@@ -190,25 +201,38 @@ class Worker:
 
     def _tune(self) -> None:
         """Tune kernels; before memory is measured, so that its temporary memory is free again."""
-        weights = [layer.weight for layer in self._model.modules() if isinstance(layer, Linear)]
-        backend.tune(self._device, weights, Path(envs.ATOM_CACHE_DIR), self._progress)
+        layers = (layer for layer in self._model.modules() if isinstance(layer, Linear))
+        plain = [layer.weight for layer in layers if isinstance(layer.weight, torch.Tensor)]
+        backend.tune(self._device, plain, Path(envs.ATOM_CACHE_DIR), self._progress)
 
     def _make_kv(self, num_blocks: Sequence[int]) -> list[CacheLayer]:
         block_size = self._config.cache.block_size
         return allocate_kv(self._model.kv_groups, num_blocks, block_size, self._kv_dtype, self._device)
 
-    def _make_inputs(self, max_model_len: int) -> InputBatch:
+    def _make_inputs(self, max_model_len: int, num_blocks: Sequence[int]) -> InputBatch:
+        """The empty batch; `num_blocks` of each KV group."""
         max_rows = self._config.scheduler.max_num_seqs
         assert max_rows is not None, "max_num_seqs is resolved before any worker starts"
-        limits = BatchLimits(max_rows, max_model_len, self._config.cache.block_size)
+        drafts = self._config.speculative.num_speculative_tokens
+        limits = BatchLimits(max_rows, max_model_len, self._config.cache.block_size, drafts)
         tables = [_rows_of(group, limits) for group in self._model.kv_groups]
         split_tokens = BATCH_INVARIANT_SPLIT if self._config.device.batch_invariant else 0
-        return InputBatch(limits, tables, self._device, split_tokens)
+        proposer = self._proposer(limits, tables, num_blocks)
+        return InputBatch(limits, tables, self._device, split_tokens, proposer)
+
+    def _proposer(
+        self, limits: BatchLimits, tables: Sequence[GroupRows], num_blocks: Sequence[int]
+    ) -> Proposer | None:
+        speculative = self._config.speculative
+        if speculative.method is None:
+            return None
+        group = text_group(self._model.kv_groups)
+        table, blocks = tables[group.number], num_blocks[group.number]
+        return NgramProposer(speculative, group, table, blocks, limits, self._device)
 
     def _make_runner(
-        self, kv_layers: list[CacheLayer], max_model_len: int, capture_sizes: list[int]
+        self, kv_layers: list[CacheLayer], inputs: InputBatch, capture_sizes: list[int]
     ) -> ModelRunner:
-        inputs = self._make_inputs(max_model_len)
         memory = MemoryGuard(self._device, self._tp.size)
         sampler = Sampler(inputs.limits, self._checkpoint.vocab_size, self._device, memory)
         graphs = self._capture(kv_layers, inputs, capture_sizes) if capture_sizes else None
@@ -217,7 +241,7 @@ class Worker:
 
     def _capture(self, kv_layers: list[CacheLayer], inputs: InputBatch, sizes: list[int]) -> Graphs:
         """Capture graphs of decode steps with `sizes` rows, and of prefill and mixed steps."""
-        most = self._config.scheduler.max_num_batched_tokens or 0
+        most = self._most_tokens
         record: Recorder = MarkedRecorder(GraphRecorder()) if self._marked else GraphRecorder()
         tokens = [size for size in PROMPT_SIZES if size <= most] or [most]
         decode = DecodeGraphs(self._model, kv_layers, inputs, sizes, record, self._device)
@@ -245,12 +269,12 @@ class Worker:
     def _warm_up(self, tokens: int) -> None:
         """Run a prompt and its decode steps: compiles kernels and touches memory before the first request."""
         prompt = max(tokens - _WARM_DECODES, 1)
-        decodes = tokens - prompt
+        decodes, drafts = tokens - prompt, self._config.speculative.num_speculative_tokens
         self._progress("Warming up", 0, 1 + decodes)
         _run(self._runner, self._warm_up_batch(prompt, tokens))
         for done in range(1, 1 + decodes):
             self._progress("Warming up", done, 1 + decodes)
-            _run(self._runner, ScheduledBatch(-1, [0]))
+            _run(self._runner, ScheduledBatch(-1, [0], num_drafts=drafts))
         self._progress("Warming up", 1 + decodes, 1 + decodes)
 
     def _warm_up_batch(self, prompt: int, reserved: int) -> ScheduledBatch:
@@ -269,11 +293,16 @@ class Worker:
     def _peak_bytes(self) -> int:
         """Peak memory that torch allocates on this GPU without KV: in the largest steps, and for graphs."""
         scheduler = self._config.scheduler
-        assert scheduler.max_num_batched_tokens and scheduler.max_num_seqs
-        shapes = largest_steps(
-            scheduler.max_num_batched_tokens, scheduler.max_num_seqs, self._longest_sequence()
-        )
+        assert scheduler.max_num_seqs is not None
+        shapes = largest_steps(self._most_tokens, scheduler.max_num_seqs, self._longest_sequence())
         return max(map(self._peak_of, shapes)) + self._graph_bytes()
+
+    @property
+    def _most_tokens(self) -> int:
+        """Most tokens of a step."""
+        most = self._config.scheduler.max_num_batched_tokens
+        assert most is not None, "max_num_batched_tokens is resolved before any worker starts"
+        return most
 
     def _longest_sequence(self) -> int:
         return self._config.model.max_model_len or self._checkpoint.max_model_len
@@ -284,11 +313,15 @@ class Worker:
         longest = self._longest_sequence()
         batch = profile_batch(counts, groups, block_size, self._checkpoint.vocab_size, longest)
         before = torch.cuda.memory_allocated(self._device)
-        kv_layers = self._make_kv(num_blocks(counts, groups, block_size))
+        blocks = num_blocks(counts, groups, block_size)
+        kv_layers = self._make_kv(blocks)
         kv_bytes = torch.cuda.memory_allocated(self._device) - before
-        runner = self._make_runner(kv_layers, longest, [])
+        runner = self._make_runner(kv_layers, self._make_inputs(longest, blocks), [])
         torch.cuda.reset_peak_memory_stats(self._device)
         _run(runner, batch)
+        if drafts := self._config.speculative.num_speculative_tokens:
+            rows = max(self._most_tokens // (1 + drafts), 1)
+            _run(runner, ScheduledBatch(-1, batch.rows[:rows], num_drafts=drafts))
         peak = torch.cuda.max_memory_allocated(self._device) - kv_bytes
         del runner, kv_layers
         torch.cuda.empty_cache()
@@ -299,8 +332,9 @@ class Worker:
         sizes = self._capture_sizes()
         if not sizes:
             return 0
-        kv_layers = self._make_kv([1] * len(self._model.kv_groups))
-        inputs = self._make_inputs(self._longest_sequence())
+        blocks = [1] * len(self._model.kv_groups)
+        kv_layers = self._make_kv(blocks)
+        inputs = self._make_inputs(self._longest_sequence(), blocks)
         before = torch.cuda.memory_reserved(self._device)
         graphs = self._capture(kv_layers, inputs, sizes[-1:])
         graph_bytes = torch.cuda.memory_reserved(self._device) - before

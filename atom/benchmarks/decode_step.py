@@ -38,10 +38,9 @@ from atom.supervisor import Supervisor
 from atom.traces.stream_time import times_without_waiting
 from atom_ops import backend
 from engine_core.startup import plan_cache
-from parallel.communicator import Communicator
-from parallel.state import TPGroup
+from parallel.mesh import Mesh
 from workers.pending_step import PendingStep
-from workers.worker import Worker, rank_device
+from workers.worker import Worker, worker_device
 
 _GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 _TRACED = 4
@@ -76,8 +75,8 @@ class Steps:
         self._config = config
         self._checkpoint = checkpoint
         self.layers = int(checkpoint.hf_config["num_hidden_layers"])
-        device = rank_device(config, 0)
-        self._worker = Worker(config, checkpoint, Communicator(TPGroup(0, 1, device)), _say)
+        device = worker_device(config, 0)
+        self._worker = Worker(config, checkpoint, Mesh(device), _say)
         loaded = self._worker.load()
         plan = plan_cache(config, checkpoint.max_model_len, [loaded])
         self._blocks = plan.num_blocks

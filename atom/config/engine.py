@@ -9,6 +9,7 @@ from atom.config.observability import ObservabilityConfig
 from atom.config.parallel import ParallelConfig
 from atom.config.reliability import ReliabilityConfig
 from atom.config.scheduler import SchedulerConfig
+from atom.config.speculative import SpeculativeConfig
 
 
 @dataclass(frozen=True)
@@ -22,3 +23,4 @@ class EngineConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     reliability: ReliabilityConfig = field(default_factory=ReliabilityConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)

@@ -15,8 +15,6 @@ class Refusal:
     short: str | None = None
 
 
-_NO_SPECULATION = "speculative decoding is not supported yet"
-
 REFUSED: dict[str, Refusal] = {
     "data_parallel_size": Refusal(
         "data parallelism is not supported yet; start one server per replica", "1", "-dp"
@@ -25,9 +23,7 @@ REFUSED: dict[str, Refusal] = {
     "enable_expert_parallel": Refusal("expert parallelism is not supported yet; use -tp", "False"),
     "enable_dp_attention": Refusal("data parallel attention is not supported yet", "False"),
     "level": Refusal("compilation is not supported yet; use 0", "0"),
-    "method": Refusal(_NO_SPECULATION),
-    "num_speculative_tokens": Refusal(_NO_SPECULATION, "0"),
-    "draft_model": Refusal(_NO_SPECULATION),
+    "draft_model": Refusal("draft models are not supported yet; use --method ngram"),
     "kv_transfer_config": Refusal("prefill/decode disaggregation is not supported yet", "{}"),
     "enable_chunked_prefill": Refusal("chunked prefill is always on", "True"),
 }

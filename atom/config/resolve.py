@@ -15,6 +15,7 @@ from atom.config.engine import EngineConfig
 from atom.config.fields import ConfigError
 from atom.config.model import ModelConfig
 from atom.config.scheduler import SchedulerConfig
+from atom.config.speculative import SpeculativeConfig
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -61,6 +62,9 @@ _DEFAULTS: dict[Device, _DeviceDefaults] = {
 _GRAPH_FLAGS = ("enforce_eager", "cudagraph_mode", "cudagraph_capture_sizes")
 _MOST_CAPTURED = 512
 
+_DRAFT_FLAGS = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
+_NGRAM = 5
+
 _CPU_DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -89,12 +93,14 @@ def resolve(
         names = ", ".join(checkpoint.ignored_defaults)
         notes.append(f"generation_config.json also sets {names}: not supported, ignored")
     notes += checkpoint.added_settings
-    scheduler = _scheduler(config.scheduler, _DEFAULTS[device])
+    speculative = _speculative(config.speculative, checkpoint)
+    scheduler = _scheduler(config.scheduler, _DEFAULTS[device], speculative.num_speculative_tokens)
     resolved = replace(
         config,
         model=_model(config.model, dtype),
         cache=cache,
         scheduler=scheduler,
+        speculative=speculative,
         device=_threads(_graphs(replace(config.device, device=device), scheduler), config, capabilities),
     )
     return Resolved(resolved, notes)
@@ -169,12 +175,44 @@ def _model(model: ModelConfig, dtype: Dtype) -> ModelConfig:
     return replace(model, dtype=dtype, served_model_name=model.served_model_name or model.model)
 
 
-def _scheduler(scheduler: SchedulerConfig, defaults: _DeviceDefaults) -> SchedulerConfig:
-    return replace(
-        scheduler,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens or defaults.max_num_batched_tokens,
-        max_num_seqs=scheduler.max_num_seqs or defaults.max_num_seqs,
-    )
+def _speculative(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> SpeculativeConfig:
+    if speculative.method is None:
+        for name in _DRAFT_FLAGS:
+            if getattr(speculative, name):
+                raise ConfigError(f"--{name.replace('_', '-')} needs --method")
+        return speculative
+    if checkpoint.keeps_states:
+        raise ConfigError(
+            f"--method {speculative.method}: {checkpoint.model_type} has recurrent layers, whose states "
+            "cannot be restored after rejected tokens; omit the flag"
+        )
+    if speculative.num_speculative_tokens == 0:
+        raise ConfigError(f"--method {speculative.method} needs --num-speculative-tokens of at least 1")
+    longest = speculative.prompt_lookup_max or speculative.prompt_lookup_min or _NGRAM
+    shortest = speculative.prompt_lookup_min or longest
+    if shortest > longest:
+        raise ConfigError(f"--prompt-lookup-min {shortest} is greater than --prompt-lookup-max {longest}")
+    return replace(speculative, prompt_lookup_max=longest, prompt_lookup_min=shortest)
+
+
+def _scheduler(scheduler: SchedulerConfig, defaults: _DeviceDefaults, num_drafts: int) -> SchedulerConfig:
+    """A step has room for the drafts of all sequences: unset limits adapt to one another."""
+    each, tokens, rows = 1 + num_drafts, scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    if num_drafts and tokens is not None and (rows or 1) * each > tokens:
+        raise ConfigError(
+            f"--max-num-batched-tokens {tokens} has no room for {rows or 1} sequences with "
+            f"{num_drafts} draft tokens each: use at least {(rows or 1) * each}, or fewer "
+            "--num-speculative-tokens or --max-num-seqs"
+        )
+    if rows is None:
+        rows = defaults.max_num_seqs
+        if num_drafts and tokens is not None:
+            rows = min(rows, tokens // each)
+    if tokens is None:
+        tokens = defaults.max_num_batched_tokens
+        if num_drafts:
+            tokens = max(tokens, rows * each)
+    return replace(scheduler, max_num_batched_tokens=tokens, max_num_seqs=rows)
 
 
 def _graphs(device: DeviceConfig, scheduler: SchedulerConfig) -> DeviceConfig:

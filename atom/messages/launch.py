@@ -11,18 +11,51 @@ from atom.config.model import ModelConfig
 from atom.config.server import ServerConfig
 
 
+class EngineAddress(msgspec.Struct, frozen=True, array_like=True):
+    """One life of the engine of a data-parallel rank."""
+
+    rank: int
+    life: int
+    """Counts the starts of this rank's engine, from 0."""
+    endpoint: str
+    """ZMQ endpoint of its core's frontend socket. It contains rank and life (`core-1.3`), so that no
+    message of an earlier life can reach a later one."""
+
+
+class Rendezvous(msgspec.Struct, frozen=True):
+    """Where the ranks that share collectives meet: a torch TCPStore on `address`, hosted by rank 0."""
+
+    address: str
+    """IP address that the store listens on. torch's ports know no authentication: a trusted network."""
+    port: int
+    life: int = 0
+    """Counts the starts of these ranks; a worker left over from an earlier life is not let in."""
+    interface: str = "lo"
+    """Network interface of `address`, for gloo and NCCL."""
+    listen_fd: int | None = None
+    """The listening socket of that port, inherited by rank 0 alone; None on the others."""
+
+    @property
+    def pass_fds(self) -> tuple[int, ...]:
+        """What the parent passes on to the worker."""
+        return () if self.listen_fd is None else (self.listen_fd,)
+
+
 class WorkerLaunch(msgspec.Struct, frozen=True):
     """For `python -m workers.main`."""
 
     config: EngineConfig
     checkpoint: Checkpoint
     rank: int
+    """Among the engine's workers: the tensor-parallel rank."""
     core: str
     """ZMQ endpoint of the core's worker socket."""
     supervisor: str
     """ZMQ endpoint of the supervisor's socket."""
-    rendezvous: str
-    """File for the rendezvous of the tensor-parallel ranks (a torch FileStore)."""
+    rendezvous: Rendezvous | None = None
+    """None: one rank, which meets no others."""
+    device_index: int = 0
+    """The GPU, as an index into this host's visible devices (CUDA_VISIBLE_DEVICES); unused on a CPU."""
 
 
 class CoreLaunch(msgspec.Struct, frozen=True):
@@ -43,11 +76,19 @@ class FrontendLaunch(msgspec.Struct, frozen=True):
     config: EngineConfig
     server: ServerConfig
     checkpoint: Checkpoint
-    core: str
+    engines: list[EngineAddress]
+    """The engines at this moment; later changes come through `control`."""
     supervisor: str
     listen_fd: int
     """The listening TCP socket, inherited."""
     index: int = 0
+    """Number of this frontend, from 0."""
+    num_frontends: int = 1
+    """They share the port, and the limits of admission in equal parts."""
+    control: str = ""
+    """ZMQ endpoint of the supervisor's ROUTER that sends `Engines`; empty: the engines never change."""
+    metrics_dir: str = ""
+    """Directory in which each frontend keeps its counters in a file for the others; empty: none does."""
 
 
 class PrepareLaunch(msgspec.Struct, frozen=True):

@@ -1,10 +1,15 @@
-"""Messages from every child process to its supervisor (supervisor binds PULL, children PUSH).
+"""Messages between the supervisor and its children.
+
+Every child sends its state (supervisor binds PULL, children PUSH). Frontends also have a control
+connection (supervisor binds ROUTER, frontend n connects a DEALER with the identity of its index in
+four little-endian bytes): they send GetEngines, and receive Engines then and at every change.
 
 `process` is the supervisor's name of the process: prepare, core, frontend, worker 0, worker 1, …
 """
 
 import msgspec
 
+from atom.messages.launch import EngineAddress
 from atom.utils.exit_status import ExitStatus
 
 
@@ -41,3 +46,32 @@ class Heartbeat(msgspec.Struct, tag=4, array_like=True, frozen=True, gc=False):
 
 
 ToSupervisor = Ready | Progress | Dead | Heartbeat
+
+
+class GetEngines(msgspec.Struct, tag=20, array_like=True, frozen=True, gc=False):
+    """The first message of a frontend: it wants `Engines`, now and at every change."""
+
+    frontend: int
+
+
+class EngineEnded(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The end of one life of an engine."""
+
+    rank: int
+    life: int
+    reason: str
+    """One line; clients of its requests get it."""
+
+
+class Engines(msgspec.Struct, tag=21, array_like=True, frozen=True, gc=False):
+    """All engines that live or start now; every other life has ended."""
+
+    engines: list[EngineAddress]
+    """At most one for each rank."""
+    ended: list[EngineEnded] = []
+    """The last ended life of each rank that has one."""
+
+
+def control_identity(frontend: int) -> bytes:
+    """The identity of a frontend's control connection."""
+    return frontend.to_bytes(4, "little")

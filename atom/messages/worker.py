@@ -43,6 +43,8 @@ class RecurrentStateSpec(msgspec.Struct, tag="state", array_like=True, frozen=Tr
     """On this rank, over all layers of the group."""
 
 
+MAX_LENGTH = (1 << 31) - 1
+
 PagedSpec = FullAttentionSpec | SlidingWindowSpec
 """Groups whose blocks hold tokens."""
 KVSpec = FullAttentionSpec | SlidingWindowSpec | RecurrentStateSpec
@@ -71,6 +73,11 @@ class NewRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Packed int32, each id of the prompt once, if `LogitsProcessors.needs_prompt_ids`; else empty."""
     output_ids: bytes = b""
     """Packed int32: what a resumed request had generated, if `LogitsProcessors.needs_output_ids`."""
+    max_length: int = MAX_LENGTH
+    """Tokens of the prompt and the most of the output. No KV is written for positions from here on, and
+    samples for them are dropped."""
+    prediction_ids: bytes = b""
+    """Packed int32: the output that the client expects, for the n-gram lookup; empty with other methods."""
 
 
 class MoreBlocks(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -86,6 +93,11 @@ class ScheduledBatch(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=Fal
     `counts` empty means one each. Rows that are not listed keep their state. A row whose known
     tokens are all computed decodes: its input is the id that it sampled last, which never leaves
     the device.
+
+    With drafts, a decoding row computes 1 + `num_drafts` tokens: its last id and the ids that the worker
+    has proposed. It advances by one and by as many drafts as the model samples itself, which the result
+    tells. The count of a decoding row is then 1 + `num_drafts`, and so is that of all rows where `counts`
+    is empty.
     """
 
     step: int
@@ -98,6 +110,8 @@ class ScheduledBatch(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=Fal
     next_ids: bytes = b""
     """Packed int32, one for each row that wants prompt log probabilities and does not reach the
     prompt's end in this step: the id after its chunk. In batch order."""
+    num_drafts: int = 0
+    """Draft tokens of each decoding row: 0 or `num_speculative_tokens`."""
 
 
 class AllocateKV(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
@@ -138,8 +152,8 @@ class RowFailure(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class BatchResult(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False):
     """The result of one step.
 
-    `token_ids` (packed int32) has one sampled id for each sampling row, in batch order. A failed
-    row has none.
+    `token_ids` (packed int32) has the sampled ids of each sampling row, in batch order: one, or
+    `counts[i]` after accepted drafts. A failed row has none.
     """
 
     step: int
@@ -150,6 +164,12 @@ class BatchResult(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False
     """Their `owner` is a row."""
     failed: list[RowFailure] = []
     """Rows of the step whose requests end with an error. Their KV of this step is not valid."""
+    counts: bytes = b""
+    """Packed int32: for each sampling row, except failed ones, how many of `token_ids` it sampled;
+    empty means one each, as after a step without drafts."""
+    num_proposed: bytes = b""
+    """Packed int32: for each of the same rows, how many drafts the step verified, 0 to `num_drafts`;
+    empty means none."""
 
 
 class WorkerFailed(msgspec.Struct, tag=13, array_like=True, frozen=True, gc=False):

@@ -126,7 +126,7 @@ def paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: At
     """
     _, block_size, _, kv_heads, _ = cache.kv.shape
     groups = plan.work_items(q_THE.shape[1], kv_heads, block_size, q_THE.dtype, rule.window)
-    return in_step_order(groups, lambda items: _attend(q_THE, cache, items, rule))
+    return in_step_order(groups, lambda items: _attend(q_THE, cache, items, rule), q_THE)
 
 
 def _attend(q_THE: Tensor, cache: KVLayer, items: WorkItems, rule: AttentionRule) -> Tensor:
@@ -165,12 +165,14 @@ def attend_items(
     return found if items.filled is None else found.index_select(0, items.filled)
 
 
-def in_step_order(groups: tuple[WorkItems, ...], attend: Callable[[WorkItems], Tensor]) -> Tensor:
-    """The results [T, …] of `attend` on all groups, in the order of the step's tokens."""
+def in_step_order(
+    groups: tuple[WorkItems, ...], attend: Callable[[WorkItems], Tensor], q_THE: Tensor
+) -> Tensor:
+    """The results [T, H, E] of `attend` on all groups, in the order of the step's tokens; 0 for padding."""
     found = [attend(items) for items in groups]
-    if groups[0].tokens is None:
+    if groups and groups[0].tokens is None:
         return found[0]
-    out_T = found[0].new_empty((sum(map(len, found)), *found[0].shape[1:]))
+    out_T = torch.zeros_like(q_THE)
     for items, of_group in zip(groups, found, strict=True):
         assert items.tokens is not None
         out_T.index_copy_(0, items.tokens, of_group)

@@ -16,14 +16,16 @@ by their log-sum-exp. Decodes (L = 1) and prefill chunks are in different groups
 the host with numpy, once for each step that uses them.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from atom_ops.transfer import to_device
 
@@ -31,6 +33,7 @@ BATCH_INVARIANT_SPLIT = 512
 """`split_tokens` of every plan with `--batch-invariant`."""
 
 Ints = NDArray[np.int64]
+M = TypeVar("M")
 
 _TILES = np.array([16, 32, 64, 128])
 _CHUNKS = np.arange(32, 1025, 32)
@@ -125,7 +128,7 @@ class AttentionPlan:
     def work_items(
         self, num_heads: int, num_kv_heads: int, block_size: int, dtype: torch.dtype, window: int = 0
     ) -> tuple[WorkItems, ...]:
-        """Groups of items; each token of the step is a query of exactly one group.
+        """Groups of items; each token of a row is a query of exactly one group.
 
         Cached after the first call. `dtype` is the queries', `window` the layer's. Raises
         ValueError for a plan without host rows.
@@ -135,6 +138,40 @@ class AttentionPlan:
     def prompt_items(self, num_heads: int, dtype: torch.dtype) -> tuple[WorkItems, ...]:
         """Like `work_items` for a step of `whole_prompts`: slots are indices of the step's tokens."""
         return self._made(_WorkKey(num_heads, num_heads, _OWN_TOKENS, dtype, 0))
+
+    def padded(self, num_tokens: int, num_rows: int) -> "AttentionPlan":
+        """The plan of the same rows, then padding rows; `num_tokens` and `num_rows` count both."""
+        more, host = num_rows - len(self.context_lens_R), self.host
+        if host is not None:
+            host = HostRows(
+                np.pad(host.query_lens, (0, more)),
+                np.pad(host.context_lens, (0, more)),
+                np.pad(host.block_table, ((0, more), (0, 0))),
+            )
+        return replace(
+            self,
+            block_table_RW=functional.pad(self.block_table_RW, (0, 0, 0, more)),
+            context_lens_R=functional.pad(self.context_lens_R, (0, more)),
+            query_starts_R1=functional.pad(self.query_starts_R1, (0, more), value=self.num_tokens),
+            num_tokens=num_tokens,
+            host=host,
+        )
+
+    def derived(self, make: "Callable[[AttentionPlan], M]") -> "M":
+        """`make(self)`, computed for the first layer of a step that needs it."""
+        if make not in self._derived:
+            self._derived[make] = make(self)
+        found: M = self._derived[make]
+        return found
+
+    @cached_property
+    def _derived(self) -> dict[Callable[..., Any], Any]:
+        return {}
+
+    @cached_property
+    def has_padding_tokens(self) -> bool:
+        """Whether the host knows that some of the step's tokens are not a row's."""
+        return self.host is not None and int(self.host.query_lens.sum()) < self.num_tokens
 
     @cached_property
     def whole_prompts(self) -> bool:
@@ -146,7 +183,7 @@ class AttentionPlan:
             if self.host is None:
                 raise ValueError("this attention plan has no host rows: only a paged kernel can run it")
             device = self.context_lens_R.device
-            self._work[key] = _work_items(self.host, key, device)
+            self._work[key] = _work_items(self.host, key, self.num_tokens, device)
         return self._work[key]
 
     @cached_property
@@ -219,6 +256,22 @@ def plan_attention(
     )
 
 
+def empty_attention(device: torch.device, split_tokens: int = 0) -> AttentionPlan:
+    """The plan of a step without rows; pad it before use."""
+    none = np.empty(0, np.int32)
+    return AttentionPlan(
+        block_table_RW=torch.zeros(0, 1, dtype=torch.int32, device=device),
+        context_lens_R=torch.zeros(0, dtype=torch.int32, device=device),
+        query_starts_R1=torch.zeros(1, dtype=torch.int32, device=device),
+        num_tokens=0,
+        min_query_len=1,
+        max_query_len=1,
+        max_context_len=1,
+        split_tokens=split_tokens,
+        host=HostRows(none, none, np.empty((0, 1), np.int32)),
+    )
+
+
 def _upload(arrays: tuple[NDArray[np.int32], ...], device: torch.device) -> list[Tensor]:
     """The arrays on the device, copied at once."""
     if device.type == "cpu":
@@ -228,7 +281,9 @@ def _upload(arrays: tuple[NDArray[np.int32], ...], device: torch.device) -> list
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
-def _work_items(rows: HostRows, key: _WorkKey, device: torch.device) -> tuple[WorkItems, ...]:
+def _work_items(
+    rows: HostRows, key: _WorkKey, num_tokens: int, device: torch.device
+) -> tuple[WorkItems, ...]:
     queries, contexts = rows.query_lens.astype(np.int64), rows.context_lens.astype(np.int64)
     ends = queries.cumsum()
     groups = []
@@ -238,7 +293,7 @@ def _work_items(rows: HostRows, key: _WorkKey, device: torch.device) -> tuple[Wo
         tiles = _cut(chosen, queries[chosen], (ends - queries)[chosen], contexts[chosen], key.window)
         chunk = _chunk_length(tiles)
         for part in _bounded(tiles, chunk, key):
-            groups.append(_items(part, chunk, rows.block_table, key, int(ends[-1]), device))
+            groups.append(_items(part, chunk, rows.block_table, key, num_tokens, device))
     return tuple(groups)
 
 

@@ -16,17 +16,18 @@ from torch.nn import functional
 
 from atom_ops.op import Case, op
 from atom_ops.ops.activation import clamped_swiglu, silu_and_mul
-from atom_ops.ops.linear import BATCH_INVARIANT, linear
+from atom_ops.ops.linear import BATCH_INVARIANT, Format, linear, random_weight
 from atom_ops.tolerances import REDUCTION
+from atom_ops.weights import PackedOneDNN, Weight
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """The weights of all experts of a layer."""
 
-    gate_up_XOD: Tensor
+    gate_up_XOD: Weight
     """[X, 2F, D]: the gate's rows, then up's."""
-    down_XDF: Tensor
+    down_XDF: Weight
     gate_up_bias_XO: Tensor | None = None
     down_bias_XD: Tensor | None = None
 
@@ -50,6 +51,7 @@ def _case(
     sizes: tuple[int, int],
     activation: ExpertActivation = None,
     idle: int = 0,
+    format: Format = "plain",
 ) -> Case:
     """The last `idle` experts get no token."""
     hidden, features = sizes
@@ -62,8 +64,8 @@ def _case(
             return torch.randn(*shape, generator=generator)
 
         weights = ExpertWeights(
-            (normal(experts, 2 * features, hidden) / hidden**0.5).to(dtype),
-            (normal(experts, hidden, features) / features**0.5).to(dtype),
+            random_weight((experts, 2 * features, hidden), format, dtype, generator),
+            random_weight((experts, hidden, features), format, dtype, generator),
             normal(experts, 2 * features).to(dtype) if with_bias else None,
             normal(experts, hidden).to(dtype) if with_bias else None,
         )
@@ -72,7 +74,7 @@ def _case(
         x = normal(tokens, hidden).to(dtype)
         return x, torch.stack(picked), shares / shares.sum(1, keepdim=True), weights, activation
 
-    kind = "clamped" if activation else "silu"
+    kind = ("clamped" if activation else "silu") + ("" if format == "plain" else f"-{format}")
     return Case(f"{tokens}x{chosen}of{experts}x{hidden}x{features}-{kind}", make)
 
 
@@ -87,6 +89,8 @@ _GPT_OSS = ClampedSwiglu(7.0, 1.702)
         _case(5, 1, 3, (33, 17)),
         _case(1, 4, 32, (96, 48), _GPT_OSS),
         _case(19, 2, 5, (72, 40), _GPT_OSS, idle=2),
+        _case(9, 2, 5, (200, 128), format="block_fp8"),
+        _case(9, 2, 5, (64, 96), _GPT_OSS, format="mxfp4"),
     ],
     REDUCTION,
 )
@@ -97,7 +101,7 @@ def experts(
     weights: ExpertWeights,
     activation: ExpertActivation = None,
 ) -> Tensor:
-    """The weighted sum of each token's experts, [T, D] in x's dtype.
+    """The weighted sum of each token's experts, [T, D] in x's dtype. See `linear` for quantized weights.
 
     `ids_TJ` int64 and `weights_TJ` float32 as returned by `route`. NaN in one row does not reach
     other rows; with a batch-invariant `linear` a row's bits depend on that row alone. Experts'
@@ -126,33 +130,50 @@ def _activate(x_P2F: Tensor, activation: ExpertActivation) -> Tensor:
 
 
 def _grouped_gemm(
-    x_PI: Tensor, weight_XOI: Tensor, bias_XO: Tensor | None, ids_P: Tensor, ends_X: Tensor
+    x_PI: Tensor, weight_XOI: Weight, bias_XO: Tensor | None, ids_P: Tensor, ends_X: Tensor
 ) -> Tensor:
     """Grouped GEMM: each row times the weight of its expert, [P, O]; expert e's rows end at ends_X[e]."""
     if x_PI.is_cuda:
+        assert isinstance(weight_XOI, Tensor), "checked by `_has_grouped_gemm`"
         out_PO = functional.grouped_mm(x_PI, weight_XOI.transpose(1, 2), offs=ends_X)
     else:
         out_PO = x_PI.new_empty(x_PI.shape[0], weight_XOI.shape[1])
         start = 0
         for expert, end in enumerate(ends_X.tolist()):
             if end > start:
-                torch.mm(x_PI[start:end], weight_XOI[expert].t(), out=out_PO[start:end])
+                _multiply(x_PI[start:end], _expert(weight_XOI, expert), out_PO[start:end])
             start = end
     return out_PO if bias_XO is None else out_PO + bias_XO[ids_P]
+
+
+def _multiply(x_TI: Tensor, weight: Weight, out_TO: Tensor) -> None:
+    if isinstance(weight, Tensor):
+        torch.mm(x_TI, weight.t(), out=out_TO)
+    else:
+        out_TO.copy_(linear(x_TI, weight))
+
+
+def _expert(weight_XOI: Weight, number: int) -> Weight:
+    """One expert's matrix [O, I]."""
+    if isinstance(weight_XOI, Tensor):
+        return weight_XOI[number]
+    if isinstance(weight_XOI, PackedOneDNN):
+        raise TypeError("oneDNN packs no stacks of experts")
+    return weight_XOI.expert(number)
 
 
 def _has_grouped_gemm(x_TD: Tensor, weights: ExpertWeights) -> bool:
     """Whether torch's grouped GEMM runs on this GPU without synchronising.
 
-    Its kernels need bfloat16 on Hopper or Blackwell and rows of a multiple of 16 bytes; otherwise
-    torch loops over the groups on the host, which synchronises.
+    Its kernels need plain bfloat16 on Hopper or Blackwell and rows of a multiple of 16 bytes;
+    otherwise torch loops over the groups on the host, which synchronises.
     """
-    widths = (weights.gate_up_XOD.shape[2], weights.down_XDF.shape[2])
+    matrices = (weights.gate_up_XOD, weights.down_XDF)
     return (
         x_TD.dtype == torch.bfloat16
         and torch.version.hip is None
         and torch.cuda.get_device_capability(x_TD.device)[0] in (9, 10)
-        and all(width % 8 == 0 for width in widths)
+        and all(isinstance(matrix, Tensor) and matrix.shape[2] % 8 == 0 for matrix in matrices)
     )
 
 
@@ -168,9 +189,10 @@ def _dense_fallback(
     for expert in range(weights.down_XDF.shape[0]):
         chosen_TJ = ids_TJ == expert
         share_T1 = weights_TJ.where(chosen_TJ, 0.0).sum(1, keepdim=True)
-        inner_T2F = linear(x_TD, weights.gate_up_XOD[expert], _bias_of(weights.gate_up_bias_XO, expert))
+        gate_up, down = _expert(weights.gate_up_XOD, expert), _expert(weights.down_XDF, expert)
+        inner_T2F = linear(x_TD, gate_up, _bias_of(weights.gate_up_bias_XO, expert))
         inner_TF = _activate(inner_T2F, activation)
-        y_TD = linear(inner_TF, weights.down_XDF[expert], _bias_of(weights.down_bias_XD, expert))
+        y_TD = linear(inner_TF, down, _bias_of(weights.down_bias_XD, expert))
         # `where` and not a factor of 0, because 0 * inf would be NaN.
         out_TD += (y_TD.float() * share_T1).where(chosen_TJ.any(1, keepdim=True), 0.0)
     return out_TD.to(x_TD.dtype)

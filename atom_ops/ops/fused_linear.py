@@ -3,6 +3,9 @@
 For one or two tokens, launching a small kernel and waiting for it costs more than repeating its
 work in every program of the GEMM. The references just call the separate ops, which also run
 wherever no fused kernel is faster.
+
+An op receives the weight, so that a provider for quantized weights can also quantize its output of
+the norm or the activation in the same kernel, in the form that the GEMM wants.
 """
 
 import torch
@@ -10,31 +13,30 @@ from torch import Tensor
 
 from atom_ops.op import Case, op
 from atom_ops.ops.activation import silu_and_mul
-from atom_ops.ops.linear import linear
+from atom_ops.ops.linear import Format, linear, random_weight
 from atom_ops.ops.norm import add_rms_norm, rms_norm
 from atom_ops.tolerances import REDUCTION
+from atom_ops.weights import Weight
 
 
-def _weight(
-    outputs: int, inputs: int, with_bias: bool, dtype: torch.dtype, generator: torch.Generator
-) -> tuple[Tensor, Tensor | None]:
-    weight = (torch.randn(outputs, inputs, generator=generator) / inputs**0.5).to(dtype)
-    return weight, torch.randn(outputs, generator=generator).to(dtype) if with_bias else None
+def _bias(outputs: int, with_bias: bool, dtype: torch.dtype, generator: torch.Generator) -> Tensor | None:
+    return torch.randn(outputs, generator=generator).to(dtype) if with_bias else None
 
 
-def _norm_case(tokens: int, inputs: int, outputs: int, with_residual: bool, with_bias: bool) -> Case:
+def _norm_case(
+    tokens: int, inputs: int, outputs: int, with_residual: bool, with_bias: bool, format: Format = "plain"
+) -> Case:
     def make(
         dtype: torch.dtype, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor | None, Tensor, float, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor, float, Weight, Tensor | None]:
         x, residual = torch.randn(2, tokens, inputs, generator=generator).to(dtype)
         norm_weight = torch.rand(inputs, generator=generator).to(dtype)
-        return (
-            x, residual if with_residual else None, norm_weight, 1e-5,
-            *_weight(outputs, inputs, with_bias, dtype, generator),
-        )  # fmt: skip
+        weight = random_weight((outputs, inputs), format, dtype, generator)
+        bias = _bias(outputs, with_bias, dtype, generator)
+        return x, residual if with_residual else None, norm_weight, 1e-5, weight, bias
 
     options = f"{'-residual' if with_residual else ''}{'-bias' if with_bias else ''}"
-    return Case(f"{tokens}x{inputs}x{outputs}{options}", make)
+    return Case(f"{tokens}x{inputs}x{outputs}{options}{'' if format == 'plain' else f'-{format}'}", make)
 
 
 @op(
@@ -44,6 +46,7 @@ def _norm_case(tokens: int, inputs: int, outputs: int, with_residual: bool, with
         _norm_case(1, 256, 96, True, True),
         _norm_case(3, 64, 40, True, True),
         _norm_case(2, 64, 40, False, False),
+        _norm_case(1, 200, 150, True, True, "block_fp8"),
     ],
     REDUCTION,
     composed=True,
@@ -53,7 +56,7 @@ def add_norm_linear(
     residual_TD: Tensor | None,
     norm_weight_D: Tensor,
     eps: float,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(linear(rms_norm(x + residual)), x + residual), [T, D] -> [T, O] and [T, D].
@@ -66,12 +69,14 @@ def add_norm_linear(
     return linear(normed_TD, weight, bias), total_TD
 
 
-def _silu_case(tokens: int, inputs: int, outputs: int, with_bias: bool) -> Case:
-    def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor | None]:
+def _silu_case(tokens: int, inputs: int, outputs: int, with_bias: bool, format: Format = "plain") -> Case:
+    def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Weight, Tensor | None]:
         x = torch.randn(tokens, 2 * inputs, generator=generator).to(dtype)
-        return x, *_weight(outputs, inputs, with_bias, dtype, generator)
+        weight = random_weight((outputs, inputs), format, dtype, generator)
+        return x, weight, _bias(outputs, with_bias, dtype, generator)
 
-    return Case(f"{tokens}x{inputs}x{outputs}{'-bias' if with_bias else ''}", make)
+    options = f"{'-bias' if with_bias else ''}{'' if format == 'plain' else f'-{format}'}"
+    return Case(f"{tokens}x{inputs}x{outputs}{options}", make)
 
 
 @op(
@@ -80,10 +85,11 @@ def _silu_case(tokens: int, inputs: int, outputs: int, with_bias: bool) -> Case:
         _silu_case(1, 70, 49, True),
         _silu_case(1, 320, 96, False),
         _silu_case(3, 40, 64, True),
+        _silu_case(1, 260, 140, False, "block_fp8"),
     ],
     REDUCTION,
     composed=True,
 )
-def silu_and_mul_linear(x_T2F: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def silu_and_mul_linear(x_T2F: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """linear(silu(first half) * second half), [T, 2F] -> [T, O]. See `linear` for the weight."""
     return linear(silu_and_mul(x_T2F), weight, bias)

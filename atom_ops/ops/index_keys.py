@@ -79,8 +79,8 @@ def write_index_keys(
     """Normalise each token's key, apply RoPE to its first R features, and store it in its slot (int64).
 
     Only the last dimension of `x_TI` must be contiguous; see `rotary` for cosines and sines. The
-    float8 scale maps a key's largest magnitude to the largest float8. On a GPU nothing is stored
-    for a negative slot; on a CPU it is an error.
+    float8 scale maps a key's largest magnitude to the largest float8. Nothing is stored for a
+    negative slot (padding).
     """
     weight, bias = norm.weight_I.float(), norm.bias_I.float()
     normed_TI = functional.layer_norm(x_TI.float(), weight.shape, weight, bias, norm.eps).to(x_TI.dtype)

@@ -78,8 +78,8 @@ def write_kv(k_TKE: Tensor, v_TKE: Tensor, cache: KVLayer, slots_T: Tensor) -> N
     """Store each token's keys and values in its slot (int64).
 
     Only the last dimension of `k_TKE` and `v_TKE` must be contiguous. The float8 scale maps a
-    head's largest magnitude to the largest float8; magnitudes over 114240 saturate. On a GPU
-    nothing is stored for a negative slot (padding rows of a graph); on a CPU it is an error.
+    head's largest magnitude to the largest float8; magnitudes over 114240 saturate. Nothing is
+    stored for a negative slot: padding, which comes after all other tokens.
     """
     for half, x_TKE in enumerate((k_TKE, v_TKE)):
         numbers = cache.kv.flatten(0, 1).select(1, half)
@@ -91,8 +91,8 @@ def write_kv(k_TKE: Tensor, v_TKE: Tensor, cache: KVLayer, slots_T: Tensor) -> N
 
 
 def store(stored: Tensor, slots_T: Tensor, new: Tensor) -> None:
-    """stored[slots] = new; on a GPU negative slots are skipped."""
-    if slots_T.is_cuda and len(slots_T):
+    """stored[slots] = new; negative slots, which come last, are skipped."""
+    if len(slots_T) and (slots_T.is_cuda or slots_T.numpy()[-1] < 0):
         slots_T, new = without_padding_rows(stored, slots_T, new)
     stored.index_copy_(0, slots_T, new)
 

@@ -148,7 +148,7 @@ def latent_attention(q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, sca
         # A value is the first C features of its key; the sum's other features are dropped.
         return attend_items(q_THK, rows_N1CK, rows_N1CK, items, rule)
 
-    return in_step_order(groups, attend)[..., : cache.latent_width].contiguous()
+    return in_step_order(groups, attend, q_THK)[..., : cache.latent_width].contiguous()
 
 
 def _prompt_case(lens: list[int], heads: int, width: int, value_width: int) -> Case:
@@ -193,4 +193,4 @@ def prompt_attention(
         return attend_items(q, k_NHCE, v_NHCE, items, rule)
 
     groups = plan.prompt_items(heads, q_THE.dtype)
-    return in_step_order(groups, attend)[..., : v_THV.shape[2]].contiguous()
+    return in_step_order(groups, attend, q)[..., : v_THV.shape[2]].contiguous()

@@ -114,8 +114,7 @@ def write_latent(
 
     A row of `latents_TK` is the latent (C), then the key (R); only the last dimension must be
     contiguous. The norm is `rms_norm`, RoPE is `rotary`. The float8 scale maps a row's largest
-    magnitude to the largest float8. On a GPU nothing is stored for a negative slot; on a CPU it is
-    an error.
+    magnitude to the largest float8. Nothing is stored for a negative slot (padding).
     """
     latent_TC, key_TR = latents_TK.split([cache.latent_width, latents_TK.shape[1] - cache.latent_width], 1)
     normed_TC = rms_norm.reference(latent_TC, weight_C, eps)

@@ -1,4 +1,7 @@
-"""Linear layer (GEMM), with a weight that may be packed for the device beforehand."""
+"""Linear layer (GEMM), with a weight of any type."""
+
+import math
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -6,21 +9,47 @@ from torch.nn import functional
 
 from atom_ops.op import Case, op
 from atom_ops.tolerances import REDUCTION
+from atom_ops.weights import MXFP4, BlockFP8, PackedOneDNN, Quantized, Weight, dequantized_tiles
+
+Format = Literal["plain", "block_fp8", "mxfp4"]
+
+
+def random_weight(
+    shape: tuple[int, ...], format: Format, dtype: torch.dtype, generator: torch.Generator
+) -> Weight:
+    """A weight [..., O, I] for tests, with a variance of about 1 / I."""
+    std, (outputs, inputs) = shape[-1] ** -0.5, shape[-2:]
+    if format == "plain":
+        return (torch.randn(*shape, generator=generator) * std).to(dtype)
+    if format == "block_fp8":
+        values = torch.randn(*shape, generator=generator).mul_(100).to(torch.float8_e4m3fn)
+        blocks = (*shape[:-2], -(-outputs // 128), -(-inputs // 128))
+        scales = (0.5 + torch.rand(*blocks, generator=generator)) * std / 100
+        return BlockFP8(values, scales, (128, 128))
+    codes = torch.randint(0, 256, (*shape[:-1], inputs // 2), generator=generator).to(torch.uint8)
+    exponent = 127 + round(math.log2(std / 3))  # random codes have a standard deviation of 3
+    exponents = torch.randint(exponent - 1, exponent + 1, (*shape[:-1], inputs // 32), generator=generator)
+    return MXFP4(codes, exponents.to(torch.uint8))
 
 
 def _case(
-    tokens: int, inputs: int, outputs: int, with_bias: bool, out_dtype: torch.dtype | None = None
+    tokens: int,
+    inputs: int,
+    outputs: int,
+    with_bias: bool,
+    out_dtype: torch.dtype | None = None,
+    format: Format = "plain",
 ) -> Case:
     def make(
         dtype: torch.dtype, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor, Tensor | None, torch.dtype | None]:
+    ) -> tuple[Tensor, Weight, Tensor | None, torch.dtype | None]:
         x = torch.randn(tokens, inputs, generator=generator).to(dtype)
-        weight = (torch.randn(outputs, inputs, generator=generator) / inputs**0.5).to(dtype)
+        weight = random_weight((outputs, inputs), format, dtype, generator)
         bias = torch.randn(outputs, generator=generator).to(dtype) if with_bias else None
         return x, weight, bias, out_dtype
 
     options = f"{'+bias' if with_bias else ''}{'->float32' if out_dtype else ''}"
-    return Case(f"{tokens}x{inputs}x{outputs}{options}", make)
+    return Case(f"{tokens}x{inputs}x{outputs}{options}{'' if format == 'plain' else f'-{format}'}", make)
 
 
 @op(
@@ -34,17 +63,24 @@ def _case(
         _case(1, 576, 160, False, torch.float32),
         _case(6, 64, 49, True, torch.float32),
         _case(130, 64, 200, False, torch.float32),
+        _case(3, 300, 260, True, format="block_fp8"),
+        _case(20, 256, 576, False, torch.float32, format="block_fp8"),
+        _case(5, 96, 70, True, format="mxfp4"),
     ],
     REDUCTION,
 )
 def linear(
-    x_TI: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    x_TI: Tensor, weight: Weight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """x @ weightᵀ + bias, [T, I] -> [T, O]; `weight` [O, I] as `pack_linear_weight` returned it.
 
     The result has `out_dtype`, by default x's dtype. On a GPU a float32 result is not rounded to
-    x's dtype on the way.
+    x's dtype on the way. Quantized weights are rounded to x's dtype; activations are not quantized.
     """
+    if isinstance(weight, PackedOneDNN):
+        raise TypeError(f"only the provider {_ONEDNN} reads weights packed by oneDNN")
+    if not isinstance(weight, Tensor):
+        return _by_tiles(x_TI, weight, bias, out_dtype)
     if out_dtype in (None, x_TI.dtype):
         return functional.linear(x_TI, weight, bias)
     if out_dtype == torch.float32 and x_TI.is_cuda:
@@ -53,7 +89,24 @@ def linear(
     return functional.linear(x_TI, weight, bias).to(out_dtype)
 
 
-@linear.provider("blas", needs="a GPU", supported=lambda device: device.type == "cuda", batch_invariant=False)
+def _by_tiles(x_TI: Tensor, weight: Quantized, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+    """Multiply by a few dequantized rows at a time; these products may run on faster providers."""
+    out_TO = x_TI.new_empty(x_TI.shape[0], weight.shape[0], dtype=out_dtype)
+    start = 0
+    for tile in dequantized_tiles(weight, x_TI.dtype):
+        stop = start + tile.shape[0]
+        out_TO[:, start:stop] = linear(x_TI, tile, None if bias is None else bias[start:stop], out_dtype)
+        start = stop
+    return out_TO
+
+
+@linear.provider(
+    "blas",
+    needs="a GPU",
+    supported=lambda device: device.type == "cuda",
+    supports=lambda x_TI, weight, bias=None, out_dtype=None: isinstance(weight, Tensor),
+    batch_invariant=False,
+)
 def _blas(
     x_TI: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -67,15 +120,15 @@ _ONEDNN = "onednn_packed"
 _ROWS_HINT = 16  # a layout that serves 4 to 256 rows best and costs single rows little
 
 
-def pack_linear_weight(weight_OI: Tensor) -> Tensor:
-    """The weight in the layout that is fastest for `linear`, and readable only by it.
+def pack_linear_weight(weight: Weight) -> Weight:
+    """The weight [O, I] in the layout that is fastest for `linear`, and readable only by it.
 
-    Call after `backend.resolve`. Returns the same tensor where no other layout is faster.
+    Call after `backend.resolve`. Returns the same weight where no other layout is faster.
     """
-    if _ONEDNN not in linear.order or not _onednn_packs(weight_OI.dtype):
-        return weight_OI
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), _ROWS_HINT)
-    return packed
+    if not isinstance(weight, Tensor) or _ONEDNN not in linear.order or not _onednn_packs(weight.dtype):
+        return weight
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
+    return PackedOneDNN(packed, tuple(weight.shape))
 
 
 def _onednn_packs(dtype: torch.dtype) -> bool:
@@ -91,7 +144,7 @@ def _onednn_packs(dtype: torch.dtype) -> bool:
     _ONEDNN,
     needs="a CPU and torch built with oneDNN",
     supported=lambda device: device.type == "cpu" and torch.backends.mkldnn.is_available(),
-    supports=lambda x_TI, weight, bias=None, out_dtype=None: weight.is_mkldnn,
+    supports=lambda x_TI, weight, bias=None, out_dtype=None: isinstance(weight, PackedOneDNN),
     prepare=lambda x_TI, weight, bias=None, out_dtype=None: (
         x_TI,
         pack_linear_weight(weight),
@@ -101,7 +154,7 @@ def _onednn_packs(dtype: torch.dtype) -> bool:
     batch_invariant=False,
 )
 def _onednn_packed(
-    x_TI: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    x_TI: Tensor, weight: PackedOneDNN, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    out_TO: Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, weight, bias, "none", [], "")
+    out_TO: Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, weight.tensor, bias, "none", [], "")
     return out_TO if out_dtype is None else out_TO.to(out_dtype)

@@ -224,10 +224,10 @@ def _apply_penalties(
         logits_UV.view(-1)[places_NL] = logits_NL
 
 
-def _record_case(rows: int, vocabulary: int) -> Case:
+def _record_case(rows: int, vocabulary: int, drafts: bool = False) -> Case:
     def make(
         dtype: torch.dtype, generator: torch.Generator
-    ) -> tuple[TokenRecord, RecordedRows, Tensor, Tensor]:
+    ) -> tuple[TokenRecord, RecordedRows, Tensor, Tensor, Tensor | None]:
         which = torch.randperm(rows + 2, generator=generator)[:rows]
         record = TokenRecord(
             torch.zeros(rows + 2, 9, dtype=torch.int32),
@@ -235,16 +235,30 @@ def _record_case(rows: int, vocabulary: int) -> Case:
         )
         recorded = RecordedRows(torch.arange(rows), which, which % 4)
         ids = torch.randint(0, vocabulary, (rows,), generator=generator)
-        return record, recorded, which % 4 + which % 9, ids
+        kept = torch.rand(rows, generator=generator) < 0.5 if drafts else None
+        return record, recorded, which % 4 + which % 9, ids, kept
 
-    return Case(f"{rows}x{vocabulary}", make)
+    return Case(f"{rows}x{vocabulary}{'-kept' if drafts else ''}", make)
 
 
-@op([_record_case(1, 50), _record_case(17, 700)], EXACT)
-def record_sampled(record: TokenRecord, rows: RecordedRows, positions_U: Tensor, ids_U: Tensor) -> None:
-    """Add each row's sampled id (int64) at its position (int64) to its record, in place."""
+@op([_record_case(1, 50), _record_case(17, 700), _record_case(17, 700, drafts=True)], EXACT)
+def record_sampled(
+    record: TokenRecord, rows: RecordedRows, positions_U: Tensor, ids_U: Tensor, kept_U: Tensor | None = None
+) -> None:
+    """Add each row's sampled id (int64) at its position (int64) to its record, in place.
+
+    With `kept_U` (bool), for these rows only.
+    """
     ids_N = ids_U[rows.rows_N]
     entries_N = positions_U[rows.rows_N] - rows.offsets_N
-    record.ids_ML[rows.records_N, entries_N] = ids_N.int()
     places_N = rows.records_N * record.seen_MV.shape[1] + ids_N
-    record.seen_MV.view(-1)[places_N] += 2
+    if kept_U is None:
+        record.ids_ML[rows.records_N, entries_N] = ids_N.int()
+        record.seen_MV.view(-1)[places_N] += 2
+        return
+    kept_N = kept_U[rows.rows_N]
+    entries_N = entries_N.where(kept_N, 0)
+    record.ids_ML[rows.records_N, entries_N] = ids_N.int().where(
+        kept_N, record.ids_ML[rows.records_N, entries_N]
+    )
+    record.seen_MV.view(-1)[places_N] += 2 * kept_N

@@ -68,6 +68,20 @@ def rotate_and_write_kv(
     slots (see `write_kv`). The result's heads are contiguous, its tokens need not be.
     """
     kv_heads, head_dim = cache.kv.shape[3:]
+    q_THE, k_TKE, v_TKE = rotated_heads(qkv_TO, cos_T1R, sin_T1R, kv_heads, head_dim, norms)
+    write_kv(k_TKE, v_TKE, cache, slots_T)
+    return q_THE
+
+
+def rotated_heads(
+    qkv_TO: Tensor,
+    cos_T1R: Tensor,
+    sin_T1R: Tensor,
+    kv_heads: int,
+    head_dim: int,
+    norms: HeadNorms | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [T, H, E] and keys [T, K, E], normalised and with RoPE, and values [T, K, E]."""
     heads_TNE = qkv_TO.unflatten(1, (-1, head_dim))
     q_heads = heads_TNE.shape[1] - 2 * kv_heads
     qk_TNE, v_TKE = heads_TNE.split([q_heads + kv_heads, kv_heads], 1)
@@ -76,5 +90,4 @@ def rotate_and_write_kv(
         normed = rms_norm(q_THE, norms.q_weight_E, norms.eps), rms_norm(k_TKE, norms.k_weight_E, norms.eps)
         qk_TNE = torch.cat(normed, 1)
     q_THE, k_TKE = rotary(qk_TNE, cos_T1R, sin_T1R).split([q_heads, kv_heads], 1)
-    write_kv(k_TKE, v_TKE, cache, slots_T)
-    return q_THE
+    return q_THE, k_TKE, v_TKE

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from atom_ops.ops.kv_cache import without_padding_rows, zeros
 from atom_ops.transfer import to_device
@@ -77,7 +78,7 @@ class StatePlan:
     num_tokens: int
     max_query_len: int
     query_lens: NDArray[np.int32] | None = None
-    """On the host, if known; then every row has a slot."""
+    """On the host, if known; 0 for padding rows."""
 
     @cached_property
     def row_T(self) -> Tensor:
@@ -107,9 +108,25 @@ class StatePlan:
     def write(self, states: Tensor, rows: Tensor, new: Tensor) -> None:
         """Store the rows' new states."""
         slots = self.slots_R.index_select(0, rows)
-        if self.query_lens is None:
+        if self._may_pad:
             slots, new = without_padding_rows(states, slots, new)
         states.index_copy_(0, slots, new.to(states.dtype))
+
+    def padded(self, num_tokens: int, num_rows: int) -> "StatePlan":
+        """The plan of the same rows, then padding rows; `num_tokens` and `num_rows` count both."""
+        more = num_rows - len(self.slots_R)
+        return StatePlan(
+            slots_R=functional.pad(self.slots_R, (0, more), value=-1),
+            fresh_R=functional.pad(self.fresh_R, (0, more), value=0),
+            query_starts_R1=functional.pad(self.query_starts_R1, (0, more), value=self.num_tokens),
+            num_tokens=num_tokens,
+            max_query_len=self.max_query_len,
+            query_lens=None if self.query_lens is None else np.pad(self.query_lens, (0, more)),
+        )
+
+    @cached_property
+    def _may_pad(self) -> bool:
+        return self.query_lens is None or not self.query_lens.all()
 
 
 def plan_states(
@@ -127,4 +144,16 @@ def plan_states(
         num_tokens=int(starts[-1]),
         max_query_len=int(query_lens.max()),
         query_lens=query_lens,
+    )
+
+
+def empty_states(device: torch.device) -> StatePlan:
+    """The plan of a step without rows; pad it before use."""
+    return StatePlan(
+        slots_R=torch.empty(0, dtype=torch.int64, device=device),
+        fresh_R=torch.empty(0, dtype=torch.bool, device=device),
+        query_starts_R1=torch.zeros(1, dtype=torch.int32, device=device),
+        num_tokens=0,
+        max_query_len=1,
+        query_lens=np.empty(0, np.int32),
     )

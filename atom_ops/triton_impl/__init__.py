@@ -30,6 +30,7 @@ def load() -> None:
     import atom_ops.triton_impl.batch_invariant
     import atom_ops.triton_impl.causal_conv
     import atom_ops.triton_impl.decode_inputs
+    import atom_ops.triton_impl.draft_inputs
     import atom_ops.triton_impl.embedding
     import atom_ops.triton_impl.experts
     import atom_ops.triton_impl.fused_attention
@@ -41,10 +42,12 @@ def load() -> None:
     import atom_ops.triton_impl.latent_cache
     import atom_ops.triton_impl.latent_heads
     import atom_ops.triton_impl.linear
+    import atom_ops.triton_impl.ngram
     import atom_ops.triton_impl.norm
     import atom_ops.triton_impl.prompt_attention
     import atom_ops.triton_impl.qkv
     import atom_ops.triton_impl.rotary
     import atom_ops.triton_impl.routing
     import atom_ops.triton_impl.sampling
-    import atom_ops.triton_impl.sparse_attention  # noqa: F401
+    import atom_ops.triton_impl.sparse_attention
+    import atom_ops.triton_impl.verification  # noqa: F401

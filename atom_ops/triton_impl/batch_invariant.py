@@ -199,7 +199,12 @@ def _describable(*tensors: Tensor) -> bool:
     )
 
 
-@linear.provider(BATCH_INVARIANT, needs=NEEDS, supported=runs_on)
+@linear.provider(
+    BATCH_INVARIANT,
+    needs=NEEDS,
+    supported=runs_on,
+    supports=lambda x_TI, weight, bias=None, out_dtype=None: isinstance(weight, Tensor),
+)
 def _linear(
     x_TI: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:

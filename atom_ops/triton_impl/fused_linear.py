@@ -113,7 +113,8 @@ _NEEDS = "a GPU with built-in plans (or TRITON_INTERPRET=1)"
     needs=_NEEDS,
     supported=lambda device: _runs_on("norm", device),
     supports=lambda x_TD, residual_TD, norm_weight_D, eps, weight, bias=None: (
-        x_TD.dtype == norm_weight_D.dtype
+        isinstance(weight, Tensor)
+        and x_TD.dtype == norm_weight_D.dtype
         and (residual_TD is None or residual_TD.dtype == x_TD.dtype)
         and _plan("norm", x_TD, weight) is not None
     ),
@@ -147,7 +148,9 @@ def _launch_norm(
     "triton",
     needs=_NEEDS,
     supported=lambda device: _runs_on("silu", device),
-    supports=lambda x_T2F, weight, bias=None: _plan("silu", x_T2F, weight) is not None,
+    supports=lambda x_T2F, weight, bias=None: (
+        isinstance(weight, Tensor) and _plan("silu", x_T2F, weight) is not None
+    ),
     batch_invariant=False,
 )
 def _launch_silu(x_T2F: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

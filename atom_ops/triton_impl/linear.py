@@ -217,7 +217,9 @@ def _plan(x_TI: Tensor, weight: Tensor) -> LinearPlan | StreamKPlan | None:
     "triton",
     needs="a GPU (or TRITON_INTERPRET=1)",
     supported=lambda device: INTERPRETED or device.type == "cuda",
-    supports=lambda x_TI, weight, bias=None, out_dtype=None: _plan(x_TI, weight) is not None,
+    supports=lambda x_TI, weight, bias=None, out_dtype=None: (
+        isinstance(weight, Tensor) and _plan(x_TI, weight) is not None
+    ),
     batch_invariant=False,
 )
 def _linear(

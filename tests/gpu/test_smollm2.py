@@ -17,8 +17,7 @@ from atom.config.scheduler import SchedulerConfig
 from atom.messages.engine import Sampling
 from atom.messages.worker import AllocateKV, ScheduledBatch
 from atom_ops import backend
-from parallel.communicator import Communicator
-from parallel.state import TPGroup
+from parallel.mesh import Mesh
 from tests.helpers.core_side import GREEDY, CoreSide, generate
 from tests.helpers.smollm2 import NEW_TOKENS, PROMPTS, prepared
 from tests.helpers.teacher_forcing import forced_logits
@@ -64,7 +63,7 @@ def worker(sizes: str, **device: bool) -> Worker:
         device=DeviceConfig(device="cuda", cudagraph_capture_sizes=sizes, **device),
     )
     checkpoint = dataclasses.replace(prepared(), dtype="bfloat16")
-    made = Worker(config, checkpoint, Communicator(TPGroup(0, 1, GPU)), lambda *progress: None)
+    made = Worker(config, checkpoint, Mesh(GPU), lambda *progress: None)
     made.load()
     made.allocate(AllocateKV([BLOCKS], LONGEST))
     return made

@@ -12,8 +12,7 @@ from atom.config.engine import EngineConfig
 from atom.messages.engine import Sampling
 from atom.messages.worker import AllocateKV, ScheduledBatch
 from atom_ops import backend
-from parallel.communicator import Communicator
-from parallel.state import TPGroup
+from parallel.mesh import Mesh
 from tests.helpers.core_side import GREEDY, CoreSide, generate
 from tests.helpers.tiny_models import MAX_MODEL_LEN, engine_config, prompt_of, save_tiny, tiny
 from workers.worker import Worker
@@ -45,7 +44,7 @@ def config(sizes: str, dtype: str = "bfloat16") -> EngineConfig:
 
 
 def worker(checkpoint: Checkpoint, sizes: str) -> Worker:
-    made = Worker(config(sizes), checkpoint, Communicator(TPGroup(0, 1, GPU)), lambda *progress: None)
+    made = Worker(config(sizes), checkpoint, Mesh(GPU), lambda *progress: None)
     made.load()
     made.allocate(AllocateKV([BLOCKS], MAX_MODEL_LEN))
     return made

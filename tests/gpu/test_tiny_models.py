@@ -9,8 +9,7 @@ import torch
 from atom.config.device import DeviceConfig
 from atom.messages.worker import AllocateKV
 from atom_ops import backend
-from parallel.communicator import Communicator
-from parallel.state import TPGroup
+from parallel.mesh import Mesh
 from tests.helpers.core_side import CoreSide
 from tests.helpers.teacher_forcing import forced_logits
 from tests.helpers.tiny_models import MAX_MODEL_LEN, engine_config, hf_logits, prompt_of, save_tiny, tiny
@@ -36,7 +35,7 @@ def test_logits_equal_at_every_position(name: str, tmp_path: Path) -> None:
     config = dataclasses.replace(
         engine_config(block_size=BLOCK_SIZE), device=DeviceConfig(device="cuda", cudagraph_capture_sizes="[]")
     )
-    worker = Worker(config, checkpoint, Communicator(TPGroup(0, 1, GPU)), lambda *progress: None)
+    worker = Worker(config, checkpoint, Mesh(GPU), lambda *progress: None)
     specs = worker.load().kv_specs
     worker.allocate(AllocateKV([BLOCKS] * len(specs), MAX_MODEL_LEN))
     assert not OURS & set(backend.ran_in_torch())

@@ -10,8 +10,7 @@ import torch
 
 from atom.config.device import DeviceConfig
 from atom_ops import backend, linear
-from parallel.communicator import Communicator
-from parallel.state import TPGroup
+from parallel.mesh import Mesh
 from tests.helpers.tiny_models import engine_config, save_tiny, tiny
 from workers.worker import Worker
 
@@ -113,8 +112,7 @@ def test_a_worker_tunes_at_its_first_start_alone(
     phases = []
     for _ in range(2):
         heard: Heard = []
-        group = Communicator(TPGroup(0, 1, GPU))
-        Worker(config, checkpoint, group, lambda *progress, heard=heard: heard.append(progress)).load()
+        Worker(config, checkpoint, Mesh(GPU), lambda *progress, heard=heard: heard.append(progress)).load()
         phases.append({phase for phase, *_ in heard})
         forget()
     assert (PHASE in phases[0]) is not batch_invariant

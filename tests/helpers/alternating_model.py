@@ -48,8 +48,8 @@ class _Layer(WeightedLayer):
         heads = LAYERS[number]
         q, kv = (ShardRange.whole(count * heads.width) for count in (heads.queries, heads.keys))
         self.norm = RMSNorm(HIDDEN, EPS, build)
-        self.qkv_proj = ColumnParallelLinear(HIDDEN, [q, kv, kv], False, build)
-        self.o_proj = RowParallelLinear(q, HIDDEN, False, build)
+        self.qkv_proj = ColumnParallelLinear(HIDDEN, [q, kv, kv], False, build.at("qkv_proj"))
+        self.o_proj = RowParallelLinear(q, HIDDEN, False, build.at("o_proj"))
         self.rotary = RotaryEmbedding(heads.width, {"rope_theta": BASE}, build)
         self.attention = Attention(number, GROUPS)
         if not heads.window:
@@ -70,7 +70,9 @@ class AlternatingLM(CausalLM):
     def __init__(self, config: Mapping[str, Any], build: BuildContext):
         super().__init__(config, build)
         self.embed = VocabEmbedding(VOCAB, HIDDEN, build)
-        self.layers = torch.nn.ModuleList(_Layer(number, build) for number in range(len(LAYERS)))
+        self.layers = torch.nn.ModuleList(
+            _Layer(number, build.at(f"layers.{number}")) for number in range(len(LAYERS))
+        )
         self.norm = RMSNorm(HIDDEN, EPS, build)
         self.head = LMHead(VOCAB, HIDDEN, build, None)
         self.kv_groups = GROUPS

@@ -33,6 +33,7 @@ from tests.helpers.simulated_worker import (
 )
 
 VOCABULARY = 8
+Draft = Callable[[int], tuple[int, int]]
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 
@@ -76,14 +77,14 @@ class CoreDriver:
         limits: Limits,
         max_model_len: int = 64,
         enable_prefix_caching: bool = True,
+        draft: Draft = lambda num_drafts: (num_drafts, 0),
     ):
+        """`draft(most)`: how many tokens a row proposes in a step, and how many of these are accepted."""
         self.clock = Clock()
-        budget = limits.max_num_batched_tokens
-        kv = KVCacheManager(specs, num_blocks, budget, seed=7, enable_prefix_caching=enable_prefix_caching)
+        sizes = (limits.max_num_seqs, limits.max_num_batched_tokens)
+        kv = KVCacheManager(specs, num_blocks, limits.max_chunk, 7, enable_prefix_caching)
         self.core = EngineCore(limits, kv, max_model_len, self.clock)
-        self.worker = SimulatedWorker(
-            specs, num_blocks, VOCABULARY, (limits.max_num_seqs, budget), self._known_ids
-        )
+        self.worker = SimulatedWorker(specs, num_blocks, VOCABULARY, sizes, self._known_ids, draft)
         self.results: deque[BatchResult] = deque()
         self.failing: deque[set[int]] = deque()
         """Of each step in `results`: the requests whose rows failed."""
@@ -182,12 +183,8 @@ class CoreDriver:
         }
         assert errors == expected, "errors for other requests than those that failed"
         for frontend, delta in deltas.items():
-            tokens = unpack_ids(delta.token_ids)
-            assert tokens or delta.prompt_logprobs or delta.finished, "an empty message"
-            assert delta.counts == [] and len(tokens) == len(delta.request_ids)
-            for request_id, token_id in zip(delta.request_ids, tokens, strict=True):
-                assert self.live[request_id].frontend == frontend, "tokens went to another frontend"
-                self.live[request_id].received.append(token_id)
+            assert delta.token_ids or delta.prompt_logprobs or delta.finished, "an empty message"
+            self._take_tokens(frontend, delta)
             self._take_scores(frontend, delta)
             for first in delta.first:
                 sent = self.live[first.request_id]
@@ -207,12 +204,27 @@ class CoreDriver:
         assert not self.live, f"requests {sorted(self.live)} never ended"
         assert self.core.num_live == 0 and self.core.stats().kv_blocks_used == 0
 
+    def _take_tokens(self, frontend: bytes, delta: TokenDeltas) -> None:
+        tokens = list(unpack_ids(delta.token_ids))
+        assert delta.counts == [] or max(delta.counts) > 1, "counts say nothing"
+        counts = counts_of(delta)
+        assert sum(counts) == len(tokens)
+        for request_id, count in zip(delta.request_ids, counts, strict=True):
+            assert self.live[request_id].frontend == frontend, "tokens went to another frontend"
+            self.live[request_id].received += tokens[:count]
+            del tokens[:count]
+
     def _take_scores(self, frontend: bytes, delta: TokenDeltas) -> None:
         if delta.logprobs is not None:
             rows = unpack_scores(delta.logprobs.table)
+            places = [
+                (request_id, len(self.live[request_id].received) - count + index)
+                for request_id, count in zip(delta.request_ids, counts_of(delta), strict=True)
+                for index in range(count)
+            ]
             for index, row in zip(delta.logprobs.indices, rows, strict=True):
-                sent = self.live[delta.request_ids[index]]
-                sent.scores[len(sent.received) - 1] = row
+                request_id, place = places[index]
+                self.live[request_id].scores[place] = row
         for chunk in delta.prompt_logprobs:
             sent = self.live[chunk.owner]
             assert sent.frontend == frontend, "log probabilities went to another frontend"
@@ -238,6 +250,11 @@ class CoreDriver:
     def _requests_with_row(self) -> list[Request]:
         scheduler = self.core._scheduler
         return [one for one in [*scheduler.requests.values(), *scheduler._ended] if one.row != NO_ROW]
+
+
+def counts_of(delta: TokenDeltas) -> list[int]:
+    """Tokens of each of its requests."""
+    return delta.counts or [1] * len(delta.request_ids)
 
 
 def check_tokens(sent: Sent) -> None:

@@ -1,10 +1,20 @@
 """A minimal engine core, to run workers: it plans steps and tracks rows, tokens and blocks."""
 
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from atom.messages.engine import Sampling, pack_ids, unpack_ids
-from atom.messages.worker import KVSpec, MoreBlocks, NewRow, RecurrentStateSpec, ScheduledBatch
+from atom.messages.worker import (
+    MAX_LENGTH,
+    BatchResult,
+    KVSpec,
+    MoreBlocks,
+    NewRow,
+    RecurrentStateSpec,
+    ScheduledBatch,
+)
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
@@ -16,14 +26,29 @@ class CoreSide:
     """Rows, their tokens and their blocks. Blocks of each KV group are allocated in random order."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, seed: int = 0, groups: int = 1, states: Sequence[int] = ()
+        self,
+        num_blocks: int,
+        block_size: int,
+        seed: int = 0,
+        groups: int = 1,
+        states: Sequence[int] = (),
+        num_drafts: int = 0,
     ):
-        """Of the `groups`, those numbered `states` keep one slot a request."""
+        """Of the `groups`, those numbered `states` keep one slot a request.
+
+        With `num_drafts`, every decoding row has that many drafts; `add_result` takes its tokens.
+        """
         self._block_size = block_size
+        self._num_drafts = num_drafts
+        self._in_flight: deque[list[tuple[int, int]]] = deque()
+        """Of each step: its sampling rows, and the tokens that each may turn out to have sampled."""
         shuffled = random.Random(seed)
         self._free = [shuffled.sample(range(num_blocks), num_blocks) for _ in range(groups)]
         self._states = states
         self._blocks: dict[int, int] = {}
+        self._more: dict[int, dict[str, Any]] = {}
+        self._limits: dict[int, int] = {}
+        self._owned: dict[int, list[list[int]]] = {}
         self._fresh: dict[int, tuple[Sampling, int, int]] = {}
         self._logprobs_until: dict[int, int] = {}
         self._sampling_rows: list[int] = []
@@ -45,40 +70,56 @@ class CoreSide:
         sampling: Sampling = GREEDY,
         prompt_logprobs: int = -1,
         generated: int = 0,
+        **more: Any,
     ) -> None:
         """Assign `row` to a request; its blocks are allocated with its first step.
 
-        The last `generated` ids are what it had generated before it was preempted.
+        The last `generated` ids are what it had generated before it was preempted. `more` are other
+        fields of `NewRow`.
         """
+        self._more[row], self._limits[row] = more, more.get("max_length", MAX_LENGTH)
         self.tokens[row] = list(ids)
         self.known[row], self.computed[row], self._blocks[row] = len(ids), 0, 0
         self._fresh[row] = sampling, len(ids) - generated, prompt_logprobs
 
+    def free(self, row: int) -> None:
+        """Free the blocks of a row, if it has any."""
+        for group, blocks in zip(self._free, self._owned.pop(row, []), strict=False):
+            group += blocks
+
     def plan(self, counts: dict[int, int]) -> ScheduledBatch:
         """The step that computes `counts[row]` tokens of each row."""
         new_rows, more_blocks, ids, next_ids = [], [], [], []
+        decodes = {row for row in counts if self.computed[row] >= self.known[row]}
+        counts = {row: count + (row in decodes) * self._num_drafts for row, count in counts.items()}
         for row, count in counts.items():
             end = self.computed[row] + count
-            needed = -(-end // self._block_size) - self._blocks[row]
+            reserved = -(-min(end, self._limits[row]) // self._block_size)
+            needed = max(reserved - self._blocks[row], 0)
             blocks = [
                 [free.pop() for _ in range(row in self._fresh if group in self._states else needed)]
                 for group, free in enumerate(self._free)
             ]
             self._blocks[row] += needed
+            owned = self._owned.setdefault(row, [[] for _ in blocks])
+            for had, added in zip(owned, blocks, strict=True):
+                had += added
             if row in self._fresh:
                 new_rows.append(self._new_row(row, blocks))
             elif needed:
                 more_blocks.append(MoreBlocks(row, blocks))
-            if self.computed[row] < self.known[row]:
+            if row not in decodes:
                 ids += self.tokens[row][self.computed[row] : end]
                 if end < self._logprobs_until[row]:
                     next_ids.append(self.tokens[row][end])
             self.computed[row] = end
         self._sampling_rows = [row for row in counts if self.computed[row] >= self.known[row]]
+        self._in_flight.append([(row, counts[row] if row in decodes else 1) for row in self._sampling_rows])
         self._step += 1
-        columns = [] if set(counts.values()) == {1} else list(counts.values())
+        columns = [] if decodes == counts.keys() or set(counts.values()) == {1} else list(counts.values())
         packed = pack_ids(ids), pack_ids(next_ids)
-        return ScheduledBatch(self._step, list(counts), columns, new_rows, more_blocks, *packed)
+        drafts = self._num_drafts
+        return ScheduledBatch(self._step, list(counts), columns, new_rows, more_blocks, *packed, drafts)
 
     def _new_row(self, row: int, blocks: list[list[int]]) -> NewRow:
         sampling, prompt_length, prompt_logprobs = self._fresh.pop(row)
@@ -95,7 +136,18 @@ class CoreSide:
             prompt_logprobs,
             pack_ids(set(prompt)) if processors and processors.needs_prompt_ids else b"",
             pack_ids(output) if processors and processors.needs_output_ids else b"",
+            **self._more.pop(row, {}),
         )
+
+    def add_result(self, result: BatchResult) -> None:
+        """Append the sampled ids of the oldest step without result; rejected drafts are not computed."""
+        rows, ids = self._in_flight.popleft(), list(unpack_ids(result.token_ids))
+        counts = unpack_ids(result.counts) if result.counts else [1] * len(rows)
+        for (row, most), count in zip(rows, counts, strict=True):
+            self.tokens[row] += ids[:count]
+            self.computed[row] -= most - count
+            del ids[:count]
+        assert not ids
 
     def add_sampled(self, token_ids: bytes) -> None:
         """Append the step's sampled ids, in batch order."""

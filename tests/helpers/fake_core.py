@@ -30,6 +30,7 @@ from atom.messages.engine import (
     pack_ids,
     unpack_ids,
 )
+from atom.messages.launch import EngineAddress
 from atom.messages.profile import Profile, ProfileResult
 
 DEADLINE_S = 10.0
@@ -92,9 +93,12 @@ class FakeCore:
     aborted: list[int] = field(default_factory=list)
     profile: Callable[[Profile], ProfileResult | None] = lambda message: None
     profiles: list[Profile] = field(default_factory=list)
+    rank: int = 0
+    life: int = 0
 
     def __post_init__(self) -> None:
-        self.endpoint = f"ipc://{self.directory}/core"
+        self.endpoint = f"ipc://{self.directory}/core-{self.rank}.{self.life}"
+        self.address = EngineAddress(self.rank, self.life, self.endpoint)
         self._running: dict[int, _Running] = {}
         self._peers: set[bytes] = set()
         self._stop = threading.Event()

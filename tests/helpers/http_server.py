@@ -96,7 +96,7 @@ def running_frontend(
         replace(CONFIG, observability=observability or CONFIG.observability),
         server or ServerConfig(),
         checkpoint,
-        core.endpoint,
+        [core.address],
         "ipc:///dev/null",
         listener.fileno(),
     )
@@ -123,7 +123,7 @@ def launch_frame(
         CONFIG,
         ServerConfig(shutdown_timeout=shutdown_timeout),
         checkpoint,
-        core.endpoint,
+        [core.address],
         f"ipc://{supervisor}",
         fd,
     )

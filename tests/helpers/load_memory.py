@@ -24,13 +24,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from atom_ops import ClampedSwiglu, RoutingRule, backend
 from parallel.communicator import Communicator
-from parallel.state import TPGroup
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
-from workers.layers.expert_layouts import InterleavedMXFP4
+from workers.layers.expert_layouts import INTERLEAVED
 from workers.layers.moe import MoE, MoEArgs
+from workers.layers.quantization.config import resolve
 from workers.models.llama import LlamaForCausalLM
-from workers.weights.loader import load_weights, weight_bytes
+from workers.weights.loader import load_directory, weight_bytes
 from workers.weights.plan import load_targets
 
 MB = 1 << 20
@@ -47,7 +47,7 @@ _KINDS = {
     "experts": MoEArgs(HIDDEN, 16, FEATURES, RoutingRule(2, "softmax")),
     "mxfp4": MoEArgs(
         HIDDEN, 16, FEATURES, RoutingRule(2, "softmax_of_chosen"),
-        activation=ClampedSwiglu(7.0, 1.702), layout=InterleavedMXFP4(),
+        activation=ClampedSwiglu(7.0, 1.702), layout=INTERLEAVED,
     ),
 }  # fmt: skip
 
@@ -59,8 +59,9 @@ class ExpertLayers(CausalLM):
 
     def __init__(self, config: Mapping[str, Any], build: BuildContext):
         super().__init__(config, build)
-        layers = (MoE(_KINDS[config["kind"]], build) for _ in range(config["num_hidden_layers"]))
-        self.layers = nn.ModuleList(layers)
+        args, count = _KINDS[config["kind"]], config["num_hidden_layers"]
+        layers = (MoE(args, build.at(f"layers.{layer}.mlp")) for layer in range(count))
+        self.layers = nn.ModuleList(nn.ModuleDict({"mlp": layer}) for layer in layers)
 
     def forward(self, *args: Any) -> torch.Tensor:
         raise NotImplementedError
@@ -72,18 +73,16 @@ class ExpertLayers(CausalLM):
 def build(kind: str, layers: int, device: str, dtype: torch.dtype = torch.bfloat16) -> CausalLM:
     """A model with uninitialised weights."""
     place = torch.device(device)
-    context = BuildContext(dtype, place, Communicator(TPGroup(0, 1, place)), 128)
+    quantized = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
+    schemes = resolve(quantized if kind == "mxfp4" else {})
+    context = BuildContext(dtype, place, Communicator(), 128, schemes)
     config = {"kind": kind, "num_hidden_layers": layers}
     return LlamaForCausalLM(_DENSE | config, context) if kind == "dense" else ExpertLayers(config, context)
 
 
 def write(kind: str, layers: int, directory: Path, shard_bytes: int) -> None:
     """Write a random bfloat16 checkpoint, in files of at most `shard_bytes` or of one tensor."""
-    shapes = {
-        tensor.name: tensor.shape
-        for target in load_targets(build(kind, layers, "meta"))
-        for tensor in target.tensors
-    }
+    shapes = {target.tensor.name: target.tensor.shape for target in load_targets(build(kind, layers, "meta"))}
     weight_map: dict[str, str] = {}
     shard: dict[str, torch.Tensor] = {}
     files = 0
@@ -130,7 +129,7 @@ def allocated(kind: str, layers: int, directory: Path, dtype: torch.dtype) -> Al
             model = build(kind, layers, "cpu", dtype)
             tracemalloc.reset_peak()
             before = tracemalloc.get_traced_memory()[0]
-            load_weights(model, directory, lambda done, total: None)
+            load_directory(model, directory, lambda done, total: None)
             python_peak = tracemalloc.get_traced_memory()[1] - before
     finally:
         tracemalloc.stop()
@@ -165,7 +164,7 @@ def resident(kind: str, layers: int, directory: Path) -> dict[str, int]:
         nonlocal peak_own
         peak_own = max(peak_own, _status("RssAnon"))
 
-    load_weights(model, directory, progress)
+    load_directory(model, directory, progress)
     weights = weight_bytes(model)
     return {
         "weights": weights,

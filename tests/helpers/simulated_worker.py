@@ -5,6 +5,9 @@ worker checks exactly that: a block that is shared wrongly, reused too early or 
 The sampled token depends on the prefix alone, so what a request generates must not depend on other
 requests. Prefixes begin at the row's seed, so that tests can make the KV of equal tokens differ.
 
+With drafts, a decoding row also writes the prefixes of its draft tokens. Those of rejected drafts are
+wrong, and a later step must write the right ones before anything reads them.
+
 A row that fails leaves `INVALID` in its slots. A row that reads such a slot is invalid too: it samples
 a wrong token, and the tests find it where that token reaches a client.
 """
@@ -98,6 +101,34 @@ class Row:
     tables: list[list[int]]
     is_valid: bool = True
 
+    @property
+    def decodes(self) -> bool:
+        """Whether its known tokens are all computed."""
+        return self.computed >= self.new.num_known
+
+
+@dataclass
+class Work:
+    """What one row computes in a step."""
+
+    row: Row
+    count: int
+    written: list[int]
+    """The prefixes of its positions from `row.computed` on."""
+    num_right: int
+    """How many of these are the row's own: all but those behind the accepted drafts."""
+    num_proposed: int = 0
+
+    @property
+    def end(self) -> int:
+        """Behind the last position whose token is the row's own and has a slot."""
+        return min(self.row.computed + self.num_right, self.row.new.max_length)
+
+    def prefix(self, position: int) -> int:
+        """The one that must be found there."""
+        start = self.row.computed
+        return self.row.prefixes[position] if position < start else self.written[position - start]
+
 
 class SimulatedWorker:
     """Executes batches in the order they come."""
@@ -109,10 +140,12 @@ class SimulatedWorker:
         vocabulary: int,
         limits: tuple[int, int],
         known_ids: Callable[[NewRow, list[int]], list[int]],
+        draft: Callable[[int], tuple[int, int]] = lambda num_drafts: (num_drafts, 0),
     ):
         """`limits`: most rows, and most tokens in a step.
 
-        `known_ids(new, ids)` returns all known ids of a new row that computes `ids` first.
+        `known_ids(new, ids)` returns all known ids of a new row that computes `ids` first. `draft(most)`
+        returns how many tokens a row proposes, and how many of these are accepted.
         """
         self._specs = list(specs)
         self._slots: list[list[int | None]] = [
@@ -122,6 +155,7 @@ class SimulatedWorker:
         self._vocabulary = vocabulary
         self._max_rows, self._max_tokens = limits
         self._known_ids = known_ids
+        self._draft = draft
         self._rows: dict[int, Row] = {}
         self._step = 0
 
@@ -129,29 +163,61 @@ class SimulatedWorker:
         """The rows `failing` fail. Raises AssertionError when a row would read KV that is not its own."""
         self._step += 1
         assert batch.step == self._step, "a step is missing"
-        counts = batch.counts or [1] * len(batch.rows)
+        counts = batch.counts or [1 + batch.num_drafts] * len(batch.rows)
         self._apply(batch, counts)
         assert len(set(batch.rows)) == len(batch.rows) == len(counts), "rows and counts do not match"
         assert all(0 <= row < self._max_rows for row in batch.rows), "a row is out of range"
         assert 0 < sum(counts) <= self._max_tokens and min(counts) > 0, "the step breaks the token budget"
-        work = [(self._rows[row], count) for row, count in zip(batch.rows, counts, strict=True)]
+        work = [
+            self._work(self._rows[row], count, batch.num_drafts)
+            for row, count in zip(batch.rows, counts, strict=True)
+        ]
         self._check_ids(batch, work)
         for row in failing:
             self._rows[row].is_valid = False
-        for row, count in work:
-            self._advance_states(row, count)
+        for one in work:
+            self._advance_states(one)
         # Each layer writes the KV of all rows before any of them attends.
-        for row, count in work:
-            self._write(row, count)
+        for one in work:
+            self._write(one)
         self._spread_invalid(work)
-        for row, count in work:
-            self._read(row, count)
+        for one in work:
+            self._read(one)
         prompt_logprobs = self._prompt_logprobs(batch.rows, counts)
         failed = [self._rows[row] for row in failing]
-        sampling = [row for row in self._sample(work) if row not in failed]
-        ids = pack_ids(row.token_ids[-1] for row in sampling)
+        sampled = [(one, self._sample(one)) for one in work]
+        sampled = [(one, count) for one, count in sampled if count and one.row not in failed]
+        places = [
+            (one.row, len(one.row.token_ids) - count + index)
+            for one, count in sampled
+            for index in range(count)
+        ]
         failures = [RowFailure(row, FAILURE) for row in failing]
-        return BatchResult(batch.step, ids, self._sampled_logprobs(sampling), prompt_logprobs, failures)
+        return BatchResult(
+            batch.step,
+            pack_ids(row.token_ids[place] for row, place in places),
+            self._sampled_logprobs(places),
+            prompt_logprobs,
+            failures,
+            pack_ids(count for _, count in sampled) if batch.num_drafts else b"",
+            pack_ids(one.num_proposed for one, _ in sampled) if batch.num_drafts else b"",
+        )
+
+    def _work(self, row: Row, count: int, num_drafts: int) -> Work:
+        """A decoding row computes its last token and drafts; the right ones come first among them."""
+        start = row.computed
+        if not row.decodes:
+            return Work(row, count, row.prefixes[start : start + count], count)
+        assert count == 1 + num_drafts, "a decoding row has the wrong number of tokens"
+        assert start < row.new.max_length + num_drafts, "a row runs on behind its limit"
+        num_proposed, num_accepted = self._draft(num_drafts) if num_drafts else (0, 0)
+        assert 0 <= num_accepted <= num_proposed <= num_drafts
+        written = [row.prefixes[start]]
+        for place in range(num_drafts):
+            wrong = place >= num_accepted
+            token_id = (sample(written[-1], self._vocabulary) + wrong) % self._vocabulary
+            written.append(extend_prefix(written[-1], token_id))
+        return Work(row, count, written, 1 + num_accepted, num_proposed)
 
     def _apply(self, batch: ScheduledBatch, counts: list[int]) -> None:
         new_rows = {new.row: new for new in batch.new_rows}
@@ -171,20 +237,22 @@ class SimulatedWorker:
             for table, added in zip(self._rows[more.row].tables, more.block_ids, strict=True):
                 table.extend(added)
 
-    def _check_ids(self, batch: ScheduledBatch, work: list[tuple[Row, int]]) -> None:
+    def _check_ids(self, batch: ScheduledBatch, work: list[Work]) -> None:
         """The batch has the ids of known tokens that it computes, and no others."""
         token_ids, next_ids = [], []
-        for row, count in work:
-            end = row.computed + count
-            if row.computed < row.new.num_known:
+        for one in work:
+            row, end = one.row, one.row.computed + one.count
+            if not row.decodes:
+                assert end <= row.new.num_known, "a row computes an unknown token"
                 token_ids += row.token_ids[row.computed : end]
                 if row.new.prompt_logprobs >= 0 and end < row.new.prompt_length:
                     next_ids.append(row.token_ids[end])
         assert list(unpack_ids(batch.token_ids)) == token_ids, "wrong ids to compute"
         assert list(unpack_ids(batch.next_ids)) == next_ids, "wrong ids after the chunks"
 
-    def _advance_states(self, row: Row, count: int) -> None:
+    def _advance_states(self, one: Work) -> None:
         """A row's first token starts a state; every other one needs the state of the token before."""
+        row = one.row
         for group, spec in enumerate(self._specs):
             if isinstance(spec, RecurrentStateSpec):
                 (slot,) = row.tables[group]
@@ -192,44 +260,43 @@ class SimulatedWorker:
                 found = self._slots[group][slot]
                 valid = not row.is_valid or row.computed == 0 or found == before
                 assert valid, f"step {self._step}: another request's state"
-                self._slots[group][slot] = self._value(row, row.computed + count - 1)
+                self._slots[group][slot] = one.written[-1] if row.is_valid else INVALID
 
-    def _write(self, row: Row, count: int) -> None:
-        assert row.computed + count <= len(row.token_ids), "a row computes an unknown token"
+    def _write(self, one: Work) -> None:
+        """No KV is written from `max_length` on."""
+        row = one.row
         for group, spec in enumerate(self._specs):
             if isinstance(spec, RecurrentStateSpec):
                 continue
-            for position in range(row.computed, row.computed + count):
-                self._slots[group][self._slot(row, group, position)] = self._value(row, position)
+            for position in range(row.computed, min(row.computed + one.count, row.new.max_length)):
+                value = one.prefix(position) if row.is_valid else INVALID
+                self._slots[group][self._slot(row, group, position)] = value
 
-    def _value(self, row: Row, position: int) -> int:
-        return row.prefixes[position] if row.is_valid else INVALID
-
-    def _spread_invalid(self, work: list[tuple[Row, int]]) -> None:
+    def _spread_invalid(self, work: list[Work]) -> None:
         """Rows that read invalid KV write invalid KV, which more rows may read."""
         changed = True
         while changed:
             changed = False
-            for row, count in work:
-                if row.is_valid and any(found == INVALID for _, found in self._attended(row, count)):
-                    row.is_valid, changed = False, True
-                    self._write(row, count)
+            for one in work:
+                if one.row.is_valid and any(found == INVALID for _, found in self._attended(one)):
+                    one.row.is_valid, changed = False, True
+                    self._write(one)
 
-    def _read(self, row: Row, count: int) -> None:
-        if row.is_valid:
-            for position, found in self._attended(row, count):
-                assert found == row.prefixes[position], (
+    def _read(self, one: Work) -> None:
+        if one.row.is_valid:
+            for position, found in self._attended(one):
+                assert found == one.prefix(position), (
                     f"step {self._step}: another request's KV at position {position}"
                 )
 
-    def _attended(self, row: Row, count: int) -> Iterator[tuple[int, int | None]]:
+    def _attended(self, one: Work) -> Iterator[tuple[int, int | None]]:
         """Position and content of every slot that the row's next tokens attend to."""
+        row = one.row
         for group, spec in enumerate(self._specs):
             if isinstance(spec, RecurrentStateSpec):
                 continue
-            end = row.computed + count
             first = 0 if isinstance(spec, FullAttentionSpec) else max(0, row.computed - spec.window + 1)
-            for position in range(first, end):
+            for position in range(first, one.end):
                 yield position, self._slots[group][self._slot(row, group, position)]
 
     def _slot(self, row: Row, group: int, position: int) -> int:
@@ -238,27 +305,28 @@ class SimulatedWorker:
         size = spec.block_size
         return row.tables[group][position // size] * size + position % size
 
-    def _sample(self, work: list[tuple[Row, int]]) -> list[Row]:
-        """Count the tokens as computed; returns the rows that sample, each with one token more."""
-        sampling = []
-        for row, count in work:
+    def _sample(self, one: Work) -> int:
+        """Count the tokens as computed; returns how many tokens the row samples, which it then has."""
+        row, count = one.row, one.num_right
+        if row.computed + count < row.new.num_known:
             row.computed += count
-            if row.computed == len(row.token_ids):
-                token_id = sample(row.prefixes[-1], self._vocabulary)
-                if not row.is_valid:
-                    token_id = (token_id + 1) % self._vocabulary
-                row.token_ids.append(token_id)
-                row.prefixes.append(extend_prefix(row.prefixes[-1], token_id))
-                sampling.append(row)
-        return sampling
+            return 0
+        num_sampled = row.computed + count + 1 - len(row.token_ids)
+        for _ in range(num_sampled):
+            token_id = (sample(row.prefixes[-1], self._vocabulary) + (not row.is_valid)) % self._vocabulary
+            row.token_ids.append(token_id)
+            row.prefixes.append(extend_prefix(row.prefixes[-1], token_id))
+        row.computed += count
+        return num_sampled
 
-    def _sampled_logprobs(self, sampling: list[Row]) -> SampledLogprobs | None:
-        """As wide as the widest that a row wants."""
-        indices = [index for index, row in enumerate(sampling) if row.new.sampling.logprobs >= 0]
+    def _sampled_logprobs(self, places: list[tuple[Row, int]]) -> SampledLogprobs | None:
+        """Of the tokens at these positions; as wide as the widest that a row wants."""
+        wanted = [row.new.sampling.logprobs for row, _ in places]
+        indices = [index for index, most_likely in enumerate(wanted) if most_likely >= 0]
         if not indices:
             return None
-        width = 1 + max(sampling[index].new.sampling.logprobs for index in indices)
-        rows = [self._score(sampling[index], len(sampling[index].token_ids) - 1, width) for index in indices]
+        width = 1 + max(wanted)
+        rows = [self._score(*places[index], width) for index in indices]
         return SampledLogprobs(indices, pack_scores(rows, width))
 
     def _prompt_logprobs(self, numbers: list[int], counts: list[int]) -> list[PromptLogprobs]:

@@ -1,14 +1,17 @@
 """A worker's logits at every position of a given text, not only where it samples."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from atom.config.resolve import Dtype
 from atom.messages.worker import AllocateKV, ScheduledBatch
+from parallel.communicator import Communicator
+from parallel.mesh import Mesh
 from tests.helpers.core_side import CoreSide
-from tests.helpers.tiny_models import MAX_MODEL_LEN, checkpoint_of, engine_config, place
+from tests.helpers.tiny_models import MAX_MODEL_LEN, checkpoint_of, engine_config
 from workers.layers.context import ForwardContext
 from workers.worker import Worker
 
@@ -18,10 +21,21 @@ BLOCKS, BLOCK_SIZE = 256, 4
 class TinyWorker:
     """A worker with a saved tiny model, on the CPU."""
 
-    def __init__(self, directory: Path, dtype: Dtype = "float32"):
-        config = engine_config(block_size=BLOCK_SIZE, dtype=dtype)
-        self.worker = Worker(config, checkpoint_of(directory), place(), lambda *progress: None)
-        self._specs = self.worker.load().kv_specs
+    def __init__(
+        self,
+        directory: Path,
+        dtype: Dtype = "float32",
+        capture_sizes: str = "[]",
+        tp: Communicator | None = None,
+    ):
+        """With `capture_sizes`, a test replaces the recorder, since a CPU captures no graphs."""
+        tp = tp or Communicator()
+        config = engine_config(tp.size, block_size=BLOCK_SIZE, dtype=dtype)
+        config = replace(config, device=replace(config.device, cudagraph_capture_sizes=capture_sizes))
+        mesh = Mesh(torch.device("cpu"), tp)
+        self.worker = Worker(config, checkpoint_of(directory), mesh, lambda *progress: None)
+        self.loaded = self.worker.load()
+        self._specs = self.loaded.kv_specs
         self.worker.allocate(AllocateKV([BLOCKS] * len(self._specs), MAX_MODEL_LEN))
 
     def execute(self, batch: ScheduledBatch) -> bytes:

@@ -18,7 +18,7 @@ from atom.config.parallel import ParallelConfig
 from atom.config.resolve import Dtype
 from atom.config.scheduler import SchedulerConfig
 from parallel.communicator import Communicator
-from parallel.state import TPGroup
+from parallel.mesh import Mesh
 from workers.families import keeps_states
 from workers.hf_directory import normalised_config
 
@@ -289,9 +289,9 @@ def engine_config(
     )
 
 
-def place(rank: int = 0, size: int = 1) -> Communicator:
-    """A tensor-parallel rank without a process group: enough to shard weights."""
-    return Communicator(TPGroup(rank, size, torch.device("cpu")))
+def place(rank: int = 0, size: int = 1) -> Mesh:
+    """A tensor-parallel rank on the CPU without a process group: enough to shard weights."""
+    return Mesh(torch.device("cpu"), tp=Communicator(rank, size))
 
 
 def hf_logits(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:

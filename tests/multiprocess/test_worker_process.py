@@ -31,6 +31,7 @@ from atom.messages.worker import (
 )
 from atom.utils.exit_status import ExitStatus
 from atom.utils.process import spawn
+from atom.utils.rendezvous import open_rendezvous
 from tests.helpers.core_side import CoreSide, generate
 from tests.helpers.tiny_models import MAX_MODEL_LEN, engine_config, prompt_of, save_tiny, tiny
 
@@ -50,20 +51,22 @@ class Workers:
         self._supervisor = self._bind(zmq.PULL, f"ipc://{directory}/supervisor")
         self._from_worker: Decoder[FromWorker] = Decoder(FromWorker)
         self._to_supervisor: Decoder[ToSupervisor] = Decoder(ToSupervisor)
-        self.processes = [
-            spawn(
-                "workers.main",
-                WorkerLaunch(
-                    config=config,
-                    checkpoint=checkpoint,
-                    rank=rank,
-                    core=f"ipc://{directory}/core",
-                    supervisor=f"ipc://{directory}/supervisor",
-                    rendezvous=f"{directory}/rendezvous",
-                ),
-            )
-            for rank in range(self.ranks)
-        ]
+        with open_rendezvous(self.ranks) as places:
+            self.processes = [
+                spawn(
+                    "workers.main",
+                    WorkerLaunch(
+                        config=config,
+                        checkpoint=checkpoint,
+                        rank=rank,
+                        core=f"ipc://{directory}/core",
+                        supervisor=f"ipc://{directory}/supervisor",
+                        rendezvous=place,
+                    ),
+                    place.pass_fds if place else (),
+                )
+                for rank, place in enumerate(places)
+            ]
 
     def _bind(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)

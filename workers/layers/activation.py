@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import torch
 
-from atom_ops import silu_and_mul_linear
+from atom_ops import Weight, silu_and_mul_linear
 
-GatedLinear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+GatedLinear = Callable[[torch.Tensor, Weight, torch.Tensor | None], torch.Tensor]
 """Maps [T, 2F] (gate beside up), the weight and the bias of a linear layer to [T, O]."""
 
 _GATED: dict[str, GatedLinear] = {"silu": silu_and_mul_linear}

@@ -1,13 +1,14 @@
 """Attention over the paged KV cache. T tokens, O features of the fused projection."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from atom_ops import AttentionRule, HeadNorms, KVLayer, attend_projection
-from workers.layers.context import ForwardContext, GroupContext
+from atom_ops import INTERLEAVED_KV, AttentionBackend, AttentionConfig, AttentionRule, HeadNorms
+from atom_ops import attention_backend as choose_backend
+from workers.layers.context import BuildContext, ForwardContext, GroupContext
 from workers.layers.rotary import Rotation
 
 
@@ -23,6 +24,23 @@ class KVGroup:
     """Sliding window in tokens, the current token included; 0: full attention.
 
     Blocks that have left the window are freed."""
+    backend: AttentionBackend = INTERLEAVED_KV
+    """Owns the layout of these layers' caches."""
+
+    def bound(self, heads: int, sinks: bool, build: BuildContext) -> "KVGroup":
+        """The group with the first backend that supports its layers, which have `heads` query heads."""
+        config = AttentionConfig(
+            device=build.device,
+            dtype=build.dtype,
+            kv_dtype=build.kv_dtype or build.dtype,
+            block_size=build.block_size,
+            heads=heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            window=self.window,
+            sinks=sinks,
+        )
+        return replace(self, backend=choose_backend(config))
 
 
 def group_by_window(windows: Sequence[int | None], kv_heads: int, head_dim: int) -> list[KVGroup]:
@@ -49,8 +67,9 @@ class Attention(nn.Module):
         super().__init__()
         self._layer = layer
         self._group = next(number for number, group in enumerate(groups) if layer in group.layers)
-        self._scale = groups[self._group].head_dim ** -0.5
-        self._window = groups[self._group].window
+        group = groups[self._group]
+        self._rule = AttentionRule(group.head_dim**-0.5, group.window)
+        self._plan, self._attend = group.backend.plan, group.backend.attend
 
     def forward(
         self,
@@ -66,8 +85,11 @@ class Attention(nn.Module):
         rank's query heads.
         """
         cache, group = ctx.kv_layers[self._layer], ctx.groups[self._group]
-        assert isinstance(cache, KVLayer) and isinstance(group, GroupContext)
-        cos_T1R, sin_T1R = rotation.cos_T1R, rotation.sin_T1R
-        rule = AttentionRule(self._scale, self._window, sinks_H)
-        out_THE = attend_projection(qkv_TO, cos_T1R, sin_T1R, cache, group.slots_T, norms, group.plan, rule)
+        assert isinstance(group, GroupContext)
+        if sinks_H is not self._rule.sinks_H:
+            self._rule = replace(self._rule, sinks_H=sinks_H)
+        cos_T1R, sin_T1R, plan = rotation.cos_T1R, rotation.sin_T1R, group.plan.derived(self._plan)
+        out_THE: torch.Tensor = self._attend(
+            qkv_TO, cos_T1R, sin_T1R, cache, group.slots_T, norms, plan, self._rule
+        )
         return out_THE.flatten(-2)

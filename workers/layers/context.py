@@ -3,16 +3,18 @@
 Both are passed as arguments; nothing in the workers reads a global.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from atom_ops import AttentionPlan, KVLayer, LatentLayer, StateLayer, StatePlan, TopKIndices
 from parallel.communicator import Communicator
+from workers.layers.quantization.config import QuantizationConfig
 
-CacheLayer = KVLayer | LatentLayer | StateLayer
-"""The cache of one layer."""
+CacheLayer = KVLayer | LatentLayer | StateLayer | Any
+"""The cache of one layer; other types belong to attention backends with layouts of their own."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,20 @@ class BuildContext:
     tp: Communicator
     max_positions: int
     """Length of the longest sequence: the size of the RoPE tables."""
+    block_size: int = 16
+    """Tokens of a KV block."""
+    kv_dtype: torch.dtype | None = None
+    """Of cached keys and values; None: `dtype`."""
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Module name -> its name in the checkpoint, where the two differ."""
+    prefix: str = ""
+    """Path in the checkpoint of the module that is built."""
+
+    def at(self, path: str) -> "BuildContext":
+        """The context of the module at `path` within this one."""
+        names = [self.renamed.get(name, name) for name in path.split(".")]
+        return replace(self, prefix=".".join(filter(None, [self.prefix, *names])))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from workers.layers.cache_groups import CacheGroup
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext, ForwardContext
 from workers.layers.embedding import LMHead, VocabEmbedding
-from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, tp_range
+from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, mlp_range
 from workers.layers.norm import RMSNorm
 from workers.layers.rotary import RotaryEmbedding, Rotation
 from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer
@@ -96,13 +96,14 @@ def kv_groups(args: DecoderArgs, build: BuildContext) -> list[KVGroup]:
     """One group for each distinct window."""
     shard = head_shard(args.num_attention_heads, args.num_key_value_heads, build.tp.size, build.tp.rank)
     windows = args.windows or (None,) * args.num_hidden_layers
-    return group_by_window(windows, shard.kv_count, args.head_dim)
+    groups = group_by_window(windows, shard.kv_count, args.head_dim)
+    return [group.bound(shard.q_count, args.sinks, build) for group in groups]
 
 
 def kv_group(args: DecoderArgs, layers: Sequence[int], build: BuildContext) -> KVGroup:
     """The group of `layers` with full attention."""
     shard = head_shard(args.num_attention_heads, args.num_key_value_heads, build.tp.size, build.tp.rank)
-    return KVGroup(layers, shard.kv_count, args.head_dim)
+    return KVGroup(layers, shard.kv_count, args.head_dim).bound(shard.q_count, args.sinks, build)
 
 
 class SelfAttention(WeightedLayer):
@@ -118,8 +119,10 @@ class SelfAttention(WeightedLayer):
         shard = head_shard(heads, kv_heads, build.tp.size, build.tp.rank)
         q = ShardRange(heads * head_dim, shard.q_start * head_dim, shard.q_count * head_dim)
         kv = ShardRange(kv_heads * head_dim, shard.kv_start * head_dim, shard.kv_count * head_dim)
-        self.qkv_proj = ColumnParallelLinear(args.hidden_size, [q, kv, kv], args.qkv_bias, build)
-        self.o_proj = RowParallelLinear(q, args.hidden_size, args.o_bias, build)
+        self.qkv_proj = ColumnParallelLinear(
+            args.hidden_size, [q, kv, kv], args.qkv_bias, build.at("qkv_proj")
+        )
+        self.o_proj = RowParallelLinear(q, args.hidden_size, args.o_bias, build.at("o_proj"))
         self.q_norm = RMSNorm(head_dim, args.rms_norm_eps, build) if args.qk_norm else None
         self.k_norm = RMSNorm(head_dim, args.rms_norm_eps, build) if args.qk_norm else None
         self.register_buffer("sinks", None)
@@ -171,8 +174,8 @@ class TokenMixers:
 
     groups: list[CacheGroup]
     """Cache groups of all layers."""
-    make: Callable[[int], TokenMixer]
-    """Makes the token mixer of a layer."""
+    make: Callable[[int, BuildContext], TokenMixer]
+    """Makes the token mixer of a layer; the context is that of the whole layer."""
 
 
 class FeedForward(Protocol):
@@ -189,9 +192,10 @@ class GatedMLP(nn.Module):
 
     def __init__(self, args: DecoderArgs, build: BuildContext):
         super().__init__()
-        features = tp_range(args.intermediate_size, build)
-        self.gate_up_proj = ColumnParallelLinear(args.hidden_size, [features, features], args.mlp_bias, build)
-        self.down_proj = RowParallelLinear(features, args.hidden_size, args.mlp_bias, build)
+        hidden, bias = args.hidden_size, args.mlp_bias
+        features = mlp_range(args.intermediate_size, build)
+        self.gate_up_proj = ColumnParallelLinear(hidden, [features, features], bias, build.at("gate_up_proj"))
+        self.down_proj = RowParallelLinear(features, hidden, bias, build.at("down_proj"))
         self._gated = gated_linear(args.hidden_act)
 
     def after_norm(
@@ -254,7 +258,9 @@ class Decoder(nn.Module):
 
 def _self_attention(args: DecoderArgs, build: BuildContext) -> TokenMixers:
     groups = kv_groups(args, build)
-    return TokenMixers([*groups], lambda layer: SelfAttention(args, layer, groups, build))
+    return TokenMixers(
+        [*groups], lambda layer, at: SelfAttention(args, layer, groups, at.at(SelfAttention.name_on_disk))
+    )
 
 
 class DecoderLM(CausalLM):
@@ -270,22 +276,18 @@ class DecoderLM(CausalLM):
         config: Mapping[str, Any],
         args: DecoderArgs,
         build: BuildContext,
-        mlp: Callable[[int], FeedForward] | None = None,
+        mlp: Callable[[int, BuildContext], FeedForward] | None = None,
         token_mixers: TokenMixers | None = None,
     ):
-        """`mlp` makes the feed-forward block of a layer, by default a `GatedMLP`."""
+        """`mlp` makes the feed-forward block of a layer in its own context, by default a `GatedMLP`."""
         super().__init__(config, build)
         token_mixers = token_mixers or _self_attention(args, build)
         self.kv_groups = token_mixers.groups
-        layers = [
-            DecoderLayer(
-                args,
-                token_mixers.make(layer),
-                mlp(layer) if mlp else GatedMLP(args, build),
-                build,
-            )
-            for layer in range(args.num_hidden_layers)
-        ]
+        mlp = mlp or (lambda layer, at: GatedMLP(args, at))
+        layers = []
+        for layer in range(args.num_hidden_layers):
+            at = build.at(f"model.layers.{layer}")
+            layers.append(DecoderLayer(args, token_mixers.make(layer, at), mlp(layer, at.at("mlp")), build))
         self.model = Decoder(args, layers, build)
         tied = args.tie_word_embeddings
         self.lm_head = LMHead(

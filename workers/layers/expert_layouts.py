@@ -1,7 +1,7 @@
 """How checkpoints store the weights of their experts.
 
 X experts, D hidden, F features of an expert. Every layout yields, for one expert, gate [F, D],
-up [F, D] and down [D, F], and their biases.
+up [F, D] and down [D, F], as the quantization scheme stores them, and their biases.
 """
 
 from abc import ABC, abstractmethod
@@ -12,12 +12,13 @@ from typing import Literal
 
 from torch import Tensor
 
-from workers.layers.quantization import mxfp4
+from workers.layers.quantization.mxfp4 import GROUP
+from workers.layers.quantization.scheme import PLAIN, Scheme, StoredTensor
 from workers.layers.weighted import CheckpointTensor
 
 Part = Literal["gate", "up", "down"]
-Stored = tuple[tuple[CheckpointTensor, ...], Callable[..., Tensor] | None]
-"""`tensors` and `decode` of a `ShardSpec`."""
+Stored = tuple[CheckpointTensor, Callable[[Tensor], Tensor] | None]
+"""`tensor` and `decode` of a `ShardSpec`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,70 +37,89 @@ class ExpertSizes:
 class ExpertLayout(ABC):
     """Locates one expert's matrices and biases in the checkpoint, relative to the layer's name."""
 
+    @property
     @abstractmethod
-    def matrix(self, part: Part, expert: int, sizes: ExpertSizes) -> Stored: ...
+    def matrices(self) -> tuple[str, ...]:
+        """Names of one expert's matrices, by which a quantization config excludes them."""
+
+    @abstractmethod
+    def matrix(self, part: Part, expert: int, sizes: ExpertSizes, stored: StoredTensor) -> Stored:
+        """One of the tensors that store a matrix."""
 
     @abstractmethod
     def bias(self, part: Part, expert: int, sizes: ExpertSizes) -> Stored: ...
 
+    @abstractmethod
+    def check(self, scheme: Scheme, path: str) -> None:
+        """Raise ValueError if experts in this layout are not supported in that scheme."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class PerExpert(ExpertLayout):
-    """One tensor for each matrix of each expert."""
+    """One tensor for each matrix of each expert, or as many as its scheme has."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
 
-    def matrix(self, part: Part, expert: int, sizes: ExpertSizes) -> Stored:
-        name = f"{expert}.{getattr(self, part)}.weight"
-        return (CheckpointTensor(name, sizes.matrix(part)),), None
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        return tuple(f"0.{name}" for name in (self.gate, self.up, self.down))
+
+    def matrix(self, part: Part, expert: int, sizes: ExpertSizes, stored: StoredTensor) -> Stored:
+        name = f"{expert}.{getattr(self, part)}.weight{stored.suffix}"
+        return CheckpointTensor(name, stored.shape(sizes.matrix(part))), None
 
     def bias(self, part: Part, expert: int, sizes: ExpertSizes) -> Stored:
         name = f"{expert}.{getattr(self, part)}.bias"
-        return (CheckpointTensor(name, sizes.matrix(part)[:1]),), None
+        return CheckpointTensor(name, sizes.matrix(part)[:1]), None
+
+    def check(self, scheme: Scheme, path: str) -> None:
+        if not scheme.linear:
+            raise ValueError(f"{path}: separate tensors of each expert in {scheme.name} are not supported")
 
 
 PER_EXPERT = PerExpert()
 
 
 class Interleaved(ExpertLayout):
-    """GPT-OSS: all experts stacked in one tensor, inputs before outputs, rows of gate and up interleaved.
+    """GPT-OSS: all experts stacked in one tensor, rows of gate and up interleaved.
 
+    Plain matrices have inputs before outputs:
     gate_up_proj [X, D, 2F]   down_proj [X, F, D]   gate_up_proj_bias [X, 2F]   down_proj_bias [X, D]
-    """
 
-    def matrix(self, part: Part, expert: int, sizes: ExpertSizes) -> Stored:
-        hidden, features = sizes.hidden, sizes.features
-        if part == "down":
-            return (CheckpointTensor("down_proj", (sizes.experts, features, hidden), expert),), _transposed
-        fused = CheckpointTensor("gate_up_proj", (sizes.experts, hidden, 2 * features), expert)
-        return (fused,), partial(_transposed_half, part)
-
-    def bias(self, part: Part, expert: int, sizes: ExpertSizes) -> Stored:
-        if part == "down":
-            return (CheckpointTensor("down_proj_bias", (sizes.experts, sizes.hidden), expert),), None
-        fused = CheckpointTensor("gate_up_proj_bias", (sizes.experts, 2 * sizes.features), expert)
-        return (fused,), partial(_half, part)
-
-
-class InterleavedMXFP4(Interleaved):
-    """GPT-OSS as published: matrices in MXFP4, outputs before inputs; biases not quantized.
-
+    As published, in MXFP4, outputs before inputs; biases are not quantized:
     gate_up_proj_blocks [X, 2F, D/32, 16]   down_proj_blocks [X, D, F/32, 16]   …_scales: without the 16
     """
 
-    def matrix(self, part: Part, expert: int, sizes: ExpertSizes) -> Stored:
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        return ("gate_up_proj", "down_proj")
+
+    def matrix(self, part: Part, expert: int, sizes: ExpertSizes, stored: StoredTensor) -> Stored:
         rows, columns = sizes.matrix(part)
-        if columns % mxfp4.BLOCK:
-            raise ValueError(f"MXFP4 experts of {columns} inputs: not a multiple of {mxfp4.BLOCK}")
         name, rows = ("down_proj", rows) if part == "down" else ("gate_up_proj", 2 * rows)
-        scales = (sizes.experts, rows, columns // mxfp4.BLOCK)
-        parts = (
-            CheckpointTensor(f"{name}_blocks", (*scales, mxfp4.BLOCK // 2), expert),
-            CheckpointTensor(f"{name}_scales", scales, expert),
-        )
-        return parts, mxfp4.dequantize if part == "down" else partial(_dequantized_half, part)
+        if stored in PLAIN.tensors:
+            plain = CheckpointTensor(name, (sizes.experts, columns, rows), expert)
+            return plain, _transposed if part == "down" else partial(_transposed_half, part)
+        shape: tuple[int, ...] = (sizes.experts, rows, columns // GROUP)
+        if stored.unit[1] < GROUP:
+            shape = (*shape, GROUP // stored.unit[1])
+        tensor = CheckpointTensor(name + stored.suffix, shape, expert)
+        return tensor, partial(_rows, part, len(shape) == 4)
+
+    def bias(self, part: Part, expert: int, sizes: ExpertSizes) -> Stored:
+        if part == "down":
+            return CheckpointTensor("down_proj_bias", (sizes.experts, sizes.hidden), expert), None
+        fused = CheckpointTensor("gate_up_proj_bias", (sizes.experts, 2 * sizes.features), expert)
+        return fused, partial(_half, part)
+
+    def check(self, scheme: Scheme, path: str) -> None:
+        if scheme is not PLAIN and scheme.linear:
+            raise ValueError(f"{path}: the stacked experts of GPT-OSS in {scheme.name} are not supported")
+
+
+INTERLEAVED = Interleaved()
 
 
 def _half(part: Part, interleaved: Tensor) -> Tensor:
@@ -114,5 +134,7 @@ def _transposed_half(part: Part, interleaved_D2F: Tensor) -> Tensor:
     return _half(part, interleaved_D2F.t())
 
 
-def _dequantized_half(part: Part, blocks: Tensor, scales: Tensor) -> Tensor:
-    return mxfp4.dequantize(_half(part, blocks), _half(part, scales))
+def _rows(part: Part, grouped: bool, packed: Tensor) -> Tensor:
+    """The rows of a part; `grouped`: in groups, which become one row."""
+    rows = packed if part == "down" else _half(part, packed)
+    return rows.flatten(1) if grouped else rows

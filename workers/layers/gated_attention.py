@@ -35,8 +35,10 @@ class GatedAttention(nn.Module):
         gated = q.scaled(2)
         kv = ShardRange(kv_heads * head_dim, shard.kv_start * head_dim, shard.kv_count * head_dim)
         order = _gates_last(shard.q_count, head_dim, 2 * kv.size)
-        self.qkv_proj = ReorderedLinear(args.hidden_size, [gated, kv, kv], args.qkv_bias, build, order)
-        self.o_proj = RowParallelLinear(q, args.hidden_size, args.o_bias, build)
+        self.qkv_proj = ReorderedLinear(
+            args.hidden_size, [gated, kv, kv], args.qkv_bias, build.at("qkv_proj"), order
+        )
+        self.o_proj = RowParallelLinear(q, args.hidden_size, args.o_bias, build.at("o_proj"))
         self.q_norm = RMSNorm(head_dim, args.rms_norm_eps, build, args.zero_centred_norms)
         self.k_norm = RMSNorm(head_dim, args.rms_norm_eps, build, args.zero_centred_norms)
         self.attention = Attention(layer, groups)

@@ -90,14 +90,16 @@ class GatedDeltaNet(WeightedLayer):
             args.hidden_size,
             [keys.scaled(features), keys.scaled(2 * values_of_key)],
             False,
-            build,
+            build.at("in_proj"),
             _by_kind(keys.size, values_of_key, args),
         )
         self.conv1d = _Convolution(args, build)
         for name in ("A_log", "dt_bias"):
             self.add_weight(name, [ShardSpec((args.value_heads,), 0, values)], build, torch.float32)
         self.norm = RMSNorm(args.value_features, args.eps, build)
-        self.out_proj = RowParallelLinear(values.scaled(args.value_features), args.hidden_size, False, build)
+        self.out_proj = RowParallelLinear(
+            values.scaled(args.value_features), args.hidden_size, False, build.at("out_proj")
+        )
 
     def after_norm(
         self,
@@ -139,7 +141,7 @@ class _Convolution(WeightedLayer):
                     shape,
                     0,
                     ShardRange(shape[0], first + kept.start, kept.size),
-                    (CheckpointTensor("weight", shape),),
+                    CheckpointTensor("weight", shape),
                 )
                 for first, kept in parts
             ],

@@ -60,13 +60,11 @@ class LatentDecoderLM(DecoderLM):
         _check_supported(config)
         args = decoder_args(config)
         latent = latent_args(config)
-        token_mixers = (
-            sparse_token_mixers(latent, indexer, build) if indexer else _token_mixers(latent, args, build)
-        )
+        token_mixers = sparse_token_mixers(latent, indexer) if indexer else _token_mixers(latent, args)
         moe = moe_args(config, rule, correction_bias)
 
-        def mlp(layer: int) -> FeedForward:
-            return MoE(moe, build) if _has_experts(config, layer) else GatedMLP(args, build)
+        def mlp(layer: int, at: BuildContext) -> FeedForward:
+            return MoE(moe, at) if _has_experts(config, layer) else GatedMLP(args, at)
 
         super().__init__(config, args, build, mlp, token_mixers)
         # Layers after the last one are for multi-token prediction.
@@ -177,9 +175,9 @@ def _check_supported(config: Mapping[str, Any]) -> None:
     check_value(config, "moe_layer_freq", 1)
 
 
-def _token_mixers(latent: LatentArgs, args: DecoderArgs, build: BuildContext) -> TokenMixers:
+def _token_mixers(latent: LatentArgs, args: DecoderArgs) -> TokenMixers:
     groups = latent_groups(latent, args.num_hidden_layers)
-    return TokenMixers(groups, lambda layer: LatentAttention(latent, layer, groups, build))
+    return TokenMixers(groups, lambda layer, at: LatentAttention(latent, layer, groups, at.at("self_attn")))
 
 
 def _has_experts(config: Mapping[str, Any], layer: int) -> bool:

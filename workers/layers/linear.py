@@ -7,23 +7,41 @@ from collections.abc import Sequence
 
 import torch
 
-from atom_ops import add_norm_linear, linear, pack_linear_weight
+from atom_ops import Weight, add_norm_linear, linear, pack_linear_weight
 from parallel.sharding import split
 from workers.layers.activation import GatedLinear
 from workers.layers.context import BuildContext
 from workers.layers.norm import RMSNorm
+from workers.layers.quantization.scheme import PLAIN
 from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer
 
 
-def tp_range(total: int, build: BuildContext) -> ShardRange:
-    """This rank's range of a dimension that may be split anywhere."""
-    return ShardRange(total, *split(total, build.tp.size, build.tp.rank))
+def tp_range(total: int, build: BuildContext, unit: int = 1) -> ShardRange:
+    """This rank's range of a dimension that may be split between blocks of `unit` entries.
+
+    Blocks are split as evenly as possible; the last one may be smaller. Raises ValueError if there
+    are fewer blocks than ranks.
+    """
+    blocks = -(-total // unit)
+    if unit > 1 and blocks < build.tp.size:
+        raise ValueError(
+            f"{build.prefix}: {total} features are {blocks} blocks of {unit}, too few for "
+            f"tensor_parallel_size {build.tp.size}: use at most {blocks}"
+        )
+    start, size = split(blocks, build.tp.size, build.tp.rank)
+    return ShardRange(total, start * unit, min((start + size) * unit, total) - start * unit)
+
+
+def mlp_range(features: int, build: BuildContext) -> ShardRange:
+    """This rank's features of a gated MLP: whole blocks of both of its layers."""
+    schemes = [build.quantization.linear(build.at(name).prefix) for name in ("gate_up_proj", "down_proj")]
+    return tp_range(features, build, max(schemes[0].unit[0], schemes[1].unit[1]))
 
 
 class Linear(WeightedLayer):
-    """x W^T + b."""
+    """x W^T + b. Plain, unless a subclass adds its matrix with a scheme."""
 
-    weight: torch.Tensor
+    weight: Weight
     bias: torch.Tensor | None
 
     def __init__(self) -> None:
@@ -32,7 +50,7 @@ class Linear(WeightedLayer):
 
     def process_weights_after_loading(self) -> None:
         """Convert the weight to the layout in which the matmul is fastest."""
-        self.weight = pack_linear_weight(self.weight)
+        self.set_weight("weight", pack_linear_weight(self.loaded("weight")))
 
     def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
         return linear(x_TI, self.weight, self.bias)
@@ -46,7 +64,9 @@ class ColumnParallelLinear(Linear):
 
     def __init__(self, in_features: int, outputs: Sequence[ShardRange], bias: bool, build: BuildContext):
         super().__init__()
-        self.add_weight("weight", [ShardSpec((o.total, in_features), 0, o) for o in outputs], build)
+        scheme = build.quantization.linear(build.prefix)
+        shards = [ShardSpec((o.total, in_features), 0, o) for o in outputs]
+        self.add_matrix("weight", scheme, shards, build)
         if bias:
             self.add_weight("bias", [ShardSpec((o.total,), 0, o) for o in outputs], build)
 
@@ -68,12 +88,17 @@ class ReorderedLinear(ColumnParallelLinear):
         build: BuildContext,
         order: torch.Tensor,
     ):
-        """Output feature i is row `order[i]` of the rows that this rank keeps."""
+        """Output feature i is row `order[i]` of the rows that this rank keeps.
+
+        Raises ValueError for a quantized matrix, whose rows cannot be reordered one by one.
+        """
         super().__init__(in_features, outputs, bias, build)
+        if (scheme := build.quantization.linear(build.prefix)) is not PLAIN:
+            raise ValueError(f"{build.prefix} in {scheme.name} is not supported: use a plain checkpoint")
         self._order = order.to(build.device)
 
     def process_weights_after_loading(self) -> None:
-        self.weight = self.weight.index_select(0, self._order)
+        self.set_weight("weight", self.get_buffer("weight").index_select(0, self._order))
         if self.bias is not None:
             self.bias = self.bias.index_select(0, self._order)
         super().process_weights_after_loading()
@@ -91,7 +116,8 @@ class RowParallelLinear(Linear):
         super().__init__()
         self._tp = build.tp
         self._reduce = reduce
-        self.add_weight("weight", [ShardSpec((out_features, inputs.total), 1, inputs)], build)
+        scheme = build.quantization.linear(build.prefix)
+        self.add_matrix("weight", scheme, [ShardSpec((out_features, inputs.total), 1, inputs)], build)
         if bias:
             self.add_weight("bias", [ShardSpec((out_features,), 0, ShardRange.whole(out_features))], build)
 

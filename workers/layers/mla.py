@@ -21,6 +21,7 @@ from atom_ops import (
     AttentionPlan,
     LatentLayer,
     LatentNorms,
+    Quantized,
     TopKIndices,
     absorb_queries,
     expand_values,
@@ -92,15 +93,21 @@ class LatentAttention(nn.Module):
         if args.q_lora_rank is None:
             if args.bias:
                 raise ValueError("attention_bias without q_lora_rank is not supported")
-            self.q_kv_a_proj = ColumnParallelLinear(args.hidden_size, [queries, row], False, build)
+            self.q_kv_a_proj = ColumnParallelLinear(
+                args.hidden_size, [queries, row], False, build.at("q_kv_a_proj")
+            )
         else:
             latents = [ShardRange.whole(args.q_lora_rank), row]
-            self.qkv_a_proj = ColumnParallelLinear(args.hidden_size, latents, args.bias, build)
+            self.qkv_a_proj = ColumnParallelLinear(
+                args.hidden_size, latents, args.bias, build.at("qkv_a_proj")
+            )
             self.q_a_layernorm = RMSNorm(args.q_lora_rank, args.eps, build)
-            self.q_b_proj = ColumnParallelLinear(args.q_lora_rank, [queries], False, build)
+            self.q_b_proj = ColumnParallelLinear(args.q_lora_rank, [queries], False, build.at("q_b_proj"))
         self.kv_a_layernorm = RMSNorm(args.kv_lora_rank, args.eps, build)
-        self.kv_b_proj = LatentExpansion(args, heads, build)
-        self.o_proj = RowParallelLinear(heads.scaled(args.v_dim), args.hidden_size, args.bias, build)
+        self.kv_b_proj = LatentExpansion(args, heads, build.at("kv_b_proj"))
+        self.o_proj = RowParallelLinear(
+            heads.scaled(args.v_dim), args.hidden_size, args.bias, build.at("o_proj")
+        )
 
     def after_norm(
         self,
@@ -192,7 +199,8 @@ class LatentAttention(nn.Module):
     ) -> torch.Tensor:
         """Attention output [T, H, V] over keys and values expanded from the step's own cache rows."""
         nope, heads = self._args.nope_dim, q_THE.shape[1]
-        rows_TK = read_latent(cache, group.slots_T, q_THE.dtype)
+        slots_T = group.slots_T.clamp(min=0) if group.plan.has_padding_tokens else group.slots_T
+        rows_TK = read_latent(cache, slots_T, q_THE.dtype)
         latent_TC, key_TR = rows_TK.tensor_split([self._args.kv_lora_rank], 1)
         kv_THX = linear(latent_TC.contiguous(), self.kv_b_proj.weight).unflatten(1, (heads, -1))
         k_nope_THN, v_THV = kv_THX.tensor_split([nope], 2)
@@ -203,7 +211,11 @@ class LatentAttention(nn.Module):
 
 
 class LatentExpansion(WeightedLayer):
-    """kv_b_proj: maps latents to keys and values of this rank's heads; per head N rows, then V rows."""
+    """kv_b_proj: maps latents to keys and values of this rank's heads; per head N rows, then V rows.
+
+    A quantized one is dequantized when it is loaded: absorbed attention multiplies by its transpose,
+    whose blocks have other scales.
+    """
 
     weight: torch.Tensor
 
@@ -211,7 +223,13 @@ class LatentExpansion(WeightedLayer):
         super().__init__()
         self._heads, self._nope = heads.size, args.nope_dim
         rows = heads.scaled(args.nope_dim + args.v_dim)
-        self.add_weight("weight", [ShardSpec((rows.total, args.kv_lora_rank), 0, rows)], build)
+        scheme = build.quantization.linear(build.prefix)
+        self.add_matrix("weight", scheme, [ShardSpec((rows.total, args.kv_lora_rank), 0, rows)], build)
+        self._dtype = build.dtype
+
+    def process_weights_after_loading(self) -> None:
+        if isinstance(weight := self.loaded("weight"), Quantized):
+            self.set_weight("weight", weight.dequantized(self._dtype))
 
     def by_head(self) -> tuple[torch.Tensor, torch.Tensor]:
         """W_UK [H, N, C] and W_UV [H, V, C], as views of the weight."""

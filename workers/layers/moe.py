@@ -6,18 +6,29 @@ Each expert's features are sharded over the tensor-parallel ranks, as those of a
 T tokens, D hidden, X experts, J experts per token, F features of an expert (in `forward` this rank's).
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from atom_ops import ExpertActivation, ExpertWeights, RoutingRule, experts, route, sigmoid_and_mul
+from atom_ops import (
+    ExpertActivation,
+    ExpertWeights,
+    RoutingRule,
+    Weight,
+    experts,
+    route,
+    sigmoid_and_mul,
+    unstacked,
+)
 from workers.layers.activation import gated_linear
 from workers.layers.context import BuildContext
 from workers.layers.expert_layouts import PER_EXPERT, ExpertLayout, ExpertSizes, Part
-from workers.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, tp_range
+from workers.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, mlp_range, tp_range
 from workers.layers.norm import RMSNorm
-from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer
+from workers.layers.quantization.scheme import StoredTensor
+from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer, check_blocks
 
 
 @dataclass(frozen=True)
@@ -55,8 +66,10 @@ class MoE(nn.Module):
         super().__init__()
         self._tp = build.tp
         self.gate = Router(args, build)
-        self.experts = Experts(args, build)
-        self.shared_experts = SharedExperts(args, build) if args.shared_features else None
+        self.experts = Experts(args, build.at("experts"))
+        self.shared_experts = (
+            SharedExperts(args, build.at("shared_experts")) if args.shared_features else None
+        )
         self.shared_expert_gate = SharedGate(args, build) if args.shared_gate else None
 
     def after_norm(
@@ -113,6 +126,9 @@ class Experts(WeightedLayer):
     gate of 1, … fill the rows of [X * 2F, D], viewed as [X, 2F, D].
     """
 
+    gate_up: Weight
+    down: Weight
+
     def __init__(self, args: MoEArgs, build: BuildContext):
         super().__init__()
         gated_linear(args.hidden_act)  # raises ValueError for one that `experts` does not support
@@ -121,18 +137,22 @@ class Experts(WeightedLayer):
         # The bias is added once, by rank 0.
         self._adds_bias = args.expert_bias and build.tp.rank == 0
         shards = _ExpertShards(args, build)
-        self.add_weight("gate_up", shards.matrices("gate", "up"), build)
-        self.add_weight("down", shards.matrices("down"), build)
+        self.add_stacked("gate_up", shards.scheme, shards.matrices("gate", "up"), build)
+        self.add_stacked("down", shards.scheme, shards.matrices("down"), build)
         self.register_buffer("gate_up_bias", None)
         self.register_buffer("down_bias", None)
         if args.expert_bias:
             self.add_weight("gate_up_bias", shards.biases("gate", "up"), build)
             self.add_weight("down_bias", shards.biases("down"), build)
 
+    def process_weights_after_loading(self) -> None:
+        for name in ("gate_up", "down"):
+            self.set_weight(name, self.loaded(name))
+
     def forward(self, x_TD: torch.Tensor, ids_TJ: torch.Tensor, weights_TJ: torch.Tensor) -> torch.Tensor:
         weights = ExpertWeights(
-            self._by_expert("gate_up"),
-            self._by_expert("down"),
+            unstacked(self.gate_up, self._count),
+            unstacked(self.down, self._count),
             self._by_expert("gate_up_bias") if self.gate_up_bias is not None else None,
             self._by_expert("down_bias") if self._adds_bias else None,
         )
@@ -148,24 +168,35 @@ class _ExpertShards:
     def __init__(self, args: MoEArgs, build: BuildContext):
         self._layout = args.layout
         self._sizes = ExpertSizes(args.num_experts, args.hidden_size, args.expert_features)
-        self._features = tp_range(args.expert_features, build)
+        self.scheme = build.quantization.experts(build.prefix, args.layout.matrices)
+        args.layout.check(self.scheme, build.prefix)
+        self._features = tp_range(args.expert_features, build, max(self.scheme.unit))
+        for parts in (("gate", "up"), ("down",)):
+            check_blocks(self.scheme, [self._matrix(part) for part in parts], build)
 
-    def matrices(self, *parts: Part) -> list[ShardSpec]:
-        return [self._matrix(part, expert) for expert in range(self._sizes.experts) for part in parts]
+    def matrices(self, *parts: Part) -> Mapping[StoredTensor, list[ShardSpec]]:
+        """The shards of each tensor that stores the matrices."""
+        return {
+            stored: [
+                self._stored(part, expert, stored) for expert in range(self._sizes.experts) for part in parts
+            ]
+            for stored in self.scheme.tensors
+        }
 
     def biases(self, *parts: Part) -> list[ShardSpec]:
         return [self._bias(part, expert) for expert in range(self._sizes.experts) for part in parts]
 
-    def _matrix(self, part: Part, expert: int) -> ShardSpec:
-        tensors_and_decode = self._layout.matrix(part, expert, self._sizes)
-        return ShardSpec(
-            self._sizes.matrix(part), 1 if part == "down" else 0, self._features, *tensors_and_decode
-        )
+    def _matrix(self, part: Part) -> ShardSpec:
+        return ShardSpec(self._sizes.matrix(part), 1 if part == "down" else 0, self._features)
+
+    def _stored(self, part: Part, expert: int, stored: StoredTensor) -> ShardSpec:
+        tensor, decode = self._layout.matrix(part, expert, self._sizes, stored)
+        return replace(self._matrix(part).of(stored), tensor=tensor, decode=decode)
 
     def _bias(self, part: Part, expert: int) -> ShardSpec:
-        tensors_and_decode = self._layout.bias(part, expert, self._sizes)
+        tensor, decode = self._layout.bias(part, expert, self._sizes)
         kept = ShardRange.whole(self._sizes.hidden) if part == "down" else self._features
-        return ShardSpec(self._sizes.matrix(part)[:1], 0, kept, *tensors_and_decode)
+        return ShardSpec(self._sizes.matrix(part)[:1], 0, kept, tensor, decode)
 
 
 class SharedExperts(nn.Module):
@@ -173,9 +204,11 @@ class SharedExperts(nn.Module):
 
     def __init__(self, args: MoEArgs, build: BuildContext):
         super().__init__()
-        hidden, features = args.hidden_size, tp_range(args.shared_features, build)
-        self.gate_up_proj = ColumnParallelLinear(hidden, [features, features], False, build)
-        self.down_proj = RowParallelLinear(features, hidden, False, build, reduce=False)
+        hidden, features = args.hidden_size, mlp_range(args.shared_features, build)
+        self.gate_up_proj = ColumnParallelLinear(
+            hidden, [features, features], False, build.at("gate_up_proj")
+        )
+        self.down_proj = RowParallelLinear(features, hidden, False, build.at("down_proj"), reduce=False)
         self._gated = gated_linear(args.hidden_act)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:

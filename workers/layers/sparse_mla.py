@@ -66,8 +66,8 @@ class Indexer(nn.Module):
         self._scale = args.width**-0.5 * args.heads**-0.5
         assert latent.q_lora_rank is not None
         queries, key = ShardRange.whole(args.heads * args.width), ShardRange.whole(args.width)
-        self.wq_b = ColumnParallelLinear(latent.q_lora_rank, [queries], False, build)
-        self.wk = ColumnParallelLinear(latent.hidden_size, [key], False, build)
+        self.wq_b = ColumnParallelLinear(latent.q_lora_rank, [queries], False, build.at("wq_b"))
+        self.wk = ColumnParallelLinear(latent.hidden_size, [key], False, build.at("wk"))
         self.k_norm = LayerNorm(args.width, build)
         self.weights_proj = HeadWeights(latent.hidden_size, args.heads, build)
 
@@ -133,7 +133,7 @@ class SparseLatentAttention(LatentAttention):
         build: BuildContext,
     ):
         super().__init__(latent, layer, groups, build)
-        self.indexer = Indexer(args, latent, build) if args.has_indexer[layer] else None
+        self.indexer = Indexer(args, latent, build.at("indexer")) if args.has_indexer[layer] else None
 
     def after_norm(
         self,
@@ -157,7 +157,7 @@ class SparseLatentAttention(LatentAttention):
         return self.attend(q_THE, rotation, cache, group, ctx.topk_indices.tokens), residual_TD
 
 
-def sparse_token_mixers(latent: LatentArgs, args: IndexerArgs, build: BuildContext) -> TokenMixers:
+def sparse_token_mixers(latent: LatentArgs, args: IndexerArgs) -> TokenMixers:
     """One cache group for all layers, so that shared top-k slots mean the same blocks in each."""
     if latent.q_lora_rank is None:
         raise ValueError("an indexer without q_lora_rank is not supported")
@@ -166,4 +166,6 @@ def sparse_token_mixers(latent: LatentArgs, args: IndexerArgs, build: BuildConte
     groups: list[CacheGroup] = [
         LatentGroup(layers, latent.kv_lora_rank, latent.rope_dim, args.width, indexed)
     ]
-    return TokenMixers(groups, lambda layer: SparseLatentAttention(latent, args, layer, groups, build))
+    return TokenMixers(
+        groups, lambda layer, at: SparseLatentAttention(latent, args, layer, groups, at.at("self_attn"))
+    )

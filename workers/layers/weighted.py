@@ -8,17 +8,22 @@ stacked into it and the range that this rank keeps; `workers.weights` reads them
                        v                        v                        v
     rank 0:      qkv_proj.weight [(6+2+2)*E, D]
 
-Most matrices are stored as they are used, under the name of their layer. For the others (one expert
-of a stacked tensor, transposed, quantized) the shard names the tensors to read and how to decode them.
+Most tensors are stored as they are used, under the name of their layer. For the others (one expert
+of a stacked tensor, transposed) the shard names the tensor to read and how to decode it.
+
+A matrix may be stored as several tensors, as its quantization scheme declares: codes and scales. Each
+is sharded in its own units, a buffer of its own, and all together become one `Weight`.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from atom_ops import PackedOneDNN, Quantized, Weight, tensors_of
 from workers.layers.context import BuildContext
+from workers.layers.quantization.scheme import FLOATS, PLAIN, Fill, Scheme, StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,16 @@ class ShardRange:
     def scaled(self, width: int) -> "ShardRange":
         """The same share of a dimension that has `width` entries for each of these."""
         return ShardRange(self.total * width, self.start * width, self.size * width)
+
+    def cuts(self, unit: int) -> bool:
+        """Whether an end of the range lies within a block of `unit` entries."""
+        stop = self.start + self.size
+        return self.start % unit != 0 or (stop % unit != 0 and stop != self.total)
+
+    def in_units(self, unit: int) -> "ShardRange":
+        """The same range of a tensor with one entry for each block; it must not cut one."""
+        stop = -(-(self.start + self.size) // unit)
+        return ShardRange(-(-self.total // unit), self.start // unit, stop - self.start // unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +73,32 @@ class ShardSpec:
     shape: tuple[int, ...]
     dim: int
     kept: ShardRange
-    tensors: tuple[CheckpointTensor, ...] = ()
-    """The tensors it is decoded from; empty: one tensor of this shape, named as the layer's weight."""
-    decode: Callable[..., torch.Tensor] | None = None
-    """Maps `tensors` to a tensor of `shape`; None: the only tensor has that shape already."""
+    tensor: CheckpointTensor | None = None
+    """The tensor it is decoded from; None: one of this shape, named as the layer's weight."""
+    decode: Callable[[Tensor], Tensor] | None = None
+    """Maps `tensor` to one of `shape`; None: it has that shape already."""
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    """What the checkpoint may hold."""
+    matrix: tuple[int, int] | None = None
+    """Shape of the matrix that this is a part of; None: its own."""
+    fill: Fill = PLAIN.tensors[0].fill
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether other ranks keep all of it: it is known, and neither needed nor read."""
+        return self.kept.size == 0
+
+    def of(self, stored: StoredTensor) -> "ShardSpec":
+        """The same shard of one of the tensors that store this matrix."""
+        outputs, inputs = self.shape
+        return replace(
+            self,
+            shape=stored.shape((outputs, inputs)),
+            kept=self.kept.in_units(stored.unit[self.dim]),
+            dtypes=stored.dtypes,
+            matrix=(outputs, inputs),
+            fill=stored.fill,
+        )
 
     @property
     def kept_shape(self) -> tuple[int, ...]:
@@ -77,10 +114,14 @@ class WeightedLayer(nn.Module):
     """Base of every layer with weights. The shards `shards[name]` fill buffer `name`, stacked along rows."""
 
     shards: dict[str, tuple[ShardSpec, ...]]
+    prefix: str | None
+    """Path in the checkpoint, by which a quantization scheme was chosen; None where there is no choice."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shards = {}
+        self.prefix = None
+        self._schemes: dict[str, Scheme] = {}
 
     def add_weight(
         self, name: str, shards: Sequence[ShardSpec], build: BuildContext, dtype: torch.dtype | None = None
@@ -92,8 +133,79 @@ class WeightedLayer(nn.Module):
         self.register_buffer(name, buffer)
         self.shards[name] = tuple(shards)
 
+    def add_matrix(self, name: str, scheme: Scheme, shards: Sequence[ShardSpec], build: BuildContext) -> None:
+        """Register the buffers of the matrix `name`, stacked from `shards` [O, I] as `scheme` stores them.
+
+        Raises ValueError where a shard would cut a block of the scheme.
+        """
+        check_blocks(scheme, shards, build)
+        stored_shards = {stored: [shard.of(stored) for shard in shards] for stored in scheme.tensors}
+        self.add_stacked(name, scheme, stored_shards, build)
+
+    def add_stacked(
+        self,
+        name: str,
+        scheme: Scheme,
+        shards: Mapping[StoredTensor, Sequence[ShardSpec]],
+        build: BuildContext,
+    ) -> None:
+        """Register the buffers of the matrix `name`, each with its own shards, which cut no block."""
+        self.prefix = build.prefix
+        self._schemes[name] = scheme
+        for stored, parts in shards.items():
+            self.add_weight(name + stored.suffix, parts, build, stored.dtype)
+
+    def loaded(self, name: str) -> Weight:
+        """The weight of the matrix `name`, from its loaded buffers."""
+        scheme = self._schemes.get(name, PLAIN)
+        return scheme.weight(*(self.get_buffer(name + stored.suffix) for stored in scheme.tensors))
+
+    def set_weight(self, name: str, weight: Weight) -> None:
+        """Replace the buffers of the matrix `name` by attribute `name`; a plain weight stays a buffer."""
+        for stored in self._schemes.get(name, PLAIN).tensors:
+            delattr(self, name + stored.suffix)
+        if isinstance(weight, Tensor):
+            self.register_buffer(name, weight)
+        else:
+            setattr(self, name, weight)
+
+    def held_weights(self) -> Iterator[Weight]:
+        """All weights of this layer that are in memory; those that are not matrices are plain ones."""
+        yield from self.buffers(recurse=False)
+        for value in vars(self).values():
+            if isinstance(value, PackedOneDNN | Quantized):
+                yield value
+
+    def held_tensors(self) -> Iterator[Tensor]:
+        """The tensors of `held_weights`."""
+        for weight in self.held_weights():
+            yield from tensors_of(weight)
+
     def process_weights_after_loading(self) -> None:
         """Convert the weights to the layout that `forward` needs.
 
         Called once, as soon as all weights of this layer are loaded; those of other layers may not be.
         """
+
+
+def check_blocks(scheme: Scheme, shards: Sequence[ShardSpec], build: BuildContext) -> None:
+    """Raise ValueError where a shard of a matrix, or the next one stacked below it, would cut a block."""
+    for number, shard in enumerate(shards):
+        for what, size, unit in zip(_DIMS, shard.shape, scheme.unit, strict=True):
+            if size % unit and not scheme.ragged:
+                raise ValueError(f"{build.prefix}: {size} {what}, not a multiple of {unit} ({scheme.name})")
+        what, unit, kept = _DIMS[shard.dim], scheme.unit[shard.dim], shard.kept
+        if kept.cuts(unit):
+            raise ValueError(
+                f"{build.prefix}: with tensor_parallel_size {build.tp.size} this rank would keep "
+                f"{what} {kept.start} to {kept.start + kept.size} of {kept.total}, which cuts a block of "
+                f"{unit} ({scheme.name}): use a size for which each rank keeps a multiple of {unit}"
+            )
+        if number + 1 < len(shards) and shard.kept_shape[0] % scheme.unit[0]:
+            raise ValueError(
+                f"{build.prefix}: its part {number} has {shard.kept_shape[0]} outputs, not a multiple of "
+                f"{scheme.unit[0]} ({scheme.name}), so the next part cannot be fused with it"
+            )
+
+
+_DIMS = ("outputs", "inputs")

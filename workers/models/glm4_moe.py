@@ -40,8 +40,8 @@ class Glm4MoeForCausalLM(DecoderLM):
         )
         moe = _moe_args(config)
 
-        def mlp(layer: int) -> FeedForward:
-            return MoE(moe, build) if layer >= config["first_k_dense_replace"] else GatedMLP(args, build)
+        def mlp(layer: int, at: BuildContext) -> FeedForward:
+            return MoE(moe, at) if layer >= config["first_k_dense_replace"] else GatedMLP(args, at)
 
         super().__init__(config, args, build, mlp)
         first, count = args.num_hidden_layers, config["num_nextn_predict_layers"] or 0

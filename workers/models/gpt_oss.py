@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from atom_ops import ClampedSwiglu, RoutingRule
 from workers.layers.context import BuildContext
 from workers.layers.decoder import DecoderArgs, DecoderLM, common_fields
-from workers.layers.expert_layouts import Interleaved, InterleavedMXFP4
+from workers.layers.expert_layouts import INTERLEAVED
 from workers.layers.moe import MoE, MoEArgs
 from workers.layers.window import windows_by_type
 
@@ -36,7 +36,7 @@ class GptOssForCausalLM(DecoderLM):
             windows=windows_by_type(types, config["sliding_window"], layers),
         )
         moe = _moe_args(config)
-        super().__init__(config, args, build, lambda layer: MoE(moe, build))
+        super().__init__(config, args, build, lambda layer, at: MoE(moe, at))
 
 
 def _alternating(layers: int) -> list[str]:
@@ -44,7 +44,6 @@ def _alternating(layers: int) -> list[str]:
 
 
 def _moe_args(config: Mapping[str, Any]) -> MoEArgs:
-    quantized = "quantization_config" in config
     return MoEArgs(
         hidden_size=config["hidden_size"],
         num_experts=config["num_local_experts"],
@@ -53,7 +52,7 @@ def _moe_args(config: Mapping[str, Any]) -> MoEArgs:
         activation=ClampedSwiglu(config["swiglu_limit"], config["swiglu_alpha"]),
         router_bias=True,
         expert_bias=True,
-        layout=InterleavedMXFP4() if quantized else Interleaved(),
+        layout=INTERLEAVED,
     )
 
 

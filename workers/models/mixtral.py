@@ -29,7 +29,7 @@ class MixtralForCausalLM(DecoderLM):
             hidden_act=args.hidden_act,
             layout=PerExpert(gate="w1", up="w3", down="w2"),
         )
-        super().__init__(config, args, build, lambda layer: MoE(moe, build))
+        super().__init__(config, args, build, lambda layer, at: MoE(moe, at))
 
 
 ARCHITECTURES = {"MixtralForCausalLM": MixtralForCausalLM}

@@ -43,9 +43,9 @@ class Qwen3MoeForCausalLM(DecoderLM):
         dense = config["mlp_only_layers"] or []
         every = config["decoder_sparse_step"]
 
-        def mlp(layer: int) -> FeedForward:
+        def mlp(layer: int, at: BuildContext) -> FeedForward:
             sparse = experts > 0 and (layer + 1) % every == 0 and layer not in dense
-            return MoE(moe, build) if sparse else GatedMLP(args, build)
+            return MoE(moe, at) if sparse else GatedMLP(args, at)
 
         super().__init__(config, args, build, mlp)
 

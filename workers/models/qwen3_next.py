@@ -55,9 +55,9 @@ class Qwen3NextForCausalLM(DecoderLM):
         moe = _moe_args(config)
         dense, every = config["mlp_only_layers"] or [], config["decoder_sparse_step"]
 
-        def mlp(layer: int) -> FeedForward:
+        def mlp(layer: int, at: BuildContext) -> FeedForward:
             sparse = moe.num_experts > 0 and (layer + 1) % every == 0 and layer not in dense
-            return MoE(moe, build) if sparse else GatedMLP(args, build)
+            return MoE(moe, at) if sparse else GatedMLP(args, at)
 
         super().__init__(config, args, build, mlp, _token_mixers(config, args, build))
         self.unused_on_disk += ("mtp.*",)
@@ -70,10 +70,10 @@ def _token_mixers(config: Mapping[str, Any], args: DecoderArgs, build: BuildCont
     delta = _delta_args(config)
     attention_group = kv_group(args, full, build)
 
-    def make(layer: int) -> TokenMixer:
+    def make(layer: int, at: BuildContext) -> TokenMixer:
         if layer in full:
-            return GatedAttention(args, layer, [attention_group], build)
-        return GatedDeltaNet(delta, layer, 1, build)
+            return GatedAttention(args, layer, [attention_group], at.at(GatedAttention.name_on_disk))
+        return GatedDeltaNet(delta, layer, 1, at.at(GatedDeltaNet.name_on_disk))
 
     return TokenMixers(
         [attention_group, StateGroup(linear, state_shape(delta, build))] if linear else [attention_group],

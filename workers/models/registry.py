@@ -1,10 +1,13 @@
 """Finds the model file of a checkpoint by the `model_type` of config.json."""
 
 import importlib
+from dataclasses import replace
 
 from atom.config.checkpoint import Checkpoint
 from workers.families import check_supported
 from workers.layers.causal_lm import CausalLM
+from workers.layers.context import BuildContext
+from workers.layers.quantization.config import resolve
 
 
 def model_class(checkpoint: Checkpoint) -> type[CausalLM]:
@@ -13,3 +16,13 @@ def model_class(checkpoint: Checkpoint) -> type[CausalLM]:
     family = importlib.import_module(f"workers.models.{checkpoint.model_type}")
     found: type[CausalLM] = family.ARCHITECTURES[checkpoint.architecture]
     return found
+
+
+def build_model(checkpoint: Checkpoint, build: BuildContext) -> CausalLM:
+    """The checkpoint's model without its weights. Raises ValueError for what is not supported."""
+    family, config = model_class(checkpoint), checkpoint.hf_config
+    try:
+        quantization = resolve(config, family.packed_modules_mapping)
+        return family(config, replace(build, quantization=quantization, renamed=family.renamed_on_disk))
+    except KeyError as error:
+        raise ValueError(f"config.json of {checkpoint.directory} lacks {error}") from error

@@ -1,8 +1,9 @@
 """The safetensors files of a checkpoint directory."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -41,8 +43,65 @@ class TensorFile(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
+    def dtype(self, name: str) -> str:
+        """As safetensors names it."""
+
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         """The part of a tensor within these ranges, one for each of its first dimensions."""
+
+
+class TensorSource(Protocol):
+    """One tensor, in memory or in a file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def read(self, index: tuple[slice, ...]) -> torch.Tensor:
+        """The part within these ranges, one for each of the first dimensions."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInMemory:
+    """A `TensorSource` over a tensor."""
+
+    tensor: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def read(self, index: tuple[slice, ...]) -> torch.Tensor:
+        return self.tensor[index]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInFile:
+    """A `TensorSource` over an open file, which reads only the requested range."""
+
+    file: TensorFile
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.file.shape(self.name)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Raises ValueError for one that torch does not have."""
+        name = self.file.dtype(self.name)
+        if name not in _DTYPES:
+            raise ValueError(f"{self.name} has dtype {name}, which is not supported")
+        return _DTYPES[name]
+
+    def read(self, index: tuple[slice, ...]) -> torch.Tensor:
+        return self.file.read(self.name, index)
 
 
 class _MappedFile:
@@ -51,6 +110,10 @@ class _MappedFile:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file.get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        dtype: str = self._file.get_slice(name).get_dtype()
+        return dtype
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         tensor: torch.Tensor = self._file.get_slice(name)[index]
@@ -67,6 +130,10 @@ class _UnmappedFile:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._header(name)["shape"])
+
+    def dtype(self, name: str) -> str:
+        dtype: str = self._header(name)["dtype"]
+        return dtype
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         header, rows = self._header(name), index[0]
@@ -98,6 +165,17 @@ def open_file(path: Path) -> Iterator[TensorFile]:
     else:
         with safe_open(path, framework="pt") as file:
             yield _MappedFile(file)
+
+
+def tensors_in_order(file_of: Mapping[str, Path], names: Iterable[str]) -> Iterator[tuple[str, TensorSource]]:
+    """The named tensors, in their order but one file after the other; a file is open while it is read."""
+    by_file: dict[Path, list[str]] = {}
+    for name in names:
+        by_file.setdefault(file_of[name], []).append(name)
+    for path, held in by_file.items():
+        with open_file(path) as file:
+            for name in held:
+                yield name, TensorInFile(file, name)
 
 
 def tensors_by_file(directory: Path) -> dict[Path, list[str]]:

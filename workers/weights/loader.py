@@ -1,4 +1,4 @@
-"""Loads a model's weights from safetensors files, or fills them with random numbers.
+"""Loads a model's weights from safetensors files or a stream, or fills them with random numbers.
 
 Loading is strict: a tensor that is missing, unused or of another shape raises `WeightError` with its
 name, so that a wrong model never starts.
@@ -8,16 +8,16 @@ import ctypes
 import math
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence, Set
 from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
 
+from atom_ops import tensors_of
 from workers.layers.causal_lm import CausalLM
 from workers.layers.weighted import CheckpointTensor, WeightedLayer
-from workers.weights.files import TensorFile, open_file, tensors_by_file
+from workers.weights.files import TensorInMemory, TensorSource, tensors_by_file, tensors_in_order
 from workers.weights.plan import LoadTarget, load_targets, weighted_layers
 
 Progress = Callable[[int, int], None]
@@ -35,23 +35,46 @@ class WeightError(ValueError):
     """A checkpoint that does not fit the model."""
 
 
-def load_weights(model: CausalLM, directory: str | Path, progress: Progress) -> None:
-    """Load this rank's shard of every tensor, cast to the compute dtype. Raises `WeightError`.
+def load_directory(model: CausalLM, directory: str | Path, progress: Progress) -> None:
+    """Load this rank's shard of every tensor of the safetensors files. Raises `WeightError`.
 
     Memory needed beside the weights: one tensor of the checkpoint, one layer where
     `process_weights_after_loading` copies it, up to `_TRIM_BYTES` that the allocator has not returned
     yet, and the mapped pages of one file.
     """
+    files = tensors_by_file(Path(directory))
+    file_of = {name: path for path, names in files.items() for name in names}
     targets = list(load_targets(model))
-    file_of = {name: path for path, names in tensors_by_file(Path(directory)).items() for name in names}
-    _check_names(model, {tensor.name for target in targets for tensor in target.tensors}, file_of)
-    loading = _Loading(model, targets, progress)
-    for paths, group in _by_files(targets, file_of).items():
-        with ExitStack() as stack:
-            files = {path: stack.enter_context(open_file(path)) for path in paths}
-            for target in group:
-                _load(target, [files[file_of[tensor.name]] for tensor in target.tensors])
-                loading.loaded(target)
+    _check_names(model, targets, file_of.keys())
+    needed = dict.fromkeys(target.tensor.name for target in targets if not target.shard.elsewhere)
+    load_weights(model, tensors_in_order(file_of, needed), progress)
+
+
+def load_weights(
+    model: CausalLM, tensors: Iterable[tuple[str, torch.Tensor | TensorSource]], progress: Progress
+) -> None:
+    """Load this rank's shard of every tensor that arrives, cast to the compute dtype, in any order.
+
+    `tensors` are (name in the checkpoint, tensor), as another engine or a converter sends them; a
+    tensor is not referenced after it was copied. Those that other ranks keep may be left out or not.
+    Raises `WeightError` for one that is missing, unused, repeated, or of another shape or dtype.
+    """
+    by_name: dict[str, list[LoadTarget]] = {}
+    for target in load_targets(model):
+        by_name.setdefault(target.tensor.name, []).append(target)
+    needed = {name for name, wanted in by_name.items() if any(not each.shard.elsewhere for each in wanted)}
+    loading = _Loading(model, [target for targets in by_name.values() for target in targets], progress)
+    done: set[str] = set()
+    for name, tensor in tensors:
+        if name not in by_name:
+            _check_unused(model, [name])
+        elif name in done:
+            raise WeightError(f"{name} arrived twice")
+        done.add(name)
+        for target in by_name.get(name, ()):
+            _load(target, TensorInMemory(tensor) if isinstance(tensor, torch.Tensor) else tensor)
+            loading.loaded(target)
+    _check_missing(needed - done)
     loading.finish()
 
 
@@ -73,67 +96,85 @@ def load_dummy(model: CausalLM, progress: Progress) -> None:
 
 
 def _fill_randomly(target: LoadTarget, has_lm_head: bool) -> None:
-    shape = target.shard.shape
+    buffer, shard = target.buffer, target.shard
+    shape = shard.matrix or shard.shape
     if len(shape) == 1:
-        target.buffer.fill_(0.0 if target.name.endswith("bias") else 1.0)
+        buffer.fill_(0.0 if target.name.endswith("bias") else 1.0)
         return
-    seed = zlib.crc32(f"{target.name}:{target.shard.kept.start}".encode())
-    generator = torch.Generator(target.buffer.device).manual_seed(seed)
-    bound = math.sqrt(3 / shape[-1])  # a variance of 1 / inputs
-    if has_lm_head and target.shard.dim == 1:  # row parallel: the output is added to the residual stream
-        bound *= _RESIDUAL_SCALE / math.sqrt(shape[0])
-    target.buffer.uniform_(-bound, bound, generator=generator)
+    seed = zlib.crc32(f"{target.name}:{shard.kept.start}".encode())
+    generator = torch.Generator(buffer.device).manual_seed(seed)
+    std = math.sqrt(1 / shape[-1])
+    if has_lm_head and shard.dim == 1:  # row parallel: the output is added to the residual stream
+        std *= _RESIDUAL_SCALE / math.sqrt(shape[0])
+    shard.fill(buffer, std, generator)
 
 
 def weight_bytes(model: CausalLM) -> int:
-    """Bytes of all weights on this rank; a tied weight counts once."""
-    weights = {
-        id(weight): weight for _, layer in weighted_layers(model) for weight in layer.buffers(recurse=False)
-    }
-    return sum(weight.numel() * weight.element_size() for weight in weights.values())
+    """Bytes of all weights on this rank, as they are held; a tied weight counts once."""
+    weights = {id(tensor): tensor for _, layer in weighted_layers(model) for tensor in layer.held_tensors()}
+    return sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
 
 
-def _by_files(
-    targets: list[LoadTarget], file_of: Mapping[str, Path]
-) -> dict[tuple[Path, ...], list[LoadTarget]]:
-    """Targets grouped by the files they are read from: nearly always one, two at a file's end."""
-    groups: dict[tuple[Path, ...], list[LoadTarget]] = {}
-    for target in targets:
-        paths = tuple(sorted({file_of[tensor.name] for tensor in target.tensors}))
-        groups.setdefault(paths, []).append(target)
-    return groups
+def describe_weights(model: CausalLM) -> str:
+    """Number and size of the weights of each type on this rank, for the log."""
+    weights = {id(weight): weight for _, layer in weighted_layers(model) for weight in layer.held_weights()}
+    sizes: dict[str, list[int]] = {}
+    for weight in weights.values():
+        name = "plain" if isinstance(weight, torch.Tensor) else type(weight).__name__
+        sizes.setdefault(name, []).append(
+            sum(part.numel() * part.element_size() for part in tensors_of(weight))
+        )
+    return ", ".join(
+        f"{len(each)} {name} ({sum(each) / (1 << 20):.1f} MiB)" for name, each in sorted(sizes.items())
+    )
 
 
-def _load(target: LoadTarget, files: list[TensorFile]) -> None:
-    """Read the target's tensors, each from its file, and copy the kept range into the buffer."""
-    shard = target.shard
-    for tensor, file in zip(target.tensors, files, strict=True):
-        if (shape := file.shape(tensor.name)) != tensor.shape:
-            raise WeightError(
-                f"{tensor.name} has shape {list(shape)}; the configuration needs {list(tensor.shape)}"
-            )
+def _load(target: LoadTarget, source: TensorSource) -> None:
+    """Copy the kept range of the tensor into the buffer."""
+    shard, tensor = target.shard, target.tensor
+    if source.shape != tensor.shape:
+        raise WeightError(
+            f"{tensor.name} has shape {list(source.shape)}; the configuration needs {list(tensor.shape)}"
+        )
+    if source.dtype not in shard.dtypes:
+        wanted = " or ".join(_name(dtype) for dtype in shard.dtypes)
+        raise WeightError(
+            f"{tensor.name} has dtype {_name(source.dtype)}; the configuration needs {wanted}: does "
+            "quantization_config of config.json name the format of this tensor?"
+        )
+    if shard.elsewhere:
+        return
     if shard.decode is None:
-        target.buffer.copy_(_read(files[0], target.tensors[0], shard.index))
+        target.buffer.copy_(_read(source, tensor, shard.index))
         return
     # Decoded on the device: the quantized form is smaller to copy.
-    whole = [slice(None)]
-    parts = [_read(file, tensor, whole) for file, tensor in zip(files, target.tensors, strict=True)]
-    decoded = shard.decode(*(part.to(target.buffer.device) for part in parts))
-    target.buffer.copy_(decoded[shard.index])
+    whole = _read(source, tensor, [slice(None)]).to(target.buffer.device)
+    target.buffer.copy_(shard.decode(whole)[shard.index])
 
 
-def _read(file: TensorFile, tensor: CheckpointTensor, index: Sequence[slice]) -> torch.Tensor:
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _read(source: TensorSource, tensor: CheckpointTensor, index: Sequence[slice]) -> torch.Tensor:
     if tensor.entry is None:
-        return file.read(tensor.name, tuple(index))
-    return file.read(tensor.name, (slice(tensor.entry, tensor.entry + 1), *index))[0]
+        return source.read(tuple(index))
+    return source.read((slice(tensor.entry, tensor.entry + 1), *index))[0]
 
 
-def _check_names(model: CausalLM, needed: set[str], file_of: Mapping[str, Path]) -> None:
-    missing = sorted(needed - file_of.keys())
+def _check_names(model: CausalLM, targets: Sequence[LoadTarget], held: Set[str]) -> None:
+    _check_missing({target.tensor.name for target in targets if not target.shard.elsewhere} - held)
+    _check_unused(model, held - {target.tensor.name for target in targets})
+
+
+def _check_missing(missing: Set[str]) -> None:
     if missing:
-        raise WeightError(f"the checkpoint lacks {_listed(missing)}")
-    unused = sorted(file_of.keys() - needed)
-    unused = [name for name in unused if not any(fnmatch(name, pattern) for pattern in model.unused_on_disk)]
+        raise WeightError(f"the checkpoint lacks {_listed(sorted(missing))}")
+
+
+def _check_unused(model: CausalLM, names: Iterable[str]) -> None:
+    patterns = model.unused_on_disk
+    unused = [name for name in sorted(names) if not any(fnmatch(name, pattern) for pattern in patterns)]
     if unused:
         raise WeightError(f"the checkpoint holds tensors that the model does not use: {_listed(unused)}")
 
@@ -170,7 +211,7 @@ class _Loading:
         _return_freed_memory()
 
     def _process(self, layer: WeightedLayer) -> None:
-        on_cpu = (weight.nbytes for weight in layer.buffers(recurse=False) if weight.device.type == "cpu")
+        on_cpu = (weight.nbytes for weight in layer.held_tensors() if weight.device.type == "cpu")
         self._untrimmed_bytes += sum(on_cpu)
         layer.process_weights_after_loading()
         if self._untrimmed_bytes >= _TRIM_BYTES:

@@ -11,17 +11,17 @@ from workers.layers.weighted import CheckpointTensor, ShardSpec, WeightedLayer
 
 @dataclass(frozen=True, slots=True)
 class LoadTarget:
-    """Where one shard is loaded to: some rows of a layer's weight.
+    """Where one shard is loaded to: some rows of a layer's buffer.
 
     It references the layer and not the tensor, which would keep the plain weight in memory after
     `process_weights_after_loading` has replaced it.
     """
 
     name: str
-    """Of the checkpoint tensor, or made from the layer's name where several tensors are decoded."""
+    """Of the checkpoint tensor, or made from the layer's name where it is one of a stack."""
     shard: ShardSpec
-    tensors: tuple[CheckpointTensor, ...]
-    """The checkpoint tensors to read, with their full names."""
+    tensor: CheckpointTensor
+    """The checkpoint tensor to read, with its full name."""
     layer: WeightedLayer
     weight: str
     """Name of the layer's buffer."""
@@ -41,39 +41,39 @@ def weighted_layers(model: CausalLM) -> Iterator[tuple[str, WeightedLayer]]:
 
 
 def load_targets(model: CausalLM) -> Iterator[LoadTarget]:
-    """One for each matrix or vector to load; a fused projection has one for each tensor stacked into it."""
+    """One for each shard; a fused projection has one for each tensor stacked into it."""
     for module_path, layer in weighted_layers(model):
         path = ".".join(model.renamed_on_disk.get(name, name) for name in module_path.split("."))
+        if layer.prefix not in (None, path):
+            raise AssertionError(f"{path} was built as {layer.prefix}: pass it build.at(…) with its name")
         parent, _, last = path.rpartition(".")
         modules = model.packed_modules_mapping.get(last, (last,))
         for weight, shards in layer.shards.items():
-            if shards[0].tensors:
+            if shards[0].tensor is not None:
                 named = _decoded(path, weight, shards)
             else:
                 named = _plain([_joined(parent, module, weight) for module in modules], shards)
             first_row = 0
-            for (name, tensors), shard in zip(named, shards, strict=True):
-                yield LoadTarget(name, shard, tensors, layer, weight, first_row)
+            for (name, tensor), shard in zip(named, shards, strict=True):
+                yield LoadTarget(name, shard, tensor, layer, weight, first_row)
                 first_row += shard.kept_shape[0]
 
 
-_Named = tuple[str, tuple[CheckpointTensor, ...]]
-"""`name` and `tensors` of a `LoadTarget`."""
+_Named = tuple[str, CheckpointTensor]
+"""`name` and `tensor` of a `LoadTarget`."""
 
 
 def _plain(names: list[str], shards: tuple[ShardSpec, ...]) -> list[_Named]:
-    """Each shard is a range of one checkpoint tensor."""
-    return [(name, (CheckpointTensor(name, shard.shape),)) for name, shard in zip(names, shards, strict=True)]
+    """Each shard is a range of a checkpoint tensor with that name."""
+    return [(name, CheckpointTensor(name, shard.shape)) for name, shard in zip(names, shards, strict=True)]
 
 
 def _decoded(path: str, weight: str, shards: tuple[ShardSpec, ...]) -> list[_Named]:
-    """Each shard names the checkpoint tensors that it is decoded from, relative to the layer at `path`."""
+    """Each shard names the checkpoint tensor that it is read from, relative to the layer at `path`."""
     return [
-        (
-            _joined(path, str(number), weight),
-            tuple(replace(tensor, name=_joined(path, tensor.name)) for tensor in shard.tensors),
-        )
+        (_joined(path, str(number), weight), replace(shard.tensor, name=_joined(path, shard.tensor.name)))
         for number, shard in enumerate(shards)
+        if shard.tensor is not None
     ]
 
 

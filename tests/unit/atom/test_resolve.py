@@ -171,3 +171,62 @@ def test_recurrent_layers_rule_out_batch_invariance() -> None:
     stateful = replace(CHECKPOINT, model_type="qwen3_next", keeps_states=True)
     with pytest.raises(ConfigError, match="--batch-invariant: qwen3_next computes its recurrent states"):
         resolved(GPUS, stateful, batch_invariant=True)
+
+
+def test_the_ngram_lengths_default_to_one_another() -> None:
+    for options, lengths in (
+        ({}, (5, 5)),
+        ({"prompt_lookup_max": 7}, (7, 7)),
+        ({"prompt_lookup_min": 2}, (2, 2)),
+        ({"prompt_lookup_min": 2, "prompt_lookup_max": 4}, (2, 4)),
+    ):
+        found = resolved(method="ngram", num_speculative_tokens=3, **options).config.speculative
+        assert (found.prompt_lookup_min, found.prompt_lookup_max) == lengths
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_speculative_tokens": 3}, "--num-speculative-tokens needs --method"),
+        ({"prompt_lookup_min": 3}, "--prompt-lookup-min needs --method"),
+        ({"method": "ngram"}, "needs --num-speculative-tokens of at least 1"),
+        (
+            {
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "prompt_lookup_min": 3,
+                "prompt_lookup_max": 2,
+            },
+            "--prompt-lookup-min 3 is greater than --prompt-lookup-max 2",
+        ),
+    ],
+)
+def test_incomplete_speculation_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolved(**options)
+
+
+def test_recurrent_layers_rule_out_speculation() -> None:
+    stateful = replace(CHECKPOINT, model_type="qwen3_next", keeps_states=True)
+    with pytest.raises(ConfigError, match="--method ngram: qwen3_next has recurrent layers"):
+        resolved(CPU, stateful, method="ngram", num_speculative_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("limits", "tokens", "rows"),
+    [
+        ({}, 2304, 256),
+        ({"max_num_batched_tokens": 512}, 512, 56),
+        ({"max_num_seqs": 1000}, 9000, 1000),
+        ({"max_num_seqs": 4, "max_num_batched_tokens": 36}, 36, 4),
+    ],
+)
+def test_a_step_has_room_for_all_drafts(limits: dict[str, int], tokens: int, rows: int) -> None:
+    scheduler = resolved(CPU, method="ngram", num_speculative_tokens=8, **limits).config.scheduler
+    assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs) == (tokens, rows)
+
+
+@pytest.mark.parametrize("limits", [{"max_num_seqs": 4}, {}])
+def test_too_small_a_step_for_drafts_is_refused(limits: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=r"--max-num-batched-tokens 8 has no room .* use at least"):
+        resolved(CPU, method="ngram", num_speculative_tokens=8, max_num_batched_tokens=8, **limits)

@@ -74,7 +74,8 @@ def test_vocabulary_shards_add_up() -> None:
 def test_linear_with_a_packed_weight(tokens: int, with_bias: bool) -> None:
     weight, bias = torch.randn(65, 40), torch.randn(65) if with_bias else None
     packed = atom_ops.pack_linear_weight(weight)
-    assert packed.is_mkldnn
+    assert isinstance(packed, atom_ops.PackedOneDNN) and packed.tensor.is_mkldnn
+    assert packed.shape == (65, 40)
     x = torch.randn(tokens, 90)[:, 7:47]
     wanted = torch.nn.functional.linear(x, weight, bias)
     torch.testing.assert_close(atom_ops.linear(x, packed, bias), wanted, atol=1e-4, rtol=1e-4)

@@ -14,7 +14,7 @@ from atom.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, 
 from engine_core.kv_plan import holds_states
 from engine_core.request import State
 from engine_core.scheduler import MAX_IN_FLIGHT, Limits
-from tests.helpers.core_driver import GREEDY, VOCABULARY, CoreDriver
+from tests.helpers.core_driver import GREEDY, VOCABULARY, CoreDriver, Draft
 
 FULL = FullAttentionSpec(block_size=4, bytes_per_block=1)
 WINDOW = SlidingWindowSpec(block_size=4, bytes_per_block=1, window=6)
@@ -29,7 +29,7 @@ LAYOUTS: dict[str, tuple[list[KVSpec], list[int]]] = {
 }
 MAX_MODEL_LEN = 48
 BUDGETS = (1, 3, 8, 64)
-
+ACCEPTANCE = (0.0, 0.5, 0.9, 1.0)
 
 SALTS = ("", "a", "b")
 BLOCKS = ([1, 2, 3, 4], [5, 6, 7, 0])
@@ -47,6 +47,23 @@ def fields_of(logprobs: int, prompt_logprobs: int, salt: str) -> dict[str, Any]:
     return {"sampling": sampling, "prompt_logprobs": prompt_logprobs, "cache_salt": salt}
 
 
+def drafting(chance: random.Random) -> Draft:
+    """Proposals of random length, of which a random number is accepted; how many differs from run to run."""
+    share = chance.choice(ACCEPTANCE)
+
+    def draft(most: int) -> tuple[int, int]:
+        proposed = chance.choice([0, most, chance.randint(0, most)])
+        return proposed, next((n for n in range(proposed) if chance.random() >= share), proposed)
+
+    return draft
+
+
+def limits_of(rows: int, budget: int, policy: str, num_drafts: int, specs: list[KVSpec]) -> Limits:
+    """States allow no drafts; a step has room for the drafts of all rows."""
+    num_drafts = 0 if holds_states(specs) else num_drafts
+    return Limits(rows, max(budget, rows * (1 + num_drafts)) if num_drafts else budget, policy, 0, num_drafts)
+
+
 class Storm(RuleBasedStateMachine):
     @initialize(
         layout=st.sampled_from(sorted(LAYOUTS)),
@@ -54,11 +71,23 @@ class Storm(RuleBasedStateMachine):
         rows=st.integers(1, 6),
         budget=st.sampled_from(BUDGETS),
         caching=st.booleans(),
+        num_drafts=st.sampled_from([0, 1, 2, 3, 6]),
+        chance=st.randoms(use_true_random=False),
     )
-    def start(self, layout: str, policy: str, rows: int, budget: int, caching: bool) -> None:
+    def start(
+        self,
+        layout: str,
+        policy: str,
+        rows: int,
+        budget: int,
+        caching: bool,
+        num_drafts: int,
+        chance: random.Random,
+    ) -> None:
         specs, blocks = LAYOUTS[layout]
         caching = caching and not holds_states(specs)
-        self.driver = CoreDriver(specs, blocks, Limits(rows, budget, policy), MAX_MODEL_LEN, caching)
+        limits = limits_of(rows, budget, policy, num_drafts, specs)
+        self.driver = CoreDriver(specs, blocks, limits, MAX_MODEL_LEN, caching, drafting(chance))
         self.arrivals = 0
 
     @rule(
@@ -130,12 +159,13 @@ TestStorm.settings = settings(
 )
 
 
-def storm(seed: int, layout: str, policy: str) -> Counter[str]:
+def storm(seed: int, layout: str, policy: str, num_drafts: int = 0) -> Counter[str]:
     """One random run; returns the core's counters, and how many requests failed."""
     chance = random.Random(seed)
     specs, blocks = LAYOUTS[layout]
-    limits = Limits(chance.randint(2, 6), chance.choice(BUDGETS), policy)
-    driver = CoreDriver(specs, blocks, limits, MAX_MODEL_LEN, not holds_states(specs))
+    limits = limits_of(chance.randint(2, 6), chance.choice(BUDGETS), policy, num_drafts, specs)
+    caching = not holds_states(specs)
+    driver = CoreDriver(specs, blocks, limits, MAX_MODEL_LEN, caching, drafting(random.Random(seed)))
     for request_id in range(40):
         prompt = shared_prompt(chance.randrange(8), chance.randint(1, 30))
         ids = [chance.randrange(VOCABULARY) for _ in range(chance.randrange(2))]
@@ -151,7 +181,8 @@ def storm(seed: int, layout: str, policy: str) -> Counter[str]:
             driver.abort(chance.choice(sorted(driver.live)))
     driver.run()
     stats = driver.core.stats()
-    counters = Counter({name: getattr(stats, name) for name in stats.__struct_fields__})
+    counters = Counter({name: value for name, value in msgspec.structs.asdict(stats).items() if value})
+    counters["num_accepted_tokens"] = sum(counters.pop("num_accepted_tokens_per_pos", []))
     return counters + Counter(failed=len(driver.failed))
 
 
@@ -167,11 +198,26 @@ def test_storm_meets_every_case(layout: str, policy: str) -> None:
     assert totals["generated_tokens"] > 1000
 
 
+@pytest.mark.parametrize("num_drafts", [1, 3, 7])
+@pytest.mark.parametrize("layout", ["full", "full and windows"])
+def test_storm_of_drafts_meets_every_case(layout: str, num_drafts: int) -> None:
+    totals: Counter[str] = Counter()
+    for seed in range(12):
+        totals += storm(seed, layout, ["fcfs", "priority"][seed % 2], num_drafts)
+    for case in ("preemptions", "chunked_prefills", "overlapped_steps", "prefix_hits", "failed"):
+        assert totals[case] > 0, f"no {case} in {totals}"
+    assert totals["generated_tokens"] > 1000
+    assert totals["num_drafts"] < totals["num_draft_tokens"] + 1
+    assert 100 < totals["num_accepted_tokens"] < totals["num_draft_tokens"]
+
+
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
-def test_a_thousand_requests_aborted_anywhere_leave_nothing(layout: str) -> None:
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_a_thousand_requests_aborted_anywhere_leave_nothing(layout: str, num_drafts: int) -> None:
     chance = random.Random(layout)
     specs, blocks = LAYOUTS[layout]
-    driver = CoreDriver(specs, blocks, Limits(6, 8), MAX_MODEL_LEN, not holds_states(specs))
+    limits, caching = limits_of(6, 8, "fcfs", num_drafts, specs), not holds_states(specs)
+    driver = CoreDriver(specs, blocks, limits, MAX_MODEL_LEN, caching, drafting(chance))
     aborted: Counter[State] = Counter()
     for request_id in range(1000):
         fields = fields_of(chance.randint(-1, 1), chance.randint(-1, 1), chance.choice(SALTS))
@@ -194,12 +240,13 @@ def test_a_thousand_requests_aborted_anywhere_leave_nothing(layout: str) -> None
     assert (stats.running, stats.waiting) == (0, 0)
 
 
-def storm_of_failures(seed: int, layout: str) -> CoreDriver:
+def storm_of_failures(seed: int, layout: str, num_drafts: int) -> CoreDriver:
     """A run whose steps often fail for some rows, with few prompts and several sequences of each."""
     chance = random.Random(seed)
     specs, blocks = LAYOUTS[layout]
-    limits = Limits(6, chance.choice([8, 64]), chance.choice(["fcfs", "priority"]))
-    driver = CoreDriver(specs, [4 * count for count in blocks], limits, MAX_MODEL_LEN)
+    limits = limits_of(6, chance.choice([8, 64]), chance.choice(["fcfs", "priority"]), num_drafts, specs)
+    many = [4 * count for count in blocks]
+    driver = CoreDriver(specs, many, limits, MAX_MODEL_LEN, draft=drafting(random.Random(seed)))
     for number in range(20):
         prompt = shared_prompt(chance.randrange(2), chance.randint(8, 30))
         driver.add(10 * number, prompt, chance.randint(1, 12), n=3, priority=chance.randrange(3))
@@ -214,8 +261,9 @@ def storm_of_failures(seed: int, layout: str) -> CoreDriver:
     return driver
 
 
+@pytest.mark.parametrize("num_drafts", [0, 3])
 @pytest.mark.parametrize("layout", ["full", "window", "full and windows"])
-def test_requests_that_share_blocks_of_failed_steps_are_recomputed(layout: str) -> None:
-    drivers = [storm_of_failures(seed, layout) for seed in range(8)]
+def test_requests_that_share_blocks_of_failed_steps_are_recomputed(layout: str, num_drafts: int) -> None:
+    drivers = [storm_of_failures(seed, layout, num_drafts) for seed in range(8)]
     assert sum(driver.num_recomputed for driver in drivers) > 5
     assert sum(len(driver.failed) for driver in drivers) > 10

@@ -51,11 +51,11 @@ def test_dummy_weights_need_only_the_configuration(name: str, tmp_path: Path) ->
     assert logits_TV.mean(0).std() < 0.3 * logits_TV.std()
 
 
-def test_dummy_mxfp4_experts_equal_plain_ones(tmp_path: Path) -> None:
+def test_dummy_mxfp4_experts_keep_the_scale_of_activations(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96}
     packed = {"quantization_config": {"quant_method": "mxfp4"}}
-    plain = logits_of(tiny("gpt-oss"), tmp_path / "plain", sizes)
-    assert torch.equal(logits_of(tiny("gpt-oss"), tmp_path / "packed", sizes | packed), plain)
+    logits_TV = logits_of(tiny("gpt-oss"), tmp_path, sizes | packed)
+    assert 0.8 < logits_TV.std() < 1.25
 
 
 def test_tokens_stay_distinct_in_deep_models_and_use_all_experts(

@@ -11,8 +11,9 @@ import torch
 
 from atom.messages.worker import FullAttentionSpec
 from atom_ops.op import REGISTRY
+from parallel.communicator import Communicator
 from tests.helpers.teacher_forcing import TinyWorker, forced_logits
-from tests.helpers.tiny_models import place, prompt_of, save_tiny, tiny
+from tests.helpers.tiny_models import prompt_of, save_tiny, tiny
 from workers.hf_config import read_config
 from workers.hf_directory import normalised_config
 from workers.kv_cache import allocate_kv, kv_specs
@@ -33,7 +34,7 @@ def real_config(**changes: Any) -> dict[str, Any]:
 
 
 def real_model(ranks: int = 1, **changes: Any) -> DeepseekV3ForCausalLM:
-    build = BuildContext(torch.bfloat16, META, place(0, ranks), 4096)
+    build = BuildContext(torch.bfloat16, META, Communicator(0, ranks), 4096)
     return DeepseekV3ForCausalLM(real_config(**changes), build)
 
 
@@ -137,4 +138,4 @@ def test_unsupported_configurations_are_refused(model: Any, change: dict[str, An
     if "q_lora_rank" in change:
         config["q_lora_rank"] = None
     with pytest.raises(ValueError, match=words):
-        model(config, BuildContext(torch.bfloat16, META, place(), 64))
+        model(config, BuildContext(torch.bfloat16, META, Communicator(), 64))

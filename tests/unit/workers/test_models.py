@@ -8,10 +8,14 @@ import torch
 from safetensors.torch import load, save_file
 from transformers import AutoModelForCausalLM
 
+from atom_ops import PackedOneDNN
+from parallel.communicator import Communicator
 from tests.helpers.core_side import generate
 from tests.helpers.mxfp4 import packed_experts
 from tests.helpers.teacher_forcing import TinyWorker, forced_logits
+from tests.helpers.thread_ranks import on_ranks
 from tests.helpers.tiny_models import Tiny, hf_greedy, hf_logits, prompt_of, save_tiny, tiny
+from workers.layers.linear import Linear
 
 
 class Loaded(TinyWorker):
@@ -57,8 +61,9 @@ def test_a_resumed_request_continues_with_the_same_tokens(tmp_path: Path) -> Non
     assert resumed == [whole[5:]]
 
 
-def test_gpt_oss_with_mxfp4_experts(tmp_path: Path) -> None:
-    """As published; transformers runs the dequantized weights."""
+@pytest.mark.parametrize("size", [1, 2])
+def test_gpt_oss_with_mxfp4_experts(tmp_path: Path, size: int) -> None:
+    """As published; transformers runs the dequantized weights. 96 features are 3 groups of 32."""
     model = Tiny(
         "packed", "gpt_oss", 1, tiny("gpt-oss").config | {"hidden_size": 64, "intermediate_size": 96}
     )
@@ -76,11 +81,18 @@ def test_gpt_oss_with_mxfp4_experts(tmp_path: Path) -> None:
     quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     config = json.loads(settings.read_text()) | {"quantization_config": quantization}
     settings.write_text(json.dumps(config))
-    ours = TinyWorker(tmp_path)
-    core = ours.core()
-    core.add(0, ids)
-    found = forced_logits(ours.worker, core, 0, [30, 18])
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+    def run(tp: Communicator) -> tuple[torch.Tensor, int]:
+        ours = TinyWorker(tmp_path, tp=tp)
+        core = ours.core()
+        core.add(0, ids)
+        return forced_logits(ours.worker, core, 0, [30, 18]), ours.loaded.weight_bytes
+
+    for rank, (found, held) in enumerate(on_ranks(size, run)):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+        share = (96, 64, 32)[size - 1 + rank] / 96
+        experts = sum(tensor.nbytes for tensor in packed.values()) * share
+        assert experts < held <= experts + sum(tensor.nbytes for tensor in kept.values())
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen3-moe"])
@@ -90,8 +102,9 @@ def test_bfloat16_logits_are_close_to_float32(tmp_path: Path, name: str) -> None
     ids = prompt_of(48, seed=4)
     expected = hf_logits(reference, ids)
     ours = TinyWorker(tmp_path, "bfloat16")
-    packed = [buffer for buffer in ours.worker._runner._model.buffers() if buffer.is_mkldnn]
-    assert bool(packed) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    layers = [layer for layer in ours.worker._runner._model.modules() if isinstance(layer, Linear)]
+    packed = any(isinstance(layer.weight, PackedOneDNN) for layer in layers)
+    assert packed == torch.ops.mkldnn._is_mkldnn_bf16_supported()
     core = ours.core()
     core.add(0, ids)
     found = forced_logits(ours.worker, core, 0, [30, 18])

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,15 +13,16 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from atom_ops import ClampedSwiglu, RoutingRule
+from atom_ops import MXFP4, ClampedSwiglu, RoutingRule, tensors_of, unstacked
+from parallel.communicator import Communicator
 from tests.helpers.mxfp4 import packed_experts
-from tests.helpers.tiny_models import MAX_MODEL_LEN, place
+from tests.helpers.tiny_models import MAX_MODEL_LEN
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
-from workers.layers.expert_layouts import Interleaved, InterleavedMXFP4, PerExpert
+from workers.layers.expert_layouts import INTERLEAVED, PerExpert
 from workers.layers.moe import MoE, MoEArgs
-from workers.layers.quantization.mxfp4 import dequantize
-from workers.weights.loader import WeightError, load_dummy, load_weights, weight_bytes
+from workers.layers.quantization.config import resolve
+from workers.weights.loader import WeightError, load_directory, load_dummy, weight_bytes
 from workers.weights.plan import load_targets
 
 HIDDEN, FEATURES, COUNT = 64, 96, 6
@@ -66,7 +67,7 @@ FAMILIES = {
         {"num_local_experts": COUNT, "num_experts_per_tok": 4},
         "mlp",
         {"rule": RoutingRule(4, "softmax_of_chosen"), "activation": ClampedSwiglu(7.0, 1.702),
-         "router_bias": True, "expert_bias": True, "layout": Interleaved()},
+         "router_bias": True, "expert_bias": True, "layout": INTERLEAVED},
         {"gate": "router"},
     ),
 }  # fmt: skip
@@ -84,7 +85,7 @@ class OneLayer(CausalLM):
         self.unused_on_disk = ("*norm*", "*self_attn*", "*embed_tokens*", "lm_head*")
         args = MoEArgs(HIDDEN, COUNT, FEATURES, **{**family.args, **config.get("args", {})})
         layer = nn.Module()
-        layer.mlp = MoE(args, build)
+        layer.mlp = MoE(args, replace(build, renamed=family.renamed).at("model.layers.0.mlp"))
         self.model = nn.Module()
         self.model.layers = nn.ModuleList([layer])
         self.moe = layer.mlp
@@ -96,14 +97,20 @@ class OneLayer(CausalLM):
         raise NotImplementedError
 
 
-def build(family: Family, rank: int = 0, size: int = 1, **args: Any) -> OneLayer:
-    context = BuildContext(torch.float32, torch.device("cpu"), place(rank, size), MAX_MODEL_LEN)
+MXFP4_CONFIG = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
+
+
+def build(family: Family, rank: int = 0, size: int = 1, packed: bool = False, **args: Any) -> OneLayer:
+    context = BuildContext(
+        torch.float32, torch.device("cpu"), Communicator(rank, size), MAX_MODEL_LEN,
+        resolve(MXFP4_CONFIG if packed else {}),
+    )  # fmt: skip
     return OneLayer({"family": family, "args": args}, context)
 
 
 def load(family: Family, directory: Path, rank: int = 0, size: int = 1, **args: Any) -> OneLayer:
     model = build(family, rank, size, **args)
-    load_weights(model, directory, lambda done, total: None)
+    load_directory(model, directory, lambda done, total: None)
     return model
 
 
@@ -156,7 +163,7 @@ def test_the_partial_sums_of_ranks_add_up(tmp_path: Path, family: Family, size: 
     parts = []
     for rank in range(size):
         moe = load(family, tmp_path, rank, size).moe
-        moe._tp = place()
+        moe._tp = Communicator()
         parts.append(moe(inputs()))
     torch.testing.assert_close(sum(parts), output_of(reference, inputs()), atol=1e-4, rtol=1e-5)
 
@@ -194,21 +201,32 @@ def test_missing_and_unused_tensors_are_named(tmp_path: Path, family: Family) ->
         load(family, tmp_path)
 
 
-@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2), (2, 5)])
-def test_mxfp4_experts_equal_dequantized_ones(tmp_path: Path, rank: int, size: int) -> None:
-    """Shards may split blocks of 32: 96 features over 5 ranks."""
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2), (2, 3)])
+def test_mxfp4_experts_stay_packed_and_equal_dequantized_ones(tmp_path: Path, rank: int, size: int) -> None:
+    """96 features are 3 groups of 32: over 2 ranks, 2 groups and 1."""
     family = FAMILIES["gpt_oss"]
     save(family, tmp_path)
     path = tmp_path / "model.safetensors"
     whole = load_file(path)
     names = [f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
     packed, plain = packed_experts({name: whole.pop(name) for name in names})
-    save_file(whole | plain, path)
-    wanted = load(family, tmp_path, rank, size)
     save_file(whole | packed, path)
-    found = load(family, tmp_path, rank, size, layout=InterleavedMXFP4())
-    for name, buffer in wanted.moe.experts.named_buffers():
-        assert torch.equal(buffer, found.moe.experts.get_buffer(name)), name
+    found = load(family, tmp_path, rank, size, packed=True).moe.experts
+    save_file(whole | plain, path)
+    features = (2 * 32 if (rank, size) == (0, 2) else 32) if size > 1 else FEATURES
+    start = (0, 64)[rank] if size < 3 else 64
+    gate_up, down = (unstacked(weight, COUNT) for weight in (found.gate_up, found.down))
+    assert isinstance(gate_up, MXFP4) and isinstance(down, MXFP4)
+    assert gate_up.shape == (COUNT, 2 * features, HIDDEN) and down.shape == (COUNT, HIDDEN, features)
+    held = sum(tensor.nbytes for tensor in (*tensors_of(gate_up), *tensors_of(down)))
+    assert held == 3 * COUNT * HIDDEN * features * 17 // 32
+    every = load(family, tmp_path).moe.experts
+    wanted_gate_up, wanted_down = (unstacked(weight, COUNT) for weight in (every.gate_up, every.down))
+    assert isinstance(wanted_gate_up, torch.Tensor) and isinstance(wanted_down, torch.Tensor)
+    kept = slice(start, start + features)
+    rows = torch.cat([half[:, kept] for half in wanted_gate_up.chunk(2, 1)], 1)
+    assert torch.equal(gate_up.dequantized(torch.float32), rows)
+    assert torch.equal(down.dequantized(torch.float32), wanted_down[..., kept])
 
 
 def test_dequantized_values_equal_transformers() -> None:
@@ -216,15 +234,23 @@ def test_dequantized_values_equal_transformers() -> None:
     blocks = torch.randint(0, 256, (2, 6, 3, 16), generator=generator).to(torch.uint8)
     scales = torch.randint(1, 250, (2, 6, 3), generator=generator).to(torch.uint8)
     wanted = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16).transpose(1, 2)
-    assert torch.equal(dequantize(blocks, scales).bfloat16(), wanted)
+    assert torch.equal(MXFP4(blocks.flatten(-2), scales).dequantized(torch.bfloat16), wanted)
 
 
 def test_mxfp4_inputs_must_be_a_multiple_of_the_block() -> None:
     family = FAMILIES["gpt_oss"]
-    context = BuildContext(torch.float32, torch.device("cpu"), place(), MAX_MODEL_LEN)
-    args = MoEArgs(HIDDEN, COUNT, 40, **{**family.args, "layout": InterleavedMXFP4()})
-    with pytest.raises(ValueError, match="experts of 40 inputs: not a multiple of 32"):
-        MoE(args, context)
+    context = BuildContext(
+        torch.float32, torch.device("cpu"), Communicator(), MAX_MODEL_LEN, resolve(MXFP4_CONFIG)
+    )
+    with pytest.raises(ValueError, match=r"experts: 40 inputs, not a multiple of 32 \(MXFP4\)"):
+        MoE(MoEArgs(HIDDEN, COUNT, 40, **family.args), context)
+
+
+def test_mxfp4_groups_are_not_cut_and_every_rank_has_one() -> None:
+    with pytest.raises(
+        ValueError, match="96 features are 3 blocks of 32, too few for tensor_parallel_size 5"
+    ):
+        build(FAMILIES["gpt_oss"], 0, 5, packed=True)
 
 
 def test_blocks_and_scales_may_be_in_two_files(tmp_path: Path) -> None:
@@ -236,7 +262,7 @@ def test_blocks_and_scales_may_be_in_two_files(tmp_path: Path) -> None:
     names = [f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
     packed, _ = packed_experts({name: whole.pop(name) for name in names})
     save_file(whole | packed, path)
-    wanted = load(family, tmp_path, layout=InterleavedMXFP4())
+    wanted = load(family, tmp_path, packed=True)
     path.unlink()
     shards: dict[str, Tensors] = {"a.safetensors": whole, "b.safetensors": {}}
     for name, tensor in packed.items():
@@ -245,7 +271,7 @@ def test_blocks_and_scales_may_be_in_two_files(tmp_path: Path) -> None:
         save_file(tensors, tmp_path / name)
     weight_map = {name: file for file, tensors in shards.items() for name in tensors}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    found = load(family, tmp_path, layout=InterleavedMXFP4())
+    found = load(family, tmp_path, packed=True)
     assert torch.equal(found.moe(inputs()), wanted.moe(inputs()))
 
 

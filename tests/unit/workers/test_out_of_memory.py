@@ -260,8 +260,8 @@ def test_the_profiled_steps_sample_every_row_with_every_parameter(
     shapes = largest_steps(max_tokens=512, max_rows=64, max_model_len=MAX_MODEL_LEN)
     assert len(shapes) == 2 and all(sum(counts) == 512 and len(counts) == 64 for counts in shapes)
     for counts in shapes:
-        kv_layers = made._make_kv(num_blocks(counts, kv_groups, block_size))
-        runner = made._make_runner(kv_layers, MAX_MODEL_LEN, [])
+        blocks = num_blocks(counts, kv_groups, block_size)
+        runner = made._make_runner(made._make_kv(blocks), made._make_inputs(MAX_MODEL_LEN, blocks), [])
         batch = profile_batch(counts, kv_groups, block_size, vocab_size, MAX_MODEL_LEN)
         result = runner.launch(batch).result()
         assert result.failed == [] and len(unpack_ids(result.token_ids)) == 64

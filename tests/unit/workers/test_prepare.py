@@ -244,10 +244,10 @@ def test_packed_experts_of_gpt_oss_are_kept_by_the_name_of_their_form(tmp_path: 
     blocks = np.zeros((2, 64, 2, 16), np.uint8)
     save_file({"a.blocks": blocks, "b.weight": np.zeros((4, 4), np.float16)}, tmp_path / "model.safetensors")
     read = hf_directory.normalised_config(CONFIG | config, tmp_path)
-    assert read["quantization_config"] == {"quant_method": "mxfp4"}
+    assert read["quantization_config"] == packed
     assert read["dtype"] == "float16"
     other = config | {"quantization_config": {"quant_method": "fp8"}}
-    with pytest.raises(ValueError, match=r"quantized \(fp8\): not supported yet"):
+    with pytest.raises(ValueError, match=r"quantized \(fp8\) with one scale for each tensor"):
         hf_directory.normalised_config(CONFIG | other, tmp_path)
 
 

@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
 
-from tests.helpers.tiny_models import place
+from parallel.communicator import Communicator
 from workers.layers.context import BuildContext
 from workers.layers.rotary import RotaryEmbedding, rope_frequencies
 
@@ -107,7 +107,7 @@ def test_longrope_has_a_list_for_long_sequences(longest: int, stated: dict[str, 
 
 
 def test_cosines_and_sines_are_multiplied_by_the_attention_factor() -> None:
-    build = BuildContext(torch.float32, torch.device("cpu"), place(), 50)
+    build = BuildContext(torch.float32, torch.device("cpu"), Communicator(), 50)
     rotation = RotaryEmbedding(64, GPT_OSS, build)(torch.tensor([7, 49]))
     frequencies, attention_factor = rope_frequencies(64, GPT_OSS, 50)
     angles = torch.tensor([[[7.0]], [[49.0]]]) * frequencies

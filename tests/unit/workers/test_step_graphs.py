@@ -1,7 +1,7 @@
 """Steps of captured graphs, compared with the same steps without graphs."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from workers.decode_graphs import DecodeGraphs
 from workers.group_rows import GroupRows
 from workers.input_batch import InputBatch
 from workers.layers.causal_lm import CausalLM
-from workers.layers.context import ForwardContext
+from workers.layers.context import CacheLayer, ForwardContext
 from workers.memory_guard import MemoryGuard
 from workers.model_runner import Graphs, ModelRunner
 from workers.prompt_graphs import PromptGraphs
@@ -77,21 +77,25 @@ def rerun(body: Callable[[], Any], name: str) -> tuple[Callable[[], object], Any
 def tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    return [getattr(value, field.name) for field in fields(value)] if value is not None else []
+    return (
+        [] if value is None else [tensor for f in fields(value) for tensor in tensors(getattr(value, f.name))]
+    )
 
 
-def runner(sizes: list[int] | None) -> ModelRunner:
-    model = cast(CausalLM, Footprint())
+def runner(
+    sizes: list[int] | None, model: object | None = None, kv_layers: Sequence[CacheLayer] = ()
+) -> ModelRunner:
+    model = cast(CausalLM, model or Footprint())
     inputs = InputBatch(LIMITS, tables(), CPU)
     memory = MemoryGuard(CPU, num_ranks=1)
     sampler = Sampler(LIMITS, VOCAB, CPU, memory)
     if sizes is None:
-        return ModelRunner(model, [], inputs, sampler, memory, lambda: None)
-    graphs = DecodeGraphs(model, [], inputs, sizes, rerun, CPU)
-    prompts = PromptGraphs(model, [], inputs, [3, 8, 20], rerun, CPU)
+        return ModelRunner(model, kv_layers, inputs, sampler, memory, lambda: None)
+    graphs = DecodeGraphs(model, kv_layers, inputs, sizes, rerun, CPU)
+    prompts = PromptGraphs(model, kv_layers, inputs, [3, 8, 20], rerun, CPU)
     for captured in (graphs, prompts):
         captured.capture(lambda: None)
-    return ModelRunner(model, [], inputs, sampler, memory, lambda: None, Graphs(graphs, prompts))
+    return ModelRunner(model, kv_layers, inputs, sampler, memory, lambda: None, Graphs(graphs, prompts))
 
 
 class TwoGroups(CoreSide):

@@ -7,18 +7,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from parallel.communicator import Communicator
 from tests.helpers.tiny_models import (
     MAX_MODEL_LEN,
     TINY_MODELS,
     Tiny,
     checkpoint_of,
-    place,
     save_tiny,
     tiny,
 )
 from workers.layers.context import BuildContext
-from workers.models.registry import model_class
-from workers.weights.loader import WeightError, load_dummy, load_weights, weight_bytes
+from workers.models.registry import build_model, model_class
+from workers.weights.loader import WeightError, load_directory, load_dummy, weight_bytes
 from workers.weights.plan import load_targets
 
 Tensors = dict[str, torch.Tensor]
@@ -27,13 +27,13 @@ GATE = "model.layers.1.mlp.gate_proj.weight"
 
 def build(directory: Path, rank: int = 0, size: int = 1) -> torch.nn.Module:
     checkpoint = checkpoint_of(directory)
-    context = BuildContext(torch.float32, torch.device("cpu"), place(rank, size), MAX_MODEL_LEN)
-    return model_class(checkpoint)(checkpoint.hf_config, context)
+    context = BuildContext(torch.float32, torch.device("cpu"), Communicator(rank, size), MAX_MODEL_LEN)
+    return build_model(checkpoint, context)
 
 
 def load(directory: Path, rank: int = 0, size: int = 1) -> torch.nn.Module:
     model = build(directory, rank, size)
-    load_weights(model, directory, lambda done, total: None)
+    load_directory(model, directory, lambda done, total: None)
     return model
 
 
@@ -287,6 +287,6 @@ def test_unsupported_configurations_are_refused(
     save_tiny(Tiny("small", family, 1, {"num_hidden_layers": 1}), tmp_path)
     checkpoint = checkpoint_of(tmp_path)
     checkpoint.hf_config.update(change)
-    context = BuildContext(torch.float32, torch.device("cpu"), place(), MAX_MODEL_LEN)
+    context = BuildContext(torch.float32, torch.device("cpu"), Communicator(), MAX_MODEL_LEN)
     with pytest.raises(ValueError, match=message):
-        model_class(checkpoint)(checkpoint.hf_config, context)
+        build_model(checkpoint, context)

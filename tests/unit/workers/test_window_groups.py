@@ -11,8 +11,8 @@ from engine_core.kv_plan import peak_blocks
 from tests.helpers.alternating_model import WINDOW, AlternatingLM, plain_logits, random_tensors, save
 from tests.helpers.tiny_models import engine_config, place, prompt_of
 from tests.helpers.whole_engine import WholeEngine
-from workers import worker as worker_module
 from workers.layers.attention import KVGroup, group_by_window
+from workers.models import registry
 from workers.worker import Worker
 
 BLOCK_SIZE = 4
@@ -22,7 +22,7 @@ TENSORS = random_tensors(seed=3)
 
 @pytest.fixture
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
-    monkeypatch.setattr(worker_module, "model_class", lambda checkpoint: AlternatingLM)
+    monkeypatch.setattr(registry, "model_class", lambda checkpoint: AlternatingLM)
     checkpoint = save(TENSORS, tmp_path)
     return Worker(engine_config(block_size=BLOCK_SIZE), checkpoint, place(), lambda *progress: None)
 

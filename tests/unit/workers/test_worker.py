@@ -14,7 +14,7 @@ from atom.messages.worker import AllocateKV, FullAttentionSpec, ScheduledBatch
 from tests.helpers.core_side import CoreSide, generate
 from tests.helpers.tiny_models import MAX_MODEL_LEN, VOCAB, engine_config, place, prompt_of, save_tiny, tiny
 from workers.kv_cache import cpu_kv_bytes, kv_dtype
-from workers.worker import Worker, rank_device
+from workers.worker import Worker, worker_device
 
 BLOCKS, BLOCK_SIZE = 64, 4
 Progress = list[tuple[str, int, int]]
@@ -146,11 +146,11 @@ def test_groups_and_sizes_must_match(checkpoint: Checkpoint) -> None:
         worker.allocate(AllocateKV([8, 8], MAX_MODEL_LEN))
 
 
-def test_each_rank_has_its_gpu() -> None:
+def test_the_device_index_is_that_of_the_gpu() -> None:
     config = engine_config()
-    assert rank_device(config, 1) == torch.device("cpu")
+    assert worker_device(config, 1) == torch.device("cpu")
     on_gpus = replace(config, device=replace(config.device, device="cuda"))
-    assert rank_device(on_gpus, 2) == torch.device("cuda:2")
+    assert worker_device(on_gpus, 2) == torch.device("cuda:2")
 
 
 def test_kv_memory_on_a_cpu() -> None:

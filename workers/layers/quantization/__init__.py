@@ -1,1 +1,1 @@
-"""Quantization schemes."""
+"""Quantization schemes: one file for each format, named in `config.FORMATS`."""

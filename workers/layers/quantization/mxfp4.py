@@ -1,24 +1,35 @@
-"""MXFP4 (OCP microscaling): 4-bit floats in blocks of 32 that share a scale.
+"""MXFP4 (OCP microscaling), as GPT-OSS stores its experts (`quant_method` mxfp4); all else is plain.
 
-blocks [..., N/32, 16] u8    low nibble: even element, high nibble: odd; 1 sign, 2 exponent, 1 mantissa bit
-scales [..., N/32] u8        exponent of 2, plus 127
+…_blocks   [X, O, I / 32, 16]   two 4-bit floats in each byte
+…_scales   [X, O, I / 32]       exponents of 2, plus 127
 """
+
+import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-BLOCK = 32
+from atom_ops import MXFP4
+from workers.layers.quantization.scheme import Scheme, StoredTensor
 
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
-_EXPONENT_OF_ONE = 127
+GROUP = 32
+_CODES_STD = 2.9
+"""Standard deviation of random codes."""
+_UINT8 = (torch.uint8,)
 
 
-def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
-    """The values in float32, [..., N]; exact, also when rounded to bfloat16."""
-    values = torch.tensor(_VALUES, device=blocks.device)
-    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=-1)  # by byte
-    exponents = torch.arange(256, device=blocks.device) - _EXPONENT_OF_ONE
-    powers = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
-    numbers = pairs.index_select(0, blocks.flatten().int()).view(*scales.shape, BLOCK)
-    return numbers.mul_(powers[scales.int()].unsqueeze(-1)).flatten(-2)
+def scheme(config: Mapping[str, Any]) -> Scheme:
+    """The scheme; the format has no options."""
+    blocks = StoredTensor("_blocks", (1, 2), _UINT8, _fill_codes, torch.uint8)
+    scales = StoredTensor("_scales", (1, GROUP), _UINT8, _fill_scales, torch.uint8)
+    return Scheme("MXFP4", (1, GROUP), (blocks, scales), MXFP4, ragged=False, linear=False)
+
+
+def _fill_codes(codes: Tensor, std: float, generator: torch.Generator) -> None:
+    codes.random_(0, 256, generator=generator)
+
+
+def _fill_scales(scales: Tensor, std: float, generator: torch.Generator) -> None:
+    scales.fill_(127 + round(math.log2(std / _CODES_STD)))

@@ -1,0 +1,67 @@
+"""Runs one script in several processes, the ranks of a mesh. Every process is killed at the end."""
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+
+import msgspec
+
+from atom.messages.launch import Rendezvous
+from atom.utils.rendezvous import open_rendezvous
+
+DEADLINE_S = 60.0
+_PREAMBLE = """
+    import sys, msgspec, torch
+    from atom.messages.launch import Rendezvous
+    from parallel.mesh import MeshShape, join_mesh
+    torch.set_num_threads(1)
+    rank, timeout = int(sys.argv[1]), float(sys.argv[2])
+    shape = MeshShape(*msgspec.json.decode(sys.argv[3]))
+    where = msgspec.json.decode(sys.argv[4], type=Rendezvous)
+    mesh = join_mesh(shape, rank, where, torch.device("cpu"), timeout)
+"""
+
+
+class Ranks:
+    """The processes; the script finds `mesh`, `rank` and `shape`."""
+
+    def __init__(self) -> None:
+        self._children: list[subprocess.Popen[str]] = []
+
+    def start(self, body: str, tp: int = 1, dp: int = 1, timeout: float = DEADLINE_S, life: int = 0) -> None:
+        """Start tp x dp processes, whose joining and collectives have `timeout` seconds."""
+        with open_rendezvous(tp * dp, life) as places:
+            for rank, place in enumerate(places):
+                assert place is not None
+                self.start_one(body, rank, place, (tp, dp), timeout)
+
+    def start_one(
+        self, body: str, rank: int, place: Rendezvous, shape: Sequence[int], timeout: float = DEADLINE_S
+    ) -> None:
+        script = textwrap.dedent(_PREAMBLE) + textwrap.dedent(body)
+        encoded = [msgspec.json.encode(each).decode() for each in (shape, place)]
+        child = subprocess.Popen(
+            [sys.executable, "-c", script, str(rank), str(timeout), *encoded],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, pass_fds=place.pass_fds,
+        )  # fmt: skip
+        self._children.append(child)
+
+    def finish(self) -> list[tuple[int, str, str]]:
+        """(exit status, standard output, standard error) of each."""
+        ends = []
+        for child in self._children:
+            out, err = child.communicate(timeout=DEADLINE_S)
+            ends.append((child.returncode, out, err))
+        return ends
+
+    def outputs(self) -> list[str]:
+        """The standard output of each; every one must end well, and without a warning."""
+        ends = self.finish()
+        assert all((status, err) == (0, "") for status, _, err in ends), ends
+        return [out for _, out, _ in ends]
+
+    def kill(self) -> None:
+        for child in self._children:
+            child.kill()
+            child.communicate(timeout=DEADLINE_S)

@@ -1,0 +1,14 @@
+"""Processes that run collectives."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.helpers.ranks import Ranks
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    started = Ranks()
+    yield started
+    started.kill()

@@ -1,0 +1,1 @@
+"""Speculative decoding: a method is one file here with a `Proposer`."""

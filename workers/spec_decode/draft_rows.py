@@ -1,0 +1,57 @@
+"""The sampling rows of a step with drafts, and what verification finds."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional
+
+from atom_ops import NO_DRAFT
+from workers.group_rows import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """R sampling rows of up to K drafts each: S sampled tokens, one after each row's last token and
+    one after each of its drafts."""
+
+    rows: Rows
+    """[R], on the host."""
+    decoded: NDArray[np.bool_]
+    """[R]: whether the row decodes; the others sample the token after their prompt."""
+    rows_R: torch.Tensor
+    first_positions_R: torch.Tensor
+    """int64: position of the first sampled token; -1 for a row at its limit, whose samples are not used."""
+    drafts_RK: torch.Tensor
+    """int64: the drafts; `NO_DRAFT` for padding."""
+    row_indices: Rows
+    """[S], on the host: the index of each sampled token's row among the R rows."""
+    num_before: Rows
+    """[S], on the host: how many drafts come before each sampled token."""
+    places_S: torch.Tensor | None
+    """int64: row index * (1 + K) + drafts before; None: S is R * (1 + K), in order."""
+
+    @property
+    def next_drafts_S(self) -> torch.Tensor:
+        """int64: the draft at the position of each sampled token; `NO_DRAFT` where there is none."""
+        next_RJ = functional.pad(self.drafts_RK, (0, 1), value=NO_DRAFT)
+        return next_RJ.flatten() if self.places_S is None else next_RJ.flatten()[self.places_S]
+
+    def by_row(self, ids_S: torch.Tensor) -> torch.Tensor:
+        """The sampled ids as [R, 1 + K]; 0 where nothing is sampled."""
+        width = 1 + self.drafts_RK.shape[1]
+        if self.places_S is None:
+            return ids_S.view(-1, width)
+        ids = ids_S.new_zeros(len(self.rows) * width)
+        return ids.index_copy_(0, self.places_S, ids_S).view(-1, width)
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """How far each of R rows advances in a step."""
+
+    counts_R: torch.Tensor
+    """int64: sampled tokens that are the row's, 1 to 1 + K."""
+    proposed_R: torch.Tensor
+    """int64: drafts that were verified."""

@@ -1,0 +1,112 @@
+"""N-gram speculation (prompt lookup): drafts are what followed the last tokens earlier in the text.
+
+The id of each token is kept beside its KV, in the slot of one KV group. So a row's text is found
+through its block table, also where its prompt came from the prefix cache.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+import torch
+
+from atom.config.speculative import SpeculativeConfig
+from atom.messages.worker import KVSpec, NewRow
+from atom_ops import NgramRule, RowState, StatePlan, TokenHistory, propose_ngrams, to_device
+from workers.block_table import BatchLimits
+from workers.group_rows import GroupRows
+from workers.layers.attention import KVGroup
+from workers.layers.cache_groups import CacheGroup
+from workers.layers.context import GroupContext
+from workers.spec_decode.proposer import Proposer
+
+_ID_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TextGroup:
+    """The KV group whose slots have the token ids: one that keeps all tokens, if the model has one."""
+
+    number: int
+    reach: int
+    """Last tokens of a sequence that the group keeps (its sliding window); 0: all."""
+
+
+def text_group(groups: Sequence[CacheGroup]) -> TextGroup:
+    """The group of a model; every model has a group of blocks. A full one, or the longest window."""
+    reaches = [
+        (group.window if isinstance(group, KVGroup) else 0, number) for number, group in enumerate(groups)
+    ]
+    full = [number for reach, number in reaches if reach == 0]
+    if full:
+        return TextGroup(full[0], 0)
+    reach, number = max(reaches)
+    return TextGroup(number, reach)
+
+
+def with_token_ids(specs: Sequence[KVSpec], group: TextGroup) -> list[KVSpec]:
+    """The KV specs with the memory of the token ids."""
+    changed = list(specs)
+    spec = changed[group.number]
+    more = spec.block_size * _ID_BYTES  # type: ignore[union-attr]
+    changed[group.number] = msgspec.structs.replace(spec, bytes_per_block=spec.bytes_per_block + more)  # type: ignore[union-attr]
+    return changed
+
+
+class NgramProposer(Proposer):
+    """Looks up n-grams in the text of each row: prediction, prompt and output."""
+
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        group: TextGroup,
+        table: GroupRows,
+        num_blocks: int,
+        limits: BatchLimits,
+        device: torch.device,
+    ):
+        """`num_blocks` and `table` are of the KV group `group`."""
+        longest, shortest = config.prompt_lookup_max, config.prompt_lookup_min
+        assert longest is not None and shortest is not None, "resolved before any worker starts"
+        self._rule = NgramRule(longest, shortest)
+        self._group = group.number
+        self._device = device
+        rows = limits.max_rows + 1
+        self._lens = np.zeros(rows, np.int64)
+        self._history = TokenHistory(
+            # One more entry, for tokens without a slot.
+            ids_S=torch.zeros(num_blocks * limits.block_size + 1, dtype=torch.int32, device=device),
+            table_NW=table.device_table(device),
+            predictions_NP=torch.empty(rows, limits.max_model_len, dtype=torch.int32, device=device),
+            prediction_lens_N=torch.zeros(rows, dtype=torch.int64, device=device),
+            block_size=limits.block_size,
+            reach=group.reach,
+        )
+
+    def add_rows(self, new_rows: Sequence[NewRow]) -> None:
+        predictions = self._history.predictions_NP
+        changed = []
+        for new in new_rows:
+            ids = np.frombuffer(new.prediction_ids, np.dtype("<i4"))[: predictions.shape[1]]
+            if len(ids):
+                predictions[new.row, : len(ids)] = to_device(ids.astype(np.int32), self._device)
+            if len(ids) != self._lens[new.row]:
+                self._lens[new.row] = len(ids)
+                changed.append((new.row, len(ids)))
+        if changed:
+            rows, lens = to_device(np.array(changed, np.int64).T.copy(), self._device)
+            self._history.prediction_lens_N.index_copy_(0, rows, lens)
+
+    def add_tokens(self, ids_T: torch.Tensor, groups: Sequence[GroupContext | StatePlan]) -> None:
+        group = groups[self._group]
+        assert isinstance(group, GroupContext)
+        # A slot of -1 is the last entry.
+        self._history.ids_S[group.slots_T] = ids_T.int()
+
+    def propose(self, rows_R: torch.Tensor, state: RowState, max_positions: int) -> None:
+        history = self._history
+        if self._device.type == "cpu":  # graphs need one width for all steps
+            longest = int(self._lens.max())
+            history = replace(history, predictions_NP=history.predictions_NP[:, :longest])
+        propose_ngrams(rows_R, state, history, self._rule, max_positions)

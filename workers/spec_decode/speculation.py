@@ -1,0 +1,98 @@
+"""Drafts of the rows of the persistent batch: their state on the device, verification, new proposals.
+
+How many drafts a step accepts is known on the device alone. On a CPU a step is complete when it is
+launched, so the host reads the state and computes only the drafts that exist (`exact`). On a GPU
+the host never waits: it counts every draft as accepted until the result comes, so its computed
+tokens are upper bounds, and the device corrects ids, positions, slots and contexts.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from atom.messages.worker import NewRow
+from atom_ops import NO_DRAFT, RowState, StatePlan, to_device, verify_drafts
+from workers.block_table import BatchLimits
+from workers.group_rows import Rows
+from workers.layers.context import GroupContext
+from workers.spec_decode.draft_rows import DraftRows, Verified
+from workers.spec_decode.proposer import Proposer
+
+
+class Speculation:
+    """The drafts of all rows."""
+
+    def __init__(
+        self,
+        proposer: Proposer,
+        limits: BatchLimits,
+        last_N: tuple[torch.Tensor, torch.Tensor],
+        exact: bool,
+    ):
+        """`last_N` are ids and positions of the tokens that the rows sampled last."""
+        ids_N, positions_N = last_N
+        self.exact = exact
+        self.state = RowState(
+            ids_N,
+            positions_N,
+            limits_N=torch.zeros_like(ids_N),
+            drafts_NK=ids_N.new_full((len(ids_N), limits.num_drafts), NO_DRAFT),
+        )
+        self._proposer = proposer
+        self._max_model_len = limits.max_model_len
+        self._limits = np.zeros(limits.max_rows, np.int64)
+        self._admissions = np.zeros(limits.max_rows, np.int64)
+
+    def add_rows(self, new_rows: Sequence[NewRow]) -> None:
+        """Rows that are assigned to new requests."""
+        if not new_rows:
+            return
+        rows = np.array([new.row for new in new_rows], np.int64)
+        limits = np.array([min(new.max_length, self._max_model_len) for new in new_rows], np.int64)
+        self._limits[rows] = limits
+        self._admissions[rows] += 1
+        rows_R, limits_R = to_device(np.stack((rows, limits)), self.state.limits_N.device)
+        self.state.limits_N.index_copy_(0, rows_R, limits_R)
+        self._proposer.add_rows(new_rows)
+
+    def add_tokens(self, ids_T: torch.Tensor, groups: Sequence[GroupContext | StatePlan]) -> None:
+        """The tokens that a step computes."""
+        self._proposer.add_tokens(ids_T, groups)
+
+    def last_starts(self, rows: Rows) -> Rows:
+        """The last position at which each row may still compute a token."""
+        return self._limits[rows] - 1
+
+    def admissions(self, rows: Rows) -> Rows:
+        """How often each row was assigned to a request."""
+        return self._admissions[rows]
+
+    def exact_work(self, rows: Rows, num_drafts: int) -> tuple[Rows, Rows, NDArray[np.int32]]:
+        """The exact work of decoding rows: first positions, numbers of tokens, and their ids, row by row.
+
+        A row at its limit computes no token, from position 0.
+        """
+        positions, drafts = self.state.positions_N.numpy()[rows], self.state.drafts_NK.numpy()[rows]
+        drafts = drafts[:, :num_drafts]
+        at_limit = (positions < 0) | (positions >= self._limits[rows] - 1)
+        counts = np.where(at_limit, 0, 1 + (drafts != NO_DRAFT).sum(1))
+        ids = np.concatenate((self.state.ids_N.numpy()[rows][:, None], drafts), 1)
+        inside = np.arange(ids.shape[1]) < counts[:, None]
+        return np.where(at_limit, 0, positions), counts, ids[inside].astype(np.int32)
+
+    def verify(self, drafts: DraftRows, ids_RJ: torch.Tensor) -> Verified:
+        """Verify the drafts of sampled rows, which advance, and propose the next ones.
+
+        Changes the state on the device; a graph may capture it.
+        """
+        counts_R = verify_drafts(
+            ids_RJ, drafts.drafts_RK, drafts.rows_R, drafts.first_positions_R, self.state
+        )
+        proposed_R = (drafts.drafts_RK != NO_DRAFT).sum(1)
+        longest = self._max_model_len
+        if self.exact:
+            longest = int(self.state.positions_N.index_select(0, drafts.rows_R).max()) + 1
+        self._proposer.propose(drafts.rows_R, self.state, max(longest, 1))
+        return Verified(counts_R, proposed_R)
