@@ -69,7 +69,7 @@ class GroupedGEMMs:
         """Fill `inner_PF`, in the order of the experts."""
         tile, clamped = self.plan.gate_up, activation or ClampedSwiglu(0.0, 0.0)
         self._launch(
-            tile, x_TD, weights.gate_up_XOD, weights.gate_up_bias_XO, inner_PF, clamped.limit, clamped.alpha,
+            tile, x_TD, _plain(weights)[0], weights.gate_up_bias_XO, inner_PF, clamped.limit, clamped.alpha,
             GATED=True, CLAMPED=activation is not None, X_DESCRIBED=False,
         )  # fmt: skip
 
@@ -81,7 +81,7 @@ class GroupedGEMMs:
         if x_described:
             x = TensorDescriptor.from_tensor(inner_PF, [self.plan.block, tile.columns])
         self._launch(
-            tile, x, weights.down_XDF, weights.down_bias_XD, y_PD, 0.0, 0.0,
+            tile, x, _plain(weights)[1], weights.down_bias_XD, y_PD, 0.0, 0.0,
             GATED=False, CLAMPED=False, X_DESCRIBED=x_described,
         )  # fmt: skip
 
@@ -120,11 +120,12 @@ def _each_token(
 ) -> Tensor:
     tokens, chosen = ids_TJ.shape
     experts_X, hidden, features = weights.down_XDF.shape
+    gate_up, down = _plain(weights)
     tile, options = plan.gate_up, launch_options(x_TD.device)
     inner_PF, out_TD = x_TD.new_empty(tokens * chosen, features), torch.empty_like(x_TD)
     clamped = activation if isinstance(activation, ClampedSwiglu) else ClampedSwiglu(0.0, 0.0)
     _gate_up[(triton.cdiv(features, tile.rows), tokens * chosen)](
-        x_TD, ids_TJ, weights.gate_up_XOD, weights.gate_up_bias_XO, inner_PF, features, hidden,
+        x_TD, ids_TJ, gate_up, weights.gate_up_bias_XO, inner_PF, features, hidden,
         experts_X, chosen, clamped.limit, clamped.alpha, CLAMPED=activation is not None,
         HAS_BIAS=weights.gate_up_bias_XO is not None,
         EVEN=features % tile.rows == 0 and hidden % tile.columns == 0,
@@ -132,7 +133,7 @@ def _each_token(
     )  # fmt: skip
     tile = plan.down
     _down[(triton.cdiv(hidden, tile.rows), tokens)](
-        inner_PF, ids_TJ, shares_TJ, weights.down_XDF, weights.down_bias_XD, out_TD, hidden, features,
+        inner_PF, ids_TJ, shares_TJ, down, weights.down_bias_XD, out_TD, hidden, features,
         experts_X, CHOSEN=chosen, HAS_BIAS=weights.down_bias_XD is not None,
         BLOCK_J=triton.next_power_of_2(chosen),
         EVEN=hidden % tile.rows == 0 and features % tile.columns == 0,
@@ -169,11 +170,18 @@ def _plan(x_TD: Tensor, ids_TJ: Tensor, weights: ExpertWeights) -> ExpertPlan:
     return expert_plans.tuned_plan(plans, tokens) or expert_plans.default_plan(shape, tokens, chosen, hopper)
 
 
+def _plain(weights: ExpertWeights) -> tuple[Tensor, Tensor]:
+    """The matrices, which `_supports` checked."""
+    gate_up_XOD, down_XDF = weights.gate_up_XOD, weights.down_XDF
+    assert isinstance(gate_up_XOD, Tensor) and isinstance(down_XDF, Tensor), "checked by `_supports`"
+    return gate_up_XOD, down_XDF
+
+
 def _describable(weights: ExpertWeights) -> bool:
     """Whether rows begin at multiples of 16 bytes, as tensor descriptors need."""
     return all(
         weight.data_ptr() % 16 == 0 and weight.stride(1) * weight.element_size() % 16 == 0
-        for weight in (weights.gate_up_XOD, weights.down_XDF)
+        for weight in _plain(weights)
     )
 
 
@@ -186,11 +194,9 @@ def _supports(
 ) -> bool:
     # The interpreter's bfloat16 tl.dot is wrong.
     dtypes = (torch.float32, torch.float16) if INTERPRETED else (torch.bfloat16, torch.float16)
-    return (
-        x_TD.dtype in dtypes
-        and weights.gate_up_XOD.dtype == weights.down_XDF.dtype == x_TD.dtype
-        and weights.gate_up_XOD.is_contiguous()
-        and weights.down_XDF.is_contiguous()
+    return x_TD.dtype in dtypes and all(
+        isinstance(matrix, Tensor) and matrix.dtype == x_TD.dtype and matrix.is_contiguous()
+        for matrix in (weights.gate_up_XOD, weights.down_XDF)
     )
 
 

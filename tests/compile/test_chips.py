@@ -197,13 +197,11 @@ def test_every_plan_of_experts(chip: str) -> None:
     triton_impl.load()
     from atom_ops.triton_impl import expert_plans, experts
 
-    hopper = [plan for _, plan in expert_plans._HOPPER]
+    hopper: list[expert_plans.ExpertPlan] = [plan for _, plan in expert_plans._HOPPER]
+    anywhere: list[expert_plans.ExpertPlan] = [plan for _, plan in expert_plans._ANYWHERE]
+    anywhere += [expert_plans._FEW, expert_plans.BATCH_INVARIANT]
     hopper += [plan for table in expert_plans.TUNED.values() for plans in table.values() for plan in plans]
-    anywhere = [
-        expert_plans._FEW,
-        expert_plans.BATCH_INVARIANT,
-        *(plan for _, plan in expert_plans._ANYWHERE),
-    ]
+    hopper.append(expert_plans.BATCH_INVARIANT)
     with compiling_for(CHIPS[chip]) as compiled:
         for count, hidden, features, chosen in ((128, 2048, 768, 8), (32, 2880, 2880, 4)):
             biased = count == 32
@@ -219,7 +217,7 @@ def test_every_plan_of_experts(chip: str) -> None:
                 args = tensor(tokens, hidden), ids, tensor(tokens, chosen, dtype=torch.float32), weights
                 for plan in dict.fromkeys(anywhere):
                     experts.multiply(plan, *args, activation, False)
-                for plan in dict.fromkeys((expert_plans.BATCH_INVARIANT, *hopper)) if chip == "H200" else ():
+                for plan in dict.fromkeys(hopper) if chip == "H200" else ():
                     experts.multiply(plan, *args, activation, True)
     check(compiled, chip)
 
