@@ -25,7 +25,7 @@ ISA_TESTS := tests/golden tests/models/test_worker.py::test_every_position_in_ch
 	$(addprefix tests/unit/atom_ops/test_,ops.py layers.py attention.py moe.py logprobs.py)
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
-.PHONY: help install serve test test-isa test-unit test-e2e test-slow test-models test-tokenizers accuracy test-kernels test-compile test-gpu lint type arch fmt docs models bench-latency bench-throughput bench-kernels bench-scheduler bench-serving bench-gpu bench-step bench-document check clean
+.PHONY: help install serve test test-isa test-unit test-e2e test-slow test-kills test-models test-tokenizers accuracy test-kernels test-compile test-gpu lint type arch fmt docs models bench-latency bench-speculation bench-throughput bench-kernels bench-scheduler bench-serving bench-gpu bench-step bench-document check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,6 +70,9 @@ test-e2e: install ## the tests with real processes and a real model
 
 test-slow: install ## those of them that take minutes, which `make test` leaves out
 	@$(BIN)/python -m pytest -q -m slow tests/e2e $(ARGS)
+
+test-kills: install ## kill engines and frontends under load, some minutes: what fails, for how long, what is left
+	@$(BIN)/python -m tests.evaluation.kills $(ARGS)
 
 # Of each package only the tokenizer's own files stay: the rest is JavaScript, many times as large.
 $(TOKENIZERS)/.fetched: tests/tokenizers/package.json $(INSTALLED)
@@ -127,6 +130,10 @@ models: $(INSTALLED) ## run test-models, record what it proves and write docs/mo
 bench-latency: install ## milliseconds of a batch, a first and a later token of the small model, offline
 	@$(BIN)/python -m atom.benchmarks.latency --model $(SMALL) --input-len 128 --output-len 64 \
 		--num-iters-warmup 1 --num-iters 5 $(ARGS)
+
+bench-speculation: install ## n-gram speculation on a copying task: tokens per step and speed-up of the small model
+	@$(BIN)/python -m atom.benchmarks.speculation --model $(SMALL) --method ngram --num-speculative-tokens 4 \
+		--prompt-lookup-min 2 --input-len 64 --output-len 96 $(ARGS)
 
 bench-throughput: install ## requests and tokens a second of the small model, offline
 	@$(BIN)/python -m atom.benchmarks.throughput --model $(SMALL) --input-len 128 --output-len 64 \

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -32,7 +31,7 @@ from atom.utils import envs
 from atom.utils.errors import out_of_memory
 from atom.utils.exit_status import ExitStatus
 from atom.utils.logger import setup_logging
-from atom.utils.net import listen_socket
+from atom.utils.net import ListenPort
 from atom.utils.open_files import raise_open_files_limit
 from atom.utils.version import atom_version
 from frontend.auth import ApiKeys
@@ -67,14 +66,13 @@ class Launcher:
         raise_open_files_limit()
         template = _template_file(self.server.chat_template)
         ApiKeys(self.server.api_key)  # raises ValueError for unusable keys
-        listener = listen_socket(self.server.host, self.server.server_port)
-        port = listener.getsockname()[1]
-        with Supervisor(self._bars.update) as supervisor:
-            # Closed here once the frontend has it, so that connections are refused when the frontend is dead.
-            with listener:
-                self._start(supervisor, listener, template)
+        with (
+            ListenPort(self.server.host, self.server.server_port, self.server.api_server_count) as port,
+            Supervisor(self._bars.update) as supervisor,
+        ):
+            self._start(supervisor, port, template)
             self._serving = True
-            self._print_banner(supervisor, port)
+            self._print_banner(supervisor, port.port)
             try:
                 self._serve(supervisor)
             except StartError as death:
@@ -82,31 +80,34 @@ class Launcher:
                 raise StartError(str(death)) from None  # a running engine that died exits with status 1
 
     def _serve(self, supervisor: Supervisor) -> None:
+        supervisor.restart_failed()
         while not self._stops:
             supervisor.check()
         self._logger.info("stopping: running requests may finish")
         timeout = self.server.shutdown_timeout + _STOP_MARGIN_S
-        supervisor.stop_frontend(timeout, hurry=lambda: self._stops > 1)
+        supervisor.stop_frontends(timeout, hurry=lambda: self._stops > 1)
+        if supervisor.fault is not None:
+            raise StartError(supervisor.fault.text)
 
     def _stop_after_death(self, supervisor: Supervisor, cause: str) -> None:
-        """After the death of a process, stop the engine, then the frontend once its clients have errors."""
+        """Without an engine or a frontend, stop the rest; the frontends once their clients have errors."""
         self._logger.error("%s: ending", cause)
-        supervisor.end_engine(cause)
+        supervisor.end_engines(cause)
         stops, deadline = self._stops, time.monotonic() + ENGINE_DEATH_HOLD_S
-        while supervisor.is_alive("frontend") and self._stops == stops and time.monotonic() < deadline:
+        while supervisor.has_frontends and self._stops == stops and time.monotonic() < deadline:
             time.sleep(_HOLD_POLL_S)
-        supervisor.stop_frontend(_STOP_MARGIN_S, hurry=lambda: self._stops > stops)
+        supervisor.stop_frontends(_STOP_MARGIN_S, hurry=lambda: self._stops > stops)
 
-    def _start(self, supervisor: Supervisor, listener: socket.socket, template: str | None) -> None:
+    def _start(self, supervisor: Supervisor, port: ListenPort, template: str | None) -> None:
         checkpoint, capabilities = supervisor.prepare(self.config.model)
         if template is not None:
             checkpoint = replace(checkpoint, chat_template_file=template)
         resolved = resolve(self.config, checkpoint, self.explicit, capabilities)
         self.config = resolved.config
         self._log_notes(resolved.notes, checkpoint)
-        supervisor.start_engine(self.config, checkpoint)
-        supervisor.start_frontend(self.config, self.server, checkpoint, listener)
-        supervisor.wait_ready({"core", "frontend"})
+        supervisor.start_engines(self.config, checkpoint)
+        supervisor.start_frontends(self.config, self.server, checkpoint, port)
+        supervisor.wait_ready()
         self._bars.close()
 
     def _log_notes(self, notes: list[str], checkpoint: Checkpoint) -> None:
@@ -122,18 +123,20 @@ class Launcher:
         url = f"http://{_reachable(self.server.host)}:{port}"
         name = config.model.served_model_name or config.model.model
         changes = config.model.hf_overrides
+        each = " in each engine" if config.parallel.data_parallel_size > 1 else ""
         rows = [
             ("model", f"{name} ({config.model.dtype})"),
             *([("overrides", changes)] if changes not in (None, "{}") else []),
-            ("layout", f"{config.parallel.tensor_parallel_size} x {config.device.device}"),
+            ("layout", _layout(config)),
+            *([("frontends", str(frontends))] if (frontends := self.server.api_server_count) > 1 else []),
             (
                 "KV cache",
-                f"{details.get('kv_tokens', 0):,} tokens ({_kv_dtype(config)}), "
+                f"{details.get('kv_tokens', 0):,} tokens{each} ({_kv_dtype(config)}), "
                 f"at most {details.get('max_model_len', 0):,} a request",
             ),
             (
                 "batch",
-                f"{config.scheduler.max_num_seqs} requests, "
+                f"{config.scheduler.max_num_seqs} requests{each}, "
                 f"{config.scheduler.max_num_batched_tokens} tokens a step",
             ),
             ("ready", f"after {time.monotonic() - self.started:.1f} s at {url}"),
@@ -196,6 +199,12 @@ def _template_file(given: str | None) -> str | None:
     except ValueError as error:
         raise ConfigError(f"--chat-template {given}: {error}") from None
     return str(path)
+
+
+def _layout(config: EngineConfig) -> str:
+    ranks, engines = config.parallel.tensor_parallel_size, config.parallel.data_parallel_size
+    one = f"{ranks} x {config.device.device}"
+    return one if engines == 1 else f"{engines} engines of {one}"
 
 
 def _kv_dtype(config: EngineConfig) -> str:

@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
 import zmq
 
 from atom.config.cli import engine_config_from_kwargs
 from atom.config.engine import EngineConfig
 from atom.config.resolve import DeviceCapabilities, resolve
 from atom.messages.engine import (
-    Abort,
     AddRequest,
     CoreDead,
     CoreReady,
@@ -30,6 +30,7 @@ from atom.messages.engine import (
     TokenDeltas,
 )
 from atom.messages.profile import Profile, ProfileResult
+from atom.mtp_statistics import mtp_statistics, mtp_text
 from atom.outputs import Logprobs, RequestOutput, Sequence
 from atom.progress import ProgressBars
 from atom.sampling_params import SamplingParams
@@ -38,7 +39,8 @@ from atom.utils import envs
 from atom.utils.logger import setup_logging
 from frontend.chat_encoder import ChatEncoder
 from frontend.chat_template import ChatTemplate
-from frontend.core_link import CoreLink
+from frontend.core_links import CoreLinks
+from frontend.dp_router import router_for
 from frontend.input_processor import InputProcessor
 from frontend.output_processor import OutputProcessor, TextOptions, Update
 from frontend.token_logprobs import TokenLogprob
@@ -63,7 +65,8 @@ class LLMEngine:
     `LLMEngine(model, **options)` takes every field of the configuration classes by its name
     (`tensor_parallel_size`, `kv_cache_dtype`, `device`, `dtype`, …) and starts the engine's
     processes; an unknown name is a TypeError, a bad value a ValueError, and an engine that
-    cannot start a RuntimeError with the root cause.
+    cannot start a RuntimeError with the root cause. A dead engine is not restarted: its methods raise
+    EngineDeadError.
     """
 
     def __init__(self, model: str, **options: Any):
@@ -89,8 +92,8 @@ class LLMEngine:
                 self._logger.info(note)
             self.config = resolved.config
             self.gpu_names = _used_gpus(resolved.config, capabilities)
-            self._supervisor.start_engine(self.config, self.checkpoint)
-            self._supervisor.wait_ready({"core"})
+            self._supervisor.start_engines(self.config, self.checkpoint)
+            self._supervisor.wait_ready()
             self._bars.close()
             self._connect()
         except BaseException:
@@ -98,15 +101,16 @@ class LLMEngine:
             raise
 
     def _connect(self) -> None:
-        self._link = CoreLink(self._context, self._supervisor.engines[0].endpoint, 0)
-        self._link.connect()
-        ready = self._wait_for(CoreReady, _CORE_READY_DEADLINE_S)
-        self.max_model_len: int = ready.max_model_len
-        self.kv_tokens: int = ready.kv_tokens
-        self.weight_bytes: list[int] = ready.weight_bytes
+        router = router_for(self.config, self.config.parallel.data_parallel_size)
+        self._links = CoreLinks(self._context, self._supervisor.engines, router)
+        self._links.connect()
+        ready = self._wait_for_all(CoreReady, _CORE_READY_DEADLINE_S)
+        self.max_model_len: int = min(one.max_model_len for one in ready)
+        self.kv_tokens: int = sum(one.kv_tokens for one in ready)
+        self.weight_bytes: list[int] = [size for one in ready for size in one.weight_bytes]
         self.tokenizer = Tokenizer.from_checkpoint(self.checkpoint)
         policy = self.config.scheduler.scheduling_policy
-        self._input = InputProcessor(self.checkpoint, self.tokenizer, ready.max_model_len, policy)
+        self._input = InputProcessor(self.checkpoint, self.tokenizer, self.max_model_len, policy)
         self._output = OutputProcessor(self.tokenizer)
         template = ChatTemplate.from_checkpoint(self.checkpoint)
         self._chat = None if template is None else ChatEncoder(template, self._input)
@@ -154,16 +158,22 @@ class LLMEngine:
         prompt_or_tokens_list: list[str] | list[list[int]],
         sampling_params_list: SamplingParams | list[SamplingParams],
         stream_callback: StreamCallback | None = None,
+        predictions: list[list[int]] | None = None,
     ) -> list[int]:
         """Submit prompts; `step` receives their output. Returns the ids of the new sequences.
+
+        `predictions` are the expected output ids of each prompt, as text for `--method ngram` to look
+        up; they change the speed and not the output.
 
         `stream_callback` is called within `step` with a RequestOutput for each sequence's new
         output. Raises ValueError, and submits nothing, for an invalid prompt.
         """
         params = _one_for_each(prompt_or_tokens_list, sampling_params_list)
+        expected = predictions or [[]] * len(params)
+        all_prompts = map(self._prompt_ids, prompt_or_tokens_list)
         prepared = [
-            (prompt_ids, options, self._request(prompt_ids, options))
-            for prompt_ids, options in zip(map(self._prompt_ids, prompt_or_tokens_list), params, strict=True)
+            (prompt_ids, options, self._request(prompt_ids, options, prediction))
+            for prompt_ids, options, prediction in zip(all_prompts, params, expected, strict=True)
         ]
         for prompt_ids, options, request in prepared:
             self._submit(request, prompt_ids, options, stream_callback)
@@ -177,7 +187,7 @@ class LLMEngine:
         if self._finished_early:
             ended, self._finished_early = self._finished_early, []
             return ended
-        message = self._receive()
+        _, message = self._receive()
         return self._process_deltas(message) if isinstance(message, TokenDeltas) else []
 
     def is_finished(self) -> bool:
@@ -190,15 +200,24 @@ class LLMEngine:
         for request_id in running:
             del self._running[request_id]
         self._output.remove(running)
-        self._link.send(Abort(running))
+        self._links.abort(running)
+        for request_id in running:
+            self._links.end(request_id)
 
     def stats(self) -> CoreStats:
-        """The engine core's counters. Raises RuntimeError while sequences are running."""
+        """The engine cores' counters, summed. Raises RuntimeError while sequences are running."""
         if self._running:
             raise RuntimeError("stats() needs an idle engine: finish or abort the running sequences first")
-        self._link.send(GetStats())
-        stats: CoreStats = self._wait_for(CoreStats, _STATS_DEADLINE_S)
-        return stats
+        self._links.send_to_all(GetStats())
+        return _sum(self._wait_for_all(CoreStats, _STATS_DEADLINE_S))
+
+    def get_mtp_statistics(self) -> dict[str, Any]:
+        """Figures of speculative decoding, see `atom.mtp_statistics`. Raises RuntimeError as `stats` does."""
+        return mtp_statistics(self.stats())
+
+    def print_mtp_statistics(self) -> None:
+        """Print the figures of speculative decoding. Raises RuntimeError as `stats` does."""
+        print(mtp_text(self.get_mtp_statistics()))
 
     def start_profile(self) -> None:
         """Start profiling on all workers; needs `torch_profiler_dir`.
@@ -212,14 +231,16 @@ class LLMEngine:
 
         Raises RuntimeError as `start_profile` does.
         """
-        return [f"{trace.directory}/{trace.file}" for trace in self._profile(False).traces]
+        results = self._profile(False)
+        return [f"{trace.directory}/{trace.file}" for result in results for trace in result.traces]
 
-    def _profile(self, on: bool) -> ProfileResult:
-        self._link.send(Profile(on))
-        result: ProfileResult = self._wait_for(ProfileResult, _PROFILE_DEADLINE_S)
-        if result.refusal or result.error:
-            raise RuntimeError(result.refusal or f"profiling failed: {result.error}")
-        return result
+    def _profile(self, on: bool) -> list[ProfileResult]:
+        self._links.send_to_all(Profile(on))
+        results: list[ProfileResult] = self._wait_for_all(ProfileResult, _PROFILE_DEADLINE_S)
+        for result in results:
+            if result.refusal or result.error:
+                raise RuntimeError(result.refusal or f"profiling failed: {result.error}")
+        return results
 
     @property
     def template_options(self) -> frozenset[str]:
@@ -249,9 +270,9 @@ class LLMEngine:
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         return self._input.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
-    def _request(self, prompt_ids: list[int], params: SamplingParams) -> AddRequest:
+    def _request(self, prompt_ids: list[int], params: SamplingParams, prediction: list[int]) -> AddRequest:
         ids = list(itertools.islice(self._request_ids, params.n))
-        return self._input.request(prompt_ids, params, ids)
+        return self._input.request(prompt_ids, params, ids, prediction_ids=prediction)
 
     def _submit(
         self,
@@ -273,12 +294,11 @@ class LLMEngine:
             params.stop_strings or (), params.include_stop_str_in_output, params.skip_special_tokens
         )
         self._output.add(request, text)
-        self._link.send(request)
+        self._links.add(request)
 
     def _process_deltas(self, deltas: TokenDeltas) -> list[Sequence]:
         processed = self._output.process(deltas)
-        if processed.aborts:
-            self._link.send(Abort(processed.aborts))
+        self._links.abort(processed.aborts)
         now = time.monotonic()
         ended = []
         for update in processed.updates:
@@ -298,30 +318,36 @@ class LLMEngine:
                 sequence.finished = now
                 sequence.finish_reason, sequence.error = update.reason, update.error
                 del self._running[update.request_id]
+                self._links.end(update.request_id)
                 ended.append(sequence)
             if callback is not None:
                 callback(_as_output(update, logprobs, sequence))
         return ended
 
-    def _receive(self) -> FromCore | None:
-        """The next message; None when none came in a fraction of a second. Raises EngineDeadError."""
-        message = self._link.receive(_STEP_WAIT_S)
+    def _receive(self) -> tuple[int, FromCore | None]:
+        """The next message, with its rank; None when none came in a fraction of a second.
+
+        Raises EngineDeadError.
+        """
+        rank, message = self._links.receive(_STEP_WAIT_S) or (0, None)
         if isinstance(message, CoreDead):
             raise EngineDeadError(message.reason)
         if message is None:
             self._check_alive()
-        return message
+        return rank, message
 
-    def _wait_for(self, kind: type[Any], timeout_s: float) -> Any:
-        """The next message of type `kind`; sequences that finish before it are kept for `step`."""
-        deadline = time.monotonic() + timeout_s
+    def _wait_for_all(self, kind: type[Any], timeout_s: float) -> list[Any]:
+        """The next `kind` of message of each engine; sequences that finish meanwhile are kept for `step`."""
+        deadline, received = time.monotonic() + timeout_s, {}
         while time.monotonic() < deadline:
-            message = self._receive()
+            rank, message = self._receive()
             if isinstance(message, kind):
-                return message
+                received[rank] = message
+                if len(received) == len(self._links):
+                    return [received[rank] for rank in sorted(received)]
             if isinstance(message, TokenDeltas):
                 self._finished_early += self._process_deltas(message)
-        raise EngineDeadError(f"the engine core sent no {kind.__name__} within {timeout_s:.0f} s")
+        raise EngineDeadError(f"an engine core sent no {kind.__name__} within {timeout_s:.0f} s")
 
     def _check_alive(self) -> None:
         try:
@@ -330,10 +356,23 @@ class LLMEngine:
             raise EngineDeadError(str(error)) from None
 
 
+def _sum(stats: list[CoreStats]) -> CoreStats:
+    """Field by field; lists by place."""
+    columns = zip(*map(msgspec.structs.astuple, stats), strict=True)
+    return CoreStats(*(_sum_of(column) for column in columns))
+
+
+def _sum_of(values: tuple[Any, ...]) -> Any:
+    if isinstance(values[0], list):
+        return [sum(places) for places in zip(*values, strict=True)]
+    return sum(values)
+
+
 def _used_gpus(config: EngineConfig, capabilities: DeviceCapabilities) -> list[str]:
     """Names of the workers' GPUs; empty on a CPU."""
-    count = config.parallel.tensor_parallel_size if config.device.device == "cuda" else 0
-    return capabilities.names[:count]
+    parallel = config.parallel
+    count = parallel.tensor_parallel_size * parallel.data_parallel_size
+    return capabilities.names[:count] if config.device.device == "cuda" else []
 
 
 def _one_for_each(

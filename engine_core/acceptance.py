@@ -1,8 +1,10 @@
 """The result of a step with drafts: several tokens of a request, of which one may be its last."""
 
 from array import array
+from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass
+from itertools import accumulate
 
 from atom.messages.engine import Finished, FinishReason
 from engine_core.draft_batch import DraftBatch
@@ -26,37 +28,46 @@ class Acceptance:
 
 def accept(step: Step, sampled: SampledTokens, batch: DraftBatch) -> Acceptance:
     """Append the tokens to their requests, each up to its end, and correct the computed tokens."""
-    prefilled = set(map(id, step.prefilled))
-    has_stop = step.stop_ids is None or not step.stop_ids.isdisjoint(sampled.token_ids)
-    start, kept = 0, list(sampled.counts)
-    result = Acceptance(sampled, [], [])
-    for index, (request, count) in enumerate(zip(sampled.requests, sampled.counts, strict=True)):
-        ids = sampled.token_ids[start : start + count]
+    requests, counts, ids = sampled.requests, sampled.counts, sampled.token_ids
+    num_decodes = len(requests) - _num_last(requests, step.prefilled)
+    may_end = {*range(num_decodes, len(requests))}
+    may_end.update(batch.correct(requests[:num_decodes], counts[:num_decodes]))
+    starts = [0, *accumulate(counts)]
+    if step.stop_ids is None:
+        may_end.update(range(len(requests)))
+    elif not step.stop_ids.isdisjoint(ids):
+        stops = [place for place, token_id in enumerate(ids) if token_id in step.stop_ids]
+        may_end.update(bisect_right(starts, place) - 1 for place in stops)
+    kept, ends, draining = list(counts), [], []
+    for index in sorted(may_end):
+        request, start = requests[index], starts[index]
+        kept[index], end = _up_to_end(request, ids[start : start + counts[index]])
+        if end is not None:
+            ends.append((request, end))
+        elif request.state is State.DECODING and batch.is_ending(request):
+            draining.append(request)
+    start = 0
+    for request, count, kept_count in zip(requests, counts, kept, strict=True):
+        request.output_ids.extend(ids[start : start + kept_count])
         start += count
-        if request.state is not State.WAITING and id(request) not in prefilled:
-            batch.correct(request, count)
-        if has_stop or len(request.token_ids) + count >= request.max_length:
-            ids, end = _up_to_end(request, ids)
-            if end is not None:
-                result.ends.append((request, end))
-                kept[index] = len(ids)
-        request.output_ids.extend(ids)
-        if request.state is State.DECODING and batch.is_ending(request):
-            result.draining.append(request)
-    if sum(kept) < start:
-        result.sampled = sampled.shorten(kept)
-    return result
+    return Acceptance(sampled.shorten(kept) if sum(kept) < start else sampled, ends, draining)
 
 
-def _up_to_end(request: Request, ids: "array[int]") -> "tuple[array[int], Finished | None]":
-    """The new ids of a request up to the first that ends it, and its end; None if it goes on."""
+def _num_last(requests: list[Request], prefilled: list[Request]) -> int:
+    """How many of `requests`, of which they are the last, have just been prefilled."""
+    ids, start = set(map(id, prefilled)), max(len(requests) - len(prefilled), 0)
+    return sum(id(request) in ids for request in requests[start:])
+
+
+def _up_to_end(request: Request, ids: "array[int]") -> tuple[int, Finished | None]:
+    """How many of its new ids a request gets, and its end; None if it goes on."""
     left = request.max_length - len(request.token_ids)
     for index, token_id in enumerate(ids[:left]):
         if token_id in request.stop_ids:
-            return ids[: index + 1], Finished(request.request_id, request.stop_reason(token_id), token_id)
+            return index + 1, Finished(request.request_id, request.stop_reason(token_id), token_id)
     if len(ids) < left:
-        return ids, None
-    return ids[:left], Finished(request.request_id, FinishReason.MAX_TOKENS)
+        return len(ids), None
+    return left, Finished(request.request_id, FinishReason.MAX_TOKENS)
 
 
 def count_drafts(sampled: SampledTokens, counters: Counters) -> None:

@@ -72,14 +72,13 @@ class DecodeBatch:
         """Tokens for which its blocks have room."""
         return self.computed(request)
 
-    def next_positions(self, request: Request) -> tuple[int, int]:
-        """The position that its next step computes, and the one after it."""
-        computed = request.decode_offset + self._step
-        return computed, computed + 1
-
-    def needing_block(self) -> list[Request]:
-        """Requests whose next token is the first of a block."""
-        return list(self._needs_block[self._step % len(self._needs_block)].values())
+    def needing_block(self) -> list[tuple[Request, int, int]]:
+        """Requests whose next token is the first of a block, with its position and the one after it."""
+        step = self._step
+        return [
+            (request, request.decode_offset + step, request.decode_offset + step + 1)
+            for request in self._needs_block[step % len(self._needs_block)].values()
+        ]
 
     def advance(self) -> tuple[DecodeRows, list[Request]]:
         """Schedule one token of every request; returns the rows, and the requests whose last step it is."""

@@ -13,8 +13,12 @@ allocated. A result with m tokens takes 1 + num_drafts - m off `computed`. No po
 is ever computed.
 """
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
 from engine_core.decode_batch import DecodeRows, decode_rows
-from engine_core.request import Request
+from engine_core.request import Request, State
+from engine_core.step import Step
 
 
 class DraftBatch:
@@ -51,16 +55,18 @@ class DraftBatch:
         """Tokens for which its blocks have room."""
         return request.covered
 
-    def next_positions(self, request: Request) -> tuple[int, int]:
-        """Where its next step begins at the earliest, and the end of the positions that it may write."""
-        start = request.computed - request.drafts_in_flight
-        return start, min(request.computed + self.tokens_per_row, request.max_length)
+    def needing_block(self) -> list[tuple[Request, int, int]]:
+        """Requests whose blocks do not cover the next step.
 
-    def needing_block(self) -> list[Request]:
-        """Requests whose blocks do not cover the next step."""
+        With each the first position at which the step may begin, and the end of those that it may write.
+        """
         width = self.tokens_per_row
         return [
-            request
+            (
+                request,
+                request.computed - request.drafts_in_flight,
+                min(request.computed + width, request.max_length),
+            )
             for request in self._requests.values()
             if request.covered < request.computed + width and request.covered < request.max_length
         ]
@@ -82,22 +88,41 @@ class DraftBatch:
             self.remove(request)
         return rows, ending
 
-    def correct(self, request: Request, num_tokens: int) -> None:
-        """The result of a step has `num_tokens` of the request, which decodes or drains."""
-        request.computed -= self.tokens_per_row - num_tokens
-        request.drafts_in_flight -= self.num_drafts
+    def correct(self, requests: Sequence[Request], counts: Sequence[int]) -> list[int]:
+        """Their result of one step has `counts[i]` tokens of requests[i]; preempted ones need no correction.
+
+        Returns the indices of those that may have ended with these tokens, or are ending now.
+        """
+        width, num_drafts, ending = self.tokens_per_row, self.num_drafts, []
+        for index, (request, count) in enumerate(zip(requests, counts, strict=True)):
+            if request.state is State.WAITING:
+                ending.append(index)
+                continue
+            computed = request.computed + count - width
+            in_flight = request.drafts_in_flight - num_drafts
+            request.computed, request.drafts_in_flight = computed, in_flight
+            if computed - in_flight + 1 >= request.max_length:
+                ending.append(index)
+        return ending
 
     def is_ending(self, request: Request) -> bool:
         """Whether it gets all its tokens from the steps in flight, even if no draft is accepted."""
         return request.computed - request.drafts_in_flight + 1 >= request.max_length
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless known, computed and covered tokens fit one another."""
+    def check_integrity(self, steps: Iterable[Step]) -> None:
+        """Raises AssertionError unless the tokens of all requests fit one another and `steps` in flight."""
+        sampled, drafted = Counter[int](), Counter[int]()
+        for step in steps:
+            sampled.update(map(id, step.sampling))
+            drafted.update(map(id, step.sampling if step.num_drafts else ()))
+            drafted.subtract(map(id, step.prefilled if step.num_drafts else ()))
         for request in self._requests.values():
-            known, least = len(request.token_ids), request.computed - request.drafts_in_flight
-            assert known - 1 <= least, "known tokens are not counted as computed"
-            assert least + 1 < request.max_length, "a request is past its last step"
-            assert request.drafts_in_flight % self.num_drafts == 0, "drafts were corrected in part"
+            least = request.computed - request.drafts_in_flight
+            certain = len(request.token_ids) - 1 + sampled[id(request)]
+            assert least == certain, f"{least} tokens are counted as certainly computed, not {certain}"
+            in_flight = self.num_drafts * drafted[id(request)]
+            assert request.drafts_in_flight == in_flight, f"{in_flight} drafts are in flight"
+            assert not self.is_ending(request), "a request is past its last step"
             assert request.covered >= min(request.computed, request.max_length), "drafts have no blocks"
 
     def _whole_blocks(self, num_tokens: int) -> int:

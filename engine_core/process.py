@@ -11,7 +11,6 @@ One thread runs one loop: wait for messages, process them, schedule steps, send 
 
 import contextlib
 import gc
-import secrets
 import signal
 import sys
 import time
@@ -136,12 +135,12 @@ class CoreProcess:
         loaded = self._collect(Loaded, _LOAD_DEADLINE_S, "to load the model")
         if loaded is None:
             return None
-        plan = plan_cache(config, self._launch.checkpoint.max_model_len, loaded)
+        plan = plan_cache(config, self._launch.checkpoint.max_model_len, loaded, self._launch.num_blocks)
         kv = KVCacheManager(
             plan.specs,
             plan.num_blocks,
             limits.max_chunk,
-            secrets.randbits(64),
+            self._launch.hash_seed,
             config.cache.enable_prefix_caching,
         )
         core = EngineCore(limits, kv, plan.max_model_len)
@@ -184,7 +183,7 @@ class CoreProcess:
             "max_model_len": plan.max_model_len,
             "num_blocks": " + ".join(map(str, plan.num_blocks)),
         }
-        self._send_to_supervisor(Ready(_NAME, detail))
+        self._send_to_supervisor(Ready(_NAME, detail, plan.num_blocks))
         gc.collect()
         gc.freeze()  # exclude what lives as long as the process from garbage collection
 
@@ -358,7 +357,7 @@ def main() -> None:
     """Exit status 0 after SIGTERM, 1 after a failure that was reported."""
     check_install()
     launch = read_launch(CoreLaunch)
-    setup_logging(_NAME)
+    setup_logging(launch.label)
     process = CoreProcess(launch)
 
     def stop(signum: int, frame: FrameType | None) -> None:

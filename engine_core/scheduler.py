@@ -224,7 +224,10 @@ class Scheduler:
         assert len(self._queue) == waiting, "queue and states differ"
         assert all(r.state is State.PREFILLING for r in self._prefilling.values())
         assert all(r.state is State.ENDED for r in self._ended)
-        self._decode_batch.check_integrity()
+        if isinstance(self._decode_batch, DraftBatch):
+            self._decode_batch.check_integrity(self._in_flight)
+        else:
+            self._decode_batch.check_integrity()
         for request in self._decode_batch.requests():
             self._kv.check_covers(request.blocks, self._decode_batch.num_covered(request))
         yield
@@ -235,10 +238,9 @@ class Scheduler:
     def _extend_decodes(self, plan: StepPlan) -> None:
         """Allocate a block for each decoding request whose last one is full, and cache the full one."""
         kv, batch, last_step = self._kv, self._decode_batch, self._last_step
-        for request in batch.needing_block():
+        for request, start, end in batch.needing_block():
             if request.state is not State.DECODING:
                 continue  # preempted for an earlier request of this loop
-            start, end = batch.next_positions(request)
             # At most one step is in flight, so all ids before `start` are known.
             kv.cache(request.blocks, start, last_step)
             if not self._extend(request, start, end, plan) and request.state is State.DECODING:
@@ -444,9 +446,9 @@ class Scheduler:
         """End the requests whose rows failed in `step`, and recompute those that share their blocks."""
         finished = []
         for request, reason in failures:
+            request.is_cacheable = False
             if request.state is State.ENDED:
                 continue
-            request.is_cacheable = False
             message = reason[:MAX_REASON_CHARS]
             end = Finished(request.request_id, FinishReason.ERROR, message=message)
             finished.append((request, end))

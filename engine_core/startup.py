@@ -40,8 +40,12 @@ def limits_of(config: EngineConfig) -> Limits:
     )
 
 
-def plan_cache(config: EngineConfig, model_max_len: int, loaded: Sequence[Loaded]) -> CachePlan:
+def plan_cache(
+    config: EngineConfig, model_max_len: int, loaded: Sequence[Loaded], earlier: Sequence[int] = ()
+) -> CachePlan:
     """The KV cache that fits every rank. `model_max_len` is the checkpoint's own limit.
+
+    `earlier` are the blocks of each group in an earlier life of the engine, whose limits stay.
 
     Raises StartupError when the cache would be too small for the configuration.
     """
@@ -51,7 +55,7 @@ def plan_cache(config: EngineConfig, model_max_len: int, loaded: Sequence[Loaded
             raise StartupError(f"workers {loaded[0].rank} and {other.rank} have different KV cache layouts")
     limits = limits_of(config)
     max_model_len = config.model.max_model_len or model_max_len
-    num_blocks = _num_blocks(config.cache.num_kv_blocks, limits, max_model_len, loaded)
+    num_blocks = list(earlier) or _num_blocks(config.cache.num_kv_blocks, limits, max_model_len, loaded)
     longest = longest_sequence(specs, num_blocks, limits.max_chunk)
     if longest is not None and longest < max_model_len:
         if config.model.max_model_len is not None:

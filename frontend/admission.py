@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from frontend.errors import OverloadedError, RequestError
+from frontend.metrics import Metrics
 
 __all__ = ["Admission", "AdmissionSlot"]
 
@@ -14,17 +15,18 @@ _MIN_RETRY_S, _MAX_RETRY_S = 1, 60
 
 
 class Admission:
-    """Admits at most `capacity` sequences; each counts from its admission until it ends.
+    """Admits at most `capacity()` sequences; each counts from its admission until it ends.
 
-    `live` returns the number of sequences that the engine has. A request calls `slot` before its body
+    `most` is the largest capacity: a request for more can never be served. `live` returns the number of
+    sequences that the engines have. A request calls `slot` before its body
     is read, `AdmissionSlot.reserve` once the number of its sequences is known, and `begin` as each
     sequence is sent to the engine.
     """
 
-    def __init__(self, capacity: int, live: Callable[[], int]):
-        self.refused = 0
-        """Requests refused because the server was full."""
+    def __init__(self, capacity: Callable[[], int], most: int, live: Callable[[], int], metrics: Metrics):
         self._capacity = capacity
+        self._most = most
+        self._metrics = metrics
         self._live = live
         self._reserved: dict[int, AdmissionSlot] = {}  # by request id: reserved, not yet sent to the engine
         self._slots = 0
@@ -34,12 +36,13 @@ class Admission:
     def check(self, count: int = 1) -> None:
         """Raises OverloadedError if `count` more sequences exceed the capacity."""
         taken = self._live() + len(self._reserved) + self._slots
-        if taken + count <= self._capacity:
+        capacity = self._capacity()
+        if taken + count <= capacity:
             return
-        self.refused += 1
+        self._metrics.refused += 1
         self._refusals.add(count)
         raise OverloadedError(
-            f"the server is at its limit of {self._capacity} running and queued requests; try again later",
+            f"the server is at its limit of {capacity} running and queued requests; try again later",
             self._retry_after_s(),
         )
 
@@ -64,9 +67,9 @@ class Admission:
         self._finished.add(count)
 
     def _reserve(self, slot: "AdmissionSlot", request_ids: Sequence[int]) -> None:
-        if len(request_ids) > self._capacity:
+        if len(request_ids) > self._most:
             raise RequestError(
-                f"{len(request_ids)} choices in one request, but this server takes {self._capacity} at most: "
+                f"{len(request_ids)} choices in one request, but this server takes {self._most} at most: "
                 "request fewer, or start the server with a larger --max-queued-requests"
             )
         self.check(len(request_ids) - 1)  # the slot itself reserves one

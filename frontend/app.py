@@ -1,12 +1,13 @@
 """Builds the HTTP application of one model and starts serving it."""
 
 import asyncio
+import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
 
 from aiohttp import web
 
-from atom.messages.engine import CoreReady
 from atom.messages.launch import FrontendLaunch
 from frontend import keys
 from frontend.auth import ApiKeys
@@ -14,7 +15,8 @@ from frontend.body_memory import BodyMemory
 from frontend.chat_encoder import ChatEncoder
 from frontend.chat_template import ChatTemplate
 from frontend.connections import Listener
-from frontend.engine_client import EngineClient
+from frontend.dp_router import router_for
+from frontend.engine_client import ClientSettings, EngineClient
 from frontend.harmony import Harmony
 from frontend.input_processor import InputProcessor
 from frontend.lifecycle import Lifecycle
@@ -30,6 +32,8 @@ from frontend.serving.completions import CompletionService
 from frontend.serving.generation import ServingOptions
 from frontend.serving.models import ModelService, fingerprint
 from frontend.serving.tokenization import TokenizationService
+from frontend.shared_metrics import SharedMetrics
+from frontend.supervisor_link import follow_engines
 from frontend.text_executor import TextExecutor
 from frontend.tokenizer import Tokenizer
 
@@ -56,11 +60,15 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
     app[keys.LIFECYCLE] = Lifecycle()
     app[keys.METRICS] = Metrics()
     _add_services(app, launch)
+    app[keys.SHARED_METRICS] = SharedMetrics(
+        launch.metrics_dir, launch.index, app[keys.METRICS], app[keys.CLIENT].__len__
+    )
     for table in _ROUTES:
         app.add_routes(table)
     app.on_response_prepare.append(add_request_id)
     app.on_response_prepare.append(_close_while_draining)
-    app.cleanup_ctx.append(_engine_link)
+    app.cleanup_ctx.append(_engine_links)
+    app.cleanup_ctx.append(_metrics_file)
     app.cleanup_ctx.append(_loop_watch)
     return app
 
@@ -69,15 +77,21 @@ def _add_services(app: web.Application, launch: FrontendLaunch) -> None:
     checkpoint, config, server = launch.checkpoint, launch.config.model, launch.server
     tokenizer = Tokenizer.from_checkpoint(checkpoint)
     max_model_len = config.max_model_len or checkpoint.max_model_len
-    inputs = InputProcessor(checkpoint, tokenizer, max_model_len, launch.config.scheduler.scheduling_policy)
+    inputs = InputProcessor(
+        checkpoint,
+        tokenizer,
+        max_model_len,
+        launch.config.scheduler.scheduling_policy,
+        launch.config.speculative.method == "ngram",
+    )
+    settings = _client_settings(launch)
     client = EngineClient(
-        launch.engines[0].endpoint,
-        launch.index,
+        launch.engines,
+        settings,
+        router_for(launch.config, settings.num_ranks, launch.index),
         OutputProcessor(tokenizer),
         app[keys.METRICS],
-        _capacity(launch),
-        lambda ready: _set_max_model_len(inputs, ready),
-        launch.config.reliability.hang_timeout,
+        lambda max_model_len: setattr(inputs, "max_model_len", max_model_len),
     )
     models_service = ModelService(config.served_model_name or config.model, inputs)
     options = ServingOptions(
@@ -110,11 +124,18 @@ def _max_body_bytes(launch: FrontendLaunch) -> int:
     return launch.server.max_body_bytes or max(HttpLimits.max_body_bytes, longest * _BYTES_PER_TOKEN)
 
 
-def _capacity(launch: FrontendLaunch) -> int:
-    """Sequences that may be in progress: running and queued."""
-    running = launch.config.scheduler.max_num_seqs
+def _client_settings(launch: FrontendLaunch) -> ClientSettings:
+    config = launch.config
+    running = config.scheduler.max_num_seqs
     assert running is not None, "the configuration was not resolved"
-    return running + launch.server.max_queued_requests
+    return ClientSettings(
+        num_ranks=config.parallel.data_parallel_size,
+        max_num_seqs=running,
+        max_queued=launch.server.max_queued_requests,
+        index=launch.index,
+        num_frontends=launch.num_frontends,
+        hang_timeout=config.reliability.hang_timeout,
+    )
 
 
 async def _close_while_draining(request: web.Request, response: web.StreamResponse) -> None:
@@ -136,19 +157,38 @@ async def start(app: web.Application, listener: socket.socket) -> web.AppRunner:
     return runner
 
 
-def _set_max_model_len(inputs: InputProcessor, ready: CoreReady) -> None:
-    inputs.max_model_len = ready.max_model_len
+async def _engine_links(app: web.Application) -> AsyncIterator[None]:
+    launch, client = app[keys.LAUNCH], app[keys.CLIENT]
+    async with client:
+        if not launch.control:
+            yield
+            return
+        follow = follow_engines(
+            launch.control, launch.index, lambda message: client.update(message.engines, message.ended)
+        )
+        async with _running(follow):
+            yield
 
 
-async def _engine_link(app: web.Application) -> AsyncIterator[None]:
-    async with app[keys.CLIENT]:
+async def _metrics_file(app: web.Application) -> AsyncIterator[None]:
+    async with _running(app[keys.SHARED_METRICS].keep()):
         yield
 
 
+@contextlib.asynccontextmanager
+async def _running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """A task for the duration of the block."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
 async def _loop_watch(app: web.Application) -> AsyncIterator[None]:
-    watch = asyncio.create_task(watch_loop(app[keys.METRICS].event_loop_lag.observe))
-    yield
-    watch.cancel()
+    async with _running(watch_loop(app[keys.METRICS].event_loop_lag.observe)):
+        yield
 
 
 async def _shut_down(executor: TextExecutor) -> AsyncIterator[None]:

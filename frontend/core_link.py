@@ -1,6 +1,6 @@
 """The connection to one engine core: its socket, and the state that the core last reported.
 
-It handles no requests. `EngineClient` uses it with an asyncio context, `LLMEngine` with a blocking
+It handles no requests. `EngineClient` uses it with an asyncio context, `CoreLinks` with a blocking
 one. No state is final: after `connect` the link is ready again with the next CoreReady.
 """
 
@@ -32,7 +32,7 @@ class LinkState(Enum):
 class CoreLink:
     """One DEALER socket to the core at `endpoint`; `index` is this frontend's number.
 
-    `context` may be an asyncio one; then receive with `decode(await link.socket.recv())`.
+    Receive with `decode(link.socket.recv())`; `context` may be an asyncio one.
     """
 
     def __init__(self, context: "zmq.Context[Any]", endpoint: str, index: int):
@@ -86,12 +86,6 @@ class CoreLink:
         sent: object = self.socket.send(encode(message), zmq.DONTWAIT)
         if isinstance(sent, asyncio.Future):  # of an asyncio context; it is done already
             sent.result()
-
-    def receive(self, timeout_s: float) -> FromCore | None:
-        """The next message, with a blocking context; None after the timeout."""
-        if not self.socket.poll(int(timeout_s * 1000)):
-            return None
-        return self.decode(self.socket.recv())
 
     def decode(self, frame: bytes) -> FromCore:
         """The message in a received frame; updates the state. Raises WireError."""

@@ -1,14 +1,17 @@
-"""The link to one engine core, for all requests of this process.
+"""The links to all engine cores, for all requests of this process.
 
-One task receives the tokens of each step, detokenizes them and wakes each stream at most once a
+Each core's task receives the tokens of a step, detokenizes them and wakes each stream at most once a
 step. A stream keeps at most one pending update for each sequence: a slow reader gets merged updates
 and delays no other request.
+
+An engine has a rank and, counted from 0, lives. `update` gets the lives that there are now: their links
+are opened, those of other lives are closed, and the sequences on them end with an error. The state of a
+sequence (its AddRequest and the ids it has emitted) is in the OutputProcessor until then.
 """
 
 import asyncio
 import contextlib
 import itertools
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
@@ -16,148 +19,107 @@ from types import TracebackType
 
 import zmq
 import zmq.asyncio
-from zmq.utils.monitor import recv_monitor_message
 
-from atom.messages.engine import (
-    Abort,
-    AddRequest,
-    CoreDead,
-    CoreReady,
-    CoreStats,
-    FromCore,
-    GetStats,
-    TokenDeltas,
-)
+from atom.messages.engine import Abort, AddRequest, CoreReady, CoreStats, FromCore, GetStats, TokenDeltas
+from atom.messages.launch import EngineAddress
 from atom.messages.profile import Profile, ProfileResult
-from atom.utils.liveness import PeerMonitor, heartbeat_interval
-from atom.utils.logger import get_logger
+from atom.messages.supervisor import EngineEnded
 from frontend.admission import Admission
 from frontend.core_link import CoreLink, LinkState
-from frontend.errors import ApiError, EngineDeadError, EngineError, UnavailableError
+from frontend.dp_router import Charge, RoutedPrompt, Router
+from frontend.engine_connection import YIELD_S, EngineConnection
+from frontend.errors import EngineDeadError, EngineError, RequestError, UnavailableError
 from frontend.metrics import Metrics, Progress
 from frontend.output_processor import OutputProcessor, TextOptions, Update
+from frontend.streams import Stream
 
-__all__ = ["EngineClient", "Stream"]
+__all__ = ["ClientSettings", "EngineClient"]
 
 # Longer than the core's own deadline, whose error message is more specific.
 _PROFILE_DEADLINE_S = 330.0
-# How long the core's last message may arrive after the end of its connection.
-_FINAL_MESSAGE_S = 0.3
-# Between the end of a connection and the next one.
-_RECONNECT_S = 1.0
-# Longest time before other tasks run while messages wait.
-_YIELD_S = 0.01
-_CORE = "the engine core"
 _ID_BITS = 40
 _BYTES_PER_ID = 4
+# States of engines that are not ready, the one that may soon be ready first.
+_HOPE = (LinkState.STALLED, LinkState.READY, LinkState.CONNECTING, LinkState.DEAD)
 
 
-class Stream:
-    """The updates of one HTTP request, over all its sequences."""
+@dataclass(frozen=True)
+class ClientSettings:
+    """What an EngineClient takes from the configuration."""
 
-    def __init__(self, request_ids: list[int], every_step: bool):
-        self.open = set(request_ids)
-        """Ids of the sequences that have not ended."""
-        self.first_token_at = 0.0
-        self.last_token_at = 0.0
-        self._every_step = every_step
-        self._pending: dict[int, Update] = {}
-        self._error: ApiError | None = None
-        self._wake = asyncio.Event()
+    num_ranks: int = 1
+    """Engines, when all of them live."""
+    max_num_seqs: int = 256
+    """Sequences that one engine runs at once."""
+    max_queued: int = 1024
+    """Sequences that may wait, over all engines."""
+    index: int = 0
+    """This frontend's number, unique among the frontends of the engines."""
+    num_frontends: int = 1
+    """The limits of admission are divided among them."""
+    hang_timeout: float = 60.0
 
-    def put(self, update: Update, now: float) -> None:
-        """Add an update, and wake the reader if it waits for every step or all sequences have ended."""
-        if update.token_ids:
-            self.first_token_at = self.first_token_at or now
-            self.last_token_at = now
-        earlier = self._pending.get(update.request_id)
-        if earlier is None:
-            self._pending[update.request_id] = update
-        else:
-            earlier.merge(update)
-        if update.finished:
-            self.open.discard(update.request_id)
-        if self._every_step or not self.open or update.error:
-            self._wake.set()
-
-    @property
-    def failed(self) -> bool:
-        """Whether `fail` was called."""
-        return self._error is not None
-
-    def fail(self, error: ApiError) -> None:
-        """End the stream; the reader gets the pending updates and then `error`."""
-        self._error = error
-        self._wake.set()
-
-    def __aiter__(self) -> AsyncIterator[list[Update]]:
-        return self
-
-    async def __anext__(self) -> list[Update]:
-        """At most one update for each sequence. Raises the error given to `fail`."""
-        if not self.open and not self._pending:
-            raise StopAsyncIteration
-        await self._wake.wait()  # bounded: the client fails all streams of a hung core
-        if self._error is not None and not self._pending:
-            raise self._error
-        updates = list(self._pending.values())
-        self._pending.clear()
-        if self._error is None:
-            self._wake.clear()
-        return updates
+    def capacity(self, num_engines: int) -> int:
+        """Sequences that this frontend may have in progress while so many engines are ready."""
+        total = self.max_num_seqs * max(num_engines, 1) + self.max_queued
+        return -(-total // self.num_frontends)
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """One sequence that the core generates."""
+    """One sequence that an engine generates."""
 
     stream: Stream
     progress: Progress
+    engine: EngineConnection
+    charge: Charge
 
 
 class EngineClient:
-    """Sends requests to the core at `endpoint` and distributes its tokens to streams.
+    """Sends requests to engine cores and distributes their tokens to streams.
 
-    `index` is this frontend's number, unique among the frontends of the core; `capacity` bounds the
-    sequences in progress, through `admission`. `on_ready` is called with the core's limits once it
-    is ready.
+    `admission` bounds the sequences in progress. `on_ready` is called with the smallest max_model_len
+    of the engines whenever one of them has become ready.
 
-    While the core is silent, running streams wait; after `hang_timeout` they fail. The client
-    reconnects then, and after every end of the connection.
+    While a core is silent, its streams wait; after the hang timeout they fail. The client reconnects then,
+    and after every end of a connection, until `update` leaves that life out.
     """
 
     def __init__(
         self,
-        endpoint: str,
-        index: int,
+        engines: list[EngineAddress],
+        settings: ClientSettings,
+        router: Router,
         output: OutputProcessor,
         metrics: Metrics,
-        capacity: int,
-        on_ready: Callable[[CoreReady], None] = lambda ready: None,
-        hang_timeout: float = 60.0,
+        on_ready: Callable[[int], None] = lambda max_model_len: None,
     ):
-        self.admission = Admission(capacity, self.__len__)
+        self.settings = settings
+        most = settings.capacity(settings.num_ranks)
+        self.admission = Admission(self._capacity, most, self.__len__, metrics)
         self._context = zmq.asyncio.Context()
-        self._link = CoreLink(self._context, endpoint, index)
-        self._hang_timeout_s = hang_timeout
+        self._router = router
         self._output = output
         self._metrics = metrics
         self._on_ready = on_ready
-        self._counter = itertools.count(index << _ID_BITS)
+        self._counter = itertools.count(settings.index << _ID_BITS)
+        self._initial = engines
+        self.engine_restarts = dict.fromkeys(range(settings.num_ranks), 0)
+        """By rank: restarts since the start of the server."""
+        self._engines: dict[int, EngineConnection] = {}  # by rank
+        self._closing: set[asyncio.Task[None]] = set()
+        self._ended_reasons: dict[int, str] = {}  # by rank: why its last life has ended
         self._sequences: dict[int, _Sequence] = {}
-        self._stats_requests: set[asyncio.Future[CoreStats]] = set()
-        self._profiles: dict[int, asyncio.Future[ProfileResult]] = {}
+        self._stats: dict[EngineConnection, asyncio.Future[CoreStats]] = {}
+        self._profiles: dict[int, tuple[EngineConnection, asyncio.Future[ProfileResult]]] = {}
         self._ready = asyncio.Event()
-        self._received_at = 0.0
-        self._core_monitor = PeerMonitor(hang_timeout)
 
     def __len__(self) -> int:
         """Number of sequences in progress."""
         return len(self._sequences)
 
     async def __aenter__(self) -> "EngineClient":
-        self._link.connect()
-        self._task = asyncio.create_task(self._run(), name="core-link")
+        self.update(self._initial)
         return self
 
     async def __aexit__(
@@ -166,60 +128,141 @@ class EngineClient:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        self._fail_all("the server is stopping")
-        self._link.close()
+        self._closing.update(engine.close() for engine in self._engines.values())
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        for engine in self._engines.values():
+            self._fail_all(engine, "the server is stopping")
         self._context.term()
+
+    # Engines
+
+    def update(self, engines: list[EngineAddress], ended: Iterable[EngineEnded] = ()) -> None:
+        """Open the links of new lives, and close those of lives that are not among `engines`.
+
+        Sequences on the closed ones fail with the reason in `ended`.
+        """
+        lives = {(address.rank, address.life) for address in engines}
+        reasons = {(end.rank, end.life): end.reason for end in ended}
+        self._ended_reasons.update({rank: reason for (rank, _), reason in reasons.items()})
+        self.engine_restarts |= dict(sorted([*reasons, *lives]))
+        for engine in list(self._engines.values()):
+            if (engine.rank, engine.life) not in lives:
+                reason = reasons.get((engine.rank, engine.life), f"engine {engine.rank} was stopped")
+                self._close(engine, reason)
+        for address in engines:
+            if address.rank not in self._engines:
+                self._open(address)
+
+    def _open(self, address: EngineAddress) -> None:
+        link = CoreLink(self._context, address.endpoint, self.settings.index)
+        engine = EngineConnection(address, link, self.settings.hang_timeout, self._process, self._fail_all)
+        self._engines[address.rank] = engine
+        engine.open()
+
+    def _close(self, engine: EngineConnection, reason: str) -> None:
+        del self._engines[engine.rank]
+        self._ended_reasons[engine.rank] = reason
+        self._router.forget(engine.rank)
+        self._fail_all(engine, reason)
+        closing = engine.close()
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    @property
+    def engines(self) -> dict[int, EngineConnection]:
+        """The engine of each rank that lives or starts."""
+        return self._engines
 
     @property
     def limits(self) -> CoreReady | None:
-        """The core's limits; None until it was ready for the first time."""
-        return self._link.limits
+        """The limits of the engine with the smallest max_model_len; None until one was ready."""
+        known = [engine.link.limits for engine in self._engines.values() if engine.link.limits]
+        return min(known, key=lambda limits: limits.max_model_len, default=None)
 
-    def check_ready(self) -> None:
-        """Raises UnavailableError while the engine cannot generate."""
-        self._link.check_ready()
+    def check_ready(self, rank: int | None = None) -> None:
+        """Raises UnavailableError while no engine, or not that of `rank`, can generate.
+
+        RequestError for a rank that does not exist.
+        """
+        self._ready_ranks(rank)
 
     @property
     def is_ready(self) -> bool:
-        """Whether the engine can generate."""
-        return self._link.is_ready
+        """Whether an engine can generate."""
+        return any(engine.link.is_ready for engine in self._engines.values())
+
+    @property
+    def engine_up(self) -> dict[int, bool]:
+        """Whether each rank's engine can generate."""
+        ready = {rank for rank, engine in self._engines.items() if engine.link.is_ready}
+        return {rank: rank in ready for rank in range(self.settings.num_ranks)}
 
     async def wait_ready(self) -> None:
-        """Wait until the core is ready; the caller bounds the wait."""
+        """Wait until an engine is ready; the caller bounds the wait."""
         await self._ready.wait()
 
-    async def stats(self, timeout_s: float) -> CoreStats | None:
-        """The core's current counters; None when it does not respond in time."""
-        if not self.is_ready:
-            return None
-        response = asyncio.get_running_loop().create_future()
-        self._stats_requests.add(response)
-        self._link.send(GetStats())
-        try:
-            return await asyncio.wait_for(response, timeout_s)
-        except TimeoutError:
-            return None
-        finally:
-            self._stats_requests.discard(response)
+    def _ready_ranks(self, rank: int | None) -> list[int]:
+        """The ranks that may get a request; raises as `check_ready` does."""
+        if rank is not None and not 0 <= rank < self.settings.num_ranks:
+            raise RequestError(
+                f"data_parallel_rank {rank} is none of this server's {self.settings.num_ranks} ranks: "
+                f"use 0 to {self.settings.num_ranks - 1}, or leave it out",
+                param="data_parallel_rank",
+            )
+        wanted = [engine for engine in self._engines.values() if rank in (None, engine.rank)]
+        if ready := [engine.rank for engine in wanted if engine.link.is_ready]:
+            return ready
+        if wanted:
+            min(wanted, key=lambda engine: _HOPE.index(engine.link.state)).link.check_ready()
+        reasons = [reason for number, reason in self._ended_reasons.items() if rank in (None, number)]
+        raise UnavailableError(f"the engine is gone: {'; '.join(reasons)}", code="engine_dead")
 
-    async def profile(self, on: bool) -> ProfileResult:
-        """Start recording profiler traces on all workers, or stop and write them.
+    def _capacity(self) -> int:
+        return self.settings.capacity(sum(engine.link.is_ready for engine in self._engines.values()))
 
-        Raises UnavailableError without an engine, EngineError when it does not respond.
+    async def stats(self, timeout_s: float) -> dict[int, CoreStats]:
+        """The current counters of each rank whose core responds in time."""
+        ready = [engine for engine in self._engines.values() if engine.link.is_ready]
+        waiting = {engine.rank: self._request_stats(engine) for engine in ready}
+        if waiting:
+            await asyncio.wait(waiting.values(), timeout=timeout_s)
+        return {
+            rank: response.result()
+            for rank, response in waiting.items()
+            if response.done() and not response.cancelled() and response.exception() is None
+        }
+
+    def _request_stats(self, engine: EngineConnection) -> "asyncio.Future[CoreStats]":
+        response = self._stats.get(engine)
+        if response is None or response.done():
+            response = self._stats[engine] = asyncio.get_running_loop().create_future()
+            engine.link.send(GetStats())
+        return response
+
+    async def profile(self, on: bool) -> list[tuple[int, ProfileResult]]:
+        """Start recording traces on all workers, or stop and write them; (rank, result) of each engine.
+
+        Raises UnavailableError without an engine, EngineError when one does not respond.
         """
-        self.check_ready()
+        ranks = self._ready_ranks(None)
+        results = await asyncio.gather(*(self._profile(self._engines[rank], on) for rank in ranks))
+        return list(zip(ranks, results, strict=True))
+
+    async def _profile(self, engine: EngineConnection, on: bool) -> ProfileResult:
         (number,) = self.new_ids(1)
-        response = asyncio.get_running_loop().create_future()
-        self._profiles[number] = response
-        self._link.send(Profile(on, number))
+        response: asyncio.Future[ProfileResult] = asyncio.get_running_loop().create_future()
+        self._profiles[number] = engine, response
+        engine.link.send(Profile(on, number))
         try:
             return await asyncio.wait_for(response, _PROFILE_DEADLINE_S)
         except TimeoutError:
-            raise EngineError(f"the engine core did not respond within {_PROFILE_DEADLINE_S:.0f} s") from None
+            raise EngineError(
+                f"engine core {engine.rank} did not respond within {_PROFILE_DEADLINE_S:.0f} s"
+            ) from None
         finally:
             del self._profiles[number]
+
+    # Requests
 
     def new_ids(self, count: int) -> list[int]:
         """New unique request ids, ascending."""
@@ -227,133 +270,96 @@ class EngineClient:
 
     @contextlib.asynccontextmanager
     async def open(
-        self, requests: list[AddRequest], text: TextOptions, every_step: bool = True
+        self,
+        requests: list[AddRequest],
+        text: TextOptions,
+        every_step: bool = True,
+        rank: int | None = None,
     ) -> AsyncIterator[Stream]:
         """Send `requests` and read their results as one stream; on exit unfinished ones are aborted.
 
-        Without `every_step` the stream wakes its reader once, when all sequences have ended. If the
-        engine is not ready any more, the stream fails at once.
+        Without `every_step` the stream wakes its reader once, when all sequences have ended. Without `rank`
+        the router chooses one for each request. If no engine is ready any more, the stream fails at once.
         """
         stream = Stream([i for request in requests for i in request.request_ids], every_step)
         try:
-            await self._submit_all(requests, text, stream)
+            await self._submit_all(requests, text, stream, rank)
             yield stream
         finally:
             self._abort(sorted(stream.open))
 
-    async def _submit_all(self, requests: list[AddRequest], text: TextOptions, stream: Stream) -> None:
+    async def _submit_all(
+        self, requests: list[AddRequest], text: TextOptions, stream: Stream, rank: int | None
+    ) -> None:
         """Send `requests`, with turns for other tasks in between, until the stream fails."""
         yielded_at = time.monotonic()
         for position, request in enumerate(requests):
-            if time.monotonic() - yielded_at > _YIELD_S:
+            if time.monotonic() - yielded_at > YIELD_S:
                 await asyncio.sleep(0)
                 yielded_at = time.monotonic()
             if stream.failed:
                 return
             try:
-                self.check_ready()
+                ready = self._ready_ranks(rank)
             except UnavailableError as error:
-                self._metrics.failed(sum(len(later.request_ids) for later in requests[position:]))
+                self._metrics.engine(rank or 0).failed(
+                    sum(len(each.request_ids) for each in requests[position:])
+                )
                 stream.fail(error)
                 return
-            self._submit(request, text, stream)
+            self._submit(request, text, stream, ready)
 
-    def _submit(self, request: AddRequest, text: TextOptions, stream: Stream) -> None:
-        num_prompt_tokens = len(request.prompt_ids) // _BYTES_PER_ID
+    def _submit(self, request: AddRequest, text: TextOptions, stream: Stream, ready: list[int]) -> None:
+        """Send a request to one of the ranks `ready`."""
+        charge = self._router.route(
+            RoutedPrompt(
+                request.prompt_ids, request.max_tokens, len(request.request_ids), request.cache_salt
+            ),
+            ready,
+        )
+        engine = self._engines[charge.rank]
+        num_prompt_tokens = request.prompt_length or len(request.prompt_ids) // _BYTES_PER_ID
         for request_id in request.request_ids:
             progress = Progress(self.admission.begin(request_id), num_prompt_tokens)
-            self._sequences[request_id] = _Sequence(stream, progress)
+            self._sequences[request_id] = _Sequence(stream, progress, engine, charge)
         self._output.add(request, text)
-        self._link.send(request)
+        engine.link.send(request)
 
     def _abort(self, request_ids: list[int]) -> None:
-        running = [request_id for request_id in request_ids if self._sequences.pop(request_id, None)]
-        self._output.remove(running)
-        if running:
-            self._metrics.aborted(len(running))
+        by_engine: dict[EngineConnection, list[int]] = {}
+        for request_id in request_ids:
+            if (sequence := self._sequences.pop(request_id, None)) is not None:
+                self._router.release(sequence.charge)
+                by_engine.setdefault(sequence.engine, []).append(request_id)
+        for engine, running in by_engine.items():
+            self._output.remove(running)
+            self._metrics.engine(engine.rank).aborted(len(running))
             self.admission.ended(len(running))
-            self._link.send(Abort(running))
+            engine.link.send(Abort(running))
 
-    async def _run(self) -> None:
-        """Keep a connection to the core; when one ends, fail its requests and reconnect."""
-        try:
-            while True:
-                reason = await self._serve_connection()
-                get_logger().error("the connection to the engine core has ended: %s", reason)
-                self._link.mark_dead(reason)
-                self._link.close()
-                self._fail_all(reason)
-                await asyncio.sleep(_RECONNECT_S)
-                self._link.connect()
-        except asyncio.CancelledError:
-            raise
-        except BaseException:  # streams would wait forever: end the process, and so the server
-            get_logger().critical("the frontend cannot recover its link to the engine core", exc_info=True)
-            os._exit(1)
+    # Messages
 
-    async def _serve_connection(self) -> str:
-        """Process messages until the connection ends; returns the reason."""
-        self._core_monitor = PeerMonitor(self._hang_timeout_s)
-        work = (self._read(), self._wait_until_closed(), self._watch_silence())
-        tasks = [asyncio.create_task(each) for each in work]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            return next(_reason(task) for task in tasks if task.done())
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _read(self) -> str:
-        yielded_at = time.monotonic()
-        while True:
-            message = self._link.decode(await self._link.socket.recv())
-            self._received_at = time.monotonic()
-            self._core_monitor.seen(_CORE)
-            if isinstance(message, CoreDead):
-                return message.reason
-            self._process(message)
-            if time.monotonic() - yielded_at > _YIELD_S:  # `recv` does not yield while messages wait
-                await asyncio.sleep(0)
-                yielded_at = time.monotonic()
-
-    async def _wait_until_closed(self) -> str:
-        monitor = self._link.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        try:
-            await recv_monitor_message(monitor)
-            await asyncio.sleep(_FINAL_MESSAGE_S)
-        finally:
-            self._link.socket.disable_monitor()
-            monitor.close(0)
-        return f"{_CORE} closed its connection"
-
-    async def _watch_silence(self) -> str:
-        """Request the core's counters about every second: a running core responds at once."""
-        while not (reason := self._core_monitor.hung()):
-            await asyncio.sleep(heartbeat_interval(self._hang_timeout_s))
-            if self._link.state is not LinkState.CONNECTING:
-                self._link.send(GetStats())
-                self._core_monitor.update()
-                self._link.silence = self._core_monitor.unresponsive
-        return reason
-
-    def _process(self, message: FromCore) -> None:
+    def _process(self, engine: EngineConnection, message: FromCore) -> None:
         match message:
             case TokenDeltas():
-                self._deliver(message)
+                self._deliver(engine, message)
             case CoreReady():
-                self._on_ready(message)
+                if (limits := self.limits) is not None:
+                    self._on_ready(limits.max_model_len)
                 self._ready.set()
             case CoreStats():
-                _resolve(self._stats_requests, message)
-            case ProfileResult(number):
-                response = self._profiles.get(number)
+                response = self._stats.pop(engine, None)
                 if response is not None and not response.done():
                     response.set_result(message)
+            case ProfileResult(number):
+                _, result = self._profiles.get(number, (engine, None))
+                if result is not None and not result.done():
+                    result.set_result(message)
 
-    def _deliver(self, deltas: TokenDeltas) -> None:
+    def _deliver(self, engine: EngineConnection, deltas: TokenDeltas) -> None:
         done = self._output.process(deltas)
-        now, sequences, metrics = self._received_at, self._sequences, self._metrics
+        now, sequences = engine.received_at, self._sequences
+        metrics = self._metrics.engine(engine.rank)
         for first in deltas.first:
             if first.request_id in sequences:
                 metrics.admitted(first)
@@ -365,39 +371,29 @@ class EngineClient:
             if update.finished:
                 self._finish(update, sequence, now)
         if done.aborts:
-            self._link.send(Abort(done.aborts))
+            engine.link.send(Abort(done.aborts))
 
     def _finish(self, update: Update, sequence: _Sequence, now: float) -> None:
         assert update.reason is not None
         del self._sequences[update.request_id]
-        self._metrics.finished(sequence.progress, update.reason, now)
+        self._router.release(sequence.charge)
+        self._metrics.engine(sequence.engine.rank).finished(sequence.progress, update.reason, now)
         self.admission.ended()
 
-    def _fail_all(self, reason: str) -> None:
-        streams = {sequence.stream for sequence in self._sequences.values()}
-        self._metrics.failed(len(self._sequences))
-        self._output.remove(self._sequences)
-        self._sequences.clear()
+    def _fail_all(self, engine: EngineConnection, reason: str) -> None:
+        """Everything that `engine` was doing fails: its sequences, and the requests to the core itself."""
+        failed = [number for number, sequence in self._sequences.items() if sequence.engine is engine]
+        streams = set()
+        for request_id in failed:
+            sequence = self._sequences.pop(request_id)
+            self._router.release(sequence.charge)
+            streams.add(sequence.stream)
+        self._metrics.engine(engine.rank).failed(len(failed))
+        self._output.remove(failed)
         for stream in streams:
             stream.fail(EngineDeadError(reason))
-        for response in self._profiles.values():
-            if not response.done():
+        if (stats := self._stats.pop(engine, None)) is not None:
+            stats.cancel()
+        for owner, response in self._profiles.values():
+            if owner is engine and not response.done():
                 response.set_exception(EngineDeadError(reason))
-
-
-def _resolve(waiting: Iterable["asyncio.Future[CoreStats]"], stats: CoreStats) -> None:
-    for response in waiting:
-        if not response.done():
-            response.set_result(stats)
-
-
-def _reason(task: "asyncio.Task[str]") -> str:
-    """Why a task of a connection ended; an error is logged, of whatever type.
-
-    A panic of a native extension is a BaseException, but no Exception.
-    """
-    error = task.exception()
-    if error is None:
-        return task.result()
-    get_logger().error("processing the engine core's messages failed", exc_info=error)
-    return "an internal error of the frontend; the server's log has the details"

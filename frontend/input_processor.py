@@ -35,7 +35,7 @@ class InputProcessor:
     """Checks and encodes requests for one model.
 
     `max_model_len` may be lowered when the engine core is ready. `scheduling_policy` is the
-    core's: only "priority" reads priorities.
+    core's: only "priority" reads priorities. `speculates` tells whether predictions are used.
     """
 
     def __init__(
@@ -44,10 +44,12 @@ class InputProcessor:
         tokenizer: Tokenizer | None,
         max_model_len: int,
         scheduling_policy: str,
+        speculates: bool = False,
     ):
         self.max_model_len = max_model_len
         self.tokenizer = tokenizer
         self._scheduling_policy = scheduling_policy
+        self._speculates = speculates
         self._vocab_size = checkpoint.vocab_size
         self._eos_token_ids = list(checkpoint.eos_token_ids)
 
@@ -78,6 +80,30 @@ class InputProcessor:
                 param="prompt",
                 code="context_length_exceeded",
             ) from None
+
+    def prediction_ids(self, text: str) -> list[int]:
+        """Token ids of the output that a client expects; empty where the engine does not use them.
+
+        Raises RequestError for a model without a tokenizer, and for a text with more tokens than the
+        context.
+        """
+        if not self._speculates or not text:
+            return []
+        if self.tokenizer is None:
+            raise RequestError(
+                "this model has no tokenizer to read 'prediction' with: leave it out", param="prediction"
+            )
+        try:
+            ids = self.tokenizer.encode(text, add_special_tokens=False, max_tokens=self.max_model_len)
+        except TooManyTokensError:
+            raise RequestError(
+                f"'prediction' has more than {self.max_model_len} tokens, the model's maximum context "
+                "length: send less text",
+                param="prediction",
+                code="context_length_exceeded",
+            ) from None
+        # Ids beyond the model's vocabulary are never sampled.
+        return [token_id for token_id in ids if token_id < self._vocab_size]
 
     def check_prompt(self, prompt_ids: Sequence[int]) -> None:
         """Raises RequestError for a prompt that is empty, too long or outside the vocabulary."""
@@ -129,6 +155,7 @@ class InputProcessor:
         request_ids: Sequence[int],
         cache_salt: str = "",
         checked: CheckedParams | None = None,
+        prediction_ids: Sequence[int] = (),
     ) -> AddRequest:
         """The request for the `n` sequences of one prompt, one for each id.
 
@@ -151,6 +178,7 @@ class InputProcessor:
             priority=params.priority,
             cache_salt=cache_salt,
             prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+            prediction_ids=pack_ids(prediction_ids),
         )
         if (size := len(encode(request))) > MAX_ADD_REQUEST_BYTES:
             raise RequestError(

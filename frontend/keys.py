@@ -14,6 +14,7 @@ from frontend.metrics import Metrics
 from frontend.serving.generation import GenerationService
 from frontend.serving.models import ModelService
 from frontend.serving.tokenization import TokenizationService
+from frontend.shared_metrics import SharedMetrics
 
 __all__ = [
     "API_KEYS",
@@ -26,6 +27,7 @@ __all__ = [
     "LIMITS",
     "METRICS",
     "MODELS",
+    "SHARED_METRICS",
     "TOKENIZATION",
 ]
 
@@ -39,4 +41,5 @@ LIFECYCLE = web.AppKey("lifecycle", Lifecycle)
 LIMITS = web.AppKey("limits", HttpLimits)
 METRICS = web.AppKey("metrics", Metrics)
 MODELS = web.AppKey("models", ModelService)
+SHARED_METRICS = web.AppKey("shared_metrics", SharedMetrics)
 TOKENIZATION = web.AppKey("tokenization", TokenizationService)

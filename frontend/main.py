@@ -32,7 +32,7 @@ _LAST_RESPONSES_S = 2.0
 def main() -> None:
     """Exit status: 0 after SIGTERM, 1 when the server cannot start."""
     launch = read_launch(FrontendLaunch)
-    setup_logging(_PROCESS)
+    setup_logging(_PROCESS if launch.num_frontends == 1 else f"{_PROCESS} {launch.index}")
     try:
         uvloop.run(serve(launch))
     except (OSError, ValueError, MemoryError) as error:

@@ -1,31 +1,41 @@
-"""Counters and histograms of this process.
+"""Counters and histograms of a frontend.
 
 Plain integers and lists, used by the event loop's thread only: one bisection a token.
-`frontend.exposition` formats them for Prometheus.
+`frontend.shared_metrics` adds those of several frontends, `frontend.exposition` formats them for
+Prometheus.
 """
 
 from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from atom.messages.engine import FirstToken
 
-__all__ = ["Histogram", "Metrics", "Progress"]
+__all__ = ["EngineMetrics", "Histogram", "Metrics", "Progress"]
 
 # vLLM's labels of finish reasons; all others are "stop".
 _FINISH_LABELS = {"max_tokens": "length", "aborted": "abort", "error": "error"}
 
 
-class Histogram:
+class Histogram(msgspec.Struct):
     """Counts values in buckets with inclusive upper bounds."""
 
-    def __init__(self, bounds: list[float]):
-        assert all(low < high for low, high in pairwise(bounds))
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        """One more than bounds: the last counts the values above all bounds."""
-        self.sum = 0.0
+    bounds: list[float]
+    """Ascending."""
+    counts: list[int] = []
+    """One more than bounds: the last counts the values above all bounds."""
+    sum: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+
+    def add(self, other: "Histogram") -> None:
+        """Add the values of a histogram with the same bounds."""
+        self.counts = [own + more for own, more in zip(self.counts, other.counts, strict=True)]
+        self.sum += other.sum
 
     def observe(self, value: float, times: int = 1) -> None:
         """Count `value`."""
@@ -62,30 +72,25 @@ def _token_counts() -> Histogram:
     return Histogram(_series((1, 2, 5), 0, 6))
 
 
-@dataclass
-class Metrics:
-    """Counters and histograms since the start of this process."""
+def _counter() -> Any:
+    return Counter()
+
+
+class EngineMetrics(msgspec.Struct):
+    """The sequences that were sent to the engine of one rank, over all its lives."""
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
-    finish_reasons: Counter[str] = field(default_factory=Counter)
+    finish_reasons: dict[str, int] = msgspec.field(default_factory=_counter)
     """Sequences by finish reason: stop, length, abort or error."""
-    responses: Counter[int] = field(default_factory=Counter)
-    """HTTP responses by status."""
-    disconnects: int = 0
-    """Clients that disconnected before their response was complete."""
-    stalled: int = 0
-    """Clients disconnected because they did not read their response."""
-    event_loop_lag: Histogram = field(default_factory=_fine_seconds)
-    """Lateness of a timer of the event loop."""
-    time_to_first_token: Histogram = field(default_factory=_seconds)
-    inter_token: Histogram = field(default_factory=_fine_seconds)
-    latency: Histogram = field(default_factory=_seconds)
-    queue_time: Histogram = field(default_factory=_seconds)
-    prefill_time: Histogram = field(default_factory=_seconds)
-    decode_time: Histogram = field(default_factory=_seconds)
-    prompt_lengths: Histogram = field(default_factory=_token_counts)
-    generation_lengths: Histogram = field(default_factory=_token_counts)
+    time_to_first_token: Histogram = msgspec.field(default_factory=_seconds)
+    inter_token: Histogram = msgspec.field(default_factory=_fine_seconds)
+    latency: Histogram = msgspec.field(default_factory=_seconds)
+    queue_time: Histogram = msgspec.field(default_factory=_seconds)
+    prefill_time: Histogram = msgspec.field(default_factory=_seconds)
+    decode_time: Histogram = msgspec.field(default_factory=_seconds)
+    prompt_lengths: Histogram = msgspec.field(default_factory=_token_counts)
+    generation_lengths: Histogram = msgspec.field(default_factory=_token_counts)
 
     def admitted(self, first: FirstToken) -> None:
         """Count queue and prefill times of a sequence with its first token."""
@@ -120,3 +125,52 @@ class Metrics:
     def failed(self, count: int) -> None:
         """Count sequences that fail because the engine or this process ends."""
         self.finish_reasons["error"] += count
+
+    def add(self, other: "EngineMetrics") -> None:
+        """Add the figures of another frontend."""
+        _add(self, other)
+
+
+class Metrics(msgspec.Struct):
+    """Counters and histograms of a frontend."""
+
+    refused: int = 0
+    """Requests refused because the server was full."""
+    disconnects: int = 0
+    """Clients that disconnected before their response was complete."""
+    stalled: int = 0
+    """Clients disconnected because they did not read their response."""
+    restarts: int = 0
+    """Of frontend processes."""
+    responses: dict[int, int] = msgspec.field(default_factory=_counter)
+    """HTTP responses by status."""
+    event_loop_lag: Histogram = msgspec.field(default_factory=_fine_seconds)
+    """Lateness of a timer of the event loop."""
+    engines: dict[int, EngineMetrics] = {}
+    """By rank."""
+
+    def engine(self, rank: int) -> EngineMetrics:
+        """The figures of a rank."""
+        found = self.engines.get(rank)
+        if found is None:
+            found = self.engines[rank] = EngineMetrics()
+        return found
+
+    def add(self, other: "Metrics") -> None:
+        """Add the figures of another frontend."""
+        for rank, engine in other.engines.items():
+            self.engine(rank).add(engine)
+        _add(self, other)
+
+
+def _add(total: msgspec.Struct, other: msgspec.Struct) -> None:
+    """Add numbers, counters and histograms, field by field."""
+    for name in total.__struct_fields__:
+        own, more = getattr(total, name), getattr(other, name)
+        match own:
+            case Histogram():
+                own.add(more)
+            case Counter():
+                own.update(more)
+            case int():
+                setattr(total, name, own + more)

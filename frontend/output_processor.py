@@ -72,6 +72,10 @@ class Update(msgspec.Struct, gc=False):
     """Of the prompt from its second token on; set with the first token."""
     reasoning: str = ""
     """The new reasoning text, where the model's format separates it."""
+    num_proposed: int = 0
+    """Draft tokens that were verified."""
+    num_accepted: int = 0
+    """Those of them that are among `token_ids`."""
 
     def merge(self, later: "Update") -> None:
         """Append the following update to this one."""
@@ -79,6 +83,8 @@ class Update(msgspec.Struct, gc=False):
         self.text += later.text
         self.reasoning += later.reasoning
         self.cached_tokens += later.cached_tokens
+        self.num_proposed += later.num_proposed
+        self.num_accepted += later.num_accepted
         self.finished = later.finished
         self.reason = later.reason
         self.stop_reason = later.stop_reason
@@ -246,6 +252,9 @@ class OutputProcessor:
             stop = start + (deltas.counts[row] if deltas.counts else 1)
             if (state := self._states.get(request_id)) is not None:
                 update = Update(request_id, ids[start:stop], cached_tokens=cached.get(request_id, 0))
+                if deltas.num_proposed:
+                    update.num_proposed = deltas.num_proposed[row]
+                    update.num_accepted = stop - start - 1
                 end = ends.pop(request_id, None)
                 try:
                     if state.ids_only and end is None:
@@ -304,6 +313,7 @@ class OutputProcessor:
         without_text = logprobs[used:]
         if stop_string is not None:
             update.token_ids, without_text = ids[:used], ()
+            update.num_accepted = min(update.num_accepted, used)
         elif end is not None:
             tail = state.finish()
             update.text += tail.text

@@ -43,6 +43,7 @@ class BlockTable(GroupRows):
 
     def __init__(self, limits: BatchLimits):
         self._block_size = limits.block_size
+        self._num_drafts = limits.num_drafts
         self._blocks = np.zeros((limits.max_rows, limits.num_entries), np.int32)
         self._counts = np.zeros(limits.max_rows, np.int64)
         self._device_table: torch.Tensor | None = None
@@ -65,7 +66,9 @@ class BlockTable(GroupRows):
         (slots_T,) = columns
         blocks = self.rows(step.rows, step.ends)
         counts, ends = step.counts.astype(np.int32), step.ends.astype(np.int32)
-        return GroupContext(slots_T, plan_attention(counts, ends, blocks, step.device, step.split_tokens))
+        width = 1 + self._num_drafts
+        plan = plan_attention(counts, ends, blocks, step.device, step.split_tokens, width)
+        return GroupContext(slots_T, plan)
 
     def empty_context(self, device: torch.device, split_tokens: int) -> GroupContext:
         no_slots = torch.empty(0, dtype=torch.int64, device=device)

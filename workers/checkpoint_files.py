@@ -37,16 +37,28 @@ def tensors_in(path: Path) -> tuple[int, dict[str, Any]]:
     """
     length, header = _header(path)
     described = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+    for name, tensor in described.items():
+        if not _is_entry(tensor):
+            raise ValueError(
+                f"{path} is not a safetensors file: its header lacks dtype, shape or offsets of {name}"
+            )
     return _LENGTH_BYTES + length, described
+
+
+def _is_entry(entry: object) -> bool:
+    """Whether it is a header's entry of a tensor."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    numbers = entry.get("shape"), entry.get("data_offsets")
+    if not all(isinstance(each, list) and all(type(n) is int and n >= 0 for n in each) for each in numbers):
+        return False
+    offsets: list[int] = entry["data_offsets"]
+    return len(offsets) == 2 and offsets[0] <= offsets[1]
 
 
 def _size(path: Path) -> int:
     start, tensors = tensors_in(path)
-    try:
-        ends = [int(tensor["data_offsets"][1]) for tensor in tensors.values()]
-    except (LookupError, TypeError, ValueError):
-        raise ValueError(f"{path} is not a safetensors file: the header has no tensor offsets") from None
-    return start + max(ends, default=0)
+    return start + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
 
 
 def _header(path: Path) -> tuple[int, dict[str, Any]]:

@@ -262,6 +262,7 @@ class DecodeGraphs:
             max_query_len=self.tokens_per_row,
             max_context_len=self._inputs.limits.max_context,
             split_tokens=self._inputs.split_tokens,
+            decode_query_len=self.tokens_per_row,
         )
 
     def _state_plan(self, slots_R: torch.Tensor) -> StatePlan:

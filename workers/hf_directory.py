@@ -106,7 +106,8 @@ def normalised_config(config: dict[str, Any], directory: Path) -> dict[str, Any]
 
 def _quantization(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """The settings of a quantized checkpoint. Raises ValueError for a format that cannot run."""
-    if not (stated := config.get("quantization_config")):
+    stated = config.get("quantization_config")
+    if stated is None:
         return {}
     from workers.layers.quantization.config import resolve  # imports torch
 

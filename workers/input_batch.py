@@ -8,7 +8,7 @@ T tokens of a step, R sampling rows, P tokens with prompt log probabilities.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -365,7 +365,7 @@ class InputBatch:
         indices_D, rows_D = self._upload(np.flatnonzero(decodes), rows[decodes])
         tokens = past_tokens[decodes][:, None] + np.arange(1 + num_drafts)
         (tokens_T,) = self._upload(tokens.ravel())
-        for table, group in zip(self.tables, groups, strict=True):
+        for number, (table, group) in enumerate(zip(self.tables, groups, strict=True)):
             assert isinstance(group, GroupContext), "states have no drafts"
             exact = draft_inputs(
                 rows_D,
@@ -380,6 +380,8 @@ class InputBatch:
             group.slots_T.index_copy_(0, tokens_T, exact.slots_T)
             plan.context_lens_R.index_copy_(0, indices_D, exact.contexts_R)
             plan.block_table_RW.index_copy_(0, indices_D, exact.table_RW[:, : plan.block_table_RW.shape[1]])
+            host = plan.host and replace(plan.host, exact=False)
+            groups[number] = replace(group, plan=replace(plan, host=host))
 
     def _draft_sampling(self, work: "_Work", samples: NDArray[np.bool_]) -> SamplingRows | None:
         """The sampled tokens of rows with drafts: one after each token of a decode, one after a prompt."""

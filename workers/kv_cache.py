@@ -92,11 +92,11 @@ def attention_backends(groups: Sequence[CacheGroup]) -> str:
     return ", ".join(f"{group.backend.name} ({len(group.layers)} layers)" for group in bound)
 
 
-def cpu_kv_bytes(cache: CacheConfig, ranks: int) -> int:
-    """Bytes of KV cache on each of `ranks` CPU workers of this host."""
+def cpu_kv_bytes(cache: CacheConfig, workers: int) -> int:
+    """Bytes of KV cache on each of `workers` CPU workers of this host."""
     if cache.kv_cache_memory_bytes is not None:
         return cache.kv_cache_memory_bytes
-    return min(_CPU_LIMIT, _available_memory() // _CPU_SHARE // ranks)
+    return min(_CPU_LIMIT, _available_memory() // _CPU_SHARE // workers)
 
 
 def cuda_kv_bytes(cache: CacheConfig, device: torch.device, peak_bytes: int) -> int:

@@ -62,7 +62,7 @@ def main() -> None:
     _set_thread_environment(launch.config)
     _set_kernel_cache_environment(launch.config)
     _set_profiler_environment(launch.config)
-    setup_logging(f"worker {launch.rank}")
+    setup_logging(launch.label or f"worker {launch.rank}")
     link = Link(launch)
     try:
         _work(launch, link)
@@ -198,10 +198,11 @@ def _set_thread_environment(config: EngineConfig) -> None:
     """
     if config.device.device != "cpu":
         return
-    cores, ranks = len(os.sched_getaffinity(0)), config.parallel.tensor_parallel_size
-    threads = config.device.cpu_threads or max(1, cores // ranks)
+    cores = len(os.sched_getaffinity(0))
+    workers = config.parallel.tensor_parallel_size * config.parallel.data_parallel_size
+    threads = config.device.cpu_threads or max(1, cores // workers)
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    if threads * ranks > cores:
+    if threads * workers > cores:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     elif "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)

@@ -105,7 +105,8 @@ class PendingStep:
             kept = np.array([row not in self._failed for row in self._rows.tolist()])
         if self._advance is not None:
             kept, *columns = self._advance.result(self._failed)
-            counts, num_proposed = (_packed(column, "<i4") for column in columns)
+            if self._advance.num_drafts:
+                counts, num_proposed = (_packed(column, "<i4") for column in columns)
         ids = self._ids.numpy() if kept is None else self._ids.numpy()[kept]
         return BatchResult(
             self.step,
@@ -150,6 +151,7 @@ class _Advance:
 
     def __init__(self, advance: Advance):
         self._drafts = advance.drafts
+        self.num_drafts = advance.drafts.drafts_RK.shape[1]
         self._settle = advance.settle
         self._counts = _to_host(advance.verified.counts_R)
         self._proposed = _to_host(advance.verified.proposed_R)

@@ -149,6 +149,7 @@ class _BlockBuffers:
             max_query_len=tokens,
             max_context_len=self._limits.max_context,
             split_tokens=self._split_tokens,
+            decode_query_len=1 + self._limits.num_drafts,
         )
         return GroupContext(self._slots_T[:tokens], plan)
 

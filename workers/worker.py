@@ -15,6 +15,7 @@ from atom.messages.worker import AllocateKV, Loaded, NewRow, ScheduledBatch
 from atom.utils import envs
 from atom.utils.logger import get_logger
 from atom_ops import BATCH_INVARIANT_SPLIT, backend
+from parallel.expert import expert_dispatch
 from parallel.mesh import Mesh
 from workers.block_table import BatchLimits, BlockTable
 from workers.decode_graphs import DecodeGraphs
@@ -98,6 +99,7 @@ class Worker:
         self._config = config
         self._checkpoint = checkpoint
         self._tp = mesh.tp
+        self._dispatch = expert_dispatch(mesh, config.parallel.enable_expert_parallel)
         self._progress = progress
         self._device = mesh.device
         if self._device.type == "cuda":
@@ -133,8 +135,6 @@ class Worker:
                 return self._runner.launch(batch)
 
     def _load(self) -> Loaded:
-        if (method := self._config.speculative.method) is not None:
-            raise ValueError(f"--method {method}: this worker cannot verify draft tokens yet; omit the flag")
         resolved = backend.resolve(self._device, batch_invariant=self._config.device.batch_invariant)
         if self._tp.rank == 0:
             get_logger().info("ops on %s: %s", self._device, backend.summary(resolved))
@@ -167,9 +167,14 @@ class Worker:
             get_logger().info("ops on %s that fell back to torch: %s", self._device, names)
 
     def _build_model(self) -> CausalLM:
-        longest = self._longest_sequence()
         build = BuildContext(
-            self._dtype, self._device, self._tp, longest, self._config.cache.block_size, self._kv_dtype
+            self._dtype,
+            self._device,
+            self._tp,
+            self._longest_sequence(),
+            self._config.cache.block_size,
+            self._kv_dtype,
+            self._dispatch,
         )
         model = build_model(self._checkpoint, build)
         if self._config.model.load_dummy:
@@ -287,7 +292,8 @@ class Worker:
 
     def _kv_bytes(self) -> int:
         if self._device.type == "cpu":
-            return cpu_kv_bytes(self._config.cache, self._tp.size)
+            workers = self._tp.size * self._config.parallel.data_parallel_size
+            return cpu_kv_bytes(self._config.cache, workers)
         return cuda_kv_bytes(self._config.cache, self._device, self._peak_bytes())
 
     def _peak_bytes(self) -> int:

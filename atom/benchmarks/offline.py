@@ -76,7 +76,11 @@ def fixed_length(output_len: int, n: int = 1, temperature: float = 1.0) -> Sampl
 
 
 def timed(
-    engine: LLMEngine, prompts: list[str] | list[Ids], params: list[SamplingParams], phase: str = ""
+    engine: LLMEngine,
+    prompts: list[str] | list[Ids],
+    params: list[SamplingParams],
+    phase: str = "",
+    predictions: list[Ids] | None = None,
 ) -> Run:
     """Run requests that start together; `phase` is the title of a progress bar on a terminal.
 
@@ -86,7 +90,7 @@ def timed(
     hidden = None if phase else True  # None: shown on a terminal only
     with tqdm(total=count, desc=phase, unit="request", leave=False, disable=hidden) as bar:
         started = time.perf_counter()
-        ids = engine.add_request(prompts, params)
+        ids = engine.add_request(prompts, params, predictions=predictions)
         done: dict[int, Sequence] = {}
         while len(done) < count:
             ended = engine.step()

@@ -1,10 +1,12 @@
 """CPU time of the engine core for a step: schedule, process the result, build the responses.
 
     python -m atom.benchmarks.scheduler --running 256 1024 --steps 2000
+    python -m atom.benchmarks.scheduler --running 1024 --num-speculative-tokens 0 3
     python -m atom.benchmarks.scheduler --worst
 
 No model runs: the sampled ids are constant, and results come one step late, as in serving. The sizes
-are measured in turn, so that other load on the machine affects all of them equally. `--worst` instead
+are measured in turn, so that other load on the machine affects all of them equally. Of draft tokens, each
+number is accepted equally often. `--worst` instead
 times each call that the largest legal requests need, and prints the longest one of each kind.
 """
 
@@ -12,14 +14,13 @@ import argparse
 import gc
 import statistics
 import time
-from array import array
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
 from tqdm import trange
 
-from atom.benchmarks.arguments import add_output_flag, positive, single_line_errors
+from atom.benchmarks.arguments import add_output_flag, not_negative, positive, single_line_errors
 from atom.benchmarks.report import report, write
 from atom.config.cli import CommandLineParser
 from atom.messages.codec import encode
@@ -43,19 +44,23 @@ GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 class SteadyDecode:
     """A core with `running` requests in decode, each at a different offset in its block."""
 
-    def __init__(self, running: int, steps: int):
+    def __init__(self, running: int, steps: int, num_drafts: int = 0):
         self.running = running
+        self.num_drafts = num_drafts
         self.times: list[float] = []
         """Microseconds of each step."""
-        max_tokens = steps + 2 * WARMUP_STEPS
+        width = 1 + num_drafts
+        max_tokens = width * (steps + 2 * WARMUP_STEPS)
         blocks = running * ((PROMPT_TOKENS + BLOCK_SIZE + max_tokens) // BLOCK_SIZE + 1)
         budget = running * (PROMPT_TOKENS + BLOCK_SIZE)  # all prompts in the first step
         kv = KVCacheManager([FullAttentionSpec(BLOCK_SIZE, 1)], [blocks], budget, seed=1)
-        self._core = EngineCore(Limits(running, budget), kv, max_model_len=1 << 20)
+        self._core = EngineCore(Limits(running, budget, num_drafts=num_drafts), kv, max_model_len=1 << 20)
         for index in range(running):
             prompt = pack_ids([index, *range(PROMPT_TOKENS - 1 + index % BLOCK_SIZE)])
             self._core.add(AddRequest([index], prompt, max_tokens, GREEDY, [EOS]), b"frontend")
-        self._ids = array("i", range(1000, 1000 + running)).tobytes()
+        self._ids = pack_ids(range(1000, 1000 + width * running))
+        self._results = [self._result(offset) for offset in range(width)]
+        """They are used in turn, so that each request accepts 0 to `num_drafts` tokens in turn."""
         self._in_flight = self._prefill()
         for _ in range(WARMUP_STEPS):
             self._step()
@@ -69,18 +74,25 @@ class SteadyDecode:
 
     def _step(self) -> None:
         following = self._schedule()
-        self._core.update(BatchResult(self._in_flight, self._ids))
+        ids, counts, num_proposed = self._results[self._in_flight % len(self._results)]
+        self._core.update(BatchResult(self._in_flight, ids, counts=counts, num_proposed=num_proposed))
         self._in_flight = following
 
+    def _result(self, offset: int) -> tuple[bytes, bytes, bytes]:
+        """Ids, counts and proposals of a step."""
+        if not self.num_drafts:
+            return self._ids, b"", b""
+        counts = [1 + (offset + index) % (1 + self.num_drafts) for index in range(self.running)]
+        return self._ids[: 4 * sum(counts)], pack_ids(counts), pack_ids([self.num_drafts] * self.running)
+
     def _prefill(self) -> int:
-        """Run steps until all requests decode; returns the number of the step in flight."""
+        """Run steps until all requests decode; returns the number of the first decode step."""
         while True:
             batch = self._core.schedule()
             assert batch is not None
-            rows = len(batch.rows)  # each prompt is computed in one step
-            if rows == self.running:
+            if not batch.token_ids:
                 return batch.step
-            self._core.update(BatchResult(batch.step, self._ids[: 4 * rows]))
+            self._core.update(BatchResult(batch.step, self._ids[: 4 * len(batch.rows)]))
 
     def _schedule(self) -> int:
         batch = self._core.schedule()
@@ -88,9 +100,9 @@ class SteadyDecode:
         return batch.step
 
 
-def measure(running: list[int], steps: int) -> list[dict[str, float]]:
-    """One row for each number of running requests; `ratio` compares its median with the first row's."""
-    decodes = [SteadyDecode(count, steps) for count in running]
+def measure(running: list[int], steps: int, num_drafts: list[int]) -> list[dict[str, float]]:
+    """A row for each number of running requests and of drafts; `ratio` compares medians with the first."""
+    decodes = [SteadyDecode(count, steps, drafts) for drafts in num_drafts for count in running]
     gc.collect()
     gc.freeze()  # as the engine core does
     for done in trange(0, steps, TURN_STEPS, desc="steps", leave=False, disable=None):
@@ -100,6 +112,7 @@ def measure(running: list[int], steps: int) -> list[dict[str, float]]:
     return [
         {
             "running": decode.running,
+            "num_speculative_tokens": decode.num_drafts,
             "median_us": statistics.median(decode.times),
             "p99_us": sorted(decode.times)[int(0.99 * (steps - 1))],
             "ratio": statistics.median(decode.times) / base,
@@ -196,12 +209,17 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--running", type=positive, nargs="+", default=[256, 1024], help="requests in decode")
+    parser.add_argument(
+        "--num-speculative-tokens", type=not_negative, nargs="+", default=[0], help="draft tokens per request"
+    )
     parser.add_argument("--steps", type=positive, default=2000, help="steps to time")
     parser.add_argument("--worst", action="store_true", help="time the calls of the largest requests instead")
     add_output_flag(parser)
     args = parser.parse_args()
     with single_line_errors():
-        rows = worst_requests() if args.worst else measure(args.running, args.steps)
+        rows = (
+            worst_requests() if args.worst else measure(args.running, args.steps, args.num_speculative_tokens)
+        )
         result = report("scheduler", [], {"rows": rows})
         print(worst_text(result) if args.worst else text(result))
         write(args.output_json, result)
@@ -209,9 +227,10 @@ def main() -> None:
 
 def text(result: dict[str, Any]) -> str:
     """The rows as text."""
-    lines = [f"{'running':>8} {'median us':>10} {'p99 us':>10} {'ratio':>6}"]
+    lines = [f"{'running':>8} {'drafts':>6} {'median us':>10} {'p99 us':>10} {'ratio':>6}"]
     lines += [
-        f"{row['running']:>8} {row['median_us']:>10.1f} {row['p99_us']:>10.1f} {row['ratio']:>6.2f}"
+        f"{row['running']:>8} {row['num_speculative_tokens']:>6} "
+        f"{row['median_us']:>10.1f} {row['p99_us']:>10.1f} {row['ratio']:>6.2f}"
         for row in result["rows"]
     ]
     return "\n".join(lines)

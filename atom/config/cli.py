@@ -36,7 +36,7 @@ __all__ = [
 
 C = TypeVar("C")
 
-_SHORT_NAMES = {"tensor_parallel_size": "-tp"}
+_SHORT_NAMES = {"tensor_parallel_size": ["-tp", "--tp"], "data_parallel_size": ["-dp", "--dp"]}
 _EXPLICIT = "_explicit_fields"
 _BAD_COMMAND_LINE = 2
 _SHELLS = ("bash", "zsh", "tcsh")
@@ -191,12 +191,11 @@ def explicit_fields(namespace: argparse.Namespace) -> set[str]:
 
 
 def flags_of(field: Field) -> list[str]:
-    """The documented spellings: the flag with dashes, and its short or negated form."""
+    """The documented spellings: the flag with dashes, and its short or negated forms."""
     flag = "--" + field.name.replace("_", "-")
     if field.kind is bool and field.default:
         return [flag, "--no-" + flag[2:]]
-    short = _SHORT_NAMES.get(field.name)
-    return [flag, short] if short else [flag]
+    return [flag, *_SHORT_NAMES.get(field.name, [])]
 
 
 class _Store(argparse.Action):

@@ -16,11 +16,7 @@ class Refusal:
 
 
 REFUSED: dict[str, Refusal] = {
-    "data_parallel_size": Refusal(
-        "data parallelism is not supported yet; start one server per replica", "1", "-dp"
-    ),
     "pipeline_parallel_size": Refusal("pipeline parallelism is not supported yet; use -tp", "1", "-pp"),
-    "enable_expert_parallel": Refusal("expert parallelism is not supported yet; use -tp", "False"),
     "enable_dp_attention": Refusal("data parallel attention is not supported yet", "False"),
     "level": Refusal("compilation is not supported yet; use 0", "0"),
     "draft_model": Refusal("draft models are not supported yet; use --method ngram"),

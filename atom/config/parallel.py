@@ -1,7 +1,7 @@
 """How the model is split over processes."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -10,5 +10,11 @@ from msgspec import Meta
 class ParallelConfig:
     tensor_parallel_size: Annotated[int, Meta(ge=1)] = 1
     """Number of workers that every layer is split over."""
+    data_parallel_size: Annotated[int, Meta(ge=1, le=1024)] = 1
+    """Number of independent engines, each with the whole model; every request runs on one of them."""
+    enable_expert_parallel: bool = False
+    """Spread whole experts over the workers instead of splitting each expert."""
+    dp_load_balance: Literal["prefix", "least_tokens", "least_requests", "round_robin"] = "prefix"
+    """Chooses a request's data-parallel rank; prefix prefers one that has computed the prompt's prefix."""
     port: Annotated[int, Meta(ge=1, le=65535)] | None = None
     """First internal TCP port between nodes; unused on one host. The HTTP port is --server-port."""

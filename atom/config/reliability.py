@@ -1,4 +1,4 @@
-"""How long processes may be silent, and steps may take, before the engine ends."""
+"""When processes count as failed, and how often they are restarted."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -9,6 +9,8 @@ from msgspec import Meta
 @dataclass(frozen=True)
 class ReliabilityConfig:
     hang_timeout: Annotated[float, Meta(gt=0)] = 60.0
-    """Seconds of silence of a worker or the core that end the server; a sixth of it turns `/ready` 503."""
+    """Seconds of silence after which a process counts as hung; a sixth of it turns its engine unready."""
     step_timeout: Annotated[float, Meta(gt=0)] = 600.0
-    """Seconds without the result of a running step that end the server."""
+    """Seconds without the result of a running step after which an engine counts as hung."""
+    max_restarts: Annotated[int, Meta(ge=0)] = 10
+    """Restarts in a row, each ready for less than a minute, of an engine or frontend before it stays down."""

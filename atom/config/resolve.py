@@ -61,6 +61,7 @@ _DEFAULTS: dict[Device, _DeviceDefaults] = {
 
 _GRAPH_FLAGS = ("enforce_eager", "cudagraph_mode", "cudagraph_capture_sizes")
 _MOST_CAPTURED = 512
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 _DRAFT_FLAGS = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
 _NGRAM = 5
@@ -87,6 +88,8 @@ def resolve(
         )
     _check_length(config.model, checkpoint)
     _check_ranks(config.parallel.tensor_parallel_size, checkpoint)
+    if config.parallel.enable_expert_parallel:
+        _check_experts(config.parallel.tensor_parallel_size, checkpoint)
     cache = _cache(config.cache, checkpoint, explicit, notes)
     notes += _without_effect(config, explicit, device)
     if checkpoint.ignored_defaults:
@@ -107,7 +110,8 @@ def resolve(
 
 
 def _device(config: EngineConfig, capabilities: DeviceCapabilities, notes: list[str]) -> Device:
-    wanted, ranks = config.device.device, config.parallel.tensor_parallel_size
+    wanted, parallel = config.device.device, config.parallel
+    needed = parallel.tensor_parallel_size * parallel.data_parallel_size
     if wanted == "cpu":
         return "cpu"
     if capabilities.cuda == 0:
@@ -117,10 +121,12 @@ def _device(config: EngineConfig, capabilities: DeviceCapabilities, notes: list[
         if capabilities.gpu_problem:
             notes.append(f"computing on the CPU: {capabilities.gpu_problem}")
         return "cpu"
-    if ranks > capabilities.cuda:
+    if needed > capabilities.cuda:
+        size = f"--tensor-parallel-size {parallel.tensor_parallel_size}"
+        if parallel.data_parallel_size > 1:
+            size += f" with --data-parallel-size {parallel.data_parallel_size}"
         raise ConfigError(
-            f"--tensor-parallel-size {ranks} needs {ranks} GPUs, torch found {capabilities.cuda}; "
-            f"use at most {capabilities.cuda}"
+            f"{size} needs {needed} GPUs, torch found {capabilities.cuda}; use at most {capabilities.cuda}"
         )
     return "cuda"
 
@@ -157,6 +163,16 @@ def _check_ranks(ranks: int, checkpoint: Checkpoint) -> None:
     if ranks > heads:
         raise ConfigError(
             f"--tensor-parallel-size {ranks}: the model has {heads} attention heads; use at most {heads}"
+        )
+
+
+def _check_experts(ranks: int, checkpoint: Checkpoint) -> None:
+    experts = max((checkpoint.hf_config.get(name) or 0) for name in _EXPERT_COUNTS)
+    if experts == 0:
+        raise ConfigError(f"--enable-expert-parallel: {checkpoint.model_type} has no experts; omit the flag")
+    if ranks > experts:
+        raise ConfigError(
+            f"--enable-expert-parallel: the model has {experts} experts for {ranks} workers; omit the flag"
         )
 
 
@@ -230,7 +246,8 @@ def _graphs(device: DeviceConfig, scheduler: SchedulerConfig) -> DeviceConfig:
 def _threads(device: DeviceConfig, config: EngineConfig, capabilities: DeviceCapabilities) -> DeviceConfig:
     if device.device == "cuda" or device.cpu_threads is not None:
         return device
-    threads = capabilities.cpu_cores // config.parallel.tensor_parallel_size
+    workers = config.parallel.tensor_parallel_size * config.parallel.data_parallel_size
+    threads = capabilities.cpu_cores // workers
     return replace(device, cpu_threads=max(1, threads))
 
 
@@ -249,10 +266,14 @@ def _without_effect(config: EngineConfig, explicit: set[str], device: Device) ->
         reasons["cpu_threads"] = "the workers run on GPUs"
         if memory_given:
             reasons["gpu_memory_utilization"] = f"--{memory_rule.replace('_', '-')} sets the KV cache"
+    if config.parallel.data_parallel_size == 1:
+        reasons["dp_load_balance"] = "one engine serves all requests; --data-parallel-size adds more"
     if config.observability.torch_profiler_dir is None:
         reasons["mark_trace"] = "it needs --torch-profiler-dir"
     if config.model.trust_remote_code:
         reasons["trust_remote_code"] = "code from a checkpoint is never run"
+    if config.parallel.enable_expert_parallel and config.parallel.tensor_parallel_size == 1:
+        reasons["enable_expert_parallel"] = "one worker has all experts; it acts with -tp"
     if cache.num_kv_blocks is not None:
         reasons["kv_cache_memory_bytes"] = "--num-kv-blocks overrides it"
     return [

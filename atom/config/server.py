@@ -12,6 +12,8 @@ class ServerConfig:
     """Address to listen on."""
     server_port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     """HTTP port; 0 takes a free port, which the start-up banner shows."""
+    api_server_count: Annotated[int, Meta(ge=1, le=1024)] = 1
+    """Number of HTTP processes that share the port."""
     default_max_tokens: Annotated[int, Meta(ge=1)] | None = None
     """Default of a request's max_tokens. If unset: min(8192, what fits) for chat, 256 for completions."""
     lenient_fields: bool = False

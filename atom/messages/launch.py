@@ -18,7 +18,7 @@ class EngineAddress(msgspec.Struct, frozen=True, array_like=True):
     life: int
     """Counts the starts of this rank's engine, from 0."""
     endpoint: str
-    """ZMQ endpoint of its core's frontend socket. It contains rank and life (`core-1.3`), so that no
+    """ZMQ endpoint of its core's frontend socket. It contains rank and life (`engine-1.3/core`), so that no
     message of an earlier life can reach a later one."""
 
 
@@ -56,6 +56,8 @@ class WorkerLaunch(msgspec.Struct, frozen=True):
     """None: one rank, which meets no others."""
     device_index: int = 0
     """The GPU, as an index into this host's visible devices (CUDA_VISIBLE_DEVICES); unused on a CPU."""
+    label: str = ""
+    """Name in log lines; empty: worker and its rank."""
 
 
 class CoreLaunch(msgspec.Struct, frozen=True):
@@ -68,6 +70,12 @@ class CoreLaunch(msgspec.Struct, frozen=True):
     workers: str
     """ZMQ endpoint to bind for workers."""
     supervisor: str
+    hash_seed: int
+    """Unsigned 64 bit; seeds the block hashes of the prefix cache, alike in all engines."""
+    label: str = "core"
+    """Name in log lines."""
+    num_blocks: list[int] = []
+    """KV blocks of each group in an earlier life of the engine, to have as many again; empty: none."""
 
 
 class FrontendLaunch(msgspec.Struct, frozen=True):

@@ -19,6 +19,8 @@ class Ready(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
     process: str
     detail: dict[str, int | str] = {}
     """Figures for the banner."""
+    num_blocks: list[int] = []
+    """From a core: KV blocks of each group."""
 
 
 class Progress(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):

@@ -1,4 +1,4 @@
-"""Listening sockets: bound once by the supervisor, then passed to the frontend."""
+"""Listening sockets: bound by the supervisor, then passed to the frontends."""
 
 import contextlib
 import errno
@@ -17,11 +17,52 @@ class ListenError(OSError):
     """Listening on the address failed; the text is one line with the remedy."""
 
 
-def listen_socket(host: str, port: int) -> socket.socket:
-    """A TCP socket that listens on `host` (a name, IPv4 or IPv6 address); port 0 takes a free one.
+class ListenPort:
+    """`count` sockets that listen on one port; the kernel spreads connections over them (SO_REUSEPORT).
 
-    Raises ListenError. The caller closes the socket.
+    `host` is a name, an IPv4 or an IPv6 address; port 0 takes a free one. Raises ListenError.
     """
+
+    def __init__(self, host: str, port: int, count: int = 1):
+        # The first socket is bound without SO_REUSEPORT, which fails where another server has the port.
+        first = _listen_socket(host, port, joins=False, shared=count > 1)
+        self.port: int = first.getsockname()[1]
+        self._host = host
+        self._sockets: dict[int, socket.socket] = {0: first}
+        self._count = count
+        try:
+            for index in range(1, count):
+                self.open(index)
+        except BaseException:
+            self.close_all()
+            raise
+
+    def open(self, index: int) -> socket.socket:
+        """Socket `index`, which is made again after `close`."""
+        if index not in self._sockets:
+            shared = self._count > 1
+            self._sockets[index] = _listen_socket(self._host, self.port, shared, shared)
+        return self._sockets[index]
+
+    def close(self, index: int) -> None:
+        """Close socket `index`; a process that inherited it still listens."""
+        if index in self._sockets:
+            self._sockets.pop(index).close()
+
+    def close_all(self) -> None:
+        """Close all sockets. May be called twice."""
+        for index in list(self._sockets):
+            self.close(index)
+
+    def __enter__(self) -> "ListenPort":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close_all()
+
+
+def _listen_socket(host: str, port: int, joins: bool, shared: bool) -> socket.socket:
+    """A listening TCP socket that joins those on its port, or lets others join. Raises ListenError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -29,14 +70,16 @@ def listen_socket(host: str, port: int) -> socket.socket:
     except (socket.gaierror, UnicodeError):
         raise ListenError(f"cannot listen on {host}: no such host; use --host 127.0.0.1 or 0.0.0.0") from None
     with contextlib.ExitStack() as on_error:
-        listener = on_error.enter_context(socket.socket(family, kind, protocol))
+        made = on_error.enter_context(socket.socket(family, kind, protocol))
         try:
             # A restart must not wait for connections of the last run to time out.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(_BACKLOG)
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(joins))
+            made.bind(address)
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
+            made.listen(_BACKLOG)
         except OSError as error:
             remedy = _REMEDIES.get(error.errno or 0, error.strerror)
             raise ListenError(f"cannot listen on {host} port {port}: {remedy}") from None
         on_error.pop_all()
-    return listener
+    return made

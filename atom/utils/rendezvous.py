@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from atom.messages.launch import Rendezvous
-from atom.utils.net import listen_socket
+from atom.utils.net import ListenPort
 
 _LOOPBACK = "127.0.0.1"
 
@@ -21,6 +21,6 @@ def open_rendezvous(ranks: int, life: int = 0) -> Iterator[list[Rendezvous | Non
     if ranks == 1:
         yield [None]
         return
-    with listen_socket(_LOOPBACK, 0) as listener:
-        where = Rendezvous(_LOOPBACK, listener.getsockname()[1], life)
-        yield [replace(where, listen_fd=listener.fileno()), *[where] * (ranks - 1)]
+    with ListenPort(_LOOPBACK, 0) as port:
+        where = Rendezvous(_LOOPBACK, port.port, life)
+        yield [replace(where, listen_fd=port.open(0).fileno()), *[where] * (ranks - 1)]

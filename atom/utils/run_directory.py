@@ -19,7 +19,7 @@ _PREFIX = "atom-run-"
 _UNLOCKED_PREFIX = "atom-new-"
 # Limit of the path of a local socket in bytes (sun_path), and the longest name we append.
 _MAX_SOCKET_PATH = 107
-_LONGEST_NAME = len("/supervisor")
+_LONGEST_NAME = len("/engine-1023.99999/supervisor")
 
 
 class RunDirectory:

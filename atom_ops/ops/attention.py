@@ -79,6 +79,7 @@ def _paged_case(
     fp8: bool = False,
     window: int = 0,
     sinks: bool = False,
+    decode_query_len: int = 1,
 ) -> Case:
     """`heads` are query heads and key/value heads."""
 
@@ -96,9 +97,11 @@ def _paged_case(
         lens, host_table = np.array([query_lens, context_lens], np.int32), table.numpy().astype(np.int32)
         sinks_H = torch.randn(heads[0], generator=generator).to(dtype) if sinks else None
         rule = AttentionRule(width**-0.5, window, sinks_H)
-        return q, cache, plan_attention(lens[0], lens[1], host_table, device), rule
+        plan = plan_attention(lens[0], lens[1], host_table, device, decode_query_len=decode_query_len)
+        return q, cache, plan, rule
 
     more = f"{f'-window{window}' if window else ''}{'-sinks' if sinks else ''}{'-fp8' if fp8 else ''}"
+    more += f"-decodes{decode_query_len}" if decode_query_len > 1 else ""
     label = f"{heads[0]}/{heads[1]}x{width}-{query_lens}of{context_lens}{more}"
     return Case(label.replace(" ", ""), make)
 
@@ -115,6 +118,9 @@ def _paged_case(
         _paged_case([1, 70, 1], [200, 190, 17], (16, 2), 64, window=128, sinks=True),
         _paged_case([1, 40], [300, 40], sinks=True),
         _paged_case([1, 9], [64, 30], window=7, sinks=True, fp8=True),
+        _paged_case([4, 4, 4], [4, 40, 700], (16, 2), 64, decode_query_len=4),
+        _paged_case([5, 30, 1, 5], [300, 30, 70, 5], (16, 2), 64, window=24, sinks=True, decode_query_len=5),
+        _paged_case([7, 7], [90, 7], (24, 2), 32, decode_query_len=7),
     ],
     REDUCTION,
 )

@@ -83,6 +83,8 @@ class HostRows:
     query_lens: NDArray[np.int32]
     context_lens: NDArray[np.int32]
     block_table: NDArray[np.int32]
+    exact: bool = True
+    """False: contexts of rows with drafts are upper bounds, which the tensors correct."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,8 @@ class AttentionPlan:
     0: the size depends on device and batch."""
     host: HostRows | None = None
     """The tensors' values on the host, for `work_items`."""
+    decode_query_len: int = 1
+    """Queries of a row that decodes, drafts included: kernels choose their tiles by it."""
 
     def work_items(
         self, num_heads: int, num_kv_heads: int, block_size: int, dtype: torch.dtype, window: int = 0
@@ -147,6 +151,7 @@ class AttentionPlan:
                 np.pad(host.query_lens, (0, more)),
                 np.pad(host.context_lens, (0, more)),
                 np.pad(host.block_table, ((0, more), (0, 0))),
+                host.exact,
             )
         return replace(
             self,
@@ -180,7 +185,7 @@ class AttentionPlan:
 
     def _made(self, key: _WorkKey) -> tuple[WorkItems, ...]:
         if key not in self._work:
-            if self.host is None:
+            if self.host is None or not self.host.exact:
                 raise ValueError("this attention plan has no host rows: only a paged kernel can run it")
             device = self.context_lens_R.device
             self._work[key] = _work_items(self.host, key, self.num_tokens, device)
@@ -233,6 +238,7 @@ def plan_attention(
     block_table: NDArray[np.int32],
     device: torch.device,
     split_tokens: int = 0,
+    decode_query_len: int = 1,
 ) -> AttentionPlan:
     """The plan of one step from host arrays, which must not change afterwards.
 
@@ -253,6 +259,7 @@ def plan_attention(
         max_context_len=int(context_lens.max()),
         split_tokens=split_tokens,
         host=HostRows(query_lens, context_lens, block_table),
+        decode_query_len=decode_query_len,
     )
 
 

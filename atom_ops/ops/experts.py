@@ -8,7 +8,7 @@ T tokens, J experts per token, P = T * J (token, expert) pairs, X experts, D hid
                         e2: t0                 [1, D] -> [1, F] -> [1, D]
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,13 +23,15 @@ from atom_ops.weights import PackedOneDNN, Weight
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The weights of all experts of a layer."""
+    """The weights of the experts of a layer, of all or of some."""
 
     gate_up_XOD: Weight
     """[X, 2F, D]: the gate's rows, then up's."""
     down_XDF: Weight
     gate_up_bias_XO: Tensor | None = None
     down_bias_XD: Tensor | None = None
+    complete: bool = True
+    """Whether these are all experts of the layer. Otherwise ids may lie outside of 0 .. X - 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +53,10 @@ def _case(
     sizes: tuple[int, int],
     activation: ExpertActivation = None,
     idle: int = 0,
+    first: int | None = None,
     format: Format = "plain",
 ) -> Case:
-    """The last `idle` experts get no token."""
+    """The last `idle` experts get no token. `first`: the weights are those from there on of twice as many."""
     hidden, features = sizes
     with_bias = activation is not None
 
@@ -69,12 +72,17 @@ def _case(
             normal(experts, 2 * features).to(dtype) if with_bias else None,
             normal(experts, hidden).to(dtype) if with_bias else None,
         )
-        picked = [torch.randperm(experts - idle, generator=generator)[:chosen] for _ in range(tokens)]
+        routed = experts - idle if first is None else 2 * experts
+        picked = [torch.randperm(routed, generator=generator)[:chosen] for _ in range(tokens)]
         shares = torch.rand(tokens, chosen, generator=generator)
         x = normal(tokens, hidden).to(dtype)
-        return x, torch.stack(picked), shares / shares.sum(1, keepdim=True), weights, activation
+        ids = torch.stack(picked)
+        if first is not None:
+            ids, weights = ids - first, replace(weights, complete=False)
+        return x, ids, shares / shares.sum(1, keepdim=True), weights, activation
 
-    kind = ("clamped" if activation else "silu") + ("" if format == "plain" else f"-{format}")
+    kind = "clamped" if activation else "silu"
+    kind += ("" if first is None else f"-from{first}") + ("" if format == "plain" else f"-{format}")
     return Case(f"{tokens}x{chosen}of{experts}x{hidden}x{features}-{kind}", make)
 
 
@@ -89,6 +97,8 @@ _GPT_OSS = ClampedSwiglu(7.0, 1.702)
         _case(5, 1, 3, (33, 17)),
         _case(1, 4, 32, (96, 48), _GPT_OSS),
         _case(19, 2, 5, (72, 40), _GPT_OSS, idle=2),
+        _case(30, 3, 12, (40, 64), first=5),
+        _case(9, 4, 6, (64, 32), _GPT_OSS, first=0, format="mxfp4"),
         _case(9, 2, 5, (200, 128), format="block_fp8"),
         _case(9, 2, 5, (64, 96), _GPT_OSS, format="mxfp4"),
     ],
@@ -106,13 +116,20 @@ def experts(
     `ids_TJ` int64 and `weights_TJ` float32 as returned by `route`. NaN in one row does not reach
     other rows; with a batch-invariant `linear` a row's bits depend on that row alone. Experts'
     results are summed in float32. Does not synchronise with a GPU.
+
+    Ids outside of 0 .. X - 1 add nothing: experts of other ranks, where `weights` are not complete.
     """
+    experts_here = weights.down_XDF.shape[0]
+    if not weights.complete:  # ids of no expert here sort last
+        ids_TJ = ids_TJ.where((ids_TJ >= 0) & (ids_TJ < experts_here), experts_here)
     if x_TD.is_cuda and (BATCH_INVARIANT in linear.order or not _has_grouped_gemm(x_TD, weights)):
         return _dense_fallback(x_TD, ids_TJ, weights_TJ, weights, activation)
     tokens, chosen = ids_TJ.shape
     ids_P, order_P = ids_TJ.flatten().sort(stable=True)
-    numbers_X = torch.arange(weights.down_XDF.shape[0], device=x_TD.device)
+    numbers_X = torch.arange(experts_here, device=x_TD.device)
     ends_X = torch.searchsorted(ids_P, numbers_X, right=True, out_int32=True)
+    if not weights.complete:
+        ids_P = ids_P.clamp(max=experts_here - 1)  # an index into biases, for rows that are skipped below
     x_PD = x_TD[order_P // chosen]
     inner_PO = _grouped_gemm(x_PD, weights.gate_up_XOD, weights.gate_up_bias_XO, ids_P, ends_X)
     inner_PF = _activate(inner_PO, activation)
@@ -120,6 +137,8 @@ def experts(
     out_PD = torch.empty_like(sorted_PD)
     out_PD[order_P] = sorted_PD
     out_TJD = out_PD.unflatten(0, (tokens, chosen)).float()
+    if not weights.complete:  # no GEMM has written the rows of other experts
+        out_TJD = out_TJD.where((ids_TJ < experts_here).unsqueeze(-1), 0.0)
     return (out_TJD * weights_TJ.unsqueeze(-1)).sum(1).to(x_TD.dtype)
 
 

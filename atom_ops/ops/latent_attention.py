@@ -12,6 +12,8 @@ T tokens, H heads, N features of a query or key without RoPE, R with RoPE, E = N
 a value, C of the latent, K = C + R.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -99,6 +101,7 @@ def _latent_case(
     heads: int,
     widths: tuple[int, int] = (512, 64),
     fp8: bool = False,
+    decode_query_len: int = 1,
 ) -> Case:
     """`widths` are C and R."""
 
@@ -114,9 +117,11 @@ def _latent_case(
         weight = torch.ones(latent, dtype=dtype)
         write_latent.reference(rows, weight, 1e-6, *still, cache, torch.arange(len(rows)))
         q = torch.randn(sum(query_lens), heads, latent + rope, generator=generator).to(dtype)
-        return q, cache, _plan(query_lens, context_lens, table), (latent + rope) ** -0.5
+        plan = replace(_plan(query_lens, context_lens, table), decode_query_len=decode_query_len)
+        return q, cache, plan, (latent + rope) ** -0.5
 
     label = f"{heads}x{widths[0]}+{widths[1]}-{query_lens}of{context_lens}{'-fp8' if fp8 else ''}"
+    label += f"-decodes{decode_query_len}" if decode_query_len > 1 else ""
     return Case(label.replace(" ", ""), make)
 
 
@@ -128,6 +133,8 @@ def _latent_case(
         _latent_case([1, 20, 1, 5], [33, 300, 2, 5], 8, (128, 32)),
         _latent_case([1, 3], [200, 90], 72, (64, 16)),
         _latent_case([1, 9], [64, 30], 16, (64, 16), fp8=True),
+        _latent_case([3, 3, 3], [3, 40, 700], 5, (40, 8), decode_query_len=3),
+        _latent_case([5, 30, 2, 5], [300, 30, 90, 5], 72, (64, 16), decode_query_len=5),
     ],
     REDUCTION,
 )

@@ -22,7 +22,7 @@ def random_weight(
     if format == "plain":
         return (torch.randn(*shape, generator=generator) * std).to(dtype)
     if format == "block_fp8":
-        values = torch.randn(*shape, generator=generator).mul_(100).to(torch.float8_e4m3fn)
+        values = torch.randn(*shape, generator=generator).mul_(100).clamp_(-448, 448).to(torch.float8_e4m3fn)
         blocks = (*shape[:-2], -(-outputs // 128), -(-inputs // 128))
         scales = (0.5 + torch.rand(*blocks, generator=generator)) * std / 100
         return BlockFP8(values, scales, (128, 128))
@@ -125,8 +125,13 @@ def pack_linear_weight(weight: Weight) -> Weight:
 
     Call after `backend.resolve`. Returns the same weight where no other layout is faster.
     """
-    if not isinstance(weight, Tensor) or _ONEDNN not in linear.order or not _onednn_packs(weight.dtype):
-        return weight
+    packed: Weight = linear.pack(weight)
+    return packed
+
+
+def _pack_onednn(weight: Weight) -> PackedOneDNN | None:
+    if not isinstance(weight, Tensor) or not _onednn_packs(weight.dtype):
+        return None
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
     return PackedOneDNN(packed, tuple(weight.shape))
 
@@ -151,6 +156,7 @@ def _onednn_packs(dtype: torch.dtype) -> bool:
         bias,
         out_dtype,
     ),
+    pack=_pack_onednn,
     batch_invariant=False,
 )
 def _onednn_packed(

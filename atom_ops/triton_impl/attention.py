@@ -45,15 +45,22 @@ NewToken = tuple[Tensor | float | None, ...]
 # The decode kernel's parameters from `cos` on.
 _NO_TOKEN: NewToken = (None, None, None, None, None, 0.0, 0, 0)
 _MERGED_AT_ONCE = 8
+_MAX_DECODE_QUERIES = 64
+"""Query heads x tokens of a decoding row with drafts: with more, its row is computed like a prompt."""
 _MAX_PAIRS = 1 << 18
 _WHOLE_PROMPT = 512
 """Fewest tokens of a whole prompt for the Hopper kernel: below, gathering costs more than it saves."""
 _NO_PROMPT = (1 << 31) - 1
 
 
-def _decode_config(group: int, width: int, dtype: torch.dtype, few: bool) -> _KernelConfig:
-    """`few`: with few programs each needs more loads in flight to hide the memory's latency."""
+def _decode_config(group: int, width: int, dtype: torch.dtype, few: bool, tokens: int = 1) -> _KernelConfig:
+    """`few`: with few programs each needs more loads in flight to hide the memory's latency.
+
+    All `tokens` of a decoding row are queries of one program, as far as registers allow.
+    """
     queries = max(16, triton.next_power_of_2(group))
+    if group * tokens <= _MAX_DECODE_QUERIES:
+        queries = max(queries, triton.next_power_of_2(group * tokens))
     if dtype == torch.float32:
         return _KernelConfig(queries, 32, 4, 2 if width <= 128 else 1, 2)
     if few:
@@ -123,8 +130,9 @@ def decode_config(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan) -> tuple[_
     """The decode kernel's config, and the most tokens of a row that it computes."""
     (_, heads, width), kv_heads = q_THE.shape, cache.kv.shape[3]
     few = 2 * len(plan.context_lens_R) * kv_heads <= _num_sms(q_THE.device)
-    config = _decode_config(heads // kv_heads, width, q_THE.dtype, few)
-    return config, config.queries // (heads // kv_heads)
+    group = heads // kv_heads
+    config = _decode_config(group, width, q_THE.dtype, few, plan.decode_query_len)
+    return config, config.queries // group
 
 
 def launch_decode(

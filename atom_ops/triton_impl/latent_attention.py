@@ -135,18 +135,19 @@ def _latent_rows(
     q, out, rows, scales, table, contexts, starts, partial_sums, partial_states,
     q_token_stride, q_head_stride, table_stride, score_scale, heads, rows_of_step, min_tokens,
     LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    HEADS: tl.constexpr, DECODE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_R: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, TILES: tl.constexpr, DECODE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of heads, splits, rows of the step or tile numbers).
+    """Grid (blocks of heads, splits, rows of the step x TILES or tile numbers).
 
-    DECODE: computes rows of at most TILE tokens; otherwise rows of at least `min_tokens`, unsplit.
+    DECODE: computes rows of at most TILES tiles of TILE tokens; otherwise rows of at least
+    `min_tokens`, unsplit.
     """
     pdl_begin(PDL)
     if DECODE:
-        row = tl.program_id(2)
+        row = tl.program_id(2) // TILES
         first_token = tl.load(starts + row)
-        tile_start = 0
+        tile_start = tl.program_id(2) % TILES * TILE
     else:
         # The last tiles of a row take longest and are launched first.
         number = tl.num_programs(2) - 1 - tl.program_id(2)
@@ -158,7 +159,7 @@ def _latent_rows(
     share = _share(context, tl.num_programs(1), BLOCK_N)
     first = tl.program_id(1) * share
     if DECODE:
-        elsewhere = (length > TILE) | (length <= 0) | ((first >= context) & (first > 0))
+        elsewhere = (length > TILES * TILE) | (length <= tile_start) | ((first >= context) & (first > 0))
     else:
         elsewhere = (length < min_tokens) | (tile_start >= length)
     if elsewhere:
@@ -190,8 +191,8 @@ def _latent_rows(
     )  # fmt: skip
 
     if DECODE and partial_sums is not None:
-        # partial_sums [R, TILE, H, splits, C]; partial_states [R, TILE, H, splits, 2]
-        partial_M = ((row.to(tl.int64) * TILE + inside_M) * heads + head_M) * tl.num_programs(1)
+        # partial_sums [R, TILES * TILE, H, splits, C]; partial_states [R, TILES * TILE, H, splits, 2]
+        partial_M = ((row.to(tl.int64) * (TILES * TILE) + inside_M) * heads + head_M) * tl.num_programs(1)
         partial_M += tl.program_id(1)
         tl.store(partial_sums + partial_M[:, None] * LATENT + feature_C[None, :], sum_MC, mask=wanted_MC)
         tl.store(partial_states + partial_M * 2, top_M, mask=wanted_M)
@@ -300,10 +301,15 @@ def attend_latents(q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, scale
         _launch_prefill(out_THC, q_THK, cache, plan, scale, prefill, 0)
         return out_THC
     decode = _config(q_THK, cache, 16)
-    if plan.min_query_len <= decode.tile:
-        _launch_decode(out_THC, q_THK, cache, plan, scale, decode)
-    if plan.max_query_len > decode.tile:
-        _launch_prefill(out_THC, q_THK, cache, plan, scale, prefill, decode.tile + 1)
+    if plan.decode_query_len > 1:
+        # Drafts of a row are queries of the same program where its tile has room.
+        decode = _config(q_THK, cache, min(64, decode.heads * triton.next_power_of_2(plan.decode_query_len)))
+    tiles = triton.cdiv(plan.decode_query_len, decode.tile)
+    longest = tiles * decode.tile
+    if plan.min_query_len <= longest:
+        _launch_decode(out_THC, q_THK, cache, plan, scale, decode, tiles)
+    if plan.max_query_len > longest:
+        _launch_prefill(out_THC, q_THK, cache, plan, scale, prefill, longest + 1)
     return out_THC
 
 
@@ -314,23 +320,25 @@ def _launch_decode(
     plan: AttentionPlan,
     scale: float,
     config: _KernelConfig,
+    tiles: int,
 ) -> None:
+    """Attention of the rows of at most `tiles` tiles, split over the context where that helps."""
     (_, heads, latent), rows = out_THC.shape, len(plan.context_lens_R)
-    head_blocks = triton.cdiv(heads, config.heads)
-    splits = _splits(plan, rows * head_blocks, config, q_THK.device)
+    head_blocks, row_tokens = triton.cdiv(heads, config.heads), tiles * config.tile
+    splits = _splits(plan, rows * tiles * head_blocks, config, q_THK.device)
     partial_sums = partial_states = None
     if splits > 1:
-        entries = rows * config.tile * heads * splits
+        entries = rows * row_tokens * heads * splits
         partial_sums = torch.empty(entries, latent, dtype=torch.float32, device=q_THK.device)
         partial_states = torch.empty(entries, 2, dtype=torch.float32, device=q_THK.device)
-    _latent_rows[(head_blocks, splits, rows)](
+    _latent_rows[(head_blocks, splits, rows * tiles)](
         *_arguments(out_THC, q_THK, cache, plan, partial_sums, partial_states, scale), 0,
-        **_constants(q_THK, cache, config), DECODE=True,
+        **_constants(q_THK, cache, config), TILES=tiles, DECODE=True,
     )  # fmt: skip
     if splits > 1:
-        _combine[(heads, rows * config.tile)](
+        _combine[(heads, rows * row_tokens)](
             out_THC, plan.context_lens_R, plan.query_starts_R1, partial_sums, partial_states, heads, splits,
-            LATENT=latent, TILE=config.tile, BLOCK_N=config.tokens, BLOCK_C=triton.next_power_of_2(latent),
+            LATENT=latent, TILE=row_tokens, BLOCK_N=config.tokens, BLOCK_C=triton.next_power_of_2(latent),
             BLOCK_S=triton.next_power_of_2(splits), AT_ONCE=_AT_ONCE, num_warps=4,
             **launch_options(q_THK.device),
         )  # fmt: skip
@@ -343,7 +351,7 @@ def _launch_prefill(
     numbers = plan.num_tokens // config.tile + len(plan.context_lens_R)
     _latent_rows[(triton.cdiv(q_THK.shape[1], config.heads), 1, numbers)](
         *_arguments(out_THC, q_THK, cache, plan, None, None, scale), min_tokens,
-        **_constants(q_THK, cache, config), DECODE=False,
+        **_constants(q_THK, cache, config), TILES=1, DECODE=False,
     )  # fmt: skip
 
 

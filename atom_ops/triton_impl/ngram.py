@@ -64,7 +64,7 @@ def _search(
         at_B = start + tl.arange(0, BLOCK)
         same_B = at_B < end
         matched_B = tl.zeros((BLOCK,), tl.int64)
-        for back in tl.static_range(LONGEST):
+        for back in range(LONGEST):
             wanted = _token(
                 end - back, end >= back, length, last, last_id, table, prediction, slot_ids_ptr,
                 BLOCK_SIZE, REACH, PREDICTIONS,

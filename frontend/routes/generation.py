@@ -7,6 +7,7 @@ from typing import Any
 from aiohttp import web
 
 from frontend.admission import AdmissionSlot
+from frontend.errors import RequestError
 from frontend.keys import CHAT, CLIENT, COMPLETIONS, LIFECYCLE, METRICS
 from frontend.routes.access import TENANT
 from frontend.routes.bodies import open_body
@@ -16,6 +17,9 @@ from frontend.serving.caller import Caller
 from frontend.serving.generation import GenerationService
 
 __all__ = ["routes"]
+
+_RANK_HEADER = "X-Data-Parallel-Rank"
+_MAX_RANK_DIGITS = 9
 
 routes = web.RouteTableDef()
 
@@ -49,7 +53,8 @@ async def _respond(
 ) -> web.StreamResponse:
     with request.app[LIFECYCLE].interruptible():
         async with open_body(request) as body:
-            generate = await service.prepare(body, Caller(request[TENANT], client_request_id(request)))
+            caller = Caller(request[TENANT], client_request_id(request), _data_parallel_rank(request))
+            generate = await service.prepare(body, caller)
             del body
         slot.reserve(generate.request_ids)
         response = None if generate.streaming else await service.respond(generate)
@@ -58,3 +63,13 @@ async def _respond(
     # Closing `frames` aborts the generation.
     async with contextlib.aclosing(service.stream(generate)) as frames:
         return await EventStream(request).send(frames)
+
+
+def _data_parallel_rank(request: web.Request) -> int | None:
+    """Raises RequestError for a header that is no number."""
+    given = request.headers.get(_RANK_HEADER)
+    if given is None:
+        return None
+    if not (given.isascii() and given.isdigit() and len(given) <= _MAX_RANK_DIGITS):
+        raise RequestError(f"{_RANK_HEADER} must be the number of a rank, not {given!r}", param=_RANK_HEADER)
+    return int(given)

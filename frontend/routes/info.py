@@ -1,5 +1,6 @@
 """GET /version, /server_info and /metrics."""
 
+import asyncio
 import platform
 from dataclasses import asdict
 from typing import Any
@@ -10,7 +11,7 @@ from aiohttp import web
 from atom.config.server import ServerConfig
 from atom.utils.version import atom_version
 from frontend.exposition import CONTENT_TYPE, Snapshot, expose
-from frontend.keys import CLIENT, LAUNCH, LIMITS, METRICS, MODELS
+from frontend.keys import CLIENT, LAUNCH, LIMITS, MODELS, SHARED_METRICS
 
 __all__ = ["routes"]
 
@@ -37,6 +38,10 @@ async def server_info(request: web.Request) -> web.Response:
         "architecture": checkpoint.architecture,
         "vocab_size": checkpoint.vocab_size,
         "engine": None if ready is None else msgspec.structs.asdict(ready),
+        "engines": [
+            {"rank": engine.rank, "life": engine.life, "state": engine.link.state.value}
+            for _, engine in sorted(request.app[CLIENT].engines.items())
+        ],
         "config": msgspec.to_builtins(launch.config),
         "server": _without_keys(launch.server),
     }
@@ -45,16 +50,20 @@ async def server_info(request: web.Request) -> web.Response:
 
 @routes.get("/metrics")
 async def metrics(request: web.Request) -> web.Response:
-    """Prometheus text; without an engine, this process's metrics only."""
-    client = request.app[CLIENT]
-    stats = await client.stats(request.app[LIMITS].stats_deadline_s)
+    """Prometheus text: the sums over all frontends, and the counters of the engines that respond."""
+    client, deadline_s = request.app[CLIENT], request.app[LIMITS].stats_deadline_s
+    stats, totals = await asyncio.gather(
+        client.stats(deadline_s), request.app[SHARED_METRICS].totals(deadline_s)
+    )
+    launch = request.app[LAUNCH]
     snapshot = Snapshot(
         model=request.app[MODELS].name,
-        metrics=request.app[METRICS],
-        engine=stats,
-        engine_up=client.is_ready,
-        live=len(client),
-        refused=client.admission.refused,
+        metrics=totals.metrics,
+        engines=stats,
+        engine_up=client.engine_up,
+        engine_restarts=client.engine_restarts,
+        live=totals.live,
+        frontend=launch.index if launch.num_frontends > 1 else None,
     )
     return web.Response(body=expose(snapshot), headers={"Content-Type": CONTENT_TYPE})
 

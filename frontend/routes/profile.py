@@ -27,13 +27,20 @@ async def start_profile(request: web.Request) -> web.Response:
 @routes.post("/stop_profile")
 async def stop_profile(request: web.Request) -> web.Response:
     """Stop recording; responds when all ranks have written their trace files."""
-    result = await _switch(request, False)
-    traces = [_trace_info(trace) for trace in result.traces]
+    results = await _switch(request, False)
+    ranks = request.app[LAUNCH].config.parallel.tensor_parallel_size
+    traces = [
+        _trace_info(trace, engine * ranks + trace.rank)
+        for engine, result in results
+        for trace in result.traces
+    ]
     return web.json_response({"status": "success", "message": "Profiling stopped", "traces": traces})
 
 
-async def _switch(request: web.Request, on: bool) -> ProfileResult:
-    """Raises RequestError (404 without a trace directory, 403 for other hosts, 409 when already on or off),
+async def _switch(request: web.Request, on: bool) -> list[tuple[int, ProfileResult]]:
+    """The results of the engines that did it, with their ranks.
+
+    Raises RequestError (404 without a trace directory, 403 for other hosts, 409 when already on or off),
     EngineError.
     """
     if request.app[LAUNCH].config.observability.torch_profiler_dir is None:
@@ -44,12 +51,14 @@ async def _switch(request: web.Request, on: bool) -> ProfileResult:
         raise RequestError(text, status=403, code="profiler_needs_key")
     lifecycle = request.app[LIFECYCLE]
     with lifecycle.admit(), lifecycle.interruptible():
-        result = await request.app[CLIENT].profile(on)
-    if result.refusal:
-        raise RequestError(result.refusal, status=409, code="profiler_state")
-    if result.error:
-        raise EngineError(f"profiling failed: {result.error}", code="profiler_failed")
-    return result
+        results = await request.app[CLIENT].profile(on)
+    for _, result in results:
+        if result.error:
+            raise EngineError(f"profiling failed: {result.error}", code="profiler_failed")
+    # An engine that was started in between refuses to stop what it has never begun.
+    if done := [(engine, result) for engine, result in results if not result.refusal]:
+        return done
+    raise RequestError(results[0][1].refusal, status=409, code="profiler_state")
 
 
 def _is_loopback(host: str | None) -> bool:
@@ -59,9 +68,10 @@ def _is_loopback(host: str | None) -> bool:
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
-def _trace_info(trace: RankTrace) -> dict[str, Any]:
+def _trace_info(trace: RankTrace, rank: int) -> dict[str, Any]:
+    """`rank` counts the workers of all engines."""
     return {
-        "rank": trace.rank,
+        "rank": rank,
         "trace_dir": trace.directory,
         "trace": trace.file,
         "steps": trace.steps,

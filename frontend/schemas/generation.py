@@ -12,7 +12,9 @@ __all__ = [
     "HARMLESS_TYPES",
     "NESTED",
     "NEUTRAL",
+    "CompletionTokensDetails",
     "GenerationRequest",
+    "Prediction",
     "PromptLogprob",
     "PromptTokensDetails",
     "RankedLogprob",
@@ -32,6 +34,27 @@ class StreamOptions(msgspec.Struct, frozen=True):
     """Send the usage so far in every chunk."""
 
 
+class PredictionPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of the predicted text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    """Text that the client expects in the response: a source of draft tokens, no condition."""
+
+    type: Literal["content"]
+    content: str | list[PredictionPart]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 class GenerationRequest(msgspec.Struct, kw_only=True):
     """Fields supported by both endpoints; null means absent."""
 
@@ -49,6 +72,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     priority: int | None = None
+    data_parallel_rank: int | None = None
+    """The engine that serves the request; takes precedence over the X-Data-Parallel-Rank header."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     presence_penalty: float | None = None
@@ -76,6 +101,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     """The side that is cut; defaults to left, which keeps the end of the prompt."""
     cache_salt: str | None = None
     """Requests share prefix-cache blocks only with requests of the same salt."""
+    prediction: Prediction | None = None
     request_id: str | None = None
     """Becomes part of the response id; takes precedence over the X-Request-Id header."""
 
@@ -100,13 +126,22 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
-class Usage(msgspec.Struct, frozen=True):
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    """Draft tokens of speculative decoding, whether from the prediction or from other text."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Token counts, and times in seconds since the request arrived."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
+    """If draft tokens were verified."""
     ttft_s: float
     """Time to the first token."""
     tpot_s: float
@@ -117,6 +152,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 NESTED: dict[str, Schema[Any] | None] = {
     "logit_bias": None,
+    "prediction": Schema(Prediction, neutral={}, harmless=frozenset()),
     "stream_options": Schema(StreamOptions, neutral={}, harmless=frozenset()),
 }
 """Fields of both endpoints that hold an object, with its schema."""
@@ -125,7 +161,6 @@ HARMLESS = frozenset(
     {
         "client_metadata",
         "metadata",
-        "prediction",
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
@@ -146,7 +181,6 @@ HARMLESS_TYPES = {"metadata": msgspec.json.Decoder(_Metadata | None)}
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "custom_logit_processor": (),
     "custom_params": ({},),
-    "data_parallel_rank": (),
     "detokenize": (True,),
     "early_stopping": (False,),
     "ebnf": (),

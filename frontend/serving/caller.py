@@ -17,3 +17,5 @@ class Caller:
     """Identifies the API key; different tenants share no prefix cache."""
     request_id: str | None = None
     """The X-Request-Id header, if it matches REQUEST_ID."""
+    data_parallel_rank: int | None = None
+    """The X-Data-Parallel-Rank header."""

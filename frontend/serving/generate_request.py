@@ -1,6 +1,7 @@
 """A checked and tokenized request, and what its response contains."""
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from atom.messages.engine import AddRequest
@@ -48,6 +49,10 @@ class GenerateRequest:
     include_usage: bool
     warnings: list[str]
     started: float
+    data_parallel_rank: int | None = None
+    """None: the router chooses."""
+    prediction_ids: Sequence[int] = ()
+    """The output that the client expects."""
 
     @property
     def request_ids(self) -> list[int]:

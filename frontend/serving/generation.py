@@ -3,6 +3,7 @@
 Subclasses define the schema, the prompts, and the form of choices and chunks.
 """
 
+import contextlib
 import copy
 import dataclasses
 import secrets
@@ -19,7 +20,7 @@ import msgspec
 from atom.messages.engine import AddRequest
 from atom.sampling_params import SamplingParams
 from frontend.detokenizer import decode
-from frontend.engine_client import EngineClient, Stream
+from frontend.engine_client import EngineClient
 from frontend.errors import EngineError, RequestError
 from frontend.input_processor import MAX_EXCESS_TOKENS, CheckedParams, InputProcessor
 from frontend.output_processor import TextOptions, Update
@@ -33,6 +34,7 @@ from frontend.serving.prompts import Prompt, given_id, kept_tokens, salt, text_o
 from frontend.serving.sampling import requested_max_tokens, sampling_params, stop_strings
 from frontend.serving.sse import DONE, ChunkHeader, ChunkTemplate
 from frontend.serving.usage import UsageCounter
+from frontend.streams import Stream
 from frontend.text_executor import TextExecutor
 from frontend.token_logprobs import TokenLogprob
 
@@ -94,10 +96,11 @@ class GenerationService(ABC, Generic[R]):
         request, params, cache_salt = await self._executor.run(
             len(body), lambda: self._check(body, caller, started)
         )
+        self._client.check_ready(request.data_parallel_rank)
         # The ids of one request are consecutive, since only the event loop allocates them.
         ids = self._client.new_ids(request.n * len(request.prompts))
         requests = await self._executor.run(
-            len(body) // 8, lambda: self._requests(request.prompts, params, ids, cache_salt)
+            len(body) // 8, lambda: self._requests(request, params, ids, cache_salt)
         )
         return dataclasses.replace(request, requests=requests)
 
@@ -105,7 +108,7 @@ class GenerationService(ABC, Generic[R]):
         """The complete response as JSON. Cancelling aborts the generation."""
         counter = request.usage_counter()
         results = [Update(request_id, array("i")) for request_id in request.request_ids]
-        async with self._client.open(request.requests, request.text, every_step=False) as stream:
+        async with self._open(request, every_step=False) as stream:
             async for updates in stream:
                 for update in updates:
                     _raise_error(update)
@@ -125,7 +128,7 @@ class GenerationService(ABC, Generic[R]):
         """
         template = self._template(request)
         counter = request.usage_counter()
-        async with self._client.open(request.requests, request.text) as stream:
+        async with self._open(request) as stream:
             async for updates in stream:
                 size = sum(map(_response_bytes, updates)) + self._first_bytes(request, counter, updates)
                 render = partial(self._render, template, request, counter, updates, stream)
@@ -186,6 +189,7 @@ class GenerationService(ABC, Generic[R]):
         name = given_id(request, caller) or secrets.token_hex(16)
         cache_salt = salt(request.cache_salt, caller)
         prompts, params = self._read(request, options, warnings)
+        prediction = request.prediction
         checked = GenerateRequest(
             id=self.id_prefix + name,
             created=int(time.time()),
@@ -198,8 +202,15 @@ class GenerationService(ABC, Generic[R]):
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
             warnings=warnings,
             started=started,
+            data_parallel_rank=_first_given(request.data_parallel_rank, caller.data_parallel_rank),
+            prediction_ids=() if prediction is None else self._inputs.prediction_ids(prediction.text),
         )
         return checked, params, cache_salt
+
+    def _open(
+        self, request: GenerateRequest, every_step: bool = True
+    ) -> contextlib.AbstractAsyncContextManager[Stream]:
+        return self._client.open(request.requests, request.text, every_step, request.data_parallel_rank)
 
     def _first_bytes(self, request: GenerateRequest, counter: UsageCounter, updates: list[Update]) -> int:
         """About how many bytes of the next frames show prompts."""
@@ -346,16 +357,24 @@ class GenerationService(ABC, Generic[R]):
         return self._options.default_max_tokens or self._default_max_tokens()
 
     def _requests(
-        self, prompts: list[Prompt], params: list[SamplingParams], ids: list[int], cache_salt: str
+        self, request: GenerateRequest, params: list[SamplingParams], ids: list[int], cache_salt: str
     ) -> list[AddRequest]:
         """The engine's requests: `n` consecutive `ids` for each prompt."""
         checked, n = self._inputs.check_params(params[0]), params[0].n
         _check_bad_words(checked, len(ids))
         requests = []
-        for index, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
+        for index, (prompt, prompt_params) in enumerate(zip(request.prompts, params, strict=True)):
             request_ids = ids[index * n : (index + 1) * n]
-            requests.append(self._inputs.request(prompt.ids, prompt_params, request_ids, cache_salt, checked))
+            requests.append(
+                self._inputs.request(
+                    prompt.ids, prompt_params, request_ids, cache_salt, checked, request.prediction_ids
+                )
+            )
         return requests
+
+
+def _first_given(*values: int | None) -> int | None:
+    return next((value for value in values if value is not None), None)
 
 
 def check_choices(prompts: int, n: int) -> None:

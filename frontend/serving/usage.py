@@ -1,8 +1,10 @@
 """Token counts and times of one request."""
 
-from frontend.engine_client import Stream
+import msgspec
+
 from frontend.output_processor import Update
-from frontend.schemas.generation import PromptTokensDetails, Usage
+from frontend.schemas.generation import CompletionTokensDetails, PromptTokensDetails, Usage
+from frontend.streams import Stream
 
 __all__ = ["UsageCounter"]
 
@@ -17,6 +19,8 @@ class UsageCounter:
         self._tokens = [0] * choices
         self._started_choices = [False] * choices
         self._cached = 0
+        self._num_proposed = 0
+        self._num_accepted = 0
         self._n = n
         self._started = started
 
@@ -28,6 +32,8 @@ class UsageCounter:
         """Count one update of choice `index`."""
         self._started_choices[index] = True
         self._tokens[index] += len(update.token_ids)
+        self._num_proposed += update.num_proposed
+        self._num_accepted += update.num_accepted
         # The sequences of one prompt share its tokens, so cached tokens count once per prompt.
         if index % self._n == 0:
             self._cached += update.cached_tokens
@@ -42,10 +48,16 @@ class UsageCounter:
             completion_tokens=tokens,
             total_tokens=self._prompt_tokens + tokens,
             prompt_tokens_details=PromptTokensDetails(self._cached),
+            completion_tokens_details=self._details(),
             ttft_s=self._since_start(stream.first_token_at),
             tpot_s=round(decoding_s / decoded, _DIGITS) if decoded > 0 else 0.0,
             latency_s=self._since_start(stream.last_token_at),
         )
+
+    def _details(self) -> CompletionTokensDetails | msgspec.UnsetType:
+        if not self._num_proposed:
+            return msgspec.UNSET
+        return CompletionTokensDetails(self._num_accepted, self._num_proposed - self._num_accepted)
 
     def _since_start(self, moment: float) -> float:
         return round(max(moment - self._started, 0.0), _DIGITS)

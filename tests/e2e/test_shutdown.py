@@ -1,4 +1,4 @@
-"""The end of a server under load: by a signal, by the death of a process, by the launcher's."""
+"""The end of a server under load: by a signal, by a death without restarts, by the launcher's."""
 
 import asyncio
 import os
@@ -76,7 +76,7 @@ def last_line(server: Server) -> str:
         ("frontend.main", (), "frontend: killed by SIGKILL"),
     ],
 )
-def test_a_dead_process_fails_its_requests_and_ends_the_server(
+def test_without_restarts_a_dead_process_ends_the_server(
     model: str, run_directories: Path, victim: str, args: tuple[str, ...], cause: str
 ) -> None:
     crowd = Crowd(STREAMS)
@@ -88,7 +88,7 @@ def test_a_dead_process_fails_its_requests_and_ends_the_server(
             unready = await seconds_until_unready(server, limit_s=10)
         return unready, time.monotonic() - killed
 
-    with running_server("--model", model, *ARGS, *args) as server:
+    with running_server("--model", model, *ARGS, *args, "--max-restarts", "0") as server:
         children = list(server.children())
         unready, ended = asyncio.run(drive(server))
         status = server.process.wait(STOP_DEADLINE_S)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from atom_ops import backend
 from parallel.mesh import Mesh
 from tests.helpers.core_side import GREEDY, CoreSide, generate
 from tests.helpers.tiny_models import MAX_MODEL_LEN, engine_config, prompt_of, save_tiny, tiny
+from tests.unit.workers.test_step_shape import Agreement, state_of
+from workers.kv_cache import kv_specs
+from workers.step_shape import StepMode, StepShape
 from workers.worker import Worker
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -43,10 +47,10 @@ def config(sizes: str, dtype: str = "bfloat16") -> EngineConfig:
     )
 
 
-def worker(checkpoint: Checkpoint, sizes: str) -> Worker:
-    made = Worker(config(sizes), checkpoint, Mesh(GPU), lambda *progress: None)
-    made.load()
-    made.allocate(AllocateKV([BLOCKS], MAX_MODEL_LEN))
+def worker(checkpoint: Checkpoint, sizes: str, dtype: str = "bfloat16") -> Worker:
+    made = Worker(config(sizes, dtype), checkpoint, Mesh(GPU), lambda *progress: None)
+    specs = made.load().kv_specs
+    made.allocate(AllocateKV([BLOCKS] * len(specs), MAX_MODEL_LEN))
     return made
 
 
@@ -100,3 +104,38 @@ def test_no_step_synchronises(checkpoint: Checkpoint, sizes: str, sampling: Samp
     assert [step.token_ids() for step in pending] == one_by_one
     assert all(len(ids) for ids in one_by_one[1:])
     assert made._runner._inputs.device_rows.positions_N[-1] == -1  # padding stays padding
+
+
+FAMILIES = ("qwen3", "qwen3-moe", "gpt-oss", "deepseek-v3", "deepseek-v3.2", "qwen3-next")
+SHAPES = [
+    StepShape(StepMode.EAGER, 1, 1),
+    StepShape(StepMode.EAGER, 300, 5),
+    StepShape(StepMode.PROMPT_GRAPH, 64, 16),
+    StepShape(StepMode.DECODE_GRAPH, 4, 4, 1),
+]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_dummy_steps_write_nothing(name: str, tmp_path: Path) -> None:
+    """Beside real steps, padded ones too: in float32 every token stays the same."""
+    made = worker(save_tiny(tiny(name), tmp_path)[1], "[1,4]", "float32")
+    specs = kv_specs(made._model.kv_groups, BLOCK_SIZE, torch.float32)
+    prompts = [prompt_of(5 + 30 * row, seed=row) for row in range(3)]
+
+    def run_beside(shapes: list[StepShape]) -> list[list[int]]:
+        def execute(batch: ScheduledBatch) -> bytes:
+            before = state_of(made._runner)
+            for shape in shapes:
+                made._runner.dummy_step(shape)
+            for old, new in zip(before, state_of(made._runner), strict=True):
+                assert torch.equal(old, new)
+            return made.execute(batch).token_ids()
+
+        return generate(CoreSide.of_specs(specs, BLOCKS, BLOCK_SIZE), execute, prompts, 20, 16, 3)
+
+    plain = run_beside([])
+    assert run_beside(SHAPES) == plain
+    for shape in (StepShape(StepMode.PROMPT_GRAPH, 64, 16), StepShape(StepMode.EAGER, 90, 7)):
+        made._runner._agree = Agreement(made._runner._sizes, shape)
+        assert run_beside([shape]) == plain
+    backend.resolve(CPU)

@@ -70,6 +70,8 @@ class Script:
     message: str = ""
     cached: int = 0
     per_step: int = 1
+    drafts: int = 0
+    """Draft tokens that each step verifies."""
 
 
 @dataclass
@@ -195,6 +197,7 @@ class FakeCore:
         first: list[FirstToken] = []
         finished: list[Finished] = []
         prompts: list[PromptLogprobs] = []
+        proposed: list[int] = []
         with_logprobs: list[int] = []
         for request_id, running in list(self._running.items()):
             if running.peer != peer:
@@ -204,6 +207,7 @@ class FakeCore:
             if new:
                 rows.append(request_id)
                 counts.append(len(new))
+                proposed.append(script.drafts)
                 if running.request.sampling.logprobs >= 0:
                     with_logprobs += range(len(ids), len(ids) + len(new))
                 ids += new
@@ -223,7 +227,11 @@ class FakeCore:
         logprobs = None
         if with_logprobs:
             logprobs = SampledLogprobs(with_logprobs, table([ids[i] for i in with_logprobs], 20))
-        return TokenDeltas(self._step, rows, pack_ids(ids), counts, first, finished, logprobs, prompts)
+        if not any(proposed):
+            proposed = []
+        return TokenDeltas(
+            self._step, rows, pack_ids(ids), counts, first, finished, logprobs, prompts, proposed
+        )
 
 
 def _sequence(message: AddRequest, request_id: int, index: int) -> AddRequest:

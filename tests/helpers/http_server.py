@@ -6,7 +6,7 @@ import http.client
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from atom.config.checkpoint import Checkpoint
 from atom.config.engine import EngineConfig
 from atom.config.model import ModelConfig
 from atom.config.observability import ObservabilityConfig
+from atom.config.parallel import ParallelConfig
 from atom.config.scheduler import SchedulerConfig
 from atom.config.server import ServerConfig
+from atom.config.speculative import SpeculativeConfig
 from atom.messages.launch import FrontendLaunch
 from frontend.app import create_app, start
 from frontend.limits import HttpLimits
@@ -29,6 +31,7 @@ DEADLINE_S = 10.0
 CONFIG = EngineConfig(
     model=ModelConfig(model=MODEL),
     scheduler=SchedulerConfig(scheduling_policy="priority", max_num_seqs=1),
+    speculative=SpeculativeConfig("ngram", 3, 5, 5),
 )
 
 
@@ -75,30 +78,38 @@ class Client:
 
 @contextlib.contextmanager
 def running_frontend(
-    core: FakeCore,
+    core: FakeCore | Sequence[FakeCore],
     checkpoint: Checkpoint,
     server: ServerConfig | None = None,
     wait: bool = True,
     limits: HttpLimits | None = None,
     send_buffer: int | None = None,
     observability: ObservabilityConfig | None = None,
+    **fields: Any,
 ) -> Iterator[Client]:
-    """The app in front of `core`; ready to serve unless `wait` is false.
+    """The app in front of the engines `core`; ready to serve unless `wait` is false.
 
-    Its engine runs one sequence at a time, so the capacity is `max_queued_requests` + 1.
-    `send_buffer` is how many bytes the kernel keeps for a client that does not read.
+    An engine runs one sequence at a time, so one alone has the capacity `max_queued_requests` + 1.
+    `send_buffer` is how many bytes the kernel keeps for a client that does not read; `fields` are further
+    ones of FrontendLaunch.
     """
+    cores = [core] if isinstance(core, FakeCore) else core
     listener = socket.create_server(("127.0.0.1", 0))
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     port = listener.getsockname()[1]
     launch = FrontendLaunch(
-        replace(CONFIG, observability=observability or CONFIG.observability),
+        replace(
+            CONFIG,
+            observability=observability or CONFIG.observability,
+            parallel=ParallelConfig(data_parallel_size=len(cores)),
+        ),
         server or ServerConfig(),
         checkpoint,
-        [core.address],
+        [each.address for each in cores],
         "ipc:///dev/null",
         listener.fileno(),
+        **fields,
     )
     stop, started = threading.Event(), threading.Event()
     thread = threading.Thread(target=_serve, args=(launch, limits, listener, started, stop))
@@ -107,7 +118,7 @@ def running_frontend(
         assert started.wait(DEADLINE_S)
         client = Client(port)
         if wait:
-            core.wait_for(lambda: client.exchange("GET", "/ready")[0] == 200)
+            cores[0].wait_for(lambda: client.exchange("GET", "/ready")[0] == 200)
         yield client
     finally:
         stop.set()

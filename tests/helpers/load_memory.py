@@ -75,7 +75,7 @@ def build(kind: str, layers: int, device: str, dtype: torch.dtype = torch.bfloat
     place = torch.device(device)
     quantized = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
     schemes = resolve(quantized if kind == "mxfp4" else {})
-    context = BuildContext(dtype, place, Communicator(), 128, schemes)
+    context = BuildContext(dtype, place, Communicator(), 128, quantization=schemes)
     config = {"kind": kind, "num_hidden_layers": layers}
     return LlamaForCausalLM(_DENSE | config, context) if kind == "dense" else ExpertLayers(config, context)
 

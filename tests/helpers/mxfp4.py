@@ -1,6 +1,14 @@
 """Experts packed as the checkpoints of GPT-OSS keep them."""
 
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
 import torch
+from safetensors.torch import load, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.helpers.tiny_models import Tiny, save_tiny, tiny
 
 Tensors = dict[str, torch.Tensor]
 
@@ -23,3 +31,33 @@ def packed_experts(matrices: Tensors) -> tuple[Tensors, Tensors]:
             (values * (2.0 ** (scales - 127)).repeat_interleave(32, -1)).transpose(1, 2).contiguous()
         )
     return packed, plain
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A tiny GPT-OSS in MXFP4."""
+
+    reference: torch.nn.Module
+    """transformers' model of the dequantized numbers, float32."""
+    packed_bytes: int
+    """Of the experts' matrices."""
+    plain_bytes: int
+
+
+def save_mxfp4(directory: Path) -> Saved:
+    """Save it in `directory`."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    save_tiny(Tiny("packed", "gpt_oss", 1, tiny("gpt-oss").config | sizes), directory)
+    weights, settings = directory / "model.safetensors", directory / "config.json"
+    whole = load(weights.read_bytes())
+    matrices = {name: tensor for name, tensor in whole.items() if name.endswith(("up_proj", "down_proj"))}
+    packed, plain = packed_experts(matrices)
+    save_file(whole | plain, weights, metadata={"format": "pt"})
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    kept = {name: tensor for name, tensor in whole.items() if name not in matrices}
+    save_file(kept | packed, weights, metadata={"format": "pt"})
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    config = json.loads(settings.read_text()) | {"quantization_config": quantization}
+    settings.write_text(json.dumps(config))
+    sizes_of = (sum(tensor.nbytes for tensor in part.values()) for part in (packed, kept))
+    return Saved(reference, *sizes_of)

@@ -50,12 +50,14 @@ def write_checkpoint(directory: Path, **changes: Any) -> Path:
 class Crowd:
     """Clients that stream responses that would take far longer than any test."""
 
-    def __init__(self, size: int, max_tokens: int = _ENDLESS):
+    def __init__(self, size: int, max_tokens: int = _ENDLESS, **fields: Any):
+        """`fields` are further ones of the requests."""
         self.ends: Counter[str] = Counter()
         """How the streams ended: finished, error event, cut off, refused, hung."""
         self.messages: set[str] = set()
         self._size = size
         self._max_tokens = max_tokens
+        self._fields = fields
         self._streaming = 0
         self._flowing = asyncio.Event()
 
@@ -87,6 +89,7 @@ class Crowd:
             "max_tokens": self._max_tokens,
             "ignore_eos": True,
             "stream": True,
+            **self._fields,
         }
         end, begun = "cut off", False
         async with session.post("/v1/completions", json=body) as response:

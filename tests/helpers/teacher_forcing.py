@@ -27,12 +27,15 @@ class TinyWorker:
         dtype: Dtype = "float32",
         capture_sizes: str = "[]",
         tp: Communicator | None = None,
+        expert_parallel: bool = False,
     ):
         """With `capture_sizes`, a test replaces the recorder, since a CPU captures no graphs."""
         tp = tp or Communicator()
         config = engine_config(tp.size, block_size=BLOCK_SIZE, dtype=dtype)
         config = replace(config, device=replace(config.device, cudagraph_capture_sizes=capture_sizes))
-        mesh = Mesh(torch.device("cpu"), tp)
+        parallel = replace(config.parallel, enable_expert_parallel=expert_parallel)
+        config = replace(config, parallel=parallel)
+        mesh = Mesh(torch.device("cpu"), tp, ep=tp)
         self.worker = Worker(config, checkpoint_of(directory), mesh, lambda *progress: None)
         self.loaded = self.worker.load()
         self._specs = self.loaded.kv_specs

@@ -1,8 +1,9 @@
 """An engine core and a worker in one process, without sockets; unused KV blocks hold NaN."""
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from atom.messages.worker import AllocateKV, BatchResult
 from engine_core.core import EngineCore
 from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.scheduler import MAX_IN_FLIGHT, Limits
-from tests.helpers.core_driver import GREEDY
+from tests.helpers.core_driver import GREEDY, counts_of
 from tests.helpers.tiny_models import MAX_MODEL_LEN
 from workers.worker import Worker
 
@@ -22,6 +23,8 @@ class Output:
     cached_tokens: int = 0
     prompt_logprobs: dict[int, float] = field(default_factory=dict)
     """Of the prompt's own tokens, by position."""
+    logprobs: dict[int, float] = field(default_factory=dict)
+    """Of the sampled tokens, by their place among them."""
     error: str = ""
 
 
@@ -39,8 +42,10 @@ class WholeEngine:
         """`max_tokens` are computed in one step."""
         specs = worker.load().kv_specs
         worker.allocate(AllocateKV(list(num_blocks), MAX_MODEL_LEN))
-        self.kv = KVCacheManager(specs, num_blocks, max_tokens, seed=7, enable_prefix_caching=caching)
-        self.core = EngineCore(Limits(max_rows, max_tokens), self.kv, MAX_MODEL_LEN)
+        drafts = worker._config.speculative.num_speculative_tokens
+        limits = Limits(max_rows, max_tokens, num_drafts=drafts)
+        self.kv = KVCacheManager(specs, num_blocks, limits.max_chunk, seed=7, enable_prefix_caching=caching)
+        self.core = EngineCore(limits, self.kv, MAX_MODEL_LEN)
         self.outputs: dict[int, Output] = {}
         self.most_used = [0] * len(specs)
         """Of each group's blocks."""
@@ -54,11 +59,17 @@ class WholeEngine:
         count: int,
         prompt_logprobs: int = -1,
         sampling: Sampling = GREEDY,
+        n: int = 1,
+        **fields: Any,
     ) -> None:
-        """A request for `count` tokens."""
-        message = AddRequest([number], pack_ids(prompt), count, sampling, prompt_logprobs=prompt_logprobs)
+        """A request for `n` sequences of `count` tokens, numbered from `number`; `fields` of `AddRequest`."""
+        numbers = list(range(number, number + n))
+        message = AddRequest(
+            numbers, pack_ids(prompt), count, sampling, prompt_logprobs=prompt_logprobs, **fields
+        )
         assert self.core.add(message, b"a") is None
-        self.outputs[number] = Output()
+        for each in numbers:
+            self.outputs[each] = Output()
 
     def run(self) -> None:
         """Two steps in flight whenever there is work for them."""
@@ -89,14 +100,22 @@ class WholeEngine:
                 if not pool._ref_counts[block] and not pool._digests[block]
             ]
             for layer in group.layers:
-                cache = self._worker._runner._kv_layers[layer]
-                for part in fields(cache):
-                    if (tensor := getattr(cache, part.name)) is not None:
-                        tensor[unused] = torch.nan
+                for tensor in _tensors(self._worker._runner._kv_layers[layer]):
+                    tensor[unused] = torch.nan
 
     def _add(self, deltas: TokenDeltas) -> None:
-        for number, token_id in zip(deltas.request_ids, unpack_ids(deltas.token_ids), strict=True):
+        counts, ids = counts_of(deltas), list(unpack_ids(deltas.token_ids))
+        owners = [
+            number for number, count in zip(deltas.request_ids, counts, strict=True) for _ in range(count)
+        ]
+        places = []
+        for number, token_id in zip(owners, ids, strict=True):
+            places.append(len(self.outputs[number].token_ids))
             self.outputs[number].token_ids.append(token_id)
+        if deltas.logprobs is not None:
+            values = _own_values(deltas.logprobs.table)
+            for index, value in zip(deltas.logprobs.indices, values, strict=True):
+                self.outputs[owners[index]].logprobs[places[index]] = value
         for first in deltas.first:
             self.outputs[first.request_id].cached_tokens = first.cached_tokens
         for finished in deltas.finished:
@@ -104,6 +123,14 @@ class WholeEngine:
         for chunk in deltas.prompt_logprobs:
             values = _own_values(chunk.table)
             self.outputs[chunk.owner].prompt_logprobs.update(enumerate(values, start=chunk.start))
+
+
+def _tensors(cache: Any) -> Iterator[torch.Tensor]:
+    if isinstance(cache, torch.Tensor):
+        yield cache
+    elif is_dataclass(cache):
+        for part in fields(cache):
+            yield from _tensors(getattr(cache, part.name))
 
 
 def _own_values(table: LogprobTable) -> list[float]:

@@ -102,7 +102,7 @@ class Engine:
         status.bind(self._endpoint("supervisor"))
         self.supervisor = self._keep(Peer(status, ToSupervisor))
         names = ("frontends", "workers", "supervisor")
-        launch = CoreLaunch(config, CHECKPOINT, *map(self._endpoint, names))
+        launch = CoreLaunch(config, CHECKPOINT, *map(self._endpoint, names), hash_seed=7)
         self.process: subprocess.Popen[bytes] = spawn("engine_core.process", launch)
         self.workers = [self._connect("workers", ToWorker, bytes([rank, 0, 0, 0])) for rank in range(RANKS)]
         self._simulation: SimulatedWorker | None = None

@@ -11,6 +11,7 @@ import torch
 
 from atom_ops import AttentionPlan, KVLayer, LatentLayer, StateLayer, StatePlan, TopKIndices
 from parallel.communicator import Communicator
+from parallel.expert import ExpertDispatch, LocalDispatch
 from workers.layers.quantization.config import QuantizationConfig
 
 CacheLayer = KVLayer | LatentLayer | StateLayer | Any
@@ -30,6 +31,8 @@ class BuildContext:
     """Tokens of a KV block."""
     kv_dtype: torch.dtype | None = None
     """Of cached keys and values; None: `dtype`."""
+    dispatch: ExpertDispatch = field(default_factory=LocalDispatch)
+    """How tokens reach the experts of MoE layers."""
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Module name -> its name in the checkpoint, where the two differ."""

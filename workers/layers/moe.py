@@ -1,7 +1,8 @@
 """Mixture of experts.
 
 A router selects a few of many small gated MLPs for each token; shared experts run for every token.
-Each expert's features are sharded over the tensor-parallel ranks, as those of a dense MLP.
+Each expert's features are sharded over the tensor-parallel ranks, as those of a dense MLP, unless
+whole experts are spread over the expert-parallel ranks (`parallel.expert`).
 
 T tokens, D hidden, X experts, J experts per token, F features of an expert (in `forward` this rank's).
 """
@@ -65,6 +66,7 @@ class MoE(nn.Module):
     def __init__(self, args: MoEArgs, build: BuildContext):
         super().__init__()
         self._tp = build.tp
+        self._dispatch = build.dispatch
         self.gate = Router(args, build)
         self.experts = Experts(args, build.at("experts"))
         self.shared_experts = (
@@ -80,7 +82,8 @@ class MoE(nn.Module):
         return self(normed_TD), residual_TD
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        out_TD = self.experts(x_TD, *self.gate.select_experts(x_TD))
+        routed = self._dispatch.dispatch(x_TD, *self.gate.select_experts(x_TD))
+        out_TD = self._dispatch.combine(self.experts(*routed))
         if self.shared_experts is not None:
             out_TD = out_TD + self._shared(self.shared_experts, x_TD)
         return self._tp.all_reduce(out_TD)
@@ -120,7 +123,7 @@ class Router(Linear):
 
 
 class Experts(WeightedLayer):
-    """The routed experts, their matrices stacked; the output is this rank's partial sum.
+    """The routed experts that this rank has, their matrices stacked; the output is its partial sum.
 
     Each matrix is a shard of its own, so that loading reads one at a time: gate of expert 0, up of 0,
     gate of 1, … fill the rows of [X * 2F, D], viewed as [X, 2F, D].
@@ -133,9 +136,10 @@ class Experts(WeightedLayer):
         super().__init__()
         gated_linear(args.hidden_act)  # raises ValueError for one that `experts` does not support
         self._activation = args.activation
-        self._count = args.num_experts
-        # The bias is added once, by rank 0.
-        self._adds_bias = args.expert_bias and build.tp.rank == 0
+        self._first, self._count = build.dispatch.local_experts(args.num_experts)
+        self._complete = self._count == args.num_experts
+        # The bias is added once: by the rank that has the whole expert, or by rank 0.
+        self._adds_bias = args.expert_bias and (not self._complete or build.tp.rank == 0)
         shards = _ExpertShards(args, build)
         self.add_stacked("gate_up", shards.scheme, shards.matrices("gate", "up"), build)
         self.add_stacked("down", shards.scheme, shards.matrices("down"), build)
@@ -155,8 +159,10 @@ class Experts(WeightedLayer):
             unstacked(self.down, self._count),
             self._by_expert("gate_up_bias") if self.gate_up_bias is not None else None,
             self._by_expert("down_bias") if self._adds_bias else None,
+            self._complete,
         )
-        return experts(x_TD, ids_TJ, weights_TJ, weights, self._activation)
+        local_TJ = ids_TJ if self._complete else ids_TJ - self._first
+        return experts(x_TD, local_TJ, weights_TJ, weights, self._activation)
 
     def _by_expert(self, name: str) -> torch.Tensor:
         return self.get_buffer(name).unflatten(0, (self._count, -1))
@@ -168,9 +174,14 @@ class _ExpertShards:
     def __init__(self, args: MoEArgs, build: BuildContext):
         self._layout = args.layout
         self._sizes = ExpertSizes(args.num_experts, args.hidden_size, args.expert_features)
+        first, count = build.dispatch.local_experts(args.num_experts)
+        self._local = range(first, first + count)
         self.scheme = build.quantization.experts(build.prefix, args.layout.matrices)
         args.layout.check(self.scheme, build.prefix)
-        self._features = tp_range(args.expert_features, build, max(self.scheme.unit))
+        if count < args.num_experts:
+            self._features = ShardRange.whole(args.expert_features)
+        else:
+            self._features = tp_range(args.expert_features, build, max(self.scheme.unit))
         for parts in (("gate", "up"), ("down",)):
             check_blocks(self.scheme, [self._matrix(part) for part in parts], build)
 
@@ -191,12 +202,19 @@ class _ExpertShards:
 
     def _stored(self, part: Part, expert: int, stored: StoredTensor) -> ShardSpec:
         tensor, decode = self._layout.matrix(part, expert, self._sizes, stored)
-        return replace(self._matrix(part).of(stored), tensor=tensor, decode=decode)
+        shard = replace(self._matrix(part).of(stored), tensor=tensor, decode=decode)
+        return self._placed(expert, shard)
 
     def _bias(self, part: Part, expert: int) -> ShardSpec:
         tensor, decode = self._layout.bias(part, expert, self._sizes)
         kept = ShardRange.whole(self._sizes.hidden) if part == "down" else self._features
-        return ShardSpec(self._sizes.matrix(part)[:1], 0, kept, tensor, decode)
+        return self._placed(expert, ShardSpec(self._sizes.matrix(part)[:1], 0, kept, tensor, decode))
+
+    def _placed(self, expert: int, shard: ShardSpec) -> ShardSpec:
+        """The shard, which is elsewhere for an expert of another rank."""
+        if expert in self._local:
+            return shard
+        return replace(shard, dim=0, kept=ShardRange(shard.shape[0], 0, 0))
 
 
 class SharedExperts(nn.Module):

@@ -204,7 +204,8 @@ def check_blocks(scheme: Scheme, shards: Sequence[ShardSpec], build: BuildContex
         if number + 1 < len(shards) and shard.kept_shape[0] % scheme.unit[0]:
             raise ValueError(
                 f"{build.prefix}: its part {number} has {shard.kept_shape[0]} outputs, not a multiple of "
-                f"{scheme.unit[0]} ({scheme.name}), so the next part cannot be fused with it"
+                f"{scheme.unit[0]} ({scheme.name}), so the next part cannot be fused with it: use a plain "
+                "checkpoint"
             )
 
 

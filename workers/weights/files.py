@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from atom.utils import envs
 from workers.checkpoint_files import tensors_in
@@ -105,19 +105,26 @@ class TensorInFile:
 
 
 class _MappedFile:
-    def __init__(self, file: Any):
+    def __init__(self, path: Path, file: Any):
+        self._path = path
         self._file = file
+        self._names = frozenset(file.keys())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._file.get_slice(name).get_shape())
+        return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        dtype: str = self._file.get_slice(name).get_dtype()
+        dtype: str = self._slice(name).get_dtype()
         return dtype
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        tensor: torch.Tensor = self._file.get_slice(name)[index]
+        tensor: torch.Tensor = self._slice(name)[index]
         return tensor
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._names:
+            raise _not_held(self._path, name)
+        return self._file.get_slice(name)
 
 
 class _UnmappedFile:
@@ -149,22 +156,39 @@ class _UnmappedFile:
 
     def _header(self, name: str) -> dict[str, Any]:
         if name not in self._tensors:
-            raise ValueError(f"{self._path} does not hold {name}, which {_INDEX} places there")
+            raise _not_held(self._path, name)
         header: dict[str, Any] = self._tensors[name]
         if header["dtype"] not in _DTYPES:
             raise ValueError(f"{name} in {self._path} has dtype {header['dtype']}, which is not supported")
+        begin, end = header["data_offsets"]
+        if end - begin != math.prod(header["shape"]) * _DTYPES[header["dtype"]].itemsize:
+            raise ValueError(
+                f"{self._path} is damaged: {name} has {end - begin} bytes, which is not the size of "
+                f"{header['shape']} in {header['dtype']}; fetch it again"
+            )
         return header
+
+
+def _not_held(path: Path, name: str) -> ValueError:
+    return ValueError(f"{path} does not hold {name}, which {_INDEX} places there")
 
 
 @contextmanager
 def open_file(path: Path) -> Iterator[TensorFile]:
-    """A safetensors file, mapped into memory; with ATOM_DISABLE_MMAP (slow network mounts) read by ranges."""
+    """A safetensors file, mapped into memory; with ATOM_DISABLE_MMAP (slow network mounts) read by ranges.
+
+    Raises ValueError if it is not a safetensors file.
+    """
     if envs.ATOM_DISABLE_MMAP:
         with path.open("rb") as stream:
             yield _UnmappedFile(path, stream)
-    else:
-        with safe_open(path, framework="pt") as file:
-            yield _MappedFile(file)
+        return
+    try:
+        mapped = safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a valid safetensors file: {error}") from None
+    with mapped as file:
+        yield _MappedFile(path, file)
 
 
 def tensors_in_order(file_of: Mapping[str, Path], names: Iterable[str]) -> Iterator[tuple[str, TensorSource]]:
@@ -190,11 +214,15 @@ def tensors_by_file(directory: Path) -> dict[Path, list[str]]:
 
 
 def _from_index(directory: Path, index: Path) -> dict[Path, list[str]]:
+    try:
+        weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{index} does not state the file of each tensor: {error}") from None
     files: dict[Path, list[str]] = {}
-    for name, file in msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.items():
-        if Path(file).name != file:
+    for name, file in weight_map.items():
+        if Path(file).name != file or file in ("", ".."):
             raise ValueError(f"{index} names {file!r}, which is not a file beside it")
-        if not (directory / file).exists():
+        if not (directory / file).is_file():
             raise ValueError(f"{directory / file} is missing; {_INDEX} names it for {name}")
         files.setdefault(directory / file, []).append(name)
     return files

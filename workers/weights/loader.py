@@ -47,6 +47,10 @@ def load_directory(model: CausalLM, directory: str | Path, progress: Progress) -
     targets = list(load_targets(model))
     _check_names(model, targets, file_of.keys())
     needed = dict.fromkeys(target.tensor.name for target in targets if not target.shard.elsewhere)
+    by_name = _by_name(targets)
+    for name, source in tensors_in_order(file_of, needed):  # all headers, before gigabytes are read
+        for target in by_name[name]:
+            _check(target, source)
     load_weights(model, tensors_in_order(file_of, needed), progress)
 
 
@@ -59,9 +63,7 @@ def load_weights(
     tensor is not referenced after it was copied. Those that other ranks keep may be left out or not.
     Raises `WeightError` for one that is missing, unused, repeated, or of another shape or dtype.
     """
-    by_name: dict[str, list[LoadTarget]] = {}
-    for target in load_targets(model):
-        by_name.setdefault(target.tensor.name, []).append(target)
+    by_name = _by_name(load_targets(model))
     needed = {name for name, wanted in by_name.items() if any(not each.shard.elsewhere for each in wanted)}
     loading = _Loading(model, [target for targets in by_name.values() for target in targets], progress)
     done: set[str] = set()
@@ -129,8 +131,16 @@ def describe_weights(model: CausalLM) -> str:
     )
 
 
-def _load(target: LoadTarget, source: TensorSource) -> None:
-    """Copy the kept range of the tensor into the buffer."""
+def _by_name(targets: Iterable[LoadTarget]) -> dict[str, list[LoadTarget]]:
+    """The targets that are read from each tensor of the checkpoint."""
+    found: dict[str, list[LoadTarget]] = {}
+    for target in targets:
+        found.setdefault(target.tensor.name, []).append(target)
+    return found
+
+
+def _check(target: LoadTarget, source: TensorSource) -> None:
+    """Raise WeightError if the tensor has another shape or dtype than the target needs."""
     shard, tensor = target.shard, target.tensor
     if source.shape != tensor.shape:
         raise WeightError(
@@ -142,6 +152,12 @@ def _load(target: LoadTarget, source: TensorSource) -> None:
             f"{tensor.name} has dtype {_name(source.dtype)}; the configuration needs {wanted}: does "
             "quantization_config of config.json name the format of this tensor?"
         )
+
+
+def _load(target: LoadTarget, source: TensorSource) -> None:
+    """Copy the kept range of the tensor into the buffer."""
+    _check(target, source)
+    shard, tensor = target.shard, target.tensor
     if shard.elsewhere:
         return
     if shard.decode is None:
@@ -190,13 +206,16 @@ class _Loading:
     def __init__(self, model: CausalLM, targets: list[LoadTarget], progress: Progress):
         self._model = model
         self._progress = progress
-        self._total = len(targets)
+        here = [target for target in targets if not target.shard.elsewhere]  # others may not arrive
+        self._total = len(here)
         self._done = 0
-        self._remaining = Counter(target.layer for target in targets)
+        self._remaining = Counter(target.layer for target in here)
         self._untrimmed_bytes = 0
 
     def loaded(self, target: LoadTarget) -> None:
         """Called after each target."""
+        if target.shard.elsewhere:
+            return
         self._remaining[target.layer] -= 1
         if not self._remaining[target.layer]:
             self._process(target.layer)

@@ -138,7 +138,7 @@ def test_neutral_values_are_accepted(args: list[str]) -> None:
 
 
 def test_bare_switches_of_missing_features_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "not supported yet" in refused(capsys, "--enable-expert-parallel")
+    assert "not supported yet" in refused(capsys, "--enable-dp-attention")
     assert "chunked prefill is always on" in refused(capsys, "--no-enable_chunked_prefill")
 
 
@@ -204,7 +204,7 @@ def test_bash_takes_the_completion(capsys: pytest.CaptureFixture[str], tmp_path:
 
 def test_keyword_arguments() -> None:
     config = cli.engine_config_from_kwargs(
-        model=Path("some/where"), tensor_parallel_size=2, data_parallel_size=1
+        model=Path("some/where"), tensor_parallel_size=2, pipeline_parallel_size=1
     )
     assert config.model.model == "some/where"
     assert config.parallel.tensor_parallel_size == 2

@@ -35,7 +35,7 @@ class FakeEngine:
         self._make = make
         self._waiting: list[Sequence] = []
 
-    def add_request(self, prompts: list[Any], params: list[Any]) -> list[int]:
+    def add_request(self, prompts: list[Any], params: list[Any], predictions: Any = None) -> list[int]:
         wanted = [one.max_tokens for one in params for _ in range(one.n)]
         self._waiting = [self._make(index, count) for index, count in enumerate(wanted)]
         return list(range(len(wanted)))

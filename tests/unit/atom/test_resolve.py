@@ -54,6 +54,18 @@ def test_trust_remote_code_has_no_effect() -> None:
     assert resolved(trust_remote_code=False, device="cpu", dtype="float32").notes == []
 
 
+def test_expert_parallelism_needs_as_many_experts_as_workers() -> None:
+    options = {"enable_expert_parallel": True, "device": "cpu", "dtype": "float32"}
+    experts = replace(CHECKPOINT, hf_config={"n_routed_experts": 3, "num_experts": None})
+    assert resolved(CPU, experts, tensor_parallel_size=3, **options).notes == []
+    with pytest.raises(ConfigError, match="the model has 3 experts for 4 workers; omit the flag"):
+        resolved(CPU, experts, tensor_parallel_size=4, **options)
+    with pytest.raises(ConfigError, match="--enable-expert-parallel: llama has no experts; omit the flag"):
+        resolved(CPU, tensor_parallel_size=2, **options)
+    (note,) = resolved(CPU, experts, **options).notes
+    assert note == "--enable-expert-parallel has no effect: one worker has all experts; it acts with -tp"
+
+
 def test_overrides_of_unknown_config_keys_are_named() -> None:
     added = replace(CHECKPOINT, dtype="float32", added_settings=["--hf-overrides adds slip"])
     assert resolved(CPU, added).notes == ["--hf-overrides adds slip"]
@@ -90,11 +102,15 @@ def test_dtype(host: DeviceCapabilities, wanted: str, given: str, words: str) ->
 def test_cpu_threads_are_divided_by_the_number_of_workers() -> None:
     assert resolved(FAST_CPU, tensor_parallel_size=3).config.device.cpu_threads == 2
     assert resolved(FAST_CPU, tensor_parallel_size=16).config.device.cpu_threads == 1
+    both = resolved(FAST_CPU, tensor_parallel_size=2, data_parallel_size=2)
+    assert both.config.device.cpu_threads == 2
 
 
 def test_missing_devices_are_refused() -> None:
     with pytest.raises(ConfigError, match="--device cuda needs a GPU"):
         resolved(CPU, device="cuda")
+    with pytest.raises(ConfigError, match="-size 1 with --data-parallel-size 3 needs 3 GPUs, torch found 2"):
+        resolved(GPUS, data_parallel_size=3)
     with pytest.raises(ConfigError, match="needs 3 GPUs, torch found 2"):
         resolved(GPUS, tensor_parallel_size=3)
     assert resolved(GPUS, tensor_parallel_size=3, device="cpu", dtype="float32").config.device.device == "cpu"

@@ -57,7 +57,7 @@ def test_what_a_killed_engine_left_is_removed(parent: Path) -> None:
     assert not left.exists()
 
 
-def test_what_only_looks_like_one_is_left_alone(parent: Path, tmp_path: Path) -> None:
+def test_what_only_looks_like_one_is_left_alone(tmp_path: Path, parent: Path) -> None:
     (tmp_path / "precious").touch()
     (parent / "atom-run-link").symlink_to(tmp_path)
     (parent / "atom-run-file").touch()

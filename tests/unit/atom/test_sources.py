@@ -89,7 +89,7 @@ def test_a_switch_is_turned_off_by_each_source(tmp_path: Path) -> None:
         ("ATOM_LOAD_DUMMY", "maybe", "not a switch: use 1 or 0"),
         ("ATOM_DTYPE", "fp4", "not one of auto"),
         ("ATOM_ENABLE_EXPERT_PARALLEL", "1", "use -tp"),
-        ("ATOM_DATA_PARALLEL_SIZE", "2", "one server per replica"),
+        ("ATOM_PIPELINE_PARALLEL_SIZE", "2", "use -tp"),
         ("ATOM_PORT", "tcp://10.0.0.7:80", "Kubernetes sets it for a service"),
     ],
 )
@@ -99,7 +99,7 @@ def test_errors_name_the_variable(variable: str, text: str, words: str) -> None:
 
 
 def test_neutral_variables_are_accepted() -> None:
-    asked = {"ATOM_ENABLE_EXPERT_PARALLEL": "no", "ATOM_DATA_PARALLEL_SIZE": "1", "ATOM_LEVEL": "0"}
+    asked = {"ATOM_ENABLE_EXPERT_PARALLEL": "no", "ATOM_PIPELINE_PARALLEL_SIZE": "1", "ATOM_LEVEL": "0"}
     assert environment_values(FIELDS, asked) == {}
 
 
@@ -143,7 +143,7 @@ def test_unknown_variables_are_reported() -> None:
         ("dtype: auto\ndtype: float32", "FILE: dtype is given twice (line 1)"),
         ("block-size: 16\nblock_size: 32", "FILE: block_size is given twice"),
         ("hf-overrides: [1]", "FILE: hf-overrides: [1] is not a JSON object, such as {"),
-        ("data-parallel-size: 2", "FILE: data-parallel-size: data parallelism is not supported yet"),
+        ("pipeline-parallel-size: 2", "FILE: pipeline-parallel-size: pipeline parallelism is not supported"),
         ("- max-num-seqs", "FILE: it must contain lines of the form `flag: value`"),
         ("1: 2", "FILE: it must contain lines of the form `flag: value`"),
         ("a: b: c", "FILE: mapping values are not allowed here (line 1)"),
@@ -155,7 +155,7 @@ def test_errors_name_file_and_key(tmp_path: Path, text: str, words: str) -> None
 
 
 def test_neutral_values_in_a_file_are_accepted(tmp_path: Path) -> None:
-    text = "# nothing\nlevel: 0\ndata_parallel_size: 1\nmax-model-len: null\n"
+    text = "# nothing\nlevel: 0\npipeline_parallel_size: 1\nmax-model-len: null\n"
     assert file_values(config_file(tmp_path, text), FIELDS) == {"max_model_len": None}
     assert file_values(config_file(tmp_path, ""), FIELDS) == {}
 

@@ -97,3 +97,19 @@ def test_a_composed_op_is_not_listed_itself(double: Op[[Tensor], Tensor]) -> Non
     assert not quadruple.ran_reference and "double" not in backend.ran_in_torch()
     quadruple(torch.ones(3))
     assert not quadruple.ran_reference and "double" in backend.ran_in_torch()
+
+
+def test_the_first_provider_with_a_layout_packs_the_weight(double: Op[[Tensor], Tensor]) -> None:
+    def provider(name: str, largest: int) -> None:
+        def pack(weight: Tensor) -> tuple[str, Tensor] | None:
+            return (name, weight) if len(weight) <= largest else None
+
+        double.provider(name, needs="a CPU", supported=lambda device: True, pack=pack)(double.reference)
+
+    provider("small", 2)
+    provider("large", 4)
+    weights = [torch.ones(2), torch.ones(3), torch.ones(5)]
+    assert [double.pack(weight) is weight for weight in weights] == [True] * 3, "before resolving"
+    backend.resolve(CPU, ["even", "small", "large"])
+    assert [double.pack(weight)[0] for weight in weights[:2]] == ["small", "large"]
+    assert double.pack(weights[2]) is weights[2]

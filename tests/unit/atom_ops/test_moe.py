@@ -162,6 +162,26 @@ def test_experts_match_transformers(made: Any, tokens: int) -> None:
     torch.testing.assert_close(everywhere, wanted, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("made", [_qwen3, _gpt_oss])
+@pytest.mark.parametrize("function", [experts, _dense_fallback])
+def test_experts_of_other_ranks_add_nothing(made: Any, function: Any) -> None:
+    """The sums over 3, 5 and 4 experts add up to that over all 12."""
+    _, weights, activation = made()
+    x, ids, shares = _inputs(23, 12, 3)
+    ids[-1] = -1  # a row of padding
+    wanted = experts(x[:-1], ids[:-1], shares[:-1], weights, activation)
+    total = torch.zeros_like(x)
+    for first, end in ((0, 3), (3, 8), (8, 12)):
+        biases = (weights.gate_up_bias_XO, weights.down_bias_XD)
+        some = [None if each is None else each[first:end] for each in biases]
+        part = ExpertWeights(
+            weights.gate_up_XOD[first:end], weights.down_XDF[first:end], *some, complete=False
+        )
+        total += function(x, ids - first, shares, part, activation)
+    assert not total[-1].any()
+    torch.testing.assert_close(total[:-1], wanted, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("function", [experts, _dense_fallback])
 def test_padding_does_not_disturb_real_rows(function: Any) -> None:
     _, weights, activation = _gpt_oss()

@@ -198,7 +198,7 @@ def test_storm_meets_every_case(layout: str, policy: str) -> None:
     assert totals["generated_tokens"] > 1000
 
 
-@pytest.mark.parametrize("num_drafts", [1, 3, 7])
+@pytest.mark.parametrize("num_drafts", [1, 7])
 @pytest.mark.parametrize("layout", ["full", "full and windows"])
 def test_storm_of_drafts_meets_every_case(layout: str, num_drafts: int) -> None:
     totals: Counter[str] = Counter()
@@ -211,8 +211,9 @@ def test_storm_of_drafts_meets_every_case(layout: str, num_drafts: int) -> None:
     assert 100 < totals["num_accepted_tokens"] < totals["num_draft_tokens"]
 
 
-@pytest.mark.parametrize("layout", sorted(LAYOUTS))
-@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize(
+    ("layout", "num_drafts"), [*((layout, 0) for layout in sorted(LAYOUTS)), ("full and windows", 3)]
+)
 def test_a_thousand_requests_aborted_anywhere_leave_nothing(layout: str, num_drafts: int) -> None:
     chance = random.Random(layout)
     specs, blocks = LAYOUTS[layout]

@@ -46,10 +46,20 @@ def table(rows: int) -> LogprobTable:
 
 
 class Engine:
-    """A core whose steps all succeed; every row samples id 7. Records the sizes of all frames."""
+    """A core whose steps all succeed; every row samples id 7, and accepts all drafts.
 
-    def __init__(self, rows: int = 128, budget: int = 8192, blocks: int = 40_000, caching: bool = True):
-        self.limits = Limits(rows, budget)
+    Records the sizes of all frames.
+    """
+
+    def __init__(
+        self,
+        rows: int = 128,
+        budget: int = 8192,
+        blocks: int = 40_000,
+        caching: bool = True,
+        num_drafts: int = 0,
+    ):
+        self.limits = Limits(rows, budget, num_drafts=num_drafts)
         self.kv = KVCacheManager([FullAttentionSpec(BLOCK, 1)], [blocks], budget, 1, caching)
         self.core = EngineCore(self.limits, self.kv, max_model_len=1 << 20)
         self.batches: list[ScheduledBatch] = []
@@ -85,18 +95,25 @@ class Engine:
             self._known[new.row], self._computed[new.row] = new.num_known, new.computed
             self._wants[new.row] = new.sampling.logprobs, new.prompt_length * (new.prompt_logprobs >= 0)
         sampling, indices, chunks = 0, [], []
-        for row, count in zip(batch.rows, batch.counts or [1] * len(batch.rows), strict=True):
+        counts, width = [], 1 + batch.num_drafts
+        for row, count in zip(batch.rows, batch.counts or [width] * len(batch.rows), strict=True):
             start = self._computed[row]
+            sampled_here = width if start >= self._known[row] else 1
             self._computed[row] = end = start + count
             logprobs, prompt_length = self._wants[row]
             if (count := min(end, prompt_length - 1) - start) > 0:
                 chunks.append(PromptLogprobs(row, start + 1, table(count)))
             if end >= self._known[row]:
-                indices += [sampling] * (logprobs >= 0)
-                sampling += 1
+                indices += list(range(sampling, sampling + sampled_here)) if logprobs >= 0 else []
+                sampling += sampled_here
+                counts.append(sampled_here)
         sampled = SampledLogprobs(indices, table(len(indices))) if indices else None
         result = BatchResult(batch.step, pack_ids([7] * sampling), sampled, chunks)
-        most = max_result_bytes(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
+        if batch.num_drafts:
+            proposed = pack_ids(count - 1 for count in counts)
+            result = replace(result, counts=pack_ids(counts), num_proposed=proposed)
+        limits = self.limits
+        most = max_result_bytes(limits.max_num_seqs, limits.max_num_batched_tokens, limits.num_drafts)
         for message in [result, *self.core.update(result).values()]:
             self.largest_result = max(self.largest_result, len(encode(message)))
             assert self.largest_result <= most
@@ -123,6 +140,27 @@ def test_many_sequences_of_a_long_prompt(caching: bool, fields: dict[str, Any]) 
     assert engine.largest_batch < MAX_NEW_ROWS_BYTES + 2 * 4 * LONG
     penalized = "sampling" in fields
     assert all(len(new.prompt_ids) == 4 * LONG * penalized for b in engine.batches for new in b.new_rows)
+
+
+def test_results_with_drafts_and_log_probabilities() -> None:
+    engine = Engine(rows=64, budget=64 * 33, num_drafts=32)
+    sampling = replace(PENALTY, logits_processors=None, logprobs=MAX_LOGPROBS)
+    engine.add(list(range(64)), prompt_of(8), 200, sampling=sampling)
+    engine.run()
+    assert engine.largest_result > 64 * 33 * 172  # ids, values and ranks of all tokens
+    kv = KVCacheManager([FullAttentionSpec(BLOCK, 1)], [64], 1 << 18, 1)
+    with pytest.raises(ValueError, match="lower --max-num-seqs"):
+        EngineCore(Limits(1 << 14, 1 << 20, num_drafts=32), kv, 1 << 20)
+
+
+def test_rows_with_predictions() -> None:
+    engine = Engine(num_drafts=3)
+    prediction = prompt_of(1 << 19)
+    engine.add(list(range(16)), prompt_of(8), 4, prediction_ids=prediction)
+    engine.run()
+    assert max(len(batch.new_rows) for batch in engine.batches) == 3
+    assert engine.largest_batch < MAX_NEW_ROWS_BYTES + 100_000
+    assert all(new.prediction_ids == prediction for batch in engine.batches for new in batch.new_rows)
 
 
 def test_rows_of_resumed_sequences_have_their_output_ids() -> None:

@@ -372,3 +372,16 @@ def test_requests_share_under_the_same_salt_alone() -> None:
         run.add(number, range(10), max_tokens=1, cache_salt=salt)
         run.run()
     assert [run.done[number].cached_tokens for number in range(6)] == [0, 0, 0, 8, 8, 8]
+
+
+def test_blocks_of_an_ended_request_whose_last_step_fails_are_not_cached() -> None:
+    stop = undisturbed([1, 1, 1], 1, set(), VOCABULARY)
+    run = driver()
+    run.add(1, [1, 1, 1], 9, stop=stop)
+    run.send()
+    run.send_failing(lambda rows: rows)  # it computes the stop id, which fills a block
+    run.deliver()
+    run.deliver()
+    run.add(2, [1, 1, 1, *stop, 5], 3)
+    run.run()
+    assert run.done[2].cached_tokens == 0

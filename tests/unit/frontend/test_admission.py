@@ -5,6 +5,7 @@ import pytest
 import frontend.admission as admission_module
 from frontend.admission import Admission
 from frontend.errors import OverloadedError, RequestError
+from frontend.metrics import Metrics
 
 
 class Engine:
@@ -19,7 +20,7 @@ class Engine:
 
 def make(capacity: int) -> tuple[Admission, Engine]:
     engine = Engine()
-    return Admission(capacity, engine.count), engine
+    return Admission(lambda: capacity, capacity, engine.count, Metrics()), engine
 
 
 def test_the_last_slot_is_admitted_once() -> None:
@@ -29,7 +30,7 @@ def test_the_last_slot_is_admitted_once() -> None:
         with pytest.raises(OverloadedError) as caught, admission.slot():
             pass
         assert (caught.value.status, caught.value.code) == (429, "rate_limit_exceeded")
-        assert admission.refused == 1
+        assert admission._metrics.refused == 1
     with admission.slot():  # released when the first request ended
         pass
 
@@ -67,7 +68,7 @@ def test_a_request_above_the_capacity_is_invalid() -> None:
     admission, _ = make(3)
     with pytest.raises(RequestError, match="3 at most"), admission.slot() as slot:
         slot.reserve([1, 2, 3, 4])
-    assert admission.refused == 0
+    assert admission._metrics.refused == 0
 
 
 def test_retry_after_follows_the_rate_of_finished_sequences(monkeypatch: pytest.MonkeyPatch) -> None:

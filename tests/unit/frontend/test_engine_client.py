@@ -5,9 +5,9 @@ from array import array
 
 import pytest
 
-from frontend.engine_client import Stream
 from frontend.errors import EngineDeadError
 from frontend.output_processor import Update
+from frontend.streams import Stream
 
 
 def update(request_id: int, text: str, finished: bool = False) -> Update:

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from atom.messages.engine import AddRequest, FinishReason, Sampling, TokenDeltas, pack_ids
-from frontend.engine_client import EngineClient, Stream
+from frontend.dp_router import Router
+from frontend.engine_client import ClientSettings, EngineClient
 from frontend.errors import ApiError, EngineDeadError, UnavailableError
 from frontend.metrics import Metrics
 from frontend.output_processor import OutputProcessor, TextOptions
+from frontend.streams import Stream
 from tests.helpers.fake_core import FakeCore, Script
 
 DEADLINE_S = 30.0
@@ -35,7 +37,8 @@ def script(_: AddRequest) -> Script:
 @asynccontextmanager
 async def connected(core: FakeCore, hang_timeout: float = 600.0) -> AsyncIterator[EngineClient]:
     output = OutputProcessor(None)
-    client = EngineClient(core.endpoint, 0, output, Metrics(), 100, hang_timeout=hang_timeout)
+    settings = ClientSettings(hang_timeout=hang_timeout)
+    client = EngineClient([core.address], settings, Router("prefix", 1, 16), output, Metrics())
     async with client:
         await asyncio.wait_for(client.wait_ready(), DEADLINE_S)
         yield client
@@ -74,7 +77,7 @@ def test_streams_wait_while_the_core_is_silent_and_continue_afterwards(tmp_path:
                 await until(lambda: stream.first_token_at)
                 core.frozen.set()
                 await until(lambda: not client.is_ready)
-                with pytest.raises(UnavailableError, match="the engine core has not responded for"):
+                with pytest.raises(UnavailableError, match="engine core 0 has not responded for"):
                     client.check_ready()
                 assert not reader.done()
                 core.frozen.clear()
@@ -216,10 +219,10 @@ def slow_submission(client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> li
     submitted: list[AddRequest] = []
     original = client._submit
 
-    def submit(sent: AddRequest, text: TextOptions, stream: Stream) -> None:
+    def submit(sent: AddRequest, text: TextOptions, stream: Stream, ready: list[int]) -> None:
         time.sleep(0.02)
         submitted.append(sent)
-        original(sent, text, stream)
+        original(sent, text, stream, ready)
 
     monkeypatch.setattr(client, "_submit", submit)
     return submitted
@@ -287,7 +290,7 @@ def test_the_submission_ends_with_the_connection(tmp_path: Path, monkeypatch: py
 
             opening = asyncio.create_task(generate_all())
             await until(lambda: submitted)
-            client._fail_all("the engine has ended")
+            client._fail_all(client.engines[0], "the engine has ended")
             with pytest.raises(EngineDeadError, match="the engine has ended"):
                 await opening
             assert len(submitted) < len(requests)

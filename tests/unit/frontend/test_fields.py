@@ -5,13 +5,15 @@ without them, or with a neutral value, that change must be absent.
 """
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from atom.config.server import ServerConfig
-from atom.messages.engine import unpack_ids
+from atom.messages.engine import pack_ids, unpack_ids
 from frontend.errors import RequestError
+from frontend.input_processor import InputProcessor
 from frontend.schemas.chat import CHAT
 from frontend.schemas.completions import COMPLETIONS
 from frontend.schemas.fields import Schema
@@ -49,6 +51,7 @@ BOTH: dict[str, Row] = {
     "stop_token_ids": Row([9], lambda ran: ran.sent.stop_token_ids == [9], neutral=([],)),
     "ignore_eos": Row(True, lambda ran: ran.sent.eos_token_ids == [], neutral=(False,)),
     "priority": Row(-5, lambda ran: ran.sent.priority == -5, neutral=(0,)),
+    "data_parallel_rank": Row(0, lambda ran: len(ran.requests) == 1),
     "stream": Row(True, lambda ran: len(ran.events) > 2, neutral=(False,)),
     "stream_options": Row(
         {"include_usage": True}, lambda ran: "usage" in ran.events[-1], {"stream": True}, ({},)
@@ -88,6 +91,9 @@ BOTH: dict[str, Row] = {
         neutral=("left",),
     ),
     "cache_salt": Row("pepper", lambda ran: len(ran.sent.cache_salt) == 64),
+    "prediction": Row(
+        {"type": "content", "content": "fox"}, lambda ran: ran.sent.prediction_ids == pack_ids(FOX)
+    ),
     "request_id": Row("my-id.7", lambda ran: ran.response["id"].endswith("-my-id.7")),
 }
 
@@ -133,12 +139,11 @@ ONLY: dict[str, dict[str, Row]] = {
     },
 }
 # Without these fields, requests are invalid or equal.
-WITHOUT_CONTRAST = {"messages", "prompt", "best_of"}
+WITHOUT_CONTRAST = {"messages", "prompt", "best_of", "data_parallel_rank"}
 
 REFUSED: dict[str, Any] = {
     "custom_logit_processor": "code",
     "custom_params": {"a": 1},
-    "data_parallel_rank": 1,
     "detokenize": False,
     "early_stopping": True,
     "ebnf": "root ::= x",
@@ -189,7 +194,7 @@ REFUSED_ONLY: dict[str, dict[str, Any]] = {
 }
 
 HARMLESS = {
-    *("client_metadata", "metadata", "prediction", "prompt_cache_key", "prompt_cache_options"),
+    *("client_metadata", "metadata", "prompt_cache_key", "prompt_cache_options"),
     *("prompt_cache_retention", "safety_identifier", "service_tier", "session_id", "store", "user"),
 }
 HARMLESS_ONLY = {"chat": {"parallel_tool_calls"}, "completions": set[str]()}
@@ -383,3 +388,56 @@ def test_lenient_servers_list_dropped_fields_in_warnings(tmp_path_factory: pytes
 def test_fields_of_lenient_schemas_raise_nothing_but_request_errors() -> None:
     with pytest.raises(RequestError):
         CHAT.decode(b'{"messages": [], "n": "many"}', lenient=True)
+
+
+def test_the_parts_of_a_prediction_are_one_text(rig: Rig) -> None:
+    parts = [{"type": "text", "text": text} for text in ("fo", "x")]
+    sent = rig.run("chat", prediction={"type": "content", "content": parts}).sent
+    assert sent.prediction_ids == pack_ids(FOX)
+    assert rig.run("chat", prediction={"type": "content", "content": ""}).sent.prediction_ids == b""
+
+
+@pytest.mark.parametrize(
+    ("prediction", "param"),
+    [
+        ("fox", "prediction"),
+        ({"type": "content"}, "prediction"),
+        ({"type": "text", "content": "fox"}, "prediction.type"),
+        ({"type": "content", "content": 7}, "prediction.content"),
+        ({"type": "content", "content": "fox", "mood": 1}, "prediction.mood"),
+        ({"type": "content", "content": [{"type": "image_url", "text": ""}]}, "prediction.content[0].type"),
+        ({"type": "content", "content": [{"type": "text", "text": "", "mood": 1}]}, "prediction.content[0]"),
+        ({"type": "content", "content": "fox " * 10_001}, "prediction"),
+    ],
+)
+@pytest.mark.parametrize("endpoint", SCHEMAS)
+def test_a_prediction_of_another_form_is_refused(
+    rig: Rig, endpoint: str, prediction: Any, param: str
+) -> None:
+    assert rig.refused(endpoint, prediction=prediction)["param"] == param
+
+
+def test_a_prediction_is_a_hint_where_nothing_is_drafted(tmp_path: Path) -> None:
+    checkpoint = tiny_tokenizer.checkpoint(tmp_path)
+    inputs = InputProcessor(checkpoint, TOKENIZER, 100, "fcfs")
+    assert inputs.prediction_ids("fox " * 1000) == []
+    assert InputProcessor(checkpoint, TOKENIZER, 100, "fcfs", True).prediction_ids("fox") == FOX
+    with pytest.raises(RequestError, match="no tokenizer to read 'prediction' with"):
+        InputProcessor(checkpoint, None, 100, "fcfs", True).prediction_ids("fox")
+
+
+def test_usage_has_the_draft_tokens(tmp_path: Path) -> None:
+    script = Script([70, 71, 72, 73, 74], per_step=3, drafts=4)
+    with (
+        FakeCore(tmp_path, lambda _: script) as core,
+        running_frontend(core, tiny_tokenizer.checkpoint(tmp_path)) as client,
+    ):
+        _, response = client.post("/v1/completions", prompt="hi", n=2)
+        expected = {"accepted_prediction_tokens": 6, "rejected_prediction_tokens": 10}
+        assert response["usage"]["completion_tokens_details"] == expected
+        assert response["usage"]["completion_tokens"] == 10
+        events = client.events("/v1/completions", prompt="hi", n=2, stream_options={"include_usage": True})
+        assert events[-1]["usage"]["completion_tokens_details"] == expected
+        script.drafts = 0
+        _, response = client.post("/v1/completions", prompt="hi")
+        assert "completion_tokens_details" not in response["usage"]

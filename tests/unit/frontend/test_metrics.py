@@ -3,9 +3,11 @@
 import asyncio
 import time
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from atom.benchmarks.serving.speculation import Speculation
 from atom.messages.engine import CoreStats, FirstToken
 from frontend.exposition import Snapshot, expose
 from frontend.loop_lag import watch_loop
@@ -32,13 +34,14 @@ Samples = dict[tuple[str, tuple[str, ...]], float]
 
 def scrape(metrics: Metrics, engine: CoreStats | None) -> Samples:
     """Values by sample name and by the labels that distinguish samples of one name."""
-    text = expose(Snapshot("tiny", metrics, engine, engine is not None, live=5, refused=7)).decode()
+    engines = {} if engine is None else {0: engine}
+    text = expose(Snapshot("tiny", metrics, engines, {0: engine is not None}, {0: 3}, live=5)).decode()
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             labels = dict(sample.labels)
             if family.name.startswith(("atom:", "vllm:")) and "status" not in labels:
-                assert (labels.pop("model_name"), labels.pop("engine")) == ("tiny", "0")
+                assert (labels.pop("model_name"), labels.pop("engine", "0")) == ("tiny", "0")
             found[sample.name, tuple(labels.values())] = sample.value
     return found
 
@@ -53,13 +56,13 @@ def test_a_value_on_a_bound_belongs_below_it() -> None:
 def test_the_metrics_of_one_sequence() -> None:
     metrics = Metrics()
     progress = Progress(arrived_at=10.0, prompt_tokens=30)
-    metrics.admitted(FirstToken(1, 0, queued_s=0.25, prefill_s=0.5))
-    metrics.advanced(progress, 1, now=11.0)
-    metrics.advanced(progress, 1, now=11.1)
-    metrics.advanced(progress, 2, now=11.5)  # two tokens in one step
-    metrics.finished(progress, "max_tokens", now=12.0)
-    metrics.aborted(2)
-    metrics.failed(3)
+    metrics.engine(0).admitted(FirstToken(1, 0, queued_s=0.25, prefill_s=0.5))
+    metrics.engine(0).advanced(progress, 1, now=11.0)
+    metrics.engine(0).advanced(progress, 1, now=11.1)
+    metrics.engine(0).advanced(progress, 2, now=11.5)  # two tokens in one step
+    metrics.engine(0).finished(progress, "max_tokens", now=12.0)
+    metrics.engine(0).aborted(2)
+    metrics.engine(0).failed(3)
     found = scrape(metrics, None)
     for prefix in ("atom:", "vllm:"):
         assert found[f"{prefix}prompt_tokens_total", ()] == 30
@@ -99,13 +102,14 @@ def test_the_metrics_of_one_sequence() -> None:
 )
 def test_finish_reason_labels_equal_vllms(raw: str, label: str) -> None:
     metrics = Metrics()
-    metrics.finished(Progress(0.0, 1), raw, now=1.0)
+    metrics.engine(0).finished(Progress(0.0, 1), raw, now=1.0)
     assert scrape(metrics, None)["vllm:request_success_total", (label,)] == 1
 
 
 def test_engine_metrics() -> None:
     metrics = Metrics()
     metrics.responses[429] += 1
+    metrics.refused = 7
     found = scrape(metrics, STATS)
     expected = {
         "num_requests_running": 2,
@@ -119,10 +123,30 @@ def test_engine_metrics() -> None:
         assert found[f"atom:{name}", ()] == found[f"vllm:{name}", ()] == value
     assert found["atom:engine_steps_total", ()] == 9
     assert found["atom:engine_up", ()] == 1
+    assert found["atom:engine_restarts_total", ()] == 3
     assert found["atom:choices_live", ()] == 5
     assert found["atom:requests_refused_total", ()] == 7
     assert found["atom:http_responses_total", ("429",)] == 1
     assert found["process_resident_memory_bytes", ()] > 1 << 20
+
+
+def test_metrics_of_drafts_have_vllms_names() -> None:
+    assert not any("spec_decode" in name for name, _ in scrape(Metrics(), STATS))
+    drafts = {"num_drafts": 20, "num_draft_tokens": 60, "num_accepted_tokens_per_pos": [17, 9, 4]}
+    stats = msgspec.structs.replace(STATS, **drafts)
+    found = scrape(Metrics(), stats)
+    for prefix in ("atom:", "vllm:"):
+        assert found[f"{prefix}spec_decode_num_drafts_total", ()] == 20
+        assert found[f"{prefix}spec_decode_num_draft_tokens_total", ()] == 60
+        assert found[f"{prefix}spec_decode_num_accepted_tokens_total", ()] == 30
+        by_place = [
+            found[f"{prefix}spec_decode_num_accepted_tokens_per_pos_total", (str(place),)]
+            for place in range(3)
+        ]
+        assert by_place == [17, 9, 4]
+    engines = {0: stats, 1: stats}
+    page = expose(Snapshot("tiny", Metrics(), engines, {0: True, 1: True}, {0: 0, 1: 0}, live=0)).decode()
+    assert Speculation.parse(page) == Speculation(40, 120, 60)
 
 
 def test_a_held_event_loop_is_observed() -> None:

@@ -199,6 +199,29 @@ def test_the_first_tokens_end_nothing_on_a_string() -> None:
     assert (update.text, update.reason) == ("", "stop_sequence")
 
 
+def test_drafts_of_a_step_are_counted() -> None:
+    output = processor(1, 2, 3)
+    rows = {1: encode("abc"), 2: encode("d"), 3: encode("ef")}
+    ids = [token_id for new in rows.values() for token_id in new]
+    deltas = TokenDeltas(1, [1, 2, 3], pack_ids(ids), [3, 1, 2], num_proposed=[3, 2, 1])
+    updates = output.process(deltas).updates
+    assert [(one.text, one.num_proposed, one.num_accepted) for one in updates] == [
+        ("abc", 3, 2),
+        ("d", 2, 0),
+        ("ef", 1, 1),
+    ]
+    updates[0].merge(updates[2])
+    assert (updates[0].num_proposed, updates[0].num_accepted) == (4, 3)
+
+
+def test_no_more_drafts_are_accepted_than_there_are_tokens_before_a_stop_string() -> None:
+    output = processor(1, stops=["b"])
+    deltas = TokenDeltas(1, [1], pack_ids(encode("abcd")), [4], num_proposed=[5])
+    (update,) = output.process(deltas).updates
+    assert (update.text, update.token_ids.tolist()) == ("a", encode("ab"))
+    assert (update.num_proposed, update.num_accepted) == (5, 2)
+
+
 class Panic(BaseException):
     """As a panic in a native extension: not an Exception."""
 

@@ -1,5 +1,6 @@
 """Checkpoints in blocks of FP8, compared with transformers on the dequantized numbers."""
 
+import json
 import logging
 import re
 from collections.abc import Mapping
@@ -39,11 +40,15 @@ def silent(done: int, total: int) -> None:
     pass
 
 
-def run_on_ranks(directory: Path, size: int) -> list[tuple[torch.Tensor, int]]:
+def nothing_is_read(done: int, total: int) -> None:
+    raise AssertionError("a tensor was read before all headers were checked")
+
+
+def run_on_ranks(directory: Path, size: int, expert_parallel: bool = False) -> list[tuple[torch.Tensor, int]]:
     """Logits [T, V] in two chunks, and the bytes of the weights, on each rank."""
 
     def run(tp: Communicator) -> tuple[torch.Tensor, int]:
-        ours = TinyWorker(directory, tp=tp)
+        ours = TinyWorker(directory, tp=tp, expert_parallel=expert_parallel)
         core = ours.core()
         core.add(0, IDS)
         return forced_logits(ours.worker, core, 0, [30, 18]), ours.loaded.weight_bytes
@@ -57,6 +62,13 @@ def test_logits_equal_those_of_the_dequantized_numbers(tmp_path: Path, model: Ti
     expected = hf_logits(save_fp8(model, tmp_path), IDS)
     assert expected.std() > 0.5
     for found, _ in run_on_ranks(tmp_path, size):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("model", [EXPERTS, LATENT], ids=lambda model: model.name)
+def test_whole_experts_may_be_on_other_ranks(tmp_path: Path, model: Tiny) -> None:
+    expected = hf_logits(save_fp8(model, tmp_path), IDS)
+    for found, _ in run_on_ranks(tmp_path, 2, expert_parallel=True):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -123,9 +135,13 @@ def test_parts_of_a_fused_module_must_agree(
         ({"activation_scheme": "static"}, "activation_scheme 'static'; supported: dynamic"),
         ({"fmt": "e5m2"}, "fmt 'e5m2'; supported: e4m3"),
         ({"quant_method": "mxfp4"}, r"quantized \(mxfp4\): supported for model type gpt_oss"),
+        ({"ignored_layers": "lm_head"}, "ignored_layers is not a list of module names: 'lm_head'"),
+        ({"ignored_layers": ["lm_head", "re:mlp.("]},
+         r"'re:mlp\.\(' is not a regular expression for modules: missing \)"),
+        ({"quant_method": ["fp8"]}, r"quantized \(\['fp8'\]\): not supported"),
         ({"quant_method": "awq"}, r"quantized \(awq\): not supported, use a plain checkpoint"),
     ],
-)
+)  # fmt: skip
 def test_variants_that_cannot_run_are_refused_by_name(
     tmp_path: Path, config: dict[str, Any], message: str
 ) -> None:
@@ -168,6 +184,15 @@ def test_features_are_split_between_blocks(
     assert [(kept.start, kept.size) for kept in ranges] == expected
 
 
+@pytest.mark.parametrize("stated", ["fp8", [], 0, ""])
+def test_a_quantization_config_is_an_object(tmp_path: Path, stated: object) -> None:
+    save_fp8(DENSE, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": stated}))
+    with pytest.raises(ValueError, match=re.escape(f"quantization_config is not an object: {stated!r}")):
+        checkpoint_of(tmp_path)
+
+
 SCALE = "model.layers.1.mlp.down_proj.weight_scale_inv"
 
 
@@ -187,7 +212,7 @@ def test_missing_scales_and_other_dtypes_are_named(tmp_path: Path) -> None:
     ):
         save_file(whole | {name: tensor.contiguous()}, path)
         with pytest.raises(WeightError, match=f"{name} {message}"):
-            load_directory(build(tmp_path), tmp_path, silent)
+            load_directory(build(tmp_path), tmp_path, nothing_is_read)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e8m0fnu])
@@ -287,7 +312,7 @@ def test_tensors_of_other_ranks_are_neither_needed_nor_unused(tmp_path: Path) ->
     quantization = resolve({"quantization_config": CONFIG}, TwoModules.packed_modules_mapping)
 
     def loaded(tensors: dict[str, torch.Tensor], from_directory: bool) -> torch.Tensor:
-        model = TwoModules({}, BuildContext(torch.float32, CPU, Communicator(), 8, quantization))
+        model = TwoModules({}, BuildContext(torch.float32, CPU, Communicator(), 8, quantization=quantization))
         if from_directory:
             save_file(tensors, tmp_path / "model.safetensors")
             load_directory(model, tmp_path, silent)

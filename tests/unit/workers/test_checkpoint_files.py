@@ -49,7 +49,11 @@ def test_whole_weights_pass(tmp_path: Path) -> None:
         (lambda data: b"version https://git-lfs.github.com/spec/v1", "its header is unreadable"),
         (lambda data: b"", "its header is unreadable"),
         (lambda data: (2).to_bytes(8, "little") + b"[]", "not a JSON object"),
-        (lambda data: (10).to_bytes(8, "little") + b'{"a": {}} ', "no tensor offsets"),
+        (
+            lambda data: (10).to_bytes(8, "little") + b'{"a": {}} ',
+            "dtype, shape or offsets of a",
+        ),
+        (lambda data: data.replace(b"[8,8]", b'"8,8"'), "dtype, shape or offsets of a"),
     ],
 )
 def test_weights_that_are_not_whole_are_named(

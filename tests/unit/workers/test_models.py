@@ -1,20 +1,17 @@
 """Properties of models of every family. The outputs of each family are tested in tests/models."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load, save_file
-from transformers import AutoModelForCausalLM
 
 from atom_ops import PackedOneDNN
 from parallel.communicator import Communicator
 from tests.helpers.core_side import generate
-from tests.helpers.mxfp4 import packed_experts
+from tests.helpers.mxfp4 import save_mxfp4
 from tests.helpers.teacher_forcing import TinyWorker, forced_logits
 from tests.helpers.thread_ranks import on_ranks
-from tests.helpers.tiny_models import Tiny, hf_greedy, hf_logits, prompt_of, save_tiny, tiny
+from tests.helpers.tiny_models import hf_greedy, hf_logits, prompt_of, save_tiny, tiny
 from workers.layers.linear import Linear
 
 
@@ -64,23 +61,9 @@ def test_a_resumed_request_continues_with_the_same_tokens(tmp_path: Path) -> Non
 @pytest.mark.parametrize("size", [1, 2])
 def test_gpt_oss_with_mxfp4_experts(tmp_path: Path, size: int) -> None:
     """As published; transformers runs the dequantized weights. 96 features are 3 groups of 32."""
-    model = Tiny(
-        "packed", "gpt_oss", 1, tiny("gpt-oss").config | {"hidden_size": 64, "intermediate_size": 96}
-    )
-    save_tiny(model, tmp_path)
-    weights, settings = tmp_path / "model.safetensors", tmp_path / "config.json"
-    whole = load(weights.read_bytes())
-    matrices = {name: tensor for name, tensor in whole.items() if name.endswith(("up_proj", "down_proj"))}
-    packed, plain = packed_experts(matrices)
-    save_file(whole | plain, weights, metadata={"format": "pt"})
+    saved = save_mxfp4(tmp_path)
     ids = prompt_of(48, seed=4)
-    expected = hf_logits(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), ids)
-
-    kept = {name: tensor for name, tensor in whole.items() if name not in matrices}
-    save_file(kept | packed, weights, metadata={"format": "pt"})
-    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    config = json.loads(settings.read_text()) | {"quantization_config": quantization}
-    settings.write_text(json.dumps(config))
+    expected = hf_logits(saved.reference, ids)
 
     def run(tp: Communicator) -> tuple[torch.Tensor, int]:
         ours = TinyWorker(tmp_path, tp=tp)
@@ -91,8 +74,8 @@ def test_gpt_oss_with_mxfp4_experts(tmp_path: Path, size: int) -> None:
     for rank, (found, held) in enumerate(on_ranks(size, run)):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
         share = (96, 64, 32)[size - 1 + rank] / 96
-        experts = sum(tensor.nbytes for tensor in packed.values()) * share
-        assert experts < held <= experts + sum(tensor.nbytes for tensor in kept.values())
+        experts = saved.packed_bytes * share
+        assert experts < held <= experts + saved.plain_bytes
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen3-moe"])

@@ -15,6 +15,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from atom_ops import MXFP4, ClampedSwiglu, RoutingRule, tensors_of, unstacked
 from parallel.communicator import Communicator
+from parallel.expert import ExpertDispatch, LocalDispatch, expert_dispatch
+from parallel.mesh import Mesh
 from tests.helpers.mxfp4 import packed_experts
 from tests.helpers.tiny_models import MAX_MODEL_LEN
 from workers.layers.causal_lm import CausalLM
@@ -100,10 +102,17 @@ class OneLayer(CausalLM):
 MXFP4_CONFIG = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
 
 
-def build(family: Family, rank: int = 0, size: int = 1, packed: bool = False, **args: Any) -> OneLayer:
+def build(
+    family: Family,
+    rank: int = 0,
+    size: int = 1,
+    packed: bool = False,
+    dispatch: ExpertDispatch | None = None,
+    **args: Any,
+) -> OneLayer:
     context = BuildContext(
         torch.float32, torch.device("cpu"), Communicator(rank, size), MAX_MODEL_LEN,
-        resolve(MXFP4_CONFIG if packed else {}),
+        dispatch=dispatch or LocalDispatch(), quantization=resolve(MXFP4_CONFIG if packed else {}),
     )  # fmt: skip
     return OneLayer({"family": family, "args": args}, context)
 
@@ -165,6 +174,21 @@ def test_the_partial_sums_of_ranks_add_up(tmp_path: Path, family: Family, size: 
         moe = load(family, tmp_path, rank, size).moe
         moe._tp = Communicator()
         parts.append(moe(inputs()))
+    torch.testing.assert_close(sum(parts), output_of(reference, inputs()), atol=1e-4, rtol=1e-5)
+
+
+def test_whole_experts_on_each_rank_add_up(tmp_path: Path, family: Family) -> None:
+    """6 experts over 4 ranks: 2, 2, 1 and 1. Each rank has only those in memory."""
+    reference = save(family, tmp_path)
+    parts, experts_here = [], []
+    for rank in range(4):
+        ranks = Communicator(rank, 4)
+        dispatch = expert_dispatch(Mesh(torch.device("cpu"), tp=ranks, ep=ranks), expert_parallel=True)
+        moe = load(family, tmp_path, rank, 4, dispatch=dispatch).moe
+        moe._tp = Communicator()
+        parts.append(moe(inputs()))
+        experts_here.append(moe.experts.down.numel() // (HIDDEN * FEATURES))
+    assert experts_here == [2, 2, 1, 1]
     torch.testing.assert_close(sum(parts), output_of(reference, inputs()), atol=1e-4, rtol=1e-5)
 
 
@@ -240,7 +264,7 @@ def test_dequantized_values_equal_transformers() -> None:
 def test_mxfp4_inputs_must_be_a_multiple_of_the_block() -> None:
     family = FAMILIES["gpt_oss"]
     context = BuildContext(
-        torch.float32, torch.device("cpu"), Communicator(), MAX_MODEL_LEN, resolve(MXFP4_CONFIG)
+        torch.float32, torch.device("cpu"), Communicator(), MAX_MODEL_LEN, quantization=resolve(MXFP4_CONFIG)
     )
     with pytest.raises(ValueError, match=r"experts: 40 inputs, not a multiple of 32 \(MXFP4\)"):
         MoE(MoEArgs(HIDDEN, COUNT, 40, **family.args), context)

@@ -1,6 +1,6 @@
 """A request sent again as its prompt and what it had generated ends exactly as the undisturbed run."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -16,7 +16,7 @@ from atom.messages.engine import (
     pack_ids,
 )
 from tests.helpers.tiny_models import engine_config, place, prompt_of, save_tiny, tiny
-from tests.helpers.whole_engine import Output, WholeEngine, _own_values
+from tests.helpers.whole_engine import Output, WholeEngine
 from workers.worker import Worker
 
 COUNT = 20
@@ -30,13 +30,12 @@ PENALTIES = LogitsProcessors(repetition_penalty=1.4, frequency_penalty=0.4, pres
 
 @dataclass
 class Record(Output):
-    logprobs: list[float] = field(default_factory=list)
     finished: Finished | None = None
     has_first: bool = False
 
 
 class Engine(WholeEngine):
-    """Also records log probabilities and ends."""
+    """Also records first tokens and ends."""
 
     def submit(self, number: int, ids: list[int], **fields: Any) -> Record:
         message = AddRequest([number], pack_ids(ids), **{"max_tokens": COUNT, "sampling": HOT} | fields)
@@ -46,10 +45,6 @@ class Engine(WholeEngine):
 
     def _add(self, deltas: TokenDeltas) -> None:
         super()._add(deltas)
-        if deltas.logprobs is not None:
-            values = _own_values(deltas.logprobs.table)
-            for index, value in zip(deltas.logprobs.indices, values, strict=True):
-                self._record(deltas.request_ids[index]).logprobs.append(value)
         for finished in deltas.finished:
             self._record(finished.request_id).finished = finished
         for first in deltas.first:
@@ -91,7 +86,8 @@ def check(worker: Worker, caching: bool, **fields: Any) -> Record:
     assert cuts
     for cut, record in resumed.items():
         assert record.token_ids == whole.token_ids[cut:]
-        assert record.logprobs == pytest.approx(whole.logprobs[cut:], abs=TOLERANCE)
+        expected = [whole.logprobs[place] for place in range(cut, len(whole.logprobs))]
+        assert [*record.logprobs.values()] == pytest.approx(expected, abs=TOLERANCE)
         assert record.finished is not None and whole.finished is not None
         assert record.finished.reason == whole.finished.reason
         assert not record.has_first

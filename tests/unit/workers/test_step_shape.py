@@ -1,6 +1,7 @@
 """Shapes of steps: planned from the batch, agreed with other ranks, padded, and launched without requests."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,13 @@ from tests.helpers.heads_first import Cache
 from tests.helpers.rows import model_rows
 from tests.helpers.teacher_forcing import TinyWorker
 from tests.helpers.tiny_models import prompt_of, save_tiny, tiny
+from tests.unit.workers.test_speculation import Driver
+from tests.unit.workers.test_speculation import runner as speculative_runner
 from tests.unit.workers.test_step_graphs import CPU, LIMITS, Footprint, TwoGroups, runner
 from workers import prompt_graphs
 from workers.layers.context import ForwardContext, GroupContext
 from workers.model_runner import ModelRunner
+from workers.pending_step import PendingStep
 from workers.step_shape import GraphSizes, StepMode, StepShape
 
 DECODE, PROMPT, EAGER = StepMode
@@ -234,3 +238,24 @@ def test_eager_padding_and_dummy_steps_of_every_family(name: str, tmp_path: Path
     made._agree = Agreement(made._sizes, StepShape(EAGER, 90, 7))
     padded = generate(worker.core(), worker.execute, prompts, 12, chunk=24, stagger=2)
     assert padded == plain
+
+
+def test_dummy_and_padded_steps_with_drafts() -> None:
+    """Between steps that verify three drafts a row, two steps in flight."""
+    outputs = Driver(speculative_runner(3, sizes=[1, 6]), 3, 2).run()
+    for other in (StepShape(DECODE, 24, 6, 4), StepShape(PROMPT, 40, 6), StepShape(EAGER, 50, 8)):
+        made = speculative_runner(3, sizes=[1, 6])
+        made._agree = Agreement(made._sizes, other)
+        launch = made.launch
+
+        def beside(
+            batch: ScheduledBatch,
+            made: ModelRunner = made,
+            other: StepShape = other,
+            launch: Callable[[ScheduledBatch], PendingStep] = launch,
+        ) -> PendingStep:
+            made.dummy_step(other)
+            return launch(batch)
+
+        made.launch = beside  # type: ignore[method-assign]
+        assert Driver(made, 3, 2).run() == outputs

@@ -1,5 +1,6 @@
 """What a checkpoint must contain, and the shards that each rank loads of it."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -146,12 +147,48 @@ def test_a_file_that_the_index_names_must_exist(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_an_index_cannot_name_files_elsewhere(tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", ["../weights", "..", "", "."])
+def test_an_index_cannot_name_files_elsewhere(tmp_path: Path, named: str) -> None:
     save_tiny(tiny("llama-gqa"), tmp_path, shard_size="100KB")
     index = tmp_path / "model.safetensors.index.json"
-    index.write_text(index.read_text().replace("model-00002", "../model-00002"))
+    index.write_text(re.sub(r"model-00002[^\"]*", named, index.read_text()))
     with pytest.raises(ValueError, match="not a file beside it"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("unmapped", ["0", "1"])
+def test_files_that_do_not_hold_what_the_index_says_are_named(
+    tmp_path: Path, unmapped: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATOM_DISABLE_MMAP", unmapped)
+    save_tiny(tiny("llama-gqa"), tmp_path, shard_size="100KB")
+    last = max(tmp_path.glob("model-*.safetensors"))
+    tensors = load_file(last)
+    name = min(tensors)
+    save_file({each: tensor for each, tensor in tensors.items() if each != name}, last)
+    model, read = build(tmp_path), list[int]()
+    with pytest.raises(ValueError, match=f"{last} does not hold {name}, which model.safetensors.index.json"):
+        load_directory(model, tmp_path, lambda done, total: read.append(done))
+    assert not read
+    last.write_bytes(b"no header at all")
+    with pytest.raises(ValueError, match=f"{last} is not a (valid|complete) safetensors file"):
+        load(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(index.read_text()[:-9])
+    with pytest.raises(ValueError, match=f"{index} does not state the file of each tensor"):
+        load(tmp_path)
+
+
+def test_a_tensor_of_another_size_than_its_shape_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny(tiny("llama-gqa"), tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"F64"', 1))
+    for unmapped, message in (("0", "is not a valid safetensors file"), ("1", "is damaged: .* has .* bytes")):
+        monkeypatch.setenv("ATOM_DISABLE_MMAP", unmapped)
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path)
 
 
 def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:

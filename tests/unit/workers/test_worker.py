@@ -154,8 +154,8 @@ def test_the_device_index_is_that_of_the_gpu() -> None:
 
 
 def test_kv_memory_on_a_cpu() -> None:
-    assert cpu_kv_bytes(CacheConfig(kv_cache_memory_bytes=123), ranks=2) == 123
-    alone, shared = (cpu_kv_bytes(CacheConfig(), ranks) for ranks in (1, 64))
+    assert cpu_kv_bytes(CacheConfig(kv_cache_memory_bytes=123), workers=2) == 123
+    alone, shared = (cpu_kv_bytes(CacheConfig(), workers) for workers in (1, 64))
     assert 0 < shared <= alone <= 4 << 30
 
 

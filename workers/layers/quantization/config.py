@@ -11,7 +11,6 @@ from workers.layers.quantization.scheme import PLAIN, Scheme
 
 FORMATS = {"fp8": "fp8", "mxfp4": "mxfp4"}
 """`quant_method` -> its file in this folder."""
-_ONLY_FAMILY = {"mxfp4": "gpt_oss"}
 _EXCLUSIONS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude")
 _REGEX = "re:"
 
@@ -71,29 +70,48 @@ def resolve(
 ) -> QuantizationConfig:
     """The schemes for a model with this config.json. Raises ValueError for a format that cannot run."""
     stated = config.get("quantization_config")
-    if not stated:
+    if stated is None or stated == {}:
         return QuantizationConfig()
-    excluded = [pattern for name in _EXCLUSIONS for pattern in stated.get(name) or ()]
+    if not isinstance(stated, dict):
+        raise ValueError(f"quantized, but quantization_config is not an object: {stated!r:.40}")
     scheme = _scheme(stated, config.get("model_type"))
-    return QuantizationConfig(scheme, tuple((pattern, PLAIN) for pattern in excluded), packed or {})
+    return QuantizationConfig(scheme, tuple((pattern, PLAIN) for pattern in _excluded(stated)), packed or {})
+
+
+def _excluded(stated: Mapping[str, Any]) -> list[str]:
+    """The patterns of modules that are not quantized."""
+    found: list[str] = []
+    for name in _EXCLUSIONS:
+        patterns = stated.get(name) or []
+        if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
+            raise ValueError(f"quantized, but {name} is not a list of module names: {patterns!r:.40}")
+        found += patterns
+    for pattern in found:
+        try:
+            re.compile(pattern.removeprefix(_REGEX) if pattern.startswith(_REGEX) else "")
+        except re.error as error:
+            raise ValueError(
+                f"quantized, but {pattern!r:.80} is not a regular expression for modules: {error}"
+            ) from None
+    return found
 
 
 def _scheme(stated: Mapping[str, Any], model_type: str | None) -> Scheme:
     method = stated.get("quant_method", "unknown")
     known = ", ".join(FORMATS)
-    if method not in FORMATS:
+    if not isinstance(method, str) or method not in FORMATS:
         raise ValueError(
             f"quantized ({method}): not supported, use a plain checkpoint, one in {known}, or a .gguf"
         )
-    only = _ONLY_FAMILY.get(method, model_type)
-    if model_type != only:
-        raise ValueError(f"quantized ({method}): supported for model type {only}, use a plain checkpoint")
     try:
         found: Scheme = importlib.import_module(f"{__package__}.{FORMATS[method]}").scheme(stated)
     except ValueError as error:
         raise ValueError(
             f"quantized ({method}) with {error}: not supported, use a plain checkpoint"
         ) from None
+    if found.families and model_type not in found.families:
+        only = ", ".join(found.families)
+        raise ValueError(f"quantized ({method}): supported for model type {only}, use a plain checkpoint")
     return found
 
 

@@ -17,6 +17,7 @@ from workers.layers.quantization.scheme import FLOATS, Scheme, StoredTensor
 
 _CODES_STD = 100.0
 """Standard deviation of random codes: far from both ends of e4m3."""
+_FILLED_AT_ONCE = 1 << 22
 
 
 def scheme(config: Mapping[str, Any]) -> Scheme:
@@ -44,8 +45,8 @@ def scheme(config: Mapping[str, Any]) -> Scheme:
 
 def _fill_codes(codes: Tensor, std: float, generator: torch.Generator) -> None:
     bound = 3**0.5 * _CODES_STD
-    for row in codes:  # row by row: float8 has no random numbers of its own
-        row.copy_(torch.empty_like(row, dtype=torch.float32).uniform_(-bound, bound, generator=generator))
+    for part in codes.flatten().split(_FILLED_AT_ONCE):  # float8 has no random numbers of its own
+        part.copy_(torch.empty_like(part, dtype=torch.float32).uniform_(-bound, bound, generator=generator))
 
 
 def _fill_scales(scales: Tensor, std: float, generator: torch.Generator) -> None:

@@ -18,13 +18,14 @@ GROUP = 32
 _CODES_STD = 2.9
 """Standard deviation of random codes."""
 _UINT8 = (torch.uint8,)
+_FAMILIES = ("gpt_oss",)
 
 
 def scheme(config: Mapping[str, Any]) -> Scheme:
     """The scheme; the format has no options."""
     blocks = StoredTensor("_blocks", (1, 2), _UINT8, _fill_codes, torch.uint8)
     scales = StoredTensor("_scales", (1, GROUP), _UINT8, _fill_scales, torch.uint8)
-    return Scheme("MXFP4", (1, GROUP), (blocks, scales), MXFP4, ragged=False, linear=False)
+    return Scheme("MXFP4", (1, GROUP), (blocks, scales), MXFP4, False, _FAMILIES, linear=False)
 
 
 def _fill_codes(codes: Tensor, std: float, generator: torch.Generator) -> None:

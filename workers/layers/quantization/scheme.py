@@ -45,6 +45,8 @@ class Scheme:
     """Makes the weight of `tensors`, in their order."""
     ragged: bool = True
     """Whether the last blocks of a matrix may be smaller."""
+    families: tuple[str, ...] = ()
+    """Model types whose checkpoints are supported; empty: all."""
     linear: bool = True
     """Whether it stores linear layers too, and not only routed experts."""
 

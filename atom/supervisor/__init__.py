@@ -1,0 +1,23 @@
+"""Starts, monitors, restarts and stops the processes of a server. It handles neither models nor HTTP.
+
+All processes are direct children of the supervisor, so that it detects the death of each one. Those
+that cannot do without one another are a failure domain: they start, end and restart together.
+
+    supervisor ─┬─ prepare                     ends once the checkpoint is plain files
+                ├─ engine 0 ─┬─ core           one engine for each data-parallel rank:
+                │            └─ worker 0 … tp-1    a failure domain
+                ├─ engine 1 …
+                ├─ frontend 0                  each a failure domain; none under the library
+                └─ frontend 1 …
+
+The sockets of a domain lie in a directory of their own for each of its lives (starts):
+
+    atom-run-XXXXXXXX/control                  the engines that live, for the frontends
+    atom-run-XXXXXXXX/engine-1.3/              rank 1, life 3: core, workers, supervisor
+    atom-run-XXXXXXXX/frontend-0.0/            supervisor
+"""
+
+from atom.supervisor.failure import StartError
+from atom.supervisor.supervisor import Supervisor
+
+__all__ = ["StartError", "Supervisor"]

@@ -1,0 +1,81 @@
+"""One child process: how it is stopped, and how it ended."""
+
+import contextlib
+import signal
+import subprocess
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from atom.utils.logger import get_logger
+
+# Signals of a crash or from outside. Not SIGABRT: NCCL aborts when another rank dies.
+_KILL_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
+# A process in an uninterruptible system call of a driver ends after it.
+_KILL_DEADLINE_S = 10.0
+
+
+@dataclass
+class Child:
+    """`label` is its name for people; within its domain's messages it is `name`."""
+
+    name: str
+    label: str
+    process: subprocess.Popen[bytes]
+    stopping: bool = False
+    """Whether it is being stopped: its end is expected."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        return self.process.poll() is None
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal from outside, or of a crash, ended it."""
+        return -(self.process.returncode or 0) in _KILL_SIGNALS
+
+    @property
+    def end(self) -> str:
+        """How it ended."""
+        return how_it_ended(self.process.returncode)
+
+    def terminate(self) -> None:
+        """Send SIGTERM; its end is expected from now on."""
+        self.stopping = True
+        self.process.terminate()
+
+
+def how_it_ended(status: int) -> str:
+    """The end of a process in words, from subprocess's return code."""
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    return f"ended with exit status {status}"
+
+
+def wait_for(children: Iterable[Child], timeout_s: float) -> None:
+    """Wait until all have ended, at most `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    for child in children:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.process.wait(max(0.0, deadline - time.monotonic()))
+
+
+def kill(children: Iterable[Child]) -> None:
+    """End all at once, and reap them. One that does not end within seconds is logged and left."""
+    children = list(children)
+    for child in children:
+        child.stopping = True
+        child.process.kill()
+    wait_for(children, _KILL_DEADLINE_S)
+    for child in children:
+        if child.is_alive:
+            get_logger().error(
+                "%s (process %d) does not end %.0f s after SIGKILL",
+                child.label,
+                child.process.pid,
+                _KILL_DEADLINE_S,
+            )
+        if child.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                child.process.stdin.close()

@@ -1,0 +1,51 @@
+"""Tells the frontends which engines live."""
+
+import zmq
+
+from atom.messages.codec import Decoder, WireError, encode
+from atom.messages.supervisor import Engines, GetEngines, control_identity
+from atom.utils.logger import get_logger
+
+
+class Control:
+    """The socket at `endpoint`, which every frontend connects to."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str):
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # A restarted frontend has the identity of the one before, whose end may not have been noticed.
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self.socket.bind(endpoint)
+        self._frontends: set[int] = set()
+        self._decoder: Decoder[GetEngines] = Decoder(GetEngines)
+
+    def receive(self, engines: Engines) -> None:
+        """Answer the frontends that have asked with `engines`."""
+        while self.socket.poll(0):
+            _, *frames = self.socket.recv_multipart()
+            try:
+                request = self._decoder.decode(frames[0] if len(frames) == 1 else b"")
+            except WireError as error:
+                get_logger().error("a frontend's control connection sent an %s", error)
+                continue
+            self._frontends.add(request.frontend)
+            self._send(request.frontend, encode(engines))
+
+    def publish(self, engines: Engines) -> None:
+        """Send `engines` to every frontend."""
+        frame = encode(engines)
+        for frontend in list(self._frontends):
+            self._send(frontend, frame)
+
+    def _send(self, frontend: int, frame: bytes) -> None:
+        try:
+            self.socket.send_multipart([control_identity(frontend), frame], zmq.DONTWAIT)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            self._frontends.discard(frontend)  # gone: its next life asks again
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.socket.close()

@@ -1,0 +1,125 @@
+"""A failure domain: processes that start, end and restart together."""
+
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from atom.config.checkpoint import Checkpoint
+from atom.config.engine import EngineConfig
+from atom.supervisor.failure import Failure, Restarts
+from atom.supervisor.life import Life, OnProgress
+from atom.utils.logger import get_logger
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all domains are started with."""
+
+    context: "zmq.Context[zmq.Socket[bytes]]"
+    run_dir: Path
+    config: EngineConfig
+    checkpoint: Checkpoint
+    on_progress: OnProgress
+
+
+class Domain(ABC):
+    """Its lives are numbered from 0; between two of them it is down."""
+
+    def __init__(self, name: str, setup: Setup):
+        self.name = name
+        self.life: Life | None = None
+        self.number = -1
+        """The number of the latest life."""
+        self.last_failure: Failure | None = None
+        self._setup = setup
+        self._restarts = Restarts(setup.config.reliability.max_restarts)
+        self._start_at: float | None = None
+        self._was_ready = False
+
+    @abstractmethod
+    def _open(self, number: int) -> Life:
+        """A life without processes."""
+
+    @abstractmethod
+    def _launch(self, life: Life) -> None:
+        """Start the processes of a life."""
+
+    @abstractmethod
+    def _farewell(self, life: Life, failure: Failure) -> None:
+        """Called before the rest of a failed life is killed."""
+
+    def start(self) -> None:
+        """Start the next life. Raises OSError when no process can be started."""
+        self.number += 1
+        self._start_at, self._was_ready = None, False
+        self.life = self._open(self.number)
+        self._launch(self.life)
+
+    def restart(self) -> None:
+        """As `start`; without a process it has failed at once."""
+        try:
+            self.start()
+        except OSError as error:
+            reason = f"{self.name} cannot be started: {error}"
+            self.fail(Failure("", reason, reason), restart=True)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its present life is ready."""
+        return self.life is not None and self.life.is_ready
+
+    @property
+    def is_due(self) -> bool:
+        """Whether its next life must start."""
+        return self._start_at is not None and time.monotonic() >= self._start_at
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is down and stays so."""
+        return self.life is None and self._start_at is None
+
+    def failure(self) -> Failure | None:
+        """Why the present life has failed; None while it has not. Logs when a later life gets ready."""
+        if self.life is None:
+            return None
+        if self.life.is_ready and not self._was_ready:
+            self._was_ready = True
+            if self.number:
+                seconds = time.monotonic() - self.life.started_at
+                get_logger().info("%s, life %d, is ready after %.1f s", self.name, self.number, seconds)
+        return self.life.failure()
+
+    def end(self, failure: Failure) -> None:
+        """End what is left of the present life."""
+        if self.life is not None:
+            self._farewell(self.life, failure)
+            self.life.close()
+        self.life, self.last_failure = None, failure
+
+    def fail(self, failure: Failure, restart: bool) -> None:
+        """End the present life, and plan the next one if `restart` and it may."""
+        ready_s = 0.0 if self.life is None else self.life.ready_s
+        delay = self._restarts.delay(ready_s) if restart else None
+        self.end(failure)
+        if delay is not None:
+            self._start_at = time.monotonic() + delay
+            plan = f"life {self.number + 1} starts in {delay:.0f} s"
+        elif restart:
+            plan = f"not started again after {self._restarts.in_a_row} restarts in a row"
+        else:
+            plan = "not started again"
+        get_logger().error("%s, life %d, has ended: %s; %s", self.name, self.number, failure.text, plan)
+
+    def stay_down(self) -> None:
+        """Start no further life."""
+        self._start_at = None
+
+    def close(self) -> None:
+        """Kill the present life."""
+        self.stay_down()
+        if self.life is not None:
+            self.life.close()
+            self.life = None

@@ -1,0 +1,166 @@
+"""One life of a failure domain: its processes, their reports, and the first cause when it fails."""
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from atom.messages.codec import Decoder
+from atom.messages.supervisor import Dead, Heartbeat, Progress, Ready, ToSupervisor
+from atom.supervisor.child import Child, kill, wait_for
+from atom.supervisor.failure import Failure
+from atom.utils.liveness import PeerMonitor
+from atom.utils.process import spawn
+
+START_DEADLINE_S = 3600.0
+# How long the last message of a process may arrive after its end.
+_FINAL_MESSAGE_S = 0.3
+
+OnProgress = Callable[[Progress], None]
+
+
+class Life:
+    """Children that end together, and the socket that they report to.
+
+    Its sockets lie in `directory`, which `close` removes: no message reaches another life.
+    """
+
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        directory: Path,
+        hang_timeout_s: float,
+        on_progress: OnProgress = lambda progress: None,
+    ):
+        directory.mkdir(mode=0o700)
+        self.directory = directory
+        self.children: dict[str, Child] = {}
+        self.reported: Ready | None = None
+        """The message with which the life became ready."""
+        self.started_at = time.monotonic()
+        self.ready_at = 0.0
+        self.socket = context.socket(zmq.PULL)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(self.endpoint("supervisor"))
+        self._on_progress = on_progress
+        self._deaths: list[Dead] = []
+        self._monitor = PeerMonitor(hang_timeout_s)
+        self._decoder = Decoder[ToSupervisor](ToSupervisor)
+
+    def endpoint(self, name: str) -> str:
+        """The local socket called `name` of this life."""
+        return f"ipc://{self.directory}/{name}"
+
+    def spawn(
+        self,
+        child: tuple[str, str],
+        module: str,
+        launch: msgspec.Struct,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        """Start a child, given its name in messages and its name for people."""
+        name, label = child
+        self.children[name] = Child(name, label, spawn(module, launch, pass_fds))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its one process that reports so is ready."""
+        return self.reported is not None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether one of its processes has not ended."""
+        return any(child.is_alive for child in self.children.values())
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether one of its processes is being stopped."""
+        return any(child.stopping for child in self.children.values())
+
+    @property
+    def ready_s(self) -> float:
+        """How long it has been ready, in seconds."""
+        return time.monotonic() - self.ready_at if self.is_ready else 0.0
+
+    def receive(self, wait_s: float = 0.0) -> bool:
+        """Process the messages that are waiting, or the first ones of the next `wait_s`."""
+        received = False
+        while self.socket.poll(0 if received else int(wait_s * 1000)):
+            self._process(self._decoder.decode(self.socket.recv()))
+            received = True
+        return received
+
+    def _process(self, message: ToSupervisor) -> None:
+        match message:
+            case Ready():
+                self.reported, self.ready_at = message, time.monotonic()
+            case Progress():
+                self._on_progress(message)
+            case Dead():
+                self._deaths.append(message)
+            case Heartbeat(process):
+                self._monitor.seen(self._label(process))
+
+    def failure(self) -> Failure | None:
+        """The first cause, once a process has ended, hangs or is not ready in time; after `receive`."""
+        self._monitor.update()
+        if ended := [child for child in self.children.values() if not (child.stopping or child.is_alive)]:
+            self._receive_last()
+            return self._first_cause(ended)
+        if self.is_stopping:
+            return None
+        if reason := self._monitor.hung():
+            return Failure("", reason, reason)
+        if not self.is_ready and time.monotonic() - self.started_at > START_DEADLINE_S:
+            names = ", ".join(child.label for child in self.children.values())
+            reason = f"not ready after {START_DEADLINE_S:.0f} s: {names}"
+            return Failure("", reason, reason)
+        return None
+
+    def terminate(self) -> None:
+        """Send SIGTERM to every process but workers, whose core stops them."""
+        for child in self.children.values():
+            if child.is_alive and not child.name.startswith("worker"):
+                child.terminate()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until all processes have ended, at most `timeout_s`."""
+        wait_for(self.children.values(), timeout_s)
+
+    def close(self) -> None:
+        """Kill what still runs, and remove the sockets."""
+        kill(self.children.values())
+        self.socket.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _receive_last(self) -> None:
+        """Process messages until none has come for a while, at most ten times as long."""
+        deadline = time.monotonic() + 10 * _FINAL_MESSAGE_S
+        while self.receive(_FINAL_MESSAGE_S) and time.monotonic() < deadline:
+            pass
+
+    def _first_cause(self, ended: list[Child]) -> Failure:
+        """A dead process makes the others fail, which then report errors, too.
+
+        Hence this order: a killed process, an error report other than the core's, a crashed process
+        other than the core, the core's report, an exit status alone.
+        """
+        reports = {dead.process: dead for dead in reversed(self._deaths)}
+        names = [
+            *(child.name for child in ended if child.was_killed),
+            *(name for name in reports if name != "core"),
+            *(child.name for child in ended if child.name != "core" and child.process.returncode),
+            *reports,
+            *(child.name for child in ended),
+        ]
+        name = names[0]
+        if (dead := reports.get(name)) is not None:
+            return Failure(name, dead.reason, f"{self._label(name)}: {dead.reason}", dead.status)
+        child = self.children[name]
+        return Failure(name, child.end, f"{child.label}: {child.end}")
+
+    def _label(self, name: str) -> str:
+        return self.children[name].label if name in self.children else name

@@ -1,0 +1,61 @@
+"""The preparation step: a process that turns a checkpoint into plain files, and examines the host."""
+
+import os
+import subprocess
+import time
+
+import msgspec
+
+from atom.config.checkpoint import Checkpoint
+from atom.config.model import ModelConfig
+from atom.config.resolve import DeviceCapabilities
+from atom.messages.launch import PrepareLaunch
+from atom.supervisor.child import Child, how_it_ended
+from atom.supervisor.failure import StartError
+from atom.supervisor.life import Life
+from atom.utils import envs
+from atom.utils.exit_status import ExitStatus
+from atom.utils.process import spawn
+
+PREPARE_DEADLINE_S = 3600.0
+_POLL_S = 0.1
+
+
+class PrepareResult(msgspec.Struct, frozen=True):
+    """The line that the preparation step prints: an error, or the checkpoint and the device."""
+
+    error: str = ""
+    checkpoint: Checkpoint | None = None
+    device: DeviceCapabilities | None = None
+
+
+def prepare(life: Life, config: ModelConfig) -> tuple[Checkpoint, DeviceCapabilities]:
+    """Run the step as a process of `life`; raises StartError."""
+    launch = PrepareLaunch(config, envs.ATOM_CACHE_DIR, life.endpoint("supervisor"))
+    process = spawn("workers.prepare", launch, stdout=subprocess.PIPE)
+    life.children["prepare"] = Child("prepare", "prepare", process)
+    task = f"preparing {config.model}"
+    output = _output_of(life, process, task)
+    try:
+        result = msgspec.json.decode(output, type=PrepareResult)
+    except msgspec.DecodeError:
+        raise StartError(f"{task} failed: {how_it_ended(process.returncode)}") from None
+    if result.error or result.checkpoint is None or result.device is None:
+        text = result.error or f"{task} returned no result"
+        raise StartError(text, process.returncode or ExitStatus.FAILURE)
+    return result.checkpoint, result.device
+
+
+def _output_of(life: Life, process: subprocess.Popen[bytes], task: str) -> bytes:
+    """Everything the process prints until it ends; its progress messages are processed meanwhile."""
+    assert process.stdout is not None
+    os.set_blocking(process.stdout.fileno(), False)
+    deadline = time.monotonic() + PREPARE_DEADLINE_S
+    output = b""
+    with process.stdout:
+        while process.poll() is None:
+            life.receive(_POLL_S)
+            output += process.stdout.read() or b""
+            if time.monotonic() > deadline:
+                raise StartError(f"{task} took longer than {PREPARE_DEADLINE_S:.0f} s")
+        return output + (process.stdout.read() or b"")

@@ -1,0 +1,246 @@
+"""The supervisor: starts the failure domains, restarts those that fail, and ends them all."""
+
+import secrets
+import time
+from collections.abc import Callable
+from enum import Enum
+
+import zmq
+
+from atom.config.checkpoint import Checkpoint
+from atom.config.engine import EngineConfig
+from atom.config.model import ModelConfig
+from atom.config.resolve import DeviceCapabilities
+from atom.config.server import ServerConfig
+from atom.messages.launch import EngineAddress
+from atom.messages.supervisor import Engines, Progress
+from atom.supervisor.control import Control
+from atom.supervisor.domain import Domain, Setup
+from atom.supervisor.engine_group import EngineGroup
+from atom.supervisor.failure import Failure, StartError
+from atom.supervisor.frontend import Frontend
+from atom.supervisor.life import Life
+from atom.supervisor.prepare import prepare
+from atom.utils.logger import get_logger
+from atom.utils.net import ListenPort
+from atom.utils.run_directory import RunDirectory
+
+STALL_NOTICE_S = 60.0
+ENGINE_STOP_S = 10.0
+_POLL_S = 0.1
+# Time for a frontend to send its clients error events after the second SIGTERM.
+_CLIENT_ERRORS_S = 5.0
+_END_POLL_S = 0.02
+
+
+class _Phase(Enum):
+    """What a failure leads to."""
+
+    STARTING = "a StartError"
+    SERVING = "a restart"
+    STOPPING = "the end of its domain"
+
+
+class Supervisor:
+    """Owns the run directory and all child processes.
+
+    Use as a context manager, or call `close`. `on_progress` receives the progress of loading. Until
+    `restart_failed`, every failure is a StartError.
+    """
+
+    def __init__(self, on_progress: Callable[[Progress], None] = lambda progress: None):
+        self._directory = RunDirectory()
+        self.run_dir = self._directory.path
+        self._on_progress = on_progress
+        self._context = zmq.Context()
+        self._preparation: Life | None = None
+        self._control: Control | None = None
+        self._engines: list[EngineGroup] = []
+        self._frontends: list[Frontend] = []
+        self._phase = _Phase.STARTING
+        self.fault: Failure | None = None
+        """The first failure since the supervisor is stopping."""
+
+    def __enter__(self) -> "Supervisor":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def engines(self) -> list[EngineAddress]:
+        """The engines that live or start now."""
+        return [group.address for group in self._engines if group.address is not None]
+
+    @property
+    def details(self) -> dict[str, int | str]:
+        """Figures for the banner, from engine 0; empty before it is ready."""
+        life = self._engines[0].life if self._engines else None
+        return life.reported.detail if life is not None and life.reported is not None else {}
+
+    # Start
+
+    def prepare(self, config: ModelConfig) -> tuple[Checkpoint, DeviceCapabilities]:
+        """Run the preparation step in a process of its own; raises StartError."""
+        self._preparation = Life(self._context, self.run_dir / "prepare", 60.0, self._on_progress)
+        result = prepare(self._preparation, config)
+        self._preparation.close()
+        self._preparation = None
+        return result
+
+    def start_engines(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
+        """Start the engine of every data-parallel rank; `wait_ready` waits for them."""
+        setup = Setup(self._context, self.run_dir, config, checkpoint, self._on_progress)
+        seed = secrets.randbits(64)
+        self._engines = [EngineGroup(rank, setup, seed) for rank in range(config.parallel.data_parallel_size)]
+        for group in self._engines:
+            group.start()
+
+    def start_frontends(
+        self, config: EngineConfig, server: ServerConfig, checkpoint: Checkpoint, port: ListenPort
+    ) -> None:
+        """Start the HTTP processes on a port that is already bound."""
+        self._control = Control(self._context, f"ipc://{self.run_dir}/control")
+        setup = Setup(self._context, self.run_dir, config, checkpoint, self._on_progress)
+        self._frontends = [
+            Frontend(index, setup, server, port, lambda: self.engines)
+            for index in range(server.api_server_count)
+        ]
+        for frontend in self._frontends:
+            frontend.start()
+
+    def wait_ready(self) -> None:
+        """Wait until everything that was started is ready; raises StartError when a part of it fails."""
+        notice_at = time.monotonic() + STALL_NOTICE_S
+        while waiting := [domain.name for domain in self._domains() if not domain.is_ready]:
+            self.check()
+            if time.monotonic() > notice_at:
+                notice_at = time.monotonic() + STALL_NOTICE_S
+                get_logger().info("still waiting for: %s", ", ".join(waiting))
+
+    def restart_failed(self) -> None:
+        """From now on a domain that fails is restarted."""
+        self._phase = _Phase.SERVING
+
+    # Work
+
+    def check(self, wait_s: float = _POLL_S) -> None:
+        """Process the children's messages for up to `wait_s`, end failed domains and start due ones.
+
+        Raises StartError when a domain has failed before `restart_failed`, and when no engine or no
+        frontend is left.
+        """
+        self._receive(wait_s)
+        for domain in self._domains():
+            if failure := domain.failure():
+                self._failed(domain, failure)
+            elif domain.is_due:
+                domain.restart()
+                self._publish()
+
+    def _receive(self, wait_s: float) -> None:
+        lives = [domain.life for domain in self._domains() if domain.life is not None]
+        poller = zmq.Poller()
+        for life in lives:
+            poller.register(life.socket, zmq.POLLIN)
+        if self._control is not None:
+            poller.register(self._control.socket, zmq.POLLIN)
+        poller.poll(int(wait_s * 1000))
+        for life in lives:
+            life.receive()
+        if self._control is not None:
+            self._control.receive(self._state())
+
+    def _failed(self, domain: Domain, failure: Failure) -> None:
+        if self._phase is _Phase.STARTING:
+            raise StartError(failure.text, failure.status)
+        domain.fail(failure, restart=self._phase is _Phase.SERVING)
+        if self._phase is _Phase.STOPPING:
+            self.fault = self.fault or failure
+        self._publish()
+        for domains in (self._engines, self._frontends):
+            if domains and all(each.is_over for each in domains):
+                raise StartError(failure.text)
+
+    def _domains(self) -> list[Domain]:
+        return [*self._engines, *self._frontends]
+
+    def _state(self) -> Engines:
+        return Engines(self.engines, [group.ended for group in self._engines if group.ended is not None])
+
+    def _publish(self) -> None:
+        if self._control is not None:
+            self._control.publish(self._state())
+
+    # End
+
+    @property
+    def has_frontends(self) -> bool:
+        """Whether a frontend lives."""
+        return any(frontend.is_alive for frontend in self._frontends)
+
+    def end_engines(self, cause: str) -> None:
+        """End all engines. A running core first sends `cause` to its frontends."""
+        self._stop_restarting()
+        for group in self._engines:
+            group.end(Failure("", cause, cause))
+        self._publish()
+
+    def stop_frontends(self, timeout_s: float, hurry: Callable[[], bool]) -> None:
+        """Stop the frontends after their running requests, at most `timeout_s`, or once `hurry()` is true.
+
+        Raises StartError when no engine is left meanwhile.
+        """
+        self._stop_restarting()
+        for frontend in self._frontends:
+            frontend.terminate()
+        deadline = time.monotonic() + timeout_s
+        while self.has_frontends and time.monotonic() < deadline and not hurry():
+            self.check()
+        for frontend in self._frontends:
+            frontend.terminate()  # the second SIGTERM: it ends its running requests with errors
+        deadline = time.monotonic() + _CLIENT_ERRORS_S
+        while self.has_frontends and time.monotonic() < deadline:
+            time.sleep(_END_POLL_S)
+        for frontend in self._frontends:
+            frontend.close()
+
+    def _stop_restarting(self) -> None:
+        self._phase = _Phase.STOPPING
+        for domain in self._domains():
+            domain.stay_down()
+
+    def close(self) -> None:
+        """Stop every child, with SIGKILL where SIGTERM was not enough, and remove the run directory.
+
+        May be called twice.
+        """
+        for frontend in self._frontends:
+            frontend.close()
+        lives = [group.life for group in self._engines if group.life is not None]
+        for life in lives:
+            life.terminate()
+        # A core sends Shutdown to its workers, but only once it is ready.
+        deadline = time.monotonic() + ENGINE_STOP_S
+        for life in lives:
+            if life.is_ready:
+                life.wait(deadline - time.monotonic())
+                if late := [child.label for child in life.children.values() if child.is_alive]:
+                    get_logger().warning(
+                        "not ended within %.0f s, and killed: %s", ENGINE_STOP_S, ", ".join(late)
+                    )
+        for group in self._engines:
+            group.close()
+        if self._preparation is not None:
+            self._preparation.close()
+            self._preparation = None
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        self._context.destroy(linger=0)
+        self._directory.close()
+
+    def pids(self) -> dict[str, int]:
+        """Process ids of the children by name."""
+        lives = [domain.life for domain in self._domains() if domain.life is not None]
+        return {child.label: child.process.pid for life in lives for child in life.children.values()}

@@ -1,0 +1,124 @@
+"""The metrics of all frontends of a server: a scrape reaches any of them and shows the sum.
+
+Each frontend keeps its counters in a file, `frontend-<index>.metrics`, about every second and at each
+scrape that it answers. A scrape reads the files of the others, so it never waits for a frontend that
+hangs or is dead, and what a dead one has counted is not lost: a sum that fell would look like a restart
+of the server. A frontend that is started again continues with the counters of its file.
+
+Between two scrapes no counter falls: what a scrape has shown of its own frontend is in the file then.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from atom.messages.codec import Decoder, WireError, encode
+from atom.utils.logger import get_logger
+from frontend.errors import UnavailableError
+from frontend.metrics import Metrics
+
+__all__ = ["SharedMetrics", "Totals"]
+
+_INTERVAL_S = 1.0
+# A file older than this is of a frontend that has ended or hangs.
+_FRESH_S = 5.0
+
+
+class _Record(msgspec.Struct):
+    """The contents of a file."""
+
+    at: float
+    """When it was written: the monotonic clock, which all processes of a host share."""
+    live: int
+    metrics: Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Figures of all frontends."""
+
+    metrics: Metrics
+    live: int
+    """Unfinished sequences, of the frontends that run."""
+
+
+class SharedMetrics:
+    """This frontend's `metrics`, and those of the others in `directory` (none if it is empty).
+
+    `live` returns the number of unfinished sequences.
+    """
+
+    def __init__(self, directory: str, index: int, metrics: Metrics, live: Callable[[], int]):
+        """Adds what an earlier process of this index has counted to `metrics`."""
+        self._directory = Path(directory) if directory else None
+        self._name = f"frontend-{index}.metrics"
+        self._metrics = metrics
+        self._live = live
+        self._decoder = Decoder[_Record](_Record)
+        self._writing = asyncio.Lock()
+        self._error = ""
+        if self._directory is not None and (earlier := self._read(self._directory / self._name)):
+            metrics.add(earlier.metrics)
+            metrics.restarts += 1
+
+    async def keep(self) -> None:
+        """Write the file about every second, until cancelled."""
+        while self._directory is not None:
+            await self._write(self._directory)
+            await asyncio.sleep(_INTERVAL_S)
+
+    async def totals(self, timeout_s: float) -> Totals:
+        """The sums now. Raises UnavailableError when the files cannot be read in time."""
+        total = Totals(Metrics(), self._live())
+        total.metrics.add(self._metrics)
+        if self._directory is None:
+            return total
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._write(self._directory)
+                others = await asyncio.to_thread(self._read_others, self._directory)
+        except TimeoutError:
+            reason = f"the files in {self._directory} were not read within {timeout_s:g} s"
+            raise UnavailableError(f"no metrics of the other frontends: {reason}") from None
+        live = total.live
+        for record in others:
+            total.metrics.add(record.metrics)
+            live += record.live if time.monotonic() - record.at < _FRESH_S else 0
+        return Totals(total.metrics, live)
+
+    async def _write(self, directory: Path) -> None:
+        async with self._writing:
+            frame = encode(_Record(time.monotonic(), self._live(), self._metrics))
+            try:
+                await asyncio.to_thread(_replace, directory / self._name, frame)
+                self._error = ""
+            except OSError as error:  # a full disk must not end the server
+                if str(error) != self._error:
+                    self._error = str(error)
+                    get_logger().error("other frontends do not see the metrics of this one: %s", error)
+
+    def _read_others(self, directory: Path) -> list[_Record]:
+        paths = sorted(path for path in directory.glob("frontend-*.metrics") if path.name != self._name)
+        return [record for path in paths if (record := self._read(path)) is not None]
+
+    def _read(self, path: Path) -> _Record | None:
+        """None for a file that is not there or not readable; the latter is logged."""
+        try:
+            return self._decoder.decode(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, WireError) as error:
+            get_logger().error("the metrics in %s are left out: %s", path, error)
+            return None
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file so that a reader sees the old contents or the new ones."""
+    new = path.with_suffix(".new")
+    new.write_bytes(data)
+    os.replace(new, path)

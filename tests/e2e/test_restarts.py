@@ -1,0 +1,211 @@
+"""Processes that are killed under load: what they were doing fails, nothing else, and they come back."""
+
+import asyncio
+import os
+import re
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.helpers.edges import metrics_text
+from tests.helpers.random_server import ARGS, MODEL_NAME, Crowd, seconds_until_unready, write_checkpoint
+from tests.helpers.server import Server, running_server
+
+pytestmark = pytest.mark.timeout(240)
+
+STREAMS = 6
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_checkpoint(tmp_path_factory.mktemp("random") / "model"))
+
+
+@pytest.fixture
+def run_directories(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the servers of a test put theirs; short, since sockets lie in them."""
+    with tempfile.TemporaryDirectory(prefix="t-") as directory:
+        monkeypatch.setenv("TMPDIR", directory)
+        yield Path(directory)
+
+
+@pytest.fixture(autouse=True)
+def shared_memory_is_left_as_it_was() -> Iterator[None]:
+    before = set(os.listdir("/dev/shm"))
+    yield
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def pids_of(server: Server, module: str) -> list[int]:
+    return sorted(pid for pid, line in server.children().items() if module in line)
+
+
+def counter(server: Server, name: str) -> list[int]:
+    """Its values over all labels."""
+    pattern = rf"^atom:{name}_total\{{.*\}} (\S+)$"
+    return [int(float(value)) for value in re.findall(pattern, metrics_text(server), re.MULTILINE)]
+
+
+async def status_of_ready(server: Server) -> int:
+    timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
+    async with aiohttp.ClientSession(server.url, timeout=timeout) as session, session.get("/ready") as found:
+        return found.status
+
+
+async def until_ready(server: Server) -> float:
+    """Seconds until /ready is 200."""
+    begun = time.monotonic()
+    async with asyncio.timeout(DEADLINE_S):
+        while await status_of_ready(server) != 200:
+            await asyncio.sleep(0.05)
+    return time.monotonic() - begun
+
+
+async def until_all_up(server: Server, engines: int) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            up = await asyncio.to_thread(metrics_text, server)
+            if len(re.findall(r"^atom:engine_up.* 1\.0$", up, re.MULTILINE)) == engines:
+                return
+            await asyncio.sleep(0.05)
+
+
+async def complete(server: Server, **fields: object) -> str:
+    """The text of a short response."""
+    body = {"model": MODEL_NAME, "prompt": "once upon", "max_tokens": 8, "temperature": 0, **fields}
+    timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
+    async with (
+        aiohttp.ClientSession(server.url, timeout=timeout) as session,
+        session.post("/v1/completions", json=body) as response,
+    ):
+        assert response.status == 200, await response.text()
+        text: str = (await response.json())["choices"][0]["text"]
+    return text
+
+
+def lives_in(directory: Path) -> list[str]:
+    """What a server's directory has of its domains."""
+    (run,) = directory.iterdir()
+    return sorted(path.name for path in run.iterdir() if path.is_dir())
+
+
+@pytest.mark.parametrize(
+    ("victim", "args", "cause"),
+    [
+        ("workers.main", (), "worker 0: killed by SIGKILL"),
+        ("workers.main", ("-tp", "2"), "worker [01]: killed by SIGKILL"),
+        ("engine_core.process", (), "core: killed by SIGKILL"),
+    ],
+)
+def test_an_engine_that_dies_is_restarted(
+    model: str, run_directories: Path, victim: str, args: tuple[str, ...], cause: str
+) -> None:
+    crowd = Crowd(STREAMS)
+
+    async def drive(server: Server) -> float:
+        before = await complete(server)
+        others = set(server.children()) - set(pids_of(server, "frontend.main"))
+        async with crowd.streaming(server):
+            os.kill(pids_of(server, victim)[0], signal.SIGKILL)
+            unready = await seconds_until_unready(server, limit_s=10)
+        await until_ready(server)
+        assert await complete(server) == before
+        assert not others & set(server.children()), "a process of the dead engine lives"
+        return unready
+
+    with running_server("--model", model, *ARGS, *args) as server:
+        unready = asyncio.run(drive(server))
+        assert counter(server, "engine_restarts") == [1]
+        assert lives_in(run_directories) == ["engine-0.1", "frontend-0.0"]
+        assert server.terminate() == 0
+        text = server.text()
+    assert unready < 2
+    assert crowd.ends == {"error event": STREAMS}
+    assert re.search(f"engine, life 0, has ended: {cause}; life 1 starts in 1 s", text)
+    assert re.search(r"engine, life 1, is ready after \d", text)
+    assert list(run_directories.iterdir()) == []
+
+
+def test_a_frontend_that_dies_is_restarted_and_no_connection_is_refused(
+    model: str, run_directories: Path
+) -> None:
+    crowd = Crowd(STREAMS)
+
+    async def drive(server: Server) -> None:
+        async with crowd.streaming(server):
+            os.kill(pids_of(server, "frontend.main")[0], signal.SIGKILL)
+            assert await complete(server)  # it waits in the socket that the supervisor holds
+        assert await complete(server)
+
+    with running_server("--model", model, *ARGS) as server:
+        asyncio.run(drive(server))
+        assert counter(server, "frontend_restarts") == [1]
+        assert lives_in(run_directories) == ["engine-0.0", "frontend-0.1"]
+        assert server.terminate() == 0
+    assert crowd.ends == {"cut off": STREAMS}
+    assert list(run_directories.iterdir()) == []
+
+
+def test_of_two_engines_the_other_serves_on(model: str, run_directories: Path) -> None:
+    dying, staying = Crowd(3, data_parallel_rank=0), Crowd(3, 300, data_parallel_rank=1)
+    statuses = set()
+
+    async def drive(server: Server) -> None:
+        await until_all_up(server, 2)
+        async with staying.streaming(server), dying.streaming(server):
+            os.kill(pids_of(server, "workers.main")[0], signal.SIGKILL)
+            for _ in range(20):
+                statuses.add(await status_of_ready(server))
+                assert await complete(server)
+        await until_all_up(server, 2)
+        texts = [await complete(server, data_parallel_rank=rank) for rank in (0, 1)]
+        assert texts[0] == texts[1]
+
+    with running_server("--model", model, *ARGS, "-dp", "2") as server:
+        asyncio.run(drive(server))
+        assert counter(server, "engine_restarts") == [1, 0]
+        assert lives_in(run_directories) == ["engine-0.1", "engine-1.0", "frontend-0.0"]
+        assert server.terminate() == 0
+    assert statuses == {200}
+    assert dying.ends == {"error event": 3} and staying.ends == {"finished": 3}
+    assert dying.messages == {"the engine is gone: worker 0: killed by SIGKILL"}
+
+
+def test_of_two_frontends_the_other_serves_on(model: str, run_directories: Path) -> None:
+    crowd = Crowd(24, max_tokens=150)
+
+    async def drive(server: Server) -> None:
+        async with crowd.streaming(server):
+            os.kill(pids_of(server, "frontend.main")[0], signal.SIGKILL)
+
+    with running_server("--model", model, *ARGS, "--api-server-count", "2") as server:
+        asyncio.run(drive(server))
+        assert crowd.ends.keys() == {"finished", "cut off"} and crowd.ends.total() == 24
+        assert min(crowd.ends.values()) > 3
+        asyncio.run(complete(server))
+        deadline = time.monotonic() + DEADLINE_S
+        while "frontend 0, life 1, is ready" not in server.text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert server.terminate() == 0
+    assert list(run_directories.iterdir()) == []
+
+
+def test_two_frontends_drain_together(model: str, run_directories: Path) -> None:
+    crowd = Crowd(12, max_tokens=100)
+
+    async def drive(server: Server) -> None:
+        async with crowd.streaming(server):
+            server.process.terminate()
+
+    with running_server("--model", model, *ARGS, "--api-server-count", "2", "-dp", "2") as server:
+        asyncio.run(drive(server))
+        assert server.process.wait(DEADLINE_S) == 0
+    assert crowd.ends == {"finished": 12}
+    assert list(run_directories.iterdir()) == []

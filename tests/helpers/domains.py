@@ -1,0 +1,67 @@
+"""Failure domains whose processes are lines of Python."""
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import zmq
+
+from atom.config.checkpoint import Checkpoint
+from atom.config.engine import EngineConfig
+from atom.messages.codec import encode
+from atom.messages.supervisor import ToSupervisor
+from atom.supervisor.child import Child
+from atom.supervisor.domain import Domain, Setup
+from atom.supervisor.failure import Failure
+from atom.supervisor.life import Life
+
+SLEEP = "import time; time.sleep(60)"
+CHECKPOINT = Checkpoint("", "LlamaForCausalLM", "llama", {}, "float32", 64, max_model_len=100)
+
+
+def add_child(life: Life, name: str, code: str, label: str | None = None) -> Child:
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+    life.children[name] = Child(name, label or name, process)
+    return life.children[name]
+
+
+def send(life: Life, *messages: ToSupervisor) -> None:
+    """As the life's children do, and wait until they have arrived."""
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.connect(life.endpoint("supervisor"))
+        for message in messages:
+            socket.send(encode(message))
+        assert life.socket.poll(5000)
+
+
+def setup_in(directory: Path, context: "zmq.Context[zmq.Socket[bytes]]", config: EngineConfig) -> Setup:
+    return Setup(context, directory, config, CHECKPOINT, lambda progress: None)
+
+
+class ScriptDomain(Domain):
+    """Life n has one process, which runs `codes[n]`, or the last of them."""
+
+    def __init__(self, name: str, setup: Setup, codes: Sequence[str] = (SLEEP,)):
+        super().__init__(name, setup)
+        self.codes = codes
+        self.farewells: list[str] = []
+
+    def _open(self, number: int) -> Life:
+        return Life(self._setup.context, self._setup.run_dir / f"{self.name}.{number}", 60.0)
+
+    def _launch(self, life: Life) -> None:
+        add_child(life, "core", self.codes[min(self.number, len(self.codes) - 1)])
+
+    def _farewell(self, life: Life, failure: Failure) -> None:
+        self.farewells.append(failure.text)
+
+
+@contextmanager
+def zmq_context() -> Iterator["zmq.Context[zmq.Socket[bytes]]"]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        yield context
+    finally:
+        context.destroy(linger=0)

@@ -1,0 +1,163 @@
+"""HTTP processes: restarted on a socket that is held for them, and stopped in steps."""
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from atom.config.engine import EngineConfig
+from atom.config.server import ServerConfig
+from atom.supervisor import Supervisor
+from atom.supervisor import failure as failure_module
+from atom.supervisor.frontend import Frontend
+from atom.supervisor.life import Life
+from atom.utils.net import ListenPort
+from tests.helpers.domains import SLEEP, add_child, setup_in
+
+LOCAL = "127.0.0.1"
+HANDLERS = "import os, signal, sys, time; got = []; signal.signal(15, lambda *_: got.append(1)); "
+TOLD = "os.open(sys.argv[1], os.O_CREAT); "
+STUBBORN = f"{HANDLERS}{TOLD}time.sleep(60) or time.sleep(60)"
+TWO_SIGNALS = f"{HANDLERS}{TOLD}\nwhile len(got) < 2: time.sleep(0.01)\ntime.sleep(1.5); sys.exit(7)"
+
+
+class ScriptFrontend(Frontend):
+    """Every life runs `code`, which may make the file `told` in its directory."""
+
+    code = SLEEP
+
+    def _launch(self, life: Life) -> None:
+        self._port.open(self._index)
+        told = life.directory / "told"
+        add_child(life, "frontend", self.code.replace("sys.argv[1]", repr(str(told))), self.name)
+        if TOLD in self.code:
+            while not told.exists():
+                time.sleep(0.01)
+
+
+@pytest.fixture
+def supervisor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
+    monkeypatch.setattr(failure_module, "FIRST_DELAY_S", 0.05)
+    with Supervisor() as made:
+        yield made
+
+
+@pytest.fixture
+def port() -> Iterator[ListenPort]:
+    with ListenPort(LOCAL, 0, 2) as made:
+        yield made
+
+
+def add_frontends(supervisor: Supervisor, port: ListenPort, *codes: str) -> list[ScriptFrontend]:
+    setup = setup_in(supervisor.run_dir, supervisor._context, EngineConfig())
+    server = ServerConfig(api_server_count=len(codes))
+    frontends = [ScriptFrontend(i, setup, server, port, list) for i in range(len(codes))]
+    for frontend, code in zip(frontends, codes, strict=True):
+        frontend.code = code
+        frontend.start()
+    supervisor._frontends = list(frontends)
+    return frontends
+
+
+def is_refused(port: ListenPort) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((LOCAL, port.port)) != 0
+
+
+def connections_of(port: ListenPort, index: int, tries: int = 60) -> int:
+    """How many of `tries` new connections reach a socket that the port has open."""
+    with contextlib.ExitStack() as clients:
+        for _ in range(tries):
+            clients.enter_context(socket.create_connection((LOCAL, port.port), timeout=5))
+        listener, count = port.open(index), 0
+        listener.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                listener.accept()[0].close()
+                count += 1
+    return count
+
+
+def kill(supervisor: Supervisor, frontend: ScriptFrontend) -> None:
+    """Kill the process; returns once the supervisor has noticed."""
+    assert frontend.life is not None
+    number = frontend.number
+    frontend.life.children["frontend"].process.kill()
+    while frontend.life is not None and frontend.number == number:
+        supervisor.check()
+
+
+def until_restarted(supervisor: Supervisor, frontend: ScriptFrontend) -> None:
+    while frontend.life is None:
+        supervisor.check()
+
+
+def test_one_that_ends_is_restarted_alone_and_its_socket_waits(
+    supervisor: Supervisor, port: ListenPort
+) -> None:
+    first, second = add_frontends(supervisor, port, SLEEP, SLEEP)
+    supervisor.restart_failed()
+    kill(supervisor, second)
+    assert connections_of(port, 1) > 5
+    until_restarted(supervisor, second)
+    assert second.number == 1 and first.number == 0
+    assert second.name == "frontend 1"
+
+
+def test_after_two_failures_in_a_row_the_others_get_its_connections(
+    supervisor: Supervisor, port: ListenPort
+) -> None:
+    _, second = add_frontends(supervisor, port, SLEEP, SLEEP)
+    supervisor.restart_failed()
+    kill(supervisor, second)
+    until_restarted(supervisor, second)
+    kill(supervisor, second)
+    assert connections_of(port, 0) == 60
+    until_restarted(supervisor, second)
+    assert connections_of(port, 1) > 5
+
+
+def test_a_frontend_that_does_not_end_is_killed(supervisor: Supervisor, port: ListenPort) -> None:
+    (frontend,) = add_frontends(supervisor, port, STUBBORN)
+    assert frontend.life is not None
+    process = frontend.life.children["frontend"].process
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr("atom.supervisor.supervisor._CLIENT_ERRORS_S", 0.2)
+    supervisor.stop_frontends(60, hurry=lambda: True)
+    monkey.undo()
+    assert process.returncode == -9
+
+
+def test_a_frontend_has_seconds_for_its_clients_after_the_second_signal(
+    supervisor: Supervisor, port: ListenPort
+) -> None:
+    (frontend,) = add_frontends(supervisor, port, TWO_SIGNALS)
+    assert frontend.life is not None
+    process = frontend.life.children["frontend"].process
+    calls = iter(range(100))
+    supervisor.stop_frontends(60, hurry=lambda: next(calls) > 3)
+    assert process.returncode == 7
+
+
+def test_all_are_stopped_and_connections_are_refused(supervisor: Supervisor, port: ListenPort) -> None:
+    first, second = add_frontends(supervisor, port, SLEEP, SLEEP)
+    supervisor.restart_failed()
+    assert supervisor.has_frontends and not is_refused(port)
+    begun = time.monotonic()
+    supervisor.stop_frontends(60, hurry=lambda: False)
+    assert time.monotonic() - begun < 5
+    assert first.life is None and second.life is None and not supervisor.has_frontends
+    assert is_refused(port) and supervisor.fault is None
+
+
+def test_one_that_waits_for_its_restart_stays_down_while_stopping(
+    supervisor: Supervisor, port: ListenPort
+) -> None:
+    first, second = add_frontends(supervisor, port, SLEEP, SLEEP)
+    supervisor.restart_failed()
+    kill(supervisor, second)
+    supervisor.stop_frontends(60, hurry=lambda: False)
+    assert second.number == 0 and second.is_over and first.life is None
+    assert is_refused(port)

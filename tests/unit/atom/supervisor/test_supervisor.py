@@ -1,0 +1,217 @@
+"""Several failure domains: a failed one is restarted alone, and frontends learn of it."""
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+
+from atom.config.engine import EngineConfig
+from atom.config.model import ModelConfig
+from atom.config.reliability import ReliabilityConfig
+from atom.messages.codec import Decoder, encode
+from atom.messages.supervisor import Engines, GetEngines, Ready, control_identity
+from atom.messages.worker import FromWorker, WorkerFailed
+from atom.supervisor import StartError, Supervisor
+from atom.supervisor import failure as failure_module
+from atom.supervisor.control import Control
+from atom.supervisor.engine_group import EngineGroup
+from atom.supervisor.failure import Failure
+from atom.supervisor.life import Life
+from atom.utils.exit_status import ExitStatus
+from tests.helpers.domains import SLEEP, add_child, send, setup_in
+
+CRASH = "raise SystemExit(3)"
+STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
+
+
+class ScriptEngine(EngineGroup):
+    """Life n runs `codes[n]`, or the last of them, as its core."""
+
+    codes: tuple[str, ...] = (SLEEP,)
+
+    def _launch(self, life: Life) -> None:
+        add_child(life, "core", self.codes[min(self.number, len(self.codes) - 1)], self._prefix + "core")
+
+
+@pytest.fixture
+def supervisor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
+    monkeypatch.setattr(failure_module, "FIRST_DELAY_S", 0.05)
+    with Supervisor() as made:
+        yield made
+
+
+def add_engines(
+    supervisor: Supervisor, *engines: tuple[str, ...], max_restarts: int = 5
+) -> list[ScriptEngine]:
+    config = EngineConfig(reliability=ReliabilityConfig(max_restarts=max_restarts))
+    made = []
+    for rank, codes in enumerate(engines):
+        engine = ScriptEngine(rank, setup_in(supervisor.run_dir, supervisor._context, config), 7)
+        engine.codes = codes
+        engine.start()
+        made.append(engine)
+    supervisor._engines = list(made)
+    return made
+
+
+def check_until(supervisor: Supervisor, condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        supervisor.check()
+
+
+def failure_of(supervisor: Supervisor) -> StartError:
+    with pytest.raises(StartError) as raised:
+        check_until(supervisor, lambda: False)
+    return raised.value
+
+
+def test_before_serving_every_failure_is_an_error_with_its_status(supervisor: Supervisor) -> None:
+    add_engines(supervisor, (SLEEP,), (f"import sys; {CRASH}",))
+    error = failure_of(supervisor)
+    assert str(error) == "core: ended with exit status 3" and error.status == ExitStatus.FAILURE
+
+
+def test_it_waits_until_all_are_ready(supervisor: Supervisor) -> None:
+    engines = add_engines(supervisor, (SLEEP,), (SLEEP,))
+    for engine in engines:
+        assert engine.life is not None
+        send(engine.life, Ready("core", {"kv_tokens": 7}))
+    supervisor.wait_ready()
+    assert supervisor.details == {"kv_tokens": 7}
+
+
+def test_a_failed_engine_is_restarted_alone(supervisor: Supervisor) -> None:
+    first, second = add_engines(supervisor, (SLEEP,), (CRASH, SLEEP))
+    supervisor.restart_failed()
+    check_until(supervisor, lambda: second.number == 1)
+    assert first.number == 0 and first.life is not None and first.life.is_alive
+    assert [(each.rank, each.life) for each in supervisor.engines] == [(0, 0), (1, 1)]
+    assert supervisor.engines[1].endpoint.endswith("/engine-1.1/core")
+    assert sorted(path.name for path in supervisor.run_dir.iterdir()) == ["engine-0.0", "engine-1.1"]
+
+
+def test_it_gives_up_once_no_engine_is_left(supervisor: Supervisor) -> None:
+    first, second = add_engines(supervisor, (CRASH,), (SLEEP,), max_restarts=2)
+    supervisor.restart_failed()
+    check_until(supervisor, lambda: first.is_over)
+    assert first.number == 2
+    supervisor.check()
+    assert second.life is not None
+    second.life.children["core"].process.kill()
+    check_until(supervisor, lambda: second.number == 1)
+    second.codes = (CRASH,)
+    second.life.children["core"].process.kill()
+    assert str(failure_of(supervisor)) == "core: ended with exit status 3"
+
+
+def test_while_stopping_nothing_is_restarted(supervisor: Supervisor) -> None:
+    first, second = add_engines(supervisor, (SLEEP,), (SLEEP,))
+    supervisor.restart_failed()
+    supervisor.stop_frontends(0, hurry=lambda: False)
+    assert supervisor.fault is None and first.life is not None and second.life is not None
+    first.life.children["core"].process.kill()
+    check_until(supervisor, lambda: first.is_over)
+    assert supervisor.fault == Failure("core", "killed by SIGKILL", "core: killed by SIGKILL")
+    second.life.children["core"].process.kill()
+    assert str(failure_of(supervisor)) == "core: killed by SIGKILL"
+
+
+def test_an_engine_that_waits_for_its_restart_stays_down_while_stopping(supervisor: Supervisor) -> None:
+    first, second = add_engines(supervisor, (CRASH,), (SLEEP,))
+    supervisor.restart_failed()
+    check_until(supervisor, lambda: first.life is None)
+    supervisor.stop_frontends(0, hurry=lambda: False)
+    for _ in range(5):
+        supervisor.check()
+    assert first.is_over and second.life is not None
+
+
+def test_frontends_learn_of_ends_and_new_lives(supervisor: Supervisor) -> None:
+    _, second = add_engines(supervisor, (SLEEP,), (SLEEP,))
+    supervisor._control = Control(supervisor._context, f"ipc://{supervisor.run_dir}/control")
+    supervisor.restart_failed()
+    decoder = Decoder[Engines](Engines)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as frontend:
+        frontend.setsockopt(zmq.IDENTITY, control_identity(4))
+        frontend.connect(f"ipc://{supervisor.run_dir}/control")
+        frontend.send(b"nonsense")
+        frontend.send(encode(GetEngines(4)))
+
+        def next_state() -> Engines:
+            check_until(supervisor, lambda: frontend.poll(0))
+            return decoder.decode(frontend.recv())
+
+        state = next_state()
+        assert [(each.rank, each.life) for each in state.engines] == [(0, 0), (1, 0)] and not state.ended
+        assert second.life is not None
+        second.life.children["core"].process.kill()
+        state = next_state()
+        assert [(each.rank, each.life) for each in state.engines] == [(0, 0)]
+        (ended,) = state.ended
+        assert (ended.rank, ended.life, ended.reason) == (1, 0, "core: killed by SIGKILL")
+        state = next_state()
+        assert [(each.rank, each.life) for each in state.engines] == [(0, 0), (1, 1)]
+        assert state.ended == [ended]
+
+
+def test_a_frontend_that_is_gone_does_not_disturb(supervisor: Supervisor) -> None:
+    (engine,) = add_engines(supervisor, (SLEEP,))
+    control = supervisor._control = Control(supervisor._context, f"ipc://{supervisor.run_dir}/control")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as frontend:
+        frontend.setsockopt(zmq.IDENTITY, control_identity(0))
+        frontend.connect(f"ipc://{supervisor.run_dir}/control")
+        frontend.send(encode(GetEngines(0)))
+        check_until(supervisor, lambda: frontend.poll(0))
+    deadline = time.monotonic() + 5
+    while control._frontends:
+        assert time.monotonic() < deadline
+        supervisor._publish()
+    assert engine.life is not None and engine.life.is_alive
+
+
+def test_a_core_receives_why_its_worker_died(supervisor: Supervisor) -> None:
+    (engine,) = add_engines(supervisor, (SLEEP,))
+    life = engine.life
+    assert life is not None
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as workers:
+        workers.bind(life.endpoint("workers"))
+        engine.end(Failure("worker 3", "killed by SIGKILL", "worker 3: killed by SIGKILL"))
+        assert workers.poll(5000)
+        _, frame = workers.recv_multipart()
+    assert Decoder[FromWorker](FromWorker).decode(frame) == WorkerFailed(3, "killed by SIGKILL")
+    assert not life.is_alive and engine.life is None
+
+
+def test_close_ends_all_and_removes_the_directory(supervisor: Supervisor) -> None:
+    (engine,) = add_engines(supervisor, (STUBBORN,))
+    assert supervisor.run_dir.stat().st_mode & 0o777 == 0o700
+    assert engine.life is not None
+    process = engine.life.children["core"].process
+    supervisor.close()
+    assert process.returncode is not None and not supervisor.run_dir.exists()
+    supervisor.close()
+
+
+def test_a_missing_model_is_one_line(supervisor: Supervisor) -> None:
+    with pytest.raises(StartError, match="^--model /no/such/place: no such path") as raised:
+        supervisor.prepare(ModelConfig(model="/no/such/place"))
+    assert "\n" not in str(raised.value)
+    assert raised.value.status == ExitStatus.MODEL
+
+
+def test_an_engine_that_does_not_stop_is_killed_and_named(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("atom.supervisor.supervisor.ENGINE_STOP_S", 0.3)
+    (engine,) = add_engines(supervisor, (STUBBORN,))
+    assert engine.life is not None
+    process = engine.life.children["core"].process
+    time.sleep(0.5)  # until it ignores SIGTERM
+    send(engine.life, Ready("core"))
+    supervisor.check()
+    supervisor.close()
+    assert process.returncode == -9
+    assert [record.message for record in caplog.records] == ["not ended within 0 s, and killed: core"]
