@@ -1,10 +1,10 @@
-"""Measures the tiles of `experts` on this GPU, for the table in atom_ops/triton_impl/expert_plans.py.
+"""Measures the tiles of `experts` on a Hopper GPU, for the table in atom_ops/triton_impl/expert_plans.py.
 
-    PYTHONPATH=. python -m tools.tune_experts --models Qwen3-30B-A3B --tokens 1 64 4096
+    make tune-experts ARGS="--models Qwen3-30B-A3B --tokens 1 64 4096"
 
 Every GEMM is timed alone, with random experts and cold weights, from a graph. For each number of tokens
 the fastest tiles are printed, then the time of the whole op by the fastest plan of each kind, of its
-parts, and of torch.
+parts, and of torch. The floor is that of an H200.
 """
 
 import argparse
@@ -32,7 +32,7 @@ DTYPE = torch.bfloat16
 DEVICE = "cuda"
 SHARED_BYTES = 227 << 10
 READ_GB_S, MATMUL_TFLOP_S = 4475, 761
-"""Measured on an H200."""
+"""Of an H200, measured."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,10 @@ MODELS = {
 Tile = VectorTile | GroupedTile
 
 
-def grouped_tiles(block: int, gated: bool, short: bool) -> Iterator[GroupedTile]:
+def grouped_tiles(block: int, gated: bool) -> Iterator[GroupedTile]:
     """The tiles to try for blocks of `block` pairs."""
     if block < 64:
-        sides = itertools.product((64, 128), (64, 128) if short else (64, 128, 256), (4,), (2, 3, 4, 5, 6))
-    elif block == 64:
-        sides = itertools.product((64, 128) if gated else (128, 256), (64,), (4, 8), (3, 4))
+        sides = itertools.product((64, 128), (64, 128), (4,), (2, 3, 4, 5, 6))
     else:
         sides = itertools.product((64, 128) if gated else (128, 256), (64,), (4, 8), (3, 4))
     for rows, columns, warps, stages in sides:
@@ -105,7 +103,7 @@ class Layer:
             for x, ids in zip(self.x, self.ids, strict=True)
         ]
 
-    def torch(self) -> list[Callable[[], object]]:
+    def reference(self) -> list[Callable[[], object]]:
         return [
             partial(experts.reference, x, ids, self.shares, self.weights, self.activation)
             for x, ids in zip(self.x, self.ids, strict=True)
@@ -179,12 +177,13 @@ Job = tuple[str, int, Tile, bool]
 """Model, block (0: vector), tile, gated."""
 
 
-def jobs_of(model: str, blocks: Sequence[int], short: bool) -> list[Job]:
+def jobs_of(model: str, blocks: Sequence[int]) -> list[Job]:
+    """The tiles to try for these blocks."""
     jobs: list[Job] = []
     for gated in (True, False):
         for block in blocks:
             if block:
-                jobs += [(model, block, tile, gated) for tile in grouped_tiles(block, gated, short)]
+                jobs += [(model, block, tile, gated) for tile in grouped_tiles(block, gated)]
             else:
                 width = 1 if gated else 1 << (MODELS[model].chosen - 1).bit_length()
                 columns = (512, 1024, 2048) if gated else (64, 128, 256, 512)
@@ -193,6 +192,7 @@ def jobs_of(model: str, blocks: Sequence[int], short: bool) -> list[Job]:
 
 
 def blocks_for(model: Model, tokens: int) -> list[int]:
+    """The blocks worth trying, by the pairs per expert on average."""
     per_expert = tokens * model.chosen / model.experts
     blocks = [0] if tokens <= 4 else []
     for block in (16, 32, 64, 128):
@@ -222,7 +222,8 @@ def compile_jobs(jobs: Sequence[Job]) -> None:
     torch.cuda.synchronize()
 
 
-def tune(name: str, all_tokens: Sequence[int], short: bool) -> None:
+def tune(name: str, all_tokens: Sequence[int]) -> None:
+    """Print the fastest tiles and plans of a model."""
     model = MODELS[name]
     weights = made_weights(model, model.experts)
     for tokens in all_tokens:
@@ -238,32 +239,32 @@ def tune(name: str, all_tokens: Sequence[int], short: bool) -> None:
         )
         totals = []
         for block in blocks_for(model, tokens):
-            best: list[Any] = []
-            for gated in (True, False):
-                times = []
-                for _, _, tile, _ in (job for job in jobs_of(name, [block], short) if job[3] == gated):
-                    make = (
-                        partial(layer.vector, tile, gated)
-                        if isinstance(tile, VectorTile)
-                        else partial(layer.gemm, block, tile, gated)
-                    )
-                    times.append((attempt(make), tile))
-                times.sort(key=lambda entry: entry[0])
-                best.append(times[0][1])
-                part = 2 / 3 if gated else 1 / 3
-                for taken, tile in times[:4]:
-                    rate = (
-                        f"{part * moved / taken / 1e9:6.0f} GB/s {part * flops / taken / 1e12:6.1f} TFLOP/s"
-                    )
-                    gemm = f"block {block:3d} {'gate_up' if gated else 'down':8s}"
-                    print(f"  {gemm} {taken * 1e6:8.1f} us {rate} {tile}")
-            plan = VectorPlan(tokens, *best) if not block else GroupedPlan(tokens, block, *best)
+            jobs = jobs_of(name, [block])
+            best: list[Any] = [fastest(layer, jobs, gated, moved, flops) for gated in (True, False)]
+            plan = GroupedPlan(tokens, block, *best) if block else VectorPlan(tokens, *best)
             totals.append((attempt(partial(layer.call, plan)), plan))
         for taken, plan in sorted(totals, key=lambda entry: entry[0]):
             print(f"  WHOLE {taken * 1e6:9.1f} us {floor / taken:6.1%} of the floor  {plan}")
-        print(f"  torch {attempt(layer.torch) * 1e6:9.1f} us")
+        print(f"  torch {attempt(layer.reference) * 1e6:9.1f} us")
         parts(layer)
         sys.stdout.flush()
+
+
+def fastest(layer: Layer, jobs: Sequence[Job], gated: bool, moved: float, flops: float) -> Tile:
+    """Print the four fastest tiles of a GEMM; `moved` bytes and `flops` are those of the whole op."""
+    times = []
+    for _, block, tile, of_gated in jobs:
+        if of_gated == gated and isinstance(tile, VectorTile):
+            times.append((attempt(partial(layer.vector, tile, gated)), block, tile))
+        elif of_gated == gated:
+            times.append((attempt(partial(layer.gemm, block, tile, gated)), block, tile))
+    times.sort(key=lambda entry: entry[0])
+    part = 2 / 3 if gated else 1 / 3
+    for taken, block, tile in times[:4]:
+        rate = f"{part * moved / taken / 1e9:6.0f} GB/s {part * flops / taken / 1e12:6.1f} TFLOP/s"
+        gemm = f"block {block:3d} {'gate_up' if gated else 'down':8s}"
+        print(f"  {gemm} {taken * 1e6:8.1f} us {rate} {tile}")
+    return times[0][2]
 
 
 def parts(layer: Layer) -> None:
@@ -290,8 +291,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 16, 64, 256, 4096])
     parser.add_argument("--processes", type=int, default=14, help="that compile")
-    parser.add_argument("--short", action="store_true", help="fewer tiles")
     args = parser.parse_args()
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        parser.error("needs a Hopper GPU: the tiles are loaded by tensor descriptors (TMA)")
     backend.resolve(torch.device(DEVICE))
     print(torch.cuda.get_device_name())
     began = time.monotonic()
@@ -299,12 +301,12 @@ def main() -> None:
         name: sorted({block for tokens in args.tokens for block in blocks_for(MODELS[name], tokens)})
         for name in args.models
     }
-    jobs = [job for name in args.models for job in jobs_of(name, blocks[name], args.short)]
+    jobs = [job for name in args.models for job in jobs_of(name, blocks[name])]
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
         pool.map(compile_jobs, [jobs[i :: args.processes] for i in range(args.processes)], chunksize=1)
     print(f"{len(jobs)} tiles compiled in {time.monotonic() - began:.0f} s")
     for name in args.models:
-        tune(name, args.tokens, args.short)
+        tune(name, args.tokens)
         torch.cuda.empty_cache()
     print(f"took {time.monotonic() - began:.0f} s")
 

@@ -95,7 +95,7 @@ def _sort(
 
 
 def sort_by_expert(ids_TJ: Tensor, experts: int, rows: int) -> ExpertBlocks:
-    """The pairs sorted by expert, in blocks of at most `rows`; does not synchronise."""
+    """The pairs of `ids_TJ` (int64) sorted by expert, in blocks of at most `rows`; does not synchronise."""
     ids_TJ = ids_TJ.contiguous()
     pairs, device = ids_TJ.numel(), ids_TJ.device
     # Each expert with a pair may have one block that is not full.
@@ -107,7 +107,7 @@ def sort_by_expert(ids_TJ: Tensor, experts: int, rows: int) -> ExpertBlocks:
     chunks = triton.cdiv(pairs, block_p)
     options = {"EXPERTS": experts, "BLOCK_X": block_x, "BLOCK_P": block_p, **launch_options(device)}
     options["num_warps"] = 4 if block_p <= 1024 else 8
-    counts = order_P
+    counts = order_P  # one chunk: not read
     if chunks > 1:
         counts = torch.empty(chunks, block_x, dtype=torch.int32, device=device)
         _count[(chunks,)](ids_TJ, counts, pairs, **options)

@@ -17,6 +17,8 @@ from atom_ops.triton_impl.expert_plans import ExpertPlan, GroupedPlan, GroupedTi
 from atom_ops.triton_impl.pdl import launch_options
 
 _SUMMED_AT_ONCE = 2048
+_NOT_CLAMPED = ClampedSwiglu(0.0, 0.0)
+"""In place of `silu_and_mul`, which has no parameters."""
 
 
 def multiply(
@@ -29,6 +31,8 @@ def multiply(
     described: bool,
 ) -> Tensor:
     """`experts` by this plan. `described`: weights are loaded by tensor descriptors (TMA)."""
+    if not ids_TJ.numel():
+        return torch.empty_like(x_TD)
     x_TD, ids_TJ, shares_TJ = x_TD.contiguous(), ids_TJ.contiguous(), shares_TJ.contiguous()
     if isinstance(plan, VectorPlan):
         return _each_token(plan, x_TD, ids_TJ, shares_TJ, weights, activation)
@@ -67,7 +71,7 @@ class GroupedGEMMs:
         self, x_TD: Tensor, weights: ExpertWeights, activation: ExpertActivation, inner_PF: Tensor
     ) -> None:
         """Fill `inner_PF`, in the order of the experts."""
-        tile, clamped = self.plan.gate_up, activation or ClampedSwiglu(0.0, 0.0)
+        tile, clamped = self.plan.gate_up, activation or _NOT_CLAMPED
         self._launch(
             tile, x_TD, _plain(weights)[0], weights.gate_up_bias_XO, inner_PF, clamped.limit, clamped.alpha,
             GATED=True, CLAMPED=activation is not None, X_DESCRIBED=False,
@@ -123,7 +127,7 @@ def _each_token(
     gate_up, down = _plain(weights)
     tile, options = plan.gate_up, launch_options(x_TD.device)
     inner_PF, out_TD = x_TD.new_empty(tokens * chosen, features), torch.empty_like(x_TD)
-    clamped = activation if isinstance(activation, ClampedSwiglu) else ClampedSwiglu(0.0, 0.0)
+    clamped = activation or _NOT_CLAMPED
     _gate_up[(triton.cdiv(features, tile.rows), tokens * chosen)](
         x_TD, ids_TJ, gate_up, weights.gate_up_bias_XO, inner_PF, features, hidden,
         experts_X, chosen, clamped.limit, clamped.alpha, CLAMPED=activation is not None,
@@ -178,9 +182,11 @@ def _plain(weights: ExpertWeights) -> tuple[Tensor, Tensor]:
 
 
 def _describable(weights: ExpertWeights) -> bool:
-    """Whether rows begin at multiples of 16 bytes, as tensor descriptors need."""
+    """Whether the GPU has tensor descriptors, and rows begin at multiples of 16 bytes as these need."""
     return all(
-        weight.data_ptr() % 16 == 0 and weight.stride(1) * weight.element_size() % 16 == 0
+        _is_hopper(weight.device)
+        and weight.data_ptr() % 16 == 0
+        and weight.stride(1) * weight.element_size() % 16 == 0
         for weight in _plain(weights)
     )
 
@@ -208,10 +214,8 @@ def _experts(
     weights: ExpertWeights,
     activation: ExpertActivation = None,
 ) -> Tensor:
-    if not ids_TJ.numel():
-        return torch.empty_like(x_TD)
-    described = _is_hopper(x_TD.device) and _describable(weights)
-    return multiply(_plan(x_TD, ids_TJ, weights), x_TD, ids_TJ, weights_TJ, weights, activation, described)
+    plan, described = _plan(x_TD, ids_TJ, weights), _describable(weights)
+    return multiply(plan, x_TD, ids_TJ, weights_TJ, weights, activation, described)
 
 
 @experts.provider(BATCH_INVARIANT, needs=NEEDS, supported=runs_on, supports=_supports)
@@ -222,7 +226,5 @@ def _batch_invariant(
     weights: ExpertWeights,
     activation: ExpertActivation = None,
 ) -> Tensor:
-    if not ids_TJ.numel():
-        return torch.empty_like(x_TD)
-    described = _is_hopper(x_TD.device) and _describable(weights)
-    return multiply(expert_plans.BATCH_INVARIANT, x_TD, ids_TJ, weights_TJ, weights, activation, described)
+    plan, described = expert_plans.BATCH_INVARIANT, _describable(weights)
+    return multiply(plan, x_TD, ids_TJ, weights_TJ, weights, activation, described)
