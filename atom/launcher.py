@@ -54,7 +54,7 @@ class Launcher:
         self._logger = setup_logging("launch")
         self._bars = ProgressBars()
         self._stops = 0
-        self._serving = False
+        self._is_starting = True
 
     def run(self) -> None:
         """Serve until a signal. Raises StartError, ConfigError or OSError."""
@@ -63,6 +63,13 @@ class Launcher:
             numbers.append(signal.SIGHUP)
         for number in numbers:
             signal.signal(number, self._on_signal)
+        try:
+            self._run()
+        finally:
+            for number in numbers:  # an ending Python restores their defaults, but not of ignored ones
+                signal.signal(number, signal.SIG_IGN)
+
+    def _run(self) -> None:
         raise_open_files_limit()
         template = _template_file(self.server.chat_template)
         ApiKeys(self.server.api_key)  # raises ValueError for unusable keys
@@ -70,8 +77,10 @@ class Launcher:
             ListenPort(self.server.host, self.server.server_port, self.server.api_server_count) as port,
             Supervisor(self._bars.update) as supervisor,
         ):
-            self._start(supervisor, port, template)
-            self._serving = True
+            try:
+                self._start(supervisor, port, template)
+            finally:
+                self._is_starting = False
             self._print_banner(supervisor, port.port)
             try:
                 self._serve(supervisor)
@@ -154,8 +163,9 @@ class Launcher:
 
     def _on_signal(self, *_: object) -> None:
         self._stops += 1
-        if not self._serving and self._stops == 1:
-            raise SystemExit(0)  # not serving yet: stop the start at any point
+        if self._is_starting:
+            self._is_starting = False  # once: a further signal must not interrupt the end of the children
+            raise SystemExit(0)  # stop the start at any point
 
 
 def run() -> int:

@@ -255,7 +255,7 @@ class LLMEngine:
         """
         if self._chat is None:
             raise ValueError("this model has no chat template: give prompts instead of messages")
-        return self._chat.encode(messages, options)
+        return self._chat.encode(messages, options).ids
 
     def pids(self) -> dict[str, int]:
         """Process ids by name: core, worker 0, …"""

@@ -154,6 +154,8 @@ class CoreProcess:
         """Wait for a message of type `kind` from every rank; returns them by rank, or None after a signal."""
         received: dict[int, StartMessage] = {}
         deadline = time.monotonic() + deadline_s
+        # Longer than the hang timeout: loading a library or code for a device may hold the worker's GIL.
+        monitor = PeerMonitor(self._step_timeout_s)
         while len(received) < self._num_ranks:
             if self.stopping:
                 return None
@@ -164,10 +166,14 @@ class CoreProcess:
             self._heartbeats.send_if_due()
             for message in self._workers.receive():
                 if isinstance(message, WorkerHeartbeat):
-                    continue
-                if not isinstance(message, kind):
+                    monitor.seen(_worker(message.rank))
+                elif isinstance(message, kind):
+                    received[message.rank] = message
+                else:
                     raise _unexpected(message)
-                received[message.rank] = message
+            monitor.update()
+            if reason := monitor.hung():
+                raise CoreFailure(reason)
         return [received[rank] for rank in sorted(received)]
 
     def _report_ready(self, plan: CachePlan) -> None:

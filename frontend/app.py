@@ -17,13 +17,14 @@ from frontend.chat_template import ChatTemplate
 from frontend.connections import Listener
 from frontend.dp_router import router_for
 from frontend.engine_client import ClientSettings, EngineClient
-from frontend.harmony import Harmony
 from frontend.input_processor import InputProcessor
 from frontend.lifecycle import Lifecycle
 from frontend.limits import HttpLimits
 from frontend.loop_lag import watch_loop
 from frontend.metrics import Metrics
+from frontend.output_memory import default_output_memory
 from frontend.output_processor import OutputProcessor
+from frontend.reply_formats.choose import choose_format
 from frontend.routes import generation, health, info, models, profile, tokenization
 from frontend.routes.access import access_middleware
 from frontend.routes.errors import add_request_id, error_middleware
@@ -59,9 +60,9 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
     app[keys.API_KEYS] = ApiKeys(launch.server.api_key)
     app[keys.LIFECYCLE] = Lifecycle()
     app[keys.METRICS] = Metrics()
-    _add_services(app, launch)
+    _add_services(app, launch, limits)
     app[keys.SHARED_METRICS] = SharedMetrics(
-        launch.metrics_dir, launch.index, app[keys.METRICS], app[keys.CLIENT].__len__
+        launch.metrics_dir, launch.index, launch.life, app[keys.METRICS], app[keys.CLIENT].__len__
     )
     for table in _ROUTES:
         app.add_routes(table)
@@ -73,7 +74,7 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
     return app
 
 
-def _add_services(app: web.Application, launch: FrontendLaunch) -> None:
+def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimits) -> None:
     checkpoint, config, server = launch.checkpoint, launch.config.model, launch.server
     tokenizer = Tokenizer.from_checkpoint(checkpoint)
     max_model_len = config.max_model_len or checkpoint.max_model_len
@@ -84,7 +85,7 @@ def _add_services(app: web.Application, launch: FrontendLaunch) -> None:
         launch.config.scheduler.scheduling_policy,
         launch.config.speculative.method == "ngram",
     )
-    settings = _client_settings(launch)
+    settings = _client_settings(launch, limits)
     client = EngineClient(
         launch.engines,
         settings,
@@ -103,12 +104,18 @@ def _add_services(app: web.Application, launch: FrontendLaunch) -> None:
     )
     executor = TextExecutor()
     parts = (client, inputs, models_service, options, executor)
-    reply_format = Harmony.from_checkpoint(checkpoint, tokenizer)
     template, allow_control_tokens = (
         ChatTemplate.from_checkpoint(checkpoint),
         server.allow_control_tokens_in_content,
     )
     encoder = None if template is None else ChatEncoder(template, inputs, allow_control_tokens)
+    reply_format = choose_format(
+        checkpoint.model_type,
+        tokenizer,
+        None if template is None else template.source,
+        server.tool_call_parser,
+        server.reasoning_parser,
+    )
     chat = ChatService(*parts, encoder, reply_format)
     app[keys.CLIENT] = client
     app[keys.MODELS] = models_service
@@ -124,7 +131,7 @@ def _max_body_bytes(launch: FrontendLaunch) -> int:
     return launch.server.max_body_bytes or max(HttpLimits.max_body_bytes, longest * _BYTES_PER_TOKEN)
 
 
-def _client_settings(launch: FrontendLaunch) -> ClientSettings:
+def _client_settings(launch: FrontendLaunch, limits: HttpLimits) -> ClientSettings:
     config = launch.config
     running = config.scheduler.max_num_seqs
     assert running is not None, "the configuration was not resolved"
@@ -135,6 +142,7 @@ def _client_settings(launch: FrontendLaunch) -> ClientSettings:
         index=launch.index,
         num_frontends=launch.num_frontends,
         hang_timeout=config.reliability.hang_timeout,
+        max_output_bytes=limits.max_output_memory or default_output_memory(launch.num_frontends),
     )
 
 

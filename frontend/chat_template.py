@@ -65,11 +65,12 @@ class ChatTemplate:
         messages: list[dict[str, Any]],
         options: Mapping[str, Any],
         add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
     ) -> str:
         """The prompt text, with the beginning of an assistant message if `add_generation_prompt`.
 
-        `options` are the client's variables. Raises RequestError for one that is not in
-        `self.options`, and with the template's message if it refuses the conversation.
+        `tools` are offered functions, and `options` the client's variables. Raises RequestError for one
+        that is not in `self.options`, and with the template's message if it refuses the conversation.
         """
         if unread := sorted(options.keys() - self.options):
             taken = [name for name in unread if name in _RESERVED.union(self._tokens)]
@@ -80,18 +81,23 @@ class ChatTemplate:
         variables = {**self._tokens, **options, "messages": messages}
         try:
             return self._template.render(
-                variables, tools=None, documents=None, add_generation_prompt=add_generation_prompt
+                variables, tools=tools, documents=None, add_generation_prompt=add_generation_prompt
             )
         except _TEMPLATE_ERRORS as error:
             raise RequestError(
                 f"the chat template refuses these messages: {error}", param="messages"
             ) from error
 
-    def render_continued(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
+    def render_continued(
+        self,
+        messages: list[dict[str, Any]],
+        options: Mapping[str, Any],
+        tools: list[dict[str, Any]] | None = None,
+    ) -> str:
         """The prompt text up to the end of the last message's content, which the model continues."""
         last = messages[-1]
         marked = [*messages[:-1], {**last, "content": f"{last['content']}{_MARK} "}]
-        before, mark, after = self.render(marked, options, add_generation_prompt=False).rpartition(_MARK)
+        before, mark, after = self.render(marked, options, False, tools).rpartition(_MARK)
         if not mark:
             raise RequestError(
                 "the chat template leaves out the last message: it cannot be continued",

@@ -11,12 +11,14 @@ such as `</think>`: the model itself generated them.
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from frontend.template_source import TemplateSource
 from frontend.tokenizer import Tokenizer
 
 __all__ = ["ControlTokens"]
+
+V = TypeVar("V")
 
 # Two private-use characters. In a client's text they are marked as well, and so preserved.
 _MARK = "\uf8a3\ue0c7"
@@ -46,10 +48,10 @@ class ControlTokens:
         changed = any(new is not old for new, old in zip(marked, messages, strict=True))
         return (marked if changed else messages), changed
 
-    def mark_options(self, options: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
-        """(`options`, whether any text was marked)."""
-        marked = self._all.mark(options)
-        return marked, marked is not options
+    def mark_value(self, value: V) -> tuple[V, bool]:
+        """(`value` with marks, whether any text in it was marked)."""
+        marked: V = self._all.mark(value)
+        return marked, marked is not value
 
 
 class _Marker:

@@ -28,10 +28,11 @@ from frontend.admission import Admission
 from frontend.core_link import CoreLink, LinkState
 from frontend.dp_router import Charge, RoutedPrompt, Router
 from frontend.engine_connection import YIELD_S, EngineConnection
-from frontend.errors import EngineDeadError, EngineError, RequestError, UnavailableError
+from frontend.errors import ApiError, EngineDeadError, EngineError, RequestError, UnavailableError
 from frontend.metrics import Metrics, Progress
+from frontend.output_memory import HeldOutput, OutputMemory
 from frontend.output_processor import OutputProcessor, TextOptions, Update
-from frontend.streams import Stream
+from frontend.streams import Stream, StreamOptions
 
 __all__ = ["ClientSettings", "EngineClient"]
 
@@ -58,6 +59,8 @@ class ClientSettings:
     num_frontends: int = 1
     """The limits of admission are divided among them."""
     hang_timeout: float = 60.0
+    max_output_bytes: int = 1 << 30
+    """Of output that is generated and not sent yet, for all requests of this frontend."""
 
     def capacity(self, num_engines: int) -> int:
         """Sequences that this frontend may have in progress while so many engines are ready."""
@@ -97,6 +100,7 @@ class EngineClient:
         self.settings = settings
         most = settings.capacity(settings.num_ranks)
         self.admission = Admission(self._capacity, most, self.__len__, metrics)
+        self.output_memory = OutputMemory(settings.max_output_bytes)
         self._context = zmq.asyncio.Context()
         self._router = router
         self._output = output
@@ -128,10 +132,9 @@ class EngineClient:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._closing.update(engine.close() for engine in self._engines.values())
+        for engine in list(self._engines.values()):
+            self._close(engine, "the server is stopping")
         await asyncio.gather(*self._closing, return_exceptions=True)
-        for engine in self._engines.values():
-            self._fail_all(engine, "the server is stopping")
         self._context.term()
 
     # Engines
@@ -280,13 +283,29 @@ class EngineClient:
 
         Without `every_step` the stream wakes its reader once, when all sequences have ended. Without `rank`
         the router chooses one for each request. If no engine is ready any more, the stream fails at once.
+        A stream with too much output that is not sent yet ends with an error: see `OutputMemory`.
         """
-        stream = Stream([i for request in requests for i in request.request_ids], every_step)
+        stream = self._stream(requests, every_step)
         try:
             await self._submit_all(requests, text, stream, rank)
             yield stream
         finally:
             self._abort(sorted(stream.open))
+            stream.output.close()
+
+    def _stream(self, requests: list[AddRequest], every_step: bool) -> Stream:
+        memory = self.output_memory
+        limit = memory.stream_limit if every_step else memory.response_limit
+        options = StreamOptions(every_step, max(request.sampling.logprobs for request in requests))
+        output = HeldOutput(memory, limit, lambda error: self._end(stream, error))
+        stream = Stream([i for request in requests for i in request.request_ids], options, output)
+        return stream
+
+    def _end(self, stream: Stream, error: ApiError) -> None:
+        """End a stream that holds too much output, and abort its sequences."""
+        self._metrics.output_limited += 1
+        self._abort(sorted(stream.open))
+        stream.end(error)
 
     async def _submit_all(
         self, requests: list[AddRequest], text: TextOptions, stream: Stream, rank: int | None
@@ -372,6 +391,8 @@ class EngineClient:
                 self._finish(update, sequence, now)
         if done.aborts:
             engine.link.send(Abort(done.aborts))
+        if self.output_memory.is_exceeded:
+            self.output_memory.enforce()
 
     def _finish(self, update: Update, sequence: _Sequence, now: float) -> None:
         assert update.reason is not None
@@ -381,7 +402,10 @@ class EngineClient:
         self.admission.ended()
 
     def _fail_all(self, engine: EngineConnection, reason: str) -> None:
-        """Everything that `engine` was doing fails: its sequences, and the requests to the core itself."""
+        """Everything that `engine` was doing fails: its sequences, and the requests to the core itself.
+
+        The sequences on other engines that belong to the same streams are aborted.
+        """
         failed = [number for number, sequence in self._sequences.items() if sequence.engine is engine]
         streams = set()
         for request_id in failed:
@@ -392,6 +416,7 @@ class EngineClient:
         self._output.remove(failed)
         for stream in streams:
             stream.fail(EngineDeadError(reason))
+            self._abort(sorted(stream.open))
         if (stats := self._stats.pop(engine, None)) is not None:
             stats.cancel()
         for owner, response in self._profiles.values():

@@ -136,6 +136,11 @@ class _Collector(Collector):
                 "Clients disconnected because they did not read their response",
                 metrics.stalled,
             ),
+            (
+                "requests_output_limited",
+                "Requests ended because too much of their output waited to be sent",
+                metrics.output_limited,
+            ),
             ("frontend_restarts", "Restarts of frontend processes", metrics.restarts),
         ):
             family = CounterMetricFamily(f"atom:{name}", text, labels=["model_name"])

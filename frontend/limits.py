@@ -12,6 +12,8 @@ class HttpLimits:
     max_body_bytes: int = 8 * 1024 * 1024
     max_body_memory: int = 256 * 1024 * 1024
     """Of all bodies that are being received or parsed."""
+    max_output_memory: int | None = None
+    """Of all output that was generated and is not sent yet; None: see `default_output_memory`."""
     max_line_bytes: int = 8190
     """Of the request line and of each header."""
     max_headers: int = 128

@@ -140,6 +140,8 @@ class Metrics(msgspec.Struct):
     """Clients that disconnected before their response was complete."""
     stalled: int = 0
     """Clients disconnected because they did not read their response."""
+    output_limited: int = 0
+    """Requests ended because too much of their output waited to be sent."""
     restarts: int = 0
     """Of frontend processes."""
     responses: dict[int, int] = msgspec.field(default_factory=_counter)

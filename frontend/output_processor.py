@@ -5,7 +5,7 @@ It does no I/O: the HTTP frontend and the library share it.
 
 import asyncio
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,8 +21,14 @@ from atom.messages.engine import (
 )
 from atom.utils.logger import get_logger
 from frontend.detokenizer import Detokenizer, StopFinder
-from frontend.harmony import Harmony
-from frontend.token_logprobs import LogprobColumns, LogprobTrack, PromptLogprobTrack, TokenLogprob
+from frontend.reply_formats.base import CallDelta, ReplyParser, call_characters, merge_calls
+from frontend.token_logprobs import (
+    LogprobColumns,
+    LogprobRow,
+    LogprobTrack,
+    PackedLogprobs,
+    PromptLogprobTrack,
+)
 from frontend.tokenizer import Tokenizer
 
 __all__ = ["OutputProcessor", "Processed", "RequestState", "TextOptions", "Update"]
@@ -44,8 +50,8 @@ class TextOptions:
     include_stop: bool = False
     """Keep the stop string, or the text of the stop token."""
     skip_special_tokens: bool = True
-    format: Harmony | None = None
-    """Separates reasoning from content; None: all text is content."""
+    reply: Callable[[], ReplyParser] | None = None
+    """Makes a parser for each sequence, which finds reasoning and tool calls; None: all text is content."""
 
 
 class Update(msgspec.Struct, gc=False):
@@ -65,13 +71,17 @@ class Update(msgspec.Struct, gc=False):
     """Prompt tokens from the prefix cache; set with the first token."""
     error: str = ""
     """The error message, where `reason` is error."""
-    logprobs: list[TokenLogprob] | tuple[()] = ()
+    logprobs: PackedLogprobs | tuple[()] = ()
     """Of the tokens whose text is in `text`; the last update has all that remain, including
     those of the stop string or stop token."""
     prompt_logprobs: PromptLogprobTrack | tuple[()] = ()
     """Of the prompt from its second token on; set with the first token."""
     reasoning: str = ""
     """The new reasoning text, where the model's format separates it."""
+    calls: list[CallDelta] | tuple[()] = ()
+    """New tool calls, and more of their arguments."""
+    called: bool = False
+    """Set with the end: whether there were tool calls."""
     num_proposed: int = 0
     """Draft tokens that were verified."""
     num_accepted: int = 0
@@ -82,6 +92,12 @@ class Update(msgspec.Struct, gc=False):
         self.token_ids.extend(later.token_ids)
         self.text += later.text
         self.reasoning += later.reasoning
+        if later.calls:
+            if isinstance(self.calls, list):
+                merge_calls(self.calls, later.calls)
+            else:
+                self.calls = later.calls
+        self.called = later.called
         self.cached_tokens += later.cached_tokens
         self.num_proposed += later.num_proposed
         self.num_accepted += later.num_accepted
@@ -89,10 +105,10 @@ class Update(msgspec.Struct, gc=False):
         self.reason = later.reason
         self.stop_reason = later.stop_reason
         self.error = later.error
-        if isinstance(self.logprobs, list):
+        if self.logprobs and later.logprobs:
             self.logprobs.extend(later.logprobs)
         else:
-            self.logprobs = later.logprobs
+            self.logprobs = self.logprobs or later.logprobs
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
 
 
@@ -113,17 +129,18 @@ class NewText(NamedTuple):
     used: int
     """How many of the ids were decoded."""
     stop: str | None
-    """The stop string that was found; reasoning is not searched."""
+    """The stop string that was found; reasoning and tool calls are not searched."""
+    calls: list[CallDelta] | tuple[()] = ()
 
 
 class RequestState:
     """One running sequence: its request and all ids generated so far."""
 
     __slots__ = (
-        "_channels",
         "_detokenizer",
         "_include_stop",
         "_min_tokens",
+        "_reply",
         "_stops",
         "emitted",
         "ids_only",
@@ -136,19 +153,19 @@ class RequestState:
         sampling = request.sampling
         self.request = request
         self.emitted: array[int] = array("i")
-        self.logprobs = LogprobTrack() if sampling.logprobs >= 0 else None
+        self.logprobs = LogprobTrack(sampling.logprobs) if sampling.logprobs >= 0 else None
         self.prompt_logprobs = (
             PromptLogprobTrack(request.prompt_logprobs) if request.prompt_logprobs >= 0 else None
         )
         self._include_stop = text.include_stop
         self._min_tokens = sampling.logits_processors.min_tokens if sampling.logits_processors else 0
         self._stops = StopFinder(text.stop_strings) if text.stop_strings else None
-        self._channels = text.format.channels() if text.format else None
+        self._reply = text.reply() if text.reply and tokenizer else None
         self._detokenizer = Detokenizer(tokenizer, text.skip_special_tokens) if tokenizer else None
         self.ids_only = not (self._detokenizer or self.logprobs or self.prompt_logprobs)
         """Its updates have neither text nor log probabilities."""
 
-    def append(self, ids: "array[int]", logprobs: Sequence[TokenLogprob] = ()) -> NewText:
+    def append(self, ids: "array[int]", logprobs: Sequence[LogprobRow] = ()) -> NewText:
         """Decode new ids, up to the end of a stop string.
 
         `logprobs` has one entry per id, or is empty if the request has none.
@@ -159,31 +176,42 @@ class RequestState:
                 self._track().add(entry, 0)
             return NewText("", "", len(ids), None)
         content = reasoning = ""
+        calls: list[CallDelta] = []
         for used, token_id in enumerate(ids, 1):
             self.emitted.append(token_id)
-            text, reasoning_text = self._detokenizer.feed(token_id), ""
-            if self._channels is not None:
-                text, reasoning_text = self._channels.split(token_id, text)
-                reasoning += reasoning_text
+            text = self._detokenizer.feed(token_id)
+            characters = len(text)
+            if self._reply is not None:
+                parsed = self._reply.feed(token_id, text)
+                text, characters = parsed.text, parsed.characters
+                reasoning += parsed.reasoning
+                merge_calls(calls, parsed.calls)
             if logprobs:
-                self._track().add(logprobs[used - 1], len(text) + len(reasoning_text))
+                self._track().add(logprobs[used - 1], characters)
             visible, stop = self._check_stops(text)
             content += visible
             if stop is not None:
-                return NewText(content, reasoning, used, stop)
-        return NewText(content, reasoning, len(ids), None)
+                return NewText(content, reasoning, used, stop, calls)
+        return NewText(content, reasoning, len(ids), None, calls)
 
-    def finish(self) -> NewText:
-        """The text held back so far."""
+    def finish(self, complete: bool) -> NewText:
+        """The text held back so far; `complete` if the model ended the sequence."""
         if self._detokenizer is None:
             return NewText("", "", 0, None)
-        text, reasoning_text = self._detokenizer.finish(), ""
-        if self._channels is not None:
-            text, reasoning_text = self._channels.split_rest(text)
+        text, reasoning = self._detokenizer.finish(), ""
+        calls: list[CallDelta] | tuple[()] = ()
+        if self._reply is not None:
+            parsed = self._reply.finish(text, complete)
+            text, reasoning, calls = parsed.text, parsed.reasoning, parsed.calls
         visible, stop = self._check_stops(text)
         if stop is None and self._stops is not None:
             visible += self._stops.finish()
-        return NewText(visible, reasoning_text, 0, stop)
+        return NewText(visible, reasoning, 0, stop, calls)
+
+    @property
+    def called(self) -> bool:
+        """Whether the text has tool calls so far."""
+        return self._reply is not None and self._reply.called
 
     def visible_ids(self, ids: "array[int]", end: Finished | None) -> "array[int]":
         """The ids whose text is returned: the stop token only with `include_stop`."""
@@ -191,8 +219,8 @@ class RequestState:
         return ids[:-1] if ended_by_id and not self._include_stop else ids
 
     def release_logprobs(
-        self, characters: int, without_text: Sequence[TokenLogprob], finished: bool
-    ) -> list[TokenLogprob]:
+        self, characters: int, without_text: Sequence[LogprobRow], finished: bool
+    ) -> PackedLogprobs | tuple[()]:
         """Log probabilities of the next `characters` of text; `without_text` are tokens with no text."""
         track = self._track()
         for entry in without_text:
@@ -261,9 +289,9 @@ class OutputProcessor:
                         state.emitted.extend(update.token_ids)
                         done.updates.append(update)
                     else:
-                        logprobs: Sequence[TokenLogprob] = ()
+                        logprobs: Sequence[LogprobRow] = ()
                         if sampled is not None and state.logprobs is not None:
-                            logprobs = sampled.entries(state, start, stop)
+                            logprobs = sampled.rows(start, stop)
                         self._advance(done, state, update, end, logprobs)
                 except BaseException as error:
                     self._fail(done, request_id, error, core_finished=end is not None)
@@ -304,20 +332,23 @@ class OutputProcessor:
         state: RequestState,
         update: Update,
         end: Finished | None,
-        logprobs: Sequence[TokenLogprob] = (),
+        logprobs: Sequence[LogprobRow] = (),
     ) -> None:
         ids = update.token_ids
         if state.prompt_logprobs is not None and ids:
             update.prompt_logprobs, state.prompt_logprobs = state.prompt_logprobs, None
-        update.text, update.reasoning, used, stop_string = state.append(state.visible_ids(ids, end), logprobs)
+        new = state.append(state.visible_ids(ids, end), logprobs)
+        update.text, update.reasoning, used, stop_string, update.calls = new
         without_text = logprobs[used:]
         if stop_string is not None:
             update.token_ids, without_text = ids[:used], ()
             update.num_accepted = min(update.num_accepted, used)
         elif end is not None:
-            tail = state.finish()
+            tail = state.finish(end.reason in (FinishReason.EOS, FinishReason.STOP_TOKEN))
             update.text += tail.text
             update.reasoning += tail.reasoning
+            update.calls = [*update.calls]
+            merge_calls(update.calls, tail.calls)
             stop_string = tail.stop
         if stop_string is not None:
             self._finish_on_stop(done, update, stop_string, core_finished=end is not None)
@@ -326,8 +357,9 @@ class OutputProcessor:
             if end.reason is FinishReason.STOP_TOKEN:
                 update.stop_reason = end.stop_token_id
             del self._states[update.request_id]
+        update.called = update.finished and state.called
         if state.logprobs is not None:
-            characters = len(update.text) + len(update.reasoning)
+            characters = len(update.text) + len(update.reasoning) + call_characters(update.calls)
             update.logprobs = state.release_logprobs(characters, without_text, update.finished)
         done.updates.append(update)
 
@@ -346,9 +378,8 @@ class _StepLogprobs:
         self._columns = LogprobColumns(logprobs.table)
         self._row_of = {index: row for row, index in enumerate(logprobs.indices)}
 
-    def entries(self, state: RequestState, start: int, stop: int) -> list[TokenLogprob]:
-        top = state.request.sampling.logprobs
-        return [self._columns.row(self._row_of[index], top) for index in range(start, stop)]
+    def rows(self, start: int, stop: int) -> list[LogprobRow]:
+        return [(self._columns, self._row_of[index]) for index in range(start, stop)]
 
 
 def _raw_reason(end: Finished) -> str:

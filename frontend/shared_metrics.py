@@ -48,13 +48,13 @@ class Totals:
 
 
 class SharedMetrics:
-    """This frontend's `metrics`, and those of the others in `directory` (none if it is empty).
+    """The `metrics` of this frontend, and those of the others in `directory` (none if it is empty).
 
     `live` returns the number of unfinished sequences.
     """
 
-    def __init__(self, directory: str, index: int, metrics: Metrics, live: Callable[[], int]):
-        """Adds what an earlier process of this index has counted to `metrics`."""
+    def __init__(self, directory: str, index: int, life: int, metrics: Metrics, live: Callable[[], int]):
+        """Adds what earlier lives of frontend `index` have counted to `metrics`."""
         self._directory = Path(directory) if directory else None
         self._name = f"frontend-{index}.metrics"
         self._metrics = metrics
@@ -64,7 +64,7 @@ class SharedMetrics:
         self._error = ""
         if self._directory is not None and (earlier := self._read(self._directory / self._name)):
             metrics.add(earlier.metrics)
-            metrics.restarts += 1
+        metrics.restarts = life  # also those that ended before they wrote their file
 
     async def keep(self) -> None:
         """Write the file about every second, until cancelled."""

@@ -1,24 +1,51 @@
 """What an HTTP request reads: the updates of all its sequences."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 from frontend.errors import ApiError
+from frontend.output_memory import HeldOutput
 from frontend.output_processor import Update
+from frontend.reply_formats.base import CallDelta, call_characters
 
-__all__ = ["Stream"]
+__all__ = ["Stream", "StreamOptions"]
+
+# Bytes of JSON, about. An entry of log probabilities: {"token":"the","logprob":-1.234567,"bytes":[116,…]}
+_ID_BYTES = 8
+_CHARACTER_BYTES = 3
+_LOGPROB_BYTES = 80
+_CALL_BYTES = 120
+# Longest time before other tasks run while updates are joined.
+_YIELD_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """How a stream is read."""
+
+    every_step: bool = True
+    """Wake the reader at each step, not only when all sequences have ended."""
+    logprobs: int = -1
+    """Top tokens for each token; -1 without log probabilities."""
 
 
 class Stream:
-    """The updates of one HTTP request, over all its sequences."""
+    """The updates of one HTTP request, over all its sequences.
 
-    def __init__(self, request_ids: list[int], every_step: bool):
+    Updates that wait for the reader are joined, one for each sequence, and counted in `output`.
+    """
+
+    def __init__(self, request_ids: list[int], options: StreamOptions, output: HeldOutput):
         self.open = set(request_ids)
         """Ids of the sequences that have not ended."""
+        self.output = output
         self.first_token_at = 0.0
         self.last_token_at = 0.0
-        self._every_step = every_step
-        self._pending: dict[int, Update] = {}
+        self._every_step = options.every_step
+        self._token_bytes = _ID_BYTES + (1 + options.logprobs) * _LOGPROB_BYTES
+        self._pending: dict[int, Update | _Joined] = {}
         self._error: ApiError | None = None
         self._wake = asyncio.Event()
 
@@ -28,10 +55,12 @@ class Stream:
             self.first_token_at = self.first_token_at or now
             self.last_token_at = now
         earlier = self._pending.get(update.request_id)
-        if earlier is None:
-            self._pending[update.request_id] = update
+        if earlier is not None:
+            self._join(earlier, update)
         else:
-            earlier.merge(update)
+            self._pending[update.request_id] = update
+            if update.prompt_logprobs:
+                self.output.add(_LOGPROB_BYTES * update.prompt_logprobs.num_entries)
         if update.finished:
             self.open.discard(update.request_id)
         if self._every_step or not self.open or update.error:
@@ -39,7 +68,7 @@ class Stream:
 
     @property
     def failed(self) -> bool:
-        """Whether `fail` was called."""
+        """Whether `fail` or `end` was called."""
         return self._error is not None
 
     def fail(self, error: ApiError) -> None:
@@ -47,18 +76,99 @@ class Stream:
         self._error = error
         self._wake.set()
 
+    def end(self, error: ApiError) -> None:
+        """End the stream; the reader gets `error` instead of the pending updates."""
+        self._pending = {}
+        self.fail(error)
+
     def __aiter__(self) -> AsyncIterator[list[Update]]:
         return self
 
     async def __anext__(self) -> list[Update]:
         """At most one update for each sequence. Raises the error given to `fail`."""
-        if not self.open and not self._pending:
+        if self.output.taken:
+            self.output.sent()
+        if self._error is None and not self.open and not self._pending:
             raise StopAsyncIteration
         await self._wake.wait()  # bounded: the client fails all streams of a hung core
         if self._error is not None and not self._pending:
             raise self._error
-        updates = list(self._pending.values())
-        self._pending.clear()
+        pending, self._pending = self._pending, {}
         if self._error is None:
             self._wake.clear()
-        return updates
+        if not self.output.pending:
+            return list(pending.values())  # type: ignore[arg-type]  # joined ones are counted
+        self.output.take()
+        return await _updates(pending)
+
+    def _join(self, earlier: "Update | _Joined", update: Update) -> None:
+        size = self._size(update)
+        if isinstance(earlier, Update):
+            size += self._size(earlier)
+            earlier = self._pending[update.request_id] = _Joined(earlier)
+        earlier.add(update)
+        self.output.add(size)
+
+    def _size(self, update: Update) -> int:
+        characters = len(update.text) + len(update.reasoning) + call_characters(update.calls)
+        new_calls = sum(1 for call in update.calls if call.id)
+        return (
+            self._token_bytes * len(update.token_ids)
+            + _CHARACTER_BYTES * characters
+            + _CALL_BYTES * new_calls
+        )
+
+
+class _Joined:
+    """Several updates of one sequence. Adding one does not copy those before."""
+
+    __slots__ = ("_calls", "_first", "_reasoning", "_text")
+
+    def __init__(self, first: Update):
+        self._first = first
+        self._text = bytearray(_encoded(first.text))
+        self._reasoning = bytearray(_encoded(first.reasoning))
+        self._calls: list[tuple[CallDelta, bytearray]] = []
+        """The beginning of each call, and its arguments."""
+        self._add_calls(first)
+        first.text = first.reasoning = ""
+
+    def add(self, update: Update) -> None:
+        """Append the following update."""
+        self._text += _encoded(update.text)
+        self._reasoning += _encoded(update.reasoning)
+        self._add_calls(update)
+        update.text = update.reasoning = ""
+        self._first.merge(update)
+
+    def update(self) -> Update:
+        """All of them as one."""
+        self._first.text = self._text.decode(errors="surrogatepass")
+        self._first.reasoning = self._reasoning.decode(errors="surrogatepass")
+        for call, arguments in self._calls:
+            call.arguments = arguments.decode(errors="surrogatepass")
+        self._first.calls = [call for call, _ in self._calls]
+        return self._first
+
+    def _add_calls(self, update: Update) -> None:
+        calls, update.calls = update.calls, ()
+        for call in calls:
+            arguments = _encoded(call.arguments)
+            if self._calls and self._calls[-1][0].index == call.index:
+                self._calls[-1][1].extend(arguments)
+            else:
+                self._calls.append((call, bytearray(arguments)))
+
+
+async def _updates(pending: "dict[int, Update | _Joined]") -> list[Update]:
+    updates, yielded_at = [], time.monotonic()
+    for each in pending.values():
+        updates.append(each if isinstance(each, Update) else each.update())
+        if time.monotonic() - yielded_at > _YIELD_S:
+            await asyncio.sleep(0)
+            yielded_at = time.monotonic()
+    return updates
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")

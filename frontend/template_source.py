@@ -8,6 +8,7 @@ from jinja2 import nodes
 __all__ = ["TemplateSource"]
 
 _MESSAGES = "messages"
+_ARGUMENTS = "arguments"
 # Filters and methods that use all fields of a message.
 _WHOLE = frozenset({"dictsort", "items", "pprint", "string", "tojson", "values", "xmlattr"})
 
@@ -39,6 +40,58 @@ class TemplateSource:
     def searches(self, text: str) -> bool:
         """Whether the template searches for `text`, as in `'</think>' in content`."""
         return text in self._searched
+
+    def reads_variable(self, name: str) -> bool:
+        """Whether the template reads the variable `name`, such as `tools`."""
+        return any(node.name == name and node.ctx == "load" for node in self._tree.find_all(nodes.Name))
+
+    @cached_property
+    def tests_content_for_none(self) -> bool:
+        """Whether the template tests a message's content for none, as DeepSeek V3 does before tool calls."""
+        return any(
+            test.name == "none" and _field(test.node) == "content" for test in self._tree.find_all(nodes.Test)
+        )
+
+    @cached_property
+    def joins_arguments(self) -> bool:
+        """Whether the template writes the arguments of tool calls as they are: as text."""
+        operands: list[nodes.Node] = []
+        for node in self._tree.find_all((nodes.Add, nodes.Concat, nodes.Output)):
+            operands += [node.left, node.right] if isinstance(node, nodes.Add) else node.nodes  # type: ignore[attr-defined]
+        return any(_field(operand) == _ARGUMENTS for operand in operands) and not (
+            self._encodes_arguments or self._iterates_arguments
+        )
+
+    @cached_property
+    def needs_argument_fields(self) -> bool:
+        """Whether the template takes the arguments of tool calls only as an object."""
+        return self._iterates_arguments and not self._encodes_arguments
+
+    @cached_property
+    def _encodes_arguments(self) -> bool:
+        filters, tests = self._tree.find_all(nodes.Filter), self._tree.find_all(nodes.Test)
+        return any(node.name == "tojson" and self._is_arguments(node.node) for node in filters) or any(
+            node.name in ("string", "mapping") and self._is_arguments(node.node) for node in tests
+        )
+
+    @cached_property
+    def _iterates_arguments(self) -> bool:
+        for node in self._tree.find_all((nodes.Filter, nodes.Getattr)):
+            name = node.name if isinstance(node, nodes.Filter) else node.attr  # type: ignore[attr-defined]
+            if name in ("items", "keys", "dictsort") and self._is_arguments(node.node):  # type: ignore[attr-defined]
+                return True
+        return False
+
+    def _is_arguments(self, node: nodes.Node | None) -> bool:
+        """Whether `node` is the arguments of a tool call, or a variable with them."""
+        if isinstance(node, nodes.Name):
+            return any(
+                isinstance(assign.target, nodes.Name)
+                and assign.target.name == node.name
+                and _field(assign.node) == _ARGUMENTS
+                for assign in self._tree.find_all(nodes.Assign)
+            )
+        return _field(node) == _ARGUMENTS
 
     @cached_property
     def _constants(self) -> frozenset[str]:
@@ -131,6 +184,16 @@ class TemplateSource:
                         if macro.name == name:
                             pairs = zip(macro.args, arguments, strict=False)
                             self._messages.update(own.name for own, given in pairs if self._holds(given))
+
+
+def _field(node: nodes.Node | None) -> str | None:
+    """The field that an expression reads from any value."""
+    match node:
+        case nodes.Getattr(attr=name):
+            return str(name)
+        case nodes.Getitem(arg=nodes.Const(value=str(name))):
+            return name
+    return None
 
 
 def _targets(target: nodes.Node) -> Iterator[str]:

@@ -60,6 +60,8 @@ class Tokenizer:
         self.leading_strip = _leading_strip(parts)
         """(character, how many of it) that decoding removes at the beginning of a text."""
         self._added = backend.get_added_tokens_decoder()
+        self.added_ids = frozenset(self._added)
+        """The ids of all added tokens."""
         self.special_ids = frozenset(i for i, token in self._added.items() if token.special)
         """The ids that `skip_special_tokens` leaves out."""
         self.is_byte_level = self._kinds == {"ByteLevel"}

@@ -36,8 +36,7 @@ from workers.pending_step import PendingStep, event_recorder
 from workers.profiler import TraceRecorder
 from workers.prompt_graphs import PROMPT_SIZES, PromptGraphs
 from workers.sampler import Sampler
-from workers.spec_decode.ngram import NgramProposer, text_group, with_token_ids
-from workers.spec_decode.proposer import Proposer
+from workers.spec_decode.methods import method_of
 from workers.state_slots import StateSlots
 from workers.weights.loader import WeightError, describe_weights, load_directory, load_dummy, weight_bytes
 
@@ -147,8 +146,8 @@ class Worker:
         get_logger().info("weights on rank %d: %s", self._tp.rank, describe_weights(self._model))
         self._tune()
         specs = kv_specs(self._model.kv_groups, self._config.cache.block_size, self._kv_dtype)
-        if self._config.speculative.method is not None:
-            specs = with_token_ids(specs, text_group(self._model.kv_groups))
+        if (method := method_of(self._config.speculative, self._model.kv_groups)) is not None:
+            specs = method.kv_specs(specs)
         return Loaded(self._tp.rank, specs, self._kv_bytes(), weight_bytes(self._model))
 
     def _allocate(self, allocate: AllocateKV) -> None:
@@ -222,18 +221,9 @@ class Worker:
         limits = BatchLimits(max_rows, max_model_len, self._config.cache.block_size, drafts)
         tables = [_rows_of(group, limits) for group in self._model.kv_groups]
         split_tokens = BATCH_INVARIANT_SPLIT if self._config.device.batch_invariant else 0
-        proposer = self._proposer(limits, tables, num_blocks)
+        method = method_of(self._config.speculative, self._model.kv_groups)
+        proposer = None if method is None else method.proposer(limits, tables, num_blocks, self._device)
         return InputBatch(limits, tables, self._device, split_tokens, proposer)
-
-    def _proposer(
-        self, limits: BatchLimits, tables: Sequence[GroupRows], num_blocks: Sequence[int]
-    ) -> Proposer | None:
-        speculative = self._config.speculative
-        if speculative.method is None:
-            return None
-        group = text_group(self._model.kv_groups)
-        table, blocks = tables[group.number], num_blocks[group.number]
-        return NgramProposer(speculative, group, table, blocks, limits, self._device)
 
     def _make_runner(
         self, kv_layers: list[CacheLayer], inputs: InputBatch, capture_sizes: list[int]

@@ -1,7 +1,7 @@
 """The HTTP server."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -28,5 +28,26 @@ class ServerConfig:
     """Largest request body. If unset: 8 MiB, or 16 bytes per token of the context length if that is more."""
     chat_template: Annotated[str, Meta(min_length=1)] | None = None
     """Jinja chat template file that replaces the checkpoint's."""
+    tool_call_parser: (
+        Literal[
+            "deepseek_v3",
+            "deepseek_v31",
+            "glm45",
+            "glm47",
+            "hermes",
+            "kimi_k2",
+            "llama3_json",
+            "none",
+            "openai",
+            "qwen3_coder",
+            "qwen3_xml",
+        ]
+        | None
+    ) = None
+    """Format of the model's tool calls, by vLLM's names. If unset, the chat template tells."""
+    reasoning_parser: (
+        Literal["deepseek_r1", "deepseek_v3", "glm45", "kimi_k2", "none", "openai_gptoss", "qwen3"] | None
+    ) = None
+    """Format of the model's reasoning, by vLLM's names. If unset, the chat template tells."""
     shutdown_timeout: Annotated[float, Meta(ge=0)] = 30.0
     """Seconds that running requests may take to finish after SIGTERM."""

@@ -97,6 +97,8 @@ class FrontendLaunch(msgspec.Struct, frozen=True):
     """ZMQ endpoint of the supervisor's ROUTER that sends `Engines`; empty: the engines never change."""
     metrics_dir: str = ""
     """Directory in which each frontend keeps its counters in a file for the others; empty: none does."""
+    life: int = 0
+    """How often this frontend was restarted."""
 
 
 class PrepareLaunch(msgspec.Struct, frozen=True):

@@ -52,7 +52,7 @@ class Domain(ABC):
         """Called before the rest of a failed life is killed."""
 
     def start(self) -> None:
-        """Start the next life. Raises OSError when no process can be started."""
+        """Start the next life. Raises OSError or ZMQError when a process or a socket cannot be made."""
         self.number += 1
         self._start_at, self._was_ready = None, False
         self.life = self._open(self.number)
@@ -62,7 +62,7 @@ class Domain(ABC):
         """As `start`; without a process it has failed at once."""
         try:
             self.start()
-        except OSError as error:
+        except (OSError, zmq.ZMQError) as error:
             reason = f"{self.name} cannot be started: {error}"
             self.fail(Failure("", reason, reason), restart=True)
 

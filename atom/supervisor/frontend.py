@@ -51,6 +51,7 @@ class Frontend(Domain):
             self._server.api_server_count,
             control=f"ipc://{setup.run_dir}/control",
             metrics_dir=str(setup.run_dir),
+            life=self.number,
         )
         life.spawn((_FRONTEND, self.name), "frontend.main", launch, pass_fds=[descriptor])
 

@@ -59,7 +59,8 @@ async def _respond(
         slot.reserve(generate.request_ids)
         response = None if generate.streaming else await service.respond(generate)
     if response is not None:
-        return await send_json(request, response)
+        with request.app[CLIENT].output_memory.sending(len(response)):
+            return await send_json(request, response)
     # Closing `frames` aborts the generation.
     async with contextlib.aclosing(service.stream(generate)) as frames:
         return await EventStream(request).send(frames)

@@ -25,8 +25,10 @@ __all__ = [
     "ChatResponse",
     "ChatTokenLogprob",
     "ChatTopLogprob",
+    "FunctionCall",
     "Message",
     "Reply",
+    "ToolCall",
     "check_part",
 ]
 
@@ -45,7 +47,15 @@ class ChatRequest(GenerationRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the model's chat template."""
     reasoning_effort: str | None = None
-    """A further template variable."""
+    """A further template variable; `none` and the others also set the template's switch of reasoning."""
+    include_reasoning: bool | None = None
+    """False leaves the reasoning out of the response."""
+    tools: list[msgspec.Raw] | None = None
+    """The functions that the model may call."""
+    tool_choice: str | dict[str, Any] | None = None
+    """`auto`, or `none`: the reply is not searched for tool calls."""
+    parallel_tool_calls: bool | None = None
+    """False returns only the first tool call of a reply."""
     add_generation_prompt: bool | None = None
     """Begin a new assistant message; defaults to true unless the last message is continued."""
     continue_final_message: bool | None = None
@@ -75,15 +85,33 @@ def check_part(part: dict[str, Any], where: str) -> None:
             )
 
 
+class FunctionCall(msgspec.Struct, frozen=True):
+    """A call of an offered function."""
+
+    name: str
+    arguments: str
+    """JSON text; if the model wrote no valid JSON, what it wrote."""
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """One call."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """The assistant's message."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    """Null if there is nothing but tool calls."""
     reasoning: str | msgspec.UnsetType = msgspec.UNSET
     """The reasoning, for models whose format separates it from the content."""
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
     """Older name of `reasoning`, for existing clients."""
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatTopLogprob(msgspec.Struct, frozen=True):
@@ -147,24 +175,20 @@ CHAT = Schema(
         "documents": ([],),
         "function_call": ("none", "auto"),
         "functions": ([],),
-        "include_reasoning": (True,),
         "media_io_kwargs": ({},),
         "mm_processor_kwargs": ({},),
         "moderation": (),
         "modalities": (["text"],),
         "reasoning": (),
-        "separate_reasoning": (False,),
+        "separate_reasoning": (True,),
         "stream_reasoning": (True,),
         "thinking": (),
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
         "verbosity": ("medium",),
         "web_search_options": (),
     },
-    # Has no effect without tools.
-    harmless=HARMLESS | {"parallel_tool_calls"},
+    harmless=HARMLESS,
     harmless_types=HARMLESS_TYPES,
-    nested=NESTED | {"chat_template_kwargs": None},
+    nested=NESTED | {"chat_template_kwargs": None, "tool_choice": None},
 )
 
 MESSAGE = Schema(

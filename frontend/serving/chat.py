@@ -1,26 +1,28 @@
 """Chat completions: the checkpoint's chat template turns messages into a prompt."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from atom.sampling_params import MAX_LOGPROBS
-from frontend.chat_encoder import ChatEncoder
-from frontend.chat_template import ChatTemplate
+from frontend.chat_encoder import ChatEncoder, EncodedChat
 from frontend.engine_client import EngineClient
 from frontend.errors import RequestError
-from frontend.harmony import Harmony
 from frontend.input_processor import MAX_EXCESS_TOKENS, InputProcessor
 from frontend.output_processor import TextOptions, Update
+from frontend.reply_formats.base import CallDelta, ReplyFormat, ReplyOptions, ReplyParser
 from frontend.schemas.chat import (
     CHAT,
     ChatChoice,
     ChatLogprobs,
     ChatRequest,
     ChatResponse,
+    FunctionCall,
     Reply,
+    ToolCall,
 )
 from frontend.schemas.generation import Usage
 from frontend.serving.generate_request import GenerateRequest
@@ -31,6 +33,8 @@ from frontend.serving.models import ModelService
 from frontend.serving.prompts import Prompt, truncated
 from frontend.serving.reasons import openai_reason
 from frontend.serving.sse import ChunkTemplate
+from frontend.serving.template_options import template_options
+from frontend.serving.tools import Tools, read_tools
 from frontend.template_source import TemplateSource
 from frontend.text_executor import TextExecutor
 from frontend.token_logprobs import TokenLogprob
@@ -38,8 +42,6 @@ from frontend.token_logprobs import TokenLogprob
 __all__ = ["ChatService"]
 
 _DEFAULT_MAX_TOKENS = 8192
-_MAX_OPTIONS_BYTES = 64 * 1024
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
 class ChatService(GenerationService[ChatRequest]):
@@ -57,7 +59,7 @@ class ChatService(GenerationService[ChatRequest]):
         options: ServingOptions,
         executor: TextExecutor,
         encoder: ChatEncoder | None,
-        reply_format: Harmony | None = None,
+        reply_format: ReplyFormat | None = None,
     ):
         super().__init__(client, inputs, models, options, executor)
         self._encoder = encoder
@@ -81,50 +83,49 @@ class ChatService(GenerationService[ChatRequest]):
                 "or use /v1/completions",
                 param="messages",
             )
+        if request.continue_final_message and request.add_generation_prompt:
+            raise RequestError(
+                "'continue_final_message' and 'add_generation_prompt' cannot both be true",
+                param="continue_final_message",
+            )
+        template, lenient = encoder.template, self._options.lenient_fields
         try:
-            messages = self._messages(request, encoder.template.source, warnings)
-            options = self._template_options(request, encoder.template, warnings)
-            ids = encoder.encode(
+            messages = self._messages(request, template.source, warnings)
+            options = template_options(request, template, self._format, lenient, warnings)
+            tools = read_tools(request, template.source, self._format, lenient, warnings)
+            encoded = encoder.encode(
                 messages,
                 options,
+                tools=tools.shown,
                 add_generation_prompt=request.add_generation_prompt is not False,
                 continue_final_message=bool(request.continue_final_message),
                 add_special_tokens=bool(request.add_special_tokens),
                 excess=excess,
             )
         except RecursionError:
-            raise RequestError("the messages or template options are nested too deeply", "messages") from None
+            raise RequestError(
+                "the messages, tools or template options are nested too deeply", "messages"
+            ) from None
         last = messages[-1]
-        return Prompt(ids, echo=last["content"] if last["role"] == ASSISTANT else "")
+        echo = (last["content"] or "") if last["role"] == ASSISTANT else ""
+        return Prompt(encoded.ids, echo, reply=self._reply(request, tools, encoded))
 
-    def _template_options(
-        self, request: ChatRequest, template: ChatTemplate, warnings: list[str]
-    ) -> dict[str, Any]:
-        """The client's template variables. Raises RequestError for one that the template does not read."""
-        if request.continue_final_message and request.add_generation_prompt:
-            raise RequestError(
-                "'continue_final_message' and 'add_generation_prompt' cannot both be true",
-                param="continue_final_message",
-            )
-        given = request.chat_template_kwargs or {}
-        if (size := len(msgspec.json.encode(given))) > _MAX_OPTIONS_BYTES:
-            raise RequestError(
-                f"'chat_template_kwargs' has {size} bytes, at most {_MAX_OPTIONS_BYTES} are allowed",
-                param="chat_template_kwargs",
-            )
-        options = [(name, f"chat_template_kwargs.{name}", value) for name, value in given.items()]
-        if request.reasoning_effort is not None:
-            options.append(("reasoning_effort", "reasoning_effort", _effort(request.reasoning_effort)))
-        unread = [field for name, field, _ in options if name not in template.options]
-        if unread and not self._options.lenient_fields:
-            readable = ", ".join(sorted(template.options)) or "no variables"
-            raise RequestError(
-                f"'{unread[0]}' has no effect: this model's chat template reads {readable}",
-                param=unread[0],
-                code="unsupported_parameter",
-            )
-        warnings += [f"'{field}' is not read by the chat template and was left out" for field in unread]
-        return {name: value for name, _, value in options if name in template.options}
+    def _reply(
+        self, request: ChatRequest, tools: Tools, encoded: EncodedChat
+    ) -> Callable[[], ReplyParser] | None:
+        """Makes the parsers of the replies; None if all text is content.
+
+        With special tokens included and no tools, the text is returned as the model wrote it.
+        """
+        reply_format, raw = self._format, request.skip_special_tokens is False
+        if reply_format is None or (raw and not tools.are_called):
+            return None
+        options = ReplyOptions(
+            tools.schemas if tools.are_called else None,
+            thinking=reply_format.ends_thinking(encoded.ids, encoded.end),
+            parallel=request.parallel_tool_calls is not False,
+        )
+        return partial(reply_format.parser, options) if reply_format.is_needed(options) else None
 
     def _messages(
         self, request: ChatRequest, source: TemplateSource, warnings: list[str]
@@ -182,23 +183,26 @@ class ChatService(GenerationService[ChatRequest]):
         options = request.options
         return ChatChoice(
             index=index,
-            message=_reply(request.echo(index) + result.text, result.reasoning),
-            finish_reason=openai_reason(result.reason),
+            message=_reply(request.echo(index) + result.text, result),
+            finish_reason=openai_reason(result.reason, result.called),
             raw_finish_reason=result.reason,
             stop_reason=result.stop_reason,
             logprobs=None if options.logprobs is None else self._logprobs(request, index, result.logprobs),
             token_ids=result.token_ids.tolist() if options.token_ids else msgspec.UNSET,
         )
 
-    def _text_options(self, request: ChatRequest) -> TextOptions:
-        """With special tokens included, the text is not split into channels."""
-        plain = super()._text_options(request)
-        return replace(plain, format=self._format) if plain.skip_special_tokens else plain
+    def _text_options(self, request: ChatRequest, prompts: Sequence[Prompt]) -> TextOptions:
+        return replace(super()._text_options(request, prompts), reply=prompts[0].reply)
+
+    def _shows_reasoning(self, request: ChatRequest) -> bool:
+        return request.include_reasoning is not False
 
     def _delta(self, update: Update) -> dict[str, Any]:
-        delta = {"content": update.text} if update.text else {}
+        delta: dict[str, Any] = {"content": update.text} if update.text else {}
         if reasoning := update.reasoning:
             delta |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        if update.calls:
+            delta["tool_calls"] = [_call_delta(call) for call in update.calls]
         return {"delta": delta}
 
     def _logprobs(
@@ -222,15 +226,20 @@ class ChatService(GenerationService[ChatRequest]):
         return template.frame([choice], usage, **more)
 
 
-def _reply(content: str, reasoning: str) -> Reply:
-    shown = reasoning or msgspec.UNSET
-    return Reply(content=content, reasoning=shown, reasoning_content=shown)
+def _reply(content: str, result: Update) -> Reply:
+    shown = result.reasoning or msgspec.UNSET
+    calls = [ToolCall(id=call.id, function=FunctionCall(call.name, call.arguments)) for call in result.calls]
+    return Reply(
+        content=content if content or not calls else None,
+        reasoning=shown,
+        reasoning_content=shown,
+        tool_calls=calls or msgspec.UNSET,
+    )
 
 
-def _effort(value: str) -> str:
-    if value not in _EFFORTS:
-        raise RequestError(
-            f"'reasoning_effort' must be one of {', '.join(_EFFORTS)}, not {value!r:.40}",
-            param="reasoning_effort",
-        )
-    return value
+def _call_delta(call: CallDelta) -> dict[str, Any]:
+    """The first delta of a call has its id and name."""
+    if not call.id:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}

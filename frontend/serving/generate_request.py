@@ -27,6 +27,7 @@ class ResponseOptions:
     score_only: bool = False
     """`max_tokens` 0: only prompt logprobs are returned, without the token that the engine samples."""
     continuous_usage: bool = False
+    reasoning: bool = True
 
     @property
     def details(self) -> bool:
@@ -77,7 +78,9 @@ class GenerateRequest:
         return (self.prompt(index).echo or "") if self.options.echo else ""
 
     def visible(self, update: Update) -> Update:
-        """`update`, without the sampled token if `score_only`."""
+        """`update`, without the sampled token if `score_only`, and without reasoning that is not wanted."""
+        if not self.options.reasoning:
+            update.reasoning = ""
         if self.options.score_only:
             update.token_ids, update.text, update.logprobs = array("i"), "", ()
             if update.finished and not update.error:

@@ -24,6 +24,7 @@ from frontend.engine_client import EngineClient
 from frontend.errors import EngineError, RequestError
 from frontend.input_processor import MAX_EXCESS_TOKENS, CheckedParams, InputProcessor
 from frontend.output_processor import TextOptions, Update
+from frontend.reply_formats.base import call_characters
 from frontend.schemas.fields import Schema
 from frontend.schemas.generation import GenerationRequest, Usage
 from frontend.serving.caller import Caller
@@ -114,12 +115,12 @@ class GenerationService(ABC, Generic[R]):
                     _raise_error(update)
                     index = request.index(update)
                     counter.add(index, request.visible(update))
-                    results[index].merge(update)
-        usage = counter.usage(stream)
-        return await self._executor.run(
-            sum(map(_response_bytes, results)),
-            lambda: msgspec.json.encode(self._response(request, results, usage)),
-        )
+                    results[index] = update  # the only one: see `every_step`
+            usage = counter.usage(stream)
+            return await self._executor.run(
+                sum(map(_response_bytes, results)),
+                lambda: msgspec.json.encode(self._response(request, results, usage)),
+            )
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[bytes, None]:
         """The response as server-sent events. Closing the generator aborts the generation.
@@ -179,13 +180,17 @@ class GenerationService(ABC, Generic[R]):
         """Whether only prompt logprobs are wanted: `echo` with max_tokens 0."""
         return False
 
+    def _shows_reasoning(self, request: R) -> bool:
+        """Whether reasoning is part of the response."""
+        return True
+
     def _check(
         self, body: bytes, caller: Caller, started: float
     ) -> tuple[GenerateRequest, list[SamplingParams], str]:
         """(the request without engine requests, parameters per prompt, cache salt)."""
         request, warnings = self.schema.decode(body, self._options.lenient_fields)
         self._models.check(request.model)
-        text, options = self._text_options(request), self._response_options(request)
+        options = self._response_options(request)
         name = given_id(request, caller) or secrets.token_hex(16)
         cache_salt = salt(request.cache_salt, caller)
         prompts, params = self._read(request, options, warnings)
@@ -195,7 +200,7 @@ class GenerationService(ABC, Generic[R]):
             created=int(time.time()),
             requests=[],
             prompts=prompts,
-            text=text,
+            text=self._text_options(request, prompts),
             options=options,
             n=params[0].n,
             streaming=bool(request.stream),
@@ -263,7 +268,7 @@ class GenerationService(ABC, Generic[R]):
             if details:
                 usage = counter.usage(stream) if options.continuous_usage else None
                 frames.append(self._detailed_frame(template, request, index, update, usage))
-            elif update.finished or update.reasoning:
+            elif update.finished or update.reasoning or update.calls:
                 frames.append(template.update(index, update))
             elif update.text:
                 frames.append(template.text(index, update.text))
@@ -279,7 +284,8 @@ class GenerationService(ABC, Generic[R]):
     ) -> bytes:
         """A chunk with more than text; empty if `update` has nothing to show."""
         shows_ids = bool(request.options.token_ids and update.token_ids)
-        if not (update.finished or update.text or update.reasoning or update.logprobs or shows_ids):
+        shows_text = update.text or update.reasoning or update.calls
+        if not (update.finished or shows_text or update.logprobs or shows_ids):
             return b""
         choice = template.choice(index, update)
         if update.logprobs:
@@ -288,7 +294,8 @@ class GenerationService(ABC, Generic[R]):
             choice["token_ids"] = update.token_ids.tolist()
         return template.frame([choice], usage)
 
-    def _text_options(self, request: R) -> TextOptions:
+    def _text_options(self, request: R, prompts: Sequence[Prompt]) -> TextOptions:
+        """How the text of the replies to `prompts` is made."""
         stops = stop_strings(request.stop)
         if stops and not self._options.has_tokenizer:
             raise RequestError("this model has no tokenizer: use 'stop_token_ids'", param="stop")
@@ -309,6 +316,7 @@ class GenerationService(ABC, Generic[R]):
             prompt_ids=bool(request.return_token_ids),
             score_only=self._scores_only(request),
             continuous_usage=bool(request.stream_options and request.stream_options.continuous_usage_stats),
+            reasoning=self._shows_reasoning(request),
         )
 
     def _read(
@@ -403,8 +411,12 @@ def _with_max_tokens(params: SamplingParams, max_tokens: int) -> SamplingParams:
 
 def _response_bytes(result: Update) -> int:
     """About how many bytes of a response come from `result`."""
-    text = len(result.text) + len(result.reasoning) + _TOKEN_BYTES * len(result.token_ids)
-    return text + _LOGPROB_BYTES * (len(result.logprobs) + len(result.prompt_logprobs))
+    text = len(result.text) + len(result.reasoning) + call_characters(result.calls)
+    return (
+        text
+        + _TOKEN_BYTES * len(result.token_ids)
+        + _LOGPROB_BYTES * (len(result.logprobs) + len(result.prompt_logprobs))
+    )
 
 
 def _check_amounts(prompts: list[Prompt], params: SamplingParams, options: ResponseOptions) -> None:

@@ -78,12 +78,13 @@ def completion_logprobs(
     tokens: TokenFormatter, entries: Sequence[TokenLogprob], top: int, offset: int = 0
 ) -> CompletionLogprobs:
     """Columns for tokens; `offset` characters of the choice's text precede the first."""
-    return CompletionLogprobs(
-        tokens=[tokens.name(entry.token_id) for entry in entries],
-        token_logprobs=[_finite(entry.logprob) for entry in entries],
-        top_logprobs=[_encoded(_by_name(tokens, entry, top)) for entry in entries],
-        text_offset=[offset + entry.offset for entry in entries],
-    )
+    columns = CompletionLogprobs([], [], [], [])
+    for entry in entries:
+        columns.tokens.append(tokens.name(entry.token_id))
+        columns.token_logprobs.append(_finite(entry.logprob))
+        columns.top_logprobs.append(_encoded(_by_name(tokens, entry, top)))
+        columns.text_offset.append(offset + entry.offset)
+    return columns
 
 
 def echoed_logprobs(

@@ -40,7 +40,7 @@ def read_messages(
             if not source.reads("tool_call_id"):
                 message.tool_call_id = None
         _drop_unread(message, source, lenient, where, warnings)
-        messages.append(_for_template(message, where))
+        messages.append(_for_template(message, source, where))
     return messages
 
 
@@ -72,16 +72,30 @@ def _drop_unread(
         setattr(message, name, None)
 
 
-def _for_template(message: Message, where: str) -> dict[str, Any]:
+def _for_template(message: Message, source: TemplateSource, where: str) -> dict[str, Any]:
     """The message as templates expect it: content as text, null fields left out."""
     fields = {name: value for name, value in msgspec.structs.asdict(message).items() if value is not None}
     fields["content"] = _plain_text(message, where)
     if message.tool_calls is not None:
         fields["tool_calls"] = [
-            _with_parsed_arguments(call, f"{where}tool_calls[{index}]")
+            _template_call(call, source, f"{where}tool_calls[{index}]")
             for index, call in enumerate(message.tool_calls)
         ]
+        if not fields["content"] and source.tests_content_for_none:
+            fields["content"] = None
+    _name_reasoning(fields, source)
     return fields
+
+
+def _name_reasoning(fields: dict[str, Any], source: TemplateSource) -> None:
+    """Give reasoning the name that the template reads; clients send back either of the first two."""
+    reasoning = fields.get("reasoning_content") or fields.get("reasoning")
+    if not reasoning:
+        return
+    fields["reasoning_content"] = reasoning
+    # GPT-OSS reads it so before tool calls, and then refuses content beside it.
+    if source.reads("thinking") and fields.get("tool_calls") and not fields["content"]:
+        fields["thinking"] = reasoning
 
 
 def _plain_text(message: Message, where: str) -> str:
@@ -107,17 +121,31 @@ def _part_text(part: dict[str, Any], where: str) -> str:
     return text
 
 
-def _with_parsed_arguments(call: dict[str, Any], where: str) -> dict[str, Any]:
-    """`call` with its arguments parsed: OpenAI sends JSON text, templates expect an object."""
+def _template_call(call: dict[str, Any], source: TemplateSource, where: str) -> dict[str, Any]:
+    """`call` with its arguments in the form that the template takes; OpenAI's form is JSON text."""
     function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    field = f"{where}.function.arguments"
-    check_structure(function["arguments"].encode(), field)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(
+            f"'{where}.function' must be an object with a name and arguments", param=f"{where}.function"
+        )
+    given, field = function.get("arguments"), f"{where}.function.arguments"
+    arguments = _parsed(given, field) if isinstance(given, str) else {} if given is None else given
+    if source.joins_arguments:
+        is_text = isinstance(given, str) and given.strip()
+        arguments = given if is_text else json.dumps(arguments, ensure_ascii=False)
+    elif source.needs_argument_fields and not isinstance(arguments, dict):
+        arguments = {"arguments": arguments}
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _parsed(text: str, field: str) -> Any:
+    """The arguments in `text`. Models may generate invalid JSON; it stays text."""
+    if not text.strip():
+        return {}
+    check_structure(text.encode(), field)
     try:
-        arguments = json.loads(function["arguments"])
+        return json.loads(text)
     except ValueError:
-        return call  # models may generate invalid JSON; it stays as text
+        return text
     except RecursionError:
         raise RequestError(f"'{field}' is nested too deeply", param=field) from None
-    return {**call, "function": {**function, "arguments": arguments}}

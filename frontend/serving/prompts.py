@@ -1,11 +1,12 @@
 """Prompts of a request: truncation, text offsets, cache salt, request id."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from frontend.detokenizer import Detokenizer
 from frontend.errors import RequestError
+from frontend.reply_formats.base import ReplyParser
 from frontend.schemas.generation import GenerationRequest
 from frontend.serving.caller import REQUEST_ID, Caller
 from frontend.tokenizer import Tokenizer
@@ -24,6 +25,8 @@ class Prompt:
     """The text for `echo`; None: the decoded `ids`."""
     offsets: Sequence[int] = ()
     """Where in `echo` the text of each id begins; only for requests with echoed log probabilities."""
+    reply: Callable[[], ReplyParser] | None = None
+    """As in TextOptions."""
 
 
 def kept_tokens(request: GenerationRequest, max_model_len: int, max_tokens: int) -> int | None:

@@ -6,6 +6,8 @@ __all__ = ["openai_reason"]
 _LENGTH = frozenset({"max_tokens", "aborted"})
 
 
-def openai_reason(raw: str) -> str:
-    """`stop` or `length` for an update's raw reason."""
-    return "length" if raw in _LENGTH else "stop"
+def openai_reason(raw: str, called: bool = False) -> str:
+    """`stop`, `length`, or `tool_calls` for a complete reply with such calls, for an update's raw reason."""
+    if raw in _LENGTH:
+        return "length"
+    return "tool_calls" if called else "stop"

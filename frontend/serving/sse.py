@@ -79,7 +79,7 @@ class ChunkTemplate:
         """The `choices` entry of one update; the caller may add fields to it."""
         if update.reason is None:
             return self._choice(index, update, None)
-        choice = self._choice(index, update, openai_reason(update.reason))
+        choice = self._choice(index, update, openai_reason(update.reason, update.called))
         choice["stop_reason"] = update.stop_reason
         choice["raw_finish_reason"] = update.reason
         return choice

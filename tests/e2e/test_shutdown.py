@@ -215,6 +215,23 @@ def test_a_process_that_dies_at_start_is_the_cause(model: str, run_directories: 
     assert list(run_directories.iterdir()) == []
 
 
+def test_signals_until_it_has_ended_change_nothing(model: str, run_directories: Path) -> None:
+    server = Server("--model", model, *ARGS)
+    try:
+        deadline = time.monotonic() + 30
+        while not any("engine_core.process" in line for line in server.children().values()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        while server.process.poll() is None:
+            assert time.monotonic() < deadline
+            server.process.terminate()
+            time.sleep(0.005)
+        assert server.process.returncode == 0
+    finally:
+        server.kill()
+    assert list(run_directories.iterdir()) == []
+
+
 @pytest.mark.slow
 def test_three_starts_at_once_are_three_servers(model: str, run_directories: Path) -> None:
     servers = [Server("--model", model, *ARGS) for _ in range(3)]

@@ -20,7 +20,14 @@ MINIMAL: dict[str, dict[str, Any]] = {
     "completions": {"prompt": "hi"},
 }
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-TEMPLATE = tiny_tokenizer.TEMPLATE + "{{ tone }}{{ reasoning_effort }}"
+TEMPLATE = (
+    "{% if tools %}<tool_call>{{ tools | tojson }}{% elif ponder %}</think>{% endif %}"
+    + tiny_tokenizer.TEMPLATE
+    + "{{ tone }}{{ reasoning_effort }}"
+)
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+THOUGHT = "<think>why</think>so"
+CALLS = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>' * 2
 
 
 @dataclass
@@ -85,8 +92,10 @@ class Rig:
 
 
 def script(request: AddRequest) -> Script:
-    """OUTPUT, as far as the request's limit allows."""
-    ids = [*TOKENIZER.encode(OUTPUT, add_special_tokens=False), EOS]
+    """OUTPUT, as far as the request's limit allows; calls of TOOL if it is in the prompt."""
+    prompt = TOKENIZER.decode(unpack_ids(request.prompt_ids).tolist())
+    output = CALLS if '"look"' in prompt else THOUGHT if "ponder" in prompt else OUTPUT
+    ids = [*TOKENIZER.encode(output, add_special_tokens=False), EOS]
     if request.max_tokens < len(ids):
         return Script(ids[: request.max_tokens], FinishReason.MAX_TOKENS)
     return Script(ids, FinishReason.EOS, EOS)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -80,6 +81,8 @@ def references() -> list[Reference]:
     directory = prepared().directory
     done = subprocess.run(
         [sys.executable, "-m", "tests.helpers.smollm2", directory],
+        # Of several threads each operator would wait for the last one: minutes on a busy machine.
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         timeout=REFERENCE_DEADLINE_S,
         check=True,

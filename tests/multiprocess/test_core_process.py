@@ -541,6 +541,21 @@ def test_an_unresponsive_worker_is_reported_until_it_responds_again(directory: P
         engine.close()
 
 
+def test_a_worker_that_hangs_while_it_loads_ends_the_core(directory: Path) -> None:
+    engine = Engine(directory, replace(CONFIG, reliability=ReliabilityConfig(step_timeout=1.0)))
+    try:
+        engine.workers[1].send(WorkerHeartbeat(1))
+        deadline = time.monotonic() + DEADLINE_S
+        while not engine.workers[0].has_message(0.05):
+            assert time.monotonic() < deadline, "the hung worker was not detected"
+            engine.workers[0].send(WorkerHeartbeat(0))
+        assert isinstance(engine.workers[0].receive(), Shutdown)
+        assert engine.report() == Dead("core", "worker 1 has not responded for 1 s")
+        assert engine.exit_status() == 1
+    finally:
+        engine.close()
+
+
 def test_a_hung_worker_ends_the_core(directory: Path) -> None:
     engine = started_with(directory, hang_timeout=1.5)
     try:

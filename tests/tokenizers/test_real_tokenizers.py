@@ -18,8 +18,9 @@ from atom.config.checkpoint import Checkpoint
 from frontend.chat_encoder import ChatEncoder
 from frontend.chat_template import ChatTemplate
 from frontend.detokenizer import Detokenizer
-from frontend.harmony import Harmony
 from frontend.input_processor import InputProcessor
+from frontend.reply_formats.base import ReplyOptions
+from frontend.reply_formats.harmony import HarmonyFormat
 from frontend.tokenizer import Tokenizer
 from workers.hf_directory import read_directory
 
@@ -157,7 +158,7 @@ def test_contents_without_control_tokens_have_the_usual_ids(both: Both, conversa
         pytest.skip("a model without a template")
     messages = CONVERSATIONS[conversation]
     ids = both.theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    assert encoder(both).encode(messages, {}) == ids
+    assert encoder(both).encode(messages, {}).ids == ids
 
 
 def test_contents_forge_no_control_tokens(both: Both) -> None:
@@ -170,8 +171,8 @@ def test_contents_forge_no_control_tokens(both: Both) -> None:
     control = [text for text in added if text.strip() and (added[text] or written(text))]
     assert control
     content = "forged " + " ".join(control) + " end"
-    usual = chat.encode([USER], {})
-    ids = chat.encode([{"role": "user", "content": content}], {})
+    usual = chat.encode([USER], {}).ids
+    ids = chat.encode([{"role": "user", "content": content}], {}).ids
     for text in control:
         token_id = both.tokenizer.added_id(text)
         assert ids.count(token_id) == usual.count(token_id), text
@@ -197,17 +198,14 @@ def test_thinking_is_switched_off_as_there(both: Both) -> None:
 def test_a_reply_of_gpt_oss_is_sorted_by_its_channels(both: Both) -> None:
     if both.tokenizer.added_id("<|channel|>") is None:
         pytest.skip("a model without channels")
-    checkpoint = Checkpoint("", "GptOssForCausalLM", "gpt_oss", {}, "bfloat16", 201088, 131072)
-    harmony = Harmony.from_checkpoint(checkpoint, both.tokenizer)
-    assert harmony is not None
     reply = (
         "<|channel|>analysis<|message|>2 + 2 is easy.<|end|>"
         "<|start|>assistant<|channel|>final<|message|>It is 4. 你好 🦊<|return|>"
     )
-    channels = harmony.channels()
+    channels = HarmonyFormat(both.tokenizer).parser(ReplyOptions())
     detokenizer = Detokenizer(both.tokenizer)
     content = reasoning = ""
     for token_id in both.tokenizer.encode(reply, add_special_tokens=False):
-        text, thought = channels.split(token_id, detokenizer.feed(token_id))
-        content, reasoning = content + text, reasoning + thought
+        new = channels.feed(token_id, detokenizer.feed(token_id))
+        content, reasoning = content + new.text, reasoning + new.reasoning
     assert (content, reasoning) == ("It is 4. 你好 🦊", "2 + 2 is easy.")

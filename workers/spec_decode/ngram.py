@@ -12,14 +12,14 @@ import numpy as np
 import torch
 
 from atom.config.speculative import SpeculativeConfig
-from atom.messages.worker import KVSpec, NewRow
+from atom.messages.worker import KVSpec, NewRow, RecurrentStateSpec
 from atom_ops import NgramRule, RowState, StatePlan, TokenHistory, propose_ngrams, to_device
 from workers.block_table import BatchLimits
 from workers.group_rows import GroupRows
 from workers.layers.attention import KVGroup
 from workers.layers.cache_groups import CacheGroup
 from workers.layers.context import GroupContext
-from workers.spec_decode.proposer import Proposer
+from workers.spec_decode.proposer import Method, Proposer
 
 _ID_BYTES = 4
 
@@ -45,13 +45,35 @@ def text_group(groups: Sequence[CacheGroup]) -> TextGroup:
     return TextGroup(number, reach)
 
 
-def with_token_ids(specs: Sequence[KVSpec], group: TextGroup) -> list[KVSpec]:
-    """The KV specs with the memory of the token ids."""
-    changed = list(specs)
-    spec = changed[group.number]
-    more = spec.block_size * _ID_BYTES  # type: ignore[union-attr]
-    changed[group.number] = msgspec.structs.replace(spec, bytes_per_block=spec.bytes_per_block + more)  # type: ignore[union-attr]
-    return changed
+class Ngram(Method):
+    """`--method ngram`."""
+
+    def __init__(self, config: SpeculativeConfig, groups: Sequence[CacheGroup]):
+        longest, shortest = config.prompt_lookup_max, config.prompt_lookup_min
+        assert longest is not None and shortest is not None, "resolved before any worker starts"
+        self._rule = NgramRule(longest, shortest)
+        self._group = text_group(groups)
+
+    def kv_specs(self, specs: Sequence[KVSpec]) -> list[KVSpec]:
+        changed = list(specs)
+        spec = changed[self._group.number]
+        assert not isinstance(spec, RecurrentStateSpec), "the text is in a group of blocks"
+        more = spec.block_size * _ID_BYTES
+        changed[self._group.number] = msgspec.structs.replace(
+            spec, bytes_per_block=spec.bytes_per_block + more
+        )
+        return changed
+
+    def proposer(
+        self,
+        limits: BatchLimits,
+        tables: Sequence[GroupRows],
+        num_blocks: Sequence[int],
+        device: torch.device,
+    ) -> Proposer:
+        group = self._group
+        table, blocks = tables[group.number], num_blocks[group.number]
+        return NgramProposer(self._rule, group, table, blocks, limits, device)
 
 
 class NgramProposer(Proposer):
@@ -59,7 +81,7 @@ class NgramProposer(Proposer):
 
     def __init__(
         self,
-        config: SpeculativeConfig,
+        rule: NgramRule,
         group: TextGroup,
         table: GroupRows,
         num_blocks: int,
@@ -67,9 +89,7 @@ class NgramProposer(Proposer):
         device: torch.device,
     ):
         """`num_blocks` and `table` are of the KV group `group`."""
-        longest, shortest = config.prompt_lookup_max, config.prompt_lookup_min
-        assert longest is not None and shortest is not None, "resolved before any worker starts"
-        self._rule = NgramRule(longest, shortest)
+        self._rule = rule
         self._group = group.number
         self._device = device
         rows = limits.max_rows + 1

@@ -5,9 +5,29 @@ from collections.abc import Sequence
 
 import torch
 
-from atom.messages.worker import NewRow
+from atom.messages.worker import KVSpec, NewRow
 from atom_ops import RowState, StatePlan
+from workers.block_table import BatchLimits
+from workers.group_rows import GroupRows
 from workers.layers.context import GroupContext
+
+
+class Method(ABC):
+    """A speculation method, configured for one model."""
+
+    @abstractmethod
+    def kv_specs(self, specs: Sequence[KVSpec]) -> list[KVSpec]:
+        """The KV specs of the model's groups, with the memory that this method needs for each block."""
+
+    @abstractmethod
+    def proposer(
+        self,
+        limits: BatchLimits,
+        tables: Sequence[GroupRows],
+        num_blocks: Sequence[int],
+        device: torch.device,
+    ) -> "Proposer":
+        """The proposer for an empty batch; `tables` and `num_blocks` of each KV group."""
 
 
 class Proposer(ABC):

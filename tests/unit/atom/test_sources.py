@@ -88,7 +88,6 @@ def test_a_switch_is_turned_off_by_each_source(tmp_path: Path) -> None:
         ("ATOM_MAX_NUM_SEQS", "0", "at least 1"),
         ("ATOM_LOAD_DUMMY", "maybe", "not a switch: use 1 or 0"),
         ("ATOM_DTYPE", "fp4", "not one of auto"),
-        ("ATOM_ENABLE_EXPERT_PARALLEL", "1", "use -tp"),
         ("ATOM_PIPELINE_PARALLEL_SIZE", "2", "use -tp"),
         ("ATOM_PORT", "tcp://10.0.0.7:80", "Kubernetes sets it for a service"),
     ],
@@ -99,7 +98,7 @@ def test_errors_name_the_variable(variable: str, text: str, words: str) -> None:
 
 
 def test_neutral_variables_are_accepted() -> None:
-    asked = {"ATOM_ENABLE_EXPERT_PARALLEL": "no", "ATOM_PIPELINE_PARALLEL_SIZE": "1", "ATOM_LEVEL": "0"}
+    asked = {"ATOM_ENABLE_DP_ATTENTION": "no", "ATOM_PIPELINE_PARALLEL_SIZE": "1", "ATOM_LEVEL": "0"}
     assert environment_values(FIELDS, asked) == {}
 
 

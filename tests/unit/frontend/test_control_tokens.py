@@ -72,7 +72,7 @@ def counts(backend: tokenizers.Tokenizer, ids: list[int]) -> dict[str, int]:
 @pytest.mark.parametrize("kind", BACKENDS)
 def test_forged_turns_stay_text(tmp_path: Path, kind: str) -> None:
     backend = BACKENDS[kind]()
-    ids = encoder(backend, tmp_path).encode([user(FORGED)], {})
+    ids = encoder(backend, tmp_path).encode([user(FORGED)], {}).ids
     assert counts(backend, ids) == {
         "<|im_start|>": 1,
         "<|im_end|>": 1,
@@ -81,7 +81,7 @@ def test_forged_turns_stay_text(tmp_path: Path, kind: str) -> None:
         "<table>": 0,
     }
     assert FORGED in Tokenizer(backend).decode(ids, skip_special_tokens=False)
-    allowed = encoder(backend, tmp_path, allow=True).encode([user(FORGED)], {})
+    allowed = encoder(backend, tmp_path, allow=True).encode([user(FORGED)], {}).ids
     assert counts(backend, allowed)["<|im_start|>"] == 2
 
 
@@ -90,7 +90,7 @@ def test_forged_turns_have_the_ids_of_a_tokenizer_without_added_tokens(tmp_path:
     backend, plain = BACKENDS[kind](), BACKENDS[kind]()
     template = ChatTemplate("{{ messages[0].content }}", {})
     inputs = InputProcessor(tiny_tokenizer.checkpoint(tmp_path), Tokenizer(backend), 10_000, "fcfs")
-    ids = ChatEncoder(template, inputs).encode([user("x<|im_end|> y")], {})
+    ids = ChatEncoder(template, inputs).encode([user("x<|im_end|> y")], {}).ids
     spelled = plain.encode("x<|im_end|> y".replace("<|im_end|>", "<|im_endX|>"), add_special_tokens=False).ids
     extra = plain.encode("X", add_special_tokens=False).ids[-1]
     if kind == "normalized":  # one id a character
@@ -102,7 +102,7 @@ def test_all_strings_of_a_client_are_covered(tmp_path: Path) -> None:
     backend = byte_level()
     call = {"function": {"name": "<|im_end|>", "arguments": {"<|im_start|>": ["<|im_end|>"]}}}
     message = {"role": "assistant", "content": "<|im_end|>", "tool_calls": [call]}
-    ids = encoder(backend, tmp_path).encode([message], {"tone": "<|im_start|>"})
+    ids = encoder(backend, tmp_path).encode([message], {"tone": "<|im_start|>"}).ids
     assert counts(backend, ids)["<|im_start|>"] == counts(backend, ids)["<|im_end|>"] == 1
     text = Tokenizer(backend).decode(ids, skip_special_tokens=False)
     assert text.count("<|im_start|>") == 3
@@ -113,10 +113,10 @@ def test_tokens_that_are_not_special(tmp_path: Path) -> None:
     """Those that the template writes are control tokens, except in replies if it looks for them there."""
     backend = byte_level()
     encode = encoder(backend, tmp_path).encode
-    found = counts(backend, encode([user("<think>a</think><table>")], {}))
+    found = counts(backend, encode([user("<think>a</think><table>")], {}).ids)
     assert (found["<think>"], found["</think>"], found["<table>"]) == (0, 0, 1)
     reply = {"role": "assistant", "content": "a</think>b"}
-    assert counts(backend, encode([reply], {}))["<think>"] == 1  # the template found </think>
+    assert counts(backend, encode([reply], {}).ids)["<think>"] == 1  # the template found </think>
 
 
 TEXTS = st.lists(
@@ -132,7 +132,7 @@ def test_no_text_forges_or_loses_anything(
 ) -> None:
     backend = BACKENDS[kind]()
     content = "".join(pieces)
-    ids = encoder(backend, tmp_path_factory.mktemp("tiny")).encode([user(content)], {})
+    ids = encoder(backend, tmp_path_factory.mktemp("tiny")).encode([user(content)], {}).ids
     found = counts(backend, ids)
     assert [found[text] for text in CONTROL] == [1, 1, 0, 0]
     if kind == "byte level":
@@ -148,7 +148,7 @@ def test_texts_without_such_strings_have_the_usual_ids(
     backend = byte_level()
     chat = encoder(backend, tmp_path_factory.mktemp("tiny"))
     text = chat.template.render([user(content)], {})
-    assert chat.encode([user(content)], {}) == backend.encode(text, add_special_tokens=False).ids
+    assert chat.encode([user(content)], {}).ids == backend.encode(text, add_special_tokens=False).ids
 
 
 def test_the_usual_tokenizer_encodes_texts_without_such_strings(

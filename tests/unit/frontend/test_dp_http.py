@@ -147,10 +147,10 @@ def test_a_scrape_of_any_frontend_shows_the_sum(
                 last = shown
         complete(first)
         assert generated(first) == last + len(OUTPUT)  # those of the ended frontend are still counted
-        with frontend(cores, checkpoint, tmp_path, 1) as again:
+        with frontend(cores, checkpoint, tmp_path, 1, life=3) as again:  # two lives ended at their start
             assert generated(again) == generated(first) == last + len(OUTPUT)
             found = samples(again)
-            assert sum(n for key, n in found.items() if key[0] == "atom:frontend_restarts_total") == 1
+            assert sum(n for key, n in found.items() if key[0] == "atom:frontend_restarts_total") == 3
             complete(again)
             assert generated(again) == last + 2 * len(OUTPUT)
 

@@ -6,12 +6,18 @@ from array import array
 import pytest
 
 from frontend.errors import EngineDeadError
+from frontend.output_memory import HeldOutput, OutputMemory
 from frontend.output_processor import Update
-from frontend.streams import Stream
+from frontend.streams import Stream, StreamOptions
 
 
 def update(request_id: int, text: str, finished: bool = False) -> Update:
     return Update(request_id, array("i", [ord(char) for char in text]), text, finished)
+
+
+def made(request_ids: list[int], every_step: bool) -> Stream:
+    output = HeldOutput(OutputMemory(1 << 30), 1 << 30, lambda _: None)
+    return Stream(request_ids, StreamOptions(every_step), output)
 
 
 async def read(stream: Stream) -> list[tuple[int, str, bool]]:
@@ -31,7 +37,7 @@ async def is_quiet(stream: Stream) -> bool:
 
 def test_a_lagging_reader_gets_one_merged_update_a_choice() -> None:
     async def run() -> None:
-        stream = Stream([1, 2], every_step=True)
+        stream = made([1, 2], every_step=True)
         for text in "abc":
             stream.put(update(1, text), now=1.0)
         stream.put(update(2, "x", finished=True), now=2.0)
@@ -48,7 +54,7 @@ def test_a_lagging_reader_gets_one_merged_update_a_choice() -> None:
 
 def test_without_every_step_the_reader_wakes_when_all_have_ended() -> None:
     async def run() -> None:
-        stream = Stream([1, 2], every_step=False)
+        stream = made([1, 2], every_step=False)
         stream.put(update(1, "a", finished=True), now=1.0)
         stream.put(update(2, "b"), now=1.0)
         assert await is_quiet(stream)
@@ -60,7 +66,7 @@ def test_without_every_step_the_reader_wakes_when_all_have_ended() -> None:
 
 def test_a_failure_comes_after_what_was_pending_and_stays() -> None:
     async def run() -> None:
-        stream = Stream([1], every_step=True)
+        stream = made([1], every_step=True)
         stream.put(update(1, "a"), now=1.0)
         stream.fail(EngineDeadError("gone"))
         assert await read(stream) == [(1, "a", False)]

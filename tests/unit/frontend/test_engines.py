@@ -5,7 +5,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -241,6 +241,68 @@ def test_prompts_of_one_request_use_all_ranks_and_fail_together(start: Start) ->
             assert len(client) == 0
             expected = [*requests[1].request_ids, *requests[3].request_ids]
             await asyncio.to_thread(living.wait_for, lambda: sorted(living.aborted) == expected)
+
+    asyncio.run(run())
+
+
+def test_a_slow_reader_delays_no_failure(start: Start) -> None:
+    """The sequences on other ranks are aborted at once, and hide the error from no reader."""
+    dying, living = start(0, endless=True), start(1, endless=True)
+
+    async def run() -> None:
+        async with connected([dying, living]) as client:
+            requests = [request(client, n=2) for _ in range(4)]
+            async with client.open(requests, TextOptions()) as stream:
+                await until(lambda: stream.first_token_at)
+                dying.die("killed")
+                expected = [*requests[1].request_ids, *requests[3].request_ids]
+                await asyncio.to_thread(living.wait_for, lambda: sorted(living.aborted) == expected)
+                assert len(client) == 0 and client._router.load(1) == (0, 0)
+                with pytest.raises(EngineDeadError):
+                    async for _ in stream:
+                        await asyncio.sleep(0.02)
+            finished = client._metrics.engine(0).finish_reasons, client._metrics.engine(1).finish_reasons
+            assert finished == ({"error": 4}, {"abort": 4})
+
+    asyncio.run(run())
+
+
+def test_ten_thousand_random_ends_leave_nothing(start: Start) -> None:
+    """Requests are aborted while they are submitted, run, or fail; no counter is off afterwards."""
+    generator = random.Random(7)
+    cores = {rank: start(rank, endless=True) for rank in range(2)}
+    lives = dict.fromkeys(cores, 0)
+    sequences = 0
+
+    async def one(client: EngineClient) -> None:
+        nonlocal sequences
+        requests = [request(client, generator.randint(1, 6)) for _ in range(generator.randint(1, 6))]
+        sequences += sum(len(each.request_ids) for each in requests)
+        rank, every_step = generator.choice((None, 0, 1)), generator.random() < 0.5
+        with suppress(UnavailableError, EngineDeadError):
+            async with client.open(requests, TextOptions(), every_step, rank) as stream:
+                if generator.random() < 0.5:
+                    await asyncio.wait_for(anext(stream), generator.uniform(0, 0.02))
+
+    async def run() -> None:
+        async with connected(list(cores.values()), policy="prefix") as client:
+            while sequences < 10_000:
+                tasks = [asyncio.create_task(one(client)) for _ in range(20)]
+                await asyncio.sleep(generator.uniform(0, 0.01))
+                for task in generator.sample(tasks, 5):
+                    task.cancel()
+                if generator.random() < 0.2:
+                    rank = generator.choice(list(cores))
+                    cores[rank].die("killed")
+                    lives[rank] += 1
+                    cores[rank] = start(rank, lives[rank], endless=True)
+                    client.update([core.address for core in cores.values()], [EngineEnded(rank, 0, "killed")])
+                await asyncio.gather(*tasks, return_exceptions=True)
+            assert (len(client), len(client._output), client.output_memory.used) == (0, 0, 0)
+            assert [client._router.load(rank) for rank in cores] == [(0, 0), (0, 0)]
+            assert not client.output_memory._held
+            counted = [sum(client._metrics.engine(rank).finish_reasons.values()) for rank in cores]
+            assert sum(counted) <= sequences
 
     asyncio.run(run())
 

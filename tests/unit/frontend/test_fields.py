@@ -20,7 +20,7 @@ from frontend.schemas.fields import Schema
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
 from tests.helpers.http_server import MODEL, running_frontend
-from tests.helpers.rig import MINIMAL, TOKENIZER, Ran, Rig, body_of, running_rig
+from tests.helpers.rig import CALLS, MINIMAL, TOKENIZER, TOOL, Ran, Rig, body_of, running_rig
 
 SCHEMAS: dict[str, Schema[Any]] = {"chat": CHAT, "completions": COMPLETIONS}
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "So"}]
@@ -123,6 +123,22 @@ ONLY: dict[str, dict[str, Row]] = {
         ),
         "chat_template_kwargs": Row({"tone": "!!"}, lambda ran: ran.prompt.endswith("!!"), neutral=({},)),
         "reasoning_effort": Row("low", lambda ran: ran.prompt.endswith("low")),
+        "include_reasoning": Row(
+            False,
+            lambda ran: "reasoning" not in ran.choice["message"] and ran.text == "so",
+            {"messages": [{"role": "user", "content": "ponder"}]},
+            (True,),
+        ),
+        "tools": Row(
+            [TOOL],
+            lambda ran: ran.choice["finish_reason"] == "tool_calls" and '"look"' in ran.prompt,
+            {},
+            ([],),
+        ),
+        "tool_choice": Row("none", lambda ran: ran.text == CALLS, {"tools": [TOOL]}, ("auto",)),
+        "parallel_tool_calls": Row(
+            False, lambda ran: len(ran.choice["message"]["tool_calls"]) == 1, {"tools": [TOOL]}, (True,)
+        ),
     },
     "completions": {
         "prompt": Row("hello", lambda ran: ran.prompt == "<s>hello"),
@@ -176,17 +192,14 @@ REFUSED_ONLY: dict[str, dict[str, Any]] = {
         "documents": [{"text": "x"}],
         "function_call": {"name": "f"},
         "functions": [{"name": "f"}],
-        "include_reasoning": False,
         "media_io_kwargs": {"image": {}},
         "mm_processor_kwargs": {"a": 1},
         "modalities": ["audio"],
         "moderation": {"x": 1},
         "reasoning": {"effort": "low"},
-        "separate_reasoning": True,
+        "separate_reasoning": False,
         "stream_reasoning": False,
         "thinking": {"type": "enabled"},
-        "tool_choice": "required",
-        "tools": [{"type": "function"}],
         "verbosity": "low",
         "web_search_options": {"x": 1},
     },
@@ -197,7 +210,6 @@ HARMLESS = {
     *("client_metadata", "metadata", "prompt_cache_key", "prompt_cache_options"),
     *("prompt_cache_retention", "safety_identifier", "service_tier", "session_id", "store", "user"),
 }
-HARMLESS_ONLY = {"chat": {"parallel_tool_calls"}, "completions": set[str]()}
 
 
 def _indices(ran: Ran) -> list[int]:
@@ -253,7 +265,7 @@ def test_the_table_is_complete(endpoint: str) -> None:
     schema = SCHEMAS[endpoint]
     assert {*supported(endpoint), "model"} == set(schema.struct.__struct_fields__)
     assert {*REFUSED, *REFUSED_ONLY[endpoint]} == set(schema.neutral)
-    assert HARMLESS | HARMLESS_ONLY[endpoint] == schema.harmless
+    assert schema.harmless == HARMLESS
     assert not schema.harmless & {*schema.neutral, *schema.struct.__struct_fields__}
     assert not set(schema.neutral) & set(schema.struct.__struct_fields__)
 
@@ -286,7 +298,7 @@ def test_refused_fields_are_named(rig: Rig, endpoint: str, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("endpoint", "name"),
-    [(endpoint, name) for endpoint in SCHEMAS for name in sorted(HARMLESS | HARMLESS_ONLY[endpoint])],
+    [(endpoint, name) for endpoint in SCHEMAS for name in sorted(HARMLESS)],
 )
 def test_harmless_fields_are_accepted(endpoint: str, name: str) -> None:
     assert SCHEMAS[endpoint].decode(body_of(endpoint, **{name: {"any": "thing"}}), lenient=False)[1] == []

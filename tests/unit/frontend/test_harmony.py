@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from atom.config.checkpoint import Checkpoint
 from atom.messages.engine import AddRequest, Finished, FinishReason, Sampling, TokenDeltas, pack_ids
-from frontend.harmony import Harmony
 from frontend.output_processor import OutputProcessor, TextOptions, Update
+from frontend.reply_formats.base import ReplyOptions
+from frontend.reply_formats.choose import choose_format
 from frontend.tokenizer import Tokenizer
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
@@ -61,7 +62,7 @@ class Replies:
 
     def __init__(self, checkpoint: Checkpoint):
         self._tokenizer = Tokenizer.from_checkpoint(checkpoint)
-        self._format = Harmony.from_checkpoint(checkpoint, self._tokenizer)
+        self._format = choose_format(checkpoint.model_type, self._tokenizer, None)
 
     def decode(
         self, ids: list[int], cuts: Sequence[int] = (), stops: Sequence[str] = ()
@@ -69,7 +70,8 @@ class Replies:
         """(content, reasoning, why it ended) of a choice whose steps end at `cuts`."""
         output = OutputProcessor(self._tokenizer)
         request = AddRequest([1], pack_ids([5]), 1000, Sampling(0.0, 0, 1.0, 0.0, seed=1))
-        output.add(request, TextOptions(stops, format=self._format))
+        found = self._format
+        output.add(request, TextOptions(stops, reply=found and (lambda: found.parser(ReplyOptions()))))
         total = Update(1, array("i"))
         borders = [0, *sorted({cut for cut in cuts if 0 < cut < len(ids)}), len(ids)]
         for begin, end in itertools.pairwise(borders):
@@ -102,7 +104,7 @@ def replies(checkpoint: Checkpoint) -> Replies:
         ([CHANNEL, "analyst", MESSAGE, "unknown"], "unknown", ""),
         ([MESSAGE, "no header"], "no header", ""),
         ([*message("analysis", "a"), "between ", *message("final", "b")], "between b", "a"),
-        ([CHANNEL, "word " * 60, "and on"], "word " * 60 + "and on", ""),
+        ([CHANNEL, "word " * 120, "and on"], "word " * 120 + "and on", ""),
     ],
 )
 def test_channels(replies: Replies, parts: list[Part], content: str, reasoning: str) -> None:

@@ -8,10 +8,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from atom.config.speculative import SpeculativeConfig
 from atom.messages.engine import LogitsProcessors, Sampling, pack_ids
 from atom.messages.worker import ScheduledBatch
-from atom_ops import StatePlan
+from atom_ops import NgramRule, StatePlan
 from tests.helpers.core_side import GREEDY, CoreSide
 from tests.unit.workers.test_step_graphs import rerun
 from workers.block_table import BatchLimits, BlockTable
@@ -67,8 +66,7 @@ def runner(num_drafts: int, exact: bool = False, sizes: list[int] | None = None)
     tables = [BlockTable(limits), BlockTable(limits)]
     proposer = None
     if num_drafts:
-        config = SpeculativeConfig("ngram", num_drafts, 3, 2)
-        proposer = NgramProposer(config, TextGroup(0, 0), tables[0], BLOCKS, limits, CPU)
+        proposer = NgramProposer(NgramRule(3, 2), TextGroup(0, 0), tables[0], BLOCKS, limits, CPU)
     inputs = InputBatch(limits, tables, CPU, proposer=proposer, exact=exact)
     memory = MemoryGuard(CPU, num_ranks=1)
     sampler = Sampler(limits, VOCAB, CPU, memory)
@@ -227,8 +225,7 @@ def test_the_distribution_is_the_models() -> None:
     rows, total, prompt = 500, 20_000, [0, 3, 2, 4, 0, 3]
     model, limits = Markov(), BatchLimits(rows, 12, BLOCK, 3)
     table = BlockTable(limits)
-    config = SpeculativeConfig("ngram", 3, 2, 2)
-    proposer = NgramProposer(config, TextGroup(0, 0), table, 3 * rows, limits, CPU)
+    proposer = NgramProposer(NgramRule(2, 2), TextGroup(0, 0), table, 3 * rows, limits, CPU)
     inputs = InputBatch(limits, [table], CPU, proposer=proposer)
     memory = MemoryGuard(CPU, num_ranks=1)
     made = ModelRunner(

@@ -1,10 +1,12 @@
 """Lives of a domain, and the delays between them."""
 
+import errno
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 
 from atom.config.engine import EngineConfig
 from atom.config.reliability import ReliabilityConfig
@@ -102,13 +104,14 @@ def test_a_domain_that_waits_can_be_kept_down(setup: Setup) -> None:
     assert domain.is_over and not domain.is_due
 
 
+@pytest.mark.parametrize("error", [OSError("no memory"), zmq.ZMQError(errno.EMFILE, "no memory")])
 def test_a_start_without_a_process_is_a_failure(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     domain = ScriptDomain("engine", setup)
     domain.start()
     domain.fail(FAILURE, restart=True)
-    monkeypatch.setattr(domain, "_launch", lambda life: (_ for _ in ()).throw(OSError("no memory")))
+    monkeypatch.setattr(domain, "_launch", lambda life: (_ for _ in ()).throw(error))
     domain.restart()
     assert domain.life is None and not domain.is_over
     assert "engine, life 1, has ended: engine cannot be started: no memory" in caplog.text

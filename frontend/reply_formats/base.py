@@ -1,0 +1,123 @@
+"""What a reply parser takes and returns.
+
+A parser belongs to one sequence. It takes one token at a time, at a cost that does not depend on the tokens
+before it, and returns new text, reasoning and tool calls. Joined over all tokens they do not depend on how
+the tokens cut the text.
+"""
+
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+__all__ = [
+    "CallDelta",
+    "ReplyDelta",
+    "ReplyFormat",
+    "ReplyOptions",
+    "ReplyParser",
+    "call_characters",
+    "merge_calls",
+    "new_call_id",
+]
+
+
+class CallDelta(msgspec.Struct, gc=False):
+    """The beginning of a tool call, which has its id and name, or more of its arguments."""
+
+    index: int
+    """The number of the call in its reply, from 0."""
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+    """JSON text. If the model wrote no valid JSON, what it wrote."""
+
+
+class ReplyDelta(msgspec.Struct):
+    """What one token adds to a reply."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[CallDelta] = []
+
+    @property
+    def characters(self) -> int:
+        """The number of characters added."""
+        return len(self.text) + len(self.reasoning) + call_characters(self.calls)
+
+
+@dataclass(frozen=True)
+class ReplyOptions:
+    """What the parsers of one request must know about it."""
+
+    tools: Mapping[str, Mapping[str, Any]] | None = None
+    """The parameter schema of each offered function; None: tool calls are not parsed."""
+    thinking: bool = False
+    """Whether the prompt ends inside of the reasoning."""
+    parallel: bool = True
+    """False: only the first tool call is returned."""
+    kinds: dict[tuple[str, str], frozenset[str]] = field(default_factory=dict)
+    """The JSON types of parameters, found so far."""
+
+
+class ReplyParser(Protocol):
+    """Parses the reply of one sequence."""
+
+    @property
+    def called(self) -> bool:
+        """Whether the reply has a tool call so far."""
+
+    def feed(self, token_id: int, text: str) -> ReplyDelta:
+        """The result of one token; `text` is what it added to the detokenized text."""
+
+    def finish(self, text: str, complete: bool) -> ReplyDelta:
+        """The result of the last `text`, and all that was held back.
+
+        `complete` is false if the model did not end the reply itself.
+        """
+
+
+class ReplyFormat(Protocol):
+    """The format of one model's replies."""
+
+    @property
+    def parses_calls(self) -> bool:
+        """Whether tool calls can be parsed."""
+
+    @property
+    def separates_reasoning(self) -> bool:
+        """Whether reasoning is told from content."""
+
+    @property
+    def efforts(self) -> tuple[str, ...] | None:
+        """The values of `reasoning_effort` that the model knows; None: its template decides."""
+
+    def is_needed(self, options: ReplyOptions) -> bool:
+        """Whether replies must be parsed at all."""
+
+    def parser(self, options: ReplyOptions) -> ReplyParser:
+        """A parser for a new sequence."""
+
+    def ends_thinking(self, prompt_ids: list[int], prompt: str) -> bool:
+        """Whether a prompt ends inside of the reasoning."""
+
+
+def new_call_id() -> str:
+    """A random id."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def merge_calls(calls: list[CallDelta], later: Iterable[CallDelta]) -> None:
+    """Append the deltas `later`; pieces of one call are joined."""
+    for delta in later:
+        if calls and calls[-1].index == delta.index:
+            calls[-1].arguments += delta.arguments
+        else:
+            calls.append(delta)
+
+
+def call_characters(calls: Iterable[CallDelta]) -> int:
+    """The number of characters in names and arguments."""
+    return sum(len(call.name) + len(call.arguments) for call in calls)

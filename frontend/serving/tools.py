@@ -1,0 +1,135 @@
+"""The tools of a request, checked and in the form that chat templates expect."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from frontend.errors import RequestError
+from frontend.reply_formats.base import ReplyFormat
+from frontend.schemas.chat import ChatRequest
+from frontend.schemas.tools import TOOL, Function
+from frontend.template_source import TemplateSource
+
+__all__ = ["NO_TOOLS", "Tools", "read_tools"]
+
+MAX_TOOLS = 1024
+# A template writes the tools as JSON, which holds the GIL for about 10 ms per MiB.
+MAX_TOOLS_BYTES = 2 * 1024 * 1024
+_NAME = re.compile(r"[^\s<>\"'\\{}\x00-\x1f\x7f-\x9f]{1,256}")
+_AUTO, _FUNCTION = "auto", "function"
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What a request says about tools."""
+
+    shown: list[dict[str, Any]] | None = None
+    """For the chat template; None: no tools."""
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The parameter schema of each function."""
+    are_called: bool = False
+    """Whether the reply is searched for tool calls."""
+
+
+NO_TOOLS = Tools()
+
+
+def read_tools(
+    request: ChatRequest,
+    source: TemplateSource,
+    reply_format: ReplyFormat | None,
+    lenient: bool,
+    warnings: list[str],
+) -> Tools:
+    """The tools of `request`. Raises RequestError naming the field at fault."""
+    choice = _choice(request, lenient, warnings)
+    if not request.tools:
+        return NO_TOOLS
+    if problem := _problem(source, reply_format):
+        return _left_out("tools", problem, lenient, warnings)
+    _check_size(request.tools)
+    functions = [
+        _function(bytes(raw), f"tools[{index}].", lenient, warnings)
+        for index, raw in enumerate(request.tools)
+    ]
+    if any(function.strict for function in functions):
+        warnings.append("'strict' of tools is not enforced: arguments may differ from their schema")
+    return Tools(
+        [{"type": _FUNCTION, "function": _shown(function)} for function in functions],
+        {function.name: function.parameters or {} for function in functions},
+        are_called=choice == _AUTO,
+    )
+
+
+def _choice(request: ChatRequest, lenient: bool, warnings: list[str]) -> str:
+    """`auto` or `none`. The other choices constrain the output, which this server cannot do."""
+    match request.tool_choice:
+        case None:
+            return _AUTO
+        case "auto" | "none" as choice:
+            return str(choice)
+        case "required":
+            asked = "'required'"
+        case {"type": "function", "function": {"name": str()}}:
+            asked = "a named function"
+        case _:
+            raise RequestError(
+                "'tool_choice' must be 'auto', 'none', 'required' or "
+                '{"type": "function", "function": {"name": …}}',
+                param="tool_choice",
+            )
+    problem = f"{asked} needs structured output, which this server does not have: use 'auto'"
+    _left_out("tool_choice", problem, lenient, warnings)
+    return _AUTO
+
+
+def _problem(source: TemplateSource, reply_format: ReplyFormat | None) -> str:
+    """Why this model cannot be given tools; empty if it can."""
+    if not source.reads_variable("tools"):
+        return "this model's chat template does not read tools: --chat-template sets another one"
+    if reply_format is None or not reply_format.parses_calls:
+        return "the format of this model's tool calls is not known: --tool-call-parser names it"
+    return ""
+
+
+def _left_out(name: str, problem: str, lenient: bool, warnings: list[str]) -> Tools:
+    if not lenient:
+        raise RequestError(f"'{name}': {problem}", param=name, code="unsupported_parameter")
+    warnings.append(f"'{name}' was left out: {problem}")
+    return NO_TOOLS
+
+
+def _check_size(tools: Sequence[msgspec.Raw]) -> None:
+    if len(tools) > MAX_TOOLS:
+        raise RequestError(
+            f"'tools' has {len(tools)} entries, at most {MAX_TOOLS} are allowed", param="tools"
+        )
+    if (size := sum(len(memoryview(raw)) for raw in tools)) > MAX_TOOLS_BYTES:
+        raise RequestError(f"'tools' has {size} bytes, at most {MAX_TOOLS_BYTES} are allowed", param="tools")
+
+
+def _function(raw: bytes, where: str, lenient: bool, warnings: list[str]) -> Function:
+    tool, left_out = TOOL.decode(raw, lenient, where)
+    warnings += left_out
+    if tool.type != _FUNCTION:
+        raise RequestError(
+            f"'{where}type' is {tool.type[:40]!r}: only tools of type '{_FUNCTION}' are supported",
+            param=f"{where}type",
+        )
+    name = tool.function.name
+    if not _NAME.fullmatch(name):
+        raise RequestError(
+            f"'{where}function.name' is {name[:40]!r}: it must have 1 to 256 characters, and no white space, "
+            "control characters, quotes, braces, backslashes, < or >",
+            param=f"{where}function.name",
+        )
+    return tool.function
+
+
+def _shown(function: Function) -> dict[str, Any]:
+    """In the order in which models were trained to read them."""
+    fields = {"name": function.name, "description": function.description, "parameters": function.parameters}
+    return {name: value for name, value in fields.items() if value is not None}
