@@ -44,7 +44,9 @@ class Stream:
         self.first_token_at = 0.0
         self.last_token_at = 0.0
         self._every_step = options.every_step
-        self._token_bytes = _ID_BYTES + (1 + options.logprobs) * _LOGPROB_BYTES
+        # The token's name, its own log probability, and those of the top tokens.
+        entries = 2 + options.logprobs if options.logprobs >= 0 else 0
+        self._token_bytes = _ID_BYTES + entries * _LOGPROB_BYTES
         self._pending: dict[int, Update | _Joined] = {}
         self._error: ApiError | None = None
         self._wake = asyncio.Event()

@@ -30,6 +30,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[msgspec.Raw] | None = None
 
 
 class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +57,7 @@ class DetokenizeResponse(msgspec.Struct, frozen=True):
 
 TOKENIZE = Schema(
     TokenizeRequest,
-    neutral={"chat_template": (), "mm_processor_kwargs": ({},), "tools": ([],), "media_io_kwargs": ({},)},
+    neutral={"chat_template": (), "mm_processor_kwargs": ({},), "media_io_kwargs": ({},)},
     harmless=frozenset({"user"}),
 )
 DETOKENIZE = Schema(DetokenizeRequest, neutral={}, harmless=frozenset({"user"}))

@@ -20,7 +20,13 @@ from frontend.tokenizer import Tokenizer
 
 __all__ = ["TokenizationService"]
 
-_CHAT_FIELDS = ("messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+_CHAT_FIELDS = (
+    "messages",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+    "tools",
+)
 
 
 class TokenizationService:

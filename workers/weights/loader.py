@@ -92,6 +92,8 @@ def load_dummy(model: CausalLM, progress: Progress) -> None:
     has_lm_head = any(target.name == _LM_HEAD for target in targets)
     loading = _Loading(model, targets, progress)
     for target in targets:
+        if target.shard.elsewhere:  # its layer may be processed already
+            continue
         _fill_randomly(target, has_lm_head)
         loading.loaded(target)
     loading.finish()

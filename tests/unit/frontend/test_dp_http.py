@@ -1,5 +1,6 @@
 """Several engines and several frontends over HTTP: readiness, the choice of a rank, metrics, control."""
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from atom.messages.codec import Decoder, encode
 from atom.messages.engine import AddRequest, FinishReason
 from atom.messages.launch import EngineAddress
 from atom.messages.supervisor import EngineEnded, Engines, GetEngines, control_identity
+from frontend.exposition import Snapshot, expose
 from frontend.shared_metrics import SharedMetrics
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
@@ -55,6 +57,24 @@ def samples(client: Client) -> dict[tuple[str, ...], float]:
         for family in text_string_to_metric_families(body.decode())
         for sample in family.samples
     }
+
+
+def test_a_scrape_formats_its_text_outside_of_the_event_loop(
+    cores: list[FakeCore], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes about 3 ms of each engine: with 16 of them all streams would wait 50 ms at each scrape."""
+    in_loop: list[bool] = []
+
+    def formatted(snapshot: Snapshot) -> bytes:
+        with contextlib.suppress(RuntimeError):
+            asyncio.get_running_loop()
+            in_loop.append(True)
+        return expose(snapshot)
+
+    monkeypatch.setattr("frontend.routes.info.expose", formatted)
+    with running_frontend(cores, checkpoint) as client:
+        assert samples(client)["atom:engine_up", "1"] in (0.0, 1.0)
+    assert not in_loop
 
 
 def is_up(client: Client, rank: int) -> bool:

@@ -257,6 +257,13 @@ def test_texts_of_tools_never_become_control_tokens(
     assert counts[0] == counts[1] == 3
 
 
+def test_tokenizing_counts_the_tools(client: Client, core: FakeCore) -> None:
+    client.post(PATH, **ASKED)
+    status, response = client.post("/tokenize", **ASKED)
+    assert status == 200
+    assert response["tokens"] == unpack_ids(core.requests[-1].prompt_ids).tolist()
+
+
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 

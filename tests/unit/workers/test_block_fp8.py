@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from atom_ops import BlockFP8
 from parallel.communicator import Communicator
+from parallel.expert import expert_dispatch
+from parallel.mesh import Mesh
 from tests.helpers.fp8 import CONFIG, FP8_MODELS, QUANTIZED, numbers, quantized, save_fp8
 from tests.helpers.teacher_forcing import TinyWorker, forced_logits
 from tests.helpers.thread_ranks import on_ranks
@@ -241,6 +243,19 @@ def test_dummy_weights_keep_the_scale_of_plain_ones(tmp_path: Path) -> None:
     gate_up = model.get_submodule("model.layers.0.mlp.gate_up_proj").weight
     assert gate_up.dequantized(torch.float32).std() == pytest.approx(200**-0.5, rel=0.1)
     assert 0 < down.dequantized(torch.float32).std() < 0.02
+
+
+def test_dummy_weights_of_experts_that_are_spread_over_ranks(tmp_path: Path) -> None:
+    save_fp8(EXPERTS, tmp_path)
+    for rank in range(2):
+        tp = Communicator(rank, 2)
+        dispatch = expert_dispatch(Mesh(CPU, tp=tp, ep=tp), expert_parallel=True)
+        context = BuildContext(torch.float32, CPU, tp, MAX_MODEL_LEN, dispatch=dispatch)
+        model = build_model(checkpoint_of(tmp_path), context)
+        load_dummy(model, silent)
+        down = model.get_submodule("model.layers.1.mlp.experts").down
+        assert down.shape == (3 * 200, 256)
+        assert 0 < down.dequantized(torch.float32).std() < 0.02
 
 
 def test_the_helper_quantizes_within_the_format() -> None:

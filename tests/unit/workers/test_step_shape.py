@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from atom.messages.worker import ScheduledBatch
 from atom_ops import (
@@ -73,6 +75,43 @@ def test_one_shape_covers_all_ranks(planned: list[tuple[int, int, int]], shape: 
     assert SIZES.covering(shapes) == SIZES.covering(reversed(shapes)) == shape
     for own in shapes:
         shape.require(own)
+
+
+_ROWS, _TOKENS = 12, 80
+
+
+@st.composite
+def graphs_and_plans(draw: st.DrawFn) -> tuple[GraphSizes, list[tuple[int, int, int]]]:
+    """Sizes of graphs, which may be missing, and the arguments of `plan` on several ranks."""
+    rows, tokens, few = (
+        sorted(draw(st.sets(st.integers(1, most), max_size=5))) for most in (_ROWS, _TOKENS, _ROWS)
+    )
+    sizes = GraphSizes(rows, tokens, few, draw(st.integers(1, 5)))
+    plans = []
+    for _ in range(draw(st.integers(1, 4))):
+        number, per_row = (
+            draw(st.integers(1, _ROWS + 2)),
+            draw(st.sampled_from([0, 1, 2, sizes.tokens_per_row])),
+        )
+        plans.append((number * per_row or number + draw(st.integers(0, _TOKENS)), number, per_row))
+    return sizes, plans
+
+
+@given(graphs_and_plans())
+def test_the_agreed_shape_covers_every_plan_and_is_captured_or_eager(
+    drawn: tuple[GraphSizes, list[tuple[int, int, int]]],
+) -> None:
+    sizes, arguments = drawn
+    planned = [sizes.plan(*each) for each in arguments]
+    for (tokens, rows, _), shape in zip(arguments, planned, strict=True):
+        sizes.check(shape)
+        assert shape.padded_tokens >= tokens and shape.padded_rows >= rows
+        assert sizes.covering([shape]) == shape, "one rank agrees with itself"
+    agreed = sizes.covering(planned)
+    sizes.check(agreed)
+    for shape in planned:
+        agreed.require(shape)
+    assert sizes.covering([agreed, *planned]) == agreed == sizes.covering(reversed(planned))
 
 
 class Agreement:
