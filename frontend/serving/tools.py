@@ -120,7 +120,7 @@ def _function(raw: bytes, where: str, lenient: bool, warnings: list[str]) -> Fun
             param=f"{where}type",
         )
     name = tool.function.name
-    if not _NAME.fullmatch(name):
+    if not (_NAME.fullmatch(name) and name.isprintable()):
         raise RequestError(
             f"'{where}function.name' is {name[:40]!r}: it must have 1 to 256 characters, and no white space, "
             "control characters, quotes, braces, backslashes, < or >",

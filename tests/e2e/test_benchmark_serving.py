@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 import pytest
@@ -127,9 +128,13 @@ def test_the_clock_is_reported(model: Path, tmp_path: Path) -> None:
     with running_clock(ttft_ms=400, itl_ms=50) as url:
         flags = ["--num-prompts", 16, "--max-concurrency", 8, "--percentile-metrics", "ttft,tpot,itl,e2el"]
         result = result_of(tmp_path, *clock_flags(model, url), *flags, "--goodput", "ttft:4000", "tpot:500")
-    assert result["median_ttft_ms"] == pytest.approx(400, rel=0.05)
-    assert result["median_tpot_ms"] == pytest.approx(50, rel=0.05)
-    assert result["median_e2el_ms"] == pytest.approx(900, rel=0.05)
+    # A busy machine delays most requests, but hardly all of them; none is early.
+    tpots = [mean(gaps) for gaps in result["itls"]]
+    assert min(result["ttfts"]) == pytest.approx(0.400, rel=0.1)
+    assert min(tpots) == pytest.approx(0.050, rel=0.1)
+    assert result["median_ttft_ms"] == pytest.approx(1000 * median(result["ttfts"]))
+    assert result["median_tpot_ms"] == pytest.approx(1000 * median(tpots))
+    assert result["median_e2el_ms"] > 0.95 * 900
     assert result["total_output_tokens"] == 16 * 11 and {len(gaps) for gaps in result["itls"]} == {10}
     assert result["request_goodput"] == result["request_throughput"]
 

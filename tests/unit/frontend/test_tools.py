@@ -279,6 +279,7 @@ NAMED = {"type": "function", "function": {"name": "get_weather"}}
         ({"tools": [{"function": {"name": "f", "x": 1}}]}, "tools[0].function.x", "not a field"),
         ({"tools": [{"function": {"name": ""}}]}, "tools[0].function.name", "characters"),
         ({"tools": [{"function": {"name": "a\u0000b"}}]}, "tools[0].function.name", "control"),
+        ({"tools": [{"function": {"name": "a\u202eb"}}]}, "tools[0].function.name", "control"),
         ({"tools": [{"function": {"name": "a b"}}]}, "tools[0].function.name", "white space"),
         ({"tools": [{"function": {"name": "x" * 300}}]}, "tools[0].function.name", "256"),
         (
