@@ -25,7 +25,7 @@ ISA_TESTS := tests/golden tests/models/test_worker.py::test_every_position_in_ch
 	$(addprefix tests/unit/atom_ops/test_,ops.py layers.py attention.py moe.py logprobs.py)
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
-.PHONY: help install serve test test-isa test-unit test-e2e test-slow test-kills test-models test-tokenizers accuracy test-kernels test-compile test-gpu lint type arch fmt docs models bench-latency bench-speculation bench-throughput bench-kernels bench-scheduler bench-serving bench-gpu bench-step bench-document check clean
+.PHONY: help install serve test test-isa test-unit test-e2e test-slow test-kills test-models test-tokenizers accuracy test-kernels test-compile test-gpu lint type arch fmt docs models bench-latency bench-speculation bench-throughput bench-kernels bench-scheduler bench-serving bench-gpu bench-step bench-document tune-experts check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -159,6 +159,9 @@ bench-step: $(INSTALLED) ## what a decode step takes on a GPU, and its kernels; 
 bench-document: $(INSTALLED) ## write docs/benchmarks.md and the picture from docs/benchmarks; add a result: FILE in ARGS
 	@$(BIN)/python -m atom.benchmarks.record $(ARGS)
 	@$(BIN)/python -m atom.benchmarks.serving.picture
+
+tune-experts: $(INSTALLED) ## tiles of the expert kernels, measured on a Hopper GPU; --models and --tokens in ARGS
+	@$(BIN)/python -m tools.tune_experts $(ARGS)
 
 check: lint type test test-tokenizers ## what CI runs
 

@@ -25,6 +25,7 @@ from atom.config.engine import EngineConfig
 from atom.config.resolve import resolve
 from atom.config.server import ServerConfig
 from atom.config.sources import unknown_variables
+from atom.plan import show_plan
 from atom.progress import ProgressBars
 from atom.supervisor import StartError, Supervisor
 from atom.utils import envs
@@ -178,7 +179,12 @@ def run() -> int:
     args = parser.parse_args()
     try:
         args = with_sources(args)
-        Launcher(engine_config_from(args), server_config_from(args), explicit_fields(args)).run()
+        config, server, explicit = engine_config_from(args), server_config_from(args), explicit_fields(args)
+        if args.plan is not None:
+            return show_plan(config, explicit, args.plan, args.json)
+        if args.json:
+            raise ConfigError("--json needs --plan")
+        Launcher(config, server, explicit).run()
     except (StartError, ValueError, OSError, MemoryError) as error:
         if envs.ATOM_LOG_MORE:
             traceback.print_exc()

@@ -92,11 +92,15 @@ def attention_backends(groups: Sequence[CacheGroup]) -> str:
     return ", ".join(f"{group.backend.name} ({len(group.layers)} layers)" for group in bound)
 
 
-def cpu_kv_bytes(cache: CacheConfig, workers: int) -> int:
-    """Bytes of KV cache on each of `workers` CPU workers of this host."""
+def cpu_kv_bytes(cache: CacheConfig, workers: int, weight_bytes: int = 0) -> int:
+    """Bytes of KV cache on each of `workers` CPU workers of this host.
+
+    `weight_bytes` are those of all workers that are still to be loaded.
+    """
     if cache.kv_cache_memory_bytes is not None:
         return cache.kv_cache_memory_bytes
-    return min(_CPU_LIMIT, _available_memory() // _CPU_SHARE // workers)
+    available = max(available_memory() - weight_bytes, 0)
+    return min(_CPU_LIMIT, available // _CPU_SHARE // workers)
 
 
 def cuda_kv_bytes(cache: CacheConfig, device: torch.device, peak_bytes: int) -> int:
@@ -120,7 +124,7 @@ def cuda_kv_bytes(cache: CacheConfig, device: torch.device, peak_bytes: int) -> 
     return left
 
 
-def _available_memory() -> int:
+def available_memory() -> int:
     """Bytes that this process can still allocate: of the host, or of its control group's limit."""
     available = _meminfo("MemAvailable")
     group = Path("/sys/fs/cgroup")

@@ -15,26 +15,25 @@ from atom.messages.worker import AllocateKV, Loaded, NewRow, ScheduledBatch
 from atom.utils import envs
 from atom.utils.logger import get_logger
 from atom_ops import BATCH_INVARIANT_SPLIT, backend
-from parallel.expert import expert_dispatch
 from parallel.mesh import Mesh
 from workers.block_table import BatchLimits, BlockTable
 from workers.decode_graphs import DecodeGraphs
 from workers.graph_recorder import GraphRecorder, Recorder
 from workers.group_rows import GroupRows
 from workers.input_batch import InputBatch
-from workers.kv_cache import allocate_kv, attention_backends, cpu_kv_bytes, cuda_kv_bytes, kv_dtype, kv_specs
+from workers.kv_cache import allocate_kv, attention_backends, cpu_kv_bytes, cuda_kv_bytes, kv_dtype
 from workers.largest_steps import largest_steps, num_blocks, profile_batch
 from workers.layers.cache_groups import CacheGroup, StateGroup
 from workers.layers.causal_lm import CausalLM
-from workers.layers.context import BuildContext, CacheLayer
+from workers.layers.context import CacheLayer
 from workers.layers.linear import Linear
 from workers.marks import MarkedRecorder, mark_modules
 from workers.memory_guard import MemoryGuard
 from workers.model_runner import Graphs, ModelRunner
-from workers.models.registry import build_model
 from workers.pending_step import PendingStep, event_recorder
 from workers.profiler import TraceRecorder
 from workers.prompt_graphs import PROMPT_SIZES, PromptGraphs
+from workers.rank_model import build_rank, compute_dtype, longest_sequence, rank_specs
 from workers.sampler import Sampler
 from workers.spec_decode.methods import method_of
 from workers.state_slots import StateSlots
@@ -43,7 +42,6 @@ from workers.weights.loader import WeightError, describe_weights, load_directory
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total)."""
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 _WARM_TOKENS = 128
 _WARM_DECODES = 2
@@ -97,14 +95,13 @@ class Worker:
         """None unless the configuration names a directory for traces."""
         self._config = config
         self._checkpoint = checkpoint
+        self._mesh = mesh
         self._tp = mesh.tp
-        self._dispatch = expert_dispatch(mesh, config.parallel.enable_expert_parallel)
         self._progress = progress
         self._device = mesh.device
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # kernels and graphs are launched on the current device
-        self._dtype = _DTYPES[config.model.dtype]
-        self._kv_dtype = kv_dtype(config.cache, self._dtype)
+        self._kv_dtype = kv_dtype(config.cache, compute_dtype(config))
         if config.observability.torch_profiler_dir is not None:
             directory, model = config.observability.torch_profiler_dir, config.model.model
             self.traces = TraceRecorder(directory, model, mesh.tp.rank, self._device)
@@ -145,9 +142,7 @@ class Worker:
             torch.cuda.synchronize(self._device)
         get_logger().info("weights on rank %d: %s", self._tp.rank, describe_weights(self._model))
         self._tune()
-        specs = kv_specs(self._model.kv_groups, self._config.cache.block_size, self._kv_dtype)
-        if (method := method_of(self._config.speculative, self._model.kv_groups)) is not None:
-            specs = method.kv_specs(specs)
+        specs = rank_specs(self._config, self._model)
         return Loaded(self._tp.rank, specs, self._kv_bytes(), weight_bytes(self._model))
 
     def _allocate(self, allocate: AllocateKV) -> None:
@@ -166,16 +161,7 @@ class Worker:
             get_logger().info("ops on %s that fell back to torch: %s", self._device, names)
 
     def _build_model(self) -> CausalLM:
-        build = BuildContext(
-            self._dtype,
-            self._device,
-            self._tp,
-            self._longest_sequence(),
-            self._config.cache.block_size,
-            self._kv_dtype,
-            self._dispatch,
-        )
-        model = build_model(self._checkpoint, build)
+        model = build_rank(self._config, self._checkpoint, self._mesh)
         if self._config.model.load_dummy:
             load_dummy(model, lambda done, total: self._progress("Filling weights", done, total))
         else:
@@ -301,7 +287,7 @@ class Worker:
         return most
 
     def _longest_sequence(self) -> int:
-        return self._config.model.max_model_len or self._checkpoint.max_model_len
+        return longest_sequence(self._config, self._checkpoint)
 
     def _peak_of(self, counts: list[int]) -> int:
         """Peak memory of a step that computes `counts[i]` tokens of row i."""

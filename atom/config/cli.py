@@ -114,11 +114,20 @@ def add_server_args(parser: argparse.ArgumentParser) -> None:
 
 
 def add_program_args(parser: argparse.ArgumentParser) -> None:
-    """Add --config and --print-completion."""
+    """Add --config, --plan, --json and --print-completion."""
     config = parser.add_argument(
         "--config", metavar="FILE", help=f"YAML file with one key per flag. [env: {CONFIG_VARIABLE}]"
     )
     _complete_paths(config)
+    parser.add_argument(
+        "--plan",
+        nargs="?",
+        const="",
+        metavar="GPUS",
+        help="Show the memory that the model needs, without loading it, and exit: on this host, or on "
+        "assumed GPUs (8x80: eight of 80 GiB).",
+    )
+    parser.add_argument("--json", action="store_true", help="With --plan: print JSON.")
     parser.add_argument(
         "--print-completion",
         action=_PrintCompletion,

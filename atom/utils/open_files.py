@@ -3,7 +3,7 @@
 import resource
 
 _ENOUGH = 65536
-_NEEDED = 256
+NEEDED_FILES = 256
 
 
 class OpenFilesError(OSError):
@@ -19,8 +19,8 @@ def raise_open_files_limit() -> None:
     allowed = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if allowed < _NEEDED:
+    if allowed < NEEDED_FILES:
         raise OpenFilesError(
-            f"only {allowed} files may be open, and a server needs {_NEEDED}: raise the hard limit "
+            f"only {allowed} files may be open, and a server needs {NEEDED_FILES}: raise the hard limit "
             "(ulimit -Hn, or LimitNOFILE= of a systemd unit)"
         )

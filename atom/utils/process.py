@@ -3,10 +3,12 @@
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -17,6 +19,7 @@ T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
 _MAX_LAUNCH_BYTES = 16 * 1024 * 1024
+_MAX_OUTPUT_BYTES = 16 * 1024 * 1024
 
 
 def spawn(
@@ -24,6 +27,7 @@ def spawn(
     launch: msgspec.Struct,
     pass_fds: Sequence[int] = (),
     stdout: int | None = None,
+    stderr: int | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start `python -m module` and send it `launch`; the child reads it by `read_launch`.
 
@@ -38,6 +42,7 @@ def spawn(
         [sys.executable, "-P", "-m", module],
         stdin=subprocess.PIPE,
         stdout=stdout,
+        stderr=stderr,
         pass_fds=pass_fds,
         # Signals to the supervisor's process group (Ctrl-C, a service manager) must not reach the child.
         process_group=0,
@@ -53,6 +58,30 @@ def spawn(
         child.stdin.write(len(frame).to_bytes(4, "little") + frame)
         child.stdin.flush()
     return child
+
+
+def last_line(child: subprocess.Popen[bytes], deadline: float) -> bytes:
+    """Wait for the end of a child of `spawn` with stdout=PIPE; returns the last line that it printed.
+
+    Kills the child and raises TimeoutError if it has not ended at `deadline`, a time.monotonic().
+    """
+    assert child.stdout is not None and child.stdin is not None
+    output, poll = b"", select.poll()
+    poll.register(child.stdout, select.POLLIN | select.POLLHUP)
+    try:
+        while poll.poll(max(deadline - time.monotonic(), 0) * 1000):
+            if not (piece := os.read(child.stdout.fileno(), 1 << 16)):
+                child.wait(max(deadline - time.monotonic(), 0))
+                return output.rstrip().rpartition(b"\n")[2]
+            output = (output + piece)[-_MAX_OUTPUT_BYTES:]
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        child.kill()
+        child.wait()
+        child.stdin.close()
+        child.stdout.close()
+    raise TimeoutError
 
 
 def read_launch(kind: type[T]) -> T:

@@ -132,6 +132,8 @@ def pack_linear_weight(weight: Weight) -> Weight:
 def _pack_onednn(weight: Weight) -> PackedOneDNN | None:
     if not isinstance(weight, Tensor) or not _onednn_packs(weight.dtype):
         return None
+    if weight.is_meta:  # a plan of the memory: oneDNN has no op for it, and the size stays the same
+        return PackedOneDNN(torch.empty_like(weight), tuple(weight.shape))
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
     return PackedOneDNN(packed, tuple(weight.shape))
 

@@ -10,7 +10,7 @@ from atom_ops.op import Case, op
 
 Scoring = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 
-_TINY = 1e-20  # added to a sum of scores before it divides
+TINY = 1e-20  # added to a sum of scores before it divides
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def route(logits_TX: Tensor, rule: RoutingRule, bias_X: Tensor | None = None) ->
     ids_TJ = choice_TX.topk(rule.top_k, dim=-1).indices
     weights_TJ = scores_TX.gather(1, ids_TJ)
     if rule.renormalise:
-        weights_TJ = weights_TJ / (weights_TJ.sum(-1, keepdim=True) + _TINY)
+        weights_TJ = weights_TJ / (weights_TJ.sum(-1, keepdim=True) + TINY)
     return ids_TJ, weights_TJ * rule.scale
 
 

@@ -32,6 +32,7 @@ def load() -> None:
     import atom_ops.triton_impl.decode_inputs
     import atom_ops.triton_impl.draft_inputs
     import atom_ops.triton_impl.embedding
+    import atom_ops.triton_impl.experts
     import atom_ops.triton_impl.fused_attention
     import atom_ops.triton_impl.fused_linear
     import atom_ops.triton_impl.gated_delta_rule
@@ -46,6 +47,7 @@ def load() -> None:
     import atom_ops.triton_impl.prompt_attention
     import atom_ops.triton_impl.qkv
     import atom_ops.triton_impl.rotary
+    import atom_ops.triton_impl.routing
     import atom_ops.triton_impl.sampling
     import atom_ops.triton_impl.sparse_attention
     import atom_ops.triton_impl.verification  # noqa: F401

@@ -10,6 +10,7 @@ from atom_ops import triton_impl
 from atom_ops.op import REGISTRY, Case
 from atom_ops.ops.attention import AttentionRule
 from atom_ops.ops.attention_plan import BATCH_INVARIANT_SPLIT, AttentionPlan
+from atom_ops.ops.experts import ClampedSwiglu, ExpertWeights
 from atom_ops.ops.index_keys import IndexNorm, make_index_keys
 from atom_ops.ops.kv_cache import FP8, make_kv_layer
 from atom_ops.ops.latent_cache import LatentNorms, make_latent_layer
@@ -187,6 +188,37 @@ def test_every_plan_and_tile_of_linear(chip: str) -> None:
                         batch_invariant.multiply(tile, x_TI, weight, None, True, out_dtype)
         batch_invariant.multiply(batch_invariant._ANYWHERE, x, tensor(4096, 4096), tensor(4096), False)
         batch_invariant.multiply(batch_invariant._FLOAT32, x.float(), tensor(4096, 4096).float(), None, False)
+    check(compiled, chip)
+
+
+@chips
+def test_every_plan_of_experts(chip: str) -> None:
+    """With the layers of Qwen3-30B-A3B, and of GPT-OSS-20B with its biases."""
+    triton_impl.load()
+    from atom_ops.triton_impl import expert_plans, experts
+
+    hopper: list[expert_plans.ExpertPlan] = [plan for _, plan in expert_plans._HOPPER]
+    anywhere: list[expert_plans.ExpertPlan] = [plan for _, plan in expert_plans._ANYWHERE]
+    anywhere += [expert_plans._FEW, expert_plans.BATCH_INVARIANT]
+    hopper += [plan for table in expert_plans.TUNED.values() for plans in table.values() for plan in plans]
+    hopper.append(expert_plans.BATCH_INVARIANT)
+    with compiling_for(CHIPS[chip]) as compiled:
+        for count, hidden, features, chosen in ((128, 2048, 768, 8), (32, 2880, 2880, 4)):
+            biased = count == 32
+            weights = ExpertWeights(
+                tensor(count, 2 * features, hidden),
+                tensor(count, hidden, features),
+                tensor(count, 2 * features) if biased else None,
+                tensor(count, hidden) if biased else None,
+            )
+            activation = ClampedSwiglu(7.0, 1.702) if biased else None
+            for tokens in (1, 4096):
+                ids = ints(tokens, chosen, dtype=torch.int64)
+                args = tensor(tokens, hidden), ids, tensor(tokens, chosen, dtype=torch.float32), weights
+                for plan in dict.fromkeys(anywhere):
+                    experts.multiply(plan, *args, activation, False)
+                for plan in dict.fromkeys(hopper) if chip == "H200" else ():
+                    experts.multiply(plan, *args, activation, True)
     check(compiled, chip)
 
 

@@ -121,6 +121,13 @@ def weight_bytes(model: CausalLM) -> int:
 
 def describe_weights(model: CausalLM) -> str:
     """Number and size of the weights of each type on this rank, for the log."""
+    return ", ".join(
+        f"{len(each)} {name} ({sum(each) / (1 << 20):.1f} MiB)" for name, each in weight_sizes(model).items()
+    )
+
+
+def weight_sizes(model: CausalLM) -> dict[str, list[int]]:
+    """Bytes of each weight on this rank by its type, sorted; a plain tensor has type "plain"."""
     weights = {id(weight): weight for _, layer in weighted_layers(model) for weight in layer.held_weights()}
     sizes: dict[str, list[int]] = {}
     for weight in weights.values():
@@ -128,9 +135,7 @@ def describe_weights(model: CausalLM) -> str:
         sizes.setdefault(name, []).append(
             sum(part.numel() * part.element_size() for part in tensors_of(weight))
         )
-    return ", ".join(
-        f"{len(each)} {name} ({sum(each) / (1 << 20):.1f} MiB)" for name, each in sorted(sizes.items())
-    )
+    return dict(sorted(sizes.items()))
 
 
 def _by_name(targets: Iterable[LoadTarget]) -> dict[str, list[LoadTarget]]:

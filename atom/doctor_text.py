@@ -1,0 +1,98 @@
+"""The report of `atom doctor` as one screen of text."""
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from atom.host import Cpu
+from atom.messages.doctor import Devices
+from atom.plan_text import size_text
+from atom.utils.version import atom_version
+
+if TYPE_CHECKING:
+    from atom.doctor import Report
+
+_WIDTH = 110
+_LABEL = 10
+
+
+def report_text(report: "Report") -> str:
+    """A line for each subject, then the verdict."""
+    lines = [f"ATOM {atom_version()}: what this machine has"]
+    for label, text in [*_rows(report), *_verdict(report)]:
+        indent = " " * (_LABEL + 3)
+        lines += textwrap.wrap(
+            text,
+            _WIDTH,
+            initial_indent=f"  {label:<{_LABEL}} ",
+            subsequent_indent=indent,
+            break_long_words=False,
+        )
+    return "\n".join(lines)
+
+
+def _rows(report: "Report") -> Iterator[tuple[str, str]]:
+    host, devices = report.host, report.devices
+    yield "CPU", _cpu(host.cpu)
+    yield "memory", _memory(host.cpu)
+    yield "GPUs", _gpus(devices)
+    if host.driver:
+        yield "driver", host.driver
+    if host.links:
+        yield "links", "; ".join(host.links)
+    yield "torch", devices.torch or devices.error
+    yield (
+        "packages",
+        ", ".join(
+            f"{each.name} {each.version or 'missing'}{f' ({each.needs})' if each.needs else ''}"
+            for each in host.packages
+        ),
+    )
+    for device, ops in devices.ops.items():
+        yield "ops", f"{device}: {ops}"
+    for name, library in report.libraries.items():
+        version = f"{library.version}: " if library.version and library.error else library.version
+        yield name, f"{version}{library.error}"
+    soft, hard = (_limit(value) for value in host.open_files)
+    shared = host.shared_memory_bytes
+    free = "none" if shared is None else f"{size_text(shared)} free"
+    yield "limits", f"open files {soft} (at most {hard}), /dev/shm {free}"
+    yield "port", f"{host.port} is {'free' if host.port_is_free else 'in use'}"
+    if report.hub is not None:
+        yield "hub", report.hub
+
+
+def _verdict(report: "Report") -> Iterator[tuple[str, str]]:
+    for text in report.warnings:
+        yield "warning", text
+    for text in report.problems:
+        yield "problem", text
+    where = "GPU" if report.devices.gpus else "CPU"
+    yield "result", f"a model can be served on the {where}" if report.can_serve else "no model can be served"
+
+
+def _cpu(cpu: Cpu) -> str:
+    quota = "" if cpu.cpu_quota is None else f" (the control group allows {cpu.cpu_quota:g})"
+    return f"{cpu.name}, {cpu.cores} cores{quota}, {', '.join(cpu.instructions) or 'no vector instructions'}"
+
+
+def _memory(cpu: Cpu) -> str:
+    limit = (
+        "" if cpu.limit_bytes is None else f", limited to {size_text(cpu.limit_bytes)} by the control group"
+    )
+    return f"{size_text(cpu.available_bytes)} available of {size_text(cpu.total_bytes)}{limit}"
+
+
+def _gpus(devices: Devices) -> str:
+    kinds = Counter((gpu.name, gpu.capability, gpu.total_bytes) for gpu in devices.gpus)
+    free = min((gpu.free_bytes for gpu in devices.gpus), default=0)
+    each = [
+        f"{count} x {name} ({capability}), {size_text(total)} each"
+        for (name, capability, total), count in kinds.items()
+    ]
+    return f"{'; '.join(each)}, at least {size_text(free)} free" if each else devices.gpu_problem or "none"
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value < 0 else str(value)

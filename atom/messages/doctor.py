@@ -1,0 +1,48 @@
+"""What the child processes of `atom doctor` are asked, and what they print: one line of JSON each."""
+
+import msgspec
+
+
+class LibraryLaunch(msgspec.Struct, frozen=True):
+    """For `python -m workers.describe_library`: import this module."""
+
+    module: str
+    distribution: str
+
+
+class DevicesLaunch(msgspec.Struct, frozen=True):
+    """For `python -m workers.describe_devices`."""
+
+
+class Gpu(msgspec.Struct, frozen=True):
+    """One GPU that torch can use."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    capability: str
+    """Compute capability, as 9.0; for AMD the architecture, as gfx942."""
+
+
+class Devices(msgspec.Struct, frozen=True):
+    """torch and what it can compute on."""
+
+    error: str = ""
+    """Why torch cannot be used, in one line."""
+    torch: str = ""
+    """Version with its build: CUDA, ROCm or CPU."""
+    gpus: list[Gpu] = []
+    gpu_problem: str = ""
+    """Why torch cannot use the GPU that the host seems to have."""
+    dtypes: list[str] = []
+    """Native compute dtypes of the CPU."""
+    ops: dict[str, str] = {}
+    """Device -> the op providers that run on it, or why none do."""
+
+
+class Library(msgspec.Struct, frozen=True):
+    """An optional library."""
+
+    version: str = ""
+    error: str = ""
+    """Why it cannot be imported, in one line."""

@@ -1,0 +1,115 @@
+"""Kernels and tiles of `experts`, by the shape of the layer and the number of tokens."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class VectorTile:
+    """A program of a kernel without tensor cores."""
+
+    rows: int
+    """Weight rows (of the gate and as many of up)."""
+    columns: int
+    """Weight columns of one iteration (of each of the token's experts)."""
+    warps: int
+    stages: int = 1
+    """Iterations whose loads are in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class VectorPlan:
+    """Each token on its own."""
+
+    tokens: int
+    """Most tokens."""
+    gate_up: VectorTile
+    down: VectorTile
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedTile:
+    """A program of the grouped GEMM."""
+
+    rows: int
+    """Weight rows (of the gate and as many of up)."""
+    columns: int
+    """Weight columns of one iteration."""
+    warps: int
+    stages: int
+    """Iterations whose loads are in flight."""
+    persistent: bool = False
+    """One program on each SM computes many tiles, and loads for the next one before it stores."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedPlan:
+    """Blocks of pairs of one expert."""
+
+    tokens: int
+    """Most tokens."""
+    block: int
+    """Most pairs of a block: the tile's other side."""
+    gate_up: GroupedTile
+    down: GroupedTile
+
+    @property
+    def swapped(self) -> bool:
+        """Whether the weight is the first operand: it has more rows than tokens, and WGMMA needs 64."""
+        return self.block < 64
+
+
+ExpertPlan = VectorPlan | GroupedPlan
+Shape = tuple[int, int, int]
+"""Experts, hidden size, features of an expert."""
+
+MANY = 1 << 30
+"""As `tokens` of the last plan."""
+
+_FEW = VectorPlan(4, VectorTile(4, 512, 4, 3), VectorTile(4, 128, 4, 3))
+
+# By pairs per expert on average: the most, and the plan.
+_HOPPER = (
+    (8, GroupedPlan(MANY, 16, GroupedTile(64, 128, 4, 3), GroupedTile(64, 128, 4, 3))),
+    (24, GroupedPlan(MANY, 32, GroupedTile(64, 64, 4, 3), GroupedTile(128, 64, 4, 5))),
+    (48, GroupedPlan(MANY, 64, GroupedTile(64, 64, 4, 3), GroupedTile(128, 64, 4, 3))),
+    (MANY, GroupedPlan(MANY, 128, GroupedTile(128, 64, 8, 4), GroupedTile(128, 64, 4, 3))),
+)
+_ANYWHERE = (
+    (8, GroupedPlan(MANY, 16, GroupedTile(32, 64, 4, 2), GroupedTile(64, 64, 4, 2))),
+    (32, GroupedPlan(MANY, 32, GroupedTile(32, 64, 4, 2), GroupedTile(64, 64, 4, 2))),
+    (MANY, GroupedPlan(MANY, 64, GroupedTile(32, 64, 4, 2), GroupedTile(64, 64, 4, 2))),
+)
+INTERPRETED = (
+    VectorPlan(1, VectorTile(4, 64, 4), VectorTile(8, 32, 4)),
+    GroupedPlan(10, 16, GroupedTile(32, 64, 4, 2), GroupedTile(64, 32, 4, 2)),
+    GroupedPlan(MANY, 64, GroupedTile(32, 32, 4, 2), GroupedTile(64, 32, 4, 2, persistent=True)),
+)
+BATCH_INVARIANT = GroupedPlan(MANY, 64, GroupedTile(64, 64, 4, 2), GroupedTile(64, 64, 4, 2))
+"""One plan for any number of tokens."""
+
+# Measured with 1, 4, 16, 64, 256, 1024 and 4096 tokens; the limits between these were chosen.
+_QWEN3_30B_A3B = (
+    VectorPlan(1, VectorTile(4, 512, 4, 3), VectorTile(4, 128, 8, 3)),
+    VectorPlan(4, VectorTile(2, 512, 2, 3), VectorTile(2, 128, 4, 3)),
+    GroupedPlan(128, 16, GroupedTile(64, 128, 4, 3), GroupedTile(64, 128, 4, 3)),
+    GroupedPlan(384, 32, GroupedTile(64, 64, 4, 3), GroupedTile(128, 64, 4, 5)),
+    GroupedPlan(768, 64, GroupedTile(64, 64, 4, 3), GroupedTile(128, 64, 4, 3)),
+    GroupedPlan(1536, 128, GroupedTile(128, 64, 8, 4, persistent=True), GroupedTile(128, 64, 8, 3)),
+    GroupedPlan(MANY, 128, GroupedTile(128, 64, 8, 4), GroupedTile(128, 64, 4, 3)),
+)
+
+TUNED: dict[str, dict[Shape, tuple[ExpertPlan, ...]]] = {"NVIDIA H200": {(128, 2048, 768): _QWEN3_30B_A3B}}
+"""By the driver's name of the GPU and the shape: plans by rising tokens. `make tune-experts` measures."""
+
+
+def default_plan(shape: Shape, tokens: int, chosen: int, hopper: bool) -> ExpertPlan:
+    """The plan of a shape that was not measured; each token has `chosen` experts."""
+    if tokens <= _FEW.tokens and tokens * chosen <= 4 * shape[0]:
+        return _FEW
+    per_expert = tokens * chosen / shape[0]
+    return next(plan for most, plan in (_HOPPER if hopper else _ANYWHERE) if per_expert <= most)
+
+
+def tuned_plan(plans: tuple[ExpertPlan, ...], tokens: int) -> ExpertPlan | None:
+    """The first plan for so many tokens; None if there is none."""
+    return next((plan for plan in plans if tokens <= plan.tokens), None)

@@ -1,0 +1,134 @@
+"""MoE routing in Triton: one program scores the experts of a token and selects the top k.
+
+Scores become int64 keys that sort like (score, lowest expert first), so that a maximum finds the
+score and its expert at once, and no two keys are equal. A token takes its top k one by one.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atom_ops.ops.routing import TINY, RoutingRule, route
+from atom_ops.triton_impl import NEEDS, runs_on
+from atom_ops.triton_impl.pdl import launch_options, pdl_begin
+
+_TAKEN = tl.constexpr(-(1 << 63))
+"""Lower than every key."""
+_MOST_EXPERTS = 4096
+
+
+@triton.jit
+def _key(score, number):
+    """int64 that sorts like the score (NaN first, as in torch), then by falling `number`."""
+    bits = score.to(tl.int32, bitcast=True)
+    rank = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (rank.to(tl.int64) << 32) | (0x7FFFFFFF - number).to(tl.int64)
+
+
+@triton.jit
+def _score_of(key):
+    rank = (key >> 32).to(tl.int32)
+    return (rank ^ ((rank >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _number_of(key):
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _in_best_groups(
+    key_GE, groups, GROUP_BEST: tl.constexpr, KEPT_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr
+):
+    """The keys, _TAKEN outside the token's top groups."""
+    number_G = tl.arange(0, BLOCK_G)
+    left_GE, score_G = key_GE, tl.zeros((BLOCK_G,), tl.float32)
+    for _ in tl.static_range(GROUP_BEST):
+        best_G = tl.max(left_GE, 1)
+        score_G += _score_of(best_G)
+        left_GE = tl.where(left_GE == best_G[:, None], _TAKEN, left_GE)
+    group_G = tl.where(number_G < groups, _key(score_G, number_G), _TAKEN)
+    for _ in tl.static_range(KEPT_GROUPS):
+        group_G = tl.where(group_G == tl.max(group_G, 0), _TAKEN, group_G)
+    # What was not taken is lost; groups that do not exist are _TAKEN in every key.
+    return tl.where((group_G == _TAKEN)[:, None], key_GE, _TAKEN)
+
+
+@triton.jit
+def _route(
+    logits, bias, ids, weights, tiny, scale,
+    EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
+    TOP_K: tl.constexpr, SCORING: tl.constexpr, RENORMALISE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_J: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens,)."""
+    pdl_begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    of_group: tl.constexpr = EXPERTS // GROUPS
+    group_G, member_E = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_E)
+    number_GE = group_G[:, None] * of_group + member_E[None, :]
+    exists_GE = (group_G < GROUPS)[:, None] & (member_E < of_group)[None, :]
+    logits += token * EXPERTS
+    logit_GE = tl.load(logits + number_GE, mask=exists_GE, other=float("-inf")).to(tl.float32)
+    most = tl.max(tl.max(logit_GE, 1), 0)
+    total = tl.sum(tl.sum(tl.exp(logit_GE - most), 1), 0)
+    if SCORING == "softmax":
+        score_GE = tl.exp(logit_GE - most) / total
+    elif SCORING == "sigmoid":
+        score_GE = tl.sigmoid(logit_GE)
+    else:
+        score_GE = logit_GE
+    if HAS_BIAS:
+        score_GE += tl.load(bias + number_GE, mask=exists_GE, other=0.0).to(tl.float32)
+    key_GE = tl.where(exists_GE, _key(score_GE, number_GE), _TAKEN)
+    if GROUPS > 1:
+        key_GE = _in_best_groups(key_GE, GROUPS, GROUP_BEST, KEPT_GROUPS, BLOCK_G)
+
+    place_J = tl.arange(0, BLOCK_J)
+    id_J = tl.zeros((BLOCK_J,), tl.int32)
+    for place in tl.static_range(TOP_K):
+        best = tl.max(tl.max(key_GE, 1), 0)
+        id_J = tl.where(place_J == place, _number_of(best), id_J)
+        key_GE = tl.where(key_GE == best, _TAKEN, key_GE)
+
+    chosen_J = place_J < TOP_K
+    logit_J = tl.load(logits + id_J, mask=chosen_J, other=float("-inf")).to(tl.float32)
+    if SCORING == "softmax":
+        weight_J = tl.exp(logit_J - most) / total
+    elif SCORING == "sigmoid":
+        weight_J = tl.sigmoid(logit_J)
+    else:
+        weight_J = tl.exp(logit_J - tl.max(logit_J, 0))
+        weight_J = weight_J / tl.sum(weight_J, 0)
+    if RENORMALISE:
+        weight_J = weight_J / (tl.sum(tl.where(chosen_J, weight_J, 0.0), 0) + tiny)
+    tl.store(ids + token * TOP_K + place_J, id_J.to(tl.int64), mask=chosen_J)
+    tl.store(weights + token * TOP_K + place_J, weight_J * scale, mask=chosen_J)
+
+
+def _supports(logits_TX: Tensor, rule: RoutingRule, bias_X: Tensor | None = None) -> bool:
+    return logits_TX.is_floating_point() and logits_TX.shape[1] <= _MOST_EXPERTS
+
+
+@route.provider("triton", needs=NEEDS, supported=runs_on, supports=_supports)
+def _launch(logits_TX: Tensor, rule: RoutingRule, bias_X: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    logits_TX = logits_TX.contiguous()
+    tokens, experts = logits_TX.shape
+    ids_TJ = torch.empty(tokens, rule.top_k, dtype=torch.int64, device=logits_TX.device)
+    weights_TJ = torch.empty(tokens, rule.top_k, dtype=torch.float32, device=logits_TX.device)
+    if not tokens:
+        return ids_TJ, weights_TJ
+    # Groups have no effect if the scores are logits.
+    groups = 1 if rule.scoring == "softmax_of_chosen" else rule.groups
+    block_g, block_e = triton.next_power_of_2(groups), triton.next_power_of_2(experts // groups)
+    _route[(tokens,)](
+        logits_TX, bias_X, ids_TJ, weights_TJ, TINY, rule.scale,
+        EXPERTS=experts, GROUPS=groups, KEPT_GROUPS=rule.kept_groups, GROUP_BEST=rule.group_best,
+        TOP_K=rule.top_k, SCORING=rule.scoring,
+        RENORMALISE=rule.renormalise and rule.scoring != "softmax_of_chosen", HAS_BIAS=bias_X is not None,
+        BLOCK_G=block_g, BLOCK_E=block_e, BLOCK_J=triton.next_power_of_2(rule.top_k),
+        num_warps=1 if block_g * block_e <= 512 else 4,
+        **launch_options(logits_TX.device),
+    )  # fmt: skip
+    return ids_TJ, weights_TJ

@@ -1,0 +1,52 @@
+"""The model of one rank and the specs of its KV cache: for a worker, and on the meta device for a plan."""
+
+import torch
+
+from atom.config.checkpoint import Checkpoint
+from atom.config.engine import EngineConfig
+from atom.messages.worker import KVSpec
+from parallel.expert import expert_dispatch
+from parallel.mesh import Mesh
+from workers.kv_cache import kv_dtype, kv_specs
+from workers.layers.causal_lm import CausalLM
+from workers.layers.context import BuildContext
+from workers.models.registry import build_model
+from workers.spec_decode.methods import method_of
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def compute_dtype(config: EngineConfig) -> torch.dtype:
+    """The dtype of a resolved configuration."""
+    return _DTYPES[config.model.dtype]
+
+
+def longest_sequence(config: EngineConfig, checkpoint: Checkpoint) -> int:
+    """Tokens of the longest sequence, before the size of the KV cache is known."""
+    return config.model.max_model_len or checkpoint.max_model_len
+
+
+def build_rank(config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh) -> CausalLM:
+    """The rank's model without its weights, on the mesh's device; call `backend.resolve` first.
+
+    Raises ValueError for a model, or a split of one, that is not supported.
+    """
+    dtype = compute_dtype(config)
+    build = BuildContext(
+        dtype,
+        mesh.device,
+        mesh.tp,
+        longest_sequence(config, checkpoint),
+        config.cache.block_size,
+        kv_dtype(config.cache, dtype),
+        expert_dispatch(mesh, config.parallel.enable_expert_parallel),
+    )
+    return build_model(checkpoint, build)
+
+
+def rank_specs(config: EngineConfig, model: CausalLM) -> list[KVSpec]:
+    """The KV spec of each group, with what speculation keeps beside the KV."""
+    dtype = kv_dtype(config.cache, compute_dtype(config))
+    specs = kv_specs(model.kv_groups, config.cache.block_size, dtype)
+    method = method_of(config.speculative, model.kv_groups)
+    return specs if method is None else method.kv_specs(specs)
