@@ -1,4 +1,4 @@
-"""What CONTRIBUTING shows being added (family, quantization scheme, speculation method) is what runs."""
+"""What CONTRIBUTING shows being added (a family, a quantization scheme, a speculation method) is the code."""
 
 import re
 
