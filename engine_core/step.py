@@ -102,8 +102,9 @@ class Step:
         requests = self.sampling
         if failed:
             requests = [request for request in requests if id(request) not in failed]
-        num_decodes = len(requests) - sum(id(request) not in failed for request in self.prefilled)
-        counts, num_proposed = self._counts(result, len(requests), num_decodes)
+        counts, num_proposed = self._counts(result, requests, failed) if self.num_drafts else ((), ())
+        if not self.num_drafts and (result.counts or result.num_proposed):
+            raise ValueError(f"step {self.number} returned counts, and it had no drafts")
         ids = unpack_ids(result.token_ids)
         num_tokens = sum(counts) if counts else len(requests)
         if len(ids) != num_tokens:
@@ -118,16 +119,14 @@ class Step:
         return tokens.select([i for i, request in enumerate(requests) if self.is_valid_for(request)])
 
     def _counts(
-        self, result: BatchResult, num_rows: int, num_decodes: int
+        self, result: BatchResult, requests: list[Request], failed: set[int]
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """Sampled tokens and verified drafts of each row; both empty after a step without drafts.
+        """Sampled tokens and verified drafts of each row of a step with drafts.
 
         Raises ValueError for numbers that do not fit the step.
         """
-        if not self.num_drafts:
-            if result.counts or result.num_proposed:
-                raise ValueError(f"step {self.number} returned counts, and it had no drafts")
-            return (), ()
+        num_rows = len(requests)
+        num_decodes = num_rows - sum(id(request) not in failed for request in self.prefilled)
         ones = array("i", [1]) * num_rows
         counts = unpack_ids(result.counts) if result.counts else ones
         proposed = unpack_ids(result.num_proposed) if result.num_proposed else array("i", [0]) * num_rows
