@@ -154,7 +154,7 @@ def register_attention_backend(backend: AttentionBackend) -> None:
 
 
 def use_attention_backends(names: Sequence[str], device: torch.device, batch_invariant: bool) -> None:
-    """Set the order, of those that run on `device`. `InterleavedKV` is always last."""
+    """Set the order of the backends that run on `device`. `InterleavedKV` is always last."""
     known = [ATTENTION_BACKENDS[name] for name in names if name in ATTENTION_BACKENDS]
     _order[:] = [
         each

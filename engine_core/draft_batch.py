@@ -58,7 +58,7 @@ class DraftBatch:
     def needing_block(self) -> list[tuple[Request, int, int]]:
         """Requests whose blocks do not cover the next step.
 
-        With each the first position at which the step may begin, and the end of those that it may write.
+        With each the first position at which the step may begin, and the end of the positions that it may write.
         """
         width = self.tokens_per_row
         return [
@@ -91,7 +91,7 @@ class DraftBatch:
     def correct(self, requests: Sequence[Request], counts: Sequence[int]) -> list[int]:
         """Their result of one step has `counts[i]` tokens of requests[i]; preempted ones need no correction.
 
-        Returns the indices of those that may have ended with these tokens, or are ending now.
+        Returns the indices of the requests that may have ended with these tokens, or are ending now.
         """
         width, num_drafts, ending = self.tokens_per_row, self.num_drafts, []
         for index, (request, count) in enumerate(zip(requests, counts, strict=True)):
