@@ -58,7 +58,7 @@ class DraftBatch:
     def needing_block(self) -> list[tuple[Request, int, int]]:
         """Requests whose blocks do not cover the next step.
 
-        With each the first position at which the step may begin, and the end of the positions that it may write.
+        With each the first position at which the step may begin, and the end of what it may write.
         """
         width = self.tokens_per_row
         return [
