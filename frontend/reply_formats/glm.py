@@ -17,10 +17,8 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _KEY, _KEY_END = "<arg_key>", "</arg_key>"
 _VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
 _NAME_ENDS = Markers("\n", _KEY, _CLOSE, _OPEN)
-_BETWEEN = Markers(_KEY, _CLOSE, _OPEN)
 _KEY_ENDS = Markers(_KEY_END, _VALUE, _KEY, _CLOSE)
 _VALUE_BEGINS = Markers(_VALUE, _KEY, _CLOSE)
-_VALUE_ENDS = Markers(_VALUE_END, _CLOSE)
 _NO_NAME = frozenset("{}<>\"'")
 
 
@@ -30,8 +28,11 @@ class Glm(XmlCalls):
     OPENERS = (_OPEN,)
     MARKERS = (_OPEN, _CLOSE, _KEY, _KEY_END, _VALUE, _VALUE_END)
     UNKNOWN = ANY
+    PARAMETER = _KEY
+    BETWEEN = Markers(_KEY, _CLOSE, _OPEN)
+    VALUE_END = _VALUE_END
+    VALUE_ENDS = Markers(_VALUE_END, _CLOSE)
 
-    _head = ""
     _parameter = ""
 
     def _opened(self, marker: str) -> None:
@@ -56,23 +57,11 @@ class Glm(XmlCalls):
             self._reject(_OPEN + self._head + (marker or ""))
         return True
 
-    def _between(self) -> bool:
-        """Between parameters."""
-        text, marker = self._take(_BETWEEN)
-        self._write(text)
-        if marker is None:
-            if self._ended and self._complete:
-                self._end_function()
-            return False
-        if marker == _KEY:
-            self._head, self._state = "", self._key
-            return True
-        self._end_function()
+    def _after_function(self, marker: str) -> None:
         if marker == _OPEN:
             self._opened(marker)
         else:
             self._state = self._content
-        return True
 
     def _key(self) -> bool:
         text, marker = self._take(_KEY_ENDS)
@@ -103,22 +92,6 @@ class Glm(XmlCalls):
     def _begin_value(self) -> None:
         self._start_value(self._parameter)
         self._state = self._in_value
-
-    def _in_value(self) -> bool:
-        text, marker = self._take(_VALUE_ENDS)
-        self._add_value(text)
-        if marker is None:
-            if not self._ended:
-                return False
-            if not self._complete:
-                self._cut_value()
-                self._state = self._content
-                return True
-        self._end_value()
-        self._state = self._between
-        if marker == _CLOSE:
-            self._buffer = marker + self._buffer
-        return True
 
     def _not_a_parameter(self, raw: str, marker: str | None) -> None:
         self._write(raw)

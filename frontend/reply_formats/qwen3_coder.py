@@ -20,10 +20,6 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 _NAME_ENDS = Markers(">", "\n", "<")
-_BETWEEN = Markers(_PARAMETER, _FUNCTION_END, _CLOSE, _OPEN, _FUNCTION)
-_VALUE_ENDS = Markers(
-    _PARAMETER_END, *("\n" + tag for tag in (_PARAMETER_END, _PARAMETER, _FUNCTION_END, _CLOSE))
-)
 
 
 class Qwen3Coder(XmlCalls):
@@ -32,19 +28,22 @@ class Qwen3Coder(XmlCalls):
     OPENERS = (_OPEN, _FUNCTION)
     MARKERS = (_OPEN, _CLOSE)
     UNKNOWN = STRING
-
-    _raw = ""
-    """What was consumed of a tag, to be content if it is none."""
+    PARAMETER = _PARAMETER
+    BETWEEN = Markers(_PARAMETER, _FUNCTION_END, _CLOSE, _OPEN, _FUNCTION)
+    VALUE_END = _PARAMETER_END
+    VALUE_ENDS = Markers(
+        _PARAMETER_END, *("\n" + tag for tag in (_PARAMETER_END, _PARAMETER, _FUNCTION_END, _CLOSE))
+    )
 
     def _opened(self, marker: str) -> None:
-        self._raw = marker
+        self._head = marker
         self._state = self._expect if marker == _OPEN else self._name
 
     def _expect(self) -> bool:
         """Behind `<tool_call>`."""
         text = self._buffer.lstrip()
         if text.startswith(_FUNCTION):
-            self._raw = _OPEN + self._buffer[: len(self._buffer) - len(text)] + _FUNCTION
+            self._head = _OPEN + self._buffer[: len(self._buffer) - len(text)] + _FUNCTION
             self._buffer = text[len(_FUNCTION) :]
             self._state = self._name
         elif not self._ended and _FUNCTION.startswith(text) and len(self._buffer) <= MAX_HEADER:
@@ -55,49 +54,37 @@ class Qwen3Coder(XmlCalls):
 
     def _name(self) -> bool:
         text, marker = self._take(_NAME_ENDS)
-        self._raw += text
-        if marker is None and not self._ended and len(self._raw) <= MAX_HEADER:
+        self._head += text
+        if marker is None and not self._ended and len(self._head) <= MAX_HEADER:
             return False
-        name = self._raw.rpartition(_FUNCTION)[2].strip()
+        name = self._head.rpartition(_FUNCTION)[2].strip()
         if marker == ">" and name:
             self._start_function(name)
             self._state = self._between
         else:
             self._buffer = (marker or "") + self._buffer
-            self._reject(self._raw)
+            self._reject(self._head)
         return True
 
-    def _between(self) -> bool:
-        """Between parameters."""
-        text, marker = self._take(_BETWEEN)
-        self._write(text)
-        if marker is None:
-            if self._ended and self._complete:
-                self._end_function()
-            return False
-        if marker == _PARAMETER:
-            self._raw, self._state = "", self._key
-            return True
-        self._end_function()
+    def _after_function(self, marker: str) -> None:
         if marker == _FUNCTION_END:
             self._state = self._closing
         elif marker == _CLOSE:
             self._state = self._content
         else:
             self._opened(marker)
-        return True
 
     def _key(self) -> bool:
         text, marker = self._take(_NAME_ENDS)
-        self._raw += text
-        if marker is None and not self._ended and len(self._raw) <= MAX_HEADER:
+        self._head += text
+        if marker is None and not self._ended and len(self._head) <= MAX_HEADER:
             return False
-        if marker == ">" and self._raw.strip():
-            self._start_value(self._raw.strip())
+        if marker == ">" and self._head.strip():
+            self._start_value(self._head.strip())
             self._state = self._value_begin
         else:
             self._buffer = (marker or "") + self._buffer
-            self._write(_PARAMETER + self._raw)
+            self._write(_PARAMETER + self._head)
             self._state = self._between
         return True
 
@@ -106,22 +93,6 @@ class Qwen3Coder(XmlCalls):
             return False
         self._buffer = self._buffer.removeprefix("\n")
         self._state = self._in_value
-        return True
-
-    def _in_value(self) -> bool:
-        text, marker = self._take(_VALUE_ENDS)
-        self._add_value(text)
-        if marker is None:
-            if not self._ended:
-                return False
-            if not self._complete:
-                self._cut_value()
-                self._state = self._content
-                return True
-        self._end_value()
-        self._state = self._between
-        if marker is not None and not marker.endswith(_PARAMETER_END):
-            self._buffer = marker + self._buffer
         return True
 
     def _closing(self) -> bool:

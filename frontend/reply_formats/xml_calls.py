@@ -6,10 +6,11 @@ Text that does not fit its schema becomes a string.
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NoReturn
 
-from frontend.reply_formats.text import MAX_HELD, TextParser
+from frontend.reply_formats.text import MAX_HELD, Markers, TextParser
 
 __all__ = ["ANY", "STRING", "XmlCalls", "kinds_of", "typed"]
 
@@ -24,16 +25,64 @@ _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _MAX_SCHEMAS = 256
 
 
-class XmlCalls(TextParser):
-    """Writes the arguments of one call as JSON; subclasses find the tags."""
+class XmlCalls(TextParser, ABC):
+    """Writes the arguments of one call as JSON; subclasses have the tags, and read names and keys."""
 
     UNKNOWN: ClassVar[frozenset[str]]
     """The types of parameters that have no schema."""
+    PARAMETER: ClassVar[str]
+    """The tag before a key."""
+    BETWEEN: ClassVar[Markers]
+    """`PARAMETER`, and the tags that end a function."""
+    VALUE_END: ClassVar[str]
+    VALUE_ENDS: ClassVar[Markers]
+    """`VALUE_END`, also behind a newline, and the tags that end a value without it."""
 
+    _head = ""
+    """What was consumed of a name or key, to be content if it is none."""
     _function = ""
     _kinds = STRING
     _value: str | None = None
     """The value that is held until it ends; None while a string is streamed."""
+
+    @abstractmethod
+    def _key(self) -> bool:
+        """Behind `PARAMETER`; `_head` is empty."""
+
+    @abstractmethod
+    def _after_function(self, marker: str) -> None:
+        """Behind a tag that ended a function."""
+
+    def _between(self) -> bool:
+        """Between parameters."""
+        text, marker = self._take(self.BETWEEN)
+        self._write(text)
+        if marker is None:
+            if self._ended and self._complete:
+                self._end_function()
+            return False
+        if marker == self.PARAMETER:
+            self._head, self._state = "", self._key
+            return True
+        self._end_function()
+        self._after_function(marker)
+        return True
+
+    def _in_value(self) -> bool:
+        text, marker = self._take(self.VALUE_ENDS)
+        self._add_value(text)
+        if marker is None:
+            if not self._ended:
+                return False
+            if not self._complete:
+                self._cut_value()
+                self._state = self._content
+                return True
+        self._end_value()
+        self._state = self._between
+        if marker is not None and not marker.endswith(self.VALUE_END):
+            self._buffer = marker + self._buffer
+        return True
 
     def _start_function(self, name: str) -> None:
         self._function = name
