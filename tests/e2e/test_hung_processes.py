@@ -10,18 +10,13 @@ from collections.abc import Callable
 import aiohttp
 import pytest
 
-from tests.helpers.random_server import ARGS, Crowd, write_checkpoint
+from tests.helpers.random_server import ARGS, Crowd
 from tests.helpers.server import Server, running_server
 
 pytestmark = pytest.mark.timeout(240)
 
 STREAMS = 4
 DEADLINE_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_checkpoint(tmp_path_factory.mktemp("random") / "model"))
 
 
 def pid_of(server: Server, module: str) -> int:

@@ -5,40 +5,18 @@ import os
 import re
 import signal
 import socket
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.helpers.random_server import ARGS, Crowd, seconds_until_unready, write_checkpoint
+from tests.helpers.random_server import ARGS, Crowd, seconds_until_unready
 from tests.helpers.server import STOP_DEADLINE_S, Server, is_alive, running_server
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("shared_memory_is_left_as_it_was")]
 
 STREAMS = 6
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_checkpoint(tmp_path_factory.mktemp("random") / "model"))
-
-
-@pytest.fixture
-def run_directories(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the servers of a test put theirs; short, since sockets lie in them."""
-    with tempfile.TemporaryDirectory(prefix="t-") as directory:
-        monkeypatch.setenv("TMPDIR", directory)
-        yield Path(directory)
-
-
-@pytest.fixture(autouse=True)
-def shared_memory_is_left_as_it_was() -> Iterator[None]:
-    before = set(os.listdir("/dev/shm"))
-    yield
-    assert set(os.listdir("/dev/shm")) <= before
 
 
 def port_of(server: Server) -> int:

@@ -1,0 +1,31 @@
+"""What several tests of whole servers need."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.random_server import write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model with random weights."""
+    return str(write_checkpoint(tmp_path_factory.mktemp("random") / "model"))
+
+
+@pytest.fixture
+def run_directories(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the servers of a test put theirs; short, since sockets lie in them."""
+    with tempfile.TemporaryDirectory(prefix="t-") as directory:
+        monkeypatch.setenv("TMPDIR", directory)
+        yield Path(directory)
+
+
+@pytest.fixture
+def shared_memory_is_left_as_it_was() -> Iterator[None]:
+    before = set(os.listdir("/dev/shm"))
+    yield
+    assert set(os.listdir("/dev/shm")) <= before
