@@ -1,7 +1,5 @@
 """Typed keys of the objects that routes read from the application."""
 
-from typing import Any
-
 from aiohttp import web
 
 from atom.messages.launch import FrontendLaunch
@@ -11,7 +9,9 @@ from frontend.engine_client import EngineClient
 from frontend.lifecycle import Lifecycle
 from frontend.limits import HttpLimits
 from frontend.metrics import Metrics
-from frontend.serving.generation import GenerationService
+from frontend.serving.chat import ChatEndpoint
+from frontend.serving.completions import CompletionEndpoint
+from frontend.serving.generation import Generation
 from frontend.serving.models import ModelService
 from frontend.serving.tokenization import TokenizationService
 from frontend.shared_metrics import SharedMetrics
@@ -22,6 +22,7 @@ __all__ = [
     "CHAT",
     "CLIENT",
     "COMPLETIONS",
+    "GENERATION",
     "LAUNCH",
     "LIFECYCLE",
     "LIMITS",
@@ -33,9 +34,10 @@ __all__ = [
 
 API_KEYS = web.AppKey("api_keys", ApiKeys)
 BODY_MEMORY = web.AppKey("body_memory", BodyMemory)
-CHAT = web.AppKey("chat", GenerationService[Any])
+CHAT = web.AppKey("chat", ChatEndpoint)
 CLIENT = web.AppKey("client", EngineClient)
-COMPLETIONS = web.AppKey("completions", GenerationService[Any])
+COMPLETIONS = web.AppKey("completions", CompletionEndpoint)
+GENERATION = web.AppKey("generation", Generation)
 LAUNCH = web.AppKey("launch", FrontendLaunch)
 LIFECYCLE = web.AppKey("lifecycle", Lifecycle)
 LIMITS = web.AppKey("limits", HttpLimits)
