@@ -36,6 +36,7 @@ from atom.utils.net import ListenPort
 from atom.utils.open_files import raise_open_files_limit
 from atom.utils.version import atom_version
 from frontend.auth import ApiKeys
+from frontend.cors import CorsPolicy
 
 # Time beyond the frontend's own deadline before it is killed.
 _STOP_MARGIN_S = 5.0
@@ -73,7 +74,8 @@ class Launcher:
     def _run(self) -> None:
         raise_open_files_limit()
         template = _template_file(self.server.chat_template)
-        ApiKeys(self.server.api_key)  # raises ValueError for unusable keys
+        ApiKeys(self.server.api_key)  # these raise ValueError for unusable settings
+        CorsPolicy(self.server)
         with (
             ListenPort(self.server.host, self.server.server_port, self.server.api_server_count) as port,
             Supervisor(self._bars.update) as supervisor,

@@ -7,6 +7,7 @@ from aiohttp import web
 from atom.messages.launch import FrontendLaunch
 from frontend.auth import ApiKeys
 from frontend.body_memory import BodyMemory
+from frontend.cors import CorsPolicy
 from frontend.engine_client import EngineClient
 from frontend.lifecycle import Lifecycle
 from frontend.limits import HttpLimits
@@ -22,6 +23,7 @@ __all__ = [
     "CHAT",
     "CLIENT",
     "COMPLETIONS",
+    "CORS",
     "LAUNCH",
     "LIFECYCLE",
     "LIMITS",
@@ -36,6 +38,7 @@ BODY_MEMORY = web.AppKey("body_memory", BodyMemory)
 CHAT = web.AppKey("chat", GenerationService[Any])
 CLIENT = web.AppKey("client", EngineClient)
 COMPLETIONS = web.AppKey("completions", GenerationService[Any])
+CORS = web.AppKey("cors", CorsPolicy)
 LAUNCH = web.AppKey("launch", FrontendLaunch)
 LIFECYCLE = web.AppKey("lifecycle", Lifecycle)
 LIMITS = web.AppKey("limits", HttpLimits)

@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from atom.config.fields import NAMES
+
 
 @dataclass(frozen=True)
 class ServerConfig:
@@ -22,6 +24,14 @@ class ServerConfig:
     """Let texts of chat messages hold control tokens such as <|im_start|>; else they are plain text."""
     api_key: Annotated[str, Meta(min_length=1)] | None = None
     """API key, or several separated by commas. Set ATOM_API_KEY instead to hide it from `ps`."""
+    allowed_origins: Annotated[str, NAMES] = "*"
+    """Origins of web pages that may use the server (CORS), such as https://chat.example.org; * allows all."""
+    allowed_methods: Annotated[str, NAMES] = "*"
+    """HTTP methods that these pages may use."""
+    allowed_headers: Annotated[str, NAMES] = "*"
+    """Request headers that these pages may send."""
+    allow_credentials: bool = False
+    """Let these pages send cookies and client certificates; needs --allowed-origins."""
     max_queued_requests: Annotated[int, Meta(ge=0)] = 1024
     """Most waiting requests; further ones get status 429 with Retry-After."""
     max_body_bytes: Annotated[int, Meta(ge=1024)] | None = None

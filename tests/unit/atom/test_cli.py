@@ -36,6 +36,16 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return error
 
 
+@pytest.mark.parametrize("text", ["a,b", " a, b ", '["a", "b"]'])
+def test_names_are_separated_by_commas_or_in_a_json_list(text: str) -> None:
+    assert cli.server_config_from(parse("--allowed-origins", text)).allowed_origins == "a,b"
+
+
+@pytest.mark.parametrize("text", ["", "a,,b", "[1]", '["a,b"]', '["a"', "[]", '[""]'])
+def test_other_names_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--allowed-origins" in refused(capsys, "--allowed-origins", text)
+
+
 def test_defaults_are_the_declared_ones() -> None:
     namespace = parse()
     assert cli.engine_config_from(namespace) == EngineConfig()
