@@ -38,6 +38,7 @@ from frontend.serving.tokenization import TokenizationService
 from frontend.shared_metrics import SharedMetrics
 from frontend.supervisor_link import follow_engines
 from frontend.text_executor import TextExecutor
+from frontend.tls import follow_files, tls_context
 from frontend.tokenizer import Tokenizer
 
 __all__ = ["create_app", "start"]
@@ -52,7 +53,7 @@ _ROUTES = (generation.routes, tokenization.routes, models.routes, info.routes, h
 def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.Application:
     """The application for one model.
 
-    Raises ValueError for unusable API keys, CORS settings, tokenizer or template files.
+    Raises ValueError for unusable API keys, CORS or TLS settings, tokenizer or template files.
     """
     limits = limits or HttpLimits(max_body_bytes=_max_body_bytes(launch))
     app = web.Application(middlewares=[error_middleware, cors_middleware, access_middleware])
@@ -61,6 +62,7 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
     app[keys.BODY_MEMORY] = BodyMemory(max(limits.max_body_memory, 2 * limits.max_body_bytes))
     app[keys.API_KEYS] = ApiKeys(launch.server.api_key)
     app[keys.CORS] = CorsPolicy(launch.server)
+    app[keys.TLS] = tls_context(launch.server)
     app[keys.LIFECYCLE] = Lifecycle()
     app[keys.METRICS] = Metrics()
     _add_services(app, launch, limits)
@@ -75,6 +77,7 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
     app.cleanup_ctx.append(_engine_links)
     app.cleanup_ctx.append(_metrics_file)
     app.cleanup_ctx.append(_loop_watch)
+    app.cleanup_ctx.append(_certificate_watch)
     return app
 
 
@@ -165,7 +168,7 @@ async def start(app: web.Application, listener: socket.socket) -> web.AppRunner:
         shutdown_timeout=_CLEANUP_DEADLINE_S,
     )
     await runner.setup()
-    await Listener(runner, listener, app[keys.LIMITS], app[keys.METRICS]).start()
+    await Listener(runner, listener, app[keys.LIMITS], app[keys.METRICS], app[keys.TLS]).start()
     return runner
 
 
@@ -200,6 +203,14 @@ async def _running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 async def _loop_watch(app: web.Application) -> AsyncIterator[None]:
     async with _running(watch_loop(app[keys.METRICS].event_loop_lag.observe)):
+        yield
+
+
+async def _certificate_watch(app: web.Application) -> AsyncIterator[None]:
+    if (context := app[keys.TLS]) is None:
+        yield
+        return
+    async with _running(follow_files(context, app[keys.LAUNCH].server)):
         yield
 
 

@@ -30,7 +30,7 @@ class CorsPolicy:
             )
 
     def check(self, headers: Mapping[str, str]) -> None:
-        """Raises RequestError (403) if the request that a preflight with `headers` announces is not allowed."""
+        """Raises RequestError (403) if the request announced by a preflight with `headers` is not allowed."""
         origin, method = headers["Origin"], headers[METHOD]
         if not self._allows(self._origins, origin):
             raise _refusal(f"the origin {origin}", "--allowed-origins")

@@ -1,5 +1,6 @@
 """Typed keys of the objects that routes read from the application."""
 
+import ssl
 from typing import Any
 
 from aiohttp import web
@@ -30,6 +31,7 @@ __all__ = [
     "METRICS",
     "MODELS",
     "SHARED_METRICS",
+    "TLS",
     "TOKENIZATION",
 ]
 
@@ -45,4 +47,5 @@ LIMITS = web.AppKey("limits", HttpLimits)
 METRICS = web.AppKey("metrics", Metrics)
 MODELS = web.AppKey("models", ModelService)
 SHARED_METRICS = web.AppKey("shared_metrics", SharedMetrics)
+TLS: web.AppKey[ssl.SSLContext | None] = web.AppKey("tls")
 TOKENIZATION = web.AppKey("tokenization", TokenizationService)

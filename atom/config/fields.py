@@ -113,7 +113,7 @@ def object_text(value: Any) -> str:
 
 
 def names_text(value: Any) -> str:
-    """`value`, names as a list, its JSON text, or separated by commas, in the last form. Raises ConfigError."""
+    """`value`, a list of names, also as JSON or separated by commas, in the last form. Raises ConfigError."""
     names = value
     if isinstance(value, str):
         try:
@@ -121,7 +121,7 @@ def names_text(value: Any) -> str:
         except json.JSONDecodeError as error:
             raise ConfigError(f"{value!r:.80} is not JSON: {error}") from None
     if not names or not isinstance(names, list) or not all(map(_is_name, names)):
-        raise ConfigError(f"{value!r:.80} is not a list of names, such as a,b or [\"a\",\"b\"]")
+        raise ConfigError(f'{value!r:.80} is not a list of names, such as a,b or ["a","b"]')
     return ",".join(name.strip() for name in names)
 
 

@@ -32,6 +32,14 @@ class ServerConfig:
     """Request headers that these pages may send."""
     allow_credentials: bool = False
     """Let these pages send cookies and client certificates; needs --allowed-origins."""
+    ssl_certfile: Annotated[str, Meta(min_length=1)] | None = None
+    """Certificate chain (PEM): serve HTTPS. Renewed files are used within 10 s, for new connections."""
+    ssl_keyfile: Annotated[str, Meta(min_length=1)] | None = None
+    """Private key of the certificate (PEM), if it is not in the same file."""
+    ssl_ca_certs: Annotated[str, Meta(min_length=1)] | None = None
+    """Certificates of the authorities that sign clients' certificates (PEM)."""
+    ssl_cert_reqs: Annotated[int, Meta(ge=0, le=2)] = 0
+    """Whether clients must show a certificate: 0 no, 1 it is checked if they do, 2 yes."""
     max_queued_requests: Annotated[int, Meta(ge=0)] = 1024
     """Most waiting requests; further ones get status 429 with Retry-After."""
     max_body_bytes: Annotated[int, Meta(ge=1024)] | None = None

@@ -1,7 +1,7 @@
 """Preflights of cross-origin requests, and the headers that let pages read responses.
 
-A browser sends a preflight (OPTIONS) before most requests of a page from another origin, without an API key, and
-shows the response to the page only if its headers allow it: also an error, and a stream.
+A browser sends a preflight (OPTIONS) before most requests of a page from another origin, without an API
+key, and shows the response to the page only if its headers allow it: also an error, and a stream.
 """
 
 from aiohttp import web
