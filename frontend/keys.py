@@ -1,10 +1,13 @@
 """Typed keys of the objects that routes read from the application."""
 
+import ssl
+
 from aiohttp import web
 
 from atom.messages.launch import FrontendLaunch
 from frontend.auth import ApiKeys
 from frontend.body_memory import BodyMemory
+from frontend.cors import CorsPolicy
 from frontend.engine_client import EngineClient
 from frontend.lifecycle import Lifecycle
 from frontend.limits import HttpLimits
@@ -22,6 +25,7 @@ __all__ = [
     "CHAT",
     "CLIENT",
     "COMPLETIONS",
+    "CORS",
     "GENERATION",
     "LAUNCH",
     "LIFECYCLE",
@@ -29,6 +33,7 @@ __all__ = [
     "METRICS",
     "MODELS",
     "SHARED_METRICS",
+    "TLS",
     "TOKENIZATION",
 ]
 
@@ -37,6 +42,7 @@ BODY_MEMORY = web.AppKey("body_memory", BodyMemory)
 CHAT = web.AppKey("chat", ChatEndpoint)
 CLIENT = web.AppKey("client", EngineClient)
 COMPLETIONS = web.AppKey("completions", CompletionEndpoint)
+CORS = web.AppKey("cors", CorsPolicy)
 GENERATION = web.AppKey("generation", Generation)
 LAUNCH = web.AppKey("launch", FrontendLaunch)
 LIFECYCLE = web.AppKey("lifecycle", Lifecycle)
@@ -44,4 +50,5 @@ LIMITS = web.AppKey("limits", HttpLimits)
 METRICS = web.AppKey("metrics", Metrics)
 MODELS = web.AppKey("models", ModelService)
 SHARED_METRICS = web.AppKey("shared_metrics", SharedMetrics)
+TLS: web.AppKey[ssl.SSLContext | None] = web.AppKey("tls")
 TOKENIZATION = web.AppKey("tokenization", TokenizationService)

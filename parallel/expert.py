@@ -11,8 +11,8 @@
 T tokens of this rank, M tokens at its experts, J experts per token, D hidden.
 
 The result of `combine` is always partial over tp, as that of a row-parallel layer: the MoE layer adds
-its shared experts' partial sum and all-reduces both at once. A form whose ranks return whole sums of
-some tokens each (all-to-all) leaves the others' rows zero, which the same all-reduce completes.
+its shared experts' partial sum, and the next norm all-reduces both at once. A form whose ranks return
+whole sums of some tokens each (all-to-all) leaves the others' rows zero, which that all-reduce completes.
 
 Ids stay global, as all-to-all libraries return them; the `experts` op skips those of other ranks, and a
 row that is padding has ids of no expert. `combine` belongs to the `dispatch` before it: rows of
@@ -79,7 +79,7 @@ class GatherDispatch(ExpertDispatch):
     """Every rank sees all tokens: all-gather over dp, reduce-scatter of the partial sums over dp.
 
     The tensor-parallel ranks of a data-parallel rank have the same tokens already, so that with dp 1
-    nothing is sent before the all-reduce of the MoE layer.
+    nothing is sent before the all-reduce of the next norm.
     """
 
     def __init__(self, mesh: Mesh):
