@@ -15,6 +15,7 @@ from frontend.serving.generation import GenerationService
 from frontend.serving.models import ModelService
 from frontend.serving.tokenization import TokenizationService
 from frontend.shared_metrics import SharedMetrics
+from frontend.status.feed import StatusFeed
 
 __all__ = [
     "API_KEYS",
@@ -28,6 +29,7 @@ __all__ = [
     "METRICS",
     "MODELS",
     "SHARED_METRICS",
+    "STATUS",
     "TOKENIZATION",
 ]
 
@@ -42,4 +44,5 @@ LIMITS = web.AppKey("limits", HttpLimits)
 METRICS = web.AppKey("metrics", Metrics)
 MODELS = web.AppKey("models", ModelService)
 SHARED_METRICS = web.AppKey("shared_metrics", SharedMetrics)
+STATUS = web.AppKey("status", StatusFeed)
 TOKENIZATION = web.AppKey("tokenization", TokenizationService)
