@@ -49,8 +49,10 @@ class Ranks:
             kv_total=stats.kv_blocks_total,
             prefill=prefill,
             decode=decode,
-            hit_rate=_ratio(stats.prefix_hits, stats.prefix_queries),
-            acceptance=_ratio(sum(stats.num_accepted_tokens_per_pos), stats.num_draft_tokens),
+            prefix_hits=stats.prefix_hits,
+            prefix_queries=stats.prefix_queries,
+            accepted_tokens=sum(stats.num_accepted_tokens_per_pos),
+            draft_tokens=stats.num_draft_tokens,
             preemptions=stats.preemptions,
         )
 
@@ -76,7 +78,3 @@ class Ranks:
         elapsed, now, then = seen.at - before.at, seen.stats, before.stats
         prefill = (now.prefill_tokens - then.prefill_tokens) / elapsed
         return prefill, (now.generated_tokens - then.generated_tokens) / elapsed
-
-
-def _ratio(part: int, whole: int) -> float | None:
-    return part / whole if whole else None

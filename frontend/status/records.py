@@ -56,10 +56,14 @@ class Rank(msgspec.Struct, frozen=True):
     prefill: float = 0.0
     """Tokens per second, over the last second."""
     decode: float = 0.0
-    hit_rate: float | None = None
-    """Fraction of prompt tokens found in the prefix cache, since the start of this life."""
-    acceptance: float | None = None
-    """Fraction of draft tokens that were accepted, since the start of this life."""
+    prefix_hits: int = 0
+    """Since the start of this life, as the counters below: prompt tokens found in the prefix cache,"""
+    prefix_queries: int = 0
+    """and those looked up there."""
+    accepted_tokens: int = 0
+    """Draft tokens that were accepted,"""
+    draft_tokens: int = 0
+    """and all draft tokens."""
     preemptions: int = 0
 
 
