@@ -15,6 +15,7 @@ from frontend.body_memory import BodyMemory
 from frontend.chat_encoder import ChatEncoder
 from frontend.chat_template import ChatTemplate
 from frontend.connections import Listener
+from frontend.cors import CorsPolicy
 from frontend.dp_router import router_for
 from frontend.engine_client import ClientSettings, EngineClient
 from frontend.input_processor import InputProcessor
@@ -27,6 +28,7 @@ from frontend.output_processor import OutputProcessor
 from frontend.reply_formats.choose import choose_format
 from frontend.routes import generation, health, info, models, profile, tokenization
 from frontend.routes.access import access_middleware
+from frontend.routes.cors import add_cors_headers, cors_middleware
 from frontend.routes.errors import add_request_id, error_middleware
 from frontend.serving.chat import ChatService
 from frontend.serving.completions import CompletionService
@@ -36,6 +38,7 @@ from frontend.serving.tokenization import TokenizationService
 from frontend.shared_metrics import SharedMetrics
 from frontend.supervisor_link import follow_engines
 from frontend.text_executor import TextExecutor
+from frontend.tls import follow_files, tls_context
 from frontend.tokenizer import Tokenizer
 
 __all__ = ["create_app", "start"]
@@ -50,14 +53,16 @@ _ROUTES = (generation.routes, tokenization.routes, models.routes, info.routes, h
 def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.Application:
     """The application for one model.
 
-    Raises ValueError for unusable API keys, tokenizer or template files.
+    Raises ValueError for unusable API keys, CORS or TLS settings, tokenizer or template files.
     """
     limits = limits or HttpLimits(max_body_bytes=_max_body_bytes(launch))
-    app = web.Application(middlewares=[error_middleware, access_middleware])
+    app = web.Application(middlewares=[error_middleware, cors_middleware, access_middleware])
     app[keys.LAUNCH] = launch
     app[keys.LIMITS] = limits
     app[keys.BODY_MEMORY] = BodyMemory(max(limits.max_body_memory, 2 * limits.max_body_bytes))
     app[keys.API_KEYS] = ApiKeys(launch.server.api_key)
+    app[keys.CORS] = CorsPolicy(launch.server)
+    app[keys.TLS] = tls_context(launch.server)
     app[keys.LIFECYCLE] = Lifecycle()
     app[keys.METRICS] = Metrics()
     _add_services(app, launch, limits)
@@ -67,10 +72,12 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
     for table in _ROUTES:
         app.add_routes(table)
     app.on_response_prepare.append(add_request_id)
+    app.on_response_prepare.append(add_cors_headers)
     app.on_response_prepare.append(_close_while_draining)
     app.cleanup_ctx.append(_engine_links)
     app.cleanup_ctx.append(_metrics_file)
     app.cleanup_ctx.append(_loop_watch)
+    app.cleanup_ctx.append(_certificate_watch)
     return app
 
 
@@ -161,7 +168,7 @@ async def start(app: web.Application, listener: socket.socket) -> web.AppRunner:
         shutdown_timeout=_CLEANUP_DEADLINE_S,
     )
     await runner.setup()
-    await Listener(runner, listener, app[keys.LIMITS], app[keys.METRICS]).start()
+    await Listener(runner, listener, app[keys.LIMITS], app[keys.METRICS], app[keys.TLS]).start()
     return runner
 
 
@@ -196,6 +203,14 @@ async def _running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 async def _loop_watch(app: web.Application) -> AsyncIterator[None]:
     async with _running(watch_loop(app[keys.METRICS].event_loop_lag.observe)):
+        yield
+
+
+async def _certificate_watch(app: web.Application) -> AsyncIterator[None]:
+    if (context := app[keys.TLS]) is None:
+        yield
+        return
+    async with _running(follow_files(context, app[keys.LAUNCH].server)):
         yield
 
 

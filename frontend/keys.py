@@ -1,5 +1,6 @@
 """Typed keys of the objects that routes read from the application."""
 
+import ssl
 from typing import Any
 
 from aiohttp import web
@@ -7,6 +8,7 @@ from aiohttp import web
 from atom.messages.launch import FrontendLaunch
 from frontend.auth import ApiKeys
 from frontend.body_memory import BodyMemory
+from frontend.cors import CorsPolicy
 from frontend.engine_client import EngineClient
 from frontend.lifecycle import Lifecycle
 from frontend.limits import HttpLimits
@@ -22,12 +24,14 @@ __all__ = [
     "CHAT",
     "CLIENT",
     "COMPLETIONS",
+    "CORS",
     "LAUNCH",
     "LIFECYCLE",
     "LIMITS",
     "METRICS",
     "MODELS",
     "SHARED_METRICS",
+    "TLS",
     "TOKENIZATION",
 ]
 
@@ -36,10 +40,12 @@ BODY_MEMORY = web.AppKey("body_memory", BodyMemory)
 CHAT = web.AppKey("chat", GenerationService[Any])
 CLIENT = web.AppKey("client", EngineClient)
 COMPLETIONS = web.AppKey("completions", GenerationService[Any])
+CORS = web.AppKey("cors", CorsPolicy)
 LAUNCH = web.AppKey("launch", FrontendLaunch)
 LIFECYCLE = web.AppKey("lifecycle", Lifecycle)
 LIMITS = web.AppKey("limits", HttpLimits)
 METRICS = web.AppKey("metrics", Metrics)
 MODELS = web.AppKey("models", ModelService)
 SHARED_METRICS = web.AppKey("shared_metrics", SharedMetrics)
+TLS: web.AppKey[ssl.SSLContext | None] = web.AppKey("tls")
 TOKENIZATION = web.AppKey("tokenization", TokenizationService)

@@ -146,9 +146,11 @@ VARIABLES: dict[str, Variable] = {
         ),
         _fusion("ATOM_USE_TRITON_GEMM", False, "FP4 GEMMs with Triton instead of assembly kernels."),
         _fusion("ATOM_USE_TRITON_MXFP4_BMM", False, "FP4 batched GEMMs in MLA."),
-        _fusion(
+        Variable(
             "ATOM_ENABLE_ALLREDUCE_RMSNORM_FUSION",
+            bool,
             True,
+            Area.ENGINE,
             "One kernel for the tensor parallel all-reduce and the following norm.",
         ),
         _fusion(

@@ -10,7 +10,7 @@ class GatherDispatch(PlannedDispatch):
     """All-gather and reduce-scatter, over the data-parallel ranks.
 
     The tensor-parallel ranks of a data-parallel rank have the same tokens already, so that with dp 1
-    nothing is sent before the sum over tp.
+    nothing is sent before the all-reduce of the next norm.
     """
 
     def dispatch(self, x_TD: Tensor, ids_TJ: Tensor, weights_TJ: Tensor, num_experts: int) -> RoutedTokens:
