@@ -1,15 +1,30 @@
 """The collectives that a model's layers call."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from atom_ops import add_rms_norm
+
 # torch 2.13 renames both and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class PeerMemory(Protocol):
+    """Collectives by kernels that read the memory of the group's other ranks."""
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether they support a tensor of that shape and dtype, and are the faster way."""
+
+    def all_reduce_add_rms_norm(
+        self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """As `Communicator.all_reduce_add_rms_norm`."""
 
 
 class Communicator:
@@ -19,16 +34,27 @@ class Communicator:
     raise torch's RuntimeError after the group's timeout.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        process_group: dist.ProcessGroup | None = None,
+        peers: PeerMemory | None = None,
+        fused_norm: bool = True,
+    ) -> None:
         """`rank` is this process's rank among the group's `size` ranks.
 
         Without a process group several ranks can be described, to shard weights, but not called.
+        `peers` is used for the tensors that it fits; with `fused_norm` also for the norm that follows
+        an all-reduce.
         """
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not among {size} ranks")
         self.rank = rank
         self.size = size
         self._process_group = process_group
+        self._peers = peers
+        self._fused_norm = fused_norm
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks, in place; returns `x`, which must be contiguous.
@@ -38,6 +64,22 @@ class Communicator:
         if self.size > 1:
             dist.all_reduce(x, group=self._group)
         return x
+
+    def all_reduce_add_rms_norm(
+        self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """(rms_norm(sum + residual), sum + residual), where sum is that of the ranks' `x_TD`.
+
+        `x_TD` must be contiguous and may be overwritten; the residual is the same on every rank. The
+        results are bitwise equal on all ranks.
+        """
+        if self._peers is not None and self.fuses_norm(x_TD):
+            return self._peers.all_reduce_add_rms_norm(x_TD, residual_TD, weight_D, eps)
+        return add_rms_norm(self.all_reduce(x_TD), residual_TD, weight_D, eps)
+
+    def fuses_norm(self, x_TD: Tensor) -> bool:
+        """Whether one kernel computes `all_reduce_add_rms_norm` of such a tensor."""
+        return self._fused_norm and self._peers is not None and self._peers.fits(x_TD)
 
     def all_gather_last_dim(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """Concatenate the ranks' `x` along the last dimension, in rank order.
@@ -82,9 +124,20 @@ class Communicator:
         _reduce_scatter(summed, x.contiguous(), group=self._group)
         return summed[: sizes[self.rank]]
 
+    def all_to_all_rows(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send sent[r] rows of `x` to each rank r, in rank order; returns the rows of all ranks for this one.
+
+        received[r] is the number of rows from rank r. `x` has sum(sent) rows.
+        """
+        if self.size == 1:
+            return x
+        found = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(found, x.contiguous(), list(received), list(sent), group=self._group)
+        return found
+
     def close(self) -> None:
         """Forget the process group, which the mesh destroys."""
-        self._process_group = None
+        self._process_group = self._peers = None
 
     @property
     def _group(self) -> dist.ProcessGroup:

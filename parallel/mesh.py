@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from atom.messages.launch import Rendezvous
+from atom.utils import envs
 from parallel.communicator import Communicator
 from parallel.rendezvous import MeetingPoint
 
@@ -130,4 +131,5 @@ def _process_groups(shape: MeshShape, timeout: timedelta) -> _ProcessGroups:
 
 def _communicator(groups: list[tuple[int, ...]], rank: int, made: _ProcessGroups) -> Communicator:
     (ranks,) = (ranks for ranks in groups if rank in ranks)
-    return Communicator(ranks.index(rank), len(ranks), made.get(ranks))
+    fused_norm = envs.ATOM_ENABLE_ALLREDUCE_RMSNORM_FUSION
+    return Communicator(ranks.index(rank), len(ranks), made.get(ranks), fused_norm=fused_norm)

@@ -146,9 +146,11 @@ VARIABLES: dict[str, Variable] = {
         ),
         _fusion("ATOM_USE_TRITON_GEMM", False, "FP4 GEMMs with Triton instead of assembly kernels."),
         _fusion("ATOM_USE_TRITON_MXFP4_BMM", False, "FP4 batched GEMMs in MLA."),
-        _fusion(
+        Variable(
             "ATOM_ENABLE_ALLREDUCE_RMSNORM_FUSION",
+            bool,
             True,
+            Area.ENGINE,
             "One kernel for the tensor parallel all-reduce and the following norm.",
         ),
         _fusion(
@@ -194,6 +196,22 @@ VARIABLES: dict[str, Variable] = {
             1024,
             Area.AITER,
             "Shared experts run on a second stream up to this many tokens; 0 never.",
+        ),
+        Variable(
+            "ATOM_ALL2ALL_PADDED_TOKENS",
+            int,
+            512,
+            Area.ENGINE,
+            "--all2all-backend auto: steps of up to this many tokens over all ranks return the experts' sums "
+            "by a direct exchange, larger ones by reduce-scatter.",
+        ),
+        Variable(
+            "ATOM_ALL2ALL_EAGER_TOKENS",
+            int,
+            2048,
+            Area.ENGINE,
+            "--all2all-backend auto: steps without a graph of at least this many tokens over all ranks send "
+            "a token only to the ranks of its experts.",
         ),
         Variable(
             "ATOM_PROFILER_MORE",

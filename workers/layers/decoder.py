@@ -5,7 +5,8 @@
 
 A family passes its arguments, and its own `mlp` or `token_mixers` where it differs. A token mixer is
 the layer's attention or linear attention. Modules are named as in checkpoints. Each block receives the
-norm in front of it, because most fuse it with their first matmul.
+norm in front of it, because most fuse it with their first matmul. Its output is a partial sum over the
+tensor-parallel ranks; the next norm all-reduces it, adds it to the residual and normalises in one call.
 
 T tokens, R sampling rows, D hidden, O features of the fused projection.
 """
@@ -140,7 +141,7 @@ class SelfAttention(WeightedLayer):
         rotation: Rotation,
         ctx: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(attention output for norm(x + residual), x + residual)."""
+        """See `TokenMixer`."""
         qkv_TO, residual_TD = self.qkv_proj.after_norm(norm, x_TD, residual_TD)
         out_TO = self.attention(qkv_TO, rotation, ctx, self._head_norms(), self.sinks)
         return self.o_proj(out_TO), residual_TD
@@ -165,7 +166,10 @@ class TokenMixer(Protocol):
         rotation: Rotation,
         ctx: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(output for norm(x + residual), x + residual)."""
+        """(output for norm(x + residual), x + residual); see `RMSNorm.add` for `x_TD`.
+
+        The output is a partial sum over the tensor-parallel ranks.
+        """
 
 
 @dataclass(frozen=True)
@@ -184,7 +188,7 @@ class FeedForward(Protocol):
     def after_norm(
         self, norm: RMSNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(output for norm(x + residual), x + residual)."""
+        """(output for norm(x + residual), x + residual), as of a `TokenMixer`."""
 
 
 class GatedMLP(nn.Module):

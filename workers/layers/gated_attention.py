@@ -52,7 +52,7 @@ class GatedAttention(nn.Module):
         rotation: Rotation,
         ctx: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(attention output for norm(x + residual), x + residual)."""
+        """See `TokenMixer`."""
         all_TO, residual_TD = self.qkv_proj.after_norm(norm, x_TD, residual_TD)
         qkv_TO, gate_TO = all_TO.split([all_TO.shape[1] - self._gates, self._gates], 1)
         norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)

@@ -109,7 +109,7 @@ class GatedDeltaNet(WeightedLayer):
         rotation: Rotation,
         ctx: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(output for norm(x + residual), x + residual). `rotation` is unused: there is no RoPE here."""
+        """See `TokenMixer`. `rotation` is unused: there is no RoPE here."""
         states, plan = ctx.kv_layers[self._layer], ctx.groups[self._group]
         assert isinstance(states, StateLayer) and isinstance(plan, StatePlan)
         all_TO, residual_TD = self.in_proj.after_norm(norm, x_TD, residual_TD)

@@ -73,7 +73,10 @@ class ColumnParallelLinear(Linear):
     def after_norm(
         self, norm: RMSNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(linear(norm(x + residual)), x + residual); `x_TD` is the sum if there is no residual."""
+        """(linear(norm(x + residual)), x + residual); see `RMSNorm.add` for `x_TD`."""
+        if norm.tp.size > 1 and residual_TD is not None:
+            normed_TD, total_TD = norm.add(x_TD, residual_TD)
+            return self(normed_TD), total_TD
         return add_norm_linear(x_TD, residual_TD, norm.weight, norm.eps, self.weight, self.bias)
 
 
@@ -105,33 +108,27 @@ class ReorderedLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear(Linear):
-    """Each rank multiplies a part of the input features; the partial sums are all-reduced.
+    """Each rank multiplies a part of the input features; the output is its partial sum.
 
-    Without `reduce` they stay partial, for a caller that adds other partial sums before the all-reduce.
+    The norm that reads it sums over the ranks: `RMSNorm.add`.
     """
 
-    def __init__(
-        self, inputs: ShardRange, out_features: int, bias: bool, build: BuildContext, reduce: bool = True
-    ):
+    def __init__(self, inputs: ShardRange, out_features: int, bias: bool, build: BuildContext):
         super().__init__()
-        self._tp = build.tp
-        self._reduce = reduce
+        self._adds_bias = build.tp.rank == 0
         scheme = build.quantization.linear(build.prefix)
         self.add_matrix("weight", scheme, [ShardSpec((out_features, inputs.total), 1, inputs)], build)
         if bias:
             self.add_weight("bias", [ShardSpec((out_features,), 0, ShardRange.whole(out_features))], build)
 
     def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
-        return self._summed(linear(x_TI, self.weight, self._rank_bias))
+        return linear(x_TI, self.weight, self._rank_bias)
 
     def after_gate(self, gated: GatedLinear, x_T2F: torch.Tensor) -> torch.Tensor:
         """linear(activation(gate) * up), where `x_T2F` holds gate and up side by side."""
-        return self._summed(gated(x_T2F, self.weight, self._rank_bias))
-
-    def _summed(self, partial_TO: torch.Tensor) -> torch.Tensor:
-        return self._tp.all_reduce(partial_TO) if self._reduce else partial_TO
+        return gated(x_T2F, self.weight, self._rank_bias)
 
     @property
     def _rank_bias(self) -> torch.Tensor | None:
         """The bias is added once, by rank 0."""
-        return self.bias if self._tp.rank == 0 else None
+        return self.bias if self._adds_bias else None

@@ -65,8 +65,8 @@ class MoE(nn.Module):
 
     def __init__(self, args: MoEArgs, build: BuildContext):
         super().__init__()
-        self._tp = build.tp
         self._dispatch = build.dispatch
+        self._num_experts = args.num_experts
         self.gate = Router(args, build)
         self.experts = Experts(args, build.at("experts"))
         self.shared_experts = (
@@ -77,16 +77,18 @@ class MoE(nn.Module):
     def after_norm(
         self, norm: RMSNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(output for norm(x + residual), x + residual); `x_TD` is the sum if there is no residual."""
+        """See `FeedForward`."""
         normed_TD, residual_TD = norm.add(x_TD, residual_TD)
         return self(normed_TD), residual_TD
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        routed = self._dispatch.dispatch(x_TD, *self.gate.select_experts(x_TD))
+        """This rank\'s partial sum of the output."""
+        ids_TJ, weights_TJ = self.gate.select_experts(x_TD)
+        routed = self._dispatch.dispatch(x_TD, ids_TJ, weights_TJ, self._num_experts)
         out_TD = self._dispatch.combine(self.experts(*routed))
         if self.shared_experts is not None:
             out_TD = out_TD + self._shared(self.shared_experts, x_TD)
-        return self._tp.all_reduce(out_TD)
+        return out_TD
 
     def _shared(self, shared: "SharedExperts", x_TD: torch.Tensor) -> torch.Tensor:
         if self.shared_expert_gate is None:
@@ -226,7 +228,7 @@ class SharedExperts(nn.Module):
         self.gate_up_proj = ColumnParallelLinear(
             hidden, [features, features], False, build.at("gate_up_proj")
         )
-        self.down_proj = RowParallelLinear(features, hidden, False, build.at("down_proj"), reduce=False)
+        self.down_proj = RowParallelLinear(features, hidden, False, build.at("down_proj"))
         self._gated = gated_linear(args.hidden_act)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:

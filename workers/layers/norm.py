@@ -2,7 +2,7 @@
 
 import torch
 
-from atom_ops import add_rms_norm, rms_norm
+from atom_ops import rms_norm
 from workers.layers.context import BuildContext
 from workers.layers.weighted import CheckpointTensor, ShardRange, ShardSpec, WeightedLayer
 
@@ -19,6 +19,7 @@ class RMSNorm(WeightedLayer):
     def __init__(self, size: int, eps: float, build: BuildContext, zero_centred: bool = False):
         super().__init__()
         self.eps = eps
+        self.tp = build.tp
         whole = ShardRange.whole(size)
         if zero_centred:
             shard = ShardSpec((size,), 0, whole, CheckpointTensor("weight", (size,)), _add_one)
@@ -30,10 +31,14 @@ class RMSNorm(WeightedLayer):
         return rms_norm(x_TD, self.weight, self.eps)
 
     def add(self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual); `x_TD` is the sum if there is no residual."""
+        """(norm(x + residual), x + residual).
+
+        `x_TD` is the output of a block: a partial sum, which is summed over the tensor-parallel ranks,
+        in place. Without a residual it is the embedding, the same on every rank.
+        """
         if residual_TD is None:
             return self(x_TD), x_TD
-        return add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
+        return self.tp.all_reduce_add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
 
 
 def _add_one(weight_D: torch.Tensor) -> torch.Tensor:

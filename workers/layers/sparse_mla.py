@@ -143,7 +143,7 @@ class SparseLatentAttention(LatentAttention):
         rotation: Rotation,
         ctx: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(attention output for norm(x + residual), x + residual)."""
+        """See `TokenMixer`."""
         cache, group = ctx.kv_layers[self._layer], ctx.groups[self._group]
         assert isinstance(cache, LatentLayer) and isinstance(group, GroupContext)
         if self.indexer is None:

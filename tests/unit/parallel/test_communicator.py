@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from atom_ops import add_rms_norm
 from parallel.communicator import Communicator
 from tests.helpers.ranks import Ranks
 
@@ -22,6 +23,12 @@ def test_collectives_of_two_processes(ranks: Ranks) -> None:
         mine = torch.arange(2 * sizes[rank]).view(2, -1) + 100 * rank
         whole = comm.all_gather_last_dim(mine, sizes)
         assert whole.tolist() == [[0, 1, 2, 100, 101], [3, 4, 5, 102, 103]], whole
+
+        from atom_ops import add_rms_norm
+        partial, residual, weight = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1))
+        expected = add_rms_norm(partial * 3, residual, weight[0], 1e-5)
+        found = comm.all_reduce_add_rms_norm(partial * (rank + 1), residual, weight[0], 1e-5)
+        torch.testing.assert_close(found, expected)
 
         half = torch.full((4,), 0.5 + rank, dtype=torch.bfloat16)
         assert comm.all_reduce(half).tolist() == [2.0] * 4
@@ -95,9 +102,33 @@ def test_a_rank_that_died_is_noticed(ranks: Ranks) -> None:
 def test_one_rank_makes_no_call() -> None:
     comm, x = Communicator(), torch.ones(2, 3)
     assert comm.all_reduce(x) is x
+    found, expected = (norm(x, x, x[0], 1e-5) for norm in (comm.all_reduce_add_rms_norm, add_rms_norm))
+    assert all(map(torch.equal, found, expected))
     assert comm.all_gather_last_dim(x, [3]) is x
     assert comm.all_gather_rows(x, [2]) is x
     assert comm.reduce_scatter_rows(x, [2]) is x
+
+
+class _OneToken:
+    """Peer memory for one token, whose results are recognised."""
+
+    def fits(self, x: torch.Tensor) -> bool:
+        return x.shape[0] == 1
+
+    def all_reduce_add_rms_norm(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return x_TD * 7, residual_TD
+
+
+def test_peer_memory_computes_what_fits_unless_the_fused_norm_is_off() -> None:
+    x = torch.ones(2, 4)
+    expected, _ = add_rms_norm(x, x, x[0], 1e-5)
+    for fused, tokens, found in ((True, 1, x * 7), (True, 2, expected), (False, 1, expected)):
+        rows = x[:tokens].clone()
+        comm = Communicator(peers=_OneToken(), fused_norm=fused)
+        normed, _ = comm.all_reduce_add_rms_norm(rows, rows, x[0], 1e-5)
+        assert torch.equal(normed, found[:tokens])
 
 
 def test_ranks_without_a_process_group_can_be_described_but_not_called() -> None:
