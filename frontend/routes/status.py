@@ -4,6 +4,7 @@ import contextlib
 
 from aiohttp import web
 
+from frontend.errors import ApiError
 from frontend.keys import STATUS
 from frontend.routes.writing import EventStream
 
@@ -25,4 +26,8 @@ async def events(request: web.Request) -> web.StreamResponse:
     feed = request.app[STATUS]
     with feed.listening():
         async with contextlib.aclosing(feed.frames()) as frames:
-            return await EventStream(request).send(frames)
+            return await EventStream(request, _error).send(frames)
+
+
+def _error(error: ApiError) -> bytes:
+    return b"event: error\ndata: %b\n\n" % error.body()
