@@ -19,6 +19,7 @@ from frontend.serving.messages import MessagesEndpoint
 from frontend.serving.models import ModelService
 from frontend.serving.tokenization import TokenizationService
 from frontend.shared_metrics import SharedMetrics
+from frontend.status.feed import StatusFeed
 
 __all__ = [
     "API_KEYS",
@@ -35,6 +36,7 @@ __all__ = [
     "METRICS",
     "MODELS",
     "SHARED_METRICS",
+    "STATUS",
     "TLS",
     "TOKENIZATION",
 ]
@@ -53,5 +55,6 @@ MESSAGES = web.AppKey("messages", MessagesEndpoint)
 METRICS = web.AppKey("metrics", Metrics)
 MODELS = web.AppKey("models", ModelService)
 SHARED_METRICS = web.AppKey("shared_metrics", SharedMetrics)
+STATUS = web.AppKey("status", StatusFeed)
 TLS: web.AppKey[ssl.SSLContext | None] = web.AppKey("tls")
 TOKENIZATION = web.AppKey("tokenization", TokenizationService)
