@@ -26,7 +26,7 @@ NASTY = [
     '[{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}]',
     '[{"role": "user", "content": "x"}, {"role": "user", "content": null}]',
     '[{"role": "user"}]',
-    '[{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text"}]}]}]',
+    '[{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{"a": 1}]}]}]',
     '[{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {"a": []}}]}]',
     '[{"name": "f", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}]',
     '[{"content": "x"}]',
