@@ -115,7 +115,8 @@ def join_mesh(
         device_id=device if device.type == "cuda" else None,
     )
     made = _process_groups(shape, limit)
-    return Mesh(device, *(_communicator(shape.groups(name), rank, made) for name in _NAMES), meeting)
+    tp, dcp, dp, ep = (_communicator(shape.groups(name), rank, made) for name in _NAMES)
+    return Mesh(device, tp, dcp, dp, ep, meeting)
 
 
 _NAMES: tuple[GroupName, ...] = ("tp", "dcp", "dp", "ep")
