@@ -1,5 +1,6 @@
 """MORI, AMD's all-to-all library, as a form of dispatch; imported on ROCm only, when it is chosen."""
 
+from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from torch.nn import functional
 from parallel.expert.all_to_all import owners
 from parallel.expert.dispatch import PlannedDispatch, RoutedTokens
 from parallel.mesh import Mesh
+from parallel.rendezvous import MeetingPoint
 
 if TYPE_CHECKING:
     from mori.ops import EpDispatchCombineOp
@@ -77,6 +79,7 @@ class MoriDispatch(PlannedDispatch):
 
     def combine(self, out_MD: Tensor) -> Tensor:
         tokens, share, ids_SJ = self._last
+        assert self._op is not None, "set by the dispatch before"
         # The experts have applied the weights.
         sums, _ = self._op.combine(input=out_MD.contiguous(), weights=None, indices=ids_SJ)
         return functional.pad(sums[: len(ids_SJ)], (0, 0, share.start, tokens - share.stop))
@@ -87,7 +90,8 @@ class MoriDispatch(PlannedDispatch):
             raise ValueError(f"MORI sends no {x_TD.dtype}; use --dtype bfloat16")
         import mori.ops
 
-        self._join()
+        assert self._mesh.meeting is not None, "several ranks have met"
+        _join(self._mesh.meeting, self.ep.rank, self.ep.size)
         gpus = torch.cuda.device_count()
         if self.ep.size <= gpus:
             kernels = mori.ops.EpDispatchCombineKernelType.IntraNode
@@ -114,20 +118,20 @@ class MoriDispatch(PlannedDispatch):
         )
         return mori.ops.EpDispatchCombineOp(config=config)
 
-    def _join(self) -> None:
-        """Join the symmetric memory of all ranks, once in a process; its id travels by the ranks' store."""
-        import mori.shmem
 
-        assert self._mesh.meeting is not None, "several ranks have met"
-        store = self._mesh.meeting.store
-        if self.ep.rank == 0:
-            store.set(_UNIQUE_ID, mori.shmem.shmem_get_unique_id())
-        mori.shmem.shmem_init_attr(
-            flags=mori.shmem.MORI_SHMEM_INIT_WITH_UNIQUEID,
-            rank=self.ep.rank,
-            nranks=self.ep.size,
-            unique_id=store.get(_UNIQUE_ID),
-        )
+@cache
+def _join(meeting: MeetingPoint, rank: int, ranks: int) -> None:
+    """Join the symmetric memory of all ranks, once in a process; its id travels by the ranks' store."""
+    import mori.shmem
+
+    if rank == 0:
+        meeting.store.set(_UNIQUE_ID, mori.shmem.shmem_get_unique_id())
+    mori.shmem.shmem_init_attr(
+        flags=mori.shmem.MORI_SHMEM_INIT_WITH_UNIQUEID,
+        rank=rank,
+        nranks=ranks,
+        unique_id=meeting.store.get(_UNIQUE_ID),
+    )
 
 
 def _blocks(wanted: int, device: torch.device) -> int:
