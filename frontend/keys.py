@@ -17,6 +17,7 @@ from frontend.serving.generation import GenerationService
 from frontend.serving.models import ModelService
 from frontend.serving.tokenization import TokenizationService
 from frontend.shared_metrics import SharedMetrics
+from frontend.supervisor_link import SupervisorLink
 
 __all__ = [
     "API_KEYS",
@@ -25,12 +26,14 @@ __all__ = [
     "CLIENT",
     "COMPLETIONS",
     "CORS",
+    "IS_ADMIN",
     "LAUNCH",
     "LIFECYCLE",
     "LIMITS",
     "METRICS",
     "MODELS",
     "SHARED_METRICS",
+    "SUPERVISOR",
     "TLS",
     "TOKENIZATION",
 ]
@@ -41,11 +44,13 @@ CHAT = web.AppKey("chat", GenerationService[Any])
 CLIENT = web.AppKey("client", EngineClient)
 COMPLETIONS = web.AppKey("completions", GenerationService[Any])
 CORS = web.AppKey("cors", CorsPolicy)
+IS_ADMIN = web.AppKey("is_admin", bool)
 LAUNCH = web.AppKey("launch", FrontendLaunch)
 LIFECYCLE = web.AppKey("lifecycle", Lifecycle)
 LIMITS = web.AppKey("limits", HttpLimits)
 METRICS = web.AppKey("metrics", Metrics)
 MODELS = web.AppKey("models", ModelService)
 SHARED_METRICS = web.AppKey("shared_metrics", SharedMetrics)
+SUPERVISOR = web.AppKey("supervisor", SupervisorLink)
 TLS: web.AppKey[ssl.SSLContext | None] = web.AppKey("tls")
 TOKENIZATION = web.AppKey("tokenization", TokenizationService)

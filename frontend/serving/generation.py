@@ -103,7 +103,8 @@ class GenerationService(ABC, Generic[R]):
         requests = await self._executor.run(
             len(body) // 8, lambda: self._requests(request, params, ids, cache_salt)
         )
-        return dataclasses.replace(request, requests=requests)
+        named = [msgspec.structs.replace(one, name=request.id, tenant=caller.tenant) for one in requests]
+        return dataclasses.replace(request, requests=named)
 
     async def respond(self, request: GenerateRequest) -> bytes:
         """The complete response as JSON. Cancelling aborts the generation."""
