@@ -73,9 +73,13 @@ class Communicator:
         `x_TD` must be contiguous and may be overwritten; the residual is the same on every rank. The
         results are bitwise equal on all ranks.
         """
-        if self._fused_norm and self._peers is not None and self._peers.fits(x_TD):
+        if self._peers is not None and self.fuses_norm(x_TD):
             return self._peers.all_reduce_add_rms_norm(x_TD, residual_TD, weight_D, eps)
         return add_rms_norm(self.all_reduce(x_TD), residual_TD, weight_D, eps)
+
+    def fuses_norm(self, x_TD: Tensor) -> bool:
+        """Whether one kernel computes `all_reduce_add_rms_norm` of such a tensor."""
+        return self._fused_norm and self._peers is not None and self._peers.fits(x_TD)
 
     def all_gather_last_dim(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """Concatenate the ranks' `x` along the last dimension, in rank order.
@@ -119,6 +123,17 @@ class Communicator:
         summed = x.new_empty(most, *x.shape[1:])
         _reduce_scatter(summed, x.contiguous(), group=self._group)
         return summed[: sizes[self.rank]]
+
+    def all_to_all_rows(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send sent[r] rows of `x` to each rank r, in rank order; returns the rows of all ranks for this one.
+
+        received[r] is the number of rows from rank r. `x` has sum(sent) rows.
+        """
+        if self.size == 1:
+            return x
+        found = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(found, x.contiguous(), list(received), list(sent), group=self._group)
+        return found
 
     def close(self) -> None:
         """Forget the process group, which the mesh destroys."""
