@@ -31,7 +31,7 @@ from frontend.metrics import Metrics
 from frontend.output_memory import default_output_memory
 from frontend.output_processor import OutputProcessor
 from frontend.reply_formats.choose import choose_format
-from frontend.routes import generation, health, info, models, profile, requests, tokenization
+from frontend.routes import generation, health, info, models, page, profile, requests, status, tokenization
 from frontend.routes.access import access_middleware
 from frontend.routes.cors import add_cors_headers, cors_middleware
 from frontend.routes.errors import add_request_id, error_middleware
@@ -39,10 +39,12 @@ from frontend.serving.chat import ChatEndpoint
 from frontend.serving.chat_prompts import ChatPrompts
 from frontend.serving.completions import CompletionEndpoint
 from frontend.serving.generation import Generation, ServingOptions
+from frontend.serving.messages import MessagesEndpoint
 from frontend.serving.models import ModelService, fingerprint
 from frontend.serving.prompts import PromptEncoder
 from frontend.serving.tokenization import TokenizationService
 from frontend.shared_metrics import SharedMetrics
+from frontend.status.feed import StatusFeed
 from frontend.supervisor_link import SupervisorLink
 from frontend.text_executor import TextExecutor
 from frontend.tls import follow_files, tls_context
@@ -85,9 +87,17 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
     app[keys.METRICS] = Metrics()
     app[keys.SUPERVISOR] = SupervisorLink(launch.control, launch.index, launch.state)
     _add_services(app, launch, limits)
+    client = app[keys.CLIENT]
     app[keys.SHARED_METRICS] = SharedMetrics(
-        launch.metrics_dir, launch.index, launch.life, app[keys.METRICS], app[keys.CLIENT].__len__
+        launch.metrics_dir,
+        launch.index,
+        launch.life,
+        app[keys.METRICS],
+        client.__len__,
+        client.oldest_requests,
     )
+    if not launch.server.disable_status_page:
+        _add_status_page(app, launch)
     for table in _ROUTES:
         app.add_routes(table)
     _apply(app, launch.state)
@@ -138,7 +148,9 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
     app[keys.COMPLETIONS] = CompletionEndpoint(
         _encoder(inputs, server, _COMPLETION_TOKENS), server.lenient_fields
     )
-    app[keys.TOKENIZATION] = TokenizationService(inputs, models_service, chat, executor)
+    messages = MessagesEndpoint(inputs, prompts, models_service, server.lenient_fields)
+    app[keys.MESSAGES] = messages
+    app[keys.TOKENIZATION] = TokenizationService(inputs, models_service, chat, messages, executor)
     app.cleanup_ctx.append(lambda _: _shut_down(executor))
 
 
@@ -160,6 +172,21 @@ def _chat_prompts(launch: FrontendLaunch, inputs: InputProcessor) -> ChatPrompts
 
 def _encoder(inputs: InputProcessor, server: ServerConfig, default_max_tokens: int) -> PromptEncoder:
     return PromptEncoder(inputs, server.default_max_tokens or default_max_tokens)
+
+
+def _add_status_page(app: web.Application, launch: FrontendLaunch) -> None:
+    feed = StatusFeed(
+        launch,
+        app[keys.MODELS].name,
+        app[keys.CLIENT],
+        app[keys.SHARED_METRICS],
+        app[keys.LIFECYCLE],
+    )
+    app[keys.STATUS] = feed
+    app.add_routes(page.routes())
+    app.add_routes(status.routes)
+    app.cleanup_ctx.append(_status_feed)
+    app.on_shutdown.append(_close_status_feed)
 
 
 def _max_body_bytes(launch: FrontendLaunch) -> int:
@@ -235,6 +262,15 @@ async def _admin_server(app: web.Application) -> AsyncIterator[None]:
     await Listener(runner, socket.socket(fileno=descriptor), app[keys.LIMITS], app[keys.METRICS]).start()
     yield
     await runner.cleanup()
+
+
+async def _status_feed(app: web.Application) -> AsyncIterator[None]:
+    async with _running(app[keys.STATUS].run()):
+        yield
+
+
+async def _close_status_feed(app: web.Application) -> None:
+    app[keys.STATUS].close()
 
 
 async def _metrics_file(app: web.Application) -> AsyncIterator[None]:

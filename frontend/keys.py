@@ -15,9 +15,11 @@ from frontend.metrics import Metrics
 from frontend.serving.chat import ChatEndpoint
 from frontend.serving.completions import CompletionEndpoint
 from frontend.serving.generation import Generation
+from frontend.serving.messages import MessagesEndpoint
 from frontend.serving.models import ModelService
 from frontend.serving.tokenization import TokenizationService
 from frontend.shared_metrics import SharedMetrics
+from frontend.status.feed import StatusFeed
 from frontend.supervisor_link import SupervisorLink
 
 __all__ = [
@@ -32,9 +34,11 @@ __all__ = [
     "LAUNCH",
     "LIFECYCLE",
     "LIMITS",
+    "MESSAGES",
     "METRICS",
     "MODELS",
     "SHARED_METRICS",
+    "STATUS",
     "SUPERVISOR",
     "TLS",
     "TOKENIZATION",
@@ -51,9 +55,11 @@ GENERATION = web.AppKey("generation", Generation)
 LAUNCH = web.AppKey("launch", FrontendLaunch)
 LIFECYCLE = web.AppKey("lifecycle", Lifecycle)
 LIMITS = web.AppKey("limits", HttpLimits)
+MESSAGES = web.AppKey("messages", MessagesEndpoint)
 METRICS = web.AppKey("metrics", Metrics)
 MODELS = web.AppKey("models", ModelService)
 SHARED_METRICS = web.AppKey("shared_metrics", SharedMetrics)
 SUPERVISOR = web.AppKey("supervisor", SupervisorLink)
+STATUS = web.AppKey("status", StatusFeed)
 TLS: web.AppKey[ssl.SSLContext | None] = web.AppKey("tls")
 TOKENIZATION = web.AppKey("tokenization", TokenizationService)

@@ -104,6 +104,8 @@ class FrontendLaunch(msgspec.Struct, frozen=True):
     """What administrators have set; later changes come through `control`."""
     admin_fd: int | None = None
     """The listening socket of the administration, inherited; None: this frontend does not serve it."""
+    started_at: float = 0.0
+    """When the server was started: the monotonic clock, which all processes of a host share."""
 
 
 class PrepareLaunch(msgspec.Struct, frozen=True):

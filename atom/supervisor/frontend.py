@@ -1,6 +1,7 @@
 """One HTTP process, on a socket that the supervisor holds."""
 
 import socket
+import time
 from collections.abc import Callable
 
 from atom.config.server import ServerConfig
@@ -35,6 +36,7 @@ class Frontend(Domain):
         self._port = port
         self._engines = engines
         self._admin = admin
+        self._started_at = time.monotonic()
         super().__init__(_FRONTEND if server.api_server_count == 1 else f"{_FRONTEND} {index}", setup)
 
     def _open(self, number: int) -> Life:
@@ -59,6 +61,7 @@ class Frontend(Domain):
             life=self.number,
             state=engines.state,
             admin_fd=admin_fd,
+            started_at=self._started_at,
         )
         passed = [descriptor] if admin_fd is None else [descriptor, admin_fd]
         life.spawn((_FRONTEND, self.name), "frontend.main", launch, pass_fds=passed)
