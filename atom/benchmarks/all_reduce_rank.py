@@ -50,6 +50,7 @@ def main() -> None:
     torch.set_num_threads(launch.threads)
     backend.resolve(device)
     mesh = join_mesh(MeshShape(tp=launch.ranks), launch.rank, launch.where, device, _JOIN_S)
+    mesh.tp.open_peers(launch.width, getattr(torch, launch.dtype), device)
     with torch.inference_mode():
         rows = [_Comparison(launch, tokens, mesh.tp, device).row() for tokens in launch.tokens]
     mesh.close()

@@ -1,10 +1,11 @@
-"""All-reduce, residual and RMS norm in one kernel, through memory that the ranks write into each other's GPUs.
+"""All-reduce, residual and RMS norm in one kernel: ranks write rows into the memory of each other's GPUs.
 
-Each rank has an inbox of [2, sources, rows, width] elements, which the other ranks fill. There are no flags: a
-place that holds `EMPTY`, a NaN that is never sent, has not been written yet.
+Each rank has an inbox of [2, sources, rows, width] elements, which the other ranks fill. There are no
+flags: a place that holds `EMPTY`, a NaN that is never sent, has not been written yet.
 
     one shot      every rank sends its partial row to all others, and sums what it gets
-    two shots     every rank sends its partial row to the row's owner (row % ranks), which sends the sum to all
+    two shots     every rank sends its partial row to the row's owner (row % ranks), which sends back
+                  the sum
 
 One shot waits once; two shots send less where there are more than two ranks. The bits are the same: a sum in
 float32 in the order of the ranks, plus the residual, rounded once. Every rank computes the norm itself.
