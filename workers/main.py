@@ -137,7 +137,8 @@ def _work(launch: WorkerLaunch, link: Link) -> None:
     from workers.worker import Worker, worker_device
 
     config, rank = launch.config, launch.rank
-    shape = MeshShape(tp=config.parallel.tensor_parallel_size)
+    parallel = config.parallel
+    shape = MeshShape(tp=parallel.tensor_parallel_size, dcp=parallel.decode_context_parallel_size)
     mesh = join_mesh(shape, rank, launch.rendezvous, worker_device(config, launch.device_index))
     worker = Worker(config, launch.checkpoint, mesh, link.progress)
     link.send(worker.load())

@@ -22,7 +22,7 @@ from atom.utils.exit_status import ExitStatus
 from atom.utils.process import read_launch
 from atom_ops import backend
 from parallel.communicator import Communicator
-from parallel.mesh import Mesh
+from parallel.mesh import Mesh, MeshShape
 from workers.kv_cache import available_memory, cpu_kv_bytes
 from workers.layers.causal_lm import CausalLM
 from workers.rank_model import build_rank, rank_specs
@@ -69,9 +69,10 @@ def plan(launch: PlanLaunch) -> PlanResult:
 
 def planned_rank(config: EngineConfig, checkpoint: Checkpoint, rank: int, size: int) -> CausalLM:
     """The rank's model on the meta device, processed as after loading. Raises ValueError."""
-    group = Communicator(rank, size)
+    shape = MeshShape(tp=size, dcp=config.parallel.decode_context_parallel_size)
+    group, dcp = Communicator(rank, size), Communicator(rank % shape.dcp, shape.dcp)
     with _META:
-        model = build_rank(config, checkpoint, Mesh(_META, tp=group, ep=group))
+        model = build_rank(config, checkpoint, Mesh(_META, tp=group, dcp=dcp, ep=group))
         for _, layer in weighted_layers(model):
             layer.process_weights_after_loading()
     return model

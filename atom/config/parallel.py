@@ -12,6 +12,8 @@ All2AllBackend = Literal["auto", "allgather_reducescatter", "alltoall", "mori"]
 class ParallelConfig:
     tensor_parallel_size: Annotated[int, Meta(ge=1)] = 1
     """Number of workers that every layer is split over."""
+    decode_context_parallel_size: Annotated[int, Meta(ge=1)] = 1
+    """Number of tensor-parallel workers that split the KV cache of MLA by tokens; divides -tp."""
     data_parallel_size: Annotated[int, Meta(ge=1, le=1024)] = 1
     """Number of independent engines, each with the whole model; every request runs on one of them."""
     enable_expert_parallel: bool = False

@@ -14,6 +14,7 @@ from atom.config.device import DeviceConfig
 from atom.config.engine import EngineConfig
 from atom.config.fields import ConfigError
 from atom.config.model import ModelConfig
+from atom.config.parallel import ParallelConfig
 from atom.config.scheduler import SchedulerConfig
 from atom.config.speculative import SpeculativeConfig
 
@@ -88,6 +89,7 @@ def resolve(
         )
     _check_length(config.model, checkpoint)
     _check_ranks(config.parallel.tensor_parallel_size, checkpoint)
+    _check_context_parallel(config.parallel, checkpoint)
     if config.parallel.enable_expert_parallel:
         _check_experts(config.parallel.tensor_parallel_size, checkpoint)
     cache = _cache(config.cache, checkpoint, explicit, notes)
@@ -163,6 +165,31 @@ def _check_ranks(ranks: int, checkpoint: Checkpoint) -> None:
     if ranks > heads:
         raise ConfigError(
             f"--tensor-parallel-size {ranks}: the model has {heads} attention heads; use at most {heads}"
+        )
+
+
+def _check_context_parallel(parallel: ParallelConfig, checkpoint: Checkpoint) -> None:
+    size, ranks = parallel.decode_context_parallel_size, parallel.tensor_parallel_size
+    if size == 1:
+        return
+    flag, model = f"--decode-context-parallel-size {size}", checkpoint.hf_config
+    if ranks % size:
+        raise ConfigError(f"{flag} does not divide --tensor-parallel-size {ranks}")
+    if not model.get("kv_lora_rank"):
+        raise ConfigError(
+            f"{flag}: only MLA has a KV cache that every worker would hold whole; the KV heads of "
+            f"{checkpoint.model_type} are split by --tensor-parallel-size: omit the flag"
+        )
+    if model.get("index_topk"):
+        raise ConfigError(
+            f"{flag}: {checkpoint.model_type} has sparse attention, whose top-k tokens are not split over "
+            "workers yet: omit the flag"
+        )
+    heads = model["num_attention_heads"]
+    if heads % ranks:
+        raise ConfigError(
+            f"{flag}: every worker needs the same number of heads, and --tensor-parallel-size {ranks} does "
+            f"not divide the {heads} of the model"
         )
 
 
