@@ -22,6 +22,7 @@ from frontend.serving.responses import ResponsesEndpoint
 from frontend.serving.tokenization import TokenizationService
 from frontend.shared_metrics import SharedMetrics
 from frontend.status.feed import StatusFeed
+from frontend.supervisor_link import SupervisorLink
 
 __all__ = [
     "API_KEYS",
@@ -31,6 +32,7 @@ __all__ = [
     "COMPLETIONS",
     "CORS",
     "GENERATION",
+    "IS_ADMIN",
     "LAUNCH",
     "LIFECYCLE",
     "LIMITS",
@@ -41,6 +43,7 @@ __all__ = [
     "RESPONSE_STORE",
     "SHARED_METRICS",
     "STATUS",
+    "SUPERVISOR",
     "TLS",
     "TOKENIZATION",
 ]
@@ -51,6 +54,7 @@ CHAT = web.AppKey("chat", ChatEndpoint)
 CLIENT = web.AppKey("client", EngineClient)
 COMPLETIONS = web.AppKey("completions", CompletionEndpoint)
 CORS = web.AppKey("cors", CorsPolicy)
+IS_ADMIN = web.AppKey("is_admin", bool)
 GENERATION = web.AppKey("generation", Generation)
 LAUNCH = web.AppKey("launch", FrontendLaunch)
 LIFECYCLE = web.AppKey("lifecycle", Lifecycle)
@@ -61,6 +65,7 @@ MODELS = web.AppKey("models", ModelService)
 RESPONSES = web.AppKey("responses", ResponsesEndpoint)
 RESPONSE_STORE = web.AppKey("response_store", ResponseStore)
 SHARED_METRICS = web.AppKey("shared_metrics", SharedMetrics)
+SUPERVISOR = web.AppKey("supervisor", SupervisorLink)
 STATUS = web.AppKey("status", StatusFeed)
 TLS: web.AppKey[ssl.SSLContext | None] = web.AppKey("tls")
 TOKENIZATION = web.AppKey("tokenization", TokenizationService)
