@@ -141,7 +141,7 @@ class Launcher:
         config, details = self.config, supervisor.details
         scheme = "http" if self.server.ssl_certfile is None else "https"
         url = f"{scheme}://{_reachable(self.server.host)}:{port}"
-        name = config.model.served_model_name or config.model.model
+        name = config.model.names[0]
         changes = config.model.hf_overrides
         each = " in each engine" if config.parallel.data_parallel_size > 1 else ""
         rows = [
