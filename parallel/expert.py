@@ -56,6 +56,13 @@ class ExpertDispatch(ABC):
         return split(num_experts, self.ep.size, self.ep.rank)
 
     @abstractmethod
+    def plan(self, tokens: Sequence[int]) -> None:
+        """State the tokens of every data-parallel rank in the steps that follow.
+
+        Raises ValueError if that is not one number for each rank.
+        """
+
+    @abstractmethod
     def dispatch(self, x_TD: Tensor, ids_TJ: Tensor, weights_TJ: Tensor) -> RoutedTokens: ...
 
     @abstractmethod
@@ -67,6 +74,9 @@ class LocalDispatch(ExpertDispatch):
     """Every expert is on every rank, or a share of its features: tokens stay where they are."""
 
     ep = Communicator()
+
+    def plan(self, tokens: Sequence[int]) -> None:
+        """Nothing is planned."""
 
     def dispatch(self, x_TD: Tensor, ids_TJ: Tensor, weights_TJ: Tensor) -> RoutedTokens:
         return RoutedTokens(x_TD, ids_TJ, weights_TJ)
@@ -88,10 +98,7 @@ class GatherDispatch(ExpertDispatch):
         self._tokens: Sequence[int] | None = None
 
     def plan(self, tokens: Sequence[int]) -> None:
-        """State the tokens of every data-parallel rank in the steps that follow; unused with dp 1.
-
-        Raises ValueError if that is not one number for each rank.
-        """
+        """Unused with dp 1."""
         if len(tokens) != self._dp.size:
             raise ValueError(f"{len(tokens)} token counts for {self._dp.size} data-parallel ranks")
         self._tokens = tuple(tokens)

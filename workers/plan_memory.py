@@ -22,6 +22,7 @@ from atom.utils.exit_status import ExitStatus
 from atom.utils.process import read_launch
 from atom_ops import backend
 from parallel.communicator import Communicator
+from parallel.expert import expert_dispatch
 from parallel.mesh import Mesh
 from workers.kv_cache import available_memory, cpu_kv_bytes
 from workers.layers.causal_lm import CausalLM
@@ -68,10 +69,13 @@ def plan(launch: PlanLaunch) -> PlanResult:
 
 
 def planned_rank(config: EngineConfig, checkpoint: Checkpoint, rank: int, size: int) -> CausalLM:
-    """The rank's model on the meta device, processed as after loading. Raises ValueError."""
-    group = Communicator(rank, size)
+    """The model of a rank of engine 0 on the meta device, processed as after loading. Raises ValueError."""
+    parallel = config.parallel
+    engines = parallel.data_parallel_size if parallel.lockstep else 1
+    mesh = Mesh(_META, tp=Communicator(rank, size), ep=Communicator(rank, size * engines))
+    dispatch = expert_dispatch(mesh, parallel.enable_expert_parallel)
     with _META:
-        model = build_rank(config, checkpoint, Mesh(_META, tp=group, ep=group))
+        model = build_rank(config, checkpoint, mesh, dispatch)
         for _, layer in weighted_layers(model):
             layer.process_weights_after_loading()
     return model

@@ -5,7 +5,7 @@ import torch
 from atom.config.checkpoint import Checkpoint
 from atom.config.engine import EngineConfig
 from atom.messages.worker import KVSpec
-from parallel.expert import expert_dispatch
+from parallel.expert import ExpertDispatch
 from parallel.mesh import Mesh
 from workers.kv_cache import kv_dtype, kv_specs
 from workers.layers.causal_lm import CausalLM
@@ -26,7 +26,9 @@ def longest_sequence(config: EngineConfig, checkpoint: Checkpoint) -> int:
     return config.model.max_model_len or checkpoint.max_model_len
 
 
-def build_rank(config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh) -> CausalLM:
+def build_rank(
+    config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh, dispatch: ExpertDispatch
+) -> CausalLM:
     """The rank's model without its weights, on the mesh's device; call `backend.resolve` first.
 
     Raises ValueError for a model, or a split of one, that is not supported.
@@ -39,7 +41,7 @@ def build_rank(config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh) -> Caus
         longest_sequence(config, checkpoint),
         config.cache.block_size,
         kv_dtype(config.cache, dtype),
-        expert_dispatch(mesh, config.parallel.enable_expert_parallel),
+        dispatch,
     )
     return build_model(checkpoint, build)
 

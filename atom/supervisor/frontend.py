@@ -53,7 +53,7 @@ class Frontend(Domain):
             metrics_dir=str(setup.run_dir),
             life=self.number,
         )
-        life.spawn((_FRONTEND, self.name), "frontend.main", launch, pass_fds=[descriptor])
+        life.spawn(self.name, "frontend.main", launch, pass_fds=[descriptor])
 
     def _farewell(self, life: Life, failure: Failure) -> None:
         if self._restarts.in_a_row > 1 and self._server.api_server_count > 1:
