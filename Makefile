@@ -25,7 +25,7 @@ ISA_TESTS := tests/golden tests/models/test_worker.py::test_every_position_in_ch
 	$(addprefix tests/unit/atom_ops/test_,ops.py layers.py attention.py moe.py logprobs.py)
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
-.PHONY: help install serve test test-isa test-unit test-e2e test-slow test-kills test-models test-tokenizers accuracy test-kernels test-compile test-gpu lint type arch fmt docs models bench-latency bench-speculation bench-throughput bench-kernels bench-scheduler bench-serving bench-gpu bench-step bench-document tune-experts check clean
+.PHONY: help install serve test test-isa test-unit test-e2e test-slow test-kills test-models test-tokenizers accuracy test-kernels test-compile test-gpu lint type arch fmt docs models bench-latency bench-speculation bench-throughput bench-kernels bench-all-reduce bench-scheduler bench-serving bench-gpu bench-step bench-document tune-experts check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -141,6 +141,9 @@ bench-throughput: install ## requests and tokens a second of the small model, of
 
 bench-kernels: $(INSTALLED) ## every op with every provider, beside what the device can do
 	@$(BIN)/python -m atom.benchmarks.kernels $(ARGS)
+
+bench-all-reduce: $(INSTALLED) ## microseconds of an all-reduce and a norm between the GPUs of this host
+	@$(BIN)/python -m atom.benchmarks.all_reduce $(ARGS)
 
 bench-scheduler: $(INSTALLED) ## microseconds that the scheduler takes for a step
 	@$(BIN)/python -m atom.benchmarks.scheduler $(ARGS)

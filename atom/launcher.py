@@ -36,6 +36,8 @@ from atom.utils.net import ListenPort
 from atom.utils.open_files import raise_open_files_limit
 from atom.utils.version import atom_version
 from frontend.auth import ApiKeys
+from frontend.cors import CorsPolicy
+from frontend.tls import tls_context
 
 # Time beyond the frontend's own deadline before it is killed.
 _STOP_MARGIN_S = 5.0
@@ -73,7 +75,9 @@ class Launcher:
     def _run(self) -> None:
         raise_open_files_limit()
         template = _template_file(self.server.chat_template)
-        ApiKeys(self.server.api_key)  # raises ValueError for unusable keys
+        ApiKeys(self.server.api_key)  # these raise ValueError for unusable settings
+        CorsPolicy(self.server)
+        tls_context(self.server)
         with (
             ListenPort(self.server.host, self.server.server_port, self.server.api_server_count) as port,
             Supervisor(self._bars.update) as supervisor,
@@ -130,7 +134,8 @@ class Launcher:
 
     def _print_banner(self, supervisor: Supervisor, port: int) -> None:
         config, details = self.config, supervisor.details
-        url = f"http://{_reachable(self.server.host)}:{port}"
+        scheme = "http" if self.server.ssl_certfile is None else "https"
+        url = f"{scheme}://{_reachable(self.server.host)}:{port}"
         name = config.model.served_model_name or config.model.model
         changes = config.model.hf_overrides
         each = " in each engine" if config.parallel.data_parallel_size > 1 else ""

@@ -8,6 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
+from atom.config.server import ServerConfig
 from atom.messages.launch import FrontendLaunch
 from frontend import keys
 from frontend.auth import ApiKeys
@@ -15,6 +16,7 @@ from frontend.body_memory import BodyMemory
 from frontend.chat_encoder import ChatEncoder
 from frontend.chat_template import ChatTemplate
 from frontend.connections import Listener
+from frontend.cors import CorsPolicy
 from frontend.dp_router import router_for
 from frontend.engine_client import ClientSettings, EngineClient
 from frontend.input_processor import InputProcessor
@@ -25,23 +27,31 @@ from frontend.metrics import Metrics
 from frontend.output_memory import default_output_memory
 from frontend.output_processor import OutputProcessor
 from frontend.reply_formats.choose import choose_format
-from frontend.routes import generation, health, info, models, profile, tokenization
+from frontend.routes import generation, health, info, models, page, profile, status, tokenization
 from frontend.routes.access import access_middleware
+from frontend.routes.cors import add_cors_headers, cors_middleware
 from frontend.routes.errors import add_request_id, error_middleware
-from frontend.serving.chat import ChatService
-from frontend.serving.completions import CompletionService
-from frontend.serving.generation import ServingOptions
+from frontend.serving.chat import ChatEndpoint
+from frontend.serving.chat_prompts import ChatPrompts
+from frontend.serving.completions import CompletionEndpoint
+from frontend.serving.generation import Generation, ServingOptions
 from frontend.serving.models import ModelService, fingerprint
+from frontend.serving.prompts import PromptEncoder
 from frontend.serving.tokenization import TokenizationService
 from frontend.shared_metrics import SharedMetrics
+from frontend.status.feed import StatusFeed
 from frontend.supervisor_link import follow_engines
 from frontend.text_executor import TextExecutor
+from frontend.tls import follow_files, tls_context
 from frontend.tokenizer import Tokenizer
 
 __all__ = ["create_app", "start"]
 
 # Seconds after draining until handlers are cancelled.
 _CLEANUP_DEADLINE_S = 1.0
+# max_tokens of requests that set none.
+_CHAT_TOKENS = 8192
+_COMPLETION_TOKENS = 256
 # JSON bytes: English text has 4 to 5 per token, Chinese as \u escapes about 9.
 _BYTES_PER_TOKEN = 16
 _ROUTES = (generation.routes, tokenization.routes, models.routes, info.routes, health.routes, profile.routes)
@@ -50,27 +60,39 @@ _ROUTES = (generation.routes, tokenization.routes, models.routes, info.routes, h
 def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.Application:
     """The application for one model.
 
-    Raises ValueError for unusable API keys, tokenizer or template files.
+    Raises ValueError for unusable API keys, CORS or TLS settings, tokenizer or template files.
     """
     limits = limits or HttpLimits(max_body_bytes=_max_body_bytes(launch))
-    app = web.Application(middlewares=[error_middleware, access_middleware])
+    app = web.Application(middlewares=[error_middleware, cors_middleware, access_middleware])
     app[keys.LAUNCH] = launch
     app[keys.LIMITS] = limits
     app[keys.BODY_MEMORY] = BodyMemory(max(limits.max_body_memory, 2 * limits.max_body_bytes))
     app[keys.API_KEYS] = ApiKeys(launch.server.api_key)
+    app[keys.CORS] = CorsPolicy(launch.server)
+    app[keys.TLS] = tls_context(launch.server)
     app[keys.LIFECYCLE] = Lifecycle()
     app[keys.METRICS] = Metrics()
     _add_services(app, launch, limits)
+    client = app[keys.CLIENT]
     app[keys.SHARED_METRICS] = SharedMetrics(
-        launch.metrics_dir, launch.index, launch.life, app[keys.METRICS], app[keys.CLIENT].__len__
+        launch.metrics_dir,
+        launch.index,
+        launch.life,
+        app[keys.METRICS],
+        client.__len__,
+        client.oldest_requests,
     )
+    if not launch.server.disable_status_page:
+        _add_status_page(app, launch)
     for table in _ROUTES:
         app.add_routes(table)
     app.on_response_prepare.append(add_request_id)
+    app.on_response_prepare.append(add_cors_headers)
     app.on_response_prepare.append(_close_while_draining)
     app.cleanup_ctx.append(_engine_links)
     app.cleanup_ctx.append(_metrics_file)
     app.cleanup_ctx.append(_loop_watch)
+    app.cleanup_ctx.append(_certificate_watch)
     return app
 
 
@@ -97,32 +119,56 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
     models_service = ModelService(config.served_model_name or config.model, inputs)
     options = ServingOptions(
         checkpoint.default_sampling,
-        server.default_max_tokens,
-        server.lenient_fields,
         has_tokenizer=tokenizer is not None,
         fingerprint=fingerprint(launch.config, checkpoint),
     )
     executor = TextExecutor()
-    parts = (client, inputs, models_service, options, executor)
-    template, allow_control_tokens = (
-        ChatTemplate.from_checkpoint(checkpoint),
-        server.allow_control_tokens_in_content,
+    app[keys.CLIENT] = client
+    app[keys.MODELS] = models_service
+    app[keys.GENERATION] = Generation(client, inputs, models_service, options, executor)
+    prompts = _chat_prompts(launch, inputs)
+    chat = ChatEndpoint(inputs, _encoder(inputs, server, _CHAT_TOKENS), prompts, server.lenient_fields)
+    app[keys.CHAT] = chat
+    app[keys.COMPLETIONS] = CompletionEndpoint(
+        _encoder(inputs, server, _COMPLETION_TOKENS), server.lenient_fields
     )
-    encoder = None if template is None else ChatEncoder(template, inputs, allow_control_tokens)
+    app[keys.TOKENIZATION] = TokenizationService(inputs, models_service, chat, executor)
+    app.cleanup_ctx.append(lambda _: _shut_down(executor))
+
+
+def _chat_prompts(launch: FrontendLaunch, inputs: InputProcessor) -> ChatPrompts:
+    checkpoint, server = launch.checkpoint, launch.server
+    template = ChatTemplate.from_checkpoint(checkpoint)
     reply_format = choose_format(
         checkpoint.model_type,
-        tokenizer,
+        inputs.tokenizer,
         None if template is None else template.source,
         server.tool_call_parser,
         server.reasoning_parser,
     )
-    chat = ChatService(*parts, encoder, reply_format)
-    app[keys.CLIENT] = client
-    app[keys.MODELS] = models_service
-    app[keys.CHAT] = chat
-    app[keys.COMPLETIONS] = CompletionService(*parts)
-    app[keys.TOKENIZATION] = TokenizationService(inputs, models_service, chat, executor)
-    app.cleanup_ctx.append(lambda _: _shut_down(executor))
+    encoder = None
+    if template is not None:
+        encoder = ChatEncoder(template, inputs, server.allow_control_tokens_in_content)
+    return ChatPrompts(encoder, reply_format, server.lenient_fields)
+
+
+def _encoder(inputs: InputProcessor, server: ServerConfig, default_max_tokens: int) -> PromptEncoder:
+    return PromptEncoder(inputs, server.default_max_tokens or default_max_tokens)
+
+
+def _add_status_page(app: web.Application, launch: FrontendLaunch) -> None:
+    feed = StatusFeed(
+        launch,
+        app[keys.MODELS].name,
+        app[keys.CLIENT],
+        app[keys.SHARED_METRICS],
+        app[keys.LIFECYCLE],
+    )
+    app[keys.STATUS] = feed
+    app.add_routes(page.routes())
+    app.add_routes(status.routes)
+    app.cleanup_ctx.append(_status_feed)
+    app.on_shutdown.append(_close_status_feed)
 
 
 def _max_body_bytes(launch: FrontendLaunch) -> int:
@@ -161,7 +207,7 @@ async def start(app: web.Application, listener: socket.socket) -> web.AppRunner:
         shutdown_timeout=_CLEANUP_DEADLINE_S,
     )
     await runner.setup()
-    await Listener(runner, listener, app[keys.LIMITS], app[keys.METRICS]).start()
+    await Listener(runner, listener, app[keys.LIMITS], app[keys.METRICS], app[keys.TLS]).start()
     return runner
 
 
@@ -176,6 +222,15 @@ async def _engine_links(app: web.Application) -> AsyncIterator[None]:
         )
         async with _running(follow):
             yield
+
+
+async def _status_feed(app: web.Application) -> AsyncIterator[None]:
+    async with _running(app[keys.STATUS].run()):
+        yield
+
+
+async def _close_status_feed(app: web.Application) -> None:
+    app[keys.STATUS].close()
 
 
 async def _metrics_file(app: web.Application) -> AsyncIterator[None]:
@@ -196,6 +251,14 @@ async def _running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 async def _loop_watch(app: web.Application) -> AsyncIterator[None]:
     async with _running(watch_loop(app[keys.METRICS].event_loop_lag.observe)):
+        yield
+
+
+async def _certificate_watch(app: web.Application) -> AsyncIterator[None]:
+    if (context := app[keys.TLS]) is None:
+        yield
+        return
+    async with _running(follow_files(context, app[keys.LAUNCH].server)):
         yield
 
 

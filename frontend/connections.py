@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import ssl
 
 from aiohttp import HttpVersion11, http_exceptions, web
 
@@ -18,6 +19,8 @@ _BACKLOG = 1024
 _LAST_READ_S = 0.01
 # Most bytes parsed at once: they may be thousands of chunks of one byte each.
 _PIECE = 32 * 1024
+# How long a closed connection waits for the client's part of the end of TLS.
+_TLS_CLOSE_S = 2.0
 # Intervals of probes of a half-closed connection: short at first, since the second probe fails if the
 # client is gone.
 _FIRST_PROBE_S, _LAST_PROBE_S = 0.01, 15.0
@@ -101,7 +104,7 @@ class Connection(web.RequestHandler):
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio reads the result
         """Whether the connection stays open for a response; probes whether the client still reads."""
-        if self._is_idle():
+        if self._is_idle() or self._is_encrypted():  # TLS transports cannot be half closed
             return False
         self._is_half_closed = True
         self._probe(_FIRST_PROBE_S)
@@ -128,6 +131,9 @@ class Connection(web.RequestHandler):
     def _is_idle(self) -> bool:
         """Whether no request has arrived completely and is unanswered."""
         return self._waiter is not None and not self._waiter.done() and not self._unparsed
+
+    def _is_encrypted(self) -> bool:
+        return self.transport is not None and self.transport.get_extra_info("ssl_object") is not None
 
     def _close_idle_in(self, delay_s: float) -> None:
         if self._keepalive_handle is not None:
@@ -201,10 +207,17 @@ class Connection(web.RequestHandler):
 
 
 class Listener(web.BaseSite):
-    """Accepts connections from a bound socket."""
+    """Accepts connections from a bound socket; with `tls` encrypted ones."""
 
-    def __init__(self, runner: web.AppRunner, listener: socket.socket, limits: HttpLimits, metrics: Metrics):
-        super().__init__(runner, backlog=_BACKLOG)
+    def __init__(
+        self,
+        runner: web.AppRunner,
+        listener: socket.socket,
+        limits: HttpLimits,
+        metrics: Metrics,
+        tls: ssl.SSLContext | None = None,
+    ):
+        super().__init__(runner, backlog=_BACKLOG, ssl_context=tls)
         self._listener = listener
         self._limits = limits
         self._metrics = metrics
@@ -212,7 +225,7 @@ class Listener(web.BaseSite):
     @property
     def name(self) -> str:
         host, port = self._listener.getsockname()[:2]
-        return f"http://{host}:{port}"
+        return f"{'http' if self._ssl_context is None else 'https'}://{host}:{port}"
 
     async def start(self) -> None:
         await super().start()
@@ -223,6 +236,9 @@ class Listener(web.BaseSite):
             lambda: Connection(server, loop, self._limits, self._metrics),
             sock=self._listener,
             backlog=self._backlog,
+            ssl=self._ssl_context,
+            ssl_handshake_timeout=None if self._ssl_context is None else self._limits.handshake_deadline_s,
+            ssl_shutdown_timeout=None if self._ssl_context is None else _TLS_CLOSE_S,
         )
 
 

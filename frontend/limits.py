@@ -19,6 +19,8 @@ class HttpLimits:
     max_headers: int = 128
     body_deadline_s: float = 60.0
     """For receiving a request's whole body."""
+    handshake_deadline_s: float = 20.0
+    """For the TLS handshake of a new connection."""
     head_deadline_s: float = 75.0
     """A new connection that has sent no complete request head for this long is closed."""
     keepalive_s: float = 620.0

@@ -79,8 +79,10 @@ class Agreement:
         steps = [plan for plan in plans if plan is not None]
         if not steps:
             return Agreed(all_leave=all(rank[0] == _State.LEAVING for rank in ranks))
-        shapes = self._shapes(plans, self._sizes.covering(steps))
-        self._dispatch.plan([shape.padded_tokens for shape in shapes])
+        covering = self._sizes.covering(steps)
+        shapes = self._shapes(plans, covering)
+        tokens = [shape.padded_tokens for shape in shapes]
+        self._dispatch.plan(tokens, eager=covering.mode is StepMode.EAGER)
         return Agreed(shapes[self._dp.rank], has_batch=plans[self._dp.rank] is not None)
 
     def _shapes(self, plans: Sequence[StepShape | None], covering: StepShape) -> list[StepShape]:

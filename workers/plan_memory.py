@@ -22,11 +22,10 @@ from atom.utils.exit_status import ExitStatus
 from atom.utils.process import read_launch
 from atom_ops import backend
 from parallel.communicator import Communicator
-from parallel.expert import expert_dispatch
 from parallel.mesh import Mesh
 from workers.kv_cache import available_memory, cpu_kv_bytes
 from workers.layers.causal_lm import CausalLM
-from workers.rank_model import build_rank, rank_specs
+from workers.rank_model import build_rank, rank_dispatch, rank_specs
 from workers.weights.loader import weight_bytes, weight_sizes
 from workers.weights.plan import weighted_layers
 
@@ -73,9 +72,8 @@ def planned_rank(config: EngineConfig, checkpoint: Checkpoint, rank: int, size: 
     parallel = config.parallel
     engines = parallel.data_parallel_size if parallel.lockstep else 1
     mesh = Mesh(_META, tp=Communicator(rank, size), ep=Communicator(rank, size * engines))
-    dispatch = expert_dispatch(mesh, parallel.enable_expert_parallel)
     with _META:
-        model = build_rank(config, checkpoint, mesh, dispatch)
+        model = build_rank(config, checkpoint, mesh, rank_dispatch(config, mesh))
         for _, layer in weighted_layers(model):
             layer.process_weights_after_loading()
     return model

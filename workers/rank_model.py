@@ -5,7 +5,7 @@ import torch
 from atom.config.checkpoint import Checkpoint
 from atom.config.engine import EngineConfig
 from atom.messages.worker import KVSpec
-from parallel.expert import ExpertDispatch
+from parallel.expert import ExpertDispatch, expert_dispatch
 from parallel.mesh import Mesh
 from workers.kv_cache import kv_dtype, kv_specs
 from workers.layers.causal_lm import CausalLM
@@ -44,6 +44,14 @@ def build_rank(
         dispatch,
     )
     return build_model(checkpoint, build)
+
+
+def rank_dispatch(config: EngineConfig, mesh: Mesh) -> ExpertDispatch:
+    """How the tokens of this rank reach their experts. Raises ValueError for a form that cannot run here."""
+    max_tokens = config.scheduler.max_num_batched_tokens
+    assert max_tokens is not None, "resolved before any worker starts"
+    parallel = config.parallel
+    return expert_dispatch(mesh, parallel.enable_expert_parallel, parallel.all2all_backend, max_tokens)
 
 
 def rank_specs(config: EngineConfig, model: CausalLM) -> list[KVSpec]:

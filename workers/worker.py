@@ -15,7 +15,6 @@ from atom.messages.worker import AllocateKV, Loaded, NewRow, ScheduledBatch
 from atom.utils import envs
 from atom.utils.logger import get_logger
 from atom_ops import BATCH_INVARIANT_SPLIT, backend
-from parallel.expert import expert_dispatch
 from parallel.mesh import Mesh
 from workers.agreement import Agreed, Agreement
 from workers.block_table import BatchLimits, BlockTable
@@ -35,7 +34,7 @@ from workers.model_runner import Graphs, ModelRunner
 from workers.pending_step import PendingStep, event_recorder
 from workers.profiler import TraceRecorder
 from workers.prompt_graphs import PROMPT_SIZES, PromptGraphs
-from workers.rank_model import build_rank, compute_dtype, longest_sequence, rank_specs
+from workers.rank_model import build_rank, compute_dtype, longest_sequence, rank_dispatch, rank_specs
 from workers.sampler import Sampler
 from workers.spec_decode.methods import method_of
 from workers.state_slots import StateSlots
@@ -100,7 +99,7 @@ class Worker:
         self._checkpoint = checkpoint
         self._mesh = mesh
         self._tp = mesh.tp
-        self._dispatch = expert_dispatch(mesh, config.parallel.enable_expert_parallel)
+        self._dispatch = rank_dispatch(config, mesh)
         self._agreement: Agreement | None = None
         self._progress = progress
         self._device = mesh.device

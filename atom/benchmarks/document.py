@@ -26,6 +26,12 @@ _TITLES = {
         "or its operations, at the measured rates of the device's own copy and GEMM, divided by the time "
         "that it took.",
     ),
+    "all_reduce": (
+        "All-reduce",
+        "The all-reduce, add and norm behind each layer, between the GPUs of one host: "
+        "`make bench-all-reduce`. *Two calls* are torch.distributed and a norm; layers call the "
+        "communicator.",
+    ),
     "scheduler": (
         "Scheduler",
         "The engine core's time for a step, without a model: `make bench-scheduler`.",
@@ -157,6 +163,18 @@ def _kernels(figures: Figures) -> str:
     )
 
 
+def _all_reduce(figures: Figures) -> str:
+    line = f"{figures['ranks']} ranks ({figures['device']}), {figures['dtype']}, width {figures['width']:,}."
+    rows = [
+        [
+            f"{row['tokens']:,}", f"{row['two_calls_us']:,.1f}", f"{row['communicator_us']:,.1f}",
+            "yes" if row["one_kernel"] else "no",
+        ]
+        for row in figures["rows"]
+    ]  # fmt: skip
+    return f"{line}\n\n" + _table(["tokens", "two calls us", "communicator us", "one kernel"], rows, words=0)
+
+
 def _scheduler(figures: Figures) -> str:
     rows = [
         [f"{row['running']:,}", f"{row['median_us']:.1f}", f"{row['p99_us']:.1f}", f"{row['ratio']:.2f}"]
@@ -184,6 +202,7 @@ _BODIES: dict[str, Callable[[Figures], str]] = {
     "throughput": _throughput,
     "latency": _latency,
     "kernels": _kernels,
+    "all_reduce": _all_reduce,
     "scheduler": _scheduler,
     "accuracy": _accuracy,
 }

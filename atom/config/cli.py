@@ -41,7 +41,18 @@ _EXPLICIT = "_explicit_fields"
 _BAD_COMMAND_LINE = 2
 _SHELLS = ("bash", "zsh", "tcsh")
 # Fields that a shell completes as paths, and the completion function of each shell.
-_PATHS = frozenset({"model", "download_dir", "step_trace", "torch_profiler_dir", "chat_template"})
+_PATHS = frozenset(
+    {
+        "model",
+        "download_dir",
+        "step_trace",
+        "torch_profiler_dir",
+        "chat_template",
+        "ssl_certfile",
+        "ssl_keyfile",
+        "ssl_ca_certs",
+    }
+)
 _COMPLETE_PATHS = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
 
 

@@ -30,6 +30,8 @@ class ConfigError(ValueError):
 
 OBJECT = Meta(extra={"holds": "a JSON object"})
 """Marks a text with a JSON object; Python and YAML may pass the object itself."""
+NAMES = Meta(extra={"holds": "names"})
+"""Marks names separated by commas; a list of them, also as JSON, is accepted."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class Field:
             value = os.fspath(value)
         if self.limits == OBJECT:
             return object_text(value)
+        if self.limits == NAMES:
+            return names_text(value)
         if type(value) is not self.kind:
             raise ConfigError(f"{value!r} is not {_KIND_NAMES[self.kind]}")
         if self.choices and value not in self.choices:
@@ -106,6 +110,23 @@ def object_text(value: Any) -> str:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{value!r:.80} cannot be written as JSON: {error}") from None
     return json.dumps(json_object(text), ensure_ascii=False)
+
+
+def names_text(value: Any) -> str:
+    """`value`, a list of names, also as JSON or separated by commas, in the last form. Raises ConfigError."""
+    names = value
+    if isinstance(value, str):
+        try:
+            names = json.loads(value) if value.lstrip().startswith("[") else value.split(",")
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{value!r:.80} is not JSON: {error}") from None
+    if not names or not isinstance(names, list) or not all(map(_is_name, names)):
+        raise ConfigError(f'{value!r:.80} is not a list of names, such as a,b or ["a","b"]')
+    return ",".join(name.strip() for name in names)
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip()) and "," not in value
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

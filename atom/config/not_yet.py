@@ -20,6 +20,7 @@ REFUSED: dict[str, Refusal] = {
     "level": Refusal("compilation is not supported yet; use 0", "0"),
     "draft_model": Refusal("draft models are not supported yet; use --method ngram"),
     "kv_transfer_config": Refusal("prefill/decode disaggregation is not supported yet", "{}"),
+    "enable_ssl_refresh": Refusal("renewed certificates are always used", "True"),
     "enable_chunked_prefill": Refusal("chunked prefill is always on", "True"),
 }
 

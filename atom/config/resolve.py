@@ -295,6 +295,11 @@ def _without_effect(config: EngineConfig, explicit: set[str], device: Device) ->
     if config.parallel.num_workers == 1:
         reasons["enable_expert_parallel"] = "one worker has all experts; it acts with -tp or -dp"
         reasons["enable_dp_attention"] = "there is one worker; it acts with -tp or -dp"
+    if not config.parallel.lockstep:
+        reasons["all2all_backend"] = (
+            "tokens travel between data-parallel ranks that share experts: it acts with "
+            "--enable-expert-parallel and --data-parallel-size"
+        )
     if cache.num_kv_blocks is not None:
         reasons["kv_cache_memory_bytes"] = "--num-kv-blocks overrides it"
     return [

@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from atom.config.fields import NAMES
+
 
 @dataclass(frozen=True)
 class ServerConfig:
@@ -22,10 +24,28 @@ class ServerConfig:
     """Let texts of chat messages hold control tokens such as <|im_start|>; else they are plain text."""
     api_key: Annotated[str, Meta(min_length=1)] | None = None
     """API key, or several separated by commas. Set ATOM_API_KEY instead to hide it from `ps`."""
+    allowed_origins: Annotated[str, NAMES] = "*"
+    """Origins of web pages that may use the server (CORS), such as https://chat.example.org; * allows all."""
+    allowed_methods: Annotated[str, NAMES] = "*"
+    """HTTP methods that these pages may use."""
+    allowed_headers: Annotated[str, NAMES] = "*"
+    """Request headers that these pages may send."""
+    allow_credentials: bool = False
+    """Let these pages send cookies and client certificates; needs --allowed-origins."""
+    ssl_certfile: Annotated[str, Meta(min_length=1)] | None = None
+    """Certificate chain (PEM): serve HTTPS. Renewed files are used within 10 s, for new connections."""
+    ssl_keyfile: Annotated[str, Meta(min_length=1)] | None = None
+    """Private key of the certificate (PEM), if it is not in the same file."""
+    ssl_ca_certs: Annotated[str, Meta(min_length=1)] | None = None
+    """Certificates of the authorities that sign clients' certificates (PEM)."""
+    ssl_cert_reqs: Annotated[int, Meta(ge=0, le=2)] = 0
+    """Whether clients must show a certificate: 0 no, 1 it is checked if they do, 2 yes."""
     max_queued_requests: Annotated[int, Meta(ge=0)] = 1024
     """Most waiting requests; further ones get status 429 with Retry-After."""
     max_body_bytes: Annotated[int, Meta(ge=1024)] | None = None
     """Largest request body. If unset: 8 MiB, or 16 bytes per token of the context length if that is more."""
+    disable_status_page: bool = False
+    """Do not serve the status page at / and its data at /status."""
     chat_template: Annotated[str, Meta(min_length=1)] | None = None
     """Jinja chat template file that replaces the checkpoint's."""
     tool_call_parser: (

@@ -5,6 +5,7 @@ import contextlib
 import http.client
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -38,8 +39,9 @@ CONFIG = EngineConfig(
 class Client:
     """Plain HTTP, one connection a call."""
 
-    def __init__(self, port: int):
+    def __init__(self, port: int, tls: ssl.SSLContext | None = None):
         self.port = port
+        self.tls = tls
         self.base_url = f"http://127.0.0.1:{port}/v1"
 
     def call(self, method: str, path: str, body: Any = None, raw: bytes | None = None) -> tuple[int, Any]:
@@ -59,13 +61,18 @@ class Client:
         headers: dict[str, str] | None = None,
     ) -> tuple[int, bytes, dict[str, str]]:
         """(status, body, headers with lower-case names)."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_S)
-        with contextlib.closing(connection):
+        with contextlib.closing(self.connection()) as connection:
             data = raw if raw is not None else None if body is None else json.dumps(body)
             connection.request(method, path, data, {"Content-Type": "application/json", **(headers or {})})
             response = connection.getresponse()
             received = {name.lower(): value for name, value in response.getheaders()}
             return response.status, response.read(), received
+
+    def connection(self) -> http.client.HTTPConnection:
+        """A new connection."""
+        if self.tls is None:
+            return http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_S)
+        return http.client.HTTPSConnection("127.0.0.1", self.port, timeout=DEADLINE_S, context=self.tls)
 
     def events(self, path: str, **body: Any) -> list[Any]:
         """The decoded events of a stream; the last one must be [DONE], and is left out."""
@@ -85,13 +92,14 @@ def running_frontend(
     limits: HttpLimits | None = None,
     send_buffer: int | None = None,
     observability: ObservabilityConfig | None = None,
+    tls: ssl.SSLContext | None = None,
     **fields: Any,
 ) -> Iterator[Client]:
     """The app in front of the engines `core`; ready to serve unless `wait` is false.
 
     An engine runs one sequence at a time, so one alone has the capacity `max_queued_requests` + 1.
-    `send_buffer` is how many bytes the kernel keeps for a client that does not read; `fields` are further
-    ones of FrontendLaunch.
+    `send_buffer` is how many bytes the kernel keeps for a client that does not read; `tls` is that of
+    the client; `fields` are further ones of FrontendLaunch.
     """
     cores = [core] if isinstance(core, FakeCore) else core
     listener = socket.create_server(("127.0.0.1", 0))
@@ -116,7 +124,7 @@ def running_frontend(
     thread.start()
     try:
         assert started.wait(DEADLINE_S)
-        client = Client(port)
+        client = Client(port, tls)
         if wait:
             cores[0].wait_for(lambda: client.exchange("GET", "/ready")[0] == 200)
         yield client

@@ -40,6 +40,10 @@ RESULTS: dict[str, dict[str, Any]] = {
             {"op": "route", "provider": "torch", "step": "", "shape": "own case", "microseconds": 3.0},
         ],
     },
+    "all_reduce": {
+        "ranks": 2, "device": "cuda", "dtype": "bfloat16", "width": 4096,
+        "rows": [{"tokens": 1024, "two_calls_us": 61.25, "communicator_us": 40.0, "one_kernel": True}],
+    },
     "scheduler": {"rows": [{"running": 1024, "median_us": 120.04, "p99_us": 300.0, "ratio": 1.0}]},
     "accuracy": {
         "model": "M", "dtype": "float32", "harness": "lm-eval 1", "answers": 140, "scores": 112,
@@ -63,6 +67,7 @@ ROWS = {
     ],
     "throughput": ["| 1,500 | 1,000 | 2,000 | 2.00 | 750.00 | 1,500.00 | 1,000.00 |"],
     "kernels": ["| linear | torch | decode-1 | qkv 1x2x3 | memory | 20.0 | 5.0 | 25% |", "copies 20.0 GB/s"],
+    "all_reduce": ["2 ranks (cuda), bfloat16, width 4,096.", "| 1,024 | 61.2 | 40.0 | yes |"],
     "scheduler": ["| 1,024 | 120.0 | 300.0 | 1.00 |"],
     "accuracy": ["| capitals | acc | 0.7500 | 0.7500 |", "of 112 log probabilities: 7.0e-05"],
     "serving": ["12 requests in 3.0 s", "at most all at once: 4.00", "| TPOT | 0.50 | 0.25 | 0.75 |"],
@@ -91,11 +96,12 @@ def test_each_kind_has_its_table_and_its_facts(folder: Path) -> None:
         "throughput",
         "latency",
         "kernels",
+        "all-reduce",
         "scheduler",
         "accuracy",
     ]
     for kind, lines in ROWS.items():
-        assert all(line in sections[kind] for line in lines), sections[kind]
+        assert all(line in sections[kind.replace("_", "-")] for line in lines), sections
     for kind in RESULTS:
         facts = [
             "### a-" + kind,
@@ -103,7 +109,7 @@ def test_each_kind_has_its_table_and_its_facts(folder: Path) -> None:
             "- Command: `python -m x --y 1`",
             "- Date: 2026-01-02",
         ]
-        assert all(fact in sections[kind] for fact in facts)
+        assert all(fact in sections[kind.replace("_", "-")] for fact in facts)
     assert "- Server: `atom-launch`" in sections["serving"] and "- Date: 2026-01-02" in sections["serving"]
     assert "own case" not in text and "| `batch-1` |" in sections["offline engine on a gpu"]
 

@@ -36,6 +36,16 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return error
 
 
+@pytest.mark.parametrize("text", ["a,b", " a, b ", '["a", "b"]'])
+def test_names_are_separated_by_commas_or_in_a_json_list(text: str) -> None:
+    assert cli.server_config_from(parse("--allowed-origins", text)).allowed_origins == "a,b"
+
+
+@pytest.mark.parametrize("text", ["", "a,,b", "[1]", '["a,b"]', '["a"', "[]", '[""]'])
+def test_other_names_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--allowed-origins" in refused(capsys, "--allowed-origins", text)
+
+
 def test_defaults_are_the_declared_ones() -> None:
     namespace = parse()
     assert cli.engine_config_from(namespace) == EngineConfig()
@@ -51,6 +61,7 @@ SAMPLES: dict[type | str, tuple[str, Any]] = {
     "max_body_bytes": ("2048", 2048),
     **dict.fromkeys(("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"), ("3", 3)),
     "cudagraph_capture_sizes": ("[1, 2]", "[1, 2]"),
+    "ssl_cert_reqs": ("2", 2),
     "hf_overrides": ('{"a":{"b":[1]}}', '{"a": {"b": [1]}}'),
 }
 

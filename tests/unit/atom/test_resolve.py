@@ -9,6 +9,7 @@ import pytest
 from atom.config.checkpoint import Checkpoint
 from atom.config.cli import engine_config_from_kwargs
 from atom.config.fields import ConfigError
+from atom.config.parallel import ParallelConfig
 from atom.config.resolve import DeviceCapabilities, Resolved, resolve
 
 CHECKPOINT = Checkpoint(
@@ -63,14 +64,18 @@ def test_expert_parallelism_needs_as_many_experts_as_workers() -> None:
     with pytest.raises(ConfigError, match="--enable-expert-parallel: llama has no experts; omit the flag"):
         resolved(CPU, tensor_parallel_size=2, **options)
     (note,) = resolved(CPU, experts, **options).notes
-    assert note == "--enable-expert-parallel has no effect: one worker has all experts; it acts with -tp or -dp"
+    assert (
+        note == "--enable-expert-parallel has no effect: one worker has all experts; it acts with -tp or -dp"
+    )
 
 
 def test_attention_per_worker_makes_every_worker_an_engine() -> None:
     options = {"enable_dp_attention": True, "device": "cpu", "dtype": "float32"}
     experts = replace(CHECKPOINT, hf_config={"num_experts": 4, "num_attention_heads": 1})
     result = resolved(CPU, experts, tensor_parallel_size=2, data_parallel_size=2, **options)
-    assert result.config.parallel == ParallelConfig(1, 4, enable_expert_parallel=True, enable_dp_attention=True)
+    assert result.config.parallel == ParallelConfig(
+        1, 4, enable_expert_parallel=True, enable_dp_attention=True
+    )
     assert result.notes == ["--enable-dp-attention: 4 engines of one worker each, which share the experts"]
     with pytest.raises(ConfigError, match="--enable-dp-attention: llama has no experts for the engines"):
         resolved(CPU, tensor_parallel_size=2, **options)

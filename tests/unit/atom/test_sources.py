@@ -21,6 +21,7 @@ SAMPLES: dict[type | str, tuple[str, Any]] = {
     bool: ("yes", True),
     **dict.fromkeys(("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"), ("3", 3)),
     "cudagraph_capture_sizes": ("[1, 2]", "[1, 2]"),
+    "ssl_cert_reqs": ("2", 2),
     "hf_overrides": ('{"a": {"b": [1]}}', '{"a": {"b": [1]}}'),
 }
 
