@@ -35,6 +35,7 @@ from frontend.serving.chat import ChatEndpoint
 from frontend.serving.chat_prompts import ChatPrompts
 from frontend.serving.completions import CompletionEndpoint
 from frontend.serving.generation import Generation, ServingOptions
+from frontend.serving.messages import MessagesEndpoint
 from frontend.serving.models import ModelService, fingerprint
 from frontend.serving.prompts import PromptEncoder
 from frontend.serving.tokenization import TokenizationService
@@ -132,7 +133,9 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
     app[keys.COMPLETIONS] = CompletionEndpoint(
         _encoder(inputs, server, _COMPLETION_TOKENS), server.lenient_fields
     )
-    app[keys.TOKENIZATION] = TokenizationService(inputs, models_service, chat, executor)
+    messages = MessagesEndpoint(inputs, prompts, models_service, server.lenient_fields)
+    app[keys.MESSAGES] = messages
+    app[keys.TOKENIZATION] = TokenizationService(inputs, models_service, chat, messages, executor)
     app.cleanup_ctx.append(lambda _: _shut_down(executor))
 
 

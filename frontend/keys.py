@@ -15,6 +15,7 @@ from frontend.metrics import Metrics
 from frontend.serving.chat import ChatEndpoint
 from frontend.serving.completions import CompletionEndpoint
 from frontend.serving.generation import Generation
+from frontend.serving.messages import MessagesEndpoint
 from frontend.serving.models import ModelService
 from frontend.serving.tokenization import TokenizationService
 from frontend.shared_metrics import SharedMetrics
@@ -31,6 +32,7 @@ __all__ = [
     "LAUNCH",
     "LIFECYCLE",
     "LIMITS",
+    "MESSAGES",
     "METRICS",
     "MODELS",
     "SHARED_METRICS",
@@ -49,6 +51,7 @@ GENERATION = web.AppKey("generation", Generation)
 LAUNCH = web.AppKey("launch", FrontendLaunch)
 LIFECYCLE = web.AppKey("lifecycle", Lifecycle)
 LIMITS = web.AppKey("limits", HttpLimits)
+MESSAGES = web.AppKey("messages", MessagesEndpoint)
 METRICS = web.AppKey("metrics", Metrics)
 MODELS = web.AppKey("models", ModelService)
 SHARED_METRICS = web.AppKey("shared_metrics", SharedMetrics)

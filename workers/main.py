@@ -129,8 +129,11 @@ def _work(launch: WorkerLaunch, link: Link) -> None:
     from workers.worker import Worker, worker_device
 
     config, rank, parallel = launch.config, launch.rank, launch.config.parallel
-    engines = parallel.data_parallel_size if parallel.lockstep else 1
-    shape = MeshShape(tp=parallel.tensor_parallel_size, dp=engines)
+    shape = MeshShape(
+        parallel.tensor_parallel_size,
+        parallel.engines_in_mesh,
+        dcp=parallel.decode_context_parallel_size,
+    )
     mesh = join_mesh(
         shape,
         _world_rank(launch),

@@ -22,7 +22,7 @@ from atom.utils.exit_status import ExitStatus
 from atom.utils.process import read_launch
 from atom_ops import backend
 from parallel.communicator import Communicator
-from parallel.mesh import Mesh
+from parallel.mesh import Mesh, MeshShape
 from workers.kv_cache import available_memory, cpu_kv_bytes
 from workers.layers.causal_lm import CausalLM
 from workers.rank_model import build_rank, rank_dispatch, rank_specs
@@ -70,8 +70,13 @@ def plan(launch: PlanLaunch) -> PlanResult:
 def planned_rank(config: EngineConfig, checkpoint: Checkpoint, rank: int, size: int) -> CausalLM:
     """The model of a rank of engine 0 on the meta device, processed as after loading. Raises ValueError."""
     parallel = config.parallel
-    engines = parallel.data_parallel_size if parallel.lockstep else 1
-    mesh = Mesh(_META, tp=Communicator(rank, size), ep=Communicator(rank, size * engines))
+    shape = MeshShape(size, parallel.engines_in_mesh, dcp=parallel.decode_context_parallel_size)
+    mesh = Mesh(
+        _META,
+        tp=Communicator(rank, size),
+        dcp=Communicator(rank % shape.dcp, shape.dcp),
+        ep=Communicator(rank, shape.size),
+    )
     with _META:
         model = build_rank(config, checkpoint, mesh, rank_dispatch(config, mesh))
         for _, layer in weighted_layers(model):

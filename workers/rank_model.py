@@ -8,6 +8,7 @@ from atom.messages.worker import KVSpec
 from parallel.expert import ExpertDispatch, expert_dispatch
 from parallel.mesh import Mesh
 from workers.kv_cache import kv_dtype, kv_specs
+from workers.layers.cache_groups import LatentGroup
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
 from workers.models.registry import build_model
@@ -39,11 +40,18 @@ def build_rank(
         mesh.device,
         mesh.tp,
         longest_sequence(config, checkpoint),
+        mesh.dcp,
         config.cache.block_size,
         kv_dtype(config.cache, dtype),
         dispatch,
     )
-    return build_model(checkpoint, build)
+    model = build_model(checkpoint, build)
+    if mesh.dcp.size > 1 and not all(isinstance(group, LatentGroup) for group in model.kv_groups):
+        raise ValueError(
+            f"decode_context_parallel_size {mesh.dcp.size}: {checkpoint.model_type} has layers without MLA, "
+            "whose cache is not split by tokens"
+        )
+    return model
 
 
 def rank_dispatch(config: EngineConfig, mesh: Mesh) -> ExpertDispatch:

@@ -154,6 +154,9 @@ class Worker:
         resolved = backend.resolve(self._device, batch_invariant=self._config.device.batch_invariant)
         if self._tp.rank == 0:
             get_logger().info("ops on %s: %s", self._device, backend.summary(resolved))
+        self._tp.open_peers(
+            self._checkpoint.hf_config["hidden_size"], compute_dtype(self._config), self._device
+        )
         self._model = self._build_model()
         if self._tp.rank == 0 and (backends := attention_backends(self._model.kv_groups)):
             get_logger().info("attention backends: %s", backends)
@@ -172,7 +175,7 @@ class Worker:
             self._runner = self._make_runner(kv_layers, inputs, self._capture_sizes())
         sized = zip(self._model.kv_groups, allocate.num_blocks, strict=True)
         num_blocks = min(blocks for group, blocks in sized if not isinstance(group, StateGroup))
-        capacity = num_blocks * self._config.cache.block_size
+        capacity = num_blocks * self._config.block_tokens
         self._warm_up(min(capacity, allocate.max_model_len, _WARM_TOKENS + _WARM_DECODES))
         if self.traces is not None:
             self.traces.prepare()
@@ -224,7 +227,7 @@ class Worker:
         max_rows = self._config.scheduler.max_num_seqs
         assert max_rows is not None, "max_num_seqs is resolved before any worker starts"
         drafts = self._config.speculative.num_speculative_tokens
-        limits = BatchLimits(max_rows, max_model_len, self._config.cache.block_size, drafts)
+        limits = BatchLimits(max_rows, max_model_len, self._config.block_tokens, drafts)
         tables = [_rows_of(group, limits) for group in self._model.kv_groups]
         split_tokens = BATCH_INVARIANT_SPLIT if self._config.device.batch_invariant else 0
         method = method_of(self._config.speculative, self._model.kv_groups)
@@ -299,7 +302,7 @@ class Worker:
 
     def _warm_up_batch(self, prompt: int, reserved: int) -> ScheduledBatch:
         """A step that prefills a prompt, with blocks for `reserved` tokens."""
-        blocks = list(range(-(-reserved // self._config.cache.block_size)))
+        blocks = list(range(-(-reserved // self._config.block_tokens)))
         groups = self._model.kv_groups
         block_ids = [[0] if isinstance(group, StateGroup) else blocks for group in groups]
         row = NewRow(0, prompt, 0, block_ids, _GREEDY, prompt)
@@ -330,7 +333,7 @@ class Worker:
 
     def _peak_of(self, counts: list[int]) -> int:
         """Peak memory of a step that computes `counts[i]` tokens of row i."""
-        groups, block_size = self._model.kv_groups, self._config.cache.block_size
+        groups, block_size = self._model.kv_groups, self._config.block_tokens
         longest = self._longest_sequence()
         batch = profile_batch(counts, groups, block_size, self._checkpoint.vocab_size, longest)
         before = torch.cuda.memory_allocated(self._device)

@@ -12,6 +12,8 @@ All2AllBackend = Literal["auto", "allgather_reducescatter", "alltoall", "mori"]
 class ParallelConfig:
     tensor_parallel_size: Annotated[int, Meta(ge=1)] = 1
     """Number of workers that every layer is split over."""
+    decode_context_parallel_size: Annotated[int, Meta(ge=1)] = 1
+    """Number of tensor-parallel workers that split the KV cache of MLA by tokens; divides -tp."""
     data_parallel_size: Annotated[int, Meta(ge=1, le=1024)] = 1
     """Number of engines, each with the whole model; every request runs on one of them."""
     enable_expert_parallel: bool = False
@@ -36,6 +38,6 @@ class ParallelConfig:
         return self.enable_expert_parallel and self.data_parallel_size > 1
 
     @property
-    def expert_ranks(self) -> int:
-        """Workers that whole experts are spread over; 1 if each has a share of every expert."""
-        return self.num_workers if self.enable_expert_parallel else 1
+    def engines_in_mesh(self) -> int:
+        """Engines whose workers run collectives together."""
+        return self.data_parallel_size if self.lockstep else 1

@@ -90,6 +90,7 @@ def resolve(
         )
     _check_length(config.model, checkpoint)
     _check_ranks(config.parallel.tensor_parallel_size, checkpoint)
+    _check_context_parallel(config.parallel, checkpoint)
     if config.parallel.enable_expert_parallel:
         _check_experts(config.parallel.num_workers, checkpoint)
     cache = _cache(config.cache, checkpoint, explicit, notes)
@@ -120,6 +121,11 @@ def _parallel(parallel: ParallelConfig, checkpoint: Checkpoint, notes: list[str]
         raise ConfigError(
             f"--enable-dp-attention: {checkpoint.model_type} has no experts for the engines to share; "
             "use -tp to split the model, or -dp for engines of their own"
+        )
+    if parallel.decode_context_parallel_size > 1:
+        raise ConfigError(
+            "--decode-context-parallel-size splits a KV cache over tensor-parallel workers, and "
+            "--enable-dp-attention leaves each with its own: omit one of them"
         )
     notes.append(f"--enable-dp-attention: {workers} engines of one worker each, which share the experts")
     return replace(parallel, tensor_parallel_size=1, data_parallel_size=workers, enable_expert_parallel=True)
@@ -179,6 +185,31 @@ def _check_ranks(ranks: int, checkpoint: Checkpoint) -> None:
     if ranks > heads:
         raise ConfigError(
             f"--tensor-parallel-size {ranks}: the model has {heads} attention heads; use at most {heads}"
+        )
+
+
+def _check_context_parallel(parallel: ParallelConfig, checkpoint: Checkpoint) -> None:
+    size, ranks = parallel.decode_context_parallel_size, parallel.tensor_parallel_size
+    if size == 1:
+        return
+    flag, model = f"--decode-context-parallel-size {size}", checkpoint.hf_config
+    if ranks % size:
+        raise ConfigError(f"{flag} does not divide --tensor-parallel-size {ranks}")
+    if not model.get("kv_lora_rank"):
+        raise ConfigError(
+            f"{flag}: only MLA has a KV cache that every worker would hold whole; the KV heads of "
+            f"{checkpoint.model_type} are split by --tensor-parallel-size: omit the flag"
+        )
+    if model.get("index_topk"):
+        raise ConfigError(
+            f"{flag}: {checkpoint.model_type} has sparse attention, whose top-k tokens are not split over "
+            "workers yet: omit the flag"
+        )
+    heads = model["num_attention_heads"]
+    if heads % ranks:
+        raise ConfigError(
+            f"{flag}: every worker needs the same number of heads, and --tensor-parallel-size {ranks} does "
+            f"not divide the {heads} of the model"
         )
 
 

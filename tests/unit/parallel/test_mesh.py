@@ -35,6 +35,15 @@ def test_the_ranks_of_each_group(shape: MeshShape, tp: object, dp: object, ep: o
     assert (shape.groups("tp"), shape.groups("dp"), shape.groups("ep")) == (tp, dp, ep)
 
 
+def test_ranks_that_split_the_latent_cache_are_neighbours() -> None:
+    shape = MeshShape(tp=4, dp=2, dcp=2)
+    assert shape.groups("dcp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert MeshShape(tp=4, dcp=4).groups("dcp") == MeshShape(tp=4).groups("tp")
+    assert MeshShape(tp=2).groups("dcp") == [(0,), (1,)]
+    with pytest.raises(ValueError, match="must divide tp 4: dcp 3"):
+        MeshShape(tp=4, dcp=3)
+
+
 def test_pipeline_ranks_and_empty_dimensions_are_refused() -> None:
     with pytest.raises(ValueError, match="pp must be 1, not 2"):
         MeshShape(pp=2)
