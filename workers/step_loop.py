@@ -7,6 +7,7 @@ from typing import Protocol
 
 import msgspec
 
+from atom.messages.admin import SetLogLevel
 from atom.messages.profile import Profile, RankTrace
 from atom.messages.worker import (
     AllocateKV,
@@ -16,6 +17,7 @@ from atom.messages.worker import (
     ToWorker,
     WorkerReady,
 )
+from atom.utils.logger import set_log_level
 from atom.utils.step_trace import StepTrace
 from workers.pending_step import PendingStep
 from workers.waves import Waves
@@ -89,6 +91,8 @@ class StepLoop:
                 traces.switch(on)
             case Profile(on):
                 self._link.send(RankTrace(self._rank, on, error="the worker has no directory for traces"))
+            case SetLogLevel(level):
+                set_log_level(level)
             case Shutdown():
                 self._ended = True
             case StepsDone():
