@@ -74,7 +74,7 @@ def test_attention_per_worker_makes_every_worker_an_engine() -> None:
     experts = replace(CHECKPOINT, hf_config={"num_experts": 4, "num_attention_heads": 1})
     result = resolved(CPU, experts, tensor_parallel_size=2, data_parallel_size=2, **options)
     assert result.config.parallel == ParallelConfig(
-        1, 4, enable_expert_parallel=True, enable_dp_attention=True
+        data_parallel_size=4, enable_expert_parallel=True, enable_dp_attention=True
     )
     assert result.notes == ["--enable-dp-attention: 4 engines of one worker each, which share the experts"]
     with pytest.raises(ConfigError, match="--enable-dp-attention: llama has no experts for the engines"):
