@@ -1,7 +1,6 @@
 """Every configuration of every family with numbers of ranks that do not divide it: split, or refused."""
 
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from parallel.communicator import Communicator
 from parallel.mesh import Mesh
 from tests.helpers.layouts import ROWS
 from tests.helpers.tiny_models import TINY_MODELS, Tiny, checkpoint_of, engine_config, tiny_config
+from workers.families import architectures
 from workers.rank_model import build_rank
 
 META = torch.device("meta")
@@ -21,28 +21,25 @@ META = torch.device("meta")
 def checkpoint(model: Tiny, directory: Path) -> Checkpoint:
     """Without weights."""
     config = tiny_config(model)
-    config.architectures = list(import_module(f"workers.models.{model.model_type}").ARCHITECTURES)[:1]
+    config.architectures = list(architectures()[model.model_type][:1])
     config.save_pretrained(directory)
     return checkpoint_of(directory)
 
 
 def refusal(model: Tiny, ranks: int, expert_parallel: bool, directory: Path) -> str:
-    """Why a rank refused; empty if every rank built its share, of the same layers."""
+    """Why a rank refused; empty if every rank built its share."""
     base, found = engine_config(ranks), checkpoint(model, directory)
     config = replace(base, parallel=replace(base.parallel, enable_expert_parallel=expert_parallel))
-    sizes = []
     for rank in range(ranks):
         tp = Communicator(rank, ranks)
         try:
-            built = build_rank(config, found, Mesh(META, tp=tp, ep=tp))
+            build_rank(config, found, Mesh(META, tp=tp, ep=tp))
         except ValueError as error:
             return str(error)
-        sizes.append(sum(buffer.numel() for buffer in built.buffers()))
-    assert len(sizes) == ranks and min(sizes) > 0
     return ""
 
 
-@pytest.mark.parametrize("ranks", [3, 5, 9])
+@pytest.mark.parametrize("ranks", [3, 5])
 def test_every_configuration_is_split_or_refused_with_the_flag(ranks: int, tmp_path: Path) -> None:
     backend.resolve(torch.device("cpu"))
     refused: dict[str, str] = {}
@@ -57,4 +54,4 @@ def test_every_configuration_is_split_or_refused_with_the_flag(ranks: int, tmp_p
     if ranks == 3:
         assert not refused.keys() & set(ROWS.values())
     else:
-        assert len(refused) >= len(TINY_MODELS) - 8
+        assert refused.keys() == {model.name for model in TINY_MODELS}
