@@ -28,9 +28,6 @@ class ThreadRank(Communicator):
         super().__init__(rank, len(meeting.tensors))
         self._meeting = meeting
 
-    def open_peers(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Threads have no peers' memory to map."""
-
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(torch.stack(self._exchange(x)).sum(0))
 
