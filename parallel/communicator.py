@@ -47,7 +47,7 @@ class Communicator:
 
         All ranks call this together. Ranks without a process group have no peers.
         """
-        if self.size > 1 and self._process_group is not None:
+        if self._process_group is not None:
             self._peers = open_peer_memory(self._process_group, width, dtype, device)
 
     def all_reduce(self, x: Tensor) -> Tensor:
