@@ -1,6 +1,6 @@
 """What an endpoint adds to generation: it reads a body, and names the renderer of the response."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
@@ -38,6 +38,8 @@ class Endpoint(Protocol):
     """Reads the bodies of one route."""
 
     id_prefix: ClassVar[str]
+    field_names: ClassVar[Mapping[str, str]]
+    """The names of fields of ParsedRequest that have others in the body."""
 
     def read(self, body: bytes, caller: Caller) -> ParsedRequest:
         """Decode and check a body; runs in any thread. Raises RequestError."""

@@ -6,10 +6,11 @@ An endpoint reads the body, and a renderer of its own turns the updates into byt
 import contextlib
 import copy
 import dataclasses
+import re
 import secrets
 import time
 from array import array
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -78,6 +79,13 @@ class Generation:
         caller: Caller = Caller(),  # noqa: B008 (it is frozen)
     ) -> GenerateRequest:
         """Check and tokenize a request. Raises ApiError; the engine is not involved yet."""
+        try:
+            return await self._prepare(endpoint, body, caller)
+        except RequestError as error:
+            _rename(error, endpoint.field_names)
+            raise
+
+    async def _prepare(self, endpoint: Endpoint, body: bytes, caller: Caller) -> GenerateRequest:
         started = time.monotonic()
         self._client.check_ready()
         request, params, cache_salt = await self._executor.run(
@@ -89,7 +97,8 @@ class Generation:
         requests = await self._executor.run(
             len(body) // 8, lambda: self._requests(request, params, ids, cache_salt)
         )
-        return dataclasses.replace(request, requests=requests)
+        named = [msgspec.structs.replace(one, name=request.id, tenant=caller.tenant) for one in requests]
+        return dataclasses.replace(request, requests=named)
 
     async def respond(self, request: GenerateRequest, renderer: Renderer) -> bytes:
         """The complete response as JSON. Cancelling aborts the generation."""
@@ -282,6 +291,14 @@ def _response_bytes(result: Update) -> int:
         + _TOKEN_BYTES * len(result.token_ids)
         + _LOGPROB_BYTES * (len(result.logprobs) + len(result.prompt_logprobs))
     )
+
+
+def _rename(error: RequestError, names: Mapping[str, str]) -> None:
+    """Name the field at fault as the client does."""
+    if (field := error.param) is not None and field in names:
+        word = rf"\b{field}\b" if "_" in field else rf"(?<='){field}(?=')"
+        error.message = re.sub(word, names[field], error.message)
+        error.param = names[field]
 
 
 def _first_given(*values: int | None) -> int | None:
