@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 
 from aiohttp import web
 
@@ -19,6 +20,8 @@ __all__ = ["routes"]
 
 _RANK_HEADER = "X-Data-Parallel-Rank"
 _MAX_RANK_DIGITS = 9
+_TIMEOUT_HEADER = "X-Request-Timeout"
+_SECONDS = re.compile(r"\d{1,6}(\.\d{1,6})?", re.ASCII)
 
 routes = web.RouteTableDef()
 
@@ -57,7 +60,9 @@ async def _respond(request: web.Request, endpoint: Endpoint, slot: AdmissionSlot
     generation = request.app[GENERATION]
     with request.app[LIFECYCLE].interruptible():
         async with open_body(request) as body:
-            caller = Caller(request[TENANT], client_request_id(request), _data_parallel_rank(request))
+            caller = Caller(
+                request[TENANT], client_request_id(request), _data_parallel_rank(request), _timeout(request)
+            )
             generate = await generation.prepare(endpoint, body, caller)
             del body
         slot.reserve(generate.request_ids)
@@ -79,3 +84,13 @@ def _data_parallel_rank(request: web.Request) -> int | None:
     if not (given.isascii() and given.isdigit() and len(given) <= _MAX_RANK_DIGITS):
         raise RequestError(f"{_RANK_HEADER} must be the number of a rank, not {given!r}", param=_RANK_HEADER)
     return int(given)
+
+
+def _timeout(request: web.Request) -> float | None:
+    """Raises RequestError for a header that is no number of seconds."""
+    given = request.headers.get(_TIMEOUT_HEADER)
+    if given is None:
+        return None
+    if not _SECONDS.fullmatch(given):
+        raise RequestError(f"{_TIMEOUT_HEADER} must be seconds, not {given!r}", param=_TIMEOUT_HEADER)
+    return float(given)

@@ -19,3 +19,5 @@ class Caller:
     """The X-Request-Id header, if it matches REQUEST_ID."""
     data_parallel_rank: int | None = None
     """The X-Data-Parallel-Rank header."""
+    timeout_s: float | None = None
+    """The X-Request-Timeout header."""

@@ -58,6 +58,8 @@ class GenerateRequest:
     new_renderer: "Callable[[GenerateRequest], Renderer]"
     data_parallel_rank: int | None = None
     """None: the router chooses."""
+    timeout_s: float | None = None
+    """From `started` on; the request is ended then."""
     prediction_ids: Sequence[int] = ()
     """The output that the client expects."""
 

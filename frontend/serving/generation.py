@@ -13,13 +13,14 @@ from array import array
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 
 from atom.messages.engine import AddRequest
 from atom.sampling_params import SamplingParams
 from frontend.detokenizer import decode
-from frontend.engine_client import EngineClient
+from frontend.engine_client import Deadline, EngineClient
 from frontend.errors import EngineError, RequestError
 from frontend.input_processor import InputProcessor
 from frontend.output_processor import TextOptions, Update
@@ -38,11 +39,14 @@ from frontend.serving.usage import UsageCounter
 from frontend.streams import Stream
 from frontend.text_executor import TextExecutor
 
+N = TypeVar("N", int, float)
+
 __all__ = ["Generation", "ServingOptions"]
 
 # What one token, and one token with log probabilities, take in a response, for choosing a thread.
 _TOKEN_BYTES = 8
 _LOGPROB_BYTES = 256
+_MAX_TIMEOUT_S = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,7 @@ class Generation:
             started=started,
             new_renderer=parsed.renderer,
             data_parallel_rank=_first_given(fields.data_parallel_rank, caller.data_parallel_rank),
+            timeout_s=_checked_timeout(_first_given(fields.timeout, caller.timeout_s)),
             prediction_ids=() if prediction is None else self._inputs.prediction_ids(prediction.text),
         )
         return checked, params, cache_salt
@@ -167,7 +172,12 @@ class Generation:
     def _open(
         self, request: GenerateRequest, every_step: bool = True
     ) -> contextlib.AbstractAsyncContextManager[Stream]:
-        return self._client.open(request.requests, request.text, every_step, request.data_parallel_rank)
+        deadline = None
+        if request.timeout_s is not None:
+            deadline = Deadline(request.timeout_s, request.started + request.timeout_s)
+        return self._client.open(
+            request.requests, request.text, every_step, request.data_parallel_rank, deadline
+        )
 
     def _response_options(self, parsed: ParsedRequest) -> ResponseOptions:
         fields, has_tokenizer = parsed.fields, self._options.has_tokenizer
@@ -301,8 +311,17 @@ def _rename(error: RequestError, names: Mapping[str, str]) -> None:
         error.param = names[field]
 
 
-def _first_given(*values: int | None) -> int | None:
+def _first_given(*values: N | None) -> N | None:
     return next((value for value in values if value is not None), None)
+
+
+def _checked_timeout(seconds: float | None) -> float | None:
+    if seconds is not None and not 0 < seconds <= _MAX_TIMEOUT_S:
+        raise RequestError(
+            f"'timeout' must be more than 0 and at most {_MAX_TIMEOUT_S:.0f} seconds, not {seconds:g}",
+            param="timeout",
+        )
+    return seconds
 
 
 def _with_max_tokens(params: SamplingParams, max_tokens: int) -> SamplingParams:
