@@ -485,8 +485,9 @@ class EngineClient:
         now, sequences = engine.received_at, self._sequences
         metrics = self._metrics.engine(engine.rank)
         for first in deltas.first:
-            if first.request_id in sequences:
+            if (admitted := sequences.get(first.request_id)) is not None:
                 metrics.admitted(first)
+                admitted.stream.admitted(first.queued_s, first.prefill_s)
         for update in done.updates:
             sequence = sequences[update.request_id]
             if tokens := len(update.token_ids):
@@ -504,6 +505,7 @@ class EngineClient:
 
     def _finish(self, update: Update, sequence: _Sequence, now: float) -> None:
         assert update.reason is not None
+        sequence.stream.ended(update.reason, sequence.progress.tokens)
         del self._sequences[update.request_id]
         self._router.release(sequence.charge)
         self._metrics.engine(sequence.engine.rank).finished(sequence.progress, update.reason, now)

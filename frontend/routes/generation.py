@@ -15,6 +15,7 @@ from frontend.routes.errors import client_request_id
 from frontend.routes.writing import EventStream, send_json
 from frontend.serving.caller import Caller
 from frontend.serving.endpoint import Endpoint
+from frontend.tracing import TraceContext
 
 __all__ = ["routes"]
 
@@ -60,20 +61,29 @@ async def _respond(request: web.Request, endpoint: Endpoint, slot: AdmissionSlot
     generation = request.app[GENERATION]
     with request.app[LIFECYCLE].interruptible():
         async with open_body(request) as body:
-            caller = Caller(
-                request[TENANT], client_request_id(request), _data_parallel_rank(request), _timeout(request)
-            )
-            generate = await generation.prepare(endpoint, body, caller)
+            generate = await generation.prepare(endpoint, body, _caller(request))
             del body
         slot.reserve(generate.request_ids)
         renderer = generate.renderer()
         response = None if generate.streaming else await generation.respond(generate, renderer)
     if response is not None:
-        with request.app[CLIENT].output_memory.sending(len(response)):
-            return await send_json(request, response)
+        with request.app[CLIENT].output_memory.sending(len(response.body)):
+            return await send_json(request, response.body, {"Server-Timing": response.server_timing})
     # Closing `events` aborts the generation.
     async with contextlib.aclosing(generation.stream(generate, renderer)) as events:
         return await EventStream(request, renderer.error).send(events)
+
+
+def _caller(request: web.Request) -> Caller:
+    """Raises RequestError for an invalid header."""
+    parent, state = request.headers.get("traceparent"), request.headers.get("tracestate", "")
+    return Caller(
+        request[TENANT],
+        client_request_id(request),
+        _data_parallel_rank(request),
+        _timeout(request),
+        None if parent is None else TraceContext(parent, state),
+    )
 
 
 def _data_parallel_rank(request: web.Request) -> int | None:

@@ -10,6 +10,7 @@ from frontend.renderers.logprobs import TokenFormatter
 from frontend.serving.prompts import Prompt
 from frontend.serving.renderer import Renderer
 from frontend.serving.usage import UsageCounter
+from frontend.tracing import TraceContext
 
 __all__ = ["GenerateRequest", "ResponseOptions"]
 
@@ -60,6 +61,7 @@ class GenerateRequest:
     """None: the router chooses."""
     timeout_s: float | None = None
     """From `started` on; the request is ended then."""
+    trace: TraceContext | None = None
     prediction_ids: Sequence[int] = ()
     """The output that the client expects."""
 

@@ -3,6 +3,7 @@
 An endpoint reads the body, and a renderer of its own turns the updates into bytes: see `endpoint.py`.
 """
 
+import asyncio
 import contextlib
 import copy
 import dataclasses
@@ -10,7 +11,7 @@ import re
 import secrets
 import time
 from array import array
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -38,6 +39,7 @@ from frontend.serving.sampling import requested_max_tokens, sampling_params, sto
 from frontend.serving.usage import UsageCounter
 from frontend.streams import Stream
 from frontend.text_executor import TextExecutor
+from frontend.tracing import RequestTrace, Tracing
 
 N = TypeVar("N", int, float)
 
@@ -59,6 +61,15 @@ class ServingOptions:
     """Equal for two servers that generate the same responses."""
 
 
+@dataclass(frozen=True)
+class Response:
+    """A response in one piece."""
+
+    body: bytes
+    server_timing: str
+    """The Server-Timing header: durations in milliseconds."""
+
+
 class Generation:
     """Runs the requests of all endpoints."""
 
@@ -69,7 +80,9 @@ class Generation:
         models: ModelService,
         options: ServingOptions,
         executor: TextExecutor,
+        tracing: Tracing | None = None,
     ):
+        self._tracing = tracing
         self._client = client
         self._inputs = inputs
         self._models = models
@@ -104,7 +117,7 @@ class Generation:
         named = [msgspec.structs.replace(one, name=request.id, tenant=caller.tenant) for one in requests]
         return dataclasses.replace(request, requests=named)
 
-    async def respond(self, request: GenerateRequest, renderer: Renderer) -> bytes:
+    async def respond(self, request: GenerateRequest, renderer: Renderer) -> Response:
         """The complete response as JSON. Cancelling aborts the generation."""
         counter = request.usage_counter()
         results = [Update(request_id, array("i")) for request_id in request.request_ids]
@@ -116,10 +129,11 @@ class Generation:
                     counter.add(index, request.visible(update))
                     results[index] = update  # the only one: see `every_step`
             usage = counter.usage(stream)
-            return await self._executor.run(
+            body = await self._executor.run(
                 sum(map(_response_bytes, results)),
                 lambda: msgspec.json.encode(renderer.response(results, usage)),
             )
+            return Response(body, _server_timing(stream))
 
     async def stream(self, request: GenerateRequest, renderer: Renderer) -> AsyncGenerator[bytes, None]:
         """The response as server-sent events. Closing the generator aborts the generation.
@@ -165,19 +179,34 @@ class Generation:
             new_renderer=parsed.renderer,
             data_parallel_rank=_first_given(fields.data_parallel_rank, caller.data_parallel_rank),
             timeout_s=_checked_timeout(_first_given(fields.timeout, caller.timeout_s)),
+            trace=caller.trace,
             prediction_ids=() if prediction is None else self._inputs.prediction_ids(prediction.text),
         )
         return checked, params, cache_salt
 
-    def _open(
-        self, request: GenerateRequest, every_step: bool = True
-    ) -> contextlib.AbstractAsyncContextManager[Stream]:
+    @contextlib.asynccontextmanager
+    async def _open(self, request: GenerateRequest, every_step: bool = True) -> AsyncIterator[Stream]:
         deadline = None
         if request.timeout_s is not None:
             deadline = Deadline(request.timeout_s, request.started + request.timeout_s)
-        return self._client.open(
+        opened = self._client.open(
             request.requests, request.text, every_step, request.data_parallel_rank, deadline
         )
+        async with opened as stream:
+            if self._tracing is None:
+                yield stream
+                return
+            error = ""
+            try:
+                yield stream
+            except (GeneratorExit, asyncio.CancelledError):
+                error = "the client has disconnected"
+                raise
+            except BaseException as raised:
+                error = str(raised) or type(raised).__name__
+                raise
+            finally:
+                self._tracing.record(_trace(request, stream, error))
 
     def _response_options(self, parsed: ParsedRequest) -> ResponseOptions:
         fields, has_tokenizer = parsed.fields, self._options.has_tokenizer
@@ -309,6 +338,31 @@ def _rename(error: RequestError, names: Mapping[str, str]) -> None:
         word = rf"\b{field}\b" if "_" in field else rf"(?<='){field}(?=')"
         error.message = re.sub(word, names[field], error.message)
         error.param = names[field]
+
+
+def _server_timing(stream: Stream) -> str:
+    decode_s = stream.last_token_at - stream.first_token_at
+    phases = {"queue": stream.queue_s, "prefill": stream.prefill_s, "decode": decode_s}
+    return ", ".join(f"{name};dur={1000 * seconds:.3f}" for name, seconds in phases.items())
+
+
+def _trace(request: GenerateRequest, stream: Stream, error: str) -> RequestTrace:
+    return RequestTrace(
+        id=request.id,
+        model=request.model,
+        operation="text_completion" if request.id.startswith("cmpl-") else "chat",
+        context=request.trace,
+        started_at=request.started,
+        ended_at=time.monotonic(),
+        queue_s=stream.queue_s,
+        prefill_s=stream.prefill_s,
+        first_token_at=stream.first_token_at,
+        last_token_at=stream.last_token_at,
+        input_tokens=sum(len(prompt.ids) for prompt in request.prompts),
+        output_tokens=stream.num_tokens,
+        finish_reasons=stream.reasons,
+        error=error,
+    )
 
 
 def _first_given(*values: N | None) -> N | None:
