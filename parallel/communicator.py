@@ -47,8 +47,8 @@ class Communicator:
 
         All ranks call this together.
         """
-        if self.size > 1:
-            self._peers = open_peer_memory(self._group, width, dtype, device)
+        if self._process_group is not None:
+            self._peers = open_peer_memory(self._process_group, width, dtype, device)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks; `x` must be contiguous, and may be overwritten.
