@@ -157,7 +157,7 @@ def _plan(
     context = config.model.max_model_len or checkpoint.max_model_len
     on_gpu = config.device.device == "cuda"
     return Plan(
-        model=config.model.served_model_name or config.model.model,
+        model=config.model.names[0],
         architecture=checkpoint.architecture,
         dtype=config.model.dtype,
         device=config.device.device,
