@@ -71,6 +71,7 @@ class Plan(msgspec.Struct, frozen=True):
     suggestion: int | None
     """Smallest tensor-parallel size for the whole context, else for the longest one; None: none fits."""
     notes: list[str]
+    decode_context_parallel_size: int = 1
 
 
 def show_plan(config: EngineConfig, explicit: set[str], gpus: str, as_json: bool) -> int:
@@ -165,6 +166,7 @@ def _plan(
         layouts=[each for each in capacities if each.tensor_parallel_size != own],
         suggestion=_suggestion(capacities, context),
         notes=list(notes),
+        decode_context_parallel_size=config.parallel.decode_context_parallel_size,
     )
 
 

@@ -65,6 +65,8 @@ def _devices(plan: "Plan") -> str:
 
 def _layout(plan: "Plan") -> str:
     one = f"{plan.tensor_parallel_size} x {plan.device}"
+    if plan.decode_context_parallel_size > 1:
+        one += f", of which groups of {plan.decode_context_parallel_size} split the KV cache by tokens"
     return one if plan.data_parallel_size == 1 else f"{plan.data_parallel_size} engines of {one}"
 
 
