@@ -45,7 +45,7 @@ class Communicator:
     def open_peers(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
         """From now on reduce rows of that width and dtype through peer memory, if the GPUs can.
 
-        All ranks call this together.
+        All ranks call this together. Ranks without a process group have no peers.
         """
         if self._process_group is not None:
             self._peers = open_peer_memory(self._process_group, width, dtype, device)
