@@ -65,8 +65,8 @@ continue a cached output.
 
 Numbers below are the tensor parallel sizes that passed. *Layouts* are part of every test run, on one
 configuration of each family, most with odd numbers of heads: TP n is `-tp n`, and EP is
-`--enable-expert-parallel`, for families with experts. The collectives of each step are counted, and the
-bytes of each rank's weights.
+`--enable-expert-parallel`, for families with experts. DCP n is `--decode-context-parallel-size n`, for MLA
+without sparse attention. The collectives of each step are counted, and the bytes of each rank's weights.
 """
 
 

@@ -24,7 +24,7 @@ from tests.helpers.core_side import CoreSide, generate
 from tests.helpers.layouts import Layout
 from workers.worker import Worker
 
-BLOCKS, BLOCK_SIZE = 64, 4
+BLOCKS = 64
 CHUNK, STAGGER = 16, 2
 NEW_TOKENS = 12
 _CPU = torch.device("cpu")
@@ -48,6 +48,8 @@ class Outcome(msgspec.Struct, frozen=True):
     steps: int
     sampled_steps: int
     """Of these, the steps that sampled."""
+    cached_steps: int
+    """The steps that read the KV cache: in the others every row begins."""
     collectives: dict[str, int]
     """Calls of each kind in these steps."""
     weight_bytes: int
@@ -60,16 +62,18 @@ def run(job: Job, mesh: Mesh) -> Outcome:
     specs = loaded.kv_specs
     worker.allocate(AllocateKV([BLOCKS] * len(specs), job.checkpoint.max_model_len))
     sampled: list[bool] = []
+    cached: list[bool] = []
 
     def execute(batch: ScheduledBatch) -> bytes:
         ids = worker.execute(batch).token_ids()
         sampled.append(bool(ids))
+        cached.append(len(batch.new_rows) < len(batch.rows))
         return ids
 
-    core = CoreSide.of_specs(specs, BLOCKS, BLOCK_SIZE)
+    core = CoreSide.of_specs(specs, BLOCKS, job.config.block_tokens)
     with _counted_collectives() as counts:
         ids = generate(core, execute, job.prompts, NEW_TOKENS, CHUNK, STAGGER)
-    return Outcome(ids, len(sampled), sum(sampled), dict(counts), loaded.weight_bytes)
+    return Outcome(ids, len(sampled), sum(sampled), sum(cached), dict(counts), loaded.weight_bytes)
 
 
 def run_all(path: Path, rank: int, ranks: int) -> None:
@@ -90,7 +94,8 @@ def run_all(path: Path, rank: int, ranks: int) -> None:
 
 def _mesh(layout: Layout, rank: int, groups: dict[int, dist.ProcessGroup]) -> Mesh:
     tp = Communicator(rank, layout.tp, groups[layout.tp])
-    return Mesh(_CPU, tp=tp, ep=tp)
+    assert layout.dcp in (1, layout.tp)
+    return Mesh(_CPU, tp=tp, dcp=tp if layout.dcp > 1 else Communicator(), ep=tp)
 
 
 @contextmanager

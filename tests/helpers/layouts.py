@@ -13,6 +13,7 @@ class Layout(msgspec.Struct, frozen=True):
     name: str
     tp: int = 1
     expert_parallel: bool = False
+    dcp: int = 1
 
     @property
     def ranks(self) -> int:
@@ -21,12 +22,20 @@ class Layout(msgspec.Struct, frozen=True):
     def config(self, base: EngineConfig) -> EngineConfig:
         """`base` with the flags of this layout."""
         parallel = replace(
-            base.parallel, tensor_parallel_size=self.tp, enable_expert_parallel=self.expert_parallel
+            base.parallel,
+            tensor_parallel_size=self.tp,
+            enable_expert_parallel=self.expert_parallel,
+            decode_context_parallel_size=self.dcp,
         )
         return replace(base, parallel=parallel)
 
 
-LAYOUTS = (Layout("TP 2", 2), Layout("TP 2 + EP", 2, expert_parallel=True), Layout("TP 3", 3))
+LAYOUTS = (
+    Layout("TP 2", 2),
+    Layout("TP 2 + EP", 2, expert_parallel=True),
+    Layout("TP 3", 3),
+    Layout("TP 3 + DCP 3", 3, dcp=3),
+)
 
 ROWS = {
     "llama": "llama-odd-gqa",
@@ -45,11 +54,18 @@ ROWS = {
 }
 """Family -> its row of the tiny models. Two ranks have unequal shares of most, three can share all."""
 _WITHOUT_EXPERTS = ("llama", "mistral", "qwen2", "qwen3")
+_SPLIT_BY_TOKENS = ("deepseek_v2", "deepseek_v3")
+"""Families whose KV cache ranks can split by tokens."""
 
 
 def layouts_of(family: str) -> list[Layout]:
     """The layouts that a family is tested in."""
-    return [each for each in LAYOUTS if not (each.expert_parallel and family in _WITHOUT_EXPERTS)]
+    return [
+        each
+        for each in LAYOUTS
+        if not (each.expert_parallel and family in _WITHOUT_EXPERTS)
+        and not (each.dcp > 1 and family not in _SPLIT_BY_TOKENS)
+    ]
 
 
 def cases() -> list[tuple[str, Layout]]:

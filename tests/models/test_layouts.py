@@ -79,6 +79,9 @@ def test_ranks_sample_the_tokens_of_one(
         assert each.ids == whole.ids
         # The embedding, and the two blocks of each layer; then a key of each sampled row.
         expected = {"all_reduce": each.steps * (1 + 2 * layers), "all_gather": each.sampled_steps}
+        if layout.dcp > 1:  # the queries of each layer, and its results
+            expected["all_gather"] += each.cached_steps * layers
+            expected["all_to_all"] = each.cached_steps * layers
         assert each.collectives == expected
     shares = [each.weight_bytes / whole.weight_bytes for each in found]
     replicated = REPLICATED.get(family, 0.02)
