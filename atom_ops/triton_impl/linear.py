@@ -26,7 +26,7 @@ from atom_ops.triton_impl.pdl import (
     pdl_wait,
     prefetch_rows,
 )
-from atom_ops.triton_impl.tuned import LINEAR, LinearPlan, StreamKPlan
+from atom_ops.triton_impl.tuned import LINEAR, LinearPlan, Plan, Plans, StreamKPlan
 
 _ADDED_AT_ONCE = 512
 _FETCHED_BYTES = 16 << 20
@@ -146,7 +146,7 @@ def _reduce_split_k(
 
 
 def multiply(
-    plan: LinearPlan | StreamKPlan,
+    plan: Plan,
     x_TI: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -190,12 +190,12 @@ def multiply(
 
 
 @cache
-def plans_on(device: torch.device) -> dict[tuple[int, int], tuple[LinearPlan | StreamKPlan, ...]]:
+def plans_on(device: torch.device) -> dict[tuple[int, int], Plans]:
     """Plans by the weight's shape: the built-in table, or what `tuning` adds."""
     return dict(LINEAR.get(torch.cuda.get_device_name(device), {})) if device.type == "cuda" else {}
 
 
-def _plan(x_TI: Tensor, weight: Tensor) -> LinearPlan | StreamKPlan | None:
+def _plan(x_TI: Tensor, weight: Tensor) -> Plan | None:
     """None if the vendor's library is faster or the shape was not measured."""
     tokens = len(x_TI)
     # The interpreter's bfloat16 tl.dot is wrong.
