@@ -109,7 +109,6 @@ class Request:
         self.frontend = settings.frontend
         self.priority = settings.priority
         self.stop_ids = settings.stop_ids
-        """All ids that end the request."""
         self.sampling = sampling
         self.token_ids: TokenIds = blocks.tokens
         self.output_ids = self.token_ids.output
@@ -120,14 +119,11 @@ class Request:
         self.prompt_logprobs = prompt_logprobs
         """As in the message, until the last chunk of the prompt is scheduled; -1 from then on."""
         self.arrival = 0
-        """Number in the order of arrival."""
         self.arrived_at = 0.0
         self.admitted_at = 0.0
         """Time of the first admission."""
         self.first_token_at = 0.0
-        self.preemptions = 0
-        self.accepted_drafts = 0
-        """Draft tokens among its output."""
+        self.preemptions = self.accepted_drafts = 0
         self.state = State.WAITING
         self.row = NO_ROW
         self.blocks = blocks
