@@ -17,7 +17,7 @@ For few tokens, where hardly two choose the same expert; nothing is sorted or pa
 import triton
 import triton.language as tl
 
-from atom_ops.triton_impl.pdl import pdl_begin, pdl_launch_dependents, pdl_wait, prefetch_rows
+from atom_ops.triton_impl.pdl import pdl_begin, pdl_launch_dependents, pdl_wait
 
 
 @triton.jit
@@ -200,22 +200,14 @@ def _gate_up(
 def _down(
     inner, ids, shares, weight, bias, out, outputs, inputs, experts,
     CHOSEN: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_J: tl.constexpr, COMPLETE: tl.constexpr,
-    FETCH: tl.constexpr,
     EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of the outputs, tokens). EVEN: no mask but for the experts.
 
-    COMPLETE: few pairs, if any, have no expert. Before `pdl_wait` it reads ids and weights: `_gate_up`,
-    which runs before it, has waited for the kernel that wrote the ids.
+    COMPLETE: few pairs, if any, have no expert.
     """
-    token = tl.program_id(1).to(tl.int64)
-    if FETCH:
-        for place in tl.static_range(CHOSEN):
-            expert = tl.load(ids + token * CHOSEN + place)
-            if (expert >= 0) & (expert < experts):
-                rows = weight + (expert * outputs + tl.program_id(0) * ROWS) * inputs
-                prefetch_rows(rows, ROWS, inputs * 2, inputs * 2, PDL)
     pdl_wait(PDL)
+    token = tl.program_id(1).to(tl.int64)
     output_R, column_C = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     place_J = tl.arange(0, BLOCK_J)
     pair_J, chosen_J = token * CHOSEN + place_J, place_J < CHOSEN

@@ -140,7 +140,6 @@ def _each_token(
         inner_PF, ids_TJ, shares_TJ, down, weights.down_bias_XD, out_TD, hidden, features,
         experts_X, CHOSEN=chosen, HAS_BIAS=weights.down_bias_XD is not None,
         BLOCK_J=triton.next_power_of_2(chosen), COMPLETE=weights.complete,
-        FETCH=hidden % tile.rows == 0 and features % 8 == 0,
         EVEN=hidden % tile.rows == 0 and features % tile.columns == 0,
         ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages, num_warps=tile.warps, **options,
     )  # fmt: skip

@@ -24,6 +24,8 @@ class LinearPlan(msgspec.Struct, frozen=True, tag="tiles"):
     split_k: int = 1
     least: int = 1
     """Fewest tokens, if not those after the previous plan."""
+    tiles: int = 0
+    """Of the GEMV by whole rows: tiles of a program; 0: the GEMV by columns."""
 
 
 class StreamKPlan(msgspec.Struct, frozen=True, tag="stream-k"):
@@ -148,6 +150,8 @@ NORM_LINEAR = {
         (4096, 1024): FusedPlan(8, 4),
         (6144, 1024): FusedPlan(4, 4, tiles=2),
         (6144, 4096): FusedPlan(4, 8, tiles=2),
+        (5120, 2048): FusedPlan(2, 8, tiles=4),
+        (5120, 4096): FusedPlan(2, 4, tiles=2),
     }
 }
 SILU_LINEAR = {

@@ -33,6 +33,9 @@ _GEMV_TILES = (
     (8, 1024, 8, 3),
     (16, 256, 4, 1),
 )
+# (rows, warps, tiles) of the GEMV by whole rows, for weights with at most so many columns.
+_ROW_TILES = ((2, 4, 2), (2, 4, 4), (2, 8, 2), (2, 8, 4), (4, 4, 1), (4, 4, 3), (4, 8, 2), (8, 4, 2))
+_MOST_ROW_COLUMNS = 8192
 _GEMM_TILES = {
     16: (
         (16, 256, 2, 3),
@@ -79,6 +82,10 @@ def candidates(shape: Shape, least: int, tokens: int) -> list[Plan]:
         return LinearPlan(tokens, False, *tile, split_k, least=least)
 
     plans = [LinearPlan(tokens, True, *tile, least=least) for tile in _GEMV_TILES] if tokens == 1 else []
+    if tokens == 1 and inputs <= _MOST_ROW_COLUMNS:
+        plans += [
+            LinearPlan(1, True, rows, inputs, warps, 1, tiles=tiles) for rows, warps, tiles in _ROW_TILES
+        ]
     hopper: list[Plan] = [plan for plan in _STREAM_K if (plan.least, plan.tokens) == (least, tokens)]
     tiles = _GEMM_TILES[max(tokens, 16)]
     plans += map(gemm, tiles if tokens > 1 else tiles[1:3])
