@@ -39,6 +39,7 @@ from atom.utils.version import atom_version
 from frontend.auth import ApiKeys
 from frontend.cors import CorsPolicy
 from frontend.tls import tls_context
+from frontend.tracing import check_installed
 
 # Time beyond the frontend's own deadline before it is killed.
 _STOP_MARGIN_S = 5.0
@@ -79,6 +80,8 @@ class Launcher:
         ApiKeys(self.server.api_key)  # these raise ValueError for unusable settings
         CorsPolicy(self.server)
         tls_context(self.server)
+        if self.server.otlp_traces_endpoint is not None:
+            check_installed()
         with (
             ListenPort(self.server.host, self.server.server_port, self.server.api_server_count) as port,
             _admin_socket(self.server) as admin,

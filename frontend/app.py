@@ -62,6 +62,7 @@ from frontend.supervisor_link import SupervisorLink
 from frontend.text_executor import TextExecutor
 from frontend.tls import follow_files, tls_context
 from frontend.tokenizer import Tokenizer
+from frontend.tracing import Tracing
 
 __all__ = ["create_app", "start"]
 
@@ -155,7 +156,10 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
     executor = TextExecutor()
     app[keys.CLIENT] = client
     app[keys.MODELS] = models_service
-    app[keys.GENERATION] = Generation(client, inputs, models_service, options, executor)
+    endpoint = server.otlp_traces_endpoint
+    tracing = None if endpoint is None else Tracing(endpoint)
+    app[keys.GENERATION] = Generation(client, inputs, models_service, options, executor, tracing)
+    app.cleanup_ctx.append(lambda _: _close_tracing(tracing))
     prompts = _chat_prompts(launch, inputs)
     chat = ChatEndpoint(inputs, _encoder(inputs, server, _CHAT_TOKENS), prompts, server.lenient_fields)
     app[keys.CHAT] = chat
@@ -319,6 +323,12 @@ async def _certificate_watch(app: web.Application) -> AsyncIterator[None]:
         return
     async with _running(follow_files(context, app[keys.LAUNCH].server)):
         yield
+
+
+async def _close_tracing(tracing: Tracing | None) -> AsyncIterator[None]:
+    yield
+    if tracing is not None:
+        await asyncio.to_thread(tracing.close)
 
 
 async def _shut_down(executor: TextExecutor) -> AsyncIterator[None]:

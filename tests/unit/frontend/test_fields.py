@@ -20,7 +20,7 @@ from frontend.schemas.fields import Schema
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
 from tests.helpers.http_server import MODEL, running_frontend
-from tests.helpers.rig import CALLS, MINIMAL, TOKENIZER, TOOL, Ran, Rig, body_of, running_rig
+from tests.helpers.rig import CALLS, ENDLESS, MINIMAL, TOKENIZER, TOOL, Ran, Rig, body_of, running_rig
 
 SCHEMAS: dict[str, Schema[Any]] = {"chat": CHAT, "completions": COMPLETIONS}
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "So"}]
@@ -52,6 +52,7 @@ BOTH: dict[str, Row] = {
     "ignore_eos": Row(True, lambda ran: ran.sent.eos_token_ids == [], neutral=(False,)),
     "priority": Row(-5, lambda ran: ran.sent.priority == -5, neutral=(0,)),
     "data_parallel_rank": Row(0, lambda ran: len(ran.requests) == 1),
+    "timeout": Row(0.2, lambda ran: ran.choice["raw_finish_reason"] == "timeout", {"max_tokens": ENDLESS}),
     "stream": Row(True, lambda ran: len(ran.events) > 2, neutral=(False,)),
     "stream_options": Row(
         {"include_usage": True}, lambda ran: "usage" in ran.events[-1], {"stream": True}, ({},)
@@ -155,7 +156,7 @@ ONLY: dict[str, dict[str, Row]] = {
     },
 }
 # Without these fields, requests are invalid or equal.
-WITHOUT_CONTRAST = {"messages", "prompt", "best_of", "data_parallel_rank"}
+WITHOUT_CONTRAST = {"messages", "prompt", "best_of", "data_parallel_rank", "timeout"}
 
 REFUSED: dict[str, Any] = {
     "custom_logit_processor": "code",
