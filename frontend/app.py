@@ -36,6 +36,7 @@ from frontend.routes import (
     health,
     info,
     models,
+    openapi,
     page,
     profile,
     requests,
@@ -80,6 +81,7 @@ _ROUTES = (
     models.routes,
     requests.routes,
     info.routes,
+    openapi.routes,
     health.routes,
     profile.routes,
 )
