@@ -23,6 +23,7 @@ from frontend.connections import Listener
 from frontend.cors import CorsPolicy
 from frontend.dp_router import router_for
 from frontend.engine_client import ClientSettings, EngineClient
+from frontend.fim import FillInTheMiddle
 from frontend.input_processor import InputProcessor
 from frontend.lifecycle import Lifecycle
 from frontend.limits import HttpLimits
@@ -39,6 +40,7 @@ from frontend.routes import (
     openapi,
     page,
     profile,
+    refused,
     requests,
     responses,
     status,
@@ -84,6 +86,7 @@ _ROUTES = (
     openapi.routes,
     health.routes,
     profile.routes,
+    refused.routes,
 )
 
 
@@ -149,7 +152,7 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
         app[keys.METRICS],
         lambda max_model_len: setattr(inputs, "max_model_len", max_model_len),
     )
-    models_service = ModelService(config.served_model_name or config.model, inputs)
+    models_service = ModelService(config.names, inputs)
     options = ServingOptions(
         checkpoint.default_sampling,
         has_tokenizer=tokenizer is not None,
@@ -166,7 +169,7 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
     chat = ChatEndpoint(inputs, _encoder(inputs, server, _CHAT_TOKENS), prompts, server.lenient_fields)
     app[keys.CHAT] = chat
     app[keys.COMPLETIONS] = CompletionEndpoint(
-        _encoder(inputs, server, _COMPLETION_TOKENS), server.lenient_fields
+        _encoder(inputs, server, _COMPLETION_TOKENS), FillInTheMiddle.of(tokenizer), server.lenient_fields
     )
     store = ResponseStore(server.max_stored_response_bytes, launch.num_frontends)
     app[keys.RESPONSE_STORE] = store
