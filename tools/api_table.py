@@ -26,13 +26,13 @@ class Proofs:
     refused: str
     harmless: str
     others: dict[str, str]
-    """Fields with a test of their own."""
+    """Fields with a test of their own, with its module."""
 
     def of(self, name: str, schema: Schema[Any]) -> str:
         """The test of a field."""
         if name in self.others:
-            test = f"{self.others[name]}[{self.endpoint}]"
-        elif name in schema.harmless:
+            return self.others[name].format(endpoint=self.endpoint)
+        if name in schema.harmless:
             test = self.harmless.format(endpoint=self.endpoint, name=name)
         else:
             kind = self.refused if name in schema.neutral else self.supported
@@ -47,7 +47,10 @@ def _of_openai(endpoint: str) -> Proofs:
         "test_supported_fields_have_an_effect",
         "test_refused_fields_are_named",
         "test_harmless_fields_are_accepted[{endpoint}-{name}]",
-        {"model": "test_the_model_must_be_the_one_served"},
+        {
+            "model": "test_fields.py::test_the_model_must_be_the_one_served[{endpoint}]",
+            "suffix": "test_fim.py::test_the_route",
+        },
     )
 
 

@@ -13,20 +13,21 @@ from aiohttp import web
 from frontend.app import _ROUTES
 from frontend.openapi import openapi_document
 from frontend.openapi.operations import OPERATIONS
-from frontend.routes import page, status
+from frontend.routes import page, refused, status
 from frontend.schemas.chat import ChatResponse
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
 from tests.helpers.http_server import running_frontend
-from tests.unit.frontend import test_api_table, test_fields
+from tests.unit.frontend import test_api_table, test_fields, test_fim
 from tools.api_table import PROOFS, rows
 
 DOCUMENT = openapi_document()
 
 
 def routes() -> Iterator[tuple[str, str]]:
-    """(method, path) of every route of the application."""
-    for table in (*_ROUTES, page.routes(), status.routes):
+    """(method, path) of every route of the application that does something."""
+    tables = [table for table in _ROUTES if table is not refused.routes]  # those are all 404
+    for table in (*tables, page.routes(), status.routes):
         for route in table:
             assert isinstance(route, web.RouteDef)
             yield route.method.lower(), re.sub(r"\{(\w+):[^}]*\}", r"{\1}", route.path)
@@ -81,11 +82,13 @@ def test_it_is_served_and_describes_what_is_served(tmp_path: Path) -> None:
 def proven() -> set[str]:
     """The tests of fields that there are, as pytest names them."""
     names = {f"test_fields.py::test_the_model_must_be_the_one_served[{each}]" for each in test_fields.SCHEMAS}
+    assert hasattr(test_fim, "test_the_route")
+    names.add("test_fim.py::test_the_route")
     for endpoint in test_fields.SCHEMAS:
-        refused = {**test_fields.REFUSED, **test_fields.REFUSED_ONLY[endpoint]}
+        without_support = {**test_fields.REFUSED, **test_fields.REFUSED_ONLY[endpoint]}
         for test, fields in (
             ("test_supported_fields_have_an_effect", test_fields.supported(endpoint)),
-            ("test_refused_fields_are_named", refused),
+            ("test_refused_fields_are_named", without_support),
             ("test_harmless_fields_are_accepted", test_fields.HARMLESS),
         ):
             assert hasattr(test_fields, test)
