@@ -1,9 +1,9 @@
 """`python -m engine_core.process`: an engine core with its sockets. Started by atom-launch.
 
-    frontends   ROUTER  in:  Hello, AddRequest, Abort, GetStats, Profile
-                        out: CoreReady, CoreStalled, TokenDeltas, CoreStats, CoreDead, ProfileResult
+    frontends   ROUTER  in:  Hello, AddRequest, Abort, GetStats, Profile, SetLogLevel, questions
+                        out: CoreReady, CoreStalled, TokenDeltas, CoreStats, CoreDead, ProfileResult, answers
     workers     ROUTER  in:  Loaded, WorkerReady, BatchResult, WorkerFailed, WorkerHeartbeat, RankTrace
-                        out: AllocateKV, ScheduledBatch, Shutdown, Profile
+                        out: AllocateKV, ScheduledBatch, Shutdown, Profile, SetLogLevel
     supervisor  PUSH    out: Ready, Dead, Heartbeat
 
 One thread runs one loop: wait for messages, process them, schedule steps, send the results.
@@ -20,6 +20,7 @@ from typing import TypeVar
 
 import zmq
 
+from atom.messages.admin import AbortNamed, Answer, GetRequests, ResetPrefixCache, SetLogLevel
 from atom.messages.codec import encode
 from atom.messages.engine import (
     Abort,
@@ -51,9 +52,10 @@ from atom.utils.errors import one_line, out_of_memory
 from atom.utils.exit_status import ExitStatus
 from atom.utils.install_check import check_install
 from atom.utils.liveness import HeartbeatSender, PeerMonitor, SilenceTimer, heartbeat_interval
-from atom.utils.logger import get_logger, setup_logging
+from atom.utils.logger import get_logger, set_log_level, setup_logging
 from atom.utils.process import read_launch
 from atom.utils.step_trace import StepTrace
+from engine_core.commands import answers
 from engine_core.core import EngineCore
 from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.links import FrontendLink, LinkError, WorkerLink
@@ -243,10 +245,16 @@ class CoreProcess:
                 refusal = core.add(message, identity)
                 if refusal is not None:
                     self._send_to_frontend(core, identity, refusal)
-            case Abort(request_ids):
-                core.abort(request_ids)
+            case Abort(request_ids, reason):
+                core.abort(request_ids, reason)
             case GetStats():
                 self._send_to_frontend(core, identity, core.stats())
+            case SetLogLevel(level):
+                set_log_level(level)
+                self._workers.send(message)
+            case GetRequests() | AbortNamed() | ResetPrefixCache():
+                for to, response in answers(core, identity, message):
+                    self._send_to_frontend(core, to, response)
             case Profile():
                 result = self._profiling.request(message, identity)
                 if result is None:
@@ -280,7 +288,7 @@ class CoreProcess:
         self,
         core: EngineCore,
         identity: bytes,
-        message: TokenDeltas | CoreReady | CoreStalled | CoreStats | ProfileResult,
+        message: TokenDeltas | CoreReady | CoreStalled | CoreStats | ProfileResult | Answer,
     ) -> None:
         """Send, or abort all requests of a frontend that cannot be reached: a stream must not miss tokens."""
         if not self._frontends.send(identity, message):

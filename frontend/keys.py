@@ -20,6 +20,7 @@ from frontend.serving.models import ModelService
 from frontend.serving.tokenization import TokenizationService
 from frontend.shared_metrics import SharedMetrics
 from frontend.status.feed import StatusFeed
+from frontend.supervisor_link import SupervisorLink
 
 __all__ = [
     "API_KEYS",
@@ -29,6 +30,7 @@ __all__ = [
     "COMPLETIONS",
     "CORS",
     "GENERATION",
+    "IS_ADMIN",
     "LAUNCH",
     "LIFECYCLE",
     "LIMITS",
@@ -37,6 +39,7 @@ __all__ = [
     "MODELS",
     "SHARED_METRICS",
     "STATUS",
+    "SUPERVISOR",
     "TLS",
     "TOKENIZATION",
 ]
@@ -47,6 +50,7 @@ CHAT = web.AppKey("chat", ChatEndpoint)
 CLIENT = web.AppKey("client", EngineClient)
 COMPLETIONS = web.AppKey("completions", CompletionEndpoint)
 CORS = web.AppKey("cors", CorsPolicy)
+IS_ADMIN = web.AppKey("is_admin", bool)
 GENERATION = web.AppKey("generation", Generation)
 LAUNCH = web.AppKey("launch", FrontendLaunch)
 LIFECYCLE = web.AppKey("lifecycle", Lifecycle)
@@ -55,6 +59,7 @@ MESSAGES = web.AppKey("messages", MessagesEndpoint)
 METRICS = web.AppKey("metrics", Metrics)
 MODELS = web.AppKey("models", ModelService)
 SHARED_METRICS = web.AppKey("shared_metrics", SharedMetrics)
+SUPERVISOR = web.AppKey("supervisor", SupervisorLink)
 STATUS = web.AppKey("status", StatusFeed)
 TLS: web.AppKey[ssl.SSLContext | None] = web.AppKey("tls")
 TOKENIZATION = web.AppKey("tokenization", TokenizationService)

@@ -18,6 +18,7 @@ import msgspec
 import zmq
 
 from atom.config.engine import EngineConfig
+from atom.messages.admin import SetLogLevel
 from atom.messages.codec import Decoder, encode
 from atom.messages.launch import WorkerLaunch
 from atom.messages.profile import Profile, RankTrace
@@ -36,7 +37,7 @@ from atom.utils.errors import one_line, out_of_memory
 from atom.utils.exit_status import ExitStatus
 from atom.utils.install_check import check_install
 from atom.utils.liveness import HeartbeatSender, heartbeat_interval
-from atom.utils.logger import setup_logging
+from atom.utils.logger import set_log_level, setup_logging
 from atom.utils.process import read_launch
 from atom.utils.step_trace import StepTrace
 
@@ -186,6 +187,8 @@ def _serve(worker: "Worker", link: Link, rank: int, trace: StepTrace) -> None:
                 traces.switch(on)
             case Profile(on):
                 link.send(RankTrace(rank, on, error="the worker has no directory for traces"))
+            case SetLogLevel(level):
+                set_log_level(level)
             case Shutdown():
                 return
 

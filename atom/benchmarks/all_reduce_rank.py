@@ -31,6 +31,7 @@ class AllReduceLaunch(RankLaunch, frozen=True, kw_only=True):
 def main() -> None:
     launch = read_launch(AllReduceLaunch)
     mesh = join(launch, MeshShape(tp=launch.ranks))
+    mesh.tp.open_peers(launch.width, getattr(torch, launch.dtype), mesh.device)
     with torch.inference_mode():
         rows = [_Comparison(launch, tokens, mesh.tp, mesh.device).row() for tokens in launch.tokens]
     leave(launch, mesh, rows)

@@ -52,6 +52,7 @@ _PATHS = frozenset(
         "step_trace",
         "torch_profiler_dir",
         "chat_template",
+        "admin_socket",
         "ssl_certfile",
         "ssl_keyfile",
         "ssl_ca_certs",

@@ -40,6 +40,10 @@ class ServerConfig:
     """Certificates of the authorities that sign clients' certificates (PEM)."""
     ssl_cert_reqs: Annotated[int, Meta(ge=0, le=2)] = 0
     """Whether clients must show a certificate: 0 no, 1 it is checked if they do, 2 yes."""
+    admin_port: Annotated[int, Meta(ge=0, le=65535)] | None = None
+    """Port of the administration, on 127.0.0.1 alone; 0 takes a free one. If unset, there is none."""
+    admin_socket: Annotated[str, Meta(min_length=1)] | None = None
+    """Unix socket of the administration instead, which only the server's user can open."""
     max_queued_requests: Annotated[int, Meta(ge=0)] = 1024
     """Most waiting requests; further ones get status 429 with Retry-After."""
     max_body_bytes: Annotated[int, Meta(ge=1024)] | None = None

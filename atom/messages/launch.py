@@ -9,6 +9,7 @@ from atom.config.checkpoint import Checkpoint
 from atom.config.engine import EngineConfig
 from atom.config.model import ModelConfig
 from atom.config.server import ServerConfig
+from atom.messages.admin import ServerState
 
 
 class EngineAddress(msgspec.Struct, frozen=True, array_like=True):
@@ -99,6 +100,10 @@ class FrontendLaunch(msgspec.Struct, frozen=True):
     """Directory in which each frontend keeps its counters in a file for the others; empty: none does."""
     life: int = 0
     """How often this frontend was restarted."""
+    state: ServerState = ServerState()
+    """What administrators have set; later changes come through `control`."""
+    admin_fd: int | None = None
+    """The listening socket of the administration, inherited; None: this frontend does not serve it."""
     started_at: float = 0.0
     """When the server was started: the monotonic clock, which all processes of a host share."""
 

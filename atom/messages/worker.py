@@ -13,6 +13,7 @@ Any time:   worker -> WorkerHeartbeat (from a second socket)
 
 import msgspec
 
+from atom.messages.admin import SetLogLevel
 from atom.messages.engine import PromptLogprobs, SampledLogprobs, Sampling
 from atom.messages.profile import Profile, RankTrace
 
@@ -185,5 +186,5 @@ class WorkerHeartbeat(msgspec.Struct, tag=14, array_like=True, frozen=True, gc=F
     rank: int
 
 
-ToWorker = ScheduledBatch | AllocateKV | Shutdown | Profile
+ToWorker = ScheduledBatch | AllocateKV | Shutdown | Profile | SetLogLevel
 FromWorker = Loaded | WorkerReady | BatchResult | WorkerFailed | WorkerHeartbeat | RankTrace

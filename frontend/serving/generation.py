@@ -97,7 +97,8 @@ class Generation:
         requests = await self._executor.run(
             len(body) // 8, lambda: self._requests(request, params, ids, cache_salt)
         )
-        return dataclasses.replace(request, requests=requests)
+        named = [msgspec.structs.replace(one, name=request.id, tenant=caller.tenant) for one in requests]
+        return dataclasses.replace(request, requests=named)
 
     async def respond(self, request: GenerateRequest, renderer: Renderer) -> bytes:
         """The complete response as JSON. Cancelling aborts the generation."""
