@@ -2,7 +2,8 @@
 
     frontends   ROUTER  in:  Hello, AddRequest, Abort, GetStats, Profile, SetLogLevel, questions
                         out: CoreReady, CoreStalled, TokenDeltas, CoreStats, CoreDead, ProfileResult, answers
-    workers     ROUTER  in:  Loaded, WorkerReady, BatchResult, WorkerFailed, WorkerHeartbeat, RankTrace
+    workers     ROUTER  in:  Loaded, WorkerReady, BatchResult, WorkerFailed, WorkerHeartbeat, RankTrace,
+                                ExpertLoad
                         out: AllocateKV, ScheduledBatch, Shutdown, Profile, SetLogLevel
     supervisor  PUSH    out: Ready, Dead, Heartbeat
 
@@ -40,6 +41,7 @@ from atom.messages.supervisor import Dead, Heartbeat, Ready, ToSupervisor
 from atom.messages.worker import (
     AllocateKV,
     BatchResult,
+    ExpertLoad,
     FromWorker,
     Loaded,
     Shutdown,
@@ -224,6 +226,9 @@ class CoreProcess:
             return {}
         if isinstance(message, RankTrace):
             self._finish_profile(core, self._profiling.add_trace(message))
+            return {}
+        if isinstance(message, ExpertLoad):
+            core.expert_load = message
             return {}
         if not isinstance(message, BatchResult):
             raise _unexpected(message)

@@ -42,8 +42,8 @@ class ExpertBalancer:
         """The model is loaded, and was built with `redundant_experts`. Raises ValueError without experts."""
         self.moved = 0
         """Experts that were copied to another slot since the start, on all ranks."""
-        self.imbalance: list[float] = []
-        """Of each layer, in the last window: tokens of the fullest rank over the mean of the ranks."""
+        self.imbalance: list[float] | None = None
+        """Of each layer, in the last window: tokens of the fullest rank over the mean; None before."""
         self._layers = _layers(model)
         self._ep = ep
         self._config = config

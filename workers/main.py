@@ -176,6 +176,8 @@ def _serve(worker: "Worker", link: Link, rank: int, trace: StepTrace) -> None:
                 trace.mark("start", message.step)
                 step = worker.execute(message)
                 trace.mark("end", message.step)
+                if (load := worker.expert_load()) is not None:
+                    link.send(load)
                 if rank == 0:
                     pending.append(step)
             case AllocateKV():

@@ -3,7 +3,7 @@
 T tokens of the step, R sampled rows, P tokens with prompt log probabilities, D hidden, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,6 +69,9 @@ class ModelRunner:
     If the device has too little memory for a part of a step, the rows that need this part fail.
     """
 
+    before_step: Callable[[], None] | None = None
+    """Called at the beginning of every step, dummy ones too."""
+
     def __init__(
         self,
         model: CausalLM,
@@ -94,6 +97,8 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         """Launch one step on the device; does not wait for its results."""
+        if self.before_step is not None:
+            self.before_step()
         for new in batch.new_rows:
             self._sampler.set_row(new)
         self._inputs.update(batch)
@@ -111,6 +116,8 @@ class ModelRunner:
         a shape that is not captured, or without tokens or rows.
         """
         self._sizes.check(shape)
+        if self.before_step is not None:
+            self.before_step()
         if shape.mode is StepMode.EAGER:
             self._compute(pad_step(self._inputs.empty_step(), shape))
         elif shape.mode is StepMode.DECODE_GRAPH:

@@ -67,7 +67,7 @@ def _run(mesh: Mesh) -> tuple[float, float, int]:
     balancer = ExpertBalancer(model, mesh.ep, CONFIG)
     balancer.copy_replicas()
     generator = torch.Generator().manual_seed(mesh.dp.rank)
-    first: list[float] = []
+    first: list[float] | None = None
     for step in range(STEPS):
         tokens = [5 + (step + rank) % 3 for rank in range(mesh.dp.size)]
         dispatch.plan(tokens, eager=step % 2 == 0)
@@ -75,4 +75,5 @@ def _run(mesh: Mesh) -> tuple[float, float, int]:
         balancer.before_step()
         torch.testing.assert_close(model.after(x_TD, mesh.tp), whole(x_TD), atol=1e-5, rtol=1e-5)
         first = first or balancer.imbalance
+    assert first is not None and balancer.imbalance is not None
     return max(first), max(balancer.imbalance), balancer.moved
