@@ -25,7 +25,7 @@ ISA_TESTS := tests/golden tests/models/test_worker.py::test_every_position_in_ch
 	$(addprefix tests/unit/atom_ops/test_,ops.py layers.py attention.py moe.py logprobs.py)
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
-.PHONY: help install serve test test-isa test-unit test-e2e test-slow test-kills test-models test-tokenizers accuracy test-kernels test-compile test-gpu lint type arch fmt docs contract-signatures models bench-latency bench-speculation bench-throughput bench-kernels bench-all-reduce bench-experts bench-scheduler bench-serving bench-gpu bench-step bench-document tune-experts check clean
+.PHONY: help install serve test test-isa test-unit test-e2e test-slow test-kills test-page test-models test-tokenizers accuracy test-kernels test-compile test-gpu lint type arch fmt docs contract-signatures models bench-latency bench-speculation bench-throughput bench-kernels bench-all-reduce bench-experts bench-scheduler bench-serving bench-gpu bench-step bench-document tune-experts check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,6 +73,9 @@ test-slow: install ## those of them that take minutes, which `make test` leaves 
 
 test-kills: install ## kill engines and frontends under load, some minutes: what fails, for how long, what is left
 	@$(BIN)/python -m tests.evaluation.kills $(ARGS)
+
+test-page: install ## the status page in headless Chromium, which must be installed; a minute or two
+	@$(BIN)/python -m pytest -q tests/browser $(ARGS)
 
 # Of each package only the tokenizer's own files stay: the rest is JavaScript, many times as large.
 $(TOKENIZERS)/.fetched: tests/tokenizers/package.json $(INSTALLED)

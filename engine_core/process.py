@@ -4,7 +4,7 @@
                         out: CoreReady, CoreStalled, TokenDeltas, CoreStats, CoreDead, ProfileResult, answers
     workers     ROUTER  in:  Loaded, WorkerReady, BatchResult, WorkerFailed, WorkerHeartbeat, RankTrace,
                                 ExpertLoad
-                        out: AllocateKV, ScheduledBatch, Shutdown, Profile, SetLogLevel
+                        out: AllocateKV, ScheduledBatch, StepsDone, Shutdown, Profile, SetLogLevel
     supervisor  PUSH    out: Ready, Dead, Heartbeat
 
 One thread runs one loop: wait for messages, process them, schedule steps, send the results.
@@ -45,6 +45,7 @@ from atom.messages.worker import (
     FromWorker,
     Loaded,
     Shutdown,
+    StepsDone,
     WorkerFailed,
     WorkerHeartbeat,
     WorkerReady,
@@ -66,7 +67,7 @@ from engine_core.startup import CachePlan, StartupError, limits_of, plan_cache
 
 StartMessage = TypeVar("StartMessage", Loaded, WorkerReady)
 
-_NAME = "core"
+_TRACE = "core"
 _POLL_MS = 250  # also how long SIGTERM may wait while nothing happens
 _LOAD_DEADLINE_S = 3600.0
 _WARM_UP_DEADLINE_S = 1800.0
@@ -86,6 +87,7 @@ class CoreProcess:
         self.stopping = False
         """Set by a signal: leave the loop."""
         self._launch = launch
+        self._name = launch.label
         self._num_ranks = launch.config.parallel.tensor_parallel_size
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._workers = WorkerLink(self._context, launch.workers, self._num_ranks)
@@ -93,7 +95,7 @@ class CoreProcess:
         self._supervisor = self._context.socket(zmq.PUSH)
         self._supervisor.connect(launch.supervisor)
         timeouts = launch.config.reliability
-        interval, heartbeat = heartbeat_interval(timeouts.hang_timeout), Heartbeat(_NAME)
+        interval, heartbeat = heartbeat_interval(timeouts.hang_timeout), Heartbeat(self._name)
         self._heartbeats = HeartbeatSender(self._context, zmq.PUSH, launch.supervisor, heartbeat, interval)
         self._worker_monitor = PeerMonitor(timeouts.hang_timeout)
         self._step_timer = SilenceTimer(_MAX_GAP_S)
@@ -101,13 +103,15 @@ class CoreProcess:
         self._step_done = False
         self._poller = zmq.Poller()
         self._poller.register(self._workers.socket, zmq.POLLIN)
-        self._trace = StepTrace(launch.config.observability.step_trace, _NAME)
+        self._trace = StepTrace(launch.config.observability.step_trace, _TRACE)
         traced = launch.config.observability.torch_profiler_dir is not None
         self._profiling = Profiling(self._num_ranks, traced)
         self._connected: dict[bytes, int] = {}  # number of each connected frontend, by identity
         # Frontends that did not read their tokens, until their next Hello.
         self._dropped: dict[bytes, int] = {}
         self._checked_at_step = 0
+        self._lockstep = launch.config.parallel.lockstep
+        self._steps_sent = False  # since the last StepsDone
 
     def run(self) -> int:
         """Serve until a signal or a failure; returns the exit status."""
@@ -193,7 +197,7 @@ class CoreProcess:
             "max_model_len": plan.max_model_len,
             "num_blocks": " + ".join(map(str, plan.num_blocks)),
         }
-        self._send_to_supervisor(Ready(_NAME, detail, plan.num_blocks))
+        self._send_to_supervisor(Ready(self._name, detail, plan.num_blocks))
         gc.collect()
         gc.freeze()  # exclude what lives as long as the process from garbage collection
 
@@ -212,6 +216,10 @@ class CoreProcess:
             while (batch := core.schedule()) is not None:
                 self._workers.send(batch)
                 self._trace.mark("sent", batch.step)
+                self._steps_sent = True
+            if self._lockstep and self._steps_sent and not core.num_in_flight:
+                self._workers.send(StepsDone())
+                self._steps_sent = False
             for result in results:
                 for identity, deltas in result.items():
                     self._send_to_frontend(core, identity, deltas)
@@ -355,7 +363,7 @@ class CoreProcess:
                 self._connected[identity] = message.frontend
         for identity in self._connected:
             self._frontends.send(identity, CoreDead(reason))
-        self._send_to_supervisor(Dead(_NAME, reason, status))
+        self._send_to_supervisor(Dead(self._name, reason, status))
         self._shut_workers_down()
 
     def _send_to_supervisor(self, message: ToSupervisor) -> None:

@@ -31,7 +31,18 @@ from frontend.metrics import Metrics
 from frontend.output_memory import default_output_memory
 from frontend.output_processor import OutputProcessor
 from frontend.reply_formats.choose import choose_format
-from frontend.routes import generation, health, info, models, page, profile, requests, status, tokenization
+from frontend.routes import (
+    generation,
+    health,
+    info,
+    models,
+    page,
+    profile,
+    requests,
+    responses,
+    status,
+    tokenization,
+)
 from frontend.routes.access import access_middleware
 from frontend.routes.cors import add_cors_headers, cors_middleware
 from frontend.routes.errors import add_request_id, error_middleware
@@ -42,6 +53,8 @@ from frontend.serving.generation import Generation, ServingOptions
 from frontend.serving.messages import MessagesEndpoint
 from frontend.serving.models import ModelService, fingerprint
 from frontend.serving.prompts import PromptEncoder
+from frontend.serving.response_store import ResponseStore
+from frontend.serving.responses import ResponsesEndpoint
 from frontend.serving.tokenization import TokenizationService
 from frontend.shared_metrics import SharedMetrics
 from frontend.status.feed import StatusFeed
@@ -61,6 +74,7 @@ _COMPLETION_TOKENS = 256
 _BYTES_PER_TOKEN = 16
 _ROUTES = (
     generation.routes,
+    responses.routes,
     tokenization.routes,
     models.routes,
     requests.routes,
@@ -147,6 +161,11 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
     app[keys.CHAT] = chat
     app[keys.COMPLETIONS] = CompletionEndpoint(
         _encoder(inputs, server, _COMPLETION_TOKENS), server.lenient_fields
+    )
+    store = ResponseStore(server.max_stored_response_bytes, launch.num_frontends)
+    app[keys.RESPONSE_STORE] = store
+    app[keys.RESPONSES] = ResponsesEndpoint(
+        inputs, _encoder(inputs, server, _CHAT_TOKENS), prompts, store, server.lenient_fields
     )
     messages = MessagesEndpoint(inputs, prompts, models_service, server.lenient_fields)
     app[keys.MESSAGES] = messages

@@ -17,6 +17,8 @@ from frontend.serving.completions import CompletionEndpoint
 from frontend.serving.generation import Generation
 from frontend.serving.messages import MessagesEndpoint
 from frontend.serving.models import ModelService
+from frontend.serving.response_store import ResponseStore
+from frontend.serving.responses import ResponsesEndpoint
 from frontend.serving.tokenization import TokenizationService
 from frontend.shared_metrics import SharedMetrics
 from frontend.status.feed import StatusFeed
@@ -37,6 +39,8 @@ __all__ = [
     "MESSAGES",
     "METRICS",
     "MODELS",
+    "RESPONSES",
+    "RESPONSE_STORE",
     "SHARED_METRICS",
     "STATUS",
     "SUPERVISOR",
@@ -58,6 +62,8 @@ LIMITS = web.AppKey("limits", HttpLimits)
 MESSAGES = web.AppKey("messages", MessagesEndpoint)
 METRICS = web.AppKey("metrics", Metrics)
 MODELS = web.AppKey("models", ModelService)
+RESPONSES = web.AppKey("responses", ResponsesEndpoint)
+RESPONSE_STORE = web.AppKey("response_store", ResponseStore)
 SHARED_METRICS = web.AppKey("shared_metrics", SharedMetrics)
 SUPERVISOR = web.AppKey("supervisor", SupervisorLink)
 STATUS = web.AppKey("status", StatusFeed)

@@ -45,10 +45,10 @@ class Communicator:
     def open_peers(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
         """From now on reduce rows of that width and dtype through peer memory, if the GPUs can.
 
-        All ranks call this together.
+        All ranks call this together. Ranks without a process group have no peers.
         """
-        if self.size > 1:
-            self._peers = open_peer_memory(self._group, width, dtype, device)
+        if self._process_group is not None:
+            self._peers = open_peer_memory(self._process_group, width, dtype, device)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks; `x` must be contiguous, and may be overwritten.

@@ -12,7 +12,8 @@ dp   compute different tokens with the same share of the layers
 ep   share the experts: every rank of tp x dp
 pp   reserved: of size 1
 
-Data-parallel engines of a dense model share no collective: each has a mesh of its own, with dp 1.
+Data-parallel engines without shared experts share no collective: each has a mesh of its own, with dp 1.
+With several data-parallel ranks there is also a group of all ranks for numbers on the host.
 """
 
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from atom.messages.launch import Rendezvous
 from atom.utils import envs
 from parallel.communicator import Communicator
+from parallel.host_group import HostGroup
 from parallel.rendezvous import MeetingPoint
 
 GroupName = Literal["tp", "dcp", "dp", "ep"]
@@ -76,6 +78,8 @@ class Mesh:
     dcp: Communicator = field(default_factory=Communicator)
     dp: Communicator = field(default_factory=Communicator)
     ep: Communicator = field(default_factory=Communicator)
+    host: HostGroup | None = None
+    """All ranks; None with one data-parallel rank."""
     meeting: MeetingPoint | None = None
     """None: one rank, without process groups."""
 
@@ -85,6 +89,8 @@ class Mesh:
         # occasionally aborts the process at exit.
         for group in (self.tp, self.dcp, self.dp, self.ep):
             group.close()
+        if self.host is not None:
+            self.host.close()
         if self.meeting is not None:
             dist.destroy_process_group()
             self.meeting.close()
@@ -116,7 +122,9 @@ def join_mesh(
     )
     made = _process_groups(shape, limit)
     tp, dcp, dp, ep = (_communicator(shape.groups(name), rank, made) for name in _NAMES)
-    return Mesh(device, tp, dcp, dp, ep, meeting)
+    # By gloo on a GPU too: these numbers are needed on the host, before a launch.
+    host = HostGroup(rank, dist.new_group(backend="gloo", timeout=limit)) if shape.dp > 1 else None
+    return Mesh(device, tp, dcp, dp, ep, host, meeting)
 
 
 _NAMES: tuple[GroupName, ...] = ("tp", "dcp", "dp", "ep")

@@ -70,7 +70,7 @@ class ModelRunner:
     """
 
     before_step: Callable[[], None] | None = None
-    """Called at the beginning of every step, dummy ones too."""
+    """Called before every forward pass, dummy ones too; after the ranks have agreed on it."""
 
     def __init__(
         self,
@@ -97,8 +97,6 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         """Launch one step on the device; does not wait for its results."""
-        if self.before_step is not None:
-            self.before_step()
         for new in batch.new_rows:
             self._sampler.set_row(new)
         self._inputs.update(batch)
@@ -140,6 +138,8 @@ class ModelRunner:
         if shape is not planned:
             self._sizes.check(shape)
             shape.require(planned)
+        if self.before_step is not None:
+            self.before_step()
         if shape.mode is StepMode.DECODE_GRAPH:
             return self._replay(self._captured.decode, self._inputs.decode_batch(batch), shape.padded_rows)
         step = self._inputs.step(batch)

@@ -28,7 +28,9 @@ def longest_sequence(config: EngineConfig, checkpoint: Checkpoint) -> int:
     return config.model.max_model_len or checkpoint.max_model_len
 
 
-def build_rank(config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh) -> CausalLM:
+def build_rank(
+    config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh, dispatch: ExpertDispatch
+) -> CausalLM:
     """The rank's model without its weights, on the mesh's device; call `backend.resolve` first.
 
     Raises ValueError for a model, or a split of one, that is not supported.
@@ -42,7 +44,7 @@ def build_rank(config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh) -> Caus
         mesh.dcp,
         config.cache.block_size,
         kv_dtype(config.cache, dtype),
-        _dispatch(config, mesh),
+        dispatch,
         _redundant_experts(config),
     )
     model = build_model(checkpoint, build)
@@ -54,7 +56,8 @@ def build_rank(config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh) -> Caus
     return model
 
 
-def _dispatch(config: EngineConfig, mesh: Mesh) -> ExpertDispatch:
+def rank_dispatch(config: EngineConfig, mesh: Mesh) -> ExpertDispatch:
+    """How the tokens of this rank reach their experts. Raises ValueError for a form that cannot run here."""
     max_tokens = config.scheduler.max_num_batched_tokens
     assert max_tokens is not None, "resolved before any worker starts"
     parallel = config.parallel

@@ -79,6 +79,7 @@ def resolve(
     Raises ConfigError for a setting that the checkpoint or the host does not support.
     """
     notes: list[str] = []
+    config = replace(config, parallel=_parallel(config.parallel, checkpoint, notes))
     device = _device(config, capabilities, notes)
     dtype = _dtype(config.model.dtype, device, checkpoint, capabilities, notes)
     if config.device.batch_invariant and device == "cpu":
@@ -92,7 +93,7 @@ def resolve(
     _check_ranks(config.parallel.tensor_parallel_size, checkpoint)
     _check_context_parallel(config.parallel, checkpoint)
     if config.parallel.enable_expert_parallel:
-        _check_experts(config.parallel.tensor_parallel_size, checkpoint)
+        _check_experts(config.parallel.num_workers, checkpoint)
     _check_eplb(config.parallel, checkpoint)
     cache = _cache(config.cache, checkpoint, explicit, notes)
     notes += _without_effect(config, explicit, device)
@@ -113,9 +114,28 @@ def resolve(
     return Resolved(resolved, notes)
 
 
+def _parallel(parallel: ParallelConfig, checkpoint: Checkpoint, notes: list[str]) -> ParallelConfig:
+    """With --enable-dp-attention every worker is an engine, and experts are spread over all of them."""
+    workers = parallel.num_workers
+    if not parallel.enable_dp_attention or workers == 1:
+        return parallel
+    if _num_experts(checkpoint) == 0:
+        raise ConfigError(
+            f"--enable-dp-attention: {checkpoint.model_type} has no experts for the engines to share; "
+            "use -tp to split the model, or -dp for engines of their own"
+        )
+    if parallel.decode_context_parallel_size > 1:
+        raise ConfigError(
+            "--decode-context-parallel-size splits a KV cache over tensor-parallel workers, and "
+            "--enable-dp-attention leaves each with its own: omit one of them"
+        )
+    notes.append(f"--enable-dp-attention: {workers} engines of one worker each, which share the experts")
+    return replace(parallel, tensor_parallel_size=1, data_parallel_size=workers, enable_expert_parallel=True)
+
+
 def _device(config: EngineConfig, capabilities: DeviceCapabilities, notes: list[str]) -> Device:
     wanted, parallel = config.device.device, config.parallel
-    needed = parallel.tensor_parallel_size * parallel.data_parallel_size
+    needed = parallel.num_workers
     if wanted == "cpu":
         return "cpu"
     if capabilities.cuda == 0:
@@ -196,7 +216,7 @@ def _check_context_parallel(parallel: ParallelConfig, checkpoint: Checkpoint) ->
 
 
 def _check_experts(ranks: int, checkpoint: Checkpoint) -> None:
-    experts = max((checkpoint.hf_config.get(name) or 0) for name in _EXPERT_COUNTS)
+    experts = _num_experts(checkpoint)
     if experts == 0:
         raise ConfigError(f"--enable-expert-parallel: {checkpoint.model_type} has no experts; omit the flag")
     if ranks > experts:
@@ -205,16 +225,20 @@ def _check_experts(ranks: int, checkpoint: Checkpoint) -> None:
         )
 
 
+def _num_experts(checkpoint: Checkpoint) -> int:
+    return max((checkpoint.hf_config.get(name) or 0) for name in _EXPERT_COUNTS)
+
+
 def _check_eplb(parallel: ParallelConfig, checkpoint: Checkpoint) -> None:
     eplb = eplb_config(parallel)
     if eplb is None:
         return
-    ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
+    ranks = parallel.num_workers
     if not parallel.enable_expert_parallel or ranks == 1:
         raise ConfigError(
             "--enable-eplb moves experts between ranks: use --enable-expert-parallel with several workers"
         )
-    experts = max((checkpoint.hf_config.get(name) or 0) for name in _EXPERT_COUNTS)
+    experts = _num_experts(checkpoint)
     most = experts * (ranks - 1)
     if eplb.num_redundant_experts > most:
         raise ConfigError(
@@ -293,7 +317,7 @@ def _graphs(device: DeviceConfig, scheduler: SchedulerConfig) -> DeviceConfig:
 def _threads(device: DeviceConfig, config: EngineConfig, capabilities: DeviceCapabilities) -> DeviceConfig:
     if device.device == "cuda" or device.cpu_threads is not None:
         return device
-    workers = config.parallel.tensor_parallel_size * config.parallel.data_parallel_size
+    workers = config.parallel.num_workers
     threads = capabilities.cpu_cores // workers
     return replace(device, cpu_threads=max(1, threads))
 
@@ -319,11 +343,12 @@ def _without_effect(config: EngineConfig, explicit: set[str], device: Device) ->
         reasons["mark_trace"] = "it needs --torch-profiler-dir"
     if config.model.trust_remote_code:
         reasons["trust_remote_code"] = "code from a checkpoint is never run"
-    if config.parallel.enable_expert_parallel and config.parallel.tensor_parallel_size == 1:
-        reasons["enable_expert_parallel"] = "one worker has all experts; it acts with -tp"
+    if config.parallel.num_workers == 1:
+        reasons["enable_expert_parallel"] = "one worker has all experts; it acts with -tp or -dp"
+        reasons["enable_dp_attention"] = "there is one worker; it acts with -tp or -dp"
     if not config.parallel.enable_eplb:
         reasons["eplb_config"] = "it needs --enable-eplb"
-    if not config.parallel.enable_expert_parallel or config.parallel.data_parallel_size == 1:
+    if not config.parallel.lockstep:
         reasons["all2all_backend"] = (
             "tokens travel between data-parallel ranks that share experts: it acts with "
             "--enable-expert-parallel and --data-parallel-size"

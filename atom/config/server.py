@@ -50,6 +50,8 @@ class ServerConfig:
     """Largest request body. If unset: 8 MiB, or 16 bytes per token of the context length if that is more."""
     disable_status_page: bool = False
     """Do not serve the status page at / and its data at /status."""
+    max_stored_response_bytes: Annotated[int, Meta(ge=0)] = 64 << 20
+    """Memory for responses that `previous_response_id` may name; 0 keeps none."""
     chat_template: Annotated[str, Meta(min_length=1)] | None = None
     """Jinja chat template file that replaces the checkpoint's."""
     tool_call_parser: (

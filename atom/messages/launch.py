@@ -57,8 +57,12 @@ class WorkerLaunch(msgspec.Struct, frozen=True):
     """None: one rank, which meets no others."""
     device_index: int = 0
     """The GPU, as an index into this host's visible devices (CUDA_VISIBLE_DEVICES); unused on a CPU."""
-    label: str = ""
-    """Name in log lines; empty: worker and its rank."""
+    label: str = "worker 0"
+    """Name in log lines, and in messages to the supervisor."""
+    data_parallel_rank: int = 0
+    """The engine."""
+    waves: list[str] = []
+    """ZMQ endpoints for `WaveStart` of every worker of engines in lockstep, by rank; else empty."""
 
 
 class CoreLaunch(msgspec.Struct, frozen=True):
@@ -74,7 +78,7 @@ class CoreLaunch(msgspec.Struct, frozen=True):
     hash_seed: int
     """Unsigned 64 bit; seeds the block hashes of the prefix cache, alike in all engines."""
     label: str = "core"
-    """Name in log lines."""
+    """Name in log lines, and in messages to the supervisor."""
     num_blocks: list[int] = []
     """KV blocks of each group in an earlier life of the engine, to have as many again; empty: none."""
 
@@ -106,6 +110,11 @@ class FrontendLaunch(msgspec.Struct, frozen=True):
     """The listening socket of the administration, inherited; None: this frontend does not serve it."""
     started_at: float = 0.0
     """When the server was started: the monotonic clock, which all processes of a host share."""
+
+    @property
+    def name(self) -> str:
+        """Its name in log lines, and in messages to the supervisor."""
+        return "frontend" if self.num_frontends == 1 else f"frontend {self.index}"
 
 
 class PrepareLaunch(msgspec.Struct, frozen=True):

@@ -127,6 +127,16 @@ class Shutdown(msgspec.Struct, tag=3, array_like=True, frozen=True, gc=False):
     """Leave the loop and exit 0."""
 
 
+class StepsDone(msgspec.Struct, tag=4, array_like=True, frozen=True, gc=False):
+    """The engine has no step in flight, and none to send now; sent after steps of engines in lockstep."""
+
+
+class WaveStart(msgspec.Struct, tag=5, array_like=True, frozen=True, gc=False):
+    """Between the workers of engines in lockstep: one has a step, so all begin their wave number `wave`."""
+
+    wave: int
+
+
 class Loaded(msgspec.Struct, tag=10, array_like=True, frozen=True, gc=False):
     """Weights are on the device; this much memory may hold KV."""
 
@@ -195,5 +205,5 @@ class ExpertLoad(msgspec.Struct, tag=17, array_like=True, frozen=True, gc=False)
     """Experts copied to another slot since the start, on all ranks."""
 
 
-ToWorker = ScheduledBatch | AllocateKV | Shutdown | Profile | SetLogLevel
+ToWorker = ScheduledBatch | AllocateKV | Shutdown | StepsDone | Profile | SetLogLevel
 FromWorker = Loaded | WorkerReady | BatchResult | WorkerFailed | WorkerHeartbeat | RankTrace | ExpertLoad

@@ -64,7 +64,7 @@ class Frontend(Domain):
             started_at=self._started_at,
         )
         passed = [descriptor] if admin_fd is None else [descriptor, admin_fd]
-        life.spawn((_FRONTEND, self.name), "frontend.main", launch, pass_fds=passed)
+        life.spawn(self.name, "frontend.main", launch, pass_fds=passed)
 
     def _farewell(self, life: Life, failure: Failure) -> None:
         if self._restarts.in_a_row > 1 and self._server.api_server_count > 1:

@@ -73,13 +73,13 @@ class Supervisor:
     @property
     def engines(self) -> list[EngineAddress]:
         """The engines that live or start now."""
-        return [group.address for group in self._engines if group.address is not None]
+        return [address for group in self._engines for address in group.addresses]
 
     @property
     def details(self) -> dict[str, int | str]:
-        """Figures for the banner, from engine 0; empty before it is ready."""
+        """Figures for the banner, from an engine of the first group; empty before one is ready."""
         life = self._engines[0].life if self._engines else None
-        return life.reported.detail if life is not None and life.reported is not None else {}
+        return next((report.detail for report in life.reports.values()), {}) if life is not None else {}
 
     # Start
 
@@ -94,8 +94,9 @@ class Supervisor:
     def start_engines(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
         """Start the engine of every data-parallel rank; `wait_ready` waits for them."""
         setup = Setup(self._context, self.run_dir, config, checkpoint, self._on_progress)
-        seed = secrets.randbits(64)
-        self._engines = [EngineGroup(rank, setup, seed) for rank in range(config.parallel.data_parallel_size)]
+        seed, ranks = secrets.randbits(64), range(config.parallel.data_parallel_size)
+        groups = [ranks] if config.parallel.lockstep else [ranks[rank : rank + 1] for rank in ranks]
+        self._engines = [EngineGroup(group, setup, seed) for group in groups]
         for group in self._engines:
             group.start()
 
@@ -176,7 +177,7 @@ class Supervisor:
         return [*self._engines, *self._frontends]
 
     def _engine_state(self) -> Engines:
-        ended = [group.ended for group in self._engines if group.ended is not None]
+        ended = [ended for group in self._engines for ended in group.ended]
         return Engines(self.engines, ended, self._server_state)
 
     def _set_state(self, state: ServerState) -> None:
@@ -242,7 +243,7 @@ class Supervisor:
         for life in lives:
             if life.is_ready:
                 life.wait(deadline - time.monotonic())
-                if late := [child.label for child in life.children.values() if child.is_alive]:
+                if late := [child.name for child in life.children.values() if child.is_alive]:
                     get_logger().warning(
                         "not ended within %.0f s, and killed: %s", ENGINE_STOP_S, ", ".join(late)
                     )
@@ -260,4 +261,4 @@ class Supervisor:
     def pids(self) -> dict[str, int]:
         """Process ids of the children by name."""
         lives = [domain.life for domain in self._domains() if domain.life is not None]
-        return {child.label: child.process.pid for life in lives for child in life.children.values()}
+        return {child.name: child.process.pid for life in lives for child in life.children.values()}

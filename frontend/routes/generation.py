@@ -7,7 +7,7 @@ from aiohttp import web
 
 from frontend.admission import AdmissionSlot
 from frontend.errors import RequestError
-from frontend.keys import CHAT, CLIENT, COMPLETIONS, GENERATION, LIFECYCLE, MESSAGES, METRICS
+from frontend.keys import CHAT, CLIENT, COMPLETIONS, GENERATION, LIFECYCLE, MESSAGES, METRICS, RESPONSES
 from frontend.routes.access import TENANT
 from frontend.routes.bodies import open_body
 from frontend.routes.errors import client_request_id
@@ -33,6 +33,12 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 async def completions(request: web.Request) -> web.StreamResponse:
     """Text completions."""
     return await _generate(request, request.app[COMPLETIONS])
+
+
+@routes.post("/v1/responses")
+async def responses(request: web.Request) -> web.StreamResponse:
+    """OpenAI's responses."""
+    return await _generate(request, request.app[RESPONSES])
 
 
 @routes.post("/v1/messages")

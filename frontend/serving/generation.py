@@ -79,23 +79,27 @@ class Generation:
         caller: Caller = Caller(),  # noqa: B008 (it is frozen)
     ) -> GenerateRequest:
         """Check and tokenize a request. Raises ApiError; the engine is not involved yet."""
+        started = time.monotonic()
+        self._client.check_ready()
+        parsed = await self._executor.run(len(body), lambda: endpoint.read(body, caller))
         try:
-            return await self._prepare(endpoint, body, caller)
+            return await self._prepare(endpoint, parsed, len(body), caller, started)
         except RequestError as error:
             _rename(error, endpoint.field_names)
             raise
 
-    async def _prepare(self, endpoint: Endpoint, body: bytes, caller: Caller) -> GenerateRequest:
-        started = time.monotonic()
-        self._client.check_ready()
+    async def _prepare(
+        self, endpoint: Endpoint, parsed: ParsedRequest, size: int, caller: Caller, started: float
+    ) -> GenerateRequest:
         request, params, cache_salt = await self._executor.run(
-            len(body), lambda: self._check(endpoint, body, caller, started)
+            size + parsed.earlier_bytes,
+            lambda: self._check(parsed, endpoint.id_prefix, caller, started),
         )
         self._client.check_ready(request.data_parallel_rank)
         # The ids of one request are consecutive, since only the event loop allocates them.
         ids = self._client.new_ids(request.n * len(request.prompts))
         requests = await self._executor.run(
-            len(body) // 8, lambda: self._requests(request, params, ids, cache_salt)
+            size // 8, lambda: self._requests(request, params, ids, cache_salt)
         )
         named = [msgspec.structs.replace(one, name=request.id, tenant=caller.tenant) for one in requests]
         return dataclasses.replace(request, requests=named)
@@ -134,10 +138,9 @@ class Generation:
         yield renderer.end(counter.usage(stream))
 
     def _check(
-        self, endpoint: Endpoint, body: bytes, caller: Caller, started: float
+        self, parsed: ParsedRequest, id_prefix: str, caller: Caller, started: float
     ) -> tuple[GenerateRequest, list[SamplingParams], str]:
         """(the request without engine requests, parameters per prompt, cache salt)."""
-        parsed = endpoint.read(body, caller)
         fields = parsed.fields
         model = self._models.check(fields.model)
         options = self._response_options(parsed)
@@ -146,7 +149,7 @@ class Generation:
         prompts, params = self._prompts(parsed, options)
         prediction = fields.prediction
         checked = GenerateRequest(
-            id=endpoint.id_prefix + name,
+            id=id_prefix + name,
             model=model,
             fingerprint=self._options.fingerprint,
             created=int(time.time()),

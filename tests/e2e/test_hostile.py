@@ -52,7 +52,7 @@ def check(path: str, sent: bytes, status: int, received: bytes) -> None:
     for event in text.split("\n\n") if text.startswith(("data: ", "event: ")) else [text]:
         if event and event != "data: [DONE]":
             answer = json.loads(event[event.find("{") :])
-            assert answer.keys() & {"choices", "tokens", "prompt", "type", "input_tokens"}, where
+            assert answer.keys() & {"choices", "tokens", "prompt", "type", "output", "input_tokens"}, where
 
 
 async def drive(session: aiohttp.ClientSession, bodies: Iterator[tuple[str, bytes]]) -> Counter[int]:

@@ -20,7 +20,6 @@ from atom.messages.supervisor import Dead, Progress, ToSupervisor
 from atom.messages.worker import (
     AllocateKV,
     BatchResult,
-    ExpertLoad,
     FromWorker,
     Loaded,
     ScheduledBatch,
@@ -47,7 +46,6 @@ class Workers:
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, directory: Path):
         self._context = zmq.Context()
         self.ranks = config.parallel.tensor_parallel_size
-        self.expert_loads: list[ExpertLoad] = []
         self._core = self._bind(zmq.ROUTER, f"ipc://{directory}/core")
         self._core.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._supervisor = self._bind(zmq.PULL, f"ipc://{directory}/supervisor")
@@ -81,13 +79,11 @@ class Workers:
             self._core.send_multipart([rank.to_bytes(4, "little"), encode(message)])
 
     def receive(self) -> FromWorker:
-        """The next message that is no heartbeat, and no `ExpertLoad`, which is kept."""
+        """The next message that is no heartbeat."""
         while True:
             _, frame = self._core.recv_multipart()
             message = self._from_worker.decode(frame)
-            if isinstance(message, ExpertLoad):
-                self.expert_loads.append(message)
-            elif not isinstance(message, WorkerHeartbeat):
+            if not isinstance(message, WorkerHeartbeat):
                 return message
 
     def supervisor_messages(self) -> list[ToSupervisor]:
@@ -200,38 +196,6 @@ def test_two_ranks_sample_the_same_tokens_as_one(checkpoint: Checkpoint, tmp_pat
     assert sum(part.weight_bytes for part in parts) < 1.1 * whole.weight_bytes
     phases = [(each.phase, each.done == each.total) for each in messages if isinstance(each, Progress)]
     assert ("Loading weights", True) in phases and ("Warming up", True) in phases
-
-
-MOVING = '{"window_size": 17, "step_interval": 17, "num_redundant_experts": 2}'
-
-
-@pytest.mark.parametrize(("name", "eplb"), [("qwen3-moe", None), ("glm4-moe", MOVING)])
-def test_experts_spread_over_two_ranks_sample_the_same_tokens(
-    name: str, eplb: str | None, tmp_path: Path
-) -> None:
-    """Also while they move between the ranks."""
-    (tmp_path / "model").mkdir()
-    checkpoint = save_tiny(tiny(name), tmp_path / "model")[1]
-    with started(engine_config(tp=1), checkpoint, tmp_path / "one") as workers:
-        (whole,) = workers.start()
-        expected = run(workers)
-    config = engine_config(tp=2)
-    parallel = replace(config.parallel, enable_expert_parallel=True, enable_eplb=eplb is not None)
-    spread = replace(config, parallel=replace(parallel, eplb_config=eplb))
-    with started(spread, checkpoint, tmp_path / "two") as workers:
-        parts = workers.start()
-        for _ in range(1 if eplb is None else 2):
-            assert run(workers) == expected
-        workers.send(Shutdown())
-        assert workers.exit_statuses() == [0, 0]
-    assert len({token for ids in expected for token in ids}) >= 16
-    assert sum(part.weight_bytes for part in parts) < 1.2 * whole.weight_bytes
-    loads = workers.expert_loads
-    if eplb is None:
-        assert not loads
-    else:
-        assert len(loads) >= 2 and loads[0].moved < loads[-1].moved
-        assert all(each >= 1 for load in loads for each in load.imbalance)
 
 
 def test_sigterm_ends_a_worker_with_status_zero(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -66,8 +66,9 @@ def test_four_processes_as_tp_2_by_dp_2(ranks: Ranks) -> None:
         assert mesh.tp.all_gather_rows(own, [1, 1]).tolist() == ([0, 1], [2, 3])[dp]
         assert mesh.dp.all_gather_rows(own, [1, 1]).tolist() == ([0, 2], [1, 3])[tp]
         assert mesh.ep.all_gather_rows(own, [1] * 4).tolist() == [0, 1, 2, 3]
-        # tp, dp and the world, which is ep, too
-        assert len(dist.distributed_c10d._world.pg_map) == 3
+        assert mesh.host.all_gather([rank, 7]) == [[0, 7], [1, 7], [2, 7], [3, 7]]
+        # tp, dp, the world, which is ep, too, and the host group
+        assert len(dist.distributed_c10d._world.pg_map) == 4
         mesh.close()
         assert not dist.is_initialized()
         """,

@@ -189,8 +189,8 @@ def test_a_layout_that_cannot_be_split_has_a_problem(tmp_path: Path) -> None:
     checkpoint = save_tiny(tiny("llama-gqa"), tmp_path)[1]
     one, three = plan(PlanLaunch(engine_config(), checkpoint, [1, 3])).layouts
     assert one.ranks and not one.problem
-    assert not three.ranks and "tensor_parallel_size 3 does not fit" in three.problem
-    with pytest.raises(ValueError, match="tensor_parallel_size 3 does not fit"):
+    assert not three.ranks and "--tensor-parallel-size 3 does not fit" in three.problem
+    with pytest.raises(ValueError, match="--tensor-parallel-size 3 does not fit"):
         plan(PlanLaunch(engine_config(3), checkpoint, [1, 3]))
 
 

@@ -32,7 +32,7 @@ class ScriptEngine(EngineGroup):
     codes: tuple[str, ...] = (SLEEP,)
 
     def _launch(self, life: Life) -> None:
-        add_child(life, "core", self.codes[min(self.number, len(self.codes) - 1)], self._prefix + "core")
+        add_child(life, self._core(self._ranks[0]), self.codes[min(self.number, len(self.codes) - 1)])
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def add_engines(
     config = EngineConfig(reliability=ReliabilityConfig(max_restarts=max_restarts))
     made = []
     for rank, codes in enumerate(engines):
-        engine = ScriptEngine(rank, setup_in(supervisor.run_dir, supervisor._context, config), 7)
+        engine = ScriptEngine([rank], setup_in(supervisor.run_dir, supervisor._context, config), 7)
         engine.codes = codes
         engine.start()
         made.append(engine)
