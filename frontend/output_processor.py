@@ -39,6 +39,7 @@ _RAW_REASONS = {
     FinishReason.ABORTED: "aborted",
     FinishReason.ERROR: "error",
     FinishReason.STOP_STRING: "stop_sequence",
+    FinishReason.TIMEOUT: "timeout",
 }
 
 
@@ -64,7 +65,7 @@ class Update(msgspec.Struct, gc=False):
     """The new text, without stop string or stop token unless `include_stop` is set."""
     finished: bool = False
     reason: str | None = None
-    """Why it finished: eos, stop_<id>, stop_sequence, max_tokens, aborted or error."""
+    """Why it finished: eos, stop_<id>, stop_sequence, max_tokens, aborted, timeout or error."""
     stop_reason: str | int | None = None
     """The stop string, or the id of `stop_token_ids`, that ended it."""
     cached_tokens: int = 0
