@@ -20,6 +20,7 @@ from parallel.sharding import split
 from tests.helpers.ranks import Ranks
 
 CPU = torch.device("cpu")
+DEADLINE_S = 180
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +36,15 @@ def found() -> Iterator[list[Any]]:
         """,
         tp=2,
         dp=2,
+        timeout=DEADLINE_S,
     )
     try:
-        yield [json.loads(out) for out in ranks.outputs()]
+        yield [json.loads(out) for out in ranks.outputs(DEADLINE_S)]
     finally:
         ranks.kill()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(DEADLINE_S + 20)
 def test_the_sums_are_those_of_one_process(found: list[Any]) -> None:
     """Every form, on the meshes 2 x 2, 4 x 1, 1 x 4, 2 x 1 and 1 x 2: chosen cases, then random ones."""
     for compared, _ in found:
@@ -54,8 +56,8 @@ def test_experts_that_move_between_steps_leave_the_sums_as_they_are(found: list[
     """And every rank counts the same load, which is more even afterwards."""
     results = [moved for _, moved in found]
     assert all(each == results[0] for each in results)
-    for before, after, moved in results[0].values():
-        assert moved >= 8 and before > 1.5 and after < 1.3
+    before, after, moved = results[0]
+    assert moved >= 8 and before > 1.5 and after < 1.3
 
 
 def test_one_rank_dispatches_nothing() -> None:
