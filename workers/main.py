@@ -19,6 +19,7 @@ import zmq
 
 from atom.config.engine import EngineConfig
 from atom.messages.codec import Decoder, encode
+from atom.messages.grammar import DropGrammar, LoadGrammar
 from atom.messages.launch import WorkerLaunch
 from atom.messages.profile import Profile, RankTrace
 from atom.messages.supervisor import Dead, Progress
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 _IDLE_POLL_MS = 1000
 _WRITING_POLL_MS = 20
+_LOADING_POLL_MS = 2
 _DEVICE_POLL_S = 50e-6
 _LINGER_MS = 2000
 _PROGRESS_INTERVAL_S = 0.05
@@ -154,7 +156,7 @@ def _work(launch: WorkerLaunch, link: Link) -> None:
 def _serve(worker: "Worker", link: Link, rank: int, trace: StepTrace) -> None:
     """Run until Shutdown: launch each step when it arrives, send its result when the device is done."""
     pending: deque[PendingStep] = deque()
-    traces = worker.traces
+    traces, grammars = worker.traces, worker.grammars
     while True:
         if pending and pending[0].ready():
             link.send(pending.popleft().result())
@@ -164,6 +166,10 @@ def _serve(worker: "Worker", link: Link, rank: int, trace: StepTrace) -> None:
             idle_ms = _WRITING_POLL_MS if traces.writing else idle_ms
             while (trace_result := traces.next_result()) is not None:
                 link.send(trace_result)
+        if grammars.is_loading:
+            idle_ms = _LOADING_POLL_MS
+            while (loaded := grammars.next_loaded()) is not None:
+                link.send(loaded)
         message = link.receive(0 if pending else idle_ms)
         match message:
             case None if pending:
@@ -185,6 +191,10 @@ def _serve(worker: "Worker", link: Link, rank: int, trace: StepTrace) -> None:
                 traces.switch(on)
             case Profile(on):
                 link.send(RankTrace(rank, on, error="the worker has no directory for traces"))
+            case LoadGrammar():
+                grammars.load(message)
+            case DropGrammar(key):
+                grammars.drop(key)
             case Shutdown():
                 return
 

@@ -11,6 +11,7 @@ from enum import IntEnum
 
 import msgspec
 
+from atom.messages.grammar import Grammar
 from atom.messages.profile import Profile, ProfileResult
 
 
@@ -127,6 +128,8 @@ class AddRequest(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
     positions of random numbers. No FirstToken is sent then. 0: all are the prompt."""
     prediction_ids: bytes = b""
     """Packed int32: the output that the client expects, from which draft tokens may be taken."""
+    grammar: Grammar | None = None
+    """What the output must be; None: any text."""
 
 
 MAX_SEQUENCES = 1024

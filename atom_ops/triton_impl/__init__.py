@@ -50,4 +50,5 @@ def load() -> None:
     import atom_ops.triton_impl.routing
     import atom_ops.triton_impl.sampling
     import atom_ops.triton_impl.sparse_attention
+    import atom_ops.triton_impl.token_bitmask
     import atom_ops.triton_impl.verification  # noqa: F401
