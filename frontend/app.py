@@ -8,6 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
+from atom.config.server import ServerConfig
 from atom.messages.launch import FrontendLaunch
 from frontend import keys
 from frontend.auth import ApiKeys
@@ -30,10 +31,12 @@ from frontend.routes import generation, health, info, models, profile, tokenizat
 from frontend.routes.access import access_middleware
 from frontend.routes.cors import add_cors_headers, cors_middleware
 from frontend.routes.errors import add_request_id, error_middleware
-from frontend.serving.chat import ChatService
-from frontend.serving.completions import CompletionService
-from frontend.serving.generation import ServingOptions
+from frontend.serving.chat import ChatEndpoint
+from frontend.serving.chat_prompts import ChatPrompts
+from frontend.serving.completions import CompletionEndpoint
+from frontend.serving.generation import Generation, ServingOptions
 from frontend.serving.models import ModelService, fingerprint
+from frontend.serving.prompts import PromptEncoder
 from frontend.serving.tokenization import TokenizationService
 from frontend.shared_metrics import SharedMetrics
 from frontend.supervisor_link import follow_engines
@@ -45,6 +48,9 @@ __all__ = ["create_app", "start"]
 
 # Seconds after draining until handlers are cancelled.
 _CLEANUP_DEADLINE_S = 1.0
+# max_tokens of requests that set none.
+_CHAT_TOKENS = 8192
+_COMPLETION_TOKENS = 256
 # JSON bytes: English text has 4 to 5 per token, Chinese as \u escapes about 9.
 _BYTES_PER_TOKEN = 16
 _ROUTES = (generation.routes, tokenization.routes, models.routes, info.routes, health.routes, profile.routes)
@@ -104,32 +110,41 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
     models_service = ModelService(config.served_model_name or config.model, inputs)
     options = ServingOptions(
         checkpoint.default_sampling,
-        server.default_max_tokens,
-        server.lenient_fields,
         has_tokenizer=tokenizer is not None,
         fingerprint=fingerprint(launch.config, checkpoint),
     )
     executor = TextExecutor()
-    parts = (client, inputs, models_service, options, executor)
-    template, allow_control_tokens = (
-        ChatTemplate.from_checkpoint(checkpoint),
-        server.allow_control_tokens_in_content,
+    app[keys.CLIENT] = client
+    app[keys.MODELS] = models_service
+    app[keys.GENERATION] = Generation(client, inputs, models_service, options, executor)
+    prompts = _chat_prompts(launch, inputs)
+    chat = ChatEndpoint(inputs, _encoder(inputs, server, _CHAT_TOKENS), prompts, server.lenient_fields)
+    app[keys.CHAT] = chat
+    app[keys.COMPLETIONS] = CompletionEndpoint(
+        _encoder(inputs, server, _COMPLETION_TOKENS), server.lenient_fields
     )
-    encoder = None if template is None else ChatEncoder(template, inputs, allow_control_tokens)
+    app[keys.TOKENIZATION] = TokenizationService(inputs, models_service, chat, executor)
+    app.cleanup_ctx.append(lambda _: _shut_down(executor))
+
+
+def _chat_prompts(launch: FrontendLaunch, inputs: InputProcessor) -> ChatPrompts:
+    checkpoint, server = launch.checkpoint, launch.server
+    template = ChatTemplate.from_checkpoint(checkpoint)
     reply_format = choose_format(
         checkpoint.model_type,
-        tokenizer,
+        inputs.tokenizer,
         None if template is None else template.source,
         server.tool_call_parser,
         server.reasoning_parser,
     )
-    chat = ChatService(*parts, encoder, reply_format)
-    app[keys.CLIENT] = client
-    app[keys.MODELS] = models_service
-    app[keys.CHAT] = chat
-    app[keys.COMPLETIONS] = CompletionService(*parts)
-    app[keys.TOKENIZATION] = TokenizationService(inputs, models_service, chat, executor)
-    app.cleanup_ctx.append(lambda _: _shut_down(executor))
+    encoder = None
+    if template is not None:
+        encoder = ChatEncoder(template, inputs, server.allow_control_tokens_in_content)
+    return ChatPrompts(encoder, reply_format, server.lenient_fields)
+
+
+def _encoder(inputs: InputProcessor, server: ServerConfig, default_max_tokens: int) -> PromptEncoder:
+    return PromptEncoder(inputs, server.default_max_tokens or default_max_tokens)
 
 
 def _max_body_bytes(launch: FrontendLaunch) -> int:

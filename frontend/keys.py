@@ -1,7 +1,6 @@
 """Typed keys of the objects that routes read from the application."""
 
 import ssl
-from typing import Any
 
 from aiohttp import web
 
@@ -13,7 +12,9 @@ from frontend.engine_client import EngineClient
 from frontend.lifecycle import Lifecycle
 from frontend.limits import HttpLimits
 from frontend.metrics import Metrics
-from frontend.serving.generation import GenerationService
+from frontend.serving.chat import ChatEndpoint
+from frontend.serving.completions import CompletionEndpoint
+from frontend.serving.generation import Generation
 from frontend.serving.models import ModelService
 from frontend.serving.tokenization import TokenizationService
 from frontend.shared_metrics import SharedMetrics
@@ -25,6 +26,7 @@ __all__ = [
     "CLIENT",
     "COMPLETIONS",
     "CORS",
+    "GENERATION",
     "LAUNCH",
     "LIFECYCLE",
     "LIMITS",
@@ -37,10 +39,11 @@ __all__ = [
 
 API_KEYS = web.AppKey("api_keys", ApiKeys)
 BODY_MEMORY = web.AppKey("body_memory", BodyMemory)
-CHAT = web.AppKey("chat", GenerationService[Any])
+CHAT = web.AppKey("chat", ChatEndpoint)
 CLIENT = web.AppKey("client", EngineClient)
-COMPLETIONS = web.AppKey("completions", GenerationService[Any])
+COMPLETIONS = web.AppKey("completions", CompletionEndpoint)
 CORS = web.AppKey("cors", CorsPolicy)
+GENERATION = web.AppKey("generation", Generation)
 LAUNCH = web.AppKey("launch", FrontendLaunch)
 LIFECYCLE = web.AppKey("lifecycle", Lifecycle)
 LIMITS = web.AppKey("limits", HttpLimits)

@@ -124,6 +124,17 @@ class Communicator:
         _reduce_scatter(summed, x.contiguous(), group=self._group)
         return summed[: sizes[self.rank]]
 
+    def all_to_all_rows(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send sent[r] rows of `x` to each rank r, in rank order; returns the rows of all ranks for this one.
+
+        received[r] is the number of rows from rank r. `x` has sum(sent) rows.
+        """
+        if self.size == 1:
+            return x
+        found = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(found, x.contiguous(), list(received), list(sent), group=self._group)
+        return found
+
     def close(self) -> None:
         """Forget the process group, which the mesh destroys."""
         self._process_group = self._peers = None

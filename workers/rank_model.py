@@ -5,7 +5,7 @@ import torch
 from atom.config.checkpoint import Checkpoint
 from atom.config.engine import EngineConfig
 from atom.messages.worker import KVSpec
-from parallel.expert import expert_dispatch
+from parallel.expert import ExpertDispatch, expert_dispatch
 from parallel.mesh import Mesh
 from workers.kv_cache import kv_dtype, kv_specs
 from workers.layers.causal_lm import CausalLM
@@ -39,9 +39,16 @@ def build_rank(config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh) -> Caus
         longest_sequence(config, checkpoint),
         config.cache.block_size,
         kv_dtype(config.cache, dtype),
-        expert_dispatch(mesh, config.parallel.enable_expert_parallel),
+        _dispatch(config, mesh),
     )
     return build_model(checkpoint, build)
+
+
+def _dispatch(config: EngineConfig, mesh: Mesh) -> ExpertDispatch:
+    max_tokens = config.scheduler.max_num_batched_tokens
+    assert max_tokens is not None, "resolved before any worker starts"
+    parallel = config.parallel
+    return expert_dispatch(mesh, parallel.enable_expert_parallel, parallel.all2all_backend, max_tokens)
 
 
 def rank_specs(config: EngineConfig, model: CausalLM) -> list[KVSpec]:

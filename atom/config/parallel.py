@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+All2AllBackend = Literal["auto", "allgather_reducescatter", "alltoall", "mori"]
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -14,6 +16,8 @@ class ParallelConfig:
     """Number of independent engines, each with the whole model; every request runs on one of them."""
     enable_expert_parallel: bool = False
     """Spread whole experts over the workers instead of splitting each expert."""
+    all2all_backend: All2AllBackend = "auto"
+    """How tokens reach the experts of other data-parallel ranks; auto chooses by the tokens of a step."""
     dp_load_balance: Literal["prefix", "least_tokens", "least_requests", "round_robin"] = "prefix"
     """Chooses a request's data-parallel rank; prefix prefers one that has computed the prompt's prefix."""
     port: Annotated[int, Meta(ge=1, le=65535)] | None = None

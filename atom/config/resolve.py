@@ -274,6 +274,11 @@ def _without_effect(config: EngineConfig, explicit: set[str], device: Device) ->
         reasons["trust_remote_code"] = "code from a checkpoint is never run"
     if config.parallel.enable_expert_parallel and config.parallel.tensor_parallel_size == 1:
         reasons["enable_expert_parallel"] = "one worker has all experts; it acts with -tp"
+    if not config.parallel.enable_expert_parallel or config.parallel.data_parallel_size == 1:
+        reasons["all2all_backend"] = (
+            "tokens travel between data-parallel ranks that share experts: it acts with "
+            "--enable-expert-parallel and --data-parallel-size"
+        )
     if cache.num_kv_blocks is not None:
         reasons["kv_cache_memory_bytes"] = "--num-kv-blocks overrides it"
     return [

@@ -198,6 +198,22 @@ VARIABLES: dict[str, Variable] = {
             "Shared experts run on a second stream up to this many tokens; 0 never.",
         ),
         Variable(
+            "ATOM_ALL2ALL_PADDED_TOKENS",
+            int,
+            512,
+            Area.ENGINE,
+            "--all2all-backend auto: steps of up to this many tokens over all ranks return the experts' sums "
+            "by a direct exchange, larger ones by reduce-scatter.",
+        ),
+        Variable(
+            "ATOM_ALL2ALL_EAGER_TOKENS",
+            int,
+            2048,
+            Area.ENGINE,
+            "--all2all-backend auto: steps without a graph of at least this many tokens over all ranks send "
+            "a token only to the ranks of its experts.",
+        ),
+        Variable(
             "ATOM_PROFILER_MORE",
             bool,
             False,

@@ -2,19 +2,18 @@
 
 import asyncio
 import contextlib
-from typing import Any
 
 from aiohttp import web
 
 from frontend.admission import AdmissionSlot
 from frontend.errors import RequestError
-from frontend.keys import CHAT, CLIENT, COMPLETIONS, LIFECYCLE, METRICS
+from frontend.keys import CHAT, CLIENT, COMPLETIONS, GENERATION, LIFECYCLE, METRICS
 from frontend.routes.access import TENANT
 from frontend.routes.bodies import open_body
 from frontend.routes.errors import client_request_id
 from frontend.routes.writing import EventStream, send_json
 from frontend.serving.caller import Caller
-from frontend.serving.generation import GenerationService
+from frontend.serving.endpoint import Endpoint
 
 __all__ = ["routes"]
 
@@ -36,34 +35,34 @@ async def completions(request: web.Request) -> web.StreamResponse:
     return await _generate(request, request.app[COMPLETIONS])
 
 
-async def _generate(request: web.Request, service: GenerationService[Any]) -> web.StreamResponse:
+async def _generate(request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
     client = request.app[CLIENT]
     try:
         with request.app[LIFECYCLE].admit():
             client.check_ready()
             with client.admission.slot() as slot:  # before the body: a full server reads none
-                return await _respond(request, service, slot)
+                return await _respond(request, endpoint, slot)
     except asyncio.CancelledError:
         request.app[METRICS].disconnects += 1
         raise
 
 
-async def _respond(
-    request: web.Request, service: GenerationService[Any], slot: AdmissionSlot
-) -> web.StreamResponse:
+async def _respond(request: web.Request, endpoint: Endpoint, slot: AdmissionSlot) -> web.StreamResponse:
+    generation = request.app[GENERATION]
     with request.app[LIFECYCLE].interruptible():
         async with open_body(request) as body:
             caller = Caller(request[TENANT], client_request_id(request), _data_parallel_rank(request))
-            generate = await service.prepare(body, caller)
+            generate = await generation.prepare(endpoint, body, caller)
             del body
         slot.reserve(generate.request_ids)
-        response = None if generate.streaming else await service.respond(generate)
+        renderer = generate.renderer()
+        response = None if generate.streaming else await generation.respond(generate, renderer)
     if response is not None:
         with request.app[CLIENT].output_memory.sending(len(response)):
             return await send_json(request, response)
-    # Closing `frames` aborts the generation.
-    async with contextlib.aclosing(service.stream(generate)) as frames:
-        return await EventStream(request).send(frames)
+    # Closing `events` aborts the generation.
+    async with contextlib.aclosing(generation.stream(generate, renderer)) as events:
+        return await EventStream(request, renderer.error).send(events)
 
 
 def _data_parallel_rank(request: web.Request) -> int | None:

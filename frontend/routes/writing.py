@@ -11,7 +11,6 @@ from atom.utils.logger import get_logger
 from frontend.errors import ApiError, InternalError
 from frontend.keys import LIFECYCLE, LIMITS, METRICS
 from frontend.metrics import Metrics
-from frontend.serving.sse import DONE, error_frame
 
 __all__ = ["PROBE", "EventStream", "send_json", "unbuffered", "with_deadline"]
 
@@ -42,8 +41,9 @@ async def send_json(request: web.Request, body: bytes) -> web.StreamResponse:
 class EventStream:
     """A stream of server-sent events, with comments as keep-alive while there are no events."""
 
-    def __init__(self, request: web.Request):
+    def __init__(self, request: web.Request, render_error: Callable[[ApiError], bytes]):
         self._request = request
+        self._render_error = render_error
         self._response = web.StreamResponse(headers=_HEADERS)
         self._loop = asyncio.get_running_loop()
         self._is_silent = False
@@ -83,7 +83,7 @@ class EventStream:
             await _before_deadline(self._request, self._response.write(frame))
 
     async def _write_error(self, error: ApiError) -> None:
-        await self._write(error_frame(error.body()) + DONE)
+        await self._write(self._render_error(error))
 
     def _is_flowing(self) -> bool:
         transport = self._request.transport

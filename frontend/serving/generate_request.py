@@ -1,13 +1,14 @@
 """A checked and tokenized request, and what its response contains."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from atom.messages.engine import AddRequest
 from frontend.output_processor import TextOptions, Update
-from frontend.serving.logprobs import TokenFormatter
+from frontend.renderers.logprobs import TokenFormatter
 from frontend.serving.prompts import Prompt
+from frontend.serving.renderer import Renderer
 from frontend.serving.usage import UsageCounter
 
 __all__ = ["GenerateRequest", "ResponseOptions"]
@@ -26,6 +27,8 @@ class ResponseOptions:
     prompt_ids: bool = False
     score_only: bool = False
     """`max_tokens` 0: only prompt logprobs are returned, without the token that the engine samples."""
+    usage: bool = False
+    """Whether a stream ends with the usage."""
     continuous_usage: bool = False
     reasoning: bool = True
 
@@ -40,6 +43,9 @@ class GenerateRequest:
     """`requests[p]` generates the `n` choices p * n and on, which continue `prompts[p]`."""
 
     id: str
+    model: str
+    """The name by which the client knows it."""
+    fingerprint: str
     created: int
     requests: list[AddRequest]
     prompts: list[Prompt]
@@ -47,9 +53,9 @@ class GenerateRequest:
     options: ResponseOptions
     n: int
     streaming: bool
-    include_usage: bool
     warnings: list[str]
     started: float
+    new_renderer: "Callable[[GenerateRequest], Renderer]"
     data_parallel_rank: int | None = None
     """None: the router chooses."""
     prediction_ids: Sequence[int] = ()
@@ -59,6 +65,10 @@ class GenerateRequest:
     def request_ids(self) -> list[int]:
         """The id of each choice."""
         return [request_id for request in self.requests for request_id in request.request_ids]
+
+    def renderer(self) -> Renderer:
+        """A new renderer of the response."""
+        return self.new_renderer(self)
 
     def usage_counter(self) -> UsageCounter:
         """A new counter for this request."""

@@ -29,8 +29,8 @@ class ModelService:
         self._inputs = inputs
         self._created = int(time.time())
 
-    def check(self, name: str | None) -> None:
-        """Raises RequestError with status 404 for any other model."""
+    def check(self, name: str | None) -> str:
+        """The name for responses. Raises RequestError with status 404 for any other model."""
         if name is not None and name != self.name:
             raise RequestError(
                 f"the model '{name}' does not exist; this server serves '{self.name}'",
@@ -38,6 +38,7 @@ class ModelService:
                 status=404,
                 code="model_not_found",
             )
+        return self.name
 
     def list(self) -> ModelList:
         """All models."""

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 from frontend.detokenizer import Detokenizer
 from frontend.errors import RequestError
+from frontend.input_processor import MAX_EXCESS_TOKENS, InputProcessor
 from frontend.reply_formats.base import ReplyParser
 from frontend.schemas.generation import GenerationRequest
 from frontend.serving.caller import REQUEST_ID, Caller
+from frontend.serving.sampling import requested_max_tokens
 from frontend.tokenizer import Tokenizer
 
-__all__ = ["Prompt", "given_id", "kept_tokens", "salt", "text_offsets", "truncated"]
+__all__ = ["Prompt", "PromptEncoder", "given_id", "kept_tokens", "salt", "text_offsets", "truncated"]
 
 _MAX_SALT_LENGTH = 1024
 
@@ -27,6 +29,26 @@ class Prompt:
     """Where in `echo` the text of each id begins; only for requests with echoed log probabilities."""
     reply: Callable[[], ReplyParser] | None = None
     """As in TextOptions."""
+
+
+class PromptEncoder:
+    """Encodes the prompts of an endpoint whose max_tokens defaults to `default_max_tokens`."""
+
+    def __init__(self, inputs: InputProcessor, default_max_tokens: int):
+        self.default_max_tokens = default_max_tokens
+        self._inputs = inputs
+
+    def encode(self, request: GenerationRequest, text: str, add_special_tokens: bool) -> list[int]:
+        """Ids of a prompt; only a prompt to be truncated may exceed the context length."""
+        excess = 0 if request.truncate_prompt_tokens is None else MAX_EXCESS_TOKENS
+        return self._inputs.encode(text, add_special_tokens, excess)
+
+    def kept_tokens(self, request: GenerationRequest) -> int | None:
+        """How many prompt tokens `truncate_prompt_tokens` keeps; None without truncation."""
+        max_tokens, max_model_len = requested_max_tokens(request), self._inputs.max_model_len
+        if max_tokens is None:  # a default never takes more than half of the context
+            max_tokens = min(self.default_max_tokens, max_model_len // 2)
+        return kept_tokens(request, max_model_len, max_tokens)
 
 
 def kept_tokens(request: GenerationRequest, max_model_len: int, max_tokens: int) -> int | None:

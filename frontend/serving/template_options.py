@@ -7,7 +7,7 @@ import msgspec
 from frontend.chat_template import ChatTemplate
 from frontend.errors import RequestError
 from frontend.reply_formats.base import ReplyFormat
-from frontend.schemas.chat import ChatRequest
+from frontend.serving.conversation import Conversation
 
 __all__ = ["template_options"]
 
@@ -20,7 +20,7 @@ _SWITCHES = ("enable_thinking", "thinking")
 
 
 def template_options(
-    request: ChatRequest,
+    conversation: Conversation,
     template: ChatTemplate,
     reply_format: ReplyFormat | None,
     lenient: bool,
@@ -31,7 +31,7 @@ def template_options(
     `enable_thinking` and `thinking` stand for one another, and where the template has no reasoning_effort,
     that switches reasoning off (`none`) or on.
     """
-    given = request.chat_template_kwargs or {}
+    given = conversation.template_kwargs
     if (size := len(msgspec.json.encode(given))) > _MAX_BYTES:
         raise RequestError(
             f"'chat_template_kwargs' has {size} bytes, at most {_MAX_BYTES} are allowed",
@@ -46,7 +46,7 @@ def template_options(
             options.setdefault(switch, value)
         elif name not in _SWITCHES or value is not False or _reasons(reply_format):
             unread.append(f"chat_template_kwargs.{name}")
-    effort = request.reasoning_effort
+    effort = conversation.effort
     if effort is not None:
         _check_effort(effort, reply_format)
         if _EFFORT in template.options:

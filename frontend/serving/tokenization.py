@@ -13,7 +13,7 @@ from frontend.schemas.tokenization import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from frontend.serving.chat import ChatService
+from frontend.serving.chat import ChatEndpoint
 from frontend.serving.models import ModelService
 from frontend.text_executor import TextExecutor
 from frontend.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ class TokenizationService:
     """POST /tokenize and /detokenize, with JSON in and out. The engine is not involved."""
 
     def __init__(
-        self, inputs: InputProcessor, models: ModelService, chat: ChatService, executor: TextExecutor
+        self, inputs: InputProcessor, models: ModelService, chat: ChatEndpoint, executor: TextExecutor
     ):
         self._inputs = inputs
         self._models = models
@@ -78,7 +78,8 @@ class TokenizationService:
             raise RequestError("send either 'prompt' or 'messages'", param="prompt")
         if request.prompt is None:
             chat = ChatRequest(**{name: getattr(request, name) for name in _CHAT_FIELDS})
-            return self._chat.prompt_ids(chat, bool(request.add_special_tokens))
+            chat.add_special_tokens = request.add_special_tokens
+            return self._chat.prompt_ids(chat)
         for name in _CHAT_FIELDS:
             if getattr(request, name) is not None:
                 raise RequestError(f"'{name}' belongs to 'messages', not to 'prompt'", param=name)

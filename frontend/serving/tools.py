@@ -1,4 +1,4 @@
-"""The tools of a request, checked and in the form that chat templates expect."""
+"""The tools of a conversation, checked and in the form that chat templates expect."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,11 +9,11 @@ import msgspec
 
 from frontend.errors import RequestError
 from frontend.reply_formats.base import ReplyFormat
-from frontend.schemas.chat import ChatRequest
 from frontend.schemas.tools import TOOL, Function
+from frontend.serving.conversation import Conversation
 from frontend.template_source import TemplateSource
 
-__all__ = ["NO_TOOLS", "Tools", "read_tools"]
+__all__ = ["NO_TOOLS", "Tools", "check_name", "check_tools", "decode_functions", "read_tools"]
 
 MAX_TOOLS = 1024
 # A template writes the tools as JSON, which holds the GIL for about 10 ms per MiB.
@@ -38,23 +38,18 @@ NO_TOOLS = Tools()
 
 
 def read_tools(
-    request: ChatRequest,
+    conversation: Conversation,
     source: TemplateSource,
     reply_format: ReplyFormat | None,
     lenient: bool,
     warnings: list[str],
 ) -> Tools:
-    """The tools of `request`. Raises RequestError naming the field at fault."""
-    choice = _choice(request, lenient, warnings)
-    if not request.tools:
+    """The tools of `conversation`. Raises RequestError naming the field at fault."""
+    choice, functions = _choice(conversation.tool_choice, lenient, warnings), conversation.functions
+    if not functions:
         return NO_TOOLS
     if problem := _problem(source, reply_format):
         return _left_out("tools", problem, lenient, warnings)
-    _check_size(request.tools)
-    functions = [
-        _function(bytes(raw), f"tools[{index}].", lenient, warnings)
-        for index, raw in enumerate(request.tools)
-    ]
     if any(function.strict for function in functions):
         warnings.append("'strict' of tools is not enforced: arguments may differ from their schema")
     return Tools(
@@ -64,9 +59,19 @@ def read_tools(
     )
 
 
-def _choice(request: ChatRequest, lenient: bool, warnings: list[str]) -> str:
+def decode_functions(
+    tools: Sequence[msgspec.Raw] | None, lenient: bool, warnings: list[str]
+) -> list[Function]:
+    """The functions of `tools` in the form of chat completions. Raises RequestError."""
+    check_tools(tools or ())
+    return [
+        _function(bytes(raw), f"tools[{index}].", lenient, warnings) for index, raw in enumerate(tools or ())
+    ]
+
+
+def _choice(tool_choice: str | dict[str, Any] | None, lenient: bool, warnings: list[str]) -> str:
     """`auto` or `none`. The other choices constrain the output, which this server cannot do."""
-    match request.tool_choice:
+    match tool_choice:
         case None:
             return _AUTO
         case "auto" | "none" as choice:
@@ -102,7 +107,8 @@ def _left_out(name: str, problem: str, lenient: bool, warnings: list[str]) -> To
     return NO_TOOLS
 
 
-def _check_size(tools: Sequence[msgspec.Raw]) -> None:
+def check_tools(tools: Sequence[msgspec.Raw]) -> None:
+    """Raises RequestError for too many tools, or too large ones."""
     if len(tools) > MAX_TOOLS:
         raise RequestError(
             f"'tools' has {len(tools)} entries, at most {MAX_TOOLS} are allowed", param="tools"
@@ -119,14 +125,18 @@ def _function(raw: bytes, where: str, lenient: bool, warnings: list[str]) -> Fun
             f"'{where}type' is {tool.type[:40]!r}: only tools of type '{_FUNCTION}' are supported",
             param=f"{where}type",
         )
-    name = tool.function.name
+    check_name(tool.function.name, f"{where}function.name")
+    return tool.function
+
+
+def check_name(name: str, field: str) -> None:
+    """Raises RequestError for the name of a function that some format of calls could not hold."""
     if not (_NAME.fullmatch(name) and name.isprintable()):
         raise RequestError(
-            f"'{where}function.name' is {name[:40]!r}: it must have 1 to 256 characters, and no white space, "
+            f"'{field}' is {name[:40]!r}: it must have 1 to 256 characters, and no white space, "
             "control characters, quotes, braces, backslashes, < or >",
-            param=f"{where}function.name",
+            param=field,
         )
-    return tool.function
 
 
 def _shown(function: Function) -> dict[str, Any]:

@@ -66,6 +66,7 @@ class MoE(nn.Module):
     def __init__(self, args: MoEArgs, build: BuildContext):
         super().__init__()
         self._dispatch = build.dispatch
+        self._num_experts = args.num_experts
         self.gate = Router(args, build)
         self.experts = Experts(args, build.at("experts"))
         self.shared_experts = (
@@ -81,8 +82,9 @@ class MoE(nn.Module):
         return self(normed_TD), residual_TD
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """This rank's partial sum of the output."""
-        routed = self._dispatch.dispatch(x_TD, *self.gate.select_experts(x_TD))
+        """This rank\'s partial sum of the output."""
+        ids_TJ, weights_TJ = self.gate.select_experts(x_TD)
+        routed = self._dispatch.dispatch(x_TD, ids_TJ, weights_TJ, self._num_experts)
         out_TD = self._dispatch.combine(self.experts(*routed))
         if self.shared_experts is not None:
             out_TD = out_TD + self._shared(self.shared_experts, x_TD)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from frontend.errors import RequestError
-from frontend.serving.messages import read_messages
+from frontend.serving.chat_messages import decode_messages, template_messages
 from frontend.template_source import TemplateSource
 
 Read = Callable[..., list[dict[str, Any]]]
@@ -32,7 +32,8 @@ def read(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     warnings: list[str] = []
     raw = [msgspec.Raw(json.dumps(message).encode()) for message in messages]
-    return read_messages(raw, source(text), lenient, warnings), warnings
+    turns = decode_messages(raw, lenient, warnings)
+    return template_messages(turns, source(text), lenient, warnings), warnings
 
 
 def refusal(text: str, *messages: dict[str, Any]) -> RequestError:

@@ -10,7 +10,7 @@ from atom.config.server import ServerConfig
 from frontend.reply_formats.base import ReplyOptions
 from frontend.reply_formats.choose import REASONING, TOOL_CALLS, TextFormat, choose_format
 from frontend.reply_formats.harmony import HarmonyFormat
-from frontend.serving.messages import _template_call
+from frontend.serving.chat_messages import _template_call
 from frontend.template_source import TemplateSource
 from tests.helpers import tiny_tokenizer
 

@@ -15,7 +15,7 @@ from atom.config.checkpoint import Checkpoint
 from atom.config.server import ServerConfig
 from atom.messages.engine import AddRequest, FinishReason, unpack_ids
 from frontend.limits import HttpLimits
-from frontend.serving.completions import CompletionService
+from frontend.serving.generation import Generation
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
 from tests.helpers.http_server import DEADLINE_S, Client, running_frontend
@@ -263,7 +263,7 @@ def test_an_exception_in_a_stream_ends_it_with_an_error_event(
         yield b"data: 1\n\n"
         raise KeyError("a secret of the implementation")
 
-    monkeypatch.setattr(CompletionService, "stream", frames)
+    monkeypatch.setattr(Generation, "stream", frames)
     status, data, _ = client.exchange("POST", "/v1/completions", {"prompt": "x", "stream": True})
     first, last, done, rest = data.decode().split("\n\n")
     assert (status, first, done, rest) == (200, "data: 1", "data: [DONE]", "")

@@ -1,61 +1,44 @@
-"""Dispatch and combine between processes: the same sums as in one process."""
+"""Dispatch and combine: the same sums as in one process, in every form."""
 
 import pytest
 import torch
 
 from parallel.communicator import Communicator
-from parallel.expert import GatherDispatch, LocalDispatch, expert_dispatch
+from parallel.expert import LocalDispatch, expert_dispatch
+from parallel.expert.all_to_all import AllToAllDispatch, owners
+from parallel.expert.choose import ChosenDispatch, Crossovers
+from parallel.expert.gather import GatherDispatch
+from parallel.expert.mori import mori_problem
+from parallel.expert.padded import PaddedDispatch
+from parallel.expert.rows import packed, unpacked, without_expert
 from parallel.mesh import Mesh
+from parallel.sharding import split
 from tests.helpers.ranks import Ranks
 
 CPU = torch.device("cpu")
-LAYER = """
-    from atom_ops import ExpertWeights, experts
-    from parallel.expert import expert_dispatch
-
-    X, D, F, J = 7, 16, 8, 3
-    torch.manual_seed(5)
-    gate_up, down = torch.randn(X, 2 * F, D) / 4, torch.randn(X, D, F) / 4
-    biases = torch.randn(X, 2 * F), torch.randn(X, D)
-    tokens = TOKENS
-    inputs = []
-    for count in tokens:  # of every data-parallel rank
-        ids = torch.rand(count, X).topk(J).indices
-        inputs.append((torch.randn(count, D), ids, torch.rand(count, J)))
-    wanted = [experts(*each, ExpertWeights(gate_up, down, *biases)) for each in inputs]
-
-    dispatch = expert_dispatch(mesh, True)
-    first, count = dispatch.local_experts(X)
-    mine = slice(first, first + count)
-    local = ExpertWeights(gate_up[mine], down[mine], *(each[mine] for each in biases), complete=False)
-    for turn in range(2):
-        dispatch.plan(tokens)
-        x, ids, weights = dispatch.dispatch(*inputs[mesh.dp.rank])
-        partial = dispatch.combine(experts(x, ids - first, weights, local))
-        found = mesh.tp.all_reduce(partial)
-        torch.testing.assert_close(found, wanted[mesh.dp.rank], atol=1e-5, rtol=1e-5)
-    print(count, x.shape[0])
-    mesh.close()
-"""
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("tp", "dp", "tokens"),
-    [(2, 1, [5]), (1, 2, [4, 4]), (1, 2, [6, 0]), (2, 2, [3, 5]), (1, 4, [1, 0, 9, 2])],
-)
-def test_the_sums_are_those_of_one_process(tp: int, dp: int, tokens: list[int], ranks: Ranks) -> None:
-    ranks.start(LAYER.replace("TOKENS", str(tokens)), tp, dp)
-    outputs = [tuple(map(int, out.split())) for out in ranks.outputs()]
-    assert sum(count for count, _ in outputs) == 7 and max(outputs)[0] - min(outputs)[0] <= 1
-    assert {seen for _, seen in outputs} == {sum(tokens)}
+def test_the_sums_are_those_of_one_process(ranks: Ranks) -> None:
+    """Every form, on the meshes 2 x 2, 4 x 1, 1 x 4, 2 x 1 and 1 x 2: chosen cases, then random ones."""
+    ranks.start(
+        """
+        from tests.helpers.expert_ranks import check
+        print(check(mesh))
+        mesh.close()
+        """,
+        tp=2,
+        dp=2,
+    )
+    assert {int(out) for out in ranks.outputs()} == {5 * 4 * (5 + 6)}
 
 
 def test_one_rank_dispatches_nothing() -> None:
     dispatch = expert_dispatch(Mesh(CPU), expert_parallel=True)
     assert isinstance(dispatch, LocalDispatch) and dispatch.local_experts(7) == (0, 7)
     x, ids, weights = torch.ones(2, 3), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
-    routed = dispatch.dispatch(x, ids, weights)
+    dispatch.plan([2])
+    routed = dispatch.dispatch(x, ids, weights, 7)
     assert routed.x_MD is x and routed.ids_MJ is ids and routed.weights_MJ is weights
     assert dispatch.combine(x) is x
 
@@ -72,9 +55,14 @@ def test_fewer_experts_than_ranks_are_refused() -> None:
         dispatch.local_experts(3)
 
 
-def test_tokens_that_were_not_planned_are_refused() -> None:
-    dispatch = GatherDispatch(Mesh(CPU, dp=Communicator(1, 2), ep=Communicator(1, 2)))
-    inputs = torch.ones(3, 4), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+def two_ranks() -> Mesh:
+    return Mesh(CPU, dp=Communicator(1, 2), ep=Communicator(1, 2))
+
+
+@pytest.mark.parametrize("form", [GatherDispatch, PaddedDispatch])
+def test_tokens_that_were_not_planned_are_refused(form: type[GatherDispatch | PaddedDispatch]) -> None:
+    dispatch = form(two_ranks())
+    inputs = torch.ones(3, 4), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1), 7
     with pytest.raises(ValueError, match="data-parallel rank 1 dispatches 3 tokens: not as planned"):
         dispatch.dispatch(*inputs)
     dispatch.plan([3, 2])
@@ -82,3 +70,64 @@ def test_tokens_that_were_not_planned_are_refused() -> None:
         dispatch.dispatch(*inputs)
     with pytest.raises(ValueError, match="3 token counts for 2 data-parallel ranks"):
         dispatch.plan([1, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "eager", "form"),
+    [
+        ([3, 3], False, PaddedDispatch),
+        ([3, 4], False, GatherDispatch),
+        ([300, 400], False, GatherDispatch),
+        ([3, 3], True, PaddedDispatch),
+        ([10, 9], True, GatherDispatch),
+        ([20, 0], True, AllToAllDispatch),
+    ],
+)
+def test_the_form_is_chosen_by_the_planned_tokens(tokens: list[int], eager: bool, form: type) -> None:
+    """Sizes that the host must read are never in a graph."""
+    dispatch = ChosenDispatch(two_ranks(), Crossovers(padded=6, all_to_all=20))
+    dispatch.plan(tokens, eager)
+    assert type(dispatch._form) is form and (eager or form.capturable)
+
+
+def test_the_backend_names_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(expert_dispatch(two_ranks(), True, "allgather_reducescatter"), GatherDispatch)
+    dispatch = expert_dispatch(two_ranks(), True, "alltoall")
+    for eager, form in ((True, AllToAllDispatch), (False, PaddedDispatch)):
+        dispatch.plan([100_000, 1], eager)
+        assert isinstance(dispatch, ChosenDispatch) and type(dispatch._form) is form
+    monkeypatch.setenv("ATOM_ALL2ALL_PADDED_TOKENS", "1")
+    monkeypatch.setenv("ATOM_ALL2ALL_EAGER_TOKENS", "2")
+    assert Crossovers.from_environment() == Crossovers(1, 2)
+    chosen = expert_dispatch(two_ranks(), True)
+    assert isinstance(chosen, ChosenDispatch) and chosen._crossovers == Crossovers(1, 2)
+    assert isinstance(
+        expert_dispatch(Mesh(CPU, tp=Communicator(0, 2), ep=Communicator(0, 2)), True), GatherDispatch
+    )
+
+
+def test_mori_is_refused_elsewhere_than_on_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="--all2all-backend mori: MORI needs an AMD GPU"):
+        expert_dispatch(two_ranks(), True, "mori")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert mori_problem(torch.device("cuda")) == "the package amd-mori is not installed"
+
+
+@pytest.mark.parametrize(("count", "ranks"), [(7, 4), (8, 4), (3, 3), (11, 2)])
+def test_the_owner_of_an_expert_is_the_rank_that_has_it(count: int, ranks: int) -> None:
+    found = owners(torch.arange(-2, count + 2), count, ranks).tolist()
+    wanted = [rank for rank in range(ranks) for _ in range(split(count, ranks, rank)[1])]
+    assert found == [ranks, ranks, *wanted, ranks, ranks]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("tokens", "hidden", "chosen"), [(3, 5, 1), (2, 16, 8), (0, 7, 3)])
+def test_a_row_has_all_of_a_token(tokens: int, hidden: int, chosen: int, dtype: torch.dtype) -> None:
+    x, weights = torch.randn(tokens, hidden).to(dtype), torch.rand(tokens, chosen)
+    ids = torch.randint(-1, 300, (tokens, chosen))
+    rows = packed(x, ids, weights)
+    assert rows.shape[1] % 16 == 0
+    for found, wanted in zip(unpacked(rows, chosen, hidden, dtype), (x, ids, weights), strict=True):
+        assert torch.equal(found, wanted)
+    padding = unpacked(without_expert(2, rows, chosen), chosen, hidden, dtype)
+    assert padding.ids_MJ.eq(-1).all() and not padding.x_MD.any() and not padding.weights_MJ.any()

@@ -1,4 +1,4 @@
-"""Where the experts of a MoE layer are, and how tokens reach them: dispatch and combine.
+"""Dispatch and combine, which every form of expert parallelism implements.
 
     x_TD, ids_TJ, weights_TJ   this rank's tokens, and the experts selected for them
             │ dispatch
@@ -8,16 +8,24 @@
             │ combine
     out_TD                     this rank's tokens again; a partial sum over the tensor-parallel ranks
 
-T tokens of this rank, M tokens at its experts, J experts per token, D hidden.
+T tokens of this rank, M tokens at its experts, J experts per token, X experts, D hidden.
 
-The result of `combine` is always partial over tp, as that of a row-parallel layer: the MoE layer adds
-its shared experts' partial sum, and the next norm all-reduces both at once. A form whose ranks return
-whole sums of some tokens each (all-to-all) leaves the others' rows zero, which that all-reduce completes.
+The tensor-parallel ranks of a data-parallel rank have the same tokens. The result of `combine` is always
+partial over tp, as that of a row-parallel layer: a form in which each of these ranks sends its share of the
+tokens (all-to-all) leaves the rows of the others zero, and the sum over tp that follows completes them.
 
 Ids stay global, as all-to-all libraries return them; the `experts` op skips those of other ranks, and a
 row that is padding has ids of no expert. `combine` belongs to the `dispatch` before it: rows of
 RoutedTokens may lie in a buffer that the next dispatch overwrites. All ranks of the ep group call both
 in the same order, ranks without tokens too.
+
+| form      | sent                                       | graphs | file         |
+|-----------|--------------------------------------------|--------|--------------|
+| local     | nothing                                    | yes    | this one     |
+| gather    | all tokens over dp, sums reduced over dp   | yes    | gather.py    |
+| padded    | all tokens over ep, sums to their rank     | yes    | padded.py    |
+| all-to-all| a token once to each rank that needs it    | no     | all_to_all.py|
+| MORI      | the same, by a library for ROCm            | yes    | mori.py      |
 """
 
 from abc import ABC, abstractmethod
@@ -45,6 +53,8 @@ class ExpertDispatch(ABC):
 
     ep: Communicator
     """The ranks that the experts are spread over. One rank: every rank has every expert."""
+    capturable = True
+    """Whether a graph may capture dispatch and combine: fixed shapes, and the host waits for nothing."""
 
     def local_experts(self, num_experts: int) -> tuple[int, int]:
         """(first, count) of this rank's experts. Raises ValueError with fewer experts than ranks."""
@@ -56,7 +66,16 @@ class ExpertDispatch(ABC):
         return split(num_experts, self.ep.size, self.ep.rank)
 
     @abstractmethod
-    def dispatch(self, x_TD: Tensor, ids_TJ: Tensor, weights_TJ: Tensor) -> RoutedTokens: ...
+    def plan(self, tokens: Sequence[int], eager: bool = False) -> None:
+        """State the tokens of every data-parallel rank, with padding, in the steps that follow.
+
+        Called on every rank before a step is launched or captured. `eager`: no graph captures the step.
+        Raises ValueError if that is not one number for each rank.
+        """
+
+    @abstractmethod
+    def dispatch(self, x_TD: Tensor, ids_TJ: Tensor, weights_TJ: Tensor, num_experts: int) -> RoutedTokens:
+        """Send tokens to the ranks of the experts that `ids_TJ` names: X = `num_experts`, on all ranks."""
 
     @abstractmethod
     def combine(self, out_MD: Tensor) -> Tensor:
@@ -68,51 +87,39 @@ class LocalDispatch(ExpertDispatch):
 
     ep = Communicator()
 
-    def dispatch(self, x_TD: Tensor, ids_TJ: Tensor, weights_TJ: Tensor) -> RoutedTokens:
+    def plan(self, tokens: Sequence[int], eager: bool = False) -> None:
+        """Does nothing: no other rank needs to know."""
+
+    def dispatch(self, x_TD: Tensor, ids_TJ: Tensor, weights_TJ: Tensor, num_experts: int) -> RoutedTokens:
         return RoutedTokens(x_TD, ids_TJ, weights_TJ)
 
     def combine(self, out_MD: Tensor) -> Tensor:
         return out_MD
 
 
-class GatherDispatch(ExpertDispatch):
-    """Every rank sees all tokens: all-gather over dp, reduce-scatter of the partial sums over dp.
-
-    The tensor-parallel ranks of a data-parallel rank have the same tokens already, so that with dp 1
-    nothing is sent before the all-reduce of the next norm.
-    """
+class PlannedDispatch(ExpertDispatch):
+    """A form in which every rank knows how many tokens the others have."""
 
     def __init__(self, mesh: Mesh):
         self.ep = mesh.ep
         self._dp = mesh.dp
+        self._tp = mesh.tp
         self._tokens: Sequence[int] | None = None
 
-    def plan(self, tokens: Sequence[int]) -> None:
-        """State the tokens of every data-parallel rank in the steps that follow; unused with dp 1.
-
-        Raises ValueError if that is not one number for each rank.
-        """
+    def plan(self, tokens: Sequence[int], eager: bool = False) -> None:
         if len(tokens) != self._dp.size:
             raise ValueError(f"{len(tokens)} token counts for {self._dp.size} data-parallel ranks")
         self._tokens = tuple(tokens)
 
-    def dispatch(self, x_TD: Tensor, ids_TJ: Tensor, weights_TJ: Tensor) -> RoutedTokens:
-        """Raises ValueError for another number of tokens than was planned."""
-        planned = self._planned(x_TD.shape[0])
-        gathered = (self._dp.all_gather_rows(each, planned) for each in (x_TD, ids_TJ, weights_TJ))
-        return RoutedTokens(*gathered)
-
-    def combine(self, out_MD: Tensor) -> Tensor:
-        return self._dp.reduce_scatter_rows(out_MD, self._tokens or [out_MD.shape[0]])
-
     def _planned(self, tokens: int) -> Sequence[int]:
+        """The tokens of every data-parallel rank; this one's are `tokens`, or it is a ValueError."""
         if self._dp.size == 1:
             return [tokens]
         if self._tokens is None or self._tokens[self._dp.rank] != tokens:
             raise ValueError(f"data-parallel rank {self._dp.rank} dispatches {tokens} tokens: not as planned")
         return self._tokens
 
-
-def expert_dispatch(mesh: Mesh, expert_parallel: bool) -> ExpertDispatch:
-    """The form for that mesh; without `expert_parallel`, or with one rank, nothing is dispatched."""
-    return GatherDispatch(mesh) if expert_parallel and mesh.ep.size > 1 else LocalDispatch()
+    def _share(self, tokens: int) -> slice:
+        """This rank's share of the tokens that the tensor-parallel ranks all have."""
+        first, count = split(tokens, self._tp.size, self._tp.rank)
+        return slice(first, first + count)

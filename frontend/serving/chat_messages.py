@@ -1,4 +1,4 @@
-"""Messages of a request, checked and in the form that chat templates expect."""
+"""Messages of a conversation, checked and in the form that chat templates expect."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from frontend.schemas.chat import MESSAGE, Message, check_part
 from frontend.schemas.structure import check_structure
 from frontend.template_source import TemplateSource
 
-__all__ = ["ASSISTANT", "read_messages"]
+__all__ = ["ASSISTANT", "Turn", "decode_messages", "template_messages"]
 
 ASSISTANT = "assistant"
 _SYSTEM, _DEVELOPER = "system", "developer"
@@ -22,16 +22,28 @@ _TOOL_ROLES = frozenset({"tool", "function"})
 _OPTIONAL_FIELDS = ("name", "tool_calls", "tool_call_id")
 
 
-def read_messages(
-    raw_messages: Sequence[msgspec.Raw], source: TemplateSource, lenient: bool, warnings: list[str]
-) -> list[dict[str, Any]]:
-    """The messages for a template. Raises RequestError naming the field at fault."""
-    messages = []
-    calls: list[Any] = []
+Turn = tuple[str, Message]
+"""The field of a message in the request's body, a prefix of names in errors, and the message."""
+
+
+def decode_messages(raw_messages: Sequence[msgspec.Raw], lenient: bool, warnings: list[str]) -> list[Turn]:
+    """Messages in OpenAI's form. Raises RequestError naming the field at fault."""
+    turns = []
     for index, raw in enumerate(raw_messages):
         where = f"messages[{index}]."
         message, left_out = MESSAGE.decode(bytes(raw), lenient, where)
         warnings += left_out
+        turns.append((where, message))
+    return turns
+
+
+def template_messages(
+    turns: Sequence[Turn], source: TemplateSource, lenient: bool, warnings: list[str]
+) -> list[dict[str, Any]]:
+    """The messages for a template. Raises RequestError naming the field at fault."""
+    messages = []
+    calls: list[Any] = []
+    for where, message in turns:
         message.role = _role(message.role, source, where)
         if message.tool_calls:
             calls = [call.get("id") for call in message.tool_calls]

@@ -1,0 +1,31 @@
+"""A conversation with its tools, in the form that all chat endpoints share."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from frontend.schemas.tools import Function
+from frontend.serving.chat_messages import Turn
+
+__all__ = ["Conversation"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """What a model is told."""
+
+    turns: Sequence[Turn]
+    functions: Sequence[Function] = ()
+    """Those that the model may call."""
+    tool_choice: str | dict[str, Any] | None = None
+    """In the form of chat completions."""
+    parallel: bool = True
+    """False: only the first tool call of a reply is returned."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    effort: str | None = None
+    """`reasoning_effort`."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    raw_text: bool = False
+    """Special tokens are wanted in the text: without tools, nothing is parsed."""

@@ -1,0 +1,93 @@
+"""Which form of dispatch runs: by `--all2all-backend`, and with auto by the tokens of each step.
+
+The figures of `Crossovers` are all that decides; `python -m atom.benchmarks.expert_dispatch` measures them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from atom.config.parallel import All2AllBackend
+from atom.utils import envs
+from atom.utils.logger import get_logger
+from parallel.expert.all_to_all import AllToAllDispatch
+from parallel.expert.dispatch import ExpertDispatch, LocalDispatch, PlannedDispatch, RoutedTokens
+from parallel.expert.gather import GatherDispatch
+from parallel.expert.mori import MoriDispatch, mori_problem
+from parallel.expert.padded import PaddedDispatch
+from parallel.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Crossovers:
+    """Tokens of a step, over all data-parallel ranks, at which another form is faster."""
+
+    padded: int
+    """Up to this many tokens the sums are exchanged directly; with more, reduced and scattered."""
+    all_to_all: int
+    """Eager steps from this many tokens on send a token only to the ranks that need it."""
+
+    @classmethod
+    def from_environment(cls) -> "Crossovers":
+        return cls(envs.ATOM_ALL2ALL_PADDED_TOKENS, envs.ATOM_ALL2ALL_EAGER_TOKENS)
+
+    @classmethod
+    def always(cls) -> "Crossovers":
+        """All-to-all in every step: eager ones of variable sizes, others padded."""
+        return cls(padded=1 << 62, all_to_all=0)
+
+
+class ChosenDispatch(ExpertDispatch):
+    """Chooses a form for each step from the planned tokens, so that all ranks choose the same."""
+
+    def __init__(self, mesh: Mesh, crossovers: Crossovers):
+        self.ep = mesh.ep
+        self._crossovers = crossovers
+        self._gather = GatherDispatch(mesh)
+        self._padded = PaddedDispatch(mesh)
+        self._all_to_all = AllToAllDispatch(mesh)
+        self._form: PlannedDispatch = self._gather
+
+    def plan(self, tokens: Sequence[int], eager: bool = False) -> None:
+        self._form = self._choose(sum(tokens), eager)
+        self._form.plan(tokens, eager)
+
+    def dispatch(self, x_TD: Tensor, ids_TJ: Tensor, weights_TJ: Tensor, num_experts: int) -> RoutedTokens:
+        return self._form.dispatch(x_TD, ids_TJ, weights_TJ, num_experts)
+
+    def combine(self, out_MD: Tensor) -> Tensor:
+        return self._form.combine(out_MD)
+
+    def _choose(self, tokens: int, eager: bool) -> PlannedDispatch:
+        if eager and tokens >= self._crossovers.all_to_all:
+            return self._all_to_all
+        return self._padded if tokens <= self._crossovers.padded else self._gather
+
+
+def expert_dispatch(
+    mesh: Mesh, expert_parallel: bool, backend: All2AllBackend = "auto", max_tokens: int = 0
+) -> ExpertDispatch:
+    """The form for that mesh; without `expert_parallel`, or with one rank, nothing is dispatched.
+
+    `max_tokens`: the most tokens of a data-parallel rank in a step, for which MORI reserves memory.
+    Raises ValueError for a backend that cannot run here.
+    """
+    if not expert_parallel or mesh.ep.size == 1:
+        return LocalDispatch()
+    if mesh.dp.size == 1:
+        return GatherDispatch(mesh)
+    problem = mori_problem(mesh.device)
+    if backend == "mori" and problem:
+        raise ValueError(f"--all2all-backend mori: {problem}; use auto")
+    if backend == "mori" or (backend == "auto" and not problem):
+        chosen: ExpertDispatch = MoriDispatch(mesh, max_tokens)
+    elif backend == "allgather_reducescatter":
+        chosen = GatherDispatch(mesh)
+    else:
+        crossovers = Crossovers.always() if backend == "alltoall" else Crossovers.from_environment()
+        chosen = ChosenDispatch(mesh, crossovers)
+    if mesh.ep.rank == 0 and mesh.device != torch.device("meta"):
+        get_logger().info("experts over %d ranks: %s", mesh.ep.size, type(chosen).__name__)
+    return chosen

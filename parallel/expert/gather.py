@@ -1,0 +1,25 @@
+"""Every rank sees all tokens: all-gather over dp, reduce-scatter of the partial sums over dp."""
+
+from torch import Tensor
+
+from parallel.expert.dispatch import PlannedDispatch, RoutedTokens
+from parallel.expert.rows import packed, unpacked
+
+
+class GatherDispatch(PlannedDispatch):
+    """All-gather and reduce-scatter, over the data-parallel ranks.
+
+    The tensor-parallel ranks of a data-parallel rank have the same tokens already, so that with dp 1
+    nothing is sent before the all-reduce of the next norm.
+    """
+
+    def dispatch(self, x_TD: Tensor, ids_TJ: Tensor, weights_TJ: Tensor, num_experts: int) -> RoutedTokens:
+        """Raises ValueError for another number of tokens than was planned."""
+        if self._dp.size == 1:
+            return RoutedTokens(x_TD, ids_TJ, weights_TJ)
+        (tokens, hidden), chosen = x_TD.shape, ids_TJ.shape[1]
+        rows = self._dp.all_gather_rows(packed(x_TD, ids_TJ, weights_TJ), self._planned(tokens))
+        return unpacked(rows, chosen, hidden, x_TD.dtype)
+
+    def combine(self, out_MD: Tensor) -> Tensor:
+        return self._dp.reduce_scatter_rows(out_MD, self._tokens or [out_MD.shape[0]])
