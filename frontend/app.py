@@ -19,6 +19,8 @@ from frontend.connections import Listener
 from frontend.cors import CorsPolicy
 from frontend.dp_router import router_for
 from frontend.engine_client import ClientSettings, EngineClient
+from frontend.grammar_process import GrammarProcess
+from frontend.grammars import Grammars
 from frontend.input_processor import InputProcessor
 from frontend.lifecycle import Lifecycle
 from frontend.limits import HttpLimits
@@ -116,7 +118,8 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
     executor = TextExecutor()
     app[keys.CLIENT] = client
     app[keys.MODELS] = models_service
-    app[keys.GENERATION] = Generation(client, inputs, models_service, options, executor)
+    grammars = Grammars(GrammarProcess(checkpoint))
+    app[keys.GENERATION] = Generation(client, inputs, models_service, options, executor, grammars)
     prompts = _chat_prompts(launch, inputs)
     chat = ChatEndpoint(inputs, _encoder(inputs, server, _CHAT_TOKENS), prompts, server.lenient_fields)
     app[keys.CHAT] = chat
@@ -124,7 +127,7 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
         _encoder(inputs, server, _COMPLETION_TOKENS), server.lenient_fields
     )
     app[keys.TOKENIZATION] = TokenizationService(inputs, models_service, chat, executor)
-    app.cleanup_ctx.append(lambda _: _shut_down(executor))
+    app.cleanup_ctx.append(lambda _: _shut_down(executor, grammars))
 
 
 def _chat_prompts(launch: FrontendLaunch, inputs: InputProcessor) -> ChatPrompts:
@@ -229,6 +232,7 @@ async def _certificate_watch(app: web.Application) -> AsyncIterator[None]:
         yield
 
 
-async def _shut_down(executor: TextExecutor) -> AsyncIterator[None]:
+async def _shut_down(executor: TextExecutor, grammars: Grammars) -> AsyncIterator[None]:
     yield
     executor.shutdown()
+    grammars.close()

@@ -98,8 +98,9 @@ class Sampler:
         vocab_size: int,
         device: torch.device,
         memory: MemoryGuard,
-        grammars: GrammarLibrary,
+        grammars: GrammarLibrary | None = None,
     ):
+        """Without `grammars`, no row may have one."""
         max_rows = limits.max_rows
         self.vocab_size = vocab_size
         self._device = device
@@ -211,7 +212,7 @@ class Sampler:
 
     def _grammar_failures(self, processed: Sequence[_ProcessedRows]) -> dict[int, str]:
         """Why rows cannot go on with their grammar, by index among the R rows."""
-        failed = {}
+        failed: dict[int, str] = {}
         for grammar in (each.grammar for each in processed if each.grammar is not None):
             reasons = self._matchers.failures(grammar.rows)
             indices = zip(grammar.rows, grammar.indices, strict=True)

@@ -59,7 +59,7 @@ class RowGrammar(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The id that ends reasoning; -1: the output has none."""
 
 
-class Grammar(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class Grammar(msgspec.Struct, array_like=True, frozen=True, weakref=True):
     """The grammar of a request."""
 
     row: RowGrammar

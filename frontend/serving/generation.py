@@ -16,10 +16,12 @@ from functools import partial
 import msgspec
 
 from atom.messages.engine import AddRequest
+from atom.messages.grammar import Grammar
 from atom.sampling_params import SamplingParams
 from frontend.detokenizer import decode
 from frontend.engine_client import EngineClient
 from frontend.errors import EngineError, RequestError
+from frontend.grammars import Grammars
 from frontend.input_processor import InputProcessor
 from frontend.output_processor import TextOptions, Update
 from frontend.renderers.logprobs import TokenFormatter
@@ -33,6 +35,7 @@ from frontend.serving.models import ModelService
 from frontend.serving.prompts import Prompt, given_id, salt, text_offsets
 from frontend.serving.renderer import Renderer
 from frontend.serving.sampling import requested_max_tokens, sampling_params, stop_strings
+from frontend.serving.structured_output import read_constraint
 from frontend.serving.usage import UsageCounter
 from frontend.streams import Stream
 from frontend.text_executor import TextExecutor
@@ -64,12 +67,14 @@ class Generation:
         models: ModelService,
         options: ServingOptions,
         executor: TextExecutor,
+        grammars: Grammars,
     ):
         self._client = client
         self._inputs = inputs
         self._models = models
         self._options = options
         self._executor = executor
+        self._grammars = grammars
 
     async def prepare(
         self,
@@ -83,11 +88,12 @@ class Generation:
         request, params, cache_salt = await self._executor.run(
             len(body), lambda: self._check(endpoint, body, caller, started)
         )
+        grammar = None if request.constraint is None else await self._grammar(request, params[0])
         self._client.check_ready(request.data_parallel_rank)
         # The ids of one request are consecutive, since only the event loop allocates them.
         ids = self._client.new_ids(request.n * len(request.prompts))
         requests = await self._executor.run(
-            len(body) // 8, lambda: self._requests(request, params, ids, cache_salt)
+            len(body) // 8, lambda: self._requests(request, params, ids, cache_salt, grammar)
         )
         return dataclasses.replace(request, requests=requests)
 
@@ -152,6 +158,7 @@ class Generation:
             new_renderer=parsed.renderer,
             data_parallel_rank=_first_given(fields.data_parallel_rank, caller.data_parallel_rank),
             prediction_ids=() if prediction is None else self._inputs.prediction_ids(prediction.text),
+            constraint=None if options.score_only else read_constraint(fields),
         )
         return checked, params, cache_salt
 
@@ -230,11 +237,23 @@ class Generation:
         )
         return [_with_max_tokens(params, limit) for limit in limits]
 
+    async def _grammar(self, request: GenerateRequest, params: SamplingParams) -> Grammar:
+        """The compiled grammar of the outputs. Raises RequestError for a constraint that cannot be met."""
+        assert request.constraint is not None
+        row = self._inputs.row_grammar(request.constraint, params, request.prompts[0].reasoning)
+        compiled = await self._grammars.compile(request.constraint)
+        return self._grammars.grammar(row, compiled)
+
     def _requests(
-        self, request: GenerateRequest, params: list[SamplingParams], ids: list[int], cache_salt: str
+        self,
+        request: GenerateRequest,
+        params: list[SamplingParams],
+        ids: list[int],
+        cache_salt: str,
+        grammar: Grammar | None,
     ) -> list[AddRequest]:
         """The engine's requests: `n` consecutive `ids` for each prompt."""
-        checked, n = self._inputs.check_params(params[0]), params[0].n
+        checked, n = self._inputs.check_params(params[0], grammar), params[0].n
         check_bad_words(checked, len(ids))
         requests = []
         for index, (prompt, prompt_params) in enumerate(zip(request.prompts, params, strict=True)):

@@ -85,7 +85,7 @@ class _Sampled:
 class RowMatchers:
     """The matchers of all rows, in steps: `masks`, sample, `record`."""
 
-    def __init__(self, library: GrammarLibrary, vocab_size: int, device: torch.device):
+    def __init__(self, library: GrammarLibrary | None, vocab_size: int, device: torch.device):
         self._library = library
         self._num_words = -(-vocab_size // _WORD_BITS)
         self._device = device
@@ -102,6 +102,7 @@ class RowMatchers:
         self._matchers.pop(new.row, None)
         if new.grammar is None:
             return
+        assert self._library is not None, "a row has a grammar, and the sampler no library"
         output = np.frombuffer(new.output_ids, np.dtype("<i4")).tolist()
         self._matchers[new.row] = RowMatcher(self._library, new.grammar, output)
 
