@@ -64,6 +64,7 @@ from atom_ops.ops.recurrent_state import (
 from atom_ops.ops.rotary import rotary, rotation, rotation_at
 from atom_ops.ops.routing import RoutingRule, route
 from atom_ops.ops.sampling import SamplingBatch, sample
+from atom_ops.ops.sharded_argmax import merge_argmax, shard_argmax
 from atom_ops.ops.sparse_attention import TopKIndices, index_topk, sparse_latent_attention
 from atom_ops.ops.token_bitmask import apply_token_bitmask
 from atom_ops.ops.verification import verify_drafts
@@ -135,6 +136,7 @@ __all__ = [
     "make_kv_layer",
     "make_latent_layer",
     "make_state_layer",
+    "merge_argmax",
     "norm_and_write_latents",
     "pack_linear_weight",
     "paged_attention",
@@ -153,6 +155,7 @@ __all__ = [
     "rotation_at",
     "route",
     "sample",
+    "shard_argmax",
     "sigmoid_and_mul",
     "silu_and_mul",
     "silu_and_mul_linear",

@@ -35,6 +35,11 @@ class BlockPool:
         """Blocks that no request uses."""
         return len(self._uncached) + len(self._evictable)
 
+    @property
+    def num_evictable(self) -> int:
+        """Free blocks that are cached."""
+        return len(self._evictable)
+
     def allocate(self, count: int) -> list[int]:
         """`count` free blocks for one request; of the cached ones, the least recently used are evicted.
 

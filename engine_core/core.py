@@ -154,6 +154,8 @@ class EngineCore:
             num_drafts=counters.num_drafts,
             num_draft_tokens=counters.num_draft_tokens,
             num_accepted_tokens_per_pos=counters.accepted_per_pos(self._num_drafts),
+            prefill_tokens=counters.prefill_tokens,
+            kv_blocks_cached=self._kv.num_cached,
         )
 
     def check_integrity(self) -> None:

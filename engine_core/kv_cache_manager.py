@@ -118,6 +118,11 @@ class KVCacheManager:
         return sum(pool.num_blocks - pool.num_free for pool in self.pools)
 
     @property
+    def num_cached(self) -> int:
+        """Blocks of all groups that have no user, and are in the prefix cache."""
+        return sum(pool.num_evictable for pool in self.pools)
+
+    @property
     def has_blocks_to_free(self) -> bool:
         """Whether blocks of earlier `free` calls are left for the next turns."""
         return bool(self._to_free)

@@ -376,6 +376,7 @@ class Scheduler:
         prefilled: list[Request] = []
         prompt_logprob_rows: dict[int, Request] = {}
         if plan.chunks:
+            self.counters.prefill_tokens += plan.num_tokens
             chunked = [request for request, _ in plan.chunks.values()]
             rows = rows + [request.row for request in chunked]
             counts = [width] * len(requests) + [count for _, count in plan.chunks.values()]

@@ -15,6 +15,7 @@ class Counters:
     overlapped_steps: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    prefill_tokens: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted: Counter[int] = field(default_factory=Counter)

@@ -29,7 +29,7 @@ from frontend.metrics import Metrics
 from frontend.output_memory import default_output_memory
 from frontend.output_processor import OutputProcessor
 from frontend.reply_formats.choose import choose_format
-from frontend.routes import generation, health, info, models, profile, tokenization
+from frontend.routes import generation, health, info, models, page, profile, status, tokenization
 from frontend.routes.access import access_middleware
 from frontend.routes.cors import add_cors_headers, cors_middleware
 from frontend.routes.errors import add_request_id, error_middleware
@@ -41,6 +41,7 @@ from frontend.serving.models import ModelService, fingerprint
 from frontend.serving.prompts import PromptEncoder
 from frontend.serving.tokenization import TokenizationService
 from frontend.shared_metrics import SharedMetrics
+from frontend.status.feed import StatusFeed
 from frontend.supervisor_link import follow_engines
 from frontend.text_executor import TextExecutor
 from frontend.tls import follow_files, tls_context
@@ -74,9 +75,17 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
     app[keys.LIFECYCLE] = Lifecycle()
     app[keys.METRICS] = Metrics()
     _add_services(app, launch, limits)
+    client = app[keys.CLIENT]
     app[keys.SHARED_METRICS] = SharedMetrics(
-        launch.metrics_dir, launch.index, launch.life, app[keys.METRICS], app[keys.CLIENT].__len__
+        launch.metrics_dir,
+        launch.index,
+        launch.life,
+        app[keys.METRICS],
+        client.__len__,
+        client.oldest_requests,
     )
+    if not launch.server.disable_status_page:
+        _add_status_page(app, launch)
     for table in _ROUTES:
         app.add_routes(table)
     app.on_response_prepare.append(add_request_id)
@@ -150,6 +159,21 @@ def _encoder(inputs: InputProcessor, server: ServerConfig, default_max_tokens: i
     return PromptEncoder(inputs, server.default_max_tokens or default_max_tokens)
 
 
+def _add_status_page(app: web.Application, launch: FrontendLaunch) -> None:
+    feed = StatusFeed(
+        launch,
+        app[keys.MODELS].name,
+        app[keys.CLIENT],
+        app[keys.SHARED_METRICS],
+        app[keys.LIFECYCLE],
+    )
+    app[keys.STATUS] = feed
+    app.add_routes(page.routes())
+    app.add_routes(status.routes)
+    app.cleanup_ctx.append(_status_feed)
+    app.on_shutdown.append(_close_status_feed)
+
+
 def _max_body_bytes(launch: FrontendLaunch) -> int:
     """As configured, else enough for the longest prompt in any common text."""
     longest = launch.config.model.max_model_len or launch.checkpoint.max_model_len
@@ -201,6 +225,15 @@ async def _engine_links(app: web.Application) -> AsyncIterator[None]:
         )
         async with _running(follow):
             yield
+
+
+async def _status_feed(app: web.Application) -> AsyncIterator[None]:
+    async with _running(app[keys.STATUS].run()):
+        yield
+
+
+async def _close_status_feed(app: web.Application) -> None:
+    app[keys.STATUS].close()
 
 
 async def _metrics_file(app: web.Application) -> AsyncIterator[None]:

@@ -71,6 +71,11 @@ class CoreLink:
         """Whether the core can generate."""
         return self.state is LinkState.READY and not self.silence
 
+    @property
+    def problem(self) -> str:
+        """Why the core cannot generate, as far as known; empty while it can."""
+        return "" if self.is_ready else self.silence or self._reason
+
     def check_ready(self) -> None:
         """Raises UnavailableError while the core cannot generate."""
         if self.is_ready:

@@ -29,16 +29,17 @@ from frontend.core_link import CoreLink, LinkState
 from frontend.dp_router import Charge, RoutedPrompt, Router
 from frontend.engine_connection import YIELD_S, EngineConnection
 from frontend.errors import ApiError, EngineDeadError, EngineError, RequestError, UnavailableError
-from frontend.metrics import Metrics, Progress
+from frontend.metrics import Metrics, Progress, RunningRequest
 from frontend.output_memory import HeldOutput, OutputMemory
 from frontend.output_processor import OutputProcessor, TextOptions, Update
 from frontend.streams import Stream, StreamOptions
 
-__all__ = ["ClientSettings", "EngineClient"]
+__all__ = ["ID_BITS", "ClientSettings", "EngineClient"]
 
 # Longer than the core's own deadline, whose error message is more specific.
 _PROFILE_DEADLINE_S = 330.0
-_ID_BITS = 40
+ID_BITS = 40
+"""Of an id below the number of its frontend."""
 _BYTES_PER_ID = 4
 # States of engines that are not ready, the one that may soon be ready first.
 _HOPE = (LinkState.STALLED, LinkState.READY, LinkState.CONNECTING, LinkState.DEAD)
@@ -77,6 +78,12 @@ class _Sequence:
     engine: EngineConnection
     charge: Charge
 
+    def shown(self, number: int) -> RunningRequest:
+        progress = self.progress
+        return RunningRequest(
+            number, self.engine.rank, progress.prompt_tokens, progress.tokens, progress.arrived_at
+        )
+
 
 class EngineClient:
     """Sends requests to engine cores and distributes their tokens to streams.
@@ -106,13 +113,14 @@ class EngineClient:
         self._output = output
         self._metrics = metrics
         self._on_ready = on_ready
-        self._counter = itertools.count(settings.index << _ID_BITS)
+        self._counter = itertools.count(settings.index << ID_BITS)
         self._initial = engines
         self.engine_restarts = dict.fromkeys(range(settings.num_ranks), 0)
         """By rank: restarts since the start of the server."""
         self._engines: dict[int, EngineConnection] = {}  # by rank
         self._closing: set[asyncio.Task[None]] = set()
-        self._ended_reasons: dict[int, str] = {}  # by rank: why its last life has ended
+        self.ended_reasons: dict[int, str] = {}
+        """By rank: why its last life has ended; without ranks where none has."""
         self._sequences: dict[int, _Sequence] = {}
         self._stats: dict[EngineConnection, asyncio.Future[CoreStats]] = {}
         self._profiles: dict[int, tuple[EngineConnection, asyncio.Future[ProfileResult]]] = {}
@@ -121,6 +129,11 @@ class EngineClient:
     def __len__(self) -> int:
         """Number of sequences in progress."""
         return len(self._sequences)
+
+    def oldest_requests(self, count: int) -> list[RunningRequest]:
+        """The oldest `count` sequences in progress, the oldest first."""
+        oldest = itertools.islice(self._sequences.items(), count)
+        return [sequence.shown(number) for number, sequence in oldest]
 
     async def __aenter__(self) -> "EngineClient":
         self.update(self._initial)
@@ -146,7 +159,7 @@ class EngineClient:
         """
         lives = {(address.rank, address.life) for address in engines}
         reasons = {(end.rank, end.life): end.reason for end in ended}
-        self._ended_reasons.update({rank: reason for (rank, _), reason in reasons.items()})
+        self.ended_reasons.update({rank: reason for (rank, _), reason in reasons.items()})
         self.engine_restarts |= dict(sorted([*reasons, *lives]))
         for engine in list(self._engines.values()):
             if (engine.rank, engine.life) not in lives:
@@ -164,7 +177,7 @@ class EngineClient:
 
     def _close(self, engine: EngineConnection, reason: str) -> None:
         del self._engines[engine.rank]
-        self._ended_reasons[engine.rank] = reason
+        self.ended_reasons[engine.rank] = reason
         self._router.forget(engine.rank)
         self._fail_all(engine, reason)
         closing = engine.close()
@@ -217,7 +230,7 @@ class EngineClient:
             return ready
         if wanted:
             min(wanted, key=lambda engine: _HOPE.index(engine.link.state)).link.check_ready()
-        reasons = [reason for number, reason in self._ended_reasons.items() if rank in (None, number)]
+        reasons = [reason for number, reason in self.ended_reasons.items() if rank in (None, number)]
         raise UnavailableError(f"the engine is gone: {'; '.join(reasons)}", code="engine_dead")
 
     def _capacity(self) -> int:

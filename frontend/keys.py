@@ -18,6 +18,7 @@ from frontend.serving.generation import Generation
 from frontend.serving.models import ModelService
 from frontend.serving.tokenization import TokenizationService
 from frontend.shared_metrics import SharedMetrics
+from frontend.status.feed import StatusFeed
 
 __all__ = [
     "API_KEYS",
@@ -33,6 +34,7 @@ __all__ = [
     "METRICS",
     "MODELS",
     "SHARED_METRICS",
+    "STATUS",
     "TLS",
     "TOKENIZATION",
 ]
@@ -50,5 +52,6 @@ LIMITS = web.AppKey("limits", HttpLimits)
 METRICS = web.AppKey("metrics", Metrics)
 MODELS = web.AppKey("models", ModelService)
 SHARED_METRICS = web.AppKey("shared_metrics", SharedMetrics)
+STATUS = web.AppKey("status", StatusFeed)
 TLS: web.AppKey[ssl.SSLContext | None] = web.AppKey("tls")
 TOKENIZATION = web.AppKey("tokenization", TokenizationService)

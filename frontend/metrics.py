@@ -14,7 +14,7 @@ import msgspec
 
 from atom.messages.engine import FirstToken
 
-__all__ = ["EngineMetrics", "Histogram", "Metrics", "Progress"]
+__all__ = ["EngineMetrics", "Histogram", "Metrics", "Progress", "RunningRequest"]
 
 # vLLM's labels of finish reasons; all others are "stop".
 _FINISH_LABELS = {"max_tokens": "length", "aborted": "abort", "error": "error"}
@@ -52,6 +52,19 @@ class Progress:
     tokens: int = 0
     first_token_at: float = 0.0
     last_token_at: float = 0.0
+
+
+class RunningRequest(msgspec.Struct, array_like=True, frozen=True):
+    """A sequence in progress."""
+
+    number: int
+    """Unique among the sequences of all frontends."""
+    rank: int
+    prompt_tokens: int
+    tokens: int
+    """Generated so far."""
+    arrived_at: float
+    """Monotonic clock, which all processes of a host share."""
 
 
 def _series(steps: tuple[float, ...], first: int, last: int) -> list[float]:

@@ -20,10 +20,12 @@ import msgspec
 from atom.messages.codec import Decoder, WireError, encode
 from atom.utils.logger import get_logger
 from frontend.errors import UnavailableError
-from frontend.metrics import Metrics
+from frontend.metrics import Metrics, RunningRequest
 
-__all__ = ["SharedMetrics", "Totals"]
+__all__ = ["MAX_SHOWN", "SharedMetrics", "Totals"]
 
+MAX_SHOWN = 64
+"""Requests that each frontend tells the others about."""
 _INTERVAL_S = 1.0
 # A file older than this is of a frontend that has ended or hangs.
 _FRESH_S = 5.0
@@ -36,6 +38,7 @@ class _Record(msgspec.Struct):
     """When it was written: the monotonic clock, which all processes of a host share."""
     live: int
     metrics: Metrics
+    oldest: list[RunningRequest] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +48,31 @@ class Totals:
     metrics: Metrics
     live: int
     """Unfinished sequences, of the frontends that run."""
+    oldest: list[RunningRequest]
+    """The oldest of them: at most MAX_SHOWN, the oldest first."""
 
 
 class SharedMetrics:
     """The `metrics` of this frontend, and those of the others in `directory` (none if it is empty).
 
-    `live` returns the number of unfinished sequences.
+    `live` returns the number of unfinished sequences, `oldest` so many of them.
     """
 
-    def __init__(self, directory: str, index: int, life: int, metrics: Metrics, live: Callable[[], int]):
+    def __init__(
+        self,
+        directory: str,
+        index: int,
+        life: int,
+        metrics: Metrics,
+        live: Callable[[], int],
+        oldest: Callable[[int], list[RunningRequest]],
+    ):
         """Adds what earlier lives of frontend `index` have counted to `metrics`."""
         self._directory = Path(directory) if directory else None
         self._name = f"frontend-{index}.metrics"
         self._metrics = metrics
         self._live = live
+        self._oldest = oldest
         self._decoder = Decoder[_Record](_Record)
         self._writing = asyncio.Lock()
         self._error = ""
@@ -74,26 +88,38 @@ class SharedMetrics:
 
     async def totals(self, timeout_s: float) -> Totals:
         """The sums now. Raises UnavailableError when the files cannot be read in time."""
-        total = Totals(Metrics(), self._live())
-        total.metrics.add(self._metrics)
         if self._directory is None:
-            return total
+            return await self.sums()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._write(self._directory)
-                others = await asyncio.to_thread(self._read_others, self._directory)
+                return await self.sums()
         except TimeoutError:
             reason = f"the files in {self._directory} were not read within {timeout_s:g} s"
             raise UnavailableError(f"no metrics of the other frontends: {reason}") from None
-        live = total.live
+
+    async def sums(self) -> Totals:
+        """As `totals`, but the file of this frontend is not written: a later scrape may show less."""
+        total = Metrics()
+        total.add(self._metrics)
+        own = _Record(time.monotonic(), self._live(), total, self._oldest(MAX_SHOWN))
+        if self._directory is None:
+            return Totals(own.metrics, own.live, own.oldest)
+        return await asyncio.to_thread(self._add_others, own, self._directory)
+
+    def _add_others(self, own: _Record, directory: Path) -> Totals:
+        others = self._read_others(directory)
         for record in others:
-            total.metrics.add(record.metrics)
-            live += record.live if time.monotonic() - record.at < _FRESH_S else 0
-        return Totals(total.metrics, live)
+            own.metrics.add(record.metrics)
+        running = [own, *(record for record in others if own.at - record.at < _FRESH_S)]
+        oldest = sorted(
+            (each for record in running for each in record.oldest), key=lambda each: each.arrived_at
+        )
+        return Totals(own.metrics, sum(record.live for record in running), oldest[:MAX_SHOWN])
 
     async def _write(self, directory: Path) -> None:
         async with self._writing:
-            frame = encode(_Record(time.monotonic(), self._live(), self._metrics))
+            frame = encode(_Record(time.monotonic(), self._live(), self._metrics, self._oldest(MAX_SHOWN)))
             try:
                 await asyncio.to_thread(_replace, directory / self._name, frame)
                 self._error = ""

@@ -21,10 +21,16 @@ class PeerMemory(Protocol):
     def fits(self, x: Tensor) -> bool:
         """Whether they support a tensor of that shape and dtype, and are the faster way."""
 
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """As `Communicator.all_reduce`."""
+
     def all_reduce_add_rms_norm(
         self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """As `Communicator.all_reduce_add_rms_norm`."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[ranks, *x.shape]: the contiguous `x` of every rank, of the same shape."""
 
 
 class Communicator:
@@ -57,10 +63,12 @@ class Communicator:
         self._fused_norm = fused_norm
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over the ranks, in place; returns `x`, which must be contiguous.
+        """Sum over the ranks; `x` must be contiguous, and may be overwritten.
 
         The result is bitwise equal on all ranks.
         """
+        if self._peers is not None and self._peers.fits(x):
+            return self._peers.all_reduce(x)
         if self.size > 1:
             dist.all_reduce(x, group=self._group)
         return x
@@ -89,9 +97,10 @@ class Communicator:
         if self.size == 1:
             return x
         widest = max(sizes)
-        padded = functional.pad(x, (0, widest - x.shape[-1])).contiguous()
-        gathered = padded.new_empty(self.size, *padded.shape)
-        _all_gather(gathered.flatten(0, 1), padded, group=self._group)
+        if min(sizes) == widest:
+            # One copy; none if the other dimensions are of size 1.
+            return self._gathered(x.contiguous()).movedim(0, -2).flatten(-2)
+        gathered = self._gathered(functional.pad(x, (0, widest - x.shape[-1])))
         parts = [part[..., :size] for part, size in zip(gathered, sizes, strict=True)]
         return torch.cat(parts, dim=-1)
 
@@ -103,12 +112,10 @@ class Communicator:
         if self.size == 1:
             return x
         most = max(sizes)
-        padded = _padded_rows(x, most)
-        gathered = padded.new_empty(self.size * most, *x.shape[1:])
-        _all_gather(gathered, padded, group=self._group)
+        gathered = self._gathered(_padded_rows(x, most))
         if min(sizes) == most:
-            return gathered
-        return torch.cat([part[:size] for part, size in zip(gathered.split(most), sizes, strict=True)])
+            return gathered.flatten(0, 1)
+        return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
 
     def reduce_scatter_rows(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """Sum over the ranks, of which each keeps its rows: the inverse of `all_gather_rows`.
@@ -134,6 +141,14 @@ class Communicator:
         found = x.new_empty(sum(received), *x.shape[1:])
         dist.all_to_all_single(found, x.contiguous(), list(received), list(sent), group=self._group)
         return found
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        """[ranks, *x.shape]: the contiguous `x` of every rank, of the same shape."""
+        if self._peers is not None and self._peers.fits(x):
+            return self._peers.all_gather(x)
+        gathered = x.new_empty(self.size, *x.shape)
+        _all_gather(gathered.flatten(0, 1), x, group=self._group)
+        return gathered
 
     def close(self) -> None:
         """Forget the process group, which the mesh destroys."""

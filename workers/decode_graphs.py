@@ -272,9 +272,8 @@ class DecodeGraphs:
         return StatePlan(slots_R, none_R, self._starts[: size + 1], num_tokens=size, max_query_len=1)
 
     def _sample(self, rows_R: torch.Tensor, output: ForwardOutput, kind: SamplingKind) -> _Sampled:
-        logits_SV = self._model.compute_logits(output.hidden_SD)
         settings = _first(self._settings_S, len(output.hidden_SD), kind)
-        ids_S = sample(logits_SV, settings, output.positions_S)
+        ids_S = self._model.sample(output.hidden_SD, settings, output.positions_S)
         speculation = self._inputs.speculation
         if speculation is None:
             self._inputs.device_rows.store(rows_R, ids_S, output.positions_S)

@@ -14,7 +14,7 @@ from torch.autograd.profiler import record_function
 
 from workers.graph_recorder import Recorder, Replay
 
-_ENTRIES = ("forward", "after_norm", "after_gate", "add", "select_experts")
+_ENTRIES = ("forward", "after_norm", "after_gate", "add", "select_experts", "sample")
 """Methods that launch kernels: fused layers call others than `forward`."""
 
 

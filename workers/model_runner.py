@@ -215,13 +215,15 @@ class ModelRunner:
         return StepOutput(rows, sampled, chunks, prompt_logprobs, failures, advance)
 
     def _sample(self, forward: _Forward, sampling: SamplingRows) -> tuple[SamplerOutput, Verified | None]:
-        if (graphs := forward.decode_graphs) is not None:
-            settings = self._sampler.plain_settings(sampling)
-            if settings is not None and graphs.can_sample(settings):
-                ids_S, verified = graphs.sample(settings)
-                return SamplerOutput(ids_S), verified
-        logits_RV = self._model.compute_logits(forward.hidden_TD.index_select(0, sampling.tokens_R))
-        sampled = self._sampler.sample(logits_RV, sampling)
+        settings, graphs = self._sampler.plain_settings(sampling), forward.decode_graphs
+        if settings is not None and graphs is not None and graphs.can_sample(settings):
+            ids_S, verified = graphs.sample(settings)
+            return SamplerOutput(ids_S), verified
+        hidden_RD = forward.hidden_TD.index_select(0, sampling.tokens_R)
+        if settings is not None:
+            sampled = SamplerOutput(self._model.sample(hidden_RD, settings, sampling.positions_R))
+        else:
+            sampled = self._sampler.sample(self._model.compute_logits(hidden_RD), sampling)
         return sampled, self._inputs.store_sampled(sampling, sampled.ids_R)
 
     def _prompt_logprobs(self, hidden_TD: torch.Tensor, rows: PromptLogprobRows) -> TokenLogprobs:

@@ -134,7 +134,7 @@ class Sampler:
             self._broken.add(row)
 
     def plain_settings(self, sampling: SamplingRows) -> SamplingBatch | None:
-        """Settings of rows that a captured graph can sample.
+        """Settings of rows whose ids the op `sample` gives; other rows need `Sampler.sample`.
 
         None if a row has logits processors or log probabilities, or cannot be sampled. Returns the
         same object for the same array until a row is set.

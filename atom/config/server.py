@@ -44,6 +44,8 @@ class ServerConfig:
     """Most waiting requests; further ones get status 429 with Retry-After."""
     max_body_bytes: Annotated[int, Meta(ge=1024)] | None = None
     """Largest request body. If unset: 8 MiB, or 16 bytes per token of the context length if that is more."""
+    disable_status_page: bool = False
+    """Do not serve the status page at / and its data at /status."""
     chat_template: Annotated[str, Meta(min_length=1)] | None = None
     """Jinja chat template file that replaces the checkpoint's."""
     tool_call_parser: (

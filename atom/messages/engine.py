@@ -259,6 +259,10 @@ class CoreStats(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False):
     """Draft tokens that were verified."""
     num_accepted_tokens_per_pos: list[int] = []
     """Accepted draft tokens by place in their draft; as many as `num_speculative_tokens`."""
+    prefill_tokens: int = 0
+    """Tokens computed by prefills, those that were computed again after a preemption included."""
+    kv_blocks_cached: int = 0
+    """KV blocks that no request uses, and that the prefix cache has."""
 
 
 class GetStats(msgspec.Struct, tag=4, array_like=True, frozen=True, gc=False):

@@ -99,6 +99,8 @@ class FrontendLaunch(msgspec.Struct, frozen=True):
     """Directory in which each frontend keeps its counters in a file for the others; empty: none does."""
     life: int = 0
     """How often this frontend was restarted."""
+    started_at: float = 0.0
+    """When the server was started: the monotonic clock, which all processes of a host share."""
 
 
 class PrepareLaunch(msgspec.Struct, frozen=True):

@@ -1,5 +1,6 @@
 """One HTTP process, on a socket that the supervisor holds."""
 
+import time
 from collections.abc import Callable
 
 from atom.config.server import ServerConfig
@@ -31,6 +32,7 @@ class Frontend(Domain):
         self._server = server
         self._port = port
         self._engines = engines
+        self._started_at = time.monotonic()
         super().__init__(_FRONTEND if server.api_server_count == 1 else f"{_FRONTEND} {index}", setup)
 
     def _open(self, number: int) -> Life:
@@ -52,6 +54,7 @@ class Frontend(Domain):
             control=f"ipc://{setup.run_dir}/control",
             metrics_dir=str(setup.run_dir),
             life=self.number,
+            started_at=self._started_at,
         )
         life.spawn((_FRONTEND, self.name), "frontend.main", launch, pass_fds=[descriptor])
 

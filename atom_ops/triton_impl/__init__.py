@@ -49,6 +49,7 @@ def load() -> None:
     import atom_ops.triton_impl.rotary
     import atom_ops.triton_impl.routing
     import atom_ops.triton_impl.sampling
+    import atom_ops.triton_impl.sharded_argmax
     import atom_ops.triton_impl.sparse_attention
     import atom_ops.triton_impl.token_bitmask
     import atom_ops.triton_impl.verification  # noqa: F401

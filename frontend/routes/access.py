@@ -1,14 +1,15 @@
-"""Authentication: checked before a body is read, on all routes except the two health probes."""
+"""Authentication: checked before a body is read, on all routes but the health probes and the page's files."""
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from frontend.keys import API_KEYS
+from frontend.routes.page import FILE_ROUTE, PAGE_ROUTE
 
 __all__ = ["TENANT", "access_middleware"]
 
 # Compared with the matched route, not with the raw path. An unknown path has no route.
-_NO_KEY_NEEDED = frozenset({"/health", "/ready"})
+_NO_KEY_NEEDED = frozenset({"/health", "/ready", PAGE_ROUTE, FILE_ROUTE})
 
 TENANT = web.RequestKey("tenant", str)
 

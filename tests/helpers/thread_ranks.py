@@ -1,6 +1,6 @@
 """Several ranks of a model in threads of one process: tensor parallelism without process groups."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import TypeVar
@@ -31,10 +31,8 @@ class ThreadRank(Communicator):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(torch.stack(self._exchange(x)).sum(0))
 
-    def all_gather_last_dim(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        parts = self._exchange(x)
-        assert [part.shape[-1] for part in parts] == list(sizes)
-        return torch.cat(parts, -1)
+    def _gathered(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._exchange(x))
 
     def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor."""

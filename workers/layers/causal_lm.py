@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from atom_ops import SamplingBatch, sample
 from workers.layers.cache_groups import CacheGroup
 from workers.layers.context import BuildContext, ForwardContext
 
@@ -38,3 +39,9 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def compute_logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] over the whole vocabulary, equal on every rank."""
+
+    def sample(
+        self, hidden_RD: torch.Tensor, settings: SamplingBatch, positions_R: torch.Tensor
+    ) -> torch.Tensor:
+        """Ids, int64 [R]: those that the op `sample` returns for the logits."""
+        return sample(self.compute_logits(hidden_RD), settings, positions_R)

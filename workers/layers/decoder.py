@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
-from atom_ops import HeadNorms
+from atom_ops import HeadNorms, SamplingBatch
 from parallel.sharding import head_shard
 from workers.layers.activation import gated_linear
 from workers.layers.attention import Attention, KVGroup, group_by_window
@@ -304,3 +304,8 @@ class DecoderLM(CausalLM):
 
     def compute_logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         return self.lm_head(hidden_RD)
+
+    def sample(
+        self, hidden_RD: torch.Tensor, settings: SamplingBatch, positions_R: torch.Tensor
+    ) -> torch.Tensor:
+        return self.lm_head.sample(hidden_RD, settings, positions_R)

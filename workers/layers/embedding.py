@@ -5,7 +5,7 @@ T tokens, R sampling rows, D hidden, V vocabulary.
 
 import torch
 
-from atom_ops import embedding, linear
+from atom_ops import SamplingBatch, embedding, linear, merge_argmax, sample, shard_argmax
 from parallel.sharding import split
 from workers.layers.context import BuildContext
 from workers.layers.linear import Linear, tp_range
@@ -38,6 +38,7 @@ class LMHead(Linear):
     ):
         super().__init__()
         self._tp = build.tp
+        self._first, _ = split(vocab_size, build.tp.size, build.tp.rank)
         self._sizes = [split(vocab_size, build.tp.size, rank)[1] for rank in range(build.tp.size)]
         if tied_to is None:
             kept = tp_range(vocab_size, build)
@@ -46,6 +47,18 @@ class LMHead(Linear):
             self.register_buffer("weight", tied_to.weight)
 
     def forward(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        return self._tp.all_gather_last_dim(self._shard(hidden_RD), self._sizes)
+
+    def sample(
+        self, hidden_RD: torch.Tensor, settings: SamplingBatch, positions_R: torch.Tensor
+    ) -> torch.Tensor:
+        """The ids that the op `sample` returns for the logits; greedy rows need no gathered logits."""
+        if settings.any_random or self._tp.size == 1:
+            return sample(self(hidden_RD), settings, positions_R)
+        keys_1R = shard_argmax(self._shard(hidden_RD), self._first)[None]
+        return merge_argmax(self._tp.all_gather_rows(keys_1R, [1] * self._tp.size))
+
+    def _shard(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """Logits of this rank's part of the vocabulary."""
         # float32, because rounding logits to 16 bits makes different tokens tie.
-        logits_RV = linear(hidden_RD, self.weight, None, torch.float32)
-        return self._tp.all_gather_last_dim(logits_RV, self._sizes)
+        return linear(hidden_RD, self.weight, None, torch.float32)

@@ -120,6 +120,12 @@ class _OneToken:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return x_TD * 7, residual_TD
 
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 5
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack((x, x * 3))
+
 
 def test_peer_memory_computes_what_fits_unless_the_fused_norm_is_off() -> None:
     x = torch.ones(2, 4)
@@ -128,7 +134,11 @@ def test_peer_memory_computes_what_fits_unless_the_fused_norm_is_off() -> None:
         rows = x[:tokens].clone()
         comm = Communicator(peers=_OneToken(), fused_norm=fused)
         normed, _ = comm.all_reduce_add_rms_norm(rows, rows, x[0], 1e-5)
-        assert torch.equal(normed, found[:tokens])
+        torch.testing.assert_close(normed, found[:tokens])
+    assert comm.all_reduce(x[:1]).tolist() == [[5] * 4]
+    two = Communicator(0, 2, peers=_OneToken())
+    assert two.all_gather_last_dim(x[:1], [4, 4]).tolist() == [[1] * 4 + [3] * 4]
+    assert two.all_gather_rows(x[:1], [1, 1]).tolist() == [[1] * 4, [3] * 4]
 
 
 def test_ranks_without_a_process_group_can_be_described_but_not_called() -> None:

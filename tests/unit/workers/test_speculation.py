@@ -56,6 +56,8 @@ class TwoTokensBack:
             last_two.append(self._cache[block_T * BLOCK + at_T % BLOCK])
         return self._next[last_two[0], last_two[1]][:, None].float()
 
+    sample = CausalLM.sample
+
     def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.one_hot(hidden_SD[:, 0].long() % VOCAB, VOCAB).float() * 6
 
@@ -215,6 +217,8 @@ class Markov:
 
     def __call__(self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         return ids_T[:, None].float()
+
+    sample = CausalLM.sample
 
     def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         return self.logits[hidden_SD[:, 0].long()]

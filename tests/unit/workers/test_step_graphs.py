@@ -57,6 +57,8 @@ class Footprint:
             total_T = total_T + (number + 2) * (group.slots_T + of_row[rows_T])
         return total_T[:, None].float()
 
+    sample = CausalLM.sample
+
     def compute_logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.one_hot(hidden_RD[:, 0].long() % VOCAB, VOCAB).float() * 9
 

@@ -1,0 +1,33 @@
+"""GET /status and /status/events: what the status page shows."""
+
+import contextlib
+
+from aiohttp import web
+
+from frontend.errors import ApiError
+from frontend.keys import STATUS
+from frontend.routes.writing import EventStream
+
+__all__ = ["routes"]
+
+routes = web.RouteTableDef()
+
+
+@routes.get("/status")
+async def status(request: web.Request) -> web.Response:
+    """The whole state."""
+    body = await request.app[STATUS].state()
+    return web.Response(body=body, content_type="application/json", headers={"Cache-Control": "no-store"})
+
+
+@routes.get("/status/events")
+async def events(request: web.Request) -> web.StreamResponse:
+    """Server-sent events: the whole state, then a tick a second; 503 when too many clients listen."""
+    feed = request.app[STATUS]
+    with feed.listening():
+        async with contextlib.aclosing(feed.frames()) as frames:
+            return await EventStream(request, _error).send(frames)
+
+
+def _error(error: ApiError) -> bytes:
+    return b"event: error\ndata: %b\n\n" % error.body()

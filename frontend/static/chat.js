@@ -1,0 +1,222 @@
+// The chat box: a conversation, streamed.
+
+import { post } from "./api.js";
+import { byId, el, setText } from "./dom.js";
+import * as format from "./format.js";
+import { Reply, prettyArguments } from "./reply.js";
+import { eventsOf } from "./sse.js";
+
+const MAX_MESSAGES = 200;
+
+export class Chat {
+  #history = []; // messages as they are sent
+  #running = null; // AbortController of the stream
+  #layout = null;
+  #pendingCalls = []; // tool calls of the last reply, with the fields for their results
+
+  constructor() {
+    this.list = byId("messages");
+    this.prompt = byId("prompt");
+    this.button = byId("send");
+    byId("composer").addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (this.#running) this.#running.abort();
+      else this.#send();
+    });
+    this.prompt.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault();
+      if (!this.#running) this.#send();
+    });
+    document.addEventListener("keydown", (event) => event.key === "Escape" && this.#running?.abort());
+    byId("clear").addEventListener("click", () => this.#clear());
+    for (const id of ["temperature", "max-tokens", "tools"]) byId(id).addEventListener("input", () => this.#showOptions());
+  }
+
+  /** What the server is; without a chat template the box completes texts. */
+  set layout(layout) {
+    if (this.#layout) return;
+    this.#layout = layout;
+    if (layout.has_chat) return;
+    setText(byId("chat-title"), "Complete");
+    setText(byId("chat-empty"), "This model has no chat template: it continues your text.");
+    for (const id of ["system", "tools"]) byId(id).disabled = true;
+  }
+
+  #clear() {
+    this.#running?.abort();
+    this.#history = [];
+    this.#pendingCalls = [];
+    this.list.replaceChildren(byId("chat-empty") ?? el("p", { class: "empty", id: "chat-empty" }, "Ask the model something."));
+    byId("chat-empty").hidden = false;
+    this.prompt.focus();
+  }
+
+  #showOptions() {
+    const shown = [];
+    if (byId("temperature").value) shown.push(`temperature ${byId("temperature").value}`);
+    if (byId("max-tokens").value) shown.push(`${byId("max-tokens").value} tokens`);
+    if (byId("tools").value.trim()) shown.push("tools");
+    setText(byId("options-shown"), shown.join(", "));
+  }
+
+  async #send() {
+    const text = this.prompt.value;
+    const results = this.#pendingCalls.map(({ call, field }) => ({ role: "tool", tool_call_id: call.id, content: field.value }));
+    if (!text.trim() && !results.length) return;
+    let body;
+    try {
+      body = this.#body(text, results);
+    } catch (error) {
+      this.#show("error", error.message);
+      return;
+    }
+    this.prompt.value = "";
+    for (const { field } of this.#pendingCalls) field.disabled = true;
+    this.#pendingCalls = [];
+    if (text.trim()) this.#show("user", text);
+    await this.#stream(body);
+  }
+
+  /** The request; the new messages are in the history then. Throws an Error for options that are no JSON. */
+  #body(text, results) {
+    const body = { model: this.#layout.model, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
+    if (byId("temperature").value) body.temperature = Number(byId("temperature").value);
+    if (byId("max-tokens").value) body.max_tokens = Number(byId("max-tokens").value);
+    if (!this.#layout.has_chat) return { ...body, prompt: text };
+    const tools = byId("tools").value.trim();
+    if (tools) body.tools = parseTools(tools);
+    this.#history.push(...results);
+    if (text.trim()) this.#history.push({ role: "user", content: text });
+    this.#history = this.#history.slice(-MAX_MESSAGES);
+    const system = byId("system").value.trim();
+    return { ...body, messages: [...(system ? [{ role: "system", content: system }] : []), ...this.#history] };
+  }
+
+  async #stream(body) {
+    const [reply, view] = [new Reply(), new ReplyView(this.list)];
+    this.#running = new AbortController();
+    this.#showRunning(true);
+    let stopped = false;
+    try {
+      const path = this.#layout.has_chat ? "v1/chat/completions" : "v1/completions";
+      const response = await post(path, body, this.#running.signal);
+      for await (const { data } of eventsOf(response)) {
+        const done = reply.add(data);
+        this.#keepAtEnd(() => view.draw(reply));
+        if (done) break;
+      }
+    } catch (error) {
+      stopped = error.name === "AbortError";
+      if (!stopped) reply.error = error.message;
+    }
+    this.#running = null;
+    this.#showRunning(false);
+    this.#keepAtEnd(() => view.finish(reply, stopped));
+    if (reply.content || reply.calls.length) this.#history.push(reply.message);
+    if (reply.finishReason === "tool_calls") this.#pendingCalls = view.askForResults(reply.calls);
+  }
+
+  #showRunning(running) {
+    setText(this.button, running ? "Stop" : "Send");
+    this.button.classList.toggle("stop", running);
+    this.list.setAttribute("aria-busy", `${running}`);
+  }
+
+  #show(kind, text) {
+    this.#keepAtEnd(() => {
+      byId("chat-empty")?.setAttribute("hidden", "");
+      this.list.append(el("div", { class: `message ${kind}` }, text));
+    }, true);
+    while (this.list.children.length > MAX_MESSAGES) this.list.children[1].remove();
+  }
+
+  /** Change the list; if its end was visible, it is still. */
+  #keepAtEnd(change, always = false) {
+    const list = this.list;
+    const atEnd = always || list.scrollHeight - list.scrollTop - list.clientHeight < 40;
+    change();
+    if (atEnd) list.scrollTop = list.scrollHeight;
+  }
+}
+
+/** The elements of one reply. New text is appended, so that a long reply costs no more than a short one. */
+class ReplyView {
+  #drawn = { content: 0, reasoning: 0 };
+
+  constructor(list) {
+    this.reasoning = el("div", { class: "reasoning-text" });
+    this.summary = el("summary", {}, "Thinking …");
+    this.details = el("details", { class: "reasoning", hidden: "" }, this.summary, this.reasoning);
+    this.content = el("div", { class: "content" });
+    this.calls = el("div", { class: "calls" });
+    this.foot = el("p", { class: "usage num" }, "…");
+    this.element = el("div", { class: "message assistant", "aria-busy": "true" }, this.details, this.content, this.calls, this.foot);
+    list.append(this.element);
+    list.scrollTop = list.scrollHeight;
+  }
+
+  draw(reply) {
+    this.#append(this.reasoning, reply, "reasoning");
+    this.#append(this.content, reply, "content");
+    this.details.hidden = !reply.reasoning;
+    if (reply.content || reply.calls.length) setText(this.summary, "Reasoning");
+    reply.calls.forEach((call, index) => this.#drawCall(call, index));
+    if (reply.usage) setText(this.foot, usageText(reply));
+  }
+
+  finish(reply, stopped) {
+    this.draw(reply);
+    this.element.setAttribute("aria-busy", "false");
+    if (reply.reasoning) setText(this.summary, "Reasoning");
+    for (const [index, call] of reply.calls.entries()) setText(this.calls.children[index].querySelector("pre"), prettyArguments(call.arguments));
+    const end = stopped ? "stopped" : { length: "cut at the limit", tool_calls: "tool call" }[reply.finishReason];
+    setText(this.foot, [reply.usage ? usageText(reply) : null, end].filter(Boolean).join("  ·  "));
+    if (reply.error) this.element.append(el("p", { class: "error", role: "alert" }, reply.error));
+  }
+
+  /** [{call, field}]: an input for the result of each call. */
+  askForResults(calls) {
+    return calls.map((call, index) => {
+      const field = el("input", { class: "mono", placeholder: "result, then Send", "aria-label": `Result of ${call.name}` });
+      this.calls.children[index].append(field);
+      return { call, field };
+    });
+  }
+
+  #append(element, reply, name) {
+    const more = reply[name].slice(this.#drawn[name]);
+    if (more) element.append(more);
+    this.#drawn[name] = reply[name].length;
+  }
+
+  #drawCall(call, index) {
+    while (this.calls.children.length <= index) {
+      this.calls.append(el("div", { class: "call" }, el("strong", { class: "mono" }), el("pre", { class: "mono" })));
+    }
+    const [name, text] = this.calls.children[index].children;
+    setText(name, call.name);
+    setText(text, call.arguments);
+  }
+}
+
+/** "12 + 84 tokens · first after 31 ms · 41 tokens/s" */
+function usageText({ usage }) {
+  const cached = usage.prompt_tokens_details?.cached_tokens;
+  return [
+    `${format.count(usage.prompt_tokens)}${cached ? ` (${format.count(cached)} cached)` : ""} + ${format.counted(usage.completion_tokens, "token")}`,
+    usage.ttft_s ? `first after ${format.seconds(usage.ttft_s)}` : null,
+    usage.tpot_s ? `${format.short(1 / usage.tpot_s)} tokens/s` : null,
+  ].filter(Boolean).join("  ·  ");
+}
+
+function parseTools(text) {
+  let tools;
+  try {
+    tools = JSON.parse(text);
+  } catch (error) {
+    throw new Error(`the tools are not JSON: ${error.message}`);
+  }
+  if (!Array.isArray(tools)) throw new Error("the tools are not a JSON array");
+  return tools;
+}

@@ -1,0 +1,97 @@
+// Connects the parts of the page.
+
+import { key, request } from "./api.js";
+import { Chart } from "./chart.js";
+import { Chat } from "./chat.js";
+import { byId, setText } from "./dom.js";
+import * as format from "./format.js";
+import { drawCondition, drawEvents, drawFigures, drawHeader, drawRanks, drawRequests } from "./panels.js";
+import { largest } from "./scale.js";
+import { follow } from "./status.js";
+
+const tokens = (title, field) =>
+  new Chart({
+    title, unit: "tokens/s", show: format.short, least: 10,
+    series: [{ label: "tokens/s", kind: field, read: (point) => point[field] }],
+    summary: (points) => `peak ${format.short(largest(points.map((point) => point[field])))}   last 5 minutes`,
+  });
+const latency = (title, field, least) =>
+  new Chart({
+    title, unit: "median", show: format.seconds, least,
+    series: ["p50", "p90", "p99"].map((label, index) => ({
+      label, kind: `latency ${label}`, read: (point) => point[field]?.[index] ?? null,
+    })),
+    summary: (points) => {
+      const [, p90, p99] = points.at(-1)[field] ?? [null, null, null];
+      return `p90 ${format.seconds(p90)}   p99 ${format.seconds(p99)}   last 5 minutes`;
+    },
+  });
+const charts = [
+  tokens("Decode", "decode"),
+  tokens("Prefill", "prefill"),
+  latency("Time to first token", "ttft", 0.01),
+  latency("Inter-token latency", "inter_token", 0.001),
+];
+const chat = new Chat();
+
+function draw(status) {
+  unlock();
+  byId("main").classList.remove("stale");
+  drawHeader(status);
+  drawFigures(status);
+  for (const chart of charts) chart.draw(status.history);
+  drawRanks(status);
+  drawRequests(status);
+  drawEvents(status);
+  chat.layout = status.layout;
+}
+
+function lost(reason, wait) {
+  byId("main").classList.add("stale");
+  drawCondition("offline", "offline");
+  byId("condition").title = `${reason}; next try in ${Math.ceil(wait)} s`;
+}
+
+function unlock() {
+  byId("lock").hidden = true;
+  byId("main").hidden = false;
+  byId("forget").hidden = !key.get();
+}
+
+async function lock(error) {
+  byId("lock").hidden = false;
+  byId("main").hidden = true;
+  byId("forget").hidden = true;
+  drawCondition("locked");
+  setText(byId("lock-error"), key.get() ? error.message : "");
+  key.forget();
+  byId("key").focus();
+  setText(byId("lock-health"), await health());
+}
+
+/** What anyone may know. */
+async function health() {
+  try {
+    await request("ready");
+    return "It serves requests.";
+  } catch (error) {
+    return error.status === 503 ? "It is up, and serves no requests now." : "It cannot be reached.";
+  }
+}
+
+function start() {
+  follow({ changed: draw, lost, locked: lock });
+}
+
+byId("charts").append(...charts.map(({ element }) => element));
+byId("lock-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  key.set(byId("key").value.trim());
+  byId("key").value = "";
+  start();
+});
+byId("forget").addEventListener("click", () => {
+  key.forget();
+  location.reload();
+});
+start();

@@ -1,0 +1,175 @@
+"""Looks at the server once a second, and tells the open status pages.
+
+A page gets the whole state first, then a tick a second. All pages get the same bytes. A page that reads
+too slowly for a tick gets the whole state instead of the ticks that it has missed, so nothing waits for it
+and nothing is kept for it.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Iterator
+
+import msgspec
+
+from atom.messages.launch import FrontendLaunch
+from atom.utils.logger import get_logger
+from frontend.engine_client import ID_BITS, EngineClient
+from frontend.errors import UnavailableError
+from frontend.lifecycle import Lifecycle
+from frontend.metrics import RunningRequest
+from frontend.shared_metrics import SharedMetrics, Totals
+from frontend.status.events import EventLog
+from frontend.status.latency import Window
+from frontend.status.layout import layout_of
+from frontend.status.ranks import Ranks
+from frontend.status.records import Event, Point, Rank, RequestRow, State, Tick
+
+__all__ = ["MAX_LISTENERS", "StatusFeed"]
+
+MAX_LISTENERS = 64
+"""Open pages of one frontend."""
+_INTERVAL_S = 1.0
+_STATS_DEADLINE_S = 0.5
+_HISTORY = 300
+_EVENTS = 200
+_WINDOW = 15  # ticks
+_encode = msgspec.json.Encoder().encode
+
+
+class StatusFeed:
+    """The states of the last seconds; `run` fills it."""
+
+    def __init__(
+        self,
+        launch: FrontendLaunch,
+        model: str,
+        client: EngineClient,
+        metrics: SharedMetrics,
+        lifecycle: Lifecycle,
+    ):
+        """`model` is the name in the API."""
+        self.num_listeners = 0
+        self._layout = layout_of(launch, model)
+        self._started_at = launch.started_at or time.monotonic()
+        self._client = client
+        self._metrics = metrics
+        self._lifecycle = lifecycle
+        self._ranks = Ranks(client)
+        self._log = EventLog()
+        self._ttft, self._inter_token = Window(_WINDOW), Window(_WINDOW)
+        self._history: deque[Point] = deque(maxlen=_HISTORY)
+        self._events: deque[Event] = deque(maxlen=_EVENTS)
+        self._number = 0  # of the last tick
+        self._tick: Tick | None = None
+        self._frame = b""
+        self._state = b""  # at this tick; empty until it is wanted
+        self._next = asyncio.Event()
+        self._is_closed = False
+
+    async def run(self) -> None:
+        """Look at the server every second, until cancelled."""
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            try:
+                await self._look()
+            except Exception:  # the page is not worth a server
+                get_logger().exception("the status of this second is missing")
+            due = max(due + _INTERVAL_S, loop.time())
+            await asyncio.sleep(due - loop.time())
+
+    def close(self) -> None:
+        """End the streams of all pages."""
+        self._is_closed = True
+        self._wake()
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """A place among the listeners for the block. Raises UnavailableError when all are taken."""
+        if self.num_listeners >= MAX_LISTENERS:
+            raise UnavailableError(f"{MAX_LISTENERS} status pages are open already: close one")
+        self.num_listeners += 1
+        try:
+            yield
+        finally:
+            self.num_listeners -= 1
+
+    async def state(self) -> bytes:
+        """A State as JSON."""
+        while self._tick is None:
+            await self._next.wait()
+        if not self._state:
+            self._state = _encode(State(self._layout, self._tick, list(self._history), list(self._events)))
+        return self._state
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """Server-sent events until `close`: `state`, then `tick` about every second."""
+        shown = 0
+        while not self._is_closed:
+            number = self._number
+            if number == shown:
+                await self._next.wait()
+                continue
+            if shown and number == shown + 1:
+                yield self._frame
+            else:
+                yield b"event: state\ndata: %b\n\n" % await self.state()
+            shown = number
+
+    async def _look(self) -> None:
+        stats, totals = await asyncio.gather(self._client.stats(_STATS_DEADLINE_S), self._metrics.sums())
+        now, at = time.monotonic(), time.time()
+        ranks = self._ranks.read(stats, now)
+        events = self._log.changes(at, ranks, totals.metrics)
+        point = self._point(at, ranks, totals)
+        self._history.append(point)
+        self._events.extend(events)
+        metrics, limits = totals.metrics, self._client.limits
+        finished: Counter[str] = Counter()
+        for engine in metrics.engines.values():
+            finished.update(engine.finish_reasons)
+        self._publish(
+            Tick(
+                point=point,
+                uptime=now - self._started_at,
+                stopping=self._lifecycle.is_draining,
+                max_model_len=None if limits is None else limits.max_model_len,
+                ranks=ranks,
+                requests=[_row(request, now) for request in totals.oldest],
+                num_requests=totals.live,
+                finished=finished,
+                refused=metrics.refused,
+                events=events,
+            )
+        )
+
+    def _point(self, at: float, ranks: list[Rank], totals: Totals) -> Point:
+        engines = totals.metrics.engines.values()
+        return Point(
+            at=at,
+            prefill=sum(rank.prefill for rank in ranks),
+            decode=sum(rank.decode for rank in ranks),
+            running=sum(rank.running for rank in ranks),
+            waiting=sum(rank.waiting for rank in ranks),
+            ttft=self._ttft.move(engine.time_to_first_token for engine in engines),
+            inter_token=self._inter_token.move(engine.inter_token for engine in engines),
+        )
+
+    def _publish(self, tick: Tick) -> None:
+        self._tick, self._state = tick, b""
+        self._frame = b"event: tick\ndata: %b\n\n" % _encode(tick) if self.num_listeners else b""
+        self._number += 1
+        self._wake()
+
+    def _wake(self) -> None:
+        waited, self._next = self._next, asyncio.Event()
+        waited.set()
+
+
+def _row(request: RunningRequest, now: float) -> RequestRow:
+    frontend, number = request.number >> ID_BITS, request.number & ((1 << ID_BITS) - 1)
+    return RequestRow(
+        f"{frontend}-{number}", request.rank, request.prompt_tokens, request.tokens, now - request.arrived_at
+    )

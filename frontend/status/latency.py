@@ -1,0 +1,53 @@
+"""Percentiles of the last seconds, from histograms that only grow."""
+
+from collections import deque
+from collections.abc import Iterable
+from itertools import accumulate
+
+from frontend.metrics import Histogram
+from frontend.status.records import Quantiles
+
+__all__ = ["Window", "quantiles"]
+
+_FRACTIONS = (0.5, 0.9, 0.99)
+
+
+class Window:
+    """The values that were observed in the last `length` calls of `move`."""
+
+    def __init__(self, length: int):
+        self._counts: deque[list[int]] = deque(maxlen=length + 1)
+
+    def move(self, histograms: Iterable[Histogram]) -> Quantiles | None:
+        """The percentiles of the values since `length` calls ago; `histograms` have the same bounds."""
+        total: Histogram | None = None
+        for histogram in histograms:
+            if total is None:
+                total = Histogram(histogram.bounds, list(histogram.counts))
+            else:
+                total.add(histogram)
+        self._counts.append([] if total is None else total.counts)
+        if total is None:
+            return None
+        before = self._counts[0] or [0] * len(total.counts)  # there was no engine then
+        return quantiles(total.bounds, [now - then for now, then in zip(total.counts, before, strict=True)])
+
+
+def quantiles(bounds: list[float], counts: list[int]) -> Quantiles | None:
+    """Interpolated inside the buckets; None without values. Values above all bounds count as the last."""
+    cumulative = list(accumulate(counts))
+    if not cumulative[-1]:
+        return None
+    median, most, nearly_all = (_quantile(bounds, cumulative, fraction) for fraction in _FRACTIONS)
+    return median, most, nearly_all
+
+
+def _quantile(bounds: list[float], cumulative: list[int], fraction: float) -> float:
+    wanted = fraction * cumulative[-1]
+    index = next(i for i, count in enumerate(cumulative) if count >= wanted)
+    if index == len(bounds):
+        return bounds[-1]
+    low = bounds[index - 1] if index else 0.0
+    before = cumulative[index - 1] if index else 0
+    share = (wanted - before) / (cumulative[index] - before)
+    return low + (bounds[index] - low) * share

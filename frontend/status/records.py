@@ -1,0 +1,137 @@
+"""What the status page is told, as JSON.
+
+State is the whole, sent once; then comes a Tick every second.
+"""
+
+import msgspec
+
+__all__ = ["Event", "Layout", "Point", "Quantiles", "Rank", "RequestRow", "State", "Tick"]
+
+Quantiles = tuple[float, float, float]
+"""50th, 90th and 99th percentile, in seconds."""
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """What does not change while the server runs."""
+
+    version: str
+    model: str
+    """The name in the API."""
+    architecture: str
+    dtype: str
+    quantization: str | None
+    kv_cache_dtype: str
+    device: str
+    data_parallel_size: int
+    tensor_parallel_size: int
+    expert_parallel: bool
+    speculation: str | None
+    num_speculative_tokens: int
+    prefix_caching: bool
+    max_num_seqs: int
+    """Of one engine."""
+    max_queued_requests: int
+    num_frontends: int
+    has_chat: bool
+    """Whether the model has a chat template; without one only completions are served."""
+
+
+class Rank(msgspec.Struct, frozen=True):
+    """The engine of one data-parallel rank."""
+
+    rank: int
+    life: int
+    """Restarts so far."""
+    state: str
+    """starting, ready, stalled, restarting or down."""
+    reason: str
+    """Why it is not ready, as far as known."""
+    running: int = 0
+    waiting: int = 0
+    kv_used: int = 0
+    """KV blocks in use."""
+    kv_cached: int = 0
+    """KV blocks that are free, and in the prefix cache."""
+    kv_total: int = 0
+    prefill: float = 0.0
+    """Tokens per second, over the last second."""
+    decode: float = 0.0
+    prefix_hits: int = 0
+    """Since the start of this life, as the counters below: prompt tokens found in the prefix cache,"""
+    prefix_queries: int = 0
+    """and those looked up there."""
+    accepted_tokens: int = 0
+    """Draft tokens that were accepted,"""
+    draft_tokens: int = 0
+    """and all draft tokens."""
+    preemptions: int = 0
+
+
+class RequestRow(msgspec.Struct, frozen=True):
+    """A sequence in progress."""
+
+    id: str
+    rank: int
+    prompt_tokens: int
+    tokens: int
+    """Generated so far."""
+    age: float
+    """Seconds since its arrival."""
+
+
+class Point(msgspec.Struct, frozen=True):
+    """One second of the charts."""
+
+    at: float
+    """Seconds since the epoch."""
+    prefill: float
+    """Tokens per second of all ranks."""
+    decode: float
+    running: int
+    waiting: int
+    ttft: Quantiles | None
+    """Time to first token, over the window of `latency`; None if there was none."""
+    inter_token: Quantiles | None
+
+
+class Event(msgspec.Struct, frozen=True):
+    """One line of the event log."""
+
+    at: float
+    """Seconds since the epoch."""
+    kind: str
+    """The state that a rank has entered, else refused, output_limited, stalled_client or frontend."""
+    text: str
+    rank: int | None = None
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """One second."""
+
+    point: Point
+    uptime: float
+    """Seconds."""
+    stopping: bool
+    max_model_len: int | None
+    """None before an engine was ready."""
+    ranks: list[Rank]
+    requests: list[RequestRow]
+    """The oldest ones."""
+    num_requests: int
+    """All of them."""
+    finished: dict[str, int]
+    """Finished sequences by reason, since the start of the server."""
+    refused: int
+    events: list[Event]
+    """Of this second."""
+
+
+class State(msgspec.Struct, frozen=True):
+    """All that a page shows that is opened now."""
+
+    layout: Layout
+    tick: Tick
+    history: list[Point]
+    """The oldest first; the last one is the tick's."""
+    events: list[Event]
+    """The oldest first, those of the tick included."""
