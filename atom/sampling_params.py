@@ -13,7 +13,6 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_LENGTH = 256
 
 MAX_CHOICES = 4096
-MAX_GRAMMAR_CHARS = 1 << 19
 
 _MAX_ID = (1 << 31) - 1
 
@@ -22,10 +21,10 @@ _MAX_ID = (1 << 31) - 1
 class StructuredOutputsParams:
     """What the output must be: exactly one of the first six fields is set.
 
-    Raises ValueError for none or several of them, and for a text that is too long.
+    Raises ValueError for none or several of them.
     """
 
-    json: str | dict[str, Any] | None = None
+    json: str | dict[str, Any] | bool | None = None
     """A JSON schema, or its text."""
     regex: str | None = None
     """The whole output matches it."""
@@ -48,13 +47,6 @@ class StructuredOutputsParams:
                 f"structured_outputs needs exactly one of {', '.join(named)}, not "
                 f"{' and '.join(given) or 'none'}"
             )
-        for name in ("json", "regex", "grammar", "structural_tag"):
-            text = getattr(self, name)
-            if isinstance(text, str) and len(text) > MAX_GRAMMAR_CHARS:
-                raise ValueError(
-                    f"structured_outputs has {len(text)} characters in {name}, at most {MAX_GRAMMAR_CHARS} "
-                    "are allowed"
-                )
         if self.choice is not None and not 1 <= len(self.choice) <= MAX_CHOICES:
             raise ValueError(f"structured_outputs needs 1 to {MAX_CHOICES} choices, not {len(self.choice)}")
         if not all(isinstance(text, str) and text for text in self.choice or ()):

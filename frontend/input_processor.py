@@ -147,9 +147,9 @@ class InputProcessor:
             raise RequestError(f"'{field}' needs an end-of-sequence id, and this model has none", param=field)
         if params.ignore_eos:
             raise RequestError(f"'ignore_eos' cannot be set beside '{field}'", param="ignore_eos")
-        if reasoning is None:
-            return RowGrammar(constraint.key, self._eos_token_ids)
-        if reasoning.end is None or not (reasoning.inside or reasoning.begin is not None):
+        if reasoning is None or not (reasoning.inside or (reasoning.begin and reasoning.end)):
+            return RowGrammar(constraint.key, self._eos_token_ids)  # without reasoning
+        if reasoning.end is None:
             raise RequestError(
                 f"'{field}' is not supported for this model: no single token ends its reasoning",
                 param=field,

@@ -112,7 +112,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     """Plain text, any JSON object, JSON of a schema, or text with a structural tag."""
     structured_outputs: StructuredOutputs | None = None
     """JSON of a schema, a regular expression, a choice of texts, a grammar or a structural tag."""
-    guided_json: msgspec.Raw | None = None
+    guided_json: dict[str, Any] | str | None = None
     """Older name of `structured_outputs.json`; the other three are alike."""
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -166,6 +166,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 NESTED: dict[str, Schema[Any] | None] = {
+    "guided_json": None,
     "logit_bias": None,
     "prediction": Schema(Prediction, neutral={}, harmless=frozenset()),
     "response_format": RESPONSE_FORMAT,

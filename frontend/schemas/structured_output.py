@@ -1,5 +1,7 @@
 """The fields that say what the output must be."""
 
+from typing import Any
+
 import msgspec
 
 from frontend.schemas.fields import Schema
@@ -10,7 +12,7 @@ __all__ = ["RESPONSE_FORMAT", "STRUCTURED_OUTPUTS", "JsonSchemaFormat", "Respons
 class JsonSchemaFormat(msgspec.Struct, frozen=True):
     """A JSON schema with a name, as OpenAI's API has it."""
 
-    schema: msgspec.Raw | None = None
+    schema: dict[str, Any] | bool | None = None
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
@@ -22,31 +24,29 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 
     type: str
     json_schema: JsonSchemaFormat | None = None
-    format: msgspec.Raw | None = None
+    format: dict[str, Any] | None = None
     """Of a structural tag."""
-    structures: msgspec.Raw | None = None
+    structures: list[dict[str, Any]] | None = None
     """Of a structural tag in its older form, with `triggers`."""
-    triggers: msgspec.Raw | None = None
+    triggers: list[str] | None = None
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True):
     """vLLM's `structured_outputs`."""
 
-    json: msgspec.Raw | None = None
+    json: dict[str, Any] | str | None = None
     """A schema, or its text."""
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    structural_tag: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
     disable_any_whitespace: bool | None = None
 
 
+_JSON_SCHEMA = Schema(JsonSchemaFormat, neutral={}, harmless=frozenset(), nested={"schema": None})
 RESPONSE_FORMAT = Schema(
-    ResponseFormat,
-    neutral={},
-    harmless=frozenset(),
-    nested={"json_schema": Schema(JsonSchemaFormat, neutral={}, harmless=frozenset())},
+    ResponseFormat, neutral={}, harmless=frozenset(), nested={"json_schema": _JSON_SCHEMA, "format": None}
 )
 STRUCTURED_OUTPUTS = Schema(
     StructuredOutputs,

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import msgspec
-
 from atom.sampling_params import StructuredOutputsParams
 from frontend.constraint import Constraint, constraint_of
 from frontend.errors import RequestError
@@ -31,7 +29,7 @@ def read_constraint(fields: GenerationRequest) -> Constraint | None:
         found += _of(_STRUCTURED_OUTPUTS, _structured_outputs(outputs))
     for field, name in _GUIDED.items():
         if (value := getattr(fields, field)) not in (None, []):
-            found += _of(field, {name: _text(value, field) if name == "json" else value})
+            found += _of(field, {name: value})
     if len(found) > 1:
         first, second = found[0].field, found[1].field
         raise RequestError(f"'{first}' and '{second}' both say what the output must be: send one", second)
@@ -57,7 +55,7 @@ def _response_format(given: ResponseFormat) -> dict[str, Any]:
             if given.json_schema is None or given.json_schema.schema is None:
                 param = f"{_RESPONSE_FORMAT}.json_schema.schema"
                 raise RequestError(f"'{param}' is missing", param=param)
-            return {"json": _text(given.json_schema.schema, _RESPONSE_FORMAT)}
+            return {"json": given.json_schema.schema}
         case "structural_tag":
             return {"structural_tag": _structural_tag(given)}
     raise RequestError(
@@ -67,19 +65,15 @@ def _response_format(given: ResponseFormat) -> dict[str, Any]:
     )
 
 
-def _structural_tag(given: ResponseFormat) -> str:
-    """The text of a structural tag; the older form has a schema for each begin and end."""
+def _structural_tag(given: ResponseFormat) -> dict[str, Any]:
+    """A structural tag; the older form has a schema for each begin and end."""
     if given.format is not None:
-        return msgspec.json.encode({"type": "structural_tag", "format": given.format}).decode()
+        return {"type": "structural_tag", "format": given.format}
     if given.structures is None or given.triggers is None:
         raise RequestError(
             f"'{_RESPONSE_FORMAT}' of type structural_tag needs 'format', or 'structures' and 'triggers'",
             param=_RESPONSE_FORMAT,
         )
-    structures = msgspec.json.decode(given.structures)
-    if not isinstance(structures, list) or not all(isinstance(one, dict) for one in structures):
-        param = f"{_RESPONSE_FORMAT}.structures"
-        raise RequestError(f"'{param}' must be an array of objects", param=param)
     tags = [
         {
             "type": "tag",
@@ -87,10 +81,10 @@ def _structural_tag(given: ResponseFormat) -> str:
             "content": {"type": "json_schema", "json_schema": one.get("schema")},
             "end": one.get("end"),
         }
-        for one in structures
+        for one in given.structures
     ]
     content = {"type": "triggered_tags", "triggers": given.triggers, "tags": tags}
-    return msgspec.json.encode({"type": "structural_tag", "format": content}).decode()
+    return {"type": "structural_tag", "format": content}
 
 
 def _structured_outputs(given: StructuredOutputs) -> dict[str, Any]:
@@ -99,14 +93,4 @@ def _structured_outputs(given: StructuredOutputs) -> dict[str, Any]:
         for name in given.__struct_fields__
         if (value := getattr(given, name)) is not None and value is not False
     }
-    if "json" in values:
-        values["json"] = _text(values["json"], _STRUCTURED_OUTPUTS)
     return {} if values.keys() <= {"disable_any_whitespace"} else values
-
-
-def _text(raw: msgspec.Raw, field: str) -> str:
-    """The schema, which may be sent as a text that holds it."""
-    text = bytes(raw)
-    if not text.startswith(b'"'):
-        return text.decode()
-    return str(msgspec.json.decode(text))
