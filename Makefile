@@ -25,7 +25,7 @@ ISA_TESTS := tests/golden tests/models/test_worker.py::test_every_position_in_ch
 	$(addprefix tests/unit/atom_ops/test_,ops.py layers.py attention.py moe.py logprobs.py)
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
-.PHONY: help install serve test test-isa test-unit test-e2e test-slow test-kills test-models test-tokenizers accuracy test-kernels test-compile test-gpu lint type arch fmt docs models bench-latency bench-speculation bench-throughput bench-kernels bench-all-reduce bench-scheduler bench-serving bench-gpu bench-step bench-document tune-experts check clean
+.PHONY: help install serve test test-isa test-unit test-e2e test-slow test-kills test-page test-models test-tokenizers accuracy test-kernels test-compile test-gpu lint type arch fmt docs contract-signatures models bench-latency bench-speculation bench-throughput bench-kernels bench-all-reduce bench-experts bench-scheduler bench-serving bench-gpu bench-step bench-document tune-experts check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,6 +73,9 @@ test-slow: install ## those of them that take minutes, which `make test` leaves 
 
 test-kills: install ## kill engines and frontends under load, some minutes: what fails, for how long, what is left
 	@$(BIN)/python -m tests.evaluation.kills $(ARGS)
+
+test-page: install ## the status page in headless Chromium, which must be installed; a minute or two
+	@$(BIN)/python -m pytest -q tests/browser $(ARGS)
 
 # Of each package only the tokenizer's own files stay: the rest is JavaScript, many times as large.
 $(TOKENIZERS)/.fetched: tests/tokenizers/package.json $(INSTALLED)
@@ -123,6 +126,9 @@ fmt: $(INSTALLED) ## put the sources into shape
 docs: $(INSTALLED) ## write the tables of flags and variables in docs/
 	@$(BIN)/python -m tools.docs_tables
 
+contract-signatures: $(INSTALLED) ## read what we call of AITER and MORI from their wheels, for tests/arch
+	@$(BIN)/python -m tools.contract_signatures
+
 models: $(INSTALLED) ## run test-models, record what it proves and write docs/models.md; ARGS="-k NAME" for a part
 	@$(BIN)/python -m pytest -q tests/models --record tests/models/proven.json $(ARGS)
 	@$(BIN)/python -m tools.models_table
@@ -144,6 +150,9 @@ bench-kernels: $(INSTALLED) ## every op with every provider, beside what the dev
 
 bench-all-reduce: $(INSTALLED) ## microseconds of an all-reduce and a norm between the GPUs of this host
 	@$(BIN)/python -m atom.benchmarks.all_reduce $(ARGS)
+
+bench-experts: $(INSTALLED) ## microseconds of a dispatch to experts and its combine between the GPUs of this host
+	@$(BIN)/python -m atom.benchmarks.expert_dispatch $(ARGS)
 
 bench-scheduler: $(INSTALLED) ## microseconds that the scheduler takes for a step
 	@$(BIN)/python -m atom.benchmarks.scheduler $(ARGS)

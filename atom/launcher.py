@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from atom.utils import envs
 from atom.utils.errors import out_of_memory
 from atom.utils.exit_status import ExitStatus
 from atom.utils.logger import setup_logging
-from atom.utils.net import ListenPort
+from atom.utils.net import AdminSocket, ListenPort
 from atom.utils.open_files import raise_open_files_limit
 from atom.utils.version import atom_version
 from frontend.auth import ApiKeys
@@ -80,13 +81,14 @@ class Launcher:
         tls_context(self.server)
         with (
             ListenPort(self.server.host, self.server.server_port, self.server.api_server_count) as port,
+            _admin_socket(self.server) as admin,
             Supervisor(self._bars.update) as supervisor,
         ):
             try:
-                self._start(supervisor, port, template)
+                self._start(supervisor, port, admin, template)
             finally:
                 self._is_starting = False
-            self._print_banner(supervisor, port.port)
+            self._print_banner(supervisor, port.port, admin)
             try:
                 self._serve(supervisor)
             except StartError as death:
@@ -112,7 +114,9 @@ class Launcher:
             time.sleep(_HOLD_POLL_S)
         supervisor.stop_frontends(_STOP_MARGIN_S, hurry=lambda: self._stops > stops)
 
-    def _start(self, supervisor: Supervisor, port: ListenPort, template: str | None) -> None:
+    def _start(
+        self, supervisor: Supervisor, port: ListenPort, admin: AdminSocket | None, template: str | None
+    ) -> None:
         checkpoint, capabilities = supervisor.prepare(self.config.model)
         if template is not None:
             checkpoint = replace(checkpoint, chat_template_file=template)
@@ -120,7 +124,8 @@ class Launcher:
         self.config = resolved.config
         self._log_notes(resolved.notes, checkpoint)
         supervisor.start_engines(self.config, checkpoint)
-        supervisor.start_frontends(self.config, self.server, checkpoint, port)
+        admin_socket = None if admin is None else admin.socket
+        supervisor.start_frontends(self.config, self.server, checkpoint, port, admin_socket)
         supervisor.wait_ready()
         self._bars.close()
 
@@ -132,7 +137,7 @@ class Launcher:
         for note in notes:
             self._logger.info(note)
 
-    def _print_banner(self, supervisor: Supervisor, port: int) -> None:
+    def _print_banner(self, supervisor: Supervisor, port: int, admin: AdminSocket | None) -> None:
         config, details = self.config, supervisor.details
         scheme = "http" if self.server.ssl_certfile is None else "https"
         url = f"{scheme}://{_reachable(self.server.host)}:{port}"
@@ -154,6 +159,7 @@ class Launcher:
                 f"{config.scheduler.max_num_seqs} requests{each}, "
                 f"{config.scheduler.max_num_batched_tokens} tokens a step",
             ),
+            *([("admin", admin.address)] if admin is not None else []),
             ("ready", f"after {time.monotonic() - self.started:.1f} s at {url}"),
         ]
         lines = [
@@ -220,6 +226,15 @@ def _template_file(given: str | None) -> str | None:
     except ValueError as error:
         raise ConfigError(f"--chat-template {given}: {error}") from None
     return str(path)
+
+
+def _admin_socket(server: ServerConfig) -> AbstractContextManager[AdminSocket | None]:
+    """The socket of the administration, if there is one. Raises ConfigError, ListenError."""
+    if server.admin_port is not None and server.admin_socket is not None:
+        raise ConfigError("--admin-port and --admin-socket exclude one another: use one of them")
+    if server.admin_port is None and server.admin_socket is None:
+        return nullcontext()
+    return AdminSocket(server.admin_port, server.admin_socket)
 
 
 def _layout(config: EngineConfig) -> str:

@@ -32,11 +32,19 @@ from atom_ops.ops.index_keys import (
     write_index_keys,
 )
 from atom_ops.ops.kv_cache import KVLayer, kv_bytes_per_block, make_kv_layer, write_kv
-from atom_ops.ops.latent_attention import absorb_queries, expand_values, latent_attention, prompt_attention
+from atom_ops.ops.latent_attention import (
+    absorb_queries,
+    expand_values,
+    latent_attention,
+    partial_latent_attention,
+    prompt_attention,
+)
 from atom_ops.ops.latent_cache import (
     LatentLayer,
     LatentNorms,
+    keep_latents,
     latent_bytes_per_block,
+    latents_of_step,
     make_latent_layer,
     norm_and_write_latents,
     read_latent,
@@ -52,6 +60,7 @@ from atom_ops.ops.logits_processors import (
 from atom_ops.ops.logprobs import TokenLogprobs, token_logprobs
 from atom_ops.ops.ngram import NgramRule, TokenHistory, propose_ngrams
 from atom_ops.ops.norm import add_rms_norm, gated_rms_norm, rms_norm
+from atom_ops.ops.partial_attention import merge_partials, pack_partials, unpack_partials
 from atom_ops.ops.qkv import HeadNorms, rotate_and_write_kv, rotated_heads
 from atom_ops.ops.recurrent_state import (
     StateLayer,
@@ -67,11 +76,13 @@ from atom_ops.ops.sampling import SamplingBatch, sample
 from atom_ops.ops.sharded_argmax import merge_argmax, shard_argmax
 from atom_ops.ops.sparse_attention import TopKIndices, index_topk, sparse_latent_attention
 from atom_ops.ops.token_bitmask import apply_token_bitmask
+from atom_ops.ops.token_shard import ALL_TOKENS, TokenShard
 from atom_ops.ops.verification import verify_drafts
 from atom_ops.transfer import to_device
 from atom_ops.weights import MXFP4, BlockFP8, PackedOneDNN, Quantized, Weight, tensors_of, unstacked
 
 __all__ = [
+    "ALL_TOKENS",
     "BATCH_INVARIANT_SPLIT",
     "INTERLEAVED_KV",
     "MXFP4",
@@ -106,6 +117,7 @@ __all__ = [
     "TokenHistory",
     "TokenLogprobs",
     "TokenRecord",
+    "TokenShard",
     "TopKIndices",
     "Weight",
     "absorb_queries",
@@ -128,18 +140,23 @@ __all__ = [
     "gated_rms_norm",
     "index_bytes_per_block",
     "index_topk",
+    "keep_latents",
     "kv_bytes_per_block",
     "latent_attention",
     "latent_bytes_per_block",
+    "latents_of_step",
     "linear",
     "make_index_keys",
     "make_kv_layer",
     "make_latent_layer",
     "make_state_layer",
     "merge_argmax",
+    "merge_partials",
     "norm_and_write_latents",
     "pack_linear_weight",
+    "pack_partials",
     "paged_attention",
+    "partial_latent_attention",
     "plan_attention",
     "plan_states",
     "prompt_attention",
@@ -163,6 +180,7 @@ __all__ = [
     "tensors_of",
     "to_device",
     "token_logprobs",
+    "unpack_partials",
     "unstacked",
     "verify_drafts",
     "write_index_keys",

@@ -49,6 +49,7 @@ def accept(step: Step, sampled: SampledTokens, batch: DraftBatch) -> Acceptance:
     start = 0
     for request, count, kept_count in zip(requests, counts, kept, strict=True):
         request.output_ids.extend(ids[start : start + kept_count])
+        request.accepted_drafts += kept_count - 1
         start += count
     return Acceptance(sampled.shorten(kept) if sum(kept) < start else sampled, ends, draining)
 

@@ -7,7 +7,7 @@ them must fail alone: a value that does not fit the workers' arrays would end th
 from atom.messages.engine import MAX_SEQUENCES, AddRequest, LogitsProcessors, Sampling
 from atom.messages.grammar import MAX_COMPILED_BYTES, MAX_GRAMMAR_MEMORY, Grammar
 from atom.sampling_params import MAX_LOGPROBS
-from engine_core.token_ids import ID_BYTES
+from engine_core.token_ids import ID_BYTES, prompt_length
 
 _MAX_INT32 = (1 << 31) - 1
 _MAX_KEY_BYTES = 64
@@ -47,11 +47,6 @@ def check_request(message: AddRequest, max_model_len: int) -> None:
     _check_sampling(message.sampling)
     if message.sampling.logits_processors is not None:
         _check_processors(message.sampling.logits_processors)
-
-
-def prompt_length(message: AddRequest) -> int:
-    """The number of prompt tokens; the ids behind them are output of an earlier run."""
-    return message.prompt_length or len(message.prompt_ids) // ID_BYTES
 
 
 def _check_sampling(sampling: Sampling) -> None:

@@ -10,6 +10,9 @@ A cached block is found by its content until it is evicted. Every operation is O
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
+from engine_core.recent import Recent
+
+_MAX_EVICTED = 1 << 15
 CHECKED_AT_ONCE = 4096
 """Blocks in one slice of an integrity check: about a millisecond."""
 
@@ -27,6 +30,7 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self._uncached = list(range(num_blocks))[::-1]  # the last one is allocated next
         self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._evicted: Recent[bool] = Recent(min(num_blocks, _MAX_EVICTED))
         self._unconfirmed: dict[int, list[int]] = {}  # step in flight -> cached blocks that it writes
         self._confirmed_step = 0
 
@@ -56,7 +60,7 @@ class BlockPool:
         del self._uncached[first:]
         for _ in range(count - len(blocks)):
             block, _ = self._evictable.popitem(last=False)
-            self._drop_hash(block)
+            self._evicted.put(self._drop_hash(block), True)
             blocks.append(block)
         for block in blocks:
             self._ref_counts[block] = 1
@@ -126,6 +130,21 @@ class BlockPool:
         """The cached blocks of these digests; raises KeyError if one is not cached."""
         return list(map(self._block_of.__getitem__, digests))
 
+    def was_evicted(self, digest: bytes) -> bool:
+        """Whether a block of this digest was evicted lately."""
+        return self._evicted.get(digest) is not None
+
+    def reset(self) -> int:
+        """Uncache all blocks; returns how many there were."""
+        count = len(self._block_of)
+        self._block_of = {}
+        self._digests = [None] * self.num_blocks
+        self._hash_inputs = [b""] * self.num_blocks
+        self._uncached += self._evictable
+        self._evictable.clear()
+        self._unconfirmed.clear()
+        return count
+
     # Cached blocks of steps in flight, which may still fail
 
     def confirm(self, step: int) -> None:
@@ -180,9 +199,11 @@ class BlockPool:
         assert cached == len(self._block_of), "a digest is cached without a block"
         assert all(step > self._confirmed_step for step in self._unconfirmed), "a step is confirmed too late"
 
-    def _drop_hash(self, block: int) -> None:
+    def _drop_hash(self, block: int) -> bytes:
+        """Uncache a block; returns its digest."""
         digest = self._digests[block]
         assert digest is not None
         del self._block_of[digest]
         self._digests[block] = None
         self._hash_inputs[block] = b""
+        return digest

@@ -11,6 +11,7 @@ from itertools import chain
 
 import msgspec
 
+from atom.messages.admin import MAX_INFOS, RequestInfo
 from atom.messages.codec import encode
 from atom.messages.engine import (
     AddRequest,
@@ -21,14 +22,15 @@ from atom.messages.engine import (
 )
 from atom.messages.grammar import DropGrammar, GrammarLoaded, LoadGrammar
 from atom.messages.worker import BatchResult, ScheduledBatch
-from engine_core.admission import check_request, prompt_length
+from engine_core.admission import check_request
 from engine_core.batch_bytes import MAX_REASON_CHARS, check_row
 from engine_core.grammars import Grammars
 from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.request import Request, SharedSettings
+from engine_core.request_log import RequestLog, describe
 from engine_core.scheduler import Limits, Scheduler
 from engine_core.step import StepOutcome
-from engine_core.token_ids import ID_BYTES, Prompt, TokenIds
+from engine_core.token_ids import ID_BYTES, Prompt, TokenIds, prompt_length
 
 
 class EngineCore:
@@ -47,6 +49,8 @@ class EngineCore:
         self._scheduler = Scheduler(limits, kv, clock)
         self._kv = kv
         self._max_model_len = max_model_len
+        self._clock = clock
+        self._log = RequestLog(kv.block_size)
         self._num_drafts = limits.num_drafts
         self._frontends: set[bytes] = set()  # all that have unfinished requests, and perhaps others
         self._check: Iterator[None] | None = None  # keeps the checked requests in memory
@@ -89,7 +93,8 @@ class EngineCore:
         return None
 
     def grammar_messages(self) -> list[LoadGrammar | DropGrammar]:
-        """What to send to the workers before any later step."""
+        """What to send to the workers before any later step; schedules requests that waited for room."""
+        self._queue(self._grammars.retry())
         return self._grammars.messages()
 
     def grammar_loaded(self, message: GrammarLoaded) -> dict[bytes, TokenDeltas]:
@@ -101,9 +106,13 @@ class EngineCore:
             for frontend in {request.frontend for request in failed}
         }
 
-    def abort(self, request_ids: list[int]) -> None:
+    def abort(self, request_ids: list[int], reason: FinishReason = FinishReason.ABORTED) -> None:
         """End sequences without a response; unknown ids are ignored."""
         self._check = None
+        now, requests = self._clock(), self._scheduler.requests
+        for request_id in request_ids:
+            if (request := requests.get(request_id)) is not None:
+                self._log.add(request, reason, now)
         self._grammars.abort(request_ids)
         self._scheduler.abort(request_ids)
 
@@ -117,7 +126,6 @@ class EngineCore:
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step, or None when nothing can run now."""
-        self._queue(self._grammars.retry())
         return self._scheduler.schedule()
 
     def update(self, result: BatchResult) -> dict[bytes, TokenDeltas]:
@@ -127,12 +135,48 @@ class EngineCore:
         """
         self._check = None
         outcome = self._scheduler.update(result)
+        if outcome.finished:
+            now = self._clock()
+            for request, finished in outcome.finished:
+                self._log.add(request, finished.reason, now)
         if len(self._frontends) == 1:
             return {frontend: _deltas(outcome) for frontend in self._frontends if outcome.has_output}
         frontends = {request.frontend for request in outcome.sampled.requests}
         frontends.update(request.frontend for request, _ in outcome.finished)
         frontends.update(request.frontend for request, _ in outcome.prompt_logprobs)
         return {frontend: _deltas(_outcome_for(outcome, frontend)) for frontend in frontends}
+
+    # Questions and commands
+
+    def requests(self, name: str = "") -> tuple[int, list[RequestInfo]]:
+        """(how many there are, the first MAX_INFOS) of the unfinished sequences.
+
+        With `name` those of this request, and the finished ones that are remembered.
+        """
+        live = self._scheduler.requests.values()
+        finished = list(self._log.named(name)) if name else []
+        found = [request for request in live if request.settings.name == name] if name else list(live)
+        now, block_size = self._clock(), self._kv.block_size
+        infos = [describe(request, now, block_size) for request in found[: MAX_INFOS - len(finished)]]
+        return len(finished) + len(found), (finished + infos)[:MAX_INFOS]
+
+    def abort_named(self, names: set[str] | None) -> tuple[int, dict[bytes, TokenDeltas]]:
+        """End the sequences of these requests, or all for None; (how many, what frontends must get)."""
+        requests = self._scheduler.requests.values()
+        found = [one for one in requests if names is None or one.settings.name in names]
+        ends: dict[bytes, list[Finished]] = {}
+        for request in found:
+            ends.setdefault(request.frontend, []).append(Finished(request.request_id, FinishReason.ABORTED))
+        self.abort([request.request_id for request in found])
+        step = self._scheduler.counters.steps
+        return len(found), {
+            to: TokenDeltas(step, [], b"", finished=finished) for to, finished in ends.items()
+        }
+
+    def reset_prefix_cache(self) -> int:
+        """Uncache all blocks, also those that running requests compute; returns how many were cached."""
+        self._check = None
+        return self._kv.reset(request.blocks for request in self._scheduler.requests.values())
 
     def stats(self) -> CoreStats:
         """Counters since start and current gauges."""

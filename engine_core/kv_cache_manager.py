@@ -14,18 +14,21 @@ A recurrent state is one slot from the first token to the last; slots come from 
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from xxhash import xxh64_digest
 
+from atom.messages.admin import Miss
 from atom.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
 from engine_core.block_pool import CHECKED_AT_ONCE, BlockPool
 from engine_core.kv_plan import covering_blocks, first_visible_block, holds_states, peak_blocks
+from engine_core.recent import Recent
 from engine_core.token_ids import TokenIds
 from engine_core.turn_budget import FREES_PER_UNIT, LOOKUPS_PER_UNIT, TurnBudget
 
 PLACEHOLDER = 0
+_MAX_FIRST_BLOCKS = 1 << 14
 _HASHED_AHEAD = 64  # blocks hashed before they are looked up
 
 
@@ -48,6 +51,10 @@ class RequestBlocks:
     """Leading blocks that have been cached, or were found in the cache."""
     collided: bool = False
     """One digest collides with that of another cached content: nothing more may be cached."""
+    miss: Miss | None = None
+    """Why the cached prefix ended at the first admission; None before it."""
+    missed_block: int = -1
+    """The first block that was not cached then; -1 if all that may be were."""
     shared_step: int = 0
     """The last unconfirmed step, at admission, that writes one of the shared blocks; 0 if there is none."""
 
@@ -105,6 +112,8 @@ class KVCacheManager:
         self._is_state = [isinstance(spec, RecurrentStateSpec) for spec in self.specs]
         self._full = [pool for spec, pool in pairs if isinstance(spec, FullAttentionSpec)]
         self._windows = [(spec, pool) for spec, pool in pairs if isinstance(spec, SlidingWindowSpec)]
+        self._first_blocks: Recent[bytes] = Recent(_MAX_FIRST_BLOCKS)
+        """By a digest without salt: the salt of the last request that cached such a first block."""
         self._to_free: deque[tuple[BlockPool, list[int]]] = deque()
 
     @property
@@ -185,10 +194,21 @@ class KVCacheManager:
             pool.share(group)
             shared_step = max(shared_step, pool.last_unconfirmed(group))
             table[:] = [PLACEHOLDER] * start + group
+        if blocks.miss is None:
+            self._explain_miss(blocks, hits)
         blocks.shared_step = shared_step
         blocks.first_live[:] = starts
         blocks.num_cached = hits
         return True
+
+    def reset(self, owners: Iterable[RequestBlocks]) -> int:
+        """Uncache all blocks, and cache none of `owners` from now on; returns how many were cached.
+
+        `owners` are all requests that have blocks: what they have computed will not be found any more.
+        """
+        for blocks in owners:
+            blocks.collided = True
+        return sum(pool.reset() for pool in self.pools)
 
     def extend(self, blocks: RequestBlocks, start: int, end: int) -> list[list[int]] | None:
         """Allocate blocks for computing positions start .. end - 1; the new ones of each group, if any.
@@ -221,6 +241,8 @@ class KVCacheManager:
         num_full = num_computed // self.block_size
         if not self._caching or num_full <= blocks.num_cached or blocks.collided:
             return
+        if not blocks.num_cached:
+            self._first_blocks.put(self._first_block(blocks), blocks.tokens.prompt.root)
         num_full = self._hash(blocks, num_full)
         in_prompt, first_live, tables = blocks.in_prompt, blocks.first_live, blocks.tables
         self.budget.left -= (num_full - blocks.num_cached) // LOOKUPS_PER_UNIT
@@ -315,6 +337,27 @@ class KVCacheManager:
                     changed = True
         self.budget.spend((len(digests) - length) * len(self._windows) // LOOKUPS_PER_UNIT)
         return length
+
+    def _explain_miss(self, blocks: RequestBlocks, hits: int) -> None:
+        """Note the first block that the cache does not have, and why."""
+        blocks.miss = Miss.NONE
+        if hits >= (len(blocks.tokens) - 1) // self.block_size:
+            return
+        blocks.missed_block = hits
+        if not self._caching:
+            blocks.miss = Miss.OFF
+        elif blocks.num_hashed <= hits:
+            blocks.miss = Miss.NEVER_CACHED
+        elif any(pool.was_evicted(blocks.hashes(hits, hits + 1)[0][0]) for pool in self.pools):
+            blocks.miss = Miss.EVICTED
+        else:
+            root = None if hits else self._first_blocks.get(self._first_block(blocks))
+            has_other = root is not None and root != blocks.tokens.prompt.root
+            blocks.miss = Miss.OTHER_SALT if has_other else Miss.NEVER_CACHED
+
+    def _first_block(self, blocks: RequestBlocks) -> bytes:
+        """A digest of the first block that is the same for all salts."""
+        return xxh64_digest(blocks.tokens.packed(0, self.block_size), self._seed)
 
     def _has_room(self, num_tokens: int, hits: int, found: list[list[int]]) -> bool:
         """Whether the free blocks, except those in `found`, hold the tokens to compute."""

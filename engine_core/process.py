@@ -1,10 +1,11 @@
 """`python -m engine_core.process`: an engine core with its sockets. Started by atom-launch.
 
-    frontends   ROUTER  in:  Hello, AddRequest, Abort, GetStats, Profile
-                        out: CoreReady, CoreStalled, TokenDeltas, CoreStats, CoreDead, ProfileResult
+    frontends   ROUTER  in:  Hello, AddRequest, Abort, GetStats, Profile, SetLogLevel, questions
+                        out: CoreReady, CoreStalled, TokenDeltas, CoreStats, CoreDead, ProfileResult, answers
     workers     ROUTER  in:  Loaded, WorkerReady, BatchResult, WorkerFailed, WorkerHeartbeat, RankTrace,
                              GrammarLoaded
-                        out: AllocateKV, ScheduledBatch, Shutdown, Profile, LoadGrammar, DropGrammar
+                        out: AllocateKV, ScheduledBatch, StepsDone, Shutdown, Profile, SetLogLevel,
+                             LoadGrammar, DropGrammar
     supervisor  PUSH    out: Ready, Dead, Heartbeat
 
 One thread runs one loop: wait for messages, process them, schedule steps, send the results.
@@ -21,6 +22,7 @@ from typing import TypeVar
 
 import zmq
 
+from atom.messages.admin import AbortNamed, Answer, GetRequests, ResetPrefixCache, SetLogLevel
 from atom.messages.codec import encode
 from atom.messages.engine import (
     Abort,
@@ -44,6 +46,7 @@ from atom.messages.worker import (
     FromWorker,
     Loaded,
     Shutdown,
+    StepsDone,
     WorkerFailed,
     WorkerHeartbeat,
     WorkerReady,
@@ -53,9 +56,10 @@ from atom.utils.errors import one_line, out_of_memory
 from atom.utils.exit_status import ExitStatus
 from atom.utils.install_check import check_install
 from atom.utils.liveness import HeartbeatSender, PeerMonitor, SilenceTimer, heartbeat_interval
-from atom.utils.logger import get_logger, setup_logging
+from atom.utils.logger import get_logger, set_log_level, setup_logging
 from atom.utils.process import read_launch
 from atom.utils.step_trace import StepTrace
+from engine_core.commands import answers
 from engine_core.core import EngineCore
 from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.links import FrontendLink, LinkError, WorkerLink
@@ -64,7 +68,7 @@ from engine_core.startup import CachePlan, StartupError, limits_of, plan_cache
 
 StartMessage = TypeVar("StartMessage", Loaded, WorkerReady)
 
-_NAME = "core"
+_TRACE = "core"
 _POLL_MS = 250  # also how long SIGTERM may wait while nothing happens
 _LOAD_DEADLINE_S = 3600.0
 _WARM_UP_DEADLINE_S = 1800.0
@@ -84,6 +88,7 @@ class CoreProcess:
         self.stopping = False
         """Set by a signal: leave the loop."""
         self._launch = launch
+        self._name = launch.label
         self._num_ranks = launch.config.parallel.tensor_parallel_size
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._workers = WorkerLink(self._context, launch.workers, self._num_ranks)
@@ -91,7 +96,7 @@ class CoreProcess:
         self._supervisor = self._context.socket(zmq.PUSH)
         self._supervisor.connect(launch.supervisor)
         timeouts = launch.config.reliability
-        interval, heartbeat = heartbeat_interval(timeouts.hang_timeout), Heartbeat(_NAME)
+        interval, heartbeat = heartbeat_interval(timeouts.hang_timeout), Heartbeat(self._name)
         self._heartbeats = HeartbeatSender(self._context, zmq.PUSH, launch.supervisor, heartbeat, interval)
         self._worker_monitor = PeerMonitor(timeouts.hang_timeout)
         self._step_timer = SilenceTimer(_MAX_GAP_S)
@@ -99,13 +104,15 @@ class CoreProcess:
         self._step_done = False
         self._poller = zmq.Poller()
         self._poller.register(self._workers.socket, zmq.POLLIN)
-        self._trace = StepTrace(launch.config.observability.step_trace, _NAME)
+        self._trace = StepTrace(launch.config.observability.step_trace, _TRACE)
         traced = launch.config.observability.torch_profiler_dir is not None
         self._profiling = Profiling(self._num_ranks, traced)
         self._connected: dict[bytes, int] = {}  # number of each connected frontend, by identity
         # Frontends that did not read their tokens, until their next Hello.
         self._dropped: dict[bytes, int] = {}
         self._checked_at_step = 0
+        self._lockstep = launch.config.parallel.lockstep
+        self._steps_sent = False  # since the last StepsDone
 
     def run(self) -> int:
         """Serve until a signal or a failure; returns the exit status."""
@@ -191,7 +198,7 @@ class CoreProcess:
             "max_model_len": plan.max_model_len,
             "num_blocks": " + ".join(map(str, plan.num_blocks)),
         }
-        self._send_to_supervisor(Ready(_NAME, detail, plan.num_blocks))
+        self._send_to_supervisor(Ready(self._name, detail, plan.num_blocks))
         gc.collect()
         gc.freeze()  # exclude what lives as long as the process from garbage collection
 
@@ -212,6 +219,10 @@ class CoreProcess:
             while (batch := core.schedule()) is not None:
                 self._workers.send(batch)
                 self._trace.mark("sent", batch.step)
+                self._steps_sent = True
+            if self._lockstep and self._steps_sent and not core.num_in_flight:
+                self._workers.send(StepsDone())
+                self._steps_sent = False
             for result in results:
                 for identity, deltas in result.items():
                     self._send_to_frontend(core, identity, deltas)
@@ -249,10 +260,16 @@ class CoreProcess:
                 refusal = core.add(message, identity)
                 if refusal is not None:
                     self._send_to_frontend(core, identity, refusal)
-            case Abort(request_ids):
-                core.abort(request_ids)
+            case Abort(request_ids, reason):
+                core.abort(request_ids, reason)
             case GetStats():
                 self._send_to_frontend(core, identity, core.stats())
+            case SetLogLevel(level):
+                set_log_level(level)
+                self._workers.send(message)
+            case GetRequests() | AbortNamed() | ResetPrefixCache():
+                for to, response in answers(core, identity, message):
+                    self._send_to_frontend(core, to, response)
             case Profile():
                 result = self._profiling.request(message, identity)
                 if result is None:
@@ -286,7 +303,7 @@ class CoreProcess:
         self,
         core: EngineCore,
         identity: bytes,
-        message: TokenDeltas | CoreReady | CoreStalled | CoreStats | ProfileResult,
+        message: TokenDeltas | CoreReady | CoreStalled | CoreStats | ProfileResult | Answer,
     ) -> None:
         """Send, or abort all requests of a frontend that cannot be reached: a stream must not miss tokens."""
         if not self._frontends.send(identity, message):
@@ -348,7 +365,7 @@ class CoreProcess:
                 self._connected[identity] = message.frontend
         for identity in self._connected:
             self._frontends.send(identity, CoreDead(reason))
-        self._send_to_supervisor(Dead(_NAME, reason, status))
+        self._send_to_supervisor(Dead(self._name, reason, status))
         self._shut_workers_down()
 
     def _send_to_supervisor(self, message: ToSupervisor) -> None:

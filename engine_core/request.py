@@ -4,7 +4,7 @@ from enum import Enum, auto
 
 from atom.messages.engine import AddRequest, FinishReason, Sampling
 from engine_core.kv_cache_manager import RequestBlocks
-from engine_core.token_ids import TokenIds
+from engine_core.token_ids import ID_BYTES, TokenIds, prompt_length
 
 NO_ROW = -1
 
@@ -31,18 +31,27 @@ class SharedSettings:
         "eos_ids",
         "frontend",
         "grammar",
+        "has_prompt_logprobs",
         "max_tokens",
+        "name",
         "needs_output_ids",
         "needs_prompt_ids",
+        "num_replayed",
         "prediction_ids",
         "priority",
         "sampling_bytes",
         "stop_ids",
+        "tenant",
     )
 
     def __init__(self, message: AddRequest, frontend: bytes, sampling_bytes: int):
         processors = message.sampling.logits_processors
         self.frontend = frontend
+        self.name = message.name
+        self.tenant = message.tenant
+        self.has_prompt_logprobs = message.prompt_logprobs >= 0
+        self.num_replayed = len(message.prompt_ids) // ID_BYTES - prompt_length(message)
+        """Output of an earlier run."""
         self.prediction_ids = message.prediction_ids
         self.max_tokens = message.max_tokens
         self.priority = message.priority
@@ -60,6 +69,7 @@ class Request:
     """A sequence's tokens, limits, blocks and scheduling state."""
 
     __slots__ = (
+        "accepted_drafts",
         "admitted_at",
         "arrival",
         "arrived_at",
@@ -70,12 +80,14 @@ class Request:
         "decode_offset",
         "discarded_until",
         "drafts_in_flight",
+        "first_token_at",
         "frontend",
         "is_cacheable",
         "last_decode_step",
         "last_step",
         "max_length",
         "output_ids",
+        "preemptions",
         "priority",
         "prompt_length",
         "prompt_logprobs",
@@ -101,7 +113,6 @@ class Request:
         self.frontend = settings.frontend
         self.priority = settings.priority
         self.stop_ids = settings.stop_ids
-        """All ids that end the request."""
         self.sampling = sampling
         self.token_ids: TokenIds = blocks.tokens
         self.output_ids = self.token_ids.output
@@ -112,10 +123,11 @@ class Request:
         self.prompt_logprobs = prompt_logprobs
         """As in the message, until the last chunk of the prompt is scheduled; -1 from then on."""
         self.arrival = 0
-        """Number in the order of arrival."""
         self.arrived_at = 0.0
         self.admitted_at = 0.0
         """Time of the first admission."""
+        self.first_token_at = 0.0
+        self.preemptions = self.accepted_drafts = 0
         self.state = State.WAITING
         self.row = NO_ROW
         self.blocks = blocks

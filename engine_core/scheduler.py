@@ -355,6 +355,7 @@ class Scheduler:
     def _preempt(self, request: Request, plan: StepPlan) -> None:
         """Return a request to the queue, to be recomputed; tokens that steps in flight sample are kept."""
         self.counters.preemptions += 1
+        request.preemptions += 1
         self.counters.prefill_preemptions += request.state is State.PREFILLING
         plan.remove(request)
         self._return_to_queue(request)
@@ -571,16 +572,14 @@ def _ends(step: Step, sampled: SampledTokens) -> list[tuple[Request, Finished]]:
 
 def _first_tokens(step: Step, now: float) -> list[tuple[Request, FirstToken]]:
     """Messages for the requests whose first token this step sampled."""
-    return [
-        (
-            request,
-            FirstToken(
-                request.request_id,
-                request.cached_tokens or 0,
-                queued_s=request.admitted_at - request.arrived_at,
-                prefill_s=now - request.admitted_at,
-            ),
-        )
-        for request in step.prefilled
-        if request.num_generated == 1 and step.is_valid_for(request)
-    ]
+    found = []
+    for request in step.prefilled:
+        if not step.is_valid_for(request):
+            continue
+        request.first_token_at = request.first_token_at or now
+        if request.num_generated != 1:
+            continue  # a preempted or replayed one
+        cached, queued_s = request.cached_tokens or 0, request.admitted_at - request.arrived_at
+        first = FirstToken(request.request_id, cached, queued_s, prefill_s=now - request.admitted_at)
+        found.append((request, first))
+    return found

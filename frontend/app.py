@@ -9,8 +9,12 @@ from typing import Any
 from aiohttp import web
 
 from atom.config.server import ServerConfig
+from atom.messages.admin import ServerState
 from atom.messages.launch import FrontendLaunch
+from atom.messages.supervisor import Engines
+from atom.utils.logger import set_log_level
 from frontend import keys
+from frontend.admin import create_admin_app
 from frontend.auth import ApiKeys
 from frontend.body_memory import BodyMemory
 from frontend.chat_encoder import ChatEncoder
@@ -29,7 +33,18 @@ from frontend.metrics import Metrics
 from frontend.output_memory import default_output_memory
 from frontend.output_processor import OutputProcessor
 from frontend.reply_formats.choose import choose_format
-from frontend.routes import generation, health, info, models, page, profile, status, tokenization
+from frontend.routes import (
+    generation,
+    health,
+    info,
+    models,
+    page,
+    profile,
+    requests,
+    responses,
+    status,
+    tokenization,
+)
 from frontend.routes.access import access_middleware
 from frontend.routes.cors import add_cors_headers, cors_middleware
 from frontend.routes.errors import add_request_id, error_middleware
@@ -37,12 +52,15 @@ from frontend.serving.chat import ChatEndpoint
 from frontend.serving.chat_prompts import ChatPrompts
 from frontend.serving.completions import CompletionEndpoint
 from frontend.serving.generation import Generation, ServingOptions
+from frontend.serving.messages import MessagesEndpoint
 from frontend.serving.models import ModelService, fingerprint
 from frontend.serving.prompts import PromptEncoder
+from frontend.serving.response_store import ResponseStore
+from frontend.serving.responses import ResponsesEndpoint
 from frontend.serving.tokenization import TokenizationService
 from frontend.shared_metrics import SharedMetrics
 from frontend.status.feed import StatusFeed
-from frontend.supervisor_link import follow_engines
+from frontend.supervisor_link import SupervisorLink
 from frontend.text_executor import TextExecutor
 from frontend.tls import follow_files, tls_context
 from frontend.tokenizer import Tokenizer
@@ -56,7 +74,16 @@ _CHAT_TOKENS = 8192
 _COMPLETION_TOKENS = 256
 # JSON bytes: English text has 4 to 5 per token, Chinese as \u escapes about 9.
 _BYTES_PER_TOKEN = 16
-_ROUTES = (generation.routes, tokenization.routes, models.routes, info.routes, health.routes, profile.routes)
+_ROUTES = (
+    generation.routes,
+    responses.routes,
+    tokenization.routes,
+    models.routes,
+    requests.routes,
+    info.routes,
+    health.routes,
+    profile.routes,
+)
 
 
 def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.Application:
@@ -74,6 +101,7 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
     app[keys.TLS] = tls_context(launch.server)
     app[keys.LIFECYCLE] = Lifecycle()
     app[keys.METRICS] = Metrics()
+    app[keys.SUPERVISOR] = SupervisorLink(launch.control, launch.index, launch.state)
     _add_services(app, launch, limits)
     client = app[keys.CLIENT]
     app[keys.SHARED_METRICS] = SharedMetrics(
@@ -88,6 +116,7 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
         _add_status_page(app, launch)
     for table in _ROUTES:
         app.add_routes(table)
+    _apply(app, launch.state)
     app.on_response_prepare.append(add_request_id)
     app.on_response_prepare.append(add_cors_headers)
     app.on_response_prepare.append(_close_while_draining)
@@ -95,6 +124,7 @@ def create_app(launch: FrontendLaunch, limits: HttpLimits | None = None) -> web.
     app.cleanup_ctx.append(_metrics_file)
     app.cleanup_ctx.append(_loop_watch)
     app.cleanup_ctx.append(_certificate_watch)
+    app.cleanup_ctx.append(_admin_server)
     return app
 
 
@@ -135,7 +165,14 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
     app[keys.COMPLETIONS] = CompletionEndpoint(
         _encoder(inputs, server, _COMPLETION_TOKENS), server.lenient_fields
     )
-    app[keys.TOKENIZATION] = TokenizationService(inputs, models_service, chat, executor)
+    store = ResponseStore(server.max_stored_response_bytes, launch.num_frontends)
+    app[keys.RESPONSE_STORE] = store
+    app[keys.RESPONSES] = ResponsesEndpoint(
+        inputs, _encoder(inputs, server, _CHAT_TOKENS), prompts, store, server.lenient_fields
+    )
+    messages = MessagesEndpoint(inputs, prompts, models_service, server.lenient_fields)
+    app[keys.MESSAGES] = messages
+    app[keys.TOKENIZATION] = TokenizationService(inputs, models_service, chat, messages, executor)
     app.cleanup_ctx.append(lambda _: _shut_down(executor, grammars))
 
 
@@ -220,11 +257,33 @@ async def _engine_links(app: web.Application) -> AsyncIterator[None]:
         if not launch.control:
             yield
             return
-        follow = follow_engines(
-            launch.control, launch.index, lambda message: client.update(message.engines, message.ended)
-        )
-        async with _running(follow):
+
+        def update(message: Engines) -> None:
+            client.update(message.engines, message.ended)
+            _apply(app, message.state)
+
+        async with _running(app[keys.SUPERVISOR].follow(update)):
             yield
+
+
+def _apply(app: web.Application, state: ServerState) -> None:
+    set_log_level(state.log_level)
+    app[keys.CLIENT].log_level = state.log_level
+    app[keys.LIFECYCLE].set_draining(state.draining)
+
+
+async def _admin_server(app: web.Application) -> AsyncIterator[None]:
+    descriptor = app[keys.LAUNCH].admin_fd
+    if descriptor is None:
+        yield
+        return
+    runner = web.AppRunner(
+        create_admin_app(app), handler_cancellation=True, shutdown_timeout=_CLEANUP_DEADLINE_S
+    )
+    await runner.setup()
+    await Listener(runner, socket.socket(fileno=descriptor), app[keys.LIMITS], app[keys.METRICS]).start()
+    yield
+    await runner.cleanup()
 
 
 async def _status_feed(app: web.Application) -> AsyncIterator[None]:

@@ -224,6 +224,8 @@ class Listener(web.BaseSite):
 
     @property
     def name(self) -> str:
+        if self._listener.family == socket.AF_UNIX:
+            return f"unix:{self._listener.getsockname()}"
         host, port = self._listener.getsockname()[:2]
         return f"{'http' if self._ssl_context is None else 'https'}://{host}:{port}"
 
@@ -232,8 +234,15 @@ class Listener(web.BaseSite):
         server = self._runner.server
         assert server is not None
         loop = asyncio.get_running_loop()
+
+        def accept() -> Connection:
+            return Connection(server, loop, self._limits, self._metrics)
+
+        if self._listener.family == socket.AF_UNIX:
+            self._server = await loop.create_unix_server(accept, sock=self._listener, backlog=self._backlog)
+            return
         self._server = await loop.create_server(
-            lambda: Connection(server, loop, self._limits, self._metrics),
+            accept,
             sock=self._listener,
             backlog=self._backlog,
             ssl=self._ssl_context,

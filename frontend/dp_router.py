@@ -129,7 +129,7 @@ def router_for(config: EngineConfig, num_ranks: int, first_rank: int = 0) -> Rou
     policy = config.parallel.dp_load_balance
     if policy == "prefix" and not config.cache.enable_prefix_caching:
         policy = "least_tokens"  # the same where no prefix is ever found
-    return Router(policy, num_ranks, config.cache.block_size, first_rank)
+    return Router(policy, num_ranks, config.block_tokens, first_rank)
 
 
 class _Prefix(NamedTuple):

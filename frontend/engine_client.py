@@ -16,11 +16,32 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
+from typing import TypeVar
 
 import zmq
 import zmq.asyncio
 
-from atom.messages.engine import Abort, AddRequest, CoreReady, CoreStats, FromCore, GetStats, TokenDeltas
+from atom.messages.admin import (
+    AbortNamed,
+    Answer,
+    Done,
+    GetRequests,
+    LogLevel,
+    Question,
+    RequestInfos,
+    ResetPrefixCache,
+    SetLogLevel,
+)
+from atom.messages.engine import (
+    Abort,
+    AddRequest,
+    CoreReady,
+    CoreStats,
+    FinishReason,
+    FromCore,
+    GetStats,
+    TokenDeltas,
+)
 from atom.messages.launch import EngineAddress
 from atom.messages.profile import Profile, ProfileResult
 from atom.messages.supervisor import EngineEnded
@@ -28,7 +49,8 @@ from frontend.admission import Admission
 from frontend.core_link import CoreLink, LinkState
 from frontend.dp_router import Charge, RoutedPrompt, Router
 from frontend.engine_connection import YIELD_S, EngineConnection
-from frontend.errors import ApiError, EngineDeadError, EngineError, RequestError, UnavailableError
+from frontend.engine_queries import Queries
+from frontend.errors import ApiError, EngineDeadError, RequestError, UnavailableError
 from frontend.metrics import Metrics, Progress, RunningRequest
 from frontend.output_memory import HeldOutput, OutputMemory
 from frontend.output_processor import OutputProcessor, TextOptions, Update
@@ -36,6 +58,9 @@ from frontend.streams import Stream, StreamOptions
 
 __all__ = ["ID_BITS", "ClientSettings", "EngineClient"]
 
+A = TypeVar("A", bound=Answer)
+
+_ANSWER_DEADLINE_S = 5.0
 # Longer than the core's own deadline, whose error message is more specific.
 _PROFILE_DEADLINE_S = 330.0
 ID_BITS = 40
@@ -123,7 +148,9 @@ class EngineClient:
         """By rank: why its last life has ended; without ranks where none has."""
         self._sequences: dict[int, _Sequence] = {}
         self._stats: dict[EngineConnection, asyncio.Future[CoreStats]] = {}
-        self._profiles: dict[int, tuple[EngineConnection, asyncio.Future[ProfileResult]]] = {}
+        self._profiles: Queries[ProfileResult] = Queries()
+        self._queries: Queries[Answer] = Queries()
+        self._log_level: LogLevel = "info"
         self._ready = asyncio.Event()
 
     def __len__(self) -> int:
@@ -261,22 +288,51 @@ class EngineClient:
         Raises UnavailableError without an engine, EngineError when one does not respond.
         """
         ranks = self._ready_ranks(None)
-        results = await asyncio.gather(*(self._profile(self._engines[rank], on) for rank in ranks))
+        numbers = self.new_ids(len(ranks))
+        profiles = [
+            self._profiles.ask(self._engines[rank], number, Profile(on, number), _PROFILE_DEADLINE_S)
+            for rank, number in zip(ranks, numbers, strict=True)
+        ]
+        results = await asyncio.gather(*profiles)
         return list(zip(ranks, results, strict=True))
 
-    async def _profile(self, engine: EngineConnection, on: bool) -> ProfileResult:
-        (number,) = self.new_ids(1)
-        response: asyncio.Future[ProfileResult] = asyncio.get_running_loop().create_future()
-        self._profiles[number] = engine, response
-        engine.link.send(Profile(on, number))
-        try:
-            return await asyncio.wait_for(response, _PROFILE_DEADLINE_S)
-        except TimeoutError:
-            raise EngineError(
-                f"engine core {engine.rank} did not respond within {_PROFILE_DEADLINE_S:.0f} s"
-            ) from None
-        finally:
-            del self._profiles[number]
+    async def requests(self, name: str = "") -> list[tuple[int, RequestInfos]]:
+        """(rank, sequences) of every engine: of the request `name`, or all running ones."""
+        return await self._ask_all(lambda number: GetRequests(number, name), RequestInfos)
+
+    async def abort_named(self, names: list[str], everything: bool = False) -> int:
+        """End these requests, of all frontends, or all; returns how many sequences."""
+        answers = await self._ask_all(lambda number: AbortNamed(number, names, everything), Done)
+        return sum(answer.count for _, answer in answers)
+
+    async def reset_prefix_cache(self) -> int:
+        """Uncache all blocks of all engines; returns how many were cached."""
+        answers = await self._ask_all(ResetPrefixCache, Done)
+        return sum(answer.count for _, answer in answers)
+
+    async def _ask_all(self, question: Callable[[int], Question], kind: type[A]) -> list[tuple[int, A]]:
+        """Ask every ready engine. Raises EngineError when one does not answer."""
+        ranks = self._ready_ranks(None)
+        numbers = self.new_ids(len(ranks))
+        questions = [
+            self._queries.ask(self._engines[rank], number, question(number), _ANSWER_DEADLINE_S)
+            for rank, number in zip(ranks, numbers, strict=True)
+        ]
+        answers = await asyncio.gather(*questions)
+        pairs = zip(ranks, answers, strict=True)
+        return [(rank, answer) for rank, answer in pairs if isinstance(answer, kind)]
+
+    @property
+    def log_level(self) -> LogLevel:
+        """The level that the engines log from."""
+        return self._log_level
+
+    @log_level.setter
+    def log_level(self, level: LogLevel) -> None:
+        if level != self._log_level:
+            self._log_level = level
+            for engine in self._engines.values():
+                engine.link.send(SetLogLevel(level))
 
     # Requests
 
@@ -376,6 +432,8 @@ class EngineClient:
             case TokenDeltas():
                 self._deliver(engine, message)
             case CoreReady():
+                if self._log_level != "info":  # that of a new core
+                    engine.link.send(SetLogLevel(self._log_level))
                 if (limits := self.limits) is not None:
                     self._on_ready(limits.max_model_len)
                 self._ready.set()
@@ -384,9 +442,9 @@ class EngineClient:
                 if response is not None and not response.done():
                     response.set_result(message)
             case ProfileResult(number):
-                _, result = self._profiles.get(number, (engine, None))
-                if result is not None and not result.done():
-                    result.set_result(message)
+                self._profiles.answer(number, message)
+            case RequestInfos(number) | Done(number):
+                self._queries.answer(number, message)
 
     def _deliver(self, engine: EngineConnection, deltas: TokenDeltas) -> None:
         done = self._output.process(deltas)
@@ -403,7 +461,10 @@ class EngineClient:
             if update.finished:
                 self._finish(update, sequence, now)
         if done.aborts:
-            engine.link.send(Abort(done.aborts))
+            failed = {update.request_id for update in done.updates if update.error}
+            for request_id in done.aborts:
+                reason = FinishReason.ERROR if request_id in failed else FinishReason.STOP_STRING
+                engine.link.send(Abort([request_id], reason))
         if self.output_memory.is_exceeded:
             self.output_memory.enforce()
 
@@ -432,6 +493,5 @@ class EngineClient:
             self._abort(sorted(stream.open))
         if (stats := self._stats.pop(engine, None)) is not None:
             stats.cancel()
-        for owner, response in self._profiles.values():
-            if owner is engine and not response.done():
-                response.set_exception(EngineDeadError(reason))
+        self._profiles.fail(engine, reason)
+        self._queries.fail(engine, reason)

@@ -57,10 +57,8 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         """The error object as JSON."""
-        param = None if self.param is None else _printable(self.param, _MAX_PARAM)
-        return msgspec.json.encode(
-            ErrorBody(ErrorInfo(_printable(self.message, _MAX_MESSAGE), self.kind, param, self.code))
-        )
+        param = None if self.param is None else printable(self.param, _MAX_PARAM)
+        return msgspec.json.encode(ErrorBody(ErrorInfo(printable(self.message), self.kind, param, self.code)))
 
 
 class RequestError(ApiError, ValueError):
@@ -106,7 +104,7 @@ class EngineDeadError(EngineError):
         super().__init__(f"the engine is gone: {reason}", code="engine_dead")
 
 
-def _printable(text: str, limit: int) -> str:
+def printable(text: str, limit: int = _MAX_MESSAGE) -> str:
     """`text` cut to `limit` characters; surrogates, from request lines that are not UTF-8, are replaced."""
     clipped = text if len(text) <= limit else text[: limit - 1] + "…"
     return clipped.encode(errors="replace").decode()

@@ -16,20 +16,27 @@ class Lifecycle:
         self.running = 0
         """Requests in progress."""
         self.is_draining = False
-        """Whether new requests are refused."""
+        """Whether new requests are refused, until the end or until an administrator ends it."""
+        self._is_stopping = False
         self._is_interrupted = False
         self._interruptible: set[asyncio.Task[object]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
     def check_open(self) -> None:
-        """Raises UnavailableError once the server is stopping."""
-        if self.is_draining:
+        """Raises UnavailableError once the server is stopping or draining."""
+        if self._is_stopping:
             raise UnavailableError("the server is stopping")
+        if self.is_draining:
+            raise UnavailableError("the server is draining: it takes no new requests")
+
+    def set_draining(self, draining: bool) -> None:
+        """Refuse new requests, or take them again unless the server is stopping."""
+        self.is_draining = draining or self._is_stopping
 
     @contextlib.contextmanager
     def admit(self) -> Iterator[None]:
-        """Count one request during the block; raises UnavailableError once the server is stopping."""
+        """Count one request during the block; raises UnavailableError as `check_open`."""
         self.check_open()
         self.running += 1
         self._idle.clear()
@@ -62,7 +69,7 @@ class Lifecycle:
 
     async def drain(self, timeout_s: float) -> None:
         """Admit no new requests, and wait up to `timeout_s` for the running ones to finish."""
-        self.is_draining = True
+        self.is_draining = self._is_stopping = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
 

@@ -23,7 +23,6 @@ from frontend.app import create_app, start
 
 __all__ = ["main", "serve"]
 
-_PROCESS = "frontend"
 _STATUS_LINGER_MS = 1000
 # For sending the error responses of requests that did not finish in time.
 _LAST_RESPONSES_S = 2.0
@@ -32,13 +31,13 @@ _LAST_RESPONSES_S = 2.0
 def main() -> None:
     """Exit status: 0 after SIGTERM, 1 when the server cannot start."""
     launch = read_launch(FrontendLaunch)
-    setup_logging(_PROCESS if launch.num_frontends == 1 else f"{_PROCESS} {launch.index}")
+    setup_logging(launch.name)
     try:
         uvloop.run(serve(launch))
     except (OSError, ValueError, MemoryError) as error:
         # A ValueError is about the checkpoint's tokenizer or template.
         status = ExitStatus.MODEL if isinstance(error, ValueError) else ExitStatus.RESOURCES
-        _report(launch.supervisor, Dead(_PROCESS, out_of_memory(error) or str(error), status))
+        _report(launch.supervisor, Dead(launch.name, out_of_memory(error) or str(error), status))
         sys.exit(1)
 
 
@@ -53,7 +52,7 @@ async def serve(launch: FrontendLaunch) -> None:
     gc.collect()
     gc.freeze()  # objects made so far live as long as the process
     try:
-        ready = asyncio.create_task(_report_ready(app, launch.supervisor))
+        ready = asyncio.create_task(_report_ready(app, launch))
         heartbeats = asyncio.create_task(_send_heartbeats(launch))
         await stop.first.wait()
         ready.cancel()
@@ -63,17 +62,17 @@ async def serve(launch: FrontendLaunch) -> None:
         await runner.cleanup()
 
 
-async def _report_ready(app: web.Application, supervisor: str) -> None:
+async def _report_ready(app: web.Application, launch: FrontendLaunch) -> None:
     # No deadline here: the supervisor bounds the whole start.
     await app[keys.CLIENT].wait_ready()
-    _report(supervisor, Ready(_PROCESS))
+    _report(launch.supervisor, Ready(launch.name))
 
 
 async def _send_heartbeats(launch: FrontendLaunch) -> None:
     """A sign of life from the event loop, for the supervisor."""
     interval = heartbeat_interval(launch.config.reliability.hang_timeout)
     with zmq.Context() as context:
-        heartbeats = HeartbeatSender(context, zmq.PUSH, launch.supervisor, Heartbeat(_PROCESS), interval)
+        heartbeats = HeartbeatSender(context, zmq.PUSH, launch.supervisor, Heartbeat(launch.name), interval)
         try:
             while True:
                 heartbeats.send_if_due()

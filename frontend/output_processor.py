@@ -21,7 +21,7 @@ from atom.messages.engine import (
 )
 from atom.utils.logger import get_logger
 from frontend.detokenizer import Detokenizer, StopFinder
-from frontend.reply_formats.base import CallDelta, ReplyParser, call_characters, merge_calls
+from frontend.reply_formats.base import CallDelta, ReplyDelta, ReplyParser, call_characters, merge_calls
 from frontend.token_logprobs import (
     LogprobColumns,
     LogprobRow,
@@ -82,6 +82,8 @@ class Update(msgspec.Struct, gc=False):
     """New tool calls, and more of their arguments."""
     called: bool = False
     """Set with the end: whether there were tool calls."""
+    num_reasoning: int = 0
+    """Those of the new ids that are reasoning, up to the last one whose text is known."""
     num_proposed: int = 0
     """Draft tokens that were verified."""
     num_accepted: int = 0
@@ -99,6 +101,7 @@ class Update(msgspec.Struct, gc=False):
                 self.calls = later.calls
         self.called = later.called
         self.cached_tokens += later.cached_tokens
+        self.num_reasoning += later.num_reasoning
         self.num_proposed += later.num_proposed
         self.num_accepted += later.num_accepted
         self.finished = later.finished
@@ -131,6 +134,8 @@ class NewText(NamedTuple):
     stop: str | None
     """The stop string that was found; reasoning and tool calls are not searched."""
     calls: list[CallDelta] | tuple[()] = ()
+    num_reasoning: int = 0
+    """How many ids turned out to be reasoning."""
 
 
 class RequestState:
@@ -142,6 +147,7 @@ class RequestState:
         "_min_tokens",
         "_reply",
         "_stops",
+        "_undecided",
         "emitted",
         "ids_only",
         "logprobs",
@@ -161,6 +167,8 @@ class RequestState:
         self._min_tokens = sampling.logits_processors.min_tokens if sampling.logits_processors else 0
         self._stops = StopFinder(text.stop_strings) if text.stop_strings else None
         self._reply = text.reply() if text.reply and tokenizer else None
+        self._undecided = 0
+        """How many of the last ids may be reasoning or something else."""
         self._detokenizer = Detokenizer(tokenizer, text.skip_special_tokens) if tokenizer else None
         self.ids_only = not (self._detokenizer or self.logprobs or self.prompt_logprobs)
         """Its updates have neither text nor log probabilities."""
@@ -177,6 +185,7 @@ class RequestState:
             return NewText("", "", len(ids), None)
         content = reasoning = ""
         calls: list[CallDelta] = []
+        num_reasoning = 0
         for used, token_id in enumerate(ids, 1):
             self.emitted.append(token_id)
             text = self._detokenizer.feed(token_id)
@@ -186,13 +195,14 @@ class RequestState:
                 text, characters = parsed.text, parsed.characters
                 reasoning += parsed.reasoning
                 merge_calls(calls, parsed.calls)
+                num_reasoning += self._reasoning_ids(parsed, 1)
             if logprobs:
                 self._track().add(logprobs[used - 1], characters)
             visible, stop = self._check_stops(text)
             content += visible
             if stop is not None:
-                return NewText(content, reasoning, used, stop, calls)
-        return NewText(content, reasoning, len(ids), None, calls)
+                return NewText(content, reasoning, used, stop, calls, num_reasoning)
+        return NewText(content, reasoning, len(ids), None, calls, num_reasoning)
 
     def finish(self, complete: bool) -> NewText:
         """The text held back so far; `complete` if the model ended the sequence."""
@@ -200,13 +210,15 @@ class RequestState:
             return NewText("", "", 0, None)
         text, reasoning = self._detokenizer.finish(), ""
         calls: list[CallDelta] | tuple[()] = ()
+        num_reasoning = 0
         if self._reply is not None:
             parsed = self._reply.finish(text, complete)
             text, reasoning, calls = parsed.text, parsed.reasoning, parsed.calls
+            num_reasoning = self._reasoning_ids(parsed, 0)
         visible, stop = self._check_stops(text)
         if stop is None and self._stops is not None:
             visible += self._stops.finish()
-        return NewText(visible, reasoning, 0, stop, calls)
+        return NewText(visible, reasoning, 0, stop, calls, num_reasoning)
 
     @property
     def called(self) -> bool:
@@ -228,6 +240,14 @@ class RequestState:
         if finished or self._detokenizer is None:
             return track.finish()
         return track.release(characters)
+
+    def _reasoning_ids(self, parsed: ReplyDelta, num_new: int) -> int:
+        """How many ids turn out to be reasoning, by what `num_new` more ids gave."""
+        self._undecided += num_new
+        if not (parsed.reasoning or parsed.text or parsed.calls):
+            return 0
+        found, self._undecided = self._undecided, 0
+        return found if parsed.reasoning else 0
 
     def _track(self) -> LogprobTrack:
         assert self.logprobs is not None
@@ -338,7 +358,7 @@ class OutputProcessor:
         if state.prompt_logprobs is not None and ids:
             update.prompt_logprobs, state.prompt_logprobs = state.prompt_logprobs, None
         new = state.append(state.visible_ids(ids, end), logprobs)
-        update.text, update.reasoning, used, stop_string, update.calls = new
+        update.text, update.reasoning, used, stop_string, update.calls, update.num_reasoning = new
         without_text = logprobs[used:]
         if stop_string is not None:
             update.token_ids, without_text = ids[:used], ()
@@ -347,6 +367,7 @@ class OutputProcessor:
             tail = state.finish(end.reason in (FinishReason.EOS, FinishReason.STOP_TOKEN))
             update.text += tail.text
             update.reasoning += tail.reasoning
+            update.num_reasoning += tail.num_reasoning
             update.calls = [*update.calls]
             merge_calls(update.calls, tail.calls)
             stop_string = tail.stop

@@ -1,7 +1,6 @@
 """The collectives that a model's layers call."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -9,28 +8,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from atom_ops import add_rms_norm
+from parallel.peer_memory import PeerMemory, open_peer_memory
 
 # torch 2.13 renames both and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class PeerMemory(Protocol):
-    """Collectives by kernels that read the memory of the group's other ranks."""
-
-    def fits(self, x: Tensor) -> bool:
-        """Whether they support a tensor of that shape and dtype, and are the faster way."""
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """As `Communicator.all_reduce`."""
-
-    def all_reduce_add_rms_norm(
-        self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """As `Communicator.all_reduce_add_rms_norm`."""
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        """[ranks, *x.shape]: the contiguous `x` of every rank, of the same shape."""
 
 
 class Communicator:
@@ -45,22 +27,28 @@ class Communicator:
         rank: int = 0,
         size: int = 1,
         process_group: dist.ProcessGroup | None = None,
-        peers: PeerMemory | None = None,
         fused_norm: bool = True,
     ) -> None:
         """`rank` is this process's rank among the group's `size` ranks.
 
         Without a process group several ranks can be described, to shard weights, but not called.
-        `peers` is used for the tensors that it fits; with `fused_norm` also for the norm that follows
-        an all-reduce.
+        `fused_norm`: the norm that follows an all-reduce may run in its kernel.
         """
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not among {size} ranks")
         self.rank = rank
         self.size = size
         self._process_group = process_group
-        self._peers = peers
+        self._peers: PeerMemory | None = None
         self._fused_norm = fused_norm
+
+    def open_peers(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        """From now on reduce rows of that width and dtype through peer memory, if the GPUs can.
+
+        All ranks call this together. Ranks without a process group have no peers.
+        """
+        if self._process_group is not None:
+            self._peers = open_peer_memory(self._process_group, width, dtype, device)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks; `x` must be contiguous, and may be overwritten.
@@ -144,8 +132,6 @@ class Communicator:
 
     def _gathered(self, x: Tensor) -> Tensor:
         """[ranks, *x.shape]: the contiguous `x` of every rank, of the same shape."""
-        if self._peers is not None and self._peers.fits(x):
-            return self._peers.all_gather(x)
         gathered = x.new_empty(self.size, *x.shape)
         _all_gather(gathered.flatten(0, 1), x, group=self._group)
         return gathered

@@ -7,11 +7,13 @@ World rank = (dp * tp_size) + tp: tensor-parallel ranks are neighbours, on one h
                 dp 1   rank 2    rank 3       ep group:  all ranks    {0, 1, 2, 3}
 
 tp   split every layer; their tokens are the same
+dcp  neighbours within a tp group, which split the latent KV cache by tokens (decode context parallel)
 dp   compute different tokens with the same share of the layers
 ep   share the experts: every rank of tp x dp
 pp   reserved: of size 1
 
-Data-parallel engines of a dense model share no collective: each has a mesh of its own, with dp 1.
+Data-parallel engines without shared experts share no collective: each has a mesh of its own, with dp 1.
+With several data-parallel ranks there is also a group of all ranks for numbers on the host.
 """
 
 from dataclasses import dataclass, field
@@ -24,9 +26,10 @@ import torch.distributed as dist
 from atom.messages.launch import Rendezvous
 from atom.utils import envs
 from parallel.communicator import Communicator
+from parallel.host_group import HostGroup
 from parallel.rendezvous import MeetingPoint
 
-GroupName = Literal["tp", "dp", "ep"]
+GroupName = Literal["tp", "dcp", "dp", "ep"]
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,16 @@ class MeshShape:
     tp: int = 1
     dp: int = 1
     pp: int = 1
+    dcp: int = 1
+    """Ranks of each dcp group; divides tp."""
 
     def __post_init__(self) -> None:
         if min(self.tp, self.dp, self.pp) < 1:
             raise ValueError(f"the sizes of a mesh are at least 1: tp {self.tp}, dp {self.dp}, pp {self.pp}")
         if self.pp != 1:
             raise ValueError(f"pipeline parallelism is not supported: pp must be 1, not {self.pp}")
+        if self.dcp < 1 or self.tp % self.dcp:
+            raise ValueError(f"decode context parallel ranks must divide tp {self.tp}: dcp {self.dcp}")
 
     @property
     def size(self) -> int:
@@ -54,6 +61,8 @@ class MeshShape:
         match name:
             case "tp":
                 return [tuple(ranks[first : first + self.tp]) for first in ranks[:: self.tp]]
+            case "dcp":
+                return [tuple(ranks[first : first + self.dcp]) for first in ranks[:: self.dcp]]
             case "dp":
                 return [tuple(ranks[first :: self.tp]) for first in ranks[: self.tp]]
             case "ep":
@@ -66,8 +75,11 @@ class Mesh:
 
     device: torch.device
     tp: Communicator = field(default_factory=Communicator)
+    dcp: Communicator = field(default_factory=Communicator)
     dp: Communicator = field(default_factory=Communicator)
     ep: Communicator = field(default_factory=Communicator)
+    host: HostGroup | None = None
+    """All ranks; None with one data-parallel rank."""
     meeting: MeetingPoint | None = None
     """None: one rank, without process groups."""
 
@@ -75,8 +87,10 @@ class Mesh:
         """Leave the groups; later collectives fail. Returns when all ranks have, or after seconds."""
         # A reference to a process group would keep gloo's threads alive after it is destroyed, which
         # occasionally aborts the process at exit.
-        for group in (self.tp, self.dp, self.ep):
+        for group in (self.tp, self.dcp, self.dp, self.ep):
             group.close()
+        if self.host is not None:
+            self.host.close()
         if self.meeting is not None:
             dist.destroy_process_group()
             self.meeting.close()
@@ -107,11 +121,13 @@ def join_mesh(
         device_id=device if device.type == "cuda" else None,
     )
     made = _process_groups(shape, limit)
-    tp, dp, ep = (_communicator(shape.groups(name), rank, made) for name in _NAMES)
-    return Mesh(device, tp, dp, ep, meeting)
+    tp, dcp, dp, ep = (_communicator(shape.groups(name), rank, made) for name in _NAMES)
+    # By gloo on a GPU too: these numbers are needed on the host, before a launch.
+    host = HostGroup(rank, dist.new_group(backend="gloo", timeout=limit)) if shape.dp > 1 else None
+    return Mesh(device, tp, dcp, dp, ep, host, meeting)
 
 
-_NAMES: tuple[GroupName, ...] = ("tp", "dp", "ep")
+_NAMES: tuple[GroupName, ...] = ("tp", "dcp", "dp", "ep")
 _ProcessGroups = dict[tuple[int, ...], dist.ProcessGroup]
 
 

@@ -39,7 +39,7 @@ def head_shard(num_heads: int, num_kv_heads: int, tp: int, rank: int) -> HeadSha
     replicas, uneven = divmod(tp, num_kv_heads)
     if uneven or replicas > group:
         raise ValueError(
-            f"tensor_parallel_size {tp} does not fit {num_heads} query and {num_kv_heads} "
+            f"--tensor-parallel-size {tp} does not fit {num_heads} query and {num_kv_heads} "
             f"key/value heads: it must be at most {num_kv_heads}, or a multiple of it up to {num_heads}"
         )
     kv_start, replica = divmod(rank, replicas)

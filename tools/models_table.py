@@ -8,6 +8,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.layouts import layouts_of
+
 _ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = _ROOT / "docs" / "models.md"
 PROVEN = _ROOT / "tests" / "models" / "proven.json"
@@ -56,11 +58,15 @@ everywhere.
 | preempted | the same with a KV cache for the longest request only: others are preempted and resumed |
 | logits | log probabilities at every position, also of the top 20, within 0.0001 |
 | tensors | the logits after a change of one tensor of each kind in the checkpoint, which changes them |
+| layouts | 12 greedy tokens of the same prompts, in chunks of 16 beside decodes, on several ranks |
 
 The first configuration of each family also runs with room for all prompts at once, and with prompts that
 continue a cached output.
 
-Numbers below are the tensor parallel sizes that passed.
+Numbers below are the tensor parallel sizes that passed. *Layouts* are part of every test run, on one
+configuration of each family, most with odd numbers of heads: TP n is `-tp n`, and EP is
+`--enable-expert-parallel`, for families with experts. The collectives of each step are counted, and the
+bytes of each rank's weights.
 """
 
 
@@ -86,8 +92,17 @@ def _overview(record: dict[str, Any], families: dict[str, list[str]]) -> str:
         entries = [record[name] for name in names]
         architectures = ", ".join(f"`{name}`" for name in _values(entries, "architecture"))
         rows.append([f"`{family}`", architectures, str(len(names)), *_passed_by_all(entries)])
+        rows[-1].append(", ".join(layout.name for layout in layouts_of(family)))
         rows[-1] += [min(_values(entries, "date")), ", ".join(_values(entries, "transformers"))]
-    head = ["model_type", "architectures", "configurations", *PROOFS.values(), "date", "transformers"]
+    head = [
+        "model_type",
+        "architectures",
+        "configurations",
+        *PROOFS.values(),
+        "layouts",
+        "date",
+        "transformers",
+    ]
     return _table(head, rows)
 
 

@@ -35,7 +35,10 @@ def kv_dtype(cache: CacheConfig, compute: torch.dtype) -> torch.dtype:
 
 
 def kv_specs(groups: Sequence[CacheGroup], block_size: int, dtype: torch.dtype) -> list[KVSpec]:
-    """The KV spec of each group, from which the engine core allocates blocks."""
+    """The KV spec of each group, from which the engine core allocates blocks.
+
+    `block_size` counts the tokens on one rank.
+    """
     return [_spec(group, block_size, dtype) for group in groups]
 
 
@@ -46,7 +49,7 @@ def _spec(group: CacheGroup, block_size: int, dtype: torch.dtype) -> KVSpec:
         layer_bytes = latent_bytes_per_block(block_size, group.latent_width, group.rope_width, dtype)
         index_bytes = index_bytes_per_block(block_size, group.index_width, dtype)
         size = len(group.layers) * layer_bytes + len(group.indexed) * index_bytes
-        return FullAttentionSpec(block_size, size)
+        return FullAttentionSpec(block_size * group.shard.ranks, size)
     layer_bytes = group.backend.bytes_per_block(block_size, group.kv_heads, group.head_dim, dtype)
     size = len(group.layers) * layer_bytes
     if group.window:
@@ -61,7 +64,7 @@ def _make_layer(
         return make_state_layer(num_blocks, group.shape, device)
     if isinstance(group, LatentGroup):
         widths = group.latent_width, group.rope_width
-        made = make_latent_layer(num_blocks, block_size, *widths, dtype, device)
+        made = make_latent_layer(num_blocks, block_size, *widths, dtype, device, group.shard)
         if layer not in group.indexed:
             return made
         return replace(made, index=make_index_keys(num_blocks, block_size, group.index_width, dtype, device))

@@ -4,34 +4,21 @@ torch is imported after the environment of its thread pools is set, so nothing a
 file may import it.
 """
 
-import gc
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections import deque
-from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 
 from atom.config.engine import EngineConfig
 from atom.messages.codec import Decoder, encode
-from atom.messages.grammar import DropGrammar, LoadGrammar
 from atom.messages.launch import WorkerLaunch
-from atom.messages.profile import Profile, RankTrace
 from atom.messages.supervisor import Dead, Progress
-from atom.messages.worker import (
-    AllocateKV,
-    ScheduledBatch,
-    Shutdown,
-    ToWorker,
-    WorkerFailed,
-    WorkerHeartbeat,
-    WorkerReady,
-)
+from atom.messages.worker import ToWorker, WorkerFailed, WorkerHeartbeat
 from atom.utils import envs
 from atom.utils.errors import one_line, out_of_memory
 from atom.utils.exit_status import ExitStatus
@@ -40,15 +27,8 @@ from atom.utils.liveness import HeartbeatSender, heartbeat_interval
 from atom.utils.logger import setup_logging
 from atom.utils.process import read_launch
 from atom.utils.step_trace import StepTrace
+from workers.waves import Waves
 
-if TYPE_CHECKING:
-    from workers.pending_step import PendingStep
-    from workers.worker import Worker
-
-_IDLE_POLL_MS = 1000
-_WRITING_POLL_MS = 20
-_LOADING_POLL_MS = 2
-_DEVICE_POLL_S = 50e-6
 _LINGER_MS = 2000
 _PROGRESS_INTERVAL_S = 0.05
 _SPIN_COUNT = "10000"
@@ -64,7 +44,7 @@ def main() -> None:
     _set_thread_environment(launch.config)
     _set_kernel_cache_environment(launch.config)
     _set_profiler_environment(launch.config)
-    setup_logging(launch.label or f"worker {launch.rank}")
+    setup_logging(launch.label)
     link = Link(launch)
     try:
         _work(launch, link)
@@ -78,11 +58,12 @@ def main() -> None:
 
 
 class Link:
-    """The worker's sockets: to its engine core, to the supervisor, and for heartbeats."""
+    """The worker's sockets: to its engine core, the supervisor and other workers, and for heartbeats."""
 
     def __init__(self, launch: WorkerLaunch):
         self._rank = launch.rank
-        self._name = f"worker {launch.rank}"
+        self._name = launch.label
+        self._shows_progress = launch.rank == launch.data_parallel_rank == 0
         self._context = zmq.Context()
         self._core = self._context.socket(zmq.DEALER)
         self._core.setsockopt(zmq.IDENTITY, launch.rank.to_bytes(4, "little"))
@@ -90,6 +71,13 @@ class Link:
         for socket, endpoint in ((self._core, launch.core), (self._supervisor, launch.supervisor)):
             socket.setsockopt(zmq.LINGER, _LINGER_MS)
             socket.connect(endpoint)
+        self.waves: Waves | None = None
+        """None unless engines step together."""
+        self._poller = zmq.Poller()
+        self._poller.register(self._core, zmq.POLLIN)
+        if launch.waves:
+            self.waves = Waves(self._context, launch.waves, _world_rank(launch))
+            self._poller.register(self.waves.socket, zmq.POLLIN)
         self._decoder: Decoder[ToWorker] = Decoder(ToWorker)
         self._next_progress = 0.0
         self._closing = threading.Event()
@@ -105,15 +93,16 @@ class Link:
         self._core.send(encode(message))
 
     def receive(self, timeout_ms: int) -> ToWorker | None:
-        """The core's next message; None after the timeout."""
-        if not self._core.poll(timeout_ms):
-            return None
-        return self._decoder.decode(self._core.recv())
+        """The core's next message; None after the timeout, or earlier when another rank begins a wave."""
+        ready = dict(self._poller.poll(timeout_ms))
+        if self.waves is not None and self.waves.socket in ready:
+            self.waves.receive()
+        return self._decoder.decode(self._core.recv()) if self._core in ready else None
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        """Send progress to the supervisor, from rank 0 alone and at most 20 times a second."""
+        """Send progress to the supervisor, from one worker alone and at most 20 times a second."""
         now = time.monotonic()
-        if self._rank == 0 and (done == total or now >= self._next_progress):
+        if self._shows_progress and (done == total or now >= self._next_progress):
             self._next_progress = now + _PROGRESS_INTERVAL_S
             self._supervisor.send(encode(Progress(self._name, phase, done, total)))
 
@@ -136,16 +125,30 @@ class Link:
 
 def _work(launch: WorkerLaunch, link: Link) -> None:
     from parallel.mesh import MeshShape, join_mesh
+    from workers.step_loop import LockstepLoop, StepLoop
     from workers.worker import Worker, worker_device
 
-    config, rank = launch.config, launch.rank
-    shape = MeshShape(tp=config.parallel.tensor_parallel_size)
-    mesh = join_mesh(shape, rank, launch.rendezvous, worker_device(config, launch.device_index))
+    config, rank, parallel = launch.config, launch.rank, launch.config.parallel
+    shape = MeshShape(
+        parallel.tensor_parallel_size,
+        parallel.engines_in_mesh,
+        dcp=parallel.decode_context_parallel_size,
+    )
+    mesh = join_mesh(
+        shape,
+        _world_rank(launch),
+        launch.rendezvous,
+        worker_device(config, launch.device_index),
+        config.reliability.step_timeout,
+    )
     worker = Worker(config, launch.checkpoint, mesh, link.progress)
     link.send(worker.load())
     trace = StepTrace(config.observability.step_trace, f"worker-{rank}")
     try:
-        _serve(worker, link, rank, trace)
+        if link.waves is None:
+            StepLoop(worker, link, rank, trace).run()
+        else:
+            LockstepLoop(worker, link, rank, trace, link.waves).run()
     finally:
         trace.close()
         if worker.traces is not None:
@@ -153,50 +156,10 @@ def _work(launch: WorkerLaunch, link: Link) -> None:
     mesh.close()
 
 
-def _serve(worker: "Worker", link: Link, rank: int, trace: StepTrace) -> None:
-    """Run until Shutdown: launch each step when it arrives, send its result when the device is done."""
-    pending: deque[PendingStep] = deque()
-    traces, grammars = worker.traces, worker.grammars
-    while True:
-        if pending and pending[0].ready():
-            link.send(pending.popleft().result())
-            continue
-        idle_ms = _IDLE_POLL_MS
-        if traces is not None:
-            idle_ms = _WRITING_POLL_MS if traces.writing else idle_ms
-            while (trace_result := traces.next_result()) is not None:
-                link.send(trace_result)
-        if grammars.is_loading:
-            idle_ms = _LOADING_POLL_MS
-            while (loaded := grammars.next_loaded()) is not None:
-                link.send(loaded)
-        message = link.receive(0 if pending else idle_ms)
-        match message:
-            case None if pending:
-                time.sleep(_DEVICE_POLL_S)
-            case None:
-                pass
-            case ScheduledBatch():
-                trace.mark("start", message.step)
-                step = worker.execute(message)
-                trace.mark("end", message.step)
-                if rank == 0:
-                    pending.append(step)
-            case AllocateKV():
-                worker.allocate(message)
-                gc.collect()
-                gc.freeze()  # exclude the model from garbage collection
-                link.send(WorkerReady(rank))
-            case Profile(on) if traces is not None:
-                traces.switch(on)
-            case Profile(on):
-                link.send(RankTrace(rank, on, error="the worker has no directory for traces"))
-            case LoadGrammar():
-                grammars.load(message)
-            case DropGrammar(key):
-                grammars.drop(key)
-            case Shutdown():
-                return
+def _world_rank(launch: WorkerLaunch) -> int:
+    """The rank in the mesh: of all engines in lockstep, or of this engine alone."""
+    engine = launch.data_parallel_rank if launch.config.parallel.lockstep else 0
+    return engine * launch.config.parallel.tensor_parallel_size + launch.rank
 
 
 def _set_thread_environment(config: EngineConfig) -> None:
@@ -209,7 +172,7 @@ def _set_thread_environment(config: EngineConfig) -> None:
     if config.device.device != "cpu":
         return
     cores = len(os.sched_getaffinity(0))
-    workers = config.parallel.tensor_parallel_size * config.parallel.data_parallel_size
+    workers = config.parallel.num_workers
     threads = config.device.cpu_threads or max(1, cores // workers)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     if threads * workers > cores:

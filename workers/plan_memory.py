@@ -22,10 +22,10 @@ from atom.utils.exit_status import ExitStatus
 from atom.utils.process import read_launch
 from atom_ops import backend
 from parallel.communicator import Communicator
-from parallel.mesh import Mesh
+from parallel.mesh import Mesh, MeshShape
 from workers.kv_cache import available_memory, cpu_kv_bytes
 from workers.layers.causal_lm import CausalLM
-from workers.rank_model import build_rank, rank_specs
+from workers.rank_model import build_rank, rank_dispatch, rank_specs
 from workers.weights.loader import weight_bytes, weight_sizes
 from workers.weights.plan import weighted_layers
 
@@ -68,10 +68,17 @@ def plan(launch: PlanLaunch) -> PlanResult:
 
 
 def planned_rank(config: EngineConfig, checkpoint: Checkpoint, rank: int, size: int) -> CausalLM:
-    """The rank's model on the meta device, processed as after loading. Raises ValueError."""
-    group = Communicator(rank, size)
+    """The model of a rank of engine 0 on the meta device, processed as after loading. Raises ValueError."""
+    parallel = config.parallel
+    shape = MeshShape(size, parallel.engines_in_mesh, dcp=parallel.decode_context_parallel_size)
+    mesh = Mesh(
+        _META,
+        tp=Communicator(rank, size),
+        dcp=Communicator(rank % shape.dcp, shape.dcp),
+        ep=Communicator(rank, shape.size),
+    )
     with _META:
-        model = build_rank(config, checkpoint, Mesh(_META, tp=group, ep=group))
+        model = build_rank(config, checkpoint, mesh, rank_dispatch(config, mesh))
         for _, layer in weighted_layers(model):
             layer.process_weights_after_loading()
     return model

@@ -8,6 +8,7 @@ from atom.messages.worker import KVSpec
 from parallel.expert import ExpertDispatch, expert_dispatch
 from parallel.mesh import Mesh
 from workers.kv_cache import kv_dtype, kv_specs
+from workers.layers.cache_groups import LatentGroup
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
 from workers.models.registry import build_model
@@ -26,7 +27,9 @@ def longest_sequence(config: EngineConfig, checkpoint: Checkpoint) -> int:
     return config.model.max_model_len or checkpoint.max_model_len
 
 
-def build_rank(config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh) -> CausalLM:
+def build_rank(
+    config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh, dispatch: ExpertDispatch
+) -> CausalLM:
     """The rank's model without its weights, on the mesh's device; call `backend.resolve` first.
 
     Raises ValueError for a model, or a split of one, that is not supported.
@@ -37,14 +40,22 @@ def build_rank(config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh) -> Caus
         mesh.device,
         mesh.tp,
         longest_sequence(config, checkpoint),
+        mesh.dcp,
         config.cache.block_size,
         kv_dtype(config.cache, dtype),
-        _dispatch(config, mesh),
+        dispatch,
     )
-    return build_model(checkpoint, build)
+    model = build_model(checkpoint, build)
+    if mesh.dcp.size > 1 and not all(isinstance(group, LatentGroup) for group in model.kv_groups):
+        raise ValueError(
+            f"decode_context_parallel_size {mesh.dcp.size}: {checkpoint.model_type} has layers without MLA, "
+            "whose cache is not split by tokens"
+        )
+    return model
 
 
-def _dispatch(config: EngineConfig, mesh: Mesh) -> ExpertDispatch:
+def rank_dispatch(config: EngineConfig, mesh: Mesh) -> ExpertDispatch:
+    """How the tokens of this rank reach their experts. Raises ValueError for a form that cannot run here."""
     max_tokens = config.scheduler.max_num_batched_tokens
     assert max_tokens is not None, "resolved before any worker starts"
     parallel = config.parallel

@@ -16,6 +16,7 @@ from atom.utils import envs
 from atom.utils.logger import get_logger
 from atom_ops import BATCH_INVARIANT_SPLIT, backend
 from parallel.mesh import Mesh
+from workers.agreement import Agreed, Agreement
 from workers.block_table import BatchLimits, BlockTable
 from workers.decode_graphs import DecodeGraphs
 from workers.grammar.library import GrammarLibrary
@@ -34,10 +35,11 @@ from workers.model_runner import Graphs, ModelRunner
 from workers.pending_step import PendingStep, event_recorder
 from workers.profiler import TraceRecorder
 from workers.prompt_graphs import PROMPT_SIZES, PromptGraphs
-from workers.rank_model import build_rank, compute_dtype, longest_sequence, rank_specs
+from workers.rank_model import build_rank, compute_dtype, longest_sequence, rank_dispatch, rank_specs
 from workers.sampler import Sampler
 from workers.spec_decode.methods import method_of
 from workers.state_slots import StateSlots
+from workers.step_shape import GraphSizes, no_agreement
 from workers.weights.loader import WeightError, describe_weights, load_directory, load_dummy, weight_bytes
 
 Progress = Callable[[str, int, int], None]
@@ -98,6 +100,8 @@ class Worker:
         self._checkpoint = checkpoint
         self._mesh = mesh
         self._tp = mesh.tp
+        self._dispatch = rank_dispatch(config, mesh)
+        self._agreement: Agreement | None = None
         self._progress = progress
         self._device = mesh.device
         if self._device.type == "cuda":
@@ -132,10 +136,29 @@ class Worker:
             with self.traces.step(self._runner.label(batch)):
                 return self._runner.launch(batch)
 
+    def idle_step(self, leaving: bool = False) -> Agreed:
+        """Take part in a step of engines in lockstep without a batch; `leaving`: none will come any more.
+
+        Launches a dummy step, unless no rank has a step or this rank's batch is on its way.
+        """
+        assert self._agreement is not None, "the engines are in lockstep"
+        agreed = self._agreement.without_step(leaving)
+        if agreed.shape is not None and not agreed.has_batch:
+            with _explain_out_of_memory(self._device, "a step", _SMALLER_CACHE):
+                if self.traces is None or not self.traces.recording:
+                    self._runner.dummy_step(agreed.shape)
+                else:
+                    with self.traces.step("dummy"):
+                        self._runner.dummy_step(agreed.shape)
+        return agreed
+
     def _load(self) -> Loaded:
         resolved = backend.resolve(self._device, batch_invariant=self._config.device.batch_invariant)
         if self._tp.rank == 0:
             get_logger().info("ops on %s: %s", self._device, backend.summary(resolved))
+        self._tp.open_peers(
+            self._checkpoint.hf_config["hidden_size"], compute_dtype(self._config), self._device
+        )
         self._model = self._build_model()
         if self._tp.rank == 0 and (backends := attention_backends(self._model.kv_groups)):
             get_logger().info("attention backends: %s", backends)
@@ -154,7 +177,7 @@ class Worker:
             self._runner = self._make_runner(kv_layers, inputs, self._capture_sizes())
         sized = zip(self._model.kv_groups, allocate.num_blocks, strict=True)
         num_blocks = min(blocks for group, blocks in sized if not isinstance(group, StateGroup))
-        capacity = num_blocks * self._config.cache.block_size
+        capacity = num_blocks * self._config.block_tokens
         self._warm_up(min(capacity, allocate.max_model_len, _WARM_TOKENS + _WARM_DECODES))
         if self.traces is not None:
             self.traces.prepare()
@@ -163,7 +186,7 @@ class Worker:
             get_logger().info("ops on %s that fell back to torch: %s", self._device, names)
 
     def _build_model(self) -> CausalLM:
-        model = build_rank(self._config, self._checkpoint, self._mesh)
+        model = build_rank(self._config, self._checkpoint, self._mesh, self._dispatch)
         if self._config.model.load_dummy:
             load_dummy(model, lambda done, total: self._progress("Filling weights", done, total))
         else:
@@ -206,7 +229,7 @@ class Worker:
         max_rows = self._config.scheduler.max_num_seqs
         assert max_rows is not None, "max_num_seqs is resolved before any worker starts"
         drafts = self._config.speculative.num_speculative_tokens
-        limits = BatchLimits(max_rows, max_model_len, self._config.cache.block_size, drafts)
+        limits = BatchLimits(max_rows, max_model_len, self._config.block_tokens, drafts)
         tables = [_rows_of(group, limits) for group in self._model.kv_groups]
         split_tokens = BATCH_INVARIANT_SPLIT if self._config.device.batch_invariant else 0
         method = method_of(self._config.speculative, self._model.kv_groups)
@@ -216,11 +239,13 @@ class Worker:
     def _make_runner(
         self, kv_layers: list[CacheLayer], inputs: InputBatch, capture_sizes: list[int]
     ) -> ModelRunner:
-        memory = MemoryGuard(self._device, self._tp.size)
+        memory = MemoryGuard(self._device, self._mesh.ep.size)
         sampler = Sampler(inputs.limits, self._checkpoint.vocab_size, self._device, memory, self.grammars)
         graphs = self._capture(kv_layers, inputs, capture_sizes) if capture_sizes else None
-        recorder = event_recorder(self._device)
-        return ModelRunner(self._model, kv_layers, inputs, sampler, memory, recorder, graphs)
+        if self._mesh.host is not None:
+            self._agreement = Agreement(self._mesh, self._dispatch, graphs.sizes if graphs else GraphSizes())
+        recorder, agree = event_recorder(self._device), self._agreement or no_agreement
+        return ModelRunner(self._model, kv_layers, inputs, sampler, memory, recorder, graphs, agree)
 
     def _capture(self, kv_layers: list[CacheLayer], inputs: InputBatch, sizes: list[int]) -> Graphs:
         """Capture graphs of decode steps with `sizes` rows, and of prefill and mixed steps."""
@@ -232,9 +257,24 @@ class Worker:
         total = len(sizes) + len(tokens)
         done = count()
         self._progress("Capturing graphs", 0, total)
-        for graphs in (prompts, decode):
-            graphs.capture(lambda: self._progress("Capturing graphs", next(done) + 1, total))
+        with self._equal_tokens():
+            for graphs in (prompts, decode):
+                graphs.capture(lambda: self._progress("Capturing graphs", next(done) + 1, total))
         return Graphs(decode, prompts)
+
+    @contextlib.contextmanager
+    def _equal_tokens(self) -> Iterator[None]:
+        """Forward passes have the same number of tokens on every rank, as captured ones do."""
+        ranks = self._mesh.dp.size
+
+        def plan(model: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            self._dispatch.plan([len(inputs[0])] * ranks)
+
+        hook = self._model.register_forward_pre_hook(plan)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def _tracing_captures(self) -> contextlib.AbstractContextManager[None]:
         """Trace the captures: the replay of a graph does not name the modules of its kernels."""
@@ -258,11 +298,13 @@ class Worker:
         for done in range(1, 1 + decodes):
             self._progress("Warming up", done, 1 + decodes)
             _run(self._runner, ScheduledBatch(-1, [0], num_drafts=drafts))
+        while self._agreement is not None and self.idle_step().shape is not None:
+            pass  # the others still warm up
         self._progress("Warming up", 1 + decodes, 1 + decodes)
 
     def _warm_up_batch(self, prompt: int, reserved: int) -> ScheduledBatch:
         """A step that prefills a prompt, with blocks for `reserved` tokens."""
-        blocks = list(range(-(-reserved // self._config.cache.block_size)))
+        blocks = list(range(-(-reserved // self._config.block_tokens)))
         groups = self._model.kv_groups
         block_ids = [[0] if isinstance(group, StateGroup) else blocks for group in groups]
         row = NewRow(0, prompt, 0, block_ids, _GREEDY, prompt)
@@ -270,7 +312,7 @@ class Worker:
 
     def _kv_bytes(self) -> int:
         if self._device.type == "cpu":
-            workers = self._tp.size * self._config.parallel.data_parallel_size
+            workers = self._config.parallel.num_workers
             return cpu_kv_bytes(self._config.cache, workers)
         return cuda_kv_bytes(self._config.cache, self._device, self._peak_bytes())
 
@@ -293,7 +335,7 @@ class Worker:
 
     def _peak_of(self, counts: list[int]) -> int:
         """Peak memory of a step that computes `counts[i]` tokens of row i."""
-        groups, block_size = self._model.kv_groups, self._config.cache.block_size
+        groups, block_size = self._model.kv_groups, self._config.block_tokens
         longest = self._longest_sequence()
         batch = profile_batch(counts, groups, block_size, self._checkpoint.vocab_size, longest)
         before = torch.cuda.memory_allocated(self._device)

@@ -1,60 +1,40 @@
 """One rank of `atom.benchmarks.all_reduce`: a process that it starts. Rank 0 prints the rows as JSON."""
 
-import statistics
-import time
 from collections.abc import Callable
 
-import msgspec
 import torch
 import torch.distributed as dist
 
-from atom.messages.launch import Rendezvous
+from atom.benchmarks.rank_rounds import Round, join, leave, medians_us, timed
+from atom.benchmarks.ranks import RankLaunch
 from atom.utils.process import read_launch
-from atom_ops import add_rms_norm, backend
+from atom_ops import add_rms_norm
 from parallel.communicator import Communicator
-from parallel.mesh import MeshShape, join_mesh
-from workers.graph_recorder import GraphRecorder
+from parallel.mesh import MeshShape
 
 __all__ = ["AllReduceLaunch"]
 
-_JOIN_S = 60.0
 _EPS = 1e-6
 _WAYS = ("two_calls", "communicator")
 
 Summed = tuple[torch.Tensor, torch.Tensor]
 Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Summed]
-Round = Callable[[], float]
 
 
-class AllReduceLaunch(msgspec.Struct, frozen=True):
+class AllReduceLaunch(RankLaunch, frozen=True, kw_only=True):
     """For `python -m atom.benchmarks.all_reduce_rank`."""
 
-    ranks: int
-    device: str
-    threads: int
-    """Of a rank on a CPU."""
-    dtype: str
     tokens: list[int]
     width: int
-    calls: int
-    rounds: int
-    rank: int = 0
-    where: Rendezvous | None = None
 
 
 def main() -> None:
     launch = read_launch(AllReduceLaunch)
-    device = torch.device("cpu") if launch.device == "cpu" else torch.device("cuda", launch.rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    torch.set_num_threads(launch.threads)
-    backend.resolve(device)
-    mesh = join_mesh(MeshShape(tp=launch.ranks), launch.rank, launch.where, device, _JOIN_S)
+    mesh = join(launch, MeshShape(tp=launch.ranks))
+    mesh.tp.open_peers(launch.width, getattr(torch, launch.dtype), mesh.device)
     with torch.inference_mode():
-        rows = [_Comparison(launch, tokens, mesh.tp, device).row() for tokens in launch.tokens]
-    mesh.close()
-    if launch.rank == 0:
-        print(msgspec.json.encode(rows).decode(), flush=True)
+        rows = [_Comparison(launch, tokens, mesh.tp, mesh.device).row() for tokens in launch.tokens]
+    leave(launch, mesh, rows)
 
 
 class _Comparison:
@@ -74,12 +54,8 @@ class _Comparison:
         steps: list[Step] = [self._two_calls, self._communicator]
         self._check(*steps)
         rounds = [self._round(step) for step in steps]
-        seconds: list[list[float]] = [[], []]
-        for _ in range(self._launch.rounds):
-            for taken, one_round in zip(seconds, rounds, strict=True):
-                taken.append(one_round())
-        medians = [statistics.median(taken) * 1e6 / self._launch.calls for taken in seconds]
-        times = {f"{way}_us": round(median, 2) for way, median in zip(_WAYS, medians, strict=True)}
+        medians = medians_us(rounds, self._launch)
+        times = {f"{way}_us": median for way, median in zip(_WAYS, medians, strict=True)}
         one_kernel = self._tp.fuses_norm(self._partial_TD)
         return {"tokens": len(self._partial_TD), **times, "one_kernel": one_kernel}
 
@@ -97,7 +73,7 @@ class _Comparison:
         torch.testing.assert_close(second, first, atol=tolerance, rtol=tolerance)
 
     def _round(self, step: Step) -> Round:
-        """Runs `calls` calls; returns their seconds. An untimed run first lets the ranks begin together."""
+        """Runs `calls` calls; returns their seconds."""
         # Zeros stay zeros: each round finds the inputs of the one before.
         first_TD = torch.zeros_like(self._partial_TD)
 
@@ -106,32 +82,7 @@ class _Comparison:
             for _ in range(self._launch.calls):
                 x_TD, residual_TD = step(x_TD, residual_TD, self._weight_D)
 
-        body()
-        return self._gpu_round(body) if self._device.type == "cuda" else _host_round(body)
-
-    def _gpu_round(self, body: Callable[[], None]) -> Round:
-        replay, _ = GraphRecorder()(body, "timed")
-
-        def one_round() -> float:
-            first, last = torch.Event("cuda", enable_timing=True), torch.Event("cuda", enable_timing=True)
-            replay()
-            first.record()
-            replay()
-            last.record()
-            last.synchronize()
-            return float(first.elapsed_time(last)) / 1e3
-
-        return one_round
-
-
-def _host_round(body: Callable[[], None]) -> Round:
-    def one_round() -> float:
-        body()
-        began = time.perf_counter()
-        body()
-        return time.perf_counter() - began
-
-    return one_round
+        return timed(body, self._device)
 
 
 if __name__ == "__main__":

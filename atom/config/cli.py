@@ -36,7 +36,11 @@ __all__ = [
 
 C = TypeVar("C")
 
-_SHORT_NAMES = {"tensor_parallel_size": ["-tp", "--tp"], "data_parallel_size": ["-dp", "--dp"]}
+_SHORT_NAMES = {
+    "tensor_parallel_size": ["-tp", "--tp"],
+    "decode_context_parallel_size": ["-dcp"],
+    "data_parallel_size": ["-dp", "--dp"],
+}
 _EXPLICIT = "_explicit_fields"
 _BAD_COMMAND_LINE = 2
 _SHELLS = ("bash", "zsh", "tcsh")
@@ -48,6 +52,7 @@ _PATHS = frozenset(
         "step_trace",
         "torch_profiler_dir",
         "chat_template",
+        "admin_socket",
         "ssl_certfile",
         "ssl_keyfile",
         "ssl_ca_certs",

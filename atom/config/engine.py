@@ -24,3 +24,8 @@ class EngineConfig:
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     reliability: ReliabilityConfig = field(default_factory=ReliabilityConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of one KV block: each rank of a decode-context-parallel group has `block_size` of them."""
+        return self.cache.block_size * self.parallel.decode_context_parallel_size

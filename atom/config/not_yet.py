@@ -17,7 +17,6 @@ class Refusal:
 
 REFUSED: dict[str, Refusal] = {
     "pipeline_parallel_size": Refusal("pipeline parallelism is not supported yet; use -tp", "1", "-pp"),
-    "enable_dp_attention": Refusal("data parallel attention is not supported yet", "False"),
     "level": Refusal("compilation is not supported yet; use 0", "0"),
     "draft_model": Refusal("draft models are not supported yet; use --method ngram"),
     "kv_transfer_config": Refusal("prefill/decode disaggregation is not supported yet", "{}"),

@@ -12,13 +12,32 @@ All2AllBackend = Literal["auto", "allgather_reducescatter", "alltoall", "mori"]
 class ParallelConfig:
     tensor_parallel_size: Annotated[int, Meta(ge=1)] = 1
     """Number of workers that every layer is split over."""
+    decode_context_parallel_size: Annotated[int, Meta(ge=1)] = 1
+    """Number of tensor-parallel workers that split the KV cache of MLA by tokens; divides -tp."""
     data_parallel_size: Annotated[int, Meta(ge=1, le=1024)] = 1
-    """Number of independent engines, each with the whole model; every request runs on one of them."""
+    """Number of engines, each with the whole model; every request runs on one of them."""
     enable_expert_parallel: bool = False
-    """Spread whole experts over the workers instead of splitting each expert."""
+    """Spread whole experts over the workers of all engines, which then step together."""
+    enable_dp_attention: bool = False
+    """Make each worker an engine that shares only the experts: -dp becomes dp x tp, and -tp 1."""
     all2all_backend: All2AllBackend = "auto"
     """How tokens reach the experts of other data-parallel ranks; auto chooses by the tokens of a step."""
     dp_load_balance: Literal["prefix", "least_tokens", "least_requests", "round_robin"] = "prefix"
     """Chooses a request's data-parallel rank; prefix prefers one that has computed the prompt's prefix."""
     port: Annotated[int, Meta(ge=1, le=65535)] | None = None
     """First internal TCP port between nodes; unused on one host. The HTTP port is --server-port."""
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of all engines."""
+        return self.tensor_parallel_size * self.data_parallel_size
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether the engines share experts, and so launch their steps together."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
+
+    @property
+    def engines_in_mesh(self) -> int:
+        """Engines whose workers run collectives together."""
+        return self.data_parallel_size if self.lockstep else 1

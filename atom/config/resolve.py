@@ -14,6 +14,7 @@ from atom.config.device import DeviceConfig
 from atom.config.engine import EngineConfig
 from atom.config.fields import ConfigError
 from atom.config.model import ModelConfig
+from atom.config.parallel import ParallelConfig
 from atom.config.scheduler import SchedulerConfig
 from atom.config.speculative import SpeculativeConfig
 
@@ -77,6 +78,7 @@ def resolve(
     Raises ConfigError for a setting that the checkpoint or the host does not support.
     """
     notes: list[str] = []
+    config = replace(config, parallel=_parallel(config.parallel, checkpoint, notes))
     device = _device(config, capabilities, notes)
     dtype = _dtype(config.model.dtype, device, checkpoint, capabilities, notes)
     if config.device.batch_invariant and device == "cpu":
@@ -88,8 +90,9 @@ def resolve(
         )
     _check_length(config.model, checkpoint)
     _check_ranks(config.parallel.tensor_parallel_size, checkpoint)
+    _check_context_parallel(config.parallel, checkpoint)
     if config.parallel.enable_expert_parallel:
-        _check_experts(config.parallel.tensor_parallel_size, checkpoint)
+        _check_experts(config.parallel.num_workers, checkpoint)
     cache = _cache(config.cache, checkpoint, explicit, notes)
     notes += _without_effect(config, explicit, device)
     if checkpoint.ignored_defaults:
@@ -109,9 +112,28 @@ def resolve(
     return Resolved(resolved, notes)
 
 
+def _parallel(parallel: ParallelConfig, checkpoint: Checkpoint, notes: list[str]) -> ParallelConfig:
+    """With --enable-dp-attention every worker is an engine, and experts are spread over all of them."""
+    workers = parallel.num_workers
+    if not parallel.enable_dp_attention or workers == 1:
+        return parallel
+    if _num_experts(checkpoint) == 0:
+        raise ConfigError(
+            f"--enable-dp-attention: {checkpoint.model_type} has no experts for the engines to share; "
+            "use -tp to split the model, or -dp for engines of their own"
+        )
+    if parallel.decode_context_parallel_size > 1:
+        raise ConfigError(
+            "--decode-context-parallel-size splits a KV cache over tensor-parallel workers, and "
+            "--enable-dp-attention leaves each with its own: omit one of them"
+        )
+    notes.append(f"--enable-dp-attention: {workers} engines of one worker each, which share the experts")
+    return replace(parallel, tensor_parallel_size=1, data_parallel_size=workers, enable_expert_parallel=True)
+
+
 def _device(config: EngineConfig, capabilities: DeviceCapabilities, notes: list[str]) -> Device:
     wanted, parallel = config.device.device, config.parallel
-    needed = parallel.tensor_parallel_size * parallel.data_parallel_size
+    needed = parallel.num_workers
     if wanted == "cpu":
         return "cpu"
     if capabilities.cuda == 0:
@@ -166,14 +188,43 @@ def _check_ranks(ranks: int, checkpoint: Checkpoint) -> None:
         )
 
 
+def _check_context_parallel(parallel: ParallelConfig, checkpoint: Checkpoint) -> None:
+    size, ranks = parallel.decode_context_parallel_size, parallel.tensor_parallel_size
+    if size == 1:
+        return
+    flag, model = f"--decode-context-parallel-size {size}", checkpoint.hf_config
+    if ranks % size:
+        raise ConfigError(f"{flag} does not divide --tensor-parallel-size {ranks}")
+    if not model.get("kv_lora_rank"):
+        raise ConfigError(
+            f"{flag}: only MLA has a KV cache that every worker would hold whole; the KV heads of "
+            f"{checkpoint.model_type} are split by --tensor-parallel-size: omit the flag"
+        )
+    if model.get("index_topk"):
+        raise ConfigError(
+            f"{flag}: {checkpoint.model_type} has sparse attention, whose top-k tokens are not split over "
+            "workers yet: omit the flag"
+        )
+    heads = model["num_attention_heads"]
+    if heads % ranks:
+        raise ConfigError(
+            f"{flag}: every worker needs the same number of heads, and --tensor-parallel-size {ranks} does "
+            f"not divide the {heads} of the model"
+        )
+
+
 def _check_experts(ranks: int, checkpoint: Checkpoint) -> None:
-    experts = max((checkpoint.hf_config.get(name) or 0) for name in _EXPERT_COUNTS)
+    experts = _num_experts(checkpoint)
     if experts == 0:
         raise ConfigError(f"--enable-expert-parallel: {checkpoint.model_type} has no experts; omit the flag")
     if ranks > experts:
         raise ConfigError(
             f"--enable-expert-parallel: the model has {experts} experts for {ranks} workers; omit the flag"
         )
+
+
+def _num_experts(checkpoint: Checkpoint) -> int:
+    return max((checkpoint.hf_config.get(name) or 0) for name in _EXPERT_COUNTS)
 
 
 def _cache(cache: CacheConfig, checkpoint: Checkpoint, explicit: set[str], notes: list[str]) -> CacheConfig:
@@ -246,7 +297,7 @@ def _graphs(device: DeviceConfig, scheduler: SchedulerConfig) -> DeviceConfig:
 def _threads(device: DeviceConfig, config: EngineConfig, capabilities: DeviceCapabilities) -> DeviceConfig:
     if device.device == "cuda" or device.cpu_threads is not None:
         return device
-    workers = config.parallel.tensor_parallel_size * config.parallel.data_parallel_size
+    workers = config.parallel.num_workers
     threads = capabilities.cpu_cores // workers
     return replace(device, cpu_threads=max(1, threads))
 
@@ -272,9 +323,10 @@ def _without_effect(config: EngineConfig, explicit: set[str], device: Device) ->
         reasons["mark_trace"] = "it needs --torch-profiler-dir"
     if config.model.trust_remote_code:
         reasons["trust_remote_code"] = "code from a checkpoint is never run"
-    if config.parallel.enable_expert_parallel and config.parallel.tensor_parallel_size == 1:
-        reasons["enable_expert_parallel"] = "one worker has all experts; it acts with -tp"
-    if not config.parallel.enable_expert_parallel or config.parallel.data_parallel_size == 1:
+    if config.parallel.num_workers == 1:
+        reasons["enable_expert_parallel"] = "one worker has all experts; it acts with -tp or -dp"
+        reasons["enable_dp_attention"] = "there is one worker; it acts with -tp or -dp"
+    if not config.parallel.lockstep:
         reasons["all2all_backend"] = (
             "tokens travel between data-parallel ranks that share experts: it acts with "
             "--enable-expert-parallel and --data-parallel-size"

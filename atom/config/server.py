@@ -40,12 +40,18 @@ class ServerConfig:
     """Certificates of the authorities that sign clients' certificates (PEM)."""
     ssl_cert_reqs: Annotated[int, Meta(ge=0, le=2)] = 0
     """Whether clients must show a certificate: 0 no, 1 it is checked if they do, 2 yes."""
+    admin_port: Annotated[int, Meta(ge=0, le=65535)] | None = None
+    """Port of the administration, on 127.0.0.1 alone; 0 takes a free one. If unset, there is none."""
+    admin_socket: Annotated[str, Meta(min_length=1)] | None = None
+    """Unix socket of the administration instead, which only the server's user can open."""
     max_queued_requests: Annotated[int, Meta(ge=0)] = 1024
     """Most waiting requests; further ones get status 429 with Retry-After."""
     max_body_bytes: Annotated[int, Meta(ge=1024)] | None = None
     """Largest request body. If unset: 8 MiB, or 16 bytes per token of the context length if that is more."""
     disable_status_page: bool = False
     """Do not serve the status page at / and its data at /status."""
+    max_stored_response_bytes: Annotated[int, Meta(ge=0)] = 64 << 20
+    """Memory for responses that `previous_response_id` may name; 0 keeps none."""
     chat_template: Annotated[str, Meta(min_length=1)] | None = None
     """Jinja chat template file that replaces the checkpoint's."""
     tool_call_parser: (

@@ -11,6 +11,7 @@ from enum import IntEnum
 
 import msgspec
 
+from atom.messages.admin import Answer, Question, SetLogLevel
 from atom.messages.grammar import Grammar
 from atom.messages.profile import Profile, ProfileResult
 
@@ -36,6 +37,7 @@ class FinishReason(IntEnum):
     ABORTED = 4
     ERROR = 5
     STOP_STRING = 6  # seen by the frontend, on text; a core never sends it
+    TIMEOUT = 7  # the request's deadline, kept by the frontend; a core never sends it
 
 
 class LogitsProcessors(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -128,6 +130,10 @@ class AddRequest(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
     positions of random numbers. No FirstToken is sent then. 0: all are the prompt."""
     prediction_ids: bytes = b""
     """Packed int32: the output that the client expects, from which draft tokens may be taken."""
+    name: str = ""
+    """The id that the client knows, for questions about the request."""
+    tenant: str = ""
+    """Identifies the API key, so that clients of other keys get no answer."""
     grammar: Grammar | None = None
     """What the output must be; None: any text."""
 
@@ -142,6 +148,8 @@ class Abort(msgspec.Struct, tag=3, array_like=True, frozen=True, gc=False):
     """End these sequences; ids that have ended already are ignored. There is no response."""
 
     request_ids: list[int]
+    reason: FinishReason = FinishReason.ABORTED
+    """Kept with what is known of the request."""
 
 
 class CoreReady(msgspec.Struct, tag=10, array_like=True, frozen=True, gc=False):
@@ -281,5 +289,5 @@ class CoreStalled(msgspec.Struct, tag=14, array_like=True, frozen=True, gc=False
     reason: str
 
 
-ToCore = Hello | AddRequest | Abort | GetStats | Profile
-FromCore = CoreReady | CoreStalled | TokenDeltas | CoreStats | CoreDead | ProfileResult
+ToCore = Hello | AddRequest | Abort | GetStats | Profile | Question | SetLogLevel
+FromCore = CoreReady | CoreStalled | TokenDeltas | CoreStats | CoreDead | ProfileResult | Answer

@@ -9,6 +9,7 @@ from atom.config.checkpoint import Checkpoint
 from atom.config.engine import EngineConfig
 from atom.config.model import ModelConfig
 from atom.config.server import ServerConfig
+from atom.messages.admin import ServerState
 
 
 class EngineAddress(msgspec.Struct, frozen=True, array_like=True):
@@ -56,8 +57,12 @@ class WorkerLaunch(msgspec.Struct, frozen=True):
     """None: one rank, which meets no others."""
     device_index: int = 0
     """The GPU, as an index into this host's visible devices (CUDA_VISIBLE_DEVICES); unused on a CPU."""
-    label: str = ""
-    """Name in log lines; empty: worker and its rank."""
+    label: str = "worker 0"
+    """Name in log lines, and in messages to the supervisor."""
+    data_parallel_rank: int = 0
+    """The engine."""
+    waves: list[str] = []
+    """ZMQ endpoints for `WaveStart` of every worker of engines in lockstep, by rank; else empty."""
 
 
 class CoreLaunch(msgspec.Struct, frozen=True):
@@ -73,7 +78,7 @@ class CoreLaunch(msgspec.Struct, frozen=True):
     hash_seed: int
     """Unsigned 64 bit; seeds the block hashes of the prefix cache, alike in all engines."""
     label: str = "core"
-    """Name in log lines."""
+    """Name in log lines, and in messages to the supervisor."""
     num_blocks: list[int] = []
     """KV blocks of each group in an earlier life of the engine, to have as many again; empty: none."""
 
@@ -99,8 +104,17 @@ class FrontendLaunch(msgspec.Struct, frozen=True):
     """Directory in which each frontend keeps its counters in a file for the others; empty: none does."""
     life: int = 0
     """How often this frontend was restarted."""
+    state: ServerState = ServerState()
+    """What administrators have set; later changes come through `control`."""
+    admin_fd: int | None = None
+    """The listening socket of the administration, inherited; None: this frontend does not serve it."""
     started_at: float = 0.0
     """When the server was started: the monotonic clock, which all processes of a host share."""
+
+    @property
+    def name(self) -> str:
+        """Its name in log lines, and in messages to the supervisor."""
+        return "frontend" if self.num_frontends == 1 else f"frontend {self.index}"
 
 
 class PrepareLaunch(msgspec.Struct, frozen=True):

@@ -2,13 +2,15 @@
 
 Every child sends its state (supervisor binds PULL, children PUSH). Frontends also have a control
 connection (supervisor binds ROUTER, frontend n connects a DEALER with the identity of its index in
-four little-endian bytes): they send GetEngines, and receive Engines then and at every change.
+four little-endian bytes): they send GetEngines, and receive Engines then and at every change. The one
+that serves the administrators sends SetServerState.
 
 `process` is the supervisor's name of the process: prepare, core, frontend, worker 0, worker 1, …
 """
 
 import msgspec
 
+from atom.messages.admin import ServerState
 from atom.messages.launch import EngineAddress
 from atom.utils.exit_status import ExitStatus
 
@@ -65,6 +67,15 @@ class EngineEnded(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One line; clients of its requests get it."""
 
 
+class SetServerState(msgspec.Struct, tag=22, array_like=True, frozen=True, gc=False):
+    """Set the state; every frontend gets it with the next `Engines`."""
+
+    state: ServerState
+
+
+ToControl = GetEngines | SetServerState
+
+
 class Engines(msgspec.Struct, tag=21, array_like=True, frozen=True, gc=False):
     """All engines that live or start now; every other life has ended."""
 
@@ -72,6 +83,7 @@ class Engines(msgspec.Struct, tag=21, array_like=True, frozen=True, gc=False):
     """At most one for each rank."""
     ended: list[EngineEnded] = []
     """The last ended life of each rank that has one."""
+    state: ServerState = ServerState()
 
 
 def control_identity(frontend: int) -> bytes:

@@ -13,6 +13,7 @@ Any time:   worker -> WorkerHeartbeat (from a second socket)
 
 import msgspec
 
+from atom.messages.admin import SetLogLevel
 from atom.messages.engine import PromptLogprobs, SampledLogprobs, Sampling
 from atom.messages.grammar import DropGrammar, GrammarLoaded, LoadGrammar, RowGrammar
 from atom.messages.profile import Profile, RankTrace
@@ -130,6 +131,16 @@ class Shutdown(msgspec.Struct, tag=3, array_like=True, frozen=True, gc=False):
     """Leave the loop and exit 0."""
 
 
+class StepsDone(msgspec.Struct, tag=4, array_like=True, frozen=True, gc=False):
+    """The engine has no step in flight, and none to send now; sent after steps of engines in lockstep."""
+
+
+class WaveStart(msgspec.Struct, tag=5, array_like=True, frozen=True, gc=False):
+    """Between the workers of engines in lockstep: one has a step, so all begin their wave number `wave`."""
+
+    wave: int
+
+
 class Loaded(msgspec.Struct, tag=10, array_like=True, frozen=True, gc=False):
     """Weights are on the device; this much memory may hold KV."""
 
@@ -189,5 +200,7 @@ class WorkerHeartbeat(msgspec.Struct, tag=14, array_like=True, frozen=True, gc=F
     rank: int
 
 
-ToWorker = ScheduledBatch | AllocateKV | Shutdown | Profile | LoadGrammar | DropGrammar
+ToWorker = (
+    ScheduledBatch | AllocateKV | Shutdown | StepsDone | Profile | SetLogLevel | LoadGrammar | DropGrammar
+)
 FromWorker = Loaded | WorkerReady | BatchResult | WorkerFailed | WorkerHeartbeat | RankTrace | GrammarLoaded

@@ -6,7 +6,7 @@ that cannot do without one another are a failure domain: they start, end and res
     supervisor ─┬─ prepare                     ends once the checkpoint is plain files
                 ├─ engine 0 ─┬─ core           one engine for each data-parallel rank:
                 │            └─ worker 0 … tp-1    a failure domain
-                ├─ engine 1 …
+                ├─ engine 1 …                  engines that share experts are one domain
                 ├─ frontend 0                  each a failure domain; none under the library
                 └─ frontend 1 …
 

@@ -17,13 +17,22 @@ _KILL_DEADLINE_S = 10.0
 
 @dataclass
 class Child:
-    """`label` is its name for people; within its domain's messages it is `name`."""
+    """`name` is its name in messages and for people, different from that of others in its domain."""
 
     name: str
-    label: str
     process: subprocess.Popen[bytes]
     stopping: bool = False
     """Whether it is being stopped: its end is expected."""
+
+    @property
+    def is_core(self) -> bool:
+        """Whether it is an engine core."""
+        return is_core(self.name)
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether it is a worker."""
+        return "worker " in self.name
 
     @property
     def is_alive(self) -> bool:
@@ -44,6 +53,11 @@ class Child:
         """Send SIGTERM; its end is expected from now on."""
         self.stopping = True
         self.process.terminate()
+
+
+def is_core(name: str) -> bool:
+    """Whether an engine core has this name."""
+    return name.endswith("core")
 
 
 def how_it_ended(status: int) -> str:
@@ -72,7 +86,7 @@ def kill(children: Iterable[Child]) -> None:
         if child.is_alive:
             get_logger().error(
                 "%s (process %d) does not end %.0f s after SIGKILL",
-                child.label,
+                child.name,
                 child.process.pid,
                 _KILL_DEADLINE_S,
             )

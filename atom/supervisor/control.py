@@ -2,8 +2,9 @@
 
 import zmq
 
+from atom.messages.admin import ServerState
 from atom.messages.codec import Decoder, WireError, encode
-from atom.messages.supervisor import Engines, GetEngines, control_identity
+from atom.messages.supervisor import Engines, SetServerState, ToControl, control_identity
 from atom.utils.logger import get_logger
 
 
@@ -18,10 +19,11 @@ class Control:
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self.socket.bind(endpoint)
         self._frontends: set[int] = set()
-        self._decoder: Decoder[GetEngines] = Decoder(GetEngines)
+        self._decoder: Decoder[ToControl] = Decoder(ToControl)
 
-    def receive(self, engines: Engines) -> None:
-        """Answer the frontends that have asked with `engines`."""
+    def receive(self, engines: Engines) -> ServerState | None:
+        """Answer the frontends that have asked with `engines`; returns the state that one has set."""
+        state = None
         while self.socket.poll(0):
             _, *frames = self.socket.recv_multipart()
             try:
@@ -29,8 +31,12 @@ class Control:
             except WireError as error:
                 get_logger().error("a frontend's control connection sent an %s", error)
                 continue
+            if isinstance(request, SetServerState):
+                state = request.state
+                continue
             self._frontends.add(request.frontend)
             self._send(request.frontend, encode(engines))
+        return state
 
     def publish(self, engines: Engines) -> None:
         """Send `engines` to every frontend."""

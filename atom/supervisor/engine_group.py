@@ -1,5 +1,10 @@
-"""The engine of one data-parallel rank: an engine core and its tensor-parallel workers."""
+"""Engines that share collectives: the cores and the tensor-parallel workers of data-parallel ranks.
 
+Engines that share nothing have a group each. Those that share experts are one group, since a rank that
+ends leaves the others in a collective: their workers are the ranks of one mesh.
+"""
+
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +12,7 @@ import zmq
 
 from atom.config.engine import EngineConfig
 from atom.messages.codec import encode
-from atom.messages.launch import CoreLaunch, EngineAddress, WorkerLaunch
+from atom.messages.launch import CoreLaunch, EngineAddress, Rendezvous, WorkerLaunch
 from atom.messages.supervisor import EngineEnded
 from atom.messages.worker import WorkerFailed
 from atom.supervisor.child import wait_for
@@ -16,82 +21,111 @@ from atom.supervisor.failure import Failure
 from atom.supervisor.life import Life
 from atom.utils.rendezvous import open_rendezvous
 
-# Time for a core to send its frontends the cause.
+# Time for the cores to send their frontends the cause.
 _NOTIFY_S = 1.0
-_CORE = "core"
 
 
 class EngineGroup(Domain):
-    """One engine, whose KV cache has the same size in all its lives."""
+    """The engines of `ranks`. The KV cache of each has the same size in all lives."""
 
-    def __init__(self, rank: int, setup: Setup, hash_seed: int):
+    def __init__(self, ranks: Sequence[int], setup: Setup, hash_seed: int):
         """`hash_seed` is that of the prefix caches of all engines."""
-        self._rank = rank
+        self._ranks = ranks
         self._hash_seed = hash_seed
-        self._num_blocks: list[int] = []
-        engines = setup.config.parallel.data_parallel_size
-        name = "engine" if engines == 1 else f"engine {rank}"
-        self._prefix = "" if engines == 1 else f"{name} "
-        super().__init__(name, setup)
+        self._num_blocks: dict[int, list[int]] = {}
+        self._is_only_engine = setup.config.parallel.data_parallel_size == 1
+        super().__init__(self._name(), setup)
+
+    def _name(self) -> str:
+        if self._is_only_engine:
+            return "engine"
+        first, last = self._ranks[0], self._ranks[-1]
+        return f"engine {first}" if first == last else f"engines {first} to {last}"
+
+    def _child(self, rank: int, name: str) -> str:
+        """The name of a process of this engine."""
+        return name if self._is_only_engine else f"engine {rank} {name}"
+
+    def _core(self, rank: int) -> str:
+        return self._child(rank, "core")
+
+    def _socket(self, life: Life, rank: int, name: str) -> str:
+        """The socket called `name` of an engine."""
+        return life.endpoint(name if len(self._ranks) == 1 else f"{name}-{rank}")
 
     @property
-    def address(self) -> EngineAddress | None:
-        """Where frontends reach the present life."""
+    def addresses(self) -> list[EngineAddress]:
+        """Where frontends reach the present life; empty while there is none."""
         if self.life is None:
-            return None
-        return EngineAddress(self._rank, self.number, self.life.endpoint(_CORE))
+            return []
+        return [
+            EngineAddress(rank, self.number, self._socket(self.life, rank, "core")) for rank in self._ranks
+        ]
 
     @property
-    def ended(self) -> EngineEnded | None:
-        """The last ended life."""
+    def ended(self) -> list[EngineEnded]:
+        """The last ended life of each engine."""
         if self.last_failure is None:
-            return None
+            return []
         number = self.number if self.life is None else self.number - 1
-        return EngineEnded(self._rank, number, self.last_failure.text)
+        return [EngineEnded(rank, number, self.last_failure.text) for rank in self._ranks]
 
     def _open(self, number: int) -> Life:
         setup = self._setup
+        name = f"engine-{self._ranks[0]}" if len(self._ranks) == 1 else "engines"
         return Life(
             setup.context,
-            setup.run_dir / f"engine-{self._rank}.{number}",
+            setup.run_dir / f"{name}.{number}",
             setup.config.reliability.hang_timeout,
-            setup.on_progress if (self._rank, number) == (0, 0) else lambda progress: None,
+            setup.on_progress if (self._ranks[0], number) == (0, 0) else lambda progress: None,
+            num_ready=len(self._ranks),
         )
 
     def _launch(self, life: Life) -> None:
-        config = self._with_own_traces()
-        core = CoreLaunch(
-            config,
+        ranks = self._setup.config.parallel.tensor_parallel_size
+        for rank in self._ranks:
+            self._launch_core(life, rank)
+        with open_rendezvous(len(self._ranks) * ranks, self.number) as places:
+            for index, place in enumerate(places):
+                self._launch_worker(life, (self._ranks[index // ranks], index % ranks), place)
+
+    def _launch_core(self, life: Life, rank: int) -> None:
+        launch = CoreLaunch(
+            self._with_own_traces(rank),
             self._setup.checkpoint,
-            life.endpoint(_CORE),
-            life.endpoint("workers"),
+            self._socket(life, rank, "core"),
+            self._socket(life, rank, "workers"),
             life.endpoint("supervisor"),
             self._hash_seed,
-            self._prefix + _CORE,
-            self._num_blocks,
+            self._core(rank),
+            self._num_blocks.get(rank, []),
         )
-        life.spawn((_CORE, self._prefix + _CORE), "engine_core.process", core)
-        ranks = config.parallel.tensor_parallel_size
-        with open_rendezvous(ranks, self.number) as places:
-            for rank, place in enumerate(places):
-                name = f"worker {rank}"
-                launch = WorkerLaunch(
-                    config,
-                    self._setup.checkpoint,
-                    rank,
-                    life.endpoint("workers"),
-                    life.endpoint("supervisor"),
-                    place,
-                    device_index=self._rank * ranks + rank,
-                    label=self._prefix + name,
-                )
-                inherited = place.pass_fds if place else ()
-                life.spawn((name, self._prefix + name), "workers.main", launch, inherited)
+        life.spawn(self._core(rank), "engine_core.process", launch)
 
-    def _with_own_traces(self) -> EngineConfig:
-        """The configuration, with a directory for traces that neither ranks nor lives share."""
+    def _launch_worker(self, life: Life, ranks: tuple[int, int], place: Rendezvous | None) -> None:
+        """Start a worker, given the ranks of its engine and within it."""
+        engine, rank = ranks
+        parallel = self._setup.config.parallel
+        lockstep = range(parallel.num_workers) if len(self._ranks) > 1 else range(0)
+        name = self._child(engine, f"worker {rank}")
+        launch = WorkerLaunch(
+            self._with_own_traces(engine),
+            self._setup.checkpoint,
+            rank,
+            self._socket(life, engine, "workers"),
+            life.endpoint("supervisor"),
+            place,
+            device_index=engine * parallel.tensor_parallel_size + rank,
+            label=name,
+            data_parallel_rank=engine,
+            waves=[life.endpoint(f"wave-{each}") for each in lockstep],
+        )
+        life.spawn(name, "workers.main", launch, place.pass_fds if place else ())
+
+    def _with_own_traces(self, rank: int) -> EngineConfig:
+        """The configuration, with a directory for traces that neither engines nor lives share."""
         config = self._setup.config
-        parts = [f"engine-{self._rank}"] if self._prefix else []
+        parts = [] if self._is_only_engine else [f"engine-{rank}"]
         parts += [f"life-{self.number}"] if self.number else []
 
         def own(directory: str | None) -> str | None:
@@ -104,25 +138,30 @@ class EngineGroup(Domain):
         return replace(config, observability=traces)
 
     def failure(self) -> Failure | None:
-        """As of every domain; also keeps the size of the KV cache for later lives."""
-        if self.life is not None and self.life.reported is not None:
-            self._num_blocks = self.life.reported.num_blocks
+        """As of every domain; also keeps the sizes of the KV caches for later lives."""
+        if self.life is not None:
+            reports = self.life.reports
+            found = {rank: reports.get(self._core(rank)) for rank in self._ranks}
+            self._num_blocks |= {rank: ready.num_blocks for rank, ready in found.items() if ready is not None}
         return super().failure()
 
     def _farewell(self, life: Life, failure: Failure) -> None:
-        """Let a running core send `failure` to its frontends before it is killed.
+        """Let running cores send `failure` to their frontends before they are killed.
 
-        It gets the WorkerFailed that a dead worker could not send; without a dead worker, SIGTERM.
+        The core of a dead worker gets the WorkerFailed that this one could not send; others get SIGTERM.
         """
-        core = life.children.get(_CORE)
-        if core is None or not core.is_alive:
-            return
-        rank = failure.process.removeprefix("worker ")
-        if rank.isdigit():
-            with self._setup.context.socket(zmq.DEALER) as workers:
-                workers.setsockopt(zmq.LINGER, int(_NOTIFY_S * 1000))
-                workers.connect(life.endpoint("workers"))
-                workers.send(encode(WorkerFailed(int(rank), failure.reason)), zmq.DONTWAIT)
-        else:
-            core.terminate()
-        wait_for([core], _NOTIFY_S)
+        cores = [(rank, life.children.get(self._core(rank))) for rank in self._ranks]
+        running = [(rank, core) for rank, core in cores if core is not None and core.is_alive]
+        for rank, core in running:
+            worker = failure.process.removeprefix(self._child(rank, "worker "))
+            if worker.isdigit():
+                self._report_dead_worker(self._socket(life, rank, "workers"), int(worker), failure.reason)
+            else:
+                core.terminate()
+        wait_for([core for _, core in running], _NOTIFY_S)
+
+    def _report_dead_worker(self, endpoint: str, worker: int, reason: str) -> None:
+        with self._setup.context.socket(zmq.DEALER) as workers:
+            workers.setsockopt(zmq.LINGER, int(_NOTIFY_S * 1000))
+            workers.connect(endpoint)
+            workers.send(encode(WorkerFailed(worker, reason)), zmq.DONTWAIT)

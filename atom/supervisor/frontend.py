@@ -1,10 +1,12 @@
 """One HTTP process, on a socket that the supervisor holds."""
 
+import socket
 import time
 from collections.abc import Callable
 
 from atom.config.server import ServerConfig
-from atom.messages.launch import EngineAddress, FrontendLaunch
+from atom.messages.launch import FrontendLaunch
+from atom.messages.supervisor import Engines
 from atom.supervisor.domain import Domain, Setup
 from atom.supervisor.failure import Failure
 from atom.supervisor.life import Life
@@ -25,13 +27,15 @@ class Frontend(Domain):
         setup: Setup,
         server: ServerConfig,
         port: ListenPort,
-        engines: Callable[[], list[EngineAddress]],
+        engines: Callable[[], Engines],
+        admin: socket.socket | None = None,
     ):
-        """`engines` returns those that live or start now."""
+        """`engines` returns the present ones; `admin` is the listening socket of the administration."""
         self._index = index
         self._server = server
         self._port = port
         self._engines = engines
+        self._admin = admin
         self._started_at = time.monotonic()
         super().__init__(_FRONTEND if server.api_server_count == 1 else f"{_FRONTEND} {index}", setup)
 
@@ -41,12 +45,13 @@ class Frontend(Domain):
         return Life(setup.context, directory, setup.config.reliability.hang_timeout)
 
     def _launch(self, life: Life) -> None:
-        setup, descriptor = self._setup, self._port.open(self._index).fileno()
+        setup, descriptor, engines = self._setup, self._port.open(self._index).fileno(), self._engines()
+        admin_fd = None if self._admin is None else self._admin.fileno()
         launch = FrontendLaunch(
             setup.config,
             self._server,
             setup.checkpoint,
-            self._engines(),
+            engines.engines,
             life.endpoint("supervisor"),
             descriptor,
             self._index,
@@ -54,9 +59,12 @@ class Frontend(Domain):
             control=f"ipc://{setup.run_dir}/control",
             metrics_dir=str(setup.run_dir),
             life=self.number,
+            state=engines.state,
+            admin_fd=admin_fd,
             started_at=self._started_at,
         )
-        life.spawn((_FRONTEND, self.name), "frontend.main", launch, pass_fds=[descriptor])
+        passed = [descriptor] if admin_fd is None else [descriptor, admin_fd]
+        life.spawn(self.name, "frontend.main", launch, pass_fds=passed)
 
     def _farewell(self, life: Life, failure: Failure) -> None:
         if self._restarts.in_a_row > 1 and self._server.api_server_count > 1:

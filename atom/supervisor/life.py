@@ -10,7 +10,7 @@ import zmq
 
 from atom.messages.codec import Decoder
 from atom.messages.supervisor import Dead, Heartbeat, Progress, Ready, ToSupervisor
-from atom.supervisor.child import Child, kill, wait_for
+from atom.supervisor.child import Child, is_core, kill, wait_for
 from atom.supervisor.failure import Failure
 from atom.utils.liveness import PeerMonitor
 from atom.utils.process import spawn
@@ -34,17 +34,20 @@ class Life:
         directory: Path,
         hang_timeout_s: float,
         on_progress: OnProgress = lambda progress: None,
+        num_ready: int = 1,
     ):
+        """It is ready once `num_ready` of its processes have reported so."""
         directory.mkdir(mode=0o700)
         self.directory = directory
         self.children: dict[str, Child] = {}
-        self.reported: Ready | None = None
-        """The message with which the life became ready."""
+        self.reports: dict[str, Ready] = {}
+        """The messages of the processes that are ready, by their names."""
         self.started_at = time.monotonic()
         self.ready_at = 0.0
         self.socket = context.socket(zmq.PULL)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(self.endpoint("supervisor"))
+        self._num_ready = num_ready
         self._on_progress = on_progress
         self._deaths: list[Dead] = []
         self._monitor = PeerMonitor(hang_timeout_s)
@@ -54,21 +57,14 @@ class Life:
         """The local socket called `name` of this life."""
         return f"ipc://{self.directory}/{name}"
 
-    def spawn(
-        self,
-        child: tuple[str, str],
-        module: str,
-        launch: msgspec.Struct,
-        pass_fds: Sequence[int] = (),
-    ) -> None:
-        """Start a child, given its name in messages and its name for people."""
-        name, label = child
-        self.children[name] = Child(name, label, spawn(module, launch, pass_fds))
+    def spawn(self, name: str, module: str, launch: msgspec.Struct, pass_fds: Sequence[int] = ()) -> None:
+        """Start a child."""
+        self.children[name] = Child(name, spawn(module, launch, pass_fds))
 
     @property
     def is_ready(self) -> bool:
-        """Whether its one process that reports so is ready."""
-        return self.reported is not None
+        """Whether all processes that report so are ready."""
+        return len(self.reports) == self._num_ready
 
     @property
     def is_alive(self) -> bool:
@@ -96,13 +92,13 @@ class Life:
     def _process(self, message: ToSupervisor) -> None:
         match message:
             case Ready():
-                self.reported, self.ready_at = message, time.monotonic()
+                self.reports[message.process], self.ready_at = message, time.monotonic()
             case Progress():
                 self._on_progress(message)
             case Dead():
                 self._deaths.append(message)
             case Heartbeat(process):
-                self._monitor.seen(self._label(process))
+                self._monitor.seen(process)
 
     def failure(self) -> Failure | None:
         """The first cause, once a process has ended, hangs or is not ready in time; after `receive`."""
@@ -115,7 +111,7 @@ class Life:
         if reason := self._monitor.hung():
             return Failure("", reason, reason)
         if not self.is_ready and time.monotonic() - self.started_at > START_DEADLINE_S:
-            names = ", ".join(child.label for child in self.children.values())
+            names = ", ".join(child.name for child in self.children.values())
             reason = f"not ready after {START_DEADLINE_S:.0f} s: {names}"
             return Failure("", reason, reason)
         return None
@@ -123,7 +119,7 @@ class Life:
     def terminate(self) -> None:
         """Send SIGTERM to every process but workers, whose core stops them."""
         for child in self.children.values():
-            if child.is_alive and not child.name.startswith("worker"):
+            if child.is_alive and not child.is_worker:
                 child.terminate()
 
     def wait(self, timeout_s: float) -> None:
@@ -145,22 +141,19 @@ class Life:
     def _first_cause(self, ended: list[Child]) -> Failure:
         """A dead process makes the others fail, which then report errors, too.
 
-        Hence this order: a killed process, an error report other than the core's, a crashed process
-        other than the core, the core's report, an exit status alone.
+        Hence this order: a killed process, an error report other than a core's, a crashed process
+        other than a core, a core's report, an exit status alone.
         """
         reports = {dead.process: dead for dead in reversed(self._deaths)}
         names = [
             *(child.name for child in ended if child.was_killed),
-            *(name for name in reports if name != "core"),
-            *(child.name for child in ended if child.name != "core" and child.process.returncode),
+            *(name for name in reports if not is_core(name)),
+            *(child.name for child in ended if not child.is_core and child.process.returncode),
             *reports,
             *(child.name for child in ended),
         ]
         name = names[0]
         if (dead := reports.get(name)) is not None:
-            return Failure(name, dead.reason, f"{self._label(name)}: {dead.reason}", dead.status)
+            return Failure(name, dead.reason, f"{name}: {dead.reason}", dead.status)
         child = self.children[name]
-        return Failure(name, child.end, f"{child.label}: {child.end}")
-
-    def _label(self, name: str) -> str:
-        return self.children[name].label if name in self.children else name
+        return Failure(name, child.end, f"{name}: {child.end}")

@@ -33,7 +33,7 @@ def prepare(life: Life, config: ModelConfig) -> tuple[Checkpoint, DeviceCapabili
     """Run the step as a process of `life`; raises StartError."""
     launch = PrepareLaunch(config, envs.ATOM_CACHE_DIR, life.endpoint("supervisor"))
     process = spawn("workers.prepare", launch, stdout=subprocess.PIPE)
-    life.children["prepare"] = Child("prepare", "prepare", process)
+    life.children["prepare"] = Child("prepare", process)
     task = f"preparing {config.model}"
     output = _output_of(life, process, task)
     try:

@@ -1,6 +1,7 @@
 """The supervisor: starts the failure domains, restarts those that fail, and ends them all."""
 
 import secrets
+import socket
 import time
 from collections.abc import Callable
 from enum import Enum
@@ -12,6 +13,7 @@ from atom.config.engine import EngineConfig
 from atom.config.model import ModelConfig
 from atom.config.resolve import DeviceCapabilities
 from atom.config.server import ServerConfig
+from atom.messages.admin import ServerState
 from atom.messages.launch import EngineAddress
 from atom.messages.supervisor import Engines, Progress
 from atom.supervisor.control import Control
@@ -21,7 +23,7 @@ from atom.supervisor.failure import Failure, StartError
 from atom.supervisor.frontend import Frontend
 from atom.supervisor.life import Life
 from atom.supervisor.prepare import prepare
-from atom.utils.logger import get_logger
+from atom.utils.logger import get_logger, set_log_level
 from atom.utils.net import ListenPort
 from atom.utils.run_directory import RunDirectory
 
@@ -58,6 +60,7 @@ class Supervisor:
         self._engines: list[EngineGroup] = []
         self._frontends: list[Frontend] = []
         self._phase = _Phase.STARTING
+        self._server_state = ServerState()
         self.fault: Failure | None = None
         """The first failure since the supervisor is stopping."""
 
@@ -70,13 +73,13 @@ class Supervisor:
     @property
     def engines(self) -> list[EngineAddress]:
         """The engines that live or start now."""
-        return [group.address for group in self._engines if group.address is not None]
+        return [address for group in self._engines for address in group.addresses]
 
     @property
     def details(self) -> dict[str, int | str]:
-        """Figures for the banner, from engine 0; empty before it is ready."""
+        """Figures for the banner, from an engine of the first group; empty before one is ready."""
         life = self._engines[0].life if self._engines else None
-        return life.reported.detail if life is not None and life.reported is not None else {}
+        return next((report.detail for report in life.reports.values()), {}) if life is not None else {}
 
     # Start
 
@@ -91,19 +94,25 @@ class Supervisor:
     def start_engines(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
         """Start the engine of every data-parallel rank; `wait_ready` waits for them."""
         setup = Setup(self._context, self.run_dir, config, checkpoint, self._on_progress)
-        seed = secrets.randbits(64)
-        self._engines = [EngineGroup(rank, setup, seed) for rank in range(config.parallel.data_parallel_size)]
+        seed, ranks = secrets.randbits(64), range(config.parallel.data_parallel_size)
+        groups = [ranks] if config.parallel.lockstep else [ranks[rank : rank + 1] for rank in ranks]
+        self._engines = [EngineGroup(group, setup, seed) for group in groups]
         for group in self._engines:
             group.start()
 
     def start_frontends(
-        self, config: EngineConfig, server: ServerConfig, checkpoint: Checkpoint, port: ListenPort
+        self,
+        config: EngineConfig,
+        server: ServerConfig,
+        checkpoint: Checkpoint,
+        port: ListenPort,
+        admin: socket.socket | None = None,
     ) -> None:
-        """Start the HTTP processes on a port that is already bound."""
+        """Start the HTTP processes on a port that is already bound; the first one serves `admin`, too."""
         self._control = Control(self._context, f"ipc://{self.run_dir}/control")
         setup = Setup(self._context, self.run_dir, config, checkpoint, self._on_progress)
         self._frontends = [
-            Frontend(index, setup, server, port, lambda: self.engines)
+            Frontend(index, setup, server, port, self._engine_state, None if index else admin)
             for index in range(server.api_server_count)
         ]
         for frontend in self._frontends:
@@ -149,7 +158,9 @@ class Supervisor:
         for life in lives:
             life.receive()
         if self._control is not None:
-            self._control.receive(self._state())
+            state = self._control.receive(self._engine_state())
+            if state is not None:
+                self._set_state(state)
 
     def _failed(self, domain: Domain, failure: Failure) -> None:
         if self._phase is _Phase.STARTING:
@@ -165,12 +176,19 @@ class Supervisor:
     def _domains(self) -> list[Domain]:
         return [*self._engines, *self._frontends]
 
-    def _state(self) -> Engines:
-        return Engines(self.engines, [group.ended for group in self._engines if group.ended is not None])
+    def _engine_state(self) -> Engines:
+        ended = [ended for group in self._engines for ended in group.ended]
+        return Engines(self.engines, ended, self._server_state)
+
+    def _set_state(self, state: ServerState) -> None:
+        get_logger().warning("an administrator has set: %s", state)
+        set_log_level(state.log_level)
+        self._server_state = state
+        self._publish()
 
     def _publish(self) -> None:
         if self._control is not None:
-            self._control.publish(self._state())
+            self._control.publish(self._engine_state())
 
     # End
 
@@ -225,7 +243,7 @@ class Supervisor:
         for life in lives:
             if life.is_ready:
                 life.wait(deadline - time.monotonic())
-                if late := [child.label for child in life.children.values() if child.is_alive]:
+                if late := [child.name for child in life.children.values() if child.is_alive]:
                     get_logger().warning(
                         "not ended within %.0f s, and killed: %s", ENGINE_STOP_S, ", ".join(late)
                     )
@@ -243,4 +261,4 @@ class Supervisor:
     def pids(self) -> dict[str, int]:
         """Process ids of the children by name."""
         lives = [domain.life for domain in self._domains() if domain.life is not None]
-        return {child.label: child.process.pid for life in lives for child in life.children.values()}
+        return {child.name: child.process.pid for life in lives for child in life.children.values()}

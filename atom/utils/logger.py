@@ -29,6 +29,11 @@ def setup_logging(process_label: str) -> logging.Logger:
     return logger
 
 
+def set_log_level(level: str) -> None:
+    """Log from this level on: debug, info, warning or error."""
+    get_logger().setLevel(level.upper())
+
+
 def get_logger() -> logging.Logger:
     """The logger that `setup_logging` configured."""
     return logging.getLogger("atom")

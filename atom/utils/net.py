@@ -2,13 +2,16 @@
 
 import contextlib
 import errno
+import os
+import re
 import socket
+from pathlib import Path
 
 _BACKLOG = 4096
 
 _REMEDIES = {
-    errno.EADDRINUSE: "it is in use; choose another --server-port, or 0 for a free one",
-    errno.EACCES: "not permitted; choose a --server-port from 1024 up",
+    errno.EADDRINUSE: "it is in use; choose another {flag}, or 0 for a free one",
+    errno.EACCES: "not permitted; choose a {flag} from 1024 up",
     errno.EADDRNOTAVAIL: "this host has no such address; use --host 127.0.0.1 or 0.0.0.0",
 }
 
@@ -61,7 +64,65 @@ class ListenPort:
         self.close_all()
 
 
-def _listen_socket(host: str, port: int, joins: bool, shared: bool) -> socket.socket:
+class AdminSocket:
+    """A listening socket for users of this host: a port of 127.0.0.1, or a Unix socket of the owner alone.
+
+    Port 0 takes a free one. Raises ListenError.
+    """
+
+    def __init__(self, port: int | None, path: str | None):
+        self._path = None if path is None else Path(path).absolute()
+        if self._path is None:
+            self.socket = _listen_socket("127.0.0.1", port or 0, False, False, "--admin-port")
+            self.address = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        else:
+            self.socket = _listen_path(self._path)
+            self.address = f"unix:{self._path}"
+
+    def __enter__(self) -> "AdminSocket":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+
+def is_loopback_host(host: str) -> bool:
+    """Whether a Host header names this host's loopback interface."""
+    name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
+    return name.lower() in ("localhost", "127.0.0.1", "[::1]")
+
+
+def _listen_path(path: Path) -> socket.socket:
+    """A socket at `path` that only this user can open; one that nobody listens on any more is replaced."""
+    with contextlib.ExitStack() as on_error:
+        made = on_error.enter_context(socket.socket(socket.AF_UNIX))
+        try:
+            if path.is_socket() and not _is_listening(path):
+                path.unlink()
+            mask = os.umask(0o177)
+            try:
+                made.bind(str(path))
+            finally:
+                os.umask(mask)
+            made.listen(_BACKLOG)
+        except OSError as error:
+            reason = "it is in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+            raise ListenError(f"--admin-socket {path}: {reason}") from None
+        on_error.pop_all()
+    return made
+
+
+def _is_listening(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(1.0)
+        return client.connect_ex(str(path)) != errno.ECONNREFUSED
+
+
+def _listen_socket(
+    host: str, port: int, joins: bool, shared: bool, flag: str = "--server-port"
+) -> socket.socket:
     """A listening TCP socket that joins those on its port, or lets others join. Raises ListenError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -79,7 +140,7 @@ def _listen_socket(host: str, port: int, joins: bool, shared: bool) -> socket.so
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
             made.listen(_BACKLOG)
         except OSError as error:
-            remedy = _REMEDIES.get(error.errno or 0, error.strerror)
+            remedy = _REMEDIES.get(error.errno or 0, error.strerror or "").format(flag=flag)
             raise ListenError(f"cannot listen on {host} port {port}: {remedy}") from None
         on_error.pop_all()
     return made

@@ -150,6 +150,16 @@ def attend_items(
 
     The result holds no padding, in the group's order.
     """
+    out, lse = item_attention(q_THE, k_NKCE, v_NKCE, items, rule.scale)
+    if rule.sinks_H is not None:
+        out = _apply_sinks(out, lse, rule.sinks_H)
+    return without_padding(out, items)
+
+
+def item_attention(
+    q_THE: Tensor, k_NKCE: Tensor, v_NKCE: Tensor, items: WorkItems, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of each tile to its items' keys and values, [M, L, H, E], and its log-sum-exp [M, L, H]."""
     count, _, length, _ = items.mask_N1LC.shape
     kv_heads, (heads, width) = k_NKCE.shape[1], q_THE.shape[1:]
     q = q_THE if items.queries is None else q_THE.index_select(0, items.queries)
@@ -157,17 +167,18 @@ def attend_items(
         # Decodes: the query heads of a group become queries of their key/value head, for G times
         # fewer and larger GEMMs.
         q_NKGE = q.reshape(count, kv_heads, -1, width)
-        out, lse = masked_attention(q_NKGE, k_NKCE, v_NKCE, items.mask_N1LC, rule.scale)
+        out, lse = masked_attention(q_NKGE, k_NKCE, v_NKCE, items.mask_N1LC, scale)
         out, lse = out.reshape(count, 1, heads, -1), lse.reshape(count, 1, heads)
     else:
         q_NHLE = q.reshape(count, length, heads, width).transpose(1, 2)
-        out, lse = masked_attention(q_NHLE, k_NKCE, v_NKCE, items.mask_N1LC, rule.scale)
+        out, lse = masked_attention(q_NHLE, k_NKCE, v_NKCE, items.mask_N1LC, scale)
         out, lse = out.transpose(1, 2), lse.transpose(1, 2)
-    if items.tile_N is not None:
-        out, lse = _merge(out, lse, items.tile_N, items.tiles)
-    if rule.sinks_H is not None:
-        out = _apply_sinks(out, lse, rule.sinks_H)
-    found = out.flatten(0, 1)
+    return (out, lse) if items.tile_N is None else _merge(out, lse, items.tile_N, items.tiles)
+
+
+def without_padding(found_ML: Tensor, items: WorkItems) -> Tensor:
+    """The results of the tiles' queries, without padding, [queries, …]."""
+    found = found_ML.flatten(0, 1)
     return found if items.filled is None else found.index_select(0, items.filled)
 
 

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from atom_ops.ops.token_shard import ALL_TOKENS, TokenShard
 from atom_ops.transfer import to_device
 
 BATCH_INVARIANT_SPLIT = 512
@@ -96,6 +97,7 @@ class _WorkKey:
     block_size: int
     dtype: torch.dtype
     window: int
+    shard: TokenShard = ALL_TOKENS
 
 
 @dataclass(frozen=True)
@@ -130,14 +132,21 @@ class AttentionPlan:
     """Queries of a row that decodes, drafts included: kernels choose their tiles by it."""
 
     def work_items(
-        self, num_heads: int, num_kv_heads: int, block_size: int, dtype: torch.dtype, window: int = 0
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        block_size: int,
+        dtype: torch.dtype,
+        window: int = 0,
+        shard: TokenShard = ALL_TOKENS,
     ) -> tuple[WorkItems, ...]:
         """Groups of items; each token of a row is a query of exactly one group.
 
-        Cached after the first call. `dtype` is the queries', `window` the layer's. Raises
-        ValueError for a plan without host rows.
+        Cached after the first call. `dtype` is the queries', `window` the layer's. Contexts are the
+        tokens of `shard`; `block_size` counts those in a block. Raises ValueError for a plan without
+        host rows.
         """
-        return self._made(_WorkKey(num_heads, num_kv_heads, block_size, dtype, window))
+        return self._made(_WorkKey(num_heads, num_kv_heads, block_size, dtype, window, shard))
 
     def prompt_items(self, num_heads: int, dtype: torch.dtype) -> tuple[WorkItems, ...]:
         """Like `work_items` for a step of `whole_prompts`: slots are indices of the step's tokens."""
@@ -207,14 +216,15 @@ class _Tiles:
     first_position: Ints
     """Index in the row's context."""
     first_seen: Ints
-    """Position of the first token that its first query sees."""
+    """Index in the shard of the first token that its first query sees."""
     queries: Ints
     """Queries without padding, 1 … length."""
+    shard: TokenShard
 
     @property
     def context(self) -> Ints:
-        """Tokens up to the last query of each tile."""
-        return self.first_position + self.queries
+        """Tokens of the shard up to the last query of each tile."""
+        return self.shard.count(self.first_position + self.queries)
 
     @property
     def seen(self) -> Ints:
@@ -229,6 +239,7 @@ class _Tiles:
             self.first_position[where],
             self.first_seen[where],
             self.queries[where],
+            self.shard,
         )
 
 
@@ -297,26 +308,28 @@ def _work_items(
     for chosen in (np.flatnonzero(queries == 1), np.flatnonzero(queries > 1)):
         if not len(chosen):
             continue
-        tiles = _cut(chosen, queries[chosen], (ends - queries)[chosen], contexts[chosen], key.window)
+        tiles = _cut(chosen, queries[chosen], (ends - queries)[chosen], contexts[chosen], key)
         chunk = _chunk_length(tiles)
         for part in _bounded(tiles, chunk, key):
             groups.append(_items(part, chunk, rows.block_table, key, num_tokens, device))
     return tuple(groups)
 
 
-def _cut(rows: Ints, query_lens: Ints, first_tokens: Ints, context_lens: Ints, window: int) -> _Tiles:
+def _cut(rows: Ints, query_lens: Ints, first_tokens: Ints, context_lens: Ints, key: _WorkKey) -> _Tiles:
     length = _tile_length(query_lens)
     counts = -(-query_lens // length)
     offset = _counting(counts) * length
     owner = np.repeat(np.arange(len(rows)), counts)
     first_position = (context_lens - query_lens)[owner] + offset
+    hidden = (first_position - key.window + 1).clip(min=0) if key.window else np.zeros_like(first_position)
     return _Tiles(
         length,
         rows[owner],
         first_tokens[owner] + offset,
         first_position,
-        (first_position - window + 1).clip(min=0) if window else np.zeros_like(first_position),
+        key.shard.count(hidden),
         np.minimum(query_lens[owner] - offset, length),
+        key.shard,
     )
 
 
@@ -340,7 +353,7 @@ def _cheapest(lens: Ints, sizes: Ints, chunk_cost: int, fixed_cost: Ints | int =
 def _bounded(tiles: _Tiles, chunk: int, key: _WorkKey) -> Iterator[_Tiles]:
     """Runs of consecutive tiles whose items stay within the limit together."""
     item_cost = key.num_kv_heads * chunk + key.num_heads * tiles.length
-    cost = -(-tiles.seen // chunk) * item_cost
+    cost = _chunks(tiles, chunk) * item_cost
     total = cost.cumsum()
     limit = _DECODE_LIMIT if tiles.length == 1 else _PREFILL_LIMIT
     start = 0
@@ -362,10 +375,11 @@ def _items(
     def tensor(array: Ints | NDArray[np.bool_]) -> Tensor:
         return torch.from_numpy(array).to(device)
 
-    chunks = -(-tiles.seen // chunk)
+    chunks = _chunks(tiles, chunk)
     one_chunk = len(chunks) == chunks.sum()
     tile_N = np.repeat(np.arange(len(chunks)), chunks)
-    position_NC = (tiles.first_seen[tile_N] + _counting(chunks) * chunk)[:, None] + np.arange(chunk)
+    index_NC = (tiles.first_seen[tile_N] + _counting(chunks) * chunk)[:, None] + np.arange(chunk)
+    position_NC = tiles.shard.position(index_NC)
 
     within_L = np.arange(tiles.length)
     filled_ML = within_L < tiles.queries[:, None]
@@ -383,7 +397,7 @@ def _items(
     as_they_are = in_order and all_filled and one_chunk
     return WorkItems(
         tiles=len(chunks),
-        slots=tensor(_slots(tiles, tile_N, position_NC, block_table, key.block_size).ravel()),
+        slots=tensor(_slots(tiles, tile_N, index_NC, block_table, key.block_size).ravel()),
         mask_N1LC=mask.unsqueeze(1),
         queries=None if as_they_are else tensor(queries_ML[tile_N].ravel()),
         tile_N=None if one_chunk else tensor(tile_N),
@@ -392,18 +406,23 @@ def _items(
     )
 
 
+def _chunks(tiles: _Tiles, chunk: int) -> Ints:
+    """Items of each tile: one even if the shard has no token that it sees."""
+    return np.maximum(-(-tiles.seen // chunk), 1)
+
+
 def _slots(
-    tiles: _Tiles, tile_N: Ints, position_NC: Ints, block_table: NDArray[np.int32], block_size: int
+    tiles: _Tiles, tile_N: Ints, index_NC: Ints, block_table: NDArray[np.int32], block_size: int
 ) -> Ints:
-    exists_NC = position_NC < tiles.context[tile_N][:, None]
-    own_NC = np.where(exists_NC, position_NC, tiles.first_seen[tile_N][:, None])
+    exists_NC = index_NC < tiles.context[tile_N][:, None]
+    own_NC = np.where(exists_NC, index_NC, tiles.first_seen[tile_N][:, None])
     if block_size == _OWN_TOKENS:
         return (tiles.first_token - tiles.first_position)[tile_N][:, None] + own_NC
-    index_NC = own_NC // block_size
+    entry_NC = own_NC // block_size
     first_entry_N = tiles.row[tile_N] * block_table.shape[1]
-    block_NC = block_table.ravel().take(first_entry_N[:, None] + index_NC)
+    block_NC = block_table.ravel().take(first_entry_N[:, None] + entry_NC)
     # block * block_size + own % block_size
-    return (block_NC - index_NC) * block_size + own_NC
+    return (block_NC - entry_NC) * block_size + own_NC
 
 
 def _counting(counts: Ints) -> Ints:

@@ -20,16 +20,23 @@ from torch import Tensor
 from torch.nn import functional
 
 from atom_ops.op import Case, op
-from atom_ops.ops.attention import AttentionRule, attend_items, in_step_order
+from atom_ops.ops.attention import (
+    AttentionRule,
+    attend_items,
+    in_step_order,
+    item_attention,
+    without_padding,
+)
 from atom_ops.ops.attention_plan import AttentionPlan, WorkItems, plan_attention
 from atom_ops.ops.kv_cache import FP8
 from atom_ops.ops.latent_cache import LatentLayer, make_latent_layer, read_latent, write_latent
 from atom_ops.ops.rotary import rotary, rotation
+from atom_ops.ops.token_shard import ALL_TOKENS, TokenShard
 from atom_ops.tolerances import REDUCTION
 
 _CPU = torch.device("cpu")
-# Features that plans count as one head when they bound gathered memory.
 _HEAD = 128
+"""Features that plans count as one head when they bound gathered memory."""
 
 
 def _absorb_case(tokens: int, heads: int, widths: tuple[int, int, int], interleaved: bool = True) -> Case:
@@ -95,24 +102,28 @@ def _plan(query_lens: list[int], context_lens: list[int], table: Tensor) -> Atte
     return plan_attention(lens[0], lens[1], table.numpy().astype(np.int32), _CPU)
 
 
-def _latent_case(
+def latent_case(
     query_lens: list[int],
     context_lens: list[int],
     heads: int,
     widths: tuple[int, int] = (512, 64),
     fp8: bool = False,
     decode_query_len: int = 1,
+    shard: TokenShard = ALL_TOKENS,
 ) -> Case:
-    """`widths` are C and R."""
+    """A step of attention to the tokens of `shard`; `widths` are C and R."""
 
     def make(
         dtype: torch.dtype, generator: torch.Generator
     ) -> tuple[Tensor, LatentLayer, AttentionPlan, float]:
-        block_size, per_row, (latent, rope) = 16, -(-max(context_lens) // 16), widths
+        block_size, (latent, rope) = 16, widths
+        per_row = -(-max(context_lens) // (block_size * shard.ranks))
         blocks = torch.randperm(len(context_lens) * per_row + 3, generator=generator)
         table = blocks[: len(context_lens) * per_row].view(-1, per_row)
-        cache = make_latent_layer(len(blocks), block_size, latent, rope, FP8 if fp8 else dtype, _CPU)
-        rows = torch.randn(len(blocks) * block_size, latent + rope, generator=generator).to(dtype)
+        cache = make_latent_layer(len(blocks), block_size, latent, rope, FP8 if fp8 else dtype, _CPU, shard)
+        rows = torch.randn(len(blocks) * block_size * shard.ranks, latent + rope, generator=generator).to(
+            dtype
+        )
         still = rotation(torch.ones(len(rows), 1, rope // 2), torch.zeros(len(rows), 1, rope // 2))
         weight = torch.ones(latent, dtype=dtype)
         write_latent.reference(rows, weight, 1e-6, *still, cache, torch.arange(len(rows)))
@@ -122,19 +133,20 @@ def _latent_case(
 
     label = f"{heads}x{widths[0]}+{widths[1]}-{query_lens}of{context_lens}{'-fp8' if fp8 else ''}"
     label += f"-decodes{decode_query_len}" if decode_query_len > 1 else ""
+    label += f"-rank{shard.rank}of{shard.ranks}" if shard.ranks > 1 else ""
     return Case(label.replace(" ", ""), make)
 
 
 @op(
     [
-        _latent_case([1, 1, 1], [1, 40, 700], 16),
-        _latent_case([1, 1], [130, 65], 5, (40, 8)),
-        _latent_case([37], [37], 3, (64, 16)),
-        _latent_case([1, 20, 1, 5], [33, 300, 2, 5], 8, (128, 32)),
-        _latent_case([1, 3], [200, 90], 72, (64, 16)),
-        _latent_case([1, 9], [64, 30], 16, (64, 16), fp8=True),
-        _latent_case([3, 3, 3], [3, 40, 700], 5, (40, 8), decode_query_len=3),
-        _latent_case([5, 30, 2, 5], [300, 30, 90, 5], 72, (64, 16), decode_query_len=5),
+        latent_case([1, 1, 1], [1, 40, 700], 16),
+        latent_case([1, 1], [130, 65], 5, (40, 8)),
+        latent_case([37], [37], 3, (64, 16)),
+        latent_case([1, 20, 1, 5], [33, 300, 2, 5], 8, (128, 32)),
+        latent_case([1, 3], [200, 90], 72, (64, 16)),
+        latent_case([1, 9], [64, 30], 16, (64, 16), fp8=True),
+        latent_case([3, 3, 3], [3, 40, 700], 5, (40, 8), decode_query_len=3),
+        latent_case([5, 30, 2, 5], [300, 30, 90, 5], 72, (64, 16), decode_query_len=5),
     ],
     REDUCTION,
 )
@@ -144,18 +156,59 @@ def latent_attention(q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, sca
     The weights are softmax(scale * q kᵀ), where k is a whole row of the cache. Rows of the step may
     have any number of new tokens.
     """
-    heads, width = q_THK.shape[1:]
-    worth = -(-width // _HEAD)
-    groups = plan.work_items(heads * worth, worth, cache.rows.shape[1], q_THK.dtype)
     rule = AttentionRule(scale)
 
     def attend(items: WorkItems) -> Tensor:
-        count, _, _, chunk = items.mask_N1LC.shape
-        rows_N1CK = read_latent(cache, items.slots, q_THK.dtype).view(count, 1, chunk, width)
         # A value is the first C features of its key; the sum's other features are dropped.
+        rows_N1CK = _rows_of(items, cache, q_THK)
         return attend_items(q_THK, rows_N1CK, rows_N1CK, items, rule)
 
+    groups = _work_items(plan, q_THK, cache)
     return in_step_order(groups, attend, q_THK)[..., : cache.latent_width].contiguous()
+
+
+@op(
+    [
+        latent_case([1, 1, 1], [1, 40, 700], 16, shard=TokenShard(1, 2)),
+        latent_case([37], [37], 3, (64, 16), shard=TokenShard(0, 3)),
+        latent_case([1, 20, 1, 5], [33, 300, 2, 5], 8, (128, 32), shard=TokenShard(2, 4)),
+        latent_case([1, 9], [64, 30], 16, (64, 16), fp8=True, shard=TokenShard(1, 2)),
+        latent_case([3, 3, 3], [3, 40, 700], 72, (40, 8), decode_query_len=3, shard=TokenShard(7, 8)),
+    ],
+    REDUCTION,
+)
+def partial_latent_attention(
+    q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`latent_attention` to the tokens on this rank alone, and its log-sum-exp [T, H], float32.
+
+    A query that sees none of them has 0 and -inf. Padding tokens have undefined results.
+    """
+    latent = cache.latent_width
+
+    def attend(items: WorkItems) -> Tensor:
+        rows_N1CK = _rows_of(items, cache, q_THK)
+        out, lse = item_attention(q_THK, rows_N1CK, rows_N1CK, items, scale)
+        return without_padding(torch.cat((out[..., :latent].float(), lse[..., None]), -1), items)
+
+    groups = _work_items(plan, q_THK, cache)
+    shape = q_THK.new_empty(*q_THK.shape[:2], latent + 1, dtype=torch.float32)
+    out_THC, lse_TH1 = in_step_order(groups, attend, shape).split([latent, 1], -1)
+    sees_none_TH1 = lse_TH1 < torch.finfo(q_THK.dtype).min / 4  # the masks are half of it
+    out_THC = out_THC.masked_fill(sees_none_TH1, 0).to(q_THK.dtype)
+    return out_THC, lse_TH1.masked_fill(sees_none_TH1, -torch.inf).squeeze(-1)
+
+
+def _work_items(plan: AttentionPlan, q_THK: Tensor, cache: LatentLayer) -> tuple[WorkItems, ...]:
+    heads, width = q_THK.shape[1:]
+    worth = -(-width // _HEAD)
+    return plan.work_items(heads * worth, worth, cache.rows.shape[1], q_THK.dtype, shard=cache.shard)
+
+
+def _rows_of(items: WorkItems, cache: LatentLayer, q_THK: Tensor) -> Tensor:
+    """The cache rows of the items' chunks, [N, 1, C, K]."""
+    count, _, _, chunk = items.mask_N1LC.shape
+    return read_latent(cache, items.slots, q_THK.dtype).view(count, 1, chunk, q_THK.shape[2])
 
 
 def _prompt_case(lens: list[int], heads: int, width: int, value_width: int) -> Case:

@@ -6,7 +6,8 @@ heads: the normalised latent, then the key with RoPE.
     rows    [num_blocks, block_size, C + R]     compute dtype, bfloat16 or float8_e4m3fn
     scale   [num_blocks, block_size]            float32, for float8_e4m3fn only
 
-A layer with an indexer has its index keys in the same slots.
+A layer with an indexer has its index keys in the same slots. Where ranks split the cache by tokens
+(`token_shard`), ops take the slots that count all ranks, and each rank stores its own tokens.
 """
 
 from dataclasses import dataclass
@@ -16,9 +17,17 @@ from torch import Tensor
 
 from atom_ops.op import Case, op
 from atom_ops.ops.index_keys import IndexKeys
-from atom_ops.ops.kv_cache import FP8, float8_codes, float8_numbers, store, zeros
+from atom_ops.ops.kv_cache import (
+    FP8,
+    float8_codes,
+    float8_numbers,
+    store,
+    without_padding_rows,
+    zeros,
+)
 from atom_ops.ops.norm import rms_norm
 from atom_ops.ops.rotary import rotary, rotation
+from atom_ops.ops.token_shard import ALL_TOKENS, TokenShard
 from atom_ops.tolerances import DEFAULT
 
 
@@ -32,6 +41,8 @@ class LatentLayer:
     scale: Tensor | None = None
     index: IndexKeys | None = None
     """Index keys of a layer with an indexer for sparse attention."""
+    shard: TokenShard = ALL_TOKENS
+    """The tokens that this rank caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +61,39 @@ def make_latent_layer(
     rope_width: int,
     dtype: torch.dtype,
     device: torch.device,
+    shard: TokenShard = ALL_TOKENS,
 ) -> LatentLayer:
-    """An empty cache; with float8_e4m3fn one scale per token."""
+    """An empty cache; with float8_e4m3fn one scale per token. `block_size` is that of this rank."""
     shape = (num_blocks, block_size)
     scale = zeros(shape, torch.float32, device) if dtype == FP8 else None
-    return LatentLayer(zeros((*shape, latent_width + rope_width), dtype, device), latent_width, scale)
+    rows = zeros((*shape, latent_width + rope_width), dtype, device)
+    return LatentLayer(rows, latent_width, scale, shard=shard)
+
+
+def latents_of_step(cache: LatentLayer, num_tokens: int) -> LatentLayer:
+    """Uninitialised memory for the rows of a step's tokens in the format of `cache`, token t in slot t."""
+    rows = cache.rows.new_empty(1, num_tokens, cache.rows.shape[2])
+    scale = None if cache.scale is None else cache.scale.new_empty(1, num_tokens)
+    return LatentLayer(rows, cache.latent_width, scale)
+
+
+def keep_latents(step: LatentLayer, cache: LatentLayer, slots_T: Tensor) -> None:
+    """Copy this rank's tokens of a step, in `latents_of_step`, to the cache; as `write_latent` does."""
+    stored = [(step.rows.flatten(0, 1), cache.rows.flatten(0, 1))]
+    if step.scale is not None and cache.scale is not None:
+        stored = [(new.view(torch.uint8), old.view(torch.uint8)) for new, old in stored]
+        stored.append((step.scale.flatten(), cache.scale.flatten()))
+    for new, old in stored:
+        _store_own(old, cache.shard, slots_T, new)
+
+
+def _store_own(stored: Tensor, shard: TokenShard, slots_T: Tensor, new: Tensor) -> None:
+    """Store the tokens on this rank."""
+    if shard.ranks == 1:
+        store(stored, slots_T, new)
+    elif len(slots_T):
+        slots_T, new = without_padding_rows(stored, shard.own_slots(slots_T), new)
+        stored.index_copy_(0, slots_T, new)
 
 
 def latent_bytes_per_block(block_size: int, latent_width: int, rope_width: int, dtype: torch.dtype) -> int:
@@ -69,6 +108,7 @@ def _case(
     latent: int,
     rope: int,
     interleaved: bool = True,
+    shard: TokenShard = ALL_TOKENS,
 ) -> Case:
     """`query`: width of the queries' latent before the keys' latent; 0: none."""
 
@@ -79,7 +119,7 @@ def _case(
         latents = (3 * torch.randn(tokens, width + 32, generator=generator)).to(dtype)[:, 16:-16]
         angles = torch.rand(tokens, 1, rope // 2, generator=generator) * 6.3
         turn = rotation(angles.cos(), angles.sin(), interleaved)
-        cache = make_latent_layer(-(-tokens // 4) + 1, 4, latent, rope, dtype, torch.device("cpu"))
+        cache = make_latent_layer(-(-tokens // 4) + 1, 4, latent, rope, dtype, torch.device("cpu"), shard)
         slots = torch.randperm(tokens + 4, generator=generator)[:tokens]
         weights = torch.rand(query + latent, generator=generator).to(dtype)
         q_weight, kv_weight = weights.split([query, latent])
@@ -88,7 +128,8 @@ def _case(
         return latents, LatentNorms(q_weight, kv_weight, 1e-6), *turn, cache, slots, interleaved
 
     layout = "interleaved" if interleaved else "halves"
-    return Case(f"{tokens}x{query}+{latent}+{rope}-{layout}", make)
+    of_rank = f"-rank{shard.rank}of{shard.ranks}" if shard.ranks > 1 else ""
+    return Case(f"{tokens}x{query}+{latent}+{rope}-{layout}{of_rank}", make)
 
 
 @op(
@@ -97,6 +138,7 @@ def _case(
         _case(13, 0, 512, 64),
         _case(5, 0, 32, 16, interleaved=False),
         _case(4, 0, 40, 8),
+        _case(13, 0, 40, 8, shard=TokenShard(1, 3)),
     ],
     DEFAULT,
 )
@@ -114,7 +156,8 @@ def write_latent(
 
     A row of `latents_TK` is the latent (C), then the key (R); only the last dimension must be
     contiguous. The norm is `rms_norm`, RoPE is `rotary`. The float8 scale maps a row's largest
-    magnitude to the largest float8. Nothing is stored for a negative slot (padding).
+    magnitude to the largest float8. Nothing is stored for a negative slot (padding), nor for a token
+    of another rank.
     """
     latent_TC, key_TR = latents_TK.split([cache.latent_width, latents_TK.shape[1] - cache.latent_width], 1)
     normed_TC = rms_norm.reference(latent_TC, weight_C, eps)
@@ -123,9 +166,9 @@ def write_latent(
     rows = cache.rows.flatten(0, 1)
     if cache.scale is not None:
         row_TK, scale_T = float8_codes(row_TK)
-        store(cache.scale.flatten(), slots_T, scale_T)
+        _store_own(cache.scale.flatten(), cache.shard, slots_T, scale_T)
         rows = rows.view(torch.uint8)
-    store(rows, slots_T, row_TK.to(rows.dtype))
+    _store_own(rows, cache.shard, slots_T, row_TK.to(rows.dtype))
 
 
 @op(
@@ -133,6 +176,7 @@ def write_latent(
         _case(1, 1536, 512, 64),
         _case(13, 96, 40, 8),
         _case(5, 24, 32, 16, interleaved=False),
+        _case(9, 24, 40, 8, shard=TokenShard(0, 2)),
     ],
     DEFAULT,
 )

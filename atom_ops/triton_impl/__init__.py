@@ -44,6 +44,7 @@ def load() -> None:
     import atom_ops.triton_impl.linear
     import atom_ops.triton_impl.ngram
     import atom_ops.triton_impl.norm
+    import atom_ops.triton_impl.partial_attention
     import atom_ops.triton_impl.prompt_attention
     import atom_ops.triton_impl.qkv
     import atom_ops.triton_impl.rotary

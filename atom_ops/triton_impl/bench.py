@@ -15,7 +15,7 @@ from triton.errors import TritonError
 
 from atom.utils.logger import get_logger
 from atom_ops.ops.linear import linear
-from atom_ops.triton_impl.linear import has_table, multiply, plans_on
+from atom_ops.triton_impl.linear import multiply, plans_on
 from atom_ops.triton_impl.plan_file import Machine, PlanFile, Shape
 from atom_ops.triton_impl.tuned import LinearPlan
 from atom_ops.triton_impl.tuning import Progress, by_shape, is_candidate, tune
@@ -30,14 +30,16 @@ _SEED = 1
 
 
 def tune_linear(device: torch.device, weights: Iterable[Tensor], cache_dir: Path, progress: Progress) -> None:
-    """Measure plans of `linear` for these weights; does nothing on a GPU with a built-in table."""
-    shapes = by_shape(weights)
-    if has_table(device) or not shapes:
+    """Measure plans of `linear` for these weights, unless the GPU has built-in plans for all of them."""
+    built_in = plans_on(device)
+    shapes = {shape: found for shape, found in by_shape(weights).items() if shape not in built_in}
+    if not shapes:
         return
     machine = Machine(torch.cuda.get_device_name(device), str(torch.__version__), triton.__version__)
     file = PlanFile(cache_dir, machine, is_candidate)
     with torch.cuda.device(device):
-        plans_on(device).update(tune(list(shapes), GPUBench(shapes), file, progress))
+        measured = tune(list(shapes), GPUBench(shapes), file, progress)
+        built_in.update({shape: measured[shape] for shape in shapes if shape in measured})
         torch.cuda.empty_cache()
 
 

@@ -10,6 +10,9 @@ m % HEADS of the block. So a cache row is loaded once for 16 to 64 queries, and 
 
 With `split_tokens` every row is computed as a prefill, without splits: a token's bits depend on
 neither its batch nor its phase.
+
+Where ranks split the cache by tokens, a context is the rank's own tokens of it: context positions are
+indices among these (`TokenShard`), and the log-sum-exp of each query is written, too.
 """
 
 import functools
@@ -21,8 +24,9 @@ import triton.language as tl
 from torch import Tensor
 
 from atom_ops.ops.attention_plan import AttentionPlan
-from atom_ops.ops.latent_attention import latent_attention
+from atom_ops.ops.latent_attention import latent_attention, partial_latent_attention
 from atom_ops.ops.latent_cache import LatentLayer
+from atom_ops.ops.token_shard import TokenShard
 from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
 from atom_ops.triton_impl.fp8 import decode_fp8
 from atom_ops.triton_impl.pdl import launch_options, pdl_begin
@@ -30,6 +34,7 @@ from atom_ops.triton_impl.tiles import row_of_tile
 
 _ANY_ALIGNMENT = ["table", "contexts", "starts", "scales"]
 _LOG2_E = 1.4426950408889634
+_LN_2 = tl.constexpr(0.6931471805599453)
 # The running maximum before any score: finite, because inf - inf would be NaN.
 _LOWEST = tl.constexpr(-1.0e30)
 
@@ -121,6 +126,22 @@ def _attend(
 
 
 @triton.jit
+def _own(tokens, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """Tokens on this rank among the first `tokens` (at least 0) of a sequence."""
+    if RANKS > 1:
+        tokens = (tokens + (RANKS - 1 - RANK)) // RANKS
+    return tokens
+
+
+@triton.jit
+def _store_lse(lse, top, total, wanted):
+    """Natural logarithm, from sums of powers of 2; -inf where no token is seen."""
+    seen = total > 0.0
+    value = tl.where(seen, (top + tl.log2(tl.where(seen, total, 1.0))) * _LN_2, float("-inf"))
+    tl.store(lse, value, mask=wanted)
+
+
+@triton.jit
 def _share(context, splits, BLOCK_N: tl.constexpr):
     """Tokens of each split, with at most `splits` of them."""
     blocks = tl.cdiv(context, BLOCK_N)
@@ -132,11 +153,12 @@ def _share(context, splits, BLOCK_N: tl.constexpr):
     do_not_specialize_on_alignment=_ANY_ALIGNMENT,
 )
 def _latent_rows(
-    q, out, rows, scales, table, contexts, starts, partial_sums, partial_states,
+    q, out, lse, rows, scales, table, contexts, starts, partial_sums, partial_states,
     q_token_stride, q_head_stride, table_stride, score_scale, heads, rows_of_step, min_tokens,
     LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     HEADS: tl.constexpr, TILES: tl.constexpr, DECODE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, SCALED: tl.constexpr, RANK: tl.constexpr,
+    RANKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of heads, splits, rows of the step x TILES or tile numbers).
 
@@ -155,7 +177,8 @@ def _latent_rows(
         first_token = tl.load(starts + row)
         tile_start = (number - first_token // TILE - row) * TILE
     length = tl.load(starts + row + 1) - first_token
-    context = tl.load(contexts + row)
+    length_of_all = tl.load(contexts + row)
+    context = _own(length_of_all, RANK, RANKS)
     share = _share(context, tl.num_programs(1), BLOCK_N)
     first = tl.program_id(1) * share
     if DECODE:
@@ -178,12 +201,14 @@ def _latent_rows(
     wanted_MR = wanted_M[:, None] & (feature_R < ROPE)[None, :]
     q_MR = tl.load(q_M1 + LATENT + feature_R[None, :], mask=wanted_MR, other=0.0)
 
-    before = context - length + tile_start
-    stop = tl.minimum(tl.minimum(first + share, context), before + TILE)
+    before = length_of_all - length + tile_start
+    stop = tl.minimum(tl.minimum(first + share, context), _own(before + TILE, RANK, RANKS))
     # Tokens that every query sees, in whole config.
-    seen_by_all = tl.maximum(tl.minimum(stop, before + 1), first)
+    seen_by_all = tl.maximum(tl.minimum(stop, _own(before + 1, RANK, RANKS)), first)
     seen_by_all = first + (seen_by_all - first) // BLOCK_N * BLOCK_N
     seen_M = before + m // HEADS
+    if RANKS > 1:
+        seen_M = _own(seen_M + 1, RANK, RANKS) - 1
     table += row.to(tl.int64) * table_stride
     top_M, total_M, sum_MC = _attend(
         q_MC, q_MR, seen_M, first, seen_by_all, stop, table, rows, scales, score_scale,
@@ -201,13 +226,16 @@ def _latent_rows(
         out_MC = sum_MC / tl.where(total_M > 0.0, total_M, 1.0)[:, None]
         out_M1 = out + ((token_M * heads + head_M) * LATENT)[:, None]
         tl.store(out_M1 + feature_C[None, :], out_MC.to(out.dtype.element_ty), mask=wanted_MC)
+        if lse is not None:
+            _store_lse(lse + token_M * heads + head_M, top_M, total_M, wanted_M)
 
 
 @triton.jit(do_not_specialize_on_alignment=["contexts", "starts"])
 def _combine(
-    out, contexts, starts, partial_sums, partial_states, heads, splits,
+    out, lse, contexts, starts, partial_sums, partial_states, heads, splits,
     LATENT: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_S: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_S: tl.constexpr, AT_ONCE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (H, R * TILE): merges the splits of each context."""
     pdl_begin(PDL)
@@ -217,7 +245,7 @@ def _combine(
     length = tl.load(starts + row + 1) - first_token
     if (length > TILE) | (inside >= length):
         return
-    context = tl.load(contexts + row)
+    context = _own(tl.load(contexts + row), RANK, RANKS)
     used = tl.maximum(tl.cdiv(context, _share(context, splits, BLOCK_N)), 1)
     partial = (tl.program_id(1).to(tl.int64) * heads + head) * splits
     split_S = tl.arange(0, BLOCK_S)
@@ -237,6 +265,8 @@ def _combine(
     out_C = out + ((first_token + inside).to(tl.int64) * heads + head) * LATENT + feature_C
     out_value_C = sum_C / tl.where(total > 0.0, total, 1.0)
     tl.store(out_C, out_value_C.to(out.dtype.element_ty), mask=feature_C < LATENT)
+    if lse is not None:
+        _store_lse(lse + (first_token + inside).to(tl.int64) * heads + head, top, total, True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,12 +324,40 @@ def supports_latents(q_THK: Tensor, cache: LatentLayer) -> bool:
 )
 def attend_latents(q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, scale: float) -> Tensor:
     out_THC = q_THK.new_empty(*q_THK.shape[:2], cache.latent_width)
+    _launch(_Output(out_THC), q_THK, cache, plan, scale)
+    return out_THC
+
+
+@partial_latent_attention.provider(
+    "triton",
+    needs=NEEDS,
+    supported=runs_on,
+    supports=lambda q_THK, cache, plan, scale: supports_latents(q_THK, cache),
+)
+def _partial_latent_attention(
+    q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, scale: float
+) -> tuple[Tensor, Tensor]:
+    out_THC = q_THK.new_empty(*q_THK.shape[:2], cache.latent_width)
+    lse_TH = q_THK.new_empty(q_THK.shape[:2], dtype=torch.float32)
+    _launch(_Output(out_THC, lse_TH), q_THK, cache, plan, scale)
+    return out_THC, lse_TH
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """What the kernels write."""
+
+    out_THC: Tensor
+    lse_TH: Tensor | None = None
+
+
+def _launch(output: _Output, q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, scale: float) -> None:
     if not len(q_THK):
-        return out_THC
+        return
     prefill = _config(q_THK, cache, 64)
     if plan.split_tokens:
-        _launch_prefill(out_THC, q_THK, cache, plan, scale, prefill, 0)
-        return out_THC
+        _launch_prefill(output, q_THK, cache, plan, scale, prefill, 0)
+        return
     decode = _config(q_THK, cache, 16)
     if plan.decode_query_len > 1:
         # Drafts of a row are queries of the same program where its tile has room.
@@ -307,14 +365,13 @@ def attend_latents(q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, scale
     tiles = triton.cdiv(plan.decode_query_len, decode.tile)
     longest = tiles * decode.tile
     if plan.min_query_len <= longest:
-        _launch_decode(out_THC, q_THK, cache, plan, scale, decode, tiles)
+        _launch_decode(output, q_THK, cache, plan, scale, decode, tiles)
     if plan.max_query_len > longest:
-        _launch_prefill(out_THC, q_THK, cache, plan, scale, prefill, longest + 1)
-    return out_THC
+        _launch_prefill(output, q_THK, cache, plan, scale, prefill, longest + 1)
 
 
 def _launch_decode(
-    out_THC: Tensor,
+    output: _Output,
     q_THK: Tensor,
     cache: LatentLayer,
     plan: AttentionPlan,
@@ -323,51 +380,57 @@ def _launch_decode(
     tiles: int,
 ) -> None:
     """Attention of the rows of at most `tiles` tiles, split over the context where that helps."""
-    (_, heads, latent), rows = out_THC.shape, len(plan.context_lens_R)
+    (_, heads, latent), rows = output.out_THC.shape, len(plan.context_lens_R)
     head_blocks, row_tokens = triton.cdiv(heads, config.heads), tiles * config.tile
-    splits = _splits(plan, rows * tiles * head_blocks, config, q_THK.device)
+    splits = _splits(plan, cache.shard, rows * tiles * head_blocks, config, q_THK.device)
     partial_sums = partial_states = None
     if splits > 1:
         entries = rows * row_tokens * heads * splits
         partial_sums = torch.empty(entries, latent, dtype=torch.float32, device=q_THK.device)
         partial_states = torch.empty(entries, 2, dtype=torch.float32, device=q_THK.device)
     _latent_rows[(head_blocks, splits, rows * tiles)](
-        *_arguments(out_THC, q_THK, cache, plan, partial_sums, partial_states, scale), 0,
+        *_arguments(output, q_THK, cache, plan, partial_sums, partial_states, scale), 0,
         **_constants(q_THK, cache, config), TILES=tiles, DECODE=True,
     )  # fmt: skip
     if splits > 1:
         _combine[(heads, rows * row_tokens)](
-            out_THC, plan.context_lens_R, plan.query_starts_R1, partial_sums, partial_states, heads, splits,
+            output.out_THC, output.lse_TH, plan.context_lens_R, plan.query_starts_R1,
+            partial_sums, partial_states, heads, splits,
             LATENT=latent, TILE=row_tokens, BLOCK_N=config.tokens, BLOCK_C=triton.next_power_of_2(latent),
-            BLOCK_S=triton.next_power_of_2(splits), AT_ONCE=_AT_ONCE, num_warps=4,
+            BLOCK_S=triton.next_power_of_2(splits), AT_ONCE=_AT_ONCE, RANK=cache.shard.rank,
+            RANKS=cache.shard.ranks, num_warps=4,
             **launch_options(q_THK.device),
         )  # fmt: skip
 
 
 def _launch_prefill(
-    out_THC: Tensor, q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, scale: float,
+    output: _Output, q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, scale: float,
     config: _KernelConfig, min_tokens: int,
 ) -> None:  # fmt: skip
     numbers = plan.num_tokens // config.tile + len(plan.context_lens_R)
     _latent_rows[(triton.cdiv(q_THK.shape[1], config.heads), 1, numbers)](
-        *_arguments(out_THC, q_THK, cache, plan, None, None, scale), min_tokens,
+        *_arguments(output, q_THK, cache, plan, None, None, scale), min_tokens,
         **_constants(q_THK, cache, config), TILES=1, DECODE=False,
     )  # fmt: skip
 
 
-def _splits(plan: AttentionPlan, programs: int, config: _KernelConfig, device: torch.device) -> int:
+def _splits(
+    plan: AttentionPlan, shard: TokenShard, programs: int, config: _KernelConfig, device: torch.device
+) -> int:
     """Splits of each context."""
     wanted = config.programs * _num_sms(device) // programs
-    return max(1, min(wanted, triton.cdiv(plan.max_context_len, max(_LEAST_SPLIT, config.tokens))))
+    longest = shard.count(plan.max_context_len)
+    return max(1, min(wanted, triton.cdiv(longest, max(_LEAST_SPLIT, config.tokens))))
 
 
 def _arguments(
-    out_THC: Tensor, q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan,
+    output: _Output, q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan,
     partial_sums: Tensor | None, partial_states: Tensor | None, scale: float,
 ) -> tuple[Tensor | int | float | None, ...]:  # fmt: skip
     return (
         q_THK,
-        out_THC,
+        output.out_THC,
+        output.lse_TH,
         cache.rows.view(torch.uint8) if cache.scale is not None else cache.rows,
         # Without scales the kernel ignores this argument.
         plan.context_lens_R if cache.scale is None else cache.scale,
@@ -396,6 +459,8 @@ def _constants(q_THK: Tensor, cache: LatentLayer, config: _KernelConfig) -> dict
         "BLOCK_C": max(triton.next_power_of_2(cache.latent_width), 16),
         "BLOCK_R": max(triton.next_power_of_2(rope), 16),
         "SCALED": cache.scale is not None,
+        "RANK": cache.shard.rank,
+        "RANKS": cache.shard.ranks,
         "num_warps": config.warps,
         "num_stages": config.stages,
         **launch_options(q_THK.device),

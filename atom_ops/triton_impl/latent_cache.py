@@ -71,15 +71,18 @@ def _write_latents(
     x_stride, cos_stride, sin_stride,
     QUERY: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr,
     QUERY_BLOCK: tl.constexpr, LATENT_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (T, 2), or (T, 1) where queries have no latent."""
     pdl_begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     x_ptr += token * x_stride
     if tl.program_id(1) == 0:
+        slot = tl.load(slots_ptr + token)
+        if RANKS > 1:  # the slot on this rank, of the one that counts all ranks
+            slot = tl.where((slot >= 0) & (slot % RANKS == RANK), slot // RANKS, -1)
         _write_row(
-            x_ptr + QUERY, rows_ptr, scale_ptr, tl.load(slots_ptr + token), cos_ptr + token * cos_stride,
+            x_ptr + QUERY, rows_ptr, scale_ptr, slot, cos_ptr + token * cos_stride,
             sin_ptr + token * sin_stride, weight_ptr, eps, LATENT, ROPE, INTERLEAVED,
             LATENT_BLOCK, ROPE_BLOCK,
         )  # fmt: skip
@@ -120,7 +123,8 @@ def _launch(
         x_TN.stride(0), cos_T1R.stride(0), sin_T1R.stride(0),
         QUERY=query, LATENT=latent, ROPE=rope, INTERLEAVED=interleaved,
         QUERY_BLOCK=triton.next_power_of_2(max(query, 1)), LATENT_BLOCK=triton.next_power_of_2(latent),
-        ROPE_BLOCK=triton.next_power_of_2(rope), num_warps=4, **launch_options(x_TN.device),
+        ROPE_BLOCK=triton.next_power_of_2(rope), RANK=cache.shard.rank, RANKS=cache.shard.ranks,
+        num_warps=4, **launch_options(x_TN.device),
     )  # fmt: skip
 
 

@@ -189,11 +189,6 @@ def multiply(
     return out_TO
 
 
-def has_table(device: torch.device) -> bool:
-    """Whether `tuned` has a table for this GPU."""
-    return torch.cuda.get_device_name(device) in LINEAR
-
-
 @cache
 def plans_on(device: torch.device) -> dict[tuple[int, int], tuple[LinearPlan | StreamKPlan, ...]]:
     """Plans by the weight's shape: the built-in table, or what `tuning` adds."""

@@ -1,6 +1,6 @@
 """Built-in plans of `linear`, measured once for each GPU model.
 
-A GPU with a table here is not tuned at start; for others see `tuning`.
+Shapes that are in no table here are tuned at start: see `tuning`.
 """
 
 from dataclasses import dataclass, field

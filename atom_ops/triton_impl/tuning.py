@@ -1,4 +1,4 @@
-"""Autotunes `linear` on a GPU without a built-in table: once, with the results on disk.
+"""Autotunes `linear` for weight shapes without built-in plans: once, with the results on disk.
 
 For each weight shape and class of tokens, candidate plans are compared with torch's GEMM:
 

@@ -1,13 +1,13 @@
-"""OpenAI's finish reasons."""
+"""Why a sequence ended."""
 
-__all__ = ["openai_reason"]
+__all__ = ["INCOMPLETE", "openai_reason"]
 
-# An aborted sequence is incomplete, as with max_tokens; "stop" would mean complete.
-_LENGTH = frozenset({"max_tokens", "aborted"})
+INCOMPLETE = frozenset({"max_tokens", "aborted"})
+"""Raw reasons of sequences that the model did not end."""
 
 
 def openai_reason(raw: str, called: bool = False) -> str:
     """`stop`, `length`, or `tool_calls` for a complete reply with such calls, for an update's raw reason."""
-    if raw in _LENGTH:
+    if raw in INCOMPLETE:
         return "length"
     return "tool_calls" if called else "stop"

@@ -1,4 +1,4 @@
-"""Converts all exceptions to OpenAI error objects without tracebacks."""
+"""Converts all exceptions to error objects without tracebacks: OpenAI's, or Anthropic's on its routes."""
 
 import secrets
 
@@ -7,6 +7,7 @@ from aiohttp.typedefs import Handler
 
 from atom.utils.logger import get_logger
 from frontend.errors import ApiError, InternalError, RequestError
+from frontend.renderers.anthropic_errors import anthropic_error
 from frontend.serving.caller import REQUEST_ID
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "http_exception_response",
 ]
 
+_ANTHROPIC = "/v1/messages"
 _REQUEST_ID = "X-Request-Id"
 
 
@@ -26,17 +28,18 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     try:
         return await handler(request)
     except ApiError as error:
-        return error_response(error)
+        return error_response(error, request.path)
     except web.HTTPException as error:
         return http_exception_response(error, request.path)
     except Exception:
         get_logger().exception("%s %s failed", request.method, request.path)
-        return error_response(InternalError())
+        return error_response(InternalError(), request.path)
 
 
-def error_response(error: ApiError) -> web.Response:
-    """The response for `error`."""
-    response = web.Response(body=error.body(), status=error.status, content_type="application/json")
+def error_response(error: ApiError, path: str = "") -> web.Response:
+    """The response for `error` on `path`."""
+    body = anthropic_error(error) if path.startswith(_ANTHROPIC) else error.body()
+    response = web.Response(body=body, status=error.status, content_type="application/json")
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)
     if error.status == 401:
@@ -48,15 +51,15 @@ def http_exception_response(error: web.HTTPException, path: str) -> web.Response
     """The response for an exception raised by aiohttp itself."""
     match error:
         case web.HTTPNotFound():
-            return error_response(RequestError(f"unknown path {path}", status=404))
+            return error_response(RequestError(f"unknown path {path}", status=404), path)
         case web.HTTPMethodNotAllowed():
             allowed = ", ".join(sorted(error.allowed_methods))
             response = error_response(
-                RequestError(f"{path} supports {allowed}, not {error.method}", status=405)
+                RequestError(f"{path} supports {allowed}, not {error.method}", status=405), path
             )
             response.headers["Allow"] = allowed
             return response
-    return error_response(RequestError(error.reason, status=error.status))
+    return error_response(RequestError(error.reason, status=error.status), path)
 
 
 def client_request_id(request: web.BaseRequest) -> str | None:

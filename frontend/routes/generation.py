@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /v1/completions: JSON or server-sent events."""
+"""The routes that generate: JSON or server-sent events."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ from aiohttp import web
 
 from frontend.admission import AdmissionSlot
 from frontend.errors import RequestError
-from frontend.keys import CHAT, CLIENT, COMPLETIONS, GENERATION, LIFECYCLE, METRICS
+from frontend.keys import CHAT, CLIENT, COMPLETIONS, GENERATION, LIFECYCLE, MESSAGES, METRICS, RESPONSES
 from frontend.routes.access import TENANT
 from frontend.routes.bodies import open_body
 from frontend.routes.errors import client_request_id
@@ -33,6 +33,18 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 async def completions(request: web.Request) -> web.StreamResponse:
     """Text completions."""
     return await _generate(request, request.app[COMPLETIONS])
+
+
+@routes.post("/v1/responses")
+async def responses(request: web.Request) -> web.StreamResponse:
+    """OpenAI's responses."""
+    return await _generate(request, request.app[RESPONSES])
+
+
+@routes.post("/v1/messages")
+async def messages(request: web.Request) -> web.StreamResponse:
+    """Anthropic's messages."""
+    return await _generate(request, request.app[MESSAGES])
 
 
 async def _generate(request: web.Request, endpoint: Endpoint) -> web.StreamResponse:

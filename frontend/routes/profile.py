@@ -10,7 +10,7 @@ from aiohttp import web
 
 from atom.messages.profile import ProfileResult, RankTrace
 from frontend.errors import EngineError, RequestError
-from frontend.keys import API_KEYS, CLIENT, LAUNCH, LIFECYCLE
+from frontend.keys import API_KEYS, CLIENT, IS_ADMIN, LAUNCH, LIFECYCLE
 
 __all__ = ["routes"]
 
@@ -46,7 +46,8 @@ async def _switch(request: web.Request, on: bool) -> list[tuple[int, ProfileResu
     if request.app[LAUNCH].config.observability.torch_profiler_dir is None:
         text = "profiling is off: start the server with --torch-profiler-dir"
         raise RequestError(text, status=404, code="no_profiler")
-    if not request.app[API_KEYS].is_required and not _is_loopback(request.remote):
+    is_trusted = request.app.get(IS_ADMIN, False) or request.app[API_KEYS].is_required
+    if not is_trusted and not _is_loopback(request.remote):
         text = "without an API key, profiling is served to this host only: start the server with --api-key"
         raise RequestError(text, status=403, code="profiler_needs_key")
     lifecycle = request.app[LIFECYCLE]

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize."""
+"""POST /tokenize, /detokenize and /v1/messages/count_tokens."""
 
 from aiohttp import web
 
@@ -22,6 +22,13 @@ async def detokenize(request: web.Request) -> web.Response:
     """Text of token ids."""
     async with open_body(request) as body:
         return _json(await request.app[TOKENIZATION].detokenize(body))
+
+
+@routes.post("/v1/messages/count_tokens")
+async def count_tokens(request: web.Request) -> web.Response:
+    """The number of prompt tokens of a conversation in Anthropic's format."""
+    async with open_body(request) as body:
+        return _json(await request.app[TOKENIZATION].count_tokens(body))
 
 
 def _json(body: bytes) -> web.Response:

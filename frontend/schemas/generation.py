@@ -142,10 +142,12 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    """Draft tokens of speculative decoding, whether from the prediction or from other text."""
+    """Generated tokens by kind, and draft tokens of speculative decoding."""
 
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
+    reasoning_tokens: int
+    accepted_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    """If draft tokens were verified, whether from the prediction or from other text."""
+    rejected_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,7 +158,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
-    """If draft tokens were verified."""
+    """If there was reasoning, or draft tokens were verified."""
     ttft_s: float
     """Time to the first token."""
     tpot_s: float

@@ -9,7 +9,7 @@ from frontend.schemas.fields import Schema
 __all__ = ["TOOL", "Function", "Tool"]
 
 
-class Function(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Function(msgspec.Struct, omit_defaults=True):
     """One function; `parameters` is the JSON schema of its arguments."""
 
     name: str

@@ -1,5 +1,6 @@
 """Reads the bodies of /v1/chat/completions."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar
@@ -24,6 +25,7 @@ class ChatEndpoint:
     """POST /v1/chat/completions."""
 
     id_prefix: ClassVar[str] = "chatcmpl-"
+    field_names: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, inputs: InputProcessor, encoder: PromptEncoder, prompts: ChatPrompts, lenient: bool):
         self._inputs = inputs

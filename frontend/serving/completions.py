@@ -1,5 +1,6 @@
 """Reads the bodies of /v1/completions."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import ClassVar, cast
 
@@ -19,6 +20,7 @@ class CompletionEndpoint:
     """POST /v1/completions."""
 
     id_prefix: ClassVar[str] = "cmpl-"
+    field_names: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, encoder: PromptEncoder, lenient: bool):
         self._encoder = encoder

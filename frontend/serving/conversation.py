@@ -24,6 +24,9 @@ class Conversation:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     effort: str | None = None
     """`reasoning_effort`."""
+    option_fields: Mapping[str, str] | None = None
+    """Where the two before come from fields of other names, these names. Those that the template does not
+    read are then left out with a warning: clients of such endpoints send them to every model."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False

@@ -1,6 +1,6 @@
 """What an endpoint adds to generation: it reads a body, and names the renderer of the response."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
@@ -23,6 +23,8 @@ class ParsedRequest:
     renderer: Callable[[GenerateRequest], Renderer]
     default_max_tokens: int
     """max_tokens if the request does not set it."""
+    earlier_bytes: int = 0
+    """The size of what the prompts are made of beside the body."""
     warnings: list[str] = field(default_factory=list)
     logprobs: int | None = None
     """Number of top tokens per generated token; None: no log probabilities."""
@@ -38,6 +40,8 @@ class Endpoint(Protocol):
     """Reads the bodies of one route."""
 
     id_prefix: ClassVar[str]
+    field_names: ClassVar[Mapping[str, str]]
+    """The names of fields of ParsedRequest that have others in the body."""
 
     def read(self, body: bytes, caller: Caller) -> ParsedRequest:
         """Decode and check a body; runs in any thread. Raises RequestError."""

@@ -6,10 +6,11 @@ An endpoint reads the body, and a renderer of its own turns the updates into byt
 import contextlib
 import copy
 import dataclasses
+import re
 import secrets
 import time
 from array import array
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -85,17 +86,29 @@ class Generation:
         """Check and tokenize a request. Raises ApiError; the engine is not involved yet."""
         started = time.monotonic()
         self._client.check_ready()
+        parsed = await self._executor.run(len(body), lambda: endpoint.read(body, caller))
+        try:
+            return await self._prepare(endpoint, parsed, len(body), caller, started)
+        except RequestError as error:
+            _rename(error, endpoint.field_names)
+            raise
+
+    async def _prepare(
+        self, endpoint: Endpoint, parsed: ParsedRequest, size: int, caller: Caller, started: float
+    ) -> GenerateRequest:
         request, params, cache_salt = await self._executor.run(
-            len(body), lambda: self._check(endpoint, body, caller, started)
+            size + parsed.earlier_bytes,
+            lambda: self._check(parsed, endpoint.id_prefix, caller, started),
         )
         grammar = None if request.constraint is None else await self._grammar(request, params[0])
         self._client.check_ready(request.data_parallel_rank)
         # The ids of one request are consecutive, since only the event loop allocates them.
         ids = self._client.new_ids(request.n * len(request.prompts))
         requests = await self._executor.run(
-            len(body) // 8, lambda: self._requests(request, params, ids, cache_salt, grammar)
+            size // 8, lambda: self._requests(request, params, ids, cache_salt, grammar)
         )
-        return dataclasses.replace(request, requests=requests)
+        named = [msgspec.structs.replace(one, name=request.id, tenant=caller.tenant) for one in requests]
+        return dataclasses.replace(request, requests=named)
 
     async def respond(self, request: GenerateRequest, renderer: Renderer) -> bytes:
         """The complete response as JSON. Cancelling aborts the generation."""
@@ -131,10 +144,9 @@ class Generation:
         yield renderer.end(counter.usage(stream))
 
     def _check(
-        self, endpoint: Endpoint, body: bytes, caller: Caller, started: float
+        self, parsed: ParsedRequest, id_prefix: str, caller: Caller, started: float
     ) -> tuple[GenerateRequest, list[SamplingParams], str]:
         """(the request without engine requests, parameters per prompt, cache salt)."""
-        parsed = endpoint.read(body, caller)
         fields = parsed.fields
         model = self._models.check(fields.model)
         options = self._response_options(parsed)
@@ -143,7 +155,7 @@ class Generation:
         prompts, params = self._prompts(parsed, options)
         prediction = fields.prediction
         checked = GenerateRequest(
-            id=endpoint.id_prefix + name,
+            id=id_prefix + name,
             model=model,
             fingerprint=self._options.fingerprint,
             created=int(time.time()),
@@ -301,6 +313,14 @@ def _response_bytes(result: Update) -> int:
         + _TOKEN_BYTES * len(result.token_ids)
         + _LOGPROB_BYTES * (len(result.logprobs) + len(result.prompt_logprobs))
     )
+
+
+def _rename(error: RequestError, names: Mapping[str, str]) -> None:
+    """Name the field at fault as the client does."""
+    if (field := error.param) is not None and field in names:
+        word = rf"\b{field}\b" if "_" in field else rf"(?<='){field}(?=')"
+        error.message = re.sub(word, names[field], error.message)
+        error.param = names[field]
 
 
 def _first_given(*values: int | None) -> int | None:

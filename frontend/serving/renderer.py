@@ -18,7 +18,7 @@ class Renderer(Protocol):
     None unless the request asks for `continuous_usage_stats`.
     """
 
-    def response(self, results: list[Update], usage: Usage) -> msgspec.Struct:
+    def response(self, results: list[Update], usage: Usage) -> msgspec.Struct | msgspec.Raw:
         """The complete response; `results` has one update for each sequence."""
 
     def start(self) -> bytes:

@@ -55,6 +55,8 @@ def template_options(
             options.setdefault(switch, effort != _OFF)
         elif _EFFORT not in template.options and (effort != _OFF or _reasons(reply_format)):
             unread.append(_EFFORT)
+    if (names := conversation.option_fields) is not None:
+        unread, lenient = [names.get(field, field) for field in unread], True
     _refuse(unread, template, lenient, warnings)
     return options
 

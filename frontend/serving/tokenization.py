@@ -14,6 +14,7 @@ from frontend.schemas.tokenization import (
     TokenizeResponse,
 )
 from frontend.serving.chat import ChatEndpoint
+from frontend.serving.messages import MessagesEndpoint
 from frontend.serving.models import ModelService
 from frontend.text_executor import TextExecutor
 from frontend.tokenizer import Tokenizer
@@ -30,14 +31,20 @@ _CHAT_FIELDS = (
 
 
 class TokenizationService:
-    """POST /tokenize and /detokenize, with JSON in and out. The engine is not involved."""
+    """The routes that only tokenize, with JSON in and out. The engine is not involved."""
 
     def __init__(
-        self, inputs: InputProcessor, models: ModelService, chat: ChatEndpoint, executor: TextExecutor
+        self,
+        inputs: InputProcessor,
+        models: ModelService,
+        chat: ChatEndpoint,
+        messages: MessagesEndpoint,
+        executor: TextExecutor,
     ):
         self._inputs = inputs
         self._models = models
         self._chat = chat
+        self._messages = messages
         self._executor = executor
 
     async def tokenize(self, body: bytes) -> bytes:
@@ -47,6 +54,10 @@ class TokenizationService:
     async def detokenize(self, body: bytes) -> bytes:
         """The text of ids. Raises RequestError for ids outside the vocabulary."""
         return await self._executor.run(len(body), lambda: self._detokenize(body))
+
+    async def count_tokens(self, body: bytes) -> bytes:
+        """The number of prompt tokens of /v1/messages. Raises RequestError for an invalid body."""
+        return await self._executor.run(len(body), lambda: self._messages.count_tokens(body))
 
     def _tokenize(self, body: bytes) -> bytes:
         request, _ = TOKENIZE.decode(body, lenient=False)

@@ -19,6 +19,7 @@ class UsageCounter:
         self._tokens = [0] * choices
         self._started_choices = [False] * choices
         self._cached = 0
+        self._reasoning = 0
         self._num_proposed = 0
         self._num_accepted = 0
         self._n = n
@@ -32,6 +33,7 @@ class UsageCounter:
         """Count one update of choice `index`."""
         self._started_choices[index] = True
         self._tokens[index] += len(update.token_ids)
+        self._reasoning += update.num_reasoning
         self._num_proposed += update.num_proposed
         self._num_accepted += update.num_accepted
         # The sequences of one prompt share its tokens, so cached tokens count once per prompt.
@@ -56,8 +58,9 @@ class UsageCounter:
 
     def _details(self) -> CompletionTokensDetails | msgspec.UnsetType:
         if not self._num_proposed:
-            return msgspec.UNSET
-        return CompletionTokensDetails(self._num_accepted, self._num_proposed - self._num_accepted)
+            return CompletionTokensDetails(self._reasoning) if self._reasoning else msgspec.UNSET
+        rejected = self._num_proposed - self._num_accepted
+        return CompletionTokensDetails(self._reasoning, self._num_accepted, rejected)
 
     def _since_start(self, moment: float) -> float:
         return round(max(moment - self._started, 0.0), _DIGITS)

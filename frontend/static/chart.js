@@ -4,101 +4,102 @@ import { el, setText, svg } from "./dom.js";
 import * as format from "./format.js";
 import { HEIGHT, WIDTH, area, largest, line, nearest, niceTop, runs } from "./scale.js";
 
-const SPAN_S = 300;
+const MIN_SPAN_S = 60;
+const MAX_SPAN_S = 300;
+const STEPS = { ArrowLeft: -1, ArrowRight: 1, PageUp: -30, PageDown: 30 };
 
 /**
- * A card with a title, the current value and the chart.
- * `series`: [{label, read(point), kind}], the first one is the value shown; `show(value)` is its text;
- * `least`: the smallest top of the scale; `summary(points)`: the line below, while nothing is pointed at.
+ * A card with a title, the current value, the chart and a line with values.
+ *
+ * `series`: [{label, kind, read(point)}]; the first one is the value in the corner, and has an area.
+ * `show(value)`: the text of a value; `least`: the smallest top of the scale.
+ * `moved(at)`: called with the time that the pointer is at, and null when it leaves.
  */
 export class Chart {
   #options;
-  #points = [];
-  #shown = []; // those in the chart's span
-  #cursor = null; // index of the point under the pointer
+  #points = []; // those that are drawn, ascending
+  #range = null;
+  #cursor = null; // a time
 
   constructor(options) {
     this.#options = options;
-    this.#build();
-  }
-
-  #build() {
-    const { title, unit, series } = this.#options;
+    const { title, unit, series } = options;
     this.value = el("span", { class: "value num" }, format.NONE);
-    this.top = el("span", { class: "axis num" });
-    this.middle = el("span", { class: "axis half num" });
-    this.foot = el("p", { class: "foot num" });
-    this.fills = series.map(({ kind }) => svg("path", { class: `fill ${kind}` }));
-    this.lines = series.map(({ kind }) => svg("path", { class: `line ${kind}` }));
-    this.rule = svg("path", { class: "rule" });
-    const grid = svg("path", { class: "gridlines", d: `M0 0H${WIDTH}M0 ${HEIGHT / 2}H${WIDTH}M0 ${HEIGHT}H${WIDTH}` });
-    const box = { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", "aria-hidden": "true" };
-    this.drawing = svg("svg", box, grid, this.fills[0], ...this.lines.toReversed(), this.rule);
-    this.plot = el("div", { class: "plot", tabindex: "0", role: "img", "aria-label": title }, this.drawing, this.top, this.middle);
+    this.plot = this.#makePlot(title, series);
+    this.keys = series.map(({ label, kind }) => el("span", { class: `key ${kind}${series.length > 1 ? "" : " lone"}` }, el("i"), `${label} `, el("span")));
+    this.when = el("span", { class: "when" });
     this.element = el(
       "article", { class: "card chart" },
-      el("h2", {}, title), el("p", { class: "now" }, this.value, " ", el("span", { class: "unit" }, unit ?? "")),
-      this.plot, this.foot,
+      el("h2", {}, title), el("p", { class: "now" }, this.value, " ", el("span", { class: "unit" }, unit)),
+      this.plot, el("p", { class: "foot num" }, ...this.keys, this.when),
     );
-    this.plot.addEventListener("pointermove", (event) => this.#point(event));
-    this.plot.addEventListener("pointerleave", () => this.#move(null));
-    this.plot.addEventListener("blur", () => this.#move(null));
-    this.plot.addEventListener("keydown", (event) => this.#key(event));
+    this.plot.addEventListener("pointermove", (event) => this.#follow(event));
+    for (const end of ["pointerleave", "blur"]) this.plot.addEventListener(end, () => options.moved(null));
+    this.plot.addEventListener("keydown", (event) => this.#step(event));
   }
 
-  /** Show `points`, ascending; the last one is now. */
-  draw(points) {
-    this.#points = points;
+  #makePlot(title, series) {
+    this.fill = svg("path", { class: `fill ${series[0].kind}` });
+    this.lines = series.map(({ kind }) => svg("path", { class: `line ${kind}` }));
+    this.rule = svg("path", { class: "rule" });
+    this.top = el("span", { class: "axis num" });
+    this.middle = el("span", { class: "axis half num" });
+    const grid = svg("path", { class: "gridlines", d: `M0 0H${WIDTH}M0 ${HEIGHT / 2}H${WIDTH}M0 ${HEIGHT}H${WIDTH}` });
+    const box = { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", "aria-hidden": "true" };
+    const drawing = svg("svg", box, grid, this.fill, ...this.lines.toReversed(), this.rule);
+    return el("div", { class: "plot", tabindex: "0", role: "img", "aria-label": title }, drawing, this.top, this.middle);
+  }
+
+  /** Show `history`, ascending and not empty; its last point is now. */
+  draw(history) {
     const { series, show, least, title } = this.#options;
-    const to = points.at(-1).at;
-    const range = { from: to - SPAN_S, to };
-    const shown = points.filter((point) => point.at >= range.from);
-    this.#shown = shown;
-    range.top = niceTop(largest(shown.flatMap((point) => series.map(({ read }) => read(point)))), least);
-    series.forEach(({ read }, index) => this.lines[index].setAttribute("d", line(runs(shown, read, range))));
-    this.fills[0].setAttribute("d", area(runs(shown, series[0].read, range)));
-    setText(this.top, show(range.top));
-    setText(this.middle, show(range.top / 2));
-    const now = series[0].read(points.at(-1));
-    setText(this.value, now === null ? format.NONE : show(now));
-    this.plot.setAttribute("aria-label", `${title}: ${this.#read(points.at(-1))}`);
-    this.#caption();
+    const to = history.at(-1).at;
+    const span = Math.min(Math.max(to - history[0].at, MIN_SPAN_S), MAX_SPAN_S);
+    this.#points = history.filter((point) => point.at >= to - span);
+    const top = niceTop(largest(this.#points.flatMap((point) => series.map(({ read }) => read(point)))), least);
+    this.#range = { from: to - span, to, top };
+    const joined = series.map(({ read }) => runs(this.#points, read, this.#range));
+    joined.forEach((found, index) => this.lines[index].setAttribute("d", line(found)));
+    this.fill.setAttribute("d", area(joined[0]));
+    setText(this.top, show(top));
+    setText(this.middle, show(top / 2));
+    setText(this.value, this.#text(series[0].read(history.at(-1))));
+    const values = series.map(({ label, read }) => `${label} ${this.#text(read(history.at(-1)))}`);
+    this.plot.setAttribute("aria-label", `${title}: ${values.join(", ")}`);
+    this.point(this.#cursor);
   }
 
-  #read(point) {
-    const { series, show } = this.#options;
-    const text = (value) => (value === null ? format.NONE : show(value));
-    return series.map(({ label, read }) => `${label} ${text(read(point))}`).join("   ");
+  /** Show the values at a time; null: the current ones. */
+  point(at) {
+    this.#cursor = at;
+    if (!this.#range) return;
+    const { from, to } = this.#range;
+    const point = this.#points[at === null ? this.#points.length - 1 : nearest(this.#points, at)];
+    const x = ((point.at - from) / (to - from)) * WIDTH;
+    this.element.classList.toggle("pointed", at !== null);
+    this.rule.setAttribute("d", at === null ? "" : `M${x} 0V${HEIGHT}`);
+    this.#options.series.forEach(({ read }, index) => setText(this.keys[index].lastChild, this.#text(read(point))));
+    setText(this.when, at === null ? `last ${Math.round((to - from) / 60)} min` : format.time(point.at));
   }
 
-  #caption() {
-    const points = this.#points;
-    const point = this.#cursor === null ? points.at(-1) : points[Math.min(this.#cursor, points.length - 1)];
-    if (!point) return;
-    const x = WIDTH - ((points.at(-1).at - point.at) / SPAN_S) * WIDTH;
-    this.rule.setAttribute("d", this.#cursor === null ? "" : `M${x} 0V${HEIGHT}`);
-    const { summary } = this.#options;
-    setText(this.foot, this.#cursor === null ? summary(this.#shown) : `${format.time(point.at)}   ${this.#read(point)}`);
+  #text(value) {
+    return value === null ? format.NONE : this.#options.show(value);
   }
 
-  #move(index) {
-    this.#cursor = index;
-    this.#caption();
-  }
-
-  #point(event) {
-    if (!this.#points.length) return;
+  #follow(event) {
+    if (!this.#range) return;
     const box = this.plot.getBoundingClientRect();
-    const at = this.#points.at(-1).at - (1 - (event.clientX - box.left) / box.width) * SPAN_S;
-    this.#move(nearest(this.#points, at));
+    const { from, to } = this.#range;
+    this.#options.moved(from + ((event.clientX - box.left) / box.width) * (to - from));
   }
 
-  #key(event) {
-    const step = { ArrowLeft: -1, ArrowRight: 1, PageUp: -30, PageDown: 30 }[event.key];
-    if (event.key === "Escape") this.#move(null);
-    if (!step || !this.#points.length) return;
+  #step(event) {
+    if (event.key === "Escape") this.#options.moved(null);
+    const step = STEPS[event.key];
+    if (!step || !this.#range) return;
     event.preventDefault();
     const last = this.#points.length - 1;
-    this.#move(Math.max(0, Math.min((this.#cursor ?? last) + step, last)));
+    const from = this.#cursor === null ? last : nearest(this.#points, this.#cursor);
+    this.#options.moved(this.#points[Math.max(0, Math.min(from + step, last))].at);
   }
 }

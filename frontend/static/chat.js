@@ -12,12 +12,14 @@ export class Chat {
   #history = []; // messages as they are sent
   #running = null; // AbortController of the stream
   #layout = null;
+  #frame = null; // of the next drawing
   #pendingCalls = []; // tool calls of the last reply, with the fields for their results
 
   constructor() {
     this.list = byId("messages");
     this.prompt = byId("prompt");
     this.button = byId("send");
+    this.empty = byId("chat-empty");
     byId("composer").addEventListener("submit", (event) => {
       event.preventDefault();
       if (this.#running) this.#running.abort();
@@ -39,7 +41,7 @@ export class Chat {
     this.#layout = layout;
     if (layout.has_chat) return;
     setText(byId("chat-title"), "Complete");
-    setText(byId("chat-empty"), "This model has no chat template: it continues your text.");
+    setText(this.empty, "This model has no chat template: it continues your text.");
     for (const id of ["system", "tools"]) byId(id).disabled = true;
   }
 
@@ -47,8 +49,8 @@ export class Chat {
     this.#running?.abort();
     this.#history = [];
     this.#pendingCalls = [];
-    this.list.replaceChildren(byId("chat-empty") ?? el("p", { class: "empty", id: "chat-empty" }, "Ask the model something."));
-    byId("chat-empty").hidden = false;
+    this.list.replaceChildren(this.empty);
+    this.empty.hidden = false;
     this.prompt.focus();
   }
 
@@ -102,19 +104,28 @@ export class Chat {
       const path = this.#layout.has_chat ? "v1/chat/completions" : "v1/completions";
       const response = await post(path, body, this.#running.signal);
       for await (const { data } of eventsOf(response)) {
-        const done = reply.add(data);
-        this.#keepAtEnd(() => view.draw(reply));
-        if (done) break;
+        if (reply.add(data)) break;
+        this.#drawSoon(view, reply);
       }
     } catch (error) {
       stopped = error.name === "AbortError";
       if (!stopped) reply.error = error.message;
     }
     this.#running = null;
+    cancelAnimationFrame(this.#frame);
+    this.#frame = null;
     this.#showRunning(false);
     this.#keepAtEnd(() => view.finish(reply, stopped));
     if (reply.content || reply.calls.length) this.#history.push(reply.message);
     if (reply.finishReason === "tool_calls") this.#pendingCalls = view.askForResults(reply.calls);
+  }
+
+  /** Draw once a frame, however many chunks arrive. */
+  #drawSoon(view, reply) {
+    this.#frame ??= requestAnimationFrame(() => {
+      this.#frame = null;
+      this.#keepAtEnd(() => view.draw(reply));
+    });
   }
 
   #showRunning(running) {
@@ -125,7 +136,7 @@ export class Chat {
 
   #show(kind, text) {
     this.#keepAtEnd(() => {
-      byId("chat-empty")?.setAttribute("hidden", "");
+      this.empty.hidden = true;
       this.list.append(el("div", { class: `message ${kind}` }, text));
     }, true);
     while (this.list.children.length > MAX_MESSAGES) this.list.children[1].remove();
@@ -186,8 +197,13 @@ class ReplyView {
 
   #append(element, reply, name) {
     const more = reply[name].slice(this.#drawn[name]);
-    if (more) element.append(more);
     this.#drawn[name] = reply[name].length;
+    if (!more) return;
+    // An element for each paragraph: only the last one is laid out again.
+    const [first, ...others] = more.split(/(?<=\n)(?=\n)/);
+    if (!element.lastChild) element.append(el("p"));
+    element.lastChild.append(first);
+    for (const part of others) element.append(el("p", {}, part));
   }
 
   #drawCall(call, index) {

@@ -28,6 +28,7 @@ export function seconds(value) {
 export function percent(value) {
   if (value === null || value === undefined) return NONE;
   const shown = value * 100;
+  if (shown > 0 && shown < 0.1) return "< 0.1 %";
   return `${shown > 0 && shown < 10 ? shown.toFixed(1) : Math.round(shown)} %`;
 }
 

@@ -6,25 +6,21 @@ import { Chat } from "./chat.js";
 import { byId, setText } from "./dom.js";
 import * as format from "./format.js";
 import { drawCondition, drawEvents, drawFigures, drawHeader, drawRanks, drawRequests } from "./panels.js";
-import { largest } from "./scale.js";
 import { follow } from "./status.js";
 
+// One cursor for all charts: what happened at the same time is seen together.
+const moved = (at) => charts.forEach((chart) => chart.point(at));
 const tokens = (title, field) =>
   new Chart({
-    title, unit: "tokens/s", show: format.short, least: 10,
+    title, unit: "tokens/s", show: format.short, least: 10, moved,
     series: [{ label: "tokens/s", kind: field, read: (point) => point[field] }],
-    summary: (points) => `peak ${format.short(largest(points.map((point) => point[field])))}   last 5 minutes`,
   });
 const latency = (title, field, least) =>
   new Chart({
-    title, unit: "median", show: format.seconds, least,
+    title, unit: "median", show: format.seconds, least, moved,
     series: ["p50", "p90", "p99"].map((label, index) => ({
       label, kind: `latency ${label}`, read: (point) => point[field]?.[index] ?? null,
     })),
-    summary: (points) => {
-      const [, p90, p99] = points.at(-1)[field] ?? [null, null, null];
-      return `p90 ${format.seconds(p90)}   p99 ${format.seconds(p99)}   last 5 minutes`;
-    },
   });
 const charts = [
   tokens("Decode", "decode"),
@@ -55,6 +51,7 @@ function lost(reason, wait) {
 function unlock() {
   byId("lock").hidden = true;
   byId("main").hidden = false;
+  byId("jump").hidden = false;
   byId("forget").hidden = !key.get();
 }
 
@@ -62,6 +59,7 @@ async function lock(error) {
   byId("lock").hidden = false;
   byId("main").hidden = true;
   byId("forget").hidden = true;
+  byId("jump").hidden = true;
   drawCondition("locked");
   setText(byId("lock-error"), key.get() ? error.message : "");
   key.forget();

@@ -21,7 +21,7 @@ export function layoutText(layout) {
     layout.prefix_caching ? "prefix cache" : null,
     layout.num_frontends > 1 ? `${layout.num_frontends} frontends` : null,
     `ATOM ${layout.version}`,
-  ].filter(Boolean).join("  ·  ");
+  ].filter(Boolean).map((part) => part.replaceAll(" ", "\u00a0")).join("  ·  ");
 }
 
 export function drawHeader(status) {
@@ -43,7 +43,7 @@ const FIGURES = [
   ["Running", ({ tick, layout }) => [format.count(tick.point.running), `of ${format.count(layout.max_num_seqs * tick.ranks.length)}`]],
   ["Waiting", ({ tick, layout }) => [format.count(tick.point.waiting), `of ${format.count(layout.max_queued_requests)}`]],
   ["KV in use", ({ tick }) => [format.percent(ratio(tick.ranks, "kv_used", "kv_total")), `${format.percent(ratio(tick.ranks, "kv_cached", "kv_total"))} cached`]],
-  ["Prefix hits", ({ tick }) => [format.percent(ratio(tick.ranks, "prefix_hits", "prefix_queries")), "of prompt tokens"]],
+  ["Prefix hits", ({ tick }) => [format.percent(ratio(tick.ranks, "prefix_hits", "prefix_queries")), "of prompts"]],
   ["Finished", ({ tick }) => [format.short(sum(Object.values(tick.finished))), `${format.short(tick.finished.error ?? 0)} failed`]],
   ["Refused", ({ tick }) => [format.short(tick.refused), "with 429"]],
 ];
@@ -85,13 +85,14 @@ function drawRank(element, rank) {
   const cells = kvCells(rank.kv_used, rank.kv_cached, rank.kv_total, CELLS_WIDE * CELLS_HIGH);
   const ends = [cells.used, cells.used + cells.cached, CELLS_WIDE * CELLS_HIGH];
   [...map.children].forEach((path, index) => path.setAttribute("d", squares(index ? ends[index - 1] : 0, ends[index])));
+  const preempted = rank.preemptions ? `  ·  ${format.counted(rank.preemptions, "preemption")}` : "";
   const blocks = rank.kv_total
     ? `${format.count(rank.kv_used)} used, ${format.count(rank.kv_cached)} cached of ${format.counted(rank.kv_total, "KV block")}`
     : "";
   map.setAttribute("aria-label", blocks || "no figures");
   setText(figures, rank.state === "ready" ? rankFigures(rank) : rank.reason || "no reason known");
   figures.title = rank.reason;
-  setText(foot, blocks);
+  setText(foot, blocks + preempted);
 }
 
 function rankFigures(rank) {
@@ -100,7 +101,6 @@ function rankFigures(rank) {
     `${rank.waiting} waiting`,
     `${format.short(rank.decode)} tokens/s`,
     rank.draft_tokens ? `${format.percent(rank.accepted_tokens / rank.draft_tokens)} of drafts accepted` : null,
-    rank.preemptions ? format.counted(rank.preemptions, "preemption") : null,
   ].filter(Boolean).join("  ·  ");
 }
 

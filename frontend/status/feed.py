@@ -153,8 +153,8 @@ class StatusFeed:
             decode=sum(rank.decode for rank in ranks),
             running=sum(rank.running for rank in ranks),
             waiting=sum(rank.waiting for rank in ranks),
-            ttft=self._ttft.move(engine.time_to_first_token for engine in engines),
-            inter_token=self._inter_token.move(engine.inter_token for engine in engines),
+            ttft=self._ttft.move([engine.time_to_first_token for engine in engines]),
+            inter_token=self._inter_token.move([engine.inter_token for engine in engines]),
         )
 
     def _publish(self, tick: Tick) -> None:

@@ -1,7 +1,7 @@
 """Percentiles of the last seconds, from histograms that only grow."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import accumulate
 
 from frontend.metrics import Histogram
@@ -16,21 +16,17 @@ class Window:
     """The values that were observed in the last `length` calls of `move`."""
 
     def __init__(self, length: int):
-        self._counts: deque[list[int]] = deque(maxlen=length + 1)
+        self._totals: deque[list[int]] = deque(maxlen=length + 1)
 
-    def move(self, histograms: Iterable[Histogram]) -> Quantiles | None:
+    def move(self, histograms: Sequence[Histogram]) -> Quantiles | None:
         """The percentiles of the values since `length` calls ago; `histograms` have the same bounds."""
-        total: Histogram | None = None
-        for histogram in histograms:
-            if total is None:
-                total = Histogram(histogram.bounds, list(histogram.counts))
-            else:
-                total.add(histogram)
-        self._counts.append([] if total is None else total.counts)
-        if total is None:
+        total = list(map(sum, zip(*(histogram.counts for histogram in histograms), strict=True)))
+        self._totals.append(total)
+        if not total:
             return None
-        before = self._counts[0] or [0] * len(total.counts)  # there was no engine then
-        return quantiles(total.bounds, [now - then for now, then in zip(total.counts, before, strict=True)])
+        before = self._totals[0] or [0] * len(total)  # there was no engine then
+        new = [now - then for now, then in zip(total, before, strict=True)]
+        return quantiles(histograms[0].bounds, new)
 
 
 def quantiles(bounds: list[float], counts: list[int]) -> Quantiles | None:

@@ -1,7 +1,8 @@
 """MORI, AMD's all-to-all library, as a form of dispatch; imported on ROCm only, when it is chosen."""
 
+from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,6 +11,10 @@ from torch.nn import functional
 from parallel.expert.all_to_all import owners
 from parallel.expert.dispatch import PlannedDispatch, RoutedTokens
 from parallel.mesh import Mesh
+from parallel.rendezvous import MeetingPoint
+
+if TYPE_CHECKING:
+    from mori.ops import EpDispatchCombineOp
 
 _UNIQUE_ID = "mori_unique_id"
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -39,7 +44,7 @@ class MoriDispatch(PlannedDispatch):
         super().__init__(mesh)
         self._mesh = mesh
         self._max_share = -(-max_tokens // mesh.tp.size)
-        self._op: Any = None
+        self._op: EpDispatchCombineOp | None = None
 
     def local_experts(self, num_experts: int) -> tuple[int, int]:
         """Raises ValueError unless every rank has the same number of experts."""
@@ -74,22 +79,26 @@ class MoriDispatch(PlannedDispatch):
 
     def combine(self, out_MD: Tensor) -> Tensor:
         tokens, share, ids_SJ = self._last
+        assert self._op is not None, "set by the dispatch before"
         # The experts have applied the weights.
         sums, _ = self._op.combine(input=out_MD.contiguous(), weights=None, indices=ids_SJ)
         return functional.pad(sums[: len(ids_SJ)], (0, 0, share.start, tokens - share.stop))
 
-    def _open(self, x_TD: Tensor, chosen: int, num_experts: int) -> Any:
+    def _open(self, x_TD: Tensor, chosen: int, num_experts: int) -> "EpDispatchCombineOp":
         """MORI's op for this model; every rank calls this in its first step."""
         if x_TD.dtype not in _DTYPES:
             raise ValueError(f"MORI sends no {x_TD.dtype}; use --dtype bfloat16")
         import mori.ops
-        import mori.shmem
 
-        self._join(mori.shmem)
+        assert self._mesh.meeting is not None, "several ranks have met"
+        _join(self._mesh.meeting, self.ep.rank, self.ep.size)
         gpus = torch.cuda.device_count()
-        one_node = self.ep.size <= gpus
-        blocks, warps, rdma_blocks = _ONE_NODE if one_node else _NODES
-        kinds = mori.ops.EpDispatchCombineKernelType
+        if self.ep.size <= gpus:
+            kernels = mori.ops.EpDispatchCombineKernelType.IntraNode
+            blocks, warps, rdma_blocks = _ONE_NODE
+        else:
+            kernels = mori.ops.EpDispatchCombineKernelType.InterNodeV1
+            blocks, warps, rdma_blocks = _NODES
         config = mori.ops.EpDispatchCombineConfig(
             data_type=x_TD.dtype,
             rank=self.ep.rank,
@@ -103,21 +112,26 @@ class MoriDispatch(PlannedDispatch):
             num_experts_per_token=chosen,
             warp_num_per_block=warps,
             block_num=_blocks(blocks, x_TD.device),
-            kernel_type=kinds.IntraNode if one_node else kinds.InterNodeV1,
+            kernel_type=kernels,
             gpu_per_node=min(self.ep.size, gpus),
             rdma_block_num=rdma_blocks,
         )
         return mori.ops.EpDispatchCombineOp(config=config)
 
-    def _join(self, shmem: Any) -> None:
-        """Join the symmetric memory of all ranks, once in a process; its id travels by the ranks' store."""
-        assert self._mesh.meeting is not None, "several ranks have met"
-        store = self._mesh.meeting.store
-        if self.ep.rank == 0:
-            store.set(_UNIQUE_ID, shmem.shmem_get_unique_id())
-        shmem.shmem_init_attr(
-            shmem.MORI_SHMEM_INIT_WITH_UNIQUEID, self.ep.rank, self.ep.size, store.get(_UNIQUE_ID)
-        )
+
+@cache
+def _join(meeting: MeetingPoint, rank: int, ranks: int) -> None:
+    """Join the symmetric memory of all ranks, once in a process; its id travels by the ranks' store."""
+    import mori.shmem
+
+    if rank == 0:
+        meeting.store.set(_UNIQUE_ID, mori.shmem.shmem_get_unique_id())
+    mori.shmem.shmem_init_attr(
+        flags=mori.shmem.MORI_SHMEM_INIT_WITH_UNIQUEID,
+        rank=rank,
+        nranks=ranks,
+        unique_id=meeting.store.get(_UNIQUE_ID),
+    )
 
 
 def _blocks(wanted: int, device: torch.device) -> int:

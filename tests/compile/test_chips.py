@@ -1,5 +1,6 @@
 """Every kernel compiles for the GPUs it supports, without such a GPU: the shapes of three models."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,6 +18,7 @@ from atom_ops.ops.latent_cache import LatentNorms, make_latent_layer
 from atom_ops.ops.linear import BATCH_INVARIANT
 from atom_ops.ops.qkv import HeadNorms
 from atom_ops.ops.sparse_attention import TopKIndices
+from atom_ops.ops.token_shard import TokenShard
 from tests.helpers.chips import CHIPS, compiling_for
 from tests.helpers.op_cases import changed
 
@@ -105,6 +107,14 @@ def latent_attention(heads: int, split_tokens: int) -> None:
                 q_THK = absorb.function(q_THE, expansion[:, :nope], *turn, True)
                 expand.function(q_THK[..., :latent], expansion[:, nope:])
             run("latent_attention", q_THK, cache, plan, 0.1)
+            part = replace(cache, shard=TokenShard(3, 8))
+            run("norm_and_write_latents", latents, norms, *turn, part, slots, True)
+            run("partial_latent_attention", q_THK, part, plan, 0.1)
+            run(
+                "merge_partials",
+                tensor(8, tokens, heads // 8, latent),
+                tensor(8, tokens, heads // 8, dtype=torch.float32),
+            )
             run("prompt_attention", q_THE, q_THE, tensor(tokens, heads, value), plan, 0.1)
 
 

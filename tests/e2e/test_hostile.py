@@ -46,12 +46,13 @@ def check(path: str, sent: bytes, status: int, received: bytes) -> None:
     assert not INTERNALS.search(text), where
     if status != 200:
         assert 400 <= status < 500, where
-        assert set(json.loads(text)["error"]) == {"message", "type", "param", "code"}, where
+        more = set() if path.startswith("/v1/messages") else {"param", "code"}
+        assert set(json.loads(text)["error"]) == {"message", "type"} | more, where
         return
-    for event in text.split("\n\n") if text.startswith("data: ") else [text]:
+    for event in text.split("\n\n") if text.startswith(("data: ", "event: ")) else [text]:
         if event and event != "data: [DONE]":
-            answer = json.loads(event.removeprefix("data: "))
-            assert answer.keys() & {"choices", "tokens", "prompt"}, where
+            answer = json.loads(event[event.find("{") :])
+            assert answer.keys() & {"choices", "tokens", "prompt", "type", "output", "input_tokens"}, where
 
 
 async def drive(session: aiohttp.ClientSession, bodies: Iterator[tuple[str, bytes]]) -> Counter[int]:

@@ -11,7 +11,7 @@ from atom_ops import AttentionPlan, backend
 from atom_ops.op import REGISTRY
 from atom_ops.ops.kv_cache import FP8
 from atom_ops.ops.linear import BATCH_INVARIANT
-from tests.helpers.latent_step import CPU, LatentStep
+from tests.helpers.latent_step import CPU, LatentStep, exchanged, parts
 from tests.helpers.paged_step import STEPS
 
 GPU = torch.device("cuda", 0)
@@ -64,6 +64,19 @@ def test_float8_cache(dtype: torch.dtype, heads: int) -> None:
     plan = atom_ops.plan_attention(step.query_lens, step.context_lens, step.table, CPU)
     wanted = atom_ops.latent_attention.reference(step.q.float().cpu(), cache, plan, step.scale)
     torch.testing.assert_close(step.run().float().cpu(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize(("query_lens", "context_lens"), STEPS.values(), ids=STEPS)
+def test_parts_of_ranks_merge(
+    query_lens: list[int], context_lens: list[int], ranks: int, dtype: torch.dtype
+) -> None:
+    """Ranks that split the tokens, one after another; 16 heads on each."""
+    heads, blocks = 16 * ranks, 16 * ranks
+    step = LatentStep(query_lens, context_lens, heads, DEEPSEEK, blocks, dtype, device=GPU)
+    merged = exchanged(parts(step, ranks), dtype).double().cpu()
+    torch.testing.assert_close(merged, step.expected(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("heads", [16, 128])

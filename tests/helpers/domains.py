@@ -21,9 +21,9 @@ SLEEP = "import time; time.sleep(60)"
 CHECKPOINT = Checkpoint("", "LlamaForCausalLM", "llama", {}, "float32", 64, max_model_len=100)
 
 
-def add_child(life: Life, name: str, code: str, label: str | None = None) -> Child:
+def add_child(life: Life, name: str, code: str) -> Child:
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
-    life.children[name] = Child(name, label or name, process)
+    life.children[name] = Child(name, process)
     return life.children[name]
 
 

@@ -1,5 +1,6 @@
 """Checks run by every rank of one process group: each form of dispatch against the experts of one process."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -7,16 +8,18 @@ import torch
 from torch import Tensor
 
 from atom_ops import ExpertWeights, experts
-from parallel.communicator import Communicator
 from parallel.expert import ExpertDispatch
 from parallel.expert.all_to_all import AllToAllDispatch
 from parallel.expert.choose import ChosenDispatch, Crossovers
 from parallel.expert.gather import GatherDispatch
+from parallel.expert.mori import MoriDispatch
 from parallel.expert.padded import PaddedDispatch
 from parallel.mesh import Mesh
+from tests.helpers.simulated_mori import install
 
 D, F = 16, 8
 RANDOM_CASES = 6
+MOST_TOKENS = 9
 
 
 @dataclass(frozen=True)
@@ -30,19 +33,25 @@ class Case:
 
 def meshes(mesh: Mesh) -> dict[str, Mesh]:
     """The meshes that the groups of one of 2 x 2 ranks can form, by their tp x dp."""
-    one, device = Communicator(), mesh.device
+    device, meeting = mesh.device, mesh.meeting
     return {
         "2x2": mesh,
-        "4x1": Mesh(device, tp=mesh.ep, ep=mesh.ep),
-        "1x4": Mesh(device, dp=mesh.ep, ep=mesh.ep),
-        "2x1": Mesh(device, tp=mesh.tp, ep=mesh.tp, dp=one),
-        "1x2": Mesh(device, dp=mesh.tp, ep=mesh.tp, tp=one),
+        "4x1": Mesh(device, tp=mesh.ep, ep=mesh.ep, meeting=meeting),
+        "1x4": Mesh(device, dp=mesh.ep, ep=mesh.ep, meeting=meeting),
+        "2x1": Mesh(device, tp=mesh.tp, ep=mesh.tp, meeting=meeting),
+        "1x2": Mesh(device, dp=mesh.tp, ep=mesh.tp, meeting=meeting),
     }
 
 
-def forms(mesh: Mesh) -> list[ExpertDispatch]:
-    chosen = ChosenDispatch(mesh, Crossovers(padded=6, all_to_all=12))
-    return [GatherDispatch(mesh), PaddedDispatch(mesh), AllToAllDispatch(mesh), chosen]
+def forms(mesh: Mesh, case: "Case") -> Iterator[ExpertDispatch]:
+    """The forms that can spread the case's experts."""
+    yield GatherDispatch(mesh)
+    yield PaddedDispatch(mesh)
+    yield AllToAllDispatch(mesh)
+    yield ChosenDispatch(mesh, Crossovers(padded=6, all_to_all=12))
+    if case.experts % mesh.ep.size == 0:
+        install(mesh)
+        yield MoriDispatch(mesh, MOST_TOKENS)
 
 
 def cases(dp: int) -> Iterator[Case]:
@@ -61,11 +70,11 @@ def cases(dp: int) -> Iterator[Case]:
     yield Case([5] * dp, 7, [torch.full((5, 1), 6) for _ in range(dp)])  # all tokens to one expert
     yield case([0] * (dp - 1) + [3], 7, 3)
     yield case([0] * dp, 7, 3)
-    yield case([9, *range(1, dp)], 8, 8)
+    yield case([MOST_TOKENS, *range(1, dp)], 8, 8)
     yield case([4] * dp, 4, 2, padded=1.0)
     for _ in range(RANDOM_CASES):
         experts = number(4, 11)
-        yield case([number(0, 9) for _ in range(dp)], experts, number(1, experts), number(0, 2) / 4)
+        yield case([number(0, MOST_TOKENS) for _ in range(dp)], experts, number(1, experts), number(0, 2) / 4)
 
 
 def weights_of(count: int) -> ExpertWeights:
@@ -76,17 +85,18 @@ def weights_of(count: int) -> ExpertWeights:
     return ExpertWeights(gate_up, down, *biases, complete=False)
 
 
-def check(mesh: Mesh) -> int:
-    """Runs every form on every mesh; returns the number of comparisons. Raises AssertionError."""
-    compared = 0
+def check(mesh: Mesh) -> Counter[str]:
+    """Runs every form on every mesh; returns the comparisons of each form. Raises AssertionError."""
+    compared: Counter[str] = Counter()
     for name, each in meshes(mesh).items():
         for number, case in enumerate(cases(each.dp.size)):
-            for dispatch in forms(each):
+            for dispatch in forms(each, case):
+                form = type(dispatch).__name__
                 try:
                     _check(dispatch, each, case)
                 except Exception as error:
-                    raise AssertionError(f"mesh {name}, {type(dispatch).__name__}, case {number}") from error
-                compared += 1
+                    raise AssertionError(f"mesh {name}, {form}, case {number}") from error
+                compared[form] += 1
     return compared
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from frontend.schemas.chat import CHAT
 from frontend.schemas.completions import COMPLETIONS
+from frontend.schemas.messages import COUNT, MESSAGES
+from frontend.schemas.responses import RESPONSES
 from frontend.schemas.tokenization import DETOKENIZE, TOKENIZE
 
 _DEEP = 3000
@@ -25,6 +27,11 @@ NASTY = [
     '[{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}]',
     '[{"role": "user", "content": "x"}, {"role": "user", "content": null}]',
     '[{"role": "user"}]',
+    '[{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{"a": 1}]}]}]',
+    '[{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {"a": []}}]}]',
+    '[{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{"}, {"type": "reasoning"}]',
+    '[{"type": "function_call_output", "call_id": "a", "output": [{"type": "input_text", "text": "x"}]}]',
+    '[{"name": "f", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}]',
     '[{"content": "x"}]',
     '[{"role": 5, "content": "x"}]',
     '[{"role": "assistant", "content": "x", "tool_calls": [{"function": {"arguments": "{"}}]}]',
@@ -48,10 +55,13 @@ def _target(path: str, schema: object, **base: object) -> Target:
 TARGETS = [
     _target("/v1/completions", COMPLETIONS, prompt="one two", max_tokens=2),
     _target("/v1/chat/completions", CHAT, messages=[{"role": "user", "content": "hi"}], max_tokens=2),
+    _target("/v1/messages", MESSAGES, messages=[{"role": "user", "content": "hi"}], max_tokens=2),
+    _target("/v1/responses", RESPONSES, input="hi", max_output_tokens=2),
+    _target("/v1/messages/count_tokens", COUNT, messages=[{"role": "user", "content": "hi"}]),
     _target("/tokenize", TOKENIZE, prompt="one two"),
     _target("/detokenize", DETOKENIZE, tokens=[5, 6]),
 ]
-_WEIGHTS = [5, 5, 1, 1]
+_WEIGHTS = [5, 5, 3, 3, 1, 1, 1]
 
 
 def hostile_bodies(seed: int, count: int) -> Iterator[tuple[str, bytes]]:

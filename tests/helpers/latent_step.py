@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 import atom_ops
-from atom_ops import LatentLayer
+from atom_ops import LatentLayer, TokenShard
 from atom_ops.ops.kv_cache import FP8
 
 CPU = torch.device("cpu")
+_STALE = 1e4
 
 
 class LatentStep:
@@ -86,3 +87,28 @@ class LatentStep:
             out.append(torch.einsum("hqc,cl->qhl", weights, rows[:, : self.latent]))
             first += count
         return torch.cat(out)
+
+
+def sharded(step: LatentStep, shard: TokenShard) -> LatentLayer:
+    """The rank's cache of the step; `step` has blocks for all ranks. Everything else in it is stale."""
+    blocks, size, width = step.cache.rows.shape
+    rows = step.cache.rows.new_full((blocks, size // shard.ranks, width), _STALE)
+    own_T = shard.own_slots(step.slots)
+    stored, own = own_T[own_T >= 0].to(step.device), step.slots[own_T >= 0].to(step.device)
+    rows.flatten(0, 1)[stored] = step.cache.rows.flatten(0, 1)[own]
+    return replace(step.cache, rows=rows, shard=shard)
+
+
+def parts(step: LatentStep, ranks: int, split_tokens: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(out, lse) of every rank."""
+    caches = [sharded(step, TokenShard(rank, ranks)) for rank in range(ranks)]
+    plan = step.plan(split_tokens)
+    return [atom_ops.partial_latent_attention(step.q, cache, plan, step.scale) for cache in caches]
+
+
+def exchanged(found: list[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:
+    """Attention of all heads, merged by the ranks that own them."""
+    ranks = len(found)
+    sent = [atom_ops.pack_partials(out.to(dtype), lse, ranks) for out, lse in found]
+    received = [torch.stack([message[rank] for message in sent]) for rank in range(ranks)]
+    return torch.cat([atom_ops.merge_partials(*atom_ops.unpack_partials(each)) for each in received], 1)

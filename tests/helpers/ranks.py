@@ -47,17 +47,17 @@ class Ranks:
         )  # fmt: skip
         self._children.append(child)
 
-    def finish(self) -> list[tuple[int, str, str]]:
-        """(exit status, standard output, standard error) of each."""
+    def finish(self, deadline: float = DEADLINE_S) -> list[tuple[int, str, str]]:
+        """(exit status, standard output, standard error) of each; `deadline` in seconds."""
         ends = []
         for child in self._children:
-            out, err = child.communicate(timeout=DEADLINE_S)
+            out, err = child.communicate(timeout=deadline)
             ends.append((child.returncode, out, err))
         return ends
 
-    def outputs(self) -> list[str]:
+    def outputs(self, deadline: float = DEADLINE_S) -> list[str]:
         """The standard output of each; every one must end well, and without a warning."""
-        ends = self.finish()
+        ends = self.finish(deadline)
         assert all((status, err) == (0, "") for status, _, err in ends), ends
         return [out for _, out, _ in ends]
 

@@ -61,7 +61,7 @@ class Server:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.log.append(line)
-            if found := re.search(r"ready .*(http://\S+)", line):
+            if found := re.search(r"ready .*(https?://\S+)", line):
                 self.url = found[1]
                 self._ready.set()
 

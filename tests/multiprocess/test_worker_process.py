@@ -198,24 +198,6 @@ def test_two_ranks_sample_the_same_tokens_as_one(checkpoint: Checkpoint, tmp_pat
     assert ("Loading weights", True) in phases and ("Warming up", True) in phases
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "glm4-moe"])
-def test_experts_spread_over_two_ranks_sample_the_same_tokens(name: str, tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    checkpoint = save_tiny(tiny(name), tmp_path / "model")[1]
-    with started(engine_config(tp=1), checkpoint, tmp_path / "one") as workers:
-        (whole,) = workers.start()
-        expected = run(workers)
-    config = engine_config(tp=2)
-    spread = replace(config, parallel=replace(config.parallel, enable_expert_parallel=True))
-    with started(spread, checkpoint, tmp_path / "two") as workers:
-        parts = workers.start()
-        assert run(workers) == expected
-        workers.send(Shutdown())
-        assert workers.exit_statuses() == [0, 0]
-    assert len({token for ids in expected for token in ids}) >= 16
-    assert sum(part.weight_bytes for part in parts) < 1.2 * whole.weight_bytes
-
-
 def test_sigterm_ends_a_worker_with_status_zero(checkpoint: Checkpoint, tmp_path: Path) -> None:
     with started(engine_config(), checkpoint, tmp_path / "run") as workers:
         workers.start()

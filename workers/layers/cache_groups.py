@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from atom_ops import StateShape
+from atom_ops import ALL_TOKENS, StateShape, TokenShard
 from workers.layers.attention import KVGroup
 
 
 @dataclass(frozen=True, slots=True)
 class LatentGroup:
-    """MLA layers: one cached row per token for all heads, the same on every rank."""
+    """MLA layers: one cached row per token for all heads, on every rank unless `shard` splits them."""
 
     layers: Sequence[int]
     latent_width: int
@@ -17,6 +17,8 @@ class LatentGroup:
     index_width: int = 0
     indexed: Sequence[int] = ()
     """The layers with an indexer: they also cache an index key of `index_width` numbers per token."""
+    shard: TokenShard = ALL_TOKENS
+    """The tokens that this rank caches."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,10 @@ class BuildContext:
     tp: Communicator
     max_positions: int
     """Length of the longest sequence: the size of the RoPE tables."""
+    dcp: Communicator = field(default_factory=Communicator)
+    """Ranks of the tensor-parallel group that split the latent KV cache by tokens."""
     block_size: int = 16
-    """Tokens of a KV block."""
+    """Tokens of a KV block on a rank."""
     kv_dtype: torch.dtype | None = None
     """Of cached keys and values; None: `dtype`."""
     dispatch: ExpertDispatch = field(default_factory=LocalDispatch)

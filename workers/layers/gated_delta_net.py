@@ -55,7 +55,7 @@ class DeltaArgs:
             )
         if build.tp.size > self.key_heads:
             raise ValueError(
-                f"tensor_parallel_size {build.tp.size} does not fit {self.key_heads} key heads of linear "
+                f"--tensor-parallel-size {build.tp.size} does not fit {self.key_heads} key heads of linear "
                 f"attention: it must be at most {self.key_heads}"
             )
         keys = tp_range(self.key_heads, build)

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from atom.utils import envs
-from atom_ops import RoutingRule
+from atom_ops import RoutingRule, TokenShard
 from workers.layers.context import BuildContext
 from workers.layers.decoder import DecoderArgs, DecoderLM, FeedForward, GatedMLP, TokenMixers, common_fields
 from workers.layers.mla import LATENT_MODULES, LatentArgs, LatentAttention, latent_groups
 from workers.layers.moe import MoE, MoEArgs
+from workers.layers.sharded_mla import ShardedLatentAttention
 from workers.layers.sparse_mla import IndexerArgs, sparse_token_mixers
 
 _DEFAULTS = {
@@ -60,7 +61,9 @@ class LatentDecoderLM(DecoderLM):
         _check_supported(config)
         args = decoder_args(config)
         latent = latent_args(config)
-        token_mixers = sparse_token_mixers(latent, indexer) if indexer else _token_mixers(latent, args)
+        token_mixers = (
+            sparse_token_mixers(latent, indexer, build) if indexer else _token_mixers(latent, args, build)
+        )
         moe = moe_args(config, rule, correction_bias)
 
         def mlp(layer: int, at: BuildContext) -> FeedForward:
@@ -175,9 +178,10 @@ def _check_supported(config: Mapping[str, Any]) -> None:
     check_value(config, "moe_layer_freq", 1)
 
 
-def _token_mixers(latent: LatentArgs, args: DecoderArgs) -> TokenMixers:
-    groups = latent_groups(latent, args.num_hidden_layers)
-    return TokenMixers(groups, lambda layer, at: LatentAttention(latent, layer, groups, at.at("self_attn")))
+def _token_mixers(latent: LatentArgs, args: DecoderArgs, build: BuildContext) -> TokenMixers:
+    groups = latent_groups(latent, args.num_hidden_layers, TokenShard(build.dcp.rank, build.dcp.size))
+    kind = LatentAttention if build.dcp.size == 1 else ShardedLatentAttention
+    return TokenMixers(groups, lambda layer, at: kind(latent, layer, groups, at.at("self_attn")))
 
 
 def _has_experts(config: Mapping[str, Any], layer: int) -> bool:

@@ -26,7 +26,7 @@ def tp_range(total: int, build: BuildContext, unit: int = 1) -> ShardRange:
     if unit > 1 and blocks < build.tp.size:
         raise ValueError(
             f"{build.prefix}: {total} features are {blocks} blocks of {unit}, too few for "
-            f"tensor_parallel_size {build.tp.size}: use at most {blocks}"
+            f"--tensor-parallel-size {build.tp.size}: use at most {blocks}"
         )
     start, size = split(blocks, build.tp.size, build.tp.rank)
     return ShardRange(total, start * unit, min((start + size) * unit, total) - start * unit)

@@ -22,6 +22,7 @@ from atom_ops import (
     LatentLayer,
     LatentNorms,
     Quantized,
+    TokenShard,
     TopKIndices,
     absorb_queries,
     expand_values,
@@ -77,7 +78,7 @@ class LatentArgs:
 
 
 class LatentAttention(nn.Module):
-    """Latents are replicated on every rank; heads are sharded."""
+    """Latents are replicated on every rank; heads are sharded. See also `sharded_mla`."""
 
     name_on_disk = "self_attn"
 
@@ -189,10 +190,14 @@ class LatentAttention(nn.Module):
         cos_sin, interleaved = (rotation.cos_T1R, rotation.sin_T1R), self._args.interleaved
         q_THK = absorb_queries(q_THE, key_HNC, *cos_sin, interleaved)
         if topk_indices is None:
-            sum_THC = latent_attention(q_THK, cache, plan, self._args.scale)
+            sum_THC = self.attend_latents(q_THK, cache, plan)
         else:
             sum_THC = sparse_latent_attention(q_THK, cache, topk_indices, self._args.scale)
         return expand_values(sum_THC, value_HVC)
+
+    def attend_latents(self, q_THK: torch.Tensor, cache: LatentLayer, plan: AttentionPlan) -> torch.Tensor:
+        """Each head's weighted sum of latents [T, H, C], for absorbed queries."""
+        return latent_attention(q_THK, cache, plan, self._args.scale)
 
     def _expanded(
         self, q_THE: torch.Tensor, rotation: Rotation, cache: LatentLayer, group: GroupContext
@@ -237,6 +242,6 @@ class LatentExpansion(WeightedLayer):
         return key_HNC, value_HVC
 
 
-def latent_groups(args: LatentArgs, layers: int) -> list[CacheGroup]:
+def latent_groups(args: LatentArgs, layers: int, shard: TokenShard) -> list[CacheGroup]:
     """One group with all layers."""
-    return [LatentGroup(range(layers), args.kv_lora_rank, args.rope_dim)]
+    return [LatentGroup(range(layers), args.kv_lora_rank, args.rope_dim, shard=shard)]

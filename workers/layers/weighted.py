@@ -197,7 +197,7 @@ def check_blocks(scheme: Scheme, shards: Sequence[ShardSpec], build: BuildContex
         what, unit, kept = _DIMS[shard.dim], scheme.unit[shard.dim], shard.kept
         if kept.cuts(unit):
             raise ValueError(
-                f"{build.prefix}: with tensor_parallel_size {build.tp.size} this rank would keep "
+                f"{build.prefix}: with --tensor-parallel-size {build.tp.size} this rank would keep "
                 f"{what} {kept.start} to {kept.start + kept.size} of {kept.total}, which cuts a block of "
                 f"{unit} ({scheme.name}): use a size for which each rank keeps a multiple of {unit}"
             )

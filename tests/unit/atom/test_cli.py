@@ -149,7 +149,6 @@ def test_neutral_values_are_accepted(args: list[str]) -> None:
 
 
 def test_bare_switches_of_missing_features_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "not supported yet" in refused(capsys, "--enable-dp-attention")
     assert "chunked prefill is always on" in refused(capsys, "--no-enable_chunked_prefill")
 
 

@@ -3,7 +3,7 @@
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
-from atom.benchmarks.decode_step import Kernel, kernels_of
+from atom.benchmarks.decode_step_rank import Kernel, kernels_of
 
 
 def event(name: str, begin_us: float, end_us: float, stream: int = 7, **more: object) -> FunctionEvent:

@@ -9,6 +9,7 @@ import pytest
 from atom.config.checkpoint import Checkpoint
 from atom.config.cli import engine_config_from_kwargs
 from atom.config.fields import ConfigError
+from atom.config.parallel import ParallelConfig
 from atom.config.resolve import DeviceCapabilities, Resolved, resolve
 
 CHECKPOINT = Checkpoint(
@@ -63,7 +64,54 @@ def test_expert_parallelism_needs_as_many_experts_as_workers() -> None:
     with pytest.raises(ConfigError, match="--enable-expert-parallel: llama has no experts; omit the flag"):
         resolved(CPU, tensor_parallel_size=2, **options)
     (note,) = resolved(CPU, experts, **options).notes
-    assert note == "--enable-expert-parallel has no effect: one worker has all experts; it acts with -tp"
+    assert (
+        note == "--enable-expert-parallel has no effect: one worker has all experts; it acts with -tp or -dp"
+    )
+
+
+def test_attention_per_worker_makes_every_worker_an_engine() -> None:
+    options = {"enable_dp_attention": True, "device": "cpu", "dtype": "float32"}
+    experts = replace(CHECKPOINT, hf_config={"num_experts": 4, "num_attention_heads": 1})
+    result = resolved(CPU, experts, tensor_parallel_size=2, data_parallel_size=2, **options)
+    assert result.config.parallel == ParallelConfig(
+        data_parallel_size=4, enable_expert_parallel=True, enable_dp_attention=True
+    )
+    assert result.notes == ["--enable-dp-attention: 4 engines of one worker each, which share the experts"]
+    with pytest.raises(ConfigError, match="--enable-dp-attention: llama has no experts for the engines"):
+        resolved(CPU, tensor_parallel_size=2, **options)
+    with pytest.raises(ConfigError, match="the model has 4 experts for 6 workers"):
+        resolved(CPU, experts, tensor_parallel_size=6, **options)
+    with pytest.raises(ConfigError, match="leaves each with its own: omit one"):
+        resolved(CPU, experts, tensor_parallel_size=2, decode_context_parallel_size=2, **options)
+    (note,) = resolved(CPU, **options).notes
+    assert note == "--enable-dp-attention has no effect: there is one worker; it acts with -tp or -dp"
+
+
+def test_experts_are_spread_over_the_workers_of_all_engines() -> None:
+    options = {"enable_expert_parallel": True, "device": "cpu", "dtype": "float32"}
+    experts = replace(CHECKPOINT, hf_config={"num_experts": 4})
+    assert resolved(CPU, experts, data_parallel_size=4, **options).notes == []
+    with pytest.raises(ConfigError, match="the model has 4 experts for 6 workers; omit the flag"):
+        resolved(CPU, experts, tensor_parallel_size=2, data_parallel_size=3, **options)
+
+
+def test_decode_context_parallelism_needs_mla_and_equal_ranks() -> None:
+    mla = {"kv_lora_rank": 512, "num_attention_heads": 128}
+    checkpoint = replace(CHECKPOINT, model_type="deepseek_v3", hf_config=mla)
+    options = {"device": "cpu", "dtype": "float32", "decode_context_parallel_size": 4}
+    config = resolved(CPU, checkpoint, tensor_parallel_size=8, **options).config
+    assert config.block_tokens == 4 * config.cache.block_size
+    with pytest.raises(ConfigError, match="-size 4 does not divide --tensor-parallel-size 6"):
+        resolved(CPU, checkpoint, tensor_parallel_size=6, **options)
+    with pytest.raises(ConfigError, match="KV heads of llama are split by --tensor-parallel-size: omit"):
+        resolved(CPU, tensor_parallel_size=8, **options)
+    sparse = replace(checkpoint, model_type="glm_moe_dsa", hf_config=mla | {"index_topk": 2048})
+    with pytest.raises(ConfigError, match="glm_moe_dsa has sparse attention"):
+        resolved(CPU, sparse, tensor_parallel_size=8, **options)
+    with pytest.raises(ConfigError, match="-size 12 does not divide the 128 of the model"):
+        resolved(CPU, checkpoint, tensor_parallel_size=12, **options)
+    plain = options | {"decode_context_parallel_size": 1}
+    assert resolved(CPU, tensor_parallel_size=2, **plain).config.block_tokens == 16
 
 
 def test_overrides_of_unknown_config_keys_are_named() -> None:

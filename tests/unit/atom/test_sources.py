@@ -99,7 +99,7 @@ def test_errors_name_the_variable(variable: str, text: str, words: str) -> None:
 
 
 def test_neutral_variables_are_accepted() -> None:
-    asked = {"ATOM_ENABLE_DP_ATTENTION": "no", "ATOM_PIPELINE_PARALLEL_SIZE": "1", "ATOM_LEVEL": "0"}
+    asked = {"ATOM_ENABLE_CHUNKED_PREFILL": "yes", "ATOM_PIPELINE_PARALLEL_SIZE": "1", "ATOM_LEVEL": "0"}
     assert environment_values(FIELDS, asked) == {}
 
 

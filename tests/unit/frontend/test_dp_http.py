@@ -197,9 +197,9 @@ def test_files_that_cannot_be_read_in_time_are_an_error(
     """A sum without them would look as if the server had been restarted."""
     original = SharedMetrics._read_others
 
-    def slow(self: SharedMetrics, directory: Path) -> list[Any]:
+    def slow(self: SharedMetrics) -> list[Any]:
         time.sleep(1.5)
-        return original(self, directory)
+        return original(self)
 
     with frontend(cores, checkpoint, tmp_path, 0) as client:
         monkeypatch.setattr(SharedMetrics, "_read_others", slow)

@@ -332,5 +332,5 @@ def test_refused_tokenizations(client: Client, path: str, body: dict[str, Any], 
 
 def test_limits_are_as_documented() -> None:
     assert replace(HttpLimits()) == HttpLimits(
-        8 << 20, 256 << 20, None, 8190, 128, 60.0, 75.0, 620.0, 120.0, 15.0, 1.0
+        8 << 20, 256 << 20, None, 8190, 128, 60.0, 20.0, 75.0, 620.0, 120.0, 15.0, 1.0
     )

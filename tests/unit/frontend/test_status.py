@@ -196,6 +196,23 @@ def test_the_death_of_a_rank_is_shown(client: Client, cores: list[FakeCore]) -> 
     assert (dead["rank"], dead["running"]) == (1, 0) and "SIGKILL" in dead["reason"]
 
 
+def test_any_frontend_shows_the_requests_and_latencies_of_all(cores: list[FakeCore], tmp_path: Path) -> None:
+    checkpoint = tiny_tokenizer.checkpoint(tmp_path)
+    shared = {"num_frontends": 2, "metrics_dir": str(tmp_path)}
+    with (
+        running_frontend(cores[:1], checkpoint, index=0, **shared) as first,
+        running_frontend(cores[:1], checkpoint, index=1, **shared) as second,
+        socket.create_connection(("127.0.0.1", second.port), timeout=DEADLINE_S) as endless,
+    ):
+        data = json.dumps({"prompt": "go on", "max_tokens": 1000, "stream": True})
+        head = f"Host: x\r\nContent-Length: {len(data)}"
+        endless.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n{data}".encode())
+        found = until(first, lambda found: [row["tokens"] for row in found["tick"]["requests"]] == [len(IDS)])
+        assert found["tick"]["requests"][0]["id"].startswith("1-")
+        assert (found["tick"]["num_requests"], found["layout"]["num_frontends"]) == (1, 2)
+        assert found["tick"]["point"]["ttft"]
+
+
 def test_a_server_without_the_page(cores: list[FakeCore], tmp_path: Path) -> None:
     checkpoint = tiny_tokenizer.checkpoint(tmp_path)
     with running_frontend(cores[:1], checkpoint, ServerConfig(disable_status_page=True)) as client:

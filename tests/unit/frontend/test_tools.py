@@ -10,77 +10,36 @@ import pytest
 
 from atom.config.checkpoint import Checkpoint
 from atom.config.server import ServerConfig
-from atom.messages.engine import AddRequest, FinishReason, unpack_ids
+from atom.messages.engine import FinishReason, unpack_ids
 from frontend.tokenizer import Tokenizer
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
 from tests.helpers.http_server import DEADLINE_S, MODEL, Client, running_frontend
+from tests.helpers.tool_model import ARGUMENTS, CALLS, OUTPUT, USER, WEATHER, ToolModel, running_model
 
-CALL_TAG = "<|python_tag|>"
-TAGS = ["<|im_start|>", "<|im_end|>", "<think>", "</think>"]
-# In the manner of Qwen3's: tools in the system turn, calls and results in tags, reasoning kept.
-TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n<tools>{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n"
-    "</tools><|im_end|>{% endif %}"
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
-    "{% if message.role == 'tool' %}<tool_response>{{ message.content }}</tool_response>"
-    "{% else %}{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
-    "{{ message.content }}{% for call in message.tool_calls %}<tool_call>"
-    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
-    "</tool_call>{% endfor %}{% endif %}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
-    "{% endif %}"
-)
 PATH = "/v1/chat/completions"
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
-}
-USER = {"role": "user", "content": "Weather in Paris and 北京?"}
-ARGUMENTS = ['{"city": "Paris"}', '{"city": "北京 \\"x\\""}']
-CALLS = "\n".join(
-    f'<tool_call>\n{{"name": "get_weather", "arguments": {arguments}}}\n</tool_call>'
-    for arguments in ARGUMENTS
-)
-OUTPUT = f"<think>\nTwo cities.</think>\n\nLooking.\n{CALLS}"
 ASKED: dict[str, Any] = {"messages": [USER], "tools": [WEATHER]}
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    directory = tmp_path_factory.mktemp("tools")
-    made = tiny_tokenizer.checkpoint(directory, TAGS, max_model_len=200_000)
-    (directory / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    return made
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToolModel]:
+    with running_model(tmp_path_factory.mktemp("tools")) as model:
+        yield model
 
 
 @pytest.fixture(scope="module")
-def tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    found = Tokenizer.from_checkpoint(checkpoint)
-    assert found is not None
-    return found
+def checkpoint(model: ToolModel) -> Checkpoint:
+    return model.checkpoint
 
 
 @pytest.fixture(scope="module")
-def core(checkpoint: Checkpoint, tokenizer: Tokenizer) -> Iterator[FakeCore]:
-    """Calls the tools, and answers their results."""
+def tokenizer(model: ToolModel) -> Tokenizer:
+    return model.tokenizer
 
-    def script(request: AddRequest) -> Script:
-        prompt = tokenizer.decode(unpack_ids(request.prompt_ids).tolist(), skip_special_tokens=False)
-        answered = "<tool_response>" in prompt
-        output = "It is sunny." if answered or "<tools>" not in prompt else OUTPUT
-        ids = tokenizer.encode(output, add_special_tokens=False)
-        if request.max_tokens < len(ids):
-            return Script(ids[: request.max_tokens], FinishReason.MAX_TOKENS, per_step=2)
-        return Script([*ids, 1], FinishReason.EOS, 1, per_step=3)
 
-    with FakeCore(Path(checkpoint.directory), script, max_model_len=200_000) as core:
-        yield core
+@pytest.fixture(scope="module")
+def core(model: ToolModel) -> FakeCore:
+    return model.core
 
 
 @pytest.fixture(scope="module")

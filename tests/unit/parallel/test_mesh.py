@@ -35,6 +35,15 @@ def test_the_ranks_of_each_group(shape: MeshShape, tp: object, dp: object, ep: o
     assert (shape.groups("tp"), shape.groups("dp"), shape.groups("ep")) == (tp, dp, ep)
 
 
+def test_ranks_that_split_the_latent_cache_are_neighbours() -> None:
+    shape = MeshShape(tp=4, dp=2, dcp=2)
+    assert shape.groups("dcp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert MeshShape(tp=4, dcp=4).groups("dcp") == MeshShape(tp=4).groups("tp")
+    assert MeshShape(tp=2).groups("dcp") == [(0,), (1,)]
+    with pytest.raises(ValueError, match="must divide tp 4: dcp 3"):
+        MeshShape(tp=4, dcp=3)
+
+
 def test_pipeline_ranks_and_empty_dimensions_are_refused() -> None:
     with pytest.raises(ValueError, match="pp must be 1, not 2"):
         MeshShape(pp=2)
@@ -57,8 +66,9 @@ def test_four_processes_as_tp_2_by_dp_2(ranks: Ranks) -> None:
         assert mesh.tp.all_gather_rows(own, [1, 1]).tolist() == ([0, 1], [2, 3])[dp]
         assert mesh.dp.all_gather_rows(own, [1, 1]).tolist() == ([0, 2], [1, 3])[tp]
         assert mesh.ep.all_gather_rows(own, [1] * 4).tolist() == [0, 1, 2, 3]
-        # tp, dp and the world, which is ep, too
-        assert len(dist.distributed_c10d._world.pg_map) == 3
+        assert mesh.host.all_gather([rank, 7]) == [[0, 7], [1, 7], [2, 7], [3, 7]]
+        # tp, dp, the world, which is ep, too, and the host group
+        assert len(dist.distributed_c10d._world.pg_map) == 4
         mesh.close()
         assert not dist.is_initialized()
         """,

@@ -42,7 +42,7 @@ def test_every_query_head_is_somewhere_with_its_kv_head(heads: int, kv_heads: in
 
 @pytest.mark.parametrize(("heads", "kv_heads", "tp"), [(9, 3, 4), (8, 2, 16), (4, 4, 8)])
 def test_heads_that_cannot_be_sharded(heads: int, kv_heads: int, tp: int) -> None:
-    with pytest.raises(ValueError, match=f"tensor_parallel_size {tp} does not fit {heads} query"):
+    with pytest.raises(ValueError, match=f"--tensor-parallel-size {tp} does not fit {heads} query"):
         head_shard(heads, kv_heads, tp, 0)
 
 

@@ -155,12 +155,12 @@ def test_variants_that_cannot_run_are_refused_by_name(
 @pytest.mark.parametrize(
     ("model", "size", "message"),
     [
-        (DENSE, 4, r"self_attn\.qkv_proj: with tensor_parallel_size 4 this rank would keep outputs 64 to 128 "
-                   "of 256, which cuts a block of 128"),
+        (DENSE, 4, r"self_attn\.qkv_proj: with --tensor-parallel-size 4 this rank would keep outputs "
+                   "64 to 128 of 256, which cuts a block of 128"),
         (Tiny("ragged", "qwen3", 1, DENSE.config | {"intermediate_size": 320}), 1,
          r"mlp\.gate_up_proj: its part 0 has 320 outputs, not a multiple of 128"),
         (Tiny("narrow", "qwen3", 1, DENSE.config | {"intermediate_size": 128}), 2,
-         "mlp: 128 features are 1 blocks of 128, too few for tensor_parallel_size 2"),
+         "mlp: 128 features are 1 blocks of 128, too few for --tensor-parallel-size 2"),
     ],
 )  # fmt: skip
 def test_no_rank_cuts_a_block(tmp_path: Path, model: Tiny, size: int, message: str) -> None:

@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 
 from atom.messages.worker import FullAttentionSpec
+from atom_ops import TokenShard
 from atom_ops.op import REGISTRY
 from parallel.communicator import Communicator
 from tests.helpers.teacher_forcing import TinyWorker, forced_logits
@@ -33,8 +34,9 @@ def real_config(**changes: Any) -> dict[str, Any]:
     return normalised_config(read_config(directory, changes), directory)
 
 
-def real_model(ranks: int = 1, **changes: Any) -> DeepseekV3ForCausalLM:
-    build = BuildContext(torch.bfloat16, META, Communicator(0, ranks), 4096)
+def real_model(ranks: int = 1, context_ranks: int = 1, **changes: Any) -> DeepseekV3ForCausalLM:
+    dcp = Communicator(0, context_ranks)
+    build = BuildContext(torch.bfloat16, META, Communicator(0, ranks), 4096, dcp)
     return DeepseekV3ForCausalLM(real_config(**changes), build)
 
 
@@ -55,6 +57,14 @@ def test_a_token_of_deepseek_v3_takes_576_numbers_a_layer(ranks: int) -> None:
     (layer, *_) = allocate_kv(groups, [3], 16, torch.bfloat16, META)
     assert isinstance(layer, mla.LatentLayer)
     assert (layer.rows.shape, layer.latent_width) == ((3, 16, 576), 512)
+
+
+def test_context_ranks_split_the_tokens_of_a_block() -> None:
+    groups = real_model(8, 4, n_routed_experts=16).kv_groups
+    assert kv_specs(groups, 16, torch.bfloat16) == [FullAttentionSpec(4 * 16, 61 * 16 * 576 * 2)]
+    (layer, *_) = allocate_kv(groups, [3], 16, torch.bfloat16, META)
+    assert isinstance(layer, mla.LatentLayer)
+    assert (layer.rows.shape, layer.shard) == ((3, 16, 576), TokenShard(0, 4))
 
 
 def test_sizes_and_scale_of_deepseek_v3() -> None:

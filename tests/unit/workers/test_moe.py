@@ -272,7 +272,7 @@ def test_mxfp4_inputs_must_be_a_multiple_of_the_block() -> None:
 
 def test_mxfp4_groups_are_not_cut_and_every_rank_has_one() -> None:
     with pytest.raises(
-        ValueError, match="96 features are 3 blocks of 32, too few for tensor_parallel_size 5"
+        ValueError, match="96 features are 3 blocks of 32, too few for --tensor-parallel-size 5"
     ):
         build(FAMILIES["gpt_oss"], 0, 5, packed=True)
 

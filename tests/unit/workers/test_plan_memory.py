@@ -5,6 +5,7 @@ import resource
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from atom.config.engine import EngineConfig
 from atom.config.speculative import SpeculativeConfig
 from atom.messages.plan import PlanLaunch, RankPlan
 from atom.messages.worker import FullAttentionSpec, Loaded, RecurrentStateSpec, SlidingWindowSpec
+from engine_core.startup import plan_cache
 from parallel.communicator import Communicator
 from parallel.mesh import Mesh
 from tests.helpers.fp8 import FP8_MODELS, save_fp8
@@ -148,6 +150,24 @@ def test_deepseek_v3_in_fp8_on_eight_assumed_gpus(tmp_path: Path) -> None:
     assert rank.weights["BlockFP8"] > 0.9 * rank.weight_bytes and rank.kv_bytes > 0
 
 
+def test_context_ranks_have_a_share_of_the_kv_cache(tmp_path: Path) -> None:
+    """DeepSeek-V3 on eight ranks: the same bytes of a rank hold eight times the tokens."""
+    checkpoint, config = big("DeepSeek-V3", tmp_path), gpu_config()
+    parallel = replace(config.parallel, tensor_parallel_size=16, decode_context_parallel_size=8)
+    shared = replace(config, parallel=parallel)
+    (whole,) = plan(PlanLaunch(config, checkpoint, [8], 180 << 30)).layouts[0].ranks
+    four, eight = plan(PlanLaunch(shared, checkpoint, [4, 8], 180 << 30)).layouts
+    assert four.ranks == [] and "ranks must divide tp 4: dcp 8" in four.problem
+    (part,) = eight.ranks
+    assert part.kv_specs == [FullAttentionSpec(8 * 16, 61 * 16 * 576 * 2)]
+    assert msgspec.structs.replace(part, kv_specs=whole.kv_specs) == whole
+    whole_tokens, part_tokens = (
+        plan_cache(config, 1 << 17, [Loaded(0, rank.kv_specs, rank.kv_bytes, rank.weight_bytes)]).kv_tokens
+        for rank in (whole, part)
+    )
+    assert part_tokens == 8 * whole_tokens > 0
+
+
 def test_no_memory_is_allocated_for_the_weights(tmp_path: Path) -> None:
     before = peak_bytes()
     planned(gpu_config(), big("Llama-3.1-8B", tmp_path), 1 << 30)
@@ -169,8 +189,8 @@ def test_a_layout_that_cannot_be_split_has_a_problem(tmp_path: Path) -> None:
     checkpoint = save_tiny(tiny("llama-gqa"), tmp_path)[1]
     one, three = plan(PlanLaunch(engine_config(), checkpoint, [1, 3])).layouts
     assert one.ranks and not one.problem
-    assert not three.ranks and "tensor_parallel_size 3 does not fit" in three.problem
-    with pytest.raises(ValueError, match="tensor_parallel_size 3 does not fit"):
+    assert not three.ranks and "--tensor-parallel-size 3 does not fit" in three.problem
+    with pytest.raises(ValueError, match="--tensor-parallel-size 3 does not fit"):
         plan(PlanLaunch(engine_config(3), checkpoint, [1, 3]))
 
 

@@ -85,7 +85,7 @@ def test_layer_types_default_to_full_attention_interval(tmp_path: Path) -> None:
         ({"layer_types": ["linear_attention"] * 4}, 1, "layer_types .* is not supported: they must be"),
         ({"layer_types": ["full_attention"] * 3}, 1, "for each of 4 layers"),
         ({"linear_num_value_heads": 3}, 1, "3 value heads are not a multiple of 2 key heads"),
-        ({}, 4, "tensor_parallel_size 4 does not fit 2 key heads of linear attention"),
+        ({}, 4, "--tensor-parallel-size 4 does not fit 2 key heads of linear attention"),
     ],
 )
 def test_unsupported_configurations_are_refused(

@@ -227,7 +227,7 @@ class _only_names:
 def test_ranks_together_hold_every_tensor(saved: Path, plain_weights: None, size: int) -> None:
     """llama-biases has 2 KV heads: two ranks shard every tensor, three are refused."""
     if size == 3:
-        with pytest.raises(ValueError, match="tensor_parallel_size 3"):
+        with pytest.raises(ValueError, match="--tensor-parallel-size 3"):
             load(saved, 0, size)
         return
     on_disk = load_file(saved / "model.safetensors")

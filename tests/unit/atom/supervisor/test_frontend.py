@@ -31,7 +31,7 @@ class ScriptFrontend(Frontend):
     def _launch(self, life: Life) -> None:
         self._port.open(self._index)
         told = life.directory / "told"
-        add_child(life, "frontend", self.code.replace("sys.argv[1]", repr(str(told))), self.name)
+        add_child(life, self.name, self.code.replace("sys.argv[1]", repr(str(told))))
         if TOLD in self.code:
             while not told.exists():
                 time.sleep(0.01)
@@ -84,7 +84,7 @@ def kill(supervisor: Supervisor, frontend: ScriptFrontend) -> None:
     """Kill the process; returns once the supervisor has noticed."""
     assert frontend.life is not None
     number = frontend.number
-    frontend.life.children["frontend"].process.kill()
+    frontend.life.children[frontend.name].process.kill()
     while frontend.life is not None and frontend.number == number:
         supervisor.check()
 
@@ -122,7 +122,7 @@ def test_after_two_failures_in_a_row_the_others_get_its_connections(
 def test_a_frontend_that_does_not_end_is_killed(supervisor: Supervisor, port: ListenPort) -> None:
     (frontend,) = add_frontends(supervisor, port, STUBBORN)
     assert frontend.life is not None
-    process = frontend.life.children["frontend"].process
+    process = frontend.life.children[frontend.name].process
     monkey = pytest.MonkeyPatch()
     monkey.setattr("atom.supervisor.supervisor._CLIENT_ERRORS_S", 0.2)
     supervisor.stop_frontends(60, hurry=lambda: True)
@@ -135,7 +135,7 @@ def test_a_frontend_has_seconds_for_its_clients_after_the_second_signal(
 ) -> None:
     (frontend,) = add_frontends(supervisor, port, TWO_SIGNALS)
     assert frontend.life is not None
-    process = frontend.life.children["frontend"].process
+    process = frontend.life.children[frontend.name].process
     calls = iter(range(100))
     supervisor.stop_frontends(60, hurry=lambda: next(calls) > 3)
     assert process.returncode == 7

@@ -38,9 +38,9 @@ def wait_for_ends(life: Life) -> None:
 def test_an_exit_without_a_report_names_process_and_status(life: Life) -> None:
     add_child(life, "core", SLEEP)
     assert life.failure() is None
-    add_child(life, "worker 1", "raise SystemExit(3)", label="engine 2 worker 1")
+    add_child(life, "engine 2 worker 1", "raise SystemExit(3)")
     text = "engine 2 worker 1: ended with exit status 3"
-    assert failure_of(life) == Failure("worker 1", "ended with exit status 3", text)
+    assert failure_of(life) == Failure("engine 2 worker 1", "ended with exit status 3", text)
 
 
 def test_a_signal_is_reported_by_name(life: Life) -> None:
@@ -79,7 +79,7 @@ def test_ready_brings_its_details(life: Life) -> None:
     assert not life.is_ready and life.ready_s == 0
     send(life, Ready("core", {"kv_tokens": 7}, [3, 4]))
     assert life.receive()
-    assert life.reported == Ready("core", {"kv_tokens": 7}, [3, 4])
+    assert life.reports == {"core": Ready("core", {"kv_tokens": 7}, [3, 4])}
     assert life.is_ready and life.ready_s > 0
 
 
@@ -116,10 +116,10 @@ def test_terminate_leaves_workers_to_their_core(life: Life) -> None:
 
 
 def test_a_silent_process_hangs(life: Life, caplog: pytest.LogCaptureFixture) -> None:
-    add_child(life, "core", SLEEP, label="engine 1 core")
+    add_child(life, "engine 1 core", SLEEP)
     clock = [0.0]
     life._monitor = PeerMonitor(60, lambda: clock[0])
-    send(life, Heartbeat("core"))
+    send(life, Heartbeat("engine 1 core"))
     life.receive()
     for _ in range(5):
         assert life.failure() is None

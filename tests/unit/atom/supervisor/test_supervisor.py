@@ -9,8 +9,9 @@ import zmq
 from atom.config.engine import EngineConfig
 from atom.config.model import ModelConfig
 from atom.config.reliability import ReliabilityConfig
+from atom.messages.admin import ServerState
 from atom.messages.codec import Decoder, encode
-from atom.messages.supervisor import Engines, GetEngines, Ready, control_identity
+from atom.messages.supervisor import Engines, GetEngines, Ready, SetServerState, control_identity
 from atom.messages.worker import FromWorker, WorkerFailed
 from atom.supervisor import StartError, Supervisor
 from atom.supervisor import failure as failure_module
@@ -31,7 +32,7 @@ class ScriptEngine(EngineGroup):
     codes: tuple[str, ...] = (SLEEP,)
 
     def _launch(self, life: Life) -> None:
-        add_child(life, "core", self.codes[min(self.number, len(self.codes) - 1)], self._prefix + "core")
+        add_child(life, self._core(self._ranks[0]), self.codes[min(self.number, len(self.codes) - 1)])
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def add_engines(
     config = EngineConfig(reliability=ReliabilityConfig(max_restarts=max_restarts))
     made = []
     for rank, codes in enumerate(engines):
-        engine = ScriptEngine(rank, setup_in(supervisor.run_dir, supervisor._context, config), 7)
+        engine = ScriptEngine([rank], setup_in(supervisor.run_dir, supervisor._context, config), 7)
         engine.codes = codes
         engine.start()
         made.append(engine)
@@ -154,7 +155,9 @@ def test_frontends_learn_of_ends_and_new_lives(supervisor: Supervisor) -> None:
         assert (ended.rank, ended.life, ended.reason) == (1, 0, "core: killed by SIGKILL")
         state = next_state()
         assert [(each.rank, each.life) for each in state.engines] == [(0, 0), (1, 1)]
-        assert state.ended == [ended]
+        assert state.ended == [ended] and state.state == ServerState()
+        frontend.send(encode(SetServerState(ServerState("debug", True))))
+        assert next_state().state == supervisor._engine_state().state == ServerState("debug", True)
 
 
 def test_a_frontend_that_is_gone_does_not_disturb(supervisor: Supervisor) -> None:

@@ -1,0 +1,185 @@
+"""Reads the bodies of /v1/responses."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import ClassVar
+
+import msgspec
+
+from frontend.errors import RequestError
+from frontend.input_processor import InputProcessor
+from frontend.renderers.responses import ResponseEcho, ResponsesRenderer
+from frontend.schemas.generation import GenerationRequest
+from frontend.schemas.responses import RESPONSES, ResponsesRequest
+from frontend.serving.caller import Caller
+from frontend.serving.chat import check_message_count
+from frontend.serving.chat_prompts import ChatPrompts
+from frontend.serving.conversation import Conversation
+from frontend.serving.endpoint import ParsedRequest
+from frontend.serving.prompts import Prompt, PromptEncoder
+from frontend.serving.response_store import ResponseStore, joined_lists
+from frontend.serving.responses_input import ItemReader, tool_choice
+
+__all__ = ["ResponsesEndpoint"]
+
+_SAME_NAME = (
+    "model",
+    "temperature",
+    "top_p",
+    "stream",
+    "stream_options",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "priority",
+    "data_parallel_rank",
+    "cache_salt",
+    "request_id",
+)
+_REASONING = "reasoning.encrypted_content"
+# Of tools that run on OpenAI's servers, and of images: no output has any of it.
+_NEUTRAL_INCLUDES = frozenset(
+    {
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
+
+_encode = msgspec.json.Encoder().encode
+_items = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+class ResponsesEndpoint:
+    """POST /v1/responses."""
+
+    id_prefix: ClassVar[str] = "resp_"
+    field_names: ClassVar[Mapping[str, str]] = {
+        "prompt": "input",
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "reasoning_effort": "reasoning.effort",
+    }
+
+    def __init__(
+        self,
+        inputs: InputProcessor,
+        encoder: PromptEncoder,
+        prompts: ChatPrompts,
+        store: ResponseStore,
+        lenient: bool,
+    ):
+        self._inputs = inputs
+        self._encoder = encoder
+        self._prompts = prompts
+        self._store = store
+        self._lenient = lenient
+
+    def read(self, body: bytes, caller: Caller) -> ParsedRequest:
+        """See Endpoint."""
+        request, warnings = RESPONSES.decode(body, self._lenient)
+        fields = GenerationRequest(**{name: getattr(request, name) for name in _SAME_NAME})
+        fields.max_tokens = request.max_output_tokens
+        _check_text_format(request)
+        earlier = self._earlier(request, caller)
+        given = _given_items(request.input)
+        keeps = request.store is not False and self._store.is_on
+        echo = _echo(request, keeps)
+        if keeps:
+            echo.keep = partial(self._store.put, caller.tenant)
+            echo.items = joined_lists(earlier, _encode(given))
+        return ParsedRequest(
+            fields=fields,
+            prompts=partial(self._prompt, request, earlier, given, warnings),
+            renderer=partial(ResponsesRenderer, echo=echo),
+            default_max_tokens=self._encoder.default_max_tokens,
+            earlier_bytes=len(earlier),
+            warnings=warnings,
+        )
+
+    def _prompt(
+        self,
+        request: ResponsesRequest,
+        earlier: bytes,
+        given: list[msgspec.Raw],
+        warnings: list[str],
+    ) -> list[Prompt]:
+        earlier_items = _items.decode(earlier)
+        count = len(earlier_items) + len(given) + bool(request.instructions)
+        check_message_count(count, self._inputs.max_model_len, "input")
+        reader = ItemReader(self._lenient, warnings)
+        named = itertools.chain(
+            (("previous_response_id.", raw) for raw in earlier_items),
+            ((f"input[{index}].", raw) for index, raw in enumerate(given)),
+        )
+        conversation = Conversation(
+            turns=reader.turns(request.instructions, named),
+            functions=reader.functions(request.tools or ()),
+            tool_choice=tool_choice(request.tool_choice),
+            parallel=request.parallel_tool_calls is not False,
+            effort=None if request.reasoning is None else request.reasoning.effort,
+        )
+        return [self._prompts.prompt(conversation, warnings)]
+
+    def _earlier(self, request: ResponsesRequest, caller: Caller) -> bytes:
+        """The items of the conversation that `previous_response_id` names, as a JSON list."""
+        if request.previous_response_id is None:
+            return b"[]"
+        return self._store.get(caller.tenant, request.previous_response_id, "previous_response_id").items
+
+
+def _given_items(given: str | list[msgspec.Raw] | None) -> list[msgspec.Raw]:
+    if isinstance(given, str):
+        return [msgspec.Raw(_encode({"type": "message", "role": "user", "content": given}))]
+    return given or []
+
+
+def _echo(request: ResponsesRequest, keeps: bool) -> ResponseEcho:
+    reasoning, text = request.reasoning, request.text
+    return ResponseEcho(
+        instructions=msgspec.Raw(_encode(request.instructions)),
+        max_output_tokens=request.max_output_tokens,
+        metadata=msgspec.Raw(_encode(request.metadata or {})),
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        previous_response_id=request.previous_response_id,
+        effort=None if reasoning is None else reasoning.effort,
+        store=keeps,
+        temperature=request.temperature,
+        text=msgspec.Raw(_encode({"format": (text and text.format) or {"type": "text"}})),
+        tool_choice=msgspec.Raw(_encode(request.tool_choice or "auto")),
+        tools=msgspec.Raw(_encode(request.tools or [])),
+        top_p=request.top_p,
+        shows_encrypted=_shows_encrypted(request.include or ()),
+    )
+
+
+def _shows_encrypted(include: Sequence[str]) -> bool:
+    for name in include:
+        if name != _REASONING and name not in _NEUTRAL_INCLUDES:
+            raise RequestError(
+                f"'include' has {name!r:.80}, which is not supported: this server takes '{_REASONING}'",
+                param="include",
+                code="unsupported_parameter",
+            )
+    return _REASONING in include
+
+
+def _check_text_format(request: ResponsesRequest) -> None:
+    given = request.text and request.text.format
+    if given and given != {"type": "text"}:
+        raise RequestError(
+            "'text.format' needs structured output, which this server does not have: leave it out",
+            param="text.format",
+            code="unsupported_parameter",
+        )

@@ -1,0 +1,109 @@
+"""All-reduce through memory that the GPUs of one host map from each other."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from atom.utils.logger import get_logger
+
+_INBOX_BYTES = 256 << 20
+_MOST_ROWS = 8192
+_MOST_RANKS = 8
+# Measured on H200s: beyond it sending every row to every rank takes longer than waiting twice.
+_ONE_SHOT_BYTES = 256 << 10
+
+
+class PeerMemory:
+    """Sums rows of one width and dtype over the ranks of a group, on GPUs, without NCCL."""
+
+    def __init__(self, group: dist.ProcessGroup, width: int, dtype: torch.dtype, device: torch.device):
+        """All ranks of the group call this together, and `reach_each_other` has been checked.
+
+        Takes up to 256 MiB of the device's memory.
+        """
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        from atom_ops.triton_impl.all_reduce import EMPTY, Inboxes, bits_of
+
+        ranks = group.size()
+        self._width, self._dtype, self._ranks = width, dtype, ranks
+        self._rows = min(_MOST_ROWS, _INBOX_BYTES // (2 * ranks * width * dtype.itemsize))
+        stride = self._rows * width
+        self._inbox = symmetric_memory.empty(2 * ranks * stride, dtype=bits_of(dtype), device=device)
+        mapped = symmetric_memory.rendezvous(self._inbox, group)
+        self._inbox.fill_(EMPTY)
+        addresses = torch.tensor(mapped.buffer_ptrs, dtype=torch.int64, device=device)
+        turns = torch.zeros(self._rows, dtype=torch.int32, device=device)
+        self._inboxes = Inboxes(group.rank(), addresses, stride, turns)
+        # No rank may send before every inbox is empty.
+        torch.cuda.synchronize(device)
+        dist.barrier(group, device_ids=[device.index])
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether these rows have the width and dtype; the same on every rank."""
+        return x.dim() == 2 and x.shape[1] == self._width and x.dtype is self._dtype
+
+    def all_reduce(self, x_TD: Tensor) -> Tensor:
+        """The sum of the ranks' `x_TD`; another tensor."""
+        sums = [self._sum(part, None, None, 0.0)[1] for part in x_TD.split(self._rows)]
+        return sums[0] if len(sums) == 1 else torch.cat(sums)
+
+    def all_reduce_add_rms_norm(
+        self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """As `Communicator.all_reduce_add_rms_norm`."""
+        parts = zip(x_TD.split(self._rows), residual_TD.split(self._rows), strict=True)
+        made = [self._sum(x, residual, weight_D, eps) for x, residual in parts]
+        if len(made) == 1:
+            return made[0]
+        normed, total = zip(*made, strict=True)
+        return torch.cat(normed), torch.cat(total)
+
+    def _sum(
+        self, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        from atom_ops.triton_impl.all_reduce import all_reduce_rows
+
+        two_shots = self._ranks > 2 and x_TD.nbytes > _ONE_SHOT_BYTES
+        return all_reduce_rows(x_TD, residual_TD, weight_D, eps, self._inboxes, two_shots)
+
+
+def open_peer_memory(
+    group: dist.ProcessGroup, width: int, dtype: torch.dtype, device: torch.device
+) -> PeerMemory | None:
+    """The peer memory of a group, all of whose ranks call this together.
+
+    None where its kernels cannot run, or the ranks' GPUs cannot write each other's memory.
+    """
+    # AMD GPUs need another kernel: theirs order remote writes differently.
+    if device.type != "cuda" or torch.version.hip is not None or find_spec("triton") is None:
+        return None
+    from atom_ops.triton_impl.all_reduce import supports_width
+
+    if not supports_width(width) or group.size() > _MOST_RANKS:
+        return None
+    if not _reach_each_other(group, device):
+        get_logger().info("all-reduces run on NCCL: these GPUs cannot write each other's memory")
+        return None
+    return PeerMemory(group, width, dtype, device)
+
+
+def _reach_each_other(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether every rank is on this host, and its GPU can access those of all others."""
+    boot = crc32(Path("/proc/sys/kernel/random/boot_id").read_bytes())
+    mine = torch.tensor([boot, device.index], device=device)
+    found = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(found, mine, group=group)
+    others = [
+        (host, index) for host, index in torch.stack(found).tolist() if (host, index) != (boot, device.index)
+    ]
+    reached = len(others) == group.size() - 1 and all(
+        host == boot and torch.cuda.can_device_access_peer(device.index, index) for host, index in others
+    )
+    everywhere = torch.tensor(int(reached), device=device)
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=group)
+    return bool(everywhere.item())

@@ -1,0 +1,136 @@
+"""Every call of AITER and MORI fits the signatures of their published packages.
+
+The signatures are read from the wheels by `make contract-signatures`.
+"""
+
+import ast
+import inspect
+import json
+from typing import Any
+
+import pytest
+
+from tests.helpers.source import ROOT, package_files
+from tools.contract_signatures import SIGNATURES
+from tools.library_calls import LIBRARIES, Use, package_uses, uses
+
+
+def published() -> dict[str, str]:
+    written: dict[str, Any] = json.loads((ROOT / SIGNATURES).read_text(encoding="utf-8"))
+    return {name: text for package in written.values() for name, text in package["names"].items()}
+
+
+def bind(use: Use, signatures: dict[str, str]) -> None:
+    """Raises TypeError for a call that does not fit, KeyError for an unknown name."""
+    if use.name not in signatures:
+        raise KeyError(f"{use.place}: {use.name} is not in {SIGNATURES}: run make contract-signatures")
+    if use.call is None:
+        return
+    text, keywords = signatures[use.name], [each.arg for each in use.call.keywords]
+    assert text != "constant", f"{use.place}: {use.name} cannot be called"
+    if len(use.call.args) + len(keywords) > 1:
+        assert not use.call.args, f"{use.place}: parameters move between versions: name them"
+    parsed(text).bind(*use.call.args, **dict.fromkeys(map(str, keywords)))
+
+
+def parsed(text: str) -> inspect.Signature:
+    """The signature that `text` writes."""
+    definition = ast.parse(f"def f{text}: ...").body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    a = definition.args
+    plain = [*a.posonlyargs, *a.args]
+    missing = [None] * (len(plain) - len(a.defaults))
+    kinds = inspect.Parameter
+    parameters = [
+        _parameter(each, kinds.POSITIONAL_OR_KEYWORD, default)
+        for each, default in zip(plain, [*missing, *a.defaults], strict=True)
+    ]
+    parameters += [_parameter(a.vararg, kinds.VAR_POSITIONAL)] if a.vararg else []
+    keyword_only = zip(a.kwonlyargs, a.kw_defaults, strict=True)
+    parameters += [_parameter(each, kinds.KEYWORD_ONLY, default) for each, default in keyword_only]
+    parameters += [_parameter(a.kwarg, kinds.VAR_KEYWORD)] if a.kwarg else []
+    return inspect.Signature(parameters)
+
+
+def _parameter(argument: ast.arg, kind: Any, default: ast.expr | None = None) -> inspect.Parameter:
+    return inspect.Parameter(argument.arg, kind, default=inspect.Parameter.empty if default is None else ...)
+
+
+def test_every_call_fits_its_published_signature() -> None:
+    signatures = published()
+    found = package_uses([ROOT / path for path in package_files()])
+    for use in found:
+        bind(use, signatures)
+    assert {use.name for use in found} == set(signatures), "signatures that nothing uses"
+
+
+def test_nothing_uses_a_library_unseen() -> None:
+    """Each file that names a library in an import is one in which uses were found."""
+    for path in package_files():
+        source = (ROOT / path).read_text(encoding="utf-8")
+        names = {
+            each.split(".")[0]
+            for node in ast.walk(ast.parse(source))
+            for each in (
+                [alias.name for alias in node.names] if isinstance(node, ast.Import)
+                else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            )
+        }  # fmt: skip
+        assert not names & set(LIBRARIES) or uses(source, path)
+
+
+GOOD = """
+import mori.ops
+from mori.shmem import shmem_get_unique_id as unique
+
+class Form:
+    def open(self):
+        unique()
+        op: mori.ops.EpDispatchCombineOp | None = None
+        made = mori.ops.EpDispatchCombineOp(config=1)
+        made.combine(input=1, weights=None, indices=2)
+        return op.dispatch(input=1, weights=2, scales=None, indices=3)
+"""
+
+
+def test_calls_are_found_through_modules_names_and_objects() -> None:
+    names = [use.name for use in uses(GOOD, "form.py") if use.call is not None]
+    op = "mori.ops.EpDispatchCombineOp"
+    assert names == ["mori.shmem.shmem_get_unique_id", op, f"{op}.combine", f"{op}.dispatch"]
+    for use in uses(GOOD, "form.py"):
+        bind(use, published())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error", "text"),
+    [
+        ("scales=None", "scale=None", TypeError, "scale"),
+        ("config=1", "", TypeError, "config"),
+        ("scales=None, ", "", TypeError, "scales"),
+        ("input=1, weights=2, scales=None, indices=3", "1, 2, None, 3", AssertionError, "name them"),
+        (".dispatch(", ".despatch(", KeyError, "run make contract-signatures"),
+    ],
+)
+def test_a_call_that_does_not_fit_is_found(old: str, new: str, error: type[Exception], text: str) -> None:
+    signatures = published()
+    with pytest.raises(error, match=text):
+        for use in uses(GOOD.replace(old, new), "form.py"):
+            bind(use, signatures)
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("mori.ops.EpDispatchCombineOp(**options)", "unpacked arguments"),
+        ("importlib.import_module('mori.io')", "by name"),
+    ],
+)
+def test_code_that_hides_a_call_is_refused(line: str, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        uses(f"import importlib\nimport mori.ops\n{line}\n", "form.py")
+
+
+def test_a_module_that_is_passed_on_has_no_signature() -> None:
+    (use,) = uses("import mori.shmem\nprint(mori.shmem)\n", "form.py")
+    with pytest.raises(KeyError, match=r"mori\.shmem is not in"):
+        bind(use, published())

@@ -1,0 +1,181 @@
+"""The administration of a server with TLS, two frontends and two engines: each command must reach all."""
+
+import contextlib
+import http.client
+import json
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.helpers.certificates import client_context, make_authority, make_certificate
+from tests.helpers.random_server import ARGS
+from tests.helpers.server import Server, running_server
+
+pytestmark = pytest.mark.timeout(120)
+
+DEADLINE_S = 30.0
+PROMPT = list(range(5, 105))
+
+
+class AdminConnection(http.client.HTTPConnection):
+    """To a Unix socket."""
+
+    def __init__(self, path: Path):
+        super().__init__("localhost", timeout=DEADLINE_S)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(DEADLINE_S)
+        self.sock.connect(str(self._path))
+
+
+class Clients:
+    """Public and administrative requests, each on a connection of its own."""
+
+    def __init__(self, server: Server, tls: ssl.SSLContext, socket_path: Path):
+        self.server = server
+        self._tls = tls
+        self._path = socket_path
+
+    def public(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        address = urlsplit(self.server.url)
+        connection = http.client.HTTPSConnection(
+            "127.0.0.1", address.port, timeout=DEADLINE_S, context=self._tls
+        )
+        return exchange(connection, method, path, body)
+
+    def admin(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        return exchange(AdminConnection(self._path), method, path, body, **headers)
+
+    def complete(self, **fields: Any) -> tuple[int, Any]:
+        body = {"model": "random", "prompt": PROMPT, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+        return self.public("POST", "/v1/completions", body | fields)
+
+    def report(self, name: str) -> Any:
+        status, report = self.public("GET", f"/v1/requests/{name}")
+        assert status == 200, report
+        (sequence,) = report["sequences"]
+        return sequence
+
+
+def exchange(
+    connection: http.client.HTTPConnection, method: str, path: str, body: Any, **headers: str
+) -> tuple[int, Any]:
+    with contextlib.closing(connection):
+        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+
+
+@pytest.fixture(scope="module")
+def clients(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clients]:
+    directory = tmp_path_factory.mktemp("a")
+    authority = make_authority(directory)
+    certificate, key = make_certificate(directory, "server")
+    path = directory / "admin"
+    tls = ("--ssl-certfile", certificate, "--ssl-keyfile", key)
+    layout = ("--api-server-count", "2", "-dp", "2", "--dp-load-balance", "round_robin")
+    with running_server("--model", model, *ARGS, *layout, *tls, "--admin-socket", str(path)) as server:
+        yield Clients(server, client_context(authority), path)
+        assert server.terminate() == 0
+        assert not path.exists()
+
+
+def test_any_frontend_explains_a_request_of_any_engine(clients: Clients) -> None:
+    ranks = set()
+    for number in range(4):
+        _, response = clients.complete(prompt=[*PROMPT, number])
+        for _ in range(3):  # of two frontends
+            sequence = clients.report(response["id"])
+        ranks.add(sequence["data_parallel_rank"])
+        assert (sequence["status"], sequence["finish_reason"]) == ("finished", "max_tokens")
+        assert (sequence["prompt_tokens"], sequence["generated_tokens"]) == (101, 2)
+        assert 0 <= sequence["queue_ms"] < 1000 * DEADLINE_S
+        assert 0 < sequence["prefill_ms"] < 1000 * DEADLINE_S
+        assert 0 < sequence["decode_ms"] < 1000 * DEADLINE_S
+    assert ranks == {0, 1}
+    assert sequence["cached_tokens"] == 96
+    assert sequence["first_missed_block"] is None
+    assert clients.public("GET", "/v1/requests/cmpl-unknown")[0] == 404
+
+
+def test_a_reset_cache_is_empty_on_all_engines(clients: Clients) -> None:
+    names = [clients.complete()[1]["id"] for _ in range(4)]
+    assert clients.report(names[-1])["cached_tokens"] == 96
+    status, reset = clients.admin("POST", "/reset_prefix_cache")
+    assert (status, reset["status"]) == (200, "success")
+    assert reset["uncached_blocks"] >= 12
+    for _ in range(2):
+        sequence = clients.report(clients.complete()[1]["id"])
+        assert sequence["cached_tokens"] == 0
+        assert sequence["first_missed_block"] == {"block": 0, "position": 0, "reason": "never_cached"}
+    assert clients.report(clients.complete()[1]["id"])["cached_tokens"] == 96
+
+
+def test_requests_are_listed_and_aborted(clients: Clients) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        running = {name: pool.submit(clients.complete, max_tokens=7000, request_id=name) for name in "abcd"}
+        wait_until(lambda: clients.admin("GET", "/requests")[1]["total"] == 4)
+        listed = clients.admin("GET", "/requests")[1]["data"]
+        assert {one["id"] for one in listed} == {f"cmpl-{name}" for name in "abcd"}
+        assert {one["data_parallel_rank"] for one in listed} == {0, 1}
+        status, answer = clients.admin("POST", "/abort_requests", {"request_ids": ["cmpl-b", "cmpl-x"]})
+        assert (status, answer["aborted_sequences"]) == (200, 1)
+        status, response = running["b"].result(DEADLINE_S)
+        (choice,) = response["choices"]
+        assert (status, choice["finish_reason"], choice["raw_finish_reason"]) == (200, "length", "aborted")
+        assert clients.report("cmpl-b")["finish_reason"] == "aborted"
+        assert clients.admin("GET", "/requests/cmpl-a")[1]["sequences"][0]["status"] == "decoding"
+        assert clients.admin("POST", "/abort_requests", {"abort_all": True})[1]["aborted_sequences"] == 3
+        assert all(one.result(DEADLINE_S)[0] == 200 for one in running.values())
+    assert clients.admin("GET", "/requests")[1] == {"object": "list", "total": 0, "data": []}
+
+
+def test_draining_refuses_new_requests_alone(clients: Clients) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(clients.complete, max_tokens=300)
+        wait_until(lambda: clients.admin("GET", "/requests")[1]["total"] == 1)
+        assert clients.admin("POST", "/drain") == (
+            200,
+            {"status": "success", "log_level": "info", "draining": True},
+        )
+        wait_until(lambda: all(clients.public("GET", "/ready")[0] == 503 for _ in range(8)))
+        assert [clients.complete()[0] for _ in range(8)] == [503] * 8
+        status, response = running.result(DEADLINE_S)
+        assert (status, response["usage"]["completion_tokens"]) == (200, 300)
+    assert clients.admin("POST", "/resume")[0] == 200
+    wait_until(lambda: all(clients.complete()[0] == 200 for _ in range(8)))
+
+
+def test_the_log_level_holds_for_all_processes(clients: Clients) -> None:
+    assert clients.admin("GET", "/log_level") == (200, {"level": "info"})
+    assert clients.admin("POST", "/log_level", {"level": "debug"})[0] == 200
+    names = [clients.complete()[1]["id"] for _ in range(2)]
+    for name in names:
+        wait_until(lambda name=name: f"request {name} ended by MAX_TOKENS" in clients.server.text())
+    assert clients.admin("POST", "/log_level", {"level": "info"})[0] == 200
+    name = clients.complete()[1]["id"]
+    assert clients.report(name) and name not in clients.server.text()
+
+
+def test_web_pages_and_the_public_port_have_no_administration(clients: Clients) -> None:
+    assert clients.public("POST", "/drain")[0] == 404
+    assert clients.public("POST", "/abort_requests", {"abort_all": True})[0] == 404
+    assert clients.admin("POST", "/drain", Origin="http://localhost")[0] == 403
+    assert clients.admin("GET", "/requests", Host="evil.example.org")[0] == 403
+    assert clients.admin("GET", "/metrics", Host="evil.example.org")[0] == 403
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,167 @@
+"""A worker's main loop: messages of the core in, steps and results out."""
+
+import gc
+import time
+from collections import deque
+from typing import Protocol
+
+import msgspec
+
+from atom.messages.admin import SetLogLevel
+from atom.messages.grammar import DropGrammar, LoadGrammar
+from atom.messages.profile import Profile, RankTrace
+from atom.messages.worker import (
+    AllocateKV,
+    ScheduledBatch,
+    Shutdown,
+    StepsDone,
+    ToWorker,
+    WorkerReady,
+)
+from atom.utils.logger import set_log_level
+from atom.utils.step_trace import StepTrace
+from workers.pending_step import PendingStep
+from workers.waves import Waves
+from workers.worker import Worker
+
+__all__ = ["CoreLink", "LockstepLoop", "StepLoop"]
+
+_IDLE_POLL_MS = 1000
+_WRITING_POLL_MS = 20
+_LOADING_POLL_MS = 2
+_DEVICE_POLL_S = 50e-6
+_LEAVE_S = 5.0
+
+
+class CoreLink(Protocol):
+    """The connection to the engine core."""
+
+    def send(self, message: msgspec.Struct) -> None: ...
+
+    def receive(self, timeout_ms: int) -> ToWorker | None:
+        """The core's next message; None after the timeout, or earlier when another rank begins a wave."""
+
+
+class StepLoop:
+    """Runs until Shutdown: launches each step when it arrives, sends its result when the device is done."""
+
+    def __init__(self, worker: Worker, link: CoreLink, rank: int, trace: StepTrace):
+        self._worker = worker
+        self._link = link
+        self._rank = rank
+        self._trace = trace
+        self._pending: deque[PendingStep] = deque()
+        self._ended = False
+
+    def run(self) -> None:
+        """Returns after Shutdown."""
+        while not self._ended:
+            if self._pending and self._pending[0].ready():
+                self._link.send(self._pending.popleft().result())
+                continue
+            message = self._link.receive(self._wait_ms())
+            if message is not None:
+                self._process(message)
+            else:
+                self._without_message()
+
+    def _wait_ms(self) -> int:
+        """How long to wait for a message."""
+        grammars = self._worker.grammars
+        while (loaded := grammars.next_loaded()) is not None:
+            self._link.send(loaded)
+        if self._pending:
+            return 0
+        if grammars.is_loading:
+            return _LOADING_POLL_MS
+        if (traces := self._worker.traces) is None:
+            return _IDLE_POLL_MS
+        while (trace_result := traces.next_result()) is not None:
+            self._link.send(trace_result)
+        return _WRITING_POLL_MS if traces.writing else _IDLE_POLL_MS
+
+    def _process(self, message: ToWorker) -> None:
+        traces = self._worker.traces
+        match message:
+            case ScheduledBatch():
+                self._trace.mark("start", message.step)
+                step = self._worker.execute(message)
+                self._trace.mark("end", message.step)
+                if self._rank == 0:
+                    self._pending.append(step)
+            case AllocateKV():
+                self._worker.allocate(message)
+                gc.collect()
+                gc.freeze()  # exclude the model from garbage collection
+                self._link.send(WorkerReady(self._rank))
+            case Profile(on) if traces is not None:
+                traces.switch(on)
+            case Profile(on):
+                self._link.send(RankTrace(self._rank, on, error="the worker has no directory for traces"))
+            case LoadGrammar():
+                self._worker.grammars.load(message)
+            case DropGrammar(key):
+                self._worker.grammars.drop(key)
+            case SetLogLevel(level):
+                set_log_level(level)
+            case Shutdown():
+                self._ended = True
+            case StepsDone():
+                pass
+
+    def _without_message(self) -> None:
+        if self._pending:
+            time.sleep(_DEVICE_POLL_S)
+
+
+class LockstepLoop(StepLoop):
+    """Steps with the ranks of other engines: without a batch while another has one, it runs dummy steps.
+
+    From the first batch until StepsDone it waits for the next message instead: a dummy step would delay
+    the batch that the core is about to send. After Shutdown it takes part until all ranks leave.
+    """
+
+    def __init__(self, worker: Worker, link: CoreLink, rank: int, trace: StepTrace, waves: Waves):
+        super().__init__(worker, link, rank, trace)
+        self._waves = waves
+        self._has_steps = False
+        self._leave_at: float | None = None
+
+    @property
+    def _steps_idly(self) -> bool:
+        return self._waves.is_awake and not self._has_steps
+
+    def _wait_ms(self) -> int:
+        wait_ms = super()._wait_ms()
+        return 0 if self._steps_idly else wait_ms
+
+    def _process(self, message: ToWorker) -> None:
+        match message:
+            case ScheduledBatch():
+                self._has_steps = True
+                self._waves.begin()
+                super()._process(message)
+            case StepsDone():
+                self._has_steps = False
+            case Shutdown():
+                self._has_steps = False
+                self._leave_at = time.monotonic() + _LEAVE_S
+                self._waves.begin()
+            case _:
+                super()._process(message)
+
+    def _without_message(self) -> None:
+        if not self._steps_idly:
+            super()._without_message()
+        else:
+            self._idle_step()
+        if self._leave_at is not None and time.monotonic() > self._leave_at:
+            self._ended = True  # the others hang: they are killed
+
+    def _idle_step(self) -> None:
+        agreed = self._worker.idle_step(leaving=self._leave_at is not None)
+        if agreed.shape is None:
+            self._waves.end()
+            self._ended = agreed.all_leave
+        elif agreed.has_batch:
+            self._has_steps = True  # its batch arrives soon
