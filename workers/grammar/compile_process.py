@@ -14,11 +14,17 @@ import os
 import resource
 import signal
 import socket
+from typing import TYPE_CHECKING
 
 from atom.messages.codec import Decoder, encode
 from atom.messages.grammar import GrammarCompilerLaunch, GrammarSource
 from atom.utils.logger import setup_logging
 from atom.utils.process import read_launch
+from workers.grammar.compiling import compiled
+from workers.grammar.vocabulary import tokenizer_info
+
+if TYPE_CHECKING:
+    import xgrammar
 
 # Before numpy and torch start pools of threads, which a fork would not have.
 os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -36,8 +42,6 @@ def main() -> None:
     os.nice(_NICE)
 
     import xgrammar
-
-    from workers.grammar.vocabulary import tokenizer_info
 
     info = tokenizer_info(launch.checkpoint)
     threads = min(_MAX_THREADS, max(1, (os.cpu_count() or 1) // 2))
@@ -70,10 +74,8 @@ def _reap(running: set[int], most: int) -> None:
         running.discard(os.wait()[0])
 
 
-def _serve_and_exit(connection: socket.socket, compiler: object, timeout_s: int) -> None:
+def _serve_and_exit(connection: socket.socket, compiler: "xgrammar.GrammarCompiler", timeout_s: int) -> None:
     """Compile one source in this fork, and end it."""
-    from workers.grammar.compiling import compiled
-
     status = 1
     try:
         signal.alarm(timeout_s)  # ends the process, whatever it executes
@@ -81,7 +83,7 @@ def _serve_and_exit(connection: socket.socket, compiler: object, timeout_s: int)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with connection.makefile("rwb") as stream:
             source = Decoder[GrammarSource](GrammarSource).decode(stream.read())
-            stream.write(encode(compiled(source, compiler)))  # type: ignore[arg-type]
+            stream.write(encode(compiled(source, compiler)))
         status = 0
     finally:
         os._exit(status)

@@ -2,11 +2,13 @@
 
 import re
 import zlib
-
-import xgrammar
+from typing import TYPE_CHECKING
 
 from atom.messages.grammar import MAX_COMPILED_BYTES, MAX_GRAMMAR_MEMORY, CompiledGrammar, GrammarSource
 from workers.grammar.json_schema import SchemaError, prepared
+
+if TYPE_CHECKING:
+    import xgrammar
 
 _ANY_OBJECT = '{"type": "object"}'
 _COMPRESSION = 1  # the fastest level: JSON of numbers shrinks to a quarter
@@ -14,7 +16,7 @@ _MAX_REASON = 400
 _WHERE = re.compile(r"\[[0-9:]+\] \S+?:\d+: ")  # time and place in xgrammar's sources
 
 
-def compiled(source: GrammarSource, compiler: xgrammar.GrammarCompiler) -> CompiledGrammar:
+def compiled(source: GrammarSource, compiler: "xgrammar.GrammarCompiler") -> CompiledGrammar:
     """The compiled grammar, or why the source cannot be used."""
     try:
         grammar = _compile(source, compiler)
@@ -34,7 +36,7 @@ def compiled(source: GrammarSource, compiler: xgrammar.GrammarCompiler) -> Compi
     return CompiledGrammar(data, memory)
 
 
-def _compile(source: GrammarSource, compiler: xgrammar.GrammarCompiler) -> xgrammar.CompiledGrammar:
+def _compile(source: GrammarSource, compiler: "xgrammar.GrammarCompiler") -> "xgrammar.CompiledGrammar":
     match source.kind:
         case "json_schema":
             return compiler.compile_json_schema(prepared(source.text), any_whitespace=source.any_whitespace)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from atom.config.checkpoint import Checkpoint
 from atom.messages.grammar import GrammarLoaded, LoadGrammar
 from atom.utils.errors import one_line
+from workers.grammar.vocabulary import tokenizer_info
 
 if TYPE_CHECKING:
     import xgrammar
@@ -80,8 +81,6 @@ class GrammarLibrary:
 
     def _load(self, compressed: bytes) -> "xgrammar.CompiledGrammar":
         import xgrammar
-
-        from workers.grammar.vocabulary import tokenizer_info
 
         if self._info is None:
             self._info = tokenizer_info(self._checkpoint)
