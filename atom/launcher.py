@@ -39,6 +39,7 @@ from atom.utils.version import atom_version
 from frontend.auth import ApiKeys
 from frontend.cors import CorsPolicy
 from frontend.tls import tls_context
+from frontend.tracing import check_installed
 
 # Time beyond the frontend's own deadline before it is killed.
 _STOP_MARGIN_S = 5.0
@@ -79,6 +80,8 @@ class Launcher:
         ApiKeys(self.server.api_key)  # these raise ValueError for unusable settings
         CorsPolicy(self.server)
         tls_context(self.server)
+        if self.server.otlp_traces_endpoint is not None:
+            check_installed()
         with (
             ListenPort(self.server.host, self.server.server_port, self.server.api_server_count) as port,
             _admin_socket(self.server) as admin,
@@ -141,13 +144,13 @@ class Launcher:
         config, details = self.config, supervisor.details
         scheme = "http" if self.server.ssl_certfile is None else "https"
         url = f"{scheme}://{_reachable(self.server.host)}:{port}"
-        name = config.model.served_model_name or config.model.model
+        name = config.model.names[0]
         changes = config.model.hf_overrides
         each = " in each engine" if config.parallel.data_parallel_size > 1 else ""
         rows = [
             ("model", f"{name} ({config.model.dtype})"),
             *([("overrides", changes)] if changes not in (None, "{}") else []),
-            ("layout", _layout(config)),
+            ("layout", config.parallel.layout(config.device.device)),
             *([("frontends", str(frontends))] if (frontends := self.server.api_server_count) > 1 else []),
             (
                 "KV cache",
@@ -235,12 +238,6 @@ def _admin_socket(server: ServerConfig) -> AbstractContextManager[AdminSocket | 
     if server.admin_port is None and server.admin_socket is None:
         return nullcontext()
     return AdminSocket(server.admin_port, server.admin_socket)
-
-
-def _layout(config: EngineConfig) -> str:
-    ranks, engines = config.parallel.tensor_parallel_size, config.parallel.data_parallel_size
-    one = f"{ranks} x {config.device.device}"
-    return one if engines == 1 else f"{engines} engines of {one}"
 
 
 def _kv_dtype(config: EngineConfig) -> str:

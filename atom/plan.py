@@ -60,7 +60,10 @@ class Plan(msgspec.Struct, frozen=True):
     assumed: bool
     tensor_parallel_size: int
     data_parallel_size: int
+    engines: str
+    """The engines and their workers in words."""
     ranks: list[RankPlan]
+    """Those of one engine; with experts spread over engines no other has more."""
     context: int
     """Longest context of the checkpoint, or --max-model-len."""
     logits_bytes: int
@@ -71,6 +74,8 @@ class Plan(msgspec.Struct, frozen=True):
     suggestion: int | None
     """Smallest tensor-parallel size for the whole context, else for the longest one; None: none fits."""
     notes: list[str]
+    enable_dp_attention: bool = False
+    """Each worker is an engine: only this layout was planned."""
 
 
 def show_plan(config: EngineConfig, explicit: set[str], gpus: str, as_json: bool) -> int:
@@ -112,9 +117,12 @@ def _assumed(gpus: str, config: EngineConfig) -> tuple[int, int | None]:
 
 
 def _sizes(config: EngineConfig, checkpoint: Checkpoint, capabilities: DeviceCapabilities) -> list[int]:
-    """The configured tensor-parallel size, and on GPUs powers of two up to all GPUs of an engine."""
+    """The configured tensor-parallel size, and on GPUs powers of two up to all GPUs of an engine.
+
+    With --enable-dp-attention an engine has one.
+    """
     own = config.parallel.tensor_parallel_size
-    if config.device.device == "cpu":
+    if config.device.device == "cpu" or config.parallel.enable_dp_attention:
         return [own]
     gpus = capabilities.cuda // config.parallel.data_parallel_size
     most = min(gpus, checkpoint.hf_config.get("num_attention_heads", gpus))
@@ -149,7 +157,7 @@ def _plan(
     context = config.model.max_model_len or checkpoint.max_model_len
     on_gpu = config.device.device == "cuda"
     return Plan(
-        model=config.model.served_model_name or config.model.model,
+        model=config.model.names[0],
         architecture=checkpoint.architecture,
         dtype=config.model.dtype,
         device=config.device.device,
@@ -158,6 +166,7 @@ def _plan(
         assumed=assumed,
         tensor_parallel_size=own,
         data_parallel_size=config.parallel.data_parallel_size,
+        engines=config.parallel.layout(config.device.device),
         ranks=next(layout.ranks for layout in result.layouts if layout.tensor_parallel_size == own),
         context=context,
         logits_bytes=result.logits_bytes,
@@ -165,6 +174,7 @@ def _plan(
         layouts=[each for each in capacities if each.tensor_parallel_size != own],
         suggestion=_suggestion(capacities, context),
         notes=list(notes),
+        enable_dp_attention=config.parallel.enable_dp_attention,
     )
 
 

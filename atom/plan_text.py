@@ -35,7 +35,7 @@ def _rows(plan: "Plan") -> Iterator[tuple[str, str]]:
     layout = plan.layout
     yield "model", f"{plan.architecture}, {plan.dtype}"
     yield "devices", _devices(plan)
-    yield "layout", _layout(plan)
+    yield "layout", plan.engines
     yield "weights", _weights(plan)
     for number, spec in enumerate(plan.ranks[0].kv_specs):
         yield ("" if number else "KV cache"), _kv(spec)
@@ -63,11 +63,6 @@ def _devices(plan: "Plan") -> str:
     return f"{plan.devices} {kind} of {size_text(plan.device_bytes)}"
 
 
-def _layout(plan: "Plan") -> str:
-    one = f"{plan.tensor_parallel_size} x {plan.device}"
-    return one if plan.data_parallel_size == 1 else f"{plan.data_parallel_size} engines of {one}"
-
-
 def _weights(plan: "Plan") -> str:
     most = max(plan.ranks, key=lambda rank: rank.weight_bytes)
     kinds = ", ".join(f"{name} {size_text(count)}" for name, count in most.weights.items() if count)
@@ -75,7 +70,8 @@ def _weights(plan: "Plan") -> str:
     each = f"{size_text(most.weight_bytes)} on each rank" if len(plan.ranks) > 1 else size_text(total)
     if any(rank.weight_bytes != most.weight_bytes for rank in plan.ranks):
         each = f"up to {each}"
-    whole = f"; {size_text(total)} in all" if len(plan.ranks) > 1 else ""
+    where = "in all" if plan.data_parallel_size == 1 else "in each engine"
+    whole = f"; {size_text(total)} {where}" if len(plan.ranks) > 1 else ""
     return f"{each} ({kinds}){whole}"
 
 
@@ -111,4 +107,6 @@ def _suggestion(plan: "Plan") -> str:
         total = sum(rank.weight_bytes for rank in plan.ranks)
         least = f": the weights alone fill {-(-total // usable)} of these" if usable > 0 else ""
         return f"more GPUs, or larger ones{least}"
+    if plan.enable_dp_attention:
+        return f"-dp {plan.data_parallel_size} --enable-dp-attention"
     return f"-tp {plan.suggestion}"

@@ -55,7 +55,13 @@ from atom.utils import envs
 from atom.utils.errors import one_line, out_of_memory
 from atom.utils.exit_status import ExitStatus
 from atom.utils.install_check import check_install
-from atom.utils.liveness import HeartbeatSender, PeerMonitor, SilenceTimer, heartbeat_interval
+from atom.utils.liveness import (
+    HeartbeatSender,
+    PeerMonitor,
+    SilenceTimer,
+    heartbeat_interval,
+    worker_monitor,
+)
 from atom.utils.logger import get_logger, set_log_level, setup_logging
 from atom.utils.process import read_launch
 from atom.utils.step_trace import StepTrace
@@ -98,7 +104,8 @@ class CoreProcess:
         timeouts = launch.config.reliability
         interval, heartbeat = heartbeat_interval(timeouts.hang_timeout), Heartbeat(self._name)
         self._heartbeats = HeartbeatSender(self._context, zmq.PUSH, launch.supervisor, heartbeat, interval)
-        self._worker_monitor = PeerMonitor(timeouts.hang_timeout)
+        collective = launch.config.parallel.workers_in_mesh > 1
+        self._worker_monitor = worker_monitor(timeouts.hang_timeout, collective)
         self._step_timer = SilenceTimer(_MAX_GAP_S)
         self._step_timeout_s = timeouts.step_timeout
         self._step_done = False

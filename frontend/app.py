@@ -23,6 +23,7 @@ from frontend.connections import Listener
 from frontend.cors import CorsPolicy
 from frontend.dp_router import router_for
 from frontend.engine_client import ClientSettings, EngineClient
+from frontend.fim import FillInTheMiddle
 from frontend.grammar_process import GrammarProcess
 from frontend.grammars import Grammars
 from frontend.input_processor import InputProcessor
@@ -38,8 +39,10 @@ from frontend.routes import (
     health,
     info,
     models,
+    openapi,
     page,
     profile,
+    refused,
     requests,
     responses,
     status,
@@ -64,6 +67,7 @@ from frontend.supervisor_link import SupervisorLink
 from frontend.text_executor import TextExecutor
 from frontend.tls import follow_files, tls_context
 from frontend.tokenizer import Tokenizer
+from frontend.tracing import Tracing
 
 __all__ = ["create_app", "start"]
 
@@ -81,8 +85,10 @@ _ROUTES = (
     models.routes,
     requests.routes,
     info.routes,
+    openapi.routes,
     health.routes,
     profile.routes,
+    refused.routes,
 )
 
 
@@ -148,7 +154,7 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
         app[keys.METRICS],
         lambda max_model_len: setattr(inputs, "max_model_len", max_model_len),
     )
-    models_service = ModelService(config.served_model_name or config.model, inputs)
+    models_service = ModelService(config.names, inputs)
     options = ServingOptions(
         checkpoint.default_sampling,
         has_tokenizer=tokenizer is not None,
@@ -158,12 +164,15 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
     app[keys.CLIENT] = client
     app[keys.MODELS] = models_service
     grammars = Grammars(GrammarProcess(checkpoint))
-    app[keys.GENERATION] = Generation(client, inputs, models_service, options, executor, grammars)
+    endpoint = server.otlp_traces_endpoint
+    tracing = None if endpoint is None else Tracing(endpoint)
+    app[keys.GENERATION] = Generation(client, inputs, models_service, options, executor, grammars, tracing)
+    app.cleanup_ctx.append(lambda _: _close_tracing(tracing))
     prompts = _chat_prompts(launch, inputs)
     chat = ChatEndpoint(inputs, _encoder(inputs, server, _CHAT_TOKENS), prompts, server.lenient_fields)
     app[keys.CHAT] = chat
     app[keys.COMPLETIONS] = CompletionEndpoint(
-        _encoder(inputs, server, _COMPLETION_TOKENS), server.lenient_fields
+        _encoder(inputs, server, _COMPLETION_TOKENS), FillInTheMiddle.of(tokenizer), server.lenient_fields
     )
     store = ResponseStore(server.max_stored_response_bytes, launch.num_frontends)
     app[keys.RESPONSE_STORE] = store
@@ -322,6 +331,12 @@ async def _certificate_watch(app: web.Application) -> AsyncIterator[None]:
         return
     async with _running(follow_files(context, app[keys.LAUNCH].server)):
         yield
+
+
+async def _close_tracing(tracing: Tracing | None) -> AsyncIterator[None]:
+    yield
+    if tracing is not None:
+        await asyncio.to_thread(tracing.close)
 
 
 async def _shut_down(executor: TextExecutor, grammars: Grammars) -> AsyncIterator[None]:

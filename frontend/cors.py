@@ -10,7 +10,7 @@ __all__ = ["METHOD", "REQUESTED_HEADERS", "CorsPolicy"]
 METHOD = "Access-Control-Request-Method"
 REQUESTED_HEADERS = "Access-Control-Request-Headers"
 # What a page may read of a response's headers, besides those that every page may.
-_EXPOSED = "X-Request-Id, Retry-After, WWW-Authenticate"
+_EXPOSED = "X-Request-Id, Retry-After, Server-Timing, WWW-Authenticate"
 _ALL = "*"
 
 

@@ -37,6 +37,7 @@ from atom.messages.engine import (
     AddRequest,
     CoreReady,
     CoreStats,
+    Finished,
     FinishReason,
     FromCore,
     GetStats,
@@ -50,13 +51,13 @@ from frontend.core_link import CoreLink, LinkState
 from frontend.dp_router import Charge, RoutedPrompt, Router
 from frontend.engine_connection import YIELD_S, EngineConnection
 from frontend.engine_queries import Queries
-from frontend.errors import ApiError, EngineDeadError, RequestError, UnavailableError
+from frontend.errors import ApiError, DeadlineError, EngineDeadError, RequestError, UnavailableError
 from frontend.metrics import Metrics, Progress, RunningRequest
 from frontend.output_memory import HeldOutput, OutputMemory
 from frontend.output_processor import OutputProcessor, TextOptions, Update
 from frontend.streams import Stream, StreamOptions
 
-__all__ = ["ID_BITS", "ClientSettings", "EngineClient"]
+__all__ = ["ID_BITS", "ClientSettings", "Deadline", "EngineClient"]
 
 A = TypeVar("A", bound=Answer)
 
@@ -108,6 +109,14 @@ class _Sequence:
         return RunningRequest(
             number, self.engine.rank, progress.prompt_tokens, progress.tokens, progress.arrived_at
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """When a request is ended: at the time `at` (monotonic, seconds), `timeout_s` after its arrival."""
+
+    timeout_s: float
+    at: float
 
 
 class EngineClient:
@@ -347,18 +356,23 @@ class EngineClient:
         text: TextOptions,
         every_step: bool = True,
         rank: int | None = None,
+        deadline: Deadline | None = None,
     ) -> AsyncIterator[Stream]:
         """Send `requests` and read their results as one stream; on exit unfinished ones are aborted.
 
         Without `every_step` the stream wakes its reader once, when all sequences have ended. Without `rank`
         the router chooses one for each request. If no engine is ready any more, the stream fails at once.
-        A stream with too much output that is not sent yet ends with an error: see `OutputMemory`.
+        A stream with too much output that is not sent yet ends with an error: see `OutputMemory`. At
+        the deadline the sequences end with reason timeout; the stream fails if it has no token then.
         """
         stream = self._stream(requests, every_step)
+        timer = None if deadline is None else self._at(deadline, stream)
         try:
             await self._submit_all(requests, text, stream, rank)
             yield stream
         finally:
+            if timer is not None:
+                timer.cancel()
             self._abort(sorted(stream.open))
             stream.output.close()
 
@@ -375,6 +389,26 @@ class EngineClient:
         self._metrics.output_limited += 1
         self._abort(sorted(stream.open))
         stream.end(error)
+
+    def _at(self, deadline: Deadline, stream: Stream) -> asyncio.TimerHandle:
+        left_s = max(deadline.at - time.monotonic(), 0.0)
+        return asyncio.get_running_loop().call_later(left_s, self._time_out, stream, deadline.timeout_s)
+
+    def _time_out(self, stream: Stream, timeout_s: float) -> None:
+        """End the sequences of a stream as the core would, with what they have generated."""
+        if stream.failed:
+            return
+        if not stream.first_token_at or not stream.open <= self._sequences.keys():
+            self._abort(sorted(stream.open), FinishReason.TIMEOUT)
+            stream.end(DeadlineError(timeout_s))
+            return
+        by_engine: dict[EngineConnection, list[int]] = {}
+        for request_id in sorted(stream.open):
+            by_engine.setdefault(self._sequences[request_id].engine, []).append(request_id)
+        for engine, running in by_engine.items():
+            engine.link.send(Abort(running, FinishReason.TIMEOUT))
+            ends = [Finished(request_id, FinishReason.TIMEOUT) for request_id in running]
+            self._deliver(engine, TokenDeltas(0, [], b"", finished=ends))
 
     async def _submit_all(
         self, requests: list[AddRequest], text: TextOptions, stream: Stream, rank: int | None
@@ -413,7 +447,7 @@ class EngineClient:
         self._output.add(request, text)
         engine.link.send(request)
 
-    def _abort(self, request_ids: list[int]) -> None:
+    def _abort(self, request_ids: list[int], reason: FinishReason = FinishReason.ABORTED) -> None:
         by_engine: dict[EngineConnection, list[int]] = {}
         for request_id in request_ids:
             if (sequence := self._sequences.pop(request_id, None)) is not None:
@@ -423,7 +457,7 @@ class EngineClient:
             self._output.remove(running)
             self._metrics.engine(engine.rank).aborted(len(running))
             self.admission.ended(len(running))
-            engine.link.send(Abort(running))
+            engine.link.send(Abort(running, reason))
 
     # Messages
 
@@ -451,8 +485,9 @@ class EngineClient:
         now, sequences = engine.received_at, self._sequences
         metrics = self._metrics.engine(engine.rank)
         for first in deltas.first:
-            if first.request_id in sequences:
+            if (admitted := sequences.get(first.request_id)) is not None:
                 metrics.admitted(first)
+                admitted.stream.admitted(first.queued_s, first.prefill_s)
         for update in done.updates:
             sequence = sequences[update.request_id]
             if tokens := len(update.token_ids):
@@ -470,6 +505,7 @@ class EngineClient:
 
     def _finish(self, update: Update, sequence: _Sequence, now: float) -> None:
         assert update.reason is not None
+        sequence.stream.ended(update.reason, sequence.progress.tokens)
         del self._sequences[update.request_id]
         self._router.release(sequence.charge)
         self._metrics.engine(sequence.engine.rank).finished(sequence.progress, update.reason, now)

@@ -2,6 +2,7 @@
 
 ApiError                 base: an HTTP status and OpenAI's error object
 ├─ RequestError          the request is at fault: 400, 401, 403, 404, 408, 413 (also a ValueError)
+│  └─ DeadlineError      408: no token before the request's own deadline; code timeout
 ├─ OverloadedError       429 with Retry-After: the queue is full
 ├─ InternalError         500: a bug in this program
 ├─ UnavailableError      503 with Retry-After: starting, stopping or without an engine
@@ -66,6 +67,17 @@ class RequestError(ApiError, ValueError):
 
     status = 400
     kind = "invalid_request_error"
+
+
+class DeadlineError(RequestError):
+    """The request's own deadline has passed before its first token; clients must not send it again."""
+
+    status = 408
+
+    def __init__(self, timeout_s: float):
+        super().__init__(
+            f"the request had no token after its timeout of {timeout_s:g} s", param="timeout", code="timeout"
+        )
 
 
 class OverloadedError(ApiError):

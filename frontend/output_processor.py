@@ -39,6 +39,7 @@ _RAW_REASONS = {
     FinishReason.ABORTED: "aborted",
     FinishReason.ERROR: "error",
     FinishReason.STOP_STRING: "stop_sequence",
+    FinishReason.TIMEOUT: "timeout",
 }
 
 
@@ -64,7 +65,7 @@ class Update(msgspec.Struct, gc=False):
     """The new text, without stop string or stop token unless `include_stop` is set."""
     finished: bool = False
     reason: str | None = None
-    """Why it finished: eos, stop_<id>, stop_sequence, max_tokens, aborted or error."""
+    """Why it finished: eos, stop_<id>, stop_sequence, max_tokens, aborted, timeout or error."""
     stop_reason: str | int | None = None
     """The stop string, or the id of `stop_token_ids`, that ended it."""
     cached_tokens: int = 0
@@ -170,7 +171,8 @@ class RequestState:
         self._undecided = 0
         """How many of the last ids may be reasoning or something else."""
         self._detokenizer = Detokenizer(tokenizer, text.skip_special_tokens) if tokenizer else None
-        self.ids_only = not (self._detokenizer or self.logprobs or self.prompt_logprobs)
+        parts = self._detokenizer, self.logprobs, self.prompt_logprobs
+        self.ids_only = all(part is None for part in parts)
         """Its updates have neither text nor log probabilities."""
 
     def append(self, ids: "array[int]", logprobs: Sequence[LogprobRow] = ()) -> NewText:

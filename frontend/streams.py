@@ -43,6 +43,14 @@ class Stream:
         self.output = output
         self.first_token_at = 0.0
         self.last_token_at = 0.0
+        self.queue_s = 0.0
+        """From the arrival at the core to the admission, of the first sequence with a token."""
+        self.prefill_s = 0.0
+        """From there to the first token."""
+        self.num_tokens = 0
+        """Of the sequences that have finished."""
+        self.reasons: list[str] = []
+        """Their raw finish reasons."""
         self._every_step = options.every_step
         # The token's name, its own log probability, and those of the top tokens.
         entries = 2 + options.logprobs if options.logprobs >= 0 else 0
@@ -67,6 +75,16 @@ class Stream:
             self.open.discard(update.request_id)
         if self._every_step or not self.open or update.error:
             self._wake.set()
+
+    def admitted(self, queue_s: float, prefill_s: float) -> None:
+        """A sequence has its first token."""
+        if not self.first_token_at:
+            self.queue_s, self.prefill_s = queue_s, prefill_s
+
+    def ended(self, reason: str, tokens: int) -> None:
+        """A sequence has finished with so many tokens."""
+        self.reasons.append(reason)
+        self.num_tokens += tokens
 
     @property
     def failed(self) -> bool:

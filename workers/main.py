@@ -114,6 +114,8 @@ class Link:
         """Close the sockets once the last messages are sent."""
         self._closing.set()
         self._heartbeat_thread.join()
+        if self.waves is not None:
+            self.waves.close()
         self._context.destroy(linger=_LINGER_MS)
 
     def _send_heartbeats(self, interval_s: float) -> None:

@@ -54,3 +54,8 @@ class Waves:
         """Read what other ranks have sent; does not wait."""
         while self.socket.poll(0):
             self._started = max(self._started, self._decoder.decode(self.socket.recv()).wave)
+
+    def close(self) -> None:
+        """Close the sockets."""
+        for socket in (self.socket, *self._others):
+            socket.close(0)

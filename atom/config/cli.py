@@ -14,7 +14,7 @@ from dataclasses import fields
 from typing import Any, NoReturn, TypeVar
 
 from atom.config.engine import EngineConfig
-from atom.config.fields import ConfigError, Field, fields_of
+from atom.config.fields import NAMES, ConfigError, Field, fields_of, names_text
 from atom.config.not_yet import REFUSED, refusal
 from atom.config.server import ServerConfig
 from atom.config.sources import CONFIG_VARIABLE, environment_values, file_values, variable_of
@@ -231,6 +231,18 @@ class _Store(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
+class _StoreNames(argparse.Action):
+    """Stores one or several names, as one text."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        _note_explicit(namespace, self.dest)
+        try:
+            names = names_text(values[0] if len(values) == 1 else values)
+        except ConfigError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+        setattr(namespace, self.dest, names)
+
+
 class _Switch(argparse.Action):
     """`--name` and `--no-name`."""
 
@@ -300,6 +312,17 @@ def _add_flag(group: argparse._ArgumentGroup, field: Field, flags: list[str], he
     if field.kind is bool:
         group.add_argument(
             *flags, dest=field.name, action=_Switch, nargs=0, default=field.default, help=help_text
+        )
+        return
+    if field.limits == NAMES:
+        group.add_argument(
+            *flags,
+            dest=field.name,
+            action=_StoreNames,
+            nargs="+",
+            default=field.default,
+            metavar="NAME",
+            help=help_text,
         )
         return
     action = group.add_argument(

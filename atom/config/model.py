@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from atom.config.fields import OBJECT
+from atom.config.fields import NAMES, OBJECT
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,8 @@ class ModelConfig:
     """Branch, tag or commit on the hub. If unset: the main branch."""
     download_dir: Annotated[str, Meta(min_length=1)] | None = None
     """Directory for downloaded checkpoints. If unset: the hub library's cache (HF_HOME)."""
-    served_model_name: Annotated[str, Meta(min_length=1)] | None = None
-    """Model name in the API. If unset: the value of --model."""
+    served_model_name: Annotated[str, NAMES] | None = None
+    """Name of the model in the API, or several: `a b` or a,b. If unset: the value of --model."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Compute dtype. auto takes the checkpoint's if the device supports it, else float16 (GPU) or float32."""
     max_model_len: Annotated[int, Meta(ge=2)] | None = None
@@ -28,3 +28,9 @@ class ModelConfig:
     """No effect, accepted for existing scripts: code from a checkpoint is never run."""
     load_dummy: bool = False
     """Initialize the weights with random numbers instead of loading them."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the model in the API."""
+        given = self.served_model_name
+        return (self.model,) if given in (None, self.model) else tuple(str(given).split(","))

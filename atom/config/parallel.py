@@ -41,3 +41,17 @@ class ParallelConfig:
     def engines_in_mesh(self) -> int:
         """Engines whose workers run collectives together."""
         return self.data_parallel_size if self.lockstep else 1
+
+    @property
+    def workers_in_mesh(self) -> int:
+        """Workers that run collectives together."""
+        return self.tensor_parallel_size * self.engines_in_mesh
+
+    def layout(self, device: str) -> str:
+        """The engines and their workers in words; `device` is what each worker runs on."""
+        engines, one = self.data_parallel_size, f"{self.tensor_parallel_size} x {device}"
+        if self.decode_context_parallel_size > 1:
+            one += f" (each {self.decode_context_parallel_size} split the KV cache by tokens)"
+        text = one if engines == 1 else f"{engines} engines of {one}"
+        spread = self.enable_expert_parallel and self.num_workers > 1
+        return f"{text}, experts spread over {self.num_workers} workers" if spread else text

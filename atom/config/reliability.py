@@ -9,7 +9,8 @@ from msgspec import Meta
 @dataclass(frozen=True)
 class ReliabilityConfig:
     hang_timeout: Annotated[float, Meta(gt=0)] = 60.0
-    """Seconds of silence after which a process counts as hung; a sixth of it turns its engine unready."""
+    """Seconds of silence after which a process counts as hung, at most 7 for one of several workers that
+    compute together; a sixth of it turns its engine unready."""
     step_timeout: Annotated[float, Meta(gt=0)] = 600.0
     """Seconds without the result of a running step after which an engine counts as hung."""
     max_restarts: Annotated[int, Meta(ge=0)] = 10

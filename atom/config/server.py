@@ -40,6 +40,8 @@ class ServerConfig:
     """Certificates of the authorities that sign clients' certificates (PEM)."""
     ssl_cert_reqs: Annotated[int, Meta(ge=0, le=2)] = 0
     """Whether clients must show a certificate: 0 no, 1 it is checked if they do, 2 yes."""
+    otlp_traces_endpoint: Annotated[str, Meta(min_length=1)] | None = None
+    """OpenTelemetry collector for traces of requests: its HTTP URL, such as http://HOST:4318/v1/traces."""
     admin_port: Annotated[int, Meta(ge=0, le=65535)] | None = None
     """Port of the administration, on 127.0.0.1 alone; 0 takes a free one. If unset, there is none."""
     admin_socket: Annotated[str, Meta(min_length=1)] | None = None

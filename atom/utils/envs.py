@@ -25,6 +25,7 @@ class Area(Enum):
 
     ENGINE = "engine"
     DATA_PARALLEL = "data parallelism"
+    GPU = "kernels for GPUs"
     AITER = "AITER kernels"
     PLUGIN = "plugins"
     BENCHMARK = "benchmarks"
@@ -150,7 +151,7 @@ VARIABLES: dict[str, Variable] = {
             "ATOM_ENABLE_ALLREDUCE_RMSNORM_FUSION",
             bool,
             True,
-            Area.ENGINE,
+            Area.GPU,
             "One kernel for the tensor parallel all-reduce and the following norm.",
         ),
         _fusion(
@@ -272,11 +273,13 @@ def startup_notes(device: str) -> list[str]:
 
 def acts(area: Area) -> bool:
     """Whether this version reads the variables of an area."""
-    return area in (Area.ENGINE, Area.BENCHMARK)
+    return area in (Area.ENGINE, Area.GPU, Area.BENCHMARK)
 
 
 def _no_effect(area: Area, device: str) -> str:
     """Why variables of an area have no effect on an engine; empty when they act or are for other programs."""
+    if area is Area.GPU and device == "cpu":
+        return "its kernels are for GPUs, and this engine computes on the CPU"
     if acts(area) or area is Area.PLUGIN:
         return ""
     if area is Area.AITER and device == "cpu":

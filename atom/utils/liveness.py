@@ -1,6 +1,7 @@
 """Detection of hung processes: each process sends heartbeats, another one measures its silence.
 
-A process is unresponsive after a sixth of the hang timeout without a heartbeat, and hung after all of it.
+A process is unresponsive after a sixth of the hang timeout without a heartbeat, and hung after all of it;
+a worker that shares collectives with others earlier.
 Time in which the measuring process itself did not run hardly counts: after SIGCONT, or after a pause
 of the whole container, the heartbeats that wait in its socket are read before anything is decided.
 """
@@ -15,13 +16,17 @@ import zmq
 from atom.messages.codec import encode
 from atom.utils.logger import get_logger
 
-__all__ = ["HeartbeatSender", "PeerMonitor", "SilenceTimer", "heartbeat_interval"]
+__all__ = ["HeartbeatSender", "PeerMonitor", "SilenceTimer", "heartbeat_interval", "worker_monitor"]
 
 _HEARTBEATS_PER_TIMEOUT = 60
 _MAX_INTERVAL_S = 1.0
 _WARNINGS_PER_TIMEOUT = 6
 _UPDATES_PER_WARNING = 4
 _QUEUED_HEARTBEATS = 10
+# Workers that run collectives together all wait for a silent one. Their heartbeats come from a thread,
+# however long a step takes, so that this is no limit of a step.
+_COLLECTIVE_HANG_S = 7.0
+_COLLECTIVE_WARN_S = 3.5
 
 
 def heartbeat_interval(hang_timeout_s: float) -> float:
@@ -89,9 +94,15 @@ class SilenceTimer:
 class PeerMonitor:
     """Measures the silence of several peers, and logs when one stops or resumes responding."""
 
-    def __init__(self, hang_timeout_s: float, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        hang_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        warn_s: float | None = None,
+    ):
+        """`warn_s`: the silence after which a peer is unresponsive, instead of a sixth of the timeout."""
         self._timeout_s = hang_timeout_s
-        self._warn_s = hang_timeout_s / _WARNINGS_PER_TIMEOUT
+        self._warn_s = hang_timeout_s / _WARNINGS_PER_TIMEOUT if warn_s is None else warn_s
         self._clock = clock
         self._timers: dict[str, SilenceTimer] = {}
         self._seen: set[str] = set()
@@ -131,6 +142,14 @@ class PeerMonitor:
             del self._unresponsive[peer]
             get_logger().warning("%s responds again after %.0f s", peer, before)
         return (before is None) != (peer not in self._unresponsive)
+
+
+def worker_monitor(hang_timeout_s: float, collective: bool) -> PeerMonitor:
+    """Of workers that serve; those that run collectives with others count as hung after 7 s at most."""
+    if not collective:
+        return PeerMonitor(hang_timeout_s)
+    warn_s = min(hang_timeout_s / _WARNINGS_PER_TIMEOUT, _COLLECTIVE_WARN_S)
+    return PeerMonitor(min(hang_timeout_s, _COLLECTIVE_HANG_S), warn_s=warn_s)
 
 
 def _line(peer: str, silence_s: float) -> str:

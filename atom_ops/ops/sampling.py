@@ -141,7 +141,7 @@ def sample(logits_RV: Tensor, batch: SamplingBatch, positions_R: Tensor) -> Tens
     This reference synchronises with the device for rows with top-k or top-p; no other provider
     does. A row with NaN logits, or with only minus infinity, gets some id of the vocabulary.
     """
-    top_R, greedy_R = _top1(logits_RV)
+    top_R, greedy_R = top1(logits_RV)
     if not batch.any_random:
         return greedy_R
     rows = batch.random_rows
@@ -152,7 +152,7 @@ def sample(logits_RV: Tensor, batch: SamplingBatch, positions_R: Tensor) -> Tens
     return greedy_R.index_copy_(0, rows, sampled_S)
 
 
-def _top1(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+def top1(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     """The largest logit of each row and the smallest id that has it.
 
     First the maximum of each span, because a maximum without an index takes a tenth of the time.
@@ -219,7 +219,7 @@ def _argmax_with_noise(weights_RW: Tensor, batch: SamplingBatch, positions_R: Te
             noise_RW[: chunk.stop - start],
         )
         torch.div(weights_RW[chunk], exponential_(scores), out=scores)
-        sampled_R[chunk] = _top1(scores)[1]
+        sampled_R[chunk] = top1(scores)[1]
     return sampled_R
 
 

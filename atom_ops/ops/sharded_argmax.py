@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from atom_ops.op import Case, op
+from atom_ops.ops.sampling import top1
 from atom_ops.tolerances import EXACT
 
 _ID_BITS = 0xFFFFFFFF
@@ -42,7 +43,7 @@ def shard_argmax(logits_RV: Tensor, first_id: int) -> Tensor:
 
     Column v is the logit of id `first_id` + v. A row with NaN logits gets a key of some id of the shard.
     """
-    top_R, index_R = logits_RV.float().max(1)
+    top_R, index_R = top1(logits_RV.float())
     bits_R = (top_R + 0.0).view(torch.int32).long()  # both zeros have the bits of +0
     sorted_R = torch.where(bits_R < 0, bits_R ^ 0x7FFFFFFF, bits_R)
     return (sorted_R << 32) | (_ID_BITS - (index_R + first_id))

@@ -2,7 +2,7 @@
 
 __all__ = ["INCOMPLETE", "openai_reason"]
 
-INCOMPLETE = frozenset({"max_tokens", "aborted"})
+INCOMPLETE = frozenset({"max_tokens", "aborted", "timeout"})
 """Raw reasons of sequences that the model did not end."""
 
 

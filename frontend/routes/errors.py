@@ -6,7 +6,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from atom.utils.logger import get_logger
-from frontend.errors import ApiError, InternalError, RequestError
+from frontend.errors import ApiError, DeadlineError, InternalError, RequestError
 from frontend.renderers.anthropic_errors import anthropic_error
 from frontend.serving.caller import REQUEST_ID
 
@@ -42,6 +42,8 @@ def error_response(error: ApiError, path: str = "") -> web.Response:
     response = web.Response(body=body, status=error.status, content_type="application/json")
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)
+    if isinstance(error, DeadlineError):
+        response.headers["X-Should-Retry"] = "false"  # the SDKs would send it again, with a new deadline
     if error.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
     return response

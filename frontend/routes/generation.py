@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 
 from aiohttp import web
 
@@ -14,11 +15,14 @@ from frontend.routes.errors import client_request_id
 from frontend.routes.writing import EventStream, send_json
 from frontend.serving.caller import Caller
 from frontend.serving.endpoint import Endpoint
+from frontend.tracing import TraceContext
 
 __all__ = ["routes"]
 
 _RANK_HEADER = "X-Data-Parallel-Rank"
 _MAX_RANK_DIGITS = 9
+_TIMEOUT_HEADER = "X-Request-Timeout"
+_SECONDS = re.compile(r"\d{1,6}(\.\d{1,6})?", re.ASCII)
 
 routes = web.RouteTableDef()
 
@@ -63,18 +67,29 @@ async def _respond(request: web.Request, endpoint: Endpoint, slot: AdmissionSlot
     generation = request.app[GENERATION]
     with request.app[LIFECYCLE].interruptible():
         async with open_body(request) as body:
-            caller = Caller(request[TENANT], client_request_id(request), _data_parallel_rank(request))
-            generate = await generation.prepare(endpoint, body, caller)
+            generate = await generation.prepare(endpoint, body, _caller(request))
             del body
         slot.reserve(generate.request_ids)
         renderer = generate.renderer()
         response = None if generate.streaming else await generation.respond(generate, renderer)
     if response is not None:
-        with request.app[CLIENT].output_memory.sending(len(response)):
-            return await send_json(request, response)
+        with request.app[CLIENT].output_memory.sending(len(response.body)):
+            return await send_json(request, response.body, {"Server-Timing": response.server_timing})
     # Closing `events` aborts the generation.
     async with contextlib.aclosing(generation.stream(generate, renderer)) as events:
         return await EventStream(request, renderer.error).send(events)
+
+
+def _caller(request: web.Request) -> Caller:
+    """Raises RequestError for an invalid header."""
+    parent, state = request.headers.get("traceparent"), request.headers.get("tracestate", "")
+    return Caller(
+        request[TENANT],
+        client_request_id(request),
+        _data_parallel_rank(request),
+        _timeout(request),
+        None if parent is None else TraceContext(parent, state),
+    )
 
 
 def _data_parallel_rank(request: web.Request) -> int | None:
@@ -85,3 +100,13 @@ def _data_parallel_rank(request: web.Request) -> int | None:
     if not (given.isascii() and given.isdigit() and len(given) <= _MAX_RANK_DIGITS):
         raise RequestError(f"{_RANK_HEADER} must be the number of a rank, not {given!r}", param=_RANK_HEADER)
     return int(given)
+
+
+def _timeout(request: web.Request) -> float | None:
+    """Raises RequestError for a header that is no number of seconds."""
+    given = request.headers.get(_TIMEOUT_HEADER)
+    if given is None:
+        return None
+    if not _SECONDS.fullmatch(given):
+        raise RequestError(f"{_TIMEOUT_HEADER} must be seconds, not {given!r}", param=_TIMEOUT_HEADER)
+    return float(given)

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -29,9 +29,9 @@ _HEADERS = {
 }
 
 
-async def send_json(request: web.Request, body: bytes) -> web.StreamResponse:
+async def send_json(request: web.Request, body: bytes, headers: Mapping[str, str]) -> web.StreamResponse:
     """Send a JSON response. Sent within the handler, so that draining waits for the last byte."""
-    response = web.Response(body=body, content_type="application/json")
+    response = web.Response(body=body, content_type="application/json", headers=headers)
     with contextlib.suppress(ConnectionError):
         await response.prepare(request)
         await _finish(request, response)

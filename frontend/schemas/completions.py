@@ -28,6 +28,8 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     """Prompts: one text, a list of texts, one list of token ids, or a list of such lists."""
 
     prompt: str | list[str | int | list[int]] | None = None
+    suffix: str | None = None
+    """The text after the output, for models that can fill in the middle."""
     logprobs: int | None = None
     """Number of top tokens per generated token."""
     best_of: int | None = None
@@ -77,11 +79,7 @@ class CompletionResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 COMPLETIONS = Schema(
     CompletionRequest,
-    neutral=NEUTRAL
-    | {
-        "prompt_embeds": (),
-        "suffix": ("",),
-    },
+    neutral=NEUTRAL | {"prompt_embeds": ()},
     harmless=HARMLESS,
     harmless_types=HARMLESS_TYPES,
     nested=NESTED,

@@ -80,6 +80,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     priority: int | None = None
     data_parallel_rank: int | None = None
     """The engine that serves the request; takes precedence over the X-Data-Parallel-Rank header."""
+    timeout: float | None = None
+    """Seconds until the request is ended; takes precedence over the X-Request-Timeout header."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     presence_penalty: float | None = None

@@ -22,3 +22,5 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
+    models: list[dict[str, str]] = []
+    """Codex looks here for descriptions of OpenAI's own models: there are none."""

@@ -3,6 +3,8 @@
 import re
 from dataclasses import dataclass
 
+from frontend.tracing import TraceContext
+
 __all__ = ["REQUEST_ID", "Caller"]
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
@@ -19,3 +21,7 @@ class Caller:
     """The X-Request-Id header, if it matches REQUEST_ID."""
     data_parallel_rank: int | None = None
     """The X-Data-Parallel-Rank header."""
+    timeout_s: float | None = None
+    """The X-Request-Timeout header."""
+    trace: TraceContext | None = None
+    """The traceparent and tracestate headers."""

@@ -11,6 +11,7 @@ from frontend.renderers.logprobs import TokenFormatter
 from frontend.serving.prompts import Prompt
 from frontend.serving.renderer import Renderer
 from frontend.serving.usage import UsageCounter
+from frontend.tracing import TraceContext
 
 __all__ = ["GenerateRequest", "ResponseOptions"]
 
@@ -59,6 +60,9 @@ class GenerateRequest:
     new_renderer: "Callable[[GenerateRequest], Renderer]"
     data_parallel_rank: int | None = None
     """None: the router chooses."""
+    timeout_s: float | None = None
+    """From `started` on; the request is ended then."""
+    trace: TraceContext | None = None
     prediction_ids: Sequence[int] = ()
     """The output that the client expects."""
     constraint: Constraint | None = None

@@ -3,6 +3,7 @@
 An endpoint reads the body, and a renderer of its own turns the updates into bytes: see `endpoint.py`.
 """
 
+import asyncio
 import contextlib
 import copy
 import dataclasses
@@ -10,9 +11,10 @@ import re
 import secrets
 import time
 from array import array
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 
@@ -20,7 +22,7 @@ from atom.messages.engine import AddRequest
 from atom.messages.grammar import Grammar
 from atom.sampling_params import SamplingParams
 from frontend.detokenizer import decode
-from frontend.engine_client import EngineClient
+from frontend.engine_client import Deadline, EngineClient
 from frontend.errors import EngineError, RequestError
 from frontend.grammars import Grammars
 from frontend.input_processor import InputProcessor
@@ -40,12 +42,16 @@ from frontend.serving.structured_output import read_constraint
 from frontend.serving.usage import UsageCounter
 from frontend.streams import Stream
 from frontend.text_executor import TextExecutor
+from frontend.tracing import RequestTrace, Tracing
+
+N = TypeVar("N", int, float)
 
 __all__ = ["Generation", "ServingOptions"]
 
 # What one token, and one token with log probabilities, take in a response, for choosing a thread.
 _TOKEN_BYTES = 8
 _LOGPROB_BYTES = 256
+_MAX_TIMEOUT_S = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,15 @@ class ServingOptions:
     has_tokenizer: bool
     fingerprint: str
     """Equal for two servers that generate the same responses."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """A response in one piece."""
+
+    body: bytes
+    server_timing: str
+    """The Server-Timing header: durations in milliseconds."""
 
 
 class Generation:
@@ -69,7 +84,9 @@ class Generation:
         options: ServingOptions,
         executor: TextExecutor,
         grammars: Grammars,
+        tracing: Tracing | None = None,
     ):
+        self._tracing = tracing
         self._client = client
         self._inputs = inputs
         self._models = models
@@ -110,7 +127,7 @@ class Generation:
         named = [msgspec.structs.replace(one, name=request.id, tenant=caller.tenant) for one in requests]
         return dataclasses.replace(request, requests=named)
 
-    async def respond(self, request: GenerateRequest, renderer: Renderer) -> bytes:
+    async def respond(self, request: GenerateRequest, renderer: Renderer) -> Response:
         """The complete response as JSON. Cancelling aborts the generation."""
         counter = request.usage_counter()
         results = [Update(request_id, array("i")) for request_id in request.request_ids]
@@ -122,10 +139,11 @@ class Generation:
                     counter.add(index, request.visible(update))
                     results[index] = update  # the only one: see `every_step`
             usage = counter.usage(stream)
-            return await self._executor.run(
+            body = await self._executor.run(
                 sum(map(_response_bytes, results)),
                 lambda: msgspec.json.encode(renderer.response(results, usage)),
             )
+            return Response(body, _server_timing(stream))
 
     async def stream(self, request: GenerateRequest, renderer: Renderer) -> AsyncGenerator[bytes, None]:
         """The response as server-sent events. Closing the generator aborts the generation.
@@ -169,15 +187,36 @@ class Generation:
             started=started,
             new_renderer=parsed.renderer,
             data_parallel_rank=_first_given(fields.data_parallel_rank, caller.data_parallel_rank),
+            timeout_s=_checked_timeout(_first_given(fields.timeout, caller.timeout_s)),
+            trace=caller.trace,
             prediction_ids=() if prediction is None else self._inputs.prediction_ids(prediction.text),
             constraint=None if options.score_only else read_constraint(fields),
         )
         return checked, params, cache_salt
 
-    def _open(
-        self, request: GenerateRequest, every_step: bool = True
-    ) -> contextlib.AbstractAsyncContextManager[Stream]:
-        return self._client.open(request.requests, request.text, every_step, request.data_parallel_rank)
+    @contextlib.asynccontextmanager
+    async def _open(self, request: GenerateRequest, every_step: bool = True) -> AsyncIterator[Stream]:
+        deadline = None
+        if request.timeout_s is not None:
+            deadline = Deadline(request.timeout_s, request.started + request.timeout_s)
+        opened = self._client.open(
+            request.requests, request.text, every_step, request.data_parallel_rank, deadline
+        )
+        async with opened as stream:
+            if self._tracing is None:
+                yield stream
+                return
+            error = ""
+            try:
+                yield stream
+            except (GeneratorExit, asyncio.CancelledError):
+                error = "the client has disconnected"
+                raise
+            except BaseException as raised:
+                error = str(raised) or type(raised).__name__
+                raise
+            finally:
+                self._tracing.record(_trace(request, stream, error))
 
     def _response_options(self, parsed: ParsedRequest) -> ResponseOptions:
         fields, has_tokenizer = parsed.fields, self._options.has_tokenizer
@@ -323,8 +362,42 @@ def _rename(error: RequestError, names: Mapping[str, str]) -> None:
         error.param = names[field]
 
 
-def _first_given(*values: int | None) -> int | None:
+def _server_timing(stream: Stream) -> str:
+    decode_s = stream.last_token_at - stream.first_token_at
+    phases = {"queue": stream.queue_s, "prefill": stream.prefill_s, "decode": decode_s}
+    return ", ".join(f"{name};dur={1000 * seconds:.3f}" for name, seconds in phases.items())
+
+
+def _trace(request: GenerateRequest, stream: Stream, error: str) -> RequestTrace:
+    return RequestTrace(
+        id=request.id,
+        model=request.model,
+        operation="text_completion" if request.id.startswith("cmpl-") else "chat",
+        context=request.trace,
+        started_at=request.started,
+        ended_at=time.monotonic(),
+        queue_s=stream.queue_s,
+        prefill_s=stream.prefill_s,
+        first_token_at=stream.first_token_at,
+        last_token_at=stream.last_token_at,
+        input_tokens=sum(len(prompt.ids) for prompt in request.prompts),
+        output_tokens=stream.num_tokens,
+        finish_reasons=stream.reasons,
+        error=error,
+    )
+
+
+def _first_given(*values: N | None) -> N | None:
     return next((value for value in values if value is not None), None)
+
+
+def _checked_timeout(seconds: float | None) -> float | None:
+    if seconds is not None and not 0 < seconds <= _MAX_TIMEOUT_S:
+        raise RequestError(
+            f"'timeout' must be more than 0 and at most {_MAX_TIMEOUT_S:.0f} seconds, not {seconds:g}",
+            param="timeout",
+        )
+    return seconds
 
 
 def _with_max_tokens(params: SamplingParams, max_tokens: int) -> SamplingParams:

@@ -2,6 +2,7 @@
 
 import hashlib
 import time
+from collections.abc import Sequence
 
 import msgspec
 
@@ -24,28 +25,33 @@ def fingerprint(config: EngineConfig, checkpoint: Checkpoint) -> str:
 class ModelService:
     """GET /v1/models and /v1/models/{id}."""
 
-    def __init__(self, name: str, inputs: InputProcessor):
-        self.name = name
+    def __init__(self, names: Sequence[str], inputs: InputProcessor):
+        self._names = names
         self._inputs = inputs
         self._created = int(time.time())
 
+    @property
+    def name(self) -> str:
+        """The first of the names."""
+        return self._names[0]
+
     def check(self, name: str | None) -> str:
         """The name for responses. Raises RequestError with status 404 for any other model."""
-        if name is not None and name != self.name:
+        if name is not None and name not in self._names:
+            known = ", ".join(f"'{each}'" for each in self._names)
             raise RequestError(
-                f"the model '{name}' does not exist; this server serves '{self.name}'",
+                f"the model '{name}' does not exist; this server serves {known}",
                 param="model",
                 status=404,
                 code="model_not_found",
             )
-        return self.name
+        return name or self.name
 
     def list(self) -> ModelList:
-        """All models."""
-        card = ModelCard(id=self.name, created=self._created, max_model_len=self._inputs.max_model_len)
-        return ModelList(data=[card])
+        """The model under all its names."""
+        return ModelList(data=[self.get(name) for name in self._names])
 
     def get(self, name: str) -> ModelCard:
         """The model `name`. Raises RequestError with status 404 for any other."""
         self.check(name)
-        return self.list().data[0]
+        return ModelCard(id=name, created=self._created, max_model_len=self._inputs.max_model_len)

@@ -93,6 +93,7 @@ def running_frontend(
     send_buffer: int | None = None,
     observability: ObservabilityConfig | None = None,
     tls: ssl.SSLContext | None = None,
+    model: ModelConfig | None = None,
     **fields: Any,
 ) -> Iterator[Client]:
     """The app in front of the engines `core`; ready to serve unless `wait` is false.
@@ -109,6 +110,7 @@ def running_frontend(
     launch = FrontendLaunch(
         replace(
             CONFIG,
+            model=model or CONFIG.model,
             observability=observability or CONFIG.observability,
             parallel=ParallelConfig(data_parallel_size=len(cores)),
         ),

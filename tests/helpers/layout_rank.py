@@ -19,15 +19,19 @@ from atom.config.engine import EngineConfig
 from atom.messages.worker import AllocateKV, ScheduledBatch
 from parallel import communicator
 from parallel.communicator import Communicator
-from parallel.mesh import Mesh
+from parallel.host_group import HostGroup
+from parallel.mesh import GroupName, Mesh
 from tests.helpers.core_side import CoreSide, generate
-from tests.helpers.layouts import Layout
+from tests.helpers.layouts import LAYOUTS, Layout
+from workers.layers.moe import Experts
 from workers.worker import Worker
 
-BLOCKS, BLOCK_SIZE = 64, 4
+BLOCKS = 64
 CHUNK, STAGGER = 16, 2
 NEW_TOKENS = 12
 _CPU = torch.device("cpu")
+_NAMES: tuple[GroupName, ...] = ("tp", "dcp", "dp", "ep")
+"""In the order of `Mesh`."""
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -44,39 +48,64 @@ class Outcome(msgspec.Struct, frozen=True):
     """What one rank found."""
 
     ids: list[list[int]]
-    """Greedy ids of each prompt."""
+    """Greedy ids of each prompt of this engine."""
     steps: int
+    """Dummy steps, too."""
     sampled_steps: int
     """Of these, the steps that sampled."""
+    cached_steps: int
+    """The steps that read the KV cache: in the others every row begins."""
+    dummy_steps: int
+    moe_layers: int
     collectives: dict[str, int]
     """Calls of each kind in these steps."""
     weight_bytes: int
+    expert_bytes: int
+    """Of these, weights of experts."""
 
 
 def run(job: Job, mesh: Mesh) -> Outcome:
-    """Prompts in chunks, of which later ones join while earlier ones decode."""
+    """Prompts in chunks, of which later ones join while earlier ones decode; shared out over engines."""
     worker = Worker(job.config, job.checkpoint, mesh, lambda *progress: None)
     loaded = worker.load()
     specs = loaded.kv_specs
     worker.allocate(AllocateKV([BLOCKS] * len(specs), job.checkpoint.max_model_len))
     sampled: list[bool] = []
+    cached: list[bool] = []
 
     def execute(batch: ScheduledBatch) -> bytes:
         ids = worker.execute(batch).token_ids()
         sampled.append(bool(ids))
+        cached.append(len(batch.new_rows) < len(batch.rows))
         return ids
 
-    core = CoreSide.of_specs(specs, BLOCKS, BLOCK_SIZE)
+    core, dummy_steps = CoreSide.of_specs(specs, BLOCKS, job.config.block_tokens), 0
     with _counted_collectives() as counts:
-        ids = generate(core, execute, job.prompts, NEW_TOKENS, CHUNK, STAGGER)
-    return Outcome(ids, len(sampled), sum(sampled), dict(counts), loaded.weight_bytes)
+        prompts = job.prompts[mesh.dp.rank :: mesh.dp.size]
+        ids = generate(core, execute, prompts, NEW_TOKENS, CHUNK, STAGGER)
+        while mesh.dp.size > 1 and worker.idle_step().shape is not None:
+            dummy_steps += 1
+    model = worker._model
+    experts = [layer for layer in model.modules() if isinstance(layer, Experts)]
+    return Outcome(
+        ids,
+        len(sampled) + dummy_steps,
+        sum(sampled),
+        sum(cached),
+        dummy_steps,
+        len(experts),
+        dict(counts),
+        loaded.weight_bytes,
+        sum(tensor.nbytes for layer in experts for tensor in layer.held_tensors()),
+    )
 
 
-def run_all(path: Path, rank: int, ranks: int) -> None:
+def run_all(path: Path, rank: int) -> None:
     """Run a file's jobs on the first ranks of the process group; prints each one's Outcome, or null."""
     jobs = msgspec.json.decode(path.read_bytes(), type=list[Job])
     # Every rank makes all groups: torch requires it.
-    groups = {size: dist.new_group(list(range(size))) for size in range(2, ranks + 1)}
+    wanted = {group for layout in LAYOUTS for name in _NAMES for group in layout.shape.groups(name)}
+    groups = {group: dist.new_group(list(group)) for group in sorted(wanted) if len(group) > 1}
     found = []
     for job in jobs:
         if rank >= job.layout.ranks:
@@ -88,9 +117,13 @@ def run_all(path: Path, rank: int, ranks: int) -> None:
     print(msgspec.json.encode(found).decode())
 
 
-def _mesh(layout: Layout, rank: int, groups: dict[int, dist.ProcessGroup]) -> Mesh:
-    tp = Communicator(rank, layout.tp, groups[layout.tp])
-    return Mesh(_CPU, tp=tp, ep=tp)
+def _mesh(layout: Layout, rank: int, groups: dict[tuple[int, ...], dist.ProcessGroup]) -> Mesh:
+    def communicator(name: GroupName) -> Communicator:
+        (group,) = (group for group in layout.shape.groups(name) if rank in group)
+        return Communicator(group.index(rank), len(group), groups.get(group))
+
+    host = HostGroup(rank, groups[tuple(range(layout.ranks))]) if layout.dp > 1 else None
+    return Mesh(_CPU, *map(communicator, _NAMES), host=host)
 
 
 @contextmanager

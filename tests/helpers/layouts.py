@@ -5,6 +5,8 @@ from dataclasses import replace
 import msgspec
 
 from atom.config.engine import EngineConfig
+from atom.config.parallel import All2AllBackend
+from parallel.mesh import MeshShape
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -13,20 +15,40 @@ class Layout(msgspec.Struct, frozen=True):
     name: str
     tp: int = 1
     expert_parallel: bool = False
+    dp: int = 1
+    all2all: All2AllBackend = "auto"
+    dcp: int = 1
 
     @property
     def ranks(self) -> int:
-        return self.tp
+        return self.tp * self.dp
+
+    @property
+    def shape(self) -> MeshShape:
+        return MeshShape(self.tp, self.dp, dcp=self.dcp)
 
     def config(self, base: EngineConfig) -> EngineConfig:
         """`base` with the flags of this layout."""
         parallel = replace(
-            base.parallel, tensor_parallel_size=self.tp, enable_expert_parallel=self.expert_parallel
+            base.parallel,
+            tensor_parallel_size=self.tp,
+            data_parallel_size=self.dp,
+            enable_expert_parallel=self.expert_parallel,
+            all2all_backend=self.all2all,
+            decode_context_parallel_size=self.dcp,
         )
         return replace(base, parallel=parallel)
 
 
-LAYOUTS = (Layout("TP 2", 2), Layout("TP 2 + EP", 2, expert_parallel=True), Layout("TP 3", 3))
+LAYOUTS = (
+    Layout("TP 2", 2),
+    Layout("TP 2 + EP", 2, expert_parallel=True),
+    Layout("TP 3", 3),
+    Layout("TP 3 + DCP 3", 3, dcp=3),
+    Layout("DP 2 + EP", expert_parallel=True, dp=2),
+    Layout("DP 3 + EP", expert_parallel=True, dp=3, all2all="alltoall"),
+    Layout("DP 2 x TP 2 + EP", 2, expert_parallel=True, dp=2, all2all="allgather_reducescatter"),
+)
 
 ROWS = {
     "llama": "llama-odd-gqa",
@@ -45,11 +67,21 @@ ROWS = {
 }
 """Family -> its row of the tiny models. Two ranks have unequal shares of most, three can share all."""
 _WITHOUT_EXPERTS = ("llama", "mistral", "qwen2", "qwen3")
+_IN_MOST_LAYOUTS = ("qwen3_moe", "deepseek_v3", "gpt_oss")
+"""The others with experts have one layout of engines in lockstep."""
+_SPLIT_BY_TOKENS = ("deepseek_v2", "deepseek_v3")
+"""Families whose KV cache ranks can split by tokens."""
 
 
 def layouts_of(family: str) -> list[Layout]:
     """The layouts that a family is tested in."""
-    return [each for each in LAYOUTS if not (each.expert_parallel and family in _WITHOUT_EXPERTS)]
+    return [
+        each
+        for each in LAYOUTS
+        if not (each.expert_parallel and family in _WITHOUT_EXPERTS)
+        and not (each.dcp > 1 and family not in _SPLIT_BY_TOKENS)
+        and (each.dp == 1 or each.ranks == 2 or family in _IN_MOST_LAYOUTS)
+    ]
 
 
 def cases() -> list[tuple[str, Layout]]:

@@ -96,9 +96,15 @@ def script(request: AddRequest) -> Script:
     prompt = TOKENIZER.decode(unpack_ids(request.prompt_ids).tolist())
     output = CALLS if '"look"' in prompt else THOUGHT if "ponder" in prompt else OUTPUT
     ids = [*TOKENIZER.encode(output, add_special_tokens=False), EOS]
+    if request.max_tokens == ENDLESS:
+        return Script(ids[:-1], reason=None)
     if request.max_tokens < len(ids):
         return Script(ids[: request.max_tokens], FinishReason.MAX_TOKENS)
     return Script(ids, FinishReason.EOS, EOS)
+
+
+ENDLESS = 9000
+"""With this max_tokens the output never ends."""
 
 
 @contextmanager

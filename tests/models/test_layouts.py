@@ -1,5 +1,7 @@
 """Every family on several ranks, which sample the tokens of one; one process group runs all of them."""
 
+from collections import Counter
+
 import msgspec
 import pytest
 import torch
@@ -17,11 +19,17 @@ RANKS = max(layout.ranks for layout in LAYOUTS)
 SCRIPT = """
     from pathlib import Path
     from tests.helpers.layout_rank import run_all
-    run_all(Path("{jobs}"), rank, {ranks})
+    run_all(Path("{jobs}"), rank)
     mesh.close()
 """
 REPLICATED = {"deepseek_v2": 0.12, "deepseek_v3": 0.12, "deepseek_v32": 0.31, "glm_moe_dsa": 0.26}
 """The largest share of the weights that every rank has: projections to latents, and indexers; else 2 %."""
+OF_A_MOE_LAYER = {
+    "auto": {"all_gather": 1, "all_to_all": 1},
+    "allgather_reducescatter": {"all_gather": 1, "reduce_scatter": 1},
+    "alltoall": {"all_to_all": 3},
+}
+"""Collectives between engines: of few tokens a padded exchange; of variable sizes also the sizes."""
 
 Case = tuple[str, Layout]
 
@@ -43,7 +51,7 @@ def outcomes(
     path.write_bytes(msgspec.json.encode(jobs))
     ranks = Ranks()
     try:
-        ranks.start(SCRIPT.format(jobs=path, ranks=RANKS), tp=RANKS, timeout=DEADLINE_S)
+        ranks.start(SCRIPT.format(jobs=path), tp=RANKS, timeout=DEADLINE_S)
         outputs = ranks.outputs(DEADLINE_S)
     finally:
         ranks.kill()
@@ -75,12 +83,28 @@ def test_ranks_sample_the_tokens_of_one(
     assert len(found) == layout.ranks
     assert len({token for ids in whole.ids for token in ids}) >= 16
     layers = checkpoints[family].hf_config["num_hidden_layers"]
-    for each in found:
-        assert each.ids == whole.ids
-        # The embedding, and the two blocks of each layer; then a key of each sampled row.
-        expected = {"all_reduce": each.steps * (1 + 2 * layers), "all_gather": each.sampled_steps}
+    for rank, each in enumerate(found):
+        assert each.ids == whole.ids[rank // layout.tp :: layout.dp]
+        expected: Counter[str] = Counter()
+        if layout.tp > 1:
+            # The embedding, and the two blocks of each layer; then a key of each sampled row.
+            expected.update({"all_reduce": each.steps * (1 + 2 * layers), "all_gather": each.sampled_steps})
+        if layout.dp > 1:
+            for _ in range(each.steps * each.moe_layers):
+                expected.update(OF_A_MOE_LAYER[layout.all2all])
+        if layout.dcp > 1:  # the queries of each layer, and its results
+            expected.update(dict.fromkeys(("all_gather", "all_to_all"), each.cached_steps * layers))
         assert each.collectives == expected
-    shares = [each.weight_bytes / whole.weight_bytes for each in found]
-    replicated = REPLICATED.get(family, 0.02)
-    assert 1 <= sum(shares) <= 1 + replicated * (layout.ranks - 1)
-    assert max(shares) < 1 / layout.ranks + replicated + 0.1, "rank 0 has at most a group of heads more"
+    if layout.dp > 1:
+        assert len({each.steps for each in found}) == 1, "the engines are in step"
+        assert {bool(each.dummy_steps) for each in found} == {True, False}, "one of them is idle in the end"
+        assert sum(each.expert_bytes for each in found) == whole.expert_bytes
+        assert max(each.expert_bytes for each in found) < whole.expert_bytes
+    rest = whole.weight_bytes - whole.expert_bytes * (layout.dp > 1)
+    for first in range(0, layout.ranks, layout.tp):
+        engine = found[first : first + layout.tp]
+        shares = [(each.weight_bytes - each.expert_bytes * (layout.dp > 1)) / rest for each in engine]
+        # Beside the experts the replicated weights are a larger part.
+        replicated = REPLICATED.get(family, 0.02) * whole.weight_bytes / rest
+        assert 1 <= sum(shares) <= 1 + replicated * (layout.tp - 1)
+        assert max(shares) < 1 / layout.tp + replicated + 0.1, "rank 0 has at most a group of heads more"

@@ -255,3 +255,8 @@ def test_unknown_keyword_argument_names_itself_and_the_known_ones() -> None:
 def test_keyword_arguments_of_the_wrong_kind_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         cli.engine_config_from_kwargs(**options)
+
+
+@pytest.mark.parametrize("names", [["a", "b"], ["a,b"], ['["a", "b"]']])
+def test_several_names_of_the_model(names: list[str]) -> None:
+    assert engine("--served-model-name", *names, "--model", "some/where").model.names == ("a", "b")

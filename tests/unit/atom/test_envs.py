@@ -69,6 +69,11 @@ def test_variables_without_effect_get_one_line(monkeypatch: pytest.MonkeyPatch) 
     for device in ("cpu", "cuda"):
         (note,) = envs.startup_notes(device)
         assert note.startswith("ATOM_USE_TRITON_GEMM=1 has no effect: ")
+    monkeypatch.setenv("ATOM_ENABLE_ALLREDUCE_RMSNORM_FUSION", "0")
+    assert len(envs.startup_notes("cuda")) == 1
+    assert any(
+        "ALLREDUCE_RMSNORM_FUSION=0 has no effect: its kernels" in note for note in envs.startup_notes("cpu")
+    )
 
 
 def test_names_of_the_users_documents_exist() -> None:

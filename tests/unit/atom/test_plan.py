@@ -104,6 +104,23 @@ def test_text_is_one_screen_and_json_has_the_same_figures() -> None:
     assert decoded == plan
 
 
+def test_engines_that_share_experts_are_shown() -> None:
+    parallel = ParallelConfig(data_parallel_size=4, enable_expert_parallel=True, enable_dp_attention=True)
+    lines = plan_text(made([layout(1, 8 << 20)], replace(CONFIG, parallel=parallel))).splitlines()
+    assert "  layout    4 engines of 1 x cuda, experts spread over 4 workers" in lines
+    assert "  use       -dp 4 --enable-dp-attention" in lines
+
+
+def test_ranks_that_split_the_kv_cache_are_named() -> None:
+    parallel = ParallelConfig(tensor_parallel_size=4, decode_context_parallel_size=2)
+    shared = FullAttentionSpec(2 * BLOCK, BLOCK * 1024)
+    plan = made([layout(4, 8 << 20, [shared])], replace(CONFIG, parallel=parallel))
+    assert plan.layout.kv_tokens == 16384
+    text = plan_text(plan)
+    assert "4 x cuda (each 2 split the KV cache by tokens)" in text
+    assert "512 bytes a token on a rank (blocks of 32)" in text
+
+
 def test_sizes_to_try() -> None:
     gpus = DeviceCapabilities(cuda=6)
     twice = replace(CONFIG, parallel=ParallelConfig(tensor_parallel_size=3, data_parallel_size=2))
@@ -111,6 +128,8 @@ def test_sizes_to_try() -> None:
     assert planning._sizes(CONFIG, CHECKPOINT, gpus) == [1, 2, 4]
     assert planning._sizes(twice, CHECKPOINT, gpus) == [1, 2, 3]
     assert planning._sizes(CONFIG, heads, gpus) == [1, 2]
+    attention = replace(CONFIG, parallel=ParallelConfig(data_parallel_size=4, enable_dp_attention=True))
+    assert planning._sizes(attention, CHECKPOINT, gpus) == [1]
     cpu = replace(CONFIG, device=DeviceConfig(device="cpu"))
     assert planning._sizes(cpu, CHECKPOINT, gpus) == [1]
 

@@ -1,10 +1,12 @@
 """The official client against the real app."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
 
+from atom.config.model import ModelConfig
 from atom.messages.engine import FinishReason
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script, logprob
@@ -131,3 +133,30 @@ def test_errors_arrive_as_the_sdks_own(sdk: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         sdk.completions.create(model="other", prompt="a")
     assert missing.value.code == "model_not_found"
+
+
+def test_what_needs_another_kind_of_model_is_refused_by_name(sdk: openai.OpenAI) -> None:
+    calls = (
+        lambda: sdk.embeddings.create(model=MODEL, input="x"),
+        lambda: sdk.images.generate(model=MODEL, prompt="x"),
+        lambda: sdk.audio.speech.create(model=MODEL, input="x", voice="alloy"),
+        lambda: sdk.batches.list(),
+        lambda: sdk.post("/rerank", cast_to=object, body={"query": "x"}),
+    )
+    for call in calls:
+        with pytest.raises(openai.NotFoundError) as caught:
+            call()
+        assert caught.value.code == "unsupported_route" and "this server" in caught.value.message
+
+
+def test_several_names_of_the_model(tmp_path: Path) -> None:
+    core = FakeCore(tmp_path, lambda _: Script([70]))
+    model = ModelConfig(model=MODEL, served_model_name="first,org/second")
+    checkpoint = tiny_tokenizer.checkpoint(tmp_path)
+    with core, running_frontend(core, checkpoint, model=model) as client, _sdk(client.base_url) as sdk:
+        assert [card.id for card in sdk.models.list()] == ["first", "org/second"]
+        assert sdk.models.retrieve("org/second").id == "org/second"
+        assert sdk.completions.create(model="org/second", prompt="a").model == "org/second"
+        assert client.post("/v1/completions", prompt="a")[1]["model"] == "first"
+        with pytest.raises(openai.NotFoundError):
+            sdk.completions.create(model=MODEL, prompt="a")

@@ -1,0 +1,105 @@
+"""A server whose two engines share experts: answers, idle cost, and the end of both with one worker."""
+
+import asyncio
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+
+from tests.helpers.random_server import ARGS, MODEL_NAME, Crowd, write_checkpoint
+from tests.helpers.server import Server, running_server
+
+pytestmark = pytest.mark.timeout(240)
+
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "head_dim": 32,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+ENDS_WITHIN_S = 10.0
+DEADLINE_S = 60.0
+_IDLE_S = 3.0
+
+
+@pytest.fixture(scope="module")
+def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("moe") / "model", **MOE)
+
+
+async def completion(server: Server, rank: int) -> str:
+    body = {"model": MODEL_NAME, "prompt": "count", "max_tokens": 24, "temperature": 0}
+    timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
+    async with (
+        aiohttp.ClientSession(server.url, timeout=timeout) as session,
+        session.post("/v1/completions", json=body | {"data_parallel_rank": rank}) as answer,
+    ):
+        found = await answer.json()
+        assert answer.status == 200, found
+        text: str = found["choices"][0]["text"]
+        return text
+
+
+async def until_ready(server: Server) -> None:
+    async with asyncio.timeout(DEADLINE_S), aiohttp.ClientSession(server.url) as session:
+        while True:
+            async with session.get("/ready") as answer:
+                if answer.status == 200:
+                    return
+            await asyncio.sleep(0.1)
+
+
+def workers(server: Server) -> list[int]:
+    return [pid for pid, line in sorted(server.children().items()) if "workers.main" in line]
+
+
+def busy_seconds(pids: list[int]) -> list[float]:
+    return [sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids]
+
+
+def until_logged(server: Server, text: str) -> float:
+    """Seconds until the log has a line that matches."""
+    begun = time.monotonic()
+    while not re.search(text, server.text()):
+        assert time.monotonic() - begun < DEADLINE_S, f"no line {text!r}:\n{server.text()}"
+        time.sleep(0.02)
+    return time.monotonic() - begun
+
+
+def test_engines_that_share_experts_are_one_domain(moe_model: Path) -> None:
+    async def drive(server: Server) -> None:
+        alone = [await completion(server, rank) for rank in (0, 1)]  # the other engine is idle
+        assert alone[0] == alone[1] == (await asyncio.gather(completion(server, 0), completion(server, 1)))[1]
+        pids = workers(server)
+        before = busy_seconds(pids)
+        await asyncio.sleep(_IDLE_S)
+        used = [after - begun for after, begun in zip(busy_seconds(pids), before, strict=True)]
+        assert max(used) < 0.02 * _IDLE_S, "idle workers sleep"
+        crowd = Crowd(2)
+        async with crowd.streaming(server):
+            os.kill(pids[1], signal.SIGSTOP)
+            ended_s = await asyncio.to_thread(until_logged, server, "engines 0 to 1, life 0, has ended")
+        assert ended_s < ENDS_WITHIN_S
+        assert crowd.ends == {"error event": 2}
+        await until_ready(server)
+        assert await completion(server, 1) == alone[0]
+        os.kill(workers(server)[0], signal.SIGKILL)
+        ended_s = await asyncio.to_thread(until_logged, server, "engines 0 to 1, life 1, has ended")
+        assert ended_s < ENDS_WITHIN_S
+
+    arguments = ("--model", str(moe_model), *ARGS, "-dp", "2", "--enable-expert-parallel")
+    with running_server(*arguments) as server:
+        asyncio.run(drive(server))
+        assert "2 engines of 1 x cpu, experts spread over 2 workers" in server.text()
+        assert re.search(r"engine \d core: worker 0 has not responded for 7 s; life 1 starts", server.text())
+        assert "engine 0 worker 0: killed by SIGKILL" in server.text()
+        assert server.terminate() == 0
