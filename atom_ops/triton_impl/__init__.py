@@ -63,4 +63,5 @@ def load() -> None:
     import atom_ops.triton_impl.sampling
     import atom_ops.triton_impl.sharded_argmax
     import atom_ops.triton_impl.sparse_attention
+    import atom_ops.triton_impl.token_bitmask
     import atom_ops.triton_impl.verification  # noqa: F401
