@@ -20,6 +20,7 @@ from atom_ops.ops.causal_conv import causal_conv
 from atom_ops.ops.decode_inputs import DecodeInputs, decode_inputs
 from atom_ops.ops.draft_inputs import NO_DRAFT, DraftInputs, RowState, draft_inputs
 from atom_ops.ops.embedding import embedding
+from atom_ops.ops.expert_slots import ExpertSlots, select_slots
 from atom_ops.ops.experts import ClampedSwiglu, ExpertActivation, ExpertWeights, experts
 from atom_ops.ops.fused_attention import attend_projection
 from atom_ops.ops.fused_linear import add_norm_linear, silu_and_mul_linear
@@ -75,6 +76,7 @@ from atom_ops.ops.routing import RoutingRule, route
 from atom_ops.ops.sampling import SamplingBatch, sample
 from atom_ops.ops.sharded_argmax import merge_argmax, shard_argmax
 from atom_ops.ops.sparse_attention import TopKIndices, index_topk, sparse_latent_attention
+from atom_ops.ops.token_bitmask import apply_token_bitmask
 from atom_ops.ops.token_shard import ALL_TOKENS, TokenShard
 from atom_ops.ops.verification import verify_drafts
 from atom_ops.transfer import to_device
@@ -96,6 +98,7 @@ __all__ = [
     "DecodeInputs",
     "DraftInputs",
     "ExpertActivation",
+    "ExpertSlots",
     "ExpertWeights",
     "HeadNorms",
     "IndexKeys",
@@ -123,6 +126,7 @@ __all__ = [
     "add_norm_linear",
     "add_rms_norm",
     "apply_logits_processors",
+    "apply_token_bitmask",
     "attend_projection",
     "attention_backend",
     "causal_conv",
@@ -170,6 +174,7 @@ __all__ = [
     "rotation_at",
     "route",
     "sample",
+    "select_slots",
     "shard_argmax",
     "sigmoid_and_mul",
     "silu_and_mul",

@@ -180,14 +180,31 @@ class _Collector(Collector):
             ("overlapped_steps", "Steps launched before the previous one finished", "overlapped_steps"),
             ("chunked_prefills", "Steps with a partial prefill", "chunked_prefills"),
             ("prefill_preemptions", "Preemptions during prefill", "prefill_preemptions"),
+            ("prefill_tokens", "Tokens computed by prefills", "prefill_tokens"),
         ):
             yield self._family(CounterMetricFamily, f"atom:{name}", text, values(field))
         for name, text, field in (
             ("kv_blocks_used", "KV blocks in use", "kv_blocks_used"),
+            ("kv_blocks_cached", "Free KV blocks in the prefix cache", "kv_blocks_cached"),
             ("kv_blocks", "KV blocks in total", "kv_blocks_total"),
         ):
             yield self._family(GaugeMetricFamily, f"atom:{name}", text, values(field))
         yield from self._speculation({r: s for r, s in engines.items() if s.num_accepted_tokens_per_pos})
+        yield from self._experts({r: s for r, s in engines.items() if s.expert_imbalance})
+
+    def _experts(self, engines: dict[int, CoreStats]) -> Iterator[Metric]:
+        """Of the engines that report how evenly their ranks share experts."""
+        if not engines:
+            return
+        moved: dict[int, float] = {rank: stats.experts_moved for rank, stats in engines.items()}
+        text = "Experts moved to another rank or replicated, since the start"
+        yield self._family(CounterMetricFamily, "atom:experts_moved", text, moved)
+        text = "Tokens of the fullest rank's experts over the mean of the ranks, in the last window"
+        family = GaugeMetricFamily("atom:expert_load_imbalance", text, labels=[*_LABELS, "layer"])
+        for rank, stats in engines.items():
+            for layer, imbalance in enumerate(stats.expert_imbalance):
+                family.add_metric([self._model, str(rank), str(layer)], imbalance)
+        yield family
 
     def _speculation(self, engines: dict[int, CoreStats]) -> Iterator[Metric]:
         """Of the engines that verify draft tokens."""

@@ -12,6 +12,7 @@ from enum import IntEnum
 import msgspec
 
 from atom.messages.admin import Answer, Question, SetLogLevel
+from atom.messages.grammar import Grammar
 from atom.messages.profile import Profile, ProfileResult
 
 
@@ -133,6 +134,8 @@ class AddRequest(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
     """The id that the client knows, for questions about the request."""
     tenant: str = ""
     """Identifies the API key, so that clients of other keys get no answer."""
+    grammar: Grammar | None = None
+    """What the output must be; None: any text."""
 
 
 MAX_SEQUENCES = 1024
@@ -268,6 +271,12 @@ class CoreStats(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False):
     """Tokens computed by prefills, those that were computed again after a preemption included."""
     kv_blocks_cached: int = 0
     """KV blocks that no request uses, and that the prefix cache has."""
+    expert_imbalance: list[float] = []
+    """Of each MoE layer, in the last window: tokens of the fullest rank over the mean of the ranks. Empty
+    without --enable-eplb, before the end of the first window, and on all engines but one of those that
+    share experts."""
+    experts_moved: int = 0
+    """Experts copied to another slot, on all ranks."""
 
 
 class GetStats(msgspec.Struct, tag=4, array_like=True, frozen=True, gc=False):

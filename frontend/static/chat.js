@@ -12,7 +12,7 @@ const CHAT_HINT = "Enter sends, Shift+Enter starts a line, Esc stops.";
 const COMPLETE_HINT = `This model has no chat template: it continues your text. ${CHAT_HINT}`;
 
 export class Chat {
-  #history = []; // messages as they are sent
+  #history = []; // messages as they are sent; replaced, never changed
   #running = null; // AbortController of the stream
   #layout = null;
   #frame = null; // of the next drawing
@@ -74,9 +74,10 @@ export class Chat {
       content: field.value,
     }));
     if (!text.trim() && !results.length) return;
+    const added = text.trim() ? [...results, { role: "user", content: text }] : results;
     let body;
     try {
-      body = this.#body(text, results);
+      body = this.#body(text, added);
     } catch (error) {
       this.#show("error", error.message);
       return;
@@ -85,11 +86,15 @@ export class Chat {
     for (const { field } of this.#pendingCalls) field.disabled = true;
     this.#pendingCalls = [];
     if (text.trim()) this.#show("user", text);
-    await this.#stream(body);
+    const before = this.#history;
+    const { reply, view } = await this.#stream(body);
+    if (this.#history !== before || !(reply.content || reply.calls.length)) return; // cleared, or no reply
+    this.#history = [...before, ...added, reply.message].slice(-MAX_MESSAGES);
+    if (reply.finishReason === "tool_calls") this.#pendingCalls = view.askForResults(reply.calls);
   }
 
-  /** The request; the new messages are in the history then. Throws an Error for options that are no JSON. */
-  #body(text, results) {
+  /** The request with `added` messages. Throws an Error for tools that are no JSON array. */
+  #body(text, added) {
     const body = {
       model: this.#layout.model,
       stream: true,
@@ -100,14 +105,9 @@ export class Chat {
     if (!this.#layout.has_chat) return { ...body, prompt: text };
     const tools = byId("tools").value.trim();
     if (tools) body.tools = parseTools(tools);
-    this.#history.push(...results);
-    if (text.trim()) this.#history.push({ role: "user", content: text });
-    this.#history = this.#history.slice(-MAX_MESSAGES);
     const system = byId("system").value.trim();
-    return {
-      ...body,
-      messages: [...(system ? [{ role: "system", content: system }] : []), ...this.#history],
-    };
+    const first = system ? [{ role: "system", content: system }] : [];
+    return { ...body, messages: [...first, ...this.#history, ...added] };
   }
 
   async #stream(body) {
@@ -131,8 +131,7 @@ export class Chat {
     this.#frame = null;
     this.#showRunning(false);
     this.#keepAtEnd(() => view.finish(reply, stopped));
-    if (reply.content || reply.calls.length) this.#history.push(reply.message);
-    if (reply.finishReason === "tool_calls") this.#pendingCalls = view.askForResults(reply.calls);
+    return { reply, view };
   }
 
   /** Draw once a frame, however many chunks arrive. */

@@ -20,7 +20,7 @@ from parallel.communicator import Communicator
 from parallel.expert import LocalDispatch
 from parallel.host_group import HostGroup
 from parallel.mesh import Mesh
-from tests.helpers.thread_ranks import Meeting
+from tests.helpers.thread_ranks import ThreadGroup
 from workers.agreement import Agreed, Agreement
 from workers.step_loop import LockstepLoop
 from workers.step_shape import GraphSizes, StepMode, StepShape
@@ -138,16 +138,19 @@ def test_a_start_of_an_earlier_wave_has_no_effect(waves_of: MakeWaves) -> None:
 
 
 class ThreadHost(HostGroup):
-    def __init__(self, rank: int, meeting: Meeting):
+    def __init__(self, rank: int, group: ThreadGroup):
         self.rank = rank
-        self._meeting = meeting
+        self._group = group
 
     def all_gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        self._meeting.tensors[self.rank] = torch.tensor(numbers)
-        self._meeting.barrier.wait()
-        found = [each.tolist() for each in self._meeting.tensors]
-        self._meeting.barrier.wait()
-        return found
+        return self._group.exchange(self.rank, list(numbers))
+
+
+class _NoGrammars:
+    is_loading = False
+
+    def next_loaded(self) -> None:
+        """None is loaded."""
 
 
 @dataclass
@@ -159,6 +162,7 @@ class Rank:
     messages: deque[ToWorker]
     source: random.Random
     traces: None = None
+    grammars: _NoGrammars = field(default_factory=_NoGrammars)
     steps: list[str] = field(default_factory=list)
     """The steps of the mesh, as this rank saw them: its own, a dummy one, or the end of a wave."""
 
@@ -175,6 +179,9 @@ class Rank:
         self.agree(StepShape(EAGER, len(batch.rows), len(batch.rows)))
         self.steps.append("step")
         return _Result(batch.step)
+
+    def expert_load(self) -> None:
+        """None is measured."""
 
     def idle_step(self, leaving: bool) -> Agreed:
         agreed = self.agree.without_step(leaving)
@@ -206,12 +213,12 @@ def messages_of(engine: int, source: random.Random) -> list[ToWorker]:
 @pytest.mark.parametrize("seed", range(8))
 def test_ranks_stay_in_step_whenever_their_batches_come(waves_of: MakeWaves, seed: int) -> None:
     tp, dp, source = (2, 2, random.Random(seed)) if seed % 2 else (1, 3, random.Random(seed))
-    meeting, waves = Meeting(tp * dp), waves_of(tp * dp)
+    group, waves = ThreadGroup(tp * dp), waves_of(tp * dp)
     sent = [messages_of(engine, source) for engine in range(dp)]
     dispatches = [PlannedTokens() for _ in range(tp * dp)]
     ranks = [
         Rank(
-            agreement(ThreadHost(rank, meeting), tp, dp, dispatches[rank], GraphSizes()),
+            agreement(ThreadHost(rank, group), tp, dp, dispatches[rank], GraphSizes()),
             waves[rank],
             deque(sent[rank // tp]),
             random.Random(1000 * seed + rank),
