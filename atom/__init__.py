@@ -11,15 +11,16 @@ if TYPE_CHECKING:
     from atom.engine_args import EngineArgs
     from atom.llm_engine import LLMEngine
     from atom.outputs import RequestOutput
-    from atom.sampling_params import SamplingParams
+    from atom.sampling_params import SamplingParams, StructuredOutputsParams
 
-__all__ = ["EngineArgs", "LLMEngine", "RequestOutput", "SamplingParams"]
+__all__ = ["EngineArgs", "LLMEngine", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
 
 _HOMES = {
     "EngineArgs": "atom.engine_args",
     "LLMEngine": "atom.llm_engine",
     "RequestOutput": "atom.outputs",
     "SamplingParams": "atom.sampling_params",
+    "StructuredOutputsParams": "atom.sampling_params",
 }
 
 

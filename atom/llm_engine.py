@@ -9,6 +9,7 @@
 The object belongs to one thread, and receives from the engine core only while a method runs.
 """
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable
@@ -29,6 +30,7 @@ from atom.messages.engine import (
     GetStats,
     TokenDeltas,
 )
+from atom.messages.grammar import Grammar
 from atom.messages.profile import Profile, ProfileResult
 from atom.mtp_statistics import mtp_statistics, mtp_text
 from atom.outputs import Logprobs, RequestOutput, Sequence
@@ -39,8 +41,10 @@ from atom.utils import envs
 from atom.utils.logger import setup_logging
 from frontend.chat_encoder import ChatEncoder
 from frontend.chat_template import ChatTemplate
+from frontend.constraint import constraint_of
 from frontend.core_links import CoreLinks
 from frontend.dp_router import router_for
+from frontend.grammar_process import GrammarProcess
 from frontend.input_processor import InputProcessor
 from frontend.output_processor import OutputProcessor, TextOptions, Update
 from frontend.token_logprobs import TokenLogprob
@@ -49,6 +53,7 @@ from frontend.tokenizer import Tokenizer
 Prompt = str | list[int]
 StreamCallback = Callable[[RequestOutput], None]
 
+_MAX_GRAMMARS = 64
 _STEP_WAIT_S = 0.2
 _STATS_DEADLINE_S = 30.0
 _CORE_READY_DEADLINE_S = 60.0
@@ -83,6 +88,7 @@ class LLMEngine:
     def _start(self, config: EngineConfig, explicit: set[str]) -> None:
         self._logger = setup_logging("library")
         self._bars = ProgressBars()
+        self._grammar_process: GrammarProcess | None = None
         self._supervisor = Supervisor(self._bars.update)
         self._context = zmq.Context()
         try:
@@ -112,6 +118,8 @@ class LLMEngine:
         policy = self.config.scheduler.scheduling_policy
         self._input = InputProcessor(self.checkpoint, self.tokenizer, self.max_model_len, policy)
         self._output = OutputProcessor(self.tokenizer)
+        self._grammar_process = GrammarProcess(self.checkpoint)
+        self._compile = functools.lru_cache(_MAX_GRAMMARS)(self._grammar_process.compile)
         template = ChatTemplate.from_checkpoint(self.checkpoint)
         self._chat = None if template is None else ChatEncoder(template, self._input)
         self._request_ids = itertools.count()
@@ -264,6 +272,8 @@ class LLMEngine:
     def close(self) -> None:
         """End the engine's processes. May be called twice."""
         self._bars.close()
+        if self._grammar_process is not None:
+            self._grammar_process.close()
         self._supervisor.close()
         self._context.destroy(linger=0)
 
@@ -271,8 +281,20 @@ class LLMEngine:
         return self._input.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _request(self, prompt_ids: list[int], params: SamplingParams, prediction: list[int]) -> AddRequest:
+        checked = self._input.check_params(params, self._grammar(params))
         ids = list(itertools.islice(self._request_ids, params.n))
-        return self._input.request(prompt_ids, params, ids, prediction_ids=prediction)
+        return self._input.request(prompt_ids, params, ids, checked=checked, prediction_ids=prediction)
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        """The grammar of the outputs; waits until it is compiled."""
+        if params.structured_outputs is None:
+            return None
+        constraint = constraint_of(params.structured_outputs)
+        row = self._input.row_grammar(constraint, params, None)
+        compiled, _ = self._compile(constraint.source)
+        if compiled.error:
+            raise ValueError(f"{constraint.field}: {compiled.error}")
+        return Grammar(row, compiled.compiled, compiled.memory)
 
     def _submit(
         self,

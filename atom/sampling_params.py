@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 SEED_LIMIT = 1 << 64
 MAX_LOGPROBS = 20
@@ -11,7 +12,45 @@ MAX_BIASES = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_LENGTH = 256
 
+MAX_CHOICES = 4096
+
 _MAX_ID = (1 << 31) - 1
+
+
+@dataclass(slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What the output must be: exactly one of the first six fields is set.
+
+    Raises ValueError for none or several of them.
+    """
+
+    json: str | dict[str, Any] | bool | None = None
+    """A JSON schema, or its text."""
+    regex: str | None = None
+    """The whole output matches it."""
+    choice: list[str] | None = None
+    """The output is one of these texts."""
+    grammar: str | None = None
+    """A context-free grammar in xgrammar's EBNF; its rule `root` is the output."""
+    json_object: bool | None = None
+    """True: any JSON object."""
+    structural_tag: str | dict[str, Any] | None = None
+    """One of xgrammar's structural tags, or its text."""
+    disable_any_whitespace: bool = False
+    """JSON is written without line breaks and indentation."""
+
+    def __post_init__(self) -> None:
+        named = [one.name for one in fields(self)[:6]]
+        given = [name for name in named if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise ValueError(
+                f"structured_outputs needs exactly one of {', '.join(named)}, not "
+                f"{' and '.join(given) or 'none'}"
+            )
+        if self.choice is not None and not 1 <= len(self.choice) <= MAX_CHOICES:
+            raise ValueError(f"structured_outputs needs 1 to {MAX_CHOICES} choices, not {len(self.choice)}")
+        if not all(isinstance(text, str) and text for text in self.choice or ()):
+            raise ValueError("structured_outputs has a choice that is empty or no text")
 
 
 @dataclass(slots=True)
@@ -67,6 +106,8 @@ class SamplingParams:
     """The same for the prompt's tokens."""
     include_stop_str_in_output: bool = False
     """Keep the stop string that ended the text, or the text of the stop id."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the output must be; None: any text."""
     skip_special_tokens: bool = True
     """Leave special tokens such as end-of-turn marks out of the text."""
 

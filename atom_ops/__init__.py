@@ -75,6 +75,7 @@ from atom_ops.ops.routing import RoutingRule, route
 from atom_ops.ops.sampling import SamplingBatch, sample
 from atom_ops.ops.sharded_argmax import merge_argmax, shard_argmax
 from atom_ops.ops.sparse_attention import TopKIndices, index_topk, sparse_latent_attention
+from atom_ops.ops.token_bitmask import apply_token_bitmask
 from atom_ops.ops.token_shard import ALL_TOKENS, TokenShard
 from atom_ops.ops.verification import verify_drafts
 from atom_ops.transfer import to_device
@@ -123,6 +124,7 @@ __all__ = [
     "add_norm_linear",
     "add_rms_norm",
     "apply_logits_processors",
+    "apply_token_bitmask",
     "attend_projection",
     "attention_backend",
     "causal_conv",

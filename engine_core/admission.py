@@ -5,10 +5,12 @@ them must fail alone: a value that does not fit the workers' arrays would end th
 """
 
 from atom.messages.engine import MAX_SEQUENCES, AddRequest, LogitsProcessors, Sampling
+from atom.messages.grammar import MAX_COMPILED_BYTES, MAX_GRAMMAR_MEMORY, Grammar
 from atom.sampling_params import MAX_LOGPROBS
 from engine_core.token_ids import ID_BYTES, prompt_length
 
 _MAX_INT32 = (1 << 31) - 1
+_MAX_KEY_BYTES = 64
 _MAX_UINT64 = (1 << 64) - 1
 _MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 _MIN_FLOAT32 = 2.0**-126
@@ -39,6 +41,8 @@ def check_request(message: AddRequest, max_model_len: int) -> None:
         raise ValueError(
             f"a prediction of {len(message.prediction_ids)} bytes is not 0 to {max_model_len} token ids"
         )
+    if message.grammar is not None:
+        _check_grammar(message.grammar)
     _check_range("prompt_logprobs", message.prompt_logprobs, -1, MAX_LOGPROBS)
     _check_sampling(message.sampling)
     if message.sampling.logits_processors is not None:
@@ -53,6 +57,18 @@ def _check_sampling(sampling: Sampling) -> None:
     _check_range("seed", sampling.seed, 0, _MAX_UINT64)
     _check_range("sequence", sampling.sequence, 0, _MAX_INT32 - MAX_SEQUENCES)
     _check_range("logprobs", sampling.logprobs, -1, MAX_LOGPROBS)
+
+
+def _check_grammar(grammar: Grammar) -> None:
+    if len(grammar.compiled) > MAX_COMPILED_BYTES:
+        raise ValueError(f"a grammar of {len(grammar.compiled)} bytes exceeds {MAX_COMPILED_BYTES}")
+    _check_range("memory of a grammar", grammar.memory, 0, MAX_GRAMMAR_MEMORY)
+    if not 0 < len(grammar.row.key) <= _MAX_KEY_BYTES:
+        raise ValueError(f"the key of a grammar has {len(grammar.row.key)} bytes")
+    for token_id in grammar.row.stop_ids:
+        _check_range("stop ids of a grammar", token_id, 0, _MAX_INT32)
+    _check_range("reasoning_begin", grammar.row.reasoning_begin, -1, _MAX_INT32)
+    _check_range("reasoning_end", grammar.row.reasoning_end, -1, _MAX_INT32)
 
 
 def _check_processors(processors: LogitsProcessors) -> None:

@@ -7,6 +7,7 @@ core.update(result)          ->  TokenDeltas for each frontend
 
 import time
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 import msgspec
 
@@ -19,9 +20,11 @@ from atom.messages.engine import (
     FinishReason,
     TokenDeltas,
 )
+from atom.messages.grammar import DropGrammar, GrammarLoaded, LoadGrammar
 from atom.messages.worker import BatchResult, ScheduledBatch
 from engine_core.admission import check_request
 from engine_core.batch_bytes import MAX_REASON_CHARS, check_row
+from engine_core.grammars import Grammars
 from engine_core.kv_cache_manager import KVCacheManager
 from engine_core.request import Request, SharedSettings
 from engine_core.request_log import RequestLog, describe
@@ -39,8 +42,10 @@ class EngineCore:
         kv: KVCacheManager,
         max_model_len: int,
         clock: Callable[[], float] = time.monotonic,
+        num_ranks: int = 1,
     ):
         """Raises ValueError for invalid limits."""
+        self._grammars = Grammars(num_ranks)
         self._scheduler = Scheduler(limits, kv, clock)
         self._kv = kv
         self._max_model_len = max_model_len
@@ -64,7 +69,7 @@ class EngineCore:
     @property
     def num_live(self) -> int:
         """Sequences that have not ended."""
-        return len(self._scheduler.requests)
+        return len(self._scheduler.requests) + len(self._grammars.waiting)
 
     def add(self, message: AddRequest, frontend: bytes) -> TokenDeltas | None:
         """Queue the sequences of a request.
@@ -74,17 +79,32 @@ class EngineCore:
         try:
             settings, prompt, output = self._check_request(message, frontend)
         except ValueError as error:
-            reason = str(error)[:MAX_REASON_CHARS]
-            refusals = [Finished(i, FinishReason.ERROR, message=reason) for i in message.request_ids]
-            return TokenDeltas(self._scheduler.counters.steps, [], b"", finished=refusals)
+            return self._refusal(message.request_ids, str(error))
         self._frontends.add(frontend)
+        requests = []
         for index, request_id in enumerate(message.request_ids):
             sampling = message.sampling
             if index:
                 sampling = msgspec.structs.replace(sampling, sequence=sampling.sequence + index)
             blocks = self._kv.new_blocks(TokenIds(prompt, output))
-            self._scheduler.add(Request(request_id, settings, sampling, message.prompt_logprobs, blocks))
+            requests.append(Request(request_id, settings, sampling, message.prompt_logprobs, blocks))
+        if message.grammar is None or self._grammars.add(message.grammar, requests):
+            self._queue(requests)
         return None
+
+    def grammar_messages(self) -> list[LoadGrammar | DropGrammar]:
+        """What to send to the workers before any later step; schedules requests that waited for room."""
+        self._queue(self._grammars.retry())
+        return self._grammars.messages()
+
+    def grammar_loaded(self, message: GrammarLoaded) -> dict[bytes, TokenDeltas]:
+        """Schedule the requests that waited for a grammar; returns the deltas of those that fail."""
+        ready, failed = self._grammars.loaded(message)
+        self._queue(ready)
+        return {
+            frontend: self._refusal([r.request_id for r in failed if r.frontend == frontend], message.error)
+            for frontend in {request.frontend for request in failed}
+        }
 
     def abort(self, request_ids: list[int], reason: FinishReason = FinishReason.ABORTED) -> None:
         """End sequences without a response; unknown ids are ignored."""
@@ -93,11 +113,13 @@ class EngineCore:
         for request_id in request_ids:
             if (request := requests.get(request_id)) is not None:
                 self._log.add(request, reason, now)
+        self._grammars.abort(request_ids)
         self._scheduler.abort(request_ids)
 
     def abort_frontend(self, frontend: bytes) -> int:
         """End every sequence of a frontend that is gone; returns how many."""
-        ids = [r.request_id for r in self._scheduler.requests.values() if r.frontend == frontend]
+        requests = chain(self._scheduler.requests.values(), self._grammars.waiting.values())
+        ids = [request.request_id for request in requests if request.frontend == frontend]
         self.abort(ids)
         self._frontends.discard(frontend)
         return len(ids)
@@ -162,7 +184,7 @@ class EngineCore:
         return CoreStats(
             steps=counters.steps,
             running=self._scheduler.num_running,
-            waiting=self._scheduler.num_waiting,
+            waiting=self._scheduler.num_waiting + len(self._grammars.waiting),
             kv_blocks_used=self._kv.num_used,
             kv_blocks_total=self._kv.num_blocks,
             preemptions=counters.preemptions,
@@ -197,6 +219,16 @@ class EngineCore:
             return False
         return True
 
+    def _queue(self, requests: list[Request]) -> None:
+        for request in requests:
+            self._scheduler.add(request)
+
+    def _refusal(self, request_ids: list[int], reason: str) -> TokenDeltas:
+        """The end of sequences that cannot run."""
+        reason = reason[:MAX_REASON_CHARS]
+        refusals = [Finished(i, FinishReason.ERROR, message=reason) for i in request_ids]
+        return TokenDeltas(self._scheduler.counters.steps, [], b"", finished=refusals)
+
     def _check_request(self, message: AddRequest, frontend: bytes) -> tuple[SharedSettings, Prompt, bytes]:
         """(settings, prompt, packed output of an earlier run).
 
@@ -204,7 +236,7 @@ class EngineCore:
         """
         check_request(message, self._max_model_len)
         for request_id in message.request_ids:
-            if request_id in self._scheduler.requests:
+            if request_id in self._scheduler.requests or request_id in self._grammars.waiting:
                 raise ValueError(f"request id {request_id} is in use")
         if message.prediction_ids and not self._num_drafts:
             message = msgspec.structs.replace(message, prediction_ids=b"")
@@ -214,7 +246,8 @@ class EngineCore:
         # The last sampled token is never computed, except as a draft.
         if not self._kv.can_ever_hold(total if self._num_drafts else total - 1):
             raise ValueError(f"the KV cache is too small for a sequence of {total} tokens")
-        settings = SharedSettings(message, frontend, len(encode(message.sampling)))
+        row_parts = [message.sampling] if message.grammar is None else [message.sampling, message.grammar.row]
+        settings = SharedSettings(message, frontend, sum(len(encode(part)) for part in row_parts))
         check_row(settings, len(prompt.ids), self._kv.block_size, len(self._kv.specs))
         return settings, prompt, message.prompt_ids[prompt_bytes:]
 

@@ -2,8 +2,10 @@
 
     frontends   ROUTER  in:  Hello, AddRequest, Abort, GetStats, Profile, SetLogLevel, questions
                         out: CoreReady, CoreStalled, TokenDeltas, CoreStats, CoreDead, ProfileResult, answers
-    workers     ROUTER  in:  Loaded, WorkerReady, BatchResult, WorkerFailed, WorkerHeartbeat, RankTrace
-                        out: AllocateKV, ScheduledBatch, StepsDone, Shutdown, Profile, SetLogLevel
+    workers     ROUTER  in:  Loaded, WorkerReady, BatchResult, WorkerFailed, WorkerHeartbeat, RankTrace,
+                             GrammarLoaded
+                        out: AllocateKV, ScheduledBatch, StepsDone, Shutdown, Profile, SetLogLevel,
+                             LoadGrammar, DropGrammar
     supervisor  PUSH    out: Ready, Dead, Heartbeat
 
 One thread runs one loop: wait for messages, process them, schedule steps, send the results.
@@ -34,6 +36,7 @@ from atom.messages.engine import (
     ToCore,
     TokenDeltas,
 )
+from atom.messages.grammar import GrammarLoaded
 from atom.messages.launch import CoreLaunch
 from atom.messages.profile import Profile, ProfileResult, RankTrace
 from atom.messages.supervisor import Dead, Heartbeat, Ready, ToSupervisor
@@ -156,7 +159,7 @@ class CoreProcess:
             self._launch.hash_seed,
             config.cache.enable_prefix_caching,
         )
-        core = EngineCore(limits, kv, plan.max_model_len)
+        core = EngineCore(limits, kv, plan.max_model_len, num_ranks=self._num_ranks)
         self._workers.send(AllocateKV(plan.num_blocks, plan.max_model_len))
         if self._collect(WorkerReady, _WARM_UP_DEADLINE_S, "to warm up") is None:
             return None
@@ -218,6 +221,8 @@ class CoreProcess:
             results = [self._process_worker_message(core, message) for message in self._workers.receive()]
             for identity, message in self._frontends.receive():
                 self._process_frontend_message(core, ready, identity, message)
+            for grammar_message in core.grammar_messages():
+                self._workers.send(grammar_message)
             while (batch := core.schedule()) is not None:
                 self._workers.send(batch)
                 self._trace.mark("sent", batch.step)
@@ -240,6 +245,8 @@ class CoreProcess:
         if isinstance(message, RankTrace):
             self._finish_profile(core, self._profiling.add_trace(message))
             return {}
+        if isinstance(message, GrammarLoaded):
+            return core.grammar_loaded(message)
         if not isinstance(message, BatchResult):
             raise _unexpected(message)
         self._trace.mark("result", message.step)

@@ -30,6 +30,7 @@ class SharedSettings:
     __slots__ = (
         "eos_ids",
         "frontend",
+        "grammar",
         "has_prompt_logprobs",
         "max_tokens",
         "name",
@@ -57,8 +58,11 @@ class SharedSettings:
         self.eos_ids = frozenset(message.eos_token_ids)
         self.stop_ids = self.eos_ids.union(message.stop_token_ids)
         self.sampling_bytes = sampling_bytes
+        """Of the sampling parameters and the grammar's use, in a message."""
+        self.grammar = None if message.grammar is None else message.grammar.row
         self.needs_prompt_ids = processors is not None and processors.needs_prompt_ids
         self.needs_output_ids = processors is not None and processors.needs_output_ids
+        self.needs_output_ids |= self.grammar is not None
 
 
 class Request:

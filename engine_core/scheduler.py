@@ -551,6 +551,7 @@ def _new_row(request: Request) -> NewRow:
         tokens.output.tobytes() if settings.needs_output_ids else b"",
         request.max_length,
         settings.prediction_ids,
+        settings.grammar,
     )
 
 

@@ -24,6 +24,8 @@ from frontend.cors import CorsPolicy
 from frontend.dp_router import router_for
 from frontend.engine_client import ClientSettings, EngineClient
 from frontend.fim import FillInTheMiddle
+from frontend.grammar_process import GrammarProcess
+from frontend.grammars import Grammars
 from frontend.input_processor import InputProcessor
 from frontend.lifecycle import Lifecycle
 from frontend.limits import HttpLimits
@@ -37,6 +39,7 @@ from frontend.routes import (
     health,
     info,
     models,
+    openapi,
     page,
     profile,
     refused,
@@ -82,6 +85,7 @@ _ROUTES = (
     models.routes,
     requests.routes,
     info.routes,
+    openapi.routes,
     health.routes,
     profile.routes,
     refused.routes,
@@ -159,9 +163,10 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
     executor = TextExecutor()
     app[keys.CLIENT] = client
     app[keys.MODELS] = models_service
+    grammars = Grammars(GrammarProcess(checkpoint))
     endpoint = server.otlp_traces_endpoint
     tracing = None if endpoint is None else Tracing(endpoint)
-    app[keys.GENERATION] = Generation(client, inputs, models_service, options, executor, tracing)
+    app[keys.GENERATION] = Generation(client, inputs, models_service, options, executor, grammars, tracing)
     app.cleanup_ctx.append(lambda _: _close_tracing(tracing))
     prompts = _chat_prompts(launch, inputs)
     chat = ChatEndpoint(inputs, _encoder(inputs, server, _CHAT_TOKENS), prompts, server.lenient_fields)
@@ -177,7 +182,7 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
     messages = MessagesEndpoint(inputs, prompts, models_service, server.lenient_fields)
     app[keys.MESSAGES] = messages
     app[keys.TOKENIZATION] = TokenizationService(inputs, models_service, chat, messages, executor)
-    app.cleanup_ctx.append(lambda _: _shut_down(executor))
+    app.cleanup_ctx.append(lambda _: _shut_down(executor, grammars))
 
 
 def _chat_prompts(launch: FrontendLaunch, inputs: InputProcessor) -> ChatPrompts:
@@ -334,6 +339,7 @@ async def _close_tracing(tracing: Tracing | None) -> AsyncIterator[None]:
         await asyncio.to_thread(tracing.close)
 
 
-async def _shut_down(executor: TextExecutor) -> AsyncIterator[None]:
+async def _shut_down(executor: TextExecutor, grammars: Grammars) -> AsyncIterator[None]:
     yield
     executor.shutdown()
+    grammars.close()

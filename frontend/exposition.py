@@ -180,10 +180,12 @@ class _Collector(Collector):
             ("overlapped_steps", "Steps launched before the previous one finished", "overlapped_steps"),
             ("chunked_prefills", "Steps with a partial prefill", "chunked_prefills"),
             ("prefill_preemptions", "Preemptions during prefill", "prefill_preemptions"),
+            ("prefill_tokens", "Tokens computed by prefills", "prefill_tokens"),
         ):
             yield self._family(CounterMetricFamily, f"atom:{name}", text, values(field))
         for name, text, field in (
             ("kv_blocks_used", "KV blocks in use", "kv_blocks_used"),
+            ("kv_blocks_cached", "Free KV blocks in the prefix cache", "kv_blocks_cached"),
             ("kv_blocks", "KV blocks in total", "kv_blocks_total"),
         ):
             yield self._family(GaugeMetricFamily, f"atom:{name}", text, values(field))

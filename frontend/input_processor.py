@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from atom.config.checkpoint import Checkpoint
 from atom.messages.codec import encode
 from atom.messages.engine import MAX_ADD_REQUEST_BYTES, AddRequest, LogitsProcessors, Sampling, pack_ids
+from atom.messages.grammar import Grammar, RowGrammar
 from atom.sampling_params import SEED_LIMIT, SamplingParams
+from frontend.constraint import Constraint
 from frontend.errors import RequestError
+from frontend.reply_formats.base import ReasoningIds
 from frontend.tokenizer import Tokenizer, TooManyTokensError
 
 __all__ = ["MAX_EXCESS_TOKENS", "CheckedParams", "InputProcessor"]
@@ -29,6 +32,7 @@ class CheckedParams:
     eos_token_ids: list[int]
     stop_token_ids: list[int]
     logits_processors: LogitsProcessors | None
+    grammar: Grammar | None = None
 
 
 class InputProcessor:
@@ -129,7 +133,32 @@ class InputProcessor:
             raise self._too_long(str(len(prompt_ids)))
         return room
 
-    def check_params(self, params: SamplingParams) -> CheckedParams:
+    def row_grammar(
+        self, constraint: Constraint, params: SamplingParams, reasoning: ReasoningIds | None
+    ) -> RowGrammar:
+        """How an output follows `constraint`, behind the `reasoning` that its format may have.
+
+        Raises RequestError for a model or parameters with which it could not end.
+        """
+        field = constraint.field
+        if self.tokenizer is None:
+            raise RequestError(f"'{field}' needs a tokenizer, and this model has none", param=field)
+        if not self._eos_token_ids:
+            raise RequestError(f"'{field}' needs an end-of-sequence id, and this model has none", param=field)
+        if params.ignore_eos:
+            raise RequestError(f"'ignore_eos' cannot be set beside '{field}'", param="ignore_eos")
+        if reasoning is None or not (reasoning.inside or (reasoning.begin and reasoning.end)):
+            return RowGrammar(constraint.key, self._eos_token_ids)  # without reasoning
+        if reasoning.end is None:
+            raise RequestError(
+                f"'{field}' is not supported for this model: no single token ends its reasoning",
+                param=field,
+                code="unsupported_parameter",
+            )
+        begin = -1 if reasoning.begin is None else reasoning.begin
+        return RowGrammar(constraint.key, self._eos_token_ids, reasoning.inside, begin, reasoning.end)
+
+    def check_params(self, params: SamplingParams, grammar: Grammar | None = None) -> CheckedParams:
         """The part of the engine's requests that all prompts with `params` share.
 
         Raises RequestError for ids outside the vocabulary, and for parameters that need a
@@ -146,7 +175,7 @@ class InputProcessor:
         eos_token_ids = [] if params.ignore_eos else self._eos_token_ids
         stop_token_ids = list(params.stop_token_ids or ())
         processors = self._logits_processors(params, [*eos_token_ids, *stop_token_ids])
-        return CheckedParams(eos_token_ids, stop_token_ids, processors)
+        return CheckedParams(eos_token_ids, stop_token_ids, processors, grammar)
 
     def request(
         self,
@@ -179,6 +208,7 @@ class InputProcessor:
             cache_salt=cache_salt,
             prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
             prediction_ids=pack_ids(prediction_ids),
+            grammar=checked.grammar,
         )
         if (size := len(encode(request))) > MAX_ADD_REQUEST_BYTES:
             raise RequestError(

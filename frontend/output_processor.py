@@ -171,7 +171,8 @@ class RequestState:
         self._undecided = 0
         """How many of the last ids may be reasoning or something else."""
         self._detokenizer = Detokenizer(tokenizer, text.skip_special_tokens) if tokenizer else None
-        self.ids_only = not (self._detokenizer or self.logprobs or self.prompt_logprobs)
+        parts = self._detokenizer, self.logprobs, self.prompt_logprobs
+        self.ids_only = all(part is None for part in parts)
         """Its updates have neither text nor log probabilities."""
 
     def append(self, ids: "array[int]", logprobs: Sequence[LogprobRow] = ()) -> NewText:

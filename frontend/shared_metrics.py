@@ -86,21 +86,20 @@ class SharedMetrics:
             await self._write(self._directory, self._frame())
             await asyncio.sleep(_INTERVAL_S)
 
-    async def totals(self, timeout_s: float) -> Totals:
-        """The sums now. Raises UnavailableError when the files cannot be read in time."""
+    async def totals(self, timeout_s: float, publish: bool = True) -> Totals:
+        """The sums now. Raises UnavailableError when the files cannot be read in time.
+
+        Without `publish` the file of this frontend is not written first: another one may show less later.
+        """
         frame = self._frame()
         try:
             async with asyncio.timeout(timeout_s):
-                if self._directory is not None:
+                if publish and self._directory is not None:
                     await self._write(self._directory, frame)
                 return await asyncio.to_thread(self._sum, frame)
         except TimeoutError:
             reason = f"the files in {self._directory} were not read within {timeout_s:g} s"
             raise UnavailableError(f"no metrics of the other frontends: {reason}") from None
-
-    async def sums(self) -> Totals:
-        """As `totals`, but the file of this frontend is not written: a later scrape may show less."""
-        return await asyncio.to_thread(self._sum, self._frame())
 
     def _frame(self) -> bytes:
         """The record of this frontend: fast, and a copy for other threads."""

@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import tokenizers
 
 from atom.config.checkpoint import Checkpoint
+from atom.utils.token_pieces import TokenPieces
 
 __all__ = ["Tokenizer", "TooManyTokensError"]
 
@@ -18,7 +18,6 @@ __all__ = ["Tokenizer", "TooManyTokensError"]
 # thread per core, short texts would wait for long ones.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _CACHED_TOKENS = 1 << 16
 # Decoders that decode each token by itself, except at the beginning of a text.
 _TEXT_KINDS = frozenset({"ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"})
@@ -55,21 +54,20 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._leading_id = leading_id
-        parts = list(_decoder_parts(json.loads(backend.to_str())["decoder"]))
-        self._kinds = frozenset(part["type"] for part in parts)
-        self.leading_strip = _leading_strip(parts)
+        pieces = TokenPieces(backend)
+        self.leading_strip = _leading_strip(pieces.decoders)
         """(character, how many of it) that decoding removes at the beginning of a text."""
         self._added = backend.get_added_tokens_decoder()
         self.added_ids = frozenset(self._added)
         """The ids of all added tokens."""
         self.special_ids = frozenset(i for i, token in self._added.items() if token.special)
         """The ids that `skip_special_tokens` leaves out."""
-        self.is_byte_level = self._kinds == {"ByteLevel"}
+        self.is_byte_level = pieces.kinds == {"ByteLevel"}
         """Whether decoding joins the bytes of all ids."""
-        self.joins_pieces = self._kinds <= _TEXT_KINDS
+        self.joins_pieces = pieces.kinds <= _TEXT_KINDS
         """Whether decoding joins the `piece` of each id, except at the beginning of a text."""
-        self._letter = backend.encode_batch_fast(["a"], add_special_tokens=False)[0].ids[-1:]
-        self.piece = functools.lru_cache(_CACHED_TOKENS)(self._make_piece)
+        self._letter = pieces.letter
+        self.piece = functools.lru_cache(_CACHED_TOKENS)(pieces.piece)
         """What an id adds to a text: bytes, perhaps of a part of a character, or text. None for an id
         beyond the tokenizer's, since models may have more. Cached."""
 
@@ -153,20 +151,6 @@ class Tokenizer:
         """`token_bytes` as text, with replacement characters for parts of characters."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
-    def _make_piece(self, token_id: int) -> bytes | str | None:
-        token = self._backend.id_to_token(token_id)
-        if token is None:
-            return None
-        if "ByteLevel" in self._kinds:  # as the library does, also for added tokens
-            if all(character in _BYTE_OF for character in token):
-                return b"".join(_BYTE_OF[character] for character in token)
-            return token.encode()
-        if "ByteFallback" in self._kinds and (byte := _BYTE_TOKEN.fullmatch(token)):
-            return bytes.fromhex(byte[1])
-        # Decoders treat the beginning of a text differently, so decode the token after a letter.
-        before = self.decode(self._letter, skip_special_tokens=False)
-        return self.decode([*self._letter, token_id], skip_special_tokens=False)[len(before) :]
-
 
 def _chunks(text: str) -> Iterator[str]:
     start = 0
@@ -179,36 +163,8 @@ def _chunks(text: str) -> Iterator[str]:
         start = stop
 
 
-def _decoder_parts(decoder: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-    """A decoder, or the decoders that a sequence consists of."""
-    if decoder is None:
-        return
-    if decoder["type"] != "Sequence":
-        yield decoder
-    for part in decoder.get("decoders", ()):
-        yield from _decoder_parts(part)
-
-
 def _leading_strip(parts: Sequence[Mapping[str, Any]]) -> tuple[str, int]:
     kinds = [part["type"] for part in parts]
     if kinds[-2:] != ["Fuse", "Strip"] or "Metaspace" in kinds:
         return "", 0
     return parts[-1]["content"], parts[-1]["start"]
-
-
-def _byte_level_alphabet() -> dict[str, bytes]:
-    """Byte-level vocabularies write each byte as one printable character.
-
-    Printable Latin-1 bytes map to themselves, the others in order to U+0100 and up.
-    """
-    alphabet, others = {}, 0
-    for byte in range(256):
-        if 0x21 <= byte <= 0x7E or (0xA1 <= byte <= 0xFF and byte != 0xAD):
-            alphabet[chr(byte)] = bytes([byte])
-        else:
-            alphabet[chr(0x100 + others)] = bytes([byte])
-            others += 1
-    return alphabet
-
-
-_BYTE_OF = _byte_level_alphabet()

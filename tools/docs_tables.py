@@ -1,4 +1,4 @@
-"""Writes the tables of docs/flags.md and docs/environment.md from the code.
+"""Writes the tables of docs/flags.md, docs/environment.md and docs/api.md from the code.
 
 python -m tools.docs_tables
 """
@@ -13,6 +13,7 @@ from atom.config.fields import Field, fields_of
 from atom.config.not_yet import REFUSED
 from atom.config.server import ServerConfig
 from atom.utils.envs import VARIABLES, Variable, acts
+from tools.api_table import api_tables, route_table
 
 BEGIN, END = "<!-- table:begin -->", "<!-- table:end -->"
 
@@ -48,6 +49,11 @@ def environment_table() -> str:
     """One row per variable."""
     rows = [_variable_row(variable) for variable in VARIABLES.values()]
     return "\n".join(["| variable | default | meaning |", "|---|---|---|", *rows])
+
+
+def api_page() -> str:
+    """The routes, and a table for each request body."""
+    return f"{route_table()}\n\n## Fields\n\n{api_tables()}"
 
 
 def _config_classes() -> Iterator[tuple[str, type]]:
@@ -89,6 +95,7 @@ _DOCS = Path(__file__).resolve().parents[1] / "docs"
 TABLES: dict[Path, Callable[[], str]] = {
     _DOCS / "flags.md": flag_tables,
     _DOCS / "environment.md": environment_table,
+    _DOCS / "api.md": api_page,
 }
 
 

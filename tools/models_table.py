@@ -66,8 +66,9 @@ continue a cached output.
 Numbers below are the tensor parallel sizes that passed. *Layouts* are part of every test run, on one
 configuration of each family, most with odd numbers of heads: TP n is `-tp n`, DP n `-dp n`, and EP
 `--enable-expert-parallel`, for families with experts. DP n + EP is also what `-tp n --enable-dp-attention`
-runs. The engines of DP have different prompts, so that some are idle while others work. The collectives of
-each step are counted, and the bytes of each rank's weights. DP without EP is n engines that share nothing.
+runs. The engines of DP have different prompts, so that some are idle while others work. DCP n is
+`--decode-context-parallel-size n`, for MLA without sparse attention. The collectives of each step are
+counted, and the bytes of each rank's weights. DP without EP is n engines that share nothing.
 """
 
 

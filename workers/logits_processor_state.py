@@ -74,7 +74,7 @@ class LogitsProcessorState:
 
     @property
     def rows(self) -> Set[int]:
-        """Rows with logits processors."""
+        """Rows with logits processors or a grammar."""
         return self._rows.keys()
 
     def set_row(self, new: NewRow) -> bool:
@@ -84,12 +84,14 @@ class LogitsProcessorState:
         """
         self._rows.pop(new.row, None)
         processors = new.sampling.logits_processors
+        if processors is None and new.grammar is not None:
+            processors = LogitsProcessors()
         if processors is not None:
             self._rows[new.row] = self._add(processors, new)
         return True
 
     def indices(self, rows: Ids) -> Ids:
-        """Indices of the rows with logits processors, among `rows`."""
+        """Indices of the rows with logits processors or a grammar, among `rows`."""
         return np.array([i for i, row in enumerate(rows.tolist()) if row in self._rows], np.int64)
 
     def gather(self, rows: Ids, which: Ids | None = None) -> LogitsProcessorRows | None:

@@ -48,8 +48,8 @@ def build_rank(
     model = build_model(checkpoint, build)
     if mesh.dcp.size > 1 and not all(isinstance(group, LatentGroup) for group in model.kv_groups):
         raise ValueError(
-            f"decode_context_parallel_size {mesh.dcp.size}: {checkpoint.model_type} has layers without MLA, "
-            "whose cache is not split by tokens"
+            f"--decode-context-parallel-size {mesh.dcp.size}: {checkpoint.model_type} has layers without "
+            "MLA, whose cache is not split by tokens; omit the flag"
         )
     return model
 

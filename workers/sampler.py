@@ -12,8 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from atom.messages.worker import NewRow
-from atom_ops import SamplingBatch, TokenLogprobs, sample, to_device, token_logprobs
+from atom_ops import SamplingBatch, TokenLogprobs, apply_token_bitmask, sample, to_device, token_logprobs
 from workers.block_table import BatchLimits
+from workers.grammar.library import GrammarLibrary
+from workers.grammar.row_matchers import RowMatchers
 from workers.group_rows import Rows
 from workers.input_batch import SamplingRows
 from workers.logits_processor_state import LogitsProcessorRows, LogitsProcessorState
@@ -59,6 +61,19 @@ class _ProcessedRows:
     """Of these U rows."""
     drafts_rows_U: torch.Tensor | None
     """int64: their indices among the R rows of `SamplingRows.drafts`; None without drafts."""
+    grammar: "_GrammarRows | None"
+    """Those with a grammar; None without."""
+
+
+@dataclass(frozen=True, slots=True)
+class _GrammarRows:
+    """The rows whose output has a grammar."""
+
+    rows: list[int]
+    indices: list[int]
+    """Indices among the R rows."""
+    indices_G: torch.Tensor
+    """int64: indices among the U rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +92,15 @@ class _SamplingPlan:
 class Sampler:
     """Samples the rows of each step, with the settings of each row of the persistent batch."""
 
-    def __init__(self, limits: BatchLimits, vocab_size: int, device: torch.device, memory: MemoryGuard):
+    def __init__(
+        self,
+        limits: BatchLimits,
+        vocab_size: int,
+        device: torch.device,
+        memory: MemoryGuard,
+        grammars: GrammarLibrary | None = None,
+    ):
+        """Without `grammars`, no row may have one."""
         max_rows = limits.max_rows
         self.vocab_size = vocab_size
         self._device = device
@@ -89,6 +112,7 @@ class Sampler:
         self._sequence = np.zeros(max_rows, np.int64)
         self._logprobs = np.full(max_rows, -1, np.int64)
         self._logits_processors = LogitsProcessorState(limits, vocab_size, device)
+        self._matchers = RowMatchers(grammars, vocab_size, device)
         self._memory = memory
         self._broken: set[int] = set()
         self._planned_rows: Rows | None = None
@@ -105,6 +129,7 @@ class Sampler:
         self._sequence[row] = sampling.sequence
         self._logprobs[row] = sampling.logprobs
         self._broken.discard(row)
+        self._matchers.set_row(new)
         if not self._memory.attempt(_PROCESSORS, lambda: self._logits_processors.set_row(new)):
             self._broken.add(row)
 
@@ -135,6 +160,7 @@ class Sampler:
             if sampled is None:
                 for each in processed:
                     failed |= dict.fromkeys(each.processors.indices.tolist(), reason_of(_PROCESSORS))
+            failed |= self._grammar_failures(processed)
             ids_R = self._joined(sampled, logits_RV, plan, sampling)
         wanted = plan.logprobs
         if wanted is None:
@@ -169,7 +195,11 @@ class Sampler:
             logits_UV = self._logits_processors.apply(
                 processors, logits_RV, sampling.positions_R, sampling.positions
             )
+            if (grammar := each.grammar) is not None:
+                apply_token_bitmask(logits_UV, grammar.indices_G, self._matchers.masks(grammar.rows))
             ids_U = sample(logits_UV, each.settings, positions_U)
+            if grammar is not None:
+                self._matchers.record(grammar.rows, ids_U.index_select(0, grammar.indices_G))
             sampled.append(ids_U)
             if accepted_R is None or drafts is None:
                 self._logits_processors.record(processors, positions_U, ids_U)
@@ -179,6 +209,15 @@ class Sampler:
             self._logits_processors.record(processors, positions_U, ids_U, accepted_U)
             accepted_R[each.drafts_rows_U] = accepted_U & (ids_U == drafts.next_drafts_S[rows_U])
         return sampled
+
+    def _grammar_failures(self, processed: Sequence[_ProcessedRows]) -> dict[int, str]:
+        """Why rows cannot go on with their grammar, by index among the R rows."""
+        failed: dict[int, str] = {}
+        for grammar in (each.grammar for each in processed if each.grammar is not None):
+            reasons = self._matchers.failures(grammar.rows)
+            indices = zip(grammar.rows, grammar.indices, strict=True)
+            failed |= {index: reasons[row] for row, index in indices if row in reasons}
+        return failed
 
     def _joined(
         self,
@@ -227,6 +266,17 @@ class Sampler:
         by_draft = [which[before == number] for number in np.unique(before)]
         return [made for each in by_draft for made in self._processed_rows(rows, each, drafts)]
 
+    def _grammar_rows(self, rows: Rows, which: Rows, drafts: DraftRows | None) -> _GrammarRows | None:
+        """Those of `rows[which]` with a grammar. Such rows have no drafts: only their first id counts."""
+        if drafts is not None and drafts.num_before[which].any():
+            return None
+        with_grammar = [u for u, row in enumerate(rows[which].tolist()) if row in self._matchers.rows]
+        if not with_grammar:
+            return None
+        indices = np.array(with_grammar, np.int64)
+        chosen = which[indices]
+        return _GrammarRows(rows[chosen].tolist(), chosen.tolist(), to_device(indices, self._device))
+
     def _processed_rows(self, rows: Rows, which: Rows, drafts: DraftRows | None) -> list[_ProcessedRows]:
         """At most one."""
         processors = self._logits_processors.gather(rows, which)
@@ -235,7 +285,7 @@ class Sampler:
         chosen = rows[which]
         settings = self._settings(chosen, self._temperature[chosen])
         drafts_rows = None if drafts is None else to_device(drafts.row_indices[which], self._device)
-        return [_ProcessedRows(processors, settings, drafts_rows)]
+        return [_ProcessedRows(processors, settings, drafts_rows, self._grammar_rows(rows, which, drafts))]
 
     def _logprob_rows(self, rows: Rows) -> _LogprobRows | None:
         top = self._logprobs[rows]

@@ -9,6 +9,7 @@ from typing import Protocol
 import msgspec
 
 from atom.messages.admin import SetLogLevel
+from atom.messages.grammar import DropGrammar, LoadGrammar
 from atom.messages.profile import Profile, RankTrace
 from atom.messages.worker import (
     AllocateKV,
@@ -28,6 +29,7 @@ __all__ = ["CoreLink", "LockstepLoop", "StepLoop"]
 
 _IDLE_POLL_MS = 1000
 _WRITING_POLL_MS = 20
+_LOADING_POLL_MS = 2
 _DEVICE_POLL_S = 50e-6
 _LEAVE_S = 5.0
 # How long the ranks of other engines wait for a core that is about to send its next batch.
@@ -68,8 +70,13 @@ class StepLoop:
 
     def _wait_ms(self) -> int:
         """How long to wait for a message."""
+        grammars = self._worker.grammars
+        while (loaded := grammars.next_loaded()) is not None:
+            self._link.send(loaded)
         if self._pending:
             return 0
+        if grammars.is_loading:
+            return _LOADING_POLL_MS
         if (traces := self._worker.traces) is None:
             return _IDLE_POLL_MS
         while (trace_result := traces.next_result()) is not None:
@@ -94,6 +101,10 @@ class StepLoop:
                 traces.switch(on)
             case Profile(on):
                 self._link.send(RankTrace(self._rank, on, error="the worker has no directory for traces"))
+            case LoadGrammar():
+                self._worker.grammars.load(message)
+            case DropGrammar(key):
+                self._worker.grammars.drop(key)
             case SetLogLevel(level):
                 set_log_level(level)
             case Shutdown():

@@ -19,6 +19,7 @@ from parallel.mesh import Mesh
 from workers.agreement import Agreed, Agreement
 from workers.block_table import BatchLimits, BlockTable
 from workers.decode_graphs import DecodeGraphs
+from workers.grammar.library import GrammarLibrary
 from workers.graph_recorder import GraphRecorder, Recorder
 from workers.group_rows import GroupRows
 from workers.input_batch import InputBatch
@@ -105,6 +106,7 @@ class Worker:
         self._device = mesh.device
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # kernels and graphs are launched on the current device
+        self.grammars = GrammarLibrary(checkpoint, mesh.tp.rank)
         self._kv_dtype = kv_dtype(config.cache, compute_dtype(config))
         if config.observability.torch_profiler_dir is not None:
             directory, model = config.observability.torch_profiler_dir, config.model.model
@@ -238,7 +240,7 @@ class Worker:
         self, kv_layers: list[CacheLayer], inputs: InputBatch, capture_sizes: list[int]
     ) -> ModelRunner:
         memory = MemoryGuard(self._device, self._mesh.ep.size)
-        sampler = Sampler(inputs.limits, self._checkpoint.vocab_size, self._device, memory)
+        sampler = Sampler(inputs.limits, self._checkpoint.vocab_size, self._device, memory, self.grammars)
         graphs = self._capture(kv_layers, inputs, capture_sizes) if capture_sizes else None
         if self._mesh.host is not None:
             self._agreement = Agreement(self._mesh, self._dispatch, graphs.sizes if graphs else GraphSizes())

@@ -76,7 +76,8 @@ class Steps:
         self._config = config = launch.config
         self._checkpoint = checkpoint = launch.checkpoint
         self.layers = int(checkpoint.hf_config["num_hidden_layers"])
-        shape, device = MeshShape(tp=config.parallel.tensor_parallel_size), worker_device(config, launch.rank)
+        parallel, device = config.parallel, worker_device(config, launch.rank)
+        shape = MeshShape(tp=parallel.tensor_parallel_size, dcp=parallel.decode_context_parallel_size)
         mesh = join_mesh(shape, launch.rank, launch.where, device, _JOIN_S)
         self._worker = Worker(config, checkpoint, mesh, _say if launch.rank == 0 else _say_nothing)
         loaded = self._worker.load()
@@ -86,7 +87,7 @@ class Steps:
 
     def start(self, rows: int, context: int, steps: int) -> None:
         """Prefill `rows` prompts of `context` random tokens, with blocks for `steps` more tokens."""
-        size = self._config.cache.block_size
+        size = self._config.block_tokens
         each = -(-(context + steps) // size)
         if rows * each > min(self._blocks):
             raise SystemExit(f"error: {rows} rows of {context + steps} tokens do not fit the KV cache")

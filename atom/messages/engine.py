@@ -12,6 +12,7 @@ from enum import IntEnum
 import msgspec
 
 from atom.messages.admin import Answer, Question, SetLogLevel
+from atom.messages.grammar import Grammar
 from atom.messages.profile import Profile, ProfileResult
 
 
@@ -133,6 +134,8 @@ class AddRequest(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
     """The id that the client knows, for questions about the request."""
     tenant: str = ""
     """Identifies the API key, so that clients of other keys get no answer."""
+    grammar: Grammar | None = None
+    """What the output must be; None: any text."""
 
 
 MAX_SEQUENCES = 1024

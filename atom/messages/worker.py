@@ -15,6 +15,7 @@ import msgspec
 
 from atom.messages.admin import SetLogLevel
 from atom.messages.engine import PromptLogprobs, SampledLogprobs, Sampling
+from atom.messages.grammar import DropGrammar, GrammarLoaded, LoadGrammar, RowGrammar
 from atom.messages.profile import Profile, RankTrace
 
 
@@ -73,12 +74,15 @@ class NewRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     prompt_ids: bytes = b""
     """Packed int32, each id of the prompt once, if `LogitsProcessors.needs_prompt_ids`; else empty."""
     output_ids: bytes = b""
-    """Packed int32: what a resumed request had generated, if `LogitsProcessors.needs_output_ids`."""
+    """Packed int32: what a resumed request had generated, if `LogitsProcessors.needs_output_ids` or with a
+    grammar."""
     max_length: int = MAX_LENGTH
     """Tokens of the prompt and the most of the output. No KV is written for positions from here on, and
     samples for them are dropped."""
     prediction_ids: bytes = b""
     """Packed int32: the output that the client expects, for the n-gram lookup; empty with other methods."""
+    grammar: RowGrammar | None = None
+    """What the output must be, with a grammar that this worker has loaded; None: any text."""
 
 
 class MoreBlocks(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -196,5 +200,7 @@ class WorkerHeartbeat(msgspec.Struct, tag=14, array_like=True, frozen=True, gc=F
     rank: int
 
 
-ToWorker = ScheduledBatch | AllocateKV | Shutdown | StepsDone | Profile | SetLogLevel
-FromWorker = Loaded | WorkerReady | BatchResult | WorkerFailed | WorkerHeartbeat | RankTrace
+ToWorker = (
+    ScheduledBatch | AllocateKV | Shutdown | StepsDone | Profile | SetLogLevel | LoadGrammar | DropGrammar
+)
+FromWorker = Loaded | WorkerReady | BatchResult | WorkerFailed | WorkerHeartbeat | RankTrace | GrammarLoaded

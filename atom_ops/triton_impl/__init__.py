@@ -6,6 +6,7 @@ results and workspaces and never synchronise, so that graphs can capture them.
 """
 
 import os
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -19,6 +20,16 @@ NEEDS = "a GPU (or TRITON_INTERPRET=1)"
 def runs_on(device: torch.device) -> bool:
     """The `supported` check of the providers here."""
     return device.type == "cuda" or INTERPRETED
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether it is an H100, H200 or the like, for which some kernels are written."""
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) == (9, 0)
+    )
 
 
 def load() -> None:
@@ -52,4 +63,5 @@ def load() -> None:
     import atom_ops.triton_impl.sampling
     import atom_ops.triton_impl.sharded_argmax
     import atom_ops.triton_impl.sparse_attention
+    import atom_ops.triton_impl.token_bitmask
     import atom_ops.triton_impl.verification  # noqa: F401

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from atom_ops.ops.linear import BATCH_INVARIANT, linear
-from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
+from atom_ops.triton_impl import INTERPRETED, NEEDS, is_hopper, runs_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,15 +182,6 @@ def _tile(x_TI: Tensor, weight: Tensor, hopper: bool) -> Tile:
     return _fastest_tile(len(x_TI), len(weight), _num_sms(weight.device)) if hopper else _ANYWHERE
 
 
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return (
-        device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) == (9, 0)
-    )
-
-
 def _describable(*tensors: Tensor) -> bool:
     """Whether rows begin at multiples of 16 bytes, as tensor descriptors need."""
     return all(
@@ -211,6 +202,6 @@ def _linear(
     if not len(x_TI):
         return x_TI.new_empty(0, len(weight), dtype=out_dtype)
     x_TI, weight = x_TI.contiguous(), weight.contiguous()
-    hopper = _is_hopper(weight.device)
+    hopper = is_hopper(weight.device)
     described = hopper and weight.dtype.itemsize == 2 and len(weight) % 8 == 0 and _describable(x_TI, weight)
     return multiply(_tile(x_TI, weight, hopper), x_TI, weight, bias, described, out_dtype)

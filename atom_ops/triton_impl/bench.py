@@ -15,12 +15,13 @@ from triton.errors import TritonError
 
 from atom.utils.logger import get_logger
 from atom_ops.ops.linear import linear
+from atom_ops.triton_impl import is_hopper
 from atom_ops.triton_impl.linear import multiply, plans_on
 from atom_ops.triton_impl.plan_file import Machine, PlanFile, Shape
-from atom_ops.triton_impl.tuned import LinearPlan
+from atom_ops.triton_impl.tuned import Plan, StreamKPlan
 from atom_ops.triton_impl.tuning import Progress, by_shape, is_candidate, tune
 
-Multiply = Callable[[LinearPlan, Tensor, Tensor, Tensor | None], Tensor]
+Multiply = Callable[[Plan, Tensor, Tensor, Tensor | None], Tensor]
 
 _COLD_BYTES = 512 << 20
 """Larger than any GPU's last-level cache: bytes read between two reads of a weight."""
@@ -52,7 +53,7 @@ class GPUBench:
         self._stream = torch.cuda.Stream()
         self._cold: tuple[Shape, list[Tensor]] | None = None
 
-    def valid_plans(self, plans: Sequence[LinearPlan], shape: Shape) -> list[LinearPlan]:
+    def valid_plans(self, plans: Sequence[Plan], shape: Shape) -> list[Plan]:
         """The plans that run and match torch; compiles several at a time."""
         weight = self._weights[shape][0]
         with ThreadPoolExecutor(_COMPILERS) as pool:
@@ -60,7 +61,7 @@ class GPUBench:
             runnable = [plan for plan, works in zip(plans, ran, strict=True) if works]
         return [plan for plan in runnable if matches_torch(self._multiply, plan, weight)]
 
-    def stopwatch(self, plan: LinearPlan | None, shape: Shape, tokens: int) -> "_Stopwatch":
+    def stopwatch(self, plan: Plan | None, shape: Shape, tokens: int) -> "_Stopwatch":
         """Captures a graph of enough launches to time, each with a weight that is not cached."""
         cold = self._cold_weights(shape)
         weights = list(islice(cycle(cold), max(len(cold), _FEWEST_LAUNCHES)))
@@ -126,8 +127,10 @@ def tokens_for(weight: Tensor, tokens: int) -> Tensor:
     return torch.randn(tokens, weight.shape[1], generator=generator, device=weight.device, dtype=weight.dtype)
 
 
-def runs(multiply: Multiply, plan: LinearPlan, weight: Tensor) -> bool:
-    """Whether the plan compiles and launches; it may need more shared memory than the GPU has."""
+def runs(multiply: Multiply, plan: Plan, weight: Tensor) -> bool:
+    """Whether the plan compiles and launches; it may need another GPU, or more shared memory than it has."""
+    if isinstance(plan, StreamKPlan) and not is_hopper(weight.device):
+        return False
     try:
         with torch.cuda.device(weight.device if weight.is_cuda else -1):  # threads start on the first GPU
             multiply(plan, tokens_for(weight, plan.tokens), weight, None)
@@ -139,7 +142,7 @@ def runs(multiply: Multiply, plan: LinearPlan, weight: Tensor) -> bool:
     return True
 
 
-def matches_torch(multiply: Multiply, plan: LinearPlan, weight: Tensor) -> bool:
+def matches_torch(multiply: Multiply, plan: Plan, weight: Tensor) -> bool:
     """Whether results equal torch's within the op's tolerance, for the fewest and the most tokens."""
     tolerance = linear.tolerances[weight.dtype]
     for tokens in (plan.least, plan.tokens):

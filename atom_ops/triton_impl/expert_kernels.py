@@ -169,18 +169,19 @@ def _gate_up(
     CLAMPED: tl.constexpr, HAS_BIAS: tl.constexpr,
     EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of the features, pairs)."""
+    """Grid (tiles of the features, pairs). Reads no weights for a pair without an expert."""
     pdl_wait(PDL)
     pair = tl.program_id(1).to(tl.int64)
     expert = tl.load(ids + pair)
-    expert = tl.where((expert >= 0) & (expert < experts), expert, 0)
+    inputs_read = tl.where((expert >= 0) & (expert < experts), inputs, 0)
+    expert = tl.where(inputs_read > 0, expert, 0)
     output_R, column_C = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     inside_R = output_R < outputs
     x += pair // chosen * inputs
     gate_RC = weight + (expert * 2 * outputs + output_R)[:, None] * inputs + column_C[None, :]
     up_RC = weight + ((expert * 2 + 1) * outputs + output_R)[:, None] * inputs + column_C[None, :]
     gates_RC, ups_RC = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in tl.range(0, inputs, COLUMNS, num_stages=STAGES):
+    for start in tl.range(0, inputs_read, COLUMNS, num_stages=STAGES):
         inside_C = column_C < inputs - start
         x_C = tl.load(x + start + column_C, mask=inside_C, other=0.0).to(tl.float32)
         gates_RC += _vector_tile(gate_RC + start, inside_R, inside_C, EVEN) * x_C[None, :]
@@ -198,10 +199,13 @@ def _gate_up(
 @triton.jit(do_not_specialize=["experts"])
 def _down(
     inner, ids, shares, weight, bias, out, outputs, inputs, experts,
-    CHOSEN: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_J: tl.constexpr,
+    CHOSEN: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_J: tl.constexpr, COMPLETE: tl.constexpr,
     EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of the outputs, tokens). EVEN: no mask but for BLOCK_J experts."""
+    """Grid (tiles of the outputs, tokens). EVEN: no mask but for the experts.
+
+    COMPLETE: few pairs, if any, have no expert.
+    """
     pdl_wait(PDL)
     token = tl.program_id(1).to(tl.int64)
     output_R, column_C = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -219,7 +223,7 @@ def _down(
     for start in tl.range(0, inputs, COLUMNS, num_stages=STAGES):
         inside_JC = chosen_J[:, None] & (column_C < inputs - start)[None, :]
         part_JC = tl.load(inner_JC + start, mask=inside_JC, other=0.0).to(tl.float32) * share_J[:, None]
-        if EVEN and BLOCK_J == CHOSEN:
+        if EVEN and COMPLETE and BLOCK_J == CHOSEN:
             part_RJC = tl.load(weight_RJC + start)
         elif EVEN:
             part_RJC = tl.load(weight_RJC + start, mask=chosen_J[None, :, None], other=0.0)

@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from atom_ops.ops.experts import ClampedSwiglu, ExpertActivation, ExpertWeights, experts
 from atom_ops.ops.linear import BATCH_INVARIANT
-from atom_ops.triton_impl import INTERPRETED, NEEDS, expert_plans, runs_on
+from atom_ops.triton_impl import INTERPRETED, NEEDS, expert_plans, is_hopper, runs_on
 from atom_ops.triton_impl.expert_blocks import ExpertBlocks, sort_by_expert
 from atom_ops.triton_impl.expert_kernels import _down, _gate_up, _grouped_gemm, _sum_pairs
 from atom_ops.triton_impl.expert_plans import ExpertPlan, GroupedPlan, GroupedTile, VectorPlan
@@ -139,7 +139,7 @@ def _each_token(
     _down[(triton.cdiv(hidden, tile.rows), tokens)](
         inner_PF, ids_TJ, shares_TJ, down, weights.down_bias_XD, out_TD, hidden, features,
         experts_X, CHOSEN=chosen, HAS_BIAS=weights.down_bias_XD is not None,
-        BLOCK_J=triton.next_power_of_2(chosen),
+        BLOCK_J=triton.next_power_of_2(chosen), COMPLETE=weights.complete,
         EVEN=hidden % tile.rows == 0 and features % tile.columns == 0,
         ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages, num_warps=tile.warps, **options,
     )  # fmt: skip
@@ -152,15 +152,6 @@ def _num_sms(device: torch.device) -> int:
 
 
 @cache
-def _is_hopper(device: torch.device) -> bool:
-    return (
-        device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) == (9, 0)
-    )
-
-
-@cache
 def _tuned(device: torch.device) -> dict[expert_plans.Shape, tuple[ExpertPlan, ...]]:
     return expert_plans.TUNED.get(torch.cuda.get_device_name(device), {}) if device.type == "cuda" else {}
 
@@ -170,7 +161,7 @@ def _plan(x_TD: Tensor, ids_TJ: Tensor, weights: ExpertWeights) -> ExpertPlan:
     experts_X, hidden, features = weights.down_XDF.shape
     shape = experts_X, hidden, features
     plans = expert_plans.INTERPRETED if INTERPRETED else _tuned(device).get(shape, ())
-    hopper = _is_hopper(device)
+    hopper = is_hopper(device)
     return expert_plans.tuned_plan(plans, tokens) or expert_plans.default_plan(shape, tokens, chosen, hopper)
 
 
@@ -184,7 +175,7 @@ def _plain(weights: ExpertWeights) -> tuple[Tensor, Tensor]:
 def _describable(weights: ExpertWeights) -> bool:
     """Whether the GPU has tensor descriptors, and rows begin at multiples of 16 bytes as these need."""
     return all(
-        _is_hopper(weight.device)
+        is_hopper(weight.device)
         and weight.data_ptr() % 16 == 0
         and weight.stride(1) * weight.element_size() % 16 == 0
         for weight in _plain(weights)

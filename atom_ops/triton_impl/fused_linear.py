@@ -13,44 +13,11 @@ from torch import Tensor
 
 from atom_ops.ops.fused_linear import add_norm_linear, silu_and_mul_linear
 from atom_ops.triton_impl import INTERPRETED
-from atom_ops.triton_impl.linear import store_outputs, weight_tile
+from atom_ops.triton_impl.linear import multiply_rows, store_outputs, weight_tile
 from atom_ops.triton_impl.pdl import launch_options, pdl_launch_dependents, pdl_wait
 from atom_ops.triton_impl.tuned import NORM_LINEAR, SILU_LINEAR, FusedPlan
 
 _INTERPRETED = FusedPlan(rows=8, columns=64, warps=4, tiles=2)
-
-
-@triton.jit
-def _add_norm_linear(
-    x, residual, norm_weight, weight, bias, out, total, eps, outputs,
-    INPUTS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A program multiplies TILES tiles of ROWS whole rows, and loads one tile ahead."""
-    column_C = tl.arange(0, COLUMNS)
-    valid_C = column_C < INPUTS
-    output_R = tl.program_id(0) * (TILES * ROWS) + tl.arange(0, ROWS)
-    weight_RC = weight + output_R.to(tl.int64)[:, None] * INPUTS + column_C[None, :]
-    next_RC = weight_tile(weight_RC, output_R < outputs, valid_C, EVEN)
-    scale_C = tl.load(norm_weight + column_C, mask=valid_C, other=0.0).to(tl.float32)
-    pdl_wait(PDL)
-    x_C = tl.load(x + column_C, mask=valid_C, other=0.0)
-    if residual is not None:
-        residual_C = tl.load(residual + column_C, mask=valid_C, other=0.0)
-        x_C = (x_C.to(tl.float32) + residual_C.to(tl.float32)).to(x_C.dtype)
-        tl.store(total + column_C, x_C, mask=valid_C & (tl.program_id(0) == 0))
-    wide_C = x_C.to(tl.float32)
-    normed_C = wide_C * tl.rsqrt(tl.sum(wide_C * wide_C) / INPUTS + eps) * scale_C
-    normed_C = normed_C.to(x_C.dtype).to(tl.float32)
-    pdl_launch_dependents(PDL)
-    for tile in tl.static_range(TILES):
-        tile_RC = next_RC
-        if tile + 1 < TILES:
-            ahead_R = output_R + (tile + 1) * ROWS
-            next_RC = weight_tile(weight_RC + (tile + 1) * ROWS * INPUTS, ahead_R < outputs, valid_C, EVEN)
-        at_R = output_R + tile * ROWS
-        sum_R = tl.sum(tile_RC.to(tl.float32) * normed_C[None, :], 1)
-        store_outputs(sum_R, bias, out, at_R, at_R, at_R < outputs, HAS_BIAS)
 
 
 @triton.jit
@@ -130,17 +97,9 @@ def _launch_norm(
 ) -> tuple[Tensor, Tensor]:
     plan = _plan("norm", x_TD, weight)
     assert plan is not None, "checked by `supports`"
-    outputs, inputs = weight.shape
-    columns = triton.next_power_of_2(inputs)
-    out_TO = x_TD.new_empty(1, outputs)
+    out_TO = x_TD.new_empty(1, len(weight))
     total_TD = x_TD if residual_TD is None else torch.empty_like(x_TD)
-    each = plan.rows * plan.tiles
-    _add_norm_linear[(triton.cdiv(outputs, each),)](
-        x_TD, residual_TD, norm_weight_D, weight, bias, out_TO, total_TD, eps, outputs,
-        INPUTS=inputs, HAS_BIAS=bias is not None, EVEN=columns == inputs and outputs % each == 0,
-        ROWS=plan.rows, COLUMNS=columns, TILES=plan.tiles, num_warps=plan.warps,
-        **launch_options(x_TD.device),
-    )  # fmt: skip
+    multiply_rows(plan, x_TD, residual_TD, norm_weight_D, weight, bias, (out_TO, total_TD), eps)
     return out_TO, total_TD
 
 

@@ -16,7 +16,6 @@ Written in Gluon, which has no interpreter. Other devices run these rows in `att
 """
 
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
@@ -37,6 +36,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from atom_ops.ops.attention import AttentionRule
 from atom_ops.ops.attention_plan import AttentionPlan
 from atom_ops.ops.kv_cache import KVLayer
+from atom_ops.triton_impl import is_hopper
 from atom_ops.triton_impl.fp8 import decode_fp8
 from atom_ops.triton_impl.tiles import row_of_tile
 
@@ -303,15 +303,6 @@ def find_prompts(
     first, stop = int(rows[0]), int(rows[-1]) + 1
     begin, num_tokens = int(query_lens[:first].sum()), int(query_lens[first:stop].sum())
     return Prompts(first, stop, begin, num_tokens, min_tokens, int(query_lens[~whole].max(initial=0)))
-
-
-@cache
-def is_hopper(device: torch.device) -> bool:
-    return (
-        device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) == (9, 0)
-    )
 
 
 def attend(

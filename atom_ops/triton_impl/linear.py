@@ -3,6 +3,7 @@
 O output features, I inputs, T tokens; a program computes a tile of outputs for every token.
 
   _gemv   one token: multiply and add without tensor cores
+  gemv_rows   the same by whole rows, several tiles of them a program; can add and normalise before
   _gemm   several tokens, with tensor cores: weight [rows, columns] x tokens [columns, 16 or more],
           with split-K where that helps; a second launch reduces the splits in a fixed order
 
@@ -26,7 +27,7 @@ from atom_ops.triton_impl.pdl import (
     pdl_wait,
     prefetch_rows,
 )
-from atom_ops.triton_impl.tuned import LINEAR, LinearPlan, StreamKPlan
+from atom_ops.triton_impl.tuned import LINEAR, FusedPlan, LinearPlan, Plan, Plans, StreamKPlan
 
 _ADDED_AT_ONCE = 512
 _FETCHED_BYTES = 16 << 20
@@ -93,6 +94,44 @@ def _gemv(
     store_outputs(tl.sum(total_RC, 1), bias, out, output_R, output_R, inside_R, HAS_BIAS)
 
 
+@triton.jit
+def gemv_rows(
+    x, residual, norm_weight, weight, bias, out, total, eps, outputs,
+    INPUTS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program multiplies TILES tiles of ROWS whole rows, and loads one tile ahead.
+
+    With `norm_weight` it normalises x + residual first, and program 0 stores their sum.
+    """
+    column_C = tl.arange(0, COLUMNS)
+    valid_C = column_C < INPUTS
+    output_R = tl.program_id(0) * (TILES * ROWS) + tl.arange(0, ROWS)
+    weight_RC = weight + output_R.to(tl.int64)[:, None] * INPUTS + column_C[None, :]
+    next_RC = weight_tile(weight_RC, output_R < outputs, valid_C, EVEN)
+    if norm_weight is not None:
+        scale_C = tl.load(norm_weight + column_C, mask=valid_C, other=0.0).to(tl.float32)
+    pdl_wait(PDL)
+    x_C = tl.load(x + column_C, mask=valid_C, other=0.0)
+    if residual is not None:
+        residual_C = tl.load(residual + column_C, mask=valid_C, other=0.0)
+        x_C = (x_C.to(tl.float32) + residual_C.to(tl.float32)).to(x_C.dtype)
+        tl.store(total + column_C, x_C, mask=valid_C & (tl.program_id(0) == 0))
+    wide_C = x_C.to(tl.float32)
+    if norm_weight is not None:
+        normed_C = wide_C * tl.rsqrt(tl.sum(wide_C * wide_C) / INPUTS + eps) * scale_C
+        wide_C = normed_C.to(x_C.dtype).to(tl.float32)
+    pdl_launch_dependents(PDL)
+    for tile in tl.static_range(TILES):
+        tile_RC = next_RC
+        if tile + 1 < TILES:
+            ahead_R = output_R + (tile + 1) * ROWS
+            next_RC = weight_tile(weight_RC + (tile + 1) * ROWS * INPUTS, ahead_R < outputs, valid_C, EVEN)
+        at_R = output_R + tile * ROWS
+        sum_R = tl.sum(tile_RC.to(tl.float32) * wide_C[None, :], 1)
+        store_outputs(sum_R, bias, out, at_R, at_R, at_R < outputs, HAS_BIAS)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _gemm(
     x, weight, bias, out, tokens, outputs, inputs, share,
@@ -146,7 +185,7 @@ def _reduce_split_k(
 
 
 def multiply(
-    plan: LinearPlan | StreamKPlan,
+    plan: Plan,
     x_TI: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -166,6 +205,9 @@ def multiply(
     options = launch_options(x_TI.device)
     tile = {"EVEN": even, "ROWS": plan.rows, "COLUMNS": plan.columns, "num_warps": plan.warps, **options}
     grid = (triton.cdiv(outputs, plan.rows), split_k)
+    if plan.vector and plan.tiles:
+        multiply_rows(plan, x_TI, None, None, weight, bias, (out_TO, None), 0.0)
+        return out_TO
     if plan.vector:
         _gemv[grid[:1]](
             x_TI, weight, bias, out_TO, outputs, inputs,
@@ -189,13 +231,34 @@ def multiply(
     return out_TO
 
 
+def multiply_rows(
+    plan: LinearPlan | FusedPlan,
+    x_TI: Tensor,
+    residual_TI: Tensor | None,
+    norm_weight_I: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    results: tuple[Tensor, Tensor | None],
+    eps: float,
+) -> None:
+    """Fill `results`, the outputs and the sum with the residual, by `gemv_rows`."""
+    outputs, inputs = weight.shape
+    columns, each = triton.next_power_of_2(inputs), plan.rows * plan.tiles
+    gemv_rows[(triton.cdiv(outputs, each),)](
+        x_TI, residual_TI, norm_weight_I, weight, bias, *results, eps, outputs,
+        INPUTS=inputs, HAS_BIAS=bias is not None, EVEN=columns == inputs and outputs % each == 0,
+        ROWS=plan.rows, COLUMNS=columns, TILES=plan.tiles, num_warps=plan.warps,
+        **launch_options(x_TI.device),
+    )  # fmt: skip
+
+
 @cache
-def plans_on(device: torch.device) -> dict[tuple[int, int], tuple[LinearPlan | StreamKPlan, ...]]:
+def plans_on(device: torch.device) -> dict[tuple[int, int], Plans]:
     """Plans by the weight's shape: the built-in table, or what `tuning` adds."""
     return dict(LINEAR.get(torch.cuda.get_device_name(device), {})) if device.type == "cuda" else {}
 
 
-def _plan(x_TI: Tensor, weight: Tensor) -> LinearPlan | StreamKPlan | None:
+def _plan(x_TI: Tensor, weight: Tensor) -> Plan | None:
     """None if the vendor's library is faster or the shape was not measured."""
     tokens = len(x_TI)
     # The interpreter's bfloat16 tl.dot is wrong.

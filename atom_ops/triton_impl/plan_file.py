@@ -15,16 +15,14 @@ import msgspec
 
 from atom.utils.file_lock import exclusive
 from atom.utils.logger import get_logger
-from atom_ops.triton_impl.tuned import LinearPlan
+from atom_ops.triton_impl.tuned import Plan, Plans
 
 # Raise it whenever the kernels or the candidate plans change.
-_FORMAT = 2
+_FORMAT = 3
 _DEADLINE_S = 600.0
 
 Shape = tuple[int, int]
 """Output features, input features of a weight."""
-Plans = tuple[LinearPlan, ...]
-"""By rising tokens; torch is faster for numbers of tokens without a plan."""
 Table = dict[Shape, Plans]
 
 
@@ -51,7 +49,7 @@ class _Content(msgspec.Struct):
 class PlanFile:
     """Read by every worker; written by the one that holds the lock. Methods raise OSError."""
 
-    def __init__(self, cache_dir: Path, machine: Machine, known: Callable[[Shape, LinearPlan], bool]) -> None:
+    def __init__(self, cache_dir: Path, machine: Machine, known: Callable[[Shape, Plan], bool]) -> None:
         """`known` returns whether a plan is valid for these kernels."""
         parts = (machine.gpu, "torch", machine.torch, "triton", machine.triton)
         name = "-".join(re.sub(r"[^A-Za-z0-9.+]+", "-", part) for part in parts)

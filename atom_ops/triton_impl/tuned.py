@@ -3,17 +3,16 @@
 Shapes that are in no table here are tuned at start: see `tuning`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class LinearPlan:
+class LinearPlan(msgspec.Struct, frozen=True, tag="tiles"):
     """Kernel and tile of `linear` for one weight shape and few tokens."""
 
     tokens: int
     """Most tokens."""
-    least: int = field(default=1, kw_only=True)
-    """Fewest tokens, if not those after the previous plan."""
     vector: bool
     """The GEMV kernel for one token; otherwise the GEMM kernel with tensor cores."""
     rows: int
@@ -23,10 +22,13 @@ class LinearPlan:
     warps: int
     stages: int
     split_k: int = 1
+    least: int = 1
+    """Fewest tokens, if not those after the previous plan."""
+    tiles: int = 0
+    """Of the GEMV by whole rows: tiles of a program; 0: the GEMV by columns."""
 
 
-@dataclass(frozen=True, slots=True)
-class StreamKPlan:
+class StreamKPlan(msgspec.Struct, frozen=True, tag="stream-k"):
     """A stream-K GEMM on Hopper: see `hopper_linear`."""
 
     least: int
@@ -40,6 +42,11 @@ class StreamKPlan:
     stages: int
     programs: int
     """At most the number of SMs, because programs wait for each other."""
+
+
+Plan = LinearPlan | StreamKPlan
+Plans = tuple[Plan, ...]
+"""Of one weight shape, by rising tokens; torch is faster for numbers of tokens without a plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +70,7 @@ def _gemm(tokens: int, rows: int, columns: int, warps: int, stages: int, split_k
     return LinearPlan(tokens, False, rows, columns, warps, stages, split_k)
 
 
-def _stream_k(columns: int, stages: int, programs: int) -> StreamKPlan:
+def stream_k(columns: int, stages: int, programs: int) -> StreamKPlan:
     """A plan for 33 to 64 tokens."""
     return StreamKPlan(33, 64, 64, columns, stages, programs)
 
@@ -71,31 +78,31 @@ def _stream_k(columns: int, stages: int, programs: int) -> StreamKPlan:
 # (output features, input features) of a weight -> plans by rising tokens, for 16-bit dtypes. One plan
 # covers 2 to 16 tokens, so that among these a token's bits do not depend on the batch. cuBLAS is
 # faster for other shapes and numbers of tokens, or they were not measured.
-_LINEAR_H200: dict[tuple[int, int], tuple[LinearPlan | StreamKPlan, ...]] = {
+_LINEAR_H200: dict[tuple[int, int], Plans] = {
     # Qwen3-0.6B
     (4096, 1024): (
         _gemv(4, 1024, 4, 1),
         _gemm(16, 64, 128, 4, 6),
         _gemm(32, 64, 128, 4, 4),
-        _stream_k(128, 6, 64),
+        stream_k(128, 6, 64),
     ),
     (1024, 2048): (
         _gemv(4, 2048, 8, 1),
         _gemm(16, 16, 512, 2, 4),
         _gemm(32, 64, 128, 4, 6, 4),
-        _stream_k(128, 6, 64),
+        stream_k(128, 6, 64),
     ),
     (6144, 1024): (
         _gemv(8, 512, 4, 1),
         _gemm(16, 64, 128, 4, 6),
         _gemm(32, 64, 128, 4, 6),
-        _stream_k(128, 6, 96),
+        stream_k(128, 6, 96),
     ),
     (1024, 3072): (
         _gemv(4, 1024, 4, 1),
         _gemm(16, 16, 512, 2, 4),
         _gemm(32, 64, 128, 4, 4, 4),
-        _stream_k(128, 6, 64),
+        stream_k(128, 6, 64),
     ),
     (151936, 1024): (
         _gemv(8, 512, 4, 4),
@@ -109,17 +116,17 @@ _LINEAR_H200: dict[tuple[int, int], tuple[LinearPlan | StreamKPlan, ...]] = {
         _gemv(4, 512, 2, 1),
         _gemm(16, 16, 512, 2, 4),
         _gemm(32, 64, 128, 4, 4, 2),
-        _stream_k(128, 6, 64),
+        stream_k(128, 6, 64),
     ),
-    (24576, 4096): (_gemv(4, 512, 2, 1), _stream_k(128, 6, 128)),
+    (24576, 4096): (_gemv(4, 512, 2, 1), stream_k(128, 6, 128)),
     (28672, 4096): (_gemv(16, 256, 4, 1),),
     (4096, 12288): (
         _gemv(8, 256, 2, 5),
         _gemm(16, 16, 512, 2, 4),
         _gemm(32, 64, 128, 4, 6, 2),
-        _stream_k(128, 6, 128),
+        stream_k(128, 6, 128),
     ),
-    (4096, 14336): (_gemv(8, 256, 2, 5), _gemm(16, 16, 512, 2, 4), _stream_k(128, 6, 128)),
+    (4096, 14336): (_gemv(8, 256, 2, 5), _gemm(16, 16, 512, 2, 4), stream_k(128, 6, 128)),
     (151936, 4096): (
         _gemv(4, 1024, 4, 4),
         _gemm(16, 64, 128, 4, 4),
@@ -143,6 +150,8 @@ NORM_LINEAR = {
         (4096, 1024): FusedPlan(8, 4),
         (6144, 1024): FusedPlan(4, 4, tiles=2),
         (6144, 4096): FusedPlan(4, 8, tiles=2),
+        (5120, 2048): FusedPlan(2, 8, tiles=4),
+        (5120, 4096): FusedPlan(2, 4, tiles=2),
     }
 }
 SILU_LINEAR = {

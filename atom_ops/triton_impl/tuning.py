@@ -14,8 +14,8 @@ from typing import Protocol
 from torch import Tensor
 
 from atom.utils.logger import get_logger
-from atom_ops.triton_impl.plan_file import PlanFile, Plans, Shape, Table
-from atom_ops.triton_impl.tuned import LinearPlan
+from atom_ops.triton_impl.plan_file import PlanFile, Shape, Table
+from atom_ops.triton_impl.tuned import LinearPlan, Plan, Plans, stream_k
 
 CLASSES = ((1, 1), (2, 16), (17, 32), (33, 64))
 """(fewest, most) tokens that share a plan; within a class a token's bits do not depend on the batch."""
@@ -33,6 +33,9 @@ _GEMV_TILES = (
     (8, 1024, 8, 3),
     (16, 256, 4, 1),
 )
+# (rows, warps, tiles) of the GEMV by whole rows, for weights with at most so many columns.
+_ROW_TILES = ((2, 4, 2), (2, 4, 4), (2, 8, 2), (2, 8, 4), (4, 4, 1), (4, 4, 3), (4, 8, 2), (8, 4, 2))
+_MOST_ROW_COLUMNS = 8192
 _GEMM_TILES = {
     16: (
         (16, 256, 2, 3),
@@ -49,6 +52,8 @@ _GEMM_TILES = {
 _SPLIT_K_TILE = (64, 128, 4, 3)
 """The tile that is also tried with split-K, where tiles are fewer than SMs."""
 _SPLITS = (2, 4)
+_STREAM_K = tuple(stream_k(128, 6, programs) for programs in (64, 96, 128))
+"""For Hopper."""
 _FEW_PROGRAMS = 128
 
 _SHORT, _LONG = 3, 15
@@ -62,14 +67,14 @@ PHASE = "Tuning GEMM kernels"
 class Bench(Protocol):
     """Runs plans on a GPU with the model's weights."""
 
-    def valid_plans(self, plans: Sequence[LinearPlan], shape: Shape) -> list[LinearPlan]:
+    def valid_plans(self, plans: Sequence[Plan], shape: Shape) -> list[Plan]:
         """The plans that run on this GPU and match torch within the op's tolerance."""
 
-    def stopwatch(self, plan: LinearPlan | None, shape: Shape, tokens: int) -> Callable[[int], float]:
+    def stopwatch(self, plan: Plan | None, shape: Shape, tokens: int) -> Callable[[int], float]:
         """A function of the number of rounds that returns the median seconds of a GEMM; None is torch."""
 
 
-def candidates(shape: Shape, least: int, tokens: int) -> list[LinearPlan]:
+def candidates(shape: Shape, least: int, tokens: int) -> list[Plan]:
     """The plans to try for a class of tokens."""
     outputs, inputs = shape
 
@@ -77,14 +82,20 @@ def candidates(shape: Shape, least: int, tokens: int) -> list[LinearPlan]:
         return LinearPlan(tokens, False, *tile, split_k, least=least)
 
     plans = [LinearPlan(tokens, True, *tile, least=least) for tile in _GEMV_TILES] if tokens == 1 else []
+    if tokens == 1 and inputs <= _MOST_ROW_COLUMNS:
+        plans += [
+            LinearPlan(1, True, rows, inputs, warps, 1, tiles=tiles) for rows, warps, tiles in _ROW_TILES
+        ]
+    hopper: list[Plan] = [plan for plan in _STREAM_K if (plan.least, plan.tokens) == (least, tokens)]
     tiles = _GEMM_TILES[max(tokens, 16)]
     plans += map(gemm, tiles if tokens > 1 else tiles[1:3])
     if tokens > 1 and -(-outputs // _SPLIT_K_TILE[0]) < _FEW_PROGRAMS:
         plans += [gemm(_SPLIT_K_TILE, split_k) for split_k in _SPLITS]
-    return [plan for plan in plans if plan.rows <= outputs and plan.columns * plan.split_k < 2 * inputs]
+    fitting = (plan for plan in plans if plan.rows <= outputs and plan.columns * plan.split_k < 2 * inputs)
+    return [*fitting, *hopper]
 
 
-def fastest(bench: Bench, shape: Shape, least: int, tokens: int) -> LinearPlan | None:
+def fastest(bench: Bench, shape: Shape, least: int, tokens: int) -> Plan | None:
     """The fastest plan of this class; None for torch, also in a tie."""
     entrants = [None, *bench.valid_plans(candidates(shape, least, tokens), shape)]
     watches = [(plan, bench.stopwatch(plan, shape, tokens)) for plan in entrants]
@@ -109,7 +120,7 @@ def by_shape(weights: Iterable[Tensor]) -> dict[Shape, list[Tensor]]:
     return found
 
 
-def is_candidate(shape: Shape, plan: LinearPlan) -> bool:
+def is_candidate(shape: Shape, plan: Plan) -> bool:
     """Whether `tune` would try this plan."""
     return (plan.least, plan.tokens) in CLASSES and plan in candidates(shape, plan.least, plan.tokens)
 

@@ -2,7 +2,7 @@
 
 import base64
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -43,6 +43,8 @@ class ResponseEcho:
     top_p: float | None
     shows_encrypted: bool
     """Whether reasoning items have `encrypted_content`."""
+    custom_tools: set[str] = field(default_factory=set)
+    """Names of tools whose calls have a text as `input` instead of arguments."""
     keep: Callable[[str, StoredResponse], None] | None = None
     """Stores a response under its id."""
     items: bytes = b"[]"
@@ -79,8 +81,9 @@ class ResponsesRenderer:
         found = list(pieces(result))
         for piece in found:
             is_cut = self._is_incomplete and piece is found[-1]
-            item_id = self._item_id(piece)
-            self._items.append(self._item(item_id, piece, piece.text, _INCOMPLETE if is_cut else _COMPLETED))
+            text = _custom_input(piece.text) if self._is_custom(piece) else piece.text
+            status = _INCOMPLETE if is_cut else _COMPLETED
+            self._items.append(self._item(self._item_id(piece), piece, text, status))
         return self._finished(usage)
 
     def start(self) -> bytes:
@@ -152,7 +155,8 @@ class ResponsesRenderer:
         assert self._open is not None
         if piece.text:
             self._open.texts.append(piece.text)
-            yield self._part_event("delta", delta=piece.text, **_logprobs(piece.kind))
+            if not self._is_custom(self._open.piece):  # its input is read from complete arguments
+                yield self._part_event("delta", delta=piece.text, **_logprobs(piece.kind))
 
     def _begin(self, piece: Piece) -> Iterator[bytes]:
         self._open = _OpenItem(piece, self._item_id(piece), [])
@@ -165,7 +169,11 @@ class ResponsesRenderer:
         if self._open is None:
             return
         piece, text = self._open.piece, "".join(self._open.texts)
-        if piece.call is not None:
+        if self._is_custom(piece):
+            text = _custom_input(text)
+            yield self._item_event("custom_tool_call_input.delta", delta=text)
+            yield self._item_event("custom_tool_call_input.done", input=text)
+        elif piece.call is not None:
             yield self._part_event("done", name=piece.call.name, arguments=text)
         else:
             yield self._part_event("done", text=text, **_logprobs(piece.kind))
@@ -175,14 +183,19 @@ class ResponsesRenderer:
         self._items.append(item)
         self._open = None
 
+    def _is_custom(self, piece: Piece) -> bool:
+        return piece.call is not None and piece.call.name in self._echo.custom_tools
+
     def _item_id(self, piece: Piece) -> str:
         prefix = _ID_PREFIXES.get(piece.kind, "msg_")
         return f"{prefix}{self._request.id.partition('_')[2]}_{len(self._items)}"
 
     def _item(self, item_id: str, piece: Piece, text: str, status: str) -> dict[str, Any]:
         if piece.call is not None:
-            call = {"call_id": piece.call.id, "name": piece.call.name, "arguments": text}
-            return {"id": item_id, "type": "function_call", "status": status, **call}
+            call = {"id": item_id, "status": status, "call_id": piece.call.id, "name": piece.call.name}
+            if self._is_custom(piece):
+                return call | {"type": "custom_tool_call", "input": text}
+            return call | {"type": "function_call", "arguments": text}
         content = [_part(piece.kind, text)] if status != _IN_PROGRESS else []
         if piece.kind != REASONING:
             message = {"type": "message", "role": "assistant", "status": status, "content": content}
@@ -211,6 +224,18 @@ class ResponsesRenderer:
         data = _encode({"type": kind, "sequence_number": self._number, **fields})
         self._number += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+
+
+def _custom_input(arguments: str) -> str:
+    """The text in the arguments of a custom tool; if the model wrote others, all of them."""
+    try:
+        return msgspec.json.decode(arguments, type=_CustomArguments).input
+    except (msgspec.DecodeError, RecursionError):
+        return arguments
+
+
+class _CustomArguments(msgspec.Struct):
+    input: str
 
 
 def _part(kind: str, text: str) -> dict[str, Any]:

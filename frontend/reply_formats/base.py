@@ -14,6 +14,7 @@ import msgspec
 
 __all__ = [
     "CallDelta",
+    "ReasoningIds",
     "ReplyDelta",
     "ReplyFormat",
     "ReplyOptions",
@@ -62,6 +63,18 @@ class ReplyOptions:
     """The JSON types of parameters, found so far."""
 
 
+@dataclass(frozen=True)
+class ReasoningIds:
+    """The tokens that mark the reasoning of a reply: structured output begins behind it."""
+
+    inside: bool
+    """Whether the reply begins inside of the reasoning."""
+    begin: int | None
+    """The token with which a reply may begin its reasoning; None: it cannot."""
+    end: int | None
+    """None: no single token ends it."""
+
+
 class ReplyParser(Protocol):
     """Parses the reply of one sequence."""
 
@@ -102,6 +115,9 @@ class ReplyFormat(Protocol):
 
     def ends_thinking(self, prompt_ids: list[int], prompt: str) -> bool:
         """Whether a prompt ends inside of the reasoning."""
+
+    def reasoning_ids(self, prompt_ids: list[int], prompt: str) -> ReasoningIds | None:
+        """How the reply to a prompt marks its reasoning; None: it has none."""
 
 
 def new_call_id() -> str:

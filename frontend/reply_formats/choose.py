@@ -1,6 +1,6 @@
 """Finds the reply format of a checkpoint, by its chat template, or by the command line."""
 
-from frontend.reply_formats.base import ReplyFormat, ReplyOptions, ReplyParser
+from frontend.reply_formats.base import ReasoningIds, ReplyFormat, ReplyOptions, ReplyParser
 from frontend.reply_formats.deepseek import DeepSeek
 from frontend.reply_formats.glm import Glm
 from frontend.reply_formats.harmony import HarmonyFormat
@@ -92,6 +92,18 @@ class TextFormat:
         if begin is None or tokenizer is None:  # a vocabulary without such a token
             return prompt.rstrip().endswith(self._think.begin)
         return next((i == begin for i in reversed(prompt_ids) if i in tokenizer.added_ids), False)
+
+    def reasoning_ids(self, prompt_ids: list[int], prompt: str) -> ReasoningIds | None:
+        """See ReplyFormat."""
+        think, tokenizer = self._think, self._tokenizer
+        if think is None or tokenizer is None:
+            return None
+        begin, end = self._added_id(think.begin), self._added_id(think.end)
+        last = next((i for i in reversed(prompt_ids) if i in tokenizer.added_ids), None)
+        if last is not None and last == end:
+            return None  # the template has closed the reasoning
+        inside = think.implicit or self.ends_thinking(prompt_ids, prompt)
+        return ReasoningIds(inside, None if inside else begin, end)
 
     def _added_id(self, text: str) -> int | None:
         return None if self._tokenizer is None else self._tokenizer.added_id(text)

@@ -10,7 +10,14 @@ Tags are single added tokens: text that only spells a tag is text.
 import re
 from enum import Enum
 
-from frontend.reply_formats.base import CallDelta, ReplyDelta, ReplyOptions, ReplyParser, new_call_id
+from frontend.reply_formats.base import (
+    CallDelta,
+    ReasoningIds,
+    ReplyDelta,
+    ReplyOptions,
+    ReplyParser,
+    new_call_id,
+)
 from frontend.tokenizer import Tokenizer
 
 __all__ = ["HarmonyFormat"]
@@ -59,6 +66,10 @@ class HarmonyFormat:
     def ends_thinking(self, prompt_ids: list[int], prompt: str) -> bool:
         """Prompts end before the first channel."""
         return False
+
+    def reasoning_ids(self, prompt_ids: list[int], prompt: str) -> ReasoningIds:
+        """The text of the last channel begins behind several tokens."""
+        return ReasoningIds(inside=True, begin=None, end=None)
 
 
 class _Channels:

@@ -36,6 +36,7 @@ def routes() -> list[web.RouteDef]:
         if entry.is_file()
     }
     responses = {name: _handler(name, body) for name, body in found.items()}
+    page = responses.pop(_INDEX)
 
     async def file(request: web.Request) -> web.StreamResponse:
         handler = responses.get(request.match_info["name"])
@@ -43,7 +44,7 @@ def routes() -> list[web.RouteDef]:
             raise web.HTTPNotFound
         return await handler(request)
 
-    return [web.get(PAGE_ROUTE, responses[_INDEX]), web.get(FILE_ROUTE, file)]
+    return [web.get(PAGE_ROUTE, page), web.get(FILE_ROUTE, file)]
 
 
 def _handler(name: str, body: bytes) -> Handler:

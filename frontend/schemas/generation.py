@@ -6,6 +6,12 @@ import msgspec
 from msgspec import Meta
 
 from frontend.schemas.fields import Schema
+from frontend.schemas.structured_output import (
+    RESPONSE_FORMAT,
+    STRUCTURED_OUTPUTS,
+    ResponseFormat,
+    StructuredOutputs,
+)
 
 __all__ = [
     "HARMLESS",
@@ -104,6 +110,15 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     """Requests share prefix-cache blocks only with requests of the same salt."""
     prediction: Prediction | None = None
+    response_format: ResponseFormat | None = None
+    """Plain text, any JSON object, JSON of a schema, or text with a structural tag."""
+    structured_outputs: StructuredOutputs | None = None
+    """JSON of a schema, a regular expression, a choice of texts, a grammar or a structural tag."""
+    guided_json: dict[str, Any] | str | None = None
+    """Older name of `structured_outputs.json`; the other three are alike."""
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     request_id: str | None = None
     """Becomes part of the response id; takes precedence over the X-Request-Id header."""
 
@@ -155,8 +170,11 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 NESTED: dict[str, Schema[Any] | None] = {
+    "guided_json": None,
     "logit_bias": None,
     "prediction": Schema(Prediction, neutral={}, harmless=frozenset()),
+    "response_format": RESPONSE_FORMAT,
+    "structured_outputs": STRUCTURED_OUTPUTS,
     "stream_options": Schema(StreamOptions, neutral={}, harmless=frozenset()),
 }
 """Fields of both endpoints that hold an object, with its schema."""
@@ -188,11 +206,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "detokenize": (True,),
     "early_stopping": (False,),
     "ebnf": (),
-    "guided_choice": ([],),
     "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "kv_transfer_params": ({},),
     "length_penalty": (1,),
     "logits_processors": ([],),
@@ -200,12 +214,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "lora_path": (),
     "no_stop_trim": (False,),
     "regex": (),
-    "response_format": ({"type": "text"},),
     "return_hidden_states": (False,),
     "rid": (),
     "session_params": ({},),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": ({},),
     "thinking_token_budget": (),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),

@@ -8,10 +8,12 @@ from frontend.schemas.fields import Schema
 from frontend.schemas.generation import HARMLESS, HARMLESS_TYPES, StreamOptions
 
 __all__ = [
+    "CUSTOM_TOOL",
     "ITEMS",
     "PARTS",
     "RESPONSES",
     "TOOL",
+    "CustomCallItem",
     "FunctionCallItem",
     "FunctionOutputItem",
     "MessageItem",
@@ -101,6 +103,15 @@ class FunctionOutputItem(msgspec.Struct, frozen=True):
     output: str | list[msgspec.Raw]
 
 
+class CustomCallItem(msgspec.Struct, frozen=True):
+    """A call of a custom tool."""
+
+    type: str
+    call_id: str
+    name: str
+    input: str
+
+
 class ReasoningItem(msgspec.Struct, frozen=True):
     """Reasoning of an earlier reply."""
 
@@ -126,6 +137,16 @@ class Tool(msgspec.Struct, frozen=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+
+class CustomTool(msgspec.Struct, frozen=True):
+    """A function whose only argument is a text."""
+
+    type: str
+    name: str
+    description: str | None = None
+    format: dict[str, Any] | None = None
+    """The form of the text, which is not enforced."""
 
 
 class CachedTokens(msgspec.Struct, frozen=True):
@@ -213,8 +234,11 @@ ITEMS: dict[str, Schema[Any]] = {
     "message": Schema(MessageItem, {}, _OBJECT | {"phase"}),
     "function_call": Schema(FunctionCallItem, {"namespace": ()}, _OBJECT | {"caller", "async"}),
     "function_call_output": Schema(FunctionOutputItem, {}, _OBJECT | {"caller"}),
+    "custom_tool_call": Schema(CustomCallItem, {"namespace": ()}, _OBJECT | {"caller", "async"}),
+    "custom_tool_call_output": Schema(FunctionOutputItem, {}, _OBJECT | {"caller"}),
     "reasoning": Schema(ReasoningItem, {}, _OBJECT),
 }
 """By the type of an item of the input."""
 PARTS = Schema(TextPart, {}, frozenset({"annotations", "logprobs"}))
 TOOL = Schema(Tool, {"defer_loading": (False,)}, frozenset())
+CUSTOM_TOOL = Schema(CustomTool, {"defer_loading": (False,)}, frozenset(), {"format": None})

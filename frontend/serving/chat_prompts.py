@@ -52,7 +52,8 @@ class ChatPrompts:
             ) from None
         last = messages[-1]
         echo = (last["content"] or "") if last["role"] == ASSISTANT else ""
-        return Prompt(encoded.ids, echo, reply=self._reply(conversation, tools, encoded))
+        reasoning = None if self._format is None else self._format.reasoning_ids(encoded.ids, encoded.end)
+        return Prompt(encoded.ids, echo, reply=self._reply(conversation, tools, encoded), reasoning=reasoning)
 
     def _reply(
         self, conversation: Conversation, tools: Tools, encoded: EncodedChat

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from atom.messages.engine import AddRequest
+from frontend.constraint import Constraint
 from frontend.output_processor import TextOptions, Update
 from frontend.renderers.logprobs import TokenFormatter
 from frontend.serving.prompts import Prompt
@@ -64,6 +65,8 @@ class GenerateRequest:
     trace: TraceContext | None = None
     prediction_ids: Sequence[int] = ()
     """The output that the client expects."""
+    constraint: Constraint | None = None
+    """What the output must be; None: any text."""
 
     @property
     def request_ids(self) -> list[int]:

@@ -19,10 +19,12 @@ from typing import TypeVar
 import msgspec
 
 from atom.messages.engine import AddRequest
+from atom.messages.grammar import Grammar
 from atom.sampling_params import SamplingParams
 from frontend.detokenizer import decode
 from frontend.engine_client import Deadline, EngineClient
 from frontend.errors import EngineError, RequestError
+from frontend.grammars import Grammars
 from frontend.input_processor import InputProcessor
 from frontend.output_processor import TextOptions, Update
 from frontend.renderers.logprobs import TokenFormatter
@@ -36,6 +38,7 @@ from frontend.serving.models import ModelService
 from frontend.serving.prompts import Prompt, given_id, salt, text_offsets
 from frontend.serving.renderer import Renderer
 from frontend.serving.sampling import requested_max_tokens, sampling_params, stop_strings
+from frontend.serving.structured_output import read_constraint
 from frontend.serving.usage import UsageCounter
 from frontend.streams import Stream
 from frontend.text_executor import TextExecutor
@@ -80,6 +83,7 @@ class Generation:
         models: ModelService,
         options: ServingOptions,
         executor: TextExecutor,
+        grammars: Grammars,
         tracing: Tracing | None = None,
     ):
         self._tracing = tracing
@@ -88,6 +92,7 @@ class Generation:
         self._models = models
         self._options = options
         self._executor = executor
+        self._grammars = grammars
 
     async def prepare(
         self,
@@ -112,11 +117,12 @@ class Generation:
             size + parsed.earlier_bytes,
             lambda: self._check(parsed, endpoint.id_prefix, caller, started),
         )
+        grammar = None if request.constraint is None else await self._grammar(request, params[0])
         self._client.check_ready(request.data_parallel_rank)
         # The ids of one request are consecutive, since only the event loop allocates them.
         ids = self._client.new_ids(request.n * len(request.prompts))
         requests = await self._executor.run(
-            size // 8, lambda: self._requests(request, params, ids, cache_salt)
+            size // 8, lambda: self._requests(request, params, ids, cache_salt, grammar)
         )
         named = [msgspec.structs.replace(one, name=request.id, tenant=caller.tenant) for one in requests]
         return dataclasses.replace(request, requests=named)
@@ -184,6 +190,7 @@ class Generation:
             timeout_s=_checked_timeout(_first_given(fields.timeout, caller.timeout_s)),
             trace=caller.trace,
             prediction_ids=() if prediction is None else self._inputs.prediction_ids(prediction.text),
+            constraint=None if options.score_only else read_constraint(fields),
         )
         return checked, params, cache_salt
 
@@ -281,11 +288,23 @@ class Generation:
         )
         return [_with_max_tokens(params, limit) for limit in limits]
 
+    async def _grammar(self, request: GenerateRequest, params: SamplingParams) -> Grammar:
+        """The compiled grammar of the outputs. Raises RequestError for a constraint that cannot be met."""
+        assert request.constraint is not None
+        row = self._inputs.row_grammar(request.constraint, params, request.prompts[0].reasoning)
+        compiled = await self._grammars.compile(request.constraint)
+        return self._grammars.grammar(row, compiled)
+
     def _requests(
-        self, request: GenerateRequest, params: list[SamplingParams], ids: list[int], cache_salt: str
+        self,
+        request: GenerateRequest,
+        params: list[SamplingParams],
+        ids: list[int],
+        cache_salt: str,
+        grammar: Grammar | None,
     ) -> list[AddRequest]:
         """The engine's requests: `n` consecutive `ids` for each prompt."""
-        checked, n = self._inputs.check_params(params[0]), params[0].n
+        checked, n = self._inputs.check_params(params[0], grammar), params[0].n
         check_bad_words(checked, len(ids))
         requests = []
         for index, (prompt, prompt_params) in enumerate(zip(request.prompts, params, strict=True)):

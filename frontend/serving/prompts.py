@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from frontend.detokenizer import Detokenizer
 from frontend.errors import RequestError
 from frontend.input_processor import MAX_EXCESS_TOKENS, InputProcessor
-from frontend.reply_formats.base import ReplyParser
+from frontend.reply_formats.base import ReasoningIds, ReplyParser
 from frontend.schemas.generation import GenerationRequest
 from frontend.serving.caller import REQUEST_ID, Caller
 from frontend.serving.sampling import requested_max_tokens
@@ -29,6 +29,8 @@ class Prompt:
     """Where in `echo` the text of each id begins; only for requests with echoed log probabilities."""
     reply: Callable[[], ReplyParser] | None = None
     """As in TextOptions."""
+    reasoning: ReasoningIds | None = None
+    """How the reply marks its reasoning; None: it has none."""
 
 
 class PromptEncoder:

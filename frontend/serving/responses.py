@@ -101,7 +101,7 @@ class ResponsesEndpoint:
             echo.items = joined_lists(earlier, _encode(given))
         return ParsedRequest(
             fields=fields,
-            prompts=partial(self._prompt, request, earlier, given, warnings),
+            prompts=partial(self._prompt, request, echo, earlier, given, warnings),
             renderer=partial(ResponsesRenderer, echo=echo),
             default_max_tokens=self._encoder.default_max_tokens,
             earlier_bytes=len(earlier),
@@ -111,6 +111,7 @@ class ResponsesEndpoint:
     def _prompt(
         self,
         request: ResponsesRequest,
+        echo: ResponseEcho,
         earlier: bytes,
         given: list[msgspec.Raw],
         warnings: list[str],
@@ -118,7 +119,7 @@ class ResponsesEndpoint:
         earlier_items = _items.decode(earlier)
         count = len(earlier_items) + len(given) + bool(request.instructions)
         check_message_count(count, self._inputs.max_model_len, "input")
-        reader = ItemReader(self._lenient, warnings)
+        reader = ItemReader(self._lenient, warnings, echo.custom_tools)
         named = itertools.chain(
             (("previous_response_id.", raw) for raw in earlier_items),
             ((f"input[{index}].", raw) for index, raw in enumerate(given)),

@@ -10,9 +10,11 @@ import msgspec
 from frontend.errors import RequestError
 from frontend.schemas.chat import Message
 from frontend.schemas.responses import (
+    CUSTOM_TOOL,
     ITEMS,
     PARTS,
     TOOL,
+    CustomCallItem,
     FunctionCallItem,
     FunctionOutputItem,
     MessageItem,
@@ -25,6 +27,7 @@ from frontend.serving.tools import check_name, check_tools
 __all__ = ["ItemReader", "tool_choice"]
 
 _SYSTEM_ROLES = frozenset({"system", "developer"})
+_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 _MESSAGE_PARTS = ("input_text", "output_text", "text")
 
 
@@ -38,9 +41,11 @@ _typed = msgspec.json.Decoder(_Typed)
 class ItemReader:
     """Reads one request; `warnings` gets what is left out."""
 
-    def __init__(self, lenient: bool, warnings: list[str]):
+    def __init__(self, lenient: bool, warnings: list[str], custom: set[str]):
+        """`custom` gets the names of custom tools."""
         self._lenient = lenient
         self._warnings = warnings
+        self._custom = custom
 
     def turns(self, instructions: str | None, items: Iterable[tuple[str, msgspec.Raw]]) -> list[Turn]:
         """The messages of (field, item) pairs. Raises RequestError naming the field at fault."""
@@ -58,6 +63,9 @@ class ItemReader:
         for index, raw in enumerate(tools):
             where = f"tools[{index}]."
             kind = _type(raw, where)
+            if kind == "custom":
+                functions.append(self._custom_tool(raw, where))
+                continue
             if kind != "function":
                 self._warnings.append(f"'tools[{index}]' was left out: this server has no {kind!r:.60} tools")
                 continue
@@ -66,6 +74,15 @@ class ItemReader:
             check_name(tool.name, f"{where}name")
             functions.append(Function(tool.name, tool.description, tool.parameters, tool.strict))
         return functions
+
+    def _custom_tool(self, raw: msgspec.Raw, where: str) -> Function:
+        tool, left_out = CUSTOM_TOOL.decode(bytes(raw), self._lenient, where)
+        self._warnings += left_out
+        if tool.format and tool.format != {"type": "text"}:
+            self._warnings.append(f"'{where}format' is not enforced: the input may differ from it")
+        check_name(tool.name, f"{where}name")
+        self._custom.add(tool.name)
+        return Function(tool.name, tool.description, _INPUT)
 
     def _item(self, raw: msgspec.Raw, where: str) -> Any:
         kind = _type(raw, where) or "message"
@@ -93,9 +110,10 @@ class ItemReader:
                 _reply(turns, where, ("content", "tool_calls", "reasoning")).reasoning = text
             case FunctionCallItem(call_id=call_id):
                 function = {"name": item.name, "arguments": item.arguments}
-                reply = _reply(turns, where, ())
-                reply.tool_calls = reply.tool_calls or []
-                reply.tool_calls.append({"id": call_id, "type": "function", "function": function})
+                _add_call(_reply(turns, where, ()), call_id, function)
+            case CustomCallItem():
+                custom = {"name": item.name, "arguments": {"input": item.input}}
+                _add_call(_reply(turns, where, ()), item.call_id, custom)
             case FunctionOutputItem(call_id=call_id):
                 text = self._text(item.output, where + "output")
                 turns.append((where, Message(role="tool", content=text, tool_call_id=call_id)))
@@ -149,6 +167,11 @@ def _reply(turns: list[Turn], where: str, taken: tuple[str, ...]) -> Message:
         last = Message(role=ASSISTANT)
         turns.append((where, last))
     return last
+
+
+def _add_call(reply: Message, call_id: str, function: dict[str, Any]) -> None:
+    reply.tool_calls = reply.tool_calls or []
+    reply.tool_calls.append({"id": call_id, "type": "function", "function": function})
 
 
 def _with_one_system(turns: list[Turn]) -> list[Turn]:

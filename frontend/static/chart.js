@@ -26,12 +26,23 @@ export class Chart {
     const { title, unit, series } = options;
     this.value = el("span", { class: "value num" }, format.NONE);
     this.plot = this.#makePlot(title, series);
-    this.keys = series.map(({ label, kind }) => el("span", { class: `key ${kind}${series.length > 1 ? "" : " lone"}` }, el("i"), `${label} `, el("span")));
+    this.keys = series.map(({ label, kind }) =>
+      el(
+        "span",
+        { class: `key ${kind}${series.length > 1 ? "" : " lone"}` },
+        el("i"),
+        `${label} `,
+        el("span"),
+      ),
+    );
     this.when = el("span", { class: "when" });
     this.element = el(
-      "article", { class: "card chart" },
-      el("h2", {}, title), el("p", { class: "now" }, this.value, " ", el("span", { class: "unit" }, unit)),
-      this.plot, el("p", { class: "foot num" }, ...this.keys, this.when),
+      "article",
+      { class: "card chart" },
+      el("h2", {}, title),
+      el("p", { class: "now" }, this.value, " ", el("span", { class: "unit" }, unit)),
+      this.plot,
+      el("p", { class: "foot num" }, ...this.keys, this.when),
     );
     this.plot.addEventListener("pointermove", (event) => this.#follow(event));
     for (const end of ["pointerleave", "blur"]) this.plot.addEventListener(end, () => options.moved(null));
@@ -44,10 +55,19 @@ export class Chart {
     this.rule = svg("path", { class: "rule" });
     this.top = el("span", { class: "axis num" });
     this.middle = el("span", { class: "axis half num" });
-    const grid = svg("path", { class: "gridlines", d: `M0 0H${WIDTH}M0 ${HEIGHT / 2}H${WIDTH}M0 ${HEIGHT}H${WIDTH}` });
+    const grid = svg("path", {
+      class: "gridlines",
+      d: `M0 0H${WIDTH}M0 ${HEIGHT / 2}H${WIDTH}M0 ${HEIGHT}H${WIDTH}`,
+    });
     const box = { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", "aria-hidden": "true" };
     const drawing = svg("svg", box, grid, this.fill, ...this.lines.toReversed(), this.rule);
-    return el("div", { class: "plot", tabindex: "0", role: "img", "aria-label": title }, drawing, this.top, this.middle);
+    return el(
+      "div",
+      { class: "plot", tabindex: "0", role: "img", "aria-label": title },
+      drawing,
+      this.top,
+      this.middle,
+    );
   }
 
   /** Show `history`, ascending and not empty; its last point is now. */
@@ -56,7 +76,10 @@ export class Chart {
     const to = history.at(-1).at;
     const span = Math.min(Math.max(to - history[0].at, MIN_SPAN_S), MAX_SPAN_S);
     this.#points = history.filter((point) => point.at >= to - span);
-    const top = niceTop(largest(this.#points.flatMap((point) => series.map(({ read }) => read(point)))), least);
+    const top = niceTop(
+      largest(this.#points.flatMap((point) => series.map(({ read }) => read(point)))),
+      least,
+    );
     this.#range = { from: to - span, to, top };
     const joined = series.map(({ read }) => runs(this.#points, read, this.#range));
     joined.forEach((found, index) => this.lines[index].setAttribute("d", line(found)));
@@ -78,8 +101,10 @@ export class Chart {
     const x = ((point.at - from) / (to - from)) * WIDTH;
     this.element.classList.toggle("pointed", at !== null);
     this.rule.setAttribute("d", at === null ? "" : `M${x} 0V${HEIGHT}`);
-    this.#options.series.forEach(({ read }, index) => setText(this.keys[index].lastChild, this.#text(read(point))));
-    setText(this.when, at === null ? `last ${Math.round((to - from) / 60)} min` : format.time(point.at));
+    this.#options.series.forEach(({ read }, index) =>
+      setText(this.keys[index].lastChild, this.#text(read(point))),
+    );
+    setText(this.when, at === null ? format.span(to - from) : format.time(point.at));
   }
 
   #text(value) {

@@ -1,15 +1,18 @@
 // The chat box: a conversation, streamed.
 
 import { post } from "./api.js";
-import { byId, el, setText } from "./dom.js";
+import { blocksOf } from "./blocks.js";
+import { byId, el, resize, setText } from "./dom.js";
 import * as format from "./format.js";
 import { Reply, prettyArguments } from "./reply.js";
 import { eventsOf } from "./sse.js";
 
 const MAX_MESSAGES = 200;
+const CHAT_HINT = "Enter sends, Shift+Enter starts a line, Esc stops.";
+const COMPLETE_HINT = `This model has no chat template: it continues your text. ${CHAT_HINT}`;
 
 export class Chat {
-  #history = []; // messages as they are sent
+  #history = []; // messages as they are sent; replaced, never changed
   #running = null; // AbortController of the stream
   #layout = null;
   #frame = null; // of the next drawing
@@ -32,17 +35,18 @@ export class Chat {
     });
     document.addEventListener("keydown", (event) => event.key === "Escape" && this.#running?.abort());
     byId("clear").addEventListener("click", () => this.#clear());
-    for (const id of ["temperature", "max-tokens", "tools"]) byId(id).addEventListener("input", () => this.#showOptions());
+    for (const id of ["temperature", "max-tokens", "tools"])
+      byId(id).addEventListener("input", () => this.#showOptions());
   }
 
   /** What the server is; without a chat template the box completes texts. */
   set layout(layout) {
-    if (this.#layout) return;
+    if (this.#layout?.has_chat !== layout.has_chat) {
+      setText(byId("chat-title"), layout.has_chat ? "Chat" : "Complete");
+      setText(this.empty, layout.has_chat ? CHAT_HINT : COMPLETE_HINT);
+      for (const id of ["system", "tools"]) byId(id).disabled = !layout.has_chat;
+    }
     this.#layout = layout;
-    if (layout.has_chat) return;
-    setText(byId("chat-title"), "Complete");
-    setText(this.empty, "This model has no chat template: it continues your text.");
-    for (const id of ["system", "tools"]) byId(id).disabled = true;
   }
 
   #clear() {
@@ -64,11 +68,16 @@ export class Chat {
 
   async #send() {
     const text = this.prompt.value;
-    const results = this.#pendingCalls.map(({ call, field }) => ({ role: "tool", tool_call_id: call.id, content: field.value }));
+    const results = this.#pendingCalls.map(({ call, field }) => ({
+      role: "tool",
+      tool_call_id: call.id,
+      content: field.value,
+    }));
     if (!text.trim() && !results.length) return;
+    const added = text.trim() ? [...results, { role: "user", content: text }] : results;
     let body;
     try {
-      body = this.#body(text, results);
+      body = this.#body(text, added);
     } catch (error) {
       this.#show("error", error.message);
       return;
@@ -77,22 +86,28 @@ export class Chat {
     for (const { field } of this.#pendingCalls) field.disabled = true;
     this.#pendingCalls = [];
     if (text.trim()) this.#show("user", text);
-    await this.#stream(body);
+    const before = this.#history;
+    const { reply, view } = await this.#stream(body);
+    if (this.#history !== before || !(reply.content || reply.calls.length)) return; // cleared, or no reply
+    this.#history = [...before, ...added, reply.message].slice(-MAX_MESSAGES);
+    if (reply.finishReason === "tool_calls") this.#pendingCalls = view.askForResults(reply.calls);
   }
 
-  /** The request; the new messages are in the history then. Throws an Error for options that are no JSON. */
-  #body(text, results) {
-    const body = { model: this.#layout.model, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
+  /** The request with `added` messages. Throws an Error for tools that are no JSON array. */
+  #body(text, added) {
+    const body = {
+      model: this.#layout.model,
+      stream: true,
+      stream_options: { include_usage: true, continuous_usage_stats: true },
+    };
     if (byId("temperature").value) body.temperature = Number(byId("temperature").value);
     if (byId("max-tokens").value) body.max_tokens = Number(byId("max-tokens").value);
     if (!this.#layout.has_chat) return { ...body, prompt: text };
     const tools = byId("tools").value.trim();
     if (tools) body.tools = parseTools(tools);
-    this.#history.push(...results);
-    if (text.trim()) this.#history.push({ role: "user", content: text });
-    this.#history = this.#history.slice(-MAX_MESSAGES);
     const system = byId("system").value.trim();
-    return { ...body, messages: [...(system ? [{ role: "system", content: system }] : []), ...this.#history] };
+    const first = system ? [{ role: "system", content: system }] : [];
+    return { ...body, messages: [...first, ...this.#history, ...added] };
   }
 
   async #stream(body) {
@@ -116,8 +131,7 @@ export class Chat {
     this.#frame = null;
     this.#showRunning(false);
     this.#keepAtEnd(() => view.finish(reply, stopped));
-    if (reply.content || reply.calls.length) this.#history.push(reply.message);
-    if (reply.finishReason === "tool_calls") this.#pendingCalls = view.askForResults(reply.calls);
+    return { reply, view };
   }
 
   /** Draw once a frame, however many chunks arrive. */
@@ -153,8 +167,6 @@ export class Chat {
 
 /** The elements of one reply. New text is appended, so that a long reply costs no more than a short one. */
 class ReplyView {
-  #drawn = { content: 0, reasoning: 0 };
-
   constructor(list) {
     this.reasoning = el("div", { class: "reasoning-text" });
     this.summary = el("summary", {}, "Thinking …");
@@ -162,14 +174,21 @@ class ReplyView {
     this.content = el("div", { class: "content" });
     this.calls = el("div", { class: "calls" });
     this.foot = el("p", { class: "usage num" }, "…");
-    this.element = el("div", { class: "message assistant", "aria-busy": "true" }, this.details, this.content, this.calls, this.foot);
+    this.element = el(
+      "div",
+      { class: "message assistant", "aria-busy": "true" },
+      this.details,
+      this.content,
+      this.calls,
+      this.foot,
+    );
     list.append(this.element);
     list.scrollTop = list.scrollHeight;
   }
 
   draw(reply) {
-    this.#append(this.reasoning, reply, "reasoning");
-    this.#append(this.content, reply, "content");
+    this.#append(this.reasoning, reply.reasoning);
+    this.#append(this.content, reply.content);
     this.details.hidden = !reply.reasoning;
     if (reply.content || reply.calls.length) setText(this.summary, "Reasoning");
     reply.calls.forEach((call, index) => this.#drawCall(call, index));
@@ -180,35 +199,50 @@ class ReplyView {
     this.draw(reply);
     this.element.setAttribute("aria-busy", "false");
     if (reply.reasoning) setText(this.summary, "Reasoning");
-    for (const [index, call] of reply.calls.entries()) setText(this.calls.children[index].querySelector("pre"), prettyArguments(call.arguments));
-    const end = stopped ? "stopped" : { length: "cut at the limit", tool_calls: "tool call" }[reply.finishReason];
-    setText(this.foot, [reply.usage ? usageText(reply) : null, end].filter(Boolean).join("  ·  "));
+    for (const [index, call] of reply.calls.entries())
+      setText(this.calls.children[index].querySelector("pre"), prettyArguments(call.arguments));
+    const end = stopped
+      ? "stopped"
+      : { length: "cut at the limit", tool_calls: "tool call" }[reply.finishReason];
+    setText(this.foot, format.listed(reply.usage ? usageText(reply) : null, end));
     if (reply.error) this.element.append(el("p", { class: "error", role: "alert" }, reply.error));
   }
 
   /** [{call, field}]: an input for the result of each call. */
   askForResults(calls) {
     return calls.map((call, index) => {
-      const field = el("input", { class: "mono", placeholder: "result, then Send", "aria-label": `Result of ${call.name}` });
+      const field = el("input", {
+        class: "mono",
+        placeholder: "result, then Send",
+        "aria-label": `Result of ${call.name}`,
+      });
       this.calls.children[index].append(field);
       return { call, field };
     });
   }
 
-  #append(element, reply, name) {
-    const more = reply[name].slice(this.#drawn[name]);
-    this.#drawn[name] = reply[name].length;
-    if (!more) return;
-    // An element for each paragraph: only the last one is laid out again.
-    const [first, ...others] = more.split(/(?<=\n)(?=\n)/);
-    if (!element.lastChild) element.append(el("p"));
-    element.lastChild.append(first);
-    for (const part of others) element.append(el("p", {}, part));
+  /** Append what is new: blocks that are complete are not touched. */
+  #append(element, text) {
+    const blocks = blocksOf(text);
+    resize(element, blocks.length, (index) => el(blocks[index].code ? "pre" : "p"));
+    blocks.forEach((block, index) => {
+      let shown = element.children[index];
+      if (block.code !== (shown.localName === "pre")) {
+        const other = el(block.code ? "pre" : "p"); // its beginning did not look like a fence
+        shown.replaceWith(other);
+        shown = other;
+      }
+      const old = shown.textContent;
+      if (!block.text.startsWith(old)) setText(shown, block.text);
+      else if (block.text.length > old.length) shown.append(block.text.slice(old.length));
+    });
   }
 
   #drawCall(call, index) {
     while (this.calls.children.length <= index) {
-      this.calls.append(el("div", { class: "call" }, el("strong", { class: "mono" }), el("pre", { class: "mono" })));
+      this.calls.append(
+        el("div", { class: "call" }, el("strong", { class: "mono" }), el("pre", { class: "mono" })),
+      );
     }
     const [name, text] = this.calls.children[index].children;
     setText(name, call.name);
@@ -216,14 +250,15 @@ class ReplyView {
   }
 }
 
-/** "12 + 84 tokens · first after 31 ms · 41 tokens/s" */
+/** "12 (8 cached) + 84 tokens · first after 31 ms · 41 tokens/s" */
 function usageText({ usage }) {
   const cached = usage.prompt_tokens_details?.cached_tokens;
-  return [
-    `${format.count(usage.prompt_tokens)}${cached ? ` (${format.count(cached)} cached)` : ""} + ${format.counted(usage.completion_tokens, "token")}`,
+  const prompt = format.count(usage.prompt_tokens) + (cached ? ` (${format.count(cached)} cached)` : "");
+  return format.listed(
+    `${prompt} + ${format.counted(usage.completion_tokens, "token")}`,
     usage.ttft_s ? `first after ${format.seconds(usage.ttft_s)}` : null,
     usage.tpot_s ? `${format.short(1 / usage.tpot_s)} tokens/s` : null,
-  ].filter(Boolean).join("  ·  ");
+  );
 }
 
 function parseTools(text) {

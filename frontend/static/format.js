@@ -1,7 +1,12 @@
 // Numbers and times as text.
 
 const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
-const clock = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" });
+const clock = new Intl.DateTimeFormat(undefined, {
+  hour: "2-digit",
+  minute: "2-digit",
+  second: "2-digit",
+  hourCycle: "h23",
+});
 
 export const NONE = "–";
 
@@ -35,16 +40,30 @@ export function percent(value) {
 /** 42 s, 3 min 5 s, 2 h 7 min, 5 d 3 h */
 export function duration(value) {
   const total = Math.max(0, Math.floor(value));
-  const [days, hours, minutes] = [Math.floor(total / 86400), Math.floor(total / 3600) % 24, Math.floor(total / 60) % 60];
+  const [days, hours, minutes] = [
+    Math.floor(total / 86400),
+    Math.floor(total / 3600) % 24,
+    Math.floor(total / 60) % 60,
+  ];
   if (days) return `${days} d ${hours} h`;
   if (hours) return `${hours} h ${minutes} min`;
   if (minutes) return `${minutes} min ${total % 60} s`;
   return `${total} s`;
 }
 
+/** "last 60 s", "last 5 min" */
+export function span(value) {
+  return value < 120 ? `last ${Math.round(value)} s` : `last ${Math.round(value / 60)} min`;
+}
+
 /** 14:03:59, of seconds since the epoch. */
 export function time(at) {
   return clock.format(new Date(at * 1e3));
+}
+
+/** "12 running  ·  3 waiting"; what is null or empty is left out. */
+export function listed(...parts) {
+  return parts.filter(Boolean).join("  ·  ");
 }
 
 /** "1 token", "2 tokens" */
@@ -53,5 +72,9 @@ export function counted(value, noun) {
 }
 
 function digits(value) {
-  return value >= 100 ? whole.format(value) : value >= 10 ? value.toFixed(1).replace(/\.0$/, "") : value.toFixed(2).replace(/0$/, "");
+  return value >= 100
+    ? whole.format(value)
+    : value >= 10
+      ? value.toFixed(1).replace(/\.0$/, "")
+      : value.toFixed(2).replace(/0$/, "");
 }

@@ -4,22 +4,33 @@ import { key, request } from "./api.js";
 import { Chart } from "./chart.js";
 import { Chat } from "./chat.js";
 import { byId, setText } from "./dom.js";
+import { drawRanks } from "./engines.js";
 import * as format from "./format.js";
-import { drawCondition, drawEvents, drawFigures, drawHeader, drawRanks, drawRequests } from "./panels.js";
+import { drawCondition, drawEvents, drawFigures, drawHeader, drawRequests } from "./panels.js";
 import { follow } from "./status.js";
 
 // One cursor for all charts: what happened at the same time is seen together.
 const moved = (at) => charts.forEach((chart) => chart.point(at));
 const tokens = (title, field) =>
   new Chart({
-    title, unit: "tokens/s", show: format.short, least: 10, moved,
+    title,
+    unit: "tokens/s",
+    show: format.short,
+    least: 10,
+    moved,
     series: [{ label: "tokens/s", kind: field, read: (point) => point[field] }],
   });
 const latency = (title, field, least) =>
   new Chart({
-    title, unit: "median", show: format.seconds, least, moved,
+    title,
+    unit: "median",
+    show: format.seconds,
+    least,
+    moved,
     series: ["p50", "p90", "p99"].map((label, index) => ({
-      label, kind: `latency ${label}`, read: (point) => point[field]?.[index] ?? null,
+      label,
+      kind: `latency ${label}`,
+      read: (point) => point[field]?.[index] ?? null,
     })),
   });
 const charts = [
@@ -44,8 +55,8 @@ function draw(status) {
 
 function lost(reason, wait) {
   byId("main").classList.add("stale");
-  drawCondition("offline", "offline");
-  byId("condition").title = `${reason}; next try in ${Math.ceil(wait)} s`;
+  drawCondition("offline");
+  setText(byId("uptime"), `${reason}; next try in ${Math.ceil(wait)} s`);
 }
 
 function unlock() {

@@ -40,7 +40,9 @@ export class Reply {
     const message = { role: "assistant", content: this.content };
     if (this.calls.length) {
       message.tool_calls = this.calls.map(({ id, name, arguments: text }) => ({
-        id, type: "function", function: { name, arguments: text },
+        id,
+        type: "function",
+        function: { name, arguments: text },
       }));
     }
     return message;

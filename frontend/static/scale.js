@@ -9,7 +9,8 @@ const MAX_GAP_S = 4;
 export function niceTop(value, least) {
   const wanted = Math.max(value, least);
   const decade = 10 ** Math.floor(Math.log10(wanted));
-  for (const step of [1, 1.5, 2, 3, 4, 5, 6, 8]) if (step * decade >= wanted * (1 - 1e-9)) return step * decade;
+  for (const step of [1, 1.5, 2, 3, 4, 5, 6, 8])
+    if (step * decade >= wanted * (1 - 1e-9)) return step * decade;
   return 10 * decade;
 }
 
@@ -38,16 +39,12 @@ export function runs(points, read, { from, to, top }) {
 
 /** The `d` of an SVG path along the runs; a run of one point is a dot. */
 export function line(found) {
-  return found
-    .map((run) => `M${(run.length > 1 ? run : [run[0], run[0]]).map(([x, y]) => `${fixed(x)} ${fixed(y)}`).join("L")}`)
-    .join("");
+  return found.map((run) => `M${joined(run.length > 1 ? run : [run[0], run[0]])}`).join("");
 }
 
 /** The `d` of the area below the runs. */
 export function area(found) {
-  return found
-    .map((run) => `M${fixed(run[0][0])} ${HEIGHT}L${run.map(([x, y]) => `${fixed(x)} ${fixed(y)}`).join("L")}L${fixed(run.at(-1)[0])} ${HEIGHT}Z`)
-    .join("");
+  return found.map((run) => `M${joined([[run[0][0], HEIGHT], ...run, [run.at(-1)[0], HEIGHT]])}Z`).join("");
 }
 
 /** The index of the point nearest to `at`; -1 without points. Points are ascending. */
@@ -69,6 +66,10 @@ export function kvCells(used, cached, total, cells) {
   const inUse = Math.min(share(used), cells);
   const kept = Math.min(share(cached), cells - inUse);
   return { used: inUse, cached: kept, free: cells - inUse - kept };
+}
+
+function joined(run) {
+  return run.map(([x, y]) => `${fixed(x)} ${fixed(y)}`).join("L");
 }
 
 function fixed(value) {

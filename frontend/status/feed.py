@@ -32,6 +32,8 @@ MAX_LISTENERS = 64
 """Open pages of one frontend."""
 _INTERVAL_S = 1.0
 _STATS_DEADLINE_S = 0.5
+_TOTALS_DEADLINE_S = 5.0
+_FIRST_TICK_S = 5.0
 _HISTORY = 300
 _EVENTS = 200
 _WINDOW = 15  # ticks
@@ -71,12 +73,14 @@ class StatusFeed:
     async def run(self) -> None:
         """Look at the server every second, until cancelled."""
         loop = asyncio.get_running_loop()
-        due = loop.time()
+        due, problem = loop.time(), ""
         while True:
             try:
                 await self._look()
-            except Exception:  # the page is not worth a server
-                get_logger().exception("the status of this second is missing")
+                problem = ""
+            except Exception as error:  # the page is not worth a server
+                if problem != (problem := str(error)):
+                    get_logger().error("the status page does not change: %s", error, exc_info=True)
             due = max(due + _INTERVAL_S, loop.time())
             await asyncio.sleep(due - loop.time())
 
@@ -97,9 +101,15 @@ class StatusFeed:
             self.num_listeners -= 1
 
     async def state(self) -> bytes:
-        """A State as JSON."""
-        while self._tick is None:
-            await self._next.wait()
+        """A State as JSON. Raises UnavailableError where there is none in time."""
+        try:
+            async with asyncio.timeout(_FIRST_TICK_S):
+                while self._tick is None:
+                    await self._next.wait()
+        except TimeoutError:
+            raise UnavailableError(
+                "the status is not known yet; the server's log may have the reason"
+            ) from None
         if not self._state:
             self._state = _encode(State(self._layout, self._tick, list(self._history), list(self._events)))
         return self._state
@@ -119,7 +129,10 @@ class StatusFeed:
             shown = number
 
     async def _look(self) -> None:
-        stats, totals = await asyncio.gather(self._client.stats(_STATS_DEADLINE_S), self._metrics.sums())
+        stats, totals = await asyncio.gather(
+            self._client.stats(_STATS_DEADLINE_S),
+            self._metrics.totals(_TOTALS_DEADLINE_S, publish=False),
+        )
         now, at = time.monotonic(), time.time()
         ranks = self._ranks.read(stats, now)
         events = self._log.changes(at, ranks, totals.metrics)

@@ -93,6 +93,8 @@ def test_every_documented_flag_of_atom_is_known() -> None:
 
 
 def test_public_names() -> None:
-    assert atom.__all__ == ["EngineArgs", "LLMEngine", "RequestOutput", "SamplingParams"]
+    assert atom.__all__ == [
+        *("EngineArgs", "LLMEngine", "RequestOutput", "SamplingParams", "StructuredOutputsParams")
+    ]
     for name in atom.__all__:
         assert getattr(atom, name).__name__ == name

@@ -1,19 +1,22 @@
 """Ten thousand invalid requests: no 5xx, no internals in responses, and the engine keeps serving."""
 
 import asyncio
+import contextlib
+import http.client
 import io
 import json
 import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import psutil
 import pytest
 
 from tests.helpers.edges import Gauges, wait_until
-from tests.helpers.hostile import hostile_bodies
+from tests.helpers.hostile import hostile_bodies, odd_requests
 from tests.helpers.random_server import ARGS, write_checkpoint
 from tests.helpers.server import Server, running_server
 from tests.helpers.worst_bodies import worst_bodies
@@ -21,6 +24,7 @@ from tests.helpers.worst_bodies import worst_bodies
 pytestmark = pytest.mark.timeout(300)
 
 COUNT = 10_000
+ODD = 1_000
 BATCH = 500
 CONNECTIONS = 12
 SEED = 20_260_101
@@ -95,6 +99,36 @@ def test_the_worst_bodies(server: Server) -> None:
 
     asyncio.run(run())
     wait_until(server, Gauges.is_idle, "idle")
+    assert "Traceback" not in server.text()
+
+
+class Unchecked(http.client.HTTPConnection):
+    """Sends any path."""
+
+    def _validate_path(self, url: str) -> None:
+        pass
+
+
+def test_odd_requests_to_every_route(server: Server) -> None:
+    """Odd methods, names and headers: http.client sends them as they are."""
+    address = urlsplit(server.url)
+    statuses: Counter[int] = Counter()
+    for odd in odd_requests(SEED, ODD):
+        connection = Unchecked("127.0.0.1", address.port, timeout=60)
+        with contextlib.closing(connection):
+            connection.putrequest(odd.method, odd.path, skip_accept_encoding=True)
+            for name, value in {**odd.headers, "Content-Length": str(len(odd.body))}.items():
+                connection.putheader(name, value.encode())
+            connection.endheaders(odd.body)
+            response = connection.getresponse()
+            received = response.read()
+        where = f"{odd} -> {response.status} {received[:300]!r}"
+        assert response.status < 500, where
+        if response.status >= 400 and odd.method != "HEAD":
+            assert set(json.loads(received)) <= {"error", "type"}, where
+            assert not INTERNALS.search(received.decode()), where
+        statuses[response.status] += 1
+    assert {200, 204, 400, 404, 405} <= statuses.keys()
     assert "Traceback" not in server.text()
 
 

@@ -10,6 +10,7 @@ from tests.helpers.served import Setting, ids_of, served
 from tests.helpers.tiny_models import tiny
 
 ROWS = ("qwen3", "gpt-oss", "deepseek-v3", "qwen3-next")
+CASES = [*((name, tp, 1) for name in ROWS for tp in (1, 2)), ("deepseek-v3", 2, 2)]
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,13 +19,12 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("name", ROWS)
-def test_greedy_ids(name: str, tp: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "tp", "dcp"), CASES)
+def test_greedy_ids(name: str, tp: int, dcp: int, tmp_path: Path) -> None:
     if torch.cuda.device_count() < tp:
         pytest.skip(f"needs {tp} GPUs")
     reference = make_reference(tiny(name), tmp_path)
-    with served(reference, Setting(tp, tight=False, device="cuda")) as running:
+    with served(reference, Setting(tp, tight=False, device="cuda", dcp=dcp)) as running:
         for _ in range(2):  # the second time out of the prefix cache, where there is one
             outputs, _ = running.generate(reference.prompts)
             assert ids_of(outputs) == reference.ids

@@ -1,10 +1,12 @@
-"""Thousands of invalid request bodies, reproducible from a seed."""
+"""Thousands of invalid requests, reproducible from a seed."""
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from frontend.openapi.operations import OPERATIONS
 from frontend.schemas.chat import CHAT
 from frontend.schemas.completions import COMPLETIONS
 from frontend.schemas.messages import COUNT, MESSAGES
@@ -77,6 +79,53 @@ def hostile_bodies(seed: int, count: int) -> Iterator[tuple[str, bytes]]:
     yield from table[: count // 2]
     for _ in range(count - min(len(table), count // 2)):
         yield _mixture(source)
+
+
+@dataclass(frozen=True)
+class Odd:
+    """A request to any route, with odd names in its path and odd headers."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+
+_METHODS = ["GET", "GET", "GET", "POST", "DELETE", "PUT", "OPTIONS", "HEAD", "TRACE"]
+_ENDLESS = "/status/events"
+_NAMES = [
+    *("x", "..", "%2e%2e%2f", "%00", "%ff%fe", "%F0%9F%98%80", "a" * 4000, "{id}", "*", "cmpl-1"),
+    *("%0d%0aX: y", "random", "random/", "a/b/c", "?stream=true", "?" + "a=1&" * 900, "#", "%", "%zz"),
+    *("'", '"'),
+]
+_HEADERS = {
+    "X-Request-Timeout": ["", "0", "-1", "1e9", "9" * 5000, "nan", "0.001", "30"],
+    "X-Data-Parallel-Rank": ["", "0", "1", "-1", "999999999999", "x"],
+    "X-Request-Id": ["", "x", "a" * 5000, "../..", "ü"],
+    "traceparent": ["", "x", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "0" * 8000],
+    "Origin": ["null", "https://example.org", "x" * 5000, ""],
+    "Access-Control-Request-Method": ["POST", "", "x y", "PATCH"],
+    "Access-Control-Request-Headers": ["authorization", ",,,", "a," * 2000],
+    "Authorization": ["Bearer", "Bearer x", "Basic " + "x" * 5000],
+    "Content-Encoding": ["gzip", "identity", "br", "x"],
+    "If-None-Match": ["*", '"x"', "x" * 5000, 'W/"'],
+    "Range": ["bytes=0-", "bytes=-1", "x"],
+    "Accept": ["text/event-stream", "x"],
+}
+
+
+def odd_requests(seed: int, count: int) -> Iterator[Odd]:
+    """To all routes, in turn."""
+    source = random.Random(seed)
+    paths = [operation.path for operation in OPERATIONS if operation.path != _ENDLESS]
+    for number in range(count):
+        path = re.sub(r"\{\w+\}", lambda _: source.choice(_NAMES), paths[number % len(paths)])
+        if not source.randrange(8):
+            path += source.choice(_NAMES)
+        chosen = source.sample(sorted(_HEADERS), source.randrange(4))
+        headers = {name: source.choice(_HEADERS[name]) for name in chosen}
+        body = source.choice(NASTY).encode("utf-8", "surrogatepass") if source.randrange(2) else b""
+        yield Odd(source.choice(_METHODS), path, headers, body)
 
 
 def _mixture(source: random.Random) -> tuple[str, bytes]:

@@ -26,11 +26,12 @@ from tests.helpers.layouts import LAYOUTS, Layout
 from workers.layers.moe import Experts
 from workers.worker import Worker
 
-BLOCKS, BLOCK_SIZE = 64, 4
+BLOCKS = 64
 CHUNK, STAGGER = 16, 2
 NEW_TOKENS = 12
 _CPU = torch.device("cpu")
-_NAMES: tuple[GroupName, ...] = ("tp", "dp", "ep")
+_NAMES: tuple[GroupName, ...] = ("tp", "dcp", "dp", "ep")
+"""In the order of `Mesh`."""
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -52,6 +53,8 @@ class Outcome(msgspec.Struct, frozen=True):
     """Dummy steps, too."""
     sampled_steps: int
     """Of these, the steps that sampled."""
+    cached_steps: int
+    """The steps that read the KV cache: in the others every row begins."""
     dummy_steps: int
     moe_layers: int
     collectives: dict[str, int]
@@ -68,13 +71,15 @@ def run(job: Job, mesh: Mesh) -> Outcome:
     specs = loaded.kv_specs
     worker.allocate(AllocateKV([BLOCKS] * len(specs), job.checkpoint.max_model_len))
     sampled: list[bool] = []
+    cached: list[bool] = []
 
     def execute(batch: ScheduledBatch) -> bytes:
         ids = worker.execute(batch).token_ids()
         sampled.append(bool(ids))
+        cached.append(len(batch.new_rows) < len(batch.rows))
         return ids
 
-    core, dummy_steps = CoreSide.of_specs(specs, BLOCKS, BLOCK_SIZE), 0
+    core, dummy_steps = CoreSide.of_specs(specs, BLOCKS, job.config.block_tokens), 0
     with _counted_collectives() as counts:
         prompts = job.prompts[mesh.dp.rank :: mesh.dp.size]
         ids = generate(core, execute, prompts, NEW_TOKENS, CHUNK, STAGGER)
@@ -86,6 +91,7 @@ def run(job: Job, mesh: Mesh) -> Outcome:
         ids,
         len(sampled) + dummy_steps,
         sum(sampled),
+        sum(cached),
         dummy_steps,
         len(experts),
         dict(counts),
@@ -117,7 +123,7 @@ def _mesh(layout: Layout, rank: int, groups: dict[tuple[int, ...], dist.ProcessG
         return Communicator(group.index(rank), len(group), groups.get(group))
 
     host = HostGroup(rank, groups[tuple(range(layout.ranks))]) if layout.dp > 1 else None
-    return Mesh(_CPU, communicator("tp"), dp=communicator("dp"), ep=communicator("ep"), host=host)
+    return Mesh(_CPU, *map(communicator, _NAMES), host=host)
 
 
 @contextmanager

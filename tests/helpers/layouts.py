@@ -17,6 +17,7 @@ class Layout(msgspec.Struct, frozen=True):
     expert_parallel: bool = False
     dp: int = 1
     all2all: All2AllBackend = "auto"
+    dcp: int = 1
 
     @property
     def ranks(self) -> int:
@@ -24,7 +25,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def shape(self) -> MeshShape:
-        return MeshShape(self.tp, self.dp)
+        return MeshShape(self.tp, self.dp, dcp=self.dcp)
 
     def config(self, base: EngineConfig) -> EngineConfig:
         """`base` with the flags of this layout."""
@@ -34,6 +35,7 @@ class Layout(msgspec.Struct, frozen=True):
             data_parallel_size=self.dp,
             enable_expert_parallel=self.expert_parallel,
             all2all_backend=self.all2all,
+            decode_context_parallel_size=self.dcp,
         )
         return replace(base, parallel=parallel)
 
@@ -42,6 +44,7 @@ LAYOUTS = (
     Layout("TP 2", 2),
     Layout("TP 2 + EP", 2, expert_parallel=True),
     Layout("TP 3", 3),
+    Layout("TP 3 + DCP 3", 3, dcp=3),
     Layout("DP 2 + EP", expert_parallel=True, dp=2),
     Layout("DP 3 + EP", expert_parallel=True, dp=3, all2all="alltoall"),
     Layout("DP 2 x TP 2 + EP", 2, expert_parallel=True, dp=2, all2all="allgather_reducescatter"),
@@ -66,6 +69,8 @@ ROWS = {
 _WITHOUT_EXPERTS = ("llama", "mistral", "qwen2", "qwen3")
 _IN_MOST_LAYOUTS = ("qwen3_moe", "deepseek_v3", "gpt_oss")
 """The others with experts have one layout of engines in lockstep."""
+_SPLIT_BY_TOKENS = ("deepseek_v2", "deepseek_v3")
+"""Families whose KV cache ranks can split by tokens."""
 
 
 def layouts_of(family: str) -> list[Layout]:
@@ -74,6 +79,7 @@ def layouts_of(family: str) -> list[Layout]:
         each
         for each in LAYOUTS
         if not (each.expert_parallel and family in _WITHOUT_EXPERTS)
+        and not (each.dcp > 1 and family not in _SPLIT_BY_TOKENS)
         and (each.dp == 1 or each.ranks == 2 or family in _IN_MOST_LAYOUTS)
     ]
 

@@ -12,7 +12,7 @@ from atom_ops.op import REFERENCE, REGISTRY, Case, Op, Provider
 
 CPU = torch.device("cpu")
 WRITERS = (
-    *("write_kv", "rotate_and_write_kv", "attend_projection", "record_sampled"),
+    *("write_kv", "rotate_and_write_kv", "attend_projection", "record_sampled", "apply_token_bitmask"),
     *("write_latent", "norm_and_write_latents", "write_index_keys", "causal_conv", "gated_delta_rule"),
     *("verify_drafts", "propose_ngrams"),
 )

@@ -26,6 +26,7 @@ class Setting:
     tight: bool
     """Steps of `CHUNK` tokens, and no more KV blocks than the longest request needs."""
     device: str = "cpu"
+    dcp: int = 1
 
     @property
     def name(self) -> str:
@@ -35,6 +36,7 @@ class Setting:
         """For `LLMEngine`."""
         common: dict[str, Any] = {
             "tensor_parallel_size": self.tp,
+            "decode_context_parallel_size": self.dcp,
             "device": self.device,
             "dtype": "float32",
             "max_model_len": MAX_TOKENS,

@@ -28,14 +28,16 @@ class TinyWorker:
         capture_sizes: str = "[]",
         tp: Communicator | None = None,
         expert_parallel: bool = False,
+        dcp: Communicator | None = None,
     ):
         """With `capture_sizes`, a test replaces the recorder, since a CPU captures no graphs."""
-        tp = tp or Communicator()
+        tp, dcp = tp or Communicator(), dcp or Communicator()
         config = engine_config(tp.size, block_size=BLOCK_SIZE, dtype=dtype)
         config = replace(config, device=replace(config.device, cudagraph_capture_sizes=capture_sizes))
         parallel = replace(config.parallel, enable_expert_parallel=expert_parallel)
+        parallel = replace(parallel, decode_context_parallel_size=dcp.size)
         config = replace(config, parallel=parallel)
-        mesh = Mesh(torch.device("cpu"), tp, ep=tp)
+        mesh = Mesh(torch.device("cpu"), tp, dcp, ep=tp)
         self.worker = Worker(config, checkpoint_of(directory), mesh, lambda *progress: None)
         self.loaded = self.worker.load()
         self._specs = self.loaded.kv_specs
@@ -46,7 +48,7 @@ class TinyWorker:
 
     def core(self) -> CoreSide:
         """A new core side; all blocks are free."""
-        return CoreSide.of_specs(self._specs, BLOCKS, BLOCK_SIZE)
+        return CoreSide.of_specs(self._specs, BLOCKS, self.worker._config.block_tokens)
 
 
 @torch.inference_mode()

@@ -49,7 +49,7 @@ OUTPUT = f"<think>\n{REASONING}</think>\n\n{TEXT}{CALLS}"
 
 @dataclass(frozen=True)
 class ToolModel:
-    """Calls the tools that it is offered, and answers when it has their results."""
+    """Calls the tools that it is offered, answers when it has their results, and writes JSON on demand."""
 
     checkpoint: Checkpoint
     tokenizer: Tokenizer
@@ -73,6 +73,8 @@ def running_model(directory: Path, per_step: int = 3) -> Iterator[ToolModel]:
         prompt = tokenizer.decode(unpack_ids(request.prompt_ids).tolist(), skip_special_tokens=False)
         answered = "<tool_response>" in prompt
         output = ANSWER if answered or "<tools>" not in prompt else OUTPUT
+        if "<tools>" not in prompt and "JSON" in prompt:
+            output = ARGUMENTS[0]
         ids = tokenizer.encode(output, add_special_tokens=False)
         if request.max_tokens < len(ids):
             return Script(ids[: request.max_tokens], FinishReason.MAX_TOKENS, per_step=2)

@@ -92,6 +92,8 @@ def test_ranks_sample_the_tokens_of_one(
         if layout.dp > 1:
             for _ in range(each.steps * each.moe_layers):
                 expected.update(OF_A_MOE_LAYER[layout.all2all])
+        if layout.dcp > 1:  # the queries of each layer, and its results
+            expected.update(dict.fromkeys(("all_gather", "all_to_all"), each.cached_steps * layers))
         assert each.collectives == expected
     if layout.dp > 1:
         assert len({each.steps for each in found}) == 1, "the engines are in step"

@@ -39,8 +39,8 @@ def greedy(**params: Any) -> SamplingParams:
 
 @pytest.mark.parametrize(
     ("name", "tp", "options"),
-    [("deepseek-v3", 2, {}), ("deepseek-v2-lite", 4, NGRAM)],
-    ids=["all-ranks", "two-groups-drafts"],
+    [("deepseek-v3", 2, NGRAM), pytest.param("deepseek-v2-lite", 4, {}, marks=pytest.mark.slow)],
+    ids=["one-group-drafts", "two-groups"],
 )
 def test_ids_under_mixed_load(tmp_path: Path, name: str, tp: int, options: dict[str, Any]) -> None:
     """Chunks, decodes and preemptions together; then prefix cache hits and prompt log probabilities."""
@@ -51,7 +51,7 @@ def test_ids_under_mixed_load(tmp_path: Path, name: str, tp: int, options: dict[
         assert ids_of(outputs) == [each.greedy.ids for each in continuations]
         stats = running.stats()
         assert stats.preemptions > 0 and stats.chunked_prefills > 0 and stats.overlapped_steps > 0
-        assert (stats.num_draft_tokens > 0) == bool(options)
+        assert (sum(stats.num_accepted_tokens_per_pos) > 0) == bool(options)
         longest = reference.continuations[-1]
         for _ in range(2):
             (again,) = running.generate([longest.text[:-8]], greedy(max_tokens=8))

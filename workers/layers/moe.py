@@ -19,6 +19,7 @@ from atom_ops import (
     RoutingRule,
     Weight,
     experts,
+    linear,
     route,
     sigmoid_and_mul,
     unstacked,
@@ -46,7 +47,7 @@ class MoEArgs:
     """Replaces `hidden_act` in the routed experts."""
     router_bias: bool = False
     router_dtype: torch.dtype | None = None
-    """Dtype of the router; None: the model's."""
+    """Dtype of the router's logits; None: the model's."""
     correction_bias: bool = False
     """Whether e_score_correction_bias is added to the scores when experts are selected."""
     expert_bias: bool = False
@@ -106,7 +107,8 @@ class Router(Linear):
         args.rule.check(args.num_experts)
         self._rule = args.rule
         all_experts = ShardRange.whole(args.num_experts)
-        dtype = args.router_dtype
+        # On a GPU `linear` sums products of 16 bits in float32; a CPU would round the sums.
+        dtype = None if build.device.type == "cuda" else args.router_dtype
         self.add_weight(
             "weight", [ShardSpec((args.num_experts, args.hidden_size), 0, all_experts)], build, dtype
         )
@@ -117,11 +119,12 @@ class Router(Linear):
             # float32: rounding it to 16 bits changes which experts are selected.
             correction = [ShardSpec((args.num_experts,), 0, all_experts)]
             self.add_weight("e_score_correction_bias", correction, build, torch.float32)
-        self._dtype = dtype or build.dtype
+        self._weight_dtype, self._logits_dtype = dtype or build.dtype, args.router_dtype
 
     def select_experts(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids [T, J] and weights [T, J] of the selected experts."""
-        return route(self(x_TD.to(self._dtype)), self._rule, self.e_score_correction_bias)
+        logits_TX = linear(x_TD.to(self._weight_dtype), self.weight, self.bias, self._logits_dtype)
+        return route(logits_TX, self._rule, self.e_score_correction_bias)
 
 
 class Experts(WeightedLayer):

@@ -43,8 +43,8 @@ class ShardedLatentAttention(LatentAttention):
         super().__init__(args, layer, groups, build)
         if args.num_heads % build.tp.size:
             raise ValueError(
-                f"decode_context_parallel_size {build.dcp.size} needs as many heads on every rank: "
-                f"tensor_parallel_size {build.tp.size} does not divide {args.num_heads} heads"
+                f"--decode-context-parallel-size {build.dcp.size} needs as many heads on every rank: "
+                f"--tensor-parallel-size {build.tp.size} does not divide {args.num_heads} heads"
             )
         self._dcp = build.dcp
 

@@ -160,7 +160,7 @@ class SparseLatentAttention(LatentAttention):
 def sparse_token_mixers(latent: LatentArgs, args: IndexerArgs, build: BuildContext) -> TokenMixers:
     """One cache group for all layers, so that shared top-k slots mean the same blocks in each."""
     if build.dcp.size > 1:
-        raise ValueError("sparse attention with decode_context_parallel_size > 1 is not supported")
+        raise ValueError("--decode-context-parallel-size: sparse attention is not supported; omit the flag")
     if latent.q_lora_rank is None:
         raise ValueError("an indexer without q_lora_rank is not supported")
     layers = range(len(args.has_indexer))

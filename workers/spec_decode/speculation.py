@@ -44,6 +44,8 @@ class Speculation:
         self._max_model_len = limits.max_model_len
         self._limits = np.zeros(limits.max_rows, np.int64)
         self._admissions = np.zeros(limits.max_rows, np.int64)
+        self._without_drafts = np.zeros(limits.max_rows, np.bool_)
+        """Rows with a grammar: which id may follow a draft is known only once the draft is sampled."""
 
     def add_rows(self, new_rows: Sequence[NewRow]) -> None:
         """Rows that are assigned to new requests."""
@@ -53,6 +55,7 @@ class Speculation:
         limits = np.array([min(new.max_length, self._max_model_len) for new in new_rows], np.int64)
         self._limits[rows] = limits
         self._admissions[rows] += 1
+        self._without_drafts[rows] = [new.grammar is not None for new in new_rows]
         rows_R, limits_R = to_device(np.stack((rows, limits)), self.state.limits_N.device)
         self.state.limits_N.index_copy_(0, rows_R, limits_R)
         self._proposer.add_rows(new_rows)
@@ -95,4 +98,7 @@ class Speculation:
         if self.exact:
             longest = int(self.state.positions_N.index_select(0, drafts.rows_R).max()) + 1
         self._proposer.propose(drafts.rows_R, self.state, max(longest, 1))
+        if (undrafted := self._without_drafts[drafts.rows]).any():
+            undrafted_R = to_device(drafts.rows[undrafted], drafts.rows_R.device)
+            self.state.drafts_NK.index_fill_(0, undrafted_R, NO_DRAFT)
         return Verified(counts_R, proposed_R)

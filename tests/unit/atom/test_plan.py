@@ -111,6 +111,16 @@ def test_engines_that_share_experts_are_shown() -> None:
     assert "  use       -dp 4 --enable-dp-attention" in lines
 
 
+def test_ranks_that_split_the_kv_cache_are_named() -> None:
+    parallel = ParallelConfig(tensor_parallel_size=4, decode_context_parallel_size=2)
+    shared = FullAttentionSpec(2 * BLOCK, BLOCK * 1024)
+    plan = made([layout(4, 8 << 20, [shared])], replace(CONFIG, parallel=parallel))
+    assert plan.layout.kv_tokens == 16384
+    text = plan_text(plan)
+    assert "4 x cuda (each 2 split the KV cache by tokens)" in text
+    assert "512 bytes a token on a rank (blocks of 32)" in text
+
+
 def test_sizes_to_try() -> None:
     gpus = DeviceCapabilities(cuda=6)
     twice = replace(CONFIG, parallel=ParallelConfig(tensor_parallel_size=3, data_parallel_size=2))

@@ -92,6 +92,7 @@ def test_stats() -> None:
     run.run()
     stats = run.core.stats()
     assert (stats.running, stats.kv_blocks_used, stats.generated_tokens) == (0, 0, 8)
+    assert (stats.prefill_tokens, stats.kv_blocks_cached) == (11, 4)  # one block is shared
 
 
 def with_logprobs(most_likely: int) -> dict[str, Any]:

@@ -8,11 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 from atom.config.server import ServerConfig
+from atom.messages.codec import encode
 from atom.messages.engine import pack_ids, unpack_ids
+from atom.messages.grammar import CompiledGrammar, GrammarSource
 from frontend.errors import RequestError
+from frontend.grammar_process import GrammarProcess
 from frontend.input_processor import InputProcessor
 from frontend.schemas.chat import CHAT
 from frontend.schemas.completions import COMPLETIONS
@@ -24,6 +28,7 @@ from tests.helpers.rig import CALLS, ENDLESS, MINIMAL, TOKENIZER, TOOL, Ran, Rig
 
 SCHEMAS: dict[str, Schema[Any]] = {"chat": CHAT, "completions": COMPLETIONS}
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "So"}]
+NULL = ("json_schema", '{"type":"null"}')
 FOX = TOKENIZER.encode("fox", add_special_tokens=False)
 
 
@@ -95,6 +100,19 @@ BOTH: dict[str, Row] = {
     "prediction": Row(
         {"type": "content", "content": "fox"}, lambda ran: ran.sent.prediction_ids == pack_ids(FOX)
     ),
+    "response_format": Row(
+        {"type": "json_object"}, lambda ran: _grammar(ran) == ("json_object", ""), neutral=({"type": "text"},)
+    ),
+    "structured_outputs": Row(
+        {"json": {"type": "null"}},
+        lambda ran: _grammar(ran) == NULL,
+        {},
+        ({},),
+    ),
+    "guided_json": Row({"type": "null"}, lambda ran: _grammar(ran) == NULL),
+    "guided_regex": Row("a+", lambda ran: _grammar(ran) == ("regex", "a+")),
+    "guided_choice": Row(["a"], lambda ran: "const_string" in _grammar(ran)[1], neutral=([],)),
+    "guided_grammar": Row("root ::= x", lambda ran: _grammar(ran) == ("grammar", "root ::= x")),
     "request_id": Row("my-id.7", lambda ran: ran.response["id"].endswith("-my-id.7")),
 }
 
@@ -164,11 +182,7 @@ REFUSED: dict[str, Any] = {
     "detokenize": False,
     "early_stopping": True,
     "ebnf": "root ::= x",
-    "guided_choice": ["a"],
     "guided_decoding_backend": "auto",
-    "guided_grammar": "root ::= x",
-    "guided_json": {"type": "object"},
-    "guided_regex": "a+",
     "kv_transfer_params": {"a": 1},
     "length_penalty": 2,
     "logits_processors": ["x"],
@@ -176,12 +190,10 @@ REFUSED: dict[str, Any] = {
     "lora_path": "x",
     "no_stop_trim": True,
     "regex": "a+",
-    "response_format": {"type": "json_object"},
     "return_hidden_states": True,
     "rid": "x",
     "session_params": {"id": "x"},
     "spaces_between_special_tokens": False,
-    "structured_outputs": {"choice": ["a"]},
     "thinking_token_budget": 5,
     "use_beam_search": True,
     "vllm_xargs": {"a": 1},
@@ -246,6 +258,18 @@ def _completion_token(ran: Ran) -> str:
     return token
 
 
+def _grammar(ran: Ran) -> tuple[str, str]:
+    """The kind and text of the source that was compiled."""
+    if ran.sent.grammar is None:
+        return "", ""
+    source = msgspec.msgpack.decode(ran.sent.grammar.compiled, type=GrammarSource)
+    return source.kind, source.text
+
+
+def _not_compiled(_: GrammarProcess, source: GrammarSource) -> tuple[CompiledGrammar, bool]:
+    return CompiledGrammar(encode(source), memory=1), True
+
+
 def supported(endpoint: str) -> dict[str, Row]:
     return BOTH | ONLY[endpoint]
 
@@ -257,7 +281,12 @@ def rows() -> list[tuple[str, str]]:
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     sampling = {"temperature": 0.6, "top_k": 20}
-    with running_rig(tmp_path_factory.mktemp("rig"), default_sampling=sampling, add_bos_token=True) as rig:
+    directory = tmp_path_factory.mktemp("rig")
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        running_rig(directory, default_sampling=sampling, add_bos_token=True) as rig,
+    ):
+        patch.setattr(GrammarProcess, "compile", _not_compiled)
         yield rig
 
 

@@ -22,6 +22,7 @@ from atom.messages.engine import (
 from frontend.detokenizer import Detokenizer
 from frontend.output_processor import OutputProcessor, Processed, TextOptions, Update
 from frontend.token_logprobs import LogprobColumns, TokenLogprob
+from frontend.tokenizer import Tokenizer
 from tests.helpers import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer.tokenizer()
@@ -276,7 +277,10 @@ def test_broken_log_probabilities_fail_one_request() -> None:
     assert done.aborts == [3]
 
 
-def test_prompt_logprobs_are_not_read_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, None], ids=["text", "ids"])
+def test_prompt_logprobs_are_not_read_on_the_event_loop(
+    tokenizer: Tokenizer | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read: list[int] = []
     row = LogprobColumns.row
 
@@ -285,7 +289,7 @@ def test_prompt_logprobs_are_not_read_on_the_event_loop(monkeypatch: pytest.Monk
         return row(columns, index, top)
 
     monkeypatch.setattr(LogprobColumns, "row", counted)
-    output = OutputProcessor(TOKENIZER)
+    output = OutputProcessor(tokenizer)
     output.add(msgspec.structs.replace(request(1), prompt_logprobs=0), TextOptions())
 
     def chunk(start: int, *ids: int) -> PromptLogprobs:

@@ -205,6 +205,31 @@ def test_what_codex_sends(client: Client, model: ToolModel) -> None:
     assert "<|im_start|>system\nYou are Codex.\n\nRules.<|im_end|>" in model.prompt()
 
 
+CUSTOM: dict[str, Any] = {
+    "type": "custom",
+    "name": "get_weather",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: x"},
+}
+
+
+def test_custom_tools_have_a_text_as_input(client: Client, model: ToolModel) -> None:
+    asked = ASKED | {"tools": [CUSTOM], "store": False}
+    _, whole = client.post(PATH, **asked)
+    events = events_of(client, **asked)
+    assert any("format" in warning for warning in whole["warnings"])
+    assert '"required": ["input"]' in model.prompt()
+    for output in (whole["output"], events[-1]["response"]["output"]):
+        calls = [item for item in output if item["type"] == "custom_tool_call"]
+        assert [call["input"] for call in calls] == ARGUMENTS  # the model wrote other arguments
+    deltas = [event["delta"] for event in events if event["type"] == "response.custom_tool_call_input.delta"]
+    assert deltas == ARGUMENTS
+    assert not [event for event in events if "function_call_arguments" in event["type"]]
+    call = {"type": "custom_tool_call", "call_id": "a", "name": "get_weather", "input": "Paris"}
+    result = {"type": "custom_tool_call_output", "call_id": "a", "output": "20 °C"}
+    client.post(PATH, **(asked | {"input": [USER, call, result]}))
+    assert '"arguments": {"input": "Paris"}' in model.prompt() and "20 °C" in model.prompt()
+
+
 def test_stored_responses_are_bounded_and_belong_to_one_key(model: ToolModel) -> None:
     server = ServerConfig(max_stored_response_bytes=8192, api_key="one,two")
     with running_server(model, server) as client:

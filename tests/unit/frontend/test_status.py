@@ -1,5 +1,6 @@
 """The status page's files and its data over HTTP."""
 
+import asyncio
 import http.client
 import json
 import re
@@ -8,23 +9,29 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from atom.config.checkpoint import Checkpoint
 from atom.config.server import ServerConfig
-from atom.messages.engine import AddRequest, FinishReason
-from frontend.metrics import Metrics
+from atom.messages.engine import AddRequest, CoreStats, FinishReason
+from atom.messages.launch import FrontendLaunch
+from frontend.lifecycle import Lifecycle
+from frontend.metrics import Metrics, Progress, RunningRequest
+from frontend.shared_metrics import MAX_SHOWN, SharedMetrics
 from frontend.status.events import EventLog
-from frontend.status.feed import MAX_LISTENERS
+from frontend.status.feed import MAX_LISTENERS, StatusFeed
 from frontend.status.latency import Window, quantiles
 from frontend.status.records import Rank
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
-from tests.helpers.http_server import DEADLINE_S, Client, running_frontend
+from tests.helpers.http_server import CONFIG, DEADLINE_S, Client, running_frontend
 from tests.helpers.source import ROOT
 
 IDS = tiny_tokenizer.tokenizer().encode("one two three", add_special_tokens=False)
+CHECKPOINT = Checkpoint("", "LlamaForCausalLM", "llama", {}, "float32", 360, 2048)
 KEY = "secret"
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
 FILES = sorted(path.name for path in (ROOT / "frontend/static").iterdir())
@@ -99,7 +106,7 @@ def listener_with_a_place(client: Client) -> Listener:
     return listener
 
 
-@pytest.mark.parametrize("path", ["/", *(f"/page/{name}" for name in FILES)])
+@pytest.mark.parametrize("path", ["/", *(f"/page/{name}" for name in FILES if name != "index.html")])
 def test_the_files_are_public_and_cached_and_closed_to_other_hosts(client: Client, path: str) -> None:
     status, body, headers = client.exchange("GET", path)
     assert (status, headers["cache-control"]) == (200, "no-cache")
@@ -113,7 +120,7 @@ def test_the_files_are_public_and_cached_and_closed_to_other_hosts(client: Clien
 
 
 def test_a_file_that_is_not_there_is_an_error_object(client: Client) -> None:
-    for name in ("none.js", "..%2fapp.py", "%2e%2e"):
+    for name in ("none.js", "index.html", "..%2fapp.py", "%2e%2e"):
         status, body, _ = client.exchange("GET", f"/page/{name}", headers=AUTHORIZED)
         assert status == 404 and json.loads(body)["error"]["type"] == "invalid_request_error"
 
@@ -213,11 +220,78 @@ def test_any_frontend_shows_the_requests_and_latencies_of_all(cores: list[FakeCo
         assert found["tick"]["point"]["ttft"]
 
 
+def test_an_open_page_does_not_hold_up_a_stop(cores: list[FakeCore], tmp_path: Path) -> None:
+    with running_frontend(cores[:1], tiny_tokenizer.checkpoint(tmp_path)) as client:
+        listener = Listener(client)
+        assert listener.next()[0] == "state"
+        begun = time.monotonic()
+    with closing(listener):
+        listener.response.read()  # to its end, without an error
+    assert time.monotonic() - begun < 1.0
+
+
 def test_a_server_without_the_page(cores: list[FakeCore], tmp_path: Path) -> None:
     checkpoint = tiny_tokenizer.checkpoint(tmp_path)
     with running_frontend(cores[:1], checkpoint, ServerConfig(disable_status_page=True)) as client:
         for path in ("/", "/page/index.html", "/status", "/status/events"):
             assert client.call("GET", path)[0] == 404
+
+
+def feed_of(ranks: int) -> StatusFeed:
+    """In front of `ranks` engines, all ready, with the longest list of requests."""
+    metrics = Metrics()
+    for rank in range(ranks):
+        progress = Progress(arrived_at=1.0, prompt_tokens=10)
+        metrics.engine(rank).advanced(progress, 1, now=2.0)
+        metrics.engine(rank).advanced(progress, 1, now=2.5)
+    link = SimpleNamespace(is_ready=True)
+
+    async def stats(_: float) -> dict[int, CoreStats]:
+        return {rank: CoreStats(*range(13), num_accepted_tokens_per_pos=[5, 3, 1]) for rank in range(ranks)}
+
+    client: Any = SimpleNamespace(
+        engines={rank: SimpleNamespace(link=link, life=0) for rank in range(ranks)},
+        engine_restarts={},
+        settings=SimpleNamespace(num_ranks=ranks),
+        stats=stats,
+        limits=None,
+    )
+    rows = [RunningRequest(number, 0, 100, 10, time.monotonic()) for number in range(MAX_SHOWN)]
+    shared = SharedMetrics("", 0, 0, metrics, lambda: 900, lambda count: rows[:count])
+    launch = FrontendLaunch(CONFIG, ServerConfig(), CHECKPOINT, [], "", 0)
+    return StatusFeed(launch, "tiny", client, shared, Lifecycle())
+
+
+def test_a_page_that_missed_a_tick_gets_the_state_again() -> None:
+    async def follow() -> list[str]:
+        feed, kinds = feed_of(1), []
+        with feed.listening():
+            frames = feed.frames()
+            for looks in (1, 1, 2, 1):
+                for _ in range(looks):
+                    await feed._look()
+                kinds.append((await anext(frames)).split(b"\n")[0].decode())
+            feed.close()
+            kinds += [frame.decode() async for frame in frames]
+        return kinds
+
+    assert asyncio.run(follow()) == ["event: state", "event: tick", "event: state", "event: tick"]
+
+
+def test_a_look_at_1024_engines_takes_little_of_the_event_loop() -> None:
+    """CPU time of its thread; the sums are made in another one."""
+
+    async def look() -> tuple[float, int]:
+        feed, times = feed_of(1024), []
+        with feed.listening():
+            for _ in range(3):
+                begun = time.thread_time()
+                await feed._look()
+                times.append(time.thread_time() - begun)
+        return min(times), len(await feed.state())
+
+    seconds, size = asyncio.run(look())
+    assert seconds < 0.05 and size < 500_000
 
 
 def test_quantiles_are_interpolated_inside_their_buckets() -> None:

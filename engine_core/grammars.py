@@ -1,0 +1,139 @@
+"""Which grammars the workers hold, and the requests that wait for theirs to be loaded.
+
+A grammar is sent to the workers with the first request that needs it, and kept for later ones. Idle ones are
+dropped, the longest unused first, where another one needs their memory.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from atom.messages.grammar import MAX_GRAMMAR_MEMORY, DropGrammar, Grammar, GrammarLoaded, LoadGrammar
+from engine_core.request import Request, State
+
+MAX_MEMORY = 8 * MAX_GRAMMAR_MEMORY
+"""Bytes of all grammars that the workers hold at a time."""
+MAX_GRAMMARS = 1024
+
+
+@dataclass(slots=True)
+class _Held:
+    """A grammar that the workers hold or load."""
+
+    memory: int
+    missing: set[int]
+    """Ranks that have not loaded it."""
+    requests: list[Request] = field(default_factory=list)
+    """All that use it, and some that have ended."""
+    most_requests: int = 64
+    """With more, those that have ended are removed."""
+
+    def add(self, requests: list[Request]) -> None:
+        self.requests += requests
+        if len(self.requests) > self.most_requests:
+            self._remove_ended()
+            self.most_requests = max(64, 2 * len(self.requests))
+
+    @property
+    def is_idle(self) -> bool:
+        self._remove_ended()
+        return not self.requests and not self.missing
+
+    def _remove_ended(self) -> None:
+        self.requests = [request for request in self.requests if request.state is not State.ENDED]
+
+
+class Grammars:
+    """Holds requests with a grammar back until every rank has loaded it."""
+
+    def __init__(self, num_ranks: int):
+        self._num_ranks = num_ranks
+        self._held: dict[bytes, _Held] = {}  # the longest unused first
+        self._without_room: deque[tuple[Grammar, list[Request]]] = deque()
+        self._waiting: dict[int, Request] = {}
+        self._messages: list[LoadGrammar | DropGrammar] = []
+
+    @property
+    def waiting(self) -> dict[int, Request]:
+        """The requests that wait for their grammar, by id."""
+        return self._waiting
+
+    def add(self, grammar: Grammar, requests: list[Request]) -> bool:
+        """Whether requests with this grammar can be scheduled now; if not, `loaded` returns them later."""
+        held = self._held.pop(grammar.row.key, None)
+        if held is not None:
+            self._held[grammar.row.key] = held  # used last
+            held.add(requests)
+            if not held.missing:
+                return True
+        elif self._make_room(grammar.memory):
+            self._load(grammar, requests)
+        else:
+            self._without_room.append((grammar, requests))
+        self._waiting |= {request.request_id: request for request in requests}
+        return False
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """End waiting requests; ids of others are ignored."""
+        for request_id in request_ids:
+            request = self._waiting.pop(request_id, None)
+            if request is not None:
+                request.state = State.ENDED
+
+    def loaded(self, message: GrammarLoaded) -> tuple[list[Request], list[Request]]:
+        """(requests that can be scheduled now, requests that fail with the message's error)."""
+        held = self._held.get(message.key)
+        if held is None or message.rank not in held.missing:
+            return [], []  # of a grammar that another rank could not load
+        held.missing.discard(message.rank)
+        if held.missing and not message.error:
+            return [], []
+        waiting = [request for request in held.requests if self._waiting.pop(request.request_id, None)]
+        if not message.error:
+            return waiting, []
+        del self._held[message.key]
+        self._messages.append(DropGrammar(message.key))
+        for request in waiting:
+            request.state = State.ENDED
+        return [], waiting
+
+    def retry(self) -> list[Request]:
+        """Requests that can be scheduled now, of those for whose grammar there was no room."""
+        ready: list[Request] = []
+        while self._without_room:
+            grammar, requests = self._without_room[0]
+            requests = [request for request in requests if request.request_id in self._waiting]
+            held = self._held.get(grammar.row.key)
+            if requests and held is not None:
+                held.add(requests)
+                if not held.missing:
+                    ready += [self._waiting.pop(request.request_id) for request in requests]
+            elif requests and self._make_room(grammar.memory):
+                self._load(grammar, requests)
+            elif requests:
+                break
+            self._without_room.popleft()
+        return ready
+
+    def messages(self) -> list[LoadGrammar | DropGrammar]:
+        """What to send to every worker, before any later step."""
+        messages, self._messages = self._messages, []
+        return messages
+
+    def _load(self, grammar: Grammar, requests: list[Request]) -> None:
+        key = grammar.row.key
+        self._held[key] = _Held(grammar.memory, set(range(self._num_ranks)), requests)
+        self._messages.append(LoadGrammar(key, grammar.compiled))
+
+    def _make_room(self, memory: int) -> bool:
+        """Drop idle grammars until one of this size fits."""
+        total = memory + sum(held.memory for held in self._held.values())
+        number = 1 + len(self._held)
+        for key, held in list(self._held.items()):
+            if total <= MAX_MEMORY and number <= MAX_GRAMMARS:
+                return True
+            if held.is_idle:
+                del self._held[key]
+                self._messages.append(DropGrammar(key))
+                total, number = total - held.memory, number - 1
+        return total <= MAX_MEMORY and number <= MAX_GRAMMARS

@@ -1,0 +1,133 @@
+"""The public routes: what each takes and returns. A test compares them with the application's."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from frontend.schemas.chat import CHAT, ChatResponse
+from frontend.schemas.completions import COMPLETIONS, CompletionResponse
+from frontend.schemas.fields import Schema
+from frontend.schemas.messages import COUNT, MESSAGES, CountResponse, MessagesResponse
+from frontend.schemas.models import ModelCard, ModelList
+from frontend.schemas.request_info import RequestReport
+from frontend.schemas.responses import RESPONSES, Response
+from frontend.schemas.tokenization import DETOKENIZE, TOKENIZE, DetokenizeResponse, TokenizeResponse
+from frontend.status.records import State
+
+__all__ = ["OPERATIONS", "Operation"]
+
+JSON, EVENTS, HTML, TEXT = "application/json", "text/event-stream", "text/html", "text/plain"
+GENERATION_ERRORS = (408, 413, 429, 500, 503)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One route and method."""
+
+    method: str
+    path: str
+    summary: str
+    body: Schema[Any] | None = None
+    response: type | None = None
+    """The JSON of a 200; None: any JSON, or `content`."""
+    content: str = JSON
+    streams: bool = False
+    """Whether `stream` makes it a stream of server-sent events."""
+    errors: tuple[int, ...] = ()
+    """Statuses besides 400, 401 and 404."""
+    needs_key: bool = True
+    parameters: dict[str, str] = field(default_factory=dict)
+    """Of the path, with what each is."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """Of the request, with what each is."""
+    anthropic: bool = False
+    """Whether errors are Anthropic's error objects."""
+
+
+_GENERATION_HEADERS = {
+    "X-Request-Id": "Part of the response's id, if the body has no request_id.",
+    "X-Data-Parallel-Rank": "The engine that serves the request, from 0.",
+    "X-Request-Timeout": "Seconds until the request is ended.",
+    "traceparent": "W3C trace context.",
+}
+
+
+def _generation(path: str, summary: str, body: Schema[Any], response: type, **more: Any) -> Operation:
+    return Operation(
+        method="post",
+        path=path,
+        summary=summary,
+        body=body,
+        response=response,
+        streams=True,
+        errors=GENERATION_ERRORS,
+        headers=_GENERATION_HEADERS,
+        **more,
+    )
+
+
+def _text(path: str, summary: str, body: Schema[Any], response: type, **more: Any) -> Operation:
+    errors = (413, 429, 503)
+    return Operation(
+        method="post", path=path, summary=summary, body=body, response=response, errors=errors, **more
+    )
+
+
+def _get(path: str, summary: str, **more: Any) -> Operation:
+    return Operation(method="get", path=path, summary=summary, **more)
+
+
+_RESPONSE_ID = {"id": "The id of a stored response."}
+
+OPERATIONS: tuple[Operation, ...] = (
+    _generation("/v1/chat/completions", "Chat completions", CHAT, ChatResponse),
+    _generation("/v1/completions", "Text completions", COMPLETIONS, CompletionResponse),
+    _generation("/v1/responses", "OpenAI's responses", RESPONSES, Response),
+    _get("/v1/responses/{id}", "A stored response", response=Response, parameters=_RESPONSE_ID),
+    Operation(
+        method="delete",
+        path="/v1/responses/{id}",
+        summary="Delete a stored response",
+        parameters=_RESPONSE_ID,
+    ),
+    Operation(
+        method="post",
+        path="/v1/responses/{id}/cancel",
+        summary="Refused: there are no background responses",
+        parameters=_RESPONSE_ID,
+    ),
+    _generation("/v1/messages", "Anthropic's messages", MESSAGES, MessagesResponse, anthropic=True),
+    _text(
+        "/v1/messages/count_tokens", "Prompt tokens of a conversation", COUNT, CountResponse, anthropic=True
+    ),
+    _text("/tokenize", "Token ids of a text or a conversation", TOKENIZE, TokenizeResponse),
+    _text("/detokenize", "Text of token ids", DETOKENIZE, DetokenizeResponse),
+    _get("/v1/models", "The served models", response=ModelList),
+    _get(
+        "/v1/models/{name}", "One model", response=ModelCard, parameters={"name": "It may contain slashes."}
+    ),
+    _get(
+        "/v1/requests/{id}",
+        "Where the time of a request went",
+        response=RequestReport,
+        errors=(500, 503),
+        parameters={"id": "The id of a response."},
+    ),
+    _get("/version", "The version of the server"),
+    _get("/server_info", "The running configuration"),
+    _get("/metrics", "Prometheus metrics", content=TEXT),
+    _get("/openapi.json", "This document"),
+    _get("/health", "Whether the process answers", needs_key=False),
+    _get("/ready", "Whether requests are served", needs_key=False, errors=(503,)),
+    Operation(method="post", path="/start_profile", summary="Start profiling", errors=(403, 409, 500, 503)),
+    Operation(method="post", path="/stop_profile", summary="Stop profiling", errors=(403, 409, 500, 503)),
+    _get("/", "The status page", content=HTML, needs_key=False),
+    _get(
+        "/page/{name}",
+        "A file of the status page",
+        content="*/*",
+        needs_key=False,
+        parameters={"name": "The file."},
+    ),
+    _get("/status", "What the status page shows", response=State),
+    _get("/status/events", "The same as a stream", content=EVENTS, errors=(503,)),
+)

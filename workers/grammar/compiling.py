@@ -1,0 +1,57 @@
+"""Compiles one source of a grammar."""
+
+import re
+import zlib
+from typing import TYPE_CHECKING
+
+from atom.messages.grammar import MAX_COMPILED_BYTES, MAX_GRAMMAR_MEMORY, CompiledGrammar, GrammarSource
+from workers.grammar.json_schema import SchemaError, prepared
+
+if TYPE_CHECKING:
+    import xgrammar
+
+_ANY_OBJECT = '{"type": "object"}'
+_COMPRESSION = 1  # the fastest level: JSON of numbers shrinks to a quarter
+_MAX_REASON = 400
+_WHERE = re.compile(r"\[[0-9:]+\] \S+?:\d+: ")  # time and place in xgrammar's sources
+
+
+def compiled(source: GrammarSource, compiler: "xgrammar.GrammarCompiler") -> CompiledGrammar:
+    """The compiled grammar, or why the source cannot be used."""
+    try:
+        grammar = _compile(source, compiler)
+    except SchemaError as error:
+        return CompiledGrammar(error=_one_line(str(error)))
+    except (RuntimeError, ValueError, TypeError) as error:  # xgrammar's own are RuntimeErrors
+        return CompiledGrammar(error=_one_line(_WHERE.sub("", str(error))))
+    except (MemoryError, RecursionError):
+        return CompiledGrammar(error="it is too large or nested too deeply")
+    memory = grammar.memory_size_bytes
+    data = zlib.compress(grammar.serialize_json().encode(), _COMPRESSION)
+    if memory > MAX_GRAMMAR_MEMORY or len(data) > MAX_COMPILED_BYTES:
+        return CompiledGrammar(
+            error=f"compiled it takes {memory >> 20} MiB, at most {MAX_GRAMMAR_MEMORY >> 20} are possible: "
+            "use smaller repetitions, enumerations or length limits"
+        )
+    return CompiledGrammar(data, memory)
+
+
+def _compile(source: GrammarSource, compiler: "xgrammar.GrammarCompiler") -> "xgrammar.CompiledGrammar":
+    match source.kind:
+        case "json_schema":
+            return compiler.compile_json_schema(prepared(source.text), any_whitespace=source.any_whitespace)
+        case "json_object":
+            return compiler.compile_json_schema(
+                _ANY_OBJECT, any_whitespace=source.any_whitespace, strict_mode=False
+            )
+        case "regex":
+            return compiler.compile_regex(source.text)
+        case "grammar":
+            return compiler.compile_grammar(source.text)
+        case "structural_tag":
+            return compiler.compile_structural_tag(source.text)
+    raise ValueError(f"there is no grammar of kind {source.kind!r}")
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:_MAX_REASON]

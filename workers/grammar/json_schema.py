@@ -1,0 +1,152 @@
+"""JSON schemas as xgrammar honours them: what it would ignore is refused."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+Schema = dict[str, Any]
+
+_IGNORED = frozenset(
+    {
+        *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),
+        *("contains", "minContains", "maxContains", "uniqueItems", "multipleOf"),
+        *("unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"),
+    }
+)
+"""Keywords that restrict values and that xgrammar does not read."""
+_NEUTRAL = {"uniqueItems": False, "minContains": 0}
+_HEADS = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
+"""Where one of these is, xgrammar reads no other keyword."""
+_LENGTHS = ("minLength", "maxLength")
+_OBJECTS = frozenset(
+    {
+        *("properties", "required", "additionalProperties", "patternProperties", "propertyNames"),
+        *("minProperties", "maxProperties"),
+    }
+)
+_ARRAYS = frozenset({"items", "prefixItems", "minItems", "maxItems"})
+_OTHERS = frozenset(
+    {
+        *("type", "pattern", "format", *_LENGTHS, *_HEADS),
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+    }
+)
+_FORMATS = frozenset(
+    {
+        *("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri"),
+        *("uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
+    }
+)
+"""Those that xgrammar enforces; others are annotations."""
+_OPEN = ("properties", "patternProperties", "additionalProperties", "propertyNames")
+_CHARACTER_CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]")
+_NO_PLAIN_CHARACTER = re.compile(r'["\x00-\x1f]|\\[\\nrtfv]')
+
+
+class SchemaError(ValueError):
+    """A schema that cannot be honoured; the text is for the client."""
+
+
+def prepared(text: str) -> str:
+    """The schema `text` for xgrammar. Raises SchemaError."""
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise SchemaError(f"the schema is not valid JSON: {error}") from None
+    if not isinstance(schema, (dict, bool)):
+        raise SchemaError("a JSON schema must be an object")
+    for part in _parts(schema):
+        _check(part)
+        _rewrite(part)
+    return json.dumps(schema, ensure_ascii=False)
+
+
+def _parts(schema: Schema | bool) -> Iterator[Schema]:
+    """The schema, and all schemas inside of it."""
+    waiting: list[Any] = [schema]
+    while waiting:
+        part = waiting.pop()
+        if not isinstance(part, dict):
+            continue
+        if isinstance(names := part.get("propertyNames"), dict) and not _OTHERS & {*names} - {*_LENGTHS}:
+            names["type"] = "string"
+        yield part
+        for name in ("properties", "patternProperties", "$defs", "definitions"):
+            if isinstance(inner := part.get(name), dict):
+                waiting += inner.values()
+        for name in ("anyOf", "oneOf", "allOf", "prefixItems"):
+            if isinstance(inner := part.get(name), list):
+                waiting += inner
+        waiting += [part.get(name) for name in ("items", "additionalProperties", "propertyNames")]
+
+
+def _check(part: Schema) -> None:
+    """Raises SchemaError for a keyword that xgrammar does not read where it stands."""
+    for name in sorted(_IGNORED & part.keys()):
+        if name not in _NEUTRAL or part[name] != _NEUTRAL[name]:
+            raise _refusal(f"'{name}'")
+    keywords = part.keys() & (_OBJECTS | _ARRAYS | _OTHERS)
+    head = next((name for name in _HEADS if name in part), None)
+    if head is not None:
+        beside = keywords - {head} - ({"type"} if head in ("enum", "const") else set())
+        if beside:
+            raise _refusal(f"'{min(beside)}' beside '{head}'")
+        if head == "allOf" and len(part[head]) > 1:
+            raise _refusal("'allOf' with several parts")
+    elif "type" not in part and not keywords <= (_OBJECTS if "properties" in part else _ARRAYS):
+        raise _refusal(f"'{min(keywords)}' without 'type'")
+    if "pattern" in part:
+        _check_pattern(part["pattern"])
+    for name in _LENGTHS:
+        if name in part and ("pattern" in part or part.get("format") in _FORMATS):
+            raise _refusal(f"'{name}' beside 'pattern' or 'format'")
+    undeclared = [name for name in part.get("required") or () if name not in part.get("properties", {})]
+    if undeclared:
+        raise _refusal(f"a required property that 'properties' does not declare, {undeclared[0]!r:.60}")
+
+
+def _check_pattern(pattern: Any) -> None:
+    if isinstance(pattern, str) and _NO_PLAIN_CHARACTER.search(_CHARACTER_CLASS.sub("", pattern)):
+        raise _refusal("a 'pattern' with quotes, backslashes or control characters")
+
+
+def _rewrite(part: Schema) -> None:
+    """Say in another way what xgrammar would read otherwise than JSON Schema."""
+    types = part.get("type")
+    if types == "object" and not any(name in part for name in _OPEN):
+        part["additionalProperties"] = True  # it would allow the empty object alone
+    if any(name in part for name in _LENGTHS):  # it would allow control characters
+        low, high = part.pop("minLength", 0), part.pop("maxLength", "")
+        part["pattern"] = rf'^[^"\\\x00-\x1f]{{{low},{high}}}$'
+    for name in ("enum", "const"):
+        if name in part and types is not None:
+            values = part[name] if name == "enum" else [part[name]]
+            kept = [value for value in values if _has_type(value, types)]
+            if not kept:
+                raise SchemaError(f"no value of '{name}' has the type {types!r:.60}")
+            part.pop("const", None)
+            part["enum"] = kept
+
+
+def _has_type(value: Any, types: str | list[str]) -> bool:
+    match value:
+        case None:
+            name = "null"
+        case bool():
+            name = "boolean"
+        case int():
+            name = "integer"
+        case float():
+            name = "integer" if value.is_integer() else "number"
+        case str():
+            name = "string"
+        case list():
+            name = "array"
+        case _:
+            name = "object"
+    return name in types or (name == "integer" and "number" in types)
+
+
+def _refusal(what: str) -> SchemaError:
+    return SchemaError(f"the schema uses {what}, which this server cannot enforce")
