@@ -20,9 +20,11 @@ from parallel.communicator import Communicator
 from parallel.expert import LocalDispatch
 from parallel.host_group import HostGroup
 from parallel.mesh import Mesh
-from tests.helpers.thread_ranks import Meeting
+from tests.helpers.domains import CHECKPOINT
+from tests.helpers.thread_ranks import ThreadGroup
 from tests.unit.workers.test_step_graphs import LIMITS, TwoGroups, runner
 from workers.agreement import Agreed, Agreement
+from workers.grammar.library import GrammarLibrary
 from workers.model_runner import ModelRunner
 from workers.step_loop import LockstepLoop
 from workers.step_shape import GraphSizes, StepMode, StepShape
@@ -140,25 +142,21 @@ def test_a_start_of_an_earlier_wave_has_no_effect(waves_of: MakeWaves) -> None:
 
 
 class ThreadHost(HostGroup):
-    def __init__(self, rank: int, meeting: Meeting):
+    def __init__(self, rank: int, group: ThreadGroup):
         self.rank = rank
-        self._meeting = meeting
+        self._group = group
 
     def all_gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        self._meeting.tensors[self.rank] = torch.tensor(numbers)
-        self._meeting.barrier.wait()
-        found = [each.tolist() for each in self._meeting.tensors]
-        self._meeting.barrier.wait()
-        return found
+        return self._group.exchange(self.rank, list(numbers))
 
 
 def test_captured_and_eager_steps_with_graphs_of_another_rank_sample_the_same_tokens() -> None:
     """Two engines with graphs: one has fewer steps, of other shapes, and then runs dummy steps."""
-    meeting, dispatches = Meeting(2), [PlannedTokens(), PlannedTokens()]
+    group, dispatches = ThreadGroup(2), [PlannedTokens(), PlannedTokens()]
 
     def run(rank: int) -> tuple[list[bytes], int]:
         made, dummies = runner([1, 2, 4, 6]), 0
-        agree = agreement(ThreadHost(rank, meeting), 1, 2, dispatches[rank], made._sizes)
+        agree = agreement(ThreadHost(rank, group), 1, 2, dispatches[rank], made._sizes)
         made._agree = agree
         ids = launched(made, rank)
         while (shape := agree.without_step().shape) is not None:
@@ -196,6 +194,7 @@ class Rank:
     waves: Waves
     messages: deque[ToWorker]
     source: random.Random
+    grammars: GrammarLibrary
     traces: None = None
     steps: list[str] = field(default_factory=list)
     """The steps of the mesh, as this rank saw them: its own, a dummy one, or the end of a wave."""
@@ -244,15 +243,16 @@ def messages_of(engine: int, source: random.Random) -> list[ToWorker]:
 @pytest.mark.parametrize("seed", range(8))
 def test_ranks_stay_in_step_whenever_their_batches_come(waves_of: MakeWaves, seed: int) -> None:
     tp, dp, source = (2, 2, random.Random(seed)) if seed % 2 else (1, 3, random.Random(seed))
-    meeting, waves = Meeting(tp * dp), waves_of(tp * dp)
+    group, waves = ThreadGroup(tp * dp), waves_of(tp * dp)
     sent = [messages_of(engine, source) for engine in range(dp)]
     dispatches = [PlannedTokens() for _ in range(tp * dp)]
     ranks = [
         Rank(
-            agreement(ThreadHost(rank, meeting), tp, dp, dispatches[rank], GraphSizes()),
+            agreement(ThreadHost(rank, group), tp, dp, dispatches[rank], GraphSizes()),
             waves[rank],
             deque(sent[rank // tp]),
             random.Random(1000 * seed + rank),
+            GrammarLibrary(CHECKPOINT, rank=0),
         )
         for rank in range(tp * dp)
     ]
