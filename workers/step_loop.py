@@ -62,6 +62,8 @@ class StepLoop:
             if self._pending and self._pending[0].ready():
                 self._link.send(self._pending.popleft().result())
                 continue
+            if (load := self._worker.expert_load()) is not None:
+                self._link.send(load)
             message = self._link.receive(self._wait_ms())
             if message is not None:
                 self._process(message)

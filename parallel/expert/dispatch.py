@@ -56,6 +56,9 @@ class ExpertDispatch(ABC):
     capturable = True
     """Whether a graph may capture dispatch and combine: fixed shapes, and the host waits for nothing."""
 
+    dp_rank = 0
+    """Which of the ranks with different tokens this is."""
+
     def local_experts(self, num_experts: int) -> tuple[int, int]:
         """(first, count) of this rank's experts. Raises ValueError with fewer experts than ranks."""
         if num_experts < self.ep.size:
@@ -104,6 +107,7 @@ class PlannedDispatch(ExpertDispatch):
         self.ep = mesh.ep
         self._dp = mesh.dp
         self._tp = mesh.tp
+        self.dp_rank = mesh.dp.rank
         self._tokens: Sequence[int] | None = None
 
     def plan(self, tokens: Sequence[int], eager: bool = False) -> None:

@@ -20,11 +20,9 @@ from parallel.communicator import Communicator
 from parallel.expert import LocalDispatch
 from parallel.host_group import HostGroup
 from parallel.mesh import Mesh
-from tests.helpers.domains import CHECKPOINT
 from tests.helpers.thread_ranks import ThreadGroup
 from tests.unit.workers.test_step_graphs import LIMITS, TwoGroups, runner
 from workers.agreement import Agreed, Agreement
-from workers.grammar.library import GrammarLibrary
 from workers.model_runner import ModelRunner
 from workers.step_loop import LockstepLoop
 from workers.step_shape import GraphSizes, StepMode, StepShape
@@ -150,6 +148,13 @@ class ThreadHost(HostGroup):
         return self._group.exchange(self.rank, list(numbers))
 
 
+class _NoGrammars:
+    is_loading = False
+
+    def next_loaded(self) -> None:
+        """None is loaded."""
+
+
 def test_captured_and_eager_steps_with_graphs_of_another_rank_sample_the_same_tokens() -> None:
     """Two engines with graphs: one has fewer steps, of other shapes, and then runs dummy steps."""
     group, dispatches = ThreadGroup(2), [PlannedTokens(), PlannedTokens()]
@@ -194,8 +199,8 @@ class Rank:
     waves: Waves
     messages: deque[ToWorker]
     source: random.Random
-    grammars: GrammarLibrary
     traces: None = None
+    grammars: _NoGrammars = field(default_factory=_NoGrammars)
     steps: list[str] = field(default_factory=list)
     """The steps of the mesh, as this rank saw them: its own, a dummy one, or the end of a wave."""
 
@@ -212,6 +217,9 @@ class Rank:
         self.agree(StepShape(EAGER, len(batch.rows), len(batch.rows)))
         self.steps.append("step")
         return _Result(batch.step)
+
+    def expert_load(self) -> None:
+        """None is measured."""
 
     def idle_step(self, leaving: bool) -> Agreed:
         agreed = self.agree.without_step(leaving)
@@ -252,7 +260,6 @@ def test_ranks_stay_in_step_whenever_their_batches_come(waves_of: MakeWaves, see
             waves[rank],
             deque(sent[rank // tp]),
             random.Random(1000 * seed + rank),
-            GrammarLibrary(CHECKPOINT, rank=0),
         )
         for rank in range(tp * dp)
     ]
