@@ -21,7 +21,9 @@ from parallel.expert import LocalDispatch
 from parallel.host_group import HostGroup
 from parallel.mesh import Mesh
 from tests.helpers.thread_ranks import ThreadGroup
+from tests.unit.workers.test_step_graphs import LIMITS, TwoGroups, runner
 from workers.agreement import Agreed, Agreement
+from workers.model_runner import ModelRunner
 from workers.step_loop import LockstepLoop
 from workers.step_shape import GraphSizes, StepMode, StepShape
 from workers.waves import Waves
@@ -151,6 +153,42 @@ class _NoGrammars:
 
     def next_loaded(self) -> None:
         """None is loaded."""
+
+
+def test_captured_and_eager_steps_with_graphs_of_another_rank_sample_the_same_tokens() -> None:
+    """Two engines with graphs: one has fewer steps, of other shapes, and then runs dummy steps."""
+    group, dispatches = ThreadGroup(2), [PlannedTokens(), PlannedTokens()]
+
+    def run(rank: int) -> tuple[list[bytes], int]:
+        made, dummies = runner([1, 2, 4, 6]), 0
+        agree = agreement(ThreadHost(rank, group), 1, 2, dispatches[rank], made._sizes)
+        made._agree = agree
+        ids = launched(made, rank)
+        while (shape := agree.without_step().shape) is not None:
+            made.dummy_step(shape)
+            dummies += 1
+        return ids, dummies
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(run, range(2)))
+    assert [ids for ids, _ in found] == [launched(runner([1, 2, 4, 6]), rank) for rank in range(2)]
+    assert found[0][1] == 4 and found[1][1] == 0
+    assert dispatches[0].planned == dispatches[1].planned
+    assert {eager for _, eager in dispatches[0].planned} == {True, False}
+
+
+def launched(made: ModelRunner, rank: int) -> list[bytes]:
+    """9 steps of rank 0; 13 of rank 1, where one prompt is too long for a graph."""
+    core, found = TwoGroups(300, LIMITS.block_size), []
+    for row in range(3):
+        core.add(row, [(11 * rank + 7 * row + i) % 90 for i in range(7 + row + 21 * rank * (row == 1))])
+    steps: list[dict[int, int]] = [{0: 7}, {0: 1, 1: 5}, {1: 3, 2: 9}, *[{0: 1, 1: 1, 2: 1}] * 6]
+    if rank == 1:
+        steps = [{0: 4}, {0: 3}, {1: 29}, {0: 1, 2: 9}, *[{0: 1, 1: 1, 2: 1}] * 9]
+    for counts in steps:
+        found.append(made.launch(core.plan(counts)).token_ids())
+        core.add_sampled(found[-1])
+    return found
 
 
 @dataclass
