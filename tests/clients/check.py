@@ -1,7 +1,7 @@
 """Unchanged client libraries against a server: text, streams, tools, structured output.
 
-`python tests/clients/check.py BASE_URL`, in an environment with the libraries of requirements.txt; prints a
-table, and fails if any check does. The server is tests/clients/server.py.
+`tests/clients/run.sh PYTHON CLIENTS_PYTHON tests/clients/check.py [PACKAGE...]`, where CLIENTS_PYTHON has the
+libraries of requirements.txt; prints a table, and fails if any check does.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ KEY = "none"
 ASKED = "Weather in Paris?"
 ANSWER = "It is sunny."
 NUM_CALLS = 2
-URL = ""  # set by main
+URL = os.environ.get("URL", "")
 TOOL = {
     "type": "function",
     "function": {
@@ -249,8 +249,7 @@ def pydantic_responses() -> None:
 
 def main() -> None:
     """Run all checks."""
-    global URL
-    URL, *names = sys.argv[1:]
+    names = sys.argv[1:]
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the internet
     failed = 0
     print("| client | version | what | |\n|---|---|---|---|")

@@ -30,7 +30,7 @@ from workers.worker import Worker
 
 BLOCKS = 64
 CHUNK, STAGGER = 16, 2
-NEW_TOKENS = 12
+NEW_TOKENS = 8
 _CPU = torch.device("cpu")
 _NAMES: tuple[GroupName, ...] = ("tp", "dcp", "dp", "ep")
 """In the order of `Mesh`."""

@@ -73,7 +73,7 @@ ROWS = {
 }
 """Family -> its row of the tiny models. Two ranks have unequal shares of most, three can share all."""
 _WITHOUT_EXPERTS = ("llama", "mistral", "qwen2", "qwen3")
-_IN_MOST_LAYOUTS = ("qwen3_moe", "deepseek_v3", "gpt_oss")
+_IN_MOST_LAYOUTS = ("qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
 """The others with experts have one layout of engines in lockstep."""
 _SPLIT_BY_TOKENS = ("deepseek_v2", "deepseek_v3")
 """Families whose KV cache ranks can split by tokens."""

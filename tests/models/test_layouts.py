@@ -85,7 +85,7 @@ def test_ranks_sample_the_tokens_of_one(
 ) -> None:
     whole, found = alone[family], outcomes[family, layout]
     assert len(found) == layout.ranks
-    assert len({token for ids in whole.ids for token in ids}) >= 16
+    assert len({token for ids in whole.ids for token in ids}) >= 12
     layers = checkpoints[family].hf_config["num_hidden_layers"]
     for rank, each in enumerate(found):
         assert each.ids == whole.ids[rank // layout.tp :: layout.dp]
