@@ -66,6 +66,11 @@ def _gemv(rows: int, columns: int, warps: int, stages: int) -> LinearPlan:
     return LinearPlan(1, True, rows, columns, warps, stages)
 
 
+def _rows(rows: int, columns: int, warps: int, tiles: int) -> LinearPlan:
+    """The GEMV by whole rows, of `columns` columns."""
+    return LinearPlan(1, True, rows, columns, warps, 1, tiles=tiles)
+
+
 def _gemm(tokens: int, rows: int, columns: int, warps: int, stages: int, split_k: int = 1) -> LinearPlan:
     return LinearPlan(tokens, False, rows, columns, warps, stages, split_k)
 
@@ -133,6 +138,23 @@ _LINEAR_H200: dict[tuple[int, int], Plans] = {
         _gemm(32, 64, 128, 4, 4),
         _gemm(64, 128, 64, 4, 5),
     ),
+    # Qwen3-8B with two tensor-parallel ranks
+    (3072, 4096): (_rows(2, 4096, 8, 2), _gemm(16, 64, 128, 4, 3, 4), _gemm(32, 64, 128, 4, 6)),
+    (4096, 2048): (_rows(4, 2048, 8, 2), stream_k(128, 6, 64)),
+    (4096, 6144): (
+        _rows(4, 6144, 8, 2),
+        _gemm(16, 64, 128, 4, 6),
+        _gemm(32, 64, 128, 4, 6),
+        stream_k(128, 6, 64),
+    ),
+    (12288, 4096): (_rows(2, 4096, 8, 2), _gemm(16, 64, 128, 4, 4), _gemm(32, 64, 128, 4, 4)),
+    (75968, 4096): (
+        _rows(2, 4096, 8, 2),
+        _gemm(16, 64, 128, 4, 3),
+        _gemm(32, 64, 128, 4, 3),
+        _gemm(64, 64, 64, 4, 4),
+    ),
+    # Llama-3.1-8B's vocabulary
     (128256, 4096): (
         _gemv(8, 1024, 8, 3),
         _gemm(16, 128, 128, 8, 3),
