@@ -232,15 +232,32 @@ def test_every_plan_of_experts(chip: str) -> None:
     check(compiled, chip)
 
 
+def test_the_all_reduce_over_peer_memory() -> None:
+    """On NVIDIA alone, where it is used."""
+    triton_impl.load()
+    from atom_ops.triton_impl.all_reduce import Inboxes, all_reduce_rows
+
+    with compiling_for(CHIPS["H200"]) as compiled:
+        for ranks, two_shots in ((2, False), (8, False), (8, True)):
+            inboxes = Inboxes(1, ints(ranks, dtype=torch.int64), 1 << 20, ints(256))
+            for width in (576, 2880, 4096, 7168):
+                x, weight = tensor(64, width), tensor(width)
+                all_reduce_rows(x, x, weight, 1e-6, inboxes, two_shots)
+                all_reduce_rows(x, None, None, 0.0, inboxes, two_shots)
+    check(compiled, "H200")
+
+
 @chips
 def test_an_unknown_gpu_has_plans_to_choose_from(chip: str) -> None:
     """For the class of tokens that needs the most shared memory; enough plans must fit."""
     triton_impl.load()
-    from atom_ops.triton_impl import linear, tuning
+    from atom_ops.triton_impl import linear, tuned, tuning
 
     least, tokens = tuning.CLASSES[-1]
     fitting = 0
     for plan in tuning.candidates((4096, 1024), least, tokens):
+        if isinstance(plan, tuned.StreamKPlan) and chip != "H200":
+            continue
         with compiling_for(CHIPS[chip]) as compiled:
             linear.multiply(plan, tensor(tokens, 1024), tensor(4096, 1024), None)
         fitting += max(compiled.values()) <= CHIPS[chip].shared_memory
