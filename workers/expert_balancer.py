@@ -11,6 +11,9 @@ its old one serves it, so that every step computes the same function.
 All ranks of the ep group launch the same steps (one engine's tensor-parallel ranks, or data-parallel ranks in
 lockstep), count them, see the same summed load, and therefore move the same experts in the same step without
 a message.
+
+Kernels with programmatic dependent launch may read weights before the kernel in front of them has ended. A
+step begins with kernels that read no expert, and they wait for the copies.
 """
 
 from bisect import bisect_right
@@ -54,9 +57,9 @@ class ExpertBalancer:
         self._starts = [each.start for each in slots]
         tensors = first.experts.slot_tensors()
         slot_bytes = sum(tensor[0].nbytes for tensor in tensors)
-        self._most = max(2, _BYTES_PER_STEP // slot_bytes)
+        self._most = max(2, min(_BYTES_PER_STEP // slot_bytes, len(slots[0])))
         # Made here, so that they are counted before the rest of the memory goes to the KV cache.
-        shape, device = (min(self._most, len(slots[0])), slot_bytes), tensors[0].device
+        shape, device = (self._most, slot_bytes), tensors[0].device
         self._sent, self._received = (torch.empty(shape, dtype=torch.uint8, device=device) for _ in range(2))
         self._load_LX = torch.stack([layer.slots.experts.load_X for layer in self._layers])
         self._host_LX = torch.zeros(self._load_LX.shape, dtype=torch.int32, pin_memory=device.type == "cuda")

@@ -71,6 +71,7 @@ class ResponsesEndpoint:
         "messages": "input",
         "max_tokens": "max_output_tokens",
         "reasoning_effort": "reasoning.effort",
+        "response_format": "text.format",
     }
 
     def __init__(

@@ -73,7 +73,7 @@ class ExpertDispatch(ABC):
         """State the tokens of every data-parallel rank, with padding, in the steps that follow.
 
         Called on every rank before a step is launched or captured. `eager`: no graph captures the step.
-        Raises ValueError if that is not one number for each rank.
+        Raises ValueError if that is not one number for each rank, or for a form that graphs cannot capture.
         """
 
     @abstractmethod
@@ -113,6 +113,8 @@ class PlannedDispatch(ExpertDispatch):
     def plan(self, tokens: Sequence[int], eager: bool = False) -> None:
         if len(tokens) != self._dp.size:
             raise ValueError(f"{len(tokens)} token counts for {self._dp.size} data-parallel ranks")
+        if not (eager or self.capturable):
+            raise ValueError(f"{type(self).__name__} cannot be captured in a graph: plan it for eager steps")
         self._tokens = tuple(tokens)
 
     def _planned(self, tokens: int) -> Sequence[int]:

@@ -172,6 +172,19 @@ def langchain_responses() -> None:
     run_langchain(ChatOpenAI(base_url=URL, api_key=KEY, model=MODEL, use_responses_api=True))
 
 
+@check("langchain-openai", "with_structured_output")
+def langchain_structured() -> None:
+    from langchain_openai import ChatOpenAI
+    from pydantic import BaseModel
+
+    class City(BaseModel):
+        city: str
+
+    model = ChatOpenAI(base_url=URL, api_key=KEY, model=MODEL)
+    for method in ("json_schema", "json_mode"):
+        assert model.with_structured_output(City, method=method).invoke("JSON, please").city == "Paris"
+
+
 @check("langchain-anthropic", "messages: stream, bind_tools")
 def langchain_messages() -> None:
     from langchain_anthropic import ChatAnthropic
@@ -215,6 +228,24 @@ def litellm_messages() -> None:
     assert reply.choices[0].message.content == ANSWER
 
 
+# instructor
+
+
+@check("instructor", "JSON and JSON_SCHEMA modes")
+def instructor_json() -> None:
+    import instructor
+    from pydantic import BaseModel
+
+    class City(BaseModel):
+        city: str
+
+    for mode in (instructor.Mode.JSON, instructor.Mode.JSON_SCHEMA):
+        client = instructor.from_openai(openai_client(), mode=mode)
+        messages = [{"role": "user", "content": "JSON, please"}]
+        found = client.chat.completions.create(model=MODEL, response_model=City, messages=messages)
+        assert found.city == "Paris"
+
+
 # pydantic-ai
 
 
@@ -245,6 +276,20 @@ def pydantic_responses() -> None:
 
     model = OpenAIResponsesModel(MODEL, provider=pydantic_provider())
     assert run_pydantic(model, tools=[get_weather]) == ANSWER
+
+
+@check("pydantic-ai-slim", "PromptedOutput, NativeOutput")
+def pydantic_output() -> None:
+    from pydantic import BaseModel
+    from pydantic_ai import NativeOutput, PromptedOutput
+    from pydantic_ai.models.openai import OpenAIChatModel
+
+    class City(BaseModel):
+        city: str
+
+    model = OpenAIChatModel(MODEL, provider=pydantic_provider())
+    for output_type in (PromptedOutput(City), NativeOutput(City)):
+        assert run_pydantic(model, output_type=output_type).city == "Paris"
 
 
 def main() -> None:

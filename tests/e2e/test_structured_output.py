@@ -75,6 +75,28 @@ def test_finished_outputs_are_valid(server: Server) -> None:
     assert asyncio.run(_finished_outputs(server, _schemas(20))) > 15
 
 
+def test_messages_follow_a_schema(server: Server) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
+    body = {
+        "max_tokens": 100,
+        "messages": [{"role": "user", "content": "one two"}],
+        "output_config": {"format": {"type": "json_schema", "schema": schema}},
+    }
+
+    async def run() -> tuple[int, Any]:
+        async with (
+            aiohttp.ClientSession(server.url) as session,
+            session.post("/v1/messages", json=body) as answer,
+        ):
+            return answer.status, await answer.json()
+
+    status, message = asyncio.run(run())
+    assert status == 200, message
+    assert message["stop_reason"] == "max_tokens" or is_valid(
+        json.loads(message["content"][0]["text"]), schema
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_finished_outputs_of_500_schemas_are_valid(server: Server) -> None:
