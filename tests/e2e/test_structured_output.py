@@ -104,15 +104,7 @@ KINDS: list[tuple[dict[str, Any], Callable[[str], object]]] = [
     ({"guided_json": {"enum": [7]}, "logprobs": 2}, "7".__eq__),
     (
         {
-            "response_format": {
-                "type": "structural_tag",
-                "format": {
-                    "type": "tag",
-                    "begin": "<",
-                    "content": {"type": "regex", "pattern": "[0-9]"},
-                    "end": ">",
-                },
-            }
+            "response_format": {"type": "structural_tag", "format": TAG},
         },
         re.compile("<[0-9]>").fullmatch,
     ),
