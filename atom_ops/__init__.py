@@ -20,6 +20,7 @@ from atom_ops.ops.causal_conv import causal_conv
 from atom_ops.ops.decode_inputs import DecodeInputs, decode_inputs
 from atom_ops.ops.draft_inputs import NO_DRAFT, DraftInputs, RowState, draft_inputs
 from atom_ops.ops.embedding import embedding
+from atom_ops.ops.expert_slots import ExpertSlots, select_slots
 from atom_ops.ops.experts import ClampedSwiglu, ExpertActivation, ExpertWeights, experts
 from atom_ops.ops.fused_attention import attend_projection
 from atom_ops.ops.fused_linear import add_norm_linear, silu_and_mul_linear
@@ -97,6 +98,7 @@ __all__ = [
     "DecodeInputs",
     "DraftInputs",
     "ExpertActivation",
+    "ExpertSlots",
     "ExpertWeights",
     "HeadNorms",
     "IndexKeys",
@@ -172,6 +174,7 @@ __all__ = [
     "rotation_at",
     "route",
     "sample",
+    "select_slots",
     "shard_argmax",
     "sigmoid_and_mul",
     "silu_and_mul",

@@ -21,7 +21,7 @@ from atom.messages.engine import (
     TokenDeltas,
 )
 from atom.messages.grammar import DropGrammar, GrammarLoaded, LoadGrammar
-from atom.messages.worker import BatchResult, ScheduledBatch
+from atom.messages.worker import BatchResult, ExpertLoad, ScheduledBatch
 from engine_core.admission import check_request
 from engine_core.batch_bytes import MAX_REASON_CHARS, check_row
 from engine_core.grammars import Grammars
@@ -53,6 +53,8 @@ class EngineCore:
         self._log = RequestLog(kv.block_size)
         self._num_drafts = limits.num_drafts
         self._frontends: set[bytes] = set()  # all that have unfinished requests, and perhaps others
+        self.expert_load = ExpertLoad([], 0)
+        """The latest that a worker has sent."""
         self._check: Iterator[None] | None = None  # keeps the checked requests in memory
         self._checked_version: tuple[int, ...] = ()
 
@@ -200,6 +202,8 @@ class EngineCore:
             num_accepted_tokens_per_pos=counters.accepted_per_pos(self._num_drafts),
             prefill_tokens=counters.prefill_tokens,
             kv_blocks_cached=self._kv.num_cached,
+            expert_imbalance=self.expert_load.imbalance,
+            experts_moved=self.expert_load.moved,
         )
 
     def check_integrity(self) -> None:

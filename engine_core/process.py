@@ -43,6 +43,7 @@ from atom.messages.supervisor import Dead, Heartbeat, Ready, ToSupervisor
 from atom.messages.worker import (
     AllocateKV,
     BatchResult,
+    ExpertLoad,
     FromWorker,
     Loaded,
     Shutdown,
@@ -244,6 +245,9 @@ class CoreProcess:
             return {}
         if isinstance(message, RankTrace):
             self._finish_profile(core, self._profiling.add_trace(message))
+            return {}
+        if isinstance(message, ExpertLoad):
+            core.expert_load = message
             return {}
         if isinstance(message, GrammarLoaded):
             return core.grammar_loaded(message)

@@ -496,10 +496,11 @@ class EngineClient:
             if update.finished:
                 self._finish(update, sequence, now)
         if done.aborts:
-            failed = {update.request_id for update in done.updates if update.error}
-            for request_id in done.aborts:
-                reason = FinishReason.ERROR if request_id in failed else FinishReason.STOP_STRING
-                engine.link.send(Abort([request_id], reason))
+            failed = {update.request_id for update in done.updates if update.error}.intersection(done.aborts)
+            stopped = [request_id for request_id in done.aborts if request_id not in failed]
+            for ids, reason in ((stopped, FinishReason.STOP_STRING), (sorted(failed), FinishReason.ERROR)):
+                if ids:
+                    engine.link.send(Abort(ids, reason))
         if self.output_memory.is_exceeded:
             self.output_memory.enforce()
 

@@ -190,6 +190,21 @@ class _Collector(Collector):
         ):
             yield self._family(GaugeMetricFamily, f"atom:{name}", text, values(field))
         yield from self._speculation({r: s for r, s in engines.items() if s.num_accepted_tokens_per_pos})
+        yield from self._experts({r: s for r, s in engines.items() if s.expert_imbalance})
+
+    def _experts(self, engines: dict[int, CoreStats]) -> Iterator[Metric]:
+        """Of the engines that report how evenly their ranks share experts."""
+        if not engines:
+            return
+        moved: dict[int, float] = {rank: stats.experts_moved for rank, stats in engines.items()}
+        text = "Experts moved to another rank or replicated, since the start"
+        yield self._family(CounterMetricFamily, "atom:experts_moved", text, moved)
+        text = "Tokens of the fullest rank's experts over the mean of the ranks, in the last window"
+        family = GaugeMetricFamily("atom:expert_load_imbalance", text, labels=[*_LABELS, "layer"])
+        for rank, stats in engines.items():
+            for layer, imbalance in enumerate(stats.expert_imbalance):
+                family.add_metric([self._model, str(rank), str(layer)], imbalance)
+        yield family
 
     def _speculation(self, engines: dict[int, CoreStats]) -> Iterator[Metric]:
         """Of the engines that verify draft tokens."""

@@ -119,14 +119,17 @@ class Communicator:
         _reduce_scatter(summed, x.contiguous(), group=self._group)
         return summed[: sizes[self.rank]]
 
-    def all_to_all_rows(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    def all_to_all_rows(
+        self, x: Tensor, sent: Sequence[int], received: Sequence[int], out: Tensor | None = None
+    ) -> Tensor:
         """Send sent[r] rows of `x` to each rank r, in rank order; returns the rows of all ranks for this one.
 
-        received[r] is the number of rows from rank r. `x` has sum(sent) rows.
+        received[r] is the number of rows from rank r. `x` has sum(sent) rows; `out`, if given, has room
+        for sum(received).
         """
         if self.size == 1:
             return x
-        found = x.new_empty(sum(received), *x.shape[1:])
+        found = x.new_empty(sum(received), *x.shape[1:]) if out is None else out[: sum(received)]
         dist.all_to_all_single(found, x.contiguous(), list(received), list(sent), group=self._group)
         return found
 

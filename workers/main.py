@@ -34,6 +34,7 @@ _PROGRESS_INTERVAL_S = 0.05
 _SPIN_COUNT = "10000"
 _KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")  # of torch, of oneDNN
 _CACHED_KERNELS = "256"
+_COLLECTIVES = ("gloo", "NCCL", "DistBackendError")
 
 
 def main() -> None:
@@ -51,7 +52,8 @@ def main() -> None:
     except Exception as error:  # of any kind: core and supervisor need the cause
         if envs.ATOM_LOG_MORE:
             traceback.print_exc()
-        link.fail(out_of_memory(error) or one_line(error, ValueError), _status(error))
+        reason = out_of_memory(error) or _lost_rank(error) or one_line(error, ValueError)
+        link.fail(reason, _status(error))
         sys.exit(1)
     finally:
         link.close()
@@ -202,6 +204,14 @@ def _set_profiler_environment(config: EngineConfig) -> None:
     if config.observability.torch_profiler_dir is not None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         os.environ.setdefault("TEARDOWN_CUPTI", "0")
+
+
+def _lost_rank(error: Exception) -> str:
+    """One line if a collective failed for lack of another rank, which libraries say at length; else empty."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, RuntimeError) and any(name in text for name in _COLLECTIVES):
+        return "a worker that it computes with has ended, or did not respond"
+    return ""
 
 
 def _status(error: Exception) -> ExitStatus:

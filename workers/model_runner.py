@@ -3,7 +3,7 @@
 T tokens of the step, R sampled rows, P tokens with prompt log probabilities, D hidden, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,6 +69,9 @@ class ModelRunner:
     If the device has too little memory for a part of a step, the rows that need this part fail.
     """
 
+    before_step: Callable[[], None] | None = None
+    """Called before every forward pass, dummy ones too; after the ranks have agreed on it."""
+
     def __init__(
         self,
         model: CausalLM,
@@ -111,6 +114,8 @@ class ModelRunner:
         a shape that is not captured, or without tokens or rows.
         """
         self._sizes.check(shape)
+        if self.before_step is not None:
+            self.before_step()
         if shape.mode is StepMode.EAGER:
             self._compute(pad_step(self._inputs.empty_step(), shape))
         elif shape.mode is StepMode.DECODE_GRAPH:
@@ -133,6 +138,8 @@ class ModelRunner:
         if shape is not planned:
             self._sizes.check(shape)
             shape.require(planned)
+        if self.before_step is not None:
+            self.before_step()
         if shape.mode is StepMode.DECODE_GRAPH:
             return self._replay(self._captured.decode, self._inputs.decode_batch(batch), shape.padded_rows)
         step = self._inputs.step(batch)

@@ -4,6 +4,7 @@ import torch
 
 from atom.config.checkpoint import Checkpoint
 from atom.config.engine import EngineConfig
+from atom.config.eplb import eplb_config
 from atom.messages.worker import KVSpec
 from parallel.expert import ExpertDispatch, expert_dispatch
 from parallel.mesh import Mesh
@@ -44,6 +45,7 @@ def build_rank(
         config.cache.block_size,
         kv_dtype(config.cache, dtype),
         dispatch,
+        _redundant_experts(config),
     )
     model = build_model(checkpoint, build)
     if mesh.dcp.size > 1 and not all(isinstance(group, LatentGroup) for group in model.kv_groups):
@@ -60,6 +62,11 @@ def rank_dispatch(config: EngineConfig, mesh: Mesh) -> ExpertDispatch:
     assert max_tokens is not None, "resolved before any worker starts"
     parallel = config.parallel
     return expert_dispatch(mesh, parallel.enable_expert_parallel, parallel.all2all_backend, max_tokens)
+
+
+def _redundant_experts(config: EngineConfig) -> int | None:
+    eplb = eplb_config(config.parallel)
+    return None if eplb is None else eplb.num_redundant_experts
 
 
 def rank_specs(config: EngineConfig, model: CausalLM) -> list[KVSpec]:

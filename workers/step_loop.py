@@ -1,6 +1,7 @@
 """A worker's main loop: messages of the core in, steps and results out."""
 
 import gc
+import math
 import time
 from collections import deque
 from typing import Protocol
@@ -31,6 +32,8 @@ _WRITING_POLL_MS = 20
 _LOADING_POLL_MS = 2
 _DEVICE_POLL_S = 50e-6
 _LEAVE_S = 5.0
+# How long the ranks of other engines wait for a core that is about to send its next batch.
+_CORE_S = 0.5
 
 
 class CoreLink(Protocol):
@@ -59,6 +62,8 @@ class StepLoop:
             if self._pending and self._pending[0].ready():
                 self._link.send(self._pending.popleft().result())
                 continue
+            if (load := self._worker.expert_load()) is not None:
+                self._link.send(load)
             message = self._link.receive(self._wait_ms())
             if message is not None:
                 self._process(message)
@@ -118,33 +123,37 @@ class LockstepLoop(StepLoop):
     """Steps with the ranks of other engines: without a batch while another has one, it runs dummy steps.
 
     From the first batch until StepsDone it waits for the next message instead: a dummy step would delay
-    the batch that the core is about to send. After Shutdown it takes part until all ranks leave.
+    the batch that the core is about to send. It waits for a short time only, so that a core that hangs does
+    not stop the other engines. After Shutdown it takes part until all ranks leave.
     """
 
     def __init__(self, worker: Worker, link: CoreLink, rank: int, trace: StepTrace, waves: Waves):
         super().__init__(worker, link, rank, trace)
         self._waves = waves
-        self._has_steps = False
+        self._wait_until = 0.0
         self._leave_at: float | None = None
 
     @property
     def _steps_idly(self) -> bool:
-        return self._waves.is_awake and not self._has_steps
+        return self._waves.is_awake and time.monotonic() >= self._wait_until
 
     def _wait_ms(self) -> int:
         wait_ms = super()._wait_ms()
-        return 0 if self._steps_idly else wait_ms
+        if not self._waves.is_awake:
+            return wait_ms
+        left_ms = (self._wait_until - time.monotonic()) * 1000
+        return max(0, math.ceil(min(wait_ms, left_ms)))
 
     def _process(self, message: ToWorker) -> None:
         match message:
             case ScheduledBatch():
-                self._has_steps = True
                 self._waves.begin()
                 super()._process(message)
+                self._wait_until = time.monotonic() + _CORE_S
             case StepsDone():
-                self._has_steps = False
+                self._wait_until = 0.0
             case Shutdown():
-                self._has_steps = False
+                self._wait_until = 0.0
                 self._leave_at = time.monotonic() + _LEAVE_S
                 self._waves.begin()
             case _:
@@ -164,4 +173,4 @@ class LockstepLoop(StepLoop):
             self._waves.end()
             self._ended = agreed.all_leave
         elif agreed.has_batch:
-            self._has_steps = True  # its batch arrives soon
+            self._wait_until = math.inf  # its batch is on its way, and this step is agreed on

@@ -10,8 +10,9 @@ import torch
 
 from atom.config.checkpoint import Checkpoint
 from atom.config.engine import EngineConfig
+from atom.config.eplb import eplb_config
 from atom.messages.engine import Sampling, pack_ids
-from atom.messages.worker import AllocateKV, Loaded, NewRow, ScheduledBatch
+from atom.messages.worker import AllocateKV, ExpertLoad, Loaded, NewRow, ScheduledBatch
 from atom.utils import envs
 from atom.utils.logger import get_logger
 from atom_ops import BATCH_INVARIANT_SPLIT, backend
@@ -19,6 +20,7 @@ from parallel.mesh import Mesh
 from workers.agreement import Agreed, Agreement
 from workers.block_table import BatchLimits, BlockTable
 from workers.decode_graphs import DecodeGraphs
+from workers.expert_balancer import ExpertBalancer
 from workers.grammar.library import GrammarLibrary
 from workers.graph_recorder import GraphRecorder, Recorder
 from workers.group_rows import GroupRows
@@ -92,11 +94,14 @@ class Worker:
     """Set by `load`."""
     _runner: ModelRunner
     """Set by `allocate`."""
+    _balancer: ExpertBalancer | None
+    """Set by `load`; None without --enable-eplb."""
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, mesh: Mesh, progress: Progress):
         self.traces: TraceRecorder | None = None
         """None unless the configuration names a directory for traces."""
         self._config = config
+        self._reported: list[float] | None = None
         self._checkpoint = checkpoint
         self._mesh = mesh
         self._tp = mesh.tp
@@ -136,6 +141,15 @@ class Worker:
             with self.traces.step(self._runner.label(batch)):
                 return self._runner.launch(batch)
 
+    def expert_load(self) -> ExpertLoad | None:
+        """The last window's load of the experts, once, on the first of the ranks that share them."""
+        balancer = self._balancer
+        if balancer is None or self._mesh.ep.rank or balancer.imbalance is self._reported:
+            return None
+        self._reported = balancer.imbalance
+        assert self._reported is not None, "it is another than before"
+        return ExpertLoad(self._reported, balancer.moved)
+
     def idle_step(self, leaving: bool = False) -> Agreed:
         """Take part in a step of engines in lockstep without a batch; `leaving`: none will come any more.
 
@@ -162,6 +176,7 @@ class Worker:
         self._model = self._build_model()
         if self._tp.rank == 0 and (backends := attention_backends(self._model.kv_groups)):
             get_logger().info("attention backends: %s", backends)
+        self._balancer = self._make_balancer()
         if self._device.type == "cuda":
             # Kernels with programmatic dependent launch may read weights before earlier kernels end.
             torch.cuda.synchronize(self._device)
@@ -175,6 +190,8 @@ class Worker:
             kv_layers = self._make_kv(allocate.num_blocks)
             inputs = self._make_inputs(allocate.max_model_len, allocate.num_blocks)
             self._runner = self._make_runner(kv_layers, inputs, self._capture_sizes())
+            if self._balancer is not None:
+                self._runner.before_step = self._balancer.before_step
         sized = zip(self._model.kv_groups, allocate.num_blocks, strict=True)
         num_blocks = min(blocks for group, blocks in sized if not isinstance(group, StateGroup))
         capacity = num_blocks * self._config.block_tokens
@@ -194,6 +211,15 @@ class Worker:
         if self._marked:
             mark_modules(model)
         return model
+
+    def _make_balancer(self) -> ExpertBalancer | None:
+        config = eplb_config(self._config.parallel)
+        if config is None:
+            return None
+        balancer = ExpertBalancer(self._model, self._mesh.ep, config)
+        if self._config.model.load_dummy:
+            balancer.copy_replicas()
+        return balancer
 
     @property
     def _marked(self) -> bool:

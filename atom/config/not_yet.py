@@ -17,6 +17,10 @@ class Refusal:
 
 REFUSED: dict[str, Refusal] = {
     "pipeline_parallel_size": Refusal("pipeline parallelism is not supported yet; use -tp", "1", "-pp"),
+    "prefill_context_parallel_size": Refusal(
+        "prefill context parallelism is not supported yet; -dcp splits the KV cache of MLA", "1", "-pcp"
+    ),
+    "cp_kv_cache_interleave_size": Refusal("ranks take turns token by token; use 1", "1"),
     "level": Refusal("compilation is not supported yet; use 0", "0"),
     "draft_model": Refusal("draft models are not supported yet; use --method ngram"),
     "kv_transfer_config": Refusal("prefill/decode disaggregation is not supported yet", "{}"),

@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from atom.config.fields import OBJECT
+
 All2AllBackend = Literal["auto", "allgather_reducescatter", "alltoall", "mori"]
 
 
@@ -22,6 +24,10 @@ class ParallelConfig:
     """Make each worker an engine that shares only the experts: -dp becomes dp x tp, and -tp 1."""
     all2all_backend: All2AllBackend = "auto"
     """How tokens reach the experts of other data-parallel ranks; auto chooses by the tokens of a step."""
+    enable_eplb: bool = False
+    """Move experts between ranks while requests run, so that all ranks get about as many tokens."""
+    eplb_config: Annotated[str, OBJECT] | None = None
+    """JSON object; '{"window_size": 1000, "step_interval": 3000, "num_redundant_experts": 0}' if unset."""
     dp_load_balance: Literal["prefix", "least_tokens", "least_requests", "round_robin"] = "prefix"
     """Chooses a request's data-parallel rank; prefix prefers one that has computed the prompt's prefix."""
     port: Annotated[int, Meta(ge=1, le=65535)] | None = None

@@ -12,6 +12,7 @@ from atom.config.cache import CacheConfig
 from atom.config.checkpoint import Checkpoint
 from atom.config.device import DeviceConfig
 from atom.config.engine import EngineConfig
+from atom.config.eplb import eplb_config
 from atom.config.fields import ConfigError
 from atom.config.model import ModelConfig
 from atom.config.parallel import ParallelConfig
@@ -93,6 +94,7 @@ def resolve(
     _check_context_parallel(config.parallel, checkpoint)
     if config.parallel.enable_expert_parallel:
         _check_experts(config.parallel.num_workers, checkpoint)
+    _check_eplb(config.parallel, checkpoint)
     cache = _cache(config.cache, checkpoint, explicit, notes)
     notes += _without_effect(config, explicit, device)
     if checkpoint.ignored_defaults:
@@ -227,6 +229,24 @@ def _num_experts(checkpoint: Checkpoint) -> int:
     return max((checkpoint.hf_config.get(name) or 0) for name in _EXPERT_COUNTS)
 
 
+def _check_eplb(parallel: ParallelConfig, checkpoint: Checkpoint) -> None:
+    eplb = eplb_config(parallel)
+    if eplb is None:
+        return
+    ranks = parallel.num_workers
+    if not parallel.enable_expert_parallel or ranks == 1:
+        raise ConfigError(
+            "--enable-eplb moves experts between ranks: use --enable-expert-parallel with several workers"
+        )
+    experts = _num_experts(checkpoint)
+    most = experts * (ranks - 1)
+    if eplb.num_redundant_experts > most:
+        raise ConfigError(
+            f"--eplb-config: num_redundant_experts {eplb.num_redundant_experts}: with {most} every one of "
+            f"{ranks} ranks has all {experts} experts"
+        )
+
+
 def _cache(cache: CacheConfig, checkpoint: Checkpoint, explicit: set[str], notes: list[str]) -> CacheConfig:
     """Prefix caching is turned off for recurrent layers: their state is not stored per block."""
     if not checkpoint.keeps_states or not cache.enable_prefix_caching:
@@ -326,6 +346,8 @@ def _without_effect(config: EngineConfig, explicit: set[str], device: Device) ->
     if config.parallel.num_workers == 1:
         reasons["enable_expert_parallel"] = "one worker has all experts; it acts with -tp or -dp"
         reasons["enable_dp_attention"] = "there is one worker; it acts with -tp or -dp"
+    if not config.parallel.enable_eplb:
+        reasons["eplb_config"] = "it needs --enable-eplb"
     if not config.parallel.lockstep:
         reasons["all2all_backend"] = (
             "tokens travel between data-parallel ranks that share experts: it acts with "

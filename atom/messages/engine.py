@@ -271,6 +271,12 @@ class CoreStats(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False):
     """Tokens computed by prefills, those that were computed again after a preemption included."""
     kv_blocks_cached: int = 0
     """KV blocks that no request uses, and that the prefix cache has."""
+    expert_imbalance: list[float] = []
+    """Of each MoE layer, in the last window: tokens of the fullest rank over the mean of the ranks. Empty
+    without --enable-eplb, before the end of the first window, and on all engines but one of those that
+    share experts."""
+    experts_moved: int = 0
+    """Experts copied to another slot, on all ranks."""
 
 
 class GetStats(msgspec.Struct, tag=4, array_like=True, frozen=True, gc=False):

@@ -200,7 +200,25 @@ class WorkerHeartbeat(msgspec.Struct, tag=14, array_like=True, frozen=True, gc=F
     rank: int
 
 
+class ExpertLoad(msgspec.Struct, tag=17, array_like=True, frozen=True, gc=False):
+    """How evenly the last window's tokens were spread over the ranks that share experts; from one of them."""
+
+    imbalance: list[float]
+    """Of each MoE layer: tokens of the fullest rank over the mean of the ranks."""
+    moved: int
+    """Experts copied to another slot since the start, on all ranks."""
+
+
 ToWorker = (
     ScheduledBatch | AllocateKV | Shutdown | StepsDone | Profile | SetLogLevel | LoadGrammar | DropGrammar
 )
-FromWorker = Loaded | WorkerReady | BatchResult | WorkerFailed | WorkerHeartbeat | RankTrace | GrammarLoaded
+FromWorker = (
+    Loaded
+    | WorkerReady
+    | BatchResult
+    | WorkerFailed
+    | WorkerHeartbeat
+    | RankTrace
+    | ExpertLoad
+    | GrammarLoaded
+)

@@ -321,13 +321,13 @@ def _cut(rows: Ints, query_lens: Ints, first_tokens: Ints, context_lens: Ints, k
     offset = _counting(counts) * length
     owner = np.repeat(np.arange(len(rows)), counts)
     first_position = (context_lens - query_lens)[owner] + offset
-    hidden = (first_position - key.window + 1).clip(min=0) if key.window else np.zeros_like(first_position)
+    visible = (first_position - key.window + 1).clip(min=0) if key.window else np.zeros_like(first_position)
     return _Tiles(
         length,
         rows[owner],
         first_tokens[owner] + offset,
         first_position,
-        key.shard.count(hidden),
+        key.shard.count(visible),
         np.minimum(query_lens[owner] - offset, length),
         key.shard,
     )

@@ -13,10 +13,11 @@ its block of that number, so the ranks need one block table and no other. With 2
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-N = TypeVar("N", int, NDArray, Tensor)  # type: ignore[type-arg]
+N = TypeVar("N", int, NDArray[np.int64], Tensor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ def load() -> None:
     import atom_ops.triton_impl.decode_inputs
     import atom_ops.triton_impl.draft_inputs
     import atom_ops.triton_impl.embedding
+    import atom_ops.triton_impl.expert_slots
     import atom_ops.triton_impl.experts
     import atom_ops.triton_impl.fused_attention
     import atom_ops.triton_impl.fused_linear

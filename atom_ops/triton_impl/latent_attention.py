@@ -177,8 +177,8 @@ def _latent_rows(
         first_token = tl.load(starts + row)
         tile_start = (number - first_token // TILE - row) * TILE
     length = tl.load(starts + row + 1) - first_token
-    length_of_all = tl.load(contexts + row)
-    context = _own(length_of_all, RANK, RANKS)
+    whole_context = tl.load(contexts + row)
+    context = _own(whole_context, RANK, RANKS)
     share = _share(context, tl.num_programs(1), BLOCK_N)
     first = tl.program_id(1) * share
     if DECODE:
@@ -201,9 +201,9 @@ def _latent_rows(
     wanted_MR = wanted_M[:, None] & (feature_R < ROPE)[None, :]
     q_MR = tl.load(q_M1 + LATENT + feature_R[None, :], mask=wanted_MR, other=0.0)
 
-    before = length_of_all - length + tile_start
+    before = whole_context - length + tile_start
     stop = tl.minimum(tl.minimum(first + share, context), _own(before + TILE, RANK, RANKS))
-    # Tokens that every query sees, in whole config.
+    # Tokens that every query sees, in whole iterations.
     seen_by_all = tl.maximum(tl.minimum(stop, _own(before + 1, RANK, RANKS)), first)
     seen_by_all = first + (seen_by_all - first) // BLOCK_N * BLOCK_N
     seen_M = before + m // HEADS

@@ -96,6 +96,8 @@ def _describe_items(
     for part in [described, *described.get("anyOf", ())]:
         if part.get("type") == "array":
             part["items"] = {"anyOf": forms}
+            if field == "messages":
+                part["minItems"] = 1
 
 
 def _with_nested(schemas: Iterable[Schema[Any]]) -> Iterator[Schema[Any]]:
@@ -128,8 +130,8 @@ def _operation(operation: Operation, components: dict[str, Any]) -> dict[str, An
         described["security"] = [{"key": []}, {}]
     if operation.parameters or operation.headers:
         described["parameters"] = [
-            *(_parameter(name, "path", text) for name, text in operation.parameters.items()),
-            *(_parameter(name, "header", text) for name, text in operation.headers.items()),
+            *(_in_path(name, text) for name, text in operation.parameters.items()),
+            *({"name": name, "in": "header", **header} for name, header in operation.headers.items()),
         ]
     if operation.body is not None:
         schema = {"$ref": _REFERENCE.format(name=_name(components, operation.body.struct))}
@@ -137,14 +139,8 @@ def _operation(operation: Operation, components: dict[str, Any]) -> dict[str, An
     return described
 
 
-def _parameter(name: str, where: str, text: str) -> dict[str, Any]:
-    return {
-        "name": name,
-        "in": where,
-        "required": where == "path",
-        "description": text,
-        "schema": {"type": "string"},
-    }
+def _in_path(name: str, text: str) -> dict[str, Any]:
+    return {"name": name, "in": "path", "required": True, "description": text, "schema": {"type": "string"}}
 
 
 def _responses(operation: Operation, components: dict[str, Any]) -> dict[str, Any]:
@@ -156,7 +152,9 @@ def _responses(operation: Operation, components: dict[str, Any]) -> dict[str, An
     content: dict[str, Any] = {operation.content: schema}
     if operation.streams:
         content["text/event-stream"] = {}
-    responses: dict[str, Any] = {"200": {"description": "Success", "content": content}}
+    responses: dict[str, Any] = {}
+    if not operation.is_refused:
+        responses["200"] = {"description": "Success", "content": content}
     error = "AnthropicError" if operation.anthropic else _name(components, ErrorBody)
     reference = {"schema": {"$ref": _REFERENCE.format(name=error)}}
     for status in sorted({400, 401, 403, 404, 405, *operation.errors}):

@@ -37,17 +37,28 @@ class Operation:
     needs_key: bool = True
     parameters: dict[str, str] = field(default_factory=dict)
     """Of the path, with what each is."""
-    headers: dict[str, str] = field(default_factory=dict)
-    """Of the request, with what each is."""
+    headers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Of the request, with description and schema."""
+    is_refused: bool = False
+    """Whether it never succeeds."""
     anthropic: bool = False
     """Whether errors are Anthropic's error objects."""
 
 
 _GENERATION_HEADERS = {
-    "X-Request-Id": "Part of the response's id, if the body has no request_id.",
-    "X-Data-Parallel-Rank": "The engine that serves the request, from 0.",
-    "X-Request-Timeout": "Seconds until the request is ended.",
-    "traceparent": "W3C trace context.",
+    "X-Request-Id": {
+        "description": "Part of the response's id, if the body has no request_id.",
+        "schema": {"type": "string"},
+    },
+    "X-Data-Parallel-Rank": {
+        "description": "The engine that serves the request.",
+        "schema": {"type": "integer", "minimum": 0},
+    },
+    "X-Request-Timeout": {
+        "description": "Seconds until the request is ended.",
+        "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": 86400},
+    },
+    "traceparent": {"description": "W3C trace context.", "schema": {"type": "string"}},
 }
 
 
@@ -93,6 +104,7 @@ OPERATIONS: tuple[Operation, ...] = (
         method="post",
         path="/v1/responses/{id}/cancel",
         summary="Refused: there are no background responses",
+        is_refused=True,
         parameters=_RESPONSE_ID,
     ),
     _generation("/v1/messages", "Anthropic's messages", MESSAGES, MessagesResponse, anthropic=True),

@@ -34,10 +34,18 @@ class Thinking(msgspec.Struct, frozen=True):
     """A target, which is not enforced."""
 
 
+class OutputFormat(msgspec.Struct, frozen=True):
+    """What the text of the answer must be."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
 class OutputConfig(msgspec.Struct, frozen=True):
     """How the model answers."""
 
     effort: str | None = None
+    format: OutputFormat | None = None
 
 
 class CountRequest(msgspec.Struct, kw_only=True):
@@ -170,7 +178,9 @@ _HARMLESS = _CACHE | {
 }
 _NESTED: dict[str, Schema[Any] | None] = {
     "context_management": None,
-    "output_config": Schema(OutputConfig, neutral={"format": ()}, harmless=frozenset()),
+    "output_config": Schema(
+        OutputConfig, {}, frozenset(), {"format": Schema(OutputFormat, {}, frozenset(), {"schema": None})}
+    ),
     "thinking": Schema(Thinking, neutral={"display": ("summarized",)}, harmless=frozenset()),
     "tool_choice": None,
 }

@@ -11,6 +11,7 @@ from frontend.input_processor import MAX_EXCESS_TOKENS, InputProcessor
 from frontend.renderers.messages import MessagesRenderer
 from frontend.schemas.generation import GenerationRequest
 from frontend.schemas.messages import COUNT, MESSAGES, CountRequest, CountResponse, MessagesRequest
+from frontend.schemas.structured_output import JsonSchemaFormat, ResponseFormat
 from frontend.serving.caller import Caller
 from frontend.serving.chat import check_message_count
 from frontend.serving.chat_prompts import ChatPrompts
@@ -42,7 +43,11 @@ class MessagesEndpoint:
     """POST /v1/messages and /v1/messages/count_tokens."""
 
     id_prefix: ClassVar[str] = "msg_"
-    field_names: ClassVar[Mapping[str, str]] = {"prompt": "messages", "stop": "stop_sequences"}
+    field_names: ClassVar[Mapping[str, str]] = {
+        "prompt": "messages",
+        "response_format": "output_config.format",
+        "stop": "stop_sequences",
+    }
 
     def __init__(self, inputs: InputProcessor, prompts: ChatPrompts, models: ModelService, lenient: bool):
         self._inputs = inputs
@@ -56,6 +61,9 @@ class MessagesEndpoint:
         _check_budget(request)
         fields = GenerationRequest(**{name: getattr(request, name) for name in _SAME_NAME})
         fields.stop = request.stop_sequences
+        if (output := request.output_config) is not None and output.format is not None:
+            schema = JsonSchemaFormat(schema=output.format.schema)
+            fields.response_format = ResponseFormat("json_schema", json_schema=schema)
         return ParsedRequest(
             fields=fields,
             prompts=partial(self._prompt, request, warnings),

@@ -18,6 +18,7 @@ from frontend.serving.chat import check_message_count
 from frontend.serving.chat_prompts import ChatPrompts
 from frontend.serving.conversation import Conversation
 from frontend.serving.endpoint import ParsedRequest
+from frontend.serving.item_references import ItemReferences
 from frontend.serving.prompts import Prompt, PromptEncoder
 from frontend.serving.response_store import ResponseStore, joined_lists
 from frontend.serving.responses_input import ItemReader, tool_choice
@@ -71,6 +72,7 @@ class ResponsesEndpoint:
         "messages": "input",
         "max_tokens": "max_output_tokens",
         "reasoning_effort": "reasoning.effort",
+        "response_format": "text.format",
     }
 
     def __init__(
@@ -95,17 +97,17 @@ class ResponsesEndpoint:
         fields.response_format = _response_format(request)
         earlier = self._earlier(request, caller)
         given = _given_items(request.input)
+        references = ItemReferences(given, self._store, caller.tenant)
         keeps = request.store is not False and self._store.is_on
         echo = _echo(request, keeps)
         if keeps:
             echo.keep = partial(self._store.put, caller.tenant)
-            echo.items = joined_lists(earlier, _encode(given))
         return ParsedRequest(
             fields=fields,
-            prompts=partial(self._prompt, request, echo, earlier, given, warnings),
+            prompts=partial(self._prompt, request, echo, earlier, references, warnings),
             renderer=partial(ResponsesRenderer, echo=echo),
             default_max_tokens=self._encoder.default_max_tokens,
-            earlier_bytes=len(earlier),
+            earlier_bytes=len(earlier) + references.size,
             warnings=warnings,
         )
 
@@ -114,10 +116,12 @@ class ResponsesEndpoint:
         request: ResponsesRequest,
         echo: ResponseEcho,
         earlier: bytes,
-        given: list[msgspec.Raw],
+        references: ItemReferences,
         warnings: list[str],
     ) -> list[Prompt]:
-        earlier_items = _items.decode(earlier)
+        earlier_items, given = _items.decode(earlier), references.resolved()
+        if echo.keep is not None:
+            echo.items = joined_lists(earlier, _encode(given))
         count = len(earlier_items) + len(given) + bool(request.instructions)
         check_message_count(count, self._inputs.max_model_len, "input")
         reader = ItemReader(self._lenient, warnings, echo.custom_tools)

@@ -1,6 +1,6 @@
 """Items and tools of /v1/responses in the form that all chat endpoints share."""
 
-import base64
+import binascii
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -193,7 +193,7 @@ def _type(raw: msgspec.Raw, where: str) -> str | None:
 
 def _decoded(content: str, where: str) -> str:
     try:
-        return base64.b64decode(content, validate=True).decode()
+        return binascii.a2b_base64(content, strict_mode=True).decode()
     except ValueError:
         raise RequestError(
             f"'{where}encrypted_content' is not of this server: leave the item out",

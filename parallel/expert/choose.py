@@ -44,6 +44,7 @@ class ChosenDispatch(ExpertDispatch):
 
     def __init__(self, mesh: Mesh, crossovers: Crossovers):
         self.ep = mesh.ep
+        self.dp_rank = mesh.dp.rank
         self._crossovers = crossovers
         self._gather = GatherDispatch(mesh)
         self._padded = PaddedDispatch(mesh)

@@ -56,6 +56,9 @@ class ExpertDispatch(ABC):
     capturable = True
     """Whether a graph may capture dispatch and combine: fixed shapes, and the host waits for nothing."""
 
+    dp_rank = 0
+    """Which of the ranks with different tokens this is."""
+
     def local_experts(self, num_experts: int) -> tuple[int, int]:
         """(first, count) of this rank's experts. Raises ValueError with fewer experts than ranks."""
         if num_experts < self.ep.size:
@@ -70,7 +73,7 @@ class ExpertDispatch(ABC):
         """State the tokens of every data-parallel rank, with padding, in the steps that follow.
 
         Called on every rank before a step is launched or captured. `eager`: no graph captures the step.
-        Raises ValueError if that is not one number for each rank.
+        Raises ValueError if that is not one number for each rank, or for a form that graphs cannot capture.
         """
 
     @abstractmethod
@@ -104,11 +107,14 @@ class PlannedDispatch(ExpertDispatch):
         self.ep = mesh.ep
         self._dp = mesh.dp
         self._tp = mesh.tp
+        self.dp_rank = mesh.dp.rank
         self._tokens: Sequence[int] | None = None
 
     def plan(self, tokens: Sequence[int], eager: bool = False) -> None:
         if len(tokens) != self._dp.size:
             raise ValueError(f"{len(tokens)} token counts for {self._dp.size} data-parallel ranks")
+        if not (eager or self.capturable):
+            raise ValueError(f"{type(self).__name__} cannot be captured in a graph: plan it for eager steps")
         self._tokens = tuple(tokens)
 
     def _planned(self, tokens: int) -> Sequence[int]:

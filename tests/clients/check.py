@@ -1,7 +1,7 @@
 """Unchanged client libraries against a server: text, streams, tools, structured output.
 
-`python tests/clients/check.py BASE_URL`, in an environment with the libraries of requirements.txt; prints a
-table, and fails if any check does. The server is tests/clients/server.py.
+`tests/clients/run.sh PYTHON CLIENTS_PYTHON tests/clients/check.py [PACKAGE...]`, where CLIENTS_PYTHON has the
+libraries of requirements.txt; prints a table, and fails if any check does.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ KEY = "none"
 ASKED = "Weather in Paris?"
 ANSWER = "It is sunny."
 NUM_CALLS = 2
-URL = ""  # set by main
+URL = os.environ.get("URL", "")
 TOOL = {
     "type": "function",
     "function": {
@@ -172,6 +172,19 @@ def langchain_responses() -> None:
     run_langchain(ChatOpenAI(base_url=URL, api_key=KEY, model=MODEL, use_responses_api=True))
 
 
+@check("langchain-openai", "with_structured_output")
+def langchain_structured() -> None:
+    from langchain_openai import ChatOpenAI
+    from pydantic import BaseModel
+
+    class City(BaseModel):
+        city: str
+
+    model = ChatOpenAI(base_url=URL, api_key=KEY, model=MODEL)
+    for method in ("json_schema", "json_mode"):
+        assert model.with_structured_output(City, method=method).invoke("JSON, please").city == "Paris"
+
+
 @check("langchain-anthropic", "messages: stream, bind_tools")
 def langchain_messages() -> None:
     from langchain_anthropic import ChatAnthropic
@@ -215,6 +228,24 @@ def litellm_messages() -> None:
     assert reply.choices[0].message.content == ANSWER
 
 
+# instructor
+
+
+@check("instructor", "JSON and JSON_SCHEMA modes")
+def instructor_json() -> None:
+    import instructor
+    from pydantic import BaseModel
+
+    class City(BaseModel):
+        city: str
+
+    for mode in (instructor.Mode.JSON, instructor.Mode.JSON_SCHEMA):
+        client = instructor.from_openai(openai_client(), mode=mode)
+        messages = [{"role": "user", "content": "JSON, please"}]
+        found = client.chat.completions.create(model=MODEL, response_model=City, messages=messages)
+        assert found.city == "Paris"
+
+
 # pydantic-ai
 
 
@@ -247,10 +278,23 @@ def pydantic_responses() -> None:
     assert run_pydantic(model, tools=[get_weather]) == ANSWER
 
 
+@check("pydantic-ai-slim", "PromptedOutput, NativeOutput")
+def pydantic_output() -> None:
+    from pydantic import BaseModel
+    from pydantic_ai import NativeOutput, PromptedOutput
+    from pydantic_ai.models.openai import OpenAIChatModel
+
+    class City(BaseModel):
+        city: str
+
+    model = OpenAIChatModel(MODEL, provider=pydantic_provider())
+    for output_type in (PromptedOutput(City), NativeOutput(City)):
+        assert run_pydantic(model, output_type=output_type).city == "Paris"
+
+
 def main() -> None:
     """Run all checks."""
-    global URL
-    URL, *names = sys.argv[1:]
+    names = sys.argv[1:]
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the internet
     failed = 0
     print("| client | version | what | |\n|---|---|---|---|")

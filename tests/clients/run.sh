@@ -1,8 +1,10 @@
 #!/bin/bash
-# Usage: tests/clients/run.sh PYTHON_OF_THE_SERVER PYTHON_OF_THE_CLIENTS [PACKAGE...]
+# Runs COMMAND beside the server of tests/clients/server.py, whose base URL is in URL.
+# Usage: tests/clients/run.sh PYTHON COMMAND [ARGUMENT...]
 set -euo pipefail
-server=$1 clients=$2
-shift 2
-coproc SERVER { exec "$server" -m tests.clients.server; }
-read -r url <&"${SERVER[0]}"
-"$clients" tests/clients/check.py "$url" "$@"
+python=$1
+shift
+coproc SERVER { exec "$python" -m tests.clients.server; }
+read -r URL <&"${SERVER[0]}"
+export URL
+"$@"

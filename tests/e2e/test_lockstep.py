@@ -50,10 +50,12 @@ async def completion(server: Server, rank: int) -> str:
 
 
 async def until_ready(server: Server) -> None:
+    """Returns once both engines are."""
     async with asyncio.timeout(DEADLINE_S), aiohttp.ClientSession(server.url) as session:
         while True:
-            async with session.get("/ready") as answer:
-                if answer.status == 200:
+            async with session.get("/metrics") as answer:
+                up = re.findall("^atom:engine_up.* 1.0$", await answer.text(), re.MULTILINE)
+                if len(up) == 2:
                     return
             await asyncio.sleep(0.1)
 
@@ -77,6 +79,7 @@ def until_logged(server: Server, text: str) -> float:
 
 def test_engines_that_share_experts_are_one_domain(moe_model: Path) -> None:
     async def drive(server: Server) -> None:
+        await until_ready(server)
         alone = [await completion(server, rank) for rank in (0, 1)]  # the other engine is idle
         assert alone[0] == alone[1] == (await asyncio.gather(completion(server, 0), completion(server, 1)))[1]
         pids = workers(server)

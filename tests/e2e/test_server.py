@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
+import anthropic
+import openai
 import pytest
 
 from frontend.tokenizer import Tokenizer
@@ -112,6 +114,36 @@ def test_chat_with_usage(server: Server) -> None:
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert usage["latency_s"] >= usage["ttft_s"] > 0
     assert "cached_tokens" in usage["prompt_tokens_details"]
+
+
+def test_all_chat_routes_generate_the_same_text(server: Server) -> None:
+    """With the official clients, whole and streamed."""
+    messages: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+    options: dict[str, Any] = {"model": "smollm2", "temperature": 0}
+    with (
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as sdk,
+        anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0) as claude,
+    ):
+        chat = sdk.chat.completions.create(**options, messages=messages, max_tokens=16)
+        whole = sdk.responses.create(**options, input=messages, max_output_tokens=16)
+        with sdk.responses.stream(**options, input=messages, max_output_tokens=16) as stream:
+            streamed = stream.until_done().get_final_response()
+        with claude.messages.stream(
+            model="smollm2", messages=messages, max_tokens=16, extra_body={"temperature": 0}
+        ) as events:
+            message = events.get_final_message()
+        asked = sdk.responses.create(
+            **options, input="Of Italy?", previous_response_id=whole.id, max_output_tokens=16
+        )
+    expected = chat.choices[0].message.content or ""
+    assert "Paris" in expected
+    assert whole.output_text == streamed.output_text == expected
+    assert "".join(block.text for block in message.content if block.type == "text") == expected
+    assert chat.usage and whole.usage and asked.usage
+    assert whole.usage.input_tokens == chat.usage.prompt_tokens
+    usage = message.usage
+    assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == chat.usage.prompt_tokens
+    assert "Rome" in asked.output_text and asked.usage.input_tokens_details.cached_tokens > 0
 
 
 def test_frontend_and_core_run_without_torch(server: Server) -> None:

@@ -18,7 +18,7 @@ from parallel.mesh import Mesh
 from tests.helpers.simulated_mori import install
 
 D, F = 16, 8
-RANDOM_CASES = 6
+RANDOM_CASES = 3
 MOST_TOKENS = 9
 
 

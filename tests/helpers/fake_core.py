@@ -97,6 +97,7 @@ class FakeCore:
     profiles: list[Profile] = field(default_factory=list)
     rank: int = 0
     life: int = 0
+    abort_reasons: dict[int, FinishReason] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.endpoint = f"ipc://{self.directory}/core-{self.rank}.{self.life}"
@@ -177,7 +178,8 @@ class FakeCore:
                 self.profiles.append(message)
                 if (response := self.profile(message)) is not None:
                     socket.send_multipart([peer, encode(response)])
-            case Abort(request_ids):
+            case Abort(request_ids, reason):
+                self.abort_reasons.update(dict.fromkeys(request_ids, reason))
                 self.aborted.extend(request_ids)
                 for request_id in request_ids:
                     self._running.pop(request_id, None)

@@ -18,6 +18,8 @@ class Layout(msgspec.Struct, frozen=True):
     dp: int = 1
     all2all: All2AllBackend = "auto"
     dcp: int = 1
+    moving_experts: bool = False
+    """Whether experts move between the ranks every few steps."""
 
     @property
     def ranks(self) -> int:
@@ -37,9 +39,13 @@ class Layout(msgspec.Struct, frozen=True):
             all2all_backend=self.all2all,
             decode_context_parallel_size=self.dcp,
         )
+        if self.moving_experts:
+            parallel = replace(parallel, enable_eplb=True, eplb_config=_EPLB)
         return replace(base, parallel=parallel)
 
 
+_EPLB = '{"window_size": 3, "step_interval": 5, "num_redundant_experts": 2}'
+MOVING = Layout("DP 2 + EP, moving experts", expert_parallel=True, dp=2, moving_experts=True)
 LAYOUTS = (
     Layout("TP 2", 2),
     Layout("TP 2 + EP", 2, expert_parallel=True),
@@ -67,7 +73,7 @@ ROWS = {
 }
 """Family -> its row of the tiny models. Two ranks have unequal shares of most, three can share all."""
 _WITHOUT_EXPERTS = ("llama", "mistral", "qwen2", "qwen3")
-_IN_MOST_LAYOUTS = ("qwen3_moe", "deepseek_v3", "gpt_oss")
+_IN_MOST_LAYOUTS = ("qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
 """The others with experts have one layout of engines in lockstep."""
 _SPLIT_BY_TOKENS = ("deepseek_v2", "deepseek_v3")
 """Families whose KV cache ranks can split by tokens."""

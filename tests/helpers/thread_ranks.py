@@ -51,16 +51,33 @@ class ThreadCommunicator(Communicator):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self.calls["all_reduce"] += 1
-        return torch.stack(self._threads.exchange(self.rank, x)).sum(0)
+        return torch.stack(self._threads.exchange(self.rank, x.clone())).sum(0)
 
     def all_to_all_rows(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         self.calls["all_to_all"] += 1
-        parts = self._threads.exchange(self.rank, x.split(list(sent)))
+        parts = self._threads.exchange(self.rank, x.clone().split(list(sent)))
         return torch.cat([part[self.rank] for part in parts])
 
     def _gathered(self, x: Tensor) -> Tensor:
         self.calls["all_gather"] += 1
-        return torch.stack(self._threads.exchange(self.rank, x))
+        return torch.stack(self._threads.exchange(self.rank, x.clone()))
+
+
+def on_ranks(size: int, run: Callable[[Communicator], R]) -> list[R]:
+    """`run` on every rank of one group at once; the results in rank order."""
+    if size == 1:
+        return [run(Communicator())]
+    group = ThreadGroup(size)
+
+    def of_rank(rank: int) -> R:
+        try:
+            return run(ThreadCommunicator(rank, group))
+        except BaseException:
+            group.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(of_rank, range(size)))
 
 
 class RankedWorkers:

@@ -8,6 +8,7 @@ from frontend.limits import HttpLimits
 from frontend.schemas.structure import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 SIZE = HttpLimits.max_body_bytes
 USER = {"role": "user", "content": "x"}
@@ -35,7 +36,7 @@ def filled(head: bytes, element: bytes, tail: bytes, count: int | None = None) -
 
 def worst_bodies() -> list[Case]:
     """The catalogue; bodies have up to 8 MiB."""
-    return [*_texts(), *_structures(), *_messages(), *_encodings()]
+    return [*_texts(), *_structures(), *_messages(), *_items(), *_encodings()]
 
 
 def _texts() -> list[Case]:
@@ -118,6 +119,39 @@ def _messages() -> list[Case]:
         Case(
             "template variables", CHAT, chat([USER], chat_template_kwargs={str(i): i for i in range(60_000)})
         ),
+    ]
+
+
+def _items() -> list[Case]:
+    """Of the routes with typed items; counts keep within the most objects and strings of a body."""
+
+    def body(**fields: object) -> bytes:
+        return json.dumps(fields).encode()
+
+    text = {"type": "text", "text": "a"}
+    tool_use = {"type": "tool_use", "id": "a", "name": "f", "input": {"a": []}}
+    call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "[" * 100}
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(8)}}
+    tools = [{"name": f"f{i}", "input_schema": schema} for i in range(1024)]
+    blocks: list[tuple[str, dict[str, object]]] = [
+        ("12,000 blocks", {"messages": [{**USER, "content": [text] * 12_000}]}),
+        ("4,000 calls", {"messages": [{"role": "assistant", "content": [tool_use] * 4000}]}),
+        ("12,000 system blocks", {"messages": [USER], "system": [text] * 12_000}),
+        ("1,024 schemas", {"messages": [USER], "tools": tools}),
+    ]
+    instructions = b'{"input":"x","instructions":"'
+    reasoning = b'{"input":[{"type":"reasoning","encrypted_content":"'
+    items = [
+        ("16,000 items", body(input=[USER] * 16_000)),
+        ("5,000 calls", body(input=[call] * 5000)),
+        ("60,000 tools", body(input="x", tools=[{}] * 60_000)),
+        ("60,000 includes", body(input="x", include=["a"] * 60_000)),
+        ("long instructions", filled(instructions, b"a ", b'"}')),
+        ("long reasoning", filled(reasoning, b"YWFh", b'"}]}')),
+    ]
+    return [
+        *(Case(f"messages: {name}", MESSAGES, body(max_tokens=1, **fields)) for name, fields in blocks),
+        *(Case(f"responses: {name}", RESPONSES, data, (200, 400)) for name, data in items),
     ]
 
 

@@ -9,7 +9,7 @@ import torch
 from atom.config.checkpoint import Checkpoint
 from parallel.mesh import Mesh
 from tests.helpers.layout_rank import Job, Outcome, run
-from tests.helpers.layouts import LAYOUTS, ROWS, Layout, cases
+from tests.helpers.layouts import LAYOUTS, MOVING, ROWS, Layout, cases
 from tests.helpers.ranks import Ranks
 from tests.helpers.reference import PROMPTS
 from tests.helpers.tiny_models import engine_config, save_tiny, tiny
@@ -31,6 +31,9 @@ OF_A_MOE_LAYER = {
 }
 """Collectives between engines: of few tokens a padded exchange; of variable sizes also the sizes."""
 
+MOVED = "glm4_moe"
+"""The family whose experts move."""
+
 Case = tuple[str, Layout]
 
 
@@ -47,7 +50,8 @@ def outcomes(
 ) -> dict[Case, list[Outcome]]:
     """What each rank of each case found."""
     path, base = tmp_path_factory.mktemp("jobs") / "jobs.json", engine_config()
-    jobs = [Job(layout.config(base), checkpoints[family], layout, PROMPTS) for family, layout in cases()]
+    every = [*cases(), (MOVED, MOVING)]
+    jobs = [Job(layout.config(base), checkpoints[family], layout, PROMPTS) for family, layout in every]
     path.write_bytes(msgspec.json.encode(jobs))
     ranks = Ranks()
     try:
@@ -57,7 +61,7 @@ def outcomes(
         ranks.kill()
     by_rank = [msgspec.json.decode(output, type=list[Outcome | None]) for output in outputs]
     of_cases = zip(*by_rank, strict=True)
-    return {case: [each for each in found if each] for case, found in zip(cases(), of_cases, strict=True)}
+    return {case: [each for each in found if each] for case, found in zip(every, of_cases, strict=True)}
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +85,7 @@ def test_ranks_sample_the_tokens_of_one(
 ) -> None:
     whole, found = alone[family], outcomes[family, layout]
     assert len(found) == layout.ranks
-    assert len({token for ids in whole.ids for token in ids}) >= 16
+    assert len({token for ids in whole.ids for token in ids}) >= 12
     layers = checkpoints[family].hf_config["num_hidden_layers"]
     for rank, each in enumerate(found):
         assert each.ids == whole.ids[rank // layout.tp :: layout.dp]
@@ -108,3 +112,15 @@ def test_ranks_sample_the_tokens_of_one(
         replicated = REPLICATED.get(family, 0.02) * whole.weight_bytes / rest
         assert 1 <= sum(shares) <= 1 + replicated * (layout.tp - 1)
         assert max(shares) < 1 / layout.tp + replicated + 0.1, "rank 0 has at most a group of heads more"
+
+
+def test_experts_that_move_between_ranks_leave_the_tokens_as_they_are(
+    outcomes: dict[Case, list[Outcome]], alone: dict[str, Outcome]
+) -> None:
+    """Also between the dummy steps of an engine without requests."""
+    found, whole = outcomes[MOVED, MOVING], alone[MOVED]
+    assert [each.ids for each in found] == [whole.ids[0::2], whole.ids[1::2]]
+    assert {bool(each.dummy_steps) for each in found} == {True, False}
+    first, second = (each.load for each in found)
+    assert second is None, "one rank reports for all"
+    assert first is not None and first.moved >= 4 and min(first.imbalance) >= 1

@@ -1,4 +1,4 @@
-"""N-gram speculation in the real engine on one rank and on two: the tokens of the plain run."""
+"""N-gram speculation in the real engine, on one rank and on several: the tokens of the plain run."""
 
 from pathlib import Path
 from typing import Any
@@ -35,16 +35,39 @@ def params() -> list[SamplingParams]:
     ]
 
 
-def run(directory: Path, tp: int, **options: Any) -> tuple[list[Any], Any]:
-    with LLMEngine(str(directory), tensor_parallel_size=tp, **OPTIONS, **options) as engine:
+def run(directory: Path, **options: Any) -> tuple[list[Any], Any]:
+    with LLMEngine(str(directory), **OPTIONS | options) as engine:
+        aborted = engine.add_request(PROMPTS, SamplingParams(max_tokens=100, ignore_eos=True))
+        engine.step()
+        engine.abort(aborted)
         outputs = engine.generate(PROMPTS, params())
         return [output["token_ids"] for output in outputs], engine.stats()
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_drafts_change_no_token(tmp_path: Path, tp: int) -> None:
-    save_tiny(tiny("qwen3"), tmp_path)
-    wanted, _ = run(tmp_path, tp)
-    found, stats = run(tmp_path, tp, **NGRAM)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    save_tiny(tiny("qwen3-moe"), directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def wanted(model: Path) -> list[Any]:
+    return run(model)[0]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {"tensor_parallel_size": 2},
+        # Engines in lockstep, whose requests are preempted and resumed.
+        {"tensor_parallel_size": 2, "enable_dp_attention": True, "num_kv_blocks": 10},
+    ],
+    ids=["one-rank", "tp-2", "dp-attention-2"],
+)
+def test_drafts_change_no_token(model: Path, wanted: list[Any], layout: dict[str, Any]) -> None:
+    found, stats = run(model, **NGRAM, **layout)
     assert found == wanted
     assert sum(stats.num_accepted_tokens_per_pos) > 5
+    assert stats.preemptions > 0 or "num_kv_blocks" not in layout

@@ -35,6 +35,8 @@ class BuildContext:
     """Of cached keys and values; None: `dtype`."""
     dispatch: ExpertDispatch = field(default_factory=LocalDispatch)
     """How tokens reach the experts of MoE layers."""
+    redundant_experts: int | None = None
+    """Replicas of experts beside one of each; None: experts have no slots, and stay where they are."""
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Module name -> its name in the checkpoint, where the two differ."""

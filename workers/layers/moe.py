@@ -9,6 +9,7 @@ T tokens, D hidden, X experts, J experts per token, F features of an expert (in 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import nn
@@ -21,12 +22,16 @@ from atom_ops import (
     experts,
     linear,
     route,
+    select_slots,
     sigmoid_and_mul,
+    tensors_of,
     unstacked,
 )
+from parallel.expert.placement import first_placement
 from workers.layers.activation import gated_linear
 from workers.layers.context import BuildContext
 from workers.layers.expert_layouts import PER_EXPERT, ExpertLayout, ExpertSizes, Part
+from workers.layers.expert_slots import SlotMap
 from workers.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, mlp_range, tp_range
 from workers.layers.norm import RMSNorm
 from workers.layers.quantization.scheme import StoredTensor
@@ -59,7 +64,7 @@ class MoEArgs:
 
 
 class MoE(nn.Module):
-    """Router (`gate`), routed experts and shared experts.
+    """Router (`gate`), routed experts and shared experts. With `slots`, experts may move between ranks.
 
     Families whose checkpoints use other names list them in `renamed_on_disk`.
     """
@@ -67,7 +72,8 @@ class MoE(nn.Module):
     def __init__(self, args: MoEArgs, build: BuildContext):
         super().__init__()
         self._dispatch = build.dispatch
-        self._num_experts = args.num_experts
+        self.slots = None if build.redundant_experts is None else SlotMap(args.num_experts, build)
+        self._num_slots = args.num_experts + (build.redundant_experts or 0)
         self.gate = Router(args, build)
         self.experts = Experts(args, build.at("experts"))
         self.shared_experts = (
@@ -85,7 +91,9 @@ class MoE(nn.Module):
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """This rank\'s partial sum of the output."""
         ids_TJ, weights_TJ = self.gate.select_experts(x_TD)
-        routed = self._dispatch.dispatch(x_TD, ids_TJ, weights_TJ, self._num_experts)
+        if self.slots is not None:
+            ids_TJ = select_slots(ids_TJ, self.slots.experts)
+        routed = self._dispatch.dispatch(x_TD, ids_TJ, weights_TJ, self._num_slots)
         out_TD = self._dispatch.combine(self.experts(*routed))
         if self.shared_experts is not None:
             out_TD = out_TD + self._shared(self.shared_experts, x_TD)
@@ -130,6 +138,8 @@ class Router(Linear):
 class Experts(WeightedLayer):
     """The routed experts that this rank has, their matrices stacked; the output is its partial sum.
 
+    Each is in a slot. Without `redundant_experts` slot and expert are the same number.
+
     Each matrix is a shard of its own, so that loading reads one at a time: gate of expert 0, up of 0,
     gate of 1, … fill the rows of [X * 2F, D], viewed as [X, 2F, D].
     """
@@ -141,8 +151,9 @@ class Experts(WeightedLayer):
         super().__init__()
         gated_linear(args.hidden_act)  # raises ValueError for one that `experts` does not support
         self._activation = args.activation
-        self._first, self._count = build.dispatch.local_experts(args.num_experts)
-        self._complete = self._count == args.num_experts
+        num_slots = args.num_experts + (build.redundant_experts or 0)
+        self._first, self._count = build.dispatch.local_experts(num_slots)
+        self._complete = self._count == num_slots
         # The bias is added once: by the rank that has the whole expert, or by rank 0.
         self._adds_bias = args.expert_bias and (not self._complete or build.tp.rank == 0)
         shards = _ExpertShards(args, build)
@@ -169,21 +180,28 @@ class Experts(WeightedLayer):
         local_TJ = ids_TJ if self._complete else ids_TJ - self._first
         return experts(x_TD, local_TJ, weights_TJ, weights, self._activation)
 
+    def slot_tensors(self) -> list[torch.Tensor]:
+        """Views of everything that belongs to an expert, [slots of this rank, ...] each."""
+        names = [name for name in ("gate_up_bias", "down_bias") if self.get_buffer(name) is not None]
+        matrices = (tensors_of(unstacked(weight, self._count)) for weight in (self.gate_up, self.down))
+        return [*chain.from_iterable(matrices), *map(self._by_expert, names)]
+
     def _by_expert(self, name: str) -> torch.Tensor:
         return self.get_buffer(name).unflatten(0, (self._count, -1))
 
 
 class _ExpertShards:
-    """The shards that fill the buffers of `Experts`, in the order of the experts."""
+    """The shards that fill the buffers of `Experts`, in the order of the slots."""
 
     def __init__(self, args: MoEArgs, build: BuildContext):
         self._layout = args.layout
         self._sizes = ExpertSizes(args.num_experts, args.hidden_size, args.expert_features)
-        first, count = build.dispatch.local_experts(args.num_experts)
+        self._placement = first_placement(args.num_experts, build.redundant_experts or 0)
+        first, count = build.dispatch.local_experts(len(self._placement))
         self._local = range(first, first + count)
         self.scheme = build.quantization.experts(build.prefix, args.layout.matrices)
         args.layout.check(self.scheme, build.prefix)
-        if count < args.num_experts:
+        if count < len(self._placement):
             self._features = ShardRange.whole(args.expert_features)
         else:
             self._features = tp_range(args.expert_features, build, max(self.scheme.unit))
@@ -194,30 +212,30 @@ class _ExpertShards:
         """The shards of each tensor that stores the matrices."""
         return {
             stored: [
-                self._stored(part, expert, stored) for expert in range(self._sizes.experts) for part in parts
+                self._stored(part, slot, stored) for slot in range(len(self._placement)) for part in parts
             ]
             for stored in self.scheme.tensors
         }
 
     def biases(self, *parts: Part) -> list[ShardSpec]:
-        return [self._bias(part, expert) for expert in range(self._sizes.experts) for part in parts]
+        return [self._bias(part, slot) for slot in range(len(self._placement)) for part in parts]
 
     def _matrix(self, part: Part) -> ShardSpec:
         return ShardSpec(self._sizes.matrix(part), 1 if part == "down" else 0, self._features)
 
-    def _stored(self, part: Part, expert: int, stored: StoredTensor) -> ShardSpec:
-        tensor, decode = self._layout.matrix(part, expert, self._sizes, stored)
+    def _stored(self, part: Part, slot: int, stored: StoredTensor) -> ShardSpec:
+        tensor, decode = self._layout.matrix(part, self._placement[slot], self._sizes, stored)
         shard = replace(self._matrix(part).of(stored), tensor=tensor, decode=decode)
-        return self._placed(expert, shard)
+        return self._placed(slot, shard)
 
-    def _bias(self, part: Part, expert: int) -> ShardSpec:
-        tensor, decode = self._layout.bias(part, expert, self._sizes)
+    def _bias(self, part: Part, slot: int) -> ShardSpec:
+        tensor, decode = self._layout.bias(part, self._placement[slot], self._sizes)
         kept = ShardRange.whole(self._sizes.hidden) if part == "down" else self._features
-        return self._placed(expert, ShardSpec(self._sizes.matrix(part)[:1], 0, kept, tensor, decode))
+        return self._placed(slot, ShardSpec(self._sizes.matrix(part)[:1], 0, kept, tensor, decode))
 
-    def _placed(self, expert: int, shard: ShardSpec) -> ShardSpec:
-        """The shard, which is elsewhere for an expert of another rank."""
-        if expert in self._local:
+    def _placed(self, slot: int, shard: ShardSpec) -> ShardSpec:
+        """The shard, which is elsewhere for a slot of another rank."""
+        if slot in self._local:
             return shard
         return replace(shard, dim=0, kept=ShardRange(shard.shape[0], 0, 0))
 

@@ -33,7 +33,7 @@ from workers.layers.norm import RMSNorm
 from workers.layers.rotary import Rotation
 
 _MOST_GATHERED = 1 << 26
-"""Numbers of gathered queries at a time: bounds the memory of a prefill, in which every token has G heads."""
+"""Numbers gathered at a time, but at least a head of each rank: bounds the memory of a prefill."""
 
 
 class ShardedLatentAttention(LatentAttention):

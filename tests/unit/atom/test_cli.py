@@ -63,6 +63,7 @@ SAMPLES: dict[type | str, tuple[str, Any]] = {
     "cudagraph_capture_sizes": ("[1, 2]", "[1, 2]"),
     "ssl_cert_reqs": ("2", 2),
     "hf_overrides": ('{"a":{"b":[1]}}', '{"a": {"b": [1]}}'),
+    "eplb_config": ('{"window_size":9}', '{"window_size": 9}'),
 }
 
 

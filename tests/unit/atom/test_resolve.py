@@ -8,6 +8,7 @@ import pytest
 
 from atom.config.checkpoint import Checkpoint
 from atom.config.cli import engine_config_from_kwargs
+from atom.config.eplb import EPLBConfig, eplb_config
 from atom.config.fields import ConfigError
 from atom.config.parallel import ParallelConfig
 from atom.config.resolve import DeviceCapabilities, Resolved, resolve
@@ -93,6 +94,42 @@ def test_experts_are_spread_over_the_workers_of_all_engines() -> None:
     assert resolved(CPU, experts, data_parallel_size=4, **options).notes == []
     with pytest.raises(ConfigError, match="the model has 4 experts for 6 workers; omit the flag"):
         resolved(CPU, experts, tensor_parallel_size=2, data_parallel_size=3, **options)
+
+
+@pytest.mark.parametrize(
+    ("eplb", "options", "message"),
+    [
+        ("{}", {"enable_expert_parallel": False}, "--enable-eplb moves experts between ranks: use"),
+        ("{}", {"tensor_parallel_size": 1}, "--enable-eplb moves experts between ranks: use"),
+        ('{"use_async": true}', {}, "use_async is not supported; use window_size, step_interval, num_red"),
+        ('{"window_size": 1.5}', {}, "window_size is 1.5: it must be a whole number from 0 up"),
+        (
+            '{"window_size": 31, "step_interval": 30}',
+            {},
+            "window_size 31 must be from 1 to step_interval",
+        ),
+        ('{"window_size": 8, "step_interval": 16}', {}, "step_interval 16 must be more than 16 steps"),
+        ('{"num_redundant_experts": 9}', {}, "with 8 every one of 3 ranks has all 4 experts"),
+    ],
+)
+def test_moving_experts_needs_ranks_and_sensible_numbers(
+    eplb: str, options: dict[str, Any], message: str
+) -> None:
+    experts = replace(CHECKPOINT, hf_config={"num_experts": 4})
+    flags = {"device": "cpu", "dtype": "float32", "enable_expert_parallel": True, "enable_eplb": True}
+    flags |= {"tensor_parallel_size": 3, "eplb_config": eplb, **options}
+    with pytest.raises(ConfigError, match=message):
+        resolved(CPU, experts, **flags)
+
+
+def test_moving_experts_has_defaults() -> None:
+    experts = replace(CHECKPOINT, hf_config={"num_experts": 4})
+    flags = {"device": "cpu", "dtype": "float32", "enable_expert_parallel": True, "tensor_parallel_size": 2}
+    config = resolved(CPU, experts, enable_eplb=True, **flags).config
+    assert eplb_config(config.parallel) == EPLBConfig(1000, 3000, 0)
+    result = resolved(CPU, experts, eplb_config='{"window_size": 8}', **flags)
+    assert result.notes == ["--eplb-config has no effect: it needs --enable-eplb"]
+    assert eplb_config(result.config.parallel) is None
 
 
 def test_decode_context_parallelism_needs_mla_and_equal_ranks() -> None:

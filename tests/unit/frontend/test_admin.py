@@ -112,6 +112,19 @@ def test_a_frontend_starts_in_the_state_that_is_set(clients: tuple[Client, Clien
     assert public.call("GET", "/ready")[1]["reason"] == "the server is draining: it takes no new requests"
 
 
+def test_profiles_need_no_key_there(tmp_path: Path) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    admin = Client(listener.getsockname()[1])
+    checkpoint, traced = tiny_tokenizer.checkpoint(tmp_path), ObservabilityConfig(torch_profiler_dir="traces")
+    with (
+        FakeCore(tmp_path, lambda request: Script([70]), profile=profile) as core,
+        running_frontend(core, checkpoint, observability=traced, admin_fd=listener.detach()),
+    ):
+        assert admin.call("POST", "/start_profile")[0] == 200
+        assert admin.call("POST", "/stop_profile")[1]["traces"] == []
+    assert [message.on for message in core.profiles] == [True, False]
+
+
 def test_draining_ends_but_stopping_does_not() -> None:
     lifecycle = Lifecycle()
     lifecycle.set_draining(True)

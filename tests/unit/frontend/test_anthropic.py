@@ -201,6 +201,8 @@ def test_count_tokens(sdk: anthropic.Anthropic) -> None:
         ({"thinking": {"type": "on"}}, "thinking.type"),
         ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management"),
         ({"output_config": {"effort": "huge"}}, "reasoning_effort"),
+        ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format.type"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "schema"),
         ({"stop_sequences": ["x"] * 100}, "stop_sequences"),
         ({"temperature": -1}, "temperature"),
     ],

@@ -53,6 +53,8 @@ def test_a_request_without_a_token_is_a_408(client: Client, core: FakeCore, head
     assert (status, error["code"], error["param"]) == (408, "timeout", "timeout")
     assert received["x-should-retry"] == "false"
     core.wait_for(lambda: ids_of_the_last_request(core) <= set(core.aborted))
+    (request_id,) = ids_of_the_last_request(core)
+    assert core.abort_reasons[request_id] is FinishReason.TIMEOUT
 
 
 def test_what_was_generated_is_returned(client: Client, core: FakeCore) -> None:

@@ -177,3 +177,73 @@ def test_without_a_prefix_cache_no_prefix_is_expected(caching: bool, computed: i
     ids = random_prompt(100, 1)
     made.route(prompt(ids), [0])
     assert made.route(prompt(ids), [0]).tokens == 110 - computed
+
+
+def conversations(seed: int, count: int = 250, turns: int = 4) -> list[RoutedPrompt]:
+    """Turns of many conversations in random order: prompts of some ten to some ten thousand tokens."""
+    source = random.Random(seed)
+    texts = [[source.randrange(50_000) for _ in range(_length(source, 16, 32_000))] for _ in range(count)]
+    prompts = []
+    for _ in range(turns):
+        for text in source.sample(texts, count):
+            prompts.append(prompt(text, max_tokens=_length(source, 1, 4096) // 3 + 1))
+            text += source.choices(range(50_000), k=source.randrange(50, 400))
+    return prompts
+
+
+def _length(source: random.Random, least: int, most: int) -> int:
+    return min(most, least + int(source.lognormvariate(6, 1.5)))
+
+
+class RankCaches:
+    """What the engines have computed, by whole blocks."""
+
+    def __init__(self, ranks: int):
+        self._known: list[set[tuple[bytes, int]]] = [set() for _ in range(ranks)]
+        self.hits = self.total = 0
+
+    def compute(self, rank: int, ids: bytes) -> None:
+        known, step, hit = self._known[rank], 64 * 4, True
+        for end in range(step, len(ids), step):
+            key = (ids[:step] + ids[end - step : end], end)  # the text's beginning names its conversation
+            hit = hit and key in known
+            self.hits += hit
+            self.total += 1
+            known.add(key)
+
+
+def imbalance(made: Router, ranks: int) -> float:
+    """The largest difference of a rank's tokens in flight to the mean of all, as a share of it."""
+    tokens = [made.load(rank)[1] for rank in range(ranks)]
+    mean = sum(tokens) / ranks
+    return max(abs(each - mean) for each in tokens) / mean
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_thousand_requests_load_four_ranks_within_a_tenth(seed: int) -> None:
+    """With prefixes, too, which double the hits; requests of 1,000 times different length."""
+    rates: dict[Policy, float] = {}
+    policies: tuple[Policy, ...] = ("least_tokens", "prefix")
+    for policy in policies:
+        made, caches = router(policy, ranks=4), RankCaches(4)
+        for number, each in enumerate(conversations(seed), 1):
+            caches.compute(made.route(each, range(4)).rank, each.ids)
+            assert number < 500 or imbalance(made, 4) < 0.1
+        assert imbalance(made, 4) < 0.02
+        rates[policy] = caches.hits / caches.total
+    assert rates["prefix"] > 2 * rates["least_tokens"]
+
+
+def test_the_load_stays_even_while_requests_come_and_end() -> None:
+    """256 in flight, each for as long as its output: the longest prompt is half of a rank's share."""
+    made, source = router("prefix", ranks=4), random.Random(3)
+    running: list[tuple[int, Charge]] = []
+    found, now = [], 0
+    for each in conversations(3):
+        if len(running) == 256:
+            now, ended = min(running, key=lambda one: one[0])
+            running.remove((now, ended))
+            made.release(ended)
+            found.append(imbalance(made, 4))
+        running.append((now + each.max_tokens + source.randrange(4), made.route(each, range(4))))
+    assert sorted(found)[len(found) // 2] < 0.05 and sum(found) / len(found) < 0.1

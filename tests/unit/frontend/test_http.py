@@ -192,6 +192,7 @@ def test_a_stop_string_aborts_the_rest(client: Client, core: FakeCore) -> None:
     assert response["choices"][0]["text"] == "wor"
     assert response["choices"][0]["stop_reason"] == "d w"
     core.wait_for(lambda: core.requests[-1].request_ids[0] in core.aborted)
+    assert core.abort_reasons[core.requests[-1].request_ids[0]] is FinishReason.STOP_STRING
 
 
 @pytest.mark.parametrize("prompt", ["forever", "silence"])

@@ -149,6 +149,14 @@ def test_metrics_of_drafts_have_vllms_names() -> None:
     assert Speculation.parse(page) == Speculation(40, 120, 60)
 
 
+def test_the_balance_of_experts_is_shown_by_layer() -> None:
+    assert not any("expert" in name for name, _ in scrape(Metrics(), STATS))
+    stats = msgspec.structs.replace(STATS, expert_imbalance=[1.5, 1.25], experts_moved=7)
+    found = scrape(Metrics(), stats)
+    assert found["atom:experts_moved_total", ()] == 7
+    assert [found["atom:expert_load_imbalance", (str(layer),)] for layer in range(2)] == [1.5, 1.25]
+
+
 def test_a_held_event_loop_is_observed() -> None:
     lags: list[float] = []
 

@@ -205,6 +205,25 @@ def test_what_codex_sends(client: Client, model: ToolModel) -> None:
     assert "<|im_start|>system\nYou are Codex.\n\nRules.<|im_end|>" in model.prompt()
 
 
+def test_references_to_stored_items(client: Client, model: ToolModel) -> None:
+    """As the `ai` package sends them."""
+    _, first = client.post(PATH, **ASKED)
+    references = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+    outputs = [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": "20 °C"}
+        for item in first["output"][2:]
+    ]
+    status, last = client.post(PATH, **(ASKED | {"input": [USER, *references, *outputs]}))
+    assert status == 200 and last["output"][0]["content"][0]["text"] == ANSWER
+    assert f"<think>{REASONING}</think>{TEXT}<tool_call>" in model.prompt()
+    client.call("DELETE", f"{PATH}/{first['id']}")  # what was referred to is part of what is kept
+    assert client.post(PATH, input="x", previous_response_id=last["id"])[0] == 200
+    assert f"<think>{REASONING}</think>{TEXT}<tool_call>" in model.prompt()
+    for wrong in (references[0]["id"], "", "_", "msg_x", last["output"][0]["id"][:-1] + "9", "\u0663"):
+        status, refused = client.post(PATH, input=[{"type": "item_reference", "id": wrong}])
+        assert status in (400, 404) and refused["error"]["param"] == "input[0]", wrong
+
+
 CUSTOM: dict[str, Any] = {
     "type": "custom",
     "name": "get_weather",

@@ -1,6 +1,8 @@
 """Dispatch and combine: the same sums as in one process, in every form."""
 
 import json
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,24 +20,44 @@ from parallel.sharding import split
 from tests.helpers.ranks import Ranks
 
 CPU = torch.device("cpu")
+DEADLINE_S = 180
 
 
-@pytest.mark.timeout(120)
-def test_the_sums_are_those_of_one_process(ranks: Ranks) -> None:
-    """Every form, on the meshes 2 x 2, 4 x 1, 1 x 4, 2 x 1 and 1 x 2: chosen cases, then random ones."""
+@pytest.fixture(scope="module")
+def found() -> Iterator[list[Any]]:
+    """What each of four ranks found; they check everything that needs several."""
+    ranks = Ranks()
     ranks.start(
         """
-        from tests.helpers.expert_ranks import check
-        print(msgspec.json.encode(check(mesh)).decode())
+        from tests.helpers import expert_ranks, moving_experts
+        found = [expert_ranks.check(mesh), moving_experts.run(mesh)]
+        print(msgspec.json.encode(found).decode())
         mesh.close()
         """,
         tp=2,
         dp=2,
+        timeout=DEADLINE_S,
     )
-    for out in ranks.outputs():
-        compared = json.loads(out)
+    try:
+        yield [json.loads(out) for out in ranks.outputs(DEADLINE_S)]
+    finally:
+        ranks.kill()
+
+
+@pytest.mark.timeout(DEADLINE_S + 20)
+def test_the_sums_are_those_of_one_process(found: list[Any]) -> None:
+    """Every form, on the meshes 2 x 2, 4 x 1, 1 x 4, 2 x 1 and 1 x 2: chosen cases, then random ones."""
+    for compared, _ in found:
         assert compared.pop("MoriDispatch") >= 5 * 3 and len(compared) == 4
-        assert set(compared.values()) == {5 * (5 + 6)}
+        assert set(compared.values()) == {5 * (5 + 3)}
+
+
+def test_experts_that_move_between_steps_leave_the_sums_as_they_are(found: list[Any]) -> None:
+    """And every rank counts the same load, which is more even afterwards."""
+    results = [moved for _, moved in found]
+    assert all(each == results[0] for each in results)
+    before, after, moved = results[0]
+    assert moved >= 8 and before > 1.5 and after < 1.3
 
 
 def test_one_rank_dispatches_nothing() -> None:
@@ -75,6 +97,8 @@ def test_tokens_that_were_not_planned_are_refused(form: type[GatherDispatch | Pa
         dispatch.dispatch(*inputs)
     with pytest.raises(ValueError, match="3 token counts for 2 data-parallel ranks"):
         dispatch.plan([1, 1, 1])
+    with pytest.raises(ValueError, match="AllToAllDispatch cannot be captured in a graph"):
+        AllToAllDispatch(two_ranks()).plan([3, 2])
 
 
 @pytest.mark.parametrize(
@@ -92,7 +116,7 @@ def test_the_form_is_chosen_by_the_planned_tokens(tokens: list[int], eager: bool
     """Sizes that the host must read are never in a graph."""
     dispatch = ChosenDispatch(two_ranks(), Crossovers(padded=6, all_to_all=20))
     dispatch.plan(tokens, eager)
-    assert type(dispatch._form) is form and (eager or form.capturable)
+    assert type(dispatch._form) is form
 
 
 def test_the_backend_names_the_form(monkeypatch: pytest.MonkeyPatch) -> None:

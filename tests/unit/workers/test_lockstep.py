@@ -20,8 +20,10 @@ from parallel.communicator import Communicator
 from parallel.expert import LocalDispatch
 from parallel.host_group import HostGroup
 from parallel.mesh import Mesh
-from tests.helpers.thread_ranks import Meeting
+from tests.helpers.thread_ranks import ThreadGroup
+from tests.unit.workers.test_step_graphs import LIMITS, TwoGroups, runner
 from workers.agreement import Agreed, Agreement
+from workers.model_runner import ModelRunner
 from workers.step_loop import LockstepLoop
 from workers.step_shape import GraphSizes, StepMode, StepShape
 from workers.waves import Waves
@@ -138,16 +140,55 @@ def test_a_start_of_an_earlier_wave_has_no_effect(waves_of: MakeWaves) -> None:
 
 
 class ThreadHost(HostGroup):
-    def __init__(self, rank: int, meeting: Meeting):
+    def __init__(self, rank: int, group: ThreadGroup):
         self.rank = rank
-        self._meeting = meeting
+        self._group = group
 
     def all_gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        self._meeting.tensors[self.rank] = torch.tensor(numbers)
-        self._meeting.barrier.wait()
-        found = [each.tolist() for each in self._meeting.tensors]
-        self._meeting.barrier.wait()
-        return found
+        return self._group.exchange(self.rank, list(numbers))
+
+
+class _NoGrammars:
+    is_loading = False
+
+    def next_loaded(self) -> None:
+        """None is loaded."""
+
+
+def test_captured_and_eager_steps_with_graphs_of_another_rank_sample_the_same_tokens() -> None:
+    """Two engines with graphs: one has fewer steps, of other shapes, and then runs dummy steps."""
+    group, dispatches = ThreadGroup(2), [PlannedTokens(), PlannedTokens()]
+
+    def run(rank: int) -> tuple[list[bytes], int]:
+        made, dummies = runner([1, 2, 4, 6]), 0
+        agree = agreement(ThreadHost(rank, group), 1, 2, dispatches[rank], made._sizes)
+        made._agree = agree
+        ids = launched(made, rank)
+        while (shape := agree.without_step().shape) is not None:
+            made.dummy_step(shape)
+            dummies += 1
+        return ids, dummies
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(run, range(2)))
+    assert [ids for ids, _ in found] == [launched(runner([1, 2, 4, 6]), rank) for rank in range(2)]
+    assert found[0][1] == 4 and found[1][1] == 0
+    assert dispatches[0].planned == dispatches[1].planned
+    assert {eager for _, eager in dispatches[0].planned} == {True, False}
+
+
+def launched(made: ModelRunner, rank: int) -> list[bytes]:
+    """9 steps of rank 0; 13 of rank 1, where one prompt is too long for a graph."""
+    core, found = TwoGroups(300, LIMITS.block_size), []
+    for row in range(3):
+        core.add(row, [(11 * rank + 7 * row + i) % 90 for i in range(7 + row + 21 * rank * (row == 1))])
+    steps: list[dict[int, int]] = [{0: 7}, {0: 1, 1: 5}, {1: 3, 2: 9}, *[{0: 1, 1: 1, 2: 1}] * 6]
+    if rank == 1:
+        steps = [{0: 4}, {0: 3}, {1: 29}, {0: 1, 2: 9}, *[{0: 1, 1: 1, 2: 1}] * 9]
+    for counts in steps:
+        found.append(made.launch(core.plan(counts)).token_ids())
+        core.add_sampled(found[-1])
+    return found
 
 
 @dataclass
@@ -159,6 +200,7 @@ class Rank:
     messages: deque[ToWorker]
     source: random.Random
     traces: None = None
+    grammars: _NoGrammars = field(default_factory=_NoGrammars)
     steps: list[str] = field(default_factory=list)
     """The steps of the mesh, as this rank saw them: its own, a dummy one, or the end of a wave."""
 
@@ -175,6 +217,9 @@ class Rank:
         self.agree(StepShape(EAGER, len(batch.rows), len(batch.rows)))
         self.steps.append("step")
         return _Result(batch.step)
+
+    def expert_load(self) -> None:
+        """None is measured."""
 
     def idle_step(self, leaving: bool) -> Agreed:
         agreed = self.agree.without_step(leaving)
@@ -206,12 +251,12 @@ def messages_of(engine: int, source: random.Random) -> list[ToWorker]:
 @pytest.mark.parametrize("seed", range(8))
 def test_ranks_stay_in_step_whenever_their_batches_come(waves_of: MakeWaves, seed: int) -> None:
     tp, dp, source = (2, 2, random.Random(seed)) if seed % 2 else (1, 3, random.Random(seed))
-    meeting, waves = Meeting(tp * dp), waves_of(tp * dp)
+    group, waves = ThreadGroup(tp * dp), waves_of(tp * dp)
     sent = [messages_of(engine, source) for engine in range(dp)]
     dispatches = [PlannedTokens() for _ in range(tp * dp)]
     ranks = [
         Rank(
-            agreement(ThreadHost(rank, meeting), tp, dp, dispatches[rank], GraphSizes()),
+            agreement(ThreadHost(rank, group), tp, dp, dispatches[rank], GraphSizes()),
             waves[rank],
             deque(sent[rank // tp]),
             random.Random(1000 * seed + rank),

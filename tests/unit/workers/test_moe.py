@@ -253,6 +253,28 @@ def test_mxfp4_experts_stay_packed_and_equal_dequantized_ones(tmp_path: Path, ra
     assert torch.equal(down.dequantized(torch.float32), wanted_down[..., kept])
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_slot_has_everything_of_its_expert(tmp_path: Path, packed: bool) -> None:
+    """Matrices, scales and biases: with its bytes one expert becomes another."""
+    family = FAMILIES["gpt_oss"]
+    save(family, tmp_path)
+    path = tmp_path / "model.safetensors"
+    whole = load_file(path)
+    names = [f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    quantized, _ = packed_experts({name: whole[name] for name in names})
+    if packed:
+        save_file({name: whole[name] for name in whole if name not in names} | quantized, path)
+    experts = load(family, tmp_path, packed=packed).moe.experts
+    slots = experts.slot_tensors()
+    assert sum(tensor.nbytes for tensor in slots) == sum(each.nbytes for each in experts.held_tensors())
+    ids, weights = torch.full((13, 1), 4), torch.ones(13, 1)
+    wanted = experts(inputs(), ids, weights)
+    assert not torch.equal(experts(inputs(), ids - 3, weights), wanted)
+    for tensor in slots:
+        tensor[1].view(-1).view(torch.uint8).copy_(tensor[4].view(-1).view(torch.uint8))
+    assert torch.equal(experts(inputs(), ids - 3, weights), wanted)
+
+
 def test_dequantized_values_equal_transformers() -> None:
     generator = torch.Generator().manual_seed(1)
     blocks = torch.randint(0, 256, (2, 6, 3, 16), generator=generator).to(torch.uint8)

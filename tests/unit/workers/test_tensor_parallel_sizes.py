@@ -13,7 +13,7 @@ from parallel.mesh import Mesh
 from tests.helpers.layouts import ROWS
 from tests.helpers.tiny_models import TINY_MODELS, Tiny, checkpoint_of, engine_config, tiny_config
 from workers.families import architectures
-from workers.rank_model import build_rank
+from workers.rank_model import build_rank, rank_dispatch
 
 META = torch.device("meta")
 
@@ -32,8 +32,9 @@ def refusal(model: Tiny, ranks: int, expert_parallel: bool, directory: Path) -> 
     config = replace(base, parallel=replace(base.parallel, enable_expert_parallel=expert_parallel))
     for rank in range(ranks):
         tp = Communicator(rank, ranks)
+        mesh = Mesh(META, tp=tp, ep=tp)
         try:
-            build_rank(config, found, Mesh(META, tp=tp, ep=tp))
+            build_rank(config, found, mesh, rank_dispatch(config, mesh))
         except ValueError as error:
             return str(error)
     return ""

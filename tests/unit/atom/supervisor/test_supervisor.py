@@ -8,6 +8,7 @@ import zmq
 
 from atom.config.engine import EngineConfig
 from atom.config.model import ModelConfig
+from atom.config.parallel import ParallelConfig
 from atom.config.reliability import ReliabilityConfig
 from atom.messages.admin import ServerState
 from atom.messages.codec import Decoder, encode
@@ -22,6 +23,10 @@ from atom.supervisor.life import Life
 from atom.utils.exit_status import ExitStatus
 from tests.helpers.domains import SLEEP, add_child, send, setup_in
 
+SHARED_EXPERTS = EngineConfig(
+    parallel=ParallelConfig(data_parallel_size=2, enable_expert_parallel=True),
+    reliability=ReliabilityConfig(max_restarts=5),
+)
 CRASH = "raise SystemExit(3)"
 STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
 
@@ -32,7 +37,8 @@ class ScriptEngine(EngineGroup):
     codes: tuple[str, ...] = (SLEEP,)
 
     def _launch(self, life: Life) -> None:
-        add_child(life, self._core(self._ranks[0]), self.codes[min(self.number, len(self.codes) - 1)])
+        for rank in self._ranks:
+            add_child(life, self._core(rank), self.codes[min(self.number, len(self.codes) - 1)])
 
 
 @pytest.fixture
@@ -92,6 +98,27 @@ def test_a_failed_engine_is_restarted_alone(supervisor: Supervisor) -> None:
     assert [(each.rank, each.life) for each in supervisor.engines] == [(0, 0), (1, 1)]
     assert supervisor.engines[1].endpoint.endswith("/engine-1.1/core")
     assert sorted(path.name for path in supervisor.run_dir.iterdir()) == ["engine-0.0", "engine-1.1"]
+
+
+def test_engines_that_share_experts_are_restarted_together(supervisor: Supervisor) -> None:
+    setup = setup_in(supervisor.run_dir, supervisor._context, SHARED_EXPERTS)
+    group = ScriptEngine(range(2), setup, 7)
+    supervisor._engines = [group]
+    group.start()
+    assert group.life is not None
+    send(group.life, Ready("engine 1 core", {"kv_tokens": 7}, [5]))
+    supervisor.check()
+    assert not group.is_ready
+    send(group.life, Ready("engine 0 core", {"kv_tokens": 8}, [6]))
+    supervisor.wait_ready()
+    assert group._num_blocks == {0: [6], 1: [5]}
+    assert [each.endpoint.rpartition("/engines.0/")[2] for each in supervisor.engines] == ["core-0", "core-1"]
+    supervisor.restart_failed()
+    group.life.children["engine 1 core"].process.kill()
+    check_until(supervisor, lambda: group.number == 1)
+    assert [(each.rank, each.life) for each in supervisor.engines] == [(0, 1), (1, 1)]
+    cause = "engine 1 core: killed by SIGKILL"
+    assert [(each.rank, each.life, each.reason) for each in group.ended] == [(0, 0, cause), (1, 0, cause)]
 
 
 def test_it_gives_up_once_no_engine_is_left(supervisor: Supervisor) -> None:
