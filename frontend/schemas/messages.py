@@ -175,6 +175,7 @@ _HARMLESS = _CACHE | {
     "metadata",
     "service_tier",
     "user_profile_id",
+    "workspace_id",
 }
 _NESTED: dict[str, Schema[Any] | None] = {
     "context_management": None,

@@ -212,9 +212,11 @@ _OBJECT = frozenset({"id", "status"})
 RESPONSES = Schema(
     ResponsesRequest,
     neutral={
+        "access_programs": (),
         "background": (False,),
         "context_management": ([],),
         "conversation": (),
+        "image": (),
         "moderation": (),
         "prompt": (),
         "top_logprobs": (0,),

@@ -183,7 +183,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "responses": {
         "background": True,
         "context_management": [{"type": "compaction"}],
+        "access_programs": {"cyber": "standard"},
         "conversation": "conv_1",
+        "image": {"context_compression": "auto"},
         "moderation": {"x": 1},
         "prompt": {"id": "p"},
         "top_logprobs": 2,
@@ -280,3 +282,19 @@ def test_harmless_fields_change_nothing(client: Client, model: ToolModel, endpoi
 def test_misspelt_fields_are_named(client: Client, model: ToolModel, endpoint: str) -> None:
     ran = run(client, model, endpoint, temprature=1)
     assert ran.status == 400 and "'temprature'" in ran.response["error"]["message"]
+
+
+def test_all_fields_of_the_clients_are_known() -> None:
+    from anthropic.types.message_count_tokens_params import MessageCountTokensParams
+    from anthropic.types.message_create_params import MessageCreateParamsBase
+    from openai.types.responses.response_create_params import ResponseCreateParamsBase
+
+    params = {
+        "responses": ResponseCreateParamsBase,
+        "messages": MessageCreateParamsBase,
+        "count_tokens": MessageCountTokensParams,
+    }
+    for name, fields in params.items():
+        schema = SCHEMAS[name]
+        known = {*schema.struct.__struct_fields__, *schema.neutral, *schema.harmless}
+        assert set(fields.__annotations__) - known == set()
