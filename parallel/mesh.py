@@ -92,7 +92,9 @@ class Mesh:
         if self.host is not None:
             self.host.close()
         if self.meeting is not None:
-            dist.destroy_process_group()
+            # NCCL would wait for the graphs that captured its kernels: its groups end with the process.
+            if self.device.type != "cuda":
+                dist.destroy_process_group()
             self.meeting.close()
 
 

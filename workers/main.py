@@ -4,6 +4,7 @@ torch is imported after the environment of its thread pools is set, so nothing a
 file may import it.
 """
 
+import logging
 import os
 import signal
 import sys
@@ -46,7 +47,7 @@ def main() -> None:
     _set_kernel_cache_environment(launch.config)
     _set_profiler_environment(launch.config)
     setup_logging(launch.label)
-    link = Link(launch)
+    link, status = Link(launch), 0
     try:
         _work(launch, link)
     except Exception as error:  # of any kind: core and supervisor need the cause
@@ -54,9 +55,14 @@ def main() -> None:
             traceback.print_exc()
         reason = out_of_memory(error) or _lost_rank(error) or one_line(error, ValueError)
         link.fail(reason, _status(error))
-        sys.exit(1)
+        status = 1
     finally:
         link.close()
+    if launch.config.device.device == "cuda":
+        # Without the destructors of NCCL's groups: they may wait for captured graphs, or for a lost rank.
+        logging.shutdown()
+        os._exit(status)
+    sys.exit(status)
 
 
 class Link:
