@@ -29,7 +29,7 @@ ISA_TESTS := tests/golden tests/models/test_worker.py::test_every_position_in_ch
 	$(addprefix tests/unit/atom_ops/test_,ops.py layers.py attention.py moe.py logprobs.py)
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
-.PHONY: help install serve test test-agents test-clients test-isa test-unit test-e2e test-slow test-kills test-page test-models test-tokenizers test-openapi test-tracing accuracy test-kernels test-compile test-gpu lint type arch fmt docs contract-signatures models bench-latency bench-speculation bench-throughput bench-kernels bench-all-reduce bench-experts bench-scheduler bench-serving bench-gpu bench-step bench-document tune-experts check clean
+.PHONY: help install serve test test-agents test-clients test-isa test-unit test-e2e test-slow test-kills test-page test-models test-tokenizers test-openapi test-tracing accuracy test-kernels test-compile test-gpu lint type arch fmt docs contract-signatures models bench-latency bench-speculation bench-structured-output bench-throughput bench-kernels bench-all-reduce bench-experts bench-scheduler bench-serving bench-gpu bench-step bench-document tune-experts check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -179,6 +179,9 @@ bench-latency: install ## milliseconds of a batch, a first and a later token of 
 bench-speculation: install ## n-gram speculation on a copying task: tokens per step and speed-up of the small model
 	@$(BIN)/python -m atom.benchmarks.speculation --model $(SMALL) --method ngram --num-speculative-tokens 4 \
 		--prompt-lookup-min 2 --input-len 64 --output-len 96 $(ARGS)
+
+bench-structured-output: install ## cost of structured output at 32 requests, and of loading a large grammar
+	@$(BIN)/python -m atom.benchmarks.structured_output --model $(SMALL) $(ARGS)
 
 bench-throughput: install ## requests and tokens a second of the small model, offline
 	@$(BIN)/python -m atom.benchmarks.throughput --model $(SMALL) --input-len 128 --output-len 64 \

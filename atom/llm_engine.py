@@ -35,7 +35,7 @@ from atom.messages.profile import Profile, ProfileResult
 from atom.mtp_statistics import mtp_statistics, mtp_text
 from atom.outputs import Logprobs, RequestOutput, Sequence
 from atom.progress import ProgressBars
-from atom.sampling_params import SamplingParams
+from atom.sampling_params import SamplingParams, StructuredOutputsParams
 from atom.supervisor import Supervisor
 from atom.utils import envs
 from atom.utils.logger import setup_logging
@@ -285,15 +285,20 @@ class LLMEngine:
         ids = list(itertools.islice(self._request_ids, params.n))
         return self._input.request(prompt_ids, params, ids, checked=checked, prediction_ids=prediction)
 
+    def prepare_grammar(self, params: StructuredOutputsParams) -> None:
+        """Compile a grammar ahead of the requests with it; may run in any thread. Raises ValueError."""
+        compiled, _ = self._compile(constraint_of(params).source)
+        if compiled.error:
+            raise ValueError(f"structured_outputs: {compiled.error}")
+
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         """The grammar of the outputs; waits until it is compiled."""
         if params.structured_outputs is None:
             return None
         constraint = constraint_of(params.structured_outputs)
         row = self._input.row_grammar(constraint, params, None)
+        self.prepare_grammar(params.structured_outputs)
         compiled, _ = self._compile(constraint.source)
-        if compiled.error:
-            raise ValueError(f"{constraint.field}: {compiled.error}")
         return Grammar(row, compiled.compiled, compiled.memory)
 
     def _submit(

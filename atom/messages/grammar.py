@@ -14,7 +14,8 @@ class GrammarSource(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What to compile."""
 
     kind: str
-    """json_schema, json_object, regex, grammar (EBNF) or structural_tag (JSON)."""
+    """json_schema, json_object, regex, grammar (EBNF), structural_tag (JSON), or tool_calls: a structural tag
+    in which a JSON schema that cannot be enforced means any object."""
     text: str
     """The schema, the expression …; empty for json_object."""
     any_whitespace: bool = True

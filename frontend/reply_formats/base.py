@@ -14,6 +14,7 @@ import msgspec
 
 __all__ = [
     "CallDelta",
+    "CallText",
     "ReasoningIds",
     "ReplyDelta",
     "ReplyFormat",
@@ -64,6 +65,19 @@ class ReplyOptions:
 
 
 @dataclass(frozen=True)
+class CallText:
+    """How a model writes the call of a function, whose arguments are JSON."""
+
+    before_name: str
+    before_arguments: str
+    end: str
+    separator: str
+    """Between two calls."""
+    trigger: str
+    """The beginning of `before_name` that stands in no other text."""
+
+
+@dataclass(frozen=True)
 class ReasoningIds:
     """The tokens that mark the reasoning of a reply: structured output begins behind it."""
 
@@ -98,6 +112,10 @@ class ReplyFormat(Protocol):
     @property
     def parses_calls(self) -> bool:
         """Whether tool calls can be parsed."""
+
+    @property
+    def call_text(self) -> CallText | None:
+        """How calls are written; None where it cannot be enforced."""
 
     @property
     def separates_reasoning(self) -> bool:

@@ -1,6 +1,6 @@
 """Finds the reply format of a checkpoint, by its chat template, or by the command line."""
 
-from frontend.reply_formats.base import ReasoningIds, ReplyFormat, ReplyOptions, ReplyParser
+from frontend.reply_formats.base import CallText, ReasoningIds, ReplyFormat, ReplyOptions, ReplyParser
 from frontend.reply_formats.deepseek import DeepSeek
 from frontend.reply_formats.glm import Glm
 from frontend.reply_formats.harmony import HarmonyFormat
@@ -67,6 +67,11 @@ class TextFormat:
     def parses_calls(self) -> bool:
         """See ReplyFormat."""
         return self._calls is not None
+
+    @property
+    def call_text(self) -> CallText | None:
+        """See ReplyFormat."""
+        return None if self._calls is None else self._calls.CALL_TEXT
 
     @property
     def separates_reasoning(self) -> bool:

@@ -48,6 +48,7 @@ class HarmonyFormat:
     """The tag ids of one vocabulary."""
 
     parses_calls = True
+    call_text = None  # its tags are special tokens
     separates_reasoning = True
     efforts = ("low", "medium", "high")
 

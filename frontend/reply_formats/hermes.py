@@ -7,6 +7,7 @@
 The last closing tag may be missing.
 """
 
+from frontend.reply_formats.base import CallText
 from frontend.reply_formats.json_calls import JsonCalls
 from frontend.reply_formats.text import Markers
 
@@ -21,3 +22,4 @@ class Hermes(JsonCalls):
     OPENERS = (_OPEN,)
     MARKERS = (_OPEN, _CLOSE)
     CLOSERS = Markers(_OPEN, _CLOSE)
+    CALL_TEXT = CallText(f'{_OPEN}\n{{"name": "', '", "arguments": ', f"}}\n{_CLOSE}", "\n", _OPEN)

@@ -8,6 +8,7 @@ function; any other object is content.
 
 import re
 
+from frontend.reply_formats.base import CallText
 from frontend.reply_formats.json_calls import JsonCalls
 from frontend.reply_formats.text import MAX_HEADER, Markers
 
@@ -25,6 +26,7 @@ class Llama3Json(JsonCalls):
     OPENERS = (_TAG,)
     MARKERS = (_TAG,)
     CLOSERS = Markers(_TAG)
+    CALL_TEXT = CallText('{"name": "', '", "parameters": ', "}", "; ", '{"name": "')
 
     def _first_content(self) -> bool:
         text = self._buffer.lstrip()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from frontend.reply_formats.base import CallDelta, ReplyDelta, ReplyOptions, new_call_id
+from frontend.reply_formats.base import CallDelta, CallText, ReplyDelta, ReplyOptions, new_call_id
 
 __all__ = ["MAX_HEADER", "MAX_HELD", "Markers", "TextParser", "Think"]
 
@@ -68,6 +68,8 @@ class TextParser:
 
     OPENERS: ClassVar[tuple[str, ...]] = ()
     """Markers that begin a tool call. The first one also ends the reasoning."""
+    CALL_TEXT: ClassVar[CallText | None] = None
+    """See ReplyFormat.call_text."""
     MARKERS: ClassVar[tuple[str, ...]] = ()
     """All markers of tool calls: of these, special tokens are kept."""
 

@@ -53,7 +53,13 @@ class ChatPrompts:
         last = messages[-1]
         echo = (last["content"] or "") if last["role"] == ASSISTANT else ""
         reasoning = None if self._format is None else self._format.reasoning_ids(encoded.ids, encoded.end)
-        return Prompt(encoded.ids, echo, reply=self._reply(conversation, tools, encoded), reasoning=reasoning)
+        return Prompt(
+            encoded.ids,
+            echo,
+            reply=self._reply(conversation, tools, encoded),
+            reasoning=reasoning,
+            constraint=tools.constraint,
+        )
 
     def _reply(
         self, conversation: Conversation, tools: Tools, encoded: EncodedChat

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from frontend.constraint import Constraint
 from frontend.detokenizer import Detokenizer
 from frontend.errors import RequestError
 from frontend.input_processor import MAX_EXCESS_TOKENS, InputProcessor
@@ -31,6 +32,8 @@ class Prompt:
     """As in TextOptions."""
     reasoning: ReasoningIds | None = None
     """How the reply marks its reasoning; None: it has none."""
+    constraint: Constraint | None = None
+    """The tool calls that the reply must have; None: it is free."""
 
 
 class PromptEncoder:

@@ -12,6 +12,7 @@ from frontend.input_processor import InputProcessor
 from frontend.renderers.responses import ResponseEcho, ResponsesRenderer
 from frontend.schemas.generation import GenerationRequest
 from frontend.schemas.responses import RESPONSES, ResponsesRequest
+from frontend.schemas.structured_output import RESPONSE_FORMAT, ResponseFormat
 from frontend.serving.caller import Caller
 from frontend.serving.chat import check_message_count
 from frontend.serving.chat_prompts import ChatPrompts
@@ -93,7 +94,7 @@ class ResponsesEndpoint:
         request, warnings = RESPONSES.decode(body, self._lenient)
         fields = GenerationRequest(**{name: getattr(request, name) for name in _SAME_NAME})
         fields.max_tokens = request.max_output_tokens
-        _check_text_format(request)
+        fields.response_format = _response_format(request)
         earlier = self._earlier(request, caller)
         given = _given_items(request.input)
         references = ItemReferences(given, self._store, caller.tenant)
@@ -180,11 +181,17 @@ def _shows_encrypted(include: Sequence[str]) -> bool:
     return _REASONING in include
 
 
-def _check_text_format(request: ResponsesRequest) -> None:
+def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
+    """`text.format` in the form of chat completions, whose json_schema has its fields one level deeper."""
     given = request.text and request.text.format
-    if given and given != {"type": "text"}:
-        raise RequestError(
-            "'text.format' needs structured output, which this server does not have: leave it out",
-            param="text.format",
-            code="unsupported_parameter",
-        )
+    if not given:
+        return None
+    if given.get("type") == "json_schema":
+        given = {
+            "type": "json_schema",
+            "json_schema": {name: given[name] for name in given if name != "type"},
+        }
+    try:
+        return RESPONSE_FORMAT.decode(_encode(given), lenient=False, where="text.format.")[0]
+    except RecursionError:
+        raise RequestError("'text.format' is nested too deeply", param="text.format") from None

@@ -7,10 +7,12 @@ from typing import Any
 
 import msgspec
 
+from frontend.constraint import Constraint
 from frontend.errors import RequestError
 from frontend.reply_formats.base import ReplyFormat
 from frontend.schemas.tools import TOOL, Function
 from frontend.serving.conversation import Conversation
+from frontend.serving.tool_choice import NAMED, NONE, REQUIRED, ToolChoice, call_constraint, read_choice
 from frontend.template_source import TemplateSource
 
 __all__ = ["NO_TOOLS", "Tools", "check_name", "check_tools", "decode_functions", "read_tools"]
@@ -19,7 +21,7 @@ MAX_TOOLS = 1024
 # A template writes the tools as JSON, which holds the GIL for about 10 ms per MiB.
 MAX_TOOLS_BYTES = 2 * 1024 * 1024
 _NAME = re.compile(r"[^\s<>\"'\\{}\x00-\x1f\x7f-\x9f]{1,256}")
-_AUTO, _FUNCTION = "auto", "function"
+_FUNCTION = "function"
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Tools:
     """The parameter schema of each function."""
     are_called: bool = False
     """Whether the reply is searched for tool calls."""
+    constraint: Constraint | None = None
+    """The calls that the reply must have; None: it is free."""
 
 
 NO_TOOLS = Tools()
@@ -45,17 +49,25 @@ def read_tools(
     warnings: list[str],
 ) -> Tools:
     """The tools of `conversation`. Raises RequestError naming the field at fault."""
-    choice, functions = _choice(conversation.tool_choice, lenient, warnings), conversation.functions
+    choice, functions = read_choice(conversation.tool_choice), conversation.functions
     if not functions:
+        _check_offered(choice, functions)
         return NO_TOOLS
     if problem := _problem(source, reply_format):
         return _left_out("tools", problem, lenient, warnings)
-    if any(function.strict for function in functions):
+    _check_offered(choice, functions)
+    assert reply_format is not None, "calls of its format are parsed"
+    constraint = call_constraint(choice, functions, reply_format.call_text, conversation.parallel)
+    if constraint is None and choice.mode in (REQUIRED, NAMED):
+        problem = f"{choice.mode} calls cannot be enforced in the format of this model: use 'auto'"
+        _left_out("tool_choice", problem, lenient, warnings)
+    if constraint is None and choice.mode != NONE and any(function.strict for function in functions):
         warnings.append("'strict' of tools is not enforced: arguments may differ from their schema")
     return Tools(
         [{"type": _FUNCTION, "function": _shown(function)} for function in functions],
         {function.name: function.parameters or {} for function in functions},
-        are_called=choice == _AUTO,
+        are_called=choice.mode != NONE,
+        constraint=constraint,
     )
 
 
@@ -69,26 +81,15 @@ def decode_functions(
     ]
 
 
-def _choice(tool_choice: str | dict[str, Any] | None, lenient: bool, warnings: list[str]) -> str:
-    """`auto` or `none`. The other choices constrain the output, which this server cannot do."""
-    match tool_choice:
-        case None:
-            return _AUTO
-        case "auto" | "none" as choice:
-            return str(choice)
-        case "required":
-            asked = "'required'"
-        case {"type": "function", "function": {"name": str()}}:
-            asked = "a named function"
-        case _:
-            raise RequestError(
-                "'tool_choice' must be 'auto', 'none', 'required' or "
-                '{"type": "function", "function": {"name": …}}',
-                param="tool_choice",
-            )
-    problem = f"{asked} needs structured output, which this server does not have: use 'auto'"
-    _left_out("tool_choice", problem, lenient, warnings)
-    return _AUTO
+def _check_offered(choice: ToolChoice, functions: Sequence[Function]) -> None:
+    """Raises RequestError for a choice that needs a function that is not offered."""
+    names = [function.name for function in functions]
+    if choice.mode == REQUIRED and not names:
+        raise RequestError("'tool_choice' is 'required', and there are no 'tools'", param="tool_choice")
+    if choice.mode == NAMED and choice.name not in names:
+        raise RequestError(
+            f"'tool_choice' names {choice.name[:80]!r}, which is not among the tools", param="tool_choice"
+        )
 
 
 def _problem(source: TemplateSource, reply_format: ReplyFormat | None) -> str:

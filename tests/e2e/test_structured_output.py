@@ -5,9 +5,11 @@ choices.
 """
 
 import asyncio
+import contextlib
 import json
 import random
-from collections.abc import Iterator
+import re
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import aiohttp
@@ -16,12 +18,14 @@ import pytest
 from tests.helpers.json_schemas import is_valid, random_schema
 from tests.helpers.random_server import ARGS, write_checkpoint
 from tests.helpers.server import Server, running_server
+from tests.helpers.tiny_tokenizer import TEMPLATE
 
 pytestmark = pytest.mark.timeout(300)
 
 _AT_ONCE = 16
-_MAX_TOKENS = 700
+_MAX_TOKENS = 400
 _LIMITS = ("--max-num-seqs", "8", "--max-num-batched-tokens", "48", "--num-kv-blocks", "150")
+_TEMPLATE = "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}"
 _DRAFTS = ("--method", "ngram", "--num-speculative-tokens", "3")
 
 
@@ -29,6 +33,7 @@ _DRAFTS = ("--method", "ngram", "--num-speculative-tokens", "3")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     small = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
     directory = write_checkpoint(tmp_path_factory.mktemp("model") / "model", **small)
+    (directory / "chat_template.jinja").write_text(_TEMPLATE + TEMPLATE, encoding="utf-8")
     with running_server("--model", str(directory), *ARGS, *_LIMITS, *_DRAFTS) as running:
         yield running
 
@@ -41,23 +46,35 @@ class Client:
         self._slots = asyncio.Semaphore(_AT_ONCE)
 
     async def choices(self, **fields: Any) -> list[dict[str, Any]]:
-        """The choices of a request that must succeed."""
-        body = {"prompt": "one two three " * 9, "temperature": 2, "max_tokens": _MAX_TOKENS, **fields}
-        async with self._slots, self._session.post("/v1/completions", json=body) as answer:
-            content = await answer.json()
-            assert answer.status == 200, (content, fields)
-            choices: list[dict[str, Any]] = content["choices"]
-            return choices
+        """The choices of a request that must succeed; of a conversation if it has messages."""
+        status, content = await self.post(**fields)
+        assert status == 200, (content, fields)
+        choices: list[dict[str, Any]] = content["choices"]
+        return choices
+
+    async def post(self, **fields: Any) -> tuple[int, dict[str, Any]]:
+        """The status and content of a response."""
+        body = {"temperature": 2, "max_tokens": _MAX_TOKENS, **fields}
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        if "messages" not in body:
+            body["prompt"] = "one two three " * 9
+        async with self._slots, self._session.post(path, json=body) as answer:
+            return answer.status, await answer.json()
 
 
-async def _finished_outputs(server: Server, schemas: list[dict[str, Any]]) -> int:
+@contextlib.asynccontextmanager
+async def client(server: Server) -> AsyncIterator[Client]:
+    async with aiohttp.ClientSession(server.url, timeout=aiohttp.ClientTimeout(total=800)) as session:
+        yield Client(session)
+
+
+async def _finished_outputs(server: Server, schemas: list[dict[str, Any]]) -> float:
     """Generate for each schema; checks all outputs, and returns how many were finished."""
-    async with aiohttp.ClientSession(server.url, timeout=aiohttp.ClientTimeout(total=280)) as session:
-        client = Client(session)
+    async with client(server) as sender:
 
-        async def check(seed: int, schema: dict[str, Any]) -> int:
+        async def check(seed: int, schema: dict[str, Any]) -> float:
             response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-            choices = await client.choices(response_format=response_format, seed=seed, n=1 + seed % 2)
+            choices = await sender.choices(response_format=response_format, seed=seed, n=1 + seed % 2)
             finished = [choice["text"] for choice in choices if choice["finish_reason"] == "stop"]
             for text in finished:
                 assert is_valid(json.loads(text), schema), (text, schema)
@@ -95,6 +112,117 @@ def test_messages_follow_a_schema(server: Server) -> None:
     assert message["stop_reason"] == "max_tokens" or is_valid(
         json.loads(message["content"][0]["text"]), schema
     )
+
+
+TAG = {"type": "tag", "begin": "<", "content": {"type": "regex", "pattern": "[0-9]"}, "end": ">"}
+KINDS: list[tuple[dict[str, Any], Callable[[str], object]]] = [
+    ({"structured_outputs": {"regex": "[a-c]{2}-[0-9]{3}"}}, re.compile("[a-c]{2}-[0-9]{3}").fullmatch),
+    ({"guided_choice": ["red", 'gr"een', "blau"]}, {"red", 'gr"een', "blau"}.__contains__),
+    (
+        {"guided_grammar": 'root ::= "(" root ")" | "x"', "logit_bias": {"10": 1}},
+        re.compile(r"\(*x\)*").fullmatch,
+    ),
+    ({"structured_outputs": {"json": '{"type": "null"}'}}, "null".__eq__),
+    ({"guided_json": {"enum": [7]}, "logprobs": 2}, "7".__eq__),
+    (
+        {
+            "response_format": {"type": "structural_tag", "format": TAG},
+        },
+        re.compile("<[0-9]>").fullmatch,
+    ),
+]
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}}, "", "foo"),
+    ({"guided_regex": "(a"}, "", "parenthesis"),
+    ({"guided_grammar": "root ::= other"}, "", "other"),
+    ({"guided_json": {"not": {}}}, "", "'not'"),
+    ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice", "send one"),
+    ({"guided_choice": ["a"], "ignore_eos": True}, "ignore_eos", "ignore_eos"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "", "exactly one"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
+]
+
+
+def test_every_kind_of_constraint(server: Server) -> None:
+    async def drive() -> None:
+        async with client(server) as sender:
+            fields = [kind for kind, _ in KINDS]
+            outputs = await asyncio.gather(*(sender.choices(n=2, max_tokens=60, **kind) for kind in fields))
+        for (kind, is_right), choices in zip(KINDS, outputs, strict=True):
+            for choice in choices:
+                assert choice["finish_reason"] == "length" or is_right(choice["text"]), (kind, choice)
+
+    asyncio.run(drive())
+
+
+def test_bad_constraints_cost_their_request_alone(server: Server) -> None:
+    async def drive() -> None:
+        async with client(server) as sender:
+            answers = await asyncio.gather(*(sender.post(**fields) for fields, _, _ in BAD))
+            status, content = await sender.post(structured_outputs={"choice": ["a"]}, allowed_token_ids=[5])
+            assert (status, content["error"]["code"]) == (500, "engine_error")
+            assert "allowed_token_ids" in content["error"]["message"]
+            assert (await sender.choices(guided_choice=["a"]))[0]["text"] == "a"
+        for (fields, param, names), (status, content) in zip(BAD, answers, strict=True):
+            assert status == 400, content
+            assert content["error"]["param"] == (param or next(iter(fields)))
+            assert names in content["error"]["message"]
+
+    asyncio.run(drive())
+
+
+LOOK = {
+    "type": "object",
+    "properties": {"at": {"type": "integer", "minimum": 0, "maximum": 99}, "far": {"type": "boolean"}},
+    "required": ["at", "far"],
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "look", "parameters": LOOK}},
+    {"type": "function", "function": {"name": "wait", "parameters": {"not": {}}}},
+]
+ASKED = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
+
+
+def test_required_and_named_calls(server: Server) -> None:
+    named = {"type": "function", "function": {"name": "look"}}
+
+    async def drive() -> None:
+        async with client(server) as sender:
+            one = ASKED | {"parallel_tool_calls": False}
+            required = await sender.choices(**one, tool_choice="required", n=2)
+            chosen = await sender.choices(**ASKED, tool_choice=named, n=2)
+            status, content = await sender.post(
+                **ASKED, tool_choice={"type": "function", "function": {"name": "x"}}
+            )
+            assert (status, content["error"]["param"]) == (400, "tool_choice")
+        for choice in [*required, *chosen]:
+            if choice["finish_reason"] == "length":
+                continue
+            (call,) = choice["message"]["tool_calls"]
+            arguments = json.loads(call["function"]["arguments"])
+            assert choice["message"]["content"] is None
+            assert call["function"]["name"] != "look" or is_valid(arguments, LOOK)
+        calls = [call for choice in chosen for call in choice["message"].get("tool_calls", ())]
+        assert {call["function"]["name"] for call in calls} <= {"look"}
+
+    asyncio.run(drive())
+
+
+@pytest.mark.slow
+def test_a_source_that_takes_too_long_is_refused_and_delays_no_other(server: Server) -> None:
+    endless = {"enum": [f"value {i * 7919}" for i in range(25000)]}
+
+    async def drive() -> None:
+        async with client(server) as sender:
+            refused = asyncio.create_task(sender.post(guided_json=endless))
+            for _ in range(20):
+                assert (await sender.choices(guided_choice=["a"]))[0]["text"] == "a"
+            assert not refused.done()
+            status, content = await refused
+            assert (status, content["error"]["param"]) == (400, "guided_json")
+            assert "takes" in content["error"]["message"]
+
+    asyncio.run(drive())
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import zlib
 from typing import TYPE_CHECKING
 
 from atom.messages.grammar import MAX_COMPILED_BYTES, MAX_GRAMMAR_MEMORY, CompiledGrammar, GrammarSource
-from workers.grammar.json_schema import SchemaError, prepared
+from workers.grammar.json_schema import SchemaError, prepared, prepared_tag
 
 if TYPE_CHECKING:
     import xgrammar
@@ -48,8 +48,9 @@ def _compile(source: GrammarSource, compiler: "xgrammar.GrammarCompiler") -> "xg
             return compiler.compile_regex(source.text)
         case "grammar":
             return compiler.compile_grammar(source.text)
-        case "structural_tag":
-            return compiler.compile_structural_tag(source.text)
+        case "structural_tag" | "tool_calls":
+            tag = prepared_tag(source.text, lenient=source.kind == "tool_calls")
+            return compiler.compile_structural_tag(tag)
     raise ValueError(f"there is no grammar of kind {source.kind!r}")
 
 

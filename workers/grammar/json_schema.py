@@ -41,6 +41,8 @@ _FORMATS = frozenset(
 """Those that xgrammar enforces; others are annotations."""
 _OPEN = ("properties", "patternProperties", "additionalProperties", "propertyNames")
 _CHARACTER_CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]")
+_PLAIN_CHARACTER = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"
+"""All that may stand in a JSON string without an escape sequence."""
 _NO_PLAIN_CHARACTER = re.compile(r'["\x00-\x1f]|\\[\\nrtfv]')
 
 
@@ -50,16 +52,47 @@ class SchemaError(ValueError):
 
 def prepared(text: str) -> str:
     """The schema `text` for xgrammar. Raises SchemaError."""
-    try:
-        schema = json.loads(text)
-    except ValueError as error:
-        raise SchemaError(f"the schema is not valid JSON: {error}") from None
+    schema = _loaded(text)
     if not isinstance(schema, (dict, bool)):
         raise SchemaError("a JSON schema must be an object")
+    _prepare(schema)
+    return json.dumps(schema, ensure_ascii=False)
+
+
+def prepared_tag(text: str, lenient: bool) -> str:
+    """The structural tag `text` with its JSON schemas for xgrammar.
+
+    Raises SchemaError for one that cannot be honoured; if `lenient`, that one becomes any object.
+    """
+    tag = _loaded(text)
+    waiting = [tag]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, list):
+            waiting += part
+        elif isinstance(part, dict) and part.get("type") == "json_schema":
+            try:
+                _prepare(part.get("json_schema"))
+            except SchemaError:
+                if not lenient:
+                    raise
+                part["json_schema"] = {"type": "object", "additionalProperties": True}
+        elif isinstance(part, dict):
+            waiting += part.values()
+    return json.dumps(tag, ensure_ascii=False)
+
+
+def _loaded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise SchemaError(f"it is not valid JSON: {error}") from None
+
+
+def _prepare(schema: Any) -> None:
     for part in _parts(schema):
         _check(part)
         _rewrite(part)
-    return json.dumps(schema, ensure_ascii=False)
 
 
 def _parts(schema: Schema | bool) -> Iterator[Schema]:
@@ -116,9 +149,9 @@ def _rewrite(part: Schema) -> None:
     types = part.get("type")
     if types == "object" and not any(name in part for name in _OPEN):
         part["additionalProperties"] = True  # it would allow the empty object alone
-    if any(name in part for name in _LENGTHS):  # it would allow control characters
+    if any(name in part for name in _LENGTHS):  # it would allow control characters, and surrogates
         low, high = part.pop("minLength", 0), part.pop("maxLength", "")
-        part["pattern"] = rf'^[^"\\\x00-\x1f]{{{low},{high}}}$'
+        part["pattern"] = f"^{_PLAIN_CHARACTER}{{{low},{high}}}$"
     for name in ("enum", "const"):
         if name in part and types is not None:
             values = part[name] if name == "enum" else [part[name]]

@@ -4,7 +4,7 @@ import pytest
 import zmq
 
 from atom.messages.supervisor import Heartbeat
-from atom.utils.liveness import HeartbeatSender, PeerMonitor, SilenceTimer, heartbeat_interval
+from atom.utils.liveness import HeartbeatSender, PeerMonitor, SilenceTimer, heartbeat_interval, worker_monitor
 
 
 class Clock:
@@ -42,6 +42,28 @@ def test_a_silent_peer_becomes_unresponsive_then_hung_and_recovers(caplog: pytes
         "worker 0 has not responded for 10 s",
         "worker 0 responds again after 60 s",
     ]
+
+
+@pytest.mark.parametrize(
+    ("timeout", "collective", "warned", "hung"),
+    [(60, False, 10, 60), (60, True, 3.5, 7), (6, True, 1, 6)],
+)
+def test_a_worker_of_a_collective_hangs_earlier(
+    timeout: float, collective: bool, warned: float, hung: float
+) -> None:
+    clock = Clock()
+    monitor = worker_monitor(timeout, collective)
+    monitor._clock = clock
+    monitor.seen("worker 0")
+    monitor.update()
+    pass_time(monitor, clock, warned - 0.25)
+    assert not monitor.unresponsive
+    pass_time(monitor, clock, 0.25)
+    assert monitor.unresponsive and not monitor.hung()
+    pass_time(monitor, clock, hung - warned - 0.25)
+    assert not monitor.hung()
+    pass_time(monitor, clock, 0.25)
+    assert monitor.hung()
 
 
 def test_time_in_which_the_monitor_did_not_run_hardly_counts() -> None:

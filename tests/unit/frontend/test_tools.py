@@ -11,6 +11,9 @@ import pytest
 from atom.config.checkpoint import Checkpoint
 from atom.config.server import ServerConfig
 from atom.messages.engine import FinishReason, unpack_ids
+from frontend.reply_formats.base import CallText
+from frontend.schemas.tools import Function
+from frontend.serving.tool_choice import ToolChoice, call_constraint
 from frontend.tokenizer import Tokenizer
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
@@ -223,14 +226,14 @@ def test_tokenizing_counts_the_tools(client: Client, core: FakeCore) -> None:
     assert response["tokens"] == unpack_ids(core.requests[-1].prompt_ids).tolist()
 
 
-NAMED = {"type": "function", "function": {"name": "get_weather"}}
+NAMED = {"type": "function", "function": {"name": "get_rain"}}
 
 
 @pytest.mark.parametrize(
     ("fields", "param", "text"),
     [
-        ({"tool_choice": "required"}, "tool_choice", "structured output"),
-        ({"tool_choice": NAMED}, "tool_choice", "structured output"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice", "no 'tools'"),
+        ({"tool_choice": NAMED}, "tool_choice", "not among the tools"),
         ({"tool_choice": "any"}, "tool_choice", "must be"),
         ({"tool_choice": {"type": "f"}}, "tool_choice", "must be"),
         ({"tools": [{"type": "web_search", "function": {"name": "f"}}]}, "tools[0].type", "function"),
@@ -265,10 +268,32 @@ def test_refusals(client: Client, fields: dict[str, Any], param: str, text: str)
     assert text in response["error"]["message"]
 
 
-def test_strict_is_not_enforced_and_says_so(client: Client) -> None:
-    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}  # type: ignore[operator]
-    status, response = client.post(PATH, messages=[USER], tools=[strict])
-    assert status == 200 and any("strict" in warning for warning in response["warnings"])
+def test_calls_that_cannot_be_enforced(core: FakeCore, checkpoint: Checkpoint) -> None:
+    strict = {"type": "function", "function": {"name": "f", "strict": True}}
+    with running_frontend(core, checkpoint, ServerConfig(tool_call_parser="kimi_k2")) as client:
+        status, response = client.post(PATH, messages=[USER], tools=[strict])
+        assert status == 200 and any("strict" in warning for warning in response["warnings"])
+        status, response = client.post(PATH, messages=[USER], tools=[strict], tool_choice="required")
+        assert (status, response["error"]["param"]) == (400, "tool_choice")
+
+
+def test_what_a_reply_with_calls_must_be() -> None:
+    functions = [Function(name="f", parameters={"type": "object"}), Function(name="g", strict=True)]
+    text = CallText("<", ":", ">", ", ", "<")
+
+    def content(mode: str, name: str = "", parallel: bool = True) -> dict[str, Any]:
+        constraint = call_constraint(ToolChoice(mode, name), functions, text, parallel)
+        assert constraint is not None
+        made: dict[str, Any] = json.loads(constraint.source.text)["format"]
+        return made
+
+    required, named, auto = content("required"), content("named", "g"), content("auto", parallel=False)
+    assert [tag["begin"] for tag in required["tags"]] == ["<f:", "<g:"]
+    assert (required["at_least_one"], required["stop_after_first"]) == (True, False)
+    assert [tag["begin"] for tag in named["tags"]] == ["<g:"]
+    assert (auto["triggers"], auto["at_least_one"], auto["stop_after_first"]) == (["<"], False, True)
+    free = call_constraint(ToolChoice("auto"), functions[:1], text, parallel=True)
+    assert free is call_constraint(ToolChoice("none"), functions, text, parallel=True) is None
 
 
 def test_a_model_without_tools_refuses_them(tmp_path: Path) -> None:

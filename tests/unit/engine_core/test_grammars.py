@@ -1,0 +1,113 @@
+"""Requests wait until every rank has their grammar; a grammar in use is never dropped for another one."""
+
+from atom.messages.engine import AddRequest, FinishReason, Sampling, pack_ids
+from atom.messages.grammar import (
+    MAX_COMPILED_BYTES,
+    MAX_GRAMMAR_MEMORY,
+    DropGrammar,
+    Grammar,
+    GrammarLoaded,
+    LoadGrammar,
+    RowGrammar,
+)
+from atom.messages.worker import BatchResult, FullAttentionSpec
+from engine_core.core import EngineCore
+from engine_core.grammars import MAX_MEMORY
+from engine_core.kv_cache_manager import KVCacheManager
+from engine_core.scheduler import Limits
+
+FRONTEND = b"f"
+GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+
+
+def new_core(num_ranks: int = 1) -> EngineCore:
+    kv = KVCacheManager([FullAttentionSpec(4, 1)], [64], 64, 0)
+    return EngineCore(Limits(max_num_seqs=8, max_num_batched_tokens=64), kv, 128, num_ranks=num_ranks)
+
+
+def request(
+    number: int, key: bytes, memory: int = 1, compiled: bytes = b"x", max_tokens: int = 2
+) -> AddRequest:
+    grammar = Grammar(RowGrammar(key, [1]), compiled, memory)
+    return AddRequest([number], pack_ids([5, 6]), max_tokens, GREEDY, grammar=grammar)
+
+
+def finish(core: EngineCore) -> None:
+    """Run steps until nothing is left to run."""
+    while (batch := core.schedule()) is not None:
+        core.update(BatchResult(batch.step, pack_ids([7] * len(batch.rows))))
+
+
+def test_a_request_waits_for_every_rank() -> None:
+    core = new_core(num_ranks=2)
+    assert core.add(request(1, b"a"), FRONTEND) is None
+    assert core.add(request(2, b"a"), FRONTEND) is None
+    assert core.grammar_messages() == [LoadGrammar(b"a", b"x")]
+    assert core.schedule() is None
+    assert core.grammar_loaded(GrammarLoaded(0, b"a")) == {}
+    assert core.schedule() is None
+    assert (core.stats().waiting, core.num_live) == (2, 2)
+    core.grammar_loaded(GrammarLoaded(1, b"a"))
+    batch = core.schedule()
+    assert batch is not None
+    assert [row.grammar and row.grammar.key for row in batch.new_rows] == [b"a", b"a"]
+    core.add(request(3, b"a"), FRONTEND)  # the workers have it
+    assert core.grammar_messages() == []
+    assert core.num_live == 3
+
+
+def test_a_grammar_that_a_rank_cannot_load_fails_its_requests_alone() -> None:
+    core = new_core(num_ranks=2)
+    core.add(request(1, b"a"), FRONTEND)
+    core.add(request(2, b"b"), FRONTEND)
+    core.grammar_messages()
+    deltas = core.grammar_loaded(GrammarLoaded(1, b"a", "no memory"))[FRONTEND]
+    assert [(end.request_id, end.reason, end.message) for end in deltas.finished] == [
+        (1, FinishReason.ERROR, "no memory")
+    ]
+    assert core.grammar_messages() == [DropGrammar(b"a")]
+    assert core.grammar_loaded(GrammarLoaded(0, b"a")) == {}
+    assert core.num_live == 1
+
+
+def test_waiting_requests_can_be_aborted() -> None:
+    core = new_core()
+    core.add(request(1, b"a"), FRONTEND)
+    core.add(request(2, b"b"), FRONTEND)
+    core.abort([1])
+    assert core.abort_frontend(FRONTEND) == 1
+    for key in (b"a", b"b"):
+        core.grammar_loaded(GrammarLoaded(0, key))
+    assert core.schedule() is None
+    assert core.num_live == 0
+    core.check_integrity()
+
+
+def test_idle_grammars_give_way_and_used_ones_do_not() -> None:
+    core, each = new_core(), MAX_GRAMMAR_MEMORY
+    number = MAX_MEMORY // each
+    for i in range(number):
+        core.add(request(i, b"%d" % i, each), FRONTEND)
+        core.grammar_loaded(GrammarLoaded(0, b"%d" % i))
+    core.grammar_messages()
+    core.add(request(99, b"new", each), FRONTEND)
+    assert core.grammar_messages() == []  # all are in use
+    finish(core)
+    assert core.grammar_messages() == [DropGrammar(b"0"), LoadGrammar(b"new", b"x")]
+    core.grammar_loaded(GrammarLoaded(0, b"new"))
+    assert core.num_live == 1
+    finish(core)
+    assert core.num_live == 0
+
+
+def test_grammars_out_of_bounds_are_refused() -> None:
+    core = new_core()
+    for bad in (
+        request(1, b"a", memory=MAX_GRAMMAR_MEMORY + 1),
+        request(1, b""),
+        request(1, b"a", compiled=bytes(MAX_COMPILED_BYTES + 1)),
+    ):
+        deltas = core.add(bad, FRONTEND)
+        assert deltas is not None
+        assert deltas.finished[0].reason is FinishReason.ERROR
+    assert core.grammar_messages() == []
