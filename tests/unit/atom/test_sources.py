@@ -22,6 +22,7 @@ SAMPLES: dict[type | str, tuple[str, Any]] = {
     **dict.fromkeys(("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"), ("3", 3)),
     "cudagraph_capture_sizes": ("[1, 2]", "[1, 2]"),
     "ssl_cert_reqs": ("2", 2),
+    "eplb_config": ('{"window_size": 9}', '{"window_size": 9}'),
     "hf_overrides": ('{"a": {"b": [1]}}', '{"a": {"b": [1]}}'),
 }
 
@@ -136,7 +137,8 @@ def test_unknown_variables_are_reported() -> None:
         ("max-num-seqs: true", "FILE: max-num-seqs: True is not a whole number"),
         ("load-dummy: 1", "FILE: load-dummy: 1 is not a switch"),
         ("load-dummy: 'yes'", "FILE: load-dummy: 'yes' is not a switch"),
-        ("served-model-name: 123", "FILE: served-model-name: 123 is not a text; put it in quotes"),
+        ("served-model-name: 123", "FILE: served-model-name: 123 is not a list of names, such as a,b"),
+        ("model: 123", "FILE: model: 123 is not a text; put it in quotes"),
         ("block-size:", "FILE: block-size: None is not a whole number"),
         ("scheduler: {max-num-seqs: 3}", "FILE: scheduler is not a setting"),
         ("dtype: [auto]", "FILE: dtype: ['auto'] is not a text"),
