@@ -1,5 +1,8 @@
 """Requests wait until every rank has their grammar; a grammar in use is never dropped for another one."""
 
+import msgspec
+
+from atom.messages.admin import RequestStatus
 from atom.messages.engine import AddRequest, FinishReason, Sampling, pack_ids
 from atom.messages.grammar import (
     MAX_COMPILED_BYTES,
@@ -81,6 +84,18 @@ def test_waiting_requests_can_be_aborted() -> None:
     assert core.schedule() is None
     assert core.num_live == 0
     core.check_integrity()
+
+
+def test_waiting_requests_are_listed_and_aborted_by_name() -> None:
+    core = new_core()
+    core.add(msgspec.structs.replace(request(1, b"a"), name="r"), FRONTEND)
+    (info,) = core.requests("r")[1]
+    assert info.status is RequestStatus.WAITING and core.requests()[0] == 1
+    count, ends = core.abort_named(None)
+    assert (count, [end.request_id for end in ends[FRONTEND].finished]) == (1, [1])
+    (info,) = core.requests("r")[1]
+    assert (info.status, info.finish_reason) == (RequestStatus.FINISHED, int(FinishReason.ABORTED))
+    assert core.num_live == 0
 
 
 def test_idle_grammars_give_way_and_used_ones_do_not() -> None:
