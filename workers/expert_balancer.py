@@ -89,8 +89,7 @@ class ExpertBalancer:
     def _sum_loads(self) -> None:
         """Sum over the ranks, on its way to the host."""
         torch.stack([layer.slots.experts.load_X for layer in self._layers], out=self._load_LX)
-        self._ep.all_reduce(self._load_LX)
-        self._host_LX.copy_(self._load_LX, non_blocking=True)
+        self._host_LX.copy_(self._ep.all_reduce(self._load_LX), non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 
