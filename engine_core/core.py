@@ -83,13 +83,15 @@ class EngineCore:
         except ValueError as error:
             return self._refusal(message.request_ids, str(error))
         self._frontends.add(frontend)
-        requests = []
+        requests, now = [], self._clock()
         for index, request_id in enumerate(message.request_ids):
             sampling = message.sampling
             if index:
                 sampling = msgspec.structs.replace(sampling, sequence=sampling.sequence + index)
             blocks = self._kv.new_blocks(TokenIds(prompt, output))
-            requests.append(Request(request_id, settings, sampling, message.prompt_logprobs, blocks))
+            request = Request(request_id, settings, sampling, message.prompt_logprobs, blocks)
+            request.arrived_at = now
+            requests.append(request)
         if message.grammar is None or self._grammars.add(message.grammar, requests):
             self._queue(requests)
         return None
@@ -154,8 +156,9 @@ class EngineCore:
 
         With `name` those of this request, and the finished ones that are remembered.
         """
+        live = self._unfinished()
         finished = list(self._log.named(name)) if name else []
-        found = [one for one in self._unfinished() if not name or one.settings.name == name]
+        found = [request for request in live if request.settings.name == name] if name else list(live)
         now, block_size = self._clock(), self._kv.block_size
         infos = [describe(request, now, block_size) for request in found[: MAX_INFOS - len(finished)]]
         return len(finished) + len(found), (finished + infos)[:MAX_INFOS]
@@ -221,7 +224,7 @@ class EngineCore:
         return True
 
     def _unfinished(self) -> Iterator[Request]:
-        """The requests of the scheduler, then those that wait for their grammar."""
+        """The scheduled sequences, then those that wait for their grammar."""
         return chain(self._scheduler.requests.values(), self._grammars.waiting.values())
 
     def _queue(self, requests: list[Request]) -> None:
