@@ -59,10 +59,6 @@ _NEUTRAL_INCLUDES = frozenset(
     }
 )
 
-_MAX_METADATA = 16
-_MAX_METADATA_KEY = 64
-_MAX_METADATA_VALUE = 512
-
 _encode = msgspec.json.Encoder().encode
 _items = msgspec.json.Decoder(list[msgspec.Raw])
 
@@ -174,7 +170,7 @@ def _echo(request: ResponsesRequest, keeps: bool) -> ResponseEcho:
     return ResponseEcho(
         instructions=msgspec.Raw(_encode(request.instructions)),
         max_output_tokens=request.max_output_tokens,
-        metadata=msgspec.Raw(_encode(_checked_metadata(request.metadata or {}))),
+        metadata=msgspec.Raw(_encode(request.metadata or {})),
         parallel_tool_calls=request.parallel_tool_calls is not False,
         previous_response_id=request.previous_response_id,
         effort=None if reasoning is None else reasoning.effort,
@@ -186,19 +182,6 @@ def _echo(request: ResponsesRequest, keeps: bool) -> ResponseEcho:
         top_p=request.top_p,
         shows_encrypted=_shows_encrypted(request.include or ()),
     )
-
-
-def _checked_metadata(metadata: dict[str, str]) -> dict[str, str]:
-    """It is kept, and sent with several events: OpenAI's limits. Raises RequestError above them."""
-    if len(metadata) > _MAX_METADATA or any(
-        len(key) > _MAX_METADATA_KEY or len(value) > _MAX_METADATA_VALUE for key, value in metadata.items()
-    ):
-        raise RequestError(
-            f"'metadata' may have {_MAX_METADATA} entries, with keys of {_MAX_METADATA_KEY} and values of "
-            f"{_MAX_METADATA_VALUE} characters",
-            param="metadata",
-        )
-    return metadata
 
 
 def _shows_encrypted(include: Sequence[str]) -> bool:
