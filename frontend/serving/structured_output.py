@@ -105,9 +105,8 @@ def _structural_tag(given: ResponseFormat) -> dict[str, Any]:
 
 
 def _structured_outputs(given: StructuredOutputs) -> dict[str, Any]:
-    values = {
+    return {
         name: value
         for name in given.__struct_fields__
         if (value := getattr(given, name)) is not None and value is not False
     }
-    return {} if values.keys() <= {"disable_any_whitespace"} else values
