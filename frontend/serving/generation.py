@@ -38,7 +38,7 @@ from frontend.serving.models import ModelService
 from frontend.serving.prompts import Prompt, given_id, salt, text_offsets
 from frontend.serving.renderer import Renderer
 from frontend.serving.sampling import requested_max_tokens, sampling_params, stop_strings
-from frontend.serving.structured_output import read_constraint
+from frontend.serving.structured_output import reply_constraint
 from frontend.serving.usage import UsageCounter
 from frontend.streams import Stream
 from frontend.text_executor import TextExecutor
@@ -190,7 +190,7 @@ class Generation:
             timeout_s=_checked_timeout(_first_given(fields.timeout, caller.timeout_s)),
             trace=caller.trace,
             prediction_ids=() if prediction is None else self._inputs.prediction_ids(prediction.text),
-            constraint=None if options.score_only else prompts[0].constraint or read_constraint(fields),
+            constraint=None if options.score_only else reply_constraint(fields, prompts[0].constraint),
         )
         return checked, params, cache_salt
 
