@@ -326,6 +326,8 @@ def test_where_nothing_is_stored(model: ToolModel, server: ServerConfig, process
             "stream_options.include_obfuscation",
         ),
         ({"temperature": -1}, "temperature"),
+        ({"metadata": {"a": "x" * 513}}, "metadata"),
+        ({"metadata": dict.fromkeys(map(str, range(17)), "x")}, "metadata"),
         ({"previous_response_id": "resp_none"}, "previous_response_id"),
     ],
 )
