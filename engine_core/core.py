@@ -160,7 +160,7 @@ class EngineCore:
         finished = list(self._log.named(name)) if name else []
         found = [request for request in live if request.settings.name == name] if name else list(live)
         now, block_size = self._clock(), self._kv.block_size
-        infos = [describe(request, now, block_size) for request in found[: MAX_INFOS - len(finished)]]
+        infos = [describe(request, now, block_size) for request in found[:MAX_INFOS]]
         return len(finished) + len(found), (finished + infos)[:MAX_INFOS]
 
     def abort_named(self, names: set[str] | None) -> tuple[int, dict[bytes, TokenDeltas]]:

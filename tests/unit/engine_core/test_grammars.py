@@ -1,6 +1,8 @@
 """Requests wait until every rank has their grammar; a grammar in use is never dropped for another one."""
 
+import gc
 import time
+import weakref
 from collections.abc import Callable
 
 from msgspec.structs import replace
@@ -87,6 +89,29 @@ def test_waiting_requests_can_be_aborted() -> None:
     assert core.schedule() is None
     assert core.num_live == 0
     core.check_integrity()
+
+
+def test_the_prompts_of_ended_requests_are_not_kept() -> None:
+    core = new_core()
+    core.add(request(1, b"a"), FRONTEND)
+    core.grammar_loaded(GrammarLoaded(0, b"a"))
+    core.add(request(2, b"a"), FRONTEND)
+    ended = [weakref.ref(one) for one in core._scheduler.requests.values()]
+    finish(core)
+    core.add(request(3, b"a"), FRONTEND)  # later steps have replaced those of the ended requests
+    finish(core)
+    gc.collect()
+    assert len(ended) == 2 and not any(one() for one in ended)
+
+
+def test_aborted_requests_without_room_are_not_kept() -> None:
+    core, number = new_core(), MAX_MEMORY // MAX_GRAMMAR_MEMORY
+    for i in range(number + 2):
+        core.add(request(i, b"%d" % i, MAX_GRAMMAR_MEMORY), FRONTEND)
+    aborted = weakref.ref(core._grammars.waiting[number + 1])
+    core.abort([number + 1])  # another one without room is in front of it
+    gc.collect()
+    assert aborted() is None and core.num_live == number + 1
 
 
 def test_waiting_requests_are_listed_and_aborted_by_name() -> None:
