@@ -59,6 +59,7 @@ class ChatPrompts:
             reply=self._reply(conversation, tools, encoded),
             reasoning=reasoning,
             constraint=tools.constraint,
+            optional_calls=tools.optional_calls,
         )
 
     def _reply(

@@ -190,7 +190,7 @@ class Generation:
             timeout_s=_checked_timeout(_first_given(fields.timeout, caller.timeout_s)),
             trace=caller.trace,
             prediction_ids=() if prediction is None else self._inputs.prediction_ids(prediction.text),
-            constraint=None if options.score_only else reply_constraint(fields, prompts[0].constraint),
+            constraint=None if options.score_only else reply_constraint(fields, prompts[0]),
         )
         return checked, params, cache_salt
 

@@ -12,6 +12,7 @@ from frontend.reply_formats.base import ReasoningIds, ReplyParser
 from frontend.schemas.generation import GenerationRequest
 from frontend.serving.caller import REQUEST_ID, Caller
 from frontend.serving.sampling import requested_max_tokens
+from frontend.serving.tool_choice import Format
 from frontend.tokenizer import Tokenizer
 
 __all__ = ["Prompt", "PromptEncoder", "given_id", "kept_tokens", "salt", "text_offsets", "truncated"]
@@ -34,6 +35,8 @@ class Prompt:
     """How the reply marks its reasoning; None: it has none."""
     constraint: Constraint | None = None
     """The tool calls that the reply must have; None: it is free."""
+    optional_calls: Format | None = None
+    """The tool calls that it may have in place of structured output."""
 
 
 class PromptEncoder:

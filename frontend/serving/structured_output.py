@@ -2,11 +2,16 @@
 
 from typing import Any
 
+import msgspec
+
+from atom.messages.grammar import GrammarSource
 from atom.sampling_params import StructuredOutputsParams
 from frontend.constraint import Constraint, constraint_of
 from frontend.errors import RequestError
 from frontend.schemas.generation import GenerationRequest
 from frontend.schemas.structured_output import ResponseFormat, StructuredOutputs
+from frontend.serving.prompts import Prompt
+from frontend.serving.tool_choice import Format
 
 __all__ = ["reply_constraint"]
 
@@ -20,21 +25,47 @@ _GUIDED = {
 """vLLM's older fields, and their names in `structured_outputs`."""
 
 
-def reply_constraint(fields: GenerationRequest, calls: Constraint | None) -> Constraint | None:
-    """What the reply must be; None for any. `calls` says which tool calls it must have, or may have.
+def reply_constraint(fields: GenerationRequest, prompt: Prompt) -> Constraint | None:
+    """What the reply must be; None for any.
 
-    Raises RequestError naming the field at fault.
+    Beside functions that may be called, it is either calls or the structured output. Raises RequestError
+    naming the field at fault.
     """
-    content = _read_constraint(fields)
-    if calls is None or content is None:
-        return calls or content
-    if calls.field == "tools":  # a reply without calls has content
+    content, calls = _read_constraint(fields), prompt.constraint
+    if content is None or (calls is not None and prompt.optional_calls is None):
+        return calls or content  # a reply that must have calls has no other content
+    if prompt.optional_calls is None:
+        return content
+    tag = {"type": "or", "elements": [prompt.optional_calls, _as_format(content)]}
+    text = msgspec.json.encode({"type": "structural_tag", "format": tag}).decode()
+    return Constraint(GrammarSource("structural_tag", text), content.field)
+
+
+def _as_format(content: Constraint) -> Format:
+    """The grammar as a part of a structural tag. Raises RequestError for one that cannot be a part."""
+    source, field = content.source, content.field
+    if not source.any_whitespace:
         raise RequestError(
-            f"'{content.field}' cannot be enforced beside functions with 'strict': true; "
-            "send either, or 'tool_choice': 'none'",
-            param=content.field,
+            f"'{field}': 'disable_any_whitespace' cannot be enforced beside tools", param=field
         )
-    return calls  # a reply that must have calls has no other content
+    try:
+        return _decoded(source)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RequestError(f"'{field}' is not JSON: {error}", param=field) from None
+
+
+def _decoded(source: GrammarSource) -> Format:
+    match source.kind:
+        case "json_schema":
+            return {"type": "json_schema", "json_schema": msgspec.json.decode(source.text)}
+        case "json_object":
+            return {"type": "json_schema", "json_schema": {"type": "object"}}
+        case "regex":
+            return {"type": "regex", "pattern": source.text}
+        case "grammar":
+            return {"type": "grammar", "grammar": source.text}
+    inner: Format = msgspec.json.decode(source.text)["format"]
+    return inner
 
 
 def _read_constraint(fields: GenerationRequest) -> Constraint | None:

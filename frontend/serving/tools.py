@@ -12,7 +12,16 @@ from frontend.errors import RequestError
 from frontend.reply_formats.base import ReplyFormat
 from frontend.schemas.tools import TOOL, Function
 from frontend.serving.conversation import Conversation
-from frontend.serving.tool_choice import NAMED, NONE, REQUIRED, ToolChoice, call_constraint, read_choice
+from frontend.serving.tool_choice import (
+    NAMED,
+    NONE,
+    REQUIRED,
+    Format,
+    ToolChoice,
+    call_constraint,
+    optional_calls,
+    read_choice,
+)
 from frontend.template_source import TemplateSource
 
 __all__ = ["NO_TOOLS", "Tools", "check_name", "check_tools", "decode_functions", "read_tools"]
@@ -36,6 +45,8 @@ class Tools:
     """Whether the reply is searched for tool calls."""
     constraint: Constraint | None = None
     """The calls that the reply must have; None: it is free."""
+    optional_calls: Format | None = None
+    """The calls that it may have in place of structured output."""
 
 
 NO_TOOLS = Tools()
@@ -68,6 +79,7 @@ def read_tools(
         {function.name: function.parameters or {} for function in functions},
         are_called=choice.mode != NONE,
         constraint=constraint,
+        optional_calls=optional_calls(choice, functions, reply_format.call_text, conversation.parallel),
     )
 
 
