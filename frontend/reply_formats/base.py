@@ -60,13 +60,19 @@ class ReplyOptions:
     """Whether the prompt ends inside of the reasoning."""
     parallel: bool = True
     """False: only the first tool call is returned."""
+    enforced: bool = False
+    """Whether a grammar enforces the format of calls: no marker in a string of the arguments ends it."""
     kinds: dict[tuple[str, str], frozenset[str]] = field(default_factory=dict)
     """The JSON types of parameters, found so far."""
 
 
 @dataclass(frozen=True)
 class CallText:
-    """How a model writes the call of a function, whose arguments are JSON."""
+    """How a model writes the calls of functions.
+
+    [section begin] call separator call … [section end], where a call is `before_name`, the name, `number`,
+    `before_arguments`, the arguments, `end`.
+    """
 
     before_name: str
     before_arguments: str
@@ -74,7 +80,17 @@ class CallText:
     separator: str
     """Between two calls."""
     trigger: str
-    """The beginning of `before_name` that stands in no other text."""
+    """The beginning of all calls, or of each, that stands in no other text."""
+    section: tuple[str, str] = ("", "")
+    """Around all calls."""
+    number: str = ""
+    """A regular expression."""
+    style: str = "json"
+    """How arguments are written, by xgrammar's name."""
+    no_content: tuple[str, ...] = ()
+    """Markers beside `trigger` with which a call could begin in other text."""
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    """The ids of the markers that are special tokens, which have no text for a grammar."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Which tool calls a reply must have, and the constraint that enforces it."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -15,7 +16,12 @@ from frontend.schemas.tools import Function
 __all__ = ["AUTO", "NAMED", "NONE", "REQUIRED", "ToolChoice", "call_constraint", "read_choice"]
 
 AUTO, NONE, REQUIRED, NAMED = "auto", "none", "required", "named"
-_ANY_ARGUMENTS = {"type": "object", "additionalProperties": True}
+
+Format = dict[str, Any]
+"""A part of a structural tag, in xgrammar's form."""
+
+_ANY_ARGUMENTS: Format = {"type": "object", "additionalProperties": True}
+_NO_ARGUMENTS: Format = {"type": "object", "properties": {}}
 
 
 @dataclass(frozen=True)
@@ -54,27 +60,69 @@ def call_constraint(
     if text is None or choice.mode == NONE or (choice.mode == AUTO and not is_strict):
         return None
     named = [function for function in functions if choice.mode != NAMED or function.name == choice.name]
-    calls = {
-        "tags": [
-            _tag(function, text, with_schema=function.strict or choice.mode != AUTO) for function in named
-        ],
-        "at_least_one": choice.mode != AUTO,
-        "stop_after_first": choice.mode == NAMED or not parallel,
-    }
+    is_single = choice.mode == NAMED or not parallel
     if choice.mode == AUTO:
-        content = {"type": "triggered_tags", "triggers": [text.trigger], **calls}
+        content, field = _any_content(named, text, is_single), "tools"
     else:
-        content = {"type": "tags_with_separator", "separator": text.separator, **calls}
+        content, field = _calls(_any_call(named, text, strict=True), text, is_single), "tool_choice"
     tag = msgspec.json.encode({"type": "structural_tag", "format": content}).decode()
-    kind = "structural_tag" if is_strict else "tool_calls"
-    return Constraint(GrammarSource(kind, tag), "tools" if choice.mode == AUTO else "tool_choice")
+    return Constraint(GrammarSource("structural_tag" if is_strict else "tool_calls", tag), field)
 
 
-def _tag(function: Function, text: CallText, with_schema: bool) -> dict[str, Any]:
-    schema = (function.parameters or {"type": "object", "properties": {}}) if with_schema else _ANY_ARGUMENTS
-    return {
-        "type": "tag",
-        "begin": f"{text.before_name}{function.name}{text.before_arguments}",
-        "content": {"type": "json_schema", "json_schema": schema},
-        "end": text.end,
+def _any_content(functions: Sequence[Function], text: CallText, is_single: bool) -> Format:
+    """Text, and behind each trigger the rest of a call or of a section."""
+    if text.section[0]:
+        rest = _calls(_any_call(functions, text), replace(text, section=("", text.section[1])), is_single)
+    else:
+        rest = _any_call(functions, replace(text, before_name=text.before_name.removeprefix(text.trigger)))
+    if not text.tokens:
+        rules, excludes = [(text.trigger, rest)], text.no_content
+        return {"type": "dispatch", "rules": rules, "loop": not is_single, "excludes": excludes}
+    token_rules = [(text.tokens[text.trigger], rest)]
+    others = [token_id for marker, token_id in text.tokens.items() if marker != text.trigger]
+    return {"type": "token_dispatch", "rules": token_rules, "loop": not is_single, "exclude_tokens": others}
+
+
+def _calls(call: Format, text: CallText, is_single: bool) -> Format:
+    """At least one call, in a section if the format has one."""
+    further = _sequence(*_literal(text.separator, text.tokens), call)
+    more = [] if is_single else [{"type": "star", "content": further}]
+    begin, end = (_literal(marker, text.tokens) for marker in text.section)
+    return _sequence(*begin, call, *more, *end)
+
+
+def _any_call(functions: Sequence[Function], text: CallText, strict: bool = False) -> Format:
+    """A call of one of `functions`, with arguments of its schema if it is strict, or all are."""
+    elements = [_call(function, text, strict or bool(function.strict)) for function in functions]
+    return {"type": "or", "elements": elements}
+
+
+def _call(function: Function, text: CallText, with_schema: bool) -> Format:
+    arguments = {
+        "type": "json_schema",
+        "json_schema": (function.parameters or _NO_ARGUMENTS) if with_schema else _ANY_ARGUMENTS,
+        "style": text.style,
     }
+    return _sequence(
+        *_literal(text.before_name + function.name, text.tokens),
+        *([{"type": "regex", "pattern": text.number}] if text.number else ()),
+        *_literal(text.before_arguments, text.tokens),
+        arguments,
+        *_literal(text.end, text.tokens),
+    )
+
+
+def _literal(text: str, tokens: Mapping[str, int]) -> list[Format]:
+    """`text`, its special tokens by their ids."""
+    parts = re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]
+    return [
+        {"type": "token", "token": tokens[part]}
+        if part in tokens
+        else {"type": "const_string", "value": part}
+        for part in parts
+        if part
+    ]
+
+
+def _sequence(*elements: Format) -> Format:
+    return {"type": "sequence", "elements": elements}
