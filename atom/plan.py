@@ -204,8 +204,9 @@ def _capacity(config: EngineConfig, checkpoint: Checkpoint, layout: LayoutPlan) 
     except StartupError as error:
         return Capacity(size, weights, str(error))
     needed = max(_cache_bytes(rank.kv_specs, cache.num_blocks) for rank in layout.ranks)
-    if needed > left:
-        problem = f"the KV cache takes {size_text(needed)} on a rank, and its weights leave {size_text(left)}"
+    room = left - layout.ranks[0].buffer_bytes
+    if needed > room:
+        problem = f"the KV cache takes {size_text(needed)} on a rank, and its weights leave {size_text(room)}"
         return Capacity(size, weights, problem)
     requests = _requests(config, cache.specs, cache.num_blocks, cache.max_model_len)
     return Capacity(size, weights, "", cache.kv_tokens, cache.max_model_len, cache.num_blocks, requests)

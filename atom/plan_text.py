@@ -37,6 +37,8 @@ def _rows(plan: "Plan") -> Iterator[tuple[str, str]]:
     yield "devices", _devices(plan)
     yield "layout", plan.engines
     yield "weights", _weights(plan)
+    if buffers := plan.ranks[0].buffer_bytes:
+        yield "buffers", f"{size_text(buffers)} on each rank, for experts on their way to another one"
     for number, spec in enumerate(plan.ranks[0].kv_specs):
         yield ("" if number else "KV cache"), _kv(spec)
     if layout.problem:

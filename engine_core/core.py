@@ -83,13 +83,15 @@ class EngineCore:
         except ValueError as error:
             return self._refusal(message.request_ids, str(error))
         self._frontends.add(frontend)
-        requests = []
+        requests, now = [], self._clock()
         for index, request_id in enumerate(message.request_ids):
             sampling = message.sampling
             if index:
                 sampling = msgspec.structs.replace(sampling, sequence=sampling.sequence + index)
             blocks = self._kv.new_blocks(TokenIds(prompt, output))
-            requests.append(Request(request_id, settings, sampling, message.prompt_logprobs, blocks))
+            request = Request(request_id, settings, sampling, message.prompt_logprobs, blocks)
+            request.arrived_at = now
+            requests.append(request)
         if message.grammar is None or self._grammars.add(message.grammar, requests):
             self._queue(requests)
         return None
@@ -111,17 +113,16 @@ class EngineCore:
     def abort(self, request_ids: list[int], reason: FinishReason = FinishReason.ABORTED) -> None:
         """End sequences without a response; unknown ids are ignored."""
         self._check = None
-        now, requests = self._clock(), self._scheduler.requests
+        now, scheduled, waiting = self._clock(), self._scheduler.requests, self._grammars.waiting
         for request_id in request_ids:
-            if (request := requests.get(request_id)) is not None:
+            if (request := scheduled.get(request_id) or waiting.get(request_id)) is not None:
                 self._log.add(request, reason, now)
         self._grammars.abort(request_ids)
         self._scheduler.abort(request_ids)
 
     def abort_frontend(self, frontend: bytes) -> int:
         """End every sequence of a frontend that is gone; returns how many."""
-        requests = chain(self._scheduler.requests.values(), self._grammars.waiting.values())
-        ids = [request.request_id for request in requests if request.frontend == frontend]
+        ids = [request.request_id for request in self._unfinished() if request.frontend == frontend]
         self.abort(ids)
         self._frontends.discard(frontend)
         return len(ids)
@@ -155,17 +156,16 @@ class EngineCore:
 
         With `name` those of this request, and the finished ones that are remembered.
         """
-        live = self._scheduler.requests.values()
+        live = self._unfinished()
         finished = list(self._log.named(name)) if name else []
         found = [request for request in live if request.settings.name == name] if name else list(live)
         now, block_size = self._clock(), self._kv.block_size
-        infos = [describe(request, now, block_size) for request in found[: MAX_INFOS - len(finished)]]
+        infos = [describe(request, now, block_size) for request in found[:MAX_INFOS]]
         return len(finished) + len(found), (finished + infos)[:MAX_INFOS]
 
     def abort_named(self, names: set[str] | None) -> tuple[int, dict[bytes, TokenDeltas]]:
         """End the sequences of these requests, or all for None; (how many, what frontends must get)."""
-        requests = self._scheduler.requests.values()
-        found = [one for one in requests if names is None or one.settings.name in names]
+        found = [one for one in self._unfinished() if names is None or one.settings.name in names]
         ends: dict[bytes, list[Finished]] = {}
         for request in found:
             ends.setdefault(request.frontend, []).append(Finished(request.request_id, FinishReason.ABORTED))
@@ -222,6 +222,10 @@ class EngineCore:
         for _ in self._check:
             return False
         return True
+
+    def _unfinished(self) -> Iterator[Request]:
+        """The scheduled sequences, then those that wait for their grammar."""
+        return chain(self._scheduler.requests.values(), self._grammars.waiting.values())
 
     def _queue(self, requests: list[Request]) -> None:
         for request in requests:

@@ -4,6 +4,7 @@ A grammar is sent to the workers with the first request that needs it, and kept 
 dropped, the longest unused first, where another one needs their memory.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -23,24 +24,30 @@ class _Held:
     memory: int
     missing: set[int]
     """Ranks that have not loaded it."""
-    requests: list[Request] = field(default_factory=list)
-    """All that use it, and some that have ended."""
-    most_requests: int = 64
+    users: list[weakref.ref[Request]] = field(default_factory=list)
+    """All requests that use it, and some that have ended, whose prompts are not kept in memory."""
+    most_users: int = 64
     """With more, those that have ended are removed."""
 
     def add(self, requests: list[Request]) -> None:
-        self.requests += requests
-        if len(self.requests) > self.most_requests:
+        self.users += map(weakref.ref, requests)
+        if len(self.users) > self.most_users:
             self._remove_ended()
-            self.most_requests = max(64, 2 * len(self.requests))
+            self.most_users = max(64, 2 * len(self.users))
+
+    @property
+    def requests(self) -> list[Request]:
+        """Those that have not ended."""
+        found = [user() for user in self.users]
+        return [request for request in found if request is not None and request.state is not State.ENDED]
 
     @property
     def is_idle(self) -> bool:
         self._remove_ended()
-        return not self.requests and not self.missing
+        return not self.users and not self.missing
 
     def _remove_ended(self) -> None:
-        self.requests = [request for request in self.requests if request.state is not State.ENDED]
+        self.users = list(map(weakref.ref, self.requests))
 
 
 class Grammars:
@@ -79,6 +86,11 @@ class Grammars:
             request = self._waiting.pop(request_id, None)
             if request is not None:
                 request.state = State.ENDED
+        self._without_room = deque(
+            (grammar, requests)
+            for grammar, requests in self._without_room
+            if any(request.state is not State.ENDED for request in requests)
+        )
 
     def loaded(self, message: GrammarLoaded) -> tuple[list[Request], list[Request]]:
         """(requests that can be scheduled now, requests that fail with the message's error)."""
@@ -122,7 +134,8 @@ class Grammars:
 
     def _load(self, grammar: Grammar, requests: list[Request]) -> None:
         key = grammar.row.key
-        self._held[key] = _Held(grammar.memory, set(range(self._num_ranks)), requests)
+        self._held[key] = held = _Held(grammar.memory, set(range(self._num_ranks)))
+        held.add(requests)
         self._messages.append(LoadGrammar(key, grammar.compiled))
 
     def _make_room(self, memory: int) -> bool:

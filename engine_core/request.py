@@ -69,6 +69,7 @@ class Request:
     """A sequence's tokens, limits, blocks and scheduling state."""
 
     __slots__ = (
+        "__weakref__",
         "accepted_drafts",
         "admitted_at",
         "arrival",

@@ -142,7 +142,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request that can run alone; its id must not be in use."""
         request.arrival = self._num_arrivals
-        request.arrived_at = self._clock()
+        request.arrived_at = request.arrived_at or self._clock()
         self._num_arrivals += 1
         self.requests[request.request_id] = request
         self._queue.add(request)

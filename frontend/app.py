@@ -177,7 +177,12 @@ def _add_services(app: web.Application, launch: FrontendLaunch, limits: HttpLimi
     store = ResponseStore(server.max_stored_response_bytes, launch.num_frontends)
     app[keys.RESPONSE_STORE] = store
     app[keys.RESPONSES] = ResponsesEndpoint(
-        inputs, _encoder(inputs, server, _CHAT_TOKENS), prompts, store, server.lenient_fields
+        inputs,
+        _encoder(inputs, server, _CHAT_TOKENS),
+        prompts,
+        store,
+        limits.max_body_bytes,
+        server.lenient_fields,
     )
     messages = MessagesEndpoint(inputs, prompts, models_service, server.lenient_fields)
     app[keys.MESSAGES] = messages

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from atom.utils.errors import one_line
 from atom.utils.logger import get_logger
 
 _INBOX_BYTES = 256 << 20
@@ -21,9 +22,9 @@ class PeerMemory:
     """Sums rows of one width and dtype over the ranks of a group, on GPUs, without NCCL."""
 
     def __init__(self, group: dist.ProcessGroup, width: int, dtype: torch.dtype, device: torch.device):
-        """All ranks of the group call this together, and `reach_each_other` has been checked.
+        """All ranks of the group call this together, and wait for each other before the first sum.
 
-        Takes up to 256 MiB of the device's memory.
+        Takes up to 256 MiB of the device's memory. Raises RuntimeError if it cannot be mapped.
         """
         import torch.distributed._symmetric_memory as symmetric_memory
 
@@ -39,9 +40,7 @@ class PeerMemory:
         addresses = torch.tensor(mapped.buffer_ptrs, dtype=torch.int64, device=device)
         turns = torch.zeros(self._rows, dtype=torch.int32, device=device)
         self._inboxes = Inboxes(group.rank(), addresses, stride, turns)
-        # No rank may send before every inbox is empty.
         torch.cuda.synchronize(device)
-        dist.barrier(group, device_ids=[device.index])
 
     def fits(self, x: Tensor) -> bool:
         """Whether these rows have the width and dtype; the same on every rank."""
@@ -89,7 +88,15 @@ def open_peer_memory(
     if not _reach_each_other(group, device):
         get_logger().info("all-reduces run on NCCL: these GPUs cannot write each other's memory")
         return None
-    return PeerMemory(group, width, dtype, device)
+    memory = None
+    try:
+        memory = PeerMemory(group, width, dtype, device)
+    except RuntimeError as error:
+        get_logger().warning(
+            "all-reduces run on NCCL: this system does not map peer memory: %s", one_line(error)
+        )
+    # Also: no rank may send before every inbox is empty.
+    return memory if _on_all_ranks(memory is not None, group, device) else None
 
 
 def _reach_each_other(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -104,6 +111,10 @@ def _reach_each_other(group: dist.ProcessGroup, device: torch.device) -> bool:
     reached = len(others) == group.size() - 1 and all(
         host == boot and torch.cuda.can_device_access_peer(device.index, index) for host, index in others
     )
-    everywhere = torch.tensor(int(reached), device=device)
+    return _on_all_ranks(reached, group, device)
+
+
+def _on_all_ranks(mine: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
+    everywhere = torch.tensor(int(mine), device=device)
     dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=group)
     return bool(everywhere.item())

@@ -53,13 +53,10 @@ class ExpertBalancer:
         self._steps = 0
         self._moves: Iterator[None] = iter(())
         first = self._layers[0]
-        slots = slots_of_ranks(len(first.slots.placement), ep.size)
-        self._starts = [each.start for each in slots]
-        tensors = first.experts.slot_tensors()
-        slot_bytes = sum(tensor[0].nbytes for tensor in tensors)
-        self._most = max(2, min(_BYTES_PER_STEP // slot_bytes, len(slots[0])))
+        self._starts = [each.start for each in slots_of_ranks(len(first.slots.placement), ep.size)]
+        shape, device = _buffer_shape(first, ep.size), first.slots.experts.load_X.device
+        self._most = shape[0]
         # Made here, so that they are counted before the rest of the memory goes to the KV cache.
-        shape, device = (self._most, slot_bytes), tensors[0].device
         self._sent, self._received = (torch.empty(shape, dtype=torch.uint8, device=device) for _ in range(2))
         self._load_LX = torch.stack([layer.slots.experts.load_X for layer in self._layers])
         self._host_LX = torch.zeros(self._load_LX.shape, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -89,8 +86,7 @@ class ExpertBalancer:
     def _sum_loads(self) -> None:
         """Sum over the ranks, on its way to the host."""
         torch.stack([layer.slots.experts.load_X for layer in self._layers], out=self._load_LX)
-        self._ep.all_reduce(self._load_LX)
-        self._host_LX.copy_(self._load_LX, non_blocking=True)
+        self._host_LX.copy_(self._ep.all_reduce(self._load_LX), non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 
@@ -134,6 +130,19 @@ class ExpertBalancer:
         parts = [tensor[slot].view(-1).view(torch.uint8) for tensor in tensors]
         for part, place in zip(parts, row.split([part.numel() for part in parts]), strict=True):
             (part if write else place).copy_(place if write else part)
+
+
+def buffer_bytes(model: nn.Module, ranks: int) -> int:
+    """Memory in which a rank's experts travel. Raises ValueError without experts."""
+    most, slot_bytes = _buffer_shape(_layers(model)[0], ranks)
+    return 2 * most * slot_bytes
+
+
+def _buffer_shape(layer: _Layer, ranks: int) -> tuple[int, int]:
+    """(the most experts that a rank sends, or receives, at a time; bytes of one)."""
+    slot_bytes = sum(tensor[0].nbytes for tensor in layer.experts.slot_tensors())
+    own = slots_of_ranks(len(layer.slots.placement), ranks)[0]
+    return max(2, min(_BYTES_PER_STEP // slot_bytes, len(own))), slot_bytes
 
 
 def _layers(model: nn.Module) -> list[_Layer]:

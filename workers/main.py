@@ -213,10 +213,10 @@ def _set_profiler_environment(config: EngineConfig) -> None:
 
 
 def _lost_rank(error: Exception) -> str:
-    """One line if a collective failed for lack of another rank, which libraries say at length; else empty."""
-    text = f"{type(error).__name__}: {error}"
+    """One line if a collective failed, most often for lack of another rank; else empty."""
+    text = one_line(error)
     if isinstance(error, RuntimeError) and any(name in text for name in _COLLECTIVES):
-        return "a worker that it computes with has ended, or did not respond"
+        return f"a worker that it computes with has ended, or did not respond ({text:.200})"
     return ""
 
 

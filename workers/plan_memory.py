@@ -23,6 +23,7 @@ from atom.utils.process import read_launch
 from atom_ops import backend
 from parallel.communicator import Communicator
 from parallel.mesh import Mesh, MeshShape
+from workers.expert_balancer import buffer_bytes
 from workers.kv_cache import available_memory, cpu_kv_bytes
 from workers.layers.causal_lm import CausalLM
 from workers.rank_model import build_rank, rank_dispatch, rank_specs
@@ -131,14 +132,18 @@ def _ranks(config: EngineConfig, checkpoint: Checkpoint, size: int, memory: _Mem
     ranks = range(size if size == config.parallel.tensor_parallel_size else 1)
     models = [planned_rank(config, checkpoint, rank, size) for rank in ranks]
     weights = [weight_bytes(model) for model in models]
+    workers = size * config.parallel.engines_in_mesh
+    buffers = buffer_bytes(models[0], workers) if config.parallel.enable_eplb else 0
+    taken = [each + buffers for each in weights]
     return [
         RankPlan(
             rank,
             weights[rank],
             {name: sum(sizes) for name, sizes in weight_sizes(model).items()},
             rank_specs(config, model),
-            memory.kv_bytes(weights, rank),
+            memory.kv_bytes(taken, rank),
             memory.left(weights, rank),
+            buffers,
         )
         for rank, model in enumerate(models)
     ]

@@ -62,8 +62,7 @@ class StepLoop:
             if self._pending and self._pending[0].ready():
                 self._link.send(self._pending.popleft().result())
                 continue
-            if (load := self._worker.expert_load()) is not None:
-                self._link.send(load)
+            self._send_finished()
             message = self._link.receive(self._wait_ms())
             if message is not None:
                 self._process(message)
@@ -72,18 +71,22 @@ class StepLoop:
 
     def _wait_ms(self) -> int:
         """How long to wait for a message."""
-        grammars = self._worker.grammars
-        while (loaded := grammars.next_loaded()) is not None:
-            self._link.send(loaded)
         if self._pending:
             return 0
-        if grammars.is_loading:
+        if self._worker.grammars.is_loading:
             return _LOADING_POLL_MS
-        if (traces := self._worker.traces) is None:
-            return _IDLE_POLL_MS
-        while (trace_result := traces.next_result()) is not None:
+        traces = self._worker.traces
+        return _WRITING_POLL_MS if traces is not None and traces.writing else _IDLE_POLL_MS
+
+    def _send_finished(self) -> None:
+        """Send what has been completed beside the steps: grammars, traces, windows of expert load."""
+        grammars, traces = self._worker.grammars, self._worker.traces
+        while (loaded := grammars.next_loaded()) is not None:
+            self._link.send(loaded)
+        while traces is not None and (trace_result := traces.next_result()) is not None:
             self._link.send(trace_result)
-        return _WRITING_POLL_MS if traces.writing else _IDLE_POLL_MS
+        if (load := self._worker.expert_load()) is not None:
+            self._link.send(load)
 
     def _process(self, message: ToWorker) -> None:
         traces = self._worker.traces

@@ -170,9 +170,9 @@ class Worker:
         resolved = backend.resolve(self._device, batch_invariant=self._config.device.batch_invariant)
         if self._tp.rank == 0:
             get_logger().info("ops on %s: %s", self._device, backend.summary(resolved))
-        self._tp.open_peers(
-            self._checkpoint.hf_config["hidden_size"], compute_dtype(self._config), self._device
-        )
+        if self._tp.size > 1:
+            width = self._checkpoint.hf_config["hidden_size"]
+            self._tp.open_peers(width, compute_dtype(self._config), self._device)
         self._model = self._build_model()
         if self._tp.rank == 0 and (backends := attention_backends(self._model.kv_groups)):
             get_logger().info("attention backends: %s", backends)

@@ -19,7 +19,7 @@ from atom.utils.rendezvous import open_rendezvous
 
 _DTYPES = ("float32", "float16", "bfloat16")
 _DEADLINE_S = 300.0
-_GOODBYE_S = 10.0
+_EXIT_S = 10.0
 
 
 class RankLaunch(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +57,7 @@ def measure(module: str, launch: RankLaunch) -> list[dict[str, Any]]:
         except TimeoutError:
             raise BenchmarkError(f"the ranks did not end within {_DEADLINE_S:.0f} s") from None
         for rank, child in enumerate(started):
-            if status := child.wait(_GOODBYE_S):
+            if status := child.wait(_EXIT_S):
                 raise BenchmarkError(f"rank {rank} ended with status {status}: its last lines are above")
     rows: list[dict[str, Any]] = msgspec.json.decode(lines[0])
     return rows

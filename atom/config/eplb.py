@@ -8,6 +8,9 @@ from atom.config.parallel import ParallelConfig
 SETTLING_STEPS = 16
 """Steps between the end of a window and the first move, for the counts to reach the host."""
 
+_MAX_WINDOW = 10_000
+"""Steps whose tokens are counted in 32 bits."""
+
 
 @dataclass(frozen=True)
 class EPLBConfig:
@@ -32,10 +35,10 @@ def eplb_config(parallel: ParallelConfig) -> EPLBConfig | None:
         if type(value) is not int or value < 0:
             raise ConfigError(f"--eplb-config: {name} is {value!r}: it must be a whole number from 0 up")
     config = EPLBConfig(**given)
-    if not 1 <= config.window_size <= config.step_interval:
+    if not 1 <= config.window_size <= min(config.step_interval, _MAX_WINDOW):
         raise ConfigError(
             f"--eplb-config: window_size {config.window_size} must be from 1 to step_interval, "
-            f"{config.step_interval}"
+            f"{config.step_interval}, and at most {_MAX_WINDOW}"
         )
     if config.step_interval <= SETTLING_STEPS:
         raise ConfigError(

@@ -17,7 +17,7 @@ class ParallelConfig:
     decode_context_parallel_size: Annotated[int, Meta(ge=1)] = 1
     """Number of tensor-parallel workers that split the KV cache of MLA by tokens; divides -tp."""
     data_parallel_size: Annotated[int, Meta(ge=1, le=1024)] = 1
-    """Number of engines, each with the whole model; every request runs on one of them."""
+    """Number of engines; a request runs on one. Each has the whole model, unless they share experts."""
     enable_expert_parallel: bool = False
     """Spread whole experts over the workers of all engines, which then step together."""
     enable_dp_attention: bool = False

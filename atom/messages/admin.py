@@ -102,7 +102,7 @@ class SetLogLevel(msgspec.Struct, tag=33, array_like=True, frozen=True, gc=False
 
 
 class RequestInfos(msgspec.Struct, tag=40, array_like=True, frozen=True, gc=False):
-    """The answer to `GetRequests`: at most MAX_INFOS sequences, in the order of arrival."""
+    """The answer to `GetRequests`: at most MAX_INFOS sequences, finished ones first."""
 
     number: int
     total: int

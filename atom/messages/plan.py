@@ -29,10 +29,12 @@ class RankPlan(msgspec.Struct, frozen=True):
     """Bytes of each type of weight."""
     kv_specs: list[KVSpec]
     kv_bytes: int
-    """Configured for the KV cache, else what is left for it: on a GPU beside the logits of a step, and at
-    most, because the other activations are measured at start."""
+    """Configured for the KV cache, else what is left for it: on a GPU beside `buffer_bytes` and the logits of
+    a step, and at most, because the other activations are measured at start."""
     left_bytes: int
     """What is left beside the weights for everything else; negative if the weights do not fit."""
+    buffer_bytes: int = 0
+    """For experts on their way between ranks, with --enable-eplb."""
 
 
 class LayoutPlan(msgspec.Struct, frozen=True):

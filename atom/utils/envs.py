@@ -24,7 +24,7 @@ class Area(Enum):
     """The part of the program that reads a variable; decides whether setting it can have an effect."""
 
     ENGINE = "engine"
-    DATA_PARALLEL = "data parallelism"
+    DATA_PARALLEL = "data parallelism over several hosts"
     GPU = "kernels for GPUs"
     AITER = "AITER kernels"
     PLUGIN = "plugins"
@@ -108,7 +108,13 @@ VARIABLES: dict[str, Variable] = {
             Area.ENGINE,
             "Log process id, file, line and function, and tracebacks of failures.",
         ),
-        Variable("ATOM_DP_SIZE", int, 1, Area.DATA_PARALLEL, "Number of data parallel ranks."),
+        Variable(
+            "ATOM_DP_SIZE",
+            int,
+            1,
+            Area.DATA_PARALLEL,
+            "Data parallel ranks of all hosts; on one host set --data-parallel-size.",
+        ),
         Variable("ATOM_DP_RANK", int, 0, Area.DATA_PARALLEL, "Data parallel rank of this process."),
         Variable(
             "ATOM_DP_RANK_LOCAL",

@@ -1,6 +1,7 @@
 """Responses of /v1/responses, in OpenAI's format: items, complete or as events."""
 
 import base64
+import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,7 +59,7 @@ class _OpenItem:
     piece: Piece
     """Its first."""
     id: str
-    texts: list[str]
+    text: io.StringIO
 
 
 class ResponsesRenderer:
@@ -154,12 +155,12 @@ class ResponsesRenderer:
             yield from self._begin(piece)
         assert self._open is not None
         if piece.text:
-            self._open.texts.append(piece.text)
+            self._open.text.write(piece.text)
             if not self._is_custom(self._open.piece):  # its input is read from complete arguments
                 yield self._part_event("delta", delta=piece.text, **_logprobs(piece.kind))
 
     def _begin(self, piece: Piece) -> Iterator[bytes]:
-        self._open = _OpenItem(piece, self._item_id(piece), [])
+        self._open = _OpenItem(piece, self._item_id(piece), io.StringIO())
         item = self._item(self._open.id, piece, "", _IN_PROGRESS)
         yield self._event("output_item.added", output_index=len(self._items), item=item)
         if piece.kind != CALL:
@@ -168,7 +169,7 @@ class ResponsesRenderer:
     def _close(self, status: str) -> Iterator[bytes]:
         if self._open is None:
             return
-        piece, text = self._open.piece, "".join(self._open.texts)
+        piece, text = self._open.piece, self._open.text.getvalue()
         if self._is_custom(piece):
             text = _custom_input(text)
             yield self._item_event("custom_tool_call_input.delta", delta=text)

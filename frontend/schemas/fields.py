@@ -19,7 +19,7 @@ import msgspec
 from frontend.errors import RequestError
 from frontend.schemas.structure import check_structure
 
-__all__ = ["Schema", "check_unique"]
+__all__ = ["Schema", "check_unique", "type_of"]
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -140,6 +140,22 @@ class Schema(Generic[T]):
         if value == _NULL:
             return True
         return name in self.neutral and msgspec.json.decode(value) in self.neutral[name]
+
+
+class _Typed(msgspec.Struct):
+    type: str | None = None
+
+
+_typed = msgspec.json.Decoder(_Typed)
+
+
+def type_of(raw: msgspec.Raw, where: str) -> str | None:
+    """The `type` of an object, if it has one; `where` is its field. Raises RequestError for other values."""
+    try:
+        return _typed.decode(raw).type
+    except msgspec.ValidationError:
+        field = where.rstrip(".")
+        raise RequestError(f"'{field}' must be an object whose 'type' is a string", param=field) from None
 
 
 def check_unique(body: bytes, raw: dict[str, msgspec.Raw], where: str) -> None:

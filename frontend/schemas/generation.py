@@ -20,6 +20,7 @@ __all__ = [
     "NEUTRAL",
     "CompletionTokensDetails",
     "GenerationRequest",
+    "Metadata",
     "Prediction",
     "PromptLogprob",
     "PromptTokensDetails",
@@ -194,10 +195,11 @@ HARMLESS = frozenset(
     }
 )
 
-_Metadata = Annotated[
+Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
-HARMLESS_TYPES = {"metadata": msgspec.json.Decoder(_Metadata | None)}
+"""With OpenAI's limits."""
+HARMLESS_TYPES = {"metadata": msgspec.json.Decoder(Metadata | None)}
 """Types of harmless fields that OpenAI limits."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import msgspec
 
 from frontend.schemas.fields import Schema
-from frontend.schemas.generation import HARMLESS, HARMLESS_TYPES, StreamOptions
+from frontend.schemas.generation import HARMLESS, HARMLESS_TYPES, Metadata, StreamOptions
 
 __all__ = [
     "CUSTOM_TOOL",
@@ -56,7 +56,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
     include: list[str] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None

@@ -23,7 +23,7 @@ from atom.messages.grammar import Grammar
 from atom.sampling_params import SamplingParams
 from frontend.detokenizer import decode
 from frontend.engine_client import Deadline, EngineClient
-from frontend.errors import EngineError, RequestError
+from frontend.errors import DeadlineError, EngineError, RequestError
 from frontend.grammars import Grammars
 from frontend.input_processor import InputProcessor
 from frontend.output_processor import TextOptions, Update
@@ -38,7 +38,7 @@ from frontend.serving.models import ModelService
 from frontend.serving.prompts import Prompt, given_id, salt, text_offsets
 from frontend.serving.renderer import Renderer
 from frontend.serving.sampling import requested_max_tokens, sampling_params, stop_strings
-from frontend.serving.structured_output import read_constraint
+from frontend.serving.structured_output import reply_constraint
 from frontend.serving.usage import UsageCounter
 from frontend.streams import Stream
 from frontend.text_executor import TextExecutor
@@ -190,7 +190,7 @@ class Generation:
             timeout_s=_checked_timeout(_first_given(fields.timeout, caller.timeout_s)),
             trace=caller.trace,
             prediction_ids=() if prediction is None else self._inputs.prediction_ids(prediction.text),
-            constraint=None if options.score_only else prompts[0].constraint or read_constraint(fields),
+            constraint=None if options.score_only else reply_constraint(fields, prompts[0].constraint),
         )
         return checked, params, cache_salt
 
@@ -289,10 +289,20 @@ class Generation:
         return [_with_max_tokens(params, limit) for limit in limits]
 
     async def _grammar(self, request: GenerateRequest, params: SamplingParams) -> Grammar:
-        """The compiled grammar of the outputs. Raises RequestError for a constraint that cannot be met."""
+        """The compiled grammar of the outputs.
+
+        Raises RequestError for a constraint that cannot be met, DeadlineError if compiling takes too long.
+        """
         assert request.constraint is not None
         row = self._inputs.row_grammar(request.constraint, params, request.prompts[0].reasoning)
-        compiled = await self._grammars.compile(request.constraint)
+        timeout_s = request.timeout_s
+        left_s = None if timeout_s is None else request.started + timeout_s - time.monotonic()
+        try:
+            async with asyncio.timeout(left_s):
+                compiled = await self._grammars.compile(request.constraint)
+        except TimeoutError:
+            assert timeout_s is not None
+            raise DeadlineError(timeout_s) from None
         return self._grammars.grammar(row, compiled)
 
     def _requests(

@@ -7,6 +7,7 @@ import msgspec
 
 from frontend.errors import RequestError
 from frontend.schemas.chat import Message
+from frontend.schemas.fields import type_of
 from frontend.schemas.messages import (
     BLOCKS,
     TOOL,
@@ -32,13 +33,6 @@ _BILLING = "x-anthropic-billing-header"
 _CLEARED_THINKING = "clear_thinking_"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _FIELDS = {"chat_template_kwargs.enable_thinking": "thinking", "reasoning_effort": "output_config.effort"}
-
-
-class _Typed(msgspec.Struct):
-    type: str | None = None
-
-
-_typed = msgspec.json.Decoder(_Typed)
 
 
 class MessagesReader:
@@ -125,7 +119,7 @@ class MessagesReader:
 
     def _block(self, raw: msgspec.Raw, where: str, *kinds: str) -> Any:
         """A content block of one of `kinds`."""
-        field, kind = where.rstrip("."), _type(raw, where)
+        field, kind = where.rstrip("."), type_of(raw, where)
         if kind not in kinds:
             raise RequestError(
                 f"'{field}' has type {kind!r:.60}; here this server takes {', '.join(kinds)}",
@@ -143,7 +137,7 @@ class MessagesReader:
         functions = []
         for index, raw in enumerate(tools):
             where = f"tools[{index}]."
-            kind = _type(raw, where)
+            kind = type_of(raw, where)
             if kind not in (None, "custom"):
                 raise RequestError(
                     f"'{where}type' is {kind!r:.60}: this server has no tools of its own, "
@@ -167,14 +161,6 @@ class MessagesReader:
 
 _USER = ("text", "tool_result")
 _ASSISTANT = ("text", "tool_use", "thinking", "redacted_thinking")
-
-
-def _type(raw: msgspec.Raw, where: str) -> str | None:
-    try:
-        return _typed.decode(raw).type
-    except msgspec.ValidationError:
-        field = where.rstrip(".")
-        raise RequestError(f"'{field}' must be an object with a 'type'", param=field) from None
 
 
 def _assistant(blocks: Iterator[Any]) -> Message:

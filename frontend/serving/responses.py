@@ -81,12 +81,15 @@ class ResponsesEndpoint:
         encoder: PromptEncoder,
         prompts: ChatPrompts,
         store: ResponseStore,
+        max_bytes: int,
         lenient: bool,
     ):
+        """`max_bytes` is the limit of a conversation, with what the request refers to."""
         self._inputs = inputs
         self._encoder = encoder
         self._prompts = prompts
         self._store = store
+        self._max_bytes = max_bytes
         self._lenient = lenient
 
     def read(self, body: bytes, caller: Caller) -> ParsedRequest:
@@ -120,10 +123,11 @@ class ResponsesEndpoint:
         warnings: list[str],
     ) -> list[Prompt]:
         earlier_items, given = _items.decode(earlier), references.resolved()
-        if echo.keep is not None:
-            echo.items = joined_lists(earlier, _encode(given))
         count = len(earlier_items) + len(given) + bool(request.instructions)
         check_message_count(count, self._inputs.max_model_len, "input")
+        self._check_size(len(earlier) + sum(len(memoryview(raw)) for raw in given))
+        if echo.keep is not None:
+            echo.items = joined_lists(earlier, _encode(given))
         reader = ItemReader(self._lenient, warnings, echo.custom_tools)
         named = itertools.chain(
             (("previous_response_id.", raw) for raw in earlier_items),
@@ -143,6 +147,16 @@ class ResponsesEndpoint:
         if request.previous_response_id is None:
             return b"[]"
         return self._store.get(caller.tenant, request.previous_response_id, "previous_response_id").items
+
+    def _check_size(self, size: int) -> None:
+        """Raises RequestError for a conversation that would be refused as one body: a reference is short."""
+        if size > self._max_bytes:
+            raise RequestError(
+                f"the conversation has {size} bytes with the stored items, at most {self._max_bytes} are "
+                "allowed: leave out earlier items, or name each stored item once",
+                param="input",
+                status=413,
+            )
 
 
 def _given_items(given: str | list[msgspec.Raw] | None) -> list[msgspec.Raw]:

@@ -9,6 +9,7 @@ import msgspec
 
 from frontend.errors import RequestError
 from frontend.schemas.chat import Message
+from frontend.schemas.fields import type_of
 from frontend.schemas.responses import (
     CUSTOM_TOOL,
     ITEMS,
@@ -29,13 +30,6 @@ __all__ = ["ItemReader", "tool_choice"]
 _SYSTEM_ROLES = frozenset({"system", "developer"})
 _INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 _MESSAGE_PARTS = ("input_text", "output_text", "text")
-
-
-class _Typed(msgspec.Struct):
-    type: str | None = None
-
-
-_typed = msgspec.json.Decoder(_Typed)
 
 
 class ItemReader:
@@ -62,7 +56,7 @@ class ItemReader:
         functions = []
         for index, raw in enumerate(tools):
             where = f"tools[{index}]."
-            kind = _type(raw, where)
+            kind = type_of(raw, where)
             if kind == "custom":
                 functions.append(self._custom_tool(raw, where))
                 continue
@@ -85,7 +79,7 @@ class ItemReader:
         return Function(tool.name, tool.description, _INPUT)
 
     def _item(self, raw: msgspec.Raw, where: str) -> Any:
-        kind = _type(raw, where) or "message"
+        kind = type_of(raw, where) or "message"
         if kind not in ITEMS:
             field = where.rstrip(".")
             raise RequestError(
@@ -132,7 +126,7 @@ class ItemReader:
 
     def _part(self, raw: msgspec.Raw, where: str, kinds: tuple[str, ...]) -> str:
         """The text of a part of one of `kinds`."""
-        field, kind = where.rstrip("."), _type(raw, where)
+        field, kind = where.rstrip("."), type_of(raw, where)
         if kind not in kinds:
             raise RequestError(
                 f"'{field}' has type {kind!r:.60}; here this server takes {', '.join(kinds)}",
@@ -181,14 +175,6 @@ def _with_one_system(turns: list[Turn]) -> list[Turn]:
         return turns
     text = "\n\n".join(str(message.content) for _, message in first)
     return [(first[0][0], Message(role="system", content=text)), *turns[len(first) :]]
-
-
-def _type(raw: msgspec.Raw, where: str) -> str | None:
-    try:
-        return _typed.decode(raw).type
-    except msgspec.ValidationError:
-        field = where.rstrip(".")
-        raise RequestError(f"'{field}' must be an object", param=field) from None
 
 
 def _decoded(content: str, where: str) -> str:

@@ -8,7 +8,7 @@ from frontend.errors import RequestError
 from frontend.schemas.generation import GenerationRequest
 from frontend.schemas.structured_output import ResponseFormat, StructuredOutputs
 
-__all__ = ["read_constraint"]
+__all__ = ["reply_constraint"]
 
 _RESPONSE_FORMAT, _STRUCTURED_OUTPUTS = "response_format", "structured_outputs"
 _GUIDED = {
@@ -20,8 +20,25 @@ _GUIDED = {
 """vLLM's older fields, and their names in `structured_outputs`."""
 
 
-def read_constraint(fields: GenerationRequest) -> Constraint | None:
-    """What the output must be; None for any text. Raises RequestError naming the field at fault."""
+def reply_constraint(fields: GenerationRequest, calls: Constraint | None) -> Constraint | None:
+    """What the reply must be; None for any. `calls` says which tool calls it must have, or may have.
+
+    Raises RequestError naming the field at fault.
+    """
+    content = _read_constraint(fields)
+    if calls is None or content is None:
+        return calls or content
+    if calls.field == "tools":  # a reply without calls has content
+        raise RequestError(
+            f"'{content.field}' cannot be enforced beside functions with 'strict': true; "
+            "send either, or 'tool_choice': 'none'",
+            param=content.field,
+        )
+    return calls  # a reply that must have calls has no other content
+
+
+def _read_constraint(fields: GenerationRequest) -> Constraint | None:
+    """What the text must be; None for any."""
     found = []
     if (response_format := fields.response_format) is not None:
         found += _of(_RESPONSE_FORMAT, _response_format(response_format))
@@ -88,9 +105,8 @@ def _structural_tag(given: ResponseFormat) -> dict[str, Any]:
 
 
 def _structured_outputs(given: StructuredOutputs) -> dict[str, Any]:
-    values = {
+    return {
         name: value
         for name in given.__struct_fields__
         if (value := getattr(given, name)) is not None and value is not False
     }
-    return {} if values.keys() <= {"disable_any_whitespace"} else values

@@ -10,11 +10,28 @@ export class ApiError extends Error {
   }
 }
 
+let current = stored(() => sessionStorage.getItem(NAME)) ?? "";
+
 export const key = {
-  get: () => sessionStorage.getItem(NAME) ?? "",
-  set: (value) => sessionStorage.setItem(NAME, value),
-  forget: () => sessionStorage.removeItem(NAME),
+  get: () => current,
+  set(value) {
+    current = value;
+    stored(() => sessionStorage.setItem(NAME, value));
+  },
+  forget() {
+    current = "";
+    stored(() => sessionStorage.removeItem(NAME));
+  },
 };
+
+/** What `use` returns; null where storage is off: the key lasts until the page is left. */
+function stored(use) {
+  try {
+    return use();
+  } catch {
+    return null;
+  }
+}
 
 /** A response with status 2xx; throws ApiError for others, and TypeError without a connection. */
 export async function request(path, options = {}) {

@@ -25,7 +25,8 @@ class Window:
         if not total:
             return None
         before = self._totals[0] or [0] * len(total)  # there was no engine then
-        new = [now - then for now, then in zip(total, before, strict=True)]
+        # Counts fall where the figures of another frontend cannot be read.
+        new = [max(now - then, 0) for now, then in zip(total, before, strict=True)]
         return quantiles(histograms[0].bounds, new)
 
 

@@ -5,9 +5,13 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
+import pytest
+
 from tests.helpers.source import ROOT, module_name, package_files
 
-DEADLINE_S = 110
+DEADLINE_S = 280
+pytestmark = pytest.mark.timeout(DEADLINE_S + 20)
+
 TORCH_FREE = ("frontend", "engine_core", "atom.messages", "atom.config", "atom.utils")
 TORCH_FREE_MODULES = (
     "atom.sampling_params",

@@ -95,6 +95,8 @@ class FakeCore:
     aborted: list[int] = field(default_factory=list)
     profile: Callable[[Profile], ProfileResult | None] = lambda message: None
     profiles: list[Profile] = field(default_factory=list)
+    waits: Callable[[], bool] = lambda: False
+    """While it returns true, no tokens are generated."""
     rank: int = 0
     life: int = 0
     abort_reasons: dict[int, FinishReason] = field(default_factory=dict)
@@ -109,7 +111,7 @@ class FakeCore:
         self.frozen = threading.Event()
         """While set, the core neither receives nor sends: as after SIGSTOP."""
         self._dropped = ""
-        self._step = 0
+        self.steps = 0
         self._thread = threading.Thread(target=self._run, name="fake-core")
 
     def __enter__(self) -> "FakeCore":
@@ -154,7 +156,8 @@ class FakeCore:
                     self._dropped = ""
                     self._peers.clear()
                     self._running.clear()
-                self._advance(socket)
+                if not self.waits():
+                    self._advance(socket)
                 time.sleep(self.step_s)
             if self._death is not None:
                 for peer in self._peers:
@@ -185,7 +188,7 @@ class FakeCore:
                     self._running.pop(request_id, None)
 
     def _stats(self) -> CoreStats:
-        return CoreStats(self._step, len(self._running), 0, 0, 100, 0, 0, 0, 0, 0, 0, 0, 0)
+        return CoreStats(self.steps, len(self._running), 0, 0, 100, 0, 0, 0, 0, 0, 0, 0, 0)
 
     def _advance(self, socket: zmq.Socket[bytes]) -> None:
         for peer in {running.peer for running in self._running.values()}:
@@ -223,7 +226,7 @@ class FakeCore:
                 del self._running[request_id]
         if not rows and not finished:
             return None
-        self._step += 1
+        self.steps += 1
         if all(count == 1 for count in counts):
             counts = []
         logprobs = None
@@ -232,7 +235,7 @@ class FakeCore:
         if not any(proposed):
             proposed = []
         return TokenDeltas(
-            self._step, rows, pack_ids(ids), counts, first, finished, logprobs, prompts, proposed
+            self.steps, rows, pack_ids(ids), counts, first, finished, logprobs, prompts, proposed
         )
 
 

@@ -56,7 +56,7 @@ from atom.utils.process import spawn
 from tests.helpers.core_driver import GREEDY, VOCABULARY
 from tests.helpers.simulated_worker import SimulatedWorker, undisturbed
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 RANKS = 2
 SPEC = FullAttentionSpec(block_size=4, bytes_per_block=100)
 CONFIG = EngineConfig(

@@ -41,6 +41,9 @@ _FORMATS = frozenset(
     }
 )
 """Those that xgrammar enforces; others are annotations."""
+_NAMED_PARTS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTED_PARTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_LISTS = (*_LISTED_PARTS, "enum", "required")
 _OPEN = ("properties", "patternProperties", "additionalProperties", "propertyNames")
 _CHARACTER_CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]")
 _PLAIN_CHARACTER = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"
@@ -112,26 +115,40 @@ def _prepare(schema: Any) -> None:
 
 
 def _parts(schema: Schema | bool) -> Iterator[Schema]:
-    """The schema, and all schemas inside of it."""
+    """The schema, all schemas inside of it, and what they refer to; each once. Raises SchemaError."""
     waiting: list[Any] = [schema]
+    seen: set[int] = set()
     while waiting:
         part = waiting.pop()
-        if not isinstance(part, dict):
+        if not isinstance(part, dict) or id(part) in seen:
             continue
+        seen.add(id(part))
         if isinstance(names := part.get("propertyNames"), dict) and not _OTHERS & {*names} - {*_LENGTHS}:
             names["type"] = "string"
         yield part
-        for name in ("properties", "patternProperties", "$defs", "definitions"):
-            if isinstance(inner := part.get(name), dict):
-                waiting += inner.values()
-        for name in ("anyOf", "oneOf", "allOf", "prefixItems"):
-            if isinstance(inner := part.get(name), list):
-                waiting += inner
+        for name in _NAMED_PARTS:
+            waiting += part.get(name, {}).values()
+        for name in _LISTED_PARTS:
+            waiting += part.get(name, ())
         waiting += [part.get(name) for name in ("items", "additionalProperties", "propertyNames")]
+        if "$ref" in part:
+            waiting.append(_target(schema, part["$ref"]))
+
+
+def _target(schema: Any, reference: Any) -> Any:
+    """What a `$ref` names, found as xgrammar does; it would take a reference to elsewhere as any value."""
+    first, *names = reference.split("/") if isinstance(reference, str) else [""]
+    found = schema
+    for name in names:
+        found = found.get(name) if isinstance(found, dict) else None
+    if first != "#" or found is None:
+        raise SchemaError(f"'$ref' is {reference!r:.80}, which names no part of the schema")
+    return found
 
 
 def _check(part: Schema) -> None:
-    """Raises SchemaError for a keyword that xgrammar does not read where it stands."""
+    """Raises SchemaError for a wrong value, and for a keyword that xgrammar does not read where it stands."""
+    _check_values(part)
     for name in sorted(_IGNORED & part.keys()):
         if name not in _NEUTRAL or part[name] != _NEUTRAL[name]:
             raise _refusal(f"'{name}'")
@@ -150,9 +167,23 @@ def _check(part: Schema) -> None:
     for name in _LENGTHS:
         if name in part and ("pattern" in part or part.get("format") in _FORMATS):
             raise _refusal(f"'{name}' beside 'pattern' or 'format'")
-    undeclared = [name for name in part.get("required") or () if name not in part.get("properties", {})]
+    undeclared = [name for name in part.get("required", ()) if name not in part.get("properties", {})]
     if undeclared:
         raise _refusal(f"a required property that 'properties' does not declare, {undeclared[0]!r:.60}")
+
+
+def _check_values(part: Schema) -> None:
+    """Raises SchemaError for values of the wrong type, of the keywords that this module reads."""
+    for names, kind, wanted in ((_NAMED_PARTS, dict, "an object"), (_LISTS, list, "an array")):
+        for name in names:
+            if not isinstance(part.get(name, kind()), kind):
+                raise SchemaError(f"'{name}' must be {wanted}")
+    for name in _LENGTHS:
+        length = part.get(name, 0)
+        if not isinstance(length, int) or isinstance(length, bool) or length < 0:
+            raise SchemaError(f"'{name}' must be a whole number, 0 or more")
+    if not isinstance(part.get("type", ""), (str, list)):
+        raise SchemaError("'type' must be a string or an array")
 
 
 def _check_pattern(pattern: Any) -> None:

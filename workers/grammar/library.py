@@ -17,9 +17,9 @@ _MAX_TEXT_BYTES = 128 * 1024 * 1024
 
 
 class GrammarLibrary:
-    """Loads grammars in a thread, beside the steps; xgrammar itself is imported with the first one.
+    """Loads grammars in a thread, beside the steps; loading releases the GIL.
 
-    Loading releases the GIL.
+    What the first one needs does not: the import of xgrammar, and the bytes of each id of the vocabulary.
     """
 
     def __init__(self, checkpoint: Checkpoint, rank: int):

@@ -89,7 +89,7 @@ class MoE(nn.Module):
         return self(normed_TD), residual_TD
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """This rank\'s partial sum of the output."""
+        """This rank's partial sum of the output."""
         ids_TJ, weights_TJ = self.gate.select_experts(x_TD)
         if self.slots is not None:
             ids_TJ = select_slots(ids_TJ, self.slots.experts)

@@ -70,7 +70,7 @@ def test_slots_are_those_of_the_block_table() -> None:
 
 
 def test_sizes_come_from_configurations(tmp_path: Path) -> None:
-    assert {model_shape(name).hidden for name in MODELS} == {1024, 4096, 7168}
+    assert {model_shape(name).hidden for name in MODELS} == {1024, 2048, 2880, 4096, 7168}
     assert model_shape("Qwen3-0.6B").head_norms and not model_shape("Llama-3.1-8B").head_norms
     with pytest.raises(BenchmarkError, match="no directory with config.json; shipped are"):
         model_shape("Qwen3-0.7B")

@@ -108,6 +108,7 @@ def test_experts_are_spread_over_the_workers_of_all_engines() -> None:
             {},
             "window_size 31 must be from 1 to step_interval",
         ),
+        ('{"window_size": 10001, "step_interval": 20000}', {}, "step_interval, 20000, and at most 10000"),
         ('{"window_size": 8, "step_interval": 16}', {}, "step_interval 16 must be more than 16 steps"),
         ('{"num_redundant_experts": 9}', {}, "with 8 every one of 3 ranks has all 4 experts"),
     ],

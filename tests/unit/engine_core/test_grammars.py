@@ -1,5 +1,13 @@
 """Requests wait until every rank has their grammar; a grammar in use is never dropped for another one."""
 
+import gc
+import time
+import weakref
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from atom.messages.admin import RequestStatus
 from atom.messages.engine import AddRequest, FinishReason, Sampling, pack_ids
 from atom.messages.grammar import (
     MAX_COMPILED_BYTES,
@@ -20,9 +28,9 @@ FRONTEND = b"f"
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 
-def new_core(num_ranks: int = 1) -> EngineCore:
+def new_core(num_ranks: int = 1, clock: Callable[[], float] = time.monotonic) -> EngineCore:
     kv = KVCacheManager([FullAttentionSpec(4, 1)], [64], 64, 0)
-    return EngineCore(Limits(max_num_seqs=8, max_num_batched_tokens=64), kv, 128, num_ranks=num_ranks)
+    return EngineCore(Limits(max_num_seqs=8, max_num_batched_tokens=64), kv, 128, clock, num_ranks)
 
 
 def request(
@@ -81,6 +89,47 @@ def test_waiting_requests_can_be_aborted() -> None:
     assert core.schedule() is None
     assert core.num_live == 0
     core.check_integrity()
+
+
+def test_the_prompts_of_ended_requests_are_not_kept() -> None:
+    core = new_core()
+    core.add(request(1, b"a"), FRONTEND)
+    core.grammar_loaded(GrammarLoaded(0, b"a"))
+    core.add(request(2, b"a"), FRONTEND)
+    ended = [weakref.ref(one) for one in core._scheduler.requests.values()]
+    finish(core)
+    core.add(request(3, b"a"), FRONTEND)  # later steps have replaced those of the ended requests
+    finish(core)
+    gc.collect()
+    assert len(ended) == 2 and not any(one() for one in ended)
+
+
+def test_aborted_requests_without_room_are_not_kept() -> None:
+    core, number = new_core(), MAX_MEMORY // MAX_GRAMMAR_MEMORY
+    for i in range(number + 2):
+        core.add(request(i, b"%d" % i, MAX_GRAMMAR_MEMORY), FRONTEND)
+    aborted = weakref.ref(core._grammars.waiting[number + 1])
+    core.abort([number + 1])  # another one without room is in front of it
+    gc.collect()
+    assert aborted() is None and core.num_live == number + 1
+
+
+def test_waiting_requests_are_listed_and_aborted_by_name() -> None:
+    now = [5.0]
+    core = new_core(clock=lambda: now[0])
+    for number in (1, 2):
+        core.add(replace(request(number, b"a"), name=f"r{number}"), FRONTEND)
+    now[0] += 3.0
+    total, (first, second) = core.requests()
+    assert (total, first.name, second.name) == (2, "r1", "r2")
+    assert (first.status, first.queue_s) == (RequestStatus.WAITING, 3.0)
+    count, ends = core.abort_named({"r1"})
+    assert count == 1 and [end.request_id for end in ends[FRONTEND].finished] == [1]
+    assert [found.status for found in core.requests("r1")[1]] == [RequestStatus.FINISHED]
+    core.grammar_loaded(GrammarLoaded(0, b"a"))
+    (left,) = core.requests()[1]
+    assert (left.name, left.queue_s) == ("r2", 3.0)
+    assert core.abort_named(None)[0] == 1 and core.num_live == 0
 
 
 def test_idle_grammars_give_way_and_used_ones_do_not() -> None:

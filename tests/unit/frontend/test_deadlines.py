@@ -1,5 +1,6 @@
 """Requests with a timeout: in the queue, in the middle of their output, in streams; and bad ones."""
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -7,9 +8,11 @@ from typing import Any
 import pytest
 
 from atom.messages.engine import AddRequest, FinishReason, unpack_ids
+from atom.messages.grammar import CompiledGrammar, GrammarSource
+from frontend.grammar_process import GrammarProcess
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
-from tests.helpers.http_server import Client, running_frontend
+from tests.helpers.http_server import DEADLINE_S, Client, running_frontend
 from tests.helpers.wire import error_of
 
 TOKENIZER = tiny_tokenizer.tokenizer()
@@ -64,6 +67,21 @@ def test_what_was_generated_is_returned(client: Client, core: FakeCore) -> None:
     tokens = response["usage"]["completion_tokens"]
     assert 1 < tokens < 10_000 and len(choice["text"]) == tokens
     core.wait_for(lambda: ids_of_the_last_request(core) <= set(core.aborted))
+
+
+def test_a_grammar_that_is_being_compiled(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_compiled = threading.Event()
+
+    def compile_slowly(process: GrammarProcess, source: GrammarSource) -> tuple[CompiledGrammar, bool]:
+        assert is_compiled.wait(DEADLINE_S)
+        return CompiledGrammar(error="too late"), True
+
+    monkeypatch.setattr(GrammarProcess, "compile", compile_slowly)
+    body = {"prompt": "x", "guided_regex": "a", "timeout": 0.1}
+    status, response = client.post("/v1/completions", **body)
+    is_compiled.set()
+    assert (status, response["error"]["code"]) == (408, "timeout")
+    assert client.post("/v1/completions", **body)[0] == 400  # the compilation was not cancelled
 
 
 def test_held_back_text_is_part_of_it(client: Client) -> None:

@@ -21,6 +21,9 @@ from frontend.input_processor import InputProcessor
 from frontend.schemas.chat import CHAT
 from frontend.schemas.completions import COMPLETIONS
 from frontend.schemas.fields import Schema
+from frontend.schemas.generation import GenerationRequest
+from frontend.schemas.structured_output import StructuredOutputs
+from frontend.serving.structured_output import reply_constraint
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
 from tests.helpers.http_server import MODEL, running_frontend
@@ -485,3 +488,14 @@ def test_usage_has_the_draft_tokens(tmp_path: Path) -> None:
         script.drafts = 0
         _, response = client.post("/v1/completions", prompt="hi")
         assert "completion_tokens_details" not in response["usage"]
+
+
+def test_white_space_of_json_is_an_option_of_a_constraint_and_none_itself() -> None:
+    compact = StructuredOutputs(json={"type": "object"}, disable_any_whitespace=True)
+    constraint = reply_constraint(GenerationRequest(structured_outputs=compact), None)
+    assert constraint is not None and not constraint.source.any_whitespace
+    assert reply_constraint(GenerationRequest(structured_outputs=StructuredOutputs()), None) is None
+    alone = StructuredOutputs(disable_any_whitespace=True)
+    with pytest.raises(RequestError, match="exactly one of") as caught:
+        reply_constraint(GenerationRequest(structured_outputs=alone), None)
+    assert caught.value.param == "structured_outputs"

@@ -1,6 +1,7 @@
 """Output that waits is bounded, for each request and in all; the requests that end say why."""
 
 import asyncio
+import contextlib
 import json
 import socket
 import time
@@ -26,12 +27,13 @@ from tests.helpers.wire import metric, post_head
 TOKENIZER = tiny_tokenizer.tokenizer()
 LIMIT = 8 << 20
 LENGTH = 30_000
+PER_STEP = 50
 
 
 def script(request: AddRequest) -> Script:
     text = TOKENIZER.decode(unpack_ids(request.prompt_ids))
     if "flood" in text:
-        return Script([5] * LENGTH, FinishReason.MAX_TOKENS, per_step=50)
+        return Script([5] * request.max_tokens, FinishReason.MAX_TOKENS, per_step=PER_STEP)
     return Script([5, 6, 7], FinishReason.MAX_TOKENS)
 
 
@@ -95,11 +97,20 @@ def test_a_stream_that_is_not_read_ends_with_an_error_event(client: Client, core
     assert b'"code":"client_too_slow"' in received[-1000:]
 
 
-def test_a_stream_that_is_read_is_never_ended(client: Client) -> None:
-    before = ended(client)
-    events = client.events("/v1/completions", prompt="flood", max_tokens=LENGTH, n=2, logprobs=5)
-    found = [event["choices"][0]["logprobs"] for event in events]
-    assert sum(len(each["tokens"]) for each in found if each) == 2 * LENGTH
+def test_a_stream_that_is_read_is_never_ended(
+    client: Client, core: FakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client is never more than four steps behind; in all it gets several times what may wait."""
+    before, begun, received, length = ended(client), core.steps, 0, LENGTH // 5
+    monkeypatch.setattr(core, "waits", lambda: core.steps - begun > 4 + received // (2 * PER_STEP))
+    body = {"prompt": "flood", "stream": True, "max_tokens": length, "n": 2, "logprobs": 5}
+    with contextlib.closing(client.connection()) as connection:
+        connection.request("POST", "/v1/completions", json.dumps(body))
+        for line in connection.getresponse():
+            if line.startswith(b"data: {"):
+                found = json.loads(line[6:])["choices"][0]["logprobs"]
+                received += len(found["tokens"]) if found else 0
+    assert received == 2 * length
     assert ended(client) == before
 
 

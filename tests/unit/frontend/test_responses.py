@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from atom.config.server import ServerConfig
+from frontend.limits import HttpLimits
 from tests.helpers.http_server import DEADLINE_S, MODEL, Client
 from tests.helpers.tool_model import (
     ANSWER,
@@ -224,6 +225,18 @@ def test_references_to_stored_items(client: Client, model: ToolModel) -> None:
         assert status in (400, 404) and refused["error"]["param"] == "input[0]", wrong
 
 
+def test_a_conversation_with_stored_items_is_bounded_as_a_body_is(model: ToolModel) -> None:
+    with running_server(model, limits=HttpLimits(max_body_bytes=4096)) as client:
+        _, first = client.post(PATH, **ASKED)
+        reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+        assert client.post(PATH, input=[USER, reference])[0] == 200
+        status, refused = client.post(PATH, input=[reference] * 40)
+        assert status == 413 and "stored items" in refused["error"]["message"]
+        last = client.post(PATH, input="x" * 3000)[1]["id"]
+        assert client.post(PATH, input="x", previous_response_id=last)[0] == 200
+        assert client.post(PATH, input="x" * 3000, previous_response_id=last)[0] == 413
+
+
 CUSTOM: dict[str, Any] = {
     "type": "custom",
     "name": "get_weather",
@@ -313,6 +326,8 @@ def test_where_nothing_is_stored(model: ToolModel, server: ServerConfig, process
             "stream_options.include_obfuscation",
         ),
         ({"temperature": -1}, "temperature"),
+        ({"metadata": {"a": "x" * 513}}, "metadata"),
+        ({"metadata": dict.fromkeys(map(str, range(17)), "x")}, "metadata"),
         ({"previous_response_id": "resp_none"}, "previous_response_id"),
     ],
 )

@@ -309,6 +309,8 @@ def test_a_window_forgets() -> None:
     seen = [fresh.move([histogram]) for _ in range(3)]
     assert seen[0] is not None and 0.01 < seen[0][0] < 0.02
     assert seen[0] == seen[1] and seen[2] is None
+    fallen = Metrics().engine(0).time_to_first_token
+    assert fresh.move([fallen]) is None  # the figures of another frontend are missing
 
 
 def test_an_event_for_each_change() -> None:

@@ -227,6 +227,7 @@ def test_tokenizing_counts_the_tools(client: Client, core: FakeCore) -> None:
 
 
 NAMED = {"type": "function", "function": {"name": "get_rain"}}
+STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
 
 
 @pytest.mark.parametrize(
@@ -253,6 +254,12 @@ NAMED = {"type": "function", "function": {"name": "get_rain"}}
         ({"tools": ["f"]}, "tools[0]", "object"),
         ({"tools": [WEATHER] * 1025}, "tools", "1024"),
         ({"tools": [{"function": {"name": "f", "description": "x" * (2 << 20)}}]}, "tools", "bytes"),
+        (
+            {"tools": [STRICT], "response_format": {"type": "json_object"}},
+            "response_format",
+            "beside functions with 'strict'",
+        ),
+        ({"tool_choice": "required", "response_format": {"type": "xml"}}, "response_format.type", "xml"),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "bool"),
         ({"reasoning_effort": "huge"}, "reasoning_effort", "one of"),
         (
@@ -269,11 +276,10 @@ def test_refusals(client: Client, fields: dict[str, Any], param: str, text: str)
 
 
 def test_calls_that_cannot_be_enforced(core: FakeCore, checkpoint: Checkpoint) -> None:
-    strict = {"type": "function", "function": {"name": "f", "strict": True}}
     with running_frontend(core, checkpoint, ServerConfig(tool_call_parser="openai")) as client:
-        status, response = client.post(PATH, messages=[USER], tools=[strict])
+        status, response = client.post(PATH, messages=[USER], tools=[STRICT])
         assert status == 200 and any("strict" in warning for warning in response["warnings"])
-        status, response = client.post(PATH, messages=[USER], tools=[strict], tool_choice="required")
+        status, response = client.post(PATH, messages=[USER], tools=[STRICT], tool_choice="required")
         assert (status, response["error"]["param"]) == (400, "tool_choice")
 
 

@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from atom_ops import add_rms_norm
 from parallel.communicator import Communicator
-from tests.helpers.ranks import Ranks
+from tests.helpers.ranks import DEADLINE_S, Ranks
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(DEADLINE_S + 20)
 def test_collectives_of_three_processes(ranks: Ranks) -> None:
     ranks.start(
         """
@@ -61,7 +61,7 @@ def test_collectives_of_three_processes(ranks: Ranks) -> None:
     assert len(set(ranks.outputs())) == 1
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(DEADLINE_S + 20)
 def test_a_rank_that_died_is_noticed(ranks: Ranks) -> None:
     ranks.start(
         """
@@ -73,6 +73,7 @@ def test_a_rank_that_died_is_noticed(ranks: Ranks) -> None:
         tp=2,
         timeout=5.0,
     )
+    ranks.join()
     started = time.monotonic()
     (status, _, err), (other, _, _) = ranks.finish()
     assert time.monotonic() - started < 45
@@ -88,6 +89,9 @@ def test_one_rank_makes_no_call() -> None:
     assert comm.all_gather_last_dim(x, [3]) is x
     assert comm.all_gather_rows(x, [2]) is x
     assert comm.reduce_scatter_rows(x, [2]) is x
+    assert comm.all_to_all_rows(x, [2], [2]) is x
+    room = torch.zeros(3, 3)
+    assert torch.equal(comm.all_to_all_rows(x, [2], [2], room), x) and room.tolist()[:2] == x.tolist()
 
 
 class _OneToken:

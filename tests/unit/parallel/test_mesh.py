@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from atom.messages.launch import Rendezvous
 from atom.utils.rendezvous import open_rendezvous
 from parallel.mesh import MeshShape, join_mesh
-from tests.helpers.ranks import Ranks
+from tests.helpers.ranks import DEADLINE_S, Ranks
 
 CPU = torch.device("cpu")
 
@@ -51,7 +51,7 @@ def test_pipeline_ranks_and_empty_dimensions_are_refused() -> None:
         MeshShape(2, 0)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(DEADLINE_S + 20)
 def test_four_processes_as_tp_2_by_dp_2(ranks: Ranks) -> None:
     ranks.start(
         """
@@ -78,7 +78,7 @@ def test_four_processes_as_tp_2_by_dp_2(ranks: Ranks) -> None:
     ranks.outputs()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(DEADLINE_S + 20)
 def test_names_with_the_same_ranks_share_a_process_group(ranks: Ranks) -> None:
     ranks.start(
         """
@@ -120,7 +120,7 @@ def last_line(err: str) -> str:
     return err.strip().rpartition("\n")[2]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(DEADLINE_S + 20)
 def test_a_rank_that_never_comes_is_named(ranks: Ranks) -> None:
     with open_rendezvous(3, life=4) as (host, other, _):
         assert host is not None and other is not None
@@ -134,7 +134,7 @@ def test_a_rank_that_never_comes_is_named(ranks: Ranks) -> None:
         )
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(DEADLINE_S + 20)
 def test_a_worker_of_an_earlier_life_is_not_let_in(ranks: Ranks) -> None:
     """It knows the port, comes with the number of a missing rank, and is not taken for it."""
     with open_rendezvous(2, life=2) as (host, other):
@@ -158,13 +158,14 @@ def test_a_host_that_never_answers_is_an_error() -> None:
         assert time.monotonic() - started < 10
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(DEADLINE_S + 20)
 def test_the_store_dies_with_rank_0(ranks: Ranks) -> None:
     """Rank 0 ends before it meets rank 1, which sees it long before its own deadline."""
     with open_rendezvous(2) as (host, other):
         assert host is not None and other is not None
         ranks.start_one("", 0, host, (2,), 2.0)
         ranks.start_one("", 1, replace(other, life=9), (2,), 40.0)
+    ranks.join()
     started = time.monotonic()
     (_, _, _), (status, _, err) = ranks.finish()
     assert status == 1 and last_line(err).endswith("lost rank 0, which hosts the store: has it ended?")

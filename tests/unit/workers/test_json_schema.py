@@ -20,6 +20,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"type": "string", "pattern": '^"a"$'}, "quotes"),
     ({"type": "object", "required": ["a"]}, "'a'"),
     ({"type": "integer", "enum": ["a"]}, "no value of 'enum'"),
+    ({"$ref": "http://a/b"}, "names no part"),
+    ({"$ref": "#a"}, "names no part"),
+    ({"$ref": "#/a"}, "names no part"),
+    ({"$ref": 3}, "names no part"),
+    ({"type": "string", "maxLength": "3}|x{1"}, "'maxLength' must be"),
+    ({"type": "string", "minLength": -1}, "'minLength' must be"),
+    ({"type": "object", "properties": [1]}, "'properties' must be an object"),
+    ({"type": "object", "required": 3}, "'required' must be an array"),
+    ({"allOf": 3}, "'allOf' must be an array"),
+    ({"type": 3, "enum": [1]}, "'type' must be"),
 ]
 
 
@@ -63,6 +73,16 @@ def test_lengths_become_a_pattern() -> None:
     made = rewritten({"type": "string", "minLength": 1, "maxLength": 3})
     assert made["pattern"].endswith("{1,3}$")
     assert not {"minLength", "maxLength"} & made.keys()
+
+
+def test_what_is_referred_to_is_read_wherever_it_stands() -> None:
+    reference = {"$ref": "#/components/a"}
+    assert rewritten(reference | {"components": {"a": {"type": "object"}}})["components"]["a"] == {
+        "type": "object",
+        "additionalProperties": True,
+    }
+    with pytest.raises(SchemaError, match="'not'"):
+        prepared(json.dumps({"anyOf": [reference, {"$ref": "#"}], "components": {"a": {"not": {}}}}))
 
 
 def test_values_of_other_types_are_removed() -> None:

@@ -168,6 +168,20 @@ def test_context_ranks_have_a_share_of_the_kv_cache(tmp_path: Path) -> None:
     assert part_tokens == 8 * whole_tokens > 0
 
 
+def test_buffers_of_the_expert_balancer_are_taken_from_the_kv_cache(tmp_path: Path) -> None:
+    """Qwen3-30B-A3B: an expert is 3 x 2048 x 768 weights in bfloat16, of which 64 MiB are sent in a step."""
+    checkpoint, config = big("Qwen3-30B-A3B", tmp_path), gpu_config(4)
+    fixed = replace(config.parallel, enable_expert_parallel=True)
+    moving = replace(fixed, enable_eplb=True)
+    ((without, *_), (rank, *_)) = (
+        planned(replace(config, parallel=parallel), checkpoint, 80 << 30) for parallel in (fixed, moving)
+    )
+    expert = 3 * 2048 * 768 * 2
+    assert (without.buffer_bytes, rank.buffer_bytes) == (0, 2 * ((64 << 20) // expert) * expert)
+    assert rank.weight_bytes == without.weight_bytes and rank.left_bytes == without.left_bytes
+    assert rank.kv_bytes == without.kv_bytes - rank.buffer_bytes
+
+
 def test_no_memory_is_allocated_for_the_weights(tmp_path: Path) -> None:
     before = peak_bytes()
     planned(gpu_config(), big("Llama-3.1-8B", tmp_path), 1 << 30)

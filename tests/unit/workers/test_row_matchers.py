@@ -173,7 +173,7 @@ def test_special_tokens_are_in_no_text(checkpoint: Checkpoint) -> None:
         matcher.fill_next_token_bitmask(mask)
         allowed = np.flatnonzero(np.unpackbits(mask.numpy().view(np.uint8), bitorder="little"))
         assert {0, 1, 2, 3} & {*allowed.tolist()} <= {EOS}, source
-        assert len(allowed) > 1
+        assert len(allowed)
 
 
 def test_a_grammar_must_be_loaded(checkpoint: Checkpoint) -> None:
