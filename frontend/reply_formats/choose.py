@@ -1,7 +1,9 @@
 """Finds the reply format of a checkpoint, by its chat template, or by the command line."""
 
+from dataclasses import replace
+
 from frontend.reply_formats.base import CallText, ReasoningIds, ReplyFormat, ReplyOptions, ReplyParser
-from frontend.reply_formats.deepseek import DeepSeek
+from frontend.reply_formats.deepseek import DeepSeek, DeepSeekV3
 from frontend.reply_formats.glm import Glm
 from frontend.reply_formats.harmony import HarmonyFormat
 from frontend.reply_formats.hermes import Hermes
@@ -18,7 +20,7 @@ _HARMONY = "gpt_oss"
 _NONE, _OPENAI, _OPENAI_REASONING = "none", "openai", "openai_gptoss"
 
 TOOL_CALLS: dict[str, type[TextParser]] = {
-    "deepseek_v3": DeepSeek,
+    "deepseek_v3": DeepSeekV3,
     "deepseek_v31": DeepSeek,
     "glm45": Glm,
     "glm47": Glm,
@@ -39,15 +41,16 @@ REASONING: dict[str, Think] = {
 }
 """vLLM's names; beside them "openai_gptoss" is Harmony, and "none" separates no reasoning."""
 
-# The first one whose text the template writes.
-_SIGNS: tuple[tuple[str, type[TextParser]], ...] = (
-    ("<|tool_calls_section_begin|>", KimiK2),
-    ("<｜tool▁calls▁begin｜>", DeepSeek),
-    ("<arg_key>", Glm),
-    ("<function=", Qwen3Coder),
-    ("<tool_call>", Hermes),
-    ("<|python_tag|>", Llama3Json),
-    ('"parameters": ', Llama3Json),
+# The first one whose texts the template writes.
+_SIGNS: tuple[tuple[tuple[str, ...], type[TextParser]], ...] = (
+    (("<|tool_calls_section_begin|>",), KimiK2),
+    (("<｜tool▁calls▁begin｜>", "```json"), DeepSeekV3),
+    (("<｜tool▁calls▁begin｜>",), DeepSeek),
+    (("<arg_key>",), Glm),
+    (("<function=",), Qwen3Coder),
+    (("<tool_call>",), Hermes),
+    (("<|python_tag|>",), Llama3Json),
+    (('"parameters": ',), Llama3Json),
 )
 
 
@@ -71,7 +74,13 @@ class TextFormat:
     @property
     def call_text(self) -> CallText | None:
         """See ReplyFormat."""
-        return None if self._calls is None else self._calls.CALL_TEXT
+        text = self._calls.CALL_TEXT if self._calls is not None else None
+        if text is None or self._calls is None:
+            return None
+        tokens = {marker: i for i, marker in self._special.items() if marker in self._calls.MARKERS}
+        if tokens and (text.style != "json" or len(tokens) < len(self._calls.MARKERS)):
+            return None  # tags of parameters must be text, and other markers all of one kind
+        return replace(text, tokens=tokens)
 
     @property
     def separates_reasoning(self) -> bool:
@@ -154,7 +163,7 @@ def _is_harmony(model_type: str, tool_calls: str | None, reasoning: str | None) 
 def _calls_of(template: TemplateSource | None) -> type[TextParser] | None:
     if template is None or not template.reads_variable("tools"):
         return None
-    return next((calls for sign, calls in _SIGNS if template.writes(sign)), None)
+    return next((calls for signs, calls in _SIGNS if all(map(template.writes, signs))), None)
 
 
 def _think_of(template: TemplateSource | None) -> Think | None:

@@ -5,20 +5,33 @@
 V3 and R1 write `function` before the separator, and behind it the name and the arguments in a code block.
 """
 
+from dataclasses import replace
+
+from frontend.reply_formats.base import CallText
 from frontend.reply_formats.sections import SectionCalls
 from frontend.reply_formats.text import MAX_HEADER, Markers
 
-__all__ = ["DeepSeek"]
+__all__ = ["DeepSeek", "DeepSeekV3"]
 
 _CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _SEPARATOR = "<｜tool▁sep｜>"
 _TYPE, _FENCE = "function", "```json"
+_V31 = CallText(
+    before_name=_CALL,
+    before_arguments=_SEPARATOR,
+    end=_CALL_END,
+    separator="",
+    trigger=_CALLS,
+    section=(_CALLS, _CALLS_END),
+    no_content=(_CALL,),
+)
 
 
 class DeepSeek(SectionCalls):
-    """Parses one reply."""
+    """Parses one reply. Calls can be enforced in the shape of V3.1."""
 
+    CALL_TEXT = _V31
     OPENERS = (_CALLS, _CALL)
     MARKERS = (_CALLS, _CALLS_END, _CALL, _CALL_END, _SEPARATOR)
     CALL, SEPARATOR, CALL_END, SECTION_END = _CALL, _SEPARATOR, _CALL_END, _CALLS_END
@@ -62,3 +75,15 @@ class DeepSeek(SectionCalls):
             self._buffer, marker = marker + self._buffer, ""
         self._reject(self._raw + self._head + (marker or ""))
         return True
+
+
+class DeepSeekV3(DeepSeek):
+    """Parses one reply of V3 or R1."""
+
+    CALL_TEXT = replace(
+        _V31,
+        before_name=f"{_CALL}{_TYPE}{_SEPARATOR}",
+        before_arguments=f"\n{_FENCE}\n",
+        end=f"\n```{_CALL_END}",
+        separator="\n",
+    )

@@ -8,6 +8,7 @@
 Newer models write no newlines between the tags.
 """
 
+from frontend.reply_formats.base import CallText
 from frontend.reply_formats.text import MAX_HEADER, Markers
 from frontend.reply_formats.xml_calls import ANY, XmlCalls
 
@@ -32,6 +33,15 @@ class Glm(XmlCalls):
     BETWEEN = Markers(_KEY, _CLOSE, _OPEN)
     VALUE_END = _VALUE_END
     VALUE_ENDS = Markers(_VALUE_END, _CLOSE)
+    ENFORCED_ENDS = Markers(_VALUE_END)
+    CALL_TEXT = CallText(
+        before_name=_OPEN,
+        before_arguments="",
+        end=_CLOSE,
+        separator="\n",
+        trigger=_OPEN,
+        style="glm_xml",
+    )
 
     _parameter = ""
 

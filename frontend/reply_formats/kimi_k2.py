@@ -6,6 +6,7 @@
 The ids of the model are returned, since the template prints them in the next prompt.
 """
 
+from frontend.reply_formats.base import CallText
 from frontend.reply_formats.sections import SectionCalls
 from frontend.reply_formats.text import Markers
 
@@ -14,6 +15,7 @@ __all__ = ["KimiK2"]
 _CALLS, _CALLS_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _CALL, _CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
 _SEPARATOR = "<|tool_call_argument_begin|>"
+_NAMESPACE = "functions."
 
 
 class KimiK2(SectionCalls):
@@ -25,11 +27,21 @@ class KimiK2(SectionCalls):
     BETWEEN = Markers(_CALL, _CALLS_END)
     HEADER_ENDS = Markers(_SEPARATOR, _CALL_END, _CALL, _CALLS_END)
     ARGUMENT_ENDS = Markers(_CALL_END, _CALL, _CALLS_END)
+    CALL_TEXT = CallText(
+        before_name=f"{_CALL}{_NAMESPACE}",
+        number=":[0-9]{1,4}",
+        before_arguments=_SEPARATOR,
+        end=_CALL_END,
+        separator="",
+        trigger=_CALLS,
+        section=(_CALLS, _CALLS_END),
+        no_content=(_CALL,),
+    )
 
     def _begin(self, head: str) -> bool:
         call_id = head.strip()
         path, colon, number = call_id.rpartition(":")
-        name = (path if colon and number.isdigit() else call_id).removeprefix("functions.")
+        name = (path if colon and number.isdigit() else call_id).removeprefix(_NAMESPACE)
         if not name:
             return False
         self._start(name, call_id)

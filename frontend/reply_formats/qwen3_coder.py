@@ -11,6 +11,7 @@
 One newline on each side of a value is no part of it. `<tool_call>` and `</parameter>` may be missing.
 """
 
+from frontend.reply_formats.base import CallText
 from frontend.reply_formats.text import MAX_HEADER, Markers
 from frontend.reply_formats.xml_calls import STRING, XmlCalls
 
@@ -33,6 +34,16 @@ class Qwen3Coder(XmlCalls):
     VALUE_END = _PARAMETER_END
     VALUE_ENDS = Markers(
         _PARAMETER_END, *("\n" + tag for tag in (_PARAMETER_END, _PARAMETER, _FUNCTION_END, _CLOSE))
+    )
+    ENFORCED_ENDS = Markers(_PARAMETER_END, "\n" + _PARAMETER_END)
+    CALL_TEXT = CallText(
+        before_name=f"{_OPEN}\n{_FUNCTION}",
+        before_arguments=">\n",
+        end=f"{_FUNCTION_END}\n{_CLOSE}",
+        separator="\n",
+        trigger=_OPEN,
+        style="qwen_xml",
+        no_content=(_FUNCTION,),
     )
 
     def _opened(self, marker: str) -> None:

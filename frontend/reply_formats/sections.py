@@ -5,6 +5,7 @@
 
 from typing import ClassVar
 
+from frontend.reply_formats.json_calls import JsonSpan
 from frontend.reply_formats.text import MAX_HEADER, Markers, TextParser
 
 __all__ = ["SectionCalls"]
@@ -23,6 +24,7 @@ class SectionCalls(TextParser):
     ARGUMENT_ENDS: ClassVar[Markers]
 
     _head = ""
+    _span = JsonSpan()
     _raw = ""
     """What was consumed of a call whose name is not known."""
 
@@ -65,12 +67,16 @@ class SectionCalls(TextParser):
         self._buffer = self._buffer.lstrip()
         if not self._buffer and not self._ended:
             return False
-        self._state = self._arguments
+        self._span, self._state = JsonSpan(), self._arguments
         return True
 
     def _arguments(self) -> bool:
         text, marker = self._take(self.ARGUMENT_ENDS)
         self._argue(text)
+        self._span.feed(text)
+        if marker is not None and self._options.enforced and self._span.in_string:
+            self._argue(marker)
+            return True
         if marker is None:
             if self._ended and self._complete:
                 self._end()

@@ -1,6 +1,7 @@
 """Tool calls that write one tag per parameter, with a value in plain text.
 
-The text becomes JSON by the parameter's schema. Strings are streamed, other values are held until they end.
+The text becomes JSON by the parameter's schema. Strings are streamed; other values, and strings whose
+texts the schema names, are held until they end.
 Text that does not fit its schema becomes a string.
 """
 
@@ -10,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NoReturn
 
+from frontend.reply_formats.json_calls import JsonSpan
 from frontend.reply_formats.text import MAX_HELD, Markers, TextParser
 
 __all__ = ["ANY", "STRING", "XmlCalls", "kinds_of", "typed"]
@@ -18,6 +20,9 @@ STRING = frozenset({"string"})
 # In the order in which they are tried.
 _ORDER = ("null", "integer", "number", "boolean", "object", "array")
 ANY = frozenset({*_ORDER, *STRING})
+_EXACT = "exact"
+"""Beside the types: the schema names the texts of a string, so that white space around is no part of it."""
+_TEXTS = frozenset({"enum", "const", "pattern"})
 _BOOLEANS = {"true": "true", "1": "true", "false": "false", "0": "false"}
 _INTEGER = re.compile(r"(-?(?:0|[1-9]\d*))(?:\.0+)?")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
@@ -38,12 +43,17 @@ class XmlCalls(TextParser, ABC):
     VALUE_ENDS: ClassVar[Markers]
     """`VALUE_END`, also behind a newline, and the tags that end a value without it."""
 
+    ENFORCED_ENDS: ClassVar[Markers]
+    """The same, where a grammar enforces `VALUE_END`."""
+
     _head = ""
     """What was consumed of a name or key, to be content if it is none."""
     _function = ""
     _kinds = STRING
     _value: str | None = None
     """The value that is held until it ends; None while a string is streamed."""
+    _span: JsonSpan | None = None
+    """Of a value that must be JSON, where it is enforced."""
 
     @abstractmethod
     def _key(self) -> bool:
@@ -69,8 +79,13 @@ class XmlCalls(TextParser, ABC):
         return True
 
     def _in_value(self) -> bool:
-        text, marker = self._take(self.VALUE_ENDS)
+        text, marker = self._take(self.ENFORCED_ENDS if self._options.enforced else self.VALUE_ENDS)
         self._add_value(text)
+        if self._span is not None:
+            self._span.feed(text)
+            if marker is not None and self._span.in_string:
+                self._add_value(marker)
+                return True
         if marker is None:
             if not self._ended:
                 return False
@@ -92,6 +107,8 @@ class XmlCalls(TextParser, ABC):
         self._kinds = self._parameter_kinds(parameter)
         self._argue((", " if self._has_arguments else "{") + _quoted(parameter) + ": ")
         self._value = "" if self._kinds != STRING else None
+        is_json = self._options.enforced and not self._kinds >= STRING
+        self._span = JsonSpan() if is_json else None
         if self._value is None:
             self._argue('"')
 
@@ -121,10 +138,12 @@ class XmlCalls(TextParser, ABC):
         known, key = self._options.kinds, (self._function, parameter)
         schema = (self._options.tools or {}).get(self._function, {})
         properties = schema.get("properties")
-        if not isinstance(properties, Mapping) or parameter not in properties:
-            return self.UNKNOWN
+        if isinstance(properties, Mapping) and parameter in properties:
+            wanted = properties[parameter]
+        else:
+            key, wanted = (self._function, ""), schema.get("additionalProperties")
         if key not in known:
-            known[key] = kinds_of(properties[parameter], schema) or self.UNKNOWN
+            known[key] = kinds_of(wanted, schema) or self.UNKNOWN
         return known[key]
 
 
@@ -134,7 +153,7 @@ def typed(text: str, kinds: frozenset[str]) -> str:
     for kind in _ORDER:
         if kind in kinds and (value := _as_kind(plain, kind)) is not None:
             return value
-    return _quoted(text)
+    return _quoted(plain if _EXACT in kinds else text)
 
 
 def kinds_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
@@ -146,10 +165,12 @@ def kinds_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
         if isinstance(found := waiting.pop(), Mapping):
             kinds.update(_named_kinds(found))
             waiting.extend(_branches(found, root))
-    return frozenset(kinds) & ANY
+    return frozenset(kinds) & (ANY | {_EXACT} if kinds >= STRING else ANY)
 
 
 def _named_kinds(schema: Mapping[str, Any]) -> Iterator[str]:
+    if not _TEXTS.isdisjoint(schema):
+        yield _EXACT
     named = schema.get("type")
     if isinstance(named, str):
         yield named

@@ -76,5 +76,6 @@ class ChatPrompts:
             tools.schemas if tools.are_called else None,
             thinking=reply_format.ends_thinking(encoded.ids, encoded.end),
             parallel=conversation.parallel,
+            enforced=tools.constraint is not None,
         )
         return partial(reply_format.parser, options) if reply_format.is_needed(options) else None

@@ -43,9 +43,15 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(build())
 
 
-def checkpoint(directory: Path, tags: Sequence[str] = (), **changes: Any) -> Checkpoint:
-    """A checkpoint whose tokenizer and template lie in `directory`; `tags` are further special tokens."""
+def checkpoint(
+    directory: Path, tags: Sequence[str] = (), texts: Sequence[str] = (), **changes: Any
+) -> Checkpoint:
+    """A checkpoint whose tokenizer and template lie in `directory`.
+
+    `tags` are further special tokens, `texts` further added tokens that are not special.
+    """
     backend = build(tags)
+    backend.add_tokens([tokenizers.AddedToken(text, special=False) for text in texts])
     backend.save(str(directory / "tokenizer.json"))
     (directory / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     fields: dict[str, Any] = {

@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from workers.grammar.vocabulary import SPECIAL_SIGN
+
 Schema = dict[str, Any]
 
 _IGNORED = frozenset(
@@ -73,16 +75,30 @@ def prepared_tag(text: str, lenient: bool) -> str:
         part = waiting.pop()
         if isinstance(part, list):
             waiting += part
-        elif isinstance(part, dict) and part.get("type") == "json_schema":
-            try:
-                _prepare(part.get("json_schema"))
-            except SchemaError:
-                if not lenient:
-                    raise
-                part["json_schema"] = {"type": "object", "additionalProperties": True}
-        elif isinstance(part, dict):
+        if not isinstance(part, dict):
+            continue
+        _exclude_special(part)
+        if part.get("type") != "json_schema":
             waiting += part.values()
+            continue
+        try:
+            _prepare(part.get("json_schema"))
+        except SchemaError:
+            if not lenient:
+                raise
+            part["json_schema"] = {"type": "object", "additionalProperties": True}
     return json.dumps(tag, ensure_ascii=False)
+
+
+def _exclude_special(part: dict[str, Any]) -> None:
+    """Exclude special tokens from a part of a structural tag in which xgrammar would allow them."""
+    if part.get("type") == "qwen_xml_parameter":  # its older name
+        part |= {"type": "json_schema", "style": "qwen_xml"}
+    is_free = (
+        part.get("type") in ("any_text", "dispatch", "triggered_tags") or part.get("style", "json") != "json"
+    )
+    if is_free and isinstance(excludes := part.get("excludes", []), list):
+        part["excludes"] = [*excludes, SPECIAL_SIGN]
 
 
 def _loaded(text: str) -> Any:

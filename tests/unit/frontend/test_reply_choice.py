@@ -50,6 +50,7 @@ FAMILIES: dict[str, tuple[str, str, str]] = {
         "{{ '<｜tool▁calls▁begin｜>' + c['function']['name'] + '```json' + c['function']['arguments'] }}",
         "text",
     ),
+    "deepseek v3.1": ("deepseek_v31", "{{ '<｜tool▁calls▁begin｜>' + c['function']['arguments'] }}", "text"),
     "kimi": ("kimi_k2", "<|tool_calls_section_begin|>{{ c['function']['arguments'] | tojson }}", "object"),
     "llama": ("llama3_json", "{{ '\"parameters\": ' }}{{ c.arguments | tojson }}", "object"),
 }

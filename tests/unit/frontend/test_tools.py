@@ -277,7 +277,7 @@ def test_refusals(client: Client, fields: dict[str, Any], param: str, text: str)
 
 
 def test_calls_that_cannot_be_enforced(core: FakeCore, checkpoint: Checkpoint) -> None:
-    with running_frontend(core, checkpoint, ServerConfig(tool_call_parser="kimi_k2")) as client:
+    with running_frontend(core, checkpoint, ServerConfig(tool_call_parser="openai")) as client:
         status, response = client.post(PATH, messages=[USER], tools=[STRICT])
         assert status == 200 and any("strict" in warning for warning in response["warnings"])
         status, response = client.post(PATH, messages=[USER], tools=[STRICT], tool_choice="required")
@@ -295,10 +295,16 @@ def test_what_a_reply_with_calls_must_be() -> None:
         return made
 
     required, named, auto = content("required"), content("named", "g"), content("auto", parallel=False)
-    assert [tag["begin"] for tag in required["tags"]] == ["<f:", "<g:"]
-    assert (required["at_least_one"], required["stop_after_first"]) == (True, False)
-    assert [tag["begin"] for tag in named["tags"]] == ["<g:"]
-    assert (auto["triggers"], auto["at_least_one"], auto["stop_after_first"]) == (["<"], False, True)
+
+    def names(calls: dict[str, Any]) -> list[str]:
+        return [call["elements"][0]["value"] for call in calls["elements"]]
+
+    first, further = required["elements"]
+    assert (names(first), further["type"]) == (["<f", "<g"], "star")
+    (only,) = named["elements"]
+    assert names(only) == ["<g"]
+    ((trigger, calls),) = auto["rules"]
+    assert (trigger, names(calls), auto["loop"]) == ("<", ["f", "g"], False)
     free = call_constraint(ToolChoice("auto"), functions[:1], text, parallel=True)
     assert free is call_constraint(ToolChoice("none"), functions, text, parallel=True) is None
 

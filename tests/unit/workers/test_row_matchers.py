@@ -1,6 +1,8 @@
 """The grammars of rows: which ids may come next, behind reasoning, after a resumption, and where none can."""
 
+import json
 import time
+import zlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -146,8 +148,32 @@ def test_the_grammar_begins_behind_the_reasoning(checkpoint: Checkpoint, library
 
 
 def test_special_tokens_are_in_no_text(checkpoint: Checkpoint) -> None:
-    vocabulary = tokenizer_info(checkpoint).decoded_vocab
-    assert [bytes(vocabulary[i]) for i in range(4)] == [b""] * 4
+    import xgrammar
+
+    info = tokenizer_info(checkpoint)
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+    sources = [GrammarSource("regex", "(.|[^a])*"), GrammarSource("json_object", "")]
+    rule = ["A", {"type": "const_string", "value": "b"}]
+    for free in (
+        {"type": "any_text", "excludes": ["A"]},
+        {"type": "dispatch", "rules": [rule]},
+        {"type": "json_schema", "json_schema": {"type": "object"}, "style": "qwen_xml"},
+        {"type": "qwen_xml_parameter", "json_schema": {"type": "object"}},
+    ):
+        sources.append(
+            GrammarSource("structural_tag", json.dumps({"type": "structural_tag", "format": free}))
+        )
+    mask = xgrammar.allocate_token_bitmask(1, checkpoint.vocab_size)
+    for source in sources:
+        made = compiled(source, compiler)
+        text = zlib.decompress(made.compiled).decode()
+        matcher = xgrammar.GrammarMatcher(xgrammar.CompiledGrammar.deserialize_json(text, info))
+        if "xml" in source.text:
+            assert matcher.accept_string("<parameter=a>")
+        matcher.fill_next_token_bitmask(mask)
+        allowed = np.flatnonzero(np.unpackbits(mask.numpy().view(np.uint8), bitorder="little"))
+        assert {0, 1, 2, 3} & {*allowed.tolist()} <= {EOS}, source
+        assert len(allowed)
 
 
 def test_a_grammar_must_be_loaded(checkpoint: Checkpoint) -> None:
