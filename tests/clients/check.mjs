@@ -36,6 +36,14 @@ async function aiTools(model) {
   assert.ok(text.endsWith(ANSWER), text);
 }
 
+async function aiObject(model) {
+  const { generateObject, generateText, jsonSchema, Output } = require("ai");
+  const schema = jsonSchema({ ...parameters, additionalProperties: false });
+  const asked = { model, prompt: "The city of the Louvre, as JSON" };
+  assert.deepEqual((await generateObject({ ...asked, schema })).object, { city: "Paris" });
+  assert.deepEqual((await generateText({ ...asked, output: Output.object({ schema }) })).output, { city: "Paris" });
+}
+
 const checks = [
   ["openai", "chat and responses as streams", async () => {
     const OpenAI = await load("openai");
@@ -53,7 +61,11 @@ const checks = [
   ["@ai-sdk/openai", "the same, over chat", async () => {
     await aiTools(require("@ai-sdk/openai").createOpenAI({ baseURL: url, apiKey: KEY }).chat(MODEL));
   }],
-  ["@ai-sdk/anthropic", "the same, over messages", async () => {
+  ["@ai-sdk/openai", "generateObject, and generateText with an object as output, over responses and chat", async () => {
+    const provider = require("@ai-sdk/openai").createOpenAI({ baseURL: url, apiKey: KEY });
+    for (const model of [provider(MODEL), provider.chat(MODEL)]) await aiObject(model);
+  }],
+  ["@ai-sdk/anthropic", "generateText and streamText with a tool, over messages", async () => {
     await aiTools(require("@ai-sdk/anthropic").createAnthropic({ baseURL: url, apiKey: KEY })(MODEL));
   }],
   ["@openai/codex", "codex exec, with unknown tool calls", async () => {
