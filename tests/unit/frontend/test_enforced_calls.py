@@ -15,7 +15,7 @@ from atom.messages.grammar import GrammarSource
 from frontend.detokenizer import Detokenizer
 from frontend.reply_formats.base import ReplyDelta, ReplyOptions, merge_calls
 from frontend.reply_formats.choose import TOOL_CALLS, TextFormat
-from frontend.schemas.chat import ChatCompletionRequest
+from frontend.schemas.chat import ChatRequest
 from frontend.schemas.tools import Function
 from frontend.serving.prompts import Prompt
 from frontend.serving.structured_output import reply_constraint
@@ -47,6 +47,7 @@ FUNCTIONS = [
     Function(name="add", parameters=TOTALS, strict=True),
     Function(name="wait", strict=True),
 ]
+CLOSED = {"additionalProperties": False}
 SCHEMAS = {function.name: function.parameters or {} for function in FUNCTIONS}
 CLOSING = ('"', "}", "]", ",")
 SPACES = (" ", "\n", "\r", "\t")
@@ -195,16 +196,16 @@ def test_random_replies_are_valid_calls(model: Model, choice: ToolChoice, parall
     assert called
 
 
-@pytest.mark.parametrize("wanted", ["json_object", "json_schema", "regex", "choice"])
+@pytest.mark.parametrize("wanted", ["json_schema", "regex", "choice"])
 def test_beside_tools_a_reply_is_calls_or_the_structured_output(model: Model, wanted: str) -> None:
-    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-    fields, pattern = {
-        "json_object": ({"response_format": {"type": "json_object"}}, r"\{.*\}"),
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]} | CLOSED
+    cases: dict[str, tuple[dict[str, Any], str]] = {
         "json_schema": ({"guided_json": schema}, r"\{.*\"n\".*\}"),
         "regex": ({"guided_regex": "[0-9]{3}"}, "[0-9]{3}"),
         "choice": ({"guided_choice": ["yes", "no"]}, "yes|no"),
-    }[wanted]
-    request = msgspec.convert({"model": "m", "messages": [], **fields}, ChatCompletionRequest)
+    }
+    fields, pattern = cases[wanted]
+    request = msgspec.convert({"model": "m", "messages": [], **fields}, ChatRequest)
     calls = optional_calls(ToolChoice("auto"), FUNCTIONS, model.format.call_text, True)
     constraint = reply_constraint(request, Prompt([1], optional_calls=calls))
     assert constraint is not None
