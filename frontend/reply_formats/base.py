@@ -18,6 +18,7 @@ __all__ = [
     "ReasoningIds",
     "ReplyDelta",
     "ReplyFormat",
+    "ReplyFrame",
     "ReplyOptions",
     "ReplyParser",
     "call_characters",
@@ -94,6 +95,18 @@ class CallText:
 
 
 @dataclass(frozen=True)
+class ReplyFrame:
+    """The markers around the parts of a reply, where a grammar must begin with the reply itself."""
+
+    reasoning: tuple[str, str]
+    """Around each part of the reasoning, of which there may be several before the content."""
+    content: str
+    """Before the content."""
+    tokens: Mapping[str, int]
+    """The ids of the special tokens in these markers."""
+
+
+@dataclass(frozen=True)
 class ReasoningIds:
     """The tokens that mark the reasoning of a reply: structured output begins behind it."""
 
@@ -132,6 +145,10 @@ class ReplyFormat(Protocol):
     @property
     def call_text(self) -> CallText | None:
         """How calls are written; None where it cannot be enforced."""
+
+    @property
+    def frame(self) -> ReplyFrame | None:
+        """None: the content needs no marker, and structured output begins behind the reasoning."""
 
     @property
     def separates_reasoning(self) -> bool:

@@ -58,6 +58,7 @@ class TextFormat:
     """Replies in text, with reasoning and tool calls between markers."""
 
     efforts = None
+    frame = None
 
     def __init__(self, calls: type[TextParser] | None, think: Think | None, tokenizer: Tokenizer | None):
         self._calls = calls

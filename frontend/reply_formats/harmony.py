@@ -12,8 +12,10 @@ from enum import Enum
 
 from frontend.reply_formats.base import (
     CallDelta,
+    CallText,
     ReasoningIds,
     ReplyDelta,
+    ReplyFrame,
     ReplyOptions,
     ReplyParser,
     new_call_id,
@@ -48,13 +50,26 @@ class HarmonyFormat:
     """The tag ids of one vocabulary."""
 
     parses_calls = True
-    call_text = None  # its tags are special tokens
     separates_reasoning = True
     efforts = ("low", "medium", "high")
 
     def __init__(self, tokenizer: Tokenizer):
         ids = {tokenizer.added_id(tag.value): tag for tag in _Tag}
         self._ids = {token_id: tag for token_id, tag in ids.items() if token_id is not None}
+        self.call_text: CallText | None = None
+        self.frame: ReplyFrame | None = None
+        if len(self._ids) == len(_Tag):
+            tokens = {tag.value: token_id for token_id, tag in self._ids.items()}
+            self.call_text = CallText(
+                before_name="<|channel|>commentary to=functions.",
+                before_arguments=" <|constrain|>json<|message|>",
+                end="",
+                separator="",
+                trigger="",
+                tokens=tokens,
+            )
+            analysis = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
+            self.frame = ReplyFrame(analysis, "<|channel|>final<|message|>", tokens)
 
     def is_needed(self, options: ReplyOptions) -> bool:
         """Always: the tags are part of every reply."""
@@ -68,9 +83,9 @@ class HarmonyFormat:
         """Prompts end before the first channel."""
         return False
 
-    def reasoning_ids(self, prompt_ids: list[int], prompt: str) -> ReasoningIds:
-        """The text of the last channel begins behind several tokens."""
-        return ReasoningIds(inside=True, begin=None, end=None)
+    def reasoning_ids(self, prompt_ids: list[int], prompt: str) -> ReasoningIds | None:
+        """None: the frame has the reasoning. Without all tags no token ends it."""
+        return None if self.frame is not None else ReasoningIds(inside=True, begin=None, end=None)
 
 
 class _Channels:

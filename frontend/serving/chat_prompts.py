@@ -60,6 +60,7 @@ class ChatPrompts:
             reasoning=reasoning,
             constraint=tools.constraint,
             optional_calls=tools.optional_calls,
+            frame=None if self._format is None else self._format.frame,
         )
 
     def _reply(

@@ -8,11 +8,11 @@ from frontend.constraint import Constraint
 from frontend.detokenizer import Detokenizer
 from frontend.errors import RequestError
 from frontend.input_processor import MAX_EXCESS_TOKENS, InputProcessor
-from frontend.reply_formats.base import ReasoningIds, ReplyParser
+from frontend.reply_formats.base import ReasoningIds, ReplyFrame, ReplyParser
 from frontend.schemas.generation import GenerationRequest
 from frontend.serving.caller import REQUEST_ID, Caller
 from frontend.serving.sampling import requested_max_tokens
-from frontend.serving.tool_choice import Format
+from frontend.serving.tag_parts import Format
 from frontend.tokenizer import Tokenizer
 
 __all__ = ["Prompt", "PromptEncoder", "given_id", "kept_tokens", "salt", "text_offsets", "truncated"]
@@ -37,6 +37,8 @@ class Prompt:
     """The tool calls that the reply must have; None: it is free."""
     optional_calls: Format | None = None
     """The tool calls that it may have in place of structured output."""
+    frame: ReplyFrame | None = None
+    """As in ReplyFormat."""
 
 
 class PromptEncoder:

@@ -11,7 +11,7 @@ from frontend.errors import RequestError
 from frontend.schemas.generation import GenerationRequest
 from frontend.schemas.structured_output import ResponseFormat, StructuredOutputs
 from frontend.serving.prompts import Prompt
-from frontend.serving.tool_choice import Format
+from frontend.serving.tag_parts import Format, any_of, as_content, in_frame
 
 __all__ = ["reply_constraint"]
 
@@ -34,10 +34,12 @@ def reply_constraint(fields: GenerationRequest, prompt: Prompt) -> Constraint | 
     content, calls = _read_constraint(fields), prompt.constraint
     if content is None or (calls is not None and prompt.optional_calls is None):
         return calls or content  # a reply that must have calls has no other content
-    if prompt.optional_calls is None:
+    if prompt.optional_calls is None and prompt.frame is None:
         return content
-    tag = {"type": "or", "elements": [prompt.optional_calls, _as_format(content)]}
-    text = msgspec.json.encode({"type": "structural_tag", "format": tag}).decode()
+    reply = as_content(_as_format(content), prompt.frame)
+    if prompt.optional_calls is not None:
+        reply = any_of(prompt.optional_calls, reply)
+    text = msgspec.json.encode({"type": "structural_tag", "format": in_frame(reply, prompt.frame)}).decode()
     return Constraint(GrammarSource("structural_tag", text), content.field)
 
 
@@ -46,7 +48,8 @@ def _as_format(content: Constraint) -> Format:
     source, field = content.source, content.field
     if not source.any_whitespace:
         raise RequestError(
-            f"'{field}': 'disable_any_whitespace' cannot be enforced beside tools", param=field
+            f"'{field}': 'disable_any_whitespace' cannot be enforced beside tools, or for GPT-OSS",
+            param=field,
         )
     try:
         return _decoded(source)

@@ -1,7 +1,6 @@
 """Which tool calls a reply must have, and the constraint that enforces it."""
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,15 +9,15 @@ import msgspec
 from atom.messages.grammar import GrammarSource
 from frontend.constraint import Constraint
 from frontend.errors import RequestError
-from frontend.reply_formats.base import CallText
+from frontend.reply_formats.base import CallText, ReplyFrame
 from frontend.schemas.tools import Function
+from frontend.serving.tag_parts import Format, any_of, as_content, in_frame, literal, sequence
 
 __all__ = [
     "AUTO",
     "NAMED",
     "NONE",
     "REQUIRED",
-    "Format",
     "ToolChoice",
     "call_constraint",
     "optional_calls",
@@ -26,9 +25,6 @@ __all__ = [
 ]
 
 AUTO, NONE, REQUIRED, NAMED = "auto", "none", "required", "named"
-
-Format = dict[str, Any]
-"""A part of a structural tag, in xgrammar's form."""
 
 _ANY_ARGUMENTS: Format = {"type": "object", "additionalProperties": True}
 _NO_ARGUMENTS: Format = {"type": "object", "properties": {}}
@@ -60,7 +56,11 @@ def read_choice(tool_choice: str | dict[str, Any] | None) -> ToolChoice:
 
 
 def call_constraint(
-    choice: ToolChoice, functions: Sequence[Function], text: CallText | None, parallel: bool
+    choice: ToolChoice,
+    functions: Sequence[Function],
+    text: CallText | None,
+    parallel: bool,
+    frame: ReplyFrame | None = None,
 ) -> Constraint | None:
     """What the reply must be; None where it is free, or the format of calls cannot be enforced.
 
@@ -70,12 +70,14 @@ def call_constraint(
     if text is None or choice.mode == NONE or (choice.mode == AUTO and not is_strict):
         return None
     named = [function for function in functions if choice.mode != NAMED or function.name == choice.name]
-    is_single = choice.mode == NAMED or not parallel
-    if choice.mode == AUTO:
-        content, field = _any_content(named, text, is_single), "tools"
+    is_single = choice.mode == NAMED or not parallel or frame is not None
+    if choice.mode != AUTO:
+        reply, field = _calls(_any_call(named, text, strict=True), text, is_single), "tool_choice"
+    elif frame is not None:
+        reply, field = any_of(_any_call(named, text), as_content({"type": "any_text"}, frame)), "tools"
     else:
-        content, field = _calls(_any_call(named, text, strict=True), text, is_single), "tool_choice"
-    tag = msgspec.json.encode({"type": "structural_tag", "format": content}).decode()
+        reply, field = _any_content(named, text, is_single), "tools"
+    tag = msgspec.json.encode({"type": "structural_tag", "format": in_frame(reply, frame)}).decode()
     return Constraint(GrammarSource("structural_tag" if is_strict else "tool_calls", tag), field)
 
 
@@ -104,16 +106,15 @@ def _any_content(functions: Sequence[Function], text: CallText, is_single: bool)
 
 def _calls(call: Format, text: CallText, is_single: bool) -> Format:
     """At least one call, in a section if the format has one."""
-    further = _sequence(*_literal(text.separator, text.tokens), call)
+    further = sequence(*literal(text.separator, text.tokens), call)
     more = [] if is_single else [{"type": "star", "content": further}]
-    begin, end = (_literal(marker, text.tokens) for marker in text.section)
-    return _sequence(*begin, call, *more, *end)
+    begin, end = (literal(marker, text.tokens) for marker in text.section)
+    return sequence(*begin, call, *more, *end)
 
 
 def _any_call(functions: Sequence[Function], text: CallText, strict: bool = False) -> Format:
     """A call of one of `functions`, with arguments of its schema if it is strict, or all are."""
-    elements = [_call(function, text, strict or bool(function.strict)) for function in functions]
-    return {"type": "or", "elements": elements}
+    return any_of(*(_call(function, text, strict or bool(function.strict)) for function in functions))
 
 
 def _call(function: Function, text: CallText, with_schema: bool) -> Format:
@@ -122,26 +123,10 @@ def _call(function: Function, text: CallText, with_schema: bool) -> Format:
         "json_schema": (function.parameters or _NO_ARGUMENTS) if with_schema else _ANY_ARGUMENTS,
         "style": text.style,
     }
-    return _sequence(
-        *_literal(text.before_name + function.name, text.tokens),
+    return sequence(
+        *literal(text.before_name + function.name, text.tokens),
         *([{"type": "regex", "pattern": text.number}] if text.number else ()),
-        *_literal(text.before_arguments, text.tokens),
+        *literal(text.before_arguments, text.tokens),
         arguments,
-        *_literal(text.end, text.tokens),
+        *literal(text.end, text.tokens),
     )
-
-
-def _literal(text: str, tokens: Mapping[str, int]) -> list[Format]:
-    """`text`, its special tokens by their ids."""
-    parts = re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]
-    return [
-        {"type": "token", "token": tokens[part]}
-        if part in tokens
-        else {"type": "const_string", "value": part}
-        for part in parts
-        if part
-    ]
-
-
-def _sequence(*elements: Format) -> Format:
-    return {"type": "sequence", "elements": elements}

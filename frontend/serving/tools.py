@@ -12,11 +12,11 @@ from frontend.errors import RequestError
 from frontend.reply_formats.base import ReplyFormat
 from frontend.schemas.tools import TOOL, Function
 from frontend.serving.conversation import Conversation
+from frontend.serving.tag_parts import Format
 from frontend.serving.tool_choice import (
     NAMED,
     NONE,
     REQUIRED,
-    Format,
     ToolChoice,
     call_constraint,
     optional_calls,
@@ -68,7 +68,8 @@ def read_tools(
         return _left_out("tools", problem, lenient, warnings)
     _check_offered(choice, functions)
     assert reply_format is not None, "calls of its format are parsed"
-    constraint = call_constraint(choice, functions, reply_format.call_text, conversation.parallel)
+    text, parallel = reply_format.call_text, conversation.parallel
+    constraint = call_constraint(choice, functions, text, parallel, reply_format.frame)
     if constraint is None and choice.mode in (REQUIRED, NAMED):
         problem = f"{choice.mode} calls cannot be enforced in the format of this model: use 'auto'"
         _left_out("tool_choice", problem, lenient, warnings)
@@ -79,7 +80,7 @@ def read_tools(
         {function.name: function.parameters or {} for function in functions},
         are_called=choice.mode != NONE,
         constraint=constraint,
-        optional_calls=optional_calls(choice, functions, reply_format.call_text, conversation.parallel),
+        optional_calls=optional_calls(choice, functions, text, parallel),
     )
 
 

@@ -13,8 +13,9 @@ import pytest
 
 from atom.messages.grammar import GrammarSource
 from frontend.detokenizer import Detokenizer
-from frontend.reply_formats.base import ReplyDelta, ReplyOptions, merge_calls
+from frontend.reply_formats.base import ReplyDelta, ReplyFormat, ReplyOptions, merge_calls
 from frontend.reply_formats.choose import TOOL_CALLS, TextFormat
+from frontend.reply_formats.harmony import HarmonyFormat, _Tag
 from frontend.schemas.chat import ChatRequest
 from frontend.schemas.tools import Function
 from frontend.serving.prompts import Prompt
@@ -54,7 +55,8 @@ SPACES = (" ", "\n", "\r", "\t")
 STEPS = 150
 """Behind them the random model closes what it has opened."""
 ENFORCED = ("hermes", "deepseek_v3", "deepseek_v31", "kimi_k2", "qwen3_coder", "glm45")
-WITH_SPECIAL = ("hermes", "deepseek_v3", "deepseek_v31", "kimi_k2")
+HARMONY = "openai"
+WITH_SPECIAL = (HARMONY, "hermes", "deepseek_v3", "deepseek_v31", "kimi_k2")
 
 
 def is_text(value: Any) -> bool:
@@ -100,13 +102,16 @@ class Model:
     def __init__(self, directory: Path, family: str, special: bool):
         import xgrammar
 
-        markers = [*TOOL_CALLS[family].MARKERS, "</parameter>", "</function>"]
-        tags, texts = (TOOL_CALLS[family].MARKERS, []) if special else ((), markers)
+        own = [tag.value for tag in _Tag] if family == HARMONY else TOOL_CALLS[family].MARKERS
+        markers = [*own, "</parameter>", "</function>"]
+        tags, texts = (own, []) if special else ((), markers)
         checkpoint = tiny_tokenizer.checkpoint(directory, tags=tags, texts=texts)
         tokenizer = Tokenizer.from_checkpoint(checkpoint)
         assert tokenizer is not None
         self.tokenizer, self.vocab_size = tokenizer, checkpoint.vocab_size
-        self.format = TextFormat(TOOL_CALLS[family], None, tokenizer)
+        self.format: ReplyFormat = (
+            HarmonyFormat(tokenizer) if family == HARMONY else TextFormat(TOOL_CALLS[family], None, tokenizer)
+        )
         self.eos = checkpoint.eos_token_ids[0]
         self.markers = [i for text in [*tags, *texts] if (i := tokenizer.added_id(text)) is not None]
         self.closing = [*self.markers, *map(self.token, CLOSING)]
@@ -154,6 +159,7 @@ class Model:
         deltas = [parser.feed(token_id, detokenizer.feed(token_id)) for token_id in ids]
         for delta in [*deltas, parser.finish(detokenizer.finish(), complete=True)]:
             total.text += delta.text
+            total.reasoning += delta.reasoning
             merge_calls(total.calls, delta.calls)
         return total
 
@@ -178,7 +184,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     ids=["required", "single", "named", "auto"],
 )
 def test_random_replies_are_valid_calls(model: Model, choice: ToolChoice, parallel: bool) -> None:
-    constraint = call_constraint(choice, FUNCTIONS, model.format.call_text, parallel)
+    constraint = call_constraint(choice, FUNCTIONS, model.format.call_text, parallel, model.format.frame)
     assert constraint is not None
     grammar, called = model.compiled(constraint.source), 0
     for seed in range(8):
@@ -207,7 +213,7 @@ def test_beside_tools_a_reply_is_calls_or_the_structured_output(model: Model, wa
     fields, pattern = cases[wanted]
     request = msgspec.convert({"model": "m", "messages": [], **fields}, ChatRequest)
     calls = optional_calls(ToolChoice("auto"), FUNCTIONS, model.format.call_text, True)
-    constraint = reply_constraint(request, Prompt([1], optional_calls=calls))
+    constraint = reply_constraint(request, Prompt([1], optional_calls=calls, frame=model.format.frame))
     assert constraint is not None
     grammar, kinds = model.compiled(constraint.source), set()
     for seed in range(12):
@@ -217,3 +223,16 @@ def test_beside_tools_a_reply_is_calls_or_the_structured_output(model: Model, wa
             assert is_valid(call.name, json.loads(call.arguments)), call
         assert reply.calls or re.fullmatch(pattern, reply.text, re.DOTALL), reply
     assert kinds == {True, False}
+
+
+def test_structured_output_behind_the_reasoning_of_harmony(tmp_path: Path) -> None:
+    model = Model(tmp_path, HARMONY, special=True)
+    request = msgspec.convert({"model": "m", "messages": [], "guided_regex": "[0-9]{3}"}, ChatRequest)
+    constraint = reply_constraint(request, Prompt([1], frame=model.format.frame))
+    assert constraint is not None
+    grammar, reasoned = model.compiled(constraint.source), 0
+    for seed in range(12):
+        reply = model.parsed(model.walk(grammar, seed))
+        assert re.fullmatch("[0-9]{3}", reply.text) and not reply.calls
+        reasoned += bool(reply.reasoning)
+    assert reasoned
