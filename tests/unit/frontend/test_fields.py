@@ -23,6 +23,7 @@ from frontend.schemas.completions import COMPLETIONS
 from frontend.schemas.fields import Schema
 from frontend.schemas.generation import GenerationRequest
 from frontend.schemas.structured_output import StructuredOutputs
+from frontend.serving.prompts import Prompt
 from frontend.serving.structured_output import reply_constraint
 from tests.helpers import tiny_tokenizer
 from tests.helpers.fake_core import FakeCore, Script
@@ -492,10 +493,10 @@ def test_usage_has_the_draft_tokens(tmp_path: Path) -> None:
 
 def test_white_space_of_json_is_an_option_of_a_constraint_and_none_itself() -> None:
     compact = StructuredOutputs(json={"type": "object"}, disable_any_whitespace=True)
-    constraint = reply_constraint(GenerationRequest(structured_outputs=compact), None)
+    constraint = reply_constraint(GenerationRequest(structured_outputs=compact), Prompt([1]))
     assert constraint is not None and not constraint.source.any_whitespace
-    assert reply_constraint(GenerationRequest(structured_outputs=StructuredOutputs()), None) is None
+    assert reply_constraint(GenerationRequest(structured_outputs=StructuredOutputs()), Prompt([1])) is None
     alone = StructuredOutputs(disable_any_whitespace=True)
     with pytest.raises(RequestError, match="exactly one of") as caught:
-        reply_constraint(GenerationRequest(structured_outputs=alone), None)
+        reply_constraint(GenerationRequest(structured_outputs=alone), Prompt([1]))
     assert caught.value.param == "structured_outputs"
