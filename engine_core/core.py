@@ -102,7 +102,7 @@ class EngineCore:
         return self._grammars.messages()
 
     def grammar_loaded(self, message: GrammarLoaded) -> dict[bytes, TokenDeltas]:
-        """Schedule the requests that waited for a grammar; returns the deltas of those that fail."""
+        """Schedule the requests that waited for a grammar; returns the deltas of failed ones."""
         ready, failed = self._grammars.loaded(message)
         self._queue(ready)
         return {

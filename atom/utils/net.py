@@ -95,7 +95,7 @@ def is_loopback_host(host: str) -> bool:
 
 
 def _listen_path(path: Path) -> socket.socket:
-    """A socket at `path` that only this user can open; one that nobody listens on any more is replaced."""
+    """A socket at `path` that only this user can open; one without a listener is replaced."""
     with contextlib.ExitStack() as on_error:
         made = on_error.enter_context(socket.socket(socket.AF_UNIX))
         try:

@@ -50,5 +50,5 @@ class RequestList(msgspec.Struct, frozen=True, kw_only=True):
 
     object: Literal["list"] = "list"
     total: int
-    """Also of those that are not in `data`."""
+    """Requests outside `data` count too."""
     data: list[SequenceReport]

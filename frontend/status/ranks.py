@@ -28,7 +28,7 @@ class Ranks:
         self._seen: dict[int, _Seen] = {}
 
     def read(self, stats: Mapping[int, CoreStats], now: float) -> list[Rank]:
-        """All ranks; `stats` are the counters of those that respond, at the time `now` (seconds)."""
+        """All ranks; `stats` are the counters of responding ranks, at the time `now` (seconds)."""
         return [self._rank(rank, stats.get(rank), now) for rank in range(self._client.settings.num_ranks)]
 
     def _rank(self, rank: int, stats: CoreStats | None, now: float) -> Rank:
