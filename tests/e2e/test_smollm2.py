@@ -58,6 +58,7 @@ def test_one_worker_cold_and_warm(expected: list[Reference], sampled_alone: list
         assert crowd[31]["token_ids"] == sampled_alone
 
 
+@pytest.mark.slow  # tiny models prove tensor parallelism in every run
 def test_two_workers(expected: list[Reference], sampled_alone: list[int]) -> None:
     some = expected[::2]
     with engine(tensor_parallel_size=2) as made:
