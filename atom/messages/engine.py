@@ -273,8 +273,8 @@ class CoreStats(msgspec.Struct, tag=12, array_like=True, frozen=True, gc=False):
     """KV blocks that no request uses, and that the prefix cache has."""
     expert_imbalance: list[float] = []
     """Of each MoE layer, in the last window: tokens of the fullest rank over the mean of the ranks. Empty
-    without --enable-eplb, before the end of the first window, and on all engines but one of those that
-    share experts."""
+    without --enable-eplb, before the end of the first window, and on all engines that share
+    experts but one."""
     experts_moved: int = 0
     """Experts copied to another slot, on all ranks."""
 

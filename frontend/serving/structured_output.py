@@ -25,6 +25,10 @@ _GUIDED = {
 """vLLM's older fields, and their names in `structured_outputs`."""
 
 
+class _StructuralTag(msgspec.Struct):
+    format: Format
+
+
 def reply_constraint(fields: GenerationRequest, prompt: Prompt) -> Constraint | None:
     """What the reply must be; None for any.
 
@@ -48,13 +52,13 @@ def _as_format(content: Constraint) -> Format:
     source, field = content.source, content.field
     if not source.any_whitespace:
         raise RequestError(
-            f"'{field}': 'disable_any_whitespace' cannot be enforced beside tools, or for GPT-OSS",
+            f"'{field}': 'disable_any_whitespace' cannot be enforced beside tools, or for this model",
             param=field,
         )
     try:
         return _decoded(source)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise RequestError(f"'{field}' is not JSON: {error}", param=field) from None
+        raise RequestError(f"'{field}' is not valid: {error}", param=field) from None
 
 
 def _decoded(source: GrammarSource) -> Format:
@@ -67,8 +71,7 @@ def _decoded(source: GrammarSource) -> Format:
             return {"type": "regex", "pattern": source.text}
         case "grammar":
             return {"type": "grammar", "grammar": source.text}
-    inner: Format = msgspec.json.decode(source.text)["format"]
-    return inner
+    return msgspec.json.decode(source.text, type=_StructuralTag).format
 
 
 def _read_constraint(fields: GenerationRequest) -> Constraint | None:

@@ -82,12 +82,16 @@ def call_constraint(
 
 
 def optional_calls(
-    choice: ToolChoice, functions: Sequence[Function], text: CallText | None, parallel: bool
+    choice: ToolChoice,
+    functions: Sequence[Function],
+    text: CallText | None,
+    parallel: bool,
+    frame: ReplyFrame | None = None,
 ) -> Format | None:
     """At least one call, for a reply that is either calls or structured output; None with another choice."""
     if text is None or choice.mode != AUTO:
         return None
-    return _calls(_any_call(functions, text), text, not parallel)
+    return _calls(_any_call(functions, text), text, is_single=not parallel or frame is not None)
 
 
 def _any_content(functions: Sequence[Function], text: CallText, is_single: bool) -> Format:

@@ -68,8 +68,8 @@ def read_tools(
         return _left_out("tools", problem, lenient, warnings)
     _check_offered(choice, functions)
     assert reply_format is not None, "calls of its format are parsed"
-    text, parallel = reply_format.call_text, conversation.parallel
-    constraint = call_constraint(choice, functions, text, parallel, reply_format.frame)
+    offered = functions, reply_format.call_text, conversation.parallel, reply_format.frame
+    constraint = call_constraint(choice, *offered)
     if constraint is None and choice.mode in (REQUIRED, NAMED):
         problem = f"{choice.mode} calls cannot be enforced in the format of this model: use 'auto'"
         _left_out("tool_choice", problem, lenient, warnings)
@@ -80,7 +80,7 @@ def read_tools(
         {function.name: function.parameters or {} for function in functions},
         are_called=choice.mode != NONE,
         constraint=constraint,
-        optional_calls=optional_calls(choice, functions, text, parallel),
+        optional_calls=optional_calls(choice, *offered),
     )
 
 

@@ -212,13 +212,15 @@ def test_beside_tools_a_reply_is_calls_or_the_structured_output(model: Model, wa
     }
     fields, pattern = cases[wanted]
     request = msgspec.convert({"model": "m", "messages": [], **fields}, ChatRequest)
-    calls = optional_calls(ToolChoice("auto"), FUNCTIONS, model.format.call_text, True)
-    constraint = reply_constraint(request, Prompt([1], optional_calls=calls, frame=model.format.frame))
+    frame = model.format.frame
+    calls = optional_calls(ToolChoice("auto"), FUNCTIONS, model.format.call_text, True, frame)
+    constraint = reply_constraint(request, Prompt([1], optional_calls=calls, frame=frame))
     assert constraint is not None
     grammar, kinds = model.compiled(constraint.source), set()
     for seed in range(12):
         reply = model.parsed(model.walk(grammar, seed))
         kinds.add(bool(reply.calls))
+        assert frame is None or len(reply.calls) <= 1, "a framed reply ends with its call"
         for call in reply.calls:
             assert is_valid(call.name, json.loads(call.arguments)), call
         assert reply.calls or re.fullmatch(pattern, reply.text, re.DOTALL), reply

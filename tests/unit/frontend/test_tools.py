@@ -259,7 +259,15 @@ STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
             "structured_outputs",
             "beside tools",
         ),
-        ({"tools": [STRICT], "guided_json": "{"}, "guided_json", "not JSON"),
+        ({"tools": [STRICT], "guided_json": "{"}, "guided_json", "not valid"),
+        *(
+            (
+                {"tools": [STRICT], "structured_outputs": {"structural_tag": tag}},
+                "structured_outputs",
+                "not valid",
+            )
+            for tag in ("[]", "{}", '{"format": 3}', "{")
+        ),
         ({"tool_choice": "required", "response_format": {"type": "xml"}}, "response_format.type", "xml"),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "bool"),
         ({"reasoning_effort": "huge"}, "reasoning_effort", "one of"),
