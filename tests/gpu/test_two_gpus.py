@@ -1,6 +1,8 @@
 """Layouts over two GPUs in bfloat16: the distributions of every prompt position are those of one GPU."""
 
 import math
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +51,21 @@ Distributions = list[dict[int, float]]
 
 
 @pytest.fixture(scope="module")
-def on_one_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Distributions]]:
-    """The checkpoint of each model, and what one GPU computes."""
-    found = {}
-    for name, sizes in MODELS.items():
+def on_one_gpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Distributions]]:
+    """For a model's name its checkpoint, and what one GPU computes."""
+
+    @cache
+    def made(name: str) -> tuple[Path, Distributions]:
         directory = tmp_path_factory.mktemp(name)
         torch.manual_seed(1)
-        config = AutoConfig.for_model(name, **COMMON, **sizes)
+        config = AutoConfig.for_model(name, **COMMON, **MODELS[name])
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         with torch.no_grad():
             model.lm_head.weight.mul_(6)  # else all tokens are about as likely
         model.save_pretrained(directory)
-        found[name] = directory, distributions(directory, {})
-    return found
+        return directory, distributions(directory, {})
+
+    return made
 
 
 def distributions(model: Path, layout: dict[str, Any]) -> Distributions:
@@ -85,8 +89,10 @@ def divergence(expected: dict[int, float], found: dict[int, float]) -> float:
 
 
 @pytest.mark.parametrize(("model", "layout"), ROWS, ids="-".join)
-def test_distributions(model: str, layout: str, on_one_gpu: dict[str, tuple[Path, Distributions]]) -> None:
-    directory, expected = on_one_gpu[model]
+def test_distributions(
+    model: str, layout: str, on_one_gpu: Callable[[str], tuple[Path, Distributions]]
+) -> None:
+    directory, expected = on_one_gpu(model)
     found = distributions(directory, LAYOUTS[layout])
     nats = sorted(map(divergence, expected, found))
     middle, mean = nats[len(nats) // 2], sum(nats) / len(nats)
