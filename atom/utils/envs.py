@@ -207,7 +207,7 @@ VARIABLES: dict[str, Variable] = {
         Variable(
             "ATOM_ALL2ALL_PADDED_TOKENS",
             int,
-            512,
+            0,
             Area.ENGINE,
             "--all2all-backend auto: steps of up to this many tokens over all ranks return the experts' sums "
             "by a direct exchange, larger ones by reduce-scatter.",
@@ -215,7 +215,7 @@ VARIABLES: dict[str, Variable] = {
         Variable(
             "ATOM_ALL2ALL_EAGER_TOKENS",
             int,
-            2048,
+            32768,
             Area.ENGINE,
             "--all2all-backend auto: steps without a graph of at least this many tokens over all ranks send "
             "a token only to the ranks of its experts.",

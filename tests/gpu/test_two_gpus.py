@@ -88,7 +88,7 @@ def divergence(expected: dict[int, float], found: dict[int, float]) -> float:
     return sum(p * math.log(p / q) for p, q in [*pairs, (rest[0], rest[1])])
 
 
-@pytest.mark.parametrize(("model", "layout"), ROWS, ids="-".join)
+@pytest.mark.parametrize(("model", "layout"), ROWS, ids=["-".join(row) for row in ROWS])
 def test_distributions(
     model: str, layout: str, on_one_gpu: Callable[[str], tuple[Path, Distributions]]
 ) -> None:
