@@ -80,7 +80,17 @@ from atom_ops.ops.token_bitmask import apply_token_bitmask
 from atom_ops.ops.token_shard import ALL_TOKENS, TokenShard
 from atom_ops.ops.verification import verify_drafts
 from atom_ops.transfer import to_device
-from atom_ops.weights import MXFP4, BlockFP8, PackedOneDNN, Quantized, Weight, tensors_of, unstacked
+from atom_ops.weights import (
+    MXFP4,
+    BlockFP8,
+    ChannelFP8,
+    ChannelINT8,
+    GroupINT4,
+    PackedOneDNN,
+    Quantized,
+    Weight,
+    tensors_of,
+)
 
 __all__ = [
     "ALL_TOKENS",
@@ -93,6 +103,8 @@ __all__ = [
     "AttentionPlan",
     "AttentionRule",
     "BlockFP8",
+    "ChannelFP8",
+    "ChannelINT8",
     "ClampedSwiglu",
     "DecayWeights",
     "DecodeInputs",
@@ -100,6 +112,7 @@ __all__ = [
     "ExpertActivation",
     "ExpertSlots",
     "ExpertWeights",
+    "GroupINT4",
     "HeadNorms",
     "IndexKeys",
     "IndexNorm",
@@ -184,7 +197,6 @@ __all__ = [
     "to_device",
     "token_logprobs",
     "unpack_partials",
-    "unstacked",
     "verify_drafts",
     "write_index_keys",
     "write_kv",

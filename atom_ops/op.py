@@ -12,7 +12,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
-from atom_ops.tolerances import DEFAULT, Tolerances
+from atom_ops.tolerances import DEFAULT, Tolerance, Tolerances
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,6 +27,8 @@ class Case:
     label: str
     make: Callable[[torch.dtype, torch.Generator], tuple[Any, ...]]
     """Returns the positional arguments, on the CPU."""
+    rounded: Tolerances | None = None
+    """For providers that round the activations; None: they do not in this case."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Provider:
     """Converts a loaded weight to the layout that this provider reads; None where it has no layout for it."""
     batch_invariant: bool = True
     """A row's bits depend on that row alone (attention: if the plan sets `split_tokens`)."""
+    rounds_activations: bool = False
+    """It rounds the activations to 8 bits for weights whose type allows it."""
 
 
 class Op(Generic[P, R]):
@@ -81,6 +85,7 @@ class Op(Generic[P, R]):
         prepare: Callable[P, tuple[Any, ...]] | None = None,
         pack: Callable[[Any], Any] | None = None,
         batch_invariant: bool = True,
+        rounds_activations: bool = False,
     ) -> Callable[[Callable[..., R]], Callable[..., R]]:
         """Register the decorated function; raises ValueError for a duplicate name.
 
@@ -91,11 +96,16 @@ class Op(Generic[P, R]):
 
         def register(function: Callable[..., R]) -> Callable[..., R]:
             self.providers[name] = Provider(
-                name, function, needs, supported, supports, prepare, pack, batch_invariant
+                name, function, needs, supported, supports, prepare, pack, batch_invariant, rounds_activations
             )
             return function
 
         return register
+
+    def tolerance(self, provider: Provider, case: Case, dtype: torch.dtype) -> Tolerance:
+        """How much the provider's results may differ from the reference's in float32."""
+        rounded = case.rounded if provider.rounds_activations else None
+        return (rounded or self.tolerances)[dtype]
 
     def use(self, names: Sequence[str]) -> None:
         """Set the order; the reference is always last."""

@@ -16,9 +16,10 @@ from torch.nn import functional
 
 from atom_ops.op import Case, op
 from atom_ops.ops.activation import clamped_swiglu, silu_and_mul
-from atom_ops.ops.linear import BATCH_INVARIANT, Format, linear, random_weight
+from atom_ops.ops.linear import BATCH_INVARIANT, linear
 from atom_ops.tolerances import REDUCTION
 from atom_ops.weights import PackedOneDNN, Weight
+from atom_ops.weights.samples import ROUNDED, Format, random_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def _case(
 
     kind = "clamped" if activation else "silu"
     kind += ("" if first is None else f"-from{first}") + ("" if format == "plain" else f"-{format}")
-    return Case(f"{tokens}x{chosen}of{experts}x{hidden}x{features}-{kind}", make)
+    return Case(f"{tokens}x{chosen}of{experts}x{hidden}x{features}-{kind}", make, ROUNDED.get(format))
 
 
 _GPT_OSS = ClampedSwiglu(7.0, 1.702)
@@ -101,6 +102,12 @@ _GPT_OSS = ClampedSwiglu(7.0, 1.702)
         _case(9, 4, 6, (64, 32), _GPT_OSS, first=0, format="mxfp4"),
         _case(9, 2, 5, (200, 128), format="block_fp8"),
         _case(9, 2, 5, (64, 96), _GPT_OSS, format="mxfp4"),
+        _case(1, 2, 5, (200, 128), format="channel_fp8"),
+        _case(9, 2, 5, (64, 96), first=0, format="static_fp8"),
+        _case(9, 2, 5, (200, 128), format="channel_int8"),
+        _case(1, 2, 5, (128, 96), format="int4_32"),
+        _case(9, 2, 5, (128, 256), first=0, format="int4_128_zeros"),
+        _case(3, 2, 5, (64, 40), format="int4_channel"),
     ],
     REDUCTION,
 )

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from atom_ops.op import Case, op
 from atom_ops.ops.activation import silu_and_mul
-from atom_ops.ops.linear import Format, linear, random_weight
+from atom_ops.ops.linear import linear
 from atom_ops.ops.norm import add_rms_norm, rms_norm
 from atom_ops.tolerances import REDUCTION
 from atom_ops.weights import Weight
+from atom_ops.weights.samples import ROUNDED, Format, random_weight
 
 
 def _bias(outputs: int, with_bias: bool, dtype: torch.dtype, generator: torch.Generator) -> Tensor | None:
@@ -36,7 +37,8 @@ def _norm_case(
         return x, residual if with_residual else None, norm_weight, 1e-5, weight, bias
 
     options = f"{'-residual' if with_residual else ''}{'-bias' if with_bias else ''}"
-    return Case(f"{tokens}x{inputs}x{outputs}{options}{'' if format == 'plain' else f'-{format}'}", make)
+    label = f"{tokens}x{inputs}x{outputs}{options}{'' if format == 'plain' else f'-{format}'}"
+    return Case(label, make, ROUNDED.get(format))
 
 
 @op(
@@ -47,6 +49,7 @@ def _norm_case(
         _norm_case(3, 64, 40, True, True),
         _norm_case(2, 64, 40, False, False),
         _norm_case(1, 200, 150, True, True, "block_fp8"),
+        _norm_case(3, 200, 150, True, False, "channel_fp8"),
     ],
     REDUCTION,
     composed=True,
@@ -76,7 +79,7 @@ def _silu_case(tokens: int, inputs: int, outputs: int, with_bias: bool, format: 
         return x, weight, _bias(outputs, with_bias, dtype, generator)
 
     options = f"{'-bias' if with_bias else ''}{'' if format == 'plain' else f'-{format}'}"
-    return Case(f"{tokens}x{inputs}x{outputs}{options}", make)
+    return Case(f"{tokens}x{inputs}x{outputs}{options}", make, ROUNDED.get(format))
 
 
 @op(
@@ -86,6 +89,7 @@ def _silu_case(tokens: int, inputs: int, outputs: int, with_bias: bool, format: 
         _silu_case(1, 320, 96, False),
         _silu_case(3, 40, 64, True),
         _silu_case(1, 260, 140, False, "block_fp8"),
+        _silu_case(3, 260, 140, False, "channel_int8"),
     ],
     REDUCTION,
     composed=True,

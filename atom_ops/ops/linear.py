@@ -1,35 +1,13 @@
 """Linear layer (GEMM), with a weight of any type."""
 
-import math
-from typing import Literal
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from atom_ops.op import Case, op
 from atom_ops.tolerances import REDUCTION
-from atom_ops.weights import MXFP4, BlockFP8, PackedOneDNN, Quantized, Weight, dequantized_tiles
-
-Format = Literal["plain", "block_fp8", "mxfp4"]
-
-
-def random_weight(
-    shape: tuple[int, ...], format: Format, dtype: torch.dtype, generator: torch.Generator
-) -> Weight:
-    """A weight [..., O, I] for tests, with a variance of about 1 / I."""
-    std, (outputs, inputs) = shape[-1] ** -0.5, shape[-2:]
-    if format == "plain":
-        return (torch.randn(*shape, generator=generator) * std).to(dtype)
-    if format == "block_fp8":
-        values = torch.randn(*shape, generator=generator).mul_(100).clamp_(-448, 448).to(torch.float8_e4m3fn)
-        blocks = (*shape[:-2], -(-outputs // 128), -(-inputs // 128))
-        scales = (0.5 + torch.rand(*blocks, generator=generator)) * std / 100
-        return BlockFP8(values, scales, (128, 128))
-    codes = torch.randint(0, 256, (*shape[:-1], inputs // 2), generator=generator).to(torch.uint8)
-    exponent = 127 + round(math.log2(std / 3))  # random codes have a standard deviation of 3
-    exponents = torch.randint(exponent - 1, exponent + 1, (*shape[:-1], inputs // 32), generator=generator)
-    return MXFP4(codes, exponents.to(torch.uint8))
+from atom_ops.weights import PackedOneDNN, Quantized, Weight, dequantized_tiles
+from atom_ops.weights.samples import ROUNDED, Format, random_weight
 
 
 def _case(
@@ -49,7 +27,8 @@ def _case(
         return x, weight, bias, out_dtype
 
     options = f"{'+bias' if with_bias else ''}{'->float32' if out_dtype else ''}"
-    return Case(f"{tokens}x{inputs}x{outputs}{options}{'' if format == 'plain' else f'-{format}'}", make)
+    label = f"{tokens}x{inputs}x{outputs}{options}{'' if format == 'plain' else f'-{format}'}"
+    return Case(label, make, ROUNDED.get(format))
 
 
 @op(
@@ -66,6 +45,17 @@ def _case(
         _case(3, 300, 260, True, format="block_fp8"),
         _case(20, 256, 576, False, torch.float32, format="block_fp8"),
         _case(5, 96, 70, True, format="mxfp4"),
+        _case(1, 300, 260, True, format="channel_fp8"),
+        _case(20, 256, 576, False, torch.float32, format="channel_fp8"),
+        _case(7, 256, 192, False, format="static_fp8"),
+        _case(1, 300, 260, True, format="channel_int8"),
+        _case(20, 256, 576, False, format="channel_int8"),
+        _case(1, 256, 192, True, format="int4_32"),
+        _case(9, 192, 80, False, format="int4_64"),
+        _case(20, 384, 130, False, torch.float32, format="int4_128"),
+        _case(3, 96, 72, True, format="int4_32_zeros"),
+        _case(17, 256, 192, False, format="int4_128_zeros"),
+        _case(2, 200, 64, False, format="int4_channel"),
     ],
     REDUCTION,
 )

@@ -49,7 +49,7 @@ def check(op: Op[..., Any], provider: Provider, dtype: torch.dtype, case: Case, 
     wanted = op.reference(*reference)
     if op.name in WRITERS:
         found, wanted = (found, *mine), (wanted, *reference)
-    tolerance = op.tolerances[dtype]
+    tolerance = op.tolerance(provider, case, dtype)
     pairs = list(zip(_tensors(found), _tensors(wanted), strict=True))
     assert pairs
     for mine_tensor, wanted_tensor in pairs:

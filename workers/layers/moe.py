@@ -25,7 +25,6 @@ from atom_ops import (
     select_slots,
     sigmoid_and_mul,
     tensors_of,
-    unstacked,
 )
 from parallel.expert.placement import first_placement
 from workers.layers.activation import gated_linear
@@ -141,7 +140,7 @@ class Experts(WeightedLayer):
     Each is in a slot. Without `redundant_experts` slot and expert are the same number.
 
     Each matrix is a shard of its own, so that loading reads one at a time: gate of expert 0, up of 0,
-    gate of 1, … fill the rows of [X * 2F, D], viewed as [X, 2F, D].
+    gate of 1, … fill the rows of [X * 2F, D], which becomes [X, 2F, D].
     """
 
     gate_up: Weight
@@ -167,12 +166,12 @@ class Experts(WeightedLayer):
 
     def process_weights_after_loading(self) -> None:
         for name in ("gate_up", "down"):
-            self.set_weight(name, self.loaded(name))
+            self.set_weight(name, self.loaded(name, self._count))
 
     def forward(self, x_TD: torch.Tensor, ids_TJ: torch.Tensor, weights_TJ: torch.Tensor) -> torch.Tensor:
         weights = ExpertWeights(
-            unstacked(self.gate_up, self._count),
-            unstacked(self.down, self._count),
+            self.gate_up,
+            self.down,
             self._by_expert("gate_up_bias") if self.gate_up_bias is not None else None,
             self._by_expert("down_bias") if self._adds_bias else None,
             self._complete,
@@ -183,7 +182,7 @@ class Experts(WeightedLayer):
     def slot_tensors(self) -> list[torch.Tensor]:
         """Views of everything that belongs to an expert, [slots of this rank, ...] each."""
         names = [name for name in ("gate_up_bias", "down_bias") if self.get_buffer(name) is not None]
-        matrices = (tensors_of(unstacked(weight, self._count)) for weight in (self.gate_up, self.down))
+        matrices = (tensors_of(weight) for weight in (self.gate_up, self.down))
         return [*chain.from_iterable(matrices), *map(self._by_expert, names)]
 
     def _by_expert(self, name: str) -> torch.Tensor:

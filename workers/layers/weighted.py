@@ -155,10 +155,13 @@ class WeightedLayer(nn.Module):
         for stored, parts in shards.items():
             self.add_weight(name + stored.suffix, parts, build, stored.dtype)
 
-    def loaded(self, name: str) -> Weight:
-        """The weight of the matrix `name`, from its loaded buffers."""
+    def loaded(self, name: str, experts: int | None = None) -> Weight:
+        """The weight [O, I] of the matrix `name` from its loaded buffers, or [X, O, I] of X `experts`."""
         scheme = self._schemes.get(name, PLAIN)
-        return scheme.weight(*(self.get_buffer(name + stored.suffix) for stored in scheme.tensors))
+        buffers = [self.get_buffer(name + stored.suffix) for stored in scheme.tensors]
+        if experts is not None:
+            buffers = [buffer.unflatten(0, (experts, -1)) for buffer in buffers]
+        return scheme.weight(*buffers)
 
     def set_weight(self, name: str, weight: Weight) -> None:
         """Replace the buffers of the matrix `name` by attribute `name`; a plain weight stays a buffer."""

@@ -254,7 +254,7 @@ def test_dummy_weights_of_experts_that_are_spread_over_ranks(tmp_path: Path) -> 
         model = build_model(checkpoint_of(tmp_path), context)
         load_dummy(model, silent)
         down = model.get_submodule("model.layers.1.mlp.experts").down
-        assert down.shape == (3 * 200, 256)
+        assert down.shape == (3, 200, 256)
         assert 0 < down.dequantized(torch.float32).std() < 0.02
 
 

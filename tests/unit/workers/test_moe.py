@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from atom_ops import MXFP4, ClampedSwiglu, RoutingRule, tensors_of, unstacked
+from atom_ops import MXFP4, ClampedSwiglu, RoutingRule, tensors_of
 from parallel.communicator import Communicator
 from parallel.expert import ExpertDispatch, LocalDispatch, expert_dispatch
 from parallel.mesh import Mesh
@@ -239,13 +239,13 @@ def test_mxfp4_experts_stay_packed_and_equal_dequantized_ones(tmp_path: Path, ra
     save_file(whole | plain, path)
     features = (2 * 32 if (rank, size) == (0, 2) else 32) if size > 1 else FEATURES
     start = (0, 64)[rank] if size < 3 else 64
-    gate_up, down = (unstacked(weight, COUNT) for weight in (found.gate_up, found.down))
+    gate_up, down = found.gate_up, found.down
     assert isinstance(gate_up, MXFP4) and isinstance(down, MXFP4)
     assert gate_up.shape == (COUNT, 2 * features, HIDDEN) and down.shape == (COUNT, HIDDEN, features)
     held = sum(tensor.nbytes for tensor in (*tensors_of(gate_up), *tensors_of(down)))
     assert held == 3 * COUNT * HIDDEN * features * 17 // 32
     every = load(family, tmp_path).moe.experts
-    wanted_gate_up, wanted_down = (unstacked(weight, COUNT) for weight in (every.gate_up, every.down))
+    wanted_gate_up, wanted_down = every.gate_up, every.down
     assert isinstance(wanted_gate_up, torch.Tensor) and isinstance(wanted_down, torch.Tensor)
     kept = slice(start, start + features)
     rows = torch.cat([half[:, kept] for half in wanted_gate_up.chunk(2, 1)], 1)
