@@ -22,6 +22,7 @@ AGENTS := .npm-clients
 EVALUATORS := .venv-evaluations
 TRACING := .packages-tracing
 FUZZING := .venv-fuzzing
+DEPLOYING := .venv-deploy
 # A process for each core, and each of them with one thread: more would wait for one another.
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile
 # Their result may depend on the CPU's instruction set.
@@ -32,7 +33,7 @@ SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
 .PHONY: help install serve test test-unit test-e2e test-slow test-kills test-models test-isa test-kernels \
 	test-compile test-gpu test-tokenizers test-openapi test-tracing test-page test-clients test-agents \
-	test-evaluations accuracy lint type arch fmt check docs models contract-signatures bench-latency bench-throughput bench-speculation \
+	test-evaluations test-deploy accuracy lint type arch fmt check docs models contract-signatures bench-latency bench-throughput bench-speculation \
 	bench-structured-output bench-scheduler bench-serving bench-gpu bench-step bench-kernels bench-all-reduce \
 	bench-experts bench-document tune-experts clean
 
@@ -152,6 +153,15 @@ $(EVALUATORS)/.installed: tests/clients/evaluations.txt
 test-evaluations: install $(EVALUATORS)/.installed ## lm-eval, guidellm and vllm bench serve against the server, see docs/clients.md; ARGS="lm-eval" for some
 	@$(BIN)/python -m tests.clients.evaluations $(EVALUATORS)/bin $(ARGS)
 
+# Debian's haproxy, nginx-light, prometheus (promtool) and systemd, and kubectl are taken where they are installed.
+$(DEPLOYING)/.installed: tests/deploy/requirements.txt
+	@test -x $(DEPLOYING)/bin/python || { echo "making $(DEPLOYING)"; $(PYTHON) -m venv $(DEPLOYING); }
+	@$(DEPLOYING)/bin/python -m pip --disable-pip-version-check install -qq -r $<
+	@touch $@
+
+test-deploy: install $(DEPLOYING)/.installed ## deploy/ with the real tools: systemd, kubectl, balancers, linters; some minutes
+	@PATH="$$PATH:/usr/sbin:$(CURDIR)/$(DEPLOYING)/bin" $(BIN)/python -m pytest -q -rs tests/deploy $(ARGS)
+
 # lm-eval brings many packages, which nothing else needs; what it shares with ATOM has ATOM's versions.
 $(EVALUATION)/.installed: constraints.txt
 	@test -x $(EVALUATION)/bin/python || { echo "making $(EVALUATION)"; $(PYTHON) -m venv $(EVALUATION); }
@@ -236,5 +246,5 @@ tune-experts: $(INSTALLED) ## tiles of the expert kernels, measured on a Hopper 
 	@$(BIN)/python -m tools.tune_experts $(ARGS)
 
 clean: ## remove everything that these targets made
-	@rm -rf $(VENV) $(EVALUATION) $(CLIENTS) $(AGENTS) $(TRACING) $(FUZZING) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(EVALUATION) $(CLIENTS) $(AGENTS) $(TRACING) $(FUZZING) $(DEPLOYING) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

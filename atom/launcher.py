@@ -26,6 +26,7 @@ from atom.config.engine import EngineConfig
 from atom.config.resolve import resolve
 from atom.config.server import ServerConfig
 from atom.config.sources import unknown_variables
+from atom.messages.supervisor import Progress
 from atom.plan import show_plan
 from atom.progress import ProgressBars
 from atom.supervisor import StartError, Supervisor
@@ -35,6 +36,7 @@ from atom.utils.exit_status import ExitStatus
 from atom.utils.logger import setup_logging
 from atom.utils.net import AdminSocket, ListenPort
 from atom.utils.open_files import raise_open_files_limit
+from atom.utils.service_manager import ServiceManager
 from atom.utils.version import atom_version
 from frontend.auth import ApiKeys
 from frontend.cors import CorsPolicy
@@ -43,6 +45,8 @@ from frontend.tracing import check_installed
 
 # Time beyond the frontend's own deadline before it is killed.
 _STOP_MARGIN_S = 5.0
+# The most that the end takes beyond `--shutdown-timeout`; docs/operations.md, "Shutdown".
+_END_S = 20.0
 # After the engine's death the frontend responds with 503 for this long, for load balancers to notice.
 ENGINE_DEATH_HOLD_S = 3.0
 _HOLD_POLL_S = 0.05
@@ -60,6 +64,8 @@ class Launcher:
         self._bars = ProgressBars()
         self._stops = 0
         self._is_starting = True
+        self._phase = "preparing the model"
+        self._manager = ServiceManager()
 
     def run(self) -> None:
         """Serve until a signal. Raises StartError, ConfigError or OSError."""
@@ -71,6 +77,7 @@ class Launcher:
         try:
             self._run()
         finally:
+            self._manager.close()
             for number in numbers:  # an ending Python restores their defaults, but not of ignored ones
                 signal.signal(number, signal.SIG_IGN)
 
@@ -85,13 +92,14 @@ class Launcher:
         with (
             ListenPort(self.server.host, self.server.server_port, self.server.api_server_count) as port,
             _admin_socket(self.server) as admin,
-            Supervisor(self._bars.update) as supervisor,
+            Supervisor(self._on_progress, lambda: self._on_turn(supervisor)) as supervisor,
         ):
             try:
                 self._start(supervisor, port, admin, template)
             finally:
                 self._is_starting = False
             self._print_banner(supervisor, port.port, admin)
+            self._manager.ready(f"serving {self.config.model.names[0]} at {self._url(port.port)}")
             try:
                 self._serve(supervisor)
             except StartError as death:
@@ -103,6 +111,7 @@ class Launcher:
         while not self._stops:
             supervisor.check()
         self._logger.info("stopping: running requests may finish")
+        self._manager.stopping(self.server.shutdown_timeout + _END_S)
         timeout = self.server.shutdown_timeout + _STOP_MARGIN_S
         supervisor.stop_frontends(timeout, hurry=lambda: self._stops > 1)
         if supervisor.fault is not None:
@@ -111,6 +120,7 @@ class Launcher:
     def _stop_after_death(self, supervisor: Supervisor, cause: str) -> None:
         """Without an engine or a frontend, stop the rest; the frontends once their clients have errors."""
         self._logger.error("%s: ending", cause)
+        self._manager.stopping(ENGINE_DEATH_HOLD_S + _END_S)
         supervisor.end_engines(cause)
         stops, deadline = self._stops, time.monotonic() + ENGINE_DEATH_HOLD_S
         while supervisor.has_frontends and self._stops == stops and time.monotonic() < deadline:
@@ -141,9 +151,7 @@ class Launcher:
             self._logger.info(note)
 
     def _print_banner(self, supervisor: Supervisor, port: int, admin: AdminSocket | None) -> None:
-        config, details = self.config, supervisor.details
-        scheme = "http" if self.server.ssl_certfile is None else "https"
-        url = f"{scheme}://{_reachable(self.server.host)}:{port}"
+        config, details, url = self.config, supervisor.details, self._url(port)
         name = config.model.names[0]
         changes = config.model.hf_overrides
         each = " in each engine" if config.parallel.data_parallel_size > 1 else ""
@@ -175,6 +183,21 @@ class Launcher:
             self._logger.info(
                 "listening on every interface without a key: use --host 127.0.0.1 to stay local, or --api-key"
             )
+
+    def _url(self, port: int) -> str:
+        scheme = "http" if self.server.ssl_certfile is None else "https"
+        return f"{scheme}://{_reachable(self.server.host)}:{port}"
+
+    def _on_progress(self, progress: Progress) -> None:
+        self._bars.update(progress)
+        self._phase = f"{progress.phase}, {progress.done} of {progress.total}"
+
+    def _on_turn(self, supervisor: Supervisor) -> None:
+        """Tell the service manager that the start goes on, or that the engines work."""
+        if self._is_starting:
+            self._manager.starting(self._phase)
+        elif supervisor.is_working:
+            self._manager.alive()
 
     def _on_signal(self, *_: object) -> None:
         self._stops += 1

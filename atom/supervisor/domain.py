@@ -77,6 +77,16 @@ class Domain(ABC):
         return self._start_at is not None and time.monotonic() >= self._start_at
 
     @property
+    def is_down_for_now(self) -> bool:
+        """Whether it is down and its next life is planned."""
+        return self._start_at is not None
+
+    @property
+    def responds(self) -> bool:
+        """Whether no process of its present life is silent."""
+        return self.life is not None and self.life.responds
+
+    @property
     def is_over(self) -> bool:
         """Whether it is down and stays so."""
         return self.life is None and self._start_at is None

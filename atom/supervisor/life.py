@@ -77,6 +77,11 @@ class Life:
         return any(child.stopping for child in self.children.values())
 
     @property
+    def responds(self) -> bool:
+        """Whether no process has been silent for long; one that starts is not silent yet."""
+        return not self._monitor.unresponsive
+
+    @property
     def ready_s(self) -> float:
         """How long it has been ready, in seconds."""
         return time.monotonic() - self.ready_at if self.is_ready else 0.0

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -29,13 +30,15 @@ class PrepareResult(msgspec.Struct, frozen=True):
     device: DeviceCapabilities | None = None
 
 
-def prepare(life: Life, config: ModelConfig) -> tuple[Checkpoint, DeviceCapabilities]:
-    """Run the step as a process of `life`; raises StartError."""
+def prepare(
+    life: Life, config: ModelConfig, on_turn: Callable[[], None] = lambda: None
+) -> tuple[Checkpoint, DeviceCapabilities]:
+    """Run the step as a process of `life`, and call `on_turn` meanwhile; raises StartError."""
     launch = PrepareLaunch(config, envs.ATOM_CACHE_DIR, life.endpoint("supervisor"))
     process = spawn("workers.prepare", launch, stdout=subprocess.PIPE)
     life.children["prepare"] = Child("prepare", process)
     task = f"preparing {config.model}"
-    output = _output_of(life, process, task)
+    output = _output_of(life, process, task, on_turn)
     try:
         result = msgspec.json.decode(output, type=PrepareResult)
     except msgspec.DecodeError:
@@ -46,7 +49,7 @@ def prepare(life: Life, config: ModelConfig) -> tuple[Checkpoint, DeviceCapabili
     return result.checkpoint, result.device
 
 
-def _output_of(life: Life, process: subprocess.Popen[bytes], task: str) -> bytes:
+def _output_of(life: Life, process: subprocess.Popen[bytes], task: str, on_turn: Callable[[], None]) -> bytes:
     """Everything the process prints until it ends; its progress messages are processed meanwhile."""
     assert process.stdout is not None
     os.set_blocking(process.stdout.fileno(), False)
@@ -55,6 +58,7 @@ def _output_of(life: Life, process: subprocess.Popen[bytes], task: str) -> bytes
     with process.stdout:
         while process.poll() is None:
             life.receive(_POLL_S)
+            on_turn()
             output += process.stdout.read() or b""
             if time.monotonic() > deadline:
                 raise StartError(f"{task} took longer than {PREPARE_DEADLINE_S:.0f} s")

@@ -46,14 +46,20 @@ class _Phase(Enum):
 class Supervisor:
     """Owns the run directory and all child processes.
 
-    Use as a context manager, or call `close`. `on_progress` receives the progress of loading. Until
-    `restart_failed`, every failure is a StartError.
+    Use as a context manager, or call `close`. `on_progress` receives the progress of loading. `on_turn`
+    is called several times a second while the supervisor prepares, starts, watches and stops its children.
+    Until `restart_failed`, every failure is a StartError.
     """
 
-    def __init__(self, on_progress: Callable[[Progress], None] = lambda progress: None):
+    def __init__(
+        self,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
+        on_turn: Callable[[], None] = lambda: None,
+    ):
         self._directory = RunDirectory()
         self.run_dir = self._directory.path
         self._on_progress = on_progress
+        self._on_turn = on_turn
         self._context = zmq.Context()
         self._preparation: Life | None = None
         self._control: Control | None = None
@@ -81,12 +87,17 @@ class Supervisor:
         life = self._engines[0].life if self._engines else None
         return next((report.detail for report in life.reports.values()), {}) if life is not None else {}
 
+    @property
+    def is_working(self) -> bool:
+        """Whether an engine responds, starts or is about to start again."""
+        return any(group.responds or group.is_down_for_now for group in self._engines)
+
     # Start
 
     def prepare(self, config: ModelConfig) -> tuple[Checkpoint, DeviceCapabilities]:
         """Run the preparation step in a process of its own; raises StartError."""
         self._preparation = Life(self._context, self.run_dir / "prepare", 60.0, self._on_progress)
-        result = prepare(self._preparation, config)
+        result = prepare(self._preparation, config, self._on_turn)
         self._preparation.close()
         self._preparation = None
         return result
@@ -140,6 +151,7 @@ class Supervisor:
         frontend is left.
         """
         self._receive(wait_s)
+        self._on_turn()
         for domain in self._domains():
             if failure := domain.failure():
                 self._failed(domain, failure)

@@ -20,7 +20,7 @@ class InterruptedSupervisor:
 
     while_it_starts = False
 
-    def __init__(self, _: object):
+    def __init__(self, *_: object):
         self.ended = False
         InterruptedSupervisor.latest = self
 
