@@ -67,8 +67,8 @@ class PerExpert(ExpertLayout):
         return tuple(f"0.{name}" for name in (self.gate, self.up, self.down))
 
     def matrix(self, part: Part, expert: int, sizes: ExpertSizes, stored: StoredTensor) -> Stored:
-        name = f"{expert}.{getattr(self, part)}.weight{stored.suffix}"
-        return CheckpointTensor(name, stored.shape(sizes.matrix(part))), None
+        name, shape = stored.in_checkpoint("weight", sizes.matrix(part))
+        return CheckpointTensor(f"{expert}.{getattr(self, part)}.{name}", shape), None
 
     def bias(self, part: Part, expert: int, sizes: ExpertSizes) -> Stored:
         name = f"{expert}.{getattr(self, part)}.bias"

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from atom_ops import PackedOneDNN, Quantized, Weight, tensors_of
 from workers.layers.context import BuildContext
-from workers.layers.quantization.scheme import FLOATS, PLAIN, Fill, Scheme, StoredTensor
+from workers.layers.quantization.scheme import FLOATS, PLAIN, Fill, Packing, Scheme, StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,9 @@ class ShardRange:
         return self.start % unit != 0 or (stop % unit != 0 and stop != self.total)
 
     def in_units(self, unit: int) -> "ShardRange":
-        """The same range of a tensor with one entry for each block; it must not cut one."""
+        """The same range of a tensor with one entry for each block, which it must not cut; 0: for all."""
+        if unit == 0:
+            return ShardRange(1, 0, min(self.size, 1))
         stop = -(-(self.start + self.size) // unit)
         return ShardRange(-(-self.total // unit), self.start // unit, stop - self.start // unit)
 
@@ -64,6 +66,20 @@ class CheckpointTensor:
     """Of the whole tensor."""
     entry: int | None = None
     """Index into the first dimension; None: the whole tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedShard:
+    """Where the checkpoint has a shard that it packs in another way than memory."""
+
+    name: str
+    """The last part of the tensor's name."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    index: tuple[slice, ...]
+    """The part to read."""
+    unpack: Callable[[Tensor], Tensor]
+    """Maps that part to the shard in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +98,8 @@ class ShardSpec:
     matrix: tuple[int, int] | None = None
     """Shape of the matrix that this is a part of; None: its own."""
     fill: Fill = PLAIN.tensors[0].fill
+    packed: PackedShard | None = None
+    """Where and how the checkpoint has it; None: in the layout of memory, or as `decode` tells."""
 
     @property
     def elsewhere(self) -> bool:
@@ -91,14 +109,35 @@ class ShardSpec:
     def of(self, stored: StoredTensor) -> "ShardSpec":
         """The same shard of one of the tensors that store this matrix."""
         outputs, inputs = self.shape
+        shape = stored.shape((outputs, inputs))
+        kept = self.kept.in_units(stored.unit[self.dim])
+        if self.dim == 1 and stored.all_inputs:
+            kept = ShardRange.whole(shape[1])
         return replace(
             self,
-            shape=stored.shape((outputs, inputs)),
-            kept=self.kept.in_units(stored.unit[self.dim]),
+            shape=shape,
+            kept=kept,
             dtypes=stored.dtypes,
             matrix=(outputs, inputs),
             fill=stored.fill,
+            packed=None if stored.packing is None else self._packed(stored, stored.packing),
         )
+
+    def _packed(self, stored: StoredTensor, packing: Packing) -> PackedShard:
+        """The part of the tensor that stores this shard."""
+        outputs, inputs = self.shape
+        shape = packing.shape((outputs, inputs))
+        parts = [slice(None), slice(None)]
+        if self.dim == 0 or not stored.all_inputs:
+            kept = self.kept.in_units(packing.unit[self.dim])
+            parts[self.dim] = slice(kept.start, kept.start + kept.size)
+        if packing.vector:
+            return PackedShard(packing.name, shape, (parts[1],), lambda part: packing.unpack(part[None]))
+        if packing.transposed:
+            return PackedShard(
+                packing.name, shape, (parts[1], parts[0]), lambda part: packing.unpack(part.t())
+            )
+        return PackedShard(packing.name, shape, (parts[0], parts[1]), packing.unpack)
 
     @property
     def kept_shape(self) -> tuple[int, ...]:

@@ -167,6 +167,10 @@ def _load(target: LoadTarget, source: TensorSource) -> None:
     shard, tensor = target.shard, target.tensor
     if shard.elsewhere:
         return
+    if shard.packed is not None:
+        part = _read(source, tensor, shard.packed.index).to(target.buffer.device)
+        target.buffer.copy_(shard.packed.unpack(part))
+        return
     if shard.decode is None:
         target.buffer.copy_(_read(source, tensor, shard.index))
         return

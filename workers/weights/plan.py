@@ -52,7 +52,10 @@ def load_targets(model: CausalLM) -> Iterator[LoadTarget]:
             if shards[0].tensor is not None:
                 named = _decoded(path, weight, shards)
             else:
-                named = _plain([_joined(parent, module, weight) for module in modules], shards)
+                named = [
+                    _plain(_joined(parent, module), weight, shard)
+                    for module, shard in zip(modules, shards, strict=True)
+                ]
             first_row = 0
             for (name, tensor), shard in zip(named, shards, strict=True):
                 yield LoadTarget(name, shard, tensor, layer, weight, first_row)
@@ -63,9 +66,10 @@ _Named = tuple[str, CheckpointTensor]
 """`name` and `tensor` of a `LoadTarget`."""
 
 
-def _plain(names: list[str], shards: tuple[ShardSpec, ...]) -> list[_Named]:
-    """Each shard is a range of a checkpoint tensor with that name."""
-    return [(name, CheckpointTensor(name, shard.shape)) for name, shard in zip(names, shards, strict=True)]
+def _plain(module: str, weight: str, shard: ShardSpec) -> _Named:
+    """The shard is a range of the tensor with that name in the checkpoint's module, or as it is packed."""
+    name, shape = (weight, shard.shape) if shard.packed is None else (shard.packed.name, shard.packed.shape)
+    return _joined(module, name), CheckpointTensor(_joined(module, name), shape)
 
 
 def _decoded(path: str, weight: str, shards: tuple[ShardSpec, ...]) -> list[_Named]:
