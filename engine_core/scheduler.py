@@ -58,6 +58,10 @@ class Limits:
     """While requests run, a new prompt waits for this multiple of the last prompt step's duration."""
     num_drafts: int = 0
     """Draft tokens of each decoding request in a step."""
+    max_num_mixed_tokens: int = 0
+    """Tokens computed in a step in which requests decode; 0: `max_num_batched_tokens`."""
+    long_prefill_token_threshold: int = 0
+    """Tokens of one prompt computed in a step; 0: as many as fit."""
 
     @property
     def max_uncertain(self) -> int:
@@ -253,7 +257,7 @@ class Scheduler:
                 break
             if request.state is not State.PREFILLING:
                 continue
-            count = min(len(request.token_ids) - request.computed, plan.chunk_limit(request, budget))
+            count = min(len(request.token_ids) - request.computed, self._chunk_limit(plan, request, budget))
             if count and self._extend(request, request.computed, request.computed + count, plan):
                 plan.add_chunk(request, count)
 
@@ -262,7 +266,7 @@ class Scheduler:
             request = self._queue.first()
             if request is None or not self._free_rows or not self._may_be_admitted(request):
                 return
-            limit = plan.chunk_limit(request, budget)
+            limit = self._chunk_limit(plan, request, budget)
             hits = self._prepare(request)
             size = new_row_bytes(request, self._kv.block_size, len(self._kv.specs))
             full = plan.new_rows and plan.new_row_bytes + size > MAX_NEW_ROWS_BYTES
@@ -330,9 +334,16 @@ class Scheduler:
             self.counters.prefix_hits += cached
 
     def _token_budget(self, plan: StepPlan) -> int:
-        # Never negative: a request that joins the decode batch had a token of the budget before.
-        batch = self._decode_batch
-        return self._limits.max_num_batched_tokens - len(batch) * batch.tokens_per_row - plan.num_tokens
+        # Never negative: a request that joins the decode batch had a token of the budget before, and the
+        # budget of mixed steps has room for all rows.
+        batch, limits = self._decode_batch, self._limits
+        mixed = limits.max_num_mixed_tokens if batch else 0
+        most = mixed or limits.max_num_batched_tokens
+        return most - len(batch) * batch.tokens_per_row - plan.num_tokens
+
+    def _chunk_limit(self, plan: StepPlan, request: Request, budget: int) -> int:
+        longest = self._limits.long_prefill_token_threshold or budget
+        return plan.chunk_limit(request, min(budget, longest))
 
     def _extend(self, request: Request, start: int, end: int, plan: StepPlan) -> bool:
         """Allocate blocks for positions start .. end - 1, preempting the requests that are last in order.

@@ -37,6 +37,8 @@ def limits_of(config: EngineConfig) -> Limits:
         scheduler.scheduling_policy,
         scheduler.scheduler_delay_factor,
         config.speculative.num_speculative_tokens,
+        scheduler.max_num_mixed_tokens or 0,
+        scheduler.long_prefill_token_threshold,
     )
 
 

@@ -299,7 +299,17 @@ def _scheduler(scheduler: SchedulerConfig, defaults: _DeviceDefaults, num_drafts
         tokens = defaults.max_num_batched_tokens
         if num_drafts:
             tokens = max(tokens, rows * each)
+    _check_mixed(scheduler.max_num_mixed_tokens, tokens, min(rows * each, tokens))
     return replace(scheduler, max_num_batched_tokens=tokens, max_num_seqs=rows)
+
+
+def _check_mixed(mixed: int | None, tokens: int, decodes: int) -> None:
+    """Raise ConfigError unless such steps have room for all sequences that generate."""
+    if mixed is not None and not decodes <= mixed <= tokens:
+        raise ConfigError(
+            f"--max-num-mixed-tokens {mixed} must be from {decodes}, the tokens of all sequences that may "
+            f"generate (--max-num-seqs), to {tokens} (--max-num-batched-tokens)"
+        )
 
 
 def _graphs(device: DeviceConfig, scheduler: SchedulerConfig) -> DeviceConfig:

@@ -328,6 +328,14 @@ def test_a_step_has_room_for_all_drafts(limits: dict[str, int], tokens: int, row
     assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs) == (tokens, rows)
 
 
+@pytest.mark.parametrize(("mixed", "limits"), [(16, {"max_num_seqs": 32}), (4096, {})])
+def test_mixed_steps_with_room_for_no_prompt_or_more_than_a_step_are_refused(
+    mixed: int, limits: dict[str, int]
+) -> None:
+    with pytest.raises(ConfigError, match=f"--max-num-mixed-tokens {mixed} must be from .* to 2048"):
+        resolved(CPU, max_num_mixed_tokens=mixed, **limits)
+
+
 @pytest.mark.parametrize("limits", [{"max_num_seqs": 4}, {}])
 def test_too_small_a_step_for_drafts_is_refused(limits: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=r"--max-num-batched-tokens 8 has no room .* use at least"):

@@ -59,9 +59,12 @@ def drafting(chance: random.Random) -> Draft:
 
 
 def limits_of(rows: int, budget: int, policy: str, num_drafts: int, specs: list[KVSpec]) -> Limits:
-    """States allow no drafts; a step has room for the drafts of all rows."""
+    """States allow no drafts; a step has room for the drafts of all rows. Odd budgets limit prompts more."""
     num_drafts = 0 if holds_states(specs) else num_drafts
-    return Limits(rows, max(budget, rows * (1 + num_drafts)) if num_drafts else budget, policy, 0, num_drafts)
+    decodes = rows * (1 + num_drafts)
+    budget = max(budget, decodes) if num_drafts else budget
+    mixed, longest = (min(budget, decodes), budget // 2) if budget % 2 else (0, 0)
+    return Limits(rows, budget, policy, 0, num_drafts, mixed, longest)
 
 
 class Storm(RuleBasedStateMachine):

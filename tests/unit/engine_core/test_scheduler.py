@@ -55,6 +55,26 @@ def test_a_prompt_is_cut_to_the_budget() -> None:
     run.run()
 
 
+def test_a_long_prompt_leaves_room_for_a_short_one() -> None:
+    run = driver(max_num_batched_tokens=12, long_prefill_token_threshold=8)
+    run.add(1, range(20), max_tokens=1)
+    run.add(2, [1, 2, 3], max_tokens=1)
+    assert step(run).counts == [8, 3]
+    assert step(run).counts == [8]
+    run.run()
+
+
+def test_steps_in_which_requests_decode_are_shorter() -> None:
+    run = driver(max_num_batched_tokens=12, max_num_mixed_tokens=8)
+    run.add(1, [1, 2, 3], max_tokens=4)
+    run.add(2, range(20), max_tokens=1)
+    assert step(run).counts == [3, 9], "nothing decodes yet"
+    assert step(run).counts == [1, 7]
+    run.deliver()
+    assert step(run).counts == [1, 4]
+    run.run()
+
+
 def test_running_requests_come_before_waiting_ones() -> None:
     run = driver(max_num_batched_tokens=4)
     run.add(1, [1, 2], max_tokens=8)
