@@ -8,7 +8,7 @@ A cached block is found by its content until it is evicted. Every operation is O
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from engine_core.recent import Recent
 
@@ -31,6 +31,8 @@ class BlockPool:
         self._uncached = list(range(num_blocks))[::-1]  # the last one is allocated next
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._evicted: Recent[bool] = Recent(min(num_blocks, _MAX_EVICTED))
+        self.on_uncached: Callable[[bytes], None] | None = None
+        """Called with the digest of each block that is cached no more, except by `reset`."""
         self._unconfirmed: dict[int, list[int]] = {}  # step in flight -> cached blocks that it writes
         self._confirmed_step = 0
 
@@ -206,4 +208,6 @@ class BlockPool:
         del self._block_of[digest]
         self._digests[block] = None
         self._hash_inputs[block] = b""
+        if self.on_uncached is not None:
+            self.on_uncached(digest)
         return digest

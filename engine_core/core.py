@@ -26,6 +26,7 @@ from engine_core.admission import check_request
 from engine_core.batch_bytes import MAX_REASON_CHARS, check_row
 from engine_core.grammars import Grammars
 from engine_core.kv_cache_manager import KVCacheManager
+from engine_core.kv_events import KVEvent
 from engine_core.request import Request, SharedSettings
 from engine_core.request_log import RequestLog, describe
 from engine_core.scheduler import Limits, Scheduler
@@ -179,6 +180,11 @@ class EngineCore:
         """Uncache all blocks, also those that running requests compute; returns how many were cached."""
         self._check = None
         return self._kv.reset(request.blocks for request in self._scheduler.requests.values())
+
+    def take_kv_events(self) -> list[KVEvent]:
+        """What the prefix cache has gained and lost since the last call; empty where it is not listed."""
+        events = self._kv.events
+        return [] if events is None else events.take()
 
     def stats(self) -> CoreStats:
         """Counters since start and current gauges."""

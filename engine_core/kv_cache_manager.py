@@ -22,6 +22,7 @@ from xxhash import xxh64_digest
 from atom.messages.admin import Miss
 from atom.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
 from engine_core.block_pool import CHECKED_AT_ONCE, BlockPool
+from engine_core.kv_events import KVEventLog, listed_group
 from engine_core.kv_plan import covering_blocks, first_visible_block, holds_states, peak_blocks
 from engine_core.recent import Recent
 from engine_core.token_ids import TokenIds
@@ -87,6 +88,7 @@ class KVCacheManager:
         max_chunk: int,
         seed: int,
         enable_prefix_caching: bool = True,
+        lists_events: bool = False,
     ):
         """`max_chunk` is the most tokens of one request in one step; `seed` enters every digest.
 
@@ -115,6 +117,11 @@ class KVCacheManager:
         self._first_blocks: Recent[bytes] = Recent(_MAX_FIRST_BLOCKS)
         """By a digest without salt: the salt of the last request that cached such a first block."""
         self._to_free: deque[tuple[BlockPool, list[int]]] = deque()
+        self.events = KVEventLog(self.block_size) if lists_events else None
+        """What the prefix cache has gained and lost; None where it is not listed."""
+        self._listed_group = listed_group(self.specs)
+        if self.events is not None:
+            self.pools[self._listed_group].on_uncached = self.events.removed
 
     @property
     def num_blocks(self) -> int:
@@ -208,6 +215,8 @@ class KVCacheManager:
         """
         for blocks in owners:
             blocks.collided = True
+        if self.events is not None:
+            self.events.cleared()
         return sum(pool.reset() for pool in self.pools)
 
     def extend(self, blocks: RequestBlocks, start: int, end: int) -> list[list[int]] | None:
@@ -245,6 +254,7 @@ class KVCacheManager:
             self._first_blocks.put(self._first_block(blocks), blocks.tokens.prompt.root)
         num_full = self._hash(blocks, num_full)
         in_prompt, first_live, tables = blocks.in_prompt, blocks.first_live, blocks.tables
+        events = None if blocks.tokens.prompt.root else self.events
         self.budget.left -= (num_full - blocks.num_cached) // LOOKUPS_PER_UNIT
         for index in range(blocks.num_cached, num_full):
             if index < in_prompt:
@@ -258,6 +268,8 @@ class KVCacheManager:
                 ):
                     blocks.collided = True
                     return
+            if events is not None and index >= first_live[self._listed_group]:
+                events.stored(digest, hash_input)
             blocks.num_cached = index + 1
 
     def free(self, blocks: RequestBlocks) -> None:

@@ -22,6 +22,7 @@ from typing import TypeVar
 
 import zmq
 
+from atom.config.kv_events import kv_events_config
 from atom.messages.admin import AbortNamed, Answer, GetRequests, ResetPrefixCache, SetLogLevel
 from atom.messages.codec import encode
 from atom.messages.engine import (
@@ -69,6 +70,8 @@ from atom.utils.step_trace import StepTrace
 from engine_core.commands import answers
 from engine_core.core import EngineCore
 from engine_core.kv_cache_manager import KVCacheManager
+from engine_core.kv_event_publisher import KVEventPublisher, PublishError
+from engine_core.kv_events import Cleared
 from engine_core.links import FrontendLink, LinkError, WorkerLink
 from engine_core.profiling import MAX_RECORDING_S, Outcome, Profiling
 from engine_core.startup import CachePlan, StartupError, limits_of, plan_cache
@@ -121,10 +124,12 @@ class CoreProcess:
         self._checked_at_step = 0
         self._lockstep = launch.config.parallel.lockstep
         self._steps_sent = False  # since the last StepsDone
+        self._kv_events: KVEventPublisher | None = None
 
     def run(self) -> int:
         """Serve until a signal or a failure; returns the exit status."""
         try:
+            self._kv_events = self._publisher()
             started = self._start()
             if started is not None:
                 self._serve(*started)
@@ -135,15 +140,27 @@ class CoreProcess:
                 traceback.print_exc()
             # A worker reports its own lack of memory.
             memory = "" if isinstance(error, CoreFailure) else out_of_memory(error)
-            lacks_resources = isinstance(error, StartupError) or memory
+            lacks_resources = isinstance(error, StartupError | PublishError) or memory
             status = ExitStatus.RESOURCES if lacks_resources else ExitStatus.FAILURE
-            self._report_failure(memory or one_line(error, CoreFailure, StartupError, LinkError), status)
+            self._report_failure(
+                memory or one_line(error, CoreFailure, StartupError, PublishError, LinkError), status
+            )
             return 1
         finally:
+            if self._kv_events is not None:
+                self._kv_events.close()
             self._trace.close()
             self._context.destroy(linger=_LINGER_MS)
 
     # Start
+
+    def _publisher(self) -> KVEventPublisher | None:
+        """The publisher of KV events, if there is one. Subscribers can connect from now on."""
+        config, rank = self._launch.config, self._launch.data_parallel_rank
+        events = kv_events_config(config.cache, config.parallel.data_parallel_size)
+        if events is None:
+            return None
+        return KVEventPublisher(events.of_rank(rank), rank, config.block_tokens)
 
     def _start(self) -> tuple[EngineCore, CoreReady] | None:
         """Wait for the workers to load and warm up. Returns None when a signal came first."""
@@ -159,6 +176,7 @@ class CoreProcess:
             limits.max_chunk,
             self._launch.hash_seed,
             config.cache.enable_prefix_caching,
+            lists_events=self._kv_events is not None,
         )
         core = EngineCore(limits, kv, plan.max_model_len, num_ranks=self._num_ranks)
         self._workers.send(AllocateKV(plan.num_blocks, plan.max_model_len))
@@ -216,6 +234,8 @@ class CoreProcess:
         """Run the engine until a signal. Frontends' messages are received only from here on."""
         self._poller.register(self._frontends.socket, zmq.POLLIN)
         self._mark_workers_seen()
+        if self._kv_events is not None and self._launch.num_blocks:
+            self._kv_events.put([Cleared()])  # subscribers know the blocks of an earlier life
         while not self.stopping:
             if not self._poller.poll(0 if core.has_sliced_work else _POLL_MS):
                 self._check_integrity(core)
@@ -234,6 +254,8 @@ class CoreProcess:
             for result in results:
                 for identity, deltas in result.items():
                     self._send_to_frontend(core, identity, deltas)
+            if self._kv_events is not None and (events := core.take_kv_events()):
+                self._kv_events.put(events)
             if self._profiling.is_timed:
                 self._finish_profile(core, self._profiling.overdue())
             self._heartbeats.send_if_due()

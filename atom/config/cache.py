@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from atom.config.fields import OBJECT
+
 
 @dataclass(frozen=True)
 class CacheConfig:
@@ -20,3 +22,5 @@ class CacheConfig:
     """KV cache of each worker in bytes. If unset: what a GPU has left, up to 4 GiB on a CPU."""
     num_kv_blocks: Annotated[int, Meta(ge=1)] | None = None
     """Exact number of KV blocks; overrides the other memory settings."""
+    kv_events_config: Annotated[str, OBJECT] | None = None
+    """JSON object; '{"enable_kv_cache_events": true}' publishes what the prefix cache gains and loses."""

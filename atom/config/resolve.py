@@ -14,6 +14,7 @@ from atom.config.device import DeviceConfig
 from atom.config.engine import EngineConfig
 from atom.config.eplb import eplb_config
 from atom.config.fields import ConfigError
+from atom.config.kv_events import kv_events_config
 from atom.config.model import ModelConfig
 from atom.config.parallel import ParallelConfig
 from atom.config.scheduler import SchedulerConfig
@@ -96,6 +97,7 @@ def resolve(
         _check_experts(config.parallel.num_workers, checkpoint)
     _check_eplb(config.parallel, checkpoint)
     cache = _cache(config.cache, checkpoint, explicit, notes)
+    kv_events_config(cache, config.parallel.data_parallel_size)  # raises for one that cannot act
     notes += _without_effect(config, explicit, device)
     if checkpoint.ignored_defaults:
         names = ", ".join(checkpoint.ignored_defaults)

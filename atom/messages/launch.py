@@ -81,6 +81,8 @@ class CoreLaunch(msgspec.Struct, frozen=True):
     """Name in log lines, and in messages to the supervisor."""
     num_blocks: list[int] = []
     """KV blocks of each group in an earlier life of the engine, to have as many again; empty: none."""
+    data_parallel_rank: int = 0
+    """The engine."""
 
 
 class FrontendLaunch(msgspec.Struct, frozen=True):

@@ -99,6 +99,7 @@ class EngineGroup(Domain):
             self._hash_seed,
             self._core(rank),
             self._num_blocks.get(rank, []),
+            rank,
         )
         life.spawn(self._core(rank), "engine_core.process", launch)
 

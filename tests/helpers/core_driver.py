@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from xxhash import xxh64_digest
 
 from atom.messages.engine import (
     AddRequest,
@@ -20,6 +21,7 @@ from atom.messages.engine import (
 from atom.messages.worker import BatchResult, KVSpec, NewRow
 from engine_core.core import EngineCore
 from engine_core.kv_cache_manager import KVCacheManager
+from engine_core.kv_events import Cleared, Removed, Stored, listed_group
 from engine_core.request import NO_ROW, Request
 from engine_core.scheduler import MAX_IN_FLIGHT, Limits
 from tests.helpers.simulated_worker import (
@@ -82,8 +84,9 @@ class CoreDriver:
         """`draft(most)`: how many tokens a row proposes in a step, and how many of these are accepted."""
         self.clock = Clock()
         sizes = (limits.max_num_seqs, limits.max_num_batched_tokens)
-        kv = KVCacheManager(specs, num_blocks, limits.max_chunk, 7, enable_prefix_caching)
+        kv = KVCacheManager(specs, num_blocks, limits.max_chunk, 7, enable_prefix_caching, lists_events=True)
         self.core = EngineCore(limits, kv, max_model_len, self.clock)
+        self._events = Subscriber(kv)
         self.worker = SimulatedWorker(specs, num_blocks, VOCABULARY, sizes, self._known_ids, draft)
         self.results: deque[BatchResult] = deque()
         self.failing: deque[set[int]] = deque()
@@ -157,6 +160,7 @@ class CoreDriver:
         """The same; the rows that `choose` returns fail."""
         batch = self.core.schedule()
         self.core.check_integrity()
+        self._events.check()
         if batch is None:
             return False
         failing = choose(batch.rows)
@@ -175,6 +179,7 @@ class CoreDriver:
         deltas = self.core.update(self.results.popleft())
         self.num_recomputed += sum(before[key] < one.discarded_until for key, one in requests.items())
         self.core.check_integrity()
+        self._events.check()
         errors = {
             end.request_id
             for delta in deltas.values()
@@ -250,6 +255,39 @@ class CoreDriver:
     def _requests_with_row(self) -> list[Request]:
         scheduler = self.core._scheduler
         return [one for one in [*scheduler.requests.values(), *scheduler._ended] if one.row != NO_ROW]
+
+
+class Subscriber:
+    """Knows the cached blocks from the KV events alone."""
+
+    def __init__(self, kv: KVCacheManager):
+        self.known: set[bytes] = set()
+        self._kv = kv
+        self._salted: set[bytes] = set()
+
+    def check(self) -> None:
+        """Raises AssertionError unless the events tell what is cached, without salted blocks."""
+        assert self._kv.events is not None
+        for event in self._kv.events.take():
+            match event:
+                case Stored(parent, digests, token_ids):
+                    inputs = [
+                        before + ids for before, ids in zip([parent, *digests], token_ids, strict=False)
+                    ]
+                    assert digests == [xxh64_digest(one, 7) for one in inputs]
+                    assert self.known.isdisjoint(digests), "stored twice"
+                    self.known.update(digests)
+                case Removed(digests):
+                    assert self.known.issuperset(digests), "removed without being stored"
+                    self.known.difference_update(digests)
+                case Cleared():
+                    self.known.clear()
+        pool = self._kv.pools[listed_group(self._kv.specs)]
+        for digest, block in pool._block_of.items():
+            parent = pool._hash_inputs[block][: -4 * self._kv.block_size]
+            if len(parent) > len(digest) or parent in self._salted:
+                self._salted.add(digest)
+        assert self.known == set(pool._block_of) - self._salted
 
 
 def counts_of(delta: TokenDeltas) -> list[int]:
