@@ -1,12 +1,14 @@
 """Linear layer (GEMM), with a weight of any type."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from atom_ops.op import Case, op
 from atom_ops.tolerances import REDUCTION
-from atom_ops.weights import PackedOneDNN, Quantized, Weight, dequantized_tiles
+from atom_ops.weights import PackedOneDNN, Quantized, Reordered, Weight, dequantized_tiles
 from atom_ops.weights.samples import ROUNDED, Format, random_weight
 
 
@@ -69,6 +71,8 @@ def linear(
     """
     if isinstance(weight, PackedOneDNN):
         raise TypeError(f"only the provider {_ONEDNN} reads weights packed by oneDNN")
+    if isinstance(weight, Reordered):
+        return linear(x_TI.index_select(1, weight.order), weight.weight, bias, out_dtype)
     if not isinstance(weight, Tensor):
         return _by_tiles(x_TI, weight, bias, out_dtype)
     if out_dtype in (None, x_TI.dtype):
@@ -115,6 +119,8 @@ def pack_linear_weight(weight: Weight) -> Weight:
 
     Call after `backend.resolve`. Returns the same weight where no other layout is faster.
     """
+    if isinstance(weight, Reordered):
+        return replace(weight, weight=linear.pack(weight.weight))
     packed: Weight = linear.pack(weight)
     return packed
 

@@ -24,7 +24,50 @@ class PackedOneDNN:
     shape: tuple[int, ...]
 
 
-Quantized = BlockFP8 | ChannelFP8 | ChannelINT8 | GroupINT4 | MXFP4
+@dataclass(frozen=True, slots=True)
+class Reordered:
+    """A weight whose inputs are in another order: x is multiplied as x[:, order].
+
+    `linear` gathers the inputs; kernels then read the weight as any other of its type.
+    """
+
+    weight: GroupINT4 | PackedOneDNN
+    """[..., O, N]."""
+    order: Tensor
+    """int64 [..., N]; an input of weight zero may be there more than once."""
+    inputs: int
+    """I, at most N."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.weight.shape[:-1], self.inputs)
+
+    @property
+    def row_unit(self) -> int:
+        """The number of rows that share scales."""
+        return 1
+
+    def expert(self, number: int) -> "Reordered":
+        return Reordered(self._quantized.expert(number), self.order[number], self.inputs)
+
+    def rows(self, start: int, stop: int) -> "Reordered":
+        """Rows of [O, I]."""
+        return Reordered(self._quantized.rows(start, stop), self.order, self.inputs)
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The numbers in the order of the inputs, rounded to `dtype`."""
+        numbers = self._quantized.dequantized(dtype)
+        places = self.order.unsqueeze(-2).expand_as(numbers)
+        return numbers.new_zeros(self.shape).scatter_add_(-1, places, numbers)
+
+    @property
+    def _quantized(self) -> GroupINT4:
+        if not isinstance(self.weight, GroupINT4):
+            raise TypeError("a weight that was packed for one provider is read by it alone")
+        return self.weight
+
+
+Quantized = BlockFP8 | ChannelFP8 | ChannelINT8 | GroupINT4 | MXFP4 | Reordered
 Weight = Tensor | PackedOneDNN | Quantized
 """A matrix that ops multiply by; a Tensor is plain, in the dtype of the activations."""
 
@@ -43,5 +86,6 @@ def tensors_of(weight: Weight) -> Iterator[Tensor]:
         yield weight
         return
     for field in fields(weight):
-        if isinstance(part := getattr(weight, field.name), Tensor):
-            yield part
+        part = getattr(weight, field.name)
+        if isinstance(part, Tensor | PackedOneDNN | Quantized):
+            yield from tensors_of(part)

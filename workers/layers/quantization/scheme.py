@@ -82,6 +82,8 @@ class Scheme:
     """Model types whose checkpoints are supported; empty: all."""
     linear: bool = True
     """Whether it stores linear layers too, and not only routed experts."""
+    unused: tuple[str, ...] = ()
+    """Tensors that a matrix's module may hold beside these, and that are not needed."""
 
 
 def _entries(matrix: tuple[int, int], unit: tuple[int, int]) -> tuple[int, int]:
