@@ -17,6 +17,7 @@ from atom_ops.ops.activation import clamped_swiglu, sigmoid_and_mul, silu_and_mu
 from atom_ops.ops.attention import AttentionPlan, AttentionRule, paged_attention, plan_attention
 from atom_ops.ops.attention_plan import BATCH_INVARIANT_SPLIT, empty_attention
 from atom_ops.ops.causal_conv import causal_conv
+from atom_ops.ops.cpu_linear import reads_packed
 from atom_ops.ops.decode_inputs import DecodeInputs, decode_inputs
 from atom_ops.ops.draft_inputs import NO_DRAFT, DraftInputs, RowState, draft_inputs
 from atom_ops.ops.embedding import embedding
@@ -86,9 +87,11 @@ from atom_ops.weights import (
     ChannelFP8,
     ChannelINT8,
     GroupINT4,
-    Reordered,
+    Packed,
+    PackedINT4,
     PackedOneDNN,
     Quantized,
+    Reordered,
     Weight,
     tensors_of,
 )
@@ -114,7 +117,6 @@ __all__ = [
     "ExpertSlots",
     "ExpertWeights",
     "GroupINT4",
-    "Reordered",
     "HeadNorms",
     "IndexKeys",
     "IndexNorm",
@@ -123,8 +125,11 @@ __all__ = [
     "LatentNorms",
     "LogitsProcessorBatch",
     "NgramRule",
+    "Packed",
+    "PackedINT4",
     "PackedOneDNN",
     "Quantized",
+    "Reordered",
     "RoutingRule",
     "RowState",
     "SamplingBatch",
@@ -179,6 +184,7 @@ __all__ = [
     "prompt_attention",
     "propose_ngrams",
     "read_latent",
+    "reads_packed",
     "record_sampled",
     "register_attention_backend",
     "rms_norm",

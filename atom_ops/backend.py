@@ -13,7 +13,7 @@ from atom_ops.op import REFERENCE, REGISTRY
 from atom_ops.ops.linear import BATCH_INVARIANT, linear
 
 _DEFAULT_ORDER = {
-    "cpu": ("onednn_packed", "sdpa_cpu"),
+    "cpu": ("onednn_packed", "cpu_int4", "cpu_int8", "sdpa_cpu"),
     "cuda": ("aiter", "triton", "blas"),
 }
 

@@ -18,7 +18,7 @@ from atom_ops.op import Case, op
 from atom_ops.ops.activation import clamped_swiglu, silu_and_mul
 from atom_ops.ops.linear import BATCH_INVARIANT, linear
 from atom_ops.tolerances import REDUCTION
-from atom_ops.weights import PackedOneDNN, Weight
+from atom_ops.weights import Packed, Weight
 from atom_ops.weights.samples import ROUNDED, Format, random_weight
 
 
@@ -183,8 +183,8 @@ def _expert(weight_XOI: Weight, number: int) -> Weight:
     """One expert's matrix [O, I]."""
     if isinstance(weight_XOI, Tensor):
         return weight_XOI[number]
-    if isinstance(weight_XOI, PackedOneDNN):
-        raise TypeError("oneDNN packs no stacks of experts")
+    if isinstance(weight_XOI, Packed):
+        raise TypeError("a layout for `linear` alone has no stacks of experts")
     return weight_XOI.expert(number)
 
 

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from atom_ops.op import Case, op
 from atom_ops.tolerances import REDUCTION
-from atom_ops.weights import PackedOneDNN, Quantized, Reordered, Weight, dequantized_tiles
+from atom_ops.weights import Packed, PackedOneDNN, Quantized, Reordered, Weight, dequantized_tiles
 from atom_ops.weights.samples import ROUNDED, Format, random_weight
 
 
@@ -69,8 +69,8 @@ def linear(
     The result has `out_dtype`, by default x's dtype. On a GPU a float32 result is not rounded to
     x's dtype on the way. Quantized weights are rounded to x's dtype; activations are not quantized.
     """
-    if isinstance(weight, PackedOneDNN):
-        raise TypeError(f"only the provider {_ONEDNN} reads weights packed by oneDNN")
+    if isinstance(weight, Packed):
+        raise TypeError(f"only its own provider reads a {type(weight).__name__}")
     if isinstance(weight, Reordered):
         return linear(x_TI.index_select(1, weight.order), weight.weight, bias, out_dtype)
     if not isinstance(weight, Tensor):

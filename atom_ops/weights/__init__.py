@@ -10,7 +10,16 @@ from atom_ops.weights.channel_fp8 import ChannelFP8
 from atom_ops.weights.channel_int8 import ChannelINT8
 from atom_ops.weights.group_int4 import GroupINT4
 from atom_ops.weights.mxfp4 import MXFP4
-from atom_ops.weights.types import PackedOneDNN, Quantized, Reordered, Weight, dequantized_tiles, tensors_of
+from atom_ops.weights.types import (
+    Packed,
+    PackedINT4,
+    PackedOneDNN,
+    Quantized,
+    Reordered,
+    Weight,
+    dequantized_tiles,
+    tensors_of,
+)
 
 __all__ = [
     "MXFP4",
@@ -18,6 +27,8 @@ __all__ = [
     "ChannelFP8",
     "ChannelINT8",
     "GroupINT4",
+    "Packed",
+    "PackedINT4",
     "PackedOneDNN",
     "Quantized",
     "Reordered",

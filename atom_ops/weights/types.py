@@ -25,13 +25,25 @@ class PackedOneDNN:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedINT4:
+    """A matrix of 4-bit integers in the layout of torch's kernel for CPUs, which only its provider reads."""
+
+    codes: Tensor
+    scales: Tensor
+    """bfloat16 [I / G, O, 2]: the scale of a group, and the number that code 8 stands for."""
+    group: int
+    """G."""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Reordered:
     """A weight whose inputs are in another order: x is multiplied as x[:, order].
 
     `linear` gathers the inputs; kernels then read the weight as any other of its type.
     """
 
-    weight: GroupINT4 | PackedOneDNN
+    weight: GroupINT4 | PackedINT4
     """[..., O, N]."""
     order: Tensor
     """int64 [..., N]; an input of weight zero may be there more than once."""
@@ -68,7 +80,9 @@ class Reordered:
 
 
 Quantized = BlockFP8 | ChannelFP8 | ChannelINT8 | GroupINT4 | MXFP4 | Reordered
-Weight = Tensor | PackedOneDNN | Quantized
+Packed = PackedOneDNN | PackedINT4
+"""In a layout that one provider reads."""
+Weight = Tensor | Packed | Quantized
 """A matrix that ops multiply by; a Tensor is plain, in the dtype of the activations."""
 
 
@@ -87,5 +101,5 @@ def tensors_of(weight: Weight) -> Iterator[Tensor]:
         return
     for field in fields(weight):
         part = getattr(weight, field.name)
-        if isinstance(part, Tensor | PackedOneDNN | Quantized):
+        if isinstance(part, Tensor | Packed | Quantized):
             yield from tensors_of(part)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from atom_ops import PackedOneDNN, Quantized, Weight, tensors_of
+from atom_ops import Packed, Quantized, Weight, tensors_of
 from workers.layers.context import BuildContext
 from workers.layers.quantization.scheme import FLOATS, PLAIN, Fill, Packing, Scheme, StoredTensor
 
@@ -215,7 +215,7 @@ class WeightedLayer(nn.Module):
         """All weights of this layer that are in memory; those that are not matrices are plain ones."""
         yield from self.buffers(recurse=False)
         for value in vars(self).values():
-            if isinstance(value, PackedOneDNN | Quantized):
+            if isinstance(value, Packed | Quantized):
                 yield value
 
     def held_tensors(self) -> Iterator[Tensor]:

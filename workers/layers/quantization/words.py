@@ -27,7 +27,7 @@ def rows_of_words(words: Tensor, nibbles: tuple[int, ...] = STRAIGHT) -> Tensor:
 
 
 def pairs_of_words(words: Tensor) -> Tensor:
-    """int32 [R, C] to pairs, uint8 [R, 4 C]: each word has eight numbers of a row, the first in the lowest bits."""
+    """int32 [R, C] to pairs, uint8 [R, 4 C]: each word has eight numbers of a row."""
     return words.contiguous().view(torch.uint8)
 
 
@@ -42,7 +42,7 @@ def numbers_of_pairs(pairs: Tensor) -> Tensor:
 
 
 def one_more(words: Tensor) -> Tensor:
-    """Adds one to each number of a word, as whole words: a number that overflowed when it was stored is restored."""
+    """Adds one to each number of a word, as whole words: one that overflowed when it was stored is restored."""
     return words + _ONES
 
 
