@@ -42,7 +42,7 @@ def numbers_of_pairs(pairs: Tensor) -> Tensor:
 
 
 def one_more(words: Tensor) -> Tensor:
-    """Adds one to each number of a word, as whole words: one that overflowed when it was stored is restored."""
+    """Adds one to each number of a word, as whole words, as it was subtracted."""
     return words + _ONES
 
 
