@@ -63,10 +63,10 @@ def test_duplicate_names_are_refused(double: Op[[Tensor], Tensor]) -> None:
 
 def test_default_order_and_its_summary() -> None:
     resolved = backend.resolve(CPU)
-    assert resolved["linear"] == linear.order == ("onednn_packed", "torch")
+    assert resolved["linear"] == linear.order == ("onednn_packed", "cpu_int4", "cpu_int8", "torch")
     assert resolved["rms_norm"] == ("torch",)
     summary = backend.summary(resolved)
-    assert "linear: onednn_packed > torch" in summary
+    assert "linear: onednn_packed > cpu_int4 > cpu_int8 > torch" in summary
     assert "rms_norm" not in summary and summary.endswith("every other op: torch")
 
 
