@@ -82,7 +82,8 @@ def build(kind: str, layers: int, device: str, dtype: torch.dtype = torch.bfloat
 
 def write(kind: str, layers: int, directory: Path, shard_bytes: int) -> None:
     """Write a random bfloat16 checkpoint, in files of at most `shard_bytes` or of one tensor."""
-    shapes = {target.tensor.name: target.tensor.shape for target in load_targets(build(kind, layers, "meta"))}
+    tensors = (target.tensor for target in load_targets(build(kind, layers, "meta")))
+    shapes = {tensor.name: tensor.shapes[0] for tensor in tensors}
     weight_map: dict[str, str] = {}
     shard: dict[str, torch.Tensor] = {}
     files = 0

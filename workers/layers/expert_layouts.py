@@ -67,12 +67,14 @@ class PerExpert(ExpertLayout):
         return tuple(f"0.{name}" for name in (self.gate, self.up, self.down))
 
     def matrix(self, part: Part, expert: int, sizes: ExpertSizes, stored: StoredTensor) -> Stored:
-        name, shape = stored.in_checkpoint("weight", sizes.matrix(part))
-        return CheckpointTensor(f"{expert}.{getattr(self, part)}.{name}", shape), None
+        name, *others = (f"{expert}.{getattr(self, part)}.{each}" for each in stored.on_disk)
+        matrix, decode = sizes.matrix(part), stored.decode
+        tensor = CheckpointTensor(name, stored.shapes_on_disk(matrix), other_names=tuple(others))
+        return tensor, None if decode is None else lambda whole: decode(whole, matrix)
 
     def bias(self, part: Part, expert: int, sizes: ExpertSizes) -> Stored:
         name = f"{expert}.{getattr(self, part)}.bias"
-        return CheckpointTensor(name, sizes.matrix(part)[:1]), None
+        return CheckpointTensor(name, (sizes.matrix(part)[:1],)), None
 
     def check(self, scheme: Scheme, path: str) -> None:
         if not scheme.linear:
@@ -100,18 +102,18 @@ class Interleaved(ExpertLayout):
         rows, columns = sizes.matrix(part)
         name, rows = ("down_proj", rows) if part == "down" else ("gate_up_proj", 2 * rows)
         if stored in PLAIN.tensors:
-            plain = CheckpointTensor(name, (sizes.experts, columns, rows), expert)
+            plain = CheckpointTensor(name, ((sizes.experts, columns, rows),), expert)
             return plain, _transposed if part == "down" else partial(_transposed_half, part)
         shape: tuple[int, ...] = (sizes.experts, rows, columns // GROUP)
         if stored.unit[1] < GROUP:
             shape = (*shape, GROUP // stored.unit[1])
-        tensor = CheckpointTensor(name + stored.suffix, shape, expert)
+        tensor = CheckpointTensor(name + stored.suffix, (shape,), expert)
         return tensor, partial(_rows, part, len(shape) == 4)
 
     def bias(self, part: Part, expert: int, sizes: ExpertSizes) -> Stored:
         if part == "down":
-            return CheckpointTensor("down_proj_bias", (sizes.experts, sizes.hidden), expert), None
-        fused = CheckpointTensor("gate_up_proj_bias", (sizes.experts, 2 * sizes.features), expert)
+            return CheckpointTensor("down_proj_bias", ((sizes.experts, sizes.hidden),), expert), None
+        fused = CheckpointTensor("gate_up_proj_bias", ((sizes.experts, 2 * sizes.features),), expert)
         return fused, partial(_half, part)
 
     def check(self, scheme: Scheme, path: str) -> None:

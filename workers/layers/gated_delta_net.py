@@ -141,7 +141,7 @@ class _Convolution(WeightedLayer):
                     shape,
                     0,
                     ShardRange(shape[0], first + kept.start, kept.size),
-                    CheckpointTensor("weight", shape),
+                    CheckpointTensor("weight", (shape,)),
                 )
                 for first, kept in parts
             ],

@@ -198,7 +198,7 @@ class _ExpertShards:
         self._placement = first_placement(args.num_experts, build.redundant_experts or 0)
         first, count = build.dispatch.local_experts(len(self._placement))
         self._local = range(first, first + count)
-        self.scheme = build.quantization.experts(build.prefix, args.layout.matrices)
+        self.scheme = build.quantization.experts(build.prefix, args.layout.matrices, args.num_experts)
         args.layout.check(self.scheme, build.prefix)
         if count < len(self._placement):
             self._features = ShardRange.whole(args.expert_features)

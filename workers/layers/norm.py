@@ -22,7 +22,7 @@ class RMSNorm(WeightedLayer):
         self.tp = build.tp
         whole = ShardRange.whole(size)
         if zero_centred:
-            shard = ShardSpec((size,), 0, whole, CheckpointTensor("weight", (size,)), _add_one)
+            shard = ShardSpec((size,), 0, whole, CheckpointTensor("weight", ((size,),)), _add_one)
             self.add_weight("weight", [shard], build, torch.float32)
         else:
             self.add_weight("weight", [ShardSpec((size,), 0, whole)], build)

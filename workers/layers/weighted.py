@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from atom_ops import Packed, Quantized, Weight, tensors_of
 from workers.layers.context import BuildContext
-from workers.layers.quantization.scheme import FLOATS, PLAIN, Fill, Packing, Scheme, StoredTensor
+from workers.layers.quantization.scheme import FLOATS, PLAIN, WHOLE, Fill, Packing, Scheme, StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class ShardRange:
         return self.start % unit != 0 or (stop % unit != 0 and stop != self.total)
 
     def in_units(self, unit: int) -> "ShardRange":
-        """The same range of a tensor with one entry for each block, which it must not cut; 0: for all."""
-        if unit == 0:
+        """The same range of a tensor with one entry for each block; it must not cut one."""
+        if unit == WHOLE:
             return ShardRange(1, 0, min(self.size, 1))
         stop = -(-(self.start + self.size) // unit)
         return ShardRange(-(-self.total // unit), self.start // unit, stop - self.start // unit)
@@ -62,20 +62,22 @@ class CheckpointTensor:
 
     name: str
     """Relative to the layer's name."""
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the whole tensor: it has one of them."""
     entry: int | None = None
     """Index into the first dimension; None: the whole tensor."""
+    other_names: tuple[str, ...] = ()
+    """The checkpoint may use one of these instead."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.other_names)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedShard:
     """Where the checkpoint has a shard that it packs in another way than memory."""
 
-    name: str
-    """The last part of the tensor's name."""
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
     index: tuple[slice, ...]
     """The part to read."""
     unpack: Callable[[Tensor], Tensor]
@@ -99,7 +101,9 @@ class ShardSpec:
     """Shape of the matrix that this is a part of; None: its own."""
     fill: Fill = PLAIN.tensors[0].fill
     packed: PackedShard | None = None
-    """Where and how the checkpoint has it; None: in the layout of memory, or as `decode` tells."""
+    """How the checkpoint has it; None: in the layout of memory, or as `decode` tells."""
+    stored: StoredTensor | None = None
+    """Which of the tensors that store `matrix` it is; None: it is no matrix."""
 
     @property
     def elsewhere(self) -> bool:
@@ -109,7 +113,7 @@ class ShardSpec:
     def of(self, stored: StoredTensor) -> "ShardSpec":
         """The same shard of one of the tensors that store this matrix."""
         outputs, inputs = self.shape
-        shape = stored.shape((outputs, inputs))
+        shape, decode = stored.shape((outputs, inputs)), stored.decode
         kept = self.kept.in_units(stored.unit[self.dim])
         if self.dim == 1 and stored.all_inputs:
             kept = ShardRange.whole(shape[1])
@@ -117,27 +121,25 @@ class ShardSpec:
             self,
             shape=shape,
             kept=kept,
+            decode=None if decode is None else lambda tensor: decode(tensor, (outputs, inputs)),
             dtypes=stored.dtypes,
             matrix=(outputs, inputs),
             fill=stored.fill,
             packed=None if stored.packing is None else self._packed(stored, stored.packing),
+            stored=stored,
         )
 
     def _packed(self, stored: StoredTensor, packing: Packing) -> PackedShard:
         """The part of the tensor that stores this shard."""
-        outputs, inputs = self.shape
-        shape = packing.shape((outputs, inputs))
         parts = [slice(None), slice(None)]
         if self.dim == 0 or not stored.all_inputs:
             kept = self.kept.in_units(packing.unit[self.dim])
             parts[self.dim] = slice(kept.start, kept.start + kept.size)
         if packing.vector:
-            return PackedShard(packing.name, shape, (parts[1],), lambda part: packing.unpack(part[None]))
+            return PackedShard((parts[1],), lambda part: packing.unpack(part[None]))
         if packing.transposed:
-            return PackedShard(
-                packing.name, shape, (parts[1], parts[0]), lambda part: packing.unpack(part.t())
-            )
-        return PackedShard(packing.name, shape, (parts[0], parts[1]), packing.unpack)
+            return PackedShard((parts[1], parts[0]), lambda part: packing.unpack(part.t()))
+        return PackedShard((parts[0], parts[1]), packing.unpack)
 
     @property
     def kept_shape(self) -> tuple[int, ...]:
@@ -210,6 +212,16 @@ class WeightedLayer(nn.Module):
             self.register_buffer(name, weight)
         else:
             setattr(self, name, weight)
+
+    @property
+    def schemes(self) -> Mapping[str, Scheme]:
+        """The scheme of each matrix that was added with one."""
+        return self._schemes
+
+    @property
+    def unused_on_disk(self) -> set[str]:
+        """Tensors of a module in the checkpoint that its scheme does not need."""
+        return {name for scheme in self._schemes.values() for name in scheme.unused}
 
     def held_weights(self) -> Iterator[Weight]:
         """All weights of this layer that are in memory; those that are not matrices are plain ones."""

@@ -47,7 +47,7 @@ class TensorFile(Protocol):
         """As safetensors names it."""
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        """The part of a tensor within these ranges, one for each of its first dimensions."""
+        """The part of a tensor within these ranges, one for each of its first dimensions; () is all."""
 
 
 class TensorSource(Protocol):
@@ -60,7 +60,7 @@ class TensorSource(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def read(self, index: tuple[slice, ...]) -> torch.Tensor:
-        """The part within these ranges, one for each of the first dimensions."""
+        """The part within these ranges, one for each of the first dimensions; () is all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class _MappedFile:
         return dtype
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        tensor: torch.Tensor = self._slice(name)[index]
+        tensor: torch.Tensor = self._slice(name)[index] if index else self._file.get_tensor(name)
         return tensor
 
     def _slice(self, name: str) -> Any:
@@ -143,16 +143,19 @@ class _UnmappedFile:
         return dtype
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        header, rows = self._header(name), index[0]
-        first, last, _ = rows.indices(header["shape"][0])
-        shape = (last - first, *header["shape"][1:])
+        header = self._header(name)
+        first, last = 0, 1
+        shape = tuple(header["shape"])
+        if index:
+            first, last, _ = index[0].indices(shape[0])
+            shape = (last - first, *shape[1:])
         dtype = _DTYPES[header["dtype"]]
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
-        content = torch.empty(shape[0] * row_bytes, dtype=torch.uint8)
+        content = torch.empty((last - first) * row_bytes, dtype=torch.uint8)
         self._file.seek(self._start + header["data_offsets"][0] + first * row_bytes)
         if self._file.readinto(content.numpy().data) != len(content):
             raise ValueError(f"{self._path} ends within {name}: the file was truncated while it was read")
-        return content.view(dtype).view(shape)[(slice(None), *index[1:])]
+        return content.view(dtype).view(shape)[index and (slice(None), *index[1:])]
 
     def _header(self, name: str) -> dict[str, Any]:
         if name not in self._tensors:

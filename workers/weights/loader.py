@@ -46,11 +46,12 @@ def load_directory(model: CausalLM, directory: str | Path, progress: Progress) -
     file_of = {name: path for path, names in files.items() for name in names}
     targets = list(load_targets(model))
     _check_names(model, targets, file_of.keys())
-    needed = dict.fromkeys(target.tensor.name for target in targets if not target.shard.elsewhere)
+    kept = (target.tensor for target in targets if not target.shard.elsewhere)
+    needed = dict.fromkeys(name for tensor in kept for name in tensor.names if name in file_of)
     by_name = _by_name(targets)
     for name, source in tensors_in_order(file_of, needed):  # all headers, before gigabytes are read
         for target in by_name[name]:
-            _check(target, source)
+            _check(name, target, source)
     load_weights(model, tensors_in_order(file_of, needed), progress)
 
 
@@ -63,20 +64,21 @@ def load_weights(
     tensor is not referenced after it was copied. Those that other ranks keep may be left out or not.
     Raises `WeightError` for one that is missing, unused, repeated, or of another shape or dtype.
     """
-    by_name = _by_name(load_targets(model))
-    needed = {name for name, wanted in by_name.items() if any(not each.shard.elsewhere for each in wanted)}
-    loading = _Loading(model, [target for targets in by_name.values() for target in targets], progress)
+    targets = list(load_targets(model))
+    by_name = _by_name(targets)
+    loading = _Loading(model, targets, progress)
     done: set[str] = set()
     for name, tensor in tensors:
         if name not in by_name:
             _check_unused(model, [name])
         elif name in done:
             raise WeightError(f"{name} arrived twice")
+        _check_alone(by_name.get(name, ()), name, done)
         done.add(name)
         for target in by_name.get(name, ()):
-            _load(target, TensorInMemory(tensor) if isinstance(tensor, torch.Tensor) else tensor)
+            _load(name, target, TensorInMemory(tensor) if isinstance(tensor, torch.Tensor) else tensor)
             loading.loaded(target)
-    _check_missing(needed - done)
+    _check_missing(targets, done)
     loading.finish()
 
 
@@ -139,31 +141,31 @@ def weight_sizes(model: CausalLM) -> dict[str, list[int]]:
 
 
 def _by_name(targets: Iterable[LoadTarget]) -> dict[str, list[LoadTarget]]:
-    """The targets that are read from each tensor of the checkpoint."""
+    """The targets that are read from each tensor of the checkpoint, under each of its possible names."""
     found: dict[str, list[LoadTarget]] = {}
     for target in targets:
-        found.setdefault(target.tensor.name, []).append(target)
+        for name in target.tensor.names:
+            found.setdefault(name, []).append(target)
     return found
 
 
-def _check(target: LoadTarget, source: TensorSource) -> None:
+def _check(name: str, target: LoadTarget, source: TensorSource) -> None:
     """Raise WeightError if the tensor has another shape or dtype than the target needs."""
     shard, tensor = target.shard, target.tensor
-    if source.shape != tensor.shape:
-        raise WeightError(
-            f"{tensor.name} has shape {list(source.shape)}; the configuration needs {list(tensor.shape)}"
-        )
+    if source.shape not in tensor.shapes:
+        wanted = " or ".join(str(list(shape)) for shape in tensor.shapes)
+        raise WeightError(f"{name} has shape {list(source.shape)}; the configuration needs {wanted}")
     if source.dtype not in shard.dtypes:
         wanted = " or ".join(_name(dtype) for dtype in shard.dtypes)
         raise WeightError(
-            f"{tensor.name} has dtype {_name(source.dtype)}; the configuration needs {wanted}: does "
+            f"{name} has dtype {_name(source.dtype)}; the configuration needs {wanted}: does "
             "quantization_config of config.json name the format of this tensor?"
         )
 
 
-def _load(target: LoadTarget, source: TensorSource) -> None:
+def _load(name: str, target: LoadTarget, source: TensorSource) -> None:
     """Copy the kept range of the tensor into the buffer."""
-    _check(target, source)
+    _check(name, target, source)
     shard, tensor = target.shard, target.tensor
     if shard.elsewhere:
         return
@@ -175,7 +177,7 @@ def _load(target: LoadTarget, source: TensorSource) -> None:
         target.buffer.copy_(_read(source, tensor, shard.index))
         return
     # Decoded on the device: the quantized form is smaller to copy.
-    whole = _read(source, tensor, [slice(None)]).to(target.buffer.device)
+    whole = _read(source, tensor, [slice(None)] if source.shape else []).to(target.buffer.device)
     target.buffer.copy_(shard.decode(whole)[shard.index])
 
 
@@ -190,18 +192,37 @@ def _read(source: TensorSource, tensor: CheckpointTensor, index: Sequence[slice]
 
 
 def _check_names(model: CausalLM, targets: Sequence[LoadTarget], held: Set[str]) -> None:
-    _check_missing({target.tensor.name for target in targets if not target.shard.elsewhere} - held)
-    _check_unused(model, held - {target.tensor.name for target in targets})
+    _check_missing(targets, held)
+    for target in targets:
+        present = [name for name in target.tensor.names if name in held]
+        _check_alone([target], present[0] if present else target.tensor.name, held)
+    _check_unused(model, held - {name for target in targets for name in target.tensor.names})
 
 
-def _check_missing(missing: Set[str]) -> None:
+def _check_missing(targets: Iterable[LoadTarget], held: Set[str]) -> None:
+    missing = {
+        target.tensor.name
+        for target in targets
+        if not target.shard.elsewhere and held.isdisjoint(target.tensor.names)
+    }
     if missing:
         raise WeightError(f"the checkpoint lacks {_listed(sorted(missing))}")
+
+
+def _check_alone(targets: Iterable[LoadTarget], name: str, held: Set[str]) -> None:
+    """Raise WeightError if a tensor is held under a second name."""
+    for target in targets:
+        for other in target.tensor.other_names and target.tensor.names:
+            if other != name and other in held:
+                raise WeightError(f"the checkpoint holds both {name} and {other}, which are the same tensor")
 
 
 def _check_unused(model: CausalLM, names: Iterable[str]) -> None:
     patterns = model.unused_on_disk
     unused = [name for name in sorted(names) if not any(fnmatch(name, pattern) for pattern in patterns)]
+    if unused:
+        of_schemes = {name for _, layer in weighted_layers(model) for name in layer.unused_on_disk}
+        unused = [name for name in unused if name.rpartition(".")[2] not in of_schemes]
     if unused:
         raise WeightError(f"the checkpoint holds tensors that the model does not use: {_listed(unused)}")
 

@@ -52,10 +52,7 @@ def load_targets(model: CausalLM) -> Iterator[LoadTarget]:
             if shards[0].tensor is not None:
                 named = _decoded(path, weight, shards)
             else:
-                named = [
-                    _plain(_joined(parent, module), weight, shard)
-                    for module, shard in zip(modules, shards, strict=True)
-                ]
+                named = _named([_joined(parent, module) for module in modules], weight, shards)
             first_row = 0
             for (name, tensor), shard in zip(named, shards, strict=True):
                 yield LoadTarget(name, shard, tensor, layer, weight, first_row)
@@ -66,19 +63,31 @@ _Named = tuple[str, CheckpointTensor]
 """`name` and `tensor` of a `LoadTarget`."""
 
 
-def _plain(module: str, weight: str, shard: ShardSpec) -> _Named:
-    """The shard is a range of the tensor with that name in the checkpoint's module, or as it is packed."""
-    name, shape = (weight, shard.shape) if shard.packed is None else (shard.packed.name, shard.packed.shape)
-    return _joined(module, name), CheckpointTensor(_joined(module, name), shape)
+def _named(modules: list[str], weight: str, shards: tuple[ShardSpec, ...]) -> list[_Named]:
+    """Each shard is a range of a tensor of one of the modules."""
+    return [_of_module(module, weight, shard) for module, shard in zip(modules, shards, strict=True)]
+
+
+def _of_module(module: str, weight: str, shard: ShardSpec) -> _Named:
+    stored, matrix = shard.stored, shard.matrix
+    if stored is None or matrix is None:
+        return _joined(module, weight), CheckpointTensor(_joined(module, weight), (shard.shape,))
+    name, *others = (_joined(module, each) for each in stored.on_disk)
+    return name, CheckpointTensor(name, stored.shapes_on_disk(matrix), other_names=tuple(others))
 
 
 def _decoded(path: str, weight: str, shards: tuple[ShardSpec, ...]) -> list[_Named]:
     """Each shard names the checkpoint tensor that it is read from, relative to the layer at `path`."""
     return [
-        (_joined(path, str(number), weight), replace(shard.tensor, name=_joined(path, shard.tensor.name)))
+        (_joined(path, str(number), weight), _within(path, shard.tensor))
         for number, shard in enumerate(shards)
         if shard.tensor is not None
     ]
+
+
+def _within(path: str, tensor: CheckpointTensor) -> CheckpointTensor:
+    name, *others = (_joined(path, each) for each in tensor.names)
+    return replace(tensor, name=name, other_names=tuple(others))
 
 
 def _joined(*names: str) -> str:

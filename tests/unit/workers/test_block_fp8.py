@@ -117,7 +117,7 @@ def test_excluded_layers_are_plain(tmp_path: Path) -> None:
         (DENSE, {"ignored_layers": ["model.layers.1.self_attn.k_proj"]},
          r"modules that are fused into model\.layers\.1\.self_attn\.qkv_proj.*k_proj: plain"),
         (EXPERTS, {"ignored_layers": ["model.layers.1.mlp.experts.2.up_proj"]},
-         r"excludes model\.layers\.1\.mlp\.experts\.2\.up_proj and not all of model\.layers\.1\.mlp\.exp"),
+         r"fused into model\.layers\.1\.mlp\.experts.*experts\.2\.up_proj: plain, others: FP8 in"),
         (EXPERTS, {"ignored_layers": ["up_proj"]}, r"fused into model\.layers\.0\.mlp\.gate_up_proj"),
     ],
 )  # fmt: skip
@@ -132,14 +132,13 @@ def test_parts_of_a_fused_module_must_agree(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"weight_block_size": None}, r"quantized \(fp8\) with one scale for each tensor"),
         ({"weight_block_size": [128]}, r"weight_block_size \[128\], which is not two positive numbers"),
         ({"activation_scheme": "static"}, "activation_scheme 'static'; supported: dynamic"),
         ({"fmt": "e5m2"}, "fmt 'e5m2'; supported: e4m3"),
         ({"quant_method": "mxfp4"}, r"quantized \(mxfp4\): supported for model type gpt_oss"),
-        ({"ignored_layers": "lm_head"}, "ignored_layers is not a list of module names: 'lm_head'"),
+        ({"ignored_layers": "lm_head"}, "ignored_layers that is not a list of module names: 'lm_head'"),
         ({"ignored_layers": ["lm_head", "re:mlp.("]},
-         r"'re:mlp\.\(' is not a regular expression for modules: missing \)"),
+         r"'mlp\.\(', not a regular expression for modules: missing \)"),
         ({"quant_method": ["fp8"]}, r"quantized \(\['fp8'\]\): not supported"),
         ({"quant_method": "awq"}, r"quantized \(awq\): not supported, use a plain checkpoint"),
     ],
@@ -208,16 +207,16 @@ def test_missing_scales_and_other_dtypes_are_named(tmp_path: Path) -> None:
     codes = SCALE.removesuffix("_scale_inv")
     for name, tensor, message in (
         (codes, whole[codes].bfloat16(), "has dtype bfloat16; the configuration needs float8_e4m3fn"),
-        (SCALE, whole[SCALE].to(torch.uint8), "has dtype uint8; the configuration needs float64 or float32"),
+        (SCALE, whole[SCALE].to(torch.int32), "has dtype int32; the configuration needs float64 or float32"),
         ("model.norm.weight", whole["model.norm.weight"].to(torch.float8_e4m3fn), "has dtype float8_e4m3fn"),
-        (SCALE, whole[SCALE][:1], r"has shape \[1, 3\]; the configuration needs \[2, 3\]"),
+        (SCALE, whole[SCALE][:1], r"has shape \[1, 3\]; the configuration needs \[2, 3\] or \[2, 1, 3, 1\]"),
     ):
         save_file(whole | {name: tensor.contiguous()}, path)
         with pytest.raises(WeightError, match=f"{name} {message}"):
             load_directory(build(tmp_path), tmp_path, nothing_is_read)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e8m0fnu])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.uint8])
 @pytest.mark.parametrize("unmapped", ["0", "1"])
 def test_scales_may_have_other_dtypes(
     tmp_path: Path, dtype: torch.dtype, unmapped: str, monkeypatch: pytest.MonkeyPatch
@@ -227,12 +226,13 @@ def test_scales_may_have_other_dtypes(
     save_fp8(DENSE, tmp_path)
     path = tmp_path / "model.safetensors"
     whole = load_file(path)
-    save_file(whole | {SCALE: whole[SCALE].to(dtype)}, path)
+    powers = whole[SCALE].to(torch.float8_e8m0fnu if dtype == torch.uint8 else dtype)
+    save_file(whole | {SCALE: powers.view(dtype)}, path)
     model = build(tmp_path)
     load_directory(model, tmp_path, silent)
     weight = model.get_submodule("model.layers.1.mlp.down_proj").weight
     assert weight.scales.dtype == torch.float32
-    assert torch.equal(weight.scales, whole[SCALE].to(dtype).float())
+    assert torch.equal(weight.scales, powers.float())
 
 
 def test_dummy_weights_keep_the_scale_of_plain_ones(tmp_path: Path) -> None:

@@ -246,8 +246,8 @@ def test_packed_experts_of_gpt_oss_are_kept_by_the_name_of_their_form(tmp_path: 
     read = hf_directory.normalised_config(CONFIG | config, tmp_path)
     assert read["quantization_config"] == packed
     assert read["dtype"] == "float16"
-    other = config | {"quantization_config": {"quant_method": "fp8"}}
-    with pytest.raises(ValueError, match=r"quantized \(fp8\) with one scale for each tensor"):
+    other = config | {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}
+    with pytest.raises(ValueError, match=r"quantized \(fp8\) with fmt 'e5m2'"):
         hf_directory.normalised_config(CONFIG | other, tmp_path)
 
 

@@ -17,10 +17,11 @@ from tests.helpers.tiny_models import (
     save_tiny,
     tiny,
 )
+from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
 from workers.models.registry import build_model, model_class
 from workers.weights.loader import WeightError, load_directory, load_dummy, weight_bytes
-from workers.weights.plan import load_targets
+from workers.weights.plan import load_targets, weighted_layers
 
 Tensors = dict[str, torch.Tensor]
 GATE = "model.layers.1.mlp.gate_proj.weight"
@@ -38,8 +39,12 @@ def load(directory: Path, rank: int = 0, size: int = 1) -> torch.nn.Module:
     return model
 
 
-def contents(model: torch.nn.Module) -> Tensors:
-    return {target.name: target.buffer.clone() for target in load_targets(model)}
+def contents(model: CausalLM) -> Tensors:
+    return {
+        f"{path}.{number}": tensor.clone()
+        for path, layer in weighted_layers(model)
+        for number, tensor in enumerate(layer.held_tensors())
+    }
 
 
 @pytest.fixture
@@ -266,7 +271,7 @@ def test_dummy_weights_need_no_files_and_are_reproducible(saved: Path, plain_wei
     calls: list[tuple[int, int]] = []
     load_dummy(first, lambda done, total: calls.append((done, total)))
     load_dummy(second, lambda done, total: None)
-    one, two = contents(first), contents(second)
+    one, two = ({target.name: target.buffer for target in load_targets(model)} for model in (first, second))
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert one[GATE].std() > 0.01 and not torch.equal(one[GATE], one[GATE.replace("layers.1", "layers.0")])
     assert calls[-1] == (len(one), len(one)) and len(calls) == len(one)

@@ -12,20 +12,18 @@ import torch
 from torch import Tensor
 
 from atom_ops import MXFP4
+from workers.layers.quantization.rules import Rules, as_written, excluded
 from workers.layers.quantization.scheme import Scheme, StoredTensor
 
 GROUP = 32
 _CODES_STD = 2.9
 """Standard deviation of random codes."""
 _UINT8 = (torch.uint8,)
-_FAMILIES = ("gpt_oss",)
 
 
-def scheme(config: Mapping[str, Any]) -> Scheme:
-    """The scheme; the format has no options."""
-    blocks = StoredTensor("_blocks", (1, 2), _UINT8, _fill_codes, torch.uint8)
-    scales = StoredTensor("_scales", (1, GROUP), _UINT8, _fill_scales, torch.uint8)
-    return Scheme("MXFP4", (1, GROUP), (blocks, scales), MXFP4, False, _FAMILIES, linear=False)
+def rules(stated: Mapping[str, Any]) -> Rules:
+    """All routed experts, but for modules_to_not_convert; the format has no options."""
+    return Rules(_GPT_OSS, excluded(stated, ("modules_to_not_convert", "ignored_layers"), as_written))
 
 
 def _fill_codes(codes: Tensor, std: float, generator: torch.Generator) -> None:
@@ -34,3 +32,17 @@ def _fill_codes(codes: Tensor, std: float, generator: torch.Generator) -> None:
 
 def _fill_scales(scales: Tensor, std: float, generator: torch.Generator) -> None:
     scales.fill_(127 + round(math.log2(std / _CODES_STD)))
+
+
+_GPT_OSS = Scheme(
+    "MXFP4",
+    (1, GROUP),
+    (
+        StoredTensor("_blocks", (1, 2), _UINT8, _fill_codes, torch.uint8),
+        StoredTensor("_scales", (1, GROUP), _UINT8, _fill_scales, torch.uint8),
+    ),
+    MXFP4,
+    ragged=False,
+    families=("gpt_oss",),
+    linear=False,
+)

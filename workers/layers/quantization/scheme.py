@@ -1,4 +1,15 @@
-"""What a format stores for one matrix of the checkpoint, and the weight that this becomes."""
+"""What a format stores for one matrix of the checkpoint, and the weight that this becomes.
+
+A scheme does not read files. For a matrix [O, I] it declares some `StoredTensor`s: each has its name in
+the checkpoint, one entry for so many outputs and inputs, and, where the file's layout is another one, a
+function that decodes the whole tensor (scales: one number for all rows), or a `Packing`, by which each rank
+reads and unpacks its part (codes: words of 32 bits, transposed). The loader reads and shards them, stacks
+fused matrices along rows, and `Scheme.weight` makes a `Weight` of the buffers.
+
+A file for each format exports functions that return a `Scheme`, the same object for the same parameters
+(`functools.cache`): matrices are fused if their schemes are the same object. Which scheme a matrix has is
+told by its quantization method, another file: see `rules`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,8 +21,12 @@ from atom_ops import Weight
 
 Fill = Callable[[Tensor, float, torch.Generator], None]
 """Fills a tensor so that the matrix's random numbers have a standard deviation of the second argument."""
+Matrix = tuple[int, int]
+"""Shape [O, I] of a whole matrix: outputs, inputs."""
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+WHOLE = 0
+"""As a unit: one entry for the whole dimension. Every rank keeps it, and each fused matrix has its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +36,7 @@ class Packing:
     name: str
     """The last part of its name, instead of that of the matrix with the suffix."""
     unit: tuple[int, int]
-    """Outputs and inputs of the matrix for each of its entries; 0: all of them."""
+    """Outputs and inputs of the matrix for each of its entries; or `WHOLE`."""
     transposed: bool
     """Whether its first dimension is the inputs."""
     unpack: Callable[[Tensor], Tensor]
@@ -42,31 +57,44 @@ class StoredTensor:
     """One of the tensors that together store a matrix [O, I]."""
 
     suffix: str
-    """Of its name: that of the matrix, and this."""
+    """Of the buffer's name: that of the matrix, and this."""
     unit: tuple[int, int]
-    """Outputs and inputs of the matrix for each of its entries; 0: all of them."""
+    """Outputs and inputs of the matrix for each of its entries in memory; or `WHOLE`."""
     dtypes: tuple[torch.dtype, ...]
     """What the checkpoint may hold."""
     fill: Fill
     dtype: torch.dtype | None = None
     """In memory; None: the compute dtype."""
     packing: Packing | None = None
-    """Of the checkpoint; None: as in memory."""
+    """Of the checkpoint, where a rank reads a part of a tensor in another layout; None: as in memory."""
     all_inputs: bool = False
     """Whether a rank that keeps some inputs of the matrix needs its entries for all of them."""
+    names: tuple[str, ...] = ()
+    """In the checkpoint, within the matrix's module; the file has one of them. Empty: weight and `suffix`."""
+    disk_shapes: Callable[[Matrix], tuple[tuple[int, ...], ...]] | None = None
+    """The shapes it may have in the checkpoint; None: as in memory."""
+    decode: Callable[[Tensor, Matrix], Tensor] | None = None
+    """Maps the checkpoint's whole tensor to `shape(matrix)`; None: it has that shape and is only cast."""
 
-    def shape(self, matrix: tuple[int, int]) -> tuple[int, int]:
-        """Its shape in memory for a matrix of that shape."""
+    def shape(self, matrix: Matrix) -> tuple[int, int]:
+        """In memory, for a matrix of that shape."""
         return _entries(matrix, self.unit)
 
-    def in_checkpoint(self, name: str, matrix: tuple[int, int]) -> tuple[str, tuple[int, ...]]:
-        """Its name and shape in the checkpoint, for a matrix `name` of that shape."""
-        if self.packing is None:
-            return name + self.suffix, self.shape(matrix)
-        return self.packing.name, self.packing.shape(matrix)
+    @property
+    def on_disk(self) -> tuple[str, ...]:
+        """Its possible names within the matrix's module."""
+        if self.packing is not None:
+            return (self.packing.name,)
+        return self.names or (f"weight{self.suffix}",)
+
+    def shapes_on_disk(self, matrix: Matrix) -> tuple[tuple[int, ...], ...]:
+        """The shapes it may have in the checkpoint."""
+        if self.packing is not None:
+            return (self.packing.shape(matrix),)
+        return (self.shape(matrix),) if self.disk_shapes is None else self.disk_shapes(matrix)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Scheme:
     """A format."""
 
@@ -75,7 +103,10 @@ class Scheme:
     """Outputs and inputs that share a scale: a rank keeps all or none of such a block."""
     tensors: tuple[StoredTensor, ...]
     weight: Callable[..., Weight]
-    """Makes the weight of `tensors`, in their order."""
+    """Makes the weight of the buffers of `tensors`, in their order.
+
+    Each has [rows, columns], or [X, rows, columns] for a stack of X experts.
+    """
     ragged: bool = True
     """Whether the last blocks of a matrix may be smaller."""
     families: tuple[str, ...] = ()
@@ -87,7 +118,7 @@ class Scheme:
 
 
 def _entries(matrix: tuple[int, int], unit: tuple[int, int]) -> tuple[int, int]:
-    outputs, inputs = (-(-size // each) if each else 1 for size, each in zip(matrix, unit, strict=True))
+    outputs, inputs = (1 if per == WHOLE else -(-size // per) for size, per in zip(matrix, unit, strict=True))
     return outputs, inputs
 
 

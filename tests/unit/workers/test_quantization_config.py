@@ -1,0 +1,200 @@
+"""Which scheme each layer has, by the quantization_config of published checkpoints; and configs that lie."""
+
+from typing import Any
+
+import pytest
+
+from workers.layers.quantization.config import QuantizationConfig, resolve
+from workers.layers.quantization.scheme import PLAIN
+
+PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+LAYER = "model.layers.3"
+EXPERT = ("0.gate_proj", "0.up_proj", "0.down_proj")
+PLAIN_NAME = "plain"
+FP8_BLOCK, FP8_CHANNEL = "FP8 in blocks of 128 x 128", "FP8 per channel"
+FP8_TENSOR, FP8_STATIC = "FP8 per tensor", "FP8 per tensor with static inputs"
+
+Settings = dict[str, Any]
+
+
+def config_of(stated: Settings) -> QuantizationConfig:
+    return resolve({"model_type": "llama", "quantization_config": stated}, PACKED)
+
+
+def group(strategy: str, inputs: Settings | None = None, type: str = "float", **settings: Any) -> Settings:
+    weights = {"num_bits": 8, "type": type, "symmetric": True, "strategy": strategy, "dynamic": False}
+    return {"targets": ["Linear"], "weights": weights, "input_activations": inputs} | settings
+
+
+def dynamic(type: str = "float") -> Settings:
+    return {"num_bits": 8, "type": type, "symmetric": True, "strategy": "token", "dynamic": True}
+
+
+STATIC = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+
+
+def compressed(format: str, *groups: Settings, **settings: Any) -> Settings:
+    named = {f"group_{number}": each for number, each in enumerate(groups)}
+    return {
+        "quant_method": "compressed-tensors", "format": format, "config_groups": named, "ignore": ["lm_head"],
+        "kv_cache_scheme": None, "quantization_status": "compressed", "global_compression_ratio": 1.5,
+    } | settings  # fmt: skip
+
+
+def quark(weight: Settings | None, inputs: Settings | None = None, **settings: Any) -> Settings:
+    both = {"weight": weight, "input_tensors": inputs, "output_tensors": None, "bias": None}
+    return {"quant_method": "quark", "global_quant_config": both, "exclude": ["lm_head"],
+            "layer_quant_config": {}, "layer_type_quant_config": {}} | settings  # fmt: skip
+
+
+QUARK_TENSOR = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False, "symmetric": None}
+QUARK_CHANNEL = {"dtype": "fp8_e4m3", "qscheme": "per_channel", "is_dynamic": False, "ch_axis": 0}
+
+FP8 = {"quant_method": "fp8"}
+FBGEMM = {"quant_method": "fbgemm_fp8"}
+MODELOPT = {"quant_method": "modelopt"}
+FOUND: list[tuple[str, Settings, str]] = [
+    ("deepseek", FP8 | {"weight_block_size": [128, 128], "fmt": "e4m3", "activation_scheme": "dynamic",
+                        "scale_fmt": "ue8m0"}, FP8_BLOCK),
+    ("fp8-tensor", FP8 | {"activation_scheme": "dynamic", "weight_block_size": None}, FP8_TENSOR),
+    ("fp8-static", FP8 | {"activation_scheme": "static"}, FP8_STATIC),
+    ("fbgemm", FBGEMM | {"activation_scale_ub": 1200.0}, "FP8 per channel, inputs up to 1200"),
+    ("ct-channel", compressed("float-quantized", group("channel", dynamic())), FP8_CHANNEL),
+    ("ct-tensor", compressed("float-quantized", group("tensor", STATIC)), FP8_STATIC),
+    ("ct-block", compressed("float-quantized", group("block", dynamic(), block_structure=None) | {
+        "weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}}),
+     FP8_BLOCK),
+    ("ct-weights-alone", compressed("naive-quantized", group("channel")), FP8_CHANNEL),
+    ("ct-int8", compressed("int-quantized", group("channel", dynamic("int"), "int")), "INT8 per channel"),
+    ("ct-mixed", compressed("mixed-precision", group("channel", format="float-quantized")), FP8_CHANNEL),
+    ("quark-tensor", quark(QUARK_TENSOR, QUARK_TENSOR | {"is_dynamic": False}), FP8_STATIC),
+    ("quark-dynamic", quark(QUARK_TENSOR, QUARK_TENSOR | {"is_dynamic": True}), FP8_TENSOR),
+    ("quark-ptpc", quark(QUARK_CHANNEL, QUARK_CHANNEL | {"is_dynamic": True, "ch_axis": 1}), FP8_CHANNEL),
+    ("quark-int8", quark(QUARK_CHANNEL | {"dtype": "int8"}), "INT8 per channel"),
+    ("modelopt", MODELOPT | {"quant_algo": "FP8", "ignore": ["lm_head"]}, FP8_STATIC),
+    ("modelopt-blocks", MODELOPT | {"quant_algo": "fp8_pb_wo"}, FP8_BLOCK),
+    ("modelopt-channel", MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, FP8_CHANNEL),
+    ("hf_quant_config", MODELOPT | {"quantization": {"quant_algo": "FP8", "exclude_modules": []}},
+     FP8_STATIC),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stated", "scheme"), [row[1:] for row in FOUND], ids=[row[0] for row in FOUND])
+def test_the_scheme_of_linear_layers_and_experts(stated: Settings, scheme: str) -> None:
+    found = config_of(stated)
+    for path in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
+        assert found.linear(f"{LAYER}.{path}").name == scheme
+    assert found.experts(f"{LAYER}.mlp.experts", EXPERT, 4).name == scheme
+    assert found.linear(f"{LAYER}.mlp.down_proj") is config_of(stated).linear(f"{LAYER}.mlp.down_proj")
+
+
+CT = compressed("float-quantized", group("channel", dynamic()))
+ALL = MODELOPT | {"quant_algo": "FP8"}
+MATCHED: list[tuple[str, Settings, str, bool]] = [
+    ("none excluded", FP8, "mlp.down_proj", False),
+    ("a path", FP8 | {"modules_to_not_convert": [f"{LAYER}.mlp.down_proj"]}, "mlp.down_proj", True),
+    ("a module around it", FP8 | {"ignored_layers": [f"{LAYER}.mlp"]}, "mlp.gate_up_proj", True),
+    ("a fused name", FP8 | {"ignored_layers": [f"{LAYER}.self_attn.qkv_proj"]}, "self_attn.qkv_proj", True),
+    ("no part of a name", FP8 | {"ignored_layers": [f"{LAYER}.mlp.down"]}, "mlp.down_proj", False),
+    ("regex from the start", CT | {"ignore": ["re:.*down_proj"]}, "mlp.down_proj", True),
+    ("regex not searched", CT | {"ignore": ["re:down_proj"]}, "mlp.down_proj", False),
+    ("regex needs no end", CT | {"ignore": ["re:model.layers.3"]}, "mlp.down_proj", True),
+    ("an exact path", CT | {"ignore": [f"{LAYER}.mlp"]}, "mlp.down_proj", False),
+    ("a class", CT | {"ignore": ["Linear"]}, "mlp.down_proj", True),
+    ("quark: exact", quark(QUARK_CHANNEL, exclude=["mlp.down_proj"]), "mlp.down_proj", False),
+    ("quark: regex", quark(QUARK_CHANNEL, exclude=["re:.*down_proj$"]), "mlp.down_proj", True),
+    ("quark: glob", quark(QUARK_CHANNEL, exclude=["*down_proj"]), "mlp.down_proj", True),
+    ("modelopt: glob", ALL | {"ignore": ["model.layers.3*"]}, "mlp.down_proj", True),
+    ("modelopt: a part", ALL | {"exclude_modules": ["3.mlp.down"]}, "mlp.down_proj", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stated", "path", "plain"), [row[1:] for row in MATCHED], ids=[row[0] for row in MATCHED]
+)
+def test_exclusions_match_as_the_method_matches(stated: Settings, path: str, plain: bool) -> None:
+    assert (config_of(stated).linear(f"{LAYER}.{path}") is PLAIN) == plain
+
+
+def names(stated: Settings) -> list[str]:
+    """Schemes of four modules."""
+    found = config_of(stated)
+    paths = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    return [found.linear(f"{LAYER}.{path}").name for path in paths]
+
+
+def test_layers_may_have_different_schemes() -> None:
+    attention = group("channel", dynamic(), format="float-quantized", targets=["re:.*self_attn.*"])
+    down = group("channel", dynamic("int"), "int", format="int-quantized", targets=[f"{LAYER}.mlp.down_proj"])
+    rest = group("tensor", STATIC, format="float-quantized")
+    mixed = compressed("mixed-precision", rest, attention, down)
+    assert names(mixed) == [FP8_CHANNEL, FP8_CHANNEL, FP8_STATIC, "INT8 per channel"]
+    layers = {
+        "*self_attn*": {"weight": None},
+        "*mlp.down_proj": {"weight": QUARK_TENSOR, "input_tensors": None},
+    }
+    assert names(quark(QUARK_CHANNEL, layer_quant_config=layers)) == [
+        PLAIN_NAME, PLAIN_NAME, FP8_CHANNEL, FP8_TENSOR,
+    ]  # fmt: skip
+    both = {"*": {"weight": QUARK_TENSOR}, "*down_proj": {"weight": None}}
+    assert names(quark(QUARK_CHANNEL, layer_quant_config=both)) == [FP8_TENSOR] * 4  # the first applies
+    listed = {f"{LAYER}.self_attn.{name}_proj": {"quant_algo": "FP8"} for name in "qkvo"}
+    found = names(MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": listed})
+    assert found == [FP8_STATIC, FP8_STATIC, PLAIN_NAME, PLAIN_NAME]
+
+
+def test_every_expert_may_be_excluded_one_by_one() -> None:
+    every = [f"{LAYER}.mlp.experts.{e}.{n}_proj" for e in range(4) for n in ("gate", "up", "down")]
+    found = config_of(CT | {"ignore": every})
+    assert found.experts(f"{LAYER}.mlp.experts", EXPERT, 4) is PLAIN
+    with pytest.raises(ValueError, match=r"fused into model\.layers\.3\.mlp\.experts, .*experts\.4"):
+        found.experts(f"{LAYER}.mlp.experts", EXPERT, 5)
+
+
+BROKEN: list[tuple[Any, str]] = [
+    ("fp8", "quantization_config is not an object: 'fp8'"),
+    ({"bits": 4}, r"quantized \(unknown\): not supported"),
+    ({"quant_method": ["fp8"]}, r"quantized \(\['fp8'\]\): not supported"),
+    ({"quant_method": "bitsandbytes"}, r"quantized \(bitsandbytes\): not supported, use a plain checkpoint"),
+    (FP8 | {"weight_block_size": [128]}, r"weight_block_size \[128\], which is not two positive numbers"),
+    (FP8 | {"weight_block_size": [0, 128]}, r"weight_block_size \[0, 128\], which is not two positive"),
+    (FP8 | {"weight_block_size": [128, 128], "activation_scheme": "static"}, "activation_scheme 'static'"),
+    (FP8 | {"activation_scheme": "none"}, "activation_scheme 'none'; supported: dynamic, static"),
+    (FP8 | {"fmt": "e5m2"}, "fmt 'e5m2'; supported: e4m3"),
+    (FP8 | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert that is not a list"),
+    (FP8 | {"ignored_layers": ["re:("]}, "not a regular expression for modules"),
+    (FBGEMM | {"activation_scale_ub": -1}, "activation_scale_ub -1, not a positive number"),
+    ({"quant_method": "mxfp4"}, r"quantized \(mxfp4\): supported for model type gpt_oss"),
+    (compressed("float-quantized"), "with no config_groups"),
+    (CT | {"config_groups": []}, r"config_groups that is not an object: \[\]"),
+    (compressed("sparse-24", group("channel")), "format 'sparse-24' of config group group_0"),
+    (compressed("mixed-precision", group("channel")), "format 'mixed-precision' of config group group_0"),
+    (compressed("float-quantized", group("channel", targets=[])), "no targets in config group group_0"),
+    (compressed("float-quantized", group("channel", weights=None)), "no weights in config group group_0"),
+    (compressed("float-quantized", group("channel", type="int")), "type 'int'; supported: float"),
+    (compressed("int-quantized", group("channel")), "type 'float'; supported: int"),
+    (compressed("float-quantized", group("group")), "strategy 'group'; supported: tensor, "),
+    (compressed("float-quantized", group("block")), "block_structure None, which is not two positive"),
+    (compressed("float-quantized", group("channel", STATIC)), "static inputs for weights with strategy"),
+    (compressed("int-quantized", group("channel", STATIC | {"type": "int"}, "int")), "static int8 inputs"),
+    (compressed("float-quantized", group("channel", dynamic("int"))), "input_activations of type .*'int', 8"),
+    (CT | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config of format 'sparse-24-b"),
+    (CT | {"transform_config": {"config_groups": {}}}, "with a transform_config"),
+    (quark({"dtype": "uint4"}), "weights of dtype 'uint4' in global_quant_config; supported: "),
+    (quark({"dtype": "fp8_e4m3"}), "weights without a qscheme, in global_quant_config"),
+    (quark(QUARK_CHANNEL | {"ch_axis": 1}), "ch_axis 1; supported: 0, in global_quant_config"),
+    (quark(QUARK_CHANNEL, QUARK_TENSOR | {"is_dynamic": False}), "static inputs for weights per channel"),
+    (quark(QUARK_TENSOR, {"dtype": "int8"}), "input_tensors of dtype 'int8'; supported: fp8_e4m3"),
+    (quark(None, QUARK_TENSOR), "input_tensors and no weight in global_quant_config"),
+    (quark(QUARK_TENSOR, layer_type_quant_config={"Linear": {}}), "a layer_type_quant_config"),
+    (MODELOPT, "quant_algo None, not the name of one"),
+    (MODELOPT | {"quant_algo": "NVFP4"}, "quant_algo 'NVFP4'; supported: FP8, "),
+    (MODELOPT | {"quant_algo": "MIXED_PRECISION"}, "MIXED_PRECISION and no quantized_layers"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stated", "message"), BROKEN)
+def test_configs_that_lie_are_refused_in_one_line(stated: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        config_of(stated)
+    assert "\n" not in str(error.value) and str(error.value).startswith("quantized")

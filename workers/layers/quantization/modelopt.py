@@ -1,0 +1,53 @@
+"""The method modelopt, NVIDIA's, in config.json or in hf_quant_config.json beside it.
+
+FP8: one scale for each tensor and for its inputs. FP8_PER_CHANNEL_PER_TOKEN. FP8_PB_WO: blocks of 128 x 128.
+MIXED_PRECISION: one of these for each module listed in quantized_layers, all else plain.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from workers.layers.quantization.block_fp8 import block_fp8
+from workers.layers.quantization.channel_fp8 import channel_fp8, tensor_fp8
+from workers.layers.quantization.rules import Rule, Rules, as_written, exact, excluded, section, substring
+from workers.layers.quantization.scheme import PLAIN, Scheme
+
+ALGORITHMS: dict[str, Callable[[], Scheme]] = {
+    "FP8": lambda: tensor_fp8(True),
+    "FP8_PER_CHANNEL_PER_TOKEN": channel_fp8,
+    "FP8_PB_WO": lambda: block_fp8(128, 128, "weight_scale"),
+}
+"""`quant_algo` -> its scheme."""
+_MIXED = "MIXED_PRECISION"
+_EXCLUSIONS = ("ignore", "exclude_modules")
+
+
+def rules(stated: Mapping[str, Any]) -> Rules:
+    """One algorithm, or one for each listed module."""
+    stated = {**stated, **section(stated, "quantization")}  # as in hf_quant_config.json
+    excluded_rules = excluded(stated, _EXCLUSIONS, _named)
+    if _algorithm(stated) != _MIXED:
+        return Rules(_scheme(stated), excluded_rules)
+    layers = section(stated, "quantized_layers")
+    if not layers:
+        raise ValueError(f"quant_algo {_MIXED} and no quantized_layers")
+    mixed = (Rule(path, _scheme(section(layers, path)), exact) for path in layers)
+    return Rules(PLAIN, (*excluded_rules, *mixed))
+
+
+def _scheme(stated: Mapping[str, Any]) -> Scheme:
+    if (name := _algorithm(stated)) not in ALGORITHMS:
+        raise ValueError(f"quant_algo {name!r:.40}; supported: {', '.join([*ALGORITHMS, _MIXED])}")
+    return ALGORITHMS[name]()
+
+
+def _algorithm(stated: Mapping[str, Any]) -> str:
+    name = stated.get("quant_algo")
+    if not isinstance(name, str):
+        raise ValueError(f"quant_algo {name!r:.40}, not the name of one")
+    return name.upper()
+
+
+def _named(pattern: str, module: str) -> bool:
+    """Its writer lists paths, parts of them, and globs."""
+    return as_written(pattern, module, substring)

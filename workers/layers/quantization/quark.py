@@ -1,0 +1,99 @@
+"""The method quark, AMD's: one config for all layers, others for layers by glob, and exclusions.
+
+A config has one part for weights and one for inputs; null leaves the layer, or its inputs, as they are.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from workers.layers.quantization.channel_fp8 import channel_fp8, tensor_fp8
+from workers.layers.quantization.int8 import channel_int8
+from workers.layers.quantization.rules import Rule, Rules, as_written, exact, excluded, glob, one_of, section
+from workers.layers.quantization.scheme import PLAIN, Scheme
+
+_PARTS = ("output_tensors", "bias")
+
+
+def rules(stated: Mapping[str, Any]) -> Rules:
+    """Exclusions, then layer_quant_config in its order, then the global config."""
+    if section(stated, "layer_type_quant_config"):
+        raise ValueError("a layer_type_quant_config")
+    packing = section(stated, "export")
+    layers = section(stated, "layer_quant_config")
+    named = (Rule(pattern, _scheme(section(layers, pattern), packing, pattern), glob) for pattern in layers)
+    default = _scheme(section(stated, "global_quant_config"), packing, "global_quant_config")
+    return Rules(default, (*excluded(stated, ("exclude",), _excluded), *named))
+
+
+def _excluded(pattern: str, module: str) -> bool:
+    return as_written(pattern, module, exact)
+
+
+def _scheme(config: Mapping[str, Any], packing: Mapping[str, Any], name: str) -> Scheme:
+    """The scheme of one config; `packing` is the export section."""
+    weight, inputs = section(config, "weight"), section(config, "input_tensors")
+    for part in _PARTS:
+        if section(config, part) and not name.endswith(_CACHED):
+            raise ValueError(f"{part} in {name}")
+    if not weight:
+        if inputs:
+            raise ValueError(f"input_tensors and no weight in {name}")
+        return PLAIN
+    dtype = weight.get("dtype")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"weights of dtype {dtype!r:.40} in {name}; supported: {', '.join(DTYPES)}")
+    try:
+        return DTYPES[dtype](weight, inputs, packing)
+    except ValueError as error:
+        raise ValueError(f"{error}, in {name}") from None
+
+
+_CACHED = ("k_proj", "v_proj", "kv_b_proj", "qkv_proj")
+"""Projections whose quantized outputs are the KV cache's."""
+
+
+def _fp8(weight: Mapping[str, Any], inputs: Mapping[str, Any], packing: Mapping[str, Any]) -> Scheme:
+    scheme = one_of(weight, "qscheme", ("per_tensor", "per_channel"), None)
+    _require(weight)
+    static = _static(inputs, "fp8_e4m3")
+    if scheme == "per_channel":
+        one_of(weight, "ch_axis", (0,), 0)
+        if static:
+            raise ValueError("static inputs for weights per channel; supported: per tensor")
+        return channel_fp8()
+    if scheme == "per_tensor":
+        return tensor_fp8(static)
+    raise ValueError("weights without a qscheme")
+
+
+def _int8(weight: Mapping[str, Any], inputs: Mapping[str, Any], packing: Mapping[str, Any]) -> Scheme:
+    scheme = one_of(weight, "qscheme", ("per_tensor", "per_channel"), None)
+    if scheme is None:
+        raise ValueError("weights without a qscheme")
+    _require(weight)
+    one_of(weight, "ch_axis", (0,), 0)
+    if _static(inputs, "int8"):
+        raise ValueError("static int8 inputs; supported: dynamic")
+    return channel_int8(scheme == "per_tensor")
+
+
+DTYPES: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]], Scheme]] = {
+    "fp8_e4m3": _fp8,
+    "int8": _int8,
+}
+"""dtype of weights -> the scheme, of `weight`, `input_tensors` and `export`."""
+
+
+def _require(weight: Mapping[str, Any]) -> None:
+    one_of(weight, "is_dynamic", (False,), False)
+    one_of(weight, "symmetric", (True,), True)
+
+
+def _static(inputs: Mapping[str, Any], dtype: str) -> bool:
+    """Whether the inputs have a scale in the checkpoint. Raises ValueError for inputs of another kind."""
+    if not inputs:
+        return False
+    if inputs.get("dtype") != dtype:
+        raise ValueError(f"input_tensors of dtype {inputs.get('dtype')!r:.40}; supported: {dtype}")
+    one_of(inputs, "symmetric", (True,), True)
+    return not one_of(inputs, "is_dynamic", (True, False), True)
