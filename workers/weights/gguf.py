@@ -7,7 +7,8 @@ Settings that transformers ignores silently are corrected here or refused.
 import contextlib
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def _load(path: Path, reader: gguf.GGUFReader) -> tuple[Any, Any]:
     source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name, "local_files_only": True}
     try:
         # Hide transformers' own progress bars.
-        with contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stderr(io.StringIO()), _read_once(reader):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(**source, **add_bos)
             _complete_tokenizer(tokenizer.backend_tokenizer, reader, pre_tokenizer)
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -113,6 +114,21 @@ def _load(path: Path, reader: gguf.GGUFReader) -> tuple[Any, Any]:
     if unused := {tensor.name for tensor in reader.tensors} - used - {_ROPE_FACTORS}:
         raise ValueError(f"{path.name} holds a tensor {min(unused)!r}, which is not supported")
     return tokenizer, model
+
+
+@contextlib.contextmanager
+def _read_once(reader: gguf.GGUFReader) -> Iterator[None]:
+    """Within it transformers gets this reader and one table of names.
+
+    Otherwise it parses the file twice more and builds the table for each of the model's modules, which
+    takes longer than the weights of a small model.
+    """
+    names, readers = gguf.get_tensor_name_map, gguf.GGUFReader
+    gguf.get_tensor_name_map, gguf.GGUFReader = cache(names), lambda path: reader
+    try:
+        yield
+    finally:
+        gguf.get_tensor_name_map, gguf.GGUFReader = names, readers
 
 
 def _complete_tokenizer(backend: Any, reader: gguf.GGUFReader, pre_tokenizer: str) -> None:
