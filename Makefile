@@ -9,6 +9,9 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
 
+# Tests start hundreds of processes: each would compile our sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
@@ -63,7 +66,7 @@ serve: install ## serve the small model on HOST:PORT (127.0.0.1:8000); more flag
 
 test: install ## every test that needs neither a GPU nor minutes, then test-isa and test-kernels
 	@$(PARALLEL) -m "not models" tests/models tests/golden tests/arch tests/unit $(ARGS)
-	@$(BIN)/python -m pytest -q -m "not slow" tests/multiprocess tests/e2e $(ARGS)
+	@$(PARALLEL) -m "not slow" tests/multiprocess tests/e2e $(ARGS)
 	@$(MAKE) --no-print-directory test-isa test-kernels ARGS=
 
 test-unit: install ## the unit tests and those of the rules (arch), on all cores
