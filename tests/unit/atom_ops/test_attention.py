@@ -36,7 +36,7 @@ def test_windows_and_sinks(
     query_lens: list[int], context_lens: list[int], window: int, sinks: bool, provider: str
 ) -> None:
     """Block table entries and tokens before the window are poisoned."""
-    if provider == "triton" and sum(query_lens) > 300 and window not in (20, 128):
+    if provider == "triton" and sum(query_lens) > 300 and window != 20:
         pytest.skip("takes the interpreter long, and other steps have this window")
     step = Step(query_lens, context_lens, window=window, sinks=sinks)
     torch.testing.assert_close(step.run().double(), step.expected(), atol=2e-6, rtol=1e-5)
@@ -45,7 +45,7 @@ def test_windows_and_sinks(
 @pytest.mark.parametrize("window", [9, 100])
 @pytest.mark.parametrize("block_size", [1, 7, 64])
 def test_windows_of_other_blocks_and_heads(window: int, block_size: int) -> None:
-    step = Step([1, 20, 1, 150], [300, 70, 5, 400], 9, 3, block_size, window=window, sinks=True)
+    step = Step([1, 20, 1, 70], [300, 70, 5, 260], 9, 3, block_size, window=window, sinks=True)
     torch.testing.assert_close(step.run().double(), step.expected(), atol=2e-6, rtol=1e-5)
 
 

@@ -62,6 +62,8 @@ def test_gemm(invariant: None, inputs: int, outputs: int, dtype: torch.dtype) ->
 @pytest.mark.parametrize("window", [0, 200, 600])
 def test_attention(invariant: None, window: int, query_len: int, dtype: torch.dtype) -> None:
     """One phase only: a decode and a prompt have other indices in a tile, which changes numpy's bits."""
+    if query_len > 1 and window == 600:
+        pytest.skip("takes the interpreter long; decodes have this window, and prompts have the others")
     lens = [600, 70, 1030]
     step = Step(lens, lens, 4, 2, dtype=dtype, cache_dtype=dtype, window=window, sinks=window > 0)
 
