@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from atom.benchmarks.serving.errors import BenchmarkError
 
-__all__ = ["MODELS", "STEPS", "ModelShape", "StepShape", "model_shape"]
+__all__ = ["MODELS", "STEPS", "ModelShape", "StepShape", "config_file", "model_shape"]
 
 _SHIPPED = Path(__file__).with_name("models")
 MODELS = sorted(path.name for path in _SHIPPED.iterdir())
@@ -96,13 +96,19 @@ class ModelShape:
         )
 
 
-def model_shape(model: str) -> ModelShape:
-    """The shape of a shipped configuration or a directory with config.json; raises BenchmarkError."""
+def config_file(model: str) -> Path:
+    """The config.json of a shipped configuration or of a directory; raises BenchmarkError."""
     path = (_SHIPPED / model if model in MODELS else Path(model)) / "config.json"
     if not path.is_file():
         raise BenchmarkError(
             f"--model {model}: no directory with config.json; shipped are {', '.join(MODELS)}"
         )
+    return path
+
+
+def model_shape(model: str) -> ModelShape:
+    """The shape of a shipped configuration or a directory with config.json; raises BenchmarkError."""
+    path = config_file(model)
     try:
         return ModelShape.from_config(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError) as error:
