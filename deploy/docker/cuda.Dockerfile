@@ -1,0 +1,30 @@
+# NVIDIA GPUs. Build from the repository's root: docker build -f deploy/docker/cuda.Dockerfile -t atom-serve:cuda .
+# torch's packages bring CUDA; the host has the driver and the container toolkit.
+FROM python:3.12-slim-bookworm
+
+# Triton compiles its launchers with gcc. tini reaps processes that others leave behind.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev tini \
+    && rm -rf /var/lib/apt/lists/*
+
+WORKDIR /srv/atom
+COPY constraints.txt pyproject.toml README.md ./
+# torch alone first: this layer changes rarely, and is by far the largest.
+RUN pip install --no-cache-dir "$(grep '^torch==' constraints.txt)"
+COPY atom atom
+COPY atom_ops atom_ops
+COPY engine_core engine_core
+COPY frontend frontend
+COPY parallel parallel
+COPY workers workers
+RUN pip install --no-cache-dir -c constraints.txt .
+
+# Another directory than the sources, which would be imported instead of the installed package.
+WORKDIR /srv
+USER 10001:10001
+ENV ATOM_CACHE_DIR=/cache/atom HF_HOME=/cache/huggingface
+EXPOSE 8000
+HEALTHCHECK --interval=10s --timeout=10s --retries=9 --start-period=1h \
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=5)"]
+ENTRYPOINT ["tini", "--", "atom-launch"]

@@ -1,0 +1,30 @@
+# AMD GPUs. Build from the repository's root, on an image that has torch 2.11 or newer for ROCm and Python 3.12:
+# docker build -f deploy/docker/rocm.Dockerfile --build-arg BASE=rocm/pytorch:TAG -t atom-serve:rocm .
+ARG BASE
+FROM ${BASE}
+
+# tini reaps processes that others leave behind.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends tini \
+    && rm -rf /var/lib/apt/lists/*
+
+WORKDIR /srv/atom
+COPY constraints.txt pyproject.toml README.md ./
+COPY atom atom
+COPY atom_ops atom_ops
+COPY engine_core engine_core
+COPY frontend frontend
+COPY parallel parallel
+COPY workers workers
+# pip keeps the torch of the image.
+RUN pip install --no-cache-dir .
+
+# Another directory than the sources, which would be imported instead of the installed package.
+WORKDIR /srv
+USER 10001:10001
+ENV ATOM_CACHE_DIR=/cache/atom HF_HOME=/cache/huggingface
+EXPOSE 8000
+HEALTHCHECK --interval=10s --timeout=10s --retries=9 --start-period=1h \
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=5)"]
+ENTRYPOINT ["tini", "--", "atom-launch"]
