@@ -5,37 +5,55 @@ import signal
 import sys
 import time
 import traceback
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from dataclasses import fields, replace
 from pathlib import Path
+
+import zmq
 
 from atom.config.checkpoint import Checkpoint
 from atom.config.cli import (
     CommandLineParser,
     ConfigError,
     add_engine_args,
+    add_nodes_args,
     add_program_args,
     add_server_args,
     all_fields,
     engine_config_from,
     explicit_fields,
+    nodes_config_from,
     server_config_from,
+    with_launcher,
     with_sources,
 )
 from atom.config.engine import EngineConfig
-from atom.config.resolve import resolve
+from atom.config.nodes import NodesConfig, first_device
+from atom.config.resolve import DeviceCapabilities, resolve
 from atom.config.server import ServerConfig
 from atom.config.sources import unknown_variables
+from atom.messages.nodes import NodeInfo
 from atom.messages.supervisor import Progress
 from atom.plan import show_plan
 from atom.progress import ProgressBars
-from atom.supervisor import StartError, Supervisor
+from atom.supervisor import (
+    Member,
+    NodePlace,
+    NodePorts,
+    Placement,
+    StartError,
+    Supervisor,
+    find_place,
+    prepared,
+)
+from atom.supervisor.identity import identity_of
 from atom.utils import envs
 from atom.utils.errors import out_of_memory
 from atom.utils.exit_status import ExitStatus
 from atom.utils.logger import setup_logging
 from atom.utils.net import AdminSocket, ListenPort
 from atom.utils.open_files import raise_open_files_limit
+from atom.utils.run_directory import RunDirectory
 from atom.utils.service_manager import ServiceManager
 from atom.utils.version import atom_version
 from frontend.auth import ApiKeys
@@ -50,14 +68,16 @@ _END_S = 20.0
 # After the engine's death the frontend responds with 503 for this long, for load balancers to notice.
 ENGINE_DEATH_HOLD_S = 3.0
 _HOLD_POLL_S = 0.05
+_LAST_MESSAGES_MS = 1000
 
 
 class Launcher:
     """One run of the server, from the command line to the exit status."""
 
-    def __init__(self, config: EngineConfig, server: ServerConfig, explicit: set[str]):
+    def __init__(self, config: EngineConfig, server: ServerConfig, nodes: NodesConfig, explicit: set[str]):
         self.config = config
         self.server = server
+        self.nodes = nodes
         self.explicit = explicit
         self.started = time.monotonic()
         self._logger = setup_logging("launch")
@@ -81,21 +101,40 @@ class Launcher:
             for number in numbers:  # an ending Python restores their defaults, but not of ignored ones
                 signal.signal(number, signal.SIG_IGN)
 
-    def _run(self) -> None:
-        raise_open_files_limit()
+    def _check_server(self) -> str | None:
+        """Raises ValueError for unusable settings; returns the path of --chat-template."""
         template = _template_file(self.server.chat_template)
-        ApiKeys(self.server.api_key)  # these raise ValueError for unusable settings
+        ApiKeys(self.server.api_key)
         CorsPolicy(self.server)
         tls_context(self.server)
         if self.server.otlp_traces_endpoint is not None:
             check_installed()
+        return template
+
+    def _resolve(
+        self, checkpoint: Checkpoint, capabilities: DeviceCapabilities, place: NodePlace
+    ) -> NodePlace:
+        """Resolve the configuration; returns the place, with the GPUs of this node."""
+        resolved = resolve(self.config, checkpoint, self.explicit, capabilities)
+        self.config = resolved.config
+        self._log_notes(resolved.notes, checkpoint)
+        if self.config.device.device == "cpu":
+            return place
+        workers = self.config.parallel.workers_per_node
+        return replace(place, first_device=first_device(self.nodes.local_rank, workers, capabilities.cuda))
+
+    def _run(self) -> None:
+        raise_open_files_limit()
+        template = self._check_server()
+        place = find_place(self.nodes) if self.config.parallel.nnodes > 1 else NodePlace()
         with (
+            place.link or nullcontext(),
             ListenPort(self.server.host, self.server.server_port, self.server.api_server_count) as port,
             _admin_socket(self.server) as admin,
             Supervisor(self._on_progress, lambda: self._on_turn(supervisor)) as supervisor,
         ):
             try:
-                self._start(supervisor, port, admin, template)
+                self._start(supervisor, place, port, admin, template)
             finally:
                 self._is_starting = False
             self._print_banner(supervisor, port.port, admin)
@@ -128,21 +167,28 @@ class Launcher:
         supervisor.stop_frontends(_STOP_MARGIN_S, hurry=lambda: self._stops > stops)
 
     def _start(
-        self, supervisor: Supervisor, port: ListenPort, admin: AdminSocket | None, template: str | None
+        self,
+        supervisor: Supervisor,
+        place: NodePlace,
+        port: ListenPort,
+        admin: AdminSocket | None,
+        template: str | None,
     ) -> None:
         checkpoint, capabilities = supervisor.prepare(self.config.model)
         if template is not None:
             checkpoint = replace(checkpoint, chat_template_file=template)
-        resolved = resolve(self.config, checkpoint, self.explicit, capabilities)
-        self.config = resolved.config
-        self._log_notes(resolved.notes, checkpoint)
+        place = self._resolve(checkpoint, capabilities, place)
+        supervisor.gather_nodes(self.config, checkpoint, self.server, place)
         supervisor.start_engines(self.config, checkpoint)
-        admin_socket = None if admin is None else admin.socket
-        supervisor.start_frontends(self.config, self.server, checkpoint, port, admin_socket)
+        supervisor.start_frontends(port, None if admin is None else admin.socket)
         supervisor.wait_ready()
         self._bars.close()
 
     def _log_notes(self, notes: list[str], checkpoint: Checkpoint) -> None:
+        if self.config.parallel.nnodes == 1:
+            given = [field.name for field in fields(NodesConfig) if field.name in self.explicit]
+            flags = [f"--{name.replace('_', '-')}" for name in given]
+            notes = notes + [f"{flag} has no effect: there is one node; --nnodes adds more" for flag in flags]
         notes = notes + envs.startup_notes(self.config.device.device)
         notes += unknown_variables(all_fields(), os.environ)
         if self.server.chat_template is not None and checkpoint.tokenizer_file is None:
@@ -206,22 +252,86 @@ class Launcher:
             raise SystemExit(0)  # stop the start at any point
 
 
+class NodeLauncher(Launcher):
+    """One run of a node other than 0, which takes part in a server that node 0 serves."""
+
+    _is_joining = True
+
+    def _run(self) -> None:
+        raise_open_files_limit()
+        template = self._check_server() if self.nodes.frontend_per_node else None
+        place = find_place(self.nodes)
+        with ExitStack() as open_things:
+            run_dir = open_things.enter_context(closing(RunDirectory())).path
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            open_things.callback(context.destroy, linger=_LAST_MESSAGES_MS)
+            http, admin = None, None
+            if self.nodes.frontend_per_node:
+                server = self.server
+                http = ListenPort(server.host, server.server_port, server.api_server_count)
+                open_things.enter_context(http)
+                admin = open_things.enter_context(_admin_socket(server))
+                self._logger.info("serving HTTP on %s port %d once engines are ready", server.host, http.port)
+            checkpoint, capabilities = prepared(
+                context, run_dir, self.config.model, self._on_progress, lambda: self._on_node_turn(False)
+            )
+            self._bars.close()
+            if template is not None:
+                checkpoint = replace(checkpoint, chat_template_file=template)
+            place = self._resolve(checkpoint, capabilities, place)
+            placement = Placement(self.config.parallel, self.nodes.frontend_per_node)
+            ports = open_things.enter_context(
+                closing(NodePorts(placement, place.rank, place.address, self.config.parallel.port))
+            )
+            info = NodeInfo(
+                place.rank,
+                place.address,
+                place.interface,
+                str(run_dir),
+                self.config,
+                checkpoint,
+                self.server,
+                ports.ports,
+                place.first_device,
+            )
+            identity = identity_of(self.config, checkpoint, self.server if http else None)
+            member = Member(context, info, place, identity, http, None if admin is None else admin.socket)
+            self._is_starting, self._phase = False, f"joining the master at {place.master}"
+            member.run(lambda: self._stops, self.server.shutdown_timeout + _STOP_MARGIN_S, self._on_node_turn)
+
+    def _on_node_turn(self, has_joined: bool) -> None:
+        """Tell the service manager that the start goes on, that it is over, or that this node lives."""
+        if self._is_joining and not has_joined:
+            self._manager.starting(self._phase)
+        elif self._is_joining:
+            self._is_joining = False
+            self._manager.ready(f"node {self.nodes.node_rank} has joined {self.nodes.master_addr}")
+        elif self._stops:
+            self._manager.stopping(self.server.shutdown_timeout + _END_S)
+        else:
+            self._manager.alive()
+
+
 def run() -> int:
     """Serve with the options of the command line; returns the exit status."""
     parser = CommandLineParser(prog="atom-launch", description="Serve a model over the OpenAI API.")
     add_engine_args(parser)
     add_server_args(parser)
+    add_nodes_args(parser)
     add_program_args(parser)
     parser.add_argument("--version", action="version", version=f"ATOM {atom_version()}")
     args = parser.parse_args()
     try:
-        args = with_sources(args)
+        args = with_launcher(with_sources(args))
         config, server, explicit = engine_config_from(args), server_config_from(args), explicit_fields(args)
+        nodes = nodes_config_from(args)
         if args.plan is not None:
             return show_plan(config, explicit, args.plan, args.json)
         if args.json:
             raise ConfigError("--json needs --plan")
-        Launcher(config, server, explicit).run()
+        nodes.check(config.parallel.nnodes)
+        kind = NodeLauncher if nodes.node_rank else Launcher
+        kind(config, server, nodes, explicit).run()
     except (StartError, ValueError, OSError, MemoryError) as error:
         if envs.ATOM_LOG_MORE:
             traceback.print_exc()

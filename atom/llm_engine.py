@@ -86,6 +86,8 @@ class LLMEngine:
         return engine
 
     def _start(self, config: EngineConfig, explicit: set[str]) -> None:
+        if config.parallel.nnodes > 1:
+            raise ValueError(f"nnodes={config.parallel.nnodes}: atom-launch starts engines on several nodes")
         self._logger = setup_logging("library")
         self._bars = ProgressBars()
         self._grammar_process: GrammarProcess | None = None

@@ -8,6 +8,7 @@ import zmq
 from atom.messages.codec import Decoder, WireError, encode
 from atom.messages.engine import ToCore
 from atom.messages.worker import FromWorker
+from atom.utils.endpoint import bind
 from atom.utils.logger import get_logger
 
 # Messages queued for a frontend that does not read: minutes of decoding, some ten megabytes.
@@ -88,7 +89,7 @@ def _bind(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> "zmq.Sock
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.SNDHWM, _FRONTEND_QUEUE)
     socket.setsockopt(zmq.RCVHWM, _FRONTEND_QUEUE)
-    socket.bind(endpoint)
+    bind(socket, endpoint)
     return socket
 
 

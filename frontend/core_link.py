@@ -12,6 +12,7 @@ import zmq
 
 from atom.messages.codec import Decoder, encode
 from atom.messages.engine import CoreDead, CoreReady, CoreStalled, FromCore, Hello, ToCore
+from atom.utils.endpoint import connect
 from frontend.errors import UnavailableError
 
 __all__ = ["CoreLink", "LinkState"]
@@ -54,7 +55,7 @@ class CoreLink:
         # No message may be dropped; the number in flight is bounded by the running requests.
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, 0)
-        self.socket.connect(self._endpoint)
+        connect(self.socket, self._endpoint)
         self.state, self.silence = LinkState.CONNECTING, ""
         self.send(Hello(self._index))
 

@@ -11,6 +11,7 @@ from atom.config.cli import flags_of
 from atom.config.engine import EngineConfig
 from atom.config.fields import Field, fields_of
 from atom.config.not_yet import REFUSED
+from atom.config.nodes import NodesConfig
 from atom.config.server import ServerConfig
 from atom.utils.envs import VARIABLES, Variable, acts
 from tools.api_table import api_tables, route_table
@@ -61,6 +62,7 @@ def _config_classes() -> Iterator[tuple[str, type]]:
     for concern in fields(EngineConfig):
         yield concern.name, concern.default_factory  # type: ignore[misc]
     yield "server", ServerConfig
+    yield "nodes", NodesConfig
 
 
 def _flag_row(field: Field) -> str:

@@ -21,6 +21,7 @@ from atom.messages.launch import WorkerLaunch
 from atom.messages.supervisor import Dead, Progress
 from atom.messages.worker import ToWorker, WorkerFailed, WorkerHeartbeat
 from atom.utils import envs
+from atom.utils.endpoint import connect
 from atom.utils.errors import one_line, out_of_memory
 from atom.utils.exit_status import ExitStatus
 from atom.utils.install_check import check_install
@@ -78,7 +79,7 @@ class Link:
         self._supervisor = self._context.socket(zmq.PUSH)
         for socket, endpoint in ((self._core, launch.core), (self._supervisor, launch.supervisor)):
             socket.setsockopt(zmq.LINGER, _LINGER_MS)
-            socket.connect(endpoint)
+            connect(socket, endpoint)
         self.waves: Waves | None = None
         """None unless engines step together."""
         self._poller = zmq.Poller()
@@ -169,7 +170,7 @@ def _work(launch: WorkerLaunch, link: Link) -> None:
 def _world_rank(launch: WorkerLaunch) -> int:
     """The rank in the mesh: of all engines in lockstep, or of this engine alone."""
     engine = launch.data_parallel_rank if launch.config.parallel.lockstep else 0
-    return engine * launch.config.parallel.tensor_parallel_size + launch.rank
+    return launch.config.parallel.world_rank(engine, launch.rank)
 
 
 def _set_thread_environment(config: EngineConfig) -> None:
@@ -182,7 +183,7 @@ def _set_thread_environment(config: EngineConfig) -> None:
     if config.device.device != "cpu":
         return
     cores = len(os.sched_getaffinity(0))
-    workers = config.parallel.num_workers
+    workers = config.parallel.workers_per_node
     threads = config.device.cpu_threads or max(1, cores // workers)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     if threads * workers > cores:

@@ -11,6 +11,7 @@ import zmq
 
 from atom.messages.codec import Decoder, encode
 from atom.messages.worker import WaveStart
+from atom.utils.endpoint import bind, connect
 
 __all__ = ["Waves"]
 
@@ -22,12 +23,12 @@ class Waves:
         """`endpoints` are those of every rank."""
         self.socket = context.socket(zmq.PULL)
         """Readable when another rank has sent a WaveStart."""
-        self.socket.bind(endpoints[rank])
+        bind(self.socket, endpoints[rank])
         self._decoder: Decoder[WaveStart] = Decoder(WaveStart)
         self._others = []
         for endpoint in [*endpoints[:rank], *endpoints[rank + 1 :]]:
             socket = context.socket(zmq.PUSH)
-            socket.connect(endpoint)
+            connect(socket, endpoint)
             self._others.append(socket)
         self._number = 0
         self._started = -1

@@ -15,6 +15,8 @@ from typing import Any, NoReturn, TypeVar
 
 from atom.config.engine import EngineConfig
 from atom.config.fields import NAMES, ConfigError, Field, fields_of, names_text
+from atom.config.launchers import launcher_settings
+from atom.config.nodes import NodesConfig
 from atom.config.not_yet import REFUSED, refusal
 from atom.config.server import ServerConfig
 from atom.config.sources import CONFIG_VARIABLE, environment_values, file_values, variable_of
@@ -23,14 +25,17 @@ __all__ = [
     "CommandLineParser",
     "ConfigError",
     "add_engine_args",
+    "add_nodes_args",
     "add_program_args",
     "add_server_args",
     "all_fields",
     "engine_config_from",
     "engine_config_from_kwargs",
     "explicit_fields",
+    "nodes_config_from",
     "server_config_from",
     "with_environment",
+    "with_launcher",
     "with_sources",
 ]
 
@@ -56,6 +61,7 @@ _PATHS = frozenset(
         "ssl_certfile",
         "ssl_keyfile",
         "ssl_ca_certs",
+        "cluster_secret_file",
     }
 )
 _COMPLETE_PATHS = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
@@ -129,6 +135,11 @@ def add_server_args(parser: argparse.ArgumentParser) -> None:
     _add_group(parser, ServerConfig)
 
 
+def add_nodes_args(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a node's place among several."""
+    _add_group(parser, NodesConfig)
+
+
 def add_program_args(parser: argparse.ArgumentParser) -> None:
     """Add --config, --plan, --json and --print-completion."""
     config = parser.add_argument(
@@ -153,8 +164,8 @@ def add_program_args(parser: argparse.ArgumentParser) -> None:
 
 
 def all_fields() -> list[Field]:
-    """Every field of the engine and server configuration."""
-    return [field for concern in (*_concerns(), ServerConfig) for field in fields_of(concern)]
+    """Every field of the configuration of engine, server and nodes."""
+    return [field for concern in (*_concerns(), ServerConfig, NodesConfig) for field in fields_of(concern)]
 
 
 def with_sources(
@@ -167,6 +178,16 @@ def with_sources(
     path = namespace.config or environ.get(CONFIG_VARIABLE)
     from_file = file_values(path, all_fields()) if path else {}
     return _filled(namespace, from_file | environment_values(all_fields(), environ))
+
+
+def with_launcher(
+    namespace: argparse.Namespace, environ: Mapping[str, str] = os.environ
+) -> argparse.Namespace:
+    """The namespace after `with_sources`, with what a launcher's environment says of this node.
+
+    Raises ConfigError with the variable.
+    """
+    return _filled(namespace, launcher_settings(environ, explicit_fields(namespace)))
 
 
 def with_environment(
@@ -208,6 +229,11 @@ def engine_config_from_kwargs(**options: Any) -> EngineConfig:
         if name not in known and name not in REFUSED:
             raise TypeError(f"unknown setting {name!r}; known settings: {', '.join(sorted(known))}")
     return _engine_config(options)
+
+
+def nodes_config_from(namespace: argparse.Namespace) -> NodesConfig:
+    """This node's place, of parsed arguments. Raises ConfigError for an invalid value."""
+    return _build(NodesConfig, vars(namespace))
 
 
 def explicit_fields(namespace: argparse.Namespace) -> set[str]:

@@ -30,13 +30,24 @@ class ParallelConfig:
     """JSON object; '{"window_size": 1000, "step_interval": 3000, "num_redundant_experts": 0}' if unset."""
     dp_load_balance: Literal["prefix", "least_tokens", "least_requests", "round_robin"] = "prefix"
     """Chooses a request's data-parallel rank; prefix prefers one that has computed the prompt's prefix."""
+    nnodes: Annotated[int, Meta(ge=1, le=1024)] = 1
+    """Number of nodes that the workers are spread over: one `atom-launch` on each, with its --node-rank."""
     port: Annotated[int, Meta(ge=1, le=65535)] | None = None
-    """First internal TCP port between nodes; unused on one host. The HTTP port is --server-port."""
+    """First internal TCP port of this node; free ones if unset. HTTP has --server-port."""
 
     @property
     def num_workers(self) -> int:
         """Workers of all engines."""
         return self.tensor_parallel_size * self.data_parallel_size
+
+    @property
+    def workers_per_node(self) -> int:
+        """Workers of each node."""
+        return self.num_workers // self.nnodes
+
+    def world_rank(self, engine: int, worker: int) -> int:
+        """Counts the workers of all engines."""
+        return engine * self.tensor_parallel_size + worker
 
     @property
     def lockstep(self) -> bool:
@@ -59,5 +70,6 @@ class ParallelConfig:
         if self.decode_context_parallel_size > 1:
             one += f" (each {self.decode_context_parallel_size} split the KV cache by tokens)"
         text = one if engines == 1 else f"{engines} engines of {one}"
-        spread = self.enable_expert_parallel and self.num_workers > 1
-        return f"{text}, experts spread over {self.num_workers} workers" if spread else text
+        if self.enable_expert_parallel and self.num_workers > 1:
+            text += f", experts spread over {self.num_workers} workers"
+        return f"{text}, on {self.nnodes} nodes" if self.nnodes > 1 else text

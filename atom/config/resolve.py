@@ -81,6 +81,7 @@ def resolve(
     """
     notes: list[str] = []
     config = replace(config, parallel=_parallel(config.parallel, checkpoint, notes))
+    _check_nodes(config.parallel)
     device = _device(config, capabilities, notes)
     dtype = _dtype(config.model.dtype, device, checkpoint, capabilities, notes)
     if config.device.batch_invariant and device == "cpu":
@@ -135,9 +136,19 @@ def _parallel(parallel: ParallelConfig, checkpoint: Checkpoint, notes: list[str]
     return replace(parallel, tensor_parallel_size=1, data_parallel_size=workers, enable_expert_parallel=True)
 
 
+def _check_nodes(parallel: ParallelConfig) -> None:
+    """Every node has as many workers."""
+    if parallel.num_workers % parallel.nnodes:
+        raise ConfigError(
+            f"--nnodes {parallel.nnodes} does not divide the {parallel.num_workers} workers of "
+            f"--tensor-parallel-size {parallel.tensor_parallel_size} and --data-parallel-size "
+            f"{parallel.data_parallel_size}: every node has as many"
+        )
+
+
 def _device(config: EngineConfig, capabilities: DeviceCapabilities, notes: list[str]) -> Device:
     wanted, parallel = config.device.device, config.parallel
-    needed = parallel.num_workers
+    needed = parallel.workers_per_node
     if wanted == "cpu":
         return "cpu"
     if capabilities.cuda == 0:
@@ -149,6 +160,8 @@ def _device(config: EngineConfig, capabilities: DeviceCapabilities, notes: list[
         return "cpu"
     if needed > capabilities.cuda:
         size = f"--tensor-parallel-size {parallel.tensor_parallel_size}"
+        if parallel.nnodes > 1:
+            size += f" on {parallel.nnodes} nodes"
         if parallel.data_parallel_size > 1:
             size += f" with --data-parallel-size {parallel.data_parallel_size}"
         raise ConfigError(
@@ -329,7 +342,7 @@ def _graphs(device: DeviceConfig, scheduler: SchedulerConfig) -> DeviceConfig:
 def _threads(device: DeviceConfig, config: EngineConfig, capabilities: DeviceCapabilities) -> DeviceConfig:
     if device.device == "cuda" or device.cpu_threads is not None:
         return device
-    workers = config.parallel.num_workers
+    workers = config.parallel.workers_per_node
     threads = capabilities.cpu_cores // workers
     return replace(device, cpu_threads=max(1, threads))
 
@@ -339,9 +352,13 @@ def _without_effect(config: EngineConfig, explicit: set[str], device: Device) ->
     cache = config.cache
     memory_rule = "kv_cache_memory_bytes" if cache.num_kv_blocks is None else "num_kv_blocks"
     memory_given = cache.num_kv_blocks is not None or cache.kv_cache_memory_bytes is not None
-    reasons = {
-        "port": "all processes are on this host and use local sockets; the HTTP port is --server-port",
-    }
+    reasons = (
+        {}
+        if config.parallel.nnodes > 1
+        else {
+            "port": "all processes are on one node and use local sockets; the HTTP port is --server-port",
+        }
+    )
     if device == "cpu":
         reasons["gpu_memory_utilization"] = "on a CPU, --kv-cache-memory-bytes sets the KV cache"
         reasons |= dict.fromkeys(_GRAPH_FLAGS, "graphs are captured on GPUs only")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from atom.supervisor.node import Process
 from atom.utils.logger import get_logger
 
 # Signals of a crash or from outside. Not SIGABRT: NCCL aborts when another rank dies.
@@ -20,7 +21,7 @@ class Child:
     """`name` is its name in messages and for people, different from that of others in its domain."""
 
     name: str
-    process: subprocess.Popen[bytes]
+    process: Process
     stopping: bool = False
     """Whether it is being stopped: its end is expected."""
 
@@ -47,12 +48,13 @@ class Child:
     @property
     def end(self) -> str:
         """How it ended."""
+        assert self.process.returncode is not None
         return how_it_ended(self.process.returncode)
 
     def terminate(self) -> None:
         """Send SIGTERM; its end is expected from now on."""
         self.stopping = True
-        self.process.terminate()
+        self.process.send_signal(signal.SIGTERM)
 
 
 def is_core(name: str) -> bool:
@@ -80,7 +82,7 @@ def kill(children: Iterable[Child]) -> None:
     children = list(children)
     for child in children:
         child.stopping = True
-        child.process.kill()
+        child.process.send_signal(signal.SIGKILL)
     wait_for(children, _KILL_DEADLINE_S)
     for child in children:
         if child.is_alive:
@@ -90,6 +92,6 @@ def kill(children: Iterable[Child]) -> None:
                 child.process.pid,
                 _KILL_DEADLINE_S,
             )
-        if child.process.stdin is not None:
+        if isinstance(child.process, subprocess.Popen) and child.process.stdin is not None:
             with contextlib.suppress(OSError):
                 child.process.stdin.close()

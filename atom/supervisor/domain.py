@@ -2,15 +2,17 @@
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from pathlib import Path
 
 import zmq
 
-from atom.config.checkpoint import Checkpoint
 from atom.config.engine import EngineConfig
+from atom.messages.nodes import NodeInfo
 from atom.supervisor.failure import Failure, Restarts
 from atom.supervisor.life import Life, OnProgress
+from atom.supervisor.node import Node
+from atom.supervisor.placement import Placement
 from atom.utils.logger import get_logger
 
 
@@ -19,17 +21,27 @@ class Setup:
     """What all domains are started with."""
 
     context: "zmq.Context[zmq.Socket[bytes]]"
-    run_dir: Path
+    nodes: Mapping[int, Node]
+    """By rank; a node that was lost is replaced when it has joined again."""
+    placement: Placement
     config: EngineConfig
-    checkpoint: Checkpoint
     on_progress: OnProgress
+    secret: bytes = b""
+    """Of the cluster; empty on one node."""
+
+    @property
+    def local(self) -> NodeInfo:
+        """The node of the supervisor."""
+        return self.nodes[0].info
 
 
 class Domain(ABC):
     """Its lives are numbered from 0; between two of them it is down."""
 
-    def __init__(self, name: str, setup: Setup):
+    def __init__(self, name: str, setup: Setup, nodes: Set[int] = frozenset({0})):
+        """`nodes` are the ranks of those that it runs on."""
         self.name = name
+        self.nodes = nodes
         self.life: Life | None = None
         self.number = -1
         """The number of the latest life."""
@@ -73,8 +85,21 @@ class Domain(ABC):
 
     @property
     def is_due(self) -> bool:
-        """Whether its next life must start."""
-        return self._start_at is not None and time.monotonic() >= self._start_at
+        """Whether its next life must start: in time, and on nodes that take part."""
+        return self._start_at is not None and time.monotonic() >= self._start_at and not self.absent
+
+    @property
+    def absent(self) -> str:
+        """Why it cannot start: a node of it that is lost; empty if all take part."""
+        return next((node.lost for rank in sorted(self.nodes) if (node := self._setup.nodes[rank]).lost), "")
+
+    @property
+    def place(self) -> str:
+        """Its name, and the nodes that it runs on unless it is this one."""
+        if self.nodes == {0}:
+            return self.name
+        where = (f"node {rank} ({self._setup.nodes[rank].info.address})" for rank in sorted(self.nodes))
+        return f"{self.name} on {' and '.join(where)}"
 
     @property
     def is_down_for_now(self) -> bool:

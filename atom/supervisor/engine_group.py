@@ -4,11 +4,8 @@ Engines that share nothing have a group each. Those that share experts are one g
 ends leaves the others in a collective: their workers are the ranks of one mesh.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-
-import zmq
 
 from atom.config.engine import EngineConfig
 from atom.messages.codec import encode
@@ -19,7 +16,7 @@ from atom.supervisor.child import wait_for
 from atom.supervisor.domain import Domain, Setup
 from atom.supervisor.failure import Failure
 from atom.supervisor.life import Life
-from atom.utils.rendezvous import open_rendezvous
+from atom.utils.endpoint import endpoint_key, tcp_endpoint
 
 # Time for the cores to send their frontends the cause.
 _NOTIFY_S = 1.0
@@ -28,13 +25,13 @@ _NOTIFY_S = 1.0
 class EngineGroup(Domain):
     """The engines of `ranks`. The KV cache of each has the same size in all lives."""
 
-    def __init__(self, ranks: Sequence[int], setup: Setup, hash_seed: int):
+    def __init__(self, ranks: range, setup: Setup, hash_seed: int):
         """`hash_seed` is that of the prefix caches of all engines."""
         self._ranks = ranks
         self._hash_seed = hash_seed
         self._num_blocks: dict[int, list[int]] = {}
         self._is_only_engine = setup.config.parallel.data_parallel_size == 1
-        super().__init__(self._name(), setup)
+        super().__init__(self._name(), setup, setup.placement.nodes_of(ranks))
 
     def _name(self) -> str:
         if self._is_only_engine:
@@ -49,9 +46,24 @@ class EngineGroup(Domain):
     def _core(self, rank: int) -> str:
         return self._child(rank, "core")
 
-    def _socket(self, life: Life, rank: int, name: str) -> str:
-        """The socket called `name` of an engine."""
-        return life.endpoint(name if len(self._ranks) == 1 else f"{name}-{rank}")
+    def _socket(self, life: Life, rank: int, name: str, binds: bool = False) -> str:
+        """The socket called `name` of an engine's core, for one that connects or for the core itself."""
+        local = name if len(self._ranks) == 1 else f"{name}-{rank}"
+        return self._endpoint(life, f"{name}-{rank}", local, self._setup.placement.node_of(rank), binds)
+
+    def _wave(self, life: Life, rank: int, worker: int, binds: bool = False) -> str:
+        """The socket of a worker for WaveStart."""
+        name = f"wave-{self._setup.config.parallel.world_rank(rank, worker)}"
+        return self._endpoint(life, name, name, self._setup.placement.node_of(rank, worker), binds)
+
+    def _endpoint(self, life: Life, port_name: str, local_name: str, node: int, binds: bool) -> str:
+        """The socket at a port of the node if it has one of that name, else the local one."""
+        setup = self._setup
+        port = setup.nodes[node].info.ports.get(port_name)
+        if port is None:
+            return setup.nodes[node].endpoint(life.name, local_name)
+        key = endpoint_key(setup.secret, f"{setup.local.run_dir} {port_name} {self.number}")
+        return tcp_endpoint(key, port.address, port.port, port.fd if binds else None)
 
     @property
     def addresses(self) -> list[EngineAddress]:
@@ -75,57 +87,82 @@ class EngineGroup(Domain):
         name = f"engine-{self._ranks[0]}" if len(self._ranks) == 1 else "engines"
         return Life(
             setup.context,
-            setup.run_dir / f"{name}.{number}",
+            Path(setup.local.run_dir, f"{name}.{number}"),
             setup.config.reliability.hang_timeout,
             setup.on_progress if (self._ranks[0], number) == (0, 0) else lambda progress: None,
             num_ready=len(self._ranks),
         )
 
     def _launch(self, life: Life) -> None:
-        ranks = self._setup.config.parallel.tensor_parallel_size
         for rank in self._ranks:
             self._launch_core(life, rank)
-        with open_rendezvous(len(self._ranks) * ranks, self.number) as places:
-            for index, place in enumerate(places):
-                self._launch_worker(life, (self._ranks[index // ranks], index % ranks), place)
+        for rank in self._ranks:
+            for worker in range(self._setup.config.parallel.tensor_parallel_size):
+                self._launch_worker(life, rank, worker)
 
     def _launch_core(self, life: Life, rank: int) -> None:
+        node = self._setup.nodes[self._setup.placement.node_of(rank)]
+        ports = [node.info.ports.get(f"{name}-{rank}") for name in ("core", "workers")]
         launch = CoreLaunch(
-            self._with_own_traces(rank),
-            self._setup.checkpoint,
-            self._socket(life, rank, "core"),
-            self._socket(life, rank, "workers"),
-            life.endpoint("supervisor"),
+            self._with_own_traces(node.info.config, rank),
+            node.info.checkpoint,
+            self._socket(life, rank, "core", binds=True),
+            self._socket(life, rank, "workers", binds=True),
+            node.endpoint(life.name, "supervisor"),
             self._hash_seed,
             self._core(rank),
             self._num_blocks.get(rank, []),
             rank,
         )
-        life.spawn(self._core(rank), "engine_core.process", launch)
+        fds = [port.fd for port in ports if port is not None]
+        life.spawn(node, self._core(rank), "engine_core.process", launch, fds)
 
-    def _launch_worker(self, life: Life, ranks: tuple[int, int], place: Rendezvous | None) -> None:
-        """Start a worker, given the ranks of its engine and within it."""
-        engine, rank = ranks
-        parallel = self._setup.config.parallel
-        lockstep = range(parallel.num_workers) if len(self._ranks) > 1 else range(0)
-        name = self._child(engine, f"worker {rank}")
+    def _launch_worker(self, life: Life, rank: int, worker: int) -> None:
+        """Start worker `worker` of the engine of `rank`."""
+        setup, parallel = self._setup, self._setup.config.parallel
+        node = setup.nodes[setup.placement.node_of(rank, worker)]
+        place = self._rendezvous(rank, worker)
+        wave = node.info.ports.get(f"wave-{parallel.world_rank(rank, worker)}")
+        name = self._child(rank, f"worker {worker}")
         launch = WorkerLaunch(
-            self._with_own_traces(engine),
-            self._setup.checkpoint,
-            rank,
-            self._socket(life, engine, "workers"),
-            life.endpoint("supervisor"),
+            self._with_own_traces(node.info.config, rank),
+            node.info.checkpoint,
+            worker,
+            self._socket(life, rank, "workers"),
+            node.endpoint(life.name, "supervisor"),
             place,
-            device_index=engine * parallel.tensor_parallel_size + rank,
+            device_index=node.info.first_device + setup.placement.device_of(rank, worker),
             label=name,
-            data_parallel_rank=engine,
-            waves=[life.endpoint(f"wave-{each}") for each in lockstep],
+            data_parallel_rank=rank,
+            waves=self._waves(life, rank, worker),
         )
-        life.spawn(name, "workers.main", launch, place.pass_fds if place else ())
+        fds = [] if place is None else list(place.pass_fds)
+        life.spawn(node, name, "workers.main", launch, fds if wave is None else [*fds, wave.fd])
 
-    def _with_own_traces(self, rank: int) -> EngineConfig:
-        """The configuration, with a directory for traces that neither engines nor lives share."""
-        config = self._setup.config
+    def _waves(self, life: Life, rank: int, worker: int) -> list[str]:
+        """The sockets of all workers in lockstep, for this worker, which binds its own."""
+        if len(self._ranks) == 1:
+            return []
+        workers = range(self._setup.config.parallel.tensor_parallel_size)
+        return [
+            self._wave(life, other, each, binds=(other, each) == (rank, worker))
+            for other in self._ranks
+            for each in workers
+        ]
+
+    def _rendezvous(self, rank: int, worker: int) -> Rendezvous | None:
+        """Where this worker meets the others: at a port of the first one's node."""
+        setup, first = self._setup, self._ranks[0]
+        port = setup.nodes[setup.placement.node_of(first)].info.ports.get(f"store-{first}")
+        if port is None:
+            return None
+        is_spread = len(setup.placement.nodes_of(self._ranks)) > 1
+        interface = setup.nodes[setup.placement.node_of(rank, worker)].info.interface if is_spread else "lo"
+        hosts = (rank, worker) == (first, 0)
+        return Rendezvous(port.address, port.port, self.number, interface, port.fd if hosts else None)
+
+    def _with_own_traces(self, config: EngineConfig, rank: int) -> EngineConfig:
+        """`config`, with a directory for traces that neither engines nor lives share."""
         parts = [] if self._is_only_engine else [f"engine-{rank}"]
         parts += [f"life-{self.number}"] if self.number else []
 
@@ -156,13 +193,12 @@ class EngineGroup(Domain):
         for rank, core in running:
             worker = failure.process.removeprefix(self._child(rank, "worker "))
             if worker.isdigit():
-                self._report_dead_worker(self._socket(life, rank, "workers"), int(worker), failure.reason)
+                self._report_dead_worker(life, rank, WorkerFailed(int(worker), failure.reason))
             else:
                 core.terminate()
         wait_for([core for _, core in running], _NOTIFY_S)
 
-    def _report_dead_worker(self, endpoint: str, worker: int, reason: str) -> None:
-        with self._setup.context.socket(zmq.DEALER) as workers:
-            workers.setsockopt(zmq.LINGER, int(_NOTIFY_S * 1000))
-            workers.connect(endpoint)
-            workers.send(encode(WorkerFailed(worker, reason)), zmq.DONTWAIT)
+    def _report_dead_worker(self, life: Life, rank: int, message: WorkerFailed) -> None:
+        """Send what the dead worker could not, from the node of the core."""
+        node = self._setup.nodes[self._setup.placement.node_of(rank)]
+        node.deliver(self._socket(life, rank, "workers"), encode(message))

@@ -3,20 +3,23 @@
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-from atom.config.server import ServerConfig
 from atom.messages.launch import FrontendLaunch
 from atom.messages.supervisor import Engines
+from atom.supervisor.cluster import RemotePort
 from atom.supervisor.domain import Domain, Setup
 from atom.supervisor.failure import Failure
 from atom.supervisor.life import Life
 from atom.utils.net import ListenPort
 
 _FRONTEND = "frontend"
+NO_FD = -1
+"""In a launch message for another node, whose supervisor fills it in."""
 
 
 class Frontend(Domain):
-    """Frontend `index`. While it is down, connections to its socket wait for its next life.
+    """Frontend `index` of all nodes. While it is down, connections to its socket wait for its next life.
 
     After a second failure in a row its socket is closed until then, so that they reach the others.
     """
@@ -25,49 +28,54 @@ class Frontend(Domain):
         self,
         index: int,
         setup: Setup,
-        server: ServerConfig,
-        port: ListenPort,
+        port: ListenPort | RemotePort,
         engines: Callable[[], Engines],
         admin: socket.socket | None = None,
     ):
         """`engines` returns the present ones; `admin` is the listening socket of the administration."""
+        each = setup.local.server.api_server_count
         self._index = index
-        self._server = server
+        self._node, self._http = setup.placement.frontend_nodes[index // each], index % each
+        self._num_frontends = each * len(setup.placement.frontend_nodes)
         self._port = port
         self._engines = engines
         self._admin = admin
         self._started_at = time.monotonic()
-        super().__init__(_FRONTEND if server.api_server_count == 1 else f"{_FRONTEND} {index}", setup)
+        name = _FRONTEND if self._num_frontends == 1 else f"{_FRONTEND} {index}"
+        super().__init__(name, setup, {self._node})
 
     def _open(self, number: int) -> Life:
         setup = self._setup
-        directory = setup.run_dir / f"{_FRONTEND}-{self._index}.{number}"
+        directory = Path(setup.local.run_dir, f"{_FRONTEND}-{self._index}.{number}")
         return Life(setup.context, directory, setup.config.reliability.hang_timeout)
 
     def _launch(self, life: Life) -> None:
-        setup, descriptor, engines = self._setup, self._port.open(self._index).fileno(), self._engines()
+        node, engines, passed = self._setup.nodes[self._node], self._engines(), []
+        if isinstance(self._port, ListenPort):
+            passed = [self._port.open(self._http).fileno()]
         admin_fd = None if self._admin is None else self._admin.fileno()
         launch = FrontendLaunch(
-            setup.config,
-            self._server,
-            setup.checkpoint,
+            node.info.config,
+            node.info.server,
+            node.info.checkpoint,
             engines.engines,
-            life.endpoint("supervisor"),
-            descriptor,
+            node.endpoint(life.name, "supervisor"),
+            passed[0] if passed else NO_FD,
             self._index,
-            self._server.api_server_count,
-            control=f"ipc://{setup.run_dir}/control",
-            metrics_dir=str(setup.run_dir),
+            self._num_frontends,
+            control=f"ipc://{node.info.run_dir}/control",
+            metrics_dir=node.info.run_dir,
             life=self.number,
             state=engines.state,
             admin_fd=admin_fd,
             started_at=self._started_at,
         )
-        passed = [descriptor] if admin_fd is None else [descriptor, admin_fd]
-        life.spawn(self.name, "frontend.main", launch, pass_fds=passed)
+        if admin_fd is not None:
+            passed.append(admin_fd)
+        life.spawn(node, self.name, "frontend.main", launch, passed, http=self._http)
 
     def _farewell(self, life: Life, failure: Failure) -> None:
-        if self._restarts.in_a_row > 1 and self._server.api_server_count > 1:
+        if self._restarts.in_a_row > 1 and self._num_frontends > 1:
             self.refuse_connections()
 
     @property
@@ -93,4 +101,4 @@ class Frontend(Domain):
 
     def refuse_connections(self) -> None:
         """Close the supervisor's copy of the socket: connections end with the process."""
-        self._port.close(self._index)
+        self._port.close(self._http)

@@ -12,8 +12,8 @@ from atom.messages.codec import Decoder
 from atom.messages.supervisor import Dead, Heartbeat, Progress, Ready, ToSupervisor
 from atom.supervisor.child import Child, is_core, kill, wait_for
 from atom.supervisor.failure import Failure
+from atom.supervisor.node import Node
 from atom.utils.liveness import PeerMonitor
-from atom.utils.process import spawn
 
 START_DEADLINE_S = 3600.0
 # How long the last message of a process may arrive after its end.
@@ -47,6 +47,7 @@ class Life:
         self.socket = context.socket(zmq.PULL)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(self.endpoint("supervisor"))
+        self._nodes: set[Node] = set()
         self._num_ready = num_ready
         self._on_progress = on_progress
         self._deaths: list[Dead] = []
@@ -57,9 +58,24 @@ class Life:
         """The local socket called `name` of this life."""
         return f"ipc://{self.directory}/{name}"
 
-    def spawn(self, name: str, module: str, launch: msgspec.Struct, pass_fds: Sequence[int] = ()) -> None:
-        """Start a child."""
-        self.children[name] = Child(name, spawn(module, launch, pass_fds))
+    @property
+    def name(self) -> str:
+        """Of its directory, on every node."""
+        return self.directory.name
+
+    def spawn(
+        self,
+        node: Node,
+        name: str,
+        module: str,
+        launch: msgspec.Struct,
+        pass_fds: Sequence[int] = (),
+        http: int | None = None,
+    ) -> None:
+        """Start a child on `node`. `http` is the number of the HTTP socket that it gets there."""
+        self._nodes.add(node)
+        process = node.spawn(self.name, name, module, launch, pass_fds, http)
+        self.children[name] = Child(name, process)
 
     @property
     def is_ready(self) -> bool:
@@ -108,6 +124,8 @@ class Life:
     def failure(self) -> Failure | None:
         """The first cause, once a process has ended, hangs or is not ready in time; after `receive`."""
         self._monitor.update()
+        if lost := next((node.lost for node in self._nodes if node.lost and not self.is_stopping), ""):
+            return Failure("", lost, lost)
         if ended := [child for child in self.children.values() if not (child.stopping or child.is_alive)]:
             self._receive_last()
             return self._first_cause(ended)
@@ -136,6 +154,8 @@ class Life:
         kill(self.children.values())
         self.socket.close()
         shutil.rmtree(self.directory, ignore_errors=True)
+        for node in self._nodes:
+            node.end_life(self.name)
 
     def _receive_last(self) -> None:
         """Process messages until none has come for a while, at most ten times as long."""

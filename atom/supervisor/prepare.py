@@ -1,11 +1,14 @@
 """The preparation step: a process that turns a checkpoint into plain files, and examines the host."""
 
+import contextlib
 import os
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
+import zmq
 
 from atom.config.checkpoint import Checkpoint
 from atom.config.model import ModelConfig
@@ -13,13 +16,14 @@ from atom.config.resolve import DeviceCapabilities
 from atom.messages.launch import PrepareLaunch
 from atom.supervisor.child import Child, how_it_ended
 from atom.supervisor.failure import StartError
-from atom.supervisor.life import Life
+from atom.supervisor.life import Life, OnProgress
 from atom.utils import envs
 from atom.utils.exit_status import ExitStatus
 from atom.utils.process import spawn
 
 PREPARE_DEADLINE_S = 3600.0
 _POLL_S = 0.1
+_HANG_S = 60.0
 
 
 class PrepareResult(msgspec.Struct, frozen=True):
@@ -47,6 +51,18 @@ def prepare(
         text = result.error or f"{task} returned no result"
         raise StartError(text, process.returncode or ExitStatus.FAILURE)
     return result.checkpoint, result.device
+
+
+def prepared(
+    context: "zmq.Context[zmq.Socket[bytes]]",
+    run_dir: Path,
+    config: ModelConfig,
+    on_progress: OnProgress,
+    on_turn: Callable[[], None],
+) -> tuple[Checkpoint, DeviceCapabilities]:
+    """Run the step in a life of its own; raises StartError."""
+    with contextlib.closing(Life(context, run_dir / "prepare", _HANG_S, on_progress)) as life:
+        return prepare(life, config, on_turn)
 
 
 def _output_of(life: Life, process: subprocess.Popen[bytes], task: str, on_turn: Callable[[], None]) -> bytes:

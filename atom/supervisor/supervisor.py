@@ -15,19 +15,27 @@ from atom.config.resolve import DeviceCapabilities
 from atom.config.server import ServerConfig
 from atom.messages.admin import ServerState
 from atom.messages.launch import EngineAddress
+from atom.messages.nodes import NodeInfo
 from atom.messages.supervisor import Engines, Progress
+from atom.supervisor.cluster import Cluster, RemotePort, Settings
 from atom.supervisor.control import Control
 from atom.supervisor.domain import Domain, Setup
 from atom.supervisor.engine_group import EngineGroup
 from atom.supervisor.failure import Failure, StartError
 from atom.supervisor.frontend import Frontend
+from atom.supervisor.identity import identity_of
 from atom.supervisor.life import Life
+from atom.supervisor.node import LocalNode, Node
+from atom.supervisor.node_place import NodePlace
+from atom.supervisor.placement import NodePorts, Placement
 from atom.supervisor.prepare import prepare
+from atom.utils.exit_status import ExitStatus
 from atom.utils.logger import get_logger, set_log_level
 from atom.utils.net import ListenPort
 from atom.utils.run_directory import RunDirectory
 
 STALL_NOTICE_S = 60.0
+JOIN_NOTICE_S = 10.0
 ENGINE_STOP_S = 10.0
 _POLL_S = 0.1
 # Time for a frontend to send its clients error events after the second SIGTERM.
@@ -63,17 +71,27 @@ class Supervisor:
         self._context = zmq.Context()
         self._preparation: Life | None = None
         self._control: Control | None = None
+        self._setup: Setup | None = None
+        self._nodes: dict[int, Node] = {}
+        self._ports: NodePorts | None = None
+        self._cluster: Cluster | None = None
+        self._place = NodePlace()
+        self._no_engine_since: float | None = None
         self._engines: list[EngineGroup] = []
         self._frontends: list[Frontend] = []
         self._phase = _Phase.STARTING
         self._server_state = ServerState()
         self.fault: Failure | None = None
         """The first failure since the supervisor is stopping."""
+        self.failure = ""
+        """Why the server ends, for the other nodes; empty for a regular end."""
 
     def __enter__(self) -> "Supervisor":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if isinstance(error, Exception):
+            self.failure = str(error)
         self.close()
 
     @property
@@ -102,37 +120,86 @@ class Supervisor:
         self._preparation = None
         return result
 
+    def gather_nodes(
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        server: ServerConfig | None = None,
+        place: NodePlace | None = None,
+    ) -> None:
+        """This node, at `place`, and all others, which are awaited. Raises StartError, ListenError."""
+        place = self._place = place or self._place
+        placement = Placement(config.parallel, place.frontend_per_node)
+        self._ports = NodePorts(placement, 0, place.address, config.parallel.port)
+        info = NodeInfo(
+            0,
+            place.address,
+            place.interface,
+            str(self.run_dir),
+            config,
+            checkpoint,
+            server or ServerConfig(),
+            self._ports.ports,
+            place.first_device,
+        )
+        self._nodes[0] = LocalNode(info, self._context)
+        self._setup = Setup(self._context, self._nodes, placement, config, self._on_progress, place.secret)
+        if config.parallel.nnodes > 1:
+            identity = identity_of(config, checkpoint, server if place.frontend_per_node else None)
+            settings = Settings(place.endpoint(binds=True), config.parallel.nnodes, identity, self.run_dir)
+            self._cluster = Cluster(self._context, settings, self._nodes)
+            self._wait_for_nodes(self._cluster)
+
+    def _wait_for_nodes(self, cluster: Cluster) -> None:
+        begun, notice_at = time.monotonic(), 0.0
+        while missing := cluster.missing:
+            passed = time.monotonic() - begun
+            who = f"{'nodes' if len(missing) > 1 else 'node'} {', '.join(map(str, missing))}"
+            if passed > self._place.join_timeout:
+                raise StartError(f"waited {passed:.0f} s for {who} to join at {self._place.master}")
+            if passed >= notice_at:
+                left = self._place.join_timeout - passed
+                get_logger().info("waiting for %s to join at %s (%.0f s)", who, self._place.master, left)
+                notice_at = passed + JOIN_NOTICE_S
+            self._on_turn()
+            time.sleep(_POLL_S)
+
     def start_engines(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
         """Start the engine of every data-parallel rank; `wait_ready` waits for them."""
-        setup = Setup(self._context, self.run_dir, config, checkpoint, self._on_progress)
-        seed, ranks = secrets.randbits(64), range(config.parallel.data_parallel_size)
-        groups = [ranks] if config.parallel.lockstep else [ranks[rank : rank + 1] for rank in ranks]
-        self._engines = [EngineGroup(group, setup, seed) for group in groups]
+        if self._setup is None:
+            self.gather_nodes(config, checkpoint)
+        setup = self._the_setup
+        seed = secrets.randbits(64)
+        self._engines = [EngineGroup(group, setup, seed) for group in setup.placement.groups]
         for group in self._engines:
             group.start()
 
-    def start_frontends(
-        self,
-        config: EngineConfig,
-        server: ServerConfig,
-        checkpoint: Checkpoint,
-        port: ListenPort,
-        admin: socket.socket | None = None,
-    ) -> None:
-        """Start the HTTP processes on a port that is already bound; the first one serves `admin`, too."""
+    def start_frontends(self, port: ListenPort, admin: socket.socket | None = None) -> None:
+        """Start the HTTP processes of all nodes that have them.
+
+        Those of this one get a port that is already bound, and the first one serves `admin`, too.
+        """
+        setup = self._the_setup
         self._control = Control(self._context, f"ipc://{self.run_dir}/control")
-        setup = Setup(self._context, self.run_dir, config, checkpoint, self._on_progress)
-        self._frontends = [
-            Frontend(index, setup, server, port, self._engine_state, None if index else admin)
-            for index in range(server.api_server_count)
-        ]
+        each = setup.local.server.api_server_count
+        for index in range(each * len(setup.placement.frontend_nodes)):
+            node = index // each
+            ports = RemotePort(setup.nodes, node) if node else port
+            frontend = Frontend(index, setup, ports, self._engine_state, None if index else admin)
+            self._frontends.append(frontend)
+        self._publish()
         for frontend in self._frontends:
             frontend.start()
+
+    @property
+    def _the_setup(self) -> Setup:
+        assert self._setup is not None, "the nodes are gathered first"
+        return self._setup
 
     def wait_ready(self) -> None:
         """Wait until everything that was started is ready; raises StartError when a part of it fails."""
         notice_at = time.monotonic() + STALL_NOTICE_S
-        while waiting := [domain.name for domain in self._domains() if not domain.is_ready]:
+        while waiting := [domain.place for domain in self._domains() if not domain.is_ready]:
             self.check()
             if time.monotonic() > notice_at:
                 notice_at = time.monotonic() + STALL_NOTICE_S
@@ -158,6 +225,17 @@ class Supervisor:
             elif domain.is_due:
                 domain.restart()
                 self._publish()
+        self._check_absence()
+
+    def _check_absence(self) -> None:
+        """Raises StartError when for the whole join timeout no engine could start for lack of a node."""
+        absent = next((group.absent for group in self._engines if group.absent), "")
+        if not absent or any(group.life for group in self._engines):
+            self._no_engine_since = None
+            return
+        since = self._no_engine_since = self._no_engine_since or time.monotonic()
+        if time.monotonic() - since > self._place.join_timeout:
+            raise StartError(f"{absent}, and has not joined again within {self._place.join_timeout:.0f} s")
 
     def _receive(self, wait_s: float) -> None:
         lives = [domain.life for domain in self._domains() if domain.life is not None]
@@ -173,6 +251,8 @@ class Supervisor:
             state = self._control.receive(self._engine_state())
             if state is not None:
                 self._set_state(state)
+        while self._cluster is not None and self._cluster.states:
+            self._set_state(self._cluster.states.popleft())
 
     def _failed(self, domain: Domain, failure: Failure) -> None:
         if self._phase is _Phase.STARTING:
@@ -201,6 +281,8 @@ class Supervisor:
     def _publish(self) -> None:
         if self._control is not None:
             self._control.publish(self._engine_state())
+        if self._cluster is not None:
+            self._cluster.publish(self._engine_state())
 
     # End
 
@@ -237,13 +319,15 @@ class Supervisor:
 
     def _stop_restarting(self) -> None:
         self._phase = _Phase.STOPPING
+        if self._cluster is not None:
+            self._cluster.stop_waiting_for_leavers()
         for domain in self._domains():
             domain.stay_down()
 
     def close(self) -> None:
         """Stop every child, with SIGKILL where SIGTERM was not enough, and remove the run directory.
 
-        May be called twice.
+        The other nodes end, with status 1 if `failure` is set. May be called twice.
         """
         for frontend in self._frontends:
             frontend.close()
@@ -267,6 +351,10 @@ class Supervisor:
         if self._control is not None:
             self._control.close()
             self._control = None
+        if self._cluster is not None:
+            self._cluster.close(self.failure, ExitStatus.FAILURE if self.failure else ExitStatus.DONE)
+        if self._ports is not None:
+            self._ports.close()
         self._context.destroy(linger=0)
         self._directory.close()
 

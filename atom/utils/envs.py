@@ -279,7 +279,7 @@ def startup_notes(device: str) -> list[str]:
 
 def acts(area: Area) -> bool:
     """Whether this version reads the variables of an area."""
-    return area in (Area.ENGINE, Area.GPU, Area.BENCHMARK)
+    return area in (Area.ENGINE, Area.DATA_PARALLEL, Area.GPU, Area.BENCHMARK)
 
 
 def _no_effect(area: Area, device: str) -> str:

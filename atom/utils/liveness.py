@@ -14,6 +14,7 @@ import msgspec
 import zmq
 
 from atom.messages.codec import encode
+from atom.utils.endpoint import connect
 from atom.utils.logger import get_logger
 
 __all__ = ["HeartbeatSender", "PeerMonitor", "SilenceTimer", "heartbeat_interval", "worker_monitor"]
@@ -51,7 +52,7 @@ class HeartbeatSender:
         self._socket = context.socket(kind)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, _QUEUED_HEARTBEATS)
-        self._socket.connect(endpoint)
+        connect(self._socket, endpoint)
         self._frame = encode(message)
         self._interval_s = interval_s
         self._next = 0.0

@@ -23,12 +23,13 @@ class ListenError(OSError):
 class ListenPort:
     """`count` sockets that listen on one port; the kernel spreads connections over them (SO_REUSEPORT).
 
-    `host` is a name, an IPv4 or an IPv6 address; port 0 takes a free one. Raises ListenError.
+    `host` is a name, an IPv4 or an IPv6 address; port 0 takes a free one. Raises ListenError, which names
+    `flag`.
     """
 
-    def __init__(self, host: str, port: int, count: int = 1):
+    def __init__(self, host: str, port: int, count: int = 1, flag: str = "--server-port"):
         # The first socket is bound without SO_REUSEPORT, which fails where another server has the port.
-        first = _listen_socket(host, port, joins=False, shared=count > 1)
+        first = _listen_socket(host, port, joins=False, shared=count > 1, flag=flag)
         self.port: int = first.getsockname()[1]
         self._host = host
         self._sockets: dict[int, socket.socket] = {0: first}

@@ -10,12 +10,16 @@ import zmq
 
 from atom.config.checkpoint import Checkpoint
 from atom.config.engine import EngineConfig
+from atom.config.server import ServerConfig
 from atom.messages.codec import encode
+from atom.messages.nodes import NodeInfo
 from atom.messages.supervisor import ToSupervisor
 from atom.supervisor.child import Child
 from atom.supervisor.domain import Domain, Setup
 from atom.supervisor.failure import Failure
 from atom.supervisor.life import Life
+from atom.supervisor.node import LocalNode
+from atom.supervisor.placement import Placement
 
 SLEEP = "import time; time.sleep(60)"
 CHECKPOINT = Checkpoint("", "LlamaForCausalLM", "llama", {}, "float32", 64, max_model_len=100)
@@ -36,8 +40,16 @@ def send(life: Life, *messages: ToSupervisor) -> None:
         assert life.socket.poll(5000)
 
 
-def setup_in(directory: Path, context: "zmq.Context[zmq.Socket[bytes]]", config: EngineConfig) -> Setup:
-    return Setup(context, directory, config, CHECKPOINT, lambda progress: None)
+def setup_in(
+    directory: Path,
+    context: "zmq.Context[zmq.Socket[bytes]]",
+    config: EngineConfig,
+    server: ServerConfig | None = None,
+) -> Setup:
+    """Of one node."""
+    info = NodeInfo(0, "127.0.0.1", "lo", str(directory), config, CHECKPOINT, server or ServerConfig(), {})
+    nodes = {0: LocalNode(info, context)}
+    return Setup(context, nodes, Placement(config.parallel), config, lambda progress: None)
 
 
 class ScriptDomain(Domain):
@@ -49,7 +61,7 @@ class ScriptDomain(Domain):
         self.farewells: list[str] = []
 
     def _open(self, number: int) -> Life:
-        return Life(self._setup.context, self._setup.run_dir / f"{self.name}.{number}", 60.0)
+        return Life(self._setup.context, Path(self._setup.local.run_dir, f"{self.name}.{number}"), 60.0)
 
     def _launch(self, life: Life) -> None:
         add_child(life, "core", self.codes[min(self.number, len(self.codes) - 1)])

@@ -8,6 +8,7 @@ import pytest
 
 from atom import launcher as launcher_module
 from atom.config.engine import EngineConfig
+from atom.config.nodes import NodesConfig
 from atom.config.server import ServerConfig
 from atom.launcher import Launcher
 from atom.supervisor import StartError
@@ -54,7 +55,7 @@ def test_a_signal_does_not_interrupt_the_end_of_the_children(
     monkeypatch.setattr(launcher_module, "Supervisor", InterruptedSupervisor)
     monkeypatch.setattr(InterruptedSupervisor, "while_it_starts", while_it_starts)
     with pytest.raises(SystemExit if while_it_starts else StartError) as raised:
-        Launcher(EngineConfig(), ServerConfig(host="127.0.0.1", server_port=0), set()).run()
+        Launcher(EngineConfig(), ServerConfig(host="127.0.0.1", server_port=0), NodesConfig(), set()).run()
     assert InterruptedSupervisor.latest.ended
     status = raised.value.code if isinstance(raised.value, SystemExit) else raised.value.status  # type: ignore[attr-defined]
     assert status == (0 if while_it_starts else 3)

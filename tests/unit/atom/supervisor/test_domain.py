@@ -65,7 +65,7 @@ def test_a_failed_domain_is_down_for_the_delay_and_lives_again(setup: Setup) -> 
     assert not domain.is_due and domain.number == 1
     assert domain.life is not None and domain.life.is_alive and domain.life.directory != first.directory
     domain.close()
-    assert list(setup.run_dir.iterdir()) == []
+    assert list(Path(setup.local.run_dir).iterdir()) == []
 
 
 def test_every_restart_and_its_end_are_logged(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:

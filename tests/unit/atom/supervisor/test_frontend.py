@@ -51,9 +51,9 @@ def port() -> Iterator[ListenPort]:
 
 
 def add_frontends(supervisor: Supervisor, port: ListenPort, *codes: str) -> list[ScriptFrontend]:
-    setup = setup_in(supervisor.run_dir, supervisor._context, EngineConfig())
     server = ServerConfig(api_server_count=len(codes))
-    frontends = [ScriptFrontend(i, setup, server, port, list) for i in range(len(codes))]
+    setup = setup_in(supervisor.run_dir, supervisor._context, EngineConfig(), server)
+    frontends = [ScriptFrontend(i, setup, port, list) for i in range(len(codes))]
     for frontend, code in zip(frontends, codes, strict=True):
         frontend.code = code
         frontend.start()

@@ -54,7 +54,8 @@ def add_engines(
     config = EngineConfig(reliability=ReliabilityConfig(max_restarts=max_restarts))
     made = []
     for rank, codes in enumerate(engines):
-        engine = ScriptEngine([rank], setup_in(supervisor.run_dir, supervisor._context, config), 7)
+        setup = setup_in(supervisor.run_dir, supervisor._context, config)
+        engine = ScriptEngine(range(rank, rank + 1), setup, 7)
         engine.codes = codes
         engine.start()
         made.append(engine)

@@ -1,0 +1,334 @@
+"""The supervisor of a node other than 0: it joins the master, and runs the processes that the master starts.
+
+It decides nothing: what its processes report goes to the master, and what the master says is done. When the
+link ends, so do all its processes, and it joins again.
+"""
+
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import zmq
+from msgspec.structs import replace
+from zmq.utils.monitor import recv_monitor_message
+
+from atom.messages.codec import Decoder, encode
+from atom.messages.launch import CoreLaunch, FrontendLaunch, WorkerLaunch
+from atom.messages.nodes import (
+    Beat,
+    Deliver,
+    EndLife,
+    Exited,
+    FromNode,
+    Join,
+    Leaving,
+    NodeInfo,
+    RefuseConnections,
+    Refused,
+    Report,
+    SetEngines,
+    SetState,
+    Signal,
+    Start,
+    Stop,
+    ToNode,
+    Welcome,
+)
+from atom.messages.supervisor import Engines
+from atom.supervisor.child import Child, kill
+from atom.supervisor.control import Control
+from atom.supervisor.failure import StartError
+from atom.supervisor.node import Process, deliver
+from atom.supervisor.node_place import NodePlace
+from atom.utils.endpoint import connect
+from atom.utils.logger import get_logger, set_log_level
+from atom.utils.net import ListenPort
+from atom.utils.process import spawn
+
+__all__ = ["Member"]
+
+_MODULES: dict[str, type[msgspec.Struct]] = {
+    "engine_core.process": CoreLaunch,
+    "workers.main": WorkerLaunch,
+    "frontend.main": FrontendLaunch,
+}
+_POLL_MS = 50
+_NOTICE_S = 10.0
+_RETRY_S = 1.0
+_ANSWER_S = 5.0
+# How long the last messages of a process may arrive after its end.
+_FINAL_MESSAGE_S = 0.1
+
+
+@dataclass
+class _Life:
+    """The processes of a life on this node, and the socket that they report to."""
+
+    directory: Path
+    socket: "zmq.Socket[bytes]"
+    children: dict[str, Child] = field(default_factory=dict)
+    ended_at: dict[str, float] = field(default_factory=dict)
+    """When processes ended whose end is not reported yet."""
+
+
+class Member:
+    """One run of a node, from its first join to Stop."""
+
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        info: NodeInfo,
+        place: NodePlace,
+        identity: dict[str, str],
+        http: ListenPort | None = None,
+        admin: socket.socket | None = None,
+    ):
+        """`http` are the sockets of this node's frontends, None if it has none; `admin` is for the first."""
+        self._context = context
+        self._place = place
+        self._join = Join(identity, info)
+        self._run_dir = Path(info.run_dir)
+        self._fds = {port.fd for port in info.ports.values()}
+        self._http = http
+        self._admin = admin
+        self._started_at = time.monotonic()
+        self._engines = Engines([])
+        self._lives: dict[str, _Life] = {}
+        self._decoder: Decoder[ToNode] = Decoder(ToNode)
+        self._stop: Stop | None = None
+        self._leave_by: float | None = None
+        self._control = None if http is None else Control(context, f"ipc://{self._run_dir}/control")
+
+    def run(self, stops: Callable[[], int], drain_s: float, on_turn: Callable[[bool], None]) -> None:
+        """Serve until Stop, or until `stops()`, the number of signals, asks for the end.
+
+        After a first signal the master may take `drain_s` to let its requests finish. `on_turn` is called
+        several times a second with whether the node has joined. Raises StartError when it cannot join within
+        the join timeout, or the master has failed.
+        """
+        self._on_turn = on_turn
+        try:
+            while self._stop is None and not stops():
+                self._join_master(stops)
+                if not stops():
+                    self._serve(stops, drain_s)
+                self._end_all()
+        finally:
+            self._end_all()
+            if self._control is not None:
+                self._control.close()
+        if self._stop is not None and self._stop.reason:
+            raise StartError(f"the master has ended: {self._stop.reason}", self._stop.status)
+
+    # Join
+
+    def _join_master(self, stops: Callable[[], int]) -> None:
+        """Returns once the master has sent Welcome, or after a signal."""
+        place = self._place
+        begun, notice_at, problem = time.monotonic(), 0.0, ""
+        while not stops():
+            passed = time.monotonic() - begun
+            if passed > place.join_timeout:
+                waited = f"node {place.rank} waited {passed:.0f} s for the master at {place.master}"
+                raise StartError(f"{waited}: {problem or 'no response'}")
+            if passed >= notice_at:
+                left = place.join_timeout - passed
+                get_logger().info(
+                    "node %d (%s) joins the master at %s (%.0f s)%s",
+                    *(place.rank, place.address, place.master, left, f": {problem}" if problem else ""),
+                )
+                notice_at = passed + _NOTICE_S
+            if not (problem := self._try_join(stops)):
+                get_logger().info("node %d has joined the master at %s", place.rank, place.master)
+                return
+            self._on_turn(False)
+            time.sleep(_RETRY_S)
+
+    def _try_join(self, stops: Callable[[], int]) -> str:
+        """Open a connection and send Join; returns why the master has not accepted it, or an empty text."""
+        self._link = self._context.socket(zmq.DEALER)
+        self._link.setsockopt(zmq.LINGER, 1000)
+        self._monitor = self._link.get_monitor_socket()
+        connect(self._link, self._place.endpoint())
+        self._link.send(encode(self._join), zmq.DONTWAIT)
+        deadline, problem = time.monotonic() + _ANSWER_S, "nothing listens there, or a firewall is between"
+        while time.monotonic() < deadline and not stops():
+            if self._link.poll(_POLL_MS):
+                match message := self._decoder.decode(self._link.recv()):
+                    case Welcome():
+                        return ""
+                    case Refused(reason, is_final):
+                        self._close_link()
+                        if is_final:
+                            raise StartError(reason)
+                        return reason
+                    case _:
+                        problem = f"it sent {type(message).__name__} first"
+                        break
+            for event in self._events():
+                if event == zmq.EVENT_CONNECTED:
+                    problem = "it does not respond"
+                elif event in (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
+                    problem = "it refuses the connection: is the cluster secret the same on all nodes?"
+                    deadline = time.monotonic()
+        self._close_link()
+        return problem
+
+    def _events(self) -> list[int]:
+        """What has happened to the connection since the last call."""
+        found = []
+        while self._monitor.poll(0):
+            found.append(int(recv_monitor_message(self._monitor)["event"]))
+        return found
+
+    def _close_link(self) -> None:
+        self._link.disable_monitor()
+        self._monitor.close(0)
+        self._link.close()
+
+    # Work
+
+    def _serve(self, stops: Callable[[], int], drain_s: float) -> None:
+        """Returns after Stop, when the link has ended, or a while after a signal."""
+        poller = zmq.Poller()
+        try:
+            while self._stop is None:
+                for each in (self._link, self._monitor):
+                    poller.register(each, zmq.POLLIN)
+                for life in self._lives.values():
+                    poller.register(life.socket, zmq.POLLIN)
+                poller.poll(_POLL_MS)
+                for life in self._lives.values():
+                    poller.unregister(life.socket)
+                self._on_turn(True)
+                is_lost = zmq.EVENT_DISCONNECTED in self._events()
+                while self._stop is None and self._link.poll(0):  # what came before the end of the link, too
+                    self._process(self._decoder.decode(self._link.recv()))
+                if is_lost and self._stop is None:
+                    get_logger().error("the link to the master at %s has ended", self._place.master)
+                    return
+                self._report()
+                if stops() and self._has_left(stops(), drain_s):
+                    return
+        finally:
+            self._close_link()
+
+    def _has_left(self, stops: int, drain_s: float) -> bool:
+        """Ask the master to let this node go; whether it has had its time."""
+        if self._leave_by is None:
+            self._leave_by = time.monotonic() + drain_s
+            get_logger().info("stopping: the master is told")
+            self._send(Leaving())
+        return stops > 1 or time.monotonic() > self._leave_by
+
+    def _send(self, message: FromNode) -> None:
+        self._link.send(encode(message), zmq.DONTWAIT)
+
+    def _process(self, message: ToNode) -> None:
+        match message:
+            case Start():
+                self._start(message)
+            case Signal(life, process, number):
+                self._signal(life, process, number)
+            case EndLife(name):
+                self._end(name)
+            case Deliver(endpoint, frame) if endpoint.startswith(f"ipc://{self._run_dir}/"):
+                deliver(self._context, endpoint, frame)
+            case RefuseConnections(index) if self._http is not None:
+                self._http.close(index)
+            case SetEngines(engines):
+                self._engines = engines
+                set_log_level(engines.state.log_level)
+                if self._control is not None:
+                    self._control.publish(engines)
+            case Stop():
+                self._stop = message
+            case Beat():
+                pass
+            case _:
+                raise StartError(f"the master sent an unexpected {type(message).__name__}")
+
+    def _start(self, message: Start) -> None:
+        """Start a process; one that cannot be started has ended at once."""
+        try:
+            life = self._lives.get(message.life) or self._open(message.life)
+            life.children[message.process] = Child(message.process, self._spawn(message))
+        except (OSError, ValueError, zmq.ZMQError) as error:
+            get_logger().error("%s cannot be started: %s", message.process, error)
+            self._send(Exited(message.life, message.process, 1))
+
+    def _open(self, name: str) -> _Life:
+        if "/" in name or name.startswith("."):
+            raise ValueError(f"{name!r} is no name of a life")
+        directory = self._run_dir / name
+        directory.mkdir(mode=0o700)
+        reports = self._context.socket(zmq.PULL)
+        reports.setsockopt(zmq.LINGER, 0)
+        reports.bind(f"ipc://{directory}/supervisor")
+        self._lives[name] = _Life(directory, reports)
+        return self._lives[name]
+
+    def _spawn(self, message: Start) -> Process:
+        kind = _MODULES.get(message.module)
+        if kind is None or not self._fds.issuperset(message.pass_fds):
+            raise ValueError(f"the master asks for {message.module} with descriptors {message.pass_fds}")
+        launch = msgspec.json.decode(message.launch, type=kind)
+        passed = list(message.pass_fds)
+        if isinstance(launch, FrontendLaunch):
+            launch, passed = self._frontend(launch, message.http)
+        return spawn(message.module, launch, passed)
+
+    def _frontend(self, launch: FrontendLaunch, http: int | None) -> tuple[FrontendLaunch, list[int]]:
+        """The launch message with the sockets and the clock of this host."""
+        if self._http is None or http is None:
+            raise ValueError("this node has no HTTP port: it was started without --frontend-per-node")
+        passed = [self._http.open(http).fileno()]
+        admin_fd = self._admin.fileno() if self._admin is not None and http == 0 else None
+        passed += [] if admin_fd is None else [admin_fd]
+        return replace(launch, listen_fd=passed[0], admin_fd=admin_fd, started_at=self._started_at), passed
+
+    def _signal(self, life: str, process: str, number: int) -> None:
+        child = self._lives[life].children.get(process) if life in self._lives else None
+        if child is None or not child.is_alive:
+            return
+        child.process.send_signal(signal.Signals(number))
+
+    def _report(self) -> None:
+        """Send on what the processes have sent, then which of them have ended."""
+        for name, life in self._lives.items():
+            while life.socket.poll(0):
+                self._send(Report(name, life.socket.recv()))
+            for process in [each for each, child in life.children.items() if not child.is_alive]:
+                self._report_end(name, life, process)
+        if self._control is not None:
+            state = self._control.receive(self._engines)
+            if state is not None:
+                self._send(SetState(state))
+
+    def _report_end(self, name: str, life: _Life, process: str) -> None:
+        """Send Exited once; a moment later where last messages may be on their way."""
+        status = life.children[process].process.returncode
+        assert status is not None
+        ended_at = life.ended_at.setdefault(process, time.monotonic())
+        if status < 0 or time.monotonic() - ended_at > _FINAL_MESSAGE_S:
+            del life.children[process]
+            self._send(Exited(name, process, status))
+
+    # End
+
+    def _end(self, name: str) -> None:
+        if (life := self._lives.pop(name, None)) is not None:
+            kill(life.children.values())
+            life.socket.close()
+            shutil.rmtree(life.directory, ignore_errors=True)
+
+    def _end_all(self) -> None:
+        """End all processes."""
+        kill([child for life in self._lives.values() for child in life.children.values()])
+        for name in list(self._lives):
+            self._end(name)

@@ -1,0 +1,97 @@
+"""The nodes of a server, as the supervisor of node 0 starts processes on them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from atom.messages.nodes import NodeInfo
+from atom.utils.endpoint import connect
+from atom.utils.process import spawn
+
+__all__ = ["LocalNode", "Node", "Process", "deliver"]
+
+_DELIVERY_MS = 1000
+
+
+class Process(Protocol):
+    """What is used of a subprocess.Popen."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired."""
+
+    def send_signal(self, number: int) -> None: ...
+
+
+class Node(ABC):
+    """A machine, or a part of one that a launch of its own has."""
+
+    def __init__(self, info: NodeInfo):
+        self.info = info
+        self.lost = ""
+        """Why its processes are gone, in one line; empty while it takes part."""
+
+    @abstractmethod
+    def spawn(
+        self,
+        life: str,
+        name: str,
+        module: str,
+        launch: msgspec.Struct,
+        pass_fds: Sequence[int] = (),
+        http: int | None = None,
+    ) -> Process:
+        """Start `python -m module` in a life. `http` is the number of the HTTP socket that it gets."""
+
+    @abstractmethod
+    def deliver(self, endpoint: str, frame: bytes) -> None:
+        """Send a frame to a local endpoint of the node."""
+
+    @abstractmethod
+    def end_life(self, life: str) -> None:
+        """All processes of a life are to end, and its sockets to be removed."""
+
+    def endpoint(self, life: str, name: str) -> str:
+        """The local socket called `name` of a life."""
+        return f"ipc://{Path(self.info.run_dir) / life / name}"
+
+
+class LocalNode(Node):
+    """The node of this process."""
+
+    def __init__(self, info: NodeInfo, context: "zmq.Context[zmq.Socket[bytes]]"):
+        super().__init__(info)
+        self._context = context
+
+    def spawn(
+        self,
+        life: str,
+        name: str,
+        module: str,
+        launch: msgspec.Struct,
+        pass_fds: Sequence[int] = (),
+        http: int | None = None,
+    ) -> Process:
+        return spawn(module, launch, pass_fds)
+
+    def deliver(self, endpoint: str, frame: bytes) -> None:
+        deliver(self._context, endpoint, frame)
+
+    def end_life(self, life: str) -> None:
+        pass  # `Life.close` has done it
+
+
+def deliver(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, frame: bytes) -> None:
+    """Send one frame to the ROUTER at `endpoint`, within a second or not at all."""
+    with context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, _DELIVERY_MS)
+        connect(socket, endpoint)
+        socket.send(frame, zmq.DONTWAIT)

@@ -1,0 +1,103 @@
+"""Where this node is among the others, and how to reach the master."""
+
+import os
+import time
+from dataclasses import dataclass
+
+from atom.config.fields import ConfigError
+from atom.config.nodes import NodesConfig
+from atom.supervisor.cluster import link_name
+from atom.utils.endpoint import endpoint_key, tcp_endpoint
+from atom.utils.interfaces import address_on_route_to, find_address, interface_of, resolve_address
+from atom.utils.logger import get_logger
+from atom.utils.net import ListenPort
+
+__all__ = ["NodePlace", "find_place"]
+
+_RETRY_S = 1.0
+
+
+@dataclass(frozen=True)
+class NodePlace:
+    """The defaults are those of the only node."""
+
+    rank: int = 0
+    address: str = "127.0.0.1"
+    """By which the other nodes reach this one."""
+    interface: str = "lo"
+    master_address: str = ""
+    master_port: int = 0
+    secret: bytes = b""
+    join_timeout: float = 0.0
+    """Seconds."""
+    frontend_per_node: bool = False
+    first_device: int = 0
+    link: ListenPort | None = None
+    """On node 0: the socket at the master's port."""
+
+    @property
+    def master(self) -> str:
+        """The master's address, for people."""
+        return f"{self.master_address}:{self.master_port}"
+
+    def endpoint(self, binds: bool = False) -> str:
+        """Where the nodes join, for them or for the master itself."""
+        key = endpoint_key(self.secret, link_name(self.master_port))
+        fd = None
+        if binds and self.link is not None:
+            fd = os.dup(self.link.open(0).fileno())  # libzmq closes it
+        return tcp_endpoint(key, self.master_address, self.master_port, fd)
+
+
+def find_place(config: NodesConfig) -> NodePlace:
+    """Resolve the addresses; on node 0 also take the master's port.
+
+    Raises ConfigError, ListenError.
+    """
+    assert config.master_addr is not None
+    master = _master_address(config.master_addr, config.join_timeout)
+    address = _own_address(config, master)
+    interface = interface_of(address)
+    if interface is None:
+        raise ConfigError(
+            f"--master-addr {config.master_addr} is {master}, which this node, the master, has not"
+        )
+    return NodePlace(
+        config.node_rank,
+        address,
+        interface,
+        master,
+        config.master_port,
+        config.secret(),
+        config.join_timeout,
+        config.frontend_per_node,
+        link=None if config.node_rank else ListenPort(master, config.master_port, flag="--master-port"),
+    )
+
+
+def _master_address(name: str, timeout_s: float) -> str:
+    """A name may become known only once its host, or its pod, has started."""
+    deadline, noted = time.monotonic() + timeout_s, False
+    while True:
+        try:
+            return resolve_address(name)
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"--master-addr {name}: no IPv4 address after {timeout_s:.0f} s: {error}"
+                ) from None
+        if not noted:
+            noted = True
+            get_logger().info("waiting for the name of node 0, %s (%.0f s)", name, timeout_s)
+        time.sleep(_RETRY_S)
+
+
+def _own_address(config: NodesConfig, master: str) -> str:
+    try:
+        if config.local_addr is not None:
+            return find_address(config.local_addr)
+        return master if config.node_rank == 0 else address_on_route_to(master)
+    except ValueError as error:
+        raise ConfigError(f"--local-addr: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"--master-addr {master}: {error.strerror}: no route from this node") from None
