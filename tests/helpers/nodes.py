@@ -1,6 +1,7 @@
 """Several nodes as processes of this host: on loopback addresses, or in network namespaces."""
 
 import contextlib
+import ctypes
 import os
 import random
 import re
@@ -10,14 +11,23 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+from tests.helpers.random_server import MODEL_NAME
 from tests.helpers.server import STOP_DEADLINE_S, child_processes
 
 JOIN_DEADLINE_S = 180.0
 SECRET = "of these tests alone: 0123456789"
 MASTER_PORT = 29500
+ARGS = (
+    *("--dtype", "float32", "--device", "cpu", "--served-model-name", MODEL_NAME),
+    *("--kv-cache-memory-bytes", str(1 << 27), "--cpu-threads", "1"),
+)
+_CLONE_NEWNET = 0x40000000
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,12 @@ class NodeProcess:
             assert time.monotonic() - begun < deadline_s, f"no {pattern!r} in time:\n{self.text()}"
             time.sleep(0.02)
         return time.monotonic() - begun
+
+    def http_url(self) -> str:
+        """Of its own frontends, with --frontend-per-node."""
+        found = re.search(r"serving HTTP on (\S+) port (\d+)", self.text())
+        assert found is not None, self.text()
+        return f"http://{found[1]}:{found[2]}"
 
     def wait(self) -> int:
         """Its exit status, once it has ended."""
@@ -181,3 +197,23 @@ def set_link(host: Host, up: bool) -> None:
 def _ip(*args: str) -> None:
     done = subprocess.run(["ip", *args], capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, f"ip {' '.join(args)}: {done.stderr}"
+
+
+def inside(host: Host, function: Callable[[], T]) -> T:
+    """`function()`, called in a thread that is in the host's network namespace."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            if host.prefix:
+                with open(f"/run/netns/{host.prefix[-1]}") as namespace:
+                    libc = ctypes.CDLL(None, use_errno=True)
+                    assert libc.setns(namespace.fileno(), _CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return future.result()

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import zmq
@@ -20,6 +21,7 @@ from atom.supervisor.control import Control
 from atom.supervisor.engine_group import EngineGroup
 from atom.supervisor.failure import Failure
 from atom.supervisor.life import Life
+from atom.supervisor.placement import Placement
 from atom.utils.exit_status import ExitStatus
 from tests.helpers.domains import SLEEP, add_child, send, setup_in
 
@@ -52,9 +54,10 @@ def add_engines(
     supervisor: Supervisor, *engines: tuple[str, ...], max_restarts: int = 5
 ) -> list[ScriptEngine]:
     config = EngineConfig(reliability=ReliabilityConfig(max_restarts=max_restarts))
+    placement = Placement(ParallelConfig(data_parallel_size=len(engines)))
     made = []
     for rank, codes in enumerate(engines):
-        setup = setup_in(supervisor.run_dir, supervisor._context, config)
+        setup = replace(setup_in(supervisor.run_dir, supervisor._context, config), placement=placement)
         engine = ScriptEngine(range(rank, rank + 1), setup, 7)
         engine.codes = codes
         engine.start()
