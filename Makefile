@@ -34,7 +34,7 @@ ISA_TESTS := tests/golden tests/models/test_worker.py::test_every_position_in_ch
 	$(addprefix tests/unit/atom_ops/test_,ops.py layers.py attention.py moe.py logprobs.py)
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
-.PHONY: help install serve test test-unit test-e2e test-slow test-kills test-models test-isa test-kernels \
+.PHONY: help install serve test test-unit test-e2e test-slow test-kills test-nodes test-models test-isa test-kernels \
 	test-compile test-gpu test-tokenizers test-openapi test-tracing test-page test-clients test-agents \
 	test-evaluations test-deploy accuracy lint type arch fmt check docs models contract-signatures bench-latency bench-throughput bench-speculation \
 	bench-structured-output bench-scheduler bench-serving bench-gpu bench-step bench-kernels bench-all-reduce \
@@ -80,6 +80,9 @@ test-slow: install ## those of them that take minutes, which `make test` leaves 
 
 test-kills: install ## kill engines and frontends under load, and report what fails and for how long; some minutes
 	@$(BIN)/python -m tests.evaluation.kills $(ARGS)
+
+test-nodes: $(INSTALLED) ## servers of two and three hosts, as network namespaces; needs the right to make them; some minutes
+	@$(BIN)/python -m pytest -q -s tests/nodes $(ARGS)
 
 test-models: $(INSTALLED) ## every configuration of every model family, through the engine
 	@$(BIN)/python -m pytest -q tests/models $(ARGS)

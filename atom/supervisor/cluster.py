@@ -43,12 +43,12 @@ from atom.messages.nodes import (
 from atom.messages.supervisor import Engines
 from atom.supervisor.identity import difference
 from atom.supervisor.node import Node
-from atom.utils.endpoint import bind
+from atom.utils.endpoint import LINK_SILENCE_MS, bind
 from atom.utils.logger import get_logger
 
 __all__ = ["Cluster", "RemoteNode", "RemoteProcess", "link_name"]
 
-_BEAT_S = 0.5
+_BEAT_S = 0.25
 # A node that was told to end together with the master waits for it; alone, it is let go after this time.
 _LEAVE_S = 1.5
 _POLL_MS = 100
@@ -176,7 +176,7 @@ class Cluster:
         self._closing = threading.Event()
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        bind(self._socket, settings.endpoint)
+        bind(self._socket, settings.endpoint, LINK_SILENCE_MS)
         self._wake_out, self._wake_in = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
         self._wake_in.bind("inproc://to-nodes")
         self._wake_out.connect("inproc://to-nodes")

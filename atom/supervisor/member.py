@@ -45,7 +45,7 @@ from atom.supervisor.control import Control
 from atom.supervisor.failure import StartError
 from atom.supervisor.node import Process, deliver
 from atom.supervisor.node_place import NodePlace
-from atom.utils.endpoint import connect
+from atom.utils.endpoint import LINK_SILENCE_MS, connect
 from atom.utils.logger import get_logger, set_log_level
 from atom.utils.net import ListenPort
 from atom.utils.process import spawn
@@ -154,7 +154,7 @@ class Member:
         self._link = self._context.socket(zmq.DEALER)
         self._link.setsockopt(zmq.LINGER, 1000)
         self._monitor = self._link.get_monitor_socket()
-        connect(self._link, self._place.endpoint())
+        connect(self._link, self._place.endpoint(), LINK_SILENCE_MS)
         self._link.send(encode(self._join), zmq.DONTWAIT)
         deadline, problem = time.monotonic() + _ANSWER_S, "nothing listens there, or a firewall is between"
         while time.monotonic() < deadline and not stops():

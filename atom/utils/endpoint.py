@@ -18,7 +18,7 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-__all__ = ["bind", "connect", "endpoint_key", "tcp_endpoint"]
+__all__ = ["LINK_SILENCE_MS", "bind", "connect", "endpoint_key", "tcp_endpoint"]
 
 _URL = re.compile(r"curve://(?P<key>[0-9a-f]{64})@(?P<address>[^@?]+:\d+)(?:\?fd=(?P<fd>\d+))?")
 _MAX_MESSAGE_BYTES = 64 << 20
@@ -26,7 +26,9 @@ _MAX_MESSAGE_BYTES = 64 << 20
 _HANDSHAKE_MS = 5000
 # libzmq's threads exchange pings: a peer that vanished without a FIN is noticed after their sum.
 _PING_MS = 500
-_SILENCE_MS = 3000
+_SILENCE_MS = 4000
+LINK_SILENCE_MS = 3000
+"""For the links between supervisors: less, so that they know the cause before others see an effect."""
 _CONNECT_MS = 3000
 
 
@@ -41,13 +43,13 @@ def tcp_endpoint(key: str, address: str, port: int, fd: int | None = None) -> st
     return f"curve://{key}@{address}:{port}" + ("" if fd is None else f"?fd={fd}")
 
 
-def bind(socket: "zmq.Socket[Any]", endpoint: str) -> None:
-    """Bind a socket. Raises ZMQError."""
+def bind(socket: "zmq.Socket[Any]", endpoint: str, silence_ms: int = _SILENCE_MS) -> None:
+    """Bind a socket; over TCP a peer that is silent for so long is disconnected. Raises ZMQError."""
     parts = _URL.fullmatch(endpoint)
     if parts is None:
         socket.bind(endpoint)
         return
-    _set_options(socket)
+    _set_options(socket, silence_ms)
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
     socket.curve_secretkey = z85.encode(bytes.fromhex(parts["key"]))
     socket.curve_server = True
@@ -58,20 +60,20 @@ def bind(socket: "zmq.Socket[Any]", endpoint: str) -> None:
     socket.bind("tcp://" + parts["address"])
 
 
-def connect(socket: "zmq.Socket[Any]", endpoint: str) -> None:
-    """Connect a socket; does not wait. Raises ZMQError."""
+def connect(socket: "zmq.Socket[Any]", endpoint: str, silence_ms: int = _SILENCE_MS) -> None:
+    """As `bind`; does not wait."""
     parts = _URL.fullmatch(endpoint)
     if parts is None:
         socket.connect(endpoint)
         return
-    _set_options(socket)
+    _set_options(socket, silence_ms)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     socket.curve_serverkey = zmq.curve_public(z85.encode(bytes.fromhex(parts["key"])))
     socket.connect("tcp://" + parts["address"])
 
 
-def _set_options(socket: "zmq.Socket[Any]") -> None:
+def _set_options(socket: "zmq.Socket[Any]", silence_ms: int) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, _PING_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silence_ms)
