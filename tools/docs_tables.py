@@ -10,8 +10,8 @@ from pathlib import Path
 from atom.config.cli import flags_of
 from atom.config.engine import EngineConfig
 from atom.config.fields import Field, fields_of
-from atom.config.not_yet import REFUSED
 from atom.config.nodes import NodesConfig
+from atom.config.not_yet import REFUSED
 from atom.config.server import ServerConfig
 from atom.utils.envs import VARIABLES, Variable, acts
 from tools.api_table import api_tables, route_table
