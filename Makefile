@@ -198,6 +198,7 @@ check: lint type test test-tokenizers ## what CI runs
 
 docs: $(INSTALLED) ## write the generated tables in docs/: flags, variables, API
 	@$(BIN)/python -m tools.docs_tables
+	@$(BIN)/python -m tools.quantization_table
 
 models: $(INSTALLED) ## run test-models, record what it proves and write docs/models.md; ARGS="-k NAME" for a part
 	@$(BIN)/python -m pytest -q tests/models --record tests/models/proven.json $(ARGS)

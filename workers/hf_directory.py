@@ -19,9 +19,10 @@ from workers.checkpoint_files import tensors_in
 from workers.config_values import check_values, id_list
 from workers.families import keeps_states
 from workers.hf_config import added_settings, read_config, read_json
+from workers.quantization_files import QUANTIZATION_KEYS, stated_quantization
 
 _COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
-_QUANTIZED = ("U8", "F8_E4M3", "F8_E8M0")
+_QUANTIZED = ("U8", "I8", "I32", "F8_E4M3", "F8_E8M0")
 _SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 _EXTENDING_ROPE_TYPES = ("linear", "dynamic", "yarn")
@@ -97,7 +98,7 @@ def normalised_config(config: dict[str, Any], directory: Path) -> dict[str, Any]
     """`config` completed as transformers 5 does. Raises ValueError for unsupported settings."""
     where = directory / "config.json"
     check_values(config, where)
-    made = {key: value for key, value in config.items() if key != "quantization_config"}
+    made = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
     made.update(_quantization(config, directory))
     made["rope_parameters"] = _rope_parameters(config, where)
     made["dtype"] = _dtype(config, directory)
@@ -106,13 +107,13 @@ def normalised_config(config: dict[str, Any], directory: Path) -> dict[str, Any]
 
 def _quantization(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """The settings of a quantized checkpoint. Raises ValueError for a format that cannot run."""
-    stated = config.get("quantization_config")
+    stated = stated_quantization(config, directory)
     if stated is None:
         return {}
     from workers.layers.quantization.config import resolve  # imports torch
 
     try:
-        resolve(config)
+        resolve({**config, "quantization_config": stated})
     except ValueError as error:
         raise ValueError(f"{directory} is {error}") from None
     return {"quantization_config": stated}

@@ -42,7 +42,14 @@ from workers.sampler import Sampler
 from workers.spec_decode.methods import method_of
 from workers.state_slots import StateSlots
 from workers.step_shape import GraphSizes, no_agreement
-from workers.weights.loader import WeightError, describe_weights, load_directory, load_dummy, weight_bytes
+from workers.weights.loader import (
+    WeightError,
+    describe_schemes,
+    describe_weights,
+    load_directory,
+    load_dummy,
+    weight_bytes,
+)
 
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total)."""
@@ -204,6 +211,8 @@ class Worker:
 
     def _build_model(self) -> CausalLM:
         model = build_rank(self._config, self._checkpoint, self._mesh, self._dispatch)
+        for line in describe_schemes(model) if self._tp.rank == 0 else ():
+            get_logger().info("quantization: %s", line)
         if self._config.model.load_dummy:
             load_dummy(model, lambda done, total: self._progress("Filling weights", done, total))
         else:

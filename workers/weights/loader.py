@@ -8,15 +8,19 @@ import ctypes
 import math
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
 
+from atom.utils.logger import get_logger
 from atom_ops import tensors_of
 from workers.layers.causal_lm import CausalLM
+from workers.layers.moe import Experts
+from workers.layers.quantization.scheme import PLAIN
 from workers.layers.weighted import CheckpointTensor, WeightedLayer
+from workers.weights.cache_scales import is_cache_scale
 from workers.weights.files import TensorInMemory, TensorSource, tensors_by_file, tensors_in_order
 from workers.weights.plan import LoadTarget, load_targets, weighted_layers
 
@@ -46,6 +50,11 @@ def load_directory(model: CausalLM, directory: str | Path, progress: Progress) -
     file_of = {name: path for path, names in files.items() for name in names}
     targets = list(load_targets(model))
     _check_names(model, targets, file_of.keys())
+    if scales := [name for name in file_of if is_cache_scale(name)]:
+        get_logger().info(
+            "scales of the KV cache in the checkpoint (%d, as %s) are not applied: with --kv-cache-dtype fp8 "
+            "each token has scales of its own", len(scales), scales[0],
+        )  # fmt: skip
     kept = (target.tensor for target in targets if not target.shard.elsewhere)
     needed = dict.fromkeys(name for tensor in kept for name in tensor.names if name in file_of)
     by_name = _by_name(targets)
@@ -119,6 +128,20 @@ def weight_bytes(model: CausalLM) -> int:
     """Bytes of all weights on this rank, as they are held; a tied weight counts once."""
     weights = {id(tensor): tensor for _, layer in weighted_layers(model) for tensor in layer.held_tensors()}
     return sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+
+
+def describe_schemes(model: CausalLM) -> Iterator[str]:
+    """A line for each scheme of the model, with the number of its layers; none if all are plain."""
+    counts: dict[str, Counter[str]] = {}
+    for _, layer in weighted_layers(model):
+        for scheme in set(layer.schemes.values()):
+            kind = "of experts" if isinstance(layer, Experts) else "linear"
+            counts.setdefault(scheme.name, Counter())[kind] += 1
+    if counts.keys() <= {PLAIN.name}:
+        return
+    for name, kinds in sorted(counts.items()):
+        layers = " and ".join(f"{number} {kind}" for kind, number in sorted(kinds.items(), reverse=True))
+        yield f"layers in {name}: {layers}"
 
 
 def describe_weights(model: CausalLM) -> str:
@@ -219,7 +242,11 @@ def _check_alone(targets: Iterable[LoadTarget], name: str, held: Set[str]) -> No
 
 def _check_unused(model: CausalLM, names: Iterable[str]) -> None:
     patterns = model.unused_on_disk
-    unused = [name for name in sorted(names) if not any(fnmatch(name, pattern) for pattern in patterns)]
+    unused = [
+        name
+        for name in sorted(names)
+        if not is_cache_scale(name) and not any(fnmatch(name, pattern) for pattern in patterns)
+    ]
     if unused:
         of_schemes = {name for _, layer in weighted_layers(model) for name in layer.unused_on_disk}
         unused = [name for name in unused if name.rpartition(".")[2] not in of_schemes]

@@ -22,6 +22,7 @@ from atom.utils.exit_status import ExitStatus
 from atom.utils.process import spawn
 from workers import hf_directory
 from workers.prepare import _reason, _status, prepare
+from workers.quantization_files import stated_quantization
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -249,6 +250,39 @@ def test_packed_experts_of_gpt_oss_are_kept_by_the_name_of_their_form(tmp_path: 
     other = config | {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}
     with pytest.raises(ValueError, match=r"quantized \(fp8\) with fmt 'e5m2'"):
         hf_directory.normalised_config(CONFIG | other, tmp_path)
+
+
+GPTQ = {"bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+MODELOPT = {
+    "producer": {"name": "modelopt"},
+    "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]},
+}
+
+
+def test_the_quantization_may_be_stated_in_other_places(tmp_path: Path) -> None:
+    def stated(config: dict[str, Any]) -> Any:
+        return stated_quantization(config, tmp_path)
+
+    assert stated({"quantization_config": None}) is None
+    assert stated({"compression_config": GPTQ}) == GPTQ
+    write(tmp_path, "quantize_config.json", GPTQ)
+    assert stated({}) == GPTQ | {"quant_method": "gptq"}
+    write(tmp_path, "quantize_config.json", {"w_bit": 4, "version": "gemm"})
+    assert stated({})["quant_method"] == "awq"
+    write(tmp_path, "hf_quant_config.json", MODELOPT)
+    modelopt = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    assert stated({}) == modelopt
+    assert stated({"quantization_config": {"quant_method": "modelopt"}}) == modelopt
+    with pytest.raises(
+        ValueError, match=r"quant_algo NVFP4 in config\.json and FP8 in hf_quant_config\.json"
+    ):
+        stated({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}})
+    read = hf_directory.normalised_config(CONFIG, tmp_path)
+    assert read["quantization_config"] == modelopt
+    write(
+        tmp_path, "hf_quant_config.json", {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    )
+    assert stated({})["quant_method"] == "awq"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,60 @@
+"""Checkpoints in every quantized format: logits equal those of the dequantized numbers, on 1 and 2 ranks."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel.communicator import Communicator
+from tests.helpers.fp8 import FP8_MODELS
+from tests.helpers.quantized_formats import FORMATS, QUANTIZED_MODELS, StoredFormat, save_quantized
+from tests.helpers.teacher_forcing import TinyWorker, forced_logits
+from tests.helpers.thread_ranks import on_ranks
+from tests.helpers.tiny_models import Tiny, hf_logits, prompt_of
+
+IDS = prompt_of(40, seed=4)
+# Every kind of weight on every kind of layer; `make test-models` runs all others too.
+ALWAYS = {
+    ("qwen3-moe", "compressed-tensors, tensor"), ("qwen3-moe", "compressed-tensors, INT8"),
+    ("qwen3-moe", "modelopt FP8_PB_WO"), ("qwen3-moe", "quark, channel"),
+    ("deepseek-v3", "fp8, transformers' names"), ("deepseek-v3", "compressed-tensors, channel"),
+    ("gpt-oss", "quark, tensor"), ("llama", "fbgemm_fp8"),
+}  # fmt: skip
+ROWS = [
+    pytest.param(model, format, id=f"{model.name}-{format.name}",
+                 marks=() if (model.name, format.name) in ALWAYS else pytest.mark.models)
+    for model in QUANTIZED_MODELS
+    for format in FORMATS
+]  # fmt: skip
+
+
+def logits(directory: Path, size: int) -> list[torch.Tensor]:
+    """Of every position, on each rank."""
+
+    def run(tp: Communicator) -> torch.Tensor:
+        ours = TinyWorker(directory, tp=tp)
+        core = ours.core()
+        core.add(0, IDS)
+        return forced_logits(ours.worker, core, 0, [25, 15])
+
+    return on_ranks(size, run)
+
+
+@pytest.mark.parametrize(("model", "format"), ROWS)
+def test_logits_equal_those_of_the_dequantized_numbers(
+    tmp_path: Path, model: Tiny, format: StoredFormat, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = hf_logits(save_quantized(model, format, tmp_path), IDS)
+    assert expected.std() > 0.5
+    with caplog.at_level("INFO", "atom"):
+        (alone,) = logits(tmp_path, 1)
+    torch.testing.assert_close(alone, expected, atol=1e-4, rtol=1e-4)
+    assert any(line.startswith(f"quantization: layers in {format.scheme}: ") for line in caplog.messages)
+    for found in logits(tmp_path, 2):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_the_models_are_those_of_the_page() -> None:
+    assert {model.name for model in FP8_MODELS} - {"qwen3"} < {model.name for model in QUANTIZED_MODELS}
+    names = {model.name for model in QUANTIZED_MODELS}, {format.name for format in FORMATS}
+    assert all(model in names[0] and format in names[1] for model, format in ALWAYS)
