@@ -5,6 +5,7 @@ import torch
 from atom.config.checkpoint import Checkpoint
 from atom.config.engine import EngineConfig
 from atom.config.eplb import eplb_config
+from atom.config.online_quantization import online_quantization
 from atom.messages.worker import KVSpec
 from parallel.expert import ExpertDispatch, expert_dispatch
 from parallel.mesh import Mesh
@@ -47,7 +48,7 @@ def build_rank(
         dispatch,
         _redundant_experts(config),
     )
-    model = build_model(checkpoint, build)
+    model = build_model(checkpoint, build, online_quantization(config.model.online_quant_config))
     if mesh.dcp.size > 1 and not all(isinstance(group, LatentGroup) for group in model.kv_groups):
         raise ValueError(
             f"--decode-context-parallel-size {mesh.dcp.size}: {checkpoint.model_type} has layers without "

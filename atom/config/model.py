@@ -24,6 +24,8 @@ class ModelConfig:
     """Context length: most tokens of prompt and output together. If unset: the checkpoint's."""
     hf_overrides: Annotated[str, OBJECT] | None = None
     """JSON object to merge into config.json, such as '{"rope_parameters": {"factor": 2.0}}'."""
+    online_quant_config: Annotated[str, OBJECT] | None = None
+    """JSON object: quantize a plain checkpoint while it loads, as '{"global_quant_config": "ptpc_fp8"}'."""
     trust_remote_code: bool = False
     """No effect, accepted for existing scripts: code from a checkpoint is never run."""
     load_dummy: bool = False

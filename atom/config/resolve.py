@@ -16,6 +16,7 @@ from atom.config.eplb import eplb_config
 from atom.config.fields import ConfigError
 from atom.config.kv_events import kv_events_config
 from atom.config.model import ModelConfig
+from atom.config.online_quantization import online_quantization
 from atom.config.parallel import ParallelConfig
 from atom.config.scheduler import SchedulerConfig
 from atom.config.speculative import SpeculativeConfig
@@ -97,6 +98,7 @@ def resolve(
     if config.parallel.enable_expert_parallel:
         _check_experts(config.parallel.num_workers, checkpoint)
     _check_eplb(config.parallel, checkpoint)
+    _check_online_quantization(config.model, checkpoint)
     cache = _cache(config.cache, checkpoint, explicit, notes)
     kv_events_config(cache, config.parallel.data_parallel_size)  # raises for one that cannot act
     notes += _without_effect(config, explicit, device)
@@ -242,6 +244,16 @@ def _check_experts(ranks: int, checkpoint: Checkpoint) -> None:
 
 def _num_experts(checkpoint: Checkpoint) -> int:
     return max((checkpoint.hf_config.get(name) or 0) for name in _EXPERT_COUNTS)
+
+
+def _check_online_quantization(model: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Raise ConfigError for settings that do not fit, or for a checkpoint that is quantized already."""
+    stated = checkpoint.hf_config.get("quantization_config")
+    if online_quantization(model.online_quant_config) is not None and stated:
+        raise ConfigError(
+            f"--online-quant-config quantizes plain checkpoints, and {checkpoint.directory} is quantized "
+            f"({stated.get('quant_method', 'unknown')}): omit the flag"
+        )
 
 
 def _check_eplb(parallel: ParallelConfig, checkpoint: Checkpoint) -> None:

@@ -117,7 +117,7 @@ class Interleaved(ExpertLayout):
         return fused, partial(_half, part)
 
     def check(self, scheme: Scheme, path: str) -> None:
-        if scheme is not PLAIN and scheme.linear:
+        if scheme.in_checkpoint is not PLAIN.tensors and scheme.linear:
             raise ValueError(f"{path}: the stacked experts of GPT-OSS in {scheme.name} are not supported")
 
 

@@ -213,7 +213,7 @@ class _ExpertShards:
             stored: [
                 self._stored(part, slot, stored) for slot in range(len(self._placement)) for part in parts
             ]
-            for stored in self.scheme.tensors
+            for stored in self.scheme.in_checkpoint
         }
 
     def biases(self, *parts: Part) -> list[ShardSpec]:

@@ -25,6 +25,9 @@ from atom_ops import Packed, Quantized, Weight, tensors_of
 from workers.layers.context import BuildContext
 from workers.layers.quantization.scheme import FLOATS, PLAIN, WHOLE, Fill, Packing, Scheme, StoredTensor
 
+_ROUNDED_AT_ONCE = 1 << 22
+"""Numbers of a plain matrix that are quantized at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class ShardRange:
@@ -151,6 +154,62 @@ class ShardSpec:
         return (*[slice(None)] * self.dim, slice(self.kept.start, self.kept.start + self.kept.size))
 
 
+class RoundedMatrix:
+    """A plain matrix of the checkpoint that is quantized while it is loaded, a few rows at a time."""
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        quantize: Callable[[Tensor], tuple[Tensor, ...]],
+        parts: Sequence[ShardSpec],
+        dtype: torch.dtype,
+    ):
+        self.scheme = scheme
+        self._quantize, self.dtype = quantize, dtype
+        whole_rows = any(stored.unit[1] == WHOLE for stored in scheme.tensors)
+        cut = next((part.kept for part in parts if part.dim == 1), None)
+        self._kept_inputs = cut if whole_rows else None
+        """The inputs to keep of the rows that are read, which share a scale on all ranks; None: all."""
+        self.to_read = tuple(self._read_by(part) for part in parts)
+        """The shards of the plain matrix."""
+        self._starts = self._rows_of_parts(parts)
+
+    def _rows_of_parts(self, parts: Sequence[ShardSpec]) -> dict[int, list[int]]:
+        """First row of each part -> its first row in each of the scheme's tensors."""
+        found, row, rows = {}, 0, [0] * len(self.scheme.tensors)
+        for part in parts:
+            found[row] = list(rows)
+            row += part.kept_shape[0]
+            sizes = (part.of(stored).kept_shape[0] for stored in self.scheme.tensors)
+            rows = [before + size for before, size in zip(rows, sizes, strict=True)]
+        return found
+
+    def _read_by(self, part: ShardSpec) -> ShardSpec:
+        """The shard, or its whole rows."""
+        if self._kept_inputs is None or part.dim == 0:
+            return part
+        return replace(part, kept=ShardRange.whole(part.kept.total))
+
+    def store(self, part: Tensor, buffers: Sequence[Tensor], first_row: int) -> None:
+        """Quantize a part of the matrix, from `first_row` on, into the buffers of the scheme's tensors."""
+        unit = self.scheme.unit[0]
+        each = max(_ROUNDED_AT_ONCE // max(part.shape[1], 1) // unit, 1) * unit
+        starts = self._starts[first_row]
+        for start in range(0, part.shape[0], each):
+            tensors = self._quantize(part[start : start + each].to(buffers[0].device, self.dtype))
+            for stored, buffer, row, tensor in zip(
+                self.scheme.tensors, buffers, starts, tensors, strict=True
+            ):
+                first = row + start // stored.unit[0]
+                buffer.narrow(0, first, tensor.shape[0]).copy_(self._kept(tensor, stored))
+
+    def _kept(self, tensor: Tensor, stored: StoredTensor) -> Tensor:
+        if self._kept_inputs is None:
+            return tensor
+        kept = self._kept_inputs.in_units(stored.unit[1])
+        return tensor.narrow(1, kept.start, kept.size)
+
+
 class WeightedLayer(nn.Module):
     """Base of every layer with weights. The shards `shards[name]` fill buffer `name`, stacked along rows."""
 
@@ -163,16 +222,21 @@ class WeightedLayer(nn.Module):
         self.shards = {}
         self.prefix = None
         self._schemes: dict[str, Scheme] = {}
+        self._rounded: dict[str, RoundedMatrix] = {}
 
     def add_weight(
         self, name: str, shards: Sequence[ShardSpec], build: BuildContext, dtype: torch.dtype | None = None
     ) -> None:
         """Register the uninitialised buffer `name`, large enough for its shards."""
+        self._add_buffer(name, shards, build, dtype)
+        self.shards[name] = tuple(shards)
+
+    def _add_buffer(
+        self, name: str, shards: Sequence[ShardSpec], build: BuildContext, dtype: torch.dtype | None
+    ) -> None:
         rows = sum(shard.kept_shape[0] for shard in shards)
         shape = (rows, *shards[0].kept_shape[1:])
-        buffer = torch.empty(shape, dtype=dtype or build.dtype, device=build.device)
-        self.register_buffer(name, buffer)
-        self.shards[name] = tuple(shards)
+        self.register_buffer(name, torch.empty(shape, dtype=dtype or build.dtype, device=build.device))
 
     def add_matrix(self, name: str, scheme: Scheme, shards: Sequence[ShardSpec], build: BuildContext) -> None:
         """Register the buffers of the matrix `name`, stacked from `shards` [O, I] as `scheme` stores them.
@@ -180,7 +244,7 @@ class WeightedLayer(nn.Module):
         Raises ValueError where a shard would cut a block of the scheme.
         """
         check_blocks(scheme, shards, build)
-        stored_shards = {stored: [shard.of(stored) for shard in shards] for stored in scheme.tensors}
+        stored_shards = {stored: [shard.of(stored) for shard in shards] for stored in scheme.in_checkpoint}
         self.add_stacked(name, scheme, stored_shards, build)
 
     def add_stacked(
@@ -193,8 +257,40 @@ class WeightedLayer(nn.Module):
         """Register the buffers of the matrix `name`, each with its own shards, which cut no block."""
         self.prefix = build.prefix
         self._schemes[name] = scheme
+        if scheme.quantize is not None:
+            (parts,) = shards.values()
+            self._rounded[name] = RoundedMatrix(scheme, scheme.quantize, parts, build.dtype)
+            self.shards[name] = self._rounded[name].to_read
+            for stored in scheme.tensors:
+                self._add_buffer(name + stored.suffix, [p.of(stored) for p in parts], build, stored.dtype)
+            return
         for stored, parts in shards.items():
             self.add_weight(name + stored.suffix, parts, build, stored.dtype)
+
+    def device_of(self, name: str) -> torch.device:
+        """Where the weight `name` of `shards` is."""
+        rounded = self._rounded.get(name)
+        return self.get_buffer(name if rounded is None else name + rounded.scheme.tensors[0].suffix).device
+
+    def rows_to_fill(self, name: str, first_row: int, shape: tuple[int, ...]) -> Tensor:
+        """Rows of the weight `name` of `shards`, as a view; new ones where they are quantized."""
+        rounded = self._rounded.get(name)
+        if rounded is None:
+            return self.get_buffer(name).narrow(0, first_row, shape[0])
+        return torch.empty(shape, dtype=rounded.dtype, device=self.device_of(name))
+
+    def quantizes(self, name: str) -> bool:
+        """Whether the weight `name` of `shards` is quantized while it is loaded."""
+        return name in self._rounded
+
+    def store(self, name: str, first_row: int, part: Tensor) -> None:
+        """Copy a loaded shard of the weight `name` of `shards` to its rows, or quantize it to them."""
+        rounded = self._rounded.get(name)
+        if rounded is None:
+            self.get_buffer(name).narrow(0, first_row, part.shape[0]).copy_(part)
+            return
+        buffers = [self.get_buffer(name + stored.suffix) for stored in rounded.scheme.tensors]
+        rounded.store(part, buffers, first_row)
 
     def loaded(self, name: str, experts: int | None = None) -> Weight:
         """The weight [O, I] of the matrix `name` from its loaded buffers, or [X, O, I] of X `experts`."""

@@ -4,6 +4,7 @@ import importlib
 from dataclasses import replace
 
 from atom.config.checkpoint import Checkpoint
+from atom.config.online_quantization import OnlineQuantization
 from workers.families import check_supported
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
@@ -18,11 +19,16 @@ def model_class(checkpoint: Checkpoint) -> type[CausalLM]:
     return found
 
 
-def build_model(checkpoint: Checkpoint, build: BuildContext) -> CausalLM:
-    """The checkpoint's model without its weights. Raises ValueError for what is not supported."""
+def build_model(
+    checkpoint: Checkpoint, build: BuildContext, online: OnlineQuantization | None = None
+) -> CausalLM:
+    """The checkpoint's model without its weights, which are quantized `online` while they are loaded.
+
+    Raises ValueError for what is not supported.
+    """
     family, config = model_class(checkpoint), checkpoint.hf_config
     try:
-        quantization = resolve(config, family.packed_modules_mapping)
+        quantization = resolve(config, family.packed_modules_mapping, online)
         return family(config, replace(build, quantization=quantization, renamed=family.renamed_on_disk))
     except KeyError as error:
         raise ValueError(f"config.json of {checkpoint.directory} lacks {error}") from error

@@ -122,6 +122,8 @@ def _fill_randomly(target: LoadTarget, has_lm_head: bool) -> None:
     if has_lm_head and shard.dim == 1:  # row parallel: the output is added to the residual stream
         std *= _RESIDUAL_SCALE / math.sqrt(shape[0])
     shard.fill(buffer, std, generator)
+    if target.layer.quantizes(target.weight):
+        target.store(buffer)
 
 
 def weight_bytes(model: CausalLM) -> int:
@@ -193,15 +195,15 @@ def _load(name: str, target: LoadTarget, source: TensorSource) -> None:
     if shard.elsewhere:
         return
     if shard.packed is not None:
-        part = _read(source, tensor, shard.packed.index).to(target.buffer.device)
-        target.buffer.copy_(shard.packed.unpack(part))
+        part = _read(source, tensor, shard.packed.index).to(target.device)
+        target.store(shard.packed.unpack(part))
         return
     if shard.decode is None:
-        target.buffer.copy_(_read(source, tensor, shard.index))
+        target.store(_read(source, tensor, shard.index))
         return
     # Decoded on the device: the quantized form is smaller to copy.
-    whole = _read(source, tensor, [slice(None)] if source.shape else []).to(target.buffer.device)
-    target.buffer.copy_(shard.decode(whole)[shard.index])
+    whole = _read(source, tensor, [slice(None)] if source.shape else []).to(target.device)
+    target.store(shard.decode(whole)[shard.index])
 
 
 def _name(dtype: torch.dtype) -> str:

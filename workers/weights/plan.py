@@ -24,13 +24,21 @@ class LoadTarget:
     """The checkpoint tensor to read, with its full name."""
     layer: WeightedLayer
     weight: str
-    """Name of the layer's buffer."""
+    """Name of the layer's weight."""
     first_row: int
 
     @property
     def buffer(self) -> torch.Tensor:
-        """The rows to fill, as a view of the weight."""
-        return self.layer.get_buffer(self.weight).narrow(0, self.first_row, self.shard.kept_shape[0])
+        """The rows to fill, as a view of the weight; an empty tensor, to `store`, if they are quantized."""
+        return self.layer.rows_to_fill(self.weight, self.first_row, self.shard.kept_shape)
+
+    @property
+    def device(self) -> torch.device:
+        return self.layer.device_of(self.weight)
+
+    def store(self, part: torch.Tensor) -> None:
+        """Fill the rows of the weight with the shard, of its `kept_shape`."""
+        self.layer.store(self.weight, self.first_row, part)
 
 
 def weighted_layers(model: CausalLM) -> Iterator[tuple[str, WeightedLayer]]:

@@ -7,9 +7,11 @@ Paths and expressions go before the class, and `ignore` before both.
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from workers.layers.quantization import int4
 from workers.layers.quantization.block_fp8 import block_fp8, block_of
 from workers.layers.quantization.channel_fp8 import channel_fp8, tensor_fp8
 from workers.layers.quantization.int8 import channel_int8
+from workers.layers.quantization.mxfp4 import mxfp4
 from workers.layers.quantization.rules import (
     REGEX,
     Rule,
@@ -112,10 +114,39 @@ def _naive_quantized(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> S
     return (_float_quantized if weights.get("type") == "float" else _int_quantized)(weights, inputs)
 
 
+def _pack_quantized(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> Scheme:
+    one_of(weights, "type", ("int",), "int")
+    one_of(weights, "num_bits", (4,), 8)
+    if weights.get("num_bits") != 4:
+        raise ValueError("num_bits 8; supported: 4")
+    one_of(weights, "dynamic", (False,), False)
+    one_of(weights, "actorder", ("weight", "static"), None)
+    if inputs:
+        raise ValueError(f"input_activations of {inputs.get('num_bits', 8)!r:.20} bits; supported: none")
+    strategy = one_of(weights, "strategy", ("group", "channel"), None)
+    if strategy is None:
+        raise ValueError("weights without a strategy")
+    group = int4.group_of(weights.get("group_size")) if strategy == "group" else None
+    return int4.compressed_tensors(group, not one_of(weights, "symmetric", (True, False), True))
+
+
+def _mxfp4(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> Scheme:
+    """Inputs may be rounded to 4 bits, by their own ranges; they are not."""
+    for part in filter(None, (weights, inputs)):
+        one_of(part, "type", ("float",), None)
+        one_of(part, "num_bits", (4,), None)
+        one_of(part, "group_size", (32,), 32)
+    if "dynamic" in inputs:
+        one_of(inputs, "dynamic", (True,), True)
+    return mxfp4("weight_packed")
+
+
 FORMATS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Scheme]] = {
     "float-quantized": _float_quantized,
     "int-quantized": _int_quantized,
+    "mxfp4-pack-quantized": _mxfp4,
     "naive-quantized": _naive_quantized,
+    "pack-quantized": _pack_quantized,
 }
 """Format of a group's tensors -> the scheme, of its `weights` and `input_activations`."""
 

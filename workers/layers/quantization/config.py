@@ -10,13 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from atom.config.online_quantization import OnlineQuantization
+from workers.layers.quantization.online import online_rules
 from workers.layers.quantization.rules import Rules
 from workers.layers.quantization.scheme import PLAIN, Scheme
 
 METHODS = {
+    "awq": "awq",
     "compressed-tensors": "compressed_tensors",
     "fbgemm_fp8": "fbgemm",
     "fp8": "fp8",
+    "gptq": "gptq",
     "modelopt": "modelopt",
     "mxfp4": "mxfp4",
     "quark": "quark",
@@ -76,12 +80,24 @@ class QuantizationConfig:
 
 
 def resolve(
-    config: Mapping[str, Any], packed: Mapping[str, Sequence[str]] | None = None
+    config: Mapping[str, Any],
+    packed: Mapping[str, Sequence[str]] | None = None,
+    online: OnlineQuantization | None = None,
 ) -> QuantizationConfig:
-    """The schemes for a model with this config.json. Raises ValueError for a format that cannot run."""
+    """The schemes for a model with this config.json, or to which a plain one is quantized `online`.
+
+    Raises ValueError for a format that cannot run, and for a quantized checkpoint with `online`.
+    """
     stated = config.get("quantization_config")
     if stated is None or stated == {}:
-        return QuantizationConfig(packed=packed or {})
+        rules = Rules(PLAIN) if online is None else online_rules(online)
+        return QuantizationConfig(rules, packed or {})
+    if online is not None:
+        method = stated.get("quant_method", "unknown") if isinstance(stated, dict) else stated
+        raise ValueError(
+            f"--online-quant-config quantizes plain checkpoints, and this one is quantized ({method!s:.40}): "
+            "omit the flag"
+        )
     if not isinstance(stated, dict):
         raise ValueError(f"quantized, but quantization_config is not an object: {stated!r:.40}")
     return QuantizationConfig(_rules(stated, config.get("model_type")), packed or {})

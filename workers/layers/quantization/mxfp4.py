@@ -1,11 +1,14 @@
-"""MXFP4 (OCP microscaling), as GPT-OSS stores its experts (`quant_method` mxfp4); all else is plain.
+"""MXFP4 (OCP microscaling), for single matrices, and as GPT-OSS stores its experts (`quant_method` mxfp4).
 
-…_blocks   [X, O, I / 32, 16]   two 4-bit floats in each byte
-…_scales   [X, O, I / 32]       exponents of 2, plus 127
+                   codes: two in a byte           scales: exponents of 2, plus 127
+compressed-tensors weight_packed [O, I / 2]       weight_scale [O, I / 32]
+Quark              weight [O, I / 2]              weight_scale [O, I / 32]
+GPT-OSS            …_blocks [X, O, I / 32, 16]    …_scales [X, O, I / 32]
 """
 
 import math
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,6 +35,21 @@ def _fill_codes(codes: Tensor, std: float, generator: torch.Generator) -> None:
 
 def _fill_scales(scales: Tensor, std: float, generator: torch.Generator) -> None:
     scales.fill_(127 + round(math.log2(std / _CODES_STD)))
+
+
+@cache
+def mxfp4(codes: str) -> Scheme:
+    """Single matrices, whose codes have that name. Activations are not rounded, whatever the config says."""
+    return Scheme(
+        "MXFP4",
+        (1, GROUP),
+        (
+            StoredTensor("_codes", (1, 2), _UINT8, _fill_codes, torch.uint8, names=(codes,)),
+            StoredTensor("_scales", (1, GROUP), _UINT8, _fill_scales, torch.uint8, names=("weight_scale",)),
+        ),
+        MXFP4,
+        ragged=False,
+    )
 
 
 _GPT_OSS = Scheme(

@@ -6,8 +6,10 @@ A config has one part for weights and one for inputs; null leaves the layer, or 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from workers.layers.quantization import int4
 from workers.layers.quantization.channel_fp8 import channel_fp8, tensor_fp8
 from workers.layers.quantization.int8 import channel_int8
+from workers.layers.quantization.mxfp4 import mxfp4
 from workers.layers.quantization.rules import Rule, Rules, as_written, exact, excluded, glob, one_of, section
 from workers.layers.quantization.scheme import PLAIN, Scheme
 
@@ -77,9 +79,44 @@ def _int8(weight: Mapping[str, Any], inputs: Mapping[str, Any], packing: Mapping
     return channel_int8(scheme == "per_tensor")
 
 
+def _int4(weight: Mapping[str, Any], inputs: Mapping[str, Any], packing: Mapping[str, Any]) -> Scheme:
+    """int4 is symmetric; uint4 has zero points."""
+    one_of(weight, "is_dynamic", (False,), False)
+    signed = weight["dtype"] == "int4"
+    one_of(weight, "symmetric", (signed,), signed)
+    one_of(weight, "scale_type", ("float",), "float")
+    one_of(weight, "scale_format", ("float32",), "float32")
+    if inputs:
+        raise ValueError("input_tensors for weights of 4 bits; supported: none")
+    if one_of(weight, "qscheme", ("per_group",), None) is None:
+        raise ValueError("weights without a qscheme")
+    one_of(weight, "ch_axis", (-1, 1), -1)
+    group = int4.group_of(weight.get("group_size"))
+    reordered = one_of(packing, "pack_method", ("reorder", "order"), "reorder") == "reorder"
+    return int4.quark(group, reordered, signed)
+
+
+def _mxfp4(weight: Mapping[str, Any], inputs: Mapping[str, Any], packing: Mapping[str, Any]) -> Scheme:
+    """Inputs may be rounded to 4 bits, by their own ranges; they are not."""
+    one_of(weight, "is_dynamic", (False,), False)
+    for part in filter(None, (weight, inputs)):
+        one_of(part, "dtype", ("fp4",), None)
+        one_of(part, "qscheme", ("per_group",), "per_group")
+        one_of(part, "group_size", (32,), None)
+        one_of(part, "scale_format", ("e8m0",), None)
+        if None in (part.get("group_size"), part.get("scale_format")):
+            raise ValueError("4-bit floats without group_size 32 and scale_format e8m0")
+    if inputs:
+        one_of(inputs, "is_dynamic", (True,), True)
+    return mxfp4("weight")
+
+
 DTYPES: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]], Scheme]] = {
+    "fp4": _mxfp4,
     "fp8_e4m3": _fp8,
+    "int4": _int4,
     "int8": _int8,
+    "uint4": _int4,
 }
 """dtype of weights -> the scheme, of `weight`, `input_tensors` and `export`."""
 

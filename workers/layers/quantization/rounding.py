@@ -107,7 +107,7 @@ def _e2m1(numbers: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
     between = torch.tensor(_BETWEEN, device=numbers.device)
     # A number halfway belongs to the lower code if that is even: bucketize puts all of them there.
     between[1::2] = torch.nextafter(between[1::2], between.new_zeros(()))
-    codes = torch.bucketize(scaled.abs(), between)
+    codes = torch.bucketize(scaled.abs().contiguous(), between)
     rounded = torch.tensor(_E2M1, device=numbers.device)[codes].copysign(scaled) * powers
     errors = (rounded - numbers).square_().sum(2, keepdim=True)
     return (codes + 8 * scaled.signbit()).to(torch.uint8), errors

@@ -115,6 +115,16 @@ class Scheme:
     """Whether it stores linear layers too, and not only routed experts."""
     unused: tuple[str, ...] = ()
     """Tensors that a matrix's module may hold beside these, and that are not needed."""
+    quantize: Callable[[Tensor], tuple[Tensor, ...]] | None = None
+    """Online quantization: maps rows of a plain matrix, in the compute dtype, to `tensors` of these rows.
+
+    None: the checkpoint has these tensors.
+    """
+
+    @property
+    def in_checkpoint(self) -> tuple[StoredTensor, ...]:
+        """The tensors that the checkpoint has."""
+        return self.tensors if self.quantize is None else PLAIN.tensors
 
 
 def _entries(matrix: tuple[int, int], unit: tuple[int, int]) -> tuple[int, int]:
