@@ -64,6 +64,7 @@ SAMPLES: dict[type | str, tuple[str, Any]] = {
     "ssl_cert_reqs": ("2", 2),
     "hf_overrides": ('{"a":{"b":[1]}}', '{"a": {"b": [1]}}'),
     "eplb_config": ('{"window_size":9}', '{"window_size": 9}'),
+    "online_quant_config": ('{"global_quant_config":"mxfp4"}', '{"global_quant_config": "mxfp4"}'),
     "kv_events_config": ('{"hwm":9}', '{"hwm": 9}'),
 }
 

@@ -140,7 +140,7 @@ def test_parts_of_a_fused_module_must_agree(
         ({"ignored_layers": ["lm_head", "re:mlp.("]},
          r"'mlp\.\(', not a regular expression for modules: missing \)"),
         ({"quant_method": ["fp8"]}, r"quantized \(\['fp8'\]\): not supported"),
-        ({"quant_method": "awq"}, r"quantized \(awq\): not supported, use a plain checkpoint"),
+        ({"quant_method": "hqq"}, r"quantized \(hqq\): not supported, use a plain checkpoint"),
     ],
 )  # fmt: skip
 def test_variants_that_cannot_run_are_refused_by_name(

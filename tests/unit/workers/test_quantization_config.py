@@ -180,7 +180,7 @@ BROKEN: list[tuple[Any, str]] = [
     (compressed("float-quantized", group("channel", dynamic("int"))), "input_activations of type .*'int', 8"),
     (CT | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config of format 'sparse-24-b"),
     (CT | {"transform_config": {"config_groups": {}}}, "with a transform_config"),
-    (quark({"dtype": "uint4"}), "weights of dtype 'uint4' in global_quant_config; supported: "),
+    (quark({"dtype": "int3"}), "weights of dtype 'int3' in global_quant_config; supported: "),
     (quark({"dtype": "fp8_e4m3"}), "weights without a qscheme, in global_quant_config"),
     (quark(QUARK_CHANNEL | {"ch_axis": 1}), "ch_axis 1; supported: 0, in global_quant_config"),
     (quark(QUARK_CHANNEL, QUARK_TENSOR | {"is_dynamic": False}), "static inputs for weights per channel"),
