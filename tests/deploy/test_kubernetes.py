@@ -51,7 +51,7 @@ def problems(paths: list[Path]) -> str:
         timeout=120,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    return "" if done.returncode == 0 else done.stdout + done.stderr
 
 
 @pytest.mark.skipif(
