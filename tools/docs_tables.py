@@ -1,4 +1,4 @@
-"""Writes the tables of docs/flags.md, docs/environment.md and docs/api.md from the code.
+"""Writes the tables of docs/flags.md, environment.md, api.md and scaling.md from the code.
 
 python -m tools.docs_tables
 """
@@ -15,6 +15,7 @@ from atom.config.not_yet import REFUSED
 from atom.config.server import ServerConfig
 from atom.utils.envs import VARIABLES, Variable, acts
 from tools.api_table import api_tables, route_table
+from tools.scaling_tables import scaling_tables
 
 BEGIN, END = "<!-- table:begin -->", "<!-- table:end -->"
 
@@ -98,6 +99,7 @@ TABLES: dict[Path, Callable[[], str]] = {
     _DOCS / "flags.md": flag_tables,
     _DOCS / "environment.md": environment_table,
     _DOCS / "api.md": api_page,
+    _DOCS / "scaling.md": scaling_tables,
 }
 
 
