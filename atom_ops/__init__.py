@@ -22,7 +22,13 @@ from atom_ops.ops.decode_inputs import DecodeInputs, decode_inputs
 from atom_ops.ops.draft_inputs import NO_DRAFT, DraftInputs, RowState, draft_inputs
 from atom_ops.ops.embedding import embedding
 from atom_ops.ops.expert_slots import ExpertSlots, select_slots
-from atom_ops.ops.experts import ClampedSwiglu, ExpertActivation, ExpertWeights, experts
+from atom_ops.ops.experts import (
+    ClampedSwiglu,
+    ExpertActivation,
+    ExpertWeights,
+    experts,
+    pack_expert_weight,
+)
 from atom_ops.ops.fused_attention import attend_projection
 from atom_ops.ops.fused_linear import add_norm_linear, silu_and_mul_linear
 from atom_ops.ops.gated_delta_rule import DecayWeights, gated_delta_rule
@@ -175,6 +181,7 @@ __all__ = [
     "merge_argmax",
     "merge_partials",
     "norm_and_write_latents",
+    "pack_expert_weight",
     "pack_linear_weight",
     "pack_partials",
     "paged_attention",

@@ -9,6 +9,7 @@ parts, and of torch. The floor is that of an H200.
 
 import argparse
 import itertools
+import math
 import multiprocessing
 import statistics
 import sys
@@ -26,7 +27,10 @@ from atom_ops import RoutingRule, backend, route
 from atom_ops.ops.experts import ClampedSwiglu, ExpertWeights, experts
 from atom_ops.triton_impl import experts as provider
 from atom_ops.triton_impl.expert_blocks import ExpertBlocks, sort_by_expert
-from atom_ops.triton_impl.expert_plans import MANY, GroupedPlan, GroupedTile, VectorPlan, VectorTile
+from atom_ops.triton_impl.expert_plans import MANY, Format, GroupedPlan, GroupedTile, VectorPlan, VectorTile
+from atom_ops.triton_impl.expert_quantized import QuantizedGEMMs, Rounded, rounded
+from atom_ops.weights import MXFP4, BlockFP8, ChannelFP8, ChannelINT8, GroupINT4, Weight, tensors_of
+from atom_ops.weights.four_bit_words import pack_words
 
 DTYPE = torch.bfloat16
 DEVICE = "cuda"
@@ -42,19 +46,31 @@ class Model:
     features: int
     chosen: int
     biased: bool = False
+    format: Format = "plain"
 
 
 MODELS = {
     "Qwen3-30B-A3B": Model(128, 2048, 768, 8),
+    "Qwen3-30B-A3B-FP8": Model(128, 2048, 768, 8, format="block_fp8"),
+    "Qwen3-30B-A3B-PTPC": Model(128, 2048, 768, 8, format="channel_fp8"),
+    "Qwen3-30B-A3B-INT8": Model(128, 2048, 768, 8, format="int8"),
     "GPT-OSS-20B": Model(32, 2880, 2880, 4, biased=True),
+    "GPT-OSS-20B-MXFP4": Model(32, 2880, 2880, 4, biased=True, format="mxfp4"),
+    "Kimi-K2-INT4": Model(384, 7168, 2048, 8, format="int4"),
     "DeepSeek-V2-Lite": Model(64, 2048, 1408, 6),
     "Mixtral-8x7B": Model(8, 4096, 14336, 2),
 }
 Tile = VectorTile | GroupedTile
 
 
-def grouped_tiles(block: int, gated: bool) -> Iterator[GroupedTile]:
+FOUR_BIT = ("mxfp4", "int4")
+
+
+def grouped_tiles(block: int, gated: bool, format: Format) -> Iterator[GroupedTile]:
     """The tiles to try for blocks of `block` pairs."""
+    if format != "plain":
+        yield from quantized_tiles(block, gated, format)
+        return
     if block < 64:
         sides = itertools.product((64, 128), (64, 128), (4,), (2, 3, 4, 5, 6))
     else:
@@ -71,10 +87,28 @@ def grouped_tiles(block: int, gated: bool) -> Iterator[GroupedTile]:
             yield GroupedTile(rows, columns, warps, stages, persistent=True)
 
 
-def vector_tiles(width: int, columns: Sequence[int]) -> Iterator[VectorTile]:
+def quantized_tiles(block: int, gated: bool, format: Format) -> Iterator[GroupedTile]:
+    """The tiles to try, all of 128 columns."""
+    four_bit = format in FOUR_BIT
+    for rows, warps, stages in itertools.product((64, 128, 256), (4, 8), (3, 4, 6)):
+        weight_rows = 2 * rows if gated else rows
+        stage = 128 * (2 * block + weight_rows // 2 if four_bit else block + weight_rows)
+        if weight_rows > 256 or (block < 64 and rows < 16 * warps) or rows * block < warps * 256:
+            continue
+        if weight_rows * block > warps * 32 * 128:
+            continue  # spills
+        if stage * stages > SHARED_BYTES or stage * stages < 24 << 10 or (block >= 64 and stages > 4):
+            continue
+        yield GroupedTile(rows, 128, warps, stages)
+        if block >= 64 and stages == 3:
+            yield GroupedTile(rows, 128, warps, stages, persistent=True)
+
+
+def vector_tiles(width: int, columns: Sequence[int], format: Format) -> Iterator[VectorTile]:
     """The tiles to try where a tile has `width` times its columns."""
+    least, most = (16, 64) if format == "plain" else (32, 64) if format in FOUR_BIT else (16, 32)
     for rows, column, warps in itertools.product((1, 2, 4, 8), columns, (2, 4, 8)):
-        if 16 <= rows * column * width // (32 * warps) <= 64:
+        if least <= rows * column * width // (32 * warps) <= most:
             yield VectorTile(rows, column, warps)
             yield VectorTile(rows, column, warps, 3)
 
@@ -109,14 +143,19 @@ class Layer:
             for x, ids in zip(self.x, self.ids, strict=True)
         ]
 
-    def gemm(self, block: int, tile: GroupedTile, gated: bool) -> list[Callable[[], object]]:
+    def gemm(
+        self, block: int, tile: GroupedTile, gated: bool, group: int = 128
+    ) -> list[Callable[[], object]]:
+        """`group`: how many of down's inputs share a scale, if they are rounded."""
         blocks = self._blocks.setdefault(
             block, [sort_by_expert(ids, self.model.experts, block) for ids in self.ids]
         )
-        steps = [
-            provider.GroupedGEMMs(GroupedPlan(MANY, block, tile, tile), one, self.model.chosen, True)
-            for one in blocks
-        ]
+        plan = GroupedPlan(MANY, block, tile, tile)
+        if self.model.format != "plain":
+            return self._quantized_gemm(
+                [QuantizedGEMMs(plan, one, self.model.chosen, True) for one in blocks], gated, group
+            )
+        steps = [provider.GroupedGEMMs(plan, one, self.model.chosen, True) for one in blocks]
         if not gated:
             return [partial(step.down, self.inner, self.weights, self.y) for step in steps]
         return [
@@ -124,9 +163,25 @@ class Layer:
             for x, step in zip(self.x, steps, strict=True)
         ]
 
+    def _quantized_gemm(
+        self, steps: Sequence[QuantizedGEMMs], gated: bool, group: int
+    ) -> list[Callable[[], object]]:
+        inner = steps[0].inner(self.weights, self.inner)
+        if gated:
+            return [
+                partial(step.gate_up, x, self.weights, self.activation, inner)
+                for x, step in zip(self.x, steps, strict=True)
+            ]
+        given: Rounded | Tensor = self.inner
+        if isinstance(inner, Rounded):
+            codes = rounded(self.inner, inner.codes.dtype).codes
+            shape = len(codes), -(-codes.shape[1] // group)
+            given = Rounded(codes, torch.ones(shape, dtype=torch.float32, device=DEVICE), group)
+        return [partial(step.down, given, self.weights, self.y) for step in steps]
+
     def vector(self, tile: VectorTile, gated: bool) -> list[Callable[[], object]]:
         """Timed with the other GEMM, whose time does not change."""
-        other = VectorTile(4, 1024, 4) if not gated else VectorTile(4, 256, 4)
+        other = VectorTile(4, 1024, 4) if not gated or self.model.format != "plain" else VectorTile(4, 256, 4)
         plan = VectorPlan(MANY, *((tile, other) if gated else (other, tile)))
         return self.call(plan)
 
@@ -139,7 +194,43 @@ def made_weights(model: Model, count: int) -> ExpertWeights:
 
     hidden, features = model.hidden, model.features
     biases = (random(count, 2 * features), random(count, hidden)) if model.biased else (None, None)
-    return ExpertWeights(random(count, 2 * features, hidden), random(count, hidden, features), *biases)
+    shapes = ((count, 2 * features, hidden), (count, hidden, features))
+    gate_up, down = (random_matrix(shape, model.format) for shape in shapes)
+    return ExpertWeights(gate_up, down, *biases)
+
+
+def random_matrix(shape: tuple[int, ...], format: Format) -> Weight:
+    """With a standard deviation of about I^-0.5."""
+    std = shape[-1] ** -0.5
+    if format == "plain":
+        return torch.empty(shape, dtype=DTYPE, device=DEVICE).normal_(std=std)
+    if format in FOUR_BIT:
+        return four_bit_matrix(shape, format, std)
+    values = torch.empty(shape, dtype=torch.int8 if format == "int8" else torch.float8_e4m3fn, device=DEVICE)
+    for part in values:
+        part.copy_(torch.empty(part.shape, dtype=DTYPE, device=DEVICE).normal_(std=30))
+    blocks = (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
+    scales = torch.rand(blocks if format == "block_fp8" else shape[:-1], device=DEVICE)
+    scales = (scales + 0.5) * (std / 30)
+    if format == "block_fp8":
+        return BlockFP8(values, scales, (128, 128))
+    return ChannelFP8(values, scales) if format == "channel_fp8" else ChannelINT8(values, scales)
+
+
+def four_bit_matrix(shape: tuple[int, ...], format: Format, std: float) -> Weight:
+    """As the kernels read it."""
+    pairs, groups = (*shape[:-1], shape[-1] // 2), (*shape[:-1], shape[-1] // 32)
+    codes = torch.randint(0, 256, pairs, dtype=torch.uint8, device=DEVICE)
+    if format == "int4":
+        scales = ((torch.rand(groups, device=DEVICE) + 0.5) * (std / 4.6)).to(DTYPE)
+        packed = pack_words(GroupINT4(codes, scales))
+    else:
+        exponent = 127 + round(math.log2(std / 3))
+        packed = pack_words(
+            MXFP4(codes, torch.randint(exponent - 1, exponent + 1, groups, dtype=torch.uint8, device=DEVICE))
+        )
+    assert packed is not None
+    return packed
 
 
 def seconds(bodies: Sequence[Callable[[], object]], rounds: int = 7) -> float:
@@ -180,14 +271,16 @@ Job = tuple[str, int, Tile, bool]
 def jobs_of(model: str, blocks: Sequence[int]) -> list[Job]:
     """The tiles to try for these blocks."""
     jobs: list[Job] = []
+    format = MODELS[model].format
     for gated in (True, False):
         for block in blocks:
             if block:
-                jobs += [(model, block, tile, gated) for tile in grouped_tiles(block, gated)]
+                jobs += [(model, block, tile, gated) for tile in grouped_tiles(block, gated, format)]
             else:
-                width = 1 if gated else 1 << (MODELS[model].chosen - 1).bit_length()
-                columns = (512, 1024, 2048) if gated else (64, 128, 256, 512)
-                jobs += [(model, 0, tile, gated) for tile in vector_tiles(width, columns)]
+                plain_down = format == "plain" and not gated
+                width = 1 << (MODELS[model].chosen - 1).bit_length() if plain_down else 1
+                columns = (64, 128, 256, 512) if plain_down else (512, 1024, 2048)
+                jobs += [(model, 0, tile, gated) for tile in vector_tiles(width, columns, format)]
     return jobs
 
 
@@ -229,9 +322,11 @@ def tune(name: str, all_tokens: Sequence[int]) -> None:
     for tokens in all_tokens:
         layer = Layer(model, tokens, 16 if tokens <= 16 else 6 if tokens <= 256 else 2, weights)
         active = statistics.mean(len(set(ids.flatten().tolist())) for ids in layer.ids)
-        matrix = 2 * model.hidden * model.features
-        moved = 3 * active * matrix + 4 * tokens * model.hidden
-        flops = 3 * tokens * model.chosen * matrix
+        held = sum(
+            part.nbytes for weight in (weights.gate_up_XOD, weights.down_XDF) for part in tensors_of(weight)
+        )
+        moved = active * held / model.experts + 4 * tokens * model.hidden
+        flops = 6 * tokens * model.chosen * model.hidden * model.features
         floor = max(moved / READ_GB_S / 1e9, flops / MATMUL_TFLOP_S / 1e12)
         print(
             f"\n== {name}, {tokens} tokens: {active:.1f} of {model.experts} experts,"
@@ -240,24 +335,28 @@ def tune(name: str, all_tokens: Sequence[int]) -> None:
         totals = []
         for block in blocks_for(model, tokens):
             jobs = jobs_of(name, [block])
-            best: list[Any] = [fastest(layer, jobs, gated, moved, flops) for gated in (True, False)]
+            gate_up = fastest(layer, jobs, True, moved, flops)
+            best: list[Any] = [gate_up, fastest(layer, jobs, False, moved, flops, gate_up.rows)]
             plan = GroupedPlan(tokens, block, *best) if block else VectorPlan(tokens, *best)
             totals.append((attempt(partial(layer.call, plan)), plan))
         for taken, plan in sorted(totals, key=lambda entry: entry[0]):
             print(f"  WHOLE {taken * 1e6:9.1f} us {floor / taken:6.1%} of the floor  {plan}")
-        print(f"  torch {attempt(layer.reference) * 1e6:9.1f} us")
+        if model.format == "plain":
+            print(f"  torch {attempt(layer.reference) * 1e6:9.1f} us")
         parts(layer)
         sys.stdout.flush()
 
 
-def fastest(layer: Layer, jobs: Sequence[Job], gated: bool, moved: float, flops: float) -> Tile:
+def fastest(
+    layer: Layer, jobs: Sequence[Job], gated: bool, moved: float, flops: float, group: int = 128
+) -> Tile:
     """Print the four fastest tiles of a GEMM; `moved` bytes and `flops` are those of the whole op."""
     times = []
     for _, block, tile, of_gated in jobs:
         if of_gated == gated and isinstance(tile, VectorTile):
             times.append((attempt(partial(layer.vector, tile, gated)), block, tile))
         elif of_gated == gated:
-            times.append((attempt(partial(layer.gemm, block, tile, gated)), block, tile))
+            times.append((attempt(partial(layer.gemm, block, tile, gated, group)), block, tile))
     times.sort(key=lambda entry: entry[0])
     part = 2 / 3 if gated else 1 / 3
     for taken, block, tile in times[:4]:
@@ -290,7 +389,7 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 16, 64, 256, 4096])
-    parser.add_argument("--processes", type=int, default=14, help="that compile")
+    parser.add_argument("--processes", type=int, default=14, help="that compile; 0: none does, ahead")
     args = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         parser.error("needs a Hopper GPU: the tiles are loaded by tensor descriptors (TMA)")
@@ -302,8 +401,9 @@ def main() -> None:
         for name in args.models
     }
     jobs = [job for name in args.models for job in jobs_of(name, blocks[name])]
-    with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
-        pool.map(compile_jobs, [jobs[i :: args.processes] for i in range(args.processes)], chunksize=1)
+    if args.processes:
+        with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
+            pool.map(compile_jobs, [jobs[i :: args.processes] for i in range(args.processes)], chunksize=1)
     print(f"{len(jobs)} tiles compiled in {time.monotonic() - began:.0f} s")
     for name in args.models:
         tune(name, args.tokens)

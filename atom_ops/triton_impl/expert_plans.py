@@ -1,6 +1,7 @@
 """Kernels and tiles of `experts`, by the shape of the layer and the number of tokens."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,7 +11,7 @@ class VectorTile:
     rows: int
     """Weight rows (of the gate and as many of up)."""
     columns: int
-    """Weight columns of one iteration (of each of the token's experts)."""
+    """Weight columns of one iteration (of plain weights: of each of the token's experts)."""
     warps: int
     stages: int = 1
     """Iterations whose loads are in flight."""
@@ -33,7 +34,7 @@ class GroupedTile:
     rows: int
     """Weight rows (of the gate and as many of up)."""
     columns: int
-    """Weight columns of one iteration."""
+    """Weight columns of one iteration; of 4-bit weights always 128."""
     warps: int
     stages: int
     """Iterations whose loads are in flight."""
@@ -59,13 +60,17 @@ class GroupedPlan:
 
 
 ExpertPlan = VectorPlan | GroupedPlan
+Format = Literal["plain", "block_fp8", "channel_fp8", "int8", "mxfp4", "int4"]
+"""Of the weights."""
 Shape = tuple[int, int, int]
 """Experts, hidden size, features of an expert."""
+Layer = tuple[Format, Shape]
 
 MANY = 1 << 30
 """As `tokens` of the last plan."""
 
 _FEW = VectorPlan(4, VectorTile(4, 512, 4, 3), VectorTile(4, 128, 4, 3))
+_FEW_QUANTIZED = VectorPlan(4, VectorTile(4, 1024, 4, 3), VectorTile(4, 1024, 4, 3))
 
 # By pairs per expert on average: the most, and the plan.
 _HOPPER = (
@@ -73,6 +78,18 @@ _HOPPER = (
     (24, GroupedPlan(MANY, 32, GroupedTile(64, 64, 4, 3), GroupedTile(128, 64, 4, 5))),
     (48, GroupedPlan(MANY, 64, GroupedTile(64, 64, 4, 3), GroupedTile(128, 64, 4, 3))),
     (MANY, GroupedPlan(MANY, 128, GroupedTile(128, 64, 8, 4), GroupedTile(128, 64, 4, 3))),
+)
+_HOPPER_8BIT = (
+    (8, GroupedPlan(MANY, 16, GroupedTile(64, 128, 4, 4), GroupedTile(64, 128, 4, 4))),
+    (24, GroupedPlan(MANY, 32, GroupedTile(64, 128, 4, 4), GroupedTile(128, 128, 4, 4))),
+    (48, GroupedPlan(MANY, 64, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 3))),
+    (MANY, GroupedPlan(MANY, 128, GroupedTile(128, 128, 8, 3), GroupedTile(128, 128, 8, 3))),
+)
+_HOPPER_4BIT = (
+    (8, GroupedPlan(MANY, 16, GroupedTile(64, 128, 4, 4), GroupedTile(128, 128, 4, 4))),
+    (24, GroupedPlan(MANY, 32, GroupedTile(64, 128, 4, 4), GroupedTile(128, 128, 4, 4))),
+    (48, GroupedPlan(MANY, 64, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 3))),
+    (MANY, GroupedPlan(MANY, 128, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 8, 3))),
 )
 _ANYWHERE = (
     (8, GroupedPlan(MANY, 16, GroupedTile(32, 64, 4, 2), GroupedTile(64, 64, 4, 2))),
@@ -83,6 +100,10 @@ INTERPRETED = (
     VectorPlan(1, VectorTile(4, 64, 4), VectorTile(8, 32, 4)),
     GroupedPlan(10, 16, GroupedTile(32, 64, 4, 2), GroupedTile(64, 32, 4, 2)),
     GroupedPlan(MANY, 64, GroupedTile(32, 32, 4, 2), GroupedTile(64, 32, 4, 2, persistent=True)),
+)
+INTERPRETED_QUANTIZED = (
+    VectorPlan(1, VectorTile(16, 128, 4), VectorTile(32, 256, 4)),
+    GroupedPlan(MANY, 16, GroupedTile(64, 128, 4, 2), GroupedTile(64, 128, 4, 2)),
 )
 BATCH_INVARIANT = GroupedPlan(MANY, 64, GroupedTile(64, 64, 4, 2), GroupedTile(64, 64, 4, 2))
 """One plan for any number of tokens."""
@@ -98,16 +119,28 @@ _QWEN3_30B_A3B = (
     GroupedPlan(MANY, 128, GroupedTile(128, 64, 8, 4), GroupedTile(128, 64, 4, 3)),
 )
 
-TUNED: dict[str, dict[Shape, tuple[ExpertPlan, ...]]] = {"NVIDIA H200": {(128, 2048, 768): _QWEN3_30B_A3B}}
-"""By the driver's name of the GPU and the shape: plans by rising tokens. `make tune-experts` measures."""
+TUNED: dict[str, dict[Layer, tuple[ExpertPlan, ...]]] = {
+    "NVIDIA H200": {("plain", (128, 2048, 768)): _QWEN3_30B_A3B}
+}
+"""By the driver's name of the GPU and the layer: plans by rising tokens. `make tune-experts` measures."""
 
 
-def default_plan(shape: Shape, tokens: int, chosen: int, hopper: bool) -> ExpertPlan:
-    """The plan of a shape that was not measured; each token has `chosen` experts."""
-    if tokens <= _FEW.tokens and tokens * chosen <= 4 * shape[0]:
-        return _FEW
+def default_plan(layer: Layer, tokens: int, chosen: int, hopper: bool) -> ExpertPlan:
+    """The plan of a layer that was not measured; each token has `chosen` experts."""
+    format, shape = layer
+    few = _FEW if format == "plain" else _FEW_QUANTIZED
+    if tokens <= few.tokens and tokens * chosen <= 4 * shape[0]:
+        return few
     per_expert = tokens * chosen / shape[0]
-    return next(plan for most, plan in (_HOPPER if hopper else _ANYWHERE) if per_expert <= most)
+    return next(plan for most, plan in _plans(format, hopper) if per_expert <= most)
+
+
+def _plans(format: Format, hopper: bool) -> tuple[tuple[int, GroupedPlan], ...]:
+    if not hopper:
+        return _ANYWHERE
+    if format == "plain":
+        return _HOPPER
+    return _HOPPER_4BIT if format in ("mxfp4", "int4") else _HOPPER_8BIT
 
 
 def tuned_plan(plans: tuple[ExpertPlan, ...], tokens: int) -> ExpertPlan | None:

@@ -1,7 +1,8 @@
 """`experts` in Triton: see `expert_kernels` for the kernels, `expert_plans` for their tiles."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -10,11 +11,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from atom_ops.ops.experts import ClampedSwiglu, ExpertActivation, ExpertWeights, experts
 from atom_ops.ops.linear import BATCH_INVARIANT
-from atom_ops.triton_impl import INTERPRETED, NEEDS, expert_plans, is_hopper, runs_on
+from atom_ops.triton_impl import INTERPRETED, NEEDS, expert_plans, expert_quantized, is_hopper, runs_on
 from atom_ops.triton_impl.expert_blocks import ExpertBlocks, sort_by_expert
 from atom_ops.triton_impl.expert_kernels import _down, _gate_up, _grouped_gemm, _sum_pairs
 from atom_ops.triton_impl.expert_plans import ExpertPlan, GroupedPlan, GroupedTile, VectorPlan
 from atom_ops.triton_impl.pdl import launch_options
+from atom_ops.triton_impl.persistent import programs_for
+from atom_ops.weights import MXFP4, GroupINT4, Weight
+from atom_ops.weights.four_bit_words import pack_words
 
 _SUMMED_AT_ONCE = 2048
 _NOT_CLAMPED = ClampedSwiglu(0.0, 0.0)
@@ -34,10 +38,15 @@ def multiply(
     if not ids_TJ.numel():
         return torch.empty_like(x_TD)
     x_TD, ids_TJ, shares_TJ = x_TD.contiguous(), ids_TJ.contiguous(), shares_TJ.contiguous()
+    quantized = not isinstance(weights.down_XDF, Tensor)
     if isinstance(plan, VectorPlan):
-        return _each_token(plan, x_TD, ids_TJ, shares_TJ, weights, activation)
+        each_token = expert_quantized.each_token if quantized else _each_token
+        return each_token(plan, x_TD, ids_TJ, shares_TJ, weights, activation)
     tokens, chosen = ids_TJ.shape
     experts_X, hidden, features = weights.down_XDF.shape
+    if quantized:
+        y_PD = expert_quantized.by_expert(plan, x_TD, ids_TJ, weights, activation, described)
+        return sum_pairs(y_PD, ids_TJ, shares_TJ, experts_X)
     step = GroupedGEMMs(plan, sort_by_expert(ids_TJ, experts_X, plan.block), chosen, described)
     inner_PF = x_TD.new_empty(tokens * chosen, features)
     step.gate_up(x_TD, weights, activation, inner_PF)
@@ -104,7 +113,7 @@ class GroupedGEMMs:
         if self.described:
             weight = TensorDescriptor.from_tensor(weight, [tile.rows, tile.columns])
         tiles = self.blocks.most * triton.cdiv(outputs, tile.rows)
-        _grouped_gemm[(min(tiles, _num_sms(out.device)) if tile.persistent else tiles,)](
+        _grouped_gemm[(programs_for(tiles, out.device) if tile.persistent else tiles,)](
             x, weight, bias_XO, self.blocks.order_P, self.blocks.blocks, out, outputs, inputs, self.chosen,
             *activation, HAS_BIAS=bias_XO is not None, DESCRIBED=self.described,
             EVEN=inputs % tile.columns == 0 and (self.described or outputs % tile.rows == 0),
@@ -147,22 +156,20 @@ def _each_token(
 
 
 @cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
-@cache
-def _tuned(device: torch.device) -> dict[expert_plans.Shape, tuple[ExpertPlan, ...]]:
+def _tuned(device: torch.device) -> dict[expert_plans.Layer, tuple[ExpertPlan, ...]]:
     return expert_plans.TUNED.get(torch.cuda.get_device_name(device), {}) if device.type == "cuda" else {}
 
 
 def _plan(x_TD: Tensor, ids_TJ: Tensor, weights: ExpertWeights) -> ExpertPlan:
     (tokens, chosen), device = ids_TJ.shape, x_TD.device
     experts_X, hidden, features = weights.down_XDF.shape
-    shape = experts_X, hidden, features
-    plans = expert_plans.INTERPRETED if INTERPRETED else _tuned(device).get(shape, ())
+    layer = expert_quantized.format_of(weights.down_XDF), (experts_X, hidden, features)
+    plans = _tuned(device).get(layer, ())
+    if INTERPRETED:
+        plain = layer[0] == "plain"
+        plans = expert_plans.INTERPRETED if plain else expert_plans.INTERPRETED_QUANTIZED
     hopper = is_hopper(device)
-    return expert_plans.tuned_plan(plans, tokens) or expert_plans.default_plan(shape, tokens, chosen, hopper)
+    return expert_plans.tuned_plan(plans, tokens) or expert_plans.default_plan(layer, tokens, chosen, hopper)
 
 
 def _plain(weights: ExpertWeights) -> tuple[Tensor, Tensor]:
@@ -175,10 +182,10 @@ def _plain(weights: ExpertWeights) -> tuple[Tensor, Tensor]:
 def _describable(weights: ExpertWeights) -> bool:
     """Whether the GPU has tensor descriptors, and rows begin at multiples of 16 bytes as these need."""
     return all(
-        is_hopper(weight.device)
-        and weight.data_ptr() % 16 == 0
-        and weight.stride(1) * weight.element_size() % 16 == 0
-        for weight in _plain(weights)
+        is_hopper(codes.device)
+        and codes.data_ptr() % 16 == 0
+        and codes.stride(1) * codes.element_size() % 16 == 0
+        for codes in map(expert_quantized.codes_of, (weights.gate_up_XOD, weights.down_XDF))
     )
 
 
@@ -191,13 +198,42 @@ def _supports(
 ) -> bool:
     # The interpreter's bfloat16 tl.dot is wrong.
     dtypes = (torch.float32, torch.float16) if INTERPRETED else (torch.bfloat16, torch.float16)
-    return x_TD.dtype in dtypes and all(
+    if x_TD.dtype not in dtypes:
+        return False
+    matrices = weights.gate_up_XOD, weights.down_XDF
+    if not all(isinstance(matrix, Tensor) for matrix in matrices):
+        return expert_quantized.readable(weights)
+    return all(
         isinstance(matrix, Tensor) and matrix.dtype == x_TD.dtype and matrix.is_contiguous()
-        for matrix in (weights.gate_up_XOD, weights.down_XDF)
+        for matrix in matrices
     )
 
 
-@experts.provider("triton", needs=NEEDS, supported=runs_on, supports=_supports, batch_invariant=False)
+def _pack(weight: Weight) -> Weight | None:
+    return pack_words(weight) if isinstance(weight, GroupINT4 | MXFP4) else None
+
+
+def _packed(
+    x_TD: Tensor,
+    ids_TJ: Tensor,
+    weights_TJ: Tensor,
+    weights: ExpertWeights,
+    activation: ExpertActivation = None,
+) -> tuple[Any, ...]:
+    gate_up, down = (_pack(matrix) or matrix for matrix in (weights.gate_up_XOD, weights.down_XDF))
+    return x_TD, ids_TJ, weights_TJ, replace(weights, gate_up_XOD=gate_up, down_XDF=down), activation
+
+
+@experts.provider(
+    "triton",
+    needs=NEEDS,
+    supported=runs_on,
+    supports=_supports,
+    prepare=_packed,
+    pack=_pack,
+    batch_invariant=False,
+    rounds_activations=True,
+)
 def _experts(
     x_TD: Tensor,
     ids_TJ: Tensor,
@@ -209,7 +245,15 @@ def _experts(
     return multiply(plan, x_TD, ids_TJ, weights_TJ, weights, activation, described)
 
 
-@experts.provider(BATCH_INVARIANT, needs=NEEDS, supported=runs_on, supports=_supports)
+@experts.provider(
+    BATCH_INVARIANT,
+    needs=NEEDS,
+    supported=runs_on,
+    supports=_supports,
+    prepare=_packed,
+    pack=_pack,
+    rounds_activations=True,
+)
 def _batch_invariant(
     x_TD: Tensor,
     ids_TJ: Tensor,

@@ -8,6 +8,7 @@ the torch references multiply by their values, a tile of rows at a time.
 from atom_ops.weights.block_fp8 import BlockFP8
 from atom_ops.weights.channel_fp8 import ChannelFP8
 from atom_ops.weights.channel_int8 import ChannelINT8
+from atom_ops.weights.four_bit_words import FourBitWords
 from atom_ops.weights.group_int4 import GroupINT4
 from atom_ops.weights.mxfp4 import MXFP4
 from atom_ops.weights.types import (
@@ -26,6 +27,7 @@ __all__ = [
     "BlockFP8",
     "ChannelFP8",
     "ChannelINT8",
+    "FourBitWords",
     "GroupINT4",
     "Packed",
     "PackedINT4",

@@ -9,6 +9,7 @@ from torch import Tensor
 from atom_ops.weights.block_fp8 import BlockFP8
 from atom_ops.weights.channel_fp8 import ChannelFP8
 from atom_ops.weights.channel_int8 import ChannelINT8
+from atom_ops.weights.four_bit_words import FourBitWords
 from atom_ops.weights.group_int4 import GroupINT4
 from atom_ops.weights.mxfp4 import MXFP4
 
@@ -79,7 +80,7 @@ class Reordered:
         return self.weight
 
 
-Quantized = BlockFP8 | ChannelFP8 | ChannelINT8 | GroupINT4 | MXFP4 | Reordered
+Quantized = BlockFP8 | ChannelFP8 | ChannelINT8 | GroupINT4 | MXFP4 | Reordered | FourBitWords
 Packed = PackedOneDNN | PackedINT4
 """In a layout that one provider reads."""
 Weight = Tensor | Packed | Quantized

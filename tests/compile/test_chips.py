@@ -19,6 +19,7 @@ from atom_ops.ops.linear import BATCH_INVARIANT
 from atom_ops.ops.qkv import HeadNorms
 from atom_ops.ops.sparse_attention import TopKIndices
 from atom_ops.ops.token_shard import TokenShard
+from atom_ops.weights import BlockFP8, ChannelINT8, FourBitWords
 from tests.helpers.chips import CHIPS, compiling_for
 from tests.helpers.op_cases import changed
 
@@ -229,6 +230,54 @@ def test_every_plan_of_experts(chip: str) -> None:
                     experts.multiply(plan, *args, activation, False)
                 for plan in dict.fromkeys(hopper) if chip == "H200" else ():
                     experts.multiply(plan, *args, activation, True)
+    check(compiled, chip)
+
+
+def quantized(format: str, experts: int, outputs: int, inputs: int) -> Any:
+    """A stack of matrices as the kernels read it."""
+    shape, chunks = (experts, outputs, inputs), -(-inputs // 128)
+    if format == "block_fp8":
+        scales = tensor(experts, -(-outputs // 128), chunks, dtype=torch.float32)
+        return BlockFP8(tensor(*shape, dtype=FP8), scales, (128, 128))
+    if format == "int8":
+        return ChannelINT8(ints(*shape, dtype=torch.int8), tensor(experts, outputs, dtype=torch.float32))
+    scales = ints(experts, outputs, chunks) if format == "mxfp4" else tensor(experts, outputs, inputs // 32)
+    return FourBitWords(ints(experts, outputs, 32 * chunks, dtype=torch.int16), scales, None, inputs)
+
+
+@chips
+@pytest.mark.parametrize("format", ["block_fp8", "int8", "mxfp4", "int4"])
+def test_every_plan_of_quantized_experts(format: str, chip: str) -> None:
+    """With the layers of Qwen3-30B-A3B, for 4-bit weights of GPT-OSS-20B."""
+    if format == "block_fp8" and chip == "MI300":
+        pytest.skip("gfx942 has no e4m3 of this kind")
+    triton_impl.load()
+    from atom_ops.triton_impl import expert_plans as plans
+    from atom_ops.triton_impl import experts
+
+    four_bit = format in ("mxfp4", "int4")
+    hopper = [plan for _, plan in (plans._HOPPER_4BIT if four_bit else plans._HOPPER_8BIT)]
+    tuned = [found for table in plans.TUNED.values() for layer, found in table.items() if layer[0] == format]
+    tried: list[plans.ExpertPlan] = [
+        *hopper,
+        plans.BATCH_INVARIANT,
+        *(plan for found in tuned for plan in found),
+    ]
+    anywhere = [plans._FEW_QUANTIZED, plans._ANYWHERE[-1][1], plans.BATCH_INVARIANT]
+    count, hidden, features, chosen = (32, 2880, 2880, 4) if four_bit else (128, 2048, 768, 8)
+    matrices = quantized(format, count, 2 * features, hidden), quantized(format, count, hidden, features)
+    biases = (tensor(count, 2 * features), tensor(count, hidden)) if four_bit else (None, None)
+    activation = ClampedSwiglu(7.0, 1.702) if four_bit else None
+    with compiling_for(CHIPS[chip]) as compiled:
+        args = (
+            tensor(64, hidden),
+            ints(64, chosen, dtype=torch.int64),
+            tensor(64, chosen, dtype=torch.float32),
+        )
+        for plan, described in [(plan, False) for plan in anywhere] + [(plan, True) for plan in tried]:
+            if described and chip != "H200":
+                continue
+            experts.multiply(plan, *args, ExpertWeights(*matrices, *biases), activation, described)
     check(compiled, chip)
 
 

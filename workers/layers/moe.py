@@ -21,6 +21,7 @@ from atom_ops import (
     Weight,
     experts,
     linear,
+    pack_expert_weight,
     route,
     select_slots,
     sigmoid_and_mul,
@@ -166,7 +167,7 @@ class Experts(WeightedLayer):
 
     def process_weights_after_loading(self) -> None:
         for name in ("gate_up", "down"):
-            self.set_weight(name, self.loaded(name, self._count))
+            self.set_weight(name, pack_expert_weight(self.loaded(name, self._count)))
 
     def forward(self, x_TD: torch.Tensor, ids_TJ: torch.Tensor, weights_TJ: torch.Tensor) -> torch.Tensor:
         weights = ExpertWeights(

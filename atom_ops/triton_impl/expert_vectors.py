@@ -1,0 +1,292 @@
+"""Triton kernels of `experts` for quantized weights and few tokens: nothing is sorted or padded.
+
+    _gate_up_8bit, _gate_up_4bit    a program for some features of a pair
+    _down_8bit, _down_4bit          a program for some outputs of a token, over all of its experts
+
+A row of a weight is cut into spans of 128 columns; a tile is [rows, spans, columns or words of a span].
+The weights are read once; the activations are not rounded.
+"""
+
+import triton
+import triton.language as tl
+
+from atom_ops.triton_impl.expert_kernels import _gated
+from atom_ops.triton_impl.four_bit import decode_words
+from atom_ops.triton_impl.pdl import pdl_launch_dependents, pdl_wait
+
+
+@triton.jit
+def _tile(weight_RGC, inside_R, inside_GC, EVEN: tl.constexpr):
+    if EVEN:
+        tile_RGC = tl.load(weight_RGC)
+    else:
+        tile_RGC = tl.load(weight_RGC, mask=inside_R[:, None, None] & inside_GC[None, :, :], other=0.0)
+    return tile_RGC.to(tl.float32)
+
+
+@triton.jit
+def _chosen_expert(ids, pair, experts):
+    """The expert of a pair, and whether it is one."""
+    expert = tl.load(ids + pair)
+    known = (expert >= 0) & (expert < experts)
+    return tl.where(known, expert, 0), known
+
+
+@triton.jit
+def _store_gated(
+    gate_R, up_R, bias, bias_at, out_R, output_R, outputs, inside_R, limit, alpha,
+    CLAMPED: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    if HAS_BIAS:
+        bias_R = bias + bias_at + output_R
+        gate_R += tl.load(bias_R, mask=inside_R, other=0.0).to(tl.float32)
+        up_R += tl.load(bias_R + outputs, mask=inside_R, other=0.0).to(tl.float32)
+    inner_R = _gated(gate_R, up_R, CLAMPED, limit, alpha)
+    tl.store(out_R, inner_R.to(out_R.dtype.element_ty), mask=inside_R)
+
+
+@triton.jit(do_not_specialize=["experts", "chosen"])
+def _gate_up_8bit(
+    x, ids, weight, scales, bias, out, outputs, inputs, scale_rows, scale_columns, experts, chosen,
+    limit, alpha,
+    BLOCK: tl.constexpr, CLAMPED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, SPANS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of the features, pairs). Reads no weights for a pair without an expert.
+
+    `scales` as in `_grouped_8bit`; ROWS divides BLOCK.
+    """
+    pdl_wait(PDL)
+    pair = tl.program_id(1).to(tl.int64)
+    expert, known = _chosen_expert(ids, pair, experts)
+    spans = tl.where(known, tl.cdiv(inputs, 128), 0)
+    first = tl.program_id(0) * ROWS
+    output_R, span_G, column_C = first + tl.arange(0, ROWS), tl.arange(0, SPANS), tl.arange(0, 128)
+    inside_R = output_R < outputs
+    x += pair // chosen * inputs
+    column_GC = span_G[:, None] * 128 + column_C[None, :]
+    gate_RGC = weight + ((expert * 2 * outputs + output_R) * inputs)[:, None, None] + column_GC[None, :, :]
+    up_RGC = gate_RGC + outputs.to(tl.int64) * inputs
+    gates_RGC = tl.zeros((ROWS, SPANS, 128), tl.float32)
+    ups_RGC = tl.zeros((ROWS, SPANS, 128), tl.float32)
+    if BLOCK > 0:
+        gate_scales = scales + (expert * scale_rows + first // BLOCK) * scale_columns
+        up_scales = scales + (expert * scale_rows + (outputs + first) // BLOCK) * scale_columns
+    for span in tl.range(0, spans, SPANS, num_stages=STAGES):
+        start = span * 128
+        inside_GC = column_GC < inputs - start
+        x_GC = tl.load(x + start + column_GC, mask=inside_GC, other=0.0).to(tl.float32)
+        up_x_GC = x_GC
+        if BLOCK > 0:
+            at_G = (span + span_G) * 128 // BLOCK
+            inside_G = at_G < scale_columns
+            up_x_GC = x_GC * tl.load(up_scales + at_G, mask=inside_G, other=0.0)[:, None]
+            x_GC *= tl.load(gate_scales + at_G, mask=inside_G, other=0.0)[:, None]
+        gates_RGC += _tile(gate_RGC + start, inside_R, inside_GC, EVEN) * x_GC[None, :, :]
+        ups_RGC += _tile(up_RGC + start, inside_R, inside_GC, EVEN) * up_x_GC[None, :, :]
+    pdl_launch_dependents(PDL)
+    gate_R, up_R = tl.sum(tl.sum(gates_RGC, 2), 1), tl.sum(tl.sum(ups_RGC, 2), 1)
+    if BLOCK == 0:
+        scale_R = scales + expert * scale_rows + output_R
+        gate_R *= tl.load(scale_R, mask=inside_R, other=0.0)
+        up_R *= tl.load(scale_R + outputs, mask=inside_R, other=0.0)
+    _store_gated(
+        gate_R, up_R, bias, expert * 2 * outputs, out + pair * outputs + output_R, output_R, outputs,
+        inside_R, limit, alpha, CLAMPED, HAS_BIAS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _experts_of_spans(ids, shares, token, at_G, spans, experts, CHOSEN: tl.constexpr):
+    """For spans of all experts of a token, one after another: expert, share, pair, span; and which count."""
+    place_G = at_G // spans
+    inside_G = place_G < CHOSEN
+    pair_G = token * CHOSEN + place_G
+    expert_G = tl.load(ids + pair_G, mask=inside_G, other=-1)
+    inside_G = inside_G & (expert_G >= 0) & (expert_G < experts)
+    share_G = tl.load(shares + pair_G, mask=inside_G, other=0.0)
+    return tl.where(inside_G, expert_G, 0), share_G, pair_G, at_G % spans, inside_G
+
+
+@triton.jit
+def _down_bias(
+    bias, ids, shares, token, output_R, inside_R, outputs, experts,
+    CHOSEN: tl.constexpr, BLOCK_J: tl.constexpr,
+):  # fmt: skip
+    """The weighted sum of the biases of a token's experts."""
+    place_J = tl.arange(0, BLOCK_J)
+    pair_J, chosen_J = token * CHOSEN + place_J, place_J < CHOSEN
+    expert_J = tl.load(ids + pair_J, mask=chosen_J, other=-1)
+    chosen_J = chosen_J & (expert_J >= 0) & (expert_J < experts)
+    share_J = tl.load(shares + pair_J, mask=chosen_J, other=0.0)
+    row_RJ = tl.where(chosen_J, expert_J, 0)[None, :] * outputs + output_R[:, None]
+    bias_RJ = tl.load(bias + row_RJ, mask=inside_R[:, None] & chosen_J[None, :], other=0.0).to(tl.float32)
+    return tl.sum(bias_RJ * share_J[None, :], 1)
+
+
+@triton.jit(do_not_specialize=["experts"])
+def _down_8bit(
+    inner, ids, shares, weight, scales, bias, out, outputs, inputs, scale_rows, scale_columns, experts,
+    BLOCK: tl.constexpr, CHOSEN: tl.constexpr, BLOCK_J: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, SPANS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of the outputs, tokens). EVEN: all rows and columns of the tiles exist."""
+    pdl_wait(PDL)
+    token = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * ROWS
+    output_R, span_G, column_C = first + tl.arange(0, ROWS), tl.arange(0, SPANS), tl.arange(0, 128)
+    inside_R = output_R < outputs
+    spans = tl.cdiv(inputs, 128)
+    total_RGC = tl.zeros((ROWS, SPANS, 128), tl.float32)
+    for at in tl.range(0, CHOSEN * spans, SPANS, num_stages=STAGES):
+        expert_G, share_G, pair_G, of_row_G, inside_G = _experts_of_spans(
+            ids, shares, token, at + span_G, spans, experts, CHOSEN
+        )
+        column_GC = of_row_G[:, None] * 128 + column_C[None, :]
+        inside_GC = inside_G[:, None] & (column_GC < inputs)
+        if BLOCK > 0:
+            scale_G = (
+                scales + (expert_G * scale_rows + first // BLOCK) * scale_columns + of_row_G * 128 // BLOCK
+            )
+            share_G *= tl.load(scale_G, mask=inside_G, other=0.0)
+        part_GC = tl.load(inner + (pair_G * inputs)[:, None] + column_GC, mask=inside_GC, other=0.0)
+        part_GC = part_GC.to(tl.float32) * share_G[:, None]
+        row_RG = expert_G[None, :] * outputs + output_R[:, None]
+        weight_RGC = weight + (row_RG * inputs)[:, :, None] + column_GC[None, :, :]
+        part_RGC = _tile(weight_RGC, inside_R, inside_GC, EVEN) * part_GC[None, :, :]
+        if BLOCK == 0:
+            scale_RG = tl.load(
+                scales + expert_G[None, :] * scale_rows + output_R[:, None],
+                mask=inside_R[:, None] & inside_G[None, :], other=0.0,
+            )  # fmt: skip
+            part_RGC *= scale_RG[:, :, None]
+        total_RGC += part_RGC
+    pdl_launch_dependents(PDL)
+    out_R = tl.sum(tl.sum(total_RGC, 2), 1)
+    if HAS_BIAS:
+        out_R += _down_bias(bias, ids, shares, token, output_R, inside_R, outputs, experts, CHOSEN, BLOCK_J)
+    tl.store(out + token * outputs + output_R, out_R.to(out.dtype.element_ty), mask=inside_R)
+
+
+@triton.jit
+def _quarter(x_GC, column_GC, inputs, inside_G, quarter: tl.constexpr):
+    inside_GC = inside_G[:, None] & (column_GC + quarter * 32 < inputs)
+    return tl.load(x_GC + quarter * 32, mask=inside_GC, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _words(weight_RGC, inside_R, inside_G, EVEN: tl.constexpr):
+    if EVEN:
+        words_RGC = tl.load(weight_RGC)
+    else:
+        words_RGC = tl.load(weight_RGC, mask=(inside_R[:, None] & inside_G[None, :])[:, :, None], other=0)
+    return words_RGC
+
+
+@triton.jit
+def _product_4bit(
+    words_RGC, x_a, x_b, x_c, x_d, scales, zeros, row_RG, chunk_G, inside_RG, groups,
+    GROUP: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """[R, G, 32] in float32: the sum over the quarters."""
+    a, b, c, d = decode_words(
+        words_RGC, scales, zeros, row_RG, chunk_G[None, :], inside_RG, groups, GROUP, dtype, PTX
+    )
+    part_RGC = a.to(tl.float32) * x_a[None, :, :]
+    part_RGC += b.to(tl.float32) * x_b[None, :, :]
+    part_RGC += c.to(tl.float32) * x_c[None, :, :]
+    part_RGC += d.to(tl.float32) * x_d[None, :, :]
+    return part_RGC
+
+
+@triton.jit(do_not_specialize=["experts", "chosen"])
+def _gate_up_4bit(
+    x, ids, weight, scales, zeros, bias, out, outputs, inputs, groups, experts, chosen, limit, alpha,
+    GROUP: tl.constexpr, CLAMPED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+    ROWS: tl.constexpr, SPANS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of the features, pairs). Reads no weights for a pair without an expert."""
+    pdl_wait(PDL)
+    pair = tl.program_id(1).to(tl.int64)
+    expert, known = _chosen_expert(ids, pair, experts)
+    row_chunks = tl.cdiv(inputs, 128)
+    chunks = tl.where(known, row_chunks, 0)
+    output_R, span_G = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, SPANS)
+    inside_R = output_R < outputs
+    row_RG = (expert * 2 * outputs + output_R)[:, None] + span_G[None, :] * 0
+    word_GC = span_G[:, None] * 32 + tl.arange(0, 32)[None, :]
+    column_GC = span_G[:, None] * 128 + tl.arange(0, 32)[None, :]
+    gate_RGC = (
+        weight + ((expert * 2 * outputs + output_R) * (row_chunks * 32))[:, None, None] + word_GC[None, :, :]
+    )
+    up_RGC = gate_RGC + outputs.to(tl.int64) * (row_chunks * 32)
+    x += pair // chosen * inputs
+    gates_RGC = tl.zeros((ROWS, SPANS, 32), tl.float32)
+    ups_RGC = tl.zeros((ROWS, SPANS, 32), tl.float32)
+    for chunk in tl.range(0, chunks, SPANS, num_stages=STAGES):
+        chunk_G = chunk + span_G
+        inside_G = chunk_G < chunks
+        inside_RG = inside_R[:, None] & inside_G[None, :]
+        at_GC = chunk * 128 + column_GC
+        x_a = _quarter(x + at_GC, at_GC, inputs, inside_G, 0)
+        x_b = _quarter(x + at_GC, at_GC, inputs, inside_G, 1)
+        x_c = _quarter(x + at_GC, at_GC, inputs, inside_G, 2)
+        x_d = _quarter(x + at_GC, at_GC, inputs, inside_G, 3)
+        words_RGC = _words(gate_RGC + chunk * 32, inside_R, inside_G, EVEN)
+        gates_RGC += _product_4bit(
+            words_RGC, x_a, x_b, x_c, x_d, scales, zeros, row_RG, chunk_G, inside_RG, groups, GROUP,
+            x.dtype.element_ty, PTX,
+        )  # fmt: skip
+        words_RGC = _words(up_RGC + chunk * 32, inside_R, inside_G, EVEN)
+        ups_RGC += _product_4bit(
+            words_RGC, x_a, x_b, x_c, x_d, scales, zeros, row_RG + outputs, chunk_G, inside_RG, groups, GROUP,
+            x.dtype.element_ty, PTX,
+        )  # fmt: skip
+    pdl_launch_dependents(PDL)
+    gate_R, up_R = tl.sum(tl.sum(gates_RGC, 2), 1), tl.sum(tl.sum(ups_RGC, 2), 1)
+    _store_gated(
+        gate_R, up_R, bias, expert * 2 * outputs, out + pair * outputs + output_R, output_R, outputs,
+        inside_R, limit, alpha, CLAMPED, HAS_BIAS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["experts"])
+def _down_4bit(
+    inner, ids, shares, weight, scales, zeros, bias, out, outputs, inputs, groups, experts,
+    GROUP: tl.constexpr, CHOSEN: tl.constexpr, BLOCK_J: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr, PTX: tl.constexpr,
+    ROWS: tl.constexpr, SPANS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of the outputs, tokens). EVEN: all rows and chunks of the tiles exist."""
+    pdl_wait(PDL)
+    token = tl.program_id(1).to(tl.int64)
+    output_R, span_G = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, SPANS)
+    inside_R = output_R < outputs
+    chunks = tl.cdiv(inputs, 128)
+    total_RGC = tl.zeros((ROWS, SPANS, 32), tl.float32)
+    for at in tl.range(0, CHOSEN * chunks, SPANS, num_stages=STAGES):
+        expert_G, share_G, pair_G, chunk_G, inside_G = _experts_of_spans(
+            ids, shares, token, at + span_G, chunks, experts, CHOSEN
+        )
+        column_GC = chunk_G[:, None] * 128 + tl.arange(0, 32)[None, :]
+        at_GC = inner + (pair_G * inputs)[:, None] + column_GC
+        share_G1 = share_G[:, None]
+        x_a = _quarter(at_GC, column_GC, inputs, inside_G, 0) * share_G1
+        x_b = _quarter(at_GC, column_GC, inputs, inside_G, 1) * share_G1
+        x_c = _quarter(at_GC, column_GC, inputs, inside_G, 2) * share_G1
+        x_d = _quarter(at_GC, column_GC, inputs, inside_G, 3) * share_G1
+        row_RG = expert_G[None, :] * outputs + output_R[:, None]
+        word_GC = chunk_G[:, None] * 32 + tl.arange(0, 32)[None, :]
+        words_RGC = _words(
+            weight + (row_RG * (chunks * 32))[:, :, None] + word_GC[None, :, :], inside_R, inside_G, EVEN
+        )
+        inside_RG = inside_R[:, None] & inside_G[None, :]
+        total_RGC += _product_4bit(
+            words_RGC, x_a, x_b, x_c, x_d, scales, zeros, row_RG, chunk_G, inside_RG, groups, GROUP,
+            inner.dtype.element_ty, PTX,
+        )  # fmt: skip
+    pdl_launch_dependents(PDL)
+    out_R = tl.sum(tl.sum(total_RGC, 2), 1)
+    if HAS_BIAS:
+        out_R += _down_bias(bias, ids, shares, token, output_R, inside_R, outputs, experts, CHOSEN, BLOCK_J)
+    tl.store(out + token * outputs + output_R, out_R.to(out.dtype.element_ty), mask=inside_R)

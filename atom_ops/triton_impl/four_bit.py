@@ -1,0 +1,191 @@
+"""4-bit weights in kernels: e2m1 (MXFP4) and integers with a scale for each group (INT4).
+
+The kernels read `FourBitWords`: a row is cut into chunks of 128 columns, and the 16-bit word j of a chunk
+holds the codes of its columns j, 32 + j, 64 + j and 96 + j: one of each quarter. Decoding a tile of words
+[.., 32] thus gives four tiles [.., 32], each of 32 neighbouring columns, which share their scale. No number
+moves between threads, and one instruction decodes two codes:
+
+    int4    quarter q in bits 4q .. 4q + 3. Below the bits of 128.0 a code is 128 + code in bfloat16.
+    e2m1    the sign at bit 15 and the magnitude at bits 8 .. 6, where bfloat16 has its sign, the low end of
+            its exponent and the top of its mantissa, give 2^-126 times the number; the scales hold 2^126.
+            The first three quarters are there after a shift by 0, 3 and 6 bits; the last one has the bits
+            that these leave: its sign at bit 14, its magnitude at bits 11, 10 and 13.
+"""
+
+import triton
+import triton.language as tl
+
+COLUMNS = 128
+"""Of a chunk."""
+WORDS = 32
+"""Of a chunk."""
+
+_E2M1_BF16 = tl.constexpr(
+    """{
+    .reg .b32 t, u, zero;
+    mov.b32 zero, 0x80008000;
+    and.b32 t, $4, 0x81C081C0;
+    fma.rn.bf16x2 $0, t, $5, zero;
+    shl.b32 t, $4, 3;
+    and.b32 t, t, 0x81C081C0;
+    fma.rn.bf16x2 $1, t, $6, zero;
+    shl.b32 t, $4, 6;
+    and.b32 t, t, 0x81C081C0;
+    fma.rn.bf16x2 $2, t, $7, zero;
+    shl.b32 t, $4, 1;
+    and.b32 t, t, 0x80008000;
+    shr.b32 u, $4, 3;
+    lop3.b32 t, u, 0x01800180, t, 0xEA;
+    shr.b32 u, $4, 7;
+    lop3.b32 t, u, 0x00400040, t, 0xEA;
+    fma.rn.bf16x2 $3, t, $8, zero;
+    }"""
+)
+_INT4_BF16 = tl.constexpr(
+    """{
+    .reg .b32 t, u, one, zero, magic;
+    mov.b32 one, 0x3F803F80;
+    mov.b32 zero, 0x80008000;
+    mov.b32 magic, 0x43004300;
+    lop3.b32 t, $4, 0x000F000F, magic, 0xEA;
+    fma.rn.bf16x2 t, t, one, $9;
+    fma.rn.bf16x2 $0, t, $5, zero;
+    shr.b32 u, $4, 4;
+    lop3.b32 t, u, 0x000F000F, magic, 0xEA;
+    fma.rn.bf16x2 t, t, one, $10;
+    fma.rn.bf16x2 $1, t, $6, zero;
+    shr.b32 u, $4, 8;
+    lop3.b32 t, u, 0x000F000F, magic, 0xEA;
+    fma.rn.bf16x2 t, t, one, $11;
+    fma.rn.bf16x2 $2, t, $7, zero;
+    shr.b32 u, $4, 12;
+    lop3.b32 t, u, 0x000F000F, magic, 0xEA;
+    fma.rn.bf16x2 t, t, one, $12;
+    fma.rn.bf16x2 $3, t, $8, zero;
+    }"""
+)
+
+
+@triton.jit
+def _e2m1_number(bits, dtype: tl.constexpr):
+    """2^-126 (float16: 2^-14) times the number, from its sign at bit 15 and its magnitude at bits 8 .. 6."""
+    if dtype == tl.bfloat16:
+        number = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    elif dtype == tl.float16:
+        number = ((bits & 0x8000) | ((bits & 0x01C0) << 3)).to(tl.int16).to(tl.float16, bitcast=True)
+    else:
+        number = (bits << 16).to(tl.float32, bitcast=True)
+    return number
+
+
+@triton.jit
+def decode_e2m1(words, a, b, c, d, dtype: tl.constexpr, PTX: tl.constexpr):
+    """The numbers of the four quarters. a .. d: `e2m1_scale` of each, whose shape fits that of `words`."""
+    if PTX and dtype == tl.bfloat16:
+        first, second, third, last = tl.inline_asm_elementwise(
+            _E2M1_BF16, "=r,=r,=r,=r,r,r,r,r,r", [words, a, b, c, d],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        bits = words.to(tl.int32)
+        first = _e2m1_number(bits & 0x81C0, dtype) * a
+        second = _e2m1_number((bits << 3) & 0x81C0, dtype) * b
+        third = _e2m1_number((bits << 6) & 0x81C0, dtype) * c
+        last_bits = ((bits << 1) & 0x8000) | ((bits >> 3) & 0x0180) | ((bits >> 7) & 0x0040)
+        last = _e2m1_number(last_bits, dtype) * d
+    return first, second, third, last
+
+
+@triton.jit
+def e2m1_scale(bytes, dtype: tl.constexpr):
+    """What the numbers of `decode_e2m1` are multiplied by, from the stored byte: the exponent plus 253."""
+    if dtype == tl.bfloat16:
+        scale = (bytes << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    elif dtype == tl.float16:
+        scale = (tl.maximum(bytes - 112, 0) << 23).to(tl.float32, bitcast=True).to(tl.float16)
+    else:
+        scale = (bytes << 23).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def decode_int4(words, a, b, c, d, zero_a, zero_b, zero_c, zero_d, dtype: tl.constexpr, PTX: tl.constexpr):
+    """The numbers of the four quarters; scale and zero of each in a shape that fits that of `words`."""
+    if PTX and dtype == tl.bfloat16:
+        first, second, third, last = tl.inline_asm_elementwise(
+            _INT4_BF16, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r",
+            [words, a, b, c, d, -128 - zero_a, -128 - zero_b, -128 - zero_c, -128 - zero_d],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        codes = words.to(tl.int32)
+        first = ((codes & 15).to(dtype) - zero_a) * a
+        second = (((codes >> 4) & 15).to(dtype) - zero_b) * b
+        third = (((codes >> 8) & 15).to(dtype) - zero_c) * c
+        last = (((codes >> 12) & 15).to(dtype) - zero_d) * d
+    return first, second, third, last
+
+
+@triton.jit
+def _group_of(chunk, quarter: tl.constexpr, GROUP: tl.constexpr):
+    return (chunk * 4 + quarter) * 32 // GROUP
+
+
+@triton.jit
+def _scale_of(
+    scales, row, chunk, inside, groups, quarter: tl.constexpr, GROUP: tl.constexpr, dtype: tl.constexpr
+):
+    group = _group_of(chunk, quarter, GROUP)
+    return tl.load(scales + row * groups + group, mask=inside & (group < groups), other=0.0).to(dtype)
+
+
+@triton.jit
+def _zero_of(
+    zeros, row, chunk, inside, groups, quarter: tl.constexpr, GROUP: tl.constexpr, dtype: tl.constexpr
+):
+    group = _group_of(chunk, quarter, GROUP)
+    return tl.load(zeros + row * groups + group, mask=inside & (group < groups), other=0).to(dtype)
+
+
+@triton.jit
+def decode_words(
+    words, scales, zeros, row, chunk, inside, groups,
+    GROUP: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """The numbers of the four quarters of `words` [.., 32], each [.., 32] in `dtype`.
+
+    `row` and `chunk` (of the row) fit the shape [..]; `inside` says which of them exist. `groups` is the
+    number of entries of a row of `scales`. GROUP: columns that share a scale, or 0 for e2m1, whose scales
+    are 32-bit words of a chunk's four.
+    """
+    axis: tl.constexpr = len(words.shape) - 1
+    if GROUP == 0:
+        four = tl.load(scales + row * groups + chunk, mask=inside, other=0)
+        a = tl.expand_dims(e2m1_scale(four & 255, dtype), axis)
+        b = tl.expand_dims(e2m1_scale((four >> 8) & 255, dtype), axis)
+        c = tl.expand_dims(e2m1_scale((four >> 16) & 255, dtype), axis)
+        d = tl.expand_dims(e2m1_scale((four >> 24) & 255, dtype), axis)
+        first, second, third, last = decode_e2m1(words, a, b, c, d, dtype, PTX)
+    else:
+        a = _scale_of(scales, row, chunk, inside, groups, 0, GROUP, dtype)
+        b, c, d = a, a, a
+        if GROUP < 128:
+            if GROUP < 64:
+                b = _scale_of(scales, row, chunk, inside, groups, 1, GROUP, dtype)
+            c = _scale_of(scales, row, chunk, inside, groups, 2, GROUP, dtype)
+            d = c
+            if GROUP < 64:
+                d = _scale_of(scales, row, chunk, inside, groups, 3, GROUP, dtype)
+        zero_a = tl.full(a.shape, 8, dtype)
+        zero_b, zero_c, zero_d = zero_a, zero_a, zero_a
+        if zeros is not None:
+            zero_a = _zero_of(zeros, row, chunk, inside, groups, 0, GROUP, dtype)
+            zero_b = _zero_of(zeros, row, chunk, inside, groups, 1, GROUP, dtype)
+            zero_c = _zero_of(zeros, row, chunk, inside, groups, 2, GROUP, dtype)
+            zero_d = _zero_of(zeros, row, chunk, inside, groups, 3, GROUP, dtype)
+        first, second, third, last = decode_int4(
+            words, tl.expand_dims(a, axis), tl.expand_dims(b, axis), tl.expand_dims(c, axis),
+            tl.expand_dims(d, axis), tl.expand_dims(zero_a, axis), tl.expand_dims(zero_b, axis),
+            tl.expand_dims(zero_c, axis), tl.expand_dims(zero_d, axis), dtype, PTX,
+        )  # fmt: skip
+    return first, second, third, last

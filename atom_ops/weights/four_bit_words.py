@@ -1,0 +1,121 @@
+"""MXFP4 and INT4 in the layout of the Triton kernels: `atom_ops.triton_impl.four_bit` describes the words."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from atom_ops.weights.group_int4 import GroupINT4
+from atom_ops.weights.mxfp4 import MXFP4
+
+COLUMNS = 128
+"""Of a chunk: a row is padded to a whole number of them."""
+_QUARTERS, _WORDS = 4, 32
+_SCALE_BIAS = 126
+"""Is added to the exponents of MXFP4: the kernels decode 2^-126 times a number."""
+_LARGEST_EXPONENT = 128
+"""Above it the kernels' scale would be infinite in bfloat16: numbers of 4 to 12."""
+_PACKED_AT_ONCE = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class FourBitWords:
+    """MXFP4 or INT4 in 16-bit words of four codes. Activations are not rounded."""
+
+    words: Tensor
+    """int16 [..., O, 32 * ceil(I / 128)]."""
+    scales: Tensor
+    """INT4: floats [..., O, I / G]; MXFP4: int32 [..., O, ceil(I / 128)], a byte for each group of 32."""
+    zeros: Tensor | None
+    """INT4: uint8 [..., O, I / G]; None: 8."""
+    inputs: int
+    """I."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.words.shape[:-1], self.inputs)
+
+    @property
+    def row_unit(self) -> int:
+        """The number of rows that share scales."""
+        return 1
+
+    @property
+    def group(self) -> int:
+        """INT4: the number of inputs that share a scale; MXFP4: 0."""
+        return self.inputs // self.scales.shape[-1] if self.scales.is_floating_point() else 0
+
+    def expert(self, number: int) -> "FourBitWords":
+        return self._of(slice(number, number + 1), True)
+
+    def rows(self, start: int, stop: int) -> "FourBitWords":
+        """Rows of [O, I]."""
+        return self._of(slice(start, stop), False)
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The numbers, rounded to `dtype`."""
+        codes = _codes_of(self.words, self.group == 0).narrow(-1, 0, self.inputs)
+        pairs = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
+        if self.group:
+            return GroupINT4(pairs, self.scales, self.zeros).dequantized(dtype)
+        exponents = self.scales.contiguous().view(torch.uint8).narrow(-1, 0, self.inputs // _WORDS)
+        return MXFP4(pairs, exponents - _SCALE_BIAS).dequantized(dtype)
+
+    def _of(self, part: slice, single: bool) -> "FourBitWords":
+        def cut(tensor: Tensor) -> Tensor:
+            return tensor[part].squeeze(0) if single else tensor[part]
+
+        zeros = None if self.zeros is None else cut(self.zeros)
+        return replace(self, words=cut(self.words), scales=cut(self.scales), zeros=zeros)
+
+
+def pack_words(weight: GroupINT4 | MXFP4) -> FourBitWords | None:
+    """The weight [X, O, I] in words; None where the kernels cannot read it.
+
+    That is INT4 whose groups are neither whole rows nor a multiple of 32 inputs, or MXFP4 with a scale
+    above 2 or one that is NaN.
+    """
+    inputs = weight.shape[-1]
+    if isinstance(weight, GroupINT4):
+        if weight.group % _WORDS and weight.group != inputs:
+            return None
+        return FourBitWords(_words_of(weight.codes, False), weight.scales, weight.zeros, inputs)
+    if not weight.scales.is_meta and int(weight.scales.max()) > _LARGEST_EXPONENT:
+        return None
+    groups = -(-inputs // COLUMNS) * _QUARTERS
+    scales = functional.pad(weight.scales + _SCALE_BIAS, (0, groups - weight.scales.shape[-1]))
+    return FourBitWords(_words_of(weight.blocks, True), scales.view(torch.int32), None, inputs)
+
+
+def _words_of(pairs: Tensor, is_e2m1: bool) -> Tensor:
+    """Words from bytes of two codes [X, O, I / 2], a few rows at a time."""
+    rows, bytes_ = pairs.flatten(0, -2), pairs.shape[-1]
+    chunks = -(-2 * bytes_ // COLUMNS)
+    words = torch.empty(len(rows), chunks * _WORDS, dtype=torch.int16, device=pairs.device)
+    each = max(_PACKED_AT_ONCE // (chunks * COLUMNS), 1)
+    for part, into in zip(rows.split(each), words.split(each), strict=True):
+        codes = torch.stack((part & 15, part >> 4), -1).flatten(-2).int()
+        codes = functional.pad(codes, (0, chunks * COLUMNS - 2 * bytes_))
+        a, b, c, d = codes.unflatten(-1, (chunks, _QUARTERS, _WORDS)).unbind(-2)
+        if is_e2m1:
+            a, b, c = (code >> 3 << 15 - at | (code & 7) << 6 - at for code, at in ((a, 0), (b, 3), (c, 6)))
+            d = d >> 3 << 14 | (d >> 1 & 3) << 10 | (d & 1) << 13
+        else:
+            b, c, d = b << 4, c << 8, d << 12
+        into.copy_((a | b | c | d).flatten(-2).to(torch.int16))
+    return words.view(*pairs.shape[:-1], -1)
+
+
+def _codes_of(words: Tensor, is_e2m1: bool) -> Tensor:
+    """The codes, int32 [..., padded I]."""
+    bits = words.int()
+    if is_e2m1:
+        quarters = [bits >> 15 - at & 1 for at in (0, 3, 6, 1)]
+        magnitudes = [bits >> 6 - at & 7 for at in (0, 3, 6)]
+        magnitudes.append((bits >> 10 & 3) << 1 | bits >> 13 & 1)
+        quarters = [sign << 3 | magnitude for sign, magnitude in zip(quarters, magnitudes, strict=True)]
+    else:
+        quarters = [bits >> 4 * quarter & 15 for quarter in range(_QUARTERS)]
+    split = [quarter.unflatten(-1, (-1, _WORDS)) for quarter in quarters]
+    return torch.stack(split, -2).flatten(-3)
