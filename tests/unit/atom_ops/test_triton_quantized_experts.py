@@ -35,14 +35,11 @@ def layer(format: Format, count: int, hidden: int, features: int, biased: bool) 
 
 SIZES: dict[Format, tuple[int, int]] = {
     "block_fp8": (208, 128),
-    "channel_fp8": (144, 80),
-    "channel_int8": (208, 48),
+    "channel_fp8": (144, 48),
+    "channel_int8": (144, 48),
     "mxfp4": (160, 32),
-    "int4_32": (96, 64),
     "int4_32_zeros": (160, 32),
     "int4_64": (192, 64),
-    "int4_128_zeros": (256, 128),
-    "int4_channel": (72, 40),
 }
 
 
@@ -73,25 +70,26 @@ def check(format: Format, plan: Any, tokens: int, described: bool, monkeypatch: 
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("format", SIZES)
+@pytest.mark.parametrize("format", ["block_fp8", "channel_int8", "mxfp4", "int4_32_zeros"])
 def test_few_tokens(format: Format, monkeypatch: pytest.MonkeyPatch) -> None:
     from atom_ops.triton_impl.expert_plans import MANY, VectorPlan, VectorTile
 
-    columns = 128 if format.startswith("int4") else 256
-    plan = VectorPlan(MANY, VectorTile(32, columns, 4), VectorTile(32, 2 * columns, 4))
-    check(format, plan, 1 if format in ("mxfp4", "channel_int8") else 2, False, monkeypatch)
+    plan = VectorPlan(MANY, VectorTile(32, 128, 4), VectorTile(32, 512, 4))
+    check(format, plan, 2 if format == "block_fp8" else 1, False, monkeypatch)
 
 
-@pytest.mark.parametrize("kind", ["swapped", "plain", "persistent"])
-@pytest.mark.parametrize("format", SIZES)
+@pytest.mark.parametrize(
+    ("format", "kind"),
+    [("block_fp8", "swapped"), ("block_fp8", "persistent"), ("channel_fp8", "plain"),
+     ("channel_int8", "swapped"), ("mxfp4", "persistent"), ("mxfp4", "plain"), ("int4_64", "swapped")],
+)  # fmt: skip
 def test_many_tokens(format: Format, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the op's own cases leave out: rounding to e4m3, tensor descriptors, persistent programs."""
     from atom_ops.triton_impl.expert_plans import MANY, GroupedPlan, GroupedTile
 
-    if kind == "persistent" and format not in ("block_fp8", "mxfp4"):
-        pytest.skip("the same kernels")
     tile = GroupedTile(64, 128, 4, 2, persistent=kind == "persistent")
     plan = GroupedPlan(MANY, 16 if kind == "swapped" else 64, tile, tile)
-    check(format, plan, 18 if kind == "plain" else 17, kind != "plain", monkeypatch)
+    check(format, plan, 10 if kind == "plain" else 9, kind != "plain", monkeypatch)
 
 
 @pytest.mark.parametrize("inputs", [32, 96, 2880])
