@@ -24,6 +24,7 @@ CLIENTS := .venv-clients
 AGENTS := .npm-clients
 EVALUATORS := .venv-evaluations
 TRACING := .packages-tracing
+QUANTIZERS := .packages-quantizers
 FUZZING := .venv-fuzzing
 DEPLOYING := .venv-deploy
 # A process for each core, and each of them with one thread: more would wait for one another.
@@ -35,7 +36,7 @@ ISA_TESTS := tests/golden tests/models/test_worker.py::test_every_position_in_ch
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
 .PHONY: help install serve test test-unit test-e2e test-slow test-kills test-nodes test-models test-isa test-kernels \
-	test-compile test-gpu test-tokenizers test-openapi test-tracing test-page test-clients test-agents \
+	test-compile test-gpu test-tokenizers test-openapi test-tracing test-formats test-page test-clients test-agents \
 	test-evaluations test-deploy accuracy lint type arch fmt check docs models contract-signatures bench-latency bench-throughput bench-speculation \
 	bench-structured-output bench-scheduler bench-serving bench-gpu bench-step bench-kernels bench-all-reduce \
 	bench-experts bench-document tune-experts clean
@@ -122,6 +123,15 @@ $(TRACING)/.installed: $(INSTALLED)
 	@echo "installing OpenTelemetry into $(TRACING)"
 	@$(PIP) --target $(TRACING) $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['otel'])")
 	@touch $@
+
+$(QUANTIZERS)/.installed: $(INSTALLED)
+	@echo "installing compressed-tensors into $(QUANTIZERS)"
+	@$(PIP) --no-deps --target $(QUANTIZERS) 'compressed-tensors>=0.20' loguru pydantic pydantic-core typing-extensions \
+		annotated-types typing-inspection
+	@touch $@
+
+test-formats: $(QUANTIZERS)/.installed ## checkpoints that a quantization library writes, with it in a directory of its own
+	@PYTHONPATH=$(CURDIR):$(CURDIR)/$(QUANTIZERS) $(BIN)/python -m pytest -q tests/formats $(ARGS)
 
 test-tracing: $(TRACING)/.installed ## traces of requests, with OpenTelemetry in a directory of its own
 	@PYTHONPATH=$(CURDIR)/$(TRACING) $(BIN)/python -m pytest -q tests/unit/frontend/test_tracing.py $(ARGS)

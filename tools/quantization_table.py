@@ -45,6 +45,8 @@ logits of every position equal those of transformers with the dequantized number
 float32 on a CPU. Numbers are the tensor parallel sizes that passed; *all* and *linear* say which
 layers are quantized. GPT-OSS stacks its experts, which only MXFP4 stores quantized. `make docs` writes
 this page from the rows of `tests/models/test_quantized.py`, and `make test-models` runs them all.
+`make test-formats` loads checkpoints that compressed-tensors itself writes (FP8, FP8_DYNAMIC, FP8_BLOCK,
+W8A8).
 """
 
 
