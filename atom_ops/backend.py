@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from atom_ops import triton_impl
+from atom_ops import aiter_impl, triton_impl
 from atom_ops.attention_backend import ATTENTION_BACKENDS, use_attention_backends
 from atom_ops.op import REFERENCE, REGISTRY
 from atom_ops.ops.linear import BATCH_INVARIANT, linear
@@ -34,6 +34,8 @@ def resolve(
     """
     if triton_impl.runs_on(device):
         triton_impl.load()
+    if aiter_impl.runs_on(device):
+        aiter_impl.load()
     names = tuple(_DEFAULT_ORDER.get(device.type, ())) if order is None else tuple(order)
     if order is not None:
         _require(names, device)

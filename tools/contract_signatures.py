@@ -72,6 +72,8 @@ def signature(sources: Path, name: str) -> str:
         raise ValueError(f"{name} is a module: use what is in it by its full name")
     node, home = _definition(sources, module, rest[0])
     for part in rest[1:]:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):  # an object made by its class
+            node, home = _definition(sources, home, ast.unparse(node.value.func))
         if not isinstance(node, ast.ClassDef):
             raise ValueError(f"{name}: {ast.unparse(node)[:60]} has no attributes")
         inner = _member(node, part)

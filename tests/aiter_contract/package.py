@@ -1,0 +1,95 @@
+"""AITER as a package of torch functions: its published signatures, its documented semantics.
+
+    install(monkeypatch, published())     `import aiter` finds it, and a CPU counts as an MI300
+
+A call must fit the signature. Its arguments then reach the function of the same name in `semantics`, which
+checks shapes, dtypes and layouts, and takes no argument that it does not know.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from atom_ops import aiter_impl, backend
+from tests.aiter_contract import attention, gemm, rows
+from tests.helpers.signatures import parsed
+
+SEMANTICS: dict[str, Callable[..., Any]] = {
+    "aiter.rms_norm": rows.rms_norm,
+    "aiter.rmsnorm2d_fwd_with_add": rows.rmsnorm2d_fwd_with_add,
+    "aiter.silu_and_mul": rows.silu_and_mul,
+    "aiter.rope_cached_fwd": rows.rope_cached_fwd,
+    "aiter.tuned_gemm.tgemm.mm": gemm.mm,
+    "aiter.reshape_and_cache_flash": attention.reshape_and_cache_flash,
+    "aiter.flash_attn_varlen_func": attention.flash_attn_varlen_func,
+    "aiter.ops.triton.unified_attention.unified_attention": attention.unified_attention,
+}
+_MODULES = (
+    *("aiter", "aiter.tuned_gemm", "aiter.ops", "aiter.ops.triton"),
+    "aiter.ops.triton.unified_attention",
+)
+
+Swap = tuple[str, str, str]
+"""A function, and two of its arguments that a call confuses."""
+
+
+def install(
+    monkeypatch: pytest.MonkeyPatch, signatures: Mapping[str, str], swap: Swap | None = None
+) -> Counter[str]:
+    """Returns the number of calls of each function, which grows with them.
+
+    The ops' default order on a CPU becomes AITER, then torch, and AITER takes float32, in which generated ids
+    can be compared.
+    """
+    calls: Counter[str] = Counter()
+    modules = {name: ModuleType(name) for name in _MODULES}
+    for name, module in modules.items():
+        module.__spec__ = ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+        parent, _, own = name.rpartition(".")
+        if parent:
+            setattr(modules[parent], own, module)
+    for name, semantics in SEMANTICS.items():
+        names = swap[1:] if swap and swap[0] == name else None
+        _place(modules, name, _function(name, signatures[name], semantics, calls, names))
+    monkeypatch.setattr(aiter_impl, "architecture", lambda device: "gfx942")
+    monkeypatch.setattr(aiter_impl, "DTYPES", (*aiter_impl.DTYPES, torch.float32))
+    monkeypatch.setitem(backend._DEFAULT_ORDER, "cpu", ("aiter",))
+    return calls
+
+
+def _place(modules: Mapping[str, ModuleType], name: str, function: Callable[..., Any]) -> None:
+    home = max((module for module in modules if name.startswith(f"{module}.")), key=len)
+    *objects, own = name.removeprefix(f"{home}.").split(".")
+    target: Any = modules[home]
+    for each in objects:
+        if not hasattr(target, each):
+            setattr(target, each, SimpleNamespace())
+        target = getattr(target, each)
+    setattr(target, own, function)
+
+
+def _function(
+    name: str,
+    signature: str,
+    semantics: Callable[..., Any],
+    calls: Counter[str],
+    swapped: tuple[str, str] | None,
+) -> Callable[..., Any]:
+    bound_by = parsed(signature)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = dict(bound_by.bind(*args, **kwargs).arguments)
+        if swapped:
+            first, second = swapped
+            given[first], given[second] = given[second], given[first]
+        calls[name] += 1
+        return semantics(**given)
+
+    return call

@@ -1,0 +1,161 @@
+"""The providers and the attention backend of AITER, on a model of AITER in torch (tests/aiter_contract)."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from atom_ops import INTERLEAVED_KV, AttentionConfig, aiter_impl, attention_backend, backend
+from atom_ops.op import REGISTRY, Case, Op, Provider
+from tests.aiter_contract.package import SEMANTICS, Swap, install
+from tests.helpers.core_side import generate
+from tests.helpers.op_cases import CPU, DTYPES, check
+from tests.helpers.reference import NEW_TOKENS, TOLERANCE, Reference, make_reference
+from tests.helpers.signatures import in_development, published
+from tests.helpers.teacher_forcing import TinyWorker, step_logits
+from tests.helpers.tiny_models import Tiny, tiny
+
+SIGNATURES = {"published": published(), "in development": published() | in_development()}
+OPS = ("rms_norm", "add_rms_norm", "silu_and_mul", "rotary", "linear")
+# Sizes that all of AITER's kernels take.
+_SIZES = {"hidden_size": 64, "intermediate_size": 96}
+MODELS = {
+    "llama": Tiny("llama", "llama", 2, _SIZES),
+    "qwen3-moe": replace(
+        tiny("qwen3-moe"), seed=4, config=tiny("qwen3-moe").config | _SIZES | {"moe_intermediate_size": 32}
+    ),
+    "mistral with a window": Tiny("mistral", "mistral", 1, _SIZES | {"sliding_window": 20}),
+    "gpt-oss": tiny("gpt-oss"),
+}
+
+Install = Callable[..., Counter[str]]
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """`install` with the test's monkeypatch; afterwards ops are as before."""
+
+    def install_and_resolve(name: str = "published", swap: Swap | None = None) -> Counter[str]:
+        calls = install(monkeypatch, SIGNATURES[name], swap)
+        backend.resolve(CPU)
+        return calls
+
+    yield install_and_resolve
+    monkeypatch.undo()
+    backend.resolve(CPU)
+
+
+@pytest.fixture(scope="module")
+def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    return cache(lambda name: make_reference(MODELS[name], tmp_path_factory.mktemp("model")))
+
+
+def table() -> Iterator[Any]:
+    aiter_impl.load()
+    for name in OPS:
+        op = REGISTRY[name]
+        for dtype in DTYPES:
+            for case in op.cases:
+                yield pytest.param(op, dtype, case, id=f"{name}-{str(dtype)[6:]}-{case.label}")
+
+
+@pytest.mark.parametrize(("op", "dtype", "case"), list(table()))
+def test_agrees_with_reference(op: Op[..., Any], dtype: torch.dtype, case: Case, installed: Install) -> None:
+    installed()
+    provider: Provider = op.providers["aiter"]
+    check(op, provider, dtype, case, CPU)
+
+
+def test_without_an_amd_gpu_nothing_is_used() -> None:
+    backend.resolve(CPU)
+    assert not any("aiter" in REGISTRY[name].order for name in OPS)
+    with pytest.raises(ValueError, match=r"'aiter'.* cannot run on cpu: it needs an MI300 or MI350"):
+        backend.resolve(CPU, ["aiter"])
+
+
+@pytest.mark.parametrize(
+    ("name", "signatures"), [*((name, "published") for name in MODELS), ("llama", "in development")]
+)
+def test_tiny_models_generate_the_ids_of_transformers(
+    name: str, signatures: str, reference_of: Callable[[str], Reference], installed: Install
+) -> None:
+    reference = reference_of(name)
+    calls = installed(signatures)
+    worker = TinyWorker(reference.directory)
+    found = generate(worker.core(), worker.execute, reference.prompts, NEW_TOKENS, 16, 3)
+    assert found == reference.ids
+    check_whole_texts(worker, reference)
+    if name == "llama":
+        assert set(calls) == set(SEMANTICS), "functions that no step calls"
+        assert not set(OPS) & set(backend.ran_in_torch())
+
+
+def check_whole_texts(worker: TinyWorker, reference: Reference) -> None:
+    """The texts' log probabilities, all in one step."""
+    core = worker.core()
+    for row, continuation in enumerate(reference.continuations):
+        core.add(row, continuation.text)
+    lengths = {row: len(each.text) for row, each in enumerate(reference.continuations)}
+    found_TV = step_logits(worker.worker, core.plan(lengths)).log_softmax(-1)
+    wanted_TV = torch.cat([each.logprobs_TV for each in reference.continuations])
+    torch.testing.assert_close(found_TV, wanted_TV, atol=TOLERANCE, rtol=0)
+
+
+_FLASH, _PAGED = "aiter.flash_attn_varlen_func", "aiter.ops.triton.unified_attention.unified_attention"
+_WRITE = "aiter.reshape_and_cache_flash"
+# Left out are swaps that change nothing: the addends of a sum, the lengths of whole prompts, equal scales.
+SWAPS = [
+    ("aiter.rms_norm", "input", "weight"),
+    ("aiter.rmsnorm2d_fwd_with_add", "out", "residual_out"),
+    ("aiter.rmsnorm2d_fwd_with_add", "residual_in", "residual_out"),
+    ("aiter.rmsnorm2d_fwd_with_add", "input", "weight"),
+    ("aiter.silu_and_mul", "out", "input"),
+    ("aiter.rope_cached_fwd", "cos", "sin"),
+    ("aiter.rope_cached_fwd", "reuse_freqs_front_part", "nope_first"),
+    ("aiter.tuned_gemm.tgemm.mm", "inp", "weights"),
+    (_WRITE, "key", "value"),
+    (_WRITE, "key_cache", "value_cache"),
+    (_WRITE, "key", "key_cache"),
+    (_FLASH, "q", "k"),
+    (_FLASH, "k", "v"),
+    (_FLASH, "softmax_scale", "causal"),
+    (_PAGED, "k", "v"),
+    (_PAGED, "q", "out"),
+    (_PAGED, "cu_seqlens_q", "seqused_k"),
+    (_PAGED, "max_seqlen_q", "max_seqlen_k"),
+    (_PAGED, "window_size", "sinks"),
+    (_PAGED, "block_table", "seqused_k"),
+]
+
+
+@pytest.mark.parametrize("swap", SWAPS, ids="-".join)
+def test_a_swap_of_two_arguments_is_found(
+    swap: Swap, reference_of: Callable[[str], Reference], installed: Install
+) -> None:
+    """The checks above would find a call that confuses them."""
+    reference = reference_of("llama")
+    calls = installed(swap=swap)
+    try:
+        worker = TinyWorker(reference.directory)
+        found = generate(worker.core(), worker.execute, reference.prompts, 4, 16, 3)
+        assert found == [ids[:4] for ids in reference.ids]
+        check_whole_texts(worker, reference)
+    except (AssertionError, AttributeError, TypeError, RuntimeError):
+        assert calls[swap[0]] > 0
+        return
+    pytest.fail("the swap changes nothing")
+
+
+def test_layers_that_the_backend_does_not_take(installed: Install) -> None:
+    installed()
+    config = AttentionConfig(
+        device=CPU, dtype=torch.bfloat16, kv_dtype=torch.bfloat16, block_size=16,
+        heads=8, kv_heads=2, head_dim=128, window=0, sinks=False,
+    )  # fmt: skip
+    assert attention_backend(config).name == "aiter"
+    for change in ({"kv_dtype": torch.float8_e4m3fn}, {"block_size": 24}, {"head_dim": 320}):
+        assert attention_backend(replace(config, **change)) is INTERLEAVED_KV
