@@ -47,6 +47,7 @@ def main() -> None:
     _set_thread_environment(launch.config)
     _set_kernel_cache_environment(launch.config)
     _set_profiler_environment(launch.config)
+    _set_store_environment(launch)
     setup_logging(launch.label)
     link, status = Link(launch), 0
     try:
@@ -211,6 +212,12 @@ def _set_profiler_environment(config: EngineConfig) -> None:
     if config.observability.torch_profiler_dir is not None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         os.environ.setdefault("TEARDOWN_CUPTI", "0")
+
+
+def _set_store_environment(launch: WorkerLaunch) -> None:
+    """Silence torch's warnings where other hosts reach its TCPStore: one for each stranger who connects."""
+    if launch.rendezvous is not None and launch.rendezvous.interface != "lo":
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def _lost_rank(error: Exception) -> str:
