@@ -151,6 +151,17 @@ def test_every_expert_may_be_excluded_one_by_one() -> None:
         found.experts(f"{LAYER}.mlp.experts", EXPERT, 5)
 
 
+@pytest.mark.parametrize("stated", [CT, FP8 | {"weight_block_size": [128, 128]}], ids=["exact", "parts"])
+def test_a_long_list_of_exclusions_is_looked_up(stated: Settings) -> None:
+    """256 experts of 58 layers, as tools write them: a minute if every pattern were tried for every path."""
+    layers = [f"model.layers.{layer}.mlp.experts" for layer in range(58)]
+    every = [f"{layer}.{e}.{n}_proj" for layer in layers for e in range(256) for n in ("gate", "up", "down")]
+    key = "ignore" if stated is CT else "ignored_layers"
+    found = config_of(stated | {key: ["re:.*lm_head", *every]})
+    assert all(found.experts(layer, EXPERT, 256) is PLAIN for layer in layers[::8])
+    assert found.linear("model.layers.0.self_attn.o_proj") is not PLAIN
+
+
 BROKEN: list[tuple[Any, str]] = [
     ("fp8", "quantization_config is not an object: 'fp8'"),
     ({"bits": 4}, r"quantized \(unknown\): not supported"),

@@ -14,11 +14,11 @@ from workers.layers.quantization.int8 import channel_int8
 from workers.layers.quantization.mxfp4 import mxfp4
 from workers.layers.quantization.rules import (
     REGEX,
+    Match,
     Rule,
     Rules,
     always,
     exact,
-    excluded,
     one_of,
     patterns,
     regex,
@@ -43,16 +43,14 @@ def rules(stated: Mapping[str, Any]) -> Rules:
         group = section(groups, name)
         scheme = _scheme(group, group.get("format") or stated.get("format"), name)
         for target in _targets(group, name):
-            match = always if target == _CLASS else _match_of(target)
-            (by_class if target == _CLASS else named).append(Rule(target, scheme, match))
-    return Rules(PLAIN, (*excluded(stated, ("ignore",), _ignored), *named, *by_class))
+            (by_class if target == _CLASS else named).append(Rule(target, scheme, _match_of(target)))
+    ignored = (Rule(pattern, PLAIN, _match_of(pattern)) for pattern in patterns(stated, "ignore"))
+    return Rules(PLAIN, (*ignored, *named, *by_class))
 
 
-def _ignored(pattern: str, module: str) -> bool:
-    return pattern == _CLASS or _match_of(pattern)(pattern, module)
-
-
-def _match_of(pattern: str) -> Callable[[str, str], bool]:
+def _match_of(pattern: str) -> Match:
+    if pattern == _CLASS:
+        return always
     return regex if pattern.startswith(REGEX) else exact
 
 

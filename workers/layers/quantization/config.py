@@ -74,9 +74,7 @@ class QuantizationConfig:
 
     def _scheme(self, module: str, fused: str) -> Scheme:
         """The scheme by the module's path, or by that of the module that it is fused into."""
-        named = (rule for rule in self.rules.rules if rule.names(module) or rule.names(fused))
-        rule = next(named, None)
-        return self.rules.default if rule is None else rule.scheme
+        return self.rules.scheme(module, fused)
 
 
 def resolve(

@@ -9,7 +9,7 @@ from typing import Any
 
 from workers.layers.quantization.block_fp8 import block_fp8
 from workers.layers.quantization.channel_fp8 import channel_fp8, tensor_fp8
-from workers.layers.quantization.rules import Rule, Rules, as_written, exact, excluded, section, substring
+from workers.layers.quantization.rules import Rule, Rules, exact, excluded, section, substring
 from workers.layers.quantization.scheme import PLAIN, Scheme
 
 ALGORITHMS: dict[str, Callable[[], Scheme]] = {
@@ -25,7 +25,8 @@ _EXCLUSIONS = ("ignore", "exclude_modules")
 def rules(stated: Mapping[str, Any]) -> Rules:
     """One algorithm, or one for each listed module."""
     stated = {**stated, **section(stated, "quantization")}  # as in hf_quant_config.json
-    excluded_rules = excluded(stated, _EXCLUSIONS, _named)
+    # Its writer lists paths, parts of them, and globs.
+    excluded_rules = excluded(stated, _EXCLUSIONS, substring, forms=True)
     if _algorithm(stated) != _MIXED:
         return Rules(_scheme(stated), excluded_rules)
     layers = section(stated, "quantized_layers")
@@ -46,8 +47,3 @@ def _algorithm(stated: Mapping[str, Any]) -> str:
     if not isinstance(name, str):
         raise ValueError(f"quant_algo {name!r:.40}, not the name of one")
     return name.upper()
-
-
-def _named(pattern: str, module: str) -> bool:
-    """Its writer lists paths, parts of them, and globs."""
-    return as_written(pattern, module, substring)

@@ -10,7 +10,7 @@ from workers.layers.quantization import int4
 from workers.layers.quantization.channel_fp8 import channel_fp8, tensor_fp8
 from workers.layers.quantization.int8 import channel_int8
 from workers.layers.quantization.mxfp4 import mxfp4
-from workers.layers.quantization.rules import Rule, Rules, as_written, exact, excluded, glob, one_of, section
+from workers.layers.quantization.rules import Rule, Rules, exact, excluded, glob, one_of, section
 from workers.layers.quantization.scheme import PLAIN, Scheme
 
 _PARTS = ("output_tensors", "bias")
@@ -24,11 +24,7 @@ def rules(stated: Mapping[str, Any]) -> Rules:
     layers = section(stated, "layer_quant_config")
     named = (Rule(pattern, _scheme(section(layers, pattern), packing, pattern), glob) for pattern in layers)
     default = _scheme(section(stated, "global_quant_config"), packing, "global_quant_config")
-    return Rules(default, (*excluded(stated, ("exclude",), _excluded), *named))
-
-
-def _excluded(pattern: str, module: str) -> bool:
-    return as_written(pattern, module, exact)
+    return Rules(default, (*excluded(stated, ("exclude",), exact, forms=True), *named))
 
 
 def _scheme(config: Mapping[str, Any], packing: Mapping[str, Any], name: str) -> Scheme:

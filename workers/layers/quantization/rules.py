@@ -10,7 +10,7 @@ raises ValueError for what cannot run; the message follows "quantized (METHOD) w
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -34,13 +34,44 @@ class Rule:
         return self.match(self.pattern, module)
 
 
-@dataclass(frozen=True, slots=True)
 class Rules:
-    """What a quantization_config says."""
+    """What a quantization_config says: the first rule that names a module decides, else the default.
 
-    default: Scheme
-    rules: tuple[Rule, ...] = ()
-    """The first that names a module decides."""
+    Literal patterns are looked up and not tried, since a checkpoint may list every expert of every layer.
+    """
+
+    def __init__(self, default: Scheme, rules: Iterable[Rule] = ()):
+        self.default = default
+        self.rules = tuple(rules)
+        self._exact: dict[str, int] = {}
+        self._parts: dict[str, int] = {}
+        self._others: list[tuple[int, Rule]] = []
+        for number, rule in enumerate(self.rules):
+            match = by_form(rule.pattern, part) if rule.match is as_written else rule.match
+            if match in (exact, part):
+                (self._exact if match is exact else self._parts).setdefault(rule.pattern, number)
+            else:
+                self._others.append((number, rule))
+
+    def scheme(self, *paths: str) -> Scheme:
+        """That of the first rule that names the module, by any of its paths."""
+        literal = min((number for path in paths for number in self._literal(path)), default=len(self.rules))
+        for number, rule in self._others:
+            if number > literal:
+                break
+            if any(rule.names(path) for path in paths):
+                return rule.scheme
+        return self.default if literal == len(self.rules) else self.rules[literal].scheme
+
+    def _literal(self, path: str) -> Iterator[int]:
+        """Numbers of the rules whose pattern is the path or, of another kind, some of its names in a row."""
+        if path in self._exact:
+            yield self._exact[path]
+        names = path.split(".") if self._parts else []
+        for first in range(len(names)):
+            for end in range(first + 1, len(names) + 1):
+                if (inner := ".".join(names[first:end])) in self._parts:
+                    yield self._parts[inner]
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
@@ -71,22 +102,31 @@ def glob(pattern: str, module: str) -> bool:
     return fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
 
 
-def as_written(pattern: str, module: str, otherwise: Match = part) -> bool:
-    """By the pattern's form: a regular expression after re:, a glob if it has * ? or [."""
+def as_written(pattern: str, module: str) -> bool:
+    """By the pattern's form: see `by_form`; otherwise as `part`."""
+    return by_form(pattern, part)(pattern, module)
+
+
+def by_form(pattern: str, literal: Match) -> Match:
+    """How a pattern is matched: a regular expression after re:, a glob if it has * ? or [, else `literal`."""
     if pattern.startswith(REGEX):
-        return regex(pattern, module)
-    if any(character in pattern for character in "*?["):
-        return glob(pattern, module)
-    return otherwise(pattern, module)
+        return regex
+    return glob if any(character in pattern for character in "*?[") else literal
 
 
 def always(pattern: str, module: str) -> bool:
     return True
 
 
-def excluded(stated: Mapping[str, Any], keys: Iterable[str], match: Match) -> tuple[Rule, ...]:
-    """Rules for the modules that the lists under `keys` leave plain. Raises ValueError for other values."""
-    return tuple(Rule(pattern, PLAIN, match) for key in keys for pattern in patterns(stated, key))
+def excluded(
+    stated: Mapping[str, Any], keys: Iterable[str], match: Match, forms: bool = False
+) -> tuple[Rule, ...]:
+    """Rules for the modules that the lists under `keys` leave plain. Raises ValueError for other values.
+
+    `forms`: patterns may also be regular expressions or globs, see `by_form`.
+    """
+    listed = [pattern for key in keys for pattern in patterns(stated, key)]
+    return tuple(Rule(pattern, PLAIN, by_form(pattern, match) if forms else match) for pattern in listed)
 
 
 def patterns(stated: Mapping[str, Any], key: str) -> list[str]:
