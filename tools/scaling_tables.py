@@ -6,9 +6,9 @@ from pathlib import Path
 
 from atom.benchmarks.serving.errors import BenchmarkError
 from atom.benchmarks.simulation.decoder import decoder
-from atom.benchmarks.simulation.engines import EngineSettings
+from atom.benchmarks.simulation.engines import Cost, EngineSettings
 from atom.benchmarks.simulation.requests import Workload, requests
-from atom.benchmarks.simulation.roofline import H200, Layout, Links, Roofline, Work
+from atom.benchmarks.simulation.roofline import H200, Layout, Roofline, Work
 from atom.benchmarks.simulation.simulate import Simulation
 
 __all__ = ["scaling_tables"]
@@ -36,7 +36,7 @@ def scaling_tables() -> str:
         ),
         "### Predicted and measured: steps on an H200",
         _table(["model", "rows", "predicted, ms", "measured, ms", "difference"], _step_rows()),
-        "### Predicted and measured: whole runs on an H200, simulated with the real scheduler",
+        "### Predicted and measured: whole runs, simulated with the real scheduler",
         _table(["model", "run", "predicted, tokens/s", "measured, tokens/s", "difference"], _run_rows()),
     ]
     return "\n\n".join(parts)
@@ -148,19 +148,33 @@ def _step_rows() -> Iterator[list[str]]:
 
 
 def _run_rows() -> Iterator[list[str]]:
+    rows = [*_gpu_runs(), *_cpu_runs()]
+    for name, (count, prompt, output), predicted, measured in rows:
+        run = f"{count} x {prompt:,} in, {output} out"
+        yield [name, run, f"{predicted:,.0f}", f"{measured:,.0f}", f"{predicted / measured - 1:+.0%}"]
+
+
+def _gpu_runs() -> Iterator[tuple[str, tuple[int, int, int], float, float]]:
     for name in ("Qwen3-0.6B", "Qwen3-8B", "Llama-3.1-8B"):
         for count, prompt, output in ((64, 1024, 256), (256, 512, 256)):
             measured = _kept(name, f"{count}x{prompt}-{output}")
-            predicted = _simulated(name, count, prompt, output)
-            cells = [f"{predicted:,.0f}", f"{measured:,.0f}", f"{predicted / measured - 1:+.0%}"]
-            yield [name, f"{count} x {prompt:,} in, {output} out", *cells]
+            cost = Roofline(decoder(name), H200, Layout()).seconds
+            predicted = _simulated(cost, 16384, (count, prompt, output))
+            yield f"{name}, H200", (count, prompt, output), predicted, measured
 
 
-def _simulated(name: str, count: int, prompt: int, output: int) -> float:
-    """Output tokens per second of requests that start together, with the settings of the kept results."""
-    model = decoder(name)
-    roofline = Roofline(model, H200, Layout(), Links())
-    settings = EngineSettings(1024, 16384, count * (prompt + output) // 16 + count, 16, False)
-    simulation = Simulation(settings, roofline.seconds)
-    workload = Workload(count, input_len=prompt, output_len=output, vocab=model.shape.vocab)
-    return simulation.run(requests(workload), count).output_tokens_per_second
+def _cpu_runs() -> Iterator[tuple[str, tuple[int, int, int], float, float]]:
+    """Over HTTP (docs/performance.md). A single stream gives the seconds of a step and of a token."""
+    token = (0.29 - 0.046) / (128 - 1)
+    step = 0.046 - token
+    for shape, measured in (((16, 128, 64), 99.0), ((64, 32, 32), 182.0)):
+        predicted = _simulated(lambda work, all_tokens: step + token * work.tokens, 2048, shape)
+        yield "SmolLM2-135M, two CPU cores", shape, predicted, measured
+
+
+def _simulated(cost: Cost, budget: int, shape: tuple[int, int, int]) -> float:
+    """Output tokens per second of requests that start together: (how many, prompt, output)."""
+    count, prompt, output = shape
+    settings = EngineSettings(1024, budget, count * (prompt + output) // 16 + count, 16, False)
+    workload = Workload(count, input_len=prompt, output_len=output)
+    return Simulation(settings, cost).run(requests(workload), count).output_tokens_per_second

@@ -66,6 +66,21 @@ def test_latency_measures_a_batch(config_alone: Path, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow
+def test_the_simulation_is_compared_with_a_real_run(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "check.json"
+    engine = ["--model", model, "--load-dummy", "--device", "cpu", "--kv-cache-memory-bytes", str(1 << 27)]
+    counts = ["--num-prompts", "12", "--repeat", "1", "--output-json", str(file)]
+    done = run_benchmark("simulation_check", *engine, *counts)
+    assert done.returncode == 0, done.stderr
+    [found] = json.loads(file.read_text())["rounds"]
+    assert sum(found["seconds_of_step_token_pair"]) > 0
+    # How close it is depends on what else the machine does.
+    assert found["measured"].keys() == found["predicted"].keys() == found["error"].keys()
+    assert all(value > 0 for value in found["measured"].values()) and "predicted" in done.stdout
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_throughput_of_random_prompts(config_alone: Path, tmp_path: Path) -> None:
     file = tmp_path / "throughput.json"
     model = ["--model", str(config_alone), "--load-dummy", "--device", "cpu", "--output-json", str(file)]

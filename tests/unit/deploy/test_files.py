@@ -63,7 +63,7 @@ def test_manifests_set_known_variables(path: Path) -> None:
     for one in yaml.safe_load_all(path.read_text()):
         for generator in one.get("configMapGenerator", []):
             names = {literal.partition("=")[0] for literal in generator["literals"]}
-            assert names - {"HF_HOME", "ATOM_CLUSTER_SECRET_FILE"} <= VARIABLES
+            assert names - {"HF_HOME"} <= VARIABLES
 
 
 def servers() -> list[dict[str, Any]]:
