@@ -124,7 +124,7 @@ def _sizes(config: EngineConfig, checkpoint: Checkpoint, capabilities: DeviceCap
     own = config.parallel.tensor_parallel_size
     if config.device.device == "cpu" or config.parallel.enable_dp_attention:
         return [own]
-    gpus = capabilities.cuda // config.parallel.data_parallel_size
+    gpus = capabilities.cuda * config.parallel.nnodes // config.parallel.data_parallel_size
     most = min(gpus, checkpoint.hf_config.get("num_attention_heads", gpus))
     return sorted({own, *(1 << power for power in range(most.bit_length()) if 1 << power <= most)})
 

@@ -347,7 +347,7 @@ class Worker:
 
     def _kv_bytes(self) -> int:
         if self._device.type == "cpu":
-            workers = self._config.parallel.num_workers
+            workers = self._config.parallel.workers_per_node
             return cpu_kv_bytes(self._config.cache, workers)
         return cuda_kv_bytes(self._config.cache, self._device, self._peak_bytes())
 

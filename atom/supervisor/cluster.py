@@ -176,6 +176,7 @@ class Cluster:
         self._closing = threading.Event()
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # what waits is bounded by the time until a node is lost
         bind(self._socket, settings.endpoint, LINK_SILENCE_MS)
         self._wake_out, self._wake_in = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
         self._wake_in.bind("inproc://to-nodes")

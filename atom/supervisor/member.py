@@ -151,8 +151,10 @@ class Member:
 
     def _try_join(self, stops: Callable[[], int]) -> str:
         """Open a connection and send Join; returns why the master has not accepted it, or an empty text."""
+        self._place = self._place.located()
         self._link = self._context.socket(zmq.DEALER)
         self._link.setsockopt(zmq.LINGER, 1000)
+        self._link.setsockopt(zmq.SNDHWM, 0)  # what waits is bounded by the time until the link has ended
         self._monitor = self._link.get_monitor_socket()
         connect(self._link, self._place.endpoint(), LINK_SILENCE_MS)
         self._link.send(encode(self._join), zmq.DONTWAIT)

@@ -1,8 +1,9 @@
 """Where this node is among the others, and how to reach the master."""
 
+import contextlib
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from atom.config.fields import ConfigError
 from atom.config.nodes import NodesConfig
@@ -25,6 +26,8 @@ class NodePlace:
     address: str = "127.0.0.1"
     """By which the other nodes reach this one."""
     interface: str = "lo"
+    master_name: str = ""
+    """--master-addr."""
     master_address: str = ""
     master_port: int = 0
     secret: bytes = b""
@@ -39,6 +42,12 @@ class NodePlace:
     def master(self) -> str:
         """The master's address, for people."""
         return f"{self.master_address}:{self.master_port}"
+
+    def located(self) -> "NodePlace":
+        """With the address that the master's name has now: a pod that was replaced has another."""
+        with contextlib.suppress(OSError, UnicodeError):
+            return replace(self, master_address=resolve_address(self.master_name))
+        return self
 
     def endpoint(self, binds: bool = False) -> str:
         """Where the nodes join, for them or for the master itself."""
@@ -66,6 +75,7 @@ def find_place(config: NodesConfig) -> NodePlace:
         config.node_rank,
         address,
         interface,
+        config.master_addr,
         master,
         config.master_port,
         config.secret(),

@@ -117,7 +117,7 @@ class Nodes:
     def __init__(self, hosts: Sequence[Host], args: Sequence[str]):
         self.hosts = hosts
         self._args = args
-        self._started: list[NodeProcess] = []
+        self.started: list[NodeProcess] = []
 
     def start(self, rank: int, *more: str, variables: dict[str, str] | None = None) -> NodeProcess:
         """Start the node of this rank with the common arguments and `more`."""
@@ -129,7 +129,7 @@ class Nodes:
         )
         secret = {"ATOM_CLUSTER_SECRET": SECRET}
         made = NodeProcess(rank, host, [*place, *self._args, *more], secret | (variables or {}))
-        self._started.append(made)
+        self.started.append(made)
         return made
 
     def start_all(self) -> list[NodeProcess]:
@@ -139,7 +139,7 @@ class Nodes:
         return made
 
     def kill(self) -> None:
-        for each in self._started:
+        for each in self.started:
             with contextlib.suppress(Exception):
                 each.kill()
 
