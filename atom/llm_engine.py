@@ -96,7 +96,12 @@ class LLMEngine:
         try:
             self.checkpoint, capabilities = self._supervisor.prepare(config.model)
             resolved = resolve(config, self.checkpoint, explicit, capabilities)
-            for note in resolved.notes + envs.startup_notes(resolved.config.device.device):
+            notes = resolved.notes + envs.startup_notes(resolved.config.device.device)
+            if envs.ATOM_DP_SIZE > 1:
+                notes.append(
+                    f"ATOM_DP_SIZE={envs.ATOM_DP_SIZE} has no effect: it is read by atom-launch alone"
+                )
+            for note in notes:
                 self._logger.info(note)
             self.config = resolved.config
             self.gpu_names = _used_gpus(resolved.config, capabilities)

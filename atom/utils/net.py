@@ -8,9 +8,10 @@ import socket
 from pathlib import Path
 
 _BACKLOG = 4096
+_FLAGS_WITH_ZERO = ("--server-port", "--admin-port")
 
 _REMEDIES = {
-    errno.EADDRINUSE: "it is in use; choose another {flag}, or 0 for a free one",
+    errno.EADDRINUSE: "it is in use; choose another {flag}{or_free}",
     errno.EACCES: "not permitted; choose a {flag} from 1024 up",
     errno.EADDRNOTAVAIL: "this host has no such address; use --host 127.0.0.1 or 0.0.0.0",
 }
@@ -141,7 +142,9 @@ def _listen_socket(
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
             made.listen(_BACKLOG)
         except OSError as error:
-            remedy = _REMEDIES.get(error.errno or 0, error.strerror or "").format(flag=flag)
+            remedy = _REMEDIES.get(error.errno or 0, error.strerror or "").format(
+                flag=flag, or_free=", or 0 for a free one" if flag in _FLAGS_WITH_ZERO else ""
+            )
             raise ListenError(f"cannot listen on {host} port {port}: {remedy}") from None
         on_error.pop_all()
     return made
