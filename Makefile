@@ -25,6 +25,7 @@ AGENTS := .npm-clients
 EVALUATORS := .venv-evaluations
 TRACING := .packages-tracing
 QUANTIZERS := .packages-quantizers
+DYNAMO := .packages-dynamo
 FUZZING := .venv-fuzzing
 DEPLOYING := .venv-deploy
 # A process for each core, and each of them with one thread: more would wait for one another.
@@ -37,6 +38,7 @@ SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
 .PHONY: help install serve test test-unit test-e2e test-slow test-kills test-nodes test-models test-isa test-kernels \
 	test-compile test-gpu test-tokenizers test-openapi test-tracing test-formats test-page test-clients test-agents \
+	test-dynamo test-kv-events \
 	test-evaluations test-deploy accuracy lint type arch fmt check docs models contract-signatures bench-latency bench-throughput bench-speculation \
 	bench-structured-output bench-scheduler bench-serving bench-gpu bench-step bench-kernels bench-all-reduce \
 	bench-experts bench-document tune-experts clean
@@ -135,6 +137,18 @@ test-formats: $(QUANTIZERS)/.installed ## checkpoints that a quantization librar
 
 test-tracing: $(TRACING)/.installed ## traces of requests, with OpenTelemetry in a directory of its own
 	@PYTHONPATH=$(CURDIR)/$(TRACING) $(BIN)/python -m pytest -q tests/unit/frontend/test_tracing.py $(ARGS)
+
+# Without their dependencies, which are here or unused: one of them is not on PyPI.
+$(DYNAMO)/.installed: tests/dynamo/requirements.txt $(INSTALLED)
+	@echo "installing NVIDIA Dynamo into $(DYNAMO)"
+	@$(PIP) --no-deps --target $(DYNAMO) -r $<
+	@touch $@
+
+test-dynamo: $(DYNAMO)/.installed ## our engine as a backend of NVIDIA Dynamo: KV router, kills, drain; some minutes
+	@PYTHONPATH=$(CURDIR):$(CURDIR)/$(DYNAMO) $(BIN)/python -m tests.dynamo.check $(ARGS)
+
+test-kv-events: $(INSTALLED) $(EVALUATORS)/.installed ## KV events, decoded by vLLM's own classes
+	@$(BIN)/python -m tests.evaluation.kv_events $(EVALUATORS)/bin/python $(ARGS)
 
 test-page: install ## the status page in headless Chromium, which must be installed; a minute or two
 	@$(BIN)/python -m pytest -q tests/browser $(ARGS)

@@ -45,6 +45,8 @@ class Snapshot:
     """By rank: restarts since the start of the server."""
     live: int
     """Unfinished sequences of all frontends."""
+    block_size: int = 0
+    """Tokens of a KV block; 0: unknown."""
     frontend: int | None = None
     """The number of this frontend, where there are several: the label of its process's metrics."""
 
@@ -189,8 +191,19 @@ class _Collector(Collector):
             ("kv_blocks", "KV blocks in total", "kv_blocks_total"),
         ):
             yield self._family(GaugeMetricFamily, f"atom:{name}", text, values(field))
+        if self._snapshot.block_size:
+            yield self._cache_config(engines)
         yield from self._speculation({r: s for r, s in engines.items() if s.num_accepted_tokens_per_pos})
         yield from self._experts({r: s for r, s in engines.items() if s.expert_imbalance})
+
+    def _cache_config(self, engines: dict[int, CoreStats]) -> Metric:
+        """What a gateway reads to know the prefixes that an engine can hold."""
+        labels = [*_LABELS, "block_size", "num_gpu_blocks"]
+        family = GaugeMetricFamily("vllm:cache_config_info", "KV cache: sizes, as labels", labels=labels)
+        size = str(self._snapshot.block_size)
+        for rank, stats in engines.items():
+            family.add_metric([self._model, str(rank), size, str(stats.kv_blocks_total)], 1)
+        return family
 
     def _experts(self, engines: dict[int, CoreStats]) -> Iterator[Metric]:
         """Of the engines that report how evenly their ranks share experts."""

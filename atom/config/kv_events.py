@@ -47,6 +47,15 @@ class KVEventsConfig:
         """Whether the PUB socket binds its endpoint, or else connects to it."""
         return bool(_BOUND.match(self.endpoint)) if self.bind is None else self.bind
 
+    @property
+    def local_endpoint(self) -> str:
+        """Where a subscriber on the same machine connects to; wildcards become loopback addresses."""
+        return (
+            self.endpoint.replace("//*:", "//127.0.0.1:")
+            .replace("//0.0.0.0:", "//127.0.0.1:")
+            .replace("//[::]:", "//[::1]:")
+        )
+
     def of_rank(self, rank: int) -> "KVEventsConfig":
         """That of one data-parallel rank. Raises ConfigError where its port would be too high."""
         if not rank:

@@ -272,6 +272,16 @@ class Supervisor:
         ended = [ended for group in self._engines for ended in group.ended]
         return Engines(self.engines, ended, self._server_state)
 
+    @property
+    def engine_state(self) -> Engines:
+        """The engines that live or start now, and why the last lives of others have ended."""
+        return self._engine_state()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether everything that was started is ready."""
+        return all(domain.is_ready for domain in self._domains())
+
     def _set_state(self, state: ServerState) -> None:
         get_logger().warning("an administrator has set: %s", state)
         set_log_level(state.log_level)

@@ -63,6 +63,7 @@ async def metrics(request: web.Request) -> web.Response:
         engine_up=client.engine_up,
         engine_restarts=dict(client.engine_restarts),
         live=totals.live,
+        block_size=launch.config.block_tokens,
         frontend=launch.index if launch.num_frontends > 1 else None,
     )
     body = await asyncio.to_thread(expose, snapshot)  # about 3 ms for each engine

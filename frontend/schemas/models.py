@@ -15,6 +15,9 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     max_model_len: int
     owned_by: Literal["atom"] = "atom"
+    root: str
+    """The first of the model's names, which an adapter would have as its `parent`."""
+    parent: None = None
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

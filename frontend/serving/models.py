@@ -26,6 +26,7 @@ class ModelService:
     """GET /v1/models and /v1/models/{id}."""
 
     def __init__(self, names: Sequence[str], inputs: InputProcessor):
+        """All `names` are the same model; no adapters are served."""
         self._names = names
         self._inputs = inputs
         self._created = int(time.time())
@@ -54,4 +55,6 @@ class ModelService:
     def get(self, name: str) -> ModelCard:
         """The model `name`. Raises RequestError with status 404 for any other."""
         self.check(name)
-        return ModelCard(id=name, created=self._created, max_model_len=self._inputs.max_model_len)
+        return ModelCard(
+            id=name, created=self._created, max_model_len=self._inputs.max_model_len, root=self.name
+        )

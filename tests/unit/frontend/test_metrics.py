@@ -130,6 +130,13 @@ def test_engine_metrics() -> None:
     assert found["process_resident_memory_bytes", ()] > 1 << 20
 
 
+def test_a_gateway_finds_the_size_of_the_kv_cache() -> None:
+    stats = CoreStats(1, 0, 0, 0, 500, *[0] * 8)
+    snapshot = Snapshot("tiny", Metrics(), {3: stats}, {3: True}, {3: 0}, live=0, block_size=16)
+    line = 'vllm:cache_config_info{block_size="16",engine="3",model_name="tiny",num_gpu_blocks="500"} 1.0'
+    assert line in expose(snapshot).decode().splitlines()
+
+
 def test_metrics_of_drafts_have_vllms_names() -> None:
     assert not any("spec_decode" in name for name, _ in scrape(Metrics(), STATS))
     drafts = {"num_drafts": 20, "num_draft_tokens": 60, "num_accepted_tokens_per_pos": [17, 9, 4]}

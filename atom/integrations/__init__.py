@@ -1,0 +1,1 @@
+"""ATOM inside other systems' processes."""
