@@ -277,5 +277,5 @@ tune-experts: $(INSTALLED) ## tiles of the expert kernels, measured on a Hopper 
 	@$(BIN)/python -m tools.tune_experts $(ARGS)
 
 clean: ## remove everything that these targets made
-	@rm -rf $(VENV) $(EVALUATION) $(CLIENTS) $(AGENTS) $(TRACING) $(FUZZING) $(DEPLOYING) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(EVALUATION) $(CLIENTS) $(AGENTS) $(TRACING) $(DYNAMO) $(FUZZING) $(DEPLOYING) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
