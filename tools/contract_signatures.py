@@ -73,6 +73,8 @@ def signature(sources: Path, name: str) -> str:
     node, home = _definition(sources, module, rest[0])
     for part in rest[1:]:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):  # an object made by its class
+            if ast.unparse(node.value.func) == "type":
+                return _CONSTANT  # of an enumeration in C++
             node, home = _definition(sources, home, ast.unparse(node.value.func))
         if not isinstance(node, ast.ClassDef):
             raise ValueError(f"{name}: {ast.unparse(node)[:60]} has no attributes")

@@ -46,6 +46,7 @@ def load() -> None:
     """Register the providers; later calls do nothing."""
     import atom_ops.aiter_impl.activation
     import atom_ops.aiter_impl.attention
+    import atom_ops.aiter_impl.experts
     import atom_ops.aiter_impl.linear
     import atom_ops.aiter_impl.norm
     import atom_ops.aiter_impl.rotary  # noqa: F401

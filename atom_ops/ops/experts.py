@@ -18,7 +18,7 @@ from atom_ops.op import Case, op
 from atom_ops.ops.activation import clamped_swiglu, silu_and_mul
 from atom_ops.ops.linear import BATCH_INVARIANT, linear
 from atom_ops.tolerances import REDUCTION
-from atom_ops.weights import Packed, Weight
+from atom_ops.weights import Packed, Shuffled, Weight
 from atom_ops.weights.samples import ROUNDED, Format, random_weight
 
 
@@ -99,6 +99,7 @@ _GPT_OSS = ClampedSwiglu(7.0, 1.702)
         _case(1, 4, 32, (96, 48), _GPT_OSS),
         _case(19, 2, 5, (72, 40), _GPT_OSS, idle=2),
         _case(30, 3, 12, (40, 64), first=5),
+        _case(30, 3, 12, (64, 32), first=5),
         _case(9, 4, 6, (64, 32), _GPT_OSS, first=0, format="mxfp4"),
         _case(9, 2, 5, (200, 128), format="block_fp8"),
         _case(9, 2, 5, (64, 96), _GPT_OSS, format="mxfp4"),
@@ -149,11 +150,15 @@ def experts(
     return (out_TJD * weights_TJ.unsqueeze(-1)).sum(1).to(x_TD.dtype)
 
 
-def pack_expert_weight(weight: Weight) -> Weight:
+def pack_expert_weight(weight: Weight, plain_layout: bool = True) -> Weight:
     """The weight [X, O, I] in the layout that is fastest for `experts`, and readable by its reference too.
 
-    Call after `backend.resolve`. Returns the same weight where no other layout is faster.
+    Call after `backend.resolve`. Returns the same weight where no other layout is faster. `plain_layout`:
+    whether a plain weight may change its layout, which providers read only where the layer has neither biases
+    nor an `ExpertActivation`, and its hidden size is a multiple of 64.
     """
+    if isinstance(weight, Tensor) and not plain_layout:
+        return weight
     packed: Weight = experts.pack(weight)
     return packed
 
@@ -192,6 +197,8 @@ def _expert(weight_XOI: Weight, number: int) -> Weight:
     """One expert's matrix [O, I]."""
     if isinstance(weight_XOI, Tensor):
         return weight_XOI[number]
+    if isinstance(weight_XOI, Shuffled):
+        return weight_XOI.expert(number)
     if isinstance(weight_XOI, Packed):
         raise TypeError("a layout for `linear` alone has no stacks of experts")
     return weight_XOI.expert(number)

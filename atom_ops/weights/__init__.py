@@ -11,6 +11,7 @@ from atom_ops.weights.channel_int8 import ChannelINT8
 from atom_ops.weights.four_bit_words import FourBitWords
 from atom_ops.weights.group_int4 import GroupINT4
 from atom_ops.weights.mxfp4 import MXFP4
+from atom_ops.weights.shuffled import Shuffled
 from atom_ops.weights.types import (
     Packed,
     PackedINT4,
@@ -34,6 +35,7 @@ __all__ = [
     "PackedOneDNN",
     "Quantized",
     "Reordered",
+    "Shuffled",
     "Weight",
     "dequantized_tiles",
     "tensors_of",

@@ -12,6 +12,7 @@ from atom_ops.weights.channel_int8 import ChannelINT8
 from atom_ops.weights.four_bit_words import FourBitWords
 from atom_ops.weights.group_int4 import GroupINT4
 from atom_ops.weights.mxfp4 import MXFP4
+from atom_ops.weights.shuffled import Shuffled
 
 _TILE_NUMBERS = 1 << 22
 """Numbers that a reference dequantizes at once."""
@@ -81,7 +82,7 @@ class Reordered:
 
 
 Quantized = BlockFP8 | ChannelFP8 | ChannelINT8 | GroupINT4 | MXFP4 | Reordered | FourBitWords
-Packed = PackedOneDNN | PackedINT4
+Packed = PackedOneDNN | PackedINT4 | Shuffled
 """In a layout that one provider reads."""
 Weight = Tensor | Packed | Quantized
 """A matrix that ops multiply by; a Tensor is plain, in the dtype of the activations."""

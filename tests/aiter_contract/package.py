@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from atom_ops import aiter_impl, backend
-from tests.aiter_contract import attention, gemm, rows
+from tests.aiter_contract import attention, gemm, moe, rows
 from tests.helpers.signatures import parsed
 
 SEMANTICS: dict[str, Callable[..., Any]] = {
@@ -26,14 +26,17 @@ SEMANTICS: dict[str, Callable[..., Any]] = {
     "aiter.silu_and_mul": rows.silu_and_mul,
     "aiter.rope_cached_fwd": rows.rope_cached_fwd,
     "aiter.tuned_gemm.tgemm.mm": gemm.mm,
+    "aiter.ops.shuffle.shuffle_weight": moe.shuffle_weight,
+    "aiter.fused_moe.fused_moe": moe.fused_moe,
     "aiter.reshape_and_cache_flash": attention.reshape_and_cache_flash,
     "aiter.flash_attn_varlen_func": attention.flash_attn_varlen_func,
     "aiter.ops.triton.unified_attention.unified_attention": attention.unified_attention,
 }
 _MODULES = (
-    *("aiter", "aiter.tuned_gemm", "aiter.ops", "aiter.ops.triton"),
+    *("aiter", "aiter.tuned_gemm", "aiter.fused_moe", "aiter.ops", "aiter.ops.shuffle", "aiter.ops.triton"),
     "aiter.ops.triton.unified_attention",
 )
+_ENUMERATIONS = {"ActivationType": moe.ActivationType, "QuantType": moe.QuantType}
 
 Swap = tuple[str, str, str]
 """A function, and two of its arguments that a call confuses."""
@@ -55,6 +58,7 @@ def install(
         parent, _, own = name.rpartition(".")
         if parent:
             setattr(modules[parent], own, module)
+    vars(modules["aiter"]).update(_ENUMERATIONS)
     for name, semantics in SEMANTICS.items():
         names = swap[1:] if swap and swap[0] == name else None
         _place(modules, name, _function(name, signatures[name], semantics, calls, names))

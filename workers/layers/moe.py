@@ -151,6 +151,7 @@ class Experts(WeightedLayer):
         super().__init__()
         gated_linear(args.hidden_act)  # raises ValueError for one that `experts` does not support
         self._activation = args.activation
+        self._plain_layout = not args.expert_bias and args.activation is None and args.hidden_size % 64 == 0
         num_slots = args.num_experts + (build.redundant_experts or 0)
         self._first, self._count = build.dispatch.local_experts(num_slots)
         self._complete = self._count == num_slots
@@ -167,7 +168,7 @@ class Experts(WeightedLayer):
 
     def process_weights_after_loading(self) -> None:
         for name in ("gate_up", "down"):
-            self.set_weight(name, pack_expert_weight(self.loaded(name, self._count)))
+            self.set_weight(name, pack_expert_weight(self.loaded(name, self._count), self._plain_layout))
 
     def forward(self, x_TD: torch.Tensor, ids_TJ: torch.Tensor, weights_TJ: torch.Tensor) -> torch.Tensor:
         weights = ExpertWeights(

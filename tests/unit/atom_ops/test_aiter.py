@@ -9,8 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from atom_ops import INTERLEAVED_KV, AttentionConfig, aiter_impl, attention_backend, backend
+from atom_ops import (
+    INTERLEAVED_KV,
+    AttentionConfig,
+    aiter_impl,
+    attention_backend,
+    backend,
+    pack_expert_weight,
+)
 from atom_ops.op import REGISTRY, Case, Op, Provider
+from atom_ops.weights import Shuffled
 from tests.aiter_contract.package import SEMANTICS, Swap, install
 from tests.helpers.core_side import generate
 from tests.helpers.op_cases import CPU, DTYPES, check
@@ -20,14 +28,13 @@ from tests.helpers.teacher_forcing import TinyWorker, step_logits
 from tests.helpers.tiny_models import Tiny, tiny
 
 SIGNATURES = {"published": published(), "in development": published() | in_development()}
-OPS = ("rms_norm", "add_rms_norm", "silu_and_mul", "rotary", "linear")
+OPS = ("rms_norm", "add_rms_norm", "silu_and_mul", "rotary", "linear", "experts")
 # Sizes that all of AITER's kernels take.
 _SIZES = {"hidden_size": 64, "intermediate_size": 96}
+_MOE_SIZES = {"moe_intermediate_size": 32, "mlp_only_layers": [0]}
 MODELS = {
     "llama": Tiny("llama", "llama", 2, _SIZES),
-    "qwen3-moe": replace(
-        tiny("qwen3-moe"), seed=4, config=tiny("qwen3-moe").config | _SIZES | {"moe_intermediate_size": 32}
-    ),
+    "qwen3-moe": replace(tiny("qwen3-moe"), seed=2, config=tiny("qwen3-moe").config | _SIZES | _MOE_SIZES),
     "mistral with a window": Tiny("mistral", "mistral", 1, _SIZES | {"sliding_window": 20}),
     "gpt-oss": tiny("gpt-oss"),
 }
@@ -78,7 +85,7 @@ def test_without_an_amd_gpu_nothing_is_used() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "signatures"), [*((name, "published") for name in MODELS), ("llama", "in development")]
+    ("name", "signatures"), [*((name, "published") for name in MODELS), ("qwen3-moe", "in development")]
 )
 def test_tiny_models_generate_the_ids_of_transformers(
     name: str, signatures: str, reference_of: Callable[[str], Reference], installed: Install
@@ -89,7 +96,7 @@ def test_tiny_models_generate_the_ids_of_transformers(
     found = generate(worker.core(), worker.execute, reference.prompts, NEW_TOKENS, 16, 3)
     assert found == reference.ids
     check_whole_texts(worker, reference)
-    if name == "llama":
+    if name == "qwen3-moe":
         assert set(calls) == set(SEMANTICS), "functions that no step calls"
         assert not set(OPS) & set(backend.ran_in_torch())
 
@@ -106,7 +113,7 @@ def check_whole_texts(worker: TinyWorker, reference: Reference) -> None:
 
 
 _FLASH, _PAGED = "aiter.flash_attn_varlen_func", "aiter.ops.triton.unified_attention.unified_attention"
-_WRITE = "aiter.reshape_and_cache_flash"
+_WRITE, _MOE = "aiter.reshape_and_cache_flash", "aiter.fused_moe.fused_moe"
 # Left out are swaps that change nothing: the addends of a sum, the lengths of whole prompts, equal scales.
 SWAPS = [
     ("aiter.rms_norm", "input", "weight"),
@@ -129,6 +136,12 @@ SWAPS = [
     (_PAGED, "max_seqlen_q", "max_seqlen_k"),
     (_PAGED, "window_size", "sinks"),
     (_PAGED, "block_table", "seqused_k"),
+    ("aiter.ops.shuffle.shuffle_weight", "x", "layout"),
+    (_MOE, "w1", "w2"),
+    (_MOE, "topk_weight", "topk_ids"),
+    (_MOE, "hidden_states", "w1"),
+    (_MOE, "activation", "quant_type"),
+    (_MOE, "expert_mask", "topk_ids"),
 ]
 
 
@@ -137,7 +150,7 @@ def test_a_swap_of_two_arguments_is_found(
     swap: Swap, reference_of: Callable[[str], Reference], installed: Install
 ) -> None:
     """The checks above would find a call that confuses them."""
-    reference = reference_of("llama")
+    reference = reference_of("qwen3-moe")
     calls = installed(swap=swap)
     try:
         worker = TinyWorker(reference.directory)
@@ -148,6 +161,20 @@ def test_a_swap_of_two_arguments_is_found(
         assert calls[swap[0]] > 0
         return
     pytest.fail("the swap changes nothing")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_shuffled_experts_are_readable_one_by_one(dtype: torch.dtype, installed: Install) -> None:
+    """For the reference, and for layers that AITER does not take."""
+    installed()
+    plain_XOI = torch.randn(3, 128, 96).to(dtype)
+    packed = pack_expert_weight(plain_XOI)
+    assert isinstance(packed, Shuffled) and packed.shape == plain_XOI.shape
+    assert not torch.equal(packed.tensor, plain_XOI)
+    for number, matrix in enumerate(plain_XOI):
+        assert torch.equal(packed.expert(number), matrix)
+    assert pack_expert_weight(plain_XOI, plain_layout=False) is plain_XOI
+    assert isinstance(pack_expert_weight(plain_XOI[:, :80]), torch.Tensor)
 
 
 def test_layers_that_the_backend_does_not_take(installed: Install) -> None:
