@@ -5,6 +5,7 @@ python -m tools.quantization_table
 
 from pathlib import Path
 
+from tests.helpers.four_bits import FOUR_BIT_FORMATS
 from tests.helpers.quantized_formats import FORMATS, QUANTIZED_MODELS, StoredFormat, parts_quantized
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "quantization.md"
@@ -57,7 +58,7 @@ def main() -> None:
 def document() -> str:
     """The whole page."""
     head = ["quant_method", "format", "in memory", *(f"`{model.model_type}`" for model in QUANTIZED_MODELS)]
-    lines = [head, ["---"] * len(head), *(_row(format) for format in FORMATS)]
+    lines = [head, ["---"] * len(head), *map(_row, FORMATS + FOUR_BIT_FORMATS)]
     return _HEAD + "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

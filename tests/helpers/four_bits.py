@@ -1,66 +1,41 @@
-"""Tiny checkpoints in the 4-bit layouts of AWQ, GPTQ, compressed-tensors and Quark, packed by numpy alone."""
+"""The 4-bit layouts of AWQ, GPTQ, compressed-tensors and Quark, packed by numpy alone.
 
-import json
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+A row is one of them, as in `tests.helpers.quantized_formats`.
+"""
+
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
-from tests.helpers.tiny_models import Tiny, save_tiny
+from tests.helpers.quantized_formats import Stored, StoredFormat
+from tests.helpers.tiny_models import Tiny, tiny
 
-Arrays = dict[str, np.ndarray]
-GROUP = 32
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 STRAIGHT = tuple(range(8))
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+Array = np.ndarray[Any, Any]
 
 _HEADS = {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
-_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-MODELS = {
-    # On two ranks the 192 features are 3 and 3 groups of 32, or 2 and 1 of 64.
-    "llama": Tiny("llama", "llama", 8, _HEADS | {"intermediate_size": 192}),
-    "qwen3_moe": Tiny(
-        "qwen3-moe", "qwen3_moe", 3,
-        _HEADS | _EXPERTS | {"intermediate_size": 128, "num_experts": 4, "mlp_only_layers": [0]}),
-    "deepseek_v3": Tiny(
-        "deepseek-v3", "deepseek_v3", 1,
-        _EXPERTS | {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4,
-                    "num_key_value_heads": 4, "head_dim": 32, "q_lora_rank": 64, "kv_lora_rank": 64,
-                    "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32,
-                    "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
-                    "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}),
-}  # fmt: skip
-MATRICES = re.compile(r"\.(self_attn|mlp)\..*_proj(_with_mqa)?\.weight$")
-ROUTED = re.compile(r"\.mlp\.experts\..*_proj\.weight$")
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+FOUR_BIT_MODELS = [
+    # On two ranks 192 features are 3 and 3 groups of 32, or 2 and 1 of 64.
+    Tiny("llama", "llama", 8, _HEADS | {"intermediate_size": 192, "num_hidden_layers": 2}),
+    Tiny("qwen3-moe", "qwen3_moe", 3,
+         _HEADS | _EXPERTS | {"intermediate_size": 128, "num_experts": 4, "mlp_only_layers": [],
+                              "num_hidden_layers": 1}),
+    Tiny("deepseek-v3", "deepseek_v3", 1,
+         _EXPERTS | {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4,
+                     "num_key_value_heads": 4, "head_dim": 32, "q_lora_rank": 64, "kv_lora_rank": 64,
+                     "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32,
+                     "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+                     "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "num_hidden_layers": 2}),
+    Tiny("gpt-oss", "gpt_oss", 2,
+         tiny("gpt-oss").config | _HEADS | {"num_hidden_layers": 1}),
+]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A quantized matrix."""
-
-    tensors: Arrays
-    """By the last part of the name."""
-    numbers: np.ndarray
-    """What it stands for, [O, I]."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """One way to store a matrix, and the config that says so."""
-
-    name: str
-    store: Callable[[np.ndarray], Stored]
-    config: dict[str, Any]
-    matrices: re.Pattern[str] = MATRICES
-
-
-def words(numbers: np.ndarray, axis: int, order: tuple[int, ...] = STRAIGHT) -> np.ndarray:
+def words(numbers: Array, axis: int, order: tuple[int, ...] = STRAIGHT) -> Array:
     """Eight numbers along `axis` in a word; nibble i has number order[i]."""
     moved = np.moveaxis(numbers.astype(np.uint32) & 15, axis, -1)
     packed = np.zeros((*moved.shape[:-1], moved.shape[-1] // 8), np.uint32)
@@ -69,12 +44,8 @@ def words(numbers: np.ndarray, axis: int, order: tuple[int, ...] = STRAIGHT) -> 
     return np.ascontiguousarray(np.moveaxis(packed, -1, axis)).view(np.int32)
 
 
-def _rounded(
-    matrix: np.ndarray, group: int, symmetric: bool, groups: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _rounded(matrix: Array, groups: Array, symmetric: bool) -> tuple[Array, Array, Array, Array]:
     """Codes [O, I], scales and zero points [O, G], and the numbers; `groups` has the group of each input."""
-    if groups is None:
-        groups = np.arange(matrix.shape[1]) // group
     count = groups.max() + 1
     low = np.stack([matrix[:, groups == each].min(1) for each in range(count)], 1)
     high = np.stack([matrix[:, groups == each].max(1) for each in range(count)], 1)
@@ -89,138 +60,136 @@ def _rounded(
     return codes, scales, zeros, (codes - zeros[:, groups]) * wide
 
 
-def awq(group: int) -> Layout:
-    def store(matrix: np.ndarray) -> Stored:
-        codes, scales, zeros, numbers = _rounded(matrix, group, symmetric=False)
-        tensors = {
-            "qweight": words(codes.T, 1, AWQ_ORDER),
-            "qzeros": words(zeros.T, 1, AWQ_ORDER),
-            "scales": scales.T,
-        }
-        return Stored(tensors, numbers)
-
-    config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm",
-              "modules_to_not_convert": None}  # fmt: skip
-    return Layout(f"awq-{group}", store, config)
+def _in_order(matrix: Array, group: int | None) -> Array:
+    return np.arange(matrix.shape[1]) // (group or matrix.shape[1])
 
 
-def gptq(group: int, act_order: bool = False, v2: bool = False, symmetric: bool = True) -> Layout:
-    def store(matrix: np.ndarray) -> Stored:
+def _stored(tensors: dict[str, Array], values: Array) -> Stored:
+    made = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in tensors.items()}
+    return made, torch.from_numpy(np.ascontiguousarray(values, np.float32))
+
+
+def _scheme(group: int | None) -> str:
+    return f"INT4 with a scale for each {f'{group} inputs' if group else 'output'}"
+
+
+def awq(group: int) -> StoredFormat:
+    def store(matrix: torch.Tensor) -> Stored:
+        codes, scales, zeros, numbers = _rounded(matrix.numpy(), _in_order(matrix.numpy(), group), False)
+        packed = {"qweight": words(codes.T, 1, AWQ_ORDER), "qzeros": words(zeros.T, 1, AWQ_ORDER)}
+        return _stored(packed | {"scales": scales.T}, numbers)
+
+    config = {"bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
+    return StoredFormat(
+        f"awq, {group}", "awq", _scheme(group), store, config, "modules_to_not_convert", "mlp.experts"
+    )
+
+
+def gptq(
+    group: int | None, act_order: bool = False, v2: bool = False, symmetric: bool = True
+) -> StoredFormat:
+    def store(matrix: torch.Tensor) -> Stored:
         inputs = matrix.shape[1]
-        size = inputs if group == -1 else group
         # Matrices with the same inputs have the same order, as q, k and v.
-        groups = (
-            np.random.default_rng(inputs).permutation(inputs) // size
-            if act_order
-            else np.arange(inputs) // size
-        )
-        codes, scales, zeros, numbers = _rounded(matrix, size, symmetric, groups)
+        order = np.random.default_rng(inputs).permutation(inputs) if act_order else np.arange(inputs)
+        groups = order // (group or inputs)
+        codes, scales, zeros, numbers = _rounded(matrix.numpy(), groups, symmetric)
         tensors = {
             "qweight": words(codes.T, 0),
             "qzeros": words((zeros if v2 else zeros - 1).T, 1),
             "scales": scales.T,
             "g_idx": groups.astype(np.int32),
         }
-        return Stored(tensors, numbers)
+        return _stored(tensors, numbers)
 
-    config = {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": act_order, "sym": symmetric,
-              "lm_head": False, "checkpoint_format": "gptq_v2" if v2 else "gptq"}  # fmt: skip
-    name = f"gptq-{'channel' if group == -1 else group}{'-act-order' if act_order else ''}"
-    return Layout(f"{name}{'-v2' if v2 else ''}{'' if symmetric else '-zeros'}", store, config)
+    config = {"bits": 4, "group_size": group or -1, "desc_act": act_order, "sym": symmetric, "lm_head": False,
+              "checkpoint_format": "gptq_v2" if v2 else "gptq"}  # fmt: skip
+    options = [str(group or "channel"), *["desc_act"] * act_order, *["v2"] * v2, *["zeros"] * (not symmetric)]
+    return StoredFormat(
+        f"gptq, {', '.join(options)}", "gptq", _scheme(group), store, config, "modules_to_not_convert",
+        "mlp.experts",
+    )  # fmt: skip
 
 
-def compressed(group: int | None, symmetric: bool = True, routed: bool = False) -> Layout:
-    def store(matrix: np.ndarray) -> Stored:
-        codes, scales, zeros, numbers = _rounded(matrix, group or matrix.shape[1], symmetric)
-        tensors = {
-            "weight_packed": words(codes, 1),
-            "weight_scale": scales,
-            "weight_shape": np.array(matrix.shape),
-        }
+def compressed(group: int | None, symmetric: bool = True) -> StoredFormat:
+    def store(matrix: torch.Tensor) -> Stored:
+        codes, scales, zeros, numbers = _rounded(matrix.numpy(), _in_order(matrix.numpy(), group), symmetric)
+        tensors = {"weight_packed": words(codes, 1), "weight_scale": scales}
+        tensors["weight_shape"] = np.array(matrix.shape)
         if not symmetric:
             tensors["weight_zero_point"] = words(zeros, 0)
-        return Stored(tensors, numbers)
+        return _stored(tensors, numbers)
 
     weights = {"num_bits": 4, "type": "int", "symmetric": symmetric, "dynamic": False, "actorder": None,
                "strategy": "group" if group else "channel", "group_size": group}  # fmt: skip
-    name = f"pack-quantized-{group or 'channel'}{'' if symmetric else '-zeros'}{'-kimi' if routed else ''}"
-    ignore = ["lm_head"]
-    if routed:
-        ignore += ["re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
-    return Layout(name, store, _compressed("pack-quantized", weights, ignore), ROUTED if routed else MATRICES)
+    name = f"pack-quantized, {group or 'channel'}{'' if symmetric else ', zeros'}"
+    config = _compressed("pack-quantized", weights)
+    return StoredFormat(name, "compressed-tensors", _scheme(group), store, config, "ignore")
 
 
-def _compressed(format: str, weights: dict[str, Any], ignore: list[str]) -> dict[str, Any]:
+def _compressed(format: str, weights: dict[str, Any]) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    return {"quant_method": "compressed-tensors", "format": format, "ignore": ignore,
-            "config_groups": {"group_0": group}, "quantization_status": "compressed"}  # fmt: skip
+    return {"format": format, "config_groups": {"group_0": group}, "quantization_status": "compressed"}
 
 
-def quark(reordered: bool, signed: bool) -> Layout:
+def quark(reordered: bool, signed: bool) -> StoredFormat:
     order = AWQ_ORDER if reordered else STRAIGHT
 
-    def store(matrix: np.ndarray) -> Stored:
-        codes, scales, zeros, numbers = _rounded(matrix, GROUP, signed)
-        stored = codes - 8 if signed else codes
-        tensors = {"weight": words(stored.T, 1, order), "weight_scale": scales.T}
+    def store(matrix: torch.Tensor) -> Stored:
+        codes, scales, zeros, numbers = _rounded(matrix.numpy(), _in_order(matrix.numpy(), 32), signed)
+        tensors = {"weight": words((codes - 8 if signed else codes).T, 1, order), "weight_scale": scales.T}
         tensors["weight_zero_point"] = words((0 * zeros if signed else zeros).T, 1, order)
-        return Stored(tensors, numbers)
+        return _stored(tensors, numbers)
 
-    weight = {"dtype": "int4" if signed else "uint4", "qscheme": "per_group", "group_size": GROUP,
-              "ch_axis": 1, "symmetric": signed, "is_dynamic": False, "scale_type": "float"}  # fmt: skip
+    dtype = "int4" if signed else "uint4"
+    weight = {"dtype": dtype, "qscheme": "per_group", "group_size": 32, "ch_axis": 1, "symmetric": signed,
+              "is_dynamic": False, "scale_type": "float"}  # fmt: skip
     config = _quark(weight, None) | {"export": {"pack_method": "reorder" if reordered else "order"}}
-    return Layout(f"quark-{weight['dtype']}{'' if reordered else '-order'}", store, config)
+    name = f"quark {dtype}, {'reorder' if reordered else 'order'}"
+    return StoredFormat(name, "quark", _scheme(32), store, config, "exclude")
 
 
 def _quark(weight: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
     both = {"weight": weight, "input_tensors": inputs, "output_tensors": None, "bias": None}
-    return {"quant_method": "quark", "global_quant_config": both, "exclude": ["lm_head"],
-            "layer_quant_config": {}, "layer_type_quant_config": {}}  # fmt: skip
+    return {"global_quant_config": both, "layer_quant_config": {}, "layer_type_quant_config": {}}
 
 
-def mxfp4(library: str) -> Layout:
-    codes_name = "weight" if library == "quark" else "weight_packed"
+def mxfp4(method: str) -> StoredFormat:
+    codes_name = "weight" if method == "quark" else "weight_packed"
 
-    def store(matrix: np.ndarray) -> Stored:
+    def store(matrix: torch.Tensor) -> Stored:
         outputs, inputs = matrix.shape
-        groups = matrix.reshape(outputs, -1, 32)
+        groups = matrix.numpy().reshape(outputs, -1, 32)
         exponents = np.floor(np.log2(np.abs(groups).max(2))).astype(int) - 2
         powers = (2.0 ** exponents[..., None]).astype(np.float32)
         codes = np.abs(groups[..., None] / powers[..., None] - E2M1).argmin(-1)
         pairs = codes.reshape(outputs, -1)
         packed = (pairs[:, 0::2] | (pairs[:, 1::2] << 4)).astype(np.uint8)
         tensors = {codes_name: packed, "weight_scale": (exponents + 127).astype(np.uint8)}
-        return Stored(tensors, (E2M1[codes] * powers).reshape(outputs, inputs))
+        return _stored(tensors, (E2M1[codes] * powers).reshape(outputs, inputs))
 
-    if library == "quark":
+    if method == "quark":
         weight = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0",
                   "is_dynamic": False}  # fmt: skip
-        return Layout("quark-mxfp4", store, _quark(weight, weight | {"is_dynamic": True}))
+        return StoredFormat("quark mxfp4", method, "MXFP4", store,
+                            _quark(weight, weight | {"is_dynamic": True}), "exclude")  # fmt: skip
     weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
-    return Layout("mxfp4-pack-quantized", store, _compressed("mxfp4-pack-quantized", weights, ["lm_head"]))
+    config = _compressed("mxfp4-pack-quantized", weights)
+    return StoredFormat("mxfp4-pack-quantized", method, "MXFP4", store, config, "ignore")
 
 
-def save_four_bits(model: Tiny, layout: Layout, directory: Path) -> torch.nn.Module:
-    """Save the model in that layout; returns transformers' model of the dequantized numbers, float32."""
-    save_tiny(model, directory)
-    path = directory / "model.safetensors"
-    plain = load_file(path)
-    stored: dict[str, torch.Tensor] = {}
-    for name in list(plain):
-        if not layout.matrices.search(name):
-            stored[name] = plain[name]
-            continue
-        made = layout.store(plain[name].numpy())
-        module = name.removesuffix(".weight")
-        stored |= {
-            f"{module}.{last}": torch.from_numpy(np.ascontiguousarray(array))
-            for last, array in made.tensors.items()
-        }
-        plain[name] = torch.from_numpy(np.ascontiguousarray(made.numbers, np.float32))
-    save_file(plain, path, metadata={"format": "pt"})
-    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    reference.config._experts_implementation = "eager"
-    save_file(stored, path, metadata={"format": "pt"})
-    settings = directory / "config.json"
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"quantization_config": layout.config}))
-    return reference
+FOUR_BIT_FORMATS = [
+    awq(32),
+    awq(64),
+    gptq(32, v2=True),
+    gptq(64, symmetric=False),
+    gptq(32, act_order=True),
+    gptq(None, act_order=True, v2=True),
+    compressed(32),
+    compressed(64, symmetric=False),
+    compressed(None, symmetric=False),
+    quark(reordered=True, signed=True),
+    quark(reordered=False, signed=False),
+    mxfp4("compressed-tensors"),
+    mxfp4("quark"),
+]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from parallel.communicator import Communicator
+from tests.helpers.four_bits import FOUR_BIT_FORMATS, FOUR_BIT_MODELS
 from tests.helpers.fp8 import FP8_MODELS
 from tests.helpers.quantized_formats import FORMATS, QUANTIZED_MODELS, StoredFormat, save_quantized
 from tests.helpers.teacher_forcing import TinyWorker, forced_logits
@@ -19,12 +20,17 @@ ALWAYS = {
     ("qwen3-moe", "modelopt FP8_PB_WO"), ("qwen3-moe", "quark, channel"),
     ("deepseek-v3", "fp8, transformers' names"), ("deepseek-v3", "compressed-tensors, channel"),
     ("gpt-oss", "quark, tensor"), ("llama", "fbgemm_fp8"),
+    ("llama", "gptq, 32, desc_act"), ("qwen3-moe", "gptq, 32, desc_act"), ("llama", "quark int4, reorder"),
+    ("llama", "awq, 64"), ("qwen3-moe", "gptq, 64, zeros"), ("deepseek-v3", "pack-quantized, 32"),
+    ("qwen3-moe", "pack-quantized, channel, zeros"), ("deepseek-v3", "quark mxfp4"),
+    ("gpt-oss", "mxfp4-pack-quantized"),
 }  # fmt: skip
 ROWS = [
     pytest.param(model, format, id=f"{model.name}-{format.name}",
                  marks=() if (model.name, format.name) in ALWAYS else pytest.mark.models)
-    for model in QUANTIZED_MODELS
-    for format in FORMATS
+    for models, formats in ((QUANTIZED_MODELS, FORMATS), (FOUR_BIT_MODELS, FOUR_BIT_FORMATS))
+    for model in models
+    for format in formats
 ]  # fmt: skip
 
 
@@ -56,5 +62,6 @@ def test_logits_equal_those_of_the_dequantized_numbers(
 
 def test_the_models_are_those_of_the_page() -> None:
     assert {model.name for model in FP8_MODELS} - {"qwen3"} < {model.name for model in QUANTIZED_MODELS}
-    names = {model.name for model in QUANTIZED_MODELS}, {format.name for format in FORMATS}
+    assert [model.name for model in QUANTIZED_MODELS] == [model.name for model in FOUR_BIT_MODELS]
+    names = {model.name for model in QUANTIZED_MODELS}, {each.name for each in FORMATS + FOUR_BIT_FORMATS}
     assert all(model in names[0] and format in names[1] for model, format in ALWAYS)

@@ -13,7 +13,7 @@ from atom.config.fields import ConfigError
 from atom.config.online_quantization import FORMATS, online_quantization
 from atom_ops import MXFP4, BlockFP8, ChannelFP8, ChannelINT8, GroupINT4, Quantized, Weight
 from parallel.communicator import Communicator
-from tests.helpers.four_bits import MODELS
+from tests.helpers.four_bits import FOUR_BIT_MODELS
 from tests.helpers.fp8 import CONFIG, FP8_MODELS
 from tests.helpers.tiny_models import MAX_MODEL_LEN, Tiny, checkpoint_of, save_tiny, tiny
 from workers.layers.causal_lm import CausalLM
@@ -25,6 +25,7 @@ from workers.weights.loader import load_directory, load_dummy
 
 CPU = torch.device("cpu")
 DENSE, EXPERTS, LATENT = FP8_MODELS
+GROUPED_EXPERTS = FOUR_BIT_MODELS[1]
 KINDS = {
     "ptpc_fp8": (ChannelFP8, 0.04),
     "per_block_fp8": (BlockFP8, 0.04),
@@ -137,7 +138,7 @@ def test_the_stacked_experts_of_gpt_oss_are_quantized(tmp_path: Path) -> None:
 
 
 def test_exclusions_come_first_then_patterns_in_order(tmp_path: Path) -> None:
-    save_tiny(MODELS["qwen3_moe"], tmp_path)
+    save_tiny(GROUPED_EXPERTS, tmp_path)
     settings = {
         "global_quant_config": "ptpc_fp8",
         "layer_quant_config": {"*.layers.1.*experts*": "mxfp4", "*expert*": "int4_g64"},
@@ -148,14 +149,14 @@ def test_exclusions_come_first_then_patterns_in_order(tmp_path: Path) -> None:
         path: schemes for path, layer in model.named_modules() if (schemes := getattr(layer, "schemes", None))
     }
     names = {path: {scheme.name for scheme in found.values()} for path, found in kinds.items()}
-    assert names["model.layers.1.mlp.experts"] == {"MXFP4"}
+    assert names["model.layers.0.mlp.experts"] == {"MXFP4"}
     assert names["model.layers.2.mlp.experts"] == {"INT4 in groups of 64 inputs"}
     assert names["model.layers.1.self_attn.o_proj"] == {"FP8 per channel"}
     assert names["model.layers.2.self_attn.qkv_proj"] == {"plain"}
 
 
 def test_dummy_weights_are_quantized_too(tmp_path: Path) -> None:
-    save_tiny(MODELS["qwen3_moe"], tmp_path)
+    save_tiny(GROUPED_EXPERTS, tmp_path)
     model = built(tmp_path, {"global_quant_config": "int4_g64"})
     load_dummy(model, lambda done, total: None)
     gate_up = whole(model.get_submodule("model.layers.0.mlp.gate_up_proj").weight)

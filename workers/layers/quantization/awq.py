@@ -14,10 +14,7 @@ def rules(stated: Mapping[str, Any]) -> Rules:
     """Everything, but for modules whose path has one of modules_to_not_convert in it."""
     settings = {name: stated.get(name, stated.get(other)) for name, other in _NAMES.items()}
     one_of(settings, "bits", (4,), 4)
-    version = stated.get("version")
-    one_of(
-        {"version": version.lower() if isinstance(version, str) else version}, "version", ("gemm",), "gemm"
-    )
+    one_of(stated, "version", ("gemm", "GEMM"), "gemm")
     group = int4.group_of(128 if settings["group_size"] is None else settings["group_size"])
     scheme = int4.awq(group, one_of(stated, "zero_point", (True, False), True))
     return Rules(scheme, excluded(stated, ("modules_to_not_convert",), substring))
