@@ -1,6 +1,6 @@
 """The memory that loading needs beside the weights.
 
-    python -m tests.helpers.load_memory {dense,experts,mxfp4} DIRECTORY MEGABYTES_PER_FILE LAYERS
+    python -m tests.helpers.load_memory {dense,online,experts,mxfp4} DIRECTORY MEGABYTES_PER_FILE LAYERS
 
 writes a random checkpoint of that kind, loads it in a new process with and without mapping its
 files, and prints the resident bytes.
@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from atom.config.online_quantization import online_quantization
 from atom_ops import ClampedSwiglu, RoutingRule, backend
 from parallel.communicator import Communicator
 from workers.layers.causal_lm import CausalLM
@@ -73,11 +74,16 @@ class ExpertLayers(CausalLM):
 def build(kind: str, layers: int, device: str, dtype: torch.dtype = torch.bfloat16) -> CausalLM:
     """A model with uninitialised weights."""
     place = torch.device(device)
+    online = online_quantization('{"global_quant_config": "ptpc_fp8"}') if kind == "online" else None
     quantized = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
-    schemes = resolve(quantized if kind == "mxfp4" else {})
+    schemes = resolve(quantized if kind == "mxfp4" else {}, LlamaForCausalLM.packed_modules_mapping, online)
     context = BuildContext(dtype, place, Communicator(), 128, quantization=schemes)
     config = {"kind": kind, "num_hidden_layers": layers}
-    return LlamaForCausalLM(_DENSE | config, context) if kind == "dense" else ExpertLayers(config, context)
+    return (
+        LlamaForCausalLM(_DENSE | config, context)
+        if kind in ("dense", "online")
+        else ExpertLayers(config, context)
+    )
 
 
 def write(kind: str, layers: int, directory: Path, shard_bytes: int) -> None:

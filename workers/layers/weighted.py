@@ -25,7 +25,7 @@ from atom_ops import Packed, Quantized, Weight, tensors_of
 from workers.layers.context import BuildContext
 from workers.layers.quantization.scheme import FLOATS, PLAIN, WHOLE, Fill, Packing, Scheme, StoredTensor
 
-_ROUNDED_AT_ONCE = 1 << 22
+_ROUNDED_AT_ONCE = 1 << 20
 """Numbers of a plain matrix that are quantized at once."""
 
 

@@ -52,6 +52,15 @@ def test_loading_holds_one_layer_twice_at_most(
     assert found.python_peak <= SMALL
 
 
+def test_online_quantization_holds_one_plain_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the file has it, and a million of its numbers a few times in float32."""
+    write("online", 3, tmp_path, SHARD_BYTES)
+    monkeypatch.setenv("ATOM_DISABLE_MMAP", "1")
+    found = allocated("online", 3, tmp_path, torch.bfloat16)
+    assert found.peak - found.weights <= 4096 * HIDDEN * 2 + 16 * MB
+    assert found.peak < 0.8 * sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+
+
 def test_freed_memory_is_returned_while_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it glibc would keep weights that were replaced by packed ones until the end of loading."""
     calls: list[None] = []

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,8 @@ def test_the_stacked_experts_of_gpt_oss_are_quantized(tmp_path: Path) -> None:
 
 
 def test_exclusions_come_first_then_patterns_in_order(tmp_path: Path) -> None:
-    save_tiny(GROUPED_EXPERTS, tmp_path)
+    layers = {"num_hidden_layers": 3}
+    save_tiny(replace(GROUPED_EXPERTS, config=GROUPED_EXPERTS.config | layers), tmp_path)
     settings = {
         "global_quant_config": "ptpc_fp8",
         "layer_quant_config": {"*.layers.1.*experts*": "mxfp4", "*expert*": "int4_g64"},
@@ -149,7 +151,7 @@ def test_exclusions_come_first_then_patterns_in_order(tmp_path: Path) -> None:
         path: schemes for path, layer in model.named_modules() if (schemes := getattr(layer, "schemes", None))
     }
     names = {path: {scheme.name for scheme in found.values()} for path, found in kinds.items()}
-    assert names["model.layers.0.mlp.experts"] == {"MXFP4"}
+    assert names["model.layers.1.mlp.experts"] == {"MXFP4"}
     assert names["model.layers.2.mlp.experts"] == {"INT4 in groups of 64 inputs"}
     assert names["model.layers.1.self_attn.o_proj"] == {"FP8 per channel"}
     assert names["model.layers.2.self_attn.qkv_proj"] == {"plain"}
