@@ -161,8 +161,8 @@ def test_dummy_weights_are_quantized_too(tmp_path: Path) -> None:
     save_tiny(GROUPED_EXPERTS, tmp_path)
     model = built(tmp_path, {"global_quant_config": "int4_g64"})
     load_dummy(model, lambda done, total: None)
-    gate_up = whole(model.get_submodule("model.layers.0.mlp.gate_up_proj").weight)
-    assert gate_up.std() == pytest.approx(gate_up.shape[1] ** -0.5, rel=0.1)
+    qkv = whole(model.get_submodule("model.layers.0.self_attn.qkv_proj").weight)
+    assert qkv.std() == pytest.approx(qkv.shape[1] ** -0.5, rel=0.1)
 
 
 @pytest.mark.parametrize(
