@@ -1,4 +1,4 @@
-"""Opens the rendezvous of an engine's workers, before they start."""
+"""Opens the rendezvous of ranks that a benchmark starts, before they start; engines have `NodePorts`."""
 
 import contextlib
 from collections.abc import Iterator

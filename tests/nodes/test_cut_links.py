@@ -1,6 +1,7 @@
 """A host whose link is cut under load: no packet and no FIN comes any more. It is noticed, and comes back."""
 
 import asyncio
+import contextlib
 import time
 
 import pytest
@@ -15,31 +16,34 @@ NOTICED_S = 5.0
 STREAMS = 8
 
 
-async def cut_and_return(master: NodeProcess, cut: Host, node: NodeProcess) -> None:
-    """Both engines stream when the second one's host is cut off; later it is connected again."""
-    await until_up(master.url, 2)
+async def cut_and_return(master: NodeProcess, cut: Host, node: NodeProcess, engines: int) -> None:
+    """All engines stream when the second one's host is cut off; later it is connected again."""
+    await until_up(master.url, engines)
     requests = some_requests(20)
     before = await ids_of(master.url, requests, data_parallel_rank=1)
-    staying = Crowd(STREAMS, 700, data_parallel_rank=0)
+    staying = [Crowd(STREAMS, 700, data_parallel_rank=rank) for rank in range(engines) if rank != 1]
     dying = Crowd(STREAMS, data_parallel_rank=1)
-    async with ReadyWatch(master.url) as ready, staying.streaming(master):
+    async with ReadyWatch(master.url) as ready, contextlib.AsyncExitStack() as streams:
+        for crowd in staying:
+            await streams.enter_async_context(crowd.streaming(master))
         async with dying.streaming(master):
             set_link(cut, up=False)
             begun = time.monotonic()
-            while await engines_up(master.url) == 2:
+            while await engines_up(master.url) == engines:
                 await asyncio.sleep(0.02)
             noticed_s = time.monotonic() - begun
         failed_s = time.monotonic() - begun
         assert await ids_of(master.url, requests) == before  # on the engine that is left
     print(f"noticed after {noticed_s:.1f} s, all requests failed after {failed_s:.1f} s")
     assert noticed_s < NOTICED_S and failed_s < NOTICED_S
-    assert dying.ends == {"error event": STREAMS} and staying.ends == {"finished": STREAMS}
+    assert dying.ends == {"error event": STREAMS}
+    assert [crowd.ends for crowd in staying] == [{"finished": STREAMS}] * (engines - 1)
     assert len(dying.messages) == 1 and cut.address in dying.messages.pop()
     assert set(ready.statuses) == {200}
     await asyncio.to_thread(node.until, "the link to the master at .* has ended")
     await asyncio.to_thread(no_children, node)
     set_link(cut, up=True)
-    rejoined_s = await until_up(master.url, 2)
+    rejoined_s = await until_up(master.url, engines)
     print(f"again ready {rejoined_s:.1f} s after the link came back")
     assert await ids_of(master.url, requests, data_parallel_rank=1) == before
 
@@ -51,11 +55,12 @@ def no_children(node: NodeProcess) -> None:
         time.sleep(0.05)
 
 
-def test_a_cut_host_is_noticed_and_joins_again(model: str) -> None:
-    with network_hosts(2) as hosts, nodes_of(hosts, "--model", model, *ARGS, "-dp", "2") as nodes:
-        master, node = nodes.start_all()
-        inside(hosts[0], lambda: asyncio.run(cut_and_return(master, hosts[1], node)))
-        assert [master.terminate(), node.wait()] == [0, 0]
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_cut_host_is_noticed_and_joins_again(model: str, count: int) -> None:
+    with network_hosts(count) as hosts, nodes_of(hosts, "--model", model, *ARGS, "-dp", str(count)) as nodes:
+        master, node, *others = nodes.start_all()
+        inside(hosts[0], lambda: asyncio.run(cut_and_return(master, hosts[1], node, count)))
+        assert [master.terminate(), *(each.wait() for each in (node, *others))] == [0] * count
 
 
 @pytest.mark.parametrize("layout", [("-tp", "2"), ("-dp", "2", "--enable-expert-parallel")], ids=" ".join)
