@@ -20,8 +20,8 @@ refused by name, in one line, before weights are loaded. Weights stay packed in 
 them.
 
 - Layers may have different formats: groups and targets of compressed-tensors, `layer_quant_config` of
-  quark, `quantized_layers` of modelopt. Modules that are one matrix multiplication here (q, k and v;
-  gate and up) must have the same format, and so must the experts of a layer.
+  quark, `quantized_layers` of modelopt. The experts of a layer must have the same one. Modules that are
+  one matrix multiplication here (q, k and v; gate and up) are dequantized if they differ.
 - Exclusions match as each method does: compressed-tensors by exact path, or by a regular expression
   after `re:` from the start of the path; quark by exact path, `re:` or glob; modelopt by glob or as a
   part of the path; fp8, fbgemm_fp8 and mxfp4 by whole names of the path, `re:` or glob. Embeddings,
@@ -31,7 +31,8 @@ them.
 - One scale for a tensor is repeated for its rows; blocks of 128 x 128 may have e8m0 scales.
 - A rank keeps whole blocks or groups: `-tp` with features that would cut one is refused.
 - `kv_b_proj` of multi-head latent attention is dequantized when it is loaded, because absorbed
-  attention multiplies by its transpose, whose blocks have other scales.
+  attention multiplies by its transpose, whose blocks have other scales. So are the projections of
+  Qwen3-Next whose rows are reordered. The server says how many layers are dequantized.
 - Checkpoints may state scales of the KV cache (`k_scale`, `v_scale`, `output_scale` and their older
   names). They are accepted and not needed: with `--kv-cache-dtype fp8` each token and head has scales
   of its own (each token of latents), which are computed when it is written. The server says so at

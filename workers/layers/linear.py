@@ -4,10 +4,11 @@ T tokens, I input features, O output features; in `forward` all sizes are this r
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from atom_ops import Weight, add_norm_linear, linear, pack_linear_weight
+from atom_ops import Quantized, Weight, add_norm_linear, linear, pack_linear_weight
 from parallel.sharding import split
 from workers.layers.activation import GatedLinear
 from workers.layers.context import BuildContext
@@ -34,8 +35,9 @@ def tp_range(total: int, build: BuildContext, unit: int = 1) -> ShardRange:
 
 def mlp_range(features: int, build: BuildContext) -> ShardRange:
     """This rank's features of a gated MLP: whole blocks of both of its layers."""
-    schemes = [build.quantization.linear(build.at(name).prefix) for name in ("gate_up_proj", "down_proj")]
-    return tp_range(features, build, max(schemes[0].unit[0], schemes[1].unit[1]))
+    gate_up = build.quantization.parts(build.at("gate_up_proj").prefix)
+    down = build.quantization.linear(build.at("down_proj").prefix)
+    return tp_range(features, build, max(down.unit[1], *(scheme.unit[0] for scheme in gate_up)))
 
 
 class Linear(WeightedLayer):
@@ -59,16 +61,45 @@ class Linear(WeightedLayer):
 class ColumnParallelLinear(Linear):
     """Each rank computes a part of the output features; several projections may be fused.
 
-    `outputs` has one range for each fused projection, in the order of packed_modules_mapping.
+    `outputs` has one range for each fused projection, in the order of packed_modules_mapping. If the
+    checkpoint stores them in different formats, they are dequantized when they are loaded.
     """
 
     def __init__(self, in_features: int, outputs: Sequence[ShardRange], bias: bool, build: BuildContext):
         super().__init__()
-        scheme = build.quantization.linear(build.prefix)
+        self._dtype = build.dtype
+        schemes = build.quantization.parts(build.prefix)
         shards = [ShardSpec((o.total, in_features), 0, o) for o in outputs]
-        self.add_matrix("weight", scheme, shards, build)
+        self._parts = [f"part{number}" for number in range(len(shards))] if len(set(schemes)) > 1 else []
+        self.dequantizes = bool(self._parts)
+        if self._parts:
+            for number, (scheme, shard) in enumerate(zip(schemes, shards, strict=True)):
+                self.add_matrix(f"part{number}", scheme, [replace(shard, module=number)], build)
+        else:
+            self.add_matrix("weight", schemes[0], shards, build)
         if bias:
             self.add_weight("bias", [ShardSpec((o.total,), 0, o) for o in outputs], build)
+
+    def process_weights_after_loading(self) -> None:
+        self._join_parts()
+        super().process_weights_after_loading()
+
+    def _join_parts(self) -> None:
+        """Make one plain weight of parts that are stored in different formats."""
+        if self._parts:
+            numbers = [self._numbers(name) for name in self._parts]
+            for name in self._parts:
+                self.remove_matrix(name)
+            self.register_buffer("weight", torch.cat(numbers))
+            self._parts = []
+
+    def _numbers(self, name: str) -> torch.Tensor:
+        """The matrix `name`, plain."""
+        weight = self.loaded(name)
+        if isinstance(weight, torch.Tensor):
+            return weight
+        assert isinstance(weight, Quantized), "loaded and not yet packed"
+        return weight.dequantized(self._dtype)
 
     def after_norm(
         self, norm: RMSNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
@@ -93,18 +124,18 @@ class ReorderedLinear(ColumnParallelLinear):
     ):
         """Output feature i is row `order[i]` of the rows that this rank keeps.
 
-        Raises ValueError for a quantized matrix, whose rows cannot be reordered one by one.
+        A quantized matrix is dequantized when it is loaded: rows of a block cannot be reordered one by one.
         """
         super().__init__(in_features, outputs, bias, build)
-        if (scheme := build.quantization.linear(build.prefix)) is not PLAIN:
-            raise ValueError(f"{build.prefix} in {scheme.name} is not supported: use a plain checkpoint")
+        self.dequantizes = any(scheme is not PLAIN for scheme in build.quantization.parts(build.prefix))
         self._order = order.to(build.device)
 
     def process_weights_after_loading(self) -> None:
-        self.set_weight("weight", self.get_buffer("weight").index_select(0, self._order))
+        self._join_parts()
+        ordered = self._numbers("weight").index_select(0, self._order)
+        self.set_weight("weight", pack_linear_weight(ordered))
         if self.bias is not None:
             self.bias = self.bias.index_select(0, self._order)
-        super().process_weights_after_loading()
 
 
 class RowParallelLinear(Linear):

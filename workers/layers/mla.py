@@ -40,6 +40,7 @@ from workers.layers.cache_groups import CacheGroup, LatentGroup
 from workers.layers.context import BuildContext, ForwardContext, GroupContext
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear
 from workers.layers.norm import RMSNorm
+from workers.layers.quantization.scheme import PLAIN
 from workers.layers.rotary import Rotation
 from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer
 
@@ -229,6 +230,7 @@ class LatentExpansion(WeightedLayer):
         self._heads, self._nope = heads.size, args.nope_dim
         rows = heads.scaled(args.nope_dim + args.v_dim)
         scheme = build.quantization.linear(build.prefix)
+        self.dequantizes = scheme is not PLAIN
         self.add_matrix("weight", scheme, [ShardSpec((rows.total, args.kv_lora_rank), 0, rows)], build)
         self._dtype = build.dtype
 

@@ -105,6 +105,8 @@ class ShardSpec:
     fill: Fill = PLAIN.tensors[0].fill
     packed: PackedShard | None = None
     """How the checkpoint has it; None: in the layout of memory, or as `decode` tells."""
+    module: int | None = None
+    """Number of its module among those that are fused; None: in their order, as the shards."""
     stored: StoredTensor | None = None
     """Which of the tensors that store `matrix` it is; None: it is no matrix."""
 
@@ -216,6 +218,8 @@ class WeightedLayer(nn.Module):
     shards: dict[str, tuple[ShardSpec, ...]]
     prefix: str | None
     """Path in the checkpoint, by which a quantization scheme was chosen; None where there is no choice."""
+    dequantizes: bool = False
+    """Whether a quantized matrix becomes a plain one when it is loaded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -299,6 +303,11 @@ class WeightedLayer(nn.Module):
         if experts is not None:
             buffers = [buffer.unflatten(0, (experts, -1)) for buffer in buffers]
         return scheme.weight(*buffers)
+
+    def remove_matrix(self, name: str) -> None:
+        """Remove the buffers of the matrix `name`."""
+        for stored in self._schemes[name].tensors:
+            delattr(self, name + stored.suffix)
 
     def set_weight(self, name: str, weight: Weight) -> None:
         """Replace the buffers of the matrix `name` by attribute `name`; a plain weight stays a buffer."""

@@ -144,6 +144,8 @@ def describe_schemes(model: CausalLM) -> Iterator[str]:
     for name, kinds in sorted(counts.items()):
         layers = " and ".join(f"{number} {kind}" for kind, number in sorted(kinds.items(), reverse=True))
         yield f"layers in {name}: {layers}"
+    if plain := sum(layer.dequantizes for _, layer in weighted_layers(model)):
+        yield f"layers that are dequantized when they are loaded: {plain}"
 
 
 def describe_weights(model: CausalLM) -> str:

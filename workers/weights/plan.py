@@ -73,6 +73,8 @@ _Named = tuple[str, CheckpointTensor]
 
 def _named(modules: list[str], weight: str, shards: tuple[ShardSpec, ...]) -> list[_Named]:
     """Each shard is a range of a tensor of one of the modules."""
+    if shards[0].module is not None:
+        modules = [modules[shard.module] for shard in shards if shard.module is not None]
     return [_of_module(module, weight, shard) for module, shard in zip(modules, shards, strict=True)]
 
 

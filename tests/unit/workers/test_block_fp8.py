@@ -18,7 +18,7 @@ from parallel.mesh import Mesh
 from tests.helpers.fp8 import CONFIG, FP8_MODELS, QUANTIZED, numbers, quantized, save_fp8
 from tests.helpers.teacher_forcing import TinyWorker, forced_logits
 from tests.helpers.thread_ranks import on_ranks
-from tests.helpers.tiny_models import MAX_MODEL_LEN, Tiny, checkpoint_of, hf_logits, prompt_of
+from tests.helpers.tiny_models import MAX_MODEL_LEN, Tiny, checkpoint_of, hf_logits, prompt_of, tiny
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
 from workers.layers.linear import tp_range
@@ -111,17 +111,47 @@ def test_excluded_layers_are_plain(tmp_path: Path) -> None:
     torch.testing.assert_close(found, hf_logits(reference, IDS), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_parts_in_different_formats_become_plain(
+    tmp_path: Path, size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    excluded = ["model.layers.0.self_attn.k_proj", "model.layers.1.mlp.up_proj"]
+    kept = re.compile("|".join(map(re.escape, excluded)))
+    reference = save_fp8(
+        DENSE, tmp_path, lambda name: kept.search(name) is not None, modules_to_not_convert=excluded
+    )
+    with caplog.at_level("INFO", "atom"):
+        for found, _ in run_on_ranks(tmp_path, size):
+            torch.testing.assert_close(found, hf_logits(reference, IDS), atol=1e-4, rtol=1e-4)
+    assert "quantization: layers that are dequantized when they are loaded: 2" in caplog.messages
+
+
+def test_reordered_matrices_are_dequantized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As Qwen3-Next publishes: in_proj_qkvz in blocks, in_proj_ba plain, and queries beside their gates."""
+    settings = {
+        "num_hidden_layers": 4, "hidden_size": 128, "head_dim": 64, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "shared_expert_intermediate_size": 128, "moe_intermediate_size": 128,
+        "num_experts": 3, "num_experts_per_tok": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+    }  # fmt: skip
+    model = Tiny("next", "qwen3_next", 2, tiny("qwen3-next").config | settings)
+    excluded = ["lm_head", "re:.*in_proj_ba", "re:.*mlp.gate$", "re:.*shared_expert_gate"]
+    reference = save_fp8(model, tmp_path, modules_to_not_convert=excluded)
+    with caplog.at_level("INFO", "atom"):
+        ((found, _),) = run_on_ranks(tmp_path, 1)
+    torch.testing.assert_close(found, hf_logits(reference, IDS), atol=2e-4, rtol=2e-4)
+    assert "quantization: layers that are dequantized when they are loaded: 4" in caplog.messages
+
+
 @pytest.mark.parametrize(
     ("model", "config", "message"),
     [
-        (DENSE, {"ignored_layers": ["model.layers.1.self_attn.k_proj"]},
-         r"modules that are fused into model\.layers\.1\.self_attn\.qkv_proj.*k_proj: plain"),
         (EXPERTS, {"ignored_layers": ["model.layers.1.mlp.experts.2.up_proj"]},
          r"fused into model\.layers\.1\.mlp\.experts.*experts\.2\.up_proj: plain, others: FP8 in"),
-        (EXPERTS, {"ignored_layers": ["up_proj"]}, r"fused into model\.layers\.0\.mlp\.gate_up_proj"),
+        (EXPERTS, {"ignored_layers": ["up_proj"]}, r"fused into model\.layers\.1\.mlp\.experts"),
     ],
 )  # fmt: skip
-def test_parts_of_a_fused_module_must_agree(
+def test_experts_of_a_layer_must_agree(
     tmp_path: Path, model: Tiny, config: dict[str, Any], message: str
 ) -> None:
     save_fp8(model, tmp_path, **config)

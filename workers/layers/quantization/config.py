@@ -38,11 +38,18 @@ class QuantizationConfig:
 
     def linear(self, path: str) -> Scheme:
         """The scheme of the linear layer at `path`. Raises ValueError if fused modules differ."""
-        parent, _, last = path.rpartition(".")
-        parts = self.packed.get(last, (last,))
-        modules = [f"{parent}.{part}" if parent else part for part in parts]
-        found = self._common(path, modules)
+        found = self._common(path, self._modules(path))
         return found if found.linear else PLAIN
+
+    def parts(self, path: str) -> list[Scheme]:
+        """The scheme of each of the checkpoint's modules that are fused into the linear layer at `path`."""
+        schemes = (self._scheme(module, path) for module in self._modules(path))
+        return [scheme if scheme.linear else PLAIN for scheme in schemes]
+
+    def _modules(self, path: str) -> list[str]:
+        """The checkpoint's modules that are fused into the linear layer at `path`."""
+        parent, _, last = path.rpartition(".")
+        return [f"{parent}.{part}" if parent else part for part in self.packed.get(last, (last,))]
 
     def experts(self, path: str, matrices: Sequence[str], count: int = 1) -> Scheme:
         """The scheme of the routed experts at `path`; `matrices` are the names of one expert's.
