@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from atom.config.fields import ConfigError
 from atom.config.online_quantization import FORMATS, online_quantization
-from atom_ops import MXFP4, BlockFP8, ChannelFP8, ChannelINT8, GroupINT4, Quantized, Weight
+from atom_ops import MXFP4, BlockFP8, ChannelFP8, ChannelINT8, GroupINT4, Quantized, Weight, backend
 from parallel.communicator import Communicator
 from tests.helpers.four_bits import FOUR_BIT_MODELS
 from tests.helpers.fp8 import CONFIG, FP8_MODELS
@@ -41,6 +41,8 @@ KINDS = {
 
 
 def built(directory: Path, settings: dict[str, Any], rank: int = 0, size: int = 1) -> CausalLM:
+    """The model without its weights; no provider packs them, whatever an earlier test has set."""
+    backend.resolve(CPU, ["torch"])
     context = BuildContext(torch.bfloat16, CPU, Communicator(rank, size), MAX_MODEL_LEN)
     return build_model(checkpoint_of(directory), context, online_quantization(json.dumps(settings)))
 
