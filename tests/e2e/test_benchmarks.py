@@ -68,7 +68,8 @@ def test_latency_measures_a_batch(config_alone: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_simulation_is_compared_with_a_real_run(model: str, tmp_path: Path) -> None:
     file = tmp_path / "check.json"
-    engine = ["--model", model, "--load-dummy", "--device", "cpu", "--kv-cache-memory-bytes", str(1 << 27)]
+    engine = ["--model", model, "--load-dummy", "--device", "cpu", "--cpu-threads", "1"]
+    engine += ["--kv-cache-memory-bytes", str(1 << 27)]
     counts = ["--num-prompts", "12", "--repeat", "1", "--output-json", str(file)]
     done = run_benchmark("simulation_check", *engine, *counts)
     assert done.returncode == 0, done.stderr
