@@ -79,6 +79,9 @@ def frontend(mode: str, directory: Path, port: int) -> Process:
     """Dynamo's own frontend with its router in `mode`; it lists the model once `models` says so."""
     arguments = ["-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(port)]
     arguments += ["--router-mode", mode, "--kv-cache-block-size", str(BLOCK_SIZE), "--migration-limit", "3"]
+    if mode == "kv":
+        # By its blocks, one running request would outweigh any prefix: they are long beside the outputs.
+        arguments.append("--no-router-track-active-blocks")
     return Process(f"frontend-{mode}", arguments, directory)
 
 

@@ -18,9 +18,23 @@ from tests.helpers.random_server import write_checkpoint
 
 DEADLINE_S = 300
 DECODE = """
-import json, sys, msgspec
-from vllm.distributed.kv_events import KVEventBatch
-decoder = msgspec.msgpack.Decoder(KVEventBatch)
+import importlib.util, json, sys, types
+from pathlib import Path
+import msgspec
+
+(root,) = importlib.util.find_spec("vllm").submodule_search_locations
+# Of what the module imports from vLLM, its definitions of the format need one name.
+modules = ["config.kv_events", "logger", "utils.network_utils", "v1.core.kv_cache_utils"]
+for name in ["", "config", "utils", "v1", "v1.core", *modules]:
+    module = sys.modules[("vllm." + name).rstrip(".")] = types.ModuleType(name)
+    module.__path__ = []
+    module.__getattr__ = lambda attribute: type(attribute, (), {"__init__": lambda self, *given: None})
+sys.modules["vllm.v1.core.kv_cache_utils"].ExternalBlockHash = bytes | int
+spec = importlib.util.spec_from_file_location("kv_events", Path(root, "distributed", "kv_events.py"))
+published = importlib.util.module_from_spec(spec)
+sys.modules["kv_events"] = published
+spec.loader.exec_module(published)
+decoder = msgspec.msgpack.Decoder(published.KVEventBatch)
 for line in sys.stdin:
     batch = decoder.decode(bytes.fromhex(line))
     events = [[type(one).__name__, msgspec.to_builtins(one)] for one in batch.events]
