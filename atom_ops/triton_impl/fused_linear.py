@@ -12,10 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from atom_ops.ops.fused_linear import add_norm_linear, silu_and_mul_linear
-from atom_ops.triton_impl import INTERPRETED
+from atom_ops.triton_impl import INTERPRETED, NEEDS, quantized_linear, runs_on
 from atom_ops.triton_impl.linear import multiply_rows, store_outputs, weight_tile
 from atom_ops.triton_impl.pdl import launch_options, pdl_launch_dependents, pdl_wait
 from atom_ops.triton_impl.tuned import NORM_LINEAR, SILU_LINEAR, FusedPlan
+from atom_ops.weights import Quantized
 
 _INTERPRETED = FusedPlan(rows=8, columns=64, warps=4, tiles=2)
 
@@ -68,33 +69,34 @@ def _plan(table: str, x: Tensor, weight: Tensor) -> FusedPlan | None:
     return _plans(table, weight.device).get((weight.shape[0], weight.shape[1]))
 
 
-def _runs_on(table: str, device: torch.device) -> bool:
-    return INTERPRETED or bool(_plans(table, device))
-
-
-_NEEDS = "a GPU with built-in plans (or TRITON_INTERPRET=1)"
-
-
 @add_norm_linear.provider(
     "triton",
-    needs=_NEEDS,
-    supported=lambda device: _runs_on("norm", device),
+    needs=NEEDS,
+    supported=runs_on,
     supports=lambda x_TD, residual_TD, norm_weight_D, eps, weight, bias=None: (
-        isinstance(weight, Tensor)
-        and x_TD.dtype == norm_weight_D.dtype
-        and (residual_TD is None or residual_TD.dtype == x_TD.dtype)
-        and _plan("norm", x_TD, weight) is not None
+        (residual_TD is None or residual_TD.dtype == x_TD.dtype)
+        and (
+            x_TD.dtype == norm_weight_D.dtype and _plan("norm", x_TD, weight) is not None
+            if isinstance(weight, Tensor)
+            else quantized_linear.supports(x_TD, weight) and quantized_linear.fuses_norm(x_TD, weight)
+        )
     ),
     batch_invariant=False,
+    rounds_activations=True,
 )
 def _launch_norm(
     x_TD: Tensor,
     residual_TD: Tensor | None,
     norm_weight_D: Tensor,
     eps: float,
-    weight: Tensor,
+    weight: Tensor | Quantized,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    if not isinstance(weight, Tensor):
+        return quantized_linear.multiply(
+            quantized_linear.plan_of(x_TD, weight, x_TD.dtype), x_TD, weight, bias, x_TD.dtype,
+            residual_TD=residual_TD, norm_weight_D=norm_weight_D, eps=eps,
+        )  # fmt: skip
     plan = _plan("norm", x_TD, weight)
     assert plan is not None, "checked by `supports`"
     out_TO = x_TD.new_empty(1, len(weight))
@@ -105,14 +107,20 @@ def _launch_norm(
 
 @silu_and_mul_linear.provider(
     "triton",
-    needs=_NEEDS,
-    supported=lambda device: _runs_on("silu", device),
+    needs=NEEDS,
+    supported=runs_on,
     supports=lambda x_T2F, weight, bias=None: (
-        isinstance(weight, Tensor) and _plan("silu", x_T2F, weight) is not None
+        _plan("silu", x_T2F, weight) is not None
+        if isinstance(weight, Tensor)
+        else quantized_linear.supports(x_T2F, weight) and quantized_linear.fuses_gate(x_T2F, weight)
     ),
     batch_invariant=False,
+    rounds_activations=True,
 )
-def _launch_silu(x_T2F: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _launch_silu(x_T2F: Tensor, weight: Tensor | Quantized, bias: Tensor | None = None) -> Tensor:
+    if not isinstance(weight, Tensor):
+        plan_of = quantized_linear.plan_of(x_T2F, weight, x_T2F.dtype)
+        return quantized_linear.multiply(plan_of, x_T2F, weight, bias, x_T2F.dtype, gated=True)[0]
     plan = _plan("silu", x_T2F, weight)
     assert plan is not None, "checked by `supports`"
     outputs, inputs = weight.shape

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atom_ops.ops.linear import linear
-from atom_ops.triton_impl import INTERPRETED
+from atom_ops.triton_impl import INTERPRETED, quantized_linear
 from atom_ops.triton_impl.pdl import (
     launch_options,
     pdl_begin,
@@ -28,6 +28,7 @@ from atom_ops.triton_impl.pdl import (
     prefetch_rows,
 )
 from atom_ops.triton_impl.tuned import LINEAR, FusedPlan, LinearPlan, Plan, Plans, StreamKPlan
+from atom_ops.weights import Quantized
 
 _ADDED_AT_ONCE = 512
 _FETCHED_BYTES = 16 << 20
@@ -276,13 +277,20 @@ def _plan(x_TI: Tensor, weight: Tensor) -> Plan | None:
     needs="a GPU (or TRITON_INTERPRET=1)",
     supported=lambda device: INTERPRETED or device.type == "cuda",
     supports=lambda x_TI, weight, bias=None, out_dtype=None: (
-        isinstance(weight, Tensor) and _plan(x_TI, weight) is not None
+        _plan(x_TI, weight) is not None
+        if isinstance(weight, Tensor)
+        else quantized_linear.supports(x_TI, weight)
     ),
     batch_invariant=False,
+    rounds_activations=True,
 )
 def _linear(
-    x_TI: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    x_TI: Tensor, weight: Tensor | Quantized, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
+    if not isinstance(weight, Tensor):
+        dtype = out_dtype or x_TI.dtype
+        plan_of = quantized_linear.plan_of(x_TI, weight, dtype)
+        return quantized_linear.multiply(plan_of, x_TI, weight, bias, dtype)[0]
     plan = _plan(x_TI, weight)
     assert plan is not None, "checked by `supports`"
     return multiply(plan, x_TI, weight, bias, out_dtype)

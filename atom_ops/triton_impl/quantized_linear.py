@@ -1,0 +1,195 @@
+"""`linear` with a quantized weight, alone or after a norm or a gated activation.
+
+    1 token          `quantized_gemv`: weights decoded in registers, activations not rounded
+    several, 8-bit   activations rounded to 8 bits as well, by the kernel of the norm or the activation
+                     before (`rounded_rows`); then `eight_bit_linear` or torch._scaled_mm
+    several, 4-bit   `four_bit_linear`, activations not rounded; many: the weight decoded, and plain GEMM
+
+Activations are rounded with a scale for each token, or, for torch._scaled_mm and FP8 in blocks, for each
+block of inputs of a token. A static input scale of a checkpoint is not used: a token's own is as good.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from atom_ops.ops.activation import silu_and_mul
+from atom_ops.ops.linear import linear
+from atom_ops.ops.norm import add_rms_norm, rms_norm
+from atom_ops.triton_impl import INTERPRETED, eight_bit_linear, four_bit_linear, quantized_gemv
+from atom_ops.triton_impl.quantized_plans import (
+    GemmPlan,
+    GemvPlan,
+    LibraryPlan,
+    QuantizedPlan,
+    format_of,
+    plans_of,
+)
+from atom_ops.triton_impl.rounded_rows import MOST_INPUTS, Form, RoundedRows, round_rows
+from atom_ops.weights import BlockFP8, ChannelFP8, ChannelINT8, GroupINT4, Quantized, Weight
+
+_CELL = 32
+"""Inputs that share a scale in every 4-bit format."""
+_BLOCK = 128
+_LIBRARY_TILE = 16
+_FP8_CAPABILITY = (8, 9)
+
+
+def supports(x: Tensor, weight: Weight) -> bool:
+    """Whether `multiply` can run with these activations, [T, I] or [T, 2I]."""
+    dtypes = (torch.float32, torch.float16) if INTERPRETED else (torch.bfloat16, torch.float16)
+    return (
+        isinstance(weight, Quantized)
+        and x.dtype in dtypes
+        and len(x) > 0
+        and _reads(weight)
+        and (INTERPRETED or _runs(x.device, isinstance(weight, BlockFP8 | ChannelFP8)))
+    )
+
+
+def _reads(weight: Quantized) -> bool:
+    """Whether the kernels read a weight of this shape."""
+    outputs, inputs = weight.shape
+    if isinstance(weight, BlockFP8):
+        return weight.block[0] % _BLOCK == 0 and weight.block[1] == _BLOCK and inputs <= MOST_INPUTS
+    if isinstance(weight, ChannelFP8 | ChannelINT8):
+        return inputs <= MOST_INPUTS
+    group = weight.group if isinstance(weight, GroupINT4) else _CELL
+    return group % _CELL == 0 and inputs % _CELL == 0 and inputs <= MOST_INPUTS
+
+
+@cache
+def _runs(device: torch.device, fp8: bool) -> bool:
+    """On NVIDIA GPUs alone; e4m3 needs conversions in hardware."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return not fp8 or torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY
+
+
+def plan_of(x: Tensor, weight: Quantized, dtype: torch.dtype) -> QuantizedPlan:
+    """The plan for this number of tokens and this dtype of the result."""
+    plans = plans_of(weight)
+    library = dtype == torch.bfloat16 or format_of(weight).startswith(("int4", "mxfp4"))
+    usable = [plan for plan in plans if library or not isinstance(plan, LibraryPlan)]
+    return next((plan for plan in usable if len(x) <= plan.tokens), usable[-1])
+
+
+def fuses_norm(x_TD: Tensor, weight: Quantized) -> bool:
+    """Whether the norm before runs in the same kernel as another step of `multiply`."""
+    plan = plan_of(x_TD, weight, x_TD.dtype)
+    return plan.columns == 0 if isinstance(plan, GemvPlan) else _rounds(plan, weight)
+
+
+def fuses_gate(x_T2F: Tensor, weight: Quantized) -> bool:
+    """Whether the activation before runs in the same kernel as another step of `multiply`."""
+    plan = plan_of(x_T2F, weight, x_T2F.dtype)
+    return not isinstance(plan, GemvPlan) and _rounds(plan, weight)
+
+
+def _rounds(plan: QuantizedPlan, weight: Quantized) -> bool:
+    """Whether the plan's GEMM reads `RoundedRows`."""
+    return isinstance(plan, GemmPlan) or isinstance(weight, BlockFP8 | ChannelFP8)
+
+
+def multiply(
+    plan: QuantizedPlan,
+    x: Tensor,
+    weight: Quantized,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    gated: bool = False,
+    residual_TD: Tensor | None = None,
+    norm_weight_D: Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """(linear of x, or of its norm or gated activation, in `dtype`; x + residual)."""
+    if isinstance(plan, GemvPlan) and plan.columns == 0 and not gated:
+        return _vector(plan, x, weight, bias, dtype, residual_TD, norm_weight_D, eps)
+    if isinstance(plan, GemvPlan) or not _rounds(plan, weight):
+        x, total = _apart(x, gated, residual_TD, norm_weight_D, eps)
+        if isinstance(plan, GemvPlan):
+            return _vector(plan, x, weight, bias, dtype, None, None, 0.0)[0], total
+        return _decoded(x, weight, bias, dtype), total
+    form, tile, group = _form(weight), _LIBRARY_TILE, 0
+    if isinstance(plan, GemmPlan):
+        tile = plan.tile
+    elif isinstance(weight, BlockFP8):
+        group = weight.block[1]
+    rows, total = round_rows(
+        x, form, tile, group=group, gated=gated, residual_TD=residual_TD, norm_weight_D=norm_weight_D, eps=eps
+    )  # fmt: skip
+    if isinstance(plan, LibraryPlan):
+        return _scaled_mm(rows, len(x), weight, bias), total
+    kernels = four_bit_linear if form == "halves" else eight_bit_linear
+    return kernels.multiply(plan, rows, len(x), weight, bias, dtype), total
+
+
+def _form(weight: Quantized) -> Form:
+    if isinstance(weight, ChannelINT8):
+        return "int8"
+    return "e4m3" if isinstance(weight, BlockFP8 | ChannelFP8) else "halves"
+
+
+def _apart(
+    x: Tensor, gated: bool, residual_TD: Tensor | None, norm_weight_D: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(norm or activation of x, x + residual) by the ops of their own."""
+    if gated:
+        return silu_and_mul(x), x
+    if norm_weight_D is None:
+        return x.contiguous(), x
+    if residual_TD is None:
+        return rms_norm(x, norm_weight_D, eps), x
+    return add_rms_norm(x, residual_TD, norm_weight_D, eps)
+
+
+def _vector(
+    plan: GemvPlan,
+    x_TI: Tensor,
+    weight: Quantized,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    residual_TI: Tensor | None,
+    norm_weight_I: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    x_TI = x_TI.contiguous()
+    out_TO = torch.empty(1, weight.shape[0], dtype=dtype, device=x_TI.device)
+    total_TI = x_TI if residual_TI is None else torch.empty_like(x_TI)
+    quantized_gemv.multiply(
+        plan, x_TI, weight, bias, out_TO, residual_TI, norm_weight_I, eps, total_TI
+    )  # fmt: skip
+    return out_TO, total_TI
+
+
+def _decoded(x_TI: Tensor, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A plain GEMM with the weight decoded, a part of its rows at a time."""
+    outputs, inputs = weight.shape
+    each = max(_DECODED_NUMBERS // inputs // _BLOCK, 1) * _BLOCK
+    if each >= outputs:
+        return linear(x_TI, four_bit_linear.dequantized(weight, x_TI.dtype), bias, dtype)
+    out_TO = torch.empty(len(x_TI), outputs, dtype=dtype, device=x_TI.device)
+    for start in range(0, outputs, each):
+        stop = min(start + each, outputs)
+        part = four_bit_linear.dequantized(weight.rows(start, stop), x_TI.dtype)
+        out_TO[:, start:stop] = linear(x_TI, part, None if bias is None else bias[start:stop], dtype)
+    return out_TO
+
+
+_DECODED_NUMBERS = 1 << 28
+
+
+def _scaled_mm(rows: RoundedRows, tokens: int, weight: Quantized, bias: Tensor | None) -> Tensor:
+    """[T, O] in bfloat16, by cuBLAS or CUTLASS."""
+    assert isinstance(weight, BlockFP8 | ChannelFP8) and rows.scales is not None
+    if isinstance(weight, BlockFP8):
+        scales = rows.scales.t(), weight.scales.t()
+    else:
+        scales = rows.scales.unsqueeze(1), weight.scales.unsqueeze(0)
+    out_TO: Tensor = torch._scaled_mm(
+        rows.values, weight.values.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+    out_TO = out_TO[:tokens]
+    return out_TO if bias is None else out_TO + bias

@@ -1,0 +1,120 @@
+"""Plans of `linear` with quantized weights: which kernel multiplies how many tokens, and its tiles."""
+
+from functools import cache
+
+import msgspec
+import torch
+from torch import Tensor
+
+from atom_ops.triton_impl import INTERPRETED
+from atom_ops.weights import BlockFP8, ChannelFP8, ChannelINT8, GroupINT4, Quantized
+
+
+class GemvPlan(msgspec.Struct, frozen=True, tag="quantized-vector"):
+    """One token, by `quantized_gemv`."""
+
+    rows: int
+    """Weight rows of a tile."""
+    columns: int
+    """Weight columns of one iteration; 0: whole rows."""
+    warps: int
+    tiles: int = 1
+    """Tiles of a program, one after another, by whole rows."""
+    tokens: int = 1
+
+
+class GemmPlan(msgspec.Struct, frozen=True, tag="quantized-tiles"):
+    """Several tokens, by `eight_bit_linear` or `four_bit_linear`."""
+
+    tokens: int
+    """Most tokens."""
+    tile: int
+    """Tokens of a tile."""
+    rows: int
+    """Weight rows of a tile."""
+    columns: int
+    """Weight columns of one iteration."""
+    warps: int
+    stages: int
+    split_k: int = 1
+
+
+class LibraryPlan(msgspec.Struct, frozen=True, tag="quantized-library"):
+    """The vendor's GEMM: of 8-bit floats with 8-bit activations, of other weights after decoding them."""
+
+    tokens: int
+    """Most tokens."""
+
+
+QuantizedPlan = GemvPlan | GemmPlan | LibraryPlan
+QuantizedPlans = tuple[QuantizedPlan, ...]
+"""Of one format and weight shape, by rising tokens."""
+
+MANY = 1 << 30
+"""Tokens of a plan without a limit."""
+
+Key = tuple[str, int, int]
+"""Format, outputs and inputs of a weight."""
+_INTERPRETED = (
+    GemvPlan(8, 128, 4),
+    GemmPlan(8, 16, 16, 128, 4, 2, split_k=2),
+    GemmPlan(MANY, 32, 32, 128, 4, 2),
+)
+_PROGRAMS = 132
+"""SMs of an H100 or H200."""
+_MEASURED: dict[str, dict[Key, QuantizedPlans]] = {"NVIDIA H200": {}}
+"""By the driver's name of the GPU."""
+
+
+def format_of(weight: Quantized) -> str:
+    """The format's name in tables of plans."""
+    if isinstance(weight, BlockFP8):
+        return "fp8-block"
+    if isinstance(weight, ChannelFP8):
+        return "fp8-channel"
+    if isinstance(weight, ChannelINT8):
+        return "int8-channel"
+    if isinstance(weight, GroupINT4):
+        return f"int4-{weight.group}"
+    return "mxfp4"
+
+
+def plans_of(weight: Quantized) -> QuantizedPlans:
+    """The measured plans of this format and shape, or else general ones."""
+    if INTERPRETED:
+        return _INTERPRETED
+    key = (format_of(weight), weight.shape[0], weight.shape[1])
+    measured = plans_on(next(iter(_tensors(weight))).device)
+    return measured.get(key) or general_plans(key)
+
+
+@cache
+def plans_on(device: torch.device) -> dict[Key, QuantizedPlans]:
+    """The built-in table, or what `tuning` adds."""
+    return dict(_MEASURED.get(torch.cuda.get_device_name(device), {})) if device.type == "cuda" else {}
+
+
+def _tensors(weight: Quantized) -> tuple[Tensor, ...]:
+    return (weight.scales,)
+
+
+@cache
+def general_plans(key: Key) -> QuantizedPlans:
+    """Plans for shapes that were not measured."""
+    format, outputs, inputs = key
+    four_bits = format.startswith(("int4", "mxfp4"))
+    library = four_bits or (format == "fp8-channel" and outputs % 16 == 0 and inputs % 16 == 0)
+    library |= format == "fp8-block" and outputs % 16 == 0 and inputs % 512 == 0
+    few = [_filled(outputs, inputs, tokens) for tokens in (16, 32, 64)]
+    vector = GemvPlan(4, 4096 if four_bits else 2048, 4)
+    many = GemmPlan(MANY, 128, 128, 128, 8, 3)
+    middle = GemmPlan(256, 64, 128, 128, 4, 4)
+    return (vector, *few, middle, LibraryPlan(MANY), many) if library else (vector, *few, middle, many)
+
+
+def _filled(outputs: int, inputs: int, tokens: int) -> GemmPlan:
+    """A plan of 64 rows for few tokens, with as many splits as fill the GPU."""
+    tiles = -(-outputs // 64)
+    splits = [splits for splits in (1, 2, 4, 8) if inputs >= 512 * splits]
+    split_k = next((splits for splits in splits if tiles * splits >= _PROGRAMS), splits[-1] if splits else 1)
+    return GemmPlan(tokens, tokens, 64, 128, 4, 4, split_k)
