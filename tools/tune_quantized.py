@@ -1,4 +1,4 @@
-"""Measures the plans of `linear` with quantized weights, for the table in atom_ops/triton_impl/quantized_plans.py.
+"""Measures the plans of `linear` with quantized weights, for the table in `quantized_plans`.
 
     make tune-quantized ARGS="--models Qwen3-8B --formats fp8-block int4-128 --tokens 1 64 256"
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from atom_ops import backend
+from atom_ops.triton_impl import is_hopper
 from atom_ops.triton_impl import quantized_linear as provider
 from atom_ops.triton_impl.quantized_plans import (
     MANY,
@@ -30,6 +31,7 @@ from atom_ops.triton_impl.quantized_plans import (
     QuantizedPlan,
 )
 from atom_ops.triton_impl.rounded_rows import round_rows
+from atom_ops.triton_impl.tuned import StreamKPlan
 from atom_ops.weights import MXFP4, BlockFP8, ChannelFP8, ChannelINT8, GroupINT4, Quantized
 
 DTYPE = torch.bfloat16
@@ -80,6 +82,9 @@ def candidates(format: str, outputs: int, inputs: int, tokens: int) -> Iterator[
     if tokens == 1:
         yield from vectors(four_bits, inputs)
     tile = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
+    if tokens <= 64 and format.startswith("fp8") and is_hopper(torch.device(DEVICE)):
+        for stages, programs in ((6, 132), (8, 132), (12, 132), (8, 128), (8, 96), (8, 64)):
+            yield StreamKPlan(1, tile, 64, 128, stages, programs)
     if tokens <= 64:
         for rows, columns, warps, stages in (
             (64, 128, 4, 4), (64, 128, 4, 6), (128, 128, 4, 4), (128, 128, 8, 4),
@@ -88,7 +93,8 @@ def candidates(format: str, outputs: int, inputs: int, tokens: int) -> Iterator[
                 yield GemmPlan(tokens, tile, rows, columns, warps, stages, split)
     elif tokens <= 256:
         for tile, rows, warps, stages in (
-            (64, 64, 4, 4), (64, 128, 4, 4), (128, 64, 4, 4), (128, 128, 8, 3), (128, 128, 4, 3), (256, 64, 8, 3),
+            (64, 64, 4, 4), (64, 128, 4, 4), (128, 64, 4, 4),
+            (128, 128, 8, 3), (128, 128, 4, 3), (256, 64, 8, 3),
         ):  # fmt: skip
             for split in splits(outputs // rows * -(-tokens // tile), inputs):
                 yield GemmPlan(tokens, tile, rows, 128, warps, stages, split)
@@ -189,6 +195,8 @@ def unlike(jobs: Sequence[Job]) -> list[Job]:
             kernel = plan.tile, plan.rows, plan.columns, plan.warps, plan.stages, plan.split_k > 1
             seen.setdefault((format, kernel), job)
             seen.setdefault((format, inputs, tokens > 16), job)  # the rounding of the rows
+        elif isinstance(plan, StreamKPlan):
+            seen.setdefault(job, job)
     return list(seen.values())
 
 

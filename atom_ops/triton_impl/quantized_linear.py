@@ -27,6 +27,7 @@ from atom_ops.triton_impl.quantized_plans import (
     plans_of,
 )
 from atom_ops.triton_impl.rounded_rows import MOST_INPUTS, Form, RoundedRows, round_rows
+from atom_ops.triton_impl.tuned import StreamKPlan
 from atom_ops.weights import BlockFP8, ChannelFP8, ChannelINT8, GroupINT4, Quantized, Weight
 
 _CELL = 32
@@ -50,7 +51,7 @@ def supports(x: Tensor, weight: Weight) -> bool:
 
 def _reads(weight: Quantized) -> bool:
     """Whether the kernels read a weight of this shape."""
-    outputs, inputs = weight.shape
+    inputs = weight.shape[1]
     if isinstance(weight, BlockFP8):
         return weight.block[0] % _BLOCK == 0 and weight.block[1] == _BLOCK and inputs <= MOST_INPUTS
     if isinstance(weight, ChannelFP8 | ChannelINT8):
@@ -115,6 +116,8 @@ def multiply(
     form, tile, group = _form(weight), _LIBRARY_TILE, 0
     if isinstance(plan, GemmPlan):
         tile = plan.tile
+    elif isinstance(plan, StreamKPlan):
+        tile = plan.tokens
     elif isinstance(weight, BlockFP8):
         group = weight.block[1]
     rows, total = round_rows(
@@ -122,6 +125,11 @@ def multiply(
     )  # fmt: skip
     if isinstance(plan, LibraryPlan):
         return _scaled_mm(rows, len(x), weight, bias), total
+    if isinstance(plan, StreamKPlan):
+        from atom_ops.triton_impl import hopper_linear  # Gluon for Hopper is not in every Triton
+
+        assert isinstance(weight, BlockFP8 | ChannelFP8)
+        return hopper_linear.multiply_e4m3(plan, rows, len(x), weight, bias, dtype), total
     kernels = four_bit_linear if form == "halves" else eight_bit_linear
     return kernels.multiply(plan, rows, len(x), weight, bias, dtype), total
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from atom_ops.triton_impl import INTERPRETED
+from atom_ops.triton_impl.tuned import StreamKPlan
 from atom_ops.weights import BlockFP8, ChannelFP8, ChannelINT8, GroupINT4, Quantized
 
 
@@ -46,7 +47,7 @@ class LibraryPlan(msgspec.Struct, frozen=True, tag="quantized-library"):
     """Most tokens."""
 
 
-QuantizedPlan = GemvPlan | GemmPlan | LibraryPlan
+QuantizedPlan = GemvPlan | GemmPlan | StreamKPlan | LibraryPlan
 QuantizedPlans = tuple[QuantizedPlan, ...]
 """Of one format and weight shape, by rising tokens."""
 
