@@ -28,11 +28,12 @@ from atom_ops.triton_impl.quantized_plans import (
     GemmPlan,
     GemvPlan,
     LibraryPlan,
+    Packed,
     QuantizedPlan,
 )
 from atom_ops.triton_impl.rounded_rows import round_rows
 from atom_ops.triton_impl.tuned import StreamKPlan
-from atom_ops.weights import MXFP4, BlockFP8, ChannelFP8, ChannelINT8, GroupINT4, Quantized
+from atom_ops.weights import MXFP4, BlockFP8, ChannelFP8, ChannelINT8, GroupINT4
 
 DTYPE = torch.bfloat16
 DEVICE = "cuda"
@@ -49,7 +50,7 @@ WRONG = 0.05
 """Relative error, in the norm, above which a plan is wrong: rounding to e4m3 gives 0.027."""
 
 
-def made_weight(format: str, outputs: int, inputs: int) -> Quantized:
+def made_weight(format: str, outputs: int, inputs: int) -> Packed:
     """Random, with a variance of about 1 / I."""
     std = inputs**-0.5
 
@@ -132,7 +133,7 @@ def splits(tiles: int, inputs: int) -> list[int]:
     return [split for split in (1, 2, 4) if split == 1 or (tiles * split <= 528 and inputs >= 512 * split)]
 
 
-def call(plan: QuantizedPlan, x: Tensor, weight: Quantized) -> Tensor:
+def call(plan: QuantizedPlan, x: Tensor, weight: Packed) -> Tensor:
     return provider.multiply(plan, x, weight, None, DTYPE)[0]
 
 
@@ -172,7 +173,7 @@ def jobs_of(formats: Sequence[str], shapes: Sequence[tuple[int, int]], tokens: S
 
 def compile_jobs(jobs: Sequence[Job]) -> None:
     """Fill Triton's cache on disk: run each once."""
-    weights: dict[tuple[str, int, int], Quantized] = {}
+    weights: dict[tuple[str, int, int], Packed] = {}
     for format, outputs, inputs, tokens, plan in jobs:
         key = format, outputs, inputs
         if key not in weights:
@@ -241,7 +242,7 @@ def measure(format: str, outputs: int, inputs: int, all_tokens: Sequence[int], w
         sys.stdout.flush()
 
 
-def first_of(weight: Quantized) -> Tensor:
+def first_of(weight: Packed) -> Tensor:
     """The tensor of the codes or values."""
     if isinstance(weight, MXFP4):
         return weight.blocks

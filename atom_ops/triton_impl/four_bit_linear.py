@@ -1,6 +1,6 @@
 """GEMM of 4-bit weights (GroupINT4, MXFP4) and plain activations: codes are decoded in registers.
 
-    out[t, o] = sum over groups g of inputs (scale[o, g] * (x[t, even of g] · low[o, g] + x[t, odd of g] · high[o, g]))
+    out[t, o] = sum over groups g of inputs: scale[o, g] * (x[t, even] · low[o, g] + x[t, odd] · high[o, g])
 
 A byte holds an even input's code and the next, odd one's. So the activations are stored by halves, all
 even inputs before all odd ones (`rounded_rows`), and the low and the high nibbles are multiplied apart.

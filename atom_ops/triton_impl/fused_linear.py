@@ -15,8 +15,8 @@ from atom_ops.ops.fused_linear import add_norm_linear, silu_and_mul_linear
 from atom_ops.triton_impl import INTERPRETED, NEEDS, quantized_linear, runs_on
 from atom_ops.triton_impl.linear import multiply_rows, store_outputs, weight_tile
 from atom_ops.triton_impl.pdl import launch_options, pdl_launch_dependents, pdl_wait
+from atom_ops.triton_impl.quantized_plans import Packed
 from atom_ops.triton_impl.tuned import NORM_LINEAR, SILU_LINEAR, FusedPlan
-from atom_ops.weights import Quantized
 
 _INTERPRETED = FusedPlan(rows=8, columns=64, warps=4, tiles=2)
 
@@ -78,7 +78,7 @@ def _plan(table: str, x: Tensor, weight: Tensor) -> FusedPlan | None:
         and (
             x_TD.dtype == norm_weight_D.dtype and _plan("norm", x_TD, weight) is not None
             if isinstance(weight, Tensor)
-            else quantized_linear.supports(x_TD, weight) and quantized_linear.fuses_norm(x_TD, weight)
+            else quantized_linear.supports_norm(x_TD, weight)
         )
     ),
     batch_invariant=False,
@@ -89,7 +89,7 @@ def _launch_norm(
     residual_TD: Tensor | None,
     norm_weight_D: Tensor,
     eps: float,
-    weight: Tensor | Quantized,
+    weight: Tensor | Packed,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     if not isinstance(weight, Tensor):
@@ -112,12 +112,12 @@ def _launch_norm(
     supports=lambda x_T2F, weight, bias=None: (
         _plan("silu", x_T2F, weight) is not None
         if isinstance(weight, Tensor)
-        else quantized_linear.supports(x_T2F, weight) and quantized_linear.fuses_gate(x_T2F, weight)
+        else quantized_linear.supports_gate(x_T2F, weight)
     ),
     batch_invariant=False,
     rounds_activations=True,
 )
-def _launch_silu(x_T2F: Tensor, weight: Tensor | Quantized, bias: Tensor | None = None) -> Tensor:
+def _launch_silu(x_T2F: Tensor, weight: Tensor | Packed, bias: Tensor | None = None) -> Tensor:
     if not isinstance(weight, Tensor):
         plan_of = quantized_linear.plan_of(x_T2F, weight, x_T2F.dtype)
         return quantized_linear.multiply(plan_of, x_T2F, weight, bias, x_T2F.dtype, gated=True)[0]

@@ -27,8 +27,8 @@ from atom_ops.triton_impl.pdl import (
     pdl_wait,
     prefetch_rows,
 )
+from atom_ops.triton_impl.quantized_plans import Packed
 from atom_ops.triton_impl.tuned import LINEAR, FusedPlan, LinearPlan, Plan, Plans, StreamKPlan
-from atom_ops.weights import Quantized
 
 _ADDED_AT_ONCE = 512
 _FETCHED_BYTES = 16 << 20
@@ -279,18 +279,18 @@ def _plan(x_TI: Tensor, weight: Tensor) -> Plan | None:
     supports=lambda x_TI, weight, bias=None, out_dtype=None: (
         _plan(x_TI, weight) is not None
         if isinstance(weight, Tensor)
-        else quantized_linear.supports(x_TI, weight)
+        else quantized_linear.supports(weight, x_TI)
     ),
     batch_invariant=False,
     rounds_activations=True,
 )
 def _linear(
-    x_TI: Tensor, weight: Tensor | Quantized, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    x_TI: Tensor, weight: Tensor | Packed, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     if not isinstance(weight, Tensor):
         dtype = out_dtype or x_TI.dtype
-        plan_of = quantized_linear.plan_of(x_TI, weight, dtype)
-        return quantized_linear.multiply(plan_of, x_TI, weight, bias, dtype)[0]
+        chosen = quantized_linear.plan_of(x_TI, weight, dtype)
+        return quantized_linear.multiply(chosen, x_TI, weight, bias, dtype)[0]
     plan = _plan(x_TI, weight)
     assert plan is not None, "checked by `supports`"
     return multiply(plan, x_TI, weight, bias, out_dtype)

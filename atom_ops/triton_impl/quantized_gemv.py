@@ -10,6 +10,8 @@ A 4-bit integer is decoded without a conversion: byte 2 of the float32 128.0 cou
 activations is subtracted once for all rows.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -19,8 +21,8 @@ from atom_ops.triton_impl import INTERPRETED
 from atom_ops.triton_impl.four_bit_linear import load_scale, parts_of
 from atom_ops.triton_impl.fp8 import decode_fp8
 from atom_ops.triton_impl.pdl import launch_options, pdl_launch_dependents, pdl_wait
-from atom_ops.triton_impl.quantized_plans import GemvPlan
-from atom_ops.weights import MXFP4, BlockFP8, GroupINT4, Quantized
+from atom_ops.triton_impl.quantized_plans import GemvPlan, Packed
+from atom_ops.weights import MXFP4, BlockFP8, GroupINT4
 
 _CODES = 8
 """4-bit codes of a cell."""
@@ -63,15 +65,10 @@ def _by_code(x_C8, COLUMNS: tl.constexpr):
 def _integer(bytes_RC, BYTE: tl.constexpr, NATIVE: tl.constexpr):
     """Byte BYTE, 0 to 15, of each int32, plus 128."""
     if NATIVE:
-        if BYTE == 0:
-            text: tl.constexpr = "prmt.b32 $0, $1, 0x43000000, 0x7044;"
-        elif BYTE == 1:
-            text: tl.constexpr = "prmt.b32 $0, $1, 0x43000000, 0x7144;"
-        elif BYTE == 2:
-            text: tl.constexpr = "prmt.b32 $0, $1, 0x43000000, 0x7244;"
-        else:
-            text: tl.constexpr = "prmt.b32 $0, $1, 0x43000000, 0x7344;"
-        return tl.inline_asm_elementwise(text, "=f,r", [bytes_RC], dtype=tl.float32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0x43000000, $2;", "=f,r,r", [bytes_RC, 0x7044 + 0x100 * BYTE],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
     else:
         return (((bytes_RC >> (8 * BYTE)) & 15) + 128).to(tl.float32)
 
@@ -79,10 +76,7 @@ def _integer(bytes_RC, BYTE: tl.constexpr, NATIVE: tl.constexpr):
 @triton.jit
 def _float(cell_RC, NUMBER: tl.constexpr):
     """The value of code NUMBER of each cell times 2 ** -126."""
-    if NUMBER < 6:
-        moved_RC = cell_RC << (22 - 4 * NUMBER)
-    else:
-        moved_RC = cell_RC >> (4 * NUMBER - 22)
+    moved_RC = cell_RC << (22 - 4 * NUMBER) if NUMBER < 6 else cell_RC >> (4 * NUMBER - 22)
     sign_RC = (cell_RC << (28 - 4 * NUMBER)) & -0x80000000
     return (sign_RC.to(tl.int32) | (moved_RC & 0x1C00000)).to(tl.float32, bitcast=True)
 
@@ -292,7 +286,7 @@ def _gemv_rows(
 def multiply(
     plan: GemvPlan,
     x_TI: Tensor,
-    weight: Quantized,
+    weight: Packed,
     bias: Tensor | None,
     out_TO: Tensor,
     residual_TI: Tensor | None = None,
@@ -321,15 +315,21 @@ def multiply(
     )  # fmt: skip
 
 
-def _arguments(weight: Quantized) -> tuple[Tensor, Tensor, Tensor | None, dict[str, int | str | bool]]:
+def _arguments(weight: Packed) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
     """(cells, scales, zeros, constants of the kernels)."""
     if isinstance(weight, GroupINT4 | MXFP4):
         codes, scales, zeros, group, floats = parts_of(weight)
         name = "mxfp4" if floats else "int4"
-        constants = {"FORMAT": name, "CODES": _CODES, "BLOCK_ROWS": 0, "GROUP": group, "PER_ROW": False}
-        return codes.view(torch.int32), scales, zeros, constants
+        packed: dict[str, Any] = {
+            "FORMAT": name,
+            "CODES": _CODES,
+            "BLOCK_ROWS": 0,
+            "GROUP": group,
+            "PER_ROW": False,
+        }
+        return codes.view(torch.int32), scales, zeros, packed
     name = "int8" if weight.values.dtype == torch.int8 else "fp8"
-    constants = {"FORMAT": name, "CODES": 1, "BLOCK_ROWS": 0, "GROUP": 1, "PER_ROW": True}
+    constants: dict[str, Any] = {"FORMAT": name, "CODES": 1, "BLOCK_ROWS": 0, "GROUP": 1, "PER_ROW": True}
     if isinstance(weight, BlockFP8):
         rows, columns = weight.block
         constants |= {"BLOCK_ROWS": rows, "GROUP": columns, "PER_ROW": False}

@@ -10,6 +10,7 @@ block of inputs of a token. A static input scale of a checkpoint is not used: a 
 """
 
 from functools import cache
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -22,13 +23,14 @@ from atom_ops.triton_impl.quantized_plans import (
     GemmPlan,
     GemvPlan,
     LibraryPlan,
+    Packed,
     QuantizedPlan,
     format_of,
     plans_of,
 )
 from atom_ops.triton_impl.rounded_rows import MOST_INPUTS, Form, RoundedRows, round_rows
 from atom_ops.triton_impl.tuned import StreamKPlan
-from atom_ops.weights import BlockFP8, ChannelFP8, ChannelINT8, GroupINT4, Quantized, Weight
+from atom_ops.weights import MXFP4, BlockFP8, ChannelFP8, ChannelINT8, GroupINT4, Weight
 
 _CELL = 32
 """Inputs that share a scale in every 4-bit format."""
@@ -37,11 +39,11 @@ _LIBRARY_TILE = 16
 _FP8_CAPABILITY = (8, 9)
 
 
-def supports(x: Tensor, weight: Weight) -> bool:
+def supports(weight: Weight, x: Tensor) -> TypeGuard[Packed]:
     """Whether `multiply` can run with these activations, [T, I] or [T, 2I]."""
     dtypes = (torch.float32, torch.float16) if INTERPRETED else (torch.bfloat16, torch.float16)
     return (
-        isinstance(weight, Quantized)
+        isinstance(weight, Packed)
         and x.dtype in dtypes
         and len(x) > 0
         and _reads(weight)
@@ -49,7 +51,7 @@ def supports(x: Tensor, weight: Weight) -> bool:
     )
 
 
-def _reads(weight: Quantized) -> bool:
+def _reads(weight: Packed) -> bool:
     """Whether the kernels read a weight of this shape."""
     inputs = weight.shape[1]
     if isinstance(weight, BlockFP8):
@@ -68,7 +70,7 @@ def _runs(device: torch.device, fp8: bool) -> bool:
     return not fp8 or torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY
 
 
-def plan_of(x: Tensor, weight: Quantized, dtype: torch.dtype) -> QuantizedPlan:
+def plan_of(x: Tensor, weight: Packed, dtype: torch.dtype) -> QuantizedPlan:
     """The plan for this number of tokens and this dtype of the result."""
     plans = plans_of(weight)
     library = dtype == torch.bfloat16 or format_of(weight).startswith(("int4", "mxfp4"))
@@ -76,19 +78,23 @@ def plan_of(x: Tensor, weight: Quantized, dtype: torch.dtype) -> QuantizedPlan:
     return next((plan for plan in usable if len(x) <= plan.tokens), usable[-1])
 
 
-def fuses_norm(x_TD: Tensor, weight: Quantized) -> bool:
+def supports_norm(x_TD: Tensor, weight: Weight) -> bool:
     """Whether the norm before runs in the same kernel as another step of `multiply`."""
+    if not supports(weight, x_TD):
+        return False
     plan = plan_of(x_TD, weight, x_TD.dtype)
     return plan.columns == 0 if isinstance(plan, GemvPlan) else _rounds(plan, weight)
 
 
-def fuses_gate(x_T2F: Tensor, weight: Quantized) -> bool:
+def supports_gate(x_T2F: Tensor, weight: Weight) -> bool:
     """Whether the activation before runs in the same kernel as another step of `multiply`."""
+    if not supports(weight, x_T2F):
+        return False
     plan = plan_of(x_T2F, weight, x_T2F.dtype)
     return not isinstance(plan, GemvPlan) and _rounds(plan, weight)
 
 
-def _rounds(plan: QuantizedPlan, weight: Quantized) -> bool:
+def _rounds(plan: QuantizedPlan, weight: Packed) -> bool:
     """Whether the plan's GEMM reads `RoundedRows`."""
     return isinstance(plan, GemmPlan) or isinstance(weight, BlockFP8 | ChannelFP8)
 
@@ -96,7 +102,7 @@ def _rounds(plan: QuantizedPlan, weight: Quantized) -> bool:
 def multiply(
     plan: QuantizedPlan,
     x: Tensor,
-    weight: Quantized,
+    weight: Packed,
     bias: Tensor | None,
     dtype: torch.dtype,
     *,
@@ -112,6 +118,7 @@ def multiply(
         x, total = _apart(x, gated, residual_TD, norm_weight_D, eps)
         if isinstance(plan, GemvPlan):
             return _vector(plan, x, weight, bias, dtype, None, None, 0.0)[0], total
+        assert isinstance(weight, GroupINT4 | MXFP4), "plans of other formats have no library"
         return _decoded(x, weight, bias, dtype), total
     form, tile, group = _form(weight), _LIBRARY_TILE, 0
     if isinstance(plan, GemmPlan):
@@ -130,11 +137,13 @@ def multiply(
 
         assert isinstance(weight, BlockFP8 | ChannelFP8)
         return hopper_linear.multiply_e4m3(plan, rows, len(x), weight, bias, dtype), total
-    kernels = four_bit_linear if form == "halves" else eight_bit_linear
-    return kernels.multiply(plan, rows, len(x), weight, bias, dtype), total
+    assert isinstance(plan, GemmPlan), "one token is multiplied above"
+    if isinstance(weight, GroupINT4 | MXFP4):
+        return four_bit_linear.multiply(plan, rows, len(x), weight, bias, dtype), total
+    return eight_bit_linear.multiply(plan, rows, len(x), weight, bias, dtype), total
 
 
-def _form(weight: Quantized) -> Form:
+def _form(weight: Packed) -> Form:
     if isinstance(weight, ChannelINT8):
         return "int8"
     return "e4m3" if isinstance(weight, BlockFP8 | ChannelFP8) else "halves"
@@ -156,7 +165,7 @@ def _apart(
 def _vector(
     plan: GemvPlan,
     x_TI: Tensor,
-    weight: Quantized,
+    weight: Packed,
     bias: Tensor | None,
     dtype: torch.dtype,
     residual_TI: Tensor | None,
@@ -172,7 +181,7 @@ def _vector(
     return out_TO, total_TI
 
 
-def _decoded(x_TI: Tensor, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _decoded(x_TI: Tensor, weight: GroupINT4 | MXFP4, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """A plain GEMM with the weight decoded, a part of its rows at a time."""
     outputs, inputs = weight.shape
     each = max(_DECODED_NUMBERS // inputs // _BLOCK, 1) * _BLOCK
@@ -189,7 +198,7 @@ def _decoded(x_TI: Tensor, weight: Quantized, bias: Tensor | None, dtype: torch.
 _DECODED_NUMBERS = 1 << 28
 
 
-def _scaled_mm(rows: RoundedRows, tokens: int, weight: Quantized, bias: Tensor | None) -> Tensor:
+def _scaled_mm(rows: RoundedRows, tokens: int, weight: Packed, bias: Tensor | None) -> Tensor:
     """[T, O] in bfloat16, by cuBLAS or CUTLASS."""
     assert isinstance(weight, BlockFP8 | ChannelFP8) and rows.scales is not None
     if isinstance(weight, BlockFP8):

@@ -4,11 +4,13 @@ from functools import cache
 
 import msgspec
 import torch
-from torch import Tensor
 
 from atom_ops.triton_impl import INTERPRETED
 from atom_ops.triton_impl.tuned import StreamKPlan
-from atom_ops.weights import BlockFP8, ChannelFP8, ChannelINT8, GroupINT4, Quantized
+from atom_ops.weights import MXFP4, BlockFP8, ChannelFP8, ChannelINT8, GroupINT4
+
+Packed = BlockFP8 | ChannelFP8 | ChannelINT8 | GroupINT4 | MXFP4
+"""The types of weight that these kernels read."""
 
 
 class GemvPlan(msgspec.Struct, frozen=True, tag="quantized-vector"):
@@ -67,7 +69,7 @@ _MEASURED: dict[str, dict[Key, QuantizedPlans]] = {"NVIDIA H200": {}}
 """By the driver's name of the GPU."""
 
 
-def format_of(weight: Quantized) -> str:
+def format_of(weight: Packed) -> str:
     """The format's name in tables of plans."""
     if isinstance(weight, BlockFP8):
         return "fp8-block"
@@ -80,12 +82,12 @@ def format_of(weight: Quantized) -> str:
     return "mxfp4"
 
 
-def plans_of(weight: Quantized) -> QuantizedPlans:
+def plans_of(weight: Packed) -> QuantizedPlans:
     """The measured plans of this format and shape, or else general ones."""
     if INTERPRETED:
         return _INTERPRETED
     key = (format_of(weight), weight.shape[0], weight.shape[1])
-    measured = plans_on(next(iter(_tensors(weight))).device)
+    measured = plans_on(weight.scales.device)
     return measured.get(key) or general_plans(key)
 
 
@@ -93,10 +95,6 @@ def plans_of(weight: Quantized) -> QuantizedPlans:
 def plans_on(device: torch.device) -> dict[Key, QuantizedPlans]:
     """The built-in table, or what `tuning` adds."""
     return dict(_MEASURED.get(torch.cuda.get_device_name(device), {})) if device.type == "cuda" else {}
-
-
-def _tensors(weight: Quantized) -> tuple[Tensor, ...]:
-    return (weight.scales,)
 
 
 @cache
