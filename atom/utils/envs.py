@@ -160,9 +160,11 @@ VARIABLES: dict[str, Variable] = {
             Area.GPU,
             "One kernel for the tensor parallel all-reduce and the following norm.",
         ),
-        _fusion(
+        Variable(
             "ATOM_ENABLE_DS_INPUT_RMSNORM_QUANT_FUSION",
+            bool,
             True,
+            Area.GPU,
             "DeepSeek: one kernel for the input norm and quantization.",
         ),
         Variable(
@@ -187,14 +189,18 @@ VARIABLES: dict[str, Variable] = {
             False,
             "Qwen3-MoE: one kernel for query and key norm and rotary embedding.",
         ),
-        _fusion(
+        Variable(
             "ATOM_LLAMA_ENABLE_AITER_TRITON_FUSED_RMSNORM_QUANT",
+            bool,
             True,
+            Area.GPU,
             "Llama: one Triton kernel for norm and quantization.",
         ),
-        _fusion(
+        Variable(
             "ATOM_LLAMA_ENABLE_AITER_TRITON_FUSED_SILU_MUL_QUANT",
+            bool,
             True,
+            Area.GPU,
             "Llama: one Triton kernel for the gated activation and quantization.",
         ),
         Variable(

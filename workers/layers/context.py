@@ -38,6 +38,10 @@ class BuildContext:
     redundant_experts: int | None = None
     """Replicas of experts beside one of each; None: experts have no slots, and stay where they are."""
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
+    fused_norms: bool = True
+    """Whether a norm and the quantization of its output, for the linear layer behind it, are one kernel."""
+    fused_activations: bool = True
+    """The same of a gated activation."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Module name -> its name in the checkpoint, where the two differ."""
     prefix: str = ""

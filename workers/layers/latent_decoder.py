@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ class LatentDecoderLM(DecoderLM):
         """
         config = {**_DEFAULTS, **config}
         _check_supported(config)
+        build = replace(build, fused_norms=envs.ATOM_ENABLE_DS_INPUT_RMSNORM_QUANT_FUSION)
         args = decoder_args(config)
         latent = latent_args(config)
         token_mixers = (

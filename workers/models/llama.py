@@ -1,8 +1,10 @@
 """Llama 2, 3 and 3.1, and models with the same architecture (SmolLM2, TinyLlama, …)."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from atom.utils import envs
 from workers.layers.context import BuildContext
 from workers.layers.decoder import DecoderArgs, DecoderLM, common_fields
 
@@ -16,7 +18,12 @@ class LlamaForCausalLM(DecoderLM):
         config = {**_DEFAULTS, **config}
         bias = config["attention_bias"]
         args = DecoderArgs(**common_fields(config), qkv_bias=bias, o_bias=bias, mlp_bias=config["mlp_bias"])
-        super().__init__(config, args, build)
+        fused = replace(
+            build,
+            fused_norms=envs.ATOM_LLAMA_ENABLE_AITER_TRITON_FUSED_RMSNORM_QUANT,
+            fused_activations=envs.ATOM_LLAMA_ENABLE_AITER_TRITON_FUSED_SILU_MUL_QUANT,
+        )
+        super().__init__(config, args, fused)
 
 
 ARCHITECTURES = {"LlamaForCausalLM": LlamaForCausalLM}
