@@ -84,11 +84,15 @@ def candidates(format: str, outputs: int, inputs: int, tokens: int) -> Iterator[
         yield from vectors(four_bits, inputs)
     tile = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
     if tokens <= 64 and format.startswith("fp8") and is_hopper(torch.device(DEVICE)):
-        for stages, programs in ((6, 132), (8, 132), (12, 132), (8, 128), (8, 96), (8, 64)):
-            yield StreamKPlan(1, tile, 64, 128, stages, programs)
+        for rows, stages, programs in (
+            (64, 8, 132), (64, 8, 128), (64, 12, 128), (64, 8, 96), (64, 8, 64),
+            (128, 6, 132), (128, 6, 128), (128, 8, 128), (128, 6, 96), (128, 6, 64),
+        ):  # fmt: skip
+            if outputs % rows == 0:
+                yield StreamKPlan(1, tile, rows, 128, stages, programs)
     if tokens <= 64:
         for rows, columns, warps, stages in (
-            (64, 128, 4, 4), (64, 128, 4, 6), (128, 128, 4, 4), (128, 128, 8, 4),
+            (64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 6), (64, 128, 4, 8), (128, 128, 8, 4),
         ):  # fmt: skip
             for split in splits(outputs // rows, inputs):
                 yield GemmPlan(tokens, tile, rows, columns, warps, stages, split)
@@ -115,22 +119,22 @@ def vectors(four_bits: bool, inputs: int) -> Iterator[GemvPlan]:
         columns = least * 32 * warps
         if columns <= inputs:
             yield GemvPlan(rows, columns, warps)
-    if inputs <= 8192:
-        for rows, warps, tiles in (
-            (4, 4, 1),
-            (2, 4, 2),
-            (4, 4, 2),
-            (4, 8, 2),
-            (8, 4, 1),
-            (2, 2, 4),
-            (4, 2, 4),
-        ):
-            yield GemvPlan(rows, 0, warps, tiles)
+    for rows, warps, tiles in _SHORT_ROWS if inputs <= 8192 else _LONG_ROWS:
+        yield GemvPlan(rows, 0, warps, tiles)
+
+
+_SHORT_ROWS = (4, 4, 1), (2, 4, 2), (4, 4, 2), (4, 8, 2), (8, 4, 1), (2, 2, 4), (4, 2, 4), (4, 8, 4)
+_LONG_ROWS = (1, 8, 4), (1, 16, 4), (2, 16, 2), (2, 16, 4), (1, 8, 2), (2, 8, 2), (1, 4, 4)
+"""(rows, warps, tiles) by whole rows."""
 
 
 def splits(tiles: int, inputs: int) -> list[int]:
     """1, and the others that give at most four programs to an SM."""
-    return [split for split in (1, 2, 4) if split == 1 or (tiles * split <= 528 and inputs >= 512 * split)]
+    return [
+        split
+        for split in (1, 2, 3, 4, 6)
+        if split == 1 or (tiles * split <= 528 and inputs >= 512 * split and inputs % (128 * split) == 0)
+    ]
 
 
 def call(plan: QuantizedPlan, x: Tensor, weight: Packed) -> Tensor:

@@ -11,7 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atom_ops.triton_impl.pdl import launch_options, pdl_begin, pdl_launch_dependents, pdl_wait
+from atom_ops.triton_impl.pdl import (
+    fits_cache,
+    launch_options,
+    pdl_begin,
+    pdl_launch_dependents,
+    pdl_wait,
+    prefetch_rows,
+)
 from atom_ops.triton_impl.quantized_plans import GemmPlan
 from atom_ops.triton_impl.rounded_rows import RoundedRows
 from atom_ops.weights import BlockFP8, ChannelFP8, ChannelINT8
@@ -24,6 +31,7 @@ def _gemm(
     x, x_scales, weight, scales, bias, out, tokens, padded, outputs, inputs, share, blocks,
     BLOCK_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+    FETCH: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, splits); BLOCK_ROWS: outputs of a block of scales, 0: a scale for each output."""
     tiles = padded // TOKENS
@@ -37,6 +45,9 @@ def _gemm(
     x_CT = x + token_T.to(tl.int64)[None, :] * inputs + column_C[:, None] + first
     exact: tl.constexpr = weight.dtype.element_ty == tl.int8
     total_RT = tl.zeros((ROWS, TOKENS), tl.int32 if exact else tl.float32)
+    if FETCH:
+        pdl_launch_dependents(PDL)
+        prefetch_rows(weight + first_o.to(tl.int64) * inputs + first, ROWS, inputs, share, PDL)
     pdl_wait(PDL)
     for start in range(0, share, COLUMNS):
         if EVEN:
@@ -54,7 +65,8 @@ def _gemm(
             total_RT += tl.dot(tile_RC, tile_CT) * scale
         else:
             total_RT += tl.dot(tile_RC, tile_CT)
-    pdl_launch_dependents(PDL)
+    if not FETCH:
+        pdl_launch_dependents(PDL)
     real_T = token_T < tokens
     inside_RT = inside_R[:, None] & real_T[None, :]
     if SPLIT:
@@ -113,11 +125,12 @@ def multiply(
         exact = weight.values.dtype == torch.int8
         kind = torch.int32 if exact else torch.float32
         partials = torch.empty(split_k, tokens, outputs, dtype=kind, device=x_TI.device)
+    even = outputs % plan.rows == 0 and inputs % (split_k * plan.columns) == 0
     _gemm[(triton.cdiv(outputs, plan.rows) * (len(x_TI) // plan.tile), split_k)](
         x_TI, x_scales, weight.values, weight.scales, bias, partials,
         tokens, len(x_TI), outputs, inputs, share, blocks,
         BLOCK_ROWS=block_rows, HAS_BIAS=bias is not None,
-        EVEN=outputs % plan.rows == 0 and inputs % (split_k * plan.columns) == 0, SPLIT=split_k > 1,
+        EVEN=even, SPLIT=split_k > 1, FETCH=even and fits_cache(weight.values),
         ROWS=plan.rows, COLUMNS=plan.columns, TOKENS=plan.tile, num_warps=plan.warps,
         num_stages=plan.stages, **options,
     )  # fmt: skip

@@ -13,7 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atom_ops.triton_impl.pdl import launch_options, pdl_begin, pdl_launch_dependents, pdl_wait
+from atom_ops.triton_impl.pdl import (
+    fits_cache,
+    launch_options,
+    pdl_begin,
+    pdl_launch_dependents,
+    pdl_wait,
+    prefetch_rows,
+)
 from atom_ops.triton_impl.quantized_plans import GemmPlan
 from atom_ops.triton_impl.rounded_rows import RoundedRows
 from atom_ops.weights import MXFP4, GroupINT4
@@ -65,7 +72,7 @@ def _gemm(
     x, codes, scales, zeros, bias, out, tokens, padded, outputs, inputs, share,
     GROUP: tl.constexpr, FLOAT: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, splits). COLUMNS divides GROUP; a byte column stands for two inputs."""
     tiles = padded // TOKENS
@@ -79,6 +86,10 @@ def _gemm(
     x_CT = x + token_T.to(tl.int64)[None, :] * inputs + byte_C[:, None] + first // 2
     dtype: tl.constexpr = x.dtype.element_ty
     total_RT = tl.zeros((ROWS, TOKENS), tl.float32)
+    if FETCH:
+        pdl_launch_dependents(PDL)
+        start_of_row = (tl.program_id(0) // tiles * ROWS).to(tl.int64) * (inputs // 2)
+        prefetch_rows(codes + start_of_row + first // 2, ROWS, inputs // 2, share // 2, PDL)
     zero_R = tl.full((ROWS,), 8, tl.int16)
     pdl_wait(PDL)
     for start in range(0, share, COLUMNS):
@@ -105,7 +116,8 @@ def _gemm(
         part_RT = tl.dot(low_RC, even_CT, input_precision="ieee")
         part_RT = tl.dot(high_RC, odd_CT, part_RT, input_precision="ieee")
         total_RT += part_RT * scale_R[:, None]
-    pdl_launch_dependents(PDL)
+    if not FETCH:
+        pdl_launch_dependents(PDL)
     inside_RT = inside_R[:, None] & (token_T < tokens)[None, :]
     place_RT = (split * tokens + token_T).to(tl.int64)[None, :] * outputs + output_R[:, None]
     if HAS_BIAS:
@@ -151,9 +163,10 @@ def _dequantize(
     low_RC = decode_codes(code_RC & 15, zero_RC, tl.float32, FLOAT) * scale_RC
     high_RC = decode_codes((code_RC >> 4) & 15, zero_RC, tl.float32, FLOAT) * scale_RC
     pair_RC2 = tl.join(low_RC.to(out.dtype.element_ty), high_RC.to(out.dtype.element_ty))
-    place_RC = row_R[:, None] * inputs + 2 * byte_C[None, :]
-    place_RC2 = tl.join(place_RC, place_RC + 1)
-    tl.store(out + place_RC2, pair_RC2, mask=tl.join(inside_RC, inside_RC))
+    input_I = tl.program_id(1) * (2 * COLUMNS) + tl.arange(0, 2 * COLUMNS)
+    place_RI = row_R[:, None] * inputs + input_I[None, :]
+    inside_RI = (output_R < outputs)[:, None] & (input_I < inputs)[None, :]
+    tl.store(out + place_RI, tl.reshape(pair_RC2, [ROWS, 2 * COLUMNS]), mask=inside_RI)
 
 
 def parts_of(weight: GroupINT4 | MXFP4) -> tuple[Tensor, Tensor, Tensor | None, int, bool]:
@@ -182,10 +195,11 @@ def multiply(
     partials = out_TO
     if split_k > 1:
         partials = torch.empty(split_k, tokens, outputs, dtype=torch.float32, device=x_TI.device)
+    even = outputs % plan.rows == 0 and inputs % (split_k * columns) == 0
     _gemm[(triton.cdiv(outputs, plan.rows) * (len(x_TI) // plan.tile), split_k)](
         x_TI, codes, scales, zeros, bias, partials, tokens, len(x_TI), outputs, inputs, share,
         GROUP=group, FLOAT=floats, HAS_BIAS=bias is not None and split_k == 1,
-        EVEN=outputs % plan.rows == 0 and inputs % (split_k * columns) == 0, SPLIT=split_k > 1,
+        EVEN=even, SPLIT=split_k > 1, FETCH=even and share % 32 == 0 and fits_cache(codes),
         ROWS=plan.rows, COLUMNS=columns, TOKENS=plan.tile, num_warps=plan.warps,
         num_stages=plan.stages, **options,
     )  # fmt: skip

@@ -50,9 +50,10 @@ _UNSCALED, _BLOCKS, _CHANNELS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2
 """Scales of the weight: none, or of e4m3 values in blocks or for each output."""
 _REGISTERS = 96
 """Per thread: few enough to share the SM with the previous kernel."""
-_REGISTERS_E4M3 = 128
+_REGISTERS_E4M3 = {64: 128, 128: 216}
+"""By the rows of a tile."""
 _MAX_PROGRAMS = 132
-_MAX_SUMS = 64 * 64
+_MAX_SUMS = 128 * 64
 """Elements of a tile."""
 _EMPTY = gl.constexpr(0x7FC0_5EED)
 # These two have other names in later versions of Triton.
@@ -366,6 +367,6 @@ def _launch(
         BLOCK_ROWS=block_rows,
         HAS_BIAS=bias is not None,
         num_warps=4,
-        maxnreg=_REGISTERS if kind == _UNSCALED.value else _REGISTERS_E4M3,
+        maxnreg=_REGISTERS if kind == _UNSCALED.value else _REGISTERS_E4M3[plan.rows],
         **launch_options(x_TI.device),
     )

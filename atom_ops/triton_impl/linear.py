@@ -21,6 +21,7 @@ from torch import Tensor
 from atom_ops.ops.linear import linear
 from atom_ops.triton_impl import INTERPRETED, quantized_linear
 from atom_ops.triton_impl.pdl import (
+    fits_cache,
     launch_options,
     pdl_begin,
     pdl_launch_dependents,
@@ -31,7 +32,6 @@ from atom_ops.triton_impl.quantized_plans import Packed
 from atom_ops.triton_impl.tuned import LINEAR, FusedPlan, LinearPlan, Plan, Plans, StreamKPlan
 
 _ADDED_AT_ONCE = 512
-_FETCHED_BYTES = 16 << 20
 _INTERPRETED = (
     LinearPlan(tokens=1, vector=True, rows=8, columns=64, warps=4, stages=1),
     LinearPlan(tokens=8, vector=False, rows=16, columns=64, warps=4, stages=2, split_k=3),
@@ -216,7 +216,7 @@ def multiply(
         )  # fmt: skip
         return out_TO
     tile |= {"TOKENS": max(16, triton.next_power_of_2(plan.tokens)), "num_stages": plan.stages}
-    tile["FETCH"] = even and weight.numel() * weight.element_size() <= _FETCHED_BYTES
+    tile["FETCH"] = even and fits_cache(weight)
     if split_k == 1:
         _gemm[grid](
             x_TI, weight, bias, out_TO, tokens, outputs, inputs, share, HAS_BIAS=bias is not None, **tile

@@ -25,11 +25,13 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from atom_ops.triton_impl import INTERPRETED
 
 _HOPPER = (9, 0)
+_FETCHED_BYTES = 16 << 20
 
 
 @triton.jit
@@ -75,6 +77,11 @@ def prefetch_rows(first, rows, stride, size, PDL: tl.constexpr):
             is_pure=False,
             pack=1,
         )
+
+
+def fits_cache(weight: Tensor) -> bool:
+    """Whether a weight is so small that `prefetch_rows` of all of it pays."""
+    return weight.numel() * weight.element_size() <= _FETCHED_BYTES
 
 
 @cache

@@ -201,12 +201,10 @@ _DECODED_NUMBERS = 1 << 28
 def _scaled_mm(rows: RoundedRows, tokens: int, weight: Packed, bias: Tensor | None) -> Tensor:
     """[T, O] in bfloat16, by cuBLAS or CUTLASS."""
     assert isinstance(weight, BlockFP8 | ChannelFP8) and rows.scales is not None
-    if isinstance(weight, BlockFP8):
-        scales = rows.scales.t(), weight.scales.t()
-    else:
-        scales = rows.scales.unsqueeze(1), weight.scales.unsqueeze(0)
+    blocks = isinstance(weight, BlockFP8)
+    scales = (rows.scales.t(), weight.scales.t()) if blocks else (rows.scales[:, None], weight.scales[None])
     out_TO: Tensor = torch._scaled_mm(
-        rows.values, weight.values.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True
+        rows.values, weight.values.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=not blocks
     )
     out_TO = out_TO[:tokens]
     return out_TO if bias is None else out_TO + bias

@@ -105,15 +105,19 @@ def general_plans(key: Key) -> QuantizedPlans:
     library = four_bits or (format == "fp8-channel" and outputs % 16 == 0 and inputs % 16 == 0)
     library |= format == "fp8-block" and outputs % 16 == 0 and inputs % 512 == 0
     few = [_filled(outputs, inputs, tokens) for tokens in (16, 32, 64)]
-    vector = GemvPlan(4, 4096 if four_bits else 2048, 4)
+    whole = GemvPlan(4, 0, 8, 2) if inputs <= _WHOLE_ROWS else GemvPlan(2, 4096, 8)
+    vector = GemvPlan(4, 4096, 4) if four_bits else whole
+    middle = GemmPlan(256, 64, 64, 128, 4, 4)
     many = GemmPlan(MANY, 128, 128, 128, 8, 3)
-    middle = GemmPlan(256, 64, 128, 128, 4, 4)
     return (vector, *few, middle, LibraryPlan(MANY), many) if library else (vector, *few, middle, many)
+
+
+_WHOLE_ROWS = 8192
 
 
 def _filled(outputs: int, inputs: int, tokens: int) -> GemmPlan:
     """A plan of 64 rows for few tokens, with as many splits as fill the GPU."""
     tiles = -(-outputs // 64)
-    splits = [splits for splits in (1, 2, 4, 8) if inputs >= 512 * splits]
+    splits = [splits for splits in (1, 2, 4) if inputs >= 512 * splits]
     split_k = next((splits for splits in splits if tiles * splits >= _PROGRAMS), splits[-1] if splits else 1)
-    return GemmPlan(tokens, tokens, 64, 128, 4, 4, split_k)
+    return GemmPlan(tokens, tokens, 64, 128, 4, 6 if split_k > 1 else 4, split_k)
