@@ -65,7 +65,7 @@ _INTERPRETED = (
 )
 _PROGRAMS = 132
 """SMs of an H100 or H200."""
-_MEASURED: dict[str, dict[Key, QuantizedPlans]] = {"NVIDIA H200": {}}
+MEASURED: dict[str, dict[Key, QuantizedPlans]] = {"NVIDIA H200": {}}
 """By the driver's name of the GPU."""
 
 
@@ -94,7 +94,7 @@ def plans_of(weight: Packed) -> QuantizedPlans:
 @cache
 def plans_on(device: torch.device) -> dict[Key, QuantizedPlans]:
     """The built-in table, or what `tuning` adds."""
-    return dict(_MEASURED.get(torch.cuda.get_device_name(device), {})) if device.type == "cuda" else {}
+    return dict(MEASURED.get(torch.cuda.get_device_name(device), {})) if device.type == "cuda" else {}
 
 
 @cache

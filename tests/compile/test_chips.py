@@ -19,7 +19,7 @@ from atom_ops.ops.linear import BATCH_INVARIANT
 from atom_ops.ops.qkv import HeadNorms
 from atom_ops.ops.sparse_attention import TopKIndices
 from atom_ops.ops.token_shard import TokenShard
-from atom_ops.weights import BlockFP8, ChannelINT8, FourBitWords
+from atom_ops.weights import MXFP4, BlockFP8, ChannelFP8, ChannelINT8, FourBitWords, GroupINT4
 from tests.helpers.chips import CHIPS, compiling_for
 from tests.helpers.op_cases import changed
 
@@ -200,6 +200,58 @@ def test_every_plan_and_tile_of_linear(chip: str) -> None:
         batch_invariant.multiply(batch_invariant._ANYWHERE, x, tensor(4096, 4096), tensor(4096), False)
         batch_invariant.multiply(batch_invariant._FLOAT32, x.float(), tensor(4096, 4096).float(), None, False)
     check(compiled, chip)
+
+
+@pytest.mark.parametrize(
+    "format", ["fp8-block", "fp8-channel", "int8-channel", "int4-128", "int4-32", "mxfp4"]
+)
+def test_linear_with_quantized_weights(format: str) -> None:
+    """On NVIDIA alone, where it is used."""
+    triton_impl.load()
+    from atom_ops.triton_impl import eight_bit_linear, four_bit_linear, hopper_linear, quantized_gemv
+    from atom_ops.triton_impl.quantized_plans import MEASURED, GemmPlan, GemvPlan, general_plans
+    from atom_ops.triton_impl.rounded_rows import round_rows
+    from atom_ops.triton_impl.tuned import StreamKPlan
+
+    measured = [key for key in MEASURED["NVIDIA H200"] if key[0] == format]
+    form: Any = "e4m3" if format.startswith("fp8") else "int8" if format == "int8-channel" else "halves"
+    with compiling_for(CHIPS["H200"]) as compiled:
+        for key in dict.fromkeys([*measured, (format, 4096, 4096), (format, 1000, 96 * 32)]):
+            weight, bias = packed(*key), tensor(key[1])
+            for plan in dict.fromkeys([*MEASURED["NVIDIA H200"].get(key, ()), *general_plans(key)]):
+                x = tensor(1 if isinstance(plan, GemvPlan) else 64, key[2])
+                if isinstance(plan, GemvPlan):
+                    norm = (x, tensor(key[2]), 1e-6, x) if plan.columns == 0 else ()
+                    quantized_gemv.multiply(plan, x, weight, bias, tensor(1, key[1]), *norm)
+                elif isinstance(plan, StreamKPlan):
+                    rows, _ = round_rows(x, form, plan.tokens)
+                    hopper_linear.multiply_e4m3(plan, rows, 64, weight, None, BF16)
+                elif isinstance(plan, GemmPlan):
+                    kernels = four_bit_linear if form == "halves" else eight_bit_linear
+                    rows, _ = round_rows(x, form, plan.tile, residual_TD=x, norm_weight_D=x[0], eps=1e-6)
+                    kernels.multiply(plan, rows, 64, weight, bias, BF16)
+        round_rows(tensor(64, 2 * 12288), form, 64, gated=True, group=128 if format == "fp8-block" else 0)
+        if form == "halves":
+            four_bit_linear.dequantized(weight, BF16)
+    check(compiled, "H200")
+
+
+def packed(format: str, outputs: int, inputs: int) -> Any:
+    if format == "fp8-block":
+        scales = tensor(-(-outputs // 128), -(-inputs // 128), dtype=torch.float32)
+        return BlockFP8(tensor(outputs, inputs, dtype=torch.float8_e4m3fn), scales, (128, 128))
+    if format.endswith("channel"):
+        scales = tensor(outputs, dtype=torch.float32)
+        if format == "int8-channel":
+            return ChannelINT8(ints(outputs, inputs, dtype=torch.int8), scales)
+        return ChannelFP8(tensor(outputs, inputs, dtype=torch.float8_e4m3fn), scales)
+    codes = ints(outputs, inputs // 2, dtype=torch.uint8)
+    if format == "mxfp4":
+        return MXFP4(codes, ints(outputs, inputs // 32, dtype=torch.uint8))
+    group = int(format.split("-")[1])
+    return GroupINT4(
+        codes, tensor(outputs, inputs // group), ints(outputs, inputs // group, dtype=torch.uint8)
+    )
 
 
 @chips
