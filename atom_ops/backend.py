@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from atom_ops import aiter_impl, triton_impl
 from atom_ops.attention_backend import ATTENTION_BACKENDS, use_attention_backends
 from atom_ops.op import REFERENCE, REGISTRY
 from atom_ops.ops.linear import BATCH_INVARIANT, linear
+from atom_ops.weights import Weight
 
 _DEFAULT_ORDER = {
     "cpu": ("onednn_packed", "cpu_int4", "cpu_int8", "sdpa_cpu"),
@@ -54,7 +54,7 @@ def resolve(
 
 def tune(
     device: torch.device,
-    weights: Iterable[Tensor],
+    weights: Iterable[Weight],
     cache_dir: Path,
     progress: Callable[[str, int, int], None],
 ) -> None:

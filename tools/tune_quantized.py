@@ -13,7 +13,7 @@ import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -21,13 +21,11 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from atom_ops import backend
-from atom_ops.triton_impl import is_hopper
 from atom_ops.triton_impl import quantized_linear as provider
+from atom_ops.triton_impl.quantized_candidates import candidates
 from atom_ops.triton_impl.quantized_plans import (
-    MANY,
     GemmPlan,
     GemvPlan,
-    LibraryPlan,
     Packed,
     QuantizedPlan,
 )
@@ -77,66 +75,6 @@ def made_weight(format: str, outputs: int, inputs: int) -> Packed:
     return BlockFP8(values, scales, (128, 128))
 
 
-def candidates(format: str, outputs: int, inputs: int, tokens: int) -> Iterator[QuantizedPlan]:
-    """The plans to try."""
-    four_bits = format.startswith(("int4", "mxfp4"))
-    if tokens == 1:
-        yield from vectors(four_bits, inputs)
-    tile = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
-    if tokens <= 64 and format.startswith("fp8") and is_hopper(torch.device(DEVICE)):
-        for rows, stages, programs in (
-            (64, 8, 132), (64, 8, 128), (64, 12, 128), (64, 8, 96), (64, 8, 64),
-            (128, 6, 132), (128, 6, 128), (128, 8, 128), (128, 6, 96), (128, 6, 64),
-        ):  # fmt: skip
-            if outputs % rows == 0:
-                yield StreamKPlan(1, tile, rows, 128, stages, programs)
-    if tokens <= 64:
-        for rows, columns, warps, stages in (
-            (64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 6), (64, 128, 4, 8), (128, 128, 8, 4),
-        ):  # fmt: skip
-            for split in splits(outputs // rows, inputs):
-                yield GemmPlan(tokens, tile, rows, columns, warps, stages, split)
-    elif tokens <= 256:
-        for tile, rows, warps, stages in (
-            (64, 64, 4, 4), (64, 128, 4, 4), (128, 64, 4, 4),
-            (128, 128, 8, 3), (128, 128, 4, 3), (256, 64, 8, 3),
-        ):  # fmt: skip
-            for split in splits(outputs // rows * -(-tokens // tile), inputs):
-                yield GemmPlan(tokens, tile, rows, 128, warps, stages, split)
-    else:
-        for tile, rows, warps, stages in (
-            (128, 128, 8, 3), (128, 128, 8, 4), (128, 128, 4, 3), (256, 128, 8, 3),
-        ):  # fmt: skip
-            yield GemmPlan(MANY, tile, rows, 128, warps, stages)
-    if tokens >= 16 and format != "int8-channel":
-        yield LibraryPlan(MANY)
-
-
-def vectors(four_bits: bool, inputs: int) -> Iterator[GemvPlan]:
-    """Plans of one token; a thread loads 16 bytes or more of a row."""
-    least = 32 if four_bits else 16
-    for rows, warps in itertools.product((2, 4, 8), (2, 4, 8)):
-        columns = least * 32 * warps
-        if columns <= inputs:
-            yield GemvPlan(rows, columns, warps)
-    for rows, warps, tiles in _SHORT_ROWS if inputs <= 8192 else _LONG_ROWS:
-        yield GemvPlan(rows, 0, warps, tiles)
-
-
-_SHORT_ROWS = (4, 4, 1), (2, 4, 2), (4, 4, 2), (4, 8, 2), (8, 4, 1), (2, 2, 4), (4, 2, 4), (4, 8, 4)
-_LONG_ROWS = (1, 8, 4), (1, 16, 4), (2, 16, 2), (2, 16, 4), (1, 8, 2), (2, 8, 2), (1, 4, 4)
-"""(rows, warps, tiles) by whole rows."""
-
-
-def splits(tiles: int, inputs: int) -> list[int]:
-    """1, and the others that give at most four programs to an SM."""
-    return [
-        split
-        for split in (1, 2, 3, 4, 6)
-        if split == 1 or (tiles * split <= 528 and inputs >= 512 * split and inputs % (128 * split) == 0)
-    ]
-
-
 def call(plan: QuantizedPlan, x: Tensor, weight: Packed) -> Tensor:
     return provider.multiply(plan, x, weight, None, DTYPE)[0]
 
@@ -170,7 +108,7 @@ def jobs_of(formats: Sequence[str], shapes: Sequence[tuple[int, int]], tokens: S
     found: list[Job] = []
     for format, (outputs, inputs), count in itertools.product(formats, shapes, tokens):
         found += [
-            (format, outputs, inputs, count, plan) for plan in candidates(format, outputs, inputs, count)
+            (format, outputs, inputs, count, plan) for plan in candidates((format, outputs, inputs), count)
         ]
     return found
 
@@ -217,7 +155,7 @@ def measure(format: str, outputs: int, inputs: int, all_tokens: Sequence[int], w
         some = weights if tokens <= 512 else weights[:2]
         wanted = (x[-64:].float() @ plain[0].float().T).double()
         rows: list[tuple[float, float, object]] = []
-        for plan in candidates(format, outputs, inputs, tokens):
+        for plan in candidates((format, outputs, inputs), tokens):
             try:
                 found = call(plan, x, weights[0])[-64:].double()
                 error = float((found - wanted).norm() / wanted.norm())

@@ -252,8 +252,8 @@ class Worker:
     def _tune(self) -> None:
         """Tune kernels; before memory is measured, so that its temporary memory is free again."""
         layers = (layer for layer in self._model.modules() if isinstance(layer, Linear))
-        plain = [layer.weight for layer in layers if isinstance(layer.weight, torch.Tensor)]
-        backend.tune(self._device, plain, Path(envs.ATOM_CACHE_DIR), self._progress)
+        weights = [layer.weight for layer in layers]
+        backend.tune(self._device, weights, Path(envs.ATOM_CACHE_DIR), self._progress)
 
     def _make_kv(self, num_blocks: Sequence[int]) -> list[CacheLayer]:
         block_size = self._config.cache.block_size

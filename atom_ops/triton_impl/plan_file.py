@@ -15,15 +15,19 @@ import msgspec
 
 from atom.utils.file_lock import exclusive
 from atom.utils.logger import get_logger
+from atom_ops.triton_impl.quantized_plans import Key as QuantizedKey
+from atom_ops.triton_impl.quantized_plans import QuantizedPlan, QuantizedPlans
 from atom_ops.triton_impl.tuned import Plan, Plans
 
 # Raise it whenever the kernels or the candidate plans change.
-_FORMAT = 3
+_FORMAT = 4
 _DEADLINE_S = 600.0
 
 Shape = tuple[int, int]
 """Output features, input features of a weight."""
-Table = dict[Shape, Plans]
+Key = Shape | QuantizedKey
+"""Of a plain weight, or of a quantized one."""
+Table = dict[Key, Plans | QuantizedPlans]
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -40,16 +44,24 @@ class _Entry(msgspec.Struct):
     plans: Plans
 
 
+class _QuantizedEntry(msgspec.Struct):
+    weight: QuantizedKey
+    plans: QuantizedPlans
+
+
 class _Content(msgspec.Struct):
     format: int
     machine: Machine
     linear: list[_Entry]
+    quantized: list[_QuantizedEntry]
 
 
 class PlanFile:
     """Read by every worker; written by the one that holds the lock. Methods raise OSError."""
 
-    def __init__(self, cache_dir: Path, machine: Machine, known: Callable[[Shape, Plan], bool]) -> None:
+    def __init__(
+        self, cache_dir: Path, machine: Machine, known: Callable[[Key, Plan | QuantizedPlan], bool]
+    ) -> None:
         """`known` returns whether a plan is valid for these kernels."""
         parts = (machine.gpu, "torch", machine.torch, "triton", machine.triton)
         name = "-".join(re.sub(r"[^A-Za-z0-9.+]+", "-", part) for part in parts)
@@ -70,8 +82,13 @@ class PlanFile:
 
     def write(self, table: Table) -> None:
         """Replace the file atomically."""
-        entries = [_Entry(*shape, plans) for shape, plans in sorted(table.items())]
-        encoded = msgspec.json.encode(_Content(_FORMAT, self._machine, entries))
+        content = _Content(_FORMAT, self._machine, [], [])
+        for key, plans in sorted(table.items(), key=str):
+            if len(key) == 2:
+                content.linear.append(_Entry(*key, plans))  # type: ignore[arg-type]
+            else:
+                content.quantized.append(_QuantizedEntry(key, plans))  # type: ignore[arg-type]
+        encoded = msgspec.json.encode(content)
         partial = self.path.with_name(f"{self.path.name}.{os.getpid()}.partial")
         try:
             partial.write_bytes(msgspec.json.format(encoded, indent=1) + b"\n")
@@ -102,7 +119,8 @@ class PlanFile:
             raise ValueError(f"its format is {found.format}, this version's {_FORMAT}")
         if found.machine != self._machine:
             raise ValueError(f"it was measured on another machine or with other versions: {found.machine}")
-        table = {(entry.outputs, entry.inputs): entry.plans for entry in found.linear}
+        table: Table = {(entry.outputs, entry.inputs): entry.plans for entry in found.linear}
+        table |= {entry.weight: entry.plans for entry in found.quantized}
         for shape, plans in table.items():
             for plan in plans:
                 if not self._known(shape, plan):

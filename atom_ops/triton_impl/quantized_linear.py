@@ -42,17 +42,19 @@ _FP8_CAPABILITY = (8, 9)
 def supports(weight: Weight, x: Tensor) -> TypeGuard[Packed]:
     """Whether `multiply` can run with these activations, [T, I] or [T, 2I]."""
     dtypes = (torch.float32, torch.float16) if INTERPRETED else (torch.bfloat16, torch.float16)
-    return (
-        isinstance(weight, Packed)
-        and x.dtype in dtypes
-        and len(x) > 0
-        and _reads(weight)
-        and (INTERPRETED or _runs(x.device, isinstance(weight, BlockFP8 | ChannelFP8)))
-    )
+    return readable(weight) and x.dtype in dtypes and len(x) > 0
+
+
+def readable(weight: Weight) -> TypeGuard[Packed]:
+    """Whether the kernels run on the weight's device and read its type and shape."""
+    if not isinstance(weight, Packed) or not _reads(weight):
+        return False
+    return INTERPRETED or _runs(weight.scales.device, isinstance(weight, BlockFP8 | ChannelFP8))
 
 
 def _reads(weight: Packed) -> bool:
-    """Whether the kernels read a weight of this shape."""
+    if len(weight.shape) != 2:
+        return False
     inputs = weight.shape[1]
     if isinstance(weight, BlockFP8):
         return weight.block[0] % _BLOCK == 0 and weight.block[1] == _BLOCK and inputs <= MOST_INPUTS

@@ -1,5 +1,6 @@
 """Plans of `linear` with quantized weights: which kernel multiplies how many tokens, and its tiles."""
 
+from collections.abc import Mapping
 from functools import cache
 
 import msgspec
@@ -82,18 +83,35 @@ def format_of(weight: Packed) -> str:
     return "mxfp4"
 
 
+def key_of(weight: Packed) -> Key:
+    """What its plans are found by."""
+    return format_of(weight), weight.shape[0], weight.shape[1]
+
+
 def plans_of(weight: Packed) -> QuantizedPlans:
     """The measured plans of this format and shape, or else general ones."""
     if INTERPRETED:
         return _INTERPRETED
-    key = (format_of(weight), weight.shape[0], weight.shape[1])
-    measured = plans_on(weight.scales.device)
-    return measured.get(key) or general_plans(key)
+    return _all_plans(weight.scales.device, key_of(weight))
+
+
+@cache
+def _all_plans(device: torch.device, key: Key) -> QuantizedPlans:
+    """Measured plans, and general ones for more tokens than those have."""
+    measured = plans_on(device).get(key, ())
+    most = measured[-1].tokens if measured else 0
+    return (*measured, *(plan for plan in general_plans(key) if plan.tokens > most))
+
+
+def add_plans(device: torch.device, measured: Mapping[Key, QuantizedPlans]) -> None:
+    """Use these plans on the device from now on."""
+    plans_on(device).update(measured)
+    _all_plans.cache_clear()
 
 
 @cache
 def plans_on(device: torch.device) -> dict[Key, QuantizedPlans]:
-    """The built-in table, or what `tuning` adds."""
+    """The built-in table, and what `add_plans` added."""
     return dict(MEASURED.get(torch.cuda.get_device_name(device), {})) if device.type == "cuda" else {}
 
 

@@ -5,6 +5,8 @@ For each weight shape and class of tokens, candidate plans are compared with tor
   valid      compiles for this GPU, and matches torch
   qualified  in a short measurement not much slower than the fastest
   fastest    in a longer measurement; if that is torch, there is no plan
+
+Torch has no GEMM for quantized weights: among their plans the fastest wins.
 """
 
 import time
@@ -14,8 +16,12 @@ from typing import Protocol
 from torch import Tensor
 
 from atom.utils.logger import get_logger
-from atom_ops.triton_impl.plan_file import PlanFile, Shape, Table
-from atom_ops.triton_impl.tuned import LinearPlan, Plan, Plans, stream_k
+from atom_ops.triton_impl import quantized_candidates
+from atom_ops.triton_impl.plan_file import Key, PlanFile, Shape, Table
+from atom_ops.triton_impl.quantized_linear import readable
+from atom_ops.triton_impl.quantized_plans import Packed, QuantizedPlan, key_of
+from atom_ops.triton_impl.tuned import LinearPlan, Plan, stream_k
+from atom_ops.weights import Weight
 
 CLASSES = ((1, 1), (2, 16), (17, 32), (33, 64))
 """(fewest, most) tokens that share a plan; within a class a token's bits do not depend on the batch."""
@@ -64,18 +70,32 @@ Progress = Callable[[str, int, int], None]
 PHASE = "Tuning GEMM kernels"
 
 
+AnyPlan = Plan | QuantizedPlan
+
+
 class Bench(Protocol):
     """Runs plans on a GPU with the model's weights."""
 
-    def valid_plans(self, plans: Sequence[Plan], shape: Shape) -> list[Plan]:
+    def valid_plans(self, plans: Sequence[AnyPlan], shape: Key) -> list[AnyPlan]:
         """The plans that run on this GPU and match torch within the op's tolerance."""
 
-    def stopwatch(self, plan: Plan | None, shape: Shape, tokens: int) -> Callable[[int], float]:
+    def stopwatch(self, plan: AnyPlan | None, shape: Key, tokens: int) -> Callable[[int], float]:
         """A function of the number of rounds that returns the median seconds of a GEMM; None is torch."""
 
 
-def candidates(shape: Shape, least: int, tokens: int) -> list[Plan]:
+def classes_of(shape: Key) -> tuple[tuple[int, int], ...]:
+    """(fewest, most) tokens of each class."""
+    return CLASSES if len(shape) == 2 else quantized_candidates.CLASSES
+
+
+def candidates(shape: Key, least: int, tokens: int) -> list[AnyPlan]:
     """The plans to try for a class of tokens."""
+    if len(shape) == 3:
+        return list(quantized_candidates.candidates(shape, tokens))
+    return [*_plain_candidates(shape, least, tokens)]
+
+
+def _plain_candidates(shape: Shape, least: int, tokens: int) -> list[Plan]:
     outputs, inputs = shape
 
     def gemm(tile: tuple[int, int, int, int], split_k: int = 1) -> LinearPlan:
@@ -95,9 +115,13 @@ def candidates(shape: Shape, least: int, tokens: int) -> list[Plan]:
     return [*fitting, *hopper]
 
 
-def fastest(bench: Bench, shape: Shape, least: int, tokens: int) -> Plan | None:
+def fastest(bench: Bench, shape: Key, least: int, tokens: int) -> AnyPlan | None:
     """The fastest plan of this class; None for torch, also in a tie."""
-    entrants = [None, *bench.valid_plans(candidates(shape, least, tokens), shape)]
+    entrants: list[AnyPlan | None] = [*bench.valid_plans(candidates(shape, least, tokens), shape)]
+    if len(shape) == 2:
+        entrants.insert(0, None)
+    if not entrants:
+        return None
     watches = [(plan, bench.stopwatch(plan, shape, tokens)) for plan in entrants]
     short = [watch(_SHORT) for _, watch in watches]
     limit = min(short) * _QUALIFIED
@@ -108,11 +132,15 @@ def fastest(bench: Bench, shape: Shape, least: int, tokens: int) -> Plan | None:
     return qualified[long.index(min(long))][0]
 
 
-def by_shape(weights: Iterable[Tensor]) -> dict[Shape, list[Tensor]]:
-    """The weights that plans support, each once: [O, I] -> weights."""
-    found: dict[Shape, list[Tensor]] = {}
+def by_shape(weights: Iterable[Weight]) -> dict[Key, list[Tensor | Packed]]:
+    """The weights that plans support, each once, by shape, or by format and shape."""
+    found: dict[Key, list[Tensor | Packed]] = {}
     seen = set()
     for weight in weights:
+        if readable(weight):
+            found.setdefault(key_of(weight), []).append(weight)
+        if not isinstance(weight, Tensor):
+            continue
         plain = weight.dim() == 2 and weight.is_contiguous() and weight.is_floating_point()
         if plain and weight.element_size() == 2 and weight.data_ptr() not in seen:
             seen.add(weight.data_ptr())
@@ -120,12 +148,15 @@ def by_shape(weights: Iterable[Tensor]) -> dict[Shape, list[Tensor]]:
     return found
 
 
-def is_candidate(shape: Shape, plan: Plan) -> bool:
+def is_candidate(shape: Key, plan: AnyPlan) -> bool:
     """Whether `tune` would try this plan."""
-    return (plan.least, plan.tokens) in CLASSES and plan in candidates(shape, plan.least, plan.tokens)
+    return any(
+        tokens == plan.tokens and plan in candidates(shape, least, tokens)
+        for least, tokens in classes_of(shape)
+    )
 
 
-def tune(shapes: Sequence[Shape], bench: Bench, file: PlanFile, progress: Progress) -> Table:
+def tune(shapes: Sequence[Key], bench: Bench, file: PlanFile, progress: Progress) -> Table:
     """Plans for these shapes and all others in the file; missing shapes are measured.
 
     One worker measures for all workers of this machine; the others wait for it and read the file.
@@ -152,24 +183,24 @@ def tune(shapes: Sequence[Shape], bench: Bench, file: PlanFile, progress: Progre
 
 
 def _measured(
-    shapes: Sequence[Shape], bench: Bench, file: PlanFile, listeners: Sequence[Callable[[int, int], None]]
+    shapes: Sequence[Key], bench: Bench, file: PlanFile, listeners: Sequence[Callable[[int, int], None]]
 ) -> Table:
     """The file's table with all shapes; the file is written after each shape that was measured."""
     table = file.read()  # another worker may have filled it in the meantime
     missing = [shape for shape in shapes if shape not in table]
     if not missing:
         return table
-    start, total = time.monotonic(), len(missing) * len(CLASSES)
+    start, total = time.monotonic(), sum(len(classes_of(shape)) for shape in missing)
     done = 0
     for shape in missing:
-        plans: Plans = ()
-        for least, tokens in CLASSES:
+        plans: list[AnyPlan] = []
+        for least, tokens in classes_of(shape):
             for listener in listeners:
                 listener(done, total)
             plan = fastest(bench, shape, least, tokens)
-            plans += () if plan is None else (plan,)
+            plans += [] if plan is None else [plan]
             done += 1
-        table[shape] = plans
+        table[shape] = tuple(plans)  # type: ignore[assignment]
         file.write(table)
     for listener in listeners:
         listener(total, total)

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from atom.utils.file_lock import exclusive
 from atom_ops import backend, linear, triton_impl
-from atom_ops.triton_impl.plan_file import Machine, PlanFile, Shape
+from atom_ops.triton_impl.plan_file import Key, Machine, PlanFile, Shape
 from atom_ops.triton_impl.tuned import LinearPlan
 from atom_ops.triton_impl.tuning import (
     CLASSES,
     PHASE,
     by_shape,
     candidates,
+    classes_of,
     fastest,
     is_candidate,
     tune,
@@ -261,6 +262,30 @@ def test_weights_are_listed_once_and_only_half_precision() -> None:
     tied, other = (torch.zeros(8, 4, dtype=torch.bfloat16) for _ in range(2))
     rest = [torch.zeros(8, 4), torch.zeros(4, 8, dtype=torch.bfloat16).T, torch.zeros(8, dtype=torch.half)]
     assert by_shape([tied, other, tied, *rest]) == {(8, 4): [tied, other]}
+
+
+@pytest.mark.parametrize("format", ["fp8-block", "int8-channel", "int4-128", "mxfp4"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 12288), (1024, 3072)])
+def test_candidates_of_quantized_weights(format: str, outputs: int, inputs: int) -> None:
+    key = (format, outputs, inputs)
+    for least, tokens in classes_of(key):
+        plans = candidates(key, least, tokens)
+        assert 2 <= len(plans) <= 32 and len(set(plans)) == len(plans)
+        assert {plan.tokens for plan in plans} == {tokens}
+        assert all(is_candidate(key, plan) for plan in plans)
+
+
+def test_plans_of_quantized_weights_are_stored_and_need_not_beat_torch(tmp_path: Path) -> None:
+    key = ("fp8-block", 6144, 4096)
+    bench = FakeBench()
+    keys: list[Key] = [key, SHAPES[0]]
+    table = tune(keys, bench, file_in(tmp_path), silent)
+    assert [plan.tokens for plan in table[key]] == [most for _, most in classes_of(key)]
+    assert {shape for shape, _ in bench.measured} == {SHAPES[0]}
+    assert table[SHAPES[0]] == ()
+    assert file_in(tmp_path).read() == table
+    none = FakeBench(lambda plan: None)
+    assert tune([("mxfp4", 4096, 4096)], none, file_in(tmp_path), silent)["mxfp4", 4096, 4096] == ()
 
 
 def test_nothing_is_tuned_on_a_cpu(tmp_path: Path) -> None:
