@@ -1,7 +1,7 @@
 """Arguments of the calls of a kernel benchmark."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,20 @@ import torch
 from torch import Tensor
 
 from atom.benchmarks.kernel_shapes import StepShape
-from atom_ops import AttentionPlan, plan_attention, rotation
+from atom_ops import AttentionPlan, Weight, plan_attention, rotation
+from atom_ops.weights.samples import Format, random_weight
+
+
+def moved_to(value: Any, device: torch.device) -> Any:
+    """The value with every tensor moved to `device`."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, tuple):
+        return tuple(moved_to(part, device) for part in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in fields(value)]
+        return replace(value, **{name: moved_to(getattr(value, name), device) for name in names})
+    return value
 
 
 @dataclass(frozen=True)
@@ -19,12 +32,22 @@ class Inputs:
     dtype: torch.dtype
     device: torch.device
     generator: torch.Generator
+    weights: Format = "plain"
+    """Of linear layers."""
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.randn(shape, dtype=dtype or self.dtype, device=self.device, generator=self.generator)
 
     def weight(self, outputs: int, inputs: int) -> Tensor:
         return self.normal(outputs, inputs).div_(inputs**0.5)
+
+    def layer(self, outputs: int, inputs: int) -> Weight:
+        """The weight of a linear layer."""
+        if self.weights == "plain":
+            return self.weight(outputs, inputs)
+        made = random_weight((outputs, inputs), self.weights, self.dtype, torch.Generator().manual_seed(1))
+        weight: Weight = moved_to(made, self.device)
+        return weight
 
     def ids(self, limit: int, *shape: int) -> Tensor:
         """int64."""

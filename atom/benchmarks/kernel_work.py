@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atom.benchmarks.kernel_inputs import Inputs, Work, plan_of, slots_of
+from atom.benchmarks.kernel_inputs import Inputs, Work, moved_to, plan_of, slots_of
 from atom.benchmarks.kernel_shapes import BLOCK_SIZE, ModelShape, StepShape
 from atom.benchmarks.latent_work import LATENT_WORKS, latent_gemms
 from atom_ops import (
@@ -61,23 +61,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _from_case(make: Callable[[torch.dtype, torch.Generator], tuple[Any, ...]]) -> Callable[[Inputs], Any]:
     def arguments(inputs: Inputs) -> Any:
-        return _moved(make(inputs.dtype, torch.Generator().manual_seed(1)), inputs.device)
+        return moved_to(make(inputs.dtype, torch.Generator().manual_seed(1)), inputs.device)
 
     return arguments
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """The value with every tensor moved to `device`."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, tuple):
-        return tuple(_moved(part, device) for part in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {
-            field.name: _moved(getattr(value, field.name), device) for field in dataclasses.fields(value)
-        }
-        return dataclasses.replace(value, **fields)
-    return value
 
 
 def _gemms(model: ModelShape) -> dict[str, tuple[int, int]]:
@@ -92,15 +78,16 @@ def _gemms(model: ModelShape) -> dict[str, tuple[int, int]]:
 
 
 def _linear(model: ModelShape, step: StepShape, size: int) -> list[Work]:
-    def work(name: str, tokens: int, inputs: int, outputs: int, *options: Any) -> Work:
-        return Work(
-            f"{name} {tokens}x{inputs}x{outputs}",
-            lambda make: (make.normal(tokens, inputs), make.weight(outputs, inputs), *options),
-            2.0 * tokens * inputs * outputs,
-        )
+    def work(name: str, tokens: int, inputs: int, outputs: int) -> Work:
+        def make(given: Inputs) -> tuple[Any, ...]:
+            if name == "lm_head":  # plain in quantized models too
+                return given.normal(tokens, inputs), given.weight(outputs, inputs), None, torch.float32
+            return given.normal(tokens, inputs), given.layer(outputs, inputs)
+
+        return Work(f"{name} {tokens}x{inputs}x{outputs}", make, 2.0 * tokens * inputs * outputs)
 
     found = [work(name, step.tokens, *shape) for name, shape in _gemms(model).items()]
-    return [*found, work("lm_head", step.rows, model.hidden, model.vocab, None, torch.float32)]
+    return [*found, work("lm_head", step.rows, model.hidden, model.vocab)]
 
 
 def _add_norm_linear(model: ModelShape, step: StepShape, size: int) -> list[Work]:
@@ -109,11 +96,9 @@ def _add_norm_linear(model: ModelShape, step: StepShape, size: int) -> list[Work
     def work(name: str, outputs: int) -> Work:
         def make(inputs: Inputs) -> tuple[Any, ...]:
             x, residual = inputs.normal(tokens, hidden), inputs.normal(tokens, hidden)
-            weight = pack_linear_weight(inputs.weight(outputs, hidden))
-            return x, residual, inputs.normal(hidden), _EPS, weight
+            return x, residual, inputs.normal(hidden), _EPS, pack_linear_weight(inputs.layer(outputs, hidden))
 
-        moved = size * (4 * tokens * hidden + hidden + hidden * outputs + tokens * outputs)
-        return Work(f"{name} {tokens}x{hidden}x{outputs}", make, 2.0 * tokens * hidden * outputs, moved)
+        return Work(f"{name} {tokens}x{hidden}x{outputs}", make, 2.0 * tokens * hidden * outputs)
 
     gemms = _gemms(model)
     return [work(name, gemms[name][1]) for name in ("qkv", "qkv_a", "q_kv_a", "gate_up") if name in gemms]
@@ -125,11 +110,9 @@ def _silu_and_mul_linear(model: ModelShape, step: StepShape, size: int) -> list[
     tokens, features, hidden = step.tokens, model.features, model.hidden
 
     def make(inputs: Inputs) -> tuple[Any, ...]:
-        weight = pack_linear_weight(inputs.weight(hidden, features))
-        return inputs.normal(tokens, 2 * features), weight
+        return inputs.normal(tokens, 2 * features), pack_linear_weight(inputs.layer(hidden, features))
 
-    moved = size * (2 * tokens * features + hidden * features + tokens * hidden)
-    return [Work(f"down {tokens}x{features}x{hidden}", make, 2.0 * tokens * features * hidden, moved)]
+    return [Work(f"down {tokens}x{features}x{hidden}", make, 2.0 * tokens * features * hidden)]
 
 
 def _rms_norm(model: ModelShape, step: StepShape, size: int) -> list[Work]:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from tqdm import tqdm
@@ -27,6 +27,7 @@ from atom.benchmarks.serving.errors import BenchmarkError
 from atom.config.cli import CommandLineParser
 from atom_ops import backend, triton_impl
 from atom_ops.op import REFERENCE, REGISTRY, Op, Provider
+from atom_ops.weights.samples import Format
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _COLD_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}
@@ -56,7 +57,7 @@ def main() -> None:
         shape = model_shape(args.model)
         backend.resolve(device)
         runs = list(select(args.ops, shape, [STEPS[name] for name in args.shapes], dtype, device))
-        bench = Bench(device, dtype, Clock(device, args.seconds))
+        bench = Bench(device, dtype, Clock(device, args.seconds), args.weights)
         print(bench.line(), flush=True)
         rows = bench.run(runs)
         gpus = [torch.cuda.get_device_name(device)] if device.type == "cuda" else []
@@ -79,6 +80,7 @@ def _parser() -> CommandLineParser:
     )
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
     add("--dtype", choices=list(DTYPES), help="of the arguments; float32 on a CPU, else bfloat16")
+    add("--weights", choices=get_args(Format), default="plain", help="quantization of the linear layers")
     add("--seconds", type=_seconds, default=0.2, help="how long to time each call")
     add_output_flag(parser)
     return parser
@@ -123,8 +125,10 @@ def select(
 class Bench:
     """Measures on one device."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, clock: Clock):
+    def __init__(self, device: torch.device, dtype: torch.dtype, clock: Clock, weights: Format = "plain"):
+        """`weights`: of the linear layers."""
         self._device = device
+        self._weights = weights
         self._dtype = dtype
         self._clock = clock
         self.roofline: Roofline = measure_roofline(clock, device, dtype)
@@ -143,6 +147,7 @@ class Bench:
         return {
             "device": self._device.type,
             "dtype": str(self._dtype)[6:],
+            "weights": self._weights,
             "threads": torch.get_num_threads(),
             "copy_bytes_per_s": self.roofline.bytes_per_s,
             "matmul_flops_per_s": self.roofline.flops_per_s,
@@ -203,7 +208,7 @@ class Bench:
 
     def _arguments(self, one: KernelRun) -> tuple[Any, ...]:
         generator = torch.Generator(self._device).manual_seed(1)
-        return one.work.make(Inputs(self._dtype, self._device, generator))
+        return one.work.make(Inputs(self._dtype, self._device, generator, self._weights))
 
     def _prepared(self, one: KernelRun, given: tuple[Any, ...]) -> tuple[Any, ...]:
         return one.provider.prepare(*given) if one.provider.prepare else given

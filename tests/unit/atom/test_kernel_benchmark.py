@@ -16,6 +16,7 @@ from atom.benchmarks.kernel_work import Inputs, bytes_of, works
 from atom.benchmarks.serving.errors import BenchmarkError
 from atom_ops import backend
 from atom_ops.op import REGISTRY
+from atom_ops.weights.samples import Format
 
 CPU = torch.device("cpu")
 DENSE = ModelShape(64, 4, 2, 16, 96, 160, head_norms=True)
@@ -37,6 +38,19 @@ def test_every_op_runs_on_what_is_made_for_it(name: str, model: ModelShape, step
         if work.flops is not None and work.moved is not None:
             # What must move is part of what there is, and more than the results alone.
             assert bytes_of(result) < work.moved <= bytes_of(given) * 2 + bytes_of(result)
+
+
+@pytest.mark.parametrize("weights", ["block_fp8", "channel_int8", "int4_128", "mxfp4"])
+@pytest.mark.parametrize("name", ["linear", "add_norm_linear", "silu_and_mul_linear"])
+def test_linear_layers_may_be_quantized(name: str, weights: Format) -> None:
+    backend.resolve(CPU)
+    model = dataclasses.replace(DENSE, hidden=256, features=128)
+    inputs = Inputs(torch.float32, CPU, torch.Generator().manual_seed(0), weights)
+    found = [work.make(inputs) for work in works(REGISTRY[name], model, STEP_SHAPES[0], torch.float32)]
+    shapes = [tuple(part.shape) for given in found for part in given if isinstance(part, torch.Tensor)]
+    assert shapes.count((160, 256)) == (name == "linear")  # the LM head is plain
+    for given in found:
+        REGISTRY[name](*given)
 
 
 def work_of(name: str, model: ModelShape, step: StepShape, label: str) -> Any:
