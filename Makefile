@@ -41,7 +41,7 @@ SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 	test-dynamo test-kv-events \
 	test-evaluations test-deploy accuracy lint type arch fmt check docs models contract-signatures bench-latency bench-throughput bench-speculation \
 	bench-structured-output bench-scheduler bench-serving bench-gpu bench-step bench-kernels bench-all-reduce \
-	bench-experts bench-document tune-experts clean
+	bench-experts bench-document tune-experts tune-quantized clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-24s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -275,6 +275,9 @@ bench-document: $(INSTALLED) ## write docs/benchmarks.md and the picture from do
 
 tune-experts: $(INSTALLED) ## tiles of the expert kernels, measured on a Hopper GPU; --models and --tokens in ARGS
 	@$(BIN)/python -m tools.tune_experts $(ARGS)
+
+tune-quantized: $(INSTALLED) ## plans of linear layers with quantized weights, measured on a GPU; --models, --formats, --tokens in ARGS
+	@$(BIN)/python -m tools.tune_quantized $(ARGS)
 
 clean: ## remove everything that these targets made
 	@rm -rf $(VENV) $(EVALUATION) $(CLIENTS) $(AGENTS) $(TRACING) $(DYNAMO) $(FUZZING) $(DEPLOYING) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

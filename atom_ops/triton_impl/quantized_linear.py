@@ -18,14 +18,19 @@ from torch import Tensor
 from atom_ops.ops.activation import silu_and_mul
 from atom_ops.ops.linear import linear
 from atom_ops.ops.norm import add_rms_norm, rms_norm
-from atom_ops.triton_impl import INTERPRETED, eight_bit_linear, four_bit_linear, quantized_gemv
+from atom_ops.triton_impl import (
+    INTERPRETED,
+    eight_bit_linear,
+    four_bit_linear,
+    is_hopper,
+    quantized_gemv,
+)
 from atom_ops.triton_impl.quantized_plans import (
     GemmPlan,
     GemvPlan,
     LibraryPlan,
     Packed,
     QuantizedPlan,
-    format_of,
     plans_of,
 )
 from atom_ops.triton_impl.rounded_rows import MOST_INPUTS, Form, RoundedRows, round_rows
@@ -75,9 +80,21 @@ def _runs(device: torch.device, fp8: bool) -> bool:
 def plan_of(x: Tensor, weight: Packed, dtype: torch.dtype) -> QuantizedPlan:
     """The plan for this number of tokens and this dtype of the result."""
     plans = plans_of(weight)
-    library = dtype == torch.bfloat16 or format_of(weight).startswith(("int4", "mxfp4"))
-    usable = [plan for plan in plans if library or not isinstance(plan, LibraryPlan)]
-    return next((plan for plan in usable if len(x) <= plan.tokens), usable[-1])
+    if isinstance(weight, BlockFP8 | ChannelFP8) and not _has_library(x, weight, dtype):
+        plans = tuple(plan for plan in plans if not isinstance(plan, LibraryPlan))
+    return next(plan for plan in plans if len(x) <= plan.tokens)
+
+
+def _has_library(x: Tensor, weight: BlockFP8 | ChannelFP8, dtype: torch.dtype) -> bool:
+    """Whether torch._scaled_mm multiplies by this type of weight."""
+    return dtype == torch.bfloat16 and _scales_blocks(x.device, isinstance(weight, BlockFP8))
+
+
+@cache
+def _scales_blocks(device: torch.device, blocks: bool) -> bool:
+    """Blocks need Hopper and cuBLAS of CUDA 12.9."""
+    version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+    return not blocks or (is_hopper(device) and version >= (12, 9))
 
 
 def supports_norm(x_TD: Tensor, weight: Weight) -> bool:

@@ -66,7 +66,55 @@ _INTERPRETED = (
 )
 _PROGRAMS = 132
 """SMs of an H100 or H200."""
-MEASURED: dict[str, dict[Key, QuantizedPlans]] = {"NVIDIA H200": {}}
+
+
+def _gemm(tokens: int, warps: int, stages: int, split_k: int = 1, rows: int = 64, tile: int = 0) -> GemmPlan:
+    return GemmPlan(tokens, tile or max(tokens, 16), rows, 128, warps, stages, split_k)
+
+
+def _stream_k(tokens: int, programs: int) -> StreamKPlan:
+    return StreamKPlan(1, tokens, 64, 128, 8, programs)
+
+
+# The layers of Qwen3-8B. For one token whole rows include the norm before, and a GEMM the activation.
+_QKV, _O, _GATE_UP, _DOWN = (6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)
+_WHOLE = GemvPlan(4, 0, 8, 2)
+_LIBRARY = LibraryPlan(MANY)
+_H200: dict[Key, QuantizedPlans] = {
+    ("fp8-block", *_QKV): (_WHOLE, _stream_k(16, 96), _stream_k(64, 96), _LIBRARY),
+    ("fp8-block", *_O): (_WHOLE, _stream_k(16, 64), _stream_k(64, 128), _LIBRARY),
+    ("fp8-block", *_GATE_UP): (_WHOLE, _gemm(16, 4, 6), _gemm(64, 4, 4), _LIBRARY),
+    ("fp8-block", *_DOWN): (
+        *(_gemm(1, 4, 6, 6), _gemm(16, 4, 6, 6), _stream_k(64, 128)),
+        *(_gemm(256, 4, 4, 2, tile=128), _LIBRARY),
+    ),
+    ("fp8-channel", *_QKV): (_WHOLE, _stream_k(16, 96), _stream_k(64, 96), _LIBRARY),
+    ("fp8-channel", *_O): (_WHOLE, _stream_k(16, 64), _stream_k(64, 64), _LIBRARY),
+    ("fp8-channel", *_GATE_UP): (_WHOLE, _gemm(16, 4, 6), _gemm(64, 4, 4), _LIBRARY),
+    ("fp8-channel", *_DOWN): (_gemm(1, 4, 6, 4), _gemm(16, 4, 6, 4), _gemm(64, 4, 6, 4), _LIBRARY),
+    ("int8-channel", *_QKV): (_gemm(1, 4, 4, 4), _gemm(16, 4, 4, 4), _gemm(64, 4, 6, 2)),
+    ("int8-channel", *_O): (GemvPlan(2, 0, 4, 2), _gemm(16, 4, 4, 4), _gemm(64, 4, 6, 4)),
+    ("int8-channel", *_GATE_UP): (_gemm(1, 4, 6), _gemm(16, 4, 6), _gemm(64, 4, 4, rows=128)),
+    ("int8-channel", *_DOWN): (_gemm(1, 4, 6, 4), _gemm(16, 4, 6, 4), _gemm(64, 4, 6, 4)),
+    ("int4-128", *_QKV): (_WHOLE, _gemm(16, 4, 8, 4), _gemm(64, 4, 3, 4), _LIBRARY),
+    ("int4-128", *_O): (
+        *(GemvPlan(8, 4096, 4), _gemm(16, 8, 4, 4, rows=128), _gemm(64, 4, 4, 4)),
+        _LIBRARY,
+    ),
+    ("int4-128", *_GATE_UP): (
+        *(GemvPlan(8, 0, 4), _gemm(16, 4, 3), _gemm(64, 4, 3)),
+        *(_gemm(256, 8, 3, rows=128, tile=128), _LIBRARY),
+    ),
+    ("int4-128", *_DOWN): (
+        *(GemvPlan(8, 2048, 2), _gemm(16, 4, 3, 6), _gemm(64, 4, 4, 4)),
+        *(_gemm(256, 8, 3, 2, rows=128, tile=128), _LIBRARY),
+    ),
+    ("mxfp4", *_QKV): (GemvPlan(4, 0, 4, 2), _gemm(64, 4, 4, 4), _LIBRARY),
+    ("mxfp4", *_O): (_WHOLE, _gemm(64, 4, 4, 4), _LIBRARY),
+    ("mxfp4", *_GATE_UP): (GemvPlan(8, 0, 4), _gemm(64, 4, 4), _LIBRARY),
+    ("mxfp4", *_DOWN): (GemvPlan(4, 4096, 4), _gemm(64, 4, 4, 4), _LIBRARY),
+}
+MEASURED = {"NVIDIA H200": _H200}
 """By the driver's name of the GPU."""
 
 
@@ -97,10 +145,14 @@ def plans_of(weight: Packed) -> QuantizedPlans:
 
 @cache
 def _all_plans(device: torch.device, key: Key) -> QuantizedPlans:
-    """Measured plans, and general ones for more tokens than those have."""
-    measured = plans_on(device).get(key, ())
+    return with_general(key, plans_on(device).get(key, ()))
+
+
+def with_general(key: Key, measured: QuantizedPlans) -> QuantizedPlans:
+    """Measured plans, and the general ones for more tokens; the last one has no limit and no library."""
     most = measured[-1].tokens if measured else 0
-    return (*measured, *(plan for plan in general_plans(key) if plan.tokens > most))
+    more = (plan for plan in general_plans(key) if plan.tokens > most or plan.tokens == MANY)
+    return (*measured, *more)
 
 
 def add_plans(device: torch.device, measured: Mapping[Key, QuantizedPlans]) -> None:
@@ -122,20 +174,23 @@ def general_plans(key: Key) -> QuantizedPlans:
     four_bits = format.startswith(("int4", "mxfp4"))
     library = four_bits or (format == "fp8-channel" and outputs % 16 == 0 and inputs % 16 == 0)
     library |= format == "fp8-block" and outputs % 16 == 0 and inputs % 512 == 0
-    few = [_filled(outputs, inputs, tokens) for tokens in (16, 32, 64)]
+    few = [_filled(outputs, inputs, tokens, four_bits) for tokens in (16, 32, 64)]
     whole = GemvPlan(4, 0, 8, 2) if inputs <= _WHOLE_ROWS else GemvPlan(2, 4096, 8)
     vector = GemvPlan(4, 4096, 4) if four_bits else whole
-    middle = GemmPlan(256, 64, 64, 128, 4, 4)
     many = GemmPlan(MANY, 128, 128, 128, 8, 3)
-    return (vector, *few, middle, LibraryPlan(MANY), many) if library else (vector, *few, middle, many)
+    if not library:
+        return (vector, *few, GemmPlan(256, 64, 64, 128, 4, 4), many)
+    middle = (GemmPlan(128, 64, 64, 128, 4, 3),) if four_bits else ()
+    return (vector, *few, *middle, LibraryPlan(MANY), many)
 
 
 _WHOLE_ROWS = 8192
 
 
-def _filled(outputs: int, inputs: int, tokens: int) -> GemmPlan:
+def _filled(outputs: int, inputs: int, tokens: int, four_bits: bool) -> GemmPlan:
     """A plan of 64 rows for few tokens, with as many splits as fill the GPU."""
     tiles = -(-outputs // 64)
     splits = [splits for splits in (1, 2, 4) if inputs >= 512 * splits]
     split_k = next((splits for splits in splits if tiles * splits >= _PROGRAMS), splits[-1] if splits else 1)
-    return GemmPlan(tokens, tokens, 64, 128, 4, 6 if split_k > 1 else 4, split_k)
+    stages = 3 if four_bits else 6 if split_k > 1 else 4
+    return GemmPlan(tokens, tokens, 64, 128, 4, stages, split_k)

@@ -17,6 +17,8 @@ from torch import Tensor
 from atom.utils.file_lock import exclusive
 from atom_ops import backend, linear, triton_impl
 from atom_ops.triton_impl.plan_file import Key, Machine, PlanFile, Shape
+from atom_ops.triton_impl.quantized_plans import MANY, MEASURED, GemmPlan, with_general
+from atom_ops.triton_impl.quantized_plans import Key as QuantizedKey
 from atom_ops.triton_impl.tuned import LinearPlan
 from atom_ops.triton_impl.tuning import (
     CLASSES,
@@ -286,6 +288,17 @@ def test_plans_of_quantized_weights_are_stored_and_need_not_beat_torch(tmp_path:
     assert file_in(tmp_path).read() == table
     none = FakeBench(lambda plan: None)
     assert tune([("mxfp4", 4096, 4096)], none, file_in(tmp_path), silent)["mxfp4", 4096, 4096] == ()
+
+
+@pytest.mark.parametrize(
+    "key", [*MEASURED["NVIDIA H200"], ("fp8-block", 1000, 200), ("mxfp4", 70, 96)], ids=str
+)
+def test_plans_of_quantized_weights_cover_every_number_of_tokens(key: QuantizedKey) -> None:
+    """Also where there is no library: for float16."""
+    plans = with_general(key, MEASURED["NVIDIA H200"].get(key, ()))
+    assert [plan.tokens for plan in plans] == sorted(plan.tokens for plan in plans)
+    assert plans[0].tokens == 1 and plans[-1].tokens == MANY
+    assert isinstance(plans[-1], GemmPlan)
 
 
 def test_nothing_is_tuned_on_a_cpu(tmp_path: Path) -> None:
