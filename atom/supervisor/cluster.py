@@ -5,6 +5,7 @@ the supervisor's main thread may wait for a process to end. A process on another
 reports arrive at the socket of its life, and `RemoteProcess` has the interface of `subprocess.Popen`.
 """
 
+import contextlib
 import queue
 import signal
 import subprocess
@@ -210,14 +211,18 @@ class Cluster:
         self._closing.set()
         self._wake()
         self._thread.join()
+        self._wake_out.close(0)
 
     def _send(self, identity: bytes, message: ToNode) -> None:
+        if self._closing.is_set():
+            return
         self._to_send.put((identity, message))
         self._wake()
 
     def _wake(self) -> None:
-        with self._wake_lock:
-            self._wake_out.send(b"")
+        # What is full wakes the thread, too; after the thread's end there is nothing to wake.
+        with self._wake_lock, contextlib.suppress(zmq.Again):
+            self._wake_out.send(b"", zmq.DONTWAIT)
 
     # In the thread
 
@@ -239,7 +244,6 @@ class Cluster:
         for sender in self._reports.values():
             sender.close(0)
         self._wake_in.close(0)
-        self._wake_out.close(0)
         self._socket.close(_STOP_LINGER_MS)
 
     def _receive(self) -> None:

@@ -58,8 +58,9 @@ class Peer:
 
     def receive(self) -> Any:
         """The next message but Beat."""
+        deadline = time.monotonic() + DEADLINE_S
         while True:
-            assert self.socket.poll(DEADLINE_S * 1000)
+            assert time.monotonic() < deadline and self.socket.poll(DEADLINE_S * 1000)
             message = self._decoder.decode(self.socket.recv())
             if not isinstance(message, Beat):
                 return message
