@@ -90,27 +90,35 @@ def grouped_tiles(block: int, gated: bool, format: Format) -> Iterator[GroupedTi
 def quantized_tiles(block: int, gated: bool, format: Format) -> Iterator[GroupedTile]:
     """The tiles to try, all of 128 columns."""
     four_bit = format in FOUR_BIT
-    for rows, warps, stages in itertools.product((64, 128, 256), (4, 8), (3, 4, 6)):
+    for rows, warps, stages in itertools.product((64, 128, 256), (4, 8), (2, 3, 4)):
         weight_rows = 2 * rows if gated else rows
         stage = 128 * (2 * block + weight_rows // 2 if four_bit else block + weight_rows)
         if weight_rows > 256 or (block < 64 and rows < 16 * warps) or rows * block < warps * 256:
             continue
         if weight_rows * block > warps * 32 * 128:
             continue  # spills
-        if stage * stages > SHARED_BYTES or stage * stages < 24 << 10 or (block >= 64 and stages > 4):
+        if stage * stages > SHARED_BYTES or (stages == 2 and not four_bit):
             continue
+        if format == "block_fp8" and rows > 128:
+            continue  # a tile has the scale of one block
         yield GroupedTile(rows, 128, warps, stages)
-        if block >= 64 and stages == 3:
+        if stages == 3 and (block >= 64 or warps == 4):
             yield GroupedTile(rows, 128, warps, stages, persistent=True)
 
 
-def vector_tiles(width: int, columns: Sequence[int], format: Format) -> Iterator[VectorTile]:
-    """The tiles to try where a tile has `width` times its columns."""
-    least, most = (16, 64) if format == "plain" else (32, 64) if format in FOUR_BIT else (16, 32)
-    for rows, column, warps in itertools.product((1, 2, 4, 8), columns, (2, 4, 8)):
-        if least <= rows * column * width // (32 * warps) <= most:
-            yield VectorTile(rows, column, warps)
-            yield VectorTile(rows, column, warps, 3)
+def vector_tiles(model: Model, gated: bool) -> Iterator[VectorTile]:
+    """The tiles to try; down's are as many times larger as a token has experts."""
+    experts = 1 if gated else 1 << (model.chosen - 1).bit_length()
+    stages = (1, 3)
+    if model.format == "plain":
+        columns, least, most = (512, 1024, 2048) if gated else (64, 128, 256, 512), 16, 64
+    else:
+        columns = (512, 1024, 2048) if gated else (128,)
+        least, most = (32, 128) if model.format in FOUR_BIT else (16, 64)
+        stages = (1, 3) if gated else (1, 3, 5)
+    for rows, column, warps in itertools.product((1, 2, 4, 8, 16), columns, (2, 4, 8)):
+        if least <= rows * column * experts // (32 * warps) <= most:
+            yield from (VectorTile(rows, column, warps, count) for count in stages)
 
 
 class Layer:
@@ -181,7 +189,8 @@ class Layer:
 
     def vector(self, tile: VectorTile, gated: bool) -> list[Callable[[], object]]:
         """Timed with the other GEMM, whose time does not change."""
-        other = VectorTile(4, 1024, 4) if not gated or self.model.format != "plain" else VectorTile(4, 256, 4)
+        down = VectorTile(4, 256 if self.model.format == "plain" else 128, 4)
+        other = down if gated else VectorTile(4, 1024, 4)
         plan = VectorPlan(MANY, *((tile, other) if gated else (other, tile)))
         return self.call(plan)
 
@@ -277,10 +286,7 @@ def jobs_of(model: str, blocks: Sequence[int]) -> list[Job]:
             if block:
                 jobs += [(model, block, tile, gated) for tile in grouped_tiles(block, gated, format)]
             else:
-                plain_down = format == "plain" and not gated
-                width = 1 << (MODELS[model].chosen - 1).bit_length() if plain_down else 1
-                columns = (64, 128, 256, 512) if plain_down else (512, 1024, 2048)
-                jobs += [(model, 0, tile, gated) for tile in vector_tiles(width, columns, format)]
+                jobs += [(model, 0, tile, gated) for tile in vector_tiles(MODELS[model], gated)]
     return jobs
 
 

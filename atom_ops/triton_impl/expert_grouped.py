@@ -91,8 +91,8 @@ def _grouped_8bit(
     """Grid (tiles of the greatest possible number of blocks,), fewer if PERSISTENT.
 
     `x_scales` [.., x_groups]: one for X_GROUP columns. `scales` [X, scale_rows, scale_columns]: one for
-    BLOCK rows and columns; BLOCK 0: one for a row, scale_rows of an expert. GATED stores rounded activations,
-    each with one scale for ROWS columns in `out_scales` [.., tiles of a block].
+    BLOCK rows (a multiple of ROWS) and columns; BLOCK 0: one for a row, scale_rows of an expert. GATED
+    stores rounded activations, with one scale for ROWS columns in `out_scales` [.., tiles of a block].
     """
     pdl_wait(PDL)
     tiles_of_block = tl.cdiv(outputs, ROWS)

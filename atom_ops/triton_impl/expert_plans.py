@@ -70,7 +70,7 @@ MANY = 1 << 30
 """As `tokens` of the last plan."""
 
 _FEW = VectorPlan(4, VectorTile(4, 512, 4, 3), VectorTile(4, 128, 4, 3))
-_FEW_QUANTIZED = VectorPlan(4, VectorTile(4, 1024, 4, 3), VectorTile(4, 1024, 4, 3))
+_FEW_QUANTIZED = VectorPlan(4, VectorTile(8, 512, 4, 3), VectorTile(4, 128, 4, 3))
 
 # By pairs per expert on average: the most, and the plan.
 _HOPPER = (
@@ -79,17 +79,18 @@ _HOPPER = (
     (48, GroupedPlan(MANY, 64, GroupedTile(64, 64, 4, 3), GroupedTile(128, 64, 4, 3))),
     (MANY, GroupedPlan(MANY, 128, GroupedTile(128, 64, 8, 4), GroupedTile(128, 64, 4, 3))),
 )
+# A tile of block-scaled FP8 has at most the rows of a block.
 _HOPPER_8BIT = (
-    (8, GroupedPlan(MANY, 16, GroupedTile(64, 128, 4, 4), GroupedTile(64, 128, 4, 4))),
-    (24, GroupedPlan(MANY, 32, GroupedTile(64, 128, 4, 4), GroupedTile(128, 128, 4, 4))),
-    (48, GroupedPlan(MANY, 64, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 3))),
-    (MANY, GroupedPlan(MANY, 128, GroupedTile(128, 128, 8, 3), GroupedTile(128, 128, 8, 3))),
+    (8, GroupedPlan(MANY, 16, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 3))),
+    (32, GroupedPlan(MANY, 32, GroupedTile(128, 128, 4, 3), GroupedTile(128, 128, 4, 3))),
+    (96, GroupedPlan(MANY, 64, GroupedTile(64, 128, 4, 4), GroupedTile(128, 128, 4, 4))),
+    (MANY, GroupedPlan(MANY, 128, GroupedTile(128, 128, 8, 3, True), GroupedTile(128, 128, 8, 3, True))),
 )
 _HOPPER_4BIT = (
-    (8, GroupedPlan(MANY, 16, GroupedTile(64, 128, 4, 4), GroupedTile(128, 128, 4, 4))),
-    (24, GroupedPlan(MANY, 32, GroupedTile(64, 128, 4, 4), GroupedTile(128, 128, 4, 4))),
-    (48, GroupedPlan(MANY, 64, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 3))),
-    (MANY, GroupedPlan(MANY, 128, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 8, 3))),
+    (8, GroupedPlan(MANY, 16, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 3))),
+    (16, GroupedPlan(MANY, 32, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 3))),
+    (192, GroupedPlan(MANY, 64, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 4))),
+    (MANY, GroupedPlan(MANY, 128, GroupedTile(128, 128, 8, 3), GroupedTile(256, 128, 8, 3))),
 )
 _ANYWHERE = (
     (8, GroupedPlan(MANY, 16, GroupedTile(32, 64, 4, 2), GroupedTile(64, 64, 4, 2))),
@@ -119,8 +120,29 @@ _QWEN3_30B_A3B = (
     GroupedPlan(MANY, 128, GroupedTile(128, 64, 8, 4), GroupedTile(128, 64, 4, 3)),
 )
 
+_QWEN3_30B_A3B_FP8 = (
+    VectorPlan(1, VectorTile(8, 512, 4, 3), VectorTile(4, 128, 4, 3)),
+    VectorPlan(3, VectorTile(8, 512, 2, 3), VectorTile(8, 128, 4, 3)),
+    GroupedPlan(160, 16, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 3)),
+    GroupedPlan(384, 32, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 3)),
+    GroupedPlan(640, 32, GroupedTile(128, 128, 4, 3), GroupedTile(128, 128, 4, 3)),
+    GroupedPlan(3072, 64, GroupedTile(64, 128, 4, 4), GroupedTile(128, 128, 4, 4)),
+    GroupedPlan(MANY, 128, GroupedTile(128, 128, 8, 3, True), GroupedTile(128, 128, 8, 3, True)),
+)
+_GPT_OSS_20B_MXFP4 = (
+    VectorPlan(1, VectorTile(8, 512, 2, 3), VectorTile(4, 128, 2, 3)),
+    GroupedPlan(96, 16, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 3)),
+    GroupedPlan(160, 32, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 3)),
+    GroupedPlan(1536, 64, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 4)),
+    GroupedPlan(MANY, 128, GroupedTile(128, 128, 8, 3), GroupedTile(256, 128, 8, 3)),
+)
+
 TUNED: dict[str, dict[Layer, tuple[ExpertPlan, ...]]] = {
-    "NVIDIA H200": {("plain", (128, 2048, 768)): _QWEN3_30B_A3B}
+    "NVIDIA H200": {
+        ("plain", (128, 2048, 768)): _QWEN3_30B_A3B,
+        ("block_fp8", (128, 2048, 768)): _QWEN3_30B_A3B_FP8,
+        ("mxfp4", (32, 2880, 2880)): _GPT_OSS_20B_MXFP4,
+    }
 }
 """By the driver's name of the GPU and the layer: plans by rising tokens. `make tune-experts` measures."""
 

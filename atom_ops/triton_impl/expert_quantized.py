@@ -102,13 +102,12 @@ def each_token(
         x_TD, ids_TJ, *_tensors(gate_up), weights.gate_up_bias_XO, inner_PF, features, hidden, *sizes,
         experts_X, chosen, clamped.limit, clamped.alpha, **of_weight, **settings,
     )  # fmt: skip
-    spans = plan.down.columns // SPAN
+    whole = weights.complete and chosen == triton.next_power_of_2(chosen) and _spans(down) > 0
     settings = {
         "HAS_BIAS": weights.down_bias_XD is not None, "CHOSEN": chosen,
-        "BLOCK_J": triton.next_power_of_2(chosen),
-        "EVEN": weights.complete and hidden % plan.down.rows == 0 and chosen * _spans(down) % spans == 0,
-        "ROWS": plan.down.rows, "SPANS": spans, "STAGES": plan.down.stages,
-        "num_warps": plan.down.warps, **launch_options(x_TD.device),
+        "BLOCK_J": triton.next_power_of_2(chosen), "EVEN": whole and hidden % plan.down.rows == 0,
+        "ROWS": plan.down.rows, "STAGES": plan.down.stages, "num_warps": plan.down.warps,
+        **launch_options(x_TD.device),
     }  # fmt: skip
     kernel = _down_4bit if isinstance(down, FourBitWords) else _down_8bit
     sizes, of_weight = _layout(down)
@@ -212,6 +211,10 @@ class QuantizedGEMMs:
         outputs, inputs = out.shape[1], values.shape[2]
         columns = min(tile.columns, x.group)
         sizes, settings = _layout(weight)
+        if settings["BLOCK"] % tile.rows:
+            raise ValueError(
+                f"a tile of {tile.rows} rows has several scales of {settings['BLOCK']} rows each"
+            )
         matrix, grid = self._matrix(values, tile, outputs, columns)
         _grouped_8bit[grid](
             x.codes, x.scales, matrix, scales, bias, self.blocks.order_P, self.blocks.blocks, out, out_scales,

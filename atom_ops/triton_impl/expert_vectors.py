@@ -3,7 +3,8 @@
     _gate_up_8bit, _gate_up_4bit    a program for some features of a pair
     _down_8bit, _down_4bit          a program for some outputs of a token, over all of its experts
 
-A row of a weight is cut into spans of 128 columns; a tile is [rows, spans, columns or words of a span].
+A row of a weight is cut into spans of 128 columns; a tile is [rows, spans, columns or words of a span],
+or [rows, experts of the token, columns or words of a span].
 The weights are read once; the activations are not rounded.
 """
 
@@ -97,30 +98,20 @@ def _gate_up_8bit(
 
 
 @triton.jit
-def _experts_of_spans(ids, shares, token, at_G, spans, experts, CHOSEN: tl.constexpr):
-    """For spans of all experts of a token, one after another: expert, share, pair, span; and which count."""
-    place_G = at_G // spans
-    inside_G = place_G < CHOSEN
-    pair_G = token * CHOSEN + place_G
-    expert_G = tl.load(ids + pair_G, mask=inside_G, other=-1)
-    inside_G = inside_G & (expert_G >= 0) & (expert_G < experts)
-    share_G = tl.load(shares + pair_G, mask=inside_G, other=0.0)
-    return tl.where(inside_G, expert_G, 0), share_G, pair_G, at_G % spans, inside_G
-
-
-@triton.jit
-def _down_bias(
-    bias, ids, shares, token, output_R, inside_R, outputs, experts,
-    CHOSEN: tl.constexpr, BLOCK_J: tl.constexpr,
-):  # fmt: skip
-    """The weighted sum of the biases of a token's experts."""
+def _experts_of_token(ids, shares, token, experts, CHOSEN: tl.constexpr, BLOCK_J: tl.constexpr):
+    """Pairs of a token, their experts and shares, and which of them have an expert."""
     place_J = tl.arange(0, BLOCK_J)
     pair_J, chosen_J = token * CHOSEN + place_J, place_J < CHOSEN
     expert_J = tl.load(ids + pair_J, mask=chosen_J, other=-1)
     chosen_J = chosen_J & (expert_J >= 0) & (expert_J < experts)
     share_J = tl.load(shares + pair_J, mask=chosen_J, other=0.0)
-    row_RJ = tl.where(chosen_J, expert_J, 0)[None, :] * outputs + output_R[:, None]
-    bias_RJ = tl.load(bias + row_RJ, mask=inside_R[:, None] & chosen_J[None, :], other=0.0).to(tl.float32)
+    return pair_J, tl.where(chosen_J, expert_J, 0), share_J, chosen_J
+
+
+@triton.jit
+def _bias_of_token(bias, row_RJ, inside_RJ, share_J):
+    """The weighted sum of the biases of a token's experts."""
+    bias_RJ = tl.load(bias + row_RJ, mask=inside_RJ, other=0.0).to(tl.float32)
     return tl.sum(bias_RJ * share_J[None, :], 1)
 
 
@@ -128,43 +119,37 @@ def _down_bias(
 def _down_8bit(
     inner, ids, shares, weight, scales, bias, out, outputs, inputs, scale_rows, scale_columns, experts,
     BLOCK: tl.constexpr, CHOSEN: tl.constexpr, BLOCK_J: tl.constexpr, HAS_BIAS: tl.constexpr,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, SPANS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of the outputs, tokens). EVEN: all rows and columns of the tiles exist."""
+    """Grid (tiles of the outputs, tokens). EVEN: all rows, columns and experts of the tiles exist."""
     pdl_wait(PDL)
     token = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * ROWS
-    output_R, span_G, column_C = first + tl.arange(0, ROWS), tl.arange(0, SPANS), tl.arange(0, 128)
+    output_R, column_C = first + tl.arange(0, ROWS), tl.arange(0, 128)
     inside_R = output_R < outputs
-    spans = tl.cdiv(inputs, 128)
-    total_RGC = tl.zeros((ROWS, SPANS, 128), tl.float32)
-    for at in tl.range(0, CHOSEN * spans, SPANS, num_stages=STAGES):
-        expert_G, share_G, pair_G, of_row_G, inside_G = _experts_of_spans(
-            ids, shares, token, at + span_G, spans, experts, CHOSEN
-        )
-        column_GC = of_row_G[:, None] * 128 + column_C[None, :]
-        inside_GC = inside_G[:, None] & (column_GC < inputs)
+    pair_J, expert_J, share_J, chosen_J = _experts_of_token(ids, shares, token, experts, CHOSEN, BLOCK_J)
+    row_RJ = expert_J[None, :] * outputs + output_R[:, None]
+    inside_RJ = inside_R[:, None] & chosen_J[None, :]
+    weight_RJC = weight + (row_RJ * inputs)[:, :, None] + column_C[None, None, :]
+    inner_JC = inner + (pair_J * inputs)[:, None] + column_C[None, :]
+    scale_J = scales + (expert_J * scale_rows + first // BLOCK) * scale_columns if BLOCK > 0 else share_J
+    total_RJC = tl.zeros((ROWS, BLOCK_J, 128), tl.float32)
+    for start in tl.range(0, inputs, 128, num_stages=STAGES):
+        inside_JC = chosen_J[:, None] & (column_C < inputs - start)[None, :]
+        factor_J = share_J
         if BLOCK > 0:
-            scale_G = (
-                scales + (expert_G * scale_rows + first // BLOCK) * scale_columns + of_row_G * 128 // BLOCK
-            )
-            share_G *= tl.load(scale_G, mask=inside_G, other=0.0)
-        part_GC = tl.load(inner + (pair_G * inputs)[:, None] + column_GC, mask=inside_GC, other=0.0)
-        part_GC = part_GC.to(tl.float32) * share_G[:, None]
-        row_RG = expert_G[None, :] * outputs + output_R[:, None]
-        weight_RGC = weight + (row_RG * inputs)[:, :, None] + column_GC[None, :, :]
-        part_RGC = _tile(weight_RGC, inside_R, inside_GC, EVEN) * part_GC[None, :, :]
-        if BLOCK == 0:
-            scale_RG = tl.load(
-                scales + expert_G[None, :] * scale_rows + output_R[:, None],
-                mask=inside_R[:, None] & inside_G[None, :], other=0.0,
-            )  # fmt: skip
-            part_RGC *= scale_RG[:, :, None]
-        total_RGC += part_RGC
+            factor_J *= tl.load(scale_J + start // BLOCK, mask=chosen_J, other=0.0)
+        part_JC = tl.load(inner_JC + start, mask=inside_JC, other=0.0).to(tl.float32) * factor_J[:, None]
+        part_RJC = _tile(weight_RJC + start, inside_R, inside_JC, EVEN)
+        total_RJC += part_RJC * part_JC[None, :, :]
     pdl_launch_dependents(PDL)
-    out_R = tl.sum(tl.sum(total_RGC, 2), 1)
+    total_RJ = tl.sum(total_RJC, 2)
+    if BLOCK == 0:
+        scale_RJ = scales + expert_J[None, :] * scale_rows + output_R[:, None]
+        total_RJ *= tl.load(scale_RJ, mask=inside_RJ, other=0.0)
+    out_R = tl.sum(total_RJ, 1)
     if HAS_BIAS:
-        out_R += _down_bias(bias, ids, shares, token, output_R, inside_R, outputs, experts, CHOSEN, BLOCK_J)
+        out_R += _bias_of_token(bias, row_RJ, inside_RJ, share_J)
     tl.store(out + token * outputs + output_R, out_R.to(out.dtype.element_ty), mask=inside_R)
 
 
@@ -185,13 +170,11 @@ def _words(weight_RGC, inside_R, inside_G, EVEN: tl.constexpr):
 
 @triton.jit
 def _product_4bit(
-    words_RGC, x_a, x_b, x_c, x_d, scales, zeros, row_RG, chunk_G, inside_RG, groups,
+    words_RGC, x_a, x_b, x_c, x_d, scales, zeros, row_RG, chunk, inside_RG, groups,
     GROUP: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """[R, G, 32] in float32: the sum over the quarters."""
-    a, b, c, d = decode_words(
-        words_RGC, scales, zeros, row_RG, chunk_G[None, :], inside_RG, groups, GROUP, dtype, PTX
-    )
+    a, b, c, d = decode_words(words_RGC, scales, zeros, row_RG, chunk, inside_RG, groups, GROUP, dtype, PTX)
     part_RGC = a.to(tl.float32) * x_a[None, :, :]
     part_RGC += b.to(tl.float32) * x_b[None, :, :]
     part_RGC += c.to(tl.float32) * x_c[None, :, :]
@@ -234,13 +217,13 @@ def _gate_up_4bit(
         x_d = _quarter(x + at_GC, at_GC, inputs, inside_G, 3)
         words_RGC = _words(gate_RGC + chunk * 32, inside_R, inside_G, EVEN)
         gates_RGC += _product_4bit(
-            words_RGC, x_a, x_b, x_c, x_d, scales, zeros, row_RG, chunk_G, inside_RG, groups, GROUP,
+            words_RGC, x_a, x_b, x_c, x_d, scales, zeros, row_RG, chunk_G[None, :], inside_RG, groups, GROUP,
             x.dtype.element_ty, PTX,
         )  # fmt: skip
         words_RGC = _words(up_RGC + chunk * 32, inside_R, inside_G, EVEN)
         ups_RGC += _product_4bit(
-            words_RGC, x_a, x_b, x_c, x_d, scales, zeros, row_RG + outputs, chunk_G, inside_RG, groups, GROUP,
-            x.dtype.element_ty, PTX,
+            words_RGC, x_a, x_b, x_c, x_d, scales, zeros, row_RG + outputs, chunk_G[None, :], inside_RG,
+            groups, GROUP, x.dtype.element_ty, PTX,
         )  # fmt: skip
     pdl_launch_dependents(PDL)
     gate_R, up_R = tl.sum(tl.sum(gates_RGC, 2), 1), tl.sum(tl.sum(ups_RGC, 2), 1)
@@ -254,39 +237,34 @@ def _gate_up_4bit(
 def _down_4bit(
     inner, ids, shares, weight, scales, zeros, bias, out, outputs, inputs, groups, experts,
     GROUP: tl.constexpr, CHOSEN: tl.constexpr, BLOCK_J: tl.constexpr, HAS_BIAS: tl.constexpr,
-    EVEN: tl.constexpr, PTX: tl.constexpr,
-    ROWS: tl.constexpr, SPANS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    EVEN: tl.constexpr, PTX: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of the outputs, tokens). EVEN: all rows and chunks of the tiles exist."""
+    """Grid (tiles of the outputs, tokens). EVEN: all rows and experts of the tiles exist."""
     pdl_wait(PDL)
     token = tl.program_id(1).to(tl.int64)
-    output_R, span_G = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, SPANS)
+    output_R, column_C = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, 32)
     inside_R = output_R < outputs
     chunks = tl.cdiv(inputs, 128)
-    total_RGC = tl.zeros((ROWS, SPANS, 32), tl.float32)
-    for at in tl.range(0, CHOSEN * chunks, SPANS, num_stages=STAGES):
-        expert_G, share_G, pair_G, chunk_G, inside_G = _experts_of_spans(
-            ids, shares, token, at + span_G, chunks, experts, CHOSEN
-        )
-        column_GC = chunk_G[:, None] * 128 + tl.arange(0, 32)[None, :]
-        at_GC = inner + (pair_G * inputs)[:, None] + column_GC
-        share_G1 = share_G[:, None]
-        x_a = _quarter(at_GC, column_GC, inputs, inside_G, 0) * share_G1
-        x_b = _quarter(at_GC, column_GC, inputs, inside_G, 1) * share_G1
-        x_c = _quarter(at_GC, column_GC, inputs, inside_G, 2) * share_G1
-        x_d = _quarter(at_GC, column_GC, inputs, inside_G, 3) * share_G1
-        row_RG = expert_G[None, :] * outputs + output_R[:, None]
-        word_GC = chunk_G[:, None] * 32 + tl.arange(0, 32)[None, :]
-        words_RGC = _words(
-            weight + (row_RG * (chunks * 32))[:, :, None] + word_GC[None, :, :], inside_R, inside_G, EVEN
-        )
-        inside_RG = inside_R[:, None] & inside_G[None, :]
-        total_RGC += _product_4bit(
-            words_RGC, x_a, x_b, x_c, x_d, scales, zeros, row_RG, chunk_G, inside_RG, groups, GROUP,
+    pair_J, expert_J, share_J, chosen_J = _experts_of_token(ids, shares, token, experts, CHOSEN, BLOCK_J)
+    row_RJ = expert_J[None, :] * outputs + output_R[:, None]
+    inside_RJ = inside_R[:, None] & chosen_J[None, :]
+    weight_RJC = weight + (row_RJ * (chunks * 32))[:, :, None] + column_C[None, None, :]
+    inner_JC = inner + (pair_J * inputs)[:, None] + column_C[None, :]
+    total_RJC = tl.zeros((ROWS, BLOCK_J, 32), tl.float32)
+    for chunk in tl.range(0, chunks, num_stages=STAGES):
+        at_JC = inner_JC + chunk * 128
+        column_JC = (chunk * 128 + column_C)[None, :]
+        x_a = _quarter(at_JC, column_JC, inputs, chosen_J, 0)
+        x_b = _quarter(at_JC, column_JC, inputs, chosen_J, 1)
+        x_c = _quarter(at_JC, column_JC, inputs, chosen_J, 2)
+        x_d = _quarter(at_JC, column_JC, inputs, chosen_J, 3)
+        words_RJC = _words(weight_RJC + chunk * 32, inside_R, chosen_J, EVEN)
+        total_RJC += _product_4bit(
+            words_RJC, x_a, x_b, x_c, x_d, scales, zeros, row_RJ, chunk, inside_RJ, groups, GROUP,
             inner.dtype.element_ty, PTX,
         )  # fmt: skip
     pdl_launch_dependents(PDL)
-    out_R = tl.sum(tl.sum(total_RGC, 2), 1)
+    out_R = tl.sum(tl.sum(total_RJC, 2) * share_J[None, :], 1)
     if HAS_BIAS:
-        out_R += _down_bias(bias, ids, shares, token, output_R, inside_R, outputs, experts, CHOSEN, BLOCK_J)
+        out_R += _bias_of_token(bias, row_RJ, inside_RJ, share_J)
     tl.store(out + token * outputs + output_R, out_R.to(out.dtype.element_ty), mask=inside_R)

@@ -1,0 +1,127 @@
+"""`experts` with quantized weights on a GPU: the kernels at the shapes of models, against float32."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from atom_ops import ExpertWeights, backend, experts
+from atom_ops.ops.linear import BATCH_INVARIANT
+from tests.gpu.test_experts import CPU, GPT_OSS, GPU
+from tests.gpu.test_experts import exact as plain_exact
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+MODELS = (
+    "GPT-OSS-20B-MXFP4",
+    "Kimi-K2-INT4",
+    "Qwen3-30B-A3B-FP8",
+    "Qwen3-30B-A3B-PTPC",
+    "Qwen3-30B-A3B-INT8",
+)
+MOST_EXPERTS = 32
+ROUNDING = {"block_fp8": 0.05, "channel_fp8": 0.05, "int8": 0.025}
+"""Two GEMMs with rounded activations: an input in e4m3 is off by 2.6 % on average."""
+EXACT = 6e-3
+
+
+@pytest.fixture(autouse=True)
+def resolved() -> Iterator[None]:
+    yield
+    backend.resolve(CPU)
+
+
+@cache
+def layer(name: str) -> tuple[Any, ExpertWeights]:
+    from tools.tune_experts import MODELS as SHAPES
+    from tools.tune_experts import made_weights
+
+    torch.manual_seed(1)
+    model = replace(SHAPES[name], experts=min(SHAPES[name].experts, MOST_EXPERTS))
+    return model, made_weights(model, model.experts)
+
+
+def call(name: str, tokens: int) -> tuple[Any, ...]:
+    model, weights = layer(name)
+    generator = torch.Generator(GPU).manual_seed(tokens)
+    x = torch.randn(tokens, model.hidden, device=GPU, generator=generator).bfloat16()
+    shares, ids = torch.rand(tokens, model.experts, device=GPU, generator=generator).topk(model.chosen)
+    return x, ids, shares / shares.sum(1, keepdim=True), weights, GPT_OSS if model.biased else None
+
+
+def exact(x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, weights: Any, activation: Any) -> Any:
+    """The op in float32, with dequantized weights."""
+    matrices = [
+        torch.stack([matrix.expert(number).dequantized(torch.float32) for number in range(matrix.shape[0])])
+        for matrix in (weights.gate_up_XOD, weights.down_XDF)
+    ]
+    plain = replace(weights, gate_up_XOD=matrices[0], down_XDF=matrices[1])
+    return plain_exact(x, ids, shares, plain, activation)
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.float() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 5, 17, 64, 300, 1500, 5000])
+@pytest.mark.parametrize("name", MODELS)
+def test_kernels_at_the_shapes_of_models(name: str, tokens: int) -> None:
+    backend.resolve(GPU)
+    args = call(name, tokens)
+    wanted = exact(*args)
+    for provider in ("triton", BATCH_INVARIANT):
+        found = experts.providers[provider].function(*args)
+        assert error(found, wanted) < ROUNDING.get(layer(name)[0].format, EXACT), provider
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_kind_of_plan(name: str) -> None:
+    from atom_ops.triton_impl import expert_plans as plans
+    from atom_ops.triton_impl.experts import multiply
+
+    backend.resolve(GPU)
+    format = layer(name)[0].format
+    tried = [plans._FEW_QUANTIZED, *(plan for _, plan in (*plans._plans(format, True), *plans._ANYWHERE))]
+    tried += [
+        plan
+        for table in plans.TUNED.values()
+        for tuned_layer, found in table.items()
+        if tuned_layer[0] == format
+        for plan in found
+    ]
+    for tokens in (3, 150):
+        args = call(name, tokens)
+        wanted = exact(*args)
+        for plan in dict.fromkeys(tried):
+            for described in (False, True):
+                assert error(multiply(plan, *args, described), wanted) < ROUNDING.get(format, EXACT), plan
+
+
+@pytest.mark.parametrize("tokens", [2, 300])
+@pytest.mark.parametrize("name", MODELS)
+def test_experts_of_other_ranks_add_nothing(name: str, tokens: int) -> None:
+    backend.resolve(GPU)
+    x, ids, shares, weights, activation = call(name, tokens)
+    ids[::2, 0] = -1
+    ids[1::3, 1] = weights.down_XDF.shape[0] + 7
+    found = experts(x, ids, shares, replace(weights, complete=False), activation)
+    assert not experts.ran_reference
+    assert error(found, exact(x, ids, shares, weights, activation)) < ROUNDING.get(
+        layer(name)[0].format, EXACT
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_rows_bits_do_not_depend_on_the_batch(name: str) -> None:
+    backend.resolve(GPU, batch_invariant=True)
+    x, ids, shares, weights, activation = call(name, 200)
+    whole = experts(x, ids, shares, weights, activation)
+    for tokens in (1, 17, 100):
+        rows = slice(200 - tokens, 200)
+        assert torch.equal(experts(x[rows], ids[rows], shares[rows], weights, activation), whole[rows])
+    assert not experts.ran_reference
