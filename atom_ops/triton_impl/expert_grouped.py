@@ -163,27 +163,15 @@ def _grouped_8bit(
 
 
 @triton.jit
-def _quarter(x_TC, inside_T, left, quarter: tl.constexpr, EVEN: tl.constexpr):
-    """Columns of a quarter of a chunk, of which `left` exist."""
-    if EVEN:
-        return tl.load(x_TC + quarter * 32, mask=inside_T[:, None], other=0.0)
-    else:
-        column_C = quarter * 32 + tl.arange(0, 32)
-        return tl.load(x_TC + quarter * 32, mask=inside_T[:, None] & (column_C < left)[None, :], other=0.0)
-
-
-@triton.jit
-def _add_words(
-    total, words_RC, x_a, x_b, x_c, x_d, scales, zeros, row_R, chunk, inside_R, groups,
-    GROUP: tl.constexpr, PTX: tl.constexpr,
+def _decoded_rows(
+    weight, scales, zeros, first_row, chunk, left, chunks, groups, dtype: tl.constexpr,
+    GROUP: tl.constexpr, DESCRIBED: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The weight of a chunk times x."""
-    a, b, c, d = decode_words(words_RC, scales, zeros, row_R, chunk, inside_R, groups, GROUP, x_a.dtype, PTX)
-    total = tl.dot(a, tl.trans(x_a), total, input_precision="ieee")
-    total = tl.dot(b, tl.trans(x_b), total, input_precision="ieee")
-    total = tl.dot(c, tl.trans(x_c), total, input_precision="ieee")
-    total = tl.dot(d, tl.trans(x_d), total, input_precision="ieee")
-    return total
+    """A chunk of the weight, [ROWS, 128]. Joining the quarters moves no number between threads."""
+    words_RC = _tile_of_weight(weight, first_row, chunk * 32, left, chunks * 32, DESCRIBED, EVEN, ROWS, 32)
+    row_R, inside_R = (first_row + tl.arange(0, ROWS)).to(tl.int64), tl.arange(0, ROWS) < left
+    a, b, c, d = decode_words(words_RC, scales, zeros, row_R, chunk, inside_R, groups, GROUP, dtype, PTX)
+    return tl.join(tl.join(a, b), tl.join(c, d)).permute(0, 3, 2, 1).reshape(ROWS, 128)
 
 
 @triton.jit(do_not_specialize=["chosen"])
@@ -196,7 +184,8 @@ def _grouped_4bit(
 ):  # fmt: skip
     """Grid (tiles of the greatest possible number of blocks,), fewer if PERSISTENT. See `four_bit`.
 
-    The weight is the first operand, in registers.
+    The weight is the first operand, in registers; gate and up are one of twice the rows, because WGMMAs
+    of two accumulators with operands in registers wait for one another.
     """
     pdl_wait(PDL)
     tiles_of_block = tl.cdiv(outputs, ROWS)
@@ -209,34 +198,30 @@ def _grouped_4bit(
         real_T = at_T < end
         pair_T = tl.load(order + at_T, mask=real_T, other=0)
         row_T = pair_T // chosen if GATED else at_T
-        x_TC = x + row_T.to(tl.int64)[:, None] * inputs + tl.arange(0, 32)[None, :]
+        column_C = tl.arange(0, 128)
+        x_TC = x + row_T.to(tl.int64)[:, None] * inputs + column_C[None, :]
         first_row = expert * (2 * outputs if GATED else outputs) + first_output
         left = outputs - first_output
-        row_R = (first_row + tl.arange(0, ROWS)).to(tl.int64)
-        inside_R = tl.arange(0, ROWS) < left
-        total = tl.zeros((ROWS, TOKENS), tl.float32)
-        if GATED:
-            total_up = tl.zeros((ROWS, TOKENS), tl.float32)
+        total = tl.zeros((2 * ROWS if GATED else ROWS, TOKENS), tl.float32)
         for chunk in range(chunks):
-            columns = inputs - chunk * 128
-            x_a = _quarter(x_TC + chunk * 128, real_T, columns, 0, EVEN)
-            x_b = _quarter(x_TC + chunk * 128, real_T, columns, 1, EVEN)
-            x_c = _quarter(x_TC + chunk * 128, real_T, columns, 2, EVEN)
-            x_d = _quarter(x_TC + chunk * 128, real_T, columns, 3, EVEN)
-            words_RC = _tile_of_weight(
-                weight, first_row, chunk * 32, left, chunks * 32, DESCRIBED, EVEN, ROWS, 32
-            )
-            total = _add_words(
-                total, words_RC, x_a, x_b, x_c, x_d, scales, zeros, row_R, chunk, inside_R, groups, GROUP, PTX
-            )
+            if EVEN:
+                part_TC = tl.load(x_TC + chunk * 128, mask=real_T[:, None], other=0.0)
+            else:
+                inside_TC = real_T[:, None] & (column_C < inputs - chunk * 128)[None, :]
+                part_TC = tl.load(x_TC + chunk * 128, mask=inside_TC, other=0.0)
+            weight_RC = _decoded_rows(
+                weight, scales, zeros, first_row, chunk, left, chunks, groups, x.dtype.element_ty,
+                GROUP, DESCRIBED, EVEN, ROWS, PTX,
+            )  # fmt: skip
             if GATED:
-                words_RC = _tile_of_weight(
-                    weight, first_row + outputs, chunk * 32, left, chunks * 32, DESCRIBED, EVEN, ROWS, 32
-                )
-                total_up = _add_words(
-                    total_up, words_RC, x_a, x_b, x_c, x_d, scales, zeros, row_R + outputs, chunk, inside_R,
-                    groups, GROUP, PTX,
+                up_RC = _decoded_rows(
+                    weight, scales, zeros, first_row + outputs, chunk, left, chunks, groups,
+                    x.dtype.element_ty, GROUP, DESCRIBED, EVEN, ROWS, PTX,
                 )  # fmt: skip
+                weight_RC = tl.join(weight_RC, up_RC).permute(2, 0, 1).reshape(2 * ROWS, 128)
+            total = tl.dot(weight_RC, tl.trans(part_TC), total, input_precision="ieee")
+        if GATED:
+            total, total_up = total.reshape(2, ROWS, TOKENS).permute(1, 2, 0).split()
         output_R = first_output + tl.arange(0, ROWS)
         bias_at = expert.to(tl.int64) * (2 * outputs if GATED else outputs)
         out_TR = _with_bias(total, bias, bias_at, output_R, outputs, True, HAS_BIAS)

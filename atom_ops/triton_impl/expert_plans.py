@@ -134,7 +134,7 @@ _GPT_OSS_20B_MXFP4 = (
     GroupedPlan(96, 16, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 3)),
     GroupedPlan(160, 32, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 3)),
     GroupedPlan(1536, 64, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 4)),
-    GroupedPlan(MANY, 128, GroupedTile(128, 128, 8, 3), GroupedTile(256, 128, 8, 3)),
+    GroupedPlan(MANY, 128, GroupedTile(64, 128, 4, 2), GroupedTile(128, 128, 4, 2)),
 )
 
 TUNED: dict[str, dict[Layer, tuple[ExpertPlan, ...]]] = {
