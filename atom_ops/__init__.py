@@ -6,6 +6,7 @@ P positions, X experts, J top-k experts of a token; recurrent layers have letter
 Tensors are contiguous unless a docstring says otherwise.
 """
 
+import atom_ops.ops.cpu_linear  # noqa: F401  its providers
 from atom_ops.attention_backend import (
     INTERLEAVED_KV,
     AttentionBackend,
@@ -17,7 +18,6 @@ from atom_ops.ops.activation import clamped_swiglu, sigmoid_and_mul, silu_and_mu
 from atom_ops.ops.attention import AttentionPlan, AttentionRule, paged_attention, plan_attention
 from atom_ops.ops.attention_plan import BATCH_INVARIANT_SPLIT, empty_attention
 from atom_ops.ops.causal_conv import causal_conv
-from atom_ops.ops.cpu_linear import reads_packed
 from atom_ops.ops.decode_inputs import DecodeInputs, decode_inputs
 from atom_ops.ops.draft_inputs import NO_DRAFT, DraftInputs, RowState, draft_inputs
 from atom_ops.ops.embedding import embedding
@@ -191,7 +191,6 @@ __all__ = [
     "prompt_attention",
     "propose_ngrams",
     "read_latent",
-    "reads_packed",
     "record_sampled",
     "register_attention_backend",
     "rms_norm",

@@ -18,11 +18,6 @@ _ZERO = 8
 """The code that torch's kernel reads as 0."""
 
 
-def reads_packed(weight: Weight, dtype: torch.dtype) -> bool:
-    """Whether a CPU multiplies activations of `dtype` by this weight without dequantizing it first."""
-    return dtype == torch.bfloat16 and (_fits_int8(weight) or _fits_int4(weight))
-
-
 def _fits_int8(weight: Weight) -> bool:
     return isinstance(weight, ChannelINT8) and len(weight.shape) == 2 and weight.shape[1] % _INPUTS == 0
 
