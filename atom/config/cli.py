@@ -185,9 +185,14 @@ def with_launcher(
 ) -> argparse.Namespace:
     """The namespace after `with_sources`, with what a launcher's environment says of this node.
 
-    Raises ConfigError with the variable.
+    It has no place among others where --nnodes 1 is given. Raises ConfigError with the variable.
     """
-    return _filled(namespace, launcher_settings(environ, explicit_fields(namespace)))
+    given = explicit_fields(namespace)
+    found = launcher_settings(environ, given)
+    if "nnodes" in given and namespace.nnodes == 1:
+        places = {field.name for field in fields_of(NodesConfig)}
+        found = {name: value for name, value in found.items() if name not in places}
+    return _filled(namespace, found)
 
 
 def with_environment(

@@ -73,7 +73,12 @@ def _torchrun(environ: Mapping[str, str]) -> dict[str, _Given]:
     found = _numbers(environ, nnodes="WORLD_SIZE", node_rank="RANK", local_rank="LOCAL_RANK")
     # torchrun's own store has the port that it passes on: the next one is ours.
     offset = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    found["master_port"] = _Given(_number(environ, "MASTER_PORT") + offset, "MASTER_PORT")
+    port = _number(environ, "MASTER_PORT") + offset
+    if not 0 < port < 1 << 16:
+        raise ConfigError(
+            f"MASTER_PORT={environ['MASTER_PORT']}: {port} is no TCP port for the nodes to join at"
+        )
+    found["master_port"] = _Given(port, "MASTER_PORT")
     return found | {"master_addr": _Given(environ["MASTER_ADDR"], "MASTER_ADDR")}
 
 

@@ -57,6 +57,12 @@ class Join(msgspec.Struct, tag=1, array_like=True, frozen=True):
     node: NodeInfo
 
 
+class JoinIdentity(msgspec.Struct, tag=1, array_like=True, frozen=True, gc=False):
+    """The beginning of a Join, which every version reads."""
+
+    identity: dict[str, str]
+
+
 class Report(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
     """A frame that a process has sent to its supervisor."""
 

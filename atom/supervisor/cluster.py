@@ -28,6 +28,7 @@ from atom.messages.nodes import (
     Exited,
     FromNode,
     Join,
+    JoinIdentity,
     Leaving,
     NodeInfo,
     RefuseConnections,
@@ -170,6 +171,7 @@ class Cluster:
         self._sessions: dict[bytes, RemoteNode] = {}
         self._reports: dict[str, zmq.Socket[bytes]] = {}  # to the lives' sockets
         self._decoder: Decoder[FromNode] = Decoder(FromNode)
+        self._identity_decoder: Decoder[JoinIdentity] = Decoder(JoinIdentity)
         self._engines = Engines([])
         self._to_send: queue.SimpleQueue[tuple[bytes, ToNode]] = queue.SimpleQueue()
         self._refused: set[str] = set()
@@ -251,10 +253,11 @@ class Cluster:
             self._wake_in.recv()
         while self._socket.poll(0):
             identity, *frames = self._socket.recv_multipart()
+            frame = frames[0] if len(frames) == 1 else b""
             try:
-                message = self._decoder.decode(frames[0] if len(frames) == 1 else b"")
+                message = self._decoder.decode(frame)
             except WireError as error:
-                self._refuse(identity, f"it sent an {error}", is_final=True)
+                self._refuse_frame(identity, frame, error)
                 continue
             if isinstance(message, Join):
                 self._admit(identity, message)
@@ -280,6 +283,7 @@ class Cluster:
             for ended in [each for each in self._reports if not (self._settings.run_dir / each).is_dir()]:
                 self._reports.pop(ended).close(0)
             sender = self._reports[life] = self._context.socket(zmq.PUSH)
+            sender.setsockopt(zmq.SNDHWM, 0)  # the main thread may not read for seconds; no report is dropped
             sender.connect(f"ipc://{self._settings.run_dir / life}/supervisor")
         sender.send(frame, zmq.DONTWAIT)
 
@@ -306,6 +310,18 @@ class Cluster:
             self._refused.add(reason)
             get_logger().error("%s", reason)
         self._transmit(identity, Refused(reason, is_final))
+
+    def _refuse_frame(self, identity: bytes, frame: bytes, error: WireError) -> None:
+        """Refuse a node that sent this: most often one of another version, whose identity tells so."""
+        if (node := self._sessions.get(identity)) is not None:
+            self._transmit(identity, Refused(f"node {node.info.rank} sent an {error}", is_final=True))
+            self._lose(identity, f"sent an {error}")
+            return
+        text = ""
+        with contextlib.suppress(WireError):
+            theirs = self._identity_decoder.decode(frame).identity
+            text = difference("it", theirs, "the master", self._settings.identity)
+        self._refuse(identity, f"a node cannot join: {text or f'it sent an {error}'}", is_final=True)
 
     def _let_leave(self) -> None:
         for identity, node in list(self._sessions.items()):

@@ -34,6 +34,7 @@ _SAMPLE_BYTES = 1 << 18
 def identity_of(config: EngineConfig, checkpoint: Checkpoint, server: ServerConfig | None) -> dict[str, str]:
     """Names and values. `config` is resolved; `server` is None unless each node has frontends."""
     found = {"ATOM": atom_version(), "torch": metadata.version("torch").partition("+")[0]}
+    found["--frontend-per-node"] = str(server is not None)
     for concern in fields(config):
         found |= _flags(getattr(config, concern.name), _OWN)
     if server is not None:

@@ -252,6 +252,8 @@ class Member:
                 self._stop = message
             case Beat():
                 pass
+            case Refused(reason):
+                raise StartError(reason)
             case _:
                 raise StartError(f"the master sent an unexpected {type(message).__name__}")
 

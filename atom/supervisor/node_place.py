@@ -1,9 +1,11 @@
 """Where this node is among the others, and how to reach the master."""
 
 import contextlib
+import ipaddress
 import os
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from atom.config.fields import ConfigError
 from atom.config.nodes import NodesConfig
@@ -64,13 +66,13 @@ def find_place(config: NodesConfig) -> NodePlace:
     Raises ConfigError, ListenError.
     """
     assert config.master_addr is not None
+    secret = _secret(config)
     master = _master_address(config.master_addr, config.join_timeout)
+    if config.node_rank == 0:
+        _check_master(config.master_addr, master)
     address = _own_address(config, master)
     interface = interface_of(address)
-    if interface is None:
-        raise ConfigError(
-            f"--master-addr {config.master_addr} is {master}, which this node, the master, has not"
-        )
+    assert interface is not None
     return NodePlace(
         config.node_rank,
         address,
@@ -78,15 +80,47 @@ def find_place(config: NodesConfig) -> NodePlace:
         config.master_addr,
         master,
         config.master_port,
-        config.secret(),
+        secret,
         config.join_timeout,
         config.frontend_per_node,
         link=None if config.node_rank else ListenPort(master, config.master_port, flag="--master-port"),
     )
 
 
+def _secret(config: NodesConfig) -> bytes:
+    """Warns of a file that every user of this host can read."""
+    secret, path = config.secret(), config.cluster_secret_file
+    if path is not None and Path(path).expanduser().stat().st_mode & 0o004:
+        get_logger().warning("--cluster-secret-file %s: all users of this host can read it: chmod 600", path)
+    return secret
+
+
+def _check_master(name: str, address: str) -> None:
+    """Of node 0: the master's address must be its own."""
+    interface = interface_of(address)
+    if interface is None:
+        raise ConfigError(f"--master-addr {name} is {address}, which this node, the master, has not")
+    if interface == "lo" and name != address:  # as /etc/hosts may say of the name of this host
+        get_logger().warning(
+            "--master-addr %s is %s here: other hosts cannot reach it; give an address in their network",
+            *(name, address),
+        )
+
+
+def _check_literal(name: str) -> None:
+    """Raises ConfigError for an address that node 0 cannot have."""
+    try:
+        address = ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return  # a name
+    if address.version == 6 or address.is_unspecified:
+        what = "an IPv6 address" if address.version == 6 else "not the address of one host"
+        raise ConfigError(f"--master-addr {name} is {what}: give an IPv4 address of node 0, or its name")
+
+
 def _master_address(name: str, timeout_s: float) -> str:
     """A name may become known only once its host, or its pod, has started."""
+    _check_literal(name)
     deadline, noted = time.monotonic() + timeout_s, False
     while True:
         try:

@@ -29,8 +29,11 @@ def local_addresses() -> dict[str, str]:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that has this address; None if this host has no such address."""
-    if ipaddress.ip_address(address).is_loopback:
+    """The interface that has this address; None if this host has no such address.
+
+    Raises ValueError for what is no IPv4 address.
+    """
+    if ipaddress.IPv4Address(address).is_loopback:
         return "lo"
     return local_addresses().get(address)
 

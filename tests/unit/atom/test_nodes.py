@@ -1,11 +1,14 @@
 """A node's place: settings, what launchers set, addresses, ports, endpoints."""
 
+import argparse
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 
+from atom.config.cli import CommandLineParser, add_engine_args, add_nodes_args, with_launcher
 from atom.config.fields import ConfigError
 from atom.config.launchers import launcher_settings
 from atom.config.nodes import NodesConfig, first_device
@@ -14,6 +17,7 @@ from atom.supervisor.node_place import NodePlace, find_place
 from atom.supervisor.placement import NodePorts, Placement
 from atom.utils.endpoint import bind, connect, endpoint_key, tcp_endpoint
 from atom.utils.interfaces import find_address, interface_of, local_addresses
+from atom.utils.logger import get_logger
 from atom.utils.net import ListenPort
 from tests.helpers.domains import zmq_context
 
@@ -131,10 +135,60 @@ def test_a_place_is_found_or_refused() -> None:
     assert place.link is None and place.endpoint().endswith("@127.77.1.1:29999")
     with pytest.raises(ConfigError, match="is 192.0.2.1, which this node, the master, has not"):
         find_place(NodesConfig(0, "192.0.2.1", cluster_secret="x" * 20))
-    with pytest.raises(ConfigError, match="--local-addr: this host has no interface"):
-        find_place(NodesConfig(1, "127.77.1.1", local_addr="eth99", cluster_secret="x" * 20))
+    for local in ("eth99", "::1", "0.0.0.0"):
+        with pytest.raises(ConfigError, match="--local-addr: this host has no interface"):
+            find_place(NodesConfig(1, "127.77.1.1", local_addr=local, cluster_secret="x" * 20))
     with pytest.raises(ConfigError, match="--master-addr no-such-host.invalid: no IPv4 address after"):
         find_place(NodesConfig(1, "no-such-host.invalid", join_timeout=0.1, cluster_secret="x" * 20))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("address", "what"),
+    [
+        ("::1", "an IPv6 address"),
+        ("[fe80::1%eth0]", "an IPv6 address"),
+        ("0.0.0.0", "not the address of one"),
+    ],
+)
+def test_an_address_that_no_node_0_can_have_is_refused_at_once(rank: int, address: str, what: str) -> None:
+    config = NodesConfig(rank, address, local_addr="127.77.1.5", cluster_secret="x" * 20)
+    with pytest.raises(ConfigError, match=f"--master-addr {re.escape(address)} is {what}"):
+        find_place(config)
+
+
+def test_the_master_needs_its_own_address_whatever_its_local_one() -> None:
+    config = NodesConfig(0, "192.0.2.1", local_addr="127.77.1.5", cluster_secret="x" * 20)
+    with pytest.raises(ConfigError, match="is 192.0.2.1, which this node, the master, has not"):
+        find_place(config)
+
+
+@pytest.mark.parametrize(("mode", "warnings"), [(0o644, 1), (0o640, 0)])
+def test_a_secret_that_all_users_can_read_is_noted(
+    tmp_path: Path, mode: int, warnings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, lines = tmp_path / "secret", []
+    path.write_text("x" * 20)
+    path.chmod(mode)
+    monkeypatch.setattr(get_logger(), "warning", lambda text, *values: lines.append(text % values))
+    find_place(NodesConfig(1, "127.77.1.1", local_addr="127.77.1.5", cluster_secret_file=str(path)))
+    assert (
+        lines == [f"--cluster-secret-file {path}: all users of this host can read it: chmod 600"] * warnings
+    )
+
+
+def test_one_node_given_by_flag_has_no_place_among_others() -> None:
+    def settings(*args: str) -> argparse.Namespace:
+        parser = CommandLineParser()
+        add_engine_args(parser)
+        add_nodes_args(parser)
+        return with_launcher(parser.parse_args(["--model", "m", *args]), TORCHRUN)
+
+    alone, one_of_four = settings("--nnodes", "1"), settings()
+    assert (alone.nnodes, alone.node_rank, alone.master_addr) == (1, 0, None)
+    assert (one_of_four.nnodes, one_of_four.node_rank, one_of_four.master_addr) == (4, 3, "10.0.0.1")
+    with pytest.raises(ConfigError, match="MASTER_PORT=65535: 65536 is no TCP port"):
+        launcher_settings(TORCHRUN | {"MASTER_PORT": "65535", "TORCHELASTIC_USE_AGENT_STORE": "True"}, set())
 
 
 def test_engines_of_their_own_need_one_port_each() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
@@ -155,8 +156,21 @@ def test_a_second_node_of_a_rank_waits_for_the_end_of_the_first(
 
 def test_an_undecodable_frame_costs_its_sender_alone(peer: Peer, cluster: Cluster) -> None:
     peer.socket.send(b"nonsense")
-    assert "undecodable" in peer.receive().reason
+    assert peer.receive().reason.startswith("a node cannot join: it sent an undecodable frame of 8 bytes")
     joined(cluster, peer)
+
+
+def test_a_node_of_another_version_is_refused_with_both_though_its_join_does_not_decode(peer: Peer) -> None:
+    theirs = msgspec.msgpack.encode([1, IDENTITY | {"ATOM": "2.0"}, {"another": "shape"}])
+    peer.socket.send(theirs)
+    assert peer.receive() == Refused("a node cannot join: ATOM: it has 2.0, the master has 1.0", True)
+
+
+def test_a_node_that_sends_nonsense_after_its_join_is_lost(peer: Peer, cluster: Cluster) -> None:
+    node = joined(cluster, peer)
+    peer.socket.send(b"nonsense")
+    assert peer.receive().reason.startswith("node 1 sent an undecodable frame of 8 bytes")
+    until(lambda: node.lost)
 
 
 def test_without_the_secret_nothing_arrives(
