@@ -10,6 +10,7 @@ rank]; blocks are named by unsigned 64-bit integers. What overflows a buffer is 
 a gap in the sequence numbers. vLLM's format knows neither keys nor encryption.
 """
 
+import contextlib
 import threading
 import time
 from array import array
@@ -39,7 +40,9 @@ _MAX_REPLAYS = 8
 _REPLAY_SLICE = 256  # messages of one replay, before the thread looks for new events
 _REPLAY_HWM = 1000
 _REPLAY_STALL_S = 10.0  # without progress: the reader is gone
-_MAX_REQUEST_BYTES = 4096  # of a subscription, or a request for a replay
+_MAX_REQUEST_BYTES = 512  # of a subscription, or a request for a replay
+_MAX_TOPICS = 1000
+"""Different topics of all subscriptions. ZeroMQ keeps some 50 bytes for each byte of a topic."""
 _END = b"\xff" * 8
 _MEDIUM = "GPU"  # vLLM's word for the cache that the model reads, on a CPU as well
 _WARN_EVERY_S = 60.0
@@ -55,7 +58,8 @@ class KVEventPublisher:
     def __init__(self, config: KVEventsConfig, rank: int, block_size: int):
         """`config` is that of the data-parallel rank `rank`. Raises PublishError."""
         self._config, self._rank, self._block_size = config, rank, block_size
-        self._waiting: SimpleQueue[list[KVEvent] | None] = SimpleQueue()
+        self._waiting: SimpleQueue[tuple[int, list[KVEvent]] | None] = SimpleQueue()
+        """The events of a turn, after the value of `num_dropped` then: the gap belongs before them."""
         self._put_bytes = self._taken_bytes = 0  # each is written by one thread
         self.num_dropped = 0
         """Calls of `put` whose events were dropped."""
@@ -79,7 +83,7 @@ class KVEventPublisher:
             self._warn()
             return
         self._put_bytes += num_bytes
-        self._waiting.put(events)
+        self._waiting.put((self.num_dropped, events))
 
     def close(self) -> None:
         """Publish what is waiting, for at most a moment, and close the sockets."""
@@ -93,13 +97,10 @@ class KVEventPublisher:
                 "KV events are dropped: too many wait to be published (%d times so far)", self.num_dropped
             )
 
-    def _open(self) -> "tuple[zmq.Socket[bytes], zmq.Socket[bytes] | None]":
+    def _open(self) -> "tuple[_Subscribers, zmq.Socket[bytes] | None]":
         config, replay = self._config, None
-        publish = self._context.socket(zmq.PUB)
-        publish.setsockopt(zmq.SNDHWM, config.hwm)
-        publish.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
-        publish.setsockopt(zmq.IPV6, int("[" in config.endpoint))
-        _attach(publish, "endpoint", config.endpoint, config.is_bound)
+        publish = _Subscribers(config)
+        publish.open()
         if config.replay_endpoint is not None:
             replay = self._context.socket(zmq.ROUTER)
             replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -107,7 +108,11 @@ class KVEventPublisher:
             replay.setsockopt(zmq.RCVHWM, _MAX_REPLAYS)
             replay.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
             replay.setsockopt(zmq.IPV6, int("[" in config.replay_endpoint))
-            _attach(replay, "replay_endpoint", config.replay_endpoint, bind=True)
+            try:
+                _attach(replay, "replay_endpoint", config.replay_endpoint, bind=True)
+            except PublishError:
+                publish.close(linger_ms=0)
+                raise
         return publish, replay
 
     # The thread
@@ -118,24 +123,26 @@ class KVEventPublisher:
         except Exception:
             get_logger().exception("no more KV events are published")
         finally:
+            self._sockets[0].close(_LINGER_MS)
             self._context.destroy(linger=_LINGER_MS)
 
-    def _serve(self, publish: "zmq.Socket[bytes]", replay: "zmq.Socket[bytes] | None") -> None:
+    def _serve(self, publish: "_Subscribers", replay: "zmq.Socket[bytes] | None") -> None:
         kept, num_dropped = _Kept(self._config.buffer_steps, self._config.topic.encode()), 0
         replays = None if replay is None else _Replays(replay, kept)
         while True:
             try:
                 wait_s = _BUSY_POLL_S if replays is not None and replays.is_busy else _POLL_S
-                events = self._waiting.get(timeout=None if replays is None else wait_s)
+                turn = self._waiting.get(timeout=wait_s)
             except Empty:
-                events = []
-            if events is None:
+                turn = num_dropped, []
+            if turn is None:
                 break
-            if self.num_dropped > num_dropped:
-                num_dropped = self.num_dropped
+            if turn[0] > num_dropped:
+                num_dropped = turn[0]
                 kept.skip()
-            for message in self._messages(events):
-                publish.send_multipart([kept.topic, kept.number, message])
+            publish.read_subscriptions()
+            for message in self._messages(turn[1]):
+                publish.send([kept.topic, kept.number, message])
                 kept.add(message)
             if replays is not None:
                 replays.serve()
@@ -182,6 +189,63 @@ class KVEventPublisher:
         if self._config.event_format == "arrays":
             return [kind, *fields.values()]
         return {"type": kind, **fields}
+
+
+class _Subscribers:
+    """The PUB socket: an XPUB, which shows the subscriptions, so that their number can be bounded."""
+
+    def __init__(self, config: KVEventsConfig):
+        self._config = config
+        self._context: zmq.Context[zmq.Socket[bytes]]
+        self._socket: zmq.Socket[bytes] | None = None
+        self._num_topics = 0
+
+    def open(self) -> None:
+        """Raises PublishError."""
+        # A context of its own: to end it waits until the address is free, which closing a socket does not.
+        config, self._context = self._config, zmq.Context()
+        socket = self._context.socket(zmq.XPUB)
+        socket.setsockopt(zmq.SNDHWM, config.hwm)
+        # A call reads all that has come: with a longer queue a fast sender would keep it busy for ever.
+        socket.setsockopt(zmq.RCVHWM, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
+        socket.setsockopt(zmq.IPV6, int("[" in config.endpoint))
+        try:
+            _attach(socket, "endpoint", config.endpoint, config.is_bound)
+        except PublishError:
+            self._context.destroy(linger=0)
+            raise
+        self._socket, self._num_topics = socket, 0
+
+    def close(self, linger_ms: int) -> None:
+        """Wait at most so long for subscribers to take what was sent."""
+        self._context.destroy(linger=linger_ms)
+        self._socket = None
+
+    def send(self, frames: list[bytes]) -> None:
+        """To all subscribers. While the socket is being opened again, nothing is sent."""
+        if self._socket is not None:
+            self._socket.send_multipart(frames)
+
+    def read_subscriptions(self) -> None:
+        """Count the topics; too many of them close the socket, and a later call opens it again."""
+        if self._socket is None:
+            with contextlib.suppress(PublishError):  # the address may be free next time
+                self.open()
+            return
+        for _ in range(_MAX_TOPICS):
+            try:
+                (kind, *_) = self._socket.recv(zmq.DONTWAIT) or (2,)
+            except zmq.Again:
+                return
+            self._num_topics += {0: -1, 1: 1}.get(kind, 0)
+            if self._num_topics > _MAX_TOPICS:
+                get_logger().warning(
+                    "KV events: subscribers at %s are disconnected: they ask for over %d different topics",
+                    *(self._config.endpoint, _MAX_TOPICS),
+                )
+                self.close(linger_ms=0)
+                return
 
 
 class _Kept:

@@ -1,6 +1,7 @@
 """KV events: what is published, in which format, and what an unkind subscriber costs."""
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -206,6 +207,55 @@ def test_what_overflows_is_a_gap_in_the_numbers(
     publisher.put([stored(1, 1)])
     assert subscriber.receive()[1] == 2
     assert [number for number, _ in replay(f"ipc://{tmp_path}/replay", 0)] == [0, 2]
+
+
+def test_the_gap_is_where_events_were_dropped(
+    publish: Publish, subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, subscriber = publish(max_queue_size=3), subscribe()
+    encode, may_go_on = publisher._encode, threading.Event()
+
+    def encode_later(batch: list[Any]) -> bytes:
+        may_go_on.wait(10)
+        return encode(batch)
+
+    monkeypatch.setattr(publisher, "_encode", encode_later)
+    publisher.put([stored(0, 1)])
+    while publisher._waiting.qsize():
+        time.sleep(0.001)
+    for number in range(1, 5):  # the last one is dropped
+        publisher.put([stored(number, 1)])
+    may_go_on.set()
+    assert [subscriber.receive()[1] for _ in range(4)] == [0, 1, 2, 3]
+    publisher.put([stored(5, 1)])
+    assert subscriber.receive()[1] == 5
+
+
+def test_a_flood_of_subscriptions_is_bounded_and_the_others_come_back(publish: Publish) -> None:
+    publisher = publish()
+    with zmq.Context() as context:
+        flood, reader = context.socket(zmq.SUB), context.socket(zmq.SUB)
+        for socket in (flood, reader):
+            socket.setsockopt(zmq.RECONNECT_IVL, 10)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(publisher._config.endpoint)
+        reader.setsockopt(zmq.SUBSCRIBE, b"")
+        publisher.put([Cleared()])
+        for number in range(2 * kv_event_publisher._MAX_TOPICS):
+            flood.setsockopt(zmq.SUBSCRIBE, b"%d" % number)
+        subscribers = publisher._sockets[0]
+        deadline = time.monotonic() + 20
+        while subscribers._socket is not None:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        flood.close(linger=0)
+        newest = -1
+        while newest < 3 or subscribers._socket is None:
+            publisher.put([Cleared()])
+            if reader.poll(50):
+                newest = int.from_bytes(reader.recv_multipart()[1], "big")
+            assert time.monotonic() < deadline
+        context.destroy(linger=0)
 
 
 def test_a_full_queue_drops_and_put_never_waits(publish: Publish) -> None:
