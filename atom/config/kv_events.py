@@ -107,8 +107,8 @@ def _check(name: str, value: Any) -> None:
     elif name == "event_format":
         good, wanted = value in FORMATS, " or ".join(FORMATS)
     elif name == "topic":
-        good = isinstance(value, str) and len(value.encode()) <= _MAX_TOPIC
-        wanted = f"a text of at most {_MAX_TOPIC} bytes"
+        good = isinstance(value, str) and value.isprintable() and len(value.encode()) <= _MAX_TOPIC
+        wanted = f"a printable text of at most {_MAX_TOPIC} bytes"
     else:
         good = (value is None and name == "replay_endpoint") or _is_address(value)
         wanted = "tcp://ADDRESS:PORT (tcp://*:5557 for all interfaces) or ipc:///path"
