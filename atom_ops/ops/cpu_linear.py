@@ -65,6 +65,7 @@ def _cpu_int4(
     x_TI: Tensor, weight: PackedINT4, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """Scales and zero points are rounded to bfloat16; sums are float32, and rounded once."""
+    x_TI = x_TI.contiguous()  # the kernel takes no others
     out_TO = torch.ops.aten._weight_int4pack_mm_for_cpu(x_TI, weight.codes, weight.group, weight.scales)
     return _finished(out_TO, bias, out_dtype)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from atom_ops import Reordered, linear
+from atom_ops import GroupINT4, PackedINT4, Reordered, backend, linear, pack_linear_weight
 from parallel.communicator import Communicator
 from tests.helpers.four_bits import AWQ_ORDER, FOUR_BIT_MODELS, STRAIGHT, awq, compressed, gptq, words
 from tests.helpers.quantized_formats import StoredFormat, save_quantized
@@ -77,6 +77,24 @@ def test_activation_order_is_sorted_away(kept: slice) -> None:
     torch.testing.assert_close(linear(x, found), x @ numbers.t(), atol=1e-3, rtol=1e-4)
     stacked = ordered(codes[None], scales[None], zeros[None], groups[None])
     assert torch.equal(stacked.expert(0).dequantized(torch.float32), numbers)
+
+
+def test_groups_that_are_cut_evenly_are_still_of_32_inputs() -> None:
+    """A rank may keep as many inputs of each group, but so few that no kernel reads such groups."""
+    groups = (torch.arange(24) % 8)[None]
+    codes, zeros = torch.randint(0, 256, (4, 12)).to(torch.uint8), torch.full((4, 8), 3, dtype=torch.uint8)
+    found = ordered(codes, torch.ones(4, 8), zeros, groups)
+    assert found.weight.shape == (4, 256) and found.weight.scales.shape == (4, 8)
+    assert torch.equal(found.dequantized(torch.float32), numbers_of_pairs(codes).float() - 3)
+
+
+def test_int4_on_a_cpu_takes_activations_that_are_not_contiguous() -> None:
+    backend.resolve(torch.device("cpu"))
+    codes, scales = torch.randint(0, 256, (32, 32)).to(torch.uint8), torch.ones(32, 2, dtype=torch.bfloat16)
+    weight = pack_linear_weight(GroupINT4(codes, scales))
+    both = torch.randn(3, 128).bfloat16()
+    assert isinstance(weight, PackedINT4)
+    assert torch.equal(linear(both[:, :64], weight), linear(both[:, :64].contiguous(), weight))
 
 
 def test_groups_that_do_not_fit_are_refused() -> None:

@@ -1,10 +1,24 @@
 """Which scheme each layer has, by the quantization_config of published checkpoints; and configs that lie."""
 
+import random
+import time
 from typing import Any
 
 import pytest
 
+from workers.layers.quantization.channel_fp8 import channel_fp8
 from workers.layers.quantization.config import QuantizationConfig, resolve
+from workers.layers.quantization.rules import (
+    Rule,
+    Rules,
+    as_written,
+    exact,
+    glob,
+    inside,
+    part,
+    regex,
+    substring,
+)
 from workers.layers.quantization.scheme import PLAIN
 
 PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -151,18 +165,62 @@ def test_every_expert_may_be_excluded_one_by_one() -> None:
         found.experts(f"{LAYER}.mlp.experts", EXPERT, 5)
 
 
-@pytest.mark.parametrize("stated", [CT, FP8 | {"weight_block_size": [128, 128]}], ids=["exact", "parts"])
-def test_a_long_list_of_exclusions_is_looked_up(stated: Settings) -> None:
+LISTS = {
+    "exact": (CT, "ignore"),
+    "parts": (FP8 | {"weight_block_size": [128, 128]}, "ignored_layers"),
+    "substrings": (ALL, "ignore"),
+    "around": (quark(QUARK_CHANNEL), "layer_quant_config"),
+}
+
+
+@pytest.mark.parametrize(("stated", "key"), LISTS.values(), ids=LISTS)
+def test_a_long_list_of_modules_is_looked_up(stated: Settings, key: str) -> None:
     """256 experts of 58 layers, as tools write them: a minute if every pattern were tried for every path."""
     layers = [f"model.layers.{layer}.mlp.experts" for layer in range(58)]
     every = [f"{layer}.{e}.{n}_proj" for layer in layers for e in range(256) for n in ("gate", "up", "down")]
-    key = "ignore" if stated is CT else "ignored_layers"
-    found = config_of(stated | {key: ["re:.*lm_head", *every]})
+    listed = ["re:.*lm_head", *every]
+    plain = dict.fromkeys(listed, None) if key == "layer_quant_config" else listed
+    found = config_of(stated | {key: plain})
     assert all(found.experts(layer, EXPERT, 256) is PLAIN for layer in layers[::8])
     assert found.linear("model.layers.0.self_attn.o_proj") is not PLAIN
 
 
+def test_many_expressions_are_compiled_once() -> None:
+    """More than the cache of `re` has places for."""
+    dynamic = {rf"-:model\.layers\.{number}\.self_attn\..*": {} for number in range(1500)}
+    found = config_of({"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": dynamic})
+    start = time.process_time()
+    paths = [f"model.layers.{number}.{name}" for number in range(61) for name in ("self_attn.o", "mlp.down")]
+    assert [found.linear(path) is PLAIN for path in paths] == [True, False] * 61
+    assert time.process_time() - start < 2
+
+
+NAMES = ("a", "ab", "b", "a.b", "ab.a", "b.ab", "a.b.a", "a.ba", "a*", "?b", "re:a", "re:.*b")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_looking_up_equals_trying_rule_after_rule(seed: int) -> None:
+    drawn = random.Random(seed)
+    schemes = [channel_fp8(float(number)) for number in range(1, 9)]
+    for _ in range(100):
+        rules = []
+        for scheme in schemes:
+            pattern = drawn.choice(NAMES)
+            kinds = (exact, part, substring, glob, as_written, inside)
+            rules.append(Rule(pattern, scheme, regex if pattern.startswith("re:") else drawn.choice(kinds)))
+        for _ in range(10):
+            paths = [".".join(drawn.choices(("a", "b", "ab", "ba"), k=drawn.randint(1, 4))) for _ in "12"]
+            tried = (rule.scheme for rule in rules if any(rule.names(path) for path in paths))
+            assert Rules(PLAIN, rules).scheme(*paths) is next(tried, PLAIN)
+
+
+GPTQ: Settings = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 BROKEN: list[tuple[Any, str]] = [
+    (CT | {"config_groups": {"a": group("channel"), "b": group("tensor")}},
+     "target 'Linear' in two config groups, as FP8 per channel and FP8 per tensor"),
+    ({"quant_method": "awq", "bits": 4, "w_bit": 8}, "bits 4 and w_bit 8, which are the same setting"),
+    (GPTQ | {"is_marlin_format": True}, "is_marlin_format True; supported: False"),
+    (FP8 | {"weight_block_size": [1 << 40, 128]}, "weight_block_size .*; supported: up to 4096"),
     ("fp8", "quantization_config is not an object: 'fp8'"),
     ({"bits": 4}, r"quantized \(unknown\): not supported"),
     ({"quant_method": ["fp8"]}, r"quantized \(\['fp8'\]\): not supported"),

@@ -56,7 +56,8 @@ def _ordered(codes: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor) -> Re
     inputs = groups.shape[0]
     sizes = torch.bincount(groups, minlength=scales.shape[-1])
     largest = int(sizes.max())
-    part = largest if bool(((sizes == 0) | (sizes == largest)).all()) else _PART
+    equal = bool(((sizes == 0) | (sizes == largest)).all())
+    part = largest if equal and largest % _PART == 0 else _PART  # kernels read groups of 32 or more
     parts = -(-sizes // part)
     starts, firsts = (parts * part).cumsum(0) - parts * part, sizes.cumsum(0) - sizes
     by_group = groups.argsort(stable=True)

@@ -17,6 +17,8 @@ from workers.layers.quantization.scheme import FLOATS, Matrix, Scheme, StoredTen
 
 CODES_STD = 100.0
 """Standard deviation of random codes: far from both ends of e4m3."""
+_LARGEST_BLOCK = 4096
+"""Scales are repeated for all rows of a block where it is dequantized."""
 CODES = StoredTensor("", (1, 1), (torch.float8_e4m3fn,), fill_codes(CODES_STD), torch.float8_e4m3fn)
 SCALE_DTYPES = (*FLOATS, torch.float8_e8m0fnu, torch.uint8)
 
@@ -36,9 +38,11 @@ def block_fp8(rows: int, columns: int, scale: str = "weight_scale_inv") -> Schem
 
 def block_of(block: object, key: str) -> tuple[int, int]:
     """The outputs and inputs of a block, from a config. Raises ValueError for other values."""
-    if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
-        return block[0], block[1]
-    raise ValueError(f"{key} {block!r:.40}, which is not two positive numbers")
+    if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
+        raise ValueError(f"{key} {block!r:.40}, which is not two positive numbers")
+    if max(block) > _LARGEST_BLOCK:
+        raise ValueError(f"{key} {block!r:.40}; supported: up to {_LARGEST_BLOCK}")
+    return block[0], block[1]
 
 
 def _shapes(matrix: Matrix, rows: int, columns: int) -> tuple[tuple[int, ...], ...]:

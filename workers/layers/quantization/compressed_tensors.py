@@ -39,10 +39,15 @@ def rules(stated: Mapping[str, Any]) -> Rules:
         raise ValueError("no config_groups")
     named: list[Rule] = []
     by_class: list[Rule] = []
+    schemes: dict[str, Scheme] = {}
     for name in groups:
         group = section(groups, name)
         scheme = _scheme(group, group.get("format") or stated.get("format"), name)
         for target in _targets(group, name):
+            if schemes.setdefault(target, scheme) is not scheme:
+                raise ValueError(
+                    f"target {target!r:.60} in two config groups, as {schemes[target].name} and {scheme.name}"
+                )
             (by_class if target == _CLASS else named).append(Rule(target, scheme, _match_of(target)))
     ignored = (Rule(pattern, PLAIN, _match_of(pattern)) for pattern in patterns(stated, "ignore"))
     return Rules(PLAIN, (*ignored, *named, *by_class))

@@ -38,6 +38,7 @@ def rules(stated: Mapping[str, Any]) -> Rules:
 
 def _scheme(settings: Mapping[str, Any]) -> Scheme:
     one_of(settings, "bits", (4,), 4)
+    one_of(settings, "is_marlin_format", (False,), False)
     one_of(settings, "sym", (True, False), True)
     act_order = one_of(settings, "desc_act", (True, False), False)
     format = one_of(settings, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")

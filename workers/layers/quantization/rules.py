@@ -13,11 +13,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
 from workers.layers.quantization.scheme import PLAIN, Scheme
 
 REGEX = "re:"
+_WILDCARDS = "*?["
 Match = Callable[[str, str], bool]
 """Whether a pattern names the module with a path, as model.layers.0.mlp.down_proj."""
 
@@ -45,13 +47,21 @@ class Rules:
         self.rules = tuple(rules)
         self._exact: dict[str, int] = {}
         self._parts: dict[str, int] = {}
+        self._around: dict[str, int] = {}
+        self._substrings: dict[str, int] = {}
         self._others: list[tuple[int, Rule]] = []
+        tables: dict[Match, dict[str, int]] = {
+            exact: self._exact, part: self._parts, inside: self._around, substring: self._substrings,
+        }  # fmt: skip
         for number, rule in enumerate(self.rules):
             match = by_form(rule.pattern, part) if rule.match is as_written else rule.match
-            if match in (exact, part):
-                (self._exact if match is exact else self._parts).setdefault(rule.pattern, number)
+            if match is glob and not _has_wildcards(rule.pattern):
+                match = inside
+            if (literal := tables.get(match)) is not None:
+                literal.setdefault(rule.pattern, number)
             else:
                 self._others.append((number, rule))
+        self._lengths = {len(pattern) for pattern in self._substrings}
 
     def scheme(self, *paths: str) -> Scheme:
         """That of the first rule that names the module, by any of its paths."""
@@ -64,18 +74,27 @@ class Rules:
         return self.default if literal == len(self.rules) else self.rules[literal].scheme
 
     def _literal(self, path: str) -> Iterator[int]:
-        """Numbers of the rules whose pattern is the path or, of another kind, some of its names in a row."""
+        """Numbers of the rules whose pattern is the path or a part of it, each as its kind is matched."""
         if path in self._exact:
             yield self._exact[path]
+        if self._around:
+            dots = [place for place, character in enumerate(path) if character == "."]
+            yield from _found(self._around, (path[:end] for end in (*dots, len(path))))
+        for length in self._lengths:
+            starts = range(len(path) - length + 1)
+            yield from _found(self._substrings, (path[start : start + length] for start in starts))
         names = path.split(".") if self._parts else []
         for first in range(len(names)):
-            for end in range(first + 1, len(names) + 1):
-                if (inner := ".".join(names[first:end])) in self._parts:
-                    yield self._parts[inner]
+            ends = range(first + 1, len(names) + 1)
+            yield from _found(self._parts, (".".join(names[first:end]) for end in ends))
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
         return (self.default, *(rule.scheme for rule in self.rules))
+
+
+def _found(numbers: Mapping[str, int], texts: Iterable[str]) -> Iterator[int]:
+    return (numbers[text] for text in texts if text in numbers)
 
 
 def exact(pattern: str, module: str) -> bool:
@@ -88,13 +107,23 @@ def part(pattern: str, module: str) -> bool:
     return f".{pattern}." in f".{module}."
 
 
+def inside(pattern: str, module: str) -> bool:
+    """The path itself, or that of a module around it."""
+    return module == pattern or module.startswith(f"{pattern}.")
+
+
 def substring(pattern: str, module: str) -> bool:
     return pattern in module
 
 
 def regex(pattern: str, module: str) -> bool:
     """A regular expression that matches from the start; a prefix re: is not part of it."""
-    return re.match(pattern.removeprefix(REGEX), module) is not None
+    return _compiled(pattern.removeprefix(REGEX)).match(module) is not None
+
+
+@cache  # that of `re` has 512 places, and checkpoints may list an expression for each module
+def _compiled(expression: str) -> re.Pattern[str]:
+    return re.compile(expression)
 
 
 def glob(pattern: str, module: str) -> bool:
@@ -111,7 +140,11 @@ def by_form(pattern: str, literal: Match) -> Match:
     """How a pattern is matched: a regular expression after re:, a glob if it has * ? or [, else `literal`."""
     if pattern.startswith(REGEX):
         return regex
-    return glob if any(character in pattern for character in "*?[") else literal
+    return glob if _has_wildcards(pattern) else literal
+
+
+def _has_wildcards(pattern: str) -> bool:
+    return any(character in pattern for character in _WILDCARDS)
 
 
 def always(pattern: str, module: str) -> bool:
@@ -145,7 +178,7 @@ def patterns(stated: Mapping[str, Any], key: str) -> list[str]:
 def check_regex(expression: str) -> None:
     """Raise ValueError for text that is not a regular expression."""
     try:
-        re.compile(expression)
+        _compiled(expression)
     except re.error as error:
         raise ValueError(f"{expression!r:.80}, not a regular expression for modules: {error}") from None
 
