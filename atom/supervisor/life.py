@@ -48,6 +48,7 @@ class Life:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(self.endpoint("supervisor"))
         self._nodes: set[Node] = set()
+        self._places: dict[str, str] = {}  # of the children on other nodes
         self._num_ready = num_ready
         self._on_progress = on_progress
         self._deaths: list[Dead] = []
@@ -74,6 +75,8 @@ class Life:
     ) -> None:
         """Start a child on `node`. `http` is the number of the HTTP socket that it gets there."""
         self._nodes.add(node)
+        if node.info.rank:
+            self._places[name] = f" on node {node.info.rank} ({node.info.address})"
         process = node.spawn(self.name, name, module, launch, pass_fds, http)
         self.children[name] = Child(name, process)
 
@@ -178,7 +181,8 @@ class Life:
             *(child.name for child in ended),
         ]
         name = names[0]
+        where = name + self._places.get(name, "")
         if (dead := reports.get(name)) is not None:
-            return Failure(name, dead.reason, f"{name}: {dead.reason}", dead.status)
+            return Failure(name, dead.reason, f"{where}: {dead.reason}", dead.status)
         child = self.children[name]
-        return Failure(name, child.end, f"{name}: {child.end}")
+        return Failure(name, child.end, f"{where}: {child.end}")

@@ -220,6 +220,19 @@ def test_reports_arrive_at_the_socket_of_their_life(
     life.close()
 
 
+def test_a_failure_names_the_node_of_its_process(
+    context: "zmq.Context[Any]", peer: Peer, cluster: Cluster, tmp_path: Path
+) -> None:
+    node = joined(cluster, peer)
+    life = Life(context, tmp_path / "engine-1.0", 60.0)
+    life.spawn(node, "core", "engine_core.process", LAUNCH)
+    peer.send(Exited("engine-1.0", "core", -signal.SIGKILL))
+    until(lambda: not life.is_alive)
+    failure = life.failure()
+    assert failure is not None and failure.text == "core on node 1 (10.0.0.2): killed by SIGKILL"
+    life.close()
+
+
 def test_a_node_may_leave_and_all_end_with_the_master(peer: Peer, cluster: Cluster) -> None:
     node = joined(cluster, peer)
     peer.send(Leaving())
