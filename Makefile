@@ -34,6 +34,9 @@ PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 
 ISA_TESTS := tests/golden tests/models/test_worker.py::test_every_position_in_chunks_and_together \
 	$(addprefix tests/unit/workers/test_,load_memory.py models.py block_fp8.py device_probe.py) \
 	$(addprefix tests/unit/atom_ops/test_,ops.py layers.py attention.py moe.py logprobs.py)
+KERNEL_TESTS := (triton or batch_invarian)
+# `make test` leaves out what takes longest and differs least: float16, and the statistics of samples.
+SHORT_KERNEL_TESTS := $(KERNEL_TESTS) and not float16 and not test_sampling
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
 .PHONY: help install serve test test-unit test-e2e test-slow test-kills test-nodes test-models test-isa test-kernels \
@@ -67,10 +70,10 @@ serve: install ## serve the small model on HOST:PORT (127.0.0.1:8000); more flag
 	@exec $(BIN)/atom-launch --model $(SMALL) \
 		--served-model-name smollm2-135m-instruct --host $(HOST) --server-port $(PORT) $(ARGS)
 
-test: install ## every test that needs neither a GPU nor minutes, then test-isa and test-kernels
+test: install ## every test that needs neither a GPU nor minutes, then test-isa and most of test-kernels
 	@$(PARALLEL) -m "not models" tests/models tests/golden tests/arch tests/unit $(ARGS)
 	@$(PARALLEL) -m "not slow" tests/multiprocess tests/e2e $(ARGS)
-	@$(MAKE) --no-print-directory test-isa test-kernels ARGS=
+	@$(MAKE) --no-print-directory test-isa test-kernels ARGS= KERNEL_TESTS="$(SHORT_KERNEL_TESTS)"
 
 test-unit: install ## the unit tests and those of the rules (arch), on all cores
 	@$(PARALLEL) -m "not models" tests/arch tests/unit $(ARGS)
@@ -94,7 +97,7 @@ test-isa: $(INSTALLED) ## what depends on the CPU's instruction set, limited to 
 	@ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(PARALLEL) -m "not models" $(ISA_TESTS) $(ARGS)
 
 test-kernels: $(INSTALLED) ## the Triton kernels in Triton's interpreter, on the CPU
-	@TRITON_INTERPRET=1 $(PARALLEL) tests/unit/atom_ops -k "triton or batch_invarian" $(ARGS)
+	@TRITON_INTERPRET=1 $(PARALLEL) tests/unit/atom_ops -k "$(KERNEL_TESTS)" $(ARGS)
 
 test-compile: $(INSTALLED) ## the Triton kernels compiled for an H200 and an MI300, without either
 	@$(BIN)/python -m pytest -q -m compile tests/compile $(ARGS)

@@ -26,7 +26,8 @@ HEAVY = ("torch", "transformers", "numpy")
 # as good as a new interpreter for finding cycles, and much faster beside torch.
 IMPORT_EACH_ALONE = """
 import importlib, json, os, sys, traceback
-import torch, zmq, aiohttp, msgspec, tokenizers
+import torch, numpy, transformers, zmq.asyncio, aiohttp.web, msgspec, tokenizers
+import jinja2, yaml, xxhash, prometheus_client, statistics, secrets
 failed = []
 for name in json.loads(sys.stdin.read()):
     child = os.fork()

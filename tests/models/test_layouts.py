@@ -25,11 +25,11 @@ SCRIPT = """
 REPLICATED = {"deepseek_v2": 0.12, "deepseek_v3": 0.12, "deepseek_v32": 0.31, "glm_moe_dsa": 0.26}
 """The largest share of the weights that every rank has: projections to latents, and indexers; else 2 %."""
 OF_A_MOE_LAYER = {
-    "auto": {"all_gather": 1, "all_to_all": 1},
+    "auto": {"all_gather": 1, "reduce_scatter": 1},
     "allgather_reducescatter": {"all_gather": 1, "reduce_scatter": 1},
     "alltoall": {"all_to_all": 3},
 }
-"""Collectives between engines: of few tokens a padded exchange; of variable sizes also the sizes."""
+"""Collectives between engines; of variable sizes also the sizes."""
 
 MOVED = "glm4_moe"
 """The family whose experts move."""

@@ -23,6 +23,8 @@ SAMPLES: dict[type | str, tuple[str, Any]] = {
     "cudagraph_capture_sizes": ("[1, 2]", "[1, 2]"),
     "ssl_cert_reqs": ("2", 2),
     "eplb_config": ('{"window_size": 9}', '{"window_size": 9}'),
+    "online_quant_config": ('{"global_quant_config": "ptpc_fp8"}', '{"global_quant_config": "ptpc_fp8"}'),
+    "kv_events_config": ('{"publisher": "zmq"}', '{"publisher": "zmq"}'),
     "hf_overrides": ('{"a": {"b": [1]}}', '{"a": {"b": [1]}}'),
 }
 

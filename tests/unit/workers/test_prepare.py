@@ -289,7 +289,7 @@ def test_the_quantization_may_be_stated_in_other_places(tmp_path: Path) -> None:
     ("config", "words"),
     [
         ({"architectures": []}, "names no architecture"),
-        ({"quantization_config": {"quant_method": "awq"}}, r"quantized \(awq\)"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, r"quantized \(aqlm\)"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, r"quantized \(mxfp4\)"),
         ({"vocab_size": None}, r"config\.json has no vocab_size"),
         ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn, which is not supported"),
