@@ -15,7 +15,8 @@ SAMPLED = SamplingParams(
     temperature=0.9, top_p=0.95, top_k=200, seed=1234, max_tokens=NEW_TOKENS, ignore_eos=True
 )
 
-pytestmark = pytest.mark.timeout(600)
+# `make test` compares SmolLM2's replies over HTTP in test_server.py.
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 
 @contextlib.contextmanager
@@ -58,7 +59,6 @@ def test_one_worker_cold_and_warm(expected: list[Reference], sampled_alone: list
         assert crowd[31]["token_ids"] == sampled_alone
 
 
-@pytest.mark.slow  # tiny models prove tensor parallelism in every run
 def test_two_workers(expected: list[Reference], sampled_alone: list[int]) -> None:
     some = expected[::2]
     with engine(tensor_parallel_size=2) as made:
@@ -69,7 +69,6 @@ def test_two_workers(expected: list[Reference], sampled_alone: list[int]) -> Non
         assert made.stats().overlapped_steps > 0
 
 
-@pytest.mark.slow
 def test_tiny_steps_without_prefix_cache(expected: list[Reference]) -> None:
     with engine(max_num_batched_tokens=32, enable_prefix_caching=False) as made:
         assert greedy_ids(made, expected) == [row.greedy_ids for row in expected]
@@ -78,7 +77,6 @@ def test_tiny_steps_without_prefix_cache(expected: list[Reference]) -> None:
         assert stats.prefix_hits == 0
 
 
-@pytest.mark.slow
 def test_preemption(expected: list[Reference], sampled_alone: list[int]) -> None:
     """A cache that holds the longest request and little more."""
     blocks = 112
@@ -96,7 +94,6 @@ def test_preemption(expected: list[Reference], sampled_alone: list[int]) -> None
         assert [out["token_ids"] for out in crowd] == [sampled_alone] * 32
 
 
-@pytest.mark.slow
 def test_twins_share_blocks_that_are_still_being_computed(expected: list[Reference]) -> None:
     story = expected[-NUM_LONG]
     with engine() as made:
@@ -105,7 +102,6 @@ def test_twins_share_blocks_that_are_still_being_computed(expected: list[Referen
         assert made.stats().prefix_hits == 7 * (len(story.prompt_ids) // 16 * 16)
 
 
-@pytest.mark.slow
 def test_fp8_cache_is_close(expected: list[Reference]) -> None:
     """fp8 keeps the first tokens of most prompts, and the text sensible."""
     some = expected[::2]

@@ -36,6 +36,13 @@ MOVED = "glm4_moe"
 
 Case = tuple[str, Layout]
 
+ALWAYS = ("llama", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
+"""Families whose cases `make test` runs; `make test-models` runs all."""
+CASES = [
+    pytest.param(family, layout, marks=() if family in ALWAYS else pytest.mark.models)
+    for family, layout in cases()
+]
+
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
@@ -46,11 +53,16 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
 
 @pytest.fixture(scope="module")
 def outcomes(
-    checkpoints: dict[str, Checkpoint], tmp_path_factory: pytest.TempPathFactory
+    checkpoints: dict[str, Checkpoint],
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
 ) -> dict[Case, list[Outcome]]:
-    """What each rank of each case found."""
+    """What each rank of each case found that the session has selected."""
     path, base = tmp_path_factory.mktemp("jobs") / "jobs.json", engine_config()
-    every = [*cases(), (MOVED, MOVING)]
+    here = [item for item in request.session.items if item.path == request.path]
+    calls = [item.callspec.params for item in here if hasattr(item, "callspec")]
+    selected = [(call["family"], call["layout"]) for call in calls if {"family", "layout"} <= call.keys()]
+    every = [*selected, (MOVED, MOVING)]
     jobs = [Job(layout.config(base), checkpoints[family], layout, PROMPTS) for family, layout in every]
     path.write_bytes(msgspec.json.encode(jobs))
     ranks = Ranks()
@@ -75,7 +87,7 @@ def alone(checkpoints: dict[str, Checkpoint]) -> dict[str, Outcome]:
 
 
 @pytest.mark.timeout(2 * DEADLINE_S)
-@pytest.mark.parametrize(("family", "layout"), cases(), ids=lambda value: getattr(value, "name", value))
+@pytest.mark.parametrize(("family", "layout"), CASES, ids=lambda value: getattr(value, "name", value))
 def test_ranks_sample_the_tokens_of_one(
     family: str,
     layout: Layout,
