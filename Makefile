@@ -72,7 +72,7 @@ serve: install ## serve the small model on HOST:PORT (127.0.0.1:8000); more flag
 
 # A process more than cores in the first part: some of its tests wait.
 test: install ## every test that needs neither a GPU nor minutes, then test-isa and most of test-kernels
-	@$(PARALLEL) -n $$(($$(nproc) + 1)) -m "not models" tests/models tests/golden tests/arch tests/unit $(ARGS)
+	@$(PARALLEL) -n $$(($$(nproc) + 1)) -m "not models and not slow" tests/models tests/golden tests/arch tests/unit $(ARGS)
 	@$(PARALLEL) -m "not slow" tests/multiprocess tests/e2e $(ARGS)
 	@$(MAKE) --no-print-directory test-isa test-kernels ARGS= KERNEL_TESTS="$(SHORT_KERNEL_TESTS)"
 
@@ -83,7 +83,7 @@ test-e2e: install ## the tests with real processes and a real model, the slow on
 	@$(BIN)/python -m pytest -q tests/multiprocess tests/e2e $(ARGS)
 
 test-slow: install ## those of them that take minutes, which `make test` leaves out
-	@$(BIN)/python -m pytest -q -m slow tests/multiprocess tests/e2e $(ARGS)
+	@$(BIN)/python -m pytest -q -m slow tests/multiprocess tests/e2e tests/arch $(ARGS)
 
 test-kills: install ## kill engines and frontends under load, and report what fails and for how long; some minutes
 	@$(BIN)/python -m tests.evaluation.kills $(ARGS)
