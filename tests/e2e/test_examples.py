@@ -8,6 +8,7 @@ import pytest
 from tests.helpers.smollm2 import gguf_path
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_simple_inference() -> None:
     flags = ["--model", gguf_path(), "--kv_cache_dtype", "fp8", "--max-model-len", "512"]

@@ -44,6 +44,7 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "name"), [("workers.main", "worker 0"), ("engine_core.process", "engine core 0")]
 )

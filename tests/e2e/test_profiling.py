@@ -21,7 +21,7 @@ from tests.helpers.server import Server, running_server
 from tests.helpers.source import ROOT
 from tools import parse_trace
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 DEADLINE_S = 200
 CLIENTS, TOKENS = 6, 80
