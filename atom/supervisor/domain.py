@@ -39,7 +39,7 @@ class Domain(ABC):
     """Its lives are numbered from 0; between two of them it is down."""
 
     def __init__(self, name: str, setup: Setup, nodes: Set[int] = frozenset({0})):
-        """`nodes` are the ranks of those that it runs on."""
+        """`nodes` are the ranks of the nodes that it runs on."""
         self.name = name
         self.nodes = nodes
         self.life: Life | None = None
