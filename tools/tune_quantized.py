@@ -10,10 +10,9 @@ plain GEMM in bfloat16 and torch._scaled_mm with activations that were rounded b
 import argparse
 import itertools
 import multiprocessing
-import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -32,6 +31,7 @@ from atom_ops.triton_impl.quantized_plans import (
 from atom_ops.triton_impl.rounded_rows import round_rows
 from atom_ops.triton_impl.tuned import StreamKPlan
 from atom_ops.weights import MXFP4, BlockFP8, ChannelFP8, ChannelINT8, GroupINT4
+from tools.tune_experts import seconds
 
 DTYPE = torch.bfloat16
 DEVICE = "cuda"
@@ -77,27 +77,6 @@ def made_weight(format: str, outputs: int, inputs: int) -> Packed:
 
 def call(plan: QuantizedPlan, x: Tensor, weight: Packed) -> Tensor:
     return provider.multiply(plan, x, weight, None, DTYPE)[0]
-
-
-def seconds(bodies: Sequence[Callable[[], object]], rounds: int = 5) -> float:
-    """Median time of a call, replayed from a graph."""
-    for body in bodies[:2]:
-        body()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = [body() for body in bodies]
-    graph.replay()
-    times = []
-    for _ in range(rounds):
-        start, end = torch.Event("cuda", enable_timing=True), torch.Event("cuda", enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(float(start.elapsed_time(end)) / 1e3 / len(bodies))
-    del kept
-    return statistics.median(times)
 
 
 Job = tuple[str, int, int, int, QuantizedPlan]

@@ -50,10 +50,6 @@ class ServiceManager:
         """The service is up."""
         self._send("READY=1", f"STATUS={status}")
 
-    def status(self, status: str) -> None:
-        """One line for people; sent every few seconds at most."""
-        self._report(f"STATUS={status}")
-
     def alive(self) -> None:
         """Feed the watchdog, if it is time to."""
         now = self._clock()
