@@ -223,7 +223,7 @@ fmt: $(INSTALLED) ## put the sources into shape
 	@$(BIN)/ruff check --fix --quiet $(SOURCES)
 	@$(BIN)/ruff format --quiet $(SOURCES)
 
-check: lint type test test-tokenizers ## what CI runs
+check: lint type test test-tokenizers ## what CI runs, and test-tokenizers
 
 docs: $(INSTALLED) ## write the generated tables in docs/: flags, variables, API
 	@$(BIN)/python -m tools.docs_tables
