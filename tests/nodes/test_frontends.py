@@ -58,7 +58,7 @@ def test_each_node_serves_http(model: str, tmp_path: Path) -> None:
         first, second = everywhere()
         assert first == second
         os.kill(frontend_pid(nodes, 1), signal.SIGKILL)
-        master.until("frontend 1, life 0, has ended: frontend 1: killed by SIGKILL; life 1 starts")
+        master.until("frontend 1, life 0, has ended: frontend 1 on node 1 .*killed by SIGKILL; life 1 starts")
         master.until("frontend 1, life 1, is ready")
         assert everywhere() == [first, first]
         assert inside(hosts[1], lambda: asyncio.run(drain(tmp_path / "admin"))) == 200
