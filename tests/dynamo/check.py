@@ -182,6 +182,17 @@ async def check_cached_tokens(clients: dict[str, Client], prompts: dict[str, Pro
     assert found["kv"] > found["round-robin"], found
 
 
+async def served_by(worker: Process, client: Client) -> float:
+    """Seconds until the worker has received another request, of prompts that no worker has cached."""
+    begun, received = time.monotonic(), worker.text().count("request received")
+    for prompt in prompts_of(7):
+        await client.complete(prompt)
+        if worker.text().count("request received") > received:
+            return time.monotonic() - begun
+        await asyncio.sleep(0.2)
+    raise AssertionError(f"no request for {worker.name} in {time.monotonic() - begun:.0f} s")
+
+
 async def check_kills(client: Client, workers: list[Process], prompts: Prompts, expected: Any) -> None:
     for what, kill in (
         ("the engine core of a worker", lambda: kill_core(workers[0])),
@@ -190,8 +201,9 @@ async def check_kills(client: Client, workers: list[Process], prompts: Prompts, 
         _, wrong = await client.complete_all(prompts, expected, at_third=kill)
         print(f"  {what} killed: {NUM_REQUESTS - len(wrong)} of {NUM_REQUESTS} requests with the same ids")
         assert not wrong, wrong[:3]
-        # The other worker is killed next: a fast machine is done before this one's engine is back.
+        # The other worker is killed next, when the first one's engine is back and Dynamo sends to it again.
         await asyncio.to_thread(workers[0].wait_for, "engine, life 1, is ready")
+        print(f"  Dynamo sends to {workers[0].name} again after {await served_by(workers[0], client):.1f} s")
     assert workers[0].process.poll() is None
 
 
