@@ -96,6 +96,8 @@ def json_object(text: str) -> dict[str, Any]:
         value = json.loads(text, object_pairs_hook=_each_once, parse_constant=_no_number)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{text!r:.80} is not JSON: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{text!r:.80} is nested too deeply") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{text!r:.80} is not a JSON object, such as {_OBJECT_EXAMPLE}")
     return value
@@ -107,7 +109,7 @@ def object_text(value: Any) -> str:
         raise ConfigError(f"{value!r:.80} is not a JSON object, such as {_OBJECT_EXAMPLE}")
     try:
         text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{value!r:.80} cannot be written as JSON: {error}") from None
     return json.dumps(json_object(text), ensure_ascii=False)
 
@@ -120,6 +122,8 @@ def names_text(value: Any) -> str:
             names = json.loads(value) if value.lstrip().startswith("[") else value.split(",")
         except json.JSONDecodeError as error:
             raise ConfigError(f"{value!r:.80} is not JSON: {error}") from None
+        except RecursionError:
+            raise ConfigError(f"{value!r:.80} is nested too deeply") from None
     if not names or not isinstance(names, list) or not all(map(_is_name, names)):
         raise ConfigError(f'{value!r:.80} is not a list of names, such as a,b or ["a","b"]')
     return ",".join(name.strip() for name in names)

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from atom.sampling_params import SamplingParams, StructuredOutputsParams
 from frontend.constraint import Constraint, constraint_of
 from frontend.errors import RequestError
@@ -82,10 +84,10 @@ def read_request(
     except (TypeError, ValueError) as error:
         raise RequestError(str(error)) from None
     return DynamoRequest(
-        list(request["token_ids"]),
+        _typed(request, "token_ids", list[int]),
         params,
-        routing.get("dp_rank"),
-        routing.get("cache_salt") or "",
+        _typed(routing, "dp_rank", int | None),
+        _typed(routing, "cache_salt", str | None) or "",
         constraint,
         bool(output.get("return_tokens_as_token_ids")),
     )
@@ -113,7 +115,7 @@ def _stops(given: Mapping[str, Any], room: int) -> dict[str, Any]:
     """Ids that end the output, whether the frontend shows them or not."""
     names = ("stop_token_ids", "stop_token_ids_visible", "stop_token_ids_hidden")
     _refuse_rest("", given, {"max_tokens", "min_tokens", "ignore_eos", "stop", *names})
-    ids = sorted({token_id for name in names for token_id in given.get(name) or ()})
+    ids = sorted({token_id for name in names for token_id in _typed(given, name, list[int] | None) or ()})
     most = given.get("max_tokens")
     return {
         "max_tokens": max(room, 1) if most is None else most,
@@ -134,6 +136,14 @@ def _group(request: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(group, Mapping):
         raise RequestError(f"{name} must be an object, not {type(group).__name__}", param=name)
     return group
+
+
+def _typed(given: Mapping[str, Any], name: str, kind: Any) -> Any:
+    """The field as a value of this type. Raises RequestError."""
+    try:
+        return msgspec.convert(given.get(name), kind)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"{name}: {error}", param=name) from None
 
 
 def _refuse_rest(prefix: str, given: Mapping[str, Any], known: "frozenset[str] | set[str] | Any") -> None:

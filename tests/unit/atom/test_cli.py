@@ -111,6 +111,7 @@ def test_short_name_and_equals_sign() -> None:
         (["--model", ""], "empty"),
         (["--enforce-eager=yes"], "--enforce-eager"),
         (["--hf-overrides", "{'a': 1}"], "is not JSON: Expecting property name"),
+        (["--hf-overrides", "[" * 50_000], "is nested too deeply"),
         (["--hf-overrides", "[1]"], "is not a JSON object, such as {"),
         (["--hf-overrides", '{"a": NaN}'], "NaN is not a JSON number"),
         (["--hf-overrides", '{"b": {"a": 1, "a": 2}}'], "a is given twice"),

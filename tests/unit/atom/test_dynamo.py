@@ -85,6 +85,9 @@ def test_the_router_chooses_the_rank_and_the_salt() -> None:
     [
         *(({"n": 2}, "n"), ({"best_of": 3}, "best_of"), ({"use_beam_search": True}, "use_beam_search")),
         *(({"length_penalty": 0.5}, "length_penalty"), ({"max_thinking_tokens": 5}, "max_thinking_tokens")),
+        *(({"stop_token_ids": 5}, "stop_token_ids"), ({"stop_token_ids": ["5"]}, "stop_token_ids")),
+        *(({"token_ids": 5}, "token_ids"), ({"token_ids": [1.5]}, "token_ids")),
+        *(({"routing": {"dp_rank": "1"}}, "dp_rank"), ({"routing": {"cache_salt": 1}}, "cache_salt")),
         *(({"formatted_prompt": True}, "formatted_prompt"), ({"temperature": -1}, "temperature")),
         (
             {"guided_decoding": {"regex": "a", "whitespace_pattern": " "}},
