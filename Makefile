@@ -71,10 +71,10 @@ serve: install ## serve the small model on HOST:PORT (127.0.0.1:8000); more flag
 	@exec $(BIN)/atom-launch --model $(SMALL) \
 		--served-model-name smollm2-135m-instruct --host $(HOST) --server-port $(PORT) $(ARGS)
 
-# A process more than cores in the first part: some of its tests wait.
+# A process more than cores where some tests wait.
 test: install ## every test that needs neither a GPU nor minutes, then test-isa and most of test-kernels
 	@$(PARALLEL) -n $$(($$(nproc) + 1)) -m "not models and not slow" tests/models tests/golden tests/arch tests/unit $(ARGS)
-	@$(PARALLEL) -m "not slow" tests/multiprocess tests/e2e $(ARGS)
+	@$(PARALLEL) -n $$(($$(nproc) + 1)) -m "not slow" tests/multiprocess tests/e2e $(ARGS)
 	@$(MAKE) --no-print-directory test-isa test-kernels ARGS= KERNEL_TESTS="$(SHORT_KERNEL_TESTS)"
 
 test-unit: install ## the unit tests and those of the rules (arch), on all cores

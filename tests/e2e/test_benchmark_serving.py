@@ -75,7 +75,8 @@ def test_the_documented_command_gives_every_documented_key(
     assert (result["completed"], result["num_prompts"], result["max_concurrency"]) == (40, 40, 4)
     assert 40 * 19 <= result["total_input_tokens"] <= 40 * 24
     assert 40 * 12 <= result["total_output_tokens"] <= 40 * 16
-    assert 0 < result["median_tpot_ms"] < result["median_e2el_ms"]
+    # On a busy machine the few tokens of a request may arrive together.
+    assert 0 <= result["median_tpot_ms"] < result["median_e2el_ms"]
     assert "Serving Benchmark Result" in done.stdout and "Successful requests:" in done.stdout
 
 
