@@ -18,9 +18,9 @@ import msgspec
 
 from atom.doctor_text import report_text
 from atom.host import Host, find_host
-from atom.messages.doctor import Devices, DevicesLaunch, Library, LibraryLaunch
+from atom.messages.doctor import Devices, DevicesLaunch, Library
 from atom.supervisor.child import how_it_ended
-from atom.utils import envs
+from atom.utils import envs, optional_library
 from atom.utils.errors import one_line
 from atom.utils.open_files import NEEDED_FILES
 from atom.utils.process import last_line, spawn
@@ -28,7 +28,7 @@ from atom.utils.run_directory import RunDirectory
 
 DEADLINE_S = 120.0
 _HUB_DEADLINE_S = 10.0
-_LIBRARIES = {"AITER": LibraryLaunch("aiter", "amd-aiter"), "MORI": LibraryLaunch("mori", "amd-mori")}
+_LIBRARIES = {"AITER": optional_library.AITER, "MORI": optional_library.MORI}
 _LEAST_MEMORY = 1 << 30
 _SHARED_MEMORY = 1 << 28
 """NCCL's buffers for the GPUs of one host."""
@@ -62,7 +62,7 @@ def examine(port: int, tries_hub: bool, deadline_s: float = DEADLINE_S) -> Repor
     deadline = time.monotonic() + deadline_s
     devices = _start("workers.describe_devices", DevicesLaunch(), Devices, deadline)
     libraries = {
-        name: _start("workers.describe_library", launch, Library, deadline)
+        name: _start("atom.utils.optional_library", launch, Library, deadline)
         for name, launch in _LIBRARIES.items()
     }
     host = find_host(port)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from atom.utils.optional_library import release
+
 _TOOL_DEADLINE_S = 20.0
 _CGROUP = Path("/sys/fs/cgroup")
 _SHARED = Path("/dev/shm")
@@ -115,7 +117,7 @@ def find_package(name: str) -> Package:
     except metadata.PackageNotFoundError:
         version = ""
     needs = _needed(name)
-    fits = not needs or (bool(version) and _release(version) >= _release(needs))
+    fits = not needs or (bool(version) and release(version) >= release(needs))
     return Package(name, version, needs and f">={needs}", fits)
 
 
@@ -163,12 +165,6 @@ def _needed(name: str) -> str:
         return ""
     found = (re.fullmatch(rf"{name}>=([\d.]+)", line.replace(" ", "")) for line in lines)
     return next((each[1] for each in found if each), "")
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """Leading numbers, so that 2.11.0+cu130 is at least 2.11."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in found[0].split(".")) if found else ()
 
 
 def _is_free(port: int) -> bool:

@@ -76,6 +76,12 @@ def summary(resolved: dict[str, tuple[str, ...]]) -> str:
     return "; ".join([*special, f"every other op: {REFERENCE}"])
 
 
+def warnings(device: torch.device) -> list[str]:
+    """Libraries that are installed for this device and cannot be used, each with what to do."""
+    problem = aiter_impl.problem(device)
+    return [] if problem is None else [f"ops run without AITER: {problem}"]
+
+
 def ran_in_torch() -> list[str]:
     """Names of the ops that fell back to torch at least once since the last `resolve`."""
     return sorted(each.name for each in REGISTRY.values() if each.ran_reference)

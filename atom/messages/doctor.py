@@ -4,10 +4,12 @@ import msgspec
 
 
 class LibraryLaunch(msgspec.Struct, frozen=True):
-    """For `python -m workers.describe_library`: import this module."""
+    """For `python -m atom.utils.optional_library`: import this module."""
 
     module: str
     distribution: str
+    least: str = ""
+    """The oldest version that can be used; empty: any."""
 
 
 class DevicesLaunch(msgspec.Struct, frozen=True):

@@ -11,6 +11,8 @@ from importlib.util import find_spec
 
 import torch
 
+from atom.utils import optional_library
+
 TARGETS = ("gfx942", "gfx950")
 """Architectures for which AITER has compiled kernels: MI300X, MI308X, MI325X; MI350X, MI355X."""
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
@@ -20,7 +22,17 @@ NEEDS = "an MI300 or MI350 GPU (gfx942, gfx950) and amd-aiter 0.1.7 or later"
 
 def runs_on(device: torch.device) -> bool:
     """The `supported` check of the providers here."""
-    return architecture(device) in TARGETS and find_spec("aiter") is not None
+    return architecture(device) in TARGETS and find_spec("aiter") is not None and problem(device) is None
+
+
+def problem(device: torch.device) -> str | None:
+    """Why AITER, which is installed, cannot be used on that AMD GPU, and what to do; else None."""
+    found = architecture(device)
+    if not found or find_spec("aiter") is None:
+        return None
+    if found not in TARGETS:
+        return f"amd-aiter has no kernels for {found}, only for {' and '.join(TARGETS)}: uninstall it"
+    return optional_library.problem(optional_library.AITER)
 
 
 def architecture(device: torch.device) -> str:

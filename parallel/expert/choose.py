@@ -15,7 +15,7 @@ from atom.utils.logger import get_logger
 from parallel.expert.all_to_all import AllToAllDispatch
 from parallel.expert.dispatch import ExpertDispatch, LocalDispatch, PlannedDispatch, RoutedTokens
 from parallel.expert.gather import GatherDispatch
-from parallel.expert.mori import MoriDispatch, mori_problem
+from parallel.expert.mori import MoriDispatch, mori_failure, mori_problem
 from parallel.expert.padded import PaddedDispatch
 from parallel.mesh import Mesh
 
@@ -82,6 +82,8 @@ def expert_dispatch(
     problem = mori_problem(mesh.device)
     if backend == "mori" and problem:
         raise ValueError(f"--all2all-backend mori: {problem}; use auto")
+    if backend == "auto" and mesh.ep.rank == 0 and (broken := mori_failure(mesh.device)):
+        get_logger().warning("experts' tokens travel without MORI: %s", broken)
     if backend == "mori" or (backend == "auto" and not problem):
         chosen: ExpertDispatch = MoriDispatch(mesh, max_tokens)
     elif backend == "allgather_reducescatter":

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from atom.utils import optional_library
 from parallel.expert.all_to_all import owners
 from parallel.expert.dispatch import PlannedDispatch, RoutedTokens
 from parallel.mesh import Mesh
@@ -29,7 +30,13 @@ def mori_problem(device: torch.device) -> str | None:
         return "MORI needs an AMD GPU and torch for ROCm"
     if find_spec("mori") is None:
         return "the package amd-mori is not installed"
-    return None
+    return mori_failure(device)
+
+
+def mori_failure(device: torch.device) -> str | None:
+    """Why MORI, which is installed, cannot be used on that AMD GPU, and what to do; else None."""
+    on_rocm = device.type == "cuda" and torch.version.hip is not None
+    return optional_library.problem(optional_library.MORI) if on_rocm else None
 
 
 class MoriDispatch(PlannedDispatch):

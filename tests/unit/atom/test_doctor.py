@@ -87,7 +87,7 @@ def test_versions_against_the_lower_bound(version: str, fits: bool, monkeypatch:
 
 def library(module: str, seconds: float = 60.0) -> Library:
     launch = LibraryLaunch(module, f"no-such-{module}")
-    result = doctor._start("workers.describe_library", launch, Library, time.monotonic() + seconds)
+    result = doctor._start("atom.utils.optional_library", launch, Library, time.monotonic() + seconds)
     return result()
 
 

@@ -1,0 +1,107 @@
+"""Libraries that are installed and cannot be imported cost a warning at start, never the process."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from atom.utils import optional_library
+from atom.utils.optional_library import AITER, MORI
+from atom_ops import aiter_impl, backend
+from parallel.expert.mori import mori_problem
+
+GPU = torch.device("cuda", 0)
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Puts a package with that source and version on the paths of this process and its children."""
+
+    def put(module: str, source: str, version: str = "") -> None:
+        (tmp_path / f"{module}.py").write_text(source)
+        if version:
+            described = tmp_path / f"amd_{module}-{version}.dist-info"
+            described.mkdir()
+            (described / "METADATA").write_text(
+                f"Metadata-Version: 2.1\nName: amd-{module}\nVersion: {version}\n"
+            )
+
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    optional_library._problem.cache_clear()
+    yield put
+    optional_library._problem.cache_clear()
+
+
+@pytest.fixture
+def mi300(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aiter_impl, "architecture", lambda device: "gfx942")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("raise OSError('libamdhip64.so.7: no such file')", "OSError: libamdhip64.so.7: no such file"),
+        ("import os\nos.abort()", "the import ended its process with status -6"),
+    ],
+)
+@pytest.mark.usefixtures("mi300")
+def test_what_cannot_be_imported_is_not_used(source: str, found: str, install: Install) -> None:
+    install("aiter", source, "0.1.9")
+    assert not aiter_impl.runs_on(GPU)
+    (line,) = backend.warnings(GPU)
+    assert line.startswith("ops run without AITER: amd-aiter ")
+    assert found in line and "hipcc" in line
+    assert "aiter" not in sys.modules
+
+
+@pytest.mark.usefixtures("mi300")
+def test_a_version_that_is_too_old_is_named(install: Install) -> None:
+    install("aiter", "", "0.1.5.post4")
+    assert not aiter_impl.runs_on(GPU)
+    assert backend.warnings(GPU) == [
+        "ops run without AITER: amd-aiter 0.1.5.post4 is too old: pip install 'amd-aiter>=0.1.7'"
+    ]
+
+
+@pytest.mark.usefixtures("mi300")
+def test_mori_that_is_asked_for_and_broken_is_refused(install: Install) -> None:
+    install("mori", "raise ImportError('librocm_smi64.so')", "1.2.4")
+    problem = mori_problem(GPU)
+    assert problem and problem.startswith("amd-mori 1.2.4 cannot be imported (ImportError: librocm_smi64.so)")
+
+
+@pytest.mark.usefixtures("mi300")
+def test_what_can_be_imported_is_used(install: Install) -> None:
+    install("aiter", "", "0.1.7.post2")
+    install("mori", "", "1.2.4")
+    assert aiter_impl.runs_on(GPU) and not backend.warnings(GPU) and mori_problem(GPU) is None
+
+
+def test_another_amd_gpu_has_no_aiter(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("aiter", "raise AssertionError")
+    monkeypatch.setattr(aiter_impl, "architecture", lambda device: "gfx1100")
+    assert not aiter_impl.runs_on(GPU)
+    assert "no kernels for gfx1100" in backend.warnings(GPU)[0]
+
+
+def test_nothing_is_tried_on_other_devices(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where the libraries are installed: the import would fail, and takes seconds."""
+
+    def unwanted(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a trial import on a device that is not AMD's")
+
+    for launch in (AITER, MORI):
+        install(launch.module, "raise AssertionError")
+    monkeypatch.setattr(optional_library, "spawn", unwanted)
+    before = set(sys.modules)
+    for device in (torch.device("cpu"), GPU):
+        assert not aiter_impl.runs_on(device) and not backend.warnings(device)
+        assert mori_problem(device) == "MORI needs an AMD GPU and torch for ROCm"
+    resolved = backend.resolve(torch.device("cpu"))
+    assert not any(name.startswith(("aiter", "mori")) for order in resolved.values() for name in order)
+    assert not (set(sys.modules) - before) & {"aiter", "mori"}
