@@ -40,6 +40,7 @@ from atom_ops.ops.index_keys import (
     write_index_keys,
 )
 from atom_ops.ops.kv_cache import KVLayer, kv_bytes_per_block, make_kv_layer, write_kv
+from atom_ops.ops.kv_indices import KVIndices, kv_indices
 from atom_ops.ops.latent_attention import (
     absorb_queries,
     expand_values,
@@ -126,6 +127,7 @@ __all__ = [
     "HeadNorms",
     "IndexKeys",
     "IndexNorm",
+    "KVIndices",
     "KVLayer",
     "LatentLayer",
     "LatentNorms",
@@ -170,6 +172,7 @@ __all__ = [
     "index_topk",
     "keep_latents",
     "kv_bytes_per_block",
+    "kv_indices",
     "latent_attention",
     "latent_bytes_per_block",
     "latents_of_step",

@@ -59,6 +59,8 @@ def load() -> None:
     import atom_ops.aiter_impl.activation
     import atom_ops.aiter_impl.attention
     import atom_ops.aiter_impl.experts
+    import atom_ops.aiter_impl.latent_attention
     import atom_ops.aiter_impl.linear
     import atom_ops.aiter_impl.norm
-    import atom_ops.aiter_impl.rotary  # noqa: F401
+    import atom_ops.aiter_impl.rotary
+    import atom_ops.aiter_impl.sparse_attention  # noqa: F401

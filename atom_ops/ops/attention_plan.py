@@ -105,8 +105,8 @@ class AttentionPlan:
     """Attention metadata of R rows in one step, shared by all layers of one block table.
 
     Row r's queries are tokens `query_starts_R1[r]` … `query_starts_R1[r + 1]` - 1 of the step, the
-    last of its `context_lens_R[r]` tokens. A row without queries is skipped; the result of one
-    without context is 0. So a captured graph can be replayed with fewer rows, as long as the
+    last of its `context_lens_R[r]` tokens. A row without queries is skipped; one without context is
+    padding, with any result. So a captured graph can be replayed with fewer rows, as long as the
     numbers below, which decide the launches, still bound the tensors' values.
     """
 

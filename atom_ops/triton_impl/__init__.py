@@ -50,6 +50,7 @@ def load() -> None:
     import atom_ops.triton_impl.gated_delta_rule
     import atom_ops.triton_impl.index_keys
     import atom_ops.triton_impl.kv_cache
+    import atom_ops.triton_impl.kv_indices
     import atom_ops.triton_impl.latent_attention
     import atom_ops.triton_impl.latent_cache
     import atom_ops.triton_impl.latent_heads

@@ -38,8 +38,9 @@ def flash_attn_varlen_func(
 ) -> Tensor:
     """Packed sequences; the causal mask is aligned to the bottom right. What no sequence covers stays NaN."""
     assert causal and q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
-    assert k.shape == v.shape and q.shape[2] == k.shape[2] and q.shape[1] % k.shape[1] == 0
-    out = torch.full_like(q, torch.nan)
+    assert k.shape[:2] == v.shape[:2] and q.shape[2] == k.shape[2] and q.shape[1] % k.shape[1] == 0
+    assert k.shape == v.shape or (k.shape[2], v.shape[2]) == (192, 128)
+    out = q.new_full((*q.shape[:2], v.shape[2]), torch.nan)
     starts_q, starts_k = _starts(cu_seqlens_q), _starts(cu_seqlens_k)
     assert starts_k[-1] <= len(k)
     for row in range(len(starts_q) - 1):

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from atom_ops import aiter_impl, backend
-from tests.aiter_contract import attention, gemm, moe, rows
+from tests.aiter_contract import attention, gemm, latent, moe, rows
 from tests.helpers.signatures import parsed
 
 SEMANTICS: dict[str, Callable[..., Any]] = {
@@ -31,10 +31,14 @@ SEMANTICS: dict[str, Callable[..., Any]] = {
     "aiter.reshape_and_cache_flash": attention.reshape_and_cache_flash,
     "aiter.flash_attn_varlen_func": attention.flash_attn_varlen_func,
     "aiter.ops.triton.unified_attention.unified_attention": attention.unified_attention,
+    "aiter.get_mla_metadata_info_v1": latent.get_mla_metadata_info_v1,
+    "aiter.get_mla_metadata_v1": latent.get_mla_metadata_v1,
+    "aiter.mla.mla_decode_fwd": latent.mla_decode_fwd,
+    "aiter.mla.mla_prefill_fwd": latent.mla_prefill_fwd,
 }
 _MODULES = (
     *("aiter", "aiter.tuned_gemm", "aiter.fused_moe", "aiter.ops", "aiter.ops.shuffle", "aiter.ops.triton"),
-    "aiter.ops.triton.unified_attention",
+    *("aiter.ops.triton.unified_attention", "aiter.mla"),
 )
 _ENUMERATIONS = {"ActivationType": moe.ActivationType, "QuantType": moe.QuantType}
 
@@ -96,4 +100,5 @@ def _function(
         calls[name] += 1
         return semantics(**given)
 
+    call.__signature__ = bound_by  # type: ignore[attr-defined]
     return call

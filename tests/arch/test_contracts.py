@@ -26,21 +26,36 @@ def bind(use: Use, signatures: dict[str, str]) -> None:
     parsed(text).bind(*use.call.args, **dict.fromkeys(map(str, keywords)))
 
 
-def test_every_call_fits_its_published_signature() -> None:
-    signatures = published()
-    found = package_uses([ROOT / path for path in package_files()])
-    for use in found:
+def fits(use: Use, signatures: dict[str, str]) -> bool:
+    """Whether `bind` takes it."""
+    try:
         bind(use, signatures)
+    except TypeError:
+        return False
+    return True
+
+
+def our_uses() -> list[Use]:
+    return package_uses([ROOT / path for path in package_files()])
+
+
+def test_every_call_fits_its_published_signature() -> None:
+    """A call that does not is for the next release, and another one of the same function fits."""
+    signatures, next_release, found = published(), in_development(), our_uses()
+    fit = {use.name for use in found if use.name in signatures and fits(use, signatures)}
+    for use in found:
+        bind(use, signatures if use.name not in fit or fits(use, signatures) else next_release)
     assert {use.name for use in found} == set(signatures), "signatures that nothing uses"
 
 
 def test_calls_fit_the_next_release_as_well() -> None:
-    """One call serves both: AITER's parameters move between releases."""
+    """One call serves both, since AITER's parameters move between releases, or there is one for each."""
     signatures = in_development()
     assert set(signatures) <= set(published())
-    for use in package_uses([ROOT / path for path in package_files()]):
-        if use.name in signatures:
-            bind(use, signatures)
+    calls = [use for use in our_uses() if use.name in signatures and use.call is not None]
+    fit = {use.name for use in calls if fits(use, signatures)}
+    for use in calls:
+        bind(use, signatures if use.name not in fit or fits(use, signatures) else published())
 
 
 def test_nothing_uses_a_library_unseen() -> None:

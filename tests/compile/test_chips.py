@@ -107,6 +107,7 @@ def latent_attention(heads: int, split_tokens: int) -> None:
                 )
                 q_THK = absorb.function(q_THE, expansion[:, :nope], *turn, True)
                 expand.function(q_THK[..., :latent], expansion[:, nope:])
+            run("kv_indices", plan, 16)
             run("latent_attention", q_THK, cache, plan, 0.1)
             part = replace(cache, shard=TokenShard(3, 8))
             run("norm_and_write_latents", latents, norms, *turn, part, slots, True)

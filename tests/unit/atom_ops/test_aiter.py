@@ -18,26 +18,50 @@ from atom_ops import (
     pack_expert_weight,
 )
 from atom_ops.op import REGISTRY, Case, Op, Provider
+from atom_ops.ops.latent_attention import latent_case
 from atom_ops.weights import Shuffled
 from tests.aiter_contract.package import SEMANTICS, Swap, install
 from tests.helpers.core_side import generate
 from tests.helpers.op_cases import CPU, DTYPES, check
 from tests.helpers.reference import NEW_TOKENS, TOLERANCE, Reference, make_reference
 from tests.helpers.signatures import in_development, published
-from tests.helpers.teacher_forcing import TinyWorker, step_logits
+from tests.helpers.teacher_forcing import TinyWorker, forced_logits, step_logits
 from tests.helpers.tiny_models import Tiny, tiny
 
 SIGNATURES = {"published": published(), "in development": published() | in_development()}
 OPS = ("rms_norm", "add_rms_norm", "silu_and_mul", "rotary", "linear", "experts")
+LATENT_OPS = ("latent_attention", "sparse_latent_attention", "prompt_attention")
+# Shapes that AITER's kernels take and the ops' own cases lack: drafts, chunks, head counts.
+LATENT_CASES = [
+    latent_case([2, 2, 2], [2, 40, 300], 16, decode_query_len=2),
+    latent_case([4, 4], [90, 65], 5, decode_query_len=4),
+    latent_case([1, 1], [1, 200], 40),
+    latent_case([20, 33], [20, 100], 16),
+    latent_case([9], [31], 3),
+    latent_case([7], [7], 128),
+]
 # Sizes that all of AITER's kernels take.
 _SIZES = {"hidden_size": 64, "intermediate_size": 96}
+_LATENT_SIZES = {
+    **_SIZES, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "qk_nope_head_dim": 128,
+    "v_head_dim": 128, "moe_intermediate_size": 32,
+}  # fmt: skip
 _MOE_SIZES = {"moe_intermediate_size": 32, "mlp_only_layers": [0]}
 MODELS = {
     "llama": Tiny("llama", "llama", 2, _SIZES),
     "qwen3-moe": replace(tiny("qwen3-moe"), seed=2, config=tiny("qwen3-moe").config | _SIZES | _MOE_SIZES),
     "mistral with a window": Tiny("mistral", "mistral", 1, _SIZES | {"sliding_window": 20}),
     "gpt-oss": tiny("gpt-oss"),
+    "deepseek-v3": replace(tiny("deepseek-v3"), seed=1, config=tiny("deepseek-v3").config | _LATENT_SIZES),
+    "glm-5": replace(
+        tiny("glm-5"), seed=1, config=tiny("glm-5").config | _LATENT_SIZES | {"index_head_dim": 72}
+    ),
 }
+COMPLETE = {
+    "qwen3-moe": {name for name in SEMANTICS if "mla" not in name},
+    "deepseek-v3": {name for name in SEMANTICS if "mla" in name},
+}
+"""The functions that steps of a model call."""
 
 Install = Callable[..., Counter[str]]
 
@@ -63,10 +87,10 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Re
 
 def table() -> Iterator[Any]:
     aiter_impl.load()
-    for name in OPS:
+    for name in (*OPS, *LATENT_OPS):
         op = REGISTRY[name]
         for dtype in DTYPES:
-            for case in op.cases:
+            for case in (*op.cases, *(LATENT_CASES if name == "latent_attention" else ())):
                 yield pytest.param(op, dtype, case, id=f"{name}-{str(dtype)[6:]}-{case.label}")
 
 
@@ -85,7 +109,11 @@ def test_without_an_amd_gpu_nothing_is_used() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "signatures"), [*((name, "published") for name in MODELS), ("qwen3-moe", "in development")]
+    ("name", "signatures"),
+    [
+        *((name, "published") for name in MODELS),
+        *((name, "in development") for name in ("qwen3-moe", "deepseek-v3")),
+    ],
 )
 def test_tiny_models_generate_the_ids_of_transformers(
     name: str, signatures: str, reference_of: Callable[[str], Reference], installed: Install
@@ -96,9 +124,24 @@ def test_tiny_models_generate_the_ids_of_transformers(
     found = generate(worker.core(), worker.execute, reference.prompts, NEW_TOKENS, 16, 3)
     assert found == reference.ids
     check_whole_texts(worker, reference)
+    check_chunks(worker, reference)
+    if name in COMPLETE:
+        assert COMPLETE[name] <= set(calls), "functions that no step calls"
     if name == "qwen3-moe":
-        assert set(calls) == set(SEMANTICS), "functions that no step calls"
         assert not set(OPS) & set(backend.ran_in_torch())
+
+
+def test_every_function_is_called_by_a_model() -> None:
+    assert set(SEMANTICS) == set.union(*COMPLETE.values())
+
+
+def check_chunks(worker: TinyWorker, reference: Reference) -> None:
+    """A text's log probabilities, its first tokens in one step and all others in the next."""
+    core, continuation = worker.core(), reference.continuations[-1]
+    core.add(0, continuation.text)
+    counts = 40, len(continuation.text) - 40
+    found_TV = forced_logits(worker.worker, core, 0, counts).log_softmax(-1)
+    torch.testing.assert_close(found_TV, continuation.logprobs_TV, atol=TOLERANCE, rtol=0)
 
 
 def check_whole_texts(worker: TinyWorker, reference: Reference) -> None:
@@ -158,6 +201,54 @@ def test_a_swap_of_two_arguments_is_found(
         assert found == [ids[:4] for ids in reference.ids]
         check_whole_texts(worker, reference)
     except (AssertionError, AttributeError, TypeError, RuntimeError):
+        assert calls[swap[0]] > 0
+        return
+    pytest.fail("the swap changes nothing")
+
+
+_INFO, _METADATA = "aiter.get_mla_metadata_info_v1", "aiter.get_mla_metadata_v1"
+_DECODE, _CHUNKS = "aiter.mla.mla_decode_fwd", "aiter.mla.mla_prefill_fwd"
+# Left out are swaps of equal values: the two dtypes, two lengths of a query.
+LATENT_SWAPS = [
+    (_INFO, "batch_size", "num_head_qo"),
+    (_INFO, "max_seqlen_qo", "num_head_qo"),
+    (_INFO, "is_sparse", "fast_mode"),
+    (_METADATA, "seqlens_qo_indptr", "seqlens_kv_indptr"),
+    (_METADATA, "num_heads_per_head_k", "num_heads_k"),
+    (_METADATA, "work_indptr", "work_info"),
+    (_METADATA, "work_metadata_ptrs", "work_indptr"),
+    (_METADATA, "reduce_indptr", "reduce_partial_map"),
+    (_METADATA, "reduce_final_map", "reduce_partial_map"),
+    (_METADATA, "kv_granularity", "max_seqlen_qo"),
+    (_METADATA, "uni_seqlen_qo", "kv_granularity"),
+    (_DECODE, "q", "o"),
+    (_DECODE, "q", "kv_buffer"),
+    (_DECODE, "qo_indptr", "kv_indptr"),
+    (_DECODE, "kv_indptr", "kv_indices"),
+    (_DECODE, "kv_indices", "kv_last_page_lens"),
+    (_DECODE, "max_seqlen_q", "num_kv_splits"),
+    (_DECODE, "sm_scale", "max_seqlen_q"),
+    (_DECODE, "work_meta_data", "work_indptr"),
+    (_DECODE, "work_indptr", "work_info_set"),
+    (_DECODE, "reduce_indptr", "reduce_partial_map"),
+    (_DECODE, "reduce_final_map", "reduce_partial_map"),
+    (_CHUNKS, "q", "o"),
+    (_CHUNKS, "q", "kv_buffer"),
+    (_CHUNKS, "qo_indptr", "kv_indptr"),
+    (_CHUNKS, "kv_indptr", "kv_indices"),
+    (_CHUNKS, "kv_indices", "kv_last_page_lens"),
+    (_CHUNKS, "max_seqlen_q", "sm_scale"),
+]
+
+
+@pytest.mark.parametrize("swap", LATENT_SWAPS, ids="-".join)
+def test_a_swap_of_two_arguments_of_latent_attention_is_found(swap: Swap, installed: Install) -> None:
+    calls = installed(swap=swap)
+    op = REGISTRY["latent_attention"]
+    try:
+        for case in LATENT_CASES:
+            check(op, op.providers["aiter"], torch.float32, case, CPU)
+    except (AssertionError, AttributeError, IndexError, TypeError, RuntimeError, ValueError):
         assert calls[swap[0]] > 0
         return
     pytest.fail("the swap changes nothing")
