@@ -17,8 +17,8 @@ from typing import TypeVar
 import msgspec
 
 from atom.doctor_text import report_text
-from atom.host import Host, find_host
-from atom.messages.doctor import Devices, DevicesLaunch, Library
+from atom.host import Host, find_host, has_amd_driver
+from atom.messages.doctor import AmdGpus, AmdLaunch, Devices, DevicesLaunch, Library
 from atom.supervisor.child import how_it_ended
 from atom.utils import envs, optional_library
 from atom.utils.errors import one_line
@@ -33,7 +33,7 @@ _LEAST_MEMORY = 1 << 30
 _SHARED_MEMORY = 1 << 28
 """NCCL's buffers for the GPUs of one host."""
 
-R = TypeVar("R", Devices, Library)
+R = TypeVar("R", Devices, Library, AmdGpus)
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -48,6 +48,8 @@ class Report(msgspec.Struct, frozen=True):
     libraries: dict[str, Library]
     hub: str | None
     """Whether the hub responds; None: not tried."""
+    amd: AmdGpus | None = None
+    """What AMD's library finds; None: AMD's driver is not loaded."""
 
 
 def run(port: int, tries_hub: bool, as_json: bool) -> int:
@@ -65,11 +67,14 @@ def examine(port: int, tries_hub: bool, deadline_s: float = DEADLINE_S) -> Repor
         name: _start("atom.utils.optional_library", launch, Library, deadline)
         for name, launch in _LIBRARIES.items()
     }
+    amd = _start("atom.amd_gpus", AmdLaunch(), AmdGpus, deadline) if has_amd_driver() else None
     host = find_host(port)
     hub = reach_hub() if tries_hub else None
     found, imported = devices(), {name: result() for name, result in libraries.items()}
     problems = [*_problems(host, found), *_unusable_directories()]
-    return Report(not problems, problems, list(_warnings(host, found)), host, found, imported, hub)
+    warnings = [*_warnings(host, found), *_unusable_libraries(found, imported)]
+    known = amd() if amd is not None else None
+    return Report(not problems, problems, warnings, host, found, imported, hub, known)
 
 
 def _start(module: str, launch: msgspec.Struct, kind: type[R], deadline: float) -> Callable[[], R]:
@@ -131,6 +136,14 @@ def _warnings(host: Host, devices: Devices) -> Iterator[str]:
         yield f"/dev/shm has less than {least} MiB, which -tp needs: start the container with --shm-size"
     if devices.dtypes == ["float32"] and not devices.gpus:
         yield "the CPU has no 16-bit arithmetic: models run in float32 on it"
+
+
+def _unusable_libraries(devices: Devices, libraries: dict[str, Library]) -> Iterator[str]:
+    """AMD's libraries beside AMD's GPUs; elsewhere their imports fail, and nothing uses them."""
+    if any(gpu.capability.startswith("gfx") for gpu in devices.gpus):
+        for name, library in libraries.items():
+            if library.error and library.error != optional_library.NOT_INSTALLED:
+                yield f"{name} {library.version} is not used: {library.error}; repair or uninstall it"
 
 
 def _unusable_directories() -> Iterator[str]:

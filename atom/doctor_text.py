@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from atom.host import Cpu
-from atom.messages.doctor import Devices
+from atom.messages.doctor import AmdGpus, Devices
 from atom.plan_text import size_text
 from atom.utils.version import atom_version
 
@@ -37,10 +37,15 @@ def _rows(report: "Report") -> Iterator[tuple[str, str]]:
     yield "CPU", _cpu(host.cpu)
     yield "memory", _memory(host.cpu)
     yield "GPUs", _gpus(devices)
+    if host.visible:
+        yield "visible", ", ".join(f"{name}={value}" for name, value in host.visible.items())
+    if report.amd is not None:
+        yield "AMD", _amd(report.amd)
     if host.driver:
         yield "driver", host.driver
-    if host.links:
-        yield "links", "; ".join(host.links)
+    links = host.links or (report.amd.links if report.amd is not None else [])
+    if links:
+        yield "links", "; ".join(links)
     yield "torch", devices.torch or devices.error
     yield (
         "packages",
@@ -92,6 +97,20 @@ def _gpus(devices: Devices) -> str:
         for (name, capability, total), count in kinds.items()
     ]
     return f"{'; '.join(each)}, at least {size_text(free)} free" if each else devices.gpu_problem or "none"
+
+
+def _amd(found: AmdGpus) -> str:
+    """All GPUs of the driver."""
+    if found.error:
+        return f"amdsmi: {found.error}"
+    kinds = Counter((gpu.name, gpu.architecture, gpu.total_bytes) for gpu in found.gpus)
+    gpus = "; ".join(
+        f"{count} x {name} ({architecture}), {size_text(total)} each"
+        for (name, architecture, total), count in kinds.items()
+    )
+    return (
+        f"{gpus or 'no GPUs'} on this host; ROCm {found.rocm or 'not found'}, driver {found.driver or 'none'}"
+    )
 
 
 def _limit(value: int) -> str:

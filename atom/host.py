@@ -6,6 +6,7 @@ import resource
 import shutil
 import socket
 import subprocess
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import msgspec
 from atom.utils.optional_library import release
 
 _TOOL_DEADLINE_S = 20.0
+_AMD_DRIVER = Path("/sys/module/amdgpu")
 _CGROUP = Path("/sys/fs/cgroup")
 _SHARED = Path("/dev/shm")
 _INSTRUCTIONS = {
@@ -27,6 +29,7 @@ _INSTRUCTIONS = {
     "sve": "SVE",
 }
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors")
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _NAMES_OF_CPU = ("model name", "Model", "Hardware")
 
 
@@ -71,6 +74,8 @@ class Host(msgspec.Struct, frozen=True):
     """Free in /dev/shm; None: there is none."""
     port: int
     port_is_free: bool
+    visible: dict[str, str] = {}
+    """The variables that limit the GPUs which torch finds, as far as they are set."""
 
 
 def find_host(port: int) -> Host:
@@ -84,7 +89,13 @@ def find_host(port: int) -> Host:
         shared_memory_bytes=shutil.disk_usage(_SHARED).free if _SHARED.is_dir() else None,
         port=port,
         port_is_free=_is_free(port),
+        visible={name: os.environ[name] for name in _VISIBLE if name in os.environ},
     )
+
+
+def has_amd_driver() -> bool:
+    """Whether the driver of AMD's GPUs is loaded."""
+    return _AMD_DRIVER.is_dir()
 
 
 def find_cpu(proc: Path = Path("/proc"), group: Path = _CGROUP) -> Cpu:
@@ -122,14 +133,22 @@ def find_package(name: str) -> Package:
 
 
 def parse_links(matrix: str) -> list[str]:
-    """Kind of link -> pairs of GPUs, of `nvidia-smi topo -m` or `rocm-smi --showtopotype`."""
+    """The lines of `link_lines` for the output of `nvidia-smi topo -m` or `rocm-smi --showtopotype`."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", matrix)
     rows = [line.split() for line in text.splitlines() if re.match(r"GPU\d+\s", line)]
+    return link_lines(
+        (kind, row, column)
+        for row, cells in enumerate(rows)
+        for column, kind in enumerate(cells[1 : len(rows) + 1])
+        if column > row
+    )
+
+
+def link_lines(links: Iterable[tuple[str, int, int]]) -> list[str]:
+    """For each kind of link the pairs of GPUs that it connects, as `NV18: 0-1, 0-2`."""
     kinds: dict[str, list[str]] = {}
-    for row, cells in enumerate(rows):
-        for column, kind in enumerate(cells[1 : len(rows) + 1]):
-            if column > row:
-                kinds.setdefault(kind, []).append(f"{row}-{column}")
+    for kind, first, second in links:
+        kinds.setdefault(kind, []).append(f"{first}-{second}")
     if len(kinds) == 1:
         return [f"{kind} between all GPUs" for kind in kinds]
     return [f"{kind}: {', '.join(pairs)}" for kind, pairs in kinds.items()]
@@ -144,7 +163,7 @@ def _driver() -> str:
     nvidia = _tool("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     if nvidia:
         return f"NVIDIA {nvidia.splitlines()[0].strip()}"
-    amd = _text(Path("/sys/module/amdgpu/version"))
+    amd = _text(_AMD_DRIVER / "version")
     return f"amdgpu {amd}" if amd else ""
 
 

@@ -1,4 +1,4 @@
-"""What our code uses of AITER and MORI, which are not installed here: found in the syntax tree.
+"""What our code uses of AITER, MORI and amdsmi, which are not installed here: found in the syntax tree.
 
 A use is a dotted name of the library, with its call if it is one: `import mori.ops; mori.ops.Op(config=c)`,
 `from aiter.dist import f; f(x=x)`, and for an object that is annotated with a class of the library, or
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-LIBRARIES = {"mori": "amd-mori", "aiter": "amd-aiter"}
+LIBRARIES = {"mori": "amd-mori", "aiter": "amd-aiter", "amdsmi": "amdsmi"}
 """The distribution of each import name."""
 
 

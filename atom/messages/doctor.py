@@ -26,6 +26,34 @@ class Gpu(msgspec.Struct, frozen=True):
     """Compute capability, as 9.0; for AMD the architecture, as gfx942."""
 
 
+class AmdLaunch(msgspec.Struct, frozen=True):
+    """For `python -m atom.amd_gpus`."""
+
+
+class AmdGpu(msgspec.Struct, frozen=True):
+    """One GPU of AMD's driver, whether torch may use it or not."""
+
+    name: str
+    architecture: str
+    """As gfx942."""
+    total_bytes: int
+    free_bytes: int
+
+
+class AmdGpus(msgspec.Struct, frozen=True):
+    """What AMD's library amdsmi finds."""
+
+    error: str = ""
+    """Why it finds nothing, in one line."""
+    gpus: list[AmdGpu] = []
+    driver: str = ""
+    """Name and version."""
+    rocm: str = ""
+    """ROCm's version on this host, which may be another than that of torch; empty: not found."""
+    links: list[str] = []
+    """How the GPUs are connected, as XGMI: 0-1, 0-2."""
+
+
 class Devices(msgspec.Struct, frozen=True):
     """torch and what it can compute on."""
 
