@@ -13,9 +13,13 @@ from atom_ops.attention_backend import AttentionBackend, AttentionConfig, regist
 from atom_ops.ops.attention import AttentionRule
 from atom_ops.ops.attention_plan import AttentionPlan
 from atom_ops.ops.kv_cache import zeros
+from atom_ops.ops.norm import rms_norm
 from atom_ops.ops.qkv import HeadNorms, rotated_heads
 
 _WIDEST_HEAD = 256
+
+Heads = tuple[Tensor, Tensor, Tensor]
+"""Queries [T, H, E], keys and values [T, K, E]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,25 +80,92 @@ class AiterAttention(AttentionBackend):
         plan: AttentionPlan,
         rule: AttentionRule,
     ) -> Tensor:
-        import aiter
-
-        kv_heads, head_dim = cache.key.shape[2:]
-        heads = rotated_heads(qkv_TO, cos_T1R, sin_T1R, kv_heads, head_dim, norms)
-        q_THE, k_TKE, v_TKE = (each.contiguous() for each in heads)
-        aiter.reshape_and_cache_flash(
-            key=k_TKE,
-            value=v_TKE,
-            key_cache=cache.key,
-            value_cache=cache.value,
-            slot_mapping=slots_T,
-            kv_cache_dtype="auto",
-            k_scale=cache.one,
-            v_scale=cache.one,
-        )
+        if _takes_fused(cos_T1R, sin_T1R, cache):
+            positions_T = plan.derived(_tokens_in_order)
+            heads = _rotate_and_write(qkv_TO, cos_T1R, sin_T1R, cache, slots_T, norms, positions_T)
+        else:
+            kv_heads, head_dim = cache.key.shape[2:]
+            heads = rotated_heads(qkv_TO, cos_T1R, sin_T1R, kv_heads, head_dim, norms)
+            heads = _written(heads, cache, slots_T)
+        q_THE, k_TKE, v_TKE = heads
         plain = not rule.window and rule.sinks_H is None
         if plain and plan.whole_prompts and not plan.has_padding_tokens:
             return _attend_prompts(q_THE, k_TKE, v_TKE, plan, rule)
         return _attend_cache(q_THE, cache, plan, rule)
+
+
+def _written(heads: Heads, cache: FlashCache, slots_T: Tensor) -> Heads:
+    """The heads as contiguous tensors; keys and values are written to the cache."""
+    import aiter
+
+    q_THE, k_TKE, v_TKE = (each.contiguous() for each in heads)
+    aiter.reshape_and_cache_flash(
+        key=k_TKE,
+        value=v_TKE,
+        key_cache=cache.key,
+        value_cache=cache.value,
+        slot_mapping=slots_T,
+        kv_cache_dtype="auto",
+        k_scale=cache.one,
+        v_scale=cache.one,
+    )
+    return q_THE, k_TKE, v_TKE
+
+
+def _takes_fused(cos_T1R: Tensor, sin_T1R: Tensor, cache: FlashCache) -> bool:
+    """Whether one kernel can apply RoPE and write the cache: RoPE on whole heads of a power of two."""
+    head_dim = cache.key.shape[3]
+    return (
+        cache.key.dtype != torch.float16
+        and cos_T1R.shape[2] == head_dim
+        and head_dim.bit_count() == 1
+        and cos_T1R.stride() == sin_T1R.stride()
+    )
+
+
+def _tokens_in_order(plan: AttentionPlan) -> Tensor:
+    """The rows of cosines and sines: one of each token, not of each position."""
+    return torch.arange(plan.num_tokens, device=plan.context_lens_R.device)
+
+
+def _rotate_and_write(
+    qkv_TO: Tensor,
+    cos_T1R: Tensor,
+    sin_T1R: Tensor,
+    cache: FlashCache,
+    slots_T: Tensor,
+    norms: HeadNorms | None,
+    positions_T: Tensor,
+) -> Heads:
+    """As `rotated_heads`, and keys and values are written; padding tokens have undefined keys."""
+    from aiter.ops.triton.fused_kv_cache import fused_qk_rope_reshape_and_cache
+
+    kv_heads, head_dim = cache.key.shape[2:]
+    heads_TNE = qkv_TO.unflatten(1, (-1, head_dim))
+    q_THE, k_TKE, v_TKE = heads_TNE.split([heads_TNE.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
+    if norms is not None:
+        q_THE = rms_norm(q_THE, norms.q_weight_E, norms.eps)
+        k_TKE = rms_norm(k_TKE, norms.k_weight_E, norms.eps)
+    half = head_dim // 2
+    q_THE, k_TKE, *_ = fused_qk_rope_reshape_and_cache(
+        q=q_THE,
+        k=k_TKE,
+        v=v_TKE,
+        key_cache=cache.key,
+        value_cache=cache.value,
+        slot_mapping=slots_T,
+        pos=positions_T,
+        # Ours are repeated, the first sine of a pair negated.
+        cos=cos_T1R[:, 0, :half],
+        sin=sin_T1R[:, 0, half:],
+        k_scale=cache.one,
+        v_scale=cache.one,
+        is_neox=True,
+        flash_layout=True,
+        apply_scale=False,
+        output_zeros=False,
+    )
+    return q_THE, k_TKE, v_TKE
 
 
 def _attend_prompts(
@@ -106,7 +177,7 @@ def _attend_prompts(
     out_THE: Tensor = aiter.flash_attn_varlen_func(
         q=q_THE,
         k=k_TKE,
-        v=v_TKE,
+        v=v_TKE.contiguous(),
         cu_seqlens_q=plan.query_starts_R1,
         cu_seqlens_k=plan.query_starts_R1,
         max_seqlen_q=plan.max_query_len,

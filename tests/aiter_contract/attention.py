@@ -25,6 +25,47 @@ def reshape_and_cache_flash(
         cache.flatten(0, 1)[slot_mapping[kept]] = new[kept]
 
 
+def fused_qk_rope_reshape_and_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    pos: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    is_neox: bool,
+    flash_layout: bool,
+    apply_scale: bool,
+    output_zeros: bool,
+) -> tuple[Tensor, ...]:
+    """Queries and keys with RoPE; keys without a slot stay NaN. Reads all but the caches by strides."""
+    assert is_neox and flash_layout and not apply_scale and not output_zeros
+    width = q.shape[2]
+    assert width.bit_count() == 1 and key_cache.shape[1].bit_count() == 1 and key_cache.dtype != torch.float16
+    assert q.dtype == k.dtype == v.dtype == key_cache.dtype == value_cache.dtype
+    assert len(q) == len(k) == len(v) == len(slot_mapping) == len(pos)
+    assert k.shape == v.shape and key_cache.shape == value_cache.shape
+    assert key_cache.is_contiguous() and value_cache.is_contiguous()
+    assert key_cache.shape[2:] == k.shape[1:] and q.shape[1] % k.shape[1] == 0
+    assert cos.shape[-1] == sin.shape[-1] == width // 2 and cos.stride() == sin.stride()
+    assert slot_mapping.dtype == pos.dtype == torch.int64 and k_scale.shape == v_scale.shape == (1,)
+    cos, sin = cos[pos, None], sin[pos, None]
+    rotated = []
+    for heads in (q, k):
+        first, second = heads.float().chunk(2, -1)
+        parts = first * cos - second * sin, second * cos + first * sin
+        rotated.append(torch.cat(parts, -1).to(q.dtype))
+    kept = slot_mapping >= 0
+    for new, cache in ((rotated[1], key_cache), (v, value_cache)):
+        cache.flatten(0, 1)[slot_mapping[kept]] = new[kept]
+    rotated[1][~kept] = torch.nan
+    return *rotated, key_cache, value_cache
+
+
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,

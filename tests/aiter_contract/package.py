@@ -29,6 +29,9 @@ SEMANTICS: dict[str, Callable[..., Any]] = {
     "aiter.ops.shuffle.shuffle_weight": moe.shuffle_weight,
     "aiter.fused_moe.fused_moe": moe.fused_moe,
     "aiter.reshape_and_cache_flash": attention.reshape_and_cache_flash,
+    "aiter.ops.triton.fused_kv_cache.fused_qk_rope_reshape_and_cache": (
+        attention.fused_qk_rope_reshape_and_cache
+    ),
     "aiter.flash_attn_varlen_func": attention.flash_attn_varlen_func,
     "aiter.ops.triton.unified_attention.unified_attention": attention.unified_attention,
     "aiter.get_mla_metadata_info_v1": latent.get_mla_metadata_info_v1,
@@ -38,7 +41,7 @@ SEMANTICS: dict[str, Callable[..., Any]] = {
 }
 _MODULES = (
     *("aiter", "aiter.tuned_gemm", "aiter.fused_moe", "aiter.ops", "aiter.ops.shuffle", "aiter.ops.triton"),
-    *("aiter.ops.triton.unified_attention", "aiter.mla"),
+    *("aiter.ops.triton.unified_attention", "aiter.ops.triton.fused_kv_cache", "aiter.mla"),
 )
 _ENUMERATIONS = {"ActivationType": moe.ActivationType, "QuantType": moe.QuantType}
 

@@ -48,7 +48,7 @@ _LATENT_SIZES = {
 }  # fmt: skip
 _MOE_SIZES = {"moe_intermediate_size": 32, "mlp_only_layers": [0]}
 MODELS = {
-    "llama": Tiny("llama", "llama", 2, _SIZES),
+    "llama": Tiny("llama", "llama", 6, _SIZES | {"head_dim": 24}),
     "qwen3-moe": replace(tiny("qwen3-moe"), seed=2, config=tiny("qwen3-moe").config | _SIZES | _MOE_SIZES),
     "mistral with a window": Tiny("mistral", "mistral", 1, _SIZES | {"sliding_window": 20}),
     "gpt-oss": tiny("gpt-oss"),
@@ -57,8 +57,11 @@ MODELS = {
         tiny("glm-5"), seed=1, config=tiny("glm-5").config | _LATENT_SIZES | {"index_head_dim": 72}
     ),
 }
+_UNFUSED = {"aiter.reshape_and_cache_flash", "aiter.rope_cached_fwd"}
+"""Of a model with heads that the fused cache write does not take."""
 COMPLETE = {
-    "qwen3-moe": {name for name in SEMANTICS if "mla" not in name},
+    "llama": _UNFUSED,
+    "qwen3-moe": {name for name in SEMANTICS if "mla" not in name} - _UNFUSED,
     "deepseek-v3": {name for name in SEMANTICS if "mla" in name},
 }
 """The functions that steps of a model call."""
@@ -157,6 +160,7 @@ def check_whole_texts(worker: TinyWorker, reference: Reference) -> None:
 
 _FLASH, _PAGED = "aiter.flash_attn_varlen_func", "aiter.ops.triton.unified_attention.unified_attention"
 _WRITE, _MOE = "aiter.reshape_and_cache_flash", "aiter.fused_moe.fused_moe"
+_FUSED = "aiter.ops.triton.fused_kv_cache.fused_qk_rope_reshape_and_cache"
 # Left out are swaps that change nothing: the addends of a sum, the lengths of whole prompts, equal scales.
 SWAPS = [
     ("aiter.rms_norm", "input", "weight"),
@@ -167,6 +171,14 @@ SWAPS = [
     ("aiter.rope_cached_fwd", "cos", "sin"),
     ("aiter.rope_cached_fwd", "reuse_freqs_front_part", "nope_first"),
     ("aiter.tuned_gemm.tgemm.mm", "inp", "weights"),
+    (_FUSED, "q", "k"),
+    (_FUSED, "k", "v"),
+    (_FUSED, "key_cache", "value_cache"),
+    (_FUSED, "slot_mapping", "pos"),
+    (_FUSED, "cos", "sin"),
+    (_FUSED, "cos", "k_scale"),
+    (_FUSED, "flash_layout", "apply_scale"),
+    (_FUSED, "is_neox", "output_zeros"),
     (_WRITE, "key", "value"),
     (_WRITE, "key_cache", "value_cache"),
     (_WRITE, "key", "key_cache"),
@@ -193,14 +205,14 @@ def test_a_swap_of_two_arguments_is_found(
     swap: Swap, reference_of: Callable[[str], Reference], installed: Install
 ) -> None:
     """The checks above would find a call that confuses them."""
-    reference = reference_of("qwen3-moe")
+    reference = reference_of("llama" if swap[0] in COMPLETE["llama"] else "qwen3-moe")
     calls = installed(swap=swap)
     try:
         worker = TinyWorker(reference.directory)
         found = generate(worker.core(), worker.execute, reference.prompts, 4, 16, 3)
         assert found == [ids[:4] for ids in reference.ids]
         check_whole_texts(worker, reference)
-    except (AssertionError, AttributeError, TypeError, RuntimeError):
+    except (AssertionError, AttributeError, IndexError, TypeError, RuntimeError):
         assert calls[swap[0]] > 0
         return
     pytest.fail("the swap changes nothing")
