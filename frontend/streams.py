@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from frontend.errors import ApiError
@@ -35,6 +35,7 @@ class Stream:
     """The updates of one HTTP request, over all its sequences.
 
     Updates that wait for the reader are joined, one for each sequence, and counted in `output`.
+    With `send_at_once` most updates do not wait for the reader.
     """
 
     def __init__(self, request_ids: list[int], options: StreamOptions, output: HeldOutput):
@@ -56,14 +57,19 @@ class Stream:
         entries = 2 + options.logprobs if options.logprobs >= 0 else 0
         self._token_bytes = _ID_BYTES + entries * _LOGPROB_BYTES
         self._pending: dict[int, Update | _Joined] = {}
-        self._error: ApiError | None = None
+        self._error: Exception | None = None
         self._wake = asyncio.Event()
+        self._send: Callable[[Update], bool] | None = None
+        self._is_idle = False
+        """Whether the reader waits, and nothing has woken it."""
 
     def put(self, update: Update, now: float) -> None:
         """Add an update, and wake the reader if it waits for every step or all sequences have ended."""
         if update.token_ids:
             self.first_token_at = self.first_token_at or now
             self.last_token_at = now
+        if self._is_idle and self._send is not None and not update.finished and self._sent(update):
+            return
         earlier = self._pending.get(update.request_id)
         if earlier is not None:
             self._join(earlier, update)
@@ -74,7 +80,15 @@ class Stream:
         if update.finished:
             self.open.discard(update.request_id)
         if self._every_step or not self.open or update.error:
-            self._wake.set()
+            self._wake_reader()
+
+    def send_at_once(self, send: Callable[[Update], bool]) -> None:
+        """Call `send` with each update that is not a sequence's last while the reader waits.
+
+        It sends the update, or returns False without any effect: the reader gets the update then. Waking a
+        task for each token costs several times as much as the call.
+        """
+        self._send = send
 
     def admitted(self, queue_s: float, prefill_s: float) -> None:
         """A sequence has its first token."""
@@ -94,7 +108,7 @@ class Stream:
     def fail(self, error: ApiError) -> None:
         """End the stream; the reader gets the pending updates and then `error`."""
         self._error = error
-        self._wake.set()
+        self._wake_reader()
 
     def end(self, error: ApiError) -> None:
         """End the stream; the reader gets `error` instead of the pending updates."""
@@ -105,11 +119,12 @@ class Stream:
         return self
 
     async def __anext__(self) -> list[Update]:
-        """At most one update for each sequence. Raises the error given to `fail`."""
+        """At most one update for each sequence. Raises the error of `fail`, or of `send_at_once`."""
         if self.output.taken:
             self.output.sent()
         if self._error is None and not self.open and not self._pending:
             raise StopAsyncIteration
+        self._is_idle = not self._wake.is_set()
         await self._wake.wait()  # bounded: the client fails all streams of a hung core
         if self._error is not None and not self._pending:
             raise self._error
@@ -120,6 +135,19 @@ class Stream:
             return list(pending.values())  # type: ignore[arg-type]  # joined ones are counted
         self.output.take()
         return await _updates(pending)
+
+    def _wake_reader(self) -> None:
+        self._is_idle = False
+        self._wake.set()
+
+    def _sent(self, update: Update) -> bool:
+        assert self._send is not None
+        try:
+            return self._send(update)
+        except Exception as error:  # it is this request's alone: its reader raises it
+            self._error = error
+            self._wake_reader()
+            return True
 
     def _join(self, earlier: "Update | _Joined", update: Update) -> None:
         size = self._size(update)

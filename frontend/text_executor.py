@@ -8,12 +8,12 @@ from typing import TypeVar
 
 from frontend.errors import OverloadedError
 
-__all__ = ["TextExecutor"]
+__all__ = ["INLINE_BYTES", "TextExecutor"]
 
 T = TypeVar("T")
 
-# Work on this much text takes about 1 ms, ten times the cost of using a thread.
-_INLINE_BYTES = 2048
+INLINE_BYTES = 2048
+"""Work on this much text takes about 1 ms, ten times the cost of using a thread."""
 _SMALL_BYTES = 64 * 1024
 _MEDIUM_BYTES = 1024 * 1024
 _MAX_QUEUED_BYTES = 256 * 1024 * 1024
@@ -49,7 +49,7 @@ class TextExecutor:
 
         Raises OverloadedError when 256 MiB of work of similar size are queued.
         """
-        if size <= _INLINE_BYTES:
+        if size <= INLINE_BYTES:
             return work()
         lane = next(lane for lane in self._lanes if lane.max_bytes is None or size <= lane.max_bytes)
         if lane.queued_bytes and lane.queued_bytes + size > _MAX_QUEUED_BYTES:

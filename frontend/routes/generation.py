@@ -75,9 +75,10 @@ async def _respond(request: web.Request, endpoint: Endpoint, slot: AdmissionSlot
     if response is not None:
         with request.app[CLIENT].output_memory.sending(len(response.body)):
             return await send_json(request, response.body, {"Server-Timing": response.server_timing})
-    # Closing `events` aborts the generation.
-    async with contextlib.aclosing(generation.stream(generate, renderer)) as events:
-        return await EventStream(request, renderer.error).send(events)
+    # Closing `frames` aborts the generation.
+    events = EventStream(request, renderer.error)
+    async with contextlib.aclosing(generation.stream(generate, renderer, events)) as frames:
+        return await events.send(frames)
 
 
 def _caller(request: web.Request) -> Caller:

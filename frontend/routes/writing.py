@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from typing import Any, TypeVar
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from atom.utils.logger import get_logger
 from frontend.errors import ApiError, InternalError
@@ -48,6 +48,8 @@ class EventStream:
         self._loop = asyncio.get_running_loop()
         self._is_silent = False
         self._is_finished = False
+        self._has_begun = False
+        self._is_chunked = request.version >= HttpVersion11
         # A timer at twice the comment rate avoids reading the clock for each frame.
         self._interval_s = request.app[LIMITS].silence_s / 2
         self._timer: asyncio.TimerHandle | None = None
@@ -75,19 +77,36 @@ class EventStream:
             await _finish(self._request, self._response)
         return self._response
 
+    def can_write(self) -> bool:
+        """Whether `write_now` may be called: the first frame is sent, and the client has read all so far."""
+        return self._has_begun and self._is_flowing()
+
+    def write_now(self, frame: bytes) -> None:
+        """Write a frame from outside the iterator that `send` reads, which waits for its next one.
+
+        To the transport itself: aiohttp's writer takes as much time as the write.
+        """
+        transport = self._request.transport
+        assert transport is not None, "only after `can_write`"
+        self._is_silent = False
+        transport.write(b"%x\r\n%b\r\n" % (len(frame), frame) if self._is_chunked else frame)
+
     async def _write(self, frame: bytes) -> None:
         self._is_silent = False
         if len(frame) <= _SMALL_FRAME and self._is_flowing():
             await self._response.write(frame)  # does not block
         else:
             await _before_deadline(self._request, self._response.write(frame))
+        self._has_begun = True
 
     async def _write_error(self, error: ApiError) -> None:
         await self._write(self._render_error(error))
 
     def _is_flowing(self) -> bool:
         transport = self._request.transport
-        return transport is not None and not transport.get_write_buffer_size()
+        if transport is None or transport.is_closing():
+            return False
+        return not transport.get_write_buffer_size()
 
     def _check_silence(self) -> None:
         self._timer = self._loop.call_later(self._interval_s, self._check_silence)

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -41,7 +41,7 @@ from frontend.serving.sampling import requested_max_tokens, sampling_params, sto
 from frontend.serving.structured_output import reply_constraint
 from frontend.serving.usage import UsageCounter
 from frontend.streams import Stream
-from frontend.text_executor import TextExecutor
+from frontend.text_executor import INLINE_BYTES, TextExecutor
 from frontend.tracing import RequestTrace, Tracing
 
 N = TypeVar("N", int, float)
@@ -71,6 +71,16 @@ class Response:
     body: bytes
     server_timing: str
     """The Server-Timing header: durations in milliseconds."""
+
+
+class EventWriter(Protocol):
+    """Writes events to a client without waiting."""
+
+    def can_write(self) -> bool:
+        """Whether `write_now` may be called."""
+
+    def write_now(self, frame: bytes) -> None:
+        """Write events."""
 
 
 class Generation:
@@ -145,13 +155,18 @@ class Generation:
             )
             return Response(body, _server_timing(stream))
 
-    async def stream(self, request: GenerateRequest, renderer: Renderer) -> AsyncGenerator[bytes, None]:
+    async def stream(
+        self, request: GenerateRequest, renderer: Renderer, client: EventWriter
+    ) -> AsyncGenerator[bytes, None]:
         """The response as server-sent events. Closing the generator aborts the generation.
 
-        Raises ApiError when the generation fails.
+        While it waits for updates, events of small ones are written to `client`, whose reader gets the
+        events of all others from the generator. Raises ApiError when the generation fails.
         """
         counter = request.usage_counter()
         async with self._open(request) as stream:
+            if len(request.request_ids) == 1:  # more are joined: one write for each step
+                stream.send_at_once(partial(_send, renderer, request, counter, stream, client))
             if events := renderer.start():
                 yield events
             async for updates in stream:
@@ -344,6 +359,22 @@ def _render(
         counter.add(index, request.visible(update))
         events.append(renderer.update(index, update, counter.usage(stream) if continuous else None))
     return b"".join(events)
+
+
+def _send(
+    renderer: Renderer,
+    request: GenerateRequest,
+    counter: UsageCounter,
+    stream: Stream,
+    client: EventWriter,
+    update: Update,
+) -> bool:
+    """Write the events of an update of the only sequence, but not of a first or large one: False."""
+    if counter.is_first(0) or not client.can_write() or _response_bytes(update) > INLINE_BYTES:
+        return False
+    if events := _render(renderer, request, counter, [update], stream):
+        client.write_now(events)
+    return True
 
 
 def _first_bytes(request: GenerateRequest, counter: UsageCounter, updates: list[Update]) -> int:
