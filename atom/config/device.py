@@ -11,7 +11,8 @@ class DeviceConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the workers; cuda is NVIDIA and ROCm. auto uses a GPU if torch finds one."""
     cpu_threads: Annotated[int, Meta(ge=1)] | None = None
-    """Compute threads of each CPU worker. If unset: the cores divided by the number of workers."""
+    """Compute threads of each CPU worker. If unset: the cores divided by the number of workers; 1 for a model
+    of less than 256 features."""
     enforce_eager: bool = False
     """Do not capture GPU graphs; launch every kernel of every step."""
     cudagraph_mode: Literal["FULL", "NONE"] = "FULL"

@@ -65,6 +65,8 @@ _DEFAULTS: dict[Device, _DeviceDefaults] = {
 
 _GRAPH_FLAGS = ("enforce_eager", "cudagraph_mode", "cudagraph_capture_sizes")
 _MOST_CAPTURED = 512
+# Features of a model from which operators on a CPU take longer than handing their parts to threads.
+_THREADED_WIDTH = 256
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 _DRAFT_FLAGS = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
@@ -114,7 +116,9 @@ def resolve(
         cache=cache,
         scheduler=scheduler,
         speculative=speculative,
-        device=_threads(_graphs(replace(config.device, device=device), scheduler), config, capabilities),
+        device=_threads(
+            _graphs(replace(config.device, device=device), scheduler), config, capabilities, checkpoint
+        ),
     )
     return Resolved(resolved, notes)
 
@@ -351,9 +355,13 @@ def _graphs(device: DeviceConfig, scheduler: SchedulerConfig) -> DeviceConfig:
     return replace(device, cudagraph_capture_sizes=str(sorted(size for size in sizes if size <= most)))
 
 
-def _threads(device: DeviceConfig, config: EngineConfig, capabilities: DeviceCapabilities) -> DeviceConfig:
+def _threads(
+    device: DeviceConfig, config: EngineConfig, capabilities: DeviceCapabilities, checkpoint: Checkpoint
+) -> DeviceConfig:
     if device.device == "cuda" or device.cpu_threads is not None:
         return device
+    if checkpoint.hf_config.get("hidden_size", _THREADED_WIDTH) < _THREADED_WIDTH:
+        return replace(device, cpu_threads=1)
     workers = config.parallel.workers_per_node
     threads = capabilities.cpu_cores // workers
     return replace(device, cpu_threads=max(1, threads))

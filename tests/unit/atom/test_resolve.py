@@ -192,6 +192,16 @@ def test_cpu_threads_are_divided_by_the_number_of_workers() -> None:
     assert both.config.device.cpu_threads == 2
 
 
+def test_a_narrow_model_computes_in_one_thread() -> None:
+    def threads(width: int, **options: Any) -> int | None:
+        return resolved(
+            checkpoint=replace(CHECKPOINT, hf_config={"hidden_size": width}), **options
+        ).config.device.cpu_threads
+
+    assert (threads(64), threads(255), threads(256)) == (1, 1, 8)
+    assert threads(64, cpu_threads=4) == 4
+
+
 def test_missing_devices_are_refused() -> None:
     with pytest.raises(ConfigError, match="--device cuda needs a GPU"):
         resolved(CPU, device="cuda")
