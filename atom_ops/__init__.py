@@ -25,6 +25,7 @@ from atom_ops.ops.expert_slots import ExpertSlots, select_slots
 from atom_ops.ops.experts import (
     ClampedSwiglu,
     ExpertActivation,
+    ExpertRole,
     ExpertWeights,
     experts,
     pack_expert_weight,
@@ -121,6 +122,7 @@ __all__ = [
     "DecodeInputs",
     "DraftInputs",
     "ExpertActivation",
+    "ExpertRole",
     "ExpertSlots",
     "ExpertWeights",
     "GroupINT4",

@@ -44,7 +44,7 @@ class Provider:
     """Whether it can run a call with these arguments; None: always."""
     prepare: Callable[..., tuple[Any, ...]] | None
     """Converts the reference's arguments to this provider's where they differ (a packed weight)."""
-    pack: Callable[[Any], Any] | None = None
+    pack: Callable[..., Any] | None = None
     """Converts a loaded weight to the layout that this provider reads; None where it has no layout for it."""
     batch_invariant: bool = True
     """A row's bits depend on that row alone (attention: if the plan sets `split_tokens`)."""
@@ -83,7 +83,7 @@ class Op(Generic[P, R]):
         supported: Callable[[torch.device], bool],
         supports: Callable[P, bool] | None = None,
         prepare: Callable[P, tuple[Any, ...]] | None = None,
-        pack: Callable[[Any], Any] | None = None,
+        pack: Callable[..., Any] | None = None,
         batch_invariant: bool = True,
         rounds_activations: bool = False,
     ) -> Callable[[Callable[..., R]], Callable[..., R]]:
@@ -117,14 +117,15 @@ class Op(Generic[P, R]):
         """Provider names, in order of preference."""
         return (*(provider.name for provider in self._preferred), REFERENCE)
 
-    def pack(self, weight: Any) -> Any:
+    def pack(self, weight: Any, *role: Any) -> Any:
         """A loaded weight in the layout of the first provider that has its own; else the same weight.
 
-        Called once for each weight at load, after `use`. The type of the result names its layout, so that
-        `supports` can tell it from others.
+        `role` says what the op uses the weight for, where that decides its layout. Called once for each
+        weight at load, after `use`. The type of the result names its layout, so that `supports` can tell it
+        from others.
         """
         packers = (provider.pack for provider in self._preferred if provider.pack is not None)
-        packed = (pack(weight) for pack in packers)
+        packed = (pack(weight, *role) for pack in packers)
         return next((found for found in packed if found is not None), weight)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,23 +1,53 @@
-"""GEMM of plain weights: AITER chooses hipBLASLt, its own assembly or torch by its tables of tuned shapes."""
+"""GEMM of plain weights, where AITER chooses hipBLASLt, its own assembly or torch by its tables of tuned
+shapes, and of quantized ones."""
 
 import torch
 from torch import Tensor
 
-from atom_ops.aiter_impl import NEEDS, runs_on, takes
+from atom_ops.aiter_impl import NEEDS, mxfp4, quantized_linear, runs_on, takes, takes_dtype
+from atom_ops.aiter_impl.quantized_linear import EightBits
 from atom_ops.ops.linear import linear
-from atom_ops.weights import Weight
+from atom_ops.weights import ShuffledMXFP4, Weight
+
+
+def _pack(weight: Weight) -> Weight | None:
+    return quantized_linear.pack(weight) or mxfp4.pack(weight)
 
 
 def _supports(
     x_TI: Tensor, weight: Weight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> bool:
-    return isinstance(weight, Tensor) and takes(x_TI, weight) and out_dtype in (None, x_TI.dtype)
+    if isinstance(weight, Tensor):
+        return takes(x_TI, weight) and out_dtype in (None, x_TI.dtype)
+    return takes_dtype(x_TI.dtype) and (isinstance(weight, ShuffledMXFP4) or quantized_linear.reads(weight))
 
 
-@linear.provider("aiter", needs=NEEDS, supported=runs_on, supports=_supports, batch_invariant=False)
-def _tuned(
-    x_TI: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+def _prepare(
+    x_TI: Tensor, weight: Weight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Weight, Tensor | None, torch.dtype | None]:
+    return x_TI, _pack(weight) or weight, bias, out_dtype
+
+
+@linear.provider(
+    "aiter",
+    needs=NEEDS,
+    supported=runs_on,
+    supports=_supports,
+    prepare=_prepare,
+    pack=_pack,
+    batch_invariant=False,
+    rounds_activations=True,
+)
+def _multiply(
+    x_TI: Tensor,
+    weight: Tensor | EightBits | ShuffledMXFP4,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
+    if isinstance(weight, ShuffledMXFP4):
+        return mxfp4.multiply(x_TI, weight, bias, out_dtype)
+    if not isinstance(weight, Tensor):
+        return quantized_linear.multiply(x_TI, weight, bias, out_dtype)
     from aiter.tuned_gemm import tgemm
 
     out_TO: Tensor = tgemm.mm(inp=x_TI.contiguous(), weights=weight, bias=bias)

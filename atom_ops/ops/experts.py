@@ -47,6 +47,15 @@ ExpertActivation = ClampedSwiglu | None
 """Between an expert's two GEMMs; None: `silu_and_mul`."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertRole:
+    """Which matrix of `ExpertWeights` a weight is, in a layer of which kind: its layout may depend on it."""
+
+    down: bool
+    activation: ExpertActivation = None
+    with_biases: bool = False
+
+
 def _case(
     tokens: int,
     chosen: int,
@@ -150,16 +159,12 @@ def experts(
     return (out_TJD * weights_TJ.unsqueeze(-1)).sum(1).to(x_TD.dtype)
 
 
-def pack_expert_weight(weight: Weight, plain_layout: bool = True) -> Weight:
+def pack_expert_weight(weight: Weight, role: ExpertRole) -> Weight:
     """The weight [X, O, I] in the layout that is fastest for `experts`, and readable by its reference too.
 
-    Call after `backend.resolve`. Returns the same weight where no other layout is faster. `plain_layout`:
-    whether a plain weight may change its layout, which providers read only where the layer has neither biases
-    nor an `ExpertActivation`, and its hidden size is a multiple of 64.
+    Call after `backend.resolve`. Returns the same weight where no other layout is faster.
     """
-    if isinstance(weight, Tensor) and not plain_layout:
-        return weight
-    packed: Weight = experts.pack(weight)
+    packed: Weight = experts.pack(weight, role)
     return packed
 
 

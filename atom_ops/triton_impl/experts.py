@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from atom_ops.ops.experts import ClampedSwiglu, ExpertActivation, ExpertWeights, experts
+from atom_ops.ops.experts import ClampedSwiglu, ExpertActivation, ExpertRole, ExpertWeights, experts
 from atom_ops.ops.linear import BATCH_INVARIANT
 from atom_ops.triton_impl import INTERPRETED, NEEDS, expert_plans, expert_quantized, is_hopper, runs_on
 from atom_ops.triton_impl.expert_blocks import ExpertBlocks, sort_by_expert
@@ -209,7 +209,7 @@ def _supports(
     )
 
 
-def _pack(weight: Weight) -> Weight | None:
+def _pack(weight: Weight, role: ExpertRole | None = None) -> Weight | None:
     return pack_words(weight) if isinstance(weight, GroupINT4 | MXFP4) else None
 
 

@@ -11,7 +11,8 @@ from atom_ops.weights.channel_int8 import ChannelINT8
 from atom_ops.weights.four_bit_words import FourBitWords
 from atom_ops.weights.group_int4 import GroupINT4
 from atom_ops.weights.mxfp4 import MXFP4
-from atom_ops.weights.shuffled import Shuffled
+from atom_ops.weights.shuffled import Shuffled, ShuffledFP8
+from atom_ops.weights.shuffled_mxfp4 import ShuffledMXFP4
 from atom_ops.weights.types import (
     Packed,
     PackedINT4,
@@ -36,6 +37,8 @@ __all__ = [
     "Quantized",
     "Reordered",
     "Shuffled",
+    "ShuffledFP8",
+    "ShuffledMXFP4",
     "Weight",
     "dequantized_tiles",
     "tensors_of",

@@ -20,7 +20,7 @@ FNUZ_MAX = 240.0
 def as_fnuz(weight: BlockFP8 | ChannelFP8) -> BlockFP8 | ChannelFP8:
     """The same numbers in e4m3fnuz, for a provider's `pack`; the scale of inputs doubles as well.
 
-    Raises ValueError for a weight with NaN. Synchronises with a GPU.
+    Raises ValueError for a weight with NaN. Synchronises with a GPU. A meta tensor is not checked.
     """
     values, scales = fnuz_values(weight.values), 2 * weight.scales
     if isinstance(weight, BlockFP8):
@@ -32,6 +32,6 @@ def as_fnuz(weight: BlockFP8 | ChannelFP8) -> BlockFP8 | ChannelFP8:
 def fnuz_values(values: Tensor) -> Tensor:
     """The halves of e4m3fn values, as e4m3fnuz. Raises ValueError for NaN."""
     bits = values.view(torch.uint8)
-    if (bits & 0x7F == 0x7F).any():
+    if not bits.is_meta and (bits & 0x7F == 0x7F).any():
         raise ValueError("a weight of 8-bit floats has NaN, which e4m3fnuz stores otherwise")
     return bits.where(bits != 0x80, 0).view(torch.float8_e4m3fnuz)

@@ -12,7 +12,8 @@ from atom_ops.weights.channel_int8 import ChannelINT8
 from atom_ops.weights.four_bit_words import FourBitWords
 from atom_ops.weights.group_int4 import GroupINT4
 from atom_ops.weights.mxfp4 import MXFP4
-from atom_ops.weights.shuffled import Shuffled
+from atom_ops.weights.shuffled import Shuffled, ShuffledFP8
+from atom_ops.weights.shuffled_mxfp4 import ShuffledMXFP4
 
 _TILE_NUMBERS = 1 << 22
 """Numbers that a reference dequantizes at once."""
@@ -81,7 +82,8 @@ class Reordered:
         return self.weight
 
 
-Quantized = BlockFP8 | ChannelFP8 | ChannelINT8 | GroupINT4 | MXFP4 | Reordered | FourBitWords
+Shuffles = ShuffledFP8 | ShuffledMXFP4
+Quantized = BlockFP8 | ChannelFP8 | ChannelINT8 | GroupINT4 | MXFP4 | Reordered | FourBitWords | Shuffles
 Packed = PackedOneDNN | PackedINT4 | Shuffled
 """In a layout that one provider reads."""
 Weight = Tensor | Packed | Quantized

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from atom_ops import aiter_impl, backend
-from tests.aiter_contract import attention, gemm, latent, moe, rows
+from tests.aiter_contract import attention, gemm, latent, machine, moe, mxfp4, rounding, rows, tiles
 from tests.helpers.signatures import parsed
 
 SEMANTICS: dict[str, Callable[..., Any]] = {
@@ -26,7 +26,7 @@ SEMANTICS: dict[str, Callable[..., Any]] = {
     "aiter.silu_and_mul": rows.silu_and_mul,
     "aiter.rope_cached_fwd": rows.rope_cached_fwd,
     "aiter.tuned_gemm.tgemm.mm": gemm.mm,
-    "aiter.ops.shuffle.shuffle_weight": moe.shuffle_weight,
+    "aiter.ops.shuffle.shuffle_weight": tiles.shuffle_weight,
     "aiter.fused_moe.fused_moe": moe.fused_moe,
     "aiter.reshape_and_cache_flash": attention.reshape_and_cache_flash,
     "aiter.ops.triton.fused_kv_cache.fused_qk_rope_reshape_and_cache": (
@@ -39,9 +39,26 @@ SEMANTICS: dict[str, Callable[..., Any]] = {
     "aiter.mla.mla_decode_fwd": latent.mla_decode_fwd,
     "aiter.mla.mla_prefill_fwd": latent.mla_prefill_fwd,
 }
+QUANTIZED: dict[str, Callable[..., Any]] = {
+    "aiter.gemm_a8w8": gemm.gemm_a8w8,
+    "aiter.gemm_a8w8_bpreshuffle": gemm.gemm_a8w8_bpreshuffle,
+    "aiter.gemm_a8w8_blockscale": gemm.gemm_a8w8_blockscale,
+    "aiter.gemm_a8w8_blockscale_bpreshuffle": gemm.gemm_a8w8_blockscale_bpreshuffle,
+    "aiter.gemm_a4w4": mxfp4.gemm_a4w4,
+    "aiter.ops.gemm_op_a4w4.gemm_a4w4_fake": mxfp4.gemm_a4w4,
+    "aiter.utility.fp4_utils.e8m0_shuffle": mxfp4.e8m0_shuffle,
+    "aiter.ops.shuffle.shuffle_weight_a16w4": mxfp4.shuffle_weight_a16w4,
+    "aiter.ops.shuffle.shuffle_scale_a16w4": mxfp4.shuffle_scale_a16w4,
+    "aiter.ops.quant.per_1x32_f4_quant_hip": mxfp4.per_1x32_f4_quant_hip,
+    "aiter.ops.quant.per_token_quant_hip": rounding.per_token_quant_hip,
+    "aiter.ops.quant.per_group_quant_hip": rounding.per_group_quant_hip,
+    "aiter.ops.quant.per_tensor_quant_hip": rounding.per_tensor_quant_hip,
+}
+"""What models with quantized weights call beside `SEMANTICS`."""
 _MODULES = (
     *("aiter", "aiter.tuned_gemm", "aiter.fused_moe", "aiter.ops", "aiter.ops.shuffle", "aiter.ops.triton"),
     *("aiter.ops.triton.unified_attention", "aiter.ops.triton.fused_kv_cache", "aiter.mla"),
+    *("aiter.ops.quant", "aiter.ops.gemm_op_a4w4", "aiter.utility", "aiter.utility.fp4_utils"),
 )
 _ENUMERATIONS = {"ActivationType": moe.ActivationType, "QuantType": moe.QuantType}
 
@@ -50,7 +67,10 @@ Swap = tuple[str, str, str]
 
 
 def install(
-    monkeypatch: pytest.MonkeyPatch, signatures: Mapping[str, str], swap: Swap | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    signatures: Mapping[str, str],
+    swap: Swap | None = None,
+    architecture: str = "gfx942",
 ) -> Counter[str]:
     """Returns the number of calls of each function, which grows with them.
 
@@ -66,10 +86,11 @@ def install(
         if parent:
             setattr(modules[parent], own, module)
     vars(modules["aiter"]).update(_ENUMERATIONS)
-    for name, semantics in SEMANTICS.items():
+    for name, semantics in (SEMANTICS | QUANTIZED).items():
         names = swap[1:] if swap and swap[0] == name else None
         _place(modules, name, _function(name, signatures[name], semantics, calls, names))
-    monkeypatch.setattr(aiter_impl, "architecture", lambda device: "gfx942")
+    monkeypatch.setattr(machine, "architecture", architecture)
+    monkeypatch.setattr(aiter_impl, "architecture", lambda device: architecture)
     monkeypatch.setattr(aiter_impl, "DTYPES", (*aiter_impl.DTYPES, torch.float32))
     monkeypatch.setitem(backend._DEFAULT_ORDER, "cpu", ("aiter",))
     return calls

@@ -16,6 +16,7 @@ from torch import nn
 
 from atom_ops import (
     ExpertActivation,
+    ExpertRole,
     ExpertWeights,
     RoutingRule,
     Weight,
@@ -151,7 +152,6 @@ class Experts(WeightedLayer):
         super().__init__()
         gated_linear(args.hidden_act)  # raises ValueError for one that `experts` does not support
         self._activation = args.activation
-        self._plain_layout = not args.expert_bias and args.activation is None and args.hidden_size % 64 == 0
         num_slots = args.num_experts + (build.redundant_experts or 0)
         self._first, self._count = build.dispatch.local_experts(num_slots)
         self._complete = self._count == num_slots
@@ -167,8 +167,10 @@ class Experts(WeightedLayer):
             self.add_weight("down_bias", shards.biases("down"), build)
 
     def process_weights_after_loading(self) -> None:
+        with_biases = self.gate_up_bias is not None
         for name in ("gate_up", "down"):
-            self.set_weight(name, pack_expert_weight(self.loaded(name, self._count), self._plain_layout))
+            role = ExpertRole(name == "down", self._activation, with_biases)
+            self.set_weight(name, pack_expert_weight(self.loaded(name, self._count), role))
 
     def forward(self, x_TD: torch.Tensor, ids_TJ: torch.Tensor, weights_TJ: torch.Tensor) -> torch.Tensor:
         weights = ExpertWeights(

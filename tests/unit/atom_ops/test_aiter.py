@@ -12,6 +12,7 @@ import torch
 from atom_ops import (
     INTERLEAVED_KV,
     AttentionConfig,
+    ExpertRole,
     aiter_impl,
     attention_backend,
     backend,
@@ -270,14 +271,15 @@ def test_a_swap_of_two_arguments_of_latent_attention_is_found(swap: Swap, instal
 def test_shuffled_experts_are_readable_one_by_one(dtype: torch.dtype, installed: Install) -> None:
     """For the reference, and for layers that AITER does not take."""
     installed()
-    plain_XOI = torch.randn(3, 128, 96).to(dtype)
-    packed = pack_expert_weight(plain_XOI)
+    plain_XOI = torch.randn(3, 128, 64).to(dtype)
+    role = ExpertRole(down=True)
+    packed = pack_expert_weight(plain_XOI, role)
     assert isinstance(packed, Shuffled) and packed.shape == plain_XOI.shape
     assert not torch.equal(packed.tensor, plain_XOI)
     for number, matrix in enumerate(plain_XOI):
         assert torch.equal(packed.expert(number), matrix)
-    assert pack_expert_weight(plain_XOI, plain_layout=False) is plain_XOI
-    assert isinstance(pack_expert_weight(plain_XOI[:, :80]), torch.Tensor)
+    assert pack_expert_weight(plain_XOI, replace(role, with_biases=True)) is plain_XOI
+    assert isinstance(pack_expert_weight(plain_XOI[:, :80], role), torch.Tensor)
 
 
 def test_layers_that_the_backend_does_not_take(installed: Install) -> None:
