@@ -82,8 +82,9 @@ class Reordered:
         return self.weight
 
 
-Shuffles = ShuffledFP8 | ShuffledMXFP4
-Quantized = BlockFP8 | ChannelFP8 | ChannelINT8 | GroupINT4 | MXFP4 | Reordered | FourBitWords | Shuffles
+InTiles = ShuffledFP8 | ShuffledMXFP4
+"""As the matrix instructions of AMD's GPUs read them."""
+Quantized = BlockFP8 | ChannelFP8 | ChannelINT8 | GroupINT4 | MXFP4 | Reordered | FourBitWords | InTiles
 Packed = PackedOneDNN | PackedINT4 | Shuffled
 """In a layout that one provider reads."""
 Weight = Tensor | Packed | Quantized
