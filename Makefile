@@ -101,7 +101,7 @@ test-isa: $(INSTALLED) ## what depends on the CPU's instruction set, limited to 
 test-kernels: $(INSTALLED) ## the Triton kernels in Triton's interpreter, on the CPU
 	@TRITON_INTERPRET=1 $(PARALLEL) tests/unit/atom_ops -k "$(KERNEL_TESTS)" $(ARGS)
 
-test-compile: $(INSTALLED) ## the Triton kernels compiled for an H200 and an MI300, without either
+test-compile: $(INSTALLED) ## the Triton kernels compiled for an H200, an MI300 and an MI355, without any of them
 	@$(BIN)/python -m pytest -q -m compile tests/compile $(ARGS)
 
 test-gpu: $(INSTALLED) ## kernels, small models and whole engines on a GPU

@@ -74,8 +74,10 @@ def _prefill_config(group: int, width: int, dtype: torch.dtype) -> _KernelConfig
         return _KernelConfig(max(32, least), 32, 4, 1)
     if width > 128:
         return _KernelConfig(max(64, least), 32, 4, 2)
-    # An MI300's LDS (64 KiB) holds one stage fewer.
-    return _KernelConfig(max(128, least), 64, 8, 3 if torch.version.hip is None else 2)
+    if torch.version.hip is not None:
+        # The largest tile whose registers suffice for an FP8 cache, too (256 for each of 8 waves).
+        return _KernelConfig(max(128, least), 32, 8, 1)
+    return _KernelConfig(max(128, least), 64, 8, 3)
 
 
 def supports(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule) -> bool:

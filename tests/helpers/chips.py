@@ -1,8 +1,13 @@
 """Compiling Triton kernels for GPUs that this machine does not have."""
 
+import re
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +24,35 @@ class Chip:
     shared_memory: int
     """Bytes for each program (LDS on AMD)."""
 
+    @property
+    def architecture(self) -> str:
+        """As gfx942 or sm_90."""
+        name = self.target[1]
+        return f"sm_{name}" if isinstance(name, int) else name
+
 
 CHIPS = {
     "H200": Chip(100, ("cuda", 90, 32), 227 << 10),
     "MI300": Chip(101, ("hip", "gfx942", 64), 64 << 10),
+    "MI355": Chip(102, ("hip", "gfx950", 64), 160 << 10),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What one compilation of a kernel needs."""
+
+    kernel: str
+    """Module and function."""
+    settings: str
+    """Constants and options of the launch, as text."""
+    warps: int
+    shared: int
+    """Bytes of shared memory (LDS on AMD) of a program."""
+    registers: int
+    """Of a thread; on AMD vector and accumulation registers."""
+    spilled: int
+    """Bytes of memory for registers that did not fit, for each thread."""
 
 
 class _Driver:
@@ -45,18 +74,20 @@ class _Driver:
 
 
 @contextmanager
-def compiling_for(chip: Chip) -> Iterator[dict[str, int]]:
-    """Launches only compile; yields (kernel and settings) -> bytes of shared memory."""
+def compiling_for(chip: Chip) -> Iterator[list[Compiled]]:
+    """Launches only compile; yields what was compiled, each variant once."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
     launch, hip = JITFunction.run, torch.version.hip
-    compiled: dict[str, int] = {}
+    compiled: list[Compiled] = []
+    seen: set[str] = set()
 
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **settings: Any) -> Any:
         made = launch(kernel, *args, grid=grid, warmup=True, **settings)
-        name = f"{kernel.__name__} {settings}"
-        compiled[name] = max(made.metadata.shared, compiled.get(name, 0))
+        if made.hash not in seen:
+            seen.add(made.hash)
+            compiled.append(_described(kernel, made, str(settings)))
         return made
 
     driver.set_active(_Driver(chip))
@@ -67,3 +98,46 @@ def compiling_for(chip: Chip) -> Iterator[dict[str, int]]:
     finally:
         JITFunction.run, torch.version.hip = launch, hip
         driver._active = None
+
+
+def kernel_name(kernel: Any) -> str:
+    """Module and function, without the package."""
+    return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
+
+
+def _described(kernel: Any, made: Any, settings: str) -> Compiled:
+    amd = "amdgcn" in made.asm
+    registers, spilled = _amd_usage(made.asm["amdgcn"]) if amd else _nvidia_usage(made.asm["cubin"])
+    return Compiled(
+        kernel_name(kernel), settings, made.metadata.num_warps, made.metadata.shared, registers, spilled
+    )
+
+
+def _amd_usage(assembly: str) -> tuple[int, int]:
+    """Registers, and bytes of scratch memory, from the metadata at the end of the assembly.
+
+    Scalar registers spill into lanes of vector registers. The compiler may still reserve scratch memory, so
+    that only memory with an instruction that reads or writes it counts.
+    """
+    found = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size): +(\d+)", assembly))
+    scratch = re.search(r"^\s+scratch_(load|store)", assembly, re.MULTILINE)
+    return int(found["vgpr_count"]), int(found["private_segment_fixed_size"]) if scratch else 0
+
+
+def _nvidia_usage(binary: bytes) -> tuple[int, int]:
+    """Registers, and bytes of the stack, as cuobjdump prints them."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        command = [_cuobjdump(), "-res-usage", file.name]
+        printed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    functions = re.findall(r"REG:(\d+) STACK:(\d+)", printed)  # the kernel, and those that it calls
+    return max(int(registers) for registers, _ in functions), max(int(stack) for _, stack in functions)
+
+
+@cache
+def _cuobjdump() -> Path:
+    """It comes with Triton."""
+    import triton
+
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
