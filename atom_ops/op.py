@@ -45,7 +45,8 @@ class Provider:
     prepare: Callable[..., tuple[Any, ...]] | None
     """Converts the reference's arguments to this provider's where they differ (a packed weight)."""
     pack: Callable[..., Any] | None = None
-    """Converts a loaded weight to the layout that this provider reads; None where it has no layout for it."""
+    """Converts a loaded weight, or an empty cache, to the layout that this provider reads; returns None where
+    it has no layout for it."""
     batch_invariant: bool = True
     """A row's bits depend on that row alone (attention: if the plan sets `split_tokens`)."""
     rounds_activations: bool = False
@@ -121,8 +122,8 @@ class Op(Generic[P, R]):
         """A loaded weight in the layout of the first provider that has its own; else the same weight.
 
         `role` says what the op uses the weight for, where that decides its layout. Called once for each
-        weight at load, after `use`. The type of the result names its layout, so that `supports` can tell it
-        from others.
+        weight at load, and for each empty cache, after `use`. The type of the result names its layout, or a
+        field of it, so that `supports` can tell it from others.
         """
         packers = (provider.pack for provider in self._preferred if provider.pack is not None)
         packed = (pack(weight, *role) for pack in packers)

@@ -14,6 +14,7 @@ from atom_ops import (
     make_index_keys,
     make_latent_layer,
     make_state_layer,
+    write_latent,
 )
 from workers.layers.attention import KVGroup
 from workers.layers.cache_groups import CacheGroup, LatentGroup, StateGroup
@@ -64,7 +65,9 @@ def _make_layer(
         return make_state_layer(num_blocks, group.shape, device)
     if isinstance(group, LatentGroup):
         widths = group.latent_width, group.rope_width
-        made = make_latent_layer(num_blocks, block_size, *widths, dtype, device, group.shard)
+        made = write_latent.pack(
+            make_latent_layer(num_blocks, block_size, *widths, dtype, device, group.shard)
+        )
         if layer not in group.indexed:
             return made
         return replace(made, index=make_index_keys(num_blocks, block_size, group.index_width, dtype, device))

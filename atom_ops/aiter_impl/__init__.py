@@ -60,6 +60,7 @@ def load() -> None:
     import atom_ops.aiter_impl.attention
     import atom_ops.aiter_impl.experts
     import atom_ops.aiter_impl.latent_attention
+    import atom_ops.aiter_impl.latent_cache
     import atom_ops.aiter_impl.linear
     import atom_ops.aiter_impl.norm
     import atom_ops.aiter_impl.rotary

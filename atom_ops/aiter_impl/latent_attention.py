@@ -5,7 +5,8 @@ AITER's kernels read the cache as pages of one token, so they share its layout w
     cache rows  [num_blocks, block_size, 576]     our slots
     kv_buffer   [num_blocks * block_size, 1, 1, 576], pages named by `kv_indices`
 
-They are compiled for bfloat16, a latent of 512 and a key of 64 features, and 16 heads. Fewer heads are padded
+They are compiled for bfloat16 queries, a latent of 512 and a key of 64 features, and 16 heads; decodes also
+read a float8 cache with a shared scale (see `latent_cache`). Fewer heads are padded
 to 16. A decode of one token takes up to 7 times 16 heads, split over rows of the kernel; 128 heads, on a
 single GPU, are left to the other providers: the published release has metadata for them that does not fit its
 kernel. Steps of both decodes and chunks are left to them, too: AITER's kernel for chunks does not split
@@ -20,13 +21,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from atom_ops.aiter_impl import NEEDS, runs_on, takes
+from atom_ops.aiter_impl.latent_cache import WIDTHS, float8_rows, shared_scale, widths_of
 from atom_ops.ops.attention_plan import AttentionPlan
 from atom_ops.ops.kv_indices import KVIndices, kv_indices
 from atom_ops.ops.latent_attention import latent_attention, prompt_attention
 from atom_ops.ops.latent_cache import LatentLayer
 
-_WIDTHS = (512, 64)
-"""Features of the latent and of the key with RoPE."""
 _HEADS = 16
 _MOST_HEADS = 112
 _MOST_QUERIES = 4
@@ -60,11 +60,12 @@ class _MakeMetadata:
     """Computes the metadata of a plan once for all layers, which have these in common."""
 
     heads: int
-    dtype: torch.dtype
+    dtypes: tuple[torch.dtype, torch.dtype]
+    """Of the queries and of the cache."""
     block_size: int
 
     def __call__(self, plan: AttentionPlan) -> _DecodeMetadata:
-        return _decode_metadata(plan, self.heads, self.dtype, self.block_size)
+        return _decode_metadata(plan, self.heads, self.dtypes, self.block_size)
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,9 @@ class _MakeIndices:
         return kv_indices(plan, self.block_size)
 
 
-def _decode_metadata(plan: AttentionPlan, heads: int, dtype: torch.dtype, block_size: int) -> _DecodeMetadata:
+def _decode_metadata(
+    plan: AttentionPlan, heads: int, dtypes: tuple[torch.dtype, torch.dtype], block_size: int
+) -> _DecodeMetadata:
     import aiter
 
     contexts_R = plan.context_lens_R
@@ -86,8 +89,8 @@ def _decode_metadata(plan: AttentionPlan, heads: int, dtype: torch.dtype, block_
         batch_size=rows,
         max_seqlen_qo=queries,
         num_head_qo=heads,
-        q_dtype=dtype,
-        kv_dtype=dtype,
+        q_dtype=dtypes[0],
+        kv_dtype=dtypes[1],
         is_sparse=False,
         fast_mode=True,
     )
@@ -98,11 +101,11 @@ def _decode_metadata(plan: AttentionPlan, heads: int, dtype: torch.dtype, block_
         torch.ones_like(contexts_R),
         *(torch.empty(shape, dtype=kind, device=device) for shape, kind in infos),
     )
-    _fill(made, heads, dtype, queries)
+    _fill(made, heads, dtypes, queries)
     return made
 
 
-def _fill(made: _DecodeMetadata, heads: int, dtype: torch.dtype, queries: int) -> None:
+def _fill(made: _DecodeMetadata, heads: int, dtypes: tuple[torch.dtype, torch.dtype], queries: int) -> None:
     import aiter
 
     if "kv_last_page_lens" in inspect.signature(aiter.get_mla_metadata_v1).parameters:
@@ -124,8 +127,8 @@ def _fill(made: _DecodeMetadata, heads: int, dtype: torch.dtype, queries: int) -
             max_seqlen_qo=queries,
             uni_seqlen_qo=queries,
             fast_mode=True,
-            dtype_q=dtype,
-            dtype_kv=dtype,
+            dtype_q=dtypes[0],
+            dtype_kv=dtypes[1],
         )
         return
     aiter.get_mla_metadata_v1(
@@ -150,9 +153,10 @@ def _fill(made: _DecodeMetadata, heads: int, dtype: torch.dtype, queries: int) -
 def takes_latents(q_THK: Tensor, cache: LatentLayer) -> bool:
     """Whether the kernels read this cache; plans have limits of their own."""
     return (
-        takes(q_THK, cache.rows)
+        takes(q_THK)
         and q_THK.dtype != torch.float16
-        and (cache.latent_width, q_THK.shape[2] - cache.latent_width) == _WIDTHS
+        and (cache.rows.dtype == q_THK.dtype or cache.shared_scale)
+        and widths_of(cache) == WIDTHS
         and cache.rows.is_contiguous()
         and cache.shard.ranks == 1
     )
@@ -188,7 +192,10 @@ def _takes_chunks(plan: AttentionPlan, heads: int) -> bool:
     supports=lambda q_THK, cache, plan, scale: (
         takes_latents(q_THK, cache)
         and not plan.split_tokens
-        and (takes_decodes(plan, q_THK.shape[1]) or _takes_chunks(plan, q_THK.shape[1]))
+        and (
+            takes_decodes(plan, q_THK.shape[1])
+            or (_takes_chunks(plan, q_THK.shape[1]) and not cache.shared_scale)
+        )
     ),
     batch_invariant=False,
 )
@@ -206,11 +213,12 @@ def decode_latents(q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, scale
     from aiter.mla import mla_decode_fwd
 
     heads, block_size = q_THK.shape[1], cache.rows.shape[1]
-    made = plan.derived(_MakeMetadata(heads, q_THK.dtype, block_size))
+    pages = _pages(cache)
+    made = plan.derived(_MakeMetadata(heads, (q_THK.dtype, pages.dtype), block_size))
     out_THC = q_THK.new_empty(*q_THK.shape[:2], cache.latent_width)
     mla_decode_fwd(
         q=q_THK,
-        kv_buffer=_pages(cache),
+        kv_buffer=pages,
         o=out_THC,
         qo_indptr=made.qo_indptr_R1,
         kv_indptr=made.kv.indptr_R1,
@@ -226,6 +234,7 @@ def decode_latents(q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, scale
         reduce_indptr=made.reduce_indptr,
         reduce_final_map=made.reduce_final_map,
         reduce_partial_map=made.reduce_partial_map,
+        kv_scale=shared_scale(q_THK.device) if cache.shared_scale else None,
     )
     return out_THC
 
@@ -251,7 +260,8 @@ def _attend_chunks(q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, scale
 
 def _pages(cache: LatentLayer) -> Tensor:
     """[pages, page_size, kv_heads, features], with pages of one token."""
-    return cache.rows.view(-1, 1, 1, cache.rows.shape[2])
+    rows = float8_rows(cache) if cache.shared_scale else cache.rows
+    return rows.view(-1, 1, 1, rows.shape[2])
 
 
 @prompt_attention.provider(

@@ -5,6 +5,8 @@ out of the cache; its selection returns the top-k in any order and leaves open w
 The indexer runs on every rank, and all must select the same tokens.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -33,7 +35,7 @@ def _sparse_latent_attention(q_THK: Tensor, cache: LatentLayer, topk: TopKIndice
     heads = q_THK.shape[1]
     if heads % _HEADS:
         q_THK = functional.pad(q_THK, (0, 0, 0, -heads % _HEADS))
-    blocks_of_one = LatentLayer(cache.rows.view(-1, 1, cache.rows.shape[2]), cache.latent_width)
+    blocks_of_one = replace(cache, rows=cache.rows.view(-1, 1, cache.rows.shape[2]))
     out_THC = decode_latents(q_THK.contiguous(), blocks_of_one, _plan_from(topk), scale)
     return out_THC[:, :heads].masked_fill((topk.counts_T == 0)[:, None, None], 0)
 

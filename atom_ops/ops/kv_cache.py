@@ -18,7 +18,7 @@ from atom_ops.op import Case, op
 from atom_ops.tolerances import EXACT
 
 FP8 = torch.float8_e4m3fn
-_FP8_MAX = torch.finfo(FP8).max
+FP8_MAX = torch.finfo(FP8).max
 _LARGEST_SCALE = 255.0  # `read_kv` multiplies scales by 2**120
 
 
@@ -112,8 +112,8 @@ def without_padding_rows(stored: Tensor, slots_T: Tensor, new: Tensor) -> tuple[
 def float8_codes(x: Tensor) -> tuple[Tensor, Tensor]:
     """float8 codes of [..., E] as uint8, which index_copy_ supports, and their scales [...]."""
     x = x.float()
-    scale = x.abs().amax(-1).div_(_FP8_MAX).clamp_(2.0**-100, _LARGEST_SCALE)
-    scaled = (x * scale.reciprocal()[..., None]).clamp_(-_FP8_MAX, _FP8_MAX)
+    scale = x.abs().amax(-1).div_(FP8_MAX).clamp_(2.0**-100, _LARGEST_SCALE)
+    scaled = (x * scale.reciprocal()[..., None]).clamp_(-FP8_MAX, FP8_MAX)
     return scaled.to(FP8).view(torch.uint8), scale
 
 

@@ -29,7 +29,13 @@ from atom_ops.ops.attention import (
 )
 from atom_ops.ops.attention_plan import AttentionPlan, WorkItems, plan_attention
 from atom_ops.ops.kv_cache import FP8
-from atom_ops.ops.latent_cache import LatentLayer, make_latent_layer, read_latent, write_latent
+from atom_ops.ops.latent_cache import (
+    LatentLayer,
+    make_latent_layer,
+    read_latent,
+    with_shared_scale,
+    write_latent,
+)
 from atom_ops.ops.rotary import rotary, rotation
 from atom_ops.ops.token_shard import ALL_TOKENS, TokenShard
 from atom_ops.tolerances import REDUCTION
@@ -110,8 +116,9 @@ def latent_case(
     fp8: bool = False,
     decode_query_len: int = 1,
     shard: TokenShard = ALL_TOKENS,
+    shared_scale: bool = False,
 ) -> Case:
-    """A step of attention to the tokens of `shard`; `widths` are C and R."""
+    """A step of attention to the tokens of `shard`; `widths` are C and R, `shared_scale` is of float8."""
 
     def make(
         dtype: torch.dtype, generator: torch.Generator
@@ -121,6 +128,7 @@ def latent_case(
         blocks = torch.randperm(len(context_lens) * per_row + 3, generator=generator)
         table = blocks[: len(context_lens) * per_row].view(-1, per_row)
         cache = make_latent_layer(len(blocks), block_size, latent, rope, FP8 if fp8 else dtype, _CPU, shard)
+        cache = with_shared_scale(cache) if shared_scale else cache
         rows = torch.randn(len(blocks) * block_size * shard.ranks, latent + rope, generator=generator).to(
             dtype
         )
@@ -133,6 +141,7 @@ def latent_case(
 
     label = f"{heads}x{widths[0]}+{widths[1]}-{query_lens}of{context_lens}{'-fp8' if fp8 else ''}"
     label += f"-decodes{decode_query_len}" if decode_query_len > 1 else ""
+    label += "-shared-scale" if shared_scale else ""
     label += f"-rank{shard.rank}of{shard.ranks}" if shard.ranks > 1 else ""
     return Case(label.replace(" ", ""), make)
 

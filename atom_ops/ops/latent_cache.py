@@ -10,7 +10,7 @@ A layer with an indexer has its index keys in the same slots. Where ranks split 
 (`token_shard`), ops take the slots that count all ranks, and each rank stores its own tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from atom_ops.op import Case, op
 from atom_ops.ops.index_keys import IndexKeys
 from atom_ops.ops.kv_cache import (
     FP8,
+    FP8_MAX,
     float8_codes,
     float8_numbers,
     store,
@@ -43,6 +44,8 @@ class LatentLayer:
     """Index keys of a layer with an indexer for sparse attention."""
     shard: TokenShard = ALL_TOKENS
     """The tokens that this rank caches."""
+    shared_scale: bool = False
+    """Whether every token has scale 1, for kernels that know one scale for the whole cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,12 @@ def make_latent_layer(
     scale = zeros(shape, torch.float32, device) if dtype == FP8 else None
     rows = zeros((*shape, latent_width + rope_width), dtype, device)
     return LatentLayer(rows, latent_width, scale, shard=shard)
+
+
+def with_shared_scale(cache: LatentLayer) -> LatentLayer:
+    """An empty float8 cache whose tokens all have scale 1. `read_latent` reads it as any other."""
+    assert cache.scale is not None
+    return replace(cache, scale=cache.scale.fill_(1), shared_scale=True)
 
 
 def latents_of_step(cache: LatentLayer, num_tokens: int) -> LatentLayer:
@@ -156,19 +165,30 @@ def write_latent(
 
     A row of `latents_TK` is the latent (C), then the key (R); only the last dimension must be
     contiguous. The norm is `rms_norm`, RoPE is `rotary`. The float8 scale maps a row's largest
-    magnitude to the largest float8. Nothing is stored for a negative slot (padding), nor for a token
-    of another rank.
+    magnitude to the largest float8; with a shared scale larger numbers than that saturate. Nothing is
+    stored for a negative slot (padding), nor for a token of another rank.
     """
     latent_TC, key_TR = latents_TK.split([cache.latent_width, latents_TK.shape[1] - cache.latent_width], 1)
     normed_TC = rms_norm.reference(latent_TC, weight_C, eps)
     turned_T1R = rotary.reference(key_TR.unsqueeze(1), cos_T1R, sin_T1R, interleaved)
     row_TK = torch.cat((normed_TC, turned_T1R.squeeze(1)), 1)
     rows = cache.rows.flatten(0, 1)
-    if cache.scale is not None:
+    if cache.shared_scale:
+        row_TK, rows = shared_codes(row_TK), rows.view(torch.uint8)
+    elif cache.scale is not None:
         row_TK, scale_T = float8_codes(row_TK)
         _store_own(cache.scale.flatten(), cache.shard, slots_T, scale_T)
         rows = rows.view(torch.uint8)
     _store_own(rows, cache.shard, slots_T, row_TK.to(rows.dtype))
+
+
+def shared_codes(row_TK: Tensor) -> Tensor:
+    """float8 codes of scale 1 as uint8; numbers beyond the range saturate.
+
+    -0 becomes 0, since its code is NaN in e4m3fnuz, as which some kernels read them.
+    """
+    codes = row_TK.float().clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
+    return codes.masked_fill_(codes == 0x80, 0)
 
 
 @op(

@@ -100,6 +100,7 @@ def _fit(x_TN: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, cache: LatentLayer, slo
         and x_TN.shape[1] <= _MOST_FEATURES
         and x_TN.stride(1) == cos_T1R.stride(2) == sin_T1R.stride(2) == slots_T.stride(0) == 1
         and cache.rows.is_contiguous()
+        and not cache.shared_scale
     )
 
 

@@ -17,6 +17,9 @@ _HEADS = 16
 _SPLIT = 32
 """Contexts up to this length are one work."""
 
+FNUZ = torch.float8_e4m3fnuz
+"""AITER's float8 on an MI300."""
+
 Infos = tuple[tuple[Any, torch.dtype], ...]
 
 
@@ -30,7 +33,8 @@ def get_mla_metadata_info_v1(
     fast_mode: bool,
 ) -> Infos:
     """Shapes and dtypes of the six metadata tensors."""
-    assert num_head_qo % _HEADS == 0 and q_dtype == kv_dtype and fast_mode and not is_sparse
+    assert num_head_qo % _HEADS == 0 and kv_dtype in (q_dtype, FNUZ) and q_dtype.itemsize > 1
+    assert fast_mode and not is_sparse
     tiles = batch_size * -(-max_seqlen_qo * num_head_qo // (128 if num_head_qo == _HEADS else _HEADS))
     return (
         (2, torch.uint64),
@@ -66,7 +70,7 @@ def get_mla_metadata_v1(
 ) -> None:
     """16 N heads count as N rows of 16 heads, which share a context. Fills the metadata tensors."""
     info = work_info if work_info is not None else work_info_set
-    assert info is not None and dtype_q == dtype_kv and page_size == num_heads_k == 1 and is_causal
+    assert info is not None and dtype_kv in (dtype_q, FNUZ) and page_size == num_heads_k == 1 and is_causal
     assert kv_last_page_lens is None or kv_last_page_lens.eq(1).all()
     assert fast_mode and kv_granularity == 16 and 1 <= max_seqlen_qo == uni_seqlen_qo <= 4
     ratio, rest = divmod(num_heads_per_head_k, _HEADS)
@@ -112,12 +116,18 @@ def mla_decode_fwd(
     reduce_indptr: Tensor,
     reduce_final_map: Tensor,
     reduce_partial_map: Tensor,
+    kv_scale: Tensor | None,
 ) -> None:
-    """Fills `o` [T, H, 512] as the metadata says."""
+    """Fills `o` [T, H, 512] as the metadata says. A float8 cache has a scale."""
     _check(q, kv_buffer, o, kv_indices, kv_last_page_lens)
+    assert (kv_scale is not None) == (kv_buffer.dtype == FNUZ) and work_meta_data.dtype == torch.uint64
+    scale = 1.0
+    if kv_scale is not None:
+        assert kv_scale.dtype == torch.float32 and kv_scale.shape == (1,)
+        scale = float(kv_scale)
     assert num_kv_splits == _CUS and isinstance(sm_scale, float)
     pointers = [work_indptr.data_ptr(), work_info_set.data_ptr()]
-    assert work_meta_data.dtype == torch.uint64 and work_meta_data.tolist() == pointers
+    assert work_meta_data.tolist() == pointers
     assert _starts(qo_indptr)[-1] == len(q) and _starts(kv_indptr)[-1] <= len(kv_indices)
     assert len(qo_indptr) == len(kv_indptr) == len(kv_last_page_lens) + 1
     heads = q.shape[1]
@@ -129,7 +139,9 @@ def mla_decode_fwd(
     for number in range(_starts(work_indptr)[-1]):
         _, place, first, last, start, stop, after, _ = work_info_set[number].tolist()
         assert last - first == max_seqlen_q
-        rows = kv_buffer[kv_indices[start:stop].long()].flatten(1)
+        rows = scale * _bits(kv_buffer)[kv_indices[start:stop].long()].view(kv_buffer.dtype).float().flatten(
+            1
+        )
         found, found_lse = _attended(q[first:last], rows, after, sm_scale)
         if place < 0:
             out[first:last] = found.to(o.dtype)
@@ -165,6 +177,7 @@ def mla_prefill_fwd(
 ) -> None:
     """Fills `o` [T, H, 512]; a row's queries are the last of its context."""
     _check(q, kv_buffer, o, kv_indices, kv_last_page_lens)
+    assert q.dtype == kv_buffer.dtype
     assert q.shape[1] in (16, 128) and isinstance(sm_scale, float)
     q_starts, kv_starts = _starts(qo_indptr), _starts(kv_indptr)
     assert len(q_starts) == len(kv_starts) == len(kv_last_page_lens) + 1
@@ -176,8 +189,28 @@ def mla_prefill_fwd(
         o[own] = _attended(q[own], rows, 0, sm_scale)[0].to(o.dtype)
 
 
+def concat_and_cache_mla(
+    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str, scale: Tensor
+) -> None:
+    """[tokens, 512] and [tokens, 64] go to their slots as number / scale; a negative slot is skipped."""
+    assert kv_cache_dtype == "fp8" and kv_cache.dtype == FNUZ and kv_cache.is_contiguous()
+    assert scale.dtype == torch.float32 and scale.shape == (1,) and slot_mapping.dtype == torch.int64
+    assert kv_c.dtype == k_pe.dtype and kv_c.is_contiguous() and k_pe.is_contiguous()
+    assert (kv_c.shape[1], k_pe.shape[1]) == (_LATENT, _ROPE) and len(kv_c) == len(k_pe) == len(slot_mapping)
+    rows = torch.cat((kv_c, k_pe), 1).float() / scale
+    largest = torch.finfo(FNUZ).max
+    codes = rows.clamp(-largest, largest).to(FNUZ).view(torch.uint8)
+    kept = slot_mapping >= 0
+    _bits(kv_cache).flatten(0, 1)[slot_mapping[kept]] = codes[kept]
+
+
+def _bits(kv_cache: Tensor) -> Tensor:
+    """float8 as bytes, which torch can index."""
+    return kv_cache.view(torch.uint8) if kv_cache.dtype == FNUZ else kv_cache
+
+
 def _check(q: Tensor, kv_buffer: Tensor, o: Tensor, kv_indices: Tensor, last_page_lens: Tensor) -> None:
-    assert q.dtype == kv_buffer.dtype == o.dtype and q.dtype != torch.float16
+    assert q.dtype == o.dtype != torch.float16 and kv_buffer.dtype in (q.dtype, FNUZ)
     assert q.is_contiguous() and kv_buffer.is_contiguous() and o.is_contiguous()
     assert kv_buffer.shape[1:] == (1, 1, _LATENT + _ROPE) and q.shape[2] == _LATENT + _ROPE
     assert o.shape == (*q.shape[:2], _LATENT)

@@ -36,6 +36,7 @@ SEMANTICS: dict[str, Callable[..., Any]] = {
     "aiter.ops.triton.unified_attention.unified_attention": attention.unified_attention,
     "aiter.get_mla_metadata_info_v1": latent.get_mla_metadata_info_v1,
     "aiter.get_mla_metadata_v1": latent.get_mla_metadata_v1,
+    "aiter.concat_and_cache_mla": latent.concat_and_cache_mla,
     "aiter.mla.mla_decode_fwd": latent.mla_decode_fwd,
     "aiter.mla.mla_prefill_fwd": latent.mla_prefill_fwd,
 }

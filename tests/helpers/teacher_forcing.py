@@ -29,10 +29,11 @@ class TinyWorker:
         tp: Communicator | None = None,
         expert_parallel: bool = False,
         dcp: Communicator | None = None,
+        kv_cache_dtype: str = "auto",
     ):
         """With `capture_sizes`, a test replaces the recorder, since a CPU captures no graphs."""
         tp, dcp = tp or Communicator(), dcp or Communicator()
-        config = engine_config(tp.size, block_size=BLOCK_SIZE, dtype=dtype)
+        config = engine_config(tp.size, BLOCK_SIZE, kv_cache_dtype, dtype=dtype)
         config = replace(config, device=replace(config.device, cudagraph_capture_sizes=capture_sizes))
         parallel = replace(config.parallel, enable_expert_parallel=expert_parallel)
         parallel = replace(parallel, decode_context_parallel_size=dcp.size)

@@ -10,15 +10,20 @@ import pytest
 import torch
 
 from atom_ops import (
+    ALL_TOKENS,
     INTERLEAVED_KV,
     AttentionConfig,
     ExpertRole,
+    TokenShard,
     aiter_impl,
     attention_backend,
     backend,
+    make_latent_layer,
     pack_expert_weight,
+    read_latent,
 )
 from atom_ops.op import REGISTRY, Case, Op, Provider
+from atom_ops.ops.kv_cache import FP8
 from atom_ops.ops.latent_attention import latent_case
 from atom_ops.weights import Shuffled
 from tests.aiter_contract.package import SEMANTICS, Swap, install
@@ -31,7 +36,11 @@ from tests.helpers.tiny_models import Tiny, tiny
 
 SIGNATURES = {"published": published(), "in development": published() | in_development()}
 OPS = ("rms_norm", "add_rms_norm", "silu_and_mul", "rotary", "linear", "experts")
-LATENT_OPS = ("latent_attention", "sparse_latent_attention", "prompt_attention")
+LATENT_WIDTHS = 512, 64
+LATENT_OPS = (
+    *("latent_attention", "sparse_latent_attention", "prompt_attention"),
+    *("write_latent", "norm_and_write_latents"),
+)
 # Shapes that AITER's kernels take and the ops' own cases lack: drafts, chunks, head counts.
 LATENT_CASES = [
     latent_case([2, 2, 2], [2, 40, 300], 16, decode_query_len=2),
@@ -40,6 +49,9 @@ LATENT_CASES = [
     latent_case([20, 33], [20, 100], 16),
     latent_case([9], [31], 3),
     latent_case([7], [7], 128),
+    latent_case([1, 1, 1], [1, 40, 300], 40, fp8=True, shared_scale=True),
+    latent_case([3, 3], [80, 65], 5, fp8=True, decode_query_len=3, shared_scale=True),
+    latent_case([20], [50], 16, fp8=True, shared_scale=True),
 ]
 # Sizes that all of AITER's kernels take.
 _SIZES = {"hidden_size": 64, "intermediate_size": 96}
@@ -58,12 +70,13 @@ MODELS = {
         tiny("glm-5"), seed=1, config=tiny("glm-5").config | _LATENT_SIZES | {"index_head_dim": 72}
     ),
 }
+_KEEP = "aiter.concat_and_cache_mla"
 _UNFUSED = {"aiter.reshape_and_cache_flash", "aiter.rope_cached_fwd"}
 """Of a model with heads that the fused cache write does not take."""
 COMPLETE = {
     "llama": _UNFUSED,
     "qwen3-moe": {name for name in SEMANTICS if "mla" not in name} - _UNFUSED,
-    "deepseek-v3": {name for name in SEMANTICS if "mla" in name},
+    "deepseek-v3": {name for name in SEMANTICS if "mla" in name} - {_KEEP},
 }
 """The functions that steps of a model call."""
 
@@ -136,7 +149,7 @@ def test_tiny_models_generate_the_ids_of_transformers(
 
 
 def test_every_function_is_called_by_a_model() -> None:
-    assert set(SEMANTICS) == set.union(*COMPLETE.values())
+    assert set(SEMANTICS) == set.union(*COMPLETE.values(), {_KEEP})
 
 
 def check_chunks(worker: TinyWorker, reference: Reference) -> None:
@@ -157,6 +170,70 @@ def check_whole_texts(worker: TinyWorker, reference: Reference) -> None:
     found_TV = step_logits(worker.worker, core.plan(lengths)).log_softmax(-1)
     wanted_TV = torch.cat([each.logprobs_TV for each in reference.continuations])
     torch.testing.assert_close(found_TV, wanted_TV, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm-5"])
+def test_a_float8_cache_of_latents(
+    name: str, reference_of: Callable[[str], Reference], installed: Install
+) -> None:
+    """torch computes the same from what AITER wrote; one scale costs little more than one of each token."""
+    reference = reference_of(name)
+    text = reference.continuations[1]
+
+    def logprobs(worker: TinyWorker) -> torch.Tensor:
+        core = worker.core()
+        core.add(0, text.text)
+        counts = [40, *[1] * (len(text.text) - 40)]
+        return forced_logits(worker.worker, core, 0, counts).log_softmax(-1)
+
+    def error(found_TV: torch.Tensor) -> torch.Tensor:
+        return (found_TV - text.logprobs_TV).abs().mean()
+
+    scale_of_each_token_TV = logprobs(TinyWorker(reference.directory, kv_cache_dtype="fp8"))
+    calls = installed()
+    worker = TinyWorker(reference.directory, kv_cache_dtype="fp8")
+    found_TV = logprobs(worker)
+    assert calls[_KEEP] > 0 and calls[_DECODE] > 0
+    for op in LATENT_OPS[:3]:
+        REGISTRY[op].use([])
+    # Rounding may move a number to the next float8.
+    torch.testing.assert_close(found_TV, logprobs(worker), atol=0.02, rtol=0)
+    assert error(found_TV) < 1.5 * error(scale_of_each_token_TV)
+
+
+def test_float8_latents_are_written_as_the_reference_writes_them(installed: Install) -> None:
+    check_float8_writes(installed)
+
+
+def check_float8_writes(install: Install) -> None:
+    install()
+    op = REGISTRY["write_latent"]
+    latents, *arguments, _, slots, interleaved = op.cases[1].make(
+        torch.float32, torch.Generator().manual_seed(1)
+    )
+    latents[0] *= 300  # saturates
+    slots[-1] = -1
+    rows = []
+    for write in (op.providers["aiter"].function, op.reference):
+        cache = op.pack(make_latent_layer(7, 4, *LATENT_WIDTHS, FP8, CPU))
+        assert cache.shared_scale
+        write(latents, *arguments, cache, slots, interleaved)
+        rows.append(read_latent(cache, torch.arange(28), torch.float32))
+    assert rows[0].any() and not torch.isnan(rows[0]).any()
+    torch.testing.assert_close(*rows, atol=2**-8, rtol=1 / 14)
+
+
+def test_only_float8_caches_on_one_rank_have_a_shared_scale(installed: Install) -> None:
+    installed()
+    pack = REGISTRY["write_latent"].pack
+    for dtype, widths, shard in (
+        (torch.bfloat16, LATENT_WIDTHS, ALL_TOKENS),
+        (FP8, (40, 8), ALL_TOKENS),
+        (FP8, LATENT_WIDTHS, TokenShard(1, 2)),
+    ):
+        assert not pack(make_latent_layer(2, 4, *widths, dtype, CPU, shard)).shared_scale
+    backend.resolve(CPU, batch_invariant=False, order=["sdpa_cpu"])
+    assert not pack(make_latent_layer(2, 4, *LATENT_WIDTHS, FP8, CPU)).shared_scale
 
 
 _FLASH, _PAGED = "aiter.flash_attn_varlen_func", "aiter.ops.triton.unified_attention.unified_attention"
@@ -234,6 +311,7 @@ LATENT_SWAPS = [
     (_METADATA, "reduce_final_map", "reduce_partial_map"),
     (_METADATA, "kv_granularity", "max_seqlen_qo"),
     (_METADATA, "uni_seqlen_qo", "kv_granularity"),
+    (_DECODE, "kv_scale", "sm_scale"),
     (_DECODE, "q", "o"),
     (_DECODE, "q", "kv_buffer"),
     (_DECODE, "qo_indptr", "kv_indptr"),
@@ -252,6 +330,20 @@ LATENT_SWAPS = [
     (_CHUNKS, "kv_indices", "kv_last_page_lens"),
     (_CHUNKS, "max_seqlen_q", "sm_scale"),
 ]
+
+
+KEEP_SWAPS = [
+    (_KEEP, "kv_c", "k_pe"),
+    (_KEEP, "kv_c", "kv_cache"),
+    (_KEEP, "slot_mapping", "scale"),
+    (_KEEP, "kv_cache_dtype", "scale"),
+]
+
+
+@pytest.mark.parametrize("swap", KEEP_SWAPS, ids="-".join)
+def test_a_swap_of_two_arguments_of_a_latent_write_is_found(swap: Swap, installed: Install) -> None:
+    with pytest.raises((AssertionError, TypeError, RuntimeError)):
+        check_float8_writes(lambda: installed(swap=swap))
 
 
 @pytest.mark.parametrize("swap", LATENT_SWAPS, ids="-".join)
