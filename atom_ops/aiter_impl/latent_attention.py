@@ -9,23 +9,25 @@ They are compiled for bfloat16 queries, a latent of 512 and a key of 64 features
 read a float8 cache with a shared scale (see `latent_cache`). Fewer heads are padded
 to 16. A decode of one token takes up to 7 times 16 heads, split over rows of the kernel; 128 heads, on a
 single GPU, are left to the other providers: the published release has metadata for them that does not fit its
-kernel. Steps of both decodes and chunks are left to them, too: AITER's kernel for chunks does not split
-contexts.
+kernel. A step of both decodes and chunks is computed in two parts, since AITER's kernel for chunks does not
+split contexts.
 """
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from atom_ops.aiter_impl import NEEDS, runs_on, takes
 from atom_ops.aiter_impl.latent_cache import WIDTHS, float8_rows, shared_scale, widths_of
-from atom_ops.ops.attention_plan import AttentionPlan
+from atom_ops.ops.attention_plan import AttentionPlan, Ints, plan_attention
 from atom_ops.ops.kv_indices import KVIndices, kv_indices
 from atom_ops.ops.latent_attention import latent_attention, prompt_attention
 from atom_ops.ops.latent_cache import LatentLayer
+from atom_ops.transfer import to_device
 
 _HEADS = 16
 _MOST_HEADS = 112
@@ -185,6 +187,19 @@ def _takes_chunks(plan: AttentionPlan, heads: int) -> bool:
     )
 
 
+def _takes_mixed(plan: AttentionPlan, heads: int) -> bool:
+    """Whether the host knows which rows of the step decode and which are parts of prompts."""
+    queries = plan.decode_query_len
+    return (
+        plan.host is not None
+        and plan.min_query_len == queries < plan.max_query_len
+        and len(plan.context_lens_R) * plan.max_context_len <= _MOST_INDICES
+        and heads <= (_MOST_HEADS if queries == 1 else _HEADS)
+        and queries <= _MOST_QUERIES
+        and not plan.has_padding_tokens
+    )
+
+
 @latent_attention.provider(
     "aiter",
     needs=NEEDS,
@@ -194,6 +209,7 @@ def _takes_chunks(plan: AttentionPlan, heads: int) -> bool:
         and not plan.split_tokens
         and (
             takes_decodes(plan, q_THK.shape[1])
+            or _takes_mixed(plan, q_THK.shape[1])
             or (_takes_chunks(plan, q_THK.shape[1]) and not cache.shared_scale)
         )
     ),
@@ -201,11 +217,54 @@ def _takes_chunks(plan: AttentionPlan, heads: int) -> bool:
 )
 def _latent_attention(q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, scale: float) -> Tensor:
     heads = q_THK.shape[1]
+    if _takes_mixed(plan, heads):
+        return _attend_parts(q_THK, cache, plan, scale)
     if heads % _HEADS:
         q_THK = functional.pad(q_THK, (0, 0, 0, -heads % _HEADS))
     attend = decode_latents if takes_decodes(plan, heads) else _attend_chunks
     out_THC = attend(q_THK.contiguous(), cache, plan, scale)
     return out_THC[:, :heads].contiguous()
+
+
+def _attend_parts(q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, scale: float) -> Tensor:
+    """Decodes and chunks apart, each by the first provider that takes it."""
+    out_THC = q_THK.new_empty(*q_THK.shape[:2], cache.latent_width)
+    for part in plan.derived(_parts):
+        found = latent_attention(q_THK.index_select(0, part.tokens), cache, part.plan, scale)
+        out_THC.index_copy_(0, part.tokens, found)
+    return out_THC
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some rows of a step."""
+
+    tokens: Tensor
+    """int64: their tokens as indices of the step's."""
+    plan: AttentionPlan
+
+
+def _parts(plan: AttentionPlan) -> tuple[_Part, _Part]:
+    """The rows that decode, and those with more queries."""
+    assert plan.host is not None
+    queries, decode = plan.host.query_lens, plan.decode_query_len
+    return _part(plan, np.flatnonzero(queries == decode)), _part(plan, np.flatnonzero(queries > decode))
+
+
+def _part(plan: AttentionPlan, rows: Ints) -> _Part:
+    assert plan.host is not None
+    host, device = plan.host, plan.context_lens_R.device
+    queries = host.query_lens[rows]
+    first_tokens = (host.query_lens.cumsum() - host.query_lens)[rows]
+    tokens = np.arange(queries.sum()) + np.repeat(first_tokens - (queries.cumsum() - queries), queries)
+    own = replace(
+        host, query_lens=queries, context_lens=host.context_lens[rows], block_table=host.block_table[rows]
+    )
+    made = plan_attention(
+        own.query_lens, own.context_lens, own.block_table, device, decode_query_len=plan.decode_query_len
+    )
+    contexts_R = plan.context_lens_R.index_select(0, to_device(rows, device))
+    return _Part(to_device(tokens, device), replace(made, context_lens_R=contexts_R, host=own))
 
 
 def decode_latents(q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, scale: float) -> Tensor:
