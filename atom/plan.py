@@ -204,7 +204,7 @@ def _capacity(config: EngineConfig, checkpoint: Checkpoint, layout: LayoutPlan) 
     except StartupError as error:
         return Capacity(size, weights, str(error))
     needed = max(_cache_bytes(rank.kv_specs, cache.num_blocks) for rank in layout.ranks)
-    room = left - layout.ranks[0].buffer_bytes
+    room = left - layout.ranks[0].buffer_bytes - layout.ranks[0].dispatch_bytes
     if needed > room:
         problem = f"the KV cache takes {size_text(needed)} on a rank, and its weights leave {size_text(room)}"
         return Capacity(size, weights, problem)

@@ -39,6 +39,11 @@ def _rows(plan: "Plan") -> Iterator[tuple[str, str]]:
     yield "weights", _weights(plan)
     if buffers := plan.ranks[0].buffer_bytes:
         yield "buffers", f"{size_text(buffers)} on each rank, for experts on their way to another one"
+    if symmetric := plan.ranks[0].dispatch_bytes:
+        yield (
+            "MORI",
+            f"{size_text(symmetric)} of symmetric memory on each rank, for tokens on their way to experts",
+        )
     for number, spec in enumerate(plan.ranks[0].kv_specs):
         yield ("" if number else "KV cache"), _kv(spec)
     if layout.problem:

@@ -68,21 +68,26 @@ def plan(launch: PlanLaunch) -> PlanResult:
     return PlanResult(layouts=layouts, device_bytes=memory.device_bytes, logits_bytes=memory.logits_bytes)
 
 
-def planned_rank(config: EngineConfig, checkpoint: Checkpoint, rank: int, size: int) -> CausalLM:
-    """The model of a rank of engine 0 on the meta device, processed as after loading. Raises ValueError."""
+def planned_rank(config: EngineConfig, checkpoint: Checkpoint, rank: int, size: int) -> tuple[CausalLM, int]:
+    """The model of a rank of engine 0 on the meta device, processed as after loading. Raises ValueError.
+
+    Also the bytes that the dispatch of its experts reserves.
+    """
     parallel = config.parallel
     shape = MeshShape(size, parallel.engines_in_mesh, dcp=parallel.decode_context_parallel_size)
     mesh = Mesh(
         _META,
         tp=Communicator(rank, size),
         dcp=Communicator(rank % shape.dcp, shape.dcp),
+        dp=Communicator(0, shape.dp),
         ep=Communicator(rank, shape.size),
     )
+    dispatch = rank_dispatch(config, mesh)
     with _META:
-        model = build_rank(config, checkpoint, mesh, rank_dispatch(config, mesh))
+        model = build_rank(config, checkpoint, mesh, dispatch)
         for _, layer in weighted_layers(model):
             layer.process_weights_after_loading()
-    return model
+    return model, dispatch.reserved_bytes
 
 
 @dataclass(frozen=True)
@@ -130,11 +135,12 @@ def _memory(config: EngineConfig, vocab_size: int, gpu_bytes: int | None) -> _Me
 def _ranks(config: EngineConfig, checkpoint: Checkpoint, size: int, memory: _Memory) -> list[RankPlan]:
     """All ranks of the configured layout, rank 0 of another one: no other rank has more."""
     ranks = range(size if size == config.parallel.tensor_parallel_size else 1)
-    models = [planned_rank(config, checkpoint, rank, size) for rank in ranks]
+    planned = [planned_rank(config, checkpoint, rank, size) for rank in ranks]
+    models, reserved = [model for model, _ in planned], planned[0][1]
     weights = [weight_bytes(model) for model in models]
     workers = size * config.parallel.engines_in_mesh
     buffers = buffer_bytes(models[0], workers) if config.parallel.enable_eplb else 0
-    taken = [each + buffers for each in weights]
+    taken = [each + buffers + reserved for each in weights]
     return [
         RankPlan(
             rank,
@@ -144,6 +150,7 @@ def _ranks(config: EngineConfig, checkpoint: Checkpoint, size: int, memory: _Mem
             memory.kv_bytes(taken, rank),
             memory.left(weights, rank),
             buffers,
+            reserved,
         )
         for rank, model in enumerate(models)
     ]

@@ -62,7 +62,14 @@ def rank_dispatch(config: EngineConfig, mesh: Mesh) -> ExpertDispatch:
     max_tokens = config.scheduler.max_num_batched_tokens
     assert max_tokens is not None, "resolved before any worker starts"
     parallel = config.parallel
-    return expert_dispatch(mesh, parallel.enable_expert_parallel, parallel.all2all_backend, max_tokens)
+    return expert_dispatch(
+        mesh,
+        parallel.enable_expert_parallel,
+        parallel.all2all_backend,
+        max_tokens,
+        parallel.nnodes,
+        torch.device(config.device.device) if mesh.device.type == "meta" else None,
+    )
 
 
 def _redundant_experts(config: EngineConfig) -> int | None:

@@ -16,6 +16,7 @@ from parallel.expert.all_to_all import AllToAllDispatch
 from parallel.expert.dispatch import ExpertDispatch, LocalDispatch, PlannedDispatch, RoutedTokens
 from parallel.expert.gather import GatherDispatch
 from parallel.expert.mori import MoriDispatch, mori_failure, mori_problem
+from parallel.expert.mori_plan import layout_problem
 from parallel.expert.padded import PaddedDispatch
 from parallel.mesh import Mesh
 
@@ -68,24 +69,25 @@ class ChosenDispatch(ExpertDispatch):
 
 
 def expert_dispatch(
-    mesh: Mesh, expert_parallel: bool, backend: All2AllBackend = "auto", max_tokens: int = 0
+    mesh: Mesh,
+    expert_parallel: bool,
+    backend: All2AllBackend = "auto",
+    max_tokens: int = 0,
+    nodes: int = 1,
+    planned_for: torch.device | None = None,
 ) -> ExpertDispatch:
     """The form for that mesh; without `expert_parallel`, or with one rank, nothing is dispatched.
 
-    `max_tokens`: the most tokens of a data-parallel rank in a step, for which MORI reserves memory.
+    `max_tokens`: the most tokens of a data-parallel rank in a step, for which MORI reserves memory. `nodes`:
+    hosts that the ranks are spread over evenly. `planned_for`: the device of a plan, whose mesh is on meta.
     Raises ValueError for a backend that cannot run here.
     """
     if not expert_parallel or mesh.ep.size == 1:
         return LocalDispatch()
     if mesh.dp.size == 1:
         return GatherDispatch(mesh)
-    problem = mori_problem(mesh.device)
-    if backend == "mori" and problem:
-        raise ValueError(f"--all2all-backend mori: {problem}; use auto")
-    if backend == "auto" and mesh.ep.rank == 0 and (broken := mori_failure(mesh.device)):
-        get_logger().warning("experts' tokens travel without MORI: %s", broken)
-    if backend == "mori" or (backend == "auto" and not problem):
-        chosen: ExpertDispatch = MoriDispatch(mesh, max_tokens)
+    if backend in ("mori", "auto") and _mori_runs(mesh, backend == "mori", nodes, planned_for):
+        chosen: ExpertDispatch = MoriDispatch(mesh, max_tokens, nodes)
     elif backend == "allgather_reducescatter":
         chosen = GatherDispatch(mesh)
     else:
@@ -94,3 +96,18 @@ def expert_dispatch(
     if mesh.ep.rank == 0 and mesh.device != torch.device("meta"):
         get_logger().info("experts over %d ranks: %s", mesh.ep.size, type(chosen).__name__)
     return chosen
+
+
+def _mori_runs(mesh: Mesh, wanted: bool, nodes: int, planned_for: torch.device | None) -> bool:
+    """Whether MORI can run; if it is `wanted`, it must: raises ValueError."""
+    device = planned_for or mesh.device
+    # A plan for GPUs that this host does not have is a plan for AMD's, if the user names MORI.
+    assumed = wanted and planned_for is not None and planned_for.type == "cuda" and torch.version.hip is None
+    problem = None if assumed else mori_problem(device)
+    layout = layout_problem(mesh.ep.size, nodes)
+    if wanted and (problem or layout):
+        raise ValueError(f"--all2all-backend mori: {problem or layout}; use auto")
+    broken = mori_failure(device) or (None if problem else layout)
+    if broken and mesh.ep.rank == 0:
+        get_logger().warning("experts' tokens travel without MORI: %s", broken)
+    return not (problem or layout)

@@ -32,6 +32,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from parallel.communicator import Communicator
@@ -58,6 +59,8 @@ class ExpertDispatch(ABC):
 
     dp_rank = 0
     """Which of the ranks with different tokens this is."""
+    reserved_bytes = 0
+    """Device memory that this form takes beside torch's; known once a layer has called `reserve`."""
 
     def local_experts(self, num_experts: int) -> tuple[int, int]:
         """(first, count) of this rank's experts. Raises ValueError with fewer experts than ranks."""
@@ -67,6 +70,12 @@ class ExpertDispatch(ABC):
                 "ranks; omit the flag"
             )
         return split(num_experts, self.ep.size, self.ep.rank)
+
+    def reserve(self, hidden: int, dtype: torch.dtype, chosen: int, num_experts: int) -> None:
+        """State the tokens to come: every MoE layer calls this when it is built, before weights are loaded.
+
+        `chosen` experts of a token, `num_experts` on all ranks. Raises ValueError for what cannot be sent.
+        """
 
     @abstractmethod
     def plan(self, tokens: Sequence[int], eager: bool = False) -> None:

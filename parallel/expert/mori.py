@@ -1,5 +1,6 @@
 """MORI, AMD's all-to-all library, as a form of dispatch; imported on ROCm only, when it is chosen."""
 
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -11,6 +12,15 @@ from torch.nn import functional
 from atom.utils import optional_library
 from parallel.expert.all_to_all import owners
 from parallel.expert.dispatch import PlannedDispatch, RoutedTokens
+from parallel.expert.mori_plan import (
+    Kernels,
+    Tokens,
+    check_tokens,
+    kernels_for,
+    op_kernels,
+    reserve_heap,
+    symmetric_bytes,
+)
 from parallel.mesh import Mesh
 from parallel.rendezvous import MeetingPoint
 
@@ -18,10 +28,6 @@ if TYPE_CHECKING:
     from mori.ops import EpDispatchCombineOp
 
 _UNIQUE_ID = "mori_unique_id"
-_DTYPES = (torch.bfloat16, torch.float32)
-# What AMD's own engines launch: blocks, warps of a block, and RDMA blocks beside those.
-_ONE_NODE = 80, 16, 0
-_NODES = 32, 16, 16
 
 
 def mori_problem(device: torch.device) -> str | None:
@@ -43,15 +49,23 @@ class MoriDispatch(PlannedDispatch):
     """Dispatch and combine by `mori.ops.EpDispatchCombineOp`: a token once to each rank that needs it.
 
     The tokens arrive in symmetric memory of a fixed size, which the next dispatch overwrites; how many
-    arrived is known on the device alone, so that graphs can capture it.
+    arrived is known on the device alone, so that graphs can capture it. Which kernels run depends on the
+    nodes and on the planned tokens of the fullest rank, so that all ranks launch the same.
     """
 
-    def __init__(self, mesh: Mesh, max_tokens: int):
-        """`max_tokens`: the most of a data-parallel rank in a step. Memory is reserved by the first one."""
+    def __init__(self, mesh: Mesh, max_tokens: int, nodes: int = 1):
+        """`max_tokens`: the most of a data-parallel rank in a step. Memory is reserved by the first one.
+
+        The ranks are spread evenly over `nodes`, as `mori_plan.layout_problem` wants them.
+        """
         super().__init__(mesh)
         self._mesh = mesh
-        self._max_share = -(-max_tokens // mesh.tp.size)
-        self._op: EpDispatchCombineOp | None = None
+        self._nodes = nodes
+        share = max(self._share_of(max_tokens), 1)
+        self._kernels = kernels_for(nodes, share, _compute_units(mesh.device), mesh.ep.size)
+        self._running = self._kernels[-1]
+        self._reserved: Tokens | None = None
+        self._ops: dict[str, EpDispatchCombineOp] = {}
 
     def local_experts(self, num_experts: int) -> tuple[int, int]:
         """Raises ValueError unless every rank has the same number of experts."""
@@ -62,23 +76,35 @@ class MoriDispatch(PlannedDispatch):
             )
         return super().local_experts(num_experts)
 
+    def reserve(self, hidden: int, dtype: torch.dtype, chosen: int, num_experts: int) -> None:
+        """Also raises ValueError for tokens that MORI does not send, and for a heap that is too small."""
+        tokens = Tokens(hidden, dtype, chosen, num_experts)
+        check_tokens(tokens)
+        if self._reserved not in (None, tokens):
+            raise ValueError(f"MORI sends tokens of one kind, not {self._reserved} and {tokens}")
+        self._reserved = tokens
+        self.reserved_bytes = symmetric_bytes(self._kernels, tokens, self.ep.size, self._nodes)
+        reserve_heap(self.reserved_bytes)
+
+    def plan(self, tokens: Sequence[int], eager: bool = False) -> None:
+        super().plan(tokens, eager)
+        self._choose(max(tokens))
+
     def dispatch(self, x_TD: Tensor, ids_TJ: Tensor, weights_TJ: Tensor, num_experts: int) -> RoutedTokens:
         """Raises ValueError for another number of tokens than was planned."""
         tokens = x_TD.shape[0]
-        most = sum(self._planned(tokens))  # a rank gets no token twice
-        if self._op is None:
-            self._op = self._open(x_TD, ids_TJ.shape[1], num_experts)
+        planned = self._planned(tokens)
+        most = sum(planned)  # a rank gets no token twice
+        self._choose(max(planned))
+        if not self._ops:
+            self._open(Tokens(x_TD.shape[1], x_TD.dtype, ids_TJ.shape[1], num_experts))
         share = self._share(tokens)
         nowhere = owners(ids_TJ, num_experts, self.ep.size) == self.ep.size
         # MORI knows no id of no expert: such a choice goes to an expert of this rank, with weight 0.
         first, _ = self.local_experts(num_experts)
         ids_SJ = ids_TJ.where(~nowhere, first)[share].int().contiguous()
-        x_MD, weights_MJ, _, ids_MJ, arrived_1 = self._op.dispatch(
-            input=x_TD[share].contiguous(),
-            weights=weights_TJ.where(~nowhere, 0.0)[share].contiguous(),
-            scales=None,
-            indices=ids_SJ,
-        )
+        weights_SJ = weights_TJ.where(~nowhere, 0.0)[share].contiguous()
+        x_MD, weights_MJ, ids_MJ, arrived_1 = self._send(x_TD[share].contiguous(), weights_SJ, ids_SJ)
         self._last = tokens, share, ids_SJ
         valid_M1 = torch.arange(most, device=x_TD.device).unsqueeze(1) < arrived_1
         ids_MJ = ids_MJ[:most].long().where(valid_M1, -1)
@@ -86,44 +112,127 @@ class MoriDispatch(PlannedDispatch):
 
     def combine(self, out_MD: Tensor) -> Tensor:
         tokens, share, ids_SJ = self._last
-        assert self._op is not None, "set by the dispatch before"
-        # The experts have applied the weights.
-        sums, _ = self._op.combine(input=out_MD.contiguous(), weights=None, indices=ids_SJ)
-        return functional.pad(sums[: len(ids_SJ)], (0, 0, share.start, tokens - share.stop))
+        sums_SD = self._return(out_MD.contiguous(), ids_SJ)
+        return functional.pad(sums_SD[: len(ids_SJ)], (0, 0, share.start, tokens - share.stop))
 
-    def _open(self, x_TD: Tensor, chosen: int, num_experts: int) -> "EpDispatchCombineOp":
-        """MORI's op for this model; every rank calls this in its first step."""
-        if x_TD.dtype not in _DTYPES:
-            raise ValueError(f"MORI sends no {x_TD.dtype}; use --dtype bfloat16")
+    def _choose(self, tokens: int) -> None:
+        """The kernels for a step in which the fullest data-parallel rank has that many tokens."""
+        share = self._share_of(tokens)
+        fitting = [each for each in self._kernels if share <= each.max_tokens]
+        if not fitting:
+            raise ValueError(f"{tokens} tokens in a step: MORI has reserved {self._kernels[-1].max_tokens}")
+        self._running = fitting[0]
+
+    def _share_of(self, tokens: int) -> int:
+        return -(-tokens // self._tp.size)
+
+    def _send(
+        self, x_SD: Tensor, weights_SJ: Tensor, ids_SJ: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Tokens, weights and ids in MORI's buffers, and [1]: how many rows of them arrived."""
+        op: EpDispatchCombineOp = self._ops[self._running.name]
+        launch = self._running.launch
+        if self._running.asynchronous:
+            x, weights, _, ids, arrived = op.dispatch_send(
+                input=x_SD,
+                weights=weights_SJ,
+                scales=None,
+                indices=ids_SJ,
+                block_num=launch.blocks,
+                warp_per_block=launch.warps,
+            )
+            op.dispatch_recv(block_num=launch.blocks, warp_per_block=launch.warps)
+        else:
+            # Without numbers MORI would launch 256 blocks on one node, which wait for one another.
+            x, weights, _, ids, arrived = op.dispatch(
+                input=x_SD,
+                weights=weights_SJ,
+                scales=None,
+                indices=ids_SJ,
+                block_num=launch.blocks,
+                rdma_block_num=launch.rdma_blocks,
+                warp_per_block=launch.warps,
+            )
+        return x, weights, ids, arrived
+
+    def _return(self, out_MD: Tensor, ids_SJ: Tensor) -> Tensor:
+        """The sums of this rank's tokens, in MORI's buffer. The experts have applied the weights."""
+        op: EpDispatchCombineOp = self._ops[self._running.name]
+        launch = self._running.launch
+        if self._running.asynchronous:
+            sums, _ = op.combine_send(
+                input=out_MD,
+                weights=None,
+                indices=ids_SJ,
+                block_num=launch.blocks,
+                warp_per_block=launch.warps,
+            )
+            op.combine_recv(block_num=launch.blocks, warp_per_block=launch.warps)
+        else:
+            sums, _ = op.combine(
+                input=out_MD,
+                weights=None,
+                indices=ids_SJ,
+                block_num=launch.blocks,
+                rdma_block_num=launch.rdma_blocks,
+                warp_per_block=launch.warps,
+            )
+        return sums
+
+    def _open(self, tokens: Tokens) -> None:
+        """MORI's ops for this model, of all kernels: every rank calls this in its first step, an eager one."""
+        if self._reserved != tokens:
+            self.reserve(*tokens)
+        assert self._mesh.meeting is not None, "several ranks have met"
+        kernels = op_kernels(self._kernels)
+        for each in kernels:
+            _compile(each)
+        _join(self._mesh.meeting, self.ep.rank, self.ep.size)
+        self._ops = {each.name: self._opened(each, tokens) for each in kernels}
+
+    def _opened(self, kernels: Kernels, tokens: Tokens) -> "EpDispatchCombineOp":
         import mori.ops
 
-        assert self._mesh.meeting is not None, "several ranks have met"
-        _join(self._mesh.meeting, self.ep.rank, self.ep.size)
-        gpus = torch.cuda.device_count()
-        if self.ep.size <= gpus:
-            kernels = mori.ops.EpDispatchCombineKernelType.IntraNode
-            blocks, warps, rdma_blocks = _ONE_NODE
-        else:
-            kernels = mori.ops.EpDispatchCombineKernelType.InterNodeV1
-            blocks, warps, rdma_blocks = _NODES
         config = mori.ops.EpDispatchCombineConfig(
-            data_type=x_TD.dtype,
+            data_type=tokens.dtype,
             rank=self.ep.rank,
             world_size=self.ep.size,
-            hidden_dim=x_TD.shape[1],
+            hidden_dim=tokens.hidden,
             scale_dim=0,
             scale_type_size=0,
-            max_token_type_size=x_TD.dtype.itemsize,
-            max_num_inp_token_per_rank=self._max_share,
-            num_experts_per_rank=num_experts // self.ep.size,
-            num_experts_per_token=chosen,
-            warp_num_per_block=warps,
-            block_num=_blocks(blocks, x_TD.device),
-            kernel_type=kernels,
-            gpu_per_node=min(self.ep.size, gpus),
-            rdma_block_num=rdma_blocks,
+            max_token_type_size=tokens.dtype.itemsize,
+            max_num_inp_token_per_rank=kernels.max_tokens,
+            num_experts_per_rank=tokens.experts // self.ep.size,
+            num_experts_per_token=tokens.chosen,
+            warp_num_per_block=kernels.launch.warps,
+            block_num=kernels.launch.blocks,
+            kernel_type=_kernel_type(kernels),
+            gpu_per_node=self.ep.size // self._nodes,
+            rdma_block_num=kernels.launch.rdma_blocks,
+            num_qp_per_pe=kernels.queue_pairs,
         )
         return mori.ops.EpDispatchCombineOp(config=config)
+
+
+def _kernel_type(kernels: Kernels) -> object:
+    import mori.ops
+
+    match kernels.name:
+        case "IntraNode":
+            return mori.ops.EpDispatchCombineKernelType.IntraNode
+        case "InterNodeV1":
+            return mori.ops.EpDispatchCombineKernelType.InterNodeV1
+        case "InterNodeV1LL":
+            return mori.ops.EpDispatchCombineKernelType.InterNodeV1LL
+        case "AsyncLL":
+            return mori.ops.EpDispatchCombineKernelType.AsyncLL
+
+
+def _compile(kernels: Kernels) -> None:
+    """Compile them before the ranks connect: it may take minutes, once on a machine."""
+    import mori.ops.dispatch_combine
+
+    mori.ops.dispatch_combine.warmup_jit_kernels(kernel_type=_kernel_type(kernels))
 
 
 @cache
@@ -133,14 +242,21 @@ def _join(meeting: MeetingPoint, rank: int, ranks: int) -> None:
 
     if rank == 0:
         meeting.store.set(_UNIQUE_ID, mori.shmem.shmem_get_unique_id())
-    mori.shmem.shmem_init_attr(
+    status = mori.shmem.shmem_init_attr(
         flags=mori.shmem.MORI_SHMEM_INIT_WITH_UNIQUEID,
         rank=rank,
         nranks=ranks,
         unique_id=meeting.store.get(_UNIQUE_ID),
     )
+    if status:
+        raise RuntimeError(
+            f"MORI cannot join the symmetric memory of {ranks} ranks (status {status}): its messages above say "
+            "why; --all2all-backend allgather_reducescatter or alltoall needs none"
+        )
 
 
-def _blocks(wanted: int, device: torch.device) -> int:
-    """At most one block for each compute unit: they wait for one another, and must run at the same time."""
-    return min(wanted, torch.cuda.get_device_properties(device).multi_processor_count)
+def _compute_units(device: torch.device) -> int:
+    """Of a GPU; for a plan without one, of an MI300X."""
+    if device.type == "meta":
+        return 304
+    return torch.cuda.get_device_properties(device).multi_processor_count

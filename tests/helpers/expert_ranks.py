@@ -1,14 +1,16 @@
 """Checks run by every rank of one process group: each form of dispatch against the experts of one process."""
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from atom_ops import ExpertWeights, experts
-from parallel.expert import ExpertDispatch
+from parallel.expert import ExpertDispatch, mori_plan
 from parallel.expert.all_to_all import AllToAllDispatch
 from parallel.expert.choose import ChosenDispatch, Crossovers
 from parallel.expert.gather import GatherDispatch
@@ -52,6 +54,10 @@ def forms(mesh: Mesh, case: "Case") -> Iterator[ExpertDispatch]:
     if case.experts % mesh.ep.size == 0:
         install(mesh)
         yield MoriDispatch(mesh, MOST_TOKENS)
+        yield MoriDispatch(mesh, MOST_TOKENS, nodes=2)
+        with patch.dict(os.environ, {"MORI_ENABLE_SDMA": "1"}):
+            asynchronous = MoriDispatch(mesh, MOST_TOKENS, nodes=2)
+        yield asynchronous
 
 
 def cases(dp: int) -> Iterator[Case]:
@@ -88,10 +94,13 @@ def weights_of(count: int) -> ExpertWeights:
 def check(mesh: Mesh) -> Counter[str]:
     """Runs every form on every mesh; returns the comparisons of each form. Raises AssertionError."""
     compared: Counter[str] = Counter()
+    mori_plan.LOW_LATENCY_TOKENS = 3  # so that the cases run both kinds of kernels
     for name, each in meshes(mesh).items():
         for number, case in enumerate(cases(each.dp.size)):
             for dispatch in forms(each, case):
                 form = type(dispatch).__name__
+                if isinstance(dispatch, MoriDispatch):
+                    form = "+".join(each.name for each in dispatch._kernels)
                 try:
                     _check(dispatch, each, case)
                 except Exception as error:

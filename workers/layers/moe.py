@@ -75,6 +75,7 @@ class MoE(nn.Module):
         self._dispatch = build.dispatch
         self.slots = None if build.redundant_experts is None else SlotMap(args.num_experts, build)
         self._num_slots = args.num_experts + (build.redundant_experts or 0)
+        self._dispatch.reserve(args.hidden_size, build.dtype, args.rule.top_k, self._num_slots)
         self.gate = Router(args, build)
         self.experts = Experts(args, build.at("experts"))
         self.shared_experts = (

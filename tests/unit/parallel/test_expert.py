@@ -48,7 +48,15 @@ def found() -> Iterator[list[Any]]:
 def test_the_sums_are_those_of_one_process(found: list[Any]) -> None:
     """Every form, on the meshes 2 x 2, 4 x 1, 1 x 4, 2 x 1 and 1 x 2: chosen cases, then random ones."""
     for compared, _ in found:
-        assert compared.pop("MoriDispatch") >= 5 * 3 and len(compared) == 4
+        for few, many in (
+            ("IntraNode", "IntraNode"),
+            ("InterNodeV1LL", "InterNodeV1"),
+            ("AsyncLL", "InterNodeV1"),
+        ):
+            # On four tensor-parallel ranks each sends so few tokens that one kind of kernels is enough.
+            assert compared.pop(few) + compared[f"{few}+{many}"] >= 5 * 3
+            assert compared.pop(f"{few}+{many}") >= 4 * 3
+        assert len(compared) == 4
         assert set(compared.values()) == {5 * (5 + 3)}
 
 
