@@ -76,6 +76,7 @@ class ExpertDispatch(ABC):
 
         `chosen` experts of a token, `num_experts` on all ranks. Raises ValueError for what cannot be sent.
         """
+        self.reserved_bytes = 0
 
     @abstractmethod
     def plan(self, tokens: Sequence[int], eager: bool = False) -> None:

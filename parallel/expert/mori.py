@@ -180,7 +180,7 @@ class MoriDispatch(PlannedDispatch):
         return sums
 
     def _open(self, tokens: Tokens) -> None:
-        """MORI's ops for this model, of all kernels: every rank calls this in its first step, an eager one."""
+        """MORI's ops for this model, of all kernels; every rank calls this in its first, eager step."""
         if self._reserved != tokens:
             self.reserve(*tokens)
         assert self._mesh.meeting is not None, "several ranks have met"
@@ -250,8 +250,8 @@ def _join(meeting: MeetingPoint, rank: int, ranks: int) -> None:
     )
     if status:
         raise RuntimeError(
-            f"MORI cannot join the symmetric memory of {ranks} ranks (status {status}): its messages above say "
-            "why; --all2all-backend allgather_reducescatter or alltoall needs none"
+            f"MORI cannot join the symmetric memory of {ranks} ranks (status {status}): its messages above "
+            "say why; --all2all-backend allgather_reducescatter or alltoall needs none"
         )
 
 

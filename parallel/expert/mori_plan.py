@@ -34,7 +34,7 @@ class Launch(NamedTuple):
     warps: int
 
     def fitting(self, compute_units: int) -> "Launch":
-        """At most one block for each compute unit: blocks wait for one another, so that all must run at once."""
+        """At most one block for each compute unit: blocks wait for one another, so all must run at once."""
         blocks = min(self.blocks, compute_units)
         rdma_blocks = min(self.rdma_blocks, blocks // 2)
         return self._replace(blocks=blocks, rdma_blocks=rdma_blocks)
@@ -76,7 +76,7 @@ def kernels_for(nodes: int, max_tokens: int, compute_units: int, ranks: int) -> 
     """The kernels for every number of tokens up to `max_tokens` of a rank, those for the fewest first.
 
     AsyncLL copies by the GPU's DMA engines, and is chosen where the user lets MORI use them
-    (MORI_ENABLE_SDMA=1): MORI itself warns of it otherwise. With MORI_ENABLE_RAIL_ONLY it reaches no other node.
+    (MORI_ENABLE_SDMA=1): MORI itself warns of it otherwise. MORI_ENABLE_RAIL_ONLY keeps it from other nodes.
     """
     few, many = (_NODES_FEW, _NODES) if nodes > 1 else (_ONE_NODE_FEW, _ONE_NODE)
     reaches_all = nodes == 1 or not _switched_on("MORI_ENABLE_RAIL_ONLY")
