@@ -59,9 +59,11 @@ def load() -> None:
     import atom_ops.aiter_impl.activation
     import atom_ops.aiter_impl.attention
     import atom_ops.aiter_impl.experts
+    import atom_ops.aiter_impl.fused_linear
     import atom_ops.aiter_impl.latent_attention
     import atom_ops.aiter_impl.latent_cache
     import atom_ops.aiter_impl.linear
     import atom_ops.aiter_impl.norm
     import atom_ops.aiter_impl.rotary
+    import atom_ops.aiter_impl.routing
     import atom_ops.aiter_impl.sparse_attention  # noqa: F401

@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from atom_ops import aiter_impl
+from atom_ops.aiter_impl.quantized_linear import finished
+from atom_ops.aiter_impl.rounding import Rounded
 from atom_ops.weights import MXFP4, ShuffledMXFP4, Weight
 
 PADDED = 256
@@ -67,20 +69,24 @@ def multiply(x_TI: Tensor, weight: ShuffledMXFP4, bias: Tensor | None, dtype: to
 
     if not len(x_TI):
         return x_TI.new_empty(0, weight.shape[0], dtype=dtype)
-    codes, scales = per_1x32_f4_quant_hip(
-        x=x_TI.contiguous(), quant_dtype=torch.float4_e2m1fn_x2, shuffle=True
-    )
-    out_TO = _assembly(codes, scales, weight, x_TI.dtype)
-    if bias is not None:
-        out_TO += bias
-    return out_TO if dtype is None else out_TO.to(dtype)
+    rounded = per_1x32_f4_quant_hip(x=x_TI.contiguous(), quant_dtype=torch.float4_e2m1fn_x2, shuffle=True)
+    return finished(multiply_rounded(rounded, weight, x_TI.dtype), bias, dtype)
 
 
-def _assembly(codes: Tensor, scales: Tensor, weight: ShuffledMXFP4, dtype: torch.dtype) -> Tensor:
-    """Before 2026 the caller made the result, with its rows padded to a multiple of 32."""
+def typed(codes: Tensor, scales: Tensor) -> Rounded:
+    """Bytes of codes and of scales in tiles, as the Triton kernels write them, in the dtypes of the GEMM."""
+    return codes.view(torch.float4_e2m1fn_x2), scales.view(torch.float8_e8m0fnu)
+
+
+def multiply_rounded(rounded: Rounded, weight: ShuffledMXFP4, dtype: torch.dtype) -> Tensor:
+    """The product of rounded activations, [T, O] in `dtype`.
+
+    Before 2026 the caller made the result, with its rows padded to a multiple of 32.
+    """
     import aiter
     from aiter.ops.gemm_op_a4w4 import gemm_a4w4_fake
 
+    codes, scales = rounded
     tokens = len(codes)
     # The function itself is an op of torch, whose signature Python does not see.
     if "out" not in signature(gemm_a4w4_fake).parameters:

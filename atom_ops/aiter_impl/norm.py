@@ -6,7 +6,7 @@ from torch import Tensor
 from atom_ops.aiter_impl import NEEDS, runs_on, takes
 from atom_ops.ops.norm import add_rms_norm, rms_norm
 
-_MOST_FEATURES = 8192
+MOST_FEATURES = 8192
 
 
 def _rows(x_TD: Tensor) -> Tensor:
@@ -18,7 +18,7 @@ def _rows(x_TD: Tensor) -> Tensor:
     "aiter",
     needs=NEEDS,
     supported=runs_on,
-    supports=lambda x_TD, weight_D, eps: takes(x_TD, weight_D) and x_TD.shape[-1] <= _MOST_FEATURES,
+    supports=lambda x_TD, weight_D, eps: takes(x_TD, weight_D) and x_TD.shape[-1] <= MOST_FEATURES,
     batch_invariant=False,
 )
 def _rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -33,7 +33,7 @@ def _rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     needs=NEEDS,
     supported=runs_on,
     supports=lambda x_TD, residual_TD, weight_D, eps: (
-        takes(x_TD, residual_TD, weight_D) and x_TD.shape[-1] <= _MOST_FEATURES
+        takes(x_TD, residual_TD, weight_D) and x_TD.shape[-1] <= MOST_FEATURES
     ),
     batch_invariant=False,
 )

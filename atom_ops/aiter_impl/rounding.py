@@ -10,7 +10,7 @@ GROUP = 128
 """Inputs that share a scale, where the weight has blocks."""
 
 Rounded = tuple[Tensor, Tensor]
-"""Values [T, I] and float32 scales: [T, 1], or [T, I / 128] of groups."""
+"""Values [T, I] and float32 scales: [T, 1], or [T, I / 128] of groups. MXFP4: codes and scales in tiles."""
 
 
 def fp8_dtype(device: torch.device) -> torch.dtype:

@@ -17,7 +17,19 @@ import pytest
 import torch
 
 from atom_ops import aiter_impl, backend
-from tests.aiter_contract import attention, gemm, latent, machine, moe, mxfp4, rounding, rows, tiles
+from tests.aiter_contract import (
+    attention,
+    fused,
+    gemm,
+    latent,
+    machine,
+    moe,
+    mxfp4,
+    rounding,
+    routing,
+    rows,
+    tiles,
+)
 from tests.helpers.signatures import parsed
 
 SEMANTICS: dict[str, Callable[..., Any]] = {
@@ -28,6 +40,7 @@ SEMANTICS: dict[str, Callable[..., Any]] = {
     "aiter.tuned_gemm.tgemm.mm": gemm.mm,
     "aiter.ops.shuffle.shuffle_weight": tiles.shuffle_weight,
     "aiter.fused_moe.fused_moe": moe.fused_moe,
+    "aiter.topk_softmax": routing.topk_softmax,
     "aiter.reshape_and_cache_flash": attention.reshape_and_cache_flash,
     "aiter.ops.triton.fused_kv_cache.fused_qk_rope_reshape_and_cache": (
         attention.fused_qk_rope_reshape_and_cache
@@ -41,10 +54,19 @@ SEMANTICS: dict[str, Callable[..., Any]] = {
     "aiter.mla.mla_prefill_fwd": latent.mla_prefill_fwd,
 }
 QUANTIZED: dict[str, Callable[..., Any]] = {
+    "aiter.grouped_topk": routing.grouped_topk,
+    "aiter.biased_grouped_topk": routing.biased_grouped_topk,
     "aiter.gemm_a8w8": gemm.gemm_a8w8,
     "aiter.gemm_a8w8_bpreshuffle": gemm.gemm_a8w8_bpreshuffle,
     "aiter.gemm_a8w8_blockscale": gemm.gemm_a8w8_blockscale,
     "aiter.gemm_a8w8_blockscale_bpreshuffle": gemm.gemm_a8w8_blockscale_bpreshuffle,
+    "aiter.rmsnorm2d_fwd_with_dynamicquant": fused.rmsnorm2d_fwd_with_dynamicquant,
+    "aiter.rmsnorm2d_fwd_with_add_dynamicquant": fused.rmsnorm2d_fwd_with_add_dynamicquant,
+    "aiter.ops.triton.fused_fp8_quant.fused_rms_fp8_group_quant": fused.fused_rms_fp8_group_quant,
+    "aiter.ops.triton.fused_mxfp4_quant.fused_rms_mxfp4_quant": fused.fused_rms_mxfp4_quant,
+    "aiter.scaled_silu_and_mul": fused.scaled_silu_and_mul,
+    "aiter.ops.triton.activation.act_mul_and_fp8_group_quant": fused.act_mul_and_fp8_group_quant,
+    "aiter.ops.triton.activation.act_mul_and_mxfp4_quant": fused.act_mul_and_mxfp4_quant,
     "aiter.gemm_a4w4": mxfp4.gemm_a4w4,
     "aiter.ops.gemm_op_a4w4.gemm_a4w4_fake": mxfp4.gemm_a4w4,
     "aiter.utility.fp4_utils.e8m0_shuffle": mxfp4.e8m0_shuffle,
@@ -55,11 +77,12 @@ QUANTIZED: dict[str, Callable[..., Any]] = {
     "aiter.ops.quant.per_group_quant_hip": rounding.per_group_quant_hip,
     "aiter.ops.quant.per_tensor_quant_hip": rounding.per_tensor_quant_hip,
 }
-"""What models with quantized weights call beside `SEMANTICS`."""
+"""What models with quantized weights, or with groups of experts, call beside `SEMANTICS`."""
 _MODULES = (
     *("aiter", "aiter.tuned_gemm", "aiter.fused_moe", "aiter.ops", "aiter.ops.shuffle", "aiter.ops.triton"),
     *("aiter.ops.triton.unified_attention", "aiter.ops.triton.fused_kv_cache", "aiter.mla"),
     *("aiter.ops.quant", "aiter.ops.gemm_op_a4w4", "aiter.utility", "aiter.utility.fp4_utils"),
+    *(f"aiter.ops.triton.{name}" for name in ("fused_fp8_quant", "fused_mxfp4_quant", "activation")),
 )
 _ENUMERATIONS = {"ActivationType": moe.ActivationType, "QuantType": moe.QuantType}
 

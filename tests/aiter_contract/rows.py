@@ -5,13 +5,13 @@ from torch import Tensor
 from torch.nn import functional
 
 
-def _check_rows(*tensors: Tensor) -> None:
+def check_rows(*tensors: Tensor) -> None:
     for each in tensors:
         assert each.dim() == 2 and each.is_contiguous() and each.shape == tensors[0].shape
         assert each.dtype == tensors[0].dtype
 
 
-def _normed(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def normed(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     assert weight.shape == rows.shape[1:] and weight.dtype == rows.dtype and isinstance(epsilon, float)
     wide = rows.float()
     return (wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + epsilon) * weight.float()).to(rows.dtype)
@@ -19,17 +19,17 @@ def _normed(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 def rms_norm(input: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """[tokens, hidden]."""
-    _check_rows(input)
-    return _normed(input, weight, epsilon)
+    check_rows(input)
+    return normed(input, weight, epsilon)
 
 
 def rmsnorm2d_fwd_with_add(
     out: Tensor, input: Tensor, residual_in: Tensor, residual_out: Tensor, weight: Tensor, epsilon: float
 ) -> None:
     """residual_out = input + residual_in; out = its norm."""
-    _check_rows(out, input, residual_in, residual_out)
+    check_rows(out, input, residual_in, residual_out)
     residual_out.copy_(input + residual_in)
-    out.copy_(_normed(residual_out, weight, epsilon))
+    out.copy_(normed(residual_out, weight, epsilon))
 
 
 def silu_and_mul(out: Tensor, input: Tensor) -> None:

@@ -35,7 +35,7 @@ from tests.helpers.teacher_forcing import TinyWorker, forced_logits, step_logits
 from tests.helpers.tiny_models import Tiny, tiny
 
 SIGNATURES = {"published": published(), "in development": published() | in_development()}
-OPS = ("rms_norm", "add_rms_norm", "silu_and_mul", "rotary", "linear", "experts")
+OPS = ("rms_norm", "add_rms_norm", "silu_and_mul", "rotary", "linear", "experts", "route")
 LATENT_WIDTHS = 512, 64
 LATENT_OPS = (
     *("latent_attention", "sparse_latent_attention", "prompt_attention"),

@@ -7,7 +7,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atom_ops import ClampedSwiglu, ExpertRole, ExpertWeights, backend, experts, linear
+from atom_ops import (
+    ClampedSwiglu,
+    ExpertRole,
+    ExpertWeights,
+    RoutingRule,
+    add_norm_linear,
+    backend,
+    experts,
+    linear,
+    rms_norm,
+    route,
+    silu_and_mul,
+    silu_and_mul_linear,
+)  # fmt: skip
 from atom_ops.op import REGISTRY
 from atom_ops.ops.experts import pack_expert_weight
 from atom_ops.ops.linear import pack_linear_weight
@@ -120,6 +133,95 @@ def test_sizes_and_types_that_it_leaves_to_torch(
     assert packed is weight
     linear(torch.randn(3, shape[1]), packed)
     assert not calls.keys() - {"aiter.tuned_gemm.tgemm.mm"} and REGISTRY["linear"].ran_reference
+
+
+NORMS = {
+    "block_fp8": "aiter.ops.triton.fused_fp8_quant.fused_rms_fp8_group_quant",
+    "channel_fp8": "aiter.rmsnorm2d_fwd_with_add_dynamicquant",
+    "mxfp4": "aiter.ops.triton.fused_mxfp4_quant.fused_rms_mxfp4_quant",
+}
+GATES = {
+    "block_fp8": "aiter.ops.triton.activation.act_mul_and_fp8_group_quant",
+    "static_fp8": "aiter.scaled_silu_and_mul",
+    "mxfp4": "aiter.ops.triton.activation.act_mul_and_mxfp4_quant",
+}
+
+
+def check_norm(format: Format, with_residual: bool = True) -> None:
+    draw = generator()
+    weight = random_weight((320, 512), format, torch.float32, draw)
+    x, residual = torch.randn(2, 9, 512, generator=draw)
+    norm, bias = torch.rand(512, generator=draw), torch.randn(320, generator=draw)
+    given = residual if with_residual else None
+    found = add_norm_linear(x, given, norm, 1e-5, pack_linear_weight(weight), bias)
+    total = x + residual if with_residual else x
+    wanted = linear.reference(rms_norm.reference(total, norm, 1e-5), weight, bias)
+    torch.testing.assert_close(found, (wanted, total), atol=1e-5, rtol=1e-5)
+
+
+def check_gate(format: Format) -> None:
+    draw = generator()
+    weight = random_weight((320, 512), format, torch.float32, draw)
+    x, bias = torch.randn(9, 1024, generator=draw), torch.randn(320, generator=draw)
+    found = silu_and_mul_linear(x, pack_linear_weight(weight), bias)
+    wanted = linear.reference(silu_and_mul.reference(x), weight, bias)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("gpu", "format"), [each for each in formats() if each[1] in NORMS])
+def test_norms_that_round(gpu: str, format: Format, installed: Install) -> None:
+    calls = installed(gpu)
+    check_norm(format)
+    assert calls[NORMS[format]] == 1 and not any("quant_hip" in name for name in calls)
+    check_norm(format, with_residual=False)
+    assert not any("quant_hip" in name for name in calls)
+
+
+@pytest.mark.parametrize(("gpu", "format"), [each for each in formats() if each[1] in GATES])
+def test_gated_activations_that_round(gpu: str, format: Format, installed: Install) -> None:
+    calls = installed(gpu)
+    check_gate(format)
+    assert calls[GATES[format]] == 1 and not any("quant_hip" in name for name in calls)
+
+
+@pytest.mark.parametrize("format", ["static_fp8", "channel_int8", "plain"])
+def test_norms_of_other_types_are_kernels_of_their_own(format: Format, installed: Install) -> None:
+    calls = installed()
+    check_norm(format)
+    assert calls["aiter.rmsnorm2d_fwd_with_add"] == 1
+
+
+def check_route(rule: RoutingRule, with_bias: bool = False) -> None:
+    logits = torch.stack([torch.randperm(64, generator=generator()) for _ in range(9)]) / 8 - 4
+    logits = torch.stack([row.roll(3 * number) for number, row in enumerate(logits)])
+    bias = torch.rand(64, generator=generator()) if with_bias else None
+    found, wanted = route(logits, rule, bias), route.reference(logits, rule, bias)
+    order, expected = found[0].argsort(-1), wanted[0].argsort(-1)
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine.gather(1, order), theirs.gather(1, expected))
+
+
+ROUTES = [
+    (RoutingRule(8, "softmax", renormalise=True), False, "topk_softmax"),
+    (RoutingRule(4, "softmax"), False, "topk_softmax"),
+    (RoutingRule(4, "softmax_of_chosen"), False, "topk_softmax"),
+    (RoutingRule(6, "softmax", scale=16.0, groups=8, kept_groups=3, group_best=1), False, "grouped_topk"),
+    (RoutingRule(6, "sigmoid", renormalise=True, scale=2.5), False, "grouped_topk"),
+    (RoutingRule(8, "sigmoid", True, 2.5, groups=8, kept_groups=4), True, "biased_grouped_topk"),
+    (RoutingRule(8, "sigmoid", True, 2.5), True, "biased_grouped_topk"),
+    (RoutingRule(8, "sigmoid", False, 2.5), True, None),
+    (RoutingRule(6, "softmax", scale=2.0), False, None),
+    (RoutingRule(6, "sigmoid", groups=8, kept_groups=4), False, None),
+    (RoutingRule(6, "softmax", groups=16, kept_groups=4, group_best=1), False, None),
+    (RoutingRule(4, "softmax_of_chosen"), True, None),
+]
+
+
+@pytest.mark.parametrize(("rule", "with_bias", "function"), ROUTES)
+def test_routing(rule: RoutingRule, with_bias: bool, function: str | None, installed: Install) -> None:
+    calls = installed()
+    check_route(rule, with_bias)
+    assert set(calls) == ({f"aiter.{function}"} if function else set())
 
 
 EXPERT_SHAPES = {
@@ -267,6 +369,26 @@ SWAPS: list[tuple[str, Format, Swap]] = [
     ("gpt_oss", "mxfp4", (_MOE, "activation", "quant_type")),
     ("gpt_oss", "mxfp4", ("aiter.ops.shuffle.shuffle_weight_a16w4", "NLane", "gate_up")),
     ("gpt_oss", "mxfp4", ("aiter.ops.shuffle.shuffle_scale_a16w4", "experts_cnt", "gate_up")),
+    *(
+        ("norm", "block_fp8", (NORMS["block_fp8"], *pair))
+        for pair in (("inp1", "inp1_weight"), ("group_size", "transpose_scale"))
+    ),
+    *(
+        ("norm", "channel_fp8", (NORMS["channel_fp8"], *pair))
+        for pair in (("out", "residual_out"), ("yscale", "out"), ("input", "weight"))
+    ),
+    ("norm alone", "channel_fp8", ("aiter.rmsnorm2d_fwd_with_dynamicquant", "out", "yscale")),
+    ("norm", "mxfp4", (NORMS["mxfp4"], "x1", "x1_weight")),
+    ("norm", "mxfp4", (NORMS["mxfp4"], "x1_epsilon", "shuffle")),
+    ("gate", "block_fp8", (GATES["block_fp8"], "group_size", "dtype_quant")),
+    ("gate", "static_fp8", (GATES["static_fp8"], "input", "out")),
+    ("gate", "mxfp4", (GATES["mxfp4"], "activation", "shuffle")),
+    ("softmax", "plain", ("aiter.topk_softmax", "topk_weights", "topk_indices")),
+    ("softmax", "plain", ("aiter.topk_softmax", "token_expert_indices", "topk_indices")),
+    ("grouped", "plain", ("aiter.grouped_topk", "num_expert_group", "topk_group")),
+    ("grouped", "plain", ("aiter.grouped_topk", "need_renorm", "is_softmax")),
+    ("biased", "plain", ("aiter.biased_grouped_topk", "num_expert_group", "topk_group")),
+    ("biased", "plain", ("aiter.biased_grouped_topk", "gating_output", "correction_bias")),
 ]
 
 
@@ -278,6 +400,12 @@ def test_a_swap_of_two_arguments_is_found(what: str, format: Format, swap: Swap,
         "blocks": lambda: check_linear((200, 256), format),
         "experts": lambda: check_experts(format, None, 2),
         "gpt_oss": lambda: check_experts(format, GPT_OSS, 2),
+        "norm": lambda: check_norm(format),
+        "norm alone": lambda: check_norm(format, with_residual=False),
+        "gate": lambda: check_gate(format),
+        "softmax": lambda: check_route(*ROUTES[0][:2]),
+        "grouped": lambda: check_route(*ROUTES[3][:2]),
+        "biased": lambda: check_route(*ROUTES[5][:2]),
     }
     with pytest.raises((AssertionError, AttributeError, TypeError, RuntimeError)):
         checks[what]()
