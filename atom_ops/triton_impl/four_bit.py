@@ -127,24 +127,30 @@ def decode_int4(words, a, b, c, d, zero_a, zero_b, zero_c, zero_d, dtype: tl.con
 
 
 @triton.jit
-def _group_of(chunk, quarter: tl.constexpr, GROUP: tl.constexpr):
-    return (chunk * 4 + quarter) * 32 // GROUP
+def _of_quarters(table, row, chunk, inside, groups, other, GROUP: tl.constexpr, dtype: tl.constexpr):
+    """The entries of `table` [.., groups] for the four quarters of a chunk, each in the shape of `row`.
 
-
-@triton.jit
-def _scale_of(
-    scales, row, chunk, inside, groups, quarter: tl.constexpr, GROUP: tl.constexpr, dtype: tl.constexpr
-):
-    group = _group_of(chunk, quarter, GROUP)
-    return tl.load(scales + row * groups + group, mask=inside & (group < groups), other=0.0).to(dtype)
-
-
-@triton.jit
-def _zero_of(
-    zeros, row, chunk, inside, groups, quarter: tl.constexpr, GROUP: tl.constexpr, dtype: tl.constexpr
-):
-    group = _group_of(chunk, quarter, GROUP)
-    return tl.load(zeros + row * groups + group, mask=inside & (group < groups), other=0).to(dtype)
+    All that a chunk has are loaded at once: loads of four bytes and more can be asynchronous.
+    """
+    if GROUP < 128:
+        COUNT: tl.constexpr = 128 // GROUP
+        axis: tl.constexpr = len(row.shape)
+        number = tl.arange(0, COUNT)
+        place = tl.expand_dims(row * groups + chunk * COUNT, axis) + number
+        left = tl.expand_dims(groups - chunk * COUNT + row * 0, axis)
+        entries = tl.load(table + place, mask=tl.expand_dims(inside, axis) & (number < left), other=other)
+        if COUNT == 4:
+            even, odd = tl.split(tl.reshape(entries, row.shape + [2, 2]))  # noqa: RUF005 - of constexprs
+            a, c = tl.split(even)
+            b, d = tl.split(odd)
+        else:
+            a, c = tl.split(entries)
+            b, d = a, c
+    else:
+        group = chunk if GROUP == 128 else chunk * 128 // GROUP
+        a = tl.load(table + row * groups + group, mask=inside & (group < groups), other=other)
+        b, c, d = a, a, a
+    return a.to(dtype), b.to(dtype), c.to(dtype), d.to(dtype)
 
 
 @triton.jit
@@ -154,9 +160,9 @@ def decode_words(
 ):  # fmt: skip
     """The numbers of the four quarters of `words` [.., 32], each [.., 32] in `dtype`.
 
-    `row` and `chunk` (of the row) fit the shape [..]; `inside` says which of them exist. `groups` is the
-    number of entries of a row of `scales`. GROUP: columns that share a scale, or 0 for e2m1, whose scales
-    are 32-bit words of a chunk's four.
+    `row` has the shape [..], which `chunk` (of the row) fits; `inside` says which of them exist. `groups`
+    is the number of entries of a row of `scales`. GROUP: columns that share a scale (32, 64 or a multiple
+    of 128), or 0 for e2m1, whose scales are 32-bit words of a chunk's four.
     """
     axis: tl.constexpr = len(words.shape) - 1
     if GROUP == 0:
@@ -167,22 +173,13 @@ def decode_words(
         d = tl.expand_dims(e2m1_scale((four >> 24) & 255, dtype), axis)
         first, second, third, last = decode_e2m1(words, a, b, c, d, dtype, PTX)
     else:
-        a = _scale_of(scales, row, chunk, inside, groups, 0, GROUP, dtype)
-        b, c, d = a, a, a
-        if GROUP < 128:
-            if GROUP < 64:
-                b = _scale_of(scales, row, chunk, inside, groups, 1, GROUP, dtype)
-            c = _scale_of(scales, row, chunk, inside, groups, 2, GROUP, dtype)
-            d = c
-            if GROUP < 64:
-                d = _scale_of(scales, row, chunk, inside, groups, 3, GROUP, dtype)
+        a, b, c, d = _of_quarters(scales, row, chunk, inside, groups, 0.0, GROUP, dtype)
         zero_a = tl.full(a.shape, 8, dtype)
         zero_b, zero_c, zero_d = zero_a, zero_a, zero_a
         if zeros is not None:
-            zero_a = _zero_of(zeros, row, chunk, inside, groups, 0, GROUP, dtype)
-            zero_b = _zero_of(zeros, row, chunk, inside, groups, 1, GROUP, dtype)
-            zero_c = _zero_of(zeros, row, chunk, inside, groups, 2, GROUP, dtype)
-            zero_d = _zero_of(zeros, row, chunk, inside, groups, 3, GROUP, dtype)
+            zero_a, zero_b, zero_c, zero_d = _of_quarters(
+                zeros, row, chunk, inside, groups, 0, GROUP, dtype
+            )  # fmt: skip
         first, second, third, last = decode_int4(
             words, tl.expand_dims(a, axis), tl.expand_dims(b, axis), tl.expand_dims(c, axis),
             tl.expand_dims(d, axis), tl.expand_dims(zero_a, axis), tl.expand_dims(zero_b, axis),

@@ -73,12 +73,12 @@ class FourBitWords:
 def pack_words(weight: GroupINT4 | MXFP4) -> FourBitWords | None:
     """The weight [X, O, I] in words; None where the kernels cannot read it.
 
-    That is INT4 whose groups are neither whole rows nor a multiple of 32 inputs, or MXFP4 with a scale
-    above 2 or one that is NaN.
+    That is INT4 with groups of other sizes than 32, 64, multiples of 128 and whole rows, or MXFP4 with a
+    scale above 2 or one that is NaN.
     """
     inputs = weight.shape[-1]
     if isinstance(weight, GroupINT4):
-        if weight.group % _WORDS and weight.group != inputs:
+        if weight.group not in (32, 64, inputs) and weight.group % COLUMNS:
             return None
         return FourBitWords(_words_of(weight.codes, False), weight.scales, weight.zeros, inputs)
     if not weight.scales.is_meta and int(weight.scales.max()) > _LARGEST_EXPONENT:
