@@ -113,7 +113,7 @@ def _fused(
         quant_type = QuantType.No
     experts_here, hidden, features = weights.down_XDF.shape
     padded_hidden, padded_features = _padded_sizes(weights)
-    ids_TJ, mask = _masked(ids_TJ, experts_here, weights.complete)
+    ids_TJ, mask = _masked(ids_TJ, weights, experts_here)
     out_TD: Tensor = fused_moe(
         hidden_states=functional.pad(x_TD, (0, padded_hidden - hidden)).contiguous(),
         w1=w1,
@@ -152,14 +152,15 @@ def _padded_sizes(weights: ExpertWeights) -> tuple[int, int]:
     return hidden, features
 
 
-def _masked(ids_TJ: Tensor, experts_here: int, complete: bool) -> tuple[Tensor, Tensor | None]:
-    """Ids in int32, and the mask of the experts here; None if these are all.
+def _masked(ids_TJ: Tensor, weights: ExpertWeights, experts_here: int) -> tuple[Tensor, Tensor | None]:
+    """Ids in int32 from 0 on, and the mask of the experts here; None if these are all.
 
     AITER leaves out experts whose mask is 0: one more stands for all those of other ranks.
     """
     ids_TJ = ids_TJ.to(torch.int32).contiguous()
-    if complete:
+    if weights.complete:
         return ids_TJ, None
+    ids_TJ = ids_TJ - weights.first
     ids_TJ = ids_TJ.where((ids_TJ >= 0) & (ids_TJ < experts_here), experts_here)
     mask = (torch.arange(experts_here + 1, device=ids_TJ.device) < experts_here).to(torch.int32)
     return ids_TJ, mask

@@ -32,7 +32,9 @@ class ExpertWeights:
     gate_up_bias_XO: Tensor | None = None
     down_bias_XD: Tensor | None = None
     complete: bool = True
-    """Whether these are all experts of the layer. Otherwise ids may lie outside of 0 .. X - 1."""
+    """Whether these are all experts of the layer."""
+    first: int = 0
+    """The id of the first of these experts; those of other ranks have ids below it, or from first + X on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ def _case(
         x = normal(tokens, hidden).to(dtype)
         ids = torch.stack(picked)
         if first is not None:
-            ids, weights = ids - first, replace(weights, complete=False)
+            weights = replace(weights, complete=False, first=first)
         return x, ids, shares / shares.sum(1, keepdim=True), weights, activation
 
     kind = "clamped" if activation else "silu"
@@ -134,10 +136,11 @@ def experts(
     other rows; with a batch-invariant `linear` a row's bits depend on that row alone. Experts'
     results are summed in float32. Does not synchronise with a GPU.
 
-    Ids outside of 0 .. X - 1 add nothing: experts of other ranks, where `weights` are not complete.
+    Other ids than those of `weights` add nothing: experts of other ranks, where `weights` are not complete.
     """
     experts_here = weights.down_XDF.shape[0]
     if not weights.complete:  # ids of no expert here sort last
+        ids_TJ = ids_TJ - weights.first
         ids_TJ = ids_TJ.where((ids_TJ >= 0) & (ids_TJ < experts_here), experts_here)
     if x_TD.is_cuda and (BATCH_INVARIANT in linear.order or not _has_grouped_gemm(x_TD, weights)):
         return _dense_fallback(x_TD, ids_TJ, weights_TJ, weights, activation)

@@ -37,29 +37,32 @@ class ExpertBlocks:
 
 
 @triton.jit
-def _counts(ids, first, pairs, EXPERTS: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_P: tl.constexpr):
+def _counts(
+    ids, first_expert, first, pairs,
+    EXPERTS: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
     """Pairs of each expert among BLOCK_P pairs; those without an expert are counted at EXPERTS."""
     pair_P = first + tl.arange(0, BLOCK_P)
-    id_P = tl.load(ids + pair_P, mask=pair_P < pairs, other=EXPERTS)
-    id_P = tl.where((id_P >= 0) & (id_P < EXPERTS), id_P, EXPERTS).to(tl.int32)
+    id_P = tl.load(ids + pair_P, mask=pair_P < pairs, other=-1) - first_expert
+    id_P = tl.where((pair_P < pairs) & (id_P >= 0) & (id_P < EXPERTS), id_P, EXPERTS).to(tl.int32)
     return tl.histogram(id_P, BLOCK_X)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["pairs", "first_expert"])
 def _count(
-    ids, counts, pairs,
+    ids, counts, pairs, first_expert,
     EXPERTS: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (chunks of BLOCK_P pairs,)."""
     pdl_begin(PDL)
     chunk = tl.program_id(0)
-    count_X = _counts(ids, chunk * BLOCK_P, pairs, EXPERTS, BLOCK_X, BLOCK_P)
+    count_X = _counts(ids, first_expert, chunk * BLOCK_P, pairs, EXPERTS, BLOCK_X, BLOCK_P)
     tl.store(counts + chunk * BLOCK_X + tl.arange(0, BLOCK_X), count_X)
 
 
-@triton.jit(do_not_specialize=["pairs", "chunks"])
+@triton.jit(do_not_specialize=["pairs", "chunks", "first_expert"])
 def _sort(
-    ids, counts, order, blocks, pairs, chunks,
+    ids, counts, order, blocks, pairs, chunks, first_expert,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COUNTED: tl.constexpr,
     BLOCK_X: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -72,7 +75,7 @@ def _sort(
         for chunk in range(chunks):
             count_X += tl.load(counts + chunk * BLOCK_X + number_X)
     else:
-        count_X = _counts(ids, 0, pairs, EXPERTS, BLOCK_X, BLOCK_P)
+        count_X = _counts(ids, first_expert, 0, pairs, EXPERTS, BLOCK_X, BLOCK_P)
     count_X = tl.where(number_X < EXPERTS, count_X, 0)
     blocks_X = (count_X + ROWS - 1) // ROWS
     first = tl.sum(tl.where(number_X < expert, count_X, 0), 0)
@@ -88,14 +91,18 @@ def _sort(
     if first < end:
         for start in range(0, pairs, BLOCK_P):
             pair_P = start + tl.arange(0, BLOCK_P)
-            mine_P = tl.load(ids + pair_P, mask=pair_P < pairs, other=-1) == expert
+            id_P = tl.load(ids + pair_P, mask=pair_P < pairs, other=-1)
+            mine_P = (pair_P < pairs) & (id_P == first_expert + expert)
             place_P = first + tl.cumsum(mine_P.to(tl.int32), 0) - 1
             tl.store(order + place_P, pair_P, mask=mine_P)
             first += tl.sum(mine_P.to(tl.int32), 0)
 
 
-def sort_by_expert(ids_TJ: Tensor, experts: int, rows: int) -> ExpertBlocks:
-    """The pairs of `ids_TJ` (int64) sorted by expert, in blocks of at most `rows`; does not synchronise."""
+def sort_by_expert(ids_TJ: Tensor, experts: int, rows: int, first: int = 0) -> ExpertBlocks:
+    """The pairs of `ids_TJ` (int64) sorted by expert, in blocks of at most `rows`; does not synchronise.
+
+    Only those of the `experts` experts from id `first` on; `blocks` numbers these from 0.
+    """
     ids_TJ = ids_TJ.contiguous()
     pairs, device = ids_TJ.numel(), ids_TJ.device
     # Each expert with a pair may have one block that is not full.
@@ -110,8 +117,8 @@ def sort_by_expert(ids_TJ: Tensor, experts: int, rows: int) -> ExpertBlocks:
     counts = order_P  # one chunk: not read
     if chunks > 1:
         counts = torch.empty(chunks, block_x, dtype=torch.int32, device=device)
-        _count[(chunks,)](ids_TJ, counts, pairs, **options)
+        _count[(chunks,)](ids_TJ, counts, pairs, first, **options)
     _sort[(experts,)](
-        ids_TJ, counts, order_P, blocks, pairs, chunks, ROWS=rows, COUNTED=chunks > 1, **options
+        ids_TJ, counts, order_P, blocks, pairs, chunks, first, ROWS=rows, COUNTED=chunks > 1, **options
     )
     return ExpertBlocks(order_P, blocks)

@@ -10,8 +10,8 @@ As in `expert_kernels`, gate and up store in the order of the experts, and down 
 import triton
 import triton.language as tl
 
-from atom_ops.triton_impl.expert_kernels import _gated, _with_bias
-from atom_ops.triton_impl.four_bit import decode_words
+from atom_ops.triton_impl.expert_kernels import _gated, _weight_tile, _with_bias
+from atom_ops.triton_impl.four_bit import decode_words, join_quarters
 from atom_ops.triton_impl.pdl import pdl_begin, pdl_launch_dependents, pdl_wait
 
 _LARGEST_FP8 = tl.constexpr(448.0)
@@ -45,26 +45,6 @@ def _round_groups(
     code_GC, scale_G = _rounded(x_GC, INTEGER)
     tl.store(codes + token * size + column_GC, code_GC, mask=column_GC < size)
     tl.store(scales + token * groups + group_G, scale_G, mask=group_G < groups)
-
-
-@triton.jit
-def _tile_of_weight(
-    weight, first_row, column, rows, inputs,
-    DESCRIBED: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """[ROWS, COLUMNS]; rows from `rows` on are not this expert's, but a descriptor loads them."""
-    if DESCRIBED:
-        tile_RC = weight.load([first_row, column])
-    else:
-        row_R, column_C = tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
-        weight_RC = weight + (first_row.to(tl.int64) + row_R)[:, None] * inputs + column_C[None, :]
-        if EVEN:
-            tile_RC = tl.load(weight_RC)
-        else:
-            tile_RC = tl.load(
-                weight_RC, mask=(row_R < rows)[:, None] & (column_C < inputs)[None, :], other=0.0
-            )
-    return tile_RC
 
 
 @triton.jit
@@ -129,12 +109,12 @@ def _grouped_8bit(
             of_weight = 1.0
             if BLOCK > 0:
                 of_weight = tl.load(scale + start // BLOCK)
-            part_RC = _tile_of_weight(weight, first_row, start, left, inputs, DESCRIBED, EVEN, ROWS, COLUMNS)
+            part_RC = _weight_tile(weight, first_row, start, left, inputs, DESCRIBED, EVEN, ROWS, COLUMNS)
             total += _scaled_product(part_TC, part_RC, of_x_T, of_weight, SWAPPED, INTEGER)
             if GATED:
                 if BLOCK > 0:
                     of_weight = tl.load(scale_up + start // BLOCK)
-                part_RC = _tile_of_weight(
+                part_RC = _weight_tile(
                     weight, first_row + outputs, start, left, inputs, DESCRIBED, EVEN, ROWS, COLUMNS
                 )
                 total_up += _scaled_product(part_TC, part_RC, of_x_T, of_weight, SWAPPED, INTEGER)
@@ -167,11 +147,11 @@ def _decoded_rows(
     weight, scales, zeros, first_row, chunk, left, chunks, groups, dtype: tl.constexpr,
     GROUP: tl.constexpr, DESCRIBED: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of the weight, [ROWS, 128]. Joining the quarters moves no number between threads."""
-    words_RC = _tile_of_weight(weight, first_row, chunk * 32, left, chunks * 32, DESCRIBED, EVEN, ROWS, 32)
+    """A chunk of the weight, [ROWS, 128]."""
+    words_RC = _weight_tile(weight, first_row, chunk * 32, left, chunks * 32, DESCRIBED, EVEN, ROWS, 32)
     row_R, inside_R = (first_row + tl.arange(0, ROWS)).to(tl.int64), tl.arange(0, ROWS) < left
     a, b, c, d = decode_words(words_RC, scales, zeros, row_R, chunk, inside_R, groups, GROUP, dtype, PTX)
-    return tl.join(tl.join(a, b), tl.join(c, d)).permute(0, 3, 2, 1).reshape(ROWS, 128)
+    return tl.reshape(join_quarters(a, b, c, d), [ROWS, 128])
 
 
 @triton.jit(do_not_specialize=["chosen"])

@@ -135,9 +135,9 @@ def _grouped_gemm(
     pdl_launch_dependents(PDL)
 
 
-@triton.jit(do_not_specialize=["experts"])
+@triton.jit(do_not_specialize=["experts", "first_expert"])
 def _sum_pairs(
-    y, ids, shares, out, size, experts,
+    y, ids, shares, out, size, experts, first_expert,
     CHOSEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, blocks of a row). Rows of pairs without an expert were not written."""
@@ -146,7 +146,7 @@ def _sum_pairs(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for pair in tl.static_range(CHOSEN):
-        expert = tl.load(ids + token * CHOSEN + pair)
+        expert = tl.load(ids + token * CHOSEN + pair) - first_expert
         inside = (column < size) & (expert >= 0) & (expert < experts)
         part = tl.load(y + (token * CHOSEN + pair) * size + column, mask=inside, other=0.0)
         share = tl.load(shares + token * CHOSEN + pair)
@@ -163,16 +163,16 @@ def _vector_tile(weight_RC, inside_R, inside_C, EVEN: tl.constexpr):
     return tile_RC.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["experts", "chosen"])
+@triton.jit(do_not_specialize=["experts", "first_expert", "chosen"])
 def _gate_up(
-    x, ids, weight, bias, out, outputs, inputs, experts, chosen, limit, alpha,
+    x, ids, weight, bias, out, outputs, inputs, experts, first_expert, chosen, limit, alpha,
     CLAMPED: tl.constexpr, HAS_BIAS: tl.constexpr,
     EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of the features, pairs). Reads no weights for a pair without an expert."""
     pdl_wait(PDL)
     pair = tl.program_id(1).to(tl.int64)
-    expert = tl.load(ids + pair)
+    expert = tl.load(ids + pair) - first_expert
     inputs_read = tl.where((expert >= 0) & (expert < experts), inputs, 0)
     expert = tl.where(inputs_read > 0, expert, 0)
     output_R, column_C = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -196,9 +196,9 @@ def _gate_up(
     tl.store(out + pair * outputs + output_R, inner_R.to(out.dtype.element_ty), mask=inside_R)
 
 
-@triton.jit(do_not_specialize=["experts"])
+@triton.jit(do_not_specialize=["experts", "first_expert"])
 def _down(
-    inner, ids, shares, weight, bias, out, outputs, inputs, experts,
+    inner, ids, shares, weight, bias, out, outputs, inputs, experts, first_expert,
     CHOSEN: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_J: tl.constexpr, COMPLETE: tl.constexpr,
     EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -211,7 +211,7 @@ def _down(
     output_R, column_C = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     place_J = tl.arange(0, BLOCK_J)
     pair_J, chosen_J = token * CHOSEN + place_J, place_J < CHOSEN
-    expert_J = tl.load(ids + pair_J, mask=chosen_J, other=0)
+    expert_J = tl.load(ids + pair_J, mask=chosen_J, other=0) - first_expert
     chosen_J = chosen_J & (expert_J >= 0) & (expert_J < experts)
     expert_J = tl.where(chosen_J, expert_J, 0)
     share_J = tl.load(shares + pair_J, mask=chosen_J, other=0.0)

@@ -19,6 +19,7 @@ from atom_ops.triton_impl.expert_blocks import ExpertBlocks, sort_by_expert
 from atom_ops.triton_impl.expert_grouped import _grouped_4bit, _grouped_8bit, _round_groups
 from atom_ops.triton_impl.expert_plans import Format, GroupedPlan, GroupedTile, VectorPlan
 from atom_ops.triton_impl.expert_vectors import _down_4bit, _down_8bit, _gate_up_4bit, _gate_up_8bit
+from atom_ops.triton_impl.four_bit import settings_of
 from atom_ops.triton_impl.pdl import launch_options
 from atom_ops.triton_impl.persistent import programs_for
 from atom_ops.weights import BlockFP8, ChannelFP8, ChannelINT8, FourBitWords, Weight
@@ -26,7 +27,6 @@ from atom_ops.weights import BlockFP8, ChannelFP8, ChannelINT8, FourBitWords, We
 SPAN = 128
 """Columns that the kernels take as one: of a group of x, and of a chunk of 4-bit words."""
 _FP8_CAPABILITY = (8, 9)
-_BF16X2_CAPABILITY = (8, 0)
 _NOT_CLAMPED = ClampedSwiglu(0.0, 0.0)
 EightBit = BlockFP8 | ChannelFP8 | ChannelINT8
 
@@ -100,7 +100,7 @@ def each_token(
     sizes, of_weight = _layout(gate_up)
     kernel[(triton.cdiv(features, plan.gate_up.rows), tokens * chosen)](
         x_TD, ids_TJ, *_tensors(gate_up), weights.gate_up_bias_XO, inner_PF, features, hidden, *sizes,
-        experts_X, chosen, clamped.limit, clamped.alpha, **of_weight, **settings,
+        experts_X, weights.first, chosen, clamped.limit, clamped.alpha, **of_weight, **settings,
     )  # fmt: skip
     whole = weights.complete and chosen == triton.next_power_of_2(chosen) and _spans(down) > 0
     settings = {
@@ -113,7 +113,7 @@ def each_token(
     sizes, of_weight = _layout(down)
     kernel[(triton.cdiv(hidden, plan.down.rows), tokens)](
         inner_PF, ids_TJ, shares_TJ, *_tensors(down), weights.down_bias_XD, out_TD, hidden, features, *sizes,
-        experts_X, **of_weight, **settings,
+        experts_X, weights.first, **of_weight, **settings,
     )  # fmt: skip
     return out_TD
 
@@ -136,22 +136,10 @@ def _tensors(weight: Weight) -> tuple[Tensor | None, ...]:
 def _layout(weight: Weight) -> tuple[tuple[int, ...], dict[str, Any]]:
     """The sizes of the scales, and the settings that a weight's type gives to the vector kernels."""
     if isinstance(weight, FourBitWords):
-        return (weight.scales.shape[2],), _four_bit_settings(weight)
+        return (weight.scales.shape[2],), settings_of(weight)
     if isinstance(weight, BlockFP8):
         return (weight.scales.shape[1], weight.scales.shape[2]), {"BLOCK": weight.block[0]}
     return (weight.shape[1], 1), {"BLOCK": 0}
-
-
-def _four_bit_settings(weight: FourBitWords) -> dict[str, Any]:
-    whole_rows = weight.group == weight.inputs
-    group = triton.next_power_of_2(weight.inputs) * SPAN if whole_rows else weight.group
-    return {"GROUP": group, "PTX": _has_ptx(weight.words)}
-
-
-def _has_ptx(words: Tensor) -> bool:
-    if INTERPRETED or torch.version.hip is not None:
-        return False
-    return words.is_meta or torch.cuda.get_device_capability(words.device) >= _BF16X2_CAPABILITY
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +231,7 @@ class QuantizedGEMMs:
             outputs, inputs, stored // 32, weight.scales.shape[2], self.chosen, clamped.limit, clamped.alpha,
             HAS_BIAS=bias is not None,
             EVEN=inputs % SPAN == 0 and (self.described or outputs % tile.rows == 0),
-            **_four_bit_settings(weight), **flags, **self._options(tile, out),
+            **settings_of(weight), **flags, **self._options(tile, out),
         )  # fmt: skip
 
     def _matrix(
@@ -297,7 +285,8 @@ def by_expert(
 ) -> Tensor:
     """Each expert's result for its pairs, [P, D] in the order of the pairs."""
     experts_X, hidden, _ = weights.down_XDF.shape
-    step = QuantizedGEMMs(plan, sort_by_expert(ids_TJ, experts_X, plan.block), ids_TJ.shape[1], described)
+    blocks = sort_by_expert(ids_TJ, experts_X, plan.block, weights.first)
+    step = QuantizedGEMMs(plan, blocks, ids_TJ.shape[1], described)
     inner = step.inner(weights, x_TD)
     step.gate_up(x_TD, weights, activation, inner)
     y_PD = x_TD.new_empty(ids_TJ.numel(), hidden)

@@ -26,9 +26,9 @@ def _tile(weight_RGC, inside_R, inside_GC, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _chosen_expert(ids, pair, experts):
+def _chosen_expert(ids, pair, experts, first_expert):
     """The expert of a pair, and whether it is one."""
-    expert = tl.load(ids + pair)
+    expert = tl.load(ids + pair) - first_expert
     known = (expert >= 0) & (expert < experts)
     return tl.where(known, expert, 0), known
 
@@ -46,10 +46,10 @@ def _store_gated(
     tl.store(out_R, inner_R.to(out_R.dtype.element_ty), mask=inside_R)
 
 
-@triton.jit(do_not_specialize=["experts", "chosen"])
+@triton.jit(do_not_specialize=["experts", "first_expert", "chosen"])
 def _gate_up_8bit(
-    x, ids, weight, scales, bias, out, outputs, inputs, scale_rows, scale_columns, experts, chosen,
-    limit, alpha,
+    x, ids, weight, scales, bias, out, outputs, inputs, scale_rows, scale_columns, experts, first_expert,
+    chosen, limit, alpha,
     BLOCK: tl.constexpr, CLAMPED: tl.constexpr, HAS_BIAS: tl.constexpr,
     EVEN: tl.constexpr, ROWS: tl.constexpr, SPANS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -59,7 +59,7 @@ def _gate_up_8bit(
     """
     pdl_wait(PDL)
     pair = tl.program_id(1).to(tl.int64)
-    expert, known = _chosen_expert(ids, pair, experts)
+    expert, known = _chosen_expert(ids, pair, experts, first_expert)
     spans = tl.where(known, tl.cdiv(inputs, 128), 0)
     first = tl.program_id(0) * ROWS
     output_R, span_G, column_C = first + tl.arange(0, ROWS), tl.arange(0, SPANS), tl.arange(0, 128)
@@ -98,11 +98,13 @@ def _gate_up_8bit(
 
 
 @triton.jit
-def _experts_of_token(ids, shares, token, experts, CHOSEN: tl.constexpr, BLOCK_J: tl.constexpr):
+def _experts_of_token(
+    ids, shares, token, experts, first_expert, CHOSEN: tl.constexpr, BLOCK_J: tl.constexpr
+):  # fmt: skip
     """Pairs of a token, their experts and shares, and which of them have an expert."""
     place_J = tl.arange(0, BLOCK_J)
     pair_J, chosen_J = token * CHOSEN + place_J, place_J < CHOSEN
-    expert_J = tl.load(ids + pair_J, mask=chosen_J, other=-1)
+    expert_J = tl.load(ids + pair_J, mask=chosen_J, other=-1) - first_expert
     chosen_J = chosen_J & (expert_J >= 0) & (expert_J < experts)
     share_J = tl.load(shares + pair_J, mask=chosen_J, other=0.0)
     return pair_J, tl.where(chosen_J, expert_J, 0), share_J, chosen_J
@@ -115,10 +117,10 @@ def _bias_of_token(bias, row_RJ, inside_RJ, share_J):
     return tl.sum(bias_RJ * share_J[None, :], 1)
 
 
-@triton.jit(do_not_specialize=["experts"])
+@triton.jit(do_not_specialize=["experts", "first_expert"])
 def _down_8bit(
     inner, ids, shares, weight, scales, bias, out, outputs, inputs, scale_rows, scale_columns, experts,
-    BLOCK: tl.constexpr, CHOSEN: tl.constexpr, BLOCK_J: tl.constexpr, HAS_BIAS: tl.constexpr,
+    first_expert, BLOCK: tl.constexpr, CHOSEN: tl.constexpr, BLOCK_J: tl.constexpr, HAS_BIAS: tl.constexpr,
     EVEN: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of the outputs, tokens). EVEN: all rows, columns and experts of the tiles exist."""
@@ -127,7 +129,9 @@ def _down_8bit(
     first = tl.program_id(0) * ROWS
     output_R, column_C = first + tl.arange(0, ROWS), tl.arange(0, 128)
     inside_R = output_R < outputs
-    pair_J, expert_J, share_J, chosen_J = _experts_of_token(ids, shares, token, experts, CHOSEN, BLOCK_J)
+    pair_J, expert_J, share_J, chosen_J = _experts_of_token(
+        ids, shares, token, experts, first_expert, CHOSEN, BLOCK_J
+    )  # fmt: skip
     row_RJ = expert_J[None, :] * outputs + output_R[:, None]
     inside_RJ = inside_R[:, None] & chosen_J[None, :]
     weight_RJC = weight + (row_RJ * inputs)[:, :, None] + column_C[None, None, :]
@@ -182,16 +186,17 @@ def _product_4bit(
     return part_RGC
 
 
-@triton.jit(do_not_specialize=["experts", "chosen"])
+@triton.jit(do_not_specialize=["experts", "first_expert", "chosen"])
 def _gate_up_4bit(
-    x, ids, weight, scales, zeros, bias, out, outputs, inputs, groups, experts, chosen, limit, alpha,
+    x, ids, weight, scales, zeros, bias, out, outputs, inputs, groups, experts, first_expert, chosen,
+    limit, alpha,
     GROUP: tl.constexpr, CLAMPED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
     ROWS: tl.constexpr, SPANS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of the features, pairs). Reads no weights for a pair without an expert."""
     pdl_wait(PDL)
     pair = tl.program_id(1).to(tl.int64)
-    expert, known = _chosen_expert(ids, pair, experts)
+    expert, known = _chosen_expert(ids, pair, experts, first_expert)
     row_chunks = tl.cdiv(inputs, 128)
     chunks = tl.where(known, row_chunks, 0)
     output_R, span_G = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, SPANS)
@@ -233,9 +238,9 @@ def _gate_up_4bit(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["experts"])
+@triton.jit(do_not_specialize=["experts", "first_expert"])
 def _down_4bit(
-    inner, ids, shares, weight, scales, zeros, bias, out, outputs, inputs, groups, experts,
+    inner, ids, shares, weight, scales, zeros, bias, out, outputs, inputs, groups, experts, first_expert,
     GROUP: tl.constexpr, CHOSEN: tl.constexpr, BLOCK_J: tl.constexpr, HAS_BIAS: tl.constexpr,
     EVEN: tl.constexpr, PTX: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -245,7 +250,9 @@ def _down_4bit(
     output_R, column_C = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, 32)
     inside_R = output_R < outputs
     chunks = tl.cdiv(inputs, 128)
-    pair_J, expert_J, share_J, chosen_J = _experts_of_token(ids, shares, token, experts, CHOSEN, BLOCK_J)
+    pair_J, expert_J, share_J, chosen_J = _experts_of_token(
+        ids, shares, token, experts, first_expert, CHOSEN, BLOCK_J
+    )  # fmt: skip
     row_RJ = expert_J[None, :] * outputs + output_R[:, None]
     inside_RJ = inside_R[:, None] & chosen_J[None, :]
     weight_RJC = weight + (row_RJ * (chunks * 32))[:, :, None] + column_C[None, None, :]

@@ -46,22 +46,23 @@ def multiply(
     experts_X, hidden, features = weights.down_XDF.shape
     if quantized:
         y_PD = expert_quantized.by_expert(plan, x_TD, ids_TJ, weights, activation, described)
-        return sum_pairs(y_PD, ids_TJ, shares_TJ, experts_X)
-    step = GroupedGEMMs(plan, sort_by_expert(ids_TJ, experts_X, plan.block), chosen, described)
+        return sum_pairs(y_PD, ids_TJ, shares_TJ, experts_X, weights.first)
+    blocks = sort_by_expert(ids_TJ, experts_X, plan.block, weights.first)
+    step = GroupedGEMMs(plan, blocks, chosen, described)
     inner_PF = x_TD.new_empty(tokens * chosen, features)
     step.gate_up(x_TD, weights, activation, inner_PF)
     y_PD = x_TD.new_empty(tokens * chosen, hidden)
     step.down(inner_PF, weights, y_PD)
-    return sum_pairs(y_PD, ids_TJ, shares_TJ, experts_X)
+    return sum_pairs(y_PD, ids_TJ, shares_TJ, experts_X, weights.first)
 
 
-def sum_pairs(y_PD: Tensor, ids_TJ: Tensor, shares_TJ: Tensor, experts_X: int) -> Tensor:
+def sum_pairs(y_PD: Tensor, ids_TJ: Tensor, shares_TJ: Tensor, experts_X: int, first: int = 0) -> Tensor:
     """The weighted sum of each token's rows of y, in the dtype of y."""
     (tokens, chosen), hidden = ids_TJ.shape, y_PD.shape[1]
     out_TD = y_PD.new_empty(tokens, hidden)
     block = min(_SUMMED_AT_ONCE, triton.next_power_of_2(hidden))
     _sum_pairs[(tokens, triton.cdiv(hidden, block))](
-        y_PD, ids_TJ, shares_TJ, out_TD, hidden, experts_X, CHOSEN=chosen, BLOCK=block, num_warps=4,
+        y_PD, ids_TJ, shares_TJ, out_TD, hidden, experts_X, first, CHOSEN=chosen, BLOCK=block, num_warps=4,
         **launch_options(y_PD.device),
     )  # fmt: skip
     return out_TD
@@ -139,7 +140,7 @@ def _each_token(
     clamped = activation or _NOT_CLAMPED
     _gate_up[(triton.cdiv(features, tile.rows), tokens * chosen)](
         x_TD, ids_TJ, gate_up, weights.gate_up_bias_XO, inner_PF, features, hidden,
-        experts_X, chosen, clamped.limit, clamped.alpha, CLAMPED=activation is not None,
+        experts_X, weights.first, chosen, clamped.limit, clamped.alpha, CLAMPED=activation is not None,
         HAS_BIAS=weights.gate_up_bias_XO is not None,
         EVEN=features % tile.rows == 0 and hidden % tile.columns == 0,
         ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages, num_warps=tile.warps, **options,
@@ -147,7 +148,7 @@ def _each_token(
     tile = plan.down
     _down[(triton.cdiv(hidden, tile.rows), tokens)](
         inner_PF, ids_TJ, shares_TJ, down, weights.down_bias_XD, out_TD, hidden, features,
-        experts_X, CHOSEN=chosen, HAS_BIAS=weights.down_bias_XD is not None,
+        experts_X, weights.first, CHOSEN=chosen, HAS_BIAS=weights.down_bias_XD is not None,
         BLOCK_J=triton.next_power_of_2(chosen), COMPLETE=weights.complete,
         EVEN=hidden % tile.rows == 0 and features % tile.columns == 0,
         ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages, num_warps=tile.warps, **options,

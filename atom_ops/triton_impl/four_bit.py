@@ -12,13 +12,21 @@ moves between threads, and one instruction decodes two codes:
             that these leave: its sign at bit 14, its magnitude at bits 11, 10 and 13.
 """
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from atom_ops.triton_impl import INTERPRETED
+from atom_ops.weights import FourBitWords
 
 COLUMNS = 128
 """Of a chunk."""
 WORDS = 32
 """Of a chunk."""
+_BF16X2_CAPABILITY = (8, 0)
 
 _E2M1_BF16 = tl.constexpr(
     """{
@@ -186,3 +194,26 @@ def decode_words(
             tl.expand_dims(zero_c, axis), tl.expand_dims(zero_d, axis), dtype, PTX,
         )  # fmt: skip
     return first, second, third, last
+
+
+@triton.jit
+def join_quarters(first, second, third, last):
+    """The numbers of chunks [.., 4, 32] from those of their quarters; moves no number between threads."""
+    joined = tl.join(tl.join(first, second), tl.join(third, last))
+    if len(first.shape) == 2:
+        return joined.permute(0, 3, 2, 1)
+    else:
+        return joined.permute(0, 1, 4, 3, 2)
+
+
+def settings_of(weight: FourBitWords) -> dict[str, Any]:
+    """The constants of kernels that call `decode_words`."""
+    whole_rows = weight.group == weight.inputs
+    group = triton.next_power_of_2(weight.inputs) * COLUMNS if whole_rows else weight.group
+    return {"GROUP": group, "PTX": _has_ptx(weight.words)}
+
+
+def _has_ptx(words: Tensor) -> bool:
+    if INTERPRETED or torch.version.hip is not None:
+        return False
+    return words.is_meta or torch.cuda.get_device_capability(words.device) >= _BF16X2_CAPABILITY

@@ -180,9 +180,9 @@ class Experts(WeightedLayer):
             self._by_expert("gate_up_bias") if self.gate_up_bias is not None else None,
             self._by_expert("down_bias") if self._adds_bias else None,
             self._complete,
+            self._first,
         )
-        local_TJ = ids_TJ if self._complete else ids_TJ - self._first
-        return experts(x_TD, local_TJ, weights_TJ, weights, self._activation)
+        return experts(x_TD, ids_TJ, weights_TJ, weights, self._activation)
 
     def slot_tensors(self) -> list[torch.Tensor]:
         """Views of everything that belongs to an expert, [slots of this rank, ...] each."""
