@@ -32,6 +32,7 @@ from tests.helpers.op_cases import CPU, DTYPES, check
 from tests.helpers.reference import NEW_TOKENS, TOLERANCE, Reference, make_reference
 from tests.helpers.signatures import in_development, published
 from tests.helpers.teacher_forcing import TinyWorker, forced_logits, step_logits
+from tests.helpers.thread_ranks import RankedWorkers
 from tests.helpers.tiny_models import Tiny, tiny
 
 SIGNATURES = {"published": published(), "in development": published() | in_development()}
@@ -149,6 +150,23 @@ def test_tiny_models_generate_the_ids_of_transformers(
         assert COMPLETE[name] <= set(calls), "functions that no step calls"
     if name == "qwen3-moe":
         assert not set(OPS) & set(backend.ran_in_torch())
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "dcp"),
+    [("qwen3-moe", 2, 1), ("deepseek-v3", 2, 1), ("glm-5", 2, 1), ("deepseek-v3", 2, 2)],
+)
+def test_ranks_generate_the_ids_of_transformers(
+    name: str, tp: int, dcp: int, reference_of: Callable[[str], Reference], installed: Install
+) -> None:
+    reference = reference_of(name)
+    calls = installed()
+    ranks = RankedWorkers(reference.directory, tp, dcp)
+    found = generate(ranks.core(), ranks.execute, reference.prompts, NEW_TOKENS, 16, 3)
+    ranks.close()
+    assert found == reference.ids
+    reads_latents = calls[_DECODE] > 0
+    assert reads_latents == (name != "qwen3-moe" and dcp == 1), "AITER reads no cache that ranks split"
 
 
 def test_every_function_is_called_by_a_model() -> None:
