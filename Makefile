@@ -41,7 +41,7 @@ SHORT_KERNEL_TESTS := test_agrees_with_reference and triton and not float16 and 
 SOURCES := atom frontend engine_core workers parallel atom_ops tests tools
 
 .PHONY: help install serve test test-unit test-e2e test-slow test-kills test-nodes test-models test-isa test-kernels \
-	test-compile test-gpu test-tokenizers test-openapi test-tracing test-formats test-page test-clients test-agents \
+	test-compile test-gpu verify-rocm test-tokenizers test-openapi test-tracing test-formats test-page test-clients test-agents \
 	test-dynamo test-kv-events \
 	test-evaluations test-deploy accuracy lint type arch fmt check docs models contract-signatures bench-latency bench-throughput bench-speculation \
 	bench-structured-output bench-scheduler bench-serving bench-gpu bench-step bench-kernels bench-all-reduce \
@@ -106,6 +106,10 @@ test-compile: $(INSTALLED) ## the Triton kernels compiled for an H200, an MI300 
 
 test-gpu: $(INSTALLED) ## kernels, small models and whole engines on a GPU
 	@$(BIN)/python -m pytest -q -m gpu tests/gpu $(ARGS)
+
+# With the Python that has torch for ROCm: .venv would get another build.
+verify-rocm: ## what holds on an MI300 or MI350: one report, verify-rocm.md; half an hour; ARGS="--device cpu" tries it without
+	@$(PYTHON) -m tests.evaluation.verify_rocm $(ARGS)
 
 # Of each package only the tokenizer's own files stay: the rest is JavaScript, many times as large.
 $(TOKENIZERS)/.fetched: tests/tokenizers/package.json $(INSTALLED)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from atom_ops import triton_impl
+from atom_ops import aiter_impl, triton_impl
 from atom_ops.op import REFERENCE, REGISTRY, Case, Op, Provider
 
 CPU = torch.device("cpu")
@@ -24,6 +24,8 @@ def table(device: torch.device) -> Iterator[Any]:
     """Op, provider, dtype and case, for every provider that runs on `device`."""
     if triton_impl.runs_on(device):
         triton_impl.load()
+    if aiter_impl.runs_on(device):
+        aiter_impl.load()
     for op in REGISTRY.values():
         for provider in op.providers.values():
             if not provider.supported(device):

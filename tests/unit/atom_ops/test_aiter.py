@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -404,3 +405,14 @@ def test_layers_that_the_backend_does_not_take(installed: Install) -> None:
     assert attention_backend(config).name == "aiter"
     for change in ({"kv_dtype": torch.float8_e4m3fn}, {"block_size": 24}, {"head_dim": 320}):
         assert attention_backend(replace(config, **change)) is INTERLEAVED_KV
+
+
+def test_the_comparison_for_a_gpu(
+    installed: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What tests/gpu/test_aiter.py does on an MI300, with the model of AITER."""
+    from tests.gpu.test_aiter import divergences
+
+    calls = installed()
+    with_aiter, without = divergences("llama", CPU, tmp_path, monkeypatch)
+    assert calls["aiter.rms_norm"] and 0 < with_aiter < 4 * without + 1e-5
