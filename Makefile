@@ -108,7 +108,7 @@ test-gpu: $(INSTALLED) ## kernels, small models and whole engines on a GPU
 	@$(BIN)/python -m pytest -q -m gpu tests/gpu $(ARGS)
 
 # With the Python that has torch for ROCm: .venv would get another build.
-verify-rocm: ## what holds on an MI300 or MI350: one report, verify-rocm.md; half an hour; ARGS="--device cpu" tries it without
+verify-rocm: ## what holds on an MI300 or MI350: one report, verify-rocm.md; an hour or two; ARGS="--device cpu" tries it without
 	@$(PYTHON) -m tests.evaluation.verify_rocm $(ARGS)
 
 # Of each package only the tokenizer's own files stay: the rest is JavaScript, many times as large.

@@ -1,7 +1,9 @@
 # AMD GPUs. Build from the repository's root, on an image that has torch 2.11 or newer for ROCm and Python 3.12:
 # docker build -f deploy/docker/rocm.Dockerfile --build-arg BASE=rocm/pytorch:TAG -t atom-serve:rocm .
+# With --build-arg EXTRAS= the image gets neither AITER nor MORI, for a base image that has them.
 ARG BASE
 FROM ${BASE}
+ARG EXTRAS=[rocm]
 
 # tini reaps processes that others leave behind.
 # hadolint ignore=DL3008
@@ -18,12 +20,13 @@ COPY frontend frontend
 COPY parallel parallel
 COPY workers workers
 # pip keeps the torch of the image.
-RUN pip install --no-cache-dir .
+RUN pip install --no-cache-dir ".${EXTRAS}"
 
 # Another directory than the sources, which would be imported instead of the installed package.
 WORKDIR /srv
 USER 10001:10001
-ENV ATOM_CACHE_DIR=/cache/atom HF_HOME=/cache/huggingface
+# AITER compiles kernels when they are first used.
+ENV ATOM_CACHE_DIR=/cache/atom HF_HOME=/cache/huggingface AITER_JIT_DIR=/cache/aiter
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=10s --retries=9 --start-period=1h \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=5)"]

@@ -1,6 +1,6 @@
 """What holds on this AMD GPU? One report, to be sent back.
 
-    python -m tests.evaluation.verify_rocm                  on an MI300 or MI350, half an hour
+    python -m tests.evaluation.verify_rocm                  on an MI300 or MI350, an hour or two
     python -m tests.evaluation.verify_rocm --device cpu     the same code without a GPU: some minutes
 
 1. The environment: versions, GPUs, links, AITER, MORI.
