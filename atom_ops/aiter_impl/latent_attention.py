@@ -6,11 +6,10 @@ AITER's kernels read the cache as pages of one token, so they share its layout w
     kv_buffer   [num_blocks * block_size, 1, 1, 576], pages named by `kv_indices`
 
 They are compiled for bfloat16 queries, a latent of 512 and a key of 64 features, and 16 heads; decodes also
-read a float8 cache with a shared scale (see `latent_cache`). Fewer heads are padded
-to 16. A decode of one token takes up to 7 times 16 heads, split over rows of the kernel; 128 heads, on a
-single GPU, are left to the other providers: the published release has metadata for them that does not fit its
-kernel. A step of both decodes and chunks is computed in two parts, since AITER's kernel for chunks does not
-split contexts.
+read a float8 cache with a shared scale (see `latent_cache`). Other numbers of heads are padded to 16, 32 or
+64; decodes of one token take 32 and 64 as rows of 16. 128 heads, on a single GPU, are left to the other
+providers: the published release has metadata for them that does not fit its kernel. A step of both decodes
+and chunks is computed in two parts, since AITER's kernel for chunks does not split contexts.
 """
 
 import inspect
@@ -30,7 +29,7 @@ from atom_ops.ops.latent_cache import LatentLayer
 from atom_ops.transfer import to_device
 
 _HEADS = 16
-_MOST_HEADS = 112
+_MOST_HEADS = 64
 _MOST_QUERIES = 4
 """Of a row that decodes, drafts included, for `_HEADS` heads; 1 for more."""
 _KV_GRANULARITY = 16
@@ -219,11 +218,16 @@ def _latent_attention(q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, sc
     heads = q_THK.shape[1]
     if _takes_mixed(plan, heads):
         return _attend_parts(q_THK, cache, plan, scale)
-    if heads % _HEADS:
-        q_THK = functional.pad(q_THK, (0, 0, 0, -heads % _HEADS))
     attend = decode_latents if takes_decodes(plan, heads) else _attend_chunks
-    out_THC = attend(q_THK.contiguous(), cache, plan, scale)
+    out_THC = attend(with_padding_heads(q_THK), cache, plan, scale)
     return out_THC[:, :heads].contiguous()
+
+
+def with_padding_heads(q_THK: Tensor) -> Tensor:
+    """The queries, contiguous, with zeros as further heads up to the next number that kernels take."""
+    heads = q_THK.shape[1]
+    more = max(_HEADS, 1 << (heads - 1).bit_length()) - heads
+    return functional.pad(q_THK, (0, 0, 0, more)) if more else q_THK.contiguous()
 
 
 def _attend_parts(q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, scale: float) -> Tensor:
@@ -268,7 +272,7 @@ def _part(plan: AttentionPlan, rows: Ints) -> _Part:
 
 
 def decode_latents(q_THK: Tensor, cache: LatentLayer, plan: AttentionPlan, scale: float) -> Tensor:
-    """[T, H, C] for a multiple of 16 heads. A row without context gets the value of slot 0."""
+    """[T, H, C] for 16, 32 or 64 heads. A row without context gets the value of slot 0."""
     from aiter.mla import mla_decode_fwd
 
     heads, block_size = q_THK.shape[1], cache.rows.shape[1]

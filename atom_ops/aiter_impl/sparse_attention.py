@@ -9,15 +9,17 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from atom_ops.aiter_impl import NEEDS, runs_on
-from atom_ops.aiter_impl.latent_attention import decode_latents, takes_decodes, takes_latents
+from atom_ops.aiter_impl.latent_attention import (
+    decode_latents,
+    takes_decodes,
+    takes_latents,
+    with_padding_heads,
+)
 from atom_ops.ops.attention_plan import AttentionPlan
 from atom_ops.ops.latent_cache import LatentLayer
 from atom_ops.ops.sparse_attention import TopKIndices, sparse_latent_attention
-
-_HEADS = 16
 
 
 @sparse_latent_attention.provider(
@@ -33,10 +35,8 @@ _HEADS = 16
 )
 def _sparse_latent_attention(q_THK: Tensor, cache: LatentLayer, topk: TopKIndices, scale: float) -> Tensor:
     heads = q_THK.shape[1]
-    if heads % _HEADS:
-        q_THK = functional.pad(q_THK, (0, 0, 0, -heads % _HEADS))
     blocks_of_one = replace(cache, rows=cache.rows.view(-1, 1, cache.rows.shape[2]))
-    out_THC = decode_latents(q_THK.contiguous(), blocks_of_one, _plan_from(topk), scale)
+    out_THC = decode_latents(with_padding_heads(q_THK), blocks_of_one, _plan_from(topk), scale)
     return out_THC[:, :heads].masked_fill((topk.counts_T == 0)[:, None, None], 0)
 
 
