@@ -60,17 +60,20 @@ def run(port: int, tries_hub: bool, as_json: bool) -> int:
 
 
 def examine(port: int, tries_hub: bool, deadline_s: float = DEADLINE_S) -> Report:
-    """Look at this machine; takes at most `deadline_s` and a few seconds."""
+    """Look at this machine; takes at most twice `deadline_s` and a few seconds."""
     deadline = time.monotonic() + deadline_s
-    devices = _start("workers.describe_devices", DevicesLaunch(), Devices, deadline)
     libraries = {
         name: _start("atom.utils.optional_library", launch, Library, deadline)
         for name, launch in _LIBRARIES.items()
     }
     amd = _start("atom.amd_gpus", AmdLaunch(), AmdGpus, deadline) if has_amd_driver() else None
+    imported = {name: result() for name, result in libraries.items()}
+    # Only now, because torch's providers depend on AITER, and its import may hang or crash.
+    launch = DevicesLaunch(imported["AITER"])
+    devices = _start("workers.describe_devices", launch, Devices, time.monotonic() + deadline_s)
     host = find_host(port)
     hub = reach_hub() if tries_hub else None
-    found, imported = devices(), {name: result() for name, result in libraries.items()}
+    found = devices()
     problems = [*_problems(host, found), *_unusable_directories()]
     warnings = [*_warnings(host, found), *_unusable_libraries(found, imported)]
     known = amd() if amd is not None else None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from atom.messages.doctor import Devices, DevicesLaunch, Gpu
+from atom.utils import optional_library
 from atom.utils.errors import one_line
 from atom.utils.process import read_launch
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    read_launch(DevicesLaunch)
+    optional_library.remember(optional_library.AITER, read_launch(DevicesLaunch).aiter)
     sys.stdout.write("\n" + msgspec.json.encode(describe()).decode() + "\n")
 
 

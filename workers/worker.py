@@ -177,8 +177,8 @@ class Worker:
         resolved = backend.resolve(self._device, batch_invariant=self._config.device.batch_invariant)
         if self._tp.rank == 0:
             get_logger().info("ops on %s: %s", self._device, backend.summary(resolved))
-            for line in backend.warnings(self._device):
-                get_logger().warning("%s", line)
+        for line in backend.warnings(self._device):
+            get_logger().warning("%s", line)
         if self._tp.size > 1:
             width = self._checkpoint.hf_config["hidden_size"]
             self._tp.open_peers(width, compute_dtype(self._config), self._device)

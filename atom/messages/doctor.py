@@ -12,8 +12,19 @@ class LibraryLaunch(msgspec.Struct, frozen=True):
     """The oldest version that can be used; empty: any."""
 
 
+class Library(msgspec.Struct, frozen=True):
+    """An optional library."""
+
+    version: str = ""
+    error: str = ""
+    """Why it cannot be imported, in one line."""
+
+
 class DevicesLaunch(msgspec.Struct, frozen=True):
     """For `python -m workers.describe_devices`."""
+
+    aiter: Library = Library()
+    """What an import of AITER found, which is then not tried again."""
 
 
 class Gpu(msgspec.Struct, frozen=True):
@@ -68,11 +79,3 @@ class Devices(msgspec.Struct, frozen=True):
     """Native compute dtypes of the CPU."""
     ops: dict[str, str] = {}
     """Device -> the op providers that run on it, or why none do."""
-
-
-class Library(msgspec.Struct, frozen=True):
-    """An optional library."""
-
-    version: str = ""
-    error: str = ""
-    """Why it cannot be imported, in one line."""

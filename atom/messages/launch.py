@@ -56,7 +56,8 @@ class WorkerLaunch(msgspec.Struct, frozen=True):
     rendezvous: Rendezvous | None = None
     """None: one rank, which meets no others."""
     device_index: int = 0
-    """The GPU, as an index into this host's visible devices (CUDA_VISIBLE_DEVICES); unused on a CPU."""
+    """The GPU, as an index into this host's visible devices (CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES);
+    unused on a CPU."""
     label: str = "worker 0"
     """Name in log lines, and in messages to the supervisor."""
     data_parallel_rank: int = 0

@@ -4,25 +4,31 @@ They are imported first in a child process: `python -m atom.utils.optional_libra
 the last line on standard output.
 """
 
+import contextlib
 import importlib
 import re
 import subprocess
 import sys
 import time
-from functools import cache
+from collections.abc import Iterator
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 
 import msgspec
 
 from atom.messages.doctor import Library, LibraryLaunch
+from atom.utils import envs
 from atom.utils.errors import one_line
+from atom.utils.file_lock import exclusive
+from atom.utils.logger import get_logger
 from atom.utils.process import last_line, read_launch, spawn
 
 AITER = LibraryLaunch("aiter", "amd-aiter", "0.1.7")
 MORI = LibraryLaunch("mori", "amd-mori", "1.2")
 
 NOT_INSTALLED = "not installed"
+_TOO_OLD = "too old"
 _DEADLINE_S = 300.0
 """AITER's first import compiles a module with hipcc."""
 
@@ -40,7 +46,7 @@ def describe(launch: LibraryLaunch) -> Library:
         version = ""
     if version and launch.least and release(version) < release(launch.least):
         wanted = f"{launch.distribution}>={launch.least}"
-        return Library(version, f"too old: pip install '{wanted}'")
+        return Library(version, f"{_TOO_OLD}: pip install '{wanted}'")
     try:
         module = importlib.import_module(launch.module)
     except ModuleNotFoundError as error:
@@ -57,34 +63,64 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in found[0].split(".")) if found else ()
 
 
+_KNOWN: dict[LibraryLaunch, str | None] = {}
+"""The result of `problem`, tried once in a process."""
+
+
 def problem(launch: LibraryLaunch) -> str | None:
     """Why the library cannot be used, and what to do; None if it can be used, or is not installed at all.
 
-    Tried once in a process, in a child that may take minutes.
+    The first call may take minutes.
     """
-    return _problem(launch) if find_spec(launch.module) is not None else None
+    if find_spec(launch.module) is None or launch.module in sys.modules:
+        return None
+    if launch not in _KNOWN:
+        remember(launch, _tried(launch))
+    return _KNOWN[launch]
 
 
-@cache
-def _problem(launch: LibraryLaunch) -> str | None:
-    if launch.module in sys.modules:
-        return None
-    child = spawn("atom.utils.optional_library", launch, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    try:
-        found = msgspec.json.decode(last_line(child, time.monotonic() + _DEADLINE_S), type=Library)
-    except TimeoutError:
-        found = Library(error=f"the import did not end within {_DEADLINE_S:.0f} s")
-    except msgspec.DecodeError:
-        found = Library(error=f"the import ended its process with status {child.returncode}")
-    if not found.error:
-        return None
+def remember(launch: LibraryLaunch, found: Library) -> None:
+    """Have `problem` return this result, of an import in another process."""
     name = f"{launch.distribution} {found.version}".strip()
-    if found.error.startswith("too old"):
-        return f"{name} is {found.error}"
-    return (
-        f"{name} cannot be imported ({found.error}): it needs the ROCm that it was built for, hipcc in PATH "
-        "and a GPU that it supports; repair or uninstall it"
-    )
+    if not found.error:
+        _KNOWN[launch] = None
+    elif found.error.startswith(_TOO_OLD):
+        _KNOWN[launch] = f"{name} is {found.error}"
+    else:
+        _KNOWN[launch] = (
+            f"{name} cannot be imported ({found.error}): it needs the ROCm that it was built for, hipcc in "
+            "PATH and a GPU that it supports; repair or uninstall it"
+        )
+
+
+def _tried(launch: LibraryLaunch) -> Library:
+    """What a child finds; on this host one at a time, since the ranks' imports would write the same files."""
+    try:
+        with _one_at_a_time(launch.module):
+            child = spawn(
+                "atom.utils.optional_library", launch, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+            return msgspec.json.decode(last_line(child, time.monotonic() + _DEADLINE_S), type=Library)
+    except TimeoutError:
+        stale = "a lock_* file that a killed build left behind makes it wait for ever"
+        return Library(error=f"the import did not end within {_DEADLINE_S:.0f} s; {stale}")
+    except msgspec.DecodeError:
+        return Library(error=f"the import ended its process with status {child.returncode}")
+
+
+@contextlib.contextmanager
+def _one_at_a_time(name: str) -> Iterator[None]:
+    """Raises TimeoutError where others take too long; locks nothing without a directory to write to."""
+    with contextlib.ExitStack() as held:
+        try:
+            directory = Path(envs.ATOM_CACHE_DIR)
+            directory.mkdir(parents=True, exist_ok=True)
+            held.enter_context(exclusive(directory / f"import-{name}.lock", _DEADLINE_S, lambda: None))
+        except TimeoutError:
+            raise
+        except (OSError, ValueError) as error:  # no directory to write to, or no home
+            get_logger().debug("%s is imported without a lock: %s", name, error)
+        yield
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ COPY engine_core engine_core
 COPY frontend frontend
 COPY parallel parallel
 COPY workers workers
-# pip keeps the torch of the image.
+# pip keeps the torch of the image; pyproject.toml has the versions.
+# hadolint ignore=DL3013
 RUN pip install --no-cache-dir ".${EXTRAS}"
 
 # Another directory than the sources, which would be imported instead of the installed package.

@@ -1,16 +1,22 @@
 """Libraries that are installed and cannot be imported cost a warning at start, never the process."""
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from atom.utils import optional_library
+from atom.messages.doctor import Library
+from atom.utils import envs, optional_library
+from atom.utils.file_lock import exclusive
 from atom.utils.optional_library import AITER, MORI
 from atom_ops import aiter_impl, backend
 from parallel.expert.mori import mori_problem
+from tests.helpers.source import ROOT
 
 GPU = torch.device("cuda", 0)
 Install = Callable[..., None]
@@ -30,10 +36,11 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
             )
 
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("ATOM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.syspath_prepend(str(tmp_path))
-    optional_library._problem.cache_clear()
+    optional_library._KNOWN.clear()
     yield put
-    optional_library._problem.cache_clear()
+    optional_library._KNOWN.clear()
 
 
 @pytest.fixture
@@ -66,6 +73,44 @@ def test_a_version_that_is_too_old_is_named(install: Install) -> None:
     assert backend.warnings(GPU) == [
         "ops run without AITER: amd-aiter 0.1.5.post4 is too old: pip install 'amd-aiter>=0.1.7'"
     ]
+
+
+@pytest.mark.usefixtures("mi300")
+def test_ranks_import_one_after_another(install: Install, tmp_path: Path) -> None:
+    """Imports of several ranks at once would write the same files."""
+    place = tmp_path / "alone"
+    install("aiter", f"import os, time\nos.mkdir({str(place)!r})\ntime.sleep(0.2)\nos.rmdir({str(place)!r})")
+    with ThreadPoolExecutor() as threads:
+        found = list(threads.map(optional_library._tried, [AITER] * 3))
+    assert [each.error for each in found] == [""] * 3
+
+
+def test_an_import_that_hangs_is_not_waited_for(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("aiter", "import time\ntime.sleep(100)")
+    monkeypatch.setattr(optional_library, "_DEADLINE_S", 0.5)
+    problem = optional_library.problem(AITER)
+    assert problem and "the import did not end within 0 s; a lock_* file" in problem
+    with exclusive(Path(envs.ATOM_CACHE_DIR) / "import-aiter.lock", 1, lambda: None):
+        assert "did not end" in optional_library._tried(AITER).error
+
+
+def test_a_result_that_is_known_is_not_tried_again(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("aiter", "import os\nos.abort()", "0.1.9")
+    monkeypatch.setattr(optional_library, "_tried", lambda launch: pytest.fail("tried again"))
+    optional_library.remember(AITER, Library("0.1.9", "OSError: no libhsa.so"))
+    problem = optional_library.problem(AITER)
+    assert problem and problem.startswith("amd-aiter 0.1.9 cannot be imported (OSError: no libhsa.so)")
+    optional_library.remember(AITER, Library("0.1.9"))
+    assert optional_library.problem(AITER) is None
+
+
+def test_a_cache_that_cannot_be_written_locks_nothing(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ATOM_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    install("aiter", "")
+    assert optional_library._tried(AITER).error == ""
 
 
 @pytest.mark.usefixtures("mi300")
@@ -105,3 +150,20 @@ def test_nothing_is_tried_on_other_devices(install: Install, monkeypatch: pytest
     resolved = backend.resolve(torch.device("cpu"))
     assert not any(name.startswith(("aiter", "mori")) for order in resolved.values() for name in order)
     assert not (set(sys.modules) - before) & {"aiter", "mori"}
+
+
+def test_without_an_amd_gpu_none_is_imported(install: Install) -> None:
+    """In a whole worker process, even though all are installed; they would end it."""
+    for module in ("aiter", "mori", "amdsmi"):
+        install(module, "import os\nos._exit(7)")
+    lines = (
+        "import sys, torch, workers.main, parallel.expert.choose",
+        "from atom_ops import backend",
+        "backend.resolve(torch.device('cpu'))",
+        "print(sorted({'aiter', 'mori', 'amdsmi'} & set(sys.modules)))",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", "; ".join(lines)], capture_output=True, text=True, timeout=100,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
