@@ -117,7 +117,7 @@ class Launcher:
         """Resolve the configuration; returns the place, with the GPUs of this node."""
         resolved = resolve(self.config, checkpoint, self.explicit, capabilities)
         self.config = resolved.config
-        self._log_notes(resolved.notes, checkpoint)
+        self._log_notes(resolved.notes, checkpoint, capabilities.rocm)
         if self.config.device.device == "cpu":
             return place
         workers = self.config.parallel.workers_per_node
@@ -184,12 +184,12 @@ class Launcher:
         supervisor.wait_ready()
         self._bars.close()
 
-    def _log_notes(self, notes: list[str], checkpoint: Checkpoint) -> None:
+    def _log_notes(self, notes: list[str], checkpoint: Checkpoint, rocm: bool) -> None:
         if self.config.parallel.nnodes == 1:
             given = [field.name for field in fields(NodesConfig) if field.name in self.explicit]
             flags = [f"--{name.replace('_', '-')}" for name in given]
             notes = notes + [f"{flag} has no effect: there is one node; --nnodes adds more" for flag in flags]
-        notes = notes + envs.startup_notes(self.config.device.device)
+        notes = notes + envs.startup_notes(self.config.device.device, rocm)
         notes += unknown_variables(all_fields(), os.environ)
         if self.server.chat_template is not None and checkpoint.tokenizer_file is None:
             notes.append("--chat-template has no effect: a checkpoint without a tokenizer serves token ids")

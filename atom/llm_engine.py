@@ -96,7 +96,7 @@ class LLMEngine:
         try:
             self.checkpoint, capabilities = self._supervisor.prepare(config.model)
             resolved = resolve(config, self.checkpoint, explicit, capabilities)
-            notes = resolved.notes + envs.startup_notes(resolved.config.device.device)
+            notes = resolved.notes + envs.startup_notes(resolved.config.device.device, capabilities.rocm)
             if envs.ATOM_DP_SIZE > 1:
                 notes.append(
                     f"ATOM_DP_SIZE={envs.ATOM_DP_SIZE} has no effect: it is read by atom-launch alone"

@@ -60,6 +60,7 @@ from atom_ops.ops.latent_cache import (
     read_latent,
     write_latent,
 )
+from atom_ops.ops.latent_queries import latent_queries
 from atom_ops.ops.linear import linear, pack_linear_weight
 from atom_ops.ops.logits_processors import (
     LogitsProcessorBatch,
@@ -177,6 +178,7 @@ __all__ = [
     "kv_indices",
     "latent_attention",
     "latent_bytes_per_block",
+    "latent_queries",
     "latents_of_step",
     "linear",
     "make_index_keys",

@@ -19,7 +19,10 @@ _DEFAULT_ORDER = {
 
 
 def resolve(
-    device: torch.device, order: Sequence[str] | None = None, batch_invariant: bool = False
+    device: torch.device,
+    order: Sequence[str] | None = None,
+    batch_invariant: bool = False,
+    preferred: Sequence[str] = (),
 ) -> dict[str, tuple[str, ...]]:
     """Set every op's providers and the attention backends for `device`.
 
@@ -27,6 +30,8 @@ def resolve(
 
     `order` None: the default order of the device. The reference, `torch`, is always last. Raises
     ValueError for an explicit name that nothing has or that cannot run on `device`.
+
+    `preferred` providers come before the default order, where they can run.
 
     `batch_invariant` allows only providers whose rows do not depend on the batch and prefers the
     batch-invariant GEMM; raises ValueError where there is none. Attention is batch-invariant by its
@@ -36,7 +41,7 @@ def resolve(
         triton_impl.load()
     if aiter_impl.runs_on(device):
         aiter_impl.load()
-    names = tuple(_DEFAULT_ORDER.get(device.type, ())) if order is None else tuple(order)
+    names = (*preferred, *_DEFAULT_ORDER.get(device.type, ())) if order is None else tuple(order)
     if order is not None:
         _require(names, device)
     if batch_invariant:

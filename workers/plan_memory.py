@@ -26,6 +26,7 @@ from parallel.mesh import Mesh, MeshShape
 from workers.expert_balancer import buffer_bytes
 from workers.kv_cache import available_memory, cpu_kv_bytes
 from workers.layers.causal_lm import CausalLM
+from workers.providers import resolve_ops
 from workers.rank_model import build_rank, rank_dispatch, rank_specs
 from workers.weights.loader import weight_bytes, weight_sizes
 from workers.weights.plan import weighted_layers
@@ -53,7 +54,7 @@ def plan(launch: PlanLaunch) -> PlanResult:
     """Plan every layout of `launch`. Raises ValueError if the configured one is not supported."""
     config, size = launch.config, launch.config.parallel.tensor_parallel_size
     if launch.gpu_bytes is None:
-        backend.resolve(torch.device(config.device.device), batch_invariant=config.device.batch_invariant)
+        resolve_ops(torch.device(config.device.device), config.device.batch_invariant)
     else:
         backend.resolve(_META)  # no provider: plain weights and the default KV layout
     memory = _memory(config, launch.checkpoint.vocab_size, launch.gpu_bytes)

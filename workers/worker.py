@@ -37,6 +37,7 @@ from workers.model_runner import Graphs, ModelRunner
 from workers.pending_step import PendingStep, event_recorder
 from workers.profiler import TraceRecorder
 from workers.prompt_graphs import PROMPT_SIZES, PromptGraphs
+from workers.providers import resolve_ops
 from workers.rank_model import build_rank, compute_dtype, longest_sequence, rank_dispatch, rank_specs
 from workers.sampler import Sampler
 from workers.spec_decode.methods import method_of
@@ -174,7 +175,7 @@ class Worker:
         return agreed
 
     def _load(self) -> Loaded:
-        resolved = backend.resolve(self._device, batch_invariant=self._config.device.batch_invariant)
+        resolved = resolve_ops(self._device, self._config.device.batch_invariant)
         if self._tp.rank == 0:
             get_logger().info("ops on %s: %s", self._device, backend.summary(resolved))
         for line in backend.warnings(self._device):

@@ -41,7 +41,7 @@ def identity_of(config: EngineConfig, checkpoint: Checkpoint, server: ServerConf
         found |= _flags(server, {name for name in _names(server) if name.startswith("ssl_")} | _OWN_SERVER)
         found["--served-model-name"] = str(config.model.served_model_name)
     for name, variable in VARIABLES.items():
-        if variable.area in (Area.ENGINE, Area.GPU, Area.AITER) and name not in _OWN_VARIABLES:
+        if variable.area in (Area.ENGINE, Area.GPU, Area.ROCM, Area.AITER) and name not in _OWN_VARIABLES:
             found[name] = os.environ.get(name) or str(variable.default_value())
     found["the model"] = f"{checkpoint.architecture} ({checkpoint.dtype})"
     found |= {f"config.json's {key}": str(value) for key, value in checkpoint.hf_config.items()}

@@ -26,6 +26,7 @@ class Area(Enum):
     ENGINE = "engine"
     DATA_PARALLEL = "data parallelism over several hosts"
     GPU = "kernels for GPUs"
+    ROCM = "AITER kernels on AMD GPUs"
     AITER = "AITER kernels"
     PLUGIN = "plugins"
     BENCHMARK = "benchmarks"
@@ -81,6 +82,10 @@ def _cache_dir() -> str:
 
 def _fusion(name: str, default: bool, help_text: str) -> Variable:
     return Variable(name, bool, default, Area.AITER, help_text)
+
+
+def _on_rocm(name: str, default: bool, help_text: str) -> Variable:
+    return Variable(name, bool, default, Area.ROCM, help_text)
 
 
 VARIABLES: dict[str, Variable] = {
@@ -151,7 +156,7 @@ VARIABLES: dict[str, Variable] = {
             Area.PLUGIN,
             "Keep vLLM's own attention, and register the rest of the plugin.",
         ),
-        _fusion("ATOM_USE_TRITON_GEMM", False, "FP4 GEMMs with Triton instead of assembly kernels."),
+        _on_rocm("ATOM_USE_TRITON_GEMM", False, "MXFP4 GEMMs by AITER's Triton kernel instead of assembly."),
         _fusion("ATOM_USE_TRITON_MXFP4_BMM", False, "FP4 batched GEMMs in MLA."),
         Variable(
             "ATOM_ENABLE_ALLREDUCE_RMSNORM_FUSION",
@@ -174,21 +179,19 @@ VARIABLES: dict[str, Variable] = {
             Area.ENGINE,
             "DeepSeek: one kernel for the norms of query and key in MLA attention.",
         ),
-        _fusion(
+        _on_rocm(
             "ATOM_ENABLE_DS_QKNORM_QUANT_FUSION",
             True,
-            "DeepSeek: one kernel for the norms of query and key and quantization.",
+            "DeepSeek, with ATOM_ENABLE_DS_QKNORM_FUSION: one kernel for the norm of the queries' latents "
+            "and their quantization.",
         ),
-        _fusion(
+        _on_rocm(
             "ATOM_ENABLE_QK_NORM_ROPE_CACHE_QUANT_FUSION",
             False,
-            "Qwen3-MoE: one kernel for query and key norm, rotary embedding and the quantized cache write.",
+            "Qwen3-MoE: ATOM's attention instead of AITER's: one kernel normalises queries and keys, applies "
+            "RoPE and writes the KV cache, also a quantized one.",
         ),
-        _fusion(
-            "ATOM_ROPE_FUSED_QKNORM",
-            False,
-            "Qwen3-MoE: one kernel for query and key norm and rotary embedding.",
-        ),
+        _on_rocm("ATOM_ROPE_FUSED_QKNORM", False, "Qwen3-MoE: the same."),
         Variable(
             "ATOM_LLAMA_ENABLE_AITER_TRITON_FUSED_RMSNORM_QUANT",
             bool,
@@ -269,15 +272,16 @@ def is_set(name: str) -> bool:
     return bool(os.environ.get(VARIABLES[name].name))
 
 
-def startup_notes(device: str) -> list[str]:
+def startup_notes(device: str, rocm: bool = False) -> list[str]:
     """One line for each variable that is set away from its default and has no effect on `device`.
 
-    `device` is cpu or cuda. Raises ValueError for a value that does not parse.
+    `device` is cpu or cuda; `rocm`: whether GPUs are AMD's. Raises ValueError for a value that does not
+    parse.
     """
     notes = []
     for name, variable in VARIABLES.items():
         value = __getattr__(name)  # parses every variable: typing errors are reported at start
-        reason = _no_effect(variable.area, device)
+        reason = _no_effect(variable.area, device, rocm)
         if reason and is_set(name) and value != variable.default_value():
             notes.append(f"{name}={os.environ[name]} has no effect: {reason}")
     return notes
@@ -285,15 +289,16 @@ def startup_notes(device: str) -> list[str]:
 
 def acts(area: Area) -> bool:
     """Whether this version reads the variables of an area."""
-    return area in (Area.ENGINE, Area.DATA_PARALLEL, Area.GPU, Area.BENCHMARK)
+    return area in (Area.ENGINE, Area.DATA_PARALLEL, Area.GPU, Area.ROCM, Area.BENCHMARK)
 
 
-def _no_effect(area: Area, device: str) -> str:
+def _no_effect(area: Area, device: str, rocm: bool) -> str:
     """Why variables of an area have no effect on an engine; empty when they act or are for other programs."""
     if area is Area.GPU and device == "cpu":
         return "its kernels are for GPUs, and this engine computes on the CPU"
+    if area in (Area.ROCM, Area.AITER) and not (device == "cuda" and rocm):
+        place = "the CPU" if device == "cpu" else "NVIDIA GPUs"
+        return f"AITER's kernels are for AMD GPUs, and this engine computes on {place}"
     if acts(area) or area is Area.PLUGIN:
         return ""
-    if area is Area.AITER and device == "cpu":
-        return "AITER kernels are for AMD GPUs, and this engine computes on the CPU"
     return f"this version has no {area.value} yet"

@@ -62,6 +62,7 @@ def load() -> None:
     import atom_ops.aiter_impl.fused_linear
     import atom_ops.aiter_impl.latent_attention
     import atom_ops.aiter_impl.latent_cache
+    import atom_ops.aiter_impl.latent_queries
     import atom_ops.aiter_impl.linear
     import atom_ops.aiter_impl.norm
     import atom_ops.aiter_impl.rotary

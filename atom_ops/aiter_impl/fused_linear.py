@@ -17,7 +17,7 @@ from atom_ops.ops.fused_linear import add_norm_linear, silu_and_mul_linear
 from atom_ops.weights import BlockFP8, ChannelFP8, ShuffledFP8, ShuffledMXFP4, Weight
 
 
-def _norm_supports(
+def norm_supports(
     x_TD: Tensor,
     residual_TD: Tensor | None,
     norm_weight_D: Tensor,
@@ -25,6 +25,7 @@ def _norm_supports(
     weight: Weight,
     bias: Tensor | None = None,
 ) -> bool:
+    """Whether one kernel computes the norm and rounds for the weight."""
     given = (x_TD, norm_weight_D) if residual_TD is None else (x_TD, residual_TD, norm_weight_D)
     if not takes(*given) or x_TD.shape[1] > MOST_FEATURES:
         return False
@@ -41,7 +42,7 @@ def _scaled_by_token(weight: ChannelFP8) -> bool:
     "aiter",
     needs=NEEDS,
     supported=runs_on,
-    supports=_norm_supports,
+    supports=norm_supports,
     batch_invariant=False,
     rounds_activations=True,
 )
@@ -53,8 +54,14 @@ def _norm_linear(
     weight: ShuffledFP8 | ShuffledMXFP4,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    x_TD = x_TD.contiguous()
-    residual_TD = None if residual_TD is None else residual_TD.contiguous()
+    if residual_TD is not None:
+        residual_TD = residual_TD.contiguous()
+    if (
+        residual_TD is not None
+        or not isinstance(weight, ShuffledFP8)
+        or isinstance(weight.weight, ChannelFP8)
+    ):
+        x_TD = x_TD.contiguous()
     if isinstance(weight, ShuffledMXFP4):
         rounded, total_TD = _norm_mxfp4(x_TD, residual_TD, norm_weight_D, eps)
         out_TO = mxfp4.multiply_rounded(rounded, weight, x_TD.dtype)

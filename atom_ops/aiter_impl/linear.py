@@ -7,7 +7,7 @@ from torch import Tensor
 from atom_ops.aiter_impl import NEEDS, mxfp4, quantized_linear, runs_on, takes, takes_dtype
 from atom_ops.aiter_impl.quantized_linear import EightBits
 from atom_ops.ops.linear import linear
-from atom_ops.weights import ShuffledMXFP4, Weight
+from atom_ops.weights import MXFP4, ShuffledMXFP4, Weight
 
 
 def _pack(weight: Weight) -> Weight | None:
@@ -52,3 +52,21 @@ def _multiply(
 
     out_TO: Tensor = tgemm.mm(inp=x_TI.contiguous(), weights=weight, bias=bias)
     return out_TO
+
+
+@linear.provider(
+    "aiter_triton",
+    needs=NEEDS,
+    supported=runs_on,
+    supports=lambda x_TI, weight, bias=None, out_dtype=None: (
+        isinstance(weight, MXFP4) and takes_dtype(x_TI.dtype) and mxfp4.reads(weight)
+    ),
+    pack=lambda weight: weight if isinstance(weight, MXFP4) and mxfp4.reads(weight) else None,
+    batch_invariant=False,
+    rounds_activations=True,
+)
+def _triton(
+    x_TI: Tensor, weight: MXFP4, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """MXFP4 by Triton, from weights as the checkpoint stores them."""
+    return mxfp4.multiply_plain(x_TI, weight, bias, out_dtype)

@@ -73,6 +73,26 @@ def multiply(x_TI: Tensor, weight: ShuffledMXFP4, bias: Tensor | None, dtype: to
     return finished(multiply_rounded(rounded, weight, x_TI.dtype), bias, dtype)
 
 
+def multiply_plain(x_TI: Tensor, weight: MXFP4, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """The same product by AITER's Triton kernel, of a weight that is not shuffled."""
+    from aiter.ops.quant import per_1x32_f4_quant_hip
+    from aiter.ops.triton.gemm_afp4wfp4 import gemm_afp4wfp4
+
+    if not len(x_TI):
+        return x_TI.new_empty(0, weight.shape[0], dtype=dtype)
+    codes, scales = per_1x32_f4_quant_hip(
+        x=x_TI.contiguous(), quant_dtype=torch.float4_e2m1fn_x2, shuffle=False
+    )
+    out_TO: Tensor = gemm_afp4wfp4(
+        x=codes.view(torch.uint8),
+        w=weight.blocks,
+        x_scales=scales.view(torch.uint8),
+        w_scales=weight.scales,
+        dtype=x_TI.dtype,
+    )
+    return finished(out_TO, bias, dtype)
+
+
 def typed(codes: Tensor, scales: Tensor) -> Rounded:
     """Bytes of codes and of scales in tiles, as the Triton kernels write them, in the dtypes of the GEMM."""
     return codes.view(torch.float4_e2m1fn_x2), scales.view(torch.float8_e8m0fnu)

@@ -48,7 +48,8 @@ def fused_rms_fp8_group_quant(
     res1: Tensor | None,
     transpose_scale: bool,
 ) -> tuple[tuple[Tensor, Tensor], None, None, Tensor | None]:
-    """Values and scales of the norm of inp1 + res1; the sum."""
+    """Values and scales of the norm of inp1 + res1; the sum. Rows may be apart."""
+    inp1 = inp1.contiguous()
     assert dtype_quant == machine.fp8() and isinstance(transpose_scale, bool)
     rows, total = _sum(inp1, res1)
     values, scales = rounding.by_group(normed(rows, inp1_weight, inp1_epsilon), dtype_quant, group_size)

@@ -67,6 +67,7 @@ QUANTIZED: dict[str, Callable[..., Any]] = {
     "aiter.scaled_silu_and_mul": fused.scaled_silu_and_mul,
     "aiter.ops.triton.activation.act_mul_and_fp8_group_quant": fused.act_mul_and_fp8_group_quant,
     "aiter.ops.triton.activation.act_mul_and_mxfp4_quant": fused.act_mul_and_mxfp4_quant,
+    "aiter.ops.triton.gemm_afp4wfp4.gemm_afp4wfp4": mxfp4.gemm_afp4wfp4,
     "aiter.gemm_a4w4": mxfp4.gemm_a4w4,
     "aiter.ops.gemm_op_a4w4.gemm_a4w4_fake": mxfp4.gemm_a4w4,
     "aiter.utility.fp4_utils.e8m0_shuffle": mxfp4.e8m0_shuffle,
@@ -82,7 +83,10 @@ _MODULES = (
     *("aiter", "aiter.tuned_gemm", "aiter.fused_moe", "aiter.ops", "aiter.ops.shuffle", "aiter.ops.triton"),
     *("aiter.ops.triton.unified_attention", "aiter.ops.triton.fused_kv_cache", "aiter.mla"),
     *("aiter.ops.quant", "aiter.ops.gemm_op_a4w4", "aiter.utility", "aiter.utility.fp4_utils"),
-    *(f"aiter.ops.triton.{name}" for name in ("fused_fp8_quant", "fused_mxfp4_quant", "activation")),
+    *(
+        f"aiter.ops.triton.{name}"
+        for name in ("fused_fp8_quant", "fused_mxfp4_quant", "activation", "gemm_afp4wfp4")
+    ),
 )
 _ENUMERATIONS = {"ActivationType": moe.ActivationType, "QuantType": moe.QuantType}
 

@@ -125,6 +125,7 @@ def latent_args(config: Mapping[str, Any]) -> LatentArgs:
         bias=config["attention_bias"],
         interleaved=config.get("rope_interleave", True),
         fused_norms=envs.ATOM_ENABLE_DS_QKNORM_FUSION,
+        fused_rounding=envs.ATOM_ENABLE_DS_QKNORM_QUANT_FUSION,
     )
 
 

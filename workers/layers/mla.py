@@ -27,6 +27,7 @@ from atom_ops import (
     absorb_queries,
     expand_values,
     latent_attention,
+    latent_queries,
     linear,
     norm_and_write_latents,
     prompt_attention,
@@ -76,6 +77,8 @@ class LatentArgs:
     """Of the latents' norms; config.json has no field for it."""
     fused_norms: bool = True
     """Whether one kernel normalises both latents."""
+    fused_rounding: bool = True
+    """Whether the norm of the queries' latents may round them, for a quantized projection."""
 
 
 class LatentAttention(nn.Module):
@@ -87,6 +90,12 @@ class LatentAttention(nn.Module):
         """`groups` are all cache groups of the model; one of them contains `layer`."""
         super().__init__()
         self._args, self._layer = args, layer
+        self._rounds_latents = (
+            args.q_lora_rank is not None
+            and args.fused_norms
+            and args.fused_rounding
+            and build.quantization.linear(build.at("q_b_proj").prefix) is not PLAIN
+        )
         self._group = next(number for number, group in enumerate(groups) if layer in group.layers)
         shard = head_shard(args.num_heads, args.num_heads, build.tp.size, build.tp.rank)
         heads = ShardRange(args.num_heads, shard.q_start, shard.q_count)
@@ -143,6 +152,11 @@ class LatentAttention(nn.Module):
             write_latent(row_TK, kv_norm.weight, kv_norm.eps, *cos_sin, cache, slots_T, interleaved)
             return q_TO.unflatten(1, (-1, self._args.nope_dim + self._args.rope_dim)), residual_TD
         latents_TN, residual_TD = self.qkv_a_proj.after_norm(norm, x_TD, residual_TD)
+        if self._rounds_latents:
+            norms = LatentNorms(self.q_a_layernorm.weight, kv_norm.weight, kv_norm.eps)
+            weight = self.q_b_proj.weight
+            q_TO = latent_queries(latents_TN, norms, *cos_sin, cache, slots_T, weight, interleaved)
+            return self._by_head(q_TO), residual_TD
         return self.expand_queries(self.write(latents_TN, rotation, cache, slots_T)), residual_TD
 
     def write(
@@ -160,7 +174,10 @@ class LatentAttention(nn.Module):
 
     def expand_queries(self, q_TQ: torch.Tensor) -> torch.Tensor:
         """Queries [T, H, E] before RoPE, from their normalised latents."""
-        return self.q_b_proj(q_TQ).unflatten(1, (-1, self._args.nope_dim + self._args.rope_dim))
+        return self._by_head(self.q_b_proj(q_TQ))
+
+    def _by_head(self, q_TO: torch.Tensor) -> torch.Tensor:
+        return q_TO.unflatten(1, (-1, self._args.nope_dim + self._args.rope_dim))
 
     def attend(
         self,

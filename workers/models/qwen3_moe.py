@@ -1,8 +1,10 @@
 """Qwen3-MoE: Qwen3 with a mixture of experts in most or all layers."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from atom.utils import envs
 from atom_ops import RoutingRule
 from workers.layers.context import BuildContext
 from workers.layers.decoder import DecoderArgs, DecoderLM, FeedForward, GatedMLP, common_fields
@@ -47,7 +49,8 @@ class Qwen3MoeForCausalLM(DecoderLM):
             sparse = experts > 0 and (layer + 1) % every == 0 and layer not in dense
             return MoE(moe, at) if sparse else GatedMLP(args, at)
 
-        super().__init__(config, args, build, mlp)
+        fused = envs.ATOM_ENABLE_QK_NORM_ROPE_CACHE_QUANT_FUSION or envs.ATOM_ROPE_FUSED_QKNORM
+        super().__init__(config, args, replace(build, fused_head_norms=fused), mlp)
 
 
 ARCHITECTURES = {"Qwen3MoeForCausalLM": Qwen3MoeForCausalLM}

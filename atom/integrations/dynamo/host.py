@@ -179,7 +179,7 @@ class EngineHost:
         given = replace(self._given, cache=self._with_events())
         resolved = resolve(given, self.checkpoint, self._explicit, self._capabilities)
         self.config = resolved.config
-        for note in resolved.notes + envs.startup_notes(self.config.device.device):
+        for note in resolved.notes + envs.startup_notes(self.config.device.device, self._capabilities.rocm):
             get_logger().info(note)
         supervisor.start_engines(self.config, self.checkpoint)
         while not supervisor.is_ready:

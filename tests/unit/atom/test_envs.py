@@ -69,6 +69,7 @@ def test_variables_without_effect_get_one_line(monkeypatch: pytest.MonkeyPatch) 
     for device in ("cpu", "cuda"):
         (note,) = envs.startup_notes(device)
         assert note.startswith("ATOM_USE_TRITON_GEMM=1 has no effect: ")
+    assert envs.startup_notes("cuda", rocm=True) == []
     monkeypatch.setenv("ATOM_ENABLE_ALLREDUCE_RMSNORM_FUSION", "0")
     assert len(envs.startup_notes("cuda")) == 1
     assert any(
