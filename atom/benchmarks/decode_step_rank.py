@@ -20,7 +20,7 @@ from atom.config.checkpoint import Checkpoint
 from atom.config.engine import EngineConfig
 from atom.messages.engine import Sampling, pack_ids
 from atom.messages.launch import Rendezvous
-from atom.messages.worker import AllocateKV, NewRow, ScheduledBatch
+from atom.messages.worker import AllocateKV, NewRow, RecurrentStateSpec, ScheduledBatch
 from atom.traces.stream_time import times_without_waiting
 from atom.utils.process import read_launch
 from engine_core.startup import plan_cache
@@ -83,13 +83,15 @@ class Steps:
         loaded = self._worker.load()
         plan = plan_cache(config, checkpoint.max_model_len, [loaded])
         self._blocks = plan.num_blocks
+        self._is_state = [isinstance(spec, RecurrentStateSpec) for spec in plan.specs]
         self._worker.allocate(AllocateKV(plan.num_blocks, plan.max_model_len))
 
     def start(self, rows: int, context: int, steps: int) -> None:
         """Prefill `rows` prompts of `context` random tokens, with blocks for `steps` more tokens."""
         size = self._config.block_tokens
-        each = -(-(context + steps) // size)
-        if rows * each > min(self._blocks):
+        # A recurrent layer has one slot for a row.
+        each = [1 if is_state else -(-(context + steps) // size) for is_state in self._is_state]
+        if any(rows * wanted > blocks for wanted, blocks in zip(each, self._blocks, strict=True)):
             raise SystemExit(f"error: {rows} rows of {context + steps} tokens do not fit the KV cache")
         source = np.random.default_rng(rows)
         new = [
@@ -97,7 +99,7 @@ class Steps:
                 row,
                 context,
                 0,
-                [list(range(row * each, (row + 1) * each)) for _ in self._blocks],
+                [list(range(row * wanted, (row + 1) * wanted)) for wanted in each],
                 _GREEDY,
                 context,
             )
