@@ -1,10 +1,10 @@
 """The connection to one engine core: its socket, and the state that the core last reported.
 
-It handles no requests. `EngineClient` uses it with an asyncio context, `CoreLinks` with a blocking
-one. No state is final: after `connect` the link is ready again with the next CoreReady.
+It handles no requests. `EngineClient` reads its socket with a `FrameReader`, `CoreLinks` with a poller. No
+state is final: after `connect` the link is ready again with the next CoreReady.
 """
 
-import asyncio
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -33,7 +33,7 @@ class LinkState(Enum):
 class CoreLink:
     """One DEALER socket to the core at `endpoint`; `index` is this frontend's number.
 
-    Receive with `decode(link.socket.recv())`; `context` may be an asyncio one.
+    Receive with `decode(frame)`.
     """
 
     def __init__(self, context: "zmq.Context[Any]", endpoint: str, index: int):
@@ -42,6 +42,8 @@ class CoreLink:
         """The core's limits; None until it was ready for the first time."""
         self.silence = ""
         """Set by the owner while the core does not respond: one line that says so."""
+        self.after_send: Callable[[], None] | None = None
+        """Set by the reader of the socket: sending may take note of frames that have arrived."""
         self._reason = ""
         self._context = context
         self._endpoint = endpoint
@@ -89,9 +91,9 @@ class CoreLink:
 
     def send(self, message: ToCore) -> None:
         """Queue a message; never waits, since the queue is unbounded."""
-        sent: object = self.socket.send(encode(message), zmq.DONTWAIT)
-        if isinstance(sent, asyncio.Future):  # of an asyncio context; it is done already
-            sent.result()
+        self.socket.send(encode(message), zmq.DONTWAIT)
+        if self.after_send is not None:
+            self.after_send()
 
     def decode(self, frame: bytes) -> FromCore:
         """The message in a received frame; updates the state. Raises WireError."""

@@ -19,7 +19,6 @@ from types import TracebackType
 from typing import TypeVar
 
 import zmq
-import zmq.asyncio
 
 from atom.messages.admin import (
     AbortNamed,
@@ -142,7 +141,7 @@ class EngineClient:
         most = settings.capacity(settings.num_ranks)
         self.admission = Admission(self._capacity, most, self.__len__, metrics)
         self.output_memory = OutputMemory(settings.max_output_bytes)
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self._router = router
         self._output = output
         self._metrics = metrics

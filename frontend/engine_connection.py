@@ -4,19 +4,20 @@ It handles no requests: messages and losses go to the owner.
 """
 
 import asyncio
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from atom.messages.engine import CoreDead, FromCore, GetStats
 from atom.messages.launch import EngineAddress
 from atom.utils.liveness import PeerMonitor, heartbeat_interval
 from atom.utils.logger import get_logger
 from frontend.core_link import CoreLink, LinkState
+from frontend.frame_reader import FrameReader
 
 __all__ = ["YIELD_S", "EngineConnection"]
 
@@ -97,21 +98,24 @@ class EngineConnection:
 
     async def _read(self) -> str:
         yielded_at = time.monotonic()
-        while True:
-            message = self.link.decode(await self.link.socket.recv())
-            self.received_at = time.monotonic()
-            self._monitor.seen(self._name)
-            if isinstance(message, CoreDead):
-                return message.reason
-            self._on_message(self, message)
-            if time.monotonic() - yielded_at > YIELD_S:  # `recv` does not yield while messages wait
-                await asyncio.sleep(0)
-                yielded_at = time.monotonic()
+        with _frames_of(self.link.socket) as frames:
+            self.link.after_send = frames.check
+            while True:
+                message = self.link.decode(await frames.recv())
+                self.received_at = time.monotonic()
+                self._monitor.seen(self._name)
+                if isinstance(message, CoreDead):
+                    return message.reason
+                self._on_message(self, message)
+                if time.monotonic() - yielded_at > YIELD_S:  # `recv` does not yield while messages wait
+                    await asyncio.sleep(0)
+                    yielded_at = time.monotonic()
 
     async def _wait_until_closed(self) -> str:
         monitor: Any = self.link.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
-            await recv_monitor_message(monitor)
+            with _frames_of(monitor) as frames:
+                await frames.recv()  # the only event
             await asyncio.sleep(_FINAL_MESSAGE_S)
         finally:
             self.link.socket.disable_monitor()
@@ -127,6 +131,15 @@ class EngineConnection:
                 self._monitor.update()
                 self.link.silence = self._monitor.unresponsive
         return reason
+
+
+@contextlib.contextmanager
+def _frames_of(socket: "zmq.Socket[bytes]") -> Iterator[FrameReader]:
+    frames = FrameReader(socket)
+    try:
+        yield frames
+    finally:
+        frames.close()
 
 
 def _reason(task: "asyncio.Task[str]") -> str:
