@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from atom_ops import aiter_impl
 from atom_ops.aiter_impl.quantized_linear import finished
-from atom_ops.aiter_impl.rounding import Rounded
+from atom_ops.aiter_impl.rounding import Rounded, has_mxfp4
 from atom_ops.weights import MXFP4, ShuffledMXFP4, Weight
 
 PADDED = 256
@@ -17,11 +16,6 @@ _SCALED = 32
 """Inputs that share a scale; rows of a tile of scales."""
 _ONE = 127
 """The exponent of a scale of 1."""
-
-
-def has_mxfp4(device: torch.device) -> bool:
-    """Whether the GPU multiplies 4-bit floats."""
-    return aiter_impl.architecture(device) == "gfx950"
 
 
 def reads(weight: MXFP4) -> bool:

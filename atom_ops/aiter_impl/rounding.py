@@ -14,8 +14,18 @@ Rounded = tuple[Tensor, Tensor]
 
 
 def fp8_dtype(device: torch.device) -> torch.dtype:
-    """The 8-bit float of the GPU's matrix instructions."""
-    return torch.float8_e4m3fnuz if aiter_impl.architecture(device) == "gfx942" else torch.float8_e4m3fn
+    """The 8-bit float of the GPU's matrix instructions; `device` is that of a weight."""
+    return torch.float8_e4m3fnuz if _architecture(device) == "gfx942" else torch.float8_e4m3fn
+
+
+def has_mxfp4(device: torch.device) -> bool:
+    """Whether the GPU multiplies 4-bit floats; `device` is that of a weight."""
+    return _architecture(device) == "gfx950"
+
+
+def _architecture(device: torch.device) -> str:
+    """Weights on the meta device plan the memory of those on the GPU."""
+    return aiter_impl.architecture(torch.device("cuda") if device.type == "meta" else device)
 
 
 def round_rows(x_TI: Tensor, weight: BlockFP8 | ChannelFP8 | ChannelINT8, by_column: bool) -> Rounded:

@@ -44,7 +44,7 @@ def e8m0_shuffle(scale: Tensor) -> Tensor:
     """[M, N] in tiles of 32 x 8, padded to multiples of 256 and 8; what is padded is undefined."""
     assert scale.dtype == torch.uint8 and scale.dim() == 2
     rows, columns = -(-scale.shape[0] // 256) * 256, -(-scale.shape[1] // 8) * 8
-    padded = torch.full((rows, columns), 255, dtype=torch.uint8)
+    padded = torch.full((rows, columns), 255, dtype=torch.uint8, device=scale.device)
     padded[: scale.shape[0], : scale.shape[1]] = scale
     tiles = padded.view(rows // 32, 2, 16, columns // 8, 2, 4)
     return tiles.permute(0, 3, 5, 2, 4, 1).reshape(rows, columns)

@@ -24,10 +24,10 @@ from atom_ops import (
 from atom_ops.op import REGISTRY
 from atom_ops.ops.experts import pack_expert_weight
 from atom_ops.ops.linear import pack_linear_weight
-from atom_ops.weights import ChannelFP8, ShuffledFP8, ShuffledMXFP4
+from atom_ops.weights import ChannelFP8, ShuffledFP8, ShuffledMXFP4, tensors_of
 from atom_ops.weights.samples import Format, random_weight
 from tests.aiter_contract.package import Swap, install
-from tests.helpers.op_cases import CPU
+from tests.helpers.op_cases import CPU, changed
 from tests.helpers.rounded import rounded_linear
 from tests.helpers.signatures import in_development, published
 
@@ -328,6 +328,22 @@ def test_packed_weights_are_readable(
         for number in range(shape[0]):
             found, wanted = packed.expert(number), weight.expert(number)
             assert torch.equal(found.dequantized(torch.float32), wanted.dequantized(torch.float32))
+
+
+@pytest.mark.parametrize("format", ["block_fp8", "static_fp8", "mxfp4"])
+def test_packed_weights_are_planned(format: Format, installed: Install) -> None:
+    """Weights on the meta device, by which memory is planned, become as large as those in memory."""
+    installed("gfx950" if format == "mxfp4" else "gfx942")
+    matrix = random_weight((320, 512), format, torch.float32, generator())
+    stack = random_weight((2, 512, 384), format, torch.float32, generator())
+    for weight, role in ((matrix, None), (stack, ExpertRole(False)), (stack, ExpertRole(True))):
+        planned = changed(weight, lambda tensor: tensor.to("meta"))
+        packed = [
+            pack_linear_weight(each) if role is None else pack_expert_weight(each, role)
+            for each in (weight, planned)
+        ]
+        sizes = [[(each.shape, each.dtype) for each in tensors_of(one)] for one in packed]
+        assert sizes[0] == sizes[1] and isinstance(packed[0], ShuffledFP8 | ShuffledMXFP4)
 
 
 def test_nan_in_a_weight_is_refused_on_an_mi300(installed: Install) -> None:
