@@ -4,8 +4,9 @@ Every rank runs the jobs in the same order; a job is one model in one layout, un
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,8 +23,9 @@ from parallel import communicator
 from parallel.communicator import Communicator
 from parallel.host_group import HostGroup
 from parallel.mesh import GroupName, Mesh
+from parallel.rendezvous import MeetingPoint
 from tests.helpers.core_side import CoreSide, generate
-from tests.helpers.layouts import LAYOUTS, Layout
+from tests.helpers.layouts import Layout
 from workers import expert_balancer
 from workers.layers.moe import Experts
 from workers.worker import Worker
@@ -31,6 +33,7 @@ from workers.worker import Worker
 BLOCKS = 64
 CHUNK, STAGGER = 16, 2
 NEW_TOKENS = 8
+Around = Callable[[Mesh], AbstractContextManager[None]]
 _CPU = torch.device("cpu")
 _NAMES: tuple[GroupName, ...] = ("tp", "dcp", "dp", "ep")
 """In the order of `Mesh`."""
@@ -105,11 +108,19 @@ def run(job: Job, mesh: Mesh) -> Outcome:
     )
 
 
-def run_all(path: Path, rank: int) -> None:
-    """Run a file's jobs on the first ranks of the process group; prints each one's Outcome, or null."""
+def run_all(
+    path: Path,
+    rank: int,
+    around: Around = lambda mesh: nullcontext(),
+    meeting: MeetingPoint | None = None,
+) -> None:
+    """Run a file's jobs on the first ranks of the process group; prints each one's Outcome, or null.
+
+    Each job runs within `around(mesh)`; `meeting` is where the ranks have met.
+    """
     jobs = msgspec.json.decode(path.read_bytes(), type=list[Job])
     # Every rank makes all groups: torch requires it.
-    wanted = {group for layout in LAYOUTS for name in _NAMES for group in layout.shape.groups(name)}
+    wanted = {group for job in jobs for name in _NAMES for group in job.layout.shape.groups(name)}
     groups = {group: dist.new_group(list(group)) for group in sorted(wanted) if len(group) > 1}
     found = []
     for job in jobs:
@@ -121,7 +132,8 @@ def run_all(path: Path, rank: int) -> None:
             if job.layout.moving_experts:  # within the few steps of a test
                 for module in (eplb, expert_balancer):
                     stack.enter_context(patch.object(module, "SETTLING_STEPS", 2))
-            found.append(run(job, mesh))
+            stack.enter_context(around(mesh))
+            found.append(run(job, replace(mesh, meeting=meeting)))
         mesh.close()
     print(msgspec.json.encode(found).decode())
 

@@ -1,0 +1,99 @@
+"""Models on several ranks whose ops and collectives are AITER's and MORI's, emulated: the ids of one rank."""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+
+from atom.config.checkpoint import Checkpoint
+from parallel.mesh import Mesh
+from tests.helpers.layout_rank import Job, Outcome, run
+from tests.helpers.layouts import Layout
+from tests.helpers.ranks import Ranks
+from tests.helpers.reference import PROMPTS
+from tests.helpers.tiny_models import Tiny, engine_config, save_tiny, tiny
+
+DEADLINE_S = 240
+SCRIPT = """
+    from pathlib import Path
+    from tests.helpers.emulated_rank import run_all
+    run_all(Path("{jobs}"), rank, mesh.meeting)
+    mesh.close()
+"""
+TP = Layout("TP 2", 2)
+TP_EP = Layout("TP 2 + EP", 2, expert_parallel=True)
+DP_EP = Layout("DP 2 + EP", expert_parallel=True, dp=2, all2all="mori")
+
+# Sizes that AITER's kernels take.
+_SIZES = {"hidden_size": 64, "intermediate_size": 128}
+_MOE_SIZES = {"moe_intermediate_size": 32, "mlp_only_layers": [0]}
+_LATENT_SIZES = {
+    **_SIZES, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "qk_nope_head_dim": 128,
+    "v_head_dim": 128, "moe_intermediate_size": 32,
+}  # fmt: skip
+MODELS = {
+    "llama": Tiny("llama", "llama", 2, _SIZES),
+    "qwen3-moe": replace(tiny("qwen3-moe"), seed=2, config=tiny("qwen3-moe").config | _SIZES | _MOE_SIZES),
+    "deepseek-v3": replace(tiny("deepseek-v3"), config=tiny("deepseek-v3").config | _LATENT_SIZES),
+}
+CASES = [
+    ("llama", TP),
+    ("qwen3-moe", TP_EP),
+    ("qwen3-moe", DP_EP),
+    ("deepseek-v3", TP_EP),
+    ("deepseek-v3", DP_EP),
+]
+AITERS = {
+    "llama": {"aiter.flash_attn_varlen_func", "aiter.rmsnorm2d_fwd_with_add", "aiter.tuned_gemm.tgemm.mm"},
+    "qwen3-moe": {"aiter.fused_moe.fused_moe", "aiter.rmsnorm2d_fwd_with_add"},
+    "deepseek-v3": {"aiter.fused_moe.fused_moe", "aiter.mla.mla_decode_fwd"},
+}
+"""What each model runs, among others."""
+MORIS = {f"mori.ops.EpDispatchCombineOp.{each}" for each in ("dispatch", "combine")}
+
+pytestmark = pytest.mark.models
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+    directory = tmp_path_factory.mktemp("models")
+    return {name: save_tiny(each, directory / name)[1] for name, each in MODELS.items()}
+
+
+@pytest.fixture(scope="module")
+def found(
+    checkpoints: dict[str, Checkpoint], tmp_path_factory: pytest.TempPathFactory
+) -> list[list[tuple[Outcome, dict[str, int]]]]:
+    """Of each case, what each rank found, and its calls of the libraries."""
+    path, base = tmp_path_factory.mktemp("jobs") / "jobs.json", engine_config()
+    jobs = [Job(layout.config(base), checkpoints[name], layout, PROMPTS) for name, layout in CASES]
+    path.write_bytes(msgspec.json.encode(jobs))
+    ranks = Ranks()
+    try:
+        ranks.start(SCRIPT.format(jobs=path), tp=2, timeout=DEADLINE_S)
+        outputs = ranks.outputs(DEADLINE_S)
+    finally:
+        ranks.kill()
+    by_rank = []
+    for output in outputs:
+        outcomes, calls = output.splitlines()
+        parts = msgspec.json.decode(outcomes, type=list[Outcome]), msgspec.json.decode(calls)
+        by_rank.append(list(zip(*parts, strict=True)))
+    return [list(each) for each in zip(*by_rank, strict=True)]
+
+
+@pytest.mark.timeout(2 * DEADLINE_S)
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{name}-{layout.name}" for name, layout in CASES])
+def test_ranks_sample_the_tokens_of_one(
+    number: int,
+    found: list[list[tuple[Outcome, dict[str, int]]]],
+    checkpoints: dict[str, Checkpoint],
+) -> None:
+    """One rank computes with torch."""
+    name, layout = CASES[number]
+    alone = run(Job(engine_config(), checkpoints[name], Layout("1 rank"), PROMPTS), Mesh(torch.device("cpu")))
+    assert len({token for ids in alone.ids for token in ids}) >= 12
+    for rank, (outcome, calls) in enumerate(found[number]):
+        assert outcome.ids == alone.ids[rank // layout.tp :: layout.dp]
+        assert set(calls) >= AITERS[name] | (MORIS if layout.dp > 1 else set())
