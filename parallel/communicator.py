@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from atom_ops import add_rms_norm
-from parallel.peer_memory import PeerMemory, open_peer_memory
+from parallel.peer_memory import Peers, open_peer_memory
 
 # torch 2.13 renames both and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -39,7 +39,7 @@ class Communicator:
         self.rank = rank
         self.size = size
         self._process_group = process_group
-        self._peers: PeerMemory | None = None
+        self._peers: Peers | None = None
         self._fused_norm = fused_norm
 
     def open_peers(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -75,7 +75,7 @@ class Communicator:
 
     def fuses_norm(self, x_TD: Tensor) -> bool:
         """Whether one kernel computes `all_reduce_add_rms_norm` of such a tensor."""
-        return self._fused_norm and self._peers is not None and self._peers.fits(x_TD)
+        return self._fused_norm and self._peers is not None and self._peers.fuses_norm(x_TD)
 
     def all_gather_last_dim(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """Concatenate the ranks' `x` along the last dimension, in rank order.

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from atom.utils.errors import one_line
 from atom.utils.logger import get_logger
+from atom_ops.op import REGISTRY
+from parallel.aiter_memory import AiterMemory
+from parallel.aiter_memory import supports as aiter_supports
 
 _INBOX_BYTES = 256 << 20
 _MOST_ROWS = 8192
@@ -46,6 +49,10 @@ class PeerMemory:
         """Whether these rows have the width and dtype; the same on every rank."""
         return x.dim() == 2 and x.shape[1] == self._width and x.dtype is self._dtype
 
+    def fuses_norm(self, x: Tensor) -> bool:
+        """Whether the norm that follows runs in the same kernel."""
+        return self.fits(x)
+
     def all_reduce(self, x_TD: Tensor) -> Tensor:
         """The sum of the ranks' `x_TD`; another tensor."""
         sums = [self._sum(part, None, None, 0.0)[1] for part in x_TD.split(self._rows)]
@@ -71,32 +78,45 @@ class PeerMemory:
         return all_reduce_rows(x_TD, residual_TD, weight_D, eps, self._inboxes, two_shots)
 
 
+Peers = PeerMemory | AiterMemory
+
+
 def open_peer_memory(
     group: dist.ProcessGroup, width: int, dtype: torch.dtype, device: torch.device
-) -> PeerMemory | None:
-    """The peer memory of a group, all of whose ranks call this together.
+) -> Peers | None:
+    """The peer memory of a group, all of whose ranks call this together, after `backend.resolve`.
 
     None where its kernels cannot run, or the ranks' GPUs cannot write each other's memory.
     """
-    # AMD GPUs need another kernel: theirs order remote writes differently.
-    if device.type != "cuda" or torch.version.hip is not None or find_spec("triton") is None:
-        return None
-    from atom_ops.triton_impl.all_reduce import supports_width
-
-    if not supports_width(width) or group.size() > _MOST_RANKS:
+    kind = _kind(group.size(), width, dtype, device)
+    if kind is None:
         return None
     if not _reach_each_other(group, device):
         get_logger().info("all-reduces run on NCCL: these GPUs cannot write each other's memory")
         return None
     memory = None
     try:
-        memory = PeerMemory(group, width, dtype, device)
-    except RuntimeError as error:
+        memory = kind(group, width, dtype, device)
+    except (RuntimeError, TypeError, ValueError) as error:
         get_logger().warning(
-            "all-reduces run on NCCL: this system does not map peer memory: %s", one_line(error)
+            "all-reduces run on NCCL: peer memory cannot be used here: %s", one_line(error)
         )
     # Also: no rank may send before every inbox is empty.
     return memory if _on_all_ranks(memory is not None, group, device) else None
+
+
+def _kind(
+    ranks: int, width: int, dtype: torch.dtype, device: torch.device
+) -> type[PeerMemory] | type[AiterMemory] | None:
+    """Whose kernels sum such rows: AITER's wherever its norm runs, too; else ours, but on an AMD GPU."""
+    if "aiter" in REGISTRY["add_rms_norm"].order:
+        return AiterMemory if aiter_supports(ranks, width, dtype) else None
+    # AMD GPUs need another kernel: theirs order remote writes differently.
+    if device.type != "cuda" or torch.version.hip is not None or find_spec("triton") is None:
+        return None
+    from atom_ops.triton_impl.all_reduce import supports_width
+
+    return PeerMemory if supports_width(width) and ranks <= _MOST_RANKS else None
 
 
 def _reach_each_other(group: dist.ProcessGroup, device: torch.device) -> bool:

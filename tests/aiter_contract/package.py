@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from atom_ops import aiter_impl, backend
 from tests.aiter_contract import (
@@ -25,6 +26,7 @@ from tests.aiter_contract import (
     machine,
     moe,
     mxfp4,
+    reduce,
     rounding,
     routing,
     rows,
@@ -99,8 +101,9 @@ def install(
     signatures: Mapping[str, str],
     swap: Swap | None = None,
     architecture: str = "gfx942",
+    group: dist.ProcessGroup | None = None,
 ) -> Counter[str]:
-    """Returns the number of calls of each function, which grows with them.
+    """Returns the number of calls of each function, which grows with them. `group`: ranks that sum.
 
     The ops' default order on a CPU becomes AITER, then torch, and AITER takes float32, in which generated ids
     can be compared.
@@ -114,7 +117,9 @@ def install(
         if parent:
             setattr(modules[parent], own, module)
     vars(modules["aiter"]).update(_ENUMERATIONS)
-    for name, semantics in (SEMANTICS | QUANTIZED).items():
+    reduce.reset(group, "reg_ptr" in signatures["aiter.fused_allreduce_rmsnorm"])
+    of_release = {name: each for name, each in reduce.SEMANTICS.items() if name in signatures}
+    for name, semantics in (SEMANTICS | QUANTIZED | of_release).items():
         names = swap[1:] if swap and swap[0] == name else None
         _place(modules, name, _function(name, signatures[name], semantics, calls, names))
     monkeypatch.setattr(machine, "architecture", architecture)

@@ -9,8 +9,11 @@ import pytest
 
 from tests.helpers.signatures import in_development, parsed, published
 from tests.helpers.source import ROOT, package_files
-from tools.contract_signatures import SIGNATURES
+from tools.contract_signatures import SIGNATURES, UNPUBLISHED
 from tools.library_calls import LIBRARIES, Use, package_uses, uses
+
+AS_OF_THE_NEXT = (*UNPUBLISHED, "aiter.fused_allreduce_rmsnorm")
+"""Called in AITER's next release alone: one is new, the other computed with the whole part of epsilon."""
 
 
 def bind(use: Use, signatures: dict[str, str]) -> None:
@@ -42,16 +45,20 @@ def our_uses() -> list[Use]:
 def test_every_call_fits_its_published_signature() -> None:
     """A call that does not is for the next release, and another one of the same function fits."""
     signatures, next_release, found = published(), in_development(), our_uses()
+    for use in found:
+        if use.name in AS_OF_THE_NEXT:
+            bind(use, next_release)
+    names, found = {use.name for use in found}, [use for use in found if use.name not in AS_OF_THE_NEXT]
     fit = {use.name for use in found if use.name in signatures and fits(use, signatures)}
     for use in found:
         bind(use, signatures if use.name not in fit or fits(use, signatures) else next_release)
-    assert {use.name for use in found} == set(signatures), "signatures that nothing uses"
+    assert names - set(UNPUBLISHED) == set(signatures), "signatures that nothing uses"
 
 
 def test_calls_fit_the_next_release_as_well() -> None:
     """One call serves both, since AITER's parameters move between releases, or there is one for each."""
     signatures = in_development()
-    assert set(signatures) <= set(published())
+    assert set(signatures) <= set(published()) | set(UNPUBLISHED)
     calls = [use for use in our_uses() if use.name in signatures and use.call is not None]
     fit = {use.name for use in calls if fits(use, signatures)}
     for use in calls:

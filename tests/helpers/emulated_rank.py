@@ -26,7 +26,9 @@ def _libraries(counts: list[Counter[str]]) -> Callable[[Mesh], AbstractContextMa
     @contextmanager
     def around(mesh: Mesh) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
-            aiter = install_aiter(patch, published())
+            group = mesh.tp._group if mesh.tp.size > 1 else None
+            aiter = install_aiter(patch, published(), group=group)
+            patch.setattr("parallel.peer_memory._reach_each_other", lambda group, device: True)
             mori = simulated_mori.install(mesh)
             patch.setattr("parallel.expert.choose.mori_problem", lambda device: None)
             # Fewer than a prompt's chunk, so that steps run the kernels for many tokens, too.

@@ -1,5 +1,6 @@
 """Collectives between real processes, and alone."""
 
+import json
 import time
 from typing import cast
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from atom_ops import add_rms_norm
 from parallel.communicator import Communicator
+from tests.aiter_contract import reduce
 from tests.helpers.ranks import DEADLINE_S, Ranks
 
 
@@ -103,6 +105,8 @@ class _OneToken:
     def fits(self, x: torch.Tensor) -> bool:
         return x.shape[0] == 1
 
+    fuses_norm = fits
+
     def all_reduce_add_rms_norm(
         self, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,3 +136,19 @@ def test_ranks_without_a_process_group_can_be_described_but_not_called() -> None
 def test_a_rank_beyond_the_size_is_refused(rank: int, size: int) -> None:
     with pytest.raises(ValueError, match=f"rank {rank} is not among {size} ranks"):
         Communicator(rank, size)
+
+
+@pytest.mark.timeout(DEADLINE_S + 20)
+def test_aiter_sums_as_torch_does_and_confused_arguments_are_found(ranks: Ranks) -> None:
+    """Both releases, in the emulation; what AITER does not take goes to torch."""
+    ranks.start(
+        """
+        from tests.helpers import reduce_ranks
+        print(msgspec.json.encode(reduce_ranks.check(mesh)).decode())
+        mesh.close()
+        """,
+        tp=2,
+        timeout=DEADLINE_S,
+    )
+    swaps = sum(map(len, reduce.SWAPS.values()))
+    assert [json.loads(out) for out in ranks.outputs(DEADLINE_S)] == [{"compared": 24, "swaps": swaps}] * 2
