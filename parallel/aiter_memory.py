@@ -21,9 +21,7 @@ _FUSED_SIZES = (2, 4, 8)
 _FUSED_ROW_BYTES = 1024, 32768
 _ALIGNED = 16
 _TENSORS = frozenset(("_fa", "inp", "out", "open_fp8_quant", "reg_buffer"))
-_ADDRESSES = frozenset(
-    ("_fa", "inp", "out", "use_new", "open_fp8_quant", "reg_inp_ptr", "reg_inp_bytes")
-)
+_ADDRESSES = frozenset(("_fa", "inp", "out", "use_new", "open_fp8_quant", "reg_inp_ptr", "reg_inp_bytes"))
 _RANK_DATA_BYTES = 8 << 20
 _HANDLE_BYTES = 64
 

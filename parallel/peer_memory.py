@@ -98,9 +98,7 @@ def open_peer_memory(
     try:
         memory = kind(group, width, dtype, device)
     except (RuntimeError, TypeError, ValueError) as error:
-        get_logger().warning(
-            "all-reduces run on NCCL: peer memory cannot be used here: %s", one_line(error)
-        )
+        get_logger().warning("all-reduces run on NCCL: peer memory cannot be used here: %s", one_line(error))
     # Also: no rank may send before every inbox is empty.
     return memory if _on_all_ranks(memory is not None, group, device) else None
 

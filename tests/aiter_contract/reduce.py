@@ -43,7 +43,9 @@ def _number(buffer: Any) -> int:
     """Which of the allocated buffers a tensor or an address is."""
     assert isinstance(buffer, int if ADDRESSES else Tensor) and not isinstance(buffer, bool)
     addresses = [each.data_ptr() for each in _state.buffers]
-    return addresses.index(buffer if isinstance(buffer, int) else buffer.data_ptr())
+    address = buffer if isinstance(buffer, int) else buffer.data_ptr()
+    assert address in addresses, "no buffer of AITER"
+    return addresses.index(address)
 
 
 def meta_size() -> int:

@@ -399,6 +399,8 @@ SWAPS: list[tuple[str, Format, Swap]] = [
     ("gate", "block_fp8", (GATES["block_fp8"], "group_size", "dtype_quant")),
     ("gate", "static_fp8", (GATES["static_fp8"], "input", "out")),
     ("gate", "mxfp4", (GATES["mxfp4"], "activation", "shuffle")),
+    ("triton", "mxfp4", ("aiter.ops.triton.gemm_afp4wfp4.gemm_afp4wfp4", "x_scales", "w_scales")),
+    ("triton", "mxfp4", ("aiter.ops.triton.gemm_afp4wfp4.gemm_afp4wfp4", "x", "w")),
     ("softmax", "plain", ("aiter.topk_softmax", "topk_weights", "topk_indices")),
     ("softmax", "plain", ("aiter.topk_softmax", "token_expert_indices", "topk_indices")),
     ("grouped", "plain", ("aiter.grouped_topk", "num_expert_group", "topk_group")),
@@ -413,6 +415,7 @@ def test_a_swap_of_two_arguments_is_found(what: str, format: Format, swap: Swap,
     calls = installed("gfx950", swap=swap, round_mxfp4=what != "gpt_oss")
     checks: dict[str, Callable[[], None]] = {
         "linear": lambda: check_linear((320, 512), format, with_bias=False),
+        "triton": lambda: check_linear((320, 512), format, with_bias=False),
         "blocks": lambda: check_linear((200, 256), format),
         "experts": lambda: check_experts(format, None, 2),
         "gpt_oss": lambda: check_experts(format, GPT_OSS, 2),
@@ -423,6 +426,8 @@ def test_a_swap_of_two_arguments_is_found(what: str, format: Format, swap: Swap,
         "grouped": lambda: check_route(*ROUTES[3][:2]),
         "biased": lambda: check_route(*ROUTES[5][:2]),
     }
+    if what == "triton":
+        backend.resolve(CPU, preferred=("aiter_triton",))
     with pytest.raises((AssertionError, AttributeError, TypeError, RuntimeError)):
         checks[what]()
     assert calls[swap[0]] > 0
