@@ -26,9 +26,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from atom_ops.triton_impl import INTERPRETED
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # a Triton for AMD alone: nothing is launched with PDL there
+    gdc_launch_dependents = gdc_wait = None
 
 _HOPPER = (9, 0)
 _FETCHED_BYTES = 16 << 20

@@ -3,6 +3,8 @@
 The plans are those that a provider chooses by default; on AMD none may spill registers to memory.
 """
 
+import subprocess
+import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -427,6 +429,25 @@ def test_every_case_of_every_provider(chip: str) -> None:
 def arguments(case: Case) -> tuple[Any, ...]:
     given = case.make(BF16, torch.Generator().manual_seed(3))
     return changed(given, lambda tensor: tensor.to(META))
+
+
+_WITHOUT_NVIDIA = """
+import sys, triton
+sys.modules["triton.language.extra.cuda"] = None
+from atom_ops import triton_impl
+from tests.compile.test_chips import small_kernels
+from tests.helpers.chips import CHIPS, compiling_for
+
+triton_impl.load()
+with compiling_for(CHIPS["MI300"]) as compiled:
+    small_kernels("Qwen3-0.6B", 1)
+assert compiled
+"""
+
+
+def test_a_triton_for_amd_alone() -> None:
+    """It may lack what is NVIDIA's, which no kernel needs there."""
+    subprocess.run([sys.executable, "-c", _WITHOUT_NVIDIA], check=True, timeout=600)
 
 
 def test_every_kernel_has_a_case(request: pytest.FixtureRequest) -> None:

@@ -28,7 +28,7 @@ _MINUTE = 60.0
 _GPU_TESTS = (
     *("ops", "small_kernels", "attention", "aiter", "latent", "sparse", "linear", "sampling", "experts"),
     *("quantized", "quantized_experts", "tiny_models", "smollm2", "batch_invariance", "step_graphs"),
-    *("speculation", "engine", "two_gpus"),
+    *("speculation", "tuning", "engine", "two_gpus"),
 )
 _CONFIGS = "atom/benchmarks/models"
 _MODELS = ("Qwen3-8B", "Qwen3-30B-A3B", "Qwen3-30B-A3B-FP8", "DeepSeek-V2-Lite", "gpt-oss-20b-MXFP4")

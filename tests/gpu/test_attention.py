@@ -179,10 +179,12 @@ def by_other_kernels(step: Step) -> torch.Tensor:
 @pytest.fixture
 def prompt_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the kernel for whole prompts however few tokens they have, and check that it is used."""
-    from atom_ops.triton_impl import hopper_attention, is_hopper
+    from atom_ops.triton_impl import is_hopper
 
     if not is_hopper(GPU):
         pytest.skip("needs a Hopper GPU")
+    from atom_ops.triton_impl import hopper_attention
+
     monkeypatch.setattr(hopper_attention, "WORTH_LAUNCHING", 1)
     find = hopper_attention.find_prompts
 

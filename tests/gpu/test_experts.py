@@ -136,13 +136,15 @@ def test_kernels_at_the_shapes_of_models(name: str, tokens: int) -> None:
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "GPT-OSS-20B"])
 def test_every_kind_of_plan(name: str) -> None:
     backend.resolve(GPU)
-    from atom_ops.triton_impl import expert_plans
+    from atom_ops.triton_impl import expert_plans, is_hopper
     from atom_ops.triton_impl.experts import multiply
 
+    hopper = is_hopper(GPU)
     plans: list[expert_plans.ExpertPlan] = [expert_plans._FEW, expert_plans.BATCH_INVARIANT]
-    plans += [plan for _, plan in (*expert_plans._HOPPER, *expert_plans._ANYWHERE)]
-    plans += [plan for table in expert_plans.TUNED.values() for found in table.values() for plan in found]
-    hopper = torch.cuda.get_device_capability() == (9, 0)
+    plans += [plan for _, plan in expert_plans._ANYWHERE]
+    if hopper:  # other GPUs have less shared memory
+        plans += [plan for _, plan in expert_plans._HOPPER]
+        plans += [plan for table in expert_plans.TUNED.values() for found in table.values() for plan in found]
     for tokens in (3, 150):
         x, ids, shares, weights, activation = call(name, tokens)
         wanted = exact(x, ids, shares, weights, activation)
