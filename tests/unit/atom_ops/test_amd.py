@@ -32,7 +32,14 @@ def cached(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 @pytest.mark.usefixtures("cached")
 def test_no_path_for_hopper() -> None:
-    from atom_ops.triton_impl import attention, expert_quantized, pdl, prompt_attention, quantized_linear
+    from atom_ops.triton_impl import (
+        attention,
+        expert_quantized,
+        four_bit,
+        pdl,
+        prompt_attention,
+        quantized_linear,
+    )
 
     assert not triton_impl.is_hopper(GPU)
     assert pdl.launch_options(GPU) == {"PDL": False}
@@ -40,7 +47,7 @@ def test_no_path_for_hopper() -> None:
     values: Any = type("Values", (), {"device": GPU, "is_meta": False})()
     if not triton_impl.INTERPRETED:
         assert not expert_quantized._has_fp8(values)
-    assert not expert_quantized._has_ptx(values)
+    assert not four_bit._has_ptx(values)
     x = torch.empty(2, 16, dtype=torch.bfloat16)
     assert not _has_grouped_gemm(x, ExpertWeights(x[None], x[None]))
     prefill = attention._prefill_config(4, 128, torch.bfloat16)
