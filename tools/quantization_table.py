@@ -39,7 +39,7 @@ them.
   of its own (each token of latents), which are computed when it is written. The server says so at
   start.
 - Activations are multiplied in the model's dtype unless a kernel rounds them to 8 bits, which FP8 and
-  INT8 formats allow.
+  INT8 formats allow, or on an MI350 to MXFP4, for weights in that format.
 
 ## What is tested
 
