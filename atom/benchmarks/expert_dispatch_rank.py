@@ -1,5 +1,6 @@
 """One rank of `atom.benchmarks.expert_dispatch`: a process that it starts. Rank 0 prints the rows as JSON."""
 
+import os
 from collections.abc import Iterator
 
 import torch
@@ -12,6 +13,7 @@ from parallel.expert import ExpertDispatch
 from parallel.expert.all_to_all import AllToAllDispatch
 from parallel.expert.gather import GatherDispatch
 from parallel.expert.mori import MoriDispatch, mori_problem
+from parallel.expert.mori_plan import HEAP_VARIABLE
 from parallel.expert.padded import PaddedDispatch
 from parallel.mesh import Mesh, MeshShape
 
@@ -30,6 +32,7 @@ class DispatchLaunch(RankLaunch, frozen=True, kw_only=True):
 
 def main() -> None:
     launch = read_launch(DispatchLaunch)
+    os.environ.setdefault(HEAP_VARIABLE, "16G")  # one heap for the ops of all comparisons
     mesh = join(launch, MeshShape(dp=launch.ranks))
     rows = []
     with torch.inference_mode():

@@ -168,6 +168,25 @@ def test_context_ranks_have_a_share_of_the_kv_cache(tmp_path: Path) -> None:
     assert part_tokens == 8 * whole_tokens > 0
 
 
+def test_symmetric_memory_of_mori_is_taken_from_the_kv_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For assumed GPUs; and a heap that is set and too small ends the plan, as it would a start."""
+    _, checkpoint = save_tiny(tiny("qwen3-moe"), tmp_path)
+    base = engine_config()
+    spread = replace(base.parallel, data_parallel_size=2, enable_expert_parallel=True)
+    cache = replace(base.cache, kv_cache_memory_bytes=None)
+    config = replace(base, parallel=spread, cache=cache, device=replace(base.device, device="cuda"))
+    with_mori = replace(config, parallel=replace(spread, all2all_backend="mori"))
+    monkeypatch.setenv("MORI_SHMEM_HEAP_SIZE", "")
+    (without,), (rank,) = planned(config, checkpoint, 80 << 30), planned(with_mori, checkpoint, 80 << 30)
+    assert without.dispatch_bytes == 0 < rank.dispatch_bytes < 1 << 30
+    assert rank.kv_bytes == without.kv_bytes - rank.dispatch_bytes
+    monkeypatch.setenv("MORI_SHMEM_HEAP_SIZE", "1M")
+    with pytest.raises(ValueError, match="MORI_SHMEM_HEAP_SIZE=1M is too small"):
+        planned(with_mori, checkpoint, 80 << 30)
+
+
 def test_buffers_of_the_expert_balancer_are_taken_from_the_kv_cache(tmp_path: Path) -> None:
     """Qwen3-30B-A3B: an expert is 3 x 2048 x 768 weights in bfloat16, of which 64 MiB are sent in a step."""
     checkpoint, config = big("Qwen3-30B-A3B", tmp_path), gpu_config(4)
