@@ -39,6 +39,8 @@ class _KernelConfig:
     stages: int
     programs: int = 0
     """Wanted programs per SM; contexts are split where rows x heads are fewer."""
+    least_blocks: int = 1
+    """Fewest iterations of a split."""
 
 
 NewToken = tuple[Tensor | float | None, ...]
@@ -163,6 +165,7 @@ def launch_decode(
         *token,
         **_constants(q_THE, cache, plan, rule, config, tile),
         MERGED_AT_ONCE=_MERGED_AT_ONCE,
+        LEAST_BLOCKS=config.least_blocks,
     )
 
 
@@ -189,7 +192,8 @@ def _splits(plan: AttentionPlan, seen: int, pairs: int, config: _KernelConfig, d
         touched = triton.cdiv(seen - 1, plan.split_tokens) + 1  # a window may begin inside a split
         return min(touched, triton.cdiv(plan.max_context_len, plan.split_tokens))
     wanted = config.programs * _num_sms(device) // pairs
-    return max(1, min(wanted, triton.cdiv(min(seen, plan.max_context_len), config.tokens)))
+    least = config.tokens * config.least_blocks
+    return max(1, min(wanted, triton.cdiv(min(seen, plan.max_context_len), least)))
 
 
 def _tensors(
@@ -198,7 +202,7 @@ def _tensors(
     return (
         q_THE,
         out_THE,
-        cache.kv.view(torch.uint8) if cache.scale is not None else cache.kv,
+        _kv(cache),
         # Without scales the kernel ignores this argument.
         plan.context_lens_R if cache.scale is None else cache.scale,
         plan.block_table_RW,
@@ -209,7 +213,12 @@ def _tensors(
 
 
 def _strides(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan) -> tuple[int, ...]:
-    return *q_THE.stride()[:2], plan.block_table_RW.stride(0), *cache.kv.stride()[:4]
+    return *q_THE.stride()[:2], plan.block_table_RW.stride(0), *_kv(cache).stride()[:4]
+
+
+def _kv(cache: KVLayer) -> Tensor:
+    """Keys and values; float8 codes as words of two."""
+    return cache.kv if cache.scale is None else cache.kv.view(torch.int16)
 
 
 def _constants(
@@ -224,9 +233,10 @@ def _constants(
         "SPLIT_TOKENS": plan.split_tokens,
         "BLOCK_M": config.queries,
         "BLOCK_N": config.tokens,
-        "BLOCK_E": triton.next_power_of_2(width),
+        "BLOCK_E": max(triton.next_power_of_2(width), 16 if cache.scale is None else 32),
         "SCALED": cache.scale is not None,
         "WINDOW": rule.window,
+        "PTX": not INTERPRETED and torch.version.hip is None,
         "num_warps": config.warps,
         "num_stages": config.stages,
         **launch_options(q_THE.device),

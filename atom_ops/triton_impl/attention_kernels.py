@@ -10,7 +10,7 @@ and reads no block table entry before it. Attention sinks are merged once, after
 import triton
 import triton.language as tl
 
-from atom_ops.triton_impl.fp8 import decode_fp8
+from atom_ops.triton_impl.fp8 import decode_fp8_pairs
 from atom_ops.triton_impl.new_token import rope_heads, write_new_token
 from atom_ops.triton_impl.pdl import pdl_begin
 from atom_ops.triton_impl.tiles import row_of_tile
@@ -35,14 +35,16 @@ def _is_token(token_N, oldest, stop, WINDOW: tl.constexpr):
 
 @triton.jit
 def _attend_block(
-    top_M, total_M, sum_ME, q_ME, seen_M, oldest, start, stop, block_N, keys, scales,
+    top_M, total_M, sum_ME, odd_ME, q_ME, q_odd_ME, seen_M, oldest, start, stop, block_N, keys, scales,
     block_stride, token_stride, half_stride, kv_heads, score_scale,
     WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
-    SCALED: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    SCALED: tl.constexpr, WINDOW: tl.constexpr, PTX: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One iteration of the online softmax, over tokens start … start + BLOCK_N - 1 of the context.
 
     MASKED: some of them lie before `oldest` or from `stop` on, or are hidden from some queries.
+    SCALED: `keys` are words of two float8 codes, WIDTH and BLOCK_E count words, `q_ME` and `sum_ME` are
+    the even features, `q_odd_ME` and `odd_ME` the odd ones.
     """
     token_N = start + tl.arange(0, BLOCK_N)
     feature_E = tl.arange(0, BLOCK_E)
@@ -58,13 +60,15 @@ def _attend_block(
         k_NE = tl.load(keys + at_NE)
         v_NE = tl.load(keys + half_stride + at_NE)
     if SCALED:
-        k_NE = decode_fp8(k_NE, q_ME.dtype)
-        v_NE = decode_fp8(v_NE, q_ME.dtype)
-    score_MN = tl.dot(q_ME, tl.trans(k_NE.to(q_ME.dtype)), input_precision="ieee") * score_scale
+        k_NE, k_odd_NE = decode_fp8_pairs(k_NE, q_ME.dtype, PTX)
+    score_MN = tl.dot(q_ME, tl.trans(k_NE.to(q_ME.dtype)), input_precision="ieee")
     if SCALED:
+        score_MN = tl.dot(q_odd_ME, tl.trans(k_odd_NE), acc=score_MN, input_precision="ieee")
         scale_at_N = (block_N * BLOCK_SIZE + offset_N) * 2 * kv_heads
         key_scale_N = tl.load(scales + scale_at_N, mask=exists_N, other=0.0)
-        score_MN = score_MN * key_scale_N[None, :]
+        score_MN = score_MN * (key_scale_N * score_scale)[None, :]
+    else:
+        score_MN = score_MN * score_scale
     if MASKED:
         score_MN = tl.where(token_N[None, :] <= seen_M[:, None], score_MN, float("-inf"))
     if WINDOW > 0:
@@ -77,10 +81,12 @@ def _attend_block(
     if SCALED:
         value_scale_N = tl.load(scales + kv_heads + scale_at_N, mask=exists_N, other=0.0)
         weight_MN = weight_MN * value_scale_N[None, :]
-    sum_ME = tl.dot(
-        weight_MN.to(q_ME.dtype), v_NE.to(q_ME.dtype), acc=sum_ME * rescale_M[:, None], input_precision="ieee"
-    )
-    return new_top_M, total_M, sum_ME
+        v_NE, v_odd_NE = decode_fp8_pairs(v_NE, q_ME.dtype, PTX)
+    weight_MN = weight_MN.to(q_ME.dtype)
+    sum_ME = tl.dot(weight_MN, v_NE.to(q_ME.dtype), acc=sum_ME * rescale_M[:, None], input_precision="ieee")
+    if SCALED:
+        odd_ME = tl.dot(weight_MN, v_odd_NE, acc=odd_ME * rescale_M[:, None], input_precision="ieee")
+    return new_top_M, total_M, sum_ME, odd_ME
 
 
 @triton.jit
@@ -97,7 +103,7 @@ def _attend(
     q_ME, seen_M, oldest, first, seen_by_all, stop, table, keys, scales,
     block_stride, token_stride, half_stride, kv_heads, score_scale,
     WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_E: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_E: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Maximum score, sum of weights and weighted sum of values over tokens first … stop - 1.
 
@@ -106,25 +112,35 @@ def _attend(
     """
     top_M = tl.full((BLOCK_M,), _LOWEST, tl.float32)
     total_M = tl.zeros((BLOCK_M,), tl.float32)
-    sum_ME = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
+    # Float8: even and odd features apart, as words hold them.
+    CODES: tl.constexpr = 2 if SCALED else 1
+    WORDS: tl.constexpr = BLOCK_E // CODES
+    sum_ME = tl.zeros((BLOCK_M, WORDS), tl.float32)
+    odd_ME = tl.zeros((BLOCK_M, WORDS if SCALED else 1), tl.float32)
+    if SCALED:
+        q_ME, q_odd_ME = tl.split(tl.reshape(q_ME, (BLOCK_M, WORDS, 2)))
+    else:
+        q_odd_ME = q_ME
     # Block ids are loaded one iteration ahead, to hide the latency of the indirection.
     next_block_N = _load_block_ids(oldest, first, stop, table, BLOCK_SIZE, BLOCK_N, WINDOW)
     for start in range(first, seen_by_all, BLOCK_N):
         block_N = next_block_N
         next_block_N = _load_block_ids(oldest, start + BLOCK_N, stop, table, BLOCK_SIZE, BLOCK_N, WINDOW)
-        top_M, total_M, sum_ME = _attend_block(
-            top_M, total_M, sum_ME, q_ME, seen_M, oldest, start, stop, block_N, keys, scales,
-            block_stride, token_stride, half_stride, kv_heads, score_scale,
-            WIDTH, BLOCK_SIZE, BLOCK_N, BLOCK_E, SCALED, WINDOW, False,
+        top_M, total_M, sum_ME, odd_ME = _attend_block(
+            top_M, total_M, sum_ME, odd_ME, q_ME, q_odd_ME, seen_M, oldest, start, stop, block_N, keys,
+            scales, block_stride, token_stride, half_stride, kv_heads, score_scale,
+            WIDTH // CODES, BLOCK_SIZE, BLOCK_N, WORDS, SCALED, WINDOW, PTX, False,
         )  # fmt: skip
     for start in range(seen_by_all, stop, BLOCK_N):
         block_N = next_block_N
         next_block_N = _load_block_ids(oldest, start + BLOCK_N, stop, table, BLOCK_SIZE, BLOCK_N, WINDOW)
-        top_M, total_M, sum_ME = _attend_block(
-            top_M, total_M, sum_ME, q_ME, seen_M, oldest, start, stop, block_N, keys, scales,
-            block_stride, token_stride, half_stride, kv_heads, score_scale,
-            WIDTH, BLOCK_SIZE, BLOCK_N, BLOCK_E, SCALED, WINDOW, True,
+        top_M, total_M, sum_ME, odd_ME = _attend_block(
+            top_M, total_M, sum_ME, odd_ME, q_ME, q_odd_ME, seen_M, oldest, start, stop, block_N, keys,
+            scales, block_stride, token_stride, half_stride, kv_heads, score_scale,
+            WIDTH // CODES, BLOCK_SIZE, BLOCK_N, WORDS, SCALED, WINDOW, PTX, True,
         )  # fmt: skip
+    if SCALED:
+        sum_ME = tl.interleave(sum_ME, odd_ME)
     return top_M, total_M, sum_ME
 
 
@@ -184,9 +200,10 @@ def decode_attention(
     score_scale, cos, sin, slots, q_weight, k_weight, eps, cos_stride, sin_stride,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
-    SCALED: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr, MERGED_AT_ONCE: tl.constexpr,
+    SCALED: tl.constexpr, WINDOW: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    MERGED_AT_ONCE: tl.constexpr, LEAST_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (K, splits, R), for rows of at most TILE tokens.
+    """Grid (K, splits, R), for rows of at most TILE tokens; a split has LEAST_BLOCKS iterations or more.
 
     With `slots`, rows have one token and `q` is the fused projection: queries are normalised and
     get RoPE as they are loaded, and the program of the last split first writes key and value.
@@ -201,7 +218,7 @@ def decode_attention(
     if SPLIT_TOKENS > 0:
         blocks_each = SPLIT_TOKENS // BLOCK_N
     else:
-        blocks_each = tl.maximum(tl.cdiv(blocks, tl.num_programs(1)), 1)
+        blocks_each = tl.maximum(tl.cdiv(blocks, tl.num_programs(1)), LEAST_BLOCKS)
     splits = tl.maximum(tl.cdiv(blocks, blocks_each), 1)
     if (length <= 0) | (length > TILE) | (split >= splits):
         return
@@ -231,7 +248,7 @@ def decode_attention(
         q_ME, context - length + m // GROUP, oldest, first, first, stop,
         table + row.to(tl.int64) * table_stride, kv + head * head_stride, scales + head,
         block_stride, token_stride, half_stride, tl.num_programs(0), score_scale,
-        WIDTH, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_E, SCALED, WINDOW,
+        WIDTH, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_E, SCALED, WINDOW, PTX,
     )  # fmt: skip
 
     heads = tl.num_programs(0)
@@ -270,7 +287,7 @@ def prefill_attention(
     score_scale, rows, min_tokens, whole_prompt,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
-    SCALED: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
+    SCALED: tl.constexpr, WINDOW: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tile numbers, K). The last tiles of a row take longest and are launched first.
 
@@ -312,7 +329,7 @@ def prefill_attention(
                 q_ME, before + m // GROUP, oldest, first, first, tl.minimum(first + SPLIT_TOKENS, stop),
                 row_table, kv + head * head_stride, scales + head,
                 block_stride, token_stride, half_stride, tl.num_programs(1), score_scale,
-                WIDTH, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_E, SCALED, WINDOW,
+                WIDTH, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_E, SCALED, WINDOW, PTX,
             )  # fmt: skip
             top_M, total_M, sum_ME = _merge(top_M, total_M, sum_ME, more_top_M, more_total_M, more_sum_ME)
     else:
@@ -320,7 +337,7 @@ def prefill_attention(
             q_ME, before + m // GROUP, oldest, origin, seen_by_all, stop,
             row_table, kv + head * head_stride, scales + head,
             block_stride, token_stride, half_stride, tl.num_programs(1), score_scale,
-            WIDTH, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_E, SCALED, WINDOW,
+            WIDTH, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_E, SCALED, WINDOW, PTX,
         )  # fmt: skip
     out_at_ME = ((token_M * tl.num_programs(1) * GROUP + head_M) * WIDTH)[:, None] + feature_E[None, :]
     _store_output(out, out_at_ME, wanted_ME, top_M, total_M, sum_ME, sinks, head_M)

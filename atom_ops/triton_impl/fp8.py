@@ -3,6 +3,24 @@
 import triton
 import triton.language as tl
 
+# Two words at once: the 7 low bits of a code go to the low end of bfloat16's exponent, the sign to bit 15.
+_PAIRS_BF16 = tl.constexpr(
+    """{
+    .reg .b32 t, u, scale, zero;
+    mov.b32 scale, 0x7B807B80;
+    mov.b32 zero, 0x80008000;
+    shl.b32 t, $2, 4;
+    and.b32 t, t, 0x07F007F0;
+    shl.b32 u, $2, 8;
+    lop3.b32 t, u, 0x80008000, t, 0xEA;
+    fma.rn.bf16x2 $0, t, scale, zero;
+    shr.b32 t, $2, 4;
+    and.b32 t, t, 0x07F007F0;
+    lop3.b32 t, $2, 0x80008000, t, 0xEA;
+    fma.rn.bf16x2 $1, t, scale, zero;
+    }"""
+)
+
 
 @triton.jit
 def decode_fp8(code, dtype: tl.constexpr):
@@ -21,3 +39,21 @@ def decode_fp8(code, dtype: tl.constexpr):
     else:
         bits = (signed.to(tl.int32) << 20) & -0x78100000
         return bits.to(tl.float32, bitcast=True) * 2.0**120
+
+
+@triton.jit
+def decode_fp8_pairs(word, dtype: tl.constexpr, PTX: tl.constexpr):
+    """The values of the low and of the high byte of int16 words, which hold two float8_e4m3fn codes each.
+
+    Tiles of words move through shared memory as those of 16-bit values do, transposed ones too; tiles of
+    bytes are read from it byte by byte.
+    """
+    if PTX and dtype == tl.bfloat16:
+        low, high = tl.inline_asm_elementwise(
+            _PAIRS_BF16, "=r,=r,r", [word], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
+    else:
+        bits = word.to(tl.int32)
+        low = decode_fp8((bits & 0xFF).to(tl.uint8), dtype)
+        high = decode_fp8(((bits >> 8) & 0xFF).to(tl.uint8), dtype)
+    return low, high
