@@ -88,6 +88,7 @@ def supports(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: Attention
         return False  # the interpreter's bfloat16 tl.dot is wrong
     return (
         16 <= width <= 256
+        and (cache.scale is None or width % 2 == 0)  # float8 codes are read as words of two
         and q_THE.stride(2) == 1
         and q_THE.shape[1] <= 128 * kv_heads
         and len(plan.context_lens_R) * kv_heads <= _MAX_PAIRS

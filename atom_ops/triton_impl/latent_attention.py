@@ -28,7 +28,7 @@ from atom_ops.ops.latent_attention import latent_attention, partial_latent_atten
 from atom_ops.ops.latent_cache import LatentLayer
 from atom_ops.ops.token_shard import TokenShard
 from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
-from atom_ops.triton_impl.fp8 import decode_fp8
+from atom_ops.triton_impl.fp8 import decode_fp8_pairs
 from atom_ops.triton_impl.pdl import launch_options, pdl_begin
 from atom_ops.triton_impl.tiles import row_of_tile
 
@@ -41,13 +41,14 @@ _LOWEST = tl.constexpr(-1.0e30)
 
 @triton.jit
 def _attend_block(
-    top_M, total_M, sum_MC, q_MC, q_MR, seen_M, start, stop, slot_N, rows, scales, score_scale,
-    LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr,
+    top_M, total_M, sum_MC, odd_MC, q_MC, q_odd_MC, q_MR, q_odd_MR, seen_M, start, stop, slot_N, rows, scales,
+    score_scale, LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr, SCALED: tl.constexpr, PTX: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One iteration of the online softmax, over tokens start … start + BLOCK_N - 1 of the context.
 
     MASKED: some of them lie from `stop` on, or are hidden from some queries.
+    SCALED: `rows` are words of two float8 codes, all widths count words, and odd features are apart.
     """
     token_N = start + tl.arange(0, BLOCK_N)
     feature_C, feature_R = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
@@ -66,13 +67,18 @@ def _attend_block(
     else:
         key_NR = tl.load(row_N1 + LATENT + feature_R[None, :])
     if SCALED:
-        latent_NC, key_NR = decode_fp8(latent_NC, q_MC.dtype), decode_fp8(key_NR, q_MC.dtype)
+        latent_NC, odd_NC = decode_fp8_pairs(latent_NC, q_MC.dtype, PTX)
+        key_NR, odd_NR = decode_fp8_pairs(key_NR, q_MC.dtype, PTX)
     latent_NC, key_NR = latent_NC.to(q_MC.dtype), key_NR.to(q_MC.dtype)
     score_MN = tl.dot(q_MR, tl.trans(key_NR), input_precision="ieee")
-    score_MN = tl.dot(q_MC, tl.trans(latent_NC), score_MN, input_precision="ieee") * score_scale
+    score_MN = tl.dot(q_MC, tl.trans(latent_NC), score_MN, input_precision="ieee")
     if SCALED:
+        score_MN = tl.dot(q_odd_MR, tl.trans(odd_NR), score_MN, input_precision="ieee")
+        score_MN = tl.dot(q_odd_MC, tl.trans(odd_NC), score_MN, input_precision="ieee")
         scale_N = tl.load(scales + slot_N, mask=exists_N, other=0.0)
-        score_MN = score_MN * scale_N[None, :]
+        score_MN = score_MN * (scale_N * score_scale)[None, :]
+    else:
+        score_MN = score_MN * score_scale
     if MASKED:
         score_MN = tl.where(token_N[None, :] <= seen_M[:, None], score_MN, float("-inf"))
 
@@ -82,8 +88,11 @@ def _attend_block(
     total_M = total_M * rescale_M + tl.sum(weight_MN, 1)
     if SCALED:
         weight_MN = weight_MN * scale_N[None, :]
-    sum_MC = tl.dot(weight_MN.to(q_MC.dtype), latent_NC, sum_MC * rescale_M[:, None], input_precision="ieee")
-    return new_top_M, total_M, sum_MC
+    weight_MN = weight_MN.to(q_MC.dtype)
+    sum_MC = tl.dot(weight_MN, latent_NC, sum_MC * rescale_M[:, None], input_precision="ieee")
+    if SCALED:
+        odd_MC = tl.dot(weight_MN, odd_NC, odd_MC * rescale_M[:, None], input_precision="ieee")
+    return new_top_M, total_M, sum_MC, odd_MC
 
 
 @triton.jit
@@ -98,6 +107,7 @@ def _attend(
     q_MC, q_MR, seen_M, first, seen_by_all, stop, table, rows, scales, score_scale,
     LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, SCALED: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """Maximum score, sum of weights and weighted sum of latents over tokens first … stop - 1.
 
@@ -105,23 +115,35 @@ def _attend(
     """
     top_M = tl.full((BLOCK_M,), _LOWEST, tl.float32)
     total_M = tl.zeros((BLOCK_M,), tl.float32)
-    sum_MC = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+    # Float8: even and odd features apart, as words hold them.
+    CODES: tl.constexpr = 2 if SCALED else 1
+    sum_MC = tl.zeros((BLOCK_M, BLOCK_C // CODES), tl.float32)
+    odd_MC = tl.zeros((BLOCK_M, BLOCK_C // CODES if SCALED else 1), tl.float32)
+    if SCALED:
+        q_MC, q_odd_MC = tl.split(tl.reshape(q_MC, (BLOCK_M, BLOCK_C // CODES, 2)))
+        q_MR, q_odd_MR = tl.split(tl.reshape(q_MR, (BLOCK_M, BLOCK_R // CODES, 2)))
+    else:
+        q_odd_MC, q_odd_MR = q_MC, q_MR
     # Slots are loaded one iteration ahead, to hide the latency of the indirection.
     next_slot_N = _slots_of(first, stop, table, BLOCK_SIZE, BLOCK_N)
     for start in range(first, seen_by_all, BLOCK_N):
         slot_N = next_slot_N
         next_slot_N = _slots_of(start + BLOCK_N, stop, table, BLOCK_SIZE, BLOCK_N)
-        top_M, total_M, sum_MC = _attend_block(
-            top_M, total_M, sum_MC, q_MC, q_MR, seen_M, start, stop, slot_N, rows, scales, score_scale,
-            LATENT, ROPE, BLOCK_N, BLOCK_C, BLOCK_R, SCALED, False,
+        top_M, total_M, sum_MC, odd_MC = _attend_block(
+            top_M, total_M, sum_MC, odd_MC, q_MC, q_odd_MC, q_MR, q_odd_MR, seen_M, start, stop, slot_N,
+            rows, scales, score_scale, LATENT // CODES, ROPE // CODES, BLOCK_N, BLOCK_C // CODES,
+            BLOCK_R // CODES, SCALED, PTX, False,
         )  # fmt: skip
     for start in range(seen_by_all, stop, BLOCK_N):
         slot_N = next_slot_N
         next_slot_N = _slots_of(start + BLOCK_N, stop, table, BLOCK_SIZE, BLOCK_N)
-        top_M, total_M, sum_MC = _attend_block(
-            top_M, total_M, sum_MC, q_MC, q_MR, seen_M, start, stop, slot_N, rows, scales, score_scale,
-            LATENT, ROPE, BLOCK_N, BLOCK_C, BLOCK_R, SCALED, True,
+        top_M, total_M, sum_MC, odd_MC = _attend_block(
+            top_M, total_M, sum_MC, odd_MC, q_MC, q_odd_MC, q_MR, q_odd_MR, seen_M, start, stop, slot_N,
+            rows, scales, score_scale, LATENT // CODES, ROPE // CODES, BLOCK_N, BLOCK_C // CODES,
+            BLOCK_R // CODES, SCALED, PTX, True,
         )  # fmt: skip
+    if SCALED:
+        sum_MC = tl.interleave(sum_MC, odd_MC)
     return top_M, total_M, sum_MC
 
 
@@ -157,8 +179,8 @@ def _latent_rows(
     q_token_stride, q_head_stride, table_stride, score_scale, heads, rows_of_step, min_tokens,
     LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     HEADS: tl.constexpr, TILES: tl.constexpr, DECODE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, SCALED: tl.constexpr, RANK: tl.constexpr,
-    RANKS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, SCALED: tl.constexpr, PTX: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of heads, splits, rows of the step x TILES or tile numbers).
 
@@ -212,7 +234,7 @@ def _latent_rows(
     table += row.to(tl.int64) * table_stride
     top_M, total_M, sum_MC = _attend(
         q_MC, q_MR, seen_M, first, seen_by_all, stop, table, rows, scales, score_scale,
-        LATENT, ROPE, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_C, BLOCK_R, SCALED,
+        LATENT, ROPE, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_C, BLOCK_R, SCALED, PTX,
     )  # fmt: skip
 
     if DECODE and partial_sums is not None:
@@ -313,6 +335,8 @@ def supports_latents(q_THK: Tensor, cache: LatentLayer) -> bool:
     if INTERPRETED and q_THK.dtype == torch.bfloat16:
         return False  # the interpreter's bfloat16 tl.dot is wrong
     rope = q_THK.shape[2] - cache.latent_width
+    if cache.scale is not None and (cache.latent_width % 2 or rope % 2):
+        return False  # float8 codes are read as words of two
     return cache.latent_width <= 512 and 0 < rope <= 128 and q_THK.stride(2) == 1
 
 
@@ -431,7 +455,7 @@ def _arguments(
         q_THK,
         output.out_THC,
         output.lse_TH,
-        cache.rows.view(torch.uint8) if cache.scale is not None else cache.rows,
+        cache.rows if cache.scale is None else cache.rows.view(torch.int16),  # words of two codes
         # Without scales the kernel ignores this argument.
         plan.context_lens_R if cache.scale is None else cache.scale,
         plan.block_table_RW,
@@ -448,7 +472,7 @@ def _arguments(
 
 
 def _constants(q_THK: Tensor, cache: LatentLayer, config: _KernelConfig) -> dict[str, int | bool]:
-    rope = cache.rows.shape[2] - cache.latent_width
+    rope, least = cache.rows.shape[2] - cache.latent_width, 16 if cache.scale is None else 32
     return {
         "LATENT": cache.latent_width,
         "ROPE": rope,
@@ -456,9 +480,10 @@ def _constants(q_THK: Tensor, cache: LatentLayer, config: _KernelConfig) -> dict
         "TILE": config.tile,
         "HEADS": config.heads,
         "BLOCK_N": config.tokens,
-        "BLOCK_C": max(triton.next_power_of_2(cache.latent_width), 16),
-        "BLOCK_R": max(triton.next_power_of_2(rope), 16),
+        "BLOCK_C": max(triton.next_power_of_2(cache.latent_width), least),
+        "BLOCK_R": max(triton.next_power_of_2(rope), least),
         "SCALED": cache.scale is not None,
+        "PTX": not INTERPRETED and torch.version.hip is None,
         "RANK": cache.shard.rank,
         "RANKS": cache.shard.ranks,
         "num_warps": config.warps,
