@@ -39,6 +39,24 @@ def test_top_k_with_ties_to_earlier_tokens(
     assert torch.equal(found.slots_TJ, step.slots_of(wanted, COUNT))
 
 
+@pytest.mark.skipif(not triton_impl.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("whole_numbers", [False, True])
+def test_segments_of_a_context_give_the_same_top_k(
+    monkeypatch: pytest.MonkeyPatch, provider: str, whole_numbers: bool
+) -> None:
+    if provider != "triton":
+        pytest.skip("only Triton cuts contexts")
+    from atom_ops.triton_impl import sparse_attention as kernels
+
+    monkeypatch.setattr(kernels, "_SEGMENT", 40)
+    monkeypatch.setattr(kernels, "_SCORES", 16)
+    step = IndexStep([1, 2, 1], [150, 45, 9], whole_numbers=whole_numbers)
+    for count in (1, 16, 100):
+        found, wanted = step.choose(count), step.topk(count)
+        assert torch.equal(found.slots_TJ, step.slots_of(wanted, count))
+        assert found.counts_T.tolist() == [len(positions) for positions in wanted]
+
+
 @pytest.mark.parametrize(("query_lens", "context_lens"), STEPS.values(), ids=STEPS)
 def test_attention_reads_only_the_top_k(query_lens: list[int], context_lens: list[int]) -> None:
     step = IndexStep(query_lens, context_lens)
