@@ -84,15 +84,17 @@ def test_block_sizes(block_size: int) -> None:
 
 @pytest.mark.parametrize("cache_dtype", [BF16, FP8])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_float8_cache(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
-    """Against the reference in float32, which reads the same rounded values."""
-    step = Step(
-        [1, 20, 1, 200], [700, 300, 5, 200], dtype=dtype, cache_dtype=cache_dtype, width=128, device=GPU
-    )
+@pytest.mark.parametrize(("window", "width"), [(0, 128), (100, 64), (40, 80)])
+def test_float8_cache(window: int, width: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    """Against the reference in float32, which reads the same rounded values; sinks with the window."""
+    step = Step([1, 20, 1, 200, 1], [700, 300, 5, 200, 5000], dtype=dtype, cache_dtype=cache_dtype,
+                width=width, device=GPU, window=window, sinks=window > 0)  # fmt: skip
     scale = step.cache.scale
     cache = KVLayer(step.cache.kv.cpu(), None if scale is None else scale.cpu())
     plan = atom_ops.plan_attention(step.query_lens, step.context_lens, step.table, CPU)
-    wanted = atom_ops.paged_attention.reference(step.q.float().cpu(), cache, plan, step.rule)
+    sinks_H = None if step.rule.sinks_H is None else step.rule.sinks_H.float().cpu()
+    rule = dataclasses.replace(step.rule, sinks_H=sinks_H)
+    wanted = atom_ops.paged_attention.reference(step.q.float().cpu(), cache, plan, rule)
     torch.testing.assert_close(step.run().float().cpu(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
