@@ -55,8 +55,13 @@ _WHOLE_PROMPT = 512
 _NO_PROMPT = (1 << 31) - 1
 
 
-def _decode_config(group: int, width: int, dtype: torch.dtype, few: bool, tokens: int = 1) -> _KernelConfig:
+def _decode_config(
+    group: int, width: int, dtype: torch.dtype, few: bool, tokens: int = 1, float8: bool = False
+) -> _KernelConfig:
     """`few`: with few programs each needs more loads in flight to hide the memory's latency.
+
+    Elsewhere a split of at least 256 tokens lets the last programs of a launch end together; float8, whose
+    bytes need more instructions each, takes larger tiles or fewer warps, which wait less for one another.
 
     All `tokens` of a decoding row are queries of one program, as far as registers allow.
     """
@@ -65,9 +70,16 @@ def _decode_config(group: int, width: int, dtype: torch.dtype, few: bool, tokens
         queries = max(queries, triton.next_power_of_2(group * tokens))
     if dtype == torch.float32:
         return _KernelConfig(queries, 32, 4, 2 if width <= 128 else 1, 2)
+    measured = width <= 128 and queries == 16 and torch.version.hip is None
     if few:
-        return _KernelConfig(queries, 128 if width <= 128 else 64, 4, 1, 2)
-    return _KernelConfig(queries, 32, 4, 3, 4)
+        stages = 3 if float8 and measured else 1
+        return _KernelConfig(queries, 128 if width <= 128 else 64, 4, stages, 2)
+    if not measured:
+        return _KernelConfig(queries, 32, 4, 3, 4)
+    if float8:
+        narrow, wide = _KernelConfig(queries, 128, 4, 2, 8, 2), _KernelConfig(queries, 64, 2, 3, 16, 4)
+        return narrow if width <= 64 else wide
+    return _KernelConfig(queries, 64, 4, 2, 8, 4) if width <= 64 else _KernelConfig(queries, 32, 4, 4, 4)
 
 
 def _prefill_config(group: int, width: int, dtype: torch.dtype) -> _KernelConfig:
@@ -136,7 +148,8 @@ def decode_config(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan) -> tuple[_
     (_, heads, width), kv_heads = q_THE.shape, cache.kv.shape[3]
     few = 2 * len(plan.context_lens_R) * kv_heads <= _num_sms(q_THE.device)
     group = heads // kv_heads
-    config = _decode_config(group, width, q_THE.dtype, few, plan.decode_query_len)
+    float8 = cache.scale is not None
+    config = _decode_config(group, width, q_THE.dtype, few, plan.decode_query_len, float8)
     return config, config.queries // group
 
 
