@@ -215,10 +215,9 @@ def decode_attention(
     context = tl.load(contexts + row)
     oldest, origin = _first_seen(context - length, WINDOW, SPLIT_TOKENS)
     blocks = tl.cdiv(context - origin, BLOCK_N)
+    blocks_each = tl.maximum(tl.cdiv(blocks, tl.num_programs(1)), LEAST_BLOCKS)
     if SPLIT_TOKENS > 0:
         blocks_each = SPLIT_TOKENS // BLOCK_N
-    else:
-        blocks_each = tl.maximum(tl.cdiv(blocks, tl.num_programs(1)), LEAST_BLOCKS)
     splits = tl.maximum(tl.cdiv(blocks, blocks_each), 1)
     if (length <= 0) | (length > TILE) | (split >= splits):
         return
