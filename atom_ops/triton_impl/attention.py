@@ -82,15 +82,15 @@ def _decode_config(
     return _KernelConfig(queries, 64, 4, 2, 8, 4) if width <= 64 else _KernelConfig(queries, 32, 4, 4, 4)
 
 
-def _prefill_config(group: int, width: int, dtype: torch.dtype) -> _KernelConfig:
+def _prefill_config(group: int, width: int, dtype: torch.dtype, float8: bool) -> _KernelConfig:
     least = triton.next_power_of_2(group)
     if dtype == torch.float32:
         return _KernelConfig(max(32, least), 32, 4, 1)
     if width > 128:
         return _KernelConfig(max(64, least), 32, 4, 2)
     if torch.version.hip is not None:
-        # The largest tile whose registers suffice for an FP8 cache, too (256 for each of 8 waves).
-        return _KernelConfig(max(128, least), 32, 8, 1)
+        # The largest tiles whose registers suffice: a lane of 8 waves has 256, of 4 waves 512.
+        return _KernelConfig(max(64, least), 32, 4, 1) if float8 else _KernelConfig(max(128, least), 32, 8, 1)
     return _KernelConfig(max(128, least), 64, 8, 3)
 
 
@@ -112,7 +112,7 @@ def _paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: A
     (_, heads, width), kv_heads = q_THE.shape, cache.kv.shape[3]
     group = heads // kv_heads
     out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
-    prefill = _prefill_config(group, width, q_THE.dtype)
+    prefill = _prefill_config(group, width, q_THE.dtype, cache.scale is not None)
     if plan.split_tokens:
         decode, decode_tile = prefill, 1
     else:

@@ -50,8 +50,9 @@ def test_no_path_for_hopper() -> None:
     assert not four_bit._has_ptx(values)
     x = torch.empty(2, 16, dtype=torch.bfloat16)
     assert not _has_grouped_gemm(x, ExpertWeights(x[None], x[None]))
-    prefill = attention._prefill_config(4, 128, torch.bfloat16)
-    assert (prefill.tokens, prefill.stages) == (32, 1)
+    for float8 in (False, True):
+        prefill = attention._prefill_config(4, 128, torch.bfloat16, float8)
+        assert (prefill.tokens, prefill.stages) == (32, 1)
     assert prompt_attention._config(torch.bfloat16).stages == 1
 
 
