@@ -16,7 +16,8 @@ class DeviceConfig:
     enforce_eager: bool = False
     """Do not capture GPU graphs; launch every kernel of every step."""
     cudagraph_mode: Literal["FULL", "NONE"] = "FULL"
-    """FULL captures whole decode steps as GPU graphs; NONE captures nothing, as --enforce-eager."""
+    """FULL captures whole steps as GPU graphs: decode steps, and prefill and mixed steps of up to 2048
+    tokens. NONE captures nothing, as --enforce-eager."""
     cudagraph_capture_sizes: str | None = None
     """Decode batch sizes to capture, such as [1,2,4,8]. If unset: up to 512 in steps of 1, 8 and 16."""
     batch_invariant: bool = False

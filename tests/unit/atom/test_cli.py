@@ -108,6 +108,8 @@ def test_short_name_and_equals_sign() -> None:
         (["--scheduler-delay-factor", "nan"], "not a finite number"),
         (["--server-port", "65536"], "at most 65535"),
         (["--dtype", "fp4"], "not one of auto, bfloat16"),
+        (["--cudagraph-mode", "PIECEWISE"], "not one of FULL, NONE"),
+        (["--cudagraph-mode", "FULL_AND_PIECEWISE"], "not one of FULL, NONE"),
         (["--model", ""], "empty"),
         (["--enforce-eager=yes"], "--enforce-eager"),
         (["--hf-overrides", "{'a': 1}"], "is not JSON: Expecting property name"),
