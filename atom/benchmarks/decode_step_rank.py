@@ -87,7 +87,10 @@ class Steps:
         self._worker.allocate(AllocateKV(plan.num_blocks, plan.max_model_len))
 
     def start(self, rows: int, context: int, steps: int) -> None:
-        """Prefill `rows` prompts of `context` random tokens, with blocks for `steps` more tokens."""
+        """Prefill `rows` prompts of `context` random tokens, with blocks for `steps` more tokens.
+
+        A step computes as many prompts as --max-num-batched-tokens allows, one at least.
+        """
         size = self._config.block_tokens
         # A recurrent layer has one slot for a row.
         each = [1 if is_state else -(-(context + steps) // size) for is_state in self._is_state]
@@ -106,9 +109,16 @@ class Steps:
             for row in range(rows)
         ]
         self._names = list(range(rows))
-        ids = pack_ids(source.integers(0, self._checkpoint.vocab_size, rows * context).tolist())
-        batch = ScheduledBatch(0, self._names, [context] * rows, new, token_ids=ids)
-        self._worker.execute(batch).token_ids()
+        ids = source.integers(0, self._checkpoint.vocab_size, rows * context)
+        together = max(1, (self._config.scheduler.max_num_batched_tokens or context) // context)
+        for first in range(0, rows, together):
+            names = self._names[first : first + together]
+            prompts = pack_ids(ids[first * context : (first + len(names)) * context].tolist())
+            counts = [context] * len(names)
+            batch = ScheduledBatch(first, names, counts, new[first : first + together], token_ids=prompts)
+            failed = self._worker.execute(batch).result().failed
+            if failed:
+                raise SystemExit(f"error: a prompt of {context} tokens failed: {failed[0].reason}")
 
     def launch(self) -> PendingStep:
         """Launch one decode step."""
