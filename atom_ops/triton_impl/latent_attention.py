@@ -325,9 +325,7 @@ def _config(q_THK: Tensor, cache: LatentLayer, queries: int) -> _KernelConfig:
     tile = max(queries // padded, 1)
     if padded * tile < 64:
         return _KernelConfig(padded, tile, 32, 4, 3, 2)
-    # Converting float8 rows takes more shared memory.
-    tokens = 64 if cache.scale is None and numbers <= _MAX_WIDTH else 32
-    return _KernelConfig(padded, tile, tokens, 8, 2)
+    return _KernelConfig(padded, tile, 64 if numbers <= _MAX_WIDTH else 32, 8, 2)
 
 
 def supports_latents(q_THK: Tensor, cache: LatentLayer) -> bool:
