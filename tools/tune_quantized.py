@@ -30,7 +30,7 @@ from atom_ops.triton_impl.quantized_plans import (
 )
 from atom_ops.triton_impl.rounded_rows import round_rows
 from atom_ops.triton_impl.tuned import StreamKPlan
-from atom_ops.weights import MXFP4, BlockFP8, ChannelFP8, ChannelINT8, GroupINT4
+from atom_ops.weights import MXFP4, BlockFP8, ChannelFP8, ChannelINT8, FourBitWords, GroupINT4
 from tools.tune_experts import seconds
 
 DTYPE = torch.bfloat16
@@ -60,11 +60,11 @@ def made_weight(format: str, outputs: int, inputs: int) -> Packed:
 
     if format == "mxfp4":
         exponents = torch.randint(118, 121, (outputs, inputs // 32), dtype=torch.uint8, device=DEVICE)
-        return MXFP4(codes(outputs, inputs // 2), exponents)
+        return in_words(MXFP4(codes(outputs, inputs // 2), exponents))
     if format.startswith("int4"):
         group = int(format.split("-")[1])
         scales = (spread(outputs, inputs // group) * std / 4.6).to(DTYPE)
-        return GroupINT4(codes(outputs, inputs // 2), scales)
+        return in_words(GroupINT4(codes(outputs, inputs // 2), scales))
     values = torch.randn(outputs, inputs, device=DEVICE)
     if format == "int8-channel":
         return ChannelINT8((values * 30).round().clamp(-127, 127).to(torch.int8), spread(outputs) * std / 30)
@@ -73,6 +73,13 @@ def made_weight(format: str, outputs: int, inputs: int) -> Packed:
         return ChannelFP8(values, spread(outputs) * std / 100)
     scales = spread(-(-outputs // 128), -(-inputs // 128)) * std / 100
     return BlockFP8(values, scales, (128, 128))
+
+
+def in_words(weight: GroupINT4 | MXFP4) -> FourBitWords:
+    packed = provider.packed(weight)
+    if packed is None:
+        raise ValueError("the 4-bit kernels do not run on this GPU, or do not read this weight")
+    return packed
 
 
 def call(plan: QuantizedPlan, x: Tensor, weight: Packed) -> Tensor:
@@ -110,11 +117,12 @@ def unlike(jobs: Sequence[Job]) -> list[Job]:
     """One job for each kernel that is compiled."""
     seen: dict[object, Job] = {}
     for job in jobs:
-        format, _, inputs, tokens, plan = job
+        format, outputs, inputs, tokens, plan = job
         if isinstance(plan, GemvPlan):
             seen.setdefault((format, inputs, plan), job)
         elif isinstance(plan, GemmPlan):
-            kernel = plan.tile, plan.rows, plan.columns, plan.warps, plan.stages, plan.split_k > 1
+            fetched = outputs * inputs <= 32 << 20
+            kernel = plan.tile, plan.rows, plan.columns, plan.warps, plan.stages, plan.split_k > 1, fetched
             seen.setdefault((format, kernel), job)
             seen.setdefault((format, inputs, tokens > 16), job)  # the rounding of the rows
         elif isinstance(plan, StreamKPlan):
@@ -164,10 +172,8 @@ def measure(format: str, outputs: int, inputs: int, all_tokens: Sequence[int], w
 
 
 def first_of(weight: Packed) -> Tensor:
-    """The tensor of the codes or values."""
-    if isinstance(weight, MXFP4):
-        return weight.blocks
-    return weight.codes if isinstance(weight, GroupINT4) else weight.values
+    """The tensor of the words or values."""
+    return weight.words if isinstance(weight, FourBitWords) else weight.values
 
 
 def main() -> None:

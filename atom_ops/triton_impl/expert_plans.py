@@ -136,12 +136,14 @@ _GPT_OSS_20B_MXFP4 = (
     GroupedPlan(1536, 64, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 4)),
     GroupedPlan(MANY, 128, GroupedTile(64, 128, 4, 2), GroupedTile(128, 128, 4, 2)),
 )
+_KIMI_K2_INT4 = (GroupedPlan(384, 16, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 3)),)
 
 TUNED: dict[str, dict[Layer, tuple[ExpertPlan, ...]]] = {
     "NVIDIA H200": {
         ("plain", (128, 2048, 768)): _QWEN3_30B_A3B,
         ("block_fp8", (128, 2048, 768)): _QWEN3_30B_A3B_FP8,
         ("mxfp4", (32, 2880, 2880)): _GPT_OSS_20B_MXFP4,
+        ("int4", (384, 7168, 2048)): _KIMI_K2_INT4,
     }
 }
 """By the driver's name of the GPU and the layer: plans by rising tokens. `make tune-experts` measures."""

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from atom_ops.ops.fused_linear import add_norm_linear, silu_and_mul_linear
 from atom_ops.triton_impl import INTERPRETED, NEEDS, quantized_linear, runs_on
-from atom_ops.triton_impl.linear import multiply_rows, store_outputs, weight_tile
+from atom_ops.triton_impl.linear import multiply_rows, weight_tile
 from atom_ops.triton_impl.pdl import launch_options, pdl_launch_dependents, pdl_wait
 from atom_ops.triton_impl.quantized_plans import Packed
+from atom_ops.triton_impl.split_k import store_outputs
 from atom_ops.triton_impl.tuned import NORM_LINEAR, SILU_LINEAR, FusedPlan
 
 _INTERPRETED = FusedPlan(rows=8, columns=64, warps=4, tiles=2)

@@ -23,27 +23,19 @@ from atom_ops.triton_impl import INTERPRETED, quantized_linear
 from atom_ops.triton_impl.pdl import (
     fits_cache,
     launch_options,
-    pdl_begin,
     pdl_launch_dependents,
     pdl_wait,
     prefetch_rows,
 )
 from atom_ops.triton_impl.quantized_plans import Packed
+from atom_ops.triton_impl.split_k import partials_of, reduce_partials, store_outputs
 from atom_ops.triton_impl.tuned import LINEAR, FusedPlan, LinearPlan, Plan, Plans, StreamKPlan
 
-_ADDED_AT_ONCE = 512
 _INTERPRETED = (
     LinearPlan(tokens=1, vector=True, rows=8, columns=64, warps=4, stages=1),
     LinearPlan(tokens=8, vector=False, rows=16, columns=64, warps=4, stages=2, split_k=3),
     LinearPlan(tokens=128, vector=False, rows=32, columns=128, warps=4, stages=2),
 )
-
-
-@triton.jit
-def store_outputs(total, bias, out, place, output, inside, HAS_BIAS: tl.constexpr):
-    if HAS_BIAS:
-        total += tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -171,20 +163,6 @@ def _gemm(
     store_outputs(total_RT, bias, out, place_RT, output_R[:, None], inside_RT, HAS_BIAS)
 
 
-@triton.jit
-def _reduce_split_k(
-    partials, bias, out, size, outputs,
-    SPLIT_K: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    pdl_begin(PDL)
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < size
-    total = tl.zeros((BLOCK,), tl.float32)
-    for split in tl.static_range(SPLIT_K):
-        total += tl.load(partials + split * size + place, mask=inside, other=0.0)
-    store_outputs(total, bias, out, place, place % outputs, inside, HAS_BIAS)
-
-
 def multiply(
     plan: Plan,
     x_TI: Tensor,
@@ -217,19 +195,12 @@ def multiply(
         return out_TO
     tile |= {"TOKENS": max(16, triton.next_power_of_2(plan.tokens)), "num_stages": plan.stages}
     tile["FETCH"] = even and fits_cache(weight)
-    if split_k == 1:
-        _gemm[grid](
-            x_TI, weight, bias, out_TO, tokens, outputs, inputs, share, HAS_BIAS=bias is not None, **tile
-        )
-        return out_TO
-    sums = torch.empty(split_k, tokens, outputs, dtype=torch.float32, device=x_TI.device)
-    _gemm[grid](x_TI, weight, None, sums, tokens, outputs, inputs, share, HAS_BIAS=False, **tile)
-    size = tokens * outputs
-    _reduce_split_k[(triton.cdiv(size, _ADDED_AT_ONCE),)](
-        sums, bias, out_TO, size, outputs, SPLIT_K=split_k, HAS_BIAS=bias is not None, BLOCK=_ADDED_AT_ONCE,
-        **options,
-    )  # fmt: skip
-    return out_TO
+    sums = partials_of(out_TO, split_k)
+    of_gemm = None if split_k > 1 else bias
+    _gemm[grid](
+        x_TI, weight, of_gemm, sums, tokens, outputs, inputs, share, HAS_BIAS=of_gemm is not None, **tile
+    )
+    return out_TO if split_k == 1 else reduce_partials(sums, bias, out_TO)
 
 
 def multiply_rows(
@@ -281,6 +252,13 @@ def _plan(x_TI: Tensor, weight: Tensor) -> Plan | None:
         if isinstance(weight, Tensor)
         else quantized_linear.supports(weight, x_TI)
     ),
+    prepare=lambda x_TI, weight, bias=None, out_dtype=None: (
+        x_TI,
+        quantized_linear.packed(weight) or weight,
+        bias,
+        out_dtype,
+    ),
+    pack=quantized_linear.packed,
     batch_invariant=False,
     rounds_activations=True,
 )

@@ -35,6 +35,10 @@ _MIDDLE = (
 """(tokens, rows, warps, stages) of the GEMM for up to 256 tokens."""
 _MOST = ((128, 128, 8, 3), (128, 128, 8, 4), (128, 128, 4, 3))
 """The same for more."""
+_FEW_WORDS = ((64, 128, 3), (64, 128, 4), (64, 256, 3), (64, 256, 4), (128, 256, 3))
+"""(rows, columns, stages) of the GEMM of 4-bit weights for up to 64 tokens."""
+_MANY_WORDS = ((64, 128, 4, 3), (128, 128, 8, 3), (256, 128, 8, 3))
+"""(tokens, rows, warps, stages) of the same for more; two warpgroups load the tokens by TMA."""
 _PROGRAMS = 528
 """At most four to an SM of an H200."""
 
@@ -42,8 +46,11 @@ _PROGRAMS = 528
 def candidates(key: Key, tokens: int) -> Iterator[QuantizedPlan]:
     """Plans for up to `tokens` tokens."""
     format, outputs, inputs = key
+    if format.startswith(("int4", "mxfp4")):
+        yield from _four_bit(outputs, inputs, tokens)
+        return
     if tokens == 1:
-        yield from _vectors(format.startswith(("int4", "mxfp4")), inputs)
+        yield from _vectors(inputs, 16)
     if tokens <= 64:
         yield from _few(key, tokens)
     elif tokens <= 256:
@@ -57,10 +64,10 @@ def candidates(key: Key, tokens: int) -> Iterator[QuantizedPlan]:
         yield LibraryPlan(tokens if tokens <= 256 else MANY)
 
 
-def _vectors(four_bits: bool, inputs: int) -> Iterator[GemvPlan]:
-    """A thread loads 16 bytes of a row at once."""
+def _vectors(inputs: int, numbers: int) -> Iterator[GemvPlan]:
+    """A thread loads 16 bytes of a row at once, which are so many numbers."""
     for rows, warps in _COLUMNS:
-        columns = (32 if four_bits else 16) * 32 * warps
+        columns = numbers * 32 * warps
         if columns <= inputs:
             yield GemvPlan(rows, columns, warps)
     for rows, warps, tiles in _SHORT_ROWS if inputs <= _WHOLE_ROWS else _LONG_ROWS:
@@ -79,7 +86,23 @@ def _few(key: Key, tokens: int) -> Iterator[QuantizedPlan]:
             yield GemmPlan(tokens, tile, rows, 128, warps, stages, split)
 
 
-def _splits(tiles: int, inputs: int) -> list[int]:
+def _splits(tiles: int, inputs: int, columns: int = 128, most: int = 4) -> list[int]:
     """1, and the others that give few enough programs and an even share of the inputs."""
-    more = (split for split in (2, 3, 4) if tiles * split <= _PROGRAMS and inputs % (128 * split) == 0)
-    return [1, *(split for split in more if inputs >= 512 * split)]
+    shares = (split for split in (2, 3, 4, 8) if split <= most and inputs % (columns * split) == 0)
+    return [1, *(split for split in shares if tiles * split <= _PROGRAMS and inputs >= 512 * split)]
+
+
+def _four_bit(outputs: int, inputs: int, tokens: int) -> Iterator[QuantizedPlan]:
+    if tokens == 1:
+        yield from _vectors(inputs, 32)
+        return
+    limit, tile = (tokens if tokens <= 256 else MANY), max(tokens, 16)
+    if tokens <= 64:
+        for rows, columns, stages in _FEW_WORDS:
+            for split in _splits(outputs // rows, inputs, columns, 8):
+                yield GemmPlan(limit, tile, rows, columns, 4, stages, split)
+        return
+    for tile, rows, warps, stages in _MANY_WORDS:
+        for split in _splits(outputs // rows * -(-min(tokens, 256) // tile), inputs):
+            yield GemmPlan(limit, tile, rows, 128, warps, stages, split)
+    yield LibraryPlan(limit)

@@ -1,6 +1,7 @@
 """`linear` with a quantized weight, alone or after a norm or a gated activation.
 
-    1 token          `quantized_gemv`: weights decoded in registers, activations not rounded
+    1 token          `quantized_gemv`, `four_bit_gemv`: weights decoded in registers, activations not
+                     rounded
     several, 8-bit   activations rounded to 8 bits as well, by the kernel of the norm or the activation
                      before (`rounded_rows`); then `eight_bit_linear` or torch._scaled_mm
     several, 4-bit   `four_bit_linear`, activations not rounded; many: the weight decoded, and plain GEMM
@@ -21,6 +22,7 @@ from atom_ops.ops.norm import add_rms_norm, rms_norm
 from atom_ops.triton_impl import (
     INTERPRETED,
     eight_bit_linear,
+    four_bit_gemv,
     four_bit_linear,
     is_hopper,
     quantized_gemv,
@@ -35,10 +37,9 @@ from atom_ops.triton_impl.quantized_plans import (
 )
 from atom_ops.triton_impl.rounded_rows import MOST_INPUTS, Form, RoundedRows, round_rows
 from atom_ops.triton_impl.tuned import StreamKPlan
-from atom_ops.weights import MXFP4, BlockFP8, ChannelFP8, ChannelINT8, GroupINT4, Weight
+from atom_ops.weights import MXFP4, BlockFP8, ChannelFP8, ChannelINT8, FourBitWords, GroupINT4, Weight
+from atom_ops.weights.four_bit_words import pack_words
 
-_CELL = 32
-"""Inputs that share a scale in every 4-bit format."""
 _BLOCK = 128
 _LIBRARY_TILE = 16
 _FP8_CAPABILITY = (8, 9)
@@ -63,10 +64,14 @@ def _reads(weight: Packed) -> bool:
     inputs = weight.shape[1]
     if isinstance(weight, BlockFP8):
         return weight.block[0] % _BLOCK == 0 and weight.block[1] == _BLOCK and inputs <= MOST_INPUTS
-    if isinstance(weight, ChannelFP8 | ChannelINT8):
-        return inputs <= MOST_INPUTS
-    group = weight.group if isinstance(weight, GroupINT4) else _CELL
-    return group % _CELL == 0 and inputs % _CELL == 0 and inputs <= MOST_INPUTS
+    return isinstance(weight, FourBitWords) or inputs <= MOST_INPUTS
+
+
+def packed(weight: Weight) -> FourBitWords | None:
+    """The layout that `multiply` reads, where it differs and the kernels run on the weight's device."""
+    if not isinstance(weight, GroupINT4 | MXFP4) or len(weight.shape) != 2:
+        return None
+    return pack_words(weight) if INTERPRETED or _runs(weight.scales.device, False) else None
 
 
 @cache
@@ -115,6 +120,8 @@ def supports_gate(x_T2F: Tensor, weight: Weight) -> bool:
 
 def _rounds(plan: QuantizedPlan, weight: Packed) -> bool:
     """Whether the plan's GEMM reads `RoundedRows`."""
+    if isinstance(weight, FourBitWords):
+        return False
     return isinstance(plan, GemmPlan) or isinstance(weight, BlockFP8 | ChannelFP8)
 
 
@@ -137,7 +144,9 @@ def multiply(
         x, total = _apart(x, gated, residual_TD, norm_weight_D, eps)
         if isinstance(plan, GemvPlan):
             return _vector(plan, x, weight, bias, dtype, None, None, 0.0)[0], total
-        assert isinstance(weight, GroupINT4 | MXFP4), "plans of other formats have no library"
+        assert isinstance(weight, FourBitWords), "kernels of the other types read rounded rows"
+        if isinstance(plan, GemmPlan):
+            return four_bit_linear.multiply(plan, x, weight, bias, dtype), total
         return _decoded(x, weight, bias, dtype), total
     form, tile, group = _form(weight), _LIBRARY_TILE, 0
     if isinstance(plan, GemmPlan):
@@ -156,16 +165,12 @@ def multiply(
 
         assert isinstance(weight, BlockFP8 | ChannelFP8)
         return hopper_linear.multiply_e4m3(plan, rows, len(x), weight, bias, dtype), total
-    assert isinstance(plan, GemmPlan), "one token is multiplied above"
-    if isinstance(weight, GroupINT4 | MXFP4):
-        return four_bit_linear.multiply(plan, rows, len(x), weight, bias, dtype), total
+    assert isinstance(plan, GemmPlan) and not isinstance(weight, FourBitWords), "multiplied above"
     return eight_bit_linear.multiply(plan, rows, len(x), weight, bias, dtype), total
 
 
 def _form(weight: Packed) -> Form:
-    if isinstance(weight, ChannelINT8):
-        return "int8"
-    return "e4m3" if isinstance(weight, BlockFP8 | ChannelFP8) else "halves"
+    return "int8" if isinstance(weight, ChannelINT8) else "e4m3"
 
 
 def _apart(
@@ -194,13 +199,15 @@ def _vector(
     x_TI = x_TI.contiguous()
     out_TO = torch.empty(1, weight.shape[0], dtype=dtype, device=x_TI.device)
     total_TI = x_TI if residual_TI is None else torch.empty_like(x_TI)
-    quantized_gemv.multiply(
-        plan, x_TI, weight, bias, out_TO, residual_TI, norm_weight_I, eps, total_TI
-    )  # fmt: skip
+    rest = bias, out_TO, residual_TI, norm_weight_I, eps, total_TI
+    if isinstance(weight, FourBitWords):
+        four_bit_gemv.multiply(plan, x_TI, weight, *rest)
+    else:
+        quantized_gemv.multiply(plan, x_TI, weight, *rest)
     return out_TO, total_TI
 
 
-def _decoded(x_TI: Tensor, weight: GroupINT4 | MXFP4, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _decoded(x_TI: Tensor, weight: FourBitWords, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """A plain GEMM with the weight decoded, a part of its rows at a time."""
     outputs, inputs = weight.shape
     each = max(_DECODED_NUMBERS // inputs // _BLOCK, 1) * _BLOCK
@@ -219,7 +226,7 @@ _DECODED_NUMBERS = 1 << 28
 
 def _scaled_mm(rows: RoundedRows, tokens: int, weight: Packed, bias: Tensor | None) -> Tensor:
     """[T, O] in bfloat16, by cuBLAS or CUTLASS."""
-    assert isinstance(weight, BlockFP8 | ChannelFP8) and rows.scales is not None
+    assert isinstance(weight, BlockFP8 | ChannelFP8)
     blocks = isinstance(weight, BlockFP8)
     scales = (rows.scales.t(), weight.scales.t()) if blocks else (rows.scales[:, None], weight.scales[None])
     out_TO: Tensor = torch._scaled_mm(

@@ -8,14 +8,14 @@ import torch
 
 from atom_ops.triton_impl import INTERPRETED
 from atom_ops.triton_impl.tuned import StreamKPlan
-from atom_ops.weights import MXFP4, BlockFP8, ChannelFP8, ChannelINT8, GroupINT4
+from atom_ops.weights import BlockFP8, ChannelFP8, ChannelINT8, FourBitWords
 
-Packed = BlockFP8 | ChannelFP8 | ChannelINT8 | GroupINT4 | MXFP4
+Packed = BlockFP8 | ChannelFP8 | ChannelINT8 | FourBitWords
 """The types of weight that these kernels read."""
 
 
 class GemvPlan(msgspec.Struct, frozen=True, tag="quantized-vector"):
-    """One token, by `quantized_gemv`."""
+    """One token, by `quantized_gemv` or `four_bit_gemv`."""
 
     rows: int
     """Weight rows of a tile."""
@@ -28,7 +28,7 @@ class GemvPlan(msgspec.Struct, frozen=True, tag="quantized-vector"):
 
 
 class GemmPlan(msgspec.Struct, frozen=True, tag="quantized-tiles"):
-    """Several tokens, by `eight_bit_linear` or `four_bit_linear`."""
+    """By `eight_bit_linear` or `four_bit_linear`."""
 
     tokens: int
     """Most tokens."""
@@ -72,6 +72,11 @@ def _gemm(tokens: int, warps: int, stages: int, split_k: int = 1, rows: int = 64
     return GemmPlan(tokens, tile or max(tokens, 16), rows, 128, warps, stages, split_k)
 
 
+def _words(tokens: int, stages: int, split_k: int = 1, rows: int = 64, chunks: int = 1) -> GemmPlan:
+    """Of 4-bit weights; more warps would need TMA (see `four_bit_linear`)."""
+    return GemmPlan(tokens, max(tokens, 16), rows, 128 * chunks, 4, stages, split_k)
+
+
 def _stream_k(tokens: int, programs: int) -> StreamKPlan:
     return StreamKPlan(1, tokens, 64, 128, 8, programs)
 
@@ -81,9 +86,9 @@ _QKV, _O, _GATE_UP, _DOWN = (6144, 4096), (4096, 4096), (24576, 4096), (4096, 12
 _WHOLE = GemvPlan(4, 0, 8, 2)
 _LIBRARY = LibraryPlan(MANY)
 _H200: dict[Key, QuantizedPlans] = {
-    ("fp8-block", *_QKV): (_WHOLE, _stream_k(16, 96), _stream_k(64, 96), _LIBRARY),
+    ("fp8-block", *_QKV): (GemvPlan(2, 0, 4, 4), _stream_k(16, 96), _stream_k(64, 96), _LIBRARY),
     ("fp8-block", *_O): (_WHOLE, _stream_k(16, 64), _stream_k(64, 128), _LIBRARY),
-    ("fp8-block", *_GATE_UP): (_WHOLE, _gemm(16, 4, 6), _gemm(64, 4, 4), _LIBRARY),
+    ("fp8-block", *_GATE_UP): (GemvPlan(2, 0, 4, 4), _gemm(16, 4, 6), _gemm(64, 4, 4), _LIBRARY),
     ("fp8-block", *_DOWN): (
         *(_gemm(1, 4, 6, 6), _gemm(16, 4, 6, 6), _stream_k(64, 128)),
         *(_gemm(256, 4, 4, 2, tile=128), _LIBRARY),
@@ -96,23 +101,26 @@ _H200: dict[Key, QuantizedPlans] = {
     ("int8-channel", *_O): (GemvPlan(2, 0, 4, 2), _gemm(16, 4, 4, 4), _gemm(64, 4, 6, 4)),
     ("int8-channel", *_GATE_UP): (_gemm(1, 4, 6), _gemm(16, 4, 6), _gemm(64, 4, 4, rows=128)),
     ("int8-channel", *_DOWN): (_gemm(1, 4, 6, 4), _gemm(16, 4, 6, 4), _gemm(64, 4, 6, 4)),
-    ("int4-128", *_QKV): (_WHOLE, _gemm(16, 4, 8, 4), _gemm(64, 4, 3, 4), _LIBRARY),
+    ("int4-128", *_QKV): (
+        *(_WHOLE, _words(16, 3, 4, chunks=2), _words(64, 3, 4)),
+        *(_gemm(256, 8, 3, 2, rows=128, tile=128), _LIBRARY),
+    ),
     ("int4-128", *_O): (
-        *(GemvPlan(8, 4096, 4), _gemm(16, 8, 4, 4, rows=128), _gemm(64, 4, 4, 4)),
-        _LIBRARY,
+        *(GemvPlan(8, 4096, 4), _words(16, 4, 4, chunks=2), _words(64, 4, 4)),
+        *(_gemm(256, 8, 3, 4, rows=128, tile=128), _LIBRARY),
     ),
     ("int4-128", *_GATE_UP): (
-        *(GemvPlan(8, 0, 4), _gemm(16, 4, 3), _gemm(64, 4, 3)),
+        *(GemvPlan(8, 0, 4), _words(16, 3, chunks=2), _words(64, 3)),
         *(_gemm(256, 8, 3, rows=128, tile=128), _LIBRARY),
     ),
     ("int4-128", *_DOWN): (
-        *(GemvPlan(8, 2048, 2), _gemm(16, 4, 3, 6), _gemm(64, 4, 4, 4)),
-        *(_gemm(256, 8, 3, 2, rows=128, tile=128), _LIBRARY),
+        *(GemvPlan(8, 2048, 2), _words(16, 3, 8, rows=128, chunks=2), _words(64, 3, 4, chunks=2)),
+        *(_gemm(256, 8, 3, 4, rows=128, tile=256), _LIBRARY),
     ),
-    ("mxfp4", *_QKV): (GemvPlan(4, 0, 4, 2), _gemm(64, 4, 4, 4), _LIBRARY),
-    ("mxfp4", *_O): (_WHOLE, _gemm(64, 4, 4, 4), _LIBRARY),
-    ("mxfp4", *_GATE_UP): (GemvPlan(8, 0, 4), _gemm(64, 4, 4), _LIBRARY),
-    ("mxfp4", *_DOWN): (GemvPlan(4, 4096, 4), _gemm(64, 4, 4, 4), _LIBRARY),
+    ("mxfp4", *_QKV): (GemvPlan(4, 0, 4, 2), _words(16, 3, 4), _words(64, 3, 4), _LIBRARY),
+    ("mxfp4", *_O): (_WHOLE, _words(16, 4, 4), _words(64, 4, 4), _LIBRARY),
+    ("mxfp4", *_GATE_UP): (GemvPlan(8, 0, 4), _words(16, 4), _words(64, 3), _LIBRARY),
+    ("mxfp4", *_DOWN): (GemvPlan(4, 4096, 4), _words(16, 4, 4), _words(64, 3, 4), _LIBRARY),
 }
 MEASURED = {"NVIDIA H200": _H200}
 """By the driver's name of the GPU."""
@@ -126,9 +134,7 @@ def format_of(weight: Packed) -> str:
         return "fp8-channel"
     if isinstance(weight, ChannelINT8):
         return "int8-channel"
-    if isinstance(weight, GroupINT4):
-        return f"int4-{weight.group}"
-    return "mxfp4"
+    return f"int4-{weight.group}" if weight.group else "mxfp4"
 
 
 def key_of(weight: Packed) -> Key:
@@ -180,7 +186,7 @@ def general_plans(key: Key) -> QuantizedPlans:
     many = GemmPlan(MANY, 128, 128, 128, 8, 3)
     if not library:
         return (vector, *few, GemmPlan(256, 64, 64, 128, 4, 4), many)
-    middle = (GemmPlan(128, 64, 64, 128, 4, 3),) if four_bits else ()
+    middle = (GemmPlan(256, 128, 128, 128, 8, 3),) if four_bits else ()
     return (vector, *few, *middle, LibraryPlan(MANY), many)
 
 
@@ -193,4 +199,5 @@ def _filled(outputs: int, inputs: int, tokens: int, four_bits: bool) -> GemmPlan
     splits = [splits for splits in (1, 2, 4) if inputs >= 512 * splits]
     split_k = next((splits for splits in splits if tiles * splits >= _PROGRAMS), splits[-1] if splits else 1)
     stages = 3 if four_bits else 6 if split_k > 1 else 4
-    return GemmPlan(tokens, tokens, 64, 128, 4, stages, split_k)
+    columns = 256 if four_bits and tokens <= 16 else 128
+    return GemmPlan(tokens, tokens, 64, columns, 4, stages, split_k)

@@ -1,7 +1,6 @@
 """Activations in the form that a GEMM with a quantized weight reads, made by one kernel.
 
     e4m3, int8    each token (or each group of inputs of a token) divided by a scale of its own
-    halves        not rounded; the even inputs of a token, then the odd ones, as 4-bit codes are packed
 
 The same kernel computes the RMSNorm with its residual, or the gated activation, that comes before the
 layer: the rows are rounded to the compute dtype first, as the separate kernels round them.
@@ -18,12 +17,12 @@ from torch import Tensor
 from atom_ops.triton_impl import INTERPRETED as _INTERPRETED
 from atom_ops.triton_impl.pdl import launch_options, pdl_launch_dependents, pdl_wait
 
-Form = Literal["e4m3", "int8", "halves"]
+Form = Literal["e4m3", "int8"]
 MOST_INPUTS = 32768
 """A program holds a row in registers."""
 INTERPRETED = tl.constexpr(_INTERPRETED)
 _DTYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
-_BOUNDS = {"e4m3": 448.0, "int8": 127.0, "halves": 0.0}
+_BOUNDS = {"e4m3": 448.0, "int8": 127.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +31,8 @@ class RoundedRows:
 
     values: Tensor
     """[padded T, I]."""
-    scales: Tensor | None
-    """float32 [padded T], or [I / group, padded T]; None: not rounded."""
+    scales: Tensor
+    """float32 [padded T], or [I / group, padded T]."""
 
 
 @triton.jit
@@ -51,25 +50,22 @@ def _store_rounded(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, BOUND: tl.constexpr,
 ):  # fmt: skip
     first = row.to(tl.int64) * SIZE
-    if FORM == "halves":
-        tl.store(values + first + column % 2 * (SIZE // 2) + column // 2, wide, mask=inside)
+    if GROUP:
+        grouped = tl.reshape(wide, [BLOCK // GROUP, GROUP])
+        most = tl.maximum(tl.max(tl.abs(grouped), 1), 1e-12)
+        group = tl.arange(0, BLOCK // GROUP)
+        tl.store(scales + group * padded + row, most / BOUND, mask=group * GROUP < SIZE)
+        rounded = tl.reshape(grouped * (BOUND / most)[:, None], [BLOCK])
     else:
-        if GROUP:
-            grouped = tl.reshape(wide, [BLOCK // GROUP, GROUP])
-            most = tl.maximum(tl.max(tl.abs(grouped), 1), 1e-12)
-            group = tl.arange(0, BLOCK // GROUP)
-            tl.store(scales + group * padded + row, most / BOUND, mask=group * GROUP < SIZE)
-            rounded = tl.reshape(grouped * (BOUND / most)[:, None], [BLOCK])
-        else:
-            most = tl.maximum(tl.max(tl.abs(wide), 0), 1e-12)
-            tl.store(scales + row, most / BOUND)
-            rounded = wide * (BOUND / most)
-        rounded = tl.minimum(tl.maximum(rounded, -BOUND), BOUND)
-        if FORM == "int8":
-            rounded = tl.floor(rounded + 0.5)
-        elif INTERPRETED:
-            rounded = _to_e4m3(rounded)
-        tl.store(values + first + column, rounded.to(values.dtype.element_ty), mask=inside)
+        most = tl.maximum(tl.max(tl.abs(wide), 0), 1e-12)
+        tl.store(scales + row, most / BOUND)
+        rounded = wide * (BOUND / most)
+    rounded = tl.minimum(tl.maximum(rounded, -BOUND), BOUND)
+    if FORM == "int8":
+        rounded = tl.floor(rounded + 0.5)
+    elif INTERPRETED:
+        rounded = _to_e4m3(rounded)
+    tl.store(values + first + column, rounded.to(values.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["padded"])
@@ -123,12 +119,12 @@ def round_rows(
     x = x.contiguous()
     tokens, size = len(x), x.shape[1] // 2 if gated else x.shape[1]
     padded = triton.cdiv(tokens, tile) * tile
-    dtype = _DTYPES.get(form, x.dtype)
+    dtype = _DTYPES[form]
     # The interpreter would warn of sums of random bits.
     make = torch.zeros if _INTERPRETED else torch.empty
     values = make(padded, size, dtype=dtype, device=x.device)
     shape = (triton.cdiv(size, group), padded) if group else (padded,)
-    scales = None if form == "halves" else torch.empty(shape, dtype=torch.float32, device=x.device)
+    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
     total = x if residual_TD is None else torch.empty_like(x)
     residual_TD = None if residual_TD is None else residual_TD.contiguous()
     block = triton.next_power_of_2(size)

@@ -46,7 +46,7 @@ class Reordered:
     `linear` gathers the inputs; kernels then read the weight as any other of its type.
     """
 
-    weight: GroupINT4 | PackedINT4
+    weight: GroupINT4 | FourBitWords | PackedINT4
     """[..., O, N]."""
     order: Tensor
     """int64 [..., N]; an input of weight zero may be there more than once."""
@@ -76,8 +76,8 @@ class Reordered:
         return numbers.new_zeros(self.shape).scatter_add_(-1, places, numbers)
 
     @property
-    def _quantized(self) -> GroupINT4:
-        if not isinstance(self.weight, GroupINT4):
+    def _quantized(self) -> GroupINT4 | FourBitWords:
+        if not isinstance(self.weight, GroupINT4 | FourBitWords):
             raise TypeError("a weight that was packed for one provider is read by it alone")
         return self.weight
 

@@ -24,7 +24,7 @@ from atom_ops.ops.linear import BATCH_INVARIANT
 from atom_ops.ops.qkv import HeadNorms
 from atom_ops.ops.sparse_attention import TopKIndices
 from atom_ops.ops.token_shard import TokenShard
-from atom_ops.weights import MXFP4, BlockFP8, ChannelFP8, ChannelINT8, FourBitWords, GroupINT4
+from atom_ops.weights import BlockFP8, ChannelFP8, ChannelINT8, FourBitWords
 from tests.helpers.chips import CHIPS, Compiled, compiling_for
 from tests.helpers.kernel_table import COMPILED, launched, record
 from tests.helpers.op_cases import changed
@@ -220,13 +220,20 @@ def test_every_plan_and_tile_of_linear(chip: str) -> None:
 def test_linear_with_quantized_weights(format: str) -> None:
     """On NVIDIA alone, where it is used."""
     triton_impl.load()
-    from atom_ops.triton_impl import eight_bit_linear, four_bit_linear, hopper_linear, quantized_gemv
+    from atom_ops.triton_impl import (
+        eight_bit_linear,
+        four_bit_gemv,
+        four_bit_linear,
+        hopper_linear,
+        quantized_gemv,
+    )
     from atom_ops.triton_impl.quantized_plans import MEASURED, GemmPlan, GemvPlan, general_plans
     from atom_ops.triton_impl.rounded_rows import round_rows
     from atom_ops.triton_impl.tuned import StreamKPlan
 
     measured = [key for key in MEASURED["NVIDIA H200"] if key[0] == format]
-    form: Any = "e4m3" if format.startswith("fp8") else "int8" if format == "int8-channel" else "halves"
+    four_bit = format.startswith(("int4", "mxfp4"))
+    form: Any = "int8" if format == "int8-channel" else "e4m3"
     with compiling_for(CHIPS["H200"]) as compiled:
         for key in dict.fromkeys([*measured, (format, 4096, 4096), (format, 1000, 96 * 32)]):
             weight, bias = packed(*key), tensor(key[1])
@@ -234,17 +241,19 @@ def test_linear_with_quantized_weights(format: str) -> None:
                 x = tensor(1 if isinstance(plan, GemvPlan) else 64, key[2])
                 if isinstance(plan, GemvPlan):
                     norm = (x, tensor(key[2]), 1e-6, x) if plan.columns == 0 else ()
-                    quantized_gemv.multiply(plan, x, weight, bias, tensor(1, key[1]), *norm)
+                    gemv = four_bit_gemv if four_bit else quantized_gemv
+                    gemv.multiply(plan, x, weight, bias, tensor(1, key[1]), *norm)
                 elif isinstance(plan, StreamKPlan):
                     rows, _ = round_rows(x, form, plan.tokens)
                     hopper_linear.multiply_e4m3(plan, rows, 64, weight, None, BF16)
+                elif isinstance(plan, GemmPlan) and four_bit:
+                    four_bit_linear.multiply(plan, tensor(plan.tile, key[2]), weight, bias, BF16)
                 elif isinstance(plan, GemmPlan):
-                    kernels = four_bit_linear if form == "halves" else eight_bit_linear
                     rows, _ = round_rows(x, form, plan.tile, residual_TD=x, norm_weight_D=x[0], eps=1e-6)
-                    kernels.multiply(plan, rows, 64, weight, bias, BF16)
+                    eight_bit_linear.multiply(plan, rows, 64, weight, bias, BF16)
+            if four_bit:
+                four_bit_linear.dequantized(weight, BF16)
         round_rows(tensor(64, 2 * 12288), form, 64, gated=True, group=128 if format == "fp8-block" else 0)
-        if form == "halves":
-            four_bit_linear.dequantized(weight, BF16)
     check(compiled, "H200")
 
 
@@ -257,13 +266,13 @@ def packed(format: str, outputs: int, inputs: int) -> Any:
         if format == "int8-channel":
             return ChannelINT8(ints(outputs, inputs, dtype=torch.int8), scales)
         return ChannelFP8(tensor(outputs, inputs, dtype=torch.float8_e4m3fn), scales)
-    codes = ints(outputs, inputs // 2, dtype=torch.uint8)
+    chunks = -(-inputs // 128)
+    words = ints(outputs, 32 * chunks, dtype=torch.int16)
     if format == "mxfp4":
-        return MXFP4(codes, ints(outputs, inputs // 32, dtype=torch.uint8))
-    group = int(format.split("-")[1])
-    return GroupINT4(
-        codes, tensor(outputs, inputs // group), ints(outputs, inputs // group, dtype=torch.uint8)
-    )
+        return FourBitWords(words, ints(outputs, chunks), None, inputs)
+    groups = inputs // int(format.split("-")[1])
+    zeros = ints(outputs, groups, dtype=torch.uint8)
+    return FourBitWords(words, tensor(outputs, groups), zeros, inputs)
 
 
 @chips

@@ -1,0 +1,82 @@
+"""`linear` with quantized weights on a GPU: every measured and general plan, against float32."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from atom_ops import add_norm_linear, backend, linear, silu_and_mul_linear
+
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+FORMATS = ("fp8-block", "fp8-channel", "int8-channel", "int4-128", "int4-32", "mxfp4")
+SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (1000, 960))
+EXACT, ROUNDED = 4e-3, 0.05
+"""Relative errors: of bfloat16 results, and with activations in e4m3 or int8."""
+REPEATS = 10
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+@pytest.fixture(autouse=True)
+def resolved() -> Iterator[None]:
+    backend.resolve(GPU)
+    yield
+    backend.resolve(CPU)
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.float() - wanted).norm() / wanted.norm())
+
+
+def readable(format: str, shape: tuple[int, int]) -> Any:
+    from tools.tune_quantized import made_weight
+
+    group = int(format.split("-")[1]) if format.startswith("int4") else 32
+    if shape[1] % group:
+        pytest.skip("the groups do not divide the inputs")
+    return made_weight(format, *shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_plan(format: str, shape: tuple[int, int]) -> None:
+    """Several times: a race shows in one tile of thousands."""
+    from atom_ops.triton_impl.quantized_linear import multiply
+    from atom_ops.triton_impl.quantized_plans import LibraryPlan, general_plans, key_of, plans_of
+
+    torch.manual_seed(5)
+    weight = readable(format, shape)
+    exact = weight.dequantized(torch.float32)
+    limit = EXACT if format.startswith(("int4", "mxfp4")) else ROUNDED
+    for plan in dict.fromkeys([*plans_of(weight), *general_plans(key_of(weight))]):
+        if isinstance(plan, LibraryPlan) and shape[0] % 16:
+            continue
+        tokens = min(plan.tokens, 300)
+        x = torch.randn(tokens, shape[1], device=GPU, dtype=torch.bfloat16)
+        wanted = x.float() @ exact.T
+        first = multiply(plan, x, weight, None, x.dtype)[0]
+        assert error(first, wanted) < limit, plan
+        for _ in range(REPEATS):
+            assert torch.equal(multiply(plan, x, weight, None, x.dtype)[0], first), plan
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_ops_before_and_biases(format: str) -> None:
+    torch.manual_seed(6)
+    weight = readable(format, (4096, 4096))
+    exact = weight.dequantized(torch.float32)
+    bias, norm = torch.randn(4096, device=GPU).bfloat16(), torch.rand(4096, device=GPU).bfloat16()
+    for tokens in (1, 7, 64, 200):
+        x, residual = torch.randn(2, tokens, 4096, device=GPU, dtype=torch.bfloat16).unbind()
+        assert error(linear(x, weight, bias), x.float() @ exact.T + bias) < ROUNDED
+        found, total = add_norm_linear(x, residual, norm, 1e-6, weight, bias)
+        assert torch.equal(total, x + residual)
+        normed = torch.nn.functional.rms_norm(total.float(), (4096,), norm.float(), 1e-6).bfloat16()
+        assert error(found, normed.float() @ exact.T + bias) < ROUNDED
+        both = torch.randn(tokens, 8192, device=GPU, dtype=torch.bfloat16)
+        gated = (torch.nn.functional.silu(both[:, :4096].float()) * both[:, 4096:]).bfloat16()
+        assert error(silu_and_mul_linear(both, weight), gated.float() @ exact.T) < ROUNDED
