@@ -1,15 +1,14 @@
 """GEMM of 4-bit weights (`FourBitWords`) and plain activations: codes are decoded in registers.
 
-For many tokens the whole weight is decoded first, by a kernel of its own, for the vendor's GEMM.
+A program has 4 warps: with two warpgroups Triton 3.6 gives wrong results on Hopper for some tiles. For many
+tokens the whole weight is decoded first, by a kernel of its own, for the vendor's GEMM.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from atom_ops.triton_impl import is_hopper
 from atom_ops.triton_impl.four_bit import COLUMNS, decode_words, join_quarters, settings_of
 from atom_ops.triton_impl.pdl import (
     fits_cache,
@@ -43,10 +42,10 @@ def _chunks_of(
 def _gemm(
     x, words, scales, zeros, bias, out, tokens, outputs, inputs, chunks, groups, share,
     GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
-    CHUNKS: tl.constexpr, TOKENS: tl.constexpr, DESCRIBED: tl.constexpr, PTX: tl.constexpr,
+    CHUNKS: tl.constexpr, TOKENS: tl.constexpr, PTX: tl.constexpr,
     PDL: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, splits). A split has `share` iterations of CHUNKS chunks. DESCRIBED: x is a descriptor."""
+    """Grid (tiles, splits). A split has `share` iterations of CHUNKS chunks."""
     tiles = tl.cdiv(tokens, TOKENS)
     first_o, first = tl.program_id(0) // tiles * ROWS, tl.program_id(1) * share * CHUNKS
     first_t = tl.program_id(0) % tiles * TOKENS
@@ -54,8 +53,7 @@ def _gemm(
     inside_R, real_T = output_R < outputs, token_T < tokens
     row_R, word_W, column_C = output_R.to(tl.int64), tl.arange(0, CHUNKS * 32), tl.arange(0, CHUNKS * 128)
     words_RW = words + row_R[:, None] * (chunks * 32) + word_W[None, :]
-    if not DESCRIBED:
-        x_TC = x + token_T.to(tl.int64)[:, None] * inputs + column_C[None, :]
+    x_TC = x + token_T.to(tl.int64)[:, None] * inputs + column_C[None, :]
     total_RT = tl.zeros((ROWS, TOKENS), tl.float32)
     if FETCH:
         pdl_launch_dependents(PDL)
@@ -65,14 +63,10 @@ def _gemm(
     for chunk in range(first, tl.minimum(first + share * CHUNKS, chunks), CHUNKS):
         if EVEN:
             part_RW = tl.load(words_RW + chunk * 32)
+            part_TC = tl.load(x_TC + chunk * 128, mask=real_T[:, None], other=0.0)
         else:
             inside_RW = inside_R[:, None] & (word_W < (chunks - chunk) * 32)[None, :]
             part_RW = tl.load(words_RW + chunk * 32, mask=inside_RW, other=0)
-        if DESCRIBED:
-            part_TC = x.load([first_t, chunk * 128])
-        elif EVEN:
-            part_TC = tl.load(x_TC + chunk * 128, mask=real_T[:, None], other=0.0)
-        else:
             inside_TC = real_T[:, None] & (column_C < inputs - chunk * 128)[None, :]
             part_TC = tl.load(x_TC + chunk * 128, mask=inside_TC, other=0.0)
         a, b, c, d = _chunks_of(
@@ -125,27 +119,15 @@ def multiply(
     out_TO = torch.empty(tokens, outputs, dtype=dtype, device=x_TI.device)
     sums = partials_of(out_TO, split_k)
     even = outputs % plan.rows == 0 and inputs == split_k * share * plan.columns
-    x, described = x_TI, _describable(plan, x_TI)
-    if described:
-        x = TensorDescriptor.from_tensor(x_TI, [plan.tile, plan.columns])
     _gemm[(triton.cdiv(outputs, plan.rows) * triton.cdiv(tokens, plan.tile), split_k)](
-        x, weight.words, weight.scales, weight.zeros, bias, sums,
+        x_TI, weight.words, weight.scales, weight.zeros, bias, sums,
         tokens, outputs, inputs, chunks, weight.scales.shape[1], share,
         HAS_BIAS=bias is not None and split_k == 1, EVEN=even, ROWS=plan.rows, CHUNKS=at_once,
-        TOKENS=plan.tile, DESCRIBED=described, FETCH=even and fits_cache(weight.words),
+        TOKENS=plan.tile, FETCH=even and fits_cache(weight.words),
         num_warps=plan.warps, num_stages=plan.stages, **settings_of(weight),
         **launch_options(x_TI.device),
     )  # fmt: skip
     return out_TO if split_k == 1 else reduce_partials(sums, bias, out_TO)
-
-
-def _describable(plan: GemmPlan, x_TI: Tensor) -> bool:
-    """Whether x is loaded by TMA: only for two warpgroups of Hopper, which must not read it otherwise.
-
-    WGMMAs of one warpgroup may miss what the other one has just copied to shared memory without TMA: no
-    fence orders these copies before them.
-    """
-    return plan.warps > 4 and is_hopper(x_TI.device) and x_TI.shape[1] * x_TI.element_size() % 16 == 0
 
 
 def dequantized(weight: FourBitWords, dtype: torch.dtype) -> Tensor:

@@ -72,9 +72,9 @@ def _gemm(tokens: int, warps: int, stages: int, split_k: int = 1, rows: int = 64
     return GemmPlan(tokens, tile or max(tokens, 16), rows, 128, warps, stages, split_k)
 
 
-def _words(tokens: int, stages: int, split_k: int = 1, rows: int = 64, chunks: int = 1) -> GemmPlan:
-    """Of 4-bit weights; more warps would need TMA (see `four_bit_linear`)."""
-    return GemmPlan(tokens, max(tokens, 16), rows, 128 * chunks, 4, stages, split_k)
+def _words(tokens: int, stages: int, split_k: int = 1, columns: int = 128) -> GemmPlan:
+    """Of 4-bit weights."""
+    return GemmPlan(tokens, max(tokens, 16), 64, columns, 4, stages, split_k)
 
 
 def _stream_k(tokens: int, programs: int) -> StreamKPlan:
@@ -86,9 +86,9 @@ _QKV, _O, _GATE_UP, _DOWN = (6144, 4096), (4096, 4096), (24576, 4096), (4096, 12
 _WHOLE = GemvPlan(4, 0, 8, 2)
 _LIBRARY = LibraryPlan(MANY)
 _H200: dict[Key, QuantizedPlans] = {
-    ("fp8-block", *_QKV): (GemvPlan(2, 0, 4, 4), _stream_k(16, 96), _stream_k(64, 96), _LIBRARY),
+    ("fp8-block", *_QKV): (_WHOLE, _stream_k(16, 96), _stream_k(64, 96), _LIBRARY),
     ("fp8-block", *_O): (_WHOLE, _stream_k(16, 64), _stream_k(64, 128), _LIBRARY),
-    ("fp8-block", *_GATE_UP): (GemvPlan(2, 0, 4, 4), _gemm(16, 4, 6), _gemm(64, 4, 4), _LIBRARY),
+    ("fp8-block", *_GATE_UP): (_WHOLE, _gemm(16, 4, 6), _gemm(64, 4, 4), _LIBRARY),
     ("fp8-block", *_DOWN): (
         *(_gemm(1, 4, 6, 6), _gemm(16, 4, 6, 6), _stream_k(64, 128)),
         *(_gemm(256, 4, 4, 2, tile=128), _LIBRARY),
@@ -101,22 +101,13 @@ _H200: dict[Key, QuantizedPlans] = {
     ("int8-channel", *_O): (GemvPlan(2, 0, 4, 2), _gemm(16, 4, 4, 4), _gemm(64, 4, 6, 4)),
     ("int8-channel", *_GATE_UP): (_gemm(1, 4, 6), _gemm(16, 4, 6), _gemm(64, 4, 4, rows=128)),
     ("int8-channel", *_DOWN): (_gemm(1, 4, 6, 4), _gemm(16, 4, 6, 4), _gemm(64, 4, 6, 4)),
-    ("int4-128", *_QKV): (
-        *(_WHOLE, _words(16, 3, 4, chunks=2), _words(64, 3, 4)),
-        *(_gemm(256, 8, 3, 2, rows=128, tile=128), _LIBRARY),
-    ),
-    ("int4-128", *_O): (
-        *(GemvPlan(8, 4096, 4), _words(16, 4, 4, chunks=2), _words(64, 4, 4)),
-        *(_gemm(256, 8, 3, 4, rows=128, tile=128), _LIBRARY),
-    ),
+    ("int4-128", *_QKV): (GemvPlan(8, 0, 4), _words(16, 3, 4, 256), _words(64, 3, 4), _LIBRARY),
+    ("int4-128", *_O): (GemvPlan(4, 2048, 2), _words(16, 3, 2, 256), _words(64, 4, 4), _LIBRARY),
     ("int4-128", *_GATE_UP): (
-        *(GemvPlan(8, 0, 4), _words(16, 3, chunks=2), _words(64, 3)),
-        *(_gemm(256, 8, 3, rows=128, tile=128), _LIBRARY),
+        *(GemvPlan(8, 0, 4), _words(16, 3, 1, 256), _words(64, 3)),
+        *(GemmPlan(256, 64, 128, 128, 4, 3), _LIBRARY),
     ),
-    ("int4-128", *_DOWN): (
-        *(GemvPlan(8, 2048, 2), _words(16, 3, 8, rows=128, chunks=2), _words(64, 3, 4, chunks=2)),
-        *(_gemm(256, 8, 3, 4, rows=128, tile=256), _LIBRARY),
-    ),
+    ("int4-128", *_DOWN): (GemvPlan(4, 2048, 2), _words(16, 3, 8, 256), _words(64, 3, 8), _LIBRARY),
     ("mxfp4", *_QKV): (GemvPlan(4, 0, 4, 2), _words(16, 3, 4), _words(64, 3, 4), _LIBRARY),
     ("mxfp4", *_O): (_WHOLE, _words(16, 4, 4), _words(64, 4, 4), _LIBRARY),
     ("mxfp4", *_GATE_UP): (GemvPlan(8, 0, 4), _words(16, 4), _words(64, 3), _LIBRARY),
@@ -183,10 +174,10 @@ def general_plans(key: Key) -> QuantizedPlans:
     few = [_filled(outputs, inputs, tokens, four_bits) for tokens in (16, 32, 64)]
     whole = GemvPlan(4, 0, 8, 2) if inputs <= _WHOLE_ROWS else GemvPlan(2, 4096, 8)
     vector = GemvPlan(4, 4096, 4) if four_bits else whole
-    many = GemmPlan(MANY, 128, 128, 128, 8, 3)
+    many = GemmPlan(MANY, 64, 128, 128, 4, 3) if four_bits else GemmPlan(MANY, 128, 128, 128, 8, 3)
     if not library:
         return (vector, *few, GemmPlan(256, 64, 64, 128, 4, 4), many)
-    middle = (GemmPlan(256, 128, 128, 128, 8, 3),) if four_bits else ()
+    middle = (GemmPlan(128, 64, 128, 128, 4, 3),) if four_bits else ()
     return (vector, *few, *middle, LibraryPlan(MANY), many)
 
 
