@@ -86,11 +86,11 @@ _HOPPER_8BIT = (
     (96, GroupedPlan(MANY, 64, GroupedTile(64, 128, 4, 4), GroupedTile(128, 128, 4, 4))),
     (MANY, GroupedPlan(MANY, 128, GroupedTile(128, 128, 8, 3, True), GroupedTile(128, 128, 8, 3, True))),
 )
+# Of 4 warps: see `four_bit_linear`.
 _HOPPER_4BIT = (
     (8, GroupedPlan(MANY, 16, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 3))),
     (16, GroupedPlan(MANY, 32, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 3))),
-    (192, GroupedPlan(MANY, 64, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 4))),
-    (MANY, GroupedPlan(MANY, 128, GroupedTile(128, 128, 8, 3), GroupedTile(256, 128, 8, 3))),
+    (MANY, GroupedPlan(MANY, 64, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 4))),
 )
 _ANYWHERE = (
     (8, GroupedPlan(MANY, 16, GroupedTile(32, 64, 4, 2), GroupedTile(64, 64, 4, 2))),
