@@ -187,7 +187,8 @@ def measure(steps: Steps, rows: int, context: int, count: int) -> tuple[Row, lis
     """The figures of one number of rows, and the kernels of its step."""
     steps.start(rows, context, 3 * count + 32)
     for _ in range(8):
-        steps.launch()
+        last = steps.launch()
+    last.result()  # else the first figure has these steps in it
     ahead, launch = steps.ahead_ms(count)
     device = steps.device_ms(count)
     kernels = steps.kernels()
