@@ -48,8 +48,8 @@ MODELS = {
     "Llama-3.1-8B": (32, 8, 128, 4096, 14336, False),
 }
 NVIDIA_ONLY = (
-    "all_reduce", "eight_bit_linear", "four_bit_linear", "fused_linear", "hopper_attention", "hopper_linear",
-    "quantized_gemv", "rounded_rows",
+    "all_reduce", "eight_bit_linear", "four_bit_gemv", "four_bit_linear", "fused_linear", "hopper_attention",
+    "hopper_linear", "quantized_gemv", "rounded_rows",
 )  # fmt: skip
 """Modules whose kernels no provider launches on AMD."""
 chips = pytest.mark.parametrize("chip", list(CHIPS))
