@@ -59,9 +59,9 @@ def run(port: int, tries_hub: bool, as_json: bool) -> int:
     return 0 if report.can_serve else 1
 
 
-def examine(port: int, tries_hub: bool, deadline_s: float = DEADLINE_S) -> Report:
-    """Look at this machine; takes at most twice `deadline_s` and a few seconds."""
-    deadline = time.monotonic() + deadline_s
+def examine(port: int, tries_hub: bool) -> Report:
+    """Look at this machine; takes seconds, or some minutes where an import hangs."""
+    deadline = time.monotonic() + optional_library.DEADLINE_S
     libraries = {
         name: _start("atom.utils.optional_library", launch, Library, deadline)
         for name, launch in _LIBRARIES.items()
@@ -70,7 +70,7 @@ def examine(port: int, tries_hub: bool, deadline_s: float = DEADLINE_S) -> Repor
     imported = {name: result() for name, result in libraries.items()}
     # Only now, because torch's providers depend on AITER, and its import may hang or crash.
     launch = DevicesLaunch(imported["AITER"])
-    devices = _start("workers.describe_devices", launch, Devices, time.monotonic() + deadline_s)
+    devices = _start("workers.describe_devices", launch, Devices, time.monotonic() + DEADLINE_S)
     host = find_host(port)
     hub = reach_hub() if tries_hub else None
     found = devices()
@@ -146,7 +146,7 @@ def _unusable_libraries(devices: Devices, libraries: dict[str, Library]) -> Iter
     if any(gpu.capability.startswith("gfx") for gpu in devices.gpus):
         for name, library in libraries.items():
             if library.error and library.error != optional_library.NOT_INSTALLED:
-                yield f"{name} {library.version} is not used: {library.error}; repair or uninstall it"
+                yield f"{name} is not used: {optional_library.explained(_LIBRARIES[name], library)}"
 
 
 def _unusable_directories() -> Iterator[str]:

@@ -89,16 +89,20 @@ def open_peer_memory(
     None where its kernels cannot run, or the ranks' GPUs cannot write each other's memory.
     """
     kind = _kind(group.size(), width, dtype, device)
-    if kind is None:
+    # AITER may be broken for one rank alone.
+    if not _on_all_ranks(kind is not None, group, device):
         return None
+    assert kind is not None
     if not _reach_each_other(group, device):
-        get_logger().info("all-reduces run on NCCL: these GPUs cannot write each other's memory")
+        get_logger().info("all-reduces run on NCCL or RCCL: these GPUs cannot write each other's memory")
         return None
     memory = None
     try:
         memory = kind(group, width, dtype, device)
     except (RuntimeError, TypeError, ValueError) as error:
-        get_logger().warning("all-reduces run on NCCL: peer memory cannot be used here: %s", one_line(error))
+        get_logger().warning(
+            "all-reduces run on NCCL or RCCL: peer memory cannot be used here: %s", one_line(error)
+        )
     # Also: no rank may send before every inbox is empty.
     return memory if _on_all_ranks(memory is not None, group, device) else None
 

@@ -25,12 +25,13 @@ from atom.utils.logger import get_logger
 from atom.utils.process import last_line, read_launch, spawn
 
 AITER = LibraryLaunch("aiter", "amd-aiter", "0.1.7")
-MORI = LibraryLaunch("mori", "amd-mori", "1.2")
+MORI = LibraryLaunch("mori", "amd-mori", "1.2.4")
+"""Earlier ones launch on another stream while a graph is captured."""
 
 NOT_INSTALLED = "not installed"
 _TOO_OLD = "too old"
-_DEADLINE_S = 300.0
-"""AITER's first import compiles a module with hipcc."""
+DEADLINE_S = 300.0
+"""AITER's first import compiles a module with hipcc; one that is ended earlier leaves its lock behind."""
 
 
 def main() -> None:
@@ -81,16 +82,20 @@ def problem(launch: LibraryLaunch) -> str | None:
 
 def remember(launch: LibraryLaunch, found: Library) -> None:
     """Have `problem` return this result, of an import in another process."""
-    name = f"{launch.distribution} {found.version}".strip()
+    _KNOWN[launch] = explained(launch, found)
+
+
+def explained(launch: LibraryLaunch, found: Library) -> str | None:
+    """Why a library that was found so cannot be used, and what to do; None if it can be."""
     if not found.error:
-        _KNOWN[launch] = None
-    elif found.error.startswith(_TOO_OLD):
-        _KNOWN[launch] = f"{name} is {found.error}"
-    else:
-        _KNOWN[launch] = (
-            f"{name} cannot be imported ({found.error}): it needs the ROCm that it was built for, hipcc in "
-            "PATH and a GPU that it supports; repair or uninstall it"
-        )
+        return None
+    name = f"{launch.distribution} {found.version}".strip()
+    if found.error.startswith(_TOO_OLD):
+        return f"{name} is {found.error}"
+    return (
+        f"{name} cannot be imported ({found.error}): it needs the ROCm that it was built for, hipcc in "
+        "PATH and a GPU that it supports; repair or uninstall it"
+    )
 
 
 def _tried(launch: LibraryLaunch) -> Library:
@@ -100,10 +105,10 @@ def _tried(launch: LibraryLaunch) -> Library:
             child = spawn(
                 "atom.utils.optional_library", launch, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
-            return msgspec.json.decode(last_line(child, time.monotonic() + _DEADLINE_S), type=Library)
+            return msgspec.json.decode(last_line(child, time.monotonic() + DEADLINE_S), type=Library)
     except TimeoutError:
         stale = "a lock_* file that a killed build left behind makes it wait for ever"
-        return Library(error=f"the import did not end within {_DEADLINE_S:.0f} s; {stale}")
+        return Library(error=f"the import did not end within {DEADLINE_S:.0f} s; {stale}")
     except msgspec.DecodeError:
         return Library(error=f"the import ended its process with status {child.returncode}")
 
@@ -115,7 +120,7 @@ def _one_at_a_time(name: str) -> Iterator[None]:
         try:
             directory = Path(envs.ATOM_CACHE_DIR)
             directory.mkdir(parents=True, exist_ok=True)
-            held.enter_context(exclusive(directory / f"import-{name}.lock", _DEADLINE_S, lambda: None))
+            held.enter_context(exclusive(directory / f"import-{name}.lock", DEADLINE_S, lambda: None))
         except TimeoutError:
             raise
         except (OSError, ValueError) as error:  # no directory to write to, or no home

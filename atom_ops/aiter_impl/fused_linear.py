@@ -54,19 +54,16 @@ def _norm_linear(
     weight: ShuffledFP8 | ShuffledMXFP4,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    by_block = isinstance(weight, ShuffledFP8) and isinstance(weight.weight, BlockFP8)
     if residual_TD is not None:
         residual_TD = residual_TD.contiguous()
-    if (
-        residual_TD is not None
-        or not isinstance(weight, ShuffledFP8)
-        or isinstance(weight.weight, ChannelFP8)
-    ):
+    if residual_TD is not None or not by_block:  # that kernel alone takes rows that are apart
         x_TD = x_TD.contiguous()
     if isinstance(weight, ShuffledMXFP4):
         rounded, total_TD = _norm_mxfp4(x_TD, residual_TD, norm_weight_D, eps)
         out_TO = mxfp4.multiply_rounded(rounded, weight, x_TD.dtype)
     else:
-        by_norm = _norm_groups if isinstance(weight.weight, BlockFP8) else _norm_tokens
+        by_norm = _norm_groups if by_block else _norm_tokens
         dtype = weight.weight.values.dtype
         rounded, total_TD = by_norm(x_TD, residual_TD, norm_weight_D, eps, dtype)
         out_TO = multiply_rounded(rounded, weight, x_TD.dtype)

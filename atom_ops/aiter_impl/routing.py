@@ -22,14 +22,18 @@ def _supports(logits_TX: Tensor, rule: RoutingRule, bias_X: Tensor | None = None
     experts = logits_TX.shape[1]
     if not len(logits_TX) or rule.top_k > min(experts, _MOST_CHOSEN):
         return False
-    if rule.groups not in _GROUPS or (rule.groups > 1 and experts % (rule.groups * _VECTOR)):
-        return False
-    if rule.scoring == "softmax_of_chosen" or bias_X is not None:
-        biased = rule.scoring == "sigmoid" and rule.renormalise and (rule.groups == 1 or rule.group_best == 2)
-        return biased and experts % _VECTOR == 0 if bias_X is not None else rule.scale == 1.0
-    if rule.scoring == "softmax" and rule.groups == 1:
+    if bias_X is None and _is_plain(rule):
         return rule.scale == 1.0
-    return experts % _VECTOR == 0 and (rule.groups == 1 or rule.group_best == 1)
+    if rule.groups not in _GROUPS or experts % (rule.groups * _VECTOR):
+        return False
+    if bias_X is None:
+        return rule.groups == 1 or rule.group_best == 1
+    return rule.scoring == "sigmoid" and rule.renormalise and (rule.groups == 1 or rule.group_best == 2)
+
+
+def _is_plain(rule: RoutingRule) -> bool:
+    """Whether a softmax over all experts decides, without groups."""
+    return rule.scoring == "softmax_of_chosen" or (rule.scoring == "softmax" and rule.groups == 1)
 
 
 @route.provider("aiter", needs=NEEDS, supported=runs_on, supports=_supports, batch_invariant=False)
@@ -51,7 +55,7 @@ def _route(logits_TX: Tensor, rule: RoutingRule, bias_X: Tensor | None = None) -
             need_renorm=rule.renormalise,
             routed_scaling_factor=rule.scale,
         )
-    elif rule.scoring == "softmax_of_chosen" or (rule.scoring == "softmax" and rule.groups == 1):
+    elif _is_plain(rule):
         aiter.topk_softmax(
             topk_weights=weights_TJ,
             topk_indices=ids_TJ,

@@ -35,7 +35,7 @@ def mori_problem(device: torch.device) -> str | None:
     if device.type != "cuda" or torch.version.hip is None:
         return "MORI needs an AMD GPU and torch for ROCm"
     if find_spec("mori") is None:
-        return "the package amd-mori is not installed"
+        return "amd-mori is not installed: pip install 'atom-serve[rocm]'"
     return mori_failure(device)
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from atom_ops import add_rms_norm, backend
 from parallel import peer_memory
+from parallel.aiter_memory import AiterMemory
 from parallel.communicator import Communicator
 from parallel.mesh import Mesh
 from tests.aiter_contract import reduce
@@ -22,6 +23,7 @@ def check(mesh: Mesh) -> dict[str, int]:
     for addresses in (False, True):
         for dtype in (torch.bfloat16, torch.float32):
             compared += _run(mesh, addresses, dtype, None)
+    _check_broken(mesh)
     found = 0
     for addresses, swaps in reduce.SWAPS.items():
         for swap in swaps:
@@ -32,6 +34,17 @@ def check(mesh: Mesh) -> dict[str, int]:
             else:
                 raise AssertionError(f"{swap} changes nothing")
     return {"compared": compared, "swaps": found}
+
+
+def _check_broken(mesh: Mesh) -> None:
+    """Where AITER cannot be used by one rank, all of them leave it."""
+    with pytest.MonkeyPatch.context() as patch:
+        kind = AiterMemory if mesh.tp.rank == 0 else None
+        patch.setattr(peer_memory, "_kind", lambda *_: kind)
+        comm = Communicator(mesh.tp.rank, mesh.tp.size, mesh.tp._group)
+        comm.open_peers(WIDTH, torch.float32, CPU)
+        assert comm._peers is None
+        assert torch.equal(comm.all_reduce(torch.ones(1, WIDTH)), torch.full((1, WIDTH), 2.0))
 
 
 def _run(mesh: Mesh, addresses: bool, dtype: torch.dtype, swap: Swap | None) -> int:

@@ -147,7 +147,8 @@ def test_mori_is_refused_elsewhere_than_on_rocm(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ValueError, match="--all2all-backend mori: MORI needs an AMD GPU"):
         expert_dispatch(two_ranks(), True, "mori")
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert mori_problem(torch.device("cuda")) == "the package amd-mori is not installed"
+    problem = mori_problem(torch.device("cuda"))
+    assert problem == "amd-mori is not installed: pip install 'atom-serve[rocm]'"
 
 
 @pytest.mark.parametrize(("count", "ranks"), [(7, 4), (8, 4), (3, 3), (11, 2)])
