@@ -143,6 +143,10 @@ def _buffer_bytes(kernels: Kernels, tokens: Tokens, ranks: int, nodes: int) -> i
     return total
 
 
+_COMPUTED: dict[str, str] = {}
+"""The value that this process has set itself: a plan of several layouts sets one after another."""
+
+
 def reserve_heap(needed: int) -> None:
     """Give MORI a heap for `needed` bytes in this process, before it starts.
 
@@ -151,8 +155,8 @@ def reserve_heap(needed: int) -> None:
     if os.environ.get("MORI_SHMEM_MODE", "").upper() == "ISOLATION":
         return  # memory is taken as it is needed
     text = os.environ.get(HEAP_VARIABLE)
-    if not text:
-        os.environ[HEAP_VARIABLE] = heap_text(needed)
+    if not text or text == _COMPUTED.get(HEAP_VARIABLE):
+        os.environ[HEAP_VARIABLE] = _COMPUTED[HEAP_VARIABLE] = heap_text(needed)
         return
     found = re.fullmatch(r"(\d+)([KMG]?)B?", text.strip(), re.IGNORECASE)
     if found is None:

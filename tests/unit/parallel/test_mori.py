@@ -112,6 +112,8 @@ def test_the_heap_fits_the_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MORI_SHMEM_MODE", raising=False)
     reserve_heap(5 * GIB // 2)
     assert os.environ[HEAP_VARIABLE] == "3G"
+    reserve_heap(4 * GIB)  # of the next layout of a plan
+    assert os.environ[HEAP_VARIABLE] == "4G"
     monkeypatch.setenv(HEAP_VARIABLE, "2560M")
     reserve_heap(5 * GIB // 2)
     monkeypatch.setenv(HEAP_VARIABLE, "2G")
