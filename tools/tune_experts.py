@@ -90,7 +90,8 @@ def grouped_tiles(block: int, gated: bool, format: Format) -> Iterator[GroupedTi
 def quantized_tiles(block: int, gated: bool, format: Format) -> Iterator[GroupedTile]:
     """The tiles to try, all of 128 columns."""
     four_bit = format in FOUR_BIT
-    for rows, warps, stages in itertools.product((64, 128, 256), (4, 8), (2, 3, 4)):
+    # Decoded 4-bit weights are a register operand, which Triton 3.6 multiplies wrongly with 8 warps.
+    for rows, warps, stages in itertools.product((64, 128, 256), (4,) if four_bit else (4, 8), (2, 3, 4)):
         weight_rows = 2 * rows if gated else rows
         stage = 128 * (2 * block + weight_rows // 2 if four_bit else block + weight_rows)
         if weight_rows > 256 or (block < 64 and rows < 16 * warps) or rows * block < warps * 256:
