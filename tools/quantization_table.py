@@ -35,9 +35,9 @@ them.
   attention multiplies by its transpose, whose blocks have other scales. So are the projections of
   Qwen3-Next whose rows are reordered. The server says how many layers are dequantized.
 - Checkpoints may state scales of the KV cache (`k_scale`, `v_scale`, `output_scale` and their older
-  names). They are accepted and not needed: with `--kv-cache-dtype fp8` each token and head has scales
+  names). They are accepted and not applied: with `--kv-cache-dtype fp8` each token and head has scales
   of its own (each token of latents), which are computed when it is written. The server says so at
-  start.
+  start. A stated `kv_cache_scheme` does not choose the cache's type: `auto` is the model's dtype.
 - Activations are multiplied in the model's dtype unless a kernel rounds them to 8 bits, which FP8 and
   INT8 formats allow, or on an MI350 to MXFP4, for weights in that format.
 
@@ -66,7 +66,8 @@ _ONLINE = """
 `global_quant_config`; a layer that nothing names stays plain. Patterns are globs, whole names of a path, or
 regular expressions after `re:`. Embeddings, the LM head, routers and norms are always plain, and so are
 `kv_b_proj`, the indexer of sparse attention and linear attention. A checkpoint that is quantized already is
-refused, and so is a matrix whose sizes a format does not divide: name it in `exclude_layer`.
+refused, and so is a matrix whose sizes a format does not divide: name it in `exclude_layer`. A pattern that
+names no layer is not reported: compare the start-up line, which counts the layers of each format.
 
 FORMATS
 Each matrix is rounded as soon as it is read, a million numbers at a time, so the plain model is never in
