@@ -16,7 +16,7 @@ from parallel.expert.all_to_all import AllToAllDispatch
 from parallel.expert.dispatch import ExpertDispatch, LocalDispatch, PlannedDispatch, RoutedTokens
 from parallel.expert.gather import GatherDispatch
 from parallel.expert.mori import MoriDispatch, mori_failure, mori_problem
-from parallel.expert.mori_plan import layout_problem
+from parallel.expert.mori_plan import layout_problem, settings_problem
 from parallel.expert.padded import PaddedDispatch
 from parallel.mesh import Mesh
 
@@ -103,11 +103,18 @@ def _mori_runs(mesh: Mesh, wanted: bool, nodes: int, planned_for: torch.device |
     device = planned_for or mesh.device
     # A plan for GPUs that this host does not have is a plan for AMD's, if the user names MORI.
     assumed = wanted and planned_for is not None and planned_for.type == "cuda" and torch.version.hip is None
-    problem = None if assumed else mori_problem(device)
-    layout = layout_problem(mesh.ep.size, nodes)
+    problem = None if assumed else _on_any_rank(mori_problem(device), mesh)
+    layout = layout_problem(mesh.ep.size, nodes) or settings_problem()
     if wanted and (problem or layout):
         raise ValueError(f"--all2all-backend mori: {problem or layout}; use auto")
     broken = mori_failure(device) or (None if problem else layout)
     if broken and mesh.ep.rank == 0:
         get_logger().warning("experts' tokens travel without MORI: %s", broken)
     return not (problem or layout)
+
+
+def _on_any_rank(problem: str | None, mesh: Mesh) -> str | None:
+    """The problem of this rank, or that another one has one: MORI may be broken on one host alone."""
+    if mesh.host is None or not any(row[0] for row in mesh.host.all_gather([problem is not None])):
+        return problem
+    return problem or "MORI cannot run on another rank, whose log has the reason"

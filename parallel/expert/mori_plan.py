@@ -21,6 +21,7 @@ HEAP_VARIABLE = "MORI_SHMEM_HEAP_SIZE"
 LOW_LATENCY_TOKENS = 128
 """Of a rank. Up to them latency counts, not bandwidth: MORI's authors measure the one with so many."""
 _WARP = 64
+_GPUS_OF_A_NODE = (1, 2, 4, 8)
 _GIB = 1 << 30
 _SPARE_BYTES = 64 << 20  # signals, barriers and MORI's own buffers
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": _GIB}
@@ -66,7 +67,7 @@ _ASYNC_FEW = Kernels("AsyncLL", Launch(64, 32, 8), queue_pairs=2)
 def layout_problem(ranks: int, nodes: int) -> str | None:
     """Why MORI cannot connect that many ranks, spread evenly over the nodes; or None."""
     each, uneven = divmod(ranks, nodes)
-    if uneven or each.bit_count() != 1:
+    if uneven or each not in _GPUS_OF_A_NODE:
         count = f"{ranks} GPUs on {nodes} nodes" if nodes > 1 else f"{ranks} GPUs"
         return f"MORI needs 1, 2, 4 or 8 GPUs on each node, the same on all, not {count}"
     return None
@@ -87,6 +88,15 @@ def kernels_for(nodes: int, max_tokens: int, compute_units: int, ranks: int) -> 
         replace(kernels, launch=kernels.launch.fitting(compute_units), max_tokens=size)
         for kernels, size in zip((few, many), sizes, strict=False)
     )
+
+
+def settings_problem() -> str | None:
+    """Why MORI cannot run with this environment, or None."""
+    variable = "MORI_EP_LAUNCH_CONFIG_MODE"
+    if os.environ.get(variable, "").upper() == "AUTO":
+        # More blocks than compute units wait for one another for ever.
+        return f"{variable}=AUTO makes MORI ignore the numbers of blocks that fit this GPU: leave it unset"
+    return None
 
 
 def _switched_on(variable: str) -> bool:

@@ -21,6 +21,7 @@ from parallel.expert.mori_plan import (
     layout_problem,
     op_kernels,
     reserve_heap,
+    settings_problem,
     symmetric_bytes,
 )
 from parallel.mesh import Mesh
@@ -94,10 +95,16 @@ def test_blocks_are_never_more_than_compute_units() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "nodes", "fits"), [(8, 1, True), (16, 2, True), (6, 1, False), (8, 3, False)]
+    ("ranks", "nodes", "fits"), [(8, 1, True), (16, 2, True), (6, 1, False), (8, 3, False), (16, 1, False)]
 )
 def test_gpus_of_a_node_are_a_power_of_two(ranks: int, nodes: int, fits: bool) -> None:
     assert (layout_problem(ranks, nodes) is None) == fits
+
+
+def test_mori_must_launch_as_many_blocks_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settings_problem() is None
+    monkeypatch.setenv("MORI_EP_LAUNCH_CONFIG_MODE", "auto")
+    assert "leave it unset" in str(settings_problem())
 
 
 def test_symmetric_memory_grows_with_tokens_and_ways() -> None:
