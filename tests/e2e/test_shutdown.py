@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -81,6 +82,15 @@ def test_without_restarts_a_dead_process_ends_the_server(
     assert list(run_directories.iterdir()) == []
 
 
+@pytest.fixture
+def hangups() -> Iterator[None]:
+    """Processes that are started get SIGHUP, under nohup, too."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangups")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_first_signal_drains_and_the_second_ends(
     model: str, run_directories: Path, number: signal.Signals
