@@ -35,17 +35,22 @@ _LATENT_SIZES = {
 MODELS = {
     "llama": Tiny("llama", "llama", 2, _SIZES),
     "qwen3-moe": replace(tiny("qwen3-moe"), seed=2, config=tiny("qwen3-moe").config | _SIZES | _MOE_SIZES),
+    "qwen3": Tiny("qwen3", "qwen3", 2, _SIZES),
     "deepseek-v3": replace(tiny("deepseek-v3"), config=tiny("deepseek-v3").config | _LATENT_SIZES),
+    "glm-5": replace(tiny("glm-5"), config=tiny("glm-5").config | _LATENT_SIZES | {"index_head_dim": 72}),
+    "gpt-oss": tiny("gpt-oss"),
 }
+WITH_EXPERTS = ("qwen3-moe", "deepseek-v3", "glm-5", "gpt-oss")
 CASES = [
-    ("llama", TP),
-    ("qwen3-moe", TP_EP),
-    ("qwen3-moe", DP_EP),
-    ("deepseek-v3", TP_EP),
-    ("deepseek-v3", DP_EP),
+    *((name, TP) for name in ("llama", "qwen3")),
+    *((name, layout) for name in WITH_EXPERTS for layout in (TP_EP, DP_EP)),
 ]
+_DENSE = {"aiter.rmsnorm2d_fwd_with_add", "aiter.tuned_gemm.tgemm.mm"}
 AITERS = {
-    "llama": {"aiter.flash_attn_varlen_func", "aiter.rmsnorm2d_fwd_with_add", "aiter.tuned_gemm.tgemm.mm"},
+    "llama": {"aiter.flash_attn_varlen_func", *_DENSE},
+    "qwen3": {"aiter.flash_attn_varlen_func", *_DENSE},
+    "gpt-oss": {"aiter.ops.triton.unified_attention.unified_attention", *_DENSE},
+    "glm-5": {"aiter.fused_moe.fused_moe", "aiter.mla.mla_decode_fwd"},
     "qwen3-moe": {"aiter.fused_moe.fused_moe", "aiter.rmsnorm2d_fwd_with_add"},
     "deepseek-v3": {"aiter.fused_moe.fused_moe", "aiter.mla.mla_decode_fwd"},
 }

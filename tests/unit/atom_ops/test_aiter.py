@@ -68,6 +68,7 @@ _MOE_SIZES = {"moe_intermediate_size": 32, "mlp_only_layers": [0]}
 MODELS = {
     "llama": Tiny("llama", "llama", 6, _SIZES | {"head_dim": 24}),
     "qwen3-moe": replace(tiny("qwen3-moe"), seed=2, config=tiny("qwen3-moe").config | _SIZES | _MOE_SIZES),
+    "qwen3": Tiny("qwen3", "qwen3", 2, _SIZES),
     "mistral with a window": Tiny("mistral", "mistral", 1, _SIZES | {"sliding_window": 20}),
     "gpt-oss": tiny("gpt-oss"),
     "deepseek-v3": replace(tiny("deepseek-v3"), seed=1, config=tiny("deepseek-v3").config | _LATENT_SIZES),
