@@ -253,14 +253,19 @@ async def _close_while_draining(request: web.Request, response: web.StreamRespon
         response.headers["Connection"] = "close"  # aiohttp has written its own headers before
 
 
-async def start(app: web.Application, listener: socket.socket) -> web.AppRunner:
-    """Serve `app` on the bound socket `listener` until `cleanup` of the returned runner."""
+async def start(app: web.Application, listener: socket.socket, patience_s: float = 0.0) -> web.AppRunner:
+    """Serve `app` on the bound socket `listener` until `cleanup` of the returned runner.
+
+    Connections wait in the socket while no engine is ready, for `patience_s` at most.
+    """
     runner = web.AppRunner(
         app,
         handler_cancellation=True,  # a disconnect aborts the client's requests
         shutdown_timeout=_CLEANUP_DEADLINE_S,
     )
     await runner.setup()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(app[keys.CLIENT].wait_ready(), patience_s)
     await Listener(runner, listener, app[keys.LIMITS], app[keys.METRICS], app[keys.TLS]).start()
     return runner
 

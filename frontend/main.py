@@ -24,6 +24,8 @@ from frontend.app import create_app, start
 __all__ = ["main", "serve"]
 
 _STATUS_LINGER_MS = 1000
+# A frontend that is started again finds its engines ready: the first requests wait for them to say so.
+_ENGINES_ANSWER_S = 1.0
 # For sending the error responses of requests that did not finish in time.
 _LAST_RESPONSES_S = 2.0
 
@@ -48,7 +50,7 @@ async def serve(launch: FrontendLaunch) -> None:
     """
     stop = _StopSignal()
     app = create_app(launch)
-    runner = await start(app, socket.socket(fileno=launch.listen_fd))
+    runner = await start(app, socket.socket(fileno=launch.listen_fd), _ENGINES_ANSWER_S)
     gc.collect()
     gc.freeze()  # objects made so far live as long as the process
     try:
