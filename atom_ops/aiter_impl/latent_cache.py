@@ -1,6 +1,6 @@
 """Writes to a float8 cache of latents in AITER's format: one scale for all tokens.
 
-On an MI300 AITER's float8 is e4m3fnuz, whose numbers are half of those that the same bits are in e4m3fn. Its
+On an MI300 AITER's float8 is e4m3fnuz, where the same bits are half of the number in e4m3fn. Its
 scale is therefore 2, so that the cache reads the same as e4m3fn with scale 1.
 
 A cache of other dtypes is written by the other providers: they need one launch for norm, RoPE and write,

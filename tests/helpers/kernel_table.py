@@ -11,7 +11,7 @@ from atom_ops import triton_impl
 from tests.helpers.chips import CHIPS, Compiled, kernel_name
 
 COMPILED: dict[str, dict[str, list[Compiled]]] = {}
-"""Kernel -> architecture -> its variants on default plans; filled by the tests of this session."""
+"""Kernel -> architecture -> its variants on default plans; filled by the tests of this run."""
 
 _HEAD = """# Triton kernels on AMD GPUs
 
