@@ -1,6 +1,7 @@
 """Finds the model file of a checkpoint by the `model_type` of config.json."""
 
 import importlib
+from collections.abc import Iterator
 from dataclasses import replace
 
 from atom.config.checkpoint import Checkpoint
@@ -29,6 +30,15 @@ def build_model(
     family, config = model_class(checkpoint), checkpoint.hf_config
     try:
         quantization = resolve(config, family.packed_modules_mapping, online)
-        return family(config, replace(build, quantization=quantization, renamed=family.renamed_on_disk))
+        model = family(config, replace(build, quantization=quantization, renamed=family.renamed_on_disk))
     except KeyError as error:
         raise ValueError(f"config.json of {checkpoint.directory} lacks {error}") from error
+    quantization.check_patterns(_paths(model))
+    return model
+
+
+def _paths(model: CausalLM) -> Iterator[str]:
+    """Of all modules: here, and in the checkpoint."""
+    for path, _ in model.named_modules():
+        yield path
+        yield ".".join(model.renamed_on_disk.get(name, name) for name in path.split("."))

@@ -146,7 +146,7 @@ def test_exclusions_come_first_then_patterns_in_order(tmp_path: Path) -> None:
     settings = {
         "global_quant_config": "ptpc_fp8",
         "layer_quant_config": {"*.layers.1.*experts*": "mxfp4", "*expert*": "int4_g64"},
-        "exclude_layer": ["lm_head", "*.gate.*", "model.layers.2.self_attn"],
+        "exclude_layer": ["lm_head", "*.gate", "model.layers.2.self_attn"],
     }
     model = built(tmp_path, settings)
     kinds = {
@@ -197,3 +197,47 @@ def test_a_matrix_that_does_not_divide_into_groups_is_named(tmp_path: Path) -> N
         ValueError, match=r"model\.layers\.0.*qkv_proj: 200 inputs, not a multiple of 128 .*INT4"
     ):
         built(tmp_path, {"global_quant_config": "int4_g128"})
+
+
+LAYER = "model.layers.0"
+EVERYTHING = {"global_quant_config": "ptpc_fp8"}
+MISSING: list[tuple[dict[str, Any], str]] = [
+    ({"layer_quant_config": {"*.mpl.*": "mxfp4"}},
+     f"layer_quant_config '*.mpl.*' names no layer that can be quantized; layers have names as {LAYER}."),
+    ({"layer_quant_config": {"*mlp*": "ptpc_fp8", "*experts*": "mxfp4"}},
+     "layer_quant_config '*experts*' does nothing: '*mlp*' goes before it and names its layers"),
+    ({"layer_quant_config": {"*experts.4.*": "mxfp4"}}, "'*experts.4.*' names no layer that can be"),
+    ({"layer_quant_config": {"lm_head": "mxfp4"}}, "'lm_head' names no layer that can be quantized"),
+    (EVERYTHING | {"exclude_layer": ["lm_head", "re:.*layers\\.7\\."]},
+     "exclude_layer 're:.*layers\\\\.7\\\\.' names no layer; layers have names as"),
+    (EVERYTHING | {"exclude_layer": ["*"]}, "all layers are excluded, so it does nothing: omit it"),
+    (EVERYTHING | {"exclude_layer": ["*experts.1.*"]},
+     "--online-quant-config has different formats for modules that are fused into model.layers.0.mlp.experts,"
+     " which is not supported: model.layers.0.mlp.experts.1.gate_proj: plain, others: FP8 per channel"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "message"), MISSING)
+def test_a_pattern_that_does_nothing_is_refused(
+    tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    save_tiny(GROUPED_EXPERTS, tmp_path)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        built(tmp_path, settings)
+
+
+def test_patterns_that_name_a_part_of_a_fused_layer_or_a_plain_module_are_used(tmp_path: Path) -> None:
+    """The router has another name in the checkpoint of GPT-OSS; a tied LM head is no module."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    save_tiny(Tiny("plain", "gpt_oss", 1, tiny("gpt-oss").config | sizes), tmp_path)
+    layers = {"*.q_proj": "ptpc_fp8", "*.k_proj": "ptpc_int8", "*experts": "mxfp4"}
+    plain = ["*.router", "lm_head", "model.embed_tokens", "*norm*", "re:.*layers\\.1\\.self_attn\\."]
+    model = built(tmp_path, {"layer_quant_config": layers, "exclude_layer": plain})
+    assert model.get_submodule(f"{LAYER}.self_attn.qkv_proj").dequantizes
+
+
+def test_always_plain_layers_cannot_be_named(tmp_path: Path) -> None:
+    save_tiny(LATENT, tmp_path)
+    message = "'*kv_b_proj' names layers that are always plain (kv_b_proj): omit it"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        built(tmp_path, {"layer_quant_config": {"*kv_b_proj": "mxfp4"}})

@@ -1,6 +1,7 @@
 """Which scheme each layer has, by the quantization_config of published checkpoints; and configs that lie."""
 
 import random
+import re
 import time
 from typing import Any
 
@@ -11,6 +12,7 @@ from workers.layers.quantization.config import QuantizationConfig, resolve
 from workers.layers.quantization.rules import (
     Rule,
     Rules,
+    Siblings,
     as_written,
     exact,
     glob,
@@ -163,6 +165,58 @@ def test_every_expert_may_be_excluded_one_by_one() -> None:
     assert found.experts(f"{LAYER}.mlp.experts", EXPERT, 4) is PLAIN
     with pytest.raises(ValueError, match=r"fused into model\.layers\.3\.mlp\.experts, .*experts\.4"):
         found.experts(f"{LAYER}.mlp.experts", EXPERT, 5)
+
+
+EXPERTS = f"{LAYER}.mlp.experts"
+SOME_EXPERTS: list[tuple[Settings, str]] = [
+    (CT | {"ignore": [r"re:.*experts\.[2-3]\..*"]}, "2.gate_proj: plain, others: FP8 per channel"),
+    (CT | {"ignore": [r"re:model\.layers\.3\.mlp\.experts\..\.down_proj"]}, "0.down_proj: plain"),
+    (CT | {"ignore": ["re:.*down_proj"]}, "0.down_proj: plain"),
+    (quark(QUARK_CHANNEL, exclude=["*experts.7.*"]), "7.gate_proj: plain"),
+    (ALL | {"ignore": ["experts.5."]}, "5.gate_proj: plain"),
+    (ALL | {"ignore": ["*.experts.?.up_proj"]}, "0.up_proj: plain"),
+    (FP8 | {"ignored_layers": ["mlp.experts.7"]}, "7.gate_proj: plain"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stated", "message"), SOME_EXPERTS)
+def test_a_pattern_that_names_some_experts_is_refused(stated: Settings, message: str) -> None:
+    start = f"different formats for modules that are fused into {EXPERTS}, which is not supported: {EXPERTS}."
+    with pytest.raises(ValueError, match=re.escape(start + message)):
+        config_of(stated).experts(EXPERTS, EXPERT, 8)
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        CT | {"ignore": [r"re:.*experts\.[0-7]\..*"]},
+        CT | {"ignore": [r"re:.*\.\d\.(gate|up|down)_proj$"]},
+        CT | {"ignore": ["re:.*experts.*"]},
+        quark(QUARK_CHANNEL, exclude=["*experts.?.*"]),
+        ALL | {"ignore": ["*.experts.*"]},
+        FP8 | {"ignored_layers": ["mlp.experts"]},
+    ],
+)
+def test_a_pattern_that_names_all_experts_of_a_layer_acts(stated: Settings) -> None:
+    assert config_of(stated).experts(EXPERTS, EXPERT, 8) is PLAIN
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_siblings_that_are_not_looked_at_do_not_differ(seed: int) -> None:
+    """Patterns of all kinds, against a look at every child."""
+    drawn = random.Random(seed)
+    pieces = ("a", "3", "12", ".", ".", "x.", "*", "?", "[1-3]", "x")
+    expressions = ("a", "3", r"\.", r"\d", ".", ".*", ".+", "x", "(x|3)", r"x\.")
+    kinds = (exact, part, substring, glob, as_written, inside)
+    for _ in range(4000):
+        if drawn.random() < 0.5:
+            pattern = "".join(drawn.choices(pieces, k=drawn.randint(1, 5)))
+            rule = Rule(pattern, PLAIN, drawn.choice(kinds))
+        else:
+            rule = Rule("re:" + "".join(drawn.choices(expressions, k=drawn.randint(1, 5))), PLAIN, regex)
+        path = drawn.choice(("x", "a.x", "a.3.x", "3"))
+        named = {rule.names(f"{path}.{number}.{tail}") for number in (0, 3, 7, 12, 33) for tail in ("a",)}
+        assert len(named) == 1 or Siblings([rule]).differ(path), (rule.pattern, path)
 
 
 LISTS = {

@@ -6,12 +6,12 @@ patterns and schemes; `resolve` only chooses it. See `rules` for what such a fil
 
 import importlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from atom.config.online_quantization import OnlineQuantization
-from workers.layers.quantization.online import online_rules
+from workers.layers.quantization.online import check_patterns, online_rules
 from workers.layers.quantization.rules import Rules
 from workers.layers.quantization.scheme import PLAIN, Scheme
 
@@ -35,6 +35,10 @@ class QuantizationConfig:
     rules: Rules = field(default_factory=lambda: Rules(PLAIN))
     packed: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Fused module -> the checkpoint's modules that are stacked into it."""
+    online: OnlineQuantization | None = None
+    """The settings that `rules` come from; None: the checkpoint's own."""
+    asked: dict[str, str] = field(default_factory=dict)
+    """If `online`: path of each module whose scheme was asked for -> of the module that it is fused into."""
 
     def linear(self, path: str) -> Scheme:
         """The scheme of the linear layer at `path`. Raises ValueError if fused modules differ."""
@@ -58,7 +62,7 @@ class QuantizationConfig:
         have different schemes.
         """
         every = [f"{path}.{matrix}" for matrix in matrices]
-        if any(rule.pattern.startswith(f"{path}.") for rule in self.rules.rules):
+        if self.rules.siblings.differ(path):
             every += [
                 f"{path}.{expert}.{matrix.removeprefix('0.')}"
                 for expert in range(1, count)
@@ -73,15 +77,26 @@ class QuantizationConfig:
         if len({id(scheme) for scheme in found.values()}) > 1:
             names = Counter(scheme.name for scheme in found.values()).most_common()
             rare = next(module for module, scheme in found.items() if scheme.name == names[-1][0])
+            source = "quantization_config" if self.online is None else "--online-quant-config"
             raise ValueError(
-                f"quantization_config has different formats for modules that are fused into {path}, which "
+                f"{source} has different formats for modules that are fused into {path}, which "
                 f"is not supported: {rare}: {names[-1][0]}, others: {names[0][0]}"
             )
         return next(iter(found.values()))
 
     def _scheme(self, module: str, fused: str) -> Scheme:
         """The scheme by the module's path, or by that of the module that it is fused into."""
+        if self.online is not None:
+            self.asked[module] = fused
         return self.rules.scheme(module, fused)
+
+    def check_patterns(self, modules: Iterable[str]) -> None:
+        """Raise ValueError if a pattern of --online-quant-config does nothing; call it with a built model.
+
+        `modules` are the paths of all modules, which an exclusion may name though they are always plain.
+        """
+        if self.online is not None:
+            check_patterns(self.online, self.rules, self.asked, modules)
 
 
 def resolve(
@@ -96,7 +111,7 @@ def resolve(
     stated = config.get("quantization_config")
     if stated is None or stated == {}:
         rules = Rules(PLAIN) if online is None else online_rules(online)
-        return QuantizationConfig(rules, packed or {})
+        return QuantizationConfig(rules, packed or {}, online)
     if online is not None:
         method = stated.get("quant_method", "unknown") if isinstance(stated, dict) else stated
         raise ValueError(

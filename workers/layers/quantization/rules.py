@@ -13,13 +13,18 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from workers.layers.quantization.scheme import PLAIN, Scheme
 
 REGEX = "re:"
 _WILDCARDS = "*?["
+_NUMBER = re.compile(r"\d+")
+_LITERAL = re.compile(r"(?:(?:\w|\\\.)(?![*+?{]))*")
+"""The start of a regular expression: letters, digits and escaped dots without a quantifier."""
+_BLIND = re.compile(r"(?:\.\*|\\\.|[A-Za-z_()|$^])*")
+"""A regular expression that cannot tell one number from another."""
 Match = Callable[[str, str], bool]
 """Whether a pattern names the module with a path, as model.layers.0.mlp.down_proj."""
 
@@ -65,13 +70,8 @@ class Rules:
 
     def scheme(self, *paths: str) -> Scheme:
         """That of the first rule that names the module, by any of its paths."""
-        literal = min((number for path in paths for number in self._literal(path)), default=len(self.rules))
-        for number, rule in self._others:
-            if number > literal:
-                break
-            if any(rule.names(path) for path in paths):
-                return rule.scheme
-        return self.default if literal == len(self.rules) else self.rules[literal].scheme
+        rule = self.deciding(*paths)
+        return self.default if rule is None else rule.scheme
 
     def _literal(self, path: str) -> Iterator[int]:
         """Numbers of the rules whose pattern is the path or a part of it, each as its kind is matched."""
@@ -88,9 +88,58 @@ class Rules:
             ends = range(first + 1, len(names) + 1)
             yield from _found(self._parts, (".".join(names[first:end]) for end in ends))
 
+    def deciding(self, *paths: str) -> Rule | None:
+        """The first rule that names the module, by any of its paths; None if the default applies."""
+        literal = min((number for path in paths for number in self._literal(path)), default=len(self.rules))
+        for number, rule in self._others:
+            if number > literal:
+                break
+            if any(rule.names(path) for path in paths):
+                return rule
+        return None if literal == len(self.rules) else self.rules[literal]
+
+    @cached_property
+    def siblings(self) -> "Siblings":
+        return Siblings(self.rules)
+
     @property
     def schemes(self) -> tuple[Scheme, ...]:
         return (self.default, *(rule.scheme for rule in self.rules))
+
+
+class Siblings:
+    """Which modules have children, with numbers as names, of which rules may name some and not others."""
+
+    def __init__(self, rules: Iterable[Rule]):
+        self._before_numbers: set[str] = set()
+        self._starts: set[str] = set()
+        for rule in rules:
+            if rule.match is regex or rule.pattern.startswith(REGEX):
+                expression = rule.pattern.removeprefix(REGEX)
+                if not _BLIND.fullmatch(expression):
+                    self._starts.add(_literal_start(expression))
+            elif "?" in rule.pattern or "[" in rule.pattern:
+                self._starts.add("")
+            else:
+                numbers = _NUMBER.finditer(rule.pattern)
+                before = (rule.pattern[: number.start()] for number in numbers)
+                self._before_numbers.update(text.rpartition("*")[2] for text in before)
+
+    def differ(self, path: str) -> bool:
+        """Whether the children of the module at `path` may have different schemes."""
+        parent = f"{path}."
+        if any(parent[start:] in self._before_numbers for start in range(len(parent) + 1)):
+            return True
+        return any(parent.startswith(start) or start.startswith(parent) for start in self._starts)
+
+
+def _literal_start(expression: str) -> str:
+    """Characters with which every text begins that the regular expression matches."""
+    if "|" in expression or "(?" in expression:
+        return ""
+    found = _LITERAL.match(expression)
+    assert found is not None, "it may be empty"
+    return found[0].replace("\\", "")
 
 
 def _found(numbers: Mapping[str, int], texts: Iterable[str]) -> Iterator[int]:
