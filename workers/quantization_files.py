@@ -18,10 +18,18 @@ def stated_quantization(config: Mapping[str, Any], directory: Path) -> Any:
     """The quantization_config, None for a plain checkpoint. Raises ValueError if two files contradict."""
     stated = next((config[key] for key in QUANTIZATION_KEYS if config.get(key) is not None), None)
     if stated is None:
-        return _of_modelopt(directory) or _of_gptq(directory)
+        return _of_files(directory)
     if isinstance(stated, Mapping) and stated.get("quant_method") == "modelopt":
         return _with_file(stated, _of_modelopt(directory), directory)
     return stated
+
+
+def _of_files(directory: Path) -> dict[str, Any] | None:
+    """The settings of the files beside config.json; modelopt may quantize the KV cache alone."""
+    modelopt = _of_modelopt(directory)
+    if modelopt is not None and modelopt.get("quant_algo") is not None:
+        return modelopt
+    return {**(modelopt or {}), **(_of_gptq(directory) or {})} or None
 
 
 def _with_file(
@@ -40,9 +48,9 @@ def _with_file(
 
 def _of_modelopt(directory: Path) -> dict[str, Any] | None:
     found = read_json(directory / _MODELOPT, missing_is_empty=True).get("quantization")
-    if (
-        not isinstance(found, Mapping) or found.get("quant_algo") is None
-    ):  # it may quantize the KV cache alone
+    if not isinstance(found, Mapping):
+        return None
+    if found.get("quant_algo") is None and found.get("kv_cache_quant_algo") is None:
         return None
     return {"quant_method": "modelopt", **found}
 

@@ -13,7 +13,7 @@ class CacheConfig:
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
     """Tokens per KV block: a power of two or a multiple of 16."""
     kv_cache_dtype: Literal["auto", "bf16", "fp8"] = "auto"
-    """Dtype of the KV cache. auto takes the compute dtype."""
+    """Dtype of the KV cache. auto: FP8 if the checkpoint asks for it, else the compute dtype."""
     enable_prefix_caching: bool = True
     """Reuse the cached KV blocks of a common prompt prefix; off for models with recurrent layers."""
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9

@@ -15,6 +15,7 @@ from atom.config.engine import EngineConfig
 from atom.config.eplb import eplb_config
 from atom.config.fields import ConfigError
 from atom.config.kv_events import kv_events_config
+from atom.config.kv_quantization import FP8, kv_format
 from atom.config.model import ModelConfig
 from atom.config.online_quantization import online_quantization
 from atom.config.parallel import ParallelConfig
@@ -279,6 +280,29 @@ def _check_eplb(parallel: ParallelConfig, checkpoint: Checkpoint) -> None:
 
 
 def _cache(cache: CacheConfig, checkpoint: Checkpoint, explicit: set[str], notes: list[str]) -> CacheConfig:
+    cache = _cache_dtype(cache, checkpoint, notes)
+    return _prefix_caching(cache, checkpoint, explicit, notes)
+
+
+def _cache_dtype(cache: CacheConfig, checkpoint: Checkpoint, notes: list[str]) -> CacheConfig:
+    """`auto` is the format that the checkpoint asks for."""
+    if cache.kv_cache_dtype != "auto":
+        return cache
+    wanted = kv_format(checkpoint.hf_config.get("quantization_config"))
+    if wanted is None:
+        return cache
+    if wanted != FP8:
+        raise ConfigError(
+            f"the checkpoint asks for a KV cache in {wanted:.40}, which is not supported: choose "
+            "--kv-cache-dtype fp8 or bf16"
+        )
+    notes.append("the checkpoint asks for an FP8 KV cache: using it (--kv-cache-dtype bf16 overrides this)")
+    return replace(cache, kv_cache_dtype="fp8")
+
+
+def _prefix_caching(
+    cache: CacheConfig, checkpoint: Checkpoint, explicit: set[str], notes: list[str]
+) -> CacheConfig:
     """Prefix caching is turned off for recurrent layers: their state is not stored per block."""
     if not checkpoint.keeps_states or not cache.enable_prefix_caching:
         return cache

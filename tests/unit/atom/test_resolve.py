@@ -268,6 +268,66 @@ def test_ignored_generation_config_settings_are_named() -> None:
     assert "repetition_penalty=1.1" in resolved(FAST_CPU, checkpoint).notes[0]
 
 
+QUARK_CACHE = {
+    "export": {"kv_cache_group": ["*k_proj", "*v_proj"]},
+    "layer_quant_config": {"*k_proj": {"output_tensors": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}},
+}
+
+
+def checkpoint_stating(settings: dict[str, Any]) -> Checkpoint:
+    return replace(CHECKPOINT, dtype="float32", hf_config={"quantization_config": settings})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kv_cache_scheme": {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False}},
+        {"kv_cache_quant_algo": "fp8"},
+        {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}},
+        QUARK_CACHE,
+    ],
+)
+def test_auto_is_the_fp8_cache_that_the_checkpoint_asks_for(settings: dict[str, Any]) -> None:
+    found = resolved(CPU, checkpoint_stating(settings))
+    assert found.config.cache.kv_cache_dtype == "fp8"
+    assert found.notes == [
+        "the checkpoint asks for an FP8 KV cache: using it (--kv-cache-dtype bf16 overrides this)"
+    ]
+    chosen = resolved(CPU, checkpoint_stating(settings), kv_cache_dtype="bf16")
+    assert chosen.config.cache.kv_cache_dtype == "bf16" and chosen.notes == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"kv_cache_scheme": None}, {"kv_cache_quant_algo": None}, {"export": {"kv_cache_group": []}},
+     {"export": None}, {"quantization": None}],
+)  # fmt: skip
+def test_auto_stays_without_a_stated_cache(settings: dict[str, Any]) -> None:
+    assert resolved(CPU, checkpoint_stating(settings)).config.cache.kv_cache_dtype == "auto"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_cache_scheme": {"type": "int", "num_bits": 8}}, "a KV cache in INT8, which is not supported"),
+        ({"kv_cache_scheme": {"type": "float", "num_bits": 4}}, "a KV cache in FP4, which is not supported"),
+        ({"kv_cache_quant_algo": "NVFP4"}, "a KV cache in NVFP4, .*: choose --kv-cache-dtype fp8 or bf16"),
+        ({"kv_cache_scheme": {"type": "float", "num_bits": "8"}}, "kv_cache_scheme .* is not the type and"),
+        ({"kv_cache_scheme": "fp8"}, "kv_cache_scheme 'fp8' is not an object"),
+        ({"kv_cache_quant_algo": 8}, "kv_cache_quant_algo 8 is not the name of a format"),
+        ({"export": {"kv_cache_group": "*k_proj"}}, "kv_cache_group '.k_proj' is not a list of layers"),
+        (QUARK_CACHE | {"layer_quant_config": {}}, "kv_cache_group .* is not layers of layer_quant_config"),
+        (QUARK_CACHE | {"layer_quant_config": {"*v_proj": {"output_tensors": {"dtype": "int8"}}}},
+         "a KV cache in int8, which is not supported"),
+    ],
+)  # fmt: skip
+def test_other_formats_of_the_cache_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolved(CPU, checkpoint_stating(settings))
+    if "not supported" in message:  # the stated scales are not needed
+        assert resolved(CPU, checkpoint_stating(settings), kv_cache_dtype="fp8").config
+
+
 def test_recurrent_layers_turn_prefix_caching_off() -> None:
     stateful = replace(CHECKPOINT, model_type="qwen3_next", dtype="float32", keeps_states=True)
     made = resolved(CPU, stateful)

@@ -282,7 +282,11 @@ def test_the_quantization_may_be_stated_in_other_places(tmp_path: Path) -> None:
     write(
         tmp_path, "hf_quant_config.json", {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
     )
-    assert stated({})["quant_method"] == "awq"
+    both = stated({})
+    assert (both["quant_method"], both["kv_cache_quant_algo"]) == ("awq", "FP8")
+    (tmp_path / "quantize_config.json").unlink()
+    cache = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    assert stated({}) == cache and stated({"quantization_config": cache}) == cache
 
 
 @pytest.mark.parametrize(

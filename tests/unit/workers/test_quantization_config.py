@@ -90,6 +90,7 @@ FOUND: list[tuple[str, Settings, str]] = [
     ("modelopt", MODELOPT | {"quant_algo": "FP8", "ignore": ["lm_head"]}, FP8_STATIC),
     ("modelopt-blocks", MODELOPT | {"quant_algo": "fp8_pb_wo"}, FP8_BLOCK),
     ("modelopt-channel", MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, FP8_CHANNEL),
+    ("modelopt-cache-alone", MODELOPT | {"quant_algo": None, "kv_cache_quant_algo": "FP8"}, PLAIN_NAME),
     ("hf_quant_config", MODELOPT | {"quantization": {"quant_algo": "FP8", "exclude_modules": []}},
      FP8_STATIC),
 ]  # fmt: skip

@@ -1,7 +1,8 @@
 """The method modelopt, NVIDIA's, in config.json or in hf_quant_config.json beside it.
 
 FP8: one scale for each tensor and for its inputs. FP8_PER_CHANNEL_PER_TOKEN. FP8_PB_WO: blocks of 128 x 128.
-MIXED_PRECISION: one of these for each module listed in quantized_layers, all else plain.
+MIXED_PRECISION: one of these for each module listed in quantized_layers, all else plain. None, with a
+kv_cache_quant_algo: only the KV cache is quantized.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,6 +26,8 @@ _EXCLUSIONS = ("ignore", "exclude_modules")
 def rules(stated: Mapping[str, Any]) -> Rules:
     """One algorithm, or one for each listed module."""
     stated = {**stated, **section(stated, "quantization")}  # as in hf_quant_config.json
+    if stated.get("quant_algo") is None and stated.get("kv_cache_quant_algo") is not None:
+        return Rules(PLAIN)
     # Its writer lists paths, parts of them, and globs.
     excluded_rules = excluded(stated, _EXCLUSIONS, substring, forms=True)
     if _algorithm(stated) != _MIXED:
