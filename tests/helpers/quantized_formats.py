@@ -71,14 +71,17 @@ def _tensor(names: tuple[str, str | None], shape: list[int], dtype: torch.dtype)
     return store
 
 
-def _channel(shape: list[int], dtype: torch.dtype, largest: int = 448) -> Any:
+def _channel(shape: list[int], dtype: torch.dtype, largest: int = 448, static: bool = False) -> Any:
     def store(matrix: torch.Tensor) -> Stored:
         scales = (matrix.abs().amax(1, keepdim=True) / largest).to(dtype)
         if largest == 127:
             codes = (matrix / scales.float()).round().clamp(-128, 127).to(torch.int8)
         else:
             codes = _fp8(matrix, scales)
-        return {"weight": codes, "weight_scale": scales.reshape([-1, *shape])}, codes.float() * scales.float()
+        tensors = {"weight": codes, "weight_scale": scales.reshape([-1, *shape])}
+        if static:
+            tensors["input_scale"] = torch.full([1], 0.02, dtype=dtype)
+        return tensors, codes.float() * scales.float()
 
     return store
 
@@ -144,6 +147,9 @@ FORMATS = [
     StoredFormat("compressed-tensors, INT8", "compressed-tensors", "INT8 per channel",
                  _channel([1], BF16, 127),
                  _compressed("int-quantized", "channel", True, "int"), "ignore"),
+    StoredFormat("compressed-tensors, INT8, static", "compressed-tensors", "INT8 per channel",
+                 _channel([1], BF16, 127, True),
+                 _compressed("int-quantized", "channel", False, "int"), "ignore"),
     StoredFormat("quark, tensor", "quark", _STATIC, _tensor(("weight_scale", "input_scale"), [], F32),
                  _quark("per_tensor", "fp8_e4m3", False), "exclude",
                  beside=_scales_of_cache("k_proj.output_scale", "v_proj.output_scale")),

@@ -107,10 +107,8 @@ def _float_quantized(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> S
 
 def _int_quantized(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> Scheme:
     _require(weights, "int", 8)
-    if _static(inputs, "int"):
-        raise ValueError("static int8 inputs; supported: dynamic")
     strategy = one_of(weights, "strategy", ("tensor", "channel"), "tensor")
-    return channel_int8(strategy == "tensor")
+    return channel_int8(strategy == "tensor", _static(inputs, "int"))
 
 
 def _naive_quantized(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> Scheme:

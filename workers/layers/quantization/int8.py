@@ -2,6 +2,9 @@
 
 weight         [O, I]                       int8
 weight_scale   [O, 1] or [O], or [] or [1]  weight[o, i] * weight_scale[o]
+input_scale    [] or [1]                    of the inputs, where it is static: not needed
+
+Kernels that round inputs do it with a scale for each token, which is never coarser than a static one.
 """
 
 from functools import cache
@@ -19,10 +22,14 @@ _CODES = StoredTensor("", (1, 1), (torch.int8,), fill_codes(_CODES_STD), torch.i
 
 
 @cache
-def channel_int8(per_tensor: bool = False) -> Scheme:
-    """One scale for each output, or one for the tensor, which is repeated for its rows."""
+def channel_int8(per_tensor: bool = False, static: bool = False) -> Scheme:
+    """One scale for each output, or one for the tensor, which is repeated for its rows.
+
+    `static`: the checkpoint has scales of the inputs.
+    """
     name = "INT8 per tensor" if per_tensor else "INT8 per channel"
-    return Scheme(name, (1, 1), (_CODES, row_scales(_CODES_STD, per_tensor, "weight_scale")), _weight)
+    tensors = (_CODES, row_scales(_CODES_STD, per_tensor, "weight_scale"))
+    return Scheme(name, (1, 1), tensors, _weight, unused=("input_scale",) if static else ())
 
 
 def _weight(values: Tensor, scales: Tensor) -> ChannelINT8:

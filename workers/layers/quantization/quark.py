@@ -70,9 +70,7 @@ def _int8(weight: Mapping[str, Any], inputs: Mapping[str, Any], packing: Mapping
         raise ValueError("weights without a qscheme")
     _require(weight)
     one_of(weight, "ch_axis", (0,), 0)
-    if _static(inputs, "int8"):
-        raise ValueError("static int8 inputs; supported: dynamic")
-    return channel_int8(scheme == "per_tensor")
+    return channel_int8(scheme == "per_tensor", _static(inputs, "int8"))
 
 
 def _int4(weight: Mapping[str, Any], inputs: Mapping[str, Any], packing: Mapping[str, Any]) -> Scheme:
