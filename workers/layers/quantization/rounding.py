@@ -10,6 +10,8 @@ from torch import Tensor
 from workers.layers.quantization.words import pairs_of_numbers
 
 _E4M3_MAX = 448.0
+_E4M3_FACTORS = tuple(2 ** (eighth / 8) for eighth in range(8))
+"""Scales that are tried, as multiples of the smallest: the next, 2, would give the same digits again."""
 _INT8_MAX = 127
 _CODES = 15
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -23,10 +25,8 @@ _SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)
 
 
 def to_channel_fp8(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 codes [N, I] and scales [N, 1]: a row's largest magnitude becomes 448."""
-    numbers = matrix.float()
-    scales = _scales(numbers.abs().amax(1, keepdim=True), _E4M3_MAX)
-    return _e4m3(numbers / scales), scales
+    """e4m3 codes [N, I] and scales [N, 1]."""
+    return _e4m3_of_least_error(matrix.float(), (1,))
 
 
 def to_block_fp8(rows: int, columns: int, matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,10 +34,8 @@ def to_block_fp8(rows: int, columns: int, matrix: Tensor) -> tuple[Tensor, Tenso
     outputs, inputs = matrix.shape
     padded = torch.zeros(-(-outputs // rows) * rows, -(-inputs // columns) * columns, device=matrix.device)
     padded[:outputs, :inputs] = matrix
-    blocks = padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
-    scales = _scales(blocks.abs().amax((1, 3)), _E4M3_MAX)
-    scaled = (blocks / scales[:, None, :, None]).flatten(2, 3).flatten(0, 1)
-    return _e4m3(scaled[:outputs, :inputs]), scales
+    codes, scales = _e4m3_of_least_error(padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)), (1, 3))
+    return codes.flatten(2, 3).flatten(0, 1)[:outputs, :inputs], scales[:, 0, :, 0]
 
 
 def to_channel_int8(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,6 +92,25 @@ def to_mxfp4(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def _scales(largest: Tensor, code: float) -> Tensor:
     """Scales with which the largest magnitudes become `code`."""
     return torch.where(largest > 0, largest / code, 1.0)
+
+
+def _e4m3_of_least_error(numbers: Tensor, shared: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """e4m3 codes, and scales that the dimensions `shared` have in common.
+
+    Of several scales with which the largest magnitudes become 448 to 224, those with the smallest squared
+    error: a float's relative error depends on where between two powers of two the numbers are.
+    """
+    smallest = _scales(numbers.abs().amax(shared, keepdim=True), _E4M3_MAX)
+    codes = torch.zeros_like(numbers, dtype=torch.uint8)
+    best, least = smallest, torch.full_like(smallest, torch.inf)
+    for factor in _E4M3_FACTORS:
+        scales = smallest * factor
+        found = _e4m3(numbers / scales)
+        errors = (found.float().mul_(scales) - numbers).square_().sum(shared, keepdim=True)
+        better = errors < least
+        codes = torch.where(better, found.view(torch.uint8), codes)
+        best, least = torch.where(better, scales, best), torch.where(better, errors, least)
+    return codes.view(torch.float8_e4m3fn), best
 
 
 def _e4m3(scaled: Tensor) -> Tensor:
