@@ -20,6 +20,7 @@ from tests.helpers.tiny_models import MAX_MODEL_LEN, Tiny, checkpoint_of, save_t
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
 from workers.layers.moe import Experts
+from workers.layers.quantization import rounding
 from workers.layers.quantization.online import scheme_of
 from workers.models.registry import build_model
 from workers.weights.loader import load_directory, load_dummy
@@ -84,6 +85,18 @@ def test_rounded_numbers_are_near(name: str) -> None:
     assert error(numbers, matrix) < bound
     if not isinstance(weight, ChannelFP8 | ChannelINT8):  # whose small numbers share a scale with large ones
         assert error(numbers[:128, :128], matrix[:128, :128]) < bound
+
+
+def test_fp8_takes_better_scales_than_the_smallest() -> None:
+    matrix = torch.randn(128, 384, generator=torch.Generator().manual_seed(1))
+    smallest = matrix.abs().amax(1, keepdim=True) / 448
+    plain = (matrix / smallest).to(torch.float8_e4m3fn).float() * smallest
+    codes, scales = rounding.to_channel_fp8(matrix)
+    found = codes.float() * scales
+    rows = (found - matrix).norm(dim=1) <= (plain - matrix).norm(dim=1)
+    assert rows.all() and error(found, matrix) < 0.98 * error(plain, matrix)
+    codes, scales = rounding.to_block_fp8(128, 128, matrix)
+    assert scales.shape == (1, 3) and (codes.float().abs().max() <= 448)
 
 
 def test_mxfp4_rounds_to_the_nearest_and_halves_to_even() -> None:
