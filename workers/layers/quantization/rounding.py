@@ -106,7 +106,7 @@ def _e4m3_of_least_error(numbers: Tensor, shared: tuple[int, ...]) -> tuple[Tens
     for factor in _E4M3_FACTORS:
         scales = smallest * factor
         found = _e4m3(numbers / scales)
-        errors = (found.float().mul_(scales) - numbers).square_().sum(shared, keepdim=True)
+        errors = found.float().mul_(scales).sub_(numbers).square_().sum(shared, keepdim=True)
         better = errors < least
         codes = torch.where(better, found.view(torch.uint8), codes)
         best, least = torch.where(better, scales, best), torch.where(better, errors, least)
