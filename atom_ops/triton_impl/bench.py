@@ -163,7 +163,7 @@ def tokens_for(weight: Tensor | Packed, tokens: int) -> Tensor:
 def runs(multiply: Multiply, plan: AnyPlan, weight: Tensor | Packed) -> bool:
     """Whether the plan compiles and launches; it may need another GPU, or more shared memory than it has."""
     device = _device_of(weight)
-    if isinstance(plan, StreamKPlan) and not is_hopper(device):
+    if isinstance(plan, StreamKPlan) and not (is_hopper(device) and _has_descriptor(weight)):
         return False
     try:
         with torch.cuda.device(device if device.type == "cuda" else -1):  # threads start on the first GPU
@@ -174,6 +174,12 @@ def runs(multiply: Multiply, plan: AnyPlan, weight: Tensor | Packed) -> bool:
         get_logger().debug("%s does not run on %s: %s", plan, device, error)
         return False
     return True
+
+
+def _has_descriptor(weight: Tensor | Packed) -> bool:
+    """Whether the rows of the weight and of its activations begin at multiples of 16 bytes, as TMA needs."""
+    size = weight.element_size() if isinstance(weight, Tensor) else 1
+    return weight.shape[1] * size % 16 == 0
 
 
 def matches_torch(multiply: Multiply, plan: AnyPlan, weight: Tensor | Packed) -> bool:

@@ -15,7 +15,7 @@ from tests.helpers.tiny_models import engine_config, save_tiny, tiny
 from workers.worker import Worker
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
-SHAPES = ((4096, 1024), (1024, 3072), (1000, 72))
+SHAPES = ((4096, 1024), (1024, 3072), (1000, 72), (256, 36))
 PHASE = "Tuning GEMM kernels"
 Heard = list[tuple[str, int, int]]
 
@@ -90,10 +90,10 @@ def test_a_plan_that_needs_too_much_shared_memory_is_left_out() -> None:
     assert GPUBench({shape: some_weights(torch.bfloat16)[:3]}).valid_plans([immense, fits], shape) == [fits]
 
 
-def test_a_gpu_with_a_table_is_never_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_shapes_of_a_table_are_never_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from atom_ops.triton_impl import linear as kernels
 
-    monkeypatch.setattr(kernels, "LINEAR", {torch.cuda.get_device_name(GPU): {}})
+    monkeypatch.setattr(kernels, "LINEAR", {torch.cuda.get_device_name(GPU): dict.fromkeys(SHAPES, ())})
     backend.tune(GPU, some_weights(torch.bfloat16), tmp_path, lambda *progress: None)
     assert list(tmp_path.iterdir()) == []
 
