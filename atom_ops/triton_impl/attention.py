@@ -24,6 +24,7 @@ from atom_ops.ops.attention_plan import AttentionPlan
 from atom_ops.ops.kv_cache import KVLayer
 from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
 from atom_ops.triton_impl.attention_kernels import LOG2_E, decode_attention, prefill_attention
+from atom_ops.triton_impl.fp8 import converts_float8
 from atom_ops.triton_impl.pdl import launch_options
 
 
@@ -250,7 +251,7 @@ def _constants(
         "BLOCK_E": max(triton.next_power_of_2(width), 16 if cache.scale is None else 32),
         "SCALED": cache.scale is not None,
         "WINDOW": rule.window,
-        "PTX": not INTERPRETED and torch.version.hip is None,
+        "PTX": converts_float8(q_THE.device),
         "num_warps": config.warps,
         "num_stages": config.stages,
         **launch_options(q_THE.device),

@@ -10,7 +10,7 @@ and reads no block table entry before it. Attention sinks are merged once, after
 import triton
 import triton.language as tl
 
-from atom_ops.triton_impl.fp8 import decode_fp8_pairs
+from atom_ops.triton_impl.fp8 import SMALLEST, decode_fp8_pairs, in_float16, larger_of_both, largest_of
 from atom_ops.triton_impl.new_token import rope_heads, write_new_token
 from atom_ops.triton_impl.pdl import pdl_begin
 from atom_ops.triton_impl.tiles import row_of_tile
@@ -35,8 +35,8 @@ def _is_token(token_N, oldest, stop, WINDOW: tl.constexpr):
 
 @triton.jit
 def _attend_block(
-    top_M, total_M, sum_ME, odd_ME, q_ME, q_odd_ME, seen_M, oldest, start, stop, block_N, keys, scales,
-    block_stride, token_stride, half_stride, kv_heads, score_scale,
+    top_M, unit_M, total_MN, sum_ME, odd_ME, q_ME, q_odd_ME, seen_M, oldest, start, stop, block_N, keys,
+    scales, block_stride, token_stride, half_stride, kv_heads, score_scale,
     WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
     SCALED: tl.constexpr, WINDOW: tl.constexpr, PTX: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -44,7 +44,8 @@ def _attend_block(
 
     MASKED: some of them lie before `oldest` or from `stop` on, or are hidden from some queries.
     SCALED: `keys` are words of two float8 codes, WIDTH and BLOCK_E count words, `q_ME` and `sum_ME` are
-    the even features, `q_odd_ME` and `odd_ME` the odd ones.
+    the even features, `q_odd_ME` and `odd_ME` the odd ones. `unit_M` is the largest scale of a value so far;
+    sums are multiples of it, so that float16 holds the weights times the scales.
     """
     token_N = start + tl.arange(0, BLOCK_N)
     feature_E = tl.arange(0, BLOCK_E)
@@ -74,19 +75,28 @@ def _attend_block(
     if WINDOW > 0:
         score_MN = tl.where(token_N[None, :] > seen_M[:, None] - WINDOW, score_MN, float("-inf"))
 
-    new_top_M = tl.maximum(top_M, tl.max(score_MN, 1))
-    rescale_M = tl.exp2(top_M - new_top_M)
-    weight_MN = tl.exp2(score_MN - new_top_M[:, None])
-    total_M = total_M * rescale_M + tl.sum(weight_MN, 1)
     if SCALED:
         value_scale_N = tl.load(scales + kv_heads + scale_at_N, mask=exists_N, other=0.0)
-        weight_MN = weight_MN * value_scale_N[None, :]
+        value_scale_MN = tl.broadcast_to(value_scale_N[None, :], score_MN.shape)
+        block_top_M, block_unit_M = tl.reduce((score_MN, value_scale_MN), 1, larger_of_both)
+        new_unit_M = tl.maximum(unit_M, block_unit_M)
+    else:
+        block_top_M = tl.max(score_MN, 1)
+        new_unit_M = unit_M
+    new_top_M = tl.maximum(top_M, block_top_M)
+    rescale_M = tl.exp2(top_M - new_top_M)
+    weight_MN = tl.exp2(score_MN - new_top_M[:, None])
+    total_MN = total_MN * rescale_M[:, None] + weight_MN
+    if SCALED:
+        in_units_M = 1.0 / new_unit_M
+        weight_MN = weight_MN * (value_scale_MN * in_units_M[:, None])
+        rescale_M = rescale_M * (unit_M * in_units_M)
         v_NE, v_odd_NE = decode_fp8_pairs(v_NE, q_ME.dtype, PTX)
     weight_MN = weight_MN.to(q_ME.dtype)
     sum_ME = tl.dot(weight_MN, v_NE.to(q_ME.dtype), acc=sum_ME * rescale_M[:, None], input_precision="ieee")
     if SCALED:
         odd_ME = tl.dot(weight_MN, v_odd_NE, acc=odd_ME * rescale_M[:, None], input_precision="ieee")
-    return new_top_M, total_M, sum_ME, odd_ME
+    return new_top_M, new_unit_M, total_MN, sum_ME, odd_ME
 
 
 @triton.jit
@@ -111,13 +121,16 @@ def _attend(
     `first`). No query sees a token before `oldest`.
     """
     top_M = tl.full((BLOCK_M,), _LOWEST, tl.float32)
-    total_M = tl.zeros((BLOCK_M,), tl.float32)
+    unit_M = tl.full((BLOCK_M,), SMALLEST, tl.float32)
+    total_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # added up once, at the end
     # Float8: even and odd features apart, as words hold them.
     CODES: tl.constexpr = 2 if SCALED else 1
     WORDS: tl.constexpr = BLOCK_E // CODES
     sum_ME = tl.zeros((BLOCK_M, WORDS), tl.float32)
     odd_ME = tl.zeros((BLOCK_M, WORDS if SCALED else 1), tl.float32)
     if SCALED:
+        unit = largest_of(q_ME)
+        q_ME, score_scale = in_float16(q_ME, unit), score_scale * unit
         q_ME, q_odd_ME = tl.split(tl.reshape(q_ME, (BLOCK_M, WORDS, 2)))
     else:
         q_odd_ME = q_ME
@@ -126,22 +139,22 @@ def _attend(
     for start in range(first, seen_by_all, BLOCK_N):
         block_N = next_block_N
         next_block_N = _load_block_ids(oldest, start + BLOCK_N, stop, table, BLOCK_SIZE, BLOCK_N, WINDOW)
-        top_M, total_M, sum_ME, odd_ME = _attend_block(
-            top_M, total_M, sum_ME, odd_ME, q_ME, q_odd_ME, seen_M, oldest, start, stop, block_N, keys,
-            scales, block_stride, token_stride, half_stride, kv_heads, score_scale,
+        top_M, unit_M, total_MN, sum_ME, odd_ME = _attend_block(
+            top_M, unit_M, total_MN, sum_ME, odd_ME, q_ME, q_odd_ME, seen_M, oldest, start, stop, block_N,
+            keys, scales, block_stride, token_stride, half_stride, kv_heads, score_scale,
             WIDTH // CODES, BLOCK_SIZE, BLOCK_N, WORDS, SCALED, WINDOW, PTX, False,
         )  # fmt: skip
     for start in range(seen_by_all, stop, BLOCK_N):
         block_N = next_block_N
         next_block_N = _load_block_ids(oldest, start + BLOCK_N, stop, table, BLOCK_SIZE, BLOCK_N, WINDOW)
-        top_M, total_M, sum_ME, odd_ME = _attend_block(
-            top_M, total_M, sum_ME, odd_ME, q_ME, q_odd_ME, seen_M, oldest, start, stop, block_N, keys,
-            scales, block_stride, token_stride, half_stride, kv_heads, score_scale,
+        top_M, unit_M, total_MN, sum_ME, odd_ME = _attend_block(
+            top_M, unit_M, total_MN, sum_ME, odd_ME, q_ME, q_odd_ME, seen_M, oldest, start, stop, block_N,
+            keys, scales, block_stride, token_stride, half_stride, kv_heads, score_scale,
             WIDTH // CODES, BLOCK_SIZE, BLOCK_N, WORDS, SCALED, WINDOW, PTX, True,
         )  # fmt: skip
     if SCALED:
-        sum_ME = tl.interleave(sum_ME, odd_ME)
-    return top_M, total_M, sum_ME
+        sum_ME = tl.interleave(sum_ME, odd_ME) * unit_M[:, None]
+    return top_M, tl.sum(total_MN, 1), sum_ME
 
 
 @triton.jit
