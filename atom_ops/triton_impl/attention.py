@@ -78,9 +78,9 @@ def _decode_config(
     if not measured:
         return _KernelConfig(queries, 32, 4, 3, 4)
     if float8:
-        narrow, wide = _KernelConfig(queries, 128, 4, 2, 8, 2), _KernelConfig(queries, 64, 2, 3, 16, 4)
+        narrow, wide = _KernelConfig(queries, 128, 2, 2, 8, 2), _KernelConfig(queries, 32, 1, 3, 16, 4)
         return narrow if width <= 64 else wide
-    return _KernelConfig(queries, 64, 4, 2, 8, 4) if width <= 64 else _KernelConfig(queries, 32, 4, 4, 4)
+    return _KernelConfig(queries, 64, 2, 2, 8, 4)
 
 
 def _prefill_config(group: int, width: int, dtype: torch.dtype, float8: bool) -> _KernelConfig:

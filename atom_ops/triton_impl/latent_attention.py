@@ -28,14 +28,7 @@ from atom_ops.ops.latent_attention import latent_attention, partial_latent_atten
 from atom_ops.ops.latent_cache import LatentLayer
 from atom_ops.ops.token_shard import TokenShard
 from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
-from atom_ops.triton_impl.fp8 import (
-    SMALLEST,
-    converts_float8,
-    decode_fp8_pairs,
-    in_float16,
-    larger_of_both,
-    largest_of,
-)
+from atom_ops.triton_impl.fp8 import converts_float8, decode_fp8_pairs
 from atom_ops.triton_impl.pdl import launch_options, pdl_begin
 from atom_ops.triton_impl.tiles import row_of_tile
 
@@ -48,16 +41,14 @@ _LOWEST = tl.constexpr(-1.0e30)
 
 @triton.jit
 def _attend_block(
-    top_M, unit_M, total_M, sum_MC, odd_MC, q_MC, q_odd_MC, q_MR, q_odd_MR, seen_M, start, stop, slot_N, rows,
-    scales, score_scale, LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, SCALED: tl.constexpr, PTX: tl.constexpr,
-    MASKED: tl.constexpr,
+    top_M, total_M, sum_MC, odd_MC, q_MC, q_odd_MC, q_MR, q_odd_MR, seen_M, start, stop, slot_N, rows, scales,
+    score_scale, LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr, SCALED: tl.constexpr, PTX: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One iteration of the online softmax, over tokens start … start + BLOCK_N - 1 of the context.
 
     MASKED: some of them lie from `stop` on, or are hidden from some queries.
     SCALED: `rows` are words of two float8 codes, all widths count words, and odd features are apart.
-    `unit_M` is the largest scale so far, of which sums are multiples.
     """
     token_N = start + tl.arange(0, BLOCK_N)
     feature_C, feature_R = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
@@ -91,26 +82,17 @@ def _attend_block(
     if MASKED:
         score_MN = tl.where(token_N[None, :] <= seen_M[:, None], score_MN, float("-inf"))
 
-    if SCALED:
-        scale_MN = tl.broadcast_to(scale_N[None, :], score_MN.shape)
-        block_top_M, block_unit_M = tl.reduce((score_MN, scale_MN), 1, larger_of_both)
-        new_unit_M = tl.maximum(unit_M, block_unit_M)
-    else:
-        block_top_M = tl.max(score_MN, 1)
-        new_unit_M = unit_M
-    new_top_M = tl.maximum(top_M, block_top_M)
+    new_top_M = tl.maximum(top_M, tl.max(score_MN, 1))
     rescale_M = tl.exp2(top_M - new_top_M)
     weight_MN = tl.exp2(score_MN - new_top_M[:, None])
     total_M = total_M * rescale_M + tl.sum(weight_MN, 1)
     if SCALED:
-        in_units_M = 1.0 / new_unit_M
-        weight_MN = weight_MN * (scale_MN * in_units_M[:, None])
-        rescale_M = rescale_M * (unit_M * in_units_M)
+        weight_MN = weight_MN * scale_N[None, :]
     weight_MN = weight_MN.to(q_MC.dtype)
     sum_MC = tl.dot(weight_MN, latent_NC, sum_MC * rescale_M[:, None], input_precision="ieee")
     if SCALED:
         odd_MC = tl.dot(weight_MN, odd_NC, odd_MC * rescale_M[:, None], input_precision="ieee")
-    return new_top_M, new_unit_M, total_M, sum_MC, odd_MC
+    return new_top_M, total_M, sum_MC, odd_MC
 
 
 @triton.jit
@@ -132,15 +114,12 @@ def _attend(
     Every query sees all tokens before `seen_by_all`, a multiple of BLOCK_N.
     """
     top_M = tl.full((BLOCK_M,), _LOWEST, tl.float32)
-    unit_M = tl.full((BLOCK_M,), SMALLEST, tl.float32)
     total_M = tl.zeros((BLOCK_M,), tl.float32)
     # Float8: even and odd features apart, as words hold them.
     CODES: tl.constexpr = 2 if SCALED else 1
     sum_MC = tl.zeros((BLOCK_M, BLOCK_C // CODES), tl.float32)
     odd_MC = tl.zeros((BLOCK_M, BLOCK_C // CODES if SCALED else 1), tl.float32)
     if SCALED:
-        unit = tl.maximum(largest_of(q_MC), largest_of(q_MR))
-        q_MC, q_MR, score_scale = in_float16(q_MC, unit), in_float16(q_MR, unit), score_scale * unit
         q_MC, q_odd_MC = tl.split(tl.reshape(q_MC, (BLOCK_M, BLOCK_C // CODES, 2)))
         q_MR, q_odd_MR = tl.split(tl.reshape(q_MR, (BLOCK_M, BLOCK_R // CODES, 2)))
     else:
@@ -150,21 +129,21 @@ def _attend(
     for start in range(first, seen_by_all, BLOCK_N):
         slot_N = next_slot_N
         next_slot_N = _slots_of(start + BLOCK_N, stop, table, BLOCK_SIZE, BLOCK_N)
-        top_M, unit_M, total_M, sum_MC, odd_MC = _attend_block(
-            top_M, unit_M, total_M, sum_MC, odd_MC, q_MC, q_odd_MC, q_MR, q_odd_MR, seen_M, start, stop,
-            slot_N, rows, scales, score_scale, LATENT // CODES, ROPE // CODES, BLOCK_N, BLOCK_C // CODES,
+        top_M, total_M, sum_MC, odd_MC = _attend_block(
+            top_M, total_M, sum_MC, odd_MC, q_MC, q_odd_MC, q_MR, q_odd_MR, seen_M, start, stop, slot_N,
+            rows, scales, score_scale, LATENT // CODES, ROPE // CODES, BLOCK_N, BLOCK_C // CODES,
             BLOCK_R // CODES, SCALED, PTX, False,
         )  # fmt: skip
     for start in range(seen_by_all, stop, BLOCK_N):
         slot_N = next_slot_N
         next_slot_N = _slots_of(start + BLOCK_N, stop, table, BLOCK_SIZE, BLOCK_N)
-        top_M, unit_M, total_M, sum_MC, odd_MC = _attend_block(
-            top_M, unit_M, total_M, sum_MC, odd_MC, q_MC, q_odd_MC, q_MR, q_odd_MR, seen_M, start, stop,
-            slot_N, rows, scales, score_scale, LATENT // CODES, ROPE // CODES, BLOCK_N, BLOCK_C // CODES,
+        top_M, total_M, sum_MC, odd_MC = _attend_block(
+            top_M, total_M, sum_MC, odd_MC, q_MC, q_odd_MC, q_MR, q_odd_MR, seen_M, start, stop, slot_N,
+            rows, scales, score_scale, LATENT // CODES, ROPE // CODES, BLOCK_N, BLOCK_C // CODES,
             BLOCK_R // CODES, SCALED, PTX, True,
         )  # fmt: skip
     if SCALED:
-        sum_MC = tl.interleave(sum_MC, odd_MC) * unit_M[:, None]
+        sum_MC = tl.interleave(sum_MC, odd_MC)
     return top_M, total_M, sum_MC
 
 
