@@ -7,12 +7,14 @@ from atom.config.engine import EngineConfig
 from atom.config.eplb import eplb_config
 from atom.config.online_quantization import online_quantization
 from atom.messages.worker import KVSpec
-from parallel.expert import ExpertDispatch, expert_dispatch
+from atom.utils import envs
+from parallel.expert import ExpertDispatch, LocalDispatch, expert_dispatch
 from parallel.mesh import Mesh
 from workers.kv_cache import kv_dtype, kv_specs
 from workers.layers.cache_groups import LatentGroup
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import BuildContext
+from workers.layers.second_stream import SecondStream
 from workers.models.registry import build_model
 from workers.spec_decode.methods import method_of
 
@@ -47,6 +49,7 @@ def build_rank(
         kv_dtype(config.cache, dtype),
         dispatch,
         _redundant_experts(config),
+        _second_stream(mesh.device, dispatch),
     )
     model = build_model(checkpoint, build, online_quantization(config.model.online_quant_config))
     if mesh.dcp.size > 1 and not all(isinstance(group, LatentGroup) for group in model.kv_groups):
@@ -75,6 +78,14 @@ def rank_dispatch(config: EngineConfig, mesh: Mesh) -> ExpertDispatch:
 def _redundant_experts(config: EngineConfig) -> int | None:
     eplb = eplb_config(config.parallel)
     return None if eplb is None else eplb.num_redundant_experts
+
+
+def _second_stream(device: torch.device, dispatch: ExpertDispatch) -> SecondStream | None:
+    """None where tokens travel to other ranks: a collective may not run beside another kernel."""
+    most_tokens = envs.ATOM_DUAL_STREAM_MOE_TOKEN_THRESHOLD
+    if device.type != "cuda" or not most_tokens or not isinstance(dispatch, LocalDispatch):
+        return None
+    return SecondStream(device, most_tokens)
 
 
 def rank_specs(config: EngineConfig, model: CausalLM) -> list[KVSpec]:

@@ -210,8 +210,9 @@ VARIABLES: dict[str, Variable] = {
             "ATOM_DUAL_STREAM_MOE_TOKEN_THRESHOLD",
             int,
             1024,
-            Area.AITER,
-            "Shared experts run on a second stream up to this many tokens; 0 never.",
+            Area.GPU,
+            "Shared experts run beside the routed ones, on a second stream, in steps of up to this many "
+            "tokens; 0 never. With --enable-expert-parallel they run after them.",
         ),
         Variable(
             "ATOM_ALL2ALL_PADDED_TOKENS",

@@ -13,6 +13,7 @@ from atom_ops import AttentionPlan, KVLayer, LatentLayer, StateLayer, StatePlan,
 from parallel.communicator import Communicator
 from parallel.expert import ExpertDispatch, LocalDispatch
 from workers.layers.quantization.config import QuantizationConfig
+from workers.layers.second_stream import SecondStream
 
 CacheLayer = KVLayer | LatentLayer | StateLayer | Any
 """The cache of one layer; other types belong to attention backends with layouts of their own."""
@@ -37,6 +38,8 @@ class BuildContext:
     """How tokens reach the experts of MoE layers."""
     redundant_experts: int | None = None
     """Replicas of experts beside one of each; None: experts have no slots, and stay where they are."""
+    second_stream: SecondStream | None = None
+    """Where shared experts run beside the routed ones; None: after them."""
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     fused_norms: bool = True
     """Whether a norm and the quantization of its output, for the linear layer behind it, are one kernel."""

@@ -7,7 +7,7 @@ whole experts are spread over the expert-parallel ranks (`parallel.expert`).
 T tokens, D hidden, X experts, J experts per token, F features of an expert (in `forward` this rank's).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -73,6 +73,7 @@ class MoE(nn.Module):
     def __init__(self, args: MoEArgs, build: BuildContext):
         super().__init__()
         self._dispatch = build.dispatch
+        self._second_stream = build.second_stream
         self.slots = None if build.redundant_experts is None else SlotMap(args.num_experts, build)
         self._num_slots = args.num_experts + (build.redundant_experts or 0)
         self._dispatch.reserve(args.hidden_size, build.dtype, args.rule.top_k, self._num_slots)
@@ -95,11 +96,27 @@ class MoE(nn.Module):
         ids_TJ, weights_TJ = self.gate.select_experts(x_TD)
         if self.slots is not None:
             ids_TJ = select_slots(ids_TJ, self.slots.experts)
+        shared = self.shared_experts
+        if shared is None:
+            return self._routed(x_TD, ids_TJ, weights_TJ)
+        # After the router, whose GEMM may be stream-K as those of the shared experts.
+        out_TD, shared_TD = self._beside(
+            len(x_TD),
+            lambda: self._routed(x_TD, ids_TJ, weights_TJ),
+            lambda: self._shared(shared, x_TD),
+        )
+        return out_TD + shared_TD
+
+    def _beside(
+        self, tokens: int, first: Callable[[], torch.Tensor], second: Callable[[], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._second_stream is None:
+            return first(), second()
+        return self._second_stream.beside(tokens, first, second)
+
+    def _routed(self, x_TD: torch.Tensor, ids_TJ: torch.Tensor, weights_TJ: torch.Tensor) -> torch.Tensor:
         routed = self._dispatch.dispatch(x_TD, ids_TJ, weights_TJ, self._num_slots)
-        out_TD = self._dispatch.combine(self.experts(*routed))
-        if self.shared_experts is not None:
-            out_TD = out_TD + self._shared(self.shared_experts, x_TD)
-        return out_TD
+        return self._dispatch.combine(self.experts(*routed))
 
     def _shared(self, shared: "SharedExperts", x_TD: torch.Tensor) -> torch.Tensor:
         if self.shared_expert_gate is None:
