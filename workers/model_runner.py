@@ -25,6 +25,7 @@ from workers.layers.causal_lm import CausalLM
 from workers.layers.context import CacheLayer, ForwardContext
 from workers.memory_guard import MemoryGuard, reason_of
 from workers.pending_step import Advance, PendingStep, RecordEvent, StepOutput
+from workers.piece_graphs import PieceGraphs
 from workers.prompt_graphs import PromptGraphs
 from workers.sampler import Sampler, SamplerOutput, logprob_slice
 from workers.spec_decode.draft_rows import Verified
@@ -40,15 +41,19 @@ _NO_ROWS = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Graphs:
-    """The captured graphs of a model."""
+    """The captured graphs of a model: of decode steps, and of steps of any rows."""
 
-    decode: DecodeGraphs
-    prompts: PromptGraphs
+    decode: DecodeGraphs | None = None
+    prompts: PromptGraphs | PieceGraphs | None = None
 
     @property
     def sizes(self) -> GraphSizes:
+        decode, prompts = self.decode, self.prompts
         return GraphSizes(
-            self.decode.sizes, self.prompts.token_sizes, self.prompts.row_sizes, self.decode.tokens_per_row
+            decode.sizes if decode else (),
+            prompts.token_sizes if prompts else (),
+            prompts.row_sizes if prompts else (),
+            decode.tokens_per_row if decode else 1,
         )
 
 
@@ -90,9 +95,9 @@ class ModelRunner:
         self._sampler = sampler
         self._memory = memory
         self._record_event = record_event
-        self._graphs = graphs
+        self._graphs = graphs or Graphs()
         self._agree = agree
-        self._sizes = graphs.sizes if graphs else GraphSizes()
+        self._sizes = self._graphs.sizes
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> PendingStep:
@@ -119,9 +124,9 @@ class ModelRunner:
         if shape.mode is StepMode.EAGER:
             self._compute(pad_step(self._inputs.empty_step(), shape))
         elif shape.mode is StepMode.DECODE_GRAPH:
-            self._captured.decode.dummy(shape.padded_rows)
+            self._decode_graphs.dummy(shape.padded_rows)
         else:
-            self._captured.prompts.dummy(shape.padded_tokens, shape.padded_rows)
+            self._prompt_graphs.dummy(shape.padded_tokens, shape.padded_rows)
 
     def label(self, batch: ScheduledBatch) -> str:
         """The name of the step in traces; called before `launch`."""
@@ -141,11 +146,10 @@ class ModelRunner:
         if self.before_step is not None:
             self.before_step()
         if shape.mode is StepMode.DECODE_GRAPH:
-            return self._replay(self._captured.decode, self._inputs.decode_batch(batch), shape.padded_rows)
+            return self._replay(self._decode_graphs, self._inputs.decode_batch(batch), shape.padded_rows)
         step = self._inputs.step(batch)
         if shape.mode is StepMode.PROMPT_GRAPH:
-            prompts = self._captured.prompts
-            hidden_TD = prompts.forward(step, shape.padded_tokens, shape.padded_rows)
+            hidden_TD = self._prompt_graphs.forward(step, shape.padded_tokens, shape.padded_rows)
         else:
             hidden_TD = self._compute(pad_step(step, shape))
         return _Forward(hidden_TD, step.sampling, step.prompt_logprobs)
@@ -154,9 +158,14 @@ class ModelRunner:
         return self._model(step.ids_T, step.positions_T, ForwardContext(self._kv_layers, step.groups))
 
     @property
-    def _captured(self) -> Graphs:
-        assert self._graphs is not None, "without graphs every shape is eager"
-        return self._graphs
+    def _decode_graphs(self) -> DecodeGraphs:
+        assert self._graphs.decode is not None, "without graphs every shape is eager"
+        return self._graphs.decode
+
+    @property
+    def _prompt_graphs(self) -> PromptGraphs | PieceGraphs:
+        assert self._graphs.prompts is not None, "without graphs every shape is eager"
+        return self._graphs.prompts
 
     def _replay(self, graphs: DecodeGraphs, decode_batch: DecodeBatch, size: int) -> _Forward:
         """Replay the forward pass of each row's next tokens."""

@@ -1,5 +1,6 @@
 """Padding of an eager step: tokens without a KV slot, in rows without tokens and context."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -18,14 +19,27 @@ def pad_step(step: StepInputs, shape: StepShape) -> StepInputs:
     valid.
     """
     tokens, rows = shape.padded_tokens, shape.padded_rows
-    if tokens == len(step.ids_T) and rows == _rows(step.groups[0]):
+    if tokens == len(step.ids_T) and rows == num_rows(step.groups):
         return step
     return replace(
         step,
         ids_T=_extended(step.ids_T, tokens, 0),
         positions_T=_extended(step.positions_T, tokens, 0),
-        groups=[_padded(group, tokens, rows) for group in step.groups],
+        groups=pad_groups(step.groups, tokens, rows),
     )
+
+
+def pad_groups(
+    groups: Sequence[GroupContext | StatePlan], tokens: int, rows: int
+) -> list[GroupContext | StatePlan]:
+    """Groups of a step padded to `tokens` tokens and `rows` rows."""
+    return [_padded(group, tokens, rows) for group in groups]
+
+
+def num_rows(groups: Sequence[GroupContext | StatePlan]) -> int:
+    """Rows of a step."""
+    group = groups[0]
+    return len(group.slots_R if isinstance(group, StatePlan) else group.plan.context_lens_R)
 
 
 def _padded(group: GroupContext | StatePlan, tokens: int, rows: int) -> GroupContext | StatePlan:
@@ -36,7 +50,3 @@ def _padded(group: GroupContext | StatePlan, tokens: int, rows: int) -> GroupCon
 
 def _extended(column_T: torch.Tensor, tokens: int, value: int) -> torch.Tensor:
     return functional.pad(column_T, (0, tokens - len(column_T)), value=value)
-
-
-def _rows(group: GroupContext | StatePlan) -> int:
-    return len(group.slots_R if isinstance(group, StatePlan) else group.plan.context_lens_R)

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -19,10 +18,9 @@ from atom_ops import BATCH_INVARIANT_SPLIT, backend
 from parallel.mesh import Mesh
 from workers.agreement import Agreed, Agreement
 from workers.block_table import BatchLimits, BlockTable
-from workers.decode_graphs import DecodeGraphs
 from workers.expert_balancer import ExpertBalancer
 from workers.grammar.library import GrammarLibrary
-from workers.graph_recorder import GraphRecorder, Recorder
+from workers.graph_modes import GraphSettings, capture_graphs
 from workers.group_rows import GroupRows
 from workers.input_batch import InputBatch
 from workers.kv_cache import allocate_kv, attention_backends, cpu_kv_bytes, cuda_kv_bytes, kv_dtype
@@ -31,12 +29,11 @@ from workers.layers.cache_groups import CacheGroup, StateGroup
 from workers.layers.causal_lm import CausalLM
 from workers.layers.context import CacheLayer
 from workers.layers.linear import Linear
-from workers.marks import MarkedRecorder, mark_modules
+from workers.marks import mark_modules
 from workers.memory_guard import MemoryGuard
 from workers.model_runner import Graphs, ModelRunner
 from workers.pending_step import PendingStep, event_recorder
 from workers.profiler import TraceRecorder
-from workers.prompt_graphs import PROMPT_SIZES, PromptGraphs
 from workers.providers import resolve_ops
 from workers.rank_model import build_rank, compute_dtype, longest_sequence, rank_dispatch, rank_specs
 from workers.sampler import Sampler
@@ -286,19 +283,15 @@ class Worker:
         return ModelRunner(self._model, kv_layers, inputs, sampler, memory, recorder, graphs, agree)
 
     def _capture(self, kv_layers: list[CacheLayer], inputs: InputBatch, sizes: list[int]) -> Graphs:
-        """Capture graphs of decode steps with `sizes` rows, and of prefill and mixed steps."""
-        most = self._most_tokens
-        record: Recorder = MarkedRecorder(GraphRecorder()) if self._marked else GraphRecorder()
-        tokens = [size for size in PROMPT_SIZES if size <= most] or [most]
-        decode = DecodeGraphs(self._model, kv_layers, inputs, sizes, record, self._device)
-        prompts = PromptGraphs(self._model, kv_layers, inputs, tokens, record, self._device)
-        total = len(sizes) + len(tokens)
-        done = count()
-        self._progress("Capturing graphs", 0, total)
+        """Capture graphs of steps; `sizes` are rows of decode steps."""
+        mode = self._config.device.cudagraph_mode
+        settings = GraphSettings(mode, sizes, self._most_tokens, self._marked)
+
+        def progress(done: int, total: int) -> None:
+            self._progress("Capturing graphs", done, total)
+
         with self._equal_tokens():
-            for graphs in (prompts, decode):
-                graphs.capture(lambda: self._progress("Capturing graphs", next(done) + 1, total))
-        return Graphs(decode, prompts)
+            return capture_graphs(settings, self._model, kv_layers, inputs, self._device, progress)
 
     @contextlib.contextmanager
     def _equal_tokens(self) -> Iterator[None]:

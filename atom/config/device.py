@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+GraphMode = Literal["FULL", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "NONE"]
+
 
 @dataclass(frozen=True)
 class DeviceConfig:
@@ -15,9 +17,11 @@ class DeviceConfig:
     of less than 256 features."""
     enforce_eager: bool = False
     """Do not capture GPU graphs; launch every kernel of every step."""
-    cudagraph_mode: Literal["FULL", "NONE"] = "FULL"
+    cudagraph_mode: GraphMode = "FULL"
     """FULL captures whole steps as GPU graphs: decode steps, and prefill and mixed steps of up to 2048
-    tokens. NONE captures nothing, as --enforce-eager."""
+    tokens. PIECEWISE captures what lies between attention calls, which run eagerly. FULL_AND_PIECEWISE
+    captures whole decode steps, and the others in pieces; FULL_DECODE_ONLY leaves the others eager. NONE
+    captures nothing, as --enforce-eager."""
     cudagraph_capture_sizes: str | None = None
     """Decode batch sizes to capture, such as [1,2,4,8]. If unset: up to 512 in steps of 1, 8 and 16."""
     batch_invariant: bool = False

@@ -20,7 +20,8 @@ from workers.layers.context import BuildContext, ForwardContext
 from workers.layers.embedding import LMHead, VocabEmbedding
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear
 from workers.layers.norm import RMSNorm
-from workers.layers.rotary import RotaryEmbedding, Rotation
+from workers.layers.rotary import RotaryEmbedding
+from workers.layers.rotation import Rotation
 from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer
 
 HIDDEN, EPS, BASE = 48, 1e-6, 10000.0

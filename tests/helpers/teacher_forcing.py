@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from atom.config.device import GraphMode
 from atom.config.resolve import Dtype
 from atom.messages.worker import AllocateKV, ScheduledBatch
 from parallel.communicator import Communicator
@@ -30,11 +31,13 @@ class TinyWorker:
         expert_parallel: bool = False,
         dcp: Communicator | None = None,
         kv_cache_dtype: str = "auto",
+        graph_mode: GraphMode = "FULL",
     ):
         """With `capture_sizes`, a test replaces the recorder, since a CPU captures no graphs."""
         tp, dcp = tp or Communicator(), dcp or Communicator()
         config = engine_config(tp.size, BLOCK_SIZE, kv_cache_dtype, dtype=dtype)
-        config = replace(config, device=replace(config.device, cudagraph_capture_sizes=capture_sizes))
+        device = replace(config.device, cudagraph_capture_sizes=capture_sizes, cudagraph_mode=graph_mode)
+        config = replace(config, device=device)
         parallel = replace(config.parallel, enable_expert_parallel=expert_parallel)
         parallel = replace(parallel, decode_context_parallel_size=dcp.size)
         config = replace(config, parallel=parallel)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -9,7 +10,7 @@ from torch import nn
 from atom_ops import INTERLEAVED_KV, AttentionBackend, AttentionConfig, AttentionRule, HeadNorms
 from atom_ops import attention_backend as choose_backend
 from workers.layers.context import BuildContext, ForwardContext, GroupContext
-from workers.layers.rotary import Rotation
+from workers.layers.rotation import Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,16 @@ class Attention(nn.Module):
         `norms` apply to queries and keys before RoPE; `sinks_H` are the attention-sink logits of this
         rank's query heads.
         """
+        return ctx.mix(partial(self._attend_to_cache, norms, sinks_H), rotation, qkv_TO)
+
+    def _attend_to_cache(
+        self,
+        norms: HeadNorms | None,
+        sinks_H: torch.Tensor | None,
+        ctx: ForwardContext,
+        rotation: Rotation,
+        qkv_TO: torch.Tensor,
+    ) -> torch.Tensor:
         cache, group = ctx.kv_layers[self._layer], ctx.groups[self._group]
         assert isinstance(group, GroupContext)
         if sinks_H is not self._rule.sinks_H:

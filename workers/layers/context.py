@@ -3,9 +3,9 @@
 Both are passed as arguments; nothing in the workers reads a global.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -13,6 +13,7 @@ from atom_ops import AttentionPlan, KVLayer, LatentLayer, StateLayer, StatePlan,
 from parallel.communicator import Communicator
 from parallel.expert import ExpertDispatch, LocalDispatch
 from workers.layers.quantization.config import QuantizationConfig
+from workers.layers.rotation import Rotation
 from workers.layers.second_stream import SecondStream
 
 CacheLayer = KVLayer | LatentLayer | StateLayer | Any
@@ -75,6 +76,19 @@ class SharedTopK:
     """None: all tokens up to the current one."""
 
 
+Mixing = Callable[..., torch.Tensor]
+"""What of a token mixer depends on the step's plans: (context, rotation, *tensors of the step) -> [T, …]."""
+
+
+class Splitter(Protocol):
+    """Captures a forward pass in pieces: graphs of what lies between its token mixers."""
+
+    def split(
+        self, mix: Mixing, ctx: "ForwardContext", rotation: Rotation, tensors: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """End a piece, compute `mix` outside of graphs, begin the next piece; the result of `mix`."""
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
     """KV caches and attention metadata of one step."""
@@ -85,3 +99,14 @@ class ForwardContext:
     """By KV group; a `StatePlan` for groups of recurrent layers."""
     topk_indices: SharedTopK = field(default_factory=SharedTopK)
     """Of the latest layer with an indexer."""
+    splitter: Splitter | None = None
+    """Set while the pass is captured in pieces."""
+
+    def mix(self, compute: Mixing, rotation: Rotation, *tensors: torch.Tensor) -> torch.Tensor:
+        """`compute(self, rotation, *tensors)`; outside of the graphs if the pass is captured in pieces.
+
+        Everything that reads the plans or caches of the context has to be computed in such a call.
+        """
+        if self.splitter is None:
+            return compute(self, rotation, *tensors)
+        return self.splitter.split(compute, self, rotation, tensors)

@@ -18,7 +18,7 @@ from workers.layers.context import BuildContext, ForwardContext
 from workers.layers.decoder import DecoderArgs
 from workers.layers.linear import ReorderedLinear, RowParallelLinear
 from workers.layers.norm import RMSNorm
-from workers.layers.rotary import Rotation
+from workers.layers.rotation import Rotation
 from workers.layers.weighted import ShardRange
 
 

@@ -28,7 +28,7 @@ from atom_ops import (
 from workers.layers.context import BuildContext, ForwardContext
 from workers.layers.linear import ReorderedLinear, RowParallelLinear, tp_range
 from workers.layers.norm import RMSNorm
-from workers.layers.rotary import Rotation
+from workers.layers.rotation import Rotation
 from workers.layers.weighted import CheckpointTensor, ShardRange, ShardSpec, WeightedLayer
 
 DELTA_MODULES = {"in_proj": ("in_proj_qkvz", "in_proj_ba")}
@@ -110,17 +110,22 @@ class GatedDeltaNet(WeightedLayer):
         ctx: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `TokenMixer`. `rotation` is unused: there is no RoPE here."""
-        states, plan = ctx.kv_layers[self._layer], ctx.groups[self._group]
-        assert isinstance(states, StateLayer) and isinstance(plan, StatePlan)
         all_TO, residual_TD = self.in_proj.after_norm(norm, x_TD, residual_TD)
-        sizes = [states.conv.shape[2], self._heads * self._value_features, 2 * self._heads]
-        qkv_TC, z_TO, gates_T2N = all_TO.split(sizes, 1)
-        mixed_TC = causal_conv(qkv_TC, self.conv1d.weight.squeeze(1), states.conv, plan)
-        decay = DecayWeights(self.A_log, self.dt_bias)
-        out_TNF = gated_delta_rule(mixed_TC, gates_T2N, decay, states.recurrent, plan)
+        values, gates = self._heads * self._value_features, 2 * self._heads
+        qkv_TC, z_TO, gates_T2N = all_TO.split([all_TO.shape[1] - values - gates, values, gates], 1)
+        out_TNF = ctx.mix(self._recur, rotation, qkv_TC, gates_T2N)
         z_TNF = z_TO.unflatten(1, (self._heads, self._value_features))
         normed_TNF = gated_rms_norm(out_TNF, z_TNF, self.norm.weight, self.norm.eps)
         return self.out_proj(normed_TNF.flatten(1)), residual_TD
+
+    def _recur(
+        self, ctx: ForwardContext, rotation: Rotation, qkv_TC: torch.Tensor, gates_T2N: torch.Tensor
+    ) -> torch.Tensor:
+        states, plan = ctx.kv_layers[self._layer], ctx.groups[self._group]
+        assert isinstance(states, StateLayer) and isinstance(plan, StatePlan)
+        mixed_TC = causal_conv(qkv_TC, self.conv1d.weight.squeeze(1), states.conv, plan)
+        decay = DecayWeights(self.A_log, self.dt_bias)
+        return gated_delta_rule(mixed_TC, gates_T2N, decay, states.recurrent, plan)
 
 
 class _Convolution(WeightedLayer):

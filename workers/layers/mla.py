@@ -42,7 +42,7 @@ from workers.layers.context import BuildContext, ForwardContext, GroupContext
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear
 from workers.layers.norm import RMSNorm
 from workers.layers.quantization.scheme import PLAIN
-from workers.layers.rotary import Rotation
+from workers.layers.rotation import Rotation
 from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer
 
 LATENT_MODULES = {
@@ -129,35 +129,38 @@ class LatentAttention(nn.Module):
         ctx: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `TokenMixer`."""
+        projection = self.q_kv_a_proj if self._args.q_lora_rank is None else self.qkv_a_proj
+        latents_TN, residual_TD = projection.after_norm(norm, x_TD, residual_TD)
+        return self.o_proj(ctx.mix(self.mix, rotation, latents_TN)), residual_TD
+
+    def mix(self, ctx: ForwardContext, rotation: Rotation, latents_TN: torch.Tensor) -> torch.Tensor:
+        """The input of the output projection [T, H * V]; writes the step's cache rows."""
+        cache, group = self.cache(ctx)
+        q_THE = self.queries(latents_TN, rotation, cache, group.slots_T)
+        return self.attend(q_THE, rotation, cache, group)
+
+    def cache(self, ctx: ForwardContext) -> tuple[LatentLayer, GroupContext]:
+        """This layer's cache and its group's inputs."""
         cache, group = ctx.kv_layers[self._layer], ctx.groups[self._group]
         assert isinstance(cache, LatentLayer) and isinstance(group, GroupContext)
-        q_THE, residual_TD = self.queries(norm, x_TD, residual_TD, rotation, cache, group.slots_T)
-        return self.attend(q_THE, rotation, cache, group), residual_TD
+        return cache, group
 
     def queries(
-        self,
-        norm: RMSNorm,
-        x_TD: torch.Tensor,
-        residual_TD: torch.Tensor | None,
-        rotation: Rotation,
-        cache: LatentLayer,
-        slots_T: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(queries [T, H, E] before RoPE, x + residual); also writes the step's cache rows."""
+        self, latents_TN: torch.Tensor, rotation: Rotation, cache: LatentLayer, slots_T: torch.Tensor
+    ) -> torch.Tensor:
+        """Queries [T, H, E] before RoPE, from the first projection; also writes the step's cache rows."""
         cos_sin, interleaved = (rotation.cos_T1R, rotation.sin_T1R), self._args.interleaved
         kv_norm = self.kv_a_layernorm
         if self._args.q_lora_rank is None:
-            both_TO, residual_TD = self.q_kv_a_proj.after_norm(norm, x_TD, residual_TD)
-            q_TO, row_TK = both_TO.tensor_split([both_TO.shape[1] - cache.rows.shape[2]], 1)
+            q_TO, row_TK = latents_TN.tensor_split([latents_TN.shape[1] - cache.rows.shape[2]], 1)
             write_latent(row_TK, kv_norm.weight, kv_norm.eps, *cos_sin, cache, slots_T, interleaved)
-            return q_TO.unflatten(1, (-1, self._args.nope_dim + self._args.rope_dim)), residual_TD
-        latents_TN, residual_TD = self.qkv_a_proj.after_norm(norm, x_TD, residual_TD)
+            return self._by_head(q_TO)
         if self._rounds_latents:
             norms = LatentNorms(self.q_a_layernorm.weight, kv_norm.weight, kv_norm.eps)
             weight = self.q_b_proj.weight
             q_TO = latent_queries(latents_TN, norms, *cos_sin, cache, slots_T, weight, interleaved)
-            return self._by_head(q_TO), residual_TD
-        return self.expand_queries(self.write(latents_TN, rotation, cache, slots_T)), residual_TD
+            return self._by_head(q_TO)
+        return self.expand_queries(self.write(latents_TN, rotation, cache, slots_T))
 
     def write(
         self, latents_TN: torch.Tensor, rotation: Rotation, cache: LatentLayer, slots_T: torch.Tensor
@@ -187,13 +190,13 @@ class LatentAttention(nn.Module):
         group: GroupContext,
         topk_indices: TopKIndices | None = None,
     ) -> torch.Tensor:
-        """Attention output [T, D] over all tokens up to each one, or over those of `topk_indices`."""
+        """Attention output [T, H * V] over all tokens up to each one, or over those of `topk_indices`."""
         # With batch invariance prefill and decode must use the same computation: the absorbed one.
         if topk_indices is None and group.plan.whole_prompts and not group.plan.split_tokens:
             out_THV = self._expanded(q_THE, rotation, cache, group)
         else:
             out_THV = self._absorbed(q_THE, rotation, cache, group.plan, topk_indices)
-        return self.o_proj(out_THV.flatten(1))
+        return out_THV.flatten(1)
 
     def _absorbed(
         self,

@@ -5,34 +5,17 @@ P positions, R rotary dimension of a head (its first R features), T tokens.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
-from atom_ops import rotation, rotation_at
+from atom_ops import rotation_at
 from workers.layers.context import BuildContext
+from workers.layers.rotation import Rotation
 
 Rope = Mapping[str, Any]
 """`rope_parameters` of config.json."""
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """Cosines and sines at the positions of one step's tokens, for all layers; see `atom_ops.rotation`."""
-
-    cos_T1R: torch.Tensor
-    sin_T1R: torch.Tensor
-    interleaved: bool = False
-
-    @cached_property
-    def half_split(self) -> "Rotation":
-        """The same angles for pairs of features of both halves (NeoX)."""
-        if not self.interleaved:
-            return self
-        return Rotation(*rotation(self.cos_T1R[..., ::2], self.sin_T1R[..., 1::2]))
 
 
 class RotaryEmbedding(nn.Module):

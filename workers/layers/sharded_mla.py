@@ -29,8 +29,7 @@ from atom_ops import (
 from workers.layers.cache_groups import CacheGroup
 from workers.layers.context import BuildContext, ForwardContext, GroupContext
 from workers.layers.mla import LatentArgs, LatentAttention
-from workers.layers.norm import RMSNorm
-from workers.layers.rotary import Rotation
+from workers.layers.rotation import Rotation
 
 _MOST_GATHERED = 1 << 26
 """Numbers gathered at a time, but at least a head of each rank: bounds the memory of a prefill."""
@@ -48,24 +47,15 @@ class ShardedLatentAttention(LatentAttention):
             )
         self._dcp = build.dcp
 
-    def after_norm(
-        self,
-        norm: RMSNorm,
-        x_TD: torch.Tensor,
-        residual_TD: torch.Tensor | None,
-        rotation: Rotation,
-        ctx: ForwardContext,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `TokenMixer`."""
-        cache, group = ctx.kv_layers[self._layer], ctx.groups[self._group]
-        assert isinstance(cache, LatentLayer) and isinstance(group, GroupContext)
+    def mix(self, ctx: ForwardContext, rotation: Rotation, latents_TN: torch.Tensor) -> torch.Tensor:
+        cache, group = self.cache(ctx)
         if not group.plan.whole_prompts or group.plan.split_tokens:
-            return super().after_norm(norm, x_TD, residual_TD, rotation, ctx)
-        step = latents_of_step(cache, len(x_TD))
+            return super().mix(ctx, rotation, latents_TN)
+        step = latents_of_step(cache, len(latents_TN))
         own = GroupContext(group.plan.derived(_tokens_in_order), group.plan)
-        q_THE, residual_TD = self.queries(norm, x_TD, residual_TD, rotation, step, own.slots_T)
+        q_THE = self.queries(latents_TN, rotation, step, own.slots_T)
         keep_latents(step, cache, group.slots_T)
-        return self.attend(q_THE, rotation, step, own), residual_TD
+        return self.attend(q_THE, rotation, step, own)
 
     def attend_latents(self, q_THK: torch.Tensor, cache: LatentLayer, plan: AttentionPlan) -> torch.Tensor:
         tokens, heads, width = q_THK.shape

@@ -20,7 +20,6 @@ from torch import nn
 from atom_ops import (
     IndexKeys,
     IndexNorm,
-    LatentLayer,
     TopKIndices,
     index_topk,
     rotary,
@@ -32,7 +31,7 @@ from workers.layers.decoder import TokenMixers
 from workers.layers.linear import ColumnParallelLinear, Linear
 from workers.layers.mla import LatentArgs, LatentAttention
 from workers.layers.norm import RMSNorm
-from workers.layers.rotary import Rotation
+from workers.layers.rotation import Rotation
 from workers.layers.weighted import ShardRange, ShardSpec, WeightedLayer
 
 
@@ -144,17 +143,26 @@ class SparseLatentAttention(LatentAttention):
         ctx: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `TokenMixer`."""
-        cache, group = ctx.kv_layers[self._layer], ctx.groups[self._group]
-        assert isinstance(cache, LatentLayer) and isinstance(group, GroupContext)
         if self.indexer is None:
-            q_THE, residual_TD = self.queries(norm, x_TD, residual_TD, rotation, cache, group.slots_T)
-        else:
-            assert cache.index is not None
-            normed_TD, residual_TD = norm.add(x_TD, residual_TD)
-            q_TQ = self.write(self.qkv_a_proj(normed_TD), rotation, cache, group.slots_T)
-            ctx.topk_indices.tokens = self.indexer(normed_TD, q_TQ, rotation, cache.index, group)
-            q_THE = self.expand_queries(q_TQ)
-        return self.attend(q_THE, rotation, cache, group, ctx.topk_indices.tokens), residual_TD
+            return super().after_norm(norm, x_TD, residual_TD, rotation, ctx)
+        normed_TD, residual_TD = norm.add(x_TD, residual_TD)
+        latents_TN = self.qkv_a_proj(normed_TD)
+        return self.o_proj(ctx.mix(self._mix_indexed, rotation, latents_TN, normed_TD)), residual_TD
+
+    def mix(self, ctx: ForwardContext, rotation: Rotation, latents_TN: torch.Tensor) -> torch.Tensor:
+        cache, group = self.cache(ctx)
+        q_THE = self.queries(latents_TN, rotation, cache, group.slots_T)
+        return self.attend(q_THE, rotation, cache, group, ctx.topk_indices.tokens)
+
+    def _mix_indexed(
+        self, ctx: ForwardContext, rotation: Rotation, latents_TN: torch.Tensor, normed_TD: torch.Tensor
+    ) -> torch.Tensor:
+        cache, group = self.cache(ctx)
+        assert self.indexer is not None and cache.index is not None
+        q_TQ = self.write(latents_TN, rotation, cache, group.slots_T)
+        ctx.topk_indices.tokens = self.indexer(normed_TD, q_TQ, rotation, cache.index, group)
+        q_THE = self.expand_queries(q_TQ)
+        return self.attend(q_THE, rotation, cache, group, ctx.topk_indices.tokens)
 
 
 def sparse_token_mixers(latent: LatentArgs, args: IndexerArgs, build: BuildContext) -> TokenMixers:

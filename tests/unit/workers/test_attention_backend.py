@@ -87,8 +87,8 @@ def test_captured_steps_and_dummy_steps(
     """Plans of captured steps have no host rows; dummy steps of every mode write nothing."""
     save_tiny(tiny(name), tmp_path)
     _, plain = outputs(tmp_path)
-    monkeypatch.setattr("workers.worker.GraphRecorder", lambda: rerun)
-    monkeypatch.setattr("workers.worker.PROMPT_SIZES", (16, 64))
+    monkeypatch.setattr("workers.graph_modes.GraphRecorder", lambda: rerun)
+    monkeypatch.setattr("workers.graph_modes.PROMPT_SIZES", (16, 64))
     worker = TinyWorker(tmp_path, capture_sizes="[1,4]")
     runner = worker.worker._runner
     runner._agree = agreement = Agreement(runner._sizes)
