@@ -3,6 +3,7 @@
 import torch
 
 from atom.config.checkpoint import Checkpoint
+from atom.config.device import COMPILERS
 from atom.config.engine import EngineConfig
 from atom.config.eplb import eplb_config
 from atom.config.online_quantization import online_quantization
@@ -49,7 +50,7 @@ def build_rank(
         kv_dtype(config.cache, dtype),
         dispatch,
         _redundant_experts(config),
-        _second_stream(mesh.device, dispatch),
+        None if config.device.level in COMPILERS else _second_stream(mesh.device, dispatch),
     )
     model = build_model(checkpoint, build, online_quantization(config.model.online_quant_config))
     if mesh.dcp.size > 1 and not all(isinstance(group, LatentGroup) for group in model.kv_groups):

@@ -8,6 +8,7 @@ import msgspec
 import torch
 
 from atom.config.checkpoint import Checkpoint
+from atom.config.device import COMPILERS
 from atom.config.engine import EngineConfig
 from atom.config.eplb import eplb_config
 from atom.messages.engine import Sampling, pack_ids
@@ -27,7 +28,7 @@ from workers.kv_cache import allocate_kv, attention_backends, cpu_kv_bytes, cuda
 from workers.largest_steps import largest_steps, num_blocks, profile_batch
 from workers.layers.cache_groups import CacheGroup, StateGroup
 from workers.layers.causal_lm import CausalLM
-from workers.layers.context import CacheLayer
+from workers.layers.context import CacheLayer, ForwardContext
 from workers.layers.linear import Linear
 from workers.marks import mark_modules
 from workers.memory_guard import MemoryGuard
@@ -39,6 +40,7 @@ from workers.rank_model import build_rank, compute_dtype, longest_sequence, rank
 from workers.sampler import Sampler
 from workers.spec_decode.methods import method_of
 from workers.state_slots import StateSlots
+from workers.step_padding import pad_groups
 from workers.step_shape import GraphSizes, no_agreement
 from workers.weights.loader import (
     WeightError,
@@ -189,6 +191,7 @@ class Worker:
             torch.cuda.synchronize(self._device)
         get_logger().info("weights on rank %d: %s", self._tp.rank, describe_weights(self._model))
         self._tune()
+        self._compile()
         specs = rank_specs(self._config, self._model)
         return Loaded(self._tp.rank, specs, self._kv_bytes(), weight_bytes(self._model))
 
@@ -254,6 +257,30 @@ class Worker:
         layers = (layer for layer in self._model.modules() if isinstance(layer, Linear))
         weights = [layer.weight for layer in layers]
         backend.tune(self._device, weights, Path(envs.ATOM_CACHE_DIR), self._progress)
+
+    def _compile(self) -> None:
+        """Replace the forward pass by a compiled one, where --level says so."""
+        level = self._config.device.level
+        if level not in COMPILERS:
+            return
+        from workers.compile_cache import compile_forward, directory_of  # imports torch's compiler
+
+        blocks = [1] * len(self._model.kv_groups)
+        kv_layers = self._make_kv(blocks)
+        inputs = self._make_inputs(self._longest_sequence(), blocks)
+
+        def step(tokens: int) -> tuple[torch.Tensor, torch.Tensor, ForwardContext]:
+            ids_T = torch.zeros(tokens, dtype=torch.int64, device=self._device)
+            groups = pad_groups(inputs.empty_step().groups, tokens, 1)
+            return ids_T, torch.zeros_like(ids_T), ForwardContext(kv_layers, groups)
+
+        self._progress("Compiling", 0, 1)
+        directory = directory_of(Path(envs.ATOM_CACHE_DIR), self._config, self._checkpoint, self._device)
+        with torch.inference_mode():
+            compiled = compile_forward(self._model, step, level, directory)
+        self._model.forward = compiled  # type: ignore[method-assign]
+        self._progress("Compiling", 1, 1)
+        get_logger().info("level %d: %s compiled %d pieces", level, COMPILERS[level], compiled.num_pieces)
 
     def _make_kv(self, num_blocks: Sequence[int]) -> list[CacheLayer]:
         block_size = self._config.cache.block_size

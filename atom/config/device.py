@@ -5,6 +5,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+COMPILERS = {1: "eager", 2: "inductor"}
+"""torch.compile's backend of each level that compiles."""
+
 GraphMode = Literal["FULL", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "NONE"]
 
 
@@ -17,6 +20,11 @@ class DeviceConfig:
     of less than 256 features."""
     enforce_eager: bool = False
     """Do not capture GPU graphs; launch every kernel of every step."""
+    level: Annotated[int, Meta(ge=0, le=3)] = 3
+    """0: every kernel of every step is launched eagerly. 1: torch.compile traces the layers and runs them
+    eagerly, which checks that it can. 2: torch.compile with Inductor, which writes the kernels of norms and
+    activations. 3: GPU graphs of ATOM's own kernels, the fastest. 0 to 2 capture graphs only if
+    --cudagraph-mode says so; 1 and 2 are for models on one GPU."""
     cudagraph_mode: GraphMode = "FULL"
     """FULL captures whole steps as GPU graphs: decode steps, and prefill and mixed steps of up to 2048
     tokens. PIECEWISE captures what lies between attention calls, which run eagerly. FULL_AND_PIECEWISE

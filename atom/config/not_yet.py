@@ -21,9 +21,6 @@ REFUSED: dict[str, Refusal] = {
         "prefill context parallelism is not supported yet; -dcp splits the KV cache of MLA", "1", "-pcp"
     ),
     "cp_kv_cache_interleave_size": Refusal("ranks take turns token by token; use 1", "1"),
-    "level": Refusal(
-        "torch.compile is not supported yet; use 0, which changes nothing; graphs: --cudagraph-mode", "0"
-    ),
     "draft_model": Refusal("draft models are not supported yet; use --method ngram"),
     "kv_transfer_config": Refusal("prefill/decode disaggregation is not supported yet", "{}"),
     "enable_ssl_refresh": Refusal("renewed certificates are always used", "True"),

@@ -10,7 +10,7 @@ from typing import Literal, cast
 
 from atom.config.cache import CacheConfig
 from atom.config.checkpoint import Checkpoint
-from atom.config.device import DeviceConfig
+from atom.config.device import COMPILERS, DeviceConfig
 from atom.config.engine import EngineConfig
 from atom.config.eplb import eplb_config
 from atom.config.fields import ConfigError
@@ -66,6 +66,8 @@ _DEFAULTS: dict[Device, _DeviceDefaults] = {
 
 _GRAPH_FLAGS = ("enforce_eager", "cudagraph_mode", "cudagraph_capture_sizes")
 _MOST_CAPTURED = 512
+_GRAPHS = 3
+"""The --level that captures graphs."""
 # Features of a model from which operators on a CPU take longer than handing their parts to threads.
 _THREADED_WIDTH = 256
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -103,6 +105,7 @@ def resolve(
     _check_eplb(config.parallel, checkpoint)
     _check_online_quantization(config.model, checkpoint)
     cache = _cache(config.cache, checkpoint, explicit, notes)
+    _check_level(config)
     kv_events_config(cache, config.parallel.data_parallel_size)  # raises for one that cannot act
     notes += _without_effect(config, explicit, device)
     if checkpoint.ignored_defaults:
@@ -118,7 +121,10 @@ def resolve(
         scheduler=scheduler,
         speculative=speculative,
         device=_threads(
-            _graphs(replace(config.device, device=device), scheduler), config, capabilities, checkpoint
+            _graphs(replace(config.device, device=device), scheduler, explicit),
+            config,
+            capabilities,
+            checkpoint,
         ),
     )
     return Resolved(resolved, notes)
@@ -367,8 +373,34 @@ def _check_mixed(mixed: int | None, tokens: int, decodes: int) -> None:
         )
 
 
-def _graphs(device: DeviceConfig, scheduler: SchedulerConfig) -> DeviceConfig:
-    """Sets the batch sizes to capture; none on a CPU or where graphs are turned off."""
+def _check_level(config: EngineConfig) -> None:
+    """Raise ConfigError for settings that a compiled pass, or one in pieces, cannot honour."""
+    device, traced = config.device, config.observability.mark_trace
+    if traced and device.cudagraph_mode in ("PIECEWISE", "FULL_AND_PIECEWISE"):
+        raise ConfigError(
+            f"--mark-trace names the modules of whole graphs: with --cudagraph-mode {device.cudagraph_mode} "
+            "omit it, or use FULL"
+        )
+    if device.level not in COMPILERS:
+        return
+    if config.parallel.tensor_parallel_size > 1 or config.parallel.enable_expert_parallel:
+        raise ConfigError(
+            f"--level {device.level} compiles a model that one worker has as a whole: use --level 3 with "
+            "several GPUs for a model"
+        )
+    if traced:
+        raise ConfigError(f"--mark-trace: --level {device.level} compiles modules together; use --level 3")
+    if device.batch_invariant:
+        raise ConfigError(
+            f"--batch-invariant: with --level {device.level} the compiler chooses the order of sums by the "
+            "step; use --level 3"
+        )
+
+
+def _graphs(device: DeviceConfig, scheduler: SchedulerConfig, explicit: set[str]) -> DeviceConfig:
+    """Sets the mode, by --level, and the batch sizes to capture; none on a CPU or without graphs."""
+    if device.level < _GRAPHS and "cudagraph_mode" not in explicit:
+        device = replace(device, cudagraph_mode="NONE")
     if device.device == "cpu" or device.enforce_eager or device.cudagraph_mode == "NONE":
         return replace(device, cudagraph_capture_sizes="[]")
     if device.cudagraph_capture_sizes is not None:
@@ -406,6 +438,8 @@ def _without_effect(config: EngineConfig, explicit: set[str], device: Device) ->
     if device == "cpu":
         reasons["gpu_memory_utilization"] = "on a CPU, --kv-cache-memory-bytes sets the KV cache"
         reasons |= dict.fromkeys(_GRAPH_FLAGS, "graphs are captured on GPUs only")
+        if config.device.level == _GRAPHS:
+            reasons["level"] = "graphs are captured on GPUs only"
     else:
         reasons["cpu_threads"] = "the workers run on GPUs"
         if memory_given:

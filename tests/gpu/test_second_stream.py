@@ -65,7 +65,7 @@ def test_the_threshold_decides_the_stream(
     worker, core = made("[]")
     for row, tokens in enumerate((8, 9)):
         core.add(row, prompt_of(tokens, seed=row))
-        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
             worker.execute(core.plan({row: tokens})).result()
         on_device = [one for one in trace.events() if one.device_type.name == "CUDA"]
         streams = {one.device_resource_id for one in on_device if not one.key.startswith("Mem")}

@@ -32,11 +32,14 @@ class TinyWorker:
         dcp: Communicator | None = None,
         kv_cache_dtype: str = "auto",
         graph_mode: GraphMode = "FULL",
+        level: int = 3,
     ):
         """With `capture_sizes`, a test replaces the recorder, since a CPU captures no graphs."""
         tp, dcp = tp or Communicator(), dcp or Communicator()
         config = engine_config(tp.size, BLOCK_SIZE, kv_cache_dtype, dtype=dtype)
-        device = replace(config.device, cudagraph_capture_sizes=capture_sizes, cudagraph_mode=graph_mode)
+        device = replace(
+            config.device, cudagraph_capture_sizes=capture_sizes, cudagraph_mode=graph_mode, level=level
+        )
         config = replace(config, device=device)
         parallel = replace(config.parallel, enable_expert_parallel=expert_parallel)
         parallel = replace(parallel, decode_context_parallel_size=dcp.size)

@@ -9,6 +9,7 @@ T tokens, D hidden, X experts, J experts per token, F features of an expert (in 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 
 import torch
@@ -101,18 +102,18 @@ class MoE(nn.Module):
             return self._routed(x_TD, ids_TJ, weights_TJ)
         # After the router, whose GEMM may be stream-K as those of the shared experts.
         out_TD, shared_TD = self._beside(
-            len(x_TD),
+            x_TD,
             lambda: self._routed(x_TD, ids_TJ, weights_TJ),
             lambda: self._shared(shared, x_TD),
         )
         return out_TD + shared_TD
 
     def _beside(
-        self, tokens: int, first: Callable[[], torch.Tensor], second: Callable[[], torch.Tensor]
+        self, x_TD: torch.Tensor, first: Callable[[], torch.Tensor], second: Callable[[], torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._second_stream is None:
             return first(), second()
-        return self._second_stream.beside(tokens, first, second)
+        return self._second_stream.beside(len(x_TD), first, second)
 
     def _routed(self, x_TD: torch.Tensor, ids_TJ: torch.Tensor, weights_TJ: torch.Tensor) -> torch.Tensor:
         routed = self._dispatch.dispatch(x_TD, ids_TJ, weights_TJ, self._num_slots)
@@ -191,7 +192,12 @@ class Experts(WeightedLayer):
             self.set_weight(name, pack_expert_weight(self.loaded(name, self._count), role))
 
     def forward(self, x_TD: torch.Tensor, ids_TJ: torch.Tensor, weights_TJ: torch.Tensor) -> torch.Tensor:
-        weights = ExpertWeights(
+        return experts(x_TD, ids_TJ, weights_TJ, self._weights, self._activation)
+
+    @cached_property
+    def _weights(self) -> ExpertWeights:
+        """Made in the first step, when the weights are loaded."""
+        return ExpertWeights(
             self.gate_up,
             self.down,
             self._by_expert("gate_up_bias") if self.gate_up_bias is not None else None,
@@ -199,7 +205,6 @@ class Experts(WeightedLayer):
             self._complete,
             self._first,
         )
-        return experts(x_TD, ids_TJ, weights_TJ, weights, self._activation)
 
     def slot_tensors(self) -> list[torch.Tensor]:
         """Views of everything that belongs to an expert, [slots of this rank, ...] each."""
