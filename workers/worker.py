@@ -317,7 +317,7 @@ class Worker:
         def progress(done: int, total: int) -> None:
             self._progress("Capturing graphs", done, total)
 
-        with self._equal_tokens():
+        with self._equal_tokens(), _explain_out_of_memory(self._device, "graphs", _SMALLER_CACHE):
             return capture_graphs(settings, self._model, kv_layers, inputs, self._device, progress)
 
     @contextlib.contextmanager

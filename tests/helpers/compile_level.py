@@ -1,4 +1,4 @@
-"""python -m tests.helpers.compile_level MODEL LEVEL: the tokens of a tiny model, and hits of the compile cache."""
+"""python -m tests.helpers.compile_level MODEL LEVEL: tokens of a tiny model, hits of the compile cache."""
 
 import json
 import sys

@@ -225,12 +225,30 @@ def test_max_model_len_above_the_checkpoints_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"level": 1, "tensor_parallel_size": 2}, "--level 1 .* use --level 3"),
+        ({"level": 2, "mark_trace": True}, "--mark-trace: --level 2"),
+        ({"level": 2, "batch_invariant": True}, "--batch-invariant: with --level 2"),
+        ({"cudagraph_mode": "PIECEWISE", "mark_trace": True}, "--mark-trace .* --cudagraph-mode PIECEWISE"),
+    ],
+)
+def test_what_a_compiled_pass_cannot_honour_is_refused(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        resolved(GPUS, **options)
+
+
+@pytest.mark.parametrize(
     ("options", "sizes"),
     [
         ({"max_num_seqs": 20}, [1, 2, 4, 8, 16, 20]),
         ({"max_num_seqs": 3, "cudagraph_capture_sizes": "[8, 1]"}, [8, 1]),
         ({"enforce_eager": True}, []),
         ({"cudagraph_mode": "NONE"}, []),
+        ({"level": 0}, []),
+        ({"level": 2}, []),
+        ({"level": 2, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": "[4]"}, [4]),
+        ({"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": "[4]"}, [4]),
         ({"device": "cpu"}, []),
     ],
 )
@@ -251,6 +269,7 @@ def test_default_capture_sizes_go_up_to_512() -> None:
         (GPUS, {"gpu_memory_utilization": 0.9, "num_kv_blocks": 9}, "--gpu-memory-utilization"),
         (GPUS, {"cpu_threads": 2}, "--cpu-threads"),
         (FAST_CPU, {"enforce_eager": True}, "--enforce-eager"),
+        (FAST_CPU, {"level": 3}, "--level"),
         (FAST_CPU, {"cudagraph_capture_sizes": "[1]"}, "--cudagraph-capture-sizes"),
         (FAST_CPU, {"port": 8006}, "--port"),
         (FAST_CPU, {"num_kv_blocks": 9, "kv_cache_memory_bytes": 9}, "--kv-cache-memory-bytes"),

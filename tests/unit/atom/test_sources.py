@@ -21,6 +21,7 @@ SAMPLES: dict[type | str, tuple[str, Any]] = {
     bool: ("yes", True),
     **dict.fromkeys(("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"), ("3", 3)),
     "cudagraph_capture_sizes": ("[1, 2]", "[1, 2]"),
+    "level": ("2", 2),
     "ssl_cert_reqs": ("2", 2),
     "eplb_config": ('{"window_size": 9}', '{"window_size": 9}'),
     "online_quant_config": ('{"global_quant_config": "ptpc_fp8"}', '{"global_quant_config": "ptpc_fp8"}'),
@@ -102,7 +103,7 @@ def test_errors_name_the_variable(variable: str, text: str, words: str) -> None:
 
 
 def test_neutral_variables_are_accepted() -> None:
-    asked = {"ATOM_ENABLE_CHUNKED_PREFILL": "yes", "ATOM_PIPELINE_PARALLEL_SIZE": "1", "ATOM_LEVEL": "0"}
+    asked = {"ATOM_ENABLE_CHUNKED_PREFILL": "yes", "ATOM_PIPELINE_PARALLEL_SIZE": "1"}
     assert environment_values(FIELDS, asked) == {}
 
 
@@ -159,7 +160,7 @@ def test_errors_name_file_and_key(tmp_path: Path, text: str, words: str) -> None
 
 
 def test_neutral_values_in_a_file_are_accepted(tmp_path: Path) -> None:
-    text = "# nothing\nlevel: 0\npipeline_parallel_size: 1\nmax-model-len: null\n"
+    text = "# nothing\npipeline_parallel_size: 1\nmax-model-len: null\n"
     assert file_values(config_file(tmp_path, text), FIELDS) == {"max_model_len": None}
     assert file_values(config_file(tmp_path, ""), FIELDS) == {}
 
