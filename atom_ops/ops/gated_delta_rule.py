@@ -54,19 +54,22 @@ class _Tokens(NamedTuple):
     rate: Tensor
 
 
-def _case(lens: list[int], fresh: list[int], heads: tuple[int, int], sizes: tuple[int, int]) -> Case:
-    """`heads` are key and value heads, `sizes` their features."""
+def _case(
+    lens: list[int], fresh: list[int], heads: tuple[int, int], sizes: tuple[int, int], repeat: bool = False
+) -> Case:
+    """`heads` are key and value heads, `sizes` their features. `repeat`: all tokens are nearly the same."""
     channels = 2 * heads[0] * sizes[0] + heads[1] * sizes[1]
 
     def make(dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
         plan, slots = state_rows(lens, fresh, generator)
-        qkv = torch.randn(sum(lens), channels, generator=generator).to(dtype)
+        qkv = torch.randn(sum(lens), channels, generator=generator)
+        qkv = (qkv[:1] + 0.01 * qkv if repeat else qkv).to(dtype)
         gates = torch.randn(sum(lens), 2 * heads[1] + 16, generator=generator).to(dtype)[:, 8:-8]
         a_log, dt_bias = torch.rand(2, heads[1], generator=generator)
         states = 0.3 * torch.randn(slots, heads[1], *sizes, generator=generator)
         return qkv, gates, DecayWeights(a_log - 1, dt_bias), states, plan
 
-    label = f"{heads[0]}/{heads[1]}x{sizes[0]}x{sizes[1]}-{lens}new{fresh}"
+    label = f"{heads[0]}/{heads[1]}x{sizes[0]}x{sizes[1]}-{lens}new{fresh}{'same' if repeat else ''}"
     return Case(label.replace(" ", ""), make)
 
 
@@ -76,6 +79,7 @@ def _case(lens: list[int], fresh: list[int], heads: tuple[int, int], sizes: tupl
         _case([1], [], (1, 3), (24, 40)),
         _case([5, 1, 16, 70, 1, 33], [0, 3], (2, 4), (32, 16)),
         _case([40, 2], [], (1, 2), (128, 128)),
+        _case([1, 150, 64, 1], [1], (1, 2), (16, 16), repeat=True),
     ],
     REDUCTION,
 )
