@@ -27,7 +27,7 @@ from tests.helpers.verification import Outcome, Part, report, run_part
 _MINUTE = 60.0
 _GPU_TESTS = (
     *("ops", "small_kernels", "attention", "fp8", "aiter", "latent", "sparse", "linear", "sampling"),
-    *("experts", "quantized", "quantized_linear", "quantized_experts", "tiny_models", "smollm2"),
+    *("experts", "quantized", "quantized_linear", "quantized_experts", "delta_net", "tiny_models", "smollm2"),
     *("batch_invariance", "step_graphs", "speculation", "tuning", "engine", "two_gpus"),
 )
 _CONFIGS = "atom/benchmarks/models"
