@@ -1,8 +1,8 @@
 """The number format of the KV cache that a checkpoint asks for, by its quantization_config.
 
-    kv_cache_scheme        compressed-tensors, modelopt   {"type": "float", "num_bits": 8}
-    kv_cache_quant_algo    modelopt                       "FP8"
-    export.kv_cache_group  quark                          projections whose output_tensors are cached
+kv_cache_scheme        compressed-tensors, modelopt   {"type": "float", "num_bits": 8}
+kv_cache_quant_algo    modelopt                       "FP8"
+export.kv_cache_group  quark                          projections whose output_tensors are cached
 """
 
 from collections.abc import Mapping
