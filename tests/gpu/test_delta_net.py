@@ -45,4 +45,4 @@ def test_prompts_agree_with_the_reference(dtype: torch.dtype, repeat: bool, leng
     found = gated_delta_rule(qkv, gates, decay, states, plan).float()
     assert not gated_delta_rule.ran_reference
     assert (found - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max()
-    assert (states - wanted_states).abs().max() <= 2e-5 * wanted_states.abs().max()
+    assert (states - wanted_states).abs().max() <= 5e-5 * wanted_states.abs().max()
