@@ -165,10 +165,10 @@ class CoreProcess:
     def _start(self) -> tuple[EngineCore, CoreReady] | None:
         """Wait for the workers to load and warm up. Returns None when a signal came first."""
         config = self._launch.config
-        limits = limits_of(config)
         loaded = self._collect(Loaded, _LOAD_DEADLINE_S, "to load the model")
         if loaded is None:
             return None
+        limits = limits_of(config, loaded)
         plan = plan_cache(config, self._launch.checkpoint.max_model_len, loaded, self._launch.num_blocks)
         kv = KVCacheManager(
             plan.specs,

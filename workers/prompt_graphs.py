@@ -23,7 +23,13 @@ from workers.layers.causal_lm import CausalLM
 from workers.layers.context import CacheLayer, ForwardContext, GroupContext
 from workers.state_slots import NO_SLOT, StateSlots
 
-PROMPT_SIZES = (16, 32, 64, *range(128, 512, 64), *range(512, 1024, 128), *range(1024, 2049, 256))
+PROMPT_SIZES = (
+    *(16, 32, 64),
+    *range(128, 512, 64),
+    *range(512, 1024, 128),
+    *range(1024, 2048, 256),
+    *range(2048, 4097, 512),
+)
 """Tokens of the captured steps. With more tokens, kernels of all but tiny models outlast their launches."""
 
 _FEW_ROWS = 16

@@ -26,7 +26,7 @@ class DeviceConfig:
     activations. 3: GPU graphs of ATOM's own kernels, the fastest. 0 to 2 capture graphs only if
     --cudagraph-mode says so; 1 and 2 are for models on one GPU."""
     cudagraph_mode: GraphMode = "FULL"
-    """FULL captures whole steps as GPU graphs: decode steps, and prefill and mixed steps of up to 2048
+    """FULL captures whole steps as GPU graphs: decode steps, and prefill and mixed steps of up to 4096
     tokens. PIECEWISE captures what lies between attention calls, which run eagerly. FULL_AND_PIECEWISE
     captures whole decode steps, and the others in pieces; FULL_DECODE_ONLY leaves the others eager. NONE
     captures nothing, as --enforce-eager."""

@@ -1,9 +1,13 @@
+from typing import Literal
+
 import pytest
 
 from atom.config.cache import CacheConfig
+from atom.config.device import DeviceConfig
 from atom.config.engine import EngineConfig
 from atom.config.model import ModelConfig
 from atom.config.scheduler import SchedulerConfig
+from atom.config.speculative import SpeculativeConfig
 from atom.messages.worker import FullAttentionSpec, Loaded, RecurrentStateSpec, SlidingWindowSpec
 from engine_core.startup import StartupError, limits_of, plan_cache
 
@@ -57,7 +61,37 @@ def test_ranks_must_agree() -> None:
 
 def test_unresolved_defaults_are_refused() -> None:
     with pytest.raises(StartupError, match="must have values before the core starts"):
-        limits_of(EngineConfig())
+        limits_of(EngineConfig(), [Loaded(0, [FULL], 1, 7)])
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("device", "weights", "scheduler", "drafts", "mixed"),
+    [
+        ("cpu", [7 * GIB], SchedulerConfig(16384, max_num_seqs=512), 0, 0),
+        ("cuda", [2 * GIB, GIB], SchedulerConfig(16384, max_num_seqs=512), 0, 4096),
+        ("cuda", [GIB, 2 * GIB + 1], SchedulerConfig(16384, max_num_seqs=512), 0, 2048),
+        ("cuda", [7 * GIB], SchedulerConfig(16384, max_num_seqs=512), 3, 4096),  # half of it is for prompts
+        ("cuda", [7 * GIB], SchedulerConfig(1024, max_num_seqs=512), 0, 1024),
+        ("cuda", [7 * GIB], SchedulerConfig(16384, 16384, max_num_seqs=512), 0, 16384),
+    ],
+)
+def test_the_default_of_mixed_steps_goes_by_the_weights(
+    device: Literal["cpu", "cuda"],
+    weights: list[int],
+    scheduler: SchedulerConfig,
+    drafts: int,
+    mixed: int,
+) -> None:
+    config = EngineConfig(
+        scheduler=scheduler,
+        device=DeviceConfig(device=device),
+        speculative=SpeculativeConfig(num_speculative_tokens=drafts),
+    )
+    loaded = [Loaded(rank, [FULL], 1, weight_bytes) for rank, weight_bytes in enumerate(weights)]
+    assert limits_of(config, loaded).max_num_mixed_tokens == mixed
 
 
 def test_states_are_as_many_as_requests() -> None:
