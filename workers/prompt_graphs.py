@@ -7,7 +7,8 @@ inputs are copied to the graphs' static buffers:
     rows     0 … R - 1 | padding: no queries, no context     contexts, query starts, block tables
                                   or slot                    or slots of states
 
-Padding tokens cost time, so many numbers of tokens are captured; padding rows cost little.
+Padding tokens cost time, so many numbers of tokens are captured. A padding row costs the launch of the
+programs that would compute it.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,8 +33,8 @@ PROMPT_SIZES = (
 )
 """Tokens of the captured steps. With more tokens, kernels of all but tiny models outlast their launches."""
 
-_FEW_ROWS = 16
-"""With few rows attention splits long contexts into more parts."""
+_ROW_SIZES = (16, 128)
+"""Rows of the captured steps besides the most. With few, attention splits long contexts into more parts."""
 
 
 class PromptGraphs:
@@ -54,7 +55,7 @@ class PromptGraphs:
         self._kv_layers = kv_layers
         self._record = record
         self._sizes = list(sizes)
-        self._row_sizes = sorted({min(_FEW_ROWS, limits.max_rows), limits.max_rows})
+        self._row_sizes = sorted({min(rows, limits.max_rows) for rows in (*_ROW_SIZES, limits.max_rows)})
         tokens, rows = self._sizes[-1], limits.max_rows
         self._ids_T = torch.zeros(tokens, dtype=torch.int64, device=device)
         self._positions_T = torch.zeros_like(self._ids_T)

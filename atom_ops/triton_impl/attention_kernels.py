@@ -13,7 +13,7 @@ import triton.language as tl
 from atom_ops.triton_impl.fp8 import SMALLEST, decode_fp8_pairs, in_float16, larger_of_both, largest_of
 from atom_ops.triton_impl.new_token import rope_heads, write_new_token
 from atom_ops.triton_impl.pdl import pdl_begin
-from atom_ops.triton_impl.tiles import row_of_tile
+from atom_ops.triton_impl.tiles import is_padding, row_of_tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 _ANY_ALIGNMENT = ["table", "contexts", "starts", "scales", "sinks"]
@@ -308,6 +308,8 @@ def prefill_attention(
     pdl_begin(PDL)
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
+    if is_padding(number, starts, rows, TILE):
+        return
     row = row_of_tile(number, starts, 0, rows, TILE)
     first_token = tl.load(starts + row)
     length = tl.load(starts + row + 1) - first_token

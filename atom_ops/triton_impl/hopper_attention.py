@@ -42,6 +42,8 @@ from atom_ops.triton_impl.tiles import row_of_tile
 
 WORTH_LAUNCHING = 4096
 """Fewest tokens of whole prompts in a step: the two launches take 100 us more on the host."""
+FEW_ROWS = 16
+"""Most rows of a captured step: it launches programs for all of them, whichever its prompts are."""
 
 _TILE = 128
 _HALF = 64
@@ -276,11 +278,13 @@ def find_prompts(
 ) -> Prompts | None:
     """The rows that `attend` computes: whole prompts of at least `min_tokens` tokens.
 
-    None if they have too few tokens, or the device, the tensors or the rule are not supported.
+    Of a plan without host rows any row may be one, and any other as long as the longest. None if they
+    have too few tokens, or the device, the tensors or the rule are not supported.
     """
     width = q_THE.shape[2]
+    rows = len(plan.context_lens_R)
     supported = (
-        plan.host is not None
+        (plan.host is not None or rows <= FEW_ROWS)
         and plan.num_tokens >= WORTH_LAUNCHING
         and not plan.split_tokens
         and not rule.window
@@ -294,13 +298,14 @@ def find_prompts(
     )
     if not supported:
         return None
-    assert plan.host is not None
+    if plan.host is None:  # the kernel finds the whole prompts
+        return Prompts(0, rows, 0, plan.num_tokens, min_tokens, plan.max_query_len)
     query_lens = plan.host.query_lens
     whole = (query_lens >= min_tokens) & (query_lens == plan.host.context_lens)
     if query_lens[whole].sum() < WORTH_LAUNCHING:
         return None
-    rows = np.flatnonzero(whole)
-    first, stop = int(rows[0]), int(rows[-1]) + 1
+    chosen = np.flatnonzero(whole)
+    first, stop = int(chosen[0]), int(chosen[-1]) + 1
     begin, num_tokens = int(query_lens[:first].sum()), int(query_lens[first:stop].sum())
     return Prompts(first, stop, begin, num_tokens, min_tokens, int(query_lens[~whole].max(initial=0)))
 

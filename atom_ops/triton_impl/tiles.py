@@ -1,4 +1,7 @@
-"""Which row of a step a tile of queries belongs to."""
+"""Which row of a step a tile of queries belongs to.
+
+Behind the R rows of a step there may be padding rows without tokens, up to the rows of a captured graph.
+"""
 
 import triton
 import triton.language as tl
@@ -19,3 +22,15 @@ def row_of_tile(number, starts, begin, rows, TILE: tl.constexpr):
         row = tl.where(reached, middle, row)
         end = tl.where(reached, end, middle)
     return row
+
+
+@triton.jit
+def is_padding(number, starts, rows, TILE: tl.constexpr):
+    """Whether tile `number`, as `row_of_tile` counts, belongs to a padding row or none; starts[0] is 0.
+
+    The search for its row takes a load for each bit of `rows`, one after another, and this takes two. A
+    tile of row r that has queries has a number of at most starts[rows] // TILE + r.
+    """
+    tokens = tl.load(starts + rows)
+    row = tl.minimum(tl.maximum(number - tokens // TILE, 0), rows)
+    return tl.load(starts + row) == tokens

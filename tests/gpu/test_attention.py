@@ -173,9 +173,12 @@ PROMPTS = {
 
 
 def by_other_kernels(step: Step) -> torch.Tensor:
-    """The same step without the kernel for whole prompts, which needs a plan with host rows."""
-    plan = dataclasses.replace(step.plan(), host=None)
-    return atom_ops.paged_attention(step.q, step.cache, plan, step.rule)
+    """The same step without the kernel for whole prompts."""
+    from atom_ops.triton_impl import hopper_attention
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper_attention, "find_prompts", lambda *args: None)
+        return step.run()
 
 
 @pytest.fixture
@@ -192,7 +195,7 @@ def prompt_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def checked(*args: Any) -> Any:
         prompts = find(*args)
-        assert prompts is not None or args[2].host is None
+        assert prompts is not None
         return prompts
 
     monkeypatch.setattr(hopper_attention, "find_prompts", checked)
@@ -210,6 +213,21 @@ def test_whole_prompts(
     torch.testing.assert_close(
         step.run(), by_other_kernels(step), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
     )
+
+
+@pytest.mark.usefixtures("prompt_kernel")
+@pytest.mark.parametrize(("query_lens", "context_lens"), PROMPTS.values(), ids=PROMPTS)
+def test_whole_prompts_of_a_padded_step_without_host_rows(
+    query_lens: list[int], context_lens: list[int]
+) -> None:
+    """As a captured step: the kernels find the prompts, among padding tokens and rows."""
+    step = Step(query_lens, context_lens, 16, 8, dtype=BF16, cache_dtype=BF16, width=128, device=GPU)
+    tokens = sum(query_lens)
+    plan = step.plan().padded(tokens + 90, 16)
+    q = torch.cat((step.q, step.q[:90]))
+    out = atom_ops.paged_attention(q, step.cache, dataclasses.replace(plan, host=None), step.rule)
+    expected = by_other_kernels(step)
+    torch.testing.assert_close(out[:tokens], expected, atol=TOLERANCE[BF16], rtol=TOLERANCE[BF16])
 
 
 @pytest.mark.usefixtures("prompt_kernel")

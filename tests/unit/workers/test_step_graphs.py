@@ -115,7 +115,7 @@ class TwoGroups(CoreSide):
 @pytest.mark.parametrize("sizes", [[1, 2, 4, 6], [4], [1]])
 def test_changing_batches_get_the_same_tokens(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows join, decode, pause and leave at random; rows are reused with other blocks."""
-    monkeypatch.setattr(prompt_graphs, "_FEW_ROWS", 2)
+    monkeypatch.setattr(prompt_graphs, "_ROW_SIZES", (2, 4))
     source = random.Random(5)
     eager, captured = runner(None), runner(sizes)
     core = TwoGroups(4000, LIMITS.block_size)

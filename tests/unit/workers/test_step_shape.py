@@ -172,7 +172,7 @@ def test_a_larger_agreed_shape_pads_the_step(other: StepShape) -> None:
 
 @pytest.fixture(autouse=True)
 def two_sizes_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_graphs, "_FEW_ROWS", 2)
+    monkeypatch.setattr(prompt_graphs, "_ROW_SIZES", (2, 4))
 
 
 @pytest.mark.parametrize("shape", OTHERS, ids=str)
