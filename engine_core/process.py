@@ -169,6 +169,8 @@ class CoreProcess:
         if loaded is None:
             return None
         limits = limits_of(config, loaded)
+        if limits.max_num_mixed_tokens:
+            get_logger().info("at most %d tokens in mixed steps", limits.max_num_mixed_tokens)
         plan = plan_cache(config, self._launch.checkpoint.max_model_len, loaded, self._launch.num_blocks)
         kv = KVCacheManager(
             plan.specs,
