@@ -105,7 +105,7 @@ def resolve(
     _check_eplb(config.parallel, checkpoint)
     _check_online_quantization(config.model, checkpoint)
     cache = _cache(config.cache, checkpoint, explicit, notes)
-    _check_level(config)
+    _check_level(config, device)
     kv_events_config(cache, config.parallel.data_parallel_size)  # raises for one that cannot act
     notes += _without_effect(config, explicit, device)
     if checkpoint.ignored_defaults:
@@ -373,7 +373,7 @@ def _check_mixed(mixed: int | None, tokens: int, decodes: int) -> None:
         )
 
 
-def _check_level(config: EngineConfig) -> None:
+def _check_level(config: EngineConfig, on: Device) -> None:
     """Raise ConfigError for settings that a compiled pass, or one in pieces, cannot honour."""
     device, traced = config.device, config.observability.mark_trace
     if traced and device.cudagraph_mode in ("PIECEWISE", "FULL_AND_PIECEWISE"):
@@ -383,18 +383,17 @@ def _check_level(config: EngineConfig) -> None:
         )
     if device.level not in COMPILERS:
         return
+    if on == "cuda":
+        raise ConfigError(
+            f"--level {device.level} compiles for a CPU only: on a GPU use --level 3, or 0 for eager steps"
+        )
     if config.parallel.tensor_parallel_size > 1 or config.parallel.enable_expert_parallel:
         raise ConfigError(
             f"--level {device.level} compiles a model that one worker has as a whole: use --level 3 with "
-            "several GPUs for a model"
+            "several workers for a model"
         )
     if traced:
         raise ConfigError(f"--mark-trace: --level {device.level} compiles modules together; use --level 3")
-    if device.batch_invariant:
-        raise ConfigError(
-            f"--batch-invariant: with --level {device.level} the compiler chooses the order of sums by the "
-            "step; use --level 3"
-        )
 
 
 def _graphs(device: DeviceConfig, scheduler: SchedulerConfig, explicit: set[str]) -> DeviceConfig:

@@ -225,17 +225,19 @@ def test_max_model_len_above_the_checkpoints_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("host", "options", "named"),
     [
-        ({"level": 1, "tensor_parallel_size": 2}, "--level 1 .* use --level 3"),
-        ({"level": 2, "mark_trace": True}, "--mark-trace: --level 2"),
-        ({"level": 2, "batch_invariant": True}, "--batch-invariant: with --level 2"),
-        ({"cudagraph_mode": "PIECEWISE", "mark_trace": True}, "--mark-trace .* --cudagraph-mode PIECEWISE"),
+        (FAST_CPU, {"level": 1, "tensor_parallel_size": 2}, "--level 1 .* use --level 3"),
+        (FAST_CPU, {"level": 2, "mark_trace": True}, "--mark-trace: --level 2"),
+        (GPUS, {"level": 2}, "--level 2 compiles for a CPU only: on a GPU use --level 3"),
+        (GPUS, {"cudagraph_mode": "PIECEWISE", "mark_trace": True}, "--mark-trace .* PIECEWISE"),
     ],
 )
-def test_what_a_compiled_pass_cannot_honour_is_refused(options: dict[str, Any], named: str) -> None:
+def test_what_a_compiled_pass_cannot_honour_is_refused(
+    host: DeviceCapabilities, options: dict[str, Any], named: str
+) -> None:
     with pytest.raises(ConfigError, match=named):
-        resolved(GPUS, **options)
+        resolved(host, **options)
 
 
 @pytest.mark.parametrize(
@@ -246,8 +248,7 @@ def test_what_a_compiled_pass_cannot_honour_is_refused(options: dict[str, Any], 
         ({"enforce_eager": True}, []),
         ({"cudagraph_mode": "NONE"}, []),
         ({"level": 0}, []),
-        ({"level": 2}, []),
-        ({"level": 2, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": "[4]"}, [4]),
+        ({"level": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": "[4]"}, [4]),
         ({"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": "[4]"}, [4]),
         ({"device": "cpu"}, []),
     ],
