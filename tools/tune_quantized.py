@@ -26,6 +26,7 @@ from atom_ops.triton_impl.quantized_plans import (
     GemmPlan,
     GemvPlan,
     Packed,
+    PersistentGemvPlan,
     QuantizedPlan,
 )
 from atom_ops.triton_impl.rounded_rows import round_rows
@@ -125,7 +126,7 @@ def unlike(jobs: Sequence[Job]) -> list[Job]:
             kernel = plan.tile, plan.rows, plan.columns, plan.warps, plan.stages, plan.split_k > 1, fetched
             seen.setdefault((format, kernel), job)
             seen.setdefault((format, inputs, tokens > 16), job)  # the rounding of the rows
-        elif isinstance(plan, StreamKPlan):
+        elif isinstance(plan, StreamKPlan | PersistentGemvPlan):
             seen.setdefault(job, job)
     return list(seen.values())
 

@@ -19,7 +19,7 @@ from atom_ops.triton_impl import is_hopper, quantized_linear, quantized_plans
 from atom_ops.triton_impl import linear as plain_linear
 from atom_ops.triton_impl.linear import plans_on
 from atom_ops.triton_impl.plan_file import Key, Machine, PlanFile
-from atom_ops.triton_impl.quantized_plans import Packed
+from atom_ops.triton_impl.quantized_plans import Packed, PersistentGemvPlan
 from atom_ops.triton_impl.tuned import LinearPlan, StreamKPlan
 from atom_ops.triton_impl.tuning import AnyPlan, Progress, by_shape, is_candidate, tune
 from atom_ops.weights import Weight, tensors_of
@@ -164,6 +164,8 @@ def runs(multiply: Multiply, plan: AnyPlan, weight: Tensor | Packed) -> bool:
     """Whether the plan compiles and launches; it may need another GPU, or more shared memory than it has."""
     device = _device_of(weight)
     if isinstance(plan, StreamKPlan) and not (is_hopper(device) and _has_descriptor(weight)):
+        return False
+    if isinstance(plan, PersistentGemvPlan) and not is_hopper(device):
         return False
     try:
         with torch.cuda.device(device if device.type == "cuda" else -1):  # threads start on the first GPU

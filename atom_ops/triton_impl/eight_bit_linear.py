@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atom_ops.triton_impl.pdl import (
-    fits_cache,
+    fetched_columns,
     launch_options,
     pdl_begin,
     pdl_launch_dependents,
@@ -28,12 +28,15 @@ _ADDED_AT_ONCE = 512
 
 @triton.jit(do_not_specialize=["tokens", "padded"])
 def _gemm(
-    x, x_scales, weight, scales, bias, out, tokens, padded, outputs, inputs, share, blocks,
+    x, x_scales, weight, scales, bias, out, tokens, padded, outputs, inputs, share, blocks, fetched,
     BLOCK_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
-    FETCH: tl.constexpr,
+    FETCH: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, splits); BLOCK_ROWS: outputs of a block of scales, 0: a scale for each output."""
+    """Grid (tiles, splits); BLOCK_ROWS: outputs of a block of scales, 0: a scale for each output.
+
+    `fetched`: columns of a program's weights that it reads into the L2 cache before the previous kernel ends.
+    """
     tiles = padded // TOKENS
     first_o = tl.program_id(0) // tiles * ROWS
     split = tl.program_id(1)
@@ -45,9 +48,10 @@ def _gemm(
     x_CT = x + token_T.to(tl.int64)[None, :] * inputs + column_C[:, None] + first
     exact: tl.constexpr = weight.dtype.element_ty == tl.int8
     total_RT = tl.zeros((ROWS, TOKENS), tl.int32 if exact else tl.float32)
-    if FETCH:
+    if WHOLE:
         pdl_launch_dependents(PDL)
-        prefetch_rows(weight + first_o.to(tl.int64) * inputs + first, ROWS, inputs, share, PDL)
+    if FETCH:
+        prefetch_rows(weight + first_o.to(tl.int64) * inputs + first, ROWS, inputs, fetched, PDL)
     pdl_wait(PDL)
     for start in range(0, share, COLUMNS):
         if EVEN:
@@ -65,7 +69,7 @@ def _gemm(
             total_RT += tl.dot(tile_RC, tile_CT) * scale
         else:
             total_RT += tl.dot(tile_RC, tile_CT)
-    if not FETCH:
+    if not WHOLE:
         pdl_launch_dependents(PDL)
     real_T = token_T < tokens
     inside_RT = inside_R[:, None] & real_T[None, :]
@@ -126,11 +130,12 @@ def multiply(
         kind = torch.int32 if exact else torch.float32
         partials = torch.empty(split_k, tokens, outputs, dtype=kind, device=x_TI.device)
     even = outputs % plan.rows == 0 and inputs % (split_k * plan.columns) == 0
+    fetched = min(fetched_columns(weight.values) // (split_k * plan.columns) * plan.columns, share)
     _gemm[(triton.cdiv(outputs, plan.rows) * (len(x_TI) // plan.tile), split_k)](
         x_TI, x_scales, weight.values, weight.scales, bias, partials,
-        tokens, len(x_TI), outputs, inputs, share, blocks,
+        tokens, len(x_TI), outputs, inputs, share, blocks, fetched,
         BLOCK_ROWS=block_rows, HAS_BIAS=bias is not None,
-        EVEN=even, SPLIT=split_k > 1, FETCH=even and fits_cache(weight.values),
+        EVEN=even, SPLIT=split_k > 1, FETCH=even and fetched > 0, WHOLE=even and fetched == share,
         ROWS=plan.rows, COLUMNS=plan.columns, TOKENS=plan.tile, num_warps=plan.warps,
         num_stages=plan.stages, **options,
     )  # fmt: skip

@@ -88,6 +88,11 @@ def fits_cache(weight: Tensor) -> bool:
     return weight.numel() * weight.element_size() <= _FETCHED_BYTES
 
 
+def fetched_columns(weight: Tensor) -> int:
+    """How many columns of a weight of 8 bits are worth a `prefetch_rows`."""
+    return _FETCHED_BYTES // len(weight)
+
+
 @cache
 def launch_options(device: torch.device) -> dict[str, bool]:
     """The launch arguments of every kernel with PDL."""

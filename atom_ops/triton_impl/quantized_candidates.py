@@ -8,6 +8,7 @@ from atom_ops.triton_impl.quantized_plans import (
     GemvPlan,
     Key,
     LibraryPlan,
+    PersistentGemvPlan,
     QuantizedPlan,
 )
 from atom_ops.triton_impl.tuned import StreamKPlan
@@ -16,11 +17,14 @@ CLASSES = ((1, 1), (2, 16), (17, 32), (33, 64), (65, 256))
 """(fewest, most) tokens that share a plan when a model is loaded; more use general plans."""
 
 _WHOLE_ROWS = 8192
+_LONGEST = 16384
 _SHORT_ROWS = ((4, 4, 1), (2, 4, 2), (4, 4, 2), (4, 8, 2), (2, 2, 4), (4, 8, 4))
 _LONG_ROWS = ((1, 8, 4), (1, 16, 4), (2, 16, 2), (1, 8, 2), (2, 8, 2))
 """(rows, warps, tiles) of the GEMV by whole rows."""
 _COLUMNS = ((2, 4), (4, 2), (4, 4), (2, 8), (4, 8), (8, 4))
 """(rows, warps) of the GEMV by columns."""
+_PERSISTENT = ((8, 4096, 8, 132), (2, 4096, 8, 264))
+"""(rows, columns, warps, programs) of the persistent GEMV."""
 _STREAM_K = (
     *((64, 8, 128), (64, 12, 128), (64, 8, 96), (64, 8, 64)),
     *((128, 6, 128), (128, 8, 128), (128, 6, 96), (128, 6, 64)),
@@ -51,6 +55,9 @@ def candidates(key: Key, tokens: int) -> Iterator[QuantizedPlan]:
         return
     if tokens == 1:
         yield from _vectors(inputs, 16)
+        if format == "fp8-block":
+            persistent = (PersistentGemvPlan(*each) for each in _PERSISTENT)
+            yield from (plan for plan in persistent if inputs % plan.columns == 0 and inputs <= _LONGEST)
     if tokens <= 64:
         yield from _few(key, tokens)
     elif tokens <= 256:

@@ -1,7 +1,7 @@
 """`linear` with a quantized weight, alone or after a norm or a gated activation.
 
-    1 token          `quantized_gemv`, `four_bit_gemv`: weights decoded in registers, activations not
-                     rounded
+    1 token          `quantized_gemv`, `hopper_gemv`, `four_bit_gemv`: weights decoded in registers,
+                     activations not rounded
     several, 8-bit   activations rounded to 8 bits as well, by the kernel of the norm or the activation
                      before (`rounded_rows`); then `eight_bit_linear` or torch._scaled_mm
     several, 4-bit   `four_bit_linear`, activations not rounded; many: the weight decoded, and plain GEMM
@@ -32,6 +32,7 @@ from atom_ops.triton_impl.quantized_plans import (
     GemvPlan,
     LibraryPlan,
     Packed,
+    PersistentGemvPlan,
     QuantizedPlan,
     plans_of,
 )
@@ -107,6 +108,8 @@ def supports_norm(x_TD: Tensor, weight: Weight) -> bool:
     if not supports(weight, x_TD):
         return False
     plan = plan_of(x_TD, weight, x_TD.dtype)
+    if isinstance(plan, PersistentGemvPlan):
+        return False
     return plan.columns == 0 if isinstance(plan, GemvPlan) else _rounds(plan, weight)
 
 
@@ -115,6 +118,8 @@ def supports_gate(x_T2F: Tensor, weight: Weight) -> bool:
     if not supports(weight, x_T2F):
         return False
     plan = plan_of(x_T2F, weight, x_T2F.dtype)
+    if isinstance(plan, PersistentGemvPlan):
+        return True
     return not isinstance(plan, GemvPlan) and _rounds(plan, weight)
 
 
@@ -138,6 +143,11 @@ def multiply(
     eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """(linear of x, or of its norm or gated activation, in `dtype`; x + residual)."""
+    if isinstance(plan, PersistentGemvPlan):
+        if not gated:
+            x, total = _apart(x, False, residual_TD, norm_weight_D, eps)
+            return _persistent_vector(plan, x, weight, bias, dtype, gated), total
+        return _persistent_vector(plan, x, weight, bias, dtype, gated), x
     if isinstance(plan, GemvPlan) and plan.columns == 0 and not gated:
         return _vector(plan, x, weight, bias, dtype, residual_TD, norm_weight_D, eps)
     if isinstance(plan, GemvPlan) or not _rounds(plan, weight):
@@ -205,6 +215,17 @@ def _vector(
     else:
         quantized_gemv.multiply(plan, x_TI, weight, *rest)
     return out_TO, total_TI
+
+
+def _persistent_vector(
+    plan: PersistentGemvPlan, x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype, gated: bool
+) -> Tensor:
+    from atom_ops.triton_impl import hopper_gemv  # Gluon is not in every Triton
+
+    assert isinstance(weight, BlockFP8)
+    out_TO = torch.empty(1, weight.shape[0], dtype=dtype, device=x.device)
+    hopper_gemv.multiply(plan, x.contiguous(), weight, out_TO, gated=gated)
+    return out_TO if bias is None else out_TO + bias
 
 
 def _decoded(x_TI: Tensor, weight: FourBitWords, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

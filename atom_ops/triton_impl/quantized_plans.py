@@ -27,6 +27,18 @@ class GemvPlan(msgspec.Struct, frozen=True, tag="quantized-vector"):
     tokens: int = 1
 
 
+class PersistentGemvPlan(msgspec.Struct, frozen=True, tag="quantized-persistent-vector"):
+    """One token and FP8 in blocks on Hopper, by `hopper_gemv`."""
+
+    rows: int
+    """Weight rows of a tile."""
+    columns: int
+    """Weight columns that the warps multiply together; they divide the inputs."""
+    warps: int
+    programs: int
+    tokens: int = 1
+
+
 class GemmPlan(msgspec.Struct, frozen=True, tag="quantized-tiles"):
     """By `eight_bit_linear` or `four_bit_linear`."""
 
@@ -50,7 +62,7 @@ class LibraryPlan(msgspec.Struct, frozen=True, tag="quantized-library"):
     """Most tokens."""
 
 
-QuantizedPlan = GemvPlan | GemmPlan | StreamKPlan | LibraryPlan
+QuantizedPlan = GemvPlan | PersistentGemvPlan | GemmPlan | StreamKPlan | LibraryPlan
 QuantizedPlans = tuple[QuantizedPlan, ...]
 """Of one format and weight shape, by rising tokens."""
 
@@ -86,11 +98,11 @@ _QKV, _O, _GATE_UP, _DOWN = (6144, 4096), (4096, 4096), (24576, 4096), (4096, 12
 _WHOLE = GemvPlan(4, 0, 8, 2)
 _LIBRARY = LibraryPlan(MANY)
 _H200: dict[Key, QuantizedPlans] = {
-    ("fp8-block", *_QKV): (_WHOLE, _stream_k(16, 96), _stream_k(64, 96), _LIBRARY),
+    ("fp8-block", *_QKV): (GemvPlan(4, 0, 8, 4), _stream_k(16, 96), _stream_k(64, 96), _LIBRARY),
     ("fp8-block", *_O): (_WHOLE, _stream_k(16, 64), _stream_k(64, 128), _LIBRARY),
-    ("fp8-block", *_GATE_UP): (_WHOLE, _gemm(16, 4, 6), _gemm(64, 4, 4), _LIBRARY),
+    ("fp8-block", *_GATE_UP): (GemvPlan(4, 0, 4, 4), _gemm(16, 4, 6), _gemm(64, 4, 4), _LIBRARY),
     ("fp8-block", *_DOWN): (
-        *(_gemm(1, 4, 6, 6), _gemm(16, 4, 6, 6), _stream_k(64, 128)),
+        *(PersistentGemvPlan(8, 4096, 8, 132), _gemm(16, 4, 6, 6), _stream_k(64, 128)),
         *(_gemm(256, 4, 4, 2, tile=128), _LIBRARY),
     ),
     ("fp8-channel", *_QKV): (_WHOLE, _stream_k(16, 96), _stream_k(64, 96), _LIBRARY),

@@ -49,7 +49,7 @@ MODELS = {
 }
 NVIDIA_ONLY = (
     "all_reduce", "eight_bit_linear", "four_bit_gemv", "four_bit_linear", "fused_linear", "hopper_attention",
-    "hopper_linear", "quantized_gemv", "rounded_rows",
+    "hopper_gemv", "hopper_linear", "quantized_gemv", "rounded_rows",
 )  # fmt: skip
 """Modules whose kernels no provider launches on AMD."""
 chips = pytest.mark.parametrize("chip", list(CHIPS))
@@ -224,10 +224,18 @@ def test_linear_with_quantized_weights(format: str) -> None:
         eight_bit_linear,
         four_bit_gemv,
         four_bit_linear,
+        hopper_gemv,
         hopper_linear,
         quantized_gemv,
     )
-    from atom_ops.triton_impl.quantized_plans import MEASURED, GemmPlan, GemvPlan, general_plans
+    from atom_ops.triton_impl.quantized_candidates import candidates
+    from atom_ops.triton_impl.quantized_plans import (
+        MEASURED,
+        GemmPlan,
+        GemvPlan,
+        PersistentGemvPlan,
+        general_plans,
+    )
     from atom_ops.triton_impl.rounded_rows import round_rows
     from atom_ops.triton_impl.tuned import StreamKPlan
 
@@ -243,6 +251,8 @@ def test_linear_with_quantized_weights(format: str) -> None:
                     norm = (x, tensor(key[2]), 1e-6, x) if plan.columns == 0 else ()
                     gemv = four_bit_gemv if four_bit else quantized_gemv
                     gemv.multiply(plan, x, weight, bias, tensor(1, key[1]), *norm)
+                elif isinstance(plan, PersistentGemvPlan):
+                    hopper_gemv.multiply(plan, tensor(1, key[2]), weight, tensor(1, key[1]))
                 elif isinstance(plan, StreamKPlan):
                     rows, _ = round_rows(x, form, plan.tokens)
                     hopper_linear.multiply_e4m3(plan, rows, 64, weight, None, BF16)
@@ -253,6 +263,13 @@ def test_linear_with_quantized_weights(format: str) -> None:
                     eight_bit_linear.multiply(plan, rows, 64, weight, bias, BF16)
             if four_bit:
                 four_bit_linear.dequantized(weight, BF16)
+        if format == "fp8-block":
+            weight = packed(format, 4096, 12288)
+            persistent = [
+                plan for plan in candidates((format, 4096, 12288), 1) if isinstance(plan, PersistentGemvPlan)
+            ]
+            for plan in persistent:
+                hopper_gemv.multiply(plan, tensor(1, 2 * 12288), weight, tensor(1, 4096), gated=True)
         round_rows(tensor(64, 2 * 12288), form, 64, gated=True, group=128 if format == "fp8-block" else 0)
     check(compiled, "H200")
 

@@ -64,6 +64,33 @@ def test_every_plan(format: str, shape: tuple[int, int]) -> None:
             assert torch.equal(multiply(plan, x, weight, None, x.dtype)[0], first), plan
 
 
+@pytest.mark.parametrize("shape", [(1088, 4096), (4096, 12288)], ids=str)
+def test_the_persistent_gemv(shape: tuple[int, int]) -> None:
+    """Every candidate, alone with a bias and with the activation before it."""
+    from atom_ops.triton_impl import is_hopper
+    from atom_ops.triton_impl.quantized_candidates import candidates
+    from atom_ops.triton_impl.quantized_linear import multiply
+    from atom_ops.triton_impl.quantized_plans import PersistentGemvPlan
+
+    if not is_hopper(GPU):
+        pytest.skip("for Hopper")
+    torch.manual_seed(7)
+    weight, (outputs, inputs) = readable("fp8-block", shape), shape
+    exact = weight.dequantized(torch.float32)
+    bias = torch.randn(outputs, device=GPU).bfloat16()
+    both = torch.randn(1, 2 * inputs, device=GPU, dtype=torch.bfloat16)
+    gate, up = both.float().chunk(2, 1)
+    gated = (torch.nn.functional.silu(gate) * up).bfloat16().float() @ exact.T
+    for plan in candidates(("fp8-block", outputs, inputs), 1):
+        if isinstance(plan, PersistentGemvPlan):
+            found = multiply(plan, both[:, :inputs], weight, bias, both.dtype)[0]
+            assert error(found, gate @ exact.T + bias) < EXACT, plan
+            first = multiply(plan, both, weight, None, both.dtype, gated=True)[0]
+            assert error(first, gated) < EXACT, plan
+            for _ in range(REPEATS):
+                assert torch.equal(multiply(plan, both, weight, None, both.dtype, gated=True)[0], first), plan
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_ops_before_and_biases(format: str) -> None:
     torch.manual_seed(6)
