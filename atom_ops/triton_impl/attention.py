@@ -57,14 +57,21 @@ _NO_PROMPT = (1 << 31) - 1
 
 
 def _decode_config(
-    group: int, width: int, dtype: torch.dtype, few: bool, tokens: int = 1, float8: bool = False
+    group: int,
+    width: int,
+    dtype: torch.dtype,
+    few: bool,
+    tokens: int = 1,
+    float8: bool = False,
+    projection: bool = False,
 ) -> _KernelConfig:
     """`few`: with few programs each needs more loads in flight to hide the memory's latency.
 
     Elsewhere a split of at least 256 tokens lets the last programs of a launch end together; float8, whose
     bytes need more instructions each, takes larger tiles or fewer warps, which wait less for one another.
 
-    All `tokens` of a decoding row are queries of one program, as far as registers allow.
+    All `tokens` of a decoding row are queries of one program, as far as registers allow. From the
+    `projection`, which takes registers of its own, more warps share a tile.
     """
     queries = max(16, triton.next_power_of_2(group))
     if group * tokens <= _MAX_DECODE_QUERIES:
@@ -80,6 +87,8 @@ def _decode_config(
     if float8:
         narrow, wide = _KernelConfig(queries, 128, 2, 2, 8, 2), _KernelConfig(queries, 32, 1, 3, 16, 4)
         return narrow if width <= 64 else wide
+    if projection and width > 64:
+        return _KernelConfig(queries, 32, 4, 4, 4)
     return _KernelConfig(queries, 64, 2, 2, 8, 4)
 
 
@@ -144,13 +153,18 @@ def _attend_whole_prompts(
     return plan.max_query_len, _NO_PROMPT
 
 
-def decode_config(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan) -> tuple[_KernelConfig, int]:
-    """The decode kernel's config, and the most tokens of a row that it computes."""
+def decode_config(
+    q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, projection: bool = False
+) -> tuple[_KernelConfig, int]:
+    """The decode kernel's config, and the most tokens of a row that it computes.
+
+    `projection`: it reads the QKV projection, as in `fused_attention`.
+    """
     (_, heads, width), kv_heads = q_THE.shape, cache.kv.shape[3]
     few = 2 * len(plan.context_lens_R) * kv_heads <= _num_sms(q_THE.device)
     group = heads // kv_heads
     float8 = cache.scale is not None
-    config = _decode_config(group, width, q_THE.dtype, few, plan.decode_query_len, float8)
+    config = _decode_config(group, width, q_THE.dtype, few, plan.decode_query_len, float8, projection)
     return config, config.queries // group
 
 

@@ -14,8 +14,8 @@ from atom_ops.ops.qkv import HeadNorms
 from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
 from atom_ops.triton_impl.attention import decode_config, launch_decode, supports
 
-# Rows times key/value heads between which one kernel was faster than two on an H200.
-_MIN_PAIRS, _MAX_PAIRS = 16, 1024
+# Rows times key/value heads between which one kernel was faster than two on an H200; with 512, two were.
+_MIN_PAIRS, _MAX_PAIRS = 16, 256
 
 
 def _supports(
@@ -64,7 +64,7 @@ def _launch(
 ) -> Tensor:
     q_THE = _queries(qkv_TO, cache)
     out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
-    config, tile = decode_config(q_THE, cache, plan)
+    config, tile = decode_config(q_THE, cache, plan, projection=True)
     q_weight_E, k_weight_E, eps = (
         (norms.q_weight_E, norms.k_weight_E, norms.eps) if norms is not None else (None, None, 0.0)
     )
