@@ -93,8 +93,8 @@ def _stream_k(tokens: int, programs: int) -> StreamKPlan:
     return StreamKPlan(1, tokens, 64, 128, 8, programs)
 
 
-# The layers of Qwen3-8B. For one token whole rows include the norm before, and a GEMM the activation; with INT4 a
-# norm of its own and a GEMV by columns took less time.
+# The layers of Qwen3-8B. For one token whole rows include the norm before, and a GEMM the activation; with
+# INT4 a norm of its own and a GEMV by columns took less time.
 _QKV, _O, _GATE_UP, _DOWN = (6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)
 _WHOLE = GemvPlan(4, 0, 8, 2)
 _LIBRARY = LibraryPlan(MANY)
