@@ -80,6 +80,7 @@ def test_parts_are_chosen_by_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_whole_run_on_a_cpu(tmp_path: Path) -> None:
     options = Options("cpu", tmp_path / "report.md", work=tmp_path)
     assert verify(parts(options), options), options.output.read_text()
