@@ -62,6 +62,9 @@ def prefetch_rows(first, rows, stride, size, PDL: tl.constexpr):
 
     One thread prefetches one row, so there must be at least as many threads as rows. `first`
     points to weights; `first`, `stride` and `size` must be multiples of 16 bytes.
+
+    Prefetching what lies behind the first tiles of a GEMV or of a stream-K GEMM made steps slower on
+    an H200: Qwen3-8B at batch 1 took 4.24 ms instead of 4.10, on two GPUs 2.51 instead of 2.36.
     """
     if PDL:
         tl.inline_asm_elementwise(
