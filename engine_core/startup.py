@@ -9,10 +9,11 @@ from engine_core.kv_plan import cache_tokens, longest_sequence, plan_blocks, uni
 from engine_core.scheduler import Limits
 
 _REMEDY = "--kv-cache-memory-bytes or --gpu-memory-utilization"
-# Most tokens of a step in which requests decode, on a GPU. Measured on an H200 (docs/performance.md): with
-# these, 99 % of the intervals between tokens are below 100 ms, at no more than 3 % less throughput.
+# Most tokens of a step in which requests decode, as measured (docs/performance.md). With the first two,
+# 99 % of the intervals between tokens are below 100 ms on an H200, at no more than 3 % less throughput.
 _MIXED_TOKENS = 2048
 _MIXED_TOKENS_OF_SMALL = 4096
+_MIXED_TOKENS_ON_CPU = 512
 _SMALL_WEIGHTS = 2 << 30
 
 
@@ -48,15 +49,17 @@ def limits_of(config: EngineConfig, loaded: Sequence[Loaded]) -> Limits:
 
 
 def _mixed_tokens(config: EngineConfig, loaded: Sequence[Loaded]) -> int:
-    """The default limit of mixed steps: by the weights of a GPU, at least half of it for prompts; 0: none."""
+    """The default limit of mixed steps, by the device and its weights; at least half of it is for prompts."""
     scheduler = config.scheduler
     assert scheduler.max_num_seqs is not None and scheduler.max_num_batched_tokens is not None
     if config.device.device == "cpu":
-        return 0
-    small = max(rank.weight_bytes for rank in loaded) <= _SMALL_WEIGHTS
+        wanted = _MIXED_TOKENS_ON_CPU
+    elif max(rank.weight_bytes for rank in loaded) <= _SMALL_WEIGHTS:
+        wanted = _MIXED_TOKENS_OF_SMALL
+    else:
+        wanted = _MIXED_TOKENS
     decodes = scheduler.max_num_seqs * (1 + config.speculative.num_speculative_tokens)
-    least = max(_MIXED_TOKENS_OF_SMALL if small else _MIXED_TOKENS, 2 * decodes)
-    return min(least, scheduler.max_num_batched_tokens)
+    return min(max(wanted, 2 * decodes), scheduler.max_num_batched_tokens)
 
 
 def plan_cache(

@@ -70,7 +70,8 @@ GIB = 1 << 30
 @pytest.mark.parametrize(
     ("device", "weights", "scheduler", "drafts", "mixed"),
     [
-        ("cpu", [7 * GIB], SchedulerConfig(16384, max_num_seqs=512), 0, 0),
+        ("cpu", [7 * GIB], SchedulerConfig(2048, max_num_seqs=256), 0, 512),
+        ("cpu", [7 * GIB], SchedulerConfig(2048, max_num_seqs=512), 0, 1024),
         ("cuda", [2 * GIB, GIB], SchedulerConfig(16384, max_num_seqs=512), 0, 4096),
         ("cuda", [GIB, 2 * GIB + 1], SchedulerConfig(16384, max_num_seqs=512), 0, 2048),
         ("cuda", [7 * GIB], SchedulerConfig(16384, max_num_seqs=512), 3, 4096),  # half of it is for prompts
