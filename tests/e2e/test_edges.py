@@ -81,7 +81,7 @@ def test_disconnecting_in_the_queue_and_in_prefill(server: Server) -> None:
     async def drive() -> None:
         runners = [await Peer.connect(server) for _ in range(8)]
         for runner in runners:
-            await runner.send(body(max_tokens=100))
+            await runner.send(body(max_tokens=300))  # all fit the cache, and run while the queue is seen
         waiting = [await Peer.connect(server) for _ in range(4)]
         for peer in waiting:
             await peer.send(body(LONG_PROMPT, stream=False))
