@@ -55,6 +55,8 @@ def load() -> None:
     import atom_ops.triton_impl.latent_cache
     import atom_ops.triton_impl.latent_heads
     import atom_ops.triton_impl.linear
+    import atom_ops.triton_impl.logits_processors
+    import atom_ops.triton_impl.logprobs
     import atom_ops.triton_impl.ngram
     import atom_ops.triton_impl.norm
     import atom_ops.triton_impl.partial_attention
