@@ -21,9 +21,9 @@ class DeviceConfig:
     enforce_eager: bool = False
     """Do not capture GPU graphs; launch every kernel of every step."""
     level: Annotated[int, Meta(ge=0, le=3)] = 3
-    """0: every step runs eagerly, without graphs unless --cudagraph-mode is given. 1, on a CPU: torch.compile
-    traces the layers and runs them eagerly, which checks that it can. 2, on a CPU: torch.compile with
-    Inductor, which writes the kernels of norms and activations. 3: GPU graphs of ATOM's own kernels."""
+    """0: every step runs eagerly. 1: torch.compile traces the layers and runs them eagerly, which checks that
+    it can. 2: torch.compile with Inductor, which writes the kernels of norms and activations. 3: GPU graphs
+    of ATOM's own kernels. 0 to 2 capture no graphs unless --cudagraph-mode is given."""
     cudagraph_mode: GraphMode = "FULL"
     """FULL captures whole steps as GPU graphs: decode steps, and prefill and mixed steps of up to 4096
     tokens. PIECEWISE captures what lies between attention calls, which run eagerly. FULL_AND_PIECEWISE

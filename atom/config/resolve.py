@@ -105,7 +105,7 @@ def resolve(
     _check_eplb(config.parallel, checkpoint)
     _check_online_quantization(config.model, checkpoint)
     cache = _cache(config.cache, checkpoint, explicit, notes)
-    _check_level(config, device)
+    _check_level(config)
     kv_events_config(cache, config.parallel.data_parallel_size)  # raises for one that cannot act
     notes += _without_effect(config, explicit, device)
     if checkpoint.ignored_defaults:
@@ -373,7 +373,7 @@ def _check_mixed(mixed: int | None, tokens: int, decodes: int) -> None:
         )
 
 
-def _check_level(config: EngineConfig, on: Device) -> None:
+def _check_level(config: EngineConfig) -> None:
     """Raise ConfigError for settings that a compiled pass, or one in pieces, cannot honour."""
     device, traced = config.device, config.observability.mark_trace
     if traced and device.cudagraph_mode in ("PIECEWISE", "FULL_AND_PIECEWISE"):
@@ -383,10 +383,6 @@ def _check_level(config: EngineConfig, on: Device) -> None:
         )
     if device.level not in COMPILERS:
         return
-    if on == "cuda":
-        raise ConfigError(
-            f"--level {device.level} compiles for a CPU only: on a GPU use --level 3, or 0 for eager steps"
-        )
     if config.parallel.tensor_parallel_size > 1 or config.parallel.enable_expert_parallel:
         raise ConfigError(
             f"--level {device.level} compiles a model that one worker has as a whole: use --level 3 with "

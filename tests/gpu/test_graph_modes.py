@@ -70,7 +70,7 @@ def test_modes_change_no_token(name: str, tmp_path: Path) -> None:
             assert all(one.equal(other) for one, other in zip(before, state_of(runner), strict=True))
 
 
-@pytest.mark.xfail(strict=False, reason="--level 1 and 2 are refused on GPUs until this passes")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, at import of its compiler
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("level", [1, 2])
 def test_levels_change_no_token(
