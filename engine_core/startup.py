@@ -49,17 +49,28 @@ def limits_of(config: EngineConfig, loaded: Sequence[Loaded]) -> Limits:
 
 
 def _mixed_tokens(config: EngineConfig, loaded: Sequence[Loaded]) -> int:
-    """The default limit of mixed steps, by the device and its weights; at least half of it is for prompts."""
     scheduler = config.scheduler
     assert scheduler.max_num_seqs is not None and scheduler.max_num_batched_tokens is not None
-    if config.device.device == "cpu":
+    return default_mixed_tokens(
+        config.device.device == "cpu",
+        max(rank.weight_bytes for rank in loaded),
+        scheduler.max_num_seqs * (1 + config.speculative.num_speculative_tokens),
+        scheduler.max_num_batched_tokens,
+    )
+
+
+def default_mixed_tokens(on_cpu: bool, weight_bytes: int, decodes: int, max_num_batched_tokens: int) -> int:
+    """Most tokens of a mixed step, by the device and a worker's weights; at least half are for prompts.
+
+    `decodes` are the tokens of all sequences that may generate.
+    """
+    if on_cpu:
         wanted = _MIXED_TOKENS_ON_CPU
-    elif max(rank.weight_bytes for rank in loaded) <= _SMALL_WEIGHTS:
+    elif weight_bytes <= _SMALL_WEIGHTS:
         wanted = _MIXED_TOKENS_OF_SMALL
     else:
         wanted = _MIXED_TOKENS
-    decodes = scheduler.max_num_seqs * (1 + config.speculative.num_speculative_tokens)
-    return min(max(wanted, 2 * decodes), scheduler.max_num_batched_tokens)
+    return min(max(wanted, 2 * decodes), max_num_batched_tokens)
 
 
 def plan_cache(

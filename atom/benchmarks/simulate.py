@@ -28,6 +28,7 @@ from atom.benchmarks.simulation.requests import Workload, requests
 from atom.benchmarks.simulation.roofline import H200, Layout, Links, Roofline
 from atom.benchmarks.simulation.simulate import Simulation
 from atom.config.cli import CommandLineParser
+from engine_core.startup import default_mixed_tokens
 from frontend.dp_router import Policy
 
 __all__ = ["simulate"]
@@ -55,6 +56,7 @@ def _parser() -> CommandLineParser:
     engines("--enable-expert-parallel", action="store_true", help="spread the experts over all engines")
     engines("--max-num-seqs", type=positive, default=256, help="sequences that an engine runs at once")
     engines("--max-num-batched-tokens", type=positive, default=8192, help="tokens of a step")
+    engines("--max-num-mixed-tokens", type=positive, help="... in which requests decode (default: ATOM's)")
     engines("--block-size", type=positive, default=16, help="tokens of a KV block")
     engines("--num-kv-blocks", type=positive, help="KV blocks of an engine (default: what fits an H200)")
     engines("--no-enable-prefix-caching", action="store_true", help="keep no blocks of ended requests")
@@ -93,6 +95,10 @@ def simulate(args: argparse.Namespace, policy: Policy) -> dict[str, Any]:
         blocks,
         args.block_size,
         not args.no_enable_prefix_caching,
+        max_num_mixed_tokens=args.max_num_mixed_tokens
+        or default_mixed_tokens(
+            False, int(roofline.weight_bytes()), args.max_num_seqs, args.max_num_batched_tokens
+        ),
     )
     workload = Workload(
         *(args.requests, args.rate, args.input_len, args.output_len),

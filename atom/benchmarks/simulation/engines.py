@@ -45,6 +45,8 @@ class EngineSettings:
     block_size: int = 16
     enable_prefix_caching: bool = True
     max_model_len: int = 1 << 20
+    max_num_mixed_tokens: int = 0
+    """0: as many as of other steps."""
 
 
 @dataclass(slots=True)
@@ -60,7 +62,11 @@ class Engine:
 
     def __init__(self, settings: EngineSettings, clock: Callable[[], float]):
         """Raises ValueError for limits that the scheduler refuses."""
-        limits = Limits(settings.max_num_seqs, settings.max_num_batched_tokens)
+        limits = Limits(
+            settings.max_num_seqs,
+            settings.max_num_batched_tokens,
+            max_num_mixed_tokens=settings.max_num_mixed_tokens,
+        )
         specs, blocks = [FullAttentionSpec(settings.block_size, 1)], [settings.num_kv_blocks]
         kv = KVCacheManager(specs, blocks, limits.max_chunk, 1, settings.enable_prefix_caching)
         self._core = EngineCore(limits, kv, settings.max_model_len, clock)
