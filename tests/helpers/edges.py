@@ -27,7 +27,8 @@ class Gauges:
 
     def __init__(self, server: Server):
         text = metrics_text(server)
-        self._values: dict[str, float] = {}
+        # A metric has no value before a label's first.
+        self._values = dict.fromkeys(re.findall(r"^# TYPE (atom:\w+)", text, re.MULTILINE), 0.0)
         for name, value in re.findall(r"^(atom:\w+)(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE):
             self._values[name] = self._values.get(name, 0.0) + float(value)
 

@@ -40,7 +40,7 @@ def test_reused_shared_and_damaged(tmp_path: Path) -> None:
     both = [start(model, 2, cache) for _ in range(2)]
     found = [result(each)[0] for each in both]
     assert [each["tokens"] for each in found] == [wanted] * 2
-    assert all(each["misses"] for each in found), "nothing was compiled"
+    assert any(each["misses"] for each in found), "nothing was compiled"
     again, _ = result(start(model, 2, cache))
     assert again["tokens"] == wanted
     assert again["hits"] and not again["misses"]
