@@ -91,8 +91,11 @@ def quantized_tiles(block: int, gated: bool, format: Format) -> Iterator[Grouped
     """The tiles to try, all of 128 columns."""
     four_bit = format in FOUR_BIT
     # Decoded 4-bit weights are a register operand, which Triton 3.6 multiplies wrongly with 8 warps.
-    for rows, warps, stages in itertools.product((64, 128, 256), (4,) if four_bit else (4, 8), (2, 3, 4)):
+    sides = itertools.product((32, 64, 128, 256), (2, 4) if four_bit else (4, 8), (2, 3, 4, 5))
+    for rows, warps, stages in sides:
         weight_rows = 2 * rows if gated else rows
+        if warps == 2 and weight_rows != 64:
+            continue  # decoded weights of more rows spill
         stage = 128 * (2 * block + weight_rows // 2 if four_bit else block + weight_rows)
         if weight_rows > 256 or (block < 64 and rows < 16 * warps) or rows * block < warps * 256:
             continue
@@ -110,12 +113,17 @@ def quantized_tiles(block: int, gated: bool, format: Format) -> Iterator[Grouped
 def vector_tiles(model: Model, gated: bool) -> Iterator[VectorTile]:
     """The tiles to try; down's are as many times larger as a token has experts."""
     experts = 1 if gated else 1 << (model.chosen - 1).bit_length()
+    if model.format in FOUR_BIT:
+        for rows, warps, count in itertools.product((4, 8, 16, 32), (1, 2, 4), (3, 4, 6, 8)):
+            if 16 * warps <= rows * (2 if gated else experts) <= 32 * warps:
+                yield VectorTile(rows, 128, warps, count)
+        return
     stages = (1, 3)
     if model.format == "plain":
         columns, least, most = (512, 1024, 2048) if gated else (64, 128, 256, 512), 16, 64
     else:
         columns = (512, 1024, 2048) if gated else (128,)
-        least, most = (32, 128) if model.format in FOUR_BIT else (16, 64)
+        least, most = 16, 64
         stages = (1, 3) if gated else (1, 3, 5)
     for rows, column, warps in itertools.product((1, 2, 4, 8, 16), columns, (2, 4, 8)):
         if least <= rows * column * experts // (32 * warps) <= most:
@@ -192,6 +200,8 @@ class Layer:
         """Timed with the other GEMM, whose time does not change."""
         down = VectorTile(4, 256 if self.model.format == "plain" else 128, 4)
         other = down if gated else VectorTile(4, 1024, 4)
+        if self.model.format in FOUR_BIT:
+            other = VectorTile(8, 128, 2, 4) if gated else VectorTile(16, 128, 2, 4)
         plan = VectorPlan(MANY, *((tile, other) if gated else (other, tile)))
         return self.call(plan)
 

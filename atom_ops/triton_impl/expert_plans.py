@@ -6,12 +6,12 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class VectorTile:
-    """A program of a kernel without tensor cores."""
+    """A program of a kernel of single tokens."""
 
     rows: int
     """Weight rows (of the gate and as many of up)."""
     columns: int
-    """Weight columns of one iteration (of plain weights: of each of the token's experts)."""
+    """Weight columns of one iteration (of plain weights: of each of the token's experts; of 4 bits: 128)."""
     warps: int
     stages: int = 1
     """Iterations whose loads are in flight."""
@@ -71,6 +71,7 @@ MANY = 1 << 30
 
 _FEW = VectorPlan(4, VectorTile(4, 512, 4, 3), VectorTile(4, 128, 4, 3))
 _FEW_QUANTIZED = VectorPlan(4, VectorTile(8, 512, 4, 3), VectorTile(4, 128, 4, 3))
+_FEW_4BIT = VectorPlan(4, VectorTile(16, 128, 2, 4), VectorTile(8, 128, 2, 4))
 
 # By pairs per expert on average: the most, and the plan.
 _HOPPER = (
@@ -130,7 +131,7 @@ _QWEN3_30B_A3B_FP8 = (
     GroupedPlan(MANY, 128, GroupedTile(128, 128, 8, 3, True), GroupedTile(128, 128, 8, 3, True)),
 )
 _GPT_OSS_20B_MXFP4 = (
-    VectorPlan(1, VectorTile(8, 512, 2, 3), VectorTile(4, 128, 2, 3)),
+    VectorPlan(1, VectorTile(16, 128, 2, 4), VectorTile(8, 128, 2, 4)),
     GroupedPlan(96, 16, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 3)),
     GroupedPlan(160, 32, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 3)),
     GroupedPlan(1536, 64, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 4)),
@@ -149,12 +150,19 @@ TUNED: dict[str, dict[Layer, tuple[ExpertPlan, ...]]] = {
 """By the driver's name of the GPU and the layer: plans by rising tokens. `make tune-experts` measures."""
 
 
+def few(format: Format) -> VectorPlan:
+    """The plan of single tokens for a layer that was not measured."""
+    if format == "plain":
+        return _FEW
+    return _FEW_4BIT if format in ("mxfp4", "int4") else _FEW_QUANTIZED
+
+
 def default_plan(layer: Layer, tokens: int, chosen: int, hopper: bool) -> ExpertPlan:
     """The plan of a layer that was not measured; each token has `chosen` experts."""
     format, shape = layer
-    few = _FEW if format == "plain" else _FEW_QUANTIZED
-    if tokens <= few.tokens and tokens * chosen <= 4 * shape[0]:
-        return few
+    plan = few(format)
+    if tokens <= plan.tokens and tokens * chosen <= 4 * shape[0]:
+        return plan
     per_expert = tokens * chosen / shape[0]
     return next(plan for most, plan in _plans(format, hopper) if per_expert <= most)
 

@@ -89,27 +89,32 @@ def each_token(
     experts_X, hidden, features = weights.down_XDF.shape
     inner_PF, out_TD = x_TD.new_empty(tokens * chosen, features), torch.empty_like(x_TD)
     clamped, gate_up, down = activation or _NOT_CLAMPED, weights.gate_up_XOD, weights.down_XDF
-    spans = plan.gate_up.columns // SPAN
+    four_bit, experts_J = isinstance(gate_up, FourBitWords), triton.next_power_of_2(chosen)
+    spans = 1 if four_bit else plan.gate_up.columns // SPAN
     settings = {
         "HAS_BIAS": weights.gate_up_bias_XO is not None, "CLAMPED": activation is not None,
         "EVEN": features % plan.gate_up.rows == 0 and _spans(gate_up) % spans == 0,
-        "ROWS": plan.gate_up.rows, "SPANS": spans, "STAGES": plan.gate_up.stages,
+        "ROWS": plan.gate_up.rows, "STAGES": plan.gate_up.stages,
         "num_warps": plan.gate_up.warps, **launch_options(x_TD.device),
     }  # fmt: skip
-    kernel = _gate_up_4bit if isinstance(gate_up, FourBitWords) else _gate_up_8bit
+    least_width = 8 if torch.version.hip is None else 16  # columns of the tensor cores' second operand
+    settings |= {"WIDTH": least_width} if four_bit else {"SPANS": spans}
+    kernel = _gate_up_4bit if four_bit else _gate_up_8bit
     sizes, of_weight = _layout(gate_up)
     kernel[(triton.cdiv(features, plan.gate_up.rows), tokens * chosen)](
         x_TD, ids_TJ, *_tensors(gate_up), weights.gate_up_bias_XO, inner_PF, features, hidden, *sizes,
         experts_X, weights.first, chosen, clamped.limit, clamped.alpha, **of_weight, **settings,
     )  # fmt: skip
-    whole = weights.complete and chosen == triton.next_power_of_2(chosen) and _spans(down) > 0
+    whole = weights.complete and chosen == experts_J and _spans(down) > 0
     settings = {
         "HAS_BIAS": weights.down_bias_XD is not None, "CHOSEN": chosen,
-        "BLOCK_J": triton.next_power_of_2(chosen), "EVEN": whole and hidden % plan.down.rows == 0,
+        "BLOCK_J": experts_J, "EVEN": whole and hidden % plan.down.rows == 0,
         "ROWS": plan.down.rows, "STAGES": plan.down.stages, "num_warps": plan.down.warps,
         **launch_options(x_TD.device),
     }  # fmt: skip
-    kernel = _down_4bit if isinstance(down, FourBitWords) else _down_8bit
+    if four_bit:
+        settings["WIDTH"] = max(least_width, experts_J)
+    kernel = _down_4bit if four_bit else _down_8bit
     sizes, of_weight = _layout(down)
     kernel[(triton.cdiv(hidden, plan.down.rows), tokens)](
         inner_PF, ids_TJ, shares_TJ, *_tensors(down), weights.down_bias_XD, out_TD, hidden, features, *sizes,

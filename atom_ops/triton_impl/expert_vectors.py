@@ -3,16 +3,17 @@
     _gate_up_8bit, _gate_up_4bit    a program for some features of a pair
     _down_8bit, _down_4bit          a program for some outputs of a token, over all of its experts
 
-A row of a weight is cut into spans of 128 columns; a tile is [rows, spans, columns or words of a span],
-or [rows, experts of the token, columns or words of a span].
-The weights are read once; the activations are not rounded.
+The weights are read once; the activations are not rounded. A row of a weight is cut into spans of 128
+columns. 8 bits: a tile is [rows, spans, columns of a span], or [rows, experts of the token, columns of a
+span]. 4 bits: decoding limits, so the products are left to tensor cores, although most columns of their
+second operand are unused; a tile is [rows, columns of a span].
 """
 
 import triton
 import triton.language as tl
 
 from atom_ops.triton_impl.expert_kernels import _gated
-from atom_ops.triton_impl.four_bit import decode_words
+from atom_ops.triton_impl.four_bit import decode_words, join_quarters
 from atom_ops.triton_impl.pdl import pdl_launch_dependents, pdl_wait
 
 
@@ -158,32 +159,14 @@ def _down_8bit(
 
 
 @triton.jit
-def _quarter(x_GC, column_GC, inputs, inside_G, quarter: tl.constexpr):
-    inside_GC = inside_G[:, None] & (column_GC + quarter * 32 < inputs)
-    return tl.load(x_GC + quarter * 32, mask=inside_GC, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _words(weight_RGC, inside_R, inside_G, EVEN: tl.constexpr):
-    if EVEN:
-        words_RGC = tl.load(weight_RGC)
-    else:
-        words_RGC = tl.load(weight_RGC, mask=(inside_R[:, None] & inside_G[None, :])[:, :, None], other=0)
-    return words_RGC
-
-
-@triton.jit
-def _product_4bit(
-    words_RGC, x_a, x_b, x_c, x_d, scales, zeros, row_RG, chunk, inside_RG, groups,
-    GROUP: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr,
+def _decoded(
+    weight_RC, scales, zeros, row_R, chunk, inside_R, groups, dtype: tl.constexpr,
+    GROUP: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """[R, G, 32] in float32: the sum over the quarters."""
-    a, b, c, d = decode_words(words_RGC, scales, zeros, row_RG, chunk, inside_RG, groups, GROUP, dtype, PTX)
-    part_RGC = a.to(tl.float32) * x_a[None, :, :]
-    part_RGC += b.to(tl.float32) * x_b[None, :, :]
-    part_RGC += c.to(tl.float32) * x_c[None, :, :]
-    part_RGC += d.to(tl.float32) * x_d[None, :, :]
-    return part_RGC
+    """A chunk of these rows, [ROWS, 128]; `weight_RC` points to its words."""
+    words_RC = tl.load(weight_RC) if EVEN else tl.load(weight_RC, mask=inside_R[:, None], other=0)
+    a, b, c, d = decode_words(words_RC, scales, zeros, row_R, chunk, inside_R, groups, GROUP, dtype, PTX)
+    return tl.reshape(join_quarters(a, b, c, d), [ROWS, 128])
 
 
 @triton.jit(do_not_specialize=["experts", "first_expert", "chosen"])
@@ -191,50 +174,40 @@ def _gate_up_4bit(
     x, ids, weight, scales, zeros, bias, out, outputs, inputs, groups, experts, first_expert, chosen,
     limit, alpha,
     GROUP: tl.constexpr, CLAMPED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
-    ROWS: tl.constexpr, SPANS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of the features, pairs). Reads no weights for a pair without an expert."""
+    """Grid (tiles of the features, pairs). Reads no weights for a pair without an expert.
+
+    On tensor cores, whose second operand has WIDTH columns: x is the first one, the others are zeros.
+    """
     pdl_wait(PDL)
     pair = tl.program_id(1).to(tl.int64)
     expert, known = _chosen_expert(ids, pair, experts, first_expert)
     row_chunks = tl.cdiv(inputs, 128)
     chunks = tl.where(known, row_chunks, 0)
-    output_R, span_G = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, SPANS)
-    inside_R = output_R < outputs
-    row_RG = (expert * 2 * outputs + output_R)[:, None] + span_G[None, :] * 0
-    word_GC = span_G[:, None] * 32 + tl.arange(0, 32)[None, :]
-    column_GC = span_G[:, None] * 128 + tl.arange(0, 32)[None, :]
-    gate_RGC = (
-        weight + ((expert * 2 * outputs + output_R) * (row_chunks * 32))[:, None, None] + word_GC[None, :, :]
-    )
-    up_RGC = gate_RGC + outputs.to(tl.int64) * (row_chunks * 32)
-    x += pair // chosen * inputs
-    gates_RGC = tl.zeros((ROWS, SPANS, 32), tl.float32)
-    ups_RGC = tl.zeros((ROWS, SPANS, 32), tl.float32)
-    for chunk in tl.range(0, chunks, SPANS, num_stages=STAGES):
-        chunk_G = chunk + span_G
-        inside_G = chunk_G < chunks
-        inside_RG = inside_R[:, None] & inside_G[None, :]
-        at_GC = chunk * 128 + column_GC
-        x_a = _quarter(x + at_GC, at_GC, inputs, inside_G, 0)
-        x_b = _quarter(x + at_GC, at_GC, inputs, inside_G, 1)
-        x_c = _quarter(x + at_GC, at_GC, inputs, inside_G, 2)
-        x_d = _quarter(x + at_GC, at_GC, inputs, inside_G, 3)
-        words_RGC = _words(gate_RGC + chunk * 32, inside_R, inside_G, EVEN)
-        gates_RGC += _product_4bit(
-            words_RGC, x_a, x_b, x_c, x_d, scales, zeros, row_RG, chunk_G[None, :], inside_RG, groups, GROUP,
-            x.dtype.element_ty, PTX,
+    # Rows of the gate, then of up.
+    place_R = tl.arange(0, 2 * ROWS)
+    feature_R = tl.program_id(0) * ROWS + place_R % ROWS
+    inside_R = feature_R < outputs
+    row_R = expert * 2 * outputs + place_R // ROWS * outputs + feature_R
+    weight_RC = weight + row_R[:, None] * (row_chunks * 32) + tl.arange(0, 32)[None, :]
+    column_C, number_N = tl.arange(0, 128), tl.arange(0, WIDTH)
+    x_CN = x + pair // chosen * inputs + column_C[:, None] + number_N[None, :] * 0
+    total_RN = tl.zeros((2 * ROWS, WIDTH), tl.float32)
+    for chunk in tl.range(0, chunks, num_stages=STAGES):
+        inside_CN = (column_C < inputs - chunk * 128)[:, None] & (number_N == 0)[None, :]
+        part_CN = tl.load(x_CN + chunk * 128, mask=inside_CN, other=0.0)
+        weight_RI = _decoded(
+            weight_RC + chunk * 32, scales, zeros, row_R, chunk, inside_R, groups, x.dtype.element_ty,
+            GROUP, EVEN, 2 * ROWS, PTX,
         )  # fmt: skip
-        words_RGC = _words(up_RGC + chunk * 32, inside_R, inside_G, EVEN)
-        ups_RGC += _product_4bit(
-            words_RGC, x_a, x_b, x_c, x_d, scales, zeros, row_RG + outputs, chunk_G[None, :], inside_RG,
-            groups, GROUP, x.dtype.element_ty, PTX,
-        )  # fmt: skip
+        total_RN = tl.dot(weight_RI, part_CN, total_RN, input_precision="ieee")
     pdl_launch_dependents(PDL)
-    gate_R, up_R = tl.sum(tl.sum(gates_RGC, 2), 1), tl.sum(tl.sum(ups_RGC, 2), 1)
+    gate_R, up_R = tl.sum(total_RN, 1).reshape(2, ROWS).permute(1, 0).split()
+    output_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     _store_gated(
         gate_R, up_R, bias, expert * 2 * outputs, out + pair * outputs + output_R, output_R, outputs,
-        inside_R, limit, alpha, CLAMPED, HAS_BIAS,
+        output_R < outputs, limit, alpha, CLAMPED, HAS_BIAS,
     )  # fmt: skip
 
 
@@ -242,36 +215,42 @@ def _gate_up_4bit(
 def _down_4bit(
     inner, ids, shares, weight, scales, zeros, bias, out, outputs, inputs, groups, experts, first_expert,
     GROUP: tl.constexpr, CHOSEN: tl.constexpr, BLOCK_J: tl.constexpr, HAS_BIAS: tl.constexpr,
-    EVEN: tl.constexpr, PTX: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    EVEN: tl.constexpr, PTX: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of the outputs, tokens). EVEN: all rows and experts of the tiles exist."""
+    """Grid (tiles of the outputs, tokens). EVEN: all rows and experts of the tiles exist.
+
+    The rows of all experts are one operand and the activations of each a column of the other one; of the
+    result only the sums of an expert's rows with its own activations are used.
+    """
     pdl_wait(PDL)
     token = tl.program_id(1).to(tl.int64)
-    output_R, column_C = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, 32)
-    inside_R = output_R < outputs
     chunks = tl.cdiv(inputs, 128)
-    pair_J, expert_J, share_J, chosen_J = _experts_of_token(
-        ids, shares, token, experts, first_expert, CHOSEN, BLOCK_J
-    )  # fmt: skip
-    row_RJ = expert_J[None, :] * outputs + output_R[:, None]
-    inside_RJ = inside_R[:, None] & chosen_J[None, :]
-    weight_RJC = weight + (row_RJ * (chunks * 32))[:, :, None] + column_C[None, None, :]
-    inner_JC = inner + (pair_J * inputs)[:, None] + column_C[None, :]
-    total_RJC = tl.zeros((ROWS, BLOCK_J, 32), tl.float32)
+    place_M = tl.arange(0, BLOCK_J * ROWS)
+    output_M, place_J = tl.program_id(0) * ROWS + place_M % ROWS, place_M // ROWS
+    expert_M = tl.load(ids + token * CHOSEN + place_J, mask=place_J < CHOSEN, other=-1) - first_expert
+    inside_M = (output_M < outputs) & (place_J < CHOSEN) & (expert_M >= 0) & (expert_M < experts)
+    row_M = tl.where(inside_M, expert_M, 0) * outputs + output_M
+    weight_MC = weight + row_M[:, None] * (chunks * 32) + tl.arange(0, 32)[None, :]
+    column_C, number_N = tl.arange(0, 128), tl.arange(0, WIDTH)
+    expert_N = tl.load(ids + token * CHOSEN + number_N, mask=number_N < CHOSEN, other=-1) - first_expert
+    known_N = (number_N < CHOSEN) & (expert_N >= 0) & (expert_N < experts)
+    inner_CN = inner + ((token * CHOSEN + number_N) * inputs)[None, :] + column_C[:, None]
+    total_MN = tl.zeros((BLOCK_J * ROWS, WIDTH), tl.float32)
     for chunk in tl.range(0, chunks, num_stages=STAGES):
-        at_JC = inner_JC + chunk * 128
-        column_JC = (chunk * 128 + column_C)[None, :]
-        x_a = _quarter(at_JC, column_JC, inputs, chosen_J, 0)
-        x_b = _quarter(at_JC, column_JC, inputs, chosen_J, 1)
-        x_c = _quarter(at_JC, column_JC, inputs, chosen_J, 2)
-        x_d = _quarter(at_JC, column_JC, inputs, chosen_J, 3)
-        words_RJC = _words(weight_RJC + chunk * 32, inside_R, chosen_J, EVEN)
-        total_RJC += _product_4bit(
-            words_RJC, x_a, x_b, x_c, x_d, scales, zeros, row_RJ, chunk, inside_RJ, groups, GROUP,
-            inner.dtype.element_ty, PTX,
+        inside_CN = (column_C < inputs - chunk * 128)[:, None] & known_N[None, :]
+        part_CN = tl.load(inner_CN + chunk * 128, mask=inside_CN, other=0.0)
+        weight_MI = _decoded(
+            weight_MC + chunk * 32, scales, zeros, row_M, chunk, inside_M, groups, inner.dtype.element_ty,
+            GROUP, EVEN, BLOCK_J * ROWS, PTX,
         )  # fmt: skip
+        total_MN = tl.dot(weight_MI, part_CN, total_MN, input_precision="ieee")
     pdl_launch_dependents(PDL)
-    out_R = tl.sum(tl.sum(total_RJC, 2) * share_J[None, :], 1)
+    own_MN = place_J[:, None] == number_N[None, :]
+    total_M = tl.sum(tl.where(own_MN, total_MN, 0.0), 1)
     if HAS_BIAS:
-        out_R += _bias_of_token(bias, row_RJ, inside_RJ, share_J)
-    tl.store(out + token * outputs + output_R, out_R.to(out.dtype.element_ty), mask=inside_R)
+        total_M += tl.load(bias + row_M, mask=inside_M, other=0.0).to(tl.float32)
+    total_M *= tl.load(shares + token * CHOSEN + place_J, mask=inside_M, other=0.0)
+    out_R = tl.sum(tl.reshape(total_M, [BLOCK_J, ROWS]), 0)
+    output_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tl.store(out + token * outputs + output_R, out_R.to(out.dtype.element_ty), mask=output_R < outputs)

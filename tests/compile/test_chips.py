@@ -338,7 +338,7 @@ def quantized(format: str, experts: int, outputs: int, inputs: int) -> Any:
 
 @chips
 @pytest.mark.parametrize("format", ["block_fp8", "int8", "mxfp4", "int4"])
-def test_every_plan_of_quantized_experts(format: str, chip: str) -> None:
+def test_every_plan_of_quantized_experts(format: Any, chip: str) -> None:
     """With the layers of Qwen3-30B-A3B, for 4-bit weights of GPT-OSS-20B."""
     if format == "block_fp8" and chip != "H200":
         pytest.skip("experts in FP8 run on torch or AITER there")
@@ -354,7 +354,7 @@ def test_every_plan_of_quantized_experts(format: str, chip: str) -> None:
         plans.BATCH_INVARIANT,
         *(plan for found in tuned for plan in found),
     ]
-    anywhere = [plans._FEW_QUANTIZED, plans._ANYWHERE[-1][1], plans.BATCH_INVARIANT]
+    anywhere: list[plans.ExpertPlan] = [plans.few(format), plans._ANYWHERE[-1][1], plans.BATCH_INVARIANT]
     count, hidden, features, chosen = (32, 2880, 2880, 4) if four_bit else (128, 2048, 768, 8)
     matrices = quantized(format, count, 2 * features, hidden), quantized(format, count, hidden, features)
     biases = (tensor(count, 2 * features), tensor(count, hidden)) if four_bit else (None, None)
