@@ -1,6 +1,6 @@
 """The collectives that a model's layers call."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from atom_ops import add_rms_norm
-from parallel.peer_memory import Peers, open_peer_memory
+from parallel.peer_copies import RANKS, PeerCopies
+from parallel.peer_memory import PeerMemory, Peers, open_peer_copies, open_peer_memory
 
 # torch 2.13 renames both and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,6 +41,7 @@ class Communicator:
         self.size = size
         self._process_group = process_group
         self._peers: Peers | None = None
+        self._copies: PeerCopies | None = None
         self._fused_norm = fused_norm
 
     def open_peers(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -49,6 +51,14 @@ class Communicator:
         """
         if self._process_group is not None:
             self._peers = open_peer_memory(self._process_group, width, dtype, device)
+
+    def open_copies(self) -> None:
+        """From now on large sums can run beside other kernels, if peer memory is open between two GPUs.
+
+        All ranks call this together, after `open_peers`.
+        """
+        if isinstance(self._peers, PeerMemory) and self.size == RANKS and self._fused_norm:
+            self._copies = open_peer_copies(self._group, self._peers)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks; `x` must be contiguous, and may be overwritten.
@@ -72,6 +82,26 @@ class Communicator:
         if self._peers is not None and self.fuses_norm(x_TD):
             return self._peers.all_reduce_add_rms_norm(x_TD, residual_TD, weight_D, eps)
         return add_rms_norm(self.all_reduce(x_TD), residual_TD, weight_D, eps)
+
+    def begin_step_in_parts(self, x_TD: Tensor) -> int:
+        """In how many parts a step sums rows like `x_TD`, its embeddings, beside other kernels; 1: it cannot.
+
+        Called behind the embedding's all-reduce.
+        """
+        return 1 if self._copies is None else self._copies.begin_step(x_TD)
+
+    def begin_all_reduce_add_rms_norm(
+        self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
+    ) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Begin `all_reduce_add_rms_norm` of a part of the tokens; the function ends it.
+
+        A step has the parts of `begin_step_in_parts`, in the same order in every layer. Each part is ended
+        before it begins again.
+        """
+        if self._copies is not None:
+            return self._copies.begin(x_TD, residual_TD, weight_D, eps)
+        both = self.all_reduce_add_rms_norm(x_TD, residual_TD, weight_D, eps)
+        return lambda: both
 
     def fuses_norm(self, x_TD: Tensor) -> bool:
         """Whether one kernel computes `all_reduce_add_rms_norm` of such a tensor."""
@@ -141,7 +171,7 @@ class Communicator:
 
     def close(self) -> None:
         """Forget the process group, which the mesh destroys."""
-        self._process_group = self._peers = None
+        self._process_group = self._peers = self._copies = None
 
     @property
     def _group(self) -> dist.ProcessGroup:

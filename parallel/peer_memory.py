@@ -13,6 +13,7 @@ from atom.utils.logger import get_logger
 from atom_ops.op import REGISTRY
 from parallel.aiter_memory import AiterMemory
 from parallel.aiter_memory import supports as aiter_supports
+from parallel.peer_copies import PeerCopies
 
 _INBOX_BYTES = 256 << 20
 _MOST_ROWS = 8192
@@ -34,20 +35,20 @@ class PeerMemory:
         from atom_ops.triton_impl.all_reduce import EMPTY, Inboxes, bits_of
 
         ranks = group.size()
-        self._width, self._dtype, self._ranks = width, dtype, ranks
-        self._rows = min(_MOST_ROWS, _INBOX_BYTES // (2 * ranks * width * dtype.itemsize))
-        stride = self._rows * width
+        self.width, self.dtype, self.device, self._ranks = width, dtype, device, ranks
+        rows = min(_MOST_ROWS, _INBOX_BYTES // (2 * ranks * width * dtype.itemsize))
+        stride = rows * width
         self._inbox = symmetric_memory.empty(2 * ranks * stride, dtype=bits_of(dtype), device=device)
         mapped = symmetric_memory.rendezvous(self._inbox, group)
         self._inbox.fill_(EMPTY)
         addresses = torch.tensor(mapped.buffer_ptrs, dtype=torch.int64, device=device)
-        turns = torch.zeros(self._rows, dtype=torch.int32, device=device)
+        turns = torch.zeros(rows, dtype=torch.int32, device=device)
         self._inboxes = Inboxes(group.rank(), addresses, stride, turns)
         torch.cuda.synchronize(device)
 
     def fits(self, x: Tensor) -> bool:
         """Whether these rows have the width and dtype; the same on every rank."""
-        return x.dim() == 2 and x.shape[1] == self._width and x.dtype is self._dtype
+        return x.dim() == 2 and x.shape[1] == self.width and x.dtype is self.dtype
 
     def fuses_norm(self, x: Tensor) -> bool:
         """Whether the norm that follows runs in the same kernel."""
@@ -55,19 +56,13 @@ class PeerMemory:
 
     def all_reduce(self, x_TD: Tensor) -> Tensor:
         """The sum of the ranks' `x_TD`; another tensor."""
-        sums = [self._sum(part, None, None, 0.0)[1] for part in x_TD.split(self._rows)]
-        return sums[0] if len(sums) == 1 else torch.cat(sums)
+        return self._sum(x_TD, None, None, 0.0)[1]
 
     def all_reduce_add_rms_norm(
         self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """As `Communicator.all_reduce_add_rms_norm`."""
-        parts = zip(x_TD.split(self._rows), residual_TD.split(self._rows), strict=True)
-        made = [self._sum(x, residual, weight_D, eps) for x, residual in parts]
-        if len(made) == 1:
-            return made[0]
-        normed, total = zip(*made, strict=True)
-        return torch.cat(normed), torch.cat(total)
+        return self._sum(x_TD, residual_TD, weight_D, eps)
 
     def _sum(
         self, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor | None, eps: float
@@ -105,6 +100,20 @@ def open_peer_memory(
         )
     # Also: no rank may send before every inbox is empty.
     return memory if _on_all_ranks(memory is not None, group, device) else None
+
+
+def open_peer_copies(group: dist.ProcessGroup, beside: PeerMemory) -> PeerCopies | None:
+    """Copies between the two ranks of `beside`, which call this together; None if they cannot be made."""
+    copies = None
+    try:
+        copies = PeerCopies(group, beside.width, beside.dtype, beside.device)
+    except RuntimeError as error:
+        get_logger().warning(
+            "all-reduces run after the GEMMs and not beside them: peer memory cannot be used: %s",
+            one_line(error),
+        )
+    # Also: no rank may send before every flag is zero.
+    return copies if _on_all_ranks(copies is not None, group, beside.device) else None
 
 
 def _kind(

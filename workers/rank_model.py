@@ -51,6 +51,7 @@ def build_rank(
         dispatch,
         _redundant_experts(config),
         None if config.device.level in COMPILERS else _second_stream(mesh.device, dispatch),
+        0 if config.device.level in COMPILERS else envs.ATOM_OVERLAP_ALLREDUCE_TOKENS,
     )
     model = build_model(checkpoint, build, online_quantization(config.model.online_quant_config))
     if mesh.dcp.size > 1 and not all(isinstance(group, LatentGroup) for group in model.kv_groups):

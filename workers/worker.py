@@ -183,6 +183,8 @@ class Worker:
             width = self._checkpoint.hf_config["hidden_size"]
             self._tp.open_peers(width, compute_dtype(self._config), self._device)
         self._model = self._build_model()
+        if self._model.overlap_tokens:
+            self._tp.open_copies()
         if self._tp.rank == 0 and (backends := attention_backends(self._model.kv_groups)):
             get_logger().info("attention backends: %s", backends)
         self._balancer = self._make_balancer()

@@ -215,6 +215,15 @@ VARIABLES: dict[str, Variable] = {
             "tokens; 0 never. With --enable-expert-parallel they run after them.",
         ),
         Variable(
+            "ATOM_OVERLAP_ALLREDUCE_TOKENS",
+            int,
+            8192,
+            Area.GPU,
+            "Dense models on two tensor-parallel NVIDIA GPUs of one host: steps of at least this many tokens "
+            "run in parts, and copy engines move the partial sums of each beside the GEMMs "
+            "of others; 0 never. Not with --level 1 or 2.",
+        ),
+        Variable(
             "ATOM_ALL2ALL_PADDED_TOKENS",
             int,
             0,

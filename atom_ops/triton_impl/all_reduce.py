@@ -148,29 +148,45 @@ def all_reduce_rows(
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(total), total), where total is the sum of `x_TD` over the ranks plus the residual.
 
-    Without a weight the first is the total too. All ranks call it with as many rows, at most those of
-    the inboxes, and the same `two_shots`.
+    Without a weight the first is the total too. All ranks call it with as many rows and the same
+    `two_shots`. More rows than those of the inboxes are several kernels.
     """
-    rows, size = x_TD.shape
     x_TD = x_TD.contiguous()
     total_TD = torch.empty_like(x_TD)
     out_TD = total_TD if weight_D is None else torch.empty_like(x_TD)
-    block = triton.next_power_of_2(size)
-    warps = min(max(block // 512, 1), 16)
-    wide = x_TD.dtype.itemsize == 4
-    if rows:
-        _all_reduce_rows[(min(rows, _programs(x_TD.device, warps)),)](
-            x_TD, residual_TD, weight_D, out_TD, total_TD, eps, rows,
-            inboxes.addresses_N, inboxes.turns_R, inboxes.stride,
-            RANK=inboxes.rank, RANKS=len(inboxes.addresses_N), TWO_SHOTS=two_shots,
-            BITS=tl.int32 if wide else tl.int16, NAN=0x7FFFFFFF if wide else 0x7FFF,
-            SIZE=size, BLOCK=block, num_warps=warps, **launch_options(x_TD.device),
-        )  # fmt: skip
+    most = len(inboxes.turns_R)
+    for first in range(0, len(x_TD), most):
+        rows = slice(first, first + most)
+        residual_RD = None if residual_TD is None else residual_TD[rows]
+        _launch(x_TD[rows], residual_RD, weight_D, out_TD[rows], total_TD[rows], eps, inboxes, two_shots)
     return out_TD, total_TD
 
 
+def _launch(
+    x_TD: Tensor,
+    residual_TD: Tensor | None,
+    weight_D: Tensor | None,
+    out_TD: Tensor,
+    total_TD: Tensor,
+    eps: float,
+    inboxes: Inboxes,
+    two_shots: bool,
+) -> None:
+    rows, size = x_TD.shape
+    block = triton.next_power_of_2(size)
+    warps = min(max(block // 512, 1), 16)
+    wide = x_TD.dtype.itemsize == 4
+    _all_reduce_rows[(min(rows, programs_at_once(x_TD.device, warps)),)](
+        x_TD, residual_TD, weight_D, out_TD, total_TD, eps, rows,
+        inboxes.addresses_N, inboxes.turns_R, inboxes.stride,
+        RANK=inboxes.rank, RANKS=len(inboxes.addresses_N), TWO_SHOTS=two_shots,
+        BITS=tl.int32 if wide else tl.int16, NAN=0x7FFFFFFF if wide else 0x7FFF,
+        SIZE=size, BLOCK=block, num_warps=warps, **launch_options(x_TD.device),
+    )  # fmt: skip
+
+
 @cache
-def _programs(device: torch.device, warps: int) -> int:
+def programs_at_once(device: torch.device, warps: int) -> int:
     """Programs that run at once, so that none that is waited for has yet to start."""
     if device.type != "cuda":
         return 4

@@ -49,7 +49,7 @@ MODELS = {
 }
 NVIDIA_ONLY = (
     "all_reduce", "eight_bit_linear", "four_bit_gemv", "four_bit_linear", "fused_linear", "hopper_attention",
-    "hopper_gemv", "hopper_linear", "quantized_gemv", "rounded_rows",
+    "hopper_gemv", "hopper_linear", "quantized_gemv", "received_rows", "rounded_rows",
 )  # fmt: skip
 """Modules whose kernels no provider launches on AMD."""
 chips = pytest.mark.parametrize("chip", list(CHIPS))
@@ -376,6 +376,7 @@ def test_the_all_reduce_over_peer_memory() -> None:
     """On NVIDIA alone, where it is used."""
     triton_impl.load()
     from atom_ops.triton_impl.all_reduce import Inboxes, all_reduce_rows
+    from atom_ops.triton_impl.received_rows import add_received_rows
 
     with compiling_for(CHIPS["H200"]) as compiled:
         for ranks, two_shots in ((2, False), (8, False), (8, True)):
@@ -384,6 +385,7 @@ def test_the_all_reduce_over_peer_memory() -> None:
                 x, weight = tensor(64, width), tensor(width)
                 all_reduce_rows(x, x, weight, 1e-6, inboxes, two_shots)
                 all_reduce_rows(x, None, None, 0.0, inboxes, two_shots)
+                add_received_rows(x, x, (ints(1), ints(1)), x, weight, 1e-6)
     check(compiled, "H200")
 
 

@@ -41,6 +41,8 @@ class BuildContext:
     """Replicas of experts beside one of each; None: experts have no slots, and stay where they are."""
     second_stream: SecondStream | None = None
     """Where shared experts run beside the routed ones; None: after them."""
+    overlap_tokens: int = 0
+    """Tokens of the smallest step whose all-reduces run beside GEMMs; 0: in no step."""
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     fused_norms: bool = True
     """Whether a norm and the quantization of its output, for the linear layer behind it, are one kernel."""

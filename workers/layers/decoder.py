@@ -13,7 +13,8 @@ T tokens, R sampling rows, D hidden, O features of the fused projection.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from functools import partial
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import nn
@@ -144,8 +145,11 @@ class SelfAttention(WeightedLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `TokenMixer`."""
         qkv_TO, residual_TD = self.qkv_proj.after_norm(norm, x_TD, residual_TD)
-        out_TO = self.attention(qkv_TO, rotation, ctx, self._head_norms(), self.sinks)
-        return self.o_proj(out_TO), residual_TD
+        return self.o_proj(self.attend(qkv_TO, rotation, ctx)), residual_TD
+
+    def attend(self, qkv_TO: torch.Tensor, rotation: Rotation, ctx: ForwardContext) -> torch.Tensor:
+        """The input of `o_proj`."""
+        return self.attention(qkv_TO, rotation, ctx, self._head_norms(), self.sinks)
 
     def _head_norms(self) -> HeadNorms | None:
         if self.q_norm is None or self.k_norm is None:
@@ -210,6 +214,14 @@ class GatedMLP(nn.Module):
         gate_up_T2F, residual_TD = self.gate_up_proj.after_norm(norm, x_TD, residual_TD)
         return self.down_proj.after_gate(self._gated, gate_up_T2F), residual_TD
 
+    def forward(self, normed_TD: torch.Tensor) -> torch.Tensor:
+        """This rank's partial sum of the output."""
+        return self.down_proj.after_gate(self._gated, self.gate_up_proj(normed_TD))
+
+
+Part = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+"""(norm(x + residual), x + residual) of some of a step's tokens, for which the caller waits."""
+
 
 class DecoderLayer(nn.Module):
     """Pre-norm attention, then a pre-norm feed-forward block, each added to the residual stream."""
@@ -236,6 +248,36 @@ class DecoderLayer(nn.Module):
         x_TD, residual_TD = token_mixer.after_norm(self.input_layernorm, x_TD, residual_TD, rotation, ctx)
         return self.mlp.after_norm(self.post_attention_layernorm, x_TD, residual_TD)
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether `in_parts` can compute it."""
+        return isinstance(getattr(self, self._token_mixer), SelfAttention) and isinstance(self.mlp, GatedMLP)
+
+    def in_parts(
+        self, parts: Sequence[Part], next_norm: RMSNorm, rotation: Rotation, ctx: ForwardContext
+    ) -> list[Part]:
+        """The step's tokens in parts, behind `input_layernorm`; returns them behind `next_norm`.
+
+        Everything but attention computes each token alone, while the all-reduces of other parts run.
+        """
+        attention, mlp = getattr(self, self._token_mixer), self.mlp
+        assert isinstance(attention, SelfAttention) and isinstance(mlp, GatedMLP)
+        qkv, residuals = [], []
+        for end in parts:
+            normed_TD, residual_TD = end()
+            qkv.append(attention.qkv_proj(normed_TD))
+            residuals.append(residual_TD)
+        outs = attention.attend(torch.cat(qkv), rotation, ctx).split([len(part) for part in qkv])
+        parts = [
+            self.post_attention_layernorm.begin_add(attention.o_proj(out_TO), residual_TD)
+            for out_TO, residual_TD in zip(outs, residuals, strict=True)
+        ]
+        done = []
+        for end in parts:
+            normed_TD, residual_TD = end()
+            done.append(next_norm.begin_add(mlp(normed_TD), residual_TD))
+        return done
+
 
 def _norm(args: DecoderArgs, build: BuildContext) -> RMSNorm:
     return RMSNorm(args.hidden_size, args.rms_norm_eps, build, args.zero_centred_norms)
@@ -250,15 +292,29 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.norm = _norm(args, build)
         self.rotary = RotaryEmbedding(args.head_dim, args.rope_parameters, build, args.rope_interleaved)
+        self.overlap_tokens = build.overlap_tokens if all(layer.has_parts for layer in layers) else 0
+        self._tp = build.tp
 
     def forward(self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """[T, D]."""
         rotation = self.rotary(positions_T)
         x_TD, residual_TD = self.embed_tokens(ids_T), None
+        if 0 < self.overlap_tokens <= len(x_TD) and (parts := self._tp.begin_step_in_parts(x_TD)) > 1:
+            return self._in_parts(x_TD.tensor_split(parts), rotation, ctx)
         for layer in self.layers:
             x_TD, residual_TD = layer(x_TD, residual_TD, rotation, ctx)
         normed_TD, _ = self.norm.add(x_TD, residual_TD)
         return normed_TD
+
+    def _in_parts(
+        self, embedded: Sequence[torch.Tensor], rotation: Rotation, ctx: ForwardContext
+    ) -> torch.Tensor:
+        layers = cast(list[DecoderLayer], list(self.layers))
+        first, *others = [*(layer.input_layernorm for layer in layers), self.norm]
+        parts: list[Part] = [partial(first.add, part_TD, None) for part_TD in embedded]
+        for layer, next_norm in zip(layers, others, strict=True):
+            parts = layer.in_parts(parts, next_norm, rotation, ctx)
+        return torch.cat([end()[0] for end in parts])
 
 
 def _self_attention(args: DecoderArgs, build: BuildContext) -> TokenMixers:
@@ -295,6 +351,7 @@ class DecoderLM(CausalLM):
             layers.append(DecoderLayer(args, token_mixers.make(layer, at), mlp(layer, at.at("mlp")), build))
         self.model = Decoder(args, layers, build)
         tied = args.tie_word_embeddings
+        self.overlap_tokens = self.model.overlap_tokens
         self.lm_head = LMHead(
             args.vocab_size, args.hidden_size, build, self.model.embed_tokens if tied else None
         )

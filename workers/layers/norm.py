@@ -1,5 +1,7 @@
 """Root-mean-square normalisation. T tokens, D features."""
 
+from collections.abc import Callable
+
 import torch
 
 from atom_ops import rms_norm
@@ -39,6 +41,12 @@ class RMSNorm(WeightedLayer):
         if residual_TD is None:
             return self(x_TD), x_TD
         return self.tp.all_reduce_add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
+
+    def begin_add(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor
+    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+        """Begin `add` of a part of the tokens: see `Communicator.begin_all_reduce_add_rms_norm`."""
+        return self.tp.begin_all_reduce_add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
 
 
 def _add_one(weight_D: torch.Tensor) -> torch.Tensor:

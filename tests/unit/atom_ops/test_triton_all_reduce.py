@@ -10,8 +10,8 @@ from atom_ops import add_rms_norm, triton_impl
 
 pytestmark = pytest.mark.skipif(not triton_impl.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 WIDTH, ROWS, EPS = 136, 6, 1e-5
-CALLS = (5, 1, 6, 6)
-"""Rows of one call after another."""
+CALLS = (5, 1, 8, 6)
+"""Rows of one call after another; 8 are more than the inboxes have."""
 
 
 def partial_rows(call: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
@@ -63,7 +63,7 @@ def expected(call: int, ranks: int, dtype: torch.dtype) -> tuple[torch.Tensor, t
 def test_triton_all_reduce_of_processes(ranks: int, two_shots: bool, dtype: torch.dtype) -> None:
     bits = torch.int32 if dtype is torch.float32 else torch.int16
     inboxes = torch.full((ranks, 2 * ranks * ROWS * WIDTH), -1, dtype=bits).share_memory_()
-    results = torch.zeros(ranks, 2 * len(CALLS), ROWS, WIDTH).share_memory_()
+    results = torch.zeros(ranks, 2 * len(CALLS), max(CALLS), WIDTH).share_memory_()
     context = multiprocessing.get_context("fork")
     started: list[BaseProcess] = [
         context.Process(target=run_rank, args=(rank, inboxes, results, dtype, two_shots))
@@ -89,3 +89,16 @@ def test_triton_all_reduce_of_processes(ranks: int, two_shots: bool, dtype: torc
                     found, wanted.float(), rtol=tolerance, atol=tolerance, equal_nan=True
                 )
     assert (inboxes == -1).all(), "every place is empty again"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_triton_rows_that_were_sent(dtype: torch.dtype) -> None:
+    from atom_ops.triton_impl.received_rows import add_received_rows
+
+    x, received, residual = (partial_rows(2, rank, dtype) for rank in (0, 1, 50))
+    weight, arrival = torch.arange(WIDTH).to(dtype) / WIDTH, torch.tensor([1, 0], dtype=torch.int32)
+    found = add_received_rows(x, received, (arrival[:1], arrival[1:]), residual, weight, EPS)
+    assert arrival.tolist() == [0, 0]
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-3
+    for one, wanted in zip(found, expected(2, 2, dtype), strict=True):
+        torch.testing.assert_close(one, wanted, rtol=tolerance, atol=tolerance)
