@@ -73,20 +73,22 @@ def _decode_config(
     All `tokens` of a decoding row are queries of one program, as far as registers allow. From the
     `projection`, which takes registers of its own, more warps share a tile.
     """
-    queries = max(16, triton.next_power_of_2(group))
+    narrow = width <= 128 and dtype != torch.float32 and torch.version.hip is None
+    queries = max(8 if few and narrow else 16, triton.next_power_of_2(group))
     if group * tokens <= _MAX_DECODE_QUERIES:
         queries = max(queries, triton.next_power_of_2(group * tokens))
     if dtype == torch.float32:
         return _KernelConfig(queries, 32, 4, 2 if width <= 128 else 1, 2)
-    measured = width <= 128 and queries == 16 and torch.version.hip is None
+    measured = narrow and queries <= 16
     if few:
         stages = 3 if float8 and measured else 1
         return _KernelConfig(queries, 128 if width <= 128 else 64, 4, stages, 2)
     if not measured:
         return _KernelConfig(queries, 32, 4, 3, 4)
     if float8:
-        narrow, wide = _KernelConfig(queries, 128, 2, 2, 8, 2), _KernelConfig(queries, 32, 1, 3, 16, 4)
-        return narrow if width <= 64 else wide
+        if width <= 64:
+            return _KernelConfig(queries, 128, 2, 2, 8, 2)
+        return _KernelConfig(queries, 32, 1, 3, 16, 4)
     if projection and width > 64:
         return _KernelConfig(queries, 32, 4, 4, 4)
     return _KernelConfig(queries, 64, 2, 2, 8, 4)

@@ -29,8 +29,14 @@ def _first_seen(position, WINDOW: tl.constexpr, SPLIT_TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _is_token(token_N, oldest, stop, WINDOW: tl.constexpr):
-    return (token_N >= oldest) & (token_N < stop) if WINDOW > 0 else token_N < stop
+def _within(token_N, oldest, stop, WINDOW: tl.constexpr):
+    """The tokens, but in place of one outside of `oldest` … `stop` - 1 the nearest inside; 0 where none is.
+
+    Kernels load the nearest instead of masking loads: it is there, where unused slots may hold NaN, and
+    0 * NaN would be NaN. Scores are masked, so no query sees it twice.
+    """
+    token_N = tl.minimum(token_N, tl.maximum(stop - 1, 0))
+    return tl.maximum(token_N, oldest) if WINDOW > 0 else token_N
 
 
 @triton.jit
@@ -49,14 +55,12 @@ def _attend_block(
     """
     token_N = start + tl.arange(0, BLOCK_N)
     feature_E = tl.arange(0, BLOCK_E)
-    exists_N = _is_token(token_N, oldest, stop, WINDOW)
-    wanted_NE = exists_N[:, None] & (feature_E[None, :] < WIDTH)
-    offset_N = token_N % BLOCK_SIZE
+    offset_N = (_within(token_N, oldest, stop, WINDOW) if MASKED else token_N) % BLOCK_SIZE
     at_NE = (block_N * block_stride + offset_N * token_stride)[:, None] + feature_E[None, :]
-    # Masked loads: unused slots may hold NaN, and 0 * NaN would be NaN.
-    if MASKED or WIDTH != BLOCK_E:
-        k_NE = tl.load(keys + at_NE, mask=wanted_NE, other=0)
-        v_NE = tl.load(keys + half_stride + at_NE, mask=wanted_NE, other=0)
+    if WIDTH != BLOCK_E:
+        inside_E = feature_E[None, :] < WIDTH
+        k_NE = tl.load(keys + at_NE, mask=inside_E, other=0)
+        v_NE = tl.load(keys + half_stride + at_NE, mask=inside_E, other=0)
     else:
         k_NE = tl.load(keys + at_NE)
         v_NE = tl.load(keys + half_stride + at_NE)
@@ -66,7 +70,7 @@ def _attend_block(
     if SCALED:
         score_MN = tl.dot(q_odd_ME, tl.trans(k_odd_NE), acc=score_MN, input_precision="ieee")
         scale_at_N = (block_N * BLOCK_SIZE + offset_N) * 2 * kv_heads
-        key_scale_N = tl.load(scales + scale_at_N, mask=exists_N, other=0.0)
+        key_scale_N = tl.load(scales + scale_at_N)
         score_MN = score_MN * (key_scale_N * score_scale)[None, :]
     else:
         score_MN = score_MN * score_scale
@@ -76,7 +80,7 @@ def _attend_block(
         score_MN = tl.where(token_N[None, :] > seen_M[:, None] - WINDOW, score_MN, float("-inf"))
 
     if SCALED:
-        value_scale_N = tl.load(scales + kv_heads + scale_at_N, mask=exists_N, other=0.0)
+        value_scale_N = tl.load(scales + kv_heads + scale_at_N)
         value_scale_MN = tl.broadcast_to(value_scale_N[None, :], score_MN.shape)
         block_top_M, block_unit_M = tl.reduce((score_MN, value_scale_MN), 1, larger_of_both)
         new_unit_M = tl.maximum(unit_M, block_unit_M)
@@ -103,9 +107,8 @@ def _attend_block(
 def _load_block_ids(
     oldest, start, stop, table, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr
 ):
-    token_N = start + tl.arange(0, BLOCK_N)
-    exists_N = _is_token(token_N, oldest, stop, WINDOW)
-    return tl.load(table + token_N // BLOCK_SIZE, mask=exists_N, other=0).to(tl.int64)
+    token_N = _within(start + tl.arange(0, BLOCK_N), oldest, stop, WINDOW)
+    return tl.load(table + token_N // BLOCK_SIZE).to(tl.int64)
 
 
 @triton.jit

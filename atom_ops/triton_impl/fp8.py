@@ -98,7 +98,8 @@ def largest_of(q_ME):
     """The largest absolute value of queries; 1 for float32, which needs no other unit."""
     if q_ME.dtype == tl.float32:
         return 1.0
-    return tl.maximum(tl.max(tl.abs(q_ME.to(tl.float32))), SMALLEST)
+    else:
+        return tl.maximum(tl.max(tl.abs(q_ME.to(tl.float32))), SMALLEST)
 
 
 @triton.jit
@@ -106,7 +107,8 @@ def in_float16(q_ME, unit):
     """Queries in multiples of `unit`, as float16; float32 as they are."""
     if q_ME.dtype == tl.float32:
         return q_ME
-    return (q_ME.to(tl.float32) / unit).to(tl.float16)
+    else:  # without it, Triton compiles both
+        return (q_ME.to(tl.float32) / unit).to(tl.float16)
 
 
 @triton.jit
