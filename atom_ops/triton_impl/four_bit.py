@@ -28,7 +28,7 @@ WORDS = 32
 """Of a chunk."""
 _BF16X2_CAPABILITY = (8, 0)
 
-_E2M1_BF16 = tl.constexpr(
+E2M1_BF16 = tl.constexpr(
     """{
     .reg .b32 t, u, zero;
     mov.b32 zero, 0x80008000;
@@ -49,7 +49,7 @@ _E2M1_BF16 = tl.constexpr(
     fma.rn.bf16x2 $3, t, $8, zero;
     }"""
 )
-_INT4_BF16 = tl.constexpr(
+INT4_BF16 = tl.constexpr(
     """{
     .reg .b32 t, u, one, zero, magic;
     mov.b32 one, 0x3F803F80;
@@ -91,7 +91,7 @@ def decode_e2m1(words, a, b, c, d, dtype: tl.constexpr, PTX: tl.constexpr):
     """The numbers of the four quarters. a .. d: `e2m1_scale` of each, whose shape fits that of `words`."""
     if PTX and dtype == tl.bfloat16:
         first, second, third, last = tl.inline_asm_elementwise(
-            _E2M1_BF16, "=r,=r,=r,=r,r,r,r,r,r", [words, a, b, c, d],
+            E2M1_BF16, "=r,=r,=r,=r,r,r,r,r,r", [words, a, b, c, d],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
     else:
@@ -121,7 +121,7 @@ def decode_int4(words, a, b, c, d, zero_a, zero_b, zero_c, zero_d, dtype: tl.con
     """The numbers of the four quarters; scale and zero of each in a shape that fits that of `words`."""
     if PTX and dtype == tl.bfloat16:
         first, second, third, last = tl.inline_asm_elementwise(
-            _INT4_BF16, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r",
+            INT4_BF16, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r",
             [words, a, b, c, d, -128 - zero_a, -128 - zero_b, -128 - zero_c, -128 - zero_d],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip

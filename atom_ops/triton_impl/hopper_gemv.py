@@ -59,7 +59,7 @@ _FETCHED_BYTES = 16 << 20
 
 
 @gluon.jit
-def _pdl_wait(PDL: gl.constexpr):
+def pdl_wait(PDL: gl.constexpr):
     """`pdl.pdl_wait`, which Gluon cannot call."""
     if PDL:
         gl.inline_asm_elementwise(
@@ -68,7 +68,7 @@ def _pdl_wait(PDL: gl.constexpr):
 
 
 @gluon.jit
-def _pdl_launch_dependents(PDL: gl.constexpr):
+def pdl_launch_dependents(PDL: gl.constexpr):
     if PDL:
         gl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
@@ -174,7 +174,7 @@ def _persistent_gemv(
         _PREFETCH, "=r,l,r", [place.to(gl.uint64, bitcast=True), size],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-    _pdl_wait(PDL)
+    pdl_wait(PDL)
     wide = _input(x, layout, WARP_ROWS, INPUTS, COLUMNS, PARTS, GATED)
     for tile in range(first + 1, stop):
         ahead = _tiles(words, tile, stop, outputs, layout, INPUTS, ROWS, COLUMNS, PARTS)
@@ -183,7 +183,7 @@ def _persistent_gemv(
             INPUTS, BLOCK_ROWS, BLOCK, ROWS, COLUMNS, PARTS,
         )  # fmt: skip
         parts = ahead
-    _pdl_launch_dependents(PDL)
+    pdl_launch_dependents(PDL)
     _multiply_store(
         parts, wide, scales, out, stop - 1, outputs,
         INPUTS, BLOCK_ROWS, BLOCK, ROWS, COLUMNS, PARTS,

@@ -39,6 +39,17 @@ class PersistentGemvPlan(msgspec.Struct, frozen=True, tag="quantized-persistent-
     tokens: int = 1
 
 
+class MmaPlan(msgspec.Struct, frozen=True, tag="quantized-mma"):
+    """Up to 8 tokens and 4-bit weights on NVIDIA GPUs, by `four_bit_mma`."""
+
+    tokens: int
+    """Most tokens."""
+    warps: int
+    """They share the columns of a row."""
+    tiles: int
+    """Of 16 rows of a program."""
+
+
 class GemmPlan(msgspec.Struct, frozen=True, tag="quantized-tiles"):
     """By `eight_bit_linear` or `four_bit_linear`."""
 
@@ -62,7 +73,7 @@ class LibraryPlan(msgspec.Struct, frozen=True, tag="quantized-library"):
     """Most tokens."""
 
 
-QuantizedPlan = GemvPlan | PersistentGemvPlan | GemmPlan | StreamKPlan | LibraryPlan
+QuantizedPlan = GemvPlan | PersistentGemvPlan | MmaPlan | GemmPlan | StreamKPlan | LibraryPlan
 QuantizedPlans = tuple[QuantizedPlan, ...]
 """Of one format and weight shape, by rising tokens."""
 
