@@ -1,4 +1,5 @@
-# mypy: disable-error-code="assignment, var-annotated"
+# ruff: noqa: RUF005 - Triton unpacks no tuple within another
+# mypy: disable-error-code="assignment, misc, var-annotated"
 """`linear` of up to 8 tokens with a 4-bit weight (`FourBitWords`), by tensor cores.
 
 mma.m16n8k16 multiplies 16 rows by 8 tokens. A thread holds parts of its operands, and may hold them in any
@@ -79,9 +80,7 @@ def _twice(bits):
 
 
 @gluon.jit
-def _words_of(
-    words, row, chunk, l4, last_row, ALL: gl.constexpr, HALVES: gl.constexpr, WHOLE: gl.constexpr
-):
+def _words_of(words, row, chunk, l4, last_row, ALL: gl.constexpr, HALVES: gl.constexpr, WHOLE: gl.constexpr):
     """int32 [threads, 4] of the chunks of a step and HALVES times 8 rows; the last row repeats."""
     found = ()
     for c in gl.static_range(_CHUNKS):
@@ -89,10 +88,10 @@ def _words_of(
             row_T = gl.minimum(row + 8 * half, last_row).to(gl.int64)
             place = words + row_T * ALL + (chunk + c) * _WORDS + l4
             if WHOLE:
-                found = found + (gl.load(place),)  # noqa: RUF005
+                found = found + (gl.load(place),)
             else:
                 inside = (l4 >= 0) & (chunk + c < ALL // _WORDS)
-                found = found + (gl.load(place, mask=inside, other=0),)  # noqa: RUF005
+                found = found + (gl.load(place, mask=inside, other=0),)
     return found
 
 
@@ -106,15 +105,12 @@ def _entries_of(
     for vector in gl.static_range(EACH * _CHUNKS // 4):
         for half in gl.static_range(HALVES):
             row_T = gl.minimum(row + 8 * half, last_row).to(gl.int64)
-            if GROUP <= 128:
-                entry = chunk * EACH + vector * 4 + reg
-            else:
-                entry = (chunk + reg) * 128 // GROUP
+            entry = chunk * EACH + vector * 4 + reg if GROUP <= 128 else (chunk + reg) * 128 // GROUP
             place = table + row_T * groups + entry
             if WHOLE:
-                found = found + (gl.load(place),)  # noqa: RUF005
+                found = found + (gl.load(place),)
             else:
-                found = found + (gl.load(place, mask=entry < groups, other=0),)  # noqa: RUF005
+                found = found + (gl.load(place, mask=entry < groups, other=0),)
     return found
 
 
@@ -152,13 +148,13 @@ def _decoded(
     for q in gl.static_range(4):
         vector = scales[(c * EACH + q * EACH // 4) // 4 * HALVES + half]
         bits = _one_of(_scale_bits(vector, GROUP, LATE), (c * EACH + q * EACH // 4) % 4, reg)
-        pairs = pairs + (_scale_pair(bits, q, GROUP) + gl.zeros_like(l4),)  # noqa: RUF005
+        pairs = pairs + (_scale_pair(bits, q, GROUP) + gl.zeros_like(l4),)
         if ZEROS:
             vector = zeros[(c * EACH + q * EACH // 4) // 4 * HALVES + half].to(gl.int32)
             zero = _one_of(vector, (c * EACH + q * EACH // 4) % 4, reg) | 0xC300
-            offsets = offsets + (_twice(zero) + gl.zeros_like(l4),)  # noqa: RUF005
+            offsets = offsets + (_twice(zero) + gl.zeros_like(l4),)
         else:
-            offsets = offsets + (_twice(gl.full_like(l4, 0xC308)),)  # noqa: RUF005
+            offsets = offsets + (_twice(gl.full_like(l4, 0xC308)),)
     if GROUP == 0:
         found = gl.inline_asm_elementwise(
             E2M1_BF16, "=&r,=&r,=&r,=&r,r,r,r,r,r", [words, pairs[0], pairs[1], pairs[2], pairs[3]],
@@ -194,7 +190,7 @@ def _activations(x, chunk, lead, l4, tokens, INPUTS: gl.constexpr, WHOLE: gl.con
         else:
             inside = (lead < tokens) & (place < INPUTS // 2)
             pairs = gl.load(x + lead * (INPUTS // 2) + place, mask=inside, other=0)
-        found = found + (pairs,)  # noqa: RUF005
+        found = found + (pairs,)
     return found
 
 
@@ -224,9 +220,9 @@ def _step(
                 of_low = _one_of(_scale_bits(scales[2 * tile], GROUP, LATE), c, reg)
                 of_high = _one_of(_scale_bits(scales[2 * tile + 1], GROUP, LATE), c, reg)
                 factor = gl.where(reg < 2, of_low, of_high).to(gl.float32, bitcast=True)
-                fresh = fresh + (total + part * factor,)  # noqa: RUF005
+                fresh = fresh + (total + part * factor,)
             else:
-                fresh = fresh + (part,)  # noqa: RUF005
+                fresh = fresh + (part,)
         totals = fresh
     return totals
 
@@ -274,7 +270,7 @@ def _multiply_few(
     pdl_wait(PDL)
     totals = ()
     for _ in gl.static_range(TILES):
-        totals = totals + (gl.zeros([32 * WARPS, 4], gl.float32, layout),)  # noqa: RUF005
+        totals = totals + (gl.zeros([32 * WARPS, 4], gl.float32, layout),)
     for s in gl.static_range(STEPS):
         now_words, now_scales, now_zeros = next_words, next_scales, next_zeros
         at = chunk + s * STEP
@@ -293,9 +289,7 @@ def _multiply_few(
         _store(totals[tile], bias, out, first_row + tile * 16, reg, tokens, outputs, layout, WARPS)
 
 
-def multiply(
-    plan: MmaPlan, x_TI: Tensor, weight: FourBitWords, bias: Tensor | None, out_TO: Tensor
-) -> None:
+def multiply(plan: MmaPlan, x_TI: Tensor, weight: FourBitWords, bias: Tensor | None, out_TO: Tensor) -> None:
     """Fill `out_TO` [T, O]; everything in bfloat16."""
     (outputs, inputs), tokens = weight.shape, len(x_TI)
     assert tokens <= MOST_TOKENS, "not a plan for so many tokens"

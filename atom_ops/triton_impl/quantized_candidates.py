@@ -8,6 +8,7 @@ from atom_ops.triton_impl.quantized_plans import (
     GemvPlan,
     Key,
     LibraryPlan,
+    MmaPlan,
     PersistentGemvPlan,
     QuantizedPlan,
 )
@@ -41,6 +42,8 @@ _MOST = ((128, 128, 8, 3), (128, 128, 8, 4), (128, 128, 4, 3))
 """The same for more."""
 _FEW_WORDS = ((64, 128, 3), (64, 128, 4), (64, 256, 3), (64, 256, 4), (128, 256, 3))
 """(rows, columns, stages) of the GEMM of 4-bit weights for up to 64 tokens."""
+_MMA = ((8, 1), (4, 1), (2, 1), (4, 2), (2, 2), (16, 1))
+"""(warps, tiles) of `MmaPlan`."""
 _MANY_WORDS = ((64, 128, 4, 3), (64, 64, 4, 3), (128, 64, 4, 3))
 """(tokens, rows, warps, stages) of the same for more. With 8 warps Triton 3.6 gives wrong results."""
 _PROGRAMS = 528
@@ -102,6 +105,7 @@ def _splits(tiles: int, inputs: int, columns: int = 128, most: int = 4) -> list[
 def _four_bit(outputs: int, inputs: int, tokens: int) -> Iterator[QuantizedPlan]:
     if tokens == 1:
         yield from _vectors(inputs, 32)
+        yield from (MmaPlan(1, *each) for each in _MMA)
         return
     limit, tile = (tokens if tokens <= 256 else MANY), max(tokens, 16)
     if tokens <= 64:

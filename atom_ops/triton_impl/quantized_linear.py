@@ -2,6 +2,7 @@
 
     1 token          `quantized_gemv`, `hopper_gemv`, `four_bit_gemv`: weights decoded in registers,
                      activations not rounded
+    few, 4-bit       `four_bit_mma`: the same on tensor cores
     several, 8-bit   activations rounded to 8 bits as well, by the kernel of the norm or the activation
                      before (`rounded_rows`); then `eight_bit_linear` or torch._scaled_mm
     several, 4-bit   `four_bit_linear`, activations not rounded; many: the weight decoded, and plain GEMM
@@ -31,6 +32,7 @@ from atom_ops.triton_impl.quantized_plans import (
     GemmPlan,
     GemvPlan,
     LibraryPlan,
+    MmaPlan,
     Packed,
     PersistentGemvPlan,
     QuantizedPlan,
@@ -86,6 +88,8 @@ def _runs(device: torch.device, fp8: bool) -> bool:
 def plan_of(x: Tensor, weight: Packed, dtype: torch.dtype) -> QuantizedPlan:
     """The plan for this number of tokens and this dtype of the result."""
     plans = plans_of(weight)
+    if not x.dtype == dtype == torch.bfloat16:
+        plans = tuple(plan for plan in plans if not isinstance(plan, MmaPlan))
     if isinstance(weight, BlockFP8 | ChannelFP8) and not _has_library(x, weight, dtype):
         plans = tuple(plan for plan in plans if not isinstance(plan, LibraryPlan))
     return next(plan for plan in plans if len(x) <= plan.tokens)
@@ -155,6 +159,8 @@ def multiply(
         if isinstance(plan, GemvPlan):
             return _vector(plan, x, weight, bias, dtype, None, None, 0.0)[0], total
         assert isinstance(weight, FourBitWords), "kernels of the other types read rounded rows"
+        if isinstance(plan, MmaPlan):
+            return _few(plan, x, weight, bias), total
         if isinstance(plan, GemmPlan):
             return four_bit_linear.multiply(plan, x, weight, bias, dtype), total
         return _decoded(x, weight, bias, dtype), total
@@ -226,6 +232,14 @@ def _persistent_vector(
     out_TO = torch.empty(1, weight.shape[0], dtype=dtype, device=x.device)
     hopper_gemv.multiply(plan, x.contiguous(), weight, out_TO, gated=gated)
     return out_TO if bias is None else out_TO + bias
+
+
+def _few(plan: MmaPlan, x_TI: Tensor, weight: FourBitWords, bias: Tensor | None) -> Tensor:
+    from atom_ops.triton_impl import four_bit_mma  # Gluon is not in every Triton
+
+    out_TO = torch.empty(len(x_TI), weight.shape[0], dtype=x_TI.dtype, device=x_TI.device)
+    four_bit_mma.multiply(plan, x_TI, weight, bias, out_TO)
+    return out_TO
 
 
 def _decoded(x_TI: Tensor, weight: FourBitWords, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

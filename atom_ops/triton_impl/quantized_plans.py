@@ -125,17 +125,21 @@ _H200: dict[Key, QuantizedPlans] = {
     ("int8-channel", *_O): (GemvPlan(2, 0, 4, 2), _gemm(16, 4, 4, 4), _gemm(64, 4, 6, 4)),
     ("int8-channel", *_GATE_UP): (_gemm(1, 4, 6), _gemm(16, 4, 6), _gemm(64, 4, 4, rows=128)),
     ("int8-channel", *_DOWN): (_gemm(1, 4, 6, 4), _gemm(16, 4, 6, 4), _gemm(64, 4, 6, 4)),
-    ("int4-128", *_QKV): (GemvPlan(8, 4096, 4), _words(16, 3, 4, 256), _words(64, 3, 4), _LIBRARY),
-    ("int4-128", *_O): (GemvPlan(4, 2048, 2), _words(16, 3, 2, 256), _words(64, 4, 4), _LIBRARY),
+    ("int4-128", *_QKV): (
+        *(GemvPlan(8, 4096, 4), MmaPlan(8, 4, 2), _words(16, 3, 4, 256), _words(64, 3, 4), _LIBRARY),
+    ),
+    ("int4-128", *_O): (
+        *(GemvPlan(4, 2048, 2), MmaPlan(8, 4, 2), _words(16, 3, 2, 256), _words(64, 4, 4), _LIBRARY),
+    ),
     ("int4-128", *_GATE_UP): (
-        *(GemvPlan(8, 4096, 4), _words(16, 3, 1, 256), _words(64, 3)),
+        *(MmaPlan(8, 4, 2), _words(16, 3, 1, 256), _words(64, 3)),
         *(GemmPlan(256, 64, 128, 128, 4, 3), _LIBRARY),
     ),
-    ("int4-128", *_DOWN): (GemvPlan(4, 2048, 2), _words(16, 3, 8, 256), _words(64, 3, 8), _LIBRARY),
-    ("mxfp4", *_QKV): (GemvPlan(4, 0, 4, 2), _words(16, 3, 4), _words(64, 3, 4), _LIBRARY),
-    ("mxfp4", *_O): (_WHOLE, _words(16, 4, 4), _words(64, 4, 4), _LIBRARY),
-    ("mxfp4", *_GATE_UP): (GemvPlan(8, 0, 4), _words(16, 4), _words(64, 3), _LIBRARY),
-    ("mxfp4", *_DOWN): (GemvPlan(4, 4096, 4), _words(16, 4, 4), _words(64, 3, 4), _LIBRARY),
+    ("int4-128", *_DOWN): (MmaPlan(8, 8, 2), _words(16, 3, 8, 256), _words(64, 3, 8), _LIBRARY),
+    ("mxfp4", *_QKV): (MmaPlan(8, 4, 1), _words(16, 3, 4), _words(64, 3, 4), _LIBRARY),
+    ("mxfp4", *_O): (MmaPlan(8, 8, 1), _words(16, 4, 4), _words(64, 4, 4), _LIBRARY),
+    ("mxfp4", *_GATE_UP): (MmaPlan(8, 4, 2), _words(16, 4), _words(64, 3), _LIBRARY),
+    ("mxfp4", *_DOWN): (MmaPlan(8, 8, 1), _words(16, 4, 4), _words(64, 3, 4), _LIBRARY),
 }
 MEASURED = {"NVIDIA H200": _H200}
 """By the driver's name of the GPU."""

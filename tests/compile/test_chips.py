@@ -48,8 +48,8 @@ MODELS = {
     "Llama-3.1-8B": (32, 8, 128, 4096, 14336, False),
 }
 NVIDIA_ONLY = (
-    "all_reduce", "eight_bit_linear", "four_bit_gemv", "four_bit_linear", "fused_linear", "hopper_attention",
-    "hopper_gemv", "hopper_linear", "quantized_gemv", "received_rows", "rounded_rows",
+    "all_reduce", "eight_bit_linear", "four_bit_gemv", "four_bit_linear", "four_bit_mma", "fused_linear",
+    "hopper_attention", "hopper_gemv", "hopper_linear", "quantized_gemv", "received_rows", "rounded_rows",
 )  # fmt: skip
 """Modules whose kernels no provider launches on AMD."""
 chips = pytest.mark.parametrize("chip", list(CHIPS))
@@ -224,6 +224,7 @@ def test_linear_with_quantized_weights(format: str) -> None:
         eight_bit_linear,
         four_bit_gemv,
         four_bit_linear,
+        four_bit_mma,
         hopper_gemv,
         hopper_linear,
         quantized_gemv,
@@ -233,6 +234,7 @@ def test_linear_with_quantized_weights(format: str) -> None:
         MEASURED,
         GemmPlan,
         GemvPlan,
+        MmaPlan,
         PersistentGemvPlan,
         general_plans,
     )
@@ -262,6 +264,9 @@ def test_linear_with_quantized_weights(format: str) -> None:
                     rows, _ = round_rows(x, form, plan.tile, residual_TD=x, norm_weight_D=x[0], eps=1e-6)
                     eight_bit_linear.multiply(plan, rows, 64, weight, bias, BF16)
             if four_bit:
+                for plan in candidates(key, 1):
+                    if isinstance(plan, MmaPlan):
+                        four_bit_mma.multiply(plan, tensor(1, key[2]), weight, bias, tensor(1, key[1]))
                 four_bit_linear.dequantized(weight, BF16)
         if format == "fp8-block":
             weight = packed(format, 4096, 12288)

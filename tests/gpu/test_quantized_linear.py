@@ -1,5 +1,6 @@
 """`linear` with quantized weights on a GPU: every measured and general plan, against float32."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -89,6 +90,34 @@ def test_the_persistent_gemv(shape: tuple[int, int]) -> None:
             assert error(first, gated) < EXACT, plan
             for _ in range(REPEATS):
                 assert torch.equal(multiply(plan, both, weight, None, both.dtype, gated=True)[0], first), plan
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("format", ["int4-128", "int4-64", "int4-32", "mxfp4"])
+@pytest.mark.parametrize("shape", [(1000, 960), (520, 12288), (4096, 4096)], ids=str)
+def test_few_tokens_on_tensor_cores(format: str, shape: tuple[int, int], zeros: bool) -> None:
+    """Columns and rows that fill no step and no tile; a zero of its own for each group."""
+    from atom_ops.triton_impl import four_bit_mma
+    from atom_ops.triton_impl.quantized_plans import MmaPlan
+
+    if format == "mxfp4" and zeros:
+        pytest.skip("e2m1 has no zeros")
+    torch.manual_seed(8)
+    weight = readable(format, shape)
+    if zeros:
+        offsets = torch.randint(0, 17, weight.scales.shape, dtype=torch.uint8, device=GPU)
+        weight = dataclasses.replace(weight, zeros=offsets)
+    exact = weight.dequantized(torch.float32)
+    bias = torch.randn(shape[0], device=GPU).bfloat16()
+    for tokens, warps, tiles in ((1, 8, 1), (1, 4, 2), (3, 2, 1), (8, 16, 1)):
+        x = torch.randn(tokens, shape[1], device=GPU, dtype=torch.bfloat16)
+        out = torch.empty(tokens, shape[0], device=GPU, dtype=torch.bfloat16)
+        four_bit_mma.multiply(MmaPlan(8, warps, tiles), x, weight, bias, out)
+        assert error(out, x.float() @ exact.T + bias) < EXACT
+        again = torch.empty_like(out)
+        for _ in range(REPEATS):
+            four_bit_mma.multiply(MmaPlan(8, warps, tiles), x, weight, bias, again)
+            assert torch.equal(again, out)
 
 
 @pytest.mark.parametrize("format", FORMATS)
