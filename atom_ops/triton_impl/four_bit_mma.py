@@ -23,7 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from atom_ops.triton_impl.four_bit import E2M1_BF16, INT4_BF16, settings_of
-from atom_ops.triton_impl.hopper_gemv import pdl_launch_dependents, pdl_wait
+from atom_ops.triton_impl.gluon_pdl import pdl_launch_dependents, pdl_wait
 from atom_ops.triton_impl.pdl import launch_options
 from atom_ops.triton_impl.quantized_plans import MmaPlan
 from atom_ops.weights import FourBitWords
@@ -274,6 +274,8 @@ def _multiply_few(
     for s in gl.static_range(STEPS):
         now_words, now_scales, now_zeros = next_words, next_scales, next_zeros
         at = chunk + s * STEP
+        if s + 1 == STEPS:
+            pdl_launch_dependents(PDL)
         activations = _activations(x, at, lead, l4, tokens, INPUTS, WHOLE)
         if s + 1 < STEPS:
             at += STEP
@@ -284,7 +286,6 @@ def _multiply_few(
         totals = _step(
             totals, now_words, now_scales, now_zeros, activations, reg, l4, TILES, GROUP, EACH, LATE, ZEROS
         )  # fmt: skip
-    pdl_launch_dependents(PDL)
     for tile in gl.static_range(TILES):
         _store(totals[tile], bias, out, first_row + tile * 16, reg, tokens, outputs, layout, WARPS)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from atom_ops.triton_impl.gluon_pdl import pdl_launch_dependents, pdl_wait
 from atom_ops.triton_impl.pdl import launch_options
 from atom_ops.triton_impl.quantized_plans import PersistentGemvPlan
 from atom_ops.weights import BlockFP8
@@ -56,23 +57,6 @@ _PREFETCH = gl.constexpr(
 )
 _FETCHED_BYTES = 16 << 20
 """Of a weight, read before the previous kernel ends: about 4 us."""
-
-
-@gluon.jit
-def pdl_wait(PDL: gl.constexpr):
-    """`pdl.pdl_wait`, which Gluon cannot call."""
-    if PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.jit
-def pdl_launch_dependents(PDL: gl.constexpr):
-    if PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
 
 
 @gluon.jit

@@ -38,6 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from atom_ops.triton_impl.gluon_pdl import pdl_launch_dependents, pdl_wait
 from atom_ops.triton_impl.pdl import launch_options
 from atom_ops.triton_impl.rounded_rows import RoundedRows
 from atom_ops.triton_impl.tuned import StreamKPlan
@@ -62,23 +63,6 @@ _thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
-def _pdl_wait(PDL: gl.constexpr):
-    """`pdl.pdl_wait`, which Gluon cannot call."""
-    if PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.jit
-def _pdl_launch_dependents(PDL: gl.constexpr):
-    if PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.jit
 def _copy(
     weight_desc, x_desc, weights, x, ready, free, first, stop, steps,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
@@ -89,7 +73,7 @@ def _copy(
         tile, step = (first + i) // steps, (first + i) % steps
         mbarrier.expect(ready.index(i), size)
         _load_tile(weight_desc, [tile * ROWS, step * COLUMNS], ready.index(i), weights.index(i))
-    _pdl_wait(PDL)
+    pdl_wait(PDL)
     for i in range(early):
         _load_tile(x_desc, [0, (first + i) % steps * COLUMNS], ready.index(i), x.index(i))
     for i in range(early, stop - first):
@@ -100,7 +84,7 @@ def _copy(
         mbarrier.expect(barrier, size)
         _load_tile(weight_desc, [tile * ROWS, step * COLUMNS], barrier, weights.index(slot))
         _load_tile(x_desc, [0, step * COLUMNS], barrier, x.index(slot))
-    _pdl_launch_dependents(PDL)
+    pdl_launch_dependents(PDL)
 
 
 @gluon.jit
@@ -183,7 +167,7 @@ def _multiply_accumulate(
     sums: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, 1], [16, TOKENS, 16 if SCALES == _UNSCALED else 32]
     )  # fmt: skip
-    _pdl_wait(PDL)
+    pdl_wait(PDL)
     i = 0
     at = first
     while at < stop:
