@@ -136,7 +136,9 @@ _H200: dict[Key, QuantizedPlans] = {
         *(GemmPlan(256, 64, 128, 128, 4, 3), _LIBRARY),
     ),
     ("int4-128", *_DOWN): (MmaPlan(8, 8, 2), _words(16, 3, 8, 256), _words(64, 3, 8), _LIBRARY),
-    ("mxfp4", *_QKV): (MmaPlan(8, 4, 1), _words(16, 3, 4), _words(64, 3, 4), _LIBRARY),
+    ("mxfp4", *_QKV): (
+        *(GemvPlan(4, 0, 4, 2), MmaPlan(8, 4, 1), _words(16, 3, 4), _words(64, 3, 4), _LIBRARY),
+    ),
     ("mxfp4", *_O): (MmaPlan(8, 8, 1), _words(16, 4, 4), _words(64, 4, 4), _LIBRARY),
     ("mxfp4", *_GATE_UP): (MmaPlan(8, 4, 2), _words(16, 4), _words(64, 3), _LIBRARY),
     ("mxfp4", *_DOWN): (MmaPlan(8, 8, 1), _words(16, 4, 4), _words(64, 3, 4), _LIBRARY),
