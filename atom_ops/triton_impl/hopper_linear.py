@@ -1,7 +1,8 @@
-"""Stream-K `linear` for up to 64 tokens on Hopper: every program reads the same share of the weight.
+"""Stream-K `linear` for few tokens on Hopper: every program multiplies the same share of the weight.
 
 The number of output tiles rarely fills whole waves of SMs. So the persistent programs split the
-K iterations ("steps") of all tiles evenly; a step multiplies COLUMNS columns of a tile's weights.
+K iterations ("steps") of all tiles evenly; a step multiplies COLUMNS columns of a tile's weights. More
+than 128 tokens are several tiles for the same rows of the weight, one after another.
 
     tiles       |     0     |     1     |     2     |  `steps` steps each
     programs    |   0   |   1   |   2   |   3   |
@@ -17,7 +18,8 @@ TMA loads weights and tokens into a ring of stages in shared memory; warps are s
     producer     1 warp     prefetches the first steps' weights before the previous kernel ends (PDL)
     consumers    4 warps    WGMMA: weight [ROWS, COLUMNS] x tokens [COLUMNS, TOKENS]
 
-With e4m3 weights and activations the sum of a step is scaled, and added in float32.
+With e4m3 weights and activations the sum of a step is scaled, and added in float32; of every second
+step while the tensor cores multiply the next one.
 
 Written in Gluon, which has no interpreter.
 """
@@ -51,8 +53,8 @@ _UNSCALED, _BLOCKS, _CHANNELS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2
 """Scales of the weight: none, or of e4m3 values in blocks or for each output."""
 _REGISTERS = 96
 """Per thread: few enough to share the SM with the previous kernel."""
-_REGISTERS_E4M3 = {64: 128, 128: 216}
-"""By the rows of a tile."""
+_REGISTERS_E4M3 = {64 * 64: 128, 128 * 64: 216}
+"""By the most elements of a tile."""
 _MAX_PROGRAMS = 132
 _MAX_SUMS = 128 * 64
 """Elements of a tile."""
@@ -64,26 +66,29 @@ _thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 @gluon.jit
 def _copy(
-    weight_desc, x_desc, weights, x, ready, free, first, stop, steps,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    weight_desc, x_desc, weights, x, ready, free, first, stop, steps, token_tiles,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     size: gl.constexpr = weight_desc.block_type.nbytes + x_desc.block_type.nbytes
     early = gl.minimum(stop - first, STAGES)
     for i in range(early):
-        tile, step = (first + i) // steps, (first + i) % steps
+        row_tile, step = (first + i) // steps // token_tiles, (first + i) % steps
         mbarrier.expect(ready.index(i), size)
-        _load_tile(weight_desc, [tile * ROWS, step * COLUMNS], ready.index(i), weights.index(i))
+        _load_tile(weight_desc, [row_tile * ROWS, step * COLUMNS], ready.index(i), weights.index(i))
     pdl_wait(PDL)
     for i in range(early):
-        _load_tile(x_desc, [0, (first + i) % steps * COLUMNS], ready.index(i), x.index(i))
+        tile, step = (first + i) // steps, (first + i) % steps
+        first_token = tile % token_tiles * TOKENS
+        _load_tile(x_desc, [first_token, step * COLUMNS], ready.index(i), x.index(i))
     for i in range(early, stop - first):
         slot = i % STAGES
         tile, step = (first + i) // steps, (first + i) % steps
         barrier = ready.index(slot)
         mbarrier.wait(free.index(slot), (i // STAGES & 1) ^ 1)
         mbarrier.expect(barrier, size)
-        _load_tile(weight_desc, [tile * ROWS, step * COLUMNS], barrier, weights.index(slot))
-        _load_tile(x_desc, [0, step * COLUMNS], barrier, x.index(slot))
+        row_tile, first_token = tile // token_tiles, tile % token_tiles * TOKENS
+        _load_tile(weight_desc, [row_tile * ROWS, step * COLUMNS], barrier, weights.index(slot))
+        _load_tile(x_desc, [first_token, step * COLUMNS], barrier, x.index(slot))
     pdl_launch_dependents(PDL)
 
 
@@ -93,21 +98,20 @@ def _store(
     ROWS: gl.constexpr, TOKENS: gl.constexpr, SCALES: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """Scale, add the bias, convert and store a tile of `out` [tokens, outputs]."""
+    own: gl.constexpr = total_RT.type.layout
+    output_R = first_output + gl.arange(0, ROWS, gl.SliceLayout(1, own))
+    token_T = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, own))
+    if SCALES != _UNSCALED:
+        total_RT *= gl.load(x_scales + token_T, mask=token_T < tokens, other=0.0)[None, :]
+    if SCALES == _CHANNELS:
+        total_RT *= gl.load(scales + output_R, mask=output_R < outputs, other=0.0)[:, None]
+    if HAS_BIAS:
+        bias_R = gl.load(bias + output_R, mask=output_R < outputs, other=0.0)
+        total_RT += bias_R.to(gl.float32)[:, None]
     stored: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     output_R = first_output + gl.arange(0, ROWS, gl.SliceLayout(1, stored))
     token_T = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, stored))
-    if HAS_BIAS or SCALES != _UNSCALED:
-        total_RT = gl.convert_layout(total_RT, stored)
-        if SCALES != _UNSCALED:
-            total_RT *= gl.load(x_scales + token_T, mask=token_T < tokens, other=0.0)[None, :]
-        if SCALES == _CHANNELS:
-            total_RT *= gl.load(scales + output_R, mask=output_R < outputs, other=0.0)[:, None]
-        if HAS_BIAS:
-            bias_R = gl.load(bias + output_R, mask=output_R < outputs, other=0.0)
-            total_RT += bias_R.to(gl.float32)[:, None]
-        out_RT = total_RT.to(out.dtype.element_ty)
-    else:
-        out_RT = gl.convert_layout(total_RT.to(out.dtype.element_ty), stored)
+    out_RT = gl.convert_layout(total_RT.to(out.dtype.element_ty), stored)
     inside_RT = (output_R < outputs)[:, None] & (token_T < tokens)[None, :]
     gl.store(out + token_T.to(gl.int64)[None, :] * outputs + output_R[:, None], out_RT, mask=inside_RT)
 
@@ -120,7 +124,7 @@ def _program_of(step, all_steps):
 
 @gluon.jit
 def _reduce_partials(
-    partials, bias, out, x_scales, scales, tile, steps, all_steps, outputs, tokens,
+    partials, bias, out, x_scales, scales, tile, steps, all_steps, token_tiles, outputs, tokens,
     ROWS: gl.constexpr, TOKENS: gl.constexpr, CHUNK: gl.constexpr, MAX_PARTIALS: gl.constexpr,
     SCALES: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
@@ -150,16 +154,49 @@ def _reduce_partials(
             number = (first + i) * 2 + (started_before if i == 0 else 0)
             empty_RC = gl.full([ROWS, CHUNK], _EMPTY, gl.int32, loaded)
             gl.store(partials + number * (ROWS * TOKENS) + at_RC, empty_RC, (at_RC >= 0) & (i < count))
+        first_output, first_token = tile // token_tiles * ROWS, tile % token_tiles * TOKENS
         _store(
-            total_RC, bias, out, x_scales, scales, tile * ROWS, chunk * CHUNK, outputs, tokens,
+            total_RC, bias, out, x_scales, scales, first_output, first_token + chunk * CHUNK, outputs, tokens,
             ROWS, CHUNK, SCALES, HAS_BIAS,
         )  # fmt: skip
 
 
 @gluon.jit
+def _start_step(
+    weights, x, ready, i,
+    sums: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Issue the products of a step of e4m3 values, unscaled."""
+    mbarrier.wait(ready.index(i % STAGES), i // STAGES & 1)
+    return warpgroup_mma(
+        weights.index(i % STAGES), x.index(i % STAGES).permute((1, 0)),
+        gl.zeros([ROWS, TOKENS], gl.float32, sums), use_acc=False, is_async=True,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _add_step(
+    total_RT, part_RT, scale, free, i, ISSUED: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """Wait for a step, free its stage, and add it times its scale; ISSUED: steps issued after it."""
+    part_RT = warpgroup_mma_wait(ISSUED, deps=[part_RT])
+    _thread_barrier()
+    mbarrier.arrive(free.index(i % STAGES))
+    return total_RT + part_RT * scale
+
+
+@gluon.jit
+def _scale_of(scales, i, SCALES: gl.constexpr):
+    if SCALES == _BLOCKS:
+        return gl.load(scales + i)
+    else:
+        return 1.0
+
+
+@gluon.jit
 def _multiply_accumulate(
     weights, x, ready, free, partials, bias, out, x_scales, scales,
-    first, stop, steps, all_steps, outputs, tokens,
+    first, stop, steps, all_steps, token_tiles, outputs, tokens,
     ROWS: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, CHUNK: gl.constexpr,
     MAX_PARTIALS: gl.constexpr, SCALES: gl.constexpr, BLOCK_ROWS: gl.constexpr,
     HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
@@ -174,10 +211,11 @@ def _multiply_accumulate(
         tile = at // steps
         end = i + gl.minimum(tile * steps + steps, stop) - at
         start = i
+        first_output, first_token = tile // token_tiles * ROWS, tile % token_tiles * TOKENS
         total_RT = gl.zeros([ROWS, TOKENS], gl.float32, sums)
-        for i in range(start, end):
-            slot = i % STAGES
-            if SCALES == _UNSCALED:
+        if SCALES == _UNSCALED:
+            for i in range(start, end):
+                slot = i % STAGES
                 mbarrier.wait(ready.index(slot), i // STAGES & 1)
                 total_RT = warpgroup_mma(
                     weights.index(slot), x.index(slot).permute((1, 0)), total_RT,
@@ -186,29 +224,26 @@ def _multiply_accumulate(
                 total_RT = warpgroup_mma_wait(1, deps=[total_RT])
                 _thread_barrier()
                 mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), pred=i > start)
-            else:
-                scale = 1.0
-                if SCALES == _BLOCKS:
-                    scale = gl.load(
-                        scales + tile * ROWS // BLOCK_ROWS * steps + at - tile * steps + i - start
-                    )
-                mbarrier.wait(ready.index(slot), i // STAGES & 1)
-                part_RT = gl.zeros([ROWS, TOKENS], gl.float32, sums)
-                part_RT = warpgroup_mma(
-                    weights.index(slot), x.index(slot).permute((1, 0)), part_RT,
-                    use_acc=False, is_async=True,
-                )  # fmt: skip
-                part_RT = warpgroup_mma_wait(0, deps=[part_RT])
-                _thread_barrier()
-                mbarrier.arrive(free.index(slot))
-                total_RT += part_RT * scale
-        if SCALES == _UNSCALED:
             total_RT = warpgroup_mma_wait(0, deps=[total_RT])
             _thread_barrier()
             mbarrier.arrive(free.index((end + STAGES - 1) % STAGES))
+        else:
+            block = scales + first_output // BLOCK_ROWS * steps + at - tile * steps - start
+            # Two steps at a time: accumulators in flight from one iteration to the next would be serialized.
+            for pair in range((end - start) // 2):
+                i = start + 2 * pair
+                scale, next_scale = _scale_of(block, i, SCALES), _scale_of(block, i + 1, SCALES)
+                part_RT = _start_step(weights, x, ready, i, sums, ROWS, TOKENS, STAGES)
+                next_RT = _start_step(weights, x, ready, i + 1, sums, ROWS, TOKENS, STAGES)
+                total_RT = _add_step(total_RT, part_RT, scale, free, i, 1, STAGES)
+                total_RT = _add_step(total_RT, next_RT, next_scale, free, i + 1, 0, STAGES)
+            if (end - start) % 2 == 1:
+                scale = _scale_of(block, end - 1, SCALES)
+                part_RT = _start_step(weights, x, ready, end - 1, sums, ROWS, TOKENS, STAGES)
+                total_RT = _add_step(total_RT, part_RT, scale, free, end - 1, 0, STAGES)
         if end - start == steps:
             _store(
-                total_RT, bias, out, x_scales, scales, tile * ROWS, 0, outputs, tokens,
+                total_RT, bias, out, x_scales, scales, first_output, first_token, outputs, tokens,
                 ROWS, TOKENS, SCALES, HAS_BIAS,
             )  # fmt: skip
         else:
@@ -225,14 +260,14 @@ def _multiply_accumulate(
         tile = first // steps
         if (first > tile * steps) | (stop < tile * steps + steps):
             _reduce_partials(
-                partials, bias, out, x_scales, scales, tile, steps, all_steps, outputs, tokens,
-                ROWS, TOKENS, CHUNK, MAX_PARTIALS, SCALES, HAS_BIAS,
+                partials, bias, out, x_scales, scales, tile, steps, all_steps, token_tiles,
+                outputs, tokens, ROWS, TOKENS, CHUNK, MAX_PARTIALS, SCALES, HAS_BIAS,
             )  # fmt: skip
         last_tile = (stop - 1) // steps
         if (last_tile > tile) & (stop < last_tile * steps + steps):
             _reduce_partials(
-                partials, bias, out, x_scales, scales, last_tile, steps, all_steps, outputs, tokens,
-                ROWS, TOKENS, CHUNK, MAX_PARTIALS, SCALES, HAS_BIAS,
+                partials, bias, out, x_scales, scales, last_tile, steps, all_steps, token_tiles,
+                outputs, tokens, ROWS, TOKENS, CHUNK, MAX_PARTIALS, SCALES, HAS_BIAS,
             )  # fmt: skip
 
 
@@ -246,7 +281,8 @@ def _barriers(STAGES: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["tokens"])
 def _stream_k(
-    weight_desc, x_desc, bias, out, x_scales, scales, partials, outputs, tokens, steps, all_steps,
+    weight_desc, x_desc, bias, out, x_scales, scales, partials, outputs, tokens, token_tiles,
+    steps, all_steps,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
     CHUNK: gl.constexpr, MAX_PARTIALS: gl.constexpr, SCALES: gl.constexpr, BLOCK_ROWS: gl.constexpr,
     HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
@@ -262,12 +298,12 @@ def _stream_k(
         [
             (_multiply_accumulate, (
                 weights, x, ready, free, partials, bias, out, x_scales, scales,
-                first, stop, steps, all_steps, outputs, tokens,
+                first, stop, steps, all_steps, token_tiles, outputs, tokens,
                 ROWS, TOKENS, STAGES, CHUNK, MAX_PARTIALS, SCALES, BLOCK_ROWS, HAS_BIAS, PDL,
             )),
             (_copy, (
-                weight_desc, x_desc, weights, x, ready, free, first, stop, steps,
-                ROWS, COLUMNS, STAGES, PDL,
+                weight_desc, x_desc, weights, x, ready, free, first, stop, steps, token_tiles,
+                ROWS, COLUMNS, TOKENS, STAGES, PDL,
             )),
         ],
         [1],
@@ -323,15 +359,18 @@ def _launch(
 ) -> None:
     (tokens, outputs), inputs = out_TO.shape, weight.shape[1]
     steps = triton.cdiv(inputs, plan.columns)
-    all_steps = triton.cdiv(outputs, plan.rows) * steps
+    tile = plan.tile
+    token_tiles = triton.cdiv(tokens, tile)
+    all_steps = triton.cdiv(outputs, plan.rows) * token_tiles * steps
     programs = min(plan.programs, all_steps)
-    assert programs <= _MAX_PROGRAMS and plan.rows * plan.tokens <= _MAX_SUMS, "workspace too small"
+    assert programs <= _MAX_PROGRAMS and plan.rows * tile <= _MAX_SUMS, "workspace too small"
     fewest = all_steps // programs
     max_partials = 1 if all_steps % programs == 0 and fewest % steps == 0 else (steps - 2) // fewest + 2
     layout = _SWIZZLED[8 * weight.element_size()]
+    registers = min(most for most in _REGISTERS_E4M3 if most >= plan.rows * tile)
     _stream_k[(programs,)](
         TensorDescriptor.from_tensor(weight, [plan.rows, plan.columns], layout),
-        TensorDescriptor.from_tensor(x_TI, [plan.tokens, plan.columns], layout),
+        TensorDescriptor.from_tensor(x_TI, [tile, plan.columns], layout),
         out_TO if bias is None else bias,
         out_TO,
         out_TO if x_scales is None else x_scales,
@@ -339,18 +378,19 @@ def _launch(
         _workspace(x_TI.device),
         outputs,
         tokens,
+        token_tiles,
         steps,
         all_steps,
         ROWS=plan.rows,
         COLUMNS=plan.columns,
-        TOKENS=plan.tokens,
+        TOKENS=tile,
         STAGES=plan.stages,
-        CHUNK=min(16, plan.tokens // 4),
+        CHUNK=min(16, tile // 4),
         MAX_PARTIALS=max_partials,
         SCALES=kind,
         BLOCK_ROWS=block_rows,
         HAS_BIAS=bias is not None,
         num_warps=4,
-        maxnreg=_REGISTERS if kind == _UNSCALED.value else _REGISTERS_E4M3[plan.rows],
+        maxnreg=_REGISTERS if kind == _UNSCALED.value else _REGISTERS_E4M3[registers],
         **launch_options(x_TI.device),
     )

@@ -31,6 +31,8 @@ _STREAM_K = (
     *((128, 6, 128), (128, 8, 128), (128, 6, 96), (128, 6, 64)),
 )
 """(rows, stages, programs)."""
+_STREAM_K_MIDDLE = ((64, 8, 128), (64, 8, 96))
+"""The same for 65 to 256 tokens."""
 _FEW = ((64, 4, 3), (64, 4, 4), (64, 4, 6), (64, 4, 8), (128, 8, 4))
 """(rows, warps, stages) of the GEMM for up to 64 tokens."""
 _MIDDLE = (
@@ -64,6 +66,10 @@ def candidates(key: Key, tokens: int) -> Iterator[QuantizedPlan]:
     if tokens <= 64:
         yield from _few(key, tokens)
     elif tokens <= 256:
+        if format.startswith("fp8"):
+            for rows, stages, programs in _STREAM_K_MIDDLE:
+                if outputs % rows == 0:
+                    yield StreamKPlan(65, tokens, rows, 128, stages, programs)
         for tile, rows, warps, stages in _MIDDLE:
             for split in _splits(outputs // rows * -(-tokens // tile), inputs):
                 yield GemmPlan(tokens, tile, rows, 128, warps, stages, split)

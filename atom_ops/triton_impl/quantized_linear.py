@@ -165,10 +165,8 @@ def multiply(
             return four_bit_linear.multiply(plan, x, weight, bias, dtype), total
         return _decoded(x, weight, bias, dtype), total
     form, tile, group = _form(weight), _LIBRARY_TILE, 0
-    if isinstance(plan, GemmPlan):
+    if isinstance(plan, GemmPlan | StreamKPlan):
         tile = plan.tile
-    elif isinstance(plan, StreamKPlan):
-        tile = plan.tokens
     elif isinstance(weight, BlockFP8):
         group = weight.block[1]
     rows, total = round_rows(

@@ -110,12 +110,18 @@ _QKV, _O, _GATE_UP, _DOWN = (6144, 4096), (4096, 4096), (24576, 4096), (4096, 12
 _WHOLE = GemvPlan(4, 0, 8, 2)
 _LIBRARY = LibraryPlan(MANY)
 _H200: dict[Key, QuantizedPlans] = {
-    ("fp8-block", *_QKV): (GemvPlan(4, 0, 8, 4), _stream_k(16, 96), _stream_k(64, 96), _LIBRARY),
-    ("fp8-block", *_O): (_WHOLE, _stream_k(16, 64), _stream_k(64, 128), _LIBRARY),
+    ("fp8-block", *_QKV): (
+        *(GemvPlan(4, 0, 8, 4), _stream_k(16, 96), _stream_k(64, 96)),
+        *(_stream_k(128, 96), _LIBRARY),
+    ),
+    ("fp8-block", *_O): (
+        *(_WHOLE, _stream_k(16, 64), _stream_k(64, 128)),
+        *(_stream_k(256, 128), _LIBRARY),
+    ),
     ("fp8-block", *_GATE_UP): (GemvPlan(4, 0, 4, 4), _gemm(16, 4, 6), _gemm(64, 4, 4), _LIBRARY),
     ("fp8-block", *_DOWN): (
         *(PersistentGemvPlan(8, 4096, 8, 132), _gemm(16, 4, 6, 6), _stream_k(64, 128)),
-        *(_gemm(256, 4, 4, 2, tile=128), _LIBRARY),
+        *(_stream_k(256, 128), _LIBRARY),
     ),
     ("fp8-channel", *_QKV): (_WHOLE, _stream_k(16, 96), _stream_k(64, 96), _LIBRARY),
     ("fp8-channel", *_O): (_WHOLE, _stream_k(16, 64), _stream_k(64, 64), _LIBRARY),

@@ -34,7 +34,7 @@ class StreamKPlan(msgspec.Struct, frozen=True, tag="stream-k"):
     least: int
     """Fewest tokens."""
     tokens: int
-    """Most tokens, and tokens of a tile."""
+    """Most tokens."""
     rows: int
     """Weight rows of a tile."""
     columns: int
@@ -42,6 +42,11 @@ class StreamKPlan(msgspec.Struct, frozen=True, tag="stream-k"):
     stages: int
     programs: int
     """At most the number of SMs, because programs wait for each other."""
+
+    @property
+    def tile(self) -> int:
+        """Tokens of a tile."""
+        return min(self.tokens, 128)
 
 
 Plan = LinearPlan | StreamKPlan

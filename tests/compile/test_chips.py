@@ -256,7 +256,7 @@ def test_linear_with_quantized_weights(format: str) -> None:
                 elif isinstance(plan, PersistentGemvPlan):
                     hopper_gemv.multiply(plan, tensor(1, key[2]), weight, tensor(1, key[1]))
                 elif isinstance(plan, StreamKPlan):
-                    rows, _ = round_rows(x, form, plan.tokens)
+                    rows, _ = round_rows(x, form, plan.tile)
                     hopper_linear.multiply_e4m3(plan, rows, 64, weight, None, BF16)
                 elif isinstance(plan, GemmPlan) and four_bit:
                     four_bit_linear.multiply(plan, tensor(plan.tile, key[2]), weight, bias, BF16)

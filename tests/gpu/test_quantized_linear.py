@@ -65,6 +65,31 @@ def test_every_plan(format: str, shape: tuple[int, int]) -> None:
             assert torch.equal(multiply(plan, x, weight, None, x.dtype)[0], first), plan
 
 
+@pytest.mark.parametrize("outputs", [4096, 1000])
+@pytest.mark.parametrize("format", ["fp8-block", "fp8-channel"])
+def test_stream_k_of_several_tiles(format: str, outputs: int) -> None:
+    """A tile of 128 tokens, two, and tiles that end within; with a bias where the rows end within one."""
+    from atom_ops.triton_impl import is_hopper
+    from atom_ops.triton_impl.quantized_linear import multiply
+    from atom_ops.triton_impl.tuned import StreamKPlan
+
+    if not is_hopper(GPU):
+        pytest.skip("for Hopper")
+    torch.manual_seed(6)
+    weight = readable(format, (outputs, 4096))
+    exact = weight.dequantized(torch.float32)
+    bias = None if outputs % 64 == 0 else torch.randn(outputs, device=GPU).bfloat16()
+    for tokens in (1, 65, 128, 129, 200, 256):
+        x = torch.randn(tokens, 4096, device=GPU, dtype=torch.bfloat16)
+        wanted = x.float() @ exact.T + (0.0 if bias is None else bias.float())
+        for programs in (96, 128):
+            plan = StreamKPlan(65, 256, 64, 128, 8, programs)
+            first = multiply(plan, x, weight, bias, x.dtype)[0]
+            assert error(first, wanted) < ROUNDED, (tokens, plan)
+            for _ in range(REPEATS):
+                assert torch.equal(multiply(plan, x, weight, bias, x.dtype)[0], first), (tokens, plan)
+
+
 @pytest.mark.parametrize("shape", [(1088, 4096), (4096, 12288)], ids=str)
 def test_the_persistent_gemv(shape: tuple[int, int]) -> None:
     """Every candidate, alone with a bias and with the activation before it."""
