@@ -13,6 +13,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -103,8 +104,8 @@ class LLMEngine:
                 )
             for note in notes:
                 self._logger.info(note)
-            self.config = resolved.config
-            self.gpu_names = _used_gpus(resolved.config, capabilities)
+            self.config = _without_mixed_limit(resolved.config)
+            self.gpu_names = _used_gpus(self.config, capabilities)
             self._supervisor.start_engines(self.config, self.checkpoint)
             self._supervisor.wait_ready()
             self._bars.close()
@@ -407,6 +408,13 @@ def _sum_of(values: tuple[Any, ...]) -> Any:
     if isinstance(values[0], list):
         return [sum(places) for places in zip(*values, strict=True)]
     return sum(values)
+
+
+def _without_mixed_limit(config: EngineConfig) -> EngineConfig:
+    """Unless the user set one: offline no user waits for the next token, and larger steps take less time."""
+    scheduler = config.scheduler
+    mixed = scheduler.max_num_mixed_tokens or scheduler.max_num_batched_tokens
+    return replace(config, scheduler=replace(scheduler, max_num_mixed_tokens=mixed))
 
 
 def _used_gpus(config: EngineConfig, capabilities: DeviceCapabilities) -> list[str]:

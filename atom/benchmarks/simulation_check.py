@@ -23,7 +23,6 @@ from atom import LLMEngine
 from atom.benchmarks.arguments import add_output_flag, not_negative, positive, single_line_errors
 from atom.benchmarks.offline import benchmark_parser, fixed_length, random_prompts, running_engine, timed
 from atom.benchmarks.report import report, write
-from atom.benchmarks.serving.errors import BenchmarkError
 from atom.benchmarks.simulation.engines import EngineSettings
 from atom.benchmarks.simulation.requests import SimulatedRequest, Workload, requests
 from atom.benchmarks.simulation.roofline import Work
@@ -31,7 +30,6 @@ from atom.benchmarks.simulation.simulate import Outcome, Simulation
 from atom.config.cli import CommandLineParser
 from atom.messages.engine import unpack_ids
 from atom.outputs import Sequence as Generated
-from engine_core.startup import default_mixed_tokens
 
 __all__ = ["compare"]
 
@@ -99,20 +97,17 @@ def compare(engine: LLMEngine, count: int, seed: int) -> dict[str, Any]:
 
 
 def settings_of(engine: LLMEngine) -> EngineSettings:
-    """The limits of the real engine. Raises BenchmarkError for a limit that only its core knows."""
+    """The limits of the real engine."""
     config, limits = engine.config, engine.config.scheduler
     assert limits.max_num_seqs is not None and limits.max_num_batched_tokens is not None
-    mixed = limits.max_num_mixed_tokens
-    if mixed is None and config.device.device != "cpu":
-        raise BenchmarkError("on a GPU the default of --max-num-mixed-tokens depends on the weights: set it")
+    assert limits.max_num_mixed_tokens is not None, "LLMEngine sets it"
     return EngineSettings(
         limits.max_num_seqs,
         limits.max_num_batched_tokens,
         engine.kv_tokens // config.block_tokens,
         config.block_tokens,
         config.cache.enable_prefix_caching,
-        max_num_mixed_tokens=mixed
-        or default_mixed_tokens(True, 0, limits.max_num_seqs, limits.max_num_batched_tokens),
+        max_num_mixed_tokens=limits.max_num_mixed_tokens,
     )
 
 
