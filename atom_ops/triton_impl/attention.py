@@ -22,7 +22,7 @@ from torch import Tensor
 from atom_ops.ops.attention import AttentionRule, paged_attention
 from atom_ops.ops.attention_plan import AttentionPlan
 from atom_ops.ops.kv_cache import KVLayer
-from atom_ops.triton_impl import INTERPRETED, NEEDS, runs_on
+from atom_ops.triton_impl import INTERPRETED, NEEDS, is_hopper, runs_on
 from atom_ops.triton_impl.attention_kernels import LOG2_E, decode_attention, prefill_attention
 from atom_ops.triton_impl.fp8 import converts_float8
 from atom_ops.triton_impl.pdl import launch_options
@@ -129,12 +129,34 @@ def _paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: A
         decode, decode_tile = prefill, 1
     else:
         decode, decode_tile = decode_config(q_THE, cache, plan)
-    if plan.min_query_len <= decode_tile:
+    hopper_tile = _attend_float8_decodes(out_THE, q_THE, cache, plan, rule)
+    if hopper_tile:
+        decode_tile = hopper_tile
+    elif plan.min_query_len <= decode_tile:
         launch_decode(out_THE, q_THE, cache, plan, rule, decode, decode_tile)
     longest, whole_prompt = _attend_whole_prompts(out_THE, q_THE, cache, plan, rule)
     if longest > decode_tile:
         _launch_prefill(out_THE, q_THE, cache, plan, rule, prefill, decode_tile + 1, whole_prompt)
     return out_THE
+
+
+def _attend_float8_decodes(
+    out_THE: Tensor, q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule
+) -> int:
+    """Compute the decoding rows with the Hopper kernel where it applies; returns their most tokens, or 0."""
+    if cache.scale is None or _few(cache, plan, q_THE.device) or not is_hopper(q_THE.device):
+        return 0
+    # Gluon for Hopper comes only with Triton for NVIDIA GPUs.
+    from atom_ops.triton_impl import hopper_decode
+
+    if not hopper_decode.supports(q_THE, cache, plan, rule):
+        return 0
+    arrived = _arrival_counters(q_THE.device)
+    return hopper_decode.attend(out_THE, q_THE, cache, plan, rule, arrived, _num_sms(q_THE.device))
+
+
+def _few(cache: KVLayer, plan: AttentionPlan, device: torch.device) -> bool:
+    return 2 * len(plan.context_lens_R) * cache.kv.shape[3] <= _num_sms(device)
 
 
 def _attend_whole_prompts(
@@ -163,7 +185,7 @@ def decode_config(
     `projection`: it reads the QKV projection, as in `fused_attention`.
     """
     (_, heads, width), kv_heads = q_THE.shape, cache.kv.shape[3]
-    few = 2 * len(plan.context_lens_R) * kv_heads <= _num_sms(q_THE.device)
+    few = _few(cache, plan, q_THE.device)
     group = heads // kv_heads
     float8 = cache.scale is not None
     config = _decode_config(group, width, q_THE.dtype, few, plan.decode_query_len, float8, projection)

@@ -49,7 +49,8 @@ MODELS = {
 }
 NVIDIA_ONLY = (
     "all_reduce", "eight_bit_linear", "four_bit_gemv", "four_bit_linear", "four_bit_mma", "fused_linear",
-    "hopper_attention", "hopper_gemv", "hopper_linear", "quantized_gemv", "received_rows", "rounded_rows",
+    "hopper_attention", "hopper_decode", "hopper_gemv", "hopper_linear", "quantized_gemv", "received_rows",
+    "rounded_rows",
 )  # fmt: skip
 """Modules whose kernels no provider launches on AMD."""
 chips = pytest.mark.parametrize("chip", list(CHIPS))
@@ -415,9 +416,9 @@ def test_an_unknown_gpu_has_plans_to_choose_from(chip: str) -> None:
 
 
 def test_kernels_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole prompts, and the fused GEMVs, which have plans for an H200 alone."""
+    """Whole prompts, decodes of a float8 cache, and the fused GEMVs, which have plans for an H200 alone."""
     triton_impl.load()
-    from atom_ops.triton_impl import fused_linear, hopper_attention, tuned
+    from atom_ops.triton_impl import fused_linear, hopper_attention, hopper_decode, tuned
 
     with compiling_for(CHIPS["H200"]) as compiled:
         for heads, kv_heads, width, *_ in MODELS.values():
@@ -427,6 +428,10 @@ def test_kernels_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
                 prompts = hopper_attention.Prompts(0, 2, 0, 2048, 512, 0)
                 q_THE = tensor(2048, heads, width)
                 hopper_attention.attend(torch.empty_like(q_THE), q_THE, cache, plan, prompts, 0.1)
+            q_THE, arrived = tensor(64, heads, width), ints(64 * kv_heads)
+            plan = AttentionPlan(ints(64, 64), ints(64), ints(65), 64, 1, 1, 1024)
+            out_THE = torch.empty_like(q_THE)
+            hopper_decode.attend(out_THE, q_THE, cache, plan, AttentionRule(0.1), arrived, 132)
         for (outputs, inputs), fused in tuned.SILU_LINEAR["NVIDIA H200"].items():
             monkeypatch.setattr(fused_linear, "_plan", lambda *args, fused=fused: fused)
             run("silu_and_mul_linear", tensor(1, 2 * inputs), tensor(outputs, inputs))

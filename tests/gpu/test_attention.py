@@ -89,13 +89,45 @@ def test_float8_cache(window: int, width: int, dtype: torch.dtype, cache_dtype: 
     """Against the reference in float32, which reads the same rounded values; sinks with the window."""
     step = Step([1, 20, 1, 200, 1], [700, 300, 5, 200, 5000], dtype=dtype, cache_dtype=cache_dtype,
                 width=width, device=GPU, window=window, sinks=window > 0)  # fmt: skip
+    check_float8(step, TOLERANCE[dtype])
+
+
+def check_float8(step: Step, error: float) -> None:
     scale = step.cache.scale
     cache = KVLayer(step.cache.kv.cpu(), None if scale is None else scale.cpu())
     plan = atom_ops.plan_attention(step.query_lens, step.context_lens, step.table, CPU)
     sinks_H = None if step.rule.sinks_H is None else step.rule.sinks_H.float().cpu()
     rule = dataclasses.replace(step.rule, sinks_H=sinks_H)
     wanted = atom_ops.paged_attention.reference(step.q.float().cpu(), cache, plan, rule)
-    torch.testing.assert_close(step.run().float().cpu(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(step.run().float().cpu(), wanted, atol=error, rtol=error)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("block_size", [16, 7, 64])
+@pytest.mark.parametrize(("heads", "kv_heads", "tokens"), [(32, 8, 1), (32, 8, 2), (40, 8, 1), (64, 8, 1)])
+def test_many_decodes_of_a_float8_cache(
+    heads: int, kv_heads: int, tokens: int, block_size: int, dtype: torch.dtype
+) -> None:
+    """So many that other kernels may take them; one row is a prompt's chunk."""
+    contexts = [3000, 2, 31, 32, 33, 129, 700, 16, 17, 500, 128, 64]
+    step = Step([*[tokens] * 11, 40], contexts, heads, kv_heads, dtype=dtype, cache_dtype=FP8, width=128,
+                block_size=block_size, device=GPU)  # fmt: skip
+    check_float8(step, TOLERANCE[dtype])
+
+
+def test_padding_rows_of_a_float8_cache() -> None:
+    """They have a token but no context, and result in zeros."""
+    contexts = [700, 1, 16, 17, 3000, 31, 32, 33, 129, 500]
+    step = Step([1] * 10, contexts, 32, 8, dtype=BF16, cache_dtype=FP8, width=128, device=GPU)
+    table = torch.zeros(16, step.table.shape[1], dtype=torch.int32, device=GPU)
+    table[:10] = torch.from_numpy(step.table)
+    lens = torch.tensor(contexts + [0] * 6, dtype=torch.int32, device=GPU)
+    plan = AttentionPlan(table, lens, torch.arange(17, dtype=torch.int32, device=GPU), 16, 1, 1, 4096)
+    q = torch.full((16, 32, 128), torch.nan, dtype=BF16, device=GPU)
+    q[:10] = step.q
+    out = atom_ops.paged_attention(q, step.cache, plan, step.rule)
+    torch.testing.assert_close(out[:10], step.run(), atol=2e-2, rtol=2e-2)
+    assert not out[10:].any()
 
 
 @pytest.mark.parametrize("window", [0, 40])
