@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor.async_compile import shutdown_compile_workers
 
 from atom.config.checkpoint import Checkpoint
 from atom.config.device import GraphMode
@@ -82,6 +83,7 @@ def test_levels_change_no_token(
     for mode in ("NONE", "FULL") if level == 2 else ("PIECEWISE",):
         assert tokens(*worker(checkpoint, mode, level)) == wanted, mode
     torch.compiler.reset()
+    shutdown_compile_workers()
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
