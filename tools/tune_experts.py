@@ -27,7 +27,15 @@ from atom_ops import RoutingRule, backend, route
 from atom_ops.ops.experts import ClampedSwiglu, ExpertWeights, experts
 from atom_ops.triton_impl import experts as provider
 from atom_ops.triton_impl.expert_blocks import ExpertBlocks, sort_by_expert
-from atom_ops.triton_impl.expert_plans import MANY, Format, GroupedPlan, GroupedTile, VectorPlan, VectorTile
+from atom_ops.triton_impl.expert_plans import (
+    MANY,
+    Format,
+    GroupedPlan,
+    GroupedTile,
+    VectorPlan,
+    VectorTile,
+    WgmmaPlan,
+)
 from atom_ops.triton_impl.expert_quantized import QuantizedGEMMs, Rounded, rounded
 from atom_ops.weights import MXFP4, BlockFP8, ChannelFP8, ChannelINT8, GroupINT4, Weight, tensors_of
 from atom_ops.weights.four_bit_words import pack_words
@@ -60,10 +68,16 @@ MODELS = {
     "DeepSeek-V2-Lite": Model(64, 2048, 1408, 6),
     "Mixtral-8x7B": Model(8, 4096, 14336, 2),
 }
-Tile = VectorTile | GroupedTile
+Tile = VectorTile | GroupedTile | WgmmaPlan
 
 
 FOUR_BIT = ("mxfp4", "int4")
+WGMMA = tuple(
+    WgmmaPlan(MANY, block, short, chunks, 128 if block < 32 else 168)
+    for block, short in ((8, 8), (16, 8), (32, 16), (64, 32))
+    for chunks in (1, 2)
+)
+"""The plans of `expert_wgmma` to try, for both GEMMs."""
 
 
 def grouped_tiles(block: int, gated: bool, format: Format) -> Iterator[GroupedTile]:
@@ -148,7 +162,7 @@ class Layer:
         self.y = torch.empty(tokens * model.chosen, model.hidden, dtype=DTYPE, device=DEVICE)
         self._blocks: dict[int, list[ExpertBlocks]] = {}
 
-    def call(self, plan: GroupedPlan | VectorPlan) -> list[Callable[[], object]]:
+    def call(self, plan: GroupedPlan | VectorPlan | WgmmaPlan) -> list[Callable[[], object]]:
         return [
             partial(provider.multiply, plan, x, ids, self.shares, self.weights, self.activation, True)
             for x, ids in zip(self.x, self.ids, strict=True)
@@ -298,6 +312,8 @@ def jobs_of(model: str, blocks: Sequence[int]) -> list[Job]:
                 jobs += [(model, block, tile, gated) for tile in grouped_tiles(block, gated, format)]
             else:
                 jobs += [(model, 0, tile, gated) for tile in vector_tiles(MODELS[model], gated)]
+    if format in FOUR_BIT:
+        jobs += [(model, 0, plan, True) for plan in WGMMA]
     return jobs
 
 
@@ -323,7 +339,9 @@ def compile_jobs(jobs: Sequence[Job]) -> None:
             layers[name].ids = [ids % 8 for ids in layers[name].ids]
         layer = layers[name]
         try:
-            if isinstance(tile, GroupedTile):
+            if isinstance(tile, WgmmaPlan):
+                layer.call(tile)[0]()
+            elif isinstance(tile, GroupedTile):
                 layer.gemm(block, tile, gated)[0]()
             else:
                 layer.vector(tile, gated)[0]()
@@ -356,6 +374,8 @@ def tune(name: str, all_tokens: Sequence[int]) -> None:
             best: list[Any] = [gate_up, fastest(layer, jobs, False, moved, flops, gate_up.rows)]
             plan = GroupedPlan(tokens, block, *best) if block else VectorPlan(tokens, *best)
             totals.append((attempt(partial(layer.call, plan)), plan))
+        if model.format in FOUR_BIT:
+            totals += [(attempt(partial(layer.call, plan)), plan) for plan in WGMMA]
         for taken, plan in sorted(totals, key=lambda entry: entry[0]):
             print(f"  WHOLE {taken * 1e6:9.1f} us {floor / taken:6.1%} of the floor  {plan}")
         if model.format == "plain":
@@ -370,6 +390,8 @@ def fastest(
     """Print the four fastest tiles of a GEMM; `moved` bytes and `flops` are those of the whole op."""
     times = []
     for _, block, tile, of_gated in jobs:
+        if isinstance(tile, WgmmaPlan):
+            continue
         if of_gated == gated and isinstance(tile, VectorTile):
             times.append((attempt(partial(layer.vector, tile, gated)), block, tile))
         elif of_gated == gated:

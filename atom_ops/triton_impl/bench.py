@@ -22,7 +22,7 @@ from atom_ops.triton_impl.plan_file import Key, Machine, PlanFile
 from atom_ops.triton_impl.quantized_plans import Packed, PersistentGemvPlan
 from atom_ops.triton_impl.tuned import LinearPlan, StreamKPlan
 from atom_ops.triton_impl.tuning import AnyPlan, Progress, by_shape, is_candidate, tune
-from atom_ops.weights import Weight, tensors_of
+from atom_ops.weights import FourBitWords, Weight, tensors_of
 
 Multiply = Callable[[AnyPlan, Tensor, Tensor | Packed, Tensor | None], Tensor]
 
@@ -166,6 +166,8 @@ def runs(multiply: Multiply, plan: AnyPlan, weight: Tensor | Packed) -> bool:
     if isinstance(plan, StreamKPlan) and not (is_hopper(device) and _has_descriptor(weight)):
         return False
     if isinstance(plan, PersistentGemvPlan) and not is_hopper(device):
+        return False
+    if isinstance(weight, FourBitWords) and not quantized_linear.takes(plan, weight, True):  # type: ignore[arg-type]
         return False
     try:
         with torch.cuda.device(device if device.type == "cuda" else -1):  # threads start on the first GPU

@@ -59,7 +59,23 @@ class GroupedPlan:
         return self.block < 64
 
 
-ExpertPlan = VectorPlan | GroupedPlan
+@dataclass(frozen=True, slots=True)
+class WgmmaPlan:
+    """Blocks of pairs of one expert, for 4-bit weights on Hopper."""
+
+    tokens: int
+    """Most tokens."""
+    block: int
+    """Most pairs of a block, a power of two of at least 8."""
+    short: int
+    """Blocks of no more pairs multiply fewer columns; a power of two of at least 8."""
+    chunks: int
+    """Of 128 weight columns: of a stage, 1 or 2."""
+    registers: int
+    """Most of a thread."""
+
+
+ExpertPlan = VectorPlan | GroupedPlan | WgmmaPlan
 Format = Literal["plain", "block_fp8", "channel_fp8", "int8", "mxfp4", "int4"]
 """Of the weights."""
 Shape = tuple[int, int, int]
@@ -87,8 +103,14 @@ _HOPPER_8BIT = (
     (96, GroupedPlan(MANY, 64, GroupedTile(64, 128, 4, 4), GroupedTile(128, 128, 4, 4))),
     (MANY, GroupedPlan(MANY, 128, GroupedTile(128, 128, 8, 3, True), GroupedTile(128, 128, 8, 3, True))),
 )
-# Of 4 warps: see `four_bit_linear`.
 _HOPPER_4BIT = (
+    (4, WgmmaPlan(MANY, 8, 8, 2, 128)),
+    (9, WgmmaPlan(MANY, 16, 8, 2, 128)),
+    (24, WgmmaPlan(MANY, 32, 16, 2, 168)),
+    (MANY, WgmmaPlan(MANY, 64, 32, 1, 168)),
+)
+# For 4-bit weights or activations that `expert_wgmma` does not take. Of 4 warps: see `four_bit_linear`.
+_HOPPER_4BIT_ANY = (
     (8, GroupedPlan(MANY, 16, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 3))),
     (16, GroupedPlan(MANY, 32, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 3))),
     (MANY, GroupedPlan(MANY, 64, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 4))),
@@ -132,12 +154,12 @@ _QWEN3_30B_A3B_FP8 = (
 )
 _GPT_OSS_20B_MXFP4 = (
     VectorPlan(1, VectorTile(16, 128, 2, 4), VectorTile(8, 128, 2, 4)),
-    GroupedPlan(96, 16, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 3)),
-    GroupedPlan(160, 32, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 3)),
-    GroupedPlan(1536, 64, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 4)),
-    GroupedPlan(MANY, 128, GroupedTile(64, 128, 4, 2), GroupedTile(128, 128, 4, 2)),
+    WgmmaPlan(24, 8, 8, 2, 128),
+    WgmmaPlan(72, 16, 8, 2, 128),
+    WgmmaPlan(160, 32, 16, 2, 168),
+    WgmmaPlan(MANY, 64, 32, 1, 168),
 )
-_KIMI_K2_INT4 = (GroupedPlan(384, 16, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 3)),)
+_KIMI_K2_INT4 = (WgmmaPlan(384, 8, 8, 2, 168),)
 
 TUNED: dict[str, dict[Layer, tuple[ExpertPlan, ...]]] = {
     "NVIDIA H200": {
@@ -157,24 +179,33 @@ def few(format: Format) -> VectorPlan:
     return _FEW_4BIT if format in ("mxfp4", "int4") else _FEW_QUANTIZED
 
 
-def default_plan(layer: Layer, tokens: int, chosen: int, hopper: bool) -> ExpertPlan:
-    """The plan of a layer that was not measured; each token has `chosen` experts."""
+def default_plan(layer: Layer, tokens: int, chosen: int, hopper: bool, wgmma: bool = True) -> ExpertPlan:
+    """The plan of a layer that was not measured; each token has `chosen` experts.
+
+    `wgmma`: whether a `WgmmaPlan` fits the weights and the activations.
+    """
     format, shape = layer
     plan = few(format)
     if tokens <= plan.tokens and tokens * chosen <= 4 * shape[0]:
         return plan
     per_expert = tokens * chosen / shape[0]
-    return next(plan for most, plan in _plans(format, hopper) if per_expert <= most)
+    return next(plan for most, plan in _plans(format, hopper, wgmma) if per_expert <= most)
 
 
-def _plans(format: Format, hopper: bool) -> tuple[tuple[int, GroupedPlan], ...]:
+def _plans(
+    format: Format, hopper: bool, wgmma: bool = True
+) -> tuple[tuple[int, GroupedPlan | WgmmaPlan], ...]:
     if not hopper:
         return _ANYWHERE
     if format == "plain":
         return _HOPPER
-    return _HOPPER_4BIT if format in ("mxfp4", "int4") else _HOPPER_8BIT
+    if format in ("mxfp4", "int4"):
+        return _HOPPER_4BIT if wgmma else _HOPPER_4BIT_ANY
+    return _HOPPER_8BIT
 
 
-def tuned_plan(plans: tuple[ExpertPlan, ...], tokens: int) -> ExpertPlan | None:
+def tuned_plan(plans: tuple[ExpertPlan, ...], tokens: int, wgmma: bool = True) -> ExpertPlan | None:
     """The first plan for so many tokens; None if there is none."""
-    return next((plan for plan in plans if tokens <= plan.tokens), None)
+    return next(
+        (plan for plan in plans if tokens <= plan.tokens and (wgmma or not isinstance(plan, WgmmaPlan))), None
+    )

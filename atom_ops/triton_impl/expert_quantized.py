@@ -47,6 +47,16 @@ def readable(weights: ExpertWeights) -> bool:
     return isinstance(gate_up, ChannelINT8)
 
 
+def wgmma_reads(weights: ExpertWeights) -> bool:
+    """Whether `expert_wgmma` takes both matrices, on Hopper."""
+    from atom_ops.triton_impl.four_bit_wgmma import reads  # Gluon for Hopper is not in every Triton
+
+    return all(
+        isinstance(matrix, FourBitWords) and reads(matrix)
+        for matrix in (weights.gate_up_XOD, weights.down_XDF)
+    )
+
+
 def _has_fp8(values: Tensor) -> bool:
     """Whether Triton multiplies e4m3 on this GPU."""
     if INTERPRETED or values.is_meta:

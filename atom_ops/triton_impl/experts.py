@@ -14,7 +14,7 @@ from atom_ops.ops.linear import BATCH_INVARIANT
 from atom_ops.triton_impl import INTERPRETED, NEEDS, expert_plans, expert_quantized, is_hopper, runs_on
 from atom_ops.triton_impl.expert_blocks import ExpertBlocks, sort_by_expert
 from atom_ops.triton_impl.expert_kernels import _down, _gate_up, _grouped_gemm, _sum_pairs
-from atom_ops.triton_impl.expert_plans import ExpertPlan, GroupedPlan, GroupedTile, VectorPlan
+from atom_ops.triton_impl.expert_plans import ExpertPlan, GroupedPlan, GroupedTile, VectorPlan, WgmmaPlan
 from atom_ops.triton_impl.pdl import launch_options
 from atom_ops.triton_impl.persistent import programs_for
 from atom_ops.weights import MXFP4, GroupINT4, Weight
@@ -44,6 +44,11 @@ def multiply(
         return each_token(plan, x_TD, ids_TJ, shares_TJ, weights, activation)
     tokens, chosen = ids_TJ.shape
     experts_X, hidden, features = weights.down_XDF.shape
+    if isinstance(plan, WgmmaPlan):
+        from atom_ops.triton_impl import expert_wgmma  # Gluon for Hopper is not in every Triton
+
+        y_PD = expert_wgmma.by_expert(plan, x_TD, ids_TJ, weights, activation)
+        return sum_pairs(y_PD, ids_TJ, shares_TJ, experts_X, weights.first)
     if quantized:
         y_PD = expert_quantized.by_expert(plan, x_TD, ids_TJ, weights, activation, described)
         return sum_pairs(y_PD, ids_TJ, shares_TJ, experts_X, weights.first)
@@ -170,7 +175,10 @@ def _plan(x_TD: Tensor, ids_TJ: Tensor, weights: ExpertWeights) -> ExpertPlan:
         plain = layer[0] == "plain"
         plans = expert_plans.INTERPRETED if plain else expert_plans.INTERPRETED_QUANTIZED
     hopper = is_hopper(device)
-    return expert_plans.tuned_plan(plans, tokens) or expert_plans.default_plan(layer, tokens, chosen, hopper)
+    wgmma = hopper and x_TD.dtype == torch.bfloat16 and expert_quantized.wgmma_reads(weights)
+    return expert_plans.tuned_plan(plans, tokens, wgmma) or expert_plans.default_plan(
+        layer, tokens, chosen, hopper, wgmma
+    )
 
 
 def _plain(weights: ExpertWeights) -> tuple[Tensor, Tensor]:

@@ -28,50 +28,65 @@ WORDS = 32
 """Of a chunk."""
 _BF16X2_CAPABILITY = (8, 0)
 
-E2M1_BF16 = tl.constexpr(
-    """{
-    .reg .b32 t, u, zero;
-    mov.b32 zero, 0x80008000;
-    and.b32 t, $4, 0x81C081C0;
-    fma.rn.bf16x2 $0, t, $5, zero;
-    shl.b32 t, $4, 3;
-    and.b32 t, t, 0x81C081C0;
-    fma.rn.bf16x2 $1, t, $6, zero;
-    shl.b32 t, $4, 6;
-    and.b32 t, t, 0x81C081C0;
-    fma.rn.bf16x2 $2, t, $7, zero;
-    shl.b32 t, $4, 1;
-    and.b32 t, t, 0x80008000;
-    shr.b32 u, $4, 3;
-    lop3.b32 t, u, 0x01800180, t, 0xEA;
-    shr.b32 u, $4, 7;
-    lop3.b32 t, u, 0x00400040, t, 0xEA;
-    fma.rn.bf16x2 $3, t, $8, zero;
-    }"""
+_E2M1_MOVED = (
+    "and.b32 t, {word}, 0x81C081C0;",
+    "shl.b32 t, {word}, 3; and.b32 t, t, 0x81C081C0;",
+    "shl.b32 t, {word}, 6; and.b32 t, t, 0x81C081C0;",
+    """
+    shr.b32 u, {word}, 7;
+    and.b32 t, u, 0x00980098;
+    mul.lo.u32 t, t, 272;
+    and.b32 u, u, 0x00400040;
+    lop3.b32 t, t, 0x81808180, u, 0xEA;
+    """,
 )
-INT4_BF16 = tl.constexpr(
-    """{
-    .reg .b32 t, u, one, zero, magic;
+"""t: two numbers of each quarter. The last one's sign is at bit 7 after the shift, and the upper two bits of
+its magnitude at 4 and 3: 272 times them has these at 15, 8 and 7, and a carry goes no further than bit 13."""
+_E2M1 = "{moved} fma.rn.bf16x2 {number}, t, {scale}, zero;"
+_INT4 = """
+    shr.b32 t, {word}, {shift};
+    lop3.b32 t, t, 0x000F000F, magic, 0xEA;
+    fma.rn.bf16x2 t, t, one, {offset};
+    fma.rn.bf16x2 {number}, t, {scale}, zero;
+"""
+"""128 + code, minus 128 and the zero point, times the scale."""
+
+
+def _e2m1(quarter: int, number: str, word: str, scale: str) -> str:
+    return _E2M1.format(moved=_E2M1_MOVED[quarter].format(word=word), number=number, scale=scale)
+
+
+def _int4(quarter: int, number: str, word: str, scale: str, offset: str) -> str:
+    return _INT4.format(shift=4 * quarter, number=number, word=word, scale=scale, offset=offset)
+
+
+def _scoped(*instructions: str) -> str:
+    head = """{
+    .reg .b32 t, u, one, zero, magic, centre;
     mov.b32 one, 0x3F803F80;
     mov.b32 zero, 0x80008000;
     mov.b32 magic, 0x43004300;
-    lop3.b32 t, $4, 0x000F000F, magic, 0xEA;
-    fma.rn.bf16x2 t, t, one, $9;
-    fma.rn.bf16x2 $0, t, $5, zero;
-    shr.b32 u, $4, 4;
-    lop3.b32 t, u, 0x000F000F, magic, 0xEA;
-    fma.rn.bf16x2 t, t, one, $10;
-    fma.rn.bf16x2 $1, t, $6, zero;
-    shr.b32 u, $4, 8;
-    lop3.b32 t, u, 0x000F000F, magic, 0xEA;
-    fma.rn.bf16x2 t, t, one, $11;
-    fma.rn.bf16x2 $2, t, $7, zero;
-    shr.b32 u, $4, 12;
-    lop3.b32 t, u, 0x000F000F, magic, 0xEA;
-    fma.rn.bf16x2 t, t, one, $12;
-    fma.rn.bf16x2 $3, t, $8, zero;
-    }"""
+    mov.b32 centre, 0xC308C308;
+    """
+    return head + "".join(instructions) + "}"
+
+
+E2M1_BF16 = tl.constexpr(
+    _scoped(*(_e2m1(quarter, f"${quarter}", "$4", f"${5 + quarter}") for quarter in range(4)))
 )
+"""Four quarters of a word ($4) with their scales."""
+INT4_BF16 = tl.constexpr(
+    _scoped(
+        *(_int4(quarter, f"${quarter}", "$4", f"${5 + quarter}", f"${9 + quarter}") for quarter in range(4))
+    )
+)
+"""The same with -128 - zero points behind the scales."""
+E2M1_QUARTERS = tl.constexpr(tuple(_scoped(_e2m1(quarter, "$0", "$1", "$2")) for quarter in range(4)))
+"""One quarter of a word ($1) with its scale."""
+INT4_QUARTERS = tl.constexpr(
+    tuple(_scoped(_int4(quarter, "$0", "$1", "$2", "centre")) for quarter in range(4))
+)
+"""The same with a zero point of 8."""
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from atom_ops.triton_impl.quantized_plans import (
     MmaPlan,
     PersistentGemvPlan,
     QuantizedPlan,
+    WgmmaPlan,
 )
 from atom_ops.triton_impl.tuned import StreamKPlan
 
@@ -42,12 +43,18 @@ _MIDDLE = (
 """(tokens, rows, warps, stages) of the GEMM for up to 256 tokens."""
 _MOST = ((128, 128, 8, 3), (128, 128, 8, 4), (128, 128, 4, 3))
 """The same for more."""
-_FEW_WORDS = ((64, 128, 3), (64, 128, 4), (64, 256, 3), (64, 256, 4), (128, 256, 3))
+_FEW_WORDS = ((64, 128, 3), (64, 128, 4), (64, 256, 3))
 """(rows, columns, stages) of the GEMM of 4-bit weights for up to 64 tokens."""
 _MMA = ((8, 1), (4, 1), (2, 1), (4, 2), (2, 2), (16, 1))
 """(warps, tiles) of `MmaPlan`."""
+_WGMMA = (
+    *((16, 1, 128), (16, 2, 168), (32, 1, 128), (32, 2, 168)),
+    *((64, 1, 168), (64, 2, 168), (128, 1, 255)),
+)
+"""(tile, chunks, registers) of `WgmmaPlan`."""
 _MANY_WORDS = ((64, 128, 4, 3), (64, 64, 4, 3), (128, 64, 4, 3))
 """(tokens, rows, warps, stages) of the same for more. With 8 warps Triton 3.6 gives wrong results."""
+_FEWEST_PROGRAMS = 96
 _PROGRAMS = 528
 """At most four to an SM of an H200."""
 
@@ -102,9 +109,11 @@ def _few(key: Key, tokens: int) -> Iterator[QuantizedPlan]:
             yield GemmPlan(tokens, tile, rows, 128, warps, stages, split)
 
 
-def _splits(tiles: int, inputs: int, columns: int = 128, most: int = 4) -> list[int]:
+def _splits(
+    tiles: int, inputs: int, columns: int = 128, most: int = 4, tried: tuple[int, ...] = (2, 3, 4, 8)
+) -> list[int]:
     """1, and the others that give few enough programs and an even share of the inputs."""
-    shares = (split for split in (2, 3, 4, 8) if split <= most and inputs % (columns * split) == 0)
+    shares = (split for split in tried if split <= most and inputs % (columns * split) == 0)
     return [1, *(split for split in shares if tiles * split <= _PROGRAMS and inputs >= 512 * split)]
 
 
@@ -114,6 +123,14 @@ def _four_bit(outputs: int, inputs: int, tokens: int) -> Iterator[QuantizedPlan]
         yield from (MmaPlan(1, *each) for each in _MMA)
         return
     limit, tile = (tokens if tokens <= 256 else MANY), max(tokens, 16)
+    if tokens <= 256:
+        for side, chunks, registers in _WGMMA:
+            if (tile if tokens <= 32 else min(tile // 2, 64)) <= side <= tile:
+                programs = -(-outputs // 128) * -(-tokens // side)
+                splits = _splits(programs, inputs, 128 * chunks, 12, (2, 4, 8, 12))
+                for split in splits:
+                    if programs * split >= _FEWEST_PROGRAMS or split == splits[-1]:
+                        yield WgmmaPlan(limit, side, chunks, split, registers)
     if tokens <= 64:
         for rows, columns, stages in _FEW_WORDS:
             for split in _splits(outputs // rows, inputs, columns, 8):

@@ -36,6 +36,7 @@ from atom_ops.triton_impl.quantized_plans import (
     Packed,
     PersistentGemvPlan,
     QuantizedPlan,
+    WgmmaPlan,
     plans_of,
 )
 from atom_ops.triton_impl.rounded_rows import MOST_INPUTS, Form, RoundedRows, round_rows
@@ -88,11 +89,25 @@ def _runs(device: torch.device, fp8: bool) -> bool:
 def plan_of(x: Tensor, weight: Packed, dtype: torch.dtype) -> QuantizedPlan:
     """The plan for this number of tokens and this dtype of the result."""
     plans = plans_of(weight)
-    if not x.dtype == dtype == torch.bfloat16:
-        plans = tuple(plan for plan in plans if not isinstance(plan, MmaPlan))
+    if isinstance(weight, FourBitWords):
+        bfloat16 = x.dtype == dtype == torch.bfloat16
+        return next(plan for plan in plans if len(x) <= plan.tokens and takes(plan, weight, bfloat16))
     if isinstance(weight, BlockFP8 | ChannelFP8) and not _has_library(x, weight, dtype):
         plans = tuple(plan for plan in plans if not isinstance(plan, LibraryPlan))
     return next(plan for plan in plans if len(x) <= plan.tokens)
+
+
+def takes(plan: QuantizedPlan, weight: FourBitWords, bfloat16: bool) -> bool:
+    """Whether the plan's kernel multiplies by this weight; `bfloat16`: activations and result."""
+    if isinstance(plan, MmaPlan):
+        return bfloat16
+    if not isinstance(plan, WgmmaPlan):
+        return True
+    if not bfloat16 or not is_hopper(weight.words.device):
+        return False
+    from atom_ops.triton_impl import four_bit_wgmma  # Gluon for Hopper is not in every Triton
+
+    return four_bit_wgmma.reads(weight)
 
 
 def _has_library(x: Tensor, weight: BlockFP8 | ChannelFP8, dtype: torch.dtype) -> bool:
@@ -161,6 +176,10 @@ def multiply(
         assert isinstance(weight, FourBitWords), "kernels of the other types read rounded rows"
         if isinstance(plan, MmaPlan):
             return _few(plan, x, weight, bias), total
+        if isinstance(plan, WgmmaPlan):
+            from atom_ops.triton_impl import four_bit_wgmma  # Gluon for Hopper is not in every Triton
+
+            return four_bit_wgmma.multiply(plan, x, weight, bias), total
         if isinstance(plan, GemmPlan):
             return four_bit_linear.multiply(plan, x, weight, bias, dtype), total
         return _decoded(x, weight, bias, dtype), total

@@ -66,6 +66,20 @@ class GemmPlan(msgspec.Struct, frozen=True, tag="quantized-tiles"):
     split_k: int = 1
 
 
+class WgmmaPlan(msgspec.Struct, frozen=True, tag="quantized-wgmma"):
+    """4-bit weights without zero points on Hopper, by `four_bit_wgmma`."""
+
+    tokens: int
+    """Most tokens."""
+    tile: int
+    """Tokens of a tile: a power of two from 8 to 128."""
+    chunks: int
+    """Of 128 weight columns: of a stage, 1 or 2."""
+    split_k: int
+    registers: int
+    """Most of a thread."""
+
+
 class LibraryPlan(msgspec.Struct, frozen=True, tag="quantized-library"):
     """The vendor's GEMM: of 8-bit floats with 8-bit activations, of other weights after decoding them."""
 
@@ -73,7 +87,7 @@ class LibraryPlan(msgspec.Struct, frozen=True, tag="quantized-library"):
     """Most tokens."""
 
 
-QuantizedPlan = GemvPlan | PersistentGemvPlan | MmaPlan | GemmPlan | StreamKPlan | LibraryPlan
+QuantizedPlan = GemvPlan | PersistentGemvPlan | MmaPlan | WgmmaPlan | GemmPlan | StreamKPlan | LibraryPlan
 QuantizedPlans = tuple[QuantizedPlan, ...]
 """Of one format and weight shape, by rising tokens."""
 
@@ -109,6 +123,7 @@ def _stream_k(tokens: int, programs: int) -> StreamKPlan:
 _QKV, _O, _GATE_UP, _DOWN = (6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)
 _WHOLE = GemvPlan(4, 0, 8, 2)
 _LIBRARY = LibraryPlan(MANY)
+# Of 4-bit plans with one limit the second is for zero points or float16.
 _H200: dict[Key, QuantizedPlans] = {
     ("fp8-block", *_QKV): (
         *(GemvPlan(4, 0, 8, 4), _stream_k(16, 96), _stream_k(64, 96)),
@@ -132,22 +147,44 @@ _H200: dict[Key, QuantizedPlans] = {
     ("int8-channel", *_GATE_UP): (_gemm(1, 4, 6), _gemm(16, 4, 6), _gemm(64, 4, 4, rows=128)),
     ("int8-channel", *_DOWN): (_gemm(1, 4, 6, 4), _gemm(16, 4, 6, 4), _gemm(64, 4, 6, 4)),
     ("int4-128", *_QKV): (
-        *(GemvPlan(8, 4096, 4), MmaPlan(8, 4, 2), _words(16, 3, 4, 256), _words(64, 3, 4), _LIBRARY),
+        *(GemvPlan(8, 4096, 4), MmaPlan(8, 4, 2), _words(16, 3, 4, 256)),
+        *(WgmmaPlan(32, 32, 1, 8, 128), WgmmaPlan(64, 32, 2, 4, 168), _words(64, 3, 4)),
+        *(WgmmaPlan(128, 64, 1, 4, 168), WgmmaPlan(256, 64, 1, 2, 168), _LIBRARY),
     ),
     ("int4-128", *_O): (
-        *(GemvPlan(4, 2048, 2), MmaPlan(8, 4, 2), _words(16, 3, 2, 256), _words(64, 4, 4), _LIBRARY),
+        *(GemvPlan(4, 2048, 2), MmaPlan(8, 4, 2), _words(16, 3, 2, 256), _words(32, 4, 4)),
+        *(WgmmaPlan(64, 64, 2, 4, 168), _words(64, 4, 4)),
+        *(WgmmaPlan(128, 64, 2, 4, 168), WgmmaPlan(256, 64, 2, 2, 168), _LIBRARY),
     ),
     ("int4-128", *_GATE_UP): (
-        *(MmaPlan(8, 4, 2), _words(16, 3, 1, 256), _words(64, 3)),
+        *(MmaPlan(8, 4, 2), WgmmaPlan(16, 16, 2, 2, 168), WgmmaPlan(32, 32, 2, 2, 168)),
+        *(WgmmaPlan(64, 64, 1, 2, 168), _words(64, 3), WgmmaPlan(256, 128, 1, 1, 255)),
         *(GemmPlan(256, 64, 128, 128, 4, 3), _LIBRARY),
     ),
-    ("int4-128", *_DOWN): (MmaPlan(8, 8, 2), _words(16, 3, 8, 256), _words(64, 3, 8), _LIBRARY),
-    ("mxfp4", *_QKV): (
-        *(GemvPlan(4, 0, 4, 2), MmaPlan(8, 4, 1), _words(16, 3, 4), _words(64, 3, 4), _LIBRARY),
+    ("int4-128", *_DOWN): (
+        *(MmaPlan(8, 8, 2), _words(16, 3, 8, 256), WgmmaPlan(32, 32, 2, 12, 168)),
+        *(WgmmaPlan(64, 64, 2, 8, 168), _words(64, 3, 8)),
+        *(WgmmaPlan(128, 64, 2, 4, 168), WgmmaPlan(256, 128, 1, 4, 255)),
+        _LIBRARY,
     ),
-    ("mxfp4", *_O): (MmaPlan(8, 8, 1), _words(16, 4, 4), _words(64, 4, 4), _LIBRARY),
-    ("mxfp4", *_GATE_UP): (MmaPlan(8, 4, 2), _words(16, 4), _words(64, 3), _LIBRARY),
-    ("mxfp4", *_DOWN): (MmaPlan(8, 8, 1), _words(16, 4, 4), _words(64, 3, 4), _LIBRARY),
+    ("mxfp4", *_QKV): (
+        *(GemvPlan(4, 0, 4, 2), MmaPlan(8, 4, 1)),
+        *(WgmmaPlan(16, 16, 1, 8, 128), WgmmaPlan(32, 32, 1, 8, 128), WgmmaPlan(64, 32, 2, 4, 168)),
+        *(WgmmaPlan(128, 64, 1, 4, 168), WgmmaPlan(256, 64, 1, 2, 168), _LIBRARY),
+    ),
+    ("mxfp4", *_O): (
+        *(MmaPlan(8, 8, 1), WgmmaPlan(16, 16, 1, 8, 128), WgmmaPlan(32, 32, 1, 8, 128)),
+        *(WgmmaPlan(128, 64, 2, 4, 168), WgmmaPlan(256, 64, 2, 2, 168), _LIBRARY),
+    ),
+    ("mxfp4", *_GATE_UP): (
+        *(MmaPlan(8, 4, 2), WgmmaPlan(16, 16, 2, 2, 168), WgmmaPlan(32, 32, 2, 2, 168)),
+        *(WgmmaPlan(64, 64, 1, 2, 168), WgmmaPlan(256, 128, 1, 1, 255), _LIBRARY),
+    ),
+    ("mxfp4", *_DOWN): (
+        *(MmaPlan(8, 8, 1), WgmmaPlan(16, 16, 2, 12, 168), WgmmaPlan(32, 32, 2, 12, 168)),
+        *(WgmmaPlan(64, 64, 2, 8, 168), WgmmaPlan(128, 64, 2, 4, 168), WgmmaPlan(256, 128, 1, 4, 255)),
+        _LIBRARY,
+    ),
 }
 MEASURED = {"NVIDIA H200": _H200}
 """By the driver's name of the GPU."""
@@ -213,11 +250,23 @@ def general_plans(key: Key) -> QuantizedPlans:
     many = GemmPlan(MANY, 64, 128, 128, 4, 3) if four_bits else GemmPlan(MANY, 128, 128, 128, 8, 3)
     if not library:
         return (vector, *few, GemmPlan(256, 64, 64, 128, 4, 4), many)
-    middle = (GemmPlan(128, 64, 128, 128, 4, 3),) if four_bits else ()
-    return (vector, *few, *middle, LibraryPlan(MANY), many)
+    if four_bits:
+        hopper = [_shared(outputs, inputs, tokens) for tokens in (32, 64, 128, 256)]
+        elsewhere = (*few[1:], GemmPlan(128, 64, 128, 128, 4, 3))
+        middle = [plan for pair in zip(hopper, elsewhere, strict=False) for plan in pair]
+        return (vector, few[0], *middle, hopper[-1], LibraryPlan(MANY), many)
+    return (vector, *few, LibraryPlan(MANY), many)
 
 
 _WHOLE_ROWS = 8192
+
+
+def _shared(outputs: int, inputs: int, tokens: int) -> WgmmaPlan:
+    """The plan for Hopper, with as many splits as put three programs on each SM."""
+    tile = min(tokens, 64)
+    programs = -(-outputs // 128) * (tokens // tile)
+    split_k = max(1, min(3 * _PROGRAMS // programs, inputs // 1024))
+    return WgmmaPlan(tokens, tile, 2 if tile == 32 else 1, split_k, 168)
 
 
 def _filled(outputs: int, inputs: int, tokens: int, four_bits: bool) -> GemmPlan:

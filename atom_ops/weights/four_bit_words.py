@@ -26,7 +26,7 @@ class FourBitWords:
     words: Tensor
     """int16 [..., O, 32 * ceil(I / 128)]."""
     scales: Tensor
-    """INT4: floats [..., O, I / G]; MXFP4: int32 [..., O, ceil(I / 128)], a byte for each group of 32."""
+    """INT4: floats [..., O, I / G]; MXFP4: int32 [..., O, 4 * ceil(I / 512)], a byte for each group of 32."""
     zeros: Tensor | None
     """INT4: uint8 [..., O, I / G]; None: 8."""
     inputs: int
@@ -83,7 +83,7 @@ def pack_words(weight: GroupINT4 | MXFP4) -> FourBitWords | None:
         return FourBitWords(_words_of(weight.codes, False), weight.scales, weight.zeros, inputs)
     if not weight.scales.is_meta and int(weight.scales.max()) > _LARGEST_EXPONENT:
         return None
-    groups = -(-inputs // COLUMNS) * _QUARTERS
+    groups = -(-inputs // (4 * COLUMNS)) * 4 * _QUARTERS
     scales = functional.pad(weight.scales + _SCALE_BIAS, (0, groups - weight.scales.shape[-1]))
     return FourBitWords(_words_of(weight.blocks, True), scales.view(torch.int32), None, inputs)
 

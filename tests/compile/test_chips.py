@@ -226,6 +226,7 @@ def test_linear_with_quantized_weights(format: str) -> None:
         four_bit_gemv,
         four_bit_linear,
         four_bit_mma,
+        four_bit_wgmma,
         hopper_gemv,
         hopper_linear,
         quantized_gemv,
@@ -237,6 +238,7 @@ def test_linear_with_quantized_weights(format: str) -> None:
         GemvPlan,
         MmaPlan,
         PersistentGemvPlan,
+        WgmmaPlan,
         general_plans,
     )
     from atom_ops.triton_impl.rounded_rows import round_rows
@@ -256,6 +258,10 @@ def test_linear_with_quantized_weights(format: str) -> None:
                     gemv.multiply(plan, x, weight, bias, tensor(1, key[1]), *norm)
                 elif isinstance(plan, PersistentGemvPlan):
                     hopper_gemv.multiply(plan, tensor(1, key[2]), weight, tensor(1, key[1]))
+                elif isinstance(plan, WgmmaPlan):
+                    symmetric = replace(weight, zeros=None)
+                    if four_bit_wgmma.reads(symmetric):
+                        four_bit_wgmma.multiply(plan, tensor(plan.tokens, key[2]), symmetric, bias)
                 elif isinstance(plan, StreamKPlan):
                     rows, _ = round_rows(x, form, plan.tile)
                     hopper_linear.multiply_e4m3(plan, rows, 64, weight, None, BF16)
@@ -292,7 +298,7 @@ def packed(format: str, outputs: int, inputs: int) -> Any:
     chunks = -(-inputs // 128)
     words = ints(outputs, 32 * chunks, dtype=torch.int16)
     if format == "mxfp4":
-        return FourBitWords(words, ints(outputs, chunks), None, inputs)
+        return FourBitWords(words, ints(outputs, -(-chunks // 4) * 4), None, inputs)
     groups = inputs // int(format.split("-")[1])
     zeros = ints(outputs, groups, dtype=torch.uint8)
     return FourBitWords(words, tensor(outputs, groups), zeros, inputs)
@@ -338,7 +344,8 @@ def quantized(format: str, experts: int, outputs: int, inputs: int) -> Any:
         return BlockFP8(tensor(*shape, dtype=FP8), scales, (128, 128))
     if format == "int8":
         return ChannelINT8(ints(*shape, dtype=torch.int8), tensor(experts, outputs, dtype=torch.float32))
-    scales = ints(experts, outputs, chunks) if format == "mxfp4" else tensor(experts, outputs, inputs // 32)
+    exponents = ints(experts, outputs, -(-chunks // 4) * 4)
+    scales = exponents if format == "mxfp4" else tensor(experts, outputs, inputs // 32)
     return FourBitWords(ints(experts, outputs, 32 * chunks, dtype=torch.int16), scales, None, inputs)
 
 
@@ -362,6 +369,8 @@ def test_every_plan_of_quantized_experts(format: Any, chip: str) -> None:
     ]
     anywhere: list[plans.ExpertPlan] = [plans.few(format), plans._ANYWHERE[-1][1], plans.BATCH_INVARIANT]
     count, hidden, features, chosen = (32, 2880, 2880, 4) if four_bit else (128, 2048, 768, 8)
+    if format == "int4":
+        hidden, features = 4096, 2048  # groups of 32 fill chunks
     matrices = quantized(format, count, 2 * features, hidden), quantized(format, count, hidden, features)
     biases = (tensor(count, 2 * features), tensor(count, hidden)) if four_bit else (None, None)
     activation = ClampedSwiglu(7.0, 1.702) if four_bit else None

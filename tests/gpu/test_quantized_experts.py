@@ -100,6 +100,20 @@ def test_every_kind_of_plan(name: str) -> None:
                 assert error(multiply(plan, *args, described), wanted) < ROUNDING.get(format, EXACT), plan
 
 
+@pytest.mark.parametrize("tokens", [1, 40, 300])
+@pytest.mark.parametrize("name", ["GPT-OSS-20B-MXFP4", "Kimi-K2-INT4"])
+def test_skewed_and_missing_experts(name: str, tokens: int) -> None:
+    """All tokens choose the same experts; then none of them is here, and memory holds NaN."""
+    backend.resolve(GPU)
+    x, ids, shares, weights, activation = call(name, tokens)
+    same = ids[:1].expand_as(ids).contiguous()
+    wanted = exact(x, same, shares, weights, activation)
+    assert error(experts(x, same, shares, weights, activation), wanted) < EXACT
+    torch.full((1 << 24,), torch.nan, dtype=torch.bfloat16, device=GPU)
+    nowhere = torch.full_like(ids, -1)
+    assert not experts(x, nowhere, shares, replace(weights, complete=False), activation).any()
+
+
 @pytest.mark.parametrize("tokens", [2, 300])
 @pytest.mark.parametrize("name", MODELS)
 def test_experts_of_other_ranks_add_nothing(name: str, tokens: int) -> None:

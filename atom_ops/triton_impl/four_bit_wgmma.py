@@ -1,0 +1,281 @@
+# ruff: noqa: RUF005 - Triton unpacks no tuple within another
+# mypy: disable-error-code="assignment, has-type"
+"""GEMM of 4-bit weights (`FourBitWords`) on Hopper: TMA, codes decoded in registers, WGMMA.
+
+    words  [128, 32 * SPAN]       int16: SPAN chunks of 128 rows; read from shared memory into the registers
+                                  of WGMMA's first operand, which decodes without moving a number
+    x      [tokens, 128 * SPAN]   the same columns: WGMMA reads them from shared memory
+
+A stage of both is loaded while others are multiplied. Half a chunk is decoded while the tensor cores
+multiply the half before it; its registers stay in use until they have. Four programs fit an SM, which
+hides more than more stages would.
+
+Written in Gluon, which has no interpreter.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from atom_ops.triton_impl.four_bit import COLUMNS, E2M1_QUARTERS, INT4_QUARTERS, WORDS
+from atom_ops.triton_impl.gluon_pdl import pdl_launch_dependents, pdl_wait
+from atom_ops.triton_impl.pdl import launch_options
+from atom_ops.triton_impl.quantized_plans import WgmmaPlan
+from atom_ops.triton_impl.split_k import partials_of, reduce_partials
+from atom_ops.weights import FourBitWords
+
+ROWS = gl.constexpr(128)
+STAGES = gl.constexpr(2)
+_E2M1 = gl.constexpr(E2M1_QUARTERS.value)
+_INT4 = gl.constexpr(INT4_QUARTERS.value)
+_WORDS = gl.constexpr(WORDS)
+_COLUMNS = gl.constexpr(COLUMNS)
+# These two have other names in later versions of Triton.
+_load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+_E2M1_SCALES = gl.constexpr(
+    """{
+    .reg .b32 t;
+    prmt.b32 t, $4, 0, 0x4440;
+    mul.lo.u32 $0, t, 0x00800080;
+    prmt.b32 t, $4, 0, 0x4441;
+    mul.lo.u32 $1, t, 0x00800080;
+    prmt.b32 t, $4, 0, 0x4442;
+    mul.lo.u32 $2, t, 0x00800080;
+    prmt.b32 t, $4, 0, 0x4443;
+    mul.lo.u32 $3, t, 0x00800080;
+    }"""
+)
+"""From the exponents of a chunk's quarters: each as bfloat16, twice."""
+_PAIR_SCALES = gl.constexpr("prmt.b32 $0, $2, 0, 0x1010; prmt.b32 $1, $2, 0, 0x3232;")
+"""From two bfloat16: each twice."""
+
+
+@gluon.constexpr_function
+def _sums(TOKENS):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+
+
+@gluon.constexpr_function
+def rows_layout(TOKENS):
+    """Of the row numbers that `products` takes."""
+    return gl.SliceLayout(1, gl.DotOperandLayout(0, _sums(TOKENS), 2))
+
+
+@gluon.constexpr_function
+def words_layout(SPAN):
+    """Of the words in shared memory."""
+    return gl.NVMMASharedLayout(64 * SPAN, 16, 2)
+
+
+@gluon.jit
+def _load_words(weight, words, barrier, step, matrix, row, GATED: gl.constexpr):
+    if GATED:
+        halves = words.reshape([2, words.shape[0] // 2, words.shape[1]])
+        _load_tile(weight, [matrix, row, step * words.shape[1]], barrier, halves)
+    else:
+        _load_tile(weight, [row, step * words.shape[1]], barrier, words)
+
+
+@gluon.jit
+def _scales_of(place_R, step, CHUNKS: gl.constexpr, SPAN: gl.constexpr, GROUP: gl.constexpr):
+    """Of a stage: int32 [ROWS] of four exponents or of two scales, or else bfloat16."""
+    found = ()
+    for c in gl.static_range(SPAN):
+        chunk = gl.minimum(step * SPAN + c, CHUNKS - 1)
+        if GROUP == 32:
+            found = found + (gl.load(place_R + chunk * 2), gl.load(place_R + chunk * 2 + 1))
+        elif GROUP < 128:
+            found = found + (gl.load(place_R + chunk),)
+        else:
+            found = found + (gl.load(place_R + chunk * 128 // GROUP),)
+    return found
+
+
+@gluon.jit
+def _pair(scales_R):
+    two: gl.constexpr = (gl.int32, gl.int32)
+    return gl.inline_asm_elementwise(_PAIR_SCALES, "=&r,=r,r", [scales_R], dtype=two, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _of_quarters(scales, c: gl.constexpr, GROUP: gl.constexpr):
+    """The scales of the quarters of a stage's chunk c: bfloat16 twice, int32 [ROWS] each."""
+    if GROUP == 0:
+        four: gl.constexpr = (gl.int32, gl.int32, gl.int32, gl.int32)
+        return gl.inline_asm_elementwise(
+            _E2M1_SCALES, "=&r,=&r,=&r,=&r,r", [scales[c]], dtype=four, is_pure=True, pack=1
+        )
+    elif GROUP == 32:
+        first, second = _pair(scales[2 * c])
+        third, last = _pair(scales[2 * c + 1])
+        return first, second, third, last
+    elif GROUP == 64:
+        first, second = _pair(scales[c])
+        return first, first, second, second
+    else:
+        bits_R = scales[c].to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+        twice_R = bits_R | (bits_R << 16)
+        return twice_R, twice_R, twice_R, twice_R
+
+
+@gluon.jit
+def _decoded(words_RC, scale_R, quarter: gl.constexpr, GROUP: gl.constexpr):
+    """bfloat16 [ROWS, 32]. The instructions take two words and, for both, the first of two equal scales."""
+    ASM: gl.constexpr = _E2M1[quarter] if GROUP == 0 else _INT4[quarter]
+    scale_RC = gl.expand_dims(scale_R, 1) + gl.zeros_like(words_RC).to(gl.int32)
+    return gl.inline_asm_elementwise(
+        ASM, "=r,r,r,r", [words_RC, scale_RC], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def products(
+    weight, x, words, parts, ready, matrix, row, place_R, first_token, first_step, steps,
+    TOKENS: gl.constexpr, CHUNKS: gl.constexpr, SPAN: gl.constexpr, GROUP: gl.constexpr,
+    GATED: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """float32 [ROWS, TOKENS]: `steps` stages of rows of the weight times tokens.
+
+    The rows are ROWS from `row` on, if GATED half as many in `matrix` and in the next one; `place_R` is
+    where each one's scales begin. `words`, `parts` and `ready` are the shared memory of STAGES stages. Only
+    x may still be written by the previous kernel.
+    """
+    sums: gl.constexpr = _sums(TOKENS)
+    left: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
+    size: gl.constexpr = weight.block_type.nbytes + x.block_type.nbytes
+    for i in gl.static_range(STAGES):
+        if i < steps:
+            mbarrier.expect(ready.index(i), size)
+            _load_words(weight, words.index(i), ready.index(i), first_step + i, matrix, row, GATED)
+    scales = _scales_of(place_R, first_step, CHUNKS, SPAN, GROUP)
+    pdl_wait(PDL)
+    for i in gl.static_range(STAGES):
+        if i < steps:
+            _load_tile(x, [first_token, (first_step + i) * (SPAN * _COLUMNS)], ready.index(i), parts.index(i))
+    total_RT = gl.zeros([ROWS, TOKENS], gl.float32, sums)
+    for i in range(steps):
+        slot = i % STAGES
+        now = scales
+        scales = _scales_of(place_R, first_step + i + 1, CHUNKS, SPAN, GROUP)
+        mbarrier.wait(ready.index(slot), i // STAGES & 1)
+        for c in gl.static_range(SPAN):
+            words_RC = words.index(slot).slice(c * _WORDS, _WORDS, dim=1).load(left)
+            of_quarters = _of_quarters(now, c, GROUP)
+            for half in gl.static_range(2):
+                even_RC = _decoded(words_RC, of_quarters[2 * half], 2 * half, GROUP)
+                odd_RC = _decoded(words_RC, of_quarters[2 * half + 1], 2 * half + 1, GROUP)
+                numbers_RC = gl.join(even_RC, odd_RC).permute((0, 2, 1)).reshape([ROWS, _COLUMNS // 2])
+                numbers_RC = gl.convert_layout(numbers_RC, left, assert_trivial=True)
+                if c + half > 0:
+                    total_RT, _ = warpgroup_mma_wait(0, deps=[total_RT, multiplied_RC])  # noqa: F821
+                part_TC = parts.index(slot).slice(c * _COLUMNS + half * 64, 64, dim=1)
+                total_RT = warpgroup_mma(numbers_RC, part_TC.permute((1, 0)), total_RT, is_async=True)
+                multiplied_RC = numbers_RC
+        total_RT, _ = warpgroup_mma_wait(0, deps=[total_RT, multiplied_RC])
+        if i + STAGES < steps:
+            _thread_barrier()
+            step = first_step + i + STAGES
+            mbarrier.expect(ready.index(slot), size)
+            _load_words(weight, words.index(slot), ready.index(slot), step, matrix, row, GATED)
+            _load_tile(x, [first_token, step * (SPAN * _COLUMNS)], ready.index(slot), parts.index(slot))
+    return total_RT
+
+
+@gluon.jit
+def store_rows(found_RT, out, place_T, first_output, outputs, inside_T, ROWS: gl.constexpr):
+    """Store columns of `found_RT` as rows of `out`; `place_T` in the layout of `stored_tokens`."""
+    stored: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    output_R = first_output + gl.arange(0, ROWS, gl.SliceLayout(1, stored))
+    out_RT = gl.convert_layout(found_RT.to(out.dtype.element_ty), stored)
+    inside_RT = (output_R < outputs)[:, None] & inside_T[None, :]
+    gl.store(out + place_T.to(gl.int64)[None, :] * outputs + output_R[:, None], out_RT, mask=inside_RT)
+
+
+@gluon.jit
+def stored_tokens(TOKENS: gl.constexpr):
+    """0 .. TOKENS - 1 in the layout of `store_rows`."""
+    return gl.arange(0, TOKENS, gl.SliceLayout(0, gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])))
+
+
+@gluon.jit(do_not_specialize=["tokens", "share"])
+def _wgmma(
+    weight, x, scales, bias, out, tokens, outputs, groups, steps, share,
+    TOKENS: gl.constexpr, CHUNKS: gl.constexpr, SPAN: gl.constexpr, GROUP: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of tokens, tiles of rows, splits of `share` steps)."""
+    words = gl.allocate_shared_memory(gl.int16, [STAGES, ROWS, SPAN * _WORDS], weight.layout)
+    parts = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TOKENS, SPAN * _COLUMNS], x.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+    first_token, first_output = gl.program_id(0) * TOKENS, gl.program_id(1) * ROWS
+    row_R = gl.minimum(first_output + gl.arange(0, ROWS, rows_layout(TOKENS)), outputs - 1)
+    first_step = gl.program_id(2) * share
+    total_RT = products(
+        weight, x, words, parts, ready, 0, first_output, scales + row_R.to(gl.int64) * groups,
+        first_token, first_step, gl.minimum(share, steps - first_step),
+        TOKENS, CHUNKS, SPAN, GROUP, False, PDL,
+    )  # fmt: skip
+    pdl_launch_dependents(PDL)
+    if bias is not None:
+        output_R = first_output + gl.arange(0, ROWS, gl.SliceLayout(1, total_RT.type.layout))
+        bias_R = gl.load(bias + output_R, mask=output_R < outputs, other=0.0)
+        total_RT += bias_R.to(gl.float32)[:, None]
+    token_T = first_token + stored_tokens(TOKENS)
+    place_T = gl.program_id(2) * tokens + token_T
+    store_rows(total_RT, out, place_T, first_output, outputs, token_T < tokens, ROWS)
+
+
+def reads(weight: FourBitWords) -> bool:
+    """Whether `products` takes this weight [.., O, I]; it has no zero points."""
+    if weight.scales.dtype == torch.int32:
+        return weight.inputs % 8 == 0  # rows of x begin at multiples of 16 bytes
+    if weight.zeros is not None or weight.scales.dtype != torch.bfloat16:
+        return False
+    return weight.inputs % (128 if weight.group in (32, 64) else 8) == 0
+
+
+def described(matrix: Tensor, tile: list[int], columns: int) -> TensorDescriptor:
+    """`columns`: of a tile's row, which decide the order in shared memory."""
+    layout = gl.NVMMASharedLayout(min(columns * 2, 128), 16, len(tile))
+    return TensorDescriptor.from_tensor(matrix, tile, layout)
+
+
+def scale_words(weight: FourBitWords) -> tuple[Tensor, dict[str, Any]]:
+    """The scales as the kernels take them, and the constants that depend on them."""
+    scales, group = weight.scales, weight.group
+    if group in (32, 64):
+        scales = scales.view(torch.int32)
+    whole_rows = group == weight.inputs
+    group = triton.next_power_of_2(group) * COLUMNS if whole_rows else group
+    return scales, {"GROUP": group, "CHUNKS": triton.cdiv(weight.inputs, COLUMNS)}
+
+
+def multiply(plan: WgmmaPlan, x_TI: Tensor, weight: FourBitWords, bias: Tensor | None) -> Tensor:
+    """[T, O]; everything in bfloat16."""
+    (outputs, _), tokens, span = weight.shape, len(x_TI), plan.chunks
+    x_TI = x_TI.contiguous()
+    if x_TI.data_ptr() % 16:
+        x_TI = x_TI.clone()  # TMA needs it
+    scales, settings = scale_words(weight)
+    steps = triton.cdiv(settings["CHUNKS"], span)
+    share = triton.cdiv(steps, plan.split_k)
+    split_k = triton.cdiv(steps, share)
+    out_TO = torch.empty(tokens, outputs, dtype=x_TI.dtype, device=x_TI.device)
+    sums = partials_of(out_TO, split_k)
+    _wgmma[(triton.cdiv(tokens, plan.tile), triton.cdiv(outputs, ROWS.value), split_k)](
+        described(weight.words, [ROWS.value, span * WORDS], span * WORDS),
+        described(x_TI, [plan.tile, span * COLUMNS], span * COLUMNS),
+        scales, bias if split_k == 1 else None, sums, tokens, outputs, scales.shape[1], steps, share,
+        TOKENS=plan.tile, SPAN=span, num_warps=4, maxnreg=plan.registers,
+        **settings, **launch_options(x_TI.device),
+    )  # fmt: skip
+    return out_TO if split_k == 1 else reduce_partials(sums, bias, out_TO)
