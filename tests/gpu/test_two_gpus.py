@@ -99,3 +99,14 @@ def test_distributions(
     print(f"{model} {layout}: median {middle:.2e}, mean {mean:.2e} nats")
     # Rounding selects other experts for a few tokens, on one GPU too.
     assert middle < MOST_NATS and mean < 30 * MOST_NATS
+
+
+def test_all_reduces_beside_gemms(
+    on_one_gpu: Callable[[str], tuple[Path, Distributions]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step of several tokens in parts, within graphs and without."""
+    monkeypatch.setenv("ATOM_OVERLAP_ALLREDUCE_TOKENS", "2")
+    directory, expected = on_one_gpu("qwen3")
+    found = distributions(directory, LAYOUTS["tp"])
+    nats = sorted(map(divergence, expected, found))
+    assert nats[len(nats) // 2] < MOST_NATS
