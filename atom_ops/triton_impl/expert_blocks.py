@@ -4,9 +4,9 @@
     sorted: order        1 2 4 | 3 | 0 5        by expert, then by pair
     blocks of 2 pairs    (0, 0, 2) (0, 2, 3) (1, 3, 4) (2, 4, 6)    expert, first and end in `order`
 
-One program sorts the pairs of one expert, so the order does not depend on timing. Nothing is padded,
-and the host only knows the greatest possible number of blocks. Pairs whose id is no expert are
-left out.
+A program sorts the pairs of one expert, or a part of them that it places behind the parts before, so the
+order does not depend on timing. Nothing is padded, and the host only knows the greatest possible number of
+blocks. Pairs whose id is no expert are left out.
 """
 
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from torch import Tensor
 from atom_ops.triton_impl.pdl import launch_options, pdl_begin
 
 _COUNTED_AT_ONCE = 4096
+_MOST_PARTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +61,23 @@ def _count(
     tl.store(counts + chunk * BLOCK_X + tl.arange(0, BLOCK_X), count_X)
 
 
-@triton.jit(do_not_specialize=["pairs", "chunks", "first_expert"])
+@triton.jit(do_not_specialize=["pairs", "chunks", "share", "first_expert"])
 def _sort(
-    ids, counts, order, blocks, pairs, chunks, first_expert,
+    ids, counts, order, blocks, pairs, chunks, share, first_expert,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COUNTED: tl.constexpr,
     BLOCK_X: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (experts,). COUNTED: `counts` holds the pairs of each expert in each chunk."""
+    """Grid (experts, parts of `share` chunks). COUNTED: `counts` has the pairs of each expert and chunk."""
     pdl_begin(PDL)
-    expert = tl.program_id(0)
+    expert, first_chunk = tl.program_id(0), tl.program_id(1) * share
     number_X = tl.arange(0, BLOCK_X)
+    before_X = tl.zeros((BLOCK_X,), tl.int32)
     if COUNTED:
         count_X = tl.zeros((BLOCK_X,), tl.int32)
         for chunk in range(chunks):
-            count_X += tl.load(counts + chunk * BLOCK_X + number_X)
+            of_chunk_X = tl.load(counts + chunk * BLOCK_X + number_X)
+            count_X += of_chunk_X
+            before_X += tl.where(chunk < first_chunk, of_chunk_X, 0)
     else:
         count_X = _counts(ids, first_expert, 0, pairs, EXPERTS, BLOCK_X, BLOCK_P)
     count_X = tl.where(number_X < EXPERTS, count_X, 0)
@@ -81,15 +85,18 @@ def _sort(
     first = tl.sum(tl.where(number_X < expert, count_X, 0), 0)
     end = first + tl.sum(tl.where(number_X == expert, count_X, 0), 0)
     block = blocks + 4 + 4 * tl.sum(tl.where(number_X < expert, blocks_X, 0), 0)
-    if expert == 0:
-        tl.store(blocks, tl.sum(blocks_X, 0))
-    for at in range(first, end, ROWS):
-        tl.store(block, expert)
-        tl.store(block + 1, at)
-        tl.store(block + 2, tl.minimum(at + ROWS, end))
-        block += 4
+    if first_chunk == 0:
+        if expert == 0:
+            tl.store(blocks, tl.sum(blocks_X, 0))
+        for at in range(first, end, ROWS):
+            tl.store(block, expert)
+            tl.store(block + 1, at)
+            tl.store(block + 2, tl.minimum(at + ROWS, end))
+            block += 4
     if first < end:
-        for start in range(0, pairs, BLOCK_P):
+        first += tl.sum(tl.where(number_X == expert, before_X, 0), 0)
+        stop = tl.minimum((first_chunk + share) * BLOCK_P, pairs)
+        for start in range(first_chunk * BLOCK_P, stop, BLOCK_P):
             pair_P = start + tl.arange(0, BLOCK_P)
             id_P = tl.load(ids + pair_P, mask=pair_P < pairs, other=-1)
             mine_P = (pair_P < pairs) & (id_P == first_expert + expert)
@@ -118,7 +125,9 @@ def sort_by_expert(ids_TJ: Tensor, experts: int, rows: int, first: int = 0) -> E
     if chunks > 1:
         counts = torch.empty(chunks, block_x, dtype=torch.int32, device=device)
         _count[(chunks,)](ids_TJ, counts, pairs, first, **options)
-    _sort[(experts,)](
-        ids_TJ, counts, order_P, blocks, pairs, chunks, first, ROWS=rows, COUNTED=chunks > 1, **options
-    )
+    share = triton.cdiv(chunks, _MOST_PARTS)
+    _sort[(experts, triton.cdiv(chunks, share))](
+        ids_TJ, counts, order_P, blocks, pairs, chunks, share, first,
+        ROWS=rows, COUNTED=chunks > 1, **options,
+    )  # fmt: skip
     return ExpertBlocks(order_P, blocks)

@@ -132,7 +132,7 @@ INTERPRETED_QUANTIZED = (
 BATCH_INVARIANT = GroupedPlan(MANY, 64, GroupedTile(64, 64, 4, 2), GroupedTile(64, 64, 4, 2))
 """One plan for any number of tokens."""
 
-# Measured with 1, 4, 16, 64, 256, 1024 and 4096 tokens; the limits between these were chosen.
+# Measured with 1, 4, 16, 64, 256, 1024, 4096 and 16384 tokens; the limits between these were chosen.
 _QWEN3_30B_A3B = (
     VectorPlan(1, VectorTile(4, 512, 4, 3), VectorTile(4, 128, 8, 3)),
     VectorPlan(4, VectorTile(2, 512, 2, 3), VectorTile(2, 128, 4, 3)),
@@ -140,7 +140,8 @@ _QWEN3_30B_A3B = (
     GroupedPlan(384, 32, GroupedTile(64, 64, 4, 3), GroupedTile(128, 64, 4, 5)),
     GroupedPlan(768, 64, GroupedTile(64, 64, 4, 3), GroupedTile(128, 64, 4, 3)),
     GroupedPlan(1536, 128, GroupedTile(128, 64, 8, 4, persistent=True), GroupedTile(128, 64, 8, 3)),
-    GroupedPlan(MANY, 128, GroupedTile(128, 64, 8, 4), GroupedTile(128, 64, 4, 3)),
+    GroupedPlan(8192, 128, GroupedTile(128, 64, 8, 4), GroupedTile(128, 64, 4, 3)),
+    GroupedPlan(MANY, 128, GroupedTile(128, 64, 8, 3), GroupedTile(128, 64, 8, 3)),
 )
 
 _QWEN3_30B_A3B_FP8 = (
