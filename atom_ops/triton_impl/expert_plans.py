@@ -109,6 +109,8 @@ _HOPPER_4BIT = (
     (24, WgmmaPlan(MANY, 32, 16, 2, 168)),
     (MANY, WgmmaPlan(MANY, 64, 32, 1, 168)),
 )
+_FEWEST_WGMMA = 3
+"""Tokens; with fewer, each on its own."""
 # For 4-bit weights or activations that `expert_wgmma` does not take. Of 4 warps: see `four_bit_linear`.
 _HOPPER_4BIT_ANY = (
     (8, GroupedPlan(MANY, 16, GroupedTile(64, 128, 4, 3), GroupedTile(128, 128, 4, 3))),
@@ -187,10 +189,12 @@ def default_plan(layer: Layer, tokens: int, chosen: int, hopper: bool, wgmma: bo
     """
     format, shape = layer
     plan = few(format)
-    if tokens <= plan.tokens and tokens * chosen <= 4 * shape[0]:
+    plans = _plans(format, hopper, wgmma)
+    most = _FEWEST_WGMMA - 1 if isinstance(plans[0][1], WgmmaPlan) else plan.tokens
+    if tokens <= most and tokens * chosen <= 4 * shape[0]:
         return plan
     per_expert = tokens * chosen / shape[0]
-    return next(plan for most, plan in _plans(format, hopper, wgmma) if per_expert <= most)
+    return next(plan for most, plan in plans if per_expert <= most)
 
 
 def _plans(
