@@ -48,7 +48,8 @@ MODELS = {
     "Llama-3.1-8B": (32, 8, 128, 4096, 14336, False),
 }
 NVIDIA_ONLY = (
-    "all_reduce", "eight_bit_linear", "four_bit_gemv", "four_bit_linear", "four_bit_mma", "fused_linear",
+    "all_reduce", "eight_bit_linear", "four_bit_gemv", "four_bit_linear", "four_bit_mma",
+    "four_bit_wgmma", "expert_wgmma", "fused_linear",
     "hopper_attention", "hopper_decode", "hopper_gemv", "hopper_linear", "quantized_gemv", "received_rows",
     "rounded_rows",
 )  # fmt: skip
@@ -360,7 +361,8 @@ def test_every_plan_of_quantized_experts(format: Any, chip: str) -> None:
     from atom_ops.triton_impl import experts
 
     four_bit = format in ("mxfp4", "int4")
-    hopper = [plan for _, plan in (plans._HOPPER_4BIT if four_bit else plans._HOPPER_8BIT)]
+    tables = (*plans._HOPPER_4BIT, *plans._HOPPER_4BIT_ANY) if four_bit else plans._HOPPER_8BIT
+    hopper = [plan for _, plan in tables]
     tuned = [found for table in plans.TUNED.values() for layer, found in table.items() if layer[0] == format]
     tried: list[plans.ExpertPlan] = [
         *hopper,
