@@ -153,8 +153,10 @@ def by_expert(
         x_TD, blocks.order_P, blocks.blocks, x_PD, ids_TJ.shape[1], hidden,
         AT_ONCE=_GATHERED_AT_ONCE, num_warps=4, **launch_options(x_TD.device),
     )  # fmt: skip
-    inner_PF, y_PD = x_TD.new_empty(pairs, features), x_TD.new_empty(pairs, hidden)
+    inner_PF = x_TD.new_empty(pairs, features)
     multiply(plan, blocks, x_PD, gate_up, weights.gate_up_bias_XO, inner_PF, activation, gated=True)
+    del x_PD  # its memory is that of y, which is not written before the GEMM above ends
+    y_PD = x_TD.new_empty(pairs, hidden)
     multiply(plan, blocks, inner_PF, down, weights.down_bias_XD, y_PD, None, gated=False)
     return y_PD
 
