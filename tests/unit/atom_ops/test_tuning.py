@@ -16,6 +16,7 @@ from torch import Tensor
 
 from atom.utils.file_lock import exclusive
 from atom_ops import backend, linear, triton_impl
+from atom_ops.triton_impl import expert_plans
 from atom_ops.triton_impl.plan_file import Key, Machine, PlanFile, Shape
 from atom_ops.triton_impl.quantized_plans import MANY, MEASURED, GemmPlan, with_general
 from atom_ops.triton_impl.quantized_plans import Key as QuantizedKey
@@ -362,3 +363,23 @@ def test_valid_plans() -> None:
     assert not bench.runs(too_large, plan, weight)
     with pytest.raises(torch.OutOfMemoryError):
         bench.runs(no_memory, plan, weight)
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "int4"])
+@pytest.mark.parametrize("shape", [(32, 2880, 2880), (384, 7168, 2048), (128, 2880, 1440)], ids=str)
+def test_plans_of_four_bit_experts(format: expert_plans.Format, shape: expert_plans.Shape) -> None:
+    """WGMMA where it fits the weights, and never elsewhere; tiles are powers of two."""
+    layer = format, shape
+    measured = expert_plans.TUNED["NVIDIA H200"].get(layer, ())
+    for tokens in (1, 2, 3, 17, 64, 300, 1 << 16):
+        for wgmma in (False, True):
+            plan = expert_plans.tuned_plan(measured, tokens, wgmma)
+            plan = plan or expert_plans.default_plan(layer, tokens, 4, hopper=True, wgmma=wgmma)
+            assert tokens <= plan.tokens
+            if tokens > 2:
+                assert isinstance(plan, expert_plans.WgmmaPlan) == wgmma
+            if isinstance(plan, expert_plans.WgmmaPlan):
+                assert 8 <= plan.short <= plan.block <= 64
+                assert plan.short.bit_count() == plan.block.bit_count() == 1
+        elsewhere = expert_plans.default_plan(layer, tokens, 4, hopper=False)
+        assert not isinstance(elsewhere, expert_plans.WgmmaPlan)
