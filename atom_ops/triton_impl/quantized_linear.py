@@ -88,9 +88,9 @@ def _runs(device: torch.device, fp8: bool) -> bool:
 
 def plan_of(x: Tensor, weight: Packed, dtype: torch.dtype) -> QuantizedPlan:
     """The plan for this number of tokens and this dtype of the result."""
-    plans = plans_of(weight)
+    bfloat16 = x.dtype == dtype == torch.bfloat16
+    plans = plans_of(weight, bfloat16)
     if isinstance(weight, FourBitWords):
-        bfloat16 = x.dtype == dtype == torch.bfloat16
         return next(plan for plan in plans if len(x) <= plan.tokens and takes(plan, weight, bfloat16))
     if isinstance(weight, BlockFP8 | ChannelFP8) and not _has_library(x, weight, dtype):
         plans = tuple(plan for plan in plans if not isinstance(plan, LibraryPlan))

@@ -123,7 +123,7 @@ def _stream_k(tokens: int, programs: int) -> StreamKPlan:
 _QKV, _O, _GATE_UP, _DOWN = (6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)
 _WHOLE = GemvPlan(4, 0, 8, 2)
 _LIBRARY = LibraryPlan(MANY)
-# Of 4-bit plans with one limit the second is for zero points or float16.
+# Of INT4's plans with one limit the second is for zero points.
 _H200: dict[Key, QuantizedPlans] = {
     ("fp8-block", *_QKV): (
         *(GemvPlan(4, 0, 8, 4), _stream_k(16, 96), _stream_k(64, 96)),
@@ -157,7 +157,7 @@ _H200: dict[Key, QuantizedPlans] = {
         *(WgmmaPlan(128, 64, 2, 4, 168), WgmmaPlan(256, 64, 2, 2, 168), _LIBRARY),
     ),
     ("int4-128", *_GATE_UP): (
-        *(MmaPlan(8, 4, 2), WgmmaPlan(16, 16, 2, 2, 168), WgmmaPlan(32, 32, 2, 2, 168)),
+        *(MmaPlan(8, 4, 2), _words(16, 3, 1, 256), WgmmaPlan(32, 32, 2, 2, 168)),
         *(WgmmaPlan(64, 64, 1, 2, 168), _words(64, 3), WgmmaPlan(256, 128, 1, 1, 255)),
         *(GemmPlan(256, 64, 128, 128, 4, 3), _LIBRARY),
     ),
@@ -206,10 +206,15 @@ def key_of(weight: Packed) -> Key:
     return format_of(weight), weight.shape[0], weight.shape[1]
 
 
-def plans_of(weight: Packed) -> QuantizedPlans:
-    """The measured plans of this format and shape, or else general ones."""
+def plans_of(weight: Packed, bfloat16: bool = True) -> QuantizedPlans:
+    """The measured plans of this format and shape, or else general ones.
+
+    4-bit weights were measured with activations and results in bfloat16.
+    """
     if INTERPRETED:
         return _INTERPRETED
+    if isinstance(weight, FourBitWords) and not bfloat16:
+        return general_plans(key_of(weight))
     return _all_plans(weight.scales.device, key_of(weight))
 
 
