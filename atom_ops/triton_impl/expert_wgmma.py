@@ -1,6 +1,6 @@
 """The grouped GEMMs of `experts` with 4-bit weights on Hopper, by `four_bit_wgmma`.
 
-    _gather_rows    x [T, D]     -> [P, D], in the order of the experts, so that a block is a rectangle
+    _gather_pairs   x [T, D]     -> [P, D], in the order of the experts, so that a block is a rectangle
     _grouped        gate and up     [P, D] -> inner [P, F], in the same order; 64 rows of each in a program
                     down            inner  -> y [P, D], in the order of the pairs
 
@@ -38,7 +38,7 @@ _GATHERED_AT_ONCE = 1024
 
 
 @triton.jit(do_not_specialize=["chosen"])
-def _gather_rows(x, order, blocks, out, chosen, size, AT_ONCE: tl.constexpr, PDL: tl.constexpr):
+def _gather_pairs(x, order, blocks, out, chosen, size, AT_ONCE: tl.constexpr, PDL: tl.constexpr):
     """Grid (pairs, parts of a row). The next kernel reads the blocks early: they are complete by then."""
     pdl.pdl_wait(PDL)
     pdl.pdl_launch_dependents(PDL)
@@ -149,7 +149,7 @@ def by_expert(
     experts_X, hidden, features = down.shape
     blocks, pairs = sort_by_expert(ids_TJ, experts_X, plan.block, weights.first), ids_TJ.numel()
     x_PD = x_TD.new_empty(pairs, hidden)
-    _gather_rows[(pairs, triton.cdiv(hidden, _GATHERED_AT_ONCE))](
+    _gather_pairs[(pairs, triton.cdiv(hidden, _GATHERED_AT_ONCE))](
         x_TD, blocks.order_P, blocks.blocks, x_PD, ids_TJ.shape[1], hidden,
         AT_ONCE=_GATHERED_AT_ONCE, num_warps=4, **launch_options(x_TD.device),
     )  # fmt: skip
@@ -178,9 +178,9 @@ def multiply(
     if gated:
         words = words.view(-1, outputs, words.shape[1])
     tile = [2, rows // 2, span * WORDS] if gated else [rows, span * WORDS]
-    x_tiles = [described(x_PI, [size, span * COLUMNS], span * COLUMNS) for size in (plan.block, plan.short)]
+    x_tiles = [described(x_PI, [size, span * COLUMNS]) for size in (plan.block, plan.short)]
     _grouped[(blocks.most * triton.cdiv(outputs, rows // 2 if gated else rows),)](
-        described(words, tile, span * WORDS), *x_tiles, scales, bias_XO, blocks.order_P, blocks.blocks, out,
+        described(words, tile), *x_tiles, scales, bias_XO, blocks.order_P, blocks.blocks, out,
         outputs, scales.shape[2], clamped.limit, clamped.alpha,
         BLOCK=plan.block, SHORT=plan.short, SPAN=span, GATED=gated, CLAMPED=activation is not None,
         num_warps=4, maxnreg=plan.registers,

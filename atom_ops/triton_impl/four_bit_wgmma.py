@@ -7,8 +7,8 @@
     x      [tokens, 128 * SPAN]   the same columns: WGMMA reads them from shared memory
 
 A stage of both is loaded while others are multiplied. Half a chunk is decoded while the tensor cores
-multiply the half before it; its registers stay in use until they have. Four programs fit an SM, which
-hides more than more stages would.
+multiply the half before it; its registers stay in use until they have. Three or four programs fit an
+SM, which hides more than more stages would.
 
 Written in Gluon, which has no interpreter.
 """
@@ -32,6 +32,7 @@ from atom_ops.weights import FourBitWords
 
 ROWS = gl.constexpr(128)
 STAGES = gl.constexpr(2)
+_STORED = gl.constexpr(gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))
 _E2M1 = gl.constexpr(E2M1_QUARTERS.value)
 _INT4 = gl.constexpr(INT4_QUARTERS.value)
 _WORDS = gl.constexpr(WORDS)
@@ -191,9 +192,8 @@ def products(
 @gluon.jit
 def store_rows(found_RT, out, place_T, first_output, outputs, inside_T, ROWS: gl.constexpr):
     """Store columns of `found_RT` as rows of `out`; `place_T` in the layout of `stored_tokens`."""
-    stored: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-    output_R = first_output + gl.arange(0, ROWS, gl.SliceLayout(1, stored))
-    out_RT = gl.convert_layout(found_RT.to(out.dtype.element_ty), stored)
+    output_R = first_output + gl.arange(0, ROWS, gl.SliceLayout(1, _STORED))
+    out_RT = gl.convert_layout(found_RT.to(out.dtype.element_ty), _STORED)
     inside_RT = (output_R < outputs)[:, None] & inside_T[None, :]
     gl.store(out + place_T.to(gl.int64)[None, :] * outputs + output_R[:, None], out_RT, mask=inside_RT)
 
@@ -201,7 +201,7 @@ def store_rows(found_RT, out, place_T, first_output, outputs, inside_T, ROWS: gl
 @gluon.jit
 def stored_tokens(TOKENS: gl.constexpr):
     """0 .. TOKENS - 1 in the layout of `store_rows`."""
-    return gl.arange(0, TOKENS, gl.SliceLayout(0, gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])))
+    return gl.arange(0, TOKENS, gl.SliceLayout(0, _STORED))
 
 
 @gluon.jit(do_not_specialize=["tokens", "share"])
@@ -243,9 +243,9 @@ def reads(weight: FourBitWords) -> bool:
     return weight.inputs % (128 if weight.group in (32, 64) else 8) == 0
 
 
-def described(matrix: Tensor, tile: list[int], columns: int) -> TensorDescriptor:
-    """`columns`: of a tile's row, which decide the order in shared memory."""
-    layout = gl.NVMMASharedLayout(min(columns * 2, 128), 16, len(tile))
+def described(matrix: Tensor, tile: list[int]) -> TensorDescriptor:
+    """The descriptor by which TMA loads tiles of a 16-bit matrix."""
+    layout = gl.NVMMASharedLayout(min(tile[-1] * 2, 128), 16, len(tile))
     return TensorDescriptor.from_tensor(matrix, tile, layout)
 
 
@@ -272,8 +272,8 @@ def multiply(plan: WgmmaPlan, x_TI: Tensor, weight: FourBitWords, bias: Tensor |
     out_TO = torch.empty(tokens, outputs, dtype=x_TI.dtype, device=x_TI.device)
     sums = partials_of(out_TO, split_k)
     _wgmma[(triton.cdiv(tokens, plan.tile), triton.cdiv(outputs, ROWS.value), split_k)](
-        described(weight.words, [ROWS.value, span * WORDS], span * WORDS),
-        described(x_TI, [plan.tile, span * COLUMNS], span * COLUMNS),
+        described(weight.words, [ROWS.value, span * WORDS]),
+        described(x_TI, [plan.tile, span * COLUMNS]),
         scales, bias if split_k == 1 else None, sums, tokens, outputs, scales.shape[1], steps, share,
         TOKENS=plan.tile, SPAN=span, num_warps=4, maxnreg=plan.registers,
         **settings, **launch_options(x_TI.device),

@@ -33,7 +33,7 @@ _PAIRS_BF16 = tl.constexpr(
     }"""
 )
 # The same in float16, by the GPU's own conversion: the low bytes of two words, then the high bytes.
-_PAIRS_F16 = tl.constexpr(
+PAIRS_F16 = tl.constexpr(
     """{
     .reg .b32 t;
     .reg .b16 low, high;
@@ -84,7 +84,7 @@ def decode_fp8_pairs(word, dtype: tl.constexpr, PTX: tl.constexpr):
         )
     elif PTX and dtype == tl.float16:
         low, high = tl.inline_asm_elementwise(
-            _PAIRS_F16, "=r,=r,r", [word], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+            PAIRS_F16, "=r,=r,r", [word], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
         )
     else:
         bits = word.to(tl.int32)

@@ -21,6 +21,7 @@ from atom_ops.ops.attention import AttentionRule
 from atom_ops.ops.attention_plan import AttentionPlan
 from atom_ops.ops.kv_cache import KVLayer
 from atom_ops.triton_impl import is_hopper
+from atom_ops.triton_impl.fp8 import PAIRS_F16
 from atom_ops.triton_impl.gluon_pdl import pdl_launch_dependents, pdl_wait
 from atom_ops.triton_impl.pdl import launch_options
 
@@ -52,16 +53,7 @@ _IN_ORDER = gl.constexpr(
     cvt.rn.f16x2.e4m3x2 $1, high;
     }"""
 )
-_APART = gl.constexpr(
-    """{
-    .reg .b32 t;
-    .reg .b16 low, high;
-    prmt.b32 t, $2, 0, 0x3120;
-    mov.b32 {low, high}, t;
-    cvt.rn.f16x2.e4m3x2 $0, low;
-    cvt.rn.f16x2.e4m3x2 $1, high;
-    }"""
-)
+_APART = gl.constexpr(PAIRS_F16.value)
 
 
 @gluon.jit
