@@ -1,7 +1,7 @@
 """MoE routing in Triton: one program scores the experts of a token and selects the top k.
 
-Scores become int64 keys that sort like (score, lowest expert first), so that a maximum finds the
-score and its expert at once, and no two keys are equal. A token takes its top k one by one.
+Scores become int32 ranks of the same order, because a warp finds the largest integer of its lanes with
+one instruction. A token takes its top k one by one: the best rank, and of its experts the lowest number.
 """
 
 import torch
@@ -13,46 +13,55 @@ from atom_ops.ops.routing import TINY, RoutingRule, route
 from atom_ops.triton_impl import NEEDS, runs_on
 from atom_ops.triton_impl.pdl import launch_options, pdl_begin
 
-_TAKEN = tl.constexpr(-(1 << 63))
-"""Lower than every key."""
+_TAKEN = tl.constexpr(-(1 << 31))
+"""Lower than every rank."""
+_NO_NUMBER = tl.constexpr((1 << 31) - 1)
 _MOST_EXPERTS = 4096
 
 
 @triton.jit
-def _key(score, number):
-    """int64 that sorts like the score (NaN first, as in torch), then by falling `number`."""
+def _rank(score):
+    """int32 that sorts like the score, NaN first, as in torch."""
     bits = score.to(tl.int32, bitcast=True)
-    rank = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (rank.to(tl.int64) << 32) | (0x7FFFFFFF - number).to(tl.int64)
+    return tl.maximum(bits ^ ((bits >> 31) & 0x7FFFFFFF), _TAKEN + 1)
 
 
 @triton.jit
-def _score_of(key):
-    rank = (key >> 32).to(tl.int32)
+def _score_of(rank):
     return (rank ^ ((rank >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _number_of(key):
-    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+def _best_of(rank_GE, number_GE):
+    """The best rank of each group, and the lowest number that has it."""
+    best_G = tl.max(rank_GE, 1)
+    return best_G, tl.min(tl.where(rank_GE == best_G[:, None], number_GE, _NO_NUMBER), 1)
+
+
+@triton.jit
+def _best(rank_G, number_G):
+    """The best rank, and of the lowest number that has it."""
+    best = tl.max(rank_G, 0)
+    return best, tl.min(tl.where(rank_G == best, number_G, _NO_NUMBER), 0)
 
 
 @triton.jit
 def _in_best_groups(
-    key_GE, groups, GROUP_BEST: tl.constexpr, KEPT_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr
+    rank_GE, number_GE, groups, GROUP_BEST: tl.constexpr, KEPT_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr
 ):
-    """The keys, _TAKEN outside the token's top groups."""
-    number_G = tl.arange(0, BLOCK_G)
-    left_GE, score_G = key_GE, tl.zeros((BLOCK_G,), tl.float32)
+    """The ranks, _TAKEN outside the token's top groups."""
+    group_G = tl.arange(0, BLOCK_G)
+    left_GE, score_G = rank_GE, tl.zeros((BLOCK_G,), tl.float32)
     for _ in tl.static_range(GROUP_BEST):
-        best_G = tl.max(left_GE, 1)
+        best_G, chosen_G = _best_of(left_GE, number_GE)
         score_G += _score_of(best_G)
-        left_GE = tl.where(left_GE == best_G[:, None], _TAKEN, left_GE)
-    group_G = tl.where(number_G < groups, _key(score_G, number_G), _TAKEN)
+        left_GE = tl.where(number_GE == chosen_G[:, None], _TAKEN, left_GE)
+    rank_G = tl.where(group_G < groups, _rank(score_G), _TAKEN)
     for _ in tl.static_range(KEPT_GROUPS):
-        group_G = tl.where(group_G == tl.max(group_G, 0), _TAKEN, group_G)
-    # What was not taken is lost; groups that do not exist are _TAKEN in every key.
-    return tl.where((group_G == _TAKEN)[:, None], key_GE, _TAKEN)
+        _, chosen = _best(rank_G, group_G)
+        rank_G = tl.where(group_G == chosen, _TAKEN, rank_G)
+    # What was not taken is lost; groups that do not exist are _TAKEN in every rank.
+    return tl.where((rank_G == _TAKEN)[:, None], rank_GE, _TAKEN)
 
 
 @triton.jit
@@ -81,25 +90,32 @@ def _route(
         score_GE = logit_GE
     if HAS_BIAS:
         score_GE += tl.load(bias + number_GE, mask=exists_GE, other=0.0).to(tl.float32)
-    key_GE = tl.where(exists_GE, _key(score_GE, number_GE), _TAKEN)
+    rank_GE = tl.where(exists_GE, _rank(score_GE), _TAKEN)
     if GROUPS > 1:
-        key_GE = _in_best_groups(key_GE, GROUPS, GROUP_BEST, KEPT_GROUPS, BLOCK_G)
+        rank_GE = _in_best_groups(rank_GE, number_GE, GROUPS, GROUP_BEST, KEPT_GROUPS, BLOCK_G)
 
     place_J = tl.arange(0, BLOCK_J)
-    id_J = tl.zeros((BLOCK_J,), tl.int32)
-    for place in tl.static_range(TOP_K):
-        best = tl.max(tl.max(key_GE, 1), 0)
-        id_J = tl.where(place_J == place, _number_of(best), id_J)
-        key_GE = tl.where(key_GE == best, _TAKEN, key_GE)
-
     chosen_J = place_J < TOP_K
-    logit_J = tl.load(logits + id_J, mask=chosen_J, other=float("-inf")).to(tl.float32)
-    if SCORING == "softmax":
-        weight_J = tl.exp(logit_J - most) / total
-    elif SCORING == "sigmoid":
-        weight_J = tl.sigmoid(logit_J)
+    id_J, rank_J = tl.zeros((BLOCK_J,), tl.int32), tl.zeros((BLOCK_J,), tl.int32)
+    for place in tl.static_range(TOP_K):
+        best_G, number_G = _best_of(rank_GE, number_GE)
+        best, number = _best(best_G, number_G)
+        id_J = tl.where(place_J == place, number, id_J)
+        rank_J = tl.where(place_J == place, best, rank_J)
+        rank_GE = tl.where(number_GE == number, _TAKEN, rank_GE)
+
+    if not HAS_BIAS:
+        score_J = _score_of(rank_J)
     else:
-        weight_J = tl.exp(logit_J - tl.max(logit_J, 0))
+        score_J = tl.load(logits + id_J, mask=chosen_J, other=0.0).to(tl.float32)
+        if SCORING == "softmax":
+            score_J = tl.exp(score_J - most) / total
+        elif SCORING == "sigmoid":
+            score_J = tl.sigmoid(score_J)
+    weight_J = score_J
+    if SCORING == "softmax_of_chosen":
+        score_J = tl.where(chosen_J, score_J, float("-inf"))
+        weight_J = tl.exp(score_J - tl.max(score_J, 0))
         weight_J = weight_J / tl.sum(weight_J, 0)
     if RENORMALISE:
         weight_J = weight_J / (tl.sum(tl.where(chosen_J, weight_J, 0.0), 0) + tiny)
