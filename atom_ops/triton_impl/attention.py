@@ -39,9 +39,11 @@ class _KernelConfig:
     warps: int
     stages: int
     programs: int = 0
-    """Wanted programs per SM; contexts are split where rows x heads are fewer."""
+    """Most programs per SM; contexts are split where rows x heads are fewer."""
     least_blocks: int = 1
     """Fewest iterations of a split."""
+    filled: int = 0
+    """Programs per SM that use all of the memory's bandwidth, for `decode_attention`; 0: not measured."""
 
 
 NewToken = tuple[Tensor | float | None, ...]
@@ -64,11 +66,12 @@ def _decode_config(
     tokens: int = 1,
     float8: bool = False,
     projection: bool = False,
+    window: bool = False,
 ) -> _KernelConfig:
     """`few`: with few programs each needs more loads in flight to hide the memory's latency.
 
-    Elsewhere a split of at least 256 tokens lets the last programs of a launch end together; float8, whose
-    bytes need more instructions each, takes larger tiles or fewer warps, which wait less for one another.
+    Elsewhere a split has at least 256 tokens, so that merging pays; float8, whose bytes need more
+    instructions each, takes larger tiles or fewer warps, which wait less for one another.
 
     All `tokens` of a decoding row are queries of one program, as far as registers allow. From the
     `projection`, which takes registers of its own, more warps share a tile.
@@ -81,6 +84,8 @@ def _decode_config(
         return _KernelConfig(queries, 32, 4, 2 if width <= 128 else 1, 2)
     measured = narrow and queries <= 16
     if few:
+        if width <= 64 and measured and not float8 and not window:
+            return _KernelConfig(queries, 256, 4, 1, 2)
         stages = 3 if float8 and measured else 1
         return _KernelConfig(queries, 128 if width <= 128 else 64, 4, stages, 2)
     if not measured:
@@ -91,7 +96,7 @@ def _decode_config(
         return _KernelConfig(queries, 32, 1, 3, 16, 4)
     if projection and width > 64:
         return _KernelConfig(queries, 32, 4, 4, 4)
-    return _KernelConfig(queries, 64, 2, 2, 8, 4)
+    return _KernelConfig(queries, 64, 2, 2, 16, 4, filled=3 if width > 64 else 6)
 
 
 def _prefill_config(group: int, width: int, dtype: torch.dtype, float8: bool) -> _KernelConfig:
@@ -128,7 +133,7 @@ def _paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: A
     if plan.split_tokens:
         decode, decode_tile = prefill, 1
     else:
-        decode, decode_tile = decode_config(q_THE, cache, plan)
+        decode, decode_tile = decode_config(q_THE, cache, plan, rule)
     hopper_tile = _attend_float8_decodes(out_THE, q_THE, cache, plan, rule)
     if hopper_tile:
         decode_tile = hopper_tile
@@ -178,7 +183,7 @@ def _attend_whole_prompts(
 
 
 def decode_config(
-    q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, projection: bool = False
+    q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule, projection: bool = False
 ) -> tuple[_KernelConfig, int]:
     """The decode kernel's config, and the most tokens of a row that it computes.
 
@@ -188,7 +193,9 @@ def decode_config(
     few = _few(cache, plan, q_THE.device)
     group = heads // kv_heads
     float8 = cache.scale is not None
-    config = _decode_config(group, width, q_THE.dtype, few, plan.decode_query_len, float8, projection)
+    config = _decode_config(
+        group, width, q_THE.dtype, few, plan.decode_query_len, float8, projection, bool(rule.window)
+    )
     return config, config.queries // group
 
 
@@ -208,7 +215,7 @@ def launch_decode(
     splits = _splits(plan, seen, rows * kv_heads, config, q_THE.device)
     padded = triton.next_power_of_2(q_THE.shape[2])
     partials = rows * kv_heads * splits * config.queries if splits > 1 else 0
-    decode_attention[(kv_heads, splits, rows)](
+    decode_attention[(kv_heads, rows, splits)](
         *_tensors(q_THE, out_THE, cache, plan, rule),
         torch.empty(partials * padded, dtype=torch.float32, device=q_THE.device),
         torch.empty(partials * 2, dtype=torch.float32, device=q_THE.device),
@@ -219,6 +226,7 @@ def launch_decode(
         **_constants(q_THE, cache, plan, rule, config, tile),
         MERGED_AT_ONCE=_MERGED_AT_ONCE,
         LEAST_BLOCKS=config.least_blocks,
+        FILLED=0 if rule.window else config.filled * _num_sms(q_THE.device),
     )
 
 

@@ -209,6 +209,25 @@ def _store_output(out, at_ME, wanted_ME, top_M, total_M, sum_ME, sinks, head_M):
     tl.store(out + at_ME, out_ME.to(out.dtype.element_ty), mask=wanted_ME)
 
 
+@triton.jit
+def _tokens_of(contexts, rows):
+    """The tokens of all contexts, float32, which a sum of int32 might not hold."""
+    row_R = tl.arange(0, 128)
+    tokens_R = tl.load(contexts + row_R, mask=row_R < rows, other=0).to(tl.float32)
+    for first in range(128, rows, 128):
+        tokens_R += tl.load(contexts + first + row_R, mask=row_R < rows - first, other=0).to(tl.float32)
+    return tl.sum(tokens_R, 0)
+
+
+@triton.jit
+def _at_most_shares(splits, context, contexts, rows, heads, FILLED: tl.constexpr):
+    """As many splits, but no more than a context has shares: see `decode_attention`."""
+    if splits > 1:
+        shares = context * (FILLED / (_tokens_of(contexts, rows) * heads))
+        splits = tl.minimum(tl.maximum((shares + 0.5).to(tl.int32), 1), splits)
+    return splits
+
+
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=[*_ANY_ALIGNMENT, "slots"])
 def decode_attention(
     q, out, kv, scales, table, contexts, starts, sinks, partial_sums, partial_states, arrived,
@@ -217,24 +236,34 @@ def decode_attention(
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
     SCALED: tl.constexpr, WINDOW: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
-    MERGED_AT_ONCE: tl.constexpr, LEAST_BLOCKS: tl.constexpr,
+    MERGED_AT_ONCE: tl.constexpr, LEAST_BLOCKS: tl.constexpr, FILLED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (K, splits, R), for rows of at most TILE tokens; a split has LEAST_BLOCKS iterations or more.
+    """Grid (K, R, splits), for rows of at most TILE tokens; a split has LEAST_BLOCKS iterations or more.
+
+    FILLED: how many programs use all of the memory's bandwidth; 0: unknown. A context has at most a split for
+    each share that one of so many programs has of all tokens: equal contexts have few, a long one among
+    short ones has many. Programs without a split, which are the last of the grid, return at once.
 
     With `slots`, rows have one token and `q` is the fused projection: queries are normalised and
     get RoPE as they are loaded, and the program of the last split first writes key and value.
     """
     pdl_begin(PDL)
-    head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_token = tl.load(starts + row)
     length = tl.load(starts + row + 1) - first_token
     context = tl.load(contexts + row)
     oldest, origin = _first_seen(context - length, WINDOW, SPLIT_TOKENS)
     blocks = tl.cdiv(context - origin, BLOCK_N)
-    blocks_each = tl.maximum(tl.cdiv(blocks, tl.num_programs(1)), LEAST_BLOCKS)
     if SPLIT_TOKENS > 0:
         blocks_each = SPLIT_TOKENS // BLOCK_N
-    splits = tl.maximum(tl.cdiv(blocks, blocks_each), 1)
+    else:
+        splits = tl.minimum(tl.maximum(blocks // LEAST_BLOCKS, 1), tl.num_programs(2))
+        if FILLED > 0:
+            splits = _at_most_shares(
+                splits, context, contexts, tl.num_programs(1), tl.num_programs(0), FILLED
+            )  # fmt: skip
+        blocks_each = tl.cdiv(blocks, splits)
+    splits = tl.maximum(tl.cdiv(blocks, tl.maximum(blocks_each, 1)), 1)
     if (length <= 0) | (length > TILE) | (split >= splits):
         return
 
@@ -274,7 +303,7 @@ def decode_attention(
 
     # partial_sums [R, K, splits, BLOCK_M, BLOCK_E]; partial_states [R, K, splits, 2, BLOCK_M]
     pair = row * heads + head
-    partial_at = (pair.to(tl.int64) * tl.num_programs(1) + split) * BLOCK_M
+    partial_at = (pair.to(tl.int64) * tl.num_programs(2) + split) * BLOCK_M
     partial_ME = m[:, None] * BLOCK_E + feature_E[None, :]
     tl.store(partial_sums + partial_at * BLOCK_E + partial_ME, sum_ME, mask=wanted_ME)
     tl.store(partial_states + partial_at * 2 + m, top_M, mask=wanted_M)
@@ -285,7 +314,7 @@ def decode_attention(
     tl.debug_barrier()
     if before == splits - 1:
         top_M, total_M, sum_ME = _merge_splits(
-            partial_sums, partial_states, pair.to(tl.int64) * tl.num_programs(1), splits, wanted_M, wanted_ME,
+            partial_sums, partial_states, pair.to(tl.int64) * tl.num_programs(2), splits, wanted_M, wanted_ME,
             BLOCK_M, BLOCK_E, MERGED_AT_ONCE,
         )  # fmt: skip
         _store_output(out, out_at_ME, wanted_ME, top_M, total_M, sum_ME, sinks, head_M)

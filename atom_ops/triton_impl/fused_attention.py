@@ -65,7 +65,7 @@ def _launch(
 ) -> Tensor:
     q_THE = _queries(qkv_TO, cache)
     out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
-    config, tile = decode_config(q_THE, cache, plan, projection=True)
+    config, tile = decode_config(q_THE, cache, plan, rule, projection=True)
     q_weight_E, k_weight_E, eps = (
         (norms.q_weight_E, norms.k_weight_E, norms.eps) if norms is not None else (None, None, 0.0)
     )

@@ -29,8 +29,9 @@ QUERIES = 8
 """Most query heads x tokens of a program."""
 _TOKENS = 32
 _STAGES = 2
-_PROGRAMS = 16
-_LEAST_BLOCKS = 4
+_PROGRAMS, _FILLED = 24, 8
+"""Per SM: most programs, and how many use all of the memory's bandwidth."""
+_LEAST_BLOCKS = 8
 _WIDTH = 128
 _LOG2_E = 1.4426950408889634
 # These have other names in later versions of Triton.
@@ -221,6 +222,16 @@ def _attend(
     return top_M, gl.sum(total_NM, 0), even_WM * unit, odd_WM * unit
 
 
+@gluon.jit
+def _tokens_of(contexts, rows):
+    """The tokens of all contexts, float32."""
+    row_R = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
+    tokens_R = gl.load(contexts + row_R, mask=row_R < rows, other=0).to(gl.float32)
+    for first in range(128, rows, 128):
+        tokens_R += gl.load(contexts + first + row_R, mask=row_R < rows - first, other=0).to(gl.float32)
+    return gl.sum(tokens_R, 0)
+
+
 @gluon.jit(
     do_not_specialize=["table_stride"],
     do_not_specialize_on_alignment=["table", "contexts", "starts", "scales"],
@@ -230,19 +241,24 @@ def decode_attention(
     q_token_stride, q_head_stride, table_stride, block_stride, token_stride, half_stride, head_stride,
     score_scale,
     GROUP: gl.constexpr, WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr,
-    M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, LEAST_BLOCKS: gl.constexpr, PDL: gl.constexpr,
+    M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, LEAST_BLOCKS: gl.constexpr,
+    FILLED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Grid (K, splits, R), for rows of at most TILE tokens; a split has LEAST_BLOCKS iterations or more."""
+    """Grid (K, R, splits), for rows of at most TILE tokens."""
     pdl_launch_dependents(PDL)
     pdl_wait(PDL)
-    head, split, row = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    head, row, split = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     heads = gl.num_programs(0)
     first_token = gl.load(starts + row)
     length = gl.load(starts + row + 1) - first_token
     context = gl.load(contexts + row)
     blocks = (context + N - 1) // N
-    blocks_each = gl.maximum((blocks + gl.num_programs(1) - 1) // gl.num_programs(1), LEAST_BLOCKS)
-    splits = gl.maximum((blocks + blocks_each - 1) // blocks_each, 1)
+    splits = gl.minimum(gl.maximum(blocks // LEAST_BLOCKS, 1), gl.num_programs(2))
+    if splits > 1:
+        shares = context * (FILLED / (_tokens_of(contexts, gl.num_programs(1)) * heads))
+        splits = gl.minimum(gl.maximum((shares + 0.5).to(gl.int32), 1), splits)
+    blocks_each = (blocks + splits - 1) // splits
+    splits = gl.maximum((blocks + blocks_each - 1) // gl.maximum(blocks_each, 1), 1)
     if (length <= 0) | (length > TILE) | (split >= splits):
         return
 
@@ -263,7 +279,7 @@ def decode_attention(
     if splits > 1:
         # partial_sums [R, K, splits, M, WIDTH]; partial_states [R, K, splits, 2, M]
         pair = row * heads + head
-        first_partial = pair.to(gl.int64) * gl.num_programs(1)
+        first_partial = pair.to(gl.int64) * gl.num_programs(2)
         at_M = (first_partial + split) * M
         at_WM = (m_M * WIDTH)[None, :] + feature_W[:, None]
         sum_WM = partial_sums + at_M * WIDTH + at_WM
@@ -320,7 +336,7 @@ def attend(
     longest = triton.cdiv(plan.max_context_len, _TOKENS * _LEAST_BLOCKS)
     splits = max(1, min(_PROGRAMS * num_sms // (rows * kv_heads), longest))
     partials = rows * kv_heads * splits * QUERIES if splits > 1 else 0
-    decode_attention[(kv_heads, splits, rows)](
+    decode_attention[(kv_heads, rows, splits)](
         q_THE, out_THE, words, cache.scale,
         plan.block_table_RW, plan.context_lens_R, plan.query_starts_R1,
         torch.empty(partials * width, dtype=torch.float32, device=q_THE.device),
@@ -329,7 +345,7 @@ def attend(
         *q_THE.stride()[:2], plan.block_table_RW.stride(0), *words.stride()[:4],
         rule.scale * _LOG2_E,
         GROUP=group, WIDTH=width, BLOCK_SIZE=block_size, TILE=QUERIES // group,
-        M=QUERIES, N=_TOKENS, STAGES=_STAGES, LEAST_BLOCKS=_LEAST_BLOCKS,
+        M=QUERIES, N=_TOKENS, STAGES=_STAGES, LEAST_BLOCKS=_LEAST_BLOCKS, FILLED=_FILLED * num_sms,
         num_warps=1, **launch_options(q_THE.device),
     )  # fmt: skip
     return QUERIES // group

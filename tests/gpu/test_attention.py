@@ -102,17 +102,26 @@ def check_float8(step: Step, error: float) -> None:
     torch.testing.assert_close(step.run().float().cpu(), wanted, atol=error, rtol=error)
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize(("dtype", "cache_dtype"), [(BF16, FP8), (torch.float16, FP8), (BF16, BF16)])
 @pytest.mark.parametrize("block_size", [16, 7, 64])
 @pytest.mark.parametrize(("heads", "kv_heads", "tokens"), [(32, 8, 1), (32, 8, 2), (40, 8, 1), (64, 8, 1)])
-def test_many_decodes_of_a_float8_cache(
-    heads: int, kv_heads: int, tokens: int, block_size: int, dtype: torch.dtype
+def test_many_decodes(
+    heads: int, kv_heads: int, tokens: int, block_size: int, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> None:
-    """So many that other kernels may take them; one row is a prompt's chunk."""
+    """So many that other kernels may take them, of very different lengths; one row is a prompt's chunk."""
     contexts = [3000, 2, 31, 32, 33, 129, 700, 16, 17, 500, 128, 64]
-    step = Step([*[tokens] * 11, 40], contexts, heads, kv_heads, dtype=dtype, cache_dtype=FP8, width=128,
-                block_size=block_size, device=GPU)  # fmt: skip
+    step = Step([*[tokens] * 11, 40], contexts, heads, kv_heads, dtype=dtype, cache_dtype=cache_dtype,
+                width=128, block_size=block_size, device=GPU)  # fmt: skip
     check_float8(step, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("cache_dtype", [BF16, FP8])
+def test_more_rows_than_are_summed_at_once(cache_dtype: torch.dtype, width: int) -> None:
+    """The lengths of all rows decide into how many splits a context is divided."""
+    contexts = [20, 700] * 90 + [6000]
+    step = Step([1] * 181, contexts, 2, 1, dtype=BF16, cache_dtype=cache_dtype, width=width, device=GPU)
+    check_float8(step, TOLERANCE[BF16])
 
 
 def test_padding_rows_of_a_float8_cache() -> None:

@@ -49,6 +49,18 @@ def test_windows_of_other_blocks_and_heads(window: int, block_size: int) -> None
     torch.testing.assert_close(step.run().double(), step.expected(), atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.skipif(not triton_impl.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("contexts", [[700, 5, 33, 64], [200] * 6, [40] * 130 + [300]])
+def test_contexts_are_split_into_shares(contexts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long context among short ones has more splits than equal ones have."""
+    from atom_ops.triton_impl import attention
+
+    config = attention._KernelConfig(16, 32, 4, 1, programs=100, least_blocks=2, filled=3)
+    monkeypatch.setattr(attention, "_decode_config", lambda *args: config)
+    step = Step([1] * len(contexts), contexts, 2, 1)
+    torch.testing.assert_close(step.run().double(), step.expected(), atol=2e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 4), (8, 1)])
 def test_head_groups(heads: int, kv_heads: int) -> None:
     step = Step([1, 20, 1], [80, 20, 5], heads, kv_heads)
