@@ -8,6 +8,7 @@ import torch
 
 from atom.config.cache import CacheConfig
 from atom.messages.worker import FullAttentionSpec, KVSpec, RecurrentStateSpec, SlidingWindowSpec
+from atom.utils.logger import get_logger
 from atom_ops import (
     index_bytes_per_block,
     latent_bytes_per_block,
@@ -23,6 +24,8 @@ from workers.layers.context import CacheLayer
 _CPU_LIMIT = 4 << 30
 _CPU_SHARE = 4
 """The default KV cache on a CPU is this fraction (1 / 4) of the available memory."""
+_SPARED = 0.02
+"""Fraction of a GPU that stays free where several processes share it."""
 
 
 def kv_dtype(cache: CacheConfig, compute: torch.dtype) -> torch.dtype:
@@ -109,24 +112,40 @@ def cpu_kv_bytes(cache: CacheConfig, workers: int, weight_bytes: int = 0) -> int
     return min(_CPU_LIMIT, available // _CPU_SHARE // workers)
 
 
-def cuda_kv_bytes(cache: CacheConfig, device: torch.device, peak_bytes: int) -> int:
-    """Bytes of `gpu_memory_utilization` that are left for the KV cache.
+def cuda_bytes_in_use(device: torch.device) -> int:
+    """Bytes of a GPU that this process and others use."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+def cuda_kv_bytes(cache: CacheConfig, device: torch.device, peak_bytes: int, used_before: int) -> int:
+    """Bytes of `gpu_memory_utilization` that are left for the KV cache, as far as they are free.
 
     `peak_bytes` is torch's peak memory in the largest step. Memory that torch does not manage
-    (driver, collectives) is subtracted too. Raises MemoryError if nothing is left.
+    (collectives) is subtracted too, but not `used_before`: what was in use when this worker started,
+    by other processes. Raises MemoryError if nothing is left.
     """
     if cache.kv_cache_memory_bytes is not None:
         return cache.kv_cache_memory_bytes
     free, total = torch.cuda.mem_get_info(device)
-    outside_torch = total - free - torch.cuda.memory_reserved(device)
-    left = int(cache.gpu_memory_utilization * total) - outside_torch - peak_bytes
+    reserved = torch.cuda.memory_reserved(device)
+    own_bytes = peak_bytes + max(total - free - reserved - used_before, 0)
+    spared = int(min(_SPARED, 1 - cache.gpu_memory_utilization) * total)
+    allowed = int(cache.gpu_memory_utilization * total) - own_bytes
+    left = min(allowed, free + reserved - peak_bytes - spared)
     if left <= 0:
         raise MemoryError(
-            f"no GPU memory is left for the KV cache: gpu_memory_utilization "
-            f"{cache.gpu_memory_utilization} of {total >> 20} MiB is less than the "
-            f"{(outside_torch + peak_bytes) >> 20} MiB of weights, graphs and one step: raise "
-            "--gpu-memory-utilization, lower --max-num-batched-tokens, or use more GPUs with -tp"
+            f"no memory of {device} is left for the KV cache: of its {total >> 20} MiB, {used_before >> 20} "
+            f"were in use when this worker started, weights, graphs and one step take {own_bytes >> 20}, and "
+            f"--gpu-memory-utilization allows {cache.gpu_memory_utilization:.0%}: raise it, stop other "
+            "processes on this GPU, lower --max-num-batched-tokens, or use more GPUs with -tp"
         )
+    if left < allowed:
+        get_logger().warning(
+            "%s: the KV cache gets %d MiB; --gpu-memory-utilization %s allows %d, but %d MiB were in use "
+            "when this worker started",
+            device, left >> 20, cache.gpu_memory_utilization, allowed >> 20, used_before >> 20,
+        )  # fmt: skip
     return left
 
 

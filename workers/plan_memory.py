@@ -129,7 +129,7 @@ def _memory(config: EngineConfig, vocab_size: int, gpu_bytes: int | None) -> _Me
         available = available_memory()
         return _Memory(config, available, available, logits)
     memory = [torch.cuda.mem_get_info(gpu) for gpu in range(torch.cuda.device_count())]
-    usable = min(int(share * total) - (total - free) for free, total in memory)
+    usable = min(min(int(share * total), free) for free, total in memory)
     return _Memory(config, min(total for _, total in memory), usable, logits)
 
 

@@ -24,7 +24,14 @@ from workers.grammar.library import GrammarLibrary
 from workers.graph_modes import GraphSettings, capture_graphs
 from workers.group_rows import GroupRows
 from workers.input_batch import InputBatch
-from workers.kv_cache import allocate_kv, attention_backends, cpu_kv_bytes, cuda_kv_bytes, kv_dtype
+from workers.kv_cache import (
+    allocate_kv,
+    attention_backends,
+    cpu_kv_bytes,
+    cuda_bytes_in_use,
+    cuda_kv_bytes,
+    kv_dtype,
+)
 from workers.largest_steps import largest_steps, num_blocks, profile_batch
 from workers.layers.cache_groups import CacheGroup, StateGroup
 from workers.layers.causal_lm import CausalLM
@@ -73,9 +80,11 @@ def _explain_out_of_memory(device: torch.device, purpose: str, remedy: str) -> I
         if device.type != "cuda":
             raise
         free, total = torch.cuda.mem_get_info(device)
+        allocated = torch.cuda.memory_allocated(device)
         raise MemoryError(
-            f"{device} has too little memory for {purpose}: {free >> 20} of its {total >> 20} MiB are free "
-            f"({torch.cuda.memory_allocated(device) >> 20} MiB are allocated by this worker): {remedy}"
+            f"{device} has too little memory for {purpose}: {free >> 20} of its {total >> 20} MiB are free, "
+            f"{allocated >> 20} are allocated by this worker, {(total - free - allocated) >> 20} are used by "
+            f"other processes, the driver and caches: {remedy}"
         ) from None
 
 
@@ -118,6 +127,7 @@ class Worker:
         self._device = mesh.device
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # kernels and graphs are launched on the current device
+            self._used_before = cuda_bytes_in_use(self._device)
         self.grammars = GrammarLibrary(checkpoint, mesh.tp.rank)
         self._kv_dtype = kv_dtype(config.cache, compute_dtype(config))
         if config.observability.torch_profiler_dir is not None:
@@ -374,7 +384,7 @@ class Worker:
         if self._device.type == "cpu":
             workers = self._config.parallel.workers_per_node
             return cpu_kv_bytes(self._config.cache, workers)
-        return cuda_kv_bytes(self._config.cache, self._device, self._peak_bytes())
+        return cuda_kv_bytes(self._config.cache, self._device, self._peak_bytes(), self._used_before)
 
     def _peak_bytes(self) -> int:
         """Peak memory that torch allocates on this GPU without KV: in the largest steps, and for graphs."""

@@ -17,7 +17,7 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     """Reuse the cached KV blocks of a common prompt prefix; off for models with recurrent layers."""
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
-    """Fraction of a GPU's memory for weights, activations and KV cache together."""
+    """Fraction of a GPU's memory for weights, activations and KV cache of this server together."""
     kv_cache_memory_bytes: Annotated[int, Meta(ge=1)] | None = None
     """KV cache of each worker in bytes. If unset: what a GPU has left, up to 4 GiB on a CPU."""
     num_kv_blocks: Annotated[int, Meta(ge=1)] | None = None

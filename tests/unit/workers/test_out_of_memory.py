@@ -218,7 +218,10 @@ def test_among_several_ranks_out_of_memory_ends_the_worker() -> None:
 def test_the_end_of_a_worker_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 20, 99 << 20))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 80 << 20)
-    expected = r"cuda:1 has too little memory for a step: 3 of its 99 MiB are free .*: lower --gpu-memory"
+    expected = (
+        r"cuda:1 has too little memory for a step: 3 of its 99 MiB are free, 80 are allocated by this "
+        r"worker, 16 are used by other processes.*: lower --gpu-memory"
+    )
     with (
         pytest.raises(MemoryError, match=expected),
         worker_module._explain_out_of_memory(torch.device("cuda", 1), "a step", worker_module._SMALLER_CACHE),
