@@ -8,6 +8,7 @@ MXFP4        per_1x32     rounded to MXFP4; not with the clamped SwiGLU of GPT-O
 """
 
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -163,8 +164,13 @@ def _masked(ids_TJ: Tensor, weights: ExpertWeights, experts_here: int) -> tuple[
         return ids_TJ, None
     ids_TJ = ids_TJ - weights.first
     ids_TJ = ids_TJ.where((ids_TJ >= 0) & (ids_TJ < experts_here), experts_here)
-    mask = (torch.arange(experts_here + 1, device=ids_TJ.device) < experts_here).to(torch.int32)
-    return ids_TJ, mask
+    return ids_TJ, _mask(experts_here, ids_TJ.device)
+
+
+@cache
+def _mask(experts_here: int, device: torch.device) -> Tensor:
+    """First called in the step that measures memory: later, the memory of a graph would hold it."""
+    return (torch.arange(experts_here + 1, device=device) < experts_here).to(torch.int32)
 
 
 def _bias(bias_XO: Tensor | None, parts: int, size: int) -> Tensor | None:
