@@ -226,7 +226,7 @@ def launch_decode(
         **_constants(q_THE, cache, plan, rule, config, tile),
         MERGED_AT_ONCE=_MERGED_AT_ONCE,
         LEAST_BLOCKS=config.least_blocks,
-        FILLED=0 if rule.window else config.filled * _num_sms(q_THE.device),
+        FILLED=0 if rule.window or plan.split_tokens else config.filled * _num_sms(q_THE.device),
     )
 
 

@@ -221,11 +221,41 @@ def _tokens_of(contexts, rows):
 
 @triton.jit
 def _at_most_shares(splits, context, contexts, rows, heads, FILLED: tl.constexpr):
-    """As many splits, but no more than a context has shares: see `decode_attention`."""
     if splits > 1:
         shares = context * (FILLED / (_tokens_of(contexts, rows) * heads))
         splits = tl.minimum(tl.maximum((shares + 0.5).to(tl.int32), 1), splits)
     return splits
+
+
+@triton.jit
+def _blocks_of_split(
+    context, blocks, contexts, rows, heads, most,
+    FIXED: tl.constexpr, LEAST_BLOCKS: tl.constexpr, FILLED: tl.constexpr,
+):  # fmt: skip
+    """The blocks of each split of a context, at least LEAST_BLOCKS; a context has at most `most` splits.
+
+    FIXED: the blocks of every split, whatever the context; 0: as follows.
+    FILLED: how many programs use all of the memory's bandwidth; 0: unknown. A context has at most a split
+    for each share that one of so many programs has of all tokens: equal contexts have few, a long one
+    among short ones has many.
+    """
+    splits = tl.minimum(tl.maximum(blocks // LEAST_BLOCKS, 1), most)
+    if FILLED > 0:
+        splits = _at_most_shares(splits, context, contexts, rows, heads, FILLED)
+    return FIXED if FIXED > 0 else tl.maximum(tl.cdiv(blocks, splits), 1)
+
+
+@triton.jit
+def _store_partial(
+    partial_sums, partial_states, at, top_M, total_M, sum_ME, wanted_M, wanted_ME,
+    BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """partial_sums [R, K, splits, BLOCK_M, BLOCK_E]; partial_states [R, K, splits, 2, BLOCK_M]."""
+    m = tl.arange(0, BLOCK_M)
+    partial_ME = m[:, None] * BLOCK_E + tl.arange(0, BLOCK_E)[None, :]
+    tl.store(partial_sums + at * BLOCK_M * BLOCK_E + partial_ME, sum_ME, mask=wanted_ME)
+    tl.store(partial_states + at * BLOCK_M * 2 + m, top_M, mask=wanted_M)
+    tl.store(partial_states + at * BLOCK_M * 2 + BLOCK_M + m, total_M, mask=wanted_M)
 
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=[*_ANY_ALIGNMENT, "slots"])
@@ -238,11 +268,7 @@ def decode_attention(
     SCALED: tl.constexpr, WINDOW: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
     MERGED_AT_ONCE: tl.constexpr, LEAST_BLOCKS: tl.constexpr, FILLED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (K, R, splits), for rows of at most TILE tokens; a split has LEAST_BLOCKS iterations or more.
-
-    FILLED: how many programs use all of the memory's bandwidth; 0: unknown. A context has at most a split for
-    each share that one of so many programs has of all tokens: equal contexts have few, a long one among
-    short ones has many. Programs without a split, which are the last of the grid, return at once.
+    """Grid (K, R, splits), for rows of at most TILE tokens. Programs without a split come last.
 
     With `slots`, rows have one token and `q` is the fused projection: queries are normalised and
     get RoPE as they are loaded, and the program of the last split first writes key and value.
@@ -254,16 +280,11 @@ def decode_attention(
     context = tl.load(contexts + row)
     oldest, origin = _first_seen(context - length, WINDOW, SPLIT_TOKENS)
     blocks = tl.cdiv(context - origin, BLOCK_N)
-    if SPLIT_TOKENS > 0:
-        blocks_each = SPLIT_TOKENS // BLOCK_N
-    else:
-        splits = tl.minimum(tl.maximum(blocks // LEAST_BLOCKS, 1), tl.num_programs(2))
-        if FILLED > 0:
-            splits = _at_most_shares(
-                splits, context, contexts, tl.num_programs(1), tl.num_programs(0), FILLED
-            )  # fmt: skip
-        blocks_each = tl.cdiv(blocks, splits)
-    splits = tl.maximum(tl.cdiv(blocks, tl.maximum(blocks_each, 1)), 1)
+    blocks_each = _blocks_of_split(
+        context, blocks, contexts, tl.num_programs(1), tl.num_programs(0), tl.num_programs(2),
+        SPLIT_TOKENS // BLOCK_N, LEAST_BLOCKS, FILLED,
+    )  # fmt: skip
+    splits = tl.maximum(tl.cdiv(blocks, blocks_each), 1)
     if (length <= 0) | (length > TILE) | (split >= splits):
         return
 
@@ -301,20 +322,19 @@ def decode_attention(
         _store_output(out, out_at_ME, wanted_ME, top_M, total_M, sum_ME, sinks, head_M)
         return
 
-    # partial_sums [R, K, splits, BLOCK_M, BLOCK_E]; partial_states [R, K, splits, 2, BLOCK_M]
     pair = row * heads + head
-    partial_at = (pair.to(tl.int64) * tl.num_programs(2) + split) * BLOCK_M
-    partial_ME = m[:, None] * BLOCK_E + feature_E[None, :]
-    tl.store(partial_sums + partial_at * BLOCK_E + partial_ME, sum_ME, mask=wanted_ME)
-    tl.store(partial_states + partial_at * 2 + m, top_M, mask=wanted_M)
-    tl.store(partial_states + partial_at * 2 + BLOCK_M + m, total_M, mask=wanted_M)
+    first_partial = pair.to(tl.int64) * tl.num_programs(2)
+    _store_partial(
+        partial_sums, partial_states, first_partial + split, top_M, total_M, sum_ME, wanted_M, wanted_ME,
+        BLOCK_M, BLOCK_E,
+    )  # fmt: skip
     # The barriers order all threads' stores before the release, and the acquire before their loads.
     tl.debug_barrier()
     before = tl.atomic_add(arrived + pair, 1, sem="acq_rel")
     tl.debug_barrier()
     if before == splits - 1:
         top_M, total_M, sum_ME = _merge_splits(
-            partial_sums, partial_states, pair.to(tl.int64) * tl.num_programs(2), splits, wanted_M, wanted_ME,
+            partial_sums, partial_states, first_partial, splits, wanted_M, wanted_ME,
             BLOCK_M, BLOCK_E, MERGED_AT_ONCE,
         )  # fmt: skip
         _store_output(out, out_at_ME, wanted_ME, top_M, total_M, sum_ME, sinks, head_M)
