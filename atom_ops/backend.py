@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
-from atom_ops import aiter_impl, triton_impl
+from atom_ops import aiter_impl, native_impl, triton_impl
 from atom_ops.attention_backend import ATTENTION_BACKENDS, use_attention_backends
 from atom_ops.op import REFERENCE, REGISTRY
 from atom_ops.ops.linear import BATCH_INVARIANT, linear
 from atom_ops.weights import Weight
 
 _DEFAULT_ORDER = {
-    "cpu": ("onednn_packed", "cpu_int4", "cpu_int8", "sdpa_cpu"),
+    "cpu": ("native", "onednn_packed", "cpu_int4", "cpu_int8", "sdpa_cpu"),
     "cuda": ("aiter", "triton", "blas"),
 }
 
@@ -41,6 +41,8 @@ def resolve(
         triton_impl.load()
     if aiter_impl.runs_on(device):
         aiter_impl.load()
+    if native_impl.runs_on(device):
+        native_impl.load()
     names = (*preferred, *_DEFAULT_ORDER.get(device.type, ())) if order is None else tuple(order)
     if order is not None:
         _require(names, device)
@@ -83,8 +85,8 @@ def summary(resolved: dict[str, tuple[str, ...]]) -> str:
 
 def warnings(device: torch.device) -> list[str]:
     """Libraries that are installed for this device and cannot be used, each with what to do."""
-    problem = aiter_impl.problem(device)
-    return [] if problem is None else [f"ops run without AITER: {problem}"]
+    problems = {"AITER": aiter_impl.problem(device), "kernels in C++": native_impl.problem(device)}
+    return [f"ops run without {name}: {problem}" for name, problem in problems.items() if problem is not None]
 
 
 def ran_in_torch() -> list[str]:

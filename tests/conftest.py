@@ -25,6 +25,14 @@ def no_process_left_behind() -> Iterator[None]:
     assert not described, f"processes left behind: {described}"
 
 
+@pytest.fixture
+def torch_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ops run on torch's functions, which dispatch modes and profilers see, not on kernels in C++."""
+    from atom_ops import native_impl
+
+    monkeypatch.setattr(native_impl, "problem", lambda device: "not in this test")
+
+
 @pytest.fixture(autouse=True)
 def unconfigured_logging() -> Iterator[None]:
     """ATOM's logger is as at import for each test: `setup_logging` of an earlier one leaves nothing."""

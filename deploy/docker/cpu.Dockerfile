@@ -6,7 +6,7 @@ FROM python:3.12-slim-bookworm
 # tini reaps processes that others leave behind.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends tini \
+    && apt-get install -y --no-install-recommends g++ tini \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /srv/atom

@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.helpers.source import PACKAGES, ROOT
 
 DEADLINE_S = 100
-DATA_FILES = ("py.typed",)
+DATA_FILES = ("py.typed", "kernels.cpp")
 DATA_FOLDERS = ("atom/benchmarks",)  # JSON beside the modules that read it
 
 

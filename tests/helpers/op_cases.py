@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from atom_ops import aiter_impl, triton_impl
+from atom_ops import aiter_impl, native_impl, triton_impl
 from atom_ops.op import REFERENCE, REGISTRY, Case, Op, Provider
 
 CPU = torch.device("cpu")
@@ -26,6 +26,8 @@ def table(device: torch.device) -> Iterator[Any]:
         triton_impl.load()
     if aiter_impl.runs_on(device):
         aiter_impl.load()
+    if native_impl.runs_on(device):
+        native_impl.load()
     for op in REGISTRY.values():
         for provider in op.providers.values():
             if not provider.supported(device):

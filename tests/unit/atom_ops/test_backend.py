@@ -61,6 +61,7 @@ def test_duplicate_names_are_refused(double: Op[[Tensor], Tensor]) -> None:
         double.provider("even", needs="nothing", supported=lambda device: True)
 
 
+@pytest.mark.usefixtures("torch_ops")
 def test_default_order_and_its_summary() -> None:
     resolved = backend.resolve(CPU)
     assert resolved["linear"] == linear.order == ("onednn_packed", "cpu_int4", "cpu_int8", "torch")

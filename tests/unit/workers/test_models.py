@@ -23,6 +23,7 @@ class Loaded(TinyWorker):
         super().__init__(directory)
 
 
+@pytest.mark.usefixtures("torch_ops")
 def test_one_attention_call_a_layer_whatever_the_batch(tmp_path: Path) -> None:
     loaded = Loaded("llama-gqa", tmp_path)
     layers = loaded.reference.config.num_hidden_layers

@@ -28,7 +28,7 @@ DENSE: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpRecorder]:
+def recorder(monkeypatch: pytest.MonkeyPatch, torch_ops: None) -> Iterator[OpRecorder]:
     made = OpRecorder()
     monkeypatch.setattr("workers.graph_modes.GraphRecorder", lambda: made)
     monkeypatch.setattr("workers.graph_modes.borrowed", lambda tensor: tensor)

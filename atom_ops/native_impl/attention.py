@@ -1,0 +1,44 @@
+"""Paged attention of steps whose rows have few tokens each, as decodes have.
+
+One query head of one token at a time reads keys and values where they are. torch's attention would
+need a copy of them, and is faster where many queries share them: with prompts.
+"""
+
+import torch
+from torch import Tensor
+
+from atom_ops.native_impl import NEEDS, call, runs_on, takes
+from atom_ops.ops.attention import AttentionRule, paged_attention
+from atom_ops.ops.attention_plan import AttentionPlan
+from atom_ops.ops.kv_cache import KVLayer
+
+_WIDTHS = (16, 64, 80, 128, 256)
+"""Features of a head for which the kernel is compiled."""
+_MOST_QUERIES = 4
+"""Of a row: with more, torch's attention over tiles of queries is faster."""
+
+
+def _supports(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule) -> bool:
+    sinks = () if rule.sinks_H is None else (rule.sinks_H,)
+    return (
+        plan.max_query_len <= _MOST_QUERIES
+        and not plan.split_tokens
+        and cache.scale is None
+        and takes(cache.kv, *sinks)
+        and q_THE.dtype == cache.kv.dtype
+        and q_THE.shape[2] in _WIDTHS
+        and q_THE.stride(1) == q_THE.shape[2]
+        and q_THE.stride(2) == plan.block_table_RW.stride(1) == 1
+    )
+
+
+@paged_attention.provider("native", needs=NEEDS, supported=runs_on, supports=_supports)
+def _paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule) -> Tensor:
+    _, block_size, _, kv_heads, width = cache.kv.shape
+    out_THE = torch.zeros_like(q_THE, memory_format=torch.contiguous_format)
+    call(
+        "attend", q_THE.dtype, q_THE, q_THE.stride(0), cache.kv, plan.block_table_RW,
+        plan.block_table_RW.stride(0), plan.context_lens_R, plan.query_starts_R1, rule.sinks_H, out_THE,
+        len(plan.context_lens_R), q_THE.shape[1], kv_heads, width, block_size, rule.window, rule.scale,
+    )  # fmt: skip
+    return out_THE

@@ -1,0 +1,131 @@
+"""Compiles `kernels.cpp` for this host, once, and loads the library.
+
+    ATOM_CACHE_DIR/native/KEY.so    KEY: of the source, the compiler and the host's instructions
+
+The library uses the OpenMP of the process, which is torch's. A file that is not as it was written is
+compiled again, so that no process loads half a library.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from atom.utils import envs
+
+_SOURCE = Path(__file__).with_name("kernels.cpp")
+_FLAGS = (
+    "-std=c++17",
+    "-O2",
+    "-ftree-vectorize",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fopenmp",
+    "-fPIC",
+)
+_COMPILERS = ("c++", "g++", "clang++")
+_DEADLINE_S = 60.0
+_POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_PARAMETERS = {
+    "rms_norm": (*[_POINTER] * 5, *[_INTEGER] * 2, _FLOAT),
+    "silu_and_mul": (*[_POINTER] * 2, *[_INTEGER] * 2),
+    "rotate_and_write": (
+        *(_POINTER, _INTEGER, _POINTER, _POINTER, _INTEGER, _INTEGER),
+        *(*[_POINTER] * 5, *[_INTEGER] * 5, _FLOAT),
+    ),
+    "attend": (
+        *(_POINTER, _INTEGER, _POINTER, _POINTER, _INTEGER),
+        *(*[_POINTER] * 4, *[_INTEGER] * 6, _FLOAT),
+    ),
+}
+
+
+class BuildError(Exception):
+    """The library cannot be built or loaded here; says why and what to do."""
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The kernels. Raises BuildError."""
+    compiler = _compiler()
+    content = _SOURCE.read_bytes()
+    key = hashlib.sha256(b"\0".join([content, *_host(compiler)])).hexdigest()[:32]
+    path = _directory() / f"{key}.so"
+    if not _is_whole(path):
+        path = _built(compiler, path)
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"cannot load {path}: {error}") from None
+    for name, parameters in _PARAMETERS.items():
+        for dtype in ("float32", "bfloat16"):
+            function = getattr(loaded, f"atom_{name}_{dtype}")
+            function.argtypes, function.restype = parameters, None
+    return loaded
+
+
+def _compiler() -> str:
+    wanted = os.environ.get("CXX")
+    found = next(
+        (path for name in ([wanted] if wanted else _COMPILERS) if (path := shutil.which(name))), None
+    )
+    if found is None:
+        raise BuildError(f"no C++ compiler ({wanted or ', '.join(_COMPILERS)}): install one, such as g++")
+    return found
+
+
+def _host(compiler: str) -> list[bytes]:
+    """What the library depends on besides its source."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_DEADLINE_S, check=False)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
+    instructions = next((line for line in lines if line.startswith(("flags", "Features"))), lines[0])
+    return [version.stdout, instructions.encode(), " ".join(_FLAGS).encode(), platform.machine().encode()]
+
+
+def _directory() -> Path:
+    """As `ATOM_CACHE_DIR` says; another one for this process if that cannot be written."""
+    directory = Path(envs.ATOM_CACHE_DIR) / "native"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if os.access(directory, os.W_OK):
+            return directory
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="atom-native-"))
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return _digest(path) == path.with_suffix(".sha256").read_text()
+    except OSError:
+        return False
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _built(compiler: str, path: Path) -> Path:
+    """Compile to `path`; other processes may do the same."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        made = Path(scratch) / "kernels.so"
+        command = [compiler, *_FLAGS, "-shared", str(_SOURCE), "-o", str(made)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
+        except subprocess.TimeoutExpired:
+            raise BuildError(f"{compiler} did not compile the kernels within {_DEADLINE_S:.0f} s") from None
+        if done.returncode:
+            first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
+            raise BuildError(f"{compiler} cannot compile the kernels: {first}")
+        digest = Path(scratch) / "kernels.sha256"
+        digest.write_text(_digest(made))
+        made.replace(path)
+        digest.replace(path.with_suffix(".sha256"))
+    return path

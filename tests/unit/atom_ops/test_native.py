@@ -1,0 +1,174 @@
+"""Kernels in C++: their attention, how they round, and how they are built."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import atom_ops
+from atom.utils import envs
+from atom_ops import backend, native_impl
+from atom_ops.native_impl import build
+from tests.helpers.paged_step import Step
+
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+CONTEXTS = [1, 16, 17, 63, 64, 65, 600]
+
+pytestmark = pytest.mark.skipif(not native_impl.runs_on(CPU), reason="needs a C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def only_native() -> Iterator[None]:
+    backend.resolve(CPU, ["native"])
+    yield
+    backend.resolve(CPU)
+
+
+def ran_native(op: str) -> bool:
+    return op not in backend.ran_in_torch()
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(0, False), (1, True), (40, False), (64, True), (0, True)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width"), [(9, 3, 64), (4, 4, 16), (7, 1, 80), (12, 2, 128), (2, 1, 256)]
+)
+def test_attention_of_decodes(heads: int, kv_heads: int, width: int, window: int, sinks: bool) -> None:
+    step = Step([1] * len(CONTEXTS), CONTEXTS, heads, kv_heads, width=width, window=window, sinks=sinks)
+    torch.testing.assert_close(step.run().double(), step.expected(), atol=1e-5, rtol=1e-5)
+    assert ran_native("paged_attention")
+
+
+@pytest.mark.parametrize("block_size", [1, 7, 64])
+def test_attention_with_drafts_and_other_blocks(block_size: int) -> None:
+    step = Step([4, 1, 3, 2], [4, 300, 70, 64], 8, 2, block_size, width=64, window=50)
+    torch.testing.assert_close(step.run().double(), step.expected(), atol=1e-5, rtol=1e-5)
+    assert ran_native("paged_attention")
+
+
+def test_attention_in_bfloat16() -> None:
+    step = Step([1] * len(CONTEXTS), CONTEXTS, 9, 3, dtype=BF16, cache_dtype=BF16, width=64)
+    torch.testing.assert_close(step.run().double(), step.expected(), atol=1e-2, rtol=1e-2)
+    assert ran_native("paged_attention")
+
+
+def test_padding_rows_result_in_zeros_and_others_are_skipped() -> None:
+    step = Step([1, 1], [5, 40], 4, 2, width=64)
+    table = np.zeros((4, step.table.shape[1]), np.int32)
+    table[:2] = step.table
+    plan = atom_ops.AttentionPlan(
+        torch.from_numpy(table),
+        torch.tensor([5, 40, 0, 3], dtype=torch.int32),
+        torch.tensor([0, 1, 2, 3, 3], dtype=torch.int32),
+        num_tokens=3, min_query_len=1, max_query_len=1, max_context_len=40,
+    )  # fmt: skip
+    q_THE = torch.cat((step.q, torch.full_like(step.q[:1], torch.nan)))
+    out_THE = atom_ops.paged_attention(q_THE, step.cache, plan, step.rule)
+    torch.testing.assert_close(out_THE[:2].double(), step.expected(), atol=1e-5, rtol=1e-5)
+    assert not out_THE[2].any() and ran_native("paged_attention")
+
+
+def test_prompts_are_left_to_torch() -> None:
+    step = Step([1, 5], [40, 5], 4, 2, width=64)
+    torch.testing.assert_close(step.run().double(), step.expected(), atol=1e-5, rtol=1e-5)
+    assert not ran_native("paged_attention")
+
+
+def test_a_nan_stays_in_its_row() -> None:
+    step = Step([1, 1], [70, 40], 4, 2, width=64)
+    wanted = step.run()[1].clone()
+    step.q[0] = torch.nan
+    out_THE = step.run()
+    assert out_THE[0].isnan().all() and torch.equal(out_THE[1], wanted)
+
+
+def test_sums_are_rounded_as_torch_rounds_them() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, residual = torch.randn(2, 64, 256, generator=generator).mul(100).to(BF16)
+    x[0, :6] = torch.tensor([torch.nan, torch.inf, -torch.inf, 3.38e38, 1e-40, 0.0])
+    residual[0, :6] = torch.tensor([1.0, 1.0, torch.inf, 3.38e38, 1e-40, -0.0])
+    _, total = atom_ops.add_rms_norm(x, residual, torch.ones(256, dtype=BF16), 1e-6)
+    torch.testing.assert_close(total, x + residual, atol=0, rtol=0, equal_nan=True)
+    assert ran_native("add_rms_norm")
+
+
+def test_a_large_step_in_threads_is_that_of_one_thread() -> None:
+    generator = torch.Generator().manual_seed(2)
+    x, weight = torch.randn(300, 512, generator=generator), torch.rand(512, generator=generator)
+    whole = atom_ops.rms_norm(x, weight, 1e-6), atom_ops.silu_and_mul(x)
+    for row in (0, 150, 299):
+        alone = x[row : row + 1].contiguous()
+        assert torch.equal(whole[0][row], atom_ops.rms_norm(alone, weight, 1e-6)[0])
+        assert torch.equal(whole[1][row], atom_ops.silu_and_mul(alone)[0])
+
+
+@pytest.fixture
+def built_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The directory of libraries built in this test."""
+    monkeypatch.setattr(envs, "ATOM_CACHE_DIR", str(tmp_path), raising=False)
+    build.library.cache_clear()
+    yield tmp_path / "native"
+    build.library.cache_clear()
+
+
+def test_a_library_is_built_once_and_again_if_it_is_broken(
+    built_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def built() -> list[Path]:
+        build.library.cache_clear()
+        build.library()
+        return sorted(built_here.iterdir())
+
+    library, digest = sorted(built(), key=lambda path: path.suffix, reverse=True)
+    assert (library.suffix, digest.suffix) == (".so", ".sha256")
+    part = library.read_bytes()[:1000]
+    library.unlink()  # it is mapped
+    library.write_bytes(part)
+    assert built() == sorted([library, digest]) and library.stat().st_size > 10_000
+    monkeypatch.setattr(build, "_built", lambda *args: pytest.fail("it is built"))
+    assert built() == sorted([library, digest])
+
+
+def failing(path: Path, script: str) -> str:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "message"),
+    [
+        (lambda folder: str(folder / "absent"), r"no C\+\+ compiler .*absent.*: install one"),
+        (
+            lambda folder: failing(folder / "broken", "echo 'x.cpp:1: error: no OpenMP' >&2; exit 1"),
+            "no OpenMP",
+        ),
+        (lambda folder: failing(folder / "slow", 'test "$1" = --version || exec sleep 9'), "within 1 s"),
+        (
+            lambda folder: failing(folder / "text", 'for last; do :; done; echo no library > "$last"'),
+            "cannot load",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("built_here")
+def test_what_cannot_be_built_runs_on_torch_and_is_said(
+    compiler: Callable[[Path], str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", compiler(tmp_path))
+    monkeypatch.setattr(build, "_DEADLINE_S", 1.0)
+    with pytest.raises(build.BuildError, match=message):
+        build.library()
+    assert "native" not in backend.resolve(CPU)["rms_norm"]
+    (line,) = backend.warnings(CPU)
+    assert line.startswith("ops run without kernels in C++: ")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can write anywhere")
+def test_a_directory_that_cannot_be_written_is_not_needed(built_here: Path) -> None:
+    built_here.mkdir()
+    built_here.chmod(0o500)
+    build.library()
+    assert not list(built_here.iterdir())
