@@ -96,7 +96,7 @@ VARIABLES: dict[str, Variable] = {
             str,
             _cache_dir,
             Area.ENGINE,
-            "Directory for converted checkpoints and measured GEMM plans. "
+            "Directory for converted checkpoints, measured GEMM plans and compiled kernels. "
             "If unset: `atom` in XDG_CACHE_HOME or ~/.cache.",
         ),
         Variable(

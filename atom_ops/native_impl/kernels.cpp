@@ -117,8 +117,8 @@ inline void turn_head(const T* x, const T* weight, const float* cos, const float
 template <typename T>
 void rotate_and_write(const T* qkv, int64_t qkv_stride, const float* cos, const float* sin,
                       int64_t cos_stride, int64_t sin_stride, T* q, T* kv, const int64_t* slots,
-                      const T* q_weight, const T* k_weight, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t width,
-                      int64_t turned, float eps) {
+                      const T* q_weight, const T* k_weight, int64_t tokens, int64_t heads,
+                      int64_t kv_heads, int64_t width, int64_t turned, float eps) {
 #pragma omp parallel for if (tokens * (heads + 2 * kv_heads) * width > WORTH_THREADS)
     for (int64_t token = 0; token < tokens; ++token) {
         const T* x = qkv + token * qkv_stride;
