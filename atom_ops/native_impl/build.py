@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -20,14 +21,8 @@ from atom.utils import envs
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 _FLAGS = (
-    "-std=c++17",
-    "-O2",
-    "-ftree-vectorize",
-    "-march=native",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fopenmp",
-    "-fPIC",
+    *("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"),
+    *("-fopenmp", "-fPIC", "-shared"),
 )
 _COMPILERS = ("c++", "g++", "clang++")
 _DEADLINE_S = 60.0
@@ -50,55 +45,74 @@ class BuildError(Exception):
     """The library cannot be built or loaded here; says why and what to do."""
 
 
-@cache
 def library() -> ctypes.CDLL:
-    """The kernels. Raises BuildError."""
-    compiler = _compiler()
-    content = _SOURCE.read_bytes()
-    key = hashlib.sha256(b"\0".join([content, *_host(compiler)])).hexdigest()[:32]
-    path = _directory() / f"{key}.so"
-    if not _is_whole(path):
-        path = _built(compiler, path)
+    """The kernels. Raises BuildError, each time the same."""
+    found = _library()
+    if isinstance(found, BuildError):
+        raise found
+    return found
+
+
+@cache
+def _library() -> ctypes.CDLL | BuildError:
     try:
-        loaded = ctypes.CDLL(str(path))
+        return _opened()
+    except BuildError as error:
+        return error
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        return BuildError(f"the kernels cannot be compiled: {error}")
+
+
+def _opened() -> ctypes.CDLL:
+    compiler = _compiler()
+    key = hashlib.sha256(b"\0".join([_SOURCE.read_bytes(), *_host(compiler)])).hexdigest()[:32]
+    directory = _directory()
+    if directory is None:
+        with tempfile.TemporaryDirectory(prefix="atom-native-") as scratch:
+            return _loaded(_built(compiler, Path(scratch) / f"{key}.so"))
+    path = directory / f"{key}.so"
+    return _loaded(path if _is_whole(path) else _built(compiler, path))
+
+
+def _loaded(path: Path) -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"cannot load {path}: {error}") from None
     for name, parameters in _PARAMETERS.items():
         for dtype in ("float32", "bfloat16"):
-            function = getattr(loaded, f"atom_{name}_{dtype}")
+            function = getattr(library, f"atom_{name}_{dtype}")
             function.argtypes, function.restype = parameters, None
-    return loaded
+    return library
 
 
-def _compiler() -> str:
-    wanted = os.environ.get("CXX")
-    found = next(
-        (path for name in ([wanted] if wanted else _COMPILERS) if (path := shutil.which(name))), None
-    )
-    if found is None:
-        raise BuildError(f"no C++ compiler ({wanted or ', '.join(_COMPILERS)}): install one, such as g++")
-    return found
+def _compiler() -> list[str]:
+    """The command of a C++ compiler: CXX, or one that is known."""
+    wanted = shlex.split(os.environ.get("CXX", ""))
+    for command in [wanted] if wanted else [[name] for name in _COMPILERS]:
+        if path := shutil.which(command[0]):
+            return [path, *command[1:]]
+    tried = wanted[0] if wanted else ", ".join(_COMPILERS)
+    raise BuildError(f"no C++ compiler ({tried}): install one, such as g++")
 
 
-def _host(compiler: str) -> list[bytes]:
+def _host(compiler: list[str]) -> list[bytes]:
     """What the library depends on besides its source."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_DEADLINE_S, check=False)
+    version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=_DEADLINE_S, check=False)
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
     instructions = next((line for line in lines if line.startswith(("flags", "Features"))), lines[0])
     return [version.stdout, instructions.encode(), " ".join(_FLAGS).encode(), platform.machine().encode()]
 
 
-def _directory() -> Path:
-    """As `ATOM_CACHE_DIR` says; another one for this process if that cannot be written."""
+def _directory() -> Path | None:
+    """Where libraries are kept; None if it cannot be written."""
     directory = Path(envs.ATOM_CACHE_DIR) / "native"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        if os.access(directory, os.W_OK):
-            return directory
     except OSError:
-        pass
-    return Path(tempfile.mkdtemp(prefix="atom-native-"))
+        return None
+    return directory if os.access(directory, os.W_OK) else None
 
 
 def _is_whole(path: Path) -> bool:
@@ -112,18 +126,20 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _built(compiler: str, path: Path) -> Path:
+def _built(compiler: list[str], path: Path) -> Path:
     """Compile to `path`; other processes may do the same."""
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         made = Path(scratch) / "kernels.so"
-        command = [compiler, *_FLAGS, "-shared", str(_SOURCE), "-o", str(made)]
+        command = [*compiler, *_FLAGS, str(_SOURCE), "-o", str(made)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
         except subprocess.TimeoutExpired:
-            raise BuildError(f"{compiler} did not compile the kernels within {_DEADLINE_S:.0f} s") from None
+            raise BuildError(
+                f"{compiler[0]} did not compile the kernels within {_DEADLINE_S:.0f} s"
+            ) from None
         if done.returncode:
             first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
-            raise BuildError(f"{compiler} cannot compile the kernels: {first}")
+            raise BuildError(f"{compiler[0]} cannot compile the kernels: {first}")
         digest = Path(scratch) / "kernels.sha256"
         digest.write_text(_digest(made))
         made.replace(path)
