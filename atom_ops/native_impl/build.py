@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from atom.utils import envs
+from atom.utils.logger import get_logger
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 _FLAGS = (
@@ -128,6 +129,7 @@ def _digest(path: Path) -> str:
 
 def _built(compiler: list[str], path: Path) -> Path:
     """Compile to `path`; other processes may do the same."""
+    get_logger().info("compiling kernels for this CPU, once")
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         made = Path(scratch) / "kernels.so"
         command = [*compiler, *_FLAGS, str(_SOURCE), "-o", str(made)]
