@@ -1,8 +1,4 @@
-"""Paged attention of steps whose rows have few tokens each, as decodes have.
-
-One query head of one token at a time reads keys and values where they are. torch's attention would
-need a copy of them, and is faster where many queries share them: with prompts.
-"""
+"""Paged attention, which reads keys and values where they are; torch's would need a copy of them."""
 
 import torch
 from torch import Tensor
@@ -14,15 +10,12 @@ from atom_ops.ops.kv_cache import KVLayer
 
 _WIDTHS = (16, 64, 80, 128, 256)
 """Features of a head for which the kernel is compiled."""
-_MOST_QUERIES = 4
-"""Of a row: with more, torch's attention over tiles of queries is faster."""
 
 
 def _supports(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule) -> bool:
     sinks = () if rule.sinks_H is None else (rule.sinks_H,)
     return (
-        plan.max_query_len <= _MOST_QUERIES
-        and not plan.split_tokens
+        not plan.split_tokens
         and cache.scale is None
         and takes(cache.kv, *sinks)
         and q_THE.dtype == cache.kv.dtype

@@ -21,6 +21,7 @@ from atom.utils import envs
 from atom.utils.logger import get_logger
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
+_HEADERS = tuple(sorted(_SOURCE.parent.glob("*.h")))
 _FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"),
     *("-fopenmp", "-fPIC", "-shared"),
@@ -66,7 +67,7 @@ def _library() -> ctypes.CDLL | BuildError:
 
 def _opened() -> ctypes.CDLL:
     compiler = _compiler()
-    key = hashlib.sha256(b"\0".join([_SOURCE.read_bytes(), *_host(compiler)])).hexdigest()[:32]
+    key = hashlib.sha256(b"\0".join([*_sources(), *_host(compiler)])).hexdigest()[:32]
     directory = _directory()
     if directory is None:
         with tempfile.TemporaryDirectory(prefix="atom-native-") as scratch:
@@ -95,6 +96,10 @@ def _compiler() -> list[str]:
             return [path, *command[1:]]
     tried = wanted[0] if wanted else ", ".join(_COMPILERS)
     raise BuildError(f"no C++ compiler ({tried}): install one, such as g++")
+
+
+def _sources() -> list[bytes]:
+    return [path.read_bytes() for path in (_SOURCE, *_HEADERS)]
 
 
 def _host(compiler: list[str]) -> list[bytes]:

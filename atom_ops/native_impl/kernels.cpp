@@ -4,52 +4,14 @@
 // Compiled for the instructions of the host: see build.py. Loops over features are what the compiler
 // vectorizes; OpenMP threads share rows.
 
-#include <cmath>
-#include <cstdint>
-#include <cstring>
+#include "attention_few.h"
+#include "attention_many.h"
+#include "values.h"
+
+#include <omp.h>
+#include <vector>
 
 namespace {
-
-struct BFloat16 {
-    uint16_t bits;
-};
-
-inline float number(float x) { return x; }
-
-inline float number(BFloat16 x) {
-    const uint32_t bits = uint32_t(x.bits) << 16;
-    float result;
-    std::memcpy(&result, &bits, sizeof result);
-    return result;
-}
-
-inline void put(float& to, float x) { to = x; }
-
-// Rounds to the nearest, half to even; a NaN stays one.
-inline void put(BFloat16& to, float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
-    to.bits = uint16_t(x == x ? rounded : 0x7FC0);
-}
-
-// e to the power of x, to 1e-7 of its value; x is clamped to what float32 holds.
-inline float exponential(float x) {
-    x = x < -87.0f ? -87.0f : x;
-    x = x > 88.0f ? 88.0f : x;
-    const float n = __builtin_rintf(x * 1.44269504f);
-    const float r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    const int32_t bits = (int32_t(n) + 127) << 23;
-    float power;
-    std::memcpy(&power, &bits, sizeof power);
-    return (p * r * r + r + 1.0f) * power;
-}
 
 // Factor of a row in its RMS norm.
 template <typename T> inline float norm_factor(const T* x, int64_t size, float eps) {
@@ -134,143 +96,32 @@ void rotate_and_write(const T* qkv, int64_t qkv_stride, const float* cos, const 
     }
 }
 
-// Where the tokens of a context are: one layer's cache, and the row of the block table.
-template <typename T> struct Context {
-    const T* kv;  // of the key/value head
-    const int32_t* table;
-    int64_t block_size, token_stride, value_offset;
-
-    const T* key(int64_t token) const {
-        return kv + (table[token / block_size] * block_size + token % block_size) * token_stride;
-    }
+// What one thread computes at a time: queries of one row, either all of them for `kv_heads` key/value
+// heads from `kv_head` on, or the tile of one key/value head that starts with query number `from`.
+struct Task {
+    int64_t row, kv_head, kv_heads, from;
 };
 
-// 16 numbers; compilers make them of what registers a CPU has.
-typedef float Vector __attribute__((vector_size(64)));
-typedef float Half __attribute__((vector_size(32)));
-typedef float Quarter __attribute__((vector_size(16)));
-constexpr int LANES = 16;
+constexpr int64_t FEW_QUERIES = 4;  // tokens of a row; with more, tiles are faster
+constexpr int64_t NO_TILE = -1;
 
-inline Vector vector_at(const float* x) {
-    Vector result;
-    std::memcpy(&result, x, sizeof result);
-    return result;
-}
-
-inline Vector vector_at(const BFloat16* x) {
-    typedef uint16_t Bits __attribute__((vector_size(32)));
-    typedef uint32_t Wide __attribute__((vector_size(64)));
-    Bits bits;
-    std::memcpy(&bits, x, sizeof bits);
-    return (Vector)(__builtin_convertvector(bits, Wide) << 16);
-}
-
-inline float sum_of(Vector x) {
-    Half low, high;
-    std::memcpy(&low, &x, sizeof low);
-    std::memcpy(&high, (const char*)&x + sizeof low, sizeof high);
-    low += high;
-    Quarter one, other;
-    std::memcpy(&one, &low, sizeof one);
-    std::memcpy(&other, (const char*)&low + sizeof one, sizeof other);
-    one += other;
-    return (one[0] + one[2]) + (one[1] + one[3]);
-}
-
-constexpr int CHUNK = 64;   // tokens of one iteration of the online softmax
-constexpr int QUERIES = 4;  // query heads that read keys and values together
-constexpr int VALUES = 4;   // vectors of a value's features that are summed in registers
-
-// The online softmax of one query: weights of a chunk's scores, and the factor of earlier sums.
-struct Softmax {
-    float top = -1.0e30f, total = 0.0f;
-
-    float add(float* scores, int count) {
-        float new_top = top;
-        for (int token = 0; token < count; ++token)
-            new_top = scores[token] > new_top ? scores[token] : new_top;
-        const float rescale = exponential(top - new_top);
-        top = new_top;
-        float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-        for (int token = 0; token < count; ++token) {
-            scores[token] = exponential(scores[token] - new_top);
-            sum += scores[token];
-        }
-        total = total * rescale + sum;
-        return rescale;
-    }
-};
-
-// COUNT query heads of one token over tokens first ... last of its context; WIDTH features of a head.
-template <typename T, int WIDTH, int COUNT>
-void attend(const T* q, const Context<T>& context, int64_t first, int64_t last, float scale, const T* sinks,
-            T* out) {
-    constexpr int PARTS = WIDTH / LANES;
-    Vector query[COUNT][PARTS], sum[COUNT][PARTS] = {};
-    Softmax softmax[COUNT];
-    float scores[COUNT][CHUNK];
-    const T* keys[CHUNK];
-    for (int n = 0; n < COUNT; ++n)
-        for (int i = 0; i < PARTS; ++i) query[n][i] = vector_at(q + n * WIDTH + i * LANES) * scale;
-    for (int64_t start = first; start <= last; start += CHUNK) {
-        const int count = int(last - start + 1 < CHUNK ? last - start + 1 : CHUNK);
-        for (int token = 0; token < count; ++token) {
-            keys[token] = context.key(start + token);
-            Vector products[COUNT] = {};
-            for (int i = 0; i < PARTS; ++i) {
-                const Vector key = vector_at(keys[token] + i * LANES);
-                for (int n = 0; n < COUNT; ++n) products[n] += query[n][i] * key;
-            }
-            for (int n = 0; n < COUNT; ++n) scores[n][token] = sum_of(products[n]);
-        }
-        for (int n = 0; n < COUNT; ++n) {
-            const float rescale = softmax[n].add(scores[n], count);
-            for (int i = 0; i < PARTS; ++i) sum[n][i] *= rescale;
-        }
-        for (int from = 0; from < PARTS; from += VALUES) {
-            const int parts = PARTS - from < VALUES ? PARTS - from : VALUES;
-            Vector added[COUNT][VALUES] = {};
-            for (int token = 0; token < count; ++token) {
-                const T* value = keys[token] + context.value_offset + from * LANES;
-                for (int i = 0; i < parts; ++i) {
-                    const Vector part = vector_at(value + i * LANES);
-                    for (int n = 0; n < COUNT; ++n) added[n][i] += scores[n][token] * part;
-                }
-            }
-            for (int n = 0; n < COUNT; ++n)
-                for (int i = 0; i < parts; ++i) sum[n][from + i] += added[n][i];
+inline std::vector<Task> attention_tasks(const int32_t* starts, int64_t rows, int64_t kv_heads,
+                                         int64_t group) {
+    const int64_t together = rows >= 4 * omp_get_max_threads() ? kv_heads : 1;
+    std::vector<Task> tasks;
+    for (int64_t row = 0; row < rows; ++row) {
+        const int64_t tokens = starts[row + 1] - starts[row];
+        if (tokens > FEW_QUERIES) {
+            // The last tiles first: they see most.
+            for (int64_t tile = (tokens * group - 1) / MANY_QUERIES; tile >= 0; --tile)
+                for (int64_t head = 0; head < kv_heads; ++head)
+                    tasks.push_back({row, head, 1, tile * MANY_QUERIES});
+        } else if (tokens > 0) {
+            for (int64_t head = 0; head < kv_heads; head += together)
+                tasks.push_back({row, head, together, NO_TILE});
         }
     }
-    for (int n = 0; n < COUNT; ++n) {
-        float rescale = 1.0f;
-        if (sinks != nullptr) {
-            float sink = number(sinks[n]);
-            rescale = softmax[n].add(&sink, 1);
-        }
-        const float factor = softmax[n].total > 0.0f ? rescale / softmax[n].total : 0.0f;
-        for (int i = 0; i < PARTS; ++i) {
-            const Vector part = sum[n][i] * factor;
-            for (int lane = 0; lane < LANES; ++lane) put(out[n * WIDTH + i * LANES + lane], part[lane]);
-        }
-    }
-}
-
-// The query heads of one key/value head.
-template <typename T, int WIDTH>
-void attend_group(const T* q, const Context<T>& context, int64_t first, int64_t last, float scale,
-                  const T* sinks, T* out, int64_t count) {
-    while (count > 0) {
-        const int64_t taken = count < QUERIES ? count : QUERIES;
-        switch (taken) {
-            case 1: attend<T, WIDTH, 1>(q, context, first, last, scale, sinks, out); break;
-            case 2: attend<T, WIDTH, 2>(q, context, first, last, scale, sinks, out); break;
-            case 3: attend<T, WIDTH, 3>(q, context, first, last, scale, sinks, out); break;
-            default: attend<T, WIDTH, QUERIES>(q, context, first, last, scale, sinks, out);
-        }
-        q += taken * WIDTH, out += taken * WIDTH, count -= taken;
-        sinks = sinks == nullptr ? nullptr : sinks + taken;
-    }
+    return tasks;
 }
 
 template <typename T, int WIDTH>
@@ -278,20 +129,27 @@ void attend_rows(const T* q, int64_t q_stride, const T* kv, const int32_t* table
                  const int32_t* contexts, const int32_t* starts, const T* sinks, T* out, int64_t rows,
                  int64_t heads, int64_t kv_heads, int64_t block_size, int64_t window, float scale) {
     const int64_t group = heads / kv_heads;
-#pragma omp parallel for collapse(2) schedule(dynamic, 1)
-    for (int64_t row = 0; row < rows; ++row) {
-        for (int64_t kv_head = 0; kv_head < kv_heads; ++kv_head) {
-            const Context<T> context{kv + kv_head * WIDTH, table + row * table_stride, block_size,
-                                     2 * kv_heads * WIDTH, kv_heads * WIDTH};
-            const int64_t head = kv_head * group;
-            for (int64_t token = starts[row]; token < starts[row + 1]; ++token) {
-                const int64_t last = contexts[row] - (starts[row + 1] - token);
-                const int64_t first = window > 0 && last >= window ? last - window + 1 : 0;
-                attend_group<T, WIDTH>(q + token * q_stride + head * WIDTH, context, first, last, scale,
-                                       sinks == nullptr ? nullptr : sinks + head,
-                                       out + (token * heads + head) * WIDTH, group);
-            }
-        }
+    const std::vector<Task> tasks = attention_tasks(starts, rows, kv_heads, group);
+#pragma omp parallel for schedule(dynamic, 1)
+    for (size_t number = 0; number < tasks.size(); ++number) {
+        const Task& task = tasks[number];
+        const int64_t head = task.kv_head * group, token = starts[task.row];
+        const int64_t count = starts[task.row + 1] - token;
+        const Context<T> context{kv + task.kv_head * WIDTH, table + task.row * table_stride, block_size,
+                                 2 * kv_heads * WIDTH, kv_heads * WIDTH};
+        const Queries<T> queries{q + token * q_stride + head * WIDTH,
+                                 q_stride,
+                                 out + (token * heads + head) * WIDTH,
+                                 heads * WIDTH,
+                                 sinks == nullptr ? nullptr : sinks + head,
+                                 group,
+                                 count,
+                                 contexts[task.row] - count,
+                                 window};
+        if (task.from == NO_TILE)
+            attend_each<T, WIDTH>(queries, context, scale, task.kv_heads);
+        else
+            attend_tile<T, WIDTH>(queries, context, scale, task.from);
     }
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.helpers.source import PACKAGES, ROOT
 
 DEADLINE_S = 100
-DATA_FILES = ("py.typed", "kernels.cpp")
+SUFFIXES = (".py", ".cpp", ".h")
 DATA_FOLDERS = ("atom/benchmarks",)  # JSON beside the modules that read it
 
 
@@ -18,7 +18,7 @@ def sources() -> set[str]:
     return {
         str(path.relative_to(ROOT))
         for path in found
-        if path.suffix == ".py" or path.name in DATA_FILES or "static" in path.parts or is_data(path)
+        if path.suffix in SUFFIXES or path.name == "py.typed" or "static" in path.parts or is_data(path)
     }
 
 

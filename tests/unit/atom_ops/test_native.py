@@ -70,18 +70,44 @@ def test_padding_rows_result_in_zeros_and_others_are_skipped() -> None:
     assert not out_THE[2].any() and ran_native("paged_attention")
 
 
-def test_prompts_are_left_to_torch() -> None:
-    step = Step([1, 5], [40, 5], 4, 2, width=64)
+@pytest.mark.parametrize(("window", "sinks"), [(0, False), (1, True), (40, False), (100, True)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width"), [(9, 3, 64), (4, 4, 16), (7, 1, 80), (12, 2, 128), (2, 1, 256)]
+)
+def test_attention_of_prompts_beside_decodes(
+    heads: int, kv_heads: int, width: int, window: int, sinks: bool
+) -> None:
+    counts, contexts = [5, 1, 70, 33, 1, 16, 130], [5, 200, 70, 333, 1, 80, 131]
+    step = Step(counts, contexts, heads, kv_heads, width=width, window=window, sinks=sinks)
     torch.testing.assert_close(step.run().double(), step.expected(), atol=1e-5, rtol=1e-5)
-    assert not ran_native("paged_attention")
+    assert ran_native("paged_attention")
 
 
-def test_a_nan_stays_in_its_row() -> None:
-    step = Step([1, 1], [70, 40], 4, 2, width=64)
-    wanted = step.run()[1].clone()
-    step.q[0] = torch.nan
+@pytest.mark.parametrize("block_size", [1, 7, 64])
+def test_attention_of_prompts_in_bfloat16(block_size: int) -> None:
+    counts, contexts = [5, 1, 63, 65, 127], [5, 200, 63, 366, 127]
+    step = Step(counts, contexts, 9, 3, block_size, dtype=BF16, cache_dtype=BF16, width=64)
+    torch.testing.assert_close(step.run().double(), step.expected(), atol=1e-2, rtol=1e-2)
+    assert ran_native("paged_attention")
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_a_nan_stays_in_its_row(tokens: int) -> None:
+    step = Step([tokens, tokens], [70, 40], 4, 2, width=64)
+    wanted = step.run()[tokens:].clone()
+    step.q[:tokens] = torch.nan
     out_THE = step.run()
-    assert out_THE[0].isnan().all() and torch.equal(out_THE[1], wanted)
+    assert out_THE[:tokens].isnan().all() and torch.equal(out_THE[tokens:], wanted)
+
+
+def test_a_nan_of_one_query_reaches_no_other() -> None:
+    step = Step([20], [40], 4, 2, width=64)
+    wanted = step.run().clone()
+    step.q[7, 1] = torch.nan
+    out_THE = step.run()
+    assert out_THE[7, 1].isnan().all()
+    out_THE[7, 1] = wanted[7, 1]
+    assert torch.equal(out_THE, wanted)
 
 
 def test_sums_are_rounded_as_torch_rounds_them() -> None:

@@ -1,0 +1,178 @@
+// Attention of a row with few queries: each reads keys and values where they are.
+
+#pragma once
+
+#include "values.h"
+
+#include <vector>
+
+namespace {
+
+inline int smaller(int64_t one, int64_t other) { return int(one < other ? one : other); }
+
+// Where the tokens of a context are: one layer's cache, and the row of the block table.
+template <typename T> struct Context {
+    const T* kv;  // of the first key/value head
+    const int32_t* table;
+    int64_t block_size, token_stride, value_offset;
+
+    // The keys of `count` tokens from `start` on.
+    void find(int64_t start, int count, const T** keys) const {
+        int64_t block = start / block_size, offset = start % block_size;
+        for (int token = 0; token < count; ++token) {
+            keys[token] = kv + (table[block] * block_size + offset) * token_stride;
+            if (++offset == block_size) ++block, offset = 0;
+        }
+    }
+};
+
+// The queries of one row: `count` tokens, which are the last ones of its context; `group` query heads for
+// each key/value head.
+template <typename T> struct Queries {
+    const T* q;
+    int64_t q_stride;
+    T* out;
+    int64_t out_stride;
+    const T* sinks;
+    int64_t group, count;
+    int64_t position;  // of the first token in the context
+    int64_t window;
+
+    const T* in(int64_t token) const { return q + token * q_stride; }
+    T* result(int64_t token) const { return out + token * out_stride; }
+    // What a token sees of the context.
+    int64_t last(int64_t token) const { return position + token; }
+    int64_t first(int64_t token) const {
+        return window > 0 && last(token) >= window ? last(token) - window + 1 : 0;
+    }
+};
+
+constexpr int CHUNK = 32;   // tokens of one iteration of the online softmax
+constexpr int AHEAD = 16;   // tokens whose keys are fetched before they are needed
+constexpr int HEADS = 4;    // query heads that read keys and values together
+constexpr int PARTIAL = 4;  // vectors of a value's features that are summed in registers
+
+// The online softmax of one query: weights of a chunk's scores, and the factor of earlier sums.
+struct Softmax {
+    float top = -1.0e30f, total = 0.0f;
+
+    float add(float* scores, int count) {
+        float new_top = top;
+        for (int token = 0; token < count; ++token)
+            new_top = scores[token] > new_top ? scores[token] : new_top;
+        const float rescale = exponential(top - new_top);
+        top = new_top;
+        float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+        for (int token = 0; token < count; ++token) {
+            scores[token] = exponential(scores[token] - new_top);
+            sum += scores[token];
+        }
+        total = total * rescale + sum;
+        return rescale;
+    }
+};
+
+// What one query head of one token has seen of its context.
+template <int WIDTH> struct HeadState {
+    Softmax softmax;
+    Vector sum[WIDTH / LANES] = {};
+};
+
+// COUNT query heads of one key/value head over the keys and values of `count` tokens; `keys` has AHEAD
+// more, to be fetched.
+template <typename T, int WIDTH, int COUNT>
+void attend(const T* q, const T* const* keys, int64_t value_offset, int count, float scale,
+            HeadState<WIDTH>* states) {
+    constexpr int LINE = 64 / int(sizeof(T));
+    constexpr int PARTS = WIDTH / LANES;
+    Vector query[COUNT][PARTS];
+    float scores[COUNT][CHUNK];
+    for (int n = 0; n < COUNT; ++n)
+        for (int i = 0; i < PARTS; ++i) query[n][i] = vector_at(q + n * WIDTH + i * LANES) * scale;
+    for (int token = 0; token < count; ++token) {
+        for (int i = 0; i < WIDTH; i += LINE) __builtin_prefetch(keys[token] + value_offset + i);
+        for (int i = 0; i < WIDTH; i += LINE) __builtin_prefetch(keys[token + AHEAD] + i);
+        Vector products[COUNT] = {};
+        for (int i = 0; i < PARTS; ++i) {
+            const Vector key = vector_at(keys[token] + i * LANES);
+            for (int n = 0; n < COUNT; ++n) products[n] += query[n][i] * key;
+        }
+        for (int n = 0; n < COUNT; ++n) scores[n][token] = sum_of(products[n]);
+    }
+    for (int n = 0; n < COUNT; ++n) {
+        const float rescale = states[n].softmax.add(scores[n], count);
+        for (int i = 0; i < PARTS; ++i) states[n].sum[i] *= rescale;
+    }
+    for (int from = 0; from < PARTS; from += PARTIAL) {
+        const int parts = PARTS - from < PARTIAL ? PARTS - from : PARTIAL;
+        Vector added[COUNT][PARTIAL] = {};
+        for (int token = 0; token < count; ++token) {
+            const T* value = keys[token] + value_offset + from * LANES;
+            for (int i = 0; i < parts; ++i) {
+                const Vector part = vector_at(value + i * LANES);
+                for (int n = 0; n < COUNT; ++n) added[n][i] += scores[n][token] * part;
+            }
+        }
+        for (int n = 0; n < COUNT; ++n)
+            for (int i = 0; i < parts; ++i) states[n].sum[from + i] += added[n][i];
+    }
+}
+
+template <typename T, int WIDTH>
+void attend_group(const T* q, const T* const* keys, int64_t value_offset, int count, float scale,
+                  HeadState<WIDTH>* states, int64_t heads) {
+    while (heads > 0) {
+        const int64_t taken = heads < HEADS ? heads : HEADS;
+        switch (taken) {
+            case 1: attend<T, WIDTH, 1>(q, keys, value_offset, count, scale, states); break;
+            case 2: attend<T, WIDTH, 2>(q, keys, value_offset, count, scale, states); break;
+            case 3: attend<T, WIDTH, 3>(q, keys, value_offset, count, scale, states); break;
+            default: attend<T, WIDTH, HEADS>(q, keys, value_offset, count, scale, states);
+        }
+        q += taken * WIDTH, states += taken, heads -= taken;
+    }
+}
+
+// The output of a head.
+template <typename T, int WIDTH> void finish(HeadState<WIDTH>& state, const T* sink, T* out) {
+    float rescale = 1.0f;
+    if (sink != nullptr) {
+        float score = number(*sink);
+        rescale = state.softmax.add(&score, 1);
+    }
+    const float factor = state.softmax.total > 0.0f ? rescale / state.softmax.total : 0.0f;
+    for (int i = 0; i < WIDTH / LANES; ++i) {
+        const Vector part = state.sum[i] * factor;
+        for (int lane = 0; lane < LANES; ++lane) put(out[i * LANES + lane], part[lane]);
+    }
+}
+
+// Each token with the query heads of `kv_heads` key/value heads. All of them take a chunk before the next
+// one, so that memory is read in its order.
+template <typename T, int WIDTH>
+void attend_each(const Queries<T>& queries, const Context<T>& context, float scale, int64_t kv_heads) {
+    const int64_t group = queries.group;
+    const T* keys[CHUNK + AHEAD];
+    for (int64_t token = 0; token < queries.count; ++token) {
+        std::vector<HeadState<WIDTH>> states(group * kv_heads);
+        const int64_t last = queries.last(token);
+        for (int64_t start = queries.first(token); start <= last; start += CHUNK) {
+            const int count = smaller(last - start + 1, CHUNK);
+            const int known = smaller(last - start + 1, CHUNK + AHEAD);
+            context.find(start, known, keys);
+            for (int n = known; n < count + AHEAD; ++n) keys[n] = keys[known - 1];
+            for (int64_t kv_head = 0; kv_head < kv_heads; ++kv_head) {
+                attend_group<T, WIDTH>(queries.in(token) + kv_head * group * WIDTH, keys,
+                                       context.value_offset, count, scale, states.data() + kv_head * group,
+                                       group);
+                for (int n = 0; n < count + AHEAD; ++n) keys[n] += WIDTH;
+            }
+        }
+        for (int64_t head = 0; head < group * kv_heads; ++head)
+            finish(states[head], queries.sinks == nullptr ? nullptr : queries.sinks + head,
+                   queries.result(token) + head * WIDTH);
+    }
+}
+
+}  // namespace

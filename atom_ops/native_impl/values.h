@@ -1,0 +1,84 @@
+// Values and vectors of the kernels in C++.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+struct BFloat16 {
+    uint16_t bits;
+};
+
+inline float number(float x) { return x; }
+
+inline float number(BFloat16 x) {
+    const uint32_t bits = uint32_t(x.bits) << 16;
+    float result;
+    std::memcpy(&result, &bits, sizeof result);
+    return result;
+}
+
+inline void put(float& to, float x) { to = x; }
+
+// Rounds to the nearest, half to even; a NaN stays one.
+inline void put(BFloat16& to, float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    to.bits = uint16_t(x == x ? rounded : 0x7FC0);
+}
+
+// e to the power of x, to 1e-7 of its value; x is clamped to what float32 holds.
+inline float exponential(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    x = x > 88.0f ? 88.0f : x;
+    const float n = __builtin_rintf(x * 1.44269504f);
+    const float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    const int32_t bits = (int32_t(n) + 127) << 23;
+    float power;
+    std::memcpy(&power, &bits, sizeof power);
+    return (p * r * r + r + 1.0f) * power;
+}
+
+// 16 numbers; compilers make them of what registers a CPU has.
+typedef float Vector __attribute__((vector_size(64)));
+typedef float Half __attribute__((vector_size(32)));
+typedef float Quarter __attribute__((vector_size(16)));
+constexpr int LANES = 16;
+
+inline Vector vector_at(const float* x) {
+    Vector result;
+    std::memcpy(&result, x, sizeof result);
+    return result;
+}
+
+inline Vector vector_at(const BFloat16* x) {
+    typedef uint16_t Bits __attribute__((vector_size(32)));
+    typedef uint32_t Wide __attribute__((vector_size(64)));
+    Bits bits;
+    std::memcpy(&bits, x, sizeof bits);
+    return (Vector)(__builtin_convertvector(bits, Wide) << 16);
+}
+
+inline float sum_of(Vector x) {
+    Half low, high;
+    std::memcpy(&low, &x, sizeof low);
+    std::memcpy(&high, (const char*)&x + sizeof low, sizeof high);
+    low += high;
+    Quarter one, other;
+    std::memcpy(&one, &low, sizeof one);
+    std::memcpy(&other, (const char*)&low + sizeof one, sizeof other);
+    one += other;
+    return (one[0] + one[2]) + (one[1] + one[3]);
+}
+
+}  // namespace
