@@ -4,6 +4,9 @@ Each module registers the provider `native` for the op file of the same name. Wh
 functions for an op, each of which costs more than its work on a few rows, this is one call.
 """
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 
 from atom_ops.native_impl.build import BuildError, library
@@ -28,6 +31,11 @@ def problem(device: torch.device) -> str | None:
     return None
 
 
+def has(name: str) -> bool:
+    """Whether the kernel exists for this CPU's instructions."""
+    return hasattr(library(), f"atom_{name}_bfloat16")
+
+
 def takes(*tensors: torch.Tensor) -> bool:
     """Whether they are contiguous and have one dtype of the kernels."""
     dtype = tensors[0].dtype
@@ -36,13 +44,20 @@ def takes(*tensors: torch.Tensor) -> bool:
 
 def call(name: str, dtype: torch.dtype, *args: torch.Tensor | float | None) -> None:
     """Call a kernel; tensors are passed by their addresses."""
-    function = getattr(library(), f"atom_{name}_{_SUFFIXES[dtype]}")
-    function(*(arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args))
+    _function(name, dtype)(*[arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args])
+
+
+@cache
+def _function(name: str, dtype: torch.dtype) -> Callable[..., None]:
+    function: Callable[..., None] = getattr(library(), f"atom_{name}_{_SUFFIXES[dtype]}")
+    return function
 
 
 def load() -> None:
     """Register the providers; later calls do nothing."""
     import atom_ops.native_impl.activation
     import atom_ops.native_impl.attention
+    import atom_ops.native_impl.fused_linear
+    import atom_ops.native_impl.linear
     import atom_ops.native_impl.norm
     import atom_ops.native_impl.qkv  # noqa: F401

@@ -24,6 +24,7 @@ _SOURCE = Path(__file__).with_name("kernels.cpp")
 _HEADERS = tuple(sorted(_SOURCE.parent.glob("*.h")))
 _FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"),
+    "-fno-strict-aliasing",  # the same memory is read as values, pairs and vectors
     *("-fopenmp", "-fPIC", "-shared"),
 )
 _COMPILERS = ("c++", "g++", "clang++")
@@ -36,6 +37,9 @@ _PARAMETERS = {
         *(_POINTER, _INTEGER, _POINTER, _POINTER, _INTEGER, _INTEGER),
         *(*[_POINTER] * 5, *[_INTEGER] * 5, _FLOAT),
     ),
+    "linear": (*[_POINTER] * 4, *[_INTEGER] * 3),
+    "norm_linear": (*[_POINTER] * 8, *[_INTEGER] * 3, _FLOAT),
+    "silu_linear": (*[_POINTER] * 5, *[_INTEGER] * 3),
     "attend": (
         *(_POINTER, _INTEGER, _POINTER, _POINTER, _INTEGER),
         *(*[_POINTER] * 4, *[_INTEGER] * 6, _FLOAT),
@@ -83,8 +87,10 @@ def _loaded(path: Path) -> ctypes.CDLL:
         raise BuildError(f"cannot load {path}: {error}") from None
     for name, parameters in _PARAMETERS.items():
         for dtype in ("float32", "bfloat16"):
-            function = getattr(library, f"atom_{name}_{dtype}")
-            function.argtypes, function.restype = parameters, None
+            symbol = f"atom_{name}_{dtype}"
+            if hasattr(library, symbol):  # some need instructions that not all CPUs have
+                function = getattr(library, symbol)
+                function.argtypes, function.restype = parameters, None
     return library
 
 

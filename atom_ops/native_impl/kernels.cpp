@@ -6,6 +6,7 @@
 
 #include "attention_few.h"
 #include "attention_many.h"
+#include "linear.h"
 #include "values.h"
 
 #include <omp.h>
@@ -182,6 +183,38 @@ FOR_BOTH(atom_rotate_and_write,
          (rotate_and_write((const T*)qkv, qkv_stride, cos, sin, cos_stride, sin_stride, (T*)q, (T*)kv, slots,
                            (const T*)q_weight, (const T*)k_weight, tokens, heads, kv_heads, width, turned,
                            eps)))
+
+#ifdef MULTIPLIES_PAIRS
+namespace {
+
+template <typename Out>
+void multiply(const void* x, const void* panels, const void* bias, void* out, int64_t rows, int64_t outputs,
+              int64_t inputs) {
+    linear(Linear<Out>{(const uint32_t*)x, (const Vector*)panels, (const BFloat16*)bias, (Out*)out, rows,
+                       outputs, inputs / 2});
+}
+
+}  // namespace
+
+FOR_BOTH(atom_linear,  // the type is that of the output
+         (const void* x, const void* panels, const void* bias, void* out, int64_t rows, int64_t outputs,
+          int64_t inputs),
+         (multiply<T>(x, panels, bias, out, rows, outputs, inputs)))
+
+extern "C" void atom_norm_linear_bfloat16(const void* x, const void* residual, const void* weight,
+                                          void* normed, void* total, const void* panels, const void* bias,
+                                          void* out, int64_t rows, int64_t outputs, int64_t inputs,
+                                          float eps) {
+    atom_rms_norm_bfloat16(x, residual, weight, normed, total, rows, inputs, eps);
+    multiply<BFloat16>(normed, panels, bias, out, rows, outputs, inputs);
+}
+
+extern "C" void atom_silu_linear_bfloat16(const void* x, void* gated, const void* panels, const void* bias,
+                                          void* out, int64_t rows, int64_t outputs, int64_t inputs) {
+    atom_silu_and_mul_bfloat16(x, gated, rows, inputs);
+    multiply<BFloat16>(gated, panels, bias, out, rows, outputs, inputs);
+}
+#endif
 
 #define ATTEND(WIDTH)                                                                                      \
     case WIDTH:                                                                                            \

@@ -28,6 +28,15 @@ class PackedOneDNN:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedPanels:
+    """A plain matrix in bfloat16 in panels of 16 outputs, which only the kernels in C++ read."""
+
+    tensor: Tensor
+    """[P, I / 2, 16, 2]: panel, pair of inputs, output, input; outputs beyond O are 0."""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PackedINT4:
     """A matrix of 4-bit integers in the layout of torch's kernel for CPUs, which only its provider reads."""
 
@@ -85,7 +94,7 @@ class Reordered:
 InTiles = ShuffledFP8 | ShuffledMXFP4
 """As the matrix instructions of AMD's GPUs read them."""
 Quantized = BlockFP8 | ChannelFP8 | ChannelINT8 | GroupINT4 | MXFP4 | Reordered | FourBitWords | InTiles
-Packed = PackedOneDNN | PackedINT4 | Shuffled
+Packed = PackedOneDNN | PackedPanels | PackedINT4 | Shuffled
 """In a layout that one provider reads."""
 Weight = Tensor | Packed | Quantized
 """A matrix that ops multiply by; a Tensor is plain, in the dtype of the activations."""

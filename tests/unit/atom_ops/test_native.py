@@ -83,10 +83,10 @@ def test_attention_of_prompts_beside_decodes(
     assert ran_native("paged_attention")
 
 
-@pytest.mark.parametrize("block_size", [1, 7, 64])
-def test_attention_of_prompts_in_bfloat16(block_size: int) -> None:
+@pytest.mark.parametrize(("block_size", "width"), [(1, 16), (7, 64), (64, 80), (16, 128), (16, 256)])
+def test_attention_of_prompts_in_bfloat16(block_size: int, width: int) -> None:
     counts, contexts = [5, 1, 63, 65, 127], [5, 200, 63, 366, 127]
-    step = Step(counts, contexts, 9, 3, block_size, dtype=BF16, cache_dtype=BF16, width=64)
+    step = Step(counts, contexts, 9, 3, block_size, dtype=BF16, cache_dtype=BF16, width=width)
     torch.testing.assert_close(step.run().double(), step.expected(), atol=1e-2, rtol=1e-2)
     assert ran_native("paged_attention")
 
@@ -128,6 +128,73 @@ def test_a_large_step_in_threads_is_that_of_one_thread() -> None:
         alone = x[row : row + 1].contiguous()
         assert torch.equal(whole[0][row], atom_ops.rms_norm(alone, weight, 1e-6)[0])
         assert torch.equal(whole[1][row], atom_ops.silu_and_mul(alone)[0])
+
+
+needs_pairs = pytest.mark.skipif(
+    not (native_impl.runs_on(CPU) and native_impl.has("linear")), reason="needs AVX-512 for bfloat16"
+)
+
+
+def layer(rows: int, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(x, weight, bias)."""
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, inputs, generator=generator)
+    weight = torch.randn(outputs, inputs, generator=generator) * inputs**-0.5
+    return x.to(BF16), weight.to(BF16), torch.randn(outputs, generator=generator).to(BF16)
+
+
+@needs_pairs
+@pytest.mark.parametrize("rows", [0, 1, 6, 7, 17, 33, 400])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (49, 70), (160, 576), (1000, 64), (70, 9000)])
+def test_linear_layers(rows: int, outputs: int, inputs: int) -> None:
+    x, weight, bias = layer(rows, outputs, inputs)
+    packed = atom_ops.pack_linear_weight(weight)
+    assert isinstance(packed, atom_ops.PackedPanels) and packed.shape == (outputs, inputs)
+    wanted = x.double() @ weight.double().T + bias
+    found = atom_ops.linear(x, packed, bias, torch.float32)
+    torch.testing.assert_close(found.double(), wanted, atol=1e-4, rtol=1e-4)
+    assert torch.equal(atom_ops.linear(x, packed, bias), found.to(BF16)) and ran_native("linear")
+
+
+@needs_pairs
+def test_a_row_of_a_linear_layer_does_not_depend_on_the_others() -> None:
+    x, weight, bias = layer(130, 200, 5000)
+    packed = atom_ops.pack_linear_weight(weight)
+    whole = atom_ops.linear(x, packed, bias)
+    x[5] = torch.nan
+    beside = atom_ops.linear(x, packed, bias)
+    assert beside[5].isnan().all()
+    for row in (0, 4, 6, 64, 129):
+        alone = atom_ops.linear(x[row : row + 1], packed, bias)[0]
+        assert torch.equal(alone, whole[row]) and torch.equal(alone, beside[row])
+
+
+@needs_pairs
+def test_linear_layers_that_are_not_packed_and_wrong_inputs() -> None:
+    for weight in (torch.ones(4, 3, dtype=BF16), torch.ones(4, 4)):
+        assert atom_ops.pack_linear_weight(weight) is weight
+    x, weight, bias = layer(3, 32, 64)
+    packed = atom_ops.pack_linear_weight(weight)
+    apart = torch.cat((x, x), dim=1)[:, :64]
+    assert torch.equal(atom_ops.linear(apart, packed), atom_ops.linear(x, packed))
+    for wrong in ((x.float(), None), (x[:, :62], None), (x, bias.float()), (x, bias[:16])):
+        with pytest.raises(TypeError, match="bfloat16"):
+            atom_ops.linear(wrong[0], packed, wrong[1])
+
+
+@needs_pairs
+@pytest.mark.parametrize("rows", [1, 9, 70])
+def test_fused_linear_layers_have_the_bits_of_their_parts(rows: int) -> None:
+    x, weight, bias = layer(rows, 80, 576)
+    packed, norm = atom_ops.pack_linear_weight(weight), torch.rand(576).to(BF16)
+    normed, total = atom_ops.add_rms_norm(x, x.flip(0), norm, 1e-6)
+    found = atom_ops.add_norm_linear(x, x.flip(0), norm, 1e-6, packed, bias)
+    assert torch.equal(found[0], atom_ops.linear(normed, packed, bias)) and torch.equal(found[1], total)
+    first, same = atom_ops.add_norm_linear(x, None, norm, 1e-6, packed)
+    assert same is x and torch.equal(first, atom_ops.linear(atom_ops.rms_norm(x, norm, 1e-6), packed))
+    gate_up = torch.cat((x, x.flip(0)), dim=1)
+    gated = atom_ops.linear(atom_ops.silu_and_mul(gate_up), packed, bias)
+    assert torch.equal(atom_ops.silu_and_mul_linear(gate_up, packed, bias), gated)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from atom_ops import PackedOneDNN
+from atom_ops import PackedOneDNN, PackedPanels
 from parallel.communicator import Communicator
 from tests.helpers.core_side import generate
 from tests.helpers.mxfp4 import save_mxfp4
@@ -87,7 +87,7 @@ def test_bfloat16_logits_are_close_to_float32(tmp_path: Path, name: str) -> None
     expected = hf_logits(reference, ids)
     ours = TinyWorker(tmp_path, "bfloat16")
     layers = [layer for layer in ours.worker._runner._model.modules() if isinstance(layer, Linear)]
-    packed = any(isinstance(layer.weight, PackedOneDNN) for layer in layers)
+    packed = any(isinstance(layer.weight, PackedOneDNN | PackedPanels) for layer in layers)
     assert packed == torch.ops.mkldnn._is_mkldnn_bf16_supported()
     core = ours.core()
     core.add(0, ids)
