@@ -48,7 +48,7 @@ template <typename T> struct Queries {
 };
 
 constexpr int CHUNK = 32;   // tokens of one iteration of the online softmax
-constexpr int AHEAD = 16;   // tokens whose keys are fetched before they are needed
+constexpr int AHEAD = 32;   // tokens whose keys are fetched before they are needed
 constexpr int HEADS = 4;    // query heads that read keys and values together
 constexpr int PARTIAL = 4;  // vectors of a value's features that are summed in registers
 
@@ -58,6 +58,7 @@ struct Softmax {
 
     float add(float* scores, int count) {
         float new_top = top;
+#pragma omp simd reduction(max : new_top)
         for (int token = 0; token < count; ++token)
             new_top = scores[token] > new_top ? scores[token] : new_top;
         const float rescale = exponential(top - new_top);
@@ -79,26 +80,61 @@ template <int WIDTH> struct HeadState {
     Vector sum[WIDTH / LANES] = {};
 };
 
+// A query head, for products with keys, whose lanes are still to be summed; PAIRS: where there are
+// instructions for pairs of its type, it is read by them.
+template <typename T, int WIDTH, bool PAIRS> struct Query {
+    Vector parts[WIDTH / LANES];
+
+    void load(const T* q) {
+        for (int i = 0; i < WIDTH / LANES; ++i) parts[i] = vector_at(q + i * LANES);
+    }
+    Vector times(const T* key) const {
+        Vector sum = {};
+        for (int i = 0; i < WIDTH / LANES; ++i) sum += parts[i] * vector_at(key + i * LANES);
+        return sum;
+    }
+};
+
+#ifdef __AVX512BF16__
+template <int WIDTH> struct Query<BFloat16, WIDTH, true> {
+    static constexpr int EACH = 2 * LANES;
+    Vector parts[WIDTH / EACH];
+
+    void load(const BFloat16* q) { std::memcpy(parts, q, sizeof parts); }
+    Vector times(const BFloat16* key) const {
+        Vector sum = {}, part;
+        for (int i = 0; i < WIDTH / EACH; ++i) {
+            std::memcpy(&part, key + i * EACH, sizeof part);
+            sum = add_pairs(sum, parts[i], part);
+        }
+        return sum;
+    }
+};
+#endif
+
 // COUNT query heads of one key/value head over the keys and values of `count` tokens; `keys` has AHEAD
 // more, to be fetched.
 template <typename T, int WIDTH, int COUNT>
 void attend(const T* q, const T* const* keys, int64_t value_offset, int count, float scale,
             HeadState<WIDTH>* states) {
-    constexpr int LINE = 64 / int(sizeof(T));
-    constexpr int PARTS = WIDTH / LANES;
-    Vector query[COUNT][PARTS];
+    constexpr int PARTS = WIDTH / LANES, LINE = 64 / int(sizeof(T)), TOGETHER = 4;  // tokens
+    typedef Query<T, WIDTH, WIDTH % (2 * LANES) == 0> HeadQuery;
     float scores[COUNT][CHUNK];
-    for (int n = 0; n < COUNT; ++n)
-        for (int i = 0; i < PARTS; ++i) query[n][i] = vector_at(q + n * WIDTH + i * LANES) * scale;
-    for (int token = 0; token < count; ++token) {
-        for (int i = 0; i < WIDTH; i += LINE) __builtin_prefetch(keys[token] + value_offset + i);
-        for (int i = 0; i < WIDTH; i += LINE) __builtin_prefetch(keys[token + AHEAD] + i);
-        Vector products[COUNT] = {};
-        for (int i = 0; i < PARTS; ++i) {
-            const Vector key = vector_at(keys[token] + i * LANES);
-            for (int n = 0; n < COUNT; ++n) products[n] += query[n][i] * key;
+    HeadQuery queries[COUNT];
+    for (int n = 0; n < COUNT; ++n) queries[n].load(q + n * WIDTH);
+    for (int token = 0; token < count; token += TOGETHER) {
+        const T* const* four = keys + token;
+        for (int n = 0; n < COUNT; ++n) {
+            // A part of what is fetched with each head, so that memory always has some to do.
+            for (int t = n * TOGETHER / COUNT; t < (n + 1) * TOGETHER / COUNT; ++t) {
+                for (int i = 0; i < WIDTH; i += LINE) __builtin_prefetch(four[t] + value_offset + i, 0, 2);
+                for (int i = 0; i < WIDTH; i += LINE) __builtin_prefetch(four[t + AHEAD] + i, 0, 2);
+            }
+            const HeadQuery& query = queries[n];
+            const Quarter sums = scale * sums_of(query.times(four[0]), query.times(four[1]),
+                                                 query.times(four[2]), query.times(four[3]));
+            std::memcpy(&scores[n][token], &sums, sizeof sums);
         }
-        for (int n = 0; n < COUNT; ++n) scores[n][token] = sum_of(products[n]);
     }
     for (int n = 0; n < COUNT; ++n) {
         const float rescale = states[n].softmax.add(scores[n], count);

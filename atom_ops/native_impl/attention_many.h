@@ -13,10 +13,6 @@
 #include "attention_few.h"
 #include "values.h"
 
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
-
 namespace {
 
 // Words of one float32 value.
@@ -38,13 +34,13 @@ template <typename T> struct Products {
 };
 
 #ifdef __AVX512BF16__
-// Words of two values; products of bfloat16 are exact in float32.
+// Words of two values.
 template <> struct Products<BFloat16> {
     typedef uint32_t Word;
     static constexpr int VALUES = 2;
 
     static Vector add(Vector sum, Word left, Vector right) {
-        return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(int(left)), (__m512bh)right);
+        return add_pairs(sum, in_all_lanes(left), right);
     }
 
     static void load(const BFloat16* x, Word* words, int width) { std::memcpy(words, x, width * sizeof *x); }

@@ -14,6 +14,8 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import time
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
@@ -25,8 +27,9 @@ _HEADERS = tuple(sorted(_SOURCE.parent.glob("*.h")))
 _FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"),
     "-fno-strict-aliasing",  # the same memory is read as values, pairs and vectors
-    *("-fopenmp", "-fPIC", "-shared"),
+    *("-fopenmp", "-fPIC"),
 )
+DTYPES = ("float32", "bfloat16")
 _COMPILERS = ("c++", "g++", "clang++")
 _DEADLINE_S = 60.0
 _POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -86,7 +89,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
     except OSError as error:
         raise BuildError(f"cannot load {path}: {error}") from None
     for name, parameters in _PARAMETERS.items():
-        for dtype in ("float32", "bfloat16"):
+        for dtype in DTYPES:
             symbol = f"atom_{name}_{dtype}"
             if hasattr(library, symbol):  # some need instructions that not all CPUs have
                 function = getattr(library, symbol)
@@ -142,19 +145,39 @@ def _built(compiler: list[str], path: Path) -> Path:
     """Compile to `path`; other processes may do the same."""
     get_logger().info("compiling kernels for this CPU, once")
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        made = Path(scratch) / "kernels.so"
-        command = [*compiler, *_FLAGS, str(_SOURCE), "-o", str(made)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
-        except subprocess.TimeoutExpired:
-            raise BuildError(
-                f"{compiler[0]} did not compile the kernels within {_DEADLINE_S:.0f} s"
-            ) from None
-        if done.returncode:
-            first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
-            raise BuildError(f"{compiler[0]} cannot compile the kernels: {first}")
-        digest = Path(scratch) / "kernels.sha256"
+        objects = [f"{scratch}/{dtype}.o" for dtype in DTYPES]
+        made, digest = Path(scratch) / "kernels.so", Path(scratch) / "kernels.sha256"
+        compiling = [
+            [*compiler, *_FLAGS, f"-DATOM_DTYPE={dtype}", "-c", str(_SOURCE), "-o", each]
+            for dtype, each in zip(DTYPES, objects, strict=True)
+        ]
+        _run(compiling)
+        _run([[*compiler, "-fopenmp", "-shared", *objects, "-o", str(made)]])
         digest.write_text(_digest(made))
         made.replace(path)
         digest.replace(path.with_suffix(".sha256"))
     return path
+
+
+def _run(commands: list[list[str]]) -> None:
+    """Run them side by side."""
+    compiler = commands[0][0]
+    deadline = time.monotonic() + _DEADLINE_S
+    with ExitStack() as stack:
+        running = [
+            stack.enter_context(
+                subprocess.Popen(each, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            )
+            for each in commands
+        ]
+        for process in running:
+            stack.callback(process.kill)
+        for process in running:
+            try:
+                _, said = process.communicate(timeout=max(deadline - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:
+                text = f"{compiler} did not compile the kernels within {_DEADLINE_S:.0f} s"
+                raise BuildError(text) from None
+            if process.returncode:
+                first = next((line for line in said.splitlines() if "error" in line), said[:200])
+                raise BuildError(f"{compiler} cannot compile the kernels: {first}")

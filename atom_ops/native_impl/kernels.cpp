@@ -156,65 +156,32 @@ void attend_rows(const T* q, int64_t q_stride, const T* kv, const int32_t* table
 
 }  // namespace
 
-// Each function for both types of values: `name_float32` and `name_bfloat16`.
-#define FOR_BOTH(name, parameters, call)                                                                   \
-    extern "C" void name##_float32 parameters {                                                            \
-        using T = float;                                                                                   \
-        call;                                                                                              \
-    }                                                                                                      \
-    extern "C" void name##_bfloat16 parameters {                                                           \
-        using T = BFloat16;                                                                                \
-        call;                                                                                              \
-    }
+// Compiled once for each type of values, ATOM_DTYPE: `atom_<name>_float32` and `atom_<name>_bfloat16`.
+typedef float float32;
+typedef BFloat16 bfloat16;
+typedef ATOM_DTYPE T;
+#define JOINED(one, other) one##_##other
+#define JOIN(one, other) JOINED(one, other)
+#define KERNEL(name) extern "C" void JOIN(atom_##name, ATOM_DTYPE)
+#define IS_BFLOAT16_float32 0
+#define IS_BFLOAT16_bfloat16 1
 
-FOR_BOTH(atom_rms_norm,
-         (const void* x, const void* residual, const void* weight, void* out, void* total, int64_t rows,
-          int64_t size, float eps),
-         (rms_norm((const T*)x, (const T*)residual, (const T*)weight, (T*)out, (T*)total, rows, size, eps)))
-
-FOR_BOTH(atom_silu_and_mul, (const void* x, void* out, int64_t rows, int64_t size),
-         (silu_and_mul((const T*)x, (T*)out, rows, size)))
-
-FOR_BOTH(atom_rotate_and_write,
-         (const void* qkv, int64_t qkv_stride, const float* cos, const float* sin, int64_t cos_stride,
-          int64_t sin_stride, void* q, void* kv, const int64_t* slots, const void* q_weight,
-          const void* k_weight, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t width,
-          int64_t turned, float eps),
-         (rotate_and_write((const T*)qkv, qkv_stride, cos, sin, cos_stride, sin_stride, (T*)q, (T*)kv, slots,
-                           (const T*)q_weight, (const T*)k_weight, tokens, heads, kv_heads, width, turned,
-                           eps)))
-
-#ifdef MULTIPLIES_PAIRS
-namespace {
-
-template <typename Out>
-void multiply(const void* x, const void* panels, const void* bias, void* out, int64_t rows, int64_t outputs,
-              int64_t inputs) {
-    linear(Linear<Out>{(const uint32_t*)x, (const Vector*)panels, (const BFloat16*)bias, (Out*)out, rows,
-                       outputs, inputs / 2});
+KERNEL(rms_norm)(const void* x, const void* residual, const void* weight, void* out, void* total,
+                 int64_t rows, int64_t size, float eps) {
+    rms_norm((const T*)x, (const T*)residual, (const T*)weight, (T*)out, (T*)total, rows, size, eps);
 }
 
-}  // namespace
-
-FOR_BOTH(atom_linear,  // the type is that of the output
-         (const void* x, const void* panels, const void* bias, void* out, int64_t rows, int64_t outputs,
-          int64_t inputs),
-         (multiply<T>(x, panels, bias, out, rows, outputs, inputs)))
-
-extern "C" void atom_norm_linear_bfloat16(const void* x, const void* residual, const void* weight,
-                                          void* normed, void* total, const void* panels, const void* bias,
-                                          void* out, int64_t rows, int64_t outputs, int64_t inputs,
-                                          float eps) {
-    atom_rms_norm_bfloat16(x, residual, weight, normed, total, rows, inputs, eps);
-    multiply<BFloat16>(normed, panels, bias, out, rows, outputs, inputs);
+KERNEL(silu_and_mul)(const void* x, void* out, int64_t rows, int64_t size) {
+    silu_and_mul((const T*)x, (T*)out, rows, size);
 }
 
-extern "C" void atom_silu_linear_bfloat16(const void* x, void* gated, const void* panels, const void* bias,
-                                          void* out, int64_t rows, int64_t outputs, int64_t inputs) {
-    atom_silu_and_mul_bfloat16(x, gated, rows, inputs);
-    multiply<BFloat16>(gated, panels, bias, out, rows, outputs, inputs);
+KERNEL(rotate_and_write)(const void* qkv, int64_t qkv_stride, const float* cos, const float* sin,
+                         int64_t cos_stride, int64_t sin_stride, void* q, void* kv, const int64_t* slots,
+                         const void* q_weight, const void* k_weight, int64_t tokens, int64_t heads,
+                         int64_t kv_heads, int64_t width, int64_t turned, float eps) {
+    rotate_and_write((const T*)qkv, qkv_stride, cos, sin, cos_stride, sin_stride, (T*)q, (T*)kv, slots,
+                     (const T*)q_weight, (const T*)k_weight, tokens, heads, kv_heads, width, turned, eps);
 }
-#endif
 
 #define ATTEND(WIDTH)                                                                                      \
     case WIDTH:                                                                                            \
@@ -222,8 +189,33 @@ extern "C" void atom_silu_linear_bfloat16(const void* x, void* gated, const void
                                      starts, (const T*)sinks, (T*)out, rows, heads, kv_heads, block_size,  \
                                      window, scale);
 
-FOR_BOTH(atom_attend,
-         (const void* q, int64_t q_stride, const void* kv, const int32_t* table, int64_t table_stride,
-          const int32_t* contexts, const int32_t* starts, const void* sinks, void* out, int64_t rows,
-          int64_t heads, int64_t kv_heads, int64_t width, int64_t block_size, int64_t window, float scale),
-         switch (width) { ATTEND(16) ATTEND(64) ATTEND(80) ATTEND(128) ATTEND(256) })
+KERNEL(attend)(const void* q, int64_t q_stride, const void* kv, const int32_t* table, int64_t table_stride,
+               const int32_t* contexts, const int32_t* starts, const void* sinks, void* out, int64_t rows,
+               int64_t heads, int64_t kv_heads, int64_t width, int64_t block_size, int64_t window,
+               float scale) {
+    switch (width) { ATTEND(16) ATTEND(64) ATTEND(80) ATTEND(128) ATTEND(256) }
+}
+
+#ifdef MULTIPLIES_PAIRS
+// The type is that of the output.
+KERNEL(linear)(const void* x, const void* panels, const void* bias, void* out, int64_t rows,
+               int64_t outputs, int64_t inputs) {
+    linear(Linear<T>{(const uint32_t*)x, (const Vector*)panels, (const BFloat16*)bias, (T*)out, rows,
+                     outputs, inputs / 2});
+}
+
+#if JOIN(IS_BFLOAT16, ATOM_DTYPE)
+KERNEL(norm_linear)(const void* x, const void* residual, const void* weight, void* normed, void* total,
+                    const void* panels, const void* bias, void* out, int64_t rows, int64_t outputs,
+                    int64_t inputs, float eps) {
+    rms_norm((const T*)x, (const T*)residual, (const T*)weight, (T*)normed, (T*)total, rows, inputs, eps);
+    JOIN(atom_linear, ATOM_DTYPE)(normed, panels, bias, out, rows, outputs, inputs);
+}
+
+KERNEL(silu_linear)(const void* x, void* gated, const void* panels, const void* bias, void* out,
+                    int64_t rows, int64_t outputs, int64_t inputs) {
+    silu_and_mul((const T*)x, (T*)gated, rows, inputs);
+    JOIN(atom_linear, ATOM_DTYPE)(gated, panels, bias, out, rows, outputs, inputs);
+}
+#endif
+#endif

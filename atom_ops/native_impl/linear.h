@@ -17,7 +17,6 @@
 
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 #define MULTIPLIES_PAIRS
-#include <immintrin.h>
 
 namespace {
 
@@ -63,10 +62,6 @@ struct Later {
     }
 };
 
-inline Vector add_pairs(Vector sum, uint32_t left, Vector right) {
-    return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(int(left)), (__m512bh)right);
-}
-
 // Adds the products of `depth` pairs to ROWS x PANELS vectors of sums.
 template <Fetch FETCH, int ROWS, int PANELS>
 inline void multiply_block(const uint32_t* x, const Vector* panels, int64_t stride, int64_t depth,
@@ -75,7 +70,8 @@ inline void multiply_block(const uint32_t* x, const Vector* panels, int64_t stri
         Vector right[PANELS];
         for (int p = 0; p < PANELS; ++p) right[p] = panels[p * stride];
         for (int r = 0; r < ROWS; ++r)
-            for (int p = 0; p < PANELS; ++p) sums[r][p] = add_pairs(sums[r][p], x[r * stride], right[p]);
+            for (int p = 0; p < PANELS; ++p)
+                sums[r][p] = add_pairs(sums[r][p], in_all_lanes(x[r * stride]), right[p]);
         if (FETCH == Fetch::OWN)
             for (int p = 0; p < PANELS; ++p) __builtin_prefetch(panels + p * stride + AHEAD_VECTORS);
         if (FETCH == Fetch::LATER) later.step();

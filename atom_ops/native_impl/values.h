@@ -6,6 +6,10 @@
 #include <cstdint>
 #include <cstring>
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
 namespace {
 
 struct BFloat16 {
@@ -80,5 +84,37 @@ inline float sum_of(Vector x) {
     one += other;
     return (one[0] + one[2]) + (one[1] + one[3]);
 }
+
+// The sums of four vectors.
+inline Quarter sums_of(Vector a, Vector b, Vector c, Vector d) {
+#ifdef __AVX512F__
+    typedef int Places __attribute__((vector_size(64)));
+    constexpr Places LOW = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
+    constexpr Places EVEN = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
+    constexpr Places PAIRS = {2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13};
+    constexpr Places ONES = {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14};
+    constexpr Places FIRST = {0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12};
+    const Vector ab = __builtin_shuffle(a, b, LOW) + __builtin_shuffle(a, b, LOW + 8);
+    const Vector cd = __builtin_shuffle(c, d, LOW) + __builtin_shuffle(c, d, LOW + 8);
+    Vector all = __builtin_shuffle(ab, cd, EVEN) + __builtin_shuffle(ab, cd, EVEN + 4);
+    all += __builtin_shuffle(all, PAIRS);
+    all += __builtin_shuffle(all, ONES);
+    all = __builtin_shuffle(all, FIRST);
+    Quarter result;
+    std::memcpy(&result, &all, sizeof result);
+    return result;
+#else
+    return Quarter{sum_of(a), sum_of(b), sum_of(c), sum_of(d)};
+#endif
+}
+
+#ifdef __AVX512BF16__
+// Vectors of 16 pairs of bfloat16, as bits. Their products are exact in float32.
+inline Vector add_pairs(Vector sum, Vector left, Vector right) {
+    return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)left, (__m512bh)right);
+}
+
+inline Vector in_all_lanes(uint32_t pair) { return (Vector)_mm512_set1_epi32(int(pair)); }
+#endif
 
 }  // namespace
