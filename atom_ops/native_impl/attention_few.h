@@ -47,10 +47,11 @@ template <typename T> struct Queries {
     }
 };
 
-constexpr int CHUNK = 32;   // tokens of one iteration of the online softmax
-constexpr int AHEAD = 32;   // tokens whose keys are fetched before they are needed
-constexpr int HEADS = 4;    // query heads that read keys and values together
-constexpr int PARTIAL = 4;  // vectors of a value's features that are summed in registers
+constexpr int CHUNK = 32;    // tokens of one iteration of the online softmax
+constexpr int AHEAD = 32;    // tokens whose keys are fetched before they are needed
+constexpr int TOGETHER = 4;  // tokens whose scores are summed together
+constexpr int HEADS = 4;     // query heads that read keys and values together
+constexpr int PARTIAL = 4;   // vectors of a value's features that are summed in registers
 
 // The online softmax of one query: weights of a chunk's scores, and the factor of earlier sums.
 struct Softmax {
@@ -112,12 +113,12 @@ template <int WIDTH> struct Query<BFloat16, WIDTH, true> {
 };
 #endif
 
-// COUNT query heads of one key/value head over the keys and values of `count` tokens; `keys` has AHEAD
-// more, to be fetched.
+// COUNT query heads of one key/value head over the keys and values of `count` tokens, rounded up to
+// TOGETHER; `keys` has AHEAD more, to be fetched.
 template <typename T, int WIDTH, int COUNT>
 void attend(const T* q, const T* const* keys, int64_t value_offset, int count, float scale,
             HeadState<WIDTH>* states) {
-    constexpr int PARTS = WIDTH / LANES, LINE = 64 / int(sizeof(T)), TOGETHER = 4;  // tokens
+    constexpr int PARTS = WIDTH / LANES, LINE = 64 / int(sizeof(T));
     typedef Query<T, WIDTH, WIDTH % (2 * LANES) == 0> HeadQuery;
     float scores[COUNT][CHUNK];
     HeadQuery queries[COUNT];
@@ -196,13 +197,14 @@ void attend_each(const Queries<T>& queries, const Context<T>& context, float sca
         for (int64_t start = queries.first(token); start <= last; start += CHUNK) {
             const int count = smaller(last - start + 1, CHUNK);
             const int known = smaller(last - start + 1, CHUNK + AHEAD);
+            const int filled = (count + TOGETHER - 1) / TOGETHER * TOGETHER + AHEAD;
             context.find(start, known, keys);
-            for (int n = known; n < count + AHEAD; ++n) keys[n] = keys[known - 1];
+            for (int n = known; n < filled; ++n) keys[n] = keys[known - 1];
             for (int64_t kv_head = 0; kv_head < kv_heads; ++kv_head) {
                 attend_group<T, WIDTH>(queries.in(token) + kv_head * group * WIDTH, keys,
                                        context.value_offset, count, scale, states.data() + kv_head * group,
                                        group);
-                for (int n = 0; n < count + AHEAD; ++n) keys[n] += WIDTH;
+                for (int n = 0; n < filled; ++n) keys[n] += WIDTH;
             }
         }
         for (int64_t head = 0; head < group * kv_heads; ++head)

@@ -47,7 +47,7 @@ inline float exponential(float x) {
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    const int32_t bits = (int32_t(n) + 127) << 23;
+    const uint32_t bits = uint32_t(int32_t(n) + 127) << 23;
     float power;
     std::memcpy(&power, &bits, sizeof power);
     return (p * r * r + r + 1.0f) * power;
