@@ -31,9 +31,9 @@ def problem(device: torch.device) -> str | None:
     return None
 
 
-def has(name: str) -> bool:
+def has(name: str, dtype: torch.dtype) -> bool:
     """Whether the kernel exists for this CPU's instructions."""
-    return hasattr(library(), f"atom_{name}_bfloat16")
+    return hasattr(library(), f"atom_{name}_{_SUFFIXES[dtype]}")
 
 
 def takes(*tensors: torch.Tensor) -> bool:

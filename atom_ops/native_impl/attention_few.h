@@ -51,7 +51,7 @@ constexpr int CHUNK = 32;    // tokens of one iteration of the online softmax
 constexpr int AHEAD = 32;    // tokens whose keys are fetched before they are needed
 constexpr int TOGETHER = 4;  // tokens whose scores are summed together
 constexpr int HEADS = 4;     // query heads that read keys and values together
-constexpr int PARTIAL = 4;   // vectors of a value's features that are summed in registers
+constexpr int PARTIAL = LANES / 4;  // vectors of a value's features that are summed in registers
 
 // The online softmax of one query: weights of a chunk's scores, and the factor of earlier sums.
 struct Softmax {
@@ -86,28 +86,39 @@ template <int WIDTH> struct HeadState {
 template <typename T, int WIDTH, bool PAIRS> struct Query {
     Vector parts[WIDTH / LANES];
 
+    struct Key {
+        Vector parts[WIDTH / LANES];
+
+        explicit Key(const T* key) {
+            for (int i = 0; i < WIDTH / LANES; ++i) parts[i] = vector_at(key + i * LANES);
+        }
+    };
+
     void load(const T* q) {
         for (int i = 0; i < WIDTH / LANES; ++i) parts[i] = vector_at(q + i * LANES);
     }
-    Vector times(const T* key) const {
+    Vector times(const Key& key) const {
         Vector sum = {};
-        for (int i = 0; i < WIDTH / LANES; ++i) sum += parts[i] * vector_at(key + i * LANES);
+        for (int i = 0; i < WIDTH / LANES; ++i) sum += parts[i] * key.parts[i];
         return sum;
     }
 };
 
 #ifdef __AVX512BF16__
 template <int WIDTH> struct Query<BFloat16, WIDTH, true> {
-    static constexpr int EACH = 2 * LANES;
-    Vector parts[WIDTH / EACH];
+    static constexpr int PARTS = WIDTH / (2 * LANES);
+    Vector parts[PARTS];
+
+    struct Key {
+        Vector parts[PARTS];
+
+        explicit Key(const BFloat16* key) { std::memcpy(parts, key, sizeof parts); }
+    };
 
     void load(const BFloat16* q) { std::memcpy(parts, q, sizeof parts); }
-    Vector times(const BFloat16* key) const {
-        Vector sum = {}, part;
-        for (int i = 0; i < WIDTH / EACH; ++i) {
-            std::memcpy(&part, key + i * EACH, sizeof part);
-            sum = add_pairs(sum, parts[i], part);
-        }
+    Vector times(const Key& key) const {
+        Vector sum = {};
+        for (int i = 0; i < PARTS; ++i) sum = add_pairs(sum, parts[i], key.parts[i]);
         return sum;
     }
 };
@@ -125,6 +136,8 @@ void attend(const T* q, const T* const* keys, int64_t value_offset, int count, f
     for (int n = 0; n < COUNT; ++n) queries[n].load(q + n * WIDTH);
     for (int token = 0; token < count; token += TOGETHER) {
         const T* const* four = keys + token;
+        const typename HeadQuery::Key known[] = {
+            typename HeadQuery::Key(four[0]), typename HeadQuery::Key(four[1]), typename HeadQuery::Key(four[2]), typename HeadQuery::Key(four[3])};
         for (int n = 0; n < COUNT; ++n) {
             // A part of what is fetched with each head, so that memory always has some to do.
             for (int t = n * TOGETHER / COUNT; t < (n + 1) * TOGETHER / COUNT; ++t) {
@@ -132,8 +145,8 @@ void attend(const T* q, const T* const* keys, int64_t value_offset, int count, f
                 for (int i = 0; i < WIDTH; i += LINE) __builtin_prefetch(four[t + AHEAD] + i, 0, 2);
             }
             const HeadQuery& query = queries[n];
-            const Quarter sums = scale * sums_of(query.times(four[0]), query.times(four[1]),
-                                                 query.times(four[2]), query.times(four[3]));
+            const Quarter sums = scale * sums_of(query.times(known[0]), query.times(known[1]),
+                                                 query.times(known[2]), query.times(known[3]));
             std::memcpy(&scores[n][token], &sums, sizeof sums);
         }
     }

@@ -63,7 +63,7 @@ template <> struct Products<BFloat16> {
 #ifdef __AVX512F__
 constexpr int AT_ONCE = 4;  // vectors of queries whose sums of four rows are in registers
 #else
-constexpr int AT_ONCE = 1;
+constexpr int AT_ONCE = 2;
 #endif
 constexpr int ROWS = 4;
 constexpr int KEYS = 64;  // of one iteration of the online softmax
@@ -75,7 +75,7 @@ constexpr float LEAST_SCORE = -1.0e30f;
 template <typename P, int VECTORS>
 inline void multiply(const typename P::Word* left, int64_t row_stride, int64_t k_stride, const Vector* right,
                      int depth, Vector* out, int rows, const Vector* factor) {
-    constexpr int TAKEN = VECTORS < AT_ONCE ? VECTORS : AT_ONCE;
+    constexpr int TAKEN = VECTORS % AT_ONCE == 0 ? AT_ONCE : AT_ONCE > VECTORS ? VECTORS : 1;
     for (int row = 0; row < rows; row += ROWS) {
         for (int from = 0; from < VECTORS; from += TAKEN) {
             const typename P::Word* words = left + row * row_stride;

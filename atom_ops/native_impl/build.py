@@ -40,7 +40,7 @@ _PARAMETERS = {
         *(_POINTER, _INTEGER, _POINTER, _POINTER, _INTEGER, _INTEGER),
         *(*[_POINTER] * 5, *[_INTEGER] * 5, _FLOAT),
     ),
-    "linear": (*[_POINTER] * 4, *[_INTEGER] * 3),
+    "linear": (*[_POINTER] * 4, *[_INTEGER] * 4),
     "norm_linear": (*[_POINTER] * 8, *[_INTEGER] * 3, _FLOAT),
     "silu_linear": (*[_POINTER] * 5, *[_INTEGER] * 3),
     "attend": (
@@ -88,6 +88,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"cannot load {path}: {error}") from None
+    library.atom_lanes.argtypes, library.atom_lanes.restype = (), _INTEGER
     for name, parameters in _PARAMETERS.items():
         for dtype in DTYPES:
             symbol = f"atom_{name}_{dtype}"
@@ -148,7 +149,7 @@ def _built(compiler: list[str], path: Path) -> Path:
         objects = [f"{scratch}/{dtype}.o" for dtype in DTYPES]
         made, digest = Path(scratch) / "kernels.so", Path(scratch) / "kernels.sha256"
         compiling = [
-            [*compiler, *_FLAGS, f"-DATOM_DTYPE={dtype}", "-c", str(_SOURCE), "-o", each]
+            [compiler[0], *_FLAGS, *compiler[1:], f"-DATOM_DTYPE={dtype}", "-c", str(_SOURCE), "-o", each]
             for dtype, each in zip(DTYPES, objects, strict=True)
         ]
         _run(compiling)

@@ -196,26 +196,31 @@ KERNEL(attend)(const void* q, int64_t q_stride, const void* kv, const int32_t* t
     switch (width) { ATTEND(16) ATTEND(64) ATTEND(80) ATTEND(128) ATTEND(256) }
 }
 
-#ifdef MULTIPLIES_PAIRS
-// The type is that of the output.
+#if JOIN(IS_BFLOAT16, ATOM_DTYPE) && !defined(MULTIPLIES_PAIRS)
+#define HAS_NO_LINEAR
+#endif
+
+#if JOIN(IS_BFLOAT16, ATOM_DTYPE)
+extern "C" int64_t atom_lanes() { return LANES; }
+#endif
+
+#ifndef HAS_NO_LINEAR
 KERNEL(linear)(const void* x, const void* panels, const void* bias, void* out, int64_t rows,
-               int64_t outputs, int64_t inputs) {
-    linear(Linear<T>{(const uint32_t*)x, (const Vector*)panels, (const BFloat16*)bias, (T*)out, rows,
+               int64_t outputs, int64_t inputs, int64_t in_float32) {
+    linear(Linear<T>{(const Pair<T>*)x, (const Vector*)panels, (const T*)bias, out, in_float32 != 0, rows,
                      outputs, inputs / 2});
 }
 
-#if JOIN(IS_BFLOAT16, ATOM_DTYPE)
 KERNEL(norm_linear)(const void* x, const void* residual, const void* weight, void* normed, void* total,
                     const void* panels, const void* bias, void* out, int64_t rows, int64_t outputs,
                     int64_t inputs, float eps) {
     rms_norm((const T*)x, (const T*)residual, (const T*)weight, (T*)normed, (T*)total, rows, inputs, eps);
-    JOIN(atom_linear, ATOM_DTYPE)(normed, panels, bias, out, rows, outputs, inputs);
+    JOIN(atom_linear, ATOM_DTYPE)(normed, panels, bias, out, rows, outputs, inputs, false);
 }
 
 KERNEL(silu_linear)(const void* x, void* gated, const void* panels, const void* bias, void* out,
                     int64_t rows, int64_t outputs, int64_t inputs) {
     silu_and_mul((const T*)x, (T*)gated, rows, inputs);
-    JOIN(atom_linear, ATOM_DTYPE)(gated, panels, bias, out, rows, outputs, inputs);
+    JOIN(atom_linear, ATOM_DTYPE)(gated, panels, bias, out, rows, outputs, inputs, false);
 }
-#endif
 #endif

@@ -1,9 +1,8 @@
-// Linear layers in bfloat16, for CPUs that multiply pairs of it by vectors and have no tiles (AMX), for
-// which oneDNN is faster.
+// Linear layers with weights of bfloat16 values, and rows of bfloat16 or float32.
 //
-// A weight [O, I] is packed in panels of 16 outputs. A vector of a panel has one pair of inputs of each:
+// A weight [O, I] is packed in panels of LANES outputs. A vector of a panel has one pair of inputs of each:
 //
-//     panels[output / 16][input / 2][output % 16][input % 2]
+//     panels[output / LANES][input / 2][output % LANES][input % 2]
 //
 // A block of rows is multiplied by some panels at once; all its sums are in registers. Each sum adds its
 // products in one order, so that a row of the result does not depend on the others.
@@ -15,26 +14,79 @@
 #include <omp.h>
 #include <vector>
 
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-#define MULTIPLIES_PAIRS
-
 namespace {
 
-constexpr int BLOCK = 6;                   // rows
-constexpr int UNIT = 4;                    // panels
 constexpr int64_t DEPTH = 2048;            // pairs of inputs whose panels stay in the L2 cache
 constexpr int64_t MOST_ROWS = 384;         // of a task, for the same reason
 constexpr int64_t FEWEST_ROWS = 16;        // of a task, where others have the same panels
 constexpr int64_t MOST_LATER = 512 << 10;  // bytes that are fetched for a later task
-constexpr int64_t AHEAD_VECTORS = 32;      // of a panel, between what is fetched and what is read
-constexpr int64_t LINE = 64;               // bytes, of a vector and of the caches
+constexpr int64_t AHEAD_BYTES = 2048;      // of a panel, between what is fetched and what is read
+constexpr int64_t LINE = 64;               // bytes, of the caches
 
-template <typename Out> struct Linear {
-    const uint32_t* x;  // pairs
+// A pair of neighbours in a row, and how it is multiplied by a vector of pairs. ROWS x PANELS sums fit
+// into the registers.
+template <typename T> struct Pair {
+    T even, odd;
+
+#ifdef __AVX512F__
+    static constexpr int ROWS = 4, PANELS = 4;
+#else
+    static constexpr int ROWS = 4, PANELS = 2;
+#endif
+
+    struct Right {
+        Vector even, odd;
+    };
+
+    static Right read(Vector pairs) {
+        typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
+        return {(Vector)((Bits)pairs << 16), (Vector)((Bits)pairs & 0xFFFF0000u)};
+    }
+    Vector add(Vector sum, const Right& right) const { return sum + even * right.even + odd * right.odd; }
+};
+
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)  // with AMX oneDNN is faster
+#define MULTIPLIES_PAIRS
+template <> struct Pair<BFloat16> {
+    uint32_t bits;
+
+    static constexpr int ROWS = 6, PANELS = 4;
+    typedef Vector Right;
+
+    static Right read(Vector pairs) { return pairs; }
+    Vector add(Vector sum, Vector right) const { return add_pairs(sum, in_all_lanes(bits), right); }
+};
+#endif
+
+inline void put_vector(float* out, Vector x, int count) { std::memcpy(out, &x, count * sizeof *out); }
+
+inline void put_vector(BFloat16* out, Vector x, int count) {
+#ifdef __AVX512BF16__
+    const auto rounded = _mm512_cvtneps_pbh((__m512)x);
+    std::memcpy(out, &rounded, count * sizeof *out);
+#else
+    for (int i = 0; i < count; ++i) put(out[i], x[i]);
+#endif
+}
+
+// Rows of T; the result is of T too, or of float32.
+template <typename T> struct Linear {
+    typedef Pair<T> X;
+
+    const X* x;
     const Vector* panels;
-    const BFloat16* bias;
-    Out* out;
+    const T* bias;
+    void* out;
+    bool in_float32;
     int64_t rows, outputs, pairs;
+
+    void store(int64_t row, int64_t first, Vector sums, int count) const {
+        const int64_t place = row * outputs + first;
+        if (in_float32)
+            put_vector((float*)out + place, sums, count);
+        else
+            put_vector((T*)out + place, sums, count);
+    }
 
     int64_t num_panels() const { return (outputs + LANES - 1) / LANES; }
 };
@@ -63,35 +115,27 @@ struct Later {
 };
 
 // Adds the products of `depth` pairs to ROWS x PANELS vectors of sums.
-template <Fetch FETCH, int ROWS, int PANELS>
-inline void multiply_block(const uint32_t* x, const Vector* panels, int64_t stride, int64_t depth,
-                           Later& later, Vector (&sums)[ROWS][PANELS]) {
-    for (const uint32_t* end = x + depth; x < end; ++x, ++panels) {
-        Vector right[PANELS];
-        for (int p = 0; p < PANELS; ++p) right[p] = panels[p * stride];
+template <Fetch FETCH, int ROWS, int PANELS, typename X>
+inline void multiply_block(const X* x, const Vector* panels, int64_t stride, int64_t depth, Later& later,
+                           Vector (&sums)[ROWS][PANELS]) {
+    for (const X* end = x + depth; x < end; ++x, ++panels) {
+        typename X::Right right[PANELS];
+        for (int p = 0; p < PANELS; ++p) right[p] = X::read(panels[p * stride]);
         for (int r = 0; r < ROWS; ++r)
-            for (int p = 0; p < PANELS; ++p)
-                sums[r][p] = add_pairs(sums[r][p], in_all_lanes(x[r * stride]), right[p]);
+            for (int p = 0; p < PANELS; ++p) sums[r][p] = x[r * stride].add(sums[r][p], right[p]);
         if (FETCH == Fetch::OWN)
-            for (int p = 0; p < PANELS; ++p) __builtin_prefetch(panels + p * stride + AHEAD_VECTORS);
+            for (int p = 0; p < PANELS; ++p) __builtin_prefetch((const char*)(panels + p * stride) + AHEAD_BYTES);
         if (FETCH == Fetch::LATER) later.step();
     }
 }
 
-inline void put_vector(float* out, Vector x, int count) { std::memcpy(out, &x, count * sizeof *out); }
-
-inline void put_vector(BFloat16* out, Vector x, int count) {
-    const auto rounded = _mm512_cvtneps_pbh((__m512)x);
-    std::memcpy(out, &rounded, count * sizeof *out);
-}
-
 // ROWS rows from `row` on times PANELS panels: pairs from `start` on, in one piece with the earlier ones,
 // whose sums are in `partial`.
-template <int ROWS, int PANELS, typename Out>
-void one_block(const Linear<Out>& layer, int64_t row, int64_t panel, int64_t start, bool is_first,
+template <int ROWS, int PANELS, typename Layer>
+void one_block(const Layer& layer, int64_t row, int64_t panel, int64_t start, bool is_first,
                Later& later, Vector* partial) {
     const int64_t stride = layer.pairs, depth = stride - start < DEPTH ? stride - start : DEPTH;
-    const uint32_t* x = layer.x + row * stride + start;
+    const auto* x = layer.x + row * stride + start;
     const Vector* panels = layer.panels + panel * stride + start;
     Vector sums[ROWS][PANELS] = {};
     if (start > 0) std::memcpy(sums, partial, sizeof sums);
@@ -112,45 +156,60 @@ void one_block(const Linear<Out>& layer, int64_t row, int64_t panel, int64_t sta
         if (layer.bias != nullptr)
             for (int i = 0; i < count; ++i) bias[i] = number(layer.bias[first + i]);
         for (int r = 0; r < ROWS; ++r)
-            put_vector(layer.out + (row + r) * layer.outputs + first, sums[r][p] + bias, count);
+            layer.store(row + r, first, sums[r][p] + bias, count);
     }
 }
 
+// `one_block` for a number of rows, ROWS at most.
+template <int ROWS, int PANELS, typename Layer>
+void block_of(int64_t rows, const Layer& layer, int64_t row, int64_t panel, int64_t start, bool is_first,
+              Later& later, Vector* partial) {
+    if (rows == ROWS)
+        one_block<ROWS, PANELS>(layer, row, panel, start, is_first, later, partial);
+    else if constexpr (ROWS > 1)
+        block_of<ROWS - 1, PANELS>(rows, layer, row, panel, start, is_first, later, partial);
+}
+
 // Blocks of about equal size, with all pairs in pieces of DEPTH.
-template <int PANELS, typename Out>
-void one_task(const Linear<Out>& layer, const LinearTask& task, const LinearTask& next) {
-    const int64_t count = task.last - task.first, blocks = (count + BLOCK - 1) / BLOCK;
-    const int64_t rows = (count + blocks - 1) / blocks, panel = task.panel;
+template <int PANELS, typename Layer>
+void one_task(const Layer& layer, const LinearTask& task, const LinearTask& next) {
+    typedef typename Layer::X X;
+    const int64_t count = task.last - task.first, blocks = (count + X::ROWS - 1) / X::ROWS;
+    const int64_t rows = (count + blocks - 1) / blocks;
     const char* begin = (const char*)(layer.panels + next.panel * layer.pairs);
-    const int64_t size = next.panels * layer.pairs * LINE;
-    const bool fetches = next.panel != panel && size <= MOST_LATER;
-    Later later{begin, begin + (fetches ? size : 0), blocks > UNIT ? 1 : UNIT / (blocks > 1 ? blocks - 1 : 1)};
+    const int64_t size = next.panels * layer.pairs * int64_t(sizeof(Vector));
+    const bool fetches = next.panel != task.panel && size <= MOST_LATER;
+    const int64_t lines = blocks > 1 ? PANELS / (blocks - 1) : PANELS;
+    Later later{begin, begin + (fetches ? size : 0), lines > 1 ? lines : 1};
     std::vector<Vector> partial(layer.pairs > DEPTH ? count * PANELS : 0);
     for (int64_t start = 0; start < layer.pairs; start += DEPTH) {
         for (int64_t row = task.first; row < task.last; row += rows) {
+            const int64_t left = task.last - row;
             Vector* own = partial.empty() ? nullptr : &partial[(row - task.first) * PANELS];
-            const bool is_first = row == task.first;
-            switch (task.last - row < rows ? task.last - row : rows) {
-                case 1: one_block<1, PANELS>(layer, row, panel, start, is_first, later, own); break;
-                case 2: one_block<2, PANELS>(layer, row, panel, start, is_first, later, own); break;
-                case 3: one_block<3, PANELS>(layer, row, panel, start, is_first, later, own); break;
-                case 4: one_block<4, PANELS>(layer, row, panel, start, is_first, later, own); break;
-                case 5: one_block<5, PANELS>(layer, row, panel, start, is_first, later, own); break;
-                default: one_block<BLOCK, PANELS>(layer, row, panel, start, is_first, later, own);
-            }
+            block_of<X::ROWS, PANELS>(left < rows ? left : rows, layer, row, task.panel, start,
+                                      row == task.first, later, own);
         }
     }
 }
 
+// `one_task` for its number of panels, PANELS at most.
+template <int PANELS, typename Layer>
+void task_of(const Layer& layer, const LinearTask& task, const LinearTask& next) {
+    if (task.panels == PANELS)
+        one_task<PANELS>(layer, task, next);
+    else if constexpr (PANELS > 1)
+        task_of<PANELS - 1>(layer, task, next);
+}
+
 // Many rows are shared out among threads by chunks; few by panels, fewer of them towards the end.
-inline std::vector<LinearTask> linear_tasks(int64_t rows, int64_t panels, int64_t threads) {
+inline std::vector<LinearTask> linear_tasks(int64_t rows, int64_t panels, int64_t most, int64_t threads) {
     int64_t chunks = (rows + MOST_ROWS - 1) / MOST_ROWS;
     if (chunks == 1 && rows >= 2 * FEWEST_ROWS) chunks = 2;
-    while (chunks * panels < 8 * UNIT * threads && rows / (chunks + 1) >= FEWEST_ROWS) ++chunks;
+    while (chunks * panels < 8 * most * threads && rows / (chunks + 1) >= FEWEST_ROWS) ++chunks;
     std::vector<LinearTask> tasks;
     for (int64_t panel = 0, taken; panel < panels; panel += taken) {
-        const int64_t left = panels - panel, fair = chunks > 1 ? UNIT : left / (2 * threads);
-        taken = fair < 1 ? 1 : fair > UNIT ? UNIT : fair;
+        const int64_t left = panels - panel, fair = chunks > 1 ? most : left / (2 * threads);
+        taken = fair < 1 ? 1 : fair > most ? most : fair;
         taken = taken < left ? taken : left;
         for (int64_t chunk = 0; chunk < chunks; ++chunk)
             tasks.push_back({rows * chunk / chunks, rows * (chunk + 1) / chunks, panel, taken});
@@ -158,22 +217,17 @@ inline std::vector<LinearTask> linear_tasks(int64_t rows, int64_t panels, int64_
     return tasks;
 }
 
-template <typename Out> void linear(const Linear<Out>& layer) {
+template <typename T> void linear(const Linear<T>& layer) {
     const int64_t threads = omp_get_max_threads();
-    const std::vector<LinearTask> tasks = linear_tasks(layer.rows, layer.num_panels(), threads);
+    const std::vector<LinearTask> tasks =
+        linear_tasks(layer.rows, layer.num_panels(), Pair<T>::PANELS, threads);
     const int64_t count = int64_t(tasks.size());
 #pragma omp parallel for schedule(dynamic, 1)
     for (int64_t number = 0; number < count; ++number) {
         const LinearTask& task = tasks[number];
         const LinearTask& next = tasks[number + threads < count ? number + threads : number];
-        switch (task.panels) {
-            case 1: one_task<1>(layer, task, next); break;
-            case 2: one_task<2>(layer, task, next); break;
-            case 3: one_task<3>(layer, task, next); break;
-            default: one_task<UNIT>(layer, task, next);
-        }
+        task_of<Pair<T>::PANELS>(layer, task, next);
     }
 }
 
 }  // namespace
-#endif

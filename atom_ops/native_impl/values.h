@@ -53,11 +53,16 @@ inline float exponential(float x) {
     return (p * r * r + r + 1.0f) * power;
 }
 
-// 16 numbers; compilers make them of what registers a CPU has.
-typedef float Vector __attribute__((vector_size(64)));
-typedef float Half __attribute__((vector_size(32)));
-typedef float Quarter __attribute__((vector_size(16)));
+// As many numbers as a register holds; compilers make much slower code of longer ones.
+#if defined(__AVX512F__)
 constexpr int LANES = 16;
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+typedef float Vector __attribute__((vector_size(4 * LANES)));
+typedef float Quarter __attribute__((vector_size(16)));
 
 inline Vector vector_at(const float* x) {
     Vector result;
@@ -66,28 +71,16 @@ inline Vector vector_at(const float* x) {
 }
 
 inline Vector vector_at(const BFloat16* x) {
-    typedef uint16_t Bits __attribute__((vector_size(32)));
-    typedef uint32_t Wide __attribute__((vector_size(64)));
+    typedef uint16_t Bits __attribute__((vector_size(2 * LANES)));
+    typedef uint32_t Wide __attribute__((vector_size(4 * LANES)));
     Bits bits;
     std::memcpy(&bits, x, sizeof bits);
     return (Vector)(__builtin_convertvector(bits, Wide) << 16);
 }
 
-inline float sum_of(Vector x) {
-    Half low, high;
-    std::memcpy(&low, &x, sizeof low);
-    std::memcpy(&high, (const char*)&x + sizeof low, sizeof high);
-    low += high;
-    Quarter one, other;
-    std::memcpy(&one, &low, sizeof one);
-    std::memcpy(&other, (const char*)&low + sizeof one, sizeof other);
-    one += other;
-    return (one[0] + one[2]) + (one[1] + one[3]);
-}
-
 // The sums of four vectors.
-inline Quarter sums_of(Vector a, Vector b, Vector c, Vector d) {
 #ifdef __AVX512F__
+inline Quarter sums_of(Vector a, Vector b, Vector c, Vector d) {
     typedef int Places __attribute__((vector_size(64)));
     constexpr Places LOW = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
     constexpr Places EVEN = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
@@ -103,10 +96,26 @@ inline Quarter sums_of(Vector a, Vector b, Vector c, Vector d) {
     Quarter result;
     std::memcpy(&result, &all, sizeof result);
     return result;
-#else
-    return Quarter{sum_of(a), sum_of(b), sum_of(c), sum_of(d)};
-#endif
 }
+#else
+inline Quarter in_four(Vector x) {
+    Quarter sum = {}, part;
+    for (int i = 0; i < LANES / 4; ++i) {
+        std::memcpy(&part, (const char*)&x + i * sizeof part, sizeof part);
+        sum += part;
+    }
+    return sum;
+}
+
+inline Quarter sums_of(Vector a, Vector b, Vector c, Vector d) {
+    typedef int Places __attribute__((vector_size(16)));
+    constexpr Places ONES = {0, 4, 1, 5}, PAIRS = {0, 1, 4, 5};
+    const Quarter one = in_four(a), two = in_four(b), three = in_four(c), four = in_four(d);
+    const Quarter ab = __builtin_shuffle(one, two, ONES) + __builtin_shuffle(one, two, ONES + 2);
+    const Quarter cd = __builtin_shuffle(three, four, ONES) + __builtin_shuffle(three, four, ONES + 2);
+    return __builtin_shuffle(ab, cd, PAIRS) + __builtin_shuffle(ab, cd, PAIRS + 2);
+}
+#endif
 
 #ifdef __AVX512BF16__
 // Vectors of 16 pairs of bfloat16, as bits. Their products are exact in float32.

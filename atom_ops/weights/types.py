@@ -29,11 +29,14 @@ class PackedOneDNN:
 
 @dataclass(frozen=True, slots=True)
 class PackedPanels:
-    """A plain matrix in bfloat16 in panels of 16 outputs, which only the kernels in C++ read."""
+    """A plain matrix of bfloat16 numbers in panels of outputs, which only the kernels in C++ read."""
 
     tensor: Tensor
-    """[P, I / 2, 16, 2]: panel, pair of inputs, output, input; outputs beyond O are 0."""
+    """bfloat16 [P, I / 2, L, 2]: panel, pair of inputs, output, input; L is a register's float32 values, and
+    outputs beyond O are 0."""
     shape: tuple[int, ...]
+    dtype: torch.dtype
+    """Of the matrix before, and of the activations."""
 
 
 @dataclass(frozen=True, slots=True)

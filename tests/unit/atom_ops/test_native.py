@@ -130,35 +130,42 @@ def test_a_large_step_in_threads_is_that_of_one_thread() -> None:
         assert torch.equal(whole[1][row], atom_ops.silu_and_mul(alone)[0])
 
 
-needs_pairs = pytest.mark.skipif(
-    not (native_impl.runs_on(CPU) and native_impl.has("linear")), reason="needs AVX-512 for bfloat16"
-)
+F32 = torch.float32
 
 
-def layer(rows: int, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(x, weight, bias)."""
+@pytest.fixture(params=[BF16, F32], ids=["bfloat16", "float32"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    dtype: torch.dtype = request.param
+    if not native_impl.has("linear", dtype):
+        pytest.skip("needs AVX-512 for bfloat16")
+    return dtype
+
+
+def layer(
+    rows: int, outputs: int, inputs: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(x, weight, bias); the weight's numbers are of bfloat16."""
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, inputs, generator=generator)
     weight = torch.randn(outputs, inputs, generator=generator) * inputs**-0.5
-    return x.to(BF16), weight.to(BF16), torch.randn(outputs, generator=generator).to(BF16)
+    return x.to(dtype), weight.to(BF16).to(dtype), torch.randn(outputs, generator=generator).to(dtype)
 
 
-@needs_pairs
-@pytest.mark.parametrize("rows", [0, 1, 6, 7, 17, 33, 400])
+@pytest.mark.parametrize("rows", [0, 1, 4, 6, 7, 17, 33, 400])
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (49, 70), (160, 576), (1000, 64), (70, 9000)])
-def test_linear_layers(rows: int, outputs: int, inputs: int) -> None:
-    x, weight, bias = layer(rows, outputs, inputs)
+def test_linear_layers(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    x, weight, bias = layer(rows, outputs, inputs, dtype)
     packed = atom_ops.pack_linear_weight(weight)
-    assert isinstance(packed, atom_ops.PackedPanels) and packed.shape == (outputs, inputs)
+    assert isinstance(packed, atom_ops.PackedPanels)
+    assert (packed.shape, packed.dtype, packed.tensor.dtype) == ((outputs, inputs), dtype, BF16)
     wanted = x.double() @ weight.double().T + bias
-    found = atom_ops.linear(x, packed, bias, torch.float32)
+    found = atom_ops.linear(x, packed, bias, F32)
     torch.testing.assert_close(found.double(), wanted, atol=1e-4, rtol=1e-4)
-    assert torch.equal(atom_ops.linear(x, packed, bias), found.to(BF16)) and ran_native("linear")
+    assert torch.equal(atom_ops.linear(x, packed, bias), found.to(dtype)) and ran_native("linear")
 
 
-@needs_pairs
-def test_a_row_of_a_linear_layer_does_not_depend_on_the_others() -> None:
-    x, weight, bias = layer(130, 200, 5000)
+def test_a_row_of_a_linear_layer_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
+    x, weight, bias = layer(130, 200, 5000, dtype)
     packed = atom_ops.pack_linear_weight(weight)
     whole = atom_ops.linear(x, packed, bias)
     x[5] = torch.nan
@@ -169,24 +176,35 @@ def test_a_row_of_a_linear_layer_does_not_depend_on_the_others() -> None:
         assert torch.equal(alone, whole[row]) and torch.equal(alone, beside[row])
 
 
-@needs_pairs
-def test_linear_layers_that_are_not_packed_and_wrong_inputs() -> None:
-    for weight in (torch.ones(4, 3, dtype=BF16), torch.ones(4, 4)):
+def test_infinite_weights_stay_infinite(dtype: torch.dtype) -> None:
+    weight = torch.eye(32).to(dtype)
+    weight[3, 4] = torch.inf
+    out = atom_ops.linear(torch.ones(2, 32, dtype=dtype), atom_ops.pack_linear_weight(weight))
+    assert out[:, 3].isinf().all() and out.isfinite().sum() == 2 * 31
+
+
+def test_weights_that_are_not_packed() -> None:
+    for weight in (torch.ones(4, 3), torch.full((4, 4), 1 + 2**-9), torch.ones(4, 4).half()):
         assert atom_ops.pack_linear_weight(weight) is weight
-    x, weight, bias = layer(3, 32, 64)
+
+
+def test_inputs_of_other_shapes_and_types(dtype: torch.dtype) -> None:
+    x, weight, bias = layer(3, 32, 64, dtype)
     packed = atom_ops.pack_linear_weight(weight)
     apart = torch.cat((x, x), dim=1)[:, :64]
     assert torch.equal(atom_ops.linear(apart, packed), atom_ops.linear(x, packed))
-    for wrong in ((x.float(), None), (x[:, :62], None), (x, bias.float()), (x, bias[:16])):
-        with pytest.raises(TypeError, match="bfloat16"):
-            atom_ops.linear(wrong[0], packed, wrong[1])
+    wrong: tuple[tuple[torch.Tensor, torch.Tensor | None], ...] = (
+        (x.double(), None), (x[:, :62], None), (x, bias.double()), (x, bias[:16]),
+    )  # fmt: skip
+    for given, added in wrong:
+        with pytest.raises(TypeError, match="x is .*, the weight "):
+            atom_ops.linear(given, packed, added)
 
 
-@needs_pairs
 @pytest.mark.parametrize("rows", [1, 9, 70])
-def test_fused_linear_layers_have_the_bits_of_their_parts(rows: int) -> None:
-    x, weight, bias = layer(rows, 80, 576)
-    packed, norm = atom_ops.pack_linear_weight(weight), torch.rand(576).to(BF16)
+def test_fused_linear_layers_have_the_bits_of_their_parts(rows: int, dtype: torch.dtype) -> None:
+    x, weight, bias = layer(rows, 80, 576, dtype)
+    packed, norm = atom_ops.pack_linear_weight(weight), torch.rand(576).to(dtype)
     normed, total = atom_ops.add_rms_norm(x, x.flip(0), norm, 1e-6)
     found = atom_ops.add_norm_linear(x, x.flip(0), norm, 1e-6, packed, bias)
     assert torch.equal(found[0], atom_ops.linear(normed, packed, bias)) and torch.equal(found[1], total)
