@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from atom_ops import PackedOneDNN, PackedPanels
+from atom_ops import PackedOneDNN, PackedPanels, native_impl
 from parallel.communicator import Communicator
 from tests.helpers.core_side import generate
 from tests.helpers.mxfp4 import save_mxfp4
 from tests.helpers.teacher_forcing import TinyWorker, forced_logits
 from tests.helpers.thread_ranks import on_ranks
-from tests.helpers.tiny_models import hf_greedy, hf_logits, prompt_of, save_tiny, tiny
+from tests.helpers.tiny_models import build_tiny, hf_greedy, hf_logits, prompt_of, save_tiny, tiny
 from workers.layers.linear import Linear
 
 
@@ -79,9 +79,26 @@ def test_gpt_oss_with_mxfp4_experts(tmp_path: Path, size: int) -> None:
         assert experts < held <= experts + saved.plain_bytes
 
 
+@pytest.mark.skipif(not native_impl.runs_on(torch.device("cpu")), reason="needs a C++ compiler")
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt-oss", "deepseek-v3", "qwen3-next"])
+def test_float32_models_of_bfloat16_weights_are_packed_and_exact(tmp_path: Path, name: str) -> None:
+    reference = build_tiny(tiny(name))
+    for parameter in reference.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16).to(parameter.dtype)
+    reference.save_pretrained(tmp_path)
+    ids = prompt_of(48, seed=4)
+    ours = TinyWorker(tmp_path)
+    layers = [layer for layer in ours.worker._runner._model.modules() if isinstance(layer, Linear)]
+    assert layers and all(isinstance(layer.weight, PackedPanels) for layer in layers)
+    core = ours.core()
+    core.add(0, ids)
+    found = forced_logits(ours.worker, core, 0, [30, 18])
+    torch.testing.assert_close(found, hf_logits(reference, ids), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen3-moe"])
 def test_bfloat16_logits_are_close_to_float32(tmp_path: Path, name: str) -> None:
-    """With weights packed by oneDNN where the CPU supports it, plain elsewhere."""
+    """With packed weights where the CPU supports it, plain ones elsewhere."""
     reference, _ = save_tiny(tiny(name), tmp_path)
     ids = prompt_of(48, seed=4)
     expected = hf_logits(reference, ids)
