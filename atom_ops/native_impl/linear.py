@@ -10,6 +10,8 @@ from atom_ops.weights import PackedPanels, Weight
 
 _ROUNDED_OFF = 0xFFFF
 """The bits of float32 that bfloat16 lacks."""
+_AT_ONCE = 1 << 16
+"""Numbers that are looked at together."""
 
 
 def fits(x_TI: Tensor, weight: PackedPanels, bias: Tensor | None, parts: int = 1) -> bool:
@@ -37,7 +39,8 @@ def _pack(weight: Weight) -> PackedPanels | None:
 def _is_exact(weight: Tensor) -> bool:
     """Whether there is a kernel for its dtype, and all its numbers are of bfloat16."""
     if weight.dtype == torch.float32 and not weight.is_meta:
-        return not bool((weight.view(torch.int32) & _ROUNDED_OFF).any())
+        tiles = weight.split(max(_AT_ONCE // weight.shape[1], 1))
+        return not any(bool((tile.view(torch.int32) & _ROUNDED_OFF).any()) for tile in tiles)
     return weight.dtype == torch.bfloat16 and has("linear", weight.dtype)
 
 

@@ -1,7 +1,7 @@
 """Loading allocates little memory beside the weights, whatever form the checkpoint has.
 
 Allocated bytes are counted, not resident pages, so that the result does not depend on the allocator.
-float32 weights are packed by oneDNN on every CPU, bfloat16 weights only on some.
+float32 weights are packed on every CPU, bfloat16 weights only on some.
 """
 
 from pathlib import Path
@@ -46,9 +46,11 @@ def test_loading_holds_one_layer_twice_at_most(
     assert len(files) >= 2
     monkeypatch.setenv("ATOM_DISABLE_MMAP", str(int(not mapped)))
     found = allocated(kind, LAYERS, tmp_path, dtype)
-    assert found.weights > 4 * _beside(kind, dtype)
+    # All weights are allocated before they are packed, which may halve them; pages become resident later.
+    before = max(loader.weight_bytes(build(kind, LAYERS, "meta", dtype)), found.weights)
+    assert before > 4 * _beside(kind, dtype)
     # The mapping of a file counts as allocated.
-    assert found.peak - found.weights <= _beside(kind, dtype) + (max(files) if mapped else 0) + SMALL
+    assert found.peak - before <= _beside(kind, dtype) + (max(files) if mapped else 0) + SMALL
     assert found.python_peak <= SMALL
 
 
