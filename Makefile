@@ -33,7 +33,7 @@ PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 
 # Their result may depend on the CPU's instruction set.
 ISA_TESTS := tests/golden tests/models/test_worker.py::test_every_position_in_chunks_and_together \
 	$(addprefix tests/unit/workers/test_,load_memory.py models.py block_fp8.py device_probe.py) \
-	$(addprefix tests/unit/atom_ops/test_,ops.py layers.py attention.py moe.py logprobs.py)
+	$(addprefix tests/unit/atom_ops/test_,ops.py native.py layers.py attention.py moe.py logprobs.py)
 KERNEL_TESTS := (triton or batch_invarian)
 # `make test` compares kernels with their torch functions in float32, without those that take longest in
 # the interpreter; test-kernels runs all.
@@ -96,7 +96,8 @@ test-models: $(INSTALLED) ## every configuration of every model family, through 
 	@$(BIN)/python -m pytest -q tests/models $(ARGS)
 
 test-isa: $(INSTALLED) ## what depends on the CPU's instruction set, limited to AVX2: no bfloat16 matmuls
-	@ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(PARALLEL) -m "not models" $(ISA_TESTS) $(ARGS)
+	@ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 CXX="$(CXX) -march=x86-64-v3" \
+		$(PARALLEL) -m "not models" $(ISA_TESTS) $(ARGS)
 
 test-kernels: $(INSTALLED) ## the Triton kernels in Triton's interpreter, on the CPU
 	@TRITON_INTERPRET=1 $(PARALLEL) tests/unit/atom_ops -k "$(KERNEL_TESTS)" $(ARGS)
