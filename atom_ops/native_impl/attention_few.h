@@ -8,8 +8,6 @@
 
 namespace {
 
-inline int smaller(int64_t one, int64_t other) { return int(one < other ? one : other); }
-
 // Where the tokens of a context are: one layer's cache, and the row of the block table.
 template <typename T> struct Context {
     const T* kv;  // of the first key/value head
@@ -136,8 +134,8 @@ void attend(const T* q, const T* const* keys, int64_t value_offset, int count, f
     for (int n = 0; n < COUNT; ++n) queries[n].load(q + n * WIDTH);
     for (int token = 0; token < count; token += TOGETHER) {
         const T* const* four = keys + token;
-        const typename HeadQuery::Key known[] = {
-            typename HeadQuery::Key(four[0]), typename HeadQuery::Key(four[1]), typename HeadQuery::Key(four[2]), typename HeadQuery::Key(four[3])};
+        typedef typename HeadQuery::Key Key;
+        const Key known[] = {Key(four[0]), Key(four[1]), Key(four[2]), Key(four[3])};
         for (int n = 0; n < COUNT; ++n) {
             // A part of what is fetched with each head, so that memory always has some to do.
             for (int t = n * TOGETHER / COUNT; t < (n + 1) * TOGETHER / COUNT; ++t) {

@@ -1,6 +1,6 @@
 """Compiles `kernels.cpp` for this host, once, and loads the library.
 
-    ATOM_CACHE_DIR/native/KEY.so    KEY: of the source, the compiler and the host's instructions
+    ATOM_CACHE_DIR/native/KEY.so    KEY: of the sources, the compiler's command and the host's instructions
 
 The library uses the OpenMP of the process, which is torch's. A file that is not as it was written is
 compiled again, so that no process loads half a library.
@@ -29,7 +29,7 @@ _FLAGS = (
     "-fno-strict-aliasing",  # the same memory is read as values, pairs and vectors
     *("-fopenmp", "-fPIC"),
 )
-DTYPES = ("float32", "bfloat16")
+_DTYPES = ("float32", "bfloat16")
 _COMPILERS = ("c++", "g++", "clang++")
 _DEADLINE_S = 60.0
 _POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -90,7 +90,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
         raise BuildError(f"cannot load {path}: {error}") from None
     library.atom_lanes.argtypes, library.atom_lanes.restype = (), _INTEGER
     for name, parameters in _PARAMETERS.items():
-        for dtype in DTYPES:
+        for dtype in _DTYPES:
             symbol = f"atom_{name}_{dtype}"
             if hasattr(library, symbol):  # some need instructions that not all CPUs have
                 function = getattr(library, symbol)
@@ -118,7 +118,8 @@ def _host(compiler: list[str]) -> list[bytes]:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
     instructions = next((line for line in lines if line.startswith(("flags", "Features"))), lines[0])
-    return [version.stdout, instructions.encode(), " ".join(_FLAGS).encode(), platform.machine().encode()]
+    command = " ".join([*_FLAGS, *compiler])
+    return [version.stdout, instructions.encode(), command.encode(), platform.machine().encode()]
 
 
 def _directory() -> Path | None:
@@ -146,11 +147,11 @@ def _built(compiler: list[str], path: Path) -> Path:
     """Compile to `path`; other processes may do the same."""
     get_logger().info("compiling kernels for this CPU, once")
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        objects = [f"{scratch}/{dtype}.o" for dtype in DTYPES]
+        objects = [f"{scratch}/{dtype}.o" for dtype in _DTYPES]
         made, digest = Path(scratch) / "kernels.so", Path(scratch) / "kernels.sha256"
         compiling = [
             [compiler[0], *_FLAGS, *compiler[1:], f"-DATOM_DTYPE={dtype}", "-c", str(_SOURCE), "-o", each]
-            for dtype, each in zip(DTYPES, objects, strict=True)
+            for dtype, each in zip(_DTYPES, objects, strict=True)
         ]
         _run(compiling)
         _run([[*compiler, "-fopenmp", "-shared", *objects, "-o", str(made)]])

@@ -124,7 +124,8 @@ inline void multiply_block(const X* x, const Vector* panels, int64_t stride, int
         for (int r = 0; r < ROWS; ++r)
             for (int p = 0; p < PANELS; ++p) sums[r][p] = x[r * stride].add(sums[r][p], right[p]);
         if (FETCH == Fetch::OWN)
-            for (int p = 0; p < PANELS; ++p) __builtin_prefetch((const char*)(panels + p * stride) + AHEAD_BYTES);
+            for (int p = 0; p < PANELS; ++p)
+                __builtin_prefetch((const char*)(panels + p * stride) + AHEAD_BYTES);
         if (FETCH == Fetch::LATER) later.step();
     }
 }
@@ -134,7 +135,7 @@ inline void multiply_block(const X* x, const Vector* panels, int64_t stride, int
 template <int ROWS, int PANELS, typename Layer>
 void one_block(const Layer& layer, int64_t row, int64_t panel, int64_t start, bool is_first,
                Later& later, Vector* partial) {
-    const int64_t stride = layer.pairs, depth = stride - start < DEPTH ? stride - start : DEPTH;
+    const int64_t stride = layer.pairs, depth = smaller(stride - start, DEPTH);
     const auto* x = layer.x + row * stride + start;
     const Vector* panels = layer.panels + panel * stride + start;
     Vector sums[ROWS][PANELS] = {};
@@ -151,7 +152,7 @@ void one_block(const Layer& layer, int64_t row, int64_t panel, int64_t start, bo
     }
     for (int p = 0; p < PANELS; ++p) {
         const int64_t first = (panel + p) * LANES;
-        const int count = int(layer.outputs - first < LANES ? layer.outputs - first : LANES);
+        const int count = smaller(layer.outputs - first, LANES);
         Vector bias = {};
         if (layer.bias != nullptr)
             for (int i = 0; i < count; ++i) bias[i] = number(layer.bias[first + i]);
@@ -184,9 +185,8 @@ void one_task(const Layer& layer, const LinearTask& task, const LinearTask& next
     std::vector<Vector> partial(layer.pairs > DEPTH ? count * PANELS : 0);
     for (int64_t start = 0; start < layer.pairs; start += DEPTH) {
         for (int64_t row = task.first; row < task.last; row += rows) {
-            const int64_t left = task.last - row;
             Vector* own = partial.empty() ? nullptr : &partial[(row - task.first) * PANELS];
-            block_of<X::ROWS, PANELS>(left < rows ? left : rows, layer, row, task.panel, start,
+            block_of<X::ROWS, PANELS>(smaller(task.last - row, rows), layer, row, task.panel, start,
                                       row == task.first, later, own);
         }
     }

@@ -1,11 +1,11 @@
-"""Linear layers with weights of bfloat16 numbers, which half the memory holds, and as exact as before."""
+"""Linear layers with weights of bfloat16 numbers; in a float32 model they then take half the memory."""
 
 import torch
 from torch import Tensor
 
 from atom_ops.native_impl import NEEDS, call, has, runs_on
 from atom_ops.native_impl.build import library
-from atom_ops.ops.linear import linear, pack_linear_weight
+from atom_ops.ops.linear import linear, with_packed_weight
 from atom_ops.weights import PackedPanels, Weight
 
 _ROUNDED_OFF = 0xFFFF
@@ -38,7 +38,7 @@ def _pack(weight: Weight) -> PackedPanels | None:
 
 def _is_exact(weight: Tensor) -> bool:
     """Whether there is a kernel for its dtype, and all its numbers are of bfloat16."""
-    if weight.dtype == torch.float32 and not weight.is_meta:
+    if weight.dtype == torch.float32 and not weight.is_meta:  # a plan of the memory knows no numbers
         tiles = weight.split(max(_AT_ONCE // weight.shape[1], 1))
         return not any(bool((tile.view(torch.int32) & _ROUNDED_OFF).any()) for tile in tiles)
     return weight.dtype == torch.bfloat16 and has("linear", weight.dtype)
@@ -55,12 +55,7 @@ def _supports(
     needs=NEEDS,
     supported=runs_on,
     supports=_supports,
-    prepare=lambda x_TI, weight, bias=None, out_dtype=None: (
-        x_TI,
-        pack_linear_weight(weight),
-        bias,
-        out_dtype,
-    ),
+    prepare=with_packed_weight,
     pack=_pack,
 )
 def _linear(

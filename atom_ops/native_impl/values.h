@@ -35,6 +35,8 @@ inline void put(BFloat16& to, float x) {
     to.bits = uint16_t(x == x ? rounded : 0x7FC0);
 }
 
+inline int smaller(int64_t one, int64_t other) { return int(one < other ? one : other); }
+
 // e to the power of x, to 1e-7 of its value; x is clamped to what float32 holds.
 inline float exponential(float x) {
     x = x < -87.0f ? -87.0f : x;

@@ -125,6 +125,13 @@ def pack_linear_weight(weight: Weight) -> Weight:
     return packed
 
 
+def with_packed_weight(
+    x_TI: Tensor, weight: Weight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Weight, Tensor | None, torch.dtype | None]:
+    """The arguments of `linear` for a provider that packs weights: its `prepare`."""
+    return x_TI, pack_linear_weight(weight), bias, out_dtype
+
+
 def _pack_onednn(weight: Weight) -> PackedOneDNN | None:
     if not isinstance(weight, Tensor) or not _onednn_packs(weight.dtype):
         return None
@@ -148,12 +155,7 @@ def _onednn_packs(dtype: torch.dtype) -> bool:
     needs="a CPU and torch built with oneDNN",
     supported=lambda device: device.type == "cpu" and torch.backends.mkldnn.is_available(),
     supports=lambda x_TI, weight, bias=None, out_dtype=None: isinstance(weight, PackedOneDNN),
-    prepare=lambda x_TI, weight, bias=None, out_dtype=None: (
-        x_TI,
-        pack_linear_weight(weight),
-        bias,
-        out_dtype,
-    ),
+    prepare=with_packed_weight,
     pack=_pack_onednn,
     batch_invariant=False,
 )
