@@ -46,7 +46,7 @@ def resolved() -> Iterator[None]:
 @each_dtype
 @each_case
 def test_agrees_with_the_cpu(op: Op[..., Any], case: Case, dtype: torch.dtype) -> None:
-    backend.resolve(CPU)
+    backend.resolve(CPU, [REFERENCE])
     check(op, op.providers[REFERENCE], dtype, case, GPU)
 
 

@@ -23,5 +23,5 @@ pytestmark = [
 )
 def test_agrees_with_reference(op: Op[..., Any], provider: Provider, dtype: torch.dtype, case: Case) -> None:
     # What the reference calls runs in torch: it is computed on the CPU.
-    backend.resolve(CPU)
+    backend.resolve(CPU, [REFERENCE])
     check(op, provider, dtype, case, GPU)
