@@ -117,6 +117,8 @@ class Life:
         match message:
             case Ready():
                 self.reports[message.process], self.ready_at = message, time.monotonic()
+                # It may stop before its first heartbeat arrives.
+                self._monitor.seen(message.process)
             case Progress():
                 self._on_progress(message)
             case Dead():

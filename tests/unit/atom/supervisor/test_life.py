@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from atom.messages.supervisor import Dead, Heartbeat, Progress, Ready
+from atom.messages.supervisor import Dead, Heartbeat, Progress, Ready, ToSupervisor
 from atom.supervisor import life as life_module
 from atom.supervisor.failure import Failure
 from atom.supervisor.life import Life
@@ -115,11 +115,12 @@ def test_terminate_leaves_workers_to_their_core(life: Life) -> None:
     assert not core.is_alive and worker.is_alive
 
 
-def test_a_silent_process_hangs(life: Life, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("last", [Heartbeat("engine 1 core"), Ready("engine 1 core")])
+def test_a_silent_process_hangs(life: Life, last: ToSupervisor, caplog: pytest.LogCaptureFixture) -> None:
     add_child(life, "engine 1 core", SLEEP)
     clock = [0.0]
     life._monitor = PeerMonitor(60, lambda: clock[0])
-    send(life, Heartbeat("engine 1 core"))
+    send(life, last)
     life.receive()
     for _ in range(5):
         assert life.failure() is None
