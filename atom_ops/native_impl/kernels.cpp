@@ -7,6 +7,7 @@
 #include "attention_few.h"
 #include "attention_many.h"
 #include "linear.h"
+#include "linear_ints.h"
 #include "values.h"
 
 #include <omp.h>
@@ -196,7 +197,8 @@ KERNEL(attend)(const void* q, int64_t q_stride, const void* kv, const int32_t* t
     switch (width) { ATTEND(16) ATTEND(64) ATTEND(80) ATTEND(128) ATTEND(256) }
 }
 
-#if JOIN(IS_BFLOAT16, ATOM_DTYPE) && !defined(MULTIPLIES_PAIRS)
+// Plain bfloat16 matrices are torch's without AVX-512's instruction, and with AMX, where oneDNN is faster.
+#if JOIN(IS_BFLOAT16, ATOM_DTYPE) && (!defined(__AVX512BF16__) || defined(__AMX_BF16__))
 #define HAS_NO_LINEAR
 #endif
 
@@ -207,8 +209,8 @@ extern "C" int64_t atom_lanes() { return LANES; }
 #ifndef HAS_NO_LINEAR
 KERNEL(linear)(const void* x, const void* panels, const void* bias, void* out, int64_t rows,
                int64_t outputs, int64_t inputs, int64_t in_float32) {
-    linear(Linear<T>{(const Pair<T>*)x, (const Vector*)panels, (const T*)bias, out, in_float32 != 0, rows,
-                     outputs, inputs / 2});
+    linear(Linear<T>{{(const Pair<T>*)x, (const T*)bias, out, in_float32 != 0, rows, outputs, inputs / 2},
+                     (const Vector*)panels});
 }
 
 KERNEL(norm_linear)(const void* x, const void* residual, const void* weight, void* normed, void* total,
@@ -224,3 +226,16 @@ KERNEL(silu_linear)(const void* x, void* gated, const void* panels, const void* 
     JOIN(atom_linear, ATOM_DTYPE)(gated, panels, bias, out, rows, outputs, inputs, false);
 }
 #endif
+
+KERNEL(linear_ints)(const void* x, const void* words, const void* terms, const void* bias, void* out,
+                    int64_t rows, int64_t outputs, int64_t inputs, int64_t in_float32, int64_t bits,
+                    int64_t group, int64_t has_offsets, int64_t wide_terms) {
+    linear_ints(
+        IntLinear<T>{{(const Pair<T>*)x, (const T*)bias, out, in_float32 != 0, rows, outputs, inputs / 2},
+                     (const Words*)words,
+                     terms,
+                     group / 2,
+                     has_offsets != 0,
+                     wide_terms != 0},
+        int(bits));
+}

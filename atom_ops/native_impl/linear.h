@@ -23,15 +23,15 @@ constexpr int64_t MOST_LATER = 512 << 10;  // bytes that are fetched for a later
 constexpr int64_t AHEAD_BYTES = 2048;      // of a panel, between what is fetched and what is read
 constexpr int64_t LINE = 64;               // bytes, of the caches
 
-// A pair of neighbours in a row, and how it is multiplied by a vector of pairs. ROWS x PANELS sums fit
-// into the registers.
+// A pair of neighbours in a row, and how it is multiplied by a vector of pairs of bfloat16. ROWS x PANELS
+// sums fit into the registers, or SOME_ROWS x PANELS twice.
 template <typename T> struct Pair {
     T even, odd;
 
 #ifdef __AVX512F__
-    static constexpr int ROWS = 4, PANELS = 4;
+    static constexpr int ROWS = 4, SOME_ROWS = 2, PANELS = 4;
 #else
-    static constexpr int ROWS = 4, PANELS = 2;
+    static constexpr int ROWS = 4, SOME_ROWS = 2, PANELS = 2;
 #endif
 
     struct Right {
@@ -42,15 +42,16 @@ template <typename T> struct Pair {
         typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
         return {(Vector)((Bits)pairs << 16), (Vector)((Bits)pairs & 0xFFFF0000u)};
     }
-    Vector add(Vector sum, const Right& right) const { return sum + even * right.even + odd * right.odd; }
+    Vector add(Vector sum, const Right& right) const {
+        return sum + number(even) * right.even + number(odd) * right.odd;
+    }
 };
 
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)  // with AMX oneDNN is faster
-#define MULTIPLIES_PAIRS
+#ifdef __AVX512BF16__
 template <> struct Pair<BFloat16> {
     uint32_t bits;
 
-    static constexpr int ROWS = 6, PANELS = 4;
+    static constexpr int ROWS = 6, SOME_ROWS = 3, PANELS = 4;
     typedef Vector Right;
 
     static Right read(Vector pairs) { return pairs; }
@@ -69,12 +70,11 @@ inline void put_vector(BFloat16* out, Vector x, int count) {
 #endif
 }
 
-// Rows of T; the result is of T too, or of float32.
-template <typename T> struct Linear {
+// Rows of T and a bias; the result is of T too, or of float32.
+template <typename T> struct Rows {
     typedef Pair<T> X;
 
     const X* x;
-    const Vector* panels;
     const T* bias;
     void* out;
     bool in_float32;
@@ -88,7 +88,24 @@ template <typename T> struct Linear {
             put_vector((T*)out + place, sums, count);
     }
 
+    // The finished sums of some rows and panels.
+    template <int ROWS, int PANELS>
+    void finish(int64_t row, int64_t panel, const Vector (&sums)[ROWS][PANELS]) const {
+        for (int p = 0; p < PANELS; ++p) {
+            const int64_t first = (panel + p) * LANES;
+            const int count = smaller(outputs - first, LANES);
+            Vector added = {};
+            if (bias != nullptr)
+                for (int i = 0; i < count; ++i) added[i] = number(bias[first + i]);
+            for (int r = 0; r < ROWS; ++r) store(row + r, first, sums[r][p] + added, count);
+        }
+    }
+
     int64_t num_panels() const { return (outputs + LANES - 1) / LANES; }
+};
+
+template <typename T> struct Linear : Rows<T> {
+    const Vector* panels;
 };
 
 // What a thread computes at a time: rows first ... last - 1 times some panels.
@@ -114,15 +131,16 @@ struct Later {
     }
 };
 
-// Adds the products of `depth` pairs to ROWS x PANELS vectors of sums.
+// Adds the products of `depth` pairs to ROWS x PANELS vectors of sums. Rows are x_stride pairs apart, panels
+// `stride` vectors.
 template <Fetch FETCH, int ROWS, int PANELS, typename X>
-inline void multiply_block(const X* x, const Vector* panels, int64_t stride, int64_t depth, Later& later,
-                           Vector (&sums)[ROWS][PANELS]) {
+inline void multiply_block(const X* x, int64_t x_stride, const Vector* panels, int64_t stride,
+                           int64_t depth, Later& later, Vector (&sums)[ROWS][PANELS]) {
     for (const X* end = x + depth; x < end; ++x, ++panels) {
         typename X::Right right[PANELS];
         for (int p = 0; p < PANELS; ++p) right[p] = X::read(panels[p * stride]);
         for (int r = 0; r < ROWS; ++r)
-            for (int p = 0; p < PANELS; ++p) sums[r][p] = x[r * stride].add(sums[r][p], right[p]);
+            for (int p = 0; p < PANELS; ++p) sums[r][p] = x[r * x_stride].add(sums[r][p], right[p]);
         if (FETCH == Fetch::OWN)
             for (int p = 0; p < PANELS; ++p)
                 __builtin_prefetch((const char*)(panels + p * stride) + AHEAD_BYTES);
@@ -141,24 +159,16 @@ void one_block(const Layer& layer, int64_t row, int64_t panel, int64_t start, bo
     Vector sums[ROWS][PANELS] = {};
     if (start > 0) std::memcpy(sums, partial, sizeof sums);
     if (is_first)
-        multiply_block<Fetch::OWN, ROWS, PANELS>(x, panels, stride, depth, later, sums);
+        multiply_block<Fetch::OWN, ROWS, PANELS>(x, stride, panels, stride, depth, later, sums);
     else if (later.next < later.end)
-        multiply_block<Fetch::LATER, ROWS, PANELS>(x, panels, stride, depth, later, sums);
+        multiply_block<Fetch::LATER, ROWS, PANELS>(x, stride, panels, stride, depth, later, sums);
     else
-        multiply_block<Fetch::NONE, ROWS, PANELS>(x, panels, stride, depth, later, sums);
+        multiply_block<Fetch::NONE, ROWS, PANELS>(x, stride, panels, stride, depth, later, sums);
     if (start + depth < stride) {
         std::memcpy(partial, sums, sizeof sums);
         return;
     }
-    for (int p = 0; p < PANELS; ++p) {
-        const int64_t first = (panel + p) * LANES;
-        const int count = smaller(layer.outputs - first, LANES);
-        Vector bias = {};
-        if (layer.bias != nullptr)
-            for (int i = 0; i < count; ++i) bias[i] = number(layer.bias[first + i]);
-        for (int r = 0; r < ROWS; ++r)
-            layer.store(row + r, first, sums[r][p] + bias, count);
-    }
+    layer.finish(row, panel, sums);
 }
 
 // `one_block` for a number of rows, ROWS at most.

@@ -1,12 +1,15 @@
-"""Linear layers with weights of bfloat16 numbers; in a float32 model they then take half the memory."""
+"""Linear layers with weights of integers (`linear_ints`), or of bfloat16 numbers.
+
+In a float32 model bfloat16 numbers take half the memory.
+"""
 
 import torch
 from torch import Tensor
 
-from atom_ops.native_impl import NEEDS, call, has, runs_on
+from atom_ops.native_impl import NEEDS, call, has, linear_ints, runs_on
 from atom_ops.native_impl.build import library
 from atom_ops.ops.linear import linear, with_packed_weight
-from atom_ops.weights import PackedPanels, Weight
+from atom_ops.weights import Integers, PackedInts, PackedPanels, Weight
 
 _ROUNDED_OFF = 0xFFFF
 """The bits of float32 that bfloat16 lacks."""
@@ -16,13 +19,19 @@ _AT_ONCE = 1 << 16
 
 def fits(x_TI: Tensor, weight: PackedPanels, bias: Tensor | None, parts: int = 1) -> bool:
     """Whether the kernels can multiply them; x has the inputs of so many parts side by side."""
-    dtype, (outputs, inputs) = weight.dtype, weight.shape
+    return _fit(x_TI, weight.dtype, weight.shape, bias, parts)
+
+
+def _fit(x_TI: Tensor, dtype: torch.dtype, shape: tuple[int, ...], bias: Tensor | None, parts: int) -> bool:
+    outputs, inputs = shape
     if x_TI.dtype != dtype or x_TI.ndim != 2 or x_TI.shape[1] != parts * inputs or not x_TI.is_contiguous():
         return False
     return bias is None or (bias.dtype == dtype and bias.shape == (outputs,) and bias.is_contiguous())
 
 
-def _pack(weight: Weight) -> PackedPanels | None:
+def _pack(weight: Weight) -> PackedPanels | PackedInts | None:
+    if isinstance(weight, Integers):
+        return linear_ints.pack(weight)
     if not isinstance(weight, Tensor) or weight.ndim != 2 or weight.shape[1] % 2 or not _is_exact(weight):
         return None
     outputs, inputs = weight.shape
@@ -47,6 +56,8 @@ def _is_exact(weight: Tensor) -> bool:
 def _supports(
     x_TI: Tensor, weight: Weight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> bool:
+    if isinstance(weight, PackedInts):
+        return True
     return isinstance(weight, PackedPanels) and out_dtype in (None, weight.dtype, torch.float32)
 
 
@@ -59,17 +70,26 @@ def _supports(
     pack=_pack,
 )
 def _linear(
-    x_TI: Tensor, weight: PackedPanels, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    x_TI: Tensor,
+    weight: PackedPanels | PackedInts,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    x_TI = x_TI.contiguous()
-    if not fits(x_TI, weight, bias):
+    wanted = x_TI.dtype if out_dtype is None else out_dtype
+    if isinstance(weight, PackedInts) and x_TI.dtype not in (torch.bfloat16, torch.float32):
+        return _linear(x_TI.float(), weight, None if bias is None else bias.float(), wanted)
+    x_TI, dtype = x_TI.contiguous(), x_TI.dtype if isinstance(weight, PackedInts) else weight.dtype
+    if not _fit(x_TI, dtype, weight.shape, bias, 1):
         raise TypeError(
-            f"x is {x_TI.dtype} {list(x_TI.shape)}, the weight {weight.dtype} {list(weight.shape)}"
+            f"x is {x_TI.dtype} {list(x_TI.shape)}, the weight {dtype} {list(weight.shape)}"
             + ("" if bias is None else f", the bias {bias.dtype} {list(bias.shape)}")
         )
-    wanted = weight.dtype if out_dtype is None else out_dtype
+    is_known = wanted in (dtype, torch.float32)
     rows, (outputs, inputs) = len(x_TI), weight.shape
-    out_TO = x_TI.new_empty(rows, outputs, dtype=wanted)
-    in_float32 = wanted == torch.float32
-    call("linear", weight.dtype, x_TI, weight.tensor, bias, out_TO, rows, outputs, inputs, in_float32)
-    return out_TO
+    out_TO = x_TI.new_empty(rows, outputs, dtype=wanted if is_known else torch.float32)
+    if isinstance(weight, PackedInts):
+        linear_ints.multiply(x_TI, weight, bias, out_TO)
+    else:
+        in_float32 = wanted == torch.float32
+        call("linear", dtype, x_TI, weight.tensor, bias, out_TO, rows, outputs, inputs, in_float32)
+    return out_TO if is_known else out_TO.to(wanted)

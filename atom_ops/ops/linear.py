@@ -58,6 +58,9 @@ def _case(
         _case(3, 96, 72, True, format="int4_32_zeros"),
         _case(17, 256, 192, False, format="int4_128_zeros"),
         _case(2, 200, 64, False, format="int4_channel"),
+        _case(1, 576, 200, True, format="affine_int4_32"),
+        _case(5, 96, 70, False, torch.float32, format="affine_int8_16"),
+        _case(20, 384, 130, True, format="affine_int8_32_offsets"),
     ],
     REDUCTION,
 )

@@ -5,6 +5,7 @@ a stack of X experts. Quantized weights stay packed in memory; a provider reads 
 the torch references multiply by their values, a tile of rows at a time.
 """
 
+from atom_ops.weights.affine_ints import AffineInts
 from atom_ops.weights.block_fp8 import BlockFP8
 from atom_ops.weights.channel_fp8 import ChannelFP8
 from atom_ops.weights.channel_int8 import ChannelINT8
@@ -14,8 +15,10 @@ from atom_ops.weights.mxfp4 import MXFP4
 from atom_ops.weights.shuffled import Shuffled, ShuffledFP8
 from atom_ops.weights.shuffled_mxfp4 import ShuffledMXFP4
 from atom_ops.weights.types import (
+    Integers,
     Packed,
     PackedINT4,
+    PackedInts,
     PackedOneDNN,
     PackedPanels,
     Quantized,
@@ -27,13 +30,16 @@ from atom_ops.weights.types import (
 
 __all__ = [
     "MXFP4",
+    "AffineInts",
     "BlockFP8",
     "ChannelFP8",
     "ChannelINT8",
     "FourBitWords",
     "GroupINT4",
+    "Integers",
     "Packed",
     "PackedINT4",
+    "PackedInts",
     "PackedOneDNN",
     "PackedPanels",
     "Quantized",

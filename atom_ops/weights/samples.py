@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from atom_ops.tolerances import FP8_ACTIVATIONS, INT8_ACTIVATIONS, Tolerances
+from atom_ops.weights.affine_ints import AffineInts
 from atom_ops.weights.block_fp8 import BlockFP8
 from atom_ops.weights.channel_fp8 import ChannelFP8
 from atom_ops.weights.channel_int8 import ChannelINT8
@@ -17,8 +18,10 @@ from atom_ops.weights.types import Weight
 Format = Literal[
     "plain", "block_fp8", "channel_fp8", "static_fp8", "channel_int8",
     "int4_32", "int4_64", "int4_128", "int4_32_zeros", "int4_128_zeros", "int4_channel", "mxfp4",
+    "affine_int4_32", "affine_int8_16", "affine_int8_32_offsets",
 ]  # fmt: skip
-"""`static_fp8` has a scale for the inputs; `int4_…`: inputs of a group, and whether it has zero points."""
+"""`static_fp8` has a scale for the inputs; `…int4_…`: inputs of a group, and whether it has zero points or
+offsets."""
 
 ROUNDED: dict[Format, Tolerances] = {
     "block_fp8": FP8_ACTIVATIONS,
@@ -43,6 +46,8 @@ def random_weight(
         return _mxfp4(shape, std, generator)
     if format.startswith("int4"):
         return _int4(shape, format, dtype, generator)
+    if format.startswith("affine"):
+        return _affine(shape, format, generator)
     return _fp8(shape, format, generator)
 
 
@@ -68,7 +73,19 @@ def _int4(shape: tuple[int, ...], format: Format, dtype: torch.dtype, generator:
     codes = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), generator=generator).to(torch.uint8)
     scales = _scales(groups, shape[-1] ** -0.5 / 4.6, generator)  # a standard deviation of random codes
     zeros = torch.randint(6, 11, groups, generator=generator).to(torch.uint8) if with_zeros else None
-    return GroupINT4(codes, scales.to(dtype), zeros)
+    return GroupINT4(codes, scales.bfloat16().to(dtype), zeros)  # checkpoints have scales of 16 bits
+
+
+def _affine(shape: tuple[int, ...], format: Format, generator: torch.Generator) -> Weight:
+    bits, group = format.split("_")[1:3]
+    groups = (*shape[:-1], shape[-1] // int(group))
+    if bits == "int4":
+        codes = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), generator=generator).to(torch.uint8)
+    else:
+        codes = torch.randn(*shape, generator=generator).mul_(30).round_().clamp_(-127, 127).to(torch.int8)
+    scales = _scales(groups, shape[-1] ** -0.5 / (4.6 if bits == "int4" else 30), generator).half()
+    offsets = (torch.randn(groups, generator=generator) * shape[-1] ** -0.5).half()
+    return AffineInts(codes, scales.float(), offsets.float() if format.endswith("offsets") else None)
 
 
 def _mxfp4(shape: tuple[int, ...], std: float, generator: torch.Generator) -> Weight:

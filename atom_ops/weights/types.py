@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from atom_ops.weights.affine_ints import AffineInts
 from atom_ops.weights.block_fp8 import BlockFP8
 from atom_ops.weights.channel_fp8 import ChannelFP8
 from atom_ops.weights.channel_int8 import ChannelINT8
@@ -40,6 +41,20 @@ class PackedPanels:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedInts:
+    """Integers in panels of outputs, which only the kernels in C++ read, with activations of any dtype."""
+
+    words: Tensor
+    """int32 [P, I x bits / 32, L]: codes of neighbouring inputs; P and L as those of `PackedPanels`."""
+    terms: Tensor
+    """float16 [P, I / G, 1 or 2, L]: 1024 times the scale of a group, and its offset."""
+    bits: int
+    group: int
+    """G."""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PackedINT4:
     """A matrix of 4-bit integers in the layout of torch's kernel for CPUs, which only its provider reads."""
 
@@ -58,7 +73,7 @@ class Reordered:
     `linear` gathers the inputs; kernels then read the weight as any other of its type.
     """
 
-    weight: GroupINT4 | FourBitWords | PackedINT4
+    weight: GroupINT4 | FourBitWords | PackedINT4 | PackedInts
     """[..., O, N]."""
     order: Tensor
     """int64 [..., N]; an input of weight zero may be there more than once."""
@@ -96,8 +111,10 @@ class Reordered:
 
 InTiles = ShuffledFP8 | ShuffledMXFP4
 """As the matrix instructions of AMD's GPUs read them."""
-Quantized = BlockFP8 | ChannelFP8 | ChannelINT8 | GroupINT4 | MXFP4 | Reordered | FourBitWords | InTiles
-Packed = PackedOneDNN | PackedPanels | PackedINT4 | Shuffled
+Integers = AffineInts | ChannelINT8 | GroupINT4
+"""Numbers that are integers but for scales and offsets."""
+Quantized = BlockFP8 | ChannelFP8 | Integers | MXFP4 | Reordered | FourBitWords | InTiles
+Packed = PackedOneDNN | PackedPanels | PackedInts | PackedINT4 | Shuffled
 """In a layout that one provider reads."""
 Weight = Tensor | Packed | Quantized
 """A matrix that ops multiply by; a Tensor is plain, in the dtype of the activations."""

@@ -288,7 +288,7 @@ class Decoder(nn.Module):
 
     def __init__(self, args: DecoderArgs, layers: Sequence[DecoderLayer], build: BuildContext):
         super().__init__()
-        self.embed_tokens = VocabEmbedding(args.vocab_size, args.hidden_size, build)
+        self.embed_tokens = VocabEmbedding(args.vocab_size, args.hidden_size, build.at("model.embed_tokens"))
         self.layers = nn.ModuleList(layers)
         self.norm = _norm(args, build)
         self.rotary = RotaryEmbedding(args.head_dim, args.rope_parameters, build, args.rope_interleaved)
@@ -353,7 +353,10 @@ class DecoderLM(CausalLM):
         tied = args.tie_word_embeddings
         self.overlap_tokens = self.model.overlap_tokens
         self.lm_head = LMHead(
-            args.vocab_size, args.hidden_size, build, self.model.embed_tokens if tied else None
+            args.vocab_size,
+            args.hidden_size,
+            build.at("lm_head"),
+            self.model.embed_tokens if tied else None,
         )
         self.unused_on_disk = ("*.rotary_emb.inv_freq", *(("lm_head.weight",) if tied else ()))
 

@@ -5,15 +5,19 @@ T tokens, R sampling rows, D hidden, V vocabulary.
 
 import torch
 
-from atom_ops import SamplingBatch, embedding, linear, merge_argmax, sample, shard_argmax
+from atom_ops import SamplingBatch, Weight, embedding, linear, merge_argmax, sample, shard_argmax
 from parallel.sharding import split
 from workers.layers.context import BuildContext
 from workers.layers.linear import Linear, tp_range
+from workers.layers.quantization.scheme import PLAIN
 from workers.layers.weighted import ShardSpec, WeightedLayer
 
 
 class VocabEmbedding(WeightedLayer):
-    """Maps token ids to vectors; ids of other ranks contribute zeros to the all-reduce."""
+    """Maps token ids to vectors; ids of other ranks contribute zeros to the all-reduce.
+
+    A quantized matrix is dequantized when it is loaded.
+    """
 
     weight: torch.Tensor
 
@@ -21,7 +25,21 @@ class VocabEmbedding(WeightedLayer):
         super().__init__()
         self._tp = build.tp
         self._kept = tp_range(vocab_size, build)
-        self.add_weight("weight", [ShardSpec((vocab_size, hidden_size), 0, self._kept)], build)
+        scheme = build.quantization.vocabulary(build.prefix)
+        self.add_matrix("weight", scheme, [ShardSpec((vocab_size, hidden_size), 0, self._kept)], build)
+        self.dequantizes = scheme is not PLAIN
+        self._for_head: Weight | None = None
+
+    def process_weights_after_loading(self) -> None:
+        weight = self.loaded("weight")
+        if not isinstance(weight, torch.Tensor):
+            self._for_head = weight
+            self.set_weight("weight", self.dequantized(weight))
+
+    def take_weight(self) -> Weight:
+        """The weight as it was loaded, for a tied LM head."""
+        weight, self._for_head = self._for_head, None
+        return self.weight if weight is None else weight
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
         return self._tp.all_reduce(embedding(ids_T, self.weight, self._kept.start))
@@ -41,10 +59,18 @@ class LMHead(Linear):
         self._first, _ = split(vocab_size, build.tp.size, build.tp.rank)
         self._sizes = [split(vocab_size, build.tp.size, rank)[1] for rank in range(build.tp.size)]
         if tied_to is None:
-            kept = tp_range(vocab_size, build)
-            self.add_weight("weight", [ShardSpec((vocab_size, hidden_size), 0, kept)], build)
+            scheme, kept = build.quantization.vocabulary(build.prefix), tp_range(vocab_size, build)
+            self.add_matrix("weight", scheme, [ShardSpec((vocab_size, hidden_size), 0, kept)], build)
         else:
-            self.register_buffer("weight", tied_to.weight)
+            self.register_buffer("weight", None)
+            self._dtype = build.dtype
+        self._tied_weight = None if tied_to is None else tied_to.take_weight
+
+    def process_weights_after_loading(self) -> None:
+        if self._tied_weight is None:
+            super().process_weights_after_loading()
+        else:
+            self.set_weight("weight", self._packed(self._tied_weight()))
 
     def forward(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         return self._tp.all_gather_last_dim(self._shard(hidden_RD), self._sizes)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from atom_ops import Quantized, Weight, add_norm_linear, linear, pack_linear_weight
+from atom_ops import AffineInts, Weight, add_norm_linear, linear, pack_linear_weight
 from parallel.sharding import split
 from workers.layers.activation import GatedLinear
 from workers.layers.context import BuildContext
@@ -52,7 +52,14 @@ class Linear(WeightedLayer):
 
     def process_weights_after_loading(self) -> None:
         """Convert the weight to the layout in which the matmul is fastest."""
-        self.set_weight("weight", pack_linear_weight(self.loaded("weight")))
+        self.set_weight("weight", self._packed(self.loaded("weight")))
+
+    def _packed(self, weight: Weight) -> Weight:
+        packed = pack_linear_weight(weight)
+        if isinstance(packed, AffineInts):  # no kernel here reads them
+            self.dequantizes = True
+            packed = pack_linear_weight(self.dequantized(weight))
+        return packed
 
     def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
         return linear(x_TI, self.weight, self.bias)
@@ -67,7 +74,6 @@ class ColumnParallelLinear(Linear):
 
     def __init__(self, in_features: int, outputs: Sequence[ShardRange], bias: bool, build: BuildContext):
         super().__init__()
-        self._dtype = build.dtype
         schemes = build.quantization.parts(build.prefix)
         shards = [ShardSpec((o.total, in_features), 0, o) for o in outputs]
         self._parts = [f"part{number}" for number in range(len(shards))] if len(set(schemes)) > 1 else []
@@ -88,19 +94,11 @@ class ColumnParallelLinear(Linear):
     def _join_parts(self) -> None:
         """Make one plain weight of parts that are stored in different formats."""
         if self._parts:
-            numbers = [self._numbers(name) for name in self._parts]
+            numbers = [self.dequantized(self.loaded(name)) for name in self._parts]
             for name in self._parts:
                 self.remove_matrix(name)
             self.register_buffer("weight", torch.cat(numbers))
             self._parts = []
-
-    def _numbers(self, name: str) -> torch.Tensor:
-        """The matrix `name`, plain."""
-        weight = self.loaded(name)
-        if isinstance(weight, torch.Tensor):
-            return weight
-        assert isinstance(weight, Quantized), "loaded and not yet packed"
-        return weight.dequantized(self._dtype)
 
     def after_norm(
         self, norm: RMSNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
@@ -133,7 +131,7 @@ class ReorderedLinear(ColumnParallelLinear):
 
     def process_weights_after_loading(self) -> None:
         self._join_parts()
-        ordered = self._numbers("weight").index_select(0, self._order)
+        ordered = self.dequantized(self.loaded("weight")).index_select(0, self._order)
         self.set_weight("weight", pack_linear_weight(ordered))
         if self.bias is not None:
             self.bias = self.bias.index_select(0, self._order)

@@ -225,6 +225,7 @@ class WeightedLayer(nn.Module):
         super().__init__()
         self.shards = {}
         self.prefix = None
+        self._dtype = torch.float32
         self._schemes: dict[str, Scheme] = {}
         self._rounded: dict[str, RoundedMatrix] = {}
 
@@ -259,7 +260,7 @@ class WeightedLayer(nn.Module):
         build: BuildContext,
     ) -> None:
         """Register the buffers of the matrix `name`, each with its own shards, which cut no block."""
-        self.prefix = build.prefix
+        self.prefix, self._dtype = build.prefix, build.dtype
         self._schemes[name] = scheme
         if scheme.quantize is not None:
             (parts,) = shards.values()
@@ -303,6 +304,13 @@ class WeightedLayer(nn.Module):
         if experts is not None:
             buffers = [buffer.unflatten(0, (experts, -1)) for buffer in buffers]
         return scheme.weight(*buffers)
+
+    def dequantized(self, weight: Weight) -> Tensor:
+        """A loaded weight as a plain one, in the compute dtype."""
+        if isinstance(weight, Tensor):
+            return weight
+        assert isinstance(weight, Quantized), "loaded and not yet packed"
+        return weight.dequantized(self._dtype)
 
     def remove_matrix(self, name: str) -> None:
         """Remove the buffers of the matrix `name`."""

@@ -1,26 +1,30 @@
-"""Expands a GGUF file with transformers into config.json, safetensors and tokenizer.json.
+"""Converts a GGUF file into config.json, safetensors and tokenizer.json, with the help of transformers.
 
-All weights are converted to float32; the engine rounds them to its compute dtype when it loads them.
-Settings that transformers ignores silently are corrected here or refused.
+Quantized matrices keep their integers (`gguf_blocks`), under the names that the quantization method gguf
+reads, for which `quantization_config` lists them; those of other types are expanded to float32. One tensor
+is in memory at a time. Settings that transformers ignores silently are corrected here or refused.
 """
 
 import contextlib
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
-from huggingface_hub import save_torch_state_dict
+from safetensors.torch import save_file
 from tokenizers import normalizers, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
-MAX_SHARD_BYTES = 4 * 10**9
+from workers.weights.gguf_blocks import KEPT, Format, decoded, in_format, joined, kept_format
+
+MAX_SHARD_BYTES = 10**9
 
 # Values of general.architecture. Other families run from safetensors only: it has not been checked what
 # transformers ignores of their GGUF files.
@@ -32,23 +36,25 @@ _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 _LLAMA3_PRETOKENIZERS = ("llama-bpe", "llama3", "llama-v3")
 _GPT2_PRETOKENIZERS = ("default", "gpt-2")
 
+# Modules that the engine fuses: their matrices get one format.
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_ROTATED = ("q_proj.weight", "k_proj.weight")
+_FLOATS = (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16)
+
 # (phase, done, total)
 Report = Callable[[str, int, int], None]
 
 
 def convert(path: Path, directory: Path, report: Report) -> None:
-    """Expand the GGUF file at `path` into files in `directory`, which exists and is empty.
+    """Write the content of the GGUF file at `path` into `directory`, which exists and is empty.
 
-    Needs memory for the whole model in float32. Raises ValueError, in one line, for a file that
-    cannot be served.
+    Raises ValueError, in one line, for a file that cannot be served.
     """
     reader = _open(path)
-    tensors = len(reader.tensors)
-    report(f"Expanding {path.name}", 0, tensors)
     tokenizer, model = _load(path, reader)
-    report(f"Expanding {path.name}", tensors, tensors)
-    report(f"Writing the expanded {path.name}", 0, tensors)
-    config = _config(reader, model)
+    tensors = _tensors_of(model, reader, path)
+    formats = _formats(tensors)
+    config = _config(reader, model, formats)
     roles = {"bos": "bos", "eos": "eos", "pad": "padding"}
     ids = {
         f"{role}_token_id": _value(reader, f"tokenizer.ggml.{key}_token_id") for role, key in roles.items()
@@ -58,11 +64,102 @@ def convert(path: Path, directory: Path, report: Report) -> None:
     _write_json(directory / "config.json", config | ids)
     _write_json(directory / "generation_config.json", ids | {"eos_token_id": ends})
     tokenizer.save_pretrained(directory)
-    tied = ["lm_head.weight"] if config["tie_word_embeddings"] else []
-    save_torch_state_dict(
-        model.state_dict(), directory, max_shard_size=MAX_SHARD_BYTES, shared_tensors_to_discard=tied
-    )
-    report(f"Writing the expanded {path.name}", tensors, tensors)
+    shards = _Shards(directory)
+    for done, (name, tensor) in enumerate(tensors.items()):
+        report(f"Converting {path.name}", done, len(tensors))
+        rows = _rows(name, tensor, model.config)
+        for part, stored in _converted(name, rows, tensor.tensor_type, formats.get(name)).items():
+            shards.add(part, stored)
+    shards.close()
+    report(f"Converting {path.name}", len(tensors), len(tensors))
+
+
+def _tensors_of(model: Any, reader: gguf.GGUFReader, path: Path) -> dict[str, gguf.ReaderTensor]:
+    """The file's tensors by the model's names. Raises ValueError unless it has exactly the model's."""
+    numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    architecture = numbers[_value(reader, "general.architecture")]
+    names = gguf.get_tensor_name_map(architecture, model.config.num_hidden_layers)
+    held = {tensor.name: tensor for tensor in reader.tensors}
+    found = {}
+    for name, wanted in model.state_dict().items():
+        if model.config.tie_word_embeddings and name == "lm_head.weight":
+            continue
+        tensor = held.pop(names.get_name(name, try_suffixes=(".weight", ".bias")), None)
+        if tensor is None or tuple(map(int, reversed(tensor.shape))) != tuple(wanted.shape):
+            raise ValueError(f"{path.name} lacks {name} in the shape that transformers expects")
+        found[name] = tensor
+    if unused := held.keys() - {_ROPE_FACTORS}:
+        raise ValueError(f"{path.name} holds a tensor {min(unused)!r}, which is not supported")
+    return found
+
+
+def _formats(tensors: Mapping[str, gguf.ReaderTensor]) -> dict[str, Format]:
+    """The format of each matrix that keeps its integers; one for those that are fused."""
+    formats = {
+        name: kept_format(tensor.tensor_type)
+        for name, tensor in tensors.items()
+        if tensor.tensor_type in KEPT and len(tensor.shape) == 2
+    }
+    for name in list(formats):
+        parent, _, last = name.removesuffix(".weight").rpartition(".")
+        for fused in _FUSED:
+            every = [f"{parent}.{part}.weight" for part in fused]
+            if last in fused and all(part in formats for part in every):
+                formats |= dict.fromkeys(every, joined(*(formats[part] for part in every)))
+    return formats
+
+
+def _rows(name: str, tensor: gguf.ReaderTensor, config: Any) -> np.ndarray:
+    """The tensor in the file's type, its rows in the order of transformers."""
+    if config.model_type != "llama" or not name.endswith(_ROTATED):
+        return tensor.data
+    # llama.cpp rotates neighbouring features, and transformers those of the halves of a head.
+    heads = config.num_attention_heads if name.endswith("q_proj.weight") else config.num_key_value_heads
+    pairs = tensor.data.reshape(heads, -1, 2, tensor.data.shape[1])
+    return pairs.swapaxes(1, 2).reshape(tensor.data.shape)
+
+
+def _converted(
+    name: str, rows: np.ndarray, kind: gguf.GGMLQuantizationType, format: Format | None
+) -> dict[str, torch.Tensor]:
+    """The tensors that store it, by their names."""
+    if format is None:
+        plain = rows if kind in _FLOATS else gguf.quants.dequantize(rows, kind)
+        return {name: torch.from_numpy(plain.copy())}
+    weight = in_format(decoded(rows, kind), format)
+    parts = {"_codes": weight.codes, "_scales": weight.scales, "_offsets": weight.offsets}
+    return {name + suffix: part.contiguous() for suffix, part in parts.items() if part is not None}
+
+
+class _Shards:
+    """Writes tensors to files of about MAX_SHARD_BYTES, and the index of several ones."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._waiting: dict[str, torch.Tensor] = {}
+        self._files: dict[str, str] = {}
+        self._written = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Keep it until enough are there to be written."""
+        self._waiting[name] = tensor
+        if sum(each.nbytes for each in self._waiting.values()) >= MAX_SHARD_BYTES:
+            self._write(f"model-{self._written + 1:05}.safetensors")
+
+    def close(self) -> None:
+        """Write what is left."""
+        if not self._written:
+            self._write("model.safetensors")
+            return
+        if self._waiting:
+            self._write(f"model-{self._written + 1:05}.safetensors")
+        _write_json(self._directory / "model.safetensors.index.json", {"weight_map": self._files})
+
+    def _write(self, name: str) -> None:
+        save_file(self._waiting, self._directory / name, {"format": "pt"})
+        self._files |= dict.fromkeys(self._waiting, name)
+        self._written += 1
+        self._waiting = {}
 
 
 def _open(path: Path) -> gguf.GGUFReader:
@@ -89,7 +186,7 @@ def _value(reader: gguf.GGUFReader, key: str, default: Any = None) -> Any:
 
 
 def _load(path: Path, reader: gguf.GGUFReader) -> tuple[Any, Any]:
-    """(tokenizer, float32 model). Raises ValueError unless the file has exactly the model's tensors."""
+    """(tokenizer, model without weights)."""
     logging.set_verbosity_error()
     pre_tokenizer = _value(reader, "tokenizer.ggml.pre", "default")
     # The default for Llama 3; the file's own metadata takes precedence.
@@ -97,22 +194,12 @@ def _load(path: Path, reader: gguf.GGUFReader) -> tuple[Any, Any]:
     source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name, "local_files_only": True}
     try:
         # Hide transformers' own progress bars.
-        with contextlib.redirect_stderr(io.StringIO()), _read_once(reader):
+        with contextlib.redirect_stderr(io.StringIO()), _read_once(reader), torch.device("meta"):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(**source, **add_bos)
             _complete_tokenizer(tokenizer.backend_tokenizer, reader, pre_tokenizer)
-            model, info = AutoModelForCausalLM.from_pretrained(
-                **source, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
-            )
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**source))
     except (ValueError, NotImplementedError, RuntimeError, KeyError) as error:
         raise ValueError(f"{path.name} cannot be expanded: {' '.join(str(error).split())}") from error
-    if lacking := info["missing_keys"] | {name for name, *_ in info["mismatched_keys"]}:
-        raise ValueError(f"{path.name} lacks {min(lacking)} in the shape that transformers expects")
-    architectures = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-    architecture = architectures[_value(reader, "general.architecture")]
-    names = gguf.get_tensor_name_map(architecture, model.config.num_hidden_layers)
-    used = {names.get_name(name, try_suffixes=(".weight", ".bias")) for name in model.state_dict()}
-    if unused := {tensor.name for tensor in reader.tensors} - used - {_ROPE_FACTORS}:
-        raise ValueError(f"{path.name} holds a tensor {min(unused)!r}, which is not supported")
     return tokenizer, model
 
 
@@ -152,14 +239,19 @@ def _complete_tokenizer(backend: Any, reader: gguf.GGUFReader, pre_tokenizer: st
         raise ValueError(f"its pre-tokenizer {pre_tokenizer!r} is not supported")
 
 
-def _config(reader: gguf.GGUFReader, model: Any) -> dict[str, Any]:
+def _config(reader: gguf.GGUFReader, model: Any, formats: Mapping[str, Format]) -> dict[str, Any]:
     """Contents of config.json; dtype is the compute dtype: bfloat16 unless all matrices are float32."""
     read = model.config.to_dict()
+    modules: dict[str, list[str]] = {}
+    for name, format in formats.items():
+        modules.setdefault(format.name, []).append(name.removesuffix(".weight"))
+    quantized = {"quantization_config": {"quant_method": "gguf", "modules": modules}} if modules else {}
     kinds = {tensor.tensor_type for tensor in reader.tensors if len(tensor.shape) > 1}
     return {key: read[key] for key in read if key not in ("quantization_config", "_model_name_or_path")} | {
         "architectures": [type(model).__name__],
         "dtype": "float32" if kinds == {gguf.GGMLQuantizationType.F32} else "bfloat16",
         "rope_parameters": _rope(reader, model.config),
+        **quantized,
     }
 
 

@@ -9,9 +9,10 @@ import gguf
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer
 
 from atom.config.model import ModelConfig
+from tests.helpers.gguf_files import TOKENS, hf_weights, write_gguf
 from workers.prepare import converted_gguf, prepare
 from workers.weights import gguf as gguf_module
 
@@ -24,80 +25,6 @@ def silent(phase: str, done: int, total: int) -> None:
 
 def model(path: str | Path) -> ModelConfig:
     return ModelConfig(model=str(path))
-
-
-HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN = 4, 2, 8, 32, 64
-BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
-TOKENS = [*BYTES, "hi", "12", "ĠĠ", "<|bos|>", "<|end|>"]
-
-
-def hf_weights(tied: bool = False) -> dict[str, np.ndarray]:
-    """Random weights of a one-layer Llama under their Hugging Face names."""
-    random = np.random.default_rng(0)
-    layer = "model.layers.0."
-    shapes = {
-        "model.embed_tokens.weight": (len(TOKENS), HIDDEN),
-        "model.norm.weight": (HIDDEN,),
-        **({} if tied else {"lm_head.weight": (len(TOKENS), HIDDEN)}),
-        layer + "input_layernorm.weight": (HIDDEN,),
-        layer + "post_attention_layernorm.weight": (HIDDEN,),
-        layer + "self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
-        layer + "self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-        layer + "self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-        layer + "self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
-        layer + "mlp.gate_proj.weight": (FFN, HIDDEN),
-        layer + "mlp.up_proj.weight": (FFN, HIDDEN),
-        layer + "mlp.down_proj.weight": (HIDDEN, FFN),
-    }
-    return {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
-
-
-def as_pairs(array: np.ndarray, heads: int) -> np.ndarray:
-    """The order of rows in a GGUF file."""
-    made = np.empty_like(array)
-    dim = array.shape[0] // heads
-    for head in range(heads):
-        for i in range(dim // 2):
-            made[head * dim + 2 * i] = array[head * dim + i]
-            made[head * dim + 2 * i + 1] = array[head * dim + dim // 2 + i]
-    return made
-
-
-def write_gguf(
-    path: Path, weights: dict[str, np.ndarray], kind: str = "llama", packed: Any = None, **more: Any
-) -> None:
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 1)
-    writer = gguf.GGUFWriter(path, kind)
-    writer.add_block_count(1)
-    writer.add_context_length(512)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(FFN)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("llama-bpe")
-    writer.add_token_list(TOKENS)
-    writer.add_token_merges(["h i", "1 2", "Ġ Ġ"])
-    writer.add_token_types([1] * (len(TOKENS) - 2) + [3, 3])
-    writer.add_bos_token_id(TOKENS.index("<|bos|>"))
-    writer.add_eos_token_id(TOKENS.index("hi"))
-    writer.add_eot_token_id(TOKENS.index("<|end|>"))
-    writer.add_chat_template("{{ messages }}")
-    for key, value in more.items():
-        getattr(writer, key)(value)
-    for name, array in weights.items():
-        if ".q_proj" in name or ".k_proj" in name:
-            array = as_pairs(array, HEADS if ".q_proj" in name else KV_HEADS)
-        stored = names.get_name(name, try_suffixes=(".weight",)) or name
-        if packed is not None and array.ndim > 1:
-            writer.add_tensor(stored, gguf.quants.quantize(array, packed), raw_dtype=packed)
-        else:
-            writer.add_tensor(stored, array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def test_a_gguf_is_converted_to_its_original_weights(tmp_path: Path) -> None:
@@ -133,17 +60,6 @@ def test_a_gguf_tokenizer_splits_merges_and_adds_special_tokens(tmp_path: Path) 
     assert tokenizer.encode("1212", add_special_tokens=False).tokens == ["12", "1", "2"]  # words of 3 digits
     text = "naïve 中文 🍕\n"
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
-
-
-def test_quantized_weights_are_dequantized_and_served_in_16_bits(tmp_path: Path) -> None:
-    weights = hf_weights()
-    write_gguf(tmp_path / "m.gguf", weights, packed=gguf.GGMLQuantizationType.Q8_0)
-    checkpoint = prepare(model(tmp_path / "m.gguf"), tmp_path / "cache", silent)
-    made = load_file(Path(checkpoint.directory) / "model.safetensors")
-    assert checkpoint.dtype == "bfloat16"
-    for name, array in weights.items():
-        assert made[name].dtype == np.float32
-        np.testing.assert_allclose(made[name], array, atol=0.03, err_msg=name)
 
 
 def test_large_models_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +153,7 @@ def test_a_conversion_is_reused_until_its_file_changes(tmp_path: Path) -> None:
     write_gguf(path, hf_weights())
     phases: list[str] = []
     first = converted_gguf(path, cache, lambda phase, done, total: phases.append(phase))
-    assert list(dict.fromkeys(phases)) == ["Expanding m.gguf", "Writing the expanded m.gguf"]
+    assert list(dict.fromkeys(phases)) == ["Converting m.gguf"]
     phases.clear()
     assert converted_gguf(path, cache, lambda phase, done, total: phases.append(phase)) == first
     assert phases == []

@@ -20,6 +20,7 @@ METHODS = {
     "compressed-tensors": "compressed_tensors",
     "fbgemm_fp8": "fbgemm",
     "fp8": "fp8",
+    "gguf": "gguf",
     "gptq": "gptq",
     "modelopt": "modelopt",
     "mxfp4": "mxfp4",
@@ -44,6 +45,10 @@ class QuantizationConfig:
         """The scheme of the linear layer at `path`. Raises ValueError if fused modules differ."""
         found = self._common(path, self._modules(path))
         return found if found.linear else PLAIN
+
+    def vocabulary(self, path: str) -> Scheme:
+        """The scheme of the embedding or of the LM head at `path`."""
+        return self.rules.scheme(path) if self.rules.with_vocabulary else PLAIN
 
     def parts(self, path: str) -> list[Scheme]:
         """The scheme of each of the checkpoint's modules that are fused into the linear layer at `path`."""

@@ -20,6 +20,11 @@ def fill_codes(std: float) -> Fill:
     return fill
 
 
+def fill_bytes(codes: Tensor, std: float, generator: torch.Generator) -> None:
+    """Two codes of 4 bits in each byte."""
+    codes.random_(0, 256, generator=generator)
+
+
 def constant_fill(codes_std: float) -> Fill:
     """Scales for codes of that standard deviation."""
 

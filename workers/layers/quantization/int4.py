@@ -20,6 +20,7 @@ from torch import Tensor
 
 from atom_ops import GroupINT4, Weight
 from workers.layers.quantization.act_order import ordered
+from workers.layers.quantization.fills import fill_bytes
 from workers.layers.quantization.scheme import FLOATS, Packing, Scheme, StoredTensor
 from workers.layers.quantization.words import (
     EVEN_FIRST,
@@ -105,7 +106,7 @@ def _scheme(
 ) -> Scheme:
     unit = (1, group or 0)
     tensors = [
-        StoredTensor("_codes", (1, 2), _INTS, _fill_codes, torch.uint8, codes),
+        StoredTensor("_codes", (1, 2), _INTS, fill_bytes, torch.uint8, codes),
         StoredTensor("_scales", unit, FLOATS, _fill_scales, None, scales, act_order),
     ]
     if zeros is not None:
@@ -144,10 +145,6 @@ def _pairs_of_outputs(order: tuple[int, ...], signed: bool, words: Tensor) -> Te
     """Codes that are packed along outputs, [O / 8, I], to pairs of inputs, [O, I / 2]."""
     pairs = pairs_of_numbers(rows_of_words(words, order))
     return unsigned(pairs) if signed else pairs
-
-
-def _fill_codes(codes: Tensor, std: float, generator: torch.Generator) -> None:
-    codes.random_(0, 256, generator=generator)
 
 
 def _fill_scales(scales: Tensor, std: float, generator: torch.Generator) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from atom_ops import MXFP4
+from workers.layers.quantization.fills import fill_bytes
 from workers.layers.quantization.rules import Rules, as_written, excluded
 from workers.layers.quantization.scheme import Scheme, StoredTensor
 
@@ -29,10 +30,6 @@ def rules(stated: Mapping[str, Any]) -> Rules:
     return Rules(_GPT_OSS, excluded(stated, ("modules_to_not_convert", "ignored_layers"), as_written))
 
 
-def _fill_codes(codes: Tensor, std: float, generator: torch.Generator) -> None:
-    codes.random_(0, 256, generator=generator)
-
-
 def _fill_scales(scales: Tensor, std: float, generator: torch.Generator) -> None:
     scales.fill_(127 + round(math.log2(std / _CODES_STD)))
 
@@ -44,7 +41,7 @@ def mxfp4(codes: str) -> Scheme:
         "MXFP4",
         (1, GROUP),
         (
-            StoredTensor("_codes", (1, 2), _UINT8, _fill_codes, torch.uint8, names=(codes,)),
+            StoredTensor("_codes", (1, 2), _UINT8, fill_bytes, torch.uint8, names=(codes,)),
             StoredTensor("_scales", (1, GROUP), _UINT8, _fill_scales, torch.uint8, names=("weight_scale",)),
         ),
         MXFP4,
@@ -56,7 +53,7 @@ _GPT_OSS = Scheme(
     "MXFP4",
     (1, GROUP),
     (
-        StoredTensor("_blocks", (1, 2), _UINT8, _fill_codes, torch.uint8),
+        StoredTensor("_blocks", (1, 2), _UINT8, fill_bytes, torch.uint8),
         StoredTensor("_scales", (1, GROUP), _UINT8, _fill_scales, torch.uint8),
     ),
     MXFP4,

@@ -47,8 +47,10 @@ class Rules:
     Literal patterns are looked up and not tried, since a checkpoint may list every expert of every layer.
     """
 
-    def __init__(self, default: Scheme, rules: Iterable[Rule] = ()):
+    def __init__(self, default: Scheme, rules: Iterable[Rule] = (), with_vocabulary: bool = False):
+        """`with_vocabulary`: the embedding and the LM head follow them too, instead of being plain."""
         self.default = default
+        self.with_vocabulary = with_vocabulary
         self.rules = tuple(rules)
         self._exact: dict[str, int] = {}
         self._parts: dict[str, int] = {}

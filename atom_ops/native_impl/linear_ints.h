@@ -1,0 +1,273 @@
+// Linear layers with weights of integers in groups of inputs: code * scale + offset.
+//
+// A result adds, for each group, scale * (sum of x * code) and offset * (sum of x), in float32. Codes are
+// multiplied as they are, in bfloat16, which holds them exactly. A weight [O, I] is packed in panels of LANES
+// outputs, as in `linear.h`; C inputs fill a word of 32 bits:
+//
+//     words[output / LANES][input / C][output % LANES]       even inputs in the low half, odd ones in the high
+//                                                            one, the first lowest; 4-bit codes plus 8
+//     terms[output / LANES][group][0 or 1][output % LANES]   the scale, and the offset; float32, or, of small
+//                                                            groups, float16: 1024 times as much
+
+#pragma once
+
+#include "linear.h"
+
+#include <omp.h>
+#include <vector>
+
+namespace {
+
+constexpr int64_t TILE_PAIRS = 128;  // of a panel that are decoded at once; a group has no more
+constexpr int64_t FEWEST_PAIRS = 8;  // of a group
+
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef int32_t Integers __attribute__((vector_size(4 * LANES)));
+
+template <typename T> struct IntLinear : Rows<T> {
+    const Words* words;
+    const void* terms;
+    int64_t group;  // pairs
+    bool has_offsets, wide_terms;
+
+    int64_t num_groups() const { return this->pairs / group; }
+
+    float unit() const { return wide_terms ? 1.0f : 0x1p-10f; }  // of terms
+
+    // Where a group begins; a word has so many pairs.
+    const Words* words_of(int64_t panel, int64_t first, int pairs_of_word) const {
+        return words + (panel * num_groups() + first) * group / pairs_of_word;
+    }
+};
+
+inline Vector pairs_of(Integers even, Integers odd) {
+    const Words low = (Words)__builtin_convertvector(even, Vector) >> 16;
+    return (Vector)(low | ((Words)__builtin_convertvector(odd, Vector) & 0xFFFF0000u));
+}
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+// The number of a code is looked up by the lowest five bits of each half; the fifth is the next code's.
+inline Vector four_bit_pairs(Words words, int number) {
+    static const uint16_t NUMBERS[32] = {
+        0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000,
+        0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040,
+        0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0,
+    };
+    const __m512i numbers = _mm512_loadu_si512(NUMBERS);
+    return (Vector)_mm512_permutexvar_epi16((__m512i)(words >> (4 * number)), numbers);
+}
+#else
+inline Vector four_bit_pairs(Words words, int number) {
+    const Words low = words >> (4 * number), high = words >> (16 + 4 * number);
+    return pairs_of((Integers)(low & 15u) - 8, (Integers)(high & 15u) - 8);
+}
+#endif
+
+// Pair `number` of a word.
+template <int BITS> inline Vector decoded(Words words, int number) {
+    if constexpr (BITS == 4) return four_bit_pairs(words, number);
+    return pairs_of((Integers)(words << (24 - 8 * number)) >> 24, (Integers)(words << (8 - 8 * number)) >> 24);
+}
+
+#if defined(__AVX512F__)
+inline Vector term(const uint16_t* bits) {
+    return (Vector)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)bits));
+}
+#elif defined(__F16C__) && defined(__AVX__)
+inline Vector term(const uint16_t* bits) {
+    return (Vector)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)bits));
+}
+#else
+// Bits of float16, at the places where float32 has its own, are 2^-112 times the number.
+inline Vector term(const uint16_t* bits) {
+    typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+    Halves halves;
+    std::memcpy(&halves, bits, sizeof halves);
+    const Words wide = __builtin_convertvector(halves, Words);
+    const Vector size = (Vector)((wide & 0x7FFFu) << 13) * 0x1p112f;
+    return (Vector)((Words)size | ((wide & 0x8000u) << 16));
+}
+#endif
+
+inline Vector term(const float* number) { return vector_at(number); }
+
+// Scale and offset of a group.
+struct Terms {
+    Vector scale, offset;
+};
+
+template <typename Layer> inline Terms terms_of(const Layer& layer, int64_t panel, int64_t group) {
+    const int64_t place = (panel * layer.num_groups() + group) * (layer.has_offsets ? 2 : 1) * LANES;
+    const auto* wide = (const float*)layer.terms + place;
+    const auto* narrow = (const uint16_t*)layer.terms + place;
+    Terms found{layer.wide_terms ? term(wide) : term(narrow), {}};
+    if (layer.has_offsets) found.offset = layer.wide_terms ? term(wide + LANES) : term(narrow + LANES);
+    return found;
+}
+
+// Adds a group to the totals of ROWS rows; `sums` are those of x * code.
+template <int ROWS, int PANELS, typename Layer>
+inline void add_group(const Layer& layer, const Terms& terms, const float* sums_of_x, int64_t row,
+                      int64_t group, int p, const Vector (&sums)[ROWS][PANELS],
+                      Vector (&totals)[ROWS][PANELS]) {
+    for (int r = 0; r < ROWS; ++r) {
+        totals[r][p] += terms.scale * sums[r][p];
+        if (layer.has_offsets)
+            totals[r][p] += terms.offset * sums_of_x[(row + r) * layer.num_groups() + group];
+    }
+}
+
+template <int ROWS, int PANELS, typename Layer>
+inline void finish(const Layer& layer, int64_t row, int64_t panel, Vector (&totals)[ROWS][PANELS]) {
+    for (int r = 0; r < ROWS; ++r)
+        for (int p = 0; p < PANELS; ++p) totals[r][p] *= layer.unit();
+    layer.finish(row, panel, totals);
+}
+
+// Some groups of PANELS panels, decoded.
+template <int PANELS> struct Tile {
+    Vector pairs[PANELS][TILE_PAIRS];
+    Terms terms[PANELS][TILE_PAIRS / FEWEST_PAIRS];
+
+    template <int BITS, typename Layer>
+    void decode(const Layer& layer, int64_t panel, int64_t group, int64_t groups) {
+        constexpr int COUNT = 16 / BITS;
+        for (int p = 0; p < PANELS; ++p) {
+            const Words* words = layer.words_of(panel + p, group, COUNT);
+            for (int64_t pair = 0; pair < groups * layer.group; pair += COUNT, ++words) {
+                for (int i = 0; i < COUNT; ++i) pairs[p][pair + i] = decoded<BITS>(*words, i);
+                __builtin_prefetch((const char*)words + AHEAD_BYTES);
+            }
+            for (int64_t g = 0; g < groups; ++g) terms[p][g] = terms_of(layer, panel + p, group + g);
+        }
+    }
+};
+
+// ROWS rows from `row` on times the groups of a tile, added to earlier ones, whose sums are in `partial`.
+template <int ROWS, int PANELS, typename Layer>
+void int_block(const Layer& layer, const Tile<PANELS>& tile, const float* sums_of_x, int64_t row,
+               int64_t panel, int64_t group, int64_t groups, Vector* partial) {
+    const int64_t all = layer.num_groups();
+    const auto* x = layer.x + row * layer.pairs + group * layer.group;
+    Later none{};
+    Vector totals[ROWS][PANELS] = {};
+    if (group > 0) std::memcpy(totals, partial, sizeof totals);
+    for (int64_t g = 0; g < groups; ++g, x += layer.group) {
+        Vector sums[ROWS][PANELS] = {};
+        multiply_block<Fetch::NONE, ROWS, PANELS>(x, layer.pairs, tile.pairs[0] + g * layer.group, TILE_PAIRS,
+                                                  layer.group, none, sums);
+        for (int p = 0; p < PANELS; ++p)
+            add_group(layer, tile.terms[p][g], sums_of_x, row, group + g, p, sums, totals);
+    }
+    if (group + groups < all)
+        std::memcpy(partial, totals, sizeof totals);
+    else
+        finish(layer, row, panel, totals);
+}
+
+// `int_block` for a number of rows, ROWS at most.
+template <int ROWS, int PANELS, typename Layer>
+void int_block_of(int64_t rows, const Layer& layer, const Tile<PANELS>& tile, const float* sums_of_x,
+                  int64_t row, int64_t panel, int64_t group, int64_t groups, Vector* partial) {
+    if (rows == ROWS)
+        int_block<ROWS, PANELS>(layer, tile, sums_of_x, row, panel, group, groups, partial);
+    else if constexpr (ROWS > 1)
+        int_block_of<ROWS - 1, PANELS>(rows, layer, tile, sums_of_x, row, panel, group, groups, partial);
+}
+
+// All of the first ROWS rows: codes are decoded as they are multiplied, with the same sums as `int_block`.
+template <int BITS, int ROWS, int PANELS, typename Layer>
+void few_rows(const Layer& layer, int64_t panel, const float* sums_of_x) {
+    constexpr int COUNT = 16 / BITS;
+    const int64_t stride = layer.pairs / COUNT;
+    const Words* words = layer.words_of(panel, 0, COUNT);
+    const auto* x = layer.x;
+    Vector totals[ROWS][PANELS] = {};
+    for (int64_t group = 0; group < layer.num_groups(); ++group) {
+        Vector sums[ROWS][PANELS] = {};
+        for (const auto* end = x + layer.group; x < end; x += COUNT, ++words) {
+            for (int p = 0; p < PANELS; ++p)
+                __builtin_prefetch((const char*)(words + p * stride) + AHEAD_BYTES);
+            for (int i = 0; i < COUNT; ++i)
+                for (int p = 0; p < PANELS; ++p) {
+                    const auto right = Layer::X::read(decoded<BITS>(words[p * stride], i));
+                    for (int r = 0; r < ROWS; ++r)
+                        sums[r][p] = x[r * layer.pairs + i].add(sums[r][p], right);
+                }
+        }
+        for (int p = 0; p < PANELS; ++p)
+            add_group(layer, terms_of(layer, panel + p, group), sums_of_x, 0, group, p, sums, totals);
+    }
+    finish(layer, 0, panel, totals);
+}
+
+// `few_rows` for a number of rows, ROWS at most.
+template <int BITS, int ROWS, int PANELS, typename Layer>
+void few_rows_of(const Layer& layer, int64_t panel, const float* sums_of_x) {
+    if (layer.rows == ROWS)
+        few_rows<BITS, ROWS, PANELS>(layer, panel, sums_of_x);
+    else if constexpr (ROWS > 1)
+        few_rows_of<BITS, ROWS - 1, PANELS>(layer, panel, sums_of_x);
+}
+
+template <int BITS, int PANELS, typename Layer>
+void int_task(const Layer& layer, const LinearTask& task, const float* sums_of_x) {
+    constexpr int64_t ROWS = Layer::X::SOME_ROWS;
+    if (layer.rows <= ROWS) return few_rows_of<BITS, ROWS, PANELS>(layer, task.panel, sums_of_x);
+    const int64_t all = layer.num_groups(), at_once = TILE_PAIRS / layer.group;
+    const int64_t count = task.last - task.first, blocks = (count + ROWS - 1) / ROWS;
+    const int64_t rows = (count + blocks - 1) / blocks;
+    std::vector<Vector> partial(all > at_once ? count * PANELS : 0);
+    Tile<PANELS> tile;
+    for (int64_t group = 0; group < all; group += at_once) {
+        const int64_t groups = smaller(all - group, at_once);
+        tile.template decode<BITS>(layer, task.panel, group, groups);
+        for (int64_t row = task.first; row < task.last; row += rows) {
+            Vector* own = partial.empty() ? nullptr : &partial[(row - task.first) * PANELS];
+            int_block_of<ROWS, PANELS>(smaller(task.last - row, rows), layer, tile, sums_of_x, row, task.panel,
+                                       group, groups, own);
+        }
+    }
+}
+
+// `int_task` for its number of panels, PANELS at most.
+template <int BITS, int PANELS, typename Layer>
+void int_task_of(const Layer& layer, const LinearTask& task, const float* sums_of_x) {
+    if (task.panels == PANELS)
+        int_task<BITS, PANELS>(layer, task, sums_of_x);
+    else if constexpr (PANELS > 1)
+        int_task_of<BITS, PANELS - 1>(layer, task, sums_of_x);
+}
+
+// The sums of each row's groups of x.
+template <typename T> std::vector<float> group_sums(const IntLinear<T>& layer) {
+    const int64_t size = layer.group, count = layer.rows * layer.num_groups();
+    std::vector<float> sums(layer.has_offsets ? count : 0);
+    const int64_t wanted = int64_t(sums.size());
+#pragma omp parallel for if (wanted * size > 8192)
+    for (int64_t i = 0; i < wanted; ++i) {
+        float even = 0.0f, odd = 0.0f;
+        const T* x = (const T*)layer.x + i * size * 2;
+#pragma omp simd reduction(+ : even, odd)
+        for (int64_t pair = 0; pair < size; ++pair) even += number(x[2 * pair]), odd += number(x[2 * pair + 1]);
+        sums[i] = even + odd;
+    }
+    return sums;
+}
+
+template <typename T> void linear_ints(const IntLinear<T>& layer, int bits) {
+    constexpr int PANELS = Pair<T>::PANELS;
+    const std::vector<float> sums_of_x = group_sums(layer);
+    const std::vector<LinearTask> tasks =
+        linear_tasks(layer.rows, layer.num_panels(), PANELS, omp_get_max_threads());
+    const int64_t count = int64_t(tasks.size());
+#pragma omp parallel for schedule(dynamic, 1)
+    for (int64_t i = 0; i < count; ++i) {
+        if (bits == 4)
+            int_task_of<4, PANELS>(layer, tasks[i], sums_of_x.data());
+        else
+            int_task_of<8, PANELS>(layer, tasks[i], sums_of_x.data());
+    }
+}
+
+}  // namespace

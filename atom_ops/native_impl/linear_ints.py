@@ -1,0 +1,96 @@
+"""Weights of integers with scales, as `linear_ints.h` reads them."""
+
+import torch
+from torch import Tensor
+
+from atom_ops.native_impl import call
+from atom_ops.native_impl.build import library
+from atom_ops.weights import AffineInts, ChannelINT8, GroupINT4, Integers, PackedInts
+
+_GROUPS = (256, 128, 64, 32, 16)
+"""Inputs that may share a scale; larger groups are cut into the first of these that divides them."""
+_LARGE = 128
+"""Groups of so many inputs have terms of float32; those of smaller ones are rounded to float16."""
+_FACTOR = 1024.0
+"""Of terms in float16, whose smallest numbers are less exact."""
+_LARGEST, _SMALLEST = 60.0, 1e-4
+"""Between them the largest term of a matrix must be, where terms are rounded."""
+_ZERO = 8
+"""The code that kernels read as 0, of 4 bits."""
+_ROWS_AT_ONCE = 1 << 10
+
+
+def pack(weight: Integers) -> PackedInts | None:
+    """The weight [O, I] in panels; None where its groups or terms do not fit."""
+    if len(weight.shape) != 2:
+        return None
+    (outputs, inputs), (codes, scales, offsets) = weight.shape, _parts(weight)
+    each = inputs // scales.shape[1]
+    group = next((size for size in _GROUPS if each % size == 0), None)
+    if group is None:
+        return None
+    terms = [part.float() for part in (scales, offsets) if part is not None]
+    is_large = group >= _LARGE
+    if not is_large and not codes.is_meta:
+        largest = max(float(part.abs().max()) for part in terms)
+        if not _SMALLEST < largest < _LARGEST:
+            return None
+        terms = [part * _FACTOR for part in terms]
+    if each > group:
+        terms = [part.repeat_interleave(each // group, 1) for part in terms]
+    bits = 8 if codes.dtype == torch.int8 else 4
+    dtype = torch.float32 if is_large else torch.float16
+    lanes = library().atom_lanes()
+    panels = -(-outputs // lanes)
+    words = codes.new_zeros(panels, inputs * bits // 32, lanes, dtype=torch.int32)
+    held = codes.new_zeros(panels, inputs // group, len(terms), lanes, dtype=dtype)
+    for first in range(0, outputs, _ROWS_AT_ONCE):
+        _fill(words, _words(codes[first : first + _ROWS_AT_ONCE]), first // lanes)
+    for number, part in enumerate(terms):
+        _fill(held[:, :, number], part.to(dtype), 0)
+    return PackedInts(words, held, bits, group, (outputs, inputs))
+
+
+def _parts(weight: Integers) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes as `AffineInts` has them, scales and offsets."""
+    if isinstance(weight, AffineInts):
+        return weight.codes, weight.scales, weight.offsets
+    if isinstance(weight, ChannelINT8):
+        return weight.values, weight.scales.unsqueeze(1), None
+    assert isinstance(weight, GroupINT4)
+    if weight.zeros is None:
+        return weight.codes, weight.scales, None
+    return weight.codes, weight.scales, weight.scales.float() * (_ZERO - weight.zeros.float())
+
+
+def _words(codes_OC: Tensor) -> Tensor:
+    """Codes in words of 32 bits, int32 [O, …]: even inputs in the low half."""
+    if codes_OC.dtype == torch.int8:
+        fours = codes_OC.unflatten(1, (-1, 4))
+        halves = torch.stack((fours[..., 0::2], fours[..., 1::2]), -2)
+    else:
+        fours = codes_OC.unflatten(1, (-1, 4))
+        even, odd = fours & 15, fours >> 4
+        halves = torch.stack(
+            (even[..., 0::2] | even[..., 1::2] << 4, odd[..., 0::2] | odd[..., 1::2] << 4), -2
+        )  # fmt: skip
+    return halves.flatten(1).contiguous().view(torch.int32)
+
+
+def _fill(panels_PCL: Tensor, rows_OC: Tensor, first: int) -> None:
+    """Copy rows to the panels from `first` on."""
+    lanes = panels_PCL.shape[2]
+    whole, left = divmod(len(rows_OC), lanes)
+    panels_PCL[first : first + whole] = rows_OC[: whole * lanes].unflatten(0, (whole, lanes)).transpose(1, 2)
+    if left:
+        panels_PCL[first + whole, :, :left] = rows_OC[whole * lanes :].t()
+
+
+def multiply(x_TI: Tensor, weight: PackedInts, bias: Tensor | None, out_TO: Tensor) -> None:
+    """Fill `out_TO`, which has the dtype of x or float32; x and the bias are contiguous, of one dtype."""
+    outputs, inputs = weight.shape
+    call(
+        "linear_ints", x_TI.dtype, x_TI, weight.words, weight.terms, bias, out_TO, len(x_TI), outputs, inputs,
+        out_TO.dtype == torch.float32, weight.bits, weight.group, weight.terms.shape[2] > 1,
+        weight.terms.dtype == torch.float32,
+    )  # fmt: skip

@@ -1,0 +1,125 @@
+"""Linear layers in C++ with weights of integers."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import atom_ops
+from atom_ops import AffineInts, ChannelINT8, GroupINT4, PackedInts, backend, native_impl
+
+CPU = torch.device("cpu")
+F32, BF16 = torch.float32, torch.bfloat16
+
+pytestmark = pytest.mark.skipif(not native_impl.runs_on(CPU), reason="needs a C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def only_native() -> Iterator[None]:
+    backend.resolve(CPU, ["native"])
+    yield
+    backend.resolve(CPU)
+
+
+def ints(outputs: int, inputs: int, bits: int, group: int, with_offsets: bool) -> AffineInts:
+    """Scales and offsets are of float16."""
+    generator = torch.Generator().manual_seed(outputs)
+    if bits == 4:
+        codes = torch.randint(0, 256, (outputs, inputs // 2), generator=generator).to(torch.uint8)
+    else:
+        codes = torch.randint(-128, 128, (outputs, inputs), generator=generator).to(torch.int8)
+    groups = (outputs, inputs // group)
+    scales = (torch.randn(groups, generator=generator) / (5 if bits == 4 else 75) * inputs**-0.5).half()
+    offsets = (torch.randn(groups, generator=generator) * inputs**-0.5).half()
+    return AffineInts(codes, scales.float(), offsets.float() if with_offsets else None)
+
+
+def given(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x, bias)."""
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, inputs, generator=generator).to(dtype)
+    return x, torch.randn(outputs, generator=generator).to(dtype)
+
+
+each_dtype = pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+
+
+@each_dtype
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 7, 50, 400])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "bits", "group", "with_offsets"),
+    [
+        (1, 32, 4, 32, False), (49, 96, 4, 32, True), (160, 576, 4, 64, False), (70, 4608, 4, 256, True),
+        (33, 16, 8, 16, True), (200, 800, 8, 16, False), (65, 1024, 8, 32, True), (16, 640, 8, 640, False),
+        (90, 768, 4, 768, True),
+    ],
+)  # fmt: skip
+def test_linear_layers(
+    rows: int, outputs: int, inputs: int, bits: int, group: int, with_offsets: bool, dtype: torch.dtype
+) -> None:
+    weight, (x, bias) = ints(outputs, inputs, bits, group, with_offsets), given(rows, outputs, inputs, dtype)
+    packed = atom_ops.pack_linear_weight(weight)
+    assert isinstance(packed, PackedInts) and packed.shape == (outputs, inputs)
+    wanted = x.double() @ weight.dequantized(F32).double().T + bias
+    found = atom_ops.linear(x, packed, bias, F32)
+    torch.testing.assert_close(found.double(), wanted, atol=1e-4, rtol=1e-4)
+    assert torch.equal(atom_ops.linear(x, packed, bias), found.to(dtype))
+    assert "linear" not in backend.ran_in_torch()
+
+
+@each_dtype
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_row_does_not_depend_on_the_others(bits: int, dtype: torch.dtype) -> None:
+    packed = atom_ops.pack_linear_weight(ints(200, 1504, bits, 32, True))
+    x, bias = given(130, 200, 1504, dtype)
+    whole = atom_ops.linear(x, packed, bias)
+    x[5] = torch.nan
+    beside = atom_ops.linear(x, packed, bias)
+    assert beside[5].isnan().all()
+    for row in (0, 4, 6, 64, 129):
+        alone = atom_ops.linear(x[row : row + 1], packed, bias)[0]
+        assert torch.equal(alone, whole[row]) and torch.equal(alone, beside[row])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+def test_activations_of_other_dtypes_are_multiplied_in_float32(dtype: torch.dtype) -> None:
+    packed = atom_ops.pack_linear_weight(ints(48, 96, 4, 32, True))
+    x, bias = given(3, 48, 96, dtype)
+    found = atom_ops.linear(x, packed, bias)
+    assert found.dtype == dtype
+    assert torch.equal(found, atom_ops.linear(x.float(), packed, bias.float()).to(dtype))
+
+
+@each_dtype
+def test_int4_with_zero_points_and_int8_of_channels(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(0, 256, (80, 128), generator=generator).to(torch.uint8)
+    scales = (torch.rand(80, 8, generator=generator) / 50).half()
+    zeros = torch.randint(0, 16, (80, 8), generator=generator).to(torch.uint8)
+    values = torch.randint(-127, 128, (80, 256), generator=generator).to(torch.int8)
+    x, _ = given(5, 80, 256, dtype)
+    for weight in (
+        GroupINT4(codes, scales), GroupINT4(codes, scales, zeros),
+        ChannelINT8(values, torch.rand(80, generator=generator) / 500),
+    ):  # fmt: skip
+        packed = atom_ops.pack_linear_weight(weight)
+        assert isinstance(packed, PackedInts)
+        wanted = x.double() @ weight.dequantized(F32).double().T
+        found = atom_ops.linear(x, packed, None, F32)
+        torch.testing.assert_close(found.double(), wanted, atol=2e-3, rtol=2e-3)
+
+
+def test_weights_that_are_not_packed() -> None:
+    codes = torch.zeros(4, 48, dtype=torch.int8)
+    for scales in (torch.full((4, 6), 0.1), torch.full((4, 3), 70.0), torch.full((4, 3), 1e-6)):
+        weight = AffineInts(codes, scales)  # groups of 8; too large and too small for float16
+        assert atom_ops.pack_linear_weight(weight) is weight
+
+
+def test_a_plan_of_the_memory_has_the_size_of_the_weight() -> None:
+    weight = ints(100, 512, 4, 32, True)
+    planned = AffineInts(*(part.to("meta") for part in (weight.codes, weight.scales, weight.offsets)))
+    packed, real = (atom_ops.pack_linear_weight(each) for each in (planned, weight))
+    assert isinstance(packed, PackedInts) and isinstance(real, PackedInts)
+    assert (packed.words.shape, packed.terms.shape) == (real.words.shape, real.terms.shape)
+    assert (packed.words.dtype, packed.terms.dtype) == (real.words.dtype, real.terms.dtype)
