@@ -13,6 +13,16 @@ from workers.layers.quantization.scheme import PLAIN
 from workers.layers.weighted import ShardSpec, WeightedLayer
 
 
+def _add_vocabulary(layer: WeightedLayer, shard: ShardSpec, build: BuildContext) -> bool:
+    """Add the matrix of a vocabulary; returns whether it is quantized."""
+    scheme = build.quantization.vocabulary(build.prefix)
+    if scheme is PLAIN:
+        layer.add_weight("weight", [shard], build)
+    else:
+        layer.add_matrix("weight", scheme, [shard], build)
+    return scheme is not PLAIN
+
+
 class VocabEmbedding(WeightedLayer):
     """Maps token ids to vectors; ids of other ranks contribute zeros to the all-reduce.
 
@@ -25,9 +35,7 @@ class VocabEmbedding(WeightedLayer):
         super().__init__()
         self._tp = build.tp
         self._kept = tp_range(vocab_size, build)
-        scheme = build.quantization.vocabulary(build.prefix)
-        self.add_matrix("weight", scheme, [ShardSpec((vocab_size, hidden_size), 0, self._kept)], build)
-        self.dequantizes = scheme is not PLAIN
+        self.dequantizes = _add_vocabulary(self, ShardSpec((vocab_size, hidden_size), 0, self._kept), build)
         self._for_head: Weight | None = None
 
     def process_weights_after_loading(self) -> None:
@@ -59,8 +67,8 @@ class LMHead(Linear):
         self._first, _ = split(vocab_size, build.tp.size, build.tp.rank)
         self._sizes = [split(vocab_size, build.tp.size, rank)[1] for rank in range(build.tp.size)]
         if tied_to is None:
-            scheme, kept = build.quantization.vocabulary(build.prefix), tp_range(vocab_size, build)
-            self.add_matrix("weight", scheme, [ShardSpec((vocab_size, hidden_size), 0, kept)], build)
+            kept = tp_range(vocab_size, build)
+            _add_vocabulary(self, ShardSpec((vocab_size, hidden_size), 0, kept), build)
         else:
             self.register_buffer("weight", None)
             self._dtype = build.dtype

@@ -106,14 +106,28 @@ def test_int4_with_zero_points_and_int8_of_channels(dtype: torch.dtype) -> None:
         assert isinstance(packed, PackedInts)
         wanted = x.double() @ weight.dequantized(F32).double().T
         found = atom_ops.linear(x, packed, None, F32)
-        torch.testing.assert_close(found.double(), wanted, atol=2e-3, rtol=2e-3)
+        torch.testing.assert_close(found.double(), wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_weights_that_are_not_packed() -> None:
-    codes = torch.zeros(4, 48, dtype=torch.int8)
-    for scales in (torch.full((4, 6), 0.1), torch.full((4, 3), 70.0), torch.full((4, 3), 1e-6)):
-        weight = AffineInts(codes, scales)  # groups of 8; too large and too small for float16
-        assert atom_ops.pack_linear_weight(weight) is weight
+def test_groups_that_are_not_packed() -> None:
+    weight = AffineInts(torch.zeros(4, 48, dtype=torch.int8), torch.full((4, 6), 0.1))
+    assert atom_ops.pack_linear_weight(weight) is weight
+
+
+@pytest.mark.parametrize(
+    ("scale", "dtype"), [(0.1, torch.float16), (70.0, F32), (1e-6, F32), (2**-30, torch.float16)]
+)
+def test_scales_are_rounded_where_float16_has_their_range(scale: float, dtype: torch.dtype) -> None:
+    values = torch.arange(48, dtype=torch.int8).repeat(4, 1)
+    rounded = AffineInts(values, torch.full((4, 3), scale))
+    exact = ChannelINT8(values, torch.full((4,), scale))
+    x = torch.ones(2, 48)
+    for weight, wanted in ((rounded, dtype), (exact, torch.float16 if scale == 2**-30 else F32)):
+        packed = atom_ops.pack_linear_weight(weight)
+        assert isinstance(packed, PackedInts) and packed.terms.dtype == wanted
+        expected = x @ weight.dequantized(F32).T
+        tolerance = 3e-4 if wanted == torch.float16 else 1e-6
+        torch.testing.assert_close(atom_ops.linear(x, packed), expected, atol=0, rtol=tolerance)
 
 
 def test_a_plan_of_the_memory_has_the_size_of_the_weight() -> None:
