@@ -2,10 +2,11 @@
 //
 // A result adds, for each group, scale * (sum of x * code) and offset * (sum of x), in float32. Codes are
 // multiplied as they are, in bfloat16, which holds them exactly. A weight [O, I] is packed in panels of LANES
-// outputs, as in `linear.h`; C inputs fill a word of 32 bits:
+// outputs, as in `linear.h`. Words of 4-bit codes have four pairs of inputs, those of 8-bit codes one:
 //
-//     words[output / LANES][input / C][output % LANES]       even inputs in the low half, odd ones in the high
-//                                                            one, the first lowest; 4-bit codes plus 8
+//     words[output / LANES][input / 8][output % LANES]       uint32: even inputs in the low half, odd ones in
+//                                                            the high one, the first lowest; codes plus 8
+//     words[output / LANES][input / 2][output % LANES]       uint16: of 8-bit codes
 //     terms[output / LANES][group][0 or 1][output % LANES]   the scale, and the offset; float32, or, of small
 //                                                            groups, float16: 1024 times as much
 
@@ -21,6 +22,8 @@ namespace {
 constexpr int64_t TILE_PAIRS = 128;  // of a panel that are decoded at once; a group has no more
 constexpr int64_t FEWEST_PAIRS = 8;  // of a group
 
+constexpr int64_t AHEAD_TERMS = 512;  // bytes of a panel's terms, between what is fetched and what is read
+
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef int32_t Integers __attribute__((vector_size(4 * LANES)));
 
@@ -34,9 +37,9 @@ template <typename T> struct IntLinear : Rows<T> {
 
     float unit() const { return wide_terms ? 1.0f : 0x1p-10f; }  // of terms
 
-    // Where a group begins; a word has so many pairs.
-    const Words* words_of(int64_t panel, int64_t first, int pairs_of_word) const {
-        return words + (panel * num_groups() + first) * group / pairs_of_word;
+    // Where a group begins; a vector of words has so many pairs.
+    const Words* words_of(int64_t panel, int64_t first, int pairs_of_vector) const {
+        return words + (panel * num_groups() + first) * group / pairs_of_vector;
     }
 };
 
@@ -45,7 +48,7 @@ inline Vector pairs_of(Integers even, Integers odd) {
     return (Vector)(low | ((Words)__builtin_convertvector(odd, Vector) & 0xFFFF0000u));
 }
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#if defined(__AVX512BF16__)
 // The number of a code is looked up by the lowest five bits of each half; the fifth is the next code's.
 inline Vector four_bit_pairs(Words words, int number) {
     static const uint16_t NUMBERS[32] = {
@@ -63,10 +66,26 @@ inline Vector four_bit_pairs(Words words, int number) {
 }
 #endif
 
-// Pair `number` of a word.
-template <int BITS> inline Vector decoded(Words words, int number) {
-    if constexpr (BITS == 4) return four_bit_pairs(words, number);
-    return pairs_of((Integers)(words << (24 - 8 * number)) >> 24, (Integers)(words << (8 - 8 * number)) >> 24);
+#if defined(__AVX512BF16__)
+inline Vector eight_bit_pairs(const uint16_t* words) {
+    const auto low = _mm_loadu_si128((const __m128i*)words), high = _mm_loadu_si128((const __m128i*)words + 1);
+    const __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(low));
+    return (Vector)_mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(high)), first);
+}
+#else
+inline Vector eight_bit_pairs(const uint16_t* words) {
+    typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+    Halves halves;
+    std::memcpy(&halves, words, sizeof halves);
+    const Words wide = __builtin_convertvector(halves, Words);
+    return pairs_of((Integers)(wide << 24) >> 24, (Integers)(wide << 16) >> 24);
+}
+#endif
+
+// Pair `number` of those that begin at `codes` and have as many bytes as a vector.
+template <int BITS> inline Vector decoded(const Words* codes, int number) {
+    if constexpr (BITS == 4) return four_bit_pairs(*codes, number);
+    return eight_bit_pairs((const uint16_t*)codes + number * LANES);
 }
 
 #if defined(__AVX512F__)
@@ -100,6 +119,7 @@ template <typename Layer> inline Terms terms_of(const Layer& layer, int64_t pane
     const int64_t place = (panel * layer.num_groups() + group) * (layer.has_offsets ? 2 : 1) * LANES;
     const auto* wide = (const float*)layer.terms + place;
     const auto* narrow = (const uint16_t*)layer.terms + place;
+    __builtin_prefetch((const char*)(layer.wide_terms ? (const void*)wide : narrow) + AHEAD_TERMS);
     Terms found{layer.wide_terms ? term(wide) : term(narrow), {}};
     if (layer.has_offsets) found.offset = layer.wide_terms ? term(wide + LANES) : term(narrow + LANES);
     return found;
@@ -135,7 +155,7 @@ template <int PANELS> struct Tile {
         for (int p = 0; p < PANELS; ++p) {
             const Words* words = layer.words_of(panel + p, group, COUNT);
             for (int64_t pair = 0; pair < groups * layer.group; pair += COUNT, ++words) {
-                for (int i = 0; i < COUNT; ++i) pairs[p][pair + i] = decoded<BITS>(*words, i);
+                for (int i = 0; i < COUNT; ++i) pairs[p][pair + i] = decoded<BITS>(words, i);
                 __builtin_prefetch((const char*)words + AHEAD_BYTES);
             }
             for (int64_t g = 0; g < groups; ++g) terms[p][g] = terms_of(layer, panel + p, group + g);
@@ -177,20 +197,23 @@ void int_block_of(int64_t rows, const Layer& layer, const Tile<PANELS>& tile, co
 
 // All of the first ROWS rows: codes are decoded as they are multiplied, with the same sums as `int_block`.
 template <int BITS, int ROWS, int PANELS, typename Layer>
-void few_rows(const Layer& layer, int64_t panel, const float* sums_of_x) {
+void few_rows(const Layer& layer, int64_t panel, int64_t next_panel, const float* sums_of_x) {
     constexpr int COUNT = 16 / BITS;
+    constexpr int64_t AHEAD = AHEAD_BYTES / int64_t(sizeof(Words));
     const int64_t stride = layer.pairs / COUNT;
     const Words* words = layer.words_of(panel, 0, COUNT);
+    const Words* last = words + stride - AHEAD;  // from there on it fetches the next task's
+    const int64_t onwards = (next_panel - panel - 1) * stride;
     const auto* x = layer.x;
     Vector totals[ROWS][PANELS] = {};
     for (int64_t group = 0; group < layer.num_groups(); ++group) {
         Vector sums[ROWS][PANELS] = {};
         for (const auto* end = x + layer.group; x < end; x += COUNT, ++words) {
-            for (int p = 0; p < PANELS; ++p)
-                __builtin_prefetch((const char*)(words + p * stride) + AHEAD_BYTES);
+            const Words* fetched = words + AHEAD + (words < last ? 0 : onwards);
+            for (int p = 0; p < PANELS; ++p) __builtin_prefetch(fetched + p * stride);
             for (int i = 0; i < COUNT; ++i)
                 for (int p = 0; p < PANELS; ++p) {
-                    const auto right = Layer::X::read(decoded<BITS>(words[p * stride], i));
+                    const auto right = Layer::X::read(decoded<BITS>(words + p * stride, i));
                     for (int r = 0; r < ROWS; ++r)
                         sums[r][p] = x[r * layer.pairs + i].add(sums[r][p], right);
                 }
@@ -203,17 +226,17 @@ void few_rows(const Layer& layer, int64_t panel, const float* sums_of_x) {
 
 // `few_rows` for a number of rows, ROWS at most.
 template <int BITS, int ROWS, int PANELS, typename Layer>
-void few_rows_of(const Layer& layer, int64_t panel, const float* sums_of_x) {
+void few_rows_of(const Layer& layer, int64_t panel, int64_t next_panel, const float* sums_of_x) {
     if (layer.rows == ROWS)
-        few_rows<BITS, ROWS, PANELS>(layer, panel, sums_of_x);
+        few_rows<BITS, ROWS, PANELS>(layer, panel, next_panel, sums_of_x);
     else if constexpr (ROWS > 1)
-        few_rows_of<BITS, ROWS - 1, PANELS>(layer, panel, sums_of_x);
+        few_rows_of<BITS, ROWS - 1, PANELS>(layer, panel, next_panel, sums_of_x);
 }
 
 template <int BITS, int PANELS, typename Layer>
-void int_task(const Layer& layer, const LinearTask& task, const float* sums_of_x) {
+void int_task(const Layer& layer, const LinearTask& task, int64_t next_panel, const float* sums_of_x) {
     constexpr int64_t ROWS = Layer::X::SOME_ROWS;
-    if (layer.rows <= ROWS) return few_rows_of<BITS, ROWS, PANELS>(layer, task.panel, sums_of_x);
+    if (layer.rows <= ROWS) return few_rows_of<BITS, ROWS, PANELS>(layer, task.panel, next_panel, sums_of_x);
     const int64_t all = layer.num_groups(), at_once = TILE_PAIRS / layer.group;
     const int64_t count = task.last - task.first, blocks = (count + ROWS - 1) / ROWS;
     const int64_t rows = (count + blocks - 1) / blocks;
@@ -232,11 +255,11 @@ void int_task(const Layer& layer, const LinearTask& task, const float* sums_of_x
 
 // `int_task` for its number of panels, PANELS at most.
 template <int BITS, int PANELS, typename Layer>
-void int_task_of(const Layer& layer, const LinearTask& task, const float* sums_of_x) {
+void int_task_of(const Layer& layer, const LinearTask& task, int64_t next_panel, const float* sums_of_x) {
     if (task.panels == PANELS)
-        int_task<BITS, PANELS>(layer, task, sums_of_x);
+        int_task<BITS, PANELS>(layer, task, next_panel, sums_of_x);
     else if constexpr (PANELS > 1)
-        int_task_of<BITS, PANELS - 1>(layer, task, sums_of_x);
+        int_task_of<BITS, PANELS - 1>(layer, task, next_panel, sums_of_x);
 }
 
 // The sums of each row's groups of x.
@@ -258,15 +281,16 @@ template <typename T> std::vector<float> group_sums(const IntLinear<T>& layer) {
 template <typename T> void linear_ints(const IntLinear<T>& layer, int bits) {
     constexpr int PANELS = Pair<T>::PANELS;
     const std::vector<float> sums_of_x = group_sums(layer);
-    const std::vector<LinearTask> tasks =
-        linear_tasks(layer.rows, layer.num_panels(), PANELS, omp_get_max_threads());
+    const int64_t threads = omp_get_max_threads();
+    const std::vector<LinearTask> tasks = linear_tasks(layer.rows, layer.num_panels(), PANELS, threads);
     const int64_t count = int64_t(tasks.size());
 #pragma omp parallel for schedule(dynamic, 1)
     for (int64_t i = 0; i < count; ++i) {
+        const int64_t next_panel = tasks[i + threads < count ? i + threads : i].panel;
         if (bits == 4)
-            int_task_of<4, PANELS>(layer, tasks[i], sums_of_x.data());
+            int_task_of<4, PANELS>(layer, tasks[i], next_panel, sums_of_x.data());
         else
-            int_task_of<8, PANELS>(layer, tasks[i], sums_of_x.data());
+            int_task_of<8, PANELS>(layer, tasks[i], next_panel, sums_of_x.data());
     }
 }
 

@@ -40,7 +40,8 @@ def pack(weight: Integers) -> PackedInts | None:
     bits = 8 if codes.dtype == torch.int8 else 4
     lanes = library().atom_lanes()
     panels = -(-outputs // lanes)
-    words = codes.new_zeros(panels, inputs * bits // 32, lanes, dtype=torch.int32)
+    size, of_words = (2, torch.int16) if bits == 8 else (8, torch.int32)
+    words = codes.new_zeros(panels, inputs // size, lanes, dtype=of_words)
     held = codes.new_zeros(panels, inputs // group, len(terms), lanes, dtype=dtype)
     for first in range(0, outputs, _ROWS_AT_ONCE):
         _fill(words, _words(codes[first : first + _ROWS_AT_ONCE]), first // lanes)
@@ -73,16 +74,14 @@ def _parts(weight: Integers) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _words(codes_OC: Tensor) -> Tensor:
-    """Codes in words of 32 bits, int32 [O, …]: even inputs in the low half."""
+    """Codes in words: int16 [O, I / 2] of 8-bit codes, int32 [O, I / 8] of 4-bit ones."""
     if codes_OC.dtype == torch.int8:
-        fours = codes_OC.unflatten(1, (-1, 4))
-        halves = torch.stack((fours[..., 0::2], fours[..., 1::2]), -2)
-    else:
-        fours = codes_OC.unflatten(1, (-1, 4))
-        even, odd = fours & 15, fours >> 4
-        halves = torch.stack(
-            (even[..., 0::2] | even[..., 1::2] << 4, odd[..., 0::2] | odd[..., 1::2] << 4), -2
-        )  # fmt: skip
+        return codes_OC.contiguous().view(torch.int16)
+    fours = codes_OC.unflatten(1, (-1, 4))
+    even, odd = fours & 15, fours >> 4
+    halves = torch.stack(
+        (even[..., 0::2] | even[..., 1::2] << 4, odd[..., 0::2] | odd[..., 1::2] << 4), -2
+    )  # fmt: skip
     return halves.flatten(1).contiguous().view(torch.int32)
 
 

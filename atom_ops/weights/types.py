@@ -45,7 +45,7 @@ class PackedInts:
     """Integers in panels of outputs, which only the kernels in C++ read, with activations of any dtype."""
 
     words: Tensor
-    """int32 [P, I x bits / 32, L]: codes of neighbouring inputs; P and L as those of `PackedPanels`."""
+    """Of 8-bit codes int16 [P, I / 2, L], of 4-bit ones int32 [P, I / 8, L]; P and L as in `PackedPanels`."""
     terms: Tensor
     """float16 [P, I / G, 1 or 2, L]: 1024 times the scale of a group, and its offset."""
     bits: int
