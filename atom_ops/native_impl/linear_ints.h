@@ -5,7 +5,8 @@
 // outputs, as in `linear.h`. Words of 4-bit codes have four pairs of inputs, those of 8-bit codes one:
 //
 //     words[output / LANES][input / 8][output % LANES]       uint32: even inputs in the low half, odd ones in
-//                                                            the high one, the first lowest; codes plus 8
+//                                                            the high one, the first lowest; without
+//                                                            offsets, codes plus 8
 //     words[output / LANES][input / 2][output % LANES]       uint16: of 8-bit codes
 //     terms[output / LANES][group][0 or 1][output % LANES]   the scale, and the offset; float32, or, of small
 //                                                            groups, float16: 1024 times as much
@@ -21,7 +22,6 @@ namespace {
 
 constexpr int64_t TILE_PAIRS = 128;  // of a panel that are decoded at once; a group has no more
 constexpr int64_t FEWEST_PAIRS = 8;  // of a group
-
 constexpr int64_t AHEAD_TERMS = 512;  // bytes of a panel's terms, between what is fetched and what is read
 
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
@@ -34,6 +34,8 @@ template <typename T> struct IntLinear : Rows<T> {
     bool has_offsets, wide_terms;
 
     int64_t num_groups() const { return this->pairs / group; }
+
+    int zero() const { return has_offsets ? 0 : 8; }  // of 4-bit codes
 
     float unit() const { return wide_terms ? 1.0f : 0x1p-10f; }  // of terms
 
@@ -48,45 +50,53 @@ inline Vector pairs_of(Integers even, Integers odd) {
     return (Vector)(low | ((Words)__builtin_convertvector(odd, Vector) & 0xFFFF0000u));
 }
 
-#if defined(__AVX512BF16__)
-// The number of a code is looked up by the lowest five bits of each half; the fifth is the next code's.
-inline Vector four_bit_pairs(Words words, int number) {
-    static const uint16_t NUMBERS[32] = {
-        0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000,
-        0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040,
-        0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0,
-    };
-    const __m512i numbers = _mm512_loadu_si512(NUMBERS);
-    return (Vector)_mm512_permutexvar_epi16((__m512i)(words >> (4 * number)), numbers);
-}
-#else
-inline Vector four_bit_pairs(Words words, int number) {
-    const Words low = words >> (4 * number), high = words >> (16 + 4 * number);
-    return pairs_of((Integers)(low & 15u) - 8, (Integers)(high & 15u) - 8);
-}
-#endif
+// Decodes pairs of inputs, numbered from those on that begin at `codes` and have as many bytes as a vector.
+template <int BITS> struct Decoder;
 
-#if defined(__AVX512BF16__)
-inline Vector eight_bit_pairs(const uint16_t* words) {
-    const auto low = _mm_loadu_si128((const __m128i*)words), high = _mm_loadu_si128((const __m128i*)words + 1);
-    const __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(low));
-    return (Vector)_mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(high)), first);
-}
-#else
-inline Vector eight_bit_pairs(const uint16_t* words) {
-    typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
-    Halves halves;
-    std::memcpy(&halves, words, sizeof halves);
-    const Words wide = __builtin_convertvector(halves, Words);
-    return pairs_of((Integers)(wide << 24) >> 24, (Integers)(wide << 16) >> 24);
-}
-#endif
+template <> struct Decoder<4> {
+    int zero;  // the code of 0
+#ifdef __AVX512BF16__
+    __m512i numbers;
 
-// Pair `number` of those that begin at `codes` and have as many bytes as a vector.
-template <int BITS> inline Vector decoded(const Words* codes, int number) {
-    if constexpr (BITS == 4) return four_bit_pairs(*codes, number);
-    return eight_bit_pairs((const uint16_t*)codes + number * LANES);
-}
+    explicit Decoder(int zero) : zero(zero) {
+        BFloat16 each[32];
+        for (int i = 0; i < 32; ++i) put(each[i], float((i & 15) - zero));
+        numbers = _mm512_loadu_si512(each);
+    }
+
+    // A number is looked up by the lowest five bits of each half, the fifth of which is the next code's.
+    Vector operator()(const Words* codes, int number) const {
+        return (Vector)_mm512_permutexvar_epi16((__m512i)(*codes >> (4 * number)), numbers);
+    }
+#else
+    explicit Decoder(int zero) : zero(zero) {}
+
+    Vector operator()(const Words* codes, int number) const {
+        const Words low = *codes >> (4 * number), high = *codes >> (16 + 4 * number);
+        return pairs_of((Integers)(low & 15u) - zero, (Integers)(high & 15u) - zero);
+    }
+#endif
+};
+
+template <> struct Decoder<8> {
+    explicit Decoder(int) {}
+
+    Vector operator()(const Words* codes, int number) const {
+        const auto* words = (const uint16_t*)codes + number * LANES;
+#ifdef __AVX512BF16__
+        const auto* halves = (const __m128i*)words;
+        const __m512i low = _mm512_cvtepi8_epi32(_mm_loadu_si128(halves));
+        const __m512i high = _mm512_cvtepi8_epi32(_mm_loadu_si128(halves + 1));
+        return (Vector)_mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(high), _mm512_cvtepi32_ps(low));
+#else
+        typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+        Halves narrow;
+        std::memcpy(&narrow, words, sizeof narrow);
+        const Words wide = __builtin_convertvector(narrow, Words);
+        return pairs_of((Integers)(wide << 24) >> 24, (Integers)(wide << 16) >> 24);
+#endif
+    }
+};
 
 #if defined(__AVX512F__)
 inline Vector term(const uint16_t* bits) {
@@ -152,10 +162,11 @@ template <int PANELS> struct Tile {
     template <int BITS, typename Layer>
     void decode(const Layer& layer, int64_t panel, int64_t group, int64_t groups) {
         constexpr int COUNT = 16 / BITS;
+        const Decoder<BITS> decoded(layer.zero());
         for (int p = 0; p < PANELS; ++p) {
             const Words* words = layer.words_of(panel + p, group, COUNT);
             for (int64_t pair = 0; pair < groups * layer.group; pair += COUNT, ++words) {
-                for (int i = 0; i < COUNT; ++i) pairs[p][pair + i] = decoded<BITS>(words, i);
+                for (int i = 0; i < COUNT; ++i) pairs[p][pair + i] = decoded(words, i);
                 __builtin_prefetch((const char*)words + AHEAD_BYTES);
             }
             for (int64_t g = 0; g < groups; ++g) terms[p][g] = terms_of(layer, panel + p, group + g);
@@ -205,6 +216,7 @@ void few_rows(const Layer& layer, int64_t panel, int64_t next_panel, const float
     const Words* last = words + stride - AHEAD;  // from there on it fetches the next task's
     const int64_t onwards = (next_panel - panel - 1) * stride;
     const auto* x = layer.x;
+    const Decoder<BITS> decoded(layer.zero());
     Vector totals[ROWS][PANELS] = {};
     for (int64_t group = 0; group < layer.num_groups(); ++group) {
         Vector sums[ROWS][PANELS] = {};
@@ -213,7 +225,7 @@ void few_rows(const Layer& layer, int64_t panel, int64_t next_panel, const float
             for (int p = 0; p < PANELS; ++p) __builtin_prefetch(fetched + p * stride);
             for (int i = 0; i < COUNT; ++i)
                 for (int p = 0; p < PANELS; ++p) {
-                    const auto right = Layer::X::read(decoded<BITS>(words + p * stride, i));
+                    const auto right = Layer::X::read(decoded(words + p * stride, i));
                     for (int r = 0; r < ROWS; ++r)
                         sums[r][p] = x[r * layer.pairs + i].add(sums[r][p], right);
                 }

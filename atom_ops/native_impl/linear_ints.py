@@ -18,7 +18,7 @@ _FACTOR = 1024.0
 _LARGEST, _SMALLEST = 60.0, 1e-4
 """Between them is the largest term of a matrix whose terms are rounded."""
 _ZERO = 8
-"""The code that kernels read as 0, of 4 bits."""
+"""The stored 4-bit code of 0; kernels read codes with offsets as they are stored."""
 _ROWS_AT_ONCE = 1 << 10
 
 
@@ -62,15 +62,15 @@ def _dtype_of(terms: list[Tensor], may_round: bool) -> torch.dtype:
 
 
 def _parts(weight: Integers) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes as `AffineInts` has them, scales and offsets."""
-    if isinstance(weight, AffineInts):
-        return weight.codes, weight.scales, weight.offsets
+    """Codes as they are stored, scales, and offsets of 8-bit codes or of stored ones."""
     if isinstance(weight, ChannelINT8):
         return weight.values, weight.scales.unsqueeze(1), None
-    assert isinstance(weight, GroupINT4)
-    if weight.zeros is None:
-        return weight.codes, weight.scales, None
-    return weight.codes, weight.scales, weight.scales.float() * (_ZERO - weight.zeros.float())
+    scales = weight.scales.float()
+    if isinstance(weight, GroupINT4):
+        return weight.codes, scales, None if weight.zeros is None else -scales * weight.zeros
+    if weight.offsets is None or weight.bits == 8:
+        return weight.codes, scales, weight.offsets
+    return weight.codes, scales, weight.offsets.float() - _ZERO * scales
 
 
 def _words(codes_OC: Tensor) -> Tensor:

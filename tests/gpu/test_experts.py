@@ -39,6 +39,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.fixture(autouse=True)
 def resolved() -> Iterator[None]:
     """What the references call runs in torch."""
+    backend.resolve(CPU, [REFERENCE])
     yield
     backend.resolve(CPU)
 
@@ -46,7 +47,6 @@ def resolved() -> Iterator[None]:
 @each_dtype
 @each_case
 def test_agrees_with_the_cpu(op: Op[..., Any], case: Case, dtype: torch.dtype) -> None:
-    backend.resolve(CPU, [REFERENCE])
     check(op, op.providers[REFERENCE], dtype, case, GPU)
 
 

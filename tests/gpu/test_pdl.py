@@ -102,7 +102,7 @@ def decode(rows: int, context: int, with_norms: bool, window: int = 0) -> tuple[
 
 
 @pytest.mark.parametrize(("with_norms", "window"), [(True, 0), (False, 0), (False, 128), (True, 500)])
-@pytest.mark.parametrize(("rows", "context"), [(2, 8), (3, 1500), (8, 129), (64, 700), (128, 128)])
+@pytest.mark.parametrize(("rows", "context"), [(2, 8), (3, 1500), (8, 129), (16, 700)])
 def test_attention_of_a_projection_matches_the_separate_kernels(
     rows: int, context: int, with_norms: bool, window: int
 ) -> None:

@@ -22,7 +22,7 @@ def only_native() -> Iterator[None]:
 
 
 def ints(outputs: int, inputs: int, bits: int, group: int, with_offsets: bool) -> AffineInts:
-    """Scales and offsets are of float16."""
+    """Scales, and offsets of the codes as they are stored, are of float16."""
     generator = torch.Generator().manual_seed(outputs)
     if bits == 4:
         codes = torch.randint(0, 256, (outputs, inputs // 2), generator=generator).to(torch.uint8)
@@ -30,8 +30,10 @@ def ints(outputs: int, inputs: int, bits: int, group: int, with_offsets: bool) -
         codes = torch.randint(-128, 128, (outputs, inputs), generator=generator).to(torch.int8)
     groups = (outputs, inputs // group)
     scales = (torch.randn(groups, generator=generator) / (5 if bits == 4 else 75) * inputs**-0.5).half()
-    offsets = (torch.randn(groups, generator=generator) * inputs**-0.5).half()
-    return AffineInts(codes, scales.float(), offsets.float() if with_offsets else None)
+    offsets = (torch.randn(groups, generator=generator) * inputs**-0.5).half().float()
+    if bits == 4:
+        offsets += 8 * scales.float()
+    return AffineInts(codes, scales.float(), offsets if with_offsets else None)
 
 
 def given(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
