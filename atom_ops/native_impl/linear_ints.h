@@ -22,6 +22,7 @@ namespace {
 
 constexpr int64_t TILE_PAIRS = 128;  // of a panel that are decoded at once; a group has no more
 constexpr int64_t FEWEST_PAIRS = 8;  // of a group
+constexpr int FEW_ROWS = 4;  // whose codes are decoded as they are multiplied
 constexpr int64_t AHEAD_TERMS = 512;  // bytes of a panel's terms, between what is fetched and what is read
 
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
@@ -248,7 +249,8 @@ void few_rows_of(const Layer& layer, int64_t panel, int64_t next_panel, const fl
 template <int BITS, int PANELS, typename Layer>
 void int_task(const Layer& layer, const LinearTask& task, int64_t next_panel, const float* sums_of_x) {
     constexpr int64_t ROWS = Layer::X::SOME_ROWS;
-    if (layer.rows <= ROWS) return few_rows_of<BITS, ROWS, PANELS>(layer, task.panel, next_panel, sums_of_x);
+    if (layer.rows <= FEW_ROWS)
+        return few_rows_of<BITS, FEW_ROWS, PANELS>(layer, task.panel, next_panel, sums_of_x);
     const int64_t all = layer.num_groups(), at_once = TILE_PAIRS / layer.group;
     const int64_t count = task.last - task.first, blocks = (count + ROWS - 1) / ROWS;
     const int64_t rows = (count + blocks - 1) / blocks;

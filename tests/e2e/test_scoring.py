@@ -46,7 +46,7 @@ def prompts() -> list[tuple[list[int], int]]:
 def reference(ids: list[list[int]]) -> list[list[tuple[float, bool]]]:
     """By transformers, for each token but the first: log probability, and whether it is the best."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.scoring", prepared().directory],
+        [sys.executable, "-m", "tests.helpers.scoring"],
         input=json.dumps(ids).encode(),
         stdout=subprocess.PIPE,
         timeout=REFERENCE_DEADLINE_S,

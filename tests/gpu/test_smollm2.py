@@ -7,7 +7,7 @@ from itertools import repeat
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from atom.config.cache import CacheConfig
 from atom.config.device import DeviceConfig
@@ -19,7 +19,7 @@ from atom.messages.worker import AllocateKV, ScheduledBatch
 from atom_ops import backend
 from parallel.mesh import Mesh
 from tests.helpers.core_side import GREEDY, CoreSide, generate
-from tests.helpers.smollm2 import NEW_TOKENS, PROMPTS, prepared
+from tests.helpers.smollm2 import NEW_TOKENS, PROMPTS, in_transformers, prepared
 from tests.helpers.teacher_forcing import forced_logits
 from workers.worker import Worker
 
@@ -42,9 +42,7 @@ def resolved() -> Iterator[None]:
 @cache
 def exact() -> list[tuple[list[int], torch.Tensor]]:
     """Prompts with their continuations, and the logits [tokens, V] of transformers in float32."""
-    directory = prepared().directory
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(GPU).eval()
+    tokenizer, model = AutoTokenizer.from_pretrained(prepared().directory), in_transformers().to(GPU)
     model.generation_config.eos_token_id = None
     texts = []
     with torch.inference_mode():

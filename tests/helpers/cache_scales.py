@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.models.llama import modeling_llama
 
 from atom.benchmarks.quantization import prose
-from tests.helpers.smollm2 import gguf_path
+from tests.helpers.smollm2 import gguf_path, in_transformers
 
 _LARGEST = 448.0
 _WINDOW = 512
@@ -58,7 +58,7 @@ class Cache:
 
 def main(windows: int) -> None:
     path = Path(gguf_path())
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    model = in_transformers()
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     ids = torch.tensor(tokenizer(prose())["input_ids"][: windows * _WINDOW]).view(windows, _WINDOW)
     cache, largest = Cache(model), dict[str, float]()

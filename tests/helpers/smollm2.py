@@ -8,6 +8,7 @@ import sys
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from atom.config.checkpoint import Checkpoint
 from atom.config.model import ModelConfig
@@ -90,12 +91,20 @@ def references() -> list[Reference]:
     return [Reference(**row) for row in json.loads(done.stdout)]
 
 
+def in_transformers() -> Any:
+    """The model in float32, as transformers expands the file."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    path = Path(gguf_path())
+    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+
+
 def _print_references(directory: str) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    tokenizer, model = AutoTokenizer.from_pretrained(directory, padding_side="left"), in_transformers()
     model.generation_config.eos_token_id = None
     rows: list[dict[str, object]] = []
     # Short prompts in one padded batch; long ones alone, for padding to them would cost minutes.

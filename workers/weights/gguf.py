@@ -45,15 +45,16 @@ _FLOATS = (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16)
 Report = Callable[[str, int, int], None]
 
 
-def convert(path: Path, directory: Path, report: Report) -> None:
+def convert(path: Path, directory: Path, report: Report, keep_integers: bool = True) -> None:
     """Write the content of the GGUF file at `path` into `directory`, which exists and is empty.
 
+    Without `keep_integers` all quantized matrices are expanded, so that other programs read them.
     Raises ValueError, in one line, for a file that cannot be served.
     """
     reader = _open(path)
     tokenizer, model = _load(path, reader)
     tensors = _tensors_of(model, reader, path)
-    formats = _formats(tensors)
+    formats = _formats(tensors) if keep_integers else {}
     config = _config(reader, model, formats)
     roles = {"bos": "bos", "eos": "eos", "pad": "padding"}
     ids = {

@@ -21,6 +21,7 @@ from workers.layers.embedding import LMHead, VocabEmbedding
 from workers.layers.linear import Linear
 from workers.layers.quantization.config import resolve
 from workers.prepare import prepare
+from workers.weights.gguf import convert
 from workers.weights.gguf_blocks import KEPT, Format, decoded, in_format, joined, kept_format
 
 CPU = torch.device("cpu")
@@ -155,6 +156,14 @@ def test_other_types_are_expanded(tmp_path: Path) -> None:
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
     for name, parameter in reference.state_dict().items():
         torch.testing.assert_close(stored[name].float(), parameter, atol=0, rtol=0)
+
+
+def test_a_quantized_file_is_expanded_on_demand(files: tuple[Path, Path], tmp_path: Path) -> None:
+    convert(files[0], tmp_path, lambda *report: None, keep_integers=False)
+    reference = AutoModelForCausalLM.from_pretrained(files[0].parent, gguf_file="m.gguf", dtype=torch.float32)
+    expanded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for name, parameter in expanded.state_dict().items():
+        assert torch.equal(parameter, reference.state_dict()[name]), name
 
 
 @pytest.mark.parametrize("modules", [None, [], {"int3_32": ["a"]}, {"int4_64": ["a"]}, {"int8_32": "a"}])
