@@ -111,6 +111,12 @@ def test_int4_with_zero_points_and_int8_of_channels(dtype: torch.dtype) -> None:
         torch.testing.assert_close(found.double(), wanted, atol=1e-4, rtol=1e-4)
 
 
+def test_activations_that_are_not_contiguous() -> None:
+    packed = atom_ops.pack_linear_weight(ints(48, 96, 4, 32, True))
+    half = given(3, 48, 192, BF16)[0][:, :96]
+    assert torch.equal(atom_ops.linear(half, packed), atom_ops.linear(half.contiguous(), packed))
+
+
 def test_groups_that_are_not_packed() -> None:
     weight = AffineInts(torch.zeros(4, 48, dtype=torch.int8), torch.full((4, 6), 0.1))
     assert atom_ops.pack_linear_weight(weight) is weight

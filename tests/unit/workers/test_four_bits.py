@@ -88,7 +88,8 @@ def test_groups_that_are_cut_evenly_are_still_of_32_inputs() -> None:
     assert torch.equal(found.dequantized(torch.float32), numbers_of_pairs(codes).float() - 3)
 
 
-def test_int4_on_a_cpu_takes_activations_that_are_not_contiguous() -> None:
+@pytest.mark.usefixtures("torch_ops")
+def test_torchs_int4_on_a_cpu_takes_activations_that_are_not_contiguous() -> None:
     backend.resolve(torch.device("cpu"))
     codes, scales = torch.randint(0, 256, (32, 32)).to(torch.uint8), torch.ones(32, 2, dtype=torch.bfloat16)
     weight = pack_linear_weight(GroupINT4(codes, scales))
