@@ -24,14 +24,14 @@ constexpr int64_t AHEAD_BYTES = 2048;      // of a panel, between what is fetche
 constexpr int64_t LINE = 64;               // bytes, of the caches
 
 // A pair of neighbours in a row, and how it is multiplied by a vector of pairs of bfloat16. ROWS x PANELS
-// sums fit into the registers, or SOME_ROWS x PANELS twice.
+// sums fit into the registers.
 template <typename T> struct Pair {
     T even, odd;
 
 #ifdef __AVX512F__
-    static constexpr int ROWS = 4, SOME_ROWS = 2, PANELS = 4;
+    static constexpr int ROWS = 4, PANELS = 4;
 #else
-    static constexpr int ROWS = 4, SOME_ROWS = 2, PANELS = 2;
+    static constexpr int ROWS = 4, PANELS = 2;
 #endif
 
     struct Right {
@@ -51,7 +51,7 @@ template <typename T> struct Pair {
 template <> struct Pair<BFloat16> {
     uint32_t bits;
 
-    static constexpr int ROWS = 6, SOME_ROWS = 3, PANELS = 4;
+    static constexpr int ROWS = 6, PANELS = 4;
     typedef Vector Right;
 
     static Right read(Vector pairs) { return pairs; }
@@ -211,10 +211,12 @@ void task_of(const Layer& layer, const LinearTask& task, const LinearTask& next)
         task_of<PANELS - 1>(layer, task, next);
 }
 
-// Many rows are shared out among threads by chunks; few by panels, fewer of them towards the end.
-inline std::vector<LinearTask> linear_tasks(int64_t rows, int64_t panels, int64_t most, int64_t threads) {
+// Many rows are shared out among threads by chunks, `fewest` of them where there are rows enough; few rows by
+// panels, fewer of them towards the end.
+inline std::vector<LinearTask> linear_tasks(int64_t rows, int64_t panels, int64_t most, int64_t threads,
+                                            int64_t fewest) {
     int64_t chunks = (rows + MOST_ROWS - 1) / MOST_ROWS;
-    if (chunks == 1 && rows >= 2 * FEWEST_ROWS) chunks = 2;
+    if (chunks < fewest && rows >= fewest * FEWEST_ROWS) chunks = fewest;
     while (chunks * panels < 8 * most * threads && rows / (chunks + 1) >= FEWEST_ROWS) ++chunks;
     std::vector<LinearTask> tasks;
     for (int64_t panel = 0, taken; panel < panels; panel += taken) {
@@ -230,7 +232,7 @@ inline std::vector<LinearTask> linear_tasks(int64_t rows, int64_t panels, int64_
 template <typename T> void linear(const Linear<T>& layer) {
     const int64_t threads = omp_get_max_threads();
     const std::vector<LinearTask> tasks =
-        linear_tasks(layer.rows, layer.num_panels(), Pair<T>::PANELS, threads);
+        linear_tasks(layer.rows, layer.num_panels(), Pair<T>::PANELS, threads, 2);
     const int64_t count = int64_t(tasks.size());
 #pragma omp parallel for schedule(dynamic, 1)
     for (int64_t number = 0; number < count; ++number) {

@@ -136,16 +136,16 @@ template <typename Layer> inline Terms terms_of(const Layer& layer, int64_t pane
     return found;
 }
 
-// Adds a group to the totals of ROWS rows; `sums` are those of x * code.
-template <int ROWS, int PANELS, typename Layer>
-inline void add_group(const Layer& layer, const Terms& terms, const float* sums_of_x, int64_t row,
-                      int64_t group, int p, const Vector (&sums)[ROWS][PANELS],
-                      Vector (&totals)[ROWS][PANELS]) {
-    for (int r = 0; r < ROWS; ++r) {
-        totals[r][p] += terms.scale * sums[r][p];
-        if (layer.has_offsets)
-            totals[r][p] += terms.offset * sums_of_x[(row + r) * layer.num_groups() + group];
-    }
+// Adds a group to the totals of ROWS rows; `sums` are those of x * code, `sums_of_x` the group's of each row.
+template <bool OFFSETS, int ROWS, int PANELS>
+inline void add_group(const Terms (&terms)[PANELS], const float* sums_of_x, int64_t stride,
+                      const Vector (&sums)[ROWS][PANELS], Vector (&totals)[ROWS][PANELS]) {
+    for (int r = 0; r < ROWS; ++r)
+        for (int p = 0; p < PANELS; ++p) {
+            Vector total = totals[r][p] + terms[p].scale * sums[r][p];
+            if (OFFSETS) total += terms[p].offset * sums_of_x[r * stride];
+            totals[r][p] = total;
+        }
 }
 
 template <int ROWS, int PANELS, typename Layer>
@@ -158,7 +158,7 @@ inline void finish(const Layer& layer, int64_t row, int64_t panel, Vector (&tota
 // Some groups of PANELS panels, decoded.
 template <int PANELS> struct Tile {
     Vector pairs[PANELS][TILE_PAIRS];
-    Terms terms[PANELS][TILE_PAIRS / FEWEST_PAIRS];
+    Terms terms[TILE_PAIRS / FEWEST_PAIRS][PANELS];
 
     template <int BITS, typename Layer>
     void decode(const Layer& layer, int64_t panel, int64_t group, int64_t groups) {
@@ -170,41 +170,42 @@ template <int PANELS> struct Tile {
                 for (int i = 0; i < COUNT; ++i) pairs[p][pair + i] = decoded(words, i);
                 __builtin_prefetch((const char*)words + AHEAD_BYTES);
             }
-            for (int64_t g = 0; g < groups; ++g) terms[p][g] = terms_of(layer, panel + p, group + g);
+            for (int64_t g = 0; g < groups; ++g) terms[g][p] = terms_of(layer, panel + p, group + g);
         }
     }
 };
 
-// ROWS rows from `row` on times the groups of a tile, added to earlier ones, whose sums are in `partial`.
-template <int ROWS, int PANELS, typename Layer>
+// ROWS rows from `row` on times the groups of a tile, added to `totals`.
+template <bool OFFSETS, int ROWS, int PANELS, typename Layer>
 void int_block(const Layer& layer, const Tile<PANELS>& tile, const float* sums_of_x, int64_t row,
-               int64_t panel, int64_t group, int64_t groups, Vector* partial) {
-    const int64_t all = layer.num_groups();
-    const auto* x = layer.x + row * layer.pairs + group * layer.group;
+               int64_t panel, int64_t group, int64_t groups, Vector (&totals)[ROWS][PANELS]) {
+    const int64_t stride = layer.pairs, size = layer.group, all = layer.num_groups();
+    const auto* x = layer.x + row * stride + group * size;
+    sums_of_x += row * all + group;
     Later none{};
-    Vector totals[ROWS][PANELS] = {};
-    if (group > 0) std::memcpy(totals, partial, sizeof totals);
-    for (int64_t g = 0; g < groups; ++g, x += layer.group) {
+    for (int64_t g = 0; g < groups; ++g, x += size) {
         Vector sums[ROWS][PANELS] = {};
-        multiply_block<Fetch::NONE, ROWS, PANELS>(x, layer.pairs, tile.pairs[0] + g * layer.group, TILE_PAIRS,
-                                                  layer.group, none, sums);
-        for (int p = 0; p < PANELS; ++p)
-            add_group(layer, tile.terms[p][g], sums_of_x, row, group + g, p, sums, totals);
+        multiply_block<Fetch::NONE, ROWS, PANELS>(x, stride, tile.pairs[0] + g * size, TILE_PAIRS, size, none,
+                                                  sums);
+        add_group<OFFSETS>(tile.terms[g], sums_of_x + g, all, sums, totals);
     }
-    if (group + groups < all)
-        std::memcpy(partial, totals, sizeof totals);
-    else
-        finish(layer, row, panel, totals);
+    if (group + groups == all) finish(layer, row, panel, totals);
 }
 
 // `int_block` for a number of rows, ROWS at most.
 template <int ROWS, int PANELS, typename Layer>
 void int_block_of(int64_t rows, const Layer& layer, const Tile<PANELS>& tile, const float* sums_of_x,
-                  int64_t row, int64_t panel, int64_t group, int64_t groups, Vector* partial) {
-    if (rows == ROWS)
-        int_block<ROWS, PANELS>(layer, tile, sums_of_x, row, panel, group, groups, partial);
-    else if constexpr (ROWS > 1)
-        int_block_of<ROWS - 1, PANELS>(rows, layer, tile, sums_of_x, row, panel, group, groups, partial);
+                  int64_t row, int64_t panel, int64_t group, int64_t groups, Vector* totals) {
+    if (rows == ROWS) {
+        auto& own = *(Vector(*)[ROWS][PANELS])totals;
+        if (layer.has_offsets)
+            int_block<true>(layer, tile, sums_of_x, row, panel, group, groups, own);
+        else
+            int_block<false>(layer, tile, sums_of_x, row, panel, group, groups, own);
+    }
+    if constexpr (ROWS > 1)
+        if (rows < ROWS)
+            int_block_of<ROWS - 1, PANELS>(rows, layer, tile, sums_of_x, row, panel, group, groups, totals);
 }
 
 // All of the first ROWS rows: codes are decoded as they are multiplied, with the same sums as `int_block`.
@@ -215,11 +216,11 @@ void few_rows(const Layer& layer, int64_t panel, int64_t next_panel, const float
     const int64_t stride = layer.pairs / COUNT;
     const Words* words = layer.words_of(panel, 0, COUNT);
     const Words* last = words + stride - AHEAD;  // from there on it fetches the next task's
-    const int64_t onwards = (next_panel - panel - 1) * stride;
+    const int64_t onwards = (next_panel - panel - 1) * stride, all = layer.num_groups();
     const auto* x = layer.x;
     const Decoder<BITS> decoded(layer.zero());
     Vector totals[ROWS][PANELS] = {};
-    for (int64_t group = 0; group < layer.num_groups(); ++group) {
+    for (int64_t group = 0; group < all; ++group) {
         Vector sums[ROWS][PANELS] = {};
         for (const auto* end = x + layer.group; x < end; x += COUNT, ++words) {
             const Words* fetched = words + AHEAD + (words < last ? 0 : onwards);
@@ -231,8 +232,12 @@ void few_rows(const Layer& layer, int64_t panel, int64_t next_panel, const float
                         sums[r][p] = x[r * layer.pairs + i].add(sums[r][p], right);
                 }
         }
-        for (int p = 0; p < PANELS; ++p)
-            add_group(layer, terms_of(layer, panel + p, group), sums_of_x, 0, group, p, sums, totals);
+        Terms terms[PANELS];
+        for (int p = 0; p < PANELS; ++p) terms[p] = terms_of(layer, panel + p, group);
+        if (layer.has_offsets)
+            add_group<true>(terms, sums_of_x + group, all, sums, totals);
+        else
+            add_group<false>(terms, sums_of_x + group, all, sums, totals);
     }
     finish(layer, 0, panel, totals);
 }
@@ -248,19 +253,19 @@ void few_rows_of(const Layer& layer, int64_t panel, int64_t next_panel, const fl
 
 template <int BITS, int PANELS, typename Layer>
 void int_task(const Layer& layer, const LinearTask& task, int64_t next_panel, const float* sums_of_x) {
-    constexpr int64_t ROWS = Layer::X::SOME_ROWS;
+    constexpr int64_t ROWS = Layer::X::ROWS;
     if (layer.rows <= FEW_ROWS)
         return few_rows_of<BITS, FEW_ROWS, PANELS>(layer, task.panel, next_panel, sums_of_x);
     const int64_t all = layer.num_groups(), at_once = TILE_PAIRS / layer.group;
     const int64_t count = task.last - task.first, blocks = (count + ROWS - 1) / ROWS;
     const int64_t rows = (count + blocks - 1) / blocks;
-    std::vector<Vector> partial(all > at_once ? count * PANELS : 0);
+    std::vector<Vector> totals(count * PANELS);
     Tile<PANELS> tile;
     for (int64_t group = 0; group < all; group += at_once) {
         const int64_t groups = smaller(all - group, at_once);
         tile.template decode<BITS>(layer, task.panel, group, groups);
         for (int64_t row = task.first; row < task.last; row += rows) {
-            Vector* own = partial.empty() ? nullptr : &partial[(row - task.first) * PANELS];
+            Vector* own = &totals[(row - task.first) * PANELS];
             int_block_of<ROWS, PANELS>(smaller(task.last - row, rows), layer, tile, sums_of_x, row, task.panel,
                                        group, groups, own);
         }
@@ -296,7 +301,9 @@ template <typename T> void linear_ints(const IntLinear<T>& layer, int bits) {
     constexpr int PANELS = Pair<T>::PANELS;
     const std::vector<float> sums_of_x = group_sums(layer);
     const int64_t threads = omp_get_max_threads();
-    const std::vector<LinearTask> tasks = linear_tasks(layer.rows, layer.num_panels(), PANELS, threads);
+    // Each chunk decodes its panels.
+    const std::vector<LinearTask> tasks =
+        linear_tasks(layer.rows, layer.num_panels(), PANELS, threads, 1);
     const int64_t count = int64_t(tasks.size());
 #pragma omp parallel for schedule(dynamic, 1)
     for (int64_t i = 0; i < count; ++i) {
