@@ -34,7 +34,7 @@ from workers.hf_directory import read_directory
 from workers.hub import Accept, HubError, UnreachableError, fetch, is_hub_name
 
 # To be increased when workers.weights.gguf changes its output, so that older conversions are not used.
-_GGUF_FORMAT = 3
+_GGUF_FORMAT = 4
 
 _CONVERSION_DEADLINE_S = 3600.0
 _PROGRESS_LINGER_MS = 1000

@@ -41,7 +41,7 @@ _PARAMETERS = {
         *(*[_POINTER] * 5, *[_INTEGER] * 5, _FLOAT),
     ),
     "linear": (*[_POINTER] * 4, *[_INTEGER] * 4),
-    "linear_ints": (*[_POINTER] * 5, *[_INTEGER] * 8),
+    "linear_ints": (*[_POINTER] * 6, *[_INTEGER] * 9),
     "norm_linear": (*[_POINTER] * 8, *[_INTEGER] * 3, _FLOAT),
     "silu_linear": (*[_POINTER] * 5, *[_INTEGER] * 3),
     "attend": (

@@ -227,15 +227,19 @@ KERNEL(silu_linear)(const void* x, void* gated, const void* panels, const void* 
 }
 #endif
 
-KERNEL(linear_ints)(const void* x, const void* words, const void* terms, const void* bias, void* out,
-                    int64_t rows, int64_t outputs, int64_t inputs, int64_t in_float32, int64_t bits,
-                    int64_t group, int64_t has_offsets, int64_t wide_terms) {
+KERNEL(linear_ints)(const void* x, const void* words, const void* terms, const void* units,
+                    const void* bias, void* out, int64_t rows, int64_t outputs, int64_t inputs,
+                    int64_t in_float32, int64_t bits, int64_t group, int64_t block, int64_t has_offsets,
+                    int64_t wide_terms) {
     linear_ints(
         IntLinear<T>{{(const Pair<T>*)x, (const T*)bias, out, in_float32 != 0, rows, outputs, inputs / 2},
                      (const Words*)words,
                      terms,
+                     (const uint16_t*)units,
                      group / 2,
+                     inputs / group,
+                     units != nullptr ? block / group : 0,
+                     int(bits),
                      has_offsets != 0,
-                     wide_terms != 0},
-        int(bits));
+                     wide_terms != 0});
 }

@@ -2,14 +2,19 @@
 //
 // A result adds, for each group, scale * (sum of x * code) and offset * (sum of x), in float32. Codes are
 // multiplied as they are, in bfloat16, which holds them exactly. A weight [O, I] is packed in panels of LANES
-// outputs, as in `linear.h`. Words of 4-bit codes have four pairs of inputs, those of 8-bit codes one:
+// outputs, as in `linear.h`. In each word of 32 bits even inputs are in the low half, odd ones in the high
+// one; a half has, from its lowest bits on,
 //
-//     words[output / LANES][input / 8][output % LANES]       uint32: even inputs in the low half, odd ones in
-//                                                            the high one, the first lowest; without
-//                                                            offsets, codes plus 8
-//     words[output / LANES][input / 2][output % LANES]       uint16: of 8-bit codes
-//     terms[output / LANES][group][0 or 1][output % LANES]   the scale, and the offset; float32, or, of small
-//                                                            groups, float16: 1024 times as much
+//     of 4-bit codes        four; without offsets, they are stored plus 8
+//     of 6-bit codes, plus 32; eight pairs are in three words:
+//                           the first and second, and four bits of the seventh
+//                           the third and fourth, and four bits of the eighth
+//                           the fifth and sixth, and two bits of the seventh, and of the eighth
+//
+//     words[output / LANES][pairs' words][output % LANES]      uint32; of 8-bit codes uint16, a pair each
+//     terms[output / LANES][group][0 or 1][output % LANES]     the scale, and the offset: float32; float16,
+//                                                              1024 times as much; or int8
+//     units[output / LANES][block][0 or 1][output % LANES]     float16: what int8 terms are multiplied by
 
 #pragma once
 
@@ -27,23 +32,19 @@ constexpr int64_t AHEAD_TERMS = 512;  // bytes of a panel's terms, between what 
 
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef int32_t Integers __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 
 template <typename T> struct IntLinear : Rows<T> {
     const Words* words;
     const void* terms;
+    const uint16_t* units;
     int64_t group;  // pairs
+    int64_t num_groups;
+    int64_t block;  // groups that share units; 0 without them
+    int bits;
     bool has_offsets, wide_terms;
 
-    int64_t num_groups() const { return this->pairs / group; }
-
-    int zero() const { return has_offsets ? 0 : 8; }  // of 4-bit codes
-
-    float unit() const { return wide_terms ? 1.0f : 0x1p-10f; }  // of terms
-
-    // Where a group begins; a vector of words has so many pairs.
-    const Words* words_of(int64_t panel, int64_t first, int pairs_of_vector) const {
-        return words + (panel * num_groups() + first) * group / pairs_of_vector;
-    }
+    float unit() const { return wide_terms || block > 0 ? 1.0f : 0x1p-10f; }  // of terms, but for `units`
 };
 
 inline Vector pairs_of(Integers even, Integers odd) {
@@ -51,26 +52,32 @@ inline Vector pairs_of(Integers even, Integers odd) {
     return (Vector)(low | ((Words)__builtin_convertvector(odd, Vector) & 0xFFFF0000u));
 }
 
-// Decodes pairs of inputs, numbered from those on that begin at `codes` and have as many bytes as a vector.
+// Decodes the pairs of inputs, PAIRS of them, whose codes are in some vectors of words.
 template <int BITS> struct Decoder;
 
+#ifdef __AVX512BF16__
+// What the codes from 0 on stand for, for the instructions that look up 16 bits.
+inline __m512i numbers_from(int first, int mask) {
+    BFloat16 each[32];
+    for (int i = 0; i < 32; ++i) put(each[i], float(first + (i & mask)));
+    return _mm512_loadu_si512(each);
+}
+#endif
+
 template <> struct Decoder<4> {
+    static constexpr int PAIRS = 4, VECTORS = 1;
     int zero;  // the code of 0
 #ifdef __AVX512BF16__
     __m512i numbers;
 
-    explicit Decoder(int zero) : zero(zero) {
-        BFloat16 each[32];
-        for (int i = 0; i < 32; ++i) put(each[i], float((i & 15) - zero));
-        numbers = _mm512_loadu_si512(each);
-    }
+    explicit Decoder(bool has_offsets) : zero(has_offsets ? 0 : 8), numbers(numbers_from(-zero, 15)) {}
 
     // A number is looked up by the lowest five bits of each half, the fifth of which is the next code's.
     Vector operator()(const Words* codes, int number) const {
         return (Vector)_mm512_permutexvar_epi16((__m512i)(*codes >> (4 * number)), numbers);
     }
 #else
-    explicit Decoder(int zero) : zero(zero) {}
+    explicit Decoder(bool has_offsets) : zero(has_offsets ? 0 : 8) {}
 
     Vector operator()(const Words* codes, int number) const {
         const Words low = *codes >> (4 * number), high = *codes >> (16 + 4 * number);
@@ -79,8 +86,37 @@ template <> struct Decoder<4> {
 #endif
 };
 
+template <> struct Decoder<6> {
+    static constexpr int PAIRS = 8, VECTORS = 3;
+#ifdef __AVX512BF16__
+    __m512i first, second;
+
+    explicit Decoder(bool) : first(numbers_from(-32, 31)), second(numbers_from(0, 31)) {}
+
+    // A number is looked up by the lowest six bits of each half.
+    Vector operator()(const Words* codes, int number) const {
+        return (Vector)_mm512_permutex2var_epi16(first, (__m512i)shifted(codes, number), second);
+    }
+#else
+    explicit Decoder(bool) {}
+
+    Vector operator()(const Words* codes, int number) const {
+        const Words found = shifted(codes, number);
+        return pairs_of((Integers)(found & 63u) - 32, (Integers)(found >> 16 & 63u) - 32);
+    }
+#endif
+
+    static Words shifted(const Words* codes, int number) {
+        if (number < 6) return codes[number / 2] >> (6 * (number % 2));
+        const Words upper = codes[2] >> (2 * number - 4);
+        return (codes[number - 6] >> 12 & 0x000F000Fu) | (upper & ~0x000F000Fu);
+    }
+};
+
 template <> struct Decoder<8> {
-    explicit Decoder(int) {}
+    static constexpr int PAIRS = 2, VECTORS = 1;
+
+    explicit Decoder(bool) {}
 
     Vector operator()(const Words* codes, int number) const {
         const auto* words = (const uint16_t*)codes + number * LANES;
@@ -90,7 +126,6 @@ template <> struct Decoder<8> {
         const __m512i high = _mm512_cvtepi8_epi32(_mm_loadu_si128(halves + 1));
         return (Vector)_mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(high), _mm512_cvtepi32_ps(low));
 #else
-        typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
         Halves narrow;
         std::memcpy(&narrow, words, sizeof narrow);
         const Words wide = __builtin_convertvector(narrow, Words);
@@ -98,6 +133,13 @@ template <> struct Decoder<8> {
 #endif
     }
 };
+
+// The words of a panel from a group on.
+template <int BITS, typename Layer>
+inline const Words* words_of(const Layer& layer, int64_t panel, int64_t group) {
+    typedef Decoder<BITS> D;
+    return layer.words + (panel * layer.pairs + group * layer.group) / D::PAIRS * D::VECTORS;
+}
 
 #if defined(__AVX512F__)
 inline Vector term(const uint16_t* bits) {
@@ -110,7 +152,6 @@ inline Vector term(const uint16_t* bits) {
 #else
 // Bits of float16, at the places where float32 has its own, are 2^-112 times the number.
 inline Vector term(const uint16_t* bits) {
-    typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
     Halves halves;
     std::memcpy(&halves, bits, sizeof halves);
     const Words wide = __builtin_convertvector(halves, Words);
@@ -121,19 +162,31 @@ inline Vector term(const uint16_t* bits) {
 
 inline Vector term(const float* number) { return vector_at(number); }
 
+inline Vector term(const int8_t* number) {
+    typedef int8_t Bytes __attribute__((vector_size(LANES)));
+    Bytes bytes;
+    std::memcpy(&bytes, number, sizeof bytes);
+    return __builtin_convertvector(bytes, Vector);
+}
+
 // Scale and offset of a group.
 struct Terms {
     Vector scale, offset;
 };
 
+template <typename N> inline Terms terms_at(const N* terms, int64_t place, bool has_offsets) {
+    const N* found = terms + place * (has_offsets ? 2 : 1) * LANES;
+    __builtin_prefetch((const char*)found + AHEAD_TERMS);
+    return {term(found), has_offsets ? term(found + LANES) : Vector{}};
+}
+
 template <typename Layer> inline Terms terms_of(const Layer& layer, int64_t panel, int64_t group) {
-    const int64_t place = (panel * layer.num_groups() + group) * (layer.has_offsets ? 2 : 1) * LANES;
-    const auto* wide = (const float*)layer.terms + place;
-    const auto* narrow = (const uint16_t*)layer.terms + place;
-    __builtin_prefetch((const char*)(layer.wide_terms ? (const void*)wide : narrow) + AHEAD_TERMS);
-    Terms found{layer.wide_terms ? term(wide) : term(narrow), {}};
-    if (layer.has_offsets) found.offset = layer.wide_terms ? term(wide + LANES) : term(narrow + LANES);
-    return found;
+    const int64_t place = panel * layer.num_groups + group;
+    if (layer.wide_terms) return terms_at((const float*)layer.terms, place, layer.has_offsets);
+    if (layer.block == 0) return terms_at((const uint16_t*)layer.terms, place, layer.has_offsets);
+    const Terms found = terms_at((const int8_t*)layer.terms, place, layer.has_offsets);
+    const Terms units = terms_at(layer.units, place / layer.block, layer.has_offsets);
+    return {found.scale * units.scale, found.offset * units.offset};
 }
 
 // Adds a group to the totals of ROWS rows; `sums` are those of x * code, `sums_of_x` the group's of each row.
@@ -162,13 +215,13 @@ template <int PANELS> struct Tile {
 
     template <int BITS, typename Layer>
     void decode(const Layer& layer, int64_t panel, int64_t group, int64_t groups) {
-        constexpr int COUNT = 16 / BITS;
-        const Decoder<BITS> decoded(layer.zero());
+        typedef Decoder<BITS> D;
+        const D decoded(layer.has_offsets);
         for (int p = 0; p < PANELS; ++p) {
-            const Words* words = layer.words_of(panel + p, group, COUNT);
-            for (int64_t pair = 0; pair < groups * layer.group; pair += COUNT, ++words) {
-                for (int i = 0; i < COUNT; ++i) pairs[p][pair + i] = decoded(words, i);
-                __builtin_prefetch((const char*)words + AHEAD_BYTES);
+            const Words* words = words_of<BITS>(layer, panel + p, group);
+            for (int64_t pair = 0; pair < groups * layer.group; pair += D::PAIRS, words += D::VECTORS) {
+                for (int i = 0; i < D::PAIRS; ++i) pairs[p][pair + i] = decoded(words, i);
+                for (int i = 0; i < D::VECTORS; ++i) __builtin_prefetch((const char*)(words + i) + AHEAD_BYTES);
             }
             for (int64_t g = 0; g < groups; ++g) terms[g][p] = terms_of(layer, panel + p, group + g);
         }
@@ -179,7 +232,7 @@ template <int PANELS> struct Tile {
 template <bool OFFSETS, int ROWS, int PANELS, typename Layer>
 void int_block(const Layer& layer, const Tile<PANELS>& tile, const float* sums_of_x, int64_t row,
                int64_t panel, int64_t group, int64_t groups, Vector (&totals)[ROWS][PANELS]) {
-    const int64_t stride = layer.pairs, size = layer.group, all = layer.num_groups();
+    const int64_t stride = layer.pairs, size = layer.group, all = layer.num_groups;
     const auto* x = layer.x + row * stride + group * size;
     sums_of_x += row * all + group;
     Later none{};
@@ -211,21 +264,22 @@ void int_block_of(int64_t rows, const Layer& layer, const Tile<PANELS>& tile, co
 // All of the first ROWS rows: codes are decoded as they are multiplied, with the same sums as `int_block`.
 template <int BITS, int ROWS, int PANELS, typename Layer>
 void few_rows(const Layer& layer, int64_t panel, int64_t next_panel, const float* sums_of_x) {
-    constexpr int COUNT = 16 / BITS;
+    typedef Decoder<BITS> D;
     constexpr int64_t AHEAD = AHEAD_BYTES / int64_t(sizeof(Words));
-    const int64_t stride = layer.pairs / COUNT;
-    const Words* words = layer.words_of(panel, 0, COUNT);
+    const int64_t stride = layer.pairs / D::PAIRS * D::VECTORS, all = layer.num_groups;
+    const Words* words = words_of<BITS>(layer, panel, 0);
     const Words* last = words + stride - AHEAD;  // from there on it fetches the next task's
-    const int64_t onwards = (next_panel - panel - 1) * stride, all = layer.num_groups();
+    const int64_t onwards = (next_panel - panel - 1) * stride;
     const auto* x = layer.x;
-    const Decoder<BITS> decoded(layer.zero());
+    const D decoded(layer.has_offsets);
     Vector totals[ROWS][PANELS] = {};
     for (int64_t group = 0; group < all; ++group) {
         Vector sums[ROWS][PANELS] = {};
-        for (const auto* end = x + layer.group; x < end; x += COUNT, ++words) {
+        for (const auto* end = x + layer.group; x < end; x += D::PAIRS, words += D::VECTORS) {
             const Words* fetched = words + AHEAD + (words < last ? 0 : onwards);
-            for (int p = 0; p < PANELS; ++p) __builtin_prefetch(fetched + p * stride);
-            for (int i = 0; i < COUNT; ++i)
+            for (int p = 0; p < PANELS; ++p)
+                for (int i = 0; i < D::VECTORS; ++i) __builtin_prefetch(fetched + p * stride + i);
+            for (int i = 0; i < D::PAIRS; ++i)
                 for (int p = 0; p < PANELS; ++p) {
                     const auto right = Layer::X::read(decoded(words + p * stride, i));
                     for (int r = 0; r < ROWS; ++r)
@@ -256,7 +310,7 @@ void int_task(const Layer& layer, const LinearTask& task, int64_t next_panel, co
     constexpr int64_t ROWS = Layer::X::ROWS;
     if (layer.rows <= FEW_ROWS)
         return few_rows_of<BITS, FEW_ROWS, PANELS>(layer, task.panel, next_panel, sums_of_x);
-    const int64_t all = layer.num_groups(), at_once = TILE_PAIRS / layer.group;
+    const int64_t all = layer.num_groups, at_once = TILE_PAIRS / layer.group;
     const int64_t count = task.last - task.first, blocks = (count + ROWS - 1) / ROWS;
     const int64_t rows = (count + blocks - 1) / blocks;
     std::vector<Vector> totals(count * PANELS);
@@ -283,7 +337,7 @@ void int_task_of(const Layer& layer, const LinearTask& task, int64_t next_panel,
 
 // The sums of each row's groups of x.
 template <typename T> std::vector<float> group_sums(const IntLinear<T>& layer) {
-    const int64_t size = layer.group, count = layer.rows * layer.num_groups();
+    const int64_t size = layer.group, count = layer.rows * layer.num_groups;
     std::vector<float> sums(layer.has_offsets ? count : 0);
     const int64_t wanted = int64_t(sums.size());
 #pragma omp parallel for if (wanted * size > 8192)
@@ -297,7 +351,7 @@ template <typename T> std::vector<float> group_sums(const IntLinear<T>& layer) {
     return sums;
 }
 
-template <typename T> void linear_ints(const IntLinear<T>& layer, int bits) {
+template <typename T> void linear_ints(const IntLinear<T>& layer) {
     constexpr int PANELS = Pair<T>::PANELS;
     const std::vector<float> sums_of_x = group_sums(layer);
     const int64_t threads = omp_get_max_threads();
@@ -308,8 +362,10 @@ template <typename T> void linear_ints(const IntLinear<T>& layer, int bits) {
 #pragma omp parallel for schedule(dynamic, 1)
     for (int64_t i = 0; i < count; ++i) {
         const int64_t next_panel = tasks[i + threads < count ? i + threads : i].panel;
-        if (bits == 4)
+        if (layer.bits == 4)
             int_task_of<4, PANELS>(layer, tasks[i], next_panel, sums_of_x.data());
+        else if (layer.bits == 6)
+            int_task_of<6, PANELS>(layer, tasks[i], next_panel, sums_of_x.data());
         else
             int_task_of<8, PANELS>(layer, tasks[i], next_panel, sums_of_x.data());
     }

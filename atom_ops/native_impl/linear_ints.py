@@ -1,53 +1,96 @@
 """Weights of integers with scales, as `linear_ints.h` reads them.
 
-Scales and offsets are kept in float16 where it holds them exactly, and those of `AffineInts` wherever it has
-their range: that costs a 4-bit matrix 2e-4 of its result, and saves a sixth of its memory.
+Scales and offsets that are integers with units stay so. Others are kept in float16 where it holds them
+exactly, and those of `AffineInts` wherever it has their range: that costs a 4-bit matrix 2e-4 of its result,
+and saves a sixth of its memory.
 """
+
+import math
 
 import torch
 from torch import Tensor
 
 from atom_ops.native_impl import call
 from atom_ops.native_impl.build import library
-from atom_ops.weights import AffineInts, ChannelINT8, GroupINT4, Integers, PackedInts
+from atom_ops.weights import AffineInts, ChannelINT8, Integers, PackedInts
 
 _GROUPS = (256, 128, 64, 32, 16)
 """Inputs that may share a scale; larger groups are cut into the first of these that divides them."""
+_BLOCK = 256
+"""The most inputs that share units."""
 _FACTOR = 1024.0
 """Of terms in float16, whose smallest numbers are less exact."""
 _LARGEST, _SMALLEST = 60.0, 1e-4
 """Between them is the largest term of a matrix whose terms are rounded."""
-_ZERO = 8
-"""The stored 4-bit code of 0; kernels read codes with offsets as they are stored."""
 _ROWS_AT_ONCE = 1 << 10
+_WORDS = {4: (8, 1, torch.int32), 6: (16, 3, torch.int32), 8: (2, 1, torch.int16)}
+"""Of codes with so many bits: inputs that share words, the number of these words, their dtype."""
 
 
 def pack(weight: Integers) -> PackedInts | None:
     """The weight [O, I] in panels; None where no group of `_GROUPS` divides its groups."""
     if len(weight.shape) != 2:
         return None
-    (outputs, inputs), (codes, scales, offsets) = weight.shape, _parts(weight)
-    each = inputs // scales.shape[1]
+    (outputs, inputs), codes, bits = weight.shape, _codes(weight), _bits(weight)
+    terms, units, block = _terms(weight)
+    each = inputs // terms[0].shape[1]
     group = next((size for size in _GROUPS if each % size == 0), None)
     if group is None:
         return None
-    terms = [part.float() for part in (scales, offsets) if part is not None]
-    dtype = _dtype_of(terms, isinstance(weight, AffineInts))
-    if dtype == torch.float16:
-        terms = [part * _FACTOR for part in terms]
     if each > group:
         terms = [part.repeat_interleave(each // group, 1) for part in terms]
-    bits = 8 if codes.dtype == torch.int8 else 4
     lanes = library().atom_lanes()
-    panels = -(-outputs // lanes)
-    size, of_words = (2, torch.int16) if bits == 8 else (8, torch.int32)
-    words = codes.new_zeros(panels, inputs // size, lanes, dtype=of_words)
-    held = codes.new_zeros(panels, inputs // group, len(terms), lanes, dtype=dtype)
+    size, count, of_words = _WORDS[bits]
+    words = codes.new_zeros(-(-outputs // lanes), inputs // size * count, lanes, dtype=of_words)
     for first in range(0, outputs, _ROWS_AT_ONCE):
-        _fill(words, _words(codes[first : first + _ROWS_AT_ONCE]), first // lanes)
-    for number, part in enumerate(terms):
-        _fill(held[:, :, number], part.to(dtype), 0)
-    return PackedInts(words, held, bits, group, (outputs, inputs))
+        _fill(words, _words(codes[first : first + _ROWS_AT_ONCE], bits), first // lanes)
+    held = None if units is None else _panels(units, lanes)
+    return PackedInts(words, _panels(terms, lanes), held, bits, group, block, (outputs, inputs))
+
+
+def _bits(weight: Integers) -> int:
+    return weight.bits if isinstance(weight, AffineInts) else 8 if isinstance(weight, ChannelINT8) else 4
+
+
+def _codes(weight: Integers) -> Tensor:
+    return weight.values if isinstance(weight, ChannelINT8) else weight.codes
+
+
+def _terms(weight: Integers) -> tuple[list[Tensor], list[Tensor] | None, int]:
+    """Scales and offsets [O, groups], their units [O, blocks], and the inputs of a block."""
+    if isinstance(weight, AffineInts) and (found := _with_units(weight)) is not None:
+        return found
+    if isinstance(weight, AffineInts):
+        terms = weight.terms
+    elif isinstance(weight, ChannelINT8):
+        terms = [weight.scales.float().unsqueeze(1)]
+    else:
+        scales = weight.scales.float()
+        terms = [scales] if weight.zeros is None else [scales, -scales * weight.zeros]
+    dtype = _dtype_of(terms, isinstance(weight, AffineInts))
+    factor = _FACTOR if dtype == torch.float16 else 1.0
+    return [(part * factor).to(dtype) for part in terms], None, 0
+
+
+def _with_units(weight: AffineInts) -> tuple[list[Tensor], list[Tensor], int] | None:
+    """`_terms` of integers; None where they have no units of float16."""
+    every = (weight.scale_units, weight.offset_units)
+    units = [part for part in every if part is not None and part.dtype == torch.float16]
+    terms = [part for part in (weight.scales, weight.offsets) if part is not None]
+    if len(units) < len(terms):
+        return None
+    block = math.gcd(_BLOCK, weight.shape[1])
+    while block > weight.group and not all(_shared(part, block // weight.group) for part in units):
+        block //= 2
+    if block % weight.group:
+        return None
+    return terms, [part[:, :: block // weight.group] for part in units], block
+
+
+def _shared(units_OG: Tensor, groups: int) -> bool:
+    """Whether so many groups in turn have one unit; yes for a plan of the memory."""
+    by_block = units_OG.unflatten(1, (-1, groups))
+    return units_OG.is_meta or bool((by_block == by_block[:, :, :1]).all())
 
 
 def _dtype_of(terms: list[Tensor], may_round: bool) -> torch.dtype:
@@ -61,28 +104,39 @@ def _dtype_of(terms: list[Tensor], may_round: bool) -> torch.dtype:
     return torch.float16
 
 
-def _parts(weight: Integers) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes as they are stored, scales, and offsets of 8-bit codes or of stored ones."""
-    if isinstance(weight, ChannelINT8):
-        return weight.values, weight.scales.unsqueeze(1), None
-    scales = weight.scales.float()
-    if isinstance(weight, GroupINT4):
-        return weight.codes, scales, None if weight.zeros is None else -scales * weight.zeros
-    if weight.offsets is None or weight.bits == 8:
-        return weight.codes, scales, weight.offsets
-    return weight.codes, scales, weight.offsets.float() - _ZERO * scales
-
-
-def _words(codes_OC: Tensor) -> Tensor:
-    """Codes in words: int16 [O, I / 2] of 8-bit codes, int32 [O, I / 8] of 4-bit ones."""
-    if codes_OC.dtype == torch.int8:
+def _words(codes_OC: Tensor, bits: int) -> Tensor:
+    """The words [O, W] of some rows, see `linear_ints.h`."""
+    if bits == 8:
         return codes_OC.contiguous().view(torch.int16)
+    if bits == 6:
+        return _words_of_six(codes_OC)
     fours = codes_OC.unflatten(1, (-1, 4))
     even, odd = fours & 15, fours >> 4
     halves = torch.stack(
         (even[..., 0::2] | even[..., 1::2] << 4, odd[..., 0::2] | odd[..., 1::2] << 4), -2
     )  # fmt: skip
     return halves.flatten(1).contiguous().view(torch.int32)
+
+
+def _words_of_six(codes_OI: Tensor) -> Tensor:
+    # [O, W / 3, half, 8]: the codes of even inputs, then of odd ones.
+    eight = (codes_OI.to(torch.int32) + 32).unflatten(1, (-1, 8, 2)).transpose(2, 3)
+    seventh, last = eight[..., 6], eight[..., 7]
+    upper = seventh & 15, last & 15, seventh >> 4 | last >> 4 << 2
+    halves = [
+        eight[..., 2 * word] | eight[..., 2 * word + 1] << 6 | upper[word] << 12 for word in range(3)
+    ]  # fmt: skip
+    words = torch.stack(halves, 2)
+    return (words[..., 0] | words[..., 1] << 16).flatten(1)
+
+
+def _panels(terms: list[Tensor], lanes: int) -> Tensor:
+    """Tensors [O, C] beside each other: [P, C, len(terms), L]."""
+    outputs, columns = terms[0].shape
+    panels = terms[0].new_zeros(-(-outputs // lanes), columns, len(terms), lanes)
+    for number, part in enumerate(terms):
+        _fill(panels[:, :, number], part, 0)
+    return panels
 
 
 def _fill(panels_PCL: Tensor, rows_OC: Tensor, first: int) -> None:
@@ -98,7 +152,7 @@ def multiply(x_TI: Tensor, weight: PackedInts, bias: Tensor | None, out_TO: Tens
     """Fill `out_TO`, which has the dtype of x or float32; x and the bias are contiguous, of one dtype."""
     outputs, inputs = weight.shape
     call(
-        "linear_ints", x_TI.dtype, x_TI, weight.words, weight.terms, bias, out_TO, len(x_TI), outputs, inputs,
-        out_TO.dtype == torch.float32, weight.bits, weight.group, weight.terms.shape[2] > 1,
-        weight.terms.dtype == torch.float32,
+        "linear_ints", x_TI.dtype, x_TI, weight.words, weight.terms, weight.units, bias, out_TO, len(x_TI),
+        outputs, inputs, out_TO.dtype == torch.float32, weight.bits, weight.group, weight.block,
+        weight.terms.shape[2] > 1, weight.terms.dtype == torch.float32,
     )  # fmt: skip

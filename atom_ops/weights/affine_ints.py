@@ -1,36 +1,48 @@
-"""Integers of 4 or 8 bits with a scale, and perhaps an offset, for each group of inputs, as in GGUF files."""
+"""Integers of 4, 6 or 8 bits with a scale, perhaps an offset, for each group of inputs, as in GGUF files."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 ZERO = 8
-"""The stored 4-bit code of 0."""
+"""The stored 4-bit code of 0, where there are no offsets."""
 
 
 @dataclass(frozen=True, slots=True)
 class AffineInts:
-    """Integers in groups of G inputs: code[o, i] * scales[o, i // G] + offsets[o, i // G].
+    """Integers in groups of G inputs: code[o, i] * scale[o, i // G] + offset[o, i // G].
 
     Activations are not rounded.
     """
 
     codes: Tensor
-    """int8 [..., O, I]; or uint8 [..., O, I / 2]: 4-bit codes plus 8, even inputs in the low nibbles."""
+    """int8 [..., O, I]; or uint8 [..., O, I / 2]: 4-bit codes, without offsets plus 8, even inputs in the low
+    nibbles."""
     scales: Tensor
-    """[..., O, I / G], in any float dtype."""
+    """[..., O, I / G], in any float dtype; or int8, to be multiplied by their units."""
     offsets: Tensor | None = None
-    """[..., O, I / G], in any float dtype; None: 0."""
+    """[..., O, I / G], as the scales; None: 0."""
+    scale_units: Tensor | None = None
+    """[..., O, I / G], in any float dtype; None unless scales are integers."""
+    offset_units: Tensor | None = None
+    """[..., O, I / G], in any float dtype; None unless offsets are integers."""
+    narrow: bool = False
+    """Whether all codes of an int8 tensor are in -32 .. 31, so that kernels may keep six bits."""
 
     @property
     def bits(self) -> int:
         """Of a code."""
-        return 8 if self.codes.dtype == torch.int8 else 4
+        if self.codes.dtype != torch.int8:
+            return 4
+        return 6 if self.narrow else 8
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (*self.codes.shape[:-1], self.codes.shape[-1] * 8 // self.bits)
+        columns = self.codes.shape[-1]
+        return (*self.codes.shape[:-1], columns * 2 if self.bits == 4 else columns)
 
     @property
     def group(self) -> int:
@@ -42,21 +54,38 @@ class AffineInts:
         """The number of rows that share scales."""
         return 1
 
+    @property
+    def terms(self) -> list[Tensor]:
+        """The scales and, where there are any, the offsets as numbers, float32 [..., O, I / G]."""
+        pairs = ((self.scales, self.scale_units), (self.offsets, self.offset_units))
+        return [
+            part.float() if units is None else part.float() * units.float()
+            for part, units in pairs
+            if part is not None
+        ]
+
     def expert(self, number: int) -> "AffineInts":
-        offsets = None if self.offsets is None else self.offsets[number]
-        return AffineInts(self.codes[number], self.scales[number], offsets)
+        return self._mapped(lambda part: part[number])
 
     def rows(self, start: int, stop: int) -> "AffineInts":
         """Rows of [O, I]."""
-        offsets = None if self.offsets is None else self.offsets[start:stop]
-        return AffineInts(self.codes[start:stop], self.scales[start:stop], offsets)
+        return self._mapped(lambda part: part[start:stop])
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The numbers, computed in float32 and rounded to `dtype`."""
         codes = self.codes
         if self.bits == 4:
-            codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).to(torch.int8) - ZERO
-        numbers = codes.unflatten(-1, (-1, self.group)).float().mul_(self.scales.float().unsqueeze(-1))
-        if self.offsets is not None:
-            numbers.add_(self.offsets.float().unsqueeze(-1))
+            codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).to(torch.int8)
+            codes = codes if self.offsets is not None else codes - ZERO
+        scales, *offsets = self.terms
+        numbers = codes.unflatten(-1, (-1, self.group)).float().mul_(scales.unsqueeze(-1))
+        for part in offsets:
+            numbers.add_(part.unsqueeze(-1))
         return numbers.flatten(-2).to(dtype)
+
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> "AffineInts":
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed: dict[str, Any] = {
+            name: change(part) for name, part in parts.items() if isinstance(part, Tensor)
+        }
+        return replace(self, **changed)

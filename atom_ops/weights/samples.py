@@ -18,10 +18,11 @@ from atom_ops.weights.types import Weight
 Format = Literal[
     "plain", "block_fp8", "channel_fp8", "static_fp8", "channel_int8",
     "int4_32", "int4_64", "int4_128", "int4_32_zeros", "int4_128_zeros", "int4_channel", "mxfp4",
-    "affine_int4_32", "affine_int8_16", "affine_int8_32_offsets",
+    "affine_int4_32", "affine_int4_32_offsets", "affine_int6_16", "affine_int6_16_offsets_units",
+    "affine_int8_16", "affine_int8_32_offsets",
 ]  # fmt: skip
 """`static_fp8` has a scale for the inputs; `…int4_…`: inputs of a group, and whether it has zero points or
-offsets."""
+offsets, and integer scales with units."""
 
 ROUNDED: dict[Format, Tolerances] = {
     "block_fp8": FP8_ACTIVATIONS,
@@ -51,6 +52,9 @@ def random_weight(
     return _fp8(shape, format, generator)
 
 
+_STD_OF_INTS = {"int4": 4.6, "int6": 12, "int8": 30}
+
+
 def _scales(shape: tuple[int, ...], mean: float, generator: torch.Generator) -> Tensor:
     return (0.5 + torch.rand(*shape, generator=generator)) * mean
 
@@ -77,15 +81,23 @@ def _int4(shape: tuple[int, ...], format: Format, dtype: torch.dtype, generator:
 
 
 def _affine(shape: tuple[int, ...], format: Format, generator: torch.Generator) -> Weight:
-    bits, group = format.split("_")[1:3]
+    name, group = format.split("_")[1:3]
     groups = (*shape[:-1], shape[-1] // int(group))
-    if bits == "int4":
+    if name == "int4":
         codes = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), generator=generator).to(torch.uint8)
     else:
-        codes = torch.randn(*shape, generator=generator).mul_(30).round_().clamp_(-127, 127).to(torch.int8)
-    scales = _scales(groups, shape[-1] ** -0.5 / (4.6 if bits == "int4" else 30), generator).half()
-    offsets = (torch.randn(groups, generator=generator) * shape[-1] ** -0.5).half()
-    return AffineInts(codes, scales.float(), offsets.float() if format.endswith("offsets") else None)
+        codes = torch.randn(*shape, generator=generator).mul_(_STD_OF_INTS[name]).round_()
+        codes = codes.clamp_(*(-32, 31) if name == "int6" else (-127, 127)).to(torch.int8)
+    std = shape[-1] ** -0.5
+    scales = _scales(groups, std / _STD_OF_INTS[name], generator).half()
+    offsets = (torch.randn(groups, generator=generator) * std).half()
+    if name == "int4":
+        offsets -= 8 * scales
+    added = offsets.float() if "offsets" in format else None
+    if not format.endswith("units"):
+        return AffineInts(codes, scales.float(), added, narrow=name == "int6")
+    first, second = (torch.randint(1, 64, groups, generator=generator).to(torch.int8) for _ in range(2))
+    return AffineInts(codes, first, second, scales / 32, scales / -32, name == "int6")
 
 
 def _mxfp4(shape: tuple[int, ...], std: float, generator: torch.Generator) -> Weight:

@@ -45,12 +45,18 @@ class PackedInts:
     """Integers in panels of outputs, which only the kernels in C++ read, with activations of any dtype."""
 
     words: Tensor
-    """Of 8-bit codes int16 [P, I / 2, L], of 4-bit ones int32 [P, I / 8, L]; P and L as in `PackedPanels`."""
+    """Of 8-bit codes int16 [P, I / 2, L], of 4-bit ones int32 [P, I / 8, L], of 6-bit ones int32
+    [P, I * 3 / 16, L]; P and L as in `PackedPanels`."""
     terms: Tensor
-    """float16 [P, I / G, 1 or 2, L]: 1024 times the scale of a group, and its offset."""
+    """[P, I / G, 1 or 2, L], the scale of a group, and its offset: float32; float16, 1024 times as much; or
+    int8."""
+    units: Tensor | None
+    """float16 [P, I / B, 1 or 2, L]: what int8 terms are multiplied by."""
     bits: int
     group: int
     """G."""
+    block: int
+    """B: the number of inputs that share units; 0 without units."""
     shape: tuple[int, ...]
 
 

@@ -12,7 +12,15 @@ from tokenizers import pre_tokenizers
 Type = gguf.GGMLQuantizationType
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 TOKENS = [*BYTES, "hi", "12", "ĠĠ", "<|bos|>", "<|end|>"]
-_SCALES_AT = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q3_K": (108,)}
+_SCALES_AT = {
+    "Q4_1": (0, 2),
+    "Q5_1": (0, 2),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "Q3_K": (108,),
+    "Q2_K": (80, 82),
+}
 """Where a block has its float16 numbers; elsewhere at its start."""
 
 
@@ -80,7 +88,7 @@ def write_gguf(
     sizes: Sizes = SMALL,
     **more: Any,
 ) -> None:
-    """A file with these weights. `types`: of matrices that are quantized; K-quants have random blocks."""
+    """A file with these weights. `types`: of quantized matrices; K- and I-quants have random blocks."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, sizes.layers)
     writer = gguf.GGUFWriter(path, kind)
     writer.add_block_count(sizes.layers)
@@ -115,7 +123,7 @@ def write_gguf(
 
 
 def _quantized(name: str, array: np.ndarray, kind: Type, sizes: Sizes) -> np.ndarray:
-    if kind.name.endswith("_K"):
+    if kind.name.endswith("_K") or kind.name.startswith("IQ"):
         outputs, inputs = array.shape
         return random_blocks((outputs, inputs), kind, float(array.std()), seed=outputs + inputs)
     found: np.ndarray = gguf.quants.quantize(_as_in_file(name, array, sizes), kind)

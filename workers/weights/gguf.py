@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
-from workers.weights.gguf_blocks import KEPT, Format, decoded, in_format, joined, kept_format
+from workers.weights.gguf_blocks import KEPT, STORED, Format, decoded, in_format, joined, kept_format
 
 MAX_SHARD_BYTES = 10**9
 
@@ -128,8 +128,8 @@ def _converted(
         plain = rows if kind in _FLOATS else gguf.quants.dequantize(rows, kind)
         return {name: torch.from_numpy(plain.copy())}
     weight = in_format(decoded(rows, kind), format)
-    parts = {"_codes": weight.codes, "_scales": weight.scales, "_offsets": weight.offsets}
-    return {name + suffix: part.contiguous() for suffix, part in parts.items() if part is not None}
+    parts = {part: getattr(weight, part) for part in STORED}
+    return {f"{name}_{part}": tensor.contiguous() for part, tensor in parts.items() if tensor is not None}
 
 
 class _Shards:

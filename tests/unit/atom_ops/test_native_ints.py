@@ -1,12 +1,13 @@
 """Linear layers in C++ with weights of integers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 
 import pytest
 import torch
 
 import atom_ops
-from atom_ops import AffineInts, ChannelINT8, GroupINT4, PackedInts, backend, native_impl
+from atom_ops import AffineInts, ChannelINT8, GroupINT4, PackedInts, backend, native_impl, tensors_of
 
 CPU = torch.device("cpu")
 F32, BF16 = torch.float32, torch.bfloat16
@@ -22,18 +23,38 @@ def only_native() -> Iterator[None]:
 
 
 def ints(outputs: int, inputs: int, bits: int, group: int, with_offsets: bool) -> AffineInts:
-    """Scales, and offsets of the codes as they are stored, are of float16."""
+    """Scales and offsets are of float16."""
     generator = torch.Generator().manual_seed(outputs)
-    if bits == 4:
-        codes = torch.randint(0, 256, (outputs, inputs // 2), generator=generator).to(torch.uint8)
-    else:
-        codes = torch.randint(-128, 128, (outputs, inputs), generator=generator).to(torch.int8)
+    codes = codes_of(outputs, inputs, bits, generator)
     groups = (outputs, inputs // group)
-    scales = (torch.randn(groups, generator=generator) / (5 if bits == 4 else 75) * inputs**-0.5).half()
-    offsets = (torch.randn(groups, generator=generator) * inputs**-0.5).half().float()
+    scales = (torch.randn(groups, generator=generator) / STD[bits] * inputs**-0.5).half()
+    offsets = (torch.randn(groups, generator=generator) * inputs**-0.5).half()
+    return AffineInts(codes, scales.float(), offsets.float() if with_offsets else None, narrow=bits == 6)
+
+
+def ints_with_units(outputs: int, inputs: int, bits: int, group: int, with_offsets: bool) -> AffineInts:
+    """Scales and offsets are integers, whose units change after 256 inputs."""
+    generator = torch.Generator().manual_seed(outputs)
+    codes = codes_of(outputs, inputs, bits, generator)
+    groups = (outputs, inputs // group)
+    scales, offsets = (torch.randint(-128, 128, groups, generator=generator).to(torch.int8) for _ in range(2))
+    units = torch.randn(2, outputs, inputs // 256, generator=generator) * inputs**-0.5 / 128
+    units = units.repeat_interleave(256 // group, 2)
+    scale_units, offset_units = (units[0] / STD[bits]).half(), units[1].half()
+    if not with_offsets:
+        return AffineInts(codes, scales, scale_units=scale_units, narrow=bits == 6)
+    return AffineInts(codes, scales, offsets, scale_units, offset_units, bits == 6)
+
+
+STD = {4: 5, 6: 18, 8: 75}
+"""Of the codes."""
+
+
+def codes_of(outputs: int, inputs: int, bits: int, generator: torch.Generator) -> torch.Tensor:
     if bits == 4:
-        offsets += 8 * scales.float()
-    return AffineInts(codes, scales.float(), offsets if with_offsets else None)
+        return torch.randint(0, 256, (outputs, inputs // 2), generator=generator).to(torch.uint8)
+    end = 1 << (bits - 1)
+    return torch.randint(-end, end, (outputs, inputs), generator=generator).to(torch.int8)
 
 
 def given(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,7 +73,8 @@ each_dtype = pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
     ("outputs", "inputs", "bits", "group", "with_offsets"),
     [
         (1, 32, 4, 32, False), (49, 96, 4, 32, True), (160, 576, 4, 64, False), (70, 4608, 4, 256, True),
-        (33, 16, 8, 16, True), (200, 800, 8, 16, False), (65, 1024, 8, 32, True), (16, 640, 8, 640, False),
+        (33, 16, 8, 16, True), (50, 16, 6, 16, False), (70, 800, 6, 32, True),
+        (200, 800, 8, 16, False), (65, 1024, 8, 32, True), (16, 640, 8, 640, False),
         (90, 768, 4, 768, True),
     ],
 )  # fmt: skip
@@ -70,7 +92,38 @@ def test_linear_layers(
 
 
 @each_dtype
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rows", [1, 4, 5, 33])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "bits", "group", "with_offsets"),
+    [(49, 256, 4, 32, True), (70, 768, 4, 16, True), (33, 512, 6, 16, False), (160, 1280, 6, 16, True)],
+)
+def test_integer_scales(
+    rows: int, outputs: int, inputs: int, bits: int, group: int, with_offsets: bool, dtype: torch.dtype
+) -> None:
+    weight = ints_with_units(outputs, inputs, bits, group, with_offsets)
+    x, bias = given(rows, outputs, inputs, dtype)
+    packed = atom_ops.pack_linear_weight(weight)
+    assert isinstance(packed, PackedInts) and packed.terms.dtype == torch.int8 and packed.block == 256
+    wanted = x.double() @ weight.dequantized(F32).double().T + bias
+    torch.testing.assert_close(atom_ops.linear(x, packed, bias, F32).double(), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_a_part_of_the_inputs_has_smaller_blocks_of_units() -> None:
+    whole = ints_with_units(40, 768, 6, 16, True)
+    x, _ = given(3, 40, 768, F32)
+    total = torch.zeros(3, 40)
+    for start, stop, block in ((0, 384, 128), (384, 640, 128), (640, 768, 128)):
+        groups = slice(start // 16, stop // 16)
+        terms = (whole.scales, whole.offsets, whole.scale_units, whole.offset_units)
+        parts = (None if part is None else part[:, groups] for part in terms)
+        packed = atom_ops.pack_linear_weight(AffineInts(whole.codes[:, start:stop], *parts, narrow=True))
+        assert isinstance(packed, PackedInts) and packed.block == block
+        total += atom_ops.linear(x[:, start:stop], packed)
+    torch.testing.assert_close(total, x @ whole.dequantized(F32).T, atol=1e-4, rtol=1e-4)
+
+
+@each_dtype
+@pytest.mark.parametrize("bits", [4, 6, 8])
 def test_a_row_does_not_depend_on_the_others(bits: int, dtype: torch.dtype) -> None:
     packed = atom_ops.pack_linear_weight(ints(200, 1504, bits, 32, True))
     x, bias = given(130, 200, 1504, dtype)
@@ -138,10 +191,13 @@ def test_scales_are_rounded_where_float16_has_their_range(scale: float, dtype: t
         torch.testing.assert_close(atom_ops.linear(x, packed), expected, atol=0, rtol=tolerance)
 
 
-def test_a_plan_of_the_memory_has_the_size_of_the_weight() -> None:
-    weight = ints(100, 512, 4, 32, True)
-    planned = AffineInts(*(part.to("meta") for part in (weight.codes, weight.scales, weight.offsets)))
+@pytest.mark.parametrize("bits", [4, 6, 8])
+@pytest.mark.parametrize("made", [ints, ints_with_units])
+def test_a_plan_of_the_memory_has_the_size_of_the_weight(made: Callable[..., AffineInts], bits: int) -> None:
+    weight = made(100, 512, bits, 32, True)
+    parts = (getattr(weight, field.name) for field in fields(weight))
+    planned = AffineInts(*(part.to("meta") if isinstance(part, torch.Tensor) else part for part in parts))
     packed, real = (atom_ops.pack_linear_weight(each) for each in (planned, weight))
     assert isinstance(packed, PackedInts) and isinstance(real, PackedInts)
-    assert (packed.words.shape, packed.terms.shape) == (real.words.shape, real.terms.shape)
-    assert (packed.words.dtype, packed.terms.dtype) == (real.words.dtype, real.terms.dtype)
+    sizes = [[(part.shape, part.dtype) for part in tensors_of(each)] for each in (packed, real)]
+    assert sizes[0] == sizes[1] and packed.block == real.block

@@ -40,13 +40,16 @@ def test_blocks_have_the_numbers_that_the_package_gguf_reads(kind: Type) -> None
     rows = random_blocks((7, 768), kind, 1.0, seed=3)
     expected = torch.from_numpy(gguf.quants.dequantize(rows, kind))
     weight, format = decoded(rows, kind), kept_format(kind)
-    assert (weight.bits, weight.group, weight.offsets is not None) == (
-        format.bits, format.group, format.with_offsets
-    )  # fmt: skip
+    found = Format(weight.bits, weight.group, weight.offsets is not None, weight.scale_units is not None)
+    assert found == format
     torch.testing.assert_close(weight.dequantized(torch.float32), expected, atol=1e-6, rtol=1e-6)
-    wide = in_format(weight, joined(format, Format(8, 16, True)))
-    assert (wide.bits, wide.group) == (8, 16)
-    torch.testing.assert_close(wide.dequantized(torch.float32), expected, atol=1e-6, rtol=1e-6)
+    others = (Format(8, 16, True), Format(6, 16, True, True), Format(4, 16, True, True), Format(4, 32))
+    for other in others:
+        wanted = joined(format, other)
+        wide = in_format(weight, wanted)
+        found = Format(wide.bits, wide.group, wide.offsets is not None, wide.scale_units is not None)
+        assert found == wanted
+        torch.testing.assert_close(wide.dequantized(torch.float32), expected, atol=1e-6, rtol=1e-6)
 
 
 def types_of_layers() -> dict[str, Type]:
@@ -146,7 +149,7 @@ def test_ranks_share_a_quantized_model(files: tuple[Path, Path]) -> None:
 
 def test_other_types_are_expanded(tmp_path: Path) -> None:
     weights = hf_weights(sizes=SIZES)
-    kinds = (Type.Q3_K, Type.BF16, Type.F16)
+    kinds = (Type.IQ3_XXS, Type.BF16, Type.F16)
     names = [name for name in weights if name.endswith(("down_proj.weight", "o_proj.weight"))]
     types = dict(zip(names, kinds, strict=False))
     write_gguf(tmp_path / "m.gguf", weights, types=types, sizes=SIZES)
