@@ -28,7 +28,7 @@ namespace {
 constexpr int64_t TILE_PAIRS = 128;  // of a panel that are decoded at once; a group has no more
 constexpr int64_t FEWEST_PAIRS = 8;  // of a group
 constexpr int FEW_ROWS = 4;  // whose codes are decoded as they are multiplied
-constexpr int64_t AHEAD_TERMS = 512;  // bytes of a panel's terms, between what is fetched and what is read
+constexpr int64_t AHEAD_TERMS = 256;  // bytes of a panel's terms, between what is fetched and what is read
 
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef int32_t Integers __attribute__((vector_size(4 * LANES)));
@@ -40,7 +40,7 @@ template <typename T> struct IntLinear : Rows<T> {
     const uint16_t* units;
     int64_t group;  // pairs
     int64_t num_groups;
-    int64_t block;  // groups that share units; 0 without them
+    int64_t block;  // groups that share units, a power of 2; 0 without them
     int bits;
     bool has_offsets, wide_terms;
 
@@ -162,11 +162,17 @@ inline Vector term(const uint16_t* bits) {
 
 inline Vector term(const float* number) { return vector_at(number); }
 
+// Compilers convert a vector of bytes one by one.
 inline Vector term(const int8_t* number) {
-    typedef int8_t Bytes __attribute__((vector_size(LANES)));
-    Bytes bytes;
-    std::memcpy(&bytes, number, sizeof bytes);
-    return __builtin_convertvector(bytes, Vector);
+#if defined(__AVX512F__)
+    return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)number)));
+#elif defined(__AVX2__)
+    return (Vector)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)number)));
+#else
+    Vector found;
+    for (int i = 0; i < LANES; ++i) found[i] = number[i];
+    return found;
+#endif
 }
 
 // Scale and offset of a group.
@@ -180,14 +186,29 @@ template <typename N> inline Terms terms_at(const N* terms, int64_t place, bool 
     return {term(found), has_offsets ? term(found + LANES) : Vector{}};
 }
 
-template <typename Layer> inline Terms terms_of(const Layer& layer, int64_t panel, int64_t group) {
-    const int64_t place = panel * layer.num_groups + group;
-    if (layer.wide_terms) return terms_at((const float*)layer.terms, place, layer.has_offsets);
-    if (layer.block == 0) return terms_at((const uint16_t*)layer.terms, place, layer.has_offsets);
-    const Terms found = terms_at((const int8_t*)layer.terms, place, layer.has_offsets);
-    const Terms units = terms_at(layer.units, place / layer.block, layer.has_offsets);
-    return {found.scale * units.scale, found.offset * units.offset};
-}
+// The terms of PANELS panels, one group after the other.
+template <int PANELS, typename Layer> struct Reader {
+    const Layer& layer;
+    int64_t panel;
+    Terms units[PANELS];
+
+    __attribute__((always_inline)) void read(int64_t group, Terms (&found)[PANELS]) {
+        const bool offsets = layer.has_offsets;
+        const bool begins = layer.block > 0 && (group & (layer.block - 1)) == 0;
+        for (int p = 0; p < PANELS; ++p) {
+            const int64_t place = (panel + p) * layer.num_groups + group;
+            if (layer.wide_terms) {
+                found[p] = terms_at((const float*)layer.terms, place, offsets);
+            } else if (layer.block == 0) {
+                found[p] = terms_at((const uint16_t*)layer.terms, place, offsets);
+            } else {
+                if (begins) units[p] = terms_at(layer.units, place / layer.block, offsets);
+                const Terms integers = terms_at((const int8_t*)layer.terms, place, offsets);
+                found[p] = {integers.scale * units[p].scale, integers.offset * units[p].offset};
+            }
+        }
+    }
+};
 
 // Adds a group to the totals of ROWS rows; `sums` are those of x * code, `sums_of_x` the group's of each row.
 template <bool OFFSETS, int ROWS, int PANELS>
@@ -223,8 +244,9 @@ template <int PANELS> struct Tile {
                 for (int i = 0; i < D::PAIRS; ++i) pairs[p][pair + i] = decoded(words, i);
                 for (int i = 0; i < D::VECTORS; ++i) __builtin_prefetch((const char*)(words + i) + AHEAD_BYTES);
             }
-            for (int64_t g = 0; g < groups; ++g) terms[g][p] = terms_of(layer, panel + p, group + g);
         }
+        Reader<PANELS, Layer> reader{layer, panel, {}};
+        for (int64_t g = 0; g < groups; ++g) reader.read(group + g, terms[g]);
     }
 };
 
@@ -272,6 +294,7 @@ void few_rows(const Layer& layer, int64_t panel, int64_t next_panel, const float
     const int64_t onwards = (next_panel - panel - 1) * stride;
     const auto* x = layer.x;
     const D decoded(layer.has_offsets);
+    Reader<PANELS, Layer> reader{layer, panel, {}};
     Vector totals[ROWS][PANELS] = {};
     for (int64_t group = 0; group < all; ++group) {
         Vector sums[ROWS][PANELS] = {};
@@ -287,7 +310,7 @@ void few_rows(const Layer& layer, int64_t panel, int64_t next_panel, const float
                 }
         }
         Terms terms[PANELS];
-        for (int p = 0; p < PANELS; ++p) terms[p] = terms_of(layer, panel + p, group);
+        reader.read(group, terms);
         if (layer.has_offsets)
             add_group<true>(terms, sums_of_x + group, all, sums, totals);
         else
