@@ -112,36 +112,45 @@ every step, a tile at a time, which is slow.
 ### GGUF
 
 A file is converted once, into `ATOM_CACHE_DIR`, one tensor at a time. Matrices of these types keep their
-integers; of others (Q2_K, Q3_K, IQ…) each number becomes a float32 there, and is rounded to the compute dtype
-in memory.
+integers; of others (IQ1 to IQ3, TQ…) each number becomes a float32 there, and is rounded to the compute
+dtype in memory.
 
 | type | integers in memory | bits of a weight |
 | --- | --- | --- |
 | Q4_0 | 4 bits, a scale for 32 | 4.5 |
-| Q4_1, Q4_K | 4 bits, a scale and an offset for 32 | 5 |
-| Q5_0, Q8_0 | 8 bits, a scale for 32 | 8.5 |
-| Q5_1, Q5_K | 8 bits, a scale and an offset for 32 | 9 |
-| Q6_K | 8 bits, a scale for 16 | 9 |
+| Q4_1 | 4 bits, a scale and an offset for 32 | 5 |
+| Q4_K | 4 bits, a scale and an offset of 8 bits for 32 | 4.6 |
+| Q2_K | 4 bits, a scale and an offset of 8 bits for 16 | 5.1 |
+| Q3_K | 4 bits, a scale of 8 bits for 16 | 4.6 |
+| Q5_0 | 6 bits, a scale for 32 | 6.5 |
+| Q5_1 | 6 bits, a scale and an offset for 32 | 7 |
+| Q5_K | 6 bits, a scale and an offset of 8 bits for 32 | 6.6 |
+| Q6_K | 6 bits, a scale of 8 bits for 16 | 6.6 |
+| Q8_0, IQ4_NL | 8 bits, a scale for 32 | 8.5 |
+| IQ4_XS | 8 bits, a scale of 8 bits for 32 | 8.3 |
 
-Integers are multiplied as they are, and sums of a group are scaled in float32; activations are not rounded to
-8 bits. Scales have 16 bits: exact, but for K-quants, whose logits in float32 differ by 2e-4 of their size. Of
-matrices that are multiplied together (q, k and v; gate and up) all get the widest of their formats, so that q
-and k take 8 bits where v is Q6_K. An embedding is plain in memory, also beside a tied LM head, which is not.
-On GPUs, and without a C++ compiler, all are dequantized when they are loaded.
+Integers are multiplied as they are, and sums of a group are scaled in float32, by the file's numbers;
+activations are not rounded to 8 bits. Matrices that are multiplied together (q, k and v; gate and up) all
+get the widest of their formats, so that q and k take 6 bits where v is Q6_K. An embedding is plain in
+memory, also beside a tied LM head, which is not. On GPUs, and without a C++ compiler, all are dequantized
+when they are loaded.
 
-A Llama of 1.4 billion random weights on two cores of an AMD EPYC with AVX-512, bfloat16, one stream, two
-runs, between which the memory's speed varied (`python -m atom.benchmarks.latency --model FILE.gguf
---input-len 128 --output-len 48 --batch-size 1`):
+A Llama of 1.4 billion random weights on two cores of an AMD EPYC with AVX-512, one stream, two rounds
+alternately with llama.cpp (llama-cpp-python 0.3.36, built there, two threads); F16 at other times. The
+memory's speed varies. ATOM, medians: `python -m atom.benchmarks.latency --model FILE.gguf --input-len 128
+--output-len 48 --batch-size 1`
 
-| type | ms a token | first token of 128, ms |
-| --- | --- | --- |
-| F16, in bfloat16 | 53 and 73 | 454 and 426 |
-| Q8_0 | 33 and 42 | 633 and 655 |
-| Q4_K, and Q6_K for half of v and down | 32 and 33 | 651 and 656 |
-| Q4_0 | 22 and 26 | 603 and 570 |
+| type | ms a token | llama.cpp | first token of 128, ms | llama.cpp |
+| --- | --- | --- | --- | --- |
+| Q4_0 | 28 and 25 | 23 and 26 | 502 and 531 | 679 and 681 |
+| Q4_K, and Q6_K for half of v and down | 33 and 28 | 25 and 25 | 553 and 555 | 778 and 779 |
+| Q8_0 | 34 and 34 | 39 and 46 | 514 and 531 | 1,303 and 1,275 |
+| F16, in ATOM bfloat16 | 53 and 73 | 70 | 454 and 426 | 1,019 |
 
-Steps of many rows are slower than with a bfloat16 matrix: 700 against 1,000 billion operations a second at
-512 rows.
+Steps of many rows are slower than with a bfloat16 matrix: at 64 rows 0.86 times as fast, with offsets
+0.76, at 512 rows 0.9 and 0.8. SmolLM2 from its Q4_1 file, over HTTP as in
+[performance.md](performance.md#on-two-cpu-cores): 126 output tokens/s with one stream (88 in bfloat16
+then), 502 with 16 (592), 892 with 64 (1,081), 329 with a prefix in common (342).
 """
 
 _QUALITY = """\
