@@ -137,8 +137,8 @@ when they are loaded.
 
 A Llama of 1.4 billion random weights on two cores of an AMD EPYC with AVX-512, one stream, two rounds
 alternately with llama.cpp (llama-cpp-python 0.3.36, built there, two threads); F16 at other times. The
-memory's speed varies. ATOM, medians: `python -m atom.benchmarks.latency --model FILE.gguf --input-len 128
---output-len 48 --batch-size 1`
+memory's speed varies. ATOM: medians of
+`python -m atom.benchmarks.latency --model FILE.gguf --input-len 128 --output-len 48 --batch-size 1`
 
 | type | ms a token | llama.cpp | first token of 128, ms | llama.cpp |
 | --- | --- | --- | --- | --- |

@@ -1,8 +1,7 @@
 """Weights of integers with scales, as `linear_ints.h` reads them.
 
-Scales and offsets that are integers with units stay so. Others are kept in float16 where it holds them
-exactly, and those of `AffineInts` wherever it has their range: that costs a 4-bit matrix 2e-4 of its result,
-and saves a sixth of its memory.
+Scales and offsets that are integers with units stay so; others are kept in float16 where it holds all of
+them exactly.
 """
 
 import math
@@ -20,8 +19,6 @@ _BLOCK = 256
 """The most inputs that share units."""
 _FACTOR = 1024.0
 """Of terms in float16, whose smallest numbers are less exact."""
-_LARGEST, _SMALLEST = 60.0, 1e-4
-"""Between them is the largest term of a matrix whose terms are rounded."""
 _ROWS_AT_ONCE = 1 << 10
 _WORDS = {4: (8, 1, torch.int32), 6: (16, 3, torch.int32), 8: (2, 1, torch.int16)}
 """Of codes with so many bits: inputs that share words, the number of these words, their dtype."""
@@ -67,9 +64,9 @@ def _terms(weight: Integers) -> tuple[list[Tensor], list[Tensor] | None, int]:
     else:
         scales = weight.scales.float()
         terms = [scales] if weight.zeros is None else [scales, -scales * weight.zeros]
-    dtype = _dtype_of(terms, isinstance(weight, AffineInts))
-    factor = _FACTOR if dtype == torch.float16 else 1.0
-    return [(part * factor).to(dtype) for part in terms], None, 0
+    if _fits_float16(terms, isinstance(weight, AffineInts)):
+        terms = [(part * _FACTOR).half() for part in terms]
+    return terms, None, 0
 
 
 def _with_units(weight: AffineInts) -> tuple[list[Tensor], list[Tensor], int] | None:
@@ -93,15 +90,11 @@ def _shared(units_OG: Tensor, groups: int) -> bool:
     return units_OG.is_meta or bool((by_block == by_block[:, :, :1]).all())
 
 
-def _dtype_of(terms: list[Tensor], may_round: bool) -> torch.dtype:
-    """float16 for terms that it holds, or that may be rounded; elsewhere float32."""
+def _fits_float16(terms: list[Tensor], of_file: bool) -> bool:
+    """Whether float16 holds them; in a plan of the memory, whether a file stores them in it."""
     if terms[0].is_meta:
-        return torch.float16 if may_round else torch.float32
-    if not all(bool(((part * _FACTOR).half().float() == part * _FACTOR).all()) for part in terms):
-        largest = max(float(part.abs().max()) for part in terms)
-        if not (may_round and _SMALLEST < largest < _LARGEST):
-            return torch.float32
-    return torch.float16
+        return of_file
+    return all(bool(((part * _FACTOR).half().float() == part * _FACTOR).all()) for part in terms)
 
 
 def _words(codes_OC: Tensor, bits: int) -> Tensor:

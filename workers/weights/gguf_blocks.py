@@ -83,7 +83,7 @@ def joined(*formats: Format) -> Format:
         max(each.bits for each in formats),
         min(each.group for each in formats),
         any(each.with_offsets for each in formats),
-        all(each.with_units for each in formats),
+        any(each.with_units for each in formats),
     )
 
 
@@ -106,9 +106,11 @@ def in_format(weight: AffineInts, format: Format) -> AffineInts:
     """The same numbers, in a format that `joined` made of theirs and others."""
     codes, scales, offsets = weight.codes, weight.scales, weight.offsets
     units = [weight.scale_units, weight.offset_units]
-    if units[0] is not None and not format.with_units:
-        scales, *more = weight.terms
-        offsets, units = more[0] if more else None, [None, None]
+    if format.with_units and units[0] is None:
+        # Float16 numbers are units of ones.
+        units = [None if part is None else part.half() for part in (scales, offsets)]
+        scales = torch.ones_like(scales, dtype=torch.int8)
+        offsets = None if offsets is None else scales
     if format.bits > weight.bits == 4:
         codes = _signed(codes, ZERO if offsets is None else 0)
     if format.with_offsets and offsets is None:

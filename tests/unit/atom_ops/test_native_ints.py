@@ -176,19 +176,19 @@ def test_groups_that_are_not_packed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scale", "dtype"), [(0.1, torch.float16), (70.0, F32), (1e-6, F32), (2**-30, torch.float16)]
+    ("scale", "dtype"),
+    [(0.1, F32), (0.125, torch.float16), (70.0, F32), (1e-6, F32), (2**-30, torch.float16)],
 )
-def test_scales_are_rounded_where_float16_has_their_range(scale: float, dtype: torch.dtype) -> None:
+def test_scales_are_exact(scale: float, dtype: torch.dtype) -> None:
     values = torch.arange(48, dtype=torch.int8).repeat(4, 1)
-    rounded = AffineInts(values, torch.full((4, 3), scale))
-    exact = ChannelINT8(values, torch.full((4,), scale))
     x = torch.ones(2, 48)
-    for weight, wanted in ((rounded, dtype), (exact, torch.float16 if scale == 2**-30 else F32)):
+    for weight in (
+        AffineInts(values, torch.full((4, 3), scale)), ChannelINT8(values, torch.full((4,), scale)),
+    ):  # fmt: skip
         packed = atom_ops.pack_linear_weight(weight)
-        assert isinstance(packed, PackedInts) and packed.terms.dtype == wanted
+        assert isinstance(packed, PackedInts) and packed.terms.dtype == dtype
         expected = x @ weight.dequantized(F32).T
-        tolerance = 3e-4 if wanted == torch.float16 else 1e-6
-        torch.testing.assert_close(atom_ops.linear(x, packed), expected, atol=0, rtol=tolerance)
+        torch.testing.assert_close(atom_ops.linear(x, packed), expected, atol=0, rtol=1e-6)
 
 
 @pytest.mark.parametrize("bits", [4, 6, 8])

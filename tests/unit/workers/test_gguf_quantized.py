@@ -55,8 +55,8 @@ def test_blocks_have_the_numbers_that_the_package_gguf_reads(kind: Type) -> None
 def types_of_layers() -> dict[str, Type]:
     """Fused matrices of one type, of several, and one beside plain ones."""
     layers = [f"model.layers.{number}" for number in range(SIZES.layers)]
-    types = {f"{layers[0]}.self_attn.{each}_proj.weight": Type.Q4_K for each in "qk"}
-    types |= {f"{layers[0]}.self_attn.v_proj.weight": Type.Q6_K}
+    mixed = {"q": Type.Q4_K, "k": Type.Q4_0, "v": Type.Q6_K}
+    types = {f"{layers[0]}.self_attn.{each}_proj.weight": kind for each, kind in mixed.items()}
     types |= {f"{layers[0]}.mlp.{each}_proj.weight": Type.Q4_0 for each in ("gate", "up")}
     types |= {f"{layers[1]}.self_attn.{each}_proj.weight": Type.Q5_K for each in "qkv"}
     types |= {f"{layers[1]}.mlp.gate_proj.weight": Type.Q4_1, f"{layers[1]}.mlp.up_proj.weight": Type.Q5_0}
