@@ -1,4 +1,4 @@
-"""Tiny GGUF files of Llama models, with tensors of any type."""
+"""Tiny GGUF files of Llama and Qwen models, with tensors of any type."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ _SCALES_AT = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a Llama model."""
+    """Of a model."""
 
     heads: int = 4
     kv_heads: int = 2
@@ -39,8 +39,8 @@ class Sizes:
 SMALL = Sizes()
 
 
-def hf_weights(tied: bool = False, sizes: Sizes = SMALL) -> dict[str, np.ndarray]:
-    """Random weights under their Hugging Face names."""
+def hf_weights(tied: bool = False, sizes: Sizes = SMALL, kind: str = "llama") -> dict[str, np.ndarray]:
+    """Random weights of the architecture `kind` under their Hugging Face names."""
     random = np.random.default_rng(0)
     hidden, ffn = sizes.hidden, sizes.ffn
     q, kv = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
@@ -62,6 +62,11 @@ def hf_weights(tied: bool = False, sizes: Sizes = SMALL) -> dict[str, np.ndarray
             layer + "mlp.up_proj.weight": (ffn, hidden),
             layer + "mlp.down_proj.weight": (hidden, ffn),
         }
+        attention = layer + "self_attn."
+        if kind == "qwen2":
+            shapes |= {f"{attention}{each}_proj.bias": (q if each == "q" else kv,) for each in "qkv"}
+        if kind == "qwen3":
+            shapes |= {f"{attention}{each}_norm.weight": (sizes.head_dim,) for each in "qk"}
     return {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
 
@@ -89,7 +94,10 @@ def write_gguf(
     **more: Any,
 ) -> None:
     """A file with these weights. `types`: of quantized matrices; K- and I-quants have random blocks."""
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, sizes.layers)
+    architecture = next((key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == kind), None)
+    names = gguf.get_tensor_name_map(architecture or gguf.MODEL_ARCH.LLAMA, sizes.layers)
+    if kind == "llama":
+        weights = {name: _as_in_file(name, array, sizes) for name, array in weights.items()}
     writer = gguf.GGUFWriter(path, kind)
     writer.add_block_count(sizes.layers)
     writer.add_context_length(512)
@@ -110,23 +118,23 @@ def write_gguf(
     for key, value in more.items():
         getattr(writer, key)(value)
     for name, array in weights.items():
-        stored = names.get_name(name, try_suffixes=(".weight",)) or name
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
         wanted = types.get(name) if isinstance(types, Mapping) else types
         if wanted is not None and array.ndim > 1:
-            writer.add_tensor(stored, _quantized(name, array, wanted, sizes), raw_dtype=wanted)
+            writer.add_tensor(stored, _quantized(array, wanted), raw_dtype=wanted)
         else:
-            writer.add_tensor(stored, _as_in_file(name, array, sizes))
+            writer.add_tensor(stored, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _quantized(name: str, array: np.ndarray, kind: Type, sizes: Sizes) -> np.ndarray:
+def _quantized(array: np.ndarray, kind: Type) -> np.ndarray:
     if kind.name.endswith("_K") or kind.name.startswith("IQ"):
         outputs, inputs = array.shape
         return random_blocks((outputs, inputs), kind, float(array.std()), seed=outputs + inputs)
-    found: np.ndarray = gguf.quants.quantize(_as_in_file(name, array, sizes), kind)
+    found: np.ndarray = gguf.quants.quantize(array, kind)
     return found
 
 

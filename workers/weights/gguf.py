@@ -28,7 +28,7 @@ MAX_SHARD_BYTES = 10**9
 
 # Values of general.architecture. Other families run from safetensors only: it has not been checked what
 # transformers ignores of their GGUF files.
-_ARCHITECTURES = ("llama", "qwen3")
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 _ROPE_FACTORS = "rope_freqs.weight"
 # GGUF files have only the divisors of the frequencies; Llama 3.1 and later derive them from these parameters.

@@ -78,7 +78,7 @@ def test_large_models_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"kind": "gemma3"}, "architecture gemma3; supported: llama, qwen3"),
+        ({"kind": "gemma3"}, "architecture gemma3; supported: llama, qwen2, qwen3"),
         ({"add_expert_count": 8}, "mixture of experts"),
         ({"add_rope_dimension_count": 4}, "lacks .*_proj.weight in the shape"),
         ({"add_tokenizer_pre": "unheard-of"}, "unheard-of"),

@@ -1,6 +1,7 @@
 """GGUF files with quantized matrices: their blocks, and the models that keep their integers."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -116,6 +117,20 @@ def test_scales_that_are_float16_in_the_file_are_exact(tmp_path: Path, kind: Typ
         name: array * (0.05 if array.ndim > 1 else 1) for name, array in hf_weights(sizes=SIZES).items()
     }
     write_gguf(tmp_path / "m.gguf", weights, types=kind, sizes=SIZES)
+    found = prepare(ModelConfig(model=str(tmp_path / "m.gguf")), tmp_path / "cache", lambda *report: None)
+    expected = reference_of(tmp_path / "m.gguf")
+    torch.testing.assert_close(logits_of(TinyWorker(Path(found.directory))), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_qwen_models_give_the_logits_of_transformers(tmp_path: Path, kind: str, tied: bool) -> None:
+    sizes = replace(SIZES, heads=2, kv_heads=1, head_dim=128)  # of all Qwen3
+    weights = {
+        name: array * (0.05 if array.ndim > 1 else 1) for name, array in hf_weights(tied, sizes, kind).items()
+    }
+    types = {name: Type.Q6_K if "v_proj" in name else Type.Q4_K for name in weights if "embed" not in name}
+    write_gguf(tmp_path / "m.gguf", weights, kind, types, sizes)
     found = prepare(ModelConfig(model=str(tmp_path / "m.gguf")), tmp_path / "cache", lambda *report: None)
     expected = reference_of(tmp_path / "m.gguf")
     torch.testing.assert_close(logits_of(TinyWorker(Path(found.directory))), expected, atol=1e-4, rtol=0)
