@@ -35,8 +35,8 @@ results of `tests/models`.
 
 - A directory with `config.json` and safetensors, as one file or as shards with an index; from the Hugging
   Face hub, or local.
-- For Llama, Qwen2 and Qwen3, a GGUF file. It is converted once, into `ATOM_CACHE_DIR`; on a CPU its integers are
-  [kept](quantization.md#gguf).
+- For Llama, Qwen2 and Qwen3, a GGUF file. It is converted once, into `ATOM_CACHE_DIR`; on a CPU its integers
+  are [kept](quantization.md#gguf).
 - A missing, unused or misshaped tensor is an error that names it.
 - `generation_config.json` gives the end-of-sequence ids and the default sampling parameters.
 - Without a tokenizer the server takes and returns token ids.
