@@ -149,8 +149,9 @@ memory's speed varies. ATOM: medians of
 
 Steps of many rows are slower than with a bfloat16 matrix: at 64 rows 0.86 times as fast, with offsets
 0.76, at 512 rows 0.9 and 0.8. SmolLM2 from its Q4_1 file, over HTTP as in
-[performance.md](performance.md#on-two-cpu-cores): 126 output tokens/s with one stream (88 in bfloat16
-then), 502 with 16 (592), 892 with 64 (1,081), 329 with a prefix in common (342).
+[performance.md](performance.md#on-two-cpu-cores), four rounds: 110 to 126 output tokens/s with one stream
+(79 and 88 in bfloat16 then), 448 to 502 with 16 (592, 601), 850 to 892 with 64 (1,081, 1,124), 316 to 329
+with a prefix in common (342, 352).
 """
 
 _QUALITY = """\
