@@ -5,8 +5,8 @@
     prefill_attention    tiles of rows of many tokens. Compute-bound; one program for each tile.
 
 A step launches either or both; each kernel skips the other's rows. Launches depend only on the
-numbers in the plan, never on its tensors. On Hopper a third kernel takes long prompts that a step
-prefills as a whole, where the plan has host rows to find them by (`hopper_attention`).
+numbers in the plan, never on its tensors. On Hopper a third kernel takes the prompts instead of the second
+(`hopper_attention`): of a float8 cache only long ones that a step prefills as a whole, gathered first.
 
 With `split_tokens` both kernels split every context at the same positions, use the same block
 sizes and merge in the same order: a token's bits depend on neither its batch nor its phase.
@@ -25,7 +25,9 @@ from atom_ops.ops.kv_cache import KVLayer
 from atom_ops.triton_impl import INTERPRETED, NEEDS, is_hopper, runs_on
 from atom_ops.triton_impl.attention_kernels import LOG2_E, decode_attention, prefill_attention
 from atom_ops.triton_impl.fp8 import converts_float8
+from atom_ops.triton_impl.gathered_prompts import gather_prompts
 from atom_ops.triton_impl.pdl import launch_options
+from atom_ops.triton_impl.query_tiles import ListTiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,11 @@ _MAX_DECODE_QUERIES = 64
 """Query heads x tokens of a decoding row with drafts: with more, its row is computed like a prompt."""
 _MAX_PAIRS = 1 << 18
 _WHOLE_PROMPT = 512
-"""Fewest tokens of a whole prompt for the Hopper kernel: below, gathering costs more than it saves."""
+"""Fewest tokens of a prompt that is gathered from a float8 cache: below, that costs more than it saves."""
+WORTH_GATHERING = 4096
+"""Fewest tokens of such prompts in a step: the launches take 100 us more on the host."""
+FEW_ROWS = 16
+"""Most rows of a captured step whose prompts are gathered: it launches programs for all of them."""
 _NO_PROMPT = (1 << 31) - 1
 
 
@@ -139,7 +145,7 @@ def _paged_attention(q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: A
         decode_tile = hopper_tile
     elif plan.min_query_len <= decode_tile:
         launch_decode(out_THE, q_THE, cache, plan, rule, decode, decode_tile)
-    longest, whole_prompt = _attend_whole_prompts(out_THE, q_THE, cache, plan, rule)
+    longest, whole_prompt = _attend_prompts(out_THE, q_THE, cache, plan, rule, decode_tile + 1)
     if longest > decode_tile:
         _launch_prefill(out_THE, q_THE, cache, plan, rule, prefill, decode_tile + 1, whole_prompt)
     return out_THE
@@ -164,22 +170,50 @@ def _few(cache: KVLayer, plan: AttentionPlan, device: torch.device) -> bool:
     return 2 * len(plan.context_lens_R) * cache.kv.shape[3] <= _num_sms(device)
 
 
-def _attend_whole_prompts(
-    out_THE: Tensor, q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule
+def _attend_prompts(
+    out_THE: Tensor, q_THE: Tensor, cache: KVLayer, plan: AttentionPlan, rule: AttentionRule, min_tokens: int
 ) -> tuple[int, int]:
-    """Compute whole prompts with the Hopper kernel where it applies.
+    """Compute rows of at least `min_tokens` tokens with the Hopper kernel where it applies.
 
-    Returns the most tokens of any other row, and the fewest tokens of the whole prompts computed.
+    Returns the most tokens of any row that is left, and the fewest tokens of the whole prompts computed.
     """
-    if plan.max_query_len >= _WHOLE_PROMPT and q_THE.is_cuda and torch.version.hip is None:
-        # Gluon for Hopper comes only with Triton for NVIDIA GPUs.
-        from atom_ops.triton_impl import hopper_attention
+    left = plan.max_query_len, _NO_PROMPT
+    if plan.max_query_len < min_tokens or plan.split_tokens or not is_hopper(q_THE.device):
+        return left
+    # Gluon for Hopper comes only with Triton for NVIDIA GPUs.
+    from atom_ops.triton_impl import hopper_attention
 
-        prompts = hopper_attention.find_prompts(q_THE, cache, plan, rule, _WHOLE_PROMPT)
-        if prompts is not None:
-            hopper_attention.attend(out_THE, q_THE, cache, plan, prompts, rule.scale)
-            return prompts.longest_other, _WHOLE_PROMPT
-    return plan.max_query_len, _NO_PROMPT
+    if not hopper_attention.supports(q_THE, cache):
+        return left
+    length = hopper_attention.tile_length(q_THE.shape[1], cache.kv.shape[3])
+    kv, num_sms = cache.kv, _num_sms(q_THE.device)
+    if cache.scale is None:
+        listed = plan.derived(ListTiles(length, min_tokens))
+        left = 0, _NO_PROMPT
+    else:
+        longest = _longest_not_gathered(plan)
+        if longest is None:
+            return left
+        listed = plan.derived(ListTiles(length, _WHOLE_PROMPT, whole=True))
+        kv = gather_prompts(cache, plan, listed, q_THE.dtype)
+        left = longest, _WHOLE_PROMPT
+    hopper_attention.attend(out_THE, q_THE, kv, plan, listed, rule, num_sms)
+    return left
+
+
+def _longest_not_gathered(plan: AttentionPlan) -> int | None:
+    """The most tokens of a row that is no long whole prompt; None if too few tokens are in such prompts.
+
+    Of a plan without host rows any row may be one, and any other as long as the longest.
+    """
+    if plan.host is None:
+        few = len(plan.context_lens_R) <= FEW_ROWS and plan.num_tokens >= WORTH_GATHERING
+        return plan.max_query_len if few else None
+    query_lens = plan.host.query_lens
+    gathered = (query_lens >= _WHOLE_PROMPT) & (query_lens == plan.host.context_lens)
+    if query_lens[gathered].sum() < WORTH_GATHERING:
+        return None
+    return int(query_lens[~gathered].max(initial=0))
 
 
 def decode_config(

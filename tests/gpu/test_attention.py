@@ -204,91 +204,160 @@ def test_repeats_itself() -> None:
     assert all(torch.equal(step.run(), first) for _ in range(20))
 
 
-# Whole prompts in steps with decodes and chunks; some are too short.
+# Whole prompts and chunks, with decodes or alone; not whole tiles, and of very different lengths.
 PROMPTS = {
     "one": ([512], [512]),
     "not whole tiles": ([700, 513, 1030], [700, 513, 1030]),
     "after decodes": ([1, 1, 1, 900, 640], [300, 1, 77, 900, 640]),
     "among others": ([1, 600, 3, 530, 64, 1000, 5], [2000, 600, 3, 900, 64, 1000, 40]),
+    "short ones": ([9, 33, 128, 17, 70, 5, 31], [9, 33, 128, 17, 70, 5, 31]),
+    "chunks": ([128, 40, 300, 129], [3000, 1017, 428, 130]),
+    "more items than programs": ([50] * 60 + [700], [*range(60, 1260, 20), 900]),
 }
+WHOLE = [name for name, (query_lens, _) in PROMPTS.items() if max(query_lens) >= 512 and len(query_lens) < 16]
+"""Steps with prompts that are gathered from a float8 cache."""
 
 
 def by_other_kernels(step: Step) -> torch.Tensor:
-    """The same step without the kernel for whole prompts."""
+    """The same step without the kernel for prompts."""
     from atom_ops.triton_impl import hopper_attention
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hopper_attention, "find_prompts", lambda *args: None)
+        patch.setattr(hopper_attention, "supports", lambda *args: False)
         return step.run()
 
 
 @pytest.fixture
-def prompt_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use the kernel for whole prompts however few tokens they have, and check that it is used."""
-    from atom_ops.triton_impl import is_hopper
+def prompt_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Use the kernel for prompts however few tokens they have, and check that it is used."""
+    from atom_ops.triton_impl import attention, is_hopper
 
     if not is_hopper(GPU):
         pytest.skip("needs a Hopper GPU")
     from atom_ops.triton_impl import hopper_attention
 
-    monkeypatch.setattr(hopper_attention, "WORTH_LAUNCHING", 1)
-    find = hopper_attention.find_prompts
+    monkeypatch.setattr(attention, "WORTH_GATHERING", 1)
+    attend, calls = hopper_attention.attend, []
 
-    def checked(*args: Any) -> Any:
-        prompts = find(*args)
-        assert prompts is not None
-        return prompts
+    def counted(*args: Any) -> None:
+        calls.append(args)
+        attend(*args)
 
-    monkeypatch.setattr(hopper_attention, "find_prompts", checked)
+    monkeypatch.setattr(hopper_attention, "attend", counted)
+    yield
+    assert calls
+
+
+def check_prompts(step: Step) -> None:
+    error = TOLERANCE[step.dtype]
+    torch.testing.assert_close(step.run(), by_other_kernels(step), atol=error, rtol=error)
 
 
 @pytest.mark.usefixtures("prompt_kernel")
 @pytest.mark.parametrize("dtype", [torch.float16, BF16])
-@pytest.mark.parametrize("heads", [(9, 3, 64), (16, 8, 128), (8, 1, 128)])
+@pytest.mark.parametrize("heads", [(9, 3, 64), (16, 8, 128), (64, 8, 64), (8, 1, 128), (40, 8, 128)])
 @pytest.mark.parametrize(("query_lens", "context_lens"), PROMPTS.values(), ids=PROMPTS)
-def test_whole_prompts(
+def test_prompts(
     query_lens: list[int], context_lens: list[int], heads: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
-    step = Step(query_lens, context_lens, *heads[:2], dtype=dtype, cache_dtype=dtype, width=heads[2],
-                device=GPU)  # fmt: skip
-    torch.testing.assert_close(
-        step.run(), by_other_kernels(step), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
-    )
+    check_prompts(Step(query_lens, context_lens, *heads[:2], dtype=dtype, cache_dtype=dtype, width=heads[2],
+                       device=GPU))  # fmt: skip
 
 
 @pytest.mark.usefixtures("prompt_kernel")
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize(("window", "sinks"), [(1, False), (20, True), (128, True), (500, False), (0, True)])
+@pytest.mark.parametrize("heads", [(64, 8, 64), (9, 3, 128)])
 @pytest.mark.parametrize(("query_lens", "context_lens"), PROMPTS.values(), ids=PROMPTS)
-def test_whole_prompts_of_a_padded_step_without_host_rows(
-    query_lens: list[int], context_lens: list[int]
+def test_prompts_with_windows_and_sinks(
+    query_lens: list[int],
+    context_lens: list[int],
+    heads: tuple[int, int, int],
+    window: int,
+    sinks: bool,
+    block_size: int,
+) -> None:
+    check_prompts(Step(query_lens, context_lens, *heads[:2], dtype=BF16, cache_dtype=BF16, width=heads[2],
+                       block_size=block_size, device=GPU, window=window, sinks=sinks))  # fmt: skip
+
+
+@pytest.mark.usefixtures("prompt_kernel")
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("width", [64, 128])
+def test_prompts_in_blocks_of_every_size(width: int, block_size: int) -> None:
+    check_prompts(Step(*PROMPTS["among others"], 8, 2, block_size, BF16, BF16, width, GPU))
+
+
+def test_prompts_in_other_blocks() -> None:
+    check_prompts(Step(*PROMPTS["among others"], 8, 2, 256, BF16, BF16, 128, GPU))
+
+
+@pytest.mark.usefixtures("prompt_kernel")
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("cache_dtype", [BF16, FP8])
+@pytest.mark.parametrize(("query_lens", "context_lens"), [PROMPTS[name] for name in WHOLE], ids=WHOLE)
+def test_prompts_of_a_padded_step_without_host_rows(
+    query_lens: list[int], context_lens: list[int], cache_dtype: torch.dtype, window: int
 ) -> None:
     """As a captured step: the kernels find the prompts, among padding tokens and rows."""
-    step = Step(query_lens, context_lens, 16, 8, dtype=BF16, cache_dtype=BF16, width=128, device=GPU)
+    step = Step(query_lens, context_lens, 16, 8, dtype=BF16, cache_dtype=cache_dtype, width=128, device=GPU,
+                window=window)  # fmt: skip
     tokens = sum(query_lens)
     plan = step.plan().padded(tokens + 90, 16)
-    q = torch.cat((step.q, step.q[:90]))
+    q = torch.cat((step.q, torch.full_like(step.q[:90], torch.nan)))
     out = atom_ops.paged_attention(q, step.cache, dataclasses.replace(plan, host=None), step.rule)
     expected = by_other_kernels(step)
     torch.testing.assert_close(out[:tokens], expected, atol=TOLERANCE[BF16], rtol=TOLERANCE[BF16])
 
 
 @pytest.mark.usefixtures("prompt_kernel")
-def test_whole_prompts_follow_the_definition() -> None:
-    step = Step(*PROMPTS["among others"], 4, 2, 7, dtype=BF16, cache_dtype=BF16, width=128, device=GPU)
-    check(step, TOLERANCE[BF16])
+def test_one_graph_runs_other_prompts() -> None:
+    """Of a captured step only the numbers are fixed; one replay has no prompts."""
+    rows, tokens, width = 8, 1600, 300
+    table = torch.zeros(rows, width, dtype=torch.int32, device=GPU)
+    contexts = torch.zeros(rows, dtype=torch.int32, device=GPU)
+    starts = torch.zeros(rows + 1, dtype=torch.int32, device=GPU)
+    lens = PROMPTS["chunks"], PROMPTS["short ones"], ([1, 1], [70, 900]), PROMPTS["after decodes"]
+    steps = [Step(*each, 16, 8, dtype=BF16, cache_dtype=BF16, width=128, device=GPU) for each in lens]
+    cache = atom_ops.make_kv_layer(max(len(step.cache.kv) for step in steps), 16, 8, 128, BF16, GPU)
+    q = torch.zeros(tokens, 16, 128, dtype=BF16, device=GPU)
+
+    def run() -> torch.Tensor:
+        plan = AttentionPlan(table, contexts, starts, tokens, 1, tokens, width * 16)
+        return atom_ops.paged_attention(q, cache, plan, steps[0].rule)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for step in (*steps, steps[0]):
+        count, used = len(step.q), len(step.table)
+        q[:count], q[count:] = step.q, torch.nan
+        cache.kv[: len(step.cache.kv)] = step.cache.kv
+        table[:used, : step.table.shape[1]] = torch.from_numpy(step.table)
+        contexts.zero_()[:used] = torch.from_numpy(step.context_lens)
+        starts.fill_(count)[: used + 1] = step.plan().query_starts_R1
+        graph.replay()
+        torch.testing.assert_close(out[:count], by_other_kernels(step), atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.usefixtures("prompt_kernel")
+@pytest.mark.parametrize("name", ["among others", "chunks"])
+def test_prompts_follow_the_definition(name: str) -> None:
+    check(Step(*PROMPTS[name], 4, 2, dtype=BF16, cache_dtype=BF16, width=128, device=GPU), TOLERANCE[BF16])
+
+
+@pytest.mark.usefixtures("prompt_kernel")
+@pytest.mark.parametrize("block_size", [16, 7])
+@pytest.mark.parametrize(("window", "sinks"), [(0, False), (100, True)])
 @pytest.mark.parametrize("dtype", [torch.float16, BF16])
-def test_whole_prompts_of_a_float8_cache(dtype: torch.dtype) -> None:
-    step = Step(*PROMPTS["among others"], 8, 2, dtype=dtype, cache_dtype=FP8, width=128, device=GPU)
-    torch.testing.assert_close(
-        step.run(), by_other_kernels(step), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
-    )
+def test_prompts_of_a_float8_cache(dtype: torch.dtype, window: int, sinks: bool, block_size: int) -> None:
+    check_prompts(Step(*PROMPTS["among others"], 8, 2, block_size, FP8, dtype, 128, GPU, window, sinks))
 
 
 @pytest.mark.usefixtures("prompt_kernel")
-def test_whole_prompts_do_not_depend_on_their_step() -> None:
-    """And repeat bit for bit, whatever the timing of producer and consumers."""
+def test_prompts_do_not_depend_on_their_step() -> None:
+    """And repeat bit for bit, whatever the timing of the warps and the program that computes a tile."""
     together = Step([900, 1500, 640], [900, 1500, 640], 16, 8, dtype=BF16, cache_dtype=BF16, width=128,
                     device=GPU)  # fmt: skip
     first = together.run()
