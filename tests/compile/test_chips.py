@@ -97,6 +97,21 @@ def attention(heads: int, kv_heads: int, width: int, rule: AttentionRule, split_
             run("paged_attention", tensor(rows * longest, heads, width), cache, plan, rule)
 
 
+def prompts(heads: int, kv_heads: int, width: int, rule: AttentionRule) -> None:
+    """By the kernel for Hopper, from the cache, and gathered from a float8 one."""
+    from atom_ops.triton_impl import hopper_attention
+    from atom_ops.triton_impl.gathered_prompts import gather_prompts
+    from atom_ops.triton_impl.query_tiles import ListTiles
+
+    plan = AttentionPlan(ints(2, 64), ints(2), ints(3), 2048, 1024, 1024, 1024)
+    listed = plan.derived(ListTiles(hopper_attention.tile_length(heads, kv_heads), 2))
+    q_THE = tensor(2048, heads, width)
+    cache = make_kv_layer(64, 16, kv_heads, width, BF16, META)
+    gathered = gather_prompts(make_kv_layer(64, 16, kv_heads, width, FP8, META), plan, listed, BF16)
+    for kv in (cache.kv, gathered):
+        hopper_attention.attend(torch.empty_like(q_THE), q_THE, kv, plan, listed, rule, 132)
+
+
 def latent_attention(heads: int, split_tokens: int) -> None:
     """DeepSeek-V3's, with `heads` heads on a rank."""
     query, latent, rope, nope, value = 1536, 512, 64, 128, 128
@@ -427,19 +442,18 @@ def test_an_unknown_gpu_has_plans_to_choose_from(chip: str) -> None:
 
 
 def test_kernels_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole prompts, decodes of a float8 cache, and the fused GEMVs, which have plans for an H200 alone."""
+    """Prompts, decodes of a float8 cache, and the fused GEMVs, which have plans for an H200 alone."""
     triton_impl.load()
-    from atom_ops.triton_impl import fused_linear, hopper_attention, hopper_decode, tuned
+    from atom_ops.triton_impl import fused_linear, hopper_decode, tuned
 
     with compiling_for(CHIPS["H200"]) as compiled:
+        # GPT-OSS.
+        for window in (0, 128):
+            prompts(64, 8, 64, AttentionRule(0.1, window, tensor(64)))
         for heads, kv_heads, width, *_ in MODELS.values():
-            for dtype in (BF16, FP8):
-                cache = make_kv_layer(64, 16, kv_heads, width, dtype, META)
-                plan = AttentionPlan(ints(2, 64), ints(2), ints(3), 2048, 1024, 1024, 1024)
-                prompts = hopper_attention.Prompts(0, 2, 0, 2048, 512, 0)
-                q_THE = tensor(2048, heads, width)
-                hopper_attention.attend(torch.empty_like(q_THE), q_THE, cache, plan, prompts, 0.1)
+            prompts(heads, kv_heads, width, AttentionRule(0.1))
             q_THE, arrived = tensor(64, heads, width), ints(64 * kv_heads)
+            cache = make_kv_layer(64, 16, kv_heads, width, FP8, META)
             plan = AttentionPlan(ints(64, 64), ints(64), ints(65), 64, 1, 1, 1024)
             out_THE = torch.empty_like(q_THE)
             hopper_decode.attend(out_THE, q_THE, cache, plan, AttentionRule(0.1), arrived, 132)

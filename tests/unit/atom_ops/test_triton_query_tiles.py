@@ -31,7 +31,7 @@ def wanted_tiles(step: Step, length: int, min_tokens: int, whole: bool) -> list[
 def test_agrees_with_reference_triton_query_tiles(
     length: int, min_tokens: int, whole: bool, padding: int
 ) -> None:
-    """Rows of equal contexts, decodes, more rows than are read at once, and more tiles than are written at once."""
+    """Equal contexts, decodes, more rows than are read at once, more tiles than are written at once."""
     from atom_ops.triton_impl.query_tiles import ListTiles
 
     query_lens = [1, 40, 1100, 40, 2, 129, *[3] * 130, 70]
