@@ -75,7 +75,17 @@ class WgmmaPlan:
     """Most of a thread."""
 
 
-ExpertPlan = VectorPlan | GroupedPlan | WgmmaPlan
+@dataclass(frozen=True, slots=True)
+class PersistentPlan:
+    """Blocks of 128 pairs of one expert, for 16-bit weights on Hopper: see `hopper_experts`."""
+
+    tokens: int
+    """Most tokens."""
+
+
+ExpertPlan = VectorPlan | GroupedPlan | WgmmaPlan | PersistentPlan
+_WGMMA = (WgmmaPlan, PersistentPlan)
+"""Kernels in Gluon, which need Hopper and do not take every weight."""
 Format = Literal["plain", "block_fp8", "channel_fp8", "int8", "mxfp4", "int4"]
 """Of the weights."""
 Shape = tuple[int, int, int]
@@ -94,6 +104,8 @@ _HOPPER = (
     (8, GroupedPlan(MANY, 16, GroupedTile(64, 128, 4, 3), GroupedTile(64, 128, 4, 3))),
     (24, GroupedPlan(MANY, 32, GroupedTile(64, 64, 4, 3), GroupedTile(128, 64, 4, 5))),
     (48, GroupedPlan(MANY, 64, GroupedTile(64, 64, 4, 3), GroupedTile(128, 64, 4, 3))),
+    (200, GroupedPlan(MANY, 128, GroupedTile(128, 64, 8, 4), GroupedTile(128, 64, 4, 3))),
+    (MANY, PersistentPlan(MANY)),
     (MANY, GroupedPlan(MANY, 128, GroupedTile(128, 64, 8, 4), GroupedTile(128, 64, 4, 3))),
 )
 # A tile of block-scaled FP8 has at most the rows of a block.
@@ -142,7 +154,8 @@ _QWEN3_30B_A3B = (
     GroupedPlan(384, 32, GroupedTile(64, 64, 4, 3), GroupedTile(128, 64, 4, 5)),
     GroupedPlan(768, 64, GroupedTile(64, 64, 4, 3), GroupedTile(128, 64, 4, 3)),
     GroupedPlan(1536, 128, GroupedTile(128, 64, 8, 4, persistent=True), GroupedTile(128, 64, 8, 3)),
-    GroupedPlan(8192, 128, GroupedTile(128, 64, 8, 4), GroupedTile(128, 64, 4, 3)),
+    GroupedPlan(4096, 128, GroupedTile(128, 64, 8, 4), GroupedTile(128, 64, 4, 3)),
+    PersistentPlan(MANY),
     GroupedPlan(MANY, 128, GroupedTile(128, 64, 8, 3), GroupedTile(128, 64, 8, 3)),
 )
 
@@ -185,11 +198,11 @@ def few(format: Format) -> VectorPlan:
 def default_plan(layer: Layer, tokens: int, chosen: int, hopper: bool, wgmma: bool = True) -> ExpertPlan:
     """The plan of a layer that was not measured; each token has `chosen` experts.
 
-    `wgmma`: whether a `WgmmaPlan` fits the weights and the activations.
+    `wgmma`: whether a `WgmmaPlan` or a `PersistentPlan` fits the weights and the activations.
     """
     format, shape = layer
     plan = few(format)
-    plans = _plans(format, hopper, wgmma)
+    plans = [(most, plan) for most, plan in _plans(format, hopper) if wgmma or not isinstance(plan, _WGMMA)]
     most = _FEWEST_WGMMA - 1 if isinstance(plans[0][1], WgmmaPlan) else plan.tokens
     if tokens <= most and tokens * chosen <= 4 * shape[0]:
         return plan
@@ -197,20 +210,16 @@ def default_plan(layer: Layer, tokens: int, chosen: int, hopper: bool, wgmma: bo
     return next(plan for most, plan in plans if per_expert <= most)
 
 
-def _plans(
-    format: Format, hopper: bool, wgmma: bool = True
-) -> tuple[tuple[int, GroupedPlan | WgmmaPlan], ...]:
+def _plans(format: Format, hopper: bool) -> tuple[tuple[int, ExpertPlan], ...]:
     if not hopper:
         return _ANYWHERE
     if format == "plain":
         return _HOPPER
-    if format in ("mxfp4", "int4"):
-        return _HOPPER_4BIT if wgmma else _HOPPER_4BIT_ANY
-    return _HOPPER_8BIT
+    return _HOPPER_4BIT + _HOPPER_4BIT_ANY if format in ("mxfp4", "int4") else _HOPPER_8BIT
 
 
 def tuned_plan(plans: tuple[ExpertPlan, ...], tokens: int, wgmma: bool = True) -> ExpertPlan | None:
     """The first plan for so many tokens; None if there is none."""
     return next(
-        (plan for plan in plans if tokens <= plan.tokens and (wgmma or not isinstance(plan, WgmmaPlan))), None
+        (plan for plan in plans if tokens <= plan.tokens and (wgmma or not isinstance(plan, _WGMMA))), None
     )

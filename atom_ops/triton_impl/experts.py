@@ -14,7 +14,14 @@ from atom_ops.ops.linear import BATCH_INVARIANT
 from atom_ops.triton_impl import INTERPRETED, NEEDS, expert_plans, expert_quantized, is_hopper, runs_on
 from atom_ops.triton_impl.expert_blocks import ExpertBlocks, sort_by_expert
 from atom_ops.triton_impl.expert_kernels import _down, _gate_up, _grouped_gemm, _sum_pairs
-from atom_ops.triton_impl.expert_plans import ExpertPlan, GroupedPlan, GroupedTile, VectorPlan, WgmmaPlan
+from atom_ops.triton_impl.expert_plans import (
+    ExpertPlan,
+    GroupedPlan,
+    GroupedTile,
+    PersistentPlan,
+    VectorPlan,
+    WgmmaPlan,
+)
 from atom_ops.triton_impl.pdl import launch_options
 from atom_ops.triton_impl.persistent import programs_for
 from atom_ops.weights import MXFP4, GroupINT4, Weight
@@ -48,6 +55,11 @@ def multiply(
         from atom_ops.triton_impl import expert_wgmma  # Gluon for Hopper is not in every Triton
 
         y_PD = expert_wgmma.by_expert(plan, x_TD, ids_TJ, weights, activation)
+        return sum_pairs(y_PD, ids_TJ, shares_TJ, experts_X, weights.first)
+    if isinstance(plan, PersistentPlan):
+        from atom_ops.triton_impl import hopper_experts  # as above
+
+        y_PD = hopper_experts.by_expert(x_TD, ids_TJ, weights, activation)
         return sum_pairs(y_PD, ids_TJ, shares_TJ, experts_X, weights.first)
     if quantized:
         y_PD = expert_quantized.by_expert(plan, x_TD, ids_TJ, weights, activation, described)
@@ -175,10 +187,19 @@ def _plan(x_TD: Tensor, ids_TJ: Tensor, weights: ExpertWeights) -> ExpertPlan:
         plain = layer[0] == "plain"
         plans = expert_plans.INTERPRETED if plain else expert_plans.INTERPRETED_QUANTIZED
     hopper = is_hopper(device)
-    wgmma = hopper and x_TD.dtype == torch.bfloat16 and expert_quantized.wgmma_reads(weights)
+    wgmma = hopper and _wgmma_takes(x_TD, weights)
     return expert_plans.tuned_plan(plans, tokens, wgmma) or expert_plans.default_plan(
         layer, tokens, chosen, hopper, wgmma
     )
+
+
+def _wgmma_takes(x_TD: Tensor, weights: ExpertWeights) -> bool:
+    """Whether a kernel in Gluon takes these weights and activations, on Hopper."""
+    if not isinstance(weights.down_XDF, Tensor):
+        return x_TD.dtype == torch.bfloat16 and expert_quantized.wgmma_reads(weights)
+    from atom_ops.triton_impl import hopper_experts  # Gluon for Hopper is not in every Triton
+
+    return hopper_experts.fits(x_TD, weights) and _describable(weights)
 
 
 def _plain(weights: ExpertWeights) -> tuple[Tensor, Tensor]:

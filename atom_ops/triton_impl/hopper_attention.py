@@ -163,8 +163,7 @@ def _slots(
             slot = gl.load(table + token // BLOCK_SIZE, mask=exists, other=0) * BLOCK_SIZE
         else:
             slot = origin + token
-        own = (gl.where(exists, slot, num_slots),)
-        slots += own
+        slots = slots + (gl.where(exists, slot, num_slots),)  # type: ignore[assignment]  # noqa: RUF005
     return slots
 
 

@@ -383,3 +383,17 @@ def test_plans_of_four_bit_experts(format: expert_plans.Format, shape: expert_pl
                 assert plan.short.bit_count() == plan.block.bit_count() == 1
         elsewhere = expert_plans.default_plan(layer, tokens, 4, hopper=False)
         assert not isinstance(elsewhere, expert_plans.WgmmaPlan)
+
+
+@pytest.mark.parametrize("shape", [(128, 2048, 768), (8, 4096, 14336)], ids=str)
+def test_plans_of_plain_experts(shape: expert_plans.Shape) -> None:
+    """Persistent programs for many tokens, where they fit the weights."""
+    layer: expert_plans.Layer = "plain", shape
+    measured = expert_plans.TUNED["NVIDIA H200"].get(layer, ())
+    for tokens in (1, 64, 1 << 14, 1 << 16):
+        for wgmma in (False, True):
+            plan = expert_plans.tuned_plan(measured, tokens, wgmma)
+            plan = plan or expert_plans.default_plan(layer, tokens, 2, hopper=True, wgmma=wgmma)
+            assert tokens <= plan.tokens
+            many = wgmma and tokens >= 1 << 14
+            assert isinstance(plan, expert_plans.PersistentPlan) == many
