@@ -26,12 +26,15 @@ from triton.errors import TritonError
 from atom_ops import RoutingRule, backend, route
 from atom_ops.ops.experts import ClampedSwiglu, ExpertWeights, experts
 from atom_ops.triton_impl import experts as provider
+from atom_ops.triton_impl import hopper_experts
 from atom_ops.triton_impl.expert_blocks import ExpertBlocks, sort_by_expert
 from atom_ops.triton_impl.expert_plans import (
     MANY,
+    ExpertPlan,
     Format,
     GroupedPlan,
     GroupedTile,
+    PersistentPlan,
     VectorPlan,
     VectorTile,
     WgmmaPlan,
@@ -162,7 +165,7 @@ class Layer:
         self.y = torch.empty(tokens * model.chosen, model.hidden, dtype=DTYPE, device=DEVICE)
         self._blocks: dict[int, list[ExpertBlocks]] = {}
 
-    def call(self, plan: GroupedPlan | VectorPlan | WgmmaPlan) -> list[Callable[[], object]]:
+    def call(self, plan: ExpertPlan) -> list[Callable[[], object]]:
         return [
             partial(provider.multiply, plan, x, ids, self.shares, self.weights, self.activation, True)
             for x, ids in zip(self.x, self.ids, strict=True)
@@ -374,8 +377,10 @@ def tune(name: str, all_tokens: Sequence[int]) -> None:
             best: list[Any] = [gate_up, fastest(layer, jobs, False, moved, flops, gate_up.rows)]
             plan = GroupedPlan(tokens, block, *best) if block else VectorPlan(tokens, *best)
             totals.append((attempt(partial(layer.call, plan)), plan))
-        if model.format in FOUR_BIT:
-            totals += [(attempt(partial(layer.call, plan)), plan) for plan in WGMMA]
+        whole: Sequence[ExpertPlan] = WGMMA if model.format in FOUR_BIT else ()
+        if model.format == "plain" and hopper_experts.fits(layer.x[0], weights):
+            whole = (PersistentPlan(tokens),)
+        totals += [(attempt(partial(layer.call, plan)), plan) for plan in whole]
         for taken, plan in sorted(totals, key=lambda entry: entry[0]):
             print(f"  WHOLE {taken * 1e6:9.1f} us {floor / taken:6.1%} of the floor  {plan}")
         if model.format == "plain":

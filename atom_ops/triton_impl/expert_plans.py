@@ -154,7 +154,7 @@ _QWEN3_30B_A3B = (
     GroupedPlan(384, 32, GroupedTile(64, 64, 4, 3), GroupedTile(128, 64, 4, 5)),
     GroupedPlan(768, 64, GroupedTile(64, 64, 4, 3), GroupedTile(128, 64, 4, 3)),
     GroupedPlan(1536, 128, GroupedTile(128, 64, 8, 4, persistent=True), GroupedTile(128, 64, 8, 3)),
-    GroupedPlan(4096, 128, GroupedTile(128, 64, 8, 4), GroupedTile(128, 64, 4, 3)),
+    GroupedPlan(3072, 128, GroupedTile(128, 64, 8, 4), GroupedTile(128, 64, 4, 3)),
     PersistentPlan(MANY),
     GroupedPlan(MANY, 128, GroupedTile(128, 64, 8, 3), GroupedTile(128, 64, 8, 3)),
 )

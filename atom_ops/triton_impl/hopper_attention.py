@@ -318,6 +318,19 @@ def _hide(score_MN, token_N, seen_M, WINDOW: gl.constexpr):
 
 
 @gluon.jit
+def _store(out_ME, out, token, head, queries, HEADS: gl.constexpr, TOGETHER: gl.constexpr):
+    """Store `queries` tokens from `token` on, TOGETHER heads each from `head` on."""
+    HALF: gl.constexpr = out_ME.shape[0]
+    WIDTH: gl.constexpr = out_ME.shape[1]
+    stored: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    m_M = gl.arange(0, HALF, gl.SliceLayout(1, stored))
+    at_M = ((token + m_M // TOGETHER).to(gl.int64) * HEADS + head + m_M % TOGETHER) * WIDTH
+    at_ME = at_M[:, None] + gl.arange(0, WIDTH, gl.SliceLayout(0, stored))[None, :]
+    out_ME = gl.convert_layout(out_ME.to(out.dtype.element_ty), stored)
+    gl.store(out + at_ME, out_ME, mask=(m_M // TOGETHER < queries)[:, None])
+
+
+@gluon.jit
 def _consume(
     q, keys, values, items, item_barriers, q_barriers, key_barriers, value_barriers, out, sinks, scale,
     HALF_NUMBER: gl.constexpr, HEADS: gl.constexpr, TOGETHER: gl.constexpr, WIDTH: gl.constexpr,
@@ -333,7 +346,6 @@ def _consume(
     factor: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
     score_rows: gl.constexpr = gl.SliceLayout(1, scores)
     sum_rows: gl.constexpr = gl.SliceLayout(1, sums)
-    stored: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     OWN: gl.constexpr = HALF // TOGETHER
     q_ME = q._reinterpret(q.dtype, [2, HALF, WIDTH], _SWIZZLED).index(HALF_NUMBER)
     keys = keys._reinterpret(keys.dtype, [STAGES, TILE, WIDTH], _SWIZZLED)
@@ -394,11 +406,8 @@ def _consume(
             head_M = head + gl.arange(0, HALF, score_rows) % TOGETHER
             total_M += gl.exp2(gl.load(sinks + head_M).to(gl.float32) * _LOG2_E - top_M)
         out_ME = sum_ME / gl.convert_layout(total_M, sum_rows)[:, None]
-        m_M = gl.arange(0, HALF, gl.SliceLayout(1, stored))
-        own_M = HALF_NUMBER * OWN + m_M // TOGETHER
-        at_M = ((token + own_M).to(gl.int64) * HEADS + head + m_M % TOGETHER) * WIDTH
-        at_ME = at_M[:, None] + gl.arange(0, WIDTH, gl.SliceLayout(0, stored))[None, :]
-        gl.store(out + at_ME, gl.convert_layout(out_ME.to(q.dtype), stored), mask=(own_M < queries)[:, None])
+        first = HALF_NUMBER * OWN
+        _store(out_ME, out, token + first, head, queries - first, HEADS, TOGETHER)
         number += 1
         head, _row, token, queries, position = _receive(items, item_barriers, number, ITEMS)
 

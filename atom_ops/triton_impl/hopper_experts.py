@@ -9,6 +9,8 @@ One program runs on each SM and computes one tile of BLOCK pairs of an expert af
                  TMA (1 warp). Its stages run ahead into the next tile
     consumers    2 x 4 warps, for 64 pairs each. Of a block with no more than 64 pairs one has nothing to do
 
+Launched without PDL: with it, a layer of 16,384 tokens took 30 % longer.
+
 Written in Gluon, which has no interpreter.
 """
 
@@ -37,7 +39,9 @@ COLUMNS = 64
 """Of a stage: as wide as shared memory is swizzled."""
 _STAGES = 4
 _GROUP = 16
-"""Blocks whose tiles of the same weight rows are neighbours, so that these come from the L2 cache."""
+"""Blocks whose tiles of the same weight rows are neighbours, where an expert's matrix does not fit the L2
+cache beside the activations."""
+_CACHED_BYTES = 8 << 20
 _HALF = gl.constexpr(BLOCK // 2)
 _ROWS = gl.constexpr(256)
 """Weight rows of a tile."""
@@ -241,16 +245,9 @@ def by_expert(x_TD: Tensor, ids_TJ: Tensor, weights: ExpertWeights, activation: 
     box = [2, _SIDE.value, COLUMNS]
     sides = TensorDescriptor.from_tensor(gate_up.view(-1, features, hidden), box, _SIDES_SWIZZLED.value)
     _launch(
-        x_TD,
-        sides,
-        weights.gate_up_bias_XO,
-        blocks,
-        inner_PF,
-        hidden,
-        ids_TJ.shape[1],
-        activation,
+        x_TD, sides, weights.gate_up_bias_XO, blocks, inner_PF, hidden, ids_TJ.shape[1], activation,
         gated=True,
-    )
+    )  # fmt: skip
     y_PD = x_TD.new_empty(pairs, hidden)
     rows = TensorDescriptor.from_tensor(inner_PF, [BLOCK, COLUMNS], _SWIZZLED.value)
     matrix = TensorDescriptor.from_tensor(down.flatten(0, 1), [_ROWS.value, COLUMNS], _SWIZZLED.value)
@@ -270,10 +267,11 @@ def _launch(
     gated: bool,
 ) -> None:
     outputs, clamped = out.shape[1], activation or ClampedSwiglu(0.0, 0.0)
+    cached = (2 if gated else 1) * outputs * inputs * out.element_size() <= _CACHED_BYTES
     tiles_of_block = triton.cdiv(outputs, (_SIDE if gated else _ROWS).value)
     _grouped[(programs_for(blocks.most * tiles_of_block, out.device),)](
         x, weight, out if bias_XO is None else bias_XO, blocks.order_P, blocks.blocks, out, tiles_of_block,
         outputs, inputs, chosen, clamped.limit, clamped.alpha,
-        GATED=gated, CLAMPED=activation is not None, HAS_BIAS=bias_XO is not None, GROUP=_GROUP,
-        STAGES=_STAGES, num_warps=4,
+        GATED=gated, CLAMPED=activation is not None, HAS_BIAS=bias_XO is not None,
+        GROUP=1 if cached else _GROUP, STAGES=_STAGES, num_warps=4,
     )  # fmt: skip

@@ -49,9 +49,9 @@ MODELS = {
 }
 NVIDIA_ONLY = (
     "all_reduce", "eight_bit_linear", "four_bit_gemv", "four_bit_linear", "four_bit_mma",
-    "four_bit_wgmma", "expert_wgmma", "fused_linear",
-    "hopper_attention", "hopper_decode", "hopper_gemv", "hopper_linear", "quantized_gemv", "received_rows",
-    "rounded_rows",
+    "four_bit_wgmma", "expert_wgmma", "fused_linear", "gathered_prompts",
+    "hopper_attention", "hopper_decode", "hopper_experts", "hopper_gemv", "hopper_linear", "quantized_gemv",
+    "query_tiles", "received_rows", "rounded_rows",
 )  # fmt: skip
 """Modules whose kernels no provider launches on AMD."""
 chips = pytest.mark.parametrize("chip", list(CHIPS))

@@ -155,7 +155,7 @@ def test_every_kind_of_plan(name: str) -> None:
                 check_close(multiply(plan, x, ids, shares, weights, activation, described), wanted)
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 64, 600])
+@pytest.mark.parametrize("tokens", [1, 4, 64, 600, 5000])
 def test_all_tokens_choose_the_same_experts(tokens: int) -> None:
     backend.resolve(GPU)
     x, ids, *rest = call("Qwen3-30B-A3B", tokens)
@@ -163,7 +163,7 @@ def test_all_tokens_choose_the_same_experts(tokens: int) -> None:
     check_close(experts(x, ids, *rest), exact(x, ids, *rest))
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 64, 600])
+@pytest.mark.parametrize("tokens", [1, 4, 64, 600, 5000])
 def test_captured_kernels_follow_the_routing(tokens: int) -> None:
     backend.resolve(GPU)
     rule, count = RoutingRule(8, "softmax", renormalise=True), SHAPES["Qwen3-30B-A3B"][0]
