@@ -4,10 +4,9 @@ Frontends check more, for example the vocabulary, and send errors to clients. A 
 them must fail alone: a value that does not fit the workers' arrays would end the engine.
 """
 
-from atom.messages.engine import MAX_SEQUENCES, AddRequest, LogitsProcessors, Sampling
+from atom.messages.engine import ID_BYTES, MAX_SEQUENCES, AddRequest, LogitsProcessors, Sampling
 from atom.messages.grammar import MAX_COMPILED_BYTES, MAX_GRAMMAR_MEMORY, Grammar
 from atom.sampling_params import MAX_LOGPROBS
-from engine_core.token_ids import ID_BYTES, prompt_length
 
 _MAX_INT32 = (1 << 31) - 1
 _MAX_KEY_BYTES = 64
@@ -24,7 +23,7 @@ def check_request(message: AddRequest, max_model_len: int) -> None:
         raise ValueError(f"a request needs 1 to {MAX_SEQUENCES} different ids, not {count}")
     if len(message.prompt_ids) % ID_BYTES:
         raise ValueError(f"prompt of {len(message.prompt_ids)} bytes is not a whole number of token ids")
-    known, prompt = len(message.prompt_ids) // ID_BYTES, prompt_length(message)
+    known, prompt = len(message.prompt_ids) // ID_BYTES, message.num_prompt_ids
     if known < 1 or message.max_tokens < 1:
         raise ValueError("a request needs a prompt and max_tokens of at least 1")
     if not 1 <= prompt <= known < prompt + message.max_tokens:

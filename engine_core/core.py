@@ -14,6 +14,7 @@ import msgspec
 from atom.messages.admin import MAX_INFOS, RequestInfo
 from atom.messages.codec import encode
 from atom.messages.engine import (
+    ID_BYTES,
     AddRequest,
     CoreStats,
     Finished,
@@ -31,7 +32,7 @@ from engine_core.request import Request, SharedSettings
 from engine_core.request_log import RequestLog, describe
 from engine_core.scheduler import Limits, Scheduler
 from engine_core.step import StepOutcome
-from engine_core.token_ids import ID_BYTES, Prompt, TokenIds, prompt_length
+from engine_core.token_ids import Prompt, TokenIds
 
 
 class EngineCore:
@@ -254,7 +255,7 @@ class EngineCore:
                 raise ValueError(f"request id {request_id} is in use")
         if message.prediction_ids and not self._num_drafts:
             message = msgspec.structs.replace(message, prediction_ids=b"")
-        prompt_bytes = prompt_length(message) * ID_BYTES
+        prompt_bytes = message.num_prompt_ids * ID_BYTES
         prompt = Prompt(message.prompt_ids[:prompt_bytes], message.cache_salt)
         total = len(prompt.ids) + message.max_tokens
         # The last sampled token is never computed, except as a draft.

@@ -4,7 +4,7 @@ from enum import Enum, auto
 
 from atom.messages.engine import AddRequest, FinishReason, Sampling
 from engine_core.kv_cache_manager import RequestBlocks
-from engine_core.token_ids import ID_BYTES, TokenIds, prompt_length
+from engine_core.token_ids import TokenIds
 
 NO_ROW = -1
 
@@ -36,9 +36,9 @@ class SharedSettings:
         "name",
         "needs_output_ids",
         "needs_prompt_ids",
-        "num_replayed",
         "prediction_ids",
         "priority",
+        "replays",
         "sampling_bytes",
         "stop_ids",
         "tenant",
@@ -50,8 +50,7 @@ class SharedSettings:
         self.name = message.name
         self.tenant = message.tenant
         self.has_prompt_logprobs = message.prompt_logprobs >= 0
-        self.num_replayed = len(message.prompt_ids) // ID_BYTES - prompt_length(message)
-        """Output of an earlier run."""
+        self.replays = message.replays
         self.prediction_ids = message.prediction_ids
         self.max_tokens = message.max_tokens
         self.priority = message.priority

@@ -72,7 +72,7 @@ def describe(
         block_size=block_size,
         preemptions=request.preemptions,
         accepted_drafts=request.accepted_drafts,
-        replays=int(settings.num_replayed > 0),
+        replays=settings.replays,
     )
 
 

@@ -2,17 +2,10 @@
 
 from array import array
 
-from atom.messages.engine import AddRequest, unpack_ids
+from atom.messages.engine import unpack_ids
 
-ID_BYTES = 4
-"""Of a packed id."""
 _SALT_MARK = bytes(8)
 """Precedes every salt, so that a salted root is longer than a digest."""
-
-
-def prompt_length(message: AddRequest) -> int:
-    """The number of prompt tokens; the ids behind them are output of an earlier run."""
-    return message.prompt_length or len(message.prompt_ids) // ID_BYTES
 
 
 class Prompt:

@@ -19,10 +19,11 @@ from frontend.auth import ApiKeys
 from frontend.body_memory import BodyMemory
 from frontend.chat_encoder import ChatEncoder
 from frontend.chat_template import ChatTemplate
+from frontend.client_settings import ClientSettings
 from frontend.connections import Listener
 from frontend.cors import CorsPolicy
 from frontend.dp_router import router_for
-from frontend.engine_client import ClientSettings, EngineClient
+from frontend.engine_client import EngineClient
 from frontend.fim import FillInTheMiddle
 from frontend.grammar_process import GrammarProcess
 from frontend.grammars import Grammars
@@ -243,6 +244,8 @@ def _client_settings(launch: FrontendLaunch, limits: HttpLimits) -> ClientSettin
         num_frontends=launch.num_frontends,
         hang_timeout=config.reliability.hang_timeout,
         max_output_bytes=limits.max_output_memory or default_output_memory(launch.num_frontends),
+        max_replays=config.reliability.max_replays,
+        engines_end_together=config.parallel.lockstep,
     )
 
 

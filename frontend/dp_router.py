@@ -31,6 +31,7 @@ from typing import Literal, NamedTuple
 from xxhash import xxh3_64
 
 from atom.config.engine import EngineConfig
+from atom.messages.engine import ID_BYTES
 
 __all__ = ["Charge", "Policy", "RoutedPrompt", "Router", "router_for"]
 
@@ -41,7 +42,6 @@ _MAX_HASHES = 1 << 16
 # Prefixes longer than this share their fate with their first so many tokens.
 _MAX_PREFIX_TOKENS = 1 << 18
 _GROWTH = 4  # the next prefix length is longer by a fourth
-_BYTES_PER_ID = 4
 
 
 class RoutedPrompt(NamedTuple):
@@ -92,7 +92,7 @@ class Router:
             rank = min(cheapest, key=self._turn)
         self._next = (rank + 1) % self._num_ranks
         self._prefixes.add(hashes, rank)
-        to_compute = len(prompt.ids) // _BYTES_PER_ID - computed.get(rank, 0)
+        to_compute = len(prompt.ids) // ID_BYTES - computed.get(rank, 0)
         share = -(-to_compute // prompt.num_sequences)
         charge = Charge(rank, share + min(prompt.max_tokens, _MAX_EXPECTED_OUTPUT))
         self._requests[rank] += prompt.num_sequences
@@ -166,11 +166,11 @@ class _PrefixTable:
     def hashes(self, prompt: RoutedPrompt) -> list[_Prefix]:
         """The prompt's prefixes, shortest first. The whole prompt is none: its last token is computed."""
         state = xxh3_64(prompt.salt.encode("utf-8", "surrogatepass") + b"\0" if prompt.salt else b"")
-        found, ids, length = [], memoryview(prompt.ids), len(prompt.ids) // _BYTES_PER_ID
+        found, ids, length = [], memoryview(prompt.ids), len(prompt.ids) // ID_BYTES
         for start, end in pairwise(self._ends):
             if end >= length:
                 break
-            state.update(ids[start * _BYTES_PER_ID : end * _BYTES_PER_ID])
+            state.update(ids[start * ID_BYTES : end * ID_BYTES])
             found.append(_Prefix(end, state.intdigest()))
         return found
 

@@ -5,8 +5,9 @@ step. A stream keeps at most one pending update for each sequence: a slow reader
 and delays no other request.
 
 An engine has a rank and, counted from 0, lives. `update` gets the lives that there are now: their links
-are opened, those of other lives are closed, and the sequences on them end with an error. The state of a
-sequence (its AddRequest and the ids it has emitted) is in the OutputProcessor until then.
+are opened, those of other lives are closed. The sequences of an engine that ends wait for another engine or
+its next life, and go on there: their state (the AddRequest and the ids emitted) is in the OutputProcessor.
+`Replays` knows which ones wait, and which ones fail.
 """
 
 import asyncio
@@ -14,7 +15,6 @@ import contextlib
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeVar
 
@@ -32,6 +32,7 @@ from atom.messages.admin import (
     SetLogLevel,
 )
 from atom.messages.engine import (
+    ID_BYTES,
     Abort,
     AddRequest,
     CoreReady,
@@ -45,18 +46,29 @@ from atom.messages.engine import (
 from atom.messages.launch import EngineAddress
 from atom.messages.profile import Profile, ProfileResult
 from atom.messages.supervisor import EngineEnded
+from atom.utils.logger import get_logger
 from frontend.admission import Admission
+from frontend.client_settings import ClientSettings
 from frontend.core_link import CoreLink, LinkState
-from frontend.dp_router import Charge, RoutedPrompt, Router
+from frontend.dp_router import RoutedPrompt, Router
 from frontend.engine_connection import YIELD_S, EngineConnection
 from frontend.engine_queries import Queries
-from frontend.errors import ApiError, DeadlineError, EngineDeadError, RequestError, UnavailableError
+from frontend.errors import (
+    ApiError,
+    DeadlineError,
+    EngineDeadError,
+    InternalError,
+    RequestError,
+    UnavailableError,
+)
 from frontend.metrics import Metrics, Progress, RunningRequest
 from frontend.output_memory import HeldOutput, OutputMemory
 from frontend.output_processor import OutputProcessor, TextOptions, Update
-from frontend.streams import Stream, StreamOptions
+from frontend.replay import Replays
+from frontend.sequence import Sequence
+from frontend.streams import Deadline, Stream, StreamOptions
 
-__all__ = ["ID_BITS", "ClientSettings", "Deadline", "EngineClient"]
+__all__ = ["ID_BITS", "EngineClient"]
 
 A = TypeVar("A", bound=Answer)
 
@@ -65,57 +77,8 @@ _ANSWER_DEADLINE_S = 5.0
 _PROFILE_DEADLINE_S = 330.0
 ID_BITS = 40
 """Of an id below the number of its frontend."""
-_BYTES_PER_ID = 4
 # States of engines that are not ready, the one that may soon be ready first.
 _HOPE = (LinkState.STALLED, LinkState.READY, LinkState.CONNECTING, LinkState.DEAD)
-
-
-@dataclass(frozen=True)
-class ClientSettings:
-    """What an EngineClient takes from the configuration."""
-
-    num_ranks: int = 1
-    """Engines, when all of them live."""
-    max_num_seqs: int = 256
-    """Sequences that one engine runs at once."""
-    max_queued: int = 1024
-    """Sequences that may wait, over all engines."""
-    index: int = 0
-    """This frontend's number, unique among the frontends of the engines."""
-    num_frontends: int = 1
-    """The limits of admission are divided among them."""
-    hang_timeout: float = 60.0
-    max_output_bytes: int = 1 << 30
-    """Of output that is generated and not sent yet, for all requests of this frontend."""
-
-    def capacity(self, num_engines: int) -> int:
-        """Sequences that this frontend may have in progress while so many engines are ready."""
-        total = self.max_num_seqs * max(num_engines, 1) + self.max_queued
-        return -(-total // self.num_frontends)
-
-
-@dataclass(slots=True)
-class _Sequence:
-    """One sequence that an engine generates."""
-
-    stream: Stream
-    progress: Progress
-    engine: EngineConnection
-    charge: Charge
-
-    def shown(self, number: int) -> RunningRequest:
-        progress = self.progress
-        return RunningRequest(
-            number, self.engine.rank, progress.prompt_tokens, progress.tokens, progress.arrived_at
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Deadline:
-    """When a request is ended: at the time `at` (monotonic, seconds), `timeout_s` after its arrival."""
-
-    timeout_s: float
-    at: float
 
 
 class EngineClient:
@@ -154,7 +117,13 @@ class EngineClient:
         self._closing: set[asyncio.Task[None]] = set()
         self.ended_reasons: dict[int, str] = {}
         """By rank: why its last life has ended; without ranks where none has."""
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, Sequence] = {}
+        self._replays = Replays(settings.max_replays, settings.engines_end_together)
+        self._replays_due = asyncio.Event()
+        self._doomed_life = -1
+        """Of engines that end with one that has ended."""
+        self._final: dict[int, str] = {}
+        """By rank: why an engine has ended that is not started again."""
         self._stats: dict[EngineConnection, asyncio.Future[CoreStats]] = {}
         self._profiles: Queries[ProfileResult] = Queries()
         self._queries: Queries[Answer] = Queries()
@@ -172,6 +141,7 @@ class EngineClient:
 
     async def __aenter__(self) -> "EngineClient":
         self.update(self._initial)
+        self._replayer = asyncio.create_task(self._replay(), name="replays")
         return self
 
     async def __aexit__(
@@ -180,9 +150,13 @@ class EngineClient:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._replayer.cancel()
+        self._replays = Replays(0)
+        reason = "the server is stopping"
         for engine in list(self._engines.values()):
-            self._close(engine, "the server is stopping")
-        await asyncio.gather(*self._closing, return_exceptions=True)
+            self._close(engine, reason)
+        self._fail(list(self._sequences), reason)
+        await asyncio.gather(self._replayer, *self._closing, return_exceptions=True)
         self._context.term()
 
     # Engines
@@ -190,7 +164,7 @@ class EngineClient:
     def update(self, engines: list[EngineAddress], ended: Iterable[EngineEnded] = ()) -> None:
         """Open the links of new lives, and close those of lives that are not among `engines`.
 
-        Sequences on the closed ones fail with the reason in `ended`.
+        Sequences on the closed ones run again, or fail with the reason in `ended`.
         """
         lives = {(address.rank, address.life) for address in engines}
         reasons = {(end.rank, end.life): end.reason for end in ended}
@@ -203,10 +177,12 @@ class EngineClient:
         for address in engines:
             if address.rank not in self._engines:
                 self._open(address)
+        self._final = {end.rank: end.reason for end in ended if end.is_final}
+        self._fail_hopeless()
 
     def _open(self, address: EngineAddress) -> None:
         link = CoreLink(self._context, address.endpoint, self.settings.index)
-        engine = EngineConnection(address, link, self.settings.hang_timeout, self._process, self._fail_all)
+        engine = EngineConnection(address, link, self.settings.hang_timeout, self._process, self._lost)
         self._engines[address.rank] = engine
         engine.open()
 
@@ -214,7 +190,7 @@ class EngineClient:
         del self._engines[engine.rank]
         self.ended_reasons[engine.rank] = reason
         self._router.forget(engine.rank)
-        self._fail_all(engine, reason)
+        self._lost(engine, reason)
         closing = engine.close()
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
@@ -401,13 +377,15 @@ class EngineClient:
             self._abort(sorted(stream.open), FinishReason.TIMEOUT)
             stream.end(DeadlineError(timeout_s))
             return
-        by_engine: dict[EngineConnection, list[int]] = {}
+        by_engine: dict[tuple[int, EngineConnection | None], list[int]] = {}
         for request_id in sorted(stream.open):
-            by_engine.setdefault(self._sequences[request_id].engine, []).append(request_id)
-        for engine, running in by_engine.items():
-            engine.link.send(Abort(running, FinishReason.TIMEOUT))
+            sequence = self._sequences[request_id]
+            by_engine.setdefault((sequence.rank, sequence.engine), []).append(request_id)
+        for (rank, engine), running in by_engine.items():
+            if engine is not None:
+                engine.link.send(Abort(running, FinishReason.TIMEOUT))
             ends = [Finished(request_id, FinishReason.TIMEOUT) for request_id in running]
-            self._deliver(engine, TokenDeltas(0, [], b"", finished=ends))
+            self._advance(rank, time.monotonic(), TokenDeltas(0, [], b"", finished=ends))
 
     async def _submit_all(
         self, requests: list[AddRequest], text: TextOptions, stream: Stream, rank: int | None
@@ -428,35 +406,50 @@ class EngineClient:
                 )
                 stream.fail(error)
                 return
-            self._submit(request, text, stream, ready)
+            for request_id in request.request_ids:
+                progress = Progress(self.admission.begin(request_id), request.num_prompt_ids)
+                self._sequences[request_id] = Sequence(stream, progress, rank)
+            self._output.add(request, text)
+            self._send(request, ready)
 
-    def _submit(self, request: AddRequest, text: TextOptions, stream: Stream, ready: list[int]) -> None:
-        """Send a request to one of the ranks `ready`."""
+    def _send(self, request: AddRequest, ready: list[int]) -> EngineConnection:
+        """Send the request of sequences without an engine to one of the ranks `ready`."""
+        num_left = request.max_tokens + request.num_prompt_ids - len(request.prompt_ids) // ID_BYTES
         charge = self._router.route(
-            RoutedPrompt(
-                request.prompt_ids, request.max_tokens, len(request.request_ids), request.cache_salt
-            ),
-            ready,
+            RoutedPrompt(request.prompt_ids, num_left, len(request.request_ids), request.cache_salt), ready
         )
         engine = self._engines[charge.rank]
-        num_prompt_tokens = request.prompt_length or len(request.prompt_ids) // _BYTES_PER_ID
         for request_id in request.request_ids:
-            progress = Progress(self.admission.begin(request_id), num_prompt_tokens)
-            self._sequences[request_id] = _Sequence(stream, progress, engine, charge)
-        self._output.add(request, text)
+            sequence = self._sequences[request_id]
+            sequence.engine, sequence.rank, sequence.charge = engine, engine.rank, charge
         engine.link.send(request)
+        return engine
 
     def _abort(self, request_ids: list[int], reason: FinishReason = FinishReason.ABORTED) -> None:
-        by_engine: dict[EngineConnection, list[int]] = {}
+        by_engine: dict[EngineConnection | None, list[int]] = {}
         for request_id in request_ids:
-            if (sequence := self._sequences.pop(request_id, None)) is not None:
-                self._router.release(sequence.charge)
+            if (sequence := self._sequences.get(request_id)) is not None:
                 by_engine.setdefault(sequence.engine, []).append(request_id)
+                self._metrics.engine(sequence.rank).aborted(1)
+                self._remove(request_id, sequence)
         for engine, running in by_engine.items():
             self._output.remove(running)
-            self._metrics.engine(engine.rank).aborted(len(running))
             self.admission.ended(len(running))
-            engine.link.send(Abort(running, reason))
+            if engine is not None:
+                engine.link.send(Abort(running, reason))
+
+    def _remove(self, request_id: int, sequence: Sequence) -> None:
+        """A sequence has ended."""
+        del self._sequences[request_id]
+        self._release(sequence)
+        if self._replays.ended(request_id):
+            self._replays_due.set()
+
+    def _release(self, sequence: Sequence) -> None:
+        """A sequence has left its engine, if it had one."""
+        if sequence.charge is not None:
+            self._router.release(sequence.charge)
+        sequence.engine = sequence.charge = None
 
     # Messages
 
@@ -470,6 +463,8 @@ class EngineClient:
                 if (limits := self.limits) is not None:
                     self._on_ready(limits.max_model_len)
                 self._ready.set()
+                self._doomed_life = -1
+                self._replays_due.set()
             case CoreStats():
                 response = self._stats.pop(engine, None)
                 if response is not None and not response.done():
@@ -480,9 +475,16 @@ class EngineClient:
                 self._queries.answer(number, message)
 
     def _deliver(self, engine: EngineConnection, deltas: TokenDeltas) -> None:
+        for abort in self._advance(engine.rank, engine.received_at, deltas):
+            engine.link.send(abort)
+        if self.output_memory.is_exceeded:
+            self.output_memory.enforce()
+
+    def _advance(self, rank: int, now: float, deltas: TokenDeltas) -> list[Abort]:
+        """Give new tokens and ends to the streams; what ended here must be aborted in the core."""
         done = self._output.process(deltas)
-        now, sequences = engine.received_at, self._sequences
-        metrics = self._metrics.engine(engine.rank)
+        sequences, replays = self._sequences, self._replays
+        metrics = self._metrics.engine(rank)
         for first in deltas.first:
             if (admitted := sequences.get(first.request_id)) is not None:
                 metrics.admitted(first)
@@ -491,43 +493,103 @@ class EngineClient:
             sequence = sequences[update.request_id]
             if tokens := len(update.token_ids):
                 metrics.advanced(sequence.progress, tokens, now)
+                if replays.has_trial and replays.advanced(update.request_id, sequence.progress.tokens):
+                    self._replays_due.set()
             sequence.stream.put(update, now)
             if update.finished:
                 self._finish(update, sequence, now)
-        if done.aborts:
-            failed = {update.request_id for update in done.updates if update.error}.intersection(done.aborts)
-            stopped = [request_id for request_id in done.aborts if request_id not in failed]
-            for ids, reason in ((stopped, FinishReason.STOP_STRING), (sorted(failed), FinishReason.ERROR)):
-                if ids:
-                    engine.link.send(Abort(ids, reason))
-        if self.output_memory.is_exceeded:
-            self.output_memory.enforce()
+        if not done.aborts:
+            return []
+        failed = {update.request_id for update in done.updates if update.error}.intersection(done.aborts)
+        stopped = [request_id for request_id in done.aborts if request_id not in failed]
+        reasons = (stopped, FinishReason.STOP_STRING), (sorted(failed), FinishReason.ERROR)
+        return [Abort(ids, reason) for ids, reason in reasons if ids]
 
-    def _finish(self, update: Update, sequence: _Sequence, now: float) -> None:
+    def _finish(self, update: Update, sequence: Sequence, now: float) -> None:
         assert update.reason is not None
         sequence.stream.ended(update.reason, sequence.progress.tokens)
-        del self._sequences[update.request_id]
-        self._router.release(sequence.charge)
-        self._metrics.engine(sequence.engine.rank).finished(sequence.progress, update.reason, now)
+        self._metrics.engine(sequence.rank).finished(sequence.progress, update.reason, now)
+        self._remove(update.request_id, sequence)
         self.admission.ended()
 
-    def _fail_all(self, engine: EngineConnection, reason: str) -> None:
-        """Everything that `engine` was doing fails: its sequences, and the requests to the core itself.
+    # Ends of engines
 
-        The sequences on other engines that belong to the same streams are aborted.
-        """
-        failed = [number for number, sequence in self._sequences.items() if sequence.engine is engine]
+    def _fail(self, request_ids: list[int], reason: str) -> None:
+        """These sequences fail, and with each its stream, whose other sequences are aborted."""
         streams = set()
-        for request_id in failed:
-            sequence = self._sequences.pop(request_id)
-            self._router.release(sequence.charge)
+        for request_id in request_ids:
+            sequence = self._sequences[request_id]
             streams.add(sequence.stream)
-        self._metrics.engine(engine.rank).failed(len(failed))
-        self._output.remove(failed)
+            self._metrics.engine(sequence.rank).failed(1)
+            self._remove(request_id, sequence)
+        self._output.remove(request_ids)
         for stream in streams:
             stream.fail(EngineDeadError(reason))
             self._abort(sorted(stream.open))
+
+    def _lost(self, engine: EngineConnection, reason: str) -> None:
+        """The connection to `engine` has ended: its sequences run again or fail, its questions fail."""
+        lost = {number: each for number, each in self._sequences.items() if each.engine is engine}
+        for sequence in lost.values():
+            self._release(sequence)
+        failed = self._replays.died(lost, engine.life)
+        if num_again := len(lost) - len(failed):
+            self._metrics.engine(engine.rank).replayed += num_again
+            get_logger().warning(
+                "engine %d has ended under %d sequences: %d run again", engine.rank, len(lost), num_again
+            )
+        self._fail(failed, reason)
+        if self.settings.engines_end_together:
+            self._doomed_life = engine.life
+        self._fail_hopeless()
+        self._replays_due.set()
         if (stats := self._stats.pop(engine, None)) is not None:
             stats.cancel()
         self._profiles.fail(engine, reason)
         self._queries.fail(engine, reason)
+
+    def _fail_hopeless(self) -> None:
+        """Fail what waits for engines that are not started again."""
+        if not (self._final and len(self._replays)):
+            return
+        final, everywhere = self._final, len(self._final) == self.settings.num_ranks
+        hopeless = [
+            number
+            for number, sequence in self._sequences.items()
+            if sequence.engine is None and (sequence.wanted in final or everywhere)
+        ]
+        for number in hopeless:
+            if (sequence := self._sequences.get(number)) is not None:  # else its stream has failed
+                self._fail([number], final.get(sequence.rank) or next(iter(final.values())))
+
+    async def _replay(self) -> None:
+        """Send the sequences that wait for an engine, as soon as they may run, until cancelled."""
+        while True:
+            await self._replays_due.wait()
+            self._replays_due.clear()
+            yielded_at = time.monotonic()
+            for number in self._replays.due(lambda number: bool(self._ranks_for(self._sequences[number]))):
+                if time.monotonic() - yielded_at > YIELD_S:
+                    await asyncio.sleep(0)
+                    yielded_at = time.monotonic()
+                sequence = self._sequences.get(number)
+                if sequence is None or not (ranks := self._ranks_for(sequence)):
+                    continue
+                try:
+                    request = self._output.resumed(number, self._replays.deaths(number))
+                    engine = self._send(request, ranks)
+                    self._replays.sent(number, engine.life, sequence.progress.tokens)
+                except Exception:
+                    get_logger().error("sequence %d cannot run again", number, exc_info=True)
+                    sequence.stream.fail(InternalError())
+                    self._abort(sorted(sequence.stream.open))
+
+    def _ranks_for(self, sequence: Sequence) -> list[int]:
+        """The ranks that may run a waiting sequence now."""
+        return [
+            engine.rank
+            for engine in self._engines.values()
+            if engine.link.is_ready
+            and engine.life != self._doomed_life
+            and sequence.wanted in (None, engine.rank)
+        ]

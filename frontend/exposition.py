@@ -123,6 +123,9 @@ class _Collector(Collector):
         yield self._family(GaugeMetricFamily, "atom:engine_up", "Whether the engine can generate tokens", up)
         restarts = dict(snapshot.engine_restarts)
         yield self._family(CounterMetricFamily, "atom:engine_restarts", "Restarts of the engine", restarts)
+        replayed = {rank: figure.replayed for rank, figure in self._figures.items()}
+        text = "Sequences started again after the end of the engine"
+        yield self._family(CounterMetricFamily, "atom:request_replays", text, replayed)
         live = GaugeMetricFamily("atom:choices_live", "Unfinished sequences", labels=["model_name"])
         live.add_metric([self._model], snapshot.live)
         yield live

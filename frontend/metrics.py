@@ -104,6 +104,8 @@ class EngineMetrics(msgspec.Struct):
     decode_time: Histogram = msgspec.field(default_factory=_seconds)
     prompt_lengths: Histogram = msgspec.field(default_factory=_token_counts)
     generation_lengths: Histogram = msgspec.field(default_factory=_token_counts)
+    replayed: int = 0
+    """Times that a sequence was started again, because the engine had ended."""
 
     def admitted(self, first: FirstToken) -> None:
         """Count queue and prefill times of a sequence with its first token."""

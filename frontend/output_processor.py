@@ -17,6 +17,7 @@ from atom.messages.engine import (
     FinishReason,
     SampledLogprobs,
     TokenDeltas,
+    pack_ids,
     unpack_ids,
 )
 from atom.utils.logger import get_logger
@@ -279,6 +280,22 @@ class OutputProcessor:
         """Register `request`."""
         for request_id in request.request_ids:
             self._states[request_id] = RequestState(request, self._tokenizer, text)
+
+    def resumed(self, request_id: int, replays: int) -> AddRequest:
+        """The request that lets one sequence go on after the ids that it has emitted."""
+        state = self._states[request_id]
+        request, sampling = state.request, state.request.sampling
+        place = request.request_ids.index(request_id)
+        return msgspec.structs.replace(
+            request,
+            request_ids=[request_id],
+            prompt_ids=request.prompt_ids + pack_ids(state.emitted),
+            prompt_length=request.num_prompt_ids,
+            sampling=msgspec.structs.replace(sampling, sequence=sampling.sequence + place),
+            # They come with the first token.
+            prompt_logprobs=-1 if state.emitted else request.prompt_logprobs,
+            replays=replays,
+        )
 
     def remove(self, request_ids: Iterable[int]) -> None:
         """Drop these requests; their later tokens are ignored."""

@@ -10,7 +10,7 @@ from frontend.output_memory import HeldOutput
 from frontend.output_processor import Update
 from frontend.reply_formats.base import CallDelta, call_characters
 
-__all__ = ["Stream", "StreamOptions"]
+__all__ = ["Deadline", "Stream", "StreamOptions"]
 
 # Bytes of JSON, about. An entry of log probabilities: {"token":"the","logprob":-1.234567,"bytes":[116,…]}
 _ID_BYTES = 8
@@ -29,6 +29,14 @@ class StreamOptions:
     """Wake the reader at each step, not only when all sequences have ended."""
     logprobs: int = -1
     """Top tokens for each token; -1 without log probabilities."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """When a request is ended: at the time `at` (monotonic, seconds), `timeout_s` after its arrival."""
+
+    timeout_s: float
+    at: float
 
 
 class Stream:

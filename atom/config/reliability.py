@@ -15,3 +15,6 @@ class ReliabilityConfig:
     """Seconds without the result of a running step after which an engine counts as hung."""
     max_restarts: Annotated[int, Meta(ge=0)] = 10
     """Restarts in a row, each ready for less than a minute, of an engine or frontend before it stays down."""
+    max_replays: Annotated[int, Meta(ge=0)] = 3
+    """How often a running request is started again, with what it has generated, after the end of its engine;
+    with 0 it fails at once. One that ends its engine more often fails, and no other request with it."""

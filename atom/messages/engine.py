@@ -15,6 +15,9 @@ from atom.messages.admin import Answer, Question, SetLogLevel
 from atom.messages.grammar import Grammar
 from atom.messages.profile import Profile, ProfileResult
 
+ID_BYTES = 4
+"""Of a packed token id."""
+
 
 def pack_ids(ids: Iterable[int]) -> bytes:
     """Token ids as little-endian int32 bytes."""
@@ -136,6 +139,13 @@ class AddRequest(msgspec.Struct, tag=2, array_like=True, frozen=True, gc=False):
     """Identifies the API key, so that clients of other keys get no answer."""
     grammar: Grammar | None = None
     """What the output must be; None: any text."""
+    replays: int = 0
+    """How often the request has been sent to an engine that ended."""
+
+    @property
+    def num_prompt_ids(self) -> int:
+        """Ids of the prompt, without those of an earlier run."""
+        return self.prompt_length or len(self.prompt_ids) // ID_BYTES
 
 
 MAX_SEQUENCES = 1024

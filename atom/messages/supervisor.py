@@ -65,6 +65,8 @@ class EngineEnded(msgspec.Struct, array_like=True, frozen=True, gc=False):
     life: int
     reason: str
     """One line; clients of its requests get it."""
+    is_final: bool = False
+    """Whether the engine is not started again."""
 
 
 class SetServerState(msgspec.Struct, tag=22, array_like=True, frozen=True, gc=False):

@@ -80,7 +80,7 @@ class EngineGroup(Domain):
         if self.last_failure is None:
             return []
         number = self.number if self.life is None else self.number - 1
-        return [EngineEnded(rank, number, self.last_failure.text) for rank in self._ranks]
+        return [EngineEnded(rank, number, self.last_failure.text, self.is_over) for rank in self._ranks]
 
     def _open(self, number: int) -> Life:
         setup = self._setup

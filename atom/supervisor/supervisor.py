@@ -333,6 +333,7 @@ class Supervisor:
             self._cluster.stop_waiting_for_leavers()
         for domain in self._domains():
             domain.stay_down()
+        self._publish()
 
     def close(self) -> None:
         """Stop every child, with SIGKILL where SIGTERM was not enough, and remove the run directory.

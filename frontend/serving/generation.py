@@ -22,7 +22,7 @@ from atom.messages.engine import AddRequest
 from atom.messages.grammar import Grammar
 from atom.sampling_params import SamplingParams
 from frontend.detokenizer import decode
-from frontend.engine_client import Deadline, EngineClient
+from frontend.engine_client import EngineClient
 from frontend.errors import DeadlineError, EngineError, RequestError
 from frontend.grammars import Grammars
 from frontend.input_processor import InputProcessor
@@ -40,7 +40,7 @@ from frontend.serving.renderer import Renderer
 from frontend.serving.sampling import requested_max_tokens, sampling_params, stop_strings
 from frontend.serving.structured_output import reply_constraint
 from frontend.serving.usage import UsageCounter
-from frontend.streams import Stream
+from frontend.streams import Deadline, Stream
 from frontend.text_executor import INLINE_BYTES, TextExecutor
 from frontend.tracing import RequestTrace, Tracing
 

@@ -87,12 +87,12 @@ def test_engines_that_share_experts_are_one_domain(moe_model: Path) -> None:
         await asyncio.sleep(_IDLE_S)
         used = [after - begun for after, begun in zip(busy_seconds(pids), before, strict=True)]
         assert max(used) < 0.02 * _IDLE_S, "idle workers sleep"
-        crowd = Crowd(2)
+        crowd = Crowd(2, max_tokens=200)
         async with crowd.streaming(server):
             os.kill(pids[1], signal.SIGSTOP)
             ended_s = await asyncio.to_thread(until_logged, server, "engines 0 to 1, life 0, has ended")
         assert ended_s < ENDS_WITHIN_S
-        assert crowd.ends == {"error event": 2}
+        assert crowd.ends == {"finished": 2}
         await until_ready(server)
         assert await completion(server, 1) == alone[0]
         os.kill(workers(server)[0], signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Processes that are killed under load: what they were doing fails, nothing else, and they come back."""
+"""Processes that are killed under load come back: an engine's streams go on, a frontend's are cut off."""
 
 import asyncio
 import os
@@ -84,9 +84,12 @@ def lives_in(directory: Path) -> list[str]:
 def test_an_engine_that_dies_is_restarted(
     model: str, run_directories: Path, victim: str, args: tuple[str, ...], cause: str
 ) -> None:
-    crowd = Crowd(STREAMS)
+    """Its streams get the text of an undisturbed run."""
+    undisturbed, crowd = (Crowd(STREAMS, 150, temperature=0.8, seed=5) for _ in range(2))
 
     async def drive(server: Server) -> float:
+        async with undisturbed.streaming(server):
+            pass
         before = await complete(server)
         others = set(server.children()) - set(pids_of(server, "frontend.main"))
         async with crowd.streaming(server):
@@ -100,14 +103,31 @@ def test_an_engine_that_dies_is_restarted(
     with running_server("--model", model, *ARGS, *args) as server:
         unready = asyncio.run(drive(server))
         assert counter(server, "engine_restarts") == [1]
+        assert counter(server, "request_replays") == [STREAMS]
         assert lives_in(run_directories) == ["engine-0.1", "frontend-0.0"]
         assert server.terminate() == 0
         text = server.text()
     assert unready < 2
-    assert crowd.ends == {"error event": STREAMS}
+    assert crowd.ends == undisturbed.ends == {"finished": STREAMS}
+    assert crowd.texts == undisturbed.texts
     assert re.search(f"engine, life 0, has ended: {cause}; life 1 starts in 1 s", text)
     assert re.search(r"engine, life 1, is ready after \d", text)
     assert list(run_directories.iterdir()) == []
+
+
+def test_without_replays_the_streams_of_a_dead_engine_fail(model: str) -> None:
+    crowd = Crowd(STREAMS)
+
+    async def drive(server: Server) -> None:
+        async with crowd.streaming(server):
+            os.kill(pids_of(server, "workers.main")[0], signal.SIGKILL)
+        await until_ready(server)
+
+    with running_server("--model", model, *ARGS, "--max-replays", "0") as server:
+        asyncio.run(drive(server))
+        assert server.terminate() == 0
+    assert crowd.ends == {"error event": STREAMS}
+    assert crowd.messages == {"the engine is gone: worker 0: killed by SIGKILL"}
 
 
 def test_a_frontend_that_dies_is_restarted_and_no_connection_is_refused(
@@ -131,12 +151,14 @@ def test_a_frontend_that_dies_is_restarted_and_no_connection_is_refused(
 
 
 def test_of_two_engines_the_other_serves_on(model: str, run_directories: Path) -> None:
-    dying, staying = Crowd(3, data_parallel_rank=0), Crowd(3, 300, data_parallel_rank=1)
+    """Streams of the dead one go on there, or at its next life where the client chose its rank."""
+    moving, bound = Crowd(4, 300), Crowd(3, 300, data_parallel_rank=0)
+    staying = Crowd(3, 300, data_parallel_rank=1)
     statuses = set()
 
     async def drive(server: Server) -> None:
         await until_all_up(server, 2)
-        async with staying.streaming(server), dying.streaming(server):
+        async with staying.streaming(server), bound.streaming(server), moving.streaming(server):
             os.kill(pids_of(server, "workers.main")[0], signal.SIGKILL)
             for _ in range(20):
                 statuses.add(await status_of_ready(server))
@@ -151,8 +173,7 @@ def test_of_two_engines_the_other_serves_on(model: str, run_directories: Path) -
         assert lives_in(run_directories) == ["engine-0.1", "engine-1.0", "frontend-0.0"]
         assert server.terminate() == 0
     assert statuses == {200}
-    assert dying.ends == {"error event": 3} and staying.ends == {"finished": 3}
-    assert dying.messages == {"the engine is gone: worker 0: killed by SIGKILL"}
+    assert bound.ends == staying.ends == {"finished": 3} and moving.ends == {"finished": 4}
 
 
 def test_of_two_frontends_the_other_serves_on(model: str, run_directories: Path) -> None:

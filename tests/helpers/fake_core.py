@@ -72,6 +72,8 @@ class Script:
     per_step: int = 1
     drafts: int = 0
     """Draft tokens that each step verifies."""
+    dies_after: int = -1
+    """Tokens after which the core dies of the request; -1: never."""
 
 
 @dataclass
@@ -174,7 +176,8 @@ class FakeCore:
                 for index, request_id in enumerate(message.request_ids):
                     request = _sequence(message, request_id, index)
                     self.requests.append(request)
-                    self._running[request_id] = _Running(peer, request, self.script(request))
+                    sent = len(request.prompt_ids) // 4 - request.num_prompt_ids
+                    self._running[request_id] = _Running(peer, request, self.script(request), sent)
             case GetStats():
                 socket.send_multipart([peer, encode(self._stats())])
             case Profile():
@@ -208,6 +211,8 @@ class FakeCore:
             if running.peer != peer:
                 continue
             script = running.script
+            if running.sent >= script.dies_after >= 0:
+                self.die("a request ended it")
             new = script.ids[running.sent : running.sent + script.per_step]
             if new:
                 rows.append(request_id)

@@ -19,6 +19,7 @@ from atom.config.engine import EngineConfig
 from atom.config.model import ModelConfig
 from atom.config.observability import ObservabilityConfig
 from atom.config.parallel import ParallelConfig
+from atom.config.reliability import ReliabilityConfig
 from atom.config.scheduler import SchedulerConfig
 from atom.config.server import ServerConfig
 from atom.config.speculative import SpeculativeConfig
@@ -94,6 +95,7 @@ def running_frontend(
     observability: ObservabilityConfig | None = None,
     tls: ssl.SSLContext | None = None,
     model: ModelConfig | None = None,
+    max_replays: int = 3,
     **fields: Any,
 ) -> Iterator[Client]:
     """The app in front of the engines `core`; ready to serve unless `wait` is false.
@@ -113,6 +115,7 @@ def running_frontend(
             model=model or CONFIG.model,
             observability=observability or CONFIG.observability,
             parallel=ParallelConfig(data_parallel_size=len(cores)),
+            reliability=ReliabilityConfig(max_replays=max_replays),
         ),
         server or ServerConfig(),
         checkpoint,

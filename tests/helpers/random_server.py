@@ -55,6 +55,8 @@ class Crowd:
         self.ends: Counter[str] = Counter()
         """How the streams ended: finished, error event, cut off, refused, hung."""
         self.messages: set[str] = set()
+        self.texts: dict[int, str] = {}
+        """What each stream gave, by its number."""
         self._size = size
         self._max_tokens = max_tokens
         self._fields = fields
@@ -104,7 +106,9 @@ class Crowd:
                 if "error" in event:
                     self.messages.add(event["error"]["message"])
                     end = "error event"
-                elif not begun:
+                    continue
+                self.texts[number] = self.texts.get(number, "") + event["choices"][0]["text"]
+                if not begun:
                     begun = True
                     self._count_one()
         return end

@@ -27,8 +27,9 @@ from atom.messages.grammar import Grammar
 from atom.supervisor import StartError, Supervisor
 from atom.utils import envs
 from atom.utils.logger import get_logger
+from frontend.client_settings import ClientSettings
 from frontend.dp_router import router_for
-from frontend.engine_client import ClientSettings, EngineClient
+from frontend.engine_client import EngineClient
 from frontend.errors import EngineError
 from frontend.grammar_process import GrammarProcess
 from frontend.grammars import Grammars

@@ -109,7 +109,7 @@ def test_preemptions_drafts_and_replays_are_counted() -> None:
     assert 4 <= info(drafting, "drafted").accepted_drafts <= min(accepted, 8)
 
     replaying = driver()
-    replaying.add(1, [*PROMPT, 1, 2], 12, name="again", prompt_length=len(PROMPT))
+    replaying.add(1, [*PROMPT, 1, 2], 12, name="again", prompt_length=len(PROMPT), replays=1)
     replaying.send()
     replaying.clock.now += 1.0
     replaying.deliver()

@@ -245,7 +245,10 @@ def test_metrics_count_disconnects(client: Client, core: FakeCore) -> None:
 
 
 def test_engine_failure(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    with FakeCore(tmp_path, script_by_prompt) as core, running_frontend(core, checkpoint) as client:
+    with (
+        FakeCore(tmp_path, script_by_prompt) as core,
+        running_frontend(core, checkpoint, max_replays=0) as client,
+    ):
         assert metric(client, "atom:engine_up") == 1
         streaming = http.client.HTTPConnection("127.0.0.1", client.port, timeout=DEADLINE_S)
         with contextlib.closing(streaming):
@@ -268,7 +271,7 @@ def test_waiting_clients_get_an_error_when_the_core_disappears(
     tmp_path: Path, checkpoint: Checkpoint
 ) -> None:
     core = FakeCore(tmp_path, script_by_prompt)
-    with running_frontend(core, checkpoint, wait=False) as client:
+    with running_frontend(core, checkpoint, wait=False, max_replays=0) as client:
         responses: list[tuple[int, Any]] = []
         with core:
             core.wait_for(lambda: client.exchange("GET", "/ready")[0] == 200)

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from atom.messages.engine import AddRequest, FinishReason, Sampling, TokenDeltas, pack_ids
+from frontend.client_settings import ClientSettings
 from frontend.dp_router import Router
-from frontend.engine_client import ClientSettings, EngineClient
+from frontend.engine_client import EngineClient
+from frontend.engine_connection import EngineConnection
 from frontend.errors import ApiError, EngineDeadError, UnavailableError
 from frontend.metrics import Metrics
 from frontend.output_processor import OutputProcessor, TextOptions
@@ -217,14 +219,14 @@ def test_a_backlog_of_messages_does_not_hold_the_event_loop(
 def slow_submission(client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> list[AddRequest]:
     """Make each submission hold the loop longer than allowed; the list gets the submitted requests."""
     submitted: list[AddRequest] = []
-    original = client._submit
+    original = client._send
 
-    def submit(sent: AddRequest, text: TextOptions, stream: Stream, ready: list[int]) -> None:
+    def send(sent: AddRequest, ready: list[int]) -> EngineConnection:
         time.sleep(0.02)
         submitted.append(sent)
-        original(sent, text, stream, ready)
+        return original(sent, ready)
 
-    monkeypatch.setattr(client, "_submit", submit)
+    monkeypatch.setattr(client, "_send", send)
     return submitted
 
 

@@ -4,97 +4,32 @@ import asyncio
 import random
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager, suppress
-from pathlib import Path
+from contextlib import suppress
 
 import pytest
 
-from atom.messages.engine import AddRequest, FinishReason, Sampling, pack_ids
 from atom.messages.supervisor import EngineEnded
-from frontend.dp_router import Policy, Router
-from frontend.engine_client import ClientSettings, EngineClient
+from frontend.client_settings import ClientSettings
+from frontend.dp_router import Router
+from frontend.engine_client import EngineClient
 from frontend.errors import EngineDeadError, RequestError, UnavailableError
 from frontend.metrics import Metrics
 from frontend.output_processor import OutputProcessor, TextOptions
-from frontend.streams import Stream
-from tests.helpers.fake_core import FakeCore, Script
+from tests.helpers.fake_engines import (
+    DEADLINE_S,
+    IDS,
+    Start,
+    connected,
+    generate,
+    read,
+    received,
+    request,
+    running,
+    start,
+    until,
+)
 
-DEADLINE_S = 30.0
-IDS = list(range(40))
-GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0)
-Start = Callable[..., FakeCore]
-"""Starts the core of a rank and life."""
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> AsyncIterator[Start]:
-    with ExitStack() as stack:
-
-        def start_core(rank: int, life: int = 0, endless: bool = False, **fields: object) -> FakeCore:
-            script = Script(IDS * 1000, None) if endless else Script(IDS, FinishReason.MAX_TOKENS)
-            core = FakeCore(tmp_path, lambda _: script, rank=rank, life=life, step_s=0.002, **fields)
-            return stack.enter_context(core)
-
-        yield start_core
-
-
-@asynccontextmanager
-async def connected(
-    cores: list[FakeCore], policy: Policy = "round_robin", **settings: int
-) -> AsyncIterator[EngineClient]:
-    """Ready on all engines."""
-    made = ClientSettings(num_ranks=len(cores), hang_timeout=600.0, **settings)
-    router = Router(policy, len(cores), block_size=16)
-    client = EngineClient([core.address for core in cores], made, router, OutputProcessor(None), Metrics())
-    async with client:
-        await until(lambda: all(client.engine_up.values()))
-        yield client
-        assert len(client._output) == len(client)
-        assert sum(client._router.load(rank)[0] for rank in range(len(cores))) == len(client)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
-def request(client: EngineClient, n: int = 1) -> AddRequest:
-    return AddRequest(client.new_ids(n), pack_ids([1, 2, 3]), len(IDS), GREEDY)
-
-
-async def read(stream: Stream) -> list[int]:
-    ids: list[int] = []
-    async with asyncio.timeout(DEADLINE_S):
-        async for updates in stream:
-            for update in updates:
-                ids += update.token_ids
-    return ids
-
-
-async def generate(client: EngineClient, rank: int | None = None, n: int = 1) -> list[int]:
-    async with client.open([request(client, n)], TextOptions(), rank=rank) as stream:
-        return await read(stream)
-
-
-def received(core: FakeCore) -> int:
-    return len({one.request_ids[0] for one in core.requests})
-
-
-async def running(client: EngineClient, rank: int) -> tuple["asyncio.Task[list[int]]", Stream]:
-    """A reader of a stream on that rank that has begun."""
-    opened: asyncio.Future[Stream] = asyncio.get_running_loop().create_future()
-
-    async def run() -> list[int]:
-        async with client.open([request(client)], TextOptions(), rank=rank) as stream:
-            opened.set_result(stream)
-            return await read(stream)
-
-    reader = asyncio.create_task(run())
-    stream = await opened
-    await until(lambda: stream.first_token_at)
-    return reader, stream
+__all__ = ["start"]
 
 
 def test_requests_are_spread_and_all_sequences_of_one_stay_together(start: Start) -> None:

@@ -293,7 +293,10 @@ def test_not_ready_before_the_core_is(tmp_path: Path, checkpoint: Checkpoint) ->
 
 
 def test_a_dead_core_fails_running_and_later_requests(tmp_path: Path, checkpoint: Checkpoint) -> None:
-    with FakeCore(tmp_path, script_by_prompt) as core, running_frontend(core, checkpoint) as client:
+    with (
+        FakeCore(tmp_path, script_by_prompt) as core,
+        running_frontend(core, checkpoint, max_replays=0) as client,
+    ):
         connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=DEADLINE_S)
         with contextlib.closing(connection):
             connection.request("POST", "/v1/completions", json.dumps({"prompt": "silence"}))

@@ -1,0 +1,32 @@
+"""What an EngineClient takes from the configuration."""
+
+from dataclasses import dataclass
+
+__all__ = ["ClientSettings"]
+
+
+@dataclass(frozen=True)
+class ClientSettings:
+    """Limits and times of the requests of one process."""
+
+    num_ranks: int = 1
+    """Engines, when all of them live."""
+    max_num_seqs: int = 256
+    """Sequences that one engine runs at once."""
+    max_queued: int = 1024
+    """Sequences that may wait, over all engines."""
+    index: int = 0
+    """This frontend's number, unique among the frontends of the engines."""
+    num_frontends: int = 1
+    """The limits of admission are divided among them."""
+    hang_timeout: float = 60.0
+    max_output_bytes: int = 1 << 30
+    """Of output that is generated and not sent yet, for all requests of this frontend."""
+    max_replays: int = 0
+    """How often a sequence runs again after the end of its engine."""
+    engines_end_together: bool = False
+
+    def capacity(self, num_engines: int) -> int:
+        """Sequences that this frontend may have in progress while so many engines are ready."""
+        total = self.max_num_seqs * max(num_engines, 1) + self.max_queued
+        return -(-total // self.num_frontends)
