@@ -119,7 +119,6 @@ class EngineClient:
         """By rank: why its last life has ended; without ranks where none has."""
         self._sequences: dict[int, Sequence] = {}
         self._replays = Replays(settings.max_replays, settings.engines_end_together)
-        self._replays_due = asyncio.Event()
         self._doomed_life = -1
         """Of engines that end with one that has ended."""
         self._final: dict[int, str] = {}
@@ -141,7 +140,8 @@ class EngineClient:
 
     async def __aenter__(self) -> "EngineClient":
         self.update(self._initial)
-        self._replayer = asyncio.create_task(self._replay(), name="replays")
+        replaying = self._replays.run(lambda number: bool(self._ranks_for(number)), self._send_again)
+        self._replayer = asyncio.create_task(replaying, name="replays")
         return self
 
     async def __aexit__(
@@ -442,8 +442,7 @@ class EngineClient:
         """A sequence has ended."""
         del self._sequences[request_id]
         self._release(sequence)
-        if self._replays.ended(request_id):
-            self._replays_due.set()
+        self._replays.ended(request_id)
 
     def _release(self, sequence: Sequence) -> None:
         """A sequence has left its engine, if it had one."""
@@ -464,7 +463,7 @@ class EngineClient:
                     self._on_ready(limits.max_model_len)
                 self._ready.set()
                 self._doomed_life = -1
-                self._replays_due.set()
+                self._replays.wake()
             case CoreStats():
                 response = self._stats.pop(engine, None)
                 if response is not None and not response.done():
@@ -493,8 +492,8 @@ class EngineClient:
             sequence = sequences[update.request_id]
             if tokens := len(update.token_ids):
                 metrics.advanced(sequence.progress, tokens, now)
-                if replays.has_trial and replays.advanced(update.request_id, sequence.progress.tokens):
-                    self._replays_due.set()
+                if replays.is_watching:
+                    replays.advanced(update.request_id, sequence.progress.tokens)
             sequence.stream.put(update, now)
             if update.finished:
                 self._finish(update, sequence, now)
@@ -542,7 +541,6 @@ class EngineClient:
         if self.settings.engines_end_together:
             self._doomed_life = engine.life
         self._fail_hopeless()
-        self._replays_due.set()
         if (stats := self._stats.pop(engine, None)) is not None:
             stats.cancel()
         self._profiles.fail(engine, reason)
@@ -562,34 +560,26 @@ class EngineClient:
             if (sequence := self._sequences.get(number)) is not None:  # else its stream has failed
                 self._fail([number], final.get(sequence.rank) or next(iter(final.values())))
 
-    async def _replay(self) -> None:
-        """Send the sequences that wait for an engine, as soon as they may run, until cancelled."""
-        while True:
-            await self._replays_due.wait()
-            self._replays_due.clear()
-            yielded_at = time.monotonic()
-            for number in self._replays.due(lambda number: bool(self._ranks_for(self._sequences[number]))):
-                if time.monotonic() - yielded_at > YIELD_S:
-                    await asyncio.sleep(0)
-                    yielded_at = time.monotonic()
-                sequence = self._sequences.get(number)
-                if sequence is None or not (ranks := self._ranks_for(sequence)):
-                    continue
-                try:
-                    request = self._output.resumed(number, self._replays.deaths(number))
-                    engine = self._send(request, ranks)
-                    self._replays.sent(number, engine.life, sequence.progress.tokens)
-                except Exception:
-                    get_logger().error("sequence %d cannot run again", number, exc_info=True)
-                    sequence.stream.fail(InternalError())
-                    self._abort(sorted(sequence.stream.open))
+    def _send_again(self, number: int) -> None:
+        """Send a sequence that waits for an engine."""
+        sequence = self._sequences[number]
+        sequence.replays += 1
+        try:
+            request = self._output.resumed(number, sequence.replays)
+            engine = self._send(request, self._ranks_for(number))
+        except Exception:
+            get_logger().error("sequence %d cannot run again", number, exc_info=True)
+            sequence.stream.fail(InternalError())
+            self._abort(sorted(sequence.stream.open))
+        else:
+            num_ids = len(request.prompt_ids) // ID_BYTES
+            self._replays.sent(number, engine.life, sequence.progress.tokens, num_ids)
 
-    def _ranks_for(self, sequence: Sequence) -> list[int]:
+    def _ranks_for(self, number: int) -> list[int]:
         """The ranks that may run a waiting sequence now."""
+        wanted = self._sequences[number].wanted
         return [
             engine.rank
             for engine in self._engines.values()
-            if engine.link.is_ready
-            and engine.life != self._doomed_life
-            and sequence.wanted in (None, engine.rank)
+            if engine.link.is_ready and engine.life != self._doomed_life and wanted in (None, engine.rank)
         ]

@@ -22,6 +22,8 @@ class Sequence:
     """Of its engine, or of the last one."""
     engine: EngineConnection | None = None
     charge: Charge | None = None
+    replays: int = 0
+    """How often it was sent again."""
 
     def shown(self, number: int) -> RunningRequest:
         progress = self.progress

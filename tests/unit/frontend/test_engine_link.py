@@ -292,7 +292,7 @@ def test_the_submission_ends_with_the_connection(tmp_path: Path, monkeypatch: py
 
             opening = asyncio.create_task(generate_all())
             await until(lambda: submitted)
-            client._fail_all(client.engines[0], "the engine has ended")
+            client._lost(client.engines[0], "the engine has ended")
             with pytest.raises(EngineDeadError, match="the engine has ended"):
                 await opening
             assert len(submitted) < len(requests)

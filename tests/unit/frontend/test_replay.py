@@ -353,25 +353,27 @@ def test_suspected_sequences_are_tried_one_at_a_time() -> None:
     assert replays.died([1, 2, 3], life=0) == []
     assert replays.due(everywhere) == [1, 2, 3]
     for request_id in (1, 2, 3):
-        replays.sent(request_id, 1, num_tokens=10)
+        replays.sent(request_id, 1, num_tokens=10, num_ids=20)
     assert replays.died([1, 2, 3, 4], life=1) == []
     assert replays.due(everywhere) == [4, 1]
-    replays.sent(4, 2, 0)
-    replays.sent(1, 2, 10)
+    replays.sent(4, 2, 0, 20)
+    replays.sent(1, 2, 10, 20)
     assert replays.due(everywhere) == []
-    assert not replays.advanced(1, 12) and not replays.advanced(4, 1000)
-    assert replays.advanced(1, 26)  # past the place where it died
+    replays.advanced(1, 25)
+    replays.advanced(4, 1000)
+    assert replays.due(everywhere) == []
+    replays.advanced(1, 26)  # past the place where it died
     assert replays.due(everywhere) == [2]
-    replays.sent(2, 2, 10)
+    replays.sent(2, 2, 10, 20)
     # The engine ends because of 2: the others count nothing.
     assert replays.died([1, 2, 4], life=2) == []
     assert [replays.deaths(request_id) for request_id in (1, 2, 3, 4)] == [2, 3, 2, 1]
     assert replays.due(everywhere) == [1, 4, 3]
     for request_id in (1, 4, 3):
-        replays.sent(request_id, 3, 30)
-    assert replays.ended(3)
+        replays.sent(request_id, 3, 30, 20)
+    replays.ended(3)
     assert replays.due(everywhere) == [2]
-    replays.sent(2, 3, 10)
+    replays.sent(2, 3, 10, 20)
     assert replays.died([1, 2, 4], life=3) == [2]
     assert replays.due(everywhere) == [1, 4]
 
@@ -383,12 +385,31 @@ def test_engines_that_end_together_count_one_death() -> None:
         for life in (0, 1):
             assert replays.died([1, 2], life=life) == []
             for request_id in replays.due(lambda request_id: True):
-                replays.sent(request_id, life + 1, 0)
-        assert replays.has_trial and replays.ended(1) and replays.due(lambda request_id: True) == [2]
-        replays.sent(2, 2, 0)
+                replays.sent(request_id, life + 1, 0, 20)
+        assert replays.is_watching
+        replays.ended(1)
+        assert replays.due(lambda request_id: True) == [2]
+        replays.sent(2, 2, 0, 20)
         for request_id in order:
             assert replays.died([request_id], life=2) == []
         assert (replays.deaths(1), replays.deaths(2)) == (0, 3)
+
+
+def test_few_long_sequences_start_at_once() -> None:
+    replays = Replays(3)
+    assert replays.died(range(5), life=0) == []
+    for request_id in (0, 1):
+        assert replays.may_send
+        replays.sent(request_id, 1, 0, num_ids=1 << 20)
+    replays.advanced(7, 1)
+    assert not replays.may_send
+    replays.advanced(1, 1)
+    assert replays.may_send and replays.is_watching
+    replays.ended(0)
+    assert not replays.is_watching
+    replays.sent(2, 1, 0, num_ids=1 << 22)
+    assert not replays.may_send
+    assert replays.died([2], life=1) == [] and replays.may_send
 
 
 def test_without_replays_all_fail() -> None:
