@@ -73,6 +73,7 @@ __all__ = ["ID_BITS", "EngineClient"]
 A = TypeVar("A", bound=Answer)
 
 _ANSWER_DEADLINE_S = 5.0
+_MOST_NAMES = 8
 # Longer than the core's own deadline, whose error message is more specific.
 _PROFILE_DEADLINE_S = 330.0
 ID_BITS = 40
@@ -537,6 +538,10 @@ class EngineClient:
             get_logger().warning(
                 "engine %d has ended under %d sequences: %d run again", engine.rank, len(lost), num_again
             )
+        if failed and (most := self.settings.max_replays):
+            names = ", ".join(self._output.name(number) for number in failed[:_MOST_NAMES])
+            get_logger().error("%d sequences ran in %d engines that ended: %s", len(failed), most + 1, names)
+            reason = f"{reason}; {most} replays of the request ended so, too (--max-replays)"
         self._fail(failed, reason)
         if self.settings.engines_end_together:
             self._doomed_life = engine.life

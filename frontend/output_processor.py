@@ -281,6 +281,10 @@ class OutputProcessor:
         for request_id in request.request_ids:
             self._states[request_id] = RequestState(request, self._tokenizer, text)
 
+    def name(self, request_id: int) -> str:
+        """The id that the client knows."""
+        return self._states[request_id].request.name
+
     def resumed(self, request_id: int, replays: int) -> AddRequest:
         """The request that lets one sequence go on after the ids that it has emitted."""
         state = self._states[request_id]

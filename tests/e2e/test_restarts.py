@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -208,3 +209,51 @@ def test_two_frontends_drain_together(model: str, run_directories: Path) -> None
         assert server.process.wait(DEADLINE_S) == 0
     assert crowd.ends == {"finished": 12}
     assert list(run_directories.iterdir()) == []
+
+
+KINDS: dict[str, dict[str, object]] = {
+    "two sequences": {"n": 2, "temperature": 1.0},
+    "log probabilities": {"logprobs": 3, "temperature": 0.7},
+    "log probabilities of the prompt": {"logprobs": 1, "echo": True},
+    "stop strings": {"stop": ["zz", "qqq"], "temperature": 1.2},
+    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+    "fewest tokens": {"min_tokens": 140, "ignore_eos": False},
+    "bias": {"logit_bias": {"20": 3, "21": -3}, "temperature": 0.9},
+    "regex": {"structured_outputs": {"regex": "([a-c]{3}-){60}"}, "temperature": 1.0, "ignore_eos": False},
+    "long prompt": {"prompt": "number " * 300},
+}
+
+
+def test_requests_of_every_kind_go_on(model: str) -> None:
+    """With the texts, tokens and finish reasons of an undisturbed run."""
+    common = {"model": MODEL_NAME, "prompt": "once upon", "max_tokens": 150, "temperature": 0, "seed": 3}
+    bodies = [common | {"ignore_eos": True} | fields for fields in KINDS.values()]
+
+    def found(choice: dict[str, Any]) -> tuple[object, ...]:
+        logprobs = choice["logprobs"] or {}
+        return choice["index"], choice["text"], choice["finish_reason"], logprobs.get("tokens")
+
+    async def ask(session: aiohttp.ClientSession, body: dict[str, object]) -> list[tuple[object, ...]]:
+        async with session.post("/v1/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+            return [found(choice) for choice in (await response.json())["choices"]]
+
+    async def run(server: Server, kill: bool) -> list[list[tuple[object, ...]]]:
+        timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
+        async with aiohttp.ClientSession(server.url, timeout=timeout) as session:
+            before = sum(await asyncio.to_thread(counter, server, "generation_tokens"))
+            work = asyncio.gather(*(ask(session, body) for body in bodies))
+            if kill:
+                while sum(await asyncio.to_thread(counter, server, "generation_tokens")) < before + 300:
+                    assert not work.done()
+                    await asyncio.sleep(0.01)
+                os.kill(pids_of(server, "workers.main")[0], signal.SIGKILL)
+            return await work
+
+    with running_server("--model", model, *ARGS) as server:
+        undisturbed = asyncio.run(run(server, kill=False))
+        replayed = asyncio.run(run(server, kill=True))
+        assert sum(counter(server, "request_replays")) > len(KINDS) // 2
+        assert server.terminate() == 0
+    for kind, expected, got in zip(KINDS, undisturbed, replayed, strict=True):
+        assert got == expected, kind

@@ -333,7 +333,7 @@ def test_a_request_that_ends_engines_fails_alone(start: Start, dies_after: int, 
             others = [asyncio.create_task(by_sequence(client, [long_request(client)])) for _ in range(20)]
             poison = long_request(client, prompt=[666])
             guilty = asyncio.create_task(by_sequence(client, [poison]))
-            with pytest.raises(EngineDeadError):
+            with pytest.raises(EngineDeadError, match="ended it; 3 replays of the request ended so"):
                 async with asyncio.timeout(60):
                     await guilty
             async with asyncio.timeout(60):
