@@ -43,6 +43,7 @@ from engine_core.step import Step, StepOutcome, StepPlan
 from engine_core.turn_budget import IDS_PER_UNIT, UNITS_PER_ADMISSION
 
 MAX_IN_FLIGHT = 2
+_REPLAYED = 1 << 48  # ahead of all arrivals
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request that can run alone; its id must not be in use."""
-        request.arrival = self._num_arrivals
+        # What other engines have begun comes first.
+        request.arrival = self._num_arrivals - (_REPLAYED if request.settings.replays else 0)
         request.arrived_at = request.arrived_at or self._clock()
         self._num_arrivals += 1
         self.requests[request.request_id] = request

@@ -73,7 +73,6 @@ __all__ = ["ID_BITS", "EngineClient"]
 A = TypeVar("A", bound=Answer)
 
 _ANSWER_DEADLINE_S = 5.0
-_MOST_NAMES = 8
 # Longer than the core's own deadline, whose error message is more specific.
 _PROFILE_DEADLINE_S = 330.0
 ID_BITS = 40
@@ -119,7 +118,8 @@ class EngineClient:
         self.ended_reasons: dict[int, str] = {}
         """By rank: why its last life has ended; without ranks where none has."""
         self._sequences: dict[int, Sequence] = {}
-        self._replays = Replays(settings.max_replays, settings.engines_end_together)
+        together, alone = settings.engines_end_together, settings.num_frontends == 1
+        self._replays = Replays(settings.max_replays, together, alone)
         self._doomed_life = -1
         """Of engines that end with one that has ended."""
         self._final: dict[int, str] = {}
@@ -141,7 +141,7 @@ class EngineClient:
 
     async def __aenter__(self) -> "EngineClient":
         self.update(self._initial)
-        replaying = self._replays.run(lambda number: bool(self._ranks_for(number)), self._send_again)
+        replaying = self._replays.run(self._may_run, self._send_again)
         self._replayer = asyncio.create_task(replaying, name="replays")
         return self
 
@@ -152,8 +152,7 @@ class EngineClient:
         traceback: TracebackType | None,
     ) -> None:
         self._replayer.cancel()
-        self._replays = Replays(0)
-        reason = "the server is stopping"
+        self._replays, reason = Replays(0), "the server is stopping"
         for engine in list(self._engines.values()):
             self._close(engine, reason)
         self._fail(list(self._sequences), reason)
@@ -286,9 +285,18 @@ class EngineClient:
         return await self._ask_all(lambda number: GetRequests(number, name), RequestInfos)
 
     async def abort_named(self, names: list[str], everything: bool = False) -> int:
-        """End these requests, of all frontends, or all; returns how many sequences."""
+        """End these requests, of all frontends, or all; returns how many sequences.
+
+        Those that wait for an engine: of this frontend alone.
+        """
+        waiting = [number for number, sequence in self._sequences.items() if sequence.engine is None]
+        ended = [number for number in waiting if everything or self._output.names([number]) in names]
+        ends = [Finished(number, FinishReason.ABORTED) for number in ended]
+        self._advance(0, time.monotonic(), TokenDeltas(0, [], b"", finished=ends))
+        if ended and not self.is_ready:
+            return len(ended)
         answers = await self._ask_all(lambda number: AbortNamed(number, names, everything), Done)
-        return sum(answer.count for _, answer in answers)
+        return len(ended) + sum(answer.count for _, answer in answers)
 
     async def reset_prefix_cache(self) -> int:
         """Uncache all blocks of all engines; returns how many were cached."""
@@ -317,7 +325,8 @@ class EngineClient:
         if level != self._log_level:
             self._log_level = level
             for engine in self._engines.values():
-                engine.link.send(SetLogLevel(level))
+                if engine.link.state is not LinkState.DEAD:  # its socket may be closed
+                    engine.link.send(SetLogLevel(level))
 
     # Requests
 
@@ -413,7 +422,7 @@ class EngineClient:
             self._output.add(request, text)
             self._send(request, ready)
 
-    def _send(self, request: AddRequest, ready: list[int]) -> EngineConnection:
+    def _send(self, request: AddRequest, ready: list[int]) -> None:
         """Send the request of sequences without an engine to one of the ranks `ready`."""
         num_left = request.max_tokens + request.num_prompt_ids - len(request.prompt_ids) // ID_BYTES
         charge = self._router.route(
@@ -424,7 +433,6 @@ class EngineClient:
             sequence = self._sequences[request_id]
             sequence.engine, sequence.rank, sequence.charge = engine, engine.rank, charge
         engine.link.send(request)
-        return engine
 
     def _abort(self, request_ids: list[int], reason: FinishReason = FinishReason.ABORTED) -> None:
         by_engine: dict[EngineConnection | None, list[int]] = {}
@@ -443,7 +451,7 @@ class EngineClient:
         """A sequence has ended."""
         del self._sequences[request_id]
         self._release(sequence)
-        self._replays.ended(request_id)
+        self._replays.ended(request_id, sequence.stream)
 
     def _release(self, sequence: Sequence) -> None:
         """A sequence has left its engine, if it had one."""
@@ -464,7 +472,7 @@ class EngineClient:
                     self._on_ready(limits.max_model_len)
                 self._ready.set()
                 self._doomed_life = -1
-                self._replays.wake()
+                self._replays.connected(engine.rank, engine.life)
             case CoreStats():
                 response = self._stats.pop(engine, None)
                 if response is not None and not response.done():
@@ -527,21 +535,21 @@ class EngineClient:
             stream.fail(EngineDeadError(reason))
             self._abort(sorted(stream.open))
 
-    def _lost(self, engine: EngineConnection, reason: str) -> None:
-        """The connection to `engine` has ended: its sequences run again or fail, its questions fail."""
+    def _lost(self, engine: EngineConnection, reason: str, is_fault: bool = False) -> None:
+        """The connection to `engine` has ended: its sequences run again or fail, its questions fail.
+
+        After a fault of this process, `is_fault`, streams may not have got all tokens: they fail.
+        """
         lost = {number: each for number, each in self._sequences.items() if each.engine is engine}
         for sequence in lost.values():
             self._release(sequence)
-        failed = self._replays.died(lost, engine.life)
+        failed = list(lost) if is_fault else self._replays.died(lost, engine.rank, engine.life)
         if num_again := len(lost) - len(failed):
             self._metrics.engine(engine.rank).replayed += num_again
-            get_logger().warning(
-                "engine %d has ended under %d sequences: %d run again", engine.rank, len(lost), num_again
-            )
-        if failed and (most := self.settings.max_replays):
-            names = ", ".join(self._output.name(number) for number in failed[:_MOST_NAMES])
-            get_logger().error("%d sequences ran in %d engines that ended: %s", len(failed), most + 1, names)
-            reason = f"{reason}; {most} replays of the request ended so, too (--max-replays)"
+            get_logger().warning("engine %d: %d of %d sequences run again", engine.rank, num_again, len(lost))
+        if failed and self._replays.most and not is_fault:
+            get_logger().error("requests that have ended engines fail: %s", self._output.names(failed))
+            reason += "; replays of the request have ended so, too"
         self._fail(failed, reason)
         if self.settings.engines_end_together:
             self._doomed_life = engine.life
@@ -571,20 +579,21 @@ class EngineClient:
         sequence.replays += 1
         try:
             request = self._output.resumed(number, sequence.replays)
-            engine = self._send(request, self._ranks_for(number))
+            ranks = self._ranks_for_replays()
+            self._send(request, ranks if sequence.wanted is None else [sequence.wanted])
         except Exception:
             get_logger().error("sequence %d cannot run again", number, exc_info=True)
             sequence.stream.fail(InternalError())
             self._abort(sorted(sequence.stream.open))
         else:
-            num_ids = len(request.prompt_ids) // ID_BYTES
-            self._replays.sent(number, engine.life, sequence.progress.tokens, num_ids)
+            self._replays.sent(number, sequence, len(request.prompt_ids) // ID_BYTES)
 
-    def _ranks_for(self, number: int) -> list[int]:
-        """The ranks that may run a waiting sequence now."""
-        wanted = self._sequences[number].wanted
-        return [
-            engine.rank
-            for engine in self._engines.values()
-            if engine.link.is_ready and engine.life != self._doomed_life and wanted in (None, engine.rank)
-        ]
+    def _ranks_for_replays(self) -> list[int]:
+        engines = self._engines.values()
+        return [each.rank for each in engines if each.link.is_ready and each.life != self._doomed_life]
+
+    def _may_run(self) -> Callable[[int], bool]:
+        """Whether an engine that is ready now may run a waiting sequence."""
+        ranks, sequences = self._ranks_for_replays(), self._sequences
+        wanted = {*ranks, None} if ranks else set()
+        return lambda number: sequences[number].wanted in wanted

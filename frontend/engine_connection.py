@@ -32,9 +32,9 @@ _RECONNECT_S = 1.0
 class EngineConnection:
     """Reads one engine's messages from `open` to `close`.
 
-    `on_message` gets every message but CoreDead. `on_loss` gets the reason when the connection ends;
-    a new one is opened then, since the core may only have dropped this frontend. While the core is
-    silent nothing happens, until `hang_timeout`.
+    `on_message` gets every message but CoreDead. `on_loss` gets the reason when the connection ends, and
+    whether it is a fault of this process. A new one is opened then, since the core may only have dropped this
+    frontend. While the core is silent nothing happens, until `hang_timeout`.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class EngineConnection:
         link: CoreLink,
         hang_timeout: float,
         on_message: Callable[["EngineConnection", FromCore], None],
-        on_loss: Callable[["EngineConnection", str], None],
+        on_loss: Callable[["EngineConnection", str, bool], None],
     ):
         self.rank = address.rank
         self.life = address.life
@@ -70,11 +70,11 @@ class EngineConnection:
     async def _run(self) -> None:
         try:
             while True:
-                reason = await self._serve()
+                reason, is_fault = await self._serve()
                 get_logger().error("the connection to %s has ended: %s", self._name, reason)
                 self.link.mark_dead(reason)
                 self.link.close()
-                self._on_loss(self, reason)
+                self._on_loss(self, reason, is_fault)
                 await asyncio.sleep(_RECONNECT_S)
                 self.link.connect()
         except asyncio.CancelledError:
@@ -83,8 +83,8 @@ class EngineConnection:
             get_logger().critical("the frontend cannot recover its link to %s", self._name, exc_info=True)
             os._exit(1)
 
-    async def _serve(self) -> str:
-        """Process messages until the connection ends; returns the reason."""
+    async def _serve(self) -> tuple[str, bool]:
+        """Process messages until the connection ends; returns the reason, and whether it is a fault here."""
         self._monitor = PeerMonitor(self._hang_timeout_s)
         work = (self._read(), self._wait_until_closed(), self._watch_silence())
         tasks = [asyncio.create_task(each) for each in work]
@@ -116,6 +116,7 @@ class EngineConnection:
         try:
             with _frames_of(monitor) as frames:
                 await frames.recv()  # the only event
+            self.link.mark_dead(f"{self._name} closed its connection")
             await asyncio.sleep(_FINAL_MESSAGE_S)
         finally:
             self.link.socket.disable_monitor()
@@ -142,13 +143,13 @@ def _frames_of(socket: "zmq.Socket[bytes]") -> Iterator[FrameReader]:
         frames.close()
 
 
-def _reason(task: "asyncio.Task[str]") -> str:
-    """Why a task of a connection ended; an error is logged, of whatever type.
+def _reason(task: "asyncio.Task[str]") -> tuple[str, bool]:
+    """Why a task of a connection ended, and whether it is a fault; an error is logged, of whatever type.
 
     A panic of a native extension is a BaseException, but no Exception.
     """
     error = task.exception()
     if error is None:
-        return task.result()
+        return task.result(), False
     get_logger().error("processing an engine core's messages failed", exc_info=error)
-    return "an internal error of the frontend; the server's log has the details"
+    return "an internal error of the frontend; the server's log has the details", True

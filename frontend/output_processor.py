@@ -281,9 +281,10 @@ class OutputProcessor:
         for request_id in request.request_ids:
             self._states[request_id] = RequestState(request, self._tokenizer, text)
 
-    def name(self, request_id: int) -> str:
-        """The id that the client knows."""
-        return self._states[request_id].request.name
+    def names(self, request_ids: Iterable[int]) -> str:
+        """The ids that clients know of up to eight of these requests."""
+        found = sorted({self._states[request_id].request.name for request_id in request_ids})
+        return ", ".join(found[:8])
 
     def resumed(self, request_id: int, replays: int) -> AddRequest:
         """The request that lets one sequence go on after the ids that it has emitted."""

@@ -24,6 +24,8 @@ class Sequence:
     charge: Charge | None = None
     replays: int = 0
     """How often it was sent again."""
+    tokens_at_death: int = 0
+    """Tokens that it had when an engine last ended that it may have ended."""
 
     def shown(self, number: int) -> RunningRequest:
         progress = self.progress

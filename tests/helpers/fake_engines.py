@@ -42,7 +42,7 @@ async def connected(
     cores: list[FakeCore], policy: Policy = "round_robin", **settings: Any
 ) -> AsyncIterator[EngineClient]:
     """Ready on all engines."""
-    made = ClientSettings(num_ranks=len(cores), hang_timeout=600.0, **settings)
+    made = ClientSettings(**{"num_ranks": len(cores), "hang_timeout": 600.0} | settings)
     router = Router(policy, len(cores), block_size=16)
     client = EngineClient([core.address for core in cores], made, router, OutputProcessor(None), Metrics())
     async with client:

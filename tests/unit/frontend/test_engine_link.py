@@ -14,7 +14,6 @@ from atom.messages.engine import AddRequest, FinishReason, Sampling, TokenDeltas
 from frontend.client_settings import ClientSettings
 from frontend.dp_router import Router
 from frontend.engine_client import EngineClient
-from frontend.engine_connection import EngineConnection
 from frontend.errors import ApiError, EngineDeadError, UnavailableError
 from frontend.metrics import Metrics
 from frontend.output_processor import OutputProcessor, TextOptions
@@ -221,10 +220,10 @@ def slow_submission(client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> li
     submitted: list[AddRequest] = []
     original = client._send
 
-    def send(sent: AddRequest, ready: list[int]) -> EngineConnection:
+    def send(sent: AddRequest, ready: list[int]) -> None:
         time.sleep(0.02)
         submitted.append(sent)
-        return original(sent, ready)
+        original(sent, ready)
 
     monkeypatch.setattr(client, "_send", send)
     return submitted
