@@ -88,9 +88,8 @@ class Replays:
         self._try_from = 0.0
         self._num_ended = 0  # by tried requests, in a row
         self._explained_life = -1  # that tried requests have ended, where engines end together
-        self._counted: dict[
-            int, tuple[int, list[Stream]]
-        ] = {}  # by rank: its lost life, and whose death it was
+        # By rank: the life that it has lost, whose death that was, and how many deaths it counted.
+        self._counted: dict[int, tuple[int, set[Stream], int]] = {}
         self._starting: dict[int, int] = {}  # ids sent, by sequence
         self._starting_ids = 0
         self._changed = asyncio.Event()
@@ -125,15 +124,15 @@ class Replays:
             guilty = new
         else:
             guilty = tried | new if tried else set(by_stream)
-        is_proven = len(tried) == 1 and guilty == tried and self._alone
-        self._counted[rank] = life, list(guilty)
+        weight = 2 if len(tried) == 1 and guilty == tried and self._alone else 1
+        self._counted[rank] = life, guilty, weight
         failed = []
         suspected: dict[Stream, None] = {}
         for stream, numbers in by_stream.items():
             case = self._cases.setdefault(stream, _Case())
             case.ids.update(numbers)
             if stream in guilty:
-                self._count(case, 2 if is_proven else 1)
+                self._count(case, weight)
                 for number in numbers:
                     lost[number].tokens_at_death = lost[number].progress.tokens
             if case.deaths > self.most:
@@ -191,7 +190,7 @@ class Replays:
         if (found := self._counted.pop(rank, None)) is not None and found[0] == life:
             for stream in found[1]:
                 if (case := self._cases.get(stream)) is not None:
-                    case.deaths -= 1
+                    case.deaths -= found[2]
         if not self._alone:
             self._try_from = time.monotonic() + random.uniform(0.0, _SPREAD_S)
         self.wake()

@@ -16,5 +16,5 @@ class ReliabilityConfig:
     max_restarts: Annotated[int, Meta(ge=0)] = 10
     """Restarts in a row, each ready for less than a minute, of an engine or frontend before it stays down."""
     max_replays: Annotated[int, Meta(ge=0)] = 3
-    """Ends of its engine that a running request survives: it is started again with what it has generated; with 0
+    """Ends of its engine that a running request survives: it starts again with what it has generated. With 0
     it fails at once. Ends that another request has caused do not count."""
