@@ -233,7 +233,7 @@ class Replays:
                 send(number)
 
     def due(self, may_run: MayRun) -> list[int]:
-        """The sequences to send now, of those that may run."""
+        """The waiting sequences to send now: all that may run."""
         if self._trial is None and time.monotonic() >= self._try_from:
             self._begin_trial(may_run)
         return [number for number in self._waiting if may_run(number)]

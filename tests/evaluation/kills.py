@@ -4,7 +4,7 @@
 
 1. 200 mixed requests get the same text from two engines as from one, and from two whose workers and cores
    are killed meanwhile.
-2. Random workers and cores of two engines are killed. No request may fail, also of those that are bound to
+2. Random workers and cores of two engines are killed. No request may fail, not even one that is bound to
    the dead engine, which must come back; its directory, sockets and shared memory must be gone.
 3. Of two frontends with 1,000 streams one is killed: all others' streams must finish.
 4. Tokens a second with one and with two frontends, of a model that takes next to no time.
