@@ -544,7 +544,7 @@ class EngineClient:
         for sequence in lost.values():
             self._release(sequence)
         failed = list(lost) if is_fault else self._replays.died(lost, engine.rank, engine.life)
-        if num_again := len(lost) - len(failed):
+        if num_again := len(lost.keys() - failed):  # what waited may fail, too
             self._metrics.engine(engine.rank).replayed += num_again
             get_logger().warning("engine %d: %d of %d sequences run again", engine.rank, num_again, len(lost))
         if failed and self._replays.most and not is_fault:

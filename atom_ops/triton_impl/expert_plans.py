@@ -99,14 +99,16 @@ _FEW = VectorPlan(4, VectorTile(4, 512, 4, 3), VectorTile(4, 128, 4, 3))
 _FEW_QUANTIZED = VectorPlan(4, VectorTile(8, 512, 4, 3), VectorTile(4, 128, 4, 3))
 _FEW_4BIT = VectorPlan(4, VectorTile(16, 128, 2, 4), VectorTile(8, 128, 2, 4))
 
+_LARGE_BLOCKS = GroupedPlan(MANY, 128, GroupedTile(128, 64, 8, 4), GroupedTile(128, 64, 4, 3))
+
 # By pairs per expert on average: the most, and the plan.
 _HOPPER = (
     (8, GroupedPlan(MANY, 16, GroupedTile(64, 128, 4, 3), GroupedTile(64, 128, 4, 3))),
     (24, GroupedPlan(MANY, 32, GroupedTile(64, 64, 4, 3), GroupedTile(128, 64, 4, 5))),
     (48, GroupedPlan(MANY, 64, GroupedTile(64, 64, 4, 3), GroupedTile(128, 64, 4, 3))),
-    (200, GroupedPlan(MANY, 128, GroupedTile(128, 64, 8, 4), GroupedTile(128, 64, 4, 3))),
+    (200, _LARGE_BLOCKS),
     (MANY, PersistentPlan(MANY)),
-    (MANY, GroupedPlan(MANY, 128, GroupedTile(128, 64, 8, 4), GroupedTile(128, 64, 4, 3))),
+    (MANY, _LARGE_BLOCKS),
 )
 # A tile of block-scaled FP8 has at most the rows of a block.
 _HOPPER_8BIT = (

@@ -438,3 +438,26 @@ def test_after_a_fault_of_the_frontend_nothing_goes_on(start: Start, monkeypatch
             assert len(client) == len(client._replays) == 0
 
     asyncio.run(run())
+
+
+def test_replays_are_counted_when_waiting_sequences_fail_with_others(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cores = [start(0, script=long_script), start(1, script=long_script)]
+
+    async def run() -> None:
+        async with connected(cores, max_replays=3) as client:
+            bound = asyncio.create_task(by_sequence(client, [long_request(client, 3)], rank=0))
+            await until(lambda: client._metrics.engine(0).generated_tokens > 5)
+            cores[0].die("killed")
+            await until(lambda: len(client._replays) == 3)
+            other, _ = await running(client, 1)
+            waiting = list(client._replays._waiting)
+            monkeypatch.setattr(client._replays, "died", lambda lost, rank, life: [*lost, *waiting])
+            cores[1].die("killed")
+            for failing in (bound, other):
+                with pytest.raises(EngineDeadError):
+                    await failing
+            assert [client._metrics.engine(rank).replayed for rank in (0, 1)] == [3, 0]
+
+    asyncio.run(run())

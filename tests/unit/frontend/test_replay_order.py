@@ -16,7 +16,7 @@ def case(tokens: int = 0, num: int = 1) -> list[Sequence]:
 
 
 class Driven:
-    """Replays with sequences that run as soon as they may, and the numbers of those that failed."""
+    """Replays with sequences that run as soon as they may, and the numbers of the failed ones."""
 
     def __init__(self, sequences: list[Sequence], most: int = 3, **fields: bool):
         self.replays = Replays(most, **fields)
